@@ -217,12 +217,13 @@ class ChatTokenizer:
             [token["id"] for token in self._special if token["content"] != unknown], np.int64
         )
 
-    def encode(self, messages: Sequence[Message], train_on: str) -> Encoded:
+    def encode(self, messages: Sequence[Message], train_on: str, told: int = 0) -> Encoded:
         """Token ids of a chat.
 
         Args:
           train_on: "all", "assistant", "user", or "completion", the last turn if it is the
             assistant's.
+          told: number of first turns that "all" leaves out, with what opens the next one.
         Raises:
           BadChat: there is no template, it refuses the chat, or does not say where a turn is.
         """
@@ -233,7 +234,8 @@ class ChatTokenizer:
         plain = [self._broken(each, private[BREAK]) for each in messages]
         if train_on == "all":
             text, _ = self._unmarked(template.render(plain), private)
-            return self._encoded(text, [(0, len(text))], private)
+            begin = self._begin_of(plain, told, template, private) if told else 0
+            return self._encoded(text, [(begin, len(text))], private)
         turns = turns_of(messages, train_on)
         if template.says_what_is_generated and train_on != USER:
             text, places = self._unmarked(template.render(plain, private), private)
@@ -296,6 +298,17 @@ class ChatTokenizer:
                 end += len(trail)
             spans[i] = start, end
         return text, spans
+
+    def _begin_of(
+        self, plain: Sequence[Message], turn: int, template: Template, private: str
+    ) -> int:
+        """The place where the text of a turn begins."""
+        marked = list(plain)
+        marked[turn] = plain[turn]._replace(content=private[BEGINS] + plain[turn].content)
+        _, places = self._unmarked(template.render(marked), private)
+        if not places:
+            raise BadChat("its template leaves out a turn, so that trained tokens cannot be told")
+        return places[0][0]
 
     def _end_of_turn(self, plain, own, template, private, text, spans) -> str:
         """What the template writes after the last of the turns `own`, were it the end."""

@@ -166,8 +166,8 @@ class _Chat:
     def _encode_pair(self, prompt: str, completion: str) -> Encoded:
         return self.tokenizer.encode_pair(prompt, completion, self.train_on)
 
-    def _encode(self, messages: Sequence[Message]) -> Encoded:
-        return self.tokenizer.encode(messages, self.train_on)
+    def _encode(self, messages: Sequence[Message], told: int = 0) -> Encoded:
+        return self.tokenizer.encode(messages, self.train_on, told)
 
     def _split(self) -> list[Encoded]:
         every = self.train_on == "all"
@@ -190,13 +190,14 @@ class _Chat:
     def _next(
         self, turns: Sequence[int], number: int, begins: Sequence[int], head: int, done: int
     ) -> tuple[Encoded, int]:
-        """(the example of turns[number] with all else that fits, number of messages up to its end)."""
+        """(example of turns[number] with all else that fits, number of messages up to its end)."""
         most, every, turn = self.settings.max_length, self.train_on == "all", turns[number]
 
         def window(start: int, end: int) -> Encoded:
             told = [each._replace(counts=False) for each in self.messages[start:done]]
             new = self.messages[max(start, done) : end + 1]
-            return self._encode([*self.messages[:head], *told, *new])
+            heard = head if done > head else 0  # in the first example it is trained on
+            return self._encode([*self.messages[:head], *told, *new], heard)
 
         start = done if every else max(done, begins[bisect_right(begins, turn) - 1])
         # Of several turns that ask, the last ones.

@@ -275,7 +275,12 @@ def test_a_long_chat_is_split_at_turns(turns, most, system, train_on):
         assert not system or text.startswith("sS.")
         assert len(text) == most or text.endswith(said[-1:])
         assert text.removeprefix("sS.") in whole  # neighbouring turns, whole but for the last
-    if train_on != "*":
+    if train_on == "*":
+        assert "S" not in "".join(own[1:]) and "".join(own).count("S") <= 1
+        assert not system or own[0].startswith("sS.")
+        for text, said in zip(texts, own, strict=True):
+            assert len(said) >= len(text) - 1 - 4 * system  # all but its head
+    else:
         every = "".join(own)
         expected = [m["content"] + "." for m in messages if m["role"] == names[train_on]]
         assert len(every) <= len("".join(expected))
