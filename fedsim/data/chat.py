@@ -179,6 +179,17 @@ def template_of(
     Raises:
       DataError: a file is damaged, or no template.
     """
+    found = source_of(tokenizer, file)
+    return None if found is None else Template(*found, date)
+
+
+def source_of(
+    tokenizer: Tokenizer, file: str | Path | None = None
+) -> tuple[str, tuple[tuple[str, str], ...]] | None:
+    """(source, tokens) of the `Template` of a tokenizer, which may be no template; or None.
+
+    Raises: DataError: a file is damaged.
+    """
     beside = tokenizer.file
     source = template_beside(beside) if file is None and beside else None
     source = source if file is None else read_template(file)
@@ -187,7 +198,7 @@ def template_of(
     tokens = {"bos_token": str(tokenizer.begin), "eos_token": str(tokenizer.end)}
     if beside and beside.with_name(NAME_FILES[0]).is_file():
         tokens = named_tokens(beside)
-    return Template(source, tuple(tokens.items()), date)
+    return source, tuple(tokens.items())
 
 
 class ChatTokenizer:
