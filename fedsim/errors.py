@@ -48,6 +48,10 @@ class BadChat(Exception):
     """A chat that cannot be encoded. Its text says why, in words that name no person's text."""
 
 
+class SlowTemplate(BadChat):
+    """A chat template takes too long. The row is never skipped: another machine might be faster."""
+
+
 class Interrupted(DataError):
     """A fault that may pass kept data from being read or built. Finished parts are kept."""
 

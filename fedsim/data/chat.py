@@ -3,7 +3,8 @@
 A chat template is a program (Jinja) that comes with a model. It runs in a sandbox, within limits of
 time and of output, as `transformers` runs it, and the ids are those of `transformers`, with one
 exception: special tokens that a person spells in a message are text, and only those that the
-template writes are special tokens.
+template writes are special tokens. Added tokens that are not special, but that the template names,
+count as special tokens too, except where the assistant writes them, such as <think>.
 
 How that works: characters for private use that occur nowhere in a chat mark, in the messages, where
 a turn that is trained on begins and ends, and break up what spells a special token. In the rendered
@@ -17,7 +18,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,6 +179,17 @@ def template_of(
     Raises:
       DataError: a file is damaged, or no template.
     """
+    found = source_of(tokenizer, file)
+    return None if found is None else Template(*found, date)
+
+
+def source_of(
+    tokenizer: Tokenizer, file: str | Path | None = None
+) -> tuple[str, tuple[tuple[str, str], ...]] | None:
+    """(source, tokens) of the `Template` of a tokenizer, which may be no template; or None.
+
+    Raises: DataError: a file is damaged.
+    """
     beside = tokenizer.file
     source = template_beside(beside) if file is None and beside else None
     source = source if file is None else read_template(file)
@@ -186,50 +198,55 @@ def template_of(
     tokens = {"bos_token": str(tokenizer.begin), "eos_token": str(tokenizer.end)}
     if beside and beside.with_name(NAME_FILES[0]).is_file():
         tokens = named_tokens(beside)
-    return Template(source, tuple(tokens.items()), date)
+    return source, tuple(tokens.items())
 
 
 class ChatTokenizer:
     """A tokenizer that tells special tokens from texts that spell them."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        """Read the special tokens of a tokenizer."""
+    def __init__(self, tokenizer: Tokenizer, template: Template | None = None):
+        """Read the special tokens of a tokenizer, and those that a template names."""
+        self._template = template
+        named = [template.source, *dict(template.tokens).values()] if template else []
         self.begin_id, self.end_id = tokenizer.begin_id, tokenizer.end_id
         record = json.loads(tokenizer.json)
         record["post_processor"] = None  # which would shorten positions
-        self._json = json.dumps(record)
         # A text of one character cannot be broken up.
-        self._special = [
-            t for t in record["added_tokens"] if t["special"] and len(t["content"]) > 1
-        ]
-        texts = sorted((token["content"] for token in self._special), key=len, reverse=True)
+        added = {t["content"]: t for t in record["added_tokens"] if len(t["content"]) > 1}
+        special = [text for text, token in added.items() if token["special"]]
+        others = [text for text in added.keys() - special if any(text in each for each in named)]
+        self._special = [added[text] for text in added if text in {*special, *others}]
+        for token in self._special:
+            token["special"] = True  # so that the copy makes none of text
+        self._json = json.dumps(record)
         self._number = {token["content"]: i for i, token in enumerate(self._special)}
-        self._texts = texts
-        alternatives = "|".join(map(re.escape, texts)) or r"(?!)"
-        self._written = re.compile(alternatives)
-        self._spelled = re.compile(f"(?=(?:{alternatives}))")
-        self._starts = tuple({text[:n] for text in texts for n in range(1, len(text))})
-        self._rests = tuple({text[n:] for text in texts for n in range(1, len(text))})
+        self._written, self._others = _any_of(self._number), _any_of(others)
+        self._spellings, self._of_assistant = _Spellings.of(self._number), _Spellings.of(special)
         self._copies: dict[int, tuple[tokenizers.Tokenizer, np.ndarray]] = {}
         unknown = _unknown(record["model"])
         self._reserved = np.array(
             [token["id"] for token in self._special if token["content"] != unknown], np.int64
         )
 
-    def encode(self, messages: Sequence[Message], template: Template, train_on: str) -> Encoded:
+    def encode(self, messages: Sequence[Message], train_on: str, told: int = 0) -> Encoded:
         """Token ids of a chat.
 
         Args:
           train_on: "all", "assistant", "user", or "completion", the last turn if it is the
             assistant's.
+          told: number of first turns that "all" leaves out, with what opens the next one.
         Raises:
-          BadChat: the template refuses the chat, or does not say where a turn is.
+          BadChat: there is no template, it refuses the chat, or does not say where a turn is.
         """
+        template = self._template
+        if template is None:
+            raise BadChat("expected texts, or a tokenizer with a chat template")
         private = self._private_for("".join(each.content for each in messages) + template.source)
-        plain = [each._replace(content=self._broken(each.content, private)) for each in messages]
+        plain = [self._broken(each, private[BREAK]) for each in messages]
         if train_on == "all":
             text, _ = self._unmarked(template.render(plain), private)
-            return self._encoded(text, [(0, len(text))], private)
+            begin = self._begin_of(plain, told, template, private) if told else 0
+            return self._encoded(text, [(begin, len(text))], private)
         turns = turns_of(messages, train_on)
         if template.says_what_is_generated and train_on != USER:
             text, places = self._unmarked(template.render(plain, private), private)
@@ -254,12 +271,15 @@ class ChatTokenizer:
         Args:
           train_on: "all", "completion" (or "assistant"), or "user", the prompt.
         """
+        private = self._private_for(prompt + completion)
+        # Nobody but the tokenizer says which texts are tokens here.
+        prompt, completion = (self._tokens(self._others, x, private) for x in (prompt, completion))
         text = prompt + completion
         spans = {
             "all": [(0, len(text))],
             USER: [(0, len(prompt))],
         }.get(train_on, [(len(prompt), len(text))])
-        found = self._encoded(text, spans, self._private_for(text))
+        found = self._encoded(text, spans, private)
         ids = np.concatenate([[self.begin_id], found.ids, [self.end_id]])
         return Encoded(ids, np.concatenate([[False], found.trained, [train_on != USER]]))
 
@@ -290,6 +310,17 @@ class ChatTokenizer:
             spans[i] = start, end
         return text, spans
 
+    def _begin_of(
+        self, plain: Sequence[Message], turn: int, template: Template, private: str
+    ) -> int:
+        """The place where the text of a turn begins."""
+        marked = list(plain)
+        marked[turn] = plain[turn]._replace(content=private[BEGINS] + plain[turn].content)
+        _, places = self._unmarked(template.render(marked), private)
+        if not places:
+            raise BadChat("its template leaves out a turn, so that trained tokens cannot be told")
+        return places[0][0]
+
     def _end_of_turn(self, plain, own, template, private, text, spans) -> str:
         """What the template writes after the last of the turns `own`, were it the end."""
         last = own[-1]
@@ -306,16 +337,13 @@ class ChatTokenizer:
                 return "".join(map(chr, range(first, first + size)))
         raise BadChat("it has every character for private use")
 
-    def _broken(self, content: str, private: str) -> str:
-        """A text in which special tokens are broken up, also those it could be a part of."""
-        mark = private[BREAK]
-        content = _inserted(content, [m.start() + 1 for m in self._spelled.finditer(content)], mark)
-        lead, core, trail = _parted(content)
-        if core.startswith(self._rests) or any(core in text for text in self._texts):
-            core = mark + core if core else core
-        if core.endswith(self._starts):
-            core += mark
-        return f"{lead}{core}{trail}"
+    def _broken(self, message: Message, mark: str) -> Message:
+        own = self._of_assistant if message.role == ASSISTANT else self._spellings
+        return message._replace(content=own.broken(message.content, mark))
+
+    def _tokens(self, pattern: re.Pattern[str], text: str, private: str) -> str:
+        """A text with a private character for each token that is found in it."""
+        return pattern.sub(lambda found: private[ENDS + 1 + self._number[found[0]]], text)
 
     def _unmarked(self, text: str, private: str) -> tuple[str, list[tuple[int, int]]]:
         """A rendered text, with a private character for each special token and without marks.
@@ -323,8 +351,9 @@ class ChatTokenizer:
         Returns:
           (text, (place, kind) of marks).
         """
-        specials = private[ENDS + 1 :]
-        text = self._written.sub(lambda found: specials[self._number[found[0]]], text)
+        if not set(private[ENDS + 1 :]).isdisjoint(PRIVATE.findall(text)):
+            raise BadChat("its template writes a character for private use")
+        text = self._tokens(self._written, text, private)
         parts, places, at = [], [], 0
         for part in re.split(f"([{private[: ENDS + 1]}])", text):
             if part and part in private[: ENDS + 1]:
@@ -374,6 +403,41 @@ class ChatTokenizer:
                 self._copies.clear()
             self._copies[first] = copy, ids_of
         return self._copies[first]
+
+
+class _Spellings(NamedTuple):
+    """How texts spell tokens."""
+
+    texts: tuple[str, ...]
+    pattern: re.Pattern[str]
+    """Where one begins."""
+    starts: tuple[str, ...]
+    rests: tuple[str, ...]
+
+    @classmethod
+    def of(cls, tokens: Iterable[str]) -> "_Spellings":
+        """The spellings of tokens."""
+        texts = tuple(tokens)
+        starts = {text[:n] for text in texts for n in range(1, len(text))}
+        rests = {text[n:] for text in texts for n in range(1, len(text))}
+        begins = re.compile(f"(?=(?:{_any_of(texts).pattern}))")
+        return cls(texts, begins, tuple(starts), tuple(rests))
+
+    def broken(self, content: str, mark: str) -> str:
+        """A text in which tokens are broken up, also those it could be a part of."""
+        content = _inserted(content, [m.start() + 1 for m in self.pattern.finditer(content)], mark)
+        lead, core, trail = _parted(content)
+        if core.startswith(self.rests) or any(core in text for text in self.texts):
+            core = mark + core if core else core
+        if core.endswith(self.starts):
+            core += mark
+        return f"{lead}{core}{trail}"
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """A pattern of any of some texts, the longest first."""
+    longest = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest)) or r"(?!)")
 
 
 def _unknown(model: Mapping[str, Any]) -> str | None:

@@ -16,8 +16,8 @@ import platform
 import re
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,9 +30,10 @@ import pyarrow.parquet as pq
 
 from fedsim import files
 from fedsim.data.building import hub, user_ids
-from fedsim.data.building.build import build
+from fedsim.data.building.build import BuildSettings, build
+from fedsim.data.building.readers import names_of
 from fedsim.data.building.sources import files_in, find_files, is_saved
-from fedsim.data.chat import read_template, template_of
+from fedsim.data.chat import source_of
 from fedsim.data.dataset import Dataset
 from fedsim.data.store import FORMAT
 from fedsim.data.tokenizer import Tokenizer, file_of
@@ -70,8 +71,13 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
         return Dataset.open(source)
     sources = find_files(source)
     facts = [user_ids.RULE, *(fact for file in sources for fact in _facts(file))]
+    split = build_options.get("split")
     return _cached(
-        facts, cache_dir, build_options, lambda out: build(sources, out, wait=True, **build_options)
+        facts,
+        cache_dir,
+        build_options,
+        lambda out: build(sources, out, wait=True, **build_options),
+        lambda settings: names_of(sources[0], split, settings.text_format),
     )
 
 
@@ -106,7 +112,13 @@ def _load_hub(source: str, cache_dir: str | Path | None, options: dict[str, Any]
     local = Path(pinned.name)
     facts = [user_ids.RULE, asdict(pinned), *(_facts(local) if local.exists() else [])]
     options = {**options, "revision": pinned.revision}
-    return _cached(facts, cache_dir, options, lambda out: build(source, out, wait=True, **options))
+    return _cached(
+        facts,
+        cache_dir,
+        options,
+        lambda out: build(source, out, wait=True, **options),
+        lambda _: pinned.names(),
+    )
 
 
 def _load_pydocs(cache_dir: str | Path | None, options: dict[str, Any]) -> Dataset:
@@ -119,7 +131,9 @@ def _load_pydocs(cache_dir: str | Path | None, options: dict[str, Any]) -> Datas
             file = harvest_pydocs(Path(scratch))
             return build([file], out, provenance={"packages": versions}, wait=True, **options)
 
-    return _cached(["pydocs", versions], cache_dir, options, harvest_and_build)
+    return _cached(
+        ["pydocs", versions], cache_dir, options, harvest_and_build, lambda _: ["user_id", "text"]
+    )
 
 
 def _cached(
@@ -127,27 +141,36 @@ def _cached(
     cache_dir: str | Path | None,
     options: dict[str, Any],
     make: Callable[[Path], Dataset],
+    names: Callable[[BuildSettings], Sequence[str]],
 ) -> Dataset:
-    """Open the data set under the key of `facts` and `options`, and make it if it is absent."""
+    """Open the data set under the key of `facts` and `options`, and make it if it is absent.
+
+    Args:
+      names: called for the names of the source's columns: the key of chats has their template.
+    """
     relevant = {n: v for n, v in options.items() if n not in ("progress", "num_workers")}
     spec = str(options.get("tokenizer", ""))
-    own = options.get("chat_template")
-    if Path(spec).is_file() or spec.startswith("hf:"):
-        tokenizer = Tokenizer.from_spec(spec)
-        relevant["tokenizer"] = [Path(spec).name, tokenizer.sha256]
-        if template := template_of(tokenizer, own):  # of chats
-            relevant["chat_template"] = [template.source, template.tokens]
-    elif own is not None:
-        relevant["chat_template"] = read_template(own)
+    is_file = Path(spec).is_file()
+    tokenizer = Tokenizer.from_spec(spec if is_file or spec.startswith("hf:") else "bytes")
+    if is_file or spec.startswith("hf:"):
+        relevant["tokenizer"] = [Path(spec).name if is_file else spec, tokenizer.sha256]
     if options.get("normalise_ids"):
         relevant["unicode"] = unidata_version
     if options.get("url_column") is not None:
         relevant["public_suffix_list"] = user_ids.list_version()  # which determines the users
-    key = json.dumps([FORMAT, facts, relevant], sort_keys=True, default=str)
-    name = hashlib.sha256(key.encode()).hexdigest()[:32]
     cache = files.expand_home("cache_dir", cache_dir) if cache_dir else files.cache_dir()
     # The directory belongs to this user alone: nobody else can replace the text in it.
-    out = files.own_directory(Path(cache) / "data") / name
+    directory = files.own_directory(Path(cache) / "data")
+
+    def place(**more: Any) -> Path:
+        key = json.dumps([FORMAT, facts, {**relevant, **more}], sort_keys=True, default=str)
+        return directory / hashlib.sha256(key.encode()).hexdigest()[:32]
+
+    out = place()
+    if not out.is_dir():  # else the data are texts
+        of_chats = place(chats=source_of(tokenizer, options.get("chat_template")))
+        if of_chats.is_dir() or _are_chats(options, names):
+            out = of_chats
     if not out.is_dir():
         try:
             return make(out)
@@ -155,6 +178,12 @@ def _cached(
             if not out.is_dir():  # else another process built it meanwhile
                 raise
     return Dataset.open(out)
+
+
+def _are_chats(options: dict[str, Any], names: Callable[[BuildSettings], Sequence[str]]) -> bool:
+    known = {field.name for field in fields(BuildSettings)} & options.keys()
+    settings = BuildSettings(**{name: options[name] for name in known})
+    return bool(settings.recognised(lambda: names(settings)).form)
 
 
 def pydocs_versions() -> dict[str, str]:

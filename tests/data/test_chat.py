@@ -1,6 +1,7 @@
 """Chats as token ids: those of transformers, but nobody's text becomes a special token."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,11 @@ STRIPPING = (
 
 
 TINY = tiny()
-CHATS = ChatTokenizer(TINY)
+
+
+@cache
+def chats_of(template):
+    return ChatTokenizer(TINY, template)
 
 
 def turns(*texts, first="user"):
@@ -39,7 +44,7 @@ def turns(*texts, first="user"):
     return [Message(roles[i % 2], text) for i, text in enumerate(texts)]
 
 
-def shown(encoded, chats=CHATS, tokenizer=TINY):
+def shown(encoded, tokenizer=TINY):
     """(the text of all ids, the text of the trained ones)."""
     every, own = (tokenizer.decode(ids, special=True) for ids in (encoded.ids, trained(encoded)))
     return every, own
@@ -50,17 +55,17 @@ def trained(encoded):
 
 
 def encode(messages, template=CHATML, train_on="assistant", **options):
-    return CHATS.encode(messages, Template(template, **options), train_on)
+    return chats_of(Template(template, **options)).encode(messages, train_on)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared")
 def test_ids_and_masks_are_those_of_transformers_but_for_what_a_person_spells():
     golden = json.loads((SHARED / "chat" / "smollm2_golden.json").read_text())
     tokenizer = Tokenizer.load(SHARED / "models" / "smollm2_tokenizer.json")
-    chats, template = ChatTokenizer(tokenizer), Template(golden["chat_template"])
+    chats = ChatTokenizer(tokenizer, Template(golden["chat_template"]))
     for number, case in enumerate(golden["cases"], 1):
         messages = [Message(**each) for each in case["messages"]]
-        found = chats.encode(messages, template, "assistant")
+        found = chats.encode(messages, "assistant")
         assert tokenizer.decode(found.ids, special=True) == case["text"]
         if number == 4:  # a person spells special tokens, which stay text
             assert found.ids.tolist() != case["ids"]
@@ -179,11 +184,39 @@ def test_a_tokenizer_that_makes_a_special_token_of_text_is_refused():
     pieces = [("<unk>", 0.0), ("</s>", -1.0), *((c, -2.0) for c in "abc</s>")]
     inner = tokenizers.Tokenizer(models.Unigram(list(dict(pieces).items()), unk_id=0))
     inner.add_special_tokens(["<unk>", "</s>"])
-    chats = ChatTokenizer(Tokenizer(inner, "unigram"))
     template = Template("{% for m in messages %}{{ m.content }}{{ '</s>' }}{% endfor %}")
-    assert chats.encode(turns("abcx", "a"), template, "assistant").ids[-1] == 1
+    chats = ChatTokenizer(Tokenizer(inner, "unigram"), template)
+    assert chats.encode(turns("abcx", "a"), "assistant").ids[-1] == 1
     with pytest.raises(BadChat, match="makes a special token of text"):
-        chats.encode(turns("a</s>"), template, "all")
+        chats.encode(turns("a</s>"), "all")
+
+
+def test_tokens_that_the_template_names_are_special_though_the_tokenizer_says_otherwise():
+    """As turn markers of some tokenizers are. <think> is the assistant's own."""
+    inner = tokenizers.Tokenizer.from_str(TINY.json)
+    inner.add_tokens(["<user>", "<model>", "<think>", "<other>"])
+    source = "{% if 0 %}<think>{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    source = source.replace("<{{ m.role }}>", "{{ '<user>' if loop.index == 1 else model }}")
+    template = Template(source + "{% endfor %}", (("model", "<model>"),))
+    tokenizer = Tokenizer(inner, "markers", named=NAMED)
+    chats = ChatTokenizer(tokenizer, template)
+    user, model, think, other = (
+        inner.token_to_id(f"<{x}>") for x in "user model think other".split()
+    )
+    spelled = "<user><model><think><other>x"
+    found = chats.encode(turns(spelled, f"<think>{STOP}"), "all")
+    special = [i for i in found.ids if i > TINY.end_id]
+    assert special == [user, other, model, think]
+    assert tokenizer.decode(found.ids, special=True) == f"<user>{spelled}<model><think>{STOP}"
+    assert TINY.end_id not in found.ids
+    pair = chats.encode_pair("<user>", "<think>", "all").ids
+    assert pair[1:-1].tolist() == [user, think]
+
+
+def test_a_template_that_writes_a_private_character_is_refused():
+    for character in range(chat.FIRST + 3, chat.FIRST + 5):
+        with pytest.raises(BadChat, match="writes a character for private use"):
+            encode(turns("Hi", "Ho"), CHATML + f"{{{{ '\\U{character:08x}' }}}}")
 
 
 def test_a_prompt_and_its_completion_stand_between_a_begin_and_an_end_token():
@@ -194,6 +227,12 @@ def test_a_prompt_and_its_completion_stand_between_a_begin_and_an_end_token():
     assert TINY.decode(trained(found), special=True) == f"A {STOP}{TINY.end}"
     assert TINY.decode(trained(chats.encode_pair("Q: ", "A", "user"))) == "Q: "
     assert chats.encode_pair("Q: ", "A", "all").trained.tolist() == [False, *[True] * 5]
+
+
+DOUBLING = "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+GROWING = "{{% for i in range(99) %}}{{% set n.x = {} %}}{{% endfor %}}{{{{ n.x }}}}"
+WRITING = "{{% set n.x %}}{{% for i in range(99999) %}}{}{{% endfor %}}{{% endset %}}"
+MADE = "makes more than 16,777,216 characters"
 
 
 @pytest.mark.parametrize(
@@ -207,6 +246,27 @@ def test_a_prompt_and_its_completion_stand_between_a_begin_and_an_end_token():
         ("{{ 'x' * 10**9 }}", "computes"),
         ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "more than 16,777,216"),
         ("{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "0 s"),
+        (DOUBLING + "{{ f(60) }}", "0 s"),
+        ("{% set n = namespace(x='ab') %}" + GROWING.format("n.x + n.x"), MADE),
+        ("{% set n = namespace(x='ab') %}" + GROWING.format("n.x ~ n.x"), MADE),
+        ("{% set n = namespace(x='ab') %}" + GROWING.format("n.x | replace('a', n.x)"), MADE),
+        ("{% set n = namespace(x='ab') %}" + GROWING.format("n.x.replace('', n.x)"), MADE),
+        ("{% set n = namespace(x='ab') %}" + GROWING.format("(n.x | list) | join(n.x)"), MADE),
+        ("{% set n = namespace(x='ab') %}" + GROWING.format("n.x.join(n.x)"), MADE),
+        ("{% set n = namespace(x=[]) %}" + GROWING.format("[n.x, n.x]"), MADE),
+        ("{% set n = namespace(x={}) %}" + GROWING.format("{1: n.x, 2: n.x}"), MADE),
+        ("{% set n = namespace(x='') %}" + WRITING.format("{{ 'x' * 9999 }}"), "268,435,456"),
+        ("{% set n = namespace(x='') %}" + WRITING.format("x" * 9999), "268,435,456"),
+        ("{{ ('x,' * 500000).split(',') | select('in', 'y' * 5000000) | list }}", "0 s"),
+        ("{{ ('x' * 5000000) | trim('y' * 5000000) }}", "more than 1,000"),
+        ("{{ ('x' * 5000000).rsplit('y' * 5000000) }}", "more than 1,000"),
+        ("{{ [1] | tojson(indent=99999) }}", "indents by more than 16"),
+        ("{{ 'a\nb' | indent(99999) }}", "indents by more than 16"),
+        ("{{ '%1500000000d' % 1 }}", "computes %"),
+        ("{{ '{:1500000000d}'.format(1) }}", "attribute 'format' of 'str' object is unsafe"),
+        ("{{ ''.center(1500000000) }}", "attribute 'center' of 'str' object is unsafe"),
+        ("{{ 'x' | map('center', 1500000000) | list }}", "No filter named 'center'"),
+        ("{{ lipsum(n=3000000) }}", "'lipsum' is undefined"),
     ],
 )
 def test_a_template_runs_within_limits(template, reason, monkeypatch):
@@ -214,6 +274,29 @@ def test_a_template_runs_within_limits(template, reason, monkeypatch):
         monkeypatch.setattr("fedsim.data.sandbox.SECONDS", 0.1)
     with pytest.raises(BadChat, match=reason):
         encode(turns("Hi"), template)
+
+
+@pytest.mark.parametrize("name", ["center", "striptags", "format", "xmlattr", "wordwrap", "pprint"])
+def test_a_filter_that_is_not_listed_is_no_filter(name):
+    with pytest.raises(DataError, match=f"chat_template: .*line 1: No filter named '{name}'"):
+        Template("{{ '' | " + name + "(1500000000) }}")
+
+
+def test_a_template_may_do_what_published_ones_do():
+    template = (
+        "{% set s = namespace(a='', at=0) %}{% for m in messages[::-1] %}"
+        "{% set s.a = s.a ~ loop.index ~ m.content.split('o')[0].lstrip('x') %}{% endfor %}"
+        "{% macro typed(x, kind='t') %}{{ kind }}:{{ x | upper }};{% endmacro %}"
+        "{{ s.a }} {{ typed('é', kind='u') }} {{ {'b': [1, 'é'], 'a': none} | tojson(indent=2) }} "
+        "{% for k, v in {'k': 1}.items() %}{{ k }}={{ v }}{% endfor %} "
+        "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join }} "
+        "{{ 'a\n\nb' | indent(2) }} {{ ['b', 'a'] | sort | join(', ') }} {{ 7 % 4 + 2 * 3 }} "
+        "{{ s }} {{ 'a,b'.replace(',', ';') }} {{ 'Hi' in messages[0]['content'] and 1 is in [1] }}"
+    )
+    assert Template(template).render(turns("Hi", "Ho")) == (
+        '1H2Hi u:É; {\n  "b": [\n    1,\n    "é"\n  ],\n  "a": null\n} k=1 Hi '
+        "a\n\n  b a, b 9 <Namespace> a;b True"
+    )
 
 
 def test_a_template_has_what_transformers_gives_it():
@@ -258,6 +341,6 @@ def test_special_tokens_keep_their_rules_about_blanks():
     template = Template("{% for m in messages %}{{ '<|eats|>\n' + m.content }}{% endfor %}")
     inner.encode_special_tokens = False
     expected = inner.encode("<|eats|>\nHi<|eats|>\nHo", add_special_tokens=False).ids
-    found = ChatTokenizer(tokenizer).encode(turns("Hi", "Ho"), template, "assistant")
+    found = ChatTokenizer(tokenizer, template).encode(turns("Hi", "Ho"), "assistant")
     assert found.ids.tolist() == expected
     np.testing.assert_array_equal(found.trained, [False] * 4 + [True] * 2)

@@ -148,6 +148,17 @@ def test_another_tokenizer_of_the_hub_is_another_build(source, tmp_path, monkeyp
     assert len(entries(tmp_path / "cache")) == 2
 
 
+def test_a_chat_template_is_nothing_to_data_of_texts(source, tmp_path):
+    cache, model = tmp_path / "cache", tmp_path / "model"
+    model.mkdir()
+    Tokenizer.bytes().save(model / "tokenizer.json")
+    first = load(source, cache_dir=cache, tokenizer=model)
+    (model / "chat_template.jinja").write_text("{% unknown %}")
+    assert load(source, cache_dir=cache, tokenizer=model).path == first.path
+    again = build(source, tmp_path / "out", tokenizer=model)
+    assert again.train.fingerprint == first.train.fingerprint
+
+
 @pytest.mark.privacy
 def test_another_public_suffix_list_is_another_build_of_urls_alone(tmp_path, monkeypatch):
     urls = [f"http://a{i % 3}.shop.example/{i}" for i in range(12)]

@@ -34,7 +34,7 @@ from fedsim.data.building.sources import (
 )
 from fedsim.data.building.text_files import TextFormat
 from fedsim.data.building.tokenised import LONG_TEXTS, Encoding, bundled, training_texts, write_rows
-from fedsim.data.chat import DATE, template_of
+from fedsim.data.chat import DATE, source_of, template_of
 from fedsim.data.dataset import SUMS, Dataset, Holdout, SplitRows, divide, dropped, sums
 from fedsim.data.store import FORMAT, MARKED, close_store, decided_by_texts, is_shared, token_dtype
 from fedsim.data.tokenizer import TEMPLATE, Tokenizer, file_of
@@ -181,6 +181,15 @@ class BuildSettings:
             if getattr(self, field) is None:
                 raise DataError.of(field, None, f"it beside {other}")
         return COMPLETION, (str(pair[0]), str(pair[1]))
+
+    def recognised(self, names: Callable[[], Sequence[str]]) -> Columns:
+        """The columns to read, those of chats if no text column is named and there is none.
+
+        Args:
+          names: called for the names of the columns of a file, if they matter.
+        """
+        columns = self.columns
+        return columns.recognised(names()) if columns.text == (TEXT_COLUMN,) else columns
 
     def chats(self, columns: Columns, tokenizer: Tokenizer | None) -> Chats | None:
         """How rows of chats become examples; None if rows are texts.
@@ -344,23 +353,17 @@ class _Build:
             raise DataError.of("data", named, "files, or one hf: data set")
         if not of_hub:
             found = find_files(others)
-            columns = self._recognise(lambda: names_of(found[0], split, text_format))
-            sources = examine(found, columns, self.pool, split, text_format)
+            self.columns = self.settings.recognised(lambda: names_of(found[0], split, text_format))
+            sources = examine(found, self.columns, self.pool, split, text_format)
             self._resume([sources.files, split])
             return sources, []
         source = hub.HubSource.parse(of_hub[0], split, revision).pinned()
         about = source.identity()
+        self.columns = self.settings.recognised(source.names)
         self._resume([about])
         self._say(f"fetching {source}, split {source.split}")
-        columns = self._recognise(source.names)
-        files = hub.fetch(source, columns, self.directory / "fetched", self.pool)
-        return examine(files, columns, self.pool, None, text_format), [about]
-
-    def _recognise(self, names: Callable[[], Sequence[str]]) -> Columns:
-        """The columns to read, those of chats if no text column is named and there is none."""
-        if self.columns.text == (TEXT_COLUMN,):
-            self.columns = self.columns.recognised(names())
-        return self.columns
+        files = hub.fetch(source, self.columns, self.directory / "fetched", self.pool)
+        return examine(files, self.columns, self.pool, None, text_format), [about]
 
     def _resume(self, identity: list[Any]) -> None:
         """Keep the finished parts of an interrupted build with the same sources and settings.
@@ -370,8 +373,8 @@ class _Build:
         self.tokenizer = Tokenizer.named(self.settings.tokenizer_spec)
         digest = self.tokenizer.sha256 if self.tokenizer else None
         plan = {"format": FORMAT, "sources": identity, "tokenizer_sha256": digest}
-        template = self.tokenizer and template_of(self.tokenizer, self.settings.chat_template)
-        plan["template_sha256"] = template and template.sha256
+        if self.columns.form and self.tokenizer:
+            plan["template"] = source_of(self.tokenizer, self.settings.chat_template)
         plan["versions"] = {name: version(name) for name in VERSIONS}
         plan["versions"]["unicode"] = unidata_version  # normalise_ids depends on it
         if resume(self.directory, {**plan, **self.settings.identity()}):

@@ -9,6 +9,7 @@ trained on, and has as much of what came before as fits. A token is trained on i
 
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from fedsim.data.chat import (
     turns_of,
 )
 from fedsim.data.store import MARKED
-from fedsim.errors import BadChat
+from fedsim.errors import BadChat, SlowTemplate
 
 TRAIN_ON = ("all", COMPLETION, ASSISTANT, USER)
 DEFAULTS = {MESSAGES: ASSISTANT, COMPLETION: COMPLETION, ALPACA: COMPLETION}
@@ -89,7 +90,7 @@ def chat_examples(
 
     Args:
       rows: each a JSON list of the values of the columns of `chats.form`.
-      refuse: called with the index of a row that cannot be encoded, and the reason.
+      refuse: called with the index of a row that cannot be encoded, and the reason. It raises.
     """
     found: list[Encoded] = []
     origin: list[int] = []
@@ -100,7 +101,7 @@ def chat_examples(
             whole = chat.whole()
             own = [each for each in chat.examples(whole) if each.trained[1:].any()]
         except (BadChat, RecursionError) as error:
-            if not chats.skip_unknown:
+            if not chats.skip_unknown or isinstance(error, SlowTemplate):
                 refuse(index, str(error))
             skipped += 1
             continue
@@ -165,53 +166,74 @@ class _Chat:
     def _encode_pair(self, prompt: str, completion: str) -> Encoded:
         return self.tokenizer.encode_pair(prompt, completion, self.train_on)
 
-    def _encode(self, messages: Sequence[Message]) -> Encoded:
-        template = self.settings.template
-        if template is None:
-            raise BadChat("expected texts, or a tokenizer with a chat template")
-        return self.tokenizer.encode(messages, template, self.train_on)
+    def _encode(self, messages: Sequence[Message], told: int = 0) -> Encoded:
+        return self.tokenizer.encode(messages, self.train_on, told)
 
     def _split(self) -> list[Encoded]:
-        most, every = self.settings.max_length, self.train_on == "all"
-        head = [each for each in self.messages[:1] if each.role not in (USER, ASSISTANT)]
+        every = self.train_on == "all"
+        head = len([each for each in self.messages[:1] if each.role not in (USER, ASSISTANT)])
         turns = turns_of(self.messages, ASSISTANT if every else self.train_on)
         if every and len(self.messages) - 1 not in turns:
             turns.append(len(self.messages) - 1)
         begins = [
             i
-            for i in range(len(head), len(self.messages))
-            if i == len(head) or self.messages[i - 1].role == ASSISTANT
+            for i in range(head, len(self.messages))
+            if i == head or self.messages[i - 1].role == ASSISTANT
         ]
-        found, done = [], len(head)
+        found, done = [], head
+        for number, turn in enumerate(turns):
+            if turn >= done:
+                example, done = self._next(turns, number, begins, head, done)
+                found.append(example)
+        return found
+
+    def _next(
+        self, turns: Sequence[int], number: int, begins: Sequence[int], head: int, done: int
+    ) -> tuple[Encoded, int]:
+        """(example of turns[number] with all else that fits, number of messages up to its end)."""
+        most, every, turn = self.settings.max_length, self.train_on == "all", turns[number]
 
         def window(start: int, end: int) -> Encoded:
             told = [each._replace(counts=False) for each in self.messages[start:done]]
-            return self._encode([*head, *told, *self.messages[max(start, done) : end + 1]])
+            new = self.messages[max(start, done) : end + 1]
+            heard = head if done > head else 0  # in the first example it is trained on
+            return self._encode([*self.messages[:head], *told, *new], heard)
 
-        for number, turn in enumerate(turns):
-            if turn < done:
-                continue
-            start = done if every else max(done, max(i for i in begins if i <= turn))
-            best = window(start, turn)
-            while len(best.ids) > most and start + 1 < turn and not every:
-                start += 1  # of several turns that ask, the last ones
-                best = window(start, turn)
-            if len(best.ids) > most:
-                found.append(_first(best, most))
-                done = turn + 1
-                continue
-            end = turn
-            for later in turns[number + 1 :]:
-                if len((longer := window(start, later)).ids) > most:
-                    break
-                best, end = longer, later
-            for earlier in [] if every else reversed([i for i in begins if i < start]):
-                if len((longer := window(earlier, end)).ids) > most:
-                    break
-                best = longer
-            found.append(best)
-            done = end + 1
-        return found
+        start = done if every else max(done, begins[bisect_right(begins, turn) - 1])
+        # Of several turns that ask, the last ones.
+        starts = [start] if every else range(max(start, turn - 1), start - 1, -1)
+        size, best = _longest(len(starts), lambda i: window(starts[i], turn), most)
+        if best is None:
+            return _first(window(starts[0], turn), most), turn + 1
+        start, rest = starts[size - 1], len(turns) - number - 1
+        size, longer = _longest(rest, lambda i: window(start, turns[number + 1 + i]), most)
+        best, end = longer or best, turns[number + size]
+        if not every:
+            before = bisect_left(begins, start)
+            _, longer = _longest(before, lambda i: window(begins[before - 1 - i], end), most)
+            best = longer or best
+        return best, end + 1
+
+
+def _longest(count: int, make: Callable[[int], Encoded], most: int) -> tuple[int, Encoded | None]:
+    """The longest of some examples, each longer than the one before, of at most `most` tokens.
+
+    Few are made: at steps of 1, 2, 4, ..., and by bisection where one is too long.
+    Args:
+      make: makes the example of an index below `count`.
+    Returns:
+      (number of examples that fit, the last of them).
+    """
+    best, size, bound, step = None, 0, count, 1
+    while size < bound:
+        at = min(size + step, bound) - 1
+        each = make(at)
+        if len(each.ids) <= most:
+            best, size = each, at + 1
+        else:
+            bound = at
+        step = 2 * step if bound == count else (bound - size + 1) // 2
+    return size, best
 
 
 def messages_of(value: Any) -> list[Message]:

@@ -24,7 +24,7 @@ from fedsim.data.building.columns import Columns, is_blank, is_token_list
 from fedsim.data.building.orders import at_least
 from fedsim.data.building.processes import kept_for_a_build
 from fedsim.data.building.readers import PART_BYTES, READ_ROWS, Part, read
-from fedsim.data.chat import ChatTokenizer
+from fedsim.data.chat import ChatTokenizer, Template
 from fedsim.data.dataset import EVAL_USERS, TEST, TRAIN, Holdout
 from fedsim.data.store import copy, offsets_of, token_dtype
 from fedsim.data.tokenizer import Tokenizer
@@ -230,7 +230,7 @@ def _of_chats(rows: pa.Array, encoding: Encoding) -> tuple[Any, ...]:
     def refuse(row: int, reason: str) -> None:
         raise _BadRow(row, reason)
 
-    tokenizer = _chat_tokenizer(encoding.tokenizer)
+    tokenizer = _chat_tokenizer(encoding.tokenizer, encoding.chats.template)
     found = chat_examples(rows.to_pylist(), encoding.chats, tokenizer, refuse)
     return found, found.long, found.tokens, found.cut, found.untrained, found.skipped
 
@@ -368,8 +368,8 @@ def _tokenizer(file: Path) -> Tokenizer:
 
 
 @kept_for_a_build
-def _chat_tokenizer(file: Path) -> ChatTokenizer:
-    return ChatTokenizer(_tokenizer(file))
+def _chat_tokenizer(file: Path, template: Template | None) -> ChatTokenizer:
+    return ChatTokenizer(_tokenizer(file), template)
 
 
 @cache

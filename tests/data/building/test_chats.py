@@ -165,6 +165,14 @@ def test_a_bad_row_is_named_with_its_turn_or_left_out(bad, message, tmp_path):
     assert data.train.num_examples == 1 and data.metadata["counts"]["chats_skipped"] == 1
 
 
+def test_a_row_that_takes_too_long_is_never_skipped(monkeypatch):
+    monkeypatch.setattr("fedsim.data.sandbox.SECONDS", -1.0)
+    reasons = []
+    chats = Chats("messages", "all", NUMBERED, 20, "cut", skip_unknown=True)
+    chat_examples([json.dumps([ASKED])], chats, CHATS, lambda _, reason: reasons.append(reason))
+    assert reasons == ["its template takes more than -1 s"]
+
+
 def test_rows_without_a_trained_token_are_dropped_and_counted(tmp_path, model):
     long = [{"role": "user", "content": "x" * 300}, ASKED[1]]
     rows = [{"messages": each} for each in (ASKED, ASKED[:1], long)]
@@ -234,8 +242,8 @@ def test_another_template_is_another_data_set(tmp_path, model):
     assert third.train.fingerprint == first.train.fingerprint
 
 
-CHATS = ChatTokenizer(Tokenizer.bytes())
-NUMBERED = "{% for m in messages %}{{ m.role[0] + m.content + '.' }}{% endfor %}"
+NUMBERED = Template("{% for m in messages %}{{ m.role[0] + m.content + '.' }}{% endfor %}")
+CHATS = ChatTokenizer(Tokenizer.bytes(), NUMBERED)
 TURNS = st.lists(st.tuples(st.sampled_from("ua"), st.integers(1, 12)), min_size=1, max_size=14)
 
 
@@ -248,7 +256,7 @@ def test_a_long_chat_is_split_at_turns(turns, most, system, train_on):
         {"role": names[role], "content": f"{i:x}" * size} for i, (role, size) in enumerate(turns)
     ]
     head = [{"role": "system", "content": "S"}] if system else []
-    chats = Chats("messages", names[train_on], Template(NUMBERED), most, "split", False)
+    chats = Chats("messages", names[train_on], NUMBERED, most, "split", False)
     row = json.dumps([head + messages])
     found = chat_examples([row], chats, CHATS, lambda _, reason: pytest.fail(reason))
     assert (found.lengths <= most).all() and not found.origin.any()
@@ -267,7 +275,12 @@ def test_a_long_chat_is_split_at_turns(turns, most, system, train_on):
         assert not system or text.startswith("sS.")
         assert len(text) == most or text.endswith(said[-1:])
         assert text.removeprefix("sS.") in whole  # neighbouring turns, whole but for the last
-    if train_on != "*":
+    if train_on == "*":
+        assert "S" not in "".join(own[1:]) and "".join(own).count("S") <= 1
+        assert not system or own[0].startswith("sS.")
+        for text, said in zip(texts, own, strict=True):
+            assert len(said) >= len(text) - 1 - 4 * system  # all but its head
+    else:
         every = "".join(own)
         expected = [m["content"] + "." for m in messages if m["role"] == names[train_on]]
         assert len(every) <= len("".join(expected))
@@ -275,6 +288,21 @@ def test_a_long_chat_is_split_at_turns(turns, most, system, train_on):
             assert every.count(said) <= 1 + "".join(expected).replace(said, "", 1).count(said)
             if len(said) + 16 + 3 * system < most:
                 assert said in every
+
+
+def test_a_long_chat_is_split_without_encoding_a_turn_at_each_later_one(monkeypatch):
+    encoded, encode = [], ChatTokenizer.encode
+
+    def counting(self, messages, *others):
+        encoded.append(len(messages))
+        return encode(self, messages, *others)
+
+    monkeypatch.setattr(ChatTokenizer, "encode", counting)
+    chats = Chats("messages", "assistant", NUMBERED, 2000, "split", False)
+    row = json.dumps([ASKED * 500])  # 4 tokens each
+    found = chat_examples([row], chats, CHATS, lambda _, reason: pytest.fail(reason))
+    assert found.lengths.tolist() == [2000] * 2
+    assert sum(encoded) < 20 * 1000  # turns
 
 
 def test_a_split_chat_keeps_as_much_of_what_came_before_as_fits(tmp_path, model):
