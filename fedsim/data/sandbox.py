@@ -126,7 +126,7 @@ class _Counting(visitor.NodeTransformer):
     def visit_Concat(self, node: Any) -> Any:  # noqa: N802
         """Make `+` of `~`."""
         node = self.generic_visit(node)
-        texts = [self._count(each, "string") for each in node.nodes]
+        texts = [self._count(each, "_text") for each in node.nodes]
         return functools.reduce(nodes.Add, texts).set_lineno(node.lineno)
 
     def visit_For(self, node: Any) -> Any:  # noqa: N802
@@ -182,7 +182,7 @@ class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
         own = {name: self.filters[name] for name in FILTERS}
         own |= {"indent": self._indented, "join": self._joined, "replace": self._replaced}
         own |= {"tojson": self._as_json, "trim": self._trimmed}
-        own |= {"_made": self._same, "_within_time": self._within_time}
+        own |= {"_made": self._same, "_text": self._text, "_within_time": self._within_time}
         self.filters = {name: self._counted(each) for name, each in own.items()}
         self.tests = {name: self._counted(each) for name, each in self.tests.items()}
         self.begin("", "")
@@ -227,6 +227,9 @@ class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
 
     def _same(self, value: Any) -> Any:
         return value
+
+    def _text(self, value: Any) -> str:
+        return str(value)  # `string` would keep it marked as safe, and `+` escape others
 
     def _within_time(self, items: Iterable[Any]) -> Iterator[Any]:
         for item in items:
