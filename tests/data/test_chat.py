@@ -291,7 +291,8 @@ def test_a_template_may_do_what_published_ones_do():
         "{% for k, v in {'k': 1}.items() %}{{ k }}={{ v }}{% endfor %} "
         "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join }} "
         "{{ 'a\n\nb' | indent(2) }} {{ ['b', 'a'] | sort | join(', ') }} {{ 7 % 4 + 2 * 3 }} "
-        "{{ s }} {{ ('<' | safe) ~ '<' }} {{ 'a,b'.replace(',', ';') }} {{ 'Hi' in messages[0]['content'] and 1 is in [1] }}"
+        "{{ s }} {{ ('<' | safe) ~ '<' }} {{ 'a,b'.replace(',', ';') }} "
+        "{{ 'Hi' in messages[0]['content'] and 1 is in [1] }}"
     )
     assert Template(template).render(turns("Hi", "Ho")) == (
         '1H2Hi u:É; {\n  "b": [\n    1,\n    "é"\n  ],\n  "a": null\n} k=1 Hi '
