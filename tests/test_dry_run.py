@@ -63,7 +63,7 @@ def test_a_dry_run_shows_the_plan_of_the_run_and_leaves_nothing(
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert not run_dir.exists()
-    for name in ("noise multiplier", "time ", "memory ", "epsilon"):
+    for name in ("noise ", "time ", "memory ", "epsilon"):
         assert sum(line.startswith(name) for line in err.splitlines()) == 1, err
     assert found["seconds"] > 0 and found["worker_bytes"] > 8 * found["num_parameters"]
     main(command(texts, run_dir))

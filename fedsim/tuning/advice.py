@@ -327,7 +327,7 @@ def report(result: dict[str, Any], *, verbose: bool = False) -> str:
         "",
         f"{result['num_users']:,} users, {result['num_examples']:,} examples, the median user has "
         f"{result['median_examples']:,}; epsilon {result['epsilon']:g} at delta "
-        f"{at_most(result['delta'], '.3g')}",
+        f"{at_most(result['delta'], '.3g')}; {result['epsilon_holds']}",
         "",
         *_settings_table(result, looked),
         "",

@@ -102,7 +102,8 @@ def test_a_run_keeps_its_promises_and_gives_the_same_bits_again(algorithm, train
         code, found = verify(capsys, trained[algorithm], flag)
         assert code == 0 and {holds for holds, _ in found.values()} == {True}, found
         assert found["replay"][1].startswith(says)
-    assert f"the sizes of the draws of {NUM_STEPS} of {NUM_STEPS} steps" in found["draws"][1]
+    key_gives = "how many were drawn in each step is what the secret key determines"
+    assert f"{key_gives} ({NUM_STEPS} of {NUM_STEPS} steps)" in found["draws"][1]
     assert {p: p.read_bytes() for p in trained[algorithm].rglob("*") if p.is_file()} == before
 
 

@@ -62,7 +62,7 @@ def test_a_selection_is_counted_once_and_nothing_but_the_best_is_kept(settings, 
     }
     assert not found["all_once"] and found["epsilon_of_one"] < found["epsilon"]
     assert found["epsilon"] < found["epsilon_of_all"]
-    assert found["non_private"][0].startswith("num_examples=")
+    assert found["non_private"][0].startswith("public by assumption: how many examples")
     assert all(fact in found["claim"] for fact in found["non_private"])
     with hold(place_of(None)) as ledger:
         (entry,) = ledger.entries.values()

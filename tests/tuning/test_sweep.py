@@ -286,7 +286,7 @@ def test_a_finished_run_of_other_data_at_the_same_place_is_not_taken(tmp_path):
     source = tmp_path / "texts.jsonl"
 
     def write(word):
-        rows = [{"user_id": f"u{n % 9}", "text": f"{word} {n}"} for n in range(40)]
+        rows = [{"user_id": f"u{n % 12}", "text": f"{word} {n}"} for n in range(40)]
         source.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     write("one")
