@@ -39,8 +39,8 @@ CHATS = (
             Patch(
                 CHAT,
                 "ChatTokenizer.encode",
-                lambda encode, self, messages, template, train_on: encode(
-                    self, messages, template, "all"
+                lambda encode, self, messages, train_on, told=0: encode(
+                    self, messages, "all", told
                 ),
             ),
         ),
@@ -48,6 +48,6 @@ CHATS = (
     Mistake(
         "special tokens that a person spells",
         "data/test_chat.py::test_any_text_comes_back_and_none_becomes_a_special_token",
-        (Patch(CHAT, "ChatTokenizer._broken", lambda _right, self, content, private: content),),
+        (Patch(CHAT, "ChatTokenizer._broken", lambda _right, self, message, mark: message),),
     ),
 )
