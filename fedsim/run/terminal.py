@@ -82,8 +82,7 @@ class Phase:
 class Terminal:
     """Warnings, notes and phases on stderr, at the level of the enclosing `speaking`."""
 
-    def __init__(self, *, quiet: bool = False):
-        """Args: quiet: write nothing."""
+    def __init__(self):
         # rich would make a separate output of every line in a notebook.
         file = cast(TextIO, _Stderr())
         self._out = RichConsole(file=file, highlight=False, emoji=False, force_jupyter=False)
