@@ -173,7 +173,7 @@ class Trainer:
                 self._tell_saved()
                 self.calls.step(state.step, shown)
                 if self.plant is not None:  # canaries have a loss of any size
-                    del shown["non_private/loss"]
+                    shown.pop("non_private/loss", None)  # a step of nobody has none
                 show(state.step, {**shown, EVALUATED: state.evaluated})
                 finish = self._after(state, metrics, saver)
             if state.step == self.plan.num_steps:
