@@ -22,25 +22,18 @@ from experiments.benchmarks.first_line import write_texts
 
 STEPS = "--epsilon 4 --num-steps 2 --batch-size 32 --data texts.parquet".split()
 COMMANDS = {
-    "train": ["train", "uls", "--eval-examples", "64", "--run-dir", "new"],
-    "recommend": ["recommend"],
+    "train": ["train", "uls", "--eval-examples", "64", "--run-dir", "new", "--verbose"],
+    "recommend": ["recommend", "--verbose"],
     "recommend --plan-only": ["recommend", "--plan-only"],
 }
 PHASES = {
     "train": {
         "first line": "reading",
-        "data and model are read": "starting the workers",
-        "all settings are shown": "compiling",
-        "a way to compute the clipped sum is chosen": "the first step",
-        "the first step is done": "the first evaluation",
+        "all settings are shown": "workers",
+        "a way to compute the clipped sum is chosen": "gradient method",
+        "both steps are done": "step 2/2",
     },
-    "recommend": {
-        "first line": "reading",
-        "data and model are read": "starting the workers",
-        "workers are there": "time of a gradient",
-        "a gradient's time is known": "gradient norms",
-        "gradient norms are known": "noise and time",
-    },
+    "recommend": {"first line": "reading", "the answer": "Use "},
     "recommend --plan-only": {},
 }
 """What has happened when a line begins so."""
