@@ -4,6 +4,7 @@
     RunningEpsilon                   epsilon during training
     noise_multiplier, sampling_prob, num_steps    the best value of one, given the others
     calibrate_noise                  the noise for the steps of an algorithm
+    for_people, group_epsilon        the same for several users together
     StepEvent, PureEvent             descriptions of what was released
     gaussian_mu                      cost as one number that adds up, even over adaptive steps
     to_words, of_words               events as JSON
@@ -11,7 +12,7 @@
 `events` describe releases, `accountant` computes their cost, `calibration` searches with it for
 noise, probability or steps. `mixture` has the privacy loss of one step, `allocation` that of steps
 of which each user is in one, `selection` that of a private selection, `composition` that of many;
-`noise_slack` has the cost of noise that is not ideal.
+`people` has that for several users together, `noise_slack` the cost of noise that is not ideal.
 """
 
 from lazy_loader import attach_stub

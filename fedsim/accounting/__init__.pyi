@@ -44,4 +44,9 @@ from .gaussian_dp import (
     zcdp_delta as zcdp_delta,
 )
 from .noise_slack import Errors as Errors, Slack as Slack, slack as slack, together as together
+from .people import (
+    for_people as for_people,
+    group_delta as group_delta,
+    group_epsilon as group_epsilon,
+)
 from .selection import SelectionEvent as SelectionEvent, draw_trials as draw_trials

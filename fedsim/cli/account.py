@@ -152,6 +152,9 @@ class Account(_Mechanism):
     epsilon: float | None = None
     """Print delta at this epsilon. >= 0."""
 
+    people: int = 1
+    """k: number of users that the answer is for, all of them together. >= 1."""
+
     json: bool = False
     """Print one JSON object on stdout."""
 
@@ -171,16 +174,27 @@ class Account(_Mechanism):
         if share is not None:
             phases = [(accounting.PureEvent(share), 1), *phases]
         epsilon, delta = self.epsilon, self.delta
-        if delta is not None:
+        by_group = self.people > 1 and (self.sampling == ALLOCATION or self.noise == CORRELATED)
+        if not by_group:
+            phases = accounting.for_people(phases, self.people)
+        if delta is not None and by_group:
+            epsilon = accounting.group_epsilon(phases, delta, self.people)
+        elif delta is not None:
             epsilon = accounting.epsilon(phases, delta, progress=_progress)
         else:
             assert epsilon is not None, "one of them is there"
-            delta = accounting.delta(phases, epsilon, progress=_progress)
+            if by_group:
+                delta = accounting.group_delta(phases, epsilon, self.people)
+            else:
+                delta = accounting.delta(phases, epsilon, progress=_progress)
         if epsilon == math.inf:
             _progress(f"delta={delta}: too small for an answer{_least_delta(phases)}")
         if not self.json:
             spent = f"epsilon {at_most(epsilon, '.6g')} at delta {at_most(delta, '.3e')}"
-            print(", ".join([spent, *self.labels.values()]))
+            if self.people > 1:
+                spent += f" for {self.people:,} users together"
+            how = ["by group privacy, which is not tight"] * by_group
+            print(", ".join([spent, *how, *self.labels.values()]))
         return self.answer(
             self.num_steps, self.noise_multiplier, epsilon=to_json(epsilon), delta=delta
         )

@@ -14,15 +14,17 @@ from fedsim import accounting
 from fedsim.accounting import Event, RunningEpsilon, StepEvent, at_most, zcdp_delta
 from fedsim.budget import together
 from fedsim.config import COMPARISON_ONLY, ZERO_OUT, Algorithm
-from fedsim.errors import FedsimError
-from fedsim.plan import Plan, ShuffledSampling, Trial
+from fedsim.errors import ConfigError, FedsimError
+from fedsim.plan import AllocatedSampling, Plan, ShuffledSampling, Trial
 from fedsim.run import StoredRun, checkpoint
 from fedsim.trust.evidence import Check
 
 CURVE_POINTS = 25
 SET_ASIDE = 0.1  # share of delta for tails that are not Gaussian
 STEP_POINTS = 16
+SLACK_SHARE = 1e-3  # of delta, for the slack of several users together
 FALSE_ALARMS = (0.001, 0.01, 0.05)
+PEOPLE = (2, 5, 10, 100)
 WEAK_EPSILON, WEAK_DELTA = 10, 0.01  # largest values without a warning; of delta times users
 
 
@@ -159,6 +161,34 @@ def most_recognised(released: Released, false_alarms: float) -> float:
     above = np.exp(epsilons) * false_alarms + deltas
     below = 1 - np.exp(-epsilons) * np.maximum(0, 1 - deltas - false_alarms)
     return float(min(1.0, above.min(), below.min()))
+
+
+def several(released: Released) -> list[tuple[int, float]]:
+    """(k, epsilon of k users together) at the claim's delta, for each of PEOPLE; empty without a
+    claim. Source: docs/theory/people.md."""
+    if released.phases is None or released.label or not released.num_steps:
+        return []
+    return [(people, _together(released, people)) for people in PEOPLE]
+
+
+def is_by_group(plan: Plan) -> bool:
+    """True if only group privacy bounds the loss of several users together."""
+    return isinstance(plan.sampling, AllocatedSampling) or plan.noise.bands > 1
+
+
+def _together(released: Released, people: int) -> float:
+    plan, phases = released.plan, released.phases
+    assert phases is not None
+    left = plan.delta * (1 - SLACK_SHARE)
+    try:
+        if is_by_group(plan):
+            ideal = accounting.group_epsilon(phases, left, people)
+        else:
+            ideal = accounting.epsilon(accounting.for_people(phases, people), left)
+    except ConfigError:  # the loss is too large to be added up
+        return math.inf
+    part = plan.slack_after(released.num_steps, ideal, plan.delta)
+    return ideal + part.epsilon if left + part.delta <= plan.delta else math.inf
 
 
 def curve(released: Released) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,140 @@
+"""What several users together are promised, beside other accountants, integration and samples."""
+
+import json
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from scipy import integrate, stats
+
+from fedsim import accounting
+from fedsim.accounting import PureEvent, StepEvent, allocated_event, cyclic_event
+from fedsim.cli.main import main
+from fedsim.errors import ConfigError
+
+pytestmark = pytest.mark.privacy
+DELTA = 1e-6
+
+
+def for_people(event, people, steps=1):
+    return accounting.for_people([(event, steps)], people)
+
+
+def mixture_delta(noise, counts, probs, epsilon, exchanged=False):
+    """The hockey-stick divergence of sum_k probs[k] N(counts[k], noise^2) and N(0, noise^2)."""
+
+    def density(y):
+        return probs @ stats.norm.pdf(y, counts, noise)
+
+    def positive(y):
+        p, q = density(y), stats.norm.pdf(y, 0, noise)
+        p, q = (q, p) if exchanged else (p, q)
+        return max(0.0, p - math.exp(epsilon) * q)
+
+    low, high = -12 * noise, counts[-1] + 12 * noise
+    return integrate.quad(positive, low, high, limit=2000, points=list(range(len(counts))))[0]
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_one_step_is_what_integration_gives(exchanged):
+    people, size, prob, noise, epsilon = 4, 3, 0.2, 1.5, 0.7
+    counts = np.arange(people * size + 1)
+    probs = stats.binom.pmf(counts, people * size, prob)
+    exact = mixture_delta(noise, counts, probs, epsilon, exchanged)
+    ours = accounting.delta(for_people(StepEvent(noise, prob, size), people), epsilon)
+    other = mixture_delta(noise, counts, probs, epsilon, not exchanged)
+    assert ours >= exact * (1 - 1e-6)
+    if exact >= other:
+        assert ours == pytest.approx(exact, rel=1e-3)
+
+
+def test_users_of_uls_together_are_a_mixture_of_dp_accounting():
+    people, prob, noise, steps = 4, 0.02, 1.0, 20
+    counts = range(people + 1)
+    probs = stats.binom.pmf(counts, people, prob)
+    event = dp_accounting.dp_event.MixtureOfGaussiansDpEvent(
+        noise, tuple(counts), tuple(probs.tolist())
+    )
+    oracle = dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-2)
+    oracle.compose(dp_accounting.SelfComposedDpEvent(event, steps))
+    ours = accounting.epsilon(for_people(StepEvent(noise, prob), people, steps), DELTA)
+    assert ours == pytest.approx(oracle.get_epsilon(DELTA), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        StepEvent(1.0, 0.01),
+        StepEvent(1.0, 0.001, max_contributions=8),
+        StepEvent(2.0, 0.01, max_changed=1),
+        cyclic_event(1.0, 0.01, 1, 10),
+    ],
+)
+def test_more_people_are_promised_less_and_never_less_than_by_group_privacy(event):
+    phases = [(event, 100)]
+    found = [accounting.epsilon(accounting.for_people(phases, k), DELTA) for k in (1, 2, 4, 8)]
+    assert found == sorted(found) and found[0] < found[1]
+    by_group = [accounting.group_epsilon(phases, DELTA, k) for k in (1, 2, 4, 8)]
+    assert all(ours <= theirs * (1 + 1e-4) for ours, theirs in zip(found, by_group, strict=True))
+    assert found[3] < 0.95 * by_group[3]
+
+
+def test_users_spread_over_the_groups_of_a_cycle_lose_no_more_than_all_in_one_group():
+    """Samples of the loss of three users in three groups, each seen in a step of its own."""
+    noise, prob, epsilon, samples = 1.0, 0.3, 0.5, 400_000
+    rng = np.random.default_rng(0)
+    y = rng.normal(size=(samples, 3)) * noise + (rng.random((samples, 3)) < prob)
+    ratio = 1 - prob + prob * np.exp((2 * y - 1) / (2 * noise**2))
+    loss = np.log(ratio).sum(axis=1)
+    inside = np.maximum(0, -np.expm1(epsilon - loss))
+    spread, error = inside.mean(), inside.std() / math.sqrt(samples)
+    together = accounting.delta(for_people(StepEvent(noise, prob), 3), epsilon)
+    assert spread + 5 * error < together
+    apart = accounting.delta([(StepEvent(noise, prob), 3)], epsilon)
+    assert apart == pytest.approx(spread, abs=5 * error)
+
+
+def test_a_pure_release_costs_each_of_them():
+    assert for_people(PureEvent(0.1), 5) == [(PureEvent(0.5), 1)]
+
+
+def test_what_is_not_known_for_several_users_is_refused():
+    event = allocated_event(1.0, 10)
+    with pytest.raises(ConfigError) as error:
+        for_people(event, 2)
+    assert error.value.field == "people"
+    assert for_people(event, 1) == [(event, 1)]
+    with pytest.raises(ConfigError):
+        for_people(event, 0)
+
+
+@pytest.mark.parametrize("people", [2, 5])
+def test_group_privacy_is_that_of_the_curve(people):
+    phases = [(allocated_event(3.0, 10), 20)]
+    epsilon = accounting.group_epsilon(phases, DELTA, people)
+    one = accounting.epsilon(phases, DELTA)
+    assert epsilon > people * one
+    level = epsilon / people
+    sums = sum(math.exp(i * level) for i in range(people))
+    assert accounting.delta(phases, level) * sums <= DELTA
+    assert accounting.group_delta(phases, epsilon, people) <= DELTA * (1 + 1e-9)
+    assert accounting.group_delta(phases, 0.0, people) <= people * accounting.delta(phases, 0.0)
+
+
+def account(capsys, *flags):
+    capsys.readouterr()
+    main(["account", "uls", "--num-steps", "20", "--noise-multiplier", "3", *flags])
+    return capsys.readouterr().out
+
+
+def test_the_command_answers_for_several_users(capsys):
+    flags = ["--sampling-prob", "0.05", "--delta", "1e-6"]
+    one, five = (
+        json.loads(account(capsys, *flags, *more, "--json"))["epsilon"]
+        for more in ([], ["--people", "5"])
+    )
+    assert one < five
+    assert "for 5 users together" in account(capsys, *flags, "--people", "5")
+    correlated = ["--sampling", "cyclic", "--noise", "correlated", "--bands", "4"]
+    assert "by group privacy" in account(capsys, *flags, *correlated, "--people", "2")
