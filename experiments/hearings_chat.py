@@ -25,6 +25,7 @@ import fedsim
 from experiments import common, hearings
 from experiments.real_model import MODEL, model_file
 from experiments.rows import Row, Rows
+from fedsim.models import tokenizer_of
 
 NAME = "hearings_chat"
 
@@ -102,7 +103,7 @@ def run(settings: Settings) -> Rows:
             (place / "chat_template.jinja").write_text(PLAIN)
             how |= {"tokenizer": "bytes", "chat_template": place / "chat_template.jinja"}
         else:
-            how["tokenizer"] = model
+            how["tokenizer"] = tokenizer_of(model_file())
         data = fedsim.data.build(place / "chats.parquet", place / "data", **how)
         cases = [("els", {"group_size": size}) for size in settings.group_sizes]
         cases += [("uls", {"max_changed": k}) for k in settings.max_changed]
