@@ -1,21 +1,29 @@
 """Conjecture 3.1 (Section 3), tested over a grid.
 
-With G_ULS = G_ELS = K and p = q, sigma_ELS <= K sigma_ULS. This is false as stated: at T = 1 and
-q <= delta < 1 - (1 - q)^K every sigma_ULS > 0 is enough, since total variation is at most q, while
-a small sigma_ELS has total variation near 1 - (1 - q)^K. `edge` marks the cells with T q <= 2 delta
-where this can happen, and which no sensible delta enters; elsewhere the conjecture must hold, and
-every exception is listed.
+With G_ULS = G_ELS = K and p = q, sigma_ELS <= K sigma_ULS. This is false as stated, in two places.
+
+At T = 1 and q <= delta < 1 - (1 - q)^K every sigma_ULS > 0 is enough, since total variation is at
+most q, while a small sigma_ELS has total variation near 1 - (1 - q)^K. `edge` marks the cells with
+T q <= 2 delta where this can happen, and which no sensible delta enters.
+
+At epsilon = 0 and T = 1 it is false for K = 2 and every q, and for every K and q >= 1/2
+(docs/lab/conjecture.md has the proof), by a few per cent; at small epsilons, too. The rows of one
+step are exact: hockey-stick divergences at the root of the likelihood ratio, without the
+accountant. Where anyone works, epsilon >= 0.5 and T q > 2 delta, no exception was found.
 
     python -m experiments.conjecture --scale paper      (1 minute; smoke: 5 seconds)
 """
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.figure import Figure
+from scipy import optimize, special, stats
 
 from experiments import common
 from fedsim import accounting
@@ -28,17 +36,93 @@ class Settings:
     num_steps: tuple[int, ...] = (1, 100, 1000)
     epsilons: tuple[float, ...] = (0.5, 2.0, 8.0)
     deltas: tuple[float, ...] = (1e-6, 1e-3)
+    one_step: tuple[tuple[float, float], ...] = (
+        *((0.01, 0.003), (0.1, 0.01), (0.5, 0.05)),
+        *((1.0001e-3, 1e-3), (1.1e-3, 1e-3), (2.1e-3, 1e-3)),
+    )
+    """(q, delta) of the exact rows of one step; the last ones are near the edge q = delta."""
+    small_epsilons: tuple[float, ...] = (0.0, 1e-3, 1e-2, 0.1, 0.5, 1.0)
+    """Of these rows."""
 
 
+ROUNDING = 1e-5
+"""Relative error of a noise multiplier that calibration leaves, with room."""
 SETTINGS = {
-    "smoke": Settings((2, 8), (1e-2, 0.5), (100,), (2.0,), (1e-6,)),
+    "smoke": Settings((2, 8), (1e-2, 0.5), (100,), (2.0,), (1e-6,), ((0.1, 0.01),), (0.0, 0.1)),
     "small": Settings(epsilons=(2.0,), deltas=(1e-6,)),
     "paper": Settings(),
 }
 
 
-def run(settings: Settings) -> list[dict]:
+def divergence(noise: float, group: int, prob: float, epsilon: float) -> float:
+    """The delta of one step at an epsilon, exact: of N(Binomial(group, prob), noise^2) against
+    N(0, noise^2), the larger of both directions.
+
+    The likelihood ratio increases, so the best event is what lies above the point where it is
+    e^epsilon, or below the one where it is e^-epsilon.
+    """
+    counts = np.arange(group + 1)
+    probs = stats.binom.pmf(counts, group, prob)
+    low, high = -40 * noise, 40 * noise + group  # nothing lies further out
+
+    def excess(y: float, level: float) -> float:
+        exponents = (2 * counts * y - counts**2) / (2 * noise**2)
+        return float(special.logsumexp(exponents, b=probs)) - level
+
+    def point(level: float) -> float:
+        if excess(low, level) >= 0:
+            return -math.inf
+        if excess(high, level) <= 0:
+            return math.inf
+        bracket = (low, high)
+        return optimize.root_scalar(excess, args=(level,), bracket=bracket, xtol=1e-14).root
+
+    factor = math.exp(epsilon)
+    above, below = point(epsilon) / noise, point(-epsilon) / noise
+    remove = probs @ special.ndtr(counts / noise - above) - factor * special.ndtr(-above)
+    add = special.ndtr(below) - factor * (probs @ special.ndtr(below - counts / noise))
+    return float(max(remove, add))
+
+
+def least_noise(group: int, prob: float, epsilon: float, delta: float) -> float:
+    """The least noise of one step for (epsilon, delta); 0 where any is enough."""
+
+    def excess(log_noise: float) -> float:
+        return divergence(math.exp(log_noise), group, prob, epsilon) - delta
+
+    low, high = math.log(1e-3), math.log(1e4)
+    if excess(low) <= 0:
+        return 0.0
+    return math.exp(optimize.root_scalar(excess, bracket=(low, high), xtol=1e-12).root)
+
+
+def one_step(settings: Settings) -> list[dict]:
+    """Rows of one step, exact."""
     rows = []
+    for (prob, delta), epsilon in itertools.product(settings.one_step, settings.small_epsilons):
+        uls = least_noise(1, prob, epsilon, delta)
+        for group in settings.group_sizes:
+            els = least_noise(group, prob, epsilon, delta)
+            ratio = els / (group * uls) if uls else (math.inf if els else 1.0)
+            rows.append(
+                {
+                    "group_size": group,
+                    "epsilon": epsilon,
+                    "delta": delta,
+                    "num_steps": 1,
+                    "sampling_prob": prob,
+                    "els_noise_multiplier": els,
+                    "uls_noise_multiplier": uls,
+                    "ratio": ratio,
+                    "edge": int(prob <= 2 * delta),
+                    "exact": 1,
+                }
+            )
+    return rows
+
+
+def run(settings: Settings) -> list[dict]:
+    rows = one_step(settings)
     for prob, steps, epsilon, delta in itertools.product(
         settings.probs, settings.num_steps, settings.epsilons, settings.deltas
     ):
@@ -59,6 +143,7 @@ def run(settings: Settings) -> list[dict]:
                     "uls_noise_multiplier": uls,
                     "ratio": els / (group * uls),
                     "edge": int(steps * prob <= 2 * delta),
+                    "exact": 0,
                 }
             )
     return rows
@@ -70,7 +155,7 @@ def plot(rows: Sequence[dict]) -> Figure:
         here = [row for row in rows if row["group_size"] == group]
         for edge, marker in ((0, "o"), (1, "x")):
             cells = [row for row in here if row["edge"] == edge]
-            sigmas = [row["uls_noise_multiplier"] for row in cells]
+            sigmas = [row["uls_noise_multiplier"] or math.nan for row in cells]
             label = None if edge else f"K = {group}"
             ratios = [row["ratio"] for row in cells]
             axes.plot(sigmas, ratios, marker, color=f"C{index}", label=label, alpha=0.7)
@@ -84,13 +169,30 @@ def plot(rows: Sequence[dict]) -> Figure:
 
 
 def check(rows: Sequence[dict]) -> common.Claims:
-    """Exceptions are allowed where no noise suffices for ULS, and counted."""
-    exceptions = [row for row in rows if row["ratio"] > 1]
+    """Where the conjecture is false, and where it holds."""
+    exceptions = [row for row in rows if row["ratio"] > 1 + ROUNDING]
     for row in exceptions:
         print("exception:", row)
-    what = "sigma_ELS <= K sigma_ULS (Conjecture 3.1), but for T q <= 2 delta"
-    numbers = f"in {len(rows) - len(exceptions)} of {len(rows)} cells"
-    return [(what, all(row["edge"] for row in exceptions), numbers)]
+    used = [row for row in rows if not row["edge"] and row["epsilon"] >= 0.5]
+    zero = [row for row in rows if row["epsilon"] == 0]
+    tiny = [row for row in rows if not row["edge"] and 0 < row["epsilon"] < 0.5]
+    return [
+        (
+            "sigma_ELS <= K sigma_ULS (Conjecture 3.1) where epsilon >= 0.5 and T q > 2 delta",
+            all(row["ratio"] <= 1 + ROUNDING for row in used),
+            f"in {sum(row['ratio'] <= 1 + ROUNDING for row in used)} of {len(used)} cells",
+        ),
+        (
+            "it is false at epsilon = 0 in one step",
+            all(row["ratio"] > 1 + ROUNDING for row in zero),
+            f"in {sum(row['ratio'] > 1 + ROUNDING for row in zero)} of {len(zero)} cells",
+        ),
+        (
+            "it is false in some cells with a small epsilon, away from the edge",
+            any(row["ratio"] > 1 + ROUNDING for row in tiny),
+            f"in {sum(row['ratio'] > 1 + ROUNDING for row in tiny)} of {len(tiny)} cells",
+        ),
+    ]
 
 
 if __name__ == "__main__":
