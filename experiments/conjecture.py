@@ -48,7 +48,7 @@ class Settings:
 ROUNDING = 1e-5
 """Relative error of a noise multiplier that calibration leaves, with room."""
 SETTINGS = {
-    "smoke": Settings((2, 8), (1e-2, 0.5), (100,), (2.0,), (1e-6,), ((0.1, 0.01),), (0.0, 0.1)),
+    "smoke": Settings((2, 8), (1e-2, 0.5), (100,), (2.0,), (1e-6,), ((0.5, 0.05),), (0.0, 1e-3)),
     "small": Settings(epsilons=(2.0,), deltas=(1e-6,)),
     "paper": Settings(),
 }
@@ -67,7 +67,7 @@ def divergence(noise: float, group: int, prob: float, epsilon: float) -> float:
 
     def excess(y: float, level: float) -> float:
         exponents = (2 * counts * y - counts**2) / (2 * noise**2)
-        return float(special.logsumexp(exponents, b=probs)) - level
+        return special.logsumexp(exponents, b=probs) - level  # pyright: ignore
 
     def point(level: float) -> float:
         if excess(low, level) >= 0:
