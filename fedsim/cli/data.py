@@ -43,6 +43,10 @@ class DataBuild:
     """Characters that separate several users in a cell of --owners, as in --owners-delimiter ',;'
     for the addresses of a mail. Default: a cell is one user."""
 
+    owner_key: str | None = None
+    """Key of each turn of a chat that names who speaks, as in --owner-key name. The chat belongs to
+    all who speak in it. Turns of the assistant may name nobody. Instead of --user-column."""
+
     conversation_column: str | None = None
     """Column with the conversation of a row. A text belongs to its user, and to the last other user
     who spoke in the conversation before."""
@@ -167,7 +171,7 @@ class DataBuild:
             from fedsim.models import tokenizer_of
 
             given["tokenizer"] = tokenizer_of(Path(expand_home("tokenizer", self.tokenizer)))
-        for name in ("owners", "url_column"):
+        for name in ("owners", "owner_key", "url_column"):
             value = getattr(self, name)
             alone = value is None or not self.user_column
             expect("user_column", ",".join(self.user_column), alone, f"none beside {name}={value}")

@@ -101,6 +101,10 @@ class DataConfig:
     """Column with chats, where data names files: lists of {role, content}, or of {from, value}.
     Default: the columns messages, conversations, or prompt and completion, if there is no text."""
 
+    owner_key: str | None = None
+    """Key of each turn of a chat that names who speaks, where data names files. The chat belongs to
+    all who speak in it; turns of the assistant may name nobody. Instead of user_column."""
+
     prompt_column: str | None = None
     """Column with prompts, where data names files; with completion_column."""
 

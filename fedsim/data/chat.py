@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
+from fedsim.data.building.speakers import ASSISTANT, USER
 from fedsim.data.tokenizer import NAME_FILES, TEMPLATE, Tokenizer
 from fedsim.errors import BadChat, ConfigError, DataError
 from fedsim.files import expand_home, read_object
 
 NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # that a template may name
 DATE = "2026-01-01"
-ASSISTANT, USER = "assistant", "user"
 ROLES = ("system", "developer", USER, ASSISTANT)
 PRIVATE = re.compile("[\U000f0000-\U0010ffff]")  # characters for private use
 FIRST, LAST = 0xF0000, 0x10FFFD

@@ -228,6 +228,7 @@ class RunSettings(TypedDict, total=False):
     tokenizer: str | None
     max_length: int | None
     messages_column: str | None
+    owner_key: str | None
     prompt_column: str | None
     completion_column: str | None
     train_on: Literal["all", "completion", "assistant", "user"] | None
@@ -329,7 +330,8 @@ def train(
       epsilon: the target; math.inf trains without noise, and is not private.
       num_steps: T, the number of steps.
       run_dir: directory of the run. Default: a new one in runs/.
-      user: column with the user of a row. Default: user_id.
+      user: column with the user of a row, or with a list of the users who own it together. Default:
+        user_id.
       text: column with the text. Default: text.
       messages: column with chats, lists of {"role": ..., "content": ...}, instead of texts.
       task: your own model, instead of a language model.
@@ -362,7 +364,7 @@ def train(
             name = task.describe().get("task", type(task).__qualname__)
             flags |= {"data": f"{name} (rows of its own)", "model": f"{name} (a task)"}
         else:
-            flags |= flags_of_data(data, user, text, messages)
+            flags |= flags_of_data(data, user, text, messages, settings.get("owner_key"))
         privacy, run = configs_of(flags)
         set_threads(run.engine)
         from fedsim.training import train as train_run  # imports JAX, which reads the threads
@@ -381,15 +383,20 @@ def new_directory(name: str) -> Path:
 
 
 def flags_of_data(
-    data: Any, user: str | None, text: str | None, messages: str | None = None
+    data: Any,
+    user: str | None,
+    text: str | None,
+    messages: str | None = None,
+    owner_key: str | None = None,
 ) -> dict[str, str]:
     """The settings that name data of any kind and its columns; see `train`."""
     # Columns of a DataFrame without names are numbered.
     user, text, messages = (str(n) if type(n) is int else n for n in (user, text, messages))
     columns = {"user_column": user, "text_column": text, "messages_column": messages}
     given = {name: column for name, column in columns.items() if column is not None}
-    rows = messages or text or TEXT
-    return {"data": source_of(data, user or USER, rows, chats=messages is not None), **given}
+    rows, chats = messages or text or TEXT, messages is not None
+    owner = user or (None if chats and owner_key is not None else USER)
+    return {"data": source_of(data, owner, rows, chats=chats), **given}
 
 
 Config = TypeVar("Config")

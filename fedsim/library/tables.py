@@ -4,11 +4,11 @@ A table is written once, as Parquet, under the digest of its rows, into a direct
 owner can read. It is then a data source like any other.
 """
 
-import dataclasses
 import hashlib
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,14 @@ ROWS = 10_000
 """Rows that are written at a time."""
 
 
-def source_of(data: Any, user: str, text: str, *, chats: bool = False) -> str:
+def source_of(data: Any, user: str | None, text: str, *, chats: bool = False) -> str:
     """The value of `--data` for data in memory or files.
 
     Args:
       data: a path, a list of paths, a pandas DataFrame or chunks of one, a `datasets.Dataset` or
         `IterableDataset`, dicts (a list or an iterator), or anything else that Arrow can read as a
         table, such as a polars DataFrame. It is read in parts.
-      user, text: columns with the user and the text of a row.
+      user, text: columns with the user and the text of a row. No user: its turns say who speaks.
       chats: True if the text column holds chats, of which only the users are checked here.
 
     Returns:
@@ -57,7 +57,7 @@ def source_of(data: Any, user: str, text: str, *, chats: bool = False) -> str:
     return str(_written(_batches(data, user, text), user, text, chats))
 
 
-def _joined(files: list[Path], user: str, text: str, chats: bool) -> Path:
+def _joined(files: list[Path], user: str | None, text: str, chats: bool) -> Path:
     """One file with the rows of several Parquet files."""
     others = [file for file in files if file.suffix != ".parquet"]
     if others or not files:
@@ -68,7 +68,7 @@ def _joined(files: list[Path], user: str, text: str, chats: bool) -> Path:
     return _written((b for table in tables for b in table.iter_batches(ROWS)), user, text, chats)
 
 
-def _batches(data: Any, user: str, text: str) -> Iterator[pa.RecordBatch]:
+def _batches(data: Any, user: str | None, text: str) -> Iterator[pa.RecordBatch]:
     """The rows of a table in memory; only two columns of a DataFrame, as others may hold
     anything."""
     kind = f"{type(data).__module__}.{type(data).__name__}"
@@ -103,7 +103,7 @@ def _are_rows(data: Any) -> bool:
     return isinstance(data, Iterator) or type(data).__name__ == "IterableDataset"
 
 
-def _of_pandas(data: Any, user: str, text: str) -> Iterator[pa.Table]:
+def _of_pandas(data: Any, user: str | None, text: str) -> Iterator[pa.Table]:
     """The two columns of a DataFrame, or of each chunk of `read_csv(chunksize=...)`."""
     name, first = type(data).__name__, None
     if name == "DataFrame":
@@ -115,7 +115,7 @@ def _of_pandas(data: Any, user: str, text: str) -> Iterator[pa.Table]:
     try:
         for chunk in data:  # pandas guesses types per chunk: 007 may be 7 in one
             table = _of_frame(chunk, user, text)
-            kind = table.schema.field(user).type
+            kind = table.schema.field(user or text).type
             first = first or kind
             if kind != first:
                 got = f"{first} and {kind}; read them with dtype=str"
@@ -128,7 +128,7 @@ def _of_pandas(data: Any, user: str, text: str) -> Iterator[pa.Table]:
         raise DataError.of("data", f"pandas {name}", f"chunks to read, got a {got}") from None
 
 
-def _of_frame(data: Any, user: str, text: str) -> pa.Table:
+def _of_frame(data: Any, user: str | None, text: str) -> pa.Table:
     """The two columns of a DataFrame.
 
     Raises:
@@ -136,8 +136,8 @@ def _of_frame(data: Any, user: str, text: str) -> pa.Table:
     """
     columns = {}
     names = list(map(str, data.columns))
-    for field, name in (("user", user), ("text", text)):
-        _expect_column(field, name, names, (user, text))
+    for field, name in _named(user, text).items():
+        _expect_column(field, name, names, [*_named(user, text).values()])
         if names.count(name) > 1:
             raise DataError.of(field, name, "one column of that name")
         values = data.iloc[:, names.index(name)]
@@ -147,7 +147,7 @@ def _of_frame(data: Any, user: str, text: str) -> pa.Table:
     return pa.table(columns)
 
 
-def _of_rows(rows: Iterable[Any], user: str, text: str) -> Iterator[pa.Table]:
+def _of_rows(rows: Iterable[Any], user: str | None, text: str) -> Iterator[pa.Table]:
     """The two columns of rows that are dicts, some rows at a time.
 
     Raises:
@@ -159,10 +159,11 @@ def _of_rows(rows: Iterable[Any], user: str, text: str) -> Iterator[pa.Table]:
         for row in part:
             if not isinstance(row, Mapping):
                 raise DataError.of("data", f"rows of type {type(row).__name__}", "rows as dicts")
-        for field, name in (("user", user), ("text", text)):
+        named = _named(user, text)
+        for field, name in named.items():
             for row in part:
                 if name not in row:
-                    _expect_column(field, name, [str(each) for each in row], (user, text))
+                    _expect_column(field, name, [str(each) for each in row], [*named.values()])
             values = [row[name] for row in part]
             if field == "user":
                 values = [_whole_as_text(value) for value in values]
@@ -185,12 +186,17 @@ def _whole_as_text(owner: Any) -> Any:
     return str(owner) if whole else owner
 
 
-def _expect_column(field: str, name: str, have: list[str], wanted: tuple[str, str]) -> None:
+def _named(user: str | None, text: str) -> dict[str, str]:
+    """The columns of a table, by the setting that names each."""
+    return {"text": text} if user is None else {"user": user, "text": text}
+
+
+def _expect_column(field: str, name: str, have: list[str], wanted: list[str]) -> None:
     if name not in have:
         raise DataError(f"{field}={name}: {expected_of(have, wanted)}", field=field)
 
 
-def _written(batches: Iterator[pa.RecordBatch], user: str, text: str, chats: bool) -> Path:
+def _written(batches: Iterator[pa.RecordBatch], user: str | None, text: str, chats: bool) -> Path:
     """Write the rows to a file that is named by its digest.
 
     Raises:
@@ -209,7 +215,7 @@ def _written(batches: Iterator[pa.RecordBatch], user: str, text: str, chats: boo
 
 
 def _write(
-    path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str, chats: bool
+    path: Path, batches: Iterator[pa.RecordBatch], user: str | None, text: str, chats: bool
 ) -> None:
     """Write the rows to `path`; the caller removes the file after an error.
 
@@ -219,19 +225,22 @@ def _write(
     writer, rows = None, 0
     try:
         for batch in batches:
-            for field, name in (("user", user), ("text", text)):
-                _expect_column(field, name, batch.schema.names, (user, text))
-            told, columns = batch[text], Columns.of(user, text)
-            if chats:
-                batch, columns = batch.select([user]), dataclasses.replace(columns, text=())
-            batch = readers.with_plain_types(batch)
-            ids = normalise(batch, columns, rows)["user_id"]
-            unowned = np.flatnonzero(is_blank(ids))
-            if len(unowned):
-                reason = f"row {rows + 1 + int(unowned[0])} has a null or empty one"
-                raise DataError.of("user", user, f"a user id in every row; {reason}")
-            rows += len(batch)
-            written = {user: _as_texts(plain(batch[user]), ids)}
+            named = _named(user, text)
+            for field, name in named.items():
+                _expect_column(field, name, batch.schema.names, [*named.values()])
+            told, columns = batch[text], Columns.of(user or Columns.user, text)
+            written = {}
+            if user is not None:
+                if chats:
+                    batch, columns = batch.select([user]), replace(columns, text=())
+                batch = readers.with_plain_types(batch)
+                ids = normalise(batch, columns, rows)["user_id"]
+                unowned = np.flatnonzero(is_blank(ids))
+                if len(unowned):
+                    reason = f"row {rows + 1 + int(unowned[0])} has a null or empty one"
+                    raise DataError.of("user", user, f"a user id in every row; {reason}")
+                written[user] = _as_texts(plain(batch[user]), ids)
+            rows += len(told)
             written[text] = told if chats else batch[text]
             table = pa.table(written)
             if writer is None:

@@ -67,6 +67,9 @@ class BuildSettings:
     """Columns of users who own the text together. Replaces user_column."""
     owners_delimiter: str | None = None
     """Characters at each of which a cell of `owners` is split into several users."""
+    owner_key: str | None = None
+    """Key of each turn of a chat that names who speaks: the chat belongs to all who do. Replaces
+    user_column. Turns of the assistant and the system may name nobody."""
     conversation_column: str | None = None
     """Column of conversations: a text belongs to its user, and to the last other user who spoke
     before in its conversation. All texts are in memory at once."""
@@ -155,6 +158,7 @@ class BuildSettings:
             order=self.order_column,
             url=self.url_column,
             owners=self.owners,
+            owner_key=self.owner_key,
             conversation=self.conversation_column,
             turn=self.turn_column,
             owners_delimiter=self.owners_delimiter,
@@ -200,6 +204,8 @@ class BuildSettings:
         Raises:
           DataError: there is no template, or a setting needs chats.
         """
+        if columns.owner_key is not None and columns.form != MESSAGES:
+            raise DataError.of("owner_key", columns.owner_key, "chats, lists of turns")
         if not columns.form:
             for field in ("train_on", "chat_template", "skip_unknown"):
                 if value := getattr(self, field):

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedsim.data.building.columns import ALPACA, COMPLETION, MESSAGES
+from fedsim.data.building.speakers import ASSISTANT, USER, role_of, turns_in
 from fedsim.data.chat import (
-    ASSISTANT,
     ROLES,
-    USER,
     ChatTokenizer,
     Encoded,
     Message,
@@ -32,8 +31,6 @@ from fedsim.errors import BadChat, SlowTemplate
 
 TRAIN_ON = ("all", COMPLETION, ASSISTANT, USER)
 DEFAULTS = {MESSAGES: ASSISTANT, COMPLETION: COMPLETION, ALPACA: COMPLETION}
-OTHER_NAMES = {"human": USER, "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bot": ASSISTANT}
-OTHER_NAMES |= {"model": ASSISTANT}
 CALLS = ("tool_calls", "function_call", "audio", "images")  # of a turn
 HALF = re.compile("[\ud800-\udfff]")
 BETWEEN = "\n\n"  # parts of Alpaca's prompt
@@ -244,27 +241,13 @@ def messages_of(value: Any) -> list[Message]:
     Raises:
       BadChat: it has another form, or a turn that no template knows.
     """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise BadChat("expected a list of turns, got a text") from None
-    if isinstance(value, dict):
-        lists = [each for each in value.values() if isinstance(each, list)]
-        if not lists or len(lists) < len(value) or len({len(each) for each in lists}) > 1:
-            raise BadChat("expected a list of turns, got an object")
-        value = [dict(zip(value, each, strict=True)) for each in zip(*lists, strict=True)]
-    if not isinstance(value, list) or not value:
+    if not (turns := turns_in(value)):
         raise BadChat("expected a list of turns")
-    return [_message(turn, number) for number, turn in enumerate(value, 1)]
+    return [_message(turn, number) for number, turn in enumerate(turns, 1)]
 
 
-def _message(turn: Any, number: int) -> Message:
-    where = f"in turn {number}"
-    if not isinstance(turn, dict):
-        raise BadChat(f"expected a role and a content {where}")
-    role = turn["role"] if turn.get("role") is not None else turn.get("from")
-    role = OTHER_NAMES.get(role, role) if isinstance(role, str) else role
+def _message(turn: dict[str, Any], number: int) -> Message:
+    where, role = f"in turn {number}", role_of(turn)
     if role not in ROLES:
         raise BadChat(f"expected a role among {', '.join(ROLES)} {where}")
     if called := [name for name in CALLS if turn.get(name)]:

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedsim.data.building.orders import KEYS, check_format, keys_of
+from fedsim.data.building.speakers import BadRow, spoken
 from fedsim.data.building.user_ids import (
     Rows,
     as_ids,
@@ -116,6 +117,8 @@ class Columns:
     """If given, the user is the registrable domain of this column's URL, not `user`."""
     owners: tuple[str, ...] = ()
     """If given, a text belongs to the users in any of these columns, not to `user`."""
+    owner_key: str | None = None
+    """If given, a chat belongs to the users whom this key of its turns names, not to `user`."""
     conversation: str | None = None
     """If given, a text also belongs to the user to whom it is said; see sources.py."""
     turn: str | None = None
@@ -197,6 +200,12 @@ class Columns:
             raise DataError.of("owners", shown, "no column twice")
         if self.owners and self.url is not None:
             raise DataError.of("owners", shown, f"none beside url_column={self.url}")
+        if self.owner_key is not None:
+            user = None if self.user == Columns.user else ",".join(self.user)
+            others = {"user_column": user, "owners": shown or None, "url_column": self.url}
+            for field, value in others.items():
+                if value is not None:
+                    raise DataError.of(field, value, f"none beside owner_key={self.owner_key}")
         for name in self.owner:
             if name in self.text:
                 field = self.blamed.partition("=")[0]
@@ -214,6 +223,8 @@ class Columns:
     @property
     def owner(self) -> tuple[str, ...]:
         """Columns that name the owners of a row."""
+        if self.owner_key is not None:
+            return ()
         return self.owners or (self.user if self.url is None else (self.url,))
 
     @property
@@ -237,6 +248,8 @@ class Columns:
     @property
     def blamed(self) -> str:
         """Setting and value to name in an error about the user of a row."""
+        if self.owner_key is not None:
+            return f"owner_key={self.owner_key}"
         if self.owners:
             return f"owners={','.join(self.owners)}"
         return f"url_column={self.url}" if self.url else f"user_column={','.join(self.user)}"
@@ -252,7 +265,8 @@ class Columns:
         for name in self.names:
             if found.count(name) > 1:
                 raise DataError(f"column {name}: expected one of that name, got several")
-        named = [("user_column", name) for name in ([] if self.url or self.owners else self.user)]
+        users = self.owner if not self.url and not self.owners else ()
+        named = [("user_column", name) for name in users]
         named += zip(self.text_fields, self.text, strict=True)
         named += [("order_column", self.order), ("url_column", self.url)]
         named += [("conversation_column", self.conversation), ("turn_column", self.turn)]
@@ -306,7 +320,7 @@ def normalise(
       DataError: a column has the wrong type, or text that is not UTF-8.
     """
     result = {}
-    if columns.owner:
+    if columns.owner or columns.owner_key is not None:
         tally = Counter() if tally is None else tally
         result["user_id"] = _users(batch, columns, first_row, tally)
     if columns.form and columns.text:
@@ -349,6 +363,8 @@ def _users(
     batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str]
 ) -> pa.Array:
     """Owner of each row: an id, or an owner set as a string."""
+    if columns.owner_key is not None:
+        return _owner_sets(batch, columns, first_row, tally)
     lists = len(columns.user) == 1 and is_list(plain(batch[columns.owner[0]]).type)
     if columns.owners or (columns.url is None and lists):
         return _owner_sets(batch, columns, first_row, tally)
@@ -423,6 +439,8 @@ def _owner_sets(
       DataError: a list has a null, an empty id or an id twice, or a row has too many owners.
     """
     parts = [_owned(batch, name, columns, first_row, tally) for name in columns.owner]
+    if columns.owner_key is not None:
+        parts = [_speaking(batch, columns, first_row, tally)]
     rows = np.concatenate([rows for rows, _ in parts])
     ids = pa.concat_arrays([ids for _, ids in parts])
     keys, counts = owner_sets(rows, ids, len(batch))
@@ -433,6 +451,26 @@ def _owner_sets(
             f"{first_row + bad[0] + 1}",
         )
     return keys
+
+
+def _speaking(
+    batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str]
+) -> tuple[np.ndarray, pa.Array]:
+    """(rows, speakers) of chats. Raises: DataError: a turn of a user does not say who speaks."""
+    key, chats = columns.owner_key or "", columns.text[0]
+    try:
+        turns = spoken(batch[chats], key)
+        ids = ids_of(
+            turns.names, columns.blamed, first_row + turns.rows, tally, columns.normalise_ids
+        )
+        nobody = is_blank(ids)
+        if len(bad := np.flatnonzero(nobody & turns.needed)):
+            reason = f"expected a name of who speaks ({columns.blamed}) in turn "
+            raise BadRow(int(turns.rows[bad[0]]), f"{reason}{turns.numbers[bad[0]]}")
+    except BadRow as error:
+        field, row = columns.text_fields[0], first_row + error.row + 1
+        raise DataError(f"{field}={chats}: {error} in row {row}", field=field) from None
+    return turns.rows[~nobody], ids.filter(pa.array(~nobody))
 
 
 def _owned(

@@ -200,7 +200,8 @@ def _survey(
       (number of rows, number of rows without a user, the first of these counted from 1, counts of
       corrected user ids, kinds of orders).
     """
-    if part.kind in ("parquet", "saved"):  # in other formats all columns are parsed anyway
+    # In other formats all columns are parsed anyway.
+    if part.kind in ("parquet", "saved") and columns.owner_key is None:
         columns = replace(columns, text=())
     rows, bad, first, kinds = 0, 0, [], set()
     tally: Counter[str] = Counter()

@@ -24,6 +24,7 @@ from fedsim.data.building.columns import Columns, is_blank, is_token_list
 from fedsim.data.building.orders import at_least
 from fedsim.data.building.processes import kept_for_a_build
 from fedsim.data.building.readers import PART_BYTES, READ_ROWS, Part, read
+from fedsim.data.building.speakers import BadRow
 from fedsim.data.chat import ChatTokenizer, Template
 from fedsim.data.dataset import EVAL_USERS, TEST, TRAIN, Holdout
 from fedsim.data.store import copy, offsets_of, token_dtype
@@ -174,7 +175,7 @@ def _tokenise(
     make = _of_texts if encoding.chats is None else _of_chats
     try:
         examples, long, tokens, num_cut, *left_out = make(kept["text"], encoding)
-    except _BadRow as bad:
+    except BadRow as bad:
         row, columns = int(np.flatnonzero(~blank)[bad.row]) + first_row + 1, encoding.columns
         named = f"{columns.text_fields[0]}={columns.text[0]}"
         raise DataError(f"{named}: {bad} in row {row} of {file}") from None
@@ -202,7 +203,7 @@ def _of_texts(texts: pa.Array, encoding: Encoding) -> tuple[Any, ...]:
     """(examples of texts, then their counts from "long" to "skipped" without "no_order").
 
     Raises:
-      _BadRow: a token id is not in the vocabulary.
+      BadRow: a token id is not in the vocabulary.
     """
     tokenizer = _tokenizer(encoding.tokenizer)
     if is_token_list(texts.type):
@@ -224,11 +225,11 @@ def _of_texts(texts: pa.Array, encoding: Encoding) -> tuple[Any, ...]:
 
 
 def _of_chats(rows: pa.Array, encoding: Encoding) -> tuple[Any, ...]:
-    """As `_of_texts`, of rows of chats. Raises: _BadRow: one cannot be encoded."""
+    """As `_of_texts`, of rows of chats. Raises: BadRow: one cannot be encoded."""
     assert encoding.chats is not None, "of chats"
 
     def refuse(row: int, reason: str) -> None:
-        raise _BadRow(row, reason)
+        raise BadRow(row, reason)
 
     tokenizer = _chat_tokenizer(encoding.tokenizer, encoding.chats.template)
     found = chat_examples(rows.to_pylist(), encoding.chats, tokenizer, refuse)
@@ -336,26 +337,18 @@ def tests(batch: pa.RecordBatch, columns: Columns, holdout: Holdout) -> np.ndarr
     return at_least(batch["order"], holdout.test_from, columns.order, columns.order_format)
 
 
-class _BadRow(Exception):
-    """A row of a batch is invalid."""
-
-    def __init__(self, row: int, reason: str):
-        super().__init__(reason)
-        self.row = row
-
-
 def _given_tokens(column: pa.Array, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths and ids of lists of token ids. Raises: _BadRow: an id is null or out of range."""
+    """Lengths and ids of lists of token ids. Raises: BadRow: an id is null or out of range."""
     lengths = pc.list_value_length(column).to_numpy().astype(np.int64)  # pyright: ignore
     values = column.flatten()
     ends = np.cumsum(lengths)
     if values.null_count:
         where = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
-        raise _BadRow(int(np.searchsorted(ends, where, "right")), "a null token id")
+        raise BadRow(int(np.searchsorted(ends, where, "right")), "a null token id")
     ids = values.to_numpy()
     bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if len(bad):
-        raise _BadRow(
+        raise BadRow(
             int(np.searchsorted(ends, bad[0], "right")),
             f"token id {ids[bad[0]]}, expected one in [0, {vocab_size})",
         )

@@ -1,0 +1,176 @@
+"""Chats whose turns say who speaks: their rows belong to all who do, whatever is trained on."""
+
+import csv
+import json
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from chats import model_files
+from test_chats import ALL_IN_TRAIN, lines
+
+import fedsim
+from fedsim.cli import main
+from fedsim.data import load
+from fedsim.data.building.build import build
+from fedsim.errors import DataError
+
+
+def turn(role, content, name=None):
+    return {"role": role, "content": content} | ({} if name is None else {"name": name})
+
+
+BOT = [turn("user", "Hi", "ann"), turn("assistant", "Ho")]
+DESK = [turn("system", "Be kind."), turn("user", "Hi", "ben"), turn("assistant", "Ho", "dora")]
+ROOM = [turn("user", "one", "cat"), turn("user", "two", "ann"), turn("assistant", "three", "7")]
+CHATS = (BOT, DESK, ROOM)
+OWNERS = {("ann",), ("ben", "dora"), ("7", "ann", "cat")}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return model_files(tmp_path_factory.mktemp("models") / "model")
+
+
+def owners(store):
+    """The owners of every example."""
+    ids, graph = store.user_ids(), store.owners
+    if graph is None:
+        return [(ids[u],) for u in np.repeat(np.arange(store.num_users), store.examples_per_user)]
+    sets = np.repeat(np.arange(graph.num_sets), np.diff(store.offsets))
+    return [tuple(ids[u] for u in graph.users_of(number)) for number in sets]
+
+
+def built(tmp_path, model, chats=CHATS, **options):
+    file = lines(tmp_path / "chats.jsonl", [{"messages": each} for each in chats])
+    how = {"tokenizer": model, "owner_key": "name", **ALL_IN_TRAIN}
+    return build(file, tmp_path / "out", **how | options)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv", "ShareGPT"])
+def test_a_chat_belongs_to_all_who_speak_in_it(kind, tmp_path, model):
+    if kind == "jsonl":
+        store = built(tmp_path, model).train
+    else:
+        file = tmp_path / f"chats.{kind}"
+        if kind == "parquet":
+            pq.write_table(pa.table({"messages": CHATS}), file)
+        elif kind == "csv":
+            numbered = json.loads(json.dumps(CHATS).replace('"7"', "7"))
+            with file.open("w", newline="") as out:
+                csv.writer(out).writerows([["messages"], *([json.dumps(x)] for x in numbered)])
+        else:
+            renamed = [
+                [{"from": t["role"], "value": t["content"], "name": t.get("name")} for t in chat]
+                for chat in CHATS
+            ]
+            file = lines(tmp_path / "x.jsonl", [{"conversations": each} for each in renamed])
+        how = {"tokenizer": model, "owner_key": "name", **ALL_IN_TRAIN}
+        store = build(file, tmp_path / "out", **how).train
+    assert set(owners(store)) == OWNERS and store.num_examples == 3
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("train_on", ["all", "assistant", "user"])
+def test_the_author_of_context_is_an_owner_whatever_is_trained_on(train_on, tmp_path, model):
+    assert set(owners(built(tmp_path, model, train_on=train_on).train)) == OWNERS
+
+
+@pytest.mark.privacy
+def test_owners_depend_on_no_text(tmp_path, model):
+    """Neither on its length: who is cut off, or says nothing, is an owner, too."""
+    first = [turn("assistant", "Ho", "eve"), *BOT[:1], turn("assistant", "x" * 500, "dora")]
+    silent = [turn("user", "", "zoe"), *BOT]
+    found = owners(built(tmp_path, model, [first, silent], max_length=40).train)
+    assert set(found) == {("ann", "dora", "eve"), ("ann", "zoe")}
+    tmp_path.joinpath("again").mkdir()
+    with pytest.raises(DataError, match="long_texts=split: expected cut where texts have several"):
+        built(tmp_path / "again", model, [first], max_length=40, long_texts="split")
+
+
+def test_a_long_chat_with_one_person_is_split_into_examples_of_that_person(tmp_path, model):
+    chat = [*BOT * 12]
+    found = owners(built(tmp_path, model, [chat], max_length=60, long_texts="split").train)
+    assert len(found) > 3 and set(found) == {("ann",)}
+
+
+@pytest.mark.parametrize(
+    "chat, message",
+    [
+        (
+            [BOT[0], turn("user", "more")],
+            "expected a name of who speaks .owner_key=name. in turn 2",
+        ),
+        ([turn("user", "Hi", "NA"), BOT[1]], "expected a name of who speaks .* in turn 1 in row 2"),
+        ([turn("assistant", "Hi", True)], "expected a name of who speaks .* in turn 1 in row 2"),
+        ([turn("user", "Hi", "a\x1fb")], "without the control character 1F"),
+        ("Hi", "expected a list of turns, got a text in row 2"),
+        ([BOT[1]], "owner_key=name: 1 null or empty user id in .* .rows 2."),
+    ],
+)
+def test_a_turn_that_does_not_say_who_speaks_is_one_line(chat, message, tmp_path, model):
+    with pytest.raises(DataError, match=message) as error:
+        built(tmp_path, model, [BOT, chat], skip_unknown=True)
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_chats_in_which_no_person_speaks_can_be_left_out(tmp_path, model):
+    data = built(tmp_path, model, [*CHATS, [turn("assistant", "Ho")]], unowned="drop")
+    assert data.metadata["counts"]["rows_without_user_dropped"] == 1
+    assert data.train.num_examples == 3 and data.metadata["columns"]["owner_key"] == "name"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"user_column": "who"}, "user_column=who: expected none beside owner_key=name"),
+        ({"owners": ["a", "b"]}, "owners=a,b: expected none beside owner_key=name"),
+        ({"url_column": "u"}, "url_column=u: expected none beside owner_key=name"),
+        ({"text_column": "text"}, "owner_key=name: expected chats, lists of turns"),
+    ],
+)
+def test_what_does_not_go_with_a_key_is_refused(options, message, tmp_path, model):
+    file = lines(tmp_path / "x.jsonl", [{"messages": BOT, "text": "Hi"}])
+    with pytest.raises(DataError, match=message):
+        build(file, tmp_path / "out", tokenizer=model, owner_key="name", **options)
+
+
+def test_columns_of_a_customer_and_an_agent_own_a_chat_together(tmp_path, model):
+    rows = [{"customer": "ben", "agent": "dora", "messages": DESK}]
+    rows.append({"customer": "ann", "agent": None, "messages": BOT})
+    file = lines(tmp_path / "x.jsonl", rows)
+    how = {"tokenizer": model, "owners": ["customer", "agent"], **ALL_IN_TRAIN}
+    assert set(owners(build(file, tmp_path / "out", **how).train)) == {("ann",), ("ben", "dora")}
+
+
+def test_the_commands_show_and_count_the_owners(tmp_path, model, capsys):
+    file = lines(tmp_path / "chats.jsonl", [{"messages": each} for each in CHATS * 4])
+    words = ["data", "build", file, "--owner-key", "name", "--tokenizer", model]
+    words += ["--eval-users", "0", "--no-eval-examples", "--out", tmp_path / "out"]
+    main.main([str(word) for word in words])
+    printed = capsys.readouterr().out
+    assert "owners" in printed
+    main.main(["data", "show", str(tmp_path / "out"), "--rows", "12"])
+    printed = capsys.readouterr().out
+    assert all(f" of {', '.join(each)}: " in printed for each in OWNERS)
+
+
+def test_a_table_in_memory_needs_no_user_column(tmp_path, model, monkeypatch):
+    found = {}
+
+    def train(algorithm, privacy, run, *_, **__):
+        found.update(run.data.options, source=run.data.source)
+        raise DataError("enough")
+
+    monkeypatch.setattr("fedsim.training.train", train)
+    frame = pd.DataFrame({"chat": CHATS * 4})
+    with pytest.raises(DataError, match="enough"):
+        fedsim.train(
+            "els", frame, messages="chat", owner_key="name", tokenizer=str(model),
+            epsilon=4, num_steps=1,
+        )  # fmt: skip
+    data = load(found.pop("source"), cache_dir=tmp_path, eval_users=0.0, **found)
+    assert set(owners(data.train)) == OWNERS
