@@ -104,6 +104,25 @@ def task_of():
     return task, jax.tree.map(lambda x: x + rng.normal(0, 0.3, x.shape).astype("f4"), params)
 
 
+def with_other_ends(task):
+    """(The task with other tokens after the last trained one of each row, number of these; all else
+    that it holds out)."""
+    store, ids = task.dataset.train, task.dataset.train.user_ids()
+    rows = np.arange(store.num_examples)
+    (tokens, sizes), trained = store.gather(rows, LENGTH), store.trained(rows, LENGTH)
+    ends = ~np.logical_or.accumulate(trained[:, ::-1], axis=1)[:, ::-1]
+    ends &= np.arange(LENGTH) < sizes[:, None]
+    tokens[ends] = (tokens[ends] + 1) % VOCAB
+    parts = [range(*store.offsets[u : u + 2]) for u in range(len(ids))]
+    made = [
+        {name: [values[i, : sizes[i]] for i in part] for name, part in zip(ids, parts, strict=True)}
+        for values in (tokens, trained)
+    ]
+    other = UserStore.from_examples(made[0], LENGTH, VOCAB, made[1])
+    held_out = UserStore.from_examples({"x": [[1, 2]]}, LENGTH, VOCAB)
+    return LanguageModelTask(Dataset(train=other, eval_users=held_out), CONFIG), int(ends.sum())
+
+
 def test_the_loss_of_a_row_is_that_of_the_plain_loops():
     task, params = task_of()
     batch = task.read("train", np.array([0, 3, 7, -1]))

@@ -1,11 +1,14 @@
 """Personalization: halves that share nothing, SGD as it is defined, and the command."""
 
+import functools
 import json
 
+import jax
 import numpy as np
 import pytest
 from problems import mean_problem, users_of_sizes
 from refused import refuses
+from test_masked import task_of, with_other_ends
 from test_train import command, texts  # noqa: F401
 
 from fedsim.cli.main import main
@@ -72,6 +75,25 @@ def test_the_best_learning_rate_counts(rng):
     assert found["personalized_loss"] == pytest.approx(found["loss"] - found["gain"])
     assert found["gain"] > 5 * found["gain_error"] > 0
     assert [row["learning_rate"] for row in found["rates"]] == [1e-6, 0.1, 1e30]
+
+
+def test_of_chats_the_trained_tokens_count_alone(key):
+    task, params = task_of()
+    other, changed = with_other_ends(task)
+    settings = Personalization(num_epochs=2, batch_size=4)
+    assert changed > 10
+    for half in halves(task.dataset.train, settings, key):
+        one, two = (Personalizer(t, params, "train", settings) for t in (task, other))
+        batch = task.read("train", half.reserved)
+        nats, predictions = (np.asarray(each) for each in jax.jit(task.nats)(params, batch))
+        assert 0 < predictions.sum() < np.maximum(batch["sizes"] - 1, 0).sum()
+        assert one.before(half) == pytest.approx(nats.sum() / predictions.sum(), rel=1e-5)
+        assert two.before(half) == pytest.approx(one.before(half), rel=1e-5)
+        personal = [each.personal(half, 0.5, key) for each in (one, two)]
+        equal = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+        jax.tree.map(equal, *personal)
+        moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), personal[0], params)
+        assert max(jax.tree.leaves(moved)) > 0.01
 
 
 @pytest.mark.slow

@@ -2,11 +2,14 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from problems import users_of_sizes
 from refused import refuses
+from test_masked import task_of, with_other_ends
 
 from experiments.mean_task import MeanTask
 from fedsim.engine.engine import EngineError
@@ -55,6 +58,26 @@ def test_the_tuners_choice_is_the_analytic_optimum(share, budget, key):
         key=lambda at: math.sqrt(share + (1 - share) / at.group_size) * sigma(at.cohort_size),
     )
     assert chosen == best
+
+
+def test_of_chats_recommend_reads_the_trained_tokens_of_training_users(key):
+    """And what stands before these, but nothing after them, and nobody who is held out."""
+    task, params = task_of()
+    other, changed = with_other_ends(task)
+    assert changed > 10
+
+    def mean_loss(params, batch):
+        nats, predictions = task.nats(params, batch)
+        return (nats / jnp.maximum(predictions, 1)).mean()
+
+    expected, offsets = [], task.dataset.train.offsets
+    for low, high in zip(offsets[:-1], offsets[1:], strict=True):
+        gradient = jax.grad(mean_loss)(params, task.read("train", np.arange(low, high)))
+        expected.append(float(optax.tree.norm(gradient)))
+    for each in (task, other):
+        engine = LocalEngine(each, num_lanes=2)
+        norms = GradientNorms(engine, params, offsets, key, most=5)
+        assert norms.user_norm(5) == pytest.approx(np.median(expected), rel=1e-4)
 
 
 def test_the_median_is_over_users_and_the_estimator_can_be_replaced(key):
