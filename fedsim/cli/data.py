@@ -186,7 +186,7 @@ class DataStats:
     sets."""
 
     directory: tyro.conf.Positional[str]
-    """A directory made by `fedsim data build`, or pydocs."""
+    """A directory made by `fedsim data build`, pydocs, or support-chats."""
 
     histogram: Path | None = None
     """PNG file to draw: the histogram of examples per user."""
@@ -215,7 +215,7 @@ class DataShow:
     """
 
     directory: tyro.conf.Positional[str]
-    """A directory made by `fedsim data build`, or pydocs."""
+    """A directory made by `fedsim data build`, pydocs, or support-chats."""
 
     rows: int = 3
     """Number of examples, evenly spaced. >= 1."""
@@ -245,12 +245,13 @@ class DataShow:
 
 
 def _opened(directory: str) -> Any:
-    """The data set of a directory that was built, or pydocs."""
+    """The data set of a directory that was built, or one that is built in."""
     from fedsim.data import corpora
     from fedsim.run import Terminal
 
-    there = directory == "pydocs" or corpora.is_built(directory)
-    expect("directory", directory, there, "a directory made by `fedsim data build`, or pydocs")
+    there = directory in corpora.BUILT_IN or corpora.is_built(directory)
+    expected = f"a directory made by `fedsim data build`, or one of {', '.join(corpora.BUILT_IN)}"
+    expect("directory", directory, there, expected)
     return corpora.load(directory, progress=Terminal().note)
 
 

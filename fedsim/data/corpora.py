@@ -1,4 +1,4 @@
-"""Load data from a built directory, files, the Hugging Face Hub, or the corpus `pydocs`.
+"""Load data from a built directory, files, the Hugging Face Hub, or a corpus that is built in.
 
 Data that is built on the way is kept in the user's cache, under a key of everything it depends on,
 and memory-mapped from then on. If two processes want the same data at once, one builds it and the
@@ -7,6 +7,8 @@ other waits.
 `pydocs` holds docstring paragraphs of packages that are installed beside fedsim. Its users are
 module files, such as numpy/linalg/_linalg.py. Nothing is downloaded, redistributed or imported:
 sources are parsed. The same package versions give the same corpus.
+
+`support-chats` holds made-up chats of made-up customers; see support_chats.py.
 """
 
 import ast
@@ -36,9 +38,13 @@ from fedsim.data.building.sources import files_in, find_files, is_saved
 from fedsim.data.chat import source_of
 from fedsim.data.dataset import Dataset
 from fedsim.data.store import FORMAT
+from fedsim.data.support_chats import VERSION, support_chats
 from fedsim.data.tokenizer import Tokenizer, file_of
 from fedsim.errors import DataError, FedsimError
 
+PYDOCS, SUPPORT_CHATS = BUILT_IN = ("pydocs", "support-chats")
+CHAT_TEMPLATE = Path(__file__).with_name("support_chats.jinja")  # where a tokenizer has none
+CHAT_LENGTH = 384  # bytes of nearly all chats
 PACKAGES = ("numpy", "scipy", "jax")  # of pydocs, beside the standard library
 SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 MIN_WORDS = 5  # of a paragraph of pydocs
@@ -51,7 +57,7 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
 
     Args:
       source: a built directory (opened as it is, without build options), a file or glob, a
-        directory saved by `datasets`, hf:NAME[:CONFIG], or "pydocs".
+        directory saved by `datasets`, hf:NAME[:CONFIG], or one of BUILT_IN.
       cache_dir: directory of built data. Default: `files.cache_dir`.
       build_options: keyword arguments of `build`, the fields of `BuildSettings` among them.
     Raises:
@@ -60,8 +66,10 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
     source = files.expand_home("data", source)
     if "tokenizer" in build_options:
         build_options["tokenizer"] = file_of(build_options["tokenizer"])
-    if source == "pydocs":
+    if source == PYDOCS:
         return _load_pydocs(cache_dir, build_options)
+    if source == SUPPORT_CHATS:
+        return _load_support_chats(cache_dir, build_options)
     if source.startswith(hub.PREFIX):
         return _load_hub(source, cache_dir, build_options)
     if is_built(source):
@@ -132,8 +140,27 @@ def _load_pydocs(cache_dir: str | Path | None, options: dict[str, Any]) -> Datas
             return build([file], out, provenance={"packages": versions}, wait=True, **options)
 
     return _cached(
-        ["pydocs", versions], cache_dir, options, harvest_and_build, lambda _: ["user_id", "text"]
+        [PYDOCS, versions], cache_dir, options, harvest_and_build, lambda _: ["user_id", "text"]
     )
+
+
+def _load_support_chats(cache_dir: str | Path | None, options: dict[str, Any]) -> Dataset:
+    options = {"max_length": CHAT_LENGTH, **options}
+    tokenizer = Tokenizer.named(str(options.get("tokenizer", "bytes")))
+    if tokenizer is not None and source_of(tokenizer) is None:
+        options.setdefault("chat_template", str(CHAT_TEMPLATE))
+
+    def make_up_and_build(out: Path) -> Dataset:
+        if progress := options.get("progress"):
+            progress("making up the chats of customers who do not exist (once)")
+        provenance = {"corpus": SUPPORT_CHATS, "made_up": True, "version": VERSION}
+        with TemporaryDirectory() as scratch:
+            file = Path(scratch) / f"{SUPPORT_CHATS}.jsonl"
+            file.write_text("".join(json.dumps(row) + "\n" for row in support_chats()))
+            return build([file], out, provenance=provenance, wait=True, **options)
+
+    facts = [SUPPORT_CHATS, VERSION]
+    return _cached(facts, cache_dir, options, make_up_and_build, lambda _: ["user_id", "messages"])
 
 
 def _cached(
@@ -255,6 +282,8 @@ def name_of_source(source: str) -> str:
 
     A table from memory is kept in a file that is named by a digest; it is a "table" with its start.
     """
+    if source == SUPPORT_CHATS:
+        return f"{source} (made up)"
     path = Path(source)
     if path.parent.name == files.TABLES and path.suffix == ".parquet":
         return f"table {path.stem[:6]}"
