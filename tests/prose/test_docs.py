@@ -315,6 +315,7 @@ def test_python_blocks_run(tmp_path, monkeypatch, posts, tiny, capsys):
         place = tmp_path / name_of(page).replace("/", "-")
         shutil.copytree(tiny, place / "runs" / "quick")
         posts.to_parquet(place / "posts.parquet")
+        shutil.copytree(ROOT / "tests/prose/formats", place, dirs_exist_ok=True)
         monkeypatch.chdir(place)
         for i, block in enumerate(blocks(page, "python")):
             exec(compile(block, f"{name_of(page)}, Python block {i}", "exec"), names)

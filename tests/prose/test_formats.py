@@ -1,0 +1,65 @@
+"""The snippets and the commands of docs/formats.md make rows of small files in these formats."""
+
+import re
+import shutil
+
+import pytest
+from chats import model_files
+from test_docs import ROOT, blocks, lines_of
+from test_speakers import owners
+
+from fedsim.cli.main import main
+from fedsim.data.dataset import Dataset, shown
+
+PAGE, FILES = ROOT / "docs/formats.md", ROOT / "tests/prose/formats"
+ANN, BEN, CAT, DAN = (f"U0{i}" for i in range(1, 5))
+# The owners of the rows that the command of each section builds.
+OWNERS = {
+    "openai": [("c1",), ("c1",), ("c2",)],
+    "sharegpt": [("u7",), ("u8",)],
+    "slack-rooms": [(ANN,), (ANN, BEN), (ANN, BEN, CAT), (ANN, BEN, CAT), (BEN,), (BEN, DAN)],
+    "zendesk": [("507", "9001", "9002"), ("612", "9001")],
+    "threads": [("ann@home.example", "ben@home.example"), ("eve@work.example",)],
+}
+TRAINED = {
+    "openai": {"It arrives on Monday.", "A scarf, too.", "We send a new one."},
+    "sharegpt": {"A cat, a hat.", "4"},
+    "zendesk": {
+        "Good morning,\nwhat is your order number?",
+        "We will send a new one.",
+        "It is cancelled.",
+    },
+    "threads": {"It left our store today.", "Here it is."},
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A directory with the files of the page, after its snippets and commands ran in it."""
+    place = tmp_path_factory.mktemp("formats") / "here"
+    shutil.copytree(FILES, place)
+    model_files(place / "instruct")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        for number, block in enumerate(blocks(PAGE, "python")):
+            exec(compile(block, f"{PAGE.name}, block {number}", "exec"), {})
+        for block in blocks(PAGE, "sh"):
+            for words in lines_of(block):
+                main(words[1:])
+    return place
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_a_format_becomes_rows_with_their_owners(name, made):
+    data = Dataset.open(made / name)
+    found = [each for store in data.splits().values() for each in owners(store)]
+    assert sorted(found) == OWNERS[name]
+    if name in TRAINED:
+        texts = [
+            part["text"].removesuffix("\n").removesuffix("<|im_end|>")
+            for split, store in data.splits().items()
+            for example in shown(data, split, store.num_examples)
+            for part in example["parts"]
+            if part["trained"]
+        ]
+        assert {re.sub(r"^assistant\n", "", text) for text in texts} == TRAINED[name]
