@@ -1,9 +1,11 @@
 """The examples are true: programs print what they should, and notebooks run to their end."""
 
 import ast
+import dataclasses
 import os
 import re
 import runpy
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -14,11 +16,16 @@ import nbformat
 import numpy as np
 import optax
 import pytest
+from chats import model_files
 from dp_accounting.pld import PLDAccountant
 from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
+from pretrained_models import CONFIG
 
 import fedsim
+from fedsim.data import Tokenizer
+from fedsim.models import pretrained
+from fedsim.models.transformer import Transformer
 from fedsim.sampling import Sampling
 from fedsim.uls import ULS
 
@@ -103,7 +110,8 @@ def outputs(notebook) -> str:
 
 
 def test_there_are_the_notebooks_that_the_pages_name():
-    assert [file.stem for file in NOTEBOOKS] == ["els_or_uls", "from_run_to_release", "quickstart"]
+    names = ["chat_lora", "els_or_uls", "from_run_to_release", "quickstart"]
+    assert [file.stem for file in NOTEBOOKS] == names
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
@@ -132,15 +140,31 @@ def test_notebooks_import_public_names_alone(file):
 LONG = [pytest.mark.slow, pytest.mark.notebook]
 CASES = [pytest.param(file, id=file.stem, marks=LONG) for file in NOTEBOOKS]
 PRINTED = {
+    "chat_lora": r"eval loss \d\.\d+ -> \d\.\d+ nats per trained token",
     "quickstart": r"epsilon 8\.000 at delta",
     "els_or_uls": r"Use [EU]LS: ",
     "from_run_to_release": r"claimed: 4\.000, at least: [0-3]\.",
 }
 
 
+def small_chats(notebook, place: Path) -> None:
+    """Give a notebook a random model in place of one of the Hub, and few steps."""
+    chats = model_files(place / "chats")
+    words = Tokenizer.load(chats / "tokenizer.json").vocab_size
+    config = dataclasses.replace(CONFIG, vocab_size=words, max_length=256)
+    params = Transformer(config).init(jax.random.key(0), np.zeros((1, 8), np.int32))["params"]
+    pretrained.save(place / "model", config, params, chats / "tokenizer.json")
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(chats / name, place / "model" / name)
+    (cell,) = (each for each in notebook.cells if "parameters" in each.metadata.get("tags", ()))
+    cell.source += f"\nmodel, max_length, num_steps = {str(place / 'model')!r}, 256, 3"
+
+
 @pytest.mark.parametrize("file", CASES)
-def test_notebooks_run(file, tmp_path):
+def test_notebooks_run(file, tmp_path, tmp_path_factory):
     notebook = nbformat.read(file, 4)
+    if file.stem == "chat_lora":
+        small_chats(notebook, tmp_path_factory.mktemp("models"))
     where = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
     said = outputs(notebook)
