@@ -9,11 +9,12 @@ same version of fedsim makes the same chats on every machine.
 
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 VERSION = 1  # a change of the chats gets another number
 CUSTOMERS, MOST_CHATS = 600, 8  # MOST_CHATS is of one customer
 SEED = 48
+Option = TypeVar("Option")
 
 THINGS = (
     *("kettle", "desk lamp", "rain jacket", "backpack", "toaster", "alarm clock", "blanket"),
@@ -140,7 +141,7 @@ TOPICS = (
 )
 
 
-def support_chats() -> list[dict]:
+def support_chats() -> list[dict[str, Any]]:
     """Made-up rows of several hundred customers: {"user_id", "messages"}, in a fixed order."""
     chance = random.Random(SEED)
     rows = []
@@ -153,7 +154,9 @@ def support_chats() -> list[dict]:
     return rows
 
 
-def _chat(chance: random.Random, thing: str, greeting: str, numbered: str, town: str) -> list[dict]:
+def _chat(
+    chance: random.Random, thing: str, greeting: str, numbered: str, town: str
+) -> list[dict[str, Any]]:
     """A chat about a thing of a customer, who writes as ever."""
     topic = _of(chance, TOPICS)
     facts = {
@@ -176,6 +179,6 @@ def _chat(chance: random.Random, thing: str, greeting: str, numbered: str, town:
     ]
 
 
-def _of(chance: random.Random, options: Sequence[str] | Sequence[Topic]):
+def _of(chance: random.Random, options: Sequence[Option]) -> Option:
     """One of some options. Python keeps the numbers of a seed, but does not say so of `choice`."""
     return options[int(len(options) * chance.random())]
