@@ -21,7 +21,7 @@ from fedsim.cli.account import Account, Calibrate
 from fedsim.cli.arguments import level_of, parse
 from fedsim.cli.data import Data
 from fedsim.cli.models import Evaluate, Export, Generate, Personalize, Pretrain, Train
-from fedsim.cli.trust import Audit, Budget, Report, Runs, Verify
+from fedsim.cli.trust import Audit, Budget, Publish, Report, Runs, Verify
 from fedsim.cli.tuning import Recommend, Sweep
 from fedsim.errors import ConfigError, FedsimError, printable
 from fedsim.files import CACHE, DISK_FULL, LEDGER, directory_of
@@ -40,6 +40,7 @@ Command = (
     | Annotated[Audit, tyro.conf.subcommand("audit")]
     | Annotated[Budget, tyro.conf.subcommand("budget")]
     | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Publish, tyro.conf.subcommand("publish")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Runs, tyro.conf.subcommand("runs")]
     | Annotated[Account, tyro.conf.subcommand("account")]

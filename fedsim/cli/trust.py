@@ -1,5 +1,5 @@
-"""Commands that check and report what runs claim: `fedsim audit`, `budget`, `report`, `verify`,
-`runs`."""
+"""Commands that check and report what runs claim: `fedsim audit`, `budget`, `report`, `publish`,
+`verify`, `runs`."""
 
 import dataclasses
 import math
@@ -153,6 +153,40 @@ class Report(ReadsRun):
 
 
 @dataclasses.dataclass(frozen=True)
+class Publish(ReadsRun):
+    """Write what may be published of a run into a folder of its own, and check it.
+
+    The folder has the ledger, the report without losses that nothing protects, the registry entry,
+    the model, and published.json with the claim and a digest of each file. Key, settings, metrics,
+    times and paths stay behind. Anyone can check the folder with `fedsim verify`. A run that has
+    not ended, breaks a promise or has no guarantee is not published, nor is an audit's.
+    """
+
+    run_dir: RunDir
+    """The run's directory."""
+
+    out: tyro.conf.Positional[Path | None] = None
+    """Folder to create. Default: public, in the run's directory."""
+
+    form: Literal["huggingface", "peft", "parameters"] = "huggingface"
+    """The model in the format of Hugging Face, with adapters merged; the adapters of a LoRA run in
+    PEFT's format; or the parameters of the last checkpoint alone."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.publish import publish
+        from fedsim.run import Console
+
+        result = publish(self.run_dir, self.out, Console(), form=self.form)
+        if not self.json:
+            print(result["claim"])
+            print(f"written to {result['out']}: {', '.join(result['files'])}")
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
 class Verify(ReadsRun):
     """Check a run's ledger against its settings, checkpoints, metrics, data and summary.
 
@@ -160,8 +194,8 @@ class Verify(ReadsRun):
     """
 
     run_dir: RunDir
-    """The run's directory, or a copy of it. Promises that need the key or the data are not
-    checked in a copy without them."""
+    """The run's directory, a copy of it, or a folder that `fedsim publish` made. Promises that need
+    the key or the data are not checked without them."""
 
     data: str | None = None
     """Where the data are now. Default: where they were at the start of the run."""

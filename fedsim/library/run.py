@@ -174,6 +174,29 @@ class Run:
         with to_python():
             return report(self.run_dir, Path(expand_home("out", out or self.run_dir)), Console())
 
+    def publish(
+        self,
+        out: str | Path | None = None,
+        *,
+        form: Literal["huggingface", "peft", "parameters"] = "huggingface",
+    ) -> Path:
+        """Write what may be published of the run into a new folder, checked; returns the folder.
+
+        Args:
+          out: the folder. Default: `public` in the run's directory.
+          form: the model in the format of Hugging Face, its adapters in PEFT's, or the parameters
+            of the last checkpoint alone.
+
+        Raises:
+          ConfigError: the run has not ended or has no guarantee, or the folder exists.
+          ReportError: a promise is violated.
+        """
+        from fedsim.publish import publish
+
+        place = None if out is None else Path(expand_home("out", out))
+        with to_python():
+            return Path(publish(self.run_dir, place, Console(), form=form)["out"])
+
     def generate(
         self,
         prompt: str = "",

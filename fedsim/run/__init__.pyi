@@ -1,6 +1,7 @@
 from . import (
     checkpoint as checkpoint,
     directory as directory,
+    formats as formats,
     ledger as ledger,
     metrics as metrics,
     released as released,

@@ -1,8 +1,9 @@
-"""Formats of plan, ledger and summary: pydantic checks files by them, and they are published.
+"""Formats of plan, ledger, summary and `published.json`: pydantic checks files by them.
 
-`python -m fedsim.run.formats DIR` writes plan.json, ledger.json and summary.json: JSON Schemas of a
-plan (in `config.json` and the ledger's first line), of each line of `ledger.jsonl`, and of
-`summary.json`, as this version writes them. docs/api/schemas.md describes how to verify with them.
+`python -m fedsim.run.formats DIR` writes plan.json, ledger.json, summary.json and published.json:
+JSON Schemas of a plan (in `config.json` and the ledger's first line), of each line of
+`ledger.jsonl`, of `summary.json` and of `published.json`, as this version writes them.
+docs/api/schemas.md describes how to verify with them.
 """
 
 import dataclasses
@@ -130,6 +131,27 @@ class Summary:
     host: str = ""
 
 
+@dataclass(frozen=True)
+class Published:
+    """The claim of a folder that `fedsim publish` made, and the digests of its other files."""
+
+    __pydantic_config__: ClassVar[Any] = CHECKED
+    claim: str
+    """The claim in one sentence."""
+    epsilon: float
+    """Epsilon of all planned steps, with the slack of noise that is not ideal."""
+    delta: float
+    adjacency: str
+    """The adjacency in words."""
+    params_sha256: Digest
+    """sha256 of the parameters of the run's last checkpoint."""
+    model: Literal["huggingface", "peft", "parameters"]
+    """Form in which the model is here: model/ in the format of Hugging Face or of PEFT, or the
+    parameters alone, in parameters.safetensors."""
+    files: dict[str, Digest]
+    """sha256 of each other file, by its path in the folder."""
+
+
 def check(kind: type, record: Any) -> None:
     """Raise ValueError, naming the field, if a JSON record is not of `kind`."""
     try:
@@ -144,7 +166,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def schemas() -> dict[str, dict[str, Any]]:
-    """JSON Schemas by name: of plan, ledger (of each line) and summary."""
+    """JSON Schemas by name: of plan, ledger (of each line), summary and published folders."""
     plan, parts = _flat_schema()
     ledger = _adapter(FirstLine | StepLine).json_schema()
     summary = _adapter(Summary).json_schema()
@@ -167,6 +189,7 @@ def schemas() -> dict[str, dict[str, Any]]:
             **closed,
             "$defs": {**parts, **summary["$defs"]},
         },
+        "published": {**dialect, **_adapter(Published).json_schema(), "title": "published.json"},
     }
 
 

@@ -1,6 +1,14 @@
-from . import bounds as bounds
+from . import bounds as bounds, published as published
 from .audit import audit as audit, sentence as sentence
 from .budget_page import budget as budget, sentences as sentences, table as table
+from .claim import Released as Released, ReportError as ReportError
 from .evidence import Check as Check
-from .report import CARD as CARD, model_card as model_card, report as report
+from .published import CARD as CARD
+from .report import (
+    card_of as card_of,
+    model_card as model_card,
+    read as read,
+    report as report,
+    write_report as write_report,
+)
 from .verify import plan_of as plan_of, verify as verify

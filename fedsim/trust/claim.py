@@ -6,7 +6,7 @@
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -15,8 +15,8 @@ from fedsim.accounting import Event, RunningEpsilon, StepEvent, at_most, zcdp_de
 from fedsim.budget import together
 from fedsim.config import COMPARISON_ONLY, ZERO_OUT, Algorithm
 from fedsim.errors import ConfigError, FedsimError
-from fedsim.plan import AllocatedSampling, Plan, ShuffledSampling, Trial
-from fedsim.run import StoredRun, checkpoint
+from fedsim.plan import AllocatedSampling, Plan, ShuffledSampling, Trial, claimed_phases
+from fedsim.run import StoredRun, ledger
 from fedsim.trust.evidence import Check
 
 CURVE_POINTS = 25
@@ -32,19 +32,32 @@ class ReportError(FedsimError):
     """A run has no claim that could be reported."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Released:
-    """The releases of a run, from its ledger."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Claimed:
+    """What a ledger claims of a model."""
 
-    run_dir: Path
-    stored: StoredRun
     plan: Plan
     lines: list[dict[str, Any]]
     phases: list[tuple[Event, int]] | None
     """Events of the claim: all planned steps, also those that were not done; None without noise."""
     epsilon: float
     """Epsilon at the plan's delta, both with the slack of noise that is not ideal."""
-    checks: list[Check]
+    fingerprint: str
+    """sha256 of the model's parameters."""
+
+    @classmethod
+    def of(cls, plan: Plan, lines: list[dict[str, Any]], fingerprint: str, **fields: Any) -> Self:
+        """The claim of a ledger's lines.
+
+        Args:
+          fields: those of a subclass.
+        """
+        phases = claimed_phases(plan, ledger.phases(lines))
+        common = {"plan": plan, "lines": lines, "phases": phases, "fingerprint": fingerprint}
+        unpriced = cls(**common, epsilon=math.inf, **fields)
+        slack = plan.slack_after(unpriced.num_steps)
+        epsilon = ledger.epsilon_of(phases, plan.delta - slack.delta) + slack.epsilon
+        return dataclasses.replace(unpriced, epsilon=epsilon)
 
     @property
     def num_released(self) -> int:
@@ -63,22 +76,17 @@ class Released:
         """Reason why epsilon is no guarantee; empty if it is one."""
         return self.plan.label
 
-    @property
-    def fingerprint(self) -> str:
-        """sha256 of the last checkpoint's parameters.
 
-        Raises:
-          ReportError: there is no checkpoint.
-        """
-        newest = checkpoint.latest(self.run_dir)
-        if newest is None:
-            raise ReportError(
-                f"nothing to report: {self.run_dir} has no checkpoint, hence no model"
-            )
-        return checkpoint.params_sha256(checkpoint.load_params(newest))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Released(Claimed):
+    """The releases of a run, from its ledger, and what was checked of it."""
+
+    run_dir: Path
+    stored: StoredRun
+    checks: list[Check]
 
 
-def claim(released: Released) -> str:
+def claim(released: Claimed) -> str:
     """The claim in one sentence that can be quoted."""
     plan, delta = released.plan, at_most(released.plan.delta, ".2e")
     model = f"The model with SHA-256 fingerprint {released.fingerprint}"
@@ -129,7 +137,7 @@ def _factor(epsilon: float) -> str:
     return at_most(factor, ",.2f" if factor < 1e6 else ".2e")
 
 
-def recognised(released: Released) -> list[tuple[float, float]]:
+def recognised(released: Claimed) -> list[tuple[float, float]]:
     """Bounds on any attack: (false positive rate, largest true positive rate); empty without a
     claim."""
     if released.phases is None or released.label or not released.num_steps:
@@ -151,7 +159,7 @@ def warnings(released: Released) -> list[str]:
     return lines
 
 
-def most_recognised(released: Released, false_alarms: float) -> float:
+def most_recognised(released: Claimed, false_alarms: float) -> float:
     """Largest true positive rate of any test at a false positive rate, by the whole curve.
 
     Every (epsilon, delta) of the curve bounds it: by e^epsilon f + delta, and from the other side
@@ -163,7 +171,7 @@ def most_recognised(released: Released, false_alarms: float) -> float:
     return float(min(1.0, above.min(), below.min()))
 
 
-def several(released: Released) -> list[tuple[int, float]]:
+def several(released: Claimed) -> list[tuple[int, float]]:
     """(k, epsilon of k users together) at the claim's delta, for each of PEOPLE; empty without a
     claim. Source: docs/theory/people.md."""
     if released.phases is None or released.label or not released.num_steps:
@@ -176,7 +184,7 @@ def is_by_group(plan: Plan) -> bool:
     return isinstance(plan.sampling, AllocatedSampling) or plan.noise.bands > 1
 
 
-def _together(released: Released, people: int) -> float:
+def _together(released: Claimed, people: int) -> float:
     plan, phases = released.plan, released.phases
     assert phases is not None
     left = plan.delta * (1 - SLACK_SHARE)
@@ -191,7 +199,7 @@ def _together(released: Released, people: int) -> float:
     return ideal + part.epsilon if left + part.delta <= plan.delta else math.inf
 
 
-def curve(released: Released) -> tuple[np.ndarray, np.ndarray]:
+def curve(released: Claimed) -> tuple[np.ndarray, np.ndarray]:
     """The trade-off curve of all releases: epsilons and deltas, each pair with its slack."""
     assert released.phases is not None
     epsilons = np.linspace(0, 1.3 * released.epsilon, CURVE_POINTS)
@@ -221,14 +229,14 @@ class Gaussian:
         return by_mu, by_rho
 
 
-def gaussian(released: Released) -> Gaussian:
+def gaussian(released: Claimed) -> Gaussian:
     """The Gaussian bound, with a tenth of delta set aside; mu is inf if none is close."""
     assert released.phases is not None
     set_aside = SET_ASIDE * released.plan.delta
     return Gaussian(accounting.gaussian_mu(released.phases, set_aside), set_aside)
 
 
-def over_steps(released: Released) -> tuple[list[int], list[float]]:
+def over_steps(released: Claimed) -> tuple[list[int], list[float]]:
     """Epsilon of several numbers of steps, as if each were fixed beforehand.
 
     The last one is the claim. For each the slack of all steps is set aside of delta, which is more
@@ -332,7 +340,7 @@ def held_out(released: Released) -> str:
     return "texts of held-out users" if released.plan.shared else "users not trained on"
 
 
-def slack(released: Released) -> str:
+def slack(released: Claimed) -> str:
     """The parts of epsilon and delta for noise that is not ideal, in words."""
     part = released.plan.slack_after(released.num_steps)
     return f"{at_most(part.epsilon, '.1e')} of epsilon, {at_most(part.delta, '.1e')} of delta"

@@ -6,6 +6,7 @@ independently of `sampling.shared`, which drew the pool and the groups.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -16,15 +17,17 @@ from fedsim.accounting import at_most
 from fedsim.budget import expect_receipt
 from fedsim.config import changed_run
 from fedsim.data import Dataset, Owners, UserStore
+from fedsim.engine import EngineError
 from fedsim.errors import ConfigError, FedsimError
 from fedsim.evaluate import VALIDATION
 from fedsim.keys import SecretKey
-from fedsim.plan import REPRODUCTION
+from fedsim.plan import REPRODUCTION, Plan
 from fedsim.run import Console, directory, find_model, load_data, metrics
 from fedsim.sampling import Groups
 from fedsim.training import DIRECTORY, FILE, SPLIT, Evaluated
 
 T = TypeVar("T")
+TOLERANCE = 1e-9  # relative: other versions of packages may round differently
 
 
 class Violated(FedsimError):
@@ -75,10 +78,26 @@ class Finding(Generic[T]):
         vars(holder)[self.name] = value
 
 
-class Evidence:
-    """A run's directory, for its checks."""
+class Record:
+    """A ledger and the plan in it, for checks that need nothing else."""
 
     lines = Finding[list[dict[str, Any]]]("a ledger that is whole")
+
+    def __init__(self, run_dir: Path, plan: Plan):
+        """Args:
+        run_dir: the directory with the ledger.
+        """
+        self.run_dir, self.plan = run_dir, plan
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps in the ledger."""
+        return len(self.lines) - 1
+
+
+class Evidence(Record):
+    """A run's directory, for its checks."""
+
     key = Finding[SecretKey]("the run's own key")
     users = Finding[UserStore]("the data that the run was started with")
 
@@ -93,19 +112,14 @@ class Evidence:
           ConfigError: there is no run of train.
           FileDamaged, LedgerError: the settings or the ledger's head were changed.
         """
-        self.run_dir, self.console = run_dir, console
-        self.stored = stored = directory.load(run_dir)
+        self.console, self.stored = console, (stored := directory.load(run_dir))
         if stored.plan is None:
             raise ConfigError.of("run", run_dir, "a run of train, which makes promises")
-        self.plan, self.privacy = stored.plan, stored.privacy
+        super().__init__(run_dir, stored.plan)
+        self.privacy = stored.privacy
         changes = {"data": data, "engine": engine}
         changes = {name: value for name, value in changes.items() if value}
         self.run = changed_run(stored.run, resume=True, **changes)
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps in the ledger."""
-        return len(self.lines) - 1
 
     @functools.cached_property
     def dataset(self) -> Dataset:
@@ -125,6 +139,20 @@ class Evidence:
         except (FedsimError, OSError) as error:
             message = f"the data cannot be read: {error}"
             raise (Violated if exists else Unknown)(message) from None
+
+
+def checked(promise: str, look: Callable[[Any], str], evidence: Record) -> Check:
+    """The result of a check.
+
+    Args:
+      look: returns the finding in words; raises Unknown, Violated or another FedsimError.
+    """
+    try:
+        return Check(promise, True, look(evidence))
+    except (Unknown, EngineError) as error:
+        return Check(promise, None, str(error), isinstance(error, Interrupted))
+    except FedsimError as error:
+        return Check(promise, False, str(error))
 
 
 def counted(run_dir: Path, run: str, label: str) -> str:
@@ -184,9 +212,6 @@ def most_entered(groups: Groups, offsets: np.ndarray, owners: Owners) -> int:
     pairs = np.unique(user[~is_own].astype(np.int64) * groups.num_users + group[~is_own])
     entered = np.bincount(pairs // groups.num_users, minlength=1)
     return int(entered.max())
-
-
-TOLERANCE = 1e-9  # relative: other versions of packages may round differently
 
 
 def check_evaluations(evidence: Evidence) -> str:

@@ -9,7 +9,6 @@ The registry entry has the highest tier of the schema of OpenDP's deployments-re
 publishes the model, for what and where, are marked to be filled in.
 """
 
-import dataclasses
 import math
 import shlex
 import time
@@ -22,8 +21,8 @@ from huggingface_hub.utils import yaml_dump
 from fedsim.accounting import at_most
 from fedsim.config import Algorithm, settings_of, to_json
 from fedsim.files import write_atomically
-from fedsim.plan import AllocatedSampling, Audit, CorrelatedNoise, claimed_phases
-from fedsim.run import Console, directory, ledger
+from fedsim.plan import AllocatedSampling, Audit, CorrelatedNoise
+from fedsim.run import Console, checkpoint, directory, ledger, model_name
 from fedsim.trust.claim import (
     Gaussian,
     Released,
@@ -34,6 +33,7 @@ from fedsim.trust.claim import (
     curve,
     facts,
     gaussian,
+    held_out,
     is_by_group,
     mechanism,
     over_steps,
@@ -45,9 +45,10 @@ from fedsim.trust.claim import (
     warnings,
 )
 from fedsim.trust.pages import Chart, Series, as_markdown, write
+from fedsim.trust.published import REGISTRY
 from fedsim.trust.verify import verify
 
-NAME, CARD, REGISTRY = "report", "README.md", "registry.yaml"
+NAME = "report"
 TO_FILL_IN = "(to be filled in by whoever publishes the model)"
 
 
@@ -63,20 +64,25 @@ def report(run_dir: Path, out: Path, console: Console) -> dict[str, Any]:
     """
     with directory.lock(run_dir, to_read=True):
         released = read(run_dir, console)
-        shown, entry = compose(released), registry_entry(released)
-    files = write(out, NAME, "report.md.jinja", **shown)
-    if entry is not None:
-        write_atomically(out / REGISTRY, yaml_dump(entry, sort_keys=False, width=100).encode())
+        files = write_report(released, out)
     return {
         "run_dir": str(run_dir),
         **files,
-        "registry": None if entry is None else str(out / REGISTRY),
         "epsilon": to_json(released.epsilon),
         "delta": released.plan.delta,
         "epsilon_holds": released.plan.epsilon_holds,
         "guarantee": released.plan.guarantee,
         "claim": claim(released),
     }
+
+
+def write_report(released: Released, out: Path, *, public: bool = False) -> dict[str, str | None]:
+    """Write report and registry entry; returns their paths, as "html", "markdown", "registry"."""
+    shown, entry = compose(released, public=public), registry_entry(released)
+    files = write(out, NAME, "report.md.jinja", **shown)
+    if entry is not None:
+        write_atomically(out / REGISTRY, yaml_dump(entry, sort_keys=False, width=100).encode())
+    return {**files, "registry": None if entry is None else str(out / REGISTRY)}
 
 
 def read(run_dir: Path, console: Console) -> Released:
@@ -94,15 +100,20 @@ def read(run_dir: Path, console: Console) -> Released:
     assert plan is not None, "verify() found one"
     if isinstance(plan.purpose, Audit):
         raise ReportError("nothing to report: an audit's run, some of whose users were made up")
-    phases = claimed_phases(plan, ledger.phases(lines))
-    released = Released(run_dir, stored, plan, lines, phases, math.inf, checks)
-    slack = plan.slack_after(released.num_steps)
-    epsilon = ledger.epsilon_of(phases, plan.delta - slack.delta) + slack.epsilon
-    return dataclasses.replace(released, epsilon=epsilon)
+    if (newest := checkpoint.latest(run_dir)) is None:
+        raise ReportError(f"nothing to report: {run_dir} has no checkpoint, hence no model")
+    fingerprint = checkpoint.params_sha256(checkpoint.load_params(newest))
+    about = {"run_dir": run_dir, "stored": stored, "checks": checks}
+    return Released.of(plan, lines, fingerprint, **about)
 
 
-def compose(released: Released) -> dict[str, Any]:
-    """Values for the template report.md.jinja."""
+def compose(released: Released, *, public: bool = False) -> dict[str, Any]:
+    """Values for the template report.md.jinja.
+
+    Args:
+      public: leave out whatever must not be published.
+    """
+    summary = directory.summary_of(released.run_dir)
     shown = facts(released) | {
         "title": f"Privacy report: {released.run_dir.resolve().name}",
         "subject": "this run",
@@ -113,10 +124,12 @@ def compose(released: Released) -> dict[str, Any]:
         "curve": None,
         "steps": None,
         "gaussian": None,
-        "settings": _settings(released),
-        "summary": directory.summary_of(released.run_dir),
+        "public": public,
+        "settings": _settings(released, public),
+        "summary": summary,
+        "losses": _losses(released, summary or {}, public),
         "fingerprints": _fingerprints(released),
-        "commands": _commands(released),
+        "commands": _commands(released, public),
     }
     if released.phases is not None and released.num_steps:
         bound = gaussian(released)
@@ -157,17 +170,33 @@ def _in_brackets(released: Released) -> str:
     return f" ({released.label})" if released.label else ""
 
 
-def _settings(released: Released) -> list[tuple[str, str]]:
-    """Settings by name; of the path of the data, the last part alone."""
+def _losses(released: Released, summary: dict[str, Any], public: bool) -> list[tuple[str, Any]]:
+    """Losses on held-out users, by their names with what protects them."""
+    plan = released.plan
+    if public and plan.evaluations is None:
+        return []
+    noise = "with noise" if plan.evaluations else "without noise: not protected"
+    others = ", and other owners of them are trained on" if plan.shared else ""
+    about = f"({held_out(released)}, {noise}{others})"
+    names = ("initial_eval_loss", "final_eval_loss")
+    return [(f"{n} {about}", summary[n]) for n in names if summary.get(n, "nan") != "nan"]
+
+
+def _settings(released: Released, public: bool) -> list[tuple[str, str]]:
+    """Settings by name; of paths, the last part alone.
+
+    Not public: the name of the data, which may be anything, and how fast strategies were.
+    """
     run = settings_of(released.stored.run)
     counts = ("num_units", "budget", "target_epsilon", "num_parameters", "clip_quantile")
-    names = ("model", "lora_rank", "optimizer", "learning_rate", "compute_dtype")
+    names = ("lora_rank", "optimizer", "learning_rate", "compute_dtype")
     values = {name: getattr(released.plan, name) for name in counts}
+    strategy = ("strategy", str(released.stored.strategy.get("name")))
     return [
-        ("data", Path(run["data"]).name),
+        *([] if public else [("data", Path(run["data"]).name), strategy]),
         *((name, f"{value:,}") for name, value in values.items() if value is not None),
+        ("model", model_name(run["model"])),
         *((name, str(run.get(name))) for name in names),
-        ("strategy", str(released.stored.strategy.get("name"))),
     ]
 
 
@@ -183,10 +212,11 @@ def _fingerprints(released: Released) -> list[tuple[str, str]]:
     ]
 
 
-def _commands(released: Released) -> list[str]:
+def _commands(released: Released, public: bool) -> list[str]:
     """Commands that verify the run, and that compute its epsilon from public constants."""
-    plan, path = released.plan, shlex.quote(str(released.run_dir))
-    lines = [f"fedsim verify {path}{flag}" for flag in ("", " --replay", " --whole")]
+    plan, path = released.plan, "." if public else shlex.quote(str(released.run_dir))
+    flags = ("",) if public else ("", " --replay", " --whole")
+    lines = [f"fedsim verify {path}{flag}" for flag in flags]
     event, cell = plan.event(), {}
     if isinstance(plan.noise, CorrelatedNoise):
         cell["noise"] = plan.noise.kind
@@ -213,18 +243,26 @@ def model_card(run_dir: Path, console: Console, *, base: str | None = None) -> s
     Args:
       base: the model that adapters belong to.
     """
-    tags = ["text-generation"]
-    shown = {"title": run_dir.resolve().name, "subject": "this model", "problem": None}
     try:
         with directory.lock(run_dir, to_read=True):
-            released = read(run_dir, console)
-        shown |= facts(released)
-        if released.phases is not None and not released.label:
-            tags.append("differential-privacy")
+            return card_of(read(run_dir, console), base=base)
     except ReportError as error:
-        shown["problem"] = str(error)
-    head = ModelCardData(tags=tags, base_model=base, pipeline_tag="text-generation").to_yaml()
-    return f"---\n{head}\n---\n\n{as_markdown('card.md.jinja', **shown)}"
+        title = run_dir.resolve().name
+        return _card([], base, title=title, problem=str(error))
+
+
+def card_of(released: Released, *, base: str | None = None) -> str:
+    """The model card of a run that keeps its promises."""
+    private = released.phases is not None and not released.label
+    shown = facts(released) | {"title": released.run_dir.resolve().name, "problem": None}
+    return _card(["differential-privacy"] if private else [], base, **shown)
+
+
+def _card(tags: list[str], base: str | None, **shown: Any) -> str:
+    head = ModelCardData(
+        tags=["text-generation", *tags], base_model=base, pipeline_tag="text-generation"
+    ).to_yaml()
+    return f"---\n{head}\n---\n\n{as_markdown('card.md.jinja', subject='this model', **shown)}"
 
 
 def registry_entry(released: Released) -> dict[str, Any] | None:

@@ -12,17 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fedsim import accounting, keys
-from fedsim.accounting import RunningEpsilon, at_least, at_most, event_fields
+from fedsim import keys
+from fedsim.accounting import at_most
 from fedsim.clipping import Strategy
-from fedsim.config import Algorithm
 from fedsim.data import SUMS
 from fedsim.els import ELS
-from fedsim.engine import EngineError
-from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged
+from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged, expect
 from fedsim.files import read_json
 from fedsim.keys import SecretKey
-from fedsim.noise import predicted_error
 from fedsim.plan import (
     AllocatedSampling,
     Audit,
@@ -35,24 +32,31 @@ from fedsim.plan import (
 from fedsim.run import Console, LedgerError, apart, checkpoint, directory, ledger, metrics, results
 from fedsim.shared_uls import SharedULS
 from fedsim.trust.evidence import (
+    TOLERANCE,
     Check,
     Evidence,
-    Interrupted,
     Unknown,
     Violated,
     check_evaluations,
+    checked,
     counted,
     demand,
     most_entered,
     most_owned,
 )
+from fedsim.trust.ledger_checks import (
+    check_constants,
+    check_epsilon,
+    check_events,
+    check_head,
+    check_running,
+    described,
+    label_of,
+)
+from fedsim.trust.published import check_folder, is_folder, plan_in
 from fedsim.trust.replay import replay
 from fedsim.uls import ULS
 
-EPSILON_TOLERANCE = 1e-9  # relative: other versions of packages may round differently
-PREDICTION_TOLERANCE = 1e-3  # relative: found numerically, and epsilon does not depend on it
-RUNNING_TOLERANCE = 10 * accounting.RELATIVE_ACCURACY  # grids depend on the step
-LOOKED_AT = 12  # epsilons of steps that are computed again; others must lie between them
 SHOWN = ("privacy/", "comparison_only/")
 UNPROTECTED = (metrics.FILE, "progress.json", "tb/")
 ELSEWHERE = "; if they are elsewhere now, say so with --data"
@@ -69,7 +73,7 @@ def verify(
     engine: str | None = None,
     console: Console,
 ) -> list[Check]:
-    """Check every promise of a run.
+    """Check every promise of a run, or of a folder that `fedsim publish` made.
 
     Args:
       data: where the data are now; None: where they were at the start of the run.
@@ -84,6 +88,9 @@ def verify(
     Raises:
       ConfigError: `run_dir` is no run, another process is working on it, or `data` cannot be read.
     """
+    if is_folder(run_dir):
+        expect("replay", again, not again, "the run's own directory: a published folder has no key")
+        return check_folder(run_dir)
     try:
         with directory.lock(run_dir, to_read=True):
             return _verify(Evidence(run_dir, data, engine, console), data, again)
@@ -104,24 +111,15 @@ def _verify(evidence: Evidence, data: str | None, again: str) -> list[Check]:
         looks.append(("evaluations", check_evaluations))
     if again:
         looks.append(("replay", functools.partial(replay, whole=again == "whole")))
-    return [_check(promise, look, evidence) for promise, look in looks]
+    return [checked(promise, look, evidence) for promise, look in looks]
 
 
 def plan_of(run_dir: Path) -> Plan | None:
-    """The plan of a run; None if it has none or cannot be read."""
+    """The plan of a run or of a published folder; None if it has none or cannot be read."""
     try:
-        return directory.load(run_dir).plan
+        return plan_in(run_dir) if is_folder(run_dir) else directory.load(run_dir).plan
     except FedsimError:
         return None
-
-
-def _check(promise: str, look: Callable[[Evidence], str], evidence: Evidence) -> Check:
-    try:
-        return Check(promise, True, look(evidence))
-    except (Unknown, EngineError) as error:
-        return Check(promise, None, str(error), isinstance(error, Interrupted))
-    except FedsimError as error:
-        return Check(promise, False, str(error))
 
 
 def _ledger(evidence: Evidence) -> str:
@@ -134,15 +132,7 @@ def _ledger(evidence: Evidence) -> str:
     demand(same, f"{evidence.run_dir / directory.CONFIG}: was changed since the run was started")
     planned = read_json(evidence.run_dir / directory.CONFIG)["plan"]  # as its version wrote it
     demand(head.get("plan") == planned, f"{path}: the head has another plan")
-    demand(
-        head.get("adjacency") == evidence.plan.compared,
-        f"{path}: the head has another adjacency",
-    )
-    slack = evidence.plan.slack._asdict()
-    demand(head.get("slack") == slack, f"{path}: the head has another slack than {slack}")
-    before = [each["epsilon"] for each in head.get("before", [])]
-    demanded = [event.epsilon for event, _ in evidence.plan.before]
-    demand(before == demanded, f"{path}: before={before}: expected {demanded}, as in the plan")
+    check_head(path, head, evidence.plan)
     evidence.lines = lines
     return f"{evidence.num_steps} steps, none missing, none twice; not a byte changed"
 
@@ -164,95 +154,11 @@ def _settings(evidence: Evidence) -> str:
     for name, (wanted, planned) in compared.items():
         same = wanted is None or wanted == planned
         demand(same, f"{name}={planned} in the plan: expected {wanted}, as in the settings")
-    share = plan.expected_count / plan.num_units
-    if allocated:  # participations decide, and count and budget follow, rounded
-        share = 1 / sampling.window(plan.num_steps)
-    demand(sampling.prob == share, f"sampling_prob={sampling.prob}: expected {share}")
-    each = 1 if plan.algorithm == Algorithm.ELS else plan.group_size
-    count = plan.budget // each
-    demand(plan.expected_count == count, f"expected_count={plan.expected_count}: not {count}")
-    predicted = plan.noise.predicted_error
-    error = predicted_error(plan.noise_multiplier, plan.num_steps, plan.noise.bands)
-    same = predicted is not None and math.isclose(predicted, error, rel_tol=PREDICTION_TOLERANCE)
-    demand(same, f"predicted_error={predicted}: expected {error}")
+    check_constants(plan)
     name = str(evidence.stored.strategy.get("name"))
     if plan.unproven is None and name not in directory.LAYERED:
         Strategy.parse(name)
-    noise = f"noise multiplier {at_most(plan.noise_multiplier, '.6g')}"
-    return f"{plan.algorithm}, {plan.num_steps} steps, {noise}"
-
-
-def _events(evidence: Evidence) -> str:
-    """Every line is as the plan demands."""
-    plan = evidence.plan
-    event = plan.event()
-    demanded = {
-        "event": event and event_fields(event),
-        "sampling_run": plan.sampling.kind,
-        "sampling_accounted": plan.sampling.accounted,
-    }
-    path = evidence.run_dir / ledger.FILE
-    for line in evidence.lines[1:]:
-        for name, value in demanded.items():
-            noted = line.get(name)
-            same = noted == value
-            demand(same, f"{path}: step {line['step']}: {name}={noted}: expected {value}")
-    most = f"{evidence.num_steps} steps: expected at most {plan.num_steps}"
-    demand(evidence.num_steps <= plan.num_steps, f"{path}: {most}")
-    if event is None:
-        return "no noise in every step"
-    cycle = f", in one of {event.cycle} successive steps" if event.cycle > 1 else ""
-    return (
-        f"in every step noise multiplier {at_most(event.noise_multiplier, '.6g')}, "
-        f"sampling probability {at_least(event.sampling_prob, '.6g')}, "
-        f"at most {event.max_contributions} drawn per user{cycle}"
-    )
-
-
-def _epsilon(evidence: Evidence) -> str:
-    """All planned steps together cost no more than the target epsilon."""
-    plan = evidence.plan
-    claimed = claimed_phases(plan, ledger.phases(evidence.lines))
-    if claimed is None:
-        demand(math.isinf(plan.target_epsilon), "steps without noise: epsilon is infinite")
-        return "no noise: epsilon is infinite, as asked for"
-    spent = accounting.epsilon(claimed, plan.delta)
-    most = plan.target_epsilon * (1 + EPSILON_TOLERANCE)
-    demand(spent <= most, f"epsilon={spent}: expected at most {plan.target_epsilon}")
-    path = evidence.run_dir / ledger.FILE
-    _running(evidence, path, [(n, line.get("epsilon")) for n, line in enumerate(evidence.lines)])
-    epsilon, delta = at_most(spent, ".6g"), at_most(plan.delta, ".2e")
-    return f"{epsilon} at delta {delta}, recomputed from the ledger's events{_label(plan)}"
-
-
-def _label(plan: Plan) -> str:
-    return f": {plan.label}" if plan.label else ""
-
-
-def _running(evidence: Evidence, path: Path, shown: list[tuple[int, Any]]) -> None:
-    """Recompute some reported epsilons, and check that the rest are monotone between them.
-
-    Args:
-      path: of the file, for errors.
-      shown: (number of steps, reported epsilon or None).
-    """
-    plan, event = evidence.plan, evidence.plan.event()
-    shown = sorted((steps, epsilon) for steps, epsilon in shown if epsilon is not None)
-    if event is None:
-        for steps, epsilon in shown:
-            demand(epsilon == "inf", f"{path}: epsilon={epsilon} after step {steps}: expected inf")
-        return
-    running = RunningEpsilon(event, plan.delta, plan.before)
-    every, last = max(1, len(shown) // LOOKED_AT), len(shown) - 1
-    least = 0.0
-    for place, (steps, epsilon) in enumerate(shown):
-        fault = f"{path}: epsilon={epsilon} after step {steps}: expected"
-        demand(isinstance(epsilon, int | float), f"{fault} a number")
-        demand(epsilon >= least * (1 - RUNNING_TOLERANCE), f"{fault} at least {least}, as before")
-        if place % every == 0 or place == last:
-            same = math.isclose(epsilon, spent := running(steps), rel_tol=RUNNING_TOLERANCE)
-            demand(same, f"{fault} {spent}")
-        least = max(least, epsilon)
+    return described(plan)
 
 
 def _checkpoints(evidence: Evidence) -> str:
@@ -288,7 +194,7 @@ def _metrics(evidence: Evidence) -> str:
     for line in lines:
         others = {n for n in line if n.startswith(SHOWN) and "epsilon" in n} - {name}
         demand(not others, f"{path}: step {line['step']}: {min(others, default='')}: not {name}")
-    _running(evidence, path, [(line["step"], line.get(name)) for line in lines])
+    check_running(evidence, path, [(line["step"], line.get(name)) for line in lines])
     steps = _of_steps(evidence, len({line["step"] for line in lines} - {0}))
     return f"{steps}; no digest covers {', '.join(UNPROTECTED)}: another number there may pass"
 
@@ -310,7 +216,7 @@ def _summary(evidence: Evidence) -> str:
         demand(name in claimed, f"{path}: expected {name}")
         stated = claimed[name]
         if name == "epsilon" and isinstance(value, float) and isinstance(stated, float):
-            same = math.isclose(stated, value, rel_tol=EPSILON_TOLERANCE)
+            same = math.isclose(stated, value, rel_tol=TOLERANCE)
         else:
             same = stated == value
         demand(same, f"{path}: {name}={stated}: expected {value}")
@@ -320,7 +226,7 @@ def _summary(evidence: Evidence) -> str:
     of = "" if steps == released else f" of {released} that were released"
     epsilon = at_most(float(claimed["epsilon"]), ".6g")
     message = f"epsilon {epsilon}, {steps} steps{of}, losses and parameters agree"
-    return f"{message}{_label(evidence.plan)}"
+    return f"{message}{label_of(evidence.plan)}"
 
 
 def _claims(evidence: Evidence) -> Iterator[tuple[str, Any]]:
@@ -449,8 +355,8 @@ def _draws(evidence: Evidence) -> str:
 LOOKS: list[tuple[str, Callable[[Evidence], str]]] = [
     ("ledger", _ledger),
     ("settings", _settings),
-    ("events", _events),
-    ("epsilon", _epsilon),
+    ("events", check_events),
+    ("epsilon", check_epsilon),
     ("checkpoints", _checkpoints),
     ("metrics", _metrics),
     ("summary", _summary),

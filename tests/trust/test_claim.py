@@ -17,7 +17,9 @@ from fedsim.trust.pages import as_markdown
 
 def released(phases, num_steps, delta=1e-5, plan=None):
     epsilon = accounting.epsilon(phases, delta)
-    return Released(None, {}, plan or PLAN, [{}] * (num_steps + 1), phases, epsilon, [])
+    about = {"plan": plan or PLAN, "lines": [{}] * (num_steps + 1), "phases": phases}
+    about |= {"epsilon": epsilon, "fingerprint": "f" * 64}
+    return Released(**about, run_dir=None, stored={}, checks=[])
 
 
 @pytest.mark.parametrize("sigma", [0.6, 2.0])
@@ -33,7 +35,6 @@ def test_nobody_recognises_more_than_the_gaussian_mechanism_allows(sigma):
 
 def of_plan(monkeypatch, **changed):
     """What a run of a plan has released after its 20 steps."""
-    monkeypatch.setattr(Released, "fingerprint", "f" * 64)
     plan = claim.Plan.from_dict({**PLAN.as_dict(), **changed})
     event = StepEvent(plan.noise_multiplier, plan.accounted_prob, plan.group_size)
     return released([(event, plan.num_steps)], plan.num_steps, plan.delta, plan)

@@ -1,0 +1,235 @@
+"""A folder that `fedsim publish` made, and the checks that a stranger can make of it.
+
+It has the ledger, the report, the registry entry and the model, and `published.json`: the claim,
+and a digest of each file. No other file may be there. Neither key, settings nor data are in it, nor
+anything that was computed from users' texts without noise, but what the plan names; so some
+promises can only be checked by whoever has the run's own directory.
+"""
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from flax import traverse_util
+
+from fedsim.accounting import at_most
+from fedsim.errors import FedsimError, FileDamaged
+from fedsim.files import read_json
+from fedsim.models import model_files, stacked
+from fedsim.plan import Plan
+from fedsim.run import checkpoint, directory, find_model, formats, ledger
+from fedsim.trust.claim import Claimed, claim
+from fedsim.trust.evidence import TOLERANCE, Check, Record, Unknown, Violated, checked, demand
+from fedsim.trust.ledger_checks import (
+    check_constants,
+    check_epsilon,
+    check_events,
+    check_head,
+    described,
+)
+
+NAME = "published.json"
+MODEL, PARAMETERS = "model", "parameters.safetensors"
+REPORTS = ("report.html", "report.md")
+CARD, REGISTRY = "README.md", "registry.yaml"
+WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+OF_MODEL = {*model_files.SIDE_FILES, CARD, "adapter_config.json"}
+ROOT = "params"
+"""Name of the tree of parameters in parameters.safetensors: `params/block_0/...`."""
+WITH_THE_RUN = {
+    "settings": "the run's settings are not published",
+    "key": "the key is secret",
+    "budget": "the ledger of the data is its owner's",
+    "data": "the texts are their owners'",
+    "draws": "needs the key and the data",
+    "replay": "needs the key and the data: only this shows the noise and the clipping of each step",
+}
+"""Promises that need the run's own directory, and why."""
+
+
+class Folder(Record):
+    """A published folder, for its checks."""
+
+    def __init__(self, path: Path, plan: Plan):
+        """Read published.json.
+
+        Raises:
+          FileDamaged: it is malformed.
+        """
+        super().__init__(path, plan)
+        record = read_json(path / NAME)
+        try:
+            formats.check(formats.Published, record)
+        except ValueError as error:
+            raise FileDamaged(f"{path / NAME}: expected a claim and digests ({error})") from None
+        self.published = formats.Published(**record)
+
+
+def is_folder(path: Path) -> bool:
+    """True if a directory is a published folder, and not that of a run."""
+    return (path / NAME).is_file() and not (path / directory.CONFIG).exists()
+
+
+def plan_in(path: Path) -> Plan:
+    """The plan in the head of a ledger.
+
+    Raises:
+      FileDamaged, LedgerError: it is missing or malformed.
+    """
+    try:
+        return Plan.from_dict(ledger.head(path).get("plan", {}))
+    except ValueError as error:
+        file = path / ledger.FILE
+        raise FileDamaged(f"{file}: expected a ledger that begins with a plan ({error})") from None
+
+
+def check_folder(path: Path) -> list[Check]:
+    """Check what anyone can of a published folder, and name the promises that nobody can there."""
+    try:
+        folder = Folder(path, plan_in(path))
+    except FedsimError as error:
+        return [Check("files", False, str(error))]
+    found = [checked(promise, look, folder) for promise, look in LOOKS]
+    away = "`fedsim verify RUN`, by whoever has it"
+    return [*found, *(Check(name, None, f"{why}; {away}") for name, why in WITH_THE_RUN.items())]
+
+
+def digests(path: Path) -> dict[str, str]:
+    """sha256 of each file of a folder but published.json, by its path there.
+
+    Raises:
+      Violated: a file is none of a published folder's, or a link.
+    """
+    found = {}
+    for file in sorted(path.rglob("*")):
+        name = file.relative_to(path).as_posix()
+        plain = not file.is_symlink() and (file.is_file() or file.is_dir())
+        demand(plain, f"{file}: expected a file, not a link to one")
+        if file.is_file() and name != NAME:
+            demand(_may_be_published(name), f"{file}: is none of the files that may be published")
+            with file.open("rb") as opened:
+                found[name] = hashlib.file_digest(opened, "sha256").hexdigest()
+    return found
+
+
+def _may_be_published(name: str) -> bool:
+    place, _, file = name.rpartition("/")
+    if place == f"{MODEL}/{model_files.TEMPLATES}":
+        return file.endswith(".jinja")
+    if place == MODEL:
+        return file in OF_MODEL or WEIGHTS.fullmatch(file) is not None
+    return name in (ledger.FILE, *REPORTS, REGISTRY, PARAMETERS)
+
+
+def save_parameters(path: Path, params: Any) -> None:
+    """Write a tree of parameters, nested dicts of arrays, into a folder."""
+    leaves: dict[str, Any] = traverse_util.flatten_dict({ROOT: params}, sep="/")
+    model_files.write(path / PARAMETERS, {name: np.asarray(leaf) for name, leaf in leaves.items()})
+
+
+def load_parameters(path: Path) -> Any:
+    """The tree of parameters that `save_parameters` wrote."""
+    leaves = {n: np.asarray(x) for n, x in model_files.read(path / PARAMETERS).items()}
+    return traverse_util.unflatten_dict(leaves, sep="/").get(ROOT)
+
+
+def _files(folder: Folder) -> str:
+    """The folder has exactly the files of published.json, each unchanged."""
+    there, listed = digests(folder.run_dir), folder.published.files
+    for name in sorted({*there, *listed}):
+        path = folder.run_dir / name
+        demand(name in there, f"{path}: is missing")
+        demand(name in listed, f"{path}: is not in {NAME}")
+        demand(there[name] == listed[name], f"{path}: was changed since it was published")
+    return f"{len(there)} files, each as it was published, and no others"
+
+
+def _ledger(folder: Folder) -> str:
+    """The chain is intact, and its head follows from its plan."""
+    path = folder.run_dir / ledger.FILE
+    lines = ledger.read(folder.run_dir)
+    check_head(path, lines[0]["head"], folder.plan)
+    folder.lines = lines
+    return f"{folder.num_steps} steps, none missing, none twice; not a byte changed"
+
+
+def _plan(folder: Folder) -> str:
+    """The plan has a guarantee, and its constants follow from each other."""
+    why = f"the plan has no guarantee: {folder.plan.label or 'no noise'}"
+    demand(folder.plan.guarantee, why)
+    check_constants(folder.plan)
+    return described(folder.plan)
+
+
+def _model(folder: Folder) -> str:
+    """The parameters have the fingerprint of the claim."""
+    form, wanted = folder.published.model, folder.published.params_sha256
+    if form == "parameters":
+        same = checkpoint.params_sha256(load_parameters(folder.run_dir)) == wanted
+        demand(same, f"{folder.run_dir / PARAMETERS}: expected the parameters {wanted}")
+        return "the parameters have the fingerprint of the claim"
+    kept = f"published as it is in {MODEL}/, but "
+    if form == "peft":
+        raise Unknown(f"{kept}an adapter's fingerprint is that of its form in the run")
+    if (model := find_model(str(folder.run_dir / MODEL))) is None:
+        raise Violated(f"{folder.run_dir / MODEL}: expected a model")
+    forms = (model.params, stacked(model.params, model.config.num_layers))
+    if wanted not in map(checkpoint.params_sha256, forms):
+        raise Unknown(f"{kept}with adapters merged or weights rounded: its fingerprint is another")
+    return "the model has the fingerprint of the claim"
+
+
+def _claim(folder: Folder) -> str:
+    """Claim, report and registry entry say what follows from the ledger."""
+    stated = folder.published
+    made = Claimed.of(folder.plan, folder.lines, stated.params_sha256)
+    same = abs(made.epsilon - stated.epsilon) <= TOLERANCE * made.epsilon
+    path = folder.run_dir / NAME
+    demand(same, f"{path}: epsilon={stated.epsilon}: expected {made.epsilon}")
+    said = {"claim": claim(made), "delta": made.plan.delta, "adjacency": made.plan.compared}
+    for name, value in said.items():
+        stands = getattr(stated, name)
+        demand(stands == value, f"{path}: {name}={stands}: expected {value}")
+    for name in REPORTS:
+        text = (folder.run_dir / name).read_text(encoding="utf-8")
+        demand(stated.claim in text, f"{folder.run_dir / name}: expected the claim of {NAME}")
+    try:
+        entry = yaml.safe_load((folder.run_dir / REGISTRY).read_text(encoding="utf-8"))
+        described = entry["deployment"]["basic"]["description"]
+    except (yaml.YAMLError, KeyError, TypeError):
+        described = None
+    same = described == stated.claim
+    demand(same, f"{folder.run_dir / REGISTRY}: expected the claim of {NAME}")
+    epsilon, delta = at_most(made.epsilon, ".6g"), at_most(made.plan.delta, ".2e")
+    return f"epsilon {epsilon} at delta {delta}, as ledger, report and registry entry say"
+
+
+LOOKS: list[tuple[str, Callable[[Any], str]]] = [
+    ("files", _files),
+    ("ledger", _ledger),
+    ("plan", _plan),
+    ("events", check_events),
+    ("epsilon", check_epsilon),
+    ("model", _model),
+    ("claim", _claim),
+]
+
+
+def described_claim(claimed: Claimed, form: str, files: dict[str, str]) -> dict[str, Any]:
+    """The content of published.json."""
+    plan = claimed.plan
+    about = formats.Published(
+        claim=claim(claimed),
+        epsilon=claimed.epsilon,
+        delta=plan.delta,
+        adjacency=plan.compared,
+        params_sha256=claimed.fingerprint,
+        model=form,  # pyright: ignore[reportArgumentType]
+        files=files,
+    )
+    return dataclasses.asdict(about)
