@@ -30,8 +30,8 @@ class AdvisedRun(RunConfig):
 class Recommend(ReadsSources):
     """Recommend els or uls, and its settings, for some data, an epsilon and a batch size.
 
-    Takes the flags of train; the printed commands repeat them. It looks at the data without
-    protection, and says at what.
+    Takes the flags of train; the printed commands repeat them. Without --tune-epsilon or
+    --plan-only it looks at the data without protection, and says at what.
     """
 
     target: Flat[PrivacyTarget]
@@ -45,8 +45,13 @@ class Recommend(ReadsSources):
     """PNG file to draw: noise per step against group size, for els and uls."""
 
     plan_only: bool = False
-    """Measure no gradients, and answer at once, for clip_norm 1 and, with uls, one example of each
-    user."""
+    """Read no text, and answer at once: for clip_norm 1, as if every user had 8 examples, and with
+    uls, for one example of each user in a step."""
+
+    tune_epsilon: float | None = None
+    """Release what is read off the data (sizes of users, gradient norms) with noise, at this cost
+    in epsilon for every user, at the run's delta. It is counted in the ledger of the data, beside
+    the training; the printed command then has nothing that was chosen without protection. > 0."""
 
     json: bool = False
     """Print one JSON object on stdout."""
@@ -69,6 +74,7 @@ class Recommend(ReadsSources):
             num_users=self.users,
             plot=self.plot,
             plan_only=self.plan_only,
+            tune_epsilon=self.tune_epsilon,
         )
         if not self.json:
             print(wrapped(report(result, verbose=console.verbose)))

@@ -101,18 +101,22 @@ def recommend(
     messages: str | None = None,
     users: int = 128,
     plan_only: bool = False,
+    tune_epsilon: float | None = None,
     plot: str | Path | None = None,
     **settings: Unpack[MechanismSettings],
 ) -> Recommendation:
     """Recommend els or uls, and its settings, for some data, an epsilon and a batch size.
 
-    It looks at the data without protection; `non_private` says at what.
+    Without `tune_epsilon` or `plan_only` it looks at the data without protection; `non_private`
+    says at what.
 
     Args:
       data, epsilon, num_steps, user, text, messages: as for `train`.
       run_dir: parent of the directories in the recommended settings.
       users: number of users whose gradients are measured.
-      plan_only: measure no gradients, and answer at once.
+      plan_only: read no text, and answer at once.
+      tune_epsilon: release what is read off the data with noise; costs every user this epsilon,
+        which the ledger of the data counts.
       plot: PNG file to draw: noise per step against group size.
       settings: settings of `train`, except those that are recommended; output is quiet by default.
 
@@ -136,6 +140,7 @@ def recommend(
             num_users=users,
             plot=None if plot is None else Path(expand_home("plot", plot)),
             plan_only=plan_only,
+            tune_epsilon=tune_epsilon,
         )
     return Recommendation(
         found["recommended"],

@@ -224,7 +224,7 @@ class Advice:
     strategy: str | None
     """Strategy that training would use for clipped sums; None: nothing was computed."""
     seconds: float | None
-    """Duration of the training on the present workers, without evaluation."""
+    """Duration of the training on the present workers, without evaluation; None: not measured."""
     settings: dict[str, Any]
     """All settings of this training by name, in JSON's types: arguments of `fedsim.train`."""
     command: list[str]
@@ -246,13 +246,19 @@ def choose(els: Advice, uls: Advice) -> tuple[Advice, str]:
 
 
 def to_train(
-    algorithm: Algorithm, settings: PrivacyConfig, given: PrivacyConfig, run: RunConfig
+    algorithm: Algorithm,
+    settings: PrivacyConfig,
+    given: PrivacyConfig,
+    run: RunConfig,
+    *,
+    from_data: bool = True,
 ) -> dict[str, Any]:
     """The settings to train with, by name, without those at their defaults.
 
     Args:
       settings: recommended settings.
       given: settings as requested; a delta that is None there is left to its default.
+      from_data: settings were chosen by looking at the data without noise, as the run shall say.
     """
     flags: dict[str, Any] = {"data": run.data.source}
     for name in ("epsilon", "delta", "num_steps", "batch_size", "group_size", "clip_norm"):
@@ -263,7 +269,7 @@ def to_train(
     looked = ["clip_norm"] if settings.clip_norm != given.clip_norm else []
     if given.group_size is None and (algorithm == Algorithm.ELS or looked):
         looked.insert(0, "group_size")  # the median, or by norms
-    if looked:
+    if looked and from_data:
         flags["chosen_on_data"] = ",".join(looked)
     usual |= settings_of(run_config(data=run.data.source, run_dir=run.run_dir))
     for name, value in {**settings_of(given), **settings_of(run)}.items():
@@ -305,7 +311,7 @@ ROWS = [
 ]
 """Rows of the table, with the shapes of their values."""
 MEASURED = ("  95 % interval", "time, without evaluation")
-"""Rows that are known only where gradients were computed."""
+"""Rows that are known only where gradients were computed, and released without noise."""
 
 
 def report(result: dict[str, Any], *, verbose: bool = False) -> str:
@@ -315,7 +321,7 @@ def report(result: dict[str, Any], *, verbose: bool = False) -> str:
       verbose: with the ways of sampling and kinds of noise that were compared.
     """
     best, other = ("els", "uls") if result["recommended"] == "els" else ("uls", "els")
-    looked = result["looked_at"] is not None
+    looked, released = result["looked_at"] is not None, result["released"]
     lines = [
         f"Use {best.upper()}: {result['reason']}.",
         f"{result['outlook'][0].upper()}{result['outlook'][1:]}.",
@@ -325,32 +331,52 @@ def report(result: dict[str, Any], *, verbose: bool = False) -> str:
         f"# alternative ({other.upper()}):",
         shlex.join(result[other]["command"]),
         "",
-        f"{result['num_users']:,} users, {result['num_examples']:,} examples, the median user has "
-        f"{result['median_examples']:,}; epsilon {result['epsilon']:g} at delta "
-        f"{at_most(result['delta'], '.3g')}; {result['epsilon_holds']}",
+        f"{result['num_users']:,} users, {_examples(result)}; epsilon {result['epsilon']:g} at "
+        f"delta {at_most(result['delta'], '.3g')}; {result['epsilon_holds']}",
         "",
-        *_settings_table(result, looked),
+        *_settings_table(result, looked and not released),
         "",
         'Lower "noise on sums of steps" means better training: compare the columns.',
     ]
-    if looked:
+    if released:
+        lines.append(
+            f"All numbers from users' texts were released with noise. This cost every user epsilon "
+            f"{released['epsilon']:g} at delta {at_most(released['delta'], '.3g')}, beside the "
+            "training's, counted in the ledger of the data."
+        )
+    elif looked:
         lines.append(f"Time is for {result['workers']}.")
+        lines.append(
+            "From the users' texts, without noise: how many examples there are, G, C and its "
+            "interval, data used, gradients and time, and so the choice. --tune-epsilon E releases "
+            "what is needed with noise; --plan-only reads nothing."
+        )
     else:
-        lines.append("No gradient was computed: C is 1, and ULS takes 1 example of each user.")
+        lines.append("No text was read: C is 1, and ULS takes 1 example of each user.")
     lines += [
         fact if fact.startswith(PUBLIC) else f"not private: {fact}"
         for fact in result["non_private"]
     ]
-    lines.append(
-        "To choose privately, within epsilon: --group-size-epsilon E replaces --group-size (els), "
-        "and --clip-quantile Q adapts --clip-norm."
-    )
+    if not released:
+        lines.append(
+            "To choose privately, within epsilon: --group-size-epsilon E replaces --group-size "
+            "(els), and --clip-quantile Q adapts --clip-norm."
+        )
     for each in (result["els"], result["uls"]) if verbose else ():
         if each["cells"]:
             name = each["algorithm"].upper()
             lines += ["", f"{name}: noise on sums of steps, in units of the first line's"]
             lines += [f"  {line}" for line in table([Cell(**cell) for cell in each["cells"]])]
     return "\n".join(lines)
+
+
+def _examples(result: dict[str, Any]) -> str:
+    """How many examples there are, in words that say how this is known."""
+    median = result["median_examples"]
+    if result["looked_at"] is None:
+        return f"and {median:,} examples of each are assumed"
+    about = "about " if result["released"] else ""
+    return f"{about}{result['num_examples']:,} examples, the median user has {about}{median:,}"
 
 
 def _settings_table(result: dict[str, Any], looked: bool) -> list[str]:

@@ -107,9 +107,14 @@ class GradientNorms:
             self._user_norms[group_size] = self._estimate_user_norm(group_size)
         return self._user_norms[group_size]
 
+    def _sample(self, group_size: int) -> np.ndarray:
+        """Numbers of the users to look at."""
+        return self._users
+
     def _estimate_user_norm(self, group_size: int) -> float:
-        groups = draw_groups(self._offsets, self._users, group_size, self._key, group_size)
-        used = max(self._width, int((groups >= 0).sum(axis=1).max()))
+        users = self._sample(group_size)
+        groups = draw_groups(self._offsets, users, group_size, self._key, group_size)
+        used = max(self._width, int((groups >= 0).sum(axis=1).max(initial=0)))
         rows = np.full((len(groups), used), PADDING, np.int64)
         rows[:, : groups.shape[1]] = self._examples(groups[:, :used])
         return self._estimate(rows, f"group size {group_size}")

@@ -3,8 +3,12 @@
 Group sizes come from the heuristics of Section 6 (the median user for ELS, Estimate-and-Double for
 ULS), clip norms from gradient norms at the starting model, noise from the accountant, and the
 choice from the noise per step (Section 3). Beyond the paper, the way of sampling and the kind of
-noise are chosen such that sums of steps get the least noise (`advice.compare`). All of it looks at
-the data without noise, as the paper does, and the result says so.
+noise are chosen such that sums of steps get the least noise (`advice.compare`).
+
+It looks at the data without noise, as the paper does, and the result says so; or, for a price, at
+noisy histograms alone (`private_estimates`), which the ledger of the data counts; or at none of the
+texts (`plan_only`). In the last two cases all but the number of users is computed from users that
+are made up: as the histograms say, or of `ASSUMED_EXAMPLES` each.
 """
 
 import dataclasses
@@ -18,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedsim import accounting, engine
+from fedsim.budget import Applicant, count_at_once
 from fedsim.clipping import Clip, num_coordinates
 from fedsim.config import (
     ADD_OR_REMOVE,
@@ -34,6 +39,7 @@ from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.noise import predicted_error
 from fedsim.plan import (
+    PUBLIC,
     calibrate,
     complete,
     expect_enough_users,
@@ -58,9 +64,12 @@ from fedsim.tuning.estimates import (
     share_used,
     units_of,
 )
+from fedsim.tuning.private_estimates import MadeUpUsers, NoisyNorms, Release, noisy_users
 from fedsim.uls import ULS
 
 LEAST_COHORT = 8  # of the curve that is drawn: below, its noise is of no interest
+ASSUMED_EXAMPLES = 8
+"""Examples of a user that `plan_only` assumes."""
 NORMS_S = 8.0  # of an estimate of gradient norms: fewer users are looked at where all take longer
 
 
@@ -76,6 +85,11 @@ class Start:
     workers: Engine | None
     """None: no gradient is computed."""
     console: Console
+
+    def seeing(self, users: Users) -> "Start":
+        """The same start on other users."""
+        stand_in: Any = users
+        return dataclasses.replace(self, data=dataclasses.replace(self.data, train=stand_in))
 
     @contextmanager
     def telling(self, what: str) -> Iterator[None]:
@@ -206,6 +220,7 @@ def recommend(
     num_users: int = NUM_USERS,
     plot: Path | None = None,
     plan_only: bool = False,
+    tune_epsilon: float | None = None,
 ) -> dict[str, Any]:
     """Advice for both algorithms on a run's data at its starting model, and the better one.
 
@@ -214,11 +229,14 @@ def recommend(
       run: data, model and workers; `run_dir` is the parent of the runs of the printed commands.
       num_users: number of users in the sample of gradients.
       plot: PNG file for a plot of noise per step against group size.
-      plan_only: compute no gradients; use the sizes of the data alone.
+      plan_only: read no text: compute no gradients, and assume the number of a user's examples.
+      tune_epsilon: release what is read off the data with noise, at this cost for every user, and
+        count that in the ledger of the data.
     Returns: facts of the data and the model; advice for `els` and `uls` (fields of `Advice`); turns
-      of Estimate-and-Double; `recommended`, `reason`, `outlook` and `non_private`.
+      of Estimate-and-Double; `recommended`, `reason`, `outlook`, `non_private`, and `released`, the
+      price of what was released.
     Raises:
-      ConfigError: the settings do not fit the data or each other.
+      ConfigError: the settings do not fit the data or each other, or a limit would be exceeded.
       EngineError: workers failed.
     """
     expect(
@@ -227,20 +245,40 @@ def recommend(
     expect("users", num_users, num_users >= 1, ">= 1")
     expect("plot", plot, plot is None or plot.suffix == ".png", "a file ending in .png")
     expect("plot", plot, not (plan_only and plot), "none with plan_only: it shows gradient norms")
-    with _started(run, console, working=not plan_only) as start:
+    if tune_epsilon is not None:
+        holds = 0 < tune_epsilon < math.inf
+        expect("tune_epsilon", tune_epsilon, holds, "> 0 and finite")
+        expect("tune_epsilon", tune_epsilon, not plan_only, "none with plan_only, which is free")
+        expect("plot", plot, plot is None, "none with tune_epsilon: it shows more norms")
+        expect("seed", run.seed, run.seed is None, "none with tune_epsilon: the noise is secret")
+    from_data = not plan_only and tune_epsilon is None
+    with _started(run, console, working=not plan_only, quiet=tune_epsilon is not None) as start:
         expect_enough_users(start.data.train.num_users, privacy.epsilon)
-        least = LEAST_COHORT if plot else doubling.START.cohort_size // 2
-        most = max(1, privacy.batch_size // least)
-        norms = None if plan_only else _norms(start, privacy, num_users, most)
+        released = norms = times = None
+        if tune_epsilon is not None:
+            released, norms, start = _released(start, privacy, tune_epsilon, num_users)
+        elif plan_only:
+            if graph_of(users := start.data.train) is None:  # else who owns which text is public
+                assumed = MadeUpUsers.of([ASSUMED_EXAMPLES] * users.num_users)
+                start = start.seeing(assumed)
+        else:
+            least = LEAST_COHORT if plot else doubling.START.cohort_size // 2
+            most = max(1, privacy.batch_size // least)
+            norms = _norms(start, privacy, num_users, most)
+            times = start.workers and UnitTimes(run.engine, start.workers, start.params)
         heuristics = Heuristics(privacy, start.data, norms, start.key)
-        times = start.workers and UnitTimes(run.engine, start.workers, start.params)
         by_heuristics = _ask(heuristics, start, times)
+        if not from_data:
+            by_heuristics = by_heuristics._replace(non_private=_not_read(by_heuristics.non_private))
         advice = {
-            algorithm: _advice(algorithm, by_heuristics, privacy, start, times, norms)
+            algorithm: _advice(
+                algorithm, by_heuristics, privacy, start, times, norms, from_data=from_data
+            )
             for algorithm in Algorithm
         }
         best, reason = choose(*advice.values())
         result = _about(start, privacy, by_heuristics, norms) | {
+            "released": released and dataclasses.asdict(released),
             **{str(name): dataclasses.asdict(entry) for name, entry in advice.items()},
             "turns": [dataclasses.asdict(turn) for turn in by_heuristics.turns],
             "recommended": str(best.algorithm),
@@ -268,11 +306,18 @@ def user_grad_norms(
 
 
 @contextmanager
-def _started(run: RunConfig, console: Console, *, working: bool = True) -> Iterator[Start]:
-    """Start a run up to its first step. Args: working: start its workers."""
+def _started(
+    run: RunConfig, console: Console, *, working: bool = True, quiet: bool = False
+) -> Iterator[Start]:
+    """Start a run up to its first step.
+
+    Args:
+      working: start its workers.
+      quiet: do not warn of what the texts are like.
+    """
     model = find_model(run.model.source, console)
     data = load_data(run.data, model, console.note)
-    if cut_off := data.cut_off():
+    if not quiet and (cut_off := data.cut_off()):
         console.warn(cut_off)
     engine.remember_programs()
     fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
@@ -304,18 +349,55 @@ def _norms(start: Start, privacy: PrivacyConfig, num_users: int, most: int) -> G
     )
 
 
+def _released(
+    start: Start, privacy: PrivacyConfig, epsilon: float, num_users: int
+) -> tuple[Release, NoisyNorms, Start]:
+    """Pay for noisy estimates, and release the first.
+
+    Returns: the price; the norms, which are released when they are asked for; and the start on
+      users whose sizes were released.
+    Raises: ConfigError: a limit of the users' budget would be exceeded.
+    """
+    users, run = start.data.train, start.run
+    none = "none where texts have several owners: one user's texts change many gradients"
+    expect("tune_epsilon", epsilon, graph_of(users) is None, none)
+    assert start.workers is not None
+    delta = complete(Algorithm.ULS, privacy, start.data)[0].delta
+    assert delta is not None, "complete() fills it in"
+    # A group size G is looked at if a cohort of the smallest size has twice the batch size.
+    most = max(1, 2 * privacy.batch_size // min(doubling.START.cohort_size, users.num_users))
+    prob = min(1.0, num_users / users.num_users)
+    with start.console.phase("noise of what is released to recommend"):
+        release = Release.of(epsilon, delta, sampling_prob=prob, count=most.bit_length())
+    applicant = Applicant.of(run, users, delta, "recommend")
+    applicant.expect_place()
+    seal = start.key.seal("ledger")
+    count_at_once(applicant, applicant.entry(seal, release.events, release.slack, ""))
+    sizes = np.diff(users.offsets)
+    norms = NoisyNorms(
+        start.workers, start.params, users.offsets, start.key, most=most, release=release
+    )
+    return release, norms, start.seeing(noisy_users(sizes, release, start.key))
+
+
+def _not_read(facts: list[str]) -> list[str]:
+    """Facts that the guarantee does not cover, without those of users who are made up."""
+    return [fact for fact in facts if not fact.startswith((PUBLIC, "group_size", "clip_norm"))]
+
+
 def _ask(heuristics: Heuristics, start: Start, times: UnitTimes | None) -> HeuristicSettings:
     """Settings for both algorithms; without gradients, ULS has G = 1 and C is as given."""
     els, of_els = heuristics.els()
     norms = heuristics.norms
-    if norms is None or times is None:
+    if norms is None:
         uls, turns, of_uls = heuristics.single()
         clip_norms = dict.fromkeys(Algorithm, heuristics.privacy.clip_norm)
     else:
         users = start.data.train
-        with start.telling("time of a gradient"):
-            strategy, _ = times.of(method_for(Algorithm.ELS, els, users, start.key))
-        norms.compute_single(strategy)
+        if times is not None:
+            with start.telling("time of a gradient"):
+                strategy, _ = times.of(method_for(Algorithm.ELS, els, users, start.key))
+            norms.compute_single(strategy)
         assert els.group_size is not None
         pool = pool_of(users, els.group_size, start.key, ADD_OR_REMOVE)
         with start.telling(f"gradient norms of {norms.looked_at} users at most"):
@@ -373,12 +455,15 @@ def _advice(
     start: Start,
     times: UnitTimes | None,
     norms: GradientNorms | None,
+    *,
+    from_data: bool,
 ) -> Advice:
     """Advice for one algorithm; the noise is computed by the code that trains.
 
     Args:
       privacy: the settings as requested.
-      times: measures the time of a unit; None: no gradient is computed.
+      times: measures the time of a unit; None: no time is measured.
+      from_data: settings were chosen by looking at the data without noise.
     """
     settings, norm = by_heuristics.settings[algorithm], by_heuristics.clip_norms[algorithm]
     users, run = start.data.train, start.run
@@ -401,7 +486,7 @@ def _advice(
     real_count = count * filled_places  # without the empty places of the pool
     bands = (settings.bands or 1) if settings.noise == CORRELATED else 1
     error = predicted_error(sigma, steps, bands)
-    flags = to_train(algorithm, settings, privacy, run)
+    flags = to_train(algorithm, settings, privacy, run, from_data=from_data)
     return Advice(
         algorithm=algorithm,
         group_size=method.group_size,
