@@ -1,10 +1,12 @@
-"""Generation of text from a model.
+"""Generation of text from a model, and of a tokenizer from such text.
 
 One pass over the prompt, then a token at a time, with cached keys and values. Two programs are
-compiled, whatever the lengths. Generated text has the same privacy as the model: the run's epsilon.
+compiled, whatever the lengths. Generated text has the same privacy as the model: the run's epsilon;
+and so has a tokenizer that was trained on it (Ponomareva et al. 2022, arXiv 2203.09943).
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsim.accounting import at_most
 from fedsim.data import Tokenizer
 from fedsim.engine import expect_usable_jax
 from fedsim.errors import expect
 from fedsim.files import expand_home
 from fedsim.models import HUB, TOKENIZER, Pretrained, Transformer, TransformerConfig, lengths_up_to
-from fedsim.run import find_model
+from fedsim.run import directory, find_model, spent
 
 
 def generate_text(
@@ -57,13 +60,13 @@ def generate_text(
     count = min(num_tokens, longest - len(ids))
     generated: list[int] = []
     stopped = "num_tokens" if count == num_tokens else "length"
-    for token in tokens_after(
+    for (token,) in tokens_after(
         model, ids, count, temperature=temperature, top_k=top_k, key=jax.random.key(seed)
     ):
         if token in tokenizer.end_ids:
             stopped = "end"
             break
-        generated.append(token)
+        generated.append(int(token))
     text = tokenizer.decode(generated)
     about = {"stopped": stopped, "max_length": longest, "seed": seed}
     return {"prompt": prompt, "text": text, "tokens": len(generated), **about}
@@ -77,32 +80,110 @@ def tokens_after(
     temperature: float,
     top_k: int,
     key: jax.Array,
-) -> Iterator[int]:
-    """Yield `count` tokens; token i is drawn with `key` folded with i."""
+    texts: int = 1,
+) -> Iterator[np.ndarray]:
+    """Yield `count` times the next token of each text, int32 [texts].
+
+    Tokens i are drawn with `key` folded with i.
+    """
     longest = next(n for n in (*lengths_up_to(model.config.table),) if n >= len(ids) + count)
     config = dataclasses.replace(model.config, max_length=longest, num_positions=model.config.table)
     params = jax.device_put(model.params)
     width = next(n for n in lengths_up_to(longest) if n >= len(ids))
-    prompt = np.zeros((1, width), np.int32)
-    prompt[0, : len(ids)] = ids
+    prompt = np.zeros((texts, width), np.int32)
+    prompt[:, : len(ids)] = ids
     # Padding's entries in the cache are replaced before attention reads them.
     logits, cache = _first(config, params, prompt, len(ids) - 1)
     for i in range(count):
-        token = draw(logits, jax.random.fold_in(key, i), temperature, top_k)
-        yield int(token)
+        tokens = draw(logits, jax.random.fold_in(key, i), temperature, top_k)
+        yield np.asarray(tokens)
         if i + 1 < count:
-            logits, cache = _next(config, params, cache, token, len(ids) + i)
+            logits, cache = _next(config, params, cache, tokens, len(ids) + i)
 
 
-def draw(logits_V: jax.Array, key: jax.Array, temperature: float, top_k: int) -> jax.Array:
-    """Draw one token, int32, from logits [V]."""
+def draw(logits_BV: jax.Array, key: jax.Array, temperature: float, top_k: int) -> jax.Array:
+    """Draw a token for each text, int32 [B], from logits [B, V]."""
     if temperature == 0:
-        return jnp.argmax(logits_V).astype(jnp.int32)
-    logits_V = logits_V.astype(jnp.float32) / temperature
-    if 0 < top_k < len(logits_V):
-        least = jax.lax.top_k(logits_V, top_k)[0][-1]
-        logits_V = jnp.where(logits_V < least, -jnp.inf, logits_V)
-    return jax.random.categorical(key, logits_V).astype(jnp.int32)
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    logits_BV = logits_BV.astype(jnp.float32) / temperature
+    if 0 < top_k < logits_BV.shape[-1]:
+        least_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
+        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+    return jax.random.categorical(key, logits_BV).astype(jnp.int32)
+
+
+TEXTS_AT_ONCE = 64
+
+
+def train_tokenizer(
+    run_dir: Path, out: Path, *, vocab_size: int, samples: int, num_tokens: int, seed: int
+) -> dict[str, Any]:
+    """Train a byte-level BPE tokenizer on texts sampled from the model of a protected run.
+
+    It costs nothing beyond the run: it is computed from the model alone.
+
+    Args:
+      out: the file to write, X.json; X.provenance.json beside it says where it comes from.
+      vocab_size: maximum number of pieces.
+      samples: number of texts.
+      num_tokens: most tokens of a text, in the model's tokens.
+      seed: of the draws. Public.
+
+    Returns:
+      The file, the number of its pieces and of characters it was trained on, and its origin.
+
+    Raises:
+      ConfigError: the run has not ended, has no guarantee or no tokenizer that is public, or `out`
+        exists.
+    """
+    expect_usable_jax()
+    expect("samples", samples, samples >= 1, ">= 1")
+    expect("num_tokens", num_tokens, num_tokens >= 1, ">= 1")
+    expect("out", out, out.suffix == ".json" and not out.exists(), "a new file ending in .json")
+    plan, summary = directory.load(run_dir).plan, directory.summary_of(run_dir)
+    # Else the texts would be of a model that nothing protects, or in its users' own pieces.
+    protected = plan is not None and plan.guarantee and summary is not None
+    expect("from", run_dir, protected, "a run of train that has ended and has a guarantee")
+    assert plan is not None and summary is not None
+    public = not any(fact.startswith("the tokenizer") for fact in plan.non_private)
+    expect("from", run_dir, public, "a run whose tokenizer was not trained on its users' texts")
+    model = find_model(str(run_dir))
+    assert model is not None, "load() found a run"
+    texts = list(_sampled(model, samples, num_tokens, seed))
+    trained = Tokenizer.train_bpe(lambda: texts, vocab_size)
+    epsilon, delta = at_most(spent(summary), ".4g"), at_most(plan.delta, ".2e")
+    sha256 = summary["params_sha256"]
+    origin = f"texts of the protected model of run {run_dir.resolve().name}, parameters "
+    origin += f"{sha256[:12]}: epsilon {epsilon} at delta {delta}"
+    how = {"samples": samples, "num_tokens": num_tokens, "temperature": 1.0, "seed": seed}
+    trained.save_with(
+        out, origin, params_sha256=sha256, ledger_chain=summary["ledger_chain"], **how
+    )
+    characters = sum(map(len, texts))
+    return {
+        **{"out": str(out), "vocab_size": trained.vocab_size, "characters": characters},
+        "origin": origin,
+    }
+
+
+def _sampled(model: Pretrained, samples: int, num_tokens: int, seed: int) -> Iterator[str]:
+    """Texts of a model, each from the begin token to an end token, or to `num_tokens`."""
+    assert model.tokenizer is not None, "runs keep their tokenizer"
+    tokenizer, key = Tokenizer.load(model.tokenizer), jax.random.key(seed)
+    count = min(num_tokens, model.config.table - 1)
+    for batch in range(-(-samples // TEXTS_AT_ONCE)):
+        drawn = tokens_after(
+            model,
+            [tokenizer.begin_id],
+            count,
+            temperature=1.0,
+            top_k=0,
+            key=jax.random.fold_in(key, batch),
+            texts=TEXTS_AT_ONCE,
+        )
+        rows = np.stack(list(drawn), axis=1)[: samples - batch * TEXTS_AT_ONCE].tolist()
+        for row in rows:
+            yield tokenizer.decode(itertools.takewhile(lambda id: id not in tokenizer.end_ids, row))
 
 
 def _apply(config: TransformerConfig, variables: Any, tokens: Any, at: Any) -> tuple[Any, Any]:
@@ -112,11 +193,11 @@ def _apply(config: TransformerConfig, variables: Any, tokens: Any, at: Any) -> t
 @jax.jit(static_argnums=0)
 def _first(config, params, prompt, last):
     logits, state = _apply(config, {"params": params}, prompt, jnp.int32(0))
-    return logits[0, last], state["cache"]
+    return logits[:, last], state["cache"]
 
 
 @jax.jit(static_argnums=0, donate_argnums=2)
-def _next(config, params, cache, token, at):
+def _next(config, params, cache, tokens, at):
     variables = {"params": params, "cache": cache}
-    logits, state = _apply(config, variables, token[None, None], at)
-    return logits[0, 0], state["cache"]
+    logits, state = _apply(config, variables, tokens[:, None], at)
+    return logits[:, 0], state["cache"]

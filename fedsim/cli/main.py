@@ -20,7 +20,15 @@ import tyro
 from fedsim.cli.account import Account, Calibrate
 from fedsim.cli.arguments import level_of, parse
 from fedsim.cli.data import Data
-from fedsim.cli.models import Evaluate, Export, Generate, Personalize, Pretrain, Train
+from fedsim.cli.models import (
+    Evaluate,
+    Export,
+    Generate,
+    Personalize,
+    Pretrain,
+    Train,
+    TrainTokenizer,
+)
 from fedsim.cli.trust import Audit, Budget, Publish, Report, Runs, Verify
 from fedsim.cli.tuning import Recommend, Sweep
 from fedsim.errors import ConfigError, FedsimError, printable
@@ -37,6 +45,7 @@ Command = (
     | Annotated[Pretrain, tyro.conf.subcommand("pretrain")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Export, tyro.conf.subcommand("export")]
+    | Annotated[TrainTokenizer, tyro.conf.subcommand("tokenizer")]
     | Annotated[Audit, tyro.conf.subcommand("audit")]
     | Annotated[Budget, tyro.conf.subcommand("budget")]
     | Annotated[Report, tyro.conf.subcommand("report")]

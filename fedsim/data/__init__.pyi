@@ -19,6 +19,7 @@ from .dataset import (
     draw_histograms as draw_histograms,
     shown as shown,
     stats as stats,
+    tokenizer_from_users as tokenizer_from_users,
 )
 from .store import (
     Owners as Owners,

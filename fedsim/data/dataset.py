@@ -91,6 +91,15 @@ class Dataset:
         )
 
 
+def tokenizer_from_users(metadata: Mapping[str, Any]) -> bool:
+    """True if a data set's tokenizer was trained on its users' texts, which nothing protects.
+
+    Args:
+      metadata: `Dataset.metadata`.
+    """
+    return bool(metadata.get("tokenizer", {}).get("trained_on_data"))
+
+
 def sums(directory: Path, splits: Iterable[str]) -> str:
     """Output of `sha256sum` for the tokenizer, chat template and metadata of a data set."""
     names = ["metadata.json", TOKENIZER, *(f"{split}/metadata.json" for split in splits)]

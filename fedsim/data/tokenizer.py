@@ -4,7 +4,8 @@
 users reaches the tokenizer. `wordpiece:SIZE` is the paper's kind and `bpe:SIZE` a byte-level BPE,
 both trained on the data: a step outside the privacy guarantee, and recorded as one. A
 tokenizer.json or a BERT vocab.txt can be loaded instead, from a file or, as `hf:NAME`, from the
-Hub.
+Hub. A file X.json that `fedsim tokenizer` trained on texts of a protected model has an
+X.provenance.json beside it, which says so.
 
 Every example begins with a begin token, so that a causal model predicts its first real token too.
 Begin and end tokens are looked up in this order; a name or id that the vocabulary lacks is skipped:
@@ -36,9 +37,9 @@ from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 
 from fedsim.data.store import token_dtype
 from fedsim.errors import ConfigError, DataError, Interrupted, brief
-from fedsim.files import expand_home, read_object
+from fedsim.files import expand_home, read_object, write_atomically, write_json
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, PROVENANCE = "tokenizer.json", ".provenance.json"
 NAME_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 TEMPLATE = "chat_template.jinja"
 ID_FILES = ("generation_config.json", "config.json")
@@ -200,6 +201,7 @@ class Tokenizer:
       end_ids: ids of all tokens that end a generated text, end_id among them.
       json: the tokenizer.json that `save` writes. sha256: its hex digest.
       trained_on_data: True if the vocabulary was trained on the users' texts (not private).
+      origin: the protected model on whose texts it was trained, in words; or empty.
     """
 
     def __init__(
@@ -217,7 +219,7 @@ class Tokenizer:
             inner = tokenizers.Tokenizer.from_str(changed)
         self.json = inner.to_str()
         inner.encode_special_tokens = True  # not saved in the file: "[SEP]" in a text stays text
-        self.name, self.trained_on_data = name, trained_on_data
+        self.name, self.trained_on_data, self.origin = name, trained_on_data, ""
         self.file: Path | None = None
         self.vocab_size = max(vocab.values()) + 1  # ids may have holes
         self.begin_id, self.end_id, self.end_ids = special
@@ -307,7 +309,7 @@ class Tokenizer:
         try:
             inner = _load_vocab(file) if file.suffix == ".txt" else _load_json(file)
             tokenizer = cls(inner, name or file.name, named=named_beside(file))
-            tokenizer.file = file
+            tokenizer.file, tokenizer.origin = file, _origin_of(file, tokenizer.sha256)
             return tokenizer
         except DataError:
             raise
@@ -396,6 +398,37 @@ class Tokenizer:
     def save(self, file: str | Path) -> None:
         """Write tokenizer.json. Equal tokenizers give equal bytes."""
         Path(expand_home("file", file)).write_text(self.json, encoding="utf-8")
+
+    def save_with(self, file: Path, origin: str, **facts: Any) -> None:
+        """Write tokenizer.json, and beside it where it comes from.
+
+        Args:
+          origin: see `Tokenizer`.
+          facts: further fields of the file beside it.
+        """
+        record = {"origin": origin, "tokenizer_sha256": self.sha256, **facts}
+        write_json(_provenance(file), record)
+        write_atomically(file, self.json.encode())
+
+
+def _provenance(file: Path) -> Path:
+    return file.with_name(file.stem + PROVENANCE)
+
+
+def _origin_of(file: Path, sha256: str) -> str:
+    """The origin of a tokenizer file by the file beside it; empty without one.
+
+    Raises:
+      DataError: the file beside it is of another tokenizer.
+    """
+    path = _provenance(file)
+    if not path.is_file():
+        return ""
+    record = read_object(path, "tokenizer")
+    same = record.get("tokenizer_sha256") == sha256 and isinstance(record.get("origin"), str)
+    if not same:
+        raise DataError.of("tokenizer", file, f"the tokenizer that {path.name} is about")
+    return record["origin"]
 
 
 def file_of(spec: str | Path) -> str:

@@ -21,7 +21,7 @@ from fedsim.config import (
     Algorithm,
     PrivacyConfig,
 )
-from fedsim.data import Dataset, decided_by_texts
+from fedsim.data import Dataset, decided_by_texts, tokenizer_from_users
 from fedsim.errors import ConfigError, expect
 from fedsim.keys import SecretKey
 from fedsim.noise import Prediction, best, predictions
@@ -65,7 +65,7 @@ def complete(
             exposed.append(f"delta={delta:.3g} (N^-1.1 for the N users{times})")
     group_size, looked = _group_size(algorithm, privacy, users, delta, key, pay)
     exposed += looked
-    if data.metadata.get("tokenizer", {}).get("trained_on_data"):
+    if tokenizer_from_users(data.metadata):
         exposed.append("the tokenizer (trained on the training users' text)")
     for name in filter(None, privacy.chosen_on_data.split(",")):
         exposed.append(f"{name} (chosen by looking at this data)")

@@ -87,12 +87,14 @@ def fedsim_commands(page: Path) -> list[list[str]]:
 
 def flags(kind) -> set[str]:
     """Every flag of a command, or of a union of commands."""
-    if dataclasses.is_dataclass(kind):
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         found = set()
         for field in dataclasses.fields(kind):
             parts = [part for part in (field.type, *get_args(field.type)) if part is not kind]
             inner = set().union(*(flags(part) for part in parts))
-            found |= inner or {f"--{field.name}", f"--no-{field.name}"}
+            marks = [part for part in get_args(field.type) if not isinstance(part, type)]
+            names = [field.name, *filter(None, (getattr(mark, "name", None) for mark in marks))]
+            found |= inner or {f"--{no}{name}" for name in names for no in ("", "no-")}
         return {flag.replace("_", "-") for flag in found}
     return set().union(*(flags(part) for part in get_args(kind)))
 

@@ -416,6 +416,8 @@ class _Build:
         file, spec = self.directory / "tokenizer.json", self.settings.tokenizer_spec
         if self.tokenizer:
             self.tokenizer.save(file)
+            if self.tokenizer.origin:
+                self._say(f"tokenizer: trained on {self.tokenizer.origin}")
             return self.tokenizer
         if file.exists():
             tokenizer = Tokenizer.load(file, spec)
@@ -580,4 +582,5 @@ def _described(tokenizer: Tokenizer) -> dict[str, Any]:
         "sha256": tokenizer.sha256,
         "vocab_size": tokenizer.vocab_size,
         "trained_on_data": tokenizer.trained_on_data,
+        **({"origin": tokenizer.origin} if tokenizer.origin else {}),
     }

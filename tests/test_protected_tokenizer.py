@@ -1,0 +1,89 @@
+"""A tokenizer of a protected model: trained on what the model writes, and on nobody's texts."""
+
+import json
+import shutil
+
+import pytest
+from test_verify import command, write_texts
+
+from fedsim.cli.main import main
+from fedsim.data import tokenizer_from_users
+from fedsim.data.tokenizer import Tokenizer
+
+SAMPLED = ["--vocab-size", "300", "--samples", "70", "--num-tokens", "24", "--json"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with texts, a finished run, and its tokenizer; not to be changed."""
+    place = tmp_path_factory.mktemp("tokenizer")
+    texts = write_texts(place / "texts.parquet")
+    main(command(texts, place / "run", **{"num-steps": 1}))
+    main(["tokenizer", "--from", str(place / "run"), "--out", str(place / "new.json"), *SAMPLED])
+    return place
+
+
+def refused(words, capsys):
+    """The error of a command that is a user's mistake."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(word) for word in words])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def built(place, out, capsys, tokenizer):
+    """(metadata of a data set built with a tokenizer, what the build said)."""
+    words = ["data", "build", place / "texts.parquet", "--out", out, "--num-workers", 1]
+    capsys.readouterr()
+    main([str(word) for word in (*words, "--tokenizer", tokenizer)])
+    return json.loads((out / "metadata.json").read_text()), capsys.readouterr().err
+
+
+def test_no_texts_of_users_are_needed(place, tmp_path):
+    """Equal run, equal seed: equal bytes, wherever the texts are now."""
+    run = shutil.copytree(place / "run", tmp_path / "run")
+    (place / "texts.parquet").rename(place / "away")
+    try:
+        again, other = tmp_path / "again.json", tmp_path / "other.json"
+        main(["tokenizer", "--from", str(run), "--out", str(again), *SAMPLED])
+        main(["tokenizer", "--from", str(run), "--out", str(other), *SAMPLED, "--seed", "1"])
+    finally:
+        (place / "away").rename(place / "texts.parquet")
+    assert again.read_bytes() == (place / "new.json").read_bytes() != other.read_bytes()
+
+
+def test_a_data_set_says_where_its_tokenizer_comes_from(place, tmp_path, capsys):
+    metadata, said = built(place, tmp_path / "own", capsys, place / "new.json")
+    origin = metadata["tokenizer"]["origin"]
+    assert origin.startswith("texts of the protected model of run run, parameters ")
+    assert "epsilon 4" in origin and f"trained on {origin}" in " ".join(said.split())
+    assert not tokenizer_from_users(metadata)
+    beside = json.loads((place / "new.provenance.json").read_text())
+    assert (beside["origin"], beside["seed"], beside["samples"]) == (origin, 0, 70)
+    theirs, _ = built(place, tmp_path / "theirs", capsys, "bpe:300")
+    assert tokenizer_from_users(theirs) and "origin" not in theirs["tokenizer"]
+
+
+def test_what_is_about_another_tokenizer_is_refused(place, tmp_path, capsys):
+    Tokenizer.bytes().save(tmp_path / "new.json")
+    shutil.copy(place / "new.provenance.json", tmp_path)
+    words = ["data", "build", place / "texts.parquet", "--out", tmp_path / "built"]
+    said = refused([*words, "--tokenizer", tmp_path / "new.json"], capsys)
+    assert "expected the tokenizer that new.provenance.json is about" in said
+
+
+def test_only_a_protected_model_writes_for_it(place, tmp_path, capsys):
+    texts = place / "texts.parquet"
+    flags = {"num-steps": 1, "epsilon": "inf"}
+    main(command(texts, tmp_path / "open", **flags))
+    words = ["tokenizer", "--out", tmp_path / "x.json", "--from"]
+    assert "has a guarantee" in refused([*words, tmp_path / "open"], capsys)
+    run = shutil.copytree(place / "run", tmp_path / "killed")
+    (run / "summary.json").unlink()
+    assert "that has ended" in refused([*words, run], capsys)
+    main(command(texts, tmp_path / "theirs", **{"num-steps": 1, "tokenizer": "bpe:300"}))
+    said = refused([*words, tmp_path / "theirs"], capsys)
+    assert "whose tokenizer was not trained on its users" in said
+    said = refused([*words[:2], place / "new.json", "--from", place / "run"], capsys)
+    assert "a new file ending in .json" in said
+    assert not (tmp_path / "x.json").exists()
