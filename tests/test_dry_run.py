@@ -252,7 +252,7 @@ def test_an_accelerator_that_this_process_has_not_is_refused(texts, run_dir, cap
             DATA,
             ["1,200 users are too few to learn anything", "351 times as long"],
         ),
-        (replace(PLAN, delta=0.5), DATA, ["delta=0.5 is above 1/1200", "default is 0.00041"]),
+        (replace(PLAN, delta=0.5), DATA, ["delta=0.5 is above 1/1200", "default is 1e-06"]),
         (replace(PLAN, noise_multiplier=6400.0), DATA, ["100.0 times as large", "64 examples"]),
         (PLAN, SimpleNamespace(eval_users=None), ["no users are held out"]),
         (replace(PLAN, noise_multiplier=0.0, delta=0.5), DATA, []),
@@ -262,12 +262,6 @@ def test_an_accelerator_that_this_process_has_not_is_refused(texts, run_dir, cap
 def test_what_will_disappoint_is_said(plan, data, says):
     found = warnings_of(plan, data)
     assert len(found) == bool(says) and all(part in found[0] for part in says)
-
-
-def test_a_delta_that_was_left_to_its_default_is_called_weak():
-    (found,) = warnings_of(replace(PLAN, delta=1200**-1.1), DATA, default_delta=True)
-    assert found.startswith("delta 0.00041, the default for 1,200 users, ") and "0.49." in found
-    assert warnings_of(replace(PLAN, noise_multiplier=0.0), DATA, default_delta=True) == []
 
 
 def test_warnings_come_before_workers_start(tmp_path, run_dir, capsys):

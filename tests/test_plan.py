@@ -64,14 +64,16 @@ def planned(algorithm, users, key, **fields):
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
-def test_delta_is_a_power_of_the_number_of_users(algorithm, users):
-    completed, non_private = complete(algorithm, privacy(), data_of(users))
-    assert completed.delta == 8**-1.1
-    assert not any(fact.startswith("delta") for fact in non_private)  # N is public
-    removed = privacy(adjacency=ADD_OR_REMOVE)
-    completed, non_private = complete(algorithm, removed, data_of(users))
-    assert completed.delta == 8**-1.1
-    assert sum(fact.startswith("delta=0.102 (N^-1.1") for fact in non_private) == 1
+def test_delta_is_a_millionth_or_a_power_of_the_number_of_users(algorithm, users):
+    for assumed, expected in ((None, 1e-6), (10**6, 10**-6.6)):
+        settings = privacy(assumed_population=assumed)
+        completed, non_private = complete(algorithm, settings, data_of(users))
+        assert completed.delta == pytest.approx(expected)
+        assert not any(fact.startswith("delta") for fact in non_private)  # N is public
+        removed = dataclasses.replace(settings, adjacency=ADD_OR_REMOVE)
+        completed, non_private = complete(algorithm, removed, data_of(users))
+        named = sum(fact.startswith("delta=2.51e-07 (N^-1.1") for fact in non_private)
+        assert named == (expected < 1e-6)
 
 
 def test_the_group_size_of_els_is_the_median_users_and_named_as_not_private(users):
@@ -100,11 +102,6 @@ def test_what_the_user_says_is_kept_and_not_named(algorithm, users):
     said = dataclasses.replace(said, adjacency=ADD_OR_REMOVE)
     (counts,) = complete(algorithm, said, data_of(users))[1]
     assert counts.startswith("public by assumption: ") and "(8 users, 56 examples)" in counts
-
-
-def test_one_user_gives_no_delta():
-    with refuses("delta=None"):
-        complete(Algorithm.ULS, privacy(), data_of(users_of_sizes([1])))
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
@@ -201,7 +198,7 @@ def test_an_assumed_population_is_labelled_as_one(users):
     key = SecretKey.create()
     plan, *_ = planned(Algorithm.ULS, users, key, assumed_population=80)
     assert "assumed_population=80 (instead of the 8 users)" in plan.non_private
-    assert plan.delta == pytest.approx((10 * 8) ** -1.1)
+    assert plan.delta == 1e-6
     assert plan.epsilon_holds == "as if there were 80 users: an assumption, not a guarantee"
     plain, *_ = planned(Algorithm.ULS, users, key)
     assert plain.epsilon_holds == ADJACENCY[ZERO_OUT] and plain.sampling.assumed_population is None

@@ -81,7 +81,19 @@ class MechanismConfig:
 MOST_STEPS = 10**7
 """Largest number of steps that the accountant supports."""
 
+MOST_DELTA = 1e-6
+"""Largest default of delta."""
+
 ZERO_OUT, ADD_OR_REMOVE = "zero-out", "add-or-remove"
+
+
+def default_delta(num_users: int) -> float:
+    """min(1e-6, N^-1.1) for N users.
+
+    >>> default_delta(1000), default_delta(10**6) < 3e-7
+    (1e-06, True)
+    """
+    return min(MOST_DELTA, max(1, num_users) ** -1.1)
 
 
 class Algorithm(enum.StrEnum):
@@ -109,8 +121,8 @@ class PrivacyTarget:
 
     delta: float | None = None
     """delta of (epsilon, delta): roughly the probability with which epsilon may fail to hold. In
-    (0, 1). For a release choose one far below 1 / num_users, such as 1e-6. Default: num_users^-1.1,
-    which is weak: times the number of users it is about 0.5."""
+    (0, 1). It should be far below 1 / num_users. Default: 1e-6, or num_users^-1.1 if that is
+    smaller."""
 
     clipping: Literal["normalised", "plain"] = "normalised"
     """Rule that limits a gradient g to the clip norm C. normalised: g is multiplied by min(1/C,
@@ -167,7 +179,8 @@ class PrivacyConfig(MechanismConfig, PrivacyTarget):
     eval_epsilon: float | None = None
     """Evaluate on held-out users with noise: the epsilon that all evaluations of the run together
     cost each held-out user, separate from `epsilon`, which is for the training users. > 0. At the
-    run's delta, or at N^-1.1 for N held-out users if that is smaller; counted in the budget ledger.
+    run's delta, or the default for the held-out users if that is smaller; counted in the budget
+    ledger.
     Default: evaluations have no noise, and eval/loss must not be published."""
 
     eval_loss_bound: float | None = None

@@ -15,11 +15,13 @@ from fedsim.config import (
     ALLOCATION,
     CORRELATED,
     INDEPENDENT,
+    MOST_DELTA,
     ONLY_USERS,
     POISSON,
     ZERO_OUT,
     Algorithm,
     PrivacyConfig,
+    default_delta,
 )
 from fedsim.data import Dataset, decided_by_texts
 from fedsim.errors import ConfigError, expect
@@ -59,9 +61,8 @@ def complete(
         times = f", times {population / users.num_users:g}"
     delta = privacy.delta
     if delta is None:
-        expect("delta", None, population > 1, "a value, since N^-1.1 of one user is 1")
-        delta = population**-1.1
-        if privacy.adjacency != ZERO_OUT:
+        delta = default_delta(population)
+        if privacy.adjacency != ZERO_OUT and delta < MOST_DELTA:
             exposed.append(f"delta={delta:.3g} (N^-1.1 for the N users{times})")
     group_size, looked = _group_size(algorithm, privacy, users, delta, key, pay)
     exposed += looked

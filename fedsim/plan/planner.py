@@ -18,6 +18,7 @@ from fedsim.config import (
     Algorithm,
     PrivacyConfig,
     RunConfig,
+    default_delta,
 )
 from fedsim.els import ELS
 from fedsim.errors import expect
@@ -297,8 +298,8 @@ def evaluations_of(
 
 
 def delta_of(num_users: int, delta: float | None) -> float:
-    """delta of evaluations of num_users held-out users: N^-1.1, or the run's if that is smaller."""
-    return min(num_users**-1.1, delta or 1.0)
+    """delta of evaluations of held-out users: their default, or the run's if that is smaller."""
+    return min(default_delta(num_users), delta or 1.0)
 
 
 def noise_of(epsilon: float, delta: float, count: int = 1) -> tuple[float, tuple[float, float]]:

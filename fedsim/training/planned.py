@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 
 from fedsim.budget import GROUP_SIZE, Applicant, count_at_once, shortened
 from fedsim.clipping import Clip, Strategy, num_coordinates
-from fedsim.config import UPDATE, Algorithm, EngineConfig, PrivacyConfig, RunConfig
+from fedsim.config import (
+    UPDATE,
+    Algorithm,
+    EngineConfig,
+    PrivacyConfig,
+    RunConfig,
+    default_delta,
+)
 from fedsim.data import Dataset
 from fedsim.els import ELS
 from fedsim.engine import AUTO, Engine, Task, choose_strategy, versions
@@ -214,13 +221,13 @@ def _new_plan(
 
 def _warn(opened: OpenRun, plan: Plan, applicant: Applicant | None) -> None:
     """Show warnings before the first step. Args: applicant: None: the run is not counted."""
-    assert isinstance(opened.settings, PrivacyConfig)
-    warnings = warnings_of(plan, opened.data, default_delta=opened.settings.delta is None)
-    warnings += filter(None, [opened.data.cut_off()])
+    warnings = warnings_of(plan, opened.data)
     if applicant and not plan.guarantee:
         warnings.append(NOTHING_PROMISED.format(why_not(plan.label), applicant.place))
     for warning in warnings:
         opened.console.warn(warning)
+    if cut := opened.data.cut_off():
+        opened.console.note(cut)
 
 
 def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
@@ -282,22 +289,14 @@ def _strategy(
         )
 
 
-def warnings_of(plan: Plan, data: Dataset, *, default_delta: bool = False) -> list[str]:
-    """Warnings about plans that are valid but probably not intended.
-
-    Args: default_delta: delta was left to its default.
-    """
+def warnings_of(plan: Plan, data: Dataset) -> list[str]:
+    """Warnings about plans that are valid but probably not intended."""
     warnings = []
     users, noise = plan.num_users, plan.gradient_noise_multiplier
     if noise and plan.delta > 1 / users:
         warnings.append(
             f"delta={plan.delta:g} is above 1/{users}: it allows publishing all texts of one of "
-            f"{users:,} users; the default is {users**-1.1:.2g}"
-        )
-    elif noise and default_delta:
-        warnings.append(
-            f"delta {plan.delta:.2g}, the default for {users:,} users, allows leaking one user's "
-            f"texts with probability up to {plan.delta * users:.2g}. For a release use --delta 1e-6"
+            f"{users:,} users; the default is {default_delta(users):.2g}"
         )
     if noise > plan.expected_count:
         unit = "examples" if plan.algorithm == Algorithm.ELS else "users"
