@@ -173,9 +173,9 @@ def estimate(averaged=False, **engine):
     fault = engine.pop("fault", None)
     tried = [Trial(Strategy(), 8.0, 16, fault)]
     worker = SimpleNamespace(try_strategies=lambda *args: iter(tried))
-    rows, params = np.zeros((4, 1), int), {"w": np.zeros(10, np.float32)}
+    params = {"w": np.zeros(10, np.float32)}
     asked = (PLAN, Strategy(), optax.sgd(0.1), EngineConfig(**engine))
-    return cost(worker, task, rows, params, *asked, averaged=averaged)
+    return cost(worker, task, params, *asked, averaged=averaged)
 
 
 def test_a_dry_run_counts_the_frozen_model_and_the_average():

@@ -199,8 +199,8 @@ class EngineConfig:
 
     strategy: str = "auto"
     """Method of computing clipped gradients: scan, direct or ghost, each optionally with the number
-    of rows computed at once, such as direct:8; or auto, which times a few at the start, on real
-    data, and takes the fastest. Changes the bits of the result."""
+    of rows computed at once, such as direct:8; or auto, which times a few at the start, on
+    made-up texts, and takes the fastest. Changes the bits of the result."""
 
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     """Hardware of the workers. auto: the accelerators present in the cluster when the workers

@@ -138,7 +138,7 @@ def plan_run(
     opened.run = run = settled_by(plan, opened.stored, opened.run, fresh=fresh)
     console.plan(plan, engine, run)
     console.rows(logger_rows(run))
-    strategy, why = _strategy(opened, engine, params, method, plan)
+    strategy, why = _strategy(opened, engine, params, plan)
     in_ledger = in_ledger if counted else None
     return PlannedRun(plan, method, privacy, in_ledger, engine, task, params, strategy, why)
 
@@ -270,11 +270,8 @@ def _held_out_seal(opened: OpenRun) -> str:
     return "" if held_out is None else opened.key.seal(held_out.fingerprint)
 
 
-def _strategy(
-    opened: OpenRun, engine: Engine, params: Any, method: ELS | ULS, plan: Plan
-) -> tuple[Strategy, str]:
+def _strategy(opened: OpenRun, engine: Engine, params: Any, plan: Plan) -> tuple[Strategy, str]:
     """The clipping strategy and the reason for it, with progress on the console."""
-    units = plan.num_steps * plan.expected_count
     what = "compiling, and timing gradient methods"
     with opened.console.phase(what) as phase:
         return strategy_for(
@@ -282,9 +279,9 @@ def _strategy(
             opened.stored,
             engine,
             params,
-            method,
+            (plan.expected_count, plan.budget // plan.expected_count),
             plan.clip,
-            num_units=units,
+            num_steps=plan.num_steps,
             heard=phase.at,
         )
 
@@ -320,11 +317,7 @@ def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> lis
     facts = [] if fresh_model else [before]
     if own_task:
         facts.append("the task's own code: its first parameters, and how it makes rows of texts")
-    timed = (
-        "which gradient method was fastest (it was timed on real data; --strategy scan:1 avoids "
-        "this)"
-    )
-    return [*facts, timed] if run.engine.strategy == AUTO else facts
+    return facts
 
 
 def logger_rows(run: RunConfig) -> list[tuple[str, str]]:
@@ -372,7 +365,7 @@ def strategy_for(
     stored: StoredRun | None,
     workers: Engine,
     params: Any,
-    method: ELS | ULS,
+    units: tuple[int, int],
     clip: Clip,
     **options: Any,
 ) -> tuple[Strategy, str]:
@@ -380,11 +373,10 @@ def strategy_for(
 
     Args:
       stored: the run as it was started; None if it is new.
-      options: num_units and heard, as for `choose_strategy`.
+      units: expected number of units of a step, and rows of each.
+      options: num_steps and heard, as for `choose_strategy`.
     """
     if stored:
         return Strategy.parse(stored.strategy["name"]), "as the run was started"
     remembered = cache_dir() / "strategies"
-    return choose_strategy(
-        workers, params, method.draw(0), clip, config.strategy, remembered, **options
-    )
+    return choose_strategy(workers, params, *units, clip, config.strategy, remembered, **options)
