@@ -155,7 +155,7 @@ class PrivacyConfig(MechanismConfig, PrivacyTarget):
 
     group_size: int | None = None
     """G: largest number of a user's examples in the whole training (els) or in one step (uls). >=
-    1. Default: the median user's number of examples (els), 1 (uls)."""
+    1. Default: drawn privately as the median user's number of examples (els), 1 (uls)."""
 
     clip_norm: float = 1.0
     """C: clip norm, the L2 norm to which an example's (els) or a user's (uls) gradient is limited.
@@ -163,8 +163,9 @@ class PrivacyConfig(MechanismConfig, PrivacyTarget):
 
     group_size_epsilon: float | None = None
     """With els: part of epsilon spent on choosing group_size privately, as the median number of
-    examples per user. In (0, epsilon). Default: group_size is used, or the median without noise,
-    which the report names as not private."""
+    examples per user. In (0, epsilon). Default: without group_size, the larger of epsilon / 50 and
+    36 / num_users, if that is at most epsilon / 10; of fewer users group_size is the smallest that
+    batch_size fits."""
 
     clip_quantile: float | None = None
     """Adapt the clip norm privately, within epsilon: start from clip_norm and move it towards this

@@ -183,7 +183,7 @@ def make_plan(
     plan = Plan(
         algorithm=algorithm,
         num_users=users.num_users,
-        num_examples=users.num_examples,
+        num_examples=public_examples(privacy, users),
         num_units=method.sampler.num_units,
         num_steps=privacy.num_steps,
         budget=privacy.batch_size,
@@ -213,6 +213,12 @@ def make_plan(
     wanted = f"a smaller one, or inf: the slack of its noise, {part:.1g}, is all of delta"
     expect("epsilon", plan.target_epsilon, part < plan.delta, wanted)
     return plan
+
+
+def public_examples(privacy: PrivacyConfig, users: Users) -> int | None:
+    """The number of texts if the guarantee takes it as public; else None."""
+    hidden = privacy.adjacency == ZERO_OUT and graph_of(users) is None
+    return None if hidden else users.num_examples
 
 
 def _noise_for(privacy: PrivacyConfig, noise_multiplier: float) -> AnyNoise:

@@ -16,7 +16,7 @@ import optax
 from fedsim.clipping import Strategy
 from fedsim.config import Algorithm, EngineConfig, PrivacyConfig, RunConfig
 from fedsim.engine import TRIAL_UNITS, Engine, Task, place_workers, versions
-from fedsim.errors import ConfigError, expect
+from fedsim.errors import ConfigError
 from fedsim.plan import Plan, method_for
 from fedsim.run import Console, directory, duration, expect_loggers, receivers
 from fedsim.training.callbacks import Callback
@@ -55,6 +55,7 @@ def train(
       LedgerError: a ledger is damaged or locked.
     """
     privacy = runnable(privacy, run)
+    held_out = held_out and not (run.strict and privacy.eval_epsilon is None)
     if trial or not count:  # nobody else may learn how many trials there are
         sending = receivers(run)
         run = dataclasses.replace(run, log_to=[name for name in run.log_to if name not in sending])
@@ -108,9 +109,6 @@ def dry_run(
     Raises: ConfigError, EngineError: as in a training.
     """
     privacy = runnable(privacy, run)
-    share = privacy.group_size_epsilon
-    counts = "none in a dry run, which pays for no draw: --group-size sets the group size"
-    expect("group_size_epsilon", share, share is None, counts)
     with open_run(algorithm, privacy, run, console) as opened:
         plan, _, _, _, engine, task, params, strategy, _ = plan_run(opened, dry_run=True)
         update, averaged = update_of(opened.run, plan.num_steps), bool(opened.run.ema)

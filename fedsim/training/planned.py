@@ -19,13 +19,13 @@ from fedsim.config import (
     RunConfig,
     default_delta,
 )
-from fedsim.data import Dataset
 from fedsim.els import ELS
 from fedsim.engine import AUTO, Engine, Task, choose_strategy, versions
 from fedsim.errors import expect
 from fedsim.files import cache_dir
 from fedsim.noise import predicted_error
 from fedsim.plan import (
+    GIVEN,
     REPRODUCTION,
     AllocatedSampling,
     CorrelatedNoise,
@@ -45,6 +45,7 @@ from fedsim.plan import (
     planned_phases,
     sharing,
     why_not,
+    with_group_size,
 )
 from fedsim.run import StoredRun, directory, model_name, not_covered, receivers
 from fedsim.training import callbacks as calls
@@ -52,6 +53,7 @@ from fedsim.training.callbacks import Callback
 from fedsim.training.open import OpenRun, wait_for
 from fedsim.training.optimizers import Noise, settled
 from fedsim.training.private_evaluation import Counted
+from fedsim.training.strict import expect_nothing_outside, expect_strict
 from fedsim.uls import ULS
 
 NOTHING_PROMISED = (
@@ -104,7 +106,8 @@ def plan_run(
     algorithm, users, console = opened.algorithm, opened.data.train, opened.console
     assert isinstance(opened.settings, PrivacyConfig), "of pre-training there is no plan"
     pays = counted and not dry_run
-    privacy, non_private = _complete(opened, opened.settings, pays=pays)
+    expect_strict(opened, callbacks)
+    privacy, non_private = _complete(opened, opened.settings, pays=pays, dry_run=dry_run)
     non_private += [*not_covered(opened.run), *calls.facts(callbacks)]
     method = method_for(algorithm, privacy, users, opened.key)
     kind = "train" if opened.plant is None else "audit"
@@ -127,6 +130,8 @@ def plan_run(
                 trial=trial,
             )
         _warn(opened, plan, applicant if counted else None)
+    if opened.run.strict:
+        expect_nothing_outside(plan)
     phases = planned_phases(plan, method)
     expect_affordable(plan, phases)
     entry = applicant.entry(opened.key.seal("ledger"), phases, plan.slack, plan.label)
@@ -144,23 +149,34 @@ def plan_run(
 
 
 def _complete(
-    opened: OpenRun, privacy: PrivacyConfig, *, pays: bool
+    opened: OpenRun, privacy: PrivacyConfig, *, pays: bool, dry_run: bool
 ) -> tuple[PrivacyConfig, list[str]]:
     """The completed settings, and a line for each fact that the guarantee does not cover.
 
     A private group size is paid for before it is drawn, and the run is refused before that if it
     can be refused without the draw.
-    Args: pays: the draw is counted in the budget ledger.
+    A resumed run draws nothing again: it has the delta, group size and bands of its plan.
+    Args:
+      pays: the draw is counted in the budget ledger.
+      dry_run: nothing may be drawn.
     """
     algorithm, run, stored, pay = opened.algorithm, opened.run, opened.stored, None
-    if stored is None:
+    plan = stored.plan if stored else None
+    if plan is not None:
+        kept = {"delta": plan.delta, "group_size": plan.group_size, "group_size_epsilon": None}
+        privacy = dataclasses.replace(privacy, **kept)
+    else:
         expect_enough_users(opened.data.train.num_users, privacy.epsilon)
-    if privacy.group_size_epsilon is not None and pays and stored is None:
+        privacy = with_group_size(algorithm, privacy, opened.data.train)
+    if privacy.group_size_epsilon is not None:
+        counts = "a value in a dry run, which pays for no draw; a run draws one privately"
+        expect("group_size", None, not dry_run, counts)
         opened.start_engine()
-        pay = functools.partial(_pay, opened, privacy)
+        pay = functools.partial(_pay, opened, privacy) if pays else None
     completed, non_private = complete(algorithm, privacy, opened.data, key=opened.key, pay=pay)
-    if stored and stored.plan:  # of versions that might choose otherwise
-        completed = dataclasses.replace(completed, bands=stored.plan.sampling.bands_given)
+    if plan is not None:
+        share, bands = plan.group_size_epsilon, plan.sampling.bands_given
+        completed = dataclasses.replace(completed, group_size_epsilon=share, bands=bands)
     expect_local_steps(run, completed.group_size if algorithm == Algorithm.ULS else None)
     own_task = opened.source is not None
     not_covered = outside(run, fresh_model=opened.model is None, own_task=own_task)
@@ -221,7 +237,9 @@ def _new_plan(
 
 def _warn(opened: OpenRun, plan: Plan, applicant: Applicant | None) -> None:
     """Show warnings before the first step. Args: applicant: None: the run is not counted."""
-    warnings = warnings_of(plan, opened.data)
+    warnings = warnings_of(plan)
+    if opened.data.eval_users is None and not opened.run.strict:
+        warnings.append("no users are held out, so there will be no held-out loss")
     if applicant and not plan.guarantee:
         warnings.append(NOTHING_PROMISED.format(why_not(plan.label), applicant.place))
     for warning in warnings:
@@ -286,7 +304,7 @@ def _strategy(opened: OpenRun, engine: Engine, params: Any, plan: Plan) -> tuple
         )
 
 
-def warnings_of(plan: Plan, data: Dataset) -> list[str]:
+def warnings_of(plan: Plan) -> list[str]:
     """Warnings about plans that are valid but probably not intended."""
     warnings = []
     users, noise = plan.num_users, plan.gradient_noise_multiplier
@@ -306,14 +324,13 @@ def warnings_of(plan: Plan, data: Dataset) -> list[str]:
     elif noise and (error := plan.noise.predicted_error) is not None:
         on_sums = error / plan.expected_count
         warnings += doubt(noise_ratio(on_sums, plan.num_parameters, plan.num_steps), users)
-    if data.eval_users is None:
-        warnings.append("no users are held out, so there will be no held-out loss")
     return warnings
 
 
 def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> list[str]:
     """Facts that the guarantee does not cover, from the settings that cannot change it."""
-    before = f"the texts that model={model_name(run.model.source)} was trained on"
+    model = model_name(run.model.source)
+    before = f"{GIVEN}model={model}, with all texts that it was trained on before"
     facts = [] if fresh_model else [before]
     if own_task:
         facts.append("the task's own code: its first parameters, and how it makes rows of texts")

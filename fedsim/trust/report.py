@@ -250,7 +250,7 @@ def registry_entry(released: Released) -> dict[str, Any] | None:
             "dp_variant": {
                 "variant_name": "Approximate DP",
                 "data_domain": f"All texts of {plan.num_users:,} users, each an id in the data.",
-                "unprotected_quantities": "; ".join(plan.non_private) or "None.",
+                "unprotected_quantities": plan.outside,
             },
             "privacy_loss": _privacy_loss(released),
             "deployment_model": _model(),
