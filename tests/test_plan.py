@@ -37,7 +37,9 @@ from fedsim.plan import (
     ledger_head,
     make_plan,
     method_for,
+    with_group_size,
 )
+from fedsim.sampling import rank_error
 
 SIZES = [1, 2, 2, 3, 5, 9, 30, 4]  # median 3.5, 56 examples
 
@@ -80,6 +82,27 @@ def test_the_group_size_of_els_is_the_median_users_and_named_as_not_private(user
     completed, non_private = complete(Algorithm.ELS, privacy(), data_of(users))
     assert completed.group_size == 3
     assert sum(fact.startswith("group_size=3 (the median user") for fact in non_private) == 1
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "num_users, epsilon, share, public",
+    [
+        (10_000, 1.0, 0.02, None),
+        (1000, 1.0, 4 * rank_error(1.0) / 1000, None),
+        (100, 8.0, 4 * rank_error(1.0) / 100, None),
+        (100, 1.0, None, 1),  # a median of so few would take more than a tenth of epsilon
+        (5, 1.0, None, 2),  # or there would be no room for the batch
+        (100, math.inf, None, None),
+    ],
+)
+def test_the_group_size_of_els_is_private_by_default(num_users, epsilon, share, public):
+    users = users_of_sizes([3] * num_users)
+    found = with_group_size(Algorithm.ELS, privacy(epsilon=epsilon), users)
+    assert (found.group_size_epsilon, found.group_size) == (pytest.approx(share), public)
+    given = privacy(epsilon=epsilon, group_size=7)
+    assert with_group_size(Algorithm.ELS, given, users) == given
+    assert with_group_size(Algorithm.ULS, privacy(), users) == privacy()
 
 
 def test_the_group_size_of_uls_is_one_whatever_the_data(users):
