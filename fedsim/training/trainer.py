@@ -262,7 +262,8 @@ class Trainer:
                 noise, unit = self.plan.strategy, clip.sensitivity / self.plan.expected_count
                 self.plant.watch(grad, unit, noise and noise.coefficients)
             state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
-            if (largest := float(largest_of(state.params))) > self.most_param:
+            largest = float(largest_of(state.params))
+            if not largest <= self.most_param:  # also for nan
                 raise self._diverged(step, f"the largest parameter is {largest:g}")
         else:
             state.lost_steps += 1
