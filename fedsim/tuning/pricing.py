@@ -189,7 +189,7 @@ def sentences(priced: Priced, candidates: int, how: Selection) -> list[str]:
         "for every training user.",
         f"By private selection it costs {selected}, with every candidate trained once and all of "
         f"them released {every}, and one alone {one}.",
-        f"Not covered by the guarantee: {'; '.join(priced.non_private)}.",
+        f"Not covered by the guarantee: {'; '.join(priced.non_private) or 'nothing'}.",
     ]
     if priced.evaluations is None:
         said.append(
