@@ -214,6 +214,7 @@ def outside(run_dir):
     return checks["outside"]
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize("algorithm, more", [("els", ["--strict"]), ("uls", [])])
 def test_a_run_without_a_footnote_says_so(texts, run_dir, capsys, algorithm, more):  # noqa: F811
@@ -241,6 +242,7 @@ def hides_a_footnote(*args, **options):
     return completed, []
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     "name, planted, flags, says",
@@ -268,6 +270,7 @@ def test_verify_looks_for_footnotes_itself(
     assert check.holds is False and says in check.found
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_verify_draws_the_private_median_again(texts, run_dir, capsys, monkeypatch):  # noqa: F811
     with monkeypatch.context() as patch:
