@@ -131,7 +131,7 @@ def test_an_evaluation_over_the_limit_is_refused_before_it_is_made(
 ):
     run, data = trained
     monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
-    main(["budget", str(data), "--limit-epsilon", "3", "--delta", "0.01"])
+    main(["budget", str(data), "--limit-epsilon", "3", "--delta", "1e-6"])
     assert evaluated(run, capsys, "--epsilon", 2)[0] == 0
     kept = sorted((run / "evaluations").iterdir())
     code, said = evaluated(run, capsys, "--epsilon", 2)
