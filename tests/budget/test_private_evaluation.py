@@ -131,11 +131,11 @@ def test_an_evaluation_over_the_limit_is_refused_before_it_is_made(
 ):
     run, data = trained
     monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
-    main(["budget", str(data), "--limit-epsilon", "3", "--delta", "1e-6"])
+    main(["budget", str(data), "--limit-epsilon", "2.5", "--delta", "1e-6"])
     assert evaluated(run, capsys, "--epsilon", 2)[0] == 0
     kept = sorted((run / "evaluations").iterdir())
     code, said = evaluated(run, capsys, "--epsilon", 2)
-    assert code == 2 and "limit_epsilon=3: expected a run that fits" in said
+    assert code == 2 and "limit_epsilon=2.5: expected a run that fits" in said
     code, said = evaluated(run, capsys, "--epsilon", 0.1, "--limit-epsilon", 0.5)
     assert code == 2 and "limit_epsilon=0.5: expected a run that fits" in said
     assert sorted((run / "evaluations").iterdir()) == kept
