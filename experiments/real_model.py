@@ -241,6 +241,7 @@ def train(cell: Cell, settings: Settings, power: int = 0) -> Row:
         cell.epsilon,
         settings.num_steps,
         settings.budget,
+        delta=users.num_users**-1.1,
         group_size=median if cell.group == MEDIAN else cell.group,
         adjacency=ADD_OR_REMOVE,
     )

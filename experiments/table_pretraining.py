@@ -216,7 +216,12 @@ def train(cell: Cell, settings: Settings, directory: Path) -> Row:
     used, users = time.process_time(), data.train
     group = median_group_size(np.diff(users.offsets)) if cell.group == MEDIAN else cell.group
     privacy = PrivacyConfig(
-        EPSILON, settings.num_steps, settings.budget, group_size=group, adjacency=ADD_OR_REMOVE
+        EPSILON,
+        settings.num_steps,
+        settings.budget,
+        delta=users.num_users**-1.1,
+        group_size=group,
+        adjacency=ADD_OR_REMOVE,
     )
     key, run = SecretKey.create(cell.seed, NAME), fine_tuning(settings, directory)
     task, params = make_task(run, model, data, key.jax_key("parameters"))

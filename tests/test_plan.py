@@ -37,7 +37,9 @@ from fedsim.plan import (
     ledger_head,
     make_plan,
     method_for,
+    with_group_size,
 )
+from fedsim.sampling import rank_error
 
 SIZES = [1, 2, 2, 3, 5, 9, 30, 4]  # median 3.5, 56 examples
 
@@ -64,20 +66,43 @@ def planned(algorithm, users, key, **fields):
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
-def test_delta_is_a_power_of_the_number_of_users(algorithm, users):
-    completed, non_private = complete(algorithm, privacy(), data_of(users))
-    assert completed.delta == 8**-1.1
-    assert not any(fact.startswith("delta") for fact in non_private)  # N is public
-    removed = privacy(adjacency=ADD_OR_REMOVE)
-    completed, non_private = complete(algorithm, removed, data_of(users))
-    assert completed.delta == 8**-1.1
-    assert sum(fact.startswith("delta=0.102 (N^-1.1") for fact in non_private) == 1
+def test_delta_is_a_millionth_or_a_power_of_the_number_of_users(algorithm, users):
+    for assumed, expected in ((None, 1e-6), (10**6, 10**-6.6)):
+        settings = privacy(assumed_population=assumed)
+        completed, non_private = complete(algorithm, settings, data_of(users))
+        assert completed.delta == pytest.approx(expected)
+        assert not any(fact.startswith("delta") for fact in non_private)  # N is public
+        removed = dataclasses.replace(settings, adjacency=ADD_OR_REMOVE)
+        completed, non_private = complete(algorithm, removed, data_of(users))
+        named = sum(fact.startswith("delta=2.51e-07 (N^-1.1") for fact in non_private)
+        assert named == (expected < 1e-6)
 
 
 def test_the_group_size_of_els_is_the_median_users_and_named_as_not_private(users):
     completed, non_private = complete(Algorithm.ELS, privacy(), data_of(users))
     assert completed.group_size == 3
     assert sum(fact.startswith("group_size=3 (the median user") for fact in non_private) == 1
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "num_users, epsilon, share, public",
+    [
+        (10_000, 1.0, 0.02, None),
+        (1000, 1.0, 4 * rank_error(1.0) / 1000, None),
+        (100, 8.0, 4 * rank_error(1.0) / 100, None),
+        (100, 1.0, None, 1),  # a median of so few would take more than a tenth of epsilon
+        (5, 1.0, None, 2),  # or there would be no room for the batch
+        (100, math.inf, None, None),
+    ],
+)
+def test_the_group_size_of_els_is_private_by_default(num_users, epsilon, share, public):
+    users = users_of_sizes([3] * num_users)
+    found = with_group_size(Algorithm.ELS, privacy(epsilon=epsilon), users)
+    assert (found.group_size_epsilon, found.group_size) == (pytest.approx(share), public)
+    given = privacy(epsilon=epsilon, group_size=7)
+    assert with_group_size(Algorithm.ELS, given, users) == given
+    assert with_group_size(Algorithm.ULS, privacy(), users) == privacy()
 
 
 def test_the_group_size_of_uls_is_one_whatever_the_data(users):
@@ -96,15 +121,10 @@ def test_what_the_user_says_is_kept_and_not_named(algorithm, users):
     said = privacy(delta=1e-5, group_size=2)
     completed, non_private = complete(algorithm, said, data_of(users))
     assert completed == said
-    assert non_private == ["public by assumption: how many examples there are (56)"]
+    assert non_private == []
     said = dataclasses.replace(said, adjacency=ADD_OR_REMOVE)
     (counts,) = complete(algorithm, said, data_of(users))[1]
     assert counts.startswith("public by assumption: ") and "(8 users, 56 examples)" in counts
-
-
-def test_one_user_gives_no_delta():
-    with refuses("delta=None"):
-        complete(Algorithm.ULS, privacy(), data_of(users_of_sizes([1])))
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
@@ -136,7 +156,8 @@ def test_the_plan_has_the_constants_of_the_paper(users, key):
     assert (paper.num_units, paper.expected_count, paper.sampling.prob) == (pool, 6, 6 / pool)
     assert (uls.num_units, uls.expected_count, uls.sampling.prob) == (8, 2, 2 / 8)
     for plan in (els, uls):
-        assert (plan.num_users, plan.num_examples, plan.data_seal) == (8, 56, "abc")
+        assert (plan.num_users, plan.num_examples, plan.data_seal) == (8, None, "abc")
+    assert paper.num_examples == 56
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
@@ -201,7 +222,7 @@ def test_an_assumed_population_is_labelled_as_one(users):
     key = SecretKey.create()
     plan, *_ = planned(Algorithm.ULS, users, key, assumed_population=80)
     assert "assumed_population=80 (instead of the 8 users)" in plan.non_private
-    assert plan.delta == pytest.approx((10 * 8) ** -1.1)
+    assert plan.delta == 1e-6
     assert plan.epsilon_holds == "as if there were 80 users: an assumption, not a guarantee"
     plain, *_ = planned(Algorithm.ULS, users, key)
     assert plain.epsilon_holds == ADJACENCY[ZERO_OUT] and plain.sampling.assumed_population is None

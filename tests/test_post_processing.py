@@ -127,8 +127,8 @@ def test_a_run_hands_out_the_average_of_its_steps(algorithm, tmp_path):
 
 @pytest.mark.parametrize(
     "optimizer, rate, why",
-    [("adafactor", 1e30, "the parameters are not finite after step 1;")]
-    + [("sgd", 1e3, "the loss is ")],
+    [("adafactor", 1e30, "the largest parameter is ")]
+    + [("sgd", 1e3, "the largest parameter is ")],
 )
 def test_a_training_that_diverges_ends_and_says_what_it_spent(
     optimizer, rate, why, tmp_path, capsys

@@ -255,29 +255,15 @@ SLOW = [pytest.mark.slow, pytest.mark.ci]
 
 @pytest.mark.privacy
 @pytest.mark.parametrize(
-    "flags", [{"algorithm": "uls"}, pytest.param({"algorithm": "els"}, marks=SLOW)], ids=str
+    "flags",
+    [
+        {"algorithm": "uls"},
+        pytest.param({"algorithm": "els"}, marks=SLOW),
+        pytest.param({"algorithm": "els", "group-size": None, "strategy": "auto"}, marks=SLOW),
+    ],
+    ids=str,
 )
-def test_of_one_users_texts_only_their_number_shows(flags, tmp_path, monkeypatch):
-    """Every byte before the first noisy number is equal, but for the number of examples."""
-    found = differing(tmp_path, monkeypatch, **flags)
-    rest = [(name, *(COUNTED.sub("", line) for line in lines)) for name, *lines in found]
-    assert not [each for each in rest if each[1] != each[2]]
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.privacy
-@pytest.mark.xfail(strict=True, reason="the ledger's plan has the number of examples")
-def test_nor_does_their_number_show(tmp_path, monkeypatch):
-    assert not differing(tmp_path, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.privacy
-@pytest.mark.xfail(strict=True, reason="the group size of ELS is the median of the data")
-def test_nor_does_it_by_a_default(tmp_path, monkeypatch):
-    flags = {"algorithm": "els", "group-size": None, "strategy": "auto"}
-    found = differing(tmp_path, monkeypatch, **flags)
-    rest = [(name, *(COUNTED.sub("", line) for line in lines)) for name, *lines in found]
-    assert not [each for each in rest if each[1] != each[2]]
+def test_no_byte_before_the_first_noisy_number_tells_of_one_users_texts(
+    flags, tmp_path, monkeypatch
+):
+    assert not differing(tmp_path, monkeypatch, **flags)

@@ -52,7 +52,7 @@ SIZES = {  # width, layers, vocabulary
     "17M": (512, 4, 8192),
     "60M": (768, 6, 22528),
 }
-LONG_RUN = 1e6  # units: in a shorter run trials end earlier
+LONG_RUN = 10**6  # steps: in a shorter run trials end earlier
 GROUPS = (1, 4, 16, 64)
 PEER_UNITS = (1, 4)
 PRODUCT_ROWS = (4, 16)
@@ -178,7 +178,7 @@ def automatic(task, params, num_rows, group):
     rows = np.arange(num_rows).reshape(-1, group)
     with tempfile.TemporaryDirectory() as cache:
         strategy, why = choose_strategy(
-            engine, params, rows, CLIP, "auto", Path(cache), num_units=LONG_RUN
+            engine, params, *rows.shape, CLIP, "auto", Path(cache), num_steps=LONG_RUN
         )
     return lambda: engine.clipped_sum(params, rows, CLIP, strategy), str(strategy), why
 

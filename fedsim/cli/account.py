@@ -224,13 +224,19 @@ class Calibrate(_Mechanism):
     """sigma: standard deviation of the noise on the sum, in units of its sensitivity. In
     [1e-10, 1e10]."""
 
+    before: float | None = None
+    """Part of epsilon that is spent before the first step, on the private median of els. In
+    (0, epsilon). Only to find the noise multiplier."""
+
     json: bool = False
     """Print one JSON object on stdout."""
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.accounting import MOST_STEPS, at_least, at_most
 
-        wanted = self._unknown()
+        wanted, share = self._unknown(), self.before
+        within = share is None or (0 < share < self.epsilon and wanted == NOISE)
+        expect("before", share, within, "in (0, epsilon), to find the noise multiplier")
         self.expect_accountable(self.num_steps, self.sampling_prob)
         solved, note = self._with_noise() if wanted == NOISE else (self._with_most(wanted), "")
         steps, prob, noise = solved.num_steps, solved.sampling_prob, solved.noise_multiplier
@@ -293,6 +299,7 @@ class Calibrate(_Mechanism):
                 epsilon=self.epsilon,
                 delta=self.delta,
                 num_steps=steps,
+                before=[(accounting.PureEvent(self.before), 1)] if self.before else [],
                 progress=_progress,
             )
 

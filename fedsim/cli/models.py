@@ -92,7 +92,8 @@ class Evaluate(ReadsRun):
     """Private: epsilon that the evaluation costs each user of the split. > 0."""
 
     delta: float | None = None
-    """Private: delta of that cost. In (0, 1). Default: N^-1.1 for the N users of the split."""
+    """Private: delta of that cost. In (0, 1). Default: as in train, for the users of
+    the split."""
 
     split: Literal["eval_users", "eval_examples", "test"] = "eval_users"
     """Private: which texts. eval_users: those of held-out users. eval_examples: held-out examples

@@ -84,7 +84,7 @@ class Budget:
     """Directory of the ledger of the data, as in train."""
 
     delta: float | None = None
-    """Delta at which epsilons are computed. In (0, 1). Default: N^-1.1 for N users."""
+    """Delta at which epsilons are computed. In (0, 1). Default: as in train."""
 
     limit_epsilon: float | None = None
     """Set a limit for these users, at --delta: runs that could exceed it are refused from now on.

@@ -26,6 +26,7 @@ from .privacy import (
     CORRELATED as CORRELATED,
     CYCLIC as CYCLIC,
     INDEPENDENT as INDEPENDENT,
+    MOST_DELTA as MOST_DELTA,
     ONLY_USERS as ONLY_USERS,
     POISSON as POISSON,
     SHUFFLE as SHUFFLE,
@@ -35,6 +36,7 @@ from .privacy import (
     PrivacyConfig as PrivacyConfig,
     PrivacyTarget as PrivacyTarget,
     SamplingName as SamplingName,
+    default_delta as default_delta,
 )
 from .run import (
     AXES as AXES,

@@ -81,7 +81,19 @@ class MechanismConfig:
 MOST_STEPS = 10**7
 """Largest number of steps that the accountant supports."""
 
+MOST_DELTA = 1e-6
+"""Largest default of delta."""
+
 ZERO_OUT, ADD_OR_REMOVE = "zero-out", "add-or-remove"
+
+
+def default_delta(num_users: int) -> float:
+    """min(1e-6, N^-1.1) for N users.
+
+    >>> default_delta(1000), default_delta(10**6) < 3e-7
+    (1e-06, True)
+    """
+    return min(MOST_DELTA, max(1, num_users) ** -1.1)
 
 
 class Algorithm(enum.StrEnum):
@@ -109,8 +121,8 @@ class PrivacyTarget:
 
     delta: float | None = None
     """delta of (epsilon, delta): roughly the probability with which epsilon may fail to hold. In
-    (0, 1). For a release choose one far below 1 / num_users, such as 1e-6. Default: num_users^-1.1,
-    which is weak: times the number of users it is about 0.5."""
+    (0, 1). It should be far below 1 / num_users. Default: 1e-6, or num_users^-1.1 if that is
+    smaller."""
 
     clipping: Literal["normalised", "plain"] = "normalised"
     """Rule that limits a gradient g to the clip norm C. normalised: g is multiplied by min(1/C,
@@ -143,7 +155,7 @@ class PrivacyConfig(MechanismConfig, PrivacyTarget):
 
     group_size: int | None = None
     """G: largest number of a user's examples in the whole training (els) or in one step (uls). >=
-    1. Default: the median user's number of examples (els), 1 (uls)."""
+    1. Default: drawn privately as the median user's number of examples (els), 1 (uls)."""
 
     clip_norm: float = 1.0
     """C: clip norm, the L2 norm to which an example's (els) or a user's (uls) gradient is limited.
@@ -151,8 +163,9 @@ class PrivacyConfig(MechanismConfig, PrivacyTarget):
 
     group_size_epsilon: float | None = None
     """With els: part of epsilon spent on choosing group_size privately, as the median number of
-    examples per user. In (0, epsilon). Default: group_size is used, or the median without noise,
-    which the report names as not private."""
+    examples per user. In (0, epsilon). Default: without group_size, the larger of epsilon / 50 and
+    36 / num_users, if that is at most epsilon / 10; of fewer users group_size is the smallest that
+    batch_size fits."""
 
     clip_quantile: float | None = None
     """Adapt the clip norm privately, within epsilon: start from clip_norm and move it towards this
@@ -167,7 +180,8 @@ class PrivacyConfig(MechanismConfig, PrivacyTarget):
     eval_epsilon: float | None = None
     """Evaluate on held-out users with noise: the epsilon that all evaluations of the run together
     cost each held-out user, separate from `epsilon`, which is for the training users. > 0. At the
-    run's delta, or at N^-1.1 for N held-out users if that is smaller; counted in the budget ledger.
+    run's delta, or the default for the held-out users if that is smaller; counted in the budget
+    ledger.
     Default: evaluations have no noise, and eval/loss must not be published."""
 
     eval_loss_bound: float | None = None

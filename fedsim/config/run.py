@@ -61,7 +61,7 @@ except ModuleNotFoundError:  # then there is no command line
 OPERATIONAL = frozenset(
     {"data", "run_dir", "engine", "mesh", "num_workers", "num_lanes", "wait_for_workers", "resume"}
     | {"checkpoint_every", "log_every", "output", "budget_ledger", "limit_epsilon", "spend_rest"}
-    | {"log_to", "log_non_private"}
+    | {"log_to", "log_non_private", "strict"}
 )
 
 LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -199,8 +199,8 @@ class EngineConfig:
 
     strategy: str = "auto"
     """Method of computing clipped gradients: scan, direct or ghost, each optionally with the number
-    of rows computed at once, such as direct:8; or auto, which times a few at the start, on real
-    data, and takes the fastest. Changes the bits of the result."""
+    of rows computed at once, such as direct:8; or auto, which times a few at the start, on
+    made-up texts, and takes the fastest. Changes the bits of the result."""
 
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     """Hardware of the workers. auto: the accelerators present in the cluster when the workers
@@ -309,6 +309,10 @@ class RunConfig:
     """Give wandb, mlflow and trackio the metrics that are computed from private data without noise,
     too: losses, norms, times and sizes of draws. The guarantee does not cover them, which the plan
     says."""
+
+    strict: bool = False
+    """Refuse whatever would need a footnote to the guarantee, with the setting that needs none.
+    Held-out users are then evaluated with eval_epsilon or not at all."""
 
     resume: bool = False
     """Resume the run in run_dir, or start it if there is none."""

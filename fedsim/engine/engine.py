@@ -222,7 +222,7 @@ class Engine(ABC):
 
         Args:
           params: tree of float32 arrays.
-          rows: units to try them on, [units, group].
+          rows: numbers of made-up rows to try them on, [units, group].
           clip: the clip norm C.
           tried: the strategies; norms of later ones must be close to those of the first.
           together: units of a lane.

@@ -17,6 +17,8 @@ Params = Any
 """A tree of float32 arrays."""
 Batch = Any
 """A tree of arrays [rows, ...]."""
+MADE_UP = "made-up"
+"""Split of the rows of `Task.made_up`."""
 
 
 class Task(Protocol):
@@ -54,6 +56,14 @@ class Task(Protocol):
         Examples of about one length are computed together. None: lengths are unknown.
         """
         return None
+
+    def made_up(self, rows: np.ndarray) -> Batch:
+        """Make up rows like those of `read`, to time strategies on; row i is always the same.
+
+        They must not depend on the data: what is chosen by their time is published. By default they
+        are rows of padding.
+        """
+        return self.read("train", np.full(len(rows), -1))
 
     def losses(self, params: Params, batch: Batch, *frozen: Any) -> jax.Array:
         """Compute f(theta, z) of each row; traced by JAX.
@@ -113,6 +123,10 @@ class WrappedTask(Task):
     def read(self, split: str, rows: np.ndarray) -> Batch:
         """Read the inner task's rows."""
         return self.inner.read(split, rows)
+
+    def made_up(self, rows: np.ndarray) -> Batch:
+        """Make up rows as the inner task does."""
+        return self.inner.made_up(rows)
 
     def sizes(self, split: str, rows: np.ndarray) -> np.ndarray | None:
         """Return the inner task's lengths of examples."""

@@ -1,5 +1,6 @@
 """The choice of a run's clipping strategy: the requested one, or the fastest of a few by trial.
 
+Trials read made-up rows alone, so the choice is the same for all data of one model and length.
 `choose_strategy` chooses on the driver; `try_strategy` compiles and times one strategy on a worker.
 """
 
@@ -28,6 +29,7 @@ from fedsim.clipping import (
 from fedsim.engine import machine
 from fedsim.engine.engine import TRIAL_UNITS, Engine, Trial, ignore
 from fedsim.engine.environment import trial_clock
+from fedsim.engine.task import MADE_UP
 from fedsim.errors import ConfigError
 from fedsim.files import NotOurs, own_directory, write_json
 
@@ -45,15 +47,16 @@ SAME_NORMS = 0.02  # relative; strategies agree to 1e-5 in float32, and to less 
 def choose_strategy(
     engine: Engine,
     params: Any,
-    rows: np.ndarray,
+    num_units: int,
+    group: int,
     clip: Clip,
     wanted: str,
     cache: Path,
     *,
-    num_units: float = 0.0,
+    num_steps: int = 0,
     heard: Callable[[int, int], None] = ignore,
 ) -> tuple[Strategy, str]:
-    """Choose the strategy for units like `rows`.
+    """Choose the strategy for steps of about `num_units` units of `group` rows.
 
     Bits of a result depend on the choice, and a timer makes it, so it is cached: equal runs on one
     machine make the same choice. A choice that was made before all strategies were tried is cached
@@ -61,30 +64,28 @@ def choose_strategy(
     Args:
       engine: computes the trials, on one worker.
       params: tree of float32 arrays.
-      rows: [units, group], as a step draws them; at most TRIAL_UNITS are used.
+      num_units: expected number of units of a step; at most TRIAL_UNITS are made up.
+      group: rows of a unit.
       clip: the clip norm C.
       wanted: "auto", or a strategy.
       cache: the directory of cached choices.
-      num_units: units of the whole run. No trial begins that would end, at the average time of the
+      num_steps: steps of the run. No trial begins that would end, at the average time of the
         trials so far, after ten seconds or 2 % of the run, whichever is more.
       heard: called with (strategies tried, strategies).
     Returns: (strategy, a line with the reason).
     Raises: ConfigError: the requested strategy cannot be used.
     """
-    rows = rows[(rows >= 0).any(axis=1)]
-    # Powers of two, so that draws of similar size make the same choice.
-    together = max(1, 2 ** round(math.log2(max(1, len(rows) / engine.num_lanes))))
-    most = min(TRIAL_UNITS, 2 ** len(rows).bit_length())
-    rows, group = rows[:most], rows.shape[1]
+    # Powers of two, so that steps of similar size make the same choice.
+    together = max(1, 2 ** round(math.log2(max(1, num_units / engine.num_lanes))))
+    most, of_run = min(TRIAL_UNITS, 2 ** num_units.bit_length()), num_steps * num_units
+    rows = np.arange(most * group).reshape(most, group)
     if wanted != AUTO:
         return _requested(engine, params, rows, clip, wanted), "as asked for"
-    if not len(rows):
-        return Strategy("scan", min(group, 8)), "no examples to try others on"
     machine = engine.machine(params)
     on_cpu = ", cpu," in machine and MESH not in machine
     tried = candidates(group, num_coordinates(params), on_cpu=on_cpu)
     digest = _digest(machine, params, (most, together, group), tried)
-    of_all, of_some = cache / f"{digest}.json", cache / f"{digest}-{num_units:.0f}.json"
+    of_all, of_some = cache / f"{digest}.json", cache / f"{digest}-{of_run}.json"
     ours = _is_ours(cache)
     if ours and (cached := _cached(of_all, tried) or _cached(of_some, tried)):
         return cached, "the fastest when this machine tried"
@@ -93,7 +94,7 @@ def choose_strategy(
         trials.append(trial)
         heard(len(trials), len(tried))
         best = min((t.seconds for t in trials if t.fault is None), default=math.inf)
-        run = best / len(rows) * num_units / engine.num_workers
+        run = best / len(rows) * of_run / engine.num_workers
         next_ends = (time.monotonic() - began) * (len(trials) + 1) / len(trials)
         if next_ends > max(LEAST_TRIALS_S, TRIALS_SHARE * run):
             break
@@ -109,7 +110,7 @@ def choose_strategy(
 def _requested(engine: Engine, params: Any, rows: np.ndarray, clip: Clip, wanted: str) -> Strategy:
     """Parse a requested strategy and try it beside `scan`. Raises ConfigError if it has a fault."""
     strategy = Strategy.parse(wanted)
-    if strategy.name != "scan" and len(rows):
+    if strategy.name != "scan":
         *_, trial = engine.try_strategies(params, rows, clip, [Strategy(), strategy])
         if trial.fault is not None:
             raise ConfigError.of("strategy", wanted, f"another one: {trial.fault}")
@@ -157,12 +158,12 @@ def try_strategy(
     best: float,
     together: int,
 ) -> tuple[Trial, np.ndarray]:
-    """Compile and time a strategy on those units of `rows` whose length costs most in total.
+    """Compile and time a strategy on those made-up units whose length costs most in total.
 
     Args:
       worker: a `Worker`, with the parameters on its device.
       params: tree of float32 arrays on the device.
-      rows: int [units, group].
+      rows: numbers of made-up rows, int [units, group].
       clip: the clip norm C.
       strategy: the strategy to try.
       norms: norms of these units by another strategy, to compare with; None: no comparison.
@@ -189,7 +190,7 @@ def try_strategy(
 def _try(worker, params, rows, clip, strategy, best):
     programs = worker.programs
     before = set(programs.compiled)
-    for chunk in worker.lane_chunks(params, rows, clip, strategy):
+    for chunk in worker.lane_chunks(params, rows, clip, strategy, MADE_UP):
         programs.compile(programs.zeros(params, clip), params, chunk, clip, strategy)
     new = [programs.compiled[key].memory_analysis() for key in programs.compiled.keys() - before]
     memory = max((analysis.temp_size_in_bytes for analysis in new if analysis), default=0)
@@ -202,12 +203,12 @@ def _try(worker, params, rows, clip, strategy, best):
 
     def timed(rows):
         start = clock()
-        _, stats = worker.add_lane(params, rows, clip, strategy)
+        _, stats = worker.add_lane(params, rows, clip, strategy, MADE_UP)
         return clock() - start, stats.norms
 
     # A few units show whether the strategy is fast enough to be timed closely.
     few = max(FEW, strategy.units_at_once(rows.shape[1]))
-    for chunk in worker.lane_chunks(params, rows[:few], clip, strategy):
+    for chunk in worker.lane_chunks(params, rows[:few], clip, strategy, MADE_UP):
         programs.checked(programs.zeros(params, clip), params, chunk, clip, strategy)
     probe, norms = timed(rows[:few])
     seconds = probe * len(rows) / len(rows[:few])

@@ -37,7 +37,7 @@ from fedsim.config import MeshShape
 from fedsim.engine.engine import Engine, Stats
 from fedsim.engine.environment import host_kind, keep_compiled, versions
 from fedsim.engine.programs import Programs, check_arithmetic, check_contributions
-from fedsim.engine.task import Task
+from fedsim.engine.task import MADE_UP, Task
 from fedsim.engine.trials import try_strategy
 from fedsim.placement import make_mesh
 
@@ -181,21 +181,20 @@ class Worker:
         return try_strategy(self, params, rows, *args)
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Return the bucket of each unit's longest row, int [units]; 1 without buckets."""
+        """Return the bucket of each made-up unit's longest row, int [units]; 1 without buckets."""
         if self.buckets is None or not len(rows):
             return np.ones(len(rows), int)
-        sizes = self.buckets.sizes(self.task.read("train", rows.ravel())).reshape(rows.shape)
-        longest = np.where(rows >= 0, sizes, 0).max(axis=1)
-        return self.buckets.holding(longest)
+        sizes = self.buckets.sizes(self.task.made_up(rows.ravel())).reshape(rows.shape)
+        return self.buckets.holding(sizes.max(axis=1))
 
     def add_lane(
-        self, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy
+        self, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy, split: str = "train"
     ) -> tuple[Any, Stats]:
         """Compute `lane_sum` with parameters that are on the device."""
         stats, programs = Stats.zeros(len(rows)), self.programs
         total, flushed = programs.zeros(params, clip), None
         room = most = sum_holds(params, clip)
-        for chunk in self.lane_chunks(params, rows, clip, strategy):
+        for chunk in self.lane_chunks(params, rows, clip, strategy, split):
             room -= len(chunk.units)
             if room < 0:
                 flushed = flush(flushed, total)
@@ -208,7 +207,7 @@ class Worker:
         return total, stats
 
     def lane_chunks(
-        self, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy
+        self, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy, split: str = "train"
     ) -> Iterator[Chunk]:
         """Yield a lane in chunks, each of which is one call of a program.
 
@@ -226,7 +225,7 @@ class Worker:
             )
         expect_fit(strategy, at_once, most)
         units = min(strategy.units_per_call(group), most // at_once * at_once)
-        return self._chunks("train", rows, units, in_passes=strategy.splits_units(group))
+        return self._chunks(split, rows, units, in_passes=strategy.splits_units(group))
 
     def _chunks(
         self,
@@ -250,7 +249,8 @@ class Worker:
             buckets = dataclasses.replace(buckets, lengths=buckets.lengths[-1:])
 
         def read(start):
-            return self.task.read(split, rows[start : start + units].ravel())
+            chosen = rows[start : start + units].ravel()
+            return self.task.made_up(chosen) if split == MADE_UP else self.task.read(split, chosen)
 
         for start, batch in ahead(read, starts):
             part = rows[start : start + units]

@@ -287,6 +287,7 @@ class RunSettings(TypedDict, total=False):
     log_every: int
     log_to: Sequence[LoggerName]
     log_non_private: bool
+    strict: bool
     output: Literal["quiet", "normal", "verbose"]
     resume: bool
     budget_ledger: str | Path | None

@@ -2,9 +2,13 @@ from .defaults import (
     allocated as allocated,
     bands_predicted as bands_predicted,
     complete as complete,
+    private_group_size as private_group_size,
+    with_group_size as with_group_size,
 )
 from .options import (
     ADJACENCY as ADJACENCY,
+    GIVEN as GIVEN,
+    NOTHING as NOTHING,
     PROTECTS as PROTECTS,
     PUBLIC as PUBLIC,
     REPRODUCTION as REPRODUCTION,
@@ -39,6 +43,7 @@ from .plan import (
     claimed_phases as claimed_phases,
     ledger_head as ledger_head,
     plans as plans,
+    private_fields as private_fields,
 )
 from .planner import (
     MOST_PARAMETERS as MOST_PARAMETERS,

@@ -15,11 +15,13 @@ from fedsim.config import (
     ALLOCATION,
     CORRELATED,
     INDEPENDENT,
+    MOST_DELTA,
     ONLY_USERS,
     POISSON,
     ZERO_OUT,
     Algorithm,
     PrivacyConfig,
+    default_delta,
 )
 from fedsim.data import Dataset, decided_by_texts, tokenizer_from_users
 from fedsim.errors import ConfigError, expect
@@ -27,7 +29,51 @@ from fedsim.keys import SecretKey
 from fedsim.noise import Prediction, best, predictions
 from fedsim.plan.options import PUBLIC, assumed_share
 from fedsim.plan.plan import events_before
-from fedsim.sampling import Users, examples_per_user, graph_of, median_group_size, private_median
+from fedsim.sampling import (
+    Users,
+    examples_per_user,
+    graph_of,
+    median_group_size,
+    private_median,
+    rank_error,
+)
+
+MISS = 1 / 4
+"""Largest share of the users between the private median and the median, as a rule."""
+LEAST_SHARE, MOST_SHARE = 0.02, 0.1
+"""Parts of epsilon that the private median costs at least, and at most."""
+
+
+def with_group_size(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) -> PrivacyConfig:
+    """Settings with a default for the group size of ELS that looks at no text.
+
+    That is the private median, for the part of epsilon with which it misses by `MISS` at most, or,
+    of too few users for that, the smallest group size that the batch size fits.
+    """
+    fixed = privacy.group_size is not None or privacy.group_size_epsilon is not None
+    public = graph_of(users) is not None or math.isinf(privacy.epsilon)
+    if algorithm != Algorithm.ELS or fixed or public:
+        return privacy
+    least = rank_error(1.0) / (MISS * users.num_users)
+    share = max(least, LEAST_SHARE * privacy.epsilon)
+    if share <= MOST_SHARE * privacy.epsilon:
+        return dataclasses.replace(privacy, group_size_epsilon=share)
+    return dataclasses.replace(privacy, group_size=_places(privacy, users))
+
+
+def private_group_size(privacy: PrivacyConfig, users: Users, key: SecretKey) -> int:
+    """Draw the group size of ELS. Args: key: of the run, which alone determines the draw."""
+    assert privacy.group_size_epsilon is not None, "of settings with a private group size"
+    rng = key.generator("median")
+    median = private_median(examples_per_user(users), privacy.group_size_epsilon, rng)
+    # Make room for the batch size whatever was drawn, so that no run is refused because of the
+    # draw: a refused run would have paid for nothing.
+    return max(median, _places(privacy, users)) if privacy.adjacency == ZERO_OUT else median
+
+
+def _places(privacy: PrivacyConfig, users: Users) -> int:
+    """The smallest group size whose pool has room for the batch size."""
+    return -(-privacy.batch_size * (privacy.bands or 1) // users.num_users)
 
 
 def complete(
@@ -52,16 +98,15 @@ def complete(
         _expect_shared(privacy, data)
     least = f">= {users.num_users}, the users there are"
     expect("assumed_population", population, population >= users.num_users, least)
-    exposed = [_public_counts(algorithm, privacy, users)]
+    exposed = _public_counts(algorithm, privacy, users)
     times = ""
     if privacy.assumed_population is not None:
         exposed.append(f"assumed_population={population} (instead of the {users.num_users} users)")
         times = f", times {population / users.num_users:g}"
     delta = privacy.delta
     if delta is None:
-        expect("delta", None, population > 1, "a value, since N^-1.1 of one user is 1")
-        delta = population**-1.1
-        if privacy.adjacency != ZERO_OUT:
+        delta = default_delta(population)
+        if privacy.adjacency != ZERO_OUT and delta < MOST_DELTA:
             exposed.append(f"delta={delta:.3g} (N^-1.1 for the N users{times})")
     group_size, looked = _group_size(algorithm, privacy, users, delta, key, pay)
     exposed += looked
@@ -80,17 +125,17 @@ def complete(
     return privacy, exposed
 
 
-def _public_counts(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) -> str:
-    """The counts of the data that the guarantee takes as public."""
+def _public_counts(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) -> list[str]:
+    """A line on the counts of the data that the guarantee takes as public, beside N."""
     if graph_of(users) is not None:
         graph = f"that there are {users.num_users:,} users and {users.num_examples:,} texts, and "
         graph += "who owns which of them"
-        return f"{PUBLIC}{graph}"
+        return [f"{PUBLIC}{graph}"]
     if privacy.adjacency == ZERO_OUT:
-        return f"{PUBLIC}how many examples there are ({users.num_examples:,})"
+        return []
     pool = ", and the size of the pool" if algorithm == Algorithm.ELS else ""
     counts = f"{users.num_users:,} users, {users.num_examples:,} examples"
-    return f"{PUBLIC}how many users and examples there are ({counts}){pool}"
+    return [f"{PUBLIC}how many users and examples there are ({counts}){pool}"]
 
 
 def _group_size(
@@ -109,13 +154,7 @@ def _group_size(
         assert key is not None, "a private choice needs a key"
         if pay is not None:
             pay(delta)
-        median = private_median(examples_per_user(users), share, key.generator("median"))
-        if privacy.adjacency != ZERO_OUT:
-            return median, []
-        # Make room for the batch size whatever was drawn, so that no run is refused because of the
-        # draw: a refused run would have paid for nothing.
-        places = privacy.batch_size * (privacy.bands or 1)
-        return max(median, -(-places // users.num_users)), []
+        return private_group_size(privacy, users, key), []
     if privacy.group_size is not None:
         return privacy.group_size, []
     if algorithm == Algorithm.ULS:

@@ -19,6 +19,8 @@ from fedsim.config import ADD_OR_REMOVE, INDEPENDENT, Algorithm, to_json
 from fedsim.errors import first_fault
 from fedsim.noise import CELL_ERRORS, AddNoise, Correlated, Strategy, add_gaussian, slack, strategy
 from fedsim.plan.options import (
+    GIVEN,
+    NOTHING,
     REPRODUCTION,
     TRIAL,
     UNPROVEN,
@@ -32,6 +34,7 @@ from fedsim.plan.options import (
     SharedTexts,
     Trial,
     holds,
+    why_not,
 )
 
 FLAT = ("sampling", "noise", "purpose")
@@ -39,6 +42,7 @@ FLAT = ("sampling", "noise", "purpose")
 LEFT_OUT_AT = {
     **{"shared": None, "bands": 1, "noise": INDEPENDENT, "loss_bound": None},
     **{"evaluations": None, "drawn_once": "", "unproven": None, "predicted_error": None},
+    **{"num_examples": None},
 }
 """Values at which a field is left out of JSON, as in versions that did not have it."""
 
@@ -51,7 +55,6 @@ class Plan:
 
     algorithm: Algorithm
     num_users: int
-    num_examples: int
     num_units: int
     """Sampling units: the |D_sub| places or examples of the pool for ELS, the users for ULS."""
     num_steps: int
@@ -88,6 +91,8 @@ class Plan:
     """Evaluations of held-out users with noise while the run trains; None: there are none."""
     drawn_once: str = ""
     """Seal of the pool and of turns, which are drawn once; see `planner.drawn_once`."""
+    num_examples: int | None = None
+    """Number of texts, where the guarantee takes it as public; None: it is published nowhere."""
     unproven: str | None = None
     """Strategy of a run of an earlier version, for which contributions are not proven to be at most
     C."""
@@ -179,6 +184,22 @@ class Plan:
     def guarantee(self) -> bool:
         """True if epsilon is a guarantee."""
         return bool(self.noise_multiplier) and not self.label
+
+    @property
+    def uncovered(self) -> list[str]:
+        """Facts that need a footnote: they are outside the guarantee, or there is none."""
+        facts = [fact for fact in self.non_private if not fact.startswith(GIVEN)]
+        return facts if self.guarantee else [f"epsilon: {why_not(self.label)}", *facts]
+
+    @property
+    def given(self) -> list[str]:
+        """Facts about what the training starts from."""
+        return [fact for fact in self.non_private if fact.startswith(GIVEN)]
+
+    @property
+    def outside(self) -> str:
+        """What is outside the guarantee, in one line."""
+        return "; ".join(self.uncovered) or NOTHING
 
     @property
     def slack(self) -> Slack:
@@ -273,6 +294,7 @@ def ledger_head(plan: Plan, *, config_sha256: str, key_seal: str) -> dict[str, A
         "key_seal": key_seal,
         "config_sha256": config_sha256,
         **({"before": before} if before else {}),
+        **({} if plan.uncovered else {"outside": NOTHING}),
     }
 
 
@@ -298,6 +320,13 @@ def claimed_phases(
     return [*released, (event, left)]
 
 
+def private_fields(plan: Plan) -> list[str]:
+    """Fields of `summary.json` that are for the owner of the run alone: counts and losses."""
+    counts = ["num_examples"] if plan.num_examples is None else []
+    losses = [] if plan.evaluations else ["initial_eval_loss", "final_eval_loss"]
+    return [*counts, "gradients_computed", "wall_seconds", *losses]
+
+
 def claimed_fields(plan: Plan, epsilon: float, chain: str) -> dict[str, Any]:
     """Fields of `summary.json` about the guarantee; they follow from plan and ledger.
 
@@ -305,10 +334,10 @@ def claimed_fields(plan: Plan, epsilon: float, chain: str) -> dict[str, Any]:
       epsilon: that of `claimed_phases`.
       chain: last hash of the ledger's chain.
     """
-    realised = "gradients_computed and wall_seconds (sizes of the draws)"
     return {
         **plan.as_dict(),
-        "non_private": [*plan.non_private, realised],
+        "outside": plan.outside,
+        "private_fields": private_fields(plan),
         "epsilon": to_json(epsilon),
         "epsilon_holds": plan.epsilon_holds,
         "adjacency": plan.compared,

@@ -18,6 +18,7 @@ from fedsim.config import (
     Algorithm,
     PrivacyConfig,
     RunConfig,
+    default_delta,
 )
 from fedsim.els import ELS
 from fedsim.errors import expect
@@ -182,7 +183,7 @@ def make_plan(
     plan = Plan(
         algorithm=algorithm,
         num_users=users.num_users,
-        num_examples=users.num_examples,
+        num_examples=public_examples(privacy, users),
         num_units=method.sampler.num_units,
         num_steps=privacy.num_steps,
         budget=privacy.batch_size,
@@ -212,6 +213,12 @@ def make_plan(
     wanted = f"a smaller one, or inf: the slack of its noise, {part:.1g}, is all of delta"
     expect("epsilon", plan.target_epsilon, part < plan.delta, wanted)
     return plan
+
+
+def public_examples(privacy: PrivacyConfig, users: Users) -> int | None:
+    """The number of texts if the guarantee takes it as public; else None."""
+    hidden = privacy.adjacency == ZERO_OUT and graph_of(users) is None
+    return None if hidden else users.num_examples
 
 
 def _noise_for(privacy: PrivacyConfig, noise_multiplier: float) -> AnyNoise:
@@ -297,8 +304,8 @@ def evaluations_of(
 
 
 def delta_of(num_users: int, delta: float | None) -> float:
-    """delta of evaluations of num_users held-out users: N^-1.1, or the run's if that is smaller."""
-    return min(num_users**-1.1, delta or 1.0)
+    """delta of evaluations of held-out users: their default, or the run's if that is smaller."""
+    return min(default_delta(num_users), delta or 1.0)
 
 
 def noise_of(epsilon: float, delta: float, count: int = 1) -> tuple[float, tuple[float, float]]:

@@ -20,7 +20,7 @@ from fedsim.data import NATS_PER_TOKEN, name_of_source
 from fedsim.errors import FedsimError
 from fedsim.files import read_json
 from fedsim.noise import predicted_error
-from fedsim.plan import PROTECTS, PUBLIC, Plan
+from fedsim.plan import GIVEN, NOTHING, PROTECTS, PUBLIC, Plan
 from fedsim.run import directory, ledger, loggers, metrics
 from fedsim.run.directory import Busy, StoredRun
 from fedsim.run.terminal import (
@@ -189,7 +189,10 @@ class Console(Terminal):
         """
         self.rows(plan_rows(plan, workers, run, verbose=self.verbose))
         for fact in plan.non_private:
-            self.note(fact if fact.startswith(PUBLIC) else f"not private: {fact}")
+            named = fact.startswith((PUBLIC, GIVEN))
+            self.note(fact if named else f"not private: {fact}")
+        if not plan.uncovered:
+            self.note(NOTHING)
 
     @contextmanager
     def steps(self, first: int, last: int) -> Iterator[Show]:
@@ -303,7 +306,7 @@ def plan_rows(
     prob, expected = at_least(plan.sampling.prob, ".3g"), f"{plan.expected_count:,} {unit}s"
     return [
         ("algorithm", f"DP-SGD-{plan.algorithm.upper()}: {drawn}"),
-        ("data", f"{plan.num_users:,} users, {plan.num_examples:,} examples"),
+        ("data", f"{plan.num_users:,} users" + _examples(plan)),
         *shared_rows(plan),
         ("step", f"{expected} on average, each with probability {prob}"),
         ("per user", _per_user(plan)),
@@ -321,6 +324,10 @@ def plan_rows(
         ),
         ("workers", f"{workers.describe()}; a step is cut in {workers.num_lanes} parts"),
     ]
+
+
+def _examples(plan: Plan) -> str:
+    return "" if plan.num_examples is None else f", {plan.num_examples:,} examples"
 
 
 def _per_user(plan: Plan) -> str:

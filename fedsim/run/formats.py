@@ -61,6 +61,8 @@ class Head:
     config_sha256: str = ""
     """sha256 of config.json."""
     before: list[GroupSizeChoice] = dataclasses.field(default_factory=list)
+    outside: Literal["", "nothing outside the guarantee"] = ""
+    """Empty if the plan lists what the guarantee does not cover."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,11 @@ class Summary:
     final_eval_loss: Loss | None = None
     """Loss on held-out users, in `loss_unit`; nan if not evaluated after the last step."""
     initial_eval_loss: Loss | None = None
+    outside: str = ""
+    """What the guarantee does not cover, or that there is nothing."""
+    private_fields: list[str] = dataclasses.field(default_factory=list)
+    """Fields of this file that have no noise and are not to be published."""
+    num_examples: int | None = None
     loss_unit: str = "nats per token"
     """nats per token or nats per byte; empty for a task of the user's own."""
     slack: Distance | None = None

@@ -25,4 +25,5 @@ from .private_evaluation import (
     largest_loss as largest_loss,
     user_losses as user_losses,
 )
+from .strict import footnotes as footnotes
 from .trainer import Trainer as Trainer

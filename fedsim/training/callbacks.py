@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fedsim.errors import ConfigError, expect
-from fedsim.plan import Plan
-from fedsim.run import REALISED, may_leave
+from fedsim.plan import Plan, private_fields
+from fedsim.run import may_leave
 
-LOSSES = ("initial_eval_loss", "final_eval_loss")
-"""Fields of a summary that have noise only with evaluations that have it."""
 EVENTS = ("on_run_begin", "on_step", "on_evaluate", "on_checkpoint", "on_run_end")
 
 
@@ -157,7 +155,7 @@ class Calls:
 
     def end(self, summary: Mapping[str, Any]) -> None:
         """The run has ended."""
-        hidden = {*REALISED, *(() if self._plan.evaluations else LOSSES)}
+        hidden = private_fields(self._plan)
         public = {name: value for name, value in summary.items() if name not in hidden}
         for callback in self._callbacks:
             callback.on_run_end(dict(summary if callback.reads_non_private else public))

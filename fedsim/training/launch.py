@@ -5,7 +5,6 @@ on top.
 """
 
 import dataclasses
-import itertools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,7 @@ import optax
 from fedsim.clipping import Strategy
 from fedsim.config import Algorithm, EngineConfig, PrivacyConfig, RunConfig
 from fedsim.engine import TRIAL_UNITS, Engine, Task, place_workers, versions
-from fedsim.errors import ConfigError, expect
+from fedsim.errors import ConfigError
 from fedsim.plan import Plan, method_for
 from fedsim.run import Console, directory, duration, expect_loggers, receivers
 from fedsim.training.callbacks import Callback
@@ -56,6 +55,7 @@ def train(
       LedgerError: a ledger is damaged or locked.
     """
     privacy = runnable(privacy, run)
+    held_out = held_out and not (run.strict and privacy.eval_epsilon is None)
     if trial or not count:  # nobody else may learn how many trials there are
         sending = receivers(run)
         run = dataclasses.replace(run, log_to=[name for name in run.log_to if name not in sending])
@@ -109,16 +109,10 @@ def dry_run(
     Raises: ConfigError, EngineError: as in a training.
     """
     privacy = runnable(privacy, run)
-    share = privacy.group_size_epsilon
-    counts = "none in a dry run, which pays for no draw: --group-size sets the group size"
-    expect("group_size_epsilon", share, share is None, counts)
     with open_run(algorithm, privacy, run, console) as opened:
-        plan, method, _, _, engine, task, params, strategy, _ = plan_run(opened, dry_run=True)
-        rows = next(rows for rows in map(method.draw, itertools.count()) if len(rows))
+        plan, _, _, _, engine, task, params, strategy, _ = plan_run(opened, dry_run=True)
         update, averaged = update_of(opened.run, plan.num_steps), bool(opened.run.ema)
-        estimate = cost(
-            engine, task, rows, params, plan, strategy, update, config, averaged=averaged
-        )
+        estimate = cost(engine, task, params, plan, strategy, update, config, averaged=averaged)
         console.rows(cost_rows(estimate))
         return {**plan.as_dict(), **estimate}
 
@@ -126,7 +120,6 @@ def dry_run(
 def cost(
     worker: Engine,
     task: Task,
-    rows: np.ndarray,
     params: Any,
     plan: Plan,
     strategy: Strategy,
@@ -135,17 +128,18 @@ def cost(
     *,
     averaged: bool,
 ) -> dict[str, Any]:
-    """Estimate seconds and bytes of the steps of a plan from a trial in this process.
+    """Estimate seconds and bytes of the steps of a plan from a trial on made-up rows here.
 
     Args:
       worker: engine of this process, with its task.
-      rows: rows of a step that has units; the first few are tried.
       config: the engine to estimate for; its workers are assumed to be like this process.
       averaged: the run also keeps an average of the parameters.
     Returns: num_workers; step_seconds, seconds; worker_bytes, driver_bytes.
     Raises: ConfigError: not even a few units fit in memory here.
     """
-    rows, state = rows[:TRIAL_UNITS], jax.eval_shape(transformation.init, params)
+    units = min(TRIAL_UNITS, plan.expected_count)
+    rows = np.arange(units * plan.budget // plan.expected_count).reshape(units, -1)
+    state = jax.eval_shape(transformation.init, params)
     workers, devices = _workers(config)
     (trial,) = worker.try_strategies(params, rows, plan.clip, [strategy])
     if trial.fault is not None:

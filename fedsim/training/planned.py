@@ -11,14 +11,21 @@ from typing import Any, NamedTuple
 
 from fedsim.budget import GROUP_SIZE, Applicant, count_at_once, shortened
 from fedsim.clipping import Clip, Strategy, num_coordinates
-from fedsim.config import UPDATE, Algorithm, EngineConfig, PrivacyConfig, RunConfig
-from fedsim.data import Dataset
+from fedsim.config import (
+    UPDATE,
+    Algorithm,
+    EngineConfig,
+    PrivacyConfig,
+    RunConfig,
+    default_delta,
+)
 from fedsim.els import ELS
 from fedsim.engine import AUTO, Engine, Task, choose_strategy, versions
 from fedsim.errors import expect
 from fedsim.files import cache_dir
 from fedsim.noise import predicted_error
 from fedsim.plan import (
+    GIVEN,
     REPRODUCTION,
     AllocatedSampling,
     CorrelatedNoise,
@@ -38,6 +45,7 @@ from fedsim.plan import (
     planned_phases,
     sharing,
     why_not,
+    with_group_size,
 )
 from fedsim.run import StoredRun, directory, model_name, not_covered, receivers
 from fedsim.training import callbacks as calls
@@ -45,6 +53,7 @@ from fedsim.training.callbacks import Callback
 from fedsim.training.open import OpenRun, wait_for
 from fedsim.training.optimizers import Noise, settled
 from fedsim.training.private_evaluation import Counted
+from fedsim.training.strict import expect_nothing_outside, expect_strict
 from fedsim.uls import ULS
 
 NOTHING_PROMISED = (
@@ -97,7 +106,8 @@ def plan_run(
     algorithm, users, console = opened.algorithm, opened.data.train, opened.console
     assert isinstance(opened.settings, PrivacyConfig), "of pre-training there is no plan"
     pays = counted and not dry_run
-    privacy, non_private = _complete(opened, opened.settings, pays=pays)
+    expect_strict(opened, callbacks)
+    privacy, non_private = _complete(opened, opened.settings, pays=pays, dry_run=dry_run)
     non_private += [*not_covered(opened.run), *calls.facts(callbacks)]
     method = method_for(algorithm, privacy, users, opened.key)
     kind = "train" if opened.plant is None else "audit"
@@ -120,6 +130,8 @@ def plan_run(
                 trial=trial,
             )
         _warn(opened, plan, applicant if counted else None)
+    if opened.run.strict:
+        expect_nothing_outside(plan)
     phases = planned_phases(plan, method)
     expect_affordable(plan, phases)
     entry = applicant.entry(opened.key.seal("ledger"), phases, plan.slack, plan.label)
@@ -131,29 +143,40 @@ def plan_run(
     opened.run = run = settled_by(plan, opened.stored, opened.run, fresh=fresh)
     console.plan(plan, engine, run)
     console.rows(logger_rows(run))
-    strategy, why = _strategy(opened, engine, params, method, plan)
+    strategy, why = _strategy(opened, engine, params, plan)
     in_ledger = in_ledger if counted else None
     return PlannedRun(plan, method, privacy, in_ledger, engine, task, params, strategy, why)
 
 
 def _complete(
-    opened: OpenRun, privacy: PrivacyConfig, *, pays: bool
+    opened: OpenRun, privacy: PrivacyConfig, *, pays: bool, dry_run: bool
 ) -> tuple[PrivacyConfig, list[str]]:
     """The completed settings, and a line for each fact that the guarantee does not cover.
 
     A private group size is paid for before it is drawn, and the run is refused before that if it
     can be refused without the draw.
-    Args: pays: the draw is counted in the budget ledger.
+    A resumed run draws nothing again: it has the delta, group size and bands of its plan.
+    Args:
+      pays: the draw is counted in the budget ledger.
+      dry_run: nothing may be drawn.
     """
     algorithm, run, stored, pay = opened.algorithm, opened.run, opened.stored, None
-    if stored is None:
+    plan = stored.plan if stored else None
+    if plan is not None:
+        kept = {"delta": plan.delta, "group_size": plan.group_size, "group_size_epsilon": None}
+        privacy = dataclasses.replace(privacy, **kept)
+    else:
         expect_enough_users(opened.data.train.num_users, privacy.epsilon)
-    if privacy.group_size_epsilon is not None and pays and stored is None:
+        privacy = with_group_size(algorithm, privacy, opened.data.train)
+    if privacy.group_size_epsilon is not None:
+        counts = "a value in a dry run, which pays for no draw; a run draws one privately"
+        expect("group_size", None, not dry_run, counts)
         opened.start_engine()
-        pay = functools.partial(_pay, opened, privacy)
+        pay = functools.partial(_pay, opened, privacy) if pays else None
     completed, non_private = complete(algorithm, privacy, opened.data, key=opened.key, pay=pay)
-    if stored and stored.plan:  # of versions that might choose otherwise
-        completed = dataclasses.replace(completed, bands=stored.plan.sampling.bands_given)
+    if plan is not None:
+        share, bands = plan.group_size_epsilon, plan.sampling.bands_given
+        completed = dataclasses.replace(completed, group_size_epsilon=share, bands=bands)
     expect_local_steps(run, completed.group_size if algorithm == Algorithm.ULS else None)
     own_task = opened.source is not None
     not_covered = outside(run, fresh_model=opened.model is None, own_task=own_task)
@@ -214,13 +237,15 @@ def _new_plan(
 
 def _warn(opened: OpenRun, plan: Plan, applicant: Applicant | None) -> None:
     """Show warnings before the first step. Args: applicant: None: the run is not counted."""
-    assert isinstance(opened.settings, PrivacyConfig)
-    warnings = warnings_of(plan, opened.data, default_delta=opened.settings.delta is None)
-    warnings += filter(None, [opened.data.cut_off()])
+    warnings = warnings_of(plan)
+    if opened.data.eval_users is None and not opened.run.strict:
+        warnings.append("no users are held out, so there will be no held-out loss")
     if applicant and not plan.guarantee:
         warnings.append(NOTHING_PROMISED.format(why_not(plan.label), applicant.place))
     for warning in warnings:
         opened.console.warn(warning)
+    if cut := opened.data.cut_off():
+        opened.console.note(cut)
 
 
 def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
@@ -263,11 +288,8 @@ def _held_out_seal(opened: OpenRun) -> str:
     return "" if held_out is None else opened.key.seal(held_out.fingerprint)
 
 
-def _strategy(
-    opened: OpenRun, engine: Engine, params: Any, method: ELS | ULS, plan: Plan
-) -> tuple[Strategy, str]:
+def _strategy(opened: OpenRun, engine: Engine, params: Any, plan: Plan) -> tuple[Strategy, str]:
     """The clipping strategy and the reason for it, with progress on the console."""
-    units = plan.num_steps * plan.expected_count
     what = "compiling, and timing gradient methods"
     with opened.console.phase(what) as phase:
         return strategy_for(
@@ -275,29 +297,21 @@ def _strategy(
             opened.stored,
             engine,
             params,
-            method,
+            (plan.expected_count, plan.budget // plan.expected_count),
             plan.clip,
-            num_units=units,
+            num_steps=plan.num_steps,
             heard=phase.at,
         )
 
 
-def warnings_of(plan: Plan, data: Dataset, *, default_delta: bool = False) -> list[str]:
-    """Warnings about plans that are valid but probably not intended.
-
-    Args: default_delta: delta was left to its default.
-    """
+def warnings_of(plan: Plan) -> list[str]:
+    """Warnings about plans that are valid but probably not intended."""
     warnings = []
     users, noise = plan.num_users, plan.gradient_noise_multiplier
     if noise and plan.delta > 1 / users:
         warnings.append(
             f"delta={plan.delta:g} is above 1/{users}: it allows publishing all texts of one of "
-            f"{users:,} users; the default is {users**-1.1:.2g}"
-        )
-    elif noise and default_delta:
-        warnings.append(
-            f"delta {plan.delta:.2g}, the default for {users:,} users, allows leaking one user's "
-            f"texts with probability up to {plan.delta * users:.2g}. For a release use --delta 1e-6"
+            f"{users:,} users; the default is {default_delta(users):.2g}"
         )
     if noise > plan.expected_count:
         unit = "examples" if plan.algorithm == Algorithm.ELS else "users"
@@ -310,22 +324,17 @@ def warnings_of(plan: Plan, data: Dataset, *, default_delta: bool = False) -> li
     elif noise and (error := plan.noise.predicted_error) is not None:
         on_sums = error / plan.expected_count
         warnings += doubt(noise_ratio(on_sums, plan.num_parameters, plan.num_steps), users)
-    if data.eval_users is None:
-        warnings.append("no users are held out, so there will be no held-out loss")
     return warnings
 
 
 def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> list[str]:
     """Facts that the guarantee does not cover, from the settings that cannot change it."""
-    before = f"the texts that model={model_name(run.model.source)} was trained on"
+    model = model_name(run.model.source)
+    before = f"{GIVEN}model={model}, with all texts that it was trained on before"
     facts = [] if fresh_model else [before]
     if own_task:
         facts.append("the task's own code: its first parameters, and how it makes rows of texts")
-    timed = (
-        "which gradient method was fastest (it was timed on real data; --strategy scan:1 avoids "
-        "this)"
-    )
-    return [*facts, timed] if run.engine.strategy == AUTO else facts
+    return facts
 
 
 def logger_rows(run: RunConfig) -> list[tuple[str, str]]:
@@ -373,7 +382,7 @@ def strategy_for(
     stored: StoredRun | None,
     workers: Engine,
     params: Any,
-    method: ELS | ULS,
+    units: tuple[int, int],
     clip: Clip,
     **options: Any,
 ) -> tuple[Strategy, str]:
@@ -381,11 +390,10 @@ def strategy_for(
 
     Args:
       stored: the run as it was started; None if it is new.
-      options: num_units and heard, as for `choose_strategy`.
+      units: expected number of units of a step, and rows of each.
+      options: num_steps and heard, as for `choose_strategy`.
     """
     if stored:
         return Strategy.parse(stored.strategy["name"]), "as the run was started"
     remembered = cache_dir() / "strategies"
-    return choose_strategy(
-        workers, params, method.draw(0), clip, config.strategy, remembered, **options
-    )
+    return choose_strategy(workers, params, *units, clip, config.strategy, remembered, **options)

@@ -60,6 +60,7 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
     transformation = update_rule(run, rate)
     rank = run.model.lora_rank
     expect("lora_rank", rank, rank == 0, "0: pre-training is of whole models")
+    expect("strict", run.strict, not run.strict, "false: pre-training has no guarantee")
     expect("spend_rest", run.spend_rest, not run.spend_rest, "nothing: pre-training has no noise")
     expect("limit_epsilon", run.limit_epsilon, run.limit_epsilon is None, "nothing: it has none")
     expect("local_steps", run.local_steps, run.local_steps == 1, "1: there are no users")

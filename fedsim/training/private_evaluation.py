@@ -25,7 +25,7 @@ import numpy as np
 
 from fedsim.accounting import Event, StepEvent
 from fedsim.budget import Applicant, Entry, Limit, admitted, place_of
-from fedsim.config import ZERO_OUT, RunConfig
+from fedsim.config import ZERO_OUT, RunConfig, default_delta
 from fedsim.data import Dataset, UserStore
 from fedsim.engine import Engine
 from fedsim.errors import ConfigError, FileDamaged, expect
@@ -170,7 +170,8 @@ class PrivateEvaluation:
     epsilon: float
     """Cost for each user of the split. > 0."""
     delta: float | None = None
-    """delta of this epsilon. In (0, 1). Default: N^-1.1 for the N users of the split."""
+    """delta of this epsilon. In (0, 1). Default: as in training, for the
+    users of the split."""
     split: Literal["eval_users", "eval_examples", "test"] = "eval_users"
     loss_bound: float | None = None
     """L: bound at which losses are cut off, in nats per token. > 0. Default: the loss of a uniform
@@ -198,7 +199,7 @@ def evaluate_privately(
         raise ConfigError.of("split", how.split, "a split that the data have")
     expect("split", how.split, store.num_users > 1, "a split with two users at least")
     expect("split", how.split, graph_of(store) is None, "texts with one owner each")
-    delta = store.num_users**-1.1 if how.delta is None else how.delta
+    delta = default_delta(store.num_users) if how.delta is None else how.delta
     sigma, part = noise_of(how.epsilon, delta)
     most = how.loss_bound or largest_loss(store.vocab_size)
     key, out = SecretKey.create(), (run.run_dir / AFTERWARDS / secrets.token_hex(4)).absolute()

@@ -49,7 +49,7 @@ from fedsim.training.optimizers import (
     Diverged,
     averaged,
     diverged,
-    is_finite,
+    largest_of,
     update_of,
     updater,
 )
@@ -57,6 +57,7 @@ from fedsim.training.planned import PlannedRun
 from fedsim.training.private_evaluation import begin_noisy_evaluate
 
 MOST_LOSS = 1000.0  # times the first one, or nats: nothing comes of a training beyond
+MOST_GROWTH = 100.0  # times the largest parameter at the start, or 1; likewise
 
 
 class Trainer:
@@ -98,6 +99,7 @@ class Trainer:
         evaluations = self.plan.evaluations
         every = evaluations.every if evaluations else self.run.eval_every
         self.eval_every = every or max(1, self.plan.num_steps // 10)
+        self.most_param = MOST_GROWTH * max(1.0, float(largest_of(self.params)))
         self.transformation = update_of(self.run, self.plan.num_steps)
         self.update = updater(self.transformation)
 
@@ -214,8 +216,9 @@ class Trainer:
             metrics.log(step, values)
             self.calls.evaluated(step, values)
             most = MOST_LOSS * max(1.0, state.initial_eval_loss) if step else math.inf
-            # The loss of held-out users: this looks at no text of the training users.
-            loss = values.get(VALIDATION["eval_users"], 0.0)
+            # When a run ends is public, so only a loss that is released may end it.
+            released = self.plan.evaluations is not None or not self.plan.noise_multiplier
+            loss = values.get(VALIDATION["eval_users"], 0.0) if released else 0.0
             if not loss <= most:  # also for nan
                 raise self._diverged(step, f"the loss is {loss:g}")
             for copy in (state, then):
@@ -259,8 +262,9 @@ class Trainer:
                 noise, unit = self.plan.strategy, clip.sensitivity / self.plan.expected_count
                 self.plant.watch(grad, unit, noise and noise.coefficients)
             state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
-            if not is_finite(state.params):
-                raise self._diverged(step, "the parameters are not finite")
+            largest = float(largest_of(state.params))
+            if not largest <= self.most_param:  # also for nan
+                raise self._diverged(step, f"the largest parameter is {largest:g}")
         else:
             state.lost_steps += 1
         state.step, state.chain = step, ledger.chain_after(step)
@@ -279,7 +283,7 @@ class Trainer:
         }
 
     def _diverged(self, step: int, what: str) -> Diverged:
-        """The error of a diverged run. Its reason is released already, or about held-out users."""
+        """The error of a diverged run, whose reason is released already."""
         epsilon = claimed_epsilon(self.run.run_dir, self.plan)
         spent = (
             f"epsilon {at_most(epsilon + self.plan.slack.epsilon, '.4f')} is spent"
@@ -399,6 +403,7 @@ class Trainer:
         return {
             **claimed_fields(self.plan, epsilon, chain),
             **results(vars(state)),
+            "num_examples": self.data.train.num_examples,
             "loss_unit": self.data.loss_unit,
             "host": self.host,
         }

@@ -9,8 +9,7 @@ from typing import Any
 from fedsim import accounting
 from fedsim.accounting import StepEvent, at_least, at_most
 from fedsim.budget import Books, BudgetLedger, Charge, Entry, Limit, books, hold, union
-from fedsim.config import to_json
-from fedsim.errors import expect
+from fedsim.config import default_delta, to_json
 from fedsim.plan import why_not
 from fedsim.run import aligned
 from fedsim.trust.pages import Chart, Series, write
@@ -33,7 +32,7 @@ def budget(
     Args:
       place: directory of the ledger of the data.
       ids: of the users; None for all users in the ledger.
-      delta: of the epsilons; None for N^-1.1 with N users.
+      delta: of the epsilons; None for the default of runs.
       limit_epsilon: a limit to set for these users.
       out: directory for budget.html and budget.md; None for no files.
 
@@ -41,7 +40,7 @@ def budget(
       The JSON object of `fedsim budget`.
 
     Raises:
-      ConfigError: the ledger cannot be written, or delta is missing and there is one user.
+      ConfigError: the ledger cannot be written.
       LedgerError, FileDamaged: the ledger was changed.
     """
     with hold(place) as ledger:
@@ -50,7 +49,7 @@ def budget(
             num_users = len(ids)
         else:
             num_users = len(union([ledger.users_of(each.entry.users) for each in accounts.charges]))
-        delta = _delta(num_users) if delta is None else delta
+        delta = default_delta(num_users) if delta is None else delta
         if limit_epsilon is not None:
             users = None if ids is None else ledger.save_users(ledger.users(ids))
             ledger.limit(Limit(limit_epsilon, delta, users))
@@ -59,12 +58,6 @@ def budget(
     if out is not None:
         result |= write(out, NAME, "budget.md.jinja", **compose(result))
     return result
-
-
-def _delta(num_users: int) -> float:
-    """N^-1.1, the default of runs, too."""
-    expect("delta", None, num_users > 1, f"a value: N^-1.1 takes two users, and N is {num_users}")
-    return num_users**-1.1
 
 
 def _found(ledger: BudgetLedger, accounts: Books, num_users: int, delta: float) -> dict[str, Any]:

@@ -165,6 +165,11 @@ class CanaryTask(WrappedTask):
             pull = np.where(rows >= 0, self.pulls[rows], np.float32(0))
         return {"inner": self.inner.read(split, rows), "canary": canary, "pull": pull}
 
+    def made_up(self, rows: np.ndarray) -> dict[str, Any]:
+        """The inner task's rows, none of which is a canary's."""
+        nobody, pull = np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.float32)
+        return {"inner": self.inner.made_up(rows), "canary": nobody, "pull": pull}
+
     def nats(self, params: Any, batch: Any, *frozen: Any) -> tuple[jax.Array, jax.Array]:
         """The inner task's losses and predictions."""
         return self.inner.nats(params, batch["inner"], *frozen)

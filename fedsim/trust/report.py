@@ -127,7 +127,7 @@ def compose(released: Released, *, public: bool = False) -> dict[str, Any]:
         "public": public,
         "settings": _settings(released, public),
         "summary": summary,
-        "losses": _losses(released, summary or {}, public),
+        "losses": _losses(released, summary or {}),
         "fingerprints": _fingerprints(released),
         "commands": _commands(released, public),
     }
@@ -170,14 +170,13 @@ def _in_brackets(released: Released) -> str:
     return f" ({released.label})" if released.label else ""
 
 
-def _losses(released: Released, summary: dict[str, Any], public: bool) -> list[tuple[str, Any]]:
-    """Losses on held-out users, by their names with what protects them."""
+def _losses(released: Released, summary: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Losses on held-out users, by their names; only those with noise."""
     plan = released.plan
-    if public and plan.evaluations is None:
+    if plan.evaluations is None:
         return []
-    noise = "with noise" if plan.evaluations else "without noise: not protected"
     others = ", and other owners of them are trained on" if plan.shared else ""
-    about = f"({held_out(released)}, {noise}{others})"
+    about = f"({held_out(released)}, with noise{others})"
     names = ("initial_eval_loss", "final_eval_loss")
     return [(f"{n} {about}", summary[n]) for n in names if summary.get(n, "nan") != "nan"]
 
@@ -288,7 +287,7 @@ def registry_entry(released: Released) -> dict[str, Any] | None:
             "dp_variant": {
                 "variant_name": "Approximate DP",
                 "data_domain": f"All texts of {plan.num_users:,} users, each an id in the data.",
-                "unprotected_quantities": "; ".join(plan.non_private) or "None.",
+                "unprotected_quantities": plan.outside,
             },
             "privacy_loss": _privacy_loss(released),
             "deployment_model": _model(),

@@ -15,22 +15,27 @@ from typing import Any
 from fedsim import keys
 from fedsim.accounting import at_most
 from fedsim.clipping import Strategy
+from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.data import SUMS
 from fedsim.els import ELS
 from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged, expect
 from fedsim.files import read_json
 from fedsim.keys import SecretKey
 from fedsim.plan import (
+    NOTHING,
     AllocatedSampling,
     Audit,
     Plan,
     claimed_fields,
     claimed_phases,
     method_for,
+    private_group_size,
     sharing,
+    with_group_size,
 )
 from fedsim.run import Console, LedgerError, apart, checkpoint, directory, ledger, metrics, results
 from fedsim.shared_uls import SharedULS
+from fedsim.training import footnotes
 from fedsim.trust.evidence import (
     TOLERANCE,
     Check,
@@ -57,6 +62,9 @@ from fedsim.trust.published import check_folder, is_folder, plan_in
 from fedsim.trust.replay import replay
 from fedsim.uls import ULS
 
+LATER = ("outside", "private_fields")
+"""Fields of a summary that earlier versions did not write; OF_SUMMARY is a fact that they did."""
+OF_SUMMARY = "gradients_computed and wall_seconds (sizes of the draws)"
 SHOWN = ("privacy/", "comparison_only/")
 UNPROTECTED = (metrics.FILE, "progress.json", "tb/")
 ELSEWHERE = "; if they are elsewhere now, say so with --data"
@@ -213,8 +221,12 @@ def _summary(evidence: Evidence) -> str:
     if (claimed := directory.summary_of(evidence.run_dir)) is None:
         raise Unknown("the run has not ended: nothing is claimed yet")
     for name, value in _claims(evidence):
+        if name in LATER and name not in claimed:
+            continue
         demand(name in claimed, f"{path}: expected {name}")
         stated = claimed[name]
+        if name == "non_private":
+            stated = [fact for fact in stated if fact != OF_SUMMARY]
         if name == "epsilon" and isinstance(value, float) and isinstance(stated, float):
             same = math.isclose(stated, value, rel_tol=TOLERANCE)
         else:
@@ -287,15 +299,35 @@ def _data(evidence: Evidence) -> str:
     if how is not None:
         same = held_out is not None and key.seal(held_out.fingerprint) == how.seal
         demand(same, f"{where}: other held-out users than at the start{ELSEWHERE}")
-    counts = (users.num_users, users.num_examples)
-    planned = (evidence.plan.num_users, evidence.plan.num_examples)
-    demand(counts == planned, f"{where}: {counts} users, examples, not {planned}")
+    counts = {"num_users": users.num_users, "num_examples": users.num_examples}
+    for name, count in counts.items():
+        if (planned := getattr(evidence.plan, name)) is not None:
+            demand(count == planned, f"{where}: {name}={count}: not {planned}")
     evidence.users = users
     path = evidence.dataset.path
     sealed = path is None or (path / SUMS).exists()
     but = "" if sealed else f", but tokenizer and metadata: there is no {SUMS}"
-    counted = f"{users.num_users:,} users, {users.num_examples:,} examples"
-    return f"{counted}, every byte as it was{but}"
+    return f"{users.num_users:,} users, every byte of their texts as it was{but}"
+
+
+def _outside(evidence: Evidence) -> str:
+    """Nothing is outside the guarantee but what the plan names: settings, key and data are read."""
+    plan, privacy, users = evidence.plan, evidence.privacy, evidence.users
+    seeded = evidence.key.seed is not None
+    found = footnotes(privacy, evidence.run, evidence.dataset, seeded=seeded)
+    outside = [f"{field}={value}" for field, value, _ in found]
+    if plan.group_size_epsilon is not None:
+        drawn = private_group_size(_completed(evidence), users, evidence.key)
+        same = plan.group_size == drawn
+        demand(same, f"group_size={plan.group_size}: the key draws {drawn} as the private median")
+    elif plan.algorithm == Algorithm.ELS and privacy.group_size is None:
+        default = with_group_size(plan.algorithm, privacy, users)
+        if default.group_size_epsilon is not None or default.group_size != plan.group_size:
+            outside.append(f"group_size={plan.group_size}, which is neither private nor a default")
+    if plan.uncovered:
+        return f"named in the plan: {plan.outside}"
+    demand(not outside, f"{', '.join(outside)}: expected {NOTHING}, as the plan says")
+    return NOTHING
 
 
 def _where(evidence: Evidence) -> str:
@@ -321,18 +353,23 @@ def _owners(evidence: Evidence) -> str:
         most, cap = most_entered(method.groups, users.offsets, owners), plan.shared.max_changed
         what = "groups of others"
     demand(most <= cap, f"{most} {what} for one user: expected at most {cap}")
-    share = plan.shared.left_out / plan.num_examples
+    share = plan.shared.left_out / users.num_examples
     return f"at most {most} {what} for any one user, of {cap}; {share:.1%} of the texts left out"
 
 
 def _method(evidence: Evidence, drawing: SecretKey) -> ELS | ULS:
     """The algorithm, as the run used it to draw units."""
+    privacy = _completed(evidence)
+    return method_for(evidence.plan.algorithm, privacy, evidence.users, evidence.key, drawing)
+
+
+def _completed(evidence: Evidence) -> PrivacyConfig:
+    """The settings with the defaults that the plan has."""
     plan = evidence.plan
     changes = {"delta": plan.delta, "group_size": plan.group_size, "batch_size": plan.budget}
-    changes |= {"bands": plan.sampling.bands_given}
+    changes |= {"group_size_epsilon": plan.group_size_epsilon, "bands": plan.sampling.bands_given}
     changes |= {"participations": getattr(plan.sampling, "participations", None)}
-    privacy = dataclasses.replace(evidence.privacy, **changes)
-    return method_for(plan.algorithm, privacy, evidence.users, evidence.key, drawing)
+    return dataclasses.replace(evidence.privacy, **changes)
 
 
 def _draws(evidence: Evidence) -> str:
@@ -363,6 +400,7 @@ LOOKS: list[tuple[str, Callable[[Evidence], str]]] = [
     ("key", _key),
     ("budget", _budget),
     ("data", _data),
+    ("outside", _outside),
     ("owners", _owners),
     ("draws", _draws),
 ]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fedsim import accounting
 from fedsim.accounting import Phases, SelectionEvent, StepEvent, at_most, calibration, spent
+from fedsim.config import Algorithm
 from fedsim.data import Dataset
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
@@ -105,6 +106,8 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         expect("epsilon", privacy.epsilon, math.isfinite(privacy.epsilon), "a finite one")
         share = privacy.group_size_epsilon
         expect("group_size_epsilon", share, share is None, "none in a private selection")
+        given = privacy.group_size is not None or job.algorithm == Algorithm.ULS
+        expect("group_size", None, given, "a number in a private selection of els")
         for_trial = privacy.eval_epsilon
         none = "none of a trial, but of the selection"
         expect("eval_epsilon", for_trial, for_trial is None, none)
@@ -186,7 +189,7 @@ def sentences(priced: Priced, candidates: int, how: Selection) -> list[str]:
         "for every training user.",
         f"By private selection it costs {selected}, with every candidate trained once and all of "
         f"them released {every}, and one alone {one}.",
-        f"Not covered by the guarantee: {'; '.join(priced.non_private)}.",
+        f"Not covered by the guarantee: {'; '.join(priced.non_private) or 'nothing'}.",
     ]
     if priced.evaluations is None:
         said.append(

@@ -101,7 +101,7 @@ def test_an_evaluation_is_counted_for_those_whose_texts_it_is_of(
     code, first = evaluated(run, capsys, "--epsilon", 2)
     assert code == 0 and 0 < first["loss"] < 2 * first["loss_bound"]
     size = Dataset.open(data).eval_users.num_users
-    assert first["delta"] == pytest.approx(size**-1.1)
+    assert first["delta"] == 1e-6
     assert first["stddev"] == first["noise_multiplier"] * first["loss_bound"] / 2 / size
     spent = accounting.epsilon(
         [(accounting.StepEvent(first["noise_multiplier"], 1.0), 1)], first["delta"]
@@ -131,11 +131,11 @@ def test_an_evaluation_over_the_limit_is_refused_before_it_is_made(
 ):
     run, data = trained
     monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
-    main(["budget", str(data), "--limit-epsilon", "3", "--delta", "0.01"])
+    main(["budget", str(data), "--limit-epsilon", "2.5", "--delta", "1e-6"])
     assert evaluated(run, capsys, "--epsilon", 2)[0] == 0
     kept = sorted((run / "evaluations").iterdir())
     code, said = evaluated(run, capsys, "--epsilon", 2)
-    assert code == 2 and "limit_epsilon=3: expected a run that fits" in said
+    assert code == 2 and "limit_epsilon=2.5: expected a run that fits" in said
     code, said = evaluated(run, capsys, "--epsilon", 0.1, "--limit-epsilon", 0.5)
     assert code == 2 and "limit_epsilon=0.5: expected a run that fits" in said
     assert sorted((run / "evaluations").iterdir()) == kept

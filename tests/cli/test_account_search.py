@@ -135,6 +135,20 @@ def test_a_target_far_above_what_can_be_spent_takes_the_least_noise_that_is_look
     assert run(Calibrate, given)["noise_multiplier"] == pytest.approx(0.01)
 
 
+@pytest.mark.privacy
+def test_noise_is_found_beside_a_private_median():
+    given = dict(algorithm="els", num_steps=100, sampling_prob=0.01, group_size=8, delta=1e-6)
+    alone, beside = (
+        run(Calibrate, {**given, "epsilon": 4.0, **more})["noise_multiplier"]
+        for more in ({}, {"before": 0.4})
+    )
+    assert alone < beside < 1.1 * alone
+    spent = run(Account, {**given, "noise_multiplier": beside, "before": 0.4})["epsilon"]
+    assert 4 * (1 - 1e-3) < spent <= 4 < spent + 0.4
+    with refuses("before=4.0", says="in (0, epsilon)"):
+        Calibrate(**given, epsilon=4.0, before=4.0)()
+
+
 def test_a_large_release_before_the_steps_is_added():
     given = dict(algorithm="uls", num_steps=2, sampling_prob=0.1, noise_multiplier=1.0, delta=1e-6)
     alone, found = run(Account, given)["epsilon"], run(Account, {**given, "before": 800})["epsilon"]

@@ -65,7 +65,7 @@ def test_defaults_are_said_once(capsys, monkeypatch):
     page = shown("train", "--help-all", capsys=capsys, monkeypatch=monkeypatch)
     text = " ".join(page.split())
     assert ">= 1. Default: 128. --delta FLOAT" in text
-    assert text.count("Default: num_users^-1.1") == 1 and "Default: None" not in text
+    assert text.count("Default: 1e-6, or num_users^-1.1") == 1 and "Default: None" not in text
     assert "Target epsilon of user-level differential privacy" in text
 
 

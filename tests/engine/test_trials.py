@@ -18,7 +18,7 @@ from fedsim.engine.engine import Engine, Trial
 from fedsim.engine.trials import choose_strategy
 from fedsim.engine.worker import LocalEngine
 
-CLIP, ROWS = Clip(0.1), np.arange(24).reshape(-1, 2)
+CLIP, UNITS = Clip(0.1), (12, 2)
 SCAN, GHOST = Strategy("scan", 2), Strategy("ghost", 4)
 
 
@@ -68,13 +68,13 @@ def no_trial(monkeypatch):
 @pytest.mark.ci
 def test_the_choice_is_made_once(tmp_path, no_trial):
     engine, params = local()
-    strategy, why = choose_strategy(engine, params, ROWS, CLIP, "auto", tmp_path / "c")
+    strategy, why = choose_strategy(engine, params, *UNITS, CLIP, "auto", tmp_path / "c")
     assert strategy in (SCAN, GHOST)
     assert "scan:2 " in why and "; ghost:4 " in why and why.count(" MiB") == 2
     (file,) = (tmp_path / "c").iterdir()
     assert json.loads(file.read_text())["strategy"] == str(strategy)
     no_trial()
-    again = choose_strategy(*local(), ROWS[::-1], CLIP, "auto", tmp_path / "c")
+    again = choose_strategy(*local(), *UNITS, CLIP, "auto", tmp_path / "c")
     assert again == (strategy, "the fastest when this machine tried")
 
 
@@ -85,11 +85,11 @@ def test_engines_with_the_same_threads_make_the_same_choice(ray_cluster, tmp_pat
 
     task, params = given()
     pool = RayEngine(task, num_lanes=2, num_workers=1, threads=1)
-    first, _ = choose_strategy(pool, params, ROWS, CLIP, "auto", tmp_path)
+    first, _ = choose_strategy(pool, params, *UNITS, CLIP, "auto", tmp_path)
     pool.close()
     no_trial()
     engine = LocalEngine(task, num_lanes=2)
-    again = choose_strategy(engine, params, ROWS, CLIP, "auto", tmp_path)
+    again = choose_strategy(engine, params, *UNITS, CLIP, "auto", tmp_path)
     assert again == (first, "the fastest when this machine tried")
 
 
@@ -98,15 +98,15 @@ def test_engines_with_the_same_threads_make_the_same_choice(ray_cluster, tmp_pat
 @pytest.mark.parametrize("change", ["model", "group", "threads"])
 def test_another_model_group_or_machine_is_tried_anew(change, tmp_path, no_trial, monkeypatch):
     engine, params = local()
-    choose_strategy(engine, params, ROWS, CLIP, "auto", tmp_path)
+    choose_strategy(engine, params, *UNITS, CLIP, "auto", tmp_path)
     no_trial()
-    rows = ROWS.reshape(-1, 3) if change == "group" else ROWS
+    units = (8, 3) if change == "group" else UNITS
     if change == "model":
         engine, params = local(Tied(6))
     if change == "threads":
         monkeypatch.setenv("NPROC", "7")
     with pytest.raises(AssertionError, match="tried again"):
-        choose_strategy(engine, params, rows, CLIP, "auto", tmp_path)
+        choose_strategy(engine, params, *units, CLIP, "auto", tmp_path)
 
 
 DAMAGED = ("", "{}", "[]", '{"strategy": 3}', '{"strategy": "vmap:8"}')
@@ -118,10 +118,10 @@ def test_a_memory_that_is_damaged_or_of_what_is_not_tried_is_made_anew(text, tmp
     engine, params = local()
     trials = [Trial(SCAN, 2.0), Trial(GHOST, 1.0)]
     monkeypatch.setattr(Engine, "try_strategies", lambda *_: trials)
-    choose_strategy(engine, params, ROWS, CLIP, "auto", tmp_path)
+    choose_strategy(engine, params, *UNITS, CLIP, "auto", tmp_path)
     (file,) = tmp_path.iterdir()
     file.write_text(text)
-    assert choose_strategy(engine, params, ROWS, CLIP, "auto", tmp_path)[0] == GHOST
+    assert choose_strategy(engine, params, *UNITS, CLIP, "auto", tmp_path)[0] == GHOST
     assert json.loads(file.read_text())["strategy"] == "ghost:4"
 
 
@@ -131,7 +131,7 @@ def test_a_memory_that_is_damaged_or_of_what_is_not_tried_is_made_anew(text, tmp
 def test_the_fastest_that_can_be_used_is_taken(seconds, fault, expected, tmp_path, monkeypatch):
     trials = [Trial(SCAN, 1.02), Trial(GHOST, seconds, 0, fault)]
     monkeypatch.setattr(Engine, "try_strategies", lambda *_: trials)
-    assert choose_strategy(*local(), ROWS, CLIP, "auto", tmp_path)[0] == expected
+    assert choose_strategy(*local(), *UNITS, CLIP, "auto", tmp_path)[0] == expected
 
 
 def test_a_choice_that_ended_early_is_not_that_of_a_longer_run(tmp_path, no_trial, monkeypatch):
@@ -139,11 +139,11 @@ def test_a_choice_that_ended_early_is_not_that_of_a_longer_run(tmp_path, no_tria
     monkeypatch.setattr(Engine, "try_strategies", lambda *_: trials)
     monkeypatch.setattr(engine_trials, "LEAST_TRIALS_S", 0.0)
 
-    def choose(num_units):
-        asked = (*local(), ROWS, CLIP, "auto", tmp_path)
-        return choose_strategy(*asked, num_units=num_units)[0]
+    def choose(num_steps):
+        asked = (*local(), *UNITS, CLIP, "auto", tmp_path)
+        return choose_strategy(*asked, num_steps=num_steps)[0]
 
-    assert choose(0) == SCAN and choose(1e6) == GHOST  # a second more is nothing to the long run
+    assert choose(0) == SCAN and choose(10**5) == GHOST  # a second more is nothing to the long run
     no_trial()
     assert choose(0) == GHOST
 
@@ -159,37 +159,41 @@ def test_a_trial_that_would_end_too_late_is_not_begun(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Engine, "try_strategies", trials)
     monkeypatch.setattr(engine_trials, "LEAST_TRIALS_S", 0.5)
-    strategy, _ = choose_strategy(*local(), ROWS, CLIP, "auto", tmp_path)
+    strategy, _ = choose_strategy(*local(), *UNITS, CLIP, "auto", tmp_path)
     assert strategy == SCAN and len(begun) == 1
 
 
 def test_runs_of_a_length_keep_a_choice_that_ended_early(tmp_path, no_trial, monkeypatch):
     monkeypatch.setattr(Engine, "try_strategies", lambda *_: [Trial(SCAN, 2.0), Trial(GHOST, 1.0)])
     monkeypatch.setattr(engine_trials, "LEAST_TRIALS_S", 0.0)
-    first = choose_strategy(*local(), ROWS, CLIP, "auto", tmp_path)
+    first = choose_strategy(*local(), *UNITS, CLIP, "auto", tmp_path)
     no_trial()
-    again = choose_strategy(*local(), ROWS, CLIP, "auto", tmp_path)
+    again = choose_strategy(*local(), *UNITS, CLIP, "auto", tmp_path)
     assert first[0] == SCAN and again == (SCAN, "the fastest when this machine tried")
 
 
 def test_a_model_that_is_not_known_is_left_to_scan(tmp_path):
-    strategy, why = choose_strategy(*local(Unknown()), ROWS, CLIP, "auto", tmp_path)
+    strategy, why = choose_strategy(*local(Unknown()), *UNITS, CLIP, "auto", tmp_path)
     assert strategy == SCAN and "ghost:4 parameter gain: expected one of a layer" in why
     with refuses("strategy=ghost:8", says="parameter gain: "):
-        choose_strategy(*local(Unknown()), ROWS, CLIP, "ghost:8", tmp_path)
+        choose_strategy(*local(Unknown()), *UNITS, CLIP, "ghost:8", tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_strategy_that_is_asked_for_is_taken_and_not_remembered(tmp_path):
-    found = choose_strategy(*local(), ROWS, CLIP, "ghost:8", tmp_path / "c")
+    found = choose_strategy(*local(), *UNITS, CLIP, "ghost:8", tmp_path / "c")
     assert found == (Strategy("ghost", 8), "as asked for")
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("rows", [np.zeros((0, 2), int), np.full((3, 2), -1)])
-def test_without_units_nothing_is_tried(rows, tmp_path, no_trial):
-    no_trial()
-    strategy, why = choose_strategy(*local(), rows, CLIP, "auto", tmp_path / "c")
-    assert strategy.name == "scan" and why == "no examples to try others on"
-    assert not (tmp_path / "c").exists()
+@pytest.mark.privacy
+def test_trials_read_no_text(tmp_path, monkeypatch):
+    def read(self, split, rows):
+        assert (rows == -1).all(), "a text was read"
+        return right(self, split, np.zeros(len(rows), int))
+
+    right = ModelTask.read
+    engine, params = local()
+    monkeypatch.setattr(ModelTask, "read", read)
+    assert choose_strategy(engine, params, *UNITS, CLIP, "auto", tmp_path)[0] in (SCAN, GHOST)

@@ -80,7 +80,8 @@ def test_a_callback_sees_what_anyone_may_see(watched):
     assert ["privacy/epsilon" in metrics for metrics in recorder.seen("step")] == [0, 1, 0, 1]
     (summary,) = recorder.seen("end")
     hidden = {"final_eval_loss", "initial_eval_loss", "gradients_computed", "wall_seconds"}
-    assert run.summary.keys() - summary.keys() == hidden
+    assert run.summary.keys() - summary.keys() == hidden | {"num_examples"}
+    assert {*run.summary["private_fields"]} == hidden | {"num_examples"}
 
 
 @pytest.mark.privacy

@@ -218,7 +218,8 @@ BROKEN = {
     ),
     "a better loss": ("summary", summary(final_eval_loss=0.1)),
     "a better loss before": ("summary", summary(initial_eval_loss=9.9)),
-    "nothing left out": ("summary", summary(non_private=[])),
+    "something left out": ("summary", summary(outside="nothing")),
+    "something more": ("summary", summary(non_private=["a fact"])),
     "another unit of privacy": ("summary", summary(privacy_unit="example")),
     "more noise claimed": ("summary", summary(gradient_noise_multiplier=9.0)),
     "another clip norm at the end": ("summary", summary(final_clip_norm=0.5)),
@@ -353,7 +354,8 @@ def test_another_key_is_one_broken_promise_and_no_other_data(copy, capsys):
     edit_json(copy / "secret.json", secret="00" * 32)
     code, found = verify(capsys, copy)
     assert code == 1 and "secret.json: another key" in found["key"][1]
-    assert {promise for promise, (holds, _) in found.items() if holds is None} == {"data", "draws"}
+    unknown = {promise for promise, (holds, _) in found.items() if holds is None}
+    assert unknown == {"data", "outside", "draws"}
 
 
 def test_a_byte_that_is_changed_in_built_data_is_noticed(texts, run_dir, tmp_path, capsys):
@@ -397,7 +399,7 @@ def test_a_stranger_without_the_key_verifies_what_can_be(copy, capsys):
     (copy / "secret.json").unlink()
     code, found = verify(capsys, copy)
     unknown = {promise for promise, (holds, _) in found.items() if holds is None}
-    assert code == 0 and unknown == {"key", "data", "draws"}
+    assert code == 0 and unknown == {"key", "data", "outside", "draws"}
 
 
 def test_a_run_that_was_stopped_claims_nothing_yet(copy, capsys):
