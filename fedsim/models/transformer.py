@@ -21,7 +21,7 @@ from flax import linen as nn
 
 from fedsim.clipping import remat_function, remat_module
 from fedsim.errors import expect
-from fedsim.models import attention, rope
+from fedsim.models import attention, frozen, rope
 from fedsim.models.rope import RopeScaling
 from fedsim.placement import BLOCKS
 
@@ -34,6 +34,8 @@ class Lora:
     alpha: float
     layers: tuple[str, ...]
     """Names of DENSE: layers that have adapters, in every block."""
+    frozen: str = dataclasses.field(default="float32", compare=False)
+    """Type of the matrices beneath. It does not change what is computed, only its rounding."""
 
 
 DENSE = ("query", "key", "value", "out", "gate", "up", "down")
@@ -198,7 +200,7 @@ def _norm(c: TransformerConfig, name: str) -> nn.Module:
 
 def _dense(c: TransformerConfig, name: str, x_BLD: jax.Array, width: int, bias: bool) -> jax.Array:
     """x W (+ b), and the adapter's x A B where the layer has one."""
-    y = nn.Dense(width, use_bias=bias, dtype=c.dtype, name=name)(x_BLD)
+    y = _kinds(c).Dense(width, use_bias=bias, dtype=c.dtype, name=name)(x_BLD)
     if c.lora is None or name not in c.lora.layers:
         return y
     own = {"use_bias": False, "dtype": c.dtype}
@@ -206,6 +208,11 @@ def _dense(c: TransformerConfig, name: str, x_BLD: jax.Array, width: int, bias: 
     x_BLR = nn.Dense(c.lora.rank, kernel_init=LORA_A, name=f"{name}_lora_a", **own)(x_BLD)
     added = nn.Dense(width, kernel_init=nn.initializers.zeros, name=f"{name}_lora_b", **own)(x_BLR)
     return y + c.lora.alpha / c.lora.rank * added
+
+
+def _kinds(c: TransformerConfig) -> Any:
+    """Module with the layers of the model itself: beneath adapters they are frozen."""
+    return nn if c.lora is None else frozen
 
 
 ACTIVATIONS = {"swiglu": nn.silu, "geglu": nn.gelu}
@@ -388,7 +395,8 @@ class Transformer(nn.Module):
 
 def _embed(c: TransformerConfig, name: str = "embed", rows: int | None = None) -> nn.Embed:
     init = nn.initializers.normal(0.02)
-    return nn.Embed(rows or c.vocab_size, c.width, embedding_init=init, dtype=c.dtype, name=name)
+    size = rows or c.vocab_size
+    return _kinds(c).Embed(size, c.width, embedding_init=init, dtype=c.dtype, name=name)
 
 
 def _embedded(
@@ -406,7 +414,8 @@ def _logits(c: TransformerConfig, embed: nn.Embed, x_BLD: jax.Array) -> jax.Arra
         logits_BLV = embed.attend(x_BLD)
     else:
         init = nn.initializers.normal(0.02)
-        head = nn.Dense(c.vocab_size, use_bias=False, kernel_init=init, dtype=c.dtype, name="head")
+        how: dict[str, Any] = {"kernel_init": init, "dtype": c.dtype, "name": "head"}
+        head = _kinds(c).Dense(c.vocab_size, use_bias=False, **how)
         logits_BLV = head(x_BLD)
     if c.logit_divisor != 1:
         logits_BLV = logits_BLV / c.logit_divisor
