@@ -364,7 +364,8 @@ def _block(block: nn.Module, positions: tuple[Any, ...], x_BLD: jax.Array, param
 
 
 class Transformer(nn.Module):
-    """Tokens int [B, L] to logits [B, L, V]. Parameters may be `stacked`.
+    """Tokens int [B, L] to logits [B, L, V], or, without its head, to what `head_logits` takes.
+    Parameters may be `stacked`.
 
     With `start`, the tokens begin at that position. The keys and values of all tokens before are
     in the collection `cache`, to which those of these tokens are added. With `positions_BL`, a row
@@ -379,6 +380,8 @@ class Transformer(nn.Module):
         tokens_BL: jax.Array,
         start: jax.Array | None = None,
         positions_BL: jax.Array | None = None,
+        *,
+        head: bool = True,
     ) -> jax.Array:
         c = self.config
         embed = _embed(c)
@@ -390,7 +393,10 @@ class Transformer(nn.Module):
         else:
             for i in range(c.num_layers):
                 x_BLD = block(c.of_block(i), name=f"block_{i}")(x_BLD, start, positions_BL)
-        return _logits(c, embed, x_BLD)
+        x_BLD = _norm(c, "final_norm")(x_BLD)
+        if not head:
+            return x_BLD
+        return _capped(c, embed.attend(x_BLD) if c.tied else _head(c)(x_BLD))
 
 
 def _embed(c: TransformerConfig, name: str = "embed", rows: int | None = None) -> nn.Embed:
@@ -408,15 +414,21 @@ def _embedded(
     return embed(tokens_BL) + _embed(c, "positions", c.table)(positions_BL)
 
 
-def _logits(c: TransformerConfig, embed: nn.Embed, x_BLD: jax.Array) -> jax.Array:
-    x_BLD = _norm(c, "final_norm")(x_BLD)
+def _head(c: TransformerConfig) -> nn.Dense:
+    init = nn.initializers.normal(0.02)
+    how: dict[str, Any] = {"kernel_init": init, "dtype": c.dtype, "name": "head"}
+    return _kinds(c).Dense(c.vocab_size, use_bias=False, **how)
+
+
+def _capped(c: TransformerConfig, logits: jax.Array) -> jax.Array:
+    logits = logits if c.logit_divisor == 1 else logits / c.logit_divisor
+    return attention.soft_cap(c.logit_cap, logits)
+
+
+def head_logits(c: TransformerConfig, params: Any, x: jax.Array) -> jax.Array:
+    """Logits [..., V] of what a `Transformer` without its head returns, [..., D]."""
     if c.tied:
-        logits_BLV = embed.attend(x_BLD)
+        logits: Any = _embed(c).apply({"params": params["embed"]}, x, method="attend")
     else:
-        init = nn.initializers.normal(0.02)
-        how: dict[str, Any] = {"kernel_init": init, "dtype": c.dtype, "name": "head"}
-        head = _kinds(c).Dense(c.vocab_size, use_bias=False, **how)
-        logits_BLV = head(x_BLD)
-    if c.logit_divisor != 1:
-        logits_BLV = logits_BLV / c.logit_divisor
-    return attention.soft_cap(c.logit_cap, logits_BLV)
+        logits = _head(c).apply({"params": params["head"]}, x)
+    return _capped(c, logits)
