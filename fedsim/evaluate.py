@@ -109,7 +109,7 @@ def last_model(
     if path is None:
         raise ConfigError.of("run_dir", run.run_dir, "a checkpoint, found none")
     expect_language_model(stored)
-    model = find_model(run.model.source, console)
+    model = find_model(run.model.source, console, as_stored=run.model.lora_rank > 0)
     data = load_data(run.data, model, console.note)
     found = SecretKey.load(run.run_dir).seal(data.train.fingerprint)
     expect("data", run.data.source, found == stored.identity.data_seal, "the data of the run")

@@ -6,9 +6,11 @@
 A cell is a transformer and a group size: G = 1 is ELS, more rows of a user are ULS. All rows have
 the same 64 positions, so nothing is gained by buckets. `plain` is the sum of the rows' gradients
 without any clipping, as JAX derives it, its micro-batch tuned, and `products` the same sum with the
-layers' products of clipping/scan.py; `auto` is what a run would choose, its lane computed as a
-worker computes it. jax_privacy runs in the same process, its micro-batch tuned; Opacus (hooks and
-ghost clipping, examples only) in an environment of its own, beside PyTorch's own plain gradient.
+layers' products of clipping/scan.py; `masked` is a strategy on rows half of whose tokens are
+trained on, to be compared with the same strategy on whole rows; `auto` is what a run would choose,
+its lane computed as a worker computes it. jax_privacy runs in the same process, its micro-batch
+tuned; Opacus (hooks and ghost clipping, examples only) in an environment of its own, beside
+PyTorch's own plain gradient.
 
 Everything runs on one thread, with the memory allocator set as in fedsim's workers, in turn; times
 are processor seconds, ratios are medians over turns. Memory is what a compiled program, or
@@ -77,10 +79,14 @@ class TokensTask(Task):
     def read(self, split: str, rows: np.ndarray) -> np.ndarray:
         return self.tokens[rows]
 
-    def losses(self, params: Any, tokens: jax.Array) -> jax.Array:
+    def losses(self, params: Any, tokens: jax.Array, trained: Any = None) -> jax.Array:
         sizes = jnp.full(len(tokens), POSITIONS + 1)
-        nats, predictions = next_token_nats(self.model, params, tokens, sizes)
-        return nats / predictions
+        nats, predictions = next_token_nats(self.model, params, tokens, sizes, trained)
+        return nats / jnp.maximum(predictions, 1)
+
+    def masked_losses(self, params: Any, tokens: jax.Array) -> jax.Array:
+        """Losses over the tokens with odd ids, as if a mask had them."""
+        return self.losses(params, tokens, tokens % 2 == 1)
 
 
 def plain(losses, rows_per_pass):
@@ -98,13 +104,13 @@ def plain(losses, rows_per_pass):
     return gradient
 
 
-def ours(task, group, strategy):
+def ours(losses, group, strategy):
     """The clipped sum in one program."""
 
     def total(params, tokens):
         users = tokens.reshape(-1, group, POSITIONS + 1)
         mask = jnp.ones(users.shape[:2], bool)
-        return clip_chunk(task.losses, params, users, mask, CLIP, strategy)
+        return clip_chunk(losses, params, users, mask, CLIP, strategy)
 
     return total
 
@@ -142,7 +148,9 @@ def cell(size: str, group: int, turns: int, peers: bool) -> dict[str, Any]:
     others = [
         Strategy(name, group if group > 4 else 4 * group) for name in NAMES if name not in known
     ]
-    functions |= {str(strategy): ours(task, group, strategy) for strategy in [*tried, *others]}
+    functions |= {str(s): ours(task.losses, group, s) for s in [*tried, *others]}
+    masked = {f"masked {s}": s for s in {s.name: s for s in tried}.values()}
+    functions |= {name: ours(task.masked_losses, group, s) for name, s in masked.items()}
     if peers:
         for units in PEER_UNITS:
             functions[f"jax_privacy:{units}"] = jax_privacy(task, group, units)
@@ -163,9 +171,14 @@ def cell(size: str, group: int, turns: int, peers: bool) -> dict[str, Any]:
         name: median([a / b for a, b in zip(times, seconds[best], strict=True)])
         for name, times in seconds.items()
     }
+    of_masks = {
+        name: median([a / b for a, b in zip(seconds[name], seconds[str(s)], strict=True)])
+        for name, s in masked.items()
+    }
     row = {"size": size, "parameters": count, "group": group, "rows": num_rows, "auto": auto}
     row |= {"why": why, "best_plain": best, "plain_s": median(seconds[best]), "ratios": ratios}
     row |= {
+        "masked": of_masks,
         "seconds": {name: median(times) for name, times in seconds.items()},
         "memory_mib": memory,
     }
@@ -215,13 +228,15 @@ def opacus(size: str, turns: int) -> dict[str, dict[str, float]]:
 
 
 def bars(rows: list[dict]) -> list[dict]:
+    masked = max(ratio for row in rows for ratio in row["masked"].values())
     large = [row["ratios"]["auto"] for row in rows if row["parameters"] > 4.5e6]
     against = [
         row["seconds"]["auto"] / min(times)
         for row in rows
         if (times := [s for n, s in row["seconds"].items() if n.startswith(("jax_p", "opacus"))])
     ]
-    found = (
+    found = [at_most("masked / unmasked rows of one strategy, most", masked, 1.05)]
+    found += (
         [
             at_most("auto / best plain gradient, most, from 5 M parameters", max(large), 1.10),
             at_most("auto / best plain gradient, median, from 5 M parameters", median(large), 1.0),

@@ -7,6 +7,7 @@ from .contribution import (
 )
 from .layers import (
     UnsupportedModel as UnsupportedModel,
+    layers_are_recorded as layers_are_recorded,
     remat_function as remat_function,
     remat_module as remat_module,
 )
@@ -17,7 +18,7 @@ from .packing import (
     packed as packed,
     padded as padded,
 )
-from .scan import LocalSteps as LocalSteps, zeros_like as zeros_like
+from .scan import LocalSteps as LocalSteps, in_parts as in_parts, zeros_like as zeros_like
 from .step_releases import AdaptiveClip as AdaptiveClip, NoisyLoss as NoisyLoss
 from .strategy import (
     Strategy as Strategy,

@@ -126,6 +126,11 @@ def recorded() -> Iterator[None]:
         _RECORDED.reset(token)
 
 
+def layers_are_recorded() -> bool:
+    """True if a model is traced to record its layers' inputs, which loops would hide."""
+    return _RECORDED.get()
+
+
 def remat_module(kind: type[nn.Module]) -> type[nn.Module]:
     """Return `kind` with rematerialisation, unless layers' inputs are recorded.
 

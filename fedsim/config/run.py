@@ -153,6 +153,11 @@ class ModelConfig:
     """Scale of LoRA adapters: their output is multiplied by alpha / rank. > 0. Default: twice the
     rank."""
 
+    frozen_dtype: Literal["stored", "float32", "bfloat16", "int8"] = "stored"
+    """Type of the matrices of the model beneath LoRA adapters. stored: as in its files, so that
+    bfloat16 stays bfloat16. int8: 1 byte a weight, and a scale for each output channel. bfloat16
+    and int8 round the model, also the merged one. Changes the bits of the result."""
+
     remat: bool = False
     """Recompute activations in the backward pass (gradient checkpointing): less accelerator memory,
     more time. Changes the bits of the result."""
@@ -164,6 +169,9 @@ class ModelConfig:
     def __post_init__(self):
         object.__setattr__(self, "source", expand_home("model", self.source))
         _expect_least(self, lora_rank=0)
+        dtype, trained = self.frozen_dtype, self.lora_rank == 0
+        expected = "stored or float32 without lora_rank: trained parameters are float32"
+        expect("frozen_dtype", dtype, not trained or dtype in ("stored", "float32"), expected)
         alpha = self.lora_alpha
         expect("lora_alpha", alpha, alpha is None or 0 < alpha < math.inf, "> 0 and finite")
 

@@ -260,6 +260,7 @@ class RunSettings(TypedDict, total=False):
     lora_rank: int
     lora_layers: str
     lora_alpha: float | None
+    frozen_dtype: Literal["stored", "float32", "bfloat16", "int8"]
     remat: bool
     compute_dtype: Literal["float32", "bfloat16"]
     recipe: Literal["default", "paper"]

@@ -3,6 +3,7 @@
 Shape suffixes: B rows, L positions, V vocabulary; 1 is an axis of length one.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -10,10 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from fedsim.clipping import Buckets, LocalSteps, packed
+from fedsim.clipping import Buckets, LocalSteps, in_parts, layers_are_recorded, packed
 from fedsim.data import Dataset
 from fedsim.models import lora
-from fedsim.models.transformer import Transformer, TransformerConfig
+from fedsim.models.transformer import Transformer, TransformerConfig, head_logits
+
+WHOLE_LOGITS = 2**24
+"""Most logits of a pass that are computed at once."""
+CHUNK_LOGITS = 2**23
+"""Logits of a chunk of tokens."""
 
 
 def next_token_nats(
@@ -32,8 +38,8 @@ def next_token_nats(
     Returns:
       (nats float32 [B], number of predictions int [B]).
     """
-    logits_BLV: Any = model.apply({"params": params}, tokens_BL[:, :-1])
-    return nats_of(logits_BLV, tokens_BL, sizes_B, trained_BL)
+    real_BL = predicted(tokens_BL, sizes_B, trained_BL)
+    return _summed(_nats(model, params, tokens_BL[:, 1:], tokens_BL[:, :-1]), real_BL)
 
 
 def packed_nats(
@@ -45,27 +51,63 @@ def packed_nats(
       batch: tokens, targets (-1 is not predicted) and positions in the text, each int [B, L].
     """
     tokens_BL, targets_BL = batch["tokens"], batch["targets"]
-    logits_BLV: Any = model.apply({"params": params}, tokens_BL, None, batch["positions"])
-    return _summed(logits_BLV, jnp.maximum(targets_BL, 0), targets_BL >= 0)
+    inputs = tokens_BL, None, batch["positions"]
+    return _summed(_nats(model, params, jnp.maximum(targets_BL, 0), *inputs), targets_BL >= 0)
 
 
-def nats_of(
-    logits_BLV: jax.Array,
-    tokens_BL: jax.Array,
-    sizes_B: jax.Array,
-    trained_BL: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """`next_token_nats` from the logits of all tokens but the last."""
+def predicted(
+    tokens_BL: jax.Array, sizes_B: jax.Array, trained_BL: jax.Array | None = None
+) -> jax.Array:
+    """Tokens after the first that are predicted, bool [B, L - 1]; see `next_token_nats`."""
     real_BL = jnp.arange(1, tokens_BL.shape[1])[None] < sizes_B[:, None]
-    if trained_BL is not None:
-        real_BL &= trained_BL[:, 1:]
-    return _summed(logits_BLV, tokens_BL[:, 1:], real_BL)
+    return real_BL if trained_BL is None else real_BL & trained_BL[:, 1:]
 
 
-def _summed(logits_BLV, targets_BL, real_BL) -> tuple[jax.Array, jax.Array]:
-    at_least_float32 = jnp.promote_types(logits_BLV.dtype, jnp.float32)
-    nats_BL = cross_entropy(logits_BLV.astype(at_least_float32), targets_BL)
+def _summed(nats_BL: jax.Array, real_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.sum(jnp.where(real_BL, nats_BL, 0), axis=1), real_BL.sum(axis=1)
+
+
+def _nats(model: nn.Module, params: Any, targets_BL: jax.Array, *inputs: Any) -> jax.Array:
+    """Cross entropy of every target, float32 [B, L]."""
+    if isinstance(model, Transformer) and is_in_chunks(model.config, targets_BL.size):
+        x_BLD: Any = model.apply({"params": params}, *inputs, head=False)
+        return nats_in_chunks(model.config, params, x_BLD, targets_BL)
+    logits_BLV: Any = model.apply({"params": params}, *inputs)
+    return _cross_entropy_of(logits_BLV, targets_BL)
+
+
+def _cross_entropy_of(logits_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:
+    return cross_entropy(
+        logits_BLV.astype(jnp.promote_types(logits_BLV.dtype, jnp.float32)), targets_BL
+    )
+
+
+def is_in_chunks(c: TransformerConfig, num_tokens: int) -> bool:
+    """True if the logits of a pass are too many to be whole. Public: sizes of the model and of the
+    pass decide. `ghost` needs the inputs and cotangents of a whole head."""
+    return num_tokens * c.vocab_size > WHOLE_LOGITS and not layers_are_recorded()
+
+
+def nats_in_chunks(
+    c: TransformerConfig, params: Any, x_BLD: jax.Array, targets_BL: jax.Array
+) -> jax.Array:
+    """Cross entropy of every target, float32 [B, L], with the logits of a few tokens at a time.
+
+    The backward pass computes the logits of a chunk again, so that they never exist at once.
+
+    Args:
+      x_BLD: the output of a `Transformer` without its head.
+    """
+    count, most = targets_BL.size, max(1, CHUNK_LOGITS // c.vocab_size)
+    size = -(-count // -(-count // most))  # of equal chunks, with little padding
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def nats(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return _cross_entropy_of(head_logits(c, params, chunk[0]), chunk[1])
+
+    tokens = x_BLD.reshape(count, -1), targets_BL.reshape(count)
+    chunks = jax.tree.map(lambda leaf: in_parts(leaf, size)[:, None], tokens)  # rows of one
+    return jax.lax.map(nats, chunks).reshape(-1)[:count].reshape(targets_BL.shape)
 
 
 @jax.custom_vjp

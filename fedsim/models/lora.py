@@ -19,6 +19,7 @@ from flax import traverse_util
 from fedsim.errors import ConfigError, expect
 from fedsim.models import families, model_files
 from fedsim.models.families import Place
+from fedsim.models.frozen import as_float32
 from fedsim.models.transformer import (
     DENSE,
     LORA_A,
@@ -86,7 +87,7 @@ def merged(c: TransformerConfig, frozen: Any, adapters: Any) -> tuple[Transforme
       adapters: stacked or not.
     """
     assert c.lora is not None
-    leaves: dict[Any, Any] = dict(traverse_util.flatten_dict(frozen))
+    leaves: dict[Any, Any] = dict(traverse_util.flatten_dict(as_float32(frozen)))
     for block, parts in unstacked(adapters).items():
         for layer in c.lora.layers:
             a, b = (np.asarray(parts[layer + x]["kernel"], np.float64) for x in (A, B))

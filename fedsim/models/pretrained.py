@@ -2,8 +2,8 @@
 
 A directory has config.json, model.safetensors (or several, and their index) and tokenizer.json; its
 tokenizer_config.json makes `transformers` read the tokenizer.json unchanged. Loaded parameters are
-float32, whatever they were. Saved models can be read by `transformers`, and have the side files of
-the model that they were trained from.
+float32, whatever they were, or as stored, to be frozen. Saved models can be read by `transformers`,
+and have the side files of the model that they were trained from.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from flax import traverse_util
 from fedsim.data import Tokenizer
 from fedsim.errors import ConfigError
 from fedsim.files import expand_home, read_object
-from fedsim.models import families, gguf_files, model_files
+from fedsim.models import families, frozen, gguf_files, model_files
 from fedsim.models.families import Place
 from fedsim.models.model_files import CONFIG, SETTINGS, TOKENIZER, Stored, TensorError
 from fedsim.models.transformer import Transformer, TransformerConfig
@@ -37,7 +37,7 @@ class Pretrained(NamedTuple):
     config: TransformerConfig
     """Its max_length is the longest sequence of the model."""
     params: Any
-    """Nested dicts of float32 NumPy arrays."""
+    """Nested dicts of NumPy arrays: float32, or as stored."""
     tokenizer: Path | None
     """Path of its tokenizer.json, if it has one."""
     files: Path | None = None
@@ -48,22 +48,25 @@ def ignore(done: int, of: int) -> None:
     """Report to nobody."""
 
 
-def load(source: str, heard: Callable[[int, int], None] = ignore) -> Pretrained:
+def load(
+    source: str, heard: Callable[[int, int], None] = ignore, *, as_stored: bool = False
+) -> Pretrained:
     """Load a Hugging Face directory, hf:NAME[@REVISION] from the Hub, or a GGUF file.
 
     Args:
       heard: called with (number of arrays that are read, number of arrays).
+      as_stored: keep matrices of a directory that are in bfloat16 as they are.
     Raises:
       ConfigError: there is no such model, its architecture is unsupported, or an array is missing.
     """
     source = expand_home("model", source)
     if source.startswith(HUB):
-        return load_directory(_download(source), heard)
+        return load_directory(_download(source), heard, as_stored=as_stored)
     if Path(source).suffix == gguf_files.SUFFIX:
         config, params, files = gguf_files.load(Path(source), heard)
         check_shapes(source, config, params)
         return Pretrained(config, params, files and files / TOKENIZER, files)
-    return load_directory(Path(source), heard)
+    return load_directory(Path(source), heard, as_stored=as_stored)
 
 
 def named(source: str) -> tuple[str, str | None]:
@@ -79,13 +82,15 @@ def is_directory(path: Path) -> bool:
     return (path / CONFIG).is_file() and "model_type" in read_object(path / CONFIG, "model")
 
 
-def load_directory(directory: Path, heard: Callable[[int, int], None] = ignore) -> Pretrained:
+def load_directory(
+    directory: Path, heard: Callable[[int, int], None] = ignore, *, as_stored: bool = False
+) -> Pretrained:
     """Load a model in Hugging Face's format. Args and Raises: as of `load`."""
     if not (directory / CONFIG).is_file():
         raise ConfigError.of("model", directory, f"a directory with a {CONFIG}")
     config = families.config_of(read_object(directory / CONFIG, "model"))
     tensors = model_files.read_directory(directory)
-    params = from_tensors(str(directory), config, tensors, heard)
+    params = from_tensors(str(directory), config, tensors, heard, as_stored=as_stored)
     tokenizer = directory / TOKENIZER
     return Pretrained(config, params, tokenizer if tokenizer.is_file() else None, directory)
 
@@ -95,6 +100,8 @@ def from_tensors(
     c: TransformerConfig,
     tensors: Mapping[str, np.ndarray | Stored],
     heard: Callable[[int, int], None] = ignore,
+    *,
+    as_stored: bool = False,
 ) -> Any:
     """Convert arrays under their Hugging Face names to parameters.
 
@@ -103,9 +110,9 @@ def from_tensors(
 
     Args:
       source: the model, for errors.
-      heard: as of `load`.
+      heard, as_stored: as of `load`.
     Returns:
-      Nested dicts of float32 arrays.
+      Nested dicts of arrays.
     Raises:
       TensorError: an array is missing, unknown or of another shape than the config says, or holds
         whole numbers (of a quantised model, whose scales are elsewhere).
@@ -113,8 +120,9 @@ def from_tensors(
     arrays, shapes = _arrays_of(source, c, tensors), shapes_of(c)
     leaves = {}
     for number, (path, place) in enumerate(families.places(c), 1):
+        kept = as_stored and path[-1] in frozen.CONTRACTED and arrays[path].dtype == frozen.BFLOAT16
         with np.errstate(over="ignore"):  # of float64
-            array = np.asarray(arrays[path], np.float32)
+            array = np.asarray(arrays[path], arrays[path].dtype if kept else np.float32)
         array = array.T if place.transposed else array
         if place.columns is not None:
             array = array[..., place.first : place.first + shapes[path][-1]]

@@ -21,7 +21,7 @@ from flax import linen as nn
 
 from fedsim.clipping import remat_function, remat_module
 from fedsim.errors import expect
-from fedsim.models import attention, rope
+from fedsim.models import attention, frozen, rope
 from fedsim.models.rope import RopeScaling
 from fedsim.placement import BLOCKS
 
@@ -34,6 +34,8 @@ class Lora:
     alpha: float
     layers: tuple[str, ...]
     """Names of DENSE: layers that have adapters, in every block."""
+    frozen: str = dataclasses.field(default="float32", compare=False)
+    """Type of the matrices beneath. It does not change what is computed, only its rounding."""
 
 
 DENSE = ("query", "key", "value", "out", "gate", "up", "down")
@@ -198,7 +200,7 @@ def _norm(c: TransformerConfig, name: str) -> nn.Module:
 
 def _dense(c: TransformerConfig, name: str, x_BLD: jax.Array, width: int, bias: bool) -> jax.Array:
     """x W (+ b), and the adapter's x A B where the layer has one."""
-    y = nn.Dense(width, use_bias=bias, dtype=c.dtype, name=name)(x_BLD)
+    y = _kinds(c).Dense(width, use_bias=bias, dtype=c.dtype, name=name)(x_BLD)
     if c.lora is None or name not in c.lora.layers:
         return y
     own = {"use_bias": False, "dtype": c.dtype}
@@ -206,6 +208,11 @@ def _dense(c: TransformerConfig, name: str, x_BLD: jax.Array, width: int, bias: 
     x_BLR = nn.Dense(c.lora.rank, kernel_init=LORA_A, name=f"{name}_lora_a", **own)(x_BLD)
     added = nn.Dense(width, kernel_init=nn.initializers.zeros, name=f"{name}_lora_b", **own)(x_BLR)
     return y + c.lora.alpha / c.lora.rank * added
+
+
+def _kinds(c: TransformerConfig) -> Any:
+    """Module with the layers of the model itself: beneath adapters they are frozen."""
+    return nn if c.lora is None else frozen
 
 
 ACTIVATIONS = {"swiglu": nn.silu, "geglu": nn.gelu}
@@ -357,7 +364,8 @@ def _block(block: nn.Module, positions: tuple[Any, ...], x_BLD: jax.Array, param
 
 
 class Transformer(nn.Module):
-    """Tokens int [B, L] to logits [B, L, V]. Parameters may be `stacked`.
+    """Tokens int [B, L] to logits [B, L, V], or, without its head, to what `head_logits` takes.
+    Parameters may be `stacked`.
 
     With `start`, the tokens begin at that position. The keys and values of all tokens before are
     in the collection `cache`, to which those of these tokens are added. With `positions_BL`, a row
@@ -372,6 +380,8 @@ class Transformer(nn.Module):
         tokens_BL: jax.Array,
         start: jax.Array | None = None,
         positions_BL: jax.Array | None = None,
+        *,
+        head: bool = True,
     ) -> jax.Array:
         c = self.config
         embed = _embed(c)
@@ -383,12 +393,16 @@ class Transformer(nn.Module):
         else:
             for i in range(c.num_layers):
                 x_BLD = block(c.of_block(i), name=f"block_{i}")(x_BLD, start, positions_BL)
-        return _logits(c, embed, x_BLD)
+        x_BLD = _norm(c, "final_norm")(x_BLD)
+        if not head:
+            return x_BLD
+        return _capped(c, embed.attend(x_BLD) if c.tied else _head(c)(x_BLD))
 
 
 def _embed(c: TransformerConfig, name: str = "embed", rows: int | None = None) -> nn.Embed:
     init = nn.initializers.normal(0.02)
-    return nn.Embed(rows or c.vocab_size, c.width, embedding_init=init, dtype=c.dtype, name=name)
+    size = rows or c.vocab_size
+    return _kinds(c).Embed(size, c.width, embedding_init=init, dtype=c.dtype, name=name)
 
 
 def _embedded(
@@ -400,14 +414,21 @@ def _embedded(
     return embed(tokens_BL) + _embed(c, "positions", c.table)(positions_BL)
 
 
-def _logits(c: TransformerConfig, embed: nn.Embed, x_BLD: jax.Array) -> jax.Array:
-    x_BLD = _norm(c, "final_norm")(x_BLD)
+def _head(c: TransformerConfig) -> nn.Dense:
+    init = nn.initializers.normal(0.02)
+    how: dict[str, Any] = {"kernel_init": init, "dtype": c.dtype, "name": "head"}
+    return _kinds(c).Dense(c.vocab_size, use_bias=False, **how)
+
+
+def _capped(c: TransformerConfig, logits: jax.Array) -> jax.Array:
+    logits = logits if c.logit_divisor == 1 else logits / c.logit_divisor
+    return attention.soft_cap(c.logit_cap, logits)
+
+
+def head_logits(c: TransformerConfig, params: Any, x: jax.Array) -> jax.Array:
+    """Logits [..., V] of what a `Transformer` without its head returns, [..., D]."""
     if c.tied:
-        logits_BLV = embed.attend(x_BLD)
+        logits: Any = _embed(c).apply({"params": params["embed"]}, x, method="attend")
     else:
-        init = nn.initializers.normal(0.02)
-        head = nn.Dense(c.vocab_size, use_bias=False, kernel_init=init, dtype=c.dtype, name="head")
-        logits_BLV = head(x_BLD)
-    if c.logit_divisor != 1:
-        logits_BLV = logits_BLV / c.logit_divisor
-    return attention.soft_cap(c.logit_cap, logits_BLV)
+        logits = _head(c).apply({"params": params["head"]}, x)
+    return _capped(c, logits)

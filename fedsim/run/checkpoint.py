@@ -326,11 +326,14 @@ def stem(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def params_sha256(params: Any) -> str:
-    """sha256 over names, shapes, types and bytes of all parameters."""
+def params_sha256(params: Any, dtype: Any = None) -> str:
+    """sha256 over names, shapes, types and bytes of all parameters.
+
+    Args: dtype: type that the arrays are converted to; None: their own.
+    """
     digest = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(params):
-        leaf = leaf if is_cut(leaf) else np.asarray(leaf)
+        leaf = leaf if is_cut(leaf) else np.asarray(leaf, dtype)
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
         for slab in slabs(leaf, SLAB) if leaf.ndim else [leaf]:
             digest.update(slab.tobytes())

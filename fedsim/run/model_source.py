@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from fedsim.clipping import LocalSteps
 from fedsim.config import DataConfig, RunConfig
@@ -18,6 +19,7 @@ from fedsim.models import (
     LanguageModelTask,
     Pretrained,
     TransformerConfig,
+    frozen,
     lora,
     model_files,
     preset,
@@ -30,6 +32,7 @@ from fedsim.run.directory import StoredRun
 from fedsim.run.terminal import Terminal
 
 DEEP = 6  # from so many layers on, a loop over stacked layers saves more in compiling than it costs
+# Frozen weights of other types than float32 are stacked in any case; see models/frozen.py.
 
 
 class FirstState(NamedTuple):
@@ -43,12 +46,15 @@ class FirstState(NamedTuple):
 FRESH = "0: fresh models are trained whole; adapters take a pretrained model"
 
 
-def find_model(source: str, console: Terminal | None = None) -> Pretrained | None:
+def find_model(
+    source: str, console: Terminal | None = None, *, as_stored: bool = False
+) -> Pretrained | None:
     """Load the model that `source` names.
 
     Args:
       source: a size such as micro, hf:NAME, a directory, a GGUF file, or a run's directory.
       console: shows the progress.
+      as_stored: keep matrices in bfloat16 as they are stored, to be frozen.
 
     Returns:
       None for a size, whose parameters are fresh.
@@ -66,9 +72,9 @@ def find_model(source: str, console: Terminal | None = None) -> Pretrained | Non
         expected = f"one of {', '.join(PRESETS)}, hf:NAME, or a directory or GGUF file that exists"
         raise ConfigError.of("model", source, expected)
     if console is None:
-        return pretrained.load(source)
+        return pretrained.load(source, as_stored=as_stored)
     with console.phase(f"loading model={source}") as phase:
-        return pretrained.load(source, phase.at)
+        return pretrained.load(source, phase.at, as_stored=as_stored)
 
 
 def model_of_run(run_dir: Path) -> Pretrained:
@@ -122,15 +128,18 @@ def parts_of_run(run_dir: Path) -> tuple[TransformerConfig, Any, Pretrained | No
     base = None
     if config.lora is not None:
         source = stored.run.model.source
-        base = find_model(source)
+        base = find_model(source, as_stored=True)
         same = base is not None and model_sha256(base) == stored.identity.model
         expect("model", source, same, f"the model with which {run_dir} was started")
+        assert base is not None
+        base = base._replace(params=frozen.as_frozen(base.params, stored.run.model.frozen_dtype))
     return config, checkpoint.load_params(path), base
 
 
 def model_sha256(model: Pretrained | None) -> str | None:
-    """Digest of a model's parameters, which a resumed run compares; None for fresh parameters."""
-    return model and checkpoint.params_sha256(model.params)
+    """Digest of the float32 values of a model's parameters, which a resumed run compares; None for
+    fresh parameters."""
+    return model and checkpoint.params_sha256(model.params, np.float32)
 
 
 def model_name(source: str) -> str:
@@ -207,10 +216,14 @@ def make_task(
         return FirstState(LanguageModelTask(data, config, local_steps=local), model.params)
     alpha = lora.SCALE * rank if wanted.lora_alpha is None else wanted.lora_alpha
     config = lora.adapted(config, rank, alpha, wanted.lora_layers)
-    frozen, adapters = model.params, lora.init(config, key)
-    if config.num_layers >= DEEP:
-        frozen, adapters = (stacked(tree, config.num_layers) for tree in (frozen, adapters))
-    return FirstState(LanguageModelTask(data, config, frozen, local), adapters)
+    assert config.lora is not None
+    weights = frozen.as_frozen(model.params, wanted.frozen_dtype)
+    of_weights = dataclasses.replace(config.lora, frozen=frozen.type_of(weights))
+    config = dataclasses.replace(config, lora=of_weights)
+    adapters = lora.init(config, key)
+    if config.num_layers >= DEEP or of_weights.frozen != "float32":
+        weights, adapters = (stacked(tree, config.num_layers) for tree in (weights, adapters))
+    return FirstState(LanguageModelTask(data, config, weights, local), adapters)
 
 
 def check_fit(run: RunConfig, model: Pretrained, data: Dataset) -> None:

@@ -26,7 +26,7 @@ from fedsim.config import (
 from fedsim.data import Dataset
 from fedsim.engine import Engine, Task, versions
 from fedsim.keys import SecretKey
-from fedsim.models import Pretrained, model_files
+from fedsim.models import Pretrained, frozen, model_files
 from fedsim.noise import AddNoise
 from fedsim.run import (
     Console,
@@ -175,7 +175,8 @@ def open_run(
     exact = isinstance(settings, PrivacyConfig) and math.isfinite(settings.epsilon)
     reduction = engine.reduction(run.engine, exact=exact)
     stored = directory.find(run.run_dir, resume=run.resume)
-    model = None if source else find_model(run.model.source, console)
+    as_stored = run.model.lora_rank > 0
+    model = None if source else find_model(run.model.source, console, as_stored=as_stored)
     with ExitStack() as stack:
         if stored:
             stack.enter_context(directory.lock(run.run_dir))
@@ -191,7 +192,9 @@ def open_run(
         if stored:
             key = directory.stored_key(run)
         else:
-            key = SecretKey.create(run.seed, key_context(algorithm, sha256, settings, run, data))
+            weights = frozen.type_of(model.params) if model else "float32"
+            context = key_context(algorithm, sha256, settings, run, data, weights)
+            key = SecretKey.create(run.seed, context)
         identity = Identity(algorithm, sha256, key.seal(data.train.fingerprint), reduction)
         if stored:
             directory.expect_same(stored, StoredRun(identity, settings, run))
@@ -208,11 +211,14 @@ def key_context(
     settings: PrivacyConfig | PretrainConfig,
     run: RunConfig,
     data: Dataset,
+    weights: str = "float32",
 ) -> str:
     """Everything that a key depends on beside the seed, so that no two different runs share a key.
 
     Settings at their defaults are left out, so that a new setting changes no earlier run. A
     pretrained model is identified by its parameters, as data are, wherever it lies.
+
+    Args: weights: type of the model's matrices, if they stay as they are stored.
     """
     if isinstance(settings, PretrainConfig):  # the order of examples, which hides nothing
         return directory.PRETRAIN
@@ -222,4 +228,6 @@ def key_context(
     changes = [changed(PrivacyConfig, as_dict(settings)), changed(RunConfig, of_run)]
     changes = [first_named(settings) for settings in changes]
     identity = {"algorithm": algorithm, "model": model}
+    if weights != "float32":
+        identity["weights"] = weights
     return json.dumps([identity, *changes, data.train.fingerprint], sort_keys=True)

@@ -188,7 +188,7 @@ def _settings(released: Released, public: bool) -> list[tuple[str, str]]:
     """
     run = settings_of(released.stored.run)
     counts = ("num_units", "budget", "target_epsilon", "num_parameters", "clip_quantile")
-    names = ("lora_rank", "optimizer", "learning_rate", "compute_dtype")
+    names = ("lora_rank", "frozen_dtype", "optimizer", "learning_rate", "compute_dtype")
     values = {name: getattr(released.plan, name) for name in counts}
     strategy = ("strategy", str(released.stored.strategy.get("name")))
     return [

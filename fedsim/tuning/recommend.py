@@ -315,7 +315,7 @@ def _started(
       working: start its workers.
       quiet: do not warn of what the texts are like.
     """
-    model = find_model(run.model.source, console)
+    model = find_model(run.model.source, console, as_stored=run.model.lora_rank > 0)
     data = load_data(run.data, model, console.note)
     if not quiet and (cut_off := data.cut_off()):
         console.warn(cut_off)

@@ -27,6 +27,7 @@ from fedsim.data.users import UserStore
 from fedsim.engine.ray_engine import RayEngine
 from fedsim.engine.worker import LocalEngine
 from fedsim.models import lora
+from fedsim.models.frozen import as_frozen
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import BLOCKS, TransformerConfig, stacked
 
@@ -208,10 +209,10 @@ def test_a_missing_unit_changes_the_sum_by_its_contribution_and_by_nothing_else(
 # ---- Through the engine, packing and workers ----------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["whole", "lora", "stacked"])
+@pytest.fixture(scope="module", params=["whole", "lora", "stacked", "bfloat16", "int8"])
 def task(request):
     """Real layers on texts of all lengths; the whole model, or adapters of a frozen one, whose
-    layers may be gone through in a loop."""
+    layers may be gone through in a loop, as those in bfloat16 are, or whose weights are int8."""
     rng = np.random.default_rng(5)
     sizes = np.concatenate([rng.integers(1, 33, 60), rng.integers(33, 65, 60)])
     examples = {"u": [rng.integers(29, size=size) for size in sizes]}
@@ -224,10 +225,12 @@ def task(request):
 
 def adapted(config, dataset, how="lora"):
     """Rank-2 adapters of a frozen model with random parameters."""
-    layers = 2 if how == "stacked" else 1
+    in_loop = how in ("stacked", "bfloat16")
+    layers = 2 if in_loop else 1
     config = dataclasses.replace(config, vocab_size=29, max_length=64, num_layers=layers)
     frozen = random_like(config, np.random.default_rng(1))
-    frozen = stacked(frozen, layers) if how == "stacked" else frozen
+    frozen = as_frozen(frozen, how if how in ("bfloat16", "int8") else "stored")
+    frozen = stacked(frozen, layers) if in_loop else frozen
     return LanguageModelTask(dataset, lora.adapted(config, 2, 8.0, "query,down"), frozen)
 
 

