@@ -20,7 +20,7 @@ import tyro
 from fedsim.cli.account import Account, Calibrate
 from fedsim.cli.arguments import level_of, parse
 from fedsim.cli.data import Data
-from fedsim.cli.models import Evaluate, Export, Generate, Personalize, Pretrain, Train
+from fedsim.cli.models import Chat, Evaluate, Export, Generate, Personalize, Pretrain, Train
 from fedsim.cli.trust import Audit, Budget, Report, Runs, Verify
 from fedsim.cli.tuning import Recommend, Sweep
 from fedsim.errors import ConfigError, FedsimError, printable
@@ -36,6 +36,7 @@ Command = (
     | Annotated[Personalize, tyro.conf.subcommand("personalize")]
     | Annotated[Pretrain, tyro.conf.subcommand("pretrain")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Audit, tyro.conf.subcommand("audit")]
     | Annotated[Budget, tyro.conf.subcommand("budget")]

@@ -37,6 +37,7 @@ from .privacy import (
     SamplingName as SamplingName,
 )
 from .run import (
+    ALL_LINEAR as ALL_LINEAR,
     AXES as AXES,
     OPERATIONAL as OPERATIONAL,
     UPDATE as UPDATE,

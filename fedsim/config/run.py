@@ -64,6 +64,9 @@ OPERATIONAL = frozenset(
     | {"log_to", "log_non_private"}
 )
 
+ALL_LINEAR = "all-linear"
+"""All modules of the blocks that LoRA can adapt, as PEFT says it."""
+
 LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 UPDATE = ("optimizer", "learning_rate", "schedule", "ema")
@@ -145,13 +148,20 @@ class ModelConfig:
     """Rank of LoRA adapters, which are trained in place of the parameters of a pretrained model. >=
     0; 0 trains all parameters."""
 
-    lora_layers: str = "all"
-    """Layers of each block that get LoRA adapters: all, or some of
-    query,key,value,out,gate,up,down."""
+    lora_modules: str | Sequence[str] = ALL_LINEAR
+    """Modules of each block that get LoRA adapters, by PEFT's names, such as q_proj v_proj;
+    all-linear: all of them."""
 
     lora_alpha: float | None = None
     """Scale of LoRA adapters: their output is multiplied by alpha / rank. > 0. Default: twice the
-    rank."""
+    rank; with rslora, 8."""
+
+    lora_scaling: Literal["standard", "rslora"] = "standard"
+    """Factor of the output of LoRA adapters. standard: alpha / rank. rslora: alpha / sqrt(rank)."""
+
+    adapter: str | None = None
+    """LoRA adapters to go on from, of this model: a directory in PEFT's format, or hf:NAME. Rank,
+    alpha, scaling and modules are those of the adapters."""
 
     remat: bool = False
     """Recompute activations in the backward pass (gradient checkpointing): less accelerator memory,
@@ -166,6 +176,24 @@ class ModelConfig:
         _expect_least(self, lora_rank=0)
         alpha = self.lora_alpha
         expect("lora_alpha", alpha, alpha is None or 0 < alpha < math.inf, "> 0 and finite")
+        object.__setattr__(self, "lora_modules", _joined(self.lora_modules))
+        if self.adapter is not None:
+            object.__setattr__(self, "adapter", expand_home("adapter", self.adapter))
+            for field in dataclasses.fields(self):
+                if field.name.startswith("lora_"):
+                    value, unset = getattr(self, field.name), field.default
+                    expect(field.name, value, value == unset, f"{unset}: adapter has its own")
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if LoRA adapters are trained instead of the model."""
+        return self.lora_rank > 0 or self.adapter is not None
+
+
+def _joined(modules: str | Sequence[str]) -> str:
+    """Names of modules with commas between them; "all", as of earlier versions, is ALL_LINEAR."""
+    names = modules if isinstance(modules, str) else ",".join(modules)
+    return ALL_LINEAR if names == "all" else names
 
 
 @dataclasses.dataclass(frozen=True)

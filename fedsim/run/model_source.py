@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedsim.clipping import LocalSteps
-from fedsim.config import DataConfig, RunConfig
+from fedsim.config import DataConfig, RunConfig, changed_run
 from fedsim.data import Dataset, Tokenizer, corpora
 from fedsim.errors import ConfigError, expect
 from fedsim.files import expand_home
@@ -20,6 +20,7 @@ from fedsim.models import (
     TransformerConfig,
     lora,
     model_files,
+    peft_files,
     preset,
     pretrained,
     stacked,
@@ -138,6 +139,27 @@ def model_name(source: str) -> str:
     return source if source.startswith(pretrained.HUB) else Path(source).name
 
 
+def without_adapter(stored: StoredRun, run: RunConfig) -> RunConfig:
+    """The settings of a run that need the adapter no more with which it was started.
+
+    Args:
+      stored: the run as it was started.
+      run: its settings now.
+    """
+    if run.model.adapter is None:
+        return run
+    made = TransformerConfig.from_dict(dict(stored.model)).lora
+    assert made is not None
+    return changed_run(
+        run,
+        adapter=None,
+        lora_rank=made.rank,
+        lora_alpha=made.alpha,
+        lora_modules=made.layers,
+        lora_scaling="rslora" if made.rslora else "standard",
+    )
+
+
 def load_data(
     config: DataConfig, model: Pretrained | None, progress: Callable[[str], None]
 ) -> Dataset:
@@ -189,6 +211,8 @@ def make_task(
     """
     wanted, rank = run.model, run.model.lora_rank
     expect("lora_rank", rank, rank == 0 or model is not None, FRESH)
+    there = model is not None or not wanted.adapter
+    expect("adapter", wanted.adapter, there, "the model of the adapter as --model")
     users, local = data.train, local_steps_of(run)
     if model is None:
         shape = (users.vocab_size, users.max_length, wanted.compute_dtype)
@@ -203,11 +227,15 @@ def make_task(
         dtype=None if wanted.compute_dtype == "float32" else wanted.compute_dtype,
         remat=wanted.remat,
     )
-    if not rank:
+    if not wanted.has_adapters:
         return FirstState(LanguageModelTask(data, config, local_steps=local), model.params)
-    alpha = lora.SCALE * rank if wanted.lora_alpha is None else wanted.lora_alpha
-    config = lora.adapted(config, rank, alpha, wanted.lora_layers)
-    frozen, adapters = model.params, lora.init(config, key)
+    frozen = model.params
+    if wanted.adapter is not None:
+        config, adapters = peft_files.load(wanted.adapter, config)
+    else:
+        rslora = wanted.lora_scaling == "rslora"
+        config = lora.adapted(config, rank, wanted.lora_alpha, str(wanted.lora_modules), rslora)
+        adapters = lora.init(config, key)
     if config.num_layers >= DEEP:
         frozen, adapters = (stacked(tree, config.num_layers) for tree in (frozen, adapters))
     return FirstState(LanguageModelTask(data, config, frozen, local), adapters)

@@ -319,6 +319,8 @@ def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> lis
     """Facts that the guarantee does not cover, from the settings that cannot change it."""
     before = f"the texts that model={model_name(run.model.source)} was trained on"
     facts = [] if fresh_model else [before]
+    if run.model.adapter is not None:
+        facts.append(f"the texts that adapter={model_name(run.model.adapter)} was trained on")
     if own_task:
         facts.append("the task's own code: its first parameters, and how it makes rows of texts")
     timed = (

@@ -13,7 +13,7 @@ import pytest
 from zoo import random_like
 
 from fedsim.data.tokenizer import Tokenizer
-from fedsim.models import lora, pretrained
+from fedsim.models import lora, peft_files, pretrained
 from fedsim.models.transformer import Transformer, preset
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -99,13 +99,13 @@ def test_transformers_has_the_same_tokens(name, kind, written, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "gemma2"])
-@pytest.mark.parametrize("layers", ["all", "query,value,down"])
+@pytest.mark.parametrize("layers", ["all-linear", "query,value,down"])
 def test_peft_reads_adapters(name, layers, written, tmp_path):
     base = pretrained.load(str(written / name))
     adapted = lora.adapted(base.config, 3, 8.0, layers)
     shapes = dataclasses.replace(adapted, max_length=20)
     adapters = lora.adapters_of(random_like(shapes, np.random.default_rng(0)))
-    lora.save(tmp_path / "peft", adapted, adapters, str(written / name))
+    peft_files.save(tmp_path / "peft", adapted, adapters, str(written / name))
     found = run.models("logits", written / name, tmp_path / "peft")["logits"]
     expected = logits_of(adapted, lora.joined(base.params, adapters))
     assert np.abs(expected - np.load(written / f"{name}.npy")).max() > 0.1
