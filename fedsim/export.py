@@ -85,7 +85,7 @@ def _push(out: Path, name: str, public: bool) -> str:
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError, errors.HfHubHTTPError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error.__cause__ or error).split())[:200]
         expected = f"a repository of the Hub that you may write to ({reason}); {then}"
         raise ConfigError.of("push", name, expected) from None
     return f"{api.endpoint}/{name}"

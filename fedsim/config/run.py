@@ -181,8 +181,9 @@ class ModelConfig:
             object.__setattr__(self, "adapter", expand_home("adapter", self.adapter))
             for field in dataclasses.fields(self):
                 if field.name.startswith("lora_"):
-                    value, unset = getattr(self, field.name), field.default
-                    expect(field.name, value, value == unset, f"{unset}: adapter has its own")
+                    value = getattr(self, field.name)
+                    unset = value == field.default
+                    expect(field.name, value, unset, "nothing: the adapter has its own")
 
     @property
     def has_adapters(self) -> bool:

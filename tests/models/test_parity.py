@@ -110,3 +110,45 @@ def test_peft_reads_adapters(name, layers, written, tmp_path):
     expected = logits_of(adapted, lora.joined(base.params, adapters))
     assert np.abs(expected - np.load(written / f"{name}.npy")).max() > 0.1
     np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "name, modules, scaling",
+    [
+        ("llama", "q_proj,v_proj", []),
+        ("gemma2", "all-linear", ["rslora"]),
+        ("phi3", "qkv_proj,down_proj", ["rslora"]),
+        ("gpt2", "c_attn,c_fc", []),
+    ],
+)
+def test_adapters_that_peft_made_are_read(name, modules, scaling, written, tmp_path):
+    out = tmp_path / "peft"
+    found = run.models("adapt", written / name, out, modules, *scaling)
+    base = pretrained.load(str(written / name))
+    config, adapters = peft_files.load(str(out), base.config)
+    logits = logits_of(config, lora.joined(base.params, adapters))
+    assert np.abs(logits - np.load(written / f"{name}.npy")).max() > 0.1
+    np.testing.assert_allclose(logits, found["logits"], atol=2e-4)
+    merged = logits_of(*lora.merged(config, base.params, adapters))
+    np.testing.assert_allclose(merged, found["merged"], atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["tiny", "smollm2"])
+def test_an_exported_chat_model_answers_and_stops_at_the_end_of_its_turn(kind, tmp_path):
+    """Its head counts up, from a letter to the token that ends a turn."""
+    files = tokenizer_files(tmp_path / "files")
+    if kind == "smollm2":
+        if not SMOLLM2.is_file():
+            pytest.skip("needs ../shared/models")
+        (files / "tokenizer.json").write_bytes(SMOLLM2.read_bytes())
+        (files / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+        (files / "chat_template.jinja").write_text(PROMPTING)
+    tokenizer = Tokenizer.load(files / "tokenizer.json")
+    vocab = json.loads(tokenizer.json)["added_tokens"]
+    stop = next(each["id"] for each in vocab if each["content"] == STOP)
+    letters = tokenizer.encode_batch(["assistant\nab"])[0][-2:]
+    config, params = counting(tokenizer.vocab_size, [*letters[-2:], stop])
+    pretrained.save(tmp_path / "model", config, params, files / "tokenizer.json", files)
+    found = run.models("reply", tmp_path / "model", f"Hi {STOP}")
+    said = tokenizer.decode(found["reply"], special=True)
+    assert said.endswith(STOP) and found["reply"].count(stop) == 1 and len(found["reply"]) < 40
