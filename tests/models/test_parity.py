@@ -10,9 +10,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from chats import PROMPTING, STOP, model_files as tokenizer_files, saying
 from zoo import random_like
 
+from fedsim.data.chat import ChatTokenizer, Message, template_of
 from fedsim.data.tokenizer import Tokenizer
+from fedsim.export import export
 from fedsim.models import lora, peft_files, pretrained
 from fedsim.models.transformer import Transformer, preset
 
@@ -21,6 +24,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from experiments.benchmarks.peers import run  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+SMOLLM2 = Path(__file__).parents[3] / "shared" / "models" / "smollm2_tokenizer.json"
 TOKENS = np.random.default_rng(0).integers(0, 61, size=(2, 20))  # as the peer's script has them
 NAMES = [
     *"llama llama3 llama_biases llama_linear llama_dynamic mistral ministral".split(),
@@ -135,20 +139,16 @@ def test_adapters_that_peft_made_are_read(name, modules, scaling, written, tmp_p
 
 @pytest.mark.parametrize("kind", ["tiny", "smollm2"])
 def test_an_exported_chat_model_answers_and_stops_at_the_end_of_its_turn(kind, tmp_path):
-    """Its head counts up, from a letter to the token that ends a turn."""
-    files = tokenizer_files(tmp_path / "files")
-    if kind == "smollm2":
+    files = tokenizer_files(tmp_path / "files", PROMPTING)
+    if kind == "smollm2":  # whose tokenizer.json names <|endoftext|> alone
         if not SMOLLM2.is_file():
             pytest.skip("needs ../shared/models")
         (files / "tokenizer.json").write_bytes(SMOLLM2.read_bytes())
-        (files / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-        (files / "chat_template.jinja").write_text(PROMPTING)
-    tokenizer = Tokenizer.load(files / "tokenizer.json")
-    vocab = json.loads(tokenizer.json)["added_tokens"]
-    stop = next(each["id"] for each in vocab if each["content"] == STOP)
-    letters = tokenizer.encode_batch(["assistant\nab"])[0][-2:]
-    config, params = counting(tokenizer.vocab_size, [*letters[-2:], stop])
-    pretrained.save(tmp_path / "model", config, params, files / "tokenizer.json", files)
-    found = run.models("reply", tmp_path / "model", f"Hi {STOP}")
-    said = tokenizer.decode(found["reply"], special=True)
-    assert said.endswith(STOP) and found["reply"].count(stop) == 1 and len(found["reply"]) < 40
+        (files / "tokenizer_config.json").unlink()
+    model = saying(tmp_path / "model", "yes", files)
+    export(str(model), tmp_path / "out")
+    found = run.models("reply", tmp_path / "out", "Hello")
+    tokenizer = Tokenizer.load(tmp_path / "out" / "tokenizer.json")
+    chat = ChatTokenizer(tokenizer, template_of(tokenizer))
+    assert found["prompt"] == chat.encode_prompt([Message("user", "Hello")]).tolist()
+    assert tokenizer.decode(found["reply"], special=True) == f"yes{STOP}"

@@ -34,7 +34,9 @@ def test_the_template_is_where_programs_look_for_it(tmp_path):
     settings = {"eos_token": STOP, "chat_template": [{"name": "tools", "template": "{{ tools }}"}]}
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     serving_files.complete(model)
-    named = {x["name"]: x["template"] for x in read(model, "tokenizer_config.json")["chat_template"]}
+    named = {
+        x["name"]: x["template"] for x in read(model, "tokenizer_config.json")["chat_template"]
+    }
     assert named == {"default": CHATML, "tools": "{{ tools }}"}
 
 
@@ -42,7 +44,9 @@ def test_the_end_of_a_turn_ends_a_text(tmp_path):
     """Also where the model's own end token is another, as of a base model with a new template."""
     model = tokenizer_files(tmp_path / "model", GEMMA)
     tiny(special=("<s>", "<turn>", STOP)).save(model / "tokenizer.json")
-    (model / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": STOP}))
+    (model / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": STOP})
+    )
     (model / "generation_config.json").write_text('{"eos_token_id": 259, "top_p": 0.5}')
     serving_files.complete(model)
     assert ends(model) == [STOP, "<turn>"]
