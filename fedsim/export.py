@@ -79,7 +79,7 @@ def _push(out: Path, name: str, public: bool) -> str:
     try:
         api.create_repo(name, private=not public, exist_ok=True)
         # One that was there keeps its visibility.
-        hidden = public or api.model_info(name).private
+        hidden = public or api.model_info(name).private is True
         expect("push", name, hidden, f"a private repository, or --public beside it; {then}")
         api.create_commit(name, added, commit_message="Export from fedsim")
     except ConfigError:

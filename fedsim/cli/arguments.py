@@ -148,8 +148,8 @@ def _with_new_names(args: list[str]) -> list[str]:
     """The arguments with the present names of flags that were renamed."""
     if args[:1] not in (["train"], ["recommend"], ["audit"]):
         return args
-    named = ((f"--{name}".replace("_", "-") for name in names) for names in RENAMED.items())
-    flags: dict[str, str] = dict(named)
+    dashed = (f"{old} {new}".replace("_", "-").split() for old, new in RENAMED.items())
+    flags = {f"--{old}": f"--{new}" for old, new in dashed}
     parts = (word.partition("=") for word in args)
     return [flags.get(flag.replace("_", "-"), flag) + sign + value for flag, sign, value in parts]
 

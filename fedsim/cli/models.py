@@ -353,8 +353,7 @@ class Export(ReadsModel):
 
     push: str | None = None
     """Upload the exported files, and nothing else, to this repository of the Hugging Face Hub, such
-    as name/model. It becomes a private one. Log in first: hf auth login, or the variable
-    HF_TOKEN."""
+    as name/model. A new one is private. Log in first: hf auth login, or the variable HF_TOKEN."""
 
     public: bool = False
     """With --push: let everyone see the repository."""

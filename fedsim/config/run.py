@@ -153,8 +153,8 @@ class ModelConfig:
     all-linear: all of them."""
 
     lora_alpha: float | None = None
-    """Scale of LoRA adapters: their output is multiplied by alpha / rank. > 0. Default: twice the
-    rank; with rslora, 8."""
+    """alpha of LoRA adapters, for their scale (see lora_scaling). > 0. Default: twice the rank;
+    with rslora, 8."""
 
     lora_scaling: Literal["standard", "rslora"] = "standard"
     """Factor of the output of LoRA adapters. standard: alpha / rank. rslora: alpha / sqrt(rank)."""

@@ -63,7 +63,7 @@ def _layers_of(c: TransformerConfig, modules: str, have: tuple[str, ...]) -> lis
         layers = [name] if name in have else []
         layers += [x for module, own in inside.items() if is_called(module, name) for x in own]
         known = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in inside))
-        expect("lora_modules", modules, layers, f"{ALL_LINEAR}, or some of {known}")
+        expect("lora_modules", modules, layers != [], f"{ALL_LINEAR}, or some of {known}")
         chosen += layers
     expect("lora_modules", modules, len(set(chosen)) == len(chosen), "each module once")
     return chosen
