@@ -27,6 +27,7 @@ from fedsim.run import (
     load_data,
     make_task,
     model_sha256,
+    without_adapter,
 )
 
 VALIDATION = {"eval_users": "eval/loss", "eval_examples": "non_private/eval_examples_loss"}
@@ -115,5 +116,6 @@ def last_model(
     expect("data", run.data.source, found == stored.identity.data_seal, "the data of the run")
     same = model_sha256(model) == stored.identity.model
     expect("model", run.model.source, same, "the model of the run")
-    task, _ = make_task(run, model, data, SecretKey.create(0).jax_key("init"))
+    key = SecretKey.create(0).jax_key("init")
+    task, _ = make_task(without_adapter(stored, run), model, data, key)
     return task, checkpoint.load_params(path), data, path

@@ -1,47 +1,96 @@
 """Export of a run's last checkpoint, or of any model, as a Hugging Face directory."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 from fedsim.engine import expect_usable_jax
-from fedsim.errors import expect
+from fedsim.errors import ConfigError, expect
 from fedsim.files import expand_home
-from fedsim.models import lora, pretrained
+from fedsim.installation import expect_installed
+from fedsim.models import peft_files, pretrained
 from fedsim.run import Console, directory, files_of_run, find_model, ledger, parts_of_run
 from fedsim.trust import CARD, Released, card_of, model_card
 
 
 def export(
-    source: str, out: str | Path, *, adapter: bool = False, released: Released | None = None
+    source: str,
+    out: str | Path,
+    *,
+    adapter: bool = False,
+    released: Released | None = None,
+    push: str | None = None,
+    public: bool = False,
 ) -> dict[str, Any]:
-    """Write a model into the new directory `out`.
+    """Write a model into the new directory `out`, and perhaps to the Hub.
 
     Args:
       source: the directory of a run or of a model, or hf:NAME.
       out: the new directory.
       adapter: write only the adapters of a run, in PEFT's format, instead of merging them.
       released: what was read and checked of the run, for its model card; None: it is read here.
-    Returns: the directory and the format, as --json shows them.
-    Raises: ConfigError: there is no such model, `out` exists, or no known family has its parts.
+      push: repository of the Hub that gets the files of `out`, in one commit.
+      public: everyone may see it.
+    Returns: the directory, the format and the address of the repository, as --json shows them.
+    Raises: ConfigError: there is no such model, `out` exists, no known family has its parts, or the
+      repository cannot be written to.
     """
     expect_usable_jax()
+    expect("public", public, push is not None or not public, "--push beside it")
+    if push is not None:
+        expect_installed("huggingface_hub")
+        well_formed = NAME.fullmatch(push) is not None
+        expect("push", push, well_formed, "the name of a repository, such as name/model")
     source, out = expand_home("model", source), Path(expand_home("out", out))
-    if adapter:
-        config, params, base = parts_of_run(Path(source))
-        expect("adapter", True, base is not None, f"a run with LoRA, and {source} is none")
-        model = directory.load(Path(source)).run.model.source
-        card = _card(source, released, base=model)
-        files = files_of_run(Path(source), base)
-        lora.save(out, config, params, *pretrained.named(model), files)
-        _write(card, out)
-        return {"out": str(out), "format": "PEFT adapters"}
+    written = _adapters(source, out, released) if adapter else _merged(source, out, released)
+    result = {"out": str(out), "format": written}
+    return result if push is None else {**result, "pushed": _push(out, push, public)}
+
+
+def _adapters(source: str, out: Path, released: Released | None) -> str:
+    config, params, base = parts_of_run(Path(source))
+    expect("adapter", True, base is not None, f"a run with LoRA, and {source} is none")
+    model = directory.load(Path(source)).run.model.source
+    card = _card(source, released, base=model)
+    files = files_of_run(Path(source), base)
+    peft_files.save(out, config, params, *pretrained.named(model), files)
+    _write(card, out)
+    return "PEFT adapters"
+
+
+def _merged(source: str, out: Path, released: Released | None) -> str:
     model = find_model(source)
     expect("model", source, model is not None, "the directory of a run or a model")
     assert model is not None
     card = _card(source, released)
     pretrained.save(out, model.config, model.params, model.tokenizer, model.files)
     _write(card, out)
-    return {"out": str(out), "format": "Hugging Face"}
+    return "Hugging Face"
+
+
+NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+
+
+def _push(out: Path, name: str, public: bool) -> str:
+    """Upload all files of a directory, in one commit; return the address of the repository."""
+    from huggingface_hub import CommitOperationAdd, HfApi, errors
+
+    files = sorted(path for path in out.rglob("*") if path.is_file())
+    added = [CommitOperationAdd(str(path.relative_to(out)), path) for path in files]
+    api, then = HfApi(library_name="fedsim"), f"{out} is written"
+    try:
+        api.create_repo(name, private=not public, exist_ok=True)
+        # One that was there keeps its visibility.
+        hidden = public or api.model_info(name).private is True
+        expect("push", name, hidden, f"a private repository, or --public beside it; {then}")
+        api.create_commit(name, added, commit_message="Export from fedsim")
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RuntimeError, errors.HfHubHTTPError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())[:200]
+        expected = f"a repository of the Hub that you may write to ({reason}); {then}"
+        raise ConfigError.of("push", name, expected) from None
+    return f"{api.endpoint}/{name}"
 
 
 def _card(source: str, released: Released | None, base: str | None = None) -> str:

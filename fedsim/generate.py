@@ -45,13 +45,7 @@ def generate_text(
     expect("num_tokens", num_tokens, num_tokens >= 1, ">= 1")
     expect("temperature", temperature, temperature >= 0, ">= 0")
     expect("top_k", top_k, top_k >= 0, ">= 0")
-    source = expand_home("model", source)
-    there = Path(source).exists() or source.startswith(HUB)
-    kinds = "the directory of a run or of a Hugging Face model, hf:NAME, or a GGUF file"
-    model = find_model(source) if there else None
-    expect("model", source, model is not None, kinds)
-    assert model is not None
-    expect("model", source, model.tokenizer is not None, f"a model with a {TOKENIZER}")
+    model = model_to_generate(expand_home("model", source))
     assert model.tokenizer is not None
     tokenizer = Tokenizer.load(model.tokenizer)
     ids = [tokenizer.begin_id, *tokenizer.encode_batch([prompt])[0]]
@@ -70,6 +64,20 @@ def generate_text(
     text = tokenizer.decode(generated)
     about = {"stopped": stopped, "max_length": longest, "seed": seed}
     return {"prompt": prompt, "text": text, "tokens": len(generated), **about}
+
+
+def model_to_generate(source: str) -> Pretrained:
+    """The model that `source` names, with a tokenizer.
+
+    Raises: ConfigError: there is no such model, or it has no tokenizer.
+    """
+    there = Path(source).exists() or source.startswith(HUB)
+    kinds = "the directory of a run or of a Hugging Face model, hf:NAME, or a GGUF file"
+    model = find_model(source) if there else None
+    expect("model", source, model is not None, kinds)
+    assert model is not None
+    expect("model", source, model.tokenizer is not None, f"a model with a {TOKENIZER}")
+    return model
 
 
 def tokens_after(

@@ -187,7 +187,7 @@ class Problem:
         self.factor = 4 if model.rank else 6
         if model.rank:
             self.frozen = jax.device_put(params)
-            self.config = lora.adapted(self.config, model.rank, 16.0, "all")
+            self.config = lora.adapted(self.config, model.rank, 16.0)
             shapes = jax.eval_shape(functools.partial(lora.init, self.config), jax.random.key(0))
             params = stacked(jax.tree.map(some, shapes), self.config.num_layers)
         self.params = jax.device_put(params)

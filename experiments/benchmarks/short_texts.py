@@ -63,7 +63,7 @@ def shares(config: TransformerConfig, strategies: list[str], turns: int) -> dict
     key, first = jax.random.key(0), jnp.zeros((1, 2), jnp.int32)
     frozen = jax.tree.map(np.asarray, jax.jit(Transformer(config).init)(key, first)["params"])
     frozen = stacked(frozen, config.num_layers)
-    adapted = lora.adapted(config, 8, 16.0, "all")
+    adapted = lora.adapted(config, 8, 16.0)
     task = Texts(None, adapted, frozen=frozen)  # pyright: ignore
     params = stacked(jax.tree.map(np.asarray, lora.init(adapted, key)), config.num_layers)
     engine, rows = LocalEngine(task, num_lanes=LANES), np.arange(len(LENGTHS))[:, None]

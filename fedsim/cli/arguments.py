@@ -148,9 +148,10 @@ def _with_new_names(args: list[str]) -> list[str]:
     """The arguments with the present names of flags that were renamed."""
     if args[:1] not in (["train"], ["recommend"], ["audit"]):
         return args
-    flags = {f"--{old}": f"--{new.replace('_', '-')}" for old, new in RENAMED.items()}
+    dashed = (f"{old} {new}".replace("_", "-").split() for old, new in RENAMED.items())
+    flags = {f"--{old}": f"--{new}" for old, new in dashed}
     parts = (word.partition("=") for word in args)
-    return [flags.get(flag, flag) + equals + value for flag, equals, value in parts]
+    return [flags.get(flag.replace("_", "-"), flag) + sign + value for flag, sign, value in parts]
 
 
 def _in_home(command: Any) -> Any:

@@ -21,6 +21,7 @@ from fedsim.cli.account import Account, Calibrate
 from fedsim.cli.arguments import level_of, parse
 from fedsim.cli.data import Data
 from fedsim.cli.models import (
+    Chat,
     Evaluate,
     Export,
     Generate,
@@ -44,6 +45,7 @@ Command = (
     | Annotated[Personalize, tyro.conf.subcommand("personalize")]
     | Annotated[Pretrain, tyro.conf.subcommand("pretrain")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[TrainTokenizer, tyro.conf.subcommand("tokenizer")]
     | Annotated[Audit, tyro.conf.subcommand("audit")]

@@ -1,5 +1,5 @@
 """Commands that make a model or use one: `fedsim train`, `evaluate`, `pretrain`, `personalize`,
-`generate`, `export`, `tokenizer`."""
+`generate`, `chat`, `export`, `tokenizer`."""
 
 import dataclasses
 import sys
@@ -301,6 +301,44 @@ class Generate(ReadsModel):
 
 
 @dataclasses.dataclass(frozen=True)
+class Chat(ReadsModel):
+    """Chat with a model in the terminal, in the form of its chat template.
+
+    Ctrl-C ends a reply; Ctrl-D or /exit ends the chat. Lines of a pipe are messages, too.
+    """
+
+    model: tyro.conf.Positional[str]
+    """The directory of a run, a Hugging Face directory, hf:NAME, or a GGUF file."""
+
+    system: str = ""
+    """The system's message, which the model reads before the chat. Default: none."""
+
+    temperature: float = 1.0
+    """Divides the logits. >= 0; 0 always takes the likeliest token."""
+
+    max_tokens: int = 256
+    """Largest number of tokens of a reply. >= 1."""
+
+    seed: int = 0
+    """Seed of the draw: another seed gives other replies."""
+
+    json: bool = False
+    """Print the messages as one JSON object on stdout at the end, instead of the replies."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.chat import chat
+
+        return chat(
+            self.model,
+            silent=self.json,
+            system=self.system,
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Export(ReadsModel):
     """Write a model in Hugging Face's format: config.json, safetensors, tokenizer.json."""
 
@@ -314,13 +352,21 @@ class Export(ReadsModel):
     """Write only the adapters of a LoRA run, in PEFT's format. Without this flag they are merged
     into the model."""
 
+    push: str | None = None
+    """Upload the exported files, and nothing else, to this repository of the Hugging Face Hub, such
+    as name/model. A new one is private. Log in first: hf auth login, or the variable HF_TOKEN."""
+
+    public: bool = False
+    """With --push: let everyone see the repository."""
+
     json: bool = False
     """Print one JSON object on stdout."""
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.export import export
 
-        result = export(self.model, self.out, adapter=self.adapter)
+        how = {"adapter": self.adapter, "push": self.push, "public": self.public}
+        result = export(self.model, self.out, **how)
         if not self.json:
             print(*(f"{name} {value}" for name, value in result.items()), sep="\n")
         return result

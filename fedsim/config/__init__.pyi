@@ -39,6 +39,7 @@ from .privacy import (
     default_delta as default_delta,
 )
 from .run import (
+    ALL_LINEAR as ALL_LINEAR,
     AXES as AXES,
     OPERATIONAL as OPERATIONAL,
     UPDATE as UPDATE,

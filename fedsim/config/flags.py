@@ -17,8 +17,8 @@ _GROUPS = {"data": ("source", DataConfig), "model": ("source", ModelConfig)}
 _GROUPS |= {"engine": ("kind", EngineConfig)}
 
 
-RENAMED = {"budget": "batch_size"}
-"""Settings renamed in version 0.3, which still accepts the old names."""
+RENAMED = {"budget": "batch_size", "lora_layers": "lora_modules"}
+"""Settings that were renamed, and are still accepted by their old names."""
 
 
 def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,12 +56,17 @@ OTHER_NAMES = {
     **dict.fromkeys(("text", "column"), "text_column"),
     **dict.fromkeys(("messages", "dataset", "train_file"), "data"),
     **dict.fromkeys(("seq_length", "max_seq_length", "block_size"), "max_length"),
-    **dict.fromkeys(("lora_r", "rank", "r"), "lora_rank"),
+    **dict.fromkeys(("lora_r", "rank", "r", "use_dora"), "lora_rank"),
+    **dict.fromkeys(("target_modules", "modules"), "lora_modules"),
+    **dict.fromkeys(("use_rslora", "rslora"), "lora_scaling"),
+    **dict.fromkeys(("adapters", "peft", "adapter_path"), "adapter"),
 }
 """Names that other libraries have for settings."""
 REASONS = {
     "epochs": "training counts steps: epochs x examples / batch_size",
     "noise_multiplier": "the noise is computed from it",
+    "use_dora": "DoRA is not built: its magnitudes are more parameters than LoRA's",
+    "use_rslora": "--lora-scaling rslora",
 }
 REASONS |= {name: REASONS["epochs"] for name in ("num_epochs", "num_train_epochs")}
 REASONS["sigma"] = REASONS["noise_multiplier"]

@@ -64,6 +64,9 @@ OPERATIONAL = frozenset(
     | {"log_to", "log_non_private", "strict"}
 )
 
+ALL_LINEAR = "all-linear"
+"""All modules of the blocks that LoRA can adapt, as PEFT says it."""
+
 LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 UPDATE = ("optimizer", "learning_rate", "schedule", "ema")
@@ -145,13 +148,20 @@ class ModelConfig:
     """Rank of LoRA adapters, which are trained in place of the parameters of a pretrained model. >=
     0; 0 trains all parameters."""
 
-    lora_layers: str = "all"
-    """Layers of each block that get LoRA adapters: all, or some of
-    query,key,value,out,gate,up,down."""
+    lora_modules: str | Sequence[str] = ALL_LINEAR
+    """Modules of each block that get LoRA adapters, by PEFT's names, such as q_proj v_proj;
+    all-linear: all of them."""
 
     lora_alpha: float | None = None
-    """Scale of LoRA adapters: their output is multiplied by alpha / rank. > 0. Default: twice the
-    rank."""
+    """alpha of LoRA adapters, for their scale (see lora_scaling). > 0. Default: twice the rank;
+    with rslora, 8."""
+
+    lora_scaling: Literal["standard", "rslora"] = "standard"
+    """Factor of the output of LoRA adapters. standard: alpha / rank. rslora: alpha / sqrt(rank)."""
+
+    adapter: str | None = None
+    """LoRA adapters to go on from, of this model: a directory in PEFT's format, or hf:NAME. Rank,
+    alpha, scaling and modules are those of the adapters."""
 
     frozen_dtype: Literal["stored", "float32", "bfloat16", "int8"] = "stored"
     """Type of the matrices of the model beneath LoRA adapters. stored: as in its files, so that
@@ -174,6 +184,25 @@ class ModelConfig:
         expect("frozen_dtype", dtype, not trained or dtype in ("stored", "float32"), expected)
         alpha = self.lora_alpha
         expect("lora_alpha", alpha, alpha is None or 0 < alpha < math.inf, "> 0 and finite")
+        object.__setattr__(self, "lora_modules", _joined(self.lora_modules))
+        if self.adapter is not None:
+            object.__setattr__(self, "adapter", expand_home("adapter", self.adapter))
+            for field in dataclasses.fields(self):
+                if field.name.startswith("lora_"):
+                    value = getattr(self, field.name)
+                    unset = value == field.default
+                    expect(field.name, value, unset, "nothing: the adapter has its own")
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if LoRA adapters are trained instead of the model."""
+        return self.lora_rank > 0 or self.adapter is not None
+
+
+def _joined(modules: str | Sequence[str]) -> str:
+    """Names of modules with commas between them; "all", as of earlier versions, is ALL_LINEAR."""
+    names = modules if isinstance(modules, str) else ",".join(modules)
+    return ALL_LINEAR if names == "all" else names
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,15 @@ from .building.columns import (
     normalise as normalise,
     plain as plain,
 )
+from .chat import (
+    ASSISTANT as ASSISTANT,
+    USER as USER,
+    ChatTokenizer as ChatTokenizer,
+    Message as Message,
+    named_tokens as named_tokens,
+    template_beside as template_beside,
+    template_of as template_of,
+)
 from .corpora import load as load, name_of_source as name_of_source
 from .dataset import (
     NATS_PER_TOKEN as NATS_PER_TOKEN,
@@ -27,5 +36,5 @@ from .store import (
     joined as joined,
     of_ids as of_ids,
 )
-from .tokenizer import Tokenizer as Tokenizer
+from .tokenizer import TEMPLATE as TEMPLATE, Tokenizer as Tokenizer
 from .users import UserStore as UserStore

@@ -153,18 +153,21 @@ class Template:
         """True if blocks of the template mark what the assistant generates."""
         return re.search(r"\{%[-+]?\s*generation\b", self.source) is not None
 
-    def render(self, messages: Sequence[Message], marks: str = NO_MARKS) -> str:
+    def render(
+        self, messages: Sequence[Message], marks: str = NO_MARKS, *, prompt: bool = False
+    ) -> str:
         """The text of a chat. The template decides what it does with a role.
 
         Args:
           marks: the characters to put for BREAK, BEGINS and ENDS, the last two around what the
             template says is generated.
+          prompt: end with the beginning of the assistant's next turn.
         Raises:
           BadChat: the template refuses the chat, or takes too long.
         """
         turns = [{"role": each.role, "content": each.content} for each in messages]
         given = {"messages": turns, "tools": None, "documents": None}
-        given |= {"add_generation_prompt": False, **dict(self.tokens)}
+        given |= {"add_generation_prompt": prompt, **dict(self.tokens)}
         return self._compiled.render(given, marks[BEGINS], marks[ENDS])
 
 
@@ -238,11 +241,7 @@ class ChatTokenizer:
         Raises:
           BadChat: there is no template, it refuses the chat, or does not say where a turn is.
         """
-        template = self._template
-        if template is None:
-            raise BadChat("expected texts, or a tokenizer with a chat template")
-        private = self._private_for("".join(each.content for each in messages) + template.source)
-        plain = [self._broken(each, private[BREAK]) for each in messages]
+        template, private, plain = self._plain(messages)
         if train_on == "all":
             text, _ = self._unmarked(template.render(plain), private)
             begin = self._begin_of(plain, told, template, private) if told else 0
@@ -264,6 +263,35 @@ class ChatTokenizer:
             for i in own:
                 spans[i] = spans[i][0], spans[i][1] + _common(text, spans[i][1], end)
         return self._encoded(text, list(spans.values()), private)
+
+    def encode_prompt(self, messages: Sequence[Message]) -> np.ndarray:
+        """Token ids of a chat up to the beginning of the assistant's next turn, int64 [tokens].
+
+        Raises:
+          BadChat: there is no template, or it refuses the chat.
+        """
+        template, private, plain = self._plain(messages)
+        text, _ = self._unmarked(template.render(plain, prompt=True), private)
+        return self._encoded(text, [], private).ids
+
+    def end_of_turn(self) -> int | None:
+        """Id of the token that the template writes after what the assistant says; None without one.
+
+        Raises: BadChat: as `encode`.
+        """
+        template, private, plain = self._plain([Message(USER, "a"), Message(ASSISTANT, "b")])
+        text, spans = self._rendered(plain, [1], template, private)
+        after = (private.index(c) - ENDS - 1 for c in text[spans[1][1] :] if c in private)
+        number = next(after, None)
+        return None if number is None else self._special[number]["id"]
+
+    def _plain(self, messages: Sequence[Message]) -> tuple[Template, str, list[Message]]:
+        """(template, characters for private use, the messages without special tokens)."""
+        template = self._template
+        if template is None:
+            raise BadChat("expected texts, or a tokenizer with a chat template")
+        private = self._private_for("".join(each.content for each in messages) + template.source)
+        return template, private, [self._broken(each, private[BREAK]) for each in messages]
 
     def encode_pair(self, prompt: str, completion: str, train_on: str) -> Encoded:
         """Token ids of a prompt and its completion, between a begin and an end token.

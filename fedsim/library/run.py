@@ -258,9 +258,11 @@ class RunSettings(TypedDict, total=False):
     chat_template: str | None
     model: str
     lora_rank: int
-    lora_layers: str
+    lora_modules: str | Sequence[str]
     lora_alpha: float | None
     frozen_dtype: Literal["stored", "float32", "bfloat16", "int8"]
+    lora_scaling: Literal["standard", "rslora"]
+    adapter: str | None
     remat: bool
     compute_dtype: Literal["float32", "bfloat16"]
     recipe: Literal["default", "paper"]

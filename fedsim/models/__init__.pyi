@@ -1,4 +1,10 @@
-from . import frozen as frozen, lora as lora, model_files as model_files, pretrained as pretrained
+from . import (
+    frozen as frozen,
+    lora as lora,
+    model_files as model_files,
+    peft_files as peft_files,
+    pretrained as pretrained,
+)
 from .gguf_files import tokenizer_of as tokenizer_of
 from .language_model import LanguageModelTask as LanguageModelTask, lengths_up_to as lengths_up_to
 from .pretrained import HUB as HUB, TOKENIZER as TOKENIZER, Pretrained as Pretrained

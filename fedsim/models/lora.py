@@ -5,19 +5,17 @@ The frozen model is a separate argument, so that no gradient of it is ever compu
 """
 
 import dataclasses
-import json
-import shutil
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from fedsim.errors import ConfigError, expect
-from fedsim.models import families, model_files
+from fedsim.config import ALL_LINEAR
+from fedsim.errors import expect
+from fedsim.models import families
 from fedsim.models.families import Place
 from fedsim.models.frozen import as_float32
 from fedsim.models.transformer import (
@@ -30,26 +28,79 @@ from fedsim.models.transformer import (
 )
 
 A, B = "_lora_a", "_lora_b"
-SCALE = 2.0
-"""alpha / rank where nothing is said of alpha: it, not alpha, is how fast adapters learn."""
+SCALE, RSLORA_ALPHA = 2.0, 8.0
+"""Where nothing is said of alpha: alpha / rank, which is how fast adapters learn; and alpha with
+rslora, which gives this scale at rank 16."""
 
 
-def adapted(c: TransformerConfig, rank: int, alpha: float, layers: str) -> TransformerConfig:
+def adapted(
+    c: TransformerConfig,
+    rank: int,
+    alpha: float | None,
+    modules: str = ALL_LINEAR,
+    rslora: bool = False,
+) -> TransformerConfig:
     """Add adapters to a config.
 
     Args:
-      rank, alpha: see `Lora`.
-      layers: names of layers with commas between them, or "all".
+      rank, alpha, rslora: see `Lora`; alpha None: by default.
+      modules: all-linear, or names with commas between them: those of PEFT, such as q_proj or
+        self_attn.q_proj, or of DENSE.
     Raises:
-      ConfigError: the model has no such layer.
+      ConfigError: the model has no such module.
     """
-    have = [name for name in DENSE if name != "gate" or c.mlp != "gelu"]
-    chosen = have if layers == "all" else layers.split(",")
-    for name in chosen:
-        expect("lora_layers", layers, name in have, f"all, or some of {','.join(have)}")
-    expect("lora_layers", layers, len(set(chosen)) == len(chosen), "each layer once")
-    lora = Lora(rank, alpha, tuple(name for name in have if name in chosen))
+    have = tuple(name for name in DENSE if name != "gate" or c.mlp != "gelu")
+    chosen = have if modules == ALL_LINEAR else _layers_of(c, modules, have)
+    if alpha is None:
+        alpha = RSLORA_ALPHA if rslora else SCALE * rank
+    lora = Lora(rank, alpha, tuple(name for name in have if name in chosen), rslora)
     return dataclasses.replace(c, lora=lora)
+
+
+def _layers_of(c: TransformerConfig, modules: str, have: tuple[str, ...]) -> list[str]:
+    """The layers in modules of these names. Raises: ConfigError: there are no such modules."""
+    inside, chosen = in_a_block(c), []
+    for name in modules.split(","):
+        layers = [name] if name in have else []
+        layers += [x for module, own in inside.items() if is_called(module, name) for x in own]
+        known = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in inside))
+        expect("lora_modules", modules, layers != [], f"{ALL_LINEAR}, or some of {known}")
+        chosen += layers
+    expect("lora_modules", modules, len(set(chosen)) == len(chosen), "each module once")
+    return chosen
+
+
+def is_called(module: str, name: str) -> bool:
+    """True if PEFT takes `name` for a module, such as q_proj for self_attn.q_proj."""
+    return module == name or module.endswith(f".{name}")
+
+
+class Module(NamedTuple):
+    """A linear module of a model as PEFT sees it, with one layer or several side by side."""
+
+    block: str
+    """Such as block_0."""
+    name: str
+    """Its name in the block, such as self_attn.q_proj."""
+    layers: dict[str, Place]
+    """Names of DENSE, in the order of their columns."""
+
+
+def modules_of(c: TransformerConfig) -> dict[str, Module]:
+    """All linear modules in blocks by their whole names."""
+    modules: dict[str, Module] = {}
+    for path, place in families.places(c):
+        if path[0].startswith("block_") and path[1] in DENSE and path[2] == "kernel":
+            name = place.name.removesuffix(".weight")
+            inner = name.partition(f".{path[0].removeprefix('block_')}.")[2]
+            modules.setdefault(name, Module(path[0], inner, {})).layers[path[1]] = place
+    return modules
+
+
+def in_a_block(c: TransformerConfig) -> dict[str, list[str]]:
+    """The layers in each module of a block, by its name there."""
+    one = modules_of(dataclasses.replace(c, num_layers=1))
+    return {module.name: list(module.layers) for module in one.values()}
 
 
 def init(c: TransformerConfig, key: jax.Array) -> Any:
@@ -80,7 +131,7 @@ def joined(frozen: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, 
 
 
 def merged(c: TransformerConfig, frozen: Any, adapters: Any) -> tuple[TransformerConfig, Any]:
-    """Config and parameters of the equal model without adapters: W + (alpha / rank) A B.
+    """Config and parameters of the equal model without adapters: W + scale A B.
 
     Args:
       frozen: parameters of the model, not stacked.
@@ -92,99 +143,6 @@ def merged(c: TransformerConfig, frozen: Any, adapters: Any) -> tuple[Transforme
         for layer in c.lora.layers:
             a, b = (np.asarray(parts[layer + x]["kernel"], np.float64) for x in (A, B))
             path = (block, layer, "kernel")
-            added = c.lora.alpha / c.lora.rank * (a @ b)
+            added = c.lora.scale * (a @ b)
             leaves[path] = (leaves[path] + added).astype(np.float32)
     return dataclasses.replace(c, lora=None), traverse_util.unflatten_dict(leaves)
-
-
-def save(
-    directory: Path,
-    c: TransformerConfig,
-    adapters: Any,
-    base: str,
-    revision: str | None = None,
-    files: Path | None = None,
-) -> None:
-    """Write adapters in PEFT's format into a new directory.
-
-    Some families have several layers in one, as GPT-2 queries, keys and values: their adapters
-    become one, whose rank is the sum of their ranks.
-
-    Args:
-      base: the adapted model: a directory, or its name on the Hub.
-      revision: revision of the model on the Hub.
-      files: directory of its tokenizer and chat template, which are copied beside the adapters.
-    Raises:
-      ConfigError: the directory exists, or cannot be made.
-    """
-    assert c.lora is not None
-    tensors, ranks = _tensors(c, adapters)
-    targets = sorted(ranks)
-    other = {name: rank for name, rank in ranks.items() if rank != c.lora.rank}
-    fields = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "revision": revision,
-        "r": c.lora.rank,
-        "lora_alpha": c.lora.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": c.positions == "learned",
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "target_modules": targets,
-        "rank_pattern": other,
-        "alpha_pattern": {n: c.lora.alpha * rank / c.lora.rank for n, rank in other.items()},
-    }
-    try:
-        directory.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError.of("out", directory, f"a directory to make ({error})") from None
-    try:
-        model_files.write(directory / "adapter_model.safetensors", tensors)
-        (directory / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")
-        if files is not None:
-            model_files.copy_side_files(files, directory, but=(model_files.CONFIG,))
-    except (OSError, ConfigError):
-        shutil.rmtree(directory)
-        raise
-
-
-def _tensors(c: TransformerConfig, adapters: Any) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """(arrays by their PEFT names, rank of each layer)."""
-    assert c.lora is not None
-    places, adapters = dict(families.places(c)), unstacked(adapters)
-    tensors, ranks = {}, {}
-    for i in range(c.num_layers):
-        by_name: dict[str, dict[Place, Pair]] = {}
-        for layer in c.lora.layers:
-            a, b = (adapters[f"block_{i}"][layer + x]["kernel"] for x in (A, B))
-            place = places[f"block_{i}", layer, "kernel"]
-            pair = np.asarray(a, np.float32), np.asarray(b, np.float32)
-            by_name.setdefault(place.name.removesuffix(".weight"), {})[place] = pair
-        for name, parts in by_name.items():
-            a, b = _jointly(parts)
-            tensors[f"base_model.model.{name}.lora_A.weight"] = np.ascontiguousarray(a.T)
-            tensors[f"base_model.model.{name}.lora_B.weight"] = np.ascontiguousarray(b.T)
-            ranks[name.partition(f".{i}.")[2]] = a.shape[1]
-    return tensors, ranks
-
-
-Pair = tuple[np.ndarray, np.ndarray]
-
-
-def _jointly(parts: Mapping[Place, Pair]) -> Pair:
-    """Join adapters of layers that lie side by side in one: [x A1 B1, x A2 B2, ...].
-
-    Args:
-      parts: (A [inputs, rank], B [rank, width]) by the place of the layer.
-    """
-    a = np.concatenate([a for a, _ in parts.values()], axis=1)
-    width = max(place.columns or part_b.shape[1] for place, (_, part_b) in parts.items())
-    b, row = np.zeros((a.shape[1], width), np.float32), 0
-    for place, (_, part_b) in parts.items():
-        rank, columns = part_b.shape
-        b[row : row + rank, place.first : place.first + columns] = part_b
-        row += rank
-    return a, b

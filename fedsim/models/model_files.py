@@ -192,8 +192,10 @@ def write(
 
 
 CONFIG, TOKENIZER, SETTINGS = "config.json", "tokenizer.json", "tokenizer_config.json"
+GENERATION, SPECIAL = "generation_config.json", "special_tokens_map.json"
+ADAPTER = "adapter_config.json"  # in place of CONFIG, where a directory has adapters alone
 SIDE_FILES = (
-    *(CONFIG, "generation_config.json", TOKENIZER, SETTINGS, "special_tokens_map.json"),
+    *(CONFIG, GENERATION, TOKENIZER, SETTINGS, SPECIAL),
     *("added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "vocab.txt"),
     *("merges.txt", "tokenizer.model", "spiece.model"),
 )

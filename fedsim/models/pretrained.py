@@ -9,7 +9,7 @@ and have the side files of the model that they were trained from.
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +21,9 @@ from flax import traverse_util
 from fedsim.data import Tokenizer
 from fedsim.errors import ConfigError
 from fedsim.files import expand_home, read_object
-from fedsim.models import families, frozen, gguf_files, model_files
+from fedsim.models import families, frozen, gguf_files, model_files, serving_files
 from fedsim.models.families import Place
-from fedsim.models.model_files import CONFIG, SETTINGS, TOKENIZER, Stored, TensorError
+from fedsim.models.model_files import ADAPTER, CONFIG, TOKENIZER, Stored, TensorError
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 HUB = "hf:"
@@ -61,7 +61,7 @@ def load(
     """
     source = expand_home("model", source)
     if source.startswith(HUB):
-        return load_directory(_download(source), heard, as_stored=as_stored)
+        return load_directory(download(source, "model", WANTED), heard, as_stored=as_stored)
     if Path(source).suffix == gguf_files.SUFFIX:
         config, params, files = gguf_files.load(Path(source), heard)
         check_shapes(source, config, params)
@@ -87,7 +87,8 @@ def load_directory(
 ) -> Pretrained:
     """Load a model in Hugging Face's format. Args and Raises: as of `load`."""
     if not (directory / CONFIG).is_file():
-        raise ConfigError.of("model", directory, f"a directory with a {CONFIG}")
+        hint = "; adapters are for --adapter" if (directory / ADAPTER).is_file() else ""
+        raise ConfigError.of("model", directory, f"a directory with a {CONFIG}{hint}")
     config = families.config_of(read_object(directory / CONFIG, "model"))
     tensors = model_files.read_directory(directory)
     params = from_tensors(str(directory), config, tensors, heard, as_stored=as_stored)
@@ -244,12 +245,12 @@ def save(
         copied = model_files.copy_side_files(files, temporary, but=(CONFIG,)) if files else []
         if tokenizer is not None and TOKENIZER not in copied:
             shutil.copyfile(tokenizer, temporary / TOKENIZER)
-        if tokenizer is not None and SETTINGS not in copied:
-            _write(temporary / SETTINGS, _about(Tokenizer.load(tokenizer)))
+        serving_files.complete(temporary)
         temporary.rename(directory)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise ConfigError.of("out", directory, f"a place to write to ({error})") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _fields(c: TransformerConfig, files: Path | None, tokenizer: Path | None) -> dict[str, Any]:
@@ -274,16 +275,6 @@ OF_WEIGHTS = ("dtype", "torch_dtype", "auto_map")
 def _is_of(fields: dict[str, Any], c: TransformerConfig) -> bool:
     """True if a config.json describes a config."""
     return families.described(families.config_of(fields)) == families.described(c)
-
-
-def _about(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Fields that make `transformers` read tokenizer.json unchanged, not by the kind of model."""
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": tokenizer.begin,
-        "eos_token": tokenizer.end,
-        "clean_up_tokenization_spaces": False,
-    }
 
 
 def _write(file: Path, fields: dict[str, Any]) -> None:
@@ -311,17 +302,24 @@ def to_tensors(c: TransformerConfig, params: Any) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _download(source: str) -> Path:
-    """Download the files of hf:NAME[@REVISION], unless they are in the cache."""
+def download(source: str, field: str, files: Sequence[str]) -> Path:
+    """Download files of hf:NAME[@REVISION], unless they are in the cache.
+
+    Args:
+      field: the setting that names the source.
+      files: names or patterns; the first says what the repository must have.
+    Raises:
+      ConfigError: they cannot be downloaded.
+    """
     import huggingface_hub
 
     name, revision = named(source)
     try:
         snapshot = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=list(WANTED)
+            name, revision=revision, allow_patterns=list(files)
         )
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         reason = " ".join(str(error).split())[:200]
-        wanted = f"a repository with {CONFIG} and safetensors ({reason})"
-        raise ConfigError.of("model", source, wanted) from None
+        wanted = f"a repository with {files[0]} and safetensors ({reason})"
+        raise ConfigError.of(field, source, wanted) from None
     return Path(snapshot)

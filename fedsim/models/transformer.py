@@ -11,6 +11,7 @@ Shape suffixes: B rows, L positions, D width, H heads, K head width, S keys, V v
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -28,14 +29,21 @@ from fedsim.placement import BLOCKS
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters (Hu et al. 2021): y = x W + (alpha / rank) x A B."""
+    """Low-rank adapters (Hu et al. 2021): y = x W + scale x A B."""
 
     rank: int
     alpha: float
     layers: tuple[str, ...]
     """Names of DENSE: layers that have adapters, in every block."""
+    rslora: bool = False
+    """True: the scale is alpha / sqrt(rank) (Kalajdzievski 2023) instead of alpha / rank."""
     frozen: str = dataclasses.field(default="float32", compare=False)
     """Type of the matrices beneath. It does not change what is computed, only its rounding."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of what an adapter adds."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 DENSE = ("query", "key", "value", "out", "gate", "up", "down")
@@ -207,7 +215,7 @@ def _dense(c: TransformerConfig, name: str, x_BLD: jax.Array, width: int, bias: 
     # B starts at zero.
     x_BLR = nn.Dense(c.lora.rank, kernel_init=LORA_A, name=f"{name}_lora_a", **own)(x_BLD)
     added = nn.Dense(width, kernel_init=nn.initializers.zeros, name=f"{name}_lora_b", **own)(x_BLR)
-    return y + c.lora.alpha / c.lora.rank * added
+    return y + c.lora.scale * added
 
 
 def _kinds(c: TransformerConfig) -> Any:

@@ -47,6 +47,7 @@ from .model_source import (
     model_name as model_name,
     model_sha256 as model_sha256,
     parts_of_run as parts_of_run,
+    without_adapter as without_adapter,
 )
 from .signals import stop_signals as stop_signals, terminated as terminated
 from .state import (

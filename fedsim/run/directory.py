@@ -35,6 +35,7 @@ from fedsim.config import (
     renamed,
     run_config,
 )
+from fedsim.data import TEMPLATE
 from fedsim.errors import ConfigError, FileDamaged, expect
 from fedsim.files import (
     make_directory,
@@ -74,6 +75,8 @@ class Identity:
     """Keyed digest of the data's fingerprint."""
     reduction: str
     """The order in which sums are added; see `engine.reduction`."""
+    adapter: str | None = None
+    """sha256 of the adapter that the run started from; None without one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +152,7 @@ class StoredRun:
             name = str(record.get("strategy", {}).get("name", ""))
             if name and name not in LAYERED and _only_earlier_versions_have(name):
                 plan = dataclasses.replace(plan, unproven=name)
-        kept, removed = _without_removed(record["run"])
+        kept, removed = _without_removed(renamed(record["run"]))
         run = run_config(**{**kept, "run_dir": run_dir})
         names = ("model", "versions", "host", "strategy", "files", "tokenizer")
         rest = {name: record[name] for name in names if name in record}
@@ -314,11 +317,17 @@ def create(
     key: SecretKey,
     tokenizer: Path | None = None,
     model: Path | None = None,
+    template: Path | None = None,
 ) -> Iterator[None]:
     """Create the directory of a run, and hold its lock.
 
     Writes the key, the tokenizer and files of the initial model, and last config.json, which marks
     the directory as a run.
+
+    Args:
+      tokenizer: of the data.
+      model: directory of files of the initial model.
+      template: chat template of the data, which takes the place of the model's.
 
     Raises:
       ConfigError: it cannot be written, or another process was faster.
@@ -330,9 +339,14 @@ def create(
         if tokenizer is not None:
             write_atomically(run_dir / TOKENIZER, tokenizer.read_bytes())
             stored = dataclasses.replace(stored, tokenizer=_sha256(run_dir / TOKENIZER))
-        if model is not None:
+        if model is not None or template is not None:
             make_directory(run_dir / MODEL)
-            model_files.copy_side_files(model, run_dir / MODEL)
+            if model is not None:
+                model_files.copy_side_files(model, run_dir / MODEL)
+            if template is not None:
+                write_atomically(run_dir / MODEL / TEMPLATE, template.read_bytes())
+            digests = model_files.side_file_digests(run_dir / MODEL)
+            stored = dataclasses.replace(stored, files=digests)
         write_json(run_dir / CONFIG, stored.as_dict())
         yield
 

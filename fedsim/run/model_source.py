@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from fedsim.clipping import LocalSteps
-from fedsim.config import DataConfig, RunConfig
+from fedsim.config import DataConfig, RunConfig, changed_run
 from fedsim.data import Dataset, Tokenizer, corpora
 from fedsim.errors import ConfigError, expect
 from fedsim.files import expand_home
@@ -22,6 +22,7 @@ from fedsim.models import (
     frozen,
     lora,
     model_files,
+    peft_files,
     preset,
     pretrained,
     stacked,
@@ -147,6 +148,27 @@ def model_name(source: str) -> str:
     return source if source.startswith(pretrained.HUB) else Path(source).name
 
 
+def without_adapter(stored: StoredRun, run: RunConfig) -> RunConfig:
+    """The settings of a run that need the adapter no more with which it was started.
+
+    Args:
+      stored: the run as it was started.
+      run: its settings now.
+    """
+    if run.model.adapter is None:
+        return run
+    made = TransformerConfig.from_dict(dict(stored.model)).lora
+    assert made is not None
+    return changed_run(
+        run,
+        adapter=None,
+        lora_rank=made.rank,
+        lora_alpha=made.alpha,
+        lora_modules=made.layers,
+        lora_scaling="rslora" if made.rslora else "standard",
+    )
+
+
 def load_data(
     config: DataConfig, model: Pretrained | None, progress: Callable[[str], None]
 ) -> Dataset:
@@ -198,6 +220,8 @@ def make_task(
     """
     wanted, rank = run.model, run.model.lora_rank
     expect("lora_rank", rank, rank == 0 or model is not None, FRESH)
+    there = model is not None or not wanted.adapter
+    expect("adapter", wanted.adapter, there, "the model of the adapter as --model")
     users, local = data.train, local_steps_of(run)
     if model is None:
         shape = (users.vocab_size, users.max_length, wanted.compute_dtype)
@@ -212,15 +236,20 @@ def make_task(
         dtype=None if wanted.compute_dtype == "float32" else wanted.compute_dtype,
         remat=wanted.remat,
     )
-    if not rank:
+    if not wanted.has_adapters:
         return FirstState(LanguageModelTask(data, config, local_steps=local), model.params)
-    alpha = lora.SCALE * rank if wanted.lora_alpha is None else wanted.lora_alpha
-    config = lora.adapted(config, rank, alpha, wanted.lora_layers)
+    adapters = None
+    if wanted.adapter is not None:
+        config, adapters = peft_files.load(wanted.adapter, config)
+    else:
+        rslora = wanted.lora_scaling == "rslora"
+        config = lora.adapted(config, rank, wanted.lora_alpha, str(wanted.lora_modules), rslora)
     assert config.lora is not None
     weights = frozen.as_frozen(model.params, wanted.frozen_dtype)
     of_weights = dataclasses.replace(config.lora, frozen=frozen.type_of(weights))
     config = dataclasses.replace(config, lora=of_weights)
-    adapters = lora.init(config, key)
+    if adapters is None:
+        adapters = lora.init(config, key)
     if config.num_layers >= DEEP or of_weights.frozen != "float32":
         weights, adapters = (stacked(tree, config.num_layers) for tree in (weights, adapters))
     return FirstState(LanguageModelTask(data, config, weights, local), adapters)

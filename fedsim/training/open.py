@@ -23,10 +23,10 @@ from fedsim.config import (
     changed,
     first_named,
 )
-from fedsim.data import Dataset
+from fedsim.data import TEMPLATE, Dataset
 from fedsim.engine import Engine, Task, versions
 from fedsim.keys import SecretKey
-from fedsim.models import Pretrained, frozen, model_files
+from fedsim.models import Pretrained, frozen, peft_files
 from fedsim.noise import AddNoise
 from fedsim.run import (
     Console,
@@ -134,14 +134,19 @@ class OpenRun:
         """
         if self.stored is not None:
             return self.stored
-        files = self.model and self.model.files
-        if files is not None:
-            fields["files"] = model_files.side_file_digests(files)
         stored = StoredRun(
             self.identity, self.settings, self.run, task.describe(), versions(), **fields
         )
+        template = self.data.path and self.data.path / TEMPLATE
         self._stack.enter_context(
-            directory.create(self.run.run_dir, stored, self.key, self.data.tokenizer_path, files)
+            directory.create(
+                self.run.run_dir,
+                stored,
+                self.key,
+                self.data.tokenizer_path,
+                self.model and self.model.files,
+                template if template and template.is_file() else None,
+            )
         )
         return stored
 
@@ -188,14 +193,14 @@ def open_run(
             for store in data.splits().values():
                 store.check()
         data = plant.data(data) if plant else data
-        sha256 = model_sha256(model)
+        sha256, adapter = model_sha256(model), peft_files.sha256(run.model.adapter)
         if stored:
             key = directory.stored_key(run)
         else:
             weights = frozen.type_of(model.params) if model else "float32"
-            context = key_context(algorithm, sha256, settings, run, data, weights)
+            context = key_context(algorithm, sha256, settings, run, data, weights, adapter)
             key = SecretKey.create(run.seed, context)
-        identity = Identity(algorithm, sha256, key.seal(data.train.fingerprint), reduction)
+        identity = Identity(algorithm, sha256, key.seal(data.train.fingerprint), reduction, adapter)
         if stored:
             directory.expect_same(stored, StoredRun(identity, settings, run))
         if not held_out:
@@ -212,17 +217,19 @@ def key_context(
     run: RunConfig,
     data: Dataset,
     weights: str = "float32",
+    adapter: str | None = None,
 ) -> str:
     """Everything that a key depends on beside the seed, so that no two different runs share a key.
 
     Settings at their defaults are left out, so that a new setting changes no earlier run. A
-    pretrained model is identified by its parameters, as data are, wherever it lies.
+    pretrained model and an adapter are identified by what is in them, as data are, wherever they
+    lie.
 
     Args: weights: type of the model's matrices, if they stay as they are stored.
     """
     if isinstance(settings, PretrainConfig):  # the order of examples, which hides nothing
         return directory.PRETRAIN
-    of_run = {n: v for n, v in as_dict(run).items() if n not in OPERATIONAL | {"seed"}}
+    of_run = {n: v for n, v in as_dict(run).items() if n not in OPERATIONAL | {"seed", "adapter"}}
     if model is not None:
         del of_run["model"]
     changes = [changed(PrivacyConfig, as_dict(settings)), changed(RunConfig, of_run)]
@@ -230,4 +237,5 @@ def key_context(
     identity = {"algorithm": algorithm, "model": model}
     if weights != "float32":
         identity["weights"] = weights
+    identity |= {"adapter": adapter} if adapter else {}
     return json.dumps([identity, *changes, data.train.fingerprint], sort_keys=True)

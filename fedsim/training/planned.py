@@ -332,6 +332,9 @@ def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> lis
     model = model_name(run.model.source)
     before = f"{GIVEN}model={model}, with all texts that it was trained on before"
     facts = [] if fresh_model else [before]
+    if run.model.adapter is not None:
+        adapter = model_name(run.model.adapter)
+        facts.append(f"{GIVEN}adapter={adapter}, with all texts that it was trained on before")
     if own_task:
         facts.append("the task's own code: its first parameters, and how it makes rows of texts")
     return facts

@@ -58,9 +58,10 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
     assert run.learning_rate is not None
     rate = schedule(settings, run.learning_rate)
     transformation = update_rule(run, rate)
-    rank = run.model.lora_rank
+    rank, adapter = run.model.lora_rank, run.model.adapter
     expect("lora_rank", rank, rank == 0, "0: pre-training is of whole models")
     expect("strict", run.strict, not run.strict, "false: pre-training has no guarantee")
+    expect("adapter", adapter, adapter is None, "none: pre-training is of whole models")
     expect("spend_rest", run.spend_rest, not run.spend_rest, "nothing: pre-training has no noise")
     expect("limit_epsilon", run.limit_epsilon, run.limit_epsilon is None, "nothing: it has none")
     expect("local_steps", run.local_steps, run.local_steps == 1, "1: there are no users")

@@ -200,13 +200,14 @@ def _settings(released: Released, public: bool) -> list[tuple[str, str]]:
 
 
 def _fingerprints(released: Released) -> list[tuple[str, str]]:
-    head = released.lines[0]["head"]
+    head, adapter = released.lines[0]["head"], released.stored.identity.adapter
     return [
         ("parameters, sha256", released.fingerprint),
         ("ledger, last link", released.lines[-1]["chain"]),
         ("settings (`config.json`), sha256", head["config_sha256"]),
         ("data, sealed with the key", released.plan.data_seal),
         ("model trained from", str(released.stored.identity.model or "fresh parameters")),
+        *([("adapter trained from", adapter)] if adapter else []),
         *((name, number) for name, number in released.stored.versions.items()),
     ]
 

@@ -29,6 +29,7 @@ from fedsim.errors import FedsimError, expect
 from fedsim.evaluate import last_model
 from fedsim.files import make_directory, private_directory, read_json, sync_directory, write_json
 from fedsim.keys import FILE as KEY, SecretKey
+from fedsim.models import peft_files
 from fedsim.noise import noisy_mean_loss
 from fedsim.run import Console, directory, find_model, load_data, model_sha256
 from fedsim.training import Diverged, largest_loss, user_losses
@@ -253,11 +254,13 @@ class Began:
         """Args: eval_epsilon: what evaluations cost; None: held-out users are public."""
         settings = _settings(jobs)
         source, models = jobs[0].run.data.source, settings.pop("model")
+        adapters = settings.pop("adapter", [None])
         stores = [store for store in (data.train, data.eval_users) if store is not None]
         facts = {
             "candidates": (len(jobs), len(jobs)),
             "data": (source, [store.fingerprint for store in stores]),
             "model": (models, [models, _models_sha256(models)]),
+            "adapter": (adapters, [adapters, [*map(peft_files.sha256, adapters)]]),
             **{name: (values, values) for name, values in settings.items()},
             "trials": (event.mean, event.mean),
             "shape": (event.shape, event.shape),

@@ -190,11 +190,13 @@ def expect_same_inputs(jobs: Sequence[Job], console: Console) -> None:
     Raises: ConfigError: they do not exist, or differ from those of a finished run: a run's name has
       their places, not their contents.
     """
+    from fedsim.models import peft_files
     from fedsim.run import find_model, load_data, model_sha256
 
     places: dict[tuple[str, ...], list[Job]] = {}
     for job in jobs:
-        place = (job.run.data.source, str(job.run.data.options), job.run.model.source)
+        model = job.run.model
+        place = job.run.data.source, str(job.run.data.options), model.source, str(model.adapter)
         places.setdefault(place, []).append(job)
     for same in places.values():
         run = same[0].run
@@ -207,6 +209,8 @@ def expect_same_inputs(jobs: Sequence[Job], console: Console) -> None:
             seal = SecretKey.load(run_dir).seal(data.train.fingerprint)
             expect("data", run.data.source, seal == identity.data_seal, expected)
             expect("model", run.model.source, sha256 == identity.model, expected)
+            adapter = run.model.adapter
+            expect("adapter", adapter, peft_files.sha256(adapter) == identity.adapter, expected)
 
 
 def outcomes_of(

@@ -108,7 +108,7 @@ def task_of(sizes, *, adapters, length=200):
     frozen = None
     if adapters:
         frozen = jax.jit(Transformer(config).init)(jax.random.key(1), jnp.zeros((1, 2), jnp.int32))
-        config = lora.adapted(config, 2, 4.0, "all")
+        config = lora.adapted(config, 2, 4.0)
         frozen = frozen["params"]
     data = type("Texts", (), {"eval_users": store})
     return LanguageModelTask(data, config, frozen=frozen), store

@@ -14,7 +14,7 @@ import pytest
 from refused import refuses
 
 from fedsim.errors import ConfigError
-from fedsim.models import families, lora, pretrained
+from fedsim.models import families, lora, peft_files, pretrained
 from fedsim.models.config_json import UnsupportedArchitecture
 from fedsim.models.transformer import Transformer, TransformerConfig
 
@@ -154,10 +154,10 @@ def test_adapters_of_layers_in_one_array_become_one(tmp_path):
     adapters = jax.tree.map(
         lambda x: rng.normal(size=x.shape).astype(np.float32), lora.init(config, jax.random.key(0))
     )
-    lora.save(tmp_path / "peft", config, adapters, "some/base")
+    peft_files.save(tmp_path / "peft", config, adapters, "some/base")
     about = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    assert about["target_modules"] == ["mlp.gate_up_proj", "self_attn.qkv_proj"]
-    assert about["rank_pattern"] == {"self_attn.qkv_proj": 4} and not about["fan_in_fan_out"]
+    assert about["target_modules"] == ["gate_up_proj", "qkv_proj"]
+    assert about["rank_pattern"] == {"qkv_proj": 4} and not about["fan_in_fan_out"]
     tensors = pretrained.model_files.read(tmp_path / "peft" / "adapter_model.safetensors")
     there, block = "base_model.model.model.layers.1", adapters["block_1"]
     for name, layer, first, width, columns in (

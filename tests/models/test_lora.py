@@ -13,14 +13,16 @@ from safetensors.numpy import load_file
 from test_pretrained import KEPT, assert_kept, assert_settings, with_files
 from zoo import FAMILIES, PARTS, random_like
 
-from fedsim.cli.main import main
+from fedsim.cli.arguments import parse
+from fedsim.cli.main import Command, main
 from fedsim.clipping import Clip, Strategy, clip_chunk
+from fedsim.config import run_config
 from fedsim.data.dataset import Dataset
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.data.users import UserStore
 from fedsim.errors import ConfigError, FileDamaged
 from fedsim.export import export
-from fedsim.models import lora, pretrained
+from fedsim.models import lora, peft_files, pretrained
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.pretrained import CONFIG
 from fedsim.models.transformer import DENSE, Transformer, stacked, unstacked
@@ -29,7 +31,7 @@ from fedsim.run.directory import load
 from fedsim.run.model_source import expect_same_model, model_of_run
 
 
-def one_layer(name, layers="all", rank=2):
+def one_layer(name, layers="all-linear", rank=2):
     config = dataclasses.replace(FAMILIES[name], num_layers=1)
     return config, lora.adapted(config, rank, 8.0, layers)
 
@@ -69,7 +71,7 @@ def test_layers_in_a_loop_are_the_same_layers(name, rng, tokens):
     config = dataclasses.replace(PARTS[name], num_layers=3)
     if config.window_blocks is not None:
         config = dataclasses.replace(config, window_blocks=(True, False, True))
-    adapted = lora.adapted(config, 2, 8.0, "all")
+    adapted = lora.adapted(config, 2, 8.0)
     frozen, adapters = random_like(config, rng), random_adapters(adapted, rng)
     expected = logits(adapted, lora.joined(frozen, adapters), tokens)
     in_loop = [stacked(tree, 3) for tree in (frozen, adapters)]
@@ -81,18 +83,20 @@ def test_layers_in_a_loop_are_the_same_layers(name, rng, tokens):
         np.testing.assert_allclose(logits(config, params, tokens), expected, atol=2e-4)
 
 
-@pytest.mark.parametrize("layers, rank", [("query,down", 2), ("all", 1)])
+@pytest.mark.parametrize(
+    "layers, rank", [("query,down", 2), ("q_proj,mlp.down_proj", 2), ("all-linear", 1)]
+)
 def test_adapters_are_where_they_were_asked_for(layers, rank):
     _, adapted = one_layer("llama", layers, rank)
     found = jax.eval_shape(lambda key: lora.init(adapted, key), jax.random.key(0))["block_0"]
-    names = {"query", "down"} if layers != "all" else set(DENSE)
+    names = {"query", "down"} if layers != "all-linear" else set(DENSE)
     assert found.keys() == {name + part for name in names for part in (lora.A, lora.B)}
     assert found["down_lora_a"]["kernel"].shape == (20, rank)
 
 
-@pytest.mark.parametrize("layers", ["queries", "query,query", "", "gate"])
+@pytest.mark.parametrize("layers", ["queries", "query,query", "c_attn,key", "", "gate", "q_proj"])
 def test_layers_that_there_are_not_are_refused(layers):
-    with pytest.raises(ConfigError, match=f"lora_layers={layers}: expected"):
+    with refuses(f"lora_modules={layers}"):
         one_layer("gpt2", layers)
 
 
@@ -166,11 +170,11 @@ def test_no_gradient_of_the_frozen_model_is_computed(task, rng):
 def test_gpt2s_joint_layer_gets_one_adapter_of_the_ranks_sum(rng, tmp_path):
     _, adapted = one_layer("gpt2", "query,value,out", rank=3)
     adapters = random_adapters(adapted, rng)
-    lora.save(tmp_path / "peft", adapted, adapters, "some/base")
+    peft_files.save(tmp_path / "peft", adapted, adapters, "some/base")
     about = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    assert about["target_modules"] == ["attn.c_attn", "attn.c_proj"] and about["fan_in_fan_out"]
-    assert about["rank_pattern"] == {"attn.c_attn": 6}
-    assert about["alpha_pattern"] == {"attn.c_attn": 16.0}
+    assert about["target_modules"] == ["attn.c_proj", "c_attn"] and about["fan_in_fan_out"]
+    assert about["rank_pattern"] == {"c_attn": 6}
+    assert about["alpha_pattern"] == {"c_attn": 16.0}
     tensors = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     prefix = "base_model.model.transformer.h.0.attn.c_attn.lora_"
     joint = tensors[f"{prefix}B.weight"] @ tensors[f"{prefix}A.weight"]  # [outputs, inputs]
@@ -194,7 +198,7 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(place):
     model, texts, directory = place
-    flags = {"model": model, "data": texts, "lora_rank": 2, "lora_layers": "query,down"}
+    flags = {"model": model, "data": texts, "lora_rank": 2, "lora_modules": "q_proj,down_proj"}
     command("train", "uls", run_dir=directory / "run", **flags)
     return directory / "run", flags
 
@@ -315,3 +319,27 @@ def test_two_workers_get_the_frozen_model_and_give_the_same_bits(trained, place,
     found = command("train", "uls", run_dir=place[2] / "ray", engine="ray", num_workers=2, **flags)
     expected = json.loads((run_dir / "summary.json").read_text())
     assert found["params_sha256"] == expected["params_sha256"]
+
+
+@pytest.mark.parametrize("rank, alpha, expected", [(4, 3.0, 1.5), (4, None, 4.0), (64, None, 1.0)])
+def test_rslora_divides_by_the_root_of_the_rank(rank, alpha, expected):
+    config = lora.adapted(FAMILIES["llama"], rank, alpha, "q_proj", True)
+    assert config.lora.scale == expected
+
+
+def test_lora_is_asked_for_in_pefts_words():
+    given = {"data": "x", "run_dir": "r", "model": "m", "lora_rank": 2}
+    for asked, expected in (
+        (["q_proj", "v_proj"], "q_proj,v_proj"),
+        ("q_proj", "q_proj"),
+        ("all", "all-linear"),  # of earlier versions
+    ):
+        assert run_config(**given, lora_modules=asked).model.lora_modules == expected
+    train = "train uls --data x --epsilon 8 --num-steps 3 --run-dir r --lora-rank 2".split()
+    for words in (["--lora-modules", "q_proj", "v_proj"], ["--lora-layers", "q_proj,v_proj"]):
+        found = parse(Command, [*train, *words]).run.model.lora_modules
+        assert found == "q_proj,v_proj"
+    with refuses("use-dora", says="use --lora-rank (DoRA is not built"):
+        parse(Command, [*train, "--use-dora"])
+    with refuses("lora_alpha=4.0", says="expected nothing: the adapter has its own"):
+        run_config(data="x", run_dir="r", model="m", adapter="a", lora_alpha=4.0)

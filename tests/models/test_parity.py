@@ -10,10 +10,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from chats import PROMPTING, STOP, model_files as tokenizer_files, saying
 from zoo import random_like
 
+from fedsim.data.chat import ChatTokenizer, Message, template_of
 from fedsim.data.tokenizer import Tokenizer
-from fedsim.models import lora, pretrained
+from fedsim.export import export
+from fedsim.models import lora, peft_files, pretrained
 from fedsim.models.transformer import Transformer, preset
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -21,6 +24,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from experiments.benchmarks.peers import run  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+SMOLLM2 = Path(__file__).parents[3] / "shared" / "models" / "smollm2_tokenizer.json"
 TOKENS = np.random.default_rng(0).integers(0, 61, size=(2, 20))  # as the peer's script has them
 NAMES = [
     *"llama llama3 llama_biases llama_linear llama_dynamic mistral ministral".split(),
@@ -99,14 +103,52 @@ def test_transformers_has_the_same_tokens(name, kind, written, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "gemma2"])
-@pytest.mark.parametrize("layers", ["all", "query,value,down"])
+@pytest.mark.parametrize("layers", ["all-linear", "query,value,down"])
 def test_peft_reads_adapters(name, layers, written, tmp_path):
     base = pretrained.load(str(written / name))
     adapted = lora.adapted(base.config, 3, 8.0, layers)
     shapes = dataclasses.replace(adapted, max_length=20)
     adapters = lora.adapters_of(random_like(shapes, np.random.default_rng(0)))
-    lora.save(tmp_path / "peft", adapted, adapters, str(written / name))
+    peft_files.save(tmp_path / "peft", adapted, adapters, str(written / name))
     found = run.models("logits", written / name, tmp_path / "peft")["logits"]
     expected = logits_of(adapted, lora.joined(base.params, adapters))
     assert np.abs(expected - np.load(written / f"{name}.npy")).max() > 0.1
     np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "name, modules, scaling",
+    [
+        ("llama", "q_proj,v_proj", []),
+        ("gemma2", "all-linear", ["rslora"]),
+        ("phi3", "qkv_proj,down_proj", ["rslora"]),
+        ("gpt2", "c_attn,c_fc", []),
+    ],
+)
+def test_adapters_that_peft_made_are_read(name, modules, scaling, written, tmp_path):
+    out = tmp_path / "peft"
+    found = run.models("adapt", written / name, out, modules, *scaling)
+    base = pretrained.load(str(written / name))
+    config, adapters = peft_files.load(str(out), base.config)
+    logits = logits_of(config, lora.joined(base.params, adapters))
+    assert np.abs(logits - np.load(written / f"{name}.npy")).max() > 0.1
+    np.testing.assert_allclose(logits, found["logits"], atol=2e-4)
+    merged = logits_of(*lora.merged(config, base.params, adapters))
+    np.testing.assert_allclose(merged, found["merged"], atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["tiny", "smollm2"])
+def test_an_exported_chat_model_answers_and_stops_at_the_end_of_its_turn(kind, tmp_path):
+    files = tokenizer_files(tmp_path / "files", PROMPTING)
+    if kind == "smollm2":  # whose tokenizer.json names <|endoftext|> alone
+        if not SMOLLM2.is_file():
+            pytest.skip("needs ../shared/models")
+        (files / "tokenizer.json").write_bytes(SMOLLM2.read_bytes())
+        (files / "tokenizer_config.json").unlink()
+    model = saying(tmp_path / "model", "yes", files)
+    export(str(model), tmp_path / "out")
+    found = run.models("reply", tmp_path / "out", "Hello")
+    tokenizer = Tokenizer.load(tmp_path / "out" / "tokenizer.json")
+    chat = ChatTokenizer(tokenizer, template_of(tokenizer))
+    assert found["prompt"] == chat.encode_prompt([Message("user", "Hello")]).tolist()
+    assert tokenizer.decode(found["reply"], special=True) == f"yes{STOP}"

@@ -90,7 +90,10 @@ def test_data_built_with_the_models_directory_as_tokenizer_fit(place):
         ({"max_length": 65}, "max_length=65: expected <= 64, the model's longest"),
         ({"model": "tiny", "lora_rank": 2}, "lora_rank=2: expected 0: fresh models"),
         ({"model": "huge"}, "model=huge: expected one of micro, tiny, small"),
-        ({"lora_rank": 2, "lora_layers": "head"}, "lora_layers=head: expected all, or some of"),
+        (
+            {"lora_rank": 2, "lora_modules": "head"},
+            "lora_modules=head: expected all-linear, or some of q_proj, k_proj, v_proj, o_proj",
+        ),
         ({"lora_rank": -1}, "lora_rank=-1: expected >= 0"),
         ({"lora_alpha": 0, "lora_rank": 1}, "lora_alpha=0.0: expected > 0 and finite"),
     ],

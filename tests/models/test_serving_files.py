@@ -1,0 +1,81 @@
+"""Exported models are served as they were trained: template, end tokens, special tokens."""
+
+import json
+from pathlib import Path
+
+import pytest
+from chats import CHATML, START, STOP, model_files as tokenizer_files, tiny
+
+from fedsim.data.tokenizer import Tokenizer
+from fedsim.models import serving_files
+
+SMOLLM2 = Path(__file__).parents[3] / "shared" / "models" / "smollm2_tokenizer.json"
+GEMMA = CHATML.replace("<|im_start|>", "<s>").replace("<|im_end|>", "<turn>")
+
+
+def read(directory, name):
+    return json.loads((directory / name).read_text())
+
+
+def ends(directory):
+    """Texts of the tokens at which a program stops."""
+    tokenizer = Tokenizer.load(directory / "tokenizer.json")
+    ids = read(directory, "generation_config.json")["eos_token_id"]
+    return [tokenizer.decode([number], special=True) for number in ids]
+
+
+def test_the_template_is_where_programs_look_for_it(tmp_path):
+    model = tokenizer_files(tmp_path / "model")
+    serving_files.complete(model)
+    assert read(model, "tokenizer_config.json")["chat_template"] == CHATML
+    (model / "chat_template.jinja").unlink()
+    serving_files.complete(model)
+    assert (model / "chat_template.jinja").read_text() == CHATML
+    settings = {"eos_token": STOP, "chat_template": [{"name": "tools", "template": "{{ tools }}"}]}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    serving_files.complete(model)
+    named = {
+        x["name"]: x["template"] for x in read(model, "tokenizer_config.json")["chat_template"]
+    }
+    assert named == {"default": CHATML, "tools": "{{ tools }}"}
+
+
+def test_the_end_of_a_turn_ends_a_text(tmp_path):
+    """Also where the model's own end token is another, as of a base model with a new template."""
+    model = tokenizer_files(tmp_path / "model", GEMMA)
+    tiny(special=("<s>", "<turn>", STOP)).save(model / "tokenizer.json")
+    (model / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": STOP})
+    )
+    (model / "generation_config.json").write_text('{"eos_token_id": 259, "top_p": 0.5}')
+    serving_files.complete(model)
+    assert ends(model) == [STOP, "<turn>"]
+    assert read(model, "generation_config.json")["top_p"] == 0.5
+    assert read(model, "special_tokens_map.json") == {"bos_token": "<s>", "eos_token": STOP}
+
+
+def test_complete_files_keep_their_bytes(tmp_path):
+    model = tokenizer_files(tmp_path / "model")
+    serving_files.complete(model)
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    assert ends(model) == [STOP] and START in read(model, "special_tokens_map.json").values()
+    serving_files.complete(model)
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{% if %}", "{{ messages }}"])
+def test_a_template_that_shows_no_chat_adds_no_end(template, tmp_path):
+    model = tokenizer_files(tmp_path / "model", template)
+    serving_files.complete(model)
+    assert ends(model) == [STOP]
+
+
+@pytest.mark.skipif(not SMOLLM2.is_file(), reason="needs ../shared/models")
+def test_smollm2_stops_at_the_end_of_its_turns(tmp_path):
+    """The tokenizer.json of the base model names <|endoftext|> alone."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "tokenizer.json").write_bytes(SMOLLM2.read_bytes())
+    (model / "chat_template.jinja").write_text(CHATML)
+    serving_files.complete(model)
+    assert ends(model) == ["<|endoftext|>", "<|im_end|>"]
