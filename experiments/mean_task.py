@@ -31,6 +31,10 @@ class MeanTask:
         where 0 * nan is nan."""
         return np.where(rows[:, None] >= 0, self.points[rows], np.float32(0))
 
+    def made_up(self, rows: np.ndarray) -> np.ndarray:
+        """Zeros [rows, d]."""
+        return np.zeros((len(rows), self.points.shape[1]), np.float32)
+
     def sizes(self, split: str, rows: np.ndarray) -> None:
         """A point has no length."""
 

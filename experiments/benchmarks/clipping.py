@@ -191,7 +191,7 @@ def automatic(task, params, num_rows, group):
     rows = np.arange(num_rows).reshape(-1, group)
     with tempfile.TemporaryDirectory() as cache:
         strategy, why = choose_strategy(
-            engine, params, *rows.shape, CLIP, "auto", Path(cache), num_steps=LONG_RUN
+            engine, params, len(rows), group, CLIP, "auto", Path(cache), num_steps=LONG_RUN
         )
     return lambda: engine.clipped_sum(params, rows, CLIP, strategy), str(strategy), why
 
