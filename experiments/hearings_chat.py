@@ -35,7 +35,7 @@ class Settings:
     """One scale."""
 
     made_up: bool = False
-    characters: tuple[int, int] = (40, 160)
+    characters: tuple[int, int] = (30, 120)
     """Fewest and most of a turn that is used, as question or answer."""
     group_sizes: tuple[int, ...] = (16,)
     """G of ELS."""
@@ -43,11 +43,11 @@ class Settings:
     """k of ULS: in how many groups of others a user may have rows."""
     epsilon: float = 8.0
     delta: float = 1e-6
-    num_steps: int = 24
-    batch_size: int = 48
+    num_steps: int = 12
+    batch_size: int = 32
     lora_rank: int = 8
-    max_length: int = 112
-    eval_examples: int = 128
+    max_length: int = 80
+    eval_examples: int = 96
     seed: int = 0
 
 
@@ -118,7 +118,8 @@ def _trained(
 ) -> Row:
     how = {"epsilon": settings.epsilon, "delta": settings.delta, "num_steps": settings.num_steps}
     how |= {"batch_size": settings.batch_size, "eval_examples": settings.eval_examples}
-    how |= {"lora_rank": settings.lora_rank, "seed": settings.seed, "engine": "local", **changes}
+    how |= {"lora_rank": settings.lora_rank, "seed": settings.seed, "engine": "local"}
+    how |= {"eval_every": settings.num_steps, **changes}
     summary = fedsim.train(
         algorithm, data=str(data.path), model=model, run_dir=run_dir, **how
     ).summary
