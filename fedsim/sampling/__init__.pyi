@@ -1,4 +1,5 @@
 from .contributions import (
+    GRID as GRID,
     PADDING as PADDING,
     Users as Users,
     draw_groups as draw_groups,
@@ -12,6 +13,7 @@ from .contributions import (
     pool_of as pool_of,
     private_median as private_median,
     rank_error as rank_error,
+    utility as utility,
     without_padding as without_padding,
 )
 from .sampler import (
