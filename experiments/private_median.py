@@ -58,14 +58,16 @@ def sizes_of(source: str) -> np.ndarray:
     counts = (
         f"SELECT count(*) AS n FROM '{file}' GROUP BY user_id HAVING n >= {LEAST_TEXTS[source]}"
     )
-    return duckdb.sql(counts).fetchnumpy()["n"].astype(np.int64)
+    with duckdb.connect() as base:
+        return base.execute(counts).fetchnumpy()["n"].astype(np.int64)
 
 
 def losses_of(source: str, epsilon: float, batch_size: int) -> tuple[np.ndarray, np.ndarray] | None:
     """(G, held-out loss), both by G, of Figure 4's trainings; None where it has none."""
     of_dataset = (source.partition(",")[0], batch_size)
     query = "SELECT epsilon, group_size, loss FROM read_csv($1) WHERE dataset = $2 AND budget = $3"
-    rows = duckdb.sql(query, params=[str(LOSSES), *of_dataset]).fetchnumpy()
+    with duckdb.connect() as base:
+        rows = base.execute(query, [str(LOSSES), *of_dataset]).fetchnumpy()
     if not len(rows["epsilon"]):
         return None
     nearest = min(rows["epsilon"], key=lambda value: abs(math.log(value / epsilon)))
