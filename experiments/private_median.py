@@ -159,7 +159,7 @@ def plot(rows: Rows) -> Figure:
             axes[0].plot(shares, [row["noise"] for row in own], **look)
             axes[1].plot(shares, [row["within_factor_two"] for row in own], **look)
     axes[0].set(xscale="log", ylabel="noise, relative to a public G")
-    axes[1].set(ylabel="draw within a factor of two of the median")
+    axes[1].set(ylabel="draw within a factor of two")
     for axis in axes:
         axis.set_xlabel("share of ε")
         axis.grid(alpha=0.3)

@@ -95,8 +95,8 @@ class Conversation:
         key = jax.random.fold_in(self._key, len(self.turns) + self.forgotten)
         how = {"temperature": self._temperature, "top_k": 0, "key": key}
         try:
-            for token in tokens_after(self._model, ids, count, **how):
-                if token in self._ends:
+            for (drawn,) in tokens_after(self._model, ids, count, **how):
+                if (token := int(drawn)) in self._ends:
                     break
                 said.append(token)
                 text = self._tokenizer.decode(said)

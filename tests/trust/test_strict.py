@@ -97,7 +97,13 @@ def test_a_user_changes_no_byte_before_the_first_noise(algorithm, sampling, pair
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("rows", PLANTED.values(), ids=PLANTED)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        *(pytest.param(rows, id=name) for name, rows in PLANTED.items()),
+        pytest.param([[3] * LENGTH] * 2_100_000, id="100 MB", marks=pytest.mark.slow),
+    ],
+)
 def test_neither_do_other_texts_with_strict(rows, pair):
     one, other, plan = pair(Algorithm.ULS, rows, strict=True)
     assert one == other and NOTHING in one and not plan.uncovered
