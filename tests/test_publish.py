@@ -20,6 +20,7 @@ from fedsim.trust import Check
 
 OF_MODEL = {f"model/{name}" for name in ("config.json", "model.safetensors", "README.md")}
 OF_MODEL |= {"model/tokenizer.json", "model/tokenizer_config.json"}
+OF_MODEL |= {"model/generation_config.json", "model/special_tokens_map.json"}
 ALL = {"ledger.jsonl", "report.html", "report.md", "registry.yaml", *OF_MODEL}
 
 
@@ -199,7 +200,6 @@ def test_a_pretrained_model_and_its_adapters(trained, tmp_path, capsys, monkeypa
 FEW = ["red"]
 MANY = ["Blau, grün: " * 9, "Красный и серый", "灰色的和红色的", "red green blue", "grey"] * 18
 NOISY = re.compile(r'"(gradient_sha256|chain)": "[0-9a-f]{64}"')
-COUNTED = re.compile(r'("num_examples": |examples there are \()[\d,]+')
 
 
 def published_with(theirs, place, monkeypatch, **flags):

@@ -58,11 +58,12 @@ def group_epsilon(phases: Phases, delta: float, people: int) -> float:
     if people == 1:
         return epsilon(phases, delta)
     low, high = epsilon(phases, delta), epsilon(phases, min(delta, LEAST_DELTA))
-    if not 0 < low < math.inf:
+    if math.isinf(low):
         return low
     levels = np.linspace(low, high if high < math.inf else 2 * low, LEVELS)
-    with np.errstate(over="ignore"):
-        growth = (people - 1) * levels + np.log(-np.expm1(-people * levels) / -np.expm1(-levels))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        times = np.log(-np.expm1(-people * levels) / -np.expm1(-levels))
+    growth = (people - 1) * levels + np.where(levels > 0, times, math.log(people))
     holds = np.flatnonzero(np.log(privacy_curve(phases, levels)) + growth <= math.log(delta))
     return people * float(levels[holds[0]]) if holds.size else math.inf
 

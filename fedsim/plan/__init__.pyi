@@ -2,6 +2,7 @@ from .defaults import (
     allocated as allocated,
     bands_predicted as bands_predicted,
     complete as complete,
+    places_needed as places_needed,
     private_group_size as private_group_size,
     with_group_size as with_group_size,
 )

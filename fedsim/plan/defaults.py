@@ -58,7 +58,7 @@ def with_group_size(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) 
     share = max(least, LEAST_SHARE * privacy.epsilon)
     if share <= MOST_SHARE * privacy.epsilon:
         return dataclasses.replace(privacy, group_size_epsilon=share)
-    return dataclasses.replace(privacy, group_size=_places(privacy, users))
+    return dataclasses.replace(privacy, group_size=places_needed(privacy, users))
 
 
 def private_group_size(privacy: PrivacyConfig, users: Users, key: SecretKey) -> int:
@@ -68,10 +68,10 @@ def private_group_size(privacy: PrivacyConfig, users: Users, key: SecretKey) -> 
     median = private_median(examples_per_user(users), privacy.group_size_epsilon, rng)
     # Make room for the batch size whatever was drawn, so that no run is refused because of the
     # draw: a refused run would have paid for nothing.
-    return max(median, _places(privacy, users)) if privacy.adjacency == ZERO_OUT else median
+    return max(median, places_needed(privacy, users)) if privacy.adjacency == ZERO_OUT else median
 
 
-def _places(privacy: PrivacyConfig, users: Users) -> int:
+def places_needed(privacy: PrivacyConfig, users: Users) -> int:
     """The smallest group size whose pool has room for the batch size."""
     return -(-privacy.batch_size * (privacy.bands or 1) // users.num_users)
 
@@ -99,6 +99,8 @@ def complete(
     least = f">= {users.num_users}, the users there are"
     expect("assumed_population", population, population >= users.num_users, least)
     exposed = _public_counts(algorithm, privacy, users)
+    if (least_texts := data.metadata.get("rules", {}).get("min_examples", 1)) > 1:
+        exposed.append(f"{PUBLIC}who has at least {least_texts} texts (min_examples)")
     times = ""
     if privacy.assumed_population is not None:
         exposed.append(f"assumed_population={population} (instead of the {users.num_users} users)")

@@ -42,12 +42,21 @@ from fedsim.plan import (
     make_plan,
     method_for,
     noise_ratio,
+    places_needed,
     planned_phases,
     sharing,
     why_not,
     with_group_size,
 )
-from fedsim.run import StoredRun, directory, model_name, not_covered, receivers
+from fedsim.run import (
+    Console,
+    StoredRun,
+    directory,
+    model_name,
+    not_covered,
+    receivers,
+    speaking,
+)
 from fedsim.training import callbacks as calls
 from fedsim.training.callbacks import Callback
 from fedsim.training.open import OpenRun, wait_for
@@ -107,6 +116,8 @@ def plan_run(
     assert isinstance(opened.settings, PrivacyConfig), "of pre-training there is no plan"
     pays = counted and not dry_run
     expect_strict(opened, callbacks)
+    if pays and opened.stored is None:
+        _rehearse(opened, callbacks)
     privacy, non_private = _complete(opened, opened.settings, pays=pays, dry_run=dry_run)
     non_private += [*not_covered(opened.run), *calls.facts(callbacks)]
     method = method_for(algorithm, privacy, users, opened.key)
@@ -148,13 +159,35 @@ def plan_run(
     return PlannedRun(plan, method, privacy, in_ledger, engine, task, params, strategy, why)
 
 
+class _Unheard(Console):
+    def warn(self, text: str) -> None:
+        """Keep a warning back, which the run itself shows."""
+
+
+def _rehearse(opened: OpenRun, callbacks: Sequence[Callback]) -> None:
+    """Plan a run that draws its group size with a public one in its place, unseen.
+
+    What refuses the run whatever is drawn refuses it here, before the draw is paid for.
+    Raises: ConfigError, EngineError, LedgerError: as `plan_run`.
+    """
+    assert isinstance(opened.settings, PrivacyConfig), "of pre-training there is no plan"
+    privacy = with_group_size(opened.algorithm, opened.settings, opened.data.train)
+    if privacy.group_size_epsilon is None or privacy.group_size is not None:
+        return
+    group_size = places_needed(privacy, opened.data.train)
+    public = dataclasses.replace(privacy, group_size=group_size, group_size_epsilon=None)
+    opened.start_engine()
+    with speaking("quiet"):
+        rehearsed = dataclasses.replace(opened, settings=public, console=_Unheard())
+    plan_run(rehearsed, dry_run=True, callbacks=callbacks)
+
+
 def _complete(
     opened: OpenRun, privacy: PrivacyConfig, *, pays: bool, dry_run: bool
 ) -> tuple[PrivacyConfig, list[str]]:
     """The completed settings, and a line for each fact that the guarantee does not cover.
 
-    A private group size is paid for before it is drawn, and the run is refused before that if it
-    can be refused without the draw.
+    A private group size is paid for before it is drawn.
     A resumed run draws nothing again: it has the delta, group size and bands of its plan.
     Args:
       pays: the draw is counted in the budget ledger.

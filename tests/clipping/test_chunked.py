@@ -29,7 +29,7 @@ def problem(name, trained, rng):
     config = dataclasses.replace(PARTS[name], num_layers=1)
     if trained == "model":
         return LanguageModelTask(None, config), random_like(config, rng), ()
-    adapted = lora.adapted(config, 2, 8.0, "all")
+    adapted = lora.adapted(config, 2, 8.0)
     weights = frozen.as_frozen(random_like(config, rng), trained)
     return LanguageModelTask(None, adapted), lora.adapters_of(random_like(adapted, rng)), (weights,)
 

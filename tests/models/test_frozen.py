@@ -83,7 +83,7 @@ def gradient(config, adapters, weights, batch):
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("turned", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_frozen_weights_are_the_model_of_their_float32_values(name, dtype, rng):
-    config = lora.adapted(dataclasses.replace(PARTS[name], num_layers=2), 2, 8.0, "all")
+    config = lora.adapted(dataclasses.replace(PARTS[name], num_layers=2), 2, 8.0, "all-linear")
     weights = frozen.as_frozen(random_like(dataclasses.replace(config, lora=None), rng), dtype)
     adapters = lora.adapters_of(random_like(config, rng))
     tokens = rng.integers(11, size=(3, 12)).astype(np.int32)

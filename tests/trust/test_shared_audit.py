@@ -195,7 +195,7 @@ def test_a_training_command_is_audited(algorithm, chat, run_dir, capsys):  # noq
     assert "made-up partners" in (run_dir / "audit.md").read_text()
     code, checked = run(["verify", run_dir], capsys)  # what it made up is not kept
     verdicts = {each["promise"]: each["holds"] for each in checked["checks"]}
-    unseen = ("data", "owners", "draws")
+    unseen = ("data", "outside", "owners", "draws")
     assert code == 0 and all(verdicts[promise] is None for promise in unseen)
     assert all(holds for promise, holds in verdicts.items() if promise not in unseen)
 

@@ -42,11 +42,13 @@ def published(algorithm, data, place, monkeypatch, capfd, *, callbacks=(), **fla
     monkeypatch.setattr(
         open.SecretKey, "create", lambda seed=None, *_: KEY if seed is None else real(seed)
     )
-    run_names = {"strict", "seed", "log_to", "log_non_private", "tokenizer"}
+    run_names = {"strict", "seed", "log_to", "log_non_private", "tokenizer", "local_steps"}
+    run_names |= {"strategy"}
     of_run = {name: flags.pop(name) for name in run_names & flags.keys()}
     run = run_config(
-        data="made up", run_dir=place / "run", model="micro", engine="local", strategy="scan:1",
-        budget_ledger=place / "budget", log_to=of_run.pop("log_to", ()), **of_run,
+        data="made up", run_dir=place / "run", model="micro", engine="local",
+        **{"strategy": "scan:1", **of_run, "log_to": of_run.get("log_to", ())},
+        budget_ledger=place / "budget",
     )  # fmt: skip
     privacy = PrivacyConfig(**{"epsilon": 8.0, "num_steps": 4, "batch_size": 8, **flags})
     capfd.readouterr()
@@ -122,6 +124,33 @@ def test_els_draws_its_group_size_privately_by_default(pair, monkeypatch):
 def test_of_too_few_users_els_takes_a_public_group_size(pair):
     one, other, plan = pair(Algorithm.ELS, PLANTED["many texts"], batch_size=50)
     assert one == other and plan.group_size == 2 and plan.group_size_epsilon is None
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "says, flags",
+    [
+        ("eval_epsilon", {"eval_epsilon": 1.0}),
+        ("epsilon", {"epsilon": 300.0}),
+        ("local_steps", {"local_steps": 2}),
+        ("strategy", {"strategy": "direct:999999"}),
+    ],
+)
+def test_a_mistake_is_found_before_the_draw_of_a_group_size_is_paid(
+    says, flags, tmp_path, monkeypatch, capfd
+):
+    flags = {"group_size_epsilon": 0.5, **flags}
+    with refuses(says):
+        published("els", data_with([[7, 8]]), tmp_path, monkeypatch, capfd, **flags)
+    assert not (tmp_path / "budget").exists() and not (tmp_path / "run").exists()
+
+
+@pytest.mark.privacy
+def test_who_has_enough_texts_is_a_footnote_with_which_a_run_is_verified(tmp_path, monkeypatch):
+    rules = {"rules": {"min_examples": 3}}
+    data = dataclasses.replace(data_with([[7, 8]]), metadata=rules)
+    _, facts = defaults.complete(Algorithm.ULS, PrivacyConfig(8.0, 4, batch_size=8), data)
+    assert "public by assumption: who has at least 3 texts (min_examples)" in facts
 
 
 def count_of_texts(privacy, users):

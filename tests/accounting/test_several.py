@@ -122,6 +122,15 @@ def test_group_privacy_is_that_of_the_curve(people):
     assert accounting.group_delta(phases, 0.0, people) <= people * accounting.delta(phases, 0.0)
 
 
+def test_what_one_user_gets_for_nothing_several_pay_for():
+    """(0, delta) for one is (0, k delta) for k, and no more."""
+    phases = [(allocated_event(200.0, 1000), 1000)]
+    one = accounting.delta(phases, 0.0)
+    assert accounting.epsilon(phases, 2 * one) == 0 < accounting.group_epsilon(phases, 2 * one, 10)
+    assert accounting.group_epsilon(phases, 10.1 * one, 10) == 0
+    assert accounting.group_delta(phases, 0.0, 10) == pytest.approx(10 * one)
+
+
 def account(capsys, *flags):
     capsys.readouterr()
     main(["account", "uls", "--num-steps", "20", "--noise-multiplier", "3", *flags])
