@@ -61,9 +61,16 @@ class Task(Protocol):
         """Make up rows like those of `read`, to time strategies on; row i is always the same.
 
         They must not depend on the data: what is chosen by their time is published. By default they
-        are rows of padding.
+        are rows of padding with normal numbers in the place of all floats, so that they differ.
         """
-        return self.read("train", np.full(len(rows), -1))
+
+        def varied(leaf: Any) -> Any:
+            if not np.issubdtype(leaf.dtype, np.floating):
+                return leaf
+            drawn = [np.random.default_rng(row).normal(size=leaf.shape[1:]) for row in rows]
+            return np.stack(drawn).astype(leaf.dtype)
+
+        return jax.tree.map(varied, self.read("train", np.full(len(rows), -1)))
 
     def losses(self, params: Params, batch: Batch, *frozen: Any) -> jax.Array:
         """Compute f(theta, z) of each row; traced by JAX.

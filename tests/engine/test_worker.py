@@ -183,6 +183,17 @@ def try_two(other="ghost"):
     return list(LocalEngine(task, num_lanes=1).try_strategies(params, rows, CLIP, tried))
 
 
+def test_rows_that_a_task_makes_up_differ_and_are_the_same_again():
+    class Points(Task):
+        def read(self, split, rows):
+            return {"point": np.zeros((len(rows), 3), np.float32), "label": rows}
+
+    made = Points().made_up(np.array([4, 7, 4]))
+    assert made["point"].dtype == np.float32 and (made["label"] == -1).all()
+    assert np.array_equal(made["point"][0], made["point"][2])
+    assert not np.array_equal(made["point"][0], made["point"][1])
+
+
 @several_at_once
 def test_strategies_are_timed():
     scan, other = try_two()
