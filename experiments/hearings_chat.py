@@ -169,6 +169,7 @@ def plot(rows: Rows) -> Figure:
     axis.set(xlabel="held-out loss (nats per trained token)")
     axis.grid(alpha=0.3)
     axis.margins(y=0.4)
+    axis.locator_params(axis="x", nbins=6)
     common.legend_below(figure)
     return figure
 
