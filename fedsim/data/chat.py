@@ -37,7 +37,7 @@ ROLES = ("system", "developer", USER, ASSISTANT)
 PRIVATE = re.compile("[\U000f0000-\U0010ffff]")  # characters for private use
 FIRST, LAST = 0xF0000, 0x10FFFD
 BREAK, BEGINS, ENDS = range(3)  # places of the marks among the private characters of a chat
-NO_MARKS = "\0\0\0"
+NO_MARKS = ("", "", "")
 
 
 class Message(NamedTuple):
@@ -154,13 +154,13 @@ class Template:
         return re.search(r"\{%[-+]?\s*generation\b", self.source) is not None
 
     def render(
-        self, messages: Sequence[Message], marks: str = NO_MARKS, *, prompt: bool = False
+        self, messages: Sequence[Message], marks: Sequence[str] = NO_MARKS, *, prompt: bool = False
     ) -> str:
         """The text of a chat. The template decides what it does with a role.
 
         Args:
-          marks: the characters to put for BREAK, BEGINS and ENDS, the last two around what the
-            template says is generated.
+          marks: what to put for BREAK, BEGINS and ENDS, the last two around what the template says
+            is generated.
           prompt: end with the beginning of the assistant's next turn.
         Raises:
           BadChat: the template refuses the chat, or takes too long.

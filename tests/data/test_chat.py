@@ -124,6 +124,17 @@ def test_blocks_of_what_is_generated_decide():
     assert shown(only_last)[1] == f"Ha{STOP}"
 
 
+def test_no_mark_of_what_is_generated_is_left_where_nothing_looks_for_it():
+    template = Template(GENERATING, (("bos_token", START),))
+    said = turns("Hi", "Ho", "Hum")
+    expected = f"{START}user: Hiassistant: Ho{STOP}user: Hum"
+    assert template.render(said) == expected
+    prompt = chats_of(template).encode_prompt(said)
+    assert TINY.decode(prompt, special=True) == expected
+    for train_on in ("all", "assistant", "user"):
+        assert chats_of(template).encode(said, train_on).ids.tolist() == prompt.tolist()
+
+
 def test_a_template_may_strip_what_is_said():
     every, own = shown(encode(turns(" Hi\n", "\tHo \n", "Hum", "Ha"), STRIPPING))
     assert every == f"[INST] Hi [/INST] Ho{STOP}[INST] Hum [/INST] Ha{STOP}"
