@@ -32,7 +32,7 @@ NUM_USERS = 128
 
 ANY_CLIP = Clip(1.0, normalised=True)
 """Norms are measured before clipping."""
-_STRATEGY = Strategy("scan", 2)  # one program for all group sizes, and little padding
+STRATEGY = Strategy("scan", 2)  # one program for all group sizes, and little padding
 BATCH = 32
 
 Estimator = Callable[[np.ndarray], Any]
@@ -114,18 +114,17 @@ class GradientNorms:
     def _estimate_user_norm(self, group_size: int) -> float:
         users = self._sample(group_size)
         groups = draw_groups(self._offsets, users, group_size, self._key, group_size)
-        used = max(self._width, int((groups >= 0).sum(axis=1).max(initial=0)))
-        rows = np.full((len(groups), used), PADDING, np.int64)
-        rows[:, : groups.shape[1]] = self._examples(groups[:, :used])
+        width = max(self._width, int((groups >= 0).sum(axis=1).max(initial=0)))
+        rows = np.full((len(groups), 1 if group_size == 1 else width), PADDING, np.int64)
+        rows[:, : groups.shape[1]] = self._examples(groups[:, : rows.shape[1]])
         return self._estimate(rows, f"group size {group_size}")
 
     def example_norm(self, pool: np.ndarray) -> float:
         """L_ELS: psi over as many examples of `pool` (D_sub) of the norm of their gradients."""
         rng = self._key.generator("norms: examples")
         number = min(len(self._users), len(pool))
-        rows = np.full((number, self._width), PADDING, np.int64)
-        rows[:, 0] = rng.choice(pool, number, replace=False)
-        return self._estimate(rows, "single examples")
+        rows = rng.choice(pool, number, replace=False)
+        return self._estimate(rows[:, None], "single examples")
 
     def _estimate(self, rows: np.ndarray, what: str) -> float:
         norms = np.concatenate(list(self._batches(rows)))
@@ -140,8 +139,7 @@ class GradientNorms:
     def _batches(self, rows: np.ndarray) -> Iterator[np.ndarray]:
         """Norms of the rows in random order, as many as there is time for."""
         rows = self._key.generator("norms: order").permutation(rows)
-        single = (rows[:, 1:] < 0).all()
-        strategy, rows = (self._single, rows[:, :1]) if single else (_STRATEGY, rows)
+        strategy = self._single if rows.shape[1] == 1 else STRATEGY
         began = time.monotonic()
         for start in range(0, len(rows), BATCH):
             batch = rows[start : start + BATCH]

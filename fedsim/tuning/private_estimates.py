@@ -11,6 +11,9 @@ is a Gaussian mechanism of sensitivity 1: sigma / q for the sizes, and Poisson s
 for the norms, so that all have the same noise relative to the number of users. They are composed as
 the steps of a training are, and all are paid for before the first is drawn, whichever are used.
 What is computed from them costs nothing more. L_ELS is taken as L_ULS(1): an example of each user.
+
+How many users there are is taken as known, also where users are added or removed: q, the default
+delta and the number of made-up users follow from it.
 """
 
 import dataclasses
@@ -23,7 +26,7 @@ from fedsim.accounting import Event, Slack, StepEvent, calibration, spent
 from fedsim.engine import Engine
 from fedsim.keys import SecretKey
 from fedsim.noise import noisy_number, slack
-from fedsim.tuning.estimates import GradientNorms
+from fedsim.tuning.estimates import STRATEGY, GradientNorms
 
 SIZES = np.arange(21.0)
 """Lower ends of the bins of sizes, log2."""
@@ -125,13 +128,16 @@ class NoisyNorms(GradientNorms):
         release: Release,
     ):
         """Args:
-        engine, params, offsets, key, most: as for `GradientNorms`.
+        engine, params, offsets, key, most: as for `GradientNorms`; most is public.
         release: what was paid for.
         """
         self._release, self._left = release, release.count
         expected = max(1, round(release.sampling_prob * (len(offsets) - 1)))
         super().__init__(engine, params, offsets, key, num_users=expected, most=most)
         self.looked_at = expected  # a public number; that of the draws is none
+        # The last bits of a norm depend on the program, which therefore follows from the group size
+        # and `most` alone, and not from how many texts any other user has.
+        self._width, self._single = most, STRATEGY
 
     def example_norm(self, pool: np.ndarray) -> float:
         """L_ELS, from one example of each user: more of them would weigh more."""

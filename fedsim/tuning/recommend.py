@@ -269,7 +269,8 @@ def recommend(
         heuristics = Heuristics(privacy, start.data, norms, start.key)
         by_heuristics = _ask(heuristics, start, times)
         if not from_data:
-            by_heuristics = by_heuristics._replace(non_private=_not_read(by_heuristics.non_private))
+            facts = _not_read(by_heuristics.non_private, start.data.train)
+            by_heuristics = by_heuristics._replace(non_private=facts)
         advice = {
             algorithm: _advice(
                 algorithm, by_heuristics, privacy, start, times, norms, from_data=from_data
@@ -380,9 +381,15 @@ def _released(
     return release, norms, start.seeing(noisy_users(sizes, release, start.key))
 
 
-def _not_read(facts: list[str]) -> list[str]:
-    """Facts that the guarantee does not cover, without those of users who are made up."""
-    return [fact for fact in facts if not fact.startswith((PUBLIC, "group_size", "clip_norm"))]
+def _not_read(facts: list[str], users: Users) -> list[str]:
+    """Facts that the guarantee does not cover, without those of users who are made up.
+
+    Only the number of these is that of the data; where texts have several owners, none is made up.
+    """
+    if graph_of(users) is None:
+        known = f"{PUBLIC}how many users there are ({users.num_users:,} users)"
+        facts = list(dict.fromkeys(known if fact.startswith(PUBLIC) else fact for fact in facts))
+    return [fact for fact in facts if not fact.startswith(("group_size", "clip_norm"))]
 
 
 def _ask(heuristics: Heuristics, start: Start, times: UnitTimes | None) -> HeuristicSettings:

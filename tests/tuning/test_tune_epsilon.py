@@ -13,9 +13,12 @@ from problems import users_of_sizes
 from test_cli import run, texts  # noqa: F401
 from test_norms import WIDTH, users_sharing
 
+from experiments.mean_task import MeanTask
 from fedsim.budget import hold, place_of
+from fedsim.config import PrivacyConfig, run_config
 from fedsim.engine.worker import LocalEngine
 from fedsim.keys import SecretKey
+from fedsim.run import Console
 from fedsim.tuning import private_estimates
 from fedsim.tuning.private_estimates import NORMS, SIZES, NoisyNorms, Release, noisy_users
 
@@ -104,6 +107,32 @@ def test_norms_are_found_again_through_the_noise(share, key):
 
 
 @pytest.mark.privacy
+def test_one_users_texts_do_not_choose_the_program_of_other_users_norms(key):
+    """Else their last bits would change, and with these, perhaps, other counts."""
+    release = Release.of(8.0, 1e-5, sampling_prob=1.0, count=3)
+    found = []
+    for theirs in (1, 2, 9):
+        calls, sizes = [], [*[1] * 40, theirs]
+        task = MeanTask(np.ones((sum(sizes), WIDTH)))
+        engine = LocalEngine(task, num_lanes=2)
+        compute = engine.clipped_sum
+
+        def noted(params, rows, clip, strategy, compute=compute, calls=calls):
+            calls.append((rows.shape, strategy))
+            return compute(params, rows, clip, strategy)
+
+        engine.clipped_sum = noted
+        offsets = users_of_sizes(sizes).offsets
+        norms = NoisyNorms(engine, jnp.zeros(WIDTH), offsets, key, most=4, release=release)
+        for group in (1, 2, 4):
+            norms.user_norm(group)
+        found.append(calls)
+    assert found[0] == found[1] == found[2]
+    assert {shape[1] for shape, _ in found[0]} == {1, 4}
+    assert {strategy.units_at_once(1) for _, strategy in found[0]} == {1}  # as accelerators demand
+
+
+@pytest.mark.privacy
 def test_users_are_drawn_anew_for_each_histogram(release, key):
     """Each with probability q, independently of the others and of their texts."""
     sizes = np.full(2000, 3)
@@ -146,6 +175,17 @@ def test_what_it_prints_was_paid_for(texts, tmp_path, capsys, monkeypatch):  # n
     code, out, _ = run(*words, "--tune-epsilon", 2, capsys=capsys)
     assert code == 0 and "released with noise. This cost every user epsilon 2 at" in out
     assert "about" in out and "not private" not in out and "time, without" not in out
+
+
+def test_where_users_are_added_or_removed_their_number_is_named_as_public(texts, tmp_path):  # noqa: F811
+    """q, delta and the number of made-up users follow from it; nothing else is of the data."""
+    words = {"num_steps": 7, "batch_size": 64, "adjacency": "add-or-remove", "epsilon": 4.0}
+    settings = run_config(data=str(texts), run_dir=tmp_path, model="micro", engine="local")
+    found = recommend.recommend(PrivacyConfig(**words), settings, Console(), plan_only=True)
+    known, *more = found["non_private"]
+    users = f"({found['num_users']} users)"
+    assert known == f"public by assumption: how many users there are {users}"
+    assert all(fact.startswith("delta=") for fact in more)
 
 
 @pytest.mark.privacy
