@@ -26,7 +26,7 @@ from fedsim.data import (
 from fedsim.engine import expect_usable_jax
 from fedsim.errors import BadChat, ConfigError, brief, expect, printable
 from fedsim.files import expand_home
-from fedsim.generate import model_to_generate, tokens_after
+from fedsim.generate import key_of, model_to_generate, tokens_after
 from fedsim.models import Pretrained
 
 EXIT, PROMPT = "/exit", "> "
@@ -74,7 +74,7 @@ class Conversation:
             raise ConfigError.of("system", brief(system), f"another, or none ({error})") from None
         self._ends = self._tokenizer.end_ids | ({end} if end is not None else set())
         self._temperature, self._max_tokens = temperature, max_tokens
-        self._key = jax.random.key(seed)
+        self._key = key_of(seed)
         self.turns: list[Message] = []
         self.forgotten = 0
         """Number of first turns that no longer fit into the model's length."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim.accounting import at_most
-from fedsim.data import Tokenizer
+from fedsim.data import SIZES, Tokenizer
 from fedsim.engine import expect_usable_jax
 from fedsim.errors import expect
 from fedsim.files import expand_home
@@ -45,6 +45,7 @@ def generate_text(
     expect("num_tokens", num_tokens, num_tokens >= 1, ">= 1")
     expect("temperature", temperature, temperature >= 0, ">= 0")
     expect("top_k", top_k, top_k >= 0, ">= 0")
+    key = key_of(seed)
     model = model_to_generate(expand_home("model", source))
     assert model.tokenizer is not None
     tokenizer = Tokenizer.load(model.tokenizer)
@@ -54,9 +55,7 @@ def generate_text(
     count = min(num_tokens, longest - len(ids))
     generated: list[int] = []
     stopped = "num_tokens" if count == num_tokens else "length"
-    for (token,) in tokens_after(
-        model, ids, count, temperature=temperature, top_k=top_k, key=jax.random.key(seed)
-    ):
+    for (token,) in tokens_after(model, ids, count, temperature=temperature, top_k=top_k, key=key):
         if token in tokenizer.end_ids:
             stopped = "end"
             break
@@ -64,6 +63,12 @@ def generate_text(
     text = tokenizer.decode(generated)
     about = {"stopped": stopped, "max_length": longest, "seed": seed}
     return {"prompt": prompt, "text": text, "tokens": len(generated), **about}
+
+
+def key_of(seed: int) -> jax.Array:
+    """The key of the draws of a seed. Raises: ConfigError: there is none of such a seed."""
+    expect("seed", seed, -(2**63) <= seed < 2**63, "a number of 64 bits")
+    return jax.random.key(seed)
 
 
 def model_to_generate(source: str) -> Pretrained:
@@ -141,13 +146,17 @@ def train_tokenizer(
       The file, the number of its pieces and of characters it was trained on, and its origin.
 
     Raises:
-      ConfigError: the run has not ended, has no guarantee or no tokenizer that is public, or `out`
-        exists.
+      ConfigError: a number is out of range, the run has not ended, has no guarantee or no tokenizer
+        that is public, or `out` exists or has no directory.
     """
     expect_usable_jax()
     expect("samples", samples, samples >= 1, ">= 1")
     expect("num_tokens", num_tokens, num_tokens >= 1, ">= 1")
     expect("out", out, out.suffix == ".json" and not out.exists(), "a new file ending in .json")
+    expect("out", out, out.parent.is_dir(), "a file in a directory that exists")
+    pieces = f">= {SIZES.start} and < {SIZES.stop:,}"
+    expect("vocab_size", vocab_size, vocab_size in SIZES, pieces)
+    key = key_of(seed)
     plan, summary = directory.load(run_dir).plan, directory.summary_of(run_dir)
     # Else the texts would be of a model that nothing protects, or in its users' own pieces.
     protected = plan is not None and plan.guarantee and summary is not None
@@ -157,7 +166,7 @@ def train_tokenizer(
     expect("from", run_dir, public, "a run whose tokenizer was not trained on its users' texts")
     model = find_model(str(run_dir))
     assert model is not None, "load() found a run"
-    texts = list(_sampled(model, samples, num_tokens, seed))
+    texts = list(_sampled(model, samples, num_tokens, key))
     trained = Tokenizer.train_bpe(lambda: texts, vocab_size)
     epsilon, delta = at_most(spent(summary), ".4g"), at_most(plan.delta, ".2e")
     sha256 = summary["params_sha256"]
@@ -174,10 +183,10 @@ def train_tokenizer(
     }
 
 
-def _sampled(model: Pretrained, samples: int, num_tokens: int, seed: int) -> Iterator[str]:
+def _sampled(model: Pretrained, samples: int, num_tokens: int, key: jax.Array) -> Iterator[str]:
     """Texts of a model, each from the begin token to an end token, or to `num_tokens`."""
     assert model.tokenizer is not None, "runs keep their tokenizer"
-    tokenizer, key = Tokenizer.load(model.tokenizer), jax.random.key(seed)
+    tokenizer = Tokenizer.load(model.tokenizer)
     count = min(num_tokens, model.config.table - 1)
     for batch in range(-(-samples // TEXTS_AT_ONCE)):
         drawn = tokens_after(

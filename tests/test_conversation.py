@@ -78,6 +78,7 @@ def test_a_closed_reply_stays_in_the_chat(model):
     [
         (["--max-tokens", "0"], "max_tokens=0: expected >= 1"),
         (["--temperature", "-1"], "temperature=-1.0: expected >= 0"),
+        (["--seed", str(10**20)], "expected a number of 64 bits"),
     ],
 )
 def test_mistakes_are_one_line(words, says, model, capsys):

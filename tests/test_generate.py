@@ -98,6 +98,7 @@ def test_mistakes_are_one_line(directory, capsys, tmp_path):
         (("tiny",), "model=tiny: expected the directory of a run or of a Hugging Face model"),
         ((directory, "--prompt", "x" * 64), "prompt=65 tokens: expected fewer than 64 tokens"),
         ((directory, "--temperature", "-1"), "temperature=-1.0: expected >= 0"),
+        ((directory, "--seed", 2**63), f"seed={2**63}: expected a number of 64 bits"),
         ((bare,), "expected a model with a tokenizer.json"),
     ):
         with pytest.raises(SystemExit) as stop:

@@ -86,4 +86,14 @@ def test_only_a_protected_model_writes_for_it(place, tmp_path, capsys):
     assert "whose tokenizer was not trained on its users" in said
     said = refused([*words[:2], place / "new.json", "--from", place / "run"], capsys)
     assert "a new file ending in .json" in said
+    with pytest.MonkeyPatch.context() as planted:  # before anything is sampled
+        planted.setattr("fedsim.generate.tokens_after", lambda *_, **__: 1 / 0)
+        own = ["tokenizer", "--from", place / "run", "--out"]
+        said = refused([*own, tmp_path / "none" / "x.json"], capsys)
+        assert "x.json: expected a file in a directory that exists" in said
+        for size in (299, 10**11):
+            said = refused([*own, tmp_path / "x.json", "--vocab-size", size], capsys)
+            assert f"vocab_size={size}: expected >= 300 and < 10,000,000" in said
+        said = refused([*own, tmp_path / "x.json", "--seed", 10**20], capsys)
+        assert f"seed={10**20}: expected a number of 64 bits" in said
     assert not (tmp_path / "x.json").exists()

@@ -108,6 +108,18 @@ def test_a_changed_byte_is_found_and_its_file_named(name, folder, tmp_path, caps
     assert code == 1 and name in " ".join(c["found"] for c in result["checks"] if not c["holds"])
 
 
+def test_a_file_of_text_that_is_missing_or_no_text_violates_the_claim(folder, tmp_path, capsys):
+    for name in ("report.html", "report.md", "registry.yaml"):
+        changed = shutil.copytree(folder, tmp_path / name) / name
+        changed.write_bytes(changed.read_bytes() + b"\xff")
+        for why in ("UnicodeDecodeError", "FileNotFoundError"):
+            code, result = verified(changed.parent, capsys)
+            found = {check["promise"]: check for check in result["checks"]}
+            assert code == 1 and found["files"]["holds"] is found["claim"]["holds"] is False
+            assert f"{name}: expected a text ({why})" in found["claim"]["found"]
+            changed.unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize("name", ["secret.json", "metrics.jsonl", "tb/events", "model/train.log"])
 def test_no_other_file_belongs_there(name, folder, tmp_path, capsys):
     more = shutil.copytree(folder, tmp_path / "more") / name

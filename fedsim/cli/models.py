@@ -388,7 +388,7 @@ class TrainTokenizer:
     """File to write, ending in .json; for --tokenizer of `fedsim data build`."""
 
     vocab_size: int = 8000
-    """Largest number of pieces. >= 300."""
+    """Largest number of pieces. >= 300 and < 10,000,000."""
 
     samples: int = 4096
     """Number of texts to sample. >= 1."""

@@ -36,5 +36,5 @@ from .store import (
     joined as joined,
     of_ids as of_ids,
 )
-from .tokenizer import TEMPLATE as TEMPLATE, Tokenizer as Tokenizer
+from .tokenizer import SIZES as SIZES, TEMPLATE as TEMPLATE, Tokenizer as Tokenizer
 from .users import UserStore as UserStore

@@ -185,8 +185,9 @@ def with_template(
 
 
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-MIN_SIZE, MAX_CHARACTERS = 300, 1000  # pieces; characters of a WordPiece tokenizer
-SIZE_DIGITS = 7  # of SIZE, at most: the library allocates memory for all pieces
+SIZES = range(300, 10**7)
+"""Numbers of pieces to train a tokenizer for: the library allocates memory for all of them."""
+MAX_CHARACTERS = 1000  # of a WordPiece tokenizer
 PIECE = 2**20  # characters passed to the library at once
 
 
@@ -244,10 +245,10 @@ class Tokenizer:
           texts: called twice: to count characters, then to train.
           size: maximum number of pieces.
         Raises:
-          DataError: size < MIN_SIZE.
+          DataError: size < SIZES.start.
         """
-        if size < MIN_SIZE:
-            raise DataError.of("tokenizer", f"wordpiece:{size}", f"a size >= {MIN_SIZE}")
+        if size < SIZES.start:
+            raise DataError.of("tokenizer", f"wordpiece:{size}", f"a size >= {SIZES.start}")
         counts = Counter(chain.from_iterable(texts()))
         ranked = sorted(counts, key=lambda c: (-counts[c], c))
         num_kept = min(MAX_CHARACTERS, size // 4)
@@ -275,10 +276,10 @@ class Tokenizer:
           texts: called once.
           size: maximum number of pieces.
         Raises:
-          DataError: size < MIN_SIZE.
+          DataError: size < SIZES.start.
         """
-        if size < MIN_SIZE:
-            raise DataError.of("tokenizer", f"bpe:{size}", f"a size >= {MIN_SIZE}")
+        if size < SIZES.start:
+            raise DataError.of("tokenizer", f"bpe:{size}", f"a size >= {SIZES.start}")
         inner = tokenizers.Tokenizer(models.BPE())
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         inner.decoder = decoders.ByteLevel()
@@ -352,8 +353,8 @@ class Tokenizer:
         kind, _, size = str(spec).partition(":")
         if not size.isdecimal():
             raise DataError.of("tokenizer", spec, f"{kind}:SIZE, as in {kind}:8000")
-        if len(size) > SIZE_DIGITS:
-            raise DataError.of("tokenizer", spec, f"a size below {10**SIZE_DIGITS:,}")
+        if len(size) >= len(str(SIZES.stop)):
+            raise DataError.of("tokenizer", spec, f"a size below {SIZES.stop:,}")
         train = cls.train_wordpiece if kind == "wordpiece" else cls.train_bpe
         return train(texts, int(size))
 

@@ -196,17 +196,25 @@ def _claim(folder: Folder) -> str:
         stands = getattr(stated, name)
         demand(stands == value, f"{path}: {name}={stands}: expected {value}")
     for name in REPORTS:
-        text = (folder.run_dir / name).read_text(encoding="utf-8")
-        demand(stated.claim in text, f"{folder.run_dir / name}: expected the claim of {NAME}")
+        said = _text(folder.run_dir / name)
+        demand(stated.claim in said, f"{folder.run_dir / name}: expected the claim of {NAME}")
+    registry = _text(folder.run_dir / REGISTRY)
     try:
-        entry = yaml.safe_load((folder.run_dir / REGISTRY).read_text(encoding="utf-8"))
-        described = entry["deployment"]["basic"]["description"]
-    except (yaml.YAMLError, KeyError, TypeError):
+        described = yaml.safe_load(registry)["deployment"]["basic"]["description"]
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError):
         described = None
     same = described == stated.claim
     demand(same, f"{folder.run_dir / REGISTRY}: expected the claim of {NAME}")
     epsilon, delta = at_most(made.epsilon, ".6g"), at_most(made.plan.delta, ".2e")
     return f"epsilon {epsilon} at delta {delta}, as ledger, report and registry entry say"
+
+
+def _text(path: Path) -> str:
+    """The text of a file. Raises: Violated: there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise Violated(f"{path}: expected a text ({type(error).__name__})") from None
 
 
 LOOKS: list[tuple[str, Callable[[Any], str]]] = [
