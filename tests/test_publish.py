@@ -16,7 +16,7 @@ from fedsim.cli.main import main
 from fedsim.keys import SecretKey
 from fedsim.run.console import Console
 from fedsim.run.formats import schemas
-from fedsim.trust import Check
+from fedsim.trust import Check, published
 
 OF_MODEL = {f"model/{name}" for name in ("config.json", "model.safetensors", "README.md")}
 OF_MODEL |= {"model/tokenizer.json", "model/tokenizer_config.json"}
@@ -141,6 +141,23 @@ def test_another_claim_than_that_of_the_ledger_is_found(folder, tmp_path, capsys
     _, result = verified(better, capsys)
     (violated,) = [check for check in result["checks"] if check["holds"] is False]
     assert violated["promise"] == "claim" and "expected" in violated["found"]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_ledger_without_its_last_steps_is_found(left, folder, tmp_path, capsys):
+    """Also where every digest fits, and where no step is said to be released."""
+    cut = shutil.copytree(folder, tmp_path / "cut")
+    lines = (cut / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    (cut / "ledger.jsonl").write_bytes(b"".join(lines[: 1 + left]))
+    record = json.loads((cut / "published.json").read_text())
+    record["files"] = published.digests(cut)
+    for said, why in ((2, "expected 2, as published.json says"), (0, "expected")):
+        (cut / "published.json").write_text(json.dumps({**record, "num_steps": said}))
+        code, result = verified(cut, capsys)
+        found = {check["promise"]: check for check in result["checks"]}
+        assert code == 1 and found["files"]["holds"] and found["ledger"]["holds"] is False
+        assert f"{left} steps: {why}" in found["ledger"]["found"]
 
 
 @pytest.mark.parametrize("name, why", [("seeded", "a known seed"), ("open", "no noise")])

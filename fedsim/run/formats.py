@@ -147,6 +147,8 @@ class Published:
     """The claim in one sentence."""
     epsilon: float
     """Epsilon of all planned steps, with the slack of noise that is not ideal."""
+    num_steps: int
+    """Number of released steps: fewer than planned if a callback ended the run early."""
     delta: float
     adjacency: str
     """The adjacency in words."""

@@ -145,17 +145,23 @@ def _files(folder: Folder) -> str:
         path = folder.run_dir / name
         demand(name in there, f"{path}: is missing")
         demand(name in listed, f"{path}: is not in {NAME}")
-        demand(there[name] == listed[name], f"{path}: was changed since it was published")
+        same = there[name] == listed[name]
+        demand(same, f"{path}: was changed since it was published, or {NAME} was")
     return f"{len(there)} files, each as it was published, and no others"
 
 
 def _ledger(folder: Folder) -> str:
-    """The chain is intact, and its head follows from its plan."""
+    """The chain is intact and of all released steps, and its head follows from its plan."""
     path = folder.run_dir / ledger.FILE
     lines = ledger.read(folder.run_dir)
     check_head(path, lines[0]["head"], folder.plan)
+    # Of no step it would claim epsilon 0, and its chain does not show what was cut off.
+    steps, released = len(lines) - 1, folder.published.num_steps
+    demand(steps == released, f"{path}: {steps} steps: expected {released}, as {NAME} says")
+    demand(steps > 0, f"{path}: {steps} steps: expected those that the model was trained with")
     folder.lines = lines
-    return f"{folder.num_steps} steps, none missing, none twice; not a byte changed"
+    planned = folder.plan.num_steps
+    return f"{steps} of {planned} planned steps, none missing, none twice; not a byte changed"
 
 
 def _plan(folder: Folder) -> str:
@@ -234,6 +240,7 @@ def described_claim(claimed: Claimed, form: str, files: dict[str, str]) -> dict[
     about = formats.Published(
         claim=claim(claimed),
         epsilon=claimed.epsilon,
+        num_steps=claimed.num_released,
         delta=plan.delta,
         adjacency=plan.compared,
         params_sha256=claimed.fingerprint,
