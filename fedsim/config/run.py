@@ -179,8 +179,8 @@ class ModelConfig:
     def __post_init__(self):
         object.__setattr__(self, "source", expand_home("model", self.source))
         _expect_least(self, lora_rank=0)
-        dtype, trained = self.frozen_dtype, self.lora_rank == 0
-        expected = "stored or float32 without lora_rank: trained parameters are float32"
+        dtype, trained = self.frozen_dtype, not self.has_adapters
+        expected = "stored or float32 without lora_rank or adapter: trained parameters are float32"
         expect("frozen_dtype", dtype, not trained or dtype in ("stored", "float32"), expected)
         alpha = self.lora_alpha
         expect("lora_alpha", alpha, alpha is None or 0 < alpha < math.inf, "> 0 and finite")

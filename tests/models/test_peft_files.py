@@ -179,6 +179,17 @@ def test_a_run_goes_on_from_an_adapter(place, tmp_path, capsys):
     same(again, load_params(latest(tmp_path / "run")))
 
 
+def test_the_model_beneath_an_adapter_is_kept_in_another_type(place, tmp_path, capsys):
+    place, flags = place
+    how = {"adapter": place / "peft", "frozen_dtype": "int8", "num_steps": 1, **flags}
+    summary = command("train", "uls", run_dir=tmp_path / "run", **how)
+    assert directory.load(tmp_path / "run").model["lora"]["frozen"] == "int8"
+    capsys.readouterr()
+    main(["evaluate", str(tmp_path / "run"), "--json"])
+    found = json.loads(capsys.readouterr().out)["eval/loss"]
+    assert found == pytest.approx(summary["final_eval_loss"], rel=1e-5)
+
+
 def test_an_adapter_needs_its_model(place, capsys):
     place, flags = place
     with pytest.raises(SystemExit):
