@@ -22,7 +22,7 @@ from experiments import common
 from experiments.rows import Row, Rows
 from fedsim import accounting
 from fedsim.accounting import PureEvent, StepEvent
-from fedsim.sampling import GRID, median_group_size, utility
+from fedsim.sampling import law_of_median, median_group_size
 
 NAME = "private_median"
 LOSSES = common.RESULTS / "small" / "fig04_els_group_size.csv"
@@ -98,10 +98,8 @@ def _row(settings: Settings, source: str, sizes: np.ndarray, epsilon: float, sha
 
     free = accounting.calibrate_noise(event, before=[], **target)
     paid = accounting.calibrate_noise(event, before=[(PureEvent(price), 1)], **target)
-    scores = price * utility(sizes)
-    weights = np.exp(scores - scores.max())
-    weights /= weights.sum()
-    near = np.abs(np.log2(GRID / median)) <= 1
+    grid, weights = law_of_median(sizes, price)
+    near = np.abs(np.log2(grid / median)) <= 1
     row: Row = {
         "data": source,
         "users": len(sizes),
@@ -113,7 +111,7 @@ def _row(settings: Settings, source: str, sizes: np.ndarray, epsilon: float, sha
     }
     if (known := losses_of(source, epsilon, settings.batch_size)) is not None:
         groups, losses = known
-        at = np.interp(np.log(GRID), np.log(groups), losses)
+        at = np.interp(np.log(grid), np.log(groups), losses)
         there = float(np.interp(math.log(median), np.log(groups), losses))
         row["loss_at_median"] = there
         row["loss_lost"] = float(weights @ at) - there

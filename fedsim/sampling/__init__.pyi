@@ -1,11 +1,11 @@
 from .contributions import (
-    GRID as GRID,
     PADDING as PADDING,
     Users as Users,
     draw_groups as draw_groups,
     examples_per_user as examples_per_user,
     graph_of as graph_of,
     groups_of as groups_of,
+    law_of_median as law_of_median,
     limit_contributions as limit_contributions,
     median_group_size as median_group_size,
     owners_of as owners_of,
@@ -13,7 +13,6 @@ from .contributions import (
     pool_of as pool_of,
     private_median as private_median,
     rank_error as rank_error,
-    utility as utility,
     without_padding as without_padding,
 )
 from .sampler import (

@@ -181,9 +181,15 @@ def private_median(sizes: np.ndarray, epsilon: float, rng: np.random.Generator) 
       rng: generator of this release alone.
     Source: McSherry and Talwar 2007 (the exponential mechanism).
     """
+    values, probs = law_of_median(sizes, epsilon)
+    return int(rng.choice(values, p=probs))
+
+
+def law_of_median(sizes: np.ndarray, epsilon: float) -> tuple[np.ndarray, np.ndarray]:
+    """(values, their probabilities) of `private_median`; both are shaped [grid]."""
     scores = epsilon * utility(sizes[sizes > 0])  # sensitivity 1/2, so exp(epsilon u / (2 * 1/2))
     weights = np.exp(scores - scores.max())
-    return int(rng.choice(GRID, p=weights / weights.sum()))
+    return GRID, weights / weights.sum()
 
 
 def utility(sizes: np.ndarray) -> np.ndarray:
