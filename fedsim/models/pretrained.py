@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from fedsim.data import Tokenizer
+from fedsim.data import Tokenizer, copy_provenance
 from fedsim.errors import ConfigError
 from fedsim.files import expand_home, read_object
 from fedsim.models import families, frozen, gguf_files, model_files, serving_files
@@ -245,6 +245,7 @@ def save(
         copied = model_files.copy_side_files(files, temporary, but=(CONFIG,)) if files else []
         if tokenizer is not None and TOKENIZER not in copied:
             shutil.copyfile(tokenizer, temporary / TOKENIZER)
+            copy_provenance(tokenizer, temporary / TOKENIZER)
         serving_files.complete(temporary)
         temporary.rename(directory)
     except OSError as error:

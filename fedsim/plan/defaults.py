@@ -23,7 +23,7 @@ from fedsim.config import (
     PrivacyConfig,
     default_delta,
 )
-from fedsim.data import Dataset, decided_by_texts, tokenizer_from_users
+from fedsim.data import FROM_USERS, Dataset, decided_by_texts, tokenizer_from_users
 from fedsim.errors import ConfigError, expect
 from fedsim.keys import SecretKey
 from fedsim.noise import Prediction, best, predictions
@@ -113,7 +113,8 @@ def complete(
     group_size, looked = _group_size(algorithm, privacy, users, delta, key, pay)
     exposed += looked
     if tokenizer_from_users(data.metadata):
-        exposed.append("the tokenizer (trained on the training users' text)")
+        texts = data.metadata["tokenizer"].get("origin", "the training users' text")
+        exposed.append(f"{FROM_USERS}{texts})")
     for name in filter(None, privacy.chosen_on_data.split(",")):
         exposed.append(f"{name} (chosen by looking at this data)")
     if key is not None and key.seed is not None:

@@ -35,7 +35,7 @@ from fedsim.config import (
     renamed,
     run_config,
 )
-from fedsim.data import TEMPLATE
+from fedsim.data import TEMPLATE, copy_provenance
 from fedsim.errors import ConfigError, FileDamaged, expect
 from fedsim.files import (
     make_directory,
@@ -338,6 +338,7 @@ def create(
         key.save(run_dir)
         if tokenizer is not None:
             write_atomically(run_dir / TOKENIZER, tokenizer.read_bytes())
+            copy_provenance(tokenizer, run_dir / TOKENIZER)
             stored = dataclasses.replace(stored, tokenizer=_sha256(run_dir / TOKENIZER))
         if model is not None or template is not None:
             make_directory(run_dir / MODEL)
