@@ -58,6 +58,14 @@ def test_a_data_set_says_where_its_tokenizer_comes_from(place, tmp_path, capsys)
     assert origin.startswith("texts of the protected model of run run, parameters ")
     assert "epsilon 4" in origin and f"trained on {origin}" in " ".join(said.split())
     assert not tokenizer_from_users(metadata)
+    flags = {"num-steps": 1, "max-length": None}
+    main(command(tmp_path / "own", tmp_path / "run", **flags))
+    main(["publish", str(tmp_path / "run")])
+    given = f"taken as given: the tokenizer, trained on {origin}"
+    public = tmp_path / "run" / "public"
+    head = json.loads((public / "ledger.jsonl").read_text().splitlines()[0])["head"]
+    assert given in head["plan"]["non_private"]
+    assert given.partition(": ")[2] in " ".join((public / "report.md").read_text().split())
     beside = json.loads((place / "new.provenance.json").read_text())
     assert (beside["origin"], beside["seed"], beside["samples"]) == (origin, 0, 70)
     theirs, _ = built(place, tmp_path / "theirs", capsys, "bpe:300")
