@@ -253,7 +253,7 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
         raise ConfigError.of("run_dir", run_dir, "a directory, found a file")
     # A run that was killed before its first step leaves these files at most.
     leftovers = {LOCK, *(name + end for name in (keys.FILE, TOKENIZER) for end in ("", ".tmp"))}
-    leftovers |= {CONFIG + ".tmp", MODEL}
+    leftovers |= {CONFIG + ".tmp", MODEL, "tokenizer.provenance.json"}
     if run_dir.exists() and {path.name for path in run_dir.iterdir()} - leftovers:
         raise ConfigError.of("run_dir", run_dir, "a new or empty directory, or one with a run")
     if run_dir.exists():
