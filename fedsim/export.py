@@ -53,8 +53,7 @@ def _adapters(source: str, out: Path, released: Released | None) -> str:
     model = directory.load(Path(source)).run.model.source
     card = _card(source, released, base=model)
     files = files_of_run(Path(source), base)
-    peft_files.save(out, config, params, *pretrained.named(model), files)
-    _write(card, out)
+    peft_files.save(out, config, params, *pretrained.named(model), files, card)
     return "PEFT adapters"
 
 
@@ -63,8 +62,7 @@ def _merged(source: str, out: Path, released: Released | None) -> str:
     expect("model", source, model is not None, "the directory of a run or a model")
     assert model is not None
     card = _card(source, released)
-    pretrained.save(out, model.config, model.params, model.tokenizer, model.files)
-    _write(card, out)
+    pretrained.save(out, model.config, model.params, model.tokenizer, model.files, card)
     return "Hugging Face"
 
 
@@ -93,18 +91,13 @@ def _push(out: Path, name: str, public: bool) -> str:
     return f"{api.endpoint}/{name}"
 
 
-def _card(source: str, released: Released | None, base: str | None = None) -> str:
-    """Return the model card of a run; empty for a model that no private training made."""
+def _card(source: str, released: Released | None, base: str | None = None) -> dict[str, str]:
+    """The model card of a run, by its name; none of a model that no private training made."""
     if not (Path(source) / ledger.FILE).exists():
-        return ""
+        return {}
     hub = None
     if base is not None and base.startswith(pretrained.HUB):
         hub, _ = pretrained.named(base)
     if released is not None:
-        return card_of(released, base=hub)
-    return model_card(Path(source), Console(), base=hub)
-
-
-def _write(card: str, out: Path) -> None:
-    if card:
-        (out / CARD).write_text(card, encoding="utf-8")
+        return {CARD: card_of(released, base=hub)}
+    return {CARD: model_card(Path(source), Console(), base=hub)}

@@ -6,14 +6,12 @@ former into a folder of their own, in the form that has nothing of the latter, a
 stranger would (`trust.published`).
 """
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-from fedsim.errors import ConfigError, expect
+from fedsim.errors import expect
 from fedsim.export import export
-from fedsim.files import make_directory, sync_directory, write_atomically, write_json
+from fedsim.files import new_directory, write_atomically, write_json
 from fedsim.plan import why_not
 from fedsim.run import Console, StoredRun, checkpoint, directory, ledger
 from fedsim.trust import Released, ReportError, published, read, write_report
@@ -53,10 +51,7 @@ def publish(
             why = f"a run with a guarantee, and not one with {why_not(plan.label)}"
             expect("run", run_dir, False, f"{why}; fedsim report and export label it")
         released = read(run_dir, console)
-        temporary = out.with_name(out.name + ".tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            make_directory(temporary)
+        with new_directory(out) as temporary:
             _fill(temporary, released, form)
             _expect_silent(temporary, stored)
             record = published.described_claim(released, form, published.digests(temporary))
@@ -64,12 +59,6 @@ def publish(
             for check in published.check_folder(temporary):
                 if check.holds is False:
                     raise ReportError(f"not published: {check.promise} violated: {check.found}")
-            os.rename(temporary, out)
-        except OSError as error:
-            raise ConfigError.of("out", out, f"a place to write to ({error})") from None
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        sync_directory(out.parent)
     names = ("claim", "epsilon", "delta")
     about = {name: record[name] for name in names}
     return {"out": str(out), "files": [published.NAME, *record["files"]], **about}

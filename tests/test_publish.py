@@ -10,10 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 from jsonschema import Draft202012Validator
 from pretrained_models import make_model
+from refused import refuses
 from safetensors.numpy import load_file, save_file
 from test_verify import command, write_texts
 
-from fedsim import publish as publishing
+from fedsim import export as exporting, publish as publishing
 from fedsim.cli.main import main
 from fedsim.keys import SecretKey
 from fedsim.run.console import Console
@@ -205,6 +206,17 @@ def test_nothing_is_there_unless_all_of_it_is(trained, tmp_path, capsys, monkeyp
         planted.setattr(publishing, "_places", lambda stored: ["fedsim verify"])
         assert "published files without it" in refused(["publish", run, out], capsys)
     assert not list(tmp_path.iterdir())
+    mine = tmp_path / "out.tmp" / "mine"
+    mine.parent.mkdir()
+    mine.write_text("")
+    exporting.export(str(run), tmp_path / "model")
+    publishing.publish(run, tmp_path / "published", Console())
+    with monkeypatch.context() as planted:  # the card comes with the model, or neither does
+        planted.setattr(exporting, "CARD", "no/such/place")
+        with refuses("out", says="a place to write to"):
+            exporting.export(str(run), out)
+    assert {path.name for path in tmp_path.iterdir()} == {"out.tmp", "model", "published"}
+    assert mine.exists()
     out.mkdir()
     assert "not there yet" in refused(["publish", run, out], capsys)
 
