@@ -6,11 +6,12 @@ former into a folder of their own, in the form that has nothing of the latter, a
 stranger would (`trust.published`).
 """
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 from fedsim.errors import expect
-from fedsim.export import export
+from fedsim.export import export, named_places
 from fedsim.files import new_directory, write_atomically, write_json
 from fedsim.plan import why_not
 from fedsim.run import Console, StoredRun, checkpoint, directory, ledger
@@ -81,17 +82,12 @@ def _fill(folder: Path, released: Released, form: Form) -> None:
 
 def _expect_silent(folder: Path, stored: StoredRun) -> None:
     """Raise ConfigError if a file of text names a place of this machine."""
-    for file in sorted(folder.rglob("*")):
-        if file.is_file() and file.suffix != ".safetensors":
-            text = file.read_text(encoding="utf-8", errors="replace")
-            for place in _places(stored):
-                expected = "published files without it; --form parameters leaves the model's out"
-                expect(file.relative_to(folder).as_posix(), place, place not in text, expected)
+    expected = "published files without it; --form parameters leaves the model's out"
+    for file, place in named_places(folder, _places(stored)):
+        expect(file, place, False, expected)
 
 
-def _places(stored: StoredRun) -> list[str]:
+def _places(stored: StoredRun) -> list[Path]:
     """Directories of this machine that the run has to do with."""
     sources = (stored.run.data.source, stored.run.model.source)
-    places = {Path.home(), stored.run.run_dir.absolute()}
-    places |= {Path(each).absolute() for each in sources if Path(each).exists()}
-    return sorted(str(place) for place in places if len(place.parts) > 1)
+    return [stored.run.run_dir, *map(Path, filter(os.path.exists, sources))]

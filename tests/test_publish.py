@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from hashlib import sha256
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -203,7 +204,7 @@ def test_nothing_is_there_unless_all_of_it_is(trained, tmp_path, capsys, monkeyp
         with pytest.raises(ZeroDivisionError):
             publishing.publish(run, out, Console())
     with monkeypatch.context() as planted:
-        planted.setattr(publishing, "_places", lambda stored: ["fedsim verify"])
+        planted.setattr(publishing, "named_places", lambda *_: [("report.md", "/there")])
         assert "published files without it" in refused(["publish", run, out], capsys)
     assert not list(tmp_path.iterdir())
     mine = tmp_path / "out.tmp" / "mine"
@@ -219,6 +220,16 @@ def test_nothing_is_there_unless_all_of_it_is(trained, tmp_path, capsys, monkeyp
     assert mine.exists()
     out.mkdir()
     assert "not there yet" in refused(["publish", run, out], capsys)
+
+
+def test_a_piece_of_a_vocabulary_is_no_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/root")
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).write_text('{"/root": 7, "/data/model": 8}')
+    found = {*exporting.named_places(tmp_path, [])}
+    assert found == {("config.json", "/root")}
+    found = {*exporting.named_places(tmp_path, [Path("/data/model")])} - found
+    assert found == {(name, "/data/model") for name in ("tokenizer.json", "config.json")}
 
 
 def test_the_parameters_alone_have_the_fingerprint_of_the_claim(trained, tmp_path, capsys):
