@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 from fedsim.errors import ConfigError, FileDamaged, brief, expect
@@ -203,6 +204,29 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
     path.mkdir(mode=mode, parents=True, exist_ok=True)
     for place in missing:
         sync_directory(place.parent)
+
+
+@contextmanager
+def new_directory(out: Path) -> Iterator[Path]:
+    """Yield an empty directory that becomes `out` when the context ends without an error.
+
+    Until then it is in a temporary directory beside `out`, and nothing else is changed there.
+
+    Raises:
+      ConfigError: `out` exists, or cannot be written.
+    """
+    if out.exists() or out.is_symlink():
+        raise ConfigError.of("out", out, "a directory that is not there yet")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:
+            made = Path(place) / "made"
+            made.mkdir()  # with the mode of directories, which the temporary one has not
+            yield made
+            made.rename(out)
+    except OSError as error:
+        raise ConfigError.of("out", out, f"a place to write to ({error})") from None
+    sync_directory(out.parent)
 
 
 def sync_directory(directory: Path) -> None:

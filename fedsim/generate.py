@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim.accounting import at_most
-from fedsim.data import SIZES, Tokenizer
+from fedsim.data import FROM_USERS, SIZES, Tokenizer
 from fedsim.engine import expect_usable_jax
 from fedsim.errors import expect
 from fedsim.files import expand_home
@@ -162,10 +162,11 @@ def train_tokenizer(
     protected = plan is not None and plan.guarantee and summary is not None
     expect("from", run_dir, protected, "a run of train that has ended and has a guarantee")
     assert plan is not None and summary is not None
-    public = not any(fact.startswith("the tokenizer") for fact in plan.non_private)
-    expect("from", run_dir, public, "a run whose tokenizer was not trained on its users' texts")
     model = find_model(str(run_dir))
-    assert model is not None, "load() found a run"
+    assert model is not None and model.tokenizer is not None, "load() found a run"
+    public = not any(fact.startswith(FROM_USERS) for fact in plan.non_private)
+    public = public and not Tokenizer.load(model.tokenizer).trained_on_data
+    expect("from", run_dir, public, "a run whose tokenizer was not trained on its users' texts")
     texts = list(_sampled(model, samples, num_tokens, key))
     trained = Tokenizer.train_bpe(lambda: texts, vocab_size)
     epsilon, delta = at_most(spent(summary), ".4g"), at_most(plan.delta, ".2e")

@@ -7,13 +7,12 @@ stranger would (`trust.published`).
 """
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-from fedsim.errors import ConfigError, expect
-from fedsim.export import export
-from fedsim.files import make_directory, sync_directory, write_atomically, write_json
+from fedsim.errors import expect
+from fedsim.export import export, named_places
+from fedsim.files import new_directory, write_atomically, write_json
 from fedsim.plan import why_not
 from fedsim.run import Console, StoredRun, checkpoint, directory, ledger
 from fedsim.trust import Released, ReportError, published, read, write_report
@@ -53,10 +52,7 @@ def publish(
             why = f"a run with a guarantee, and not one with {why_not(plan.label)}"
             expect("run", run_dir, False, f"{why}; fedsim report and export label it")
         released = read(run_dir, console)
-        temporary = out.with_name(out.name + ".tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            make_directory(temporary)
+        with new_directory(out) as temporary:
             _fill(temporary, released, form)
             _expect_silent(temporary, stored)
             record = published.described_claim(released, form, published.digests(temporary))
@@ -64,12 +60,6 @@ def publish(
             for check in published.check_folder(temporary):
                 if check.holds is False:
                     raise ReportError(f"not published: {check.promise} violated: {check.found}")
-            os.rename(temporary, out)
-        except OSError as error:
-            raise ConfigError.of("out", out, f"a place to write to ({error})") from None
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        sync_directory(out.parent)
     names = ("claim", "epsilon", "delta")
     about = {name: record[name] for name in names}
     return {"out": str(out), "files": [published.NAME, *record["files"]], **about}
@@ -92,17 +82,12 @@ def _fill(folder: Path, released: Released, form: Form) -> None:
 
 def _expect_silent(folder: Path, stored: StoredRun) -> None:
     """Raise ConfigError if a file of text names a place of this machine."""
-    for file in sorted(folder.rglob("*")):
-        if file.is_file() and file.suffix != ".safetensors":
-            text = file.read_text(encoding="utf-8", errors="replace")
-            for place in _places(stored):
-                expected = "published files without it; --form parameters leaves the model's out"
-                expect(file.relative_to(folder).as_posix(), place, place not in text, expected)
+    expected = "published files without it; --form parameters leaves the model's out"
+    for file, place in named_places(folder, _places(stored)):
+        expect(file, place, False, expected)
 
 
-def _places(stored: StoredRun) -> list[str]:
+def _places(stored: StoredRun) -> list[Path]:
     """Directories of this machine that the run has to do with."""
     sources = (stored.run.data.source, stored.run.model.source)
-    places = {Path.home(), stored.run.run_dir.absolute()}
-    places |= {Path(each).absolute() for each in sources if Path(each).exists()}
-    return sorted(str(place) for place in places if len(place.parts) > 1)
+    return [stored.run.run_dir, *map(Path, filter(os.path.exists, sources))]

@@ -8,7 +8,7 @@ from test_verify import command, write_texts
 
 from fedsim.cli.main import main
 from fedsim.data import tokenizer_from_users
-from fedsim.data.tokenizer import Tokenizer
+from fedsim.data.tokenizer import Tokenizer, file_of
 
 SAMPLED = ["--vocab-size", "300", "--samples", "70", "--num-tokens", "24", "--json"]
 
@@ -58,6 +58,14 @@ def test_a_data_set_says_where_its_tokenizer_comes_from(place, tmp_path, capsys)
     assert origin.startswith("texts of the protected model of run run, parameters ")
     assert "epsilon 4" in origin and f"trained on {origin}" in " ".join(said.split())
     assert not tokenizer_from_users(metadata)
+    flags = {"num-steps": 1, "max-length": None}
+    main(command(tmp_path / "own", tmp_path / "run", **flags))
+    main(["publish", str(tmp_path / "run")])
+    given = f"taken as given: the tokenizer, trained on {origin}"
+    public = tmp_path / "run" / "public"
+    head = json.loads((public / "ledger.jsonl").read_text().splitlines()[0])["head"]
+    assert given in head["plan"]["non_private"]
+    assert given.partition(": ")[2] in " ".join((public / "report.md").read_text().split())
     beside = json.loads((place / "new.provenance.json").read_text())
     assert (beside["origin"], beside["seed"], beside["samples"]) == (origin, 0, 70)
     theirs, _ = built(place, tmp_path / "theirs", capsys, "bpe:300")
@@ -97,3 +105,30 @@ def test_only_a_protected_model_writes_for_it(place, tmp_path, capsys):
         said = refused([*own, tmp_path / "x.json", "--seed", 10**20], capsys)
         assert f"seed={10**20}: expected a number of 64 bits" in said
     assert not (tmp_path / "x.json").exists()
+
+
+@pytest.mark.privacy
+def test_what_users_texts_trained_stays_marked_through_its_files(place, tmp_path, capsys):
+    """Read from a data set, also one of an earlier version, from a run, or from an export."""
+    own, flags = tmp_path / "own", {"num-steps": 1, "max-length": None}
+    built(place, own, capsys, "bpe:300")
+    old = shutil.copytree(own, tmp_path / "old")
+    (old / "tokenizer.provenance.json").unlink()
+    main(command(own, tmp_path / "run", **flags))
+    run = shutil.copytree(tmp_path / "run", tmp_path / "old-run")
+    (run / "tokenizer.provenance.json").unlink()
+    main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "model")])
+    for source in (own, own / "tokenizer.json", old, tmp_path / "run", run, tmp_path / "model"):
+        assert Tokenizer.named(file_of(source)).trained_on_data, source
+    again, _ = built(place, tmp_path / "again", capsys, old)
+    assert tokenizer_from_users(again)
+    assert again["tokenizer"]["origin"].startswith("texts of the users of old, tokenizer ")
+    assert tokenizer_from_users(built(place, tmp_path / "third", capsys, tmp_path / "again")[0])
+    words = [*command(tmp_path / "again", tmp_path / "strict", **flags), "--strict"]
+    said = refused(words, capsys)
+    assert "expected bytes, or a tokenizer of a protected model (`fedsim tokenizer --from`)" in said
+    main(command(tmp_path / "again", tmp_path / "later", **flags))
+    facts = json.loads((tmp_path / "later" / "config.json").read_text())["plan"]["non_private"]
+    assert any("the tokenizer (trained on texts of the users of old, " in fact for fact in facts)
+    words = ["tokenizer", "--out", tmp_path / "x.json", "--from", tmp_path / "later"]
+    assert "whose tokenizer was not trained on its users" in refused(words, capsys)

@@ -3,15 +3,19 @@
 import json
 import re
 import shutil
+from hashlib import sha256
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from jsonschema import Draft202012Validator
 from pretrained_models import make_model
+from refused import refuses
+from safetensors.numpy import load_file, save_file
 from test_verify import command, write_texts
 
-from fedsim import publish as publishing
+from fedsim import export as exporting, publish as publishing
 from fedsim.cli.main import main
 from fedsim.keys import SecretKey
 from fedsim.run.console import Console
@@ -90,9 +94,8 @@ def test_a_stranger_verifies_it_as_far_as_can_be(folder, tmp_path, capsys):
     elsewhere = shutil.copytree(folder, tmp_path / "downloaded")
     code, result = verified(elsewhere, capsys)
     found = {check["promise"]: check["holds"] for check in result["checks"]}
-    held = ("files", "ledger", "plan", "events", "epsilon", "claim")
-    # A fresh model gets biases in the format of Hugging Face, so its fingerprint is another there.
-    away = ("model", "settings", "key", "budget", "data", "draws", "replay")
+    held = ("files", "ledger", "plan", "events", "epsilon", "model", "claim")
+    away = ("settings", "key", "budget", "data", "draws", "replay")
     assert found == dict.fromkeys(held, True) | dict.fromkeys(away)
     assert code == 0 and result["holds"] and result["guarantee"] is None
     assert "no key" in refused(["verify", elsewhere, "--replay"], capsys)
@@ -160,6 +163,23 @@ def test_a_ledger_without_its_last_steps_is_found(left, folder, tmp_path, capsys
         assert f"{left} steps: {why}" in found["ledger"]["found"]
 
 
+@pytest.mark.parametrize("part", ["kernel", "bias"])
+def test_other_weights_of_a_fresh_model_are_found(part, folder, tmp_path, capsys):
+    """Also where their digest fits, and in the biases that the format adds."""
+    swapped = shutil.copytree(folder, tmp_path / "swapped")
+    weights = swapped / "model" / "model.safetensors"
+    tensors = load_file(weights)
+    name = "transformer.h.0.attn.c_proj." + {"kernel": "weight", "bias": "bias"}[part]
+    tensors[name].flat[0] += 1
+    save_file(tensors, weights, {"format": "pt"})
+    record = json.loads((swapped / "published.json").read_text())
+    record["files"]["model/model.safetensors"] = sha256(weights.read_bytes()).hexdigest()
+    (swapped / "published.json").write_text(json.dumps(record))
+    code, result = verified(swapped, capsys)
+    (violated,) = [check for check in result["checks"] if check["holds"] is False]
+    assert code == 1 and violated["promise"] == "model" and "merged" not in violated["found"]
+
+
 @pytest.mark.parametrize("name, why", [("seeded", "a known seed"), ("open", "no noise")])
 def test_a_run_without_a_guarantee_is_not_published(name, why, trained, tmp_path, capsys):
     said = refused(["publish", trained / name, tmp_path / "out"], capsys)
@@ -184,11 +204,32 @@ def test_nothing_is_there_unless_all_of_it_is(trained, tmp_path, capsys, monkeyp
         with pytest.raises(ZeroDivisionError):
             publishing.publish(run, out, Console())
     with monkeypatch.context() as planted:
-        planted.setattr(publishing, "_places", lambda stored: ["fedsim verify"])
+        planted.setattr(publishing, "named_places", lambda *_: [("report.md", "/there")])
         assert "published files without it" in refused(["publish", run, out], capsys)
     assert not list(tmp_path.iterdir())
+    mine = tmp_path / "out.tmp" / "mine"
+    mine.parent.mkdir()
+    mine.write_text("")
+    exporting.export(str(run), tmp_path / "model")
+    publishing.publish(run, tmp_path / "published", Console())
+    with monkeypatch.context() as planted:  # the card comes with the model, or neither does
+        planted.setattr(exporting, "CARD", "no/such/place")
+        with refuses("out", says="a place to write to"):
+            exporting.export(str(run), out)
+    assert {path.name for path in tmp_path.iterdir()} == {"out.tmp", "model", "published"}
+    assert mine.exists()
     out.mkdir()
     assert "not there yet" in refused(["publish", run, out], capsys)
+
+
+def test_a_piece_of_a_vocabulary_is_no_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/root")
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).write_text('{"/root": 7, "/data/model": 8}')
+    found = {*exporting.named_places(tmp_path, [])}
+    assert found == {("config.json", "/root")}
+    found = {*exporting.named_places(tmp_path, [Path("/data/model")])} - found
+    assert found == {(name, "/data/model") for name in ("tokenizer.json", "config.json")}
 
 
 def test_the_parameters_alone_have_the_fingerprint_of_the_claim(trained, tmp_path, capsys):

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from pretrained_models import command, make_model, make_texts
 from refused import refuses
 
-from fedsim import installation
+from fedsim import export as exporting, installation
 from fedsim.cli.main import main
 from fedsim.export import export
 from fedsim.installation import MissingPackage
@@ -57,6 +57,8 @@ class Hub(BaseHTTPRequestHandler):
                 hub["files"][value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 hub["files"][value["path"]] = hub["lfs"][value["oid"]]
+            elif line["key"] == "deletedFile":
+                del hub["files"][value["path"]]
         hub["commits"] += 1
         url = f"http://{self.headers['Host']}/me/model/commit/abc"
         return self.answer({"commitUrl": url, "commitOid": "abc", "success": True})
@@ -71,7 +73,8 @@ class Hub(BaseHTTPRequestHandler):
         if self.path != "/api/models/me/model":
             return self.answer({}, 404)
         private = self.server.hub["visibility"] == "private"
-        self.answer({"id": "me/model", "private": private, "sha": "abc"})
+        files = [{"rfilename": name} for name in self.server.hub["files"]]
+        self.answer({"id": "me/model", "private": private, "sha": "abc", "siblings": files})
 
     def body(self):
         if (length := self.headers["Content-Length"]) is not None:
@@ -123,12 +126,17 @@ def run_dir(tmp_path_factory):
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_what_is_pushed_is_what_was_exported(adapter, hub, run_dir, tmp_path, capsys):
+def test_what_is_pushed_is_what_was_exported(adapter, hub, run_dir, tmp_path, capsys, monkeypatch):
+    """Of the repository's other files, none is left but the Hub's own."""
+    hub["files"] = {"README.md": b"another claim", "adapter.bin": b"old", ".gitattributes": b""}
+    if adapter:
+        monkeypatch.setattr(exporting.pretrained, "named", lambda source: ("some/base", None))
     words = ["--adapter"] if adapter else []
     out = tmp_path / "out"
     main(["export", str(run_dir), "--out", str(out), "--push", "me/model", "--json", *words])
     assert json.loads(capsys.readouterr().out)["pushed"] == f"{constants.ENDPOINT}/me/model"
     there = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*")}
+    assert hub["files"].pop(".gitattributes") == b""
     assert hub["files"] == there and hub["commits"] == 1 and hub["authorised"]
     assert hub["visibility"] == "private" and list(hub["lfs"].values()) != []
     assert b"## Privacy" in there["README.md"]
@@ -136,6 +144,13 @@ def test_what_is_pushed_is_what_was_exported(adapter, hub, run_dir, tmp_path, ca
     texts = [str(value).encode() for value in secret.values() if len(str(value)) > 8]
     texts += [b"non_private", b"eval/loss", b"red green"]
     assert not any(text in data for text in texts for data in there.values())
+
+
+def test_no_place_of_this_machine_is_pushed(hub, run_dir, tmp_path):
+    place = run_dir.parent / "model"
+    with refuses("push=me/model", says=f"files without {place}, which adapter_config.json names"):
+        export(str(run_dir), tmp_path / "out", adapter=True, push="me/model")
+    assert hub["visibility"] is None and not hub["files"]
 
 
 def test_only_who_asks_for_it_makes_a_model_public(hub, run_dir, tmp_path):

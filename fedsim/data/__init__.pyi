@@ -36,5 +36,11 @@ from .store import (
     joined as joined,
     of_ids as of_ids,
 )
-from .tokenizer import SIZES as SIZES, TEMPLATE as TEMPLATE, Tokenizer as Tokenizer
+from .tokenizer import (
+    FROM_USERS as FROM_USERS,
+    SIZES as SIZES,
+    TEMPLATE as TEMPLATE,
+    Tokenizer as Tokenizer,
+    copy_provenance as copy_provenance,
+)
 from .users import UserStore as UserStore

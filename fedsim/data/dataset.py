@@ -92,7 +92,7 @@ class Dataset:
 
 
 def tokenizer_from_users(metadata: Mapping[str, Any]) -> bool:
-    """True if a data set's tokenizer was trained on its users' texts, which nothing protects.
+    """True if a data set's tokenizer was trained on users' texts, which nothing protects.
 
     Args:
       metadata: `Dataset.metadata`.

@@ -4,8 +4,8 @@
 users reaches the tokenizer. `wordpiece:SIZE` is the paper's kind and `bpe:SIZE` a byte-level BPE,
 both trained on the data: a step outside the privacy guarantee, and recorded as one. A
 tokenizer.json or a BERT vocab.txt can be loaded instead, from a file or, as `hf:NAME`, from the
-Hub. A file X.json that `fedsim tokenizer` trained on texts of a protected model has an
-X.provenance.json beside it, which says so.
+Hub. A file X.json that was trained on users' texts, or by `fedsim tokenizer` on texts of a
+protected model, has an X.provenance.json beside it, which says so.
 
 Every example begins with a begin token, so that a causal model predicts its first real token too.
 Begin and end tokens are looked up in this order; a name or id that the vocabulary lacks is skipped:
@@ -46,6 +46,8 @@ ID_FILES = ("generation_config.json", "config.json")
 BEGIN_TOKENS = ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|endoftext|>")
 END_TOKENS = ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
 BEGIN, END = "bos_token", "eos_token"
+FROM_USERS = "the tokenizer (trained on "
+"""Start of a fact in a plan: the tokenizer was trained on users' texts."""
 NOTHING: Mapping[str, Sequence[str | int]] = {}
 
 
@@ -201,8 +203,9 @@ class Tokenizer:
       begin, end: the tokens around an example. begin_id, end_id: their ids.
       end_ids: ids of all tokens that end a generated text, end_id among them.
       json: the tokenizer.json that `save` writes. sha256: its hex digest.
-      trained_on_data: True if the vocabulary was trained on the users' texts (not private).
-      origin: the protected model on whose texts it was trained, in words; or empty.
+      trained_on_data: True if the vocabulary was trained on users' texts (not private).
+      origin: the texts that it was trained on, in words: those of a protected model, or of the
+        users of other data; or empty.
     """
 
     def __init__(
@@ -310,7 +313,8 @@ class Tokenizer:
         try:
             inner = _load_vocab(file) if file.suffix == ".txt" else _load_json(file)
             tokenizer = cls(inner, name or file.name, named=named_beside(file))
-            tokenizer.file, tokenizer.origin = file, _origin_of(file, tokenizer.sha256)
+            tokenizer.file = file
+            tokenizer._expect_known(provenance_of(file))
             return tokenizer
         except DataError:
             raise
@@ -397,8 +401,15 @@ class Tokenizer:
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     def save(self, file: str | Path) -> None:
-        """Write tokenizer.json. Equal tokenizers give equal bytes."""
-        Path(expand_home("file", file)).write_text(self.json, encoding="utf-8")
+        """Write tokenizer.json, and beside it where it comes from, if it was trained.
+
+        Equal tokenizers give equal bytes.
+        """
+        file = Path(expand_home("file", file))
+        if self.origin or self.trained_on_data:
+            self.save_with(file, self.origin, trained_on_data=self.trained_on_data)
+        else:
+            write_atomically(file, self.json.encode())
 
     def save_with(self, file: Path, origin: str, **facts: Any) -> None:
         """Write tokenizer.json, and beside it where it comes from.
@@ -411,25 +422,65 @@ class Tokenizer:
         write_json(_provenance(file), record)
         write_atomically(file, self.json.encode())
 
+    def _expect_known(self, record: Mapping[str, Any]) -> None:
+        """Take over where the file comes from.
+
+        Raises:
+          DataError: the record is about another tokenizer.
+        """
+        assert self.file is not None, "of a file"
+        origin = record.get("origin", "")
+        if record.get("tokenizer_sha256", self.sha256) != self.sha256 or type(origin) is not str:
+            about = _provenance(self.file).name
+            raise DataError.of("tokenizer", self.file, f"the tokenizer that {about} is about")
+        self.trained_on_data = bool(record.get("trained_on_data"))
+        if self.trained_on_data and not origin:
+            place = self.file.parent if self.file.name == TOKENIZER else self.file
+            origin = f"texts of the users of {place.absolute().name}, tokenizer {self.sha256[:12]}"
+        self.origin = origin
+
 
 def _provenance(file: Path) -> Path:
     return file.with_name(file.stem + PROVENANCE)
 
 
-def _origin_of(file: Path, sha256: str) -> str:
-    """The origin of a tokenizer file by the file beside it; empty without one.
+def provenance_of(file: Path) -> dict[str, Any]:
+    """Where a tokenizer file comes from, as the files beside it say.
+
+    These are X.provenance.json, or those of an earlier version: the metadata.json of a data set, or
+    the plan of a run, whose directory or model/ the file lies in. Empty if none says anything.
 
     Raises:
-      DataError: the file beside it is of another tokenizer.
+      ConfigError: X.provenance.json is not a JSON object.
     """
-    path = _provenance(file)
-    if not path.is_file():
-        return ""
-    record = read_object(path, "tokenizer")
-    same = record.get("tokenizer_sha256") == sha256 and isinstance(record.get("origin"), str)
-    if not same:
-        raise DataError.of("tokenizer", file, f"the tokenizer that {path.name} is about")
-    return record["origin"]
+    if (path := _provenance(file)).is_file():
+        return read_object(path, "tokenizer")
+    if file.name != TOKENIZER:
+        return {}
+    if found := _part(file.with_name("metadata.json"), "tokenizer"):
+        known = {name: found[name] for name in ("origin", "trained_on_data") if found.get(name)}
+        return {"tokenizer_sha256": found.get("sha256"), **known} if known else {}
+    for folder in (file.parent, file.parent.parent):
+        facts = _part(folder / ID_FILES[-1], "plan").get("non_private", ())
+        if any(str(fact).startswith(FROM_USERS) for fact in facts):
+            return {"trained_on_data": True}
+    return {}
+
+
+def _part(path: Path, field: str) -> dict[str, Any]:
+    """An object in a JSON file; empty if there is none, as in a file that is not fedsim's."""
+    try:
+        part = read_object(path, "tokenizer").get(field)
+    except ConfigError:
+        return {}
+    return part if isinstance(part, dict) else {}
+
+
+def copy_provenance(file: Path, out: Path) -> None:
+    """Write beside the copy `out` of a tokenizer file where it comes from, if that is known."""
+    if record := provenance_of(file):
+        sha256 = hashlib.sha256(out.read_bytes()).hexdigest()
+        write_json(_provenance(out), {"tokenizer_sha256": sha256, **record})
 
 
 def file_of(spec: str | Path) -> str:
@@ -459,7 +510,8 @@ def _download(spec: str) -> Path:
     from fedsim.data.building.hub import may_pass  # which takes longer to import than this
 
     name, _, revision = spec.partition("@")
-    wanted = [TOKENIZER, *NAME_FILES, *ID_FILES, TEMPLATE]
+    beside = Path(TOKENIZER).stem + PROVENANCE
+    wanted = [TOKENIZER, beside, *NAME_FILES, *ID_FILES, TEMPLATE]
     try:
         snapshot = huggingface_hub.snapshot_download(
             name, revision=revision or None, allow_patterns=wanted

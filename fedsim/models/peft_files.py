@@ -8,7 +8,6 @@ that PEFT trained is read as one of each layer, with copies of A. Both compute t
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.errors import ConfigError, brief, expect
-from fedsim.files import expand_home, read_object
+from fedsim.files import expand_home, new_directory, read_object
 from fedsim.models import model_files, pretrained, serving_files
 from fedsim.models.config_json import WIDTH, flag, number, whole
 from fedsim.models.families import Place
@@ -51,31 +50,28 @@ def save(
     base: str,
     revision: str | None = None,
     files: Path | None = None,
+    more: Mapping[str, str] | None = None,
 ) -> None:
-    """Write adapters into a new directory.
+    """Write adapters into a new directory, completely or not at all.
 
     Args:
       base: the adapted model: a directory, or its name on the Hub.
       revision: revision of the model on the Hub.
       files: directory of its tokenizer and chat template, which are copied beside the adapters.
+      more: texts of further files, by name.
     Raises:
       ConfigError: the directory exists, or cannot be made.
     """
     tensors, fields = _tensors(c, adapters), _fields(c)
     fields |= {"base_model_name_or_path": base, "revision": revision}
-    try:
-        directory.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError.of("out", directory, f"a directory to make ({error})") from None
-    try:
-        model_files.write(directory / TENSORS, tensors)
-        (directory / ADAPTER).write_text(json.dumps(fields, indent=2) + "\n")
+    with new_directory(directory) as temporary:
+        model_files.write(temporary / TENSORS, tensors)
+        (temporary / ADAPTER).write_text(json.dumps(fields, indent=2) + "\n")
         if files is not None:
-            model_files.copy_side_files(files, directory, but=(model_files.CONFIG,))
-            serving_files.complete(directory)
-    except (OSError, ConfigError):
-        shutil.rmtree(directory)
-        raise
+            model_files.copy_side_files(files, temporary, but=(model_files.CONFIG,))
+            serving_files.complete(temporary)
+        for name, text in (more or {}).items():
+            (temporary / name).write_text(text, encoding="utf-8")
 
 
 def _fields(c: TransformerConfig) -> dict[str, Any]:

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from fedsim.data import Tokenizer
+from fedsim.data import Tokenizer, copy_provenance
 from fedsim.errors import ConfigError
-from fedsim.files import expand_home, read_object
+from fedsim.files import expand_home, new_directory, read_object
 from fedsim.models import families, frozen, gguf_files, model_files, serving_files
 from fedsim.models.families import Place
 from fedsim.models.model_files import ADAPTER, CONFIG, TOKENIZER, Stored, TensorError
@@ -221,6 +221,7 @@ def save(
     params: Any,
     tokenizer: Path | None = None,
     files: Path | None = None,
+    more: Mapping[str, str] | None = None,
 ) -> None:
     """Write a model in Hugging Face's format into a new directory, completely or not at all.
 
@@ -228,29 +229,23 @@ def save(
       tokenizer: its tokenizer.json.
       files: directory of the model that it was trained from, whose side files are copied. Of its
         config.json, only the type of the weights changes.
+      more: texts of further files, by name.
     Raises:
       ConfigError: the directory exists, or no family has the parts of the model.
       DataError: the tokenizer is invalid.
     """
     fields = _fields(c, files, tokenizer)
     tensors = to_tensors(dataclasses.replace(c, family=fields["model_type"]), params)
-    if directory.exists():
-        raise ConfigError.of("out", directory, "a directory that is not there yet")
-    temporary = directory.with_name(directory.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
+    with new_directory(directory) as temporary:
         model_files.write_directory(temporary, tensors)
         _write(temporary / CONFIG, fields)
         copied = model_files.copy_side_files(files, temporary, but=(CONFIG,)) if files else []
         if tokenizer is not None and TOKENIZER not in copied:
             shutil.copyfile(tokenizer, temporary / TOKENIZER)
+            copy_provenance(tokenizer, temporary / TOKENIZER)
         serving_files.complete(temporary)
-        temporary.rename(directory)
-    except OSError as error:
-        raise ConfigError.of("out", directory, f"a place to write to ({error})") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for name, text in (more or {}).items():
+            (temporary / name).write_text(text, encoding="utf-8")
 
 
 def _fields(c: TransformerConfig, files: Path | None, tokenizer: Path | None) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from fedsim.config import (
     renamed,
     run_config,
 )
-from fedsim.data import TEMPLATE
+from fedsim.data import TEMPLATE, copy_provenance
 from fedsim.errors import ConfigError, FileDamaged, expect
 from fedsim.files import (
     make_directory,
@@ -253,7 +253,7 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
         raise ConfigError.of("run_dir", run_dir, "a directory, found a file")
     # A run that was killed before its first step leaves these files at most.
     leftovers = {LOCK, *(name + end for name in (keys.FILE, TOKENIZER) for end in ("", ".tmp"))}
-    leftovers |= {CONFIG + ".tmp", MODEL}
+    leftovers |= {CONFIG + ".tmp", MODEL, "tokenizer.provenance.json"}
     if run_dir.exists() and {path.name for path in run_dir.iterdir()} - leftovers:
         raise ConfigError.of("run_dir", run_dir, "a new or empty directory, or one with a run")
     if run_dir.exists():
@@ -338,6 +338,7 @@ def create(
         key.save(run_dir)
         if tokenizer is not None:
             write_atomically(run_dir / TOKENIZER, tokenizer.read_bytes())
+            copy_provenance(tokenizer, run_dir / TOKENIZER)
             stored = dataclasses.replace(stored, tokenizer=_sha256(run_dir / TOKENIZER))
         if model is not None or template is not None:
             make_directory(run_dir / MODEL)

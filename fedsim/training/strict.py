@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fedsim.config import SHUFFLE, ZERO_OUT, PrivacyConfig, RunConfig
-from fedsim.data import Dataset
+from fedsim.data import Dataset, tokenizer_from_users
 from fedsim.errors import ConfigError
 from fedsim.plan import NOTHING, Plan
 from fedsim.run import receivers
@@ -40,8 +40,10 @@ def footnotes(
         yield "seed", run.seed, "none, so that the key is secret"
     if run.log_non_private and receivers(run):
         yield "log_non_private", True, "false"
-    if data.metadata.get("tokenizer", {}).get("trained_on_data"):
-        yield "tokenizer", run.data.tokenizer, "bytes or a file: this one was trained on the texts"
+    if tokenizer_from_users(data.metadata):
+        texts = data.metadata["tokenizer"].get("origin", "the users' texts")
+        cure = "bytes, or a tokenizer of a protected model (`fedsim tokenizer --from`)"
+        yield "tokenizer", run.data.tokenizer, f"{cure}: this one was trained on {texts}"
     if graph_of(data.train) is not None:
         yield "data", run.data.source, "texts with one owner each: here who owns which is public"
     if (least := data.metadata.get("rules", {}).get("min_examples", 1)) > 1:

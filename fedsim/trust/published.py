@@ -20,7 +20,7 @@ from flax import traverse_util
 from fedsim.accounting import at_most
 from fedsim.errors import FedsimError, FileDamaged
 from fedsim.files import read_json
-from fedsim.models import model_files, stacked
+from fedsim.models import model_files, stacked, unstacked
 from fedsim.plan import Plan
 from fedsim.run import checkpoint, directory, find_model, formats, ledger
 from fedsim.trust.claim import Claimed, claim
@@ -184,10 +184,20 @@ def _model(folder: Folder) -> str:
         raise Unknown(f"{kept}an adapter's fingerprint is that of its form in the run")
     if (model := find_model(str(folder.run_dir / MODEL))) is None:
         raise Violated(f"{folder.run_dir / MODEL}: expected a model")
-    forms = (model.params, stacked(model.params, model.config.num_layers))
-    if wanted not in map(checkpoint.params_sha256, forms):
-        raise Unknown(f"{kept}with adapters merged or weights rounded: its fingerprint is another")
-    return "the model has the fingerprint of the claim"
+    whole = stacked(model.params, model.config.num_layers)
+    forms = (form for each in (whole, _without_zeros(whole)) for form in (each, unstacked(each)))
+    if wanted in map(checkpoint.params_sha256, forms):
+        return "the model has the fingerprint of the claim"
+    fresh = not any("model=" in fact for fact in folder.plan.non_private)
+    demand(not fresh, f"{folder.run_dir / MODEL}: expected a model with the fingerprint {wanted}")
+    raise Unknown(f"{kept}with adapters merged or weights rounded: its fingerprint is another")
+
+
+def _without_zeros(params: Any) -> Any:
+    """Parameters without biases of zeros, which a format adds and which compute nothing."""
+    leaves: dict[Any, Any] = traverse_util.flatten_dict(params)
+    kept = {path: leaf for path, leaf in leaves.items() if path[-1] != "bias" or np.any(leaf)}
+    return traverse_util.unflatten_dict(kept)
 
 
 def _claim(folder: Folder) -> str:

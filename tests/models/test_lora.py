@@ -264,7 +264,7 @@ def test_a_run_is_exported_merged_or_as_adapters(trained, tmp_path, capsys):
     assert len(load_file(tmp_path / "peft" / "adapter_model.safetensors")) == 4
     with pytest.raises(SystemExit):
         main(["export", str(run_dir), "--out", str(tmp_path / "peft"), "--adapter"])
-    assert "expected a directory to make" in capsys.readouterr().err
+    assert "expected a directory that is not there yet" in capsys.readouterr().err
 
 
 def test_exports_have_the_files_of_the_model_that_was_adapted(trained, place, tmp_path):

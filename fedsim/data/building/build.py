@@ -421,7 +421,7 @@ class _Build:
             return self.tokenizer
         if file.exists():
             tokenizer = Tokenizer.load(file, spec)
-            tokenizer.trained_on_data = True
+            tokenizer.trained_on_data, tokenizer.origin = True, ""  # of these users
             return tokenizer
         self._say(f"training {spec}")
         every, holdout = -(-num_rows // MAX_TRAINING_TEXTS), self.settings.holdout
