@@ -13,6 +13,7 @@ from fedsim.budget import GROUP_SIZE, Applicant, count_at_once, shortened
 from fedsim.clipping import Clip, Strategy, num_coordinates
 from fedsim.config import (
     UPDATE,
+    ZERO_OUT,
     Algorithm,
     EngineConfig,
     PrivacyConfig,
@@ -167,10 +168,13 @@ class _Unheard(Console):
 def _rehearse(opened: OpenRun, callbacks: Sequence[Callback]) -> None:
     """Plan a run that draws its group size with a public one in its place, unseen.
 
-    What refuses the run whatever is drawn refuses it here, before the draw is paid for.
+    What refuses the run whatever is drawn refuses it here, before the draw is paid for. Where users
+    are added or removed, no public group size has a pool of the right size, so nothing is tried.
     Raises: ConfigError, EngineError, LedgerError: as `plan_run`.
     """
     assert isinstance(opened.settings, PrivacyConfig), "of pre-training there is no plan"
+    if opened.settings.adjacency != ZERO_OUT:
+        return
     privacy = with_group_size(opened.algorithm, opened.settings, opened.data.train)
     if privacy.group_size_epsilon is None or privacy.group_size is not None:
         return

@@ -166,12 +166,12 @@ class ModelTask(Task):
         self.model, self.losses = model, losses_of(model)
 
     def read(self, split, rows):
+        return self.made_up(rows)
+
+    def made_up(self, rows):
         rng = np.random.default_rng(3)
         tokens = rng.integers(11, size=(50, 5)).astype(np.int32)[rows]
         return {"tokens": tokens, "sizes": np.full(len(rows), 5, np.int32)}
-
-    def made_up(self, rows):
-        return self.read("train", rows)
 
 
 def try_two(other="ghost"):
