@@ -19,6 +19,8 @@ FLAGS = ["--engine", "local", "--model", "micro", "--max-length", "16", "--epsil
 FLAGS += ["--num-steps", "12", "--batch-size", "8", "--eval-examples", "8", "--seed", "1"]
 FLAGS += ["--strategy", "scan:1", "--checkpoint-every", "4"]
 
+SLOW = [pytest.mark.slow, pytest.mark.ci]
+
 
 def run_of(**settings):
     return settled(run_config(data="pydocs", run_dir="runs/x", **settings), None)
@@ -127,8 +129,10 @@ def test_a_run_hands_out_the_average_of_its_steps(algorithm, tmp_path):
 
 @pytest.mark.parametrize(
     "optimizer, rate, why",
-    [("adafactor", 1e30, "the largest parameter is ")]
-    + [("sgd", 1e3, "the largest parameter is ")],
+    [
+        pytest.param(*("adafactor", 1e30, "the largest parameter is "), marks=SLOW),
+        ("sgd", 1e3, "the largest parameter is "),
+    ],
 )
 def test_a_training_that_diverges_ends_and_says_what_it_spent(
     optimizer, rate, why, tmp_path, capsys

@@ -210,6 +210,8 @@ def test_a_training_command_is_audited(texts, run_dir, capsys):
     assert "an audit's run" in capsys.readouterr().err and not (run_dir / "report.html").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_step_that_draws_nobody_is_shown_without_a_loss(texts, run_dir, capsys):
     flags = {"batch_size": 1, "num-steps": 8, "text-canaries": 0, "attacked-users": 0}
     code, _ = run(arguments(texts, run_dir, "uls", **flags, strategy="scan:1"), capsys)

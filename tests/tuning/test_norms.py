@@ -60,6 +60,8 @@ def test_the_tuners_choice_is_the_analytic_optimum(share, budget, key):
     assert chosen == best
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_of_chats_recommend_reads_the_trained_tokens_of_training_users(key):
     """And what stands before these, but nothing after them, and nobody who is held out."""
     task, params = task_of()
