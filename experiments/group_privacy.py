@@ -11,7 +11,7 @@ import dp_accounting
 import numpy as np
 from scipy import optimize
 
-from fedsim.accounting import StepEvent, accountant, composition
+from fedsim.accounting import StepEvent, accountant, composition, log_group_growth
 from fedsim.errors import expect, expect_count
 
 
@@ -35,8 +35,7 @@ def black_box_epsilon(event: StepEvent, num_steps: int, delta: float) -> float:
 
     def excess(levels: np.ndarray) -> np.ndarray:
         """log of delta's group version over delta."""
-        ratio = np.log(-np.expm1(-group * levels) / -np.expm1(-levels))
-        return example_log_delta(levels) + (group - 1) * levels + ratio - math.log(delta)
+        return example_log_delta(levels) + log_group_growth(levels, group) - math.log(delta)
 
     levels = np.geomspace(1e-6, 1e9, 1000)
     enough = np.flatnonzero(excess(levels) <= 0)

@@ -110,14 +110,16 @@ def _row(settings: Settings, source: str, sizes: np.ndarray, epsilon: float, sha
         "within_factor_two": float(weights[near].sum()),
     }
     if (known := losses_of(source, epsilon, settings.batch_size)) is not None:
-        groups, losses = known
-        at = np.interp(np.log(grid), np.log(groups), losses)
-        there = float(np.interp(math.log(median), np.log(groups), losses))
+        groups, losses = np.log(known[0]), known[1]
+
+        def loss_at(group: Any) -> Any:
+            return np.interp(np.log(group), groups, losses)
+
+        there = float(loss_at(median))
         row["loss_at_median"] = there
-        row["loss_lost"] = float(weights @ at) - there
-        row["loss_of_half_or_double"] = max(
-            float(np.interp(math.log(median * k), np.log(groups), losses)) - there for k in (0.5, 2)
-        )
+        row["loss_lost"] = float(weights @ loss_at(grid)) - there
+        others = (median / 2, 2 * median)
+        row["loss_of_half_or_double"] = max(float(loss_at(group)) - there for group in others)
     return row
 
 

@@ -48,5 +48,6 @@ from .people import (
     for_people as for_people,
     group_delta as group_delta,
     group_epsilon as group_epsilon,
+    log_group_growth as log_group_growth,
 )
 from .selection import SelectionEvent as SelectionEvent, draw_trials as draw_trials

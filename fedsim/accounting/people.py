@@ -61,9 +61,7 @@ def group_epsilon(phases: Phases, delta: float, people: int) -> float:
     if math.isinf(low):
         return low
     levels = np.linspace(low, high if high < math.inf else 2 * low, LEVELS)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        times = np.log(-np.expm1(-people * levels) / -np.expm1(-levels))
-    growth = (people - 1) * levels + np.where(levels > 0, times, math.log(people))
+    growth = log_group_growth(levels, people)
     holds = np.flatnonzero(np.log(privacy_curve(phases, levels)) + growth <= math.log(delta))
     return people * float(levels[holds[0]]) if holds.size else math.inf
 
@@ -72,8 +70,13 @@ def group_delta(phases: Phases, epsilon: float, people: int) -> float:
     """Delta of `people` users together by group privacy; see `group_epsilon`."""
     expect_count("people", people, 1)
     level = epsilon / people
-    one = delta_of(phases, level)
-    times = people if level == 0 else math.exp(min(700.0, epsilon - level))
-    if level > 0:
-        times *= math.expm1(-epsilon) / math.expm1(-level)
-    return min(1.0, one * times)
+    growth = float(log_group_growth(np.array(level), people))
+    return min(1.0, delta_of(phases, level) * math.exp(min(700.0, growth)))
+
+
+def log_group_growth(levels: np.ndarray, people: int) -> np.ndarray:
+    """log of (e^(k e) - 1) / (e^e - 1) at each e of `levels`: by which group privacy of `people`
+    users multiplies delta. Its limit at 0 is log k."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.log(-np.expm1(-people * levels) / -np.expm1(-levels))
+    return (people - 1) * levels + np.where(levels > 0, ratio, math.log(people))

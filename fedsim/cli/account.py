@@ -175,20 +175,22 @@ class Account(_Mechanism):
             phases = [(accounting.PureEvent(share), 1), *phases]
         epsilon, delta = self.epsilon, self.delta
         by_group = self.people > 1 and (self.sampling == ALLOCATION or self.noise == CORRELATED)
-        if not by_group:
-            phases = accounting.for_people(phases, self.people)
-        if delta is not None and by_group:
-            epsilon = accounting.group_epsilon(phases, delta, self.people)
-        elif delta is not None:
-            epsilon = accounting.epsilon(phases, delta, progress=_progress)
+        together = phases if by_group else accounting.for_people(phases, self.people)
+        if delta is not None:
+            epsilon = (
+                accounting.group_epsilon(phases, delta, self.people)
+                if by_group
+                else accounting.epsilon(together, delta, progress=_progress)
+            )
         else:
             assert epsilon is not None, "one of them is there"
-            if by_group:
-                delta = accounting.group_delta(phases, epsilon, self.people)
-            else:
-                delta = accounting.delta(phases, epsilon, progress=_progress)
+            delta = (
+                accounting.group_delta(phases, epsilon, self.people)
+                if by_group
+                else accounting.delta(together, epsilon, progress=_progress)
+            )
         if epsilon == math.inf:
-            _progress(f"delta={delta}: too small for an answer{_least_delta(phases)}")
+            _progress(f"delta={delta}: too small for an answer{_least_delta(together)}")
         if not self.json:
             spent = f"epsilon {at_most(epsilon, '.6g')} at delta {at_most(delta, '.3e')}"
             if self.people > 1:

@@ -26,6 +26,7 @@ from .dataset import (
     SUMS as SUMS,
     Dataset as Dataset,
     draw_histograms as draw_histograms,
+    min_examples_of as min_examples_of,
     shown as shown,
     stats as stats,
     tokenizer_from_users as tokenizer_from_users,

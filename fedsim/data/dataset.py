@@ -91,6 +91,11 @@ class Dataset:
         )
 
 
+def min_examples_of(metadata: Mapping[str, Any]) -> int:
+    """Fewest texts of a user that the build kept: above 1, texts decided who the users are."""
+    return metadata.get("rules", {}).get("min_examples", 1)
+
+
 def tokenizer_from_users(metadata: Mapping[str, Any]) -> bool:
     """True if a data set's tokenizer was trained on users' texts, which nothing protects.
 

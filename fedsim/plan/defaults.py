@@ -23,7 +23,13 @@ from fedsim.config import (
     PrivacyConfig,
     default_delta,
 )
-from fedsim.data import FROM_USERS, Dataset, decided_by_texts, tokenizer_from_users
+from fedsim.data import (
+    FROM_USERS,
+    Dataset,
+    decided_by_texts,
+    min_examples_of,
+    tokenizer_from_users,
+)
 from fedsim.errors import ConfigError, expect
 from fedsim.keys import SecretKey
 from fedsim.noise import Prediction, best, predictions
@@ -42,8 +48,6 @@ MISS = 1 / 4
 """Largest share of the users between the private median and the median, as a rule."""
 LEAST_SHARE, MOST_SHARE = 0.02, 0.1
 """Parts of epsilon that the private median costs at least, and at most."""
-
-
 OWN_TEXTS = "the training users' text"
 
 
@@ -102,7 +106,7 @@ def complete(
     least = f">= {users.num_users}, the users there are"
     expect("assumed_population", population, population >= users.num_users, least)
     exposed = _public_counts(algorithm, privacy, users)
-    if (least_texts := data.metadata.get("rules", {}).get("min_examples", 1)) > 1:
+    if (least_texts := min_examples_of(data.metadata)) > 1:
         exposed.append(f"{PUBLIC}who has at least {least_texts} texts (min_examples)")
     times = ""
     if privacy.assumed_population is not None:

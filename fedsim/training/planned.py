@@ -366,12 +366,12 @@ def warnings_of(plan: Plan) -> list[str]:
 
 def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> list[str]:
     """Facts that the guarantee does not cover, from the settings that cannot change it."""
-    model = model_name(run.model.source)
-    before = f"{GIVEN}model={model}, with all texts that it was trained on before"
-    facts = [] if fresh_model else [before]
-    if run.model.adapter is not None:
-        adapter = model_name(run.model.adapter)
-        facts.append(f"{GIVEN}adapter={adapter}, with all texts that it was trained on before")
+    given = {"model": None if fresh_model else run.model.source, "adapter": run.model.adapter}
+    facts = [
+        f"{GIVEN}{what}={model_name(source)}, with all texts that it was trained on before"
+        for what, source in given.items()
+        if source is not None
+    ]
     if own_task:
         facts.append("the task's own code: its first parameters, and how it makes rows of texts")
     return facts

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fedsim.config import SHUFFLE, ZERO_OUT, PrivacyConfig, RunConfig
-from fedsim.data import Dataset, tokenizer_from_users
+from fedsim.data import Dataset, min_examples_of, tokenizer_from_users
 from fedsim.errors import ConfigError
 from fedsim.plan import NOTHING, Plan
 from fedsim.run import receivers
@@ -46,7 +46,7 @@ def footnotes(
         yield "tokenizer", run.data.tokenizer, f"{cure}: this one was trained on {texts}"
     if graph_of(data.train) is not None:
         yield "data", run.data.source, "texts with one owner each: here who owns which is public"
-    if (least := data.metadata.get("rules", {}).get("min_examples", 1)) > 1:
+    if (least := min_examples_of(data.metadata)) > 1:
         why = "data built with min_examples=1: which users there are depends on their texts"
         yield "data", f"{run.data.source} with min_examples={least}", why
 
