@@ -236,6 +236,11 @@ class PlantedStore:
         tokens, sizes = (a + b for a, b in zip(*both, strict=True))  # padding is zero
         return tokens, sizes
 
+    @property
+    def is_flagged(self) -> bool:
+        """True if only some tokens are trained on."""
+        return self.store.is_flagged
+
     def trained(self, rows: np.ndarray, length: int) -> np.ndarray | None:
         """Which tokens of `gather` are trained on; of canaries all are. See `UserStore.trained`."""
         real, planted = self._parted(rows)
