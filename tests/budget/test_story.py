@@ -47,7 +47,7 @@ def told(source: str, capsys) -> dict:
     if source == "pydocs":
         expect_refused(said)
     assert not Path("runs/fourth").exists()
-    main(["budget", source, "--json"])
+    main(["budget", source, "--delta", "3e-4", "--json"])
     return json.loads(capsys.readouterr().out)
 
 
@@ -84,7 +84,6 @@ def expect_told(name: str, found: dict) -> None:
 @pytest.mark.timeout(1200)
 def test_the_story_is_true(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fedsim.config.privacy.MOST_DELTA", 1.0)  # the numbers are of delta N^-1.1
     monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
     found = told("pydocs", capsys)
     expect_paid(found)
