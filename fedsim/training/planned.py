@@ -161,8 +161,13 @@ def plan_run(
 
 
 class _Unheard(Console):
+    """Keeps back what the run itself shows later."""
+
+    def plan(self, plan: Plan, workers: Any, run: RunConfig) -> None:
+        """Show no plan: its group size is not the run's."""
+
     def warn(self, text: str) -> None:
-        """Keep a warning back, which the run itself shows."""
+        """Show no warning twice."""
 
 
 def _rehearse(opened: OpenRun, callbacks: Sequence[Callback]) -> None:
