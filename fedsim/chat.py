@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from fedsim.config import Sampling
 from fedsim.data import (
     ASSISTANT,
     TEMPLATE,
@@ -26,8 +27,8 @@ from fedsim.data import (
 from fedsim.engine import expect_usable_jax
 from fedsim.errors import BadChat, ConfigError, brief, expect, printable
 from fedsim.files import expand_home
-from fedsim.generate import key_of, model_to_generate, tokens_after
-from fedsim.models import Pretrained
+from fedsim.generate import continued, model_to_generate
+from fedsim.models import Pretrained, key_of
 
 EXIT, PROMPT = "/exit", "> "
 INCOMPLETE = "\ufffd"  # the end of a text whose last character is not complete
@@ -58,7 +59,6 @@ class Conversation:
           DataError: the template is none.
         """
         expect("max_tokens", max_tokens, max_tokens >= 1, ">= 1")
-        expect("temperature", temperature, temperature >= 0, ">= 0")
         assert model.tokenizer is not None
         self._model, self._tokenizer = model, Tokenizer.load(model.tokenizer)
         file = model.files and model.files / TEMPLATE
@@ -73,7 +73,7 @@ class Conversation:
         except BadChat as error:
             raise ConfigError.of("system", brief(system), f"another, or none ({error})") from None
         self._ends = self._tokenizer.end_ids | ({end} if end is not None else set())
-        self._temperature, self._max_tokens = temperature, max_tokens
+        self._how, self._max_tokens = Sampling(temperature), max_tokens
         self._key = key_of(seed)
         self.turns: list[Message] = []
         self.forgotten = 0
@@ -93,10 +93,10 @@ class Conversation:
             raise
         said, shown = [], ""
         key = jax.random.fold_in(self._key, len(self.turns) + self.forgotten)
-        how = {"temperature": self._temperature, "top_k": 0, "key": key}
+        how = (self._how, key, self._ends)
         try:
-            for (drawn,) in tokens_after(self._model, ids, count, **how):
-                if (token := int(drawn)) in self._ends:
+            for (token,) in continued(self._model, ids, count, *how, at_once=1):
+                if token in self._ends:
                     break
                 said.append(token)
                 text = self._tokenizer.decode(said)

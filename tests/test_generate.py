@@ -1,65 +1,14 @@
-"""Generation: what the model itself would draw, the same text for the same seed."""
+"""Generation: the same text for the same seed."""
 
 import json
 
-import jax
 import numpy as np
 import pytest
 from pretrained_models import CONFIG, make_model
 from zoo import random_like
 
 from fedsim.cli.main import main
-from fedsim.generate import draw, tokens_after
 from fedsim.models import pretrained
-from fedsim.models.pretrained import Pretrained
-from fedsim.models.transformer import Transformer
-
-
-@pytest.fixture(scope="module")
-def model():
-    return Pretrained(CONFIG, random_like(CONFIG, np.random.default_rng(0)), None)
-
-
-def test_tokens_are_those_of_the_model_without_a_cache(model):
-    ids, count = [256, 7, 30], 8
-    key = jax.random.key(0)
-    how = {"temperature": 2.0, "top_k": 50, "key": key}
-    found = [int(token) for (token,) in tokens_after(model, ids, count, **how)]
-    run = jax.jit(lambda tokens: Transformer(CONFIG).apply({"params": model.params}, tokens))
-    expected = np.zeros((1, 16), np.int32)
-    expected[0, :3] = ids
-    for i in range(count):
-        expected[0, 3 + i] = draw(run(expected)[:, 2 + i], jax.random.fold_in(key, i), 2.0, 50)[0]
-    assert found == expected[0, 3 : 3 + count].tolist() and len(set(found)) > 2
-
-
-def test_texts_that_are_sampled_together_are_continued_each_by_itself(model):
-    """Token by token: what the model draws after each text, had it been the prompt."""
-    ids, count, texts = [256], 4, 3
-    how = {"temperature": 1.0, "top_k": 0, "key": jax.random.key(1), "texts": texts}
-    found = np.stack(list(tokens_after(model, ids, count, **how)), axis=1)
-    assert found.shape == (texts, count) and len({*map(tuple, found.tolist())}) == texts
-    run = jax.jit(lambda tokens: Transformer(CONFIG).apply({"params": model.params}, tokens))
-    whole = np.concatenate([np.full((texts, 1), 256), found], axis=1).astype(np.int32)
-    logits = run(np.pad(whole, ((0, 0), (0, 3))))
-    for i in range(count):
-        again = draw(logits[:, i], jax.random.fold_in(how["key"], i), 1.0, 0)
-        np.testing.assert_array_equal(found[:, i], again)
-
-
-def test_draws_follow_the_logits():
-    logits = np.log(np.array([0.1, 0.2, 0.3, 0.4], np.float32))
-    keys = jax.random.split(jax.random.key(0), 4000)
-
-    def frequencies(temperature, top_k):
-        drawn = jax.vmap(lambda key: draw(logits[None], key, temperature, top_k)[0])(keys)
-        return np.bincount(drawn, minlength=4) / len(keys)
-
-    np.testing.assert_allclose(frequencies(1.0, 0), [0.1, 0.2, 0.3, 0.4], atol=0.03)
-    np.testing.assert_allclose(frequencies(1.0, 2), [0, 0, 3 / 7, 4 / 7], atol=0.03)
-    squares = np.array([1, 4, 9, 16]) / 30
-    np.testing.assert_allclose(frequencies(0.5, 0), squares, atol=0.03)
-    np.testing.assert_array_equal(frequencies(0, 0), [0, 0, 0, 1])
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +47,7 @@ def test_mistakes_are_one_line(directory, capsys, tmp_path):
         (("tiny",), "model=tiny: expected the directory of a run or of a Hugging Face model"),
         ((directory, "--prompt", "x" * 64), "prompt=65 tokens: expected fewer than 64 tokens"),
         ((directory, "--temperature", "-1"), "temperature=-1.0: expected >= 0"),
+        ((directory, "--top-p", "0"), "top_p=0.0: expected in (0, 1]"),
         ((directory, "--seed", 2**63), f"seed={2**63}: expected a number of 64 bits"),
         ((bare,), "expected a model with a tokenizer.json"),
     ):

@@ -95,7 +95,7 @@ def test_only_a_protected_model_writes_for_it(place, tmp_path, capsys):
     said = refused([*words[:2], place / "new.json", "--from", place / "run"], capsys)
     assert "a new file ending in .json" in said
     with pytest.MonkeyPatch.context() as planted:  # before anything is sampled
-        planted.setattr("fedsim.generate.tokens_after", lambda *_, **__: 1 / 0)
+        planted.setattr("fedsim.generate.Decoder", lambda *_, **__: 1 / 0)
         own = ["tokenizer", "--from", place / "run", "--out"]
         said = refused([*own, tmp_path / "none" / "x.json"], capsys)
         assert "x.json: expected a file in a directory that exists" in said

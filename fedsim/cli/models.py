@@ -15,6 +15,7 @@ from fedsim.config import (
     PretrainConfig,
     PrivacyConfig,
     RunConfig,
+    Sampling,
     changed_run,
 )
 from fedsim.errors import expect, printable
@@ -263,17 +264,13 @@ class Generate(ReadsModel):
     model: tyro.conf.Positional[str]
     """The directory of a run, a Hugging Face directory, hf:NAME, or a GGUF file."""
 
+    how: Flat[Sampling]
+
     prompt: str = ""
     """Beginning of the text."""
 
     num_tokens: int = 64
     """Largest number of tokens to write. >= 1."""
-
-    temperature: float = 1.0
-    """Divides the logits. >= 0; 0 always takes the likeliest token."""
-
-    top_k: int = 0
-    """Number of likeliest tokens to draw from. >= 0; 0: all."""
 
     seed: int = 0
     """Seed of the draw: another seed gives another text."""
@@ -288,8 +285,7 @@ class Generate(ReadsModel):
             self.model,
             self.prompt,
             num_tokens=self.num_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
+            how=self.how,
             seed=self.seed,
         )
         if not self.json:

@@ -2,6 +2,7 @@ from .commands import (
     AuditConfig as AuditConfig,
     Personalization as Personalization,
     PretrainConfig as PretrainConfig,
+    Sampling as Sampling,
 )
 from .flags import (
     RENAMED as RENAMED,

@@ -61,6 +61,29 @@ class PretrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn from the model's probabilities, in the order of these fields."""
+
+    temperature: float = 1.0
+    """Divides the logits. >= 0; 0 always takes the likeliest token."""
+
+    top_k: int = 0
+    """Number of likeliest tokens to draw from. >= 0; 0: all."""
+
+    top_p: float = 1.0
+    """Draw from the fewest likeliest tokens that have this probability together. In (0, 1]."""
+
+    min_p: float = 0.0
+    """Draw from tokens at least this many times as likely as the likeliest. In [0, 1]."""
+
+    def __post_init__(self):
+        expect("temperature", self.temperature, self.temperature >= 0, ">= 0")
+        expect("top_k", self.top_k, self.top_k >= 0, ">= 0")
+        expect("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
+        expect("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
+
+
+@dataclasses.dataclass(frozen=True)
 class Personalization:
     """SGD on one user's texts. The defaults are those of the paper where it states them."""
 

@@ -12,6 +12,7 @@ from fedsim.config import (
     LoggerName,
     PrivacyConfig,
     RunConfig,
+    Sampling,
     SamplingName,
     changed_run,
     flags_of,
@@ -204,6 +205,8 @@ class Run:
         num_tokens: int = 64,
         temperature: float = 1.0,
         top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
         seed: int = 0,
     ) -> str:
         """Text that the model writes after a prompt.
@@ -213,18 +216,15 @@ class Run:
           num_tokens: largest number of tokens to write.
           temperature: divides the logits; 0 always takes the likeliest token.
           top_k: number of likeliest tokens to draw from; 0: all.
+          top_p: draw from the fewest likeliest tokens that have this probability together.
+          min_p: draw from tokens at least this many times as likely as the likeliest.
           seed: of the draw.
         """
         from fedsim.generate import generate_text
 
-        return generate_text(
-            str(self.run_dir),
-            prompt,
-            num_tokens=num_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            seed=seed,
-        )["text"]
+        how = Sampling(temperature, top_k, top_p, min_p)
+        text = generate_text(str(self.run_dir), prompt, num_tokens=num_tokens, how=how, seed=seed)
+        return text["text"]
 
     def to_hf(self, out: str | Path) -> Path:
         """Write the model as a Hugging Face directory, adapters merged; returns the directory."""

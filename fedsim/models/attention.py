@@ -30,7 +30,7 @@ def attend(
     """
     if cap is not None:
         length = q_BLHK.shape[1]
-        mask = seen(jnp.arange(length), length, window) if mask is None else mask
+        mask = seen(jnp.arange(length)[None], length, window) if mask is None else mask
         return _capped_attention(
             q_BLHK, k_BSHK, v_BSHK, mask, scale or q_BLHK.shape[3] ** -0.5, cap
         )
@@ -57,13 +57,40 @@ def _capped_attention(q_BLHK, k_BSHK, v_BSHK, mask, scale: float, cap: float) ->
     return y_BLHGK.reshape(q_BLHK.shape)
 
 
-def seen(positions_L: jax.Array, keys: int, window: int | None) -> jax.Array:
-    """Mask of the first `keys` positions that each position attends to, bool [1, 1, L, S]."""
-    back_LS = positions_L[:, None] - jnp.arange(keys)[None, :]
-    seen_LS = back_LS >= 0
+def attend_cached(
+    q_BLHK: jax.Array,
+    k_BHSK: jax.Array,
+    v_BHSK: jax.Array,
+    mask: jax.Array,
+    *,
+    scale: float | None,
+    cap: float | None,
+) -> jax.Array:
+    """Attention with a mask, over keys and values whose heads come before their positions.
+
+    Processors take a third of the time of `jax.nn.dot_product_attention` for one query of a text:
+    the products have one matrix of queries for each head of keys. Args: as of `attend`.
+    """
+    B, L, K = (q_BLHK.shape[axis] for axis in (0, 1, 3))
+    H = k_BHSK.shape[1]
+    q_BHGLK = q_BLHK.reshape(B, L, H, -1, K).transpose(0, 2, 3, 1, 4)
+    how: dict[str, Any] = {"preferred_element_type": jnp.float32}
+    scores = jnp.einsum("BHQK,BHSK->BHQS", q_BHGLK.reshape(B, H, -1, K), k_BHSK, **how)
+    scores = soft_cap(cap, scores * (scale or K**-0.5))
+    scores_BHGLS = scores.reshape(*q_BHGLK.shape[:4], -1)
+    weights_BHGLS = jax.nn.softmax(jnp.where(mask[:, :, None], scores_BHGLS, -jnp.inf))
+    weights = weights_BHGLS.astype(v_BHSK.dtype).reshape(scores.shape)
+    y_BHGLK = jnp.einsum("BHQS,BHSK->BHQK", weights, v_BHSK).reshape(q_BHGLK.shape)
+    return y_BHGLK.transpose(0, 3, 1, 2, 4).reshape(q_BLHK.shape)
+
+
+def seen(positions_BL: jax.Array, keys: int, window: int | None) -> jax.Array:
+    """Mask of the first `keys` positions that each position attends to, bool [B, 1, L, S]."""
+    back_BLS = positions_BL[:, :, None] - jnp.arange(keys)[None, None]
+    seen_BLS = back_BLS >= 0
     if window is not None:
-        seen_LS &= back_LS < window
-    return seen_LS[None, None]
+        seen_BLS &= back_BLS < window
+    return seen_BLS[:, None]
 
 
 def own_text(positions_BL: jax.Array, window: int | None) -> jax.Array:

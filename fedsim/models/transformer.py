@@ -272,11 +272,11 @@ class Block(nn.Module):
         elif start is None:
             y_BLHK = (remat_function(attend) if c.remat else attend)(q_BLHK, k_BLHK, v_BLHK)
         else:
-            k_BSHK = self._remember("key_cache", k_BLHK, start)
-            v_BSHK = self._remember("value_cache", v_BLHK, start)
-            here_L = start + jnp.arange(x_BLD.shape[1])
-            seen = attention.seen(here_L, c.max_length, c.window)
-            y_BLHK = attend(q_BLHK, k_BSHK, v_BSHK, seen)
+            k_BHSK = self._remember("key_cache", k_BLHK, start)
+            v_BHSK = self._remember("value_cache", v_BLHK, start)
+            seen = attention.seen(_positions(x_BLD.shape[1], start), c.max_length, c.window)
+            own = {"scale": c.attention_scale, "cap": c.attention_cap}
+            y_BLHK = attention.attend_cached(q_BLHK, k_BHSK, v_BHSK, seen, **own)
         y_BLD = y_BLHK.reshape(*x_BLD.shape[:2], c.num_heads * c.head)
         return _dense(c, "out", y_BLD, c.width, c.out_bias)
 
@@ -302,15 +302,17 @@ class Block(nn.Module):
 
     @nn.nowrap
     def _remember(self, name: str, new_BLHK: jax.Array, start: jax.Array) -> jax.Array:
-        """Add keys or values from position `start` on to the cache.
+        """Add keys or values from position `start` of each row on to the cache.
 
         Returns:
-          All keys or values, [B, max_length, H, K].
+          All keys or values, [B, H, max_length, K].
         """
-        rows, _, *heads = new_BLHK.shape
-        shape = (rows, self.config.max_length, *heads)
+        rows, _, heads, width = new_BLHK.shape
+        shape = (rows, heads, self.config.max_length, width)
         cache = self.variable("cache", name, jnp.zeros, shape, new_BLHK.dtype)
-        cache.value = jax.lax.dynamic_update_slice(cache.value, new_BLHK, (0, start, 0, 0))
+        put = jax.vmap(lambda old, new, at: jax.lax.dynamic_update_slice(old, new, (0, at, 0)))
+        new_BHLK = new_BLHK.transpose(0, 2, 1, 3)
+        cache.value = put(cache.value, new_BHLK, jnp.broadcast_to(start, rows))
         return cache.value
 
 
@@ -319,8 +321,8 @@ def _times(multiplier: float, x: jax.Array) -> jax.Array:
 
 
 def _positions(length: int, start: jax.Array | None) -> jax.Array:
-    """Positions start ... start + length - 1, int [1, L]. `start` defaults to 0."""
-    return (jnp.arange(length) + (0 if start is None else start))[None]
+    """Positions start ... start + length - 1, int [B or 1, L]. `start` defaults to 0."""
+    return jnp.reshape(0 if start is None else start, (-1, 1)) + jnp.arange(length)[None]
 
 
 def rotate(c: TransformerConfig, x_BLHK: jax.Array, positions_BL: jax.Array) -> jax.Array:
@@ -375,9 +377,10 @@ class Transformer(nn.Module):
     """Tokens int [B, L] to logits [B, L, V], or, without its head, to what `head_logits` takes.
     Parameters may be `stacked`.
 
-    With `start`, the tokens begin at that position. The keys and values of all tokens before are
-    in the collection `cache`, to which those of these tokens are added. With `positions_BL`, a row
-    has several texts: the position of each token in its text, which alone it attends to.
+    With `start`, int [] or [B], the tokens of a row begin at that position. The keys and values of
+    all tokens before are in the collection `cache`, to which those of these tokens are added. With
+    `positions_BL`, a row has several texts: the position of each token in its text, which alone it
+    attends to.
     """
 
     config: TransformerConfig

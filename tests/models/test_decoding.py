@@ -1,0 +1,128 @@
+"""Decoding of many texts at a time: each as if it were alone, drawn as the model says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pretrained_models import CONFIG
+from scipy import stats
+from zoo import PARTS, random_like
+
+from fedsim.config import Sampling
+from fedsim.models import Decoder, Prompt, Transformer
+from fedsim.models.decoding import BLOCK, draw
+
+KEY = jax.random.key(0)
+PROMPTS = [
+    Prompt(ids, most, number)
+    for number, (ids, most) in enumerate(
+        [([256, 7, 30], 8), ([256], 20), ([256] + [9] * 19, 3), ([256, 1], 1), ([256], 11)]
+    )
+]
+
+
+def model_of(config):
+    return config, random_like(config, np.random.default_rng(0))
+
+
+def without_cache(config, params, prompt, how, ends=()):
+    """What is drawn if the whole text is computed again for each token."""
+    run = jax.jit(lambda tokens: Transformer(config).apply({"params": params}, tokens))
+    key, found = jax.random.fold_in(KEY, prompt.number), []
+    text = np.zeros((1, config.max_length), np.int32)
+    text[0, : len(prompt.ids)] = prompt.ids
+    for i in range(prompt.most):
+        at = len(prompt.ids) + i
+        found.append(int(draw(run(text)[:, at - 1], jax.random.fold_in(key, i)[None], how)[0]))
+        if found[-1] in ends or i + 1 == prompt.most:
+            break
+        text[0, at] = found[-1]
+    return found
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8])
+def test_texts_are_those_of_the_model_without_a_cache(slots):
+    config, params = model_of(CONFIG)
+    how = Sampling(temperature=2.0, top_k=50)
+    ends = {without_cache(config, params, PROMPTS[4], how)[5]}
+    found = dict(Decoder(config, params, how, ends).texts(PROMPTS, KEY, slots=slots, length=32))
+    assert found == {
+        i: without_cache(config, params, prompt, how, ends) for i, prompt in enumerate(PROMPTS)
+    }
+    assert len(found[4]) <= 6 and found[4][-1] in ends  # it ended there
+    assert len(found[1]) == 20 or found[1][-1] in ends
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("name", PARTS)
+def test_texts_of_every_family_are_those_without_a_cache(name):
+    config, params = model_of(PARTS[name])
+    begins = [1, 5, 9, 4, 2], [3]
+    room = config.max_length
+    prompts = [Prompt(ids, room - len(ids), number) for number, ids in enumerate(begins)]
+    decoder = Decoder(config, params, Sampling(), ())
+    found = dict(decoder.texts(prompts, KEY, slots=2, length=config.max_length))
+    assert found == {
+        i: without_cache(config, params, prompt, Sampling()) for i, prompt in enumerate(prompts)
+    }
+
+
+def test_pieces_are_the_text():
+    config, params = model_of(CONFIG)
+    decoder = Decoder(config, params, Sampling(), ())
+    whole = dict(decoder.texts(PROMPTS[:2], KEY, slots=2, length=32))
+    pieces = list(decoder.pieces(PROMPTS[:1], KEY, slots=1, length=32, at_once=1))
+    assert [len(tokens) for _, tokens, _ in pieces] == [1] * 8
+    assert [token for _, tokens, _ in pieces for token in tokens] == whole[0]
+    assert [ended for *_, ended in pieces] == [False] * 7 + [True]
+
+
+SIZES = (4, BLOCK, 3 * BLOCK + 5)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_draws_follow_the_logits(size):
+    """A chi-squared test of each way to cut the distribution, and nothing beyond the cut."""
+    rng = np.random.default_rng(size)
+    logits = rng.normal(scale=2, size=size).astype(np.float32)
+    keys, count = jax.random.split(KEY, 20_000), 20_000
+    order = np.argsort(-logits)
+    for how in (
+        Sampling(),
+        Sampling(temperature=0.5),
+        Sampling(top_k=3),
+        Sampling(top_p=0.8),
+        Sampling(min_p=0.1),
+        Sampling(temperature=2.0, top_k=3, top_p=0.9, min_p=0.2),
+    ):
+        expected = np.exp((logits - logits.max()).astype(np.float64) / how.temperature)
+        if how.top_k:
+            expected[order[how.top_k :]] = 0
+        expected /= expected.sum()
+        nucleus = int(np.searchsorted(np.cumsum(expected[order]), how.top_p)) + 1
+        expected[order[nucleus:]] = 0
+        expected[expected < how.min_p * expected.max()] = 0
+        expected /= expected.sum()
+        drawn = draw(jnp.broadcast_to(logits, (count, size)), keys, how)
+        counts = np.bincount(np.asarray(drawn), minlength=size)
+        assert len(counts) == size and counts[expected == 0].sum() == 0
+        common = expected * count >= 5
+        found = [*counts[common], counts[~common].sum()]
+        wanted = [*expected[common], expected[~common].sum()]
+        if wanted[-1] == 0:
+            found, wanted = found[:-1], wanted[:-1]
+        if len(found) > 1:
+            assert stats.chisquare(found, np.array(wanted) * count).pvalue > 1e-4, how
+    zero = draw(jnp.asarray(logits[None]), keys[:1], Sampling(temperature=0))
+    assert zero.tolist() == [int(order[0])]
+
+
+def test_a_token_without_probability_is_never_drawn():
+    """Neither at the ends of the unit interval, nor where sums are rounded."""
+    logits = np.full(3 * BLOCK + 5, -np.inf, np.float32)
+    logits[[0, BLOCK - 1, BLOCK, 2 * BLOCK]] = [0.0, -30.0, 2.0, 1e-3]
+    drawn = draw(
+        jnp.broadcast_to(logits, (5000, len(logits))), jax.random.split(KEY, 5000), Sampling()
+    )
+    assert {*np.asarray(drawn).tolist()} <= {0, BLOCK - 1, BLOCK, 2 * BLOCK}
