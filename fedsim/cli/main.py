@@ -27,6 +27,7 @@ from fedsim.cli.models import (
     Generate,
     Personalize,
     Pretrain,
+    Synthesize,
     Train,
     TrainTokenizer,
 )
@@ -45,6 +46,7 @@ Command = (
     | Annotated[Personalize, tyro.conf.subcommand("personalize")]
     | Annotated[Pretrain, tyro.conf.subcommand("pretrain")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Synthesize, tyro.conf.subcommand("synthesize")]
     | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[TrainTokenizer, tyro.conf.subcommand("tokenizer")]

@@ -11,11 +11,13 @@ import tyro
 from fedsim.cli.arguments import Flat, ReadsModel, ReadsRun, ReadsSources
 from fedsim.config import (
     Algorithm,
+    EngineConfig,
     Personalization,
     PretrainConfig,
     PrivacyConfig,
     RunConfig,
     Sampling,
+    Synthesis,
     changed_run,
 )
 from fedsim.errors import expect, printable
@@ -293,6 +295,61 @@ class Generate(ReadsModel):
             print(printable(text, "\n\t") if sys.stdout.isatty() else text)
             if result["stopped"] == "length":
                 print(f"(the model's length is {result['max_length']} tokens)", file=sys.stderr)
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Synthesize(ReadsModel):
+    """Write a data set of texts sampled from a run's model, to share, label and train on.
+
+    Sampling costs nothing beyond the run: the set has the run's epsilon, however large it is.
+    FILE.about.json says what is promised and how the texts were made. A set from a model without a
+    guarantee is called NAME.no-guarantee.
+    """
+
+    model: tyro.conf.Positional[str]
+    """The directory of a run, a Hugging Face directory, hf:NAME, or a GGUF file."""
+
+    out: Path
+    """File to write, ending in .parquet or .jsonl."""
+
+    texts: Flat[Synthesis]
+    how: Flat[Sampling]
+
+    resume: bool = False
+    """Go on with what an interrupted command left beside the file."""
+
+    engine: Literal["ray", "local"] = "ray"
+    """ray: worker processes on the Ray cluster at RAY_ADDRESS, or on this machine. local: this
+    process alone. The texts are the same."""
+
+    num_workers: int | None = None
+    """Number of worker processes. >= 1. Default: one per accelerator, or one per threads_per_worker
+    CPUs."""
+
+    threads_per_worker: int = 1
+    """CPU threads of each worker. >= 1. Changes the texts: 1 thread gives others than several."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.engine import keep_memory, set_threads
+
+        workers = {"num_workers": self.num_workers, "threads_per_worker": self.threads_per_worker}
+        engine = EngineConfig(kind=self.engine, **workers)
+        set_threads(engine)
+        keep_memory()
+        from fedsim.run import Console
+        from fedsim.synthesis import synthesize
+
+        where = (self.model, self.out, self.texts, self.how, engine, Console())
+        result = synthesize(*where, resume=self.resume)
+        if not self.json:
+            dropped = sum(result["dropped"].values())
+            left_out = f", {dropped:,} were thrown away" if dropped else ""
+            print(wrapped(result["claim"]))
+            print(f"{result['kept']:,} texts{left_out}; written to {result['file']}")
         return result
 
 

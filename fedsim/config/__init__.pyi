@@ -3,6 +3,7 @@ from .commands import (
     Personalization as Personalization,
     PretrainConfig as PretrainConfig,
     Sampling as Sampling,
+    Synthesis as Synthesis,
 )
 from .flags import (
     RENAMED as RENAMED,

@@ -1,6 +1,7 @@
-"""Settings of audits, pre-training and personalization."""
+"""Settings of audits, pre-training, personalization and synthesis."""
 
 import dataclasses
+from pathlib import Path
 
 from fedsim.errors import expect
 
@@ -81,6 +82,38 @@ class Sampling:
         expect("top_k", self.top_k, self.top_k >= 0, ">= 0")
         expect("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         expect("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Synthesis:
+    """Texts to sample from a model, and what they begin with."""
+
+    num_texts: int = 1000
+    """Number of texts to keep. >= 1."""
+
+    num_tokens: int = 256
+    """Largest number of tokens of a text, or of a message of a chat. >= 1."""
+
+    prompts: Path | None = None
+    """File of prompts, which are used in turn. .txt: each line is the beginning of a text. .jsonl:
+    each object has a prompt, to which the model writes a completion, or messages, to which it
+    writes the reply. Public: prompts from users' texts are not protected. Default: none."""
+
+    turns: int = 0
+    """Replies of the assistant in each chat, for a model with a chat template. Messages of users
+    that no prompt has are sampled as well. >= 0. Default: 1 if prompts are messages; else 0, plain
+    texts."""
+
+    batch_size: int = 64
+    """Texts that a worker samples at a time. >= 1. Changes the texts."""
+
+    seed: int = 0
+    """Seed of the draws: another seed gives other texts."""
+
+    def __post_init__(self):
+        for name in ("num_texts", "num_tokens", "batch_size"):
+            expect(name, getattr(self, name), getattr(self, name) >= 1, ">= 1")
+        expect("turns", self.turns, self.turns >= 0, ">= 0")
 
 
 @dataclasses.dataclass(frozen=True)

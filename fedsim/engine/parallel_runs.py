@@ -23,7 +23,7 @@ from fedsim.errors import FedsimError
 
 ATTEMPTS = 3  # starts of a job whose process is lost each time
 
-Function = Callable[[Any], Any]
+Function = Callable[..., Any]
 
 
 class Runner:
@@ -34,9 +34,9 @@ class Runner:
         if cache_dir is not None:
             keep_compiled(cache_dir)
 
-    def run(self, function: Function, job: Any) -> Any:
-        """Compute function(job) in this process."""
-        return function(job)
+    def run(self, function: Function, job: Any, *shared: Any) -> Any:
+        """Compute function(job, *shared) in this process."""
+        return function(job, *shared)
 
 
 class ParallelRuns:
@@ -75,26 +75,32 @@ class ParallelRuns:
         self.placement: Placement = dataclasses.replace(most, num_workers=number)
         self._cache_dir = cache_dir
         self._runners: list[Any] = []
+        self._idle: list[Any] = []  # between two calls of run
 
-    def run(self, function: Function, jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """Run function(job) for all jobs.
+    def run(
+        self, function: Function, jobs: Sequence[Any], *shared: Any
+    ) -> Iterator[tuple[int, Any]]:
+        """Run function(job, *shared) for all jobs.
 
         Args:
           function: importable in the jobs' processes.
-          jobs: the arguments, which are pickled.
+          jobs: the first arguments, which are pickled.
+          shared: the other arguments of all jobs; each node stores them once.
         Yields: (index of a job, its result or a FedsimError), as jobs end.
         """
         waiting = list(enumerate(jobs))[::-1]
         attempts = [0] * len(jobs)
         number = min(self.placement.num_workers, len(jobs))
-        idle = [self._start() for _ in range(number)]
+        idle, self._idle = self._idle, []
+        idle += [self._start() for _ in range(number - len(idle))]
+        stored = [ray.put(each) for each in shared]
         busy: dict[Any, tuple[int, Any]] = {}
         while waiting or busy:
             while waiting and idle:
                 index, job = waiting.pop()
                 runner = idle.pop()
                 attempts[index] += 1
-                busy[runner.run.remote(function, job)] = index, runner
+                busy[runner.run.remote(function, job, *stored)] = index, runner
             ref = ray.wait(list(busy), num_returns=1)[0][0]
             index, runner = busy.pop(ref)
             try:
@@ -111,6 +117,7 @@ class ParallelRuns:
                 result = EngineError(f"its process was lost {ATTEMPTS} times: {cause(error)}")
             idle.append(runner)
             yield index, result
+        self._idle = idle
 
     def _start(self) -> Any:
         options = actor_options(self.placement) | {"max_restarts": 0}

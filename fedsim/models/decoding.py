@@ -233,7 +233,11 @@ def _read_prompts(config, params, cache, tokens_RP, into_R):
     short = dataclasses.replace(config, max_length=tokens_RP.shape[1])
     _, new = _apply(short, params, None, tokens_RP, jnp.zeros(len(tokens_RP), jnp.int32))
     width = tokens_RP.shape[1]
-    return jax.tree.map(lambda old, leaf: old.at[into_R, :, :width].set(leaf, mode="drop"), cache, new)
+
+    def put(old, leaf):
+        return old.at[into_R, :, :width].set(leaf, mode="drop")
+
+    return jax.tree.map(put, cache, new)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)

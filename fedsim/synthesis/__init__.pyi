@@ -1,0 +1,1 @@
+from .synthesize import synthesize as synthesize

@@ -1,0 +1,311 @@
+"""A data set of texts that a model wrote, with where they come from and what they reveal.
+
+Sampling from a protected model costs nothing: texts have the run's epsilon, as many as there are.
+"""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fedsim.config import EngineConfig, Sampling, Synthesis
+from fedsim.data import ASSISTANT, Message
+from fedsim.engine import expect_usable_jax, remember_programs
+from fedsim.errors import expect
+from fedsim.files import (
+    expand_home,
+    make_directory,
+    read_json,
+    write_json,
+    write_pieces,
+    write_with,
+)
+from fedsim.generate import model_to_generate
+from fedsim.models import Pretrained, Prompt
+from fedsim.plan import why_not
+from fedsim.run import Console, checkpoint, directory, duration, model_name
+from fedsim.synthesis.prompts import Opening, Writer, as_row, read_prompts, roles
+from fedsim.synthesis.sampling import Job, Parts, Workers, block_sizes
+from fedsim.trust import published, read
+
+PARTS, ABOUT = ".parts", ".about.json"
+NO_GUARANTEE = ".no-guarantee"
+MOST_SAMPLED = 4
+"""Texts that are sampled for each that is asked for, before so many are thrown away that the
+command gives up."""
+FORMATS = (".parquet", ".jsonl")
+
+
+def synthesize(
+    source: str,
+    out: Path,
+    settings: Synthesis,
+    how: Sampling,
+    engine: EngineConfig,
+    console: Console,
+    *,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Sample a data set from a run's model and write it to a file, with a record of it beside.
+
+    Args:
+      source: the directory of a run, or a pretrained model.
+      out: a new .parquet or .jsonl file. A set without a guarantee is called NAME.no-guarantee.
+      settings, how: what is sampled.
+      engine: where.
+      resume: go on with what an interrupted command left beside `out`.
+
+    Returns:
+      The record: file, claim, epsilon, delta, counts.
+
+    Raises:
+      ConfigError: there is no such model, a setting does not fit it, or `out` exists.
+      ReportError: the run breaks a promise.
+      EngineError: workers failed.
+    """
+    expect_usable_jax()
+    expect("out", out, out.suffix in FORMATS, "a file ending in .parquet or .jsonl")
+    source = expand_home("model", source)
+    model = model_to_generate(source)
+    claim = claim_of(source, console)
+    if not claim["guarantee"]:
+        named = out.with_name(f"{out.stem}{NO_GUARANTEE}{out.suffix}")
+        out = out if NO_GUARANTEE in out.name else named
+    expect("out", out, not out.exists(), "a new file")
+    openings = read_prompts(settings.prompts) if settings.prompts else [Opening("")]
+    turns = settings.turns or int(bool(openings[0].messages))
+    chats = turns > 0
+    prompted = not openings[0].prompt
+    expect("turns", turns, not chats or prompted, "0 beside prompts that are no messages")
+    writer = Writer(model, chats=chats)
+    writer.expect_fits(openings)
+    stages = list(roles(openings[0], turns))
+    task = _Task(model, writer, stages, openings, settings, how)
+    parts = _parts(out, task.identity(claim), resume=resume)
+    remember_programs()
+    started, workers = time.monotonic(), Workers(engine, model.params)
+    try:
+        rows, counts = _sampled(task, Parts(parts), workers, console)
+    finally:
+        workers.close()
+    seconds = time.monotonic() - started
+    about = {"file": out.name, **claim, **counts, "settings": task.settings()}
+    _write(out, [{**row, **_provenance(claim)} for row in rows], about)
+    shutil.rmtree(parts)
+    rate = counts["tokens"] / max(seconds, 1e-9)
+    console.note(f"{counts['tokens']:,} tokens in {duration(seconds)}: {rate:,.0f} a second")
+    return {**about, "file": str(out)}
+
+
+def claim_of(source: str, console: Console) -> dict[str, Any]:
+    """What a data set sampled from a model promises: JSON, without places of this machine.
+
+    Raises: ReportError: the run breaks a promise, or has none.
+    """
+    path = Path(source)
+    if not (path / directory.CONFIG).is_file() or directory.load(path).plan is None:
+        why = "a model that was not trained with differential privacy"
+        return {
+            **{"run": model_name(source), "guarantee": False, "claim": f"No guarantee: {why}."},
+            **{"epsilon": None, "delta": None, "outside": []},
+        }
+    ended = directory.summary_of(path) is not None
+    expect("model", source, ended, "a run that has ended; --resume goes on with it")
+    released = read(path, console)
+    plan = released.plan
+    record = published.described_claim(released, "huggingface", {})
+    same = ("claim", "delta", "adjacency", "params_sha256")
+    return {
+        "run": path.resolve().name,
+        "guarantee": plan.guarantee,
+        "why_not": "" if plan.guarantee else why_not(plan.label),
+        "epsilon": record["epsilon"] if plan.guarantee else None,
+        **{name: record[name] for name in same},
+        "outside": list(plan.non_private),
+    }
+
+
+@dataclasses.dataclass
+class _Text:
+    """A text under way."""
+
+    number: int
+    opening: Opening
+    messages: list[Message]
+    said: str = ""
+    num_tokens: int = 0
+    stopped: str = ""
+    """end: the model ended the last message; num_tokens; length: of what the model reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """All that decides the texts."""
+
+    model: Pretrained
+    writer: Writer
+    stages: Sequence[str | None]
+    openings: Sequence[Opening]
+    of: Synthesis
+    how: Sampling
+
+    def settings(self) -> dict[str, Any]:
+        """The settings as JSON, with what the prompts say in place of where they are."""
+        prompts = json.dumps([each._asdict() for each in self.openings]).encode()
+        own = dataclasses.asdict(self.of) | {"turns": self.stages.count(ASSISTANT)}
+        digest = hashlib.sha256(prompts).hexdigest()
+        return {**own, **dataclasses.asdict(self.how), "prompts": self.of.prompts and digest}
+
+    def identity(self, claim: Mapping[str, Any]) -> dict[str, Any]:
+        """What must be the same to go on with parts that were drawn before."""
+        model = claim.get("params_sha256") or checkpoint.params_sha256(self.model.params)
+        return {"params_sha256": model, **self.settings()}
+
+    def opening(self, number: int) -> Opening:
+        """What a text begins with."""
+        return self.openings[number % len(self.openings)]
+
+    def job(self, texts: Sequence[_Text], role: str | None, stage: int) -> tuple[list[_Text], Job]:
+        """(the texts that go on with a message of `role`, the draw of these messages)."""
+        writer, under_way, prompts = self.writer, [], []
+        for text in texts:
+            begin = writer.begin(text.opening) if role is None else None
+            ids = begin or writer.begin_message(text.messages, role or "")
+            if ids is None:
+                text.stopped = "length"
+                continue
+            under_way.append(text)
+            prompts.append(Prompt(ids, writer.most(ids, self.of.num_tokens), text.number))
+        ends, slots = writer.ends(role), min(self.of.batch_size, max(1, len(prompts)))
+        config, seed = self.model.config, self.of.seed
+        return under_way, Job(config, self.how, ends, seed, stage, prompts, slots)
+
+    def add(self, text: _Text, role: str | None, tokens: Sequence[int]) -> None:
+        """Add a message that was drawn to its text."""
+        said, ended = self.writer.text(tokens, self.writer.ends(role))
+        text.num_tokens += len(tokens) - ended
+        whole = len(tokens) >= self.of.num_tokens
+        text.stopped = "end" if ended else "num_tokens" if whole else "length"
+        if role is None:
+            text.said = said
+        else:
+            text.messages.append(Message(role, said.strip()))
+
+
+def _parts(out: Path, identity: dict[str, Any], *, resume: bool) -> Path:
+    """The directory of the parts of a data set.
+
+    Raises: ConfigError: there are parts, and they are not to be gone on with, or of other settings.
+    """
+    place = out.with_name(out.name + PARTS)
+    record = place / "settings.json"
+    if record.is_file():
+        expect("out", out, resume, f"a new file, or --resume, which goes on with {place}")
+        for name, value in read_json(record).items():
+            there = f"{value}, as in {place}, which --resume goes on with"
+            expect(name, identity.get(name), identity.get(name) == value, there)
+        return place
+    expect("resume", resume, not resume, f"false: there is nothing to go on with at {place}")
+    make_directory(place, 0o700)
+    write_json(record, identity)
+    return place
+
+
+def _sampled(
+    task: _Task, parts: Parts, workers: Workers, console: Console
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(rows in the order of their numbers, counts of what was sampled and thrown away)."""
+    wanted, most = task.of.num_texts, MOST_SAMPLED * task.of.num_texts
+    rows: list[dict[str, Any]] = []
+    dropped: dict[str, int] = defaultdict(int)
+    sampled = tokens = first_block = 0
+    while len(rows) < wanted and sampled < most:
+        count = min(wanted - len(rows), most - sampled)
+        what = f"sampling {count:,} texts {workers.describe()}"
+        with console.phase(what) as phase:
+            texts = _drawn(task, (sampled, count, first_block), parts, workers, phase.at)
+        first_block += len(block_sizes(count, task.of.batch_size))
+        for text in texts:
+            sampled, tokens = sampled + 1, tokens + text.num_tokens
+            row = as_row(text.opening, text.said, text.messages)
+            if (reason := _reason(text, row)) is not None:
+                dropped[reason] += 1
+                continue
+            about = {"prompt_class": text.opening.name, "num_tokens": text.num_tokens}
+            rows.append({"index": text.number, **row, **about, "stopped": text.stopped})
+    if len(rows) < wanted:
+        console.warn(f"{len(rows):,} texts of {sampled:,} are left of {wanted:,} that were to be")
+    return rows, {"kept": len(rows), "sampled": sampled, "tokens": tokens, "dropped": {**dropped}}
+
+
+def _reason(text: _Text, row: Mapping[str, Any]) -> str | None:
+    """Why a text is thrown away; None if it is kept."""
+    if text.messages and text.messages[-1].role != ASSISTANT:
+        return "unanswered"
+    said = [each.content for each in text.messages] or [row.get("text", text.said)]
+    return None if all(each.strip() for each in said) else "empty"
+
+
+def _drawn(
+    task: _Task,
+    place: tuple[int, int, int],
+    parts: Parts,
+    workers: Workers,
+    heard: Callable[[int, int], None],
+) -> list[_Text]:
+    """Draw texts, in blocks, a stage after another.
+
+    Args: place: (number of the first text, count, number of the first block).
+    """
+    first, count, first_block = place
+    blocks: dict[int, list[_Text]] = {}
+    for block, size in enumerate(block_sizes(count, task.of.batch_size), first_block):
+        numbers = range(first, first := first + size)
+        openings = ((number, task.opening(number)) for number in numbers)
+        blocks[block] = [_Text(n, opening, [*opening.messages]) for n, opening in openings]
+    done, total = 0, len(blocks) * len(task.stages)
+    for stage, role in enumerate(task.stages):
+        under_way, jobs = {}, {}
+        for block, texts in blocks.items():
+            under_way[block], jobs[block] = task.job(texts, role, stage)
+        kept = {block: parts.load(block, stage) for block in blocks}
+        missing = {block: jobs[block] for block in blocks if kept[block] is None}
+        heard(done := done + len(blocks) - len(missing), total)
+        for block, tokens in workers.draw(missing):
+            parts.save(block, stage, tokens)
+            kept[block] = tokens
+            heard(done := done + 1, total)
+        for block, texts in under_way.items():
+            for text, tokens in zip(texts, kept[block] or (), strict=True):
+                task.add(text, role, tokens)
+    return [text for texts in blocks.values() for text in texts]
+
+
+def _provenance(claim: Mapping[str, Any]) -> dict[str, Any]:
+    """What each row says of where it comes from."""
+    return {name: claim[name] for name in ("run", "epsilon", "delta")}
+
+
+def _write(out: Path, rows: Sequence[Mapping[str, Any]], about: dict[str, Any]) -> None:
+    """Write the data set, and the record beside it."""
+    make_directory(out.parent)
+    write_json(out.with_name(out.name + ABOUT), about)
+    if out.suffix == ".jsonl":
+        write_pieces(out, (json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
+        return
+    kinds = {"epsilon": pa.float64(), "delta": pa.float64(), "index": pa.int64()}
+    table = pa.Table.from_pylist([*rows])
+    for name, kind in kinds.items():  # of an empty set, and of epsilon without a guarantee
+        if name in table.column_names:
+            place = table.column_names.index(name)
+            table = table.set_column(place, name, table[name].cast(kind))
+    metadata = {b"fedsim": json.dumps(about).encode()}
+    write_with(out, lambda path: pq.write_table(table.replace_schema_metadata(metadata), path))
