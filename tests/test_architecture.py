@@ -17,7 +17,7 @@ LEVELS = (
     "config keys accounting placement",
     "sampling mechanism noise clipping models data",
     "els uls shared_uls plan evaluate run engine budget",
-    "trust tuning training generate chat export publish",
+    "trust tuning training generate chat export publish synthesis",
     "library cli",
 )
 FOUNDATION = {"fedsim.errors", "fedsim.files", "fedsim.installation"}  # the accountant's, too

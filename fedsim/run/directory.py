@@ -99,6 +99,8 @@ class StoredRun:
     """`name` of the clipping strategy, and `why` it was chosen."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """sha256 of each file in model/."""
+    labels: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Labels of the texts, as in the metadata of the data; see `data.label_prompts`."""
     tokenizer: str = ""
     """sha256 of tokenizer.json; empty if there is none, or for a run of an earlier version."""
     removed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -122,7 +124,7 @@ class StoredRun:
             "plan": self.plan and self.plan.as_dict(),
             **{
                 name: dict(getattr(self, name))
-                for name in ("versions", "model", "strategy", "files")
+                for name in ("versions", "model", "strategy", "files", "labels")
             },
             "host": self.host,
             "tokenizer": self.tokenizer,
@@ -154,7 +156,7 @@ class StoredRun:
                 plan = dataclasses.replace(plan, unproven=name)
         kept, removed = _without_removed(renamed(record["run"]))
         run = run_config(**{**kept, "run_dir": run_dir})
-        names = ("model", "versions", "host", "strategy", "files", "tokenizer")
+        names = ("model", "versions", "host", "strategy", "files", "labels", "tokenizer")
         rest = {name: record[name] for name in names if name in record}
         return cls(identity, settings, run, plan=plan, removed=removed, **rest)
 
