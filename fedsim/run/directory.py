@@ -6,6 +6,7 @@ budget.json    where the ledger of the data counts the run
 tokenizer.json of the data, so that the model can be used without the data
 model/         files of the initial model that training does not change
 ledger.jsonl   metrics.jsonl   tb/   checkpoints/   summary.json
+labels.json    the histogram of the labels, if it was released, and labels/ with its receipt
 released/      released numbers of the steps since the last checkpoint, mode 0700
 report.html   report.md   audit.html   audit.md   audit.json, by the commands report and audit
 """

@@ -1,4 +1,6 @@
 from .labels import (
+    HISTOGRAM as HISTOGRAM,
+    RECEIPTS as RECEIPTS,
     LabelHistogram as LabelHistogram,
     draw_histogram as draw_histogram,
     label_shares as label_shares,

@@ -29,10 +29,9 @@ from fedsim.plan import ADJACENCY, REPRODUCTION, claimed_phases
 from fedsim.run import Console, StoredRun, directory, find_model, ledger, load_data
 from fedsim.sampling import graph_of
 
-FILE, RECEIPTS = "labels.json", "labels"
-"""The released histogram in the run's directory, and the folder with its receipt."""
-KIND = "labels"
-"""Kind of the release in the budget ledger."""
+HISTOGRAM, RECEIPTS = "labels.json", "labels"
+"""The released histogram in the run's directory, and the folder with its receipt, which is also the
+kind of the release in the budget ledger."""
 UNITS = 2**10
 """Parts of a user's vote."""
 USERS_AT_ONCE = 2**14
@@ -67,7 +66,7 @@ def stored_histogram(run_dir: Path) -> LabelHistogram | None:
 
     Raises: FileDamaged: the file is malformed.
     """
-    path = run_dir / FILE
+    path = run_dir / HISTOGRAM
     if not path.exists():
         return None
     record = read_json(path)
@@ -123,14 +122,14 @@ def release_histogram(
         limit = None if limit_epsilon is None else Limit(limit_epsilon, delta)
         place = place_of(budget_ledger or stored.run.budget_ledger)
         receipts = run_dir / RECEIPTS
-        applicant = Applicant(place, store.user_ids(), KIND, limit, receipts, delta)
+        applicant = Applicant(place, store.user_ids(), RECEIPTS, limit, receipts, delta)
         events: list[tuple[Event, int]] = [(PureEvent(epsilon), 1)]
         label = REPRODUCTION if stored.plan.seeded else ""
-        entry = applicant.entry(key.seal(KIND), events, (0.0, 0.0), label)
+        entry = applicant.entry(key.seal(RECEIPTS), events, (0.0, 0.0), label)
         applicant.expect_room(entry)
         make_directory(receipts, 0o700)
-        with admitted(applicant, entry, lambda: events if (run_dir / FILE).exists() else []):
-            write_json(run_dir / FILE, histogram.as_dict())
+        with admitted(applicant, entry, lambda: events if (run_dir / HISTOGRAM).exists() else []):
+            write_json(run_dir / HISTOGRAM, histogram.as_dict())
     return histogram
 
 
@@ -197,7 +196,7 @@ def total_epsilon(run_dir: Path, histogram: LabelHistogram | None = None) -> flo
     """Epsilon of a run and of its histogram of labels together, at the run's delta.
 
     Args:
-      histogram: None: the model alone, as `fedsim.load(run_dir).epsilon`.
+      histogram: None: the model alone, as its report claims.
     Returns: inf without noise. If the plan has a label, it is no guarantee.
     """
     plan = directory.load(run_dir).plan
