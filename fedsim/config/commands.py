@@ -1,6 +1,7 @@
 """Settings of audits, pre-training, personalization and synthesis."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 from fedsim.errors import expect
@@ -104,6 +105,15 @@ class Synthesis:
     that no prompt has are sampled as well. >= 0. Default: 1 if prompts are messages; else 0, plain
     texts."""
 
+    label_epsilon: float | None = None
+    """For a run on data with labels: release how frequent each label is among the users, once, for
+    this epsilon beyond the run's, and follow it. > 0. Default: a histogram that was released
+    before, or label_weights."""
+
+    label_weights: tuple[float, ...] | None = None
+    """For a run on data with labels: public shares of the labels, in their order. >= 0. Default:
+    equal shares, where no histogram is released."""
+
     batch_size: int = 64
     """Texts that a worker samples at a time. >= 1. Changes the texts."""
 
@@ -114,6 +124,13 @@ class Synthesis:
         for name in ("num_texts", "num_tokens", "batch_size"):
             expect(name, getattr(self, name), getattr(self, name) >= 1, ">= 1")
         expect("turns", self.turns, self.turns >= 0, ">= 0")
+        share, weights = self.label_epsilon, self.label_weights
+        expect("label_epsilon", share, share is None or 0 < share < math.inf, "> 0 and finite")
+        of_one = weights is None or (min(weights, default=-1) >= 0 and 0 < sum(weights) < math.inf)
+        expect("label_weights", weights, of_one, "numbers >= 0, of which one is above 0")
+        expect(
+            "label_weights", weights, share is None or weights is None, "no label_epsilon beside"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -256,6 +256,8 @@ class RunSettings(TypedDict, total=False):
     completion_column: str | None
     train_on: Literal["all", "completion", "assistant", "user"] | None
     chat_template: str | None
+    condition_on: str | None
+    labels: str | Sequence[str] | None
     model: str
     lora_rank: int
     lora_modules: str | Sequence[str]
@@ -392,7 +394,8 @@ def train(
             name = task.describe().get("task", type(task).__qualname__)
             flags |= {"data": f"{name} (rows of its own)", "model": f"{name} (a task)"}
         else:
-            flags |= flags_of_data(data, user, text, messages, settings.get("owner_key"))
+            of_rows = settings.get("owner_key"), settings.get("condition_on")
+            flags |= flags_of_data(data, user, text, messages, *of_rows)
         privacy, run = configs_of(flags)
         set_threads(run.engine)
         from fedsim.training import train as train_run  # imports JAX, which reads the threads
@@ -416,6 +419,7 @@ def flags_of_data(
     text: str | None,
     messages: str | None = None,
     owner_key: str | None = None,
+    label: str | None = None,
 ) -> dict[str, str]:
     """The settings that name data of any kind and its columns; see `train`."""
     # Columns of a DataFrame without names are numbered.
@@ -424,7 +428,7 @@ def flags_of_data(
     given = {name: column for name, column in columns.items() if column is not None}
     rows, chats = messages or text or TEXT, messages is not None
     owner = user or (None if chats and owner_key is not None else USER)
-    return {"data": source_of(data, owner, rows, chats=chats), **given}
+    return {"data": source_of(data, owner, rows, chats=chats, label=label), **given}
 
 
 Config = TypeVar("Config")

@@ -34,7 +34,9 @@ ROWS = 10_000
 """Rows that are written at a time."""
 
 
-def source_of(data: Any, user: str | None, text: str, *, chats: bool = False) -> str:
+def source_of(
+    data: Any, user: str | None, text: str, *, chats: bool = False, label: str | None = None
+) -> str:
     """The value of `--data` for data in memory or files.
 
     Args:
@@ -43,6 +45,7 @@ def source_of(data: Any, user: str | None, text: str, *, chats: bool = False) ->
         table, such as a polars DataFrame. It is read in parts.
       user, text: columns with the user and the text of a row. No user: its turns say who speaks.
       chats: True if the text column holds chats, of which only the users are checked here.
+      label: column with the label of a row; None if rows have none.
 
     Returns:
       `data` if it is a path, else the path of a Parquet file.
@@ -52,32 +55,34 @@ def source_of(data: Any, user: str | None, text: str, *, chats: bool = False) ->
     """
     if isinstance(data, str | os.PathLike):
         return os.fspath(data)
+    columns = {"user": user, "text": text, "condition_on": label}
+    named = {field: name for field, name in columns.items() if name is not None}
     if isinstance(data, list | tuple) and all(isinstance(x, str | os.PathLike) for x in data):
-        return str(_joined([Path(file) for file in data], user, text, chats))
-    return str(_written(_batches(data, user, text), user, text, chats))
+        return str(_joined([Path(file) for file in data], named, chats))
+    return str(_written(_batches(data, named), named, chats))
 
 
-def _joined(files: list[Path], user: str | None, text: str, chats: bool) -> Path:
-    """One file with the rows of several Parquet files."""
+def _joined(files: list[Path], named: Mapping[str, str], chats: bool) -> Path:
+    """One file with the rows of several Parquet files. Args: named: columns by their settings."""
     others = [file for file in files if file.suffix != ".parquet"]
     if others or not files:
         paths = ", ".join(map(str, others)) or "none"
         raise DataError.of("data", paths, "a list of Parquet files, or one pattern (*.csv)")
     paths = [path for file in files for path in sources.find_files(str(file))]
     tables = (pq.ParquetFile(file) for file in paths)
-    return _written((b for table in tables for b in table.iter_batches(ROWS)), user, text, chats)
+    return _written((b for table in tables for b in table.iter_batches(ROWS)), named, chats)
 
 
-def _batches(data: Any, user: str | None, text: str) -> Iterator[pa.RecordBatch]:
-    """The rows of a table in memory; only two columns of a DataFrame, as others may hold
+def _batches(data: Any, named: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
+    """The rows of a table in memory; only the named columns of a DataFrame, as others may hold
     anything."""
     kind = f"{type(data).__module__}.{type(data).__name__}"
     if kind.startswith("pandas."):
-        for table in _of_pandas(data, user, text):
+        for table in _of_pandas(data, named):
             yield from table.to_batches(ROWS)
         return
     if _are_rows(data):
-        for table in _of_rows(data, user, text):
+        for table in _of_rows(data, named):
             yield from table.to_batches()
         return
     if kind.startswith("datasets."):
@@ -103,19 +108,19 @@ def _are_rows(data: Any) -> bool:
     return isinstance(data, Iterator) or type(data).__name__ == "IterableDataset"
 
 
-def _of_pandas(data: Any, user: str | None, text: str) -> Iterator[pa.Table]:
-    """The two columns of a DataFrame, or of each chunk of `read_csv(chunksize=...)`."""
-    name, first = type(data).__name__, None
+def _of_pandas(data: Any, named: Mapping[str, str]) -> Iterator[pa.Table]:
+    """The columns of a DataFrame, or of each chunk of `read_csv(chunksize=...)`."""
+    name, first, user = type(data).__name__, None, named.get("user")
     if name == "DataFrame":
-        yield _of_frame(data, user, text)
+        yield _of_frame(data, named)
         return
     if not (name.endswith("Reader") and hasattr(data, "__next__")):
         hint = "; reset_index() makes one of a Series"
         raise DataError.of("data", f"pandas {name}", f"a DataFrame, or chunks of one{hint}")
     try:
         for chunk in data:  # pandas guesses types per chunk: 007 may be 7 in one
-            table = _of_frame(chunk, user, text)
-            kind = table.schema.field(user or text).type
+            table = _of_frame(chunk, named)
+            kind = table.schema.field(user or named["text"]).type
             first = first or kind
             if kind != first:
                 got = f"{first} and {kind}; read them with dtype=str"
@@ -128,16 +133,16 @@ def _of_pandas(data: Any, user: str | None, text: str) -> Iterator[pa.Table]:
         raise DataError.of("data", f"pandas {name}", f"chunks to read, got a {got}") from None
 
 
-def _of_frame(data: Any, user: str | None, text: str) -> pa.Table:
-    """The two columns of a DataFrame.
+def _of_frame(data: Any, named: Mapping[str, str]) -> pa.Table:
+    """The columns of a DataFrame.
 
     Raises:
       DataError: a column is missing, or has values of several kinds.
     """
     columns = {}
     names = list(map(str, data.columns))
-    for field, name in _named(user, text).items():
-        _expect_column(field, name, names, [*_named(user, text).values()])
+    for field, name in named.items():
+        _expect_column(field, name, names, [*named.values()])
         if names.count(name) > 1:
             raise DataError.of(field, name, "one column of that name")
         values = data.iloc[:, names.index(name)]
@@ -147,8 +152,8 @@ def _of_frame(data: Any, user: str | None, text: str) -> pa.Table:
     return pa.table(columns)
 
 
-def _of_rows(rows: Iterable[Any], user: str | None, text: str) -> Iterator[pa.Table]:
-    """The two columns of rows that are dicts, some rows at a time.
+def _of_rows(rows: Iterable[Any], named: Mapping[str, str]) -> Iterator[pa.Table]:
+    """The columns of rows that are dicts, some rows at a time.
 
     Raises:
       DataError: a row is no dict or lacks a column, or a column has values of several kinds.
@@ -159,7 +164,6 @@ def _of_rows(rows: Iterable[Any], user: str | None, text: str) -> Iterator[pa.Ta
         for row in part:
             if not isinstance(row, Mapping):
                 raise DataError.of("data", f"rows of type {type(row).__name__}", "rows as dicts")
-        named = _named(user, text)
         for field, name in named.items():
             for row in part:
                 if name not in row:
@@ -186,17 +190,12 @@ def _whole_as_text(owner: Any) -> Any:
     return str(owner) if whole else owner
 
 
-def _named(user: str | None, text: str) -> dict[str, str]:
-    """The columns of a table, by the setting that names each."""
-    return {"text": text} if user is None else {"user": user, "text": text}
-
-
 def _expect_column(field: str, name: str, have: list[str], wanted: list[str]) -> None:
     if name not in have:
         raise DataError(f"{field}={name}: {expected_of(have, wanted)}", field=field)
 
 
-def _written(batches: Iterator[pa.RecordBatch], user: str | None, text: str, chats: bool) -> Path:
+def _written(batches: Iterator[pa.RecordBatch], named: Mapping[str, str], chats: bool) -> Path:
     """Write the rows to a file that is named by its digest.
 
     Raises:
@@ -205,7 +204,7 @@ def _written(batches: Iterator[pa.RecordBatch], user: str | None, text: str, cha
     home = own_directory(cache_dir() / TABLES)
     temporary = home / f".{os.getpid()}-{os.urandom(8).hex()}.tmp"
     try:
-        _write(temporary, batches, user, text, chats)
+        _write(temporary, batches, named, chats)
         with open(temporary, "rb") as file:
             name = hashlib.file_digest(file, "sha256").hexdigest()[:32]
         os.replace(temporary, home / f"{name}.parquet")
@@ -215,7 +214,7 @@ def _written(batches: Iterator[pa.RecordBatch], user: str | None, text: str, cha
 
 
 def _write(
-    path: Path, batches: Iterator[pa.RecordBatch], user: str | None, text: str, chats: bool
+    path: Path, batches: Iterator[pa.RecordBatch], named: Mapping[str, str], chats: bool
 ) -> None:
     """Write the rows to `path`; the caller removes the file after an error.
 
@@ -223,13 +222,13 @@ def _write(
       DataError: as `normalise`, or a row has no owner.
     """
     writer, rows = None, 0
+    user, text, label = named.get("user"), named["text"], named.get("condition_on")
     try:
         for batch in batches:
-            named = _named(user, text)
             for field, name in named.items():
                 _expect_column(field, name, batch.schema.names, [*named.values()])
             told, columns = batch[text], Columns.of(user or Columns.user, text)
-            written = {}
+            written = {} if label is None else {label: batch[label]}
             if user is not None:
                 if chats:
                     batch, columns = batch.select([user]), replace(columns, text=())

@@ -1,7 +1,8 @@
-"""Gaussian noise on a lattice, for the sum of a step and for single numbers.
+"""Noise on a lattice: Gaussian for the sum of a step and for single numbers, Laplace for counts.
 
 independent    noise that is independent across steps, and its distance from ideal noise
 correlated     noise of which each step subtracts part of the last steps' noise
+laplace        discrete Laplace noise for counts, exact
 """
 
 from lazy_loader import attach_stub

@@ -20,3 +20,4 @@ from .independent import (
     release_shift as release_shift,
     slack as slack,
 )
+from .laplace import discrete_laplace as discrete_laplace

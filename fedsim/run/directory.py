@@ -6,6 +6,7 @@ budget.json    where the ledger of the data counts the run
 tokenizer.json of the data, so that the model can be used without the data
 model/         files of the initial model that training does not change
 ledger.jsonl   metrics.jsonl   tb/   checkpoints/   summary.json
+labels.json    the histogram of the labels, if it was released, and labels/ with its receipt
 released/      released numbers of the steps since the last checkpoint, mode 0700
 report.html   report.md   audit.html   audit.md   audit.json, by the commands report and audit
 """
@@ -99,6 +100,8 @@ class StoredRun:
     """`name` of the clipping strategy, and `why` it was chosen."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """sha256 of each file in model/."""
+    labels: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Labels of the texts, as in the metadata of the data; see `data.label_prompts`."""
     tokenizer: str = ""
     """sha256 of tokenizer.json; empty if there is none, or for a run of an earlier version."""
     removed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -122,7 +125,7 @@ class StoredRun:
             "plan": self.plan and self.plan.as_dict(),
             **{
                 name: dict(getattr(self, name))
-                for name in ("versions", "model", "strategy", "files")
+                for name in ("versions", "model", "strategy", "files", "labels")
             },
             "host": self.host,
             "tokenizer": self.tokenizer,
@@ -154,7 +157,7 @@ class StoredRun:
                 plan = dataclasses.replace(plan, unproven=name)
         kept, removed = _without_removed(renamed(record["run"]))
         run = run_config(**{**kept, "run_dir": run_dir})
-        names = ("model", "versions", "host", "strategy", "files", "tokenizer")
+        names = ("model", "versions", "host", "strategy", "files", "labels", "tokenizer")
         rest = {name: record[name] for name in names if name in record}
         return cls(identity, settings, run, plan=plan, removed=removed, **rest)
 

@@ -1,7 +1,8 @@
 """Synthetic text: a data set sampled from a protected model, with what is known about it.
 
-`synthesize` is the command; `sampling` draws blocks of texts on workers, `prompts` says what texts
-begin with.
+synthesize    the command
+prompts       what texts begin with, and rows of their tokens
+sampling      blocks of texts, drawn on workers
 """
 
 from lazy_loader import attach_stub

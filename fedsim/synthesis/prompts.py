@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +33,8 @@ class Opening(NamedTuple):
     messages: tuple[Message, ...] = ()
     is_pair: bool = False
     """True if the model completes the prompt, instead of continuing a text."""
-    ids: tuple[int, ...] | None = None
-    """The tokens, where a label decides them."""
+    label: tuple[int, ...] = ()
+    """Tokens of the label's prompt, the begin token among them, which come before all others."""
 
 
 def read_prompts(path: Path) -> list[Opening]:
@@ -78,6 +78,23 @@ def _object(line: str, place: str) -> Opening:
         message = f"{place}: expected a message of the user as the last one"
         raise ConfigError(message, field="prompts")
     return Opening(messages[-1].content, messages=messages)
+
+
+def openings_of(
+    prompts: Sequence[Opening], labels: Mapping[str, Sequence[int]], weights: Sequence[float]
+) -> Iterator[Opening]:
+    """Yield what texts begin with, for ever: prompts in turn, labels by their weights.
+
+    Args:
+      labels: tokens of each label's prompt; empty: there are no labels.
+      weights: of the labels.
+    """
+    if not labels:
+        yield from itertools.cycle(prompts)
+        return
+    by_label = dict(zip(labels, weights, strict=True))
+    for prompt, label in zip(itertools.cycle(prompts), in_proportion(by_label), strict=False):
+        yield prompt._replace(name=label, label=tuple(labels[label]))
 
 
 def in_proportion(weights: Mapping[str, float]) -> Iterator[str]:
@@ -126,12 +143,12 @@ class Writer:
         expect("prompts", None, role != USER or end is not None, there)
         return frozenset(self.tokenizer.end_ids) | (frozenset() if end is None else {end})
 
-    def expect_fits(self, openings: Sequence[Opening]) -> None:
+    def expect_fits(self, openings: Iterable[Opening]) -> None:
         """Raise ConfigError if a prompt is too long for the model, or its template takes none."""
         for opening in openings:
             asked = brief(opening.prompt or "".join(m.content for m in opening.messages), 40)
             try:
-                ids = self.begin(opening) if self._chats is None else self._open(opening.messages)
+                ids = self.begin(opening)
             except BadChat as error:
                 expected = f"a chat that the template takes ({error})"
                 raise ConfigError.of("prompts", asked, expected) from None
@@ -139,26 +156,31 @@ class Writer:
             expect("prompts", asked, len(ids) < self._longest, expected)
 
     def begin(self, opening: Opening) -> list[int]:
-        """Tokens before a plain text."""
-        if opening.ids is not None:
-            return list(opening.ids)
-        return [self.tokenizer.begin_id, *self.tokenizer.encode_batch([opening.prompt])[0]]
+        """Tokens before what the model writes first."""
+        if self._chats is not None:
+            return self._before(opening, opening.messages, ASSISTANT if opening.messages else USER)
+        ids = self.tokenizer.encode_batch([opening.prompt])[0]
+        return [*(opening.label or [self.tokenizer.begin_id]), *ids]
 
-    def begin_message(self, messages: Sequence[Message], role: str) -> list[int] | None:
+    def begin_message(
+        self, opening: Opening, messages: Sequence[Message], role: str
+    ) -> list[int] | None:
         """Tokens before the next message of a chat; None if it is too long for the model, or the
         template takes no such chat."""
         try:
-            ids = self._open(messages, role)
+            ids = self._before(opening, messages, role)
         except BadChat:
             return None
         return ids if len(ids) < self._longest else None
 
-    def _open(self, messages: Sequence[Message], role: str | None = None) -> list[int]:
-        """Tokens before a message of `role`; None: of whoever has the next turn."""
+    def _before(self, opening: Opening, messages: Sequence[Message], role: str) -> list[int]:
         assert self._chats is not None, "made for chats"
-        if (role or (ASSISTANT if messages else USER)) == ASSISTANT:
-            return self._chats.encode_prompt(messages).tolist()
-        return self._chats.encode_opening(messages, USER).tolist()
+        if role == ASSISTANT:
+            ids = self._chats.encode_prompt(messages).tolist()
+        else:
+            ids = self._chats.encode_opening(messages, role).tolist()
+        twice = opening.label and ids[:1] == [self.tokenizer.begin_id]
+        return [*opening.label, *ids[1 if twice else 0 :]]
 
     def most(self, ids: Sequence[int], num_tokens: int) -> int:
         """Most tokens that can follow."""

@@ -5,6 +5,7 @@ Sampling from a protected model costs nothing: texts have the run's epsilon, as 
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import shutil
 import time
@@ -16,8 +17,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fedsim.accounting import at_most
 from fedsim.config import EngineConfig, Sampling, Synthesis
-from fedsim.data import ASSISTANT, Message
+from fedsim.data import ASSISTANT, Message, Tokenizer, label_prompts
 from fedsim.engine import expect_usable_jax, remember_programs
 from fedsim.errors import expect
 from fedsim.files import (
@@ -29,11 +31,12 @@ from fedsim.files import (
     write_with,
 )
 from fedsim.generate import model_to_generate
-from fedsim.models import Pretrained, Prompt
+from fedsim.models import Pretrained, Prompt, pretrained
 from fedsim.plan import why_not
 from fedsim.run import Console, checkpoint, directory, duration, model_name
-from fedsim.synthesis.prompts import Opening, Writer, as_row, read_prompts, roles
+from fedsim.synthesis.prompts import Opening, Writer, as_row, openings_of, read_prompts, roles
 from fedsim.synthesis.sampling import Job, Parts, Workers, block_sizes
+from fedsim.training import release_histogram, stored_histogram, total_epsilon
 from fedsim.trust import published, read
 
 PARTS, ABOUT = ".parts", ".about.json"
@@ -80,13 +83,16 @@ def synthesize(
         named = out.with_name(f"{out.stem}{NO_GUARANTEE}{out.suffix}")
         out = out if NO_GUARANTEE in out.name else named
     expect("out", out, not out.exists(), "a new file")
-    openings = read_prompts(settings.prompts) if settings.prompts else [Opening("")]
+    labels, weights, claim = _labelled(source, settings, claim, console)
+    prompts = read_prompts(settings.prompts) if settings.prompts else [Opening("")]
+    most = MOST_SAMPLED * settings.num_texts
+    openings = list(itertools.islice(openings_of(prompts, labels, weights), most))
     turns = settings.turns or int(bool(openings[0].messages))
     chats = turns > 0
     prompted = not openings[0].prompt
     expect("turns", turns, not chats or prompted, "0 beside prompts that are no messages")
     writer = Writer(model, chats=chats)
-    writer.expect_fits(openings)
+    writer.expect_fits(dict.fromkeys(openings))
     stages = list(roles(openings[0], turns))
     task = _Task(model, writer, stages, openings, settings, how)
     parts = _parts(out, task.identity(claim), resume=resume)
@@ -97,6 +103,7 @@ def synthesize(
     finally:
         workers.close()
     seconds = time.monotonic() - started
+    del claim["is_run"]
     about = {"file": out.name, **claim, **counts, "settings": task.settings()}
     _write(out, [{**row, **_provenance(claim)} for row in rows], about)
     shutil.rmtree(parts)
@@ -111,10 +118,12 @@ def claim_of(source: str, console: Console) -> dict[str, Any]:
     Raises: ReportError: the run breaks a promise, or has none.
     """
     path = Path(source)
-    if not (path / directory.CONFIG).is_file() or directory.load(path).plan is None:
+    is_run = (path / directory.CONFIG).is_file() and not pretrained.is_directory(path)
+    if not is_run or directory.load(path).plan is None:
         why = "a model that was not trained with differential privacy"
         return {
-            **{"run": model_name(source), "guarantee": False, "claim": f"No guarantee: {why}."},
+            **{"is_run": is_run, "run": model_name(source), "guarantee": False},
+            **{"claim": f"No guarantee: {why}."},
             **{"epsilon": None, "delta": None, "outside": []},
         }
     ended = directory.summary_of(path) is not None
@@ -123,7 +132,9 @@ def claim_of(source: str, console: Console) -> dict[str, Any]:
     plan = released.plan
     record = published.described_claim(released, "huggingface", {})
     same = ("claim", "delta", "adjacency", "params_sha256")
+    record["claim"] += " These texts were sampled from that model."
     return {
+        "is_run": True,
         "run": path.resolve().name,
         "guarantee": plan.guarantee,
         "why_not": "" if plan.guarantee else why_not(plan.label),
@@ -131,6 +142,41 @@ def claim_of(source: str, console: Console) -> dict[str, Any]:
         **{name: record[name] for name in same},
         "outside": list(plan.non_private),
     }
+
+
+def _labelled(
+    source: str, settings: Synthesis, claim: dict[str, Any], console: Console
+) -> tuple[dict[str, list[int]], Sequence[float], dict[str, Any]]:
+    """(tokens of each label's prompt, weights of the labels, the claim with their histogram).
+
+    Raises: ConfigError: there are no labels that a setting is about, or not so many weights.
+    """
+    run_dir, given = Path(source), settings.label_weights
+    stored = directory.load(run_dir) if claim["is_run"] else None
+    if stored is None or not stored.labels:
+        for name in ("label_epsilon", "label_weights"):
+            value = getattr(settings, name)
+            expect(name, value, value is None, "nothing: the model was not trained on labels")
+        return {}, (), claim
+    labels = label_prompts(stored.labels, Tokenizer.load(run_dir / directory.TOKENIZER))
+    if given is not None:
+        expect("label_weights", given, len(given) == len(labels), f"{len(labels)} numbers")
+        return labels, given, claim
+    if settings.label_epsilon is None:
+        histogram = stored_histogram(run_dir)
+    else:
+        histogram = release_histogram(run_dir, settings.label_epsilon, console=console)
+    if histogram is None:
+        return labels, [1.0] * len(labels), claim
+    together = total_epsilon(run_dir, histogram)
+    if claim["guarantee"]:
+        claim = {**claim, "epsilon": together, "label_epsilon": histogram.epsilon}
+        claim["claim"] += (
+            f" The histogram of labels that the texts follow costs each of these users epsilon = "
+            f"{at_most(histogram.epsilon, '.4g')} more: both together have epsilon = "
+            f"{at_most(together, '.4f')} at the same delta."
+        )
+    return labels, histogram.weights, claim
 
 
 @dataclasses.dataclass
@@ -154,31 +200,30 @@ class _Task:
     writer: Writer
     stages: Sequence[str | None]
     openings: Sequence[Opening]
+    """What each text begins with, by its number."""
     of: Synthesis
     how: Sampling
 
     def settings(self) -> dict[str, Any]:
         """The settings as JSON, with what the prompts say in place of where they are."""
-        prompts = json.dumps([each._asdict() for each in self.openings]).encode()
+        prompts = json.dumps(self.openings).encode()
         own = dataclasses.asdict(self.of) | {"turns": self.stages.count(ASSISTANT)}
         digest = hashlib.sha256(prompts).hexdigest()
-        return {**own, **dataclasses.asdict(self.how), "prompts": self.of.prompts and digest}
+        return {**own, **dataclasses.asdict(self.how), "prompts": digest}
 
     def identity(self, claim: Mapping[str, Any]) -> dict[str, Any]:
         """What must be the same to go on with parts that were drawn before."""
         model = claim.get("params_sha256") or checkpoint.params_sha256(self.model.params)
         return {"params_sha256": model, **self.settings()}
 
-    def opening(self, number: int) -> Opening:
-        """What a text begins with."""
-        return self.openings[number % len(self.openings)]
-
     def job(self, texts: Sequence[_Text], role: str | None, stage: int) -> tuple[list[_Text], Job]:
         """(the texts that go on with a message of `role`, the draw of these messages)."""
         writer, under_way, prompts = self.writer, [], []
         for text in texts:
-            begin = writer.begin(text.opening) if role is None else None
-            ids = begin or writer.begin_message(text.messages, role or "")
+            if role is None:
+                ids = writer.begin(text.opening)
+            else:
+                ids = writer.begin_message(text.opening, text.messages, role)
             if ids is None:
                 text.stopped = "length"
                 continue
@@ -269,7 +314,7 @@ def _drawn(
     blocks: dict[int, list[_Text]] = {}
     for block, size in enumerate(block_sizes(count, task.of.batch_size), first_block):
         numbers = range(first, first := first + size)
-        openings = ((number, task.opening(number)) for number in numbers)
+        openings = ((number, task.openings[number]) for number in numbers)
         blocks[block] = [_Text(n, opening, [*opening.messages]) for n, opening in openings]
     done, total = 0, len(blocks) * len(task.stages)
     for stage, role in enumerate(task.stages):

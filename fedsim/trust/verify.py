@@ -16,13 +16,14 @@ from fedsim import keys
 from fedsim.accounting import at_most
 from fedsim.clipping import Strategy
 from fedsim.config import Algorithm, PrivacyConfig
-from fedsim.data import SUMS
+from fedsim.data import SUMS, Tokenizer
 from fedsim.els import ELS
 from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged, expect
 from fedsim.files import read_json
 from fedsim.keys import SecretKey
 from fedsim.plan import (
     NOTHING,
+    REPRODUCTION,
     AllocatedSampling,
     Audit,
     Plan,
@@ -35,7 +36,7 @@ from fedsim.plan import (
 )
 from fedsim.run import Console, LedgerError, apart, checkpoint, directory, ledger, metrics, results
 from fedsim.shared_uls import SharedULS
-from fedsim.training import footnotes
+from fedsim.training import HISTOGRAM, RECEIPTS, draw_histogram, footnotes, stored_histogram
 from fedsim.trust.evidence import (
     TOLERANCE,
     Check,
@@ -117,6 +118,8 @@ def _verify(evidence: Evidence, data: str | None, again: str) -> list[Check]:
     looks = [look for look in LOOKS if evidence.plan.shared or look != ("owners", _owners)]
     if evidence.plan.evaluations is not None:
         looks.append(("evaluations", check_evaluations))
+    if (evidence.run_dir / HISTOGRAM).exists():
+        looks.append(("labels", _labels))
     if again:
         looks.append(("replay", functools.partial(replay, whole=again == "whole")))
     return [checked(promise, look, evidence) for promise, look in looks]
@@ -390,6 +393,21 @@ def _draws(evidence: Evidence) -> str:
             count += 1
     steps = _of_steps(evidence, count)
     return f"how many were drawn in each step is what the secret key determines ({steps})"
+
+
+def _labels(evidence: Evidence) -> str:
+    """The histogram of labels is the one that the key draws, and is counted."""
+    path, key = evidence.run_dir / HISTOGRAM, evidence.key
+    stated = stored_histogram(evidence.run_dir)
+    assert stated is not None, "there is one"
+    labels, tokenizer = evidence.stored.labels, evidence.run_dir / directory.TOKENIZER
+    demand(bool(labels), f"{path}: expected none of a run on data without labels")
+    drawn = draw_histogram(evidence.users, labels, Tokenizer.load(tokenizer), key, stated.epsilon)
+    demand(stated == drawn, f"{path}: other counts than the key draws at this epsilon")
+    label = REPRODUCTION if evidence.plan.seeded else ""
+    message = counted(evidence.run_dir / RECEIPTS, key.seal(RECEIPTS), label)
+    cost = at_most(stated.epsilon, ".4g")
+    return f"{len(stated.labels)} counts of users, epsilon {cost} beside the run's; {message}"
 
 
 LOOKS: list[tuple[str, Callable[[Evidence], str]]] = [

@@ -130,6 +130,8 @@ class Columns:
     turn_format: str | None = None
     normalise_ids: tuple[str, ...] = ()
     """Steps that are applied to ids; see `user_ids.STEPS`."""
+    label: str | None = None
+    """If given, the column of labels; see labels.py."""
     order_as: str | None = None
     """Kind of the values of the order column in all files; see `orders.KEYS`."""
     form: str = ""
@@ -237,7 +239,7 @@ class Columns:
     @property
     def names(self) -> list[str]:
         """Columns to read, without duplicates."""
-        single = filter(None, (self.order, self.conversation, self.turn))
+        single = filter(None, (self.order, self.conversation, self.turn, self.label))
         return list(dict.fromkeys((*self.owner, *self.text, *single)))
 
     def outer(self, found: Sequence[str]) -> list[str]:
@@ -270,6 +272,7 @@ class Columns:
         named += zip(self.text_fields, self.text, strict=True)
         named += [("order_column", self.order), ("url_column", self.url)]
         named += [("conversation_column", self.conversation), ("turn_column", self.turn)]
+        named += [("condition_on", self.label)]
         for field, name in named:
             if name is not None and name not in found:
                 line = f"{field}={name}: {expected_of(found, self.names)}"
@@ -308,7 +311,7 @@ def pick(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
 def normalise(
     batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str] | None = None
 ) -> pa.RecordBatch:
-    """Convert a batch to the columns user_id, text and order, as far as `columns` names them.
+    """Convert a batch to the columns user_id, text, order and label, as `columns` names them.
 
     The user_id of a row without owner is null or blank.
 
@@ -339,6 +342,11 @@ def normalise(
         if pa.types.is_null(keys.type) and columns.order_as is not None:
             keys = keys.cast(KEYS[columns.order_as])
         result["order"] = keys
+    if columns.label is not None:
+        labels, field = plain(batch[columns.label]), f"condition_on={columns.label}"
+        if pa.types.is_integer(labels.type):
+            labels = labels.cast(pa.string())
+        result["label"] = text_of(labels, field, first_row)
     return pa.RecordBatch.from_pydict(result)
 
 

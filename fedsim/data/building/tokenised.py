@@ -27,6 +27,7 @@ from fedsim.data.building.readers import PART_BYTES, READ_ROWS, Part, read
 from fedsim.data.building.speakers import BadRow
 from fedsim.data.chat import ChatTokenizer, Template
 from fedsim.data.dataset import EVAL_USERS, TEST, TRAIN, Holdout
+from fedsim.data.labels import Labels, conditioned
 from fedsim.data.store import copy, offsets_of, token_dtype
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import DataError
@@ -37,7 +38,7 @@ PIECE_BYTES = 512
 PLACES = 2**40  # more than the rows of a bundle
 GROUP_BYTES = 4 * 2**20  # of a row group, which a sorting thread reads at once
 COUNTS = ("examples", "unowned", "empty", "long", "no_order", "tokens", "tokens_cut")
-COUNTS += ("untrained", "skipped")
+COUNTS += ("untrained", "skipped", "unlabelled")
 BUNDLE_BYTES, MOST_BUNDLES = 4 * 2**20, 4096  # size of a bundle, and bundles of a build, about
 
 
@@ -55,6 +56,10 @@ class Encoding:
     long_texts: str
     chats: Chats | None = None
     """How rows of chats become examples; None if rows are texts."""
+    labels: Labels | None = None
+    """Labels of the examples; None if they have none."""
+    skip_unknown: bool = False
+    """Leave out rows of other labels, and count them."""
 
 
 def bundled(parts: Sequence[Part]) -> list[list[Part]]:
@@ -166,17 +171,18 @@ def _tokenise(
     Returns:
       The rows, in pieces, and their COUNTS: rows; source rows without a user, without a text, with
       a long text, without an order; tokens of the texts, and tokens that were cut off; chats
-      without a trained token, and those that cannot be encoded. Of a huge text, only tokens that
-      were encoded are counted; see `Tokenizer.encode`.
+      without a trained token, and those that cannot be encoded; rows of no label of the set. Of a
+      huge text, only tokens that were encoded are counted; see `Tokenizer.encode`.
     """
     unowned = is_blank(batch["user_id"])
     blank = unowned | is_blank(batch["text"])
-    kept = batch.filter(pa.array(~blank)) if blank.any() else batch
+    left_out = blank | (unlabelled := _unlabelled(batch, ~blank, encoding, first_row, file))
+    kept = batch.filter(pa.array(~left_out)) if left_out.any() else batch
     make = _of_texts if encoding.chats is None else _of_chats
     try:
-        examples, long, tokens, num_cut, *left_out = make(kept["text"], encoding)
+        examples, long, tokens, num_cut, *unusable = make(kept, encoding)
     except BadRow as bad:
-        row, columns = int(np.flatnonzero(~blank)[bad.row]) + first_row + 1, encoding.columns
+        row, columns = int(np.flatnonzero(~left_out)[bad.row]) + first_row + 1, encoding.columns
         named = f"{columns.text_fields[0]}={columns.text[0]}"
         raise DataError(f"{named}: {bad} in row {row} of {file}") from None
     columns = {"user_id": kept["user_id"]}
@@ -195,17 +201,51 @@ def _tokenise(
         }
     columns["tokens"] = as_bytes(sizes, examples.values)
     unread = int(unowned.sum()), int((blank & ~unowned).sum())
-    counts = len(examples.lengths), *unread, long, no_order, tokens, num_cut, *left_out
+    unusable.append(int(unlabelled.sum()))
+    counts = len(examples.lengths), *unread, long, no_order, tokens, num_cut, *unusable
     return pa.table(columns), counts
 
 
-def _of_texts(texts: pa.Array, encoding: Encoding) -> tuple[Any, ...]:
+def _unlabelled(
+    batch: pa.RecordBatch, read: np.ndarray, encoding: Encoding, first_row: int, file: Path
+) -> np.ndarray:
+    """True for rows whose label is not in the set, bool [rows].
+
+    Args:
+      read: bool [rows], True for rows with a user and a text.
+    Raises:
+      DataError: there is one, and such rows are not to be left out.
+    """
+    if encoding.labels is None:
+        return np.zeros(len(batch), bool)
+    known = pc.is_in(batch["label"], value_set=pa.array(encoding.labels.labels))  # pyright: ignore
+    unlabelled = read & ~known.to_numpy(zero_copy_only=False)
+    if unlabelled.any() and not encoding.skip_unknown:
+        where = f"row {first_row + int(unlabelled.argmax()) + 1} of {file}"
+        expected = f"one of the labels in {where}, or `fedsim data build --skip-unknown`, which "
+        raise DataError.of(
+            "condition_on", encoding.labels.column, f"{expected}leaves rows of others out"
+        )
+    return unlabelled
+
+
+def _label_numbers(rows: pa.RecordBatch, labels: Labels) -> np.ndarray:
+    """Number of the label of each row, int64 [rows]."""
+    numbers = pc.index_in(rows["label"], value_set=pa.array(labels.labels))  # pyright: ignore
+    return numbers.to_numpy().astype(np.int64)
+
+
+def _of_texts(rows: pa.RecordBatch, encoding: Encoding) -> tuple[Any, ...]:
     """(examples of texts, then their counts from "long" to "skipped" without "no_order").
 
     Raises:
       BadRow: a token id is not in the vocabulary.
     """
-    tokenizer = _tokenizer(encoding.tokenizer)
+    tokenizer, texts, prompts = _tokenizer(encoding.tokenizer), rows["text"], None
+    max_length = encoding.max_length
+    if encoding.labels is not None:
+        prompts = encoding.labels.prompts(tokenizer, max_length)
+        max_length -= max(map(len, prompts)) - 1  # the begin token is in the prompt
     if is_token_list(texts.type):
         lengths, values = _given_tokens(texts, tokenizer.vocab_size)
     else:
@@ -215,16 +255,20 @@ def _of_texts(texts: pa.Array, encoding: Encoding) -> tuple[Any, ...]:
         values.astype(token_dtype(tokenizer.vocab_size), copy=False),
         begin_id=tokenizer.begin_id,
         end_id=tokenizer.end_id,
-        max_length=encoding.max_length,
+        max_length=max_length,
         long_texts=encoding.long_texts,
     )
-    cut = np.maximum(lengths - (encoding.max_length - 1), 0)
+    if encoding.labels is not None and prompts is not None:
+        label = _label_numbers(rows, encoding.labels)[examples.origin]
+        longer, marked = conditioned(examples.lengths, examples.values, label, prompts)
+        examples = Examples(longer, marked, examples.origin)
+    cut = np.maximum(lengths - (max_length - 1), 0)
     num_cut = int(cut.sum()) if encoding.long_texts == "cut" else 0
-    long = int((lengths >= encoding.max_length).sum())
+    long = int((lengths >= max_length).sum())
     return examples, long, int(lengths.sum()), num_cut, 0, 0
 
 
-def _of_chats(rows: pa.Array, encoding: Encoding) -> tuple[Any, ...]:
+def _of_chats(rows: pa.RecordBatch, encoding: Encoding) -> tuple[Any, ...]:
     """As `_of_texts`, of rows of chats. Raises: BadRow: one cannot be encoded."""
     assert encoding.chats is not None, "of chats"
 
@@ -232,7 +276,12 @@ def _of_chats(rows: pa.Array, encoding: Encoding) -> tuple[Any, ...]:
         raise BadRow(row, reason)
 
     tokenizer = _chat_tokenizer(encoding.tokenizer, encoding.chats.template)
-    found = chat_examples(rows.to_pylist(), encoding.chats, tokenizer, refuse)
+    prompts = None
+    if encoding.labels is not None:
+        of_label = encoding.labels.prompts(_tokenizer(encoding.tokenizer), encoding.max_length)
+        prompts = of_label, _label_numbers(rows, encoding.labels)
+    texts = rows["text"].to_pylist()
+    found = chat_examples(texts, encoding.chats, tokenizer, refuse, prompts)
     return found, found.long, found.tokens, found.cut, found.untrained, found.skipped
 
 
