@@ -1,1 +1,1 @@
-from .synthesize import synthesize as synthesize
+from .data_set import synthesize as synthesize
