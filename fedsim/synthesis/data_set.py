@@ -33,7 +33,7 @@ from fedsim.files import (
 from fedsim.generate import model_to_generate
 from fedsim.models import Pretrained, Prompt, pretrained
 from fedsim.plan import why_not
-from fedsim.run import Console, checkpoint, directory, duration, model_name
+from fedsim.run import Console, StoredRun, checkpoint, directory, duration, model_name
 from fedsim.synthesis.prompts import Opening, Writer, as_row, openings_of, read_prompts, roles
 from fedsim.synthesis.sampling import Job, Parts, Workers, block_sizes
 from fedsim.training import release_histogram, stored_histogram, total_epsilon
@@ -83,18 +83,19 @@ def synthesize(
         named = out.with_name(f"{out.stem}{NO_GUARANTEE}{out.suffix}")
         out = out if NO_GUARANTEE in out.name else named
     expect("out", out, not out.exists(), "a new file")
-    labels, weights, claim = _labelled(source, settings, claim, console)
+    stored = directory.load(Path(source)) if claim["is_run"] else None
+    labels = _labels(stored, settings)
     prompts = read_prompts(settings.prompts) if settings.prompts else [Opening("")]
+    turns = settings.turns or int(bool(prompts[0].messages))
+    no_chats = not prompts[0].prompt or turns == 0
+    expect("turns", turns, no_chats, "0 beside prompts that are no messages")
+    writer = Writer(model, chats=turns > 0)
+    writer.expect_fits(prompts, labels)
+    # What can refuse the set is behind us: from here on it may cost.
+    weights, claim = _weights(source, labels, settings, claim, console)
     most = MOST_SAMPLED * settings.num_texts
     openings = list(itertools.islice(openings_of(prompts, labels, weights), most))
-    turns = settings.turns or int(bool(openings[0].messages))
-    chats = turns > 0
-    prompted = not openings[0].prompt
-    expect("turns", turns, not chats or prompted, "0 beside prompts that are no messages")
-    writer = Writer(model, chats=chats)
-    writer.expect_fits(dict.fromkeys(openings))
-    stages = list(roles(openings[0], turns))
-    task = _Task(model, writer, stages, openings, settings, how)
+    task = _Task(model, writer, list(roles(prompts[0], turns)), openings, settings, how)
     parts = _parts(out, task.identity(claim), resume=resume)
     remember_programs()
     started, workers = time.monotonic(), Workers(engine, model.params)
@@ -115,16 +116,17 @@ def synthesize(
 def claim_of(source: str, console: Console) -> dict[str, Any]:
     """What a data set sampled from a model promises: JSON, without places of this machine.
 
-    Raises: ReportError: the run breaks a promise, or has none.
+    Raises:
+      ConfigError: the run has not ended.
+      ReportError: the run breaks a promise.
     """
     path = Path(source)
     is_run = (path / directory.CONFIG).is_file() and not pretrained.is_directory(path)
     if not is_run or directory.load(path).plan is None:
         why = "a model that was not trained with differential privacy"
         return {
-            **{"is_run": is_run, "run": model_name(source), "guarantee": False},
-            **{"claim": f"No guarantee: {why}."},
-            **{"epsilon": None, "delta": None, "outside": []},
+            **{"is_run": is_run, "run": model_name(source), "guarantee": False, "why_not": why},
+            **{"claim": f"No guarantee: {why}.", "epsilon": None, "delta": None, "outside": []},
         }
     ended = directory.summary_of(path) is not None
     expect("model", source, ended, "a run that has ended; --resume goes on with it")
@@ -144,39 +146,55 @@ def claim_of(source: str, console: Console) -> dict[str, Any]:
     }
 
 
-def _labelled(
-    source: str, settings: Synthesis, claim: dict[str, Any], console: Console
-) -> tuple[dict[str, list[int]], Sequence[float], dict[str, Any]]:
-    """(tokens of each label's prompt, weights of the labels, the claim with their histogram).
+def _labels(stored: StoredRun | None, settings: Synthesis) -> dict[str, list[int]]:
+    """Tokens of the prompt of each label that a run was trained on; empty: there are none.
 
     Raises: ConfigError: there are no labels that a setting is about, or not so many weights.
     """
-    run_dir, given = Path(source), settings.label_weights
-    stored = directory.load(run_dir) if claim["is_run"] else None
+    given = settings.label_weights
     if stored is None or not stored.labels:
         for name in ("label_epsilon", "label_weights"):
             value = getattr(settings, name)
             expect(name, value, value is None, "nothing: the model was not trained on labels")
-        return {}, (), claim
-    labels = label_prompts(stored.labels, Tokenizer.load(run_dir / directory.TOKENIZER))
-    if given is not None:
-        expect("label_weights", given, len(given) == len(labels), f"{len(labels)} numbers")
-        return labels, given, claim
-    if settings.label_epsilon is None:
-        histogram = stored_histogram(run_dir)
-    else:
-        histogram = release_histogram(run_dir, settings.label_epsilon, console=console)
+        return {}
+    labels = label_prompts(stored.labels, Tokenizer.load(stored.run.run_dir / directory.TOKENIZER))
+    fits = given is None or len(given) == len(labels)
+    expect("label_weights", given, fits, f"{len(labels)} numbers, for {', '.join(labels)}")
+    return labels
+
+
+def _weights(
+    source: str,
+    labels: Mapping[str, Any],
+    settings: Synthesis,
+    claim: dict[str, Any],
+    console: Console,
+) -> tuple[Sequence[float], dict[str, Any]]:
+    """(weights of the labels, the claim, with the histogram that they are from).
+
+    Raises: ConfigError: the histogram cannot be released; see `release_histogram`.
+    """
+    if not labels or settings.label_weights is not None:
+        return settings.label_weights or (), claim
+    run_dir, share = Path(source), settings.label_epsilon
+    histogram = stored_histogram(run_dir)
+    if share is not None and histogram is not None:
+        once = f"{histogram.epsilon:g}, for which the histogram was released, once and for all"
+        expect("label_epsilon", share, share == histogram.epsilon, once)
+    elif share is not None:
+        histogram = release_histogram(run_dir, share, console=console)
     if histogram is None:
-        return labels, [1.0] * len(labels), claim
+        return [1.0] * len(labels), claim
+    if not claim["guarantee"]:
+        return histogram.weights, claim
     together = total_epsilon(run_dir, histogram)
-    if claim["guarantee"]:
-        claim = {**claim, "epsilon": together, "label_epsilon": histogram.epsilon}
-        claim["claim"] += (
-            f" The histogram of labels that the texts follow costs each of these users epsilon = "
-            f"{at_most(histogram.epsilon, '.4g')} more: both together have epsilon = "
-            f"{at_most(together, '.4f')} at the same delta."
-        )
-    return labels, histogram.weights, claim
+    said = (
+        f" The histogram of labels that the texts follow costs each of these users epsilon = "
+        f"{at_most(histogram.epsilon, '.4g')} more: both together have epsilon = "
+        f"{at_most(together, '.4f')} at the same delta."
+    )
+    both = {"epsilon": together, "label_epsilon": histogram.epsilon}
+    return histogram.weights, {**claim, **both, "claim": claim["claim"] + said}
 
 
 @dataclasses.dataclass

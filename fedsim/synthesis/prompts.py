@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,12 +143,16 @@ class Writer:
         expect("prompts", None, role != USER or end is not None, there)
         return frozenset(self.tokenizer.end_ids) | (frozenset() if end is None else {end})
 
-    def expect_fits(self, openings: Iterable[Opening]) -> None:
-        """Raise ConfigError if a prompt is too long for the model, or its template takes none."""
-        for opening in openings:
-            asked = brief(opening.prompt or "".join(m.content for m in opening.messages), 40)
+    def expect_fits(self, prompts: Sequence[Opening], labels: Mapping[str, Sequence[int]]) -> None:
+        """Check that each prompt can follow each label.
+
+        Raises: ConfigError: one is too long for the model, or its template does not take it.
+        """
+        longest = max((tuple(ids) for ids in labels.values()), key=len, default=())
+        for prompt in prompts:
+            asked = brief(prompt.prompt or "".join(m.content for m in prompt.messages), 40)
             try:
-                ids = self.begin(opening)
+                ids = self.begin(prompt._replace(label=longest))
             except BadChat as error:
                 expected = f"a chat that the template takes ({error})"
                 raise ConfigError.of("prompts", asked, expected) from None

@@ -55,9 +55,7 @@ def test_a_set_has_what_was_asked_for_and_says_where_it_comes_from(place, tmp_pa
     assert all(row["text"].strip() and row["num_tokens"] <= 12 for row in rows)
     assert all(row["stopped"] == "end" or row["num_tokens"] == 12 for row in rows)
     assert {row["epsilon"] for row in rows} == {told["epsilon"]} and told["guarantee"]
-    assert (
-        told["epsilon"] == pytest.approx(summary["epsilon"]) and told["delta"] == summary["delta"]
-    )
+    assert told["epsilon"] == summary["epsilon"] and told["delta"] == summary["delta"]
     assert (
         summary["params_sha256"] == told["params_sha256"] and told["params_sha256"] in told["claim"]
     )
@@ -201,3 +199,33 @@ def test_blocks_hold_all_texts(count, batch):
     sizes = block_sizes(count, batch)
     assert sum(sizes) == count and max(sizes) <= 4 * batch and max(sizes) - min(sizes) <= 1
     assert len(sizes) == 1 or max(sizes) > batch // 2
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_labels_follow_a_histogram_that_is_paid_for_once(tmp_path, capsys):
+    lines = [f"user{n % 40},red blue,{'en' if n % 4 else 'de'}" for n in range(160)]
+    (tmp_path / "texts.csv").write_text("\n".join(["user,text,lang", *lines]))
+    labelled = {"user-column": "user", "condition-on": "lang", "num-steps": 1}
+    words = command(tmp_path / "texts.csv", tmp_path / "run", **labelled)
+    main([*words, "--labels", "en", "de", "fr"])
+    spent = json.loads((tmp_path / "run" / "summary.json").read_text())["epsilon"]
+    rows = synthesize(tmp_path / "run", tmp_path / "even.jsonl", *SMALL)
+    shares = Counter(row["prompt_class"] for row in rows)  # of those that were kept
+    assert len(shares) == 3 and min(shares.values()) >= 11
+    assert {row["epsilon"] for row in rows} == {spent}
+    assert not (tmp_path / "run" / "labels.json").exists()
+    own = ["--label-epsilon", "20"]  # so that noise is small
+    rows = synthesize(tmp_path / "run", tmp_path / "own.jsonl", *SMALL, *own)
+    found = Counter(row["prompt_class"] for row in rows)
+    assert 27 <= found["en"] <= 33 and found["de"] >= 7 and found["fr"] <= 1
+    (epsilon,) = {row["epsilon"] for row in rows}
+    assert spent < epsilon <= spent + 20
+    capsys.readouterr()
+    synthesize(tmp_path / "run", tmp_path / "again.jsonl", *SMALL)  # follows what is there
+    assert rows_of(tmp_path / "again.jsonl") == rows
+    main(["budget", str(tmp_path / "texts.csv"), "--user-column", "user", "--json"])
+    told = capsys.readouterr().out
+    assert told.count('"labels"') == 1 or told.count("labels") == 1
+    words = ["synthesize", tmp_path / "run", "--out", tmp_path / "x.jsonl", "--engine", "local"]
+    assert "label_epsilon=1.0: expected 20" in refused([*words, "--label-epsilon", "1"], capsys)
