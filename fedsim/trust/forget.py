@@ -267,7 +267,7 @@ def _of_run(run_dir: Path, people: int, console: Console) -> Promise:
 
 
 def _none_at(epsilon: float) -> str:
-    return "no finite epsilon at this delta" if epsilon == math.inf else ""
+    return "no finite epsilon is known at this delta" if epsilon == math.inf else ""
 
 
 def _together(
