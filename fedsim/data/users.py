@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedsim.data.store import (
-    BLOCK_ROWS,
     FORMAT,
     MARKED,
     OFFSETS,
@@ -41,6 +40,7 @@ from fedsim.errors import DataError
 from fedsim.files import expand_home
 
 SCAN_ROWS = 2**18
+BLOCK_TOKENS = 2**19
 Found = TypeVar("Found")
 # The last two exist where texts have several owners.
 TABLES = ("users.parquet", "owners.parquet", "people.parquet")
@@ -324,10 +324,11 @@ class UserStore:
         return None if self._graph is None else self._graph[0]
 
     def blocks(self, low: int, high: int) -> Iterator[Block]:
-        """Yield the rows low:high in order, at most BLOCK_ROWS at a time."""
+        """Yield the rows low:high in order, at most about BLOCK_TOKENS tokens at a time."""
         flags, offsets = self._reader.flags, self._reader.offsets
-        for start in range(low, high, BLOCK_ROWS):
-            end = min(start + BLOCK_ROWS, high)
+        rows = max(1, BLOCK_TOKENS // self.max_length)
+        for start in range(low, high, rows):
+            end = min(start + rows, high)
             lengths, values = self._reader.slice(start, end)
             marks = None if flags is None else flags[offsets[start] : offsets[end]]
             yield Block(lengths, values, marks)

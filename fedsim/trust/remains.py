@@ -71,26 +71,71 @@ class Needles:
 
 def rolling(data: np.ndarray, widths: Iterable[int]) -> dict[int, np.ndarray]:
     """Hashes of all strings of some widths in bytes, uint64 [bytes - width + 1], by width."""
-    widths = [width for width in widths if width <= len(data)]
-    powers, size = {1: _OF_BYTE[data]}, 1
-    while 2 * size <= max(widths, default=0):
-        left = powers[size]
-        powers[2 * size] = left[:-size] * _shifted(size) + left[size:]
-        size *= 2
+    return _joined(_OF_BYTE[data], widths, 1)
+
+
+def runs(tokens: np.ndarray) -> np.ndarray:
+    """Hashes of all runs of TOKEN_RUN tokens, as `rolling` has those of their bytes."""
+    size = tokens.itemsize
+    first = np.zeros(len(tokens), np.uint64)
+    for byte in np.ascontiguousarray(tokens).view(np.uint8).reshape(-1, size).T:
+        first = first * _shifted(1) + _OF_BYTE[byte]
+    return _joined(first, [TOKEN_RUN], size).get(TOKEN_RUN, first[:0])
+
+
+def _joined(first: np.ndarray, widths: Iterable[int], size: int) -> dict[int, np.ndarray]:
+    """Hashes of strings of some numbers of units. Args: first: of each unit of `size` bytes."""
+    widths = [width for width in widths if width <= len(first)]
+    powers, units = {1: first}, 1
+    while 2 * units <= max(widths, default=0):
+        left = powers[units]
+        powers[2 * units] = left[:-units] * _shifted(units * size) + left[units:]
+        units *= 2
     found = {}
     for width in widths:
-        number, done, total = len(data) - width + 1, 0, None
-        for size in sorted(powers, reverse=True):
-            if width & size:
-                part = powers[size][done : done + number]
-                total = part if total is None else total * _shifted(size) + part
-                done += size
+        number, done, total = len(first) - width + 1, 0, None
+        for units in sorted(powers, reverse=True):
+            if width & units:
+                part = powers[units][done : done + number]
+                total = part if total is None else total * _shifted(units * size) + part
+                done += units
         found[width] = total
     return found
 
 
 def _shifted(size: int) -> np.uint64:
     return np.uint64(pow(_BASE, size, 2**64))
+
+
+Forms = list[tuple[int, np.ndarray]]
+"""(width in bytes, hashes) of the same strings in several forms, such as types of token ids."""
+Strings = tuple[str, Forms]
+"""A kind, and strings of it."""
+
+
+class _Own:
+    """Strings of some people, in all of their forms, from which those of others are removed."""
+
+    def __init__(self, kind: str, parts: Sequence[Forms]):
+        self._widths = [width for width, _ in parts[0]]
+        self._forms = [np.concatenate(hashes) for hashes in zip(*map(_hashes, parts), strict=True)]
+        self._first = np.unique(self._forms[0], return_index=True)[1]
+        self._needles = Needles(kind, self._widths[0], self._forms[0][self._first])
+        self._gone = np.zeros(len(self._first), bool)
+
+    def remove(self, hashes: np.ndarray) -> None:
+        """Remove strings of others. Args: hashes: in the first form."""
+        self._gone[self._needles.places(hashes)[1]] = True
+
+    def left(self) -> Iterator[Needles]:
+        """The strings that were not removed, in each form."""
+        kept = self._first[~self._gone]
+        for width, form in zip(self._widths, self._forms, strict=True):
+            yield Needles(self._needles.kind, width, np.unique(form[kept]))
+
+
+def _hashes(forms: Forms) -> list[np.ndarray]:
+    return [hashes for _, hashes in forms]
 
 
 class Search:
@@ -105,20 +150,24 @@ class Search:
           ids: also search for the ids.
         """
         self._tokenizer = Tokenizer.load(str(data.tokenizer_path))
-        collected: dict[tuple[str, int], list[np.ndarray]] = {}
-        for block in theirs:
-            for kind, width, hashes in self._strings(block, own=True):
-                collected.setdefault((kind, width), []).append(hashes)
         names = [each.encode() for each in people] if ids else []
-        for name in names:
-            if len(name) >= ID_BYTES:
-                hashes = rolling(np.frombuffer(name, np.uint8), [len(name)])[len(name)]
-                collected.setdefault((ID, len(name)), []).append(hashes)
-        self.needles = [
-            Needles(kind, width, np.unique(np.concatenate(parts)))
-            for (kind, width), parts in collected.items()
+        own: list[Strings] = [
+            (ID, [(len(name), rolling(np.frombuffer(name, np.uint8), [len(name)])[len(name)])])
+            for name in names
+            if len(name) >= ID_BYTES
         ]
-        self._remove_those_of_others(data, people)
+        own += [strings for block in theirs for strings in self._strings(block, own=True)]
+        grouped: dict[tuple[str, int], list[Forms]] = {}
+        for kind, forms in own:
+            grouped.setdefault((kind, forms[0][0]), []).append(forms)
+        found = {key: _Own(key[0], parts) for key, parts in grouped.items()}
+        widths = [width for kind, width in found if kind == ID]
+        for store in data.splits().values():
+            for block in forgetting.blocks(store, people, theirs=False):
+                for kind, [(width, hashes), *_] in self._strings(block, own=False, ids=widths):
+                    if (kind, width) in found:
+                        found[kind, width].remove(hashes)
+        self.needles = [needles for each in found.values() for needles in each.left()]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -128,49 +177,29 @@ class Search:
             kinds[needles.kind] += len(needles.hashes)
         return kinds
 
-    def _remove_those_of_others(self, data: Dataset, people: Collection[str]) -> None:
-        seen = [np.zeros(len(needles.hashes), bool) for needles in self.needles]
-        by_kind = {(each.kind, each.width): i for i, each in enumerate(self.needles)}
-        widths = [each.width for each in self.needles if each.kind == ID]
-        for store in data.splits().values():
-            for block in forgetting.blocks(store, people, theirs=False):
-                for kind, width, hashes in self._strings(block, own=False, ids=widths):
-                    if (i := by_kind.get((kind, width))) is not None:
-                        seen[i][self.needles[i].places(hashes)[1]] = True
-        self.needles = [
-            Needles(each.kind, each.width, each.hashes[~gone])
-            for each, gone in zip(self.needles, seen, strict=True)
-        ]
-
-    def _strings(
-        self, block: Block, *, own: bool, ids: Sequence[int] = ()
-    ) -> Iterator[tuple[str, int, np.ndarray]]:
-        """Yield (kind, width, hashes) of the strings and runs of some rows.
+    def _strings(self, block: Block, *, own: bool, ids: Sequence[int] = ()) -> Iterator[Strings]:
+        """Yield the strings and runs of some rows.
 
         Args:
-          own: leave out strings that span rows, and those with few different characters.
+          own: in all forms, without strings that span rows or have few different characters.
           ids: widths of ids that may be in a text.
         """
         text = np.frombuffer(b"\0".join(self._texts(block)), np.uint8)
         for width, hashes in rolling(text, {TEXT_BYTES, *ids}).items():
             if width in ids:
-                yield ID, width, hashes
+                yield ID, [(width, hashes)]
             if width == TEXT_BYTES:
                 kept = _varied(text, width, DIFFERENT_BYTES) if own else slice(None)
-                yield TEXT, width, hashes[kept]
-        ends = np.cumsum(block.lengths)
-        left = np.repeat(ends, block.lengths) - np.arange(len(block.values))
+                yield TEXT, [(width, hashes[kept])]
+        left = np.repeat(np.cumsum(block.lengths), block.lengths) - np.arange(len(block.values))
         kept = (left >= TOKEN_RUN)[: max(0, len(left) - TOKEN_RUN + 1)]
+        arrays = [block.values]
         if own:
             kept &= _varied(block.values, TOKEN_RUN, DIFFERENT_TOKENS)
-        forms = {block.values.dtype.newbyteorder("<").str, "<u4", "<i8"}
-        arrays = [block.values.astype(form) for form in sorted(forms)]
-        if block.flags is not None:
-            arrays.append(block.marked)
-        for array in arrays:
-            width = TOKEN_RUN * array.itemsize
-            for hashes in rolling(array.view(np.uint8), [width]).values():
-                yield TOKENS, width, hashes[:: array.itemsize][kept]
+            wider = {"<u4", "<i8"} - {block.values.dtype.newbyteorder("<").str}
+            arrays += [block.values.astype(form) for form in sorted(wider)]
+            arrays += [] if block.flags is None else [block.marked]
+        yield TOKENS, [(TOKEN_RUN * each.itemsize, runs(each)[kept]) for each in arrays]
 
     def _texts(self, block: Block) -> Iterator[bytes]:
         """Yield the text of each row, and how JSON spells it if that differs."""
@@ -191,7 +220,7 @@ class Search:
                 if needles.width in hashed:
                     at, where = needles.places(hashed[needles.width])
                     if needles.kind == ID:  # as a word, not inside another id
-                        where = where[_is_whole(data, at, needles.width)]
+                        where = where[_is_word(data, at, needles.width)]
                     hit[where] = True
         found: dict[str, int] = {}
         for needles, hit in zip(self.needles, hits, strict=True):
@@ -213,25 +242,26 @@ def _varied(values: np.ndarray, width: int, least: int) -> np.ndarray:
     return found
 
 
-def _is_whole(data: np.ndarray, at: np.ndarray, width: int) -> np.ndarray:
-    """True where no letter or digit stands before or after a string."""
-    ends = np.concatenate([[0], data, [0]])
-    return ~(_LETTERS[ends[at]] | _LETTERS[ends[at + width + 1]])
+def _is_word(data: np.ndarray, at: np.ndarray, width: int) -> np.ndarray:
+    """True where no letter or digit stands before or after a string, and both are in `data`."""
+    inside = (at > 0) & (at + width < len(data))
+    before, after = data[at - 1], data[np.minimum(at + width, len(data) - 1)]
+    return inside & ~_LETTERS[before] & ~_LETTERS[after]
 
 
 _LETTERS = np.array([chr(byte).isalnum() or byte >= 128 for byte in range(256)])
 
 
 def _windows(chunks: Iterable[bytes], overlap: int) -> Iterator[np.ndarray]:
-    """Yield a stream in pieces that begin with the last bytes of the piece before."""
-    held = b""
+    """Yield a stream, between zeros, in pieces that begin with the last bytes of the one before."""
+    held = b"\0"
     for chunk in chunks:
         for low in range(0, len(chunk), BLOCK):
             held += chunk[low : low + BLOCK]
             if len(held) >= BLOCK:
                 yield np.frombuffer(held, np.uint8)
                 held = held[-overlap:]
-    yield np.frombuffer(held, np.uint8)
+    yield np.frombuffer(held + b"\0", np.uint8)
 
 
 def contents(path: Path) -> Iterator[Iterator[bytes]]:

@@ -6,22 +6,27 @@ import json
 import os
 import shutil
 import string
+import sys
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from refused import refuses
 
-from fedsim import accounting
+from fedsim import accounting, files as files_of
+from fedsim.budget import Books, Charge, Entry
 from fedsim.cli.main import main
 from fedsim.data import Dataset, build, forgetting
 from fedsim.els import ELS
 from fedsim.errors import DataError
 from fedsim.keys import SecretKey
+from fedsim.plan import REPRODUCTION
 from fedsim.run import Console
 from fedsim.sampling import Sampling
 from fedsim.trust import certificate, forget, remains
 from fedsim.uls import ULS
+
+forgetting_of = sys.modules[forget.__module__]
 
 GONE = ["person-0003", "person-0011", "person-0017"]
 TEXT_BYTES, TOKEN_RUN = 20, 8
@@ -303,7 +308,7 @@ def test_the_certificate_is_checked_by_its_key_its_page_and_the_data(world, forg
 def test_any_changed_byte_breaks_the_certificate(world, forgotten, tmp_path):
     whole = (world.path / "data-forgotten.json").read_bytes()
     changed, place = tmp_path / "changed.json", world.path / "ledger"
-    for at in range(0, len(whole), 3):
+    for at in range(0, len(whole), 7):
         changed.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         assert certificate.check(changed, None, place)[0].holds is False, at
     for other in (whole + b"\n", whole.replace(b"  ", b" "), b"{}", b"[]", b""):
@@ -455,3 +460,84 @@ def test_a_search_in_several_passes_finds_the_same(small, monkeypatch):
     parts = remains.search(data, ["person-0001", "person-0004"], places)
     assert whole.found.keys() == parts.found.keys()
     assert {path.name for path in whole.found} == {"source.jsonl", "tokens.npy", "users.parquet"}
+
+
+def test_runs_of_tokens_are_the_strings_of_their_bytes():
+    tokens = np.random.default_rng(0).integers(0, 999, 40)
+    for dtype in ("<u2", "<u4", "<i8"):
+        array = tokens.astype(dtype)
+        width = TOKEN_RUN * array.itemsize
+        every = remains.rolling(array.view(np.uint8), [width])[width]
+        assert np.array_equal(remains.runs(array), every[:: array.itemsize])
+
+
+STEPS = [(accounting.StepEvent(4.0, 1.0), 1)]
+
+
+def charge(number, state="gone", label="", kind="train", released=STEPS, slack=(0.0, 0.0)):
+    entry = Entry(number, f"run {number}", kind, "/none/there", "", label, STEPS, slack)
+    return Charge(entry, released, state)
+
+
+def promise(one, people=3):
+    return forgetting_of._of_charge(one, people, 1e-6, Console())
+
+
+def test_a_run_that_is_not_here_promises_what_group_privacy_gives():
+    found = promise(charge(1))
+    ideal = accounting.group_epsilon(STEPS, 1e-6, 3)
+    assert found.how == "group privacy" and ideal <= found.epsilon < 1.01 * ideal
+    assert "by group privacy, which is not tight" in found.sentence
+    assert promise(charge(1, slack=(1e-3, 1e-10))).epsilon > found.epsilon
+    assert promise(charge(1), people=0).sentence.endswith("trained on none of them")
+    hopeless = promise(charge(1), people=10**4)
+    assert hopeless.epsilon == np.inf and "no finite epsilon is known" in hopeless.sentence
+
+
+def test_a_run_without_a_guarantee_promises_nothing_and_says_why():
+    seeded, free = promise(charge(1, label=REPRODUCTION)), promise(charge(1, released=None))
+    assert seeded.sentence.endswith("promises 3 of them nothing: a known seed")
+    assert free.why_not == "without noise" and free.epsilon == np.inf and free.how == ""
+
+
+def test_all_runs_together_are_composed_and_one_without_a_guarantee_spoils_them():
+    def together(*charges, how="theorem"):
+        one = forgetting_of.Promise("a", "", 3, 1.0, 1e-6, how)
+        return forgetting_of._together(charges, [one], 3, 1e-6)
+
+    both = together(charge(1), charge(2))
+    event, count = STEPS[0]
+    exact = accounting.epsilon(accounting.for_people([(event, 2 * count)], 3), 1e-6)
+    assert both.epsilon == pytest.approx(exact, rel=1e-6) and both.how == "theorem"
+    grouped = together(charge(1), charge(2), how="group privacy")
+    assert grouped.epsilon > both.epsilon and grouped.how == "group privacy"
+    none = together(charge(1), charge(2, label=REPRODUCTION))
+    assert none.epsilon == np.inf and "a known seed" in none.sentence
+    assert together(charge(1)) is None
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_two_directories_exchange_their_names(tmp_path, monkeypatch, atomic):
+    if not atomic:
+        monkeypatch.setattr(files_of.ctypes, "CDLL", lambda *_, **__: None)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    files_of.exchange(tmp_path / "a", tmp_path / "b")
+    assert [(tmp_path / name / "file").read_text() for name in ("a", "b")] == ["b", "a"]
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def test_what_a_killed_process_left_is_removed_and_a_running_run_is_waited_for(small, monkeypatch):
+    users_file(small / "users", ["person-0001"])
+    left = small / ".data.forgetting"
+    shutil.copytree(small / "data", left)
+    running = [charge(1, state="running")]
+    with monkeypatch.context() as patch:
+        patch.setattr(forgetting_of, "books", lambda *_: Books(running, [], []))
+        patch.setattr(forgetting_of, "_counted", lambda *_: 1)
+        with refuses("in_place", says="/none/there"):
+            ask(small, in_place=True)
+    assert not left.exists()
+    ask(small, in_place=True)
+    assert "data" in os.listdir(small) and not left.exists()
