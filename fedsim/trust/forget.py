@@ -154,32 +154,30 @@ def forget(
     with hold(place) as ledger:
         request = Request(data, people, ledger.key)
         charges = books(ledger, [*people]).charges
-        counts = {each.entry.run: _counted(ledger, people, [each]) for each in charges}
+        counts = [_counted(ledger, people, [each]) for each in charges]
         most = _counted(ledger, people, charges)
-    if in_place:
-        for each in charges:
-            free = each.state != RUNNING
-            expect("in_place", each.entry.place, free, "no run on these texts that is running")
+    for each in charges if in_place else ():
+        free = each.state != RUNNING
+        expect("in_place", each.entry.place, free, "no run on these texts that is running")
     delta = delta or default_delta(data.train.num_users)
-    promises = [_of_charge(each, counts[each.entry.run], delta, console) for each in charges]
+    pairs = zip(charges, counts, strict=True)
+    promises = [_of_charge(each, count, delta, console) for each, count in pairs]
+    known = {each.entry.run for each in charges}
     for run_dir in runs:
-        seal = run_ledger.head(run_dir).get("key_seal")
-        if seal not in counts:
+        if run_ledger.head(run_dir).get("key_seal") not in known:
             promises.append(_of_run(run_dir, _trained_on(run_dir, request), console))
     together = _together(charges, promises, most, delta)
-    for each in (*promises, *([together] if together else [])):
+    for each in filter(None, (*promises, together)):
         console.note(each.sentence)
     beside = hidden if in_place else target
     with new_directory(beside) as made:
         forgetting.without(data, people, made, request.place)
-    rebuilt = Dataset.open(beside)
     roots = _roots(data.path, beside, promises, place, also)
     console.note(f"searching {', '.join(map(str, roots))}")
-    skipped = [data.path] if in_place else []
-    remains = search(data, people, roots, skipped)
+    remains = search(data, people, roots, [data.path] if in_place else [])
 
     def shown(path: Path) -> str:
-        moved = in_place and path.is_relative_to(beside)
+        moved = path.is_relative_to(beside)
         return request.unnamed(target / path.relative_to(beside) if moved else path)
 
     record = {
@@ -193,17 +191,21 @@ def forget(
             "num_users": data.train.num_users,
             "in_place": in_place,
             "before": request.key.seal(f"certificate data {certificate.digest_of(data)}"),
-            "after": certificate.digest_of(rebuilt),
+            "after": certificate.digest_of(Dataset.open(beside)),
         },
         "runs": [each.as_dict() for each in promises],
         "together": together and together.as_dict(),
         "search": {
-            "places": [*dict.fromkeys(shown(target if root == beside else root) for root in roots)],
+            "places": [*dict.fromkeys(map(shown, roots))],
             "files": remains.files,
             "bytes": remains.bytes,
             "sought": remains.sought,
             "found": [
-                {"path": shown(path), "why": _why(path, data, roots), **_words(kinds)}
+                {
+                    "path": shown(path),
+                    "why": _why(path, data, roots),
+                    "has": ", ".join(f"{count:,} {kind}" for kind, count in kinds.items()),
+                }
                 for path, kinds in sorted(remains.found.items())
             ],
             "unread": [shown(path) for path in remains.unread],
@@ -337,10 +339,6 @@ def _why(path: Path, data: Dataset, roots: Sequence[Path]) -> str:
         return "the data as they were"
     root = next(root for root in roots if path == root or path.is_relative_to(root))
     return f"a file of {root.name}"
-
-
-def _words(kinds: dict[str, int]) -> dict[str, Any]:
-    return {"has": ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())}
 
 
 def _computed(request: Request, promises: Sequence[Promise], target: Path) -> list[dict[str, str]]:
