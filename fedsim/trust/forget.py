@@ -7,6 +7,7 @@ What has no such promise is named, as is every file that still has their texts.
 
 import dataclasses
 import math
+import os
 import shutil
 import time
 from collections.abc import Collection, Sequence
@@ -21,7 +22,7 @@ from fedsim.budget import GONE, RUNNING, BudgetLedger, Charge, books, hold, unio
 from fedsim.config import default_delta, to_json
 from fedsim.data import Dataset, forgetting, tokenizer_from_users
 from fedsim.errors import ConfigError, FedsimError, expect
-from fedsim.files import cache_dir, exchange, new_directory
+from fedsim.files import cache_dir, exchange, expand_home, new_directory
 from fedsim.installation import version
 from fedsim.keys import FILE as KEY, SecretKey
 from fedsim.plan import why_not
@@ -136,7 +137,7 @@ def forget(
     Raises:
       ConfigError, DataError: an argument is invalid. Nothing is written.
     """
-    data = Dataset.open(source)
+    data = Dataset.open(os.path.realpath(expand_home("data", source)))  # where links lead
     assert data.path is not None, "it was opened"
     hidden = data.path.with_name(f".{data.path.name}.forgetting")
     if in_place and hidden.exists():  # of a process that was killed, perhaps with the texts

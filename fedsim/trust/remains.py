@@ -356,20 +356,21 @@ def search(
       roots: files and directories; links are not followed.
       skipped: directories that are left out.
     """
-    remains, paths = Remains(), list(_files(roots, skipped))
+    remains = Remains()
+    paths = list(_files(roots, skipped, remains.unread))
     remains.files = len(paths)
     for number, theirs in enumerate(_passes(data, people)):
         one = Search(data, people, theirs, ids=number == 0)
         for kind, count in one.counts.items():
             remains.sought[kind] = remains.sought.get(kind, 0) + count
         for path in paths:
+            counts: list[dict[str, int]] = [{}]
             try:
                 remains.bytes += path.stat().st_size if number == 0 else 0
-                counts = [one.count(chunks) for chunks in contents(path)]
+                counts.extend(one.count(chunks) for chunks in contents(path))
             except (OSError, pa.ArrowException, zipfile.BadZipFile, EOFError):
-                if path not in remains.unread:
+                if path not in remains.unread:  # what was read before counts
                     remains.unread.append(path)
-                continue
             for kind in (TEXT, TOKENS, ID):
                 if most := max(count.get(kind, 0) for count in counts):
                     there = remains.found.setdefault(path, {})
@@ -389,13 +390,21 @@ def _passes(data: Dataset, people: Collection[str]) -> Iterator[list[Block]]:
     yield held
 
 
-def _files(roots: Iterable[Path], skipped: Collection[Path]) -> Iterator[Path]:
-    """Yield each file below some places once."""
+def _files(roots: Iterable[Path], skipped: Collection[Path], unread: list[Path]) -> Iterator[Path]:
+    """Yield each file below some places once. Directories that cannot be read go to `unread`."""
+
+    def failed(error: OSError) -> None:
+        unread.append(Path(error.filename))
+
     seen: set[tuple[int, int]] = set()
     for root in roots:
         if root in skipped:
             continue
-        below = os.walk(root) if root.is_dir() else [(str(root.parent), [], [root.name])]
+        below = (
+            os.walk(root, onerror=failed)
+            if root.is_dir()
+            else [(str(root.parent), [], [root.name])]
+        )
         for folder, folders, names in below:
             folders[:] = sorted(each for each in folders if Path(folder, each) not in skipped)
             for path in sorted(Path(folder, name) for name in names):

@@ -450,7 +450,10 @@ def test_the_search_reads_what_is_compressed_and_how_json_spells_it(small, tmp_p
     assert by_name.keys() == {"a.gz", "far", "tokens", "ids"}
     assert by_name["far"] == by_name["a.gz"] and by_name["far"].keys() == {remains.TEXT}
     assert by_name["tokens"].keys() == {remains.TOKENS} and by_name["ids"] == {remains.ID: 1}
-    assert found.files == 5
+    assert found.files == 5 and not found.unread
+    (place / "torn.parquet").write_bytes(b"PAR1" + text.encode())
+    found = remains.search(data, ["person-0002"], [place])
+    assert found.unread == [place / "torn.parquet"] and found.unread[0] in found.found
 
 
 def test_a_search_in_several_passes_finds_the_same(small, monkeypatch):
@@ -471,7 +474,7 @@ def test_runs_of_tokens_are_the_strings_of_their_bytes():
         assert np.array_equal(remains.runs(array), every[:: array.itemsize])
 
 
-STEPS = [(accounting.StepEvent(4.0, 1.0), 1)]
+STEPS: list[tuple[accounting.Event, int]] = [(accounting.StepEvent(4.0, 1.0), 1)]
 
 
 def charge(number, state="gone", label="", kind="train", released=STEPS, slack=(0.0, 0.0)):
@@ -539,5 +542,8 @@ def test_what_a_killed_process_left_is_removed_and_a_running_run_is_waited_for(s
         with refuses("in_place", says="/none/there"):
             ask(small, in_place=True)
     assert not left.exists()
-    ask(small, in_place=True)
-    assert "data" in os.listdir(small) and not left.exists()
+    (small / "link").symlink_to(small / "data")
+    ask(small, source=small / "link", in_place=True)
+    assert (small / "link").is_symlink() and not left.exists()
+    assert not (small / "data").is_symlink() and (small / "data-forgotten.json").exists()
+    assert "person-0001" not in Dataset.open(small / "link").people()
