@@ -200,7 +200,8 @@ class Forget:
         )
         if not self.json:
             found = result["search"]["found"]
-            print(*(f"still there: {each['path']}: {each['has']}" for each in found), sep="\n")
+            for each in found:
+                print(f"still there: {each['path']}: {each['has']}")
             number, files = result["people"]["number"], result["search"]["files"]
             noun = "person was" if number == 1 else "people were"
             print(

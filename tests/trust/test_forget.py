@@ -427,7 +427,10 @@ def test_what_is_trained_on_stays_with_its_tokens(tmp_path, capsys):
     options = {"eval_users": 0.0, "eval_examples": False, "num_workers": 1}
     old = build(jsonl(tmp_path / "chats.jsonl", rows), tmp_path / "data", **options).train
     users = users_file(tmp_path / "users", ["u2"])
-    told(capsys, "forget", tmp_path / "data", "--users", users, "--out", tmp_path / "new")
+    main(["forget", str(tmp_path / "data"), "--users", str(users), "--out", str(tmp_path / "new")])
+    said = capsys.readouterr().out.split("\n")
+    assert said[0].startswith(f"still there: {tmp_path / 'data' / 'train' / 'tokens.npy'}: ")
+    assert said[1].startswith(f"1 person was forgotten in {tmp_path / 'new'}; 1 of ")
     new = Dataset.open(tmp_path / "new").train
     kept = np.array([0, 1, 3, 4])
     assert np.array_equal(old.gather(kept, 64)[0], new.gather(np.arange(4), 64)[0])
