@@ -14,4 +14,11 @@ from .ledger import (
     place_of as place_of,
 )
 from .receipt import expect_receipt as expect_receipt, together as together
-from .spending import Books as Books, Charge as Charge, books as books, union as union
+from .spending import (
+    GONE as GONE,
+    RUNNING as RUNNING,
+    Books as Books,
+    Charge as Charge,
+    books as books,
+    union as union,
+)

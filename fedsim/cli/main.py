@@ -31,7 +31,7 @@ from fedsim.cli.models import (
     Train,
     TrainTokenizer,
 )
-from fedsim.cli.trust import Audit, Budget, Publish, Report, Runs, Verify
+from fedsim.cli.trust import Audit, Budget, Forget, Publish, Report, Runs, Verify
 from fedsim.cli.tuning import Recommend, Sweep
 from fedsim.errors import ConfigError, FedsimError, printable
 from fedsim.files import CACHE, DISK_FULL, LEDGER, directory_of
@@ -52,6 +52,7 @@ Command = (
     | Annotated[TrainTokenizer, tyro.conf.subcommand("tokenizer")]
     | Annotated[Audit, tyro.conf.subcommand("audit")]
     | Annotated[Budget, tyro.conf.subcommand("budget")]
+    | Annotated[Forget, tyro.conf.subcommand("forget")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Publish, tyro.conf.subcommand("publish")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]

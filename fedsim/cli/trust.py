@@ -1,11 +1,12 @@
-"""Commands that check and report what runs claim: `fedsim audit`, `budget`, `report`, `publish`,
-`verify`, `runs`."""
+"""Commands that check and report what runs claim: `fedsim audit`, `budget`, `forget`, `report`,
+`publish`, `verify`, `runs`."""
 
 import dataclasses
 import math
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
@@ -21,7 +22,11 @@ from fedsim.config import (
 from fedsim.errors import expect
 from fedsim.run import columns, hanging, wrapped
 
+if TYPE_CHECKING:
+    from fedsim.trust import Check
+
 RunDir = tyro.conf.Positional[Path]
+Each = tyro.conf.UseAppendAction[tuple[Path, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +129,92 @@ class Budget:
 
 
 @dataclasses.dataclass(frozen=True)
+class Forget:
+    """Rebuild data without the texts of people who ask to be forgotten, and sign a certificate.
+
+    First shows what each released model already promises these people together: as if they had
+    never been there, up to an epsilon and a delta. Then writes the data without their texts and
+    ids. Their places stay empty, so that all else is byte for byte as it was; a text with several
+    owners goes if one of them does. Then searches data, runs and caches for whatever still has
+    their texts, and lists it. `fedsim verify` checks the certificate, which names nobody.
+    """
+
+    data: tyro.conf.Positional[str]
+    """A directory made by `fedsim data build`."""
+
+    users: Path
+    """File with the ids of the people: one a line, or .csv or .jsonl with a column of ids."""
+
+    out: Path | None = None
+    """Directory to create with the data without them. The old one stays as it is."""
+
+    in_place: bool = False
+    """Put the new data in the place of the old ones, which are removed. Instead of --out."""
+
+    column: str | None = None
+    """Column of the ids in --users. Default: the user column of the build."""
+
+    runs: Each = ()
+    """Directory of a run on these data that the ledger of the data does not have; may be
+    repeated."""
+
+    search: Each = ()
+    """Another file or directory to search, such as an exported model, a source or a copy; may be
+    repeated."""
+
+    certificate: Path | None = None
+    """File of the certificate. Default: beside the new data, with the end -forgotten.json."""
+
+    budget_ledger: Path | None = None
+    """Directory of the ledger of the data, as in train. Its key signs."""
+
+    delta: float | None = None
+    """Delta for all runs together. In (0, 1). Default: as in train."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    @property
+    def doing(self) -> str:
+        return f"reading data={self.data}"
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.budget import place_of
+        from fedsim.run import Console
+        from fedsim.trust import forget
+
+        delta = self.delta
+        expect("delta", delta, delta is None or 0 < delta < 1, "in (0, 1)")
+        result = forget(
+            self.data,
+            self.users,
+            place_of(self.budget_ledger),
+            Console(),
+            out=self.out,
+            in_place=self.in_place,
+            column=self.column,
+            runs=self.runs,
+            also=self.search,
+            delta=delta,
+            file=self.certificate,
+        )
+        if not self.json:
+            found = result["search"]["found"]
+            for each in found:
+                print(f"still there: {each['path']}: {each['has']}")
+            number, files = result["people"]["number"], result["search"]["files"]
+            noun = "person was" if number == 1 else "people were"
+            print(
+                wrapped(
+                    f"{number:,} {noun} forgotten in {result['out']}; {len(found):,} of {files:,} "
+                    f"files that were searched still have texts or ids of theirs"
+                )
+            )
+            print(f"written to {result['certificate']} and {result['html']}")
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
 class Report(ReadsRun):
     """Write the privacy report of a run: one HTML page, and the same as Markdown.
 
@@ -188,14 +279,15 @@ class Publish(ReadsRun):
 
 @dataclasses.dataclass(frozen=True)
 class Verify(ReadsRun):
-    """Check a run's ledger against its settings, checkpoints, metrics, data and summary.
+    """Check a run's ledger against its settings, checkpoints, metrics, data and summary; or a
+    certificate of `fedsim forget` against its signature.
 
     Prints a line for each promise: OK, VIOLATED, or not checked. Exit code 1 if one is violated.
     """
 
     run_dir: RunDir
-    """The run's directory, a copy of it, or a folder that `fedsim publish` made. Promises that need
-    the key or the data are not checked without them."""
+    """The run's directory, a copy of it, a folder that `fedsim publish` made, or the certificate of
+    `fedsim forget`. Promises that need the key or the data are not checked without them."""
 
     data: str | None = None
     """Where the data are now. Default: where they were at the start of the run."""
@@ -213,7 +305,12 @@ class Verify(ReadsRun):
     json: bool = False
     """Print one JSON object on stdout."""
 
+    budget_ledger: Path | None = None
+    """Directory of the ledger of the data, as in train. For a certificate, which its key signed."""
+
     def __call__(self) -> dict[str, Any]:
+        if self.run_dir.is_file():
+            return self._certificate()
         from fedsim.engine import set_threads
         from fedsim.errors import FedsimError
         from fedsim.run import directory
@@ -238,8 +335,7 @@ class Verify(ReadsRun):
         unseen = [check.promise for check in checks if check.holds is None]
         plan = plan_of(self.run_dir)
         if not self.json:
-            for check in checks:
-                print(hanging(f"{check.verdict:11} {check.promise:11} ", check.found))
+            _show(checks)
             if plan is not None and not plan.guarantee:
                 why = plan.epsilon_holds if plan.noise_multiplier else "trained without noise"
                 print(wrapped(f"epsilon is no guarantee: {why}"))
@@ -253,6 +349,20 @@ class Verify(ReadsRun):
             "epsilon_holds": plan and plan.epsilon_holds,
             "guarantee": _confirmed(holds and plan is not None and plan.guarantee, unseen),
             "interrupted": any(check.interrupted for check in checks),
+            "checks": [dataclasses.asdict(check) for check in checks],
+        }
+
+    def _certificate(self) -> dict[str, Any]:
+        """Check a certificate of forgetting."""
+        from fedsim.budget import place_of
+        from fedsim.trust import certificate
+
+        checks = certificate.check(self.run_dir, self.data, place_of(self.budget_ledger))
+        if not self.json:
+            _show(checks)
+        return {
+            "certificate": str(self.run_dir),
+            "holds": all(check.holds is not False for check in checks),
             "checks": [dataclasses.asdict(check) for check in checks],
         }
 
@@ -289,6 +399,11 @@ class Runs:
             print(f"tensorboard --logdir {shlex.quote(str(place))}")
         kept = [{name: to_json(value) for name, value in row.items()} for row in rows]
         return {"directory": str(place), "rows": kept}
+
+
+def _show(checks: "Iterable[Check]") -> None:
+    for check in checks:
+        print(hanging(f"{check.verdict:11} {check.promise:11} ", check.found))
 
 
 def _confirmed(guarantee: bool, unseen: list[str]) -> bool | None:

@@ -1,7 +1,8 @@
 """Users' text: built from files, kept in a store, read as rows of token ids.
 
 `from fedsim.data import load; load("pydocs").train` is a UserStore. `corpora` finds or builds data,
-`building` builds it, `dataset` has the splits, `users` and `store` read and write one split.
+`building` builds it, `forgetting` takes people out of it, `dataset` has the splits, `users` and
+`store` read and write one split.
 """
 
 from lazy_loader import attach_stub

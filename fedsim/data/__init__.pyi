@@ -1,4 +1,4 @@
-from . import corpora as corpora
+from . import corpora as corpora, forgetting as forgetting
 from .building import readers as readers, sources as sources, user_ids as user_ids
 from .building.build import BuildSettings as BuildSettings, build as build
 from .building.columns import (
@@ -29,6 +29,7 @@ from .dataset import (
     min_examples_of as min_examples_of,
     shown as shown,
     stats as stats,
+    sums as sums,
     tokenizer_from_users as tokenizer_from_users,
 )
 from .labels import label_prompts as label_prompts, labels_of as labels_of
@@ -45,4 +46,4 @@ from .tokenizer import (
     Tokenizer as Tokenizer,
     copy_provenance as copy_provenance,
 )
-from .users import UserStore as UserStore
+from .users import Block as Block, UserStore as UserStore

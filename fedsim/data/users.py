@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from fedsim.data.store import (
     FORMAT,
+    MARKED,
     OFFSETS,
     TOKENS,
     TRAINED,
@@ -39,11 +40,29 @@ from fedsim.errors import DataError
 from fedsim.files import expand_home
 
 SCAN_ROWS = 2**18
+BLOCK_TOKENS = 2**19
 Found = TypeVar("Found")
 # The last two exist where texts have several owners.
 TABLES = ("users.parquet", "owners.parquet", "people.parquet")
 ARRAYS = (OFFSETS, TOKENS, TRAINED)  # the last where not all tokens are trained on
 SETS = "num_owner_sets"  # field in the metadata of such a store
+
+
+class Block(NamedTuple):
+    """Some rows of a store, end to end."""
+
+    lengths: np.ndarray
+    """Tokens of each row, int64 [rows]."""
+    values: np.ndarray
+    """Token ids, uint16 or uint32."""
+    flags: np.ndarray | None
+    """uint8, 1 for tokens that are trained on; None if all are."""
+
+    @property
+    def marked(self) -> np.ndarray:
+        """The token ids as rows of a build have them; see `store.MARKED`."""
+        assert self.flags is not None, "of a store in which only some tokens are trained on"
+        return self.values.astype(MARKED) * 2 + self.flags
 
 
 class UserStore:
@@ -295,6 +314,24 @@ class UserStore:
         if self._graph is not None:
             return _column(self._graph[1], "user_id", TABLES[2]).to_pylist()
         return self._users_column("user_id").to_pylist()
+
+    def owner_sets(self) -> list[str]:
+        """Ids of the users, or owner sets as strings, whose rows `offsets` bounds."""
+        return self._users_column("user_id").to_pylist()
+
+    def owners_file(self) -> pa.Buffer | None:
+        """The bytes of owners.parquet; None if every text has one owner."""
+        return None if self._graph is None else self._graph[0]
+
+    def blocks(self, low: int, high: int) -> Iterator[Block]:
+        """Yield the rows low:high in order, at most about BLOCK_TOKENS tokens at a time."""
+        flags, offsets = self._reader.flags, self._reader.offsets
+        rows = max(1, BLOCK_TOKENS // self.max_length)
+        for start in range(low, high, rows):
+            end = min(start + rows, high)
+            lengths, values = self._reader.slice(start, end)
+            marks = None if flags is None else flags[offsets[start] : offsets[end]]
+            yield Block(lengths, values, marks)
 
     def _users_column(self, name: str) -> pa.ChunkedArray:
         return _column(self._users, name, TABLES[0])

@@ -1,4 +1,4 @@
-"""Checks and reports of what a run claims: `verify`, `report`, `audit`, `budget`.
+"""Checks and reports of what a run claims: `verify`, `report`, `audit`, `budget`, `forget`.
 
 verify       each promise of a run, checked against its files (`evidence`, `ledger_checks`) and by a
              `replay`
@@ -7,6 +7,8 @@ report       privacy report, model card and registry entry, from the `claim` of 
 audit        attacks: plants `canaries`, and bounds epsilon by guesses (`bounds`) and by the noise
              in what was released (`noise_audit`)
 budget_page  the privacy budget of users
+forget       data without some people's texts: what runs promise them, files that still have their
+             texts (`remains`), and a signed `certificate`
 pages        Markdown and HTML from `templates/`, and charts
 """
 

@@ -176,7 +176,7 @@ def several(released: Claimed) -> list[tuple[int, float]]:
     claim. Source: docs/theory/people.md."""
     if released.phases is None or released.label or not released.num_steps:
         return []
-    return [(people, _together(released, people)) for people in PEOPLE]
+    return [(people, epsilon_for(released, people)) for people in PEOPLE]
 
 
 def is_by_group(plan: Plan) -> bool:
@@ -184,7 +184,12 @@ def is_by_group(plan: Plan) -> bool:
     return isinstance(plan.sampling, AllocatedSampling) or plan.noise.bands > 1
 
 
-def _together(released: Claimed, people: int) -> float:
+def epsilon_for(released: Claimed, people: int) -> float:
+    """Epsilon of so many users together, at the claim's delta; inf if none is known.
+
+    Args:
+      released: a claim, of a run with noise.
+    """
     plan, phases = released.plan, released.phases
     assert phases is not None
     left = plan.delta * (1 - SLACK_SHARE)

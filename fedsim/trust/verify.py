@@ -16,7 +16,7 @@ from fedsim import keys
 from fedsim.accounting import at_most
 from fedsim.clipping import Strategy
 from fedsim.config import Algorithm, PrivacyConfig
-from fedsim.data import SUMS, Tokenizer
+from fedsim.data import SUMS, Tokenizer, forgetting
 from fedsim.els import ELS
 from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged, expect
 from fedsim.files import read_json
@@ -298,6 +298,8 @@ def _data(evidence: Evidence) -> str:
         raise Unknown("an audit's run: the users it made up beside those of the data are not kept")
     same = key.seal(users.fingerprint) == evidence.plan.data_seal
     where = _where(evidence)
+    if not same and (number := evidence.dataset.metadata.get(forgetting.FORGOTTEN)):
+        raise Unknown(f"{where}: {number} users were forgotten, perhaps since the run was started")
     demand(same, f"{where}: other data than the run was started with{ELSEWHERE}")
     if how is not None:
         same = held_out is not None and key.seal(held_out.fingerprint) == how.seal

@@ -1,0 +1,156 @@
+"""The certificate of `fedsim forget`: a signed JSON file, and a page of the same content.
+
+People are named by keyed digests, whose key is that of the ledger of the data: its owner can show
+that a person is among them, and nobody else can try ids. The signature is Ed25519, by a key that
+follows from the same secret. The file has one form: any other byte breaks the signature.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from fedsim.budget import hold
+from fedsim.data import SUMS, Dataset, sums
+from fedsim.errors import FedsimError
+from fedsim.files import make_place, read_object, write_atomically
+from fedsim.keys import FILE as KEY, SecretKey
+from fedsim.trust.evidence import Check, Unknown, Violated, demand
+from fedsim.trust.pages import as_html, as_markdown
+
+KIND, FORMAT = "fedsim certificate of forgetting", 1
+TEMPLATE = "forgotten.md.jinja"
+
+
+def signer(key: SecretKey) -> Ed25519PrivateKey:
+    """The signing key of the owner of the data. Args: key: of the ledger of the data."""
+    return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(key.seal("certificate signer")))
+
+
+def digests(people: Iterable[str], key: SecretKey) -> list[str]:
+    """Keyed digests of people's ids, sorted, so that their order says nothing."""
+    return sorted(key.seal(f"certificate person {each}") for each in people)
+
+
+def digest_of(data: Dataset) -> str:
+    """sha256 of the sums of a built directory, which cover every file of it."""
+    assert data.path is not None, "of a directory"
+    path = data.path / SUMS
+    listed = path.read_bytes() if path.is_file() else sums(data.path, data.splits()).encode()
+    return hashlib.sha256(listed).hexdigest()
+
+
+def write(path: Path, record: dict[str, Any], key: SecretKey) -> dict[str, str]:
+    """Sign a certificate and write it, and its page beside it.
+
+    Args:
+      path: the JSON file; the page has its name, with .html and .md.
+      record: all but the public key and the signature.
+      key: of the ledger of the data.
+    Returns:
+      The paths, as "certificate", "html" and "markdown".
+    """
+    private = signer(key)
+    record = json.loads(json.dumps(record, sort_keys=True))  # as whoever reads the file has it
+    whole = {**record, "public_key": private.public_key().public_bytes_raw().hex()}
+    whole["signature"] = private.sign(_signed(whole)).hex()
+    make_place(path.parent)
+    write_atomically(path, _file(whole))
+    pages = _pages(path, whole)
+    for page, text in pages.items():
+        write_atomically(page, text)
+    html, markdown = map(str, pages)
+    return {"certificate": str(path), "html": html, "markdown": markdown}
+
+
+def check(path: Path, data: str | None, place: Path) -> list[Check]:
+    """Check a certificate.
+
+    Args:
+      path: the JSON file.
+      data: the data without the people's texts; None: they are not looked at.
+      place: directory of the ledger of the data.
+    """
+    try:
+        record = _read(path)
+    except FedsimError as error:
+        return [Check("signature", False, str(error))]
+    found = f"not a byte changed since {record['time']}"
+    looks = {"signer": lambda: _signer(record, place), "page": lambda: _page(path, record)}
+    looks["data"] = lambda: _data(record, data)
+    checks = [Check("signature", True, found)]
+    for promise, look in looks.items():
+        try:
+            checks.append(Check(promise, True, look()))
+        except Unknown as error:
+            checks.append(Check(promise, None, str(error)))
+        except (FedsimError, OSError) as error:
+            checks.append(Check(promise, False, str(error)))
+    return checks
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The certificate in a file. Raises: Violated: it is none, or was changed."""
+    record = read_object(path, "certificate")
+    known = (record.get("kind"), record.get("format")) == (KIND, FORMAT)
+    demand(known, f"{path}: expected a certificate of `fedsim forget`")
+    changed = f"{path}: was changed since it was signed"
+    try:
+        public = Ed25519PublicKey.from_public_bytes(bytes.fromhex(record["public_key"]))
+        public.verify(bytes.fromhex(record["signature"]), _signed(record))
+    except (InvalidSignature, KeyError, TypeError, ValueError):
+        raise Violated(changed) from None
+    demand(path.read_bytes() == _file(record), changed)
+    return record
+
+
+def _signed(record: dict[str, Any]) -> bytes:
+    kept = {name: value for name, value in record.items() if name != "signature"}
+    return f"{KIND}\n{json.dumps(kept, sort_keys=True, separators=(',', ':'))}".encode()
+
+
+def _file(record: dict[str, Any]) -> bytes:
+    return (json.dumps(record, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _pages(path: Path, record: dict[str, Any]) -> dict[Path, bytes]:
+    facts = {"title": "Certificate of forgetting", "record": record}
+    made = {".html": as_html(TEMPLATE, **facts), ".md": as_markdown(TEMPLATE, **facts)}
+    return {path.with_suffix(suffix): text.encode() for suffix, text in made.items()}
+
+
+def _signer(record: dict[str, Any], place: Path) -> str:
+    """The key of the ledger on this machine signed."""
+    if not (place / KEY).exists():
+        raise Unknown(f"the ledger of the data is not here: compare key {record['public_key']}")
+    with hold(place) as ledger:
+        ours = signer(ledger.key).public_key().public_bytes_raw().hex()
+    if ours != record["public_key"]:
+        raise Unknown(f"another ledger's: compare key {record['public_key']}")
+    return f"by the key of the ledger of the data, {ours}"
+
+
+def _page(path: Path, record: dict[str, Any]) -> str:
+    """The pages beside the certificate say what it says."""
+    pages = {page: text for page, text in _pages(path, record).items() if page.exists()}
+    if not pages:
+        raise Unknown("no page is beside it")
+    for page, text in pages.items():
+        demand(page.read_bytes() == text, f"{page}: says something else than the certificate")
+    return f"{', '.join(page.name for page in pages)}: the same content"
+
+
+def _data(record: dict[str, Any], source: str | None) -> str:
+    """The data are those that the certificate is about, read to the last byte."""
+    if source is None:
+        raise Unknown("say with --data where the data are")
+    data = Dataset.open(source)
+    for store in data.splits().values():
+        store.check()
+    same = digest_of(data) == record["data"]["after"]
+    demand(same, f"data={source}: others than those of the certificate")
+    return f"data={source}: as they were when their people were forgotten"

@@ -1,0 +1,360 @@
+"""Forget people: what they were promised, data without them, what is left of them, a certificate.
+
+A model that was trained with a guarantee need not be trained again: for k people together, it is
+(epsilon_k, delta)-indistinguishable from one that never saw their texts (docs/theory/people.md).
+What has no such promise is named, as is every file that still has their texts.
+"""
+
+import dataclasses
+import math
+import os
+import shutil
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedsim import accounting
+from fedsim.accounting import at_most
+from fedsim.budget import GONE, RUNNING, BudgetLedger, Charge, books, hold, union
+from fedsim.config import default_delta, to_json
+from fedsim.data import Dataset, forgetting, tokenizer_from_users
+from fedsim.errors import ConfigError, FedsimError, expect
+from fedsim.files import cache_dir, exchange, expand_home, new_directory
+from fedsim.installation import version
+from fedsim.keys import FILE as KEY, SecretKey
+from fedsim.plan import why_not
+from fedsim.run import Console, directory, ledger as run_ledger
+from fedsim.trust import certificate
+from fedsim.trust.claim import SLACK_SHARE, epsilon_for, is_by_group
+from fedsim.trust.remains import search
+from fedsim.trust.report import read
+from fedsim.trust.verify import UNPROTECTED
+
+THEOREM, GROUP = "theorem", "group privacy"
+PRIVATE = {
+    "checkpoints": "the state of the run, with the sizes of its draws",
+    "released": "noisy gradients, whose noise can be taken off with the key",
+    KEY: "the key: it draws who took part, and the noise",
+    **dict.fromkeys((name.rstrip("/") for name in UNPROTECTED), "losses without noise"),
+}
+"""Files in a run's directory that were computed from texts, beside the model, and their content."""
+TOKENIZER = "tokenizer.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Who is to be forgotten, and where."""
+
+    data: Dataset
+    people: Collection[str]
+    """Ids of the people."""
+    key: SecretKey
+    """Key of the ledger of the data."""
+
+    def place(self, person: str) -> str:
+        """The name of a person's place in the data; not the digest of the certificate, which would
+        name the place."""
+        return f"{forgetting.PLACE}{self.key.seal(f'forgotten place {person}')[:16]}"
+
+    def unnamed(self, path: Path) -> str:
+        """A path for the certificate, without the ids of the people."""
+        text = str(path)
+        for each in sorted(self.people, key=len, reverse=True):
+            text = text.replace(each, "(id)") if each in path.parts or len(each) > 3 else text
+        return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Promise:
+    """What a run promises some people together."""
+
+    run: str
+    model: str
+    """sha256 of the parameters; empty if it is not known."""
+    people: int
+    """Number of the people whom the run trained on."""
+    epsilon: float
+    delta: float
+    how: str
+    """THEOREM or GROUP; empty without a promise."""
+    why_not: str = ""
+    """Reason why there is no promise."""
+    place: Path | None = None
+    """The run's directory, if it is here."""
+
+    @property
+    def sentence(self) -> str:
+        """The promise in words."""
+        who = f"{self.people:,} of them" if self.people != 1 else "1 of them"
+        if not self.people:
+            return f"{self.run}: trained on none of them"
+        if self.why_not:
+            return f"{self.run}: promises {who} nothing: {self.why_not}"
+        by = " (by group privacy, which is not tight)" if self.how == GROUP else ""
+        spent = f"epsilon = {at_most(self.epsilon, '.4g')}, delta = {at_most(self.delta, '.2e')}"
+        return f"{self.run}: as if {who} had never been there, up to {spent}{by}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON object of the certificate."""
+        names = ("run", "model", "people", "delta", "how", "why_not", "sentence")
+        fields = {name: getattr(self, name) for name in names}
+        return {**fields, "epsilon": to_json(self.epsilon)}
+
+
+def forget(
+    source: str | Path,
+    users: Path,
+    place: Path,
+    console: Console,
+    *,
+    out: Path | None = None,
+    in_place: bool = False,
+    column: str | None = None,
+    runs: Sequence[Path] = (),
+    also: Sequence[Path] = (),
+    delta: float | None = None,
+    file: Path | None = None,
+) -> dict[str, Any]:
+    """Rebuild a data set without the texts of some people, and certify it.
+
+    Args:
+      source: a built directory.
+      users: file with their ids; see `data.forgetting.read_users`.
+      place: directory of the ledger of the data.
+      console: shows the promises, before anything is written.
+      out: directory for the data without them.
+      in_place: put it in the place of the data instead, which are removed.
+      column: column of the ids in `users`.
+      runs: directories of runs, beside those that the ledger has.
+      also: further files and directories to search.
+      delta: of all runs together. Default: that of runs.
+      file: the certificate. Default: beside the new data, with -forgotten.json.
+    Returns:
+      The certificate and the paths of its files.
+    Raises:
+      ConfigError, DataError: an argument is invalid. Nothing is written.
+    """
+    data = Dataset.open(os.path.realpath(expand_home("data", source)))  # where links lead
+    assert data.path is not None, "it was opened"
+    hidden = data.path.with_name(f".{data.path.name}.forgetting")
+    if in_place and hidden.exists():  # of a process that was killed, perhaps with the texts
+        shutil.rmtree(hidden)
+    expect("out", out, (out is None) == in_place, "a new directory, or --in-place, not both")
+    target = data.path if out is None else out.absolute()
+    absent = in_place or not (target.exists() or target.is_symlink())
+    expect("out", target, absent, "a directory that is not there yet")
+    file = file or target.with_name(f"{target.name}-forgotten.json")
+    clear = file.suffix == ".json" and not file.exists()
+    expect("certificate", file, clear, "a new file that ends in .json")
+    for each in also:
+        expect("search", each, each.exists(), "a file or directory")
+    people = forgetting.read_users(users, data, column)
+    with hold(place) as ledger:
+        request = Request(data, people, ledger.key)
+        charges = books(ledger, [*people]).charges
+        counts = [_counted(ledger, people, [each]) for each in charges]
+        most = _counted(ledger, people, charges)
+    for each in charges if in_place else ():
+        free = each.state != RUNNING
+        expect("in_place", each.entry.place, free, "no run on these texts that is running")
+    delta = delta or default_delta(data.train.num_users)
+    pairs = zip(charges, counts, strict=True)
+    promises = [_of_charge(each, count, delta, console) for each, count in pairs]
+    known = {each.entry.run for each in charges}
+    for run_dir in runs:
+        if run_ledger.head(run_dir).get("key_seal") not in known:
+            promises.append(_of_run(run_dir, _trained_on(run_dir, request), console))
+    together = _together(charges, promises, most, delta)
+    for each in filter(None, (*promises, together)):
+        console.note(each.sentence)
+    beside = hidden if in_place else target
+    with new_directory(beside) as made:
+        forgetting.without(data, people, made, request.place)
+    roots = _roots(data.path, beside, promises, place, also)
+    console.note(f"searching {', '.join(map(str, roots))}")
+    remains = search(data, people, roots, [data.path] if in_place else [])
+
+    def shown(path: Path) -> str:
+        moved = path.is_relative_to(beside)
+        return request.unnamed(target / path.relative_to(beside) if moved else path)
+
+    record = {
+        "kind": certificate.KIND,
+        "format": certificate.FORMAT,
+        "fedsim": version(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "people": {"number": len(people), "digests": certificate.digests(people, request.key)},
+        "data": {
+            "name": request.unnamed(Path(target.name)),
+            "num_users": data.train.num_users,
+            "in_place": in_place,
+            "before": request.key.seal(f"certificate data {certificate.digest_of(data)}"),
+            "after": certificate.digest_of(Dataset.open(beside)),
+        },
+        "runs": [each.as_dict() for each in promises],
+        "together": together and together.as_dict(),
+        "search": {
+            "places": [*dict.fromkeys(map(shown, roots))],
+            "files": remains.files,
+            "bytes": remains.bytes,
+            "sought": remains.sought,
+            "found": [
+                {
+                    "path": shown(path),
+                    "why": _why(path, data, roots),
+                    "has": ", ".join(f"{count:,} {kind}" for kind, count in kinds.items()),
+                }
+                for path, kinds in sorted(remains.found.items())
+            ],
+            "unread": [shown(path) for path in remains.unread],
+        },
+        "computed": _computed(request, promises, target),
+    }
+    if in_place:
+        exchange(beside, target)
+        shutil.rmtree(beside)
+    return {**record, "out": str(target), **certificate.write(file, record, request.key)}
+
+
+def _counted(ledger: BudgetLedger, people: Collection[str], charges: Sequence[Charge]) -> int:
+    """Number of the people whom any of these runs reads."""
+    theirs = union([ledger.users_of(each.entry.users) for each in charges])
+    return int(np.isin(ledger.users([*people]), theirs).sum())
+
+
+def _trained_on(run_dir: Path, request: Request) -> int:
+    """Number of the people whom a run trained on that no ledger has.
+
+    Raises: ConfigError: it is a run on other data.
+    """
+    stored = directory.load(run_dir)
+    train = request.data.train
+    same = SecretKey.load(run_dir).seal(train.fingerprint) == stored.identity.data_seal
+    expect("runs", run_dir, same, f"a run on data={request.data.path}, or in the ledger")
+    return len(set(train.user_ids()) & set(request.people))
+
+
+def _of_charge(charge: Charge, people: int, delta: float, console: Console) -> Promise:
+    """What a run in the ledger promises; by all that it planned, if it runs or is not here."""
+    entry, path = charge.entry, Path(charge.entry.place)
+    ended = charge.state not in (RUNNING, GONE)
+    if entry.kind == "train" and ended and (path / directory.CONFIG).exists():
+        return _of_run(path, people, console)
+    here = path if path.is_dir() else None
+    about = (f"{path.name or entry.kind} ({entry.kind}, {charge.state})", "", people)
+    if charge.nothing or charge.released is None:
+        return Promise(*about, math.inf, delta, "", why_not(charge.nothing), here)
+    epsilon = _composed([charge], people, delta, GROUP)
+    return Promise(*about, epsilon, delta, GROUP, _none_at(epsilon), here)
+
+
+def _of_run(run_dir: Path, people: int, console: Console) -> Promise:
+    """What a run promises, by its ledger; nothing if it breaks a promise of `verify`."""
+    about = {"run": run_dir.resolve().name, "people": people, "place": run_dir}
+    nothing = {"model": "", "epsilon": math.inf, "delta": default_delta(0), "how": ""}
+    try:
+        with directory.lock(run_dir, to_read=True):
+            released = read(run_dir, console)
+    except FedsimError as error:
+        return Promise(**about, **nothing, why_not=" ".join(str(error).split()))
+    plan = released.plan
+    about |= {"model": released.fingerprint, "delta": plan.delta}
+    if released.phases is None or released.label:
+        return Promise(**{**nothing, **about}, why_not=why_not(released.label))
+    epsilon = epsilon_for(released, max(1, people))
+    how = GROUP if is_by_group(plan) and people > 1 else THEOREM
+    return Promise(**about, epsilon=epsilon, how=how, why_not=_none_at(epsilon))
+
+
+def _none_at(epsilon: float) -> str:
+    return "no finite epsilon is known at this delta" if epsilon == math.inf else ""
+
+
+def _together(
+    charges: Sequence[Charge], promises: Sequence[Promise], people: int, delta: float
+) -> Promise | None:
+    """What all runs promise together that the ledger has; None if it has fewer than two."""
+    if len(charges) < 2:
+        return None
+    name, counted = f"all {len(charges)} runs together", [c for c in charges if c.released != []]
+    if nothing := [each for each in counted if each.nothing]:
+        words = why_not(nothing[0].nothing)
+        return Promise(name, "", people, math.inf, delta, "", f"one of them has none ({words})")
+    how = GROUP if any(each.how == GROUP for each in promises) and people > 1 else THEOREM
+    epsilon = _composed(counted, people, delta, how)
+    return Promise(name, "", people, epsilon, delta, how, _none_at(epsilon))
+
+
+def _composed(charges: Sequence[Charge], people: int, delta: float, how: str) -> float:
+    """Epsilon of several runs for so many people; inf if none is known."""
+    phases = [phase for charge in charges for phase in charge.reserved or []]
+    slacks, people = [charge.entry.slack for charge in charges], max(1, people)
+    try:
+        if how == THEOREM:
+            together = accounting.for_people(phases, people)
+            return accounting.epsilon_with(slacks, together, delta)
+        left = delta * (1 - SLACK_SHARE)
+        ideal = accounting.group_epsilon(phases, left, people) if phases else 0.0
+        more, missed = accounting.together(slacks, ideal, left)
+    except ConfigError:  # the loss is too large to be added up, or no theorem is known
+        return math.inf
+    return float(ideal + more) if left + missed <= delta else math.inf
+
+
+def _roots(
+    data: Path, rebuilt: Path, promises: Sequence[Promise], place: Path, also: Sequence[Path]
+) -> list[Path]:
+    """All places to search: data, unfinished builds, runs and their data, caches, the ledger."""
+    found = [data, *data.parent.glob(f".{data.name}.*"), rebuilt]
+    for each in promises:
+        if each.place is not None:
+            found.append(each.place)
+            found += _source_of(each.place)
+    found += [cache_dir(), place, *also]
+    return list(dict.fromkeys(path.absolute() for path in found if path.exists()))
+
+
+def _source_of(run_dir: Path) -> list[Path]:
+    """The data of a run, if they are files or a directory here."""
+    try:
+        source = Path(directory.load(run_dir).run.data.source)
+    except FedsimError:
+        return []
+    return [source] if source.exists() else []
+
+
+def _why(path: Path, data: Dataset, roots: Sequence[Path]) -> str:
+    """What a file is that has the people's texts."""
+    for each in data.metadata.get("sources", ()):
+        if path.name == each["name"] and path.stat().st_size == each["bytes"]:
+            return "a source of the build"
+    if any(part.endswith(".building") for part in path.parts):
+        return "an unfinished build"
+    if path.is_relative_to(cache_dir()):
+        return "a cache"
+    assert data.path is not None
+    if path.is_relative_to(data.path):
+        return "the data as they were"
+    root = next(root for root in roots if path == root or path.is_relative_to(root))
+    return f"a file of {root.name}"
+
+
+def _computed(request: Request, promises: Sequence[Promise], target: Path) -> list[dict[str, str]]:
+    """What was computed from the people's texts without noise, whatever its bytes."""
+    found = []
+    if tokenizer_from_users(request.data.metadata):
+        counts = forgetting.vocabulary(request.data, request.people)
+        tokens = f"{counts['only_theirs']:,} of {counts['tokens']:,} tokens occur in their texts"
+        why = f"trained on texts of the users; {tokens} alone"
+        found.append({"path": request.unnamed(target / TOKENIZER), "why": why})
+    for each in promises:
+        if each.place is not None:
+            found += [
+                {"path": request.unnamed(each.place / name), "why": why}
+                for name, why in PRIVATE.items()
+                if (each.place / name).exists()
+            ]
+    return found
