@@ -64,7 +64,9 @@ class PretrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn from the model's probabilities, in the order of these fields."""
+    """How tokens are drawn from the model.
+
+    The fields apply in their order."""
 
     temperature: float = 1.0
     """Divides the logits. >= 0; 0 always takes the likeliest token."""
