@@ -36,6 +36,7 @@ from experiments.records import (
     verdict,
 )
 from experiments.rows import Rows
+from experiments.verdicts import NOT_SHOWN, Verdict
 from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.data import Dataset, build
 from fedsim.errors import ConfigError, DataError
@@ -46,8 +47,9 @@ STARTED = time.time()
 SCALES = ("smoke", "small", "paper")
 COLOURS = {"ELS": "tab:blue", "ULS": "tab:orange"}
 
-Claims = Sequence[tuple[str, bool | None, str]]
+Claims = Sequence[tuple[str, Verdict, str]]
 """What is claimed, whether it held (None: that is not known yet), and the numbers."""
+SAYS = {True: "yes", False: "no", NOT_SHOWN: NOT_SHOWN, None: "not judged"}
 NO_FIGURES: Mapping[str, Any] = MappingProxyType({})
 
 # Real data that stand in for the paper's: recipe, file, columns; not in the repository.
@@ -318,9 +320,8 @@ def finish(
     record |= circumstances("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "dp-accounting")
     (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     for what, held, numbers in claims:
-        says = {True: "yes", False: "no", None: "not judged"}[verdict(held, judged)]
-        print(f"{what}: {says} ({numbers})")
-    assert not always or all(held for _, held, _ in claims)
+        print(f"{what}: {SAYS[verdict(held, judged)]} ({numbers})")
+    assert not always or all(verdict(held) is True for _, held, _ in claims)
 
 
 def shared(name: str) -> Path:
