@@ -33,7 +33,6 @@ and cells with it are pooled apart. One seed alone shows nothing.
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import numpy as np
 
@@ -45,9 +44,9 @@ GAIN_SHARE = 0.05
 AREA = 0.05
 EQUAL_ERRORS = 2.0
 """Standard errors of tests of equivalence; of differences there are `rows.ERRORS`."""
-NOT_SHOWN: Literal["not shown"] = "not shown"
-Verdict = bool | Literal["not shown"] | None
-"""None: not judged."""
+NOT_SHOWN = "not shown"
+Verdict = bool | str | None
+"""Whether a claim holds, or NOT_SHOWN. None: not judged."""
 Numbers = float | Sequence[float] | np.ndarray
 
 
@@ -93,13 +92,15 @@ def most(verdicts: Iterable[Verdict]) -> Verdict:
 
 def cell_error(rows: Sequence[Row], block: Sequence[str] = ("dataset", "epsilon")) -> float:
     """Standard error of the mean loss of one of these cells, for differences between cells of one
-    block; of k cells it is sqrt(k) times as much. Infinite for one seed.
+    block; of k cells it is sqrt(k) times as much. Infinite for one seed; cells that came to
+    no number are left out.
 
     Args:
       rows: the cells whose variance is pooled.
       block: columns; cells that are alike in these have the same seeds.
     """
-    if min(row["seeds"] for row in rows) < 2:
+    rows = [row for row in rows if math.isfinite(row["loss"])]
+    if not rows or min(row["seeds"] for row in rows) < 2:
         return math.inf
     if not all(row.get("by_seed") for row in rows):
         return seed_error(rows)

@@ -5,6 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from experiments import common, table_verdicts
+from experiments.records import as_written, read_rows
 from experiments.rows import over_seeds
 from experiments.verdicts import (
     NOT_SHOWN,
@@ -67,3 +69,8 @@ def test_what_moves_all_cells_of_a_seed_is_in_no_error_of_pairs():
     assert cell_error(cells) * math.sqrt(2) == pytest.approx(expected)
     assert cell_error([{**row, "by_seed": None} for row in cells]) > 0.1
     assert cell_error([{**row, "seeds": 1} for row in cells]) == math.inf
+
+
+def test_the_table_of_verdicts_has_those_of_the_records():
+    rows = read_rows(common.RESULTS / "small" / "table_verdicts.csv")
+    assert rows == as_written(table_verdicts.run(table_verdicts.SETTINGS["small"]))
