@@ -9,7 +9,7 @@ noise and accounting are those of training; an engine of this file computes all 
 settings that are tuned side by side. Trials have data and noise of their own; 8 each share their
 draws, which only say which of the users, alike in law, take part.
 
-    python -m experiments.fig03_mean_estimation --scale paper      (20 minutes; smoke: 10 seconds)
+    python -m experiments.fig03_mean_estimation --scale paper      (22 minutes; smoke: 10 seconds)
 """
 
 import dataclasses
