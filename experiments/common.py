@@ -45,6 +45,7 @@ from fedsim.keys import SecretKey
 RESULTS = Path(__file__).parent / "results"
 STARTED = time.time()
 SCALES = ("smoke", "small", "paper")
+DEFAULT_SCALE = "small"
 COLOURS = {"ELS": "tab:blue", "ULS": "tab:orange"}
 
 Claims = Sequence[tuple[str, Verdict, str]]
@@ -156,9 +157,9 @@ def resumable(description: str | None, what: str, *, processes: bool = False) ->
     return parser.parse_args()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, scales: Sequence[str] = SCALES) -> None:
     """--scale, --out and --dry-run, which all experiments have."""
-    parser.add_argument("--scale", choices=SCALES, default="paper")
+    parser.add_argument("--scale", choices=scales, default=DEFAULT_SCALE)
     parser.add_argument("--out", type=Path, help="directory for the CSV, JSON and PNG files")
     parser.add_argument("--dry-run", action="store_true", help="say what would be run")
 
@@ -166,8 +167,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def place_of(arguments: argparse.Namespace) -> Path:
     """Where results of a scale are; those of the smallest are in a temporary directory."""
     elsewhere = Path(tempfile.gettempdir()) / "fedsim-experiments"
-    kept = {"smoke": elsewhere / "smoke", "small": RESULTS / "small", "paper": RESULTS}
-    return arguments.out or kept[arguments.scale]
+    kept = {"smoke": elsewhere / "smoke", "paper": RESULTS}
+    return arguments.out or kept.get(arguments.scale) or RESULTS / arguments.scale
 
 
 def out_of(arguments: argparse.Namespace) -> Path:
@@ -328,7 +329,7 @@ def shared(name: str) -> Path:
     """The file of some of the real data. Raises: DataError: it is not there."""
     file = SHARED / f"{name}.parquet"
     if not file.exists():
-        remedy = "python -m experiments.stand_ins says where it comes from"
+        remedy = f"python -m experiments.stand_ins {name} --download builds it"
         raise DataError(f"{file} is not there: {remedy}")
     return file
 

@@ -22,7 +22,13 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import common, finetuning
-from experiments.finetuning import PAPER_TRAINING, SMALL_TRAINING, SMOKE_TRAINING, Training
+from experiments.finetuning import (
+    MEDIUM_TRAINING,
+    PAPER_TRAINING,
+    SMALL_TRAINING,
+    SMOKE_TRAINING,
+    Training,
+)
 from experiments.rows import by, rates_inside
 from experiments.verdicts import both, cell_error, no_worse
 from fedsim.sampling import median_group_size
@@ -43,6 +49,7 @@ SETTINGS = {
         (1, 8, 64, 512),
         (64, 256),
     ),
+    "medium": Settings(MEDIUM_TRAINING, (1, 16, 256), (128, 512)),
     "paper": Settings(PAPER_TRAINING, tuple(2**n for n in range(11)), (512, 2048, 8192)),
 }
 SHARE = 0.1  # of the best gain that may be lost: what "works well" means

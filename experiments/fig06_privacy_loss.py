@@ -31,9 +31,9 @@ from matplotlib.figure import Figure
 
 from experiments import common, finetuning, heuristics
 from experiments.finetuning import STACK_OVERFLOW, stands_for
-from experiments.rows import by, middle, paired, rates_inside, seed_error
+from experiments.rows import by, middle, paired, rates_inside
 from experiments.testing import with_test_losses
-from experiments.verdicts import ahead, both, cell_error, most, no_worse
+from experiments.verdicts import ahead, both, cell_error, mean_error, most, no_worse
 
 SETTINGS = finetuning.COMPARISONS
 LOCAL_STEPS, LOCAL = 4, "ULS, local steps"
@@ -170,7 +170,7 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
         claims.append(_most(name, pairs, 2 * error))
         claims.append(_compute(name, pairs, 2 * error))
         gains = [row["loss_before"] - row["loss"] for row in own]
-        better = [ahead(gain, seed_error(own)) for gain in gains]
+        better = [ahead(gain, mean_error(own)) for gain in gains]
         what = f"{name}: fine-tuning improves on the pre-trained model"
         numbers = f"in {better.count(True)} of {len(own)} settings, by {np.mean(gains):.4f} on "
         claims.append((what, both(*better), numbers + "average"))

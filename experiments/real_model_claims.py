@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from experiments import common
-from experiments.rows import Row, Rows, by, over_seeds, seed_error
+from experiments.rows import Row, Rows, by, over_seeds
 from experiments.verdicts import (
     AREA,
     GAIN_SHARE,
@@ -23,6 +23,7 @@ from experiments.verdicts import (
     Verdict,
     ahead,
     cell_error,
+    mean_error,
     no_worse,
 )
 from fedsim import accounting
@@ -111,7 +112,7 @@ def falls_without_noise(rows: Rows) -> tuple[bool, str]:
 
 def falls_at(rows: Rows, epsilon: float) -> tuple[Verdict, str]:
     """That something is left of it."""
-    found, error = falls(rows, epsilon), seed_error(with_noise(rows))
+    found, error = falls(rows, epsilon), mean_error(with_noise(rows))
     return ahead([*found.values()], error), f"{said(found)}; standard error {error:.4f}"
 
 

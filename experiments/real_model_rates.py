@@ -36,9 +36,8 @@ from experiments.rows import (
     losses_by_power,
     over_seeds,
     powers_to_try,
-    seed_error,
 )
-from experiments.verdicts import GAIN_SHARE, Verdict, ahead, cell_error, no_worse
+from experiments.verdicts import GAIN_SHARE, Verdict, ahead, cell_error, mean_error, no_worse
 
 NAME = "real_model_rates"
 ALGORITHMS = ("els", "uls")
@@ -163,7 +162,7 @@ def check(rows: Sequence[Row]) -> list[tuple[str, Verdict, str]]:
             if len(pair) < len(ALGORITHMS):
                 continue
             pool = pooled(found, source, epsilon)
-            one, two = seed_error(pool), math.sqrt(2) * cell_error(pool, BLOCK)
+            one, two = mean_error(pool), math.sqrt(2) * cell_error(pool, BLOCK)
             where = f"{source}, {at_epsilon(epsilon)}, {compared(groups)}"
             fell = {row["algorithm"]: row["loss_before"] - row["loss"] for row in pair}
             said = ", ".join(f"{name.upper()} by {value:.4f}" for name, value in fell.items())

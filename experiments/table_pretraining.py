@@ -43,9 +43,8 @@ from experiments.rows import (
     missing,
     over_seeds,
     powers_to_try,
-    seed_error,
 )
-from experiments.verdicts import ahead, cell_error, no_worse
+from experiments.verdicts import ahead, cell_error, mean_error, no_worse
 from fedsim import files
 from fedsim.config import ADD_OR_REMOVE, Algorithm, PretrainConfig, PrivacyConfig, run_config
 from fedsim.data import Dataset, build
@@ -295,7 +294,7 @@ def check(rows: Rows) -> common.Claims:
         for name, own in found.items()
     }
     none, before = rows[0]["loss_untrained"], rows[0]["loss_before"]
-    one, two = seed_error([*means.values()]), math.sqrt(2) * cell_error([*means.values()], ())
+    one, two = mean_error([*means.values()]), math.sqrt(2) * cell_error([*means.values()], ())
     els, uls = means["els"]["loss"], means["uls"]["loss"]
     shown = f"{els:.4f} with ELS, {uls:.4f} with ULS"
     chosen = [best(rows, name) for name in ("els", "uls")]

@@ -90,6 +90,12 @@ def most(verdicts: Iterable[Verdict]) -> Verdict:
     return False if 2 * each.count(False) > len(each) else NOT_SHOWN
 
 
+def mean_error(rows: Sequence[Row]) -> float:
+    """Standard error of the mean loss of one of these cells, for what has no seeds of its own, such
+    as the loss before; infinite for one seed."""
+    return seed_error(rows) if min(row["seeds"] for row in rows) > 1 else math.inf
+
+
 def cell_error(rows: Sequence[Row], block: Sequence[str] = ("dataset", "epsilon")) -> float:
     """Standard error of the mean loss of one of these cells, for differences between cells of one
     block; of k cells it is sqrt(k) times as much. Infinite for one seed; cells that came to
