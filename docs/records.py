@@ -30,8 +30,9 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 from experiments.records import RESULTS, read_rows
+from experiments.verdicts import NOT_SHOWN
 
-VERDICTS = {True: "yes", False: "**no**", None: "not judged"}
+VERDICTS = {True: "yes", False: "**no**", NOT_SHOWN: NOT_SHOWN, None: "not judged"}
 ROLE = re.compile(r"(\w+):((?:[^\[\s]|\[[^\]]*\])+)(?: / (\S+))?(?: (\S+))?")
 STEP = re.compile(r"\[([^=\]]+)=([^\]]*)\]|\.?([^.\[]+)")
 COLUMN = re.compile(r"(.+?)(?: \(([^)]*)\))?(?: as (.+))?")

@@ -36,6 +36,7 @@ from experiments.records import (
     verdict,
 )
 from experiments.rows import Rows
+from experiments.verdicts import NOT_SHOWN, Verdict
 from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.data import Dataset, build
 from fedsim.errors import ConfigError, DataError
@@ -44,10 +45,12 @@ from fedsim.keys import SecretKey
 RESULTS = Path(__file__).parent / "results"
 STARTED = time.time()
 SCALES = ("smoke", "small", "paper")
+DEFAULT_SCALE = "small"
 COLOURS = {"ELS": "tab:blue", "ULS": "tab:orange"}
 
-Claims = Sequence[tuple[str, bool | None, str]]
+Claims = Sequence[tuple[str, Verdict, str]]
 """What is claimed, whether it held (None: that is not known yet), and the numbers."""
+SAYS = {True: "yes", False: "no", NOT_SHOWN: NOT_SHOWN, None: "not judged"}
 NO_FIGURES: Mapping[str, Any] = MappingProxyType({})
 
 # Real data that stand in for the paper's: recipe, file, columns; not in the repository.
@@ -154,9 +157,9 @@ def resumable(description: str | None, what: str, *, processes: bool = False) ->
     return parser.parse_args()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, scales: Sequence[str] = SCALES) -> None:
     """--scale, --out and --dry-run, which all experiments have."""
-    parser.add_argument("--scale", choices=SCALES, default="paper")
+    parser.add_argument("--scale", choices=scales, default=DEFAULT_SCALE)
     parser.add_argument("--out", type=Path, help="directory for the CSV, JSON and PNG files")
     parser.add_argument("--dry-run", action="store_true", help="say what would be run")
 
@@ -164,8 +167,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def place_of(arguments: argparse.Namespace) -> Path:
     """Where results of a scale are; those of the smallest are in a temporary directory."""
     elsewhere = Path(tempfile.gettempdir()) / "fedsim-experiments"
-    kept = {"smoke": elsewhere / "smoke", "small": RESULTS / "small", "paper": RESULTS}
-    return arguments.out or kept[arguments.scale]
+    kept = {"smoke": elsewhere / "smoke", "paper": RESULTS}
+    return arguments.out or kept.get(arguments.scale) or RESULTS / arguments.scale
 
 
 def out_of(arguments: argparse.Namespace) -> Path:
@@ -318,16 +321,15 @@ def finish(
     record |= circumstances("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "dp-accounting")
     (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     for what, held, numbers in claims:
-        says = {True: "yes", False: "no", None: "not judged"}[verdict(held, judged)]
-        print(f"{what}: {says} ({numbers})")
-    assert not always or all(held for _, held, _ in claims)
+        print(f"{what}: {SAYS[verdict(held, judged)]} ({numbers})")
+    assert not always or all(verdict(held) is True for _, held, _ in claims)
 
 
 def shared(name: str) -> Path:
     """The file of some of the real data. Raises: DataError: it is not there."""
     file = SHARED / f"{name}.parquet"
     if not file.exists():
-        remedy = "python -m experiments.stand_ins says where it comes from"
+        remedy = f"python -m experiments.stand_ins {name} --download builds it"
         raise DataError(f"{file} is not there: {remedy}")
     return file
 

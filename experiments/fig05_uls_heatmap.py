@@ -20,7 +20,8 @@ from matplotlib.patches import Rectangle
 
 from experiments import common, finetuning
 from experiments.finetuning import STACK_OVERFLOW, ULS_GRIDS
-from experiments.rows import by, margin, rates_inside
+from experiments.rows import by, rates_inside
+from experiments.verdicts import NOT_SHOWN, Verdict, ahead, both, cell_error, no_worse
 
 SETTINGS = ULS_GRIDS
 SHOWN = 4.0  # the epsilon whose diagonals are drawn
@@ -87,35 +88,36 @@ def best_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
-    """Where the best of each budget is, up to the seeds' noise; budgets with one configuration have
-    no choice."""
+    """Where the best of each budget is; budgets with one configuration have no choice."""
     assert all(np.isfinite(row["loss"]) for row in rows)
-    noise, small, total = margin(rows), 0, 0
+    error, small, first = np.sqrt(2) * cell_error(rows), [], []
     limits, better = {}, sum(row["loss"] < row["loss_before"] for row in rows)
+    least, largest = (pick(row["cohort_size"] for row in rows) for pick in (min, max))
     for epsilon, own in by(rows, lambda row: row["epsilon"]).items():
         budgets = by(own, lambda row: row["budget"])
         limits[epsilon] = 0
         for budget, series in sorted(budgets.items()):
-            good = good_ones(series, noise)
             if len(series) > 1:
-                total += 1
-                small += any(10 * row["group_size"] <= row["cohort_size"] for row in good)
+                small.append(best_is_small(series, error))
             alone = [row["loss"] for row in series if row["group_size"] == 1]
             others = [row["loss"] for row in series if row["group_size"] > 1]
             if limits[epsilon] in (0, budget // 2) and alone:
-                if not others or alone[0] < min(others) - noise:
+                sure = ahead(min(others) - alone[0], error) if others else True
+                if budget == 2 * least:
+                    first.append(sure)
+                if sure is True:
                     limits[epsilon] = budget
-    least, largest = (pick(row["cohort_size"] for row in rows) for pick in (min, max))
     numbers = ", ".join(f"{limit} at epsilon {epsilon:g}" for epsilon, limit in limits.items())
     claims = [
         (
             "the best G is at least ten times below the best M",
-            small == total,
-            f"in {small} of {total} budgets with a choice; the seeds explain {noise:.4f}",
+            both(*small),
+            f"in {small.count(True)} of {len(small)} budgets with a choice; standard error "
+            f"{error:.4f}",
         ),
         (
             "up to a limit it is better to enlarge the cohort than the group",
-            min(limits.values()) > least,
+            True if min(limits.values()) > least else False if False in first else NOT_SHOWN,
             f"up to a cohort of {numbers}; the largest here is {largest}",
         ),
         (
@@ -129,14 +131,19 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
     gains = [smaller - larger for larger, smaller in named if larger and smaller]
     if gains:  # at the paper's scale
         what = "G = 64 and M = 4096 are better than G = 256 and M = 1024"
-        claims.append((what, min(gains) > noise, f"by {min(gains):.4f} at least"))
+        claims.append((what, ahead(gains, error), f"by {min(gains):.4f} at least"))
     return [*claims, *rates_inside(rows)]
 
 
-def good_ones(series: Sequence[dict[str, Any]], noise: float) -> list[dict[str, Any]]:
-    """The rows of a budget that are as good as the best, as far as seeds tell."""
-    best = min(row["loss"] for row in series)
-    return [row for row in series if row["loss"] <= best + noise]
+def best_is_small(
+    series: Sequence[dict[str, Any]], error: float, units: str = "cohort_size"
+) -> Verdict:
+    """Whether the best G that is ten times below its cohort is no worse than the best of the other
+    ones. Args: error: of a difference of two losses; units: the column of the cohort."""
+    small, large = [], []
+    for row in series:
+        (small if 10 * row["group_size"] <= row[units] else large).append(row["loss"])
+    return no_worse(min(large) - min(small), error) if small and large else bool(small)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -31,8 +31,9 @@ from matplotlib.figure import Figure
 
 from experiments import common, finetuning, heuristics
 from experiments.finetuning import STACK_OVERFLOW, stands_for
-from experiments.rows import by, margin, middle, paired, rates_inside
+from experiments.rows import by, middle, paired, rates_inside
 from experiments.testing import with_test_losses
+from experiments.verdicts import ahead, both, cell_error, mean_error, most, no_worse
 
 SETTINGS = finetuning.COMPARISONS
 LOCAL_STEPS, LOCAL = 4, "ULS, local steps"
@@ -149,50 +150,53 @@ def _curve(row):
 
 
 def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
-    """The paper's claims, by data set; a difference counts beyond what the seeds explain."""
+    """The paper's claims, by data set."""
     assert all(np.isfinite(row["loss"]) for row in rows)
     rows = [row for row in rows if not math.isinf(row["epsilon"])]
     best, rows = best_els(rows), by_heuristics(rows)
     claims = []
     plain = [row for row in rows if row["local_steps"] == 1]
     for name, own in by(plain, lambda row: row["dataset"]).items():
-        pairs, noise = paired(own), margin(own)
-        ahead = [els["loss"] - uls["loss"] for els, uls in pairs]
-        good, better = ([gain > least for gain in ahead] for least in (-noise, noise))
-        counted = f"as good in {sum(good)} of {len(good)} settings, better in {sum(better)}; ahead "
-        counted += f"by {min(ahead):.4f} to {max(ahead):.4f}, seeds explain {noise:.4f}"
+        pairs, error = paired(own), cell_error(own)
+        leads = [els["loss"] - uls["loss"] for els, uls in pairs]
+        good, better, counted = _judged(leads, np.sqrt(2) * error)
         groups = sorted({uls["group_size"] for _, uls in pairs})
         counted += f"; G_ULS {', '.join(map(str, groups))}"
         if stands_for(name) == STACK_OVERFLOW:
-            claims.append((f"{name}: ULS is at least as good as ELS", all(good), counted))
+            claims.append((f"{name}: ULS is at least as good as ELS", both(*good), counted))
         else:
-            many = 2 * sum(better) >= len(better)
-            claims.append((f"{name}: ULS is better than ELS in many settings", many, counted))
-        difference = margin(own, cells=4)
-        claims.append(_most(name, pairs, difference))
-        claims.append(_compute(name, pairs, difference))
+            what = f"{name}: ULS is better than ELS in many settings"
+            claims.append((what, most(better), counted))
+        claims.append(_most(name, pairs, 2 * error))
+        claims.append(_compute(name, pairs, 2 * error))
         gains = [row["loss_before"] - row["loss"] for row in own]
-        better = [gain > margin(own, cells=1) for gain in gains]
+        better = [ahead(gain, mean_error(own)) for gain in gains]
         what = f"{name}: fine-tuning improves on the pre-trained model"
-        numbers = f"in {sum(better)} of {len(own)} settings, by {np.mean(gains):.4f} on average"
-        claims.append((what, all(better), numbers))
+        numbers = f"in {better.count(True)} of {len(own)} settings, by {np.mean(gains):.4f} on "
+        claims.append((what, both(*better), numbers + "average"))
         if tuned := [row for row in best if row["dataset"] == name]:
-            claims.append(_against_best(name, pairs, tuned, noise))
+            claims.append(_against_best(name, pairs, tuned, np.sqrt(2) * error))
     claims.append(_local([row for row in rows if stands_for(row["dataset"]) == STACK_OVERFLOW]))
     return [*claims, *rates_inside(rows)]
 
 
-def _against_best(name, pairs, best, noise):
+def _judged(leads, error):
+    """Of settings: whether ULS is as good in each, whether it is better, and the numbers."""
+    good = [no_worse(lead, error) for lead in leads]
+    better = [ahead(lead, error) for lead in leads]
+    numbers = f"as good in {good.count(True)} of {len(good)} settings, better in "
+    numbers += f"{better.count(True)}; ahead by {min(leads):.4f} to {max(leads):.4f}, "
+    return good, better, numbers + f"standard error {error:.4f}"
+
+
+def _against_best(name, pairs, best, error):
     """ULS by its heuristic against ELS with the best group of each cell, chosen by these losses."""
     at = {(row["epsilon"], row["budget"]): row for row in best}
     leads = [at[uls["epsilon"], uls["budget"]]["loss"] - uls["loss"] for _, uls in pairs]
-    good = sum(lead >= -noise for lead in leads)
+    good, _, numbers = _judged(leads, error)
     groups = ", ".join(map(str, sorted({row["group_size"] for row in best})))
-    numbers = f"in {good} of {len(leads)} settings, better in {sum(x > noise for x in leads)}; "
-    numbers += f"ahead by {min(leads):.4f} to {max(leads):.4f}, seeds explain {noise:.4f}; "
-    numbers += f"G_ELS {groups}"
     what = f"{name}, beyond the paper: ULS is at least as good as ELS with its best group"
-    return what, good == len(leads), numbers
+    return what, both(*good), f"{numbers}; G_ELS {groups}"
 
 
 def _local(rows):
@@ -200,40 +204,40 @@ def _local(rows):
     cells = by(rows, lambda row: (row["epsilon"], row["budget"])).values()
     curves = [{_curve(row): row["loss"] for row in own} for own in cells]
     gains = [own["ULS"] - own[LOCAL] for own in curves]
-    good, noise = [gain >= -margin(rows) for gain in gains], margin(rows)
+    error = np.sqrt(2) * cell_error(rows)
+    good = [no_worse(gain, error) for gain in gains]
     what = "beyond the paper: local steps are at least as good as none"
-    numbers = f"in {sum(good)} of {len(good)} settings; better by {np.mean(gains):.4f} on average, "
-    return what, all(good), numbers + f"seeds explain {noise:.4f}"
+    numbers = f"in {good.count(True)} of {len(good)} settings; better by {np.mean(gains):.4f} on "
+    return what, both(*good), numbers + f"average, standard error {error:.4f}"
 
 
-def _most(name, pairs, noise):
-    """ULS is ahead by more at the smallest epsilon; noise: of a difference of two."""
+def _most(name, pairs, error):
+    """ULS is ahead by more at the smallest epsilon; error: of a difference of two leads."""
     values = sorted({els["epsilon"] for els, _ in pairs})
     leads = [
         [els["loss"] - uls["loss"] for els, uls in pairs if els["epsilon"] == end]
         for end in (values[0], values[-1])
     ]
-    most, least = (float(np.mean(lead)) for lead in leads)
-    error = noise / np.sqrt(len(leads[0]))
-    numbers = f"{most:.4f} against {least:.4f} at epsilon {values[-1]:g}, seeds explain {error:.4f}"
-    return f"{name}: ULS is ahead the most where epsilon is small", most - least > error, numbers
+    first, last = (float(np.mean(lead)) for lead in leads)
+    error = error / np.sqrt(len(leads[0]))
+    numbers = f"{first:.4f} against {last:.4f} at epsilon {values[-1]:g}, standard error "
+    what = f"{name}: ULS is ahead the most where epsilon is small"
+    return what, ahead(first - last, error), numbers + f"{error:.4f}"
 
 
-def _compute(name, pairs, noise):
+def _compute(name, pairs, error):
     """What the largest budget gains over the smallest, for each algorithm. That ULS is ahead by
     more with the largest budget is the same difference, and no claim of its own."""
     gains = []
     for epsilon in sorted({els["epsilon"] for els, _ in pairs}):
         own = [pair for pair in pairs if pair[0]["epsilon"] == epsilon]
-        least, *_, most = sorted(own, key=lambda pair: pair[0]["budget"])
-        gains.append([least[i]["loss"] - most[i]["loss"] for i in range(2)])
+        least, *_, largest = sorted(own, key=lambda pair: pair[0]["budget"])
+        gains.append([least[i]["loss"] - largest[i]["loss"] for i in range(2)])
     els, uls = np.transpose(gains)
-    error = noise / np.sqrt(len(els))
-    numbers = f"{uls.mean():.4f} against {els.mean():.4f} on average over epsilon, seeds explain "
-    numbers += f"{error:.4f}; more at {int((uls > els).sum())} of {len(els)} epsilons"
-    what = f"{name}: ULS gains more from compute than ELS"
-    nowhere_less = bool((uls - els > -noise).all())
-    return what, nowhere_less and uls.mean() - els.mean() > error, numbers
+    numbers = f"{uls.mean():.4f} against {els.mean():.4f} on average over epsilon; more at "
+    numbers += f"{int((uls > els).sum())} of {len(els)} epsilons, by {min(uls - els):.4f} to "
+    numbers += f"{max(uls - els):.4f}, standard error {error:.4f}"
+    return f"{name}: ULS gains more from compute than ELS", ahead(uls - els, error), numbers
 
 
 FIGURES = {

@@ -2,7 +2,9 @@
 
 Runs are kept in one place under the user's cache by their settings, so an experiment that is run
 again, or that shares runs with another, computes only what is new. `small` starts from the model
-that starting_model.py makes, `paper` from a run of `fedsim pretrain`; `--model` names another one.
+that starting_model.py makes, `medium` from SmolLM2, `paper` from a run of `fedsim pretrain`;
+`--model` names another one. `--data` takes one's own data set, which `fedsim data build` built, in
+the place of the experiment's: nothing is assumed of it, and the model is fresh where none is named.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from experiments.rows import CAME, Row, Rows, over_seeds
 from fedsim import files
 from fedsim.config import ADD_OR_REMOVE, RunConfig, run_config
 from fedsim.data import Dataset, corpora
+from fedsim.errors import ConfigError, DataError
 from fedsim.run import Console, directory, metrics
 from fedsim.tuning import jobs_of, sweep
 from fedsim.tuning.doubling import Configuration
@@ -35,18 +38,22 @@ SMALL: dict[str, str] = dict(zip((STACK_OVERFLOW, CC_NEWS), starting_model.USERS
 SHOWN = {
     "smoke": {STACK_OVERFLOW: "made-up text"},
     "small": {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"},
+    "medium": {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"},
     "paper": {},
 }
 """What rows, figures and records call the data that were used, by what these stand for."""
 PAPER = {STACK_OVERFLOW: "stack-overflow", CC_NEWS: "cc-news"}  # built by these recipes
 PAPER_STEPS = {STACK_OVERFLOW: 10_000, CC_NEWS: 2_000}
 PAPER_MODEL = "models/c4"  # made by fedsim pretrain --model paper
+MEDIUM_MODEL = "hf:HuggingFaceTB/SmolLM2-135M"
+FRESH_MODEL = "tiny"  # for one's own data
+SCALES = ("smoke", "small", "medium", "paper")
 EPSILONS = (1.0, 4.0, 16.0, 64.0)
 
 # For estimates. Gradients of the model `tiny` with texts up to 64 tokens on one core, and what a
 # run takes beside them; of the paper's model, operations of a gradient, and of an accelerator.
 GRADIENTS_PER_CORE_SECOND, SECONDS_PER_RUN = 500.0, 5.0
-PAPER_OPERATIONS, PAPER_SPEED = 6 * 350e6 * 128, 1e14
+OPERATIONS, SPEED = {"paper": 6 * 350e6 * 128, "medium": 6 * 135e6 * 64}, 1e14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +112,10 @@ SMALL_TRAINING = Training(
     further_learning_rates=(0.0003, 0.001, 0.1, 0.3),
     test_examples=4096,
 )
+MEDIUM_TRAINING = Training(
+    {STACK_OVERFLOW: 1_000, CC_NEWS: 1_000}, epsilons=(1.0, 4.0, 16.0), test_examples=4096
+)
+"""One day of one GPU for Figure 6, by the arithmetic of `cost`; never run."""
 PAPER_TRAINING = Training(
     PAPER_STEPS,
     learning_rates=(0.01, 0.03, 0.1, 0.3),
@@ -118,6 +129,7 @@ ULS_GRIDS = {
         (1, 2, 4, 8),
         (16, 32, 64, 128),
     ),
+    "medium": UlsGrid(MEDIUM_TRAINING, (1, 4, 16), (32, 128, 512)),
     "paper": UlsGrid(
         PAPER_TRAINING, tuple(2**n for n in range(9)), tuple(2**n for n in range(5, 13))
     ),
@@ -140,6 +152,7 @@ class Comparison:
 COMPARISONS = {
     "smoke": Comparison(SMOKE_TRAINING, (8, 16), (0.1,)),
     "small": Comparison(SMALL_TRAINING, (32, 128, 512)),
+    "medium": Comparison(MEDIUM_TRAINING, (128, 512), els_groups=(1,)),
     "paper": Comparison(PAPER_TRAINING, (512, 2048, 8192)),
 }
 """Of Figures 6, 7 and 16 to 18, which share runs."""
@@ -168,14 +181,23 @@ class Arguments:
     given_model: str | None
     dry_run: bool
     in_turn: bool = False
+    data: str | None = None
+    """One's own, instead of the experiment's."""
     tally: "Tally" = dataclasses.field(default_factory=lambda: Tally(), compare=False)
 
     @property
     def model(self) -> str:
         """What is started from; at `small` it is made if need be."""
-        if self.given_model is None and self.scale == "small" and not self.dry_run:
+        if self.given_model or self.data:
+            return self.given_model or FRESH_MODEL
+        if self.scale == "small" and not self.dry_run:
             return str(starting_model.model())
-        return self.given_model or {"smoke": "tiny", "paper": PAPER_MODEL}.get(self.scale, "")
+        made = {"smoke": FRESH_MODEL, "medium": MEDIUM_MODEL, "paper": PAPER_MODEL}
+        return made.get(self.scale, "")
+
+    def shown(self) -> Mapping[str, str]:
+        """What rows, figures and records call the data, by what these stand for."""
+        return {STACK_OVERFLOW: Path(self.data).name} if self.data else SHOWN[self.scale]
 
     @property
     def runs(self) -> Path:
@@ -188,13 +210,17 @@ def parse_arguments(description: str | None, argv: Sequence[str] | None = None) 
     """What all experiments have, --model and --in-turn."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=form)
-    common.add_arguments(parser)
+    common.add_arguments(parser, SCALES)
     parser.add_argument("--model", help="a size, or a model to start from")
+    what = "your own data set, built by `fedsim data build`, or pydocs; results go to results/NAME"
+    parser.add_argument("--data", metavar="NAME", help=what)
     what = "each run on all workers of the cluster, instead of each on one and side by side"
     parser.add_argument("--in-turn", action="store_true", help=what)
     given = parser.parse_args(argv)
-    out = common.out_of(given)
-    return Arguments(given.scale, out, given.model, given.dry_run, given.in_turn)
+    if given.data and given.out is None:
+        given.out = Path("results") / Path(given.data).name
+    out = common.place_of(given) if given.dry_run else common.out_of(given)
+    return Arguments(given.scale, out, given.model, given.dry_run, given.in_turn, given.data)
 
 
 @common.mistakes()
@@ -209,23 +235,37 @@ def main(
 ) -> None:
     """An experiment, from its command line to its files; with --dry-run it ends before them."""
     arguments = parse_arguments(description, argv)
-    rows = run(settings[arguments.scale], arguments)
+    if arguments.scale not in settings:
+        raise ConfigError.of("scale", arguments.scale, f"one of {', '.join(settings)}")
+    chosen = settings[arguments.scale]
+    chosen = on_one(chosen) if arguments.data else chosen
+    rows = run(chosen, arguments)
     if arguments.dry_run:
         print("in all " + cost(arguments.tally.planned, arguments.scale))
     else:
-        rows = as_written(named(rows, arguments.scale))
+        rows = as_written(named(rows, arguments.shown()))
         drawn = {file: titled(draw(rows), rows) for file, draw in figures.items()}
-        own, minutes = settings[arguments.scale], arguments.tally.run_minutes
+        minutes = arguments.tally.run_minutes
         data, model = origins(rows, arguments)
         common.finish(
-            *(name, arguments.scale, arguments.out, own, rows, drawn, check(rows)),
+            *(name, arguments.scale, arguments.out, chosen, rows, drawn, check(rows)),
             **{"run_minutes": minutes, "data": data, "model": model},
         )
 
 
-def named(rows: Rows, scale: str) -> Rows:
+def on_one(settings: Any) -> Any:
+    """Settings, however nested, for one data set of one's own in the place of Stack Overflow."""
+    if isinstance(settings, Training):
+        return dataclasses.replace(
+            settings, num_steps={STACK_OVERFLOW: next(iter(settings.num_steps.values()))}
+        )
+    inner = {each.name: getattr(settings, each.name) for each in dataclasses.fields(settings)}
+    nested = {name: on_one(own) for name, own in inner.items() if dataclasses.is_dataclass(own)}
+    return dataclasses.replace(settings, **nested)
+
+
+def named(rows: Rows, shown: Mapping[str, str]) -> Rows:
     """The rows with the names of the data that were used."""
-    shown = SHOWN[scale]
     return [
         {**row, "dataset": shown.get(row["dataset"], row["dataset"])} if "dataset" in row else row
         for row in rows
@@ -233,9 +273,10 @@ def named(rows: Rows, scale: str) -> Rows:
 
 
 def stands_for(name: str) -> str:
-    """Which of the paper's data sets a data set of rows is, or is in the place of."""
+    """Which of the paper's data sets a data set of rows is, or is in the place of; one's own is in
+    the place of Stack Overflow."""
     found = (paper for shown in SHOWN.values() for paper, own in shown.items() if own == name)
-    return next(found, name)
+    return next(found, name if name in PAPER else STACK_OVERFLOW)
 
 
 def assumption(name: str) -> str:
@@ -261,9 +302,8 @@ def origins(rows: Rows, arguments: Arguments) -> tuple[dict[str, Any], dict[str,
         where = data_of(stands_for(name), arguments)
         if corpora.is_built(where):
             data[name] = {"fingerprint": Dataset.open(where).train.fingerprint}
-            data[name] |= common.files_of([name] if arguments.scale == "small" else []).get(
-                name, {}
-            )
+            files = [name] if arguments.scale == "small" and not arguments.data else []
+            data[name] |= common.files_of(files).get(name, {})
     model: dict[str, Any] = {"name": arguments.given_model or f"of the scale {arguments.scale}"}
     for each in stored:
         model |= {"sha256": each.identity.model}
@@ -272,12 +312,24 @@ def origins(rows: Rows, arguments: Arguments) -> tuple[dict[str, Any], dict[str,
 
 
 def data_of(name: str, arguments: Arguments) -> str:
-    """Where a data set is, built first if need be: what `--data` of train is given."""
+    """Where a data set is, built first if need be: what `--data` of train is given.
+
+    Raises: DataError: it is not there, at the scales whose data are built by hand.
+    """
+    if arguments.data:
+        return arguments.data
     if arguments.scale == "smoke":
         return str(_made_up(arguments.out / "texts.parquet"))
     if arguments.scale == "small":
         return str(starting_model.users(SMALL[name]))
-    return str(Path("data") / PAPER[name])  # `python -m experiments.data R --out data/R`
+    place, how = Path("data") / PAPER[name], f"python -m experiments.data {PAPER[name]}"
+    if arguments.scale == "medium":
+        own = SMALL[name].partition(",")[0]
+        place, how = Path("data") / "medium" / own, f"fedsim data build {own}.parquet"
+        how += f" --user-column user_id --text-column text --tokenizer {MEDIUM_MODEL}"
+    if not corpora.is_built(place):
+        raise DataError(f"data={place}: it is not there: {how} --out {place} builds it")
+    return str(place)
 
 
 def open_data(name: str, arguments: Arguments, training: Training) -> Dataset:
@@ -399,11 +451,11 @@ def cost(settings: Sequence[dict[str, Any]], scale: str) -> str:
     """What a sweep would run, and about how long it takes."""
     gradients = sum(each["budget"] * each["num_steps"] for each in settings)
     what = f"{len(settings)} runs, {gradients:,} gradients: "
-    if scale == "paper":
-        per_gradient = PAPER_OPERATIONS / PAPER_SPEED / 3600
+    if scale in OPERATIONS:
+        per_gradient = OPERATIONS[scale] / SPEED / 3600
         most = max(each["budget"] * each["num_steps"] for each in settings) * per_gradient
         what += f"about {gradients * per_gradient:,.0f} accelerator hours at "
-        return what + f"{PAPER_SPEED / 1e12:g} TFLOP/s, {most:,.0f} of them the longest run alone"
+        return what + f"{SPEED / 1e12:g} TFLOP/s, {most:,.0f} of them the longest run alone"
     seconds = gradients / GRADIENTS_PER_CORE_SECOND + len(settings) * SECONDS_PER_RUN
     return what + f"about {seconds / 2 / 60:.0f} minutes on two cores, less those run before"
 

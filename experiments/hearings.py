@@ -7,7 +7,7 @@ and ULS with several numbers k of groups of others are trained from the same fre
 both on the same sentences as if each were its speaker's alone, which protects nobody who is spoken
 to. Which of the two learns more is reported, and not claimed.
 
-    python -m experiments.hearings --scale small     (10 minutes; smoke: 20 s, made-up hearings)
+    python -m experiments.hearings --scale small     (3 minutes; smoke: 20 s, made-up hearings)
 """
 
 import dataclasses

@@ -5,7 +5,7 @@ two data sets and of scotus; epsilon of k users together at the same delta, for 
 the accountant (docs/theory/people.md), and by group privacy with the best epsilon of one user's
 curve. For ELS that ends soon: the deltas that it needs are smaller than the curve resolves.
 
-    python -m experiments.people --scale small     (5 minutes; smoke: 20 s)
+    python -m experiments.people --scale small     (10 minutes; smoke: 20 s)
 """
 
 import dataclasses

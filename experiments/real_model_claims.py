@@ -15,7 +15,17 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from experiments import common
-from experiments.rows import Row, Rows, by, margin, over_seeds
+from experiments.rows import Row, Rows, by, over_seeds
+from experiments.verdicts import (
+    AREA,
+    GAIN_SHARE,
+    NOT_SHOWN,
+    Verdict,
+    ahead,
+    cell_error,
+    mean_error,
+    no_worse,
+)
 from fedsim import accounting
 from fedsim.trust import bounds
 
@@ -25,7 +35,9 @@ CLEAR = 0.1
 CONFIDENCE = 0.95
 SOURCES, EPSILONS, GROUPS, RANK, SEEDS = ("scotus", "reddit_links"), (math.inf, 8.0, 1.0), 5, 8, 2
 KEY = ("source", "rank", "algorithm", "epsilon", "group")
-Claim = tuple[str, bool | None, str]
+BLOCK = ("source", "rank", "epsilon")
+"""Columns; cells that are alike in these have the same seeds."""
+Claim = tuple[str, Verdict, str]
 
 
 def interval(inside: np.ndarray, outside: np.ndarray) -> tuple[float, float, float]:
@@ -47,7 +59,7 @@ def averaged(rows: Sequence[Row]) -> Rows:
     return [
         {
             **own[-1],
-            **over_seeds([row["loss"] for row in own]),
+            **over_seeds([row["loss"] for row in sorted(own, key=lambda row: row["seed"])]),
             **{name: float(np.mean([row[name] for row in own])) for name in ATTACK},
         }
         for own in found
@@ -98,28 +110,25 @@ def falls_without_noise(rows: Rows) -> tuple[bool, str]:
     return min(found.values()) >= CLEAR, said(found)
 
 
-def falls_at(rows: Rows, epsilon: float) -> tuple[bool, str]:
+def falls_at(rows: Rows, epsilon: float) -> tuple[Verdict, str]:
     """That something is left of it."""
-    found, noise = falls(rows, epsilon), margin(rows, cells=1)
-    return min(found.values()) > noise, f"{said(found)}; {explained(rows, noise, cells=1)}"
+    found, error = falls(rows, epsilon), mean_error(with_noise(rows))
+    return ahead([*found.values()], error), f"{said(found)}; standard error {error:.4f}"
 
 
-def explained(rows: Rows, noise: float, cells: int) -> str:
-    """What a verdict allows for the seeds; and what it would if training without noise, of which a
-    cell may diverge with one seed, were left out. It decides nothing: it was added after runs."""
-    private = margin([row for row in rows if not math.isinf(row["epsilon"])], cells)
-    return f"seeds explain {noise:.4f} (those of cells with noise alone {private:.4f})"
+def with_noise(rows: Rows) -> Rows:
+    """Rows of private trainings that came to a number."""
+    return [row for row in rows if math.isfinite(row["epsilon"]) and math.isfinite(row["loss"])]
 
 
-def uls_is_as_good(rows: Rows) -> tuple[bool, str]:
+def uls_is_as_good(rows: Rows) -> tuple[Verdict, str]:
     """Both with their best group, at each finite epsilon."""
-    noise = margin(rows)
-    leads = {}
-    for epsilon in EPSILONS[1:]:
-        found = falls(rows, epsilon)
-        leads[epsilon] = found["uls"] - found["els"]
+    error = math.sqrt(2) * cell_error(with_noise(rows), BLOCK)
+    found = {epsilon: falls(rows, epsilon) for epsilon in EPSILONS[1:]}
+    leads = {epsilon: own["uls"] - own["els"] for epsilon, own in found.items()}
     each = ", ".join(f"ahead by {lead:.4f} at {epsilon:g}" for epsilon, lead in leads.items())
-    return min(leads.values()) >= -noise, f"{each}; {explained(rows, noise, cells=2)}"
+    held = no_worse([*leads.values()], error, [GAIN_SHARE * own["els"] for own in found.values()])
+    return held, f"{each}; standard error {error:.4f}"
 
 
 def attack_sees(rows: Rows, epsilon: float) -> dict[str, Row]:
@@ -135,17 +144,21 @@ def attacked(rows: Rows, epsilon: float) -> str:
     )
 
 
-def seen_without_noise(rows: Rows) -> tuple[bool, str]:
+def seen_without_noise(rows: Rows) -> tuple[Verdict, str]:
     """Of either algorithm: else the attack says nothing of what noise is good for."""
     found = attack_sees(rows, math.inf).values()
-    return any(row["auc_low"] > 0.5 for row in found), attacked(rows, math.inf)
+    seen = any(row["auc_low"] > 0.5 for row in found)
+    unseen = all(row["auc_high"] < 0.5 + AREA for row in found)
+    return True if seen else False if unseen else NOT_SHOWN, attacked(rows, math.inf)
 
 
-def unseen_at_one(rows: Rows) -> tuple[bool, str]:
-    """Of no model: all of their intervals hold a half. With five of them, up to one test in eight
-    errs, by each interval's one in 40 upwards."""
+def unseen_at_one(rows: Rows) -> tuple[Verdict, str]:
+    """Of no model: all of their intervals end below a half and the margin. With five of them, up to
+    one no in eight errs, by each interval's one in 40 upwards."""
     own = [row for row in rows if row["epsilon"] == min(EPSILONS)]
-    return all(row["auc_low"] <= 0.5 for row in own), attacked(rows, min(EPSILONS))
+    seen = any(row["auc_low"] > 0.5 for row in own)
+    unseen = all(row["auc_high"] < 0.5 + AREA for row in own)
+    return False if seen else True if unseen else NOT_SHOWN, attacked(rows, min(EPSILONS))
 
 
 def changes(rows: Rows, value: str, name: str, one: Any, other: Any) -> np.ndarray:

@@ -34,16 +34,18 @@ from experiments.rows import (
     by,
     kept,
     losses_by_power,
-    margin,
     over_seeds,
     powers_to_try,
 )
+from experiments.verdicts import GAIN_SHARE, Verdict, ahead, cell_error, mean_error, no_worse
 
 NAME = "real_model_rates"
 ALGORITHMS = ("els", "uls")
 WITH_NOISE, WITHOUT_NOISE = {"els": 1, "uls": 1}, {"els": MEDIAN, "uls": 4}
 """Groups that are compared: the best ones of real_model.py."""
 MOST = 3  # powers
+BLOCK = ("source", "epsilon")
+"""Columns; settings that are alike in these have the same seeds."""
 NEAR = 0.1
 """Nats that the rule's rate may cost."""
 SETTING = ("source", "epsilon", "algorithm", "group")
@@ -135,6 +137,7 @@ def tuned(rows: Sequence[Row]) -> Rows:
         if not {-1, 0, 1} <= set(losses):
             continue
         best = min(losses, key=losses.__getitem__)
+        own = sorted(own, key=lambda row: row["seed"])
         each = [[row["loss"] for row in own if row["power"] == power] for power in (0, best)]
         if all(len(values) == len(seeds) for values in each):
             inside = min(losses) < best < max(losses)
@@ -144,10 +147,10 @@ def tuned(rows: Sequence[Row]) -> Rows:
     return found
 
 
-def check(rows: Sequence[Row]) -> list[tuple[str, bool | None, str]]:
+def check(rows: Sequence[Row]) -> list[tuple[str, Verdict, str]]:
     """By the means over seeds of the best rates. A claim is judged when its cells are there."""
     found, planned = tuned(rows), rows[0]["planned"]
-    claims: list[tuple[str, bool | None, str]] = [
+    claims: list[tuple[str, Verdict, str]] = [
         ("ours: all settings were tuned", len(found) == planned, f"{len(found)} of {planned}")
     ]
     for source in dict.fromkeys(row["source"] for row in rows):
@@ -158,34 +161,51 @@ def check(rows: Sequence[Row]) -> list[tuple[str, bool | None, str]]:
             pair = [row for row in pair if row["group"] == groups[row["algorithm"]]]
             if len(pair) < len(ALGORITHMS):
                 continue
-            one, two = (margin(own, cells=count) for count in (1, 2))
+            pool = pooled(found, source, epsilon)
+            one, two = mean_error(pool), math.sqrt(2) * cell_error(pool, BLOCK)
             where = f"{source}, {at_epsilon(epsilon)}, {compared(groups)}"
             fell = {row["algorithm"]: row["loss_before"] - row["loss"] for row in pair}
             said = ", ".join(f"{name.upper()} by {value:.4f}" for name, value in fell.items())
             claims.append(
                 (
                     f"{where}: with tuned rates the held-out loss falls with both",
-                    min(fell.values()) > one,
-                    f"{said}; seeds explain {one:.4f}",
+                    ahead([*fell.values()], one),
+                    f"{said}; standard error {one:.4f}",
                 )
             )
             lead = fell["uls"] - fell["els"]
             claims.append(
                 (
                     f"{where}: ULS is at least as good as ELS, both tuned",
-                    lead >= -two,
-                    f"ahead by {lead:.4f}; seeds explain {two:.4f}",
+                    no_worse(lead, two, GAIN_SHARE * fell["els"]),
+                    f"ahead by {lead:.4f}; standard error {two:.4f}",
                 )
             )
     if found:
         costs = [row["rule"] - row["loss"] for row in found]
+        errors = [
+            math.sqrt(2)
+            * cell_error(pooled(found, row["source"], row["epsilon"]), BLOCK)
+            * (row["power"] != 0)  # it is the rule's own
+            for row in found
+        ]
         powers = ", ".join(f"{row['power']:+d}" for row in found)
         numbers = f"by {min(costs):.4f} to {max(costs):.4f}"
         what = f"ours: the rule's rate costs at most {NEAR:g} nats"
-        claims.append((what, max(costs) <= NEAR, numbers))
+        held = no_worse([-cost for cost in costs], errors, NEAR)
+        claims.append((what, held, f"{numbers}, standard error up to {max(errors):.4f}"))
         what = "ours: no learning rate is at the edge of those that were tried"
         claims.append((what, all(row["inside"] for row in found), f"powers of 3: {powers}"))
     return claims
+
+
+def pooled(found: Rows, source: str, epsilon: float) -> Rows:
+    """The settings of a source whose seeds' variance is pooled: with noise, or without."""
+    return [
+        row
+        for row in found
+        if row["source"] == source and math.isinf(row["epsilon"]) == math.isinf(epsilon)
+    ]
 
 
 def in_words(group: int) -> str:

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.verdicts import NOT_SHOWN, Verdict
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PROVENANCE = ("commit", "date", "data", "model", "seeds")
@@ -54,7 +56,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def as_claims(
-    found: Iterable[tuple[str, bool | None, str]], judged: bool = True
+    found: Iterable[tuple[str, Verdict, str]], judged: bool = True
 ) -> list[dict[str, Any]]:
     """Claims as a record has them. One that says None of itself is not judged yet."""
     return [
@@ -63,9 +65,11 @@ def as_claims(
     ]
 
 
-def verdict(held: bool | None, judged: bool = True) -> bool | None:
-    """In JSON's types: whether a claim held, or None."""
-    return None if held is None or not judged else bool(held)
+def verdict(held: Verdict, judged: bool = True) -> Verdict:
+    """In JSON's types: whether a claim held, that this is not shown, or None."""
+    if held is None or not judged:
+        return None
+    return NOT_SHOWN if held == NOT_SHOWN else bool(held)
 
 
 def came_from() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What regime.py tests of the paper's claims. These tests were committed before any of its runs.
 
 A claim is judged when all of its cells have two seeds at least, and says until then how many of its
-settings are there. Differences count beyond three standard errors of the seeds, as in all figures.
+settings are there. Verdicts follow the rule of verdicts.py, with seeds in pairs.
 """
 
 import math
@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from experiments.rows import ERRORS, Row, Rows, by, margin, over_seeds
+from experiments.fig05_uls_heatmap import best_is_small
+from experiments.rows import ERRORS, Row, Rows, by, over_seeds
+from experiments.verdicts import Verdict, ahead, both, cell_error, no_worse
 
 ALL, FEW = "scotus", "scotus, few users"
 EPSILONS = (4.0, 1.0)
@@ -24,7 +26,9 @@ SEEDS = 2
 """Of a cell, before it is judged."""
 USERS_CELLS, USERS_SEEDS = 8, 6
 """Of Figure 8: two budgets, two numbers of users, two algorithms."""
-Claim = tuple[str, bool | None, str]
+Claim = tuple[str, Verdict, str]
+BLOCK = ("data", "epsilon", "budget", "times")
+"""Columns; cells that are alike in these have the same seeds."""
 
 
 def that_count(rows: Sequence[Row]) -> Rows:
@@ -35,7 +39,7 @@ def that_count(rows: Sequence[Row]) -> Rows:
 def whole_seeds(rows: Sequence[Row]) -> Rows:
     """Rows of seeds with which all cells that are compared with each other were trained: a seed
     moves all cells alike, and Figure 8 has seeds that the other cells have not."""
-    blocks = by(rows, lambda row: tuple(row[n] for n in ("data", "epsilon", "budget", "times")))
+    blocks = by(rows, lambda row: tuple(row[name] for name in BLOCK))
     found = []
     for block in blocks.values():
         cells = {(row["algorithm"], row["group_size"]) for row in block}
@@ -47,13 +51,14 @@ def whole_seeds(rows: Sequence[Row]) -> Rows:
 
 def averaged(rows: Sequence[Row]) -> Rows:
     """A row for each cell, over its seeds, which may start from different models."""
+    cells = by(that_count(rows), lambda row: tuple(row[name] for name in KEY)).values()
     return [
         {
             **own[-1],
-            **over_seeds([row["loss"] for row in own]),
+            **over_seeds([row["loss"] for row in sorted(own, key=lambda row: row["seed"])]),
             "loss_before": float(np.mean([row["loss_before"] for row in own])),
         }
-        for own in by(that_count(rows), lambda row: tuple(row[name] for name in KEY)).values()
+        for own in cells
     ]
 
 
@@ -83,14 +88,16 @@ def check(rows: Sequence[Row]) -> list[Claim]:
     rows = that_count(rows)
     whole = whole_seeds(rows)
     found = averaged(whole)
-    better = sum(row["loss"] < row["loss_before"] for row in rows)
+    private = [row for row in rows if row["times"] == 1 and not math.isinf(row["epsilon"])]
+    better = sum(row["loss"] < row["loss_before"] for row in private)
     planned = rows[0]["planned"]
     claims: list[Claim] = [
         ("ours: all trainings were run", len(rows) == planned, f"{len(rows)} of {planned}"),
         (
-            "ours: every training improves on the model it started from",
-            better == len(rows),
-            f"{better} of {len(rows)}",
+            "ours: every private training improves on the model it started from",
+            better == len(private),
+            f"{better} of {len(private)}; the other {len(rows) - len(private)} have no noise, or "
+            "noise for more users than there are",
         ),
     ]
     for data in (ALL, FEW):
@@ -102,36 +109,7 @@ def check(rows: Sequence[Row]) -> list[Claim]:
                 if len(there) == len(EPSILONS):
                     held, numbers = test(there)
                 claims.append((f"{data}: {what}", held, numbers))
-        if len(there) == len(EPSILONS):
-            what = f"{data}, added after the runs: what the median loses, by pairs of seeds"
-            claims.append((what, None, paired_by_seed(whole, data, there)))
     return [*claims, *of_users(rows)]
-
-
-def paired_by_seed(rows: Rows, data: str, there: dict[float, dict[str, Rows]]) -> str:
-    """Figure 4 without what moves all cells of a seed alike: its draws, its noise, its start.
-
-    The variance is what is left of losses without the means of their cells and of their seeds,
-    pooled over epsilon. Args: rows: of seeds that all cells have.
-    """
-    squares, freedom, said = 0.0, 0, []
-    for epsilon, own in there.items():
-        cells = {(name, row["group_size"]) for name, each in own.items() for row in each}
-        where = {"data": data, "epsilon": epsilon, "times": 1, "budget": own["els"][0]["budget"]}
-        kept = [row for row in rows if where.items() <= row.items()]
-        loss = {(row["algorithm"], row["group_size"], row["seed"]): row["loss"] for row in kept}
-        seeds = sorted({seed for *_, seed in loss})
-        table = np.array([[loss[(*cell, seed)] for seed in seeds] for cell in sorted(cells)])
-        left = table - table.mean(0) - table.mean(1)[:, None] + table.mean()
-        squares += float((left**2).sum())
-        freedom += (len(cells) - 1) * (len(seeds) - 1)
-        median = at(own["els"], own["els"][0]["median_examples"])
-        best = min(row["loss"] for row in own["els"])
-        lost, gain = median["loss"] - best, median["loss_before"] - best
-        said.append((epsilon, lost, lost / gain, len(seeds)))
-    error = ERRORS * math.sqrt(2 * squares / freedom / min(seeds for *_, seeds in said))
-    each = ", ".join(f"{lost:.4f} ({share:.1%}) at epsilon {e:g}" for e, lost, share, _ in said)
-    return f"{each} of the gain; seeds explain {error:.4f}"
 
 
 def at(rows: Rows, group_size: int) -> Row:
@@ -139,49 +117,49 @@ def at(rows: Rows, group_size: int) -> Row:
     return next(row for row in rows if row["group_size"] == group_size)
 
 
-def noise_of(there: dict[float, dict[str, Rows]], cells: int = 2) -> float:
-    """What the seeds explain of a difference."""
-    return margin([row for own in there.values() for rows in own.values() for row in rows], cells)
+def error_of(there: dict[float, dict[str, Rows]], cells: int = 2) -> float:
+    """Standard error of a difference between so many cells, by pairs of seeds."""
+    rows = [row for own in there.values() for rows in own.values() for row in rows]
+    return math.sqrt(cells) * cell_error(rows, BLOCK)
 
 
-def median_works(there: dict[float, dict[str, Rows]]) -> tuple[bool, str]:
-    """Figure 4, by its first rule."""
-    noise, lost = noise_of(there), {}
+def median_works(there: dict[float, dict[str, Rows]]) -> tuple[Verdict, str]:
+    """Figure 4."""
+    error, lost = error_of(there), {}
     for epsilon, own in there.items():
         median = at(own["els"], own["els"][0]["median_examples"])
         best = min(own["els"], key=lambda row: row["loss"])
-        most = max(SHARE * (median["loss_before"] - best["loss"]), noise)
-        lost[epsilon] = median["loss"] - best["loss"], most, best["group_size"]
-    good = sum(excess <= most for excess, most, _ in lost.values())
+        gain = median["loss_before"] - best["loss"]
+        lost[epsilon] = median["loss"] - best["loss"], gain, best["group_size"]
+    held = [no_worse(-excess, error, SHARE * gain) for excess, gain, _ in lost.values()]
     each = "; ".join(
-        f"at epsilon {epsilon:g} {excess:.4f} of {most:.4f} that may be lost, the best G is {group}"
-        for epsilon, (excess, most, group) in lost.items()
+        f"at epsilon {epsilon:g} {excess:.4f}, {excess / gain:.1%} of the gain, best G {group}"
+        for epsilon, (excess, gain, group) in lost.items()
     )
-    return good == len(lost), each
+    return both(*held), f"{each}; standard error {error:.4f}"
 
 
-def groups_are_small(there: dict[float, dict[str, Rows]]) -> tuple[bool, str]:
-    """Figure 5: of the G that are as good as the best, one is a tenth of its cohort at most."""
-    noise, said, small = noise_of(there), [], 0
-    for epsilon, own in there.items():
-        best = min(row["loss"] for row in own["uls"])
-        good = [row for row in own["uls"] if row["loss"] <= best + noise]
-        small += any(10 * row["group_size"] <= row["expected_count"] for row in good)
-        groups = ", ".join(str(g) for g in sorted(row["group_size"] for row in good))
-        said.append(f"at epsilon {epsilon:g} G = {groups}")
-    return small == len(there), f"as good as the best: {'; '.join(said)}; seeds explain {noise:.4f}"
+def groups_are_small(there: dict[float, dict[str, Rows]]) -> tuple[Verdict, str]:
+    """Figure 5."""
+    error = error_of(there)
+    held = [best_is_small(own["uls"], error, "expected_count") for own in there.values()]
+    groups = "; ".join(
+        f"at epsilon {epsilon:g} G = {min(own['uls'], key=lambda row: row['loss'])['group_size']}"
+        for epsilon, own in there.items()
+    )
+    return both(*held), f"the best: {groups}; standard error {error:.4f}"
 
 
-def larger_groups_pay(there: dict[float, dict[str, Rows]]) -> tuple[bool, str]:
+def larger_groups_pay(there: dict[float, dict[str, Rows]]) -> tuple[Verdict, str]:
     """Where the cohort cannot grow: more than one text of a user is better than one."""
-    noise = noise_of(there)
+    error = error_of(there)
     gains = {
         epsilon: at(own["uls"], 1)["loss"]
         - min(row["loss"] for row in own["uls"] if row["group_size"] > 1)
         for epsilon, own in there.items()
     }
     each = ", ".join(f"{gain:.4f} at epsilon {epsilon:g}" for epsilon, gain in gains.items())
-    return min(gains.values()) > noise, f"by {each}; seeds explain {noise:.4f}"
+    return ahead([*gains.values()], error), f"by {each}; standard error {error:.4f}"
 
 
 def leads(there: dict[float, dict[str, Rows]], *, tuned: bool = False) -> dict[float, float]:
@@ -195,45 +173,47 @@ def leads(there: dict[float, dict[str, Rows]], *, tuned: bool = False) -> dict[f
     return found
 
 
-def uls_is_as_good(there: dict[float, dict[str, Rows]]) -> tuple[bool, str]:
+def uls_is_as_good(there: dict[float, dict[str, Rows]]) -> tuple[Verdict, str]:
     """Figure 6."""
-    noise, ahead, tuned = noise_of(there), leads(there), leads(there, tuned=True)
+    error, by_heuristics, tuned = error_of(there), leads(there), leads(there, tuned=True)
     each = "; ".join(
         f"ahead by {lead:.4f} at epsilon {epsilon:g}, of ELS with its best G {tuned[epsilon]:.4f}"
-        for epsilon, lead in ahead.items()
+        for epsilon, lead in by_heuristics.items()
     )
-    return min(ahead.values()) > -noise, f"{each}; seeds explain {noise:.4f}"
+    return no_worse([*by_heuristics.values()], error), f"{each}; standard error {error:.4f}"
 
 
-def ahead_where_epsilon_is_small(there: dict[float, dict[str, Rows]]) -> tuple[bool, str]:
+def ahead_where_epsilon_is_small(there: dict[float, dict[str, Rows]]) -> tuple[Verdict, str]:
     """Figures 6 and 7."""
-    noise, ahead = noise_of(there, cells=4), leads(there)
-    most, least = ahead[min(ahead)], ahead[max(ahead)]
-    return most - least > noise, f"{most:.4f} against {least:.4f}, seeds explain {noise:.4f}"
+    error, found = error_of(there, cells=4), leads(there)
+    most, least = found[min(found)], found[max(found)]
+    numbers = f"{most:.4f} against {least:.4f}, standard error {error:.4f}"
+    return ahead(most - least, error), numbers
 
 
-def heuristic_is_near(there: dict[float, dict[str, Rows]]) -> tuple[bool, str]:
-    """Figure 14: against the best group size that was tried."""
-    noise, behind = noise_of(there), {}
+def heuristic_is_near(there: dict[float, dict[str, Rows]]) -> tuple[Verdict, str]:
+    """Figure 14: against the best of the other group sizes that were tried."""
+    error, behind = error_of(there), {}
     for epsilon, own in there.items():
         chosen = at(own["uls"], own["uls"][0]["heuristic_group_size"])
-        behind[epsilon] = chosen["loss"] - min(row["loss"] for row in own["uls"]), chosen
+        others = [row["loss"] for row in own["uls"] if row is not chosen]
+        behind[epsilon] = chosen["loss"] - min(others), chosen["group_size"]
     each = "; ".join(
-        f"at epsilon {epsilon:g} it says G = {row['group_size']}, {excess:.4f} above the best"
-        for epsilon, (excess, row) in behind.items()
+        f"at epsilon {epsilon:g} it says G = {group}, {excess:+.4f} from the best other"
+        for epsilon, (excess, group) in behind.items()
     )
-    most = max(excess for excess, _ in behind.values())
-    return most <= noise, f"{each}; seeds explain {noise:.4f}"
+    held = no_worse([-excess for excess, _ in behind.values()], error)
+    return held, f"{each}; standard error {error:.4f}"
 
 
-def heuristic_beats_chance(there: dict[float, dict[str, Rows]]) -> tuple[bool, str]:
+def heuristic_beats_chance(there: dict[float, dict[str, Rows]]) -> tuple[Verdict, str]:
     """Figure 14: against the mean of all group sizes that were tried."""
-    noise, gains = noise_of(there) / math.sqrt(len(there)), []
+    error, gains = error_of(there) / math.sqrt(len(there)), []
     for own in there.values():
         chosen = at(own["uls"], own["uls"][0]["heuristic_group_size"])["loss"]
         gains.append(float(np.mean([row["loss"] for row in own["uls"]])) - chosen)
     gain = float(np.mean(gains))
-    return gain > noise, f"by {gain:.4f} on average, seeds explain {noise:.4f}"
+    return ahead(gain, error), f"by {gain:.4f} on average, standard error {error:.4f}"
 
 
 BOTH = (ALL, FEW)
@@ -271,17 +251,16 @@ def of_users(rows: Rows) -> list[Claim]:
     compute = {f"{t} times the users": ((t, budgets[0]), (t, budgets[-1])) for t in times}
     users = {f"B = {b}": ((times[0], b), (times[-1], b)) for b in budgets}
     claims, paired = [], []
-    noise, seeds = margin(own, cells=4), losses_by_seed(rows, own)
+    error, seeds = 2 * cell_error(own, BLOCK), losses_by_seed(rows, own)
     for (name, who), ends in zip(names.items(), (compute, users), strict=True):
-        ahead = [gains_more(loss, *each, *who) for each in ends.values()]
-        error = noise / math.sqrt(len(ends))
-        numbers = f"by {np.mean(ahead):.4f} on average, seeds explain {error:.4f}"
-        holds = min(ahead) > -noise and float(np.mean(ahead)) > error
-        claims.append((f"{ALL}: {name}", holds, numbers))
+        more = [gains_more(loss, *each, *who) for each in ends.values()]
+        numbers = ", ".join(f"by {x:.4f} with {at}" for at, x in zip(ends, more, strict=True))
+        numbers += f"; standard error {error:.5f}"
+        claims.append((f"{ALL}: {name}", ahead(more, error), numbers))
         for where, each in ends.items():
             pairs = [gains_more(losses, *each, *who) for losses in seeds]
-            error = ERRORS * float(np.std(pairs, ddof=1)) / math.sqrt(len(pairs))
-            paired.append(f"{who[0].upper()} by {np.mean(pairs):.4f} with {where} ({error:.4f})")
+            of_pairs = ERRORS * float(np.std(pairs, ddof=1)) / math.sqrt(len(pairs))
+            paired.append(f"{who[0].upper()} by {np.mean(pairs):.4f} with {where} ({of_pairs:.4f})")
     what = f"{ALL}, added after the runs: who gains more (Figure 8), by pairs of seeds"
     return [*claims, (what, None, f"{', '.join(paired)}; in brackets what the seeds explain")]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 Row = dict[str, Any]
 Rows = list[Row]
-CAME = ("loss", "loss_std", "loss_before", "validation_loss", "seeds", "inside_grid")
+CAME = ("loss", "loss_std", "loss_before", "validation_loss", "seeds", "by_seed", "inside_grid")
 """Of a row, what came of its cell."""
 ERRORS = 3.0
 """Standard errors beyond which a difference counts: figures ask about dozens of them."""
@@ -60,12 +60,14 @@ def middle(rows: Sequence[Row]) -> Row:
 
 
 def over_seeds(losses: Sequence[float]) -> Row:
-    """Mean, deviation and number of what the seeds of a cell came to; no number of any is infinite,
-    and says nothing of the seeds' noise."""
+    """Mean, deviation and number of what the seeds of a cell came to, and each by itself, in the
+    seeds' order (`by_seed`); no number of any is infinite, and says nothing of the seeds' noise."""
     if not np.isfinite(losses).all():
-        return {"loss": float("inf"), "loss_std": 0.0, "seeds": len(losses)}
+        return {"loss": float("inf"), "loss_std": 0.0, "seeds": len(losses), "by_seed": None}
     spread = float(np.std(losses, ddof=1)) if len(losses) > 1 else 0.0
-    return {"loss": float(np.mean(losses)), "loss_std": spread, "seeds": len(losses)}
+    each = " ".join(f"{loss:.6g}" for loss in losses)
+    came = {"loss": float(np.mean(losses)), "loss_std": spread, "seeds": len(losses)}
+    return {**came, "by_seed": each}
 
 
 def seed_error(rows: Sequence[Row]) -> float:

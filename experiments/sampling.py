@@ -23,8 +23,9 @@ from matplotlib.figure import Figure
 
 from experiments import common, finetuning, heuristics
 from experiments.finetuning import SMALL_TRAINING, SMOKE_TRAINING, STACK_OVERFLOW, Training
-from experiments.rows import by, margin
+from experiments.rows import by
 from experiments.testing import with_test_losses
+from experiments.verdicts import alike, both, cell_error
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.config import Algorithm
@@ -104,22 +105,21 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
     """Equal noise, equal loss, other epsilons."""
     cells = by(rows, lambda row: (row["epsilon"], row["algorithm"])).values()
     pairs = [{row["sampling"]: row for row in own} for own in cells]
-    gaps, alike, noise = [], 0, margin(rows)
+    gaps, error = [], math.sqrt(2) * cell_error(rows)
     for pair in pairs:
         poisson, shuffled = (pair[name] for name in SAMPLINGS)
         same = math.isclose(poisson["noise_multiplier"], shuffled["noise_multiplier"])
         assert same, "the noise is not equal"
         gaps.append(shuffled["loss"] - poisson["loss"])
-        alike += abs(gaps[-1]) <= noise
-    numbers = f"in {alike} of {len(pairs)}; they differ by up to {max(map(abs, gaps)):.4f}, "
-    numbers += f"seeds explain {noise:.4f}"
-    claims = [("equal noise gives equal losses", alike == len(pairs), numbers)]
+    each = [alike(gap, error) for gap in gaps]
+    numbers = f"in {each.count(True)} of {len(pairs)}; they differ by up to "
+    numbers += f"{max(map(abs, gaps)):.4f}, standard error {error:.4f}"
+    losses = ("equal noise gives equal losses", both(*each), numbers)
     ratios = [
         pair["shuffle"]["claimed_epsilon"] / pair["poisson"]["claimed_epsilon"] for pair in pairs
     ]
     numbers = f"{min(ratios):.3g} to {max(ratios):.3g} times Poisson's"
-    claims.append(("shuffling may only claim a larger epsilon", min(ratios) > 1, numbers))
-    return claims
+    return [losses, ("shuffling may only claim a larger epsilon", min(ratios) > 1, numbers)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -6,7 +6,7 @@ is not at hand. Made-up pages with planted overlaps in the paper's proportions (
 shared/data: package descriptions against articles, titles of links and court transcripts, which
 hardly overlap.
 
-    python -m experiments.table2_c4 --scale small      (3 minutes; smoke: 5 seconds)
+    python -m experiments.table2_c4 --scale small      (2 minutes; smoke: 5 seconds)
 """
 
 import dataclasses

@@ -40,11 +40,11 @@ from experiments.rows import (
     by,
     kept,
     losses_by_power,
-    margin,
     missing,
     over_seeds,
     powers_to_try,
 )
+from experiments.verdicts import ahead, cell_error, mean_error, no_worse
 from fedsim import files
 from fedsim.config import ADD_OR_REMOVE, Algorithm, PretrainConfig, PrivacyConfig, run_config
 from fedsim.data import Dataset, build
@@ -289,9 +289,12 @@ def check(rows: Rows) -> common.Claims:
         there = sum(map(len, found.values()))
         what = "pre-training, then private fine-tuning, helps"
         return [(what, None, f"{there} of {2 * seeds} trainings are run that are judged")]
-    means = {name: over_seeds([row["loss"] for row in own]) for name, own in found.items()}
+    means = {
+        name: over_seeds([row["loss"] for row in sorted(own, key=lambda row: row["seed"])])
+        for name, own in found.items()
+    }
     none, before = rows[0]["loss_untrained"], rows[0]["loss_before"]
-    one, two = (margin(list(means.values()), cells=count) for count in (1, 2))
+    one, two = mean_error([*means.values()]), math.sqrt(2) * cell_error([*means.values()], ())
     els, uls = means["els"]["loss"], means["uls"]["loss"]
     shown = f"{els:.4f} with ELS, {uls:.4f} with ULS"
     chosen = [best(rows, name) for name in ("els", "uls")]
@@ -304,16 +307,20 @@ def check(rows: Rows) -> common.Claims:
         for row in chosen
     )
     return [
-        ("pre-training on other text helps", before < none - one, f"{none:.2f} to {before:.2f}"),
+        (
+            "pre-training on other text helps",
+            ahead(none - before, one),
+            f"{none:.2f} to {before:.2f}",
+        ),
         (
             "private fine-tuning helps further",
-            max(els, uls) < before - one,
-            f"{before:.4f} to {shown}; seeds explain {one:.2g}",
+            ahead([before - els, before - uls], one),
+            f"{before:.4f} to {shown}; standard error {one:.2g}",
         ),
         (
             "ULS is at least as good as ELS, both tuned",
-            uls < els + two,
-            f"{shown}; seeds explain {two:.2g}",
+            no_worse(els - uls, two),
+            f"{shown}; standard error {two:.2g}",
         ),
         ("ours: no learning rate is at the edge of those that were tried", not any(edges), said),
     ]

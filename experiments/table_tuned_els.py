@@ -13,7 +13,8 @@ import json
 
 from experiments import common
 from experiments.records import RESULTS, read_rows
-from experiments.rows import Rows, margin
+from experiments.rows import ERRORS, Rows, margin
+from experiments.verdicts import ahead, both
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +66,10 @@ def check(rows: Rows) -> common.Claims:
         ("its best group size", "els_best_loss"),
     ):
         leads = [row[name] - row["uls_loss"] for row in rows]
-        ahead = sum(lead > row["noise"] for lead, row in zip(leads, rows, strict=True))
-        numbers = f"in {ahead} of {len(leads)}; ahead by {min(leads):.4f} to {max(leads):.4f}, "
-        numbers += f"seeds explain {rows[0]['noise']:.4f}"
-        claims.append((f"ULS is ahead of ELS with {what}", ahead == len(leads), numbers))
+        each = [ahead(lead, row["noise"] / ERRORS) for lead, row in zip(leads, rows, strict=True)]
+        numbers = f"in {each.count(True)} of {len(leads)}; ahead by {min(leads):.4f} to "
+        numbers += f"{max(leads):.4f}, seeds explain {rows[0]['noise']:.4f}"
+        claims.append((f"ULS is ahead of ELS with {what}", both(*each), numbers))
     return claims
 
 

@@ -7,19 +7,28 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from experiments import common, finetuning, planting, table_mutations, testing
+from experiments import (
+    __main__ as experiments_by_name,
+    common,
+    finetuning,
+    planting,
+    table_mutations,
+    testing,
+)
 from experiments.mistakes import MISTAKES
+from experiments.records import read_rows
 from fedsim.data import corpora
 
 ROOT = Path(__file__).parents[2]
 HELPERS = (
     "__init__ architecture common finetuning group_privacy heuristics mean_task"
     " noise_variance planting processes real_model_claims records regime_claims regime_plots"
-    " rows screens stand_ins starting_model synthetic testing updates"
+    " rows screens stand_ins starting_model synthetic testing updates verdicts __main__"
 )
 NAMES = sorted(p.stem for p in (ROOT / "experiments").glob("*.py") if p.stem not in HELPERS.split())
 
@@ -84,8 +93,77 @@ def test_real_text_that_is_not_there_is_a_line_that_says_where_it_comes_from(
     with pytest.raises(SystemExit) as stop:
         run(name, monkeypatch, "--scale", "small", "--out", str(tmp_path))
     said = f"experiments: error: {tmp_path}/none/debian_desc.parquet is not there: python -m "
-    assert capsys.readouterr().err == f"{said}experiments.stand_ins says where it comes from\n"
+    remedy = "experiments.stand_ins debian_desc --download builds it"
+    assert capsys.readouterr().err == f"{said}{remedy}\n"
     assert stop.value.code == 2
+
+
+def test_the_index_of_experiments_knows_them_all_and_what_is_recorded(capsys):
+    assert experiments_by_name.names() == NAMES
+    assert experiments_by_name.main(["status", "lemma", "table_verdicts"]) == 0
+    lemma, table = capsys.readouterr().out.splitlines()
+    assert lemma.startswith("lemma (paper, 2026-") and lemma.endswith(": 1 yes; up to date")
+    assert table.startswith("table_verdicts (small, 2026-") and "1 yes; up to date" in table
+    assert experiments_by_name.main(["run", "lemma", "nothing"]) == 2
+    assert "NAME=nothing: expected one of audits, conjecture" in capsys.readouterr().err
+
+
+def test_a_record_of_other_settings_or_another_verdict_is_out_of_date(monkeypatch):
+    (record,) = experiments_by_name.stored("lemma").values()
+    for changed, said in (
+        ({"settings": {**record["settings"], "probs": [0.5]}}, "the settings were changed"),
+        ({"claims": []}, "python -m experiments.records judges it again"),
+    ):
+        stored = {"paper": {**record, **changed}}
+        monkeypatch.setattr(experiments_by_name, "stored", lambda _, stored=stored: stored)
+        (line,) = experiments_by_name.status("lemma")
+        assert line.endswith(f"out of date: {said}")
+
+
+def test_experiments_are_run_one_after_another_until_one_fails(monkeypatch):
+    asked = []
+
+    def one(command):
+        asked.append(command[2:])
+        return SimpleNamespace(returncode=len(asked) - 1)
+
+    monkeypatch.setattr(experiments_by_name.subprocess, "run", one)
+    flags = ["--scale", "smoke"]
+    assert experiments_by_name.main(["run", "lemma", "people", "audits", *flags]) == 1
+    assert asked == [[f"experiments.{name}", *flags] for name in ("lemma", "people")]
+
+
+def test_ones_own_data_take_the_place_of_all_others(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = finetuning.parse_arguments("", ["--data", "data/posts", "--scale", "smoke"])
+    assert given.out == Path("results/posts") and given.model == finetuning.FRESH_MODEL
+    for settings in (*finetuning.COMPARISONS.values(), *finetuning.ULS_GRIDS.values()):
+        training = finetuning.on_one(settings).training
+        assert len(training.num_steps) == 1 and training.epsilons == settings.training.epsilons
+        (name,) = training.num_steps
+        assert finetuning.data_of(name, given) == "data/posts"
+    rows = finetuning.named([{"dataset": name}], given.shown())
+    assert rows == [{"dataset": "posts"}]
+    assert finetuning.stands_for("posts") == finetuning.STACK_OVERFLOW
+    assert not finetuning.assumption("posts")
+
+
+def test_a_scale_that_an_experiment_does_not_have_is_one_line(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run("sampling", monkeypatch, "--scale", "medium", "--out", str(tmp_path))
+    assert stop.value.code == 2
+    said = "experiments: error: scale=medium: expected one of smoke, small, paper\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.slow
+def test_figure_6_on_ones_own_data_is_one_command(tmp_path, monkeypatch):
+    """Three minutes, most of them for the texts of pydocs."""
+    monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path / "cache"))
+    flags = ("--data", "pydocs", "--scale", "smoke", "--out", str(tmp_path))
+    run("fig06_privacy_loss", monkeypatch, *flags)
+    rows = read_rows(tmp_path / "fig06_privacy_loss.csv")
+    assert {row["dataset"] for row in rows} == {"pydocs"} and len(rows) == 14
 
 
 def test_the_papers_data_are_asked_for_in_one_line(tmp_path, monkeypatch, capsys):
@@ -93,7 +171,9 @@ def test_the_papers_data_are_asked_for_in_one_line(tmp_path, monkeypatch, capsys
     with pytest.raises(SystemExit) as stop:
         run("fig06_privacy_loss", monkeypatch, "--scale", "paper", "--out", str(tmp_path))
     assert stop.value.code == 2
-    assert capsys.readouterr().err.startswith("experiments: error: data=data/stack-overflow: ")
+    said = capsys.readouterr().err
+    assert said.startswith("experiments: error: data=data/stack-overflow: it is not there: ")
+    assert "python -m experiments.data stack-overflow --out data/stack-overflow builds it" in said
 
 
 @pytest.mark.slow

@@ -1,0 +1,136 @@
+"""The experiments by name: what there is, what was found, and runs.
+
+    python -m experiments list                     (a line each: question, scales, recorded minutes)
+    python -m experiments status [NAME ...]        (records: verdicts, and whether out of date)
+    python -m experiments run NAME ... [FLAGS]     (at --scale small, if FLAGS do not say)
+
+FLAGS are those of the experiment (`python -m experiments.NAME --help`). What was trained is kept,
+so a run that was stopped goes on with the same command.
+"""
+
+import argparse
+import ast
+import dataclasses
+import functools
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedsim.errors import ConfigError
+
+HERE = Path(__file__).parent
+RUNS = re.compile(r"\b(common|finetuning)\.(main|resumable)\(")
+
+
+@functools.cache
+def names() -> list[str]:
+    """Modules that have the command line of an experiment."""
+    files = (file for file in sorted(HERE.glob("*.py")) if RUNS.search(file.read_text()))
+    return [file.stem for file in files if "\nif __name__" in file.read_text()]
+
+
+def expect_known(wanted: Sequence[str]) -> None:
+    """Raises ConfigError: a name is no experiment's."""
+    for name in wanted:
+        if name not in names():
+            raise ConfigError.of("NAME", name, f"one of {', '.join(names())}")
+
+
+def question(name: str) -> str:
+    """The first line of a module's docstring."""
+    about = ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text())) or ""
+    return about.partition("\n")[0]
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """By scale; nothing where a module has none."""
+    import importlib
+
+    return getattr(importlib.import_module(f"experiments.{name}"), "SETTINGS", {})
+
+
+def stored(name: str) -> dict[str, dict[str, Any]]:
+    """The committed records of an experiment, by scale."""
+    places = {"small": HERE / "results" / "small", "paper": HERE / "results"}
+    files = {scale: place / f"{name}.json" for scale, place in places.items()}
+    return {scale: json.loads(f.read_text()) for scale, f in files.items() if f.exists()}
+
+
+def listed(name: str) -> str:
+    """A line of `list`."""
+    minutes = [
+        f"{record.get('run_minutes', record['minutes']):g} min at {scale}"
+        for scale, record in stored(name).items()
+    ]
+    scales = ", ".join(settings_of(name)) or "small"
+    return f"{name}: {question(name)} [{scales}; {', '.join(minutes) or 'no record'}]"
+
+
+def status(name: str) -> list[str]:
+    """A line for each record of an experiment."""
+    from experiments import common, records
+
+    lines = []
+    for scale, record in stored(name).items():
+        folder = HERE / "results" / ("small" if scale == "small" else "")
+        counts = Counter(common.SAYS[each["held"]] for each in record["claims"])
+        said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "no claims"
+        settings = settings_of(name).get(scale)
+        state = "up to date"
+        if settings is not None and in_json(dataclasses.asdict(settings)) != record["settings"]:
+            state = "out of date: the settings were changed"
+        check = getattr(records.module_of(folder / f"{name}.json"), "check", None)
+        if (
+            check
+            and records.as_claims(check(records.read_rows(folder / f"{name}.csv")))
+            != (record["claims"])
+        ):
+            state = "out of date: python -m experiments.records judges it again"
+        lines.append(f"{name} ({scale}, {record['date']}, {record['commit']}): {said}; {state}")
+    return lines or [f"{name}: no record; python -m experiments run {name}"]
+
+
+def in_json(settings: Any) -> Any:
+    """Settings as a record has them."""
+    return json.loads(json.dumps(settings))
+
+
+def run(wanted: Sequence[str], flags: Sequence[str]) -> int:
+    """One after another; the exit code of the first that fails."""
+    for name in wanted:
+        done = subprocess.run([sys.executable, "-m", f"experiments.{name}", *flags])
+        if done.returncode:
+            return done.returncode
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("experiments", description=__doc__, formatter_class=form)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("list")
+    verbs.add_parser("status").add_argument("names", nargs="*", metavar="NAME")
+    verbs.add_parser("run").add_argument("names", nargs="+", metavar="NAME")
+    given, flags = parser.parse_known_args(argv)
+    if flags and given.verb != "run":
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    try:
+        expect_known(getattr(given, "names", ()))
+    except ConfigError as error:
+        print("experiments: error:", error, file=sys.stderr)
+        return error.exit_code
+    if given.verb == "run":
+        return run(given.names, flags)
+    for name in getattr(given, "names", None) or names():
+        print(listed(name) if given.verb == "list" else "\n".join(status(name)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""The rule by which claims are judged: no test is easier to pass with a worse experiment.
+
+A claim has one of three verdicts: it holds, it does not, or it is not shown. What decides is a
+difference (above 0: the claim's way) and its standard error:
+
+- "better", "more", "ahead": a difference. Yes above 3 standard errors, no below -3.
+- "at least as good", "within a band": a test of non-inferiority. Yes where the difference less 2
+  standard errors is above -margin, no where the difference and 2 are below it.
+- "equal", "alike": a test of equivalence. Yes where |difference| + 2 standard errors are below the
+  margin, no where |difference| - 2 are above it.
+
+All else is not shown. Something that is claimed of several settings holds where it holds in all of
+them, and fails where it fails in one. So fewer seeds, or noisier ones, lead to "not shown".
+
+**Margins** are fixed here, before records are judged by them:
+
+| claims about | margin |
+|---|---|
+| held-out losses of trainings | `MARGIN`, 0.01 nats |
+| losses of SmolLM2, which gains 0.4 to 1.2 nats; gains by personalization | 5 % of the gain |
+| the loss of mean estimation (Figure 3), which is in no nats | 5 % of the rival's loss |
+| what the median's group size loses (Figure 4) | its claim's own: a tenth of the best gain |
+| the learning rate of fedsim's rule | its claims' own: 0.02 nats, for SmolLM2 0.1 |
+| the area under an attack's ROC curve | `AREA`, 0.05 above a half, for the end of its interval |
+
+**Standard errors.** Seeds share draws and noise with all cells, so they are compared in pairs where
+rows have the losses by seed (`by_seed`): the variance is what is left of losses without the means
+of their cells and of their seeds. Where a record has means and deviations alone, cells count as
+independent, which is the larger error where seeds move cells alike. Either variance is pooled over
+the cells of a data set, since two seeds alone say little; cells without noise, which may diverge,
+and cells with it are pooled apart. One seed alone shows nothing.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from experiments.rows import ERRORS, Row, Rows, by, seed_error
+
+MARGIN = 0.01
+"""Nats."""
+GAIN_SHARE = 0.05
+AREA = 0.05
+EQUAL_ERRORS = 2.0
+"""Standard errors of tests of equivalence; of differences there are `rows.ERRORS`."""
+NOT_SHOWN = "not shown"
+Verdict = bool | str | None
+"""Whether a claim holds, or NOT_SHOWN. None: not judged."""
+Numbers = float | Sequence[float] | np.ndarray
+
+
+def ahead(leads: Numbers, errors: Numbers) -> Verdict:
+    """Whether all leads are differences.
+
+    Args:
+      leads: above 0: the claim's way.
+      errors: a standard error for each, or for all.
+    """
+    return _judged(leads, ERRORS * np.asarray(errors), 0.0)
+
+
+def no_worse(leads: Numbers, errors: Numbers, margin: Numbers = MARGIN) -> Verdict:
+    """Whether no lead is below -margin. Args: as of `ahead`."""
+    return _judged(leads, EQUAL_ERRORS * np.asarray(errors), -np.asarray(margin))
+
+
+def alike(differences: Numbers, errors: Numbers, margin: Numbers = MARGIN) -> Verdict:
+    """Whether all differences are within the margin, either way. Args: as of `ahead`."""
+    return no_worse(-np.abs(differences), errors, margin)
+
+
+def _judged(leads: Numbers, room: np.ndarray, least: Numbers) -> Verdict:
+    least = np.asarray(least)
+    above, below = leads - room > least, leads + room < least
+    return False if np.any(below) else True if np.all(above) else NOT_SHOWN
+
+
+def both(*verdicts: Verdict) -> Verdict:
+    """The verdict on a claim of several parts."""
+    return False if False in verdicts else True if set(verdicts) == {True} else NOT_SHOWN
+
+
+def most(verdicts: Iterable[Verdict]) -> Verdict:
+    """The verdict on a claim of at least half of the settings: no, where so many say no that the
+    others are fewer."""
+    each = list(verdicts)
+    if 2 * each.count(True) >= len(each):
+        return True
+    return False if 2 * each.count(False) > len(each) else NOT_SHOWN
+
+
+def mean_error(rows: Sequence[Row]) -> float:
+    """Standard error of the mean loss of one of these cells, for what has no seeds of its own, such
+    as the loss before; infinite for one seed."""
+    return seed_error(rows) if min(row["seeds"] for row in rows) > 1 else math.inf
+
+
+def cell_error(rows: Sequence[Row], block: Sequence[str] = ("dataset", "epsilon")) -> float:
+    """Standard error of the mean loss of one of these cells, for differences between cells of one
+    block; of k cells it is sqrt(k) times as much. Infinite for one seed; cells that came to
+    no number are left out.
+
+    Args:
+      rows: the cells whose variance is pooled.
+      block: columns; cells that are alike in these have the same seeds.
+    """
+    rows = [row for row in rows if math.isfinite(row["loss"])]
+    if not rows or min(row["seeds"] for row in rows) < 2:
+        return math.inf
+    if not all(row.get("by_seed") for row in rows):
+        return seed_error(rows)
+    squares, freedom = 0.0, 0
+    blocks = by(rows, lambda row: tuple(row.get(name) for name in block)).values()
+    for table in map(losses_by_seed, blocks):
+        cells, seeds = table.shape
+        left = table - table.mean(0) - table.mean(1)[:, None] + table.mean()
+        squares += float((left**2).sum())
+        freedom += (cells - 1) * (seeds - 1)
+    least = min(row["seeds"] for row in rows)
+    return math.sqrt(squares / freedom / least) if freedom else seed_error(rows)
+
+
+def losses_by_seed(rows: Rows) -> np.ndarray:
+    """[cells, seeds] of the cells of a block, which have the same seeds in the same order."""
+    return np.array([[float(loss) for loss in str(row["by_seed"]).split()] for row in rows])
