@@ -223,7 +223,7 @@ def test_labels_follow_a_histogram_that_is_paid_for_once(tmp_path, capsys):
     found = Counter(row["prompt_class"] for row in rows)
     assert 27 <= found["en"] <= 33 and found["de"] >= 7 and found["fr"] <= 1
     (epsilon,) = {row["epsilon"] for row in rows}
-    assert spent < epsilon <= spent + 20
+    assert spent < epsilon < spent + 20.001
     capsys.readouterr()
     synthesize(tmp_path / "run", tmp_path / "again.jsonl", *SMALL)  # follows what is there
     assert rows_of(tmp_path / "again.jsonl") == rows
