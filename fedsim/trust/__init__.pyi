@@ -1,4 +1,4 @@
-from . import bounds as bounds, published as published
+from . import bounds as bounds, pages as pages, published as published
 from .audit import audit as audit, sentence as sentence
 from .budget_page import budget as budget, sentences as sentences, table as table
 from .claim import Released as Released, ReportError as ReportError
