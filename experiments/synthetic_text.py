@@ -90,16 +90,15 @@ def run_config_of(cell: Cell, settings: Settings, data: str, run_dir: Path, smal
     """The settings of the run of the generator, or of the small model."""
     from fedsim.config import run_config
 
-    real = cell.source != "pydocs"
+    made_up = cell.source == "pydocs"
     generator = {
-        "model": str(real_model.model_file()) if real else settings.model,
+        "model": settings.model if made_up else str(real_model.model_file()),
         "lora_rank": settings.lora_rank,
     }
     return run_config(
         data=data,
         run_dir=run_dir,
         engine="local",
-        max_length=None if real else settings.max_length,
         budget_ledger=str(run_dir.parent / "ledger"),
         seed=cell.seed,
         strategy="direct:8",
@@ -114,8 +113,7 @@ def trained(cell: Cell, settings: Settings, data: Any, run_dir: Path, *, small: 
     from fedsim.run import Console
     from fedsim.training import train
 
-    source = cell.source if data.path is None else str(data.path)
-    run = run_config_of(cell, settings, source, run_dir, small)
+    run = run_config_of(cell, settings, str(data.path), run_dir, small)
     privacy = PrivacyConfig(
         cell.epsilon,
         settings.num_steps,
