@@ -9,7 +9,8 @@ import pytest
 from fedsim.budget import hold, place_of
 from fedsim.cli.main import main
 from fedsim.config import changed_run
-from fedsim.data import Dataset, Tokenizer, UserStore
+from fedsim.data import Dataset, Tokenizer, UserStore, corpora
+from fedsim.data.support_chats import support_chats
 from fedsim.errors import ConfigError
 from fedsim.run import directory
 from fedsim.synthesis import Student, label_distance, measure, store_of
@@ -64,6 +65,19 @@ def test_texts_are_framed_as_the_data_are(data):
         tokenizer.end_id,
     ]
     assert sizes[1] == 48 and tokenizer.end_id not in tokens[1, 1:]
+
+
+def test_chats_are_rendered_as_the_data_are():
+    data = corpora.load("support-chats")
+    held_out = data.eval_users
+    name = held_out.user_ids()[0]
+    chats = [row for row in support_chats() if row["user_id"] == name]
+    refused = {"messages": [{"role": "nobody", "content": "?"}]}
+    store = store_of([*chats, refused], data)
+    rows = np.arange(len(chats))
+    assert store.num_examples == len(chats) == held_out.offsets[1]
+    for one, other in ((store.gather, held_out.gather), (store.trained, held_out.trained)):
+        np.testing.assert_equal(one(rows, 384), other(rows, 384))
 
 
 def test_texts_like_those_of_users_are_as_near_as_users_are_to_each_other(data, rng):
