@@ -167,8 +167,8 @@ def compare(
       By group: `users` with a run of that length, `users_found`, those of whom a run of their own
       is in the set, `runs_found`, the mean over users of the share of their runs, and
       `texts_found`, the share of synthetic texts that have a run of some of `users_compared` users;
-      then the p-value of the test of `runs_found`, and an exact interval of the difference of the
-      shares of users that were found.
+      then the p-value of the test of `runs_found`, an exact interval of the difference of the
+      shares of users that were found, and `noticed`, see there.
     """
     texts = Group(synthetic, np.zeros(1, np.int64), np.full(1, synthetic.num_examples, np.int64))
     keys, places, number = _by_text(texts, length)
@@ -199,6 +199,7 @@ def compare(
         "texts_found": texts_found,
         "low": low,
         "high": high,
+        "noticed": noticed(sizes, level),
         "p_value": p_value,
         "alarm": p_value <= level,
     }
@@ -236,6 +237,16 @@ def difference_of_shares(hits: Sequence[int], sizes: Sequence[int]) -> tuple[flo
         for hit, size in zip(hits, sizes, strict=True)
     )
     return float(one.low - other.high), float(one.high - other.low)
+
+
+def noticed(sizes: Sequence[int], level: float) -> float | None:
+    """The smallest share of users who were trained on that the test notices, if as much is found
+    of each of them and nothing of the others; None if the others are too few for any share."""
+    inside, outside = sizes
+    shares = np.arange(1, inside + 1)
+    p_values = stats.hypergeom.cdf(0, inside + outside, shares, outside)
+    enough = np.flatnonzero(np.maximum(p_values, 1 / (1 + PERMUTATIONS)) <= level)
+    return float(shares[enough[0]] / inside) if len(enough) else None
 
 
 def _by_text(texts: Group, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -303,7 +314,8 @@ def public_canaries(
 ) -> tuple[list[str], list[str]]:
     """Canary texts that a public model samples at a high temperature: fluent, and nobody's.
 
-    Plant the first ones, and search for both: the second ones are the control.
+    Plant the first ones as users of the training, and search for both: the second ones are the
+    control.
 
     Args:
       sample: texts of a public model, by number and temperature.

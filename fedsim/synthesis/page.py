@@ -77,6 +77,7 @@ def write_page(
         "claim": claim,
         "labels": labels,
         "released": quality.get("public", {}).get("student"),
+        "run_loss": quality.get("public", {}).get("run", {}).get("loss"),
         "public_page": f"{name}.html",
         "private": False,
     }

@@ -10,7 +10,8 @@ wrote:
 
 Whatever is computed from texts is `private`: without noise, not to be published. With an epsilon,
 the loss of the small model that is trained on the set is released with noise, as
-`evaluate --epsilon` does, and is `public`. The other figures have no such release: n-grams and
+`evaluate --epsilon` does, and is `public`; so is the loss of the run's model if the run released
+it. The other figures have no such release: n-grams and
 clusters are thousands of counts, whose noise would hide them with the numbers of held-out users
 there are; and the model that is trained without privacy tells of training users, whom noise for
 held-out users does not protect.
@@ -35,7 +36,7 @@ from fedsim.errors import ConfigError, expect, expect_count
 from fedsim.evaluate import last_model
 from fedsim.keys import SecretKey
 from fedsim.models import LanguageModelTask, Pretrained, Transformer, preset
-from fedsim.run import Console, StoredRun, find_model, model_name
+from fedsim.run import Console, StoredRun, directory, find_model, model_name
 from fedsim.synthesis.leaks import runs_of
 from fedsim.synthesis.rows import store_of
 from fedsim.training import Batches, PrivateEvaluation, optimizers, release_loss, user_losses
@@ -113,6 +114,9 @@ def measure(
     assert held_out is not None
     synthetic = store_of(rows, data)
     public: dict[str, Any] = {}
+    summary = directory.summary_of(run.run_dir) or {}
+    if stored.plan is not None and stored.plan.evaluations is not None:
+        public["run"] = {"loss": summary.get("final_eval_loss")}
     learnt = train_student(synthetic, data, student, seed)
     if epsilon is not None:
         about = {"trained_on": "synthetic texts", "model": student.student}

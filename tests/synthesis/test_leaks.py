@@ -6,7 +6,7 @@ import pytest
 from fedsim.data import Dataset, UserStore
 from fedsim.errors import ConfigError
 from fedsim.synthesis import public_canaries, search
-from fedsim.synthesis.leaks import difference_of_shares, permutation_test, runs_of
+from fedsim.synthesis.leaks import difference_of_shares, noticed, permutation_test, runs_of
 
 WIDTH, VOCAB = 40, 300
 
@@ -111,6 +111,15 @@ def test_a_p_value_is_that_of_all_permutations(rng):
     # Of the 20 ways to choose three users of six, four have a sum of at most 1.
     assert permutation_test(inside, outside, rng, 20_000) == pytest.approx(4 / 20, abs=0.01)
     assert permutation_test(np.zeros(4), np.zeros(3), rng) == 1.0
+
+
+def test_what_is_noticed_is_what_the_test_alarms_on(rng):
+    for sizes, level in (((100, 60), 0.01), ((300, 20), 0.005)):
+        share = noticed(sizes, level)
+        for change, alarms in ((1.15, True), (0.8, False)):
+            inside = (np.arange(sizes[0]) < round(change * share * sizes[0])).astype(float)
+            assert (permutation_test(inside, np.zeros(sizes[1]), rng) <= level) == alarms
+    assert noticed((1000, 1), 0.0005) is None  # nobody can be told from one user
 
 
 def test_runs_are_those_within_a_row(rng):

@@ -28,6 +28,7 @@ ROW = {
     "texts_found": [0.25, 0.125],
     "low": 0.01,
     "high": 0.2,
+    "noticed": 0.07,
     "p_value": 0.0002,
     "alarm": True,
 }
@@ -39,10 +40,11 @@ DISTANCE = dict.fromkeys(
 LOSSES = {"untrained": 5.5, "synthetic": 3.1234, "real_without_privacy": 2.9, "run": 3.0}
 QUALITY = {
     "public": {
+        "run": {"loss": 3.333},
         "student": {
             **{"model": "tiny", "trained_on": "synthetic texts", "num_users": 80, "loss": 3.25},
             **{"loss_unit": "nats per token", "stddev": 0.01, "epsilon": 1.0, "delta": 1e-5},
-        }
+        },
     },
     "private": {
         "student": {"student": "tiny", "loss_unit": "nats per token", "losses": LOSSES},
@@ -92,7 +94,11 @@ def test_what_is_private_is_on_the_private_page_alone(tmp_path):
         text = kind.read_text()
         assert [word in text for word in secret] == [there] * len(secret)
         assert "3.25" in text and "<h1>PRIVATE" in text or not there
-    assert "no figure was released" not in public.read_text().lower()
+    assert "No figure" not in public.read_text() and "a loss of 3.33" in public.read_text()
+    silent = {**LEAKS, "alarm": False, "users": [ROW, {**ROW, "noticed": None}]}
+    files = write_page(tmp_path, rows_of(["one"]), CLAIM, leaks=silent)
+    text = Path(files["private_markdown"]).read_text()
+    assert "Silent" in text and "found of 7.00 % of those" in text and "too few" in text
 
 
 def test_a_set_that_was_not_measured_has_one_page(tmp_path):
@@ -102,7 +108,7 @@ def test_a_set_that_was_not_measured_has_one_page(tmp_path):
     files = write_page(tmp_path, rows_of(["a b c"]), CLAIM, counts=counts.counts, name="set")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["set.html", "set.md"]
     text = Path(files["markdown"]).read_text()
-    assert "3 texts were sampled" in text and "No figure was released with noise." in text
+    assert "3 texts were sampled" in text and "No figure of the texts was released" in text
     for name in ("short", "duplicate"):
         assert f"| dropped: {DROPPED[name]} | 1 |" in text.replace("\\", "")
     assert "epsilon = 4.0 at delta = 1.00e-6" in text and "hf:someone/model" in text
