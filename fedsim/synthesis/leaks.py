@@ -5,8 +5,9 @@ synthetic set, if no other user has the same run: a run of several users, such a
 of none of them. Held-out users are the control, as in arXiv 2606.16952. Which users were held out
 was decided by a hash of their ids, so that training users and held-out users are exchangeable if
 the model learnt nothing about single training users. A permutation test compares the means of the
-two groups, at a stated level; the numbers of users may differ. If a part of each training user's
-texts was held back, the same part of a held-out user's texts is left out.
+two groups, at a stated level; the numbers of users may differ. If the first texts of
+each training user were held back, those of held-out users are left out, too; later texts that were
+held back as a test are not, and only make the search less likely to alarm.
 
 Canaries are tested in the same way: the planted ones against those that a coin left out.
 

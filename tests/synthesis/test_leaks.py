@@ -60,6 +60,8 @@ def test_it_alarms_on_copies_of_training_users_alone(rng, users):
         assert row["texts_found"][1] == 0
     assert not found(mixed(rng, users[1], 0.3), users)["alarm"]
     assert not found(rng.integers(1, VOCAB, (400, WIDTH)).tolist(), users)["alarm"]
+    short = found([[1, 2, 3]] * 3, users)  # no text has a run of that length
+    assert not short["alarm"] and short["users"][0]["texts_found"] == [0, 0]
 
 
 def test_runs_of_several_users_tell_of_none(users):
