@@ -24,20 +24,17 @@ MOST_CLASSES = 40
 
 
 class Claim(TypedDict):
-    """What is claimed of the run that a set was sampled from."""
+    """What is claimed of a set, as in the record that `synthesize` writes beside it."""
 
     run: str
-    """Its name."""
+    """Name of the run or model that it was sampled from."""
     guarantee: bool
-    """True if it has a guarantee; else `sentence` says why not."""
-    epsilon: float
-    delta: float
-    sentence: str
-    """The claim in words."""
-    protects: str
-    """The privacy unit in words."""
-    seen_before: list[str]
-    """Names of models that the training started from."""
+    claim: str
+    """The claim in words, or that there is none."""
+    epsilon: float | None
+    delta: float | None
+    outside: list[str]
+    """What the guarantee does not cover, such as the model that the training started from."""
 
 
 def write_page(
@@ -56,9 +53,9 @@ def write_page(
 
     Args:
       out: the directory, which is created.
-      rows: the set; each row has a `text` or `messages`, and may have `prompt_class` and
-        `num_tokens`.
-      claim: of the run.
+      rows: the set; each row has a text, messages, or a prompt and a completion, and may have
+        `prompt_class` and `num_tokens`.
+      claim: of the set.
       counts: of the filters, `Screen.counts`.
       masked: True if contact details were replaced by masks.
       labels: distance from the released histogram, from `label_distance`.

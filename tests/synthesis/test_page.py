@@ -15,9 +15,9 @@ CLAIM = {
     "guarantee": True,
     "epsilon": 4.0,
     "delta": 1e-6,
-    "sentence": "This model has user-level differential privacy.",
-    "protects": "a user: all texts with the same id",
-    "seen_before": ["hf:someone/model"],
+    "claim": "This model has user-level differential privacy.",
+    "outside": ["the model hf:someone/model, which may have read these texts"],
+    "label_epsilon": 0.5,
 }
 ROW = {
     "length": 10,
@@ -65,7 +65,7 @@ def rows_of(texts):
 @pytest.mark.parametrize("text", HOSTILE)
 def test_no_text_adds_markup(text, tmp_path):
     chat = {"messages": [{"role": text, "content": text}], "prompt_class": text}
-    claim = {**CLAIM, "run": text, "sentence": text, "seen_before": [text]}
+    claim = {**CLAIM, "run": text, "claim": text, "outside": [text]}
     files = write_page(tmp_path, [{"text": text}, chat], claim)
     page = Read(Path(files["html"]).read_text())
     expected = Read(
@@ -115,7 +115,8 @@ def test_a_set_that_was_not_measured_has_one_page(tmp_path):
 
 
 def test_a_set_without_a_guarantee_says_so_in_its_title_and_claim(tmp_path):
-    claim = {**CLAIM, "guarantee": False, "epsilon": float("inf"), "sentence": "it has no noise"}
+    none = dict.fromkeys(("epsilon", "delta"))
+    claim = {**CLAIM, "guarantee": False, **none, "claim": "it has no noise"}
     text = Path(write_page(tmp_path, rows_of(["a"]), claim)["html"]).read_text()
     assert "<h1>NO PRIVACY GUARANTEE" in text and "THIS SET HAS NO PRIVACY GUARANTEE" in text
     assert "epsilon =" not in text and "it has no noise" in text

@@ -9,11 +9,11 @@ import pytest
 from fedsim.budget import hold, place_of
 from fedsim.cli.main import main
 from fedsim.config import changed_run
-from fedsim.data import Dataset, Tokenizer, UserStore, corpora
+from fedsim.data import Dataset, Tokenizer, UserStore, build, corpora
 from fedsim.data.support_chats import support_chats
 from fedsim.errors import ConfigError
 from fedsim.run import directory
-from fedsim.synthesis import Student, label_distance, measure, store_of
+from fedsim.synthesis import Student, label_distance, measure, store_of, text_of
 from fedsim.synthesis.quality import (
     curve_of_texts,
     distances,
@@ -78,6 +78,23 @@ def test_chats_are_rendered_as_the_data_are():
     assert store.num_examples == len(chats) == held_out.offsets[1]
     for one, other in ((store.gather, held_out.gather), (store.trained, held_out.trained)):
         np.testing.assert_equal(one(rows, 384), other(rows, 384))
+
+
+def test_labels_and_completions_are_framed_as_the_data_are(tmp_path):
+    label = {"condition_on": "about", "labels": ["cats", "dogs"]}
+    plain = [{"user_id": "a", "text": "they purr", "about": "cats"}]
+    pairs = [{"user_id": "a", "prompt": "say", "completion": "hi", "about": "dogs"}]
+    for name, rows, text in (("plain", plain, "text"), ("pairs", pairs, "completion")):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        columns = {"prompt_column": "prompt", "completion_column": "completion"}
+        options = {"tokenizer": "bytes", "max_length": 48, "eval_users": 0.0, **label}
+        options |= columns if name == "pairs" else {}
+        data = build([file], tmp_path / name, eval_examples=False, num_workers=1, **options)
+        store = store_of([{**rows[0], "prompt_class": rows[0]["about"]}], data)
+        assert rows[0][text] in text_of(rows[0])
+        for one, other in ((store.gather, data.train.gather), (store.trained, data.train.trained)):
+            np.testing.assert_equal(one(np.zeros(1), 48), other(np.zeros(1), 48))
 
 
 def test_texts_like_those_of_users_are_as_near_as_users_are_to_each_other(data, rng):
