@@ -127,6 +127,7 @@ def trained(cell: Cell, settings: Settings, data: Any, run_dir: Path, *, small: 
 
 def compare(cell: Cell, settings: Settings) -> Row:
     """What comes of a cell."""
+    from fedsim.config import Sampling, Synthesis
     from fedsim.evaluate import last_model
     from fedsim.run import Console, directory
     from fedsim.synthesis import Student, measure, search, store_of, synthesize
@@ -138,9 +139,10 @@ def compare(cell: Cell, settings: Settings) -> Row:
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         run, summary = trained(cell, settings, data, place / "run", small=False)
-        out, how = place / "synthetic.parquet", {"num_tokens": settings.max_length}
-        synthesize(str(place / "run"), out, num_texts=settings.num_texts, seed=cell.seed, **how)
-        texts = pq.read_table(out, columns=["text"]).to_pylist()
+        wanted = Synthesis(settings.num_texts, settings.max_length, seed=cell.seed)
+        where = place / "synthetic.parquet", wanted, Sampling(), run.engine, Console()
+        file = synthesize(str(place / "run"), *where)["file"]
+        texts = pq.read_table(file, columns=["text"]).to_pylist()
         student = Student(settings.student, settings.student_steps)
         stored = directory.load(place / "run")
         found = measure(stored, run, texts, student=student, seed=cell.seed)["private"]

@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -100,6 +100,16 @@ class Screen:
         self.counts: Counter[str] = Counter(counts or {})
         self._seen: set[bytes] = set()
         self._bands: dict[bytes, np.ndarray] = {}
+
+    def summary(self) -> dict[str, Any]:
+        """The counts by what they are of, as pages show them."""
+        counts = self.counts
+        return {
+            "sampled": counts["judged"],
+            "kept": counts["kept"],
+            "dropped": {name: counts[name] for name in DROPPED if counts[name]},
+            "contacts": {name: counts[name] for name in MASKS},
+        }
 
     def judge(self, text: str) -> str | None:
         """The reason of DROPPED for which a text is dropped; None if it is kept.

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-from fedsim.synthesis.filters import DROPPED, MASKS
+from fedsim.synthesis.filters import DROPPED
 from fedsim.synthesis.rows import CLASS, shown
 from fedsim.trust import pages
 
@@ -42,7 +42,7 @@ def write_page(
     rows: Iterable[Mapping[str, Any]],
     claim: Claim,
     *,
-    counts: Mapping[str, int] | None = None,
+    counts: Mapping[str, Any] | None = None,
     masked: bool = False,
     labels: Mapping[str, float] | None = None,
     quality: Mapping[str, Any] | None = None,
@@ -56,7 +56,7 @@ def write_page(
       rows: the set; each row has a text, messages, or a prompt and a completion, and may have
         `prompt_class` and `num_tokens`.
       claim: of the set.
-      counts: of the filters, `Screen.counts`.
+      counts: what was thrown away, `Screen.summary()`: sampled, kept, dropped by reason, contacts.
       masked: True if contact details were replaced by masks.
       labels: distance from the released histogram, from `label_distance`.
       quality: from `measure`.
@@ -128,11 +128,12 @@ def _of_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _of_filters(counts: Mapping[str, int], masked: bool) -> dict[str, Any]:
+def _of_filters(counts: Mapping[str, Any], masked: bool) -> dict[str, Any]:
+    dropped = counts.get("dropped", {}).items()
     return {
-        "counts": {name: counts.get(name, 0) for name in ("judged", "kept")} if counts else None,
-        "dropped": [(why, counts[name]) for name, why in DROPPED.items() if counts.get(name)],
-        "details": [(name, counts.get(name, 0)) for name in MASKS],
+        "counts": counts,
+        "dropped": [(DROPPED.get(name, name), count) for name, count in dropped],
+        "contacts": counts.get("contacts", {}).items(),
         "contacts_kept": ", which a mask replaces" if masked else "",
     }
 

@@ -105,7 +105,7 @@ def test_a_set_that_was_not_measured_has_one_page(tmp_path):
     counts = Screen(Filters())
     for text in ("a b c", "a b c", ""):
         counts.judge(text)
-    files = write_page(tmp_path, rows_of(["a b c"]), CLAIM, counts=counts.counts, name="set")
+    files = write_page(tmp_path, rows_of(["a b c"]), CLAIM, counts=counts.summary(), name="set")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["set.html", "set.md"]
     text = Path(files["markdown"]).read_text()
     assert "3 texts were sampled" in text and "No figure of the texts was released" in text
