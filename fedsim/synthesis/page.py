@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from fedsim.synthesis.filters import DROPPED
 from fedsim.synthesis.rows import CLASS, shown
@@ -33,6 +33,8 @@ class Claim(TypedDict):
     """The claim in words, or that there is none."""
     epsilon: float | None
     delta: float | None
+    label_epsilon: NotRequired[float]
+    """Part of epsilon for the histogram of labels that the texts follow."""
     outside: list[str]
     """What the guarantee does not cover, such as the model that the training started from."""
 
