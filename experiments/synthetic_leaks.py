@@ -7,7 +7,7 @@ which the search looks for what training users and, as a control, held-out users
 wrote the beginning of one docstring. Claims (`synthetic_claims`, committed before the runs): the
 search is silent on right trainings with noise, and alarms on those without noise or clipping.
 
-    python -m experiments.synthetic_leaks --scale small     (about 10 minutes of two cores)
+    python -m experiments.synthetic_leaks --scale small     (12 minutes of a busy machine)
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from experiments import common
 from experiments.planting import Patch
 from experiments.rows import Rows
-from experiments.synthetic_claims import NO_CLIPPING, NONE, check_leaks, plot_leaks
+from experiments.synthetic_claims import NO_CLIPPING, NONE, check_leaks as check, plot_leaks as plot
 from fedsim.data import Dataset, Tokenizer, build, corpora
 
 
@@ -174,10 +174,10 @@ BOTH = ("users", "users_found", "runs_found", "texts_found")
 
 if __name__ == "__main__":
     common.main(
-        *("synthetic_leaks", __doc__, SETTINGS, run, check_leaks),
-        {"synthetic_leaks": plot_leaks},
+        *("synthetic_leaks", __doc__, SETTINGS, run, check),
+        {"synthetic_leaks": plot},
         always=False,
-        data=lambda own, rows: {"pydocs": {"fingerprint": rows[0]["fingerprint"]}},
+        data=lambda own, rows: {"pydocs": rows[0]["fingerprint"]},
         model=lambda own, rows: {
             "source": f"{own.model}, fresh",
             "num_parameters": rows[0]["num_parameters"],

@@ -28,7 +28,7 @@ from experiments.processes import compute
 from experiments.real_model_claims import MODEL
 from experiments.records import as_written, came_from
 from experiments.rows import Row, kept, missing
-from experiments.synthetic_claims import check_text, plot_text
+from experiments.synthetic_claims import check_text as check, plot_text as plot
 
 NAME = "synthetic_text"
 
@@ -198,8 +198,8 @@ def main() -> None:
         out,
         settings,
         table,
-        {NAME: plot_text(table)},
-        check_text(table),
+        {NAME: plot(table)},
+        check(table),
         run_minutes=round(sum(row["seconds"] for row in rows) / 60, 1),
         data={row["source"]: common.origin(row["source"], row["fingerprint"]) for row in origins},
         model={"source": settings.model, "num_parameters": rows[0]["num_parameters"]},
