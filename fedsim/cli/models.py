@@ -349,6 +349,8 @@ class Synthesize(ReadsModel):
             dropped = sum(result["dropped"].values())
             left_out = f", {dropped:,} were thrown away" if dropped else ""
             print(wrapped(result["claim"]))
+            for fact in result["outside"]:
+                print(wrapped(f"Not covered by the guarantee: {fact}."))
             print(f"{result['kept']:,} texts{left_out}; written to {result['file']}")
         return result
 

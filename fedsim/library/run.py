@@ -9,11 +9,13 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from fedsim.config import (
     Algorithm,
+    EngineConfig,
     LoggerName,
     PrivacyConfig,
     RunConfig,
     Sampling,
     SamplingName,
+    Synthesis,
     changed_run,
     flags_of,
     renamed,
@@ -225,6 +227,41 @@ class Run:
         how = Sampling(temperature, top_k, top_p, min_p)
         text = generate_text(str(self.run_dir), prompt, num_tokens=num_tokens, how=how, seed=seed)
         return text["text"]
+
+    def synthesize(
+        self,
+        out: str | Path,
+        num_texts: int = 1000,
+        *,
+        engine: Literal["ray", "local"] = "ray",
+        num_workers: int | None = None,
+        sampling: Sampling | None = None,
+        **settings: Any,
+    ) -> Path:
+        """Write a data set of texts sampled from the model; they have the run's epsilon.
+
+        Args:
+          out: a new .parquet or .jsonl file; a set without a guarantee is called
+            NAME.no-guarantee.
+          num_texts: number of texts.
+          engine, num_workers: where they are sampled, as in `train`.
+          sampling: how tokens are drawn; None: as the model says.
+          settings: other fields of `fedsim.config.Synthesis`, such as prompts and label_epsilon.
+
+        Returns:
+          The file.
+
+        Raises:
+          ConfigError: a setting does not fit the model, or the file exists.
+        """
+        from fedsim.synthesis import synthesize
+
+        with to_python():
+            texts = Synthesis(num_texts=num_texts, **settings)
+            where = EngineConfig(kind=engine, num_workers=num_workers)
+            how, place = sampling or Sampling(), Path(expand_home("out", out))
+            told = synthesize(str(self.run_dir), place, texts, how, where, Console())
+        return Path(told["file"])
 
     def to_hf(self, out: str | Path) -> Path:
         """Write the model as a Hugging Face directory, adapters merged; returns the directory."""

@@ -1,6 +1,6 @@
 """Synthetic text: a data set sampled from a protected model, with what is known about it.
 
-synthesize    the command
+data_set      the command
 prompts       what texts begin with, and rows of their tokens
 sampling      blocks of texts, drawn on workers
 filters       what is thrown away, by a look at the synthetic texts alone

@@ -49,6 +49,12 @@ def adapters(*arguments):
     return _printed("transformers", [script, *map(str, arguments)])
 
 
+def decoding(*arguments):
+    """What the script of transformers' sampling prints; on one thread."""
+    script = str(HERE / "transformers_decoding.py")
+    return _printed("transformers", [script, *map(str, arguments)])
+
+
 def models(*arguments):
     """What the script that makes and reads models with `transformers` prints."""
     script = str(HERE / "transformers_models.py")

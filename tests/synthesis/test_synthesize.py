@@ -1,0 +1,203 @@
+"""A synthetic data set: the same texts wherever they are drawn, and what is promised of them."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pyarrow.parquet as pq
+import pytest
+from chats import saying
+from test_verify import command, write_texts
+
+from fedsim.cli.main import main
+from fedsim.synthesis.prompts import in_proportion
+from fedsim.synthesis.sampling import block_sizes
+
+SMALL = ["--num-texts", "40", "--num-tokens", "12", "--batch-size", "4"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with texts and a finished run; not to be changed."""
+    place = tmp_path_factory.mktemp("synthesis")
+    main(command(write_texts(place / "texts.parquet"), place / "run", **{"num-steps": 1}))
+    return place
+
+
+def synthesize(model, out, *words, capsys=None):
+    main([str(word) for word in ("synthesize", model, "--out", out, "--engine", "local", *words)])
+    return rows_of(out)
+
+
+def rows_of(path):
+    if path.suffix == ".parquet":
+        return pq.read_table(path).to_pylist()
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def refused(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([str(word) for word in words])
+    assert stop.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_a_set_has_what_was_asked_for_and_says_where_it_comes_from(place, tmp_path, capsys):
+    rows = synthesize(place / "run", tmp_path / "new.parquet", *SMALL, "--json")
+    told = json.loads(capsys.readouterr().out)
+    summary = json.loads((place / "run" / "summary.json").read_text())
+    assert len(rows) == told["kept"] == 40 and len({row["text"] for row in rows}) > 30
+    assert all(row["text"].strip() and row["num_tokens"] <= 12 for row in rows)
+    assert all(row["stopped"] == "end" or row["num_tokens"] == 12 for row in rows)
+    assert {row["epsilon"] for row in rows} == {told["epsilon"]} and told["guarantee"]
+    assert (
+        told["epsilon"] == pytest.approx(summary["epsilon"]) and told["delta"] == summary["delta"]
+    )
+    assert (
+        summary["params_sha256"] == told["params_sha256"] and told["params_sha256"] in told["claim"]
+    )
+    about = json.loads(pq.read_schema(tmp_path / "new.parquet").metadata[b"fedsim"])
+    assert about == json.loads((tmp_path / "new.parquet.about.json").read_text())
+    assert {**told, "file": "new.parquet"} == about
+    here = json.dumps([rows, about])
+    assert str(tmp_path) not in here and str(place) not in here  # no place of this machine
+    again = synthesize(place / "run", tmp_path / "new.jsonl", *SMALL)
+    assert again == rows
+    other = synthesize(place / "run", tmp_path / "other.jsonl", *SMALL, "--seed", "1")
+    assert [row["text"] for row in other] != [row["text"] for row in rows]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        f"{name}{end}"
+        for name in ("new.parquet", "new.jsonl", "other.jsonl")
+        for end in ("", ".about.json")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_two_workers_and_a_kill_give_the_same_texts(place, tmp_path):
+    expected = synthesize(place / "run", tmp_path / "here.jsonl", *SMALL)
+    out = tmp_path / "there.jsonl"
+    words = ["synthesize", place / "run", "--out", out, *SMALL, "--num-workers", "2"]
+    program = "from fedsim.cli.main import main; main()"
+    command_line = [sys.executable, "-c", program, *map(str, words)]
+    process = subprocess.Popen(command_line)
+    parts, end = tmp_path / "there.jsonl.parts", time.monotonic() + 120
+    while len(list(parts.glob("0*.json"))) < 2 and process.poll() is None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = {path.name: path.stat().st_mtime_ns for path in parts.glob("0*.json")}
+    assert not out.exists() and 2 <= len(kept) < 8
+    assert subprocess.run([*command_line, "--resume"]).returncode == 0
+    assert rows_of(out) == expected and not parts.exists()
+
+
+def test_parts_of_other_settings_are_not_gone_on_with(place, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "new.jsonl"
+    words = ["synthesize", place / "run", "--out", out, "--engine", "local", *SMALL]
+    with monkeypatch.context() as patch:
+        patch.setattr("fedsim.synthesis.data_set._write", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            main([str(word) for word in words])
+    assert "expected a new file, or --resume" in refused(words, capsys)
+    said = refused([*words, "--resume", "--temperature", "0.5"], capsys)
+    assert "temperature=0.5: expected 1.0, as in" in said
+    drawn = []
+    monkeypatch.setattr("fedsim.synthesis.sampling.draw_block", lambda *_: drawn.append(1))
+    main([str(word) for word in (*words, "--resume")])  # all blocks are there
+    assert not drawn and len(rows_of(out)) == 40
+    assert "expected a new file" in refused([*words, "--resume"], capsys)
+
+
+def test_a_set_without_a_guarantee_says_so_in_its_name(place, tmp_path, capsys):
+    flags = {"num-steps": 1, "epsilon": "inf"}
+    main(command(place / "texts.parquet", tmp_path / "open", **flags))
+    capsys.readouterr()
+    main(
+        [
+            *("synthesize", str(tmp_path / "open"), "--out", str(tmp_path / "new.parquet")),
+            *("--engine", "local", "--json", *SMALL),
+        ]
+    )
+    told = json.loads(capsys.readouterr().out)
+    named = tmp_path / "new.no-guarantee.parquet"
+    assert told["file"] == str(named) and not told["guarantee"] and told["why_not"]
+    assert {row["epsilon"] for row in rows_of(named)} == {None}
+    assert not (tmp_path / "new.parquet").exists()
+
+
+def test_an_unfinished_run_and_odd_files_are_refused(place, tmp_path, capsys):
+    run = shutil.copytree(place / "run", tmp_path / "run")
+    (run / "summary.json").unlink()
+    out = ["--out", tmp_path / "x.jsonl", "--engine", "local"]
+    assert "that has ended" in refused(["synthesize", run, *out], capsys)
+    words = ["synthesize", place / "run", *out]
+    assert "ending in .parquet or .jsonl" in refused([*words[:3], tmp_path / "x.csv"], capsys)
+    for content, name, says in (
+        ("", "none.txt", "a file with a prompt at least"),
+        ("x" * 500, "long.txt", "tokens, not 501"),
+        ("{}", "none.jsonl", "line 1: expected an object with a prompt, or with messages"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "a.jsonl", "of the user as the"),
+        ('{"prompt": "a"}\n\n{"messages": [{"role": "user", "content": "b"}]}', "b.jsonl", "both"),
+        ('{"messages": [{"role": "user", "content": "b"}]}', "c.jsonl", "0, plain texts"),
+        ("a", "a.csv", "a .txt file with a prompt in each line"),
+    ):
+        (tmp_path / name).write_text(content)
+        assert says in refused([*words, "--prompts", tmp_path / name], capsys), name
+    assert "the model was not trained on labels" in refused([*words, "--label-epsilon", 1], capsys)
+    assert "num_texts=0: expected >= 1" in refused([*words, "--num-texts", 0], capsys)
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_prompts_are_used_in_turn(place, tmp_path):
+    (tmp_path / "beginnings.txt").write_text("red \n\ngreen blue\n")
+    rows = synthesize(
+        place / "run", tmp_path / "a.jsonl", *SMALL, "--prompts", tmp_path / "beginnings.txt"
+    )
+    assert all(row["text"].startswith(row["prompt_class"]) for row in rows)
+    assert Counter(row["prompt_class"] for row in rows) == {"red ": 20, "green blue": 20}
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "red"}\n')
+    (row, *_) = synthesize(
+        place / "run", tmp_path / "b.jsonl", *SMALL, "--prompts", tmp_path / "pairs.jsonl"
+    )
+    assert row["prompt"] == "red" and row["completion"]
+
+
+def test_chats_come_out_as_messages(tmp_path):
+    """A model that says yes to everything, and cannot spell a turn of its own."""
+    model = saying(tmp_path / "model", "yes")
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Well?"}]
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": asked}))
+    words = ["--num-texts", "3", "--temperature", "0", "--prompts", tmp_path / "asked.jsonl"]
+    out = tmp_path / "new.no-guarantee.jsonl"
+    main([str(w) for w in ("synthesize", model, "--out", out, "--engine", "local", *words)])
+    assert [row["messages"][-1] for row in rows_of(out)] == [
+        {"role": "assistant", "content": "yes"}
+    ] * 3
+    assert len(rows_of(out)[0]["messages"]) == 3 and rows_of(out)[0]["stopped"] == "end"
+    out = tmp_path / "more.no-guarantee.jsonl"
+    words = ["--num-texts", "2", "--temperature", "0", "--turns", "2"]
+    main([str(w) for w in ("synthesize", model, "--out", out, "--engine", "local", *words)])
+    said = [(each["role"], each["content"]) for each in rows_of(out)[0]["messages"]]
+    assert said == [("user", "yes"), ("assistant", "yes")] * 2
+
+
+def test_labels_follow_their_weights_at_any_time():
+    weights, labels = {"a": 5.0, "b": 3.0, "c": 0.0, "d": 2.0}, in_proportion
+    drawn = [label for label, _ in zip(labels(weights), range(1000), strict=False)]
+    for count in range(1, 1000):
+        found = Counter(drawn[:count])
+        assert all(abs(found[name] - weights[name] / 10 * count) <= 1 for name in weights)
+
+
+@pytest.mark.parametrize("count, batch", [(1, 64), (40, 4), (100, 64), (20_000, 64), (512, 64)])
+def test_blocks_hold_all_texts(count, batch):
+    sizes = block_sizes(count, batch)
+    assert sum(sizes) == count and max(sizes) <= 4 * batch and max(sizes) - min(sizes) <= 1
+    assert len(sizes) == 1 or max(sizes) > batch // 2
