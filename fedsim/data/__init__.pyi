@@ -25,6 +25,7 @@ from .dataset import (
     SPLITS as SPLITS,
     SUMS as SUMS,
     Dataset as Dataset,
+    Holdout as Holdout,
     draw_histograms as draw_histograms,
     min_examples_of as min_examples_of,
     shown as shown,

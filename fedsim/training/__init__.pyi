@@ -24,7 +24,7 @@ from .planned import (
     settled_by as settled_by,
     strategy_for as strategy_for,
 )
-from .pretrain import pretrain as pretrain
+from .pretrain import Batches as Batches, pretrain as pretrain
 from .private_evaluation import (
     DIRECTORY as DIRECTORY,
     FILE as FILE,
@@ -33,6 +33,7 @@ from .private_evaluation import (
     PrivateEvaluation as PrivateEvaluation,
     evaluate_privately as evaluate_privately,
     largest_loss as largest_loss,
+    release_loss as release_loss,
     user_losses as user_losses,
 )
 from .strict import footnotes as footnotes

@@ -194,6 +194,28 @@ def evaluate_privately(
     Raises: ConfigError: as `last_model`, the split does not exist, or a limit would be broken.
     """
     task, params, data, path = last_model(stored, run, console)
+    about = {"run_dir": str(run.run_dir), "checkpoint": path.name}
+    return release_loss(task, params, data, run, how, about)
+
+
+def release_loss(
+    task: Any,
+    params: Any,
+    data: Dataset,
+    run: RunConfig,
+    how: PrivateEvaluation,
+    about: dict[str, Any],
+) -> dict[str, Any]:
+    """Release the mean loss of a model on one split with noise, counted in the budget ledger.
+
+    Args:
+      task: of the model, with the split to evaluate on.
+      params: of the model. They must not depend on users of the split.
+      data: of the run.
+      run: with the place of the budget ledger and the limit.
+      about: first fields of the result.
+    Raises: ConfigError: the split does not exist, or a limit would be broken.
+    """
     store: UserStore | None = getattr(data, how.split)
     if store is None:
         raise ConfigError.of("split", how.split, "a split that the data have")
@@ -214,8 +236,7 @@ def evaluate_privately(
         rng = key.generator("evaluation")
         loss = noisy_mean_loss(losses, bound=most, count=store.num_users, stddev=sigma, rng=rng)
         result = {
-            "run_dir": str(run.run_dir),
-            "checkpoint": path.name,
+            **about,
             "split": how.split,
             "loss": loss,
             "loss_unit": data.loss_unit,

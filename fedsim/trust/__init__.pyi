@@ -1,6 +1,7 @@
 from . import (
     bounds as bounds,
     certificate as certificate,
+    pages as pages,
     published as published,
     remains as remains,
 )

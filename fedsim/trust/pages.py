@@ -40,11 +40,14 @@ AT_START = re.compile(r"^(\d*)([#+=.)-])(?=[#+=-]*(?:\s|$))")
 """The start of a value that Markdown would read as a list, a heading or a rule."""
 
 
-def write(out: Path, name: str, template: str, **facts: Any) -> dict[str, str]:
+def write(
+    out: Path, name: str, template: str, *, mode: int = 0o644, **facts: Any
+) -> dict[str, str]:
     """Write NAME.html and NAME.md into a directory, which is created.
 
     Args:
       out: the directory.
+      mode: of the files.
       facts: all values that the template uses, `title` among them.
 
     Returns:
@@ -54,7 +57,7 @@ def write(out: Path, name: str, template: str, **facts: Any) -> dict[str, str]:
     make_place(out)
     files = {"html": out / f"{name}.html", "markdown": out / f"{name}.md"}
     for kind, file in files.items():
-        write_atomically(file, texts[kind].encode())
+        write_atomically(file, texts[kind].encode(), mode=mode)
     return {kind: str(file) for kind, file in files.items()}
 
 
@@ -96,12 +99,13 @@ def code(value: Any) -> Markup:
     return escaped(f"`{value}`")
 
 
-def fenced(lines: Iterable[str]) -> Markup:
-    """Commands as a block of code, with a fence longer than any backticks in them."""
+def fenced(lines: Iterable[str], language: str = "sh") -> Markup:
+    """Lines, of commands or of text, as a block of code, with a fence longer than any backticks in
+    them."""
     text = printable("\n".join(lines), kept="\n\t")
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    return Markup(f"{fence}sh\n{text}\n{fence}")
+    return Markup(f"{fence}{language}\n{text}\n{fence}")
 
 
 def one_line(text: str) -> Markup:

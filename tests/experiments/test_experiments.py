@@ -28,7 +28,8 @@ ROOT = Path(__file__).parents[2]
 HELPERS = (
     "__init__ architecture common finetuning group_privacy heuristics mean_task"
     " noise_variance planting processes real_model_claims records regime_claims regime_plots"
-    " rows screens stand_ins starting_model synthetic testing updates verdicts __main__"
+    " rows screens stand_ins starting_model synthetic synthetic_claims testing updates"
+    " verdicts __main__"
 )
 NAMES = sorted(p.stem for p in (ROOT / "experiments").glob("*.py") if p.stem not in HELPERS.split())
 
@@ -49,7 +50,8 @@ def out(tmp_path_factory):
 # training from what was made there, are test_pretrain.py's.
 SLOW = dict.fromkeys(
     ("table_pretraining", "fig05_uls_heatmap", "fig06_privacy_loss", "fig08_num_users")
-    + ("correlated", "real_model", "real_model_rates", "regime", "sampling"),
+    + ("correlated", "real_model", "real_model_rates", "regime", "sampling")
+    + ("synthetic_leaks", "synthetic_text"),
     [pytest.mark.slow],
 )
 TRAIN = (
