@@ -12,6 +12,7 @@ from fedsim.cli.arguments import Flat, ReadsModel, ReadsRun, ReadsSources
 from fedsim.config import (
     Algorithm,
     EngineConfig,
+    Filters,
     Personalization,
     PretrainConfig,
     PrivacyConfig,
@@ -23,6 +24,7 @@ from fedsim.config import (
 from fedsim.errors import expect, printable
 from fedsim.run import wrapped
 
+PRIVATE = "what was measured without noise, not to be published"
 SPLIT_NAMES = {
     "eval_users": "held-out users",
     "eval_examples": "held-out examples of training users",
@@ -315,6 +317,15 @@ class Synthesize(ReadsModel):
 
     texts: Flat[Synthesis]
     how: Flat[Sampling]
+    filters: Flat[Filters]
+
+    measure: bool = False
+    """Also measure, from users' texts, how good the set is and whether training users' texts are in
+    it. NAME_private.html has what was found, without noise: do not publish it."""
+
+    eval_epsilon: float | None = None
+    """With --measure: release the loss of a small model that is trained on the set, for this cost
+    to each held-out user, and show it on the set's page. > 0. Default: no release."""
 
     resume: bool = False
     """Go on with what an interrupted command left beside the file."""
@@ -344,7 +355,13 @@ class Synthesize(ReadsModel):
         from fedsim.synthesis import synthesize
 
         where = (self.model, self.out, self.texts, self.how, engine, Console())
-        result = synthesize(*where, resume=self.resume)
+        result = synthesize(
+            *where,
+            filters=self.filters,
+            measured=self.measure,
+            eval_epsilon=self.eval_epsilon,
+            resume=self.resume,
+        )
         if not self.json:
             dropped = sum(result["dropped"].values())
             left_out = f", {dropped:,} were thrown away" if dropped else ""
@@ -352,6 +369,9 @@ class Synthesize(ReadsModel):
             for fact in result["outside"]:
                 print(wrapped(f"Not covered by the guarantee: {fact}."))
             print(f"{result['kept']:,} texts{left_out}; written to {result['file']}")
+            for name, what in (("page", "the page that goes with it"), ("private_page", PRIVATE)):
+                if result.get(name):
+                    print(f"{what}: {result[name]}")
         return result
 
 

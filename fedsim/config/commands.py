@@ -1,8 +1,11 @@
 """Settings of audits, pre-training, personalization and synthesis."""
 
 import dataclasses
+import functools
 import math
+import unicodedata
 from pathlib import Path
+from typing import Literal
 
 from fedsim.errors import expect
 
@@ -133,6 +136,53 @@ class Synthesis:
         expect(
             "label_weights", weights, share is None or weights is None, "no label_epsilon beside"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Filters:
+    """Which synthetic texts are kept. Filters see synthetic texts alone and cost no privacy."""
+
+    min_chars: int = 1
+    """Drop texts with fewer characters. >= 0."""
+    max_chars: int | None = None
+    """Drop texts with more characters. >= 1. Default: no limit."""
+    max_repeated: float = 0.5
+    """Drop texts of which more than this share repeats what they said before. In [0, 1]; 1 drops
+    none."""
+    script: str | None = None
+    """Drop texts with fewer than nine in ten letters of this script, by its name in Unicode: latin,
+    cyrillic, arabic; or several, as cjk,hiragana,katakana. Default: any script."""
+    duplicates: Literal["keep", "exact", "near"] = "exact"
+    """Of texts that repeat an earlier text: keep all, drop those that are equal but for case and
+    white space, or also those that are nearly equal."""
+    contacts: Literal["keep", "mask", "drop"] = "keep"
+    """What happens to e-mail addresses, phone numbers and card numbers: keep them, put a mask in
+    their place, or drop the text. They are counted in any case."""
+
+    def __post_init__(self) -> None:
+        expect("min_chars", self.min_chars, self.min_chars >= 0, ">= 0")
+        most = self.max_chars
+        least = max(1, self.min_chars)
+        expect("max_chars", most, most is None or most >= least, f">= {least}")
+        expect("max_repeated", self.max_repeated, 0 <= self.max_repeated <= 1, "in [0, 1]")
+        known = self.script is None or scripts_of(self.script) <= _known_scripts()
+        expect("script", self.script, known, "names of scripts in Unicode, such as latin")
+        kinds = ("keep", "exact", "near")
+        expect("duplicates", self.duplicates, self.duplicates in kinds, "keep, exact or near")
+        kinds = ("keep", "mask", "drop")
+        expect("contacts", self.contacts, self.contacts in kinds, "keep, mask or drop")
+
+
+@functools.cache
+def scripts_of(script: str) -> frozenset[str]:
+    """Names of scripts in Unicode, in capitals, from a list with commas."""
+    return frozenset(name.strip().upper() for name in script.split(","))
+
+
+@functools.cache
+def _known_scripts() -> frozenset[str]:
+    letters = (chr(i) for i in range(0x20000) if chr(i).isalpha())
+    return frozenset(unicodedata.name(c, "").partition(" ")[0] for c in letters) - {""}
 
 
 @dataclasses.dataclass(frozen=True)

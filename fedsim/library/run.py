@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 from fedsim.config import (
     Algorithm,
     EngineConfig,
+    Filters,
     LoggerName,
     PrivacyConfig,
     RunConfig,
@@ -236,6 +237,8 @@ class Run:
         engine: Literal["ray", "local"] = "ray",
         num_workers: int | None = None,
         sampling: Sampling | None = None,
+        filters: Filters | None = None,
+        measure: bool = False,
         **settings: Any,
     ) -> Path:
         """Write a data set of texts sampled from the model; they have the run's epsilon.
@@ -246,6 +249,8 @@ class Run:
           num_texts: number of texts.
           engine, num_workers: where they are sampled, as in `train`.
           sampling: how tokens are drawn; None: as the model says.
+          filters: which texts are kept; None: the defaults.
+          measure: also compare the texts with users' texts, on a private page.
           settings: other fields of `fedsim.config.Synthesis`, such as prompts and label_epsilon.
 
         Returns:
@@ -260,7 +265,8 @@ class Run:
             texts = Synthesis(num_texts=num_texts, **settings)
             where = EngineConfig(kind=engine, num_workers=num_workers)
             how, place = sampling or Sampling(), Path(expand_home("out", out))
-            told = synthesize(str(self.run_dir), place, texts, how, where, Console())
+            more = {"filters": filters, "measured": measure}
+            told = synthesize(str(self.run_dir), place, texts, how, where, Console(), **more)
         return Path(told["file"])
 
     def to_hf(self, out: str | Path) -> Path:

@@ -1,5 +1,5 @@
 from .data_set import synthesize as synthesize
-from .filters import Filters as Filters, Screen as Screen
+from .filters import Screen as Screen
 from .leaks import public_canaries as public_canaries, search as search
 from .page import Claim as Claim, write_page as write_page
 from .quality import Student as Student, label_distance as label_distance, measure as measure

@@ -9,19 +9,20 @@ import itertools
 import json
 import shutil
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedsim.accounting import at_most
-from fedsim.config import EngineConfig, Sampling, Synthesis
+from fedsim.config import EngineConfig, Filters, Sampling, Synthesis, changed_run
 from fedsim.data import ASSISTANT, Message, Tokenizer, label_prompts
 from fedsim.engine import expect_usable_jax, remember_programs
 from fedsim.errors import expect
+from fedsim.evaluate import last_model
 from fedsim.files import (
     expand_home,
     make_directory,
@@ -31,10 +32,16 @@ from fedsim.files import (
     write_with,
 )
 from fedsim.generate import model_to_generate
+from fedsim.installation import MissingPackage
 from fedsim.models import Pretrained, Prompt, pretrained
 from fedsim.plan import why_not
 from fedsim.run import Console, StoredRun, checkpoint, directory, duration, model_name
+from fedsim.synthesis.filters import Screen
+from fedsim.synthesis.leaks import search
+from fedsim.synthesis.page import Claim, write_page
 from fedsim.synthesis.prompts import Opening, Writer, as_row, openings_of, read_prompts, roles
+from fedsim.synthesis.quality import label_distance, measure
+from fedsim.synthesis.rows import cleaned, store_of, text_of
 from fedsim.synthesis.sampling import Job, Parts, Workers, block_sizes
 from fedsim.training import release_histogram, stored_histogram, total_epsilon
 from fedsim.trust import published, read
@@ -55,6 +62,9 @@ def synthesize(
     engine: EngineConfig,
     console: Console,
     *,
+    filters: Filters | None = None,
+    measured: bool = False,
+    eval_epsilon: float | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
     """Sample a data set from a run's model and write it to a file, with a record of it beside.
@@ -64,6 +74,9 @@ def synthesize(
       out: a new .parquet or .jsonl file. A set without a guarantee is called NAME.no-guarantee.
       settings, how: what is sampled.
       engine: where.
+      filters: which texts are kept; None: the defaults.
+      measured: also compare the set with users' texts, on a private page.
+      eval_epsilon: with `measured`, what a loss with noise on held-out users costs each of them.
       resume: go on with what an interrupted command left beside `out`.
 
     Returns:
@@ -77,8 +90,11 @@ def synthesize(
     expect_usable_jax()
     expect("out", out, out.suffix in FORMATS, "a file ending in .parquet or .jsonl")
     source = expand_home("model", source)
+    share = eval_epsilon
+    expect("eval_epsilon", share, share is None or measured, "None without measure")
     model = model_to_generate(source)
     claim = claim_of(source, console)
+    expect("measure", measured, claim["is_run"] or not measured, "false, for a model without users")
     if not claim["guarantee"]:
         named = out.with_name(f"{out.stem}{NO_GUARANTEE}{out.suffix}")
         out = out if NO_GUARANTEE in out.name else named
@@ -100,17 +116,23 @@ def synthesize(
     remember_programs()
     started, workers = time.monotonic(), Workers(engine, model.params)
     try:
-        rows, counts = _sampled(task, Parts(parts), workers, console)
+        rows, counts = _sampled(task, Parts(parts), workers, filters or Filters(), console)
     finally:
         workers.close()
     seconds = time.monotonic() - started
     del claim["is_run"]
-    about = {"file": out.name, **claim, **counts, "settings": task.settings()}
+    chosen = {**task.settings(), **dataclasses.asdict(filters or Filters())}
+    about = {"file": out.name, **claim, **counts, "settings": chosen}
     _write(out, [{**row, **_provenance(claim)} for row in rows], about)
     shutil.rmtree(parts)
     rate = counts["tokens"] / max(seconds, 1e-9)
     console.note(f"{counts['tokens']:,} tokens in {duration(seconds)}: {rate:,.0f} a second")
-    return {**about, "file": str(out)}
+    pages = _page(out, rows, about, console)
+    if measured:
+        found = _measured(Path(source), rows, eval_epsilon, settings.seed, console)
+        pages = _page(out, rows, about, console, **found)
+        about |= {"non_private/alarm": found["leaks"]["alarm"]}
+    return {**about, **pages, "file": str(out)}
 
 
 def claim_of(source: str, console: Console) -> dict[str, Any]:
@@ -283,12 +305,12 @@ def _parts(out: Path, identity: dict[str, Any], *, resume: bool) -> Path:
 
 
 def _sampled(
-    task: _Task, parts: Parts, workers: Workers, console: Console
+    task: _Task, parts: Parts, workers: Workers, filters: Filters, console: Console
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """(rows in the order of their numbers, counts of what was sampled and thrown away)."""
     wanted, most = task.of.num_texts, MOST_SAMPLED * task.of.num_texts
     rows: list[dict[str, Any]] = []
-    dropped: dict[str, int] = defaultdict(int)
+    screen, dropped = Screen(filters), Counter[str]()
     sampled = tokens = first_block = 0
     while len(rows) < wanted and sampled < most:
         count = min(wanted - len(rows), most - sampled)
@@ -299,14 +321,16 @@ def _sampled(
         for text in texts:
             sampled, tokens = sampled + 1, tokens + text.num_tokens
             row = as_row(text.opening, text.said, text.messages)
-            if (reason := _reason(text, row)) is not None:
+            if (reason := _reason(text, row) or screen.judge(text_of(row))) is not None:
                 dropped[reason] += 1
                 continue
+            row = cleaned(row, screen.clean)
             about = {"prompt_class": text.opening.name, "num_tokens": text.num_tokens}
             rows.append({"index": text.number, **row, **about, "stopped": text.stopped})
     if len(rows) < wanted:
         console.warn(f"{len(rows):,} texts of {sampled:,} are left of {wanted:,} that were to be")
-    return rows, {"kept": len(rows), "sampled": sampled, "tokens": tokens, "dropped": {**dropped}}
+    counts = {"kept": len(rows), "sampled": sampled, "tokens": tokens, "dropped": {**dropped}}
+    return rows, {**counts, "contacts": screen.summary()["contacts"]}
 
 
 def _reason(text: _Text, row: Mapping[str, Any]) -> str | None:
@@ -350,6 +374,54 @@ def _drawn(
             for text, tokens in zip(texts, kept[block] or (), strict=True):
                 task.add(text, role, tokens)
     return [text for texts in blocks.values() for text in texts]
+
+
+def _page(
+    out: Path,
+    rows: Sequence[Mapping[str, Any]],
+    about: Mapping[str, Any],
+    console: Console,
+    **measured: Any,
+) -> dict[str, Any]:
+    """Write the page of a set beside it, where what draws pages is installed.
+
+    Args: measured: of a set that was measured, as for `write_page`.
+    """
+    masked = about["settings"]["contacts"] == "mask"
+    claim = cast(Claim, about)
+    try:
+        page = write_page(
+            out.parent, rows, claim, counts=about, masked=masked, name=out.stem, **measured
+        )
+    except MissingPackage as error:
+        console.note(f"no page was written: {error}")
+        return {}
+    return {"page": page["html"], "private_page": page.get("private_html")}
+
+
+def _measured(
+    run_dir: Path,
+    rows: Sequence[Mapping[str, Any]],
+    epsilon: float | None,
+    seed: int,
+    console: Console,
+) -> dict[str, Any]:
+    """How good a set is, and whether training users' texts are in it; for `write_page`.
+
+    Raises: ConfigError: see `measure` and `search`.
+    """
+    stored = directory.load(run_dir)
+    run = changed_run(stored.run, engine="local")
+    with console.phase("measuring the texts"):
+        *_, data, _ = last_model(stored, run, console)
+        leaks = search(store_of(rows, data), data, seed=seed)
+        quality = measure(stored, run, rows, epsilon=epsilon, seed=seed, console=console)
+    histogram = stored_histogram(run_dir)
+    labels = None
+    if histogram is not None:
+        shares = dict(zip(histogram.labels, histogram.weights, strict=True))
+        labels = label_distance([row["prompt_class"] for row in rows], shares)
+    return {"quality": quality, "leaks": leaks, "labels": labels}
 
 
 def _provenance(claim: Mapping[str, Any]) -> dict[str, Any]:

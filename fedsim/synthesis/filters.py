@@ -4,18 +4,17 @@ They look at synthetic texts alone, so they are post-processing and cost no priv
 judges texts one after the other; equal texts in equal order get equal verdicts, on any machine.
 """
 
-import dataclasses
 import functools
 import hashlib
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from fedsim.errors import expect
+from fedsim.config import Filters, scripts_of
 
 WINDOW = 10
 """Characters of a run that counts as repeated."""
@@ -27,6 +26,8 @@ PIECE = 8  # bytes of such a piece: a number of 64 bits
 BANDS, HASHES_OF_BAND = 16, 4  # finds 99 of 100 pairs that are as similar as NEAR
 
 DROPPED = {
+    "empty": "no text",
+    "unanswered": "a chat that is too long for the model to answer",
     "short": "fewer characters than min_chars",
     "long": "more characters than max_chars",
     "repeated": "a larger share than max_repeated says again what was said before",
@@ -45,41 +46,6 @@ PHONE = re.compile(
 )
 LEAST_DIGITS, MOST_DIGITS = 9, 15  # of a phone number; dates have eight
 MASKS = {"email": "[EMAIL]", "card": "[CARD]", "phone": "[PHONE]"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Filters:
-    """Which synthetic texts are kept. Filters see synthetic texts alone and cost no privacy."""
-
-    min_chars: int = 1
-    """Drop texts with fewer characters. >= 0."""
-    max_chars: int | None = None
-    """Drop texts with more characters. >= 1. Default: no limit."""
-    max_repeated: float = 0.5
-    """Drop texts of which more than this share repeats what they said before. In [0, 1]; 1 drops
-    none."""
-    script: str | None = None
-    """Drop texts with fewer than nine in ten letters of this script, by its name in Unicode: latin,
-    cyrillic, arabic; or several, as cjk,hiragana,katakana. Default: any script."""
-    duplicates: Literal["keep", "exact", "near"] = "exact"
-    """Of texts that repeat an earlier text: keep all, drop those that are equal but for case and
-    white space, or also those that are nearly equal."""
-    contacts: Literal["keep", "mask", "drop"] = "keep"
-    """What happens to e-mail addresses, phone numbers and card numbers: keep them, put a mask in
-    their place, or drop the text. They are counted in any case."""
-
-    def __post_init__(self) -> None:
-        expect("min_chars", self.min_chars, self.min_chars >= 0, ">= 0")
-        most = self.max_chars
-        least = max(1, self.min_chars)
-        expect("max_chars", most, most is None or most >= least, f">= {least}")
-        expect("max_repeated", self.max_repeated, 0 <= self.max_repeated <= 1, "in [0, 1]")
-        known = self.script is None or _scripts(self.script) <= _known_scripts()
-        expect("script", self.script, known, "names of scripts in Unicode, such as latin")
-        kinds = ("keep", "exact", "near")
-        expect("duplicates", self.duplicates, self.duplicates in kinds, "keep, exact or near")
-        kinds = ("keep", "mask", "drop")
-        expect("contacts", self.contacts, self.contacts in kinds, "keep, mask or drop")
 
 
 class Screen:
@@ -175,7 +141,7 @@ def repeated(text: str) -> float:
 
 def share_of_script(text: str, script: str) -> float:
     """Share of a text's letters that are of a script, or of several; 1 without letters."""
-    scripts = _scripts(script)
+    scripts = scripts_of(script)
     letters = [_script(c) in scripts for c in unicodedata.normalize("NFKC", text) if c.isalpha()]
     return sum(letters) / len(letters) if letters else 1.0
 
@@ -253,17 +219,6 @@ def _hashes() -> tuple[np.ndarray, np.ndarray]:
     return times | np.uint64(1), plus
 
 
-@functools.cache
-def _scripts(script: str) -> frozenset[str]:
-    return frozenset(name.strip().upper() for name in script.split(","))
-
-
 @functools.lru_cache(2**14)
 def _script(letter: str) -> str:
     return unicodedata.name(letter, "").partition(" ")[0]
-
-
-@functools.cache
-def _known_scripts() -> frozenset[str]:
-    letters = (chr(i) for i in range(0x20000) if chr(i).isalpha())
-    return frozenset(unicodedata.name(c, "").partition(" ")[0] for c in letters) - {""}

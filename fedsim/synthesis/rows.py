@@ -1,7 +1,7 @@
 """Synthetic texts as the rows of a data set: in its tokens, framed and cut as users' texts are."""
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from fedsim.data import (
@@ -29,6 +29,16 @@ def text_of(row: Mapping[str, Any]) -> str:
 def shown(row: Mapping[str, Any]) -> str:
     """The text of a row to be read, with the role of each turn."""
     return "\n".join(f"{role}: {said}" if role else said for role, said in _turns(row))
+
+
+def cleaned(row: Mapping[str, Any], clean: Callable[[str], str]) -> dict[str, Any]:
+    """The row with `clean` applied to all that it says."""
+    said: dict[str, Any] = {
+        name: clean(row[name]) for name in ("text", "prompt", COMPLETION) if name in row
+    }
+    if row.get(MESSAGES) is not None:
+        said[MESSAGES] = [{**each, "content": clean(each["content"])} for each in row[MESSAGES]]
+    return {**row, **said}
 
 
 def _turns(row: Mapping[str, Any]) -> list[tuple[str, str]]:
