@@ -116,7 +116,7 @@ def _of_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     texts = tokens = 0
     for row in rows:
         texts, tokens = texts + 1, tokens + (row.get("num_tokens") or 0)
-        if row.get(CLASS) is not None:
+        if row.get(CLASS):
             classes[str(row[CLASS])] += 1
         if len(samples) < SAMPLES:
             samples.append(row)
