@@ -111,18 +111,18 @@ def synthesize(
     weights, claim = _weights(source, labels, settings, claim, console)
     most = MOST_SAMPLED * settings.num_texts
     openings = list(itertools.islice(openings_of(prompts, labels, weights), most))
-    task = _Task(model, writer, list(roles(prompts[0], turns)), openings, settings, how)
-    parts = _parts(out, task.identity(claim), resume=resume)
+    stages, kept = list(roles(prompts[0], turns)), filters or Filters()
+    task = _Task(model, writer, stages, openings, settings, how, kept)
+    parts = _parts(out, task.identity(claim, engine), resume=resume)
     remember_programs()
     started, workers = time.monotonic(), Workers(engine, model.params)
     try:
-        rows, counts = _sampled(task, Parts(parts), workers, filters or Filters(), console)
+        rows, counts = _sampled(task, Parts(parts), workers, console)
     finally:
         workers.close()
     seconds = time.monotonic() - started
     del claim["is_run"]
-    chosen = {**task.settings(), **dataclasses.asdict(filters or Filters())}
-    about = {"file": out.name, **claim, **counts, "settings": chosen}
+    about = {"file": out.name, **claim, **counts, "settings": task.settings()}
     _write(out, [{**row, **_provenance(claim)} for row in rows], about)
     shutil.rmtree(parts)
     rate = counts["tokens"] / max(seconds, 1e-9)
@@ -243,18 +243,22 @@ class _Task:
     """What each text begins with, by its number."""
     of: Synthesis
     how: Sampling
+    filters: Filters
 
     def settings(self) -> dict[str, Any]:
         """The settings as JSON, with what the prompts say in place of where they are."""
         prompts = json.dumps(self.openings).encode()
         own = dataclasses.asdict(self.of) | {"turns": self.stages.count(ASSISTANT)}
         digest = hashlib.sha256(prompts).hexdigest()
-        return {**own, **dataclasses.asdict(self.how), "prompts": digest}
+        drawn = {**own, **dataclasses.asdict(self.how), "prompts": digest}
+        return {**drawn, **dataclasses.asdict(self.filters)}
 
-    def identity(self, claim: Mapping[str, Any]) -> dict[str, Any]:
+    def identity(self, claim: Mapping[str, Any], engine: EngineConfig) -> dict[str, Any]:
         """What must be the same to go on with parts that were drawn before."""
         model = claim.get("params_sha256") or checkpoint.params_sha256(self.model.params)
-        return {"params_sha256": model, **self.settings()}
+        threads = engine.threads_per_worker
+        all_of_it = {"params_sha256": model, "threads_per_worker": threads, **self.settings()}
+        return json.loads(json.dumps(all_of_it))  # as it is read back
 
     def job(self, texts: Sequence[_Text], role: str | None, stage: int) -> tuple[list[_Text], Job]:
         """(the texts that go on with a message of `role`, the draw of these messages)."""
@@ -305,12 +309,12 @@ def _parts(out: Path, identity: dict[str, Any], *, resume: bool) -> Path:
 
 
 def _sampled(
-    task: _Task, parts: Parts, workers: Workers, filters: Filters, console: Console
+    task: _Task, parts: Parts, workers: Workers, console: Console
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """(rows in the order of their numbers, counts of what was sampled and thrown away)."""
     wanted, most = task.of.num_texts, MOST_SAMPLED * task.of.num_texts
     rows: list[dict[str, Any]] = []
-    screen, dropped = Screen(filters), Counter[str]()
+    screen, dropped = Screen(task.filters), Counter[str]()
     sampled = tokens = first_block = 0
     while len(rows) < wanted and sampled < most:
         count = min(wanted - len(rows), most - sampled)

@@ -164,8 +164,10 @@ def train_student(
     rule = optax.adam(optax.cosine_decay_schedule(how.student_learning_rate, how.student_steps))
     update, state = optimizers.updater(rule), rule.init(params)
     gradient = jax.jit(jax.grad(lambda params, batch: task.losses(params, batch).mean()))
+    buckets = task.buckets
     for step in range(how.student_steps):
         batch = task.read("train", batches.draw(step).ravel())
+        batch = buckets.trim(batch, int(buckets.holding(buckets.sizes(batch).max())))
         params, state = update(gradient(params, batch), state, params)
     return task, params
 

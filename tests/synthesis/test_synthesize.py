@@ -109,6 +109,7 @@ def test_parts_of_other_settings_are_not_gone_on_with(place, tmp_path, capsys, m
     assert "expected a new file, or --resume" in refused(words, capsys)
     said = refused([*words, "--resume", "--temperature", "0.5"], capsys)
     assert "temperature=0.5: expected 1.0, as in" in said
+    assert "min_chars=3: expected 1, as" in refused([*words, "--resume", "--min-chars", 3], capsys)
     drawn = []
     monkeypatch.setattr("fedsim.synthesis.sampling.draw_block", lambda *_: drawn.append(1))
     main([str(word) for word in (*words, "--resume")])  # all blocks are there
