@@ -16,7 +16,7 @@ from test_cli import WORDS
 from fedsim.budget.ledger import place_of
 from fedsim.cli.arguments import parse
 from fedsim.cli.main import Command, _next_step, main
-from fedsim.config import DataConfig, ModelConfig, run_config
+from fedsim.config import DataConfig, ModelConfig, Sampling, run_config
 from fedsim.data import Dataset, Tokenizer, UserStore, corpora, load
 from fedsim.data.building.build import build
 from fedsim.data.building.hub import HubSource
@@ -127,7 +127,7 @@ def built_at_home(path):
     return made if corpora.is_built(path) else "not seen"
 
 
-HOW = {"num_tokens": 1, "temperature": 1.0, "top_k": 0, "seed": 0}
+HOW = {"num_tokens": 1, "how": Sampling(), "seed": 0}
 BUILT = {"user_column": "user_id", "text_column": "text"}
 ASKED = {"epsilon": 1, "num_steps": 1, "run_dir": "r", "engine": "local"}
 ENTRIES = {

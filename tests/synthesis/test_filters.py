@@ -3,8 +3,9 @@
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from fedsim.config import Filters
 from fedsim.errors import ConfigError
-from fedsim.synthesis import Filters, Screen
+from fedsim.synthesis import Screen
 from fedsim.synthesis.filters import DROPPED, contacts, is_card, masked, repeated
 
 ODD = st.text(max_size=60) | st.text("ab 1@.+-()", max_size=80)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from test_pages import HOSTILE, Read
 
+from fedsim.config import Filters
 from fedsim.synthesis import Screen, write_page
-from fedsim.synthesis.filters import DROPPED, Filters
+from fedsim.synthesis.filters import DROPPED
 
 CLAIM = {
     "run": "tickets",

@@ -64,6 +64,8 @@ def test_a_set_has_what_was_asked_for_and_says_where_it_comes_from(place, tmp_pa
     )
     about = json.loads(pq.read_schema(tmp_path / "new.parquet").metadata[b"fedsim"])
     assert about == json.loads((tmp_path / "new.parquet.about.json").read_text())
+    pages = told.pop("page"), told.pop("private_page")
+    assert pages == (str(tmp_path / "new.html"), None)
     assert {**told, "file": "new.parquet"} == about
     here = json.dumps([rows, about])
     assert str(tmp_path) not in here and str(place) not in here  # no place of this machine
@@ -71,11 +73,13 @@ def test_a_set_has_what_was_asked_for_and_says_where_it_comes_from(place, tmp_pa
     assert again == rows
     other = synthesize(place / "run", tmp_path / "other.jsonl", *SMALL, "--seed", "1")
     assert [row["text"] for row in other] != [row["text"] for row in rows]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+    files = {
         f"{name}{end}"
         for name in ("new.parquet", "new.jsonl", "other.jsonl")
         for end in ("", ".about.json")
-    )
+    }
+    files |= {f"{name}.{end}" for name in ("new", "other") for end in ("html", "md")}
+    assert {path.name for path in tmp_path.iterdir()} == files
 
 
 @pytest.mark.slow
@@ -99,6 +103,8 @@ def test_two_workers_and_a_kill_give_the_same_texts(place, tmp_path):
     assert rows_of(out) == expected and not parts.exists()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_parts_of_other_settings_are_not_gone_on_with(place, tmp_path, capsys, monkeypatch):
     out = tmp_path / "new.jsonl"
     words = ["synthesize", place / "run", "--out", out, "--engine", "local", *SMALL]
@@ -117,6 +123,8 @@ def test_parts_of_other_settings_are_not_gone_on_with(place, tmp_path, capsys, m
     assert "expected a new file" in refused([*words, "--resume"], capsys)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_set_without_a_guarantee_says_so_in_its_name(place, tmp_path, capsys):
     flags = {"num-steps": 1, "epsilon": "inf"}
     main(command(place / "texts.parquet", tmp_path / "open", **flags))
@@ -157,6 +165,8 @@ def test_an_unfinished_run_and_odd_files_are_refused(place, tmp_path, capsys):
     assert not list(tmp_path.glob("x*"))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_prompts_are_used_in_turn(place, tmp_path):
     (tmp_path / "beginnings.txt").write_text("red \n\ngreen blue\n")
     rows = synthesize(
@@ -171,12 +181,15 @@ def test_prompts_are_used_in_turn(place, tmp_path):
     assert row["prompt"] == "red" and row["completion"]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_chats_come_out_as_messages(tmp_path):
     """A model that says yes to everything, and cannot spell a turn of its own."""
     model = saying(tmp_path / "model", "yes")
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Well?"}]
     (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": asked}))
-    words = ["--num-texts", "3", "--temperature", "0", "--prompts", tmp_path / "asked.jsonl"]
+    greedy = ["--temperature", "0", "--duplicates", "keep"]
+    words = ["--num-texts", "3", *greedy, "--prompts", tmp_path / "asked.jsonl"]
     out = tmp_path / "new.no-guarantee.jsonl"
     main([str(w) for w in ("synthesize", model, "--out", out, "--engine", "local", *words)])
     assert [row["messages"][-1] for row in rows_of(out)] == [
@@ -184,7 +197,7 @@ def test_chats_come_out_as_messages(tmp_path):
     ] * 3
     assert len(rows_of(out)[0]["messages"]) == 3 and rows_of(out)[0]["stopped"] == "end"
     out = tmp_path / "more.no-guarantee.jsonl"
-    words = ["--num-texts", "2", "--temperature", "0", "--turns", "2"]
+    words = ["--num-texts", "2", *greedy, "--turns", "2"]
     main([str(w) for w in ("synthesize", model, "--out", out, "--engine", "local", *words)])
     said = [(each["role"], each["content"]) for each in rows_of(out)[0]["messages"]]
     assert said == [("user", "yes"), ("assistant", "yes")] * 2
