@@ -77,7 +77,7 @@ def test_a_closed_reply_stays_in_the_chat(model):
     "words, says",
     [
         (["--max-tokens", "0"], "max_tokens=0: expected >= 1"),
-        (["--temperature", "-1"], "temperature=-1.0: expected >= 0"),
+        (["--temperature", "-1"], "temperature=-1.0: expected 0, or >= 0.001"),
         (["--seed", str(10**20)], "expected a number of 64 bits"),
     ],
 )

@@ -46,7 +46,7 @@ def test_mistakes_are_one_line(directory, capsys, tmp_path):
     for args, message in (
         (("tiny",), "model=tiny: expected the directory of a run or of a Hugging Face model"),
         ((directory, "--prompt", "x" * 64), "prompt=65 tokens: expected fewer than 64 tokens"),
-        ((directory, "--temperature", "-1"), "temperature=-1.0: expected >= 0"),
+        ((directory, "--temperature", "-1"), "temperature=-1.0: expected 0, or >= 0.001"),
         ((directory, "--top-p", "0"), "top_p=0.0: expected in (0, 1]"),
         ((directory, "--seed", 2**63), f"seed={2**63}: expected a number of 64 bits"),
         ((bare,), "expected a model with a tokenizer.json"),

@@ -389,7 +389,7 @@ class Chat(ReadsModel):
     """The system's message, which the model reads before the chat. Default: none."""
 
     temperature: float = 1.0
-    """Divides the logits. >= 0; 0 always takes the likeliest token."""
+    """Divides the logits. 0, which always takes the likeliest token, or >= 0.001."""
 
     max_tokens: int = 256
     """Largest number of tokens of a reply. >= 1."""

@@ -72,7 +72,7 @@ class Sampling:
     The fields apply in their order."""
 
     temperature: float = 1.0
-    """Divides the logits. >= 0; 0 always takes the likeliest token."""
+    """Divides the logits. 0, which always takes the likeliest token, or >= 0.001."""
 
     top_k: int = 0
     """Number of likeliest tokens to draw from. >= 0; 0: all."""
@@ -84,7 +84,8 @@ class Sampling:
     """Draw from tokens at least this many times as likely as the likeliest. In [0, 1]."""
 
     def __post_init__(self):
-        expect("temperature", self.temperature, self.temperature >= 0, ">= 0")
+        heat = self.temperature
+        expect("temperature", heat, heat == 0 or 1e-3 <= heat < math.inf, "0, or >= 0.001")
         expect("top_k", self.top_k, self.top_k >= 0, ">= 0")
         expect("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         expect("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")

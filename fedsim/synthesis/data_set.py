@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import shutil
 import time
 from collections import Counter
@@ -26,6 +27,7 @@ from fedsim.evaluate import last_model
 from fedsim.files import (
     expand_home,
     make_directory,
+    make_place,
     read_json,
     write_json,
     write_pieces,
@@ -46,7 +48,7 @@ from fedsim.synthesis.sampling import Job, Parts, Workers, block_sizes
 from fedsim.training import release_histogram, stored_histogram, total_epsilon
 from fedsim.trust import published, read
 
-PARTS, ABOUT = ".parts", ".about.json"
+PARTS, RECORD, ABOUT = ".parts", "settings.json", ".about.json"
 NO_GUARANTEE = ".no-guarantee"
 MOST_SAMPLED = 4
 """Texts that are sampled for each that is asked for, before so many are thrown away that the
@@ -89,50 +91,80 @@ def synthesize(
     """
     expect_usable_jax()
     expect("out", out, out.suffix in FORMATS, "a file ending in .parquet or .jsonl")
-    source = expand_home("model", source)
-    share = eval_epsilon
-    expect("eval_epsilon", share, share is None or measured, "None without measure")
+    source, share = expand_home("model", source), eval_epsilon
+    possible = share is None or measured and 0 < share < math.inf
+    expect("eval_epsilon", share, possible, "> 0 and finite, with measure")
     model = model_to_generate(source)
     claim = claim_of(source, console)
-    expect("measure", measured, claim["is_run"] or not measured, "false, for a model without users")
-    if not claim["guarantee"]:
-        named = out.with_name(f"{out.stem}{NO_GUARANTEE}{out.suffix}")
-        out = out if NO_GUARANTEE in out.name else named
-    expect("out", out, not out.exists(), "a new file")
-    stored = directory.load(Path(source)) if claim["is_run"] else None
+    stored = directory.load(Path(source)) if claim.pop("is_run") else None
+    if not claim["guarantee"] and NO_GUARANTEE not in out.name:
+        out = out.with_name(f"{out.stem}{NO_GUARANTEE}{out.suffix}")
+    _expect_new(out)
+    if measured:
+        _expect_measurable(stored, source, console)
     labels = _labels(stored, settings)
     prompts = read_prompts(settings.prompts) if settings.prompts else [Opening("")]
     turns = settings.turns or int(bool(prompts[0].messages))
     no_chats = not prompts[0].prompt or turns == 0
     expect("turns", turns, no_chats, "0 beside prompts that are no messages")
-    writer = Writer(model, chats=turns > 0)
+    writer, stages = Writer(model, chats=turns > 0), list(roles(prompts[0], turns))
     writer.expect_fits(prompts, labels)
-    # What can refuse the set is behind us: from here on it may cost.
-    weights, claim = _weights(source, labels, settings, claim, console)
-    most = MOST_SAMPLED * settings.num_texts
-    openings = list(itertools.islice(openings_of(prompts, labels, weights), most))
-    stages, kept = list(roles(prompts[0], turns)), filters or Filters()
-    task = _Task(model, writer, stages, openings, settings, how, kept)
-    parts = _parts(out, task.identity(claim, engine), resume=resume)
+    for role in stages:
+        writer.ends(role)
+    task = _Task(model, writer, stages, (), settings, how, filters or Filters())
+    told = {"labels": labels, "prompts": prompts}
+    chosen = {**task.settings(), "prompts": _digest(told)}
+    place = out.with_name(out.name + PARTS)
+    identity = {"params_sha256": claim.get("params_sha256") or _sha256(model), **chosen}
+    identity["threads_per_worker"] = engine.threads_per_worker
+    _expect_parts(place, identity, resume=resume)
     remember_programs()
-    started, workers = time.monotonic(), Workers(engine, model.params)
+    workers = Workers(engine, model.params)
     try:
-        rows, counts = _sampled(task, Parts(parts), workers, console)
+        # What can refuse the set is behind us: from here on it may cost.
+        weights, claim = _weights(source, labels, settings, claim, console)
+        parts = _parts(place, {**identity, "weights": list(weights)}, resume=resume)
+        openings = openings_of(prompts, labels, weights)
+        most = MOST_SAMPLED * settings.num_texts
+        task = dataclasses.replace(task, openings=list(itertools.islice(openings, most)))
+        started = time.monotonic()
+        rows, counts = _sampled(task, parts, workers, console)
+        seconds = time.monotonic() - started
     finally:
         workers.close()
-    seconds = time.monotonic() - started
-    del claim["is_run"]
-    about = {"file": out.name, **claim, **counts, "settings": task.settings()}
+    about = {"file": out.name, **claim, **counts, "settings": chosen}
     _write(out, [{**row, **_provenance(claim)} for row in rows], about)
-    shutil.rmtree(parts)
+    shutil.rmtree(place)
     rate = counts["tokens"] / max(seconds, 1e-9)
     console.note(f"{counts['tokens']:,} tokens in {duration(seconds)}: {rate:,.0f} a second")
     pages = _page(out, rows, about, console)
     if measured:
-        found = _measured(Path(source), rows, eval_epsilon, settings.seed, console)
+        found = _measured(Path(source), rows, about, eval_epsilon, settings.seed, console)
         pages = _page(out, rows, about, console, **found)
         about |= {"non_private/alarm": found["leaks"]["alarm"]}
     return {**about, **pages, "file": str(out)}
+
+
+def _expect_new(out: Path) -> None:
+    """Raise ConfigError unless the set, its record and its pages can be made without a loss."""
+    make_place(out.parent)
+    ends = (".html", ".md", "_private.html", "_private.md")
+    beside = [out.with_name(out.stem + end) for end in ends]
+    for file in (out, out.with_name(out.name + ABOUT), *beside):
+        expect(
+            "out", file, not (file.exists() or file.is_symlink()), "a file that is not there yet"
+        )
+
+
+def _expect_measurable(stored: StoredRun | None, source: str, console: Console) -> None:
+    """Raise ConfigError unless a set can be compared with the texts of a run's users."""
+    there = "false, for a model without users"
+    expect("measure", source, stored is not None and stored.plan is not None, there)
+    assert stored is not None, "expected above"
+    *_, data, _ = last_model(stored, changed_run(stored.run, engine="local"), console)
+    one_owner = data.eval_users is not None and data.train.owners is None
+    there = "false, or data with held-out users and texts with one owner each"
+    expect("measure", stored.run.data.source, one_owner, there)
 
 
 def claim_of(source: str, console: Console) -> dict[str, Any]:
@@ -246,19 +278,10 @@ class _Task:
     filters: Filters
 
     def settings(self) -> dict[str, Any]:
-        """The settings as JSON, with what the prompts say in place of where they are."""
-        prompts = json.dumps(self.openings).encode()
-        own = dataclasses.asdict(self.of) | {"turns": self.stages.count(ASSISTANT)}
-        digest = hashlib.sha256(prompts).hexdigest()
-        drawn = {**own, **dataclasses.asdict(self.how), "prompts": digest}
-        return {**drawn, **dataclasses.asdict(self.filters)}
-
-    def identity(self, claim: Mapping[str, Any], engine: EngineConfig) -> dict[str, Any]:
-        """What must be the same to go on with parts that were drawn before."""
-        model = claim.get("params_sha256") or checkpoint.params_sha256(self.model.params)
-        threads = engine.threads_per_worker
-        all_of_it = {"params_sha256": model, "threads_per_worker": threads, **self.settings()}
-        return json.loads(json.dumps(all_of_it))  # as it is read back
+        """The settings as JSON."""
+        own = {**dataclasses.asdict(self.of), "turns": self.stages.count(ASSISTANT)}
+        own |= {**dataclasses.asdict(self.how), **dataclasses.asdict(self.filters)}
+        return {**own, "label_weights": self.of.label_weights and list(self.of.label_weights)}
 
     def job(self, texts: Sequence[_Text], role: str | None, stage: int) -> tuple[list[_Text], Job]:
         """(the texts that go on with a message of `role`, the draw of these messages)."""
@@ -289,23 +312,37 @@ class _Task:
             text.messages.append(Message(role, said.strip()))
 
 
-def _parts(out: Path, identity: dict[str, Any], *, resume: bool) -> Path:
-    """The directory of the parts of a data set.
+def _digest(told: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
-    Raises: ConfigError: there are parts, and they are not to be gone on with, or of other settings.
+
+def _sha256(model: Pretrained) -> str:
+    return checkpoint.params_sha256(model.params)
+
+
+def _expect_parts(place: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
+    """Check what an interrupted command left behind.
+
+    Raises: ConfigError: it is not to be gone on with, is of other settings, or is not there.
     """
-    place = out.with_name(out.name + PARTS)
-    record = place / "settings.json"
-    if record.is_file():
-        expect("out", out, resume, f"a new file, or --resume, which goes on with {place}")
-        for name, value in read_json(record).items():
-            there = f"{value}, as in {place}, which --resume goes on with"
-            expect(name, identity.get(name), identity.get(name) == value, there)
-        return place
-    expect("resume", resume, not resume, f"false: there is nothing to go on with at {place}")
-    make_directory(place, 0o700)
-    write_json(record, identity)
-    return place
+    record = place / RECORD
+    if not record.is_file():
+        expect("resume", resume, not resume, f"false: there is nothing to go on with at {place}")
+        return
+    expect("out", place, resume, "a new file, or --resume, which goes on with these parts")
+    kept = read_json(record)
+    for name, value in identity.items():
+        there = f"{kept.get(name)}, as in {place}, which --resume goes on with"
+        expect(name, value, kept.get(name) == value, there)
+
+
+def _parts(place: Path, identity: dict[str, Any], *, resume: bool) -> Parts:
+    """The parts of a data set, for the same settings alone. Raises: see `_expect_parts`."""
+    _expect_parts(place, identity, resume=resume)
+    if not resume:
+        make_directory(place, 0o700)
+        write_json(place / RECORD, identity)
+    return Parts(place)
 
 
 def _sampled(
@@ -406,6 +443,7 @@ def _page(
 def _measured(
     run_dir: Path,
     rows: Sequence[Mapping[str, Any]],
+    about: Mapping[str, Any],
     epsilon: float | None,
     seed: int,
     console: Console,
@@ -420,8 +458,8 @@ def _measured(
         *_, data, _ = last_model(stored, run, console)
         leaks = search(store_of(rows, data), data, seed=seed)
         quality = measure(stored, run, rows, epsilon=epsilon, seed=seed, console=console)
-    histogram = stored_histogram(run_dir)
-    labels = None
+    histogram = stored_histogram(run_dir) if "label_epsilon" in about else None
+    labels = None  # the claim does not cover a histogram that the set does not follow
     if histogram is not None:
         shares = dict(zip(histogram.labels, histogram.weights, strict=True))
         labels = label_distance([row["prompt_class"] for row in rows], shares)

@@ -45,7 +45,7 @@ def read_prompts(path: Path) -> list[Opening]:
     kinds = {".txt": _plain, ".jsonl": _object}
     expect("prompts", path, path.suffix in kinds, FORMS)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError.of("prompts", path, f"a readable file in UTF-8 ({error})") from None
     read, openings = kinds[path.suffix], []
@@ -59,6 +59,7 @@ def read_prompts(path: Path) -> list[Opening]:
 
 
 def _plain(line: str, place: str) -> Opening:
+    line = line.removesuffix("\r")
     return Opening(line, prompt=line)
 
 
@@ -66,6 +67,7 @@ def _object(line: str, place: str) -> Opening:
     expected = "an object with a prompt, or with messages that have a role and a content"
     try:
         record = json.loads(line)
+        json.dumps(record, ensure_ascii=False).encode()  # refuses halves of characters
         if isinstance(record["prompt"] if "prompt" in record else None, str):
             return Opening(record["prompt"], prompt=record["prompt"], is_pair=True)
         messages = tuple(Message(each["role"], each["content"]) for each in record[CHATS])
@@ -183,7 +185,8 @@ class Writer:
             ids = self._chats.encode_prompt(messages).tolist()
         else:
             ids = self._chats.encode_opening(messages, role).tolist()
-        twice = opening.label and ids[:1] == [self.tokenizer.begin_id]
+        begins = opening.label and self._chats.says_begin
+        twice = begins and ids[:1] == [self.tokenizer.begin_id]
         return [*opening.label, *ids[1 if twice else 0 :]]
 
     def most(self, ids: Sequence[int], num_tokens: int) -> int:

@@ -96,7 +96,8 @@ class _Encoder:
         """(token ids, which are trained on) of a row; none if the template refuses its chat."""
         ids, trained = self._encode(row)
         if (prompt := self.prompts.get(row.get(CLASS, ""))) and ids:
-            begin = int(ids[0] == self.tokenizer.begin_id)
+            begins = row.get(MESSAGES) is None or self._chats.says_begin
+            begin = int(begins and ids[0] == self.tokenizer.begin_id)
             ids, trained = [*prompt, *ids[begin:]], [False] * len(prompt) + trained[begin:]
         return ids, trained
 

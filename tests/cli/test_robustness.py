@@ -172,7 +172,7 @@ SETTINGS = {
         "batch_size=1000000: expected",
     ),
     "generate nothing": ([*GENERATE, "--num-tokens", "0"], "num_tokens=0: expected >= 1"),
-    "temperature": ([*GENERATE, "--temperature", "-1"], "temperature=-1.0: expected >= 0"),
+    "temperature": ([*GENERATE, "--temperature", "-1"], "temperature=-1.0: expected 0, or >="),
     "a prompt too long": ([*GENERATE, "--prompt", "x" * 999], "prompt=.*expected fewer than"),
     "verify nothing": (["verify", "nowhere"], "run=nowhere: expected"),
     "report on nothing": (["report", "built"], "run=built: expected"),

@@ -70,16 +70,16 @@ def test_a_set_has_what_was_asked_for_and_says_where_it_comes_from(place, tmp_pa
     assert {**told, "file": "new.parquet"} == about
     here = json.dumps([rows, about])
     assert str(tmp_path) not in here and str(place) not in here  # no place of this machine
-    again = synthesize(place / "run", tmp_path / "new.jsonl", *SMALL)
+    again = synthesize(place / "run", tmp_path / "again.jsonl", *SMALL)
     assert again == rows
     other = synthesize(place / "run", tmp_path / "other.jsonl", *SMALL, "--seed", "1")
     assert [row["text"] for row in other] != [row["text"] for row in rows]
     files = {
         f"{name}{end}"
-        for name in ("new.parquet", "new.jsonl", "other.jsonl")
+        for name in ("new.parquet", "again.jsonl", "other.jsonl")
         for end in ("", ".about.json")
     }
-    files |= {f"{name}.{end}" for name in ("new", "other") for end in ("html", "md")}
+    files |= {f"{name}.{end}" for name in ("new", "again", "other") for end in ("html", "md")}
     assert {path.name for path in tmp_path.iterdir()} == files
 
 
@@ -121,7 +121,10 @@ def test_parts_of_other_settings_are_not_gone_on_with(place, tmp_path, capsys, m
     monkeypatch.setattr("fedsim.synthesis.sampling.draw_block", lambda *_: drawn.append(1))
     main([str(word) for word in (*words, "--resume")])  # all blocks are there
     assert not drawn and len(rows_of(out)) == 40
-    assert "expected a new file" in refused([*words, "--resume"], capsys)
+    assert "expected a file that is not there yet" in refused([*words, "--resume"], capsys)
+    (tmp_path / "README.md").write_text("mine")
+    words[3] = tmp_path / "README.jsonl"
+    assert "README.md: expected a file that is not there yet" in refused(words, capsys)
 
 
 @pytest.mark.slow
@@ -157,11 +160,15 @@ def test_an_unfinished_run_and_odd_files_are_refused(place, tmp_path, capsys):
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "a.jsonl", "of the user as the"),
         ('{"prompt": "a"}\n\n{"messages": [{"role": "user", "content": "b"}]}', "b.jsonl", "both"),
         ('{"messages": [{"role": "user", "content": "b"}]}', "c.jsonl", "0, plain texts"),
+        ('{"prompt": "\\ud800"}', "half.jsonl", "line 1: expected an object"),
         ("a", "a.csv", "a .txt file with a prompt in each line"),
     ):
         (tmp_path / name).write_text(content)
         assert says in refused([*words, "--prompts", tmp_path / name], capsys), name
     assert "the model was not trained on labels" in refused([*words, "--label-epsilon", 1], capsys)
+    assert "eval_epsilon=0.0: expected > 0" in refused(
+        [*words, "--measure", "--eval-epsilon", 0], capsys
+    )
     assert "num_texts=0: expected >= 1" in refused([*words, "--num-texts", 0], capsys)
     assert not list(tmp_path.glob("x*"))
 
@@ -224,7 +231,9 @@ def test_blocks_hold_all_texts(count, batch):
 def test_labels_follow_a_histogram_that_is_paid_for_once(tmp_path, capsys):
     lines = [f"user{n % 40},red blue,{'en' if n % 4 else 'de'}" for n in range(160)]
     (tmp_path / "texts.csv").write_text("\n".join(["user,text,lang", *lines]))
-    labelled = {"user-column": "user", "condition-on": "lang", "num-steps": 1}
+    place = str(tmp_path / "ledger")
+    labelled = {"user-column": "user", "condition-on": "lang", "budget-ledger": place}
+    labelled |= {"num-steps": 1}
     words = command(tmp_path / "texts.csv", tmp_path / "run", **labelled)
     main([*words, "--labels", "en", "de", "fr"])
     spent = json.loads((tmp_path / "run" / "summary.json").read_text())["epsilon"]
@@ -242,7 +251,8 @@ def test_labels_follow_a_histogram_that_is_paid_for_once(tmp_path, capsys):
     capsys.readouterr()
     synthesize(tmp_path / "run", tmp_path / "again.jsonl", *SMALL)  # follows what is there
     assert rows_of(tmp_path / "again.jsonl") == rows
-    main(["budget", str(tmp_path / "texts.csv"), "--user-column", "user", "--json"])
+    words = ["budget", str(tmp_path / "texts.csv"), "--user-column", "user"]
+    main([*words, "--budget-ledger", place, "--json"])
     sums = re.findall(r'"sum_of_epsilons": ([\d.]+)', capsys.readouterr().out)
     assert max(map(float, sums)) == pytest.approx(
         spent + 20, rel=1e-6

@@ -176,8 +176,7 @@ class _Chat:
         What a template writes stays as it is, unless it says itself that it begins with the begin
         token.
         """
-        template = self.settings.template
-        begins = self.pair is not None or template is not None and "bos_token" in template.source
+        begins = self.pair is not None or self.tokenizer.says_begin
         start = int(begins and example.ids[0] == self.tokenizer.begin_id)
         ids, trained = example.ids[start:], example.trained[start:]
         return Encoded(
