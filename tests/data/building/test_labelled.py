@@ -6,10 +6,13 @@ import pytest
 from chats import CHATML, START, STOP, model_files
 from test_chats import ALL_IN_TRAIN, ASKED, SAID, lines, shown
 
-from fedsim.data import Tokenizer, label_prompts, labels_of
+from fedsim.data import Message, Tokenizer, label_prompts, labels_of
 from fedsim.data.building.build import build
 from fedsim.errors import DataError
 from fedsim.library.tables import source_of
+from fedsim.models import Pretrained, preset
+from fedsim.synthesis import store_of
+from fedsim.synthesis.prompts import Opening, Writer
 
 CONDITIONED = {**ALL_IN_TRAIN, "condition_on": "lang", "labels": ["en", "de"]}
 
@@ -69,6 +72,16 @@ def test_a_chat_follows_the_prompt_of_its_label(tmp_path, template, begin):
     rest = SAID.removeprefix(START).replace(START, begin[-len("#") :] if "#" in begin else START)
     assert whole == begin + rest and own == f"Ho{STOP}\n"
     assert labels_of(data.train, [*prompts_of(data).values()]).tolist() == [1]
+    # Synthesis asks for a reply, and a synthetic chat is measured, in the same form.
+    (tokens,), (size,) = data.train.gather(np.array([0]), data.train.max_length)
+    asked = tuple(Message(each["role"], each["content"]) for each in ASKED[:-1])
+    opening = Opening("de", messages=asked, label=tuple(prompts_of(data)["de"]))
+    about = {"tokenizer": model / "tokenizer.json", "files": model}
+    writer = Writer(Pretrained(preset("micro", 300, 64), None, **about), chats=True)
+    begin = writer.begin(opening)
+    assert begin == tokens[: len(begin)].tolist() and len(begin) < size
+    again = store_of([{"messages": ASKED, "prompt_class": "de"}], data)
+    np.testing.assert_array_equal(again.gather(np.array([0]), len(tokens))[0][0], tokens)
 
 
 def test_a_pair_follows_the_prompt_of_its_label_and_fits(tmp_path):
