@@ -98,6 +98,11 @@ def _rows(file: Path, column: str) -> Iterator[tuple[int, str]]:
             yield line, text.rstrip("\r\n")
 
 
+def entries(data: Dataset) -> set[str]:
+    """Names of all that a build writes into its directory."""
+    return {*KEPT, "metadata.json", SUMS, *data.splits()}
+
+
 def without(data: Dataset, users: Collection[str], out: Path, named: Callable[[str], str]) -> None:
     """Write a data set into the empty directory `out`, without the texts of some users.
 

@@ -550,3 +550,16 @@ def test_what_a_killed_process_left_is_removed_and_a_running_run_is_waited_for(s
     assert (small / "link").is_symlink() and not left.exists()
     assert not (small / "data").is_symlink() and (small / "data-forgotten.json").exists()
     assert "person-0001" not in Dataset.open(small / "link").people()
+
+
+def test_other_entries_of_the_data_are_not_removed_and_its_mode_stays(small):
+    users_file(small / "users", ["person-0001"])
+    notes = small / "data" / "notes.txt"
+    notes.write_text("mine")
+    with refuses("in_place", says="notes.txt"):
+        ask(small, in_place=True)
+    assert notes.read_text() == "mine" and "person-0001" in Dataset.open(small / "data").people()
+    notes.unlink()
+    (small / "data").chmod(0o700)
+    ask(small, in_place=True)
+    assert (small / "data").stat().st_mode & 0o777 == 0o700
