@@ -79,9 +79,13 @@ def _rows(file: Path, column: str) -> Iterator[tuple[int, str]]:
     with file.open(encoding="utf-8-sig", newline="") as opened:
         if kind in (".csv", ".tsv"):
             reader = csv.DictReader(opened, delimiter="\t" if kind == ".tsv" else ",")
-            if column not in (reader.fieldnames or ()):
-                raise DataError.of("column", column, f"a column of {file}")
-            yield from ((reader.line_num, row[column] or "") for row in reader)
+            try:
+                if column not in (reader.fieldnames or ()):
+                    raise DataError.of("column", column, f"a column of {file}")
+                yield from ((reader.line_num, row[column] or "") for row in reader)
+            except csv.Error as error:
+                expected = f"readable CSV in line {reader.line_num} ({error})"
+                raise DataError.of("users", file, expected) from None
             return
         for line, text in enumerate(opened, 1):
             if not text.strip():
@@ -89,13 +93,18 @@ def _rows(file: Path, column: str) -> Iterator[tuple[int, str]]:
             if kind in (".jsonl", ".ndjson"):
                 try:
                     value = json.loads(text)[column]
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):
                     expected = f"a JSON object with the key {column} in line {line}"
                     raise DataError.of("users", file, expected) from None
                 if type(value) not in (str, int, float):
                     raise DataError.of("users", file, f"a text or a number in line {line}")
                 text = str(value)
             yield line, text.rstrip("\r\n")
+
+
+def entries(data: Dataset) -> set[str]:
+    """Names of all that a build writes into its directory."""
+    return {*KEPT, "metadata.json", SUMS, *data.splits()}
 
 
 def without(data: Dataset, users: Collection[str], out: Path, named: Callable[[str], str]) -> None:

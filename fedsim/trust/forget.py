@@ -143,6 +143,9 @@ def forget(
     if in_place and hidden.exists():  # of a process that was killed, perhaps with the texts
         shutil.rmtree(hidden)
     expect("out", out, (out is None) == in_place, "a new directory, or --in-place, not both")
+    others = sorted(set(os.listdir(data.path)) - forgetting.entries(data)) if in_place else []
+    alone = "a data directory without other entries, which would be removed"
+    expect("in_place", data.path / "".join(others[:1]), not others, alone)
     target = data.path if out is None else out.absolute()
     absent = in_place or not (target.exists() or target.is_symlink())
     expect("out", target, absent, "a directory that is not there yet")
@@ -214,6 +217,7 @@ def forget(
         "computed": _computed(request, promises, target),
     }
     if in_place:
+        shutil.copymode(target, beside)
         exchange(beside, target)
         shutil.rmtree(beside)
     return {**record, "out": str(target), **certificate.write(file, record, request.key)}

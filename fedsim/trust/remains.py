@@ -16,6 +16,7 @@ import os
 import secrets
 import stat
 import zipfile
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -332,6 +333,13 @@ def _leaves(column: Any) -> Iterator[bytes]:
         yield b"\0".join(cells)
 
 
+UNREADABLE = (
+    *(OSError, EOFError, pa.ArrowException, zipfile.BadZipFile, zlib.error),
+    RuntimeError,  # of an encrypted member of a zip file, or an unknown compression
+)
+"""Errors of files that are damaged, or that only their owner can read."""
+
+
 @dataclass
 class Remains:
     """What a search found."""
@@ -368,7 +376,7 @@ def search(
             try:
                 remains.bytes += path.stat().st_size if number == 0 else 0
                 counts.extend(one.count(chunks) for chunks in contents(path))
-            except (OSError, pa.ArrowException, zipfile.BadZipFile, EOFError):
+            except UNREADABLE:
                 if path not in remains.unread:  # what was read before counts
                     remains.unread.append(path)
             for kind in (TEXT, TOKENS, ID):

@@ -7,6 +7,7 @@ import os
 import shutil
 import string
 import sys
+import zipfile
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -550,3 +551,37 @@ def test_what_a_killed_process_left_is_removed_and_a_running_run_is_waited_for(s
     assert (small / "link").is_symlink() and not left.exists()
     assert not (small / "data").is_symlink() and (small / "data-forgotten.json").exists()
     assert "person-0001" not in Dataset.open(small / "link").people()
+
+
+@pytest.mark.parametrize(
+    "end, text", [("csv", "user_id\n" + "x" * 200_000), ("jsonl", "[" * 99_999)]
+)
+def test_a_file_of_users_that_no_reader_takes_is_one_line(small, end, text):
+    (small / f"users.{end}").write_text(text)
+    with refuses("users", says="in line "):
+        forgetting.read_users(small / f"users.{end}", Dataset.open(small / "data"))
+
+
+def test_an_encrypted_zip_is_listed_as_unread(small):
+    path = small / "some.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a", "text")
+    whole = bytearray(path.read_bytes())
+    whole[6] |= 1
+    whole[whole.index(b"PK\x01\x02") + 8] |= 1
+    path.write_bytes(whole)
+    found = remains.search(Dataset.open(small / "data"), ["person-0002"], [path])
+    assert found.unread == [path]
+
+
+def test_other_entries_of_the_data_are_not_removed_and_its_mode_stays(small):
+    users_file(small / "users", ["person-0001"])
+    notes = small / "data" / "notes.txt"
+    notes.write_text("mine")
+    with refuses("in_place", says="notes.txt"):
+        ask(small, in_place=True)
+    assert notes.read_text() == "mine" and "person-0001" in Dataset.open(small / "data").people()
+    notes.unlink()
+    (small / "data").chmod(0o700)
+    ask(small, in_place=True)
+    assert (small / "data").stat().st_mode & 0o777 == 0o700
