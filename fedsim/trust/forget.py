@@ -8,6 +8,7 @@ What has no such promise is named, as is every file that still has their texts.
 import dataclasses
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Collection, Sequence
@@ -22,7 +23,7 @@ from fedsim.budget import GONE, RUNNING, BudgetLedger, Charge, books, hold, unio
 from fedsim.config import default_delta, to_json
 from fedsim.data import Dataset, forgetting, tokenizer_from_users
 from fedsim.errors import ConfigError, FedsimError, expect
-from fedsim.files import cache_dir, exchange, expand_home, new_directory
+from fedsim.files import cache_dir, exchange, expand_home, make_place, new_directory
 from fedsim.installation import version
 from fedsim.keys import FILE as KEY, SecretKey
 from fedsim.plan import why_not
@@ -59,11 +60,23 @@ class Request:
         name the place."""
         return f"{forgetting.PLACE}{self.key.seal(f'forgotten place {person}')[:16]}"
 
-    def unnamed(self, path: Path) -> str:
-        """A path for the certificate, without the ids of the people."""
-        text = str(path)
+    def unnamed(self, said: Any) -> Any:
+        """A path or text for the certificate, or an object of such, without the people's ids.
+
+        An id of three characters or fewer is one only as a whole name or word.
+        """
+        if isinstance(said, dict):
+            return {name: self.unnamed(each) for name, each in said.items()}
+        if isinstance(said, list):
+            return [self.unnamed(each) for each in said]
+        if not isinstance(said, str | Path):
+            return said
+        text = str(said)
         for each in sorted(self.people, key=len, reverse=True):
-            text = text.replace(each, "(id)") if each in path.parts or len(each) > 3 else text
+            if len(each) > 3:
+                text = text.replace(each, "(id)")
+            elif each in text:
+                text = re.sub(rf"(?<![^/\s]){re.escape(each)}(?![^/\s])", "(id)", text)
         return text
 
 
@@ -152,6 +165,9 @@ def forget(
     file = file or target.with_name(f"{target.name}-forgotten.json")
     clear = file.suffix == ".json" and not file.exists()
     expect("certificate", file, clear, "a new file that ends in .json")
+    make_place(file.parent)
+    for page in (file.with_suffix(".html"), file.with_suffix(".md")):
+        expect("certificate", page, not page.exists(), "a page that is not there yet")
     for each in also:
         expect("search", each, each.exists(), "a file or directory")
     people = forgetting.read_users(users, data, column)
@@ -197,8 +213,8 @@ def forget(
             "before": request.key.seal(f"certificate data {certificate.digest_of(data)}"),
             "after": certificate.digest_of(Dataset.open(beside)),
         },
-        "runs": [each.as_dict() for each in promises],
-        "together": together and together.as_dict(),
+        "runs": request.unnamed([each.as_dict() for each in promises]),
+        "together": together and request.unnamed(together.as_dict()),
         "search": {
             "places": [*dict.fromkeys(map(shown, roots))],
             "files": remains.files,
@@ -207,7 +223,7 @@ def forget(
             "found": [
                 {
                     "path": shown(path),
-                    "why": _why(path, data, roots),
+                    "why": request.unnamed(_why(path, data, roots)),
                     "has": ", ".join(f"{count:,} {kind}" for kind, count in kinds.items()),
                 }
                 for path, kinds in sorted(remains.found.items())
@@ -216,11 +232,17 @@ def forget(
         },
         "computed": _computed(request, promises, target),
     }
+    written = certificate.write(file, record, request.key)
     if in_place:
         shutil.copymode(target, beside)
-        exchange(beside, target)
+        try:
+            exchange(beside, target)
+        except BaseException:
+            for each in written.values():
+                Path(each).unlink(missing_ok=True)
+            raise
         shutil.rmtree(beside)
-    return {**record, "out": str(target), **certificate.write(file, record, request.key)}
+    return {**record, "out": str(target), **written}
 
 
 def _counted(ledger: BudgetLedger, people: Collection[str], charges: Sequence[Charge]) -> int:
