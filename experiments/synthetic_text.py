@@ -181,7 +181,9 @@ def main() -> None:
     file = out / f"{NAME}.jsonl"
     if given.dry_run:
         done = len(todo) - len(missing(todo, file))
-        print(*settings.sources, f"{len(todo)} trainings, {done} trainings of them done", sep=", ")
+        print(*settings.sources, sep=", ")
+        gradients = 2 * len(todo) * settings.num_steps * settings.budget  # of both models
+        print(f"{len(todo)} cells, {gradients:,} gradients, {done} of the cells done")
         return
     left = missing(todo, file) if given.minutes else []
     for source in dict.fromkeys(cell.source for cell in left):
