@@ -17,12 +17,11 @@ import jax
 from fedsim.config import Sampling
 from fedsim.data import (
     ASSISTANT,
-    TEMPLATE,
     USER,
     ChatTokenizer,
     Message,
     Tokenizer,
-    template_of,
+    template_in,
 )
 from fedsim.engine import expect_usable_jax
 from fedsim.errors import BadChat, ConfigError, brief, expect, printable
@@ -61,8 +60,7 @@ class Conversation:
         expect("max_tokens", max_tokens, max_tokens >= 1, ">= 1")
         assert model.tokenizer is not None
         self._model, self._tokenizer = model, Tokenizer.load(model.tokenizer)
-        file = model.files and model.files / TEMPLATE
-        template = template_of(self._tokenizer, file if file and file.is_file() else None)
+        template = template_in(model.files, self._tokenizer)
         there = "a model with a chat template; fedsim generate continues a text"
         expect("model", model.tokenizer.parent, template is not None, there)
         self._chats = ChatTokenizer(self._tokenizer, template)

@@ -17,6 +17,7 @@ from .chat import (
     Message as Message,
     named_tokens as named_tokens,
     template_beside as template_beside,
+    template_in as template_in,
     template_of as template_of,
 )
 from .corpora import load as load, name_of_source as name_of_source

@@ -186,6 +186,15 @@ def template_of(
     return None if found is None else Template(*found, date)
 
 
+def template_in(place: Path | None, tokenizer: Tokenizer) -> Template | None:
+    """The chat template of a model's or data set's directory, else the tokenizer's own, or None.
+
+    Raises: DataError: as `template_of`.
+    """
+    file = place and place / TEMPLATE
+    return template_of(tokenizer, file if file and file.is_file() else None)
+
+
 def source_of(
     tokenizer: Tokenizer, file: str | Path | None = None
 ) -> tuple[str, tuple[tuple[str, str], ...]] | None:

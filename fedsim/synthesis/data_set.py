@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from fedsim.accounting import at_most
 from fedsim.config import EngineConfig, Filters, Sampling, Synthesis, changed_run
-from fedsim.data import ASSISTANT, Message, Tokenizer, label_prompts
+from fedsim.data import ASSISTANT, Dataset, Message, Tokenizer, label_prompts
 from fedsim.engine import expect_usable_jax, remember_programs
 from fedsim.errors import expect
 from fedsim.evaluate import last_model
@@ -100,8 +100,7 @@ def synthesize(
     if not claim["guarantee"] and NO_GUARANTEE not in out.name:
         out = out.with_name(f"{out.stem}{NO_GUARANTEE}{out.suffix}")
     _expect_new(out)
-    if measured:
-        _expect_measurable(stored, source, console)
+    users = _measurable(stored, source, console) if measured else None
     labels = _labels(stored, settings)
     prompts = read_prompts(settings.prompts) if settings.prompts else [Opening("")]
     turns = settings.turns or int(bool(prompts[0].messages))
@@ -115,7 +114,9 @@ def synthesize(
     told = {"labels": labels, "prompts": prompts}
     chosen = {**task.settings(), "prompts": _digest(told)}
     place = out.with_name(out.name + PARTS)
-    identity = {"params_sha256": claim.get("params_sha256") or _sha256(model), **chosen}
+    identity = {"params_sha256": claim.get("params_sha256"), **chosen}
+    if not identity["params_sha256"]:
+        identity["params_sha256"] = checkpoint.params_sha256(model.params)
     identity["threads_per_worker"] = engine.threads_per_worker
     _expect_parts(place, identity, resume=resume)
     remember_programs()
@@ -138,8 +139,8 @@ def synthesize(
     rate = counts["tokens"] / max(seconds, 1e-9)
     console.note(f"{counts['tokens']:,} tokens in {duration(seconds)}: {rate:,.0f} a second")
     pages = _page(out, rows, about, console)
-    if measured:
-        found = _measured(Path(source), rows, about, eval_epsilon, settings.seed, console)
+    if users is not None:
+        found = _measured(Path(source), users, rows, about, eval_epsilon, settings.seed, console)
         pages = _page(out, rows, about, console, **found)
         about |= {"non_private/alarm": found["leaks"]["alarm"]}
     return {**about, **pages, "file": str(out)}
@@ -156,8 +157,8 @@ def _expect_new(out: Path) -> None:
         )
 
 
-def _expect_measurable(stored: StoredRun | None, source: str, console: Console) -> None:
-    """Raise ConfigError unless a set can be compared with the texts of a run's users."""
+def _measurable(stored: StoredRun | None, source: str, console: Console) -> Dataset:
+    """The users' texts of a run. Raises: ConfigError: no set can be compared with them."""
     there = "false, for a model without users"
     expect("measure", source, stored is not None and stored.plan is not None, there)
     assert stored is not None, "expected above"
@@ -165,6 +166,7 @@ def _expect_measurable(stored: StoredRun | None, source: str, console: Console) 
     one_owner = data.eval_users is not None and data.train.owners is None
     there = "false, or data with held-out users and texts with one owner each"
     expect("measure", stored.run.data.source, one_owner, there)
+    return data
 
 
 def claim_of(source: str, console: Console) -> dict[str, Any]:
@@ -316,10 +318,6 @@ def _digest(told: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
-def _sha256(model: Pretrained) -> str:
-    return checkpoint.params_sha256(model.params)
-
-
 def _expect_parts(place: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
     """Check what an interrupted command left behind.
 
@@ -442,6 +440,7 @@ def _page(
 
 def _measured(
     run_dir: Path,
+    data: Dataset,
     rows: Sequence[Mapping[str, Any]],
     about: Mapping[str, Any],
     epsilon: float | None,
@@ -455,7 +454,6 @@ def _measured(
     stored = directory.load(run_dir)
     run = changed_run(stored.run, engine="local")
     with console.phase("measuring the texts"):
-        *_, data, _ = last_model(stored, run, console)
         leaks = search(store_of(rows, data), data, seed=seed)
         quality = measure(stored, run, rows, epsilon=epsilon, seed=seed, console=console)
     histogram = stored_histogram(run_dir) if "label_epsilon" in about else None

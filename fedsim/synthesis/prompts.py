@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 from fedsim.data import (
     ASSISTANT,
-    TEMPLATE,
     USER,
     ChatTokenizer,
     Message,
     Tokenizer,
-    template_of,
+    template_in,
 )
 from fedsim.errors import BadChat, ConfigError, brief, expect
 from fedsim.models import Pretrained
@@ -125,10 +124,9 @@ class Writer:
         self.tokenizer = Tokenizer.load(model.tokenizer)
         self._longest = model.config.table
         self._chats: ChatTokenizer | None = None
-        self._ends: dict[str, frozenset[int]] = {}
+        self._ends: dict[str | None, frozenset[int]] = {}
         if chats:
-            file = model.files and model.files / TEMPLATE
-            template = template_of(self.tokenizer, file if file and file.is_file() else None)
+            template = template_in(model.files, self.tokenizer)
             there = "0, plain texts, for a model without a chat template"
             expect("turns", "chats", template is not None, there)
             self._chats = ChatTokenizer(self.tokenizer, template)
@@ -138,6 +136,11 @@ class Writer:
 
         Raises: ConfigError: the template writes none after the user's messages.
         """
+        if role not in self._ends:  # a template is rendered for them
+            self._ends[role] = self._ends_of(role)
+        return self._ends[role]
+
+    def _ends_of(self, role: str | None) -> frozenset[int]:
         if role is None or self._chats is None:
             return frozenset(self.tokenizer.end_ids)
         end = self._chats.end_of_turn(role)

@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from fedsim.data import (
-    TEMPLATE,
     ChatTokenizer,
     Dataset,
     Message,
     Tokenizer,
     UserStore,
     label_prompts,
-    template_of,
+    template_in,
 )
 from fedsim.errors import BadChat, expect
 
@@ -88,9 +87,7 @@ class _Encoder:
 
     @functools.cached_property
     def _chats(self) -> ChatTokenizer:
-        file = self.data.path and self.data.path / TEMPLATE
-        template = template_of(self.tokenizer, file if file and file.is_file() else None)
-        return ChatTokenizer(self.tokenizer, template)
+        return ChatTokenizer(self.tokenizer, template_in(self.data.path, self.tokenizer))
 
     def encode(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
         """(token ids, which are trained on) of a row; none if the template refuses its chat."""
