@@ -135,7 +135,8 @@ class Forget:
     First shows what each released model already promises these people together: as if they had
     never been there, up to an epsilon and a delta. Then writes the data without their texts and
     ids. Their places stay empty, so that all else is byte for byte as it was; a text with several
-    owners goes if one of them does. Then searches data, runs and caches for whatever still has
+    owners goes if one of them does. With --retrain, also trains a run again from before one of them
+    was first drawn, with fresh keys. Then searches data, runs and caches for whatever still has
     their texts, and lists it. `fedsim verify` checks the certificate, which names nobody.
     """
 
@@ -171,6 +172,20 @@ class Forget:
     delta: float | None = None
     """Delta for all runs together. In (0, 1). Default: as in train."""
 
+    retrain: Path | None = None
+    """Directory of a run on these data to train again without these people, from its newest
+    checkpoint before the first step that drew one of them. Its ledger counts the steps that are
+    computed again for everyone else, once more. With --run-dir."""
+
+    run_dir: Path | None = None
+    """Directory of the new run of --retrain. The same command resumes it."""
+
+    engine: Literal["ray", "local"] | None = None
+    """Where --retrain computes, as in train. Default: as in the run."""
+
+    dry_run: bool = False
+    """Only say what runs promise, and how many steps --retrain saves, computes and costs."""
+
     json: bool = False
     """Print one JSON object on stdout."""
 
@@ -179,6 +194,13 @@ class Forget:
         return f"reading data={self.data}"
 
     def __call__(self) -> dict[str, Any]:
+        if self.retrain is not None:
+            from fedsim.engine import keep_memory, set_threads
+            from fedsim.run import directory
+
+            run = directory.load(self.retrain).run
+            set_threads(changed_run(run, engine=self.engine or run.engine.kind).engine)
+            keep_memory()
         from fedsim.budget import place_of
         from fedsim.run import Console
         from fedsim.trust import forget
@@ -197,8 +219,12 @@ class Forget:
             also=self.search,
             delta=delta,
             file=self.certificate,
+            retrain=self.retrain,
+            run_dir=self.run_dir,
+            engine=self.engine,
+            dry_run=self.dry_run,
         )
-        if not self.json:
+        if not (self.json or self.dry_run):
             found = result["search"]["found"]
             for each in found:
                 print(f"still there: {each['path']}: {each['has']}")

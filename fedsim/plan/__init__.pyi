@@ -50,6 +50,7 @@ from .planner import (
     MOST_PARAMETERS as MOST_PARAMETERS,
     MOST_ROWS as MOST_ROWS,
     TWO_HELD_OUT as TWO_HELD_OUT,
+    as_planned as as_planned,
     before_of as before_of,
     calibrate as calibrate,
     delta_of as delta_of,

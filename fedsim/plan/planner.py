@@ -1,5 +1,6 @@
 """Make the algorithm and its plan from completed settings; the noise is calibrated here."""
 
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -89,6 +90,19 @@ def method_for(
         drawing=drawing,
         adjacency=privacy.adjacency,
         **options,
+    )
+
+
+def as_planned(privacy: PrivacyConfig, plan: Plan) -> PrivacyConfig:
+    """The settings of a run with the defaults that its plan has."""
+    return dataclasses.replace(
+        privacy,
+        delta=plan.delta,
+        group_size=plan.group_size,
+        group_size_epsilon=plan.group_size_epsilon,
+        batch_size=plan.budget,
+        bands=plan.sampling.bands_given,
+        participations=getattr(plan.sampling, "participations", None),
     )
 
 

@@ -49,8 +49,10 @@ from .model_source import (
     parts_of_run as parts_of_run,
     without_adapter as without_adapter,
 )
+from .parent import Parent as Parent, begin_from as begin_from, parent_of as parent_of
 from .signals import stop_signals as stop_signals, terminated as terminated
 from .state import (
+    PARENT as PARENT,
     REALISED as REALISED,
     State as State,
     apart as apart,

@@ -326,6 +326,11 @@ def stem(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def state_sha256(state: Mapping[str, Any]) -> str:
+    """sha256 of parameters, average and optimizer state of a loaded state."""
+    return params_sha256({name: state.get(name) for name in ("params", "average", "opt_state")})
+
+
 def params_sha256(params: Any, dtype: Any = None) -> str:
     """sha256 over names, shapes, types and bytes of all parameters.
 

@@ -7,6 +7,7 @@ tokenizer.json of the data, so that the model can be used without the data
 model/         files of the initial model that training does not change
 ledger.jsonl   metrics.jsonl   tb/   checkpoints/   summary.json
 labels.json    the histogram of the labels, if it was released, and labels/ with its receipt
+parent/        of a run that started from another one's checkpoint: that checkpoint
 released/      released numbers of the steps since the last checkpoint, mode 0700
 report.html   report.md   audit.html   audit.md   audit.json, by the commands report and audit
 """
@@ -104,6 +105,8 @@ class StoredRun:
     """Labels of the texts, as in the metadata of the data; see `data.label_prompts`."""
     tokenizer: str = ""
     """sha256 of tokenizer.json; empty if there is none, or for a run of an earlier version."""
+    parent: formats.Parent | None = None
+    """The run from whose checkpoint this one started; None: it started from the beginning."""
     removed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Settings of an earlier version that this version cannot train with."""
 
@@ -129,6 +132,7 @@ class StoredRun:
             },
             "host": self.host,
             "tokenizer": self.tokenizer,
+            "parent": self.parent and dataclasses.asdict(self.parent),
         }
         return {
             "identity": dataclasses.asdict(self.identity),
@@ -159,6 +163,8 @@ class StoredRun:
         run = run_config(**{**kept, "run_dir": run_dir})
         names = ("model", "versions", "host", "strategy", "files", "labels", "tokenizer")
         rest = {name: record[name] for name in names if name in record}
+        if "parent" in record:
+            rest["parent"] = formats.Parent(**record["parent"])
         return cls(identity, settings, run, plan=plan, removed=removed, **rest)
 
 

@@ -16,6 +16,8 @@ from fedsim.run import checkpoint
 from fedsim.run.console import Console
 
 PROGRESS = "progress.json"
+PARENT = "parent"
+"""Folder with the parent's checkpoint, of a run that started from one; see `run.parent`."""
 KEEP = checkpoint.KEEP + 1  # the last one's checkpoint may not be there yet
 REALISED = ("gradients_computed", "wall_seconds")
 """Fields of a state that reveal sizes of draws."""
@@ -54,14 +56,19 @@ class State:
         return checkpoint.released(vars(self))
 
 
-def restored(run_dir: Path, state: State, console: Console) -> State:
+def restored(run_dir: Path, state: State, console: Console, first: int = 0) -> State:
     """The state of the last checkpoint, or `state` if there is none.
 
+    Args:
+      first: number of steps of the parent's checkpoint that the run started from.
+
     Raises:
-      CheckpointError: a checkpoint was changed, or is of another run.
+      CheckpointError: a checkpoint was changed, is of another run, or is missing.
     """
-    kept = checkpoint.kept(run_dir)
+    kept = checkpoint.kept(run_dir) or checkpoint.kept(run_dir / PARENT)
     if not kept:
+        if first:
+            raise checkpoint.CheckpointError(f"{run_dir / PARENT}: expected a checkpoint")
         return state
     *older, path = kept
     for each in older:

@@ -18,6 +18,8 @@ from fedsim.keys import SecretKey
 from fedsim.sampling.shared import Groups, bounded_pool, owners_groups
 
 PADDING = -1
+POOL = "contributions"
+"""Purpose of the streams that draw the pool of ELS, once for all of training."""
 
 GRID = np.unique(np.round(2 ** (np.arange(81) / 4)).astype(np.int64))
 """Possible results of `private_median`, whatever the data: four values per octave, 1 to 2^20."""
@@ -58,7 +60,7 @@ def limit_contributions(offsets: np.ndarray, group_size: int, key: SecretKey) ->
     Returns: example indices, int64 [pool], ascending.
     Source: Charles et al. 2024, Algorithm 1, lines 1-4.
     """
-    keep, streams = np.ones(offsets[-1], bool), key.streams("contributions")
+    keep, streams = np.ones(offsets[-1], bool), key.streams(POOL)
     for user in np.flatnonzero(np.diff(offsets) > group_size):
         start, end = offsets[user], offsets[user + 1]
         keep[start:end] = False

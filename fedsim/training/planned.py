@@ -72,6 +72,9 @@ NOTHING_PROMISED = (
     "trial-ledger"
 )
 
+OWN_TASK = "the task's own code: its first parameters, and how it makes rows of texts"
+"""Fact about a run whose task and data are given in code, not by its settings."""
+
 FITTED = ("num_steps", "participations", "epsilon")
 """Settings that --spend-rest changes."""
 
@@ -144,9 +147,12 @@ def plan_run(
         _warn(opened, plan, applicant if counted else None)
     if opened.run.strict:
         expect_nothing_outside(plan)
-    phases = planned_phases(plan, method)
+    phases, slack = planned_phases(plan, method), plan.slack
     expect_affordable(plan, phases)
-    entry = applicant.entry(opened.key.seal("ledger"), phases, plan.slack, plan.label)
+    if opened.stored and (parent := opened.stored.parent):  # which paid for its own steps
+        phases = plan.events_from(parent.step)
+        slack = plan.slack_after(plan.num_steps - parent.step)
+    entry = applicant.entry(opened.key.seal("ledger"), phases, slack, plan.label)
     in_ledger = Counted.of(applicant, entry, plan, opened.data, opened.key)
     if counted:
         in_ledger.expect_room()
@@ -378,7 +384,7 @@ def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> lis
         if source is not None
     ]
     if own_task:
-        facts.append("the task's own code: its first parameters, and how it makes rows of texts")
+        facts.append(OWN_TASK)
     return facts
 
 

@@ -84,6 +84,7 @@ class Trainer:
         self.run, self.data, self.key = opened.run, opened.data, opened.key
         self.console, self.plant = opened.console, opened.plant
         self.resumed = opened.stored is not None
+        self.parent = opened.stored.parent if opened.stored else None
         self.host, self.other_bits = host, other_bits
         self.replays, self.calls = replays, Calls(callbacks, self.plan)
         self.written: deque[int] = deque()
@@ -111,10 +112,11 @@ class Trainer:
             average=self.params if self.run.ema else None,
             clip_norm=self.plan.clip_norm,
         )
-        state = restored(self.run.run_dir, state, self.console)
+        first_step = self.parent.step if self.parent else 0
+        state = restored(self.run.run_dir, state, self.console, first_step)
         settings = directory.config_sha256(self.run.run_dir)
-        seal = self.key.seal("ledger")
-        first = ledger_head(self.plan, config_sha256=settings, key_seal=seal)
+        seal, parent = self.key.seal("ledger"), self.parent and dataclasses.asdict(self.parent)
+        first = ledger_head(self.plan, config_sha256=settings, key_seal=seal, parent=parent)
         ledger = Ledger(self.run.run_dir, first, least=state.step, least_chain=state.chain)
         if isinstance(self.own_noise, Correlated):
             self.own_noise.drawn = functools.partial(self._row_drawn, ledger)

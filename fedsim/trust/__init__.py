@@ -9,6 +9,7 @@ audit        attacks: plants `canaries`, and bounds epsilon by guesses (`bounds`
 budget_page  the privacy budget of users
 forget       data without some people's texts: what runs promise them, files that still have their
              texts (`remains`), and a signed `certificate`
+retrain      a run trained again without some people, from before they were first drawn
 pages        Markdown and HTML from `templates/`, and charts
 """
 

@@ -22,7 +22,8 @@ from fedsim.keys import FILE as KEY, SecretKey
 from fedsim.trust.evidence import Check, Unknown, Violated, demand
 from fedsim.trust.pages import as_html, as_markdown
 
-KIND, FORMAT = "fedsim certificate of forgetting", 1
+KIND, FORMAT = "fedsim certificate of forgetting", 2
+READABLE = (1, FORMAT)
 TEMPLATE = "forgotten.md.jinja"
 
 
@@ -96,7 +97,7 @@ def check(path: Path, data: str | None, place: Path) -> list[Check]:
 def _read(path: Path) -> dict[str, Any]:
     """The certificate in a file. Raises: Violated: it is none, or was changed."""
     record = read_object(path, "certificate")
-    known = (record.get("kind"), record.get("format")) == (KIND, FORMAT)
+    known = record.get("kind") == KIND and record.get("format") in READABLE
     demand(known, f"{path}: expected a certificate of `fedsim forget`")
     changed = f"{path}: was changed since it was signed"
     try:

@@ -32,6 +32,7 @@ from fedsim.trust import certificate
 from fedsim.trust.claim import SLACK_SHARE, epsilon_for, is_by_group
 from fedsim.trust.remains import search
 from fedsim.trust.report import read
+from fedsim.trust.retrain import cost, described, retrain as train_again, retraining_of, sentence
 from fedsim.trust.verify import UNPROTECTED
 
 THEOREM, GROUP = "theorem", "group privacy"
@@ -130,6 +131,10 @@ def forget(
     also: Sequence[Path] = (),
     delta: float | None = None,
     file: Path | None = None,
+    retrain: Path | None = None,
+    run_dir: Path | None = None,
+    engine: str | None = None,
+    dry_run: bool = False,
 ) -> dict[str, Any]:
     """Rebuild a data set without the texts of some people, and certify it.
 
@@ -145,21 +150,28 @@ def forget(
       also: further files and directories to search.
       delta: of all runs together. Default: that of runs.
       file: the certificate. Default: beside the new data, with -forgotten.json.
+      retrain: directory of a run on the data to train again without them.
+      run_dir: directory of the new run.
+      engine: where to compute it; None: as that run.
+      dry_run: only say what runs promise, and what `retrain` would save and cost.
     Returns:
-      The certificate and the paths of its files.
+      The certificate and the paths of its files; of a dry run, its `runs`, `together` and
+      `retrained` alone.
     Raises:
       ConfigError, DataError: an argument is invalid. Nothing is written.
+      Stopped: a signal stopped the new run; the same call resumes it.
     """
     data = Dataset.open(os.path.realpath(expand_home("data", source)))  # where links lead
     assert data.path is not None, "it was opened"
-    hidden = data.path.with_name(f".{data.path.name}.forgetting")
-    if in_place and hidden.exists():  # of a process that was killed, perhaps with the texts
-        shutil.rmtree(hidden)
     expect("out", out, (out is None) == in_place, "a new directory, or --in-place, not both")
     others = sorted(set(os.listdir(data.path)) - forgetting.entries(data)) if in_place else []
     alone = "a data directory without other entries, which would be removed"
     expect("in_place", data.path / "".join(others[:1]), not others, alone)
     target = data.path if out is None else out.absolute()
+    hidden = target.with_name(f".{target.name}.forgetting")
+    aside = in_place or retrain is not None
+    if aside and hidden.exists() and not dry_run:  # of a process that was killed
+        shutil.rmtree(hidden)
     absent = in_place or not (target.exists() or target.is_symlink())
     expect("out", target, absent, "a directory that is not there yet")
     file = file or target.with_name(f"{target.name}-forgotten.json")
@@ -168,9 +180,12 @@ def forget(
     make_place(file.parent)
     for page in (file.with_suffix(".html"), file.with_suffix(".md")):
         expect("certificate", page, not page.exists(), "a page that is not there yet")
+    new_run = "a new directory for the run of --retrain, or neither"
+    expect("run_dir", run_dir, (run_dir is None) == (retrain is None), new_run)
     for each in also:
         expect("search", each, each.exists(), "a file or directory")
     people = forgetting.read_users(users, data, column)
+    again = retrain and run_dir and retraining_of(retrain, run_dir, data, people)
     with hold(place) as ledger:
         request = Request(data, people, ledger.key)
         charges = books(ledger, [*people]).charges
@@ -189,9 +204,25 @@ def forget(
     together = _together(charges, promises, most, delta)
     for each in filter(None, (*promises, together)):
         console.note(each.sentence)
-    beside = hidden if in_place else target
+    said = {
+        "runs": request.unnamed([each.as_dict() for each in promises]),
+        "together": together and request.unnamed(together.as_dict()),
+    }
+    if again:
+        spent = cost(again, [each for each in data.train.user_ids() if each not in people], place)
+        console.note(sentence(again, spent))
+        said["retrained"] = request.unnamed({"sentence": sentence(again, spent), **spent})
+    if dry_run:
+        return said
+    beside = hidden if aside else target
     with new_directory(beside) as made:
         forgetting.without(data, people, made, request.place)
+    computed = _computed(request, promises, target)
+    if again and again.num_steps:
+        model = train_again(again, beside, target, place, engine, console)
+        said["retrained"] |= request.unnamed(described(again, model))
+        also = [*also, again.out]
+        computed += [{"path": request.unnamed(again.out), "why": why} for why in again.computed]
     roots = _roots(data.path, beside, promises, place, also)
     console.note(f"searching {', '.join(map(str, roots))}")
     remains = search(data, people, roots, [data.path] if in_place else [])
@@ -213,8 +244,7 @@ def forget(
             "before": request.key.seal(f"certificate data {certificate.digest_of(data)}"),
             "after": certificate.digest_of(Dataset.open(beside)),
         },
-        "runs": request.unnamed([each.as_dict() for each in promises]),
-        "together": together and request.unnamed(together.as_dict()),
+        **said,
         "search": {
             "places": [*dict.fromkeys(map(shown, roots))],
             "files": remains.files,
@@ -230,17 +260,20 @@ def forget(
             ],
             "unread": [shown(path) for path in remains.unread],
         },
-        "computed": _computed(request, promises, target),
+        "computed": computed,
     }
     written = certificate.write(file, record, request.key)
-    if in_place:
-        shutil.copymode(target, beside)
-        try:
+    try:
+        if in_place:
+            shutil.copymode(target, beside)
             exchange(beside, target)
-        except BaseException:
-            for each in written.values():
-                Path(each).unlink(missing_ok=True)
-            raise
+        elif aside:
+            beside.rename(target)
+    except BaseException:
+        for each in written.values():
+            Path(each).unlink(missing_ok=True)
+        raise
+    if in_place:
         shutil.rmtree(beside)
     return {**record, "out": str(target), **written}
 

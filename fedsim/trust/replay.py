@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fedsim.engine import versions
 from fedsim.errors import ConfigError
-from fedsim.run import checkpoint, directory, ledger, terminated
+from fedsim.run import PARENT, checkpoint, directory, ledger, terminated
 from fedsim.training import FILE as EVALUATIONS, Evaluated, train
 from fedsim.trust.evidence import Evidence, Interrupted, Unknown, Violated
 
@@ -22,7 +22,7 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
     """Compute the last steps again, or all of them.
 
     Args:
-      whole: start at the first step; else at the last checkpoint but one.
+      whole: start at the first step that is the run's own; else at the last checkpoint but one.
 
     Returns:
       The finding in words.
@@ -37,7 +37,8 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
     total = evidence.plan.num_steps
     if not kept or checkpoint.load_step(kept[-1]) != total:
         raise Unknown("the run has not ended")
-    newest, older = kept[-1], [] if whole else kept[:-1]
+    started = checkpoint.kept(evidence.run_dir / PARENT)  # the steps before are another run's
+    newest, older = kept[-1], started if whole else kept[:-1] or started
     if evidence.plan.evaluations is not None:
         # A missing loss would be computed again: two losses under one noise.
         losses = Evaluated(evidence.run_dir).losses
@@ -91,9 +92,7 @@ def _moved(evidence: Evidence) -> str:
 
 def _trained(path: Path) -> str:
     """Digest of a checkpoint's parameters, average and optimizer state."""
-    state = checkpoint.load(path)
-    parts = {name: state.get(name) for name in ("params", "average", "opt_state")}
-    return checkpoint.params_sha256(parts)
+    return checkpoint.state_sha256(checkpoint.load(path))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 from fedsim import keys
 from fedsim.accounting import at_most
 from fedsim.clipping import Strategy
-from fedsim.config import Algorithm, PrivacyConfig
+from fedsim.config import Algorithm
 from fedsim.data import SUMS, Tokenizer, forgetting
 from fedsim.els import ELS
 from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged, expect
@@ -27,6 +27,7 @@ from fedsim.plan import (
     AllocatedSampling,
     Audit,
     Plan,
+    as_planned,
     claimed_fields,
     claimed_phases,
     method_for,
@@ -34,7 +35,17 @@ from fedsim.plan import (
     sharing,
     with_group_size,
 )
-from fedsim.run import Console, LedgerError, apart, checkpoint, directory, ledger, metrics, results
+from fedsim.run import (
+    PARENT,
+    Console,
+    LedgerError,
+    apart,
+    checkpoint,
+    directory,
+    ledger,
+    metrics,
+    results,
+)
 from fedsim.shared_uls import SharedULS
 from fedsim.training import HISTOGRAM, RECEIPTS, draw_histogram, footnotes, stored_histogram
 from fedsim.trust.evidence import (
@@ -55,6 +66,7 @@ from fedsim.trust.ledger_checks import (
     check_epsilon,
     check_events,
     check_head,
+    check_parent,
     check_running,
     described,
     label_of,
@@ -118,6 +130,8 @@ def _verify(evidence: Evidence, data: str | None, again: str) -> list[Check]:
     looks = [look for look in LOOKS if evidence.plan.shared or look != ("owners", _owners)]
     if evidence.plan.evaluations is not None:
         looks.append(("evaluations", check_evaluations))
+    if evidence.stored.parent is not None:
+        looks.append(("parent", _parent))
     if (evidence.run_dir / HISTOGRAM).exists():
         looks.append(("labels", _labels))
     if again:
@@ -144,6 +158,10 @@ def _ledger(evidence: Evidence) -> str:
     planned = read_json(evidence.run_dir / directory.CONFIG)["plan"]  # as its version wrote it
     demand(head.get("plan") == planned, f"{path}: the head has another plan")
     check_head(path, head, evidence.plan)
+    parent = evidence.stored.parent
+    same = head.get("parent") == (parent and dataclasses.asdict(parent))
+    demand(same, f"{path}: the head has another parent than {directory.CONFIG}")
+    check_parent(path, lines)
     evidence.lines = lines
     return f"{evidence.num_steps} steps, none missing, none twice; not a byte changed"
 
@@ -324,8 +342,8 @@ def _outside(evidence: Evidence) -> str:
     seeded = evidence.key.seed is not None
     found = footnotes(privacy, evidence.run, evidence.dataset, seeded=seeded)
     outside = [f"{field}={value}" for field, value, _ in found]
-    if plan.group_size_epsilon is not None:
-        drawn = private_group_size(_completed(evidence), users, evidence.key)
+    if plan.group_size_epsilon is not None and evidence.stored.parent is None:
+        drawn = private_group_size(as_planned(privacy, plan), users, evidence.key)
         same = plan.group_size == drawn
         demand(same, f"group_size={plan.group_size}: the key draws {drawn} as the private median")
     elif plan.algorithm == Algorithm.ELS and privacy.group_size is None:
@@ -365,19 +383,25 @@ def _owners(evidence: Evidence) -> str:
     return f"at most {most} {what} for any one user, of {cap}; {share:.1%} of the texts left out"
 
 
+def _parent(evidence: Evidence) -> str:
+    """The run started from the checkpoint of its parent that the ledger names."""
+    parent, place = evidence.stored.parent, evidence.run_dir / PARENT
+    assert parent is not None, "the run has one"
+    paths = checkpoint.kept(place)
+    demand(len(paths) == (parent.step > 0), f"{place}: expected one checkpoint, of {parent.step}")
+    for path in paths:
+        state, chain = checkpoint.load(path), evidence.lines[parent.step]["chain"]
+        same = checkpoint.state_sha256(state) == parent.state_sha256
+        same &= int(state["step"]) == parent.step and checkpoint.chain(state) == chain
+        demand(same, f"{path}: is not the checkpoint that the run started from")
+    own = f"{evidence.num_steps - parent.step} of {evidence.num_steps} steps are the run's own"
+    return f"{own}; those before have the key and the draws of another run"
+
+
 def _method(evidence: Evidence, drawing: SecretKey) -> ELS | ULS:
     """The algorithm, as the run used it to draw units."""
-    privacy = _completed(evidence)
+    privacy = as_planned(evidence.privacy, evidence.plan)
     return method_for(evidence.plan.algorithm, privacy, evidence.users, evidence.key, drawing)
-
-
-def _completed(evidence: Evidence) -> PrivacyConfig:
-    """The settings with the defaults that the plan has."""
-    plan = evidence.plan
-    changes = {"delta": plan.delta, "group_size": plan.group_size, "batch_size": plan.budget}
-    changes |= {"group_size_epsilon": plan.group_size_epsilon, "bands": plan.sampling.bands_given}
-    changes |= {"participations": getattr(plan.sampling, "participations", None)}
-    return dataclasses.replace(evidence.privacy, **changes)
 
 
 def _draws(evidence: Evidence) -> str:
