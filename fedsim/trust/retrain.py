@@ -168,10 +168,10 @@ def _why_none(old: StoredRun) -> str:
     assert plan is not None, "a run of train has one"
     if old.parent is not None and old.parent.step:
         return "its first steps are another run's, whose draws its key does not know"
-    if not isinstance(plan.sampling, PoissonSampling):
-        return f"with {plan.sampling.kind} sampling, what others drew depends on these people's"
     if plan.noise.bands > 1:
         return "its noise is correlated: later steps take back noise of earlier ones"
+    if not isinstance(plan.sampling, PoissonSampling):
+        return f"with {plan.sampling.kind} sampling, steps of a user depend on each other"
     return ""
 
 

@@ -342,7 +342,9 @@ def _outside(evidence: Evidence) -> str:
     seeded = evidence.key.seed is not None
     found = footnotes(privacy, evidence.run, evidence.dataset, seeded=seeded)
     outside = [f"{field}={value}" for field, value, _ in found]
-    if plan.group_size_epsilon is not None and evidence.stored.parent is None:
+    if evidence.stored.parent is not None:
+        pass  # the parent chose the group size
+    elif plan.group_size_epsilon is not None:
         drawn = private_group_size(as_planned(privacy, plan), users, evidence.key)
         same = plan.group_size == drawn
         demand(same, f"group_size={plan.group_size}: the key draws {drawn} as the private median")

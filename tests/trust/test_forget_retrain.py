@@ -1,5 +1,6 @@
 """`fedsim forget --retrain`: from where a run is trained again, that it is exact, and its cost."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -8,20 +9,23 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from refused import refuses
 from test_forget import jsonl, rows_of, told, users_file
 from test_verify import rewrite_ledger
 
 from fedsim import accounting, keys
-from fedsim.budget import hold
+from fedsim.budget import Limit, hold
 from fedsim.cli.main import main
 from fedsim.config import POISSON, changed_run
 from fedsim.data import Dataset, build
 from fedsim.evaluate import last_model
 from fedsim.keys import SecretKey
+from fedsim.plan import Audit, CyclicSampling, Evaluations, SharedTexts
 from fedsim.run import PARENT, Console, Ledger, checkpoint, directory, ledger
 from fedsim.sampling import Poisson, draw_groups
-from fedsim.training import train
+from fedsim.training import OWN_TASK, train
 from fedsim.trust import certificate, forget, verify
+from fedsim.trust.retrain import _expect_can, _why_none
 
 STEPS, EVERY, GROUP = 8, 4, 2
 BATCH = {"uls": 4, "els": 2}
@@ -35,9 +39,9 @@ def trained(data, run_dir, algorithm="uls", **flags):
     """Train on `data` with a key of the operating system's randomness."""
     given = {"data": data, "model": "micro", "engine": "local", "epsilon": 8, "num-steps": STEPS}
     given |= {"batch-size": BATCH[algorithm], "group-size": GROUP, "checkpoint-every": EVERY}
-    given |= {"strategy": "scan:2", "run-dir": run_dir, "quiet": None, **flags}
-    words = ((f"--{n}",) if v is None else (f"--{n}", v) for n, v in given.items())
-    main_of("train", algorithm, *itertools.chain(*words))
+    given |= {"strategy": "scan:2", "run-dir": run_dir, **flags}
+    words = ((f"--{n}", v) for n, v in given.items() if v is not None)
+    main_of("train", algorithm, "--quiet", *itertools.chain(*words))
 
 
 def first_steps(run_dir, algorithm, store):
@@ -105,7 +109,7 @@ class World:
 def world(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:
-        rng = np.random.default_rng(1)  # so that the draws are the same each time
+        rng = np.random.default_rng(3)  # so that the draws are the same each time
         patch.setattr(keys.secrets, "token_bytes", lambda count: rng.bytes(count))
         patch.setenv("FEDSIM_BUDGET_LEDGER", str(path / "ledger"))
         yield World(path, request.param)
@@ -291,12 +295,110 @@ def test_nothing_is_trained_for_people_who_were_never_drawn(world, tmp_path):
 @pytest.mark.parametrize("whose", ["early", "late"])
 def test_the_first_step_is_that_of_whoever_was_drawn_first(world, tmp_path, whose):
     """And people who were drawn before the first checkpoint leave nothing to start from."""
-    people = [*getattr(world, whose)[:1], *world.never[:1]]
+    near = (max if whose == "early" else min)(getattr(world, whose), key=world.first.__getitem__)
+    assert world.first[near] == (EVERY - 1 if whose == "early" else EVERY)
+    people = [near, *world.never[:1]]
     users = users_file(tmp_path / "users", people)
     found = world.forget(users=users, out=tmp_path / "x", run_dir=tmp_path / "y", dry_run=True)
     saved = 0 if whose == "early" else EVERY
     assert found["retrained"]["steps_saved"] == saved
     assert ("no checkpoint of so early" in found["retrained"]["sentence"]) == (whose == "early")
+
+
+def test_a_run_that_was_trained_again_is_trained_again_from_the_start(world, retrained, tmp_path):
+    """Its key does not know who was drawn in the steps that it has of another run."""
+    users = users_file(tmp_path / "users", world.never[:1])
+    options = {"retrain": world.again, "run_dir": tmp_path / "y", "out": tmp_path / "x"}
+    place = world.path / "ledger"
+    found = forget(world.new, users, place, Console(), **options, dry_run=True)["retrained"]
+    assert found["steps_saved"] == 0 and "are another run's" in found["sentence"]
+
+
+def test_steps_whose_noise_or_draws_hang_together_are_all_trained_again(tmp_path, monkeypatch):
+    """And a group size that was chosen privately stays, is not paid for again, and is named."""
+    monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
+    data, run = tmp_path / "data", tmp_path / "run"
+    build(jsonl(tmp_path / "source.jsonl", rows_of()), data, num_workers=1)
+    flags = {"group-size": None, "group-size-epsilon": 1, "noise": "correlated", "bands": 2}
+    trained(data, run, "els", **{"num-steps": 3, "checkpoint-every": 1, "batch-size": 11, **flags})
+    users = users_file(tmp_path / "users", Dataset.open(data).train.user_ids()[:9])
+    options = {"out": tmp_path / "new", "retrain": run, "run_dir": tmp_path / "again"}
+    found = forget(data, users, tmp_path / "ledger", Console(), **options)
+    assert found["retrained"]["first_step"] == 0 and "correlated" in found["retrained"]["sentence"]
+    old, new = (directory.load(each).plan for each in (run, tmp_path / "again"))
+    assert new.group_size == old.group_size and new.group_size_epsilon == 1
+    whys = [each["why"] for each in found["computed"] if each["path"] == str(tmp_path / "again")]
+    assert whys == [f"group_size={old.group_size}, chosen with noise from all texts"]
+    with hold(tmp_path / "ledger") as account:
+        entry = account.entries[ledger.head(tmp_path / "again")["key_seal"]]
+        assert entry.planned == new.events_from(0) and len(new.before) == 1
+    assert {holds for holds, _ in checks(tmp_path / "again").values()} == {True}
+
+
+def changed(stored, **plan):
+    return dataclasses.replace(stored, plan=dataclasses.replace(stored.plan, **plan))
+
+
+REFUSED = {
+    "shared": "texts with one owner each",
+    "adjacency": "zero-out adjacency",
+    "evaluations": "a run without eval_epsilon",
+    "purpose": "a run for release",
+    "non_private": "a run of the command line",
+}
+
+
+def test_runs_that_cannot_be_trained_again_in_parts_are_refused(world, monkeypatch):
+    stored, data = directory.load(world.run), Dataset.open(world.data)
+    values = {"shared": SharedTexts(1, 1, 1, 0, 0, ""), "adjacency": "add-or-remove"}
+    values |= {"evaluations": Evaluations(1.0, 1e-6, 1.0, 1, 1, 2, 1, 1.0), "purpose": Audit({})}
+    values |= {"non_private": (OWN_TASK,)}
+    _expect_can(stored, data)
+    for name, says in REFUSED.items():
+        with refuses("retrain", says=says):
+            _expect_can(changed(stored, **{name: values[name]}), data)
+    with refuses("retrain", says="a run of train"):
+        _expect_can(dataclasses.replace(stored, plan=None), data)
+    cyclic = CyclicSampling(prob=0.1, bands=2)
+    assert "cyclic sampling" in _why_none(changed(stored, sampling=cyclic))
+    assert _why_none(stored) == ""
+    seeded = SecretKey(b"0" * 32, seed=1, sealing=SecretKey.load(world.run)._sealing)
+    monkeypatch.setattr(SecretKey, "load", lambda _: seeded)
+    monkeypatch.setattr(SecretKey, "seal", lambda *_: stored.identity.data_seal)
+    with refuses("retrain", says="a run without a seed"):
+        _expect_can(stored, data)
+
+
+def test_places_that_are_refused(world, retrained, tmp_path, capsys):
+    other = tmp_path / "other"
+    build(jsonl(tmp_path / "source.jsonl", rows_of(9)), other, num_workers=1)
+    users = users_file(tmp_path / "users", ["person-0001"])
+    new, place = {"out": tmp_path / "new", "run_dir": tmp_path / "again"}, world.path / "ledger"
+    with refuses("retrain", says=f"a run on data={other}"):
+        forget(other, users, place, Console(), retrain=world.run, **new)
+    for field, options in (
+        ("run_dir", {"run_dir": None}),
+        ("run_dir", {"retrain": None}),
+        ("run_dir", {"run_dir": world.run}),
+        (
+            "run_dir",
+            {"users": users_file(tmp_path / "one", world.early[:1]), "run_dir": world.again},
+        ),
+        ("retrain", {"retrain": tmp_path / "none"}),
+    ):
+        with refuses(field):
+            world.forget(**{"out": tmp_path / "new", "run_dir": tmp_path / "again", **options})
+    limited = shutil.copytree(place, tmp_path / "ledger")
+    with hold(limited) as account:
+        account.limit(Limit(9.0, 1e-6))
+    with refuses("limit_epsilon", says="a run that fits"):
+        forget(world.data, world.users, limited, Console(), retrain=world.run, **new)
+    assert not {"new", "again"} & set(os.listdir(tmp_path))
+    line = ["forget", str(world.data), "--users", str(world.users), "--out", str(tmp_path / "new")]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main([*line, "--retrain", str(world.run)])
+    assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 2
 
 
 def test_with_the_old_noise_the_difference_of_the_models_would_be_a_persons_gradient(
@@ -308,7 +410,11 @@ def test_with_the_old_noise_the_difference_of_the_models_would_be_a_persons_grad
     monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
     data, run, last = tmp_path / "data", tmp_path / "run", 2
     build(jsonl(tmp_path / "source.jsonl", rows_of()), data, num_workers=1)
-    trained(data, run, **{"checkpoint-every": 1, "num-steps": last + 1, "batch-size": 8})
+    trained(
+        data,
+        run,
+        **{"checkpoint-every": 1, "num-steps": last + 1, "batch-size": 8},
+    )
     store = Dataset.open(data).train
     first, _ = first_steps(run, "uls", store)
     person = min(name for name, step in first.items() if step == last)
@@ -325,7 +431,7 @@ def test_with_the_old_noise_the_difference_of_the_models_would_be_a_persons_grad
     assert abs(subtracted("fresh")) < 6 / len(gradient) ** 0.5
     old = SecretKey.load(run)
     monkeypatch.setattr(SecretKey, "renewed", lambda *_: SecretKey(old._secret))
-    assert subtracted("reused") > 0.999
+    assert subtracted("reused") > 0.99  # contributions are rounded
 
 
 def gradient_of(run_dir, store, person, step):
