@@ -25,10 +25,10 @@ from fedsim.run import PARENT, Console, Ledger, checkpoint, directory, ledger
 from fedsim.sampling import Poisson, draw_groups
 from fedsim.training import OWN_TASK, train
 from fedsim.trust import certificate, forget, verify
-from fedsim.trust.retrain import _expect_can, _why_none
+from fedsim.trust.retrain import _expect_can, _why_none, retraining_of
 
-STEPS, EVERY, GROUP = 8, 4, 2
-BATCH = {"uls": 4, "els": 2}
+STEPS, EVERY = 8, 4
+BATCH, GROUP = {"uls": 4, "els": 2}, {"uls": 2, "els": 1}
 
 
 def main_of(*args):
@@ -38,7 +38,11 @@ def main_of(*args):
 def trained(data, run_dir, algorithm="uls", **flags):
     """Train on `data` with a key of the operating system's randomness."""
     given = {"data": data, "model": "micro", "engine": "local", "epsilon": 8, "num-steps": STEPS}
-    given |= {"batch-size": BATCH[algorithm], "group-size": GROUP, "checkpoint-every": EVERY}
+    given |= {
+        "batch-size": BATCH[algorithm],
+        "group-size": GROUP[algorithm],
+        "checkpoint-every": EVERY,
+    }
     given |= {"strategy": "scan:2", "run-dir": run_dir, **flags}
     words = ((f"--{n}", v) for n, v in given.items() if v is not None)
     main_of("train", algorithm, "--quiet", *itertools.chain(*words))
@@ -47,8 +51,8 @@ def trained(data, run_dir, algorithm="uls", **flags):
 def first_steps(run_dir, algorithm, store):
     """The first step that draws a text of each user, found with the run's sampler alone."""
     plan, key = directory.load(run_dir).plan, SecretKey.load(run_dir)
-    sizes = np.minimum(np.diff(store.offsets), GROUP)
-    places = 1 if algorithm == "uls" else GROUP
+    sizes = np.minimum(np.diff(store.offsets), GROUP[algorithm])
+    places = 1 if algorithm == "uls" else GROUP["els"]
     assert plan.num_units == store.num_users * places and plan.sampling.kind == POISSON
     sampler, first = Poisson(plan.num_units, plan.expected_count), {}
     for step in reversed(range(plan.num_steps)):
@@ -292,6 +296,14 @@ def test_nothing_is_trained_for_people_who_were_never_drawn(world, tmp_path):
     assert "model" not in found["retrained"]
 
 
+def test_the_first_step_is_that_of_the_sampler_for_everyone(world, tmp_path):
+    data, never = Dataset.open(world.data), world.never[0]
+    for name in data.train.user_ids():
+        for people in ([name], [name, world.late[0]], [never, name]):
+            first = min((world.first[each] for each in people if each in world.first), default=None)
+            assert retraining_of(world.run, tmp_path / "new", data, people).first == first
+
+
 @pytest.mark.parametrize("whose", ["early", "late"])
 def test_the_first_step_is_that_of_whoever_was_drawn_first(world, tmp_path, whose):
     """And people who were drawn before the first checkpoint leave nothing to start from."""
@@ -439,7 +451,7 @@ def gradient_of(run_dir, store, person, step):
     stored, key = directory.load(run_dir), SecretKey.load(run_dir)
     task, *_ = last_model(stored, stored.run, Console())
     user = store.user_ids().index(person)
-    rows = draw_groups(store.offsets, [user], GROUP, key, step)[0]
+    rows = draw_groups(store.offsets, [user], GROUP["uls"], key, step)[0]
     batch = task.read("train", rows[rows >= 0])
     loss = lambda theta: task.losses(theta, batch).mean()  # noqa: E731
     return flat(jax.grad(loss)(params(run_dir, step)))
