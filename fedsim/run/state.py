@@ -85,16 +85,17 @@ def restored(run_dir: Path, state: State, console: Console, first: int = 0) -> S
     return state
 
 
-def save(run_dir: Path, step: int, state: dict[str, Any]) -> None:
+def save(run_dir: Path, step: int, state: dict[str, Any], keep: int = checkpoint.KEEP) -> None:
     """Write progress.json, then a checkpoint.
 
     Args:
       state: the fields of a `State`.
+      keep: number of checkpoints to keep.
     """
     steps = _steps(run_dir)
     steps[str(step)] = {name: state[name] for name in APART}
     write_json(run_dir / PROGRESS, {"steps": dict(list(steps.items())[-KEEP:])}, mode=0o600)
-    checkpoint.save(run_dir, step, _published(state), state["chain"])
+    checkpoint.save(run_dir, step, _published(state), state["chain"], keep)
 
 
 def apart(run_dir: Path, step: int) -> dict[str, Any]:

@@ -365,7 +365,7 @@ class Trainer:
             metrics.flush()
 
     def _write(self, step: int, state: dict[str, Any]) -> None:
-        save(self.run.run_dir, step, state)
+        save(self.run.run_dir, step, state, self.run.keep_checkpoints)
         released.drop(self.run.run_dir, step)  # the checkpoint has it
         self.written.append(step)
 

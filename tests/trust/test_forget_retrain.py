@@ -273,6 +273,12 @@ def test_the_certificate_lists_it(world, retrained):
     assert record["retrained"] == retrained["retrained"] and record["format"] == 2
     assert record["retrained"]["old_run"] == "run" and record["retrained"]["run"] == "again"
     assert record["retrained"]["model"] in path.with_suffix(".md").read_text()
+    signed = ("format", "retrained", "public_key", "signature")
+    older = {name: value for name, value in record.items() if name not in signed}
+    old, key = world.path / "older.json", SecretKey.load(world.path / "ledger")
+    certificate.write(old, {**older, "format": 1}, key)
+    found = certificate.check(old, str(world.new), world.path / "ledger")
+    assert all(each.holds for each in found) and "trained again" not in old.read_text()
     whys = [each["why"] for each in record["computed"] if each["path"] == str(world.again)]
     assert whys == [f"its first step, {EVERY}, follows from when they were drawn"]
     first = min(world.first[name] for name in world.gone)
@@ -332,10 +338,13 @@ def test_steps_whose_noise_or_draws_hang_together_are_all_trained_again(tmp_path
     data, run = tmp_path / "data", tmp_path / "run"
     build(jsonl(tmp_path / "source.jsonl", rows_of()), data, num_workers=1)
     flags = {"group-size": None, "group-size-epsilon": 1, "noise": "correlated", "bands": 2}
+    flags["keep-checkpoints"] = 3
     trained(data, run, "els", **{"num-steps": 3, "checkpoint-every": 1, "batch-size": 11, **flags})
     users = users_file(tmp_path / "users", Dataset.open(data).train.user_ids()[:9])
-    options = {"out": tmp_path / "new", "retrain": run, "run_dir": tmp_path / "again"}
+    assert len(checkpoint.kept(run)) == 3
+    options = {"in_place": True, "retrain": run, "run_dir": tmp_path / "again"}
     found = forget(data, users, tmp_path / "ledger", Console(), **options)
+    assert Dataset.open(data).metadata["forgotten"] == 9 and not [*tmp_path.glob(".*")]
     assert found["retrained"]["first_step"] == 0 and "correlated" in found["retrained"]["sentence"]
     old, new = (directory.load(each).plan for each in (run, tmp_path / "again"))
     assert new.group_size == old.group_size and new.group_size_epsilon == 1
