@@ -16,7 +16,7 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import at_most
-from fedsim.budget import RUNNING, Applicant, Charge, Entry, books, hold
+from fedsim.budget import RUNNING, Applicant, Charge, books, hold
 from fedsim.config import ZERO_OUT, DataConfig, changed_run, to_json
 from fedsim.data import Dataset
 from fedsim.els import ELS
@@ -62,7 +62,7 @@ class Retraining:
     """Key of the old run."""
     out: Path
     first: int | None
-    """First step, from 0, that drew a text of theirs; None: no step did."""
+    """First released step, from 0, that drew a text of theirs; None: no step did."""
     parent: Parent
     why: str
     """Reason why no step is saved; empty if some are."""
@@ -93,17 +93,6 @@ class Retraining:
         if step:
             facts.append(f"its first step, {step}, follows from when they were drawn")
         return facts
-
-    def entry(self, place: Path) -> tuple[Applicant, Entry]:
-        """The new run as the ledger of the data will count it, for everyone but these people."""
-        plan, steps = self.plan, self.num_steps
-        applicant = Applicant(place, [], "train", None, self.out, plan.delta)
-        run = ""
-        if self.out.exists():
-            run = SecretKey.load(self.out).seal("ledger")
-        first, slack = plan.num_steps - steps, plan.slack_after(steps)
-        phases = plan.events_from(first)
-        return applicant, applicant.entry(run, phases, slack, plan.label)
 
 
 def first_drawn(method: ELS | ULS, num_steps: int, theirs: np.ndarray) -> int | None:
@@ -142,7 +131,8 @@ def retraining_of(run_dir: Path, out: Path, data: Dataset, people: Collection[st
         method = method_for(plan.algorithm, as_planned(old.privacy, plan), data.train, key)
         is_gone = np.isin(data.train.user_ids(), [*people])
         theirs = np.repeat(is_gone, np.diff(data.train.offsets))
-        first, path, why = first_drawn(method, plan.num_steps, theirs), None, _why_none(old)
+        released = len(ledger.read(run_dir)) - 1
+        first, path, why = first_drawn(method, released, theirs), None, _why_none(old)
         if first is not None and not why:
             early = [each for each in checkpoint.kept(run_dir) if _step(each) <= first]
             path = max(early, default=None)
@@ -206,27 +196,31 @@ def cost(retraining: Retraining, others: Collection[str], place: Path) -> dict[s
       place: directory of the ledger of the data.
 
     Raises:
-      ConfigError: it would break a limit of the ledger.
+      ConfigError: it would break a limit of the ledger, or the ledger does not count the old run.
     """
-    plan, steps = retraining.plan, retraining.num_steps
-    applicant, entry = retraining.entry(place)
-    applicant = dataclasses.replace(applicant, ids=[*others])
-    if steps:
-        applicant.expect_room(entry)
+    plan, steps, out = retraining.plan, retraining.num_steps, retraining.out
+    run = SecretKey.load(out).seal("ledger") if out.exists() else ""
+    events, slack = plan.events_from(plan.num_steps - steps), plan.slack_after(steps)
+    applicant = Applicant(place, [*others], "train", None, out, plan.delta)
+    entry = applicant.entry(run, events, slack, plan.label)
     with hold(place) as account:
+        counts = f"the ledger of the data that counts {retraining.run}"
+        expect("budget_ledger", place, retraining.parent.run in account.entries, counts)
+        if steps:
+            applicant.expect_room_in(account, entry)
         spent = books(account, applicant.ids)
-        apart = [charge for charge in spent.charges if charge.entry.run != entry.run]
+        apart = [charge for charge in spent.charges if charge.entry.run != run]
         spent = dataclasses.replace(spent, charges=apart)
         numbered = dataclasses.replace(entry, number=account.num_lines + 1)
-        more = Charge(numbered, numbered.planned, RUNNING) if steps else None
+        more = Charge(numbered, events, RUNNING) if steps else None
         before, after = spent.total(plan.delta), spent.total(plan.delta, more=more)
-    own = accounting.epsilon(entry.planned, plan.delta) if entry.planned else math.inf
+    own = accounting.epsilon(events, plan.delta) if plan.guarantee and events else math.inf
     return {
         "steps_saved": retraining.parent.step if steps else plan.num_steps,
         "steps": steps,
         "gradients": plan.budget * steps,
         "epsilon_before": to_json(before.fixed),
-        "epsilon": to_json(own if plan.guarantee or not steps else math.inf),
+        "epsilon": to_json(own if steps else 0.0),
         "epsilon_after": to_json(after.fixed),
         "delta": plan.delta,
     }
