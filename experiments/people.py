@@ -142,7 +142,8 @@ def renyi(event: StepEvent, orders: np.ndarray) -> np.ndarray:
 
     def log_moment(order: float, x: np.ndarray, exchanged: bool) -> float:
         terms = weights + stats.norm.logpdf(x[:, None], counts, noise)
-        pair = special.logsumexp(terms, axis=1), stats.norm.logpdf(x, 0, noise)
+        mixture = np.asarray(special.logsumexp(terms, axis=1))
+        pair = mixture, stats.norm.logpdf(x, 0, noise)
         upper, lower = pair[::-1] if exchanged else pair
         return float(special.logsumexp(order * upper - (order - 1) * lower) + np.log(x[1] - x[0]))
 
