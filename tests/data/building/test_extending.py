@@ -210,8 +210,9 @@ def test_who_was_forgotten_comes_back_as_somebody_new(tmp_path, old):
 
 def test_texts_that_are_there_already_are_counted(tmp_path, old):
     said = []
-    rows = [*OLD[40:43], ("user 01", "new"), ("stranger", OLD[0][1])]
-    extended(tmp_path, rows, old, progress=said.append)
+    rows = [*OLD[40:43], ("user 01", "new"), ("stranger", OLD[0][1]), ("USER 02", "who?")]
+    new = extended(tmp_path, rows, old, progress=said.append)
+    assert new.metadata["counts"]["users_that_look_alike"] == 2  # an old one and a new one
     assert "3 new texts are as old ones of the same user, and count again" in said
 
 
@@ -247,6 +248,23 @@ def test_data_that_cannot_be_extended_are_named(tmp_path, old):
     tokens.write_bytes(before)
     shutil.rmtree(old.path)
     refused("data=.*old: expected a directory built by fedsim")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"settings": None}, "data whose settings are known"),
+        ({"columns": {"conversation": "doc"}}, "texts without conversation_column"),
+        ({"unicode": "1.0"}, "ids by unicode "),
+    ],
+)
+def test_builds_that_nothing_can_be_added_to_are_refused(tmp_path, old, changes, message):
+    file = old.path / "metadata.json"
+    changed = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({name: value for name, value in changed.items() if value}))
+    (old.path / "SHA256SUMS").unlink()
+    with pytest.raises(DataError, match=f"^extend=.*old: expected {message}"):
+        extended(tmp_path, NEW, old)
 
 
 def test_chats_keep_their_template_and_its_tokens(tmp_path):
