@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedsim.clipping import Clip, Strategy, lattice_capacity, num_coordinates
+from fedsim.clipping import Clip, Strategy, lattice_capacity, num_coordinates, shared_lengths
 from fedsim.engine.task import Task
 from fedsim.errors import FedsimError
 
@@ -368,10 +368,15 @@ def cut(task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int) ->
     lengths = None if num_lanes == 1 else costs(task, split, rows)
     if lengths is None:
         return _in_order([x for x in np.array_split(rows, num_lanes) if len(x)])
-    longest = lengths.max(axis=1)
+    longest, cost = lengths.max(axis=1), lengths.sum(axis=1)
+    shared = task.buckets.shared if task.buckets and lengths.shape[1] > 1 else ()
+    if shared and (sizes := task.sizes(split, rows.ravel())) is not None:
+        sizes = np.where(rows >= 0, sizes.reshape(rows.shape), 0)
+        longest = shared_lengths(sizes, shared)
+        cost = np.maximum(longest, sizes.sum(axis=1))
     order = np.argsort(-longest, kind="stable")
     block = max(least, min(len(rows) // num_lanes, AT_ONCE))
-    costs_in_order = lengths[order].sum(axis=1)
+    costs_in_order = cost[order]
     before = np.cumsum(costs_in_order) - costs_in_order
     starts = _starts_of_blocks(longest[order], block)
     share = np.minimum(before[starts] * num_lanes // max(1, costs_in_order.sum()), num_lanes - 1)

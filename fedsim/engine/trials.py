@@ -83,7 +83,8 @@ def choose_strategy(
         return _requested(engine, params, rows, clip, wanted), "as asked for"
     machine = engine.machine(params)
     on_cpu = ", cpu," in machine and MESH not in machine
-    tried = candidates(group, num_coordinates(params), on_cpu=on_cpu)
+    shared = on_cpu and Strategy("direct").shares_rows(group, engine.task.buckets)
+    tried = candidates(group, num_coordinates(params), on_cpu=on_cpu, shared=shared)
     digest = _digest(machine, params, (most, together, group), tried)
     of_all, of_some = cache / f"{digest}.json", cache / f"{digest}-{of_run}.json"
     ours = _is_ours(cache)
@@ -171,10 +172,10 @@ def try_strategy(
       together: units of a lane, at least one.
     Returns: (the trial, with the seconds that all of `rows` would take; norms).
     """
-    lengths = worker.lengths(rows)
+    lengths = worker.lengths(rows, strategy)
     length = _most_telling(lengths)
     rows = rows[lengths == length]
-    count = strategy.units_at_once(rows.shape[1])
+    count = max(each.units_at_once(1) for each in worker.passes(strategy, rows.shape[1]))
     full = np.resize(rows, (-(-len(rows) // count) * count, rows.shape[1]))  # whole passes
     share = padded(lengths, count, together) / (len(full) * length)
     try:
