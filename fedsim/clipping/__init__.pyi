@@ -21,6 +21,7 @@ from .packing import (
 from .scan import LocalSteps as LocalSteps, in_parts as in_parts, zeros_like as zeros_like
 from .step_releases import AdaptiveClip as AdaptiveClip, NoisyLoss as NoisyLoss
 from .strategy import (
+    MANY_PARAMETERS as MANY_PARAMETERS,
     Strategy as Strategy,
     candidates as candidates,
     choose as choose,

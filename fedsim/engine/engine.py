@@ -336,6 +336,12 @@ class Engine(ABC):
     def read_ahead(self, rows: np.ndarray) -> None:  # noqa: B027
         """Have idle workers read the rows of the next `clipped_sum`."""
 
+    def prepare(self, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy) -> None:  # noqa: B027
+        """Have idle workers compile the programs of a `clipped_sum`; arguments as of that.
+
+        Work goes on after the return. Errors are ignored: they recur when a program is used.
+        """
+
     def measurements(self) -> dict[str, float]:
         """Return metrics of workers, by name."""
         return {"performance/redispatched_lanes": self.redispatched}
@@ -403,6 +409,17 @@ def cut_examples(task: Task, split: str, rows: np.ndarray, num_lanes: int, least
     num_lanes = max(1, min(num_lanes, int(ends[-1]) // LEAST_TOKENS))
     lane = np.minimum((ends - sizes) * num_lanes // max(1, ends[-1]), num_lanes - 1)
     return _in_order(np.split(rows, 1 + np.flatnonzero(np.diff(lane))))
+
+
+def one_of_each(task: Task, rows: np.ndarray) -> list[np.ndarray]:
+    """Return a unit [1, group] of each length among the units of a step, the shortest first.
+
+    Args:
+      rows: examples of the training split, int [units, group].
+    """
+    lengths = costs(task, "train", rows)
+    longest = np.zeros(len(rows), int) if lengths is None else lengths.max(axis=1)
+    return [rows[[unit]] for unit in np.unique(longest, return_index=True)[1]]
 
 
 def costs(task: Task, split: str, rows: np.ndarray) -> np.ndarray | None:
