@@ -385,8 +385,8 @@ class MultiDeviceWorker(Worker):
         return jax.tree.map(_added, *sums), Stats.join(stats)
 
     def prepare(self, version: int, params: Any, rows: np.ndarray, *args):
-        everywhere = np.repeat(rows, len(jax.local_devices()), axis=0)
-        self._on_all("prepare", version, params, np.sort(everywhere, axis=0), *args)
+        for_each = np.tile(rows, (len(jax.local_devices()), 1))
+        self._on_all("prepare", version, params, for_each, *args)
 
     def lane_nats(self, version: int, params: Any, rows: np.ndarray, split: str):
         nats, counts = zip(*self._on_all("lane_nats", version, params, rows, split), strict=True)
