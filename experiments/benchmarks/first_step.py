@@ -133,10 +133,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="less of it")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--data", type=Path, help="texts with a column user_id")
-    parser.add_argument("--only", choices=COMMANDS, help="one command")
+    parser.add_argument("--only", choices=COMMANDS, nargs="+", default=[*COMMANDS])
+    parser.add_argument("--cold", action="store_true", help="no second run")
     parser.add_argument("--before", type=Path, metavar="TREE", help="another tree with fedsim")
     args = parser.parse_args()
-    names = QUICK if args.quick else [args.only] if args.only else COMMANDS
+    names, cold = QUICK if args.quick else args.only, args.quick or args.cold
     trees = {"now": Path(__file__).parents[2]}
     if args.before:
         trees = {"before": args.before.absolute(), **trees}
@@ -147,7 +148,7 @@ def main() -> None:
         write_texts(Path(directory))
         texts = (args.data or Path(directory) / "texts.parquet").absolute()
         for name in names:
-            for again in (False,) if args.quick else (False, True):
+            for again in (False,) if cold else (False, True):
                 for tree, path in trees.items():
                     found = phases(name, texts, Path(directory) / tree, path, again=again)
                     rows += [{"tree": tree, **row} for row in found]
