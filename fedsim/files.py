@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -229,6 +230,29 @@ def new_directory(out: Path) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError.of("out", out, f"a place to write to ({error})") from None
     sync_directory(out.parent)
+
+
+@contextmanager
+def locked(field: str, directory: Path) -> Iterator[None]:
+    """Lock a directory that is going to be replaced by another one.
+
+    Args:
+      field: the setting that names it, for errors.
+
+    Raises:
+      ConfigError: another process has locked it, or has replaced it meanwhile.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = os.path.samestat(os.fstat(descriptor), os.stat(directory))
+        except (BlockingIOError, FileNotFoundError):
+            alone = False
+        expect(field, directory, alone, "a directory that no other process replaces")
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def exchange(one: Path, other: Path) -> None:

@@ -19,6 +19,7 @@ from .spending import (
     RUNNING as RUNNING,
     Books as Books,
     Charge as Charge,
+    Total as Total,
     books as books,
     union as union,
 )

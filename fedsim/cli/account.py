@@ -197,9 +197,10 @@ class Account(_Mechanism):
                 spent += f" for {self.people:,} users together"
             how = ["by group privacy, which is not tight"] * by_group
             print(", ".join([spent, *how, *self.labels.values()]))
-        return self.answer(
-            self.num_steps, self.noise_multiplier, epsilon=to_json(epsilon), delta=delta
-        )
+        found = {"epsilon": to_json(epsilon), "delta": delta}
+        if self.people > 1:
+            found["how"] = "group privacy" if by_group else "theorem"
+        return self.answer(self.num_steps, self.noise_multiplier, **found)
 
 
 @dataclasses.dataclass(frozen=True)

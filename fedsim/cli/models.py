@@ -364,7 +364,7 @@ class Synthesize(ReadsModel):
         )
         if not self.json:
             dropped = sum(result["dropped"].values())
-            left_out = f", {dropped:,} were thrown away" if dropped else ""
+            left_out = f", {dropped:,} thrown away" if dropped else ""
             print(wrapped(result["claim"]))
             for fact in result["outside"]:
                 print(wrapped(f"Not covered by the guarantee: {fact}."))

@@ -12,16 +12,19 @@ from .layers import (
     remat_module as remat_module,
 )
 from .packing import (
+    SHORT as SHORT,
     Buckets as Buckets,
     Chunk as Chunk,
     chunks as chunks,
+    chunks_of_shared as chunks_of_shared,
+    in_shared_rows as in_shared_rows,
     packed as packed,
     padded as padded,
+    shared_lengths as shared_lengths,
 )
 from .scan import LocalSteps as LocalSteps, in_parts as in_parts, zeros_like as zeros_like
 from .step_releases import AdaptiveClip as AdaptiveClip, NoisyLoss as NoisyLoss
 from .strategy import (
-    MANY_PARAMETERS as MANY_PARAMETERS,
     Strategy as Strategy,
     candidates as candidates,
     choose as choose,

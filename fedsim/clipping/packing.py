@@ -6,6 +6,9 @@ length; units are grouped by their longest row, and a chunk is trimmed to the bu
 `packed` puts several short texts into one row, for a loss without gradients. A text of n tokens
 takes n - 1 positions: the tokens that are fed, each with the token to predict. Attention sees only
 the positions of the same text, so the loss is that of the texts one by one.
+
+`in_shared_rows` does so for gradients, with the texts of one unit: a row has no text of another, so
+that a unit's contribution stays its own.
 """
 
 import dataclasses
@@ -31,6 +34,8 @@ class Buckets:
     packed: Callable[[Any], Sequence[Any]] | None = None
     """(NumPy batch) -> batches with several short texts in a row, trees of arrays [rows, length];
     only for a task's `nats`."""
+    shared: tuple[int, ...] = ()
+    """Ascending lengths of rows that the texts of one unit may share, as of `in_shared_rows`."""
 
     def holding(self, sizes: np.ndarray) -> np.ndarray:
         """Return the least length that holds each of these sizes, int, in the shape of `sizes`.
@@ -57,6 +62,8 @@ class Chunk(NamedTuple):
     """bool [units per chunk, group]."""
     length: int
     """The bucket to which the rows are trimmed; 0 without buckets."""
+    rows: int = 0
+    """Rows of a pass; 0: those of the strategy."""
 
 
 def chunks(
@@ -126,6 +133,30 @@ def padded(lengths: np.ndarray, units_at_once: int, together: int) -> int:
     return int(values @ passes * units_at_once)
 
 
+def chunks_of_shared(
+    batch: Any,
+    mask: np.ndarray,
+    lengths: tuple[int, ...],
+    rows_of_pass: Callable[[int], int],
+    units_per_chunk: Callable[[int], int],
+) -> Iterator[Chunk]:
+    """Split a lane into chunks whose units' texts share rows; arguments as of `in_shared_rows`.
+
+    Args:
+      rows_of_pass: length of a row -> units of a pass, if each has one row. Units of several rows
+        are computed one at a time, row by row.
+      units_per_chunk: units of a pass -> units of a chunk.
+    """
+    for units, made, real in in_shared_rows(batch, mask, lengths):
+        length = made["tokens"].shape[-1]
+        rows = rows_of_pass(length) if real.shape[1] == 1 else 1
+        size = units_per_chunk(rows)
+        for start in range(0, len(units), size):
+            part = np.arange(start, min(start + size, len(units)))
+            chunk = _chunk(made, real, part, size)
+            yield chunk._replace(units=units[part], length=length, rows=rows)
+
+
 def packed(
     batch: dict[str, Any], length_for: Callable[[np.ndarray], np.ndarray]
 ) -> list[dict[str, np.ndarray]]:
@@ -169,3 +200,93 @@ def _filled(batch, fed, places, begun, length) -> dict[str, np.ndarray]:
             filled["targets"][where] = targets
             filled["positions"][where] = np.arange(count)
     return filled
+
+
+SHORT = 256
+"""Tokens up to which all texts of a unit share one row. Attention in longer rows costs more than
+the last row of several wastes."""
+
+
+def shared_lengths(sizes: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
+    """Length of the rows that the texts of each unit share: a function of the unit's sizes.
+
+    Args:
+      sizes: tokens of each text, int [units, group]; 0 is padding.
+      lengths: ascending; the last holds SHORT and the longest text.
+
+    Returns:
+      int [units]. A unit of more tokens has several such rows.
+    """
+    fed = np.maximum(sizes - 1, 0)
+    total, longest = fed.sum(axis=1), fed.max(axis=1, initial=0)
+    needed = np.where(total <= SHORT, total, np.maximum(longest, SHORT))
+    return np.asarray(lengths)[np.searchsorted(lengths, needed)]
+
+
+def in_shared_rows(
+    batch: dict[str, np.ndarray], mask: np.ndarray, lengths: tuple[int, ...]
+) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]]:
+    """Put the texts of each unit into rows of its own, one after another, with little padding.
+
+    Args:
+      batch: {tokens [units, group, any], sizes [units, group]}, NumPy; padding has size 0. And
+        perhaps trained, bool [units, group, any]: tokens to predict; the others are only fed.
+      mask: bool [units, group], true where a text is real.
+      lengths: see `shared_lengths`.
+
+    Yields:
+      For each length, units of one row and units of several: (numbers of the units; {tokens,
+      targets, positions}, int32 [units, rows, length], as of `packed`, and weights, float32: the
+      mean over a unit's rows of the sums of weighted losses is the mean over its texts of the mean
+      loss of a token; the mask of the rows). All of it is a function of the unit alone.
+    """
+    sizes = np.where(mask, np.asarray(batch["sizes"]), 0)
+    fed, length = np.maximum(sizes - 1, 0), shared_lengths(sizes, lengths)
+    row, first = np.zeros_like(fed), np.cumsum(fed, axis=1) - fed
+    several = fed.sum(axis=1) > length
+    for unit in np.flatnonzero(several):
+        row[unit], first[unit] = _first_fit(fed[unit], int(length[unit]))
+    for rows, kind in ((1, ~several), (mask.shape[1], several)):
+        for each in np.unique(length[kind]):
+            units = np.flatnonzero(kind & (length == each))
+            own = {name: np.asarray(leaf)[units] for name, leaf in batch.items()}
+            places = mask[units], fed[units], row[units], first[units]
+            yield units, *_in_rows(own, *places, rows, int(each))
+
+
+def _first_fit(fed: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(row, first place in it) of each text of a unit, [group]: the longest texts first."""
+    row, first, used = np.zeros_like(fed), np.zeros_like(fed), []
+    for text in np.argsort(-fed, kind="stable"):
+        free = (i for i, before in enumerate(used) if before + fed[text] <= length)
+        if (place := next(free, len(used))) == len(used):
+            used.append(0)
+        row[text], first[text] = place, used[place]
+        used[place] += fed[text]
+    return row, first
+
+
+def _in_rows(batch, mask, fed, row, first, rows, length):
+    """(batch, mask) of `in_shared_rows`, from the places [units, group] of the texts."""
+    shape = len(mask), rows, length
+    made = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions")}
+    made |= {"targets": np.full(shape, -1, np.int32), "weights": np.zeros(shape, np.float32)}
+    unit, text = np.nonzero(fed)
+    count = fed[unit, text]
+    of_token = np.repeat(np.arange(len(count)), count)
+    at = np.arange(len(of_token)) - np.repeat(np.cumsum(count) - count, count)
+    unit, text = unit[of_token], text[of_token]
+    place = unit, row[unit, text], first[unit, text] + at
+    made["tokens"][place] = batch["tokens"][unit, text, at]
+    made["positions"][place] = at
+    targets, predicted = batch["tokens"][unit, text, at + 1], np.ones(len(at), bool)
+    if "trained" in batch:
+        predicted = batch["trained"][unit, text, at + 1]
+    made["targets"][place] = np.where(predicted, targets, -1)
+    predictions = np.zeros(mask.shape)
+    np.add.at(predictions, (unit, text), predicted)
+    number = np.where(mask.any(axis=1), row.max(axis=1, initial=0) + 1, 0)
+    share = number / np.maximum(1, mask.sum(axis=1))
+    weights = share[:, None] / np.maximum(1, predictions)
+    made["weights"][place] = np.where(predicted, weights[unit, text], 0)
+    return made, np.arange(rows) < number[:, None]

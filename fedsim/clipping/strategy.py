@@ -12,7 +12,7 @@ import jax
 from fedsim.clipping import ghost, scan
 from fedsim.clipping.contribution import MODEL, Clip
 from fedsim.clipping.layers import UnsupportedModel
-from fedsim.clipping.packing import Buckets
+from fedsim.clipping.packing import Buckets, Chunk
 from fedsim.errors import expect
 
 NAMES = ("scan", "direct", "ghost")  # the simpler ones first
@@ -57,6 +57,15 @@ class Strategy:
         would change the unit's contribution.
         """
         return 1 if self.name == "scan" else max(1, self.rows // group)
+
+    def of(self, chunk: Chunk) -> "Strategy":
+        """Return the strategy with the rows of a pass that a chunk is made for."""
+        return dataclasses.replace(self, rows=chunk.rows) if chunk.rows else self
+
+    def shares_rows(self, group: int, buckets: Buckets | None) -> bool:
+        """True if the texts of a unit share rows, on CPUs. `scan`, the oracle, takes them as they
+        are."""
+        return self.name == "direct" and group > 1 and buckets is not None and bool(buckets.shared)
 
     def units_per_call(self, group: int) -> int:
         """Units of one call of `clip_chunk`, a multiple of `units_at_once`.
@@ -105,8 +114,13 @@ def clip_chunk(
     return ghost.clip_chunk(loss_fn, params, batch, mask, clip, side_by_side=at_once, total=total)
 
 
-def candidates(group: int, num_parameters: int, *, on_cpu: bool = True) -> list[Strategy]:
+def candidates(
+    group: int, num_parameters: int, *, on_cpu: bool = True, shared: bool = False
+) -> list[Strategy]:
     """List the strategies that are worth timing, for units of `group` rows.
+
+    Args:
+      shared: the texts of a unit share rows, of which a unit then has few.
 
     The simplest is first, because the others are compared with it; the rest is in the order of
     their promise, because trials end early in short runs.
@@ -118,6 +132,8 @@ def candidates(group: int, num_parameters: int, *, on_cpu: bool = True) -> list[
     parts = {min(group, rows) for rows in passes}  # of one unit
     several = {rows for rows in side_by_side if rows >= 2 * group}
     one_by_one = [Strategy("scan", rows) for rows in sorted(parts)]
+    if shared:
+        return [one_by_one[0], Strategy("direct", 1), Strategy("direct", 4)]
     direct = [Strategy("direct", rows) for rows in (*sorted(several), *sorted(parts - several))]
     in_tiles = on_cpu and group == 1 and num_parameters >= MANY_PARAMETERS
     return [*one_by_one[:1], *[Strategy("ghost", 4)] * in_tiles, *direct, *one_by_one[1:]]

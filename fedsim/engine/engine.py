@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedsim.clipping import Clip, Strategy, lattice_capacity, num_coordinates
+from fedsim.clipping import Clip, Strategy, lattice_capacity, num_coordinates, shared_lengths
 from fedsim.engine.task import Task
 from fedsim.errors import FedsimError
 
@@ -371,13 +371,13 @@ def cut(task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int) ->
       least: least units of a lane, if there are that many units.
     """
     num_lanes = max(1, min(num_lanes, len(rows) // least))
-    lengths = None if num_lanes == 1 else costs(task, split, rows)
-    if lengths is None:
+    found = None if num_lanes == 1 else _lengths_and_costs(task, split, rows)
+    if found is None:
         return _in_order([x for x in np.array_split(rows, num_lanes) if len(x)])
-    longest = lengths.max(axis=1)
+    longest, cost = found
     order = np.argsort(-longest, kind="stable")
     block = max(least, min(len(rows) // num_lanes, AT_ONCE))
-    costs_in_order = lengths[order].sum(axis=1)
+    costs_in_order = cost[order]
     before = np.cumsum(costs_in_order) - costs_in_order
     starts = _starts_of_blocks(longest[order], block)
     share = np.minimum(before[starts] * num_lanes // max(1, costs_in_order.sum()), num_lanes - 1)
@@ -417,9 +417,28 @@ def one_of_each(task: Task, rows: np.ndarray) -> list[np.ndarray]:
     Args:
       rows: examples of the training split, int [units, group].
     """
-    lengths = costs(task, "train", rows)
-    longest = np.zeros(len(rows), int) if lengths is None else lengths.max(axis=1)
-    return [rows[[unit]] for unit in np.unique(longest, return_index=True)[1]]
+    found = _lengths_and_costs(task, "train", rows)
+    longest, cost = (np.zeros(len(rows), int),) * 2 if found is None else found
+    kinds = np.unique(np.stack([longest, cost > longest]), axis=1, return_index=True)[1]
+    return [rows[[unit]] for unit in kinds]
+
+
+def _lengths_and_costs(
+    task: Task, split: str, rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return (length of the rows, tokens with padding) of each unit, int [units] each.
+
+    None: all examples have the same length, or it is unknown.
+    """
+    lengths = costs(task, split, rows)
+    if lengths is None:
+        return None
+    shared = task.buckets.shared if task.buckets and lengths.shape[1] > 1 else ()
+    if not shared or (sizes := task.sizes(split, rows.ravel())) is None:
+        return lengths.max(axis=1), lengths.sum(axis=1)
+    sizes = np.where(rows >= 0, sizes.reshape(rows.shape), 0)
+    longest = shared_lengths(sizes, shared)
+    return longest, np.maximum(longest, sizes.sum(axis=1))
 
 
 def costs(task: Task, split: str, rows: np.ndarray) -> np.ndarray | None:

@@ -220,8 +220,8 @@ class Programs:
 
         Raises: UnfitDevice: it does not store a gradient before it reads it.
         """
-        buckets = self.task.buckets
-        buckets = buckets.up_to(chunk.length) if buckets else None
+        buckets, strategy = self.task.buckets, strategy.of(chunk)
+        buckets = buckets.up_to(chunk.length) if buckets and not chunk.rows else None
 
         # The norm is an argument: an adaptive clip norm needs one program.
         def add(total, params, batch, mask, norm, *frozen):
@@ -240,7 +240,8 @@ class Programs:
                 total=total,
             )
 
-        key = ("sum", chunk.length, chunk.mask.shape, clip.normalised, clip.in_float32, strategy)
+        shapes = chunk.length, chunk.mask.shape, chunk.rows
+        key = ("sum", *shapes, clip.normalised, clip.in_float32, strategy)
         arguments = (total, params, *self._arguments(chunk, clip))
         options: dict[str, Any] = {"donate_argnums": 0}
         if self.mesh is not None:  # the sum is sharded like the parameters
@@ -258,7 +259,7 @@ class Programs:
         if id(program) not in self._checked and not clip.in_float32:
             fresh = functools.partial(self.zeros, params, clip)
             arguments = (params, *self._arguments(chunk, clip))
-            if _checked_side_by_side(program, fresh, arguments, chunk, strategy):
+            if _checked_side_by_side(program, fresh, arguments, chunk, strategy.of(chunk)):
                 self._checked.add(id(program))
         return program
 

@@ -18,7 +18,6 @@ import jax
 import numpy as np
 
 from fedsim.clipping import (
-    MANY_PARAMETERS,
     Clip,
     Strategy,
     UnsupportedModel,
@@ -73,8 +72,8 @@ def choose_strategy(
       cache: the directory of cached choices.
       num_steps: steps of the run. No trial begins that would end, at the average time of the
         trials so far, after ten seconds or 2 % of the run, whichever is more.
-      first: units of the first step [units, group], whose programs are compiled meanwhile, for the
-        likeliest choice; no choice depends on them.
+      first: units of the first step [units, group], whose programs are compiled in the background
+        once the choice is made; it does not depend on them.
       heard: called with (strategies tried, strategies).
     Returns: (strategy, a line with the reason).
     Raises: ConfigError: the requested strategy cannot be used.
@@ -85,6 +84,7 @@ def choose_strategy(
     rows = np.arange(most * group).reshape(most, group)
 
     def prepare(strategy: Strategy) -> None:
+        # After the choice: what is compiled depends on the data, and takes time from trials.
         if first is not None:
             engine.prepare(params, first, clip, strategy)
 
@@ -93,15 +93,14 @@ def choose_strategy(
         return _requested(engine, params, rows, clip, wanted), "as asked for"
     machine = engine.machine(params)
     on_cpu = ", cpu," in machine and MESH not in machine
-    tried = candidates(group, num_coordinates(params), on_cpu=on_cpu)
+    shared = on_cpu and Strategy("direct").shares_rows(group, engine.task.buckets)
+    tried = candidates(group, num_coordinates(params), on_cpu=on_cpu, shared=shared)
     digest = _digest(machine, params, (most, together, group), tried)
     of_all, of_some = cache / f"{digest}.json", cache / f"{digest}-{of_run}.json"
     ours = _is_ours(cache)
     if ours and (cached := _cached(of_all, tried) or _cached(of_some, tried)):
         prepare(cached)
         return cached, "the fastest when this machine tried"
-    if num_coordinates((params, engine.task.frozen)) >= MANY_PARAMETERS:
-        prepare(tried[0])  # time often suffices for no other
     began, trials = time.monotonic(), []
     for trial in engine.try_strategies(params, rows, clip, tried, together):
         trials.append(trial)
@@ -185,10 +184,10 @@ def try_strategy(
       together: units of a lane, at least one.
     Returns: (the trial, with the seconds that all of `rows` would take; norms).
     """
-    lengths = worker.lengths(rows)
+    lengths = worker.lengths(rows, strategy)
     length = _most_telling(lengths)
     rows = rows[lengths == length]
-    count = strategy.units_at_once(rows.shape[1])
+    count = max(each.units_at_once(1) for each in worker.passes(strategy, rows.shape[1]))
     full = np.resize(rows, (-(-len(rows) // count) * count, rows.shape[1]))  # whole passes
     share = padded(lengths, count, together) / (len(full) * length)
     try:

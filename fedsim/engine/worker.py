@@ -31,8 +31,10 @@ from fedsim.clipping import (
     Strategy,
     UnsupportedModel,
     chunks,
+    chunks_of_shared,
     lattice_capacity,
     num_coordinates,
+    shared_lengths,
 )
 from fedsim.config import MeshShape
 from fedsim.engine.engine import Engine, Stats, one_of_each
@@ -145,8 +147,8 @@ class Worker:
         return self.add_lane(params, rows, clip, strategy)
 
     def _check_contributions(self, params, rows, clip, strategy) -> None:
-        if not clip.in_float32:
-            check_contributions(strategy.for_examples(rows.shape[1]), params, self.mesh)
+        for each in () if clip.in_float32 else self.passes(strategy, rows.shape[1]):
+            check_contributions(each, params, self.mesh)
 
     def prepare(
         self, version: int, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy
@@ -203,8 +205,11 @@ class Worker:
     def _evaluated(self, split: str, rows: np.ndarray) -> Iterator[tuple[Any, int]]:
         """Yield (batch of a call of `nats`, number of its real rows) for all examples `rows`."""
         if self.buckets is None or (packed := self.buckets.packed) is None:
-            size, few = EVAL_ROWS_PER_CHUNK, EVAL_FEW
-            for chunk in self._chunks(split, rows[:, None], size, few=few, in_passes=False):
+            size = EVAL_ROWS_PER_CHUNK
+            split_up = functools.partial(
+                chunks, units_per_chunk=size, buckets=self.buckets, few=EVAL_FEW
+            )
+            for chunk in self._chunks(split, rows[:, None], size, split_up):
                 yield jax.tree.map(lambda leaf: leaf[:, 0], chunk.batch), len(chunk.units)
             return
 
@@ -228,12 +233,35 @@ class Worker:
         params = self.programs.on_device(version, params)
         return try_strategy(self, params, rows, *args)
 
-    def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Return the bucket of each made-up unit's longest row, int [units]; 1 without buckets."""
+    def lengths(self, rows: np.ndarray, strategy: Strategy) -> np.ndarray:
+        """Return the bucket of each made-up unit's longest row, or the length of the rows that its
+        texts share, int [units]; 1 without buckets."""
         if self.buckets is None or not len(rows):
             return np.ones(len(rows), int)
         sizes = self.buckets.sizes(self.task.made_up(rows.ravel())).reshape(rows.shape)
+        if self._shares_rows(strategy, rows.shape[1]):
+            return shared_lengths(sizes, self.buckets.shared)
         return self.buckets.holding(sizes.max(axis=1))
+
+    def _shares_rows(self, strategy: Strategy, group: int) -> bool:
+        """True if the texts of a unit share rows: where units may be side by side, too."""
+        on_cpu = self.mesh is None and jax.default_backend() == "cpu"
+        return on_cpu and strategy.shares_rows(group, self.buckets)
+
+    def rows_of_pass(self, strategy: Strategy, length: int) -> int:
+        """Return the rows of a pass of this length that have no more tokens than the strategy's
+        rows of the longest text: a power of two, at most the strategy's rows."""
+        assert self.buckets is not None, "rows are shared"
+        fit = strategy.rows * self.buckets.lengths[-1] // length
+        return min(strategy.rows, 1 << (max(1, fit).bit_length() - 1))
+
+    def passes(self, strategy: Strategy, group: int) -> list[Strategy]:
+        """Return the strategy for units of one row, for each number of units of a pass."""
+        if not self._shares_rows(strategy, group):
+            return [strategy.for_examples(group)]
+        assert self.buckets is not None, "rows are shared"
+        numbers = {1, *(self.rows_of_pass(strategy, length) for length in self.buckets.shared)}
+        return [dataclasses.replace(strategy, rows=number) for number in sorted(numbers)]
 
     def add_lane(
         self, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy, split: str = "train"
@@ -248,7 +276,7 @@ class Worker:
                 flushed = flush(flushed, total)
                 total, room = programs.zeros(params, clip), most - len(chunk.units)
             total, *values = programs.clip_chunk(total, params, chunk, clip, strategy)
-            values = [*values, chunk.mask.sum(axis=1)]
+            values = [*values, (rows[chunk.units] >= 0).sum(axis=1)]
             for column, value in zip(stats.columns(), values, strict=True):
                 column[chunk.units] = np.asarray(value)[: len(chunk.units)]
         total = jax.tree.map(np.asarray, total) if flushed is None else flush(flushed, total)
@@ -263,7 +291,8 @@ class Worker:
           contribution might depend on its position there.
         """
         group, most = rows.shape[1], sum_holds(params, clip)
-        at_once = strategy.units_at_once(group)
+        buckets = self.buckets
+        at_once = max(each.units_at_once(1) for each in self.passes(strategy, group))
         alone = self.mesh is not None or jax.default_backend() != "cpu"
         if at_once > 1 and not clip.in_float32 and alone:
             where = "an accelerator" if self.mesh is None else "a mesh"
@@ -272,29 +301,42 @@ class Worker:
                 f"{where}, where what a unit contributes depends on its place: auto does that"
             )
         expect_fit(strategy, at_once, most)
-        units = min(strategy.units_per_call(group), most // at_once * at_once)
-        return self._chunks(split, rows, units, in_passes=strategy.splits_units(group))
+
+        def units_per_call(at_once):
+            call = dataclasses.replace(strategy, rows=at_once).units_per_call(1)
+            return min(call, most // at_once * at_once)
+
+        units = units_per_call(at_once)
+        split_up: Callable[..., Iterator[Chunk]]
+        if self._shares_rows(strategy, group):
+            assert buckets is not None, "rows are shared"
+            split_up = functools.partial(
+                chunks_of_shared,
+                lengths=buckets.shared,
+                rows_of_pass=functools.partial(self.rows_of_pass, strategy),
+                units_per_chunk=units_per_call,
+            )
+        else:
+            if buckets is not None and strategy.splits_units(group):
+                # The program chooses the length of each pass, so chunks keep the full length.
+                buckets = dataclasses.replace(buckets, lengths=buckets.lengths[-1:])
+            split_up = functools.partial(chunks, units_per_chunk=units, buckets=buckets)
+        return self._chunks(split, rows, units, split_up)
 
     def _chunks(
         self,
         split: str,
         rows: np.ndarray,
         units_per_chunk: int,
-        *,
-        in_passes: bool,
-        few: int | None = None,
+        split_up: Callable[[Any, np.ndarray], Iterator[Chunk]],
     ) -> Iterator[Chunk]:
         """Yield chunks of rows [units, group]; the next rows are read while the caller computes.
 
         Args:
-          in_passes: the program chooses the length of each pass, so chunks keep the full length.
-          few: see `clipping.chunks`.
+          split_up: (batch [units, group, ...], mask) -> chunks.
         """
         units = max(units_per_chunk, ROWS_PER_READ // rows.shape[1])
         starts = range(0, len(rows), units)
-        buckets = self.buckets
-        if buckets is not None and in_passes:
-            buckets = dataclasses.replace(buckets, lengths=buckets.lengths[-1:])
 
         def read(start):
             chosen = rows[start : start + units].ravel()
@@ -304,7 +346,7 @@ class Worker:
             part = rows[start : start + units]
             shape = part.shape
             batch = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch)  # noqa: B023
-            for chunk in chunks(batch, part >= 0, units_per_chunk, buckets, few):
+            for chunk in split_up(batch, part >= 0):
                 yield chunk._replace(units=chunk.units + start)
 
 

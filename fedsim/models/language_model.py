@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from fedsim.clipping import Buckets, LocalSteps, in_parts, layers_are_recorded, packed
+from fedsim.clipping import SHORT, Buckets, LocalSteps, in_parts, layers_are_recorded, packed
 from fedsim.data import Dataset
 from fedsim.models import lora
 from fedsim.models.transformer import Transformer, TransformerConfig, head_logits
@@ -187,8 +187,12 @@ class LanguageModelTask:
         A small model has few lengths: another program costs more than it saves in padding.
         """
         c = self.config
-        lengths = lengths_up_to(c.max_length, many=12 * c.num_layers * c.width**2 > LARGE)
-        return Buckets(lengths, _sizes, _trim, self._packed)
+        many = 12 * c.num_layers * c.width**2 > LARGE
+        lengths = lengths_up_to(c.max_length, many=many)
+        # Local steps split a user's texts into batches, which rows of several texts cannot be.
+        longest = 0 if self.local_steps else max(c.max_length, SHORT)
+        shared = lengths_up_to(longest, many=many)[not many :] if longest else ()
+        return Buckets(lengths, _sizes, _trim, self._packed, shared)
 
     def _packed(self, batch: Any) -> Any:
         return packed(batch, lambda sizes: np.maximum(ROW, self.buckets.holding(sizes)))
@@ -237,9 +241,22 @@ class LanguageModelTask:
         return next_token_nats(Transformer(self.config), params, *own)
 
     def losses(self, params: Any, batch: Any, *frozen: Any) -> jax.Array:
-        """Loss f(theta, z) of each row: mean nats per trained token of its own, float32 [rows]."""
+        """Loss f(theta, z) of each row: mean nats per trained token of its own, float32 [rows].
+
+        Of a row of several texts, as of `clipping.in_shared_rows`, the weighted sum.
+        """
+        if "weights" in batch:
+            return self._weighted(params, batch, *frozen)
         nats, predictions = self.nats(params, batch, *frozen)
         return nats / jnp.maximum(predictions, 1)
+
+    def _weighted(self, params: Any, batch: Any, *frozen: Any) -> jax.Array:
+        if frozen:
+            params = lora.joined(frozen[0], params)
+        inputs = batch["tokens"], None, batch["positions"]
+        targets_BL = jnp.maximum(batch["targets"], 0)
+        nats_BL = _nats(Transformer(self.config), params, targets_BL, *inputs)
+        return jnp.sum(jnp.where(batch["targets"] >= 0, nats_BL * batch["weights"], 0), axis=1)
 
 
 def lengths_up_to(longest: int, *, many: bool = False) -> tuple[int, ...]:

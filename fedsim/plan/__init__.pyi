@@ -28,6 +28,7 @@ from .options import (
     ShuffledSampling as ShuffledSampling,
     Trial as Trial,
     holds as holds,
+    rows_of_users as rows_of_users,
     why_not as why_not,
 )
 from .outlook import (

@@ -262,16 +262,24 @@ class Evaluations:
         return part.epsilon, part.delta
 
     def groups(self, offsets: np.ndarray) -> list[np.ndarray]:
-        """Example indices of each evaluated user who has texts.
+        """Example indices of each evaluated user who has texts; see `rows_of_users`."""
+        return rows_of_users(offsets, self.num_users, self.rows)
 
-        Args: offsets: the store's, int64 [users + 1].
-        """
-        users = np.linspace(0, len(offsets) - 2, self.num_users).astype(np.int64)
-        groups = []
-        for low, high in zip(offsets[users], offsets[users + 1], strict=True):
-            count = min(self.rows, int(high - low))
-            groups.append(np.linspace(low, high - 1, count).astype(np.int64))
-        return [rows for rows in groups if len(rows)]
+
+def rows_of_users(offsets: np.ndarray, num_users: int, most: int) -> list[np.ndarray]:
+    """Example indices of users who have texts; users are evenly spaced, and so are a user's texts.
+
+    Args:
+      offsets: the store's, int64 [users + 1].
+      num_users: number of users, of whom those without texts are left out.
+      most: largest number of texts of each user.
+    """
+    users = np.linspace(0, len(offsets) - 2, num_users).astype(np.int64)
+    groups = []
+    for low, high in zip(offsets[users], offsets[users + 1], strict=True):
+        count = min(most, int(high - low))
+        groups.append(np.linspace(low, high - 1, count).astype(np.int64))
+    return [rows for rows in groups if len(rows)]
 
 
 def holds(labels: Iterable[str], adjacency: str, *, shared: bool) -> str:

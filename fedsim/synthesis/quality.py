@@ -30,16 +30,18 @@ import optax
 from scipy.cluster.vq import kmeans2
 from scipy.spatial.distance import jensenshannon
 
+from fedsim import engine
 from fedsim.config import RunConfig
 from fedsim.data import Dataset, Tokenizer, UserStore
 from fedsim.errors import ConfigError, expect, expect_count
 from fedsim.evaluate import last_model
 from fedsim.keys import SecretKey
 from fedsim.models import LanguageModelTask, Pretrained, Transformer, preset
+from fedsim.plan import rows_of_users
 from fedsim.run import Console, StoredRun, directory, find_model, model_name
 from fedsim.synthesis.leaks import runs_of
 from fedsim.synthesis.rows import store_of
-from fedsim.training import Batches, PrivateEvaluation, optimizers, release_loss, user_losses
+from fedsim.training import Batches, PrivateEvaluation, optimizers, release_loss
 
 GRAMS = (1, 2, 3)
 GRAM_BINS, LENGTH_BINS = 2**16, 32
@@ -49,7 +51,9 @@ SCALE = 5.0
 TEXTS_OF_CLUSTER = 10
 MOST_TEXTS = 2_000
 """Texts whose features are compared, of each kind."""
-FEATURE_TOKENS, FEATURE_ROWS = 128, 16
+FEATURE_TOKENS, ROWS_AT_ONCE = 128, 16
+MOST_USERS, TEXTS_OF_USER = 256, 4
+"""Held-out users whose loss is computed without noise, and texts of each."""
 VARIANCE = 0.9  # of the features, that is kept
 SPLIT = "eval_users"
 HELD_OUT = "computed from texts of held-out users without noise: do not publish"
@@ -68,10 +72,13 @@ class Student:
     """Texts of a step. >= 1."""
     student_learning_rate: float = 3e-3
     """Peak of the learning rate of Adam, which falls to zero as a cosine. > 0."""
+    student_max_length: int = 128
+    """Tokens of a text that it is trained and tested on, its first ones. >= 2."""
 
     def __post_init__(self) -> None:
         expect_count("student_steps", self.student_steps, 1)
         expect_count("student_batch_size", self.student_batch_size, 1)
+        expect_count("student_max_length", self.student_max_length, 2)
         rate = self.student_learning_rate
         expect("student_learning_rate", rate, rate > 0, "> 0")
 
@@ -106,6 +113,7 @@ def measure(
     Raises:
       ConfigError: there are no held-out users, or a limit would be broken.
     """
+    engine.remember_programs()
     console, student = console or Console(), student or Student()
     rows = list(rows)
     task, params, data, _ = last_model(stored, run, console)
@@ -126,7 +134,7 @@ def measure(
         "untrained": loss_of(learnt[0], learnt[0].init(_init_key(seed))),
         "synthetic": loss_of(*learnt),
         "real_without_privacy": loss_of(*train_student(data.train, data, student, seed)),
-        "run": loss_of(task, params),
+        "run": loss_of(task, params, student.student_max_length),
     }
     source = run.model.source
     base = find_model(source) or find_model(str(run.run_dir))
@@ -156,7 +164,7 @@ def train_student(
       data: with the held-out users that the task can be tested on.
       seed: of the parameters and of the order of texts.
     """
-    shape = store.vocab_size, data.train.max_length
+    shape = store.vocab_size, min(how.student_max_length, data.train.max_length)
     texts = dataclasses.replace(data, train=store)
     task = LanguageModelTask(texts, preset(how.student, *shape))
     params, size = task.init(_init_key(seed)), min(how.student_batch_size, store.num_examples)
@@ -172,9 +180,35 @@ def train_student(
     return task, params
 
 
-def loss_of(task: Any, params: Any) -> float:
-    """Mean over held-out users of the loss on their texts, in nats per token, without noise."""
-    return float(user_losses(task, params, SPLIT).mean())
+def loss_of(task: LanguageModelTask, params: Any, most_tokens: int | None = None) -> float:
+    """Mean over some held-out users of the loss on some of their texts, without noise.
+
+    Args:
+      most_tokens: of a text, its first ones. Default: as many as the task reads.
+
+    Returns:
+      Nats per token. The users and texts are always the same.
+    """
+    config = task.config
+    if most_tokens and most_tokens < config.max_length:
+        config = dataclasses.replace(config, max_length=most_tokens, num_positions=config.table)
+        task = LanguageModelTask(task.dataset, config, task.frozen)
+    offsets = getattr(task.dataset, SPLIT).offsets
+    texts = rows_of_users(offsets, min(MOST_USERS, len(offsets) - 1), TEXTS_OF_USER)
+    rows = np.concatenate(texts)
+    needed, frozen = task.buckets.holding(task.sizes(SPLIT, rows)), task.frozen
+    compute = jax.jit(task.nats)
+    nats, tokens = np.zeros((2, len(rows)))
+    for length in np.unique(needed):
+        places = np.flatnonzero(needed == length)
+        for part in np.split(places, range(ROWS_AT_ONCE, len(places), ROWS_AT_ONCE)):
+            padded = np.pad(rows[part], (0, ROWS_AT_ONCE - len(part)), constant_values=-1)
+            batch = task.buckets.trim(task.read(SPLIT, padded), int(length))
+            found = compute(params, batch, *(() if frozen is None else (frozen,)))
+            nats[part], tokens[part] = (np.asarray(each)[: len(part)] for each in found)
+    ends = np.cumsum([len(each) for each in texts])[:-1]
+    sums = [[part.sum() for part in np.split(each, ends)] for each in (nats, tokens)]
+    return float(np.mean(np.divide(sums[0], np.maximum(sums[1], 1))))
 
 
 def user_weights(store: UserStore) -> np.ndarray:
@@ -323,14 +357,16 @@ def features(model: Pretrained, texts: Sequence[str]) -> np.ndarray:
     params = jax.device_put(model.params)
     compute = jax.jit(functools.partial(_mean_states, Transformer(config)))
     rows = [[tokenizer.begin_id, *ids][:longest] for ids in tokenizer.encode_batch(texts)]
-    found = [np.zeros((0, config.width), np.float32)]
-    for start in range(0, len(rows), FEATURE_ROWS):
-        part = rows[start : start + FEATURE_ROWS]
-        tokens, sizes = np.zeros((FEATURE_ROWS, longest), np.int32), np.ones(FEATURE_ROWS, np.int32)
+    found = np.zeros((len(rows), config.width), np.float32)
+    order = np.argsort([len(row) for row in rows], kind="stable")
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        part = order[start : start + ROWS_AT_ONCE]
+        length = min(longest, max(16, 1 << (len(rows[part[-1]]) - 1).bit_length()))
+        tokens, sizes = np.zeros((ROWS_AT_ONCE, length), np.int32), np.ones(ROWS_AT_ONCE, np.int32)
         for i, row in enumerate(part):
-            tokens[i, : len(row)], sizes[i] = row, len(row)
-        found.append(np.asarray(compute(params, tokens, sizes))[: len(part)])
-    return np.concatenate(found)
+            tokens[i, : len(rows[row])], sizes[i] = rows[row], len(rows[row])
+        found[part] = np.asarray(compute(params, tokens, sizes))[: len(part)]
+    return found
 
 
 def _mean_states(transformer: Transformer, params: Any, tokens: Any, sizes: Any) -> jax.Array:

@@ -20,20 +20,27 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
 from fedsim.accounting import Event, StepEvent
 from fedsim.budget import Applicant, Entry, Limit, admitted, place_of
-from fedsim.config import ZERO_OUT, RunConfig, default_delta
+from fedsim.config import ZERO_OUT, EngineConfig, RunConfig, default_delta
 from fedsim.data import Dataset, UserStore
-from fedsim.engine import Engine
+from fedsim.engine import Engine, create
 from fedsim.errors import ConfigError, FileDamaged, expect
 from fedsim.evaluate import VALIDATION, last_model
 from fedsim.files import make_directory, open_to_append, whole_lines, write_durably, write_json
 from fedsim.keys import SecretKey
 from fedsim.noise import noisy_mean_loss
-from fedsim.plan import ADJACENCY, MOST_ROWS, REPRODUCTION, Evaluations, Plan, noise_of
+from fedsim.plan import (
+    ADJACENCY,
+    MOST_ROWS,
+    REPRODUCTION,
+    Evaluations,
+    Plan,
+    noise_of,
+    rows_of_users,
+)
 from fedsim.run import Console, StoredRun, note
 from fedsim.sampling import graph_of
 
@@ -256,24 +263,12 @@ def release_loss(
 def user_losses(task: Any, params: Any, split: str) -> np.ndarray:
     """Mean loss of each user of a split who has texts, in nats per token, float64 [such users].
 
-    Guarantees: a user's loss is a function of the parameters and of that user's texts alone: it is
-      computed separately, and the sums are exact.
+    Guarantees: a user's loss is a function of the parameters and of that user's texts alone; see
+      `Engine.begin_group_losses`.
     """
-    store: UserStore = getattr(task.dataset, split)
-    frozen = () if task.frozen is None else (task.frozen,)
-    compute = jax.jit(task.nats)
-    means = []
-    for low, high in zip(store.offsets[:-1], store.offsets[1:], strict=True):
-        if low == high:
-            continue
-        count = min(MOST_ROWS, int(high - low))
-        rows = np.linspace(low, high - 1, count).astype(np.int64)
-        padded = np.pad(rows, (0, MOST_ROWS - count), constant_values=-1)
-        nats, tokens = compute(params, task.read(split, padded), *frozen)
-        total = np.asarray(nats, np.float64)[:count]
-        mean = math.fsum(total) if np.isfinite(total).all() else math.nan
-        means.append(mean / max(1, int(np.asarray(tokens)[:count].sum())))
-    return np.array(means, np.float64)
+    offsets = getattr(task.dataset, split).offsets
+    rows = rows_of_users(offsets, len(offsets) - 1, MOST_ROWS)
+    return create(EngineConfig("local"), task).begin_group_losses(params, split, rows)()
 
 
 def largest_loss(vocab_size: int) -> float:

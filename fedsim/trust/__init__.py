@@ -7,6 +7,7 @@ report       privacy report, model card and registry entry, from the `claim` of 
 audit        attacks: plants `canaries`, and bounds epsilon by guesses (`bounds`) and by the noise
              in what was released (`noise_audit`)
 budget_page  the privacy budget of users
+people       what all runs of a ledger promise several people together
 forget       data without some people's texts: what runs promise them, files that still have their
              texts (`remains`), and a signed `certificate`
 pages        Markdown and HTML from `templates/`, and charts

@@ -6,17 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fedsim import accounting
 from fedsim.accounting import StepEvent, at_least, at_most
-from fedsim.budget import Books, BudgetLedger, Charge, Entry, Limit, books, hold, union
+from fedsim.budget import Books, BudgetLedger, Charge, Entry, Limit, Total, books, hold, union
 from fedsim.config import default_delta, to_json
 from fedsim.plan import why_not
 from fedsim.run import aligned
+from fedsim.trust.claim import PEOPLE
 from fedsim.trust.pages import Chart, Series, write
+from fedsim.trust.people import THEOREM, composed, why_by_group
 
 NAME = "budget"
 MOST_NAMED = 5
-HEAD = "run", "kind", "state", "began", "releases", "epsilon alone"
+HEAD = "run", "kind", "state", "began", "users", "releases", "epsilon alone"
 
 
 def budget(
@@ -45,23 +49,29 @@ def budget(
     """
     with hold(place) as ledger:
         accounts = books(ledger, ids)
-        if ids is not None:
-            num_users = len(ids)
-        else:
-            num_users = len(union([ledger.users_of(each.entry.users) for each in accounts.charges]))
-        delta = default_delta(num_users) if delta is None else delta
+        users = union(
+            [ledger.users_of(each.entry.users) for each in accounts.charges]
+            if ids is None
+            else [ledger.users(ids)]
+        )
+        delta = default_delta(len(users)) if delta is None else delta
         if limit_epsilon is not None:
-            users = None if ids is None else ledger.save_users(ledger.users(ids))
-            ledger.limit(Limit(limit_epsilon, delta, users))
+            limited = None if ids is None else ledger.save_users(users)
+            ledger.limit(Limit(limit_epsilon, delta, limited))
             accounts = books(ledger, ids)
-        result = _found(ledger, accounts, num_users, delta)
+        result = _found(ledger, accounts, users, delta)
     if out is not None:
         result |= write(out, NAME, "budget.md.jinja", **compose(result))
     return result
 
 
-def _found(ledger: BudgetLedger, accounts: Books, num_users: int, delta: float) -> dict[str, Any]:
+def _found(
+    ledger: BudgetLedger, accounts: Books, users: np.ndarray, delta: float
+) -> dict[str, Any]:
     spent = accounts.total(delta, sums=True)
+    sizes = [
+        int(np.isin(users, ledger.users_of(each.entry.users)).sum()) for each in accounts.charges
+    ]
     prefixes = [
         dataclasses.replace(accounts, charges=accounts.charges[: n + 1])
         for n in range(len(accounts.charges))
@@ -69,7 +79,7 @@ def _found(ledger: BudgetLedger, accounts: Books, num_users: int, delta: float) 
     course = [each.total(delta, sums=True) for each in prefixes]
     return {
         "ledger": str(ledger.directory),
-        "num_users": num_users,
+        "num_users": len(users),
         "delta": delta,
         "epsilon": to_json(spent.fixed),
         "epsilon_adaptive": to_json(spent.adaptive),
@@ -83,7 +93,10 @@ def _found(ledger: BudgetLedger, accounts: Books, num_users: int, delta: float) 
             }
             for each in accounts.limits
         ],
-        "runs": [_row(each, delta) for each in accounts.charges],
+        "runs": [
+            _row(each, size, delta) for each, size in zip(accounts.charges, sizes, strict=True)
+        ],
+        "several": _several(accounts.charges, sizes, len(users), spent),
         "course": [
             {
                 "epsilon": to_json(each.fixed),
@@ -93,6 +106,23 @@ def _found(ledger: BudgetLedger, accounts: Books, num_users: int, delta: float) 
             for each in course
         ],
     }
+
+
+def _several(
+    charges: Sequence[Charge], sizes: Sequence[int], num_users: int, spent: Total
+) -> list[dict[str, Any]]:
+    """Epsilon of k users together, whoever they are, over all runs; empty if one has no finite one.
+
+    Args:
+      sizes: number of the users whom each run reads: of k users, it reads no more.
+    """
+    if not charges or math.isinf(spent.fixed):
+        return []
+    found = [(1, spent.fixed, THEOREM)]
+    for people in (k for k in PEOPLE if k <= num_users):
+        counts = [min(people, size) for size in sizes]
+        found.append((people, *composed(charges, counts, people, spent.delta)))
+    return [{"people": k, "epsilon": to_json(epsilon), "how": how} for k, epsilon, how in found]
 
 
 def left(accounts: Books, limit: Limit) -> float:
@@ -116,7 +146,7 @@ def left(accounts: Books, limit: Limit) -> float:
     return accounting.gaussian_epsilon(low, limit.delta)
 
 
-def _row(charge: Charge, delta: float) -> dict[str, Any]:
+def _row(charge: Charge, num_users: int, delta: float) -> dict[str, Any]:
     entry, released = charge.entry, charge.released
     alone = math.inf if released is None else accounting.epsilon(charge.reserved or [], delta)
     return {
@@ -125,10 +155,12 @@ def _row(charge: Charge, delta: float) -> dict[str, Any]:
         "kind": entry.kind,
         "state": charge.state,
         "began": entry.began,
+        "users": num_users,
         "releases": None if released is None else sum(count for _, count in released),
         "epsilon": to_json(alone),
         "guarantee": released is not None and not entry.label,
         "why_not": "without noise" if released is None else entry.label,
+        "by_group": why_by_group(charge),
     }
 
 
@@ -140,6 +172,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
             each["kind"],
             each["state"],
             each["began"],
+            f"{each['users']:,}",
             "-" if each["releases"] is None else f"{each['releases']:,}",
             _shown(each["epsilon"]) + ("" if each["guarantee"] else "*"),
         )
@@ -180,6 +213,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
                 f"{_shown(result['epsilon_adaptive'])}, for a limit that was fixed before the "
                 "first run."
             )
+    lines += _of_several(result)
     for limit in result["limits"]:
         at = f"The limit is {limit['epsilon']:g} at delta = {at_most(limit['delta'], '.2e')}"
         if float(limit["spent"]) > limit["epsilon"]:
@@ -201,6 +235,19 @@ def sentences(result: dict[str, Any]) -> list[str]:
     if bad:
         lines.append("* no guarantee")
     return lines
+
+
+def _of_several(result: dict[str, Any]) -> list[str]:
+    """A sentence on several users together; none if there are no numbers."""
+    rows = [each for each in result["several"] if each["people"] > 1]
+    if not rows:
+        return []
+    numbers = ", ".join(f"{_shown(each['epsilon'])} for {each['people']:,}" for each in rows)
+    line = f"Of several users together, whoever they are, all runs promise epsilon = {numbers}."
+    if reasons := {each["by_group"]: each["run"] for each in result["runs"] if each["by_group"]}:
+        why = ", ".join(f"{run} ({reason})" for reason, run in reasons.items())
+        line += f" This is by group privacy, which is not tight, because of {why}."
+    return [line]
 
 
 def compose(result: dict[str, Any]) -> dict[str, Any]:

@@ -6,35 +6,36 @@ What has no such promise is named, as is every file that still has their texts.
 """
 
 import dataclasses
+import functools
 import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from fedsim import accounting
 from fedsim.accounting import at_most
 from fedsim.budget import GONE, RUNNING, BudgetLedger, Charge, books, hold, union
 from fedsim.config import default_delta, to_json
 from fedsim.data import Dataset, forgetting, tokenizer_from_users
-from fedsim.errors import ConfigError, FedsimError, expect
-from fedsim.files import cache_dir, exchange, expand_home, make_place, new_directory
+from fedsim.errors import FedsimError, expect
+from fedsim.files import cache_dir, exchange, expand_home, locked, make_place, new_directory
 from fedsim.installation import version
 from fedsim.keys import FILE as KEY, SecretKey
 from fedsim.plan import why_not
 from fedsim.run import Console, directory, ledger as run_ledger
 from fedsim.trust import certificate
-from fedsim.trust.claim import SLACK_SHARE, epsilon_for, is_by_group
+from fedsim.trust.claim import epsilon_for, is_by_group
+from fedsim.trust.people import GROUP, THEOREM, composed
 from fedsim.trust.remains import search
 from fedsim.trust.report import read
 from fedsim.trust.verify import UNPROTECTED
 
-THEOREM, GROUP = "theorem", "group privacy"
 PRIVATE = {
     "checkpoints": "the state of the run, with the sizes of its draws",
     "released": "noisy gradients, whose noise can be taken off with the key",
@@ -43,6 +44,7 @@ PRIVATE = {
 }
 """Files in a run's directory that were computed from texts, beside the model, and their content."""
 TOKENIZER = "tokenizer.json"
+Forgetting = TypeVar("Forgetting", bound=Callable[..., dict[str, Any]])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +119,20 @@ class Promise:
         return {**fields, "epsilon": to_json(self.epsilon)}
 
 
+def _alone(function: Forgetting) -> Forgetting:
+    """Lock the data that are replaced, before they are opened."""
+
+    @functools.wraps(function)
+    def locking(source: str | Path, *args: Any, in_place: bool = False, **settings: Any) -> Any:
+        path = Path(os.path.realpath(expand_home("data", source)))
+        lock = locked("data", path) if in_place and path.is_dir() else nullcontext()
+        with lock:
+            return function(source, *args, in_place=in_place, **settings)
+
+    return cast(Forgetting, locking)
+
+
+@_alone
 def forget(
     source: str | Path,
     users: Path,
@@ -186,7 +202,7 @@ def forget(
     for run_dir in runs:
         if run_ledger.head(run_dir).get("key_seal") not in known:
             promises.append(_of_run(run_dir, _trained_on(run_dir, request), console))
-    together = _together(charges, promises, most, delta)
+    together = _together(charges, counts, most, delta)
     for each in filter(None, (*promises, together)):
         console.note(each.sentence)
     beside = hidden if in_place else target
@@ -273,8 +289,8 @@ def _of_charge(charge: Charge, people: int, delta: float, console: Console) -> P
     about = (f"{path.name or entry.kind} ({entry.kind}, {charge.state})", "", people)
     if charge.nothing or charge.released is None:
         return Promise(*about, math.inf, delta, "", why_not(charge.nothing), here)
-    epsilon = _composed([charge], people, delta, GROUP)
-    return Promise(*about, epsilon, delta, GROUP, _none_at(epsilon), here)
+    epsilon, how = composed([charge], [people], people, delta)
+    return Promise(*about, epsilon, delta, how, _none_at(epsilon), here)
 
 
 def _of_run(run_dir: Path, people: int, console: Console) -> Promise:
@@ -300,34 +316,22 @@ def _none_at(epsilon: float) -> str:
 
 
 def _together(
-    charges: Sequence[Charge], promises: Sequence[Promise], people: int, delta: float
+    charges: Sequence[Charge], counts: Sequence[int], people: int, delta: float
 ) -> Promise | None:
-    """What all runs promise together that the ledger has; None if it has fewer than two."""
+    """What all runs promise together that the ledger has; None if it has fewer than two.
+
+    Args:
+      counts: number of the people whom each run reads.
+      people: number of those whom any run reads.
+    """
     if len(charges) < 2:
         return None
-    name, counted = f"all {len(charges)} runs together", [c for c in charges if c.released != []]
-    if nothing := [each for each in counted if each.nothing]:
+    name = f"all {len(charges)} runs together"
+    if nothing := [each for each in charges if each.nothing]:
         words = why_not(nothing[0].nothing)
         return Promise(name, "", people, math.inf, delta, "", f"one of them has none ({words})")
-    how = GROUP if any(each.how == GROUP for each in promises) and people > 1 else THEOREM
-    epsilon = _composed(counted, people, delta, how)
+    epsilon, how = composed(charges, counts, people, delta)
     return Promise(name, "", people, epsilon, delta, how, _none_at(epsilon))
-
-
-def _composed(charges: Sequence[Charge], people: int, delta: float, how: str) -> float:
-    """Epsilon of several runs for so many people; inf if none is known."""
-    phases = [phase for charge in charges for phase in charge.reserved or []]
-    slacks, people = [charge.entry.slack for charge in charges], max(1, people)
-    try:
-        if how == THEOREM:
-            together = accounting.for_people(phases, people)
-            return accounting.epsilon_with(slacks, together, delta)
-        left = delta * (1 - SLACK_SHARE)
-        ideal = accounting.group_epsilon(phases, left, people) if phases else 0.0
-        more, missed = accounting.together(slacks, ideal, left)
-    except ConfigError:  # the loss is too large to be added up, or no theorem is known
-        return math.inf
-    return float(ideal + more) if left + missed <= delta else math.inf
 
 
 def _roots(

@@ -95,6 +95,36 @@ def test_users_spread_over_the_groups_of_a_cycle_lose_no_more_than_all_in_one_gr
     assert apart == pytest.approx(spread, abs=5 * error)
 
 
+@pytest.mark.parametrize(
+    "event",
+    [StepEvent(1.0, 0.3), StepEvent(1.5, 0.2, 2), StepEvent(2.0, 0.2, max_changed=1)],
+)
+def test_samples_of_both_directions_lose_what_the_accountant_says(event):
+    """Three users, two steps: sums of all that they own or change, drawn and looked at."""
+    people, steps, epsilon, samples = 3, 2, 0.6, 200_000
+    rng, noise, prob = np.random.default_rng(1), event.noise_multiplier, event.sampling_prob
+    own, changed = people * event.max_contributions, people * event.max_changed
+
+    def law(number, sign):
+        counts = np.arange(number + 1)
+        return sign * counts, stats.binom.pmf(counts, number, prob)
+
+    def found(upper, lower):
+        """The hockey-stick divergence of two laws, and its standard error."""
+        drawn = rng.choice(upper[0], (samples, steps), p=upper[1])
+        y = drawn + noise * rng.normal(size=drawn.shape)
+        p, q = (stats.norm.pdf(y[..., None], at, noise) @ probs for at, probs in (upper, lower))
+        inside = np.maximum(0, -np.expm1(epsilon - np.log(p / q).sum(axis=1)))
+        return inside.mean(), inside.std() / math.sqrt(samples)
+
+    there, absent = law(own + changed, 1), law(changed, -1)
+    ways = [found(there, absent), found(absent, there)]
+    ours = accounting.delta(for_people(event, people, steps), epsilon)
+    assert all(ours >= value - 5 * error for value, error in ways)
+    value, error = max(ways)
+    assert ours == pytest.approx(value, abs=5 * error)
+
+
 def test_a_pure_release_costs_each_of_them():
     assert for_people(PureEvent(0.1), 5) == [(PureEvent(0.5), 1)]
 
@@ -145,5 +175,13 @@ def test_the_command_answers_for_several_users(capsys):
     )
     assert one < five
     assert "for 5 users together" in account(capsys, *flags, "--people", "5")
+    assert json.loads(account(capsys, *flags, "--people", "5", "--json"))["how"] == "theorem"
+    allocated = ["--sampling", "allocation", "--people", "3", "--json"]
+    assert json.loads(account(capsys, *flags, *allocated))["how"] == "group privacy"
+    cyclic = ["--sampling", "cyclic", "--bands", "4", "--people", "3"]
+    assert "by group privacy" not in account(capsys, *flags, *cyclic)
+    owned = json.loads(account(capsys, *flags, "--max-changed", "2", "--people", "3", "--json"))
+    event = StepEvent(3.0, 0.05, 3, max_changed=6)
+    assert owned["epsilon"] == pytest.approx(accounting.epsilon([(event, 20)], DELTA))
     correlated = ["--sampling", "cyclic", "--noise", "correlated", "--bands", "4"]
     assert "by group privacy" in account(capsys, *flags, *correlated, "--people", "2")

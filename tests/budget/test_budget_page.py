@@ -7,11 +7,11 @@ from fedsim.trust.budget_page import rows, sentences
 
 RUN = {
     "run": "a", "kind": "train", "state": "released", "began": "now", "releases": 20,
-    "epsilon": 1.0, "guarantee": True, "why_not": "",
+    "epsilon": 1.0, "guarantee": True, "why_not": "", "users": 150, "by_group": "",
 }  # fmt: skip
 
 
-def said(spent, *limits, runs=1):
+def said(spent, *limits, runs=1, several=()):
     left = [max(0.0, epsilon - spent) for epsilon in limits]
     return sentences(
         {
@@ -25,6 +25,7 @@ def said(spent, *limits, runs=1):
                 for epsilon, rest in zip(limits, left, strict=True)
             ],
             "runs": runs if isinstance(runs, list) else [RUN] * runs,
+            "several": several,
         }
     )
 
@@ -63,3 +64,12 @@ def test_a_budget_without_bound_names_the_runs_that_made_it_so_and_what_to_do():
     assert "--budget-ledger" in lines[0] and lines[-1] == "* no guarantee"
     table = [row[-1] for row in rows({"runs": [RUN, seeded, free]})]
     assert table == ["1.0", "1.0*", "inf*"]
+
+
+def test_several_users_together_have_a_sentence_with_the_reason_for_group_privacy():
+    rows = [{"people": k, "epsilon": k * 2.0, "how": "theorem"} for k in (1, 2, 5)]
+    line = said(2.0, several=rows)[1]
+    assert "all runs promise epsilon = 4.0 for 2, 10.0 for 5." in line and "group" not in line
+    runs = [RUN, {**RUN, "run": "b", "by_group": "correlated noise"}]
+    assert "not tight, because of b (correlated noise)" in said(2.0, several=rows, runs=runs)[2]
+    assert not any("together" in line for line in said(2.0, several=rows[:1]))

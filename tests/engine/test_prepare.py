@@ -89,15 +89,22 @@ def test_nothing_is_compiled_while_strategies_are_timed(task, params, monkeypatc
     assert compiled == [32]  # the program that it was at, and not the next
 
 
-def test_the_likeliest_strategy_is_prepared_and_then_the_choice(
+@pytest.mark.privacy
+def test_the_programs_of_a_step_are_prepared_once_the_choice_is_made(
     task, params, monkeypatch, tmp_path
 ):
-    prepared, direct = [], Strategy("direct", 4)
+    """Not before: what they are depends on the data, and would take time from trials."""
+    done, direct = [], Strategy("direct", 4)
+
+    def tried(*_):
+        done.append("tried")
+        return [Trial(SCAN, 2.0), Trial(direct, 1.0)]
+
     monkeypatch.setattr(trials, "candidates", lambda *_, **__: [SCAN, direct])
-    monkeypatch.setattr(trials, "MANY_PARAMETERS", 1)
-    tried = [Trial(SCAN, 2.0), Trial(direct, 1.0)]
-    monkeypatch.setattr(Engine, "try_strategies", lambda *_: tried)
-    monkeypatch.setattr(LocalEngine, "prepare", lambda self, *asked: prepared.append(asked[-1]))
+    monkeypatch.setattr(Engine, "try_strategies", tried)
+    monkeypatch.setattr(LocalEngine, "prepare", lambda self, *asked: done.append(asked[-1]))
     engine = LocalEngine(task, num_lanes=1)
-    chosen = choose_strategy(engine, params, 4, 2, CLIP, "auto", tmp_path, first=ROWS)
-    assert chosen[0] == direct and prepared == [SCAN, direct]
+    for expected in (["tried", direct], [direct]):  # then it is remembered
+        chosen = choose_strategy(engine, params, 4, 2, CLIP, "auto", tmp_path, first=ROWS)
+        assert chosen[0] == direct and done == expected
+        done.clear()

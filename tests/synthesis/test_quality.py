@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,15 +13,18 @@ from fedsim.config import changed_run
 from fedsim.data import Dataset, Tokenizer, UserStore, build, corpora
 from fedsim.data.support_chats import support_chats
 from fedsim.errors import ConfigError
+from fedsim.models import LanguageModelTask, preset
 from fedsim.run import directory
 from fedsim.synthesis import Student, label_distance, measure, store_of, text_of
 from fedsim.synthesis.quality import (
+    TEXTS_OF_USER,
     curve_of_texts,
     distances,
     divergence_curve,
     features,
     grams,
     jensen_shannon,
+    loss_of,
     total_variation,
     user_weights,
 )
@@ -52,6 +56,25 @@ def data(tmp_path, rng):
         return {f"{i:03d}": say(rng, rng.integers(1, 6)) for i in range(count)}
 
     return dataset(tmp_path, users(40), eval_users=users(60))
+
+
+def test_a_loss_is_the_mean_over_held_out_users(data):
+    """Against a loop over users; and of the first tokens alone, as of texts that end there."""
+    config = preset("micro", data.train.vocab_size, 48)
+    task = LanguageModelTask(data, config)
+    params = jax.tree.map(lambda leaf: 3 * leaf, task.init(jax.random.key(0)))
+    held_out, losses = data.eval_users, []
+    for most in (48, 7):
+        losses.append([])
+        for low, high in zip(held_out.offsets[:-1], held_out.offsets[1:], strict=True):
+            rows = np.linspace(low, high - 1, min(high - low, TEXTS_OF_USER)).astype(int)
+            tokens, sizes = held_out.gather(rows, 48)
+            batch = {"tokens": tokens, "sizes": np.minimum(sizes, most).astype(np.int32)}
+            nats, count = task.nats(params, batch)
+            losses[-1].append(float(nats.sum()) / int(count.sum()))
+    assert loss_of(task, params) == pytest.approx(np.mean(losses[0]), rel=1e-5)
+    assert loss_of(task, params, 7) == pytest.approx(np.mean(losses[1]), rel=1e-5)
+    assert np.mean(losses[0]) != pytest.approx(np.mean(losses[1]), rel=1e-4)
 
 
 def test_texts_are_framed_as_the_data_are(data):

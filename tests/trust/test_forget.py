@@ -479,10 +479,13 @@ def test_runs_of_tokens_are_the_strings_of_their_bytes():
 
 
 STEPS: list[tuple[accounting.Event, int]] = [(accounting.StepEvent(4.0, 1.0), 1)]
+UNKNOWN = [(accounting.cyclic_event(4.0, 0.25, 1, 4), 1)]  # the noise may be correlated
 
 
-def charge(number, state="gone", label="", kind="train", released=STEPS, slack=(0.0, 0.0)):
-    entry = Entry(number, f"run {number}", kind, "/none/there", "", label, STEPS, slack)
+def charge(
+    number, state="gone", label="", kind="train", released=STEPS, slack=(0.0, 0.0), planned=STEPS
+):
+    entry = Entry(number, f"run {number}", kind, "/none/there", "", label, planned, slack)
     return Charge(entry, released, state)
 
 
@@ -491,13 +494,17 @@ def promise(one, people=3):
 
 
 def test_a_run_that_is_not_here_promises_what_group_privacy_gives():
-    found = promise(charge(1))
-    ideal = accounting.group_epsilon(STEPS, 1e-6, 3)
+    found = promise(charge(1, planned=UNKNOWN))
+    ideal = accounting.group_epsilon(UNKNOWN, 1e-6, 3)
     assert found.how == "group privacy" and ideal <= found.epsilon < 1.01 * ideal
     assert "by group privacy, which is not tight" in found.sentence
-    assert promise(charge(1, slack=(1e-3, 1e-10))).epsilon > found.epsilon
+    assert promise(charge(1, slack=(1e-3, 1e-10), planned=UNKNOWN)).epsilon > found.epsilon
     assert promise(charge(1), people=0).sentence.endswith("trained on none of them")
-    hopeless = promise(charge(1), people=10**4)
+    exact = accounting.epsilon(accounting.for_people(STEPS, 3), 1e-6)
+    known = promise(charge(1))
+    assert known.how == "theorem" and known.epsilon == pytest.approx(exact, rel=1e-3)
+    assert known.epsilon < accounting.group_epsilon(STEPS, 1e-6, 3)
+    hopeless = promise(charge(1, planned=UNKNOWN), people=10**4)
     assert hopeless.epsilon == np.inf and "no finite epsilon is known" in hopeless.sentence
 
 
@@ -508,16 +515,26 @@ def test_a_run_without_a_guarantee_promises_nothing_and_says_why():
 
 
 def test_all_runs_together_are_composed_and_one_without_a_guarantee_spoils_them():
-    def together(*charges, how="theorem"):
-        one = forgetting_of.Promise("a", "", 3, 1.0, 1e-6, how)
-        return forgetting_of._together(charges, [one], 3, 1e-6)
+    def together(*charges, counts=(3, 3)):
+        return forgetting_of._together(charges, counts[: len(charges)], 3, 1e-6)
 
     both = together(charge(1), charge(2))
     event, count = STEPS[0]
     exact = accounting.epsilon(accounting.for_people([(event, 2 * count)], 3), 1e-6)
     assert both.epsilon == pytest.approx(exact, rel=1e-6) and both.how == "theorem"
-    grouped = together(charge(1), charge(2), how="group privacy")
-    assert grouped.epsilon > both.epsilon and grouped.how == "group privacy"
+    grouped = together(charge(1), charge(2, planned=UNKNOWN))
+    ideal = accounting.group_epsilon([*STEPS, *UNKNOWN], 1e-6, 3)
+    assert ideal <= grouped.epsilon < 1.01 * ideal and grouped.how == "group privacy"
+    fewer = together(charge(1), charge(2), counts=(3, 1))
+    phases = [*accounting.for_people(STEPS, 3), *STEPS]
+    assert fewer.epsilon == pytest.approx(accounting.epsilon(phases, 1e-6), rel=1e-6)
+    histogram = [(accounting.PureEvent(0.2), 1)]
+    with_it = together(
+        charge(1), charge(2, kind="histogram", released=histogram, planned=histogram)
+    )
+    phases = [*accounting.for_people(STEPS, 3), (accounting.PureEvent(3 * 0.2), 1)]
+    assert with_it.how == "theorem"
+    assert with_it.epsilon == pytest.approx(accounting.epsilon(phases, 1e-6), rel=1e-6)
     none = together(charge(1), charge(2, label=REPRODUCTION))
     assert none.epsilon == np.inf and "a known seed" in none.sentence
     assert together(charge(1)) is None
@@ -585,3 +602,22 @@ def test_other_entries_of_the_data_are_not_removed_and_its_mode_stays(small):
     (small / "data").chmod(0o700)
     ask(small, in_place=True)
     assert (small / "data").stat().st_mode & 0o777 == 0o700
+
+
+def test_data_are_replaced_by_one_process_at_a_time(small, monkeypatch):
+    """A second one, which read them before the first replaced them, would bring texts back."""
+    users_file(small / "users", ["person-0001"])
+    with files_of.locked("data", small / "data"), refuses("data", says="no other process"):
+        ask(small, in_place=True)
+    assert "person-0001" in Dataset.open(small / "data").people()
+
+    def replaced(*_):
+        (small / "data").rename(small / "elsewhere")
+        shutil.copytree(small / "elsewhere", small / "data")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files_of.fcntl, "flock", replaced)
+        with refuses("data", says="no other process"):
+            ask(small, in_place=True)
+    ask(small, in_place=True)
+    assert "person-0001" not in Dataset.open(small / "data").people()
