@@ -417,9 +417,10 @@ def one_of_each(task: Task, rows: np.ndarray) -> list[np.ndarray]:
     Args:
       rows: examples of the training split, int [units, group].
     """
-    found = _lengths_and_costs(task, "train", rows)
-    longest, cost = (np.zeros(len(rows), int),) * 2 if found is None else found
-    kinds = np.unique(np.stack([longest, cost > longest]), axis=1, return_index=True)[1]
+    kinds, lengths = [np.zeros(len(rows), int)], costs(task, "train", rows)
+    if lengths is not None and (found := _lengths_and_costs(task, "train", rows)) is not None:
+        kinds = [lengths.max(axis=1), found[0], found[1] > found[0]]  # in rows of texts, and shared
+    kinds = np.unique(np.stack(kinds), axis=1, return_index=True)[1]
     return [rows[[unit]] for unit in kinds]
 
 

@@ -4,9 +4,8 @@ A lane's result is a function of (params, rows, clip): another worker can comput
 returns a sum over two units or more (one, if no more were drawn) and per-unit scalars.
 
 While a chunk is computed, a thread reads the next one; between steps, workers read the pages of the
-next step. Programs can be compiled before a lane needs them, by an idle worker, or in a thread while
-this one compiles others. In evaluations, short texts share rows and calls have few shapes, so that
-little is compiled.
+next step. Programs can be compiled before a lane needs them, by an idle worker or in a thread. In
+evaluations, short texts share rows and calls have few shapes, so that little is compiled.
 """
 
 import contextlib
