@@ -24,7 +24,8 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from copy import copy
+from functools import cache, lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -311,8 +312,9 @@ class Tokenizer:
                 "that exists",
             )
         try:
-            inner = _load_vocab(file) if file.suffix == ".txt" else _load_json(file)
-            tokenizer = cls(inner, name or file.name, named=named_beside(file))
+            beside = ((key, tuple(tokens)) for key, tokens in named_beside(file).items())
+            content, is_vocab = file.read_text(encoding="utf-8"), file.suffix == ".txt"
+            tokenizer = copy(_parsed(content, is_vocab, name or file.name, tuple(beside)))
             tokenizer.file = file
             tokenizer._expect_known(provenance_of(file))
             return tokenizer
@@ -526,12 +528,22 @@ def _download(spec: str) -> Path:
         raise (Interrupted if may_pass(error) else DataError)(expected) from None
 
 
-def _load_json(file: Path) -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+@lru_cache(2)
+def _parsed(
+    content: str, is_vocab: bool, name: str, beside: tuple[tuple[str, tuple[str | int, ...]], ...]
+) -> Tokenizer:
+    """Parse a tokenizer, which takes most of a second where it is large; a run loads it many times.
+
+    Args:
+      content: text of a tokenizer.json, or of a vocab.txt if `is_vocab`.
+      beside: items of `named_beside`.
+    """
+    inner = _of_vocab(content) if is_vocab else tokenizers.Tokenizer.from_str(content)
+    return Tokenizer(inner, name, named=dict(beside))
 
 
-def _load_vocab(file: Path) -> tokenizers.Tokenizer:
-    pieces = file.read_text(encoding="utf-8").splitlines()
+def _of_vocab(content: str) -> tokenizers.Tokenizer:
+    pieces = content.splitlines()
     cased = any(piece != piece.lower() for piece in pieces if not piece.startswith("["))
     vocab = {piece: i for i, piece in enumerate(pieces)}
     return BertWordPieceTokenizer(vocab, lowercase=not cased)._tokenizer

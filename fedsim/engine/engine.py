@@ -336,6 +336,12 @@ class Engine(ABC):
     def read_ahead(self, rows: np.ndarray) -> None:  # noqa: B027
         """Have idle workers read the rows of the next `clipped_sum`."""
 
+    def prepare(self, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy) -> None:  # noqa: B027
+        """Have idle workers compile the programs of a `clipped_sum`; arguments as of that.
+
+        Work goes on after the return. Errors are ignored: they recur when a program is used.
+        """
+
     def measurements(self) -> dict[str, float]:
         """Return metrics of workers, by name."""
         return {"performance/redispatched_lanes": self.redispatched}
@@ -365,15 +371,10 @@ def cut(task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int) ->
       least: least units of a lane, if there are that many units.
     """
     num_lanes = max(1, min(num_lanes, len(rows) // least))
-    lengths = None if num_lanes == 1 else costs(task, split, rows)
-    if lengths is None:
+    found = None if num_lanes == 1 else _lengths_and_costs(task, split, rows)
+    if found is None:
         return _in_order([x for x in np.array_split(rows, num_lanes) if len(x)])
-    longest, cost = lengths.max(axis=1), lengths.sum(axis=1)
-    shared = task.buckets.shared if task.buckets and lengths.shape[1] > 1 else ()
-    if shared and (sizes := task.sizes(split, rows.ravel())) is not None:
-        sizes = np.where(rows >= 0, sizes.reshape(rows.shape), 0)
-        longest = shared_lengths(sizes, shared)
-        cost = np.maximum(longest, sizes.sum(axis=1))
+    longest, cost = found
     order = np.argsort(-longest, kind="stable")
     block = max(least, min(len(rows) // num_lanes, AT_ONCE))
     costs_in_order = cost[order]
@@ -408,6 +409,37 @@ def cut_examples(task: Task, split: str, rows: np.ndarray, num_lanes: int, least
     num_lanes = max(1, min(num_lanes, int(ends[-1]) // LEAST_TOKENS))
     lane = np.minimum((ends - sizes) * num_lanes // max(1, ends[-1]), num_lanes - 1)
     return _in_order(np.split(rows, 1 + np.flatnonzero(np.diff(lane))))
+
+
+def one_of_each(task: Task, rows: np.ndarray) -> list[np.ndarray]:
+    """Return a unit [1, group] of each length among the units of a step, the shortest first.
+
+    Args:
+      rows: examples of the training split, int [units, group].
+    """
+    kinds, lengths = [np.zeros(len(rows), int)], costs(task, "train", rows)
+    if lengths is not None and (found := _lengths_and_costs(task, "train", rows)) is not None:
+        kinds = [lengths.max(axis=1), found[0], found[1] > found[0]]  # in rows of texts, and shared
+    kinds = np.unique(np.stack(kinds), axis=1, return_index=True)[1]
+    return [rows[[unit]] for unit in kinds]
+
+
+def _lengths_and_costs(
+    task: Task, split: str, rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return (length of the rows, tokens with padding) of each unit, int [units] each.
+
+    None: all examples have the same length, or it is unknown.
+    """
+    lengths = costs(task, split, rows)
+    if lengths is None:
+        return None
+    shared = task.buckets.shared if task.buckets and lengths.shape[1] > 1 else ()
+    if not shared or (sizes := task.sizes(split, rows.ravel())) is None:
+        return lengths.max(axis=1), lengths.sum(axis=1)
+    sizes = np.where(rows >= 0, sizes.reshape(rows.shape), 0)
+    longest = shared_lengths(sizes, shared)
+    return longest, np.maximum(longest, sizes.sum(axis=1))
 
 
 def costs(task: Task, split: str, rows: np.ndarray) -> np.ndarray | None:

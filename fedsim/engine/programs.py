@@ -12,6 +12,7 @@ shards the same programs. The order of additions, and so the bits, then depend o
 import dataclasses
 import functools
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ from fedsim.clipping import (
     num_coordinates,
     zeros_like,
 )
+from fedsim.engine.engine import ignore
 from fedsim.engine.environment import compiler_options
 from fedsim.engine.task import Task
 from fedsim.errors import FedsimError
@@ -197,6 +199,7 @@ class Programs:
         self.task, self.mesh = task, mesh
         self.compiled: dict[tuple, Any] = {}
         """Programs by all on which they depend beside the task."""
+        self._compiling: dict[tuple, threading.Lock] = {}
         self._checked: set[int] = set()
         self._frozen: tuple[Any, ...] | None = None
         self._version, self._params = None, None
@@ -240,15 +243,12 @@ class Programs:
         shapes = chunk.length, chunk.mask.shape, chunk.rows
         key = ("sum", *shapes, clip.normalised, clip.in_float32, strategy)
         arguments = (total, params, *self._arguments(chunk, clip))
-        is_new = key not in self.compiled
         options: dict[str, Any] = {"donate_argnums": 0}
         if self.mesh is not None:  # the sum is sharded like the parameters
             whole = everywhere(self.mesh)
             options["out_shardings"] = (shardings(total, self.mesh), whole, whole, whole)
-        program = self._compiled(key, add, *arguments, **options)
-        if is_new and not clip.in_float32:
-            check_stored(program)
-        return program
+        check = ignore if clip.in_float32 else check_stored
+        return self._compiled(key, add, *arguments, check=check, **options)
 
     def checked(self, total: Any, params: Any, chunk: Chunk, clip: Clip, strategy: Strategy) -> Any:
         """Compile the program of a chunk, and check units side by side before its first use.
@@ -302,11 +302,24 @@ class Programs:
         """Replicate a tree on all devices of the mesh."""
         return tree if self.mesh is None else jax.device_put(tree, everywhere(self.mesh))
 
-    def _compiled(self, key: tuple, function: Any, *args: Any, **options: Any) -> Any:
-        """Compile `function` for arguments like these, once for each `key`."""
-        if key not in self.compiled:
-            lowered = jax.jit(function, **options).lower(*args)
-            self.compiled[key] = lowered.compile(compiler_options(jax.default_backend()))
+    def _compiled(
+        self,
+        key: tuple,
+        function: Any,
+        *args: Any,
+        check: Callable[[Any], None] = ignore,
+        **options: Any,
+    ) -> Any:
+        """Compile `function` for arguments like these, once for each `key`, in any thread.
+
+        Args: check: raises an error if the program must not be used.
+        """
+        with self._compiling.setdefault(key, threading.Lock()):
+            if key not in self.compiled:
+                lowered = jax.jit(function, **options).lower(*args)
+                program = lowered.compile(compiler_options(jax.default_backend()))
+                check(program)
+                self.compiled[key] = program
         return self.compiled[key]
 
 

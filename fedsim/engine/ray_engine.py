@@ -39,7 +39,7 @@ from fedsim.engine.actors import (
     failure,
 )
 from fedsim.engine.cluster import Monitor
-from fedsim.engine.engine import Engine, EngineError, ignore
+from fedsim.engine.engine import Engine, EngineError, ignore, one_of_each
 from fedsim.engine.environment import store_bytes
 from fedsim.engine.task import Task
 from fedsim.engine.worker import MultiDeviceWorker, NoTask, Worker
@@ -191,12 +191,22 @@ class RayEngine(Engine):
         }
 
     def _lanes(self, method, params, lanes, *args, lengths=()):
-        return self._answers(self._call(method, params, lanes, args, lengths))
+        call = self._call(method, params, lanes, args, lengths)
+        self._calls.append(call)
+        return self._answers(call)
 
     def _begin(self, method, params, lanes, *args):
-        call = self._call(method, params, lanes, args)
+        answers = self._lanes(method, params, lanes, *args)
         self._dispatch()
-        return self._answers(call)
+        return answers
+
+    def prepare(self, params, rows, clip, strategy):
+        spare = self._health.idle()[1:]  # one is left for calls that are waited for
+        units = one_of_each(self.task, rows) if len(rows) else []
+        lanes = [np.concatenate(units[i :: len(spare)]) for i in range(len(spare)) if units[i:]]
+        call = self._call("prepare", params, lanes, (clip, strategy))
+        for lane, worker in zip(range(len(lanes)), spare, strict=False):
+            self._send(worker, call, lane)
 
     def _call(
         self,
@@ -209,9 +219,7 @@ class RayEngine(Engine):
         if self._shared.put(params) and self._shared.version == 1:
             self._check_store(self._shared.num_bytes)
         kinds = [(method, length) for length in lengths or [0] * len(lanes)]
-        call = _Call(method, self._shared.version, self._shared.ref, lanes, args, kinds)
-        self._calls.append(call)
-        return call
+        return _Call(method, self._shared.version, self._shared.ref, lanes, args, kinds)
 
     def _answers(self, call: _Call) -> Iterator[Any]:
         """Yield answers in lane order, as soon as they arrive."""

@@ -37,7 +37,7 @@ AUTO = "auto"
 MESH = ", mesh "  # in the name of a host with a mesh, where units are taken one at a time
 LEAST_TRIALS_S, TRIALS_SHARE = 10.0, 0.02  # time for trials: seconds, or a share of the run
 REPEATS = 3
-FEW = 4  # units of the first trial
+FEW = 2  # units of the first trial
 TELLING_SECONDS = 0.3  # below, a first call and other work on the machine disturb the time
 TRIAL_SECONDS = 3.0  # a first trial that extrapolates to more is not repeated with all units
 GIVE_UP = 1.5  # likewise for this multiple of the best time so far
@@ -54,6 +54,7 @@ def choose_strategy(
     cache: Path,
     *,
     num_steps: int = 0,
+    first: np.ndarray | None = None,
     heard: Callable[[int, int], None] = ignore,
 ) -> tuple[Strategy, str]:
     """Choose the strategy for steps of about `num_units` units of `group` rows.
@@ -71,6 +72,8 @@ def choose_strategy(
       cache: the directory of cached choices.
       num_steps: steps of the run. No trial begins that would end, at the average time of the
         trials so far, after ten seconds or 2 % of the run, whichever is more.
+      first: units of the first step [units, group], whose programs are compiled in the background
+        once the choice is made; it does not depend on them.
       heard: called with (strategies tried, strategies).
     Returns: (strategy, a line with the reason).
     Raises: ConfigError: the requested strategy cannot be used.
@@ -79,7 +82,14 @@ def choose_strategy(
     together = max(1, 2 ** round(math.log2(max(1, num_units / engine.num_lanes))))
     most, of_run = min(TRIAL_UNITS, 2 ** num_units.bit_length()), num_steps * num_units
     rows = np.arange(most * group).reshape(most, group)
+
+    def prepare(strategy: Strategy) -> None:
+        # After the choice: what is compiled depends on the data, and takes time from trials.
+        if first is not None:
+            engine.prepare(params, first, clip, strategy)
+
     if wanted != AUTO:
+        prepare(Strategy.parse(wanted))
         return _requested(engine, params, rows, clip, wanted), "as asked for"
     machine = engine.machine(params)
     on_cpu = ", cpu," in machine and MESH not in machine
@@ -89,6 +99,7 @@ def choose_strategy(
     of_all, of_some = cache / f"{digest}.json", cache / f"{digest}-{of_run}.json"
     ours = _is_ours(cache)
     if ours and (cached := _cached(of_all, tried) or _cached(of_some, tried)):
+        prepare(cached)
         return cached, "the fastest when this machine tried"
     began, trials = time.monotonic(), []
     for trial in engine.try_strategies(params, rows, clip, tried, together):
@@ -100,6 +111,7 @@ def choose_strategy(
         if next_ends > max(LEAST_TRIALS_S, TRIALS_SHARE * run):
             break
     strategy = choose([(t.strategy, None if t.fault else t.seconds) for t in trials])
+    prepare(strategy)
     times = "; ".join(map(_describe, trials))
     which = f"fastest of {len(trials)} tried" if len(trials) > 1 else "the only one tried"
     if ours:
@@ -190,16 +202,18 @@ def try_strategy(
 
 def _try(worker, params, rows, clip, strategy, best):
     programs = worker.programs
-    before = set(programs.compiled)
-    for chunk in worker.lane_chunks(params, rows, clip, strategy, MADE_UP):
+    compiled = [
         programs.compile(programs.zeros(params, clip), params, chunk, clip, strategy)
-    new = [programs.compiled[key].memory_analysis() for key in programs.compiled.keys() - before]
-    memory = max((analysis.temp_size_in_bytes for analysis in new if analysis), default=0)
+        for chunk in worker.lane_chunks(params, rows, clip, strategy, MADE_UP)
+    ]
+    analyses = (program.memory_analysis() for program in compiled)
+    memory = max((analysis.temp_size_in_bytes for analysis in analyses if analysis), default=0)
     if jax.default_backend() == "cpu" and worker.mesh is not None:  # devices share the memory
         memory *= worker.mesh.size
     if memory > (free := free_memory()):
         fault = f"needs {memory / 2**20:.0f} MiB, and {free / 2**20:.0f} are free"
         return Trial(strategy, memory=memory, fault=fault), np.zeros(0)
+    worker.be_alone()
     clock = trial_clock()
 
     def timed(rows):

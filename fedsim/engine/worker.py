@@ -4,8 +4,8 @@ A lane's result is a function of (params, rows, clip): another worker can comput
 returns a sum over two units or more (one, if no more were drawn) and per-unit scalars.
 
 While a chunk is computed, a thread reads the next one; between steps, workers read the pages of the
-next step. In evaluations, short texts share rows and calls have few shapes, so that little is
-compiled.
+next step. Programs can be compiled before a lane needs them, by an idle worker or in a thread. In
+evaluations, short texts share rows and calls have few shapes, so that little is compiled.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from fedsim.clipping import (
     shared_lengths,
 )
 from fedsim.config import MeshShape
-from fedsim.engine.engine import Engine, Stats
+from fedsim.engine.engine import Engine, Stats, one_of_each
 from fedsim.engine.environment import host_kind, keep_compiled, versions
 from fedsim.engine.programs import Programs, check_arithmetic, check_contributions
 from fedsim.engine.task import MADE_UP, Task
@@ -81,6 +81,8 @@ class Worker:
         self._task = task
         self.shape, self.mesh = mesh, mesh and make_mesh(mesh)
         self._programs: Programs | None = None
+        self._background: threading.Thread | None = None
+        self._ending = threading.Event()
 
     def begin(self, task: Task) -> dict[str, Any]:
         """Take a task, unless the worker has one, and return `facts`."""
@@ -140,9 +142,54 @@ class Worker:
         Raises: UnfitDevice, UnsupportedModel.
         """
         params = self.programs.on_device(version, params)
+        self._check_contributions(params, rows, clip, strategy)
+        return self.add_lane(params, rows, clip, strategy)
+
+    def _check_contributions(self, params, rows, clip, strategy) -> None:
         for each in () if clip.in_float32 else self.passes(strategy, rows.shape[1]):
             check_contributions(each, params, self.mesh)
-        return self.add_lane(params, rows, clip, strategy)
+
+    def prepare(
+        self, version: int, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy
+    ) -> None:
+        """Compile the programs of a `lane_sum`. Errors are ignored: they recur there."""
+        with contextlib.suppress(Exception):
+            params = self.programs.on_device(version, params)
+            for _ in self._compile_in_turn(params, rows, clip, strategy):
+                pass
+
+    def prepare_in_background(
+        self, version: int, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy
+    ) -> None:
+        """`prepare` in a thread, until `be_alone`."""
+        self.be_alone()
+        self._ending.clear()
+        params = self.programs.on_device(version, params)
+        self.programs.frozen()
+
+        def run() -> None:
+            with contextlib.suppress(Exception):
+                for _ in self._compile_in_turn(params, rows, clip, strategy):
+                    if self._ending.is_set():
+                        return
+
+        self._background = threading.Thread(target=run, daemon=True)
+        self._background.start()
+
+    def be_alone(self) -> None:
+        """End the thread of `prepare_in_background`, which would disturb times, when it has
+        compiled its present program."""
+        self._ending.set()
+        if self._background is not None:
+            self._background.join()
+
+    def _compile_in_turn(self, params, rows, clip, strategy) -> Iterator[None]:
+        """Compile a program at each step of the iterator."""
+        self._check_contributions(params, rows, clip, strategy)
+        total = self.programs.zeros(params, clip)
+        for chunk in self.lane_chunks(params, rows, clip, strategy):
+            yield
+            self.programs.compile(total, params, chunk, clip, strategy)
 
     def lane_nats(self, version: int, params: Any, rows: np.ndarray, split: str):
         """Compute (sum of nats, number of predicted tokens) over examples `rows` [n] of a split."""
@@ -379,6 +426,10 @@ class MultiDeviceWorker(Worker):
         sums, stats = zip(*self._on_all("lane_sum", version, params, rows, *args), strict=True)
         return jax.tree.map(_added, *sums), Stats.join(stats)
 
+    def prepare(self, version: int, params: Any, rows: np.ndarray, *args):
+        for_each = np.tile(rows, (len(jax.local_devices()), 1))
+        self._on_all("prepare", version, params, for_each, *args)
+
     def lane_nats(self, version: int, params: Any, rows: np.ndarray, split: str):
         nats, counts = zip(*self._on_all("lane_nats", version, params, rows, split), strict=True)
         return sum(nats), sum(counts)
@@ -421,7 +472,13 @@ class LocalEngine(Engine):
         self._worker.facts()
 
     def close(self) -> None:
-        pass
+        self._worker.be_alone()
+
+    def prepare(self, params, rows, clip, strategy):
+        if len(rows):
+            units = np.concatenate(one_of_each(self.task, rows))
+            self._version += 1
+            self._worker.prepare_in_background(self._version, params, units, clip, strategy)
 
     def place(self, params):
         return params if self._worker.mesh is None else self._worker.programs.place(params)

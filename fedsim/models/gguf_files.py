@@ -235,8 +235,20 @@ def _reader(file: Path) -> Any:
         from gguf import GGUFReader
     if not file.is_file():
         raise ConfigError.of("model", file, "a file that exists")
+
+    class Reader(GGUFReader):
+        """Reads fields as plain arrays: slices of a memory map take four times as long."""
+
+        @property
+        def data(self) -> np.ndarray:
+            return self._plain
+
+        @data.setter
+        def data(self, mapped: np.ndarray) -> None:
+            self._plain = mapped.view(np.ndarray)
+
     try:
-        return GGUFReader(file)
+        return Reader(file)
     except Exception as error:  # the library raises errors of many types
         raise _no_file(file, error) from None
 

@@ -18,14 +18,8 @@ from fedsim.errors import expect
 from fedsim.models import families
 from fedsim.models.families import Place
 from fedsim.models.frozen import as_float32
-from fedsim.models.transformer import (
-    DENSE,
-    LORA_A,
-    Lora,
-    Transformer,
-    TransformerConfig,
-    unstacked,
-)
+from fedsim.models.pretrained import shapes_of
+from fedsim.models.transformer import DENSE, LORA_A, Lora, TransformerConfig, unstacked
 
 A, B = "_lora_a", "_lora_b"
 SCALE, RSLORA_ALPHA = 2.0, 8.0
@@ -107,22 +101,25 @@ def init(c: TransformerConfig, key: jax.Array) -> Any:
     """Initial adapters, float32. They do not change the logits of the model."""
 
     # Drawn one by one: to compile the whole model's initialisation takes longer than a first step.
-    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    shapes = adapters_of(jax.eval_shape(Transformer(c).init, key, tokens)["params"])
-    leaves: dict[Any, Any] = dict(traverse_util.flatten_dict(shapes))
-    for number, (path, leaf) in enumerate(sorted(leaves.items())):
+    shapes = {path: shape for path, shape in shapes_of(c).items() if is_adapter(path)}
+    leaves: dict[Any, Any] = {}
+    for number, (path, shape) in enumerate(sorted(shapes.items())):
         if path[1].endswith(A):
-            adapter_key = jax.random.fold_in(key, number)
-            leaves[path] = LORA_A(adapter_key, leaf.shape, jnp.float32)
+            leaves[path] = LORA_A(jax.random.fold_in(key, number), shape, jnp.float32)
         else:
-            leaves[path] = jnp.zeros(leaf.shape, jnp.float32)
+            leaves[path] = jnp.asarray(np.zeros(shape, np.float32))
     return traverse_util.unflatten_dict(leaves)
 
 
 def adapters_of(params: Any) -> Any:
     """Select the adapters among parameters."""
-    leaves = traverse_util.flatten_dict(params)
-    return traverse_util.unflatten_dict({p: x for p, x in leaves.items() if p[1].endswith((A, B))})
+    leaves: dict[Any, Any] = dict(traverse_util.flatten_dict(params))
+    return traverse_util.unflatten_dict({p: x for p, x in leaves.items() if is_adapter(p)})
+
+
+def is_adapter(path: tuple[str, ...]) -> bool:
+    """True for the path of a parameter of an adapter."""
+    return path[1].endswith((A, B))
 
 
 def joined(frozen: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,6 +140,7 @@ def is_finite(params: Any) -> jax.Array:
     return jnp.isfinite(optax.tree.norm(params))
 
 
+@jax.jit
 def largest_of(params: Any) -> jax.Array:
     """The largest absolute value of a parameter; nan if one is nan."""
     return jnp.stack([jnp.abs(leaf).max() for leaf in jax.tree.leaves(params)]).max()

@@ -9,6 +9,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fedsim.budget import GROUP_SIZE, Applicant, count_at_once, shortened
 from fedsim.clipping import Clip, Strategy, num_coordinates
 from fedsim.config import (
@@ -161,7 +163,8 @@ def plan_run(
     opened.run = run = settled_by(plan, opened.stored, opened.run, fresh=fresh)
     console.plan(plan, engine, run)
     console.rows(logger_rows(run))
-    strategy, why = _strategy(opened, engine, params, plan)
+    first = None if dry_run or opened.stored else method.draw(0)
+    strategy, why = _strategy(opened, engine, params, plan, first)
     in_ledger = in_ledger if counted else None
     return PlannedRun(plan, method, privacy, in_ledger, engine, task, params, strategy, why)
 
@@ -336,8 +339,13 @@ def _held_out_seal(opened: OpenRun) -> str:
     return "" if held_out is None else opened.key.seal(held_out.fingerprint)
 
 
-def _strategy(opened: OpenRun, engine: Engine, params: Any, plan: Plan) -> tuple[Strategy, str]:
-    """The clipping strategy and the reason for it, with progress on the console."""
+def _strategy(
+    opened: OpenRun, engine: Engine, params: Any, plan: Plan, first: np.ndarray | None
+) -> tuple[Strategy, str]:
+    """The clipping strategy and the reason for it, with progress on the console.
+
+    Args: first: units of the first step, or of one like it.
+    """
     what = "compiling, and timing gradient methods"
     with opened.console.phase(what) as phase:
         return strategy_for(
@@ -348,6 +356,7 @@ def _strategy(opened: OpenRun, engine: Engine, params: Any, plan: Plan) -> tuple
             (plan.expected_count, plan.budget // plan.expected_count),
             plan.clip,
             num_steps=plan.num_steps,
+            first=first,
             heard=phase.at,
         )
 
@@ -442,7 +451,7 @@ def strategy_for(
     Args:
       stored: the run as it was started; None if it is new.
       units: expected number of units of a step, and rows of each.
-      options: num_steps and heard, as for `choose_strategy`.
+      options: num_steps, first and heard, as for `choose_strategy`.
     """
     if stored:
         return Strategy.parse(stored.strategy["name"]), "as the run was started"

@@ -160,7 +160,7 @@ class Trainer:
             checkpoint.Saver(self._write, state.step) as saver,
             self.console.steps(state.step, self.plan.num_steps) as show,
         ):
-            finish = self._after(state, metrics, saver)
+            finish = self._after(state, metrics, saver, later=True)
             rows = threads.submit(self.method.draw, state.step)
             first = state.step
             while state.step < self.plan.num_steps and not (stop.is_set() or self.calls.stopped):
@@ -197,24 +197,31 @@ class Trainer:
         with self.console.phase(what) as phase, self.engine.telling(phase.at):
             yield
 
-    def _after(self, state: State, metrics: Metrics, saver: checkpoint.Saver) -> Callable[[], None]:
-        """Start the evaluation and checkpoint due after a step; the result finishes them."""
+    def _after(
+        self, state: State, metrics: Metrics, saver: checkpoint.Saver, *, later: bool = False
+    ) -> Callable[[], None]:
+        """Start the evaluation and checkpoint due after a step; the result finishes them.
+
+        Args: later: start when the result is called, so that workers begin with the next step.
+        """
         step, due = state.step, self._due(state.step, self.eval_every) or state.step == 0
         if not due or state.evaluated == step:
             self._save(state, metrics, saver)
             return lambda: None
         params = state.released
-        if (how := self.plan.evaluations) is not None:
-            losses = begin_noisy_evaluate(
-                self.engine, params, self.data, how, self.method.key, step, self.run.run_dir
-            )
-        else:
-            losses = begin_evaluate(self.engine, params, self.data, self.run.eval_examples)
-        then = dataclasses.replace(state)
+
+        def begin() -> Callable[[], dict[str, float]]:
+            if (how := self.plan.evaluations) is not None:
+                return begin_noisy_evaluate(
+                    self.engine, params, self.data, how, self.method.key, step, self.run.run_dir
+                )
+            return begin_evaluate(self.engine, params, self.data, self.run.eval_examples)
+
+        losses, then = None if later else begin(), dataclasses.replace(state)
 
         def finish() -> None:
             with self._phase(f"evaluation after step {step}"):
-                values = losses()
+                values = (losses or begin())()
             metrics.log(step, values)
             self.calls.evaluated(step, values)
             most = MOST_LOSS * max(1.0, state.initial_eval_loss) if step else math.inf
