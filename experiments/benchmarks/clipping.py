@@ -196,18 +196,20 @@ def automatic(task, params, num_rows, group):
     return lambda: engine.clipped_sum(params, rows, CLIP, strategy), str(strategy), why
 
 
-def in_turn(calls: dict[str, Any], turns: int) -> dict[str, list[float]]:
-    """Processor seconds of each call in each turn; the first turn, which warms up, is left out.
+def in_turn(calls: dict[str, Any], turns: int, *, warm: bool = False) -> dict[str, list[float]]:
+    """Processor seconds of each call in each turn; a turn before, unless `warm`, warms up.
     The order changes from turn to turn: a call leaves caches and heap as the next one finds them.
+    A call may return seconds of another process, `run.Seconds`.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     rng = np.random.default_rng(0)
-    for turn in range(turns + 1):
+    for turn in range(warm, turns + 1):
         for name in rng.permutation(list(calls)).tolist():
             start = time.process_time()
-            jax.block_until_ready(calls[name]())
+            result = jax.block_until_ready(calls[name]())
+            ours = time.process_time() - start
             if turn:
-                seconds[name].append(time.process_time() - start)
+                seconds[name].append(result if isinstance(result, run.Seconds) else ours)
     return seconds
 
 
@@ -224,7 +226,7 @@ def opacus(size: str, turns: int) -> dict[str, dict[str, float]]:
     """Processor seconds and peak memory of PyTorch's plain gradient and of Opacus's ways, their
     micro-batches tuned."""
     width, layers, vocabulary = SIZES[size]
-    return run.clipping("opacus", width, layers, vocabulary, POSITIONS, 32, turns)
+    return run.clipping(width, layers, vocabulary, POSITIONS, 32, turns)
 
 
 def bars(rows: list[dict]) -> list[dict]:

@@ -85,9 +85,8 @@ def main() -> None:
     ours = seconds_by_size(config, params, tokens, given.turns, sizes)
     theirs: dict[int, float] = {}
     if not (given.quick or given.no_peers):
-        shape = (config.vocab_size, LENGTH, config.width, config.num_layers, config.num_heads)
-        shape = (*shape, config.kv_heads, config.hidden, tokens, given.turns, *sizes)
-        theirs = {int(size): own for size, own in run.decoding(*shape).items()}
+        printed = run.decoding(config, tokens, given.turns, *sizes)
+        theirs = {int(size): seconds for size, seconds in printed.items()}
     rows = []
     for size in sizes:
         row = {"batch": size, "tokens_per_second": size * tokens / ours[size]}

@@ -9,10 +9,10 @@ into an environment of their own.
 """
 
 import argparse
-import dataclasses
 import functools
 import json
 import sys
+from contextlib import closing
 from typing import Any
 
 import jax
@@ -76,10 +76,10 @@ def cells(model: Model, turns: int, quick: bool) -> list[dict[str, Any]]:
 
 def peft(model: Model, rows: int, turns: int) -> dict[str, float]:
     """Processor seconds of PEFT's plain gradient of as many rows, by rows of a pass."""
-    shape = dataclasses.asdict(model.config)
-    names = ("vocab_size", "max_length", "width", "num_layers", "num_heads", "num_kv_heads")
-    own = [shape[name] for name in (*names, "mlp_width")]
-    return run.adapters(*own, model.rank, rows, turns)
+    sizes, passes = [model.config.max_length] * rows, [n for n in (1, 2, 4, 8) if n <= rows]
+    with closing(run.Adapters(model.config, model.rank, sizes, {"plain": passes})) as peer:
+        calls = {f"peft:{n}": functools.partial(peer.seconds, f"plain:{n}") for n in passes}
+        return {name: median(seconds) for name, seconds in in_turn(calls, turns).items()}
 
 
 def main() -> None:

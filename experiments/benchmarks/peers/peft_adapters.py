@@ -1,50 +1,70 @@
-"""The plain gradient of LoRA adapters by PyTorch, transformers and PEFT; run by benchmarks.lora.
+"""Gradients of LoRA adapters by PyTorch, transformers and PEFT; run by benchmarks.lora and others.
 
-Arguments: vocabulary, positions, width, layers, heads, key-value heads, width of the MLP, rank,
-rows, turns. Prints processor seconds of the gradient of all rows, by rows of a pass, as one line.
+Arguments: shape as `llama_model.llama` reads it, rank, tokens of each row, ways with their rows of
+a pass; all JSON. Rows are sorted by length, and those of a pass padded to the longest. Prints a
+trial's processor seconds and peak memory in MiB by WAY:ROWS, as one line; then, for each line read,
+the processor seconds of the call of that name.
 """
 
 import json
-import statistics
 import sys
-import time
 
 import peft
 import torch
-import transformers
+from clipped_gradients import WAYS, seconds, trial
+from llama_model import llama
+from torch.nn import functional
 
-torch.set_num_threads(1)
-VOCABULARY, POSITIONS, WIDTH, LAYERS, HEADS, KV_HEADS, MLP, RANK, ROWS, TURNS = map(
-    int, sys.argv[1:]
-)
+SHAPE, RANK, SIZES, ROWS = sys.argv[1], *map(json.loads, sys.argv[2:])
+IGNORED = -100
+SIDE = 1024  # of the matrices that measure the machine
+
+
+def losses(model, inputs, targets):
+    """Mean cross entropy of each row's tokens."""
+    logits = model(input_ids=inputs, use_cache=False).logits
+    nats = functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
+    ).view(targets.shape)
+    return nats.sum(1) / (targets != IGNORED).sum(1)
+
+
+def adapted():
+    """The model with adapters in all its layers; they alone are trained."""
+    torch.manual_seed(0)
+    how = peft.LoraConfig(r=RANK, lora_alpha=16, target_modules="all-linear")
+    return peft.get_peft_model(llama(SHAPE), how)
+
+
+def parts(rows, vocabulary):
+    """(inputs, targets) of so many rows each, as long as the longest of them."""
+    sizes, found = sorted(SIZES, reverse=True), []
+    for first in range(0, len(sizes), rows):
+        some = torch.tensor(sizes[first : first + rows])[:, None]
+        tokens = torch.randint(1, vocabulary, (len(some), int(some.max())))
+        there = torch.arange(tokens.shape[1]) < some
+        targets = tokens.masked_fill(~there, IGNORED)[:, 1:].contiguous()
+        found.append((tokens.masked_fill(~there, 0)[:, :-1].contiguous(), targets))
+    return found
+
+
+def products(sides):
+    """Twenty products of large matrices, by which the machine is measured."""
+    for _ in range(20):
+        torch.mm(*sides)
 
 
 def main():
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=MLP,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=POSITIONS,
-        tie_word_embeddings=True,
-    )
-    base = transformers.LlamaForCausalLM(config)
-    every = peft.LoraConfig(r=RANK, lora_alpha=16, target_modules="all-linear")
-    model = peft.get_peft_model(base, every)
-    tokens = torch.randint(VOCABULARY, (ROWS, POSITIONS))
-
-    def seconds(rows):
-        start = time.process_time()
-        model.zero_grad()
-        for part in tokens.split(rows):
-            model(input_ids=part, labels=part).loss.backward()
-        return time.process_time() - start
-
-    passes = [rows for rows in (1, 2, 4, 8) if rows <= ROWS]
-    found = {rows: [seconds(rows) for _ in range(TURNS + 1)][1:] for rows in passes}
-    print(json.dumps({f"peft:{rows}": statistics.median(times) for rows, times in found.items()}))
+    calls, trials = {"products": (products, torch.randn(2, SIDE, SIDE))}, {}
+    for way, every in ROWS.items():
+        model = adapted()
+        call = WAYS[way](model, losses)
+        for rows in every:
+            name, given = f"{way}:{rows}", parts(rows, model.config.vocab_size)
+            calls[name], trials[name] = (call, given), trial(model, call, given)
+    print(json.dumps(trials), flush=True)
+    for line in sys.stdin:
+        print(seconds(*calls[line.strip()]), flush=True)
 
 
 if __name__ == "__main__":
