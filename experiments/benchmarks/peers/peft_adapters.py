@@ -62,6 +62,7 @@ def main():
         for rows in every:
             name, given = f"{way}:{rows}", parts(rows, model.config.vocab_size)
             calls[name], trials[name] = (call, given), trial(model, call, given)
+            print(name, *trials[name], file=sys.stderr, flush=True)
     print(json.dumps(trials), flush=True)
     for line in sys.stdin:
         print(seconds(*calls[line.strip()]), flush=True)
