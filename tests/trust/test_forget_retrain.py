@@ -409,6 +409,8 @@ def test_places_that_are_refused(world, retrained, tmp_path, capsys):
     ):
         with refuses(field):
             world.forget(**{"out": tmp_path / "new", "run_dir": tmp_path / "again", **options})
+    with refuses("budget_ledger", says="that counts run"):
+        forget(world.data, world.users, tmp_path / "empty", Console(), retrain=world.run, **new)
     limited = shutil.copytree(place, tmp_path / "ledger")
     with hold(limited) as account:
         account.limit(Limit(9.0, 1e-6))
