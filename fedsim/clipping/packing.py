@@ -151,10 +151,9 @@ def chunks_of_shared(
         length = made["tokens"].shape[-1]
         rows = rows_of_pass(length) if real.shape[1] == 1 else 1
         size = units_per_chunk(rows)
-        for start in range(0, len(units), size):
-            part = np.arange(start, min(start + size, len(units)))
-            chunk = _chunk(made, real, part, size)
-            yield chunk._replace(units=units[part], length=length, rows=rows)
+        for part in _parts(np.arange(len(units)), size, size):
+            chunk = _chunk(made, real, *part)
+            yield chunk._replace(units=units[chunk.units], length=length, rows=rows)
 
 
 def packed(

@@ -371,10 +371,10 @@ def cut(task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int) ->
       least: least units of a lane, if there are that many units.
     """
     num_lanes = max(1, min(num_lanes, len(rows) // least))
-    found = None if num_lanes == 1 else _lengths_and_costs(task, split, rows)
-    if found is None:
+    lengths = None if num_lanes == 1 else costs(task, split, rows)
+    if lengths is None:
         return _in_order([x for x in np.array_split(rows, num_lanes) if len(x)])
-    longest, cost = found
+    longest, cost = _lengths_and_costs(task, split, rows, lengths)
     order = np.argsort(-longest, kind="stable")
     block = max(least, min(len(rows) // num_lanes, AT_ONCE))
     costs_in_order = cost[order]
@@ -418,22 +418,20 @@ def one_of_each(task: Task, rows: np.ndarray) -> list[np.ndarray]:
       rows: examples of the training split, int [units, group].
     """
     kinds, lengths = [np.zeros(len(rows), int)], costs(task, "train", rows)
-    if lengths is not None and (found := _lengths_and_costs(task, "train", rows)) is not None:
-        kinds = [lengths.max(axis=1), found[0], found[1] > found[0]]  # in rows of texts, and shared
+    if lengths is not None:
+        longest, cost = _lengths_and_costs(task, "train", rows, lengths)
+        kinds = [lengths.max(axis=1), longest, cost > longest]  # in rows of texts, and shared
     kinds = np.unique(np.stack(kinds), axis=1, return_index=True)[1]
     return [rows[[unit]] for unit in kinds]
 
 
 def _lengths_and_costs(
-    task: Task, split: str, rows: np.ndarray
-) -> tuple[np.ndarray, np.ndarray] | None:
+    task: Task, split: str, rows: np.ndarray, lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Return (length of the rows, tokens with padding) of each unit, int [units] each.
 
-    None: all examples have the same length, or it is unknown.
+    Args: lengths: the result of `costs`.
     """
-    lengths = costs(task, split, rows)
-    if lengths is None:
-        return None
     shared = task.buckets.shared if task.buckets and lengths.shape[1] > 1 else ()
     if not shared or (sizes := task.sizes(split, rows.ravel())) is None:
         return lengths.max(axis=1), lengths.sum(axis=1)
