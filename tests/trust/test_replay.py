@@ -31,7 +31,6 @@ from fedsim.models.language_model import LanguageModelTask
 from fedsim.run import checkpoint, directory, ledger, released
 from fedsim.run.directory import Identity, StoredRun
 from fedsim.run.ledger import Ledger
-from fedsim.training import trainer
 from fedsim.trust import replay
 
 
@@ -183,7 +182,7 @@ def stopped_again(run_dir, texts, monkeypatch, step, place, name):
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "step, place, name, done", [(3, Ledger, "record", 3), (0, trainer, "begin_evaluate", 0)]
+    "step, place, name, done", [(3, Ledger, "record", 3), (0, checkpoint, "Saver", 0)]
 )
 def test_a_run_that_was_stopped_before_it_caught_up_keeps_its_promises(
     step, place, name, done, texts, run_dir, monkeypatch, capsys
