@@ -29,8 +29,8 @@ from docutils.parsers.rst import directives
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
-from experiments.records import RESULTS, read_rows
-from experiments.verdicts import NOT_SHOWN
+from experiments.harness.records import RESULTS, read_rows
+from experiments.harness.verdicts import NOT_SHOWN
 
 VERDICTS = {True: "yes", False: "**no**", NOT_SHOWN: NOT_SHOWN, None: "not judged"}
 ROLE = re.compile(r"(\w+):((?:[^\[\s]|\[[^\]]*\])+)(?: / (\S+))?(?: (\S+))?")

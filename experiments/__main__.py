@@ -2,6 +2,7 @@
 
     python -m experiments list                     (a line each: question, scales, recorded minutes)
     python -m experiments status [NAME ...]        (records: verdicts, and whether out of date)
+    python -m experiments judge                    (verdicts and figures again, from the rows)
     python -m experiments run NAME ... [FLAGS]     (at --scale small, if FLAGS do not say)
 
 FLAGS are those of the experiment (`python -m experiments.NAME --help`). What was trained is kept,
@@ -73,7 +74,7 @@ def listed(name: str) -> str:
 
 def status(name: str) -> list[str]:
     """A line for each record of an experiment."""
-    from experiments import common, records
+    from experiments.harness import common, records
 
     lines = []
     for scale, record in stored(name).items():
@@ -90,7 +91,7 @@ def status(name: str) -> list[str]:
             and records.as_claims(check(records.read_rows(folder / f"{name}.csv")))
             != (record["claims"])
         ):
-            state = "out of date: python -m experiments.records judges it again"
+            state = "out of date: python -m experiments judge has it again"
         lines.append(f"{name} ({scale}, {record['date']}, {record['commit']}): {said}; {state}")
     return lines or [f"{name}: no record; python -m experiments run {name}"]
 
@@ -116,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("list")
     verbs.add_parser("status").add_argument("names", nargs="*", metavar="NAME")
+    verbs.add_parser("judge")
     verbs.add_parser("run").add_argument("names", nargs="+", metavar="NAME")
     given, flags = parser.parse_known_args(argv)
     if flags and given.verb != "run":
@@ -127,6 +129,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     if given.verb == "run":
         return run(given.names, flags)
+    if given.verb == "judge":
+        from experiments.harness import records
+
+        records.judge()
+        return 0
     for name in getattr(given, "names", None) or names():
         print(listed(name) if given.verb == "list" else "\n".join(status(name)), flush=True)
     return 0

@@ -30,10 +30,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import common
-from experiments.mean_task import MeanTask
-from experiments.records import came_from
-from experiments.rows import by, kept, missing
+from experiments.harness import common
+from experiments.harness.mean_task import MeanTask
+from experiments.harness.records import came_from
+from experiments.harness.rows import by, kept, missing
 from fedsim import accounting, engine
 from fedsim.clipping import Clip
 from fedsim.els import ELS

@@ -25,7 +25,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import optimize, special, stats
 
-from experiments import common
+from experiments.harness import common
 from fedsim import accounting
 
 

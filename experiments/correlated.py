@@ -25,9 +25,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import common
-from experiments.records import came_from
-from experiments.rows import Rows, by, kept, missing
+from experiments.harness import common
+from experiments.harness.records import came_from
+from experiments.harness.rows import Rows, by, kept, missing
 from fedsim.data import corpora
 
 NONE, INDEPENDENT, CORRELATED, ALLOCATION = "none", "independent", "correlated", "allocation"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from experiments import common, group_privacy
+from experiments.harness import common, group_privacy
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 

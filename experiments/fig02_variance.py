@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from experiments import common, noise_variance
-from experiments.noise_variance import Setting
+from experiments.harness import common, noise_variance
+from experiments.harness.noise_variance import Setting
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,16 +21,16 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import common, finetuning
-from experiments.finetuning import (
+from experiments.harness import common, finetuning
+from experiments.harness.finetuning import (
     MEDIUM_TRAINING,
     PAPER_TRAINING,
     SMALL_TRAINING,
     SMOKE_TRAINING,
     Training,
 )
-from experiments.rows import by, rates_inside
-from experiments.verdicts import both, cell_error, no_worse
+from experiments.harness.rows import by, rates_inside
+from experiments.harness.verdicts import both, cell_error, no_worse
 from fedsim.sampling import median_group_size
 
 

@@ -18,10 +18,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from experiments import common, finetuning
-from experiments.finetuning import STACK_OVERFLOW, ULS_GRIDS
-from experiments.rows import by, rates_inside
-from experiments.verdicts import NOT_SHOWN, Verdict, ahead, both, cell_error, no_worse
+from experiments.harness import common, finetuning
+from experiments.harness.finetuning import STACK_OVERFLOW, ULS_GRIDS
+from experiments.harness.rows import by, rates_inside
+from experiments.harness.verdicts import NOT_SHOWN, Verdict, ahead, both, cell_error, no_worse
 
 SETTINGS = ULS_GRIDS
 SHOWN = 4.0  # the epsilon whose diagonals are drawn

@@ -29,11 +29,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import common, finetuning, heuristics
-from experiments.finetuning import STACK_OVERFLOW, stands_for
-from experiments.rows import by, middle, paired, rates_inside
-from experiments.testing import with_test_losses
-from experiments.verdicts import ahead, both, cell_error, mean_error, most, no_worse
+from experiments.harness import common, finetuning, heuristics
+from experiments.harness.finetuning import STACK_OVERFLOW, stands_for
+from experiments.harness.rows import by, middle, paired, rates_inside
+from experiments.harness.testing import with_test_losses
+from experiments.harness.verdicts import ahead, both, cell_error, mean_error, most, no_worse
 
 SETTINGS = finetuning.COMPARISONS
 LOCAL_STEPS, LOCAL = 4, "ULS, local steps"

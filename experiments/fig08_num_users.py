@@ -18,11 +18,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import common, finetuning, heuristics
-from experiments.finetuning import CC_NEWS, STACK_OVERFLOW, Comparison
-from experiments.rows import by, rates_inside
-from experiments.testing import with_test_losses
-from experiments.verdicts import ahead, cell_error
+from experiments.harness import common, finetuning, heuristics
+from experiments.harness.finetuning import CC_NEWS, STACK_OVERFLOW, Comparison
+from experiments.harness.rows import by, rates_inside
+from experiments.harness.testing import with_test_losses
+from experiments.harness.verdicts import ahead, cell_error
 
 EPSILON = 4.0
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import common, synthetic
+from experiments.harness import common, synthetic
 from fedsim.data.dataset import histogram_bins
 
 

@@ -17,10 +17,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import common, finetuning
-from experiments.finetuning import ULS_GRIDS
-from experiments.rows import by
-from experiments.verdicts import ahead, cell_error, most, no_worse
+from experiments.harness import common, finetuning
+from experiments.harness.finetuning import ULS_GRIDS
+from experiments.harness.rows import by
+from experiments.harness.verdicts import ahead, cell_error, most, no_worse
 from fedsim.run import Console
 from fedsim.tuning import doubling
 from fedsim.tuning.doubling import Configuration

@@ -21,11 +21,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import common, finetuning, heuristics
-from experiments.finetuning import STACK_OVERFLOW, Comparison
-from experiments.rows import by, middle, rates_inside
-from experiments.testing import side_by_side
-from experiments.verdicts import GAIN_SHARE, NOT_SHOWN, ahead, alike, both, no_worse
+from experiments.harness import common, finetuning, heuristics
+from experiments.harness.finetuning import STACK_OVERFLOW, Comparison
+from experiments.harness.rows import by, middle, rates_inside
+from experiments.harness.testing import side_by_side
+from experiments.harness.verdicts import GAIN_SHARE, NOT_SHOWN, ahead, alike, both, no_worse
 from fedsim.config import Personalization, changed_run
 from fedsim.run import Console, directory
 from fedsim.training import personalize_run

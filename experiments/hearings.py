@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
-from experiments import common
-from experiments.rows import Row, Rows
+from experiments.harness import common
+from experiments.harness.rows import Row, Rows
 from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.data import build, stats
 from fedsim.run import Console, directory

@@ -23,9 +23,10 @@ import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
 import fedsim
-from experiments import common, hearings
+from experiments import hearings
+from experiments.harness import common
+from experiments.harness.rows import Row, Rows
 from experiments.real_model import MODEL, model_file
-from experiments.rows import Row, Rows
 from fedsim.models import tokenizer_of
 
 NAME = "hearings_chat"

@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import special, stats
 
-from experiments import common
+from experiments.harness import common
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,11 +28,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
-from experiments import common
-from experiments.processes import compute
-from experiments.records import as_written, came_from
-from experiments.rows import Row, Rows, by, kept, missing
-from experiments.screens import (
+from experiments.harness import common
+from experiments.harness.processes import compute
+from experiments.harness.records import as_written, came_from
+from experiments.harness.rows import Row, Rows, by, kept, missing
+from experiments.harness.screens import (
     AVERAGES,
     EARLIER,
     FEW,
@@ -47,7 +47,7 @@ from experiments.screens import (
     Settings,
     cells,
 )
-from experiments.updates import (
+from experiments.harness.updates import (
     CORRECTED,
     SCALED,
     SCALED_ARRAYS,
@@ -56,7 +56,7 @@ from experiments.updates import (
     scaled,
     scaled_start,
 )
-from experiments.verdicts import ahead, no_worse
+from experiments.harness.verdicts import ahead, no_worse
 from fedsim import files
 from fedsim.config import RunConfig
 from fedsim.engine import Task

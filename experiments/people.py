@@ -20,8 +20,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import special, stats
 
-from experiments import common
-from experiments.rows import Row, Rows
+from experiments.harness import common
+from experiments.harness.rows import Row, Rows
 from fedsim import accounting
 from fedsim.accounting import StepEvent, composition, log_group_growth
 

@@ -18,8 +18,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import common
-from experiments.rows import Row, Rows
+from experiments.harness import common
+from experiments.harness.rows import Row, Rows
 from fedsim import accounting
 from fedsim.accounting import PureEvent, StepEvent
 from fedsim.sampling import law_of_median, median_group_size

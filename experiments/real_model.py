@@ -30,11 +30,11 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from experiments import common
-from experiments.processes import compute
+from experiments.harness import common
+from experiments.harness.processes import compute
+from experiments.harness.records import as_written, came_from
+from experiments.harness.rows import Row, kept, missing
 from experiments.real_model_claims import FIGURES, MODEL, check, interval
-from experiments.records import as_written, came_from
-from experiments.rows import Row, kept, missing
 from fedsim import files
 
 NAME = "real_model"

@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
 
-from experiments import common
-from experiments.rows import Row, Rows, by, over_seeds
-from experiments.verdicts import (
+from experiments.harness import common
+from experiments.harness.rows import Row, Rows, by, over_seeds
+from experiments.harness.verdicts import (
     AREA,
     GAIN_SHARE,
     NOT_SHOWN,

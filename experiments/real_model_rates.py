@@ -23,12 +23,11 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from experiments import common, real_model
-from experiments.processes import compute
-from experiments.real_model import MEDIAN, SETTINGS, Settings
-from experiments.real_model_claims import at_epsilon
-from experiments.records import as_written
-from experiments.rows import (
+from experiments import real_model
+from experiments.harness import common
+from experiments.harness.processes import compute
+from experiments.harness.records import as_written
+from experiments.harness.rows import (
     Row,
     Rows,
     by,
@@ -37,7 +36,16 @@ from experiments.rows import (
     over_seeds,
     powers_to_try,
 )
-from experiments.verdicts import GAIN_SHARE, Verdict, ahead, cell_error, mean_error, no_worse
+from experiments.harness.verdicts import (
+    GAIN_SHARE,
+    Verdict,
+    ahead,
+    cell_error,
+    mean_error,
+    no_worse,
+)
+from experiments.real_model import MEDIAN, SETTINGS, Settings
+from experiments.real_model_claims import at_epsilon
 
 NAME = "real_model_rates"
 ALGORITHMS = ("els", "uls")

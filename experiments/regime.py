@@ -27,12 +27,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments import common, starting_model
-from experiments.processes import compute
-from experiments.records import as_written, came_from
+from experiments import starting_model
+from experiments.harness import common
+from experiments.harness.processes import compute
+from experiments.harness.records import as_written, came_from
+from experiments.harness.rows import Row, Rows, kept, missing
 from experiments.regime_claims import ALL, FEW, SEEDS, check
 from experiments.regime_plots import FIGURES
-from experiments.rows import Row, Rows, kept, missing
 
 NAME, NORMS = "regime", "regime_norms"
 FIRST_COHORT = 32  # of Estimate-and-Double, as in the paper

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from experiments.fig05_uls_heatmap import best_is_small
-from experiments.rows import ERRORS, Row, Rows, by, over_seeds
-from experiments.verdicts import Verdict, ahead, both, cell_error, no_worse
+from experiments.harness.rows import ERRORS, Row, Rows, by, over_seeds
+from experiments.harness.verdicts import Verdict, ahead, both, cell_error, no_worse
 
 ALL, FEW = "scotus", "scotus, few users"
 EPSILONS = (4.0, 1.0)

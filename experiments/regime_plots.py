@@ -9,9 +9,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments import common
+from experiments.harness import common
+from experiments.harness.rows import Row, Rows, by, margin
 from experiments.regime_claims import averaged, heuristic_of, that_count, whole_seeds
-from experiments.rows import Row, Rows, by, margin
 
 STYLES = ("-o", "--s", ":^")
 BESIDE = 1.05  # the two algorithms, so that neither hides the other

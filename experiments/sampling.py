@@ -21,11 +21,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import common, finetuning, heuristics
-from experiments.finetuning import SMALL_TRAINING, SMOKE_TRAINING, STACK_OVERFLOW, Training
-from experiments.rows import by
-from experiments.testing import with_test_losses
-from experiments.verdicts import alike, both, cell_error
+from experiments.harness import common, finetuning, heuristics
+from experiments.harness.finetuning import SMALL_TRAINING, SMOKE_TRAINING, STACK_OVERFLOW, Training
+from experiments.harness.rows import by
+from experiments.harness.testing import with_test_losses
+from experiments.harness.verdicts import alike, both, cell_error
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.config import Algorithm

@@ -40,7 +40,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from experiments import common
+from experiments.harness import common
 from fedsim.data.building.user_ids import registrable_domain
 from fedsim.errors import ConfigError, expect
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from experiments import common
 from experiments.data import Screen, prepare
+from experiments.harness import common
 from fedsim import files
 from fedsim.config import PretrainConfig, run_config
 from fedsim.run import Console

@@ -10,8 +10,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import common
-from experiments.rows import Row, Rows, by
+from experiments.harness import common
+from experiments.harness.rows import Row, Rows, by
 
 NONE, NO_CLIPPING = "none", "no clipping"
 CLEAR = 0.1

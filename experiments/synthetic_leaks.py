@@ -23,9 +23,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from experiments import common
-from experiments.planting import Patch
-from experiments.rows import Rows
+from experiments.harness import common
+from experiments.harness.planting import Patch
+from experiments.harness.rows import Rows
 from experiments.synthetic_claims import NO_CLIPPING, NONE, check_leaks as check, plot_leaks as plot
 from fedsim.data import Dataset, Tokenizer, build, corpora
 

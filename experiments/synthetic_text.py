@@ -23,11 +23,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from experiments import common, real_model
-from experiments.processes import compute
+from experiments import real_model
+from experiments.harness import common
+from experiments.harness.processes import compute
+from experiments.harness.records import as_written, came_from
+from experiments.harness.rows import Row, kept, missing
 from experiments.real_model_claims import MODEL
-from experiments.records import as_written, came_from
-from experiments.rows import Row, kept, missing
 from experiments.synthetic_claims import check_text as check, plot_text as plot
 
 NAME = "synthetic_text"

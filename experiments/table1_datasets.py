@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from experiments import common, synthetic
 from experiments.data import RECIPES
+from experiments.harness import common, synthetic
 from fedsim.data import Dataset, stats
 
 

@@ -18,9 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from experiments import common
 from experiments.data import RECIPES, Screen, options_of, prepare
-from experiments.rows import Rows
+from experiments.harness import common
+from experiments.harness.rows import Rows
 
 C4 = RECIPES["c4"]
 STAGES = ("examples", "deduplicated", "deduplicated_and_url_filtered")

@@ -22,9 +22,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from experiments import common
+from experiments.harness import common
+from experiments.harness.planting import Mistake
 from experiments.mistakes import MISTAKES, NOISE_AND_SENSITIVITY, SAMPLING
-from experiments.planting import Mistake
 
 ROOT = Path(__file__).parents[1]
 AT_ONCE = 2

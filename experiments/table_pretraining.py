@@ -30,11 +30,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from experiments import common, starting_model
+from experiments import starting_model
 from experiments.data import Screen, prepare
-from experiments.processes import compute
-from experiments.records import as_written, came_from
-from experiments.rows import (
+from experiments.harness import common
+from experiments.harness.processes import compute
+from experiments.harness.records import as_written, came_from
+from experiments.harness.rows import (
     Row,
     Rows,
     by,
@@ -44,7 +45,7 @@ from experiments.rows import (
     over_seeds,
     powers_to_try,
 )
-from experiments.verdicts import ahead, cell_error, mean_error, no_worse
+from experiments.harness.verdicts import ahead, cell_error, mean_error, no_worse
 from fedsim import files
 from fedsim.config import ADD_OR_REMOVE, Algorithm, PretrainConfig, PrivacyConfig, run_config
 from fedsim.data import Dataset, build

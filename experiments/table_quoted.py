@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments import common
-from experiments.rows import Row, Rows
+from experiments.harness import common
+from experiments.harness.rows import Row, Rows
 
 RUN_STEPS, RUN_DELTA = 500, 1e-6
 """Of the three runs of docs/theory/budget.md, q = 0.1 and sigma = 2; trials have other steps."""

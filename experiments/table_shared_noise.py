@@ -13,8 +13,8 @@ import math
 import numpy as np
 from scipy import optimize, stats
 
-from experiments import common
-from experiments.rows import Rows
+from experiments.harness import common
+from experiments.harness.rows import Rows
 from fedsim import accounting
 from fedsim.accounting import composition, mixture
 

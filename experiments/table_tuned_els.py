@@ -11,10 +11,10 @@ a lead counts beyond what the seeds explain.
 import dataclasses
 import json
 
-from experiments import common
-from experiments.records import RESULTS, read_rows
-from experiments.rows import ERRORS, Rows, margin
-from experiments.verdicts import ahead, both
+from experiments.harness import common
+from experiments.harness.records import RESULTS, read_rows
+from experiments.harness.rows import ERRORS, Rows, margin
+from experiments.harness.verdicts import ahead, both
 
 
 @dataclasses.dataclass(frozen=True)

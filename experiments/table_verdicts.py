@@ -9,8 +9,8 @@ records of commit 4b01deb; what is said now is read from the records. No trainin
 import dataclasses
 import json
 
-from experiments import common
-from experiments.rows import Rows
+from experiments.harness import common
+from experiments.harness.rows import Rows
 
 BEFORE = {True: "yes", False: "no"}
 WEAK = "the older test allowed what the seeds explain, so that noisier seeds passed"

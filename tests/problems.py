@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.mean_task import MeanTask
+from experiments.harness.mean_task import MeanTask
 from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.engine.task import Task
 from fedsim.run.console import Console

@@ -28,8 +28,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from experiments import synthetic
 from experiments.benchmarks.common import at_least, at_most, circumstances
+from experiments.harness import synthetic
 from fedsim.data import UserStore, build
 from fedsim.keys import SecretKey
 from fedsim.sampling import draw_groups

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.benchmarks.peers import run, shape
-from experiments.mean_task import MeanTask
+from experiments.harness.mean_task import MeanTask
 from fedsim.clipping import Clip
 from fedsim.engine import Stats, Task, Worker, ray_engine
 from fedsim.engine.cluster import Cluster

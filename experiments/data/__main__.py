@@ -11,8 +11,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-from experiments.common import mistakes
 from experiments.data import RECIPES, Screen, options_of, prepare
+from experiments.harness.common import mistakes
 from fedsim.run import Console
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from zoo import FAMILIES, Tied, Untied, losses_of, random_batch, random_like, random_params
 
-from experiments.mean_task import MeanTask
+from experiments.harness.mean_task import MeanTask
 from fedsim.clipping import Buckets, Clip, LocalSteps, Strategy, clip_chunk
 from fedsim.clipping.contribution import (
     contribution,

@@ -236,7 +236,7 @@ def test_an_object_store_that_is_full_costs_time_and_nothing_else():
     from fedsim.clipping import Clip
     from fedsim.engine.worker import LocalEngine
     from fedsim.engine.ray_engine import RayEngine
-    from experiments.mean_task import MeanTask
+    from experiments.harness.mean_task import MeanTask
     from fedsim.engine import cluster
 
     init = ray.init

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from zoo import Tied, losses_of
 
-from experiments.mean_task import MeanTask
+from experiments.harness.mean_task import MeanTask
 from fedsim.clipping import Clip, Strategy, clip_chunk, layers
 from fedsim.clipping.layers import UnsupportedModel
 from fedsim.data.dataset import Dataset

@@ -12,24 +12,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments import (
-    __main__ as experiments_by_name,
-    common,
-    finetuning,
-    planting,
-    table_mutations,
-    testing,
-)
+from experiments import __main__ as experiments_by_name, table_mutations
+from experiments.harness import common, finetuning, planting, testing
+from experiments.harness.records import read_rows
 from experiments.mistakes import MISTAKES
-from experiments.records import read_rows
 from fedsim.data import corpora
 
 ROOT = Path(__file__).parents[2]
 HELPERS = (
-    "__init__ architecture common finetuning group_privacy heuristics mean_task"
-    " noise_variance planting processes real_model_claims records regime_claims regime_plots"
-    " rows screens stand_ins starting_model synthetic synthetic_claims testing updates"
-    " verdicts __main__"
+    "__init__ __main__ architecture real_model_claims regime_claims regime_plots stand_ins"
+    " starting_model synthetic_claims"
 )
 NAMES = sorted(p.stem for p in (ROOT / "experiments").glob("*.py") if p.stem not in HELPERS.split())
 
@@ -91,7 +83,7 @@ def test_real_text_that_is_not_there_is_a_line_that_says_where_it_comes_from(
     monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(common, "SHARED", tmp_path / "none")
     here = lambda train, cells, settings, *_: [train(cell, settings) for cell in cells]  # noqa: E731
-    monkeypatch.setattr("experiments.processes.compute", here)
+    monkeypatch.setattr("experiments.harness.processes.compute", here)
     with pytest.raises(SystemExit) as stop:
         run(name, monkeypatch, "--scale", "small", "--out", str(tmp_path))
     said = f"experiments: error: {tmp_path}/none/debian_desc.parquet is not there: python -m "
@@ -114,7 +106,7 @@ def test_a_record_of_other_settings_or_another_verdict_is_out_of_date(monkeypatc
     (record,) = experiments_by_name.stored("lemma").values()
     for changed, said in (
         ({"settings": {**record["settings"], "probs": [0.5]}}, "the settings were changed"),
-        ({"claims": []}, "python -m experiments.records judges it again"),
+        ({"claims": []}, "python -m experiments judge has it again"),
     ):
         stored = {"paper": {**record, **changed}}
         monkeypatch.setattr(experiments_by_name, "stored", lambda _, stored=stored: stored)
@@ -265,7 +257,9 @@ def test_every_mistake_can_be_planted_and_has_its_test(mistake, monkeypatch):
 
 def test_a_patch_that_no_longer_fits_is_noticed(monkeypatch):
     monkeypatch.setattr(common, "right", lambda epsilon, *, delta: epsilon + delta, raising=False)
-    patch = planting.Patch("experiments.common", "right", lambda right, epsilon, *, delta: epsilon)
+    patch = planting.Patch(
+        "experiments.harness.common", "right", lambda right, epsilon, *, delta: epsilon
+    )
     patch.expect_callable()
     patch.plant(monkeypatch.setattr)
     assert common.right(3, delta=0.5) == 3
@@ -283,7 +277,7 @@ def test_a_patch_that_no_longer_fits_is_noticed(monkeypatch):
 def test_a_mistake_that_cannot_run_is_not_what_a_test_noticed():
     said = """tests/test_uls.py:9: in test_a_step
     uls.gradient()
-experiments/planting.py:71: in wrong
+experiments/harness/planting.py:71: in wrong
     return self.change(right, *args, **kwargs)
 {frame}
 E   TypeError: unsupported operand

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from experiments import group_privacy
+from experiments.harness import group_privacy
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 

@@ -5,7 +5,7 @@ import math
 import pytest
 from refused import refuses
 
-from experiments.noise_variance import (
+from experiments.harness.noise_variance import (
     Setting,
     aligned_grad_norm,
     els_noise_variance,

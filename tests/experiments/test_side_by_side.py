@@ -5,8 +5,8 @@ import operator
 import pytest
 
 from experiments.benchmarks.common import processor
-from experiments.processes import compute
-from experiments.rows import kept
+from experiments.harness.processes import compute
+from experiments.harness.rows import kept
 
 FAILS = {}
 

@@ -4,8 +4,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from experiments import synthetic
-from experiments.synthetic import STACK_OVERFLOW, Shape, sizes, write
+from experiments.harness import synthetic
+from experiments.harness.synthetic import STACK_OVERFLOW, Shape, sizes, write
 from fedsim.errors import DataError
 
 

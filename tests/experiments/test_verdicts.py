@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from experiments import common, table_verdicts
-from experiments.records import as_written, read_rows
-from experiments.rows import over_seeds
-from experiments.verdicts import (
+from experiments import table_verdicts
+from experiments.harness import common
+from experiments.harness.records import as_written, read_rows
+from experiments.harness.rows import over_seeds
+from experiments.harness.verdicts import (
     NOT_SHOWN,
     ahead,
     alike,

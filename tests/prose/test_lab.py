@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import records
+from experiments.harness import records
 
 ROOT = Path(__file__).parents[2]
 CONF = f"""

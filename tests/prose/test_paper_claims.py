@@ -15,14 +15,14 @@ from experiments import (
     fig18_personalization,
     real_model_claims,
     real_model_rates,
-    records,
     regime_claims,
     regime_plots,
     sampling,
     table_pretraining,
 )
-from experiments.rows import by
-from experiments.verdicts import NOT_SHOWN
+from experiments.harness import records
+from experiments.harness.rows import by
+from experiments.harness.verdicts import NOT_SHOWN
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 

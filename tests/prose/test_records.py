@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import common, correlated, records
-from experiments.rows import kept
+from experiments import correlated
+from experiments.harness import common, records
+from experiments.harness.rows import kept
 
 ROOT = Path(__file__).parents[2]
 RECORDS = {file.stem: file for file in records.committed()}

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import common, finetuning
 from experiments.benchmarks.common import circumstances
-from experiments.records import read_rows
-from experiments.rows import CAME
+from experiments.harness import common, finetuning
+from experiments.harness.records import read_rows
+from experiments.harness.rows import CAME
 
 NAME = "fig06_privacy_loss"
 

@@ -12,7 +12,7 @@ from chats import model_files
 from test_audit import run
 from test_shared_runs import chat, command  # noqa: F401 (a fixture)
 
-from experiments.mean_task import MeanTask
+from experiments.harness.mean_task import MeanTask
 from experiments.mistakes.chats import without_context
 from fedsim import accounting
 from fedsim.clipping import Clip

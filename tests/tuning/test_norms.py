@@ -11,7 +11,7 @@ from problems import users_of_sizes
 from refused import refuses
 from test_masked import task_of, with_other_ends
 
-from experiments.mean_task import MeanTask
+from experiments.harness.mean_task import MeanTask
 from fedsim.engine.engine import EngineError
 from fedsim.engine.worker import LocalEngine
 from fedsim.tuning import doubling

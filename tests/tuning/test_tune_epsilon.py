@@ -13,7 +13,7 @@ from problems import users_of_sizes
 from test_cli import run, texts  # noqa: F401
 from test_norms import WIDTH, users_sharing
 
-from experiments.mean_task import MeanTask
+from experiments.harness.mean_task import MeanTask
 from fedsim.budget import hold, place_of
 from fedsim.config import PrivacyConfig, run_config
 from fedsim.engine.worker import LocalEngine

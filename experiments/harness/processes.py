@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks.common import processor
-from experiments.records import came_from
-from experiments.rows import Cell, Row
+from experiments.harness.records import came_from
+from experiments.harness.rows import Cell, Row
 
 
 def compute(

@@ -22,9 +22,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
-from experiments import common, starting_model
-from experiments.records import as_written
-from experiments.rows import CAME, Row, Rows, over_seeds
+from experiments import starting_model
+from experiments.harness import common
+from experiments.harness.records import as_written
+from experiments.harness.rows import CAME, Row, Rows, over_seeds
 from fedsim import files
 from fedsim.config import ADD_OR_REMOVE, RunConfig, run_config
 from fedsim.data import Dataset, corpora

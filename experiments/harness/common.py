@@ -22,10 +22,10 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments import synthetic
 from experiments.benchmarks.common import circumstances
 from experiments.data import options_of
-from experiments.records import (
+from experiments.harness import synthetic
+from experiments.harness.records import (
     as_claims,
     as_written,
     came_from,
@@ -35,14 +35,14 @@ from experiments.records import (
     trained_at,
     verdict,
 )
-from experiments.rows import Rows
-from experiments.verdicts import NOT_SHOWN, Verdict
+from experiments.harness.rows import Rows
+from experiments.harness.verdicts import NOT_SHOWN, Verdict
 from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.data import Dataset, build
 from fedsim.errors import ConfigError, DataError
 from fedsim.keys import SecretKey
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 STARTED = time.time()
 SCALES = ("smoke", "small", "paper")
 DEFAULT_SCALE = "small"
@@ -54,7 +54,7 @@ SAYS = {True: "yes", False: "no", NOT_SHOWN: NOT_SHOWN, None: "not judged"}
 NO_FIGURES: Mapping[str, Any] = MappingProxyType({})
 
 # Real data that stand in for the paper's: recipe, file, columns; not in the repository.
-SHARED = Path(__file__).parents[2] / "shared" / "data"
+SHARED = Path(__file__).parents[3] / "shared" / "data"
 STAND_INS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "scotus": (
         "stack-overflow",

@@ -86,7 +86,9 @@ class Mistake:
     def hook(self) -> str:
         """The text of a sitecustomize.py that plants it in every Python with that on its path."""
         modules = sorted({patch.module for patch in self.patches})
-        return f"from experiments.planting import watch\n\nwatch({self.name!r}, {modules!r})\n"
+        return (
+            f"from experiments.harness.planting import watch\n\nwatch({self.name!r}, {modules!r})\n"
+        )
 
 
 def watch(name: str, modules: Sequence[str]) -> None:

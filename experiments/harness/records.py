@@ -4,7 +4,7 @@ Rows are as they are in the CSV file: verdicts and figures come from what is wri
 can be had again without running anything. Pages of the lab (`docs/lab/`) have them from the record
 when the site is built (`docs/records.py`).
 
-    python -m experiments.records      (verdicts and figures again, from the committed CSV files)
+    python -m experiments judge      (verdicts and figures again, from the committed CSV files)
 """
 
 import csv
@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.verdicts import NOT_SHOWN, Verdict
+from experiments.harness.verdicts import NOT_SHOWN, Verdict
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 RESULTS = HERE / "results"
 PROVENANCE = ("commit", "date", "data", "model", "seeds")
 
@@ -130,9 +130,9 @@ def _today() -> str:
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
-def main() -> None:
+def judge() -> None:
     """Writes verdicts and figures of all records again."""
-    from experiments import common, finetuning  # which import this
+    from experiments.harness import common, finetuning  # which import this
 
     for file in committed():
         module = module_of(file)
@@ -147,7 +147,3 @@ def main() -> None:
             if hasattr(module, "finetuning"):
                 figure = finetuning.titled(figure, rows)
             common.save_figure(figure, file.with_name(f"{name}.png"))
-
-
-if __name__ == "__main__":
-    main()

@@ -36,7 +36,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from experiments.rows import ERRORS, Row, Rows, by, seed_error
+from experiments.harness.rows import ERRORS, Row, Rows, by, seed_error
 
 MARGIN = 0.01
 """Nats."""

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import finetuning
-from experiments.finetuning import Arguments, Training
-from experiments.rows import Rows, over_seeds
+from experiments.harness import finetuning
+from experiments.harness.finetuning import Arguments, Training
+from experiments.harness.rows import Rows, over_seeds
 from fedsim import engine
 from fedsim.config import changed_run
 from fedsim.errors import FedsimError

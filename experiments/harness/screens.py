@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from experiments.updates import CORRECTED, SCALED, SCALED_ARRAYS
+from experiments.harness.updates import CORRECTED, SCALED, SCALED_ARRAYS
 
 AVERAGES = (0.8, 0.9, 0.95, 0.98)
 WAYS = ("last", *(f"ema {ema}" for ema in AVERAGES))

@@ -1,0 +1,1 @@
+"""What experiments share: their command line, data and trainings, and records and verdicts."""
