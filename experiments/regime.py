@@ -264,16 +264,52 @@ def look(at: Users, settings: Settings) -> Row:
     }
 
 
-def train(cell: Cell, settings: Settings) -> Row:
-    """What comes of a cell. Draws and fresh noise of a seed are the same for all."""
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A training that can begin: settings of its run, the model's file, and what takes part."""
+
+    run: Any
+    model: Any
+    data: Any
+    engine: Any
+    plan: Any
+    method: Any
+    params: Any
+
+    def iterates(self, rate: float = 1.0) -> tuple[Any, Any]:
+        """(The average of the last steps, the last) of the parameters. Args: rate: times that of
+        the rule."""
+        from fedsim.training.optimizers import update_rule
+
+        rule = update_rule(self.run, self.run.learning_rate * rate)
+        steps = common.iterates(self.plan, self.method, self.engine, self.params, rule, rows=4)
+        ema = self.run.ema or 0.0
+        last, averages = common.followed(steps, self.params, [ema])
+        return averages[ema], last
+
+    def facts(self) -> Row:
+        """What rows say of it."""
+        from fedsim.run import model_sha256
+
+        users = self.data.train
+        return {
+            "num_users": self.plan.num_users,
+            "median_examples": int(np.median(np.diff(users.offsets))),
+            "num_parameters": self.plan.num_parameters,
+            "expected_count": self.plan.expected_count,
+            "noise_multiplier": self.plan.noise_multiplier,
+            "delta": self.plan.delta,
+            "learning_rate": self.run.learning_rate,
+            "model": short_hash(model_sha256(self.model)),
+        }
+
+
+def prepared(cell: Cell, settings: Settings) -> Prepared:
+    """The training of a cell. Draws and fresh noise of a seed are the same for all."""
     from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig
     from fedsim.engine.worker import LocalEngine
-    from fedsim.evaluate import evaluate, headline
-    from fedsim.run import model_sha256
     from fedsim.training import settled_by
-    from fedsim.training.optimizers import update_rule
 
-    began, used = time.monotonic(), time.process_time()
     run, model, data, key, task, params = started(cell.data, settings, cell.seed)
     users = data.train
     privacy = PrivacyConfig(
@@ -287,31 +323,27 @@ def train(cell: Cell, settings: Settings) -> Row:
     )
     plan, method = common.planned(Algorithm(cell.algorithm), privacy, data, key, params)
     run = settled_by(plan, None, run, fresh=model is None)
-    assert run.learning_rate is not None
-    rule, engine = update_rule(run, run.learning_rate), LocalEngine(task, num_lanes=1)
-    before = headline(evaluate(engine, params, data, settings.eval_examples))
-    steps = common.iterates(plan, method, engine, params, rule, rows=4)
-    ema = run.ema or 0.0
-    last, averages = common.followed(steps, params, [ema])
-    losses = [
-        headline(evaluate(engine, each, data, settings.eval_examples))
-        for each in (averages[ema], last)
-    ]
+    return Prepared(run, model, data, LocalEngine(task, num_lanes=1), plan, method, params)
+
+
+def train(cell: Cell, settings: Settings) -> Row:
+    """What comes of a cell."""
+    from fedsim.evaluate import evaluate, headline
+
+    began, used = time.monotonic(), time.process_time()
+    at = prepared(cell, settings)
+    before, average, last = (
+        headline(evaluate(at.engine, each, at.data, settings.eval_examples))
+        for each in (at.params, *at.iterates())
+    )
     return {
         **dataclasses.asdict(cell),
-        "num_users": plan.num_users,
-        "median_examples": int(np.median(np.diff(users.offsets))),
-        "num_parameters": plan.num_parameters,
-        "expected_count": plan.expected_count,
-        "noise_multiplier": plan.noise_multiplier,
-        "delta": plan.delta,
-        "learning_rate": run.learning_rate,
+        **at.facts(),
         "loss_before": before,
-        "loss": losses[0],
-        "loss_last": losses[1],
+        "loss": average,
+        "loss_last": last,
         "seconds": round(time.monotonic() - began, 1),
         "cpu_seconds": round(time.process_time() - used, 1),
-        "model": short_hash(model_sha256(model)),
         **came_from(),
     }
 
