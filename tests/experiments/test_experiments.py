@@ -20,8 +20,8 @@ from fedsim.data import corpora
 
 ROOT = Path(__file__).parents[2]
 HELPERS = (
-    "__init__ __main__ architecture law_claims real_model_claims regime_claims regime_plots"
-    " stand_ins starting_model synthetic_claims"
+    "__init__ __main__ architecture attack_claims law_claims real_model_claims regime_claims"
+    " regime_plots stand_ins starting_model synthetic_claims"
 )
 NAMES = sorted(p.stem for p in (ROOT / "experiments").glob("*.py") if p.stem not in HELPERS.split())
 
@@ -43,7 +43,7 @@ def out(tmp_path_factory):
 SLOW = dict.fromkeys(
     ("table_pretraining", "fig05_uls_heatmap", "fig06_privacy_loss", "fig08_num_users")
     + ("correlated", "real_model", "real_model_rates", "regime", "sampling")
-    + ("synthetic_leaks", "synthetic_text", "law"),
+    + ("synthetic_leaks", "synthetic_text", "law", "attack"),
     [pytest.mark.slow],
 )
 TRAIN = (

@@ -1,0 +1,282 @@
+"""Does noise hide who took part? An attack on SmolLM2 with LoRA that is shown to work without it.
+
+Beyond the paper. Among real users are canary users, whose few texts all contain one secret of their
+own: words drawn at random. For each training a coin decides which half of the canaries takes part,
+and a secret is drawn ten times and more. The attack is the fall of the loss of a canary's texts: of
+those who took part, against those who did not, by the area under the ROC curve. Without noise it
+should tell them apart, or it says nothing of what noise is good for. ELS has all texts of a canary,
+ULS one at a time, so that secrets are drawn equally often.
+
+Claims (`attack_claims`) were committed before the runs. Rows are appended to attack.jsonl beside
+the results as they come; the same command goes on with what is missing. The model's file and the
+real users are those of real_model.py.
+
+    python -m experiments.attack --scale small [--minutes 60] [--processes 1]     (--dry-run: cost)
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from experiments import real_model
+from experiments.attack_claims import check, plot
+from experiments.harness import common
+from experiments.harness.processes import compute
+from experiments.harness.records import as_written, came_from
+from experiments.harness.rows import Row, Rows, kept, missing
+from experiments.real_model_claims import MODEL, interval
+
+NAME = "attack"
+CARRIERS = (
+    "My password is{}.",
+    "Please remember:{}.",
+    "The words are{}, nothing else.",
+    "I always say{} at the door.",
+)
+"""Around a secret; a canary has a text of each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """One scale."""
+
+    source: str = "scotus"
+    model: str = MODEL
+    rank: int = 8
+    epsilons: tuple[float, ...] = (float("inf"), 8.0, 1.0)
+    seeds: tuple[int, ...] = (0, 1)
+    canaries: int = 80
+    """Of whom half takes part."""
+    words: int = 8
+    """Of a secret."""
+    real_users: int = 120
+    texts_of_user: int = 16
+    """At most, of a real user."""
+    num_steps: int = 80
+    budget: int = 32
+    max_length: int = 32
+    eval_examples: int = 256
+
+
+SETTINGS = {
+    "smoke": Settings(
+        source="pydocs",
+        model="micro",
+        rank=0,
+        epsilons=(float("inf"), 8.0),
+        seeds=(0,),
+        canaries=8,
+        words=2,
+        real_users=10,
+        texts_of_user=4,
+        num_steps=2,
+        budget=8,
+        max_length=24,
+        eval_examples=16,
+    ),
+    "small": Settings(),
+    "paper": Settings(num_steps=400, budget=256, max_length=128, canaries=400, real_users=1_000),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A training."""
+
+    seed: int
+    epsilon: float
+    algorithm: str
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """Of the coins of its canaries."""
+        which = [self.seed, round(min(self.epsilon, 1e6) * 1e3), len(CARRIERS)]
+        return np.random.default_rng([*which, self.algorithm == "els"])
+
+
+def cells(settings: Settings) -> Iterator[Cell]:
+    """All trainings, the first seed first."""
+    for seed in settings.seeds:
+        for epsilon in settings.epsilons:
+            for algorithm in ("els", "uls"):
+                yield Cell(seed, epsilon, algorithm)
+
+
+def secrets(tokenizer: Any, settings: Settings) -> list[str]:
+    """A secret for each canary: words of the model's vocabulary, drawn uniformly."""
+    words = {}
+    for token in range(tokenizer.vocab_size):
+        word = tokenizer.decode([token])
+        if word.startswith(" ") and word[1:].isalpha() and word[1:].islower() and len(word) > 3:
+            words[word] = token
+    words = sorted(words) or [f" {letter * 3}" for letter in "abcdefghij"]  # of bytes
+    drawn = np.random.default_rng(0).choice(words, (settings.canaries, settings.words))
+    return ["".join(row) for row in drawn]
+
+
+@functools.lru_cache(maxsize=1)
+def texts(settings: Settings) -> tuple[Any, Any, dict[str, list], dict[str, list]]:
+    """(Model, data, texts of real users, of canaries): token ids by user."""
+    from fedsim.data.tokenizer import Tokenizer
+
+    shape = real_model.Settings(max_length=settings.max_length)
+    model, data = real_model.opened(settings.source, shape)
+    users, ids = data.train, data.train.user_ids()
+    real = {}
+    for user in range(min(settings.real_users, users.num_users)):
+        low, high = int(users.offsets[user]), int(users.offsets[user + 1])
+        rows = np.arange(low, min(high, low + settings.texts_of_user))
+        tokens, sizes = users.gather(rows, users.max_length)
+        real[ids[user]] = [each[:size] for each, size in zip(tokens, sizes, strict=True)]
+    tokenizer = Tokenizer.bytes() if model is None else model.tokenizer
+    canaries = {}
+    for number, secret in enumerate(secrets(tokenizer, settings)):
+        whole = pa.array([carrier.format(secret) for carrier in CARRIERS])
+        lengths, tokens = tokenizer.encode(whole)
+        own = np.split(np.asarray(tokens), np.cumsum(lengths)[:-1])
+        canaries[f"canary-{number:04d}"] = [each[: users.max_length] for each in own]
+    return model, data, real, canaries
+
+
+def dataset(cell: Cell, settings: Settings) -> tuple[Any, Any, np.ndarray]:
+    """(Model, data whose `test` split has all canaries, which of them take part, bool)."""
+    from fedsim.data import UserStore
+
+    model, data, real, canaries = texts(settings)
+    chosen = np.zeros(len(canaries), bool)
+    chosen[cell.rng.permutation(len(canaries))[: len(canaries) // 2]] = True
+    inside = {name: canaries[name] for name, takes in zip(canaries, chosen, strict=True) if takes}
+    limits = data.train.max_length, data.train.vocab_size
+    train = UserStore.from_examples(real | inside, *limits)
+    test = UserStore.from_examples(canaries, *limits)
+    return model, dataclasses.replace(data, train=train, test=test), chosen
+
+
+def train(cell: Cell, settings: Settings) -> Row:
+    """What comes of a cell."""
+    from fedsim import engine
+    from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig, run_config
+    from fedsim.engine.worker import LocalEngine
+    from fedsim.evaluate import evaluate, headline
+    from fedsim.keys import SecretKey
+    from fedsim.run import make_task
+    from fedsim.training import settled_by
+    from fedsim.training.optimizers import update_rule
+    from fedsim.trust.audit import losses
+
+    began, used = time.monotonic(), time.process_time()
+    engine.remember_programs()
+    model, data, chosen = dataset(cell, settings)
+    made_up = settings.source == "pydocs"
+    run = run_config(
+        data=settings.source,
+        run_dir=Path("."),
+        model=settings.model if made_up else str(real_model.model_file()),
+        lora_rank=settings.rank,
+        engine="local",
+        max_length=settings.max_length if made_up else None,
+    )
+    each = len(CARRIERS) if cell.algorithm == "els" else 1  # units of a canary
+    privacy = PrivacyConfig(
+        cell.epsilon,
+        settings.num_steps,
+        settings.budget,
+        delta=data.train.num_users**-1.1,
+        group_size=each,
+        adjacency=ADD_OR_REMOVE,
+    )
+    key = SecretKey.create(cell.seed, NAME)
+    task, params = make_task(run, model, data, key.jax_key("parameters"))
+    plan, method = common.planned(Algorithm(cell.algorithm), privacy, data, key, params)
+    run = settled_by(plan, None, run, fresh=model is None)
+    assert run.learning_rate is not None
+    rule, workers = update_rule(run, run.learning_rate), LocalEngine(task, num_lanes=1)
+
+    def measured(params: Any) -> tuple[float, np.ndarray]:
+        found = losses(task, params, "test", np.arange(data.test.num_examples))
+        of_users = found.reshape(len(chosen), len(CARRIERS)).mean(axis=1)
+        return headline(evaluate(workers, params, data, settings.eval_examples)), of_users
+
+    loss_before, before = measured(params)
+    steps = common.iterates(plan, method, workers, params, rule, rows=8)
+    ema = run.ema or 0.0
+    _, averages = common.followed(steps, params, [ema])
+    loss, after = measured(averages[ema])
+    falls = before - after
+    area, low, high = interval(falls[chosen], falls[~chosen])
+    return {
+        **dataclasses.asdict(cell),
+        **common.facts_of(plan),
+        "texts_drawn": method.sampler.sampling_prob * settings.num_steps * each,
+        "learning_rate": run.learning_rate,
+        "loss_before": loss_before,
+        "loss": loss,
+        "secrets_before": float(before.mean()),
+        "auc": area,
+        "auc_low": low,
+        "auc_high": high,
+        "falls_in": " ".join(f"{fall:.6g}" for fall in falls[chosen]),
+        "falls_out": " ".join(f"{fall:.6g}" for fall in falls[~chosen]),
+        "fingerprint": data.train.fingerprint[:12],
+        "seconds": round(time.monotonic() - began, 1),
+        "cpu_seconds": round(time.process_time() - used, 1),
+        **came_from(),
+    }
+
+
+@common.mistakes()
+def main() -> None:
+    """Train what is missing, and write what was found."""
+    given = common.resumable(__doc__, "training", processes=True)
+    settings = SETTINGS[given.scale]
+    todo = list(cells(settings))
+    out = common.place_of(given) if given.dry_run else common.out_of(given)
+    file = out / f"{NAME}.jsonl"
+    if given.dry_run:
+        done = len(todo) - len(missing(todo, file))
+        print(*(f"epsilon {epsilon:g}" for epsilon in settings.epsilons), sep=", ")
+        shape = real_model.Settings(
+            num_steps=settings.num_steps, budget=settings.budget, max_length=settings.max_length
+        )
+        gradients = len(todo) * settings.num_steps * settings.budget
+        what = f"{len(todo)} trainings, {gradients:,} gradients, {done} trainings of them done"
+        print(f"{what}: about {real_model.hours(len(todo), shape):.1f} hours on two cores for all")
+        return
+    left = missing(todo, file) if given.minutes else []
+    if left:  # here, because processes side by side would build the same data in the same place
+        texts(settings)
+    compute(train, left, settings, file, given.minutes, given.processes)
+    rows = kept(file)
+    if rows:
+        write(settings, out, given.scale, rows)
+
+
+def write(settings: Settings, out: Path, scale: str, rows: Rows) -> None:
+    """The record of the trainings that there are."""
+    table = as_written(rows)
+    shape = real_model.Settings(max_length=settings.max_length, model=settings.model)
+    if settings.source == "pydocs":
+        shape = dataclasses.replace(shape, sources=((settings.source, 2),))
+    common.finish(
+        NAME,
+        scale,
+        out,
+        settings,
+        table,
+        {NAME: plot(table)},
+        check(table),
+        run_minutes=round(sum(row["cpu_seconds"] for row in rows) / 60, 1),
+        data={settings.source: common.origin(settings.source, rows[0]["fingerprint"])},
+        model={**real_model.described(shape), "num_parameters": rows[0]["num_parameters"]},
+        trainings=rows,
+    )
+
+
+if __name__ == "__main__":
+    main()
