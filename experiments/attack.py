@@ -161,7 +161,7 @@ def dataset(cell: Cell, settings: Settings) -> tuple[Any, Any, np.ndarray]:
 def train(cell: Cell, settings: Settings) -> Row:
     """What comes of a cell."""
     from fedsim import engine
-    from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig, run_config
+    from fedsim.config import ADD_OR_REMOVE, PrivacyConfig, run_config
     from fedsim.engine.worker import LocalEngine
     from fedsim.evaluate import evaluate, headline
     from fedsim.keys import SecretKey
@@ -193,7 +193,7 @@ def train(cell: Cell, settings: Settings) -> Row:
     )
     key = SecretKey.create(cell.seed, NAME)
     task, params = make_task(run, model, data, key.jax_key("parameters"))
-    plan, method = common.planned(Algorithm(cell.algorithm), privacy, data, key, params)
+    plan, method = common.planned(cell.algorithm, privacy, data, key, params)
     run = settled_by(plan, None, run, fresh=model is None)
     assert run.learning_rate is not None
     rule, workers = update_rule(run, run.learning_rate), LocalEngine(task, num_lanes=1)

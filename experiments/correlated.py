@@ -246,7 +246,7 @@ def source(settings: Settings) -> str:
 
 def train(cell: Cell, settings: Settings) -> dict[str, Any]:
     """What comes of a cell. Draws are the same for all of a group; so is fresh noise."""
-    from fedsim.config import Algorithm, PrivacyConfig, run_config
+    from fedsim.config import PrivacyConfig, run_config
     from fedsim.engine.worker import LocalEngine
     from fedsim.evaluate import evaluate, headline
     from fedsim.keys import SecretKey
@@ -273,7 +273,7 @@ def train(cell: Cell, settings: Settings) -> dict[str, Any]:
     )
     key = SecretKey.create(cell.seed, f"{cell.algorithm} {cell.epsilon}")
     task, params = make_task(run, None, data, key.jax_key("parameters"))
-    plan, method = common.planned(Algorithm(cell.algorithm), privacy, data, key, params)
+    plan, method = common.planned(cell.algorithm, privacy, data, key, params)
     rule, engine = update_rule(run, cell.learning_rate), LocalEngine(task, num_lanes=1)
     before = headline(evaluate(engine, params, data, settings.eval_examples))
     *_, params = common.iterates(plan, method, engine, params, rule)

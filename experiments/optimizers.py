@@ -118,7 +118,7 @@ def descriptions() -> Path:
 
 def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     """What comes of a cell: held-out losses of the last iterate and of the averages."""
-    from fedsim.config import Algorithm, PrivacyConfig, run_config
+    from fedsim.config import PrivacyConfig, run_config
     from fedsim.engine.worker import LocalEngine
     from fedsim.evaluate import evaluate
     from fedsim.keys import SecretKey
@@ -143,7 +143,7 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     privacy = PrivacyConfig(epsilon=cell.epsilon, num_steps=cell.num_steps, batch_size=budget)
     key = SecretKey.create(cell.seed, str(cell.group))
     task, params = make_task(run, model, data, key.jax_key("parameters"))
-    plan, method = common.planned(Algorithm(cell.algorithm), privacy, data, key, params)
+    plan, method = common.planned(cell.algorithm, privacy, data, key, params)
     run = settled_by(plan, None, run, fresh=model is None)
     engine = LocalEngine(task, num_lanes=1)
     learner, first, rule, read = update_of(cell, run, plan, task, params)

@@ -224,7 +224,7 @@ def attacked(offsets: np.ndarray, settings: Settings) -> np.ndarray:
 def train(cell: Cell, settings: Settings, power: int = 0) -> Row:
     """What comes of a cell. Args: power: the rate is the rule's times 3 to this."""
     from fedsim import engine
-    from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig
+    from fedsim.config import ADD_OR_REMOVE, PrivacyConfig
     from fedsim.engine.worker import LocalEngine
     from fedsim.keys import SecretKey
     from fedsim.run import make_task
@@ -247,7 +247,7 @@ def train(cell: Cell, settings: Settings, power: int = 0) -> Row:
     )
     key = SecretKey.create(cell.seed, NAME)
     task, params = make_task(run, model, data, key.jax_key("parameters"))
-    plan, method = common.planned(Algorithm(cell.algorithm), privacy, data, key, params)
+    plan, method = common.planned(cell.algorithm, privacy, data, key, params)
     run = settled_by(plan, None, run, fresh=model is None)
     assert run.learning_rate is not None
     rate = run.learning_rate * 3.0**power

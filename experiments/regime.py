@@ -306,7 +306,7 @@ class Prepared:
 
 def prepared(cell: Cell, settings: Settings) -> Prepared:
     """The training of a cell. Draws and fresh noise of a seed are the same for all."""
-    from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig
+    from fedsim.config import ADD_OR_REMOVE, PrivacyConfig
     from fedsim.engine.worker import LocalEngine
     from fedsim.training import settled_by
 
@@ -321,7 +321,7 @@ def prepared(cell: Cell, settings: Settings) -> Prepared:
         adjacency=ADD_OR_REMOVE,
         assumed_population=users.num_users * cell.times if cell.times > 1 else None,
     )
-    plan, method = common.planned(Algorithm(cell.algorithm), privacy, data, key, params)
+    plan, method = common.planned(cell.algorithm, privacy, data, key, params)
     run = settled_by(plan, None, run, fresh=model is None)
     return Prepared(run, model, data, LocalEngine(task, num_lanes=1), plan, method, params)
 

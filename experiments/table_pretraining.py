@@ -47,7 +47,7 @@ from experiments.harness.rows import (
 )
 from experiments.harness.verdicts import ahead, cell_error, mean_error, no_worse
 from fedsim import files
-from fedsim.config import ADD_OR_REMOVE, Algorithm, PretrainConfig, PrivacyConfig, run_config
+from fedsim.config import ADD_OR_REMOVE, PretrainConfig, PrivacyConfig, run_config
 from fedsim.data import Dataset, build
 from fedsim.errors import DataError
 from fedsim.run import Console
@@ -226,7 +226,7 @@ def train(cell: Cell, settings: Settings, directory: Path) -> Row:
     )
     key, run = SecretKey.create(cell.seed, NAME), fine_tuning(settings, directory)
     task, params = make_task(run, model, data, key.jax_key("parameters"))
-    plan, method = common.planned(Algorithm(cell.algorithm), privacy, data, key, params)
+    plan, method = common.planned(cell.algorithm, privacy, data, key, params)
     run = settled_by(plan, None, run, fresh=False)
     assert run.learning_rate is not None
     rate = run.learning_rate * STEP**cell.power

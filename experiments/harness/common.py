@@ -4,6 +4,7 @@ import argparse
 import csv
 import dataclasses
 import hashlib
+import importlib
 import json
 import sys
 import tempfile
@@ -86,17 +87,40 @@ def mistakes() -> Iterator[None]:
         sys.exit(error.exit_code)
 
 
+def algorithm_of(name: str) -> tuple[Algorithm, type | None]:
+    """(The algorithm of the paper that it is planned as, its class if it is another).
+
+    Args: name: els, uls, or MODULE:CLASS, a subclass of either with its own `event`, `draw` or
+      `gradient`; what such a class claims is its author's to prove.
+    Raises: ConfigError: there is no such class.
+    """
+    from fedsim.plan.planner import METHODS
+
+    if name in set(Algorithm):
+        return Algorithm(name), None
+    module, _, kind = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), kind)
+        return next((base, found) for base, of in METHODS.items() if issubclass(found, of))
+    except (ImportError, AttributeError, TypeError, ValueError, StopIteration):
+        raise ConfigError.of(
+            "algorithm", name, "els, uls, or MODULE:CLASS of a subclass of ELS or ULS"
+        ) from None
+
+
 def planned(
-    algorithm: Algorithm, privacy: PrivacyConfig, data: Dataset, key: SecretKey, params: Any
+    algorithm: str, privacy: PrivacyConfig, data: Dataset, key: SecretKey, params: Any
 ) -> tuple[Any, Any]:
-    """(Plan, ELS or ULS) of a training of these parameters, without a run around it."""
+    """(Plan, ELS or ULS) of a training of these parameters, without a run around it. Args:
+    algorithm: as of `algorithm_of`."""
     from fedsim.clipping import num_coordinates
     from fedsim.plan import complete, make_plan, method_for
 
-    privacy, _ = complete(algorithm, privacy, data)
-    method = method_for(algorithm, privacy, data.train, key)
+    base, kind = algorithm_of(algorithm)
+    privacy, _ = complete(base, privacy, data)
+    method = method_for(base, privacy, data.train, key, kind=kind)
     facts = num_coordinates(params), [], ""
-    return make_plan(algorithm, privacy, data.train, method, *facts), method
+    return make_plan(base, privacy, data.train, method, *facts), method
 
 
 def facts_of(plan: Any) -> dict[str, Any]:
@@ -144,15 +168,20 @@ def iterates(
             return
 
 
-def resumable(description: str | None, what: str, *, processes: bool = False) -> argparse.Namespace:
+def resumable(
+    description: str | None, what: str, *, processes: bool = False, **others: Mapping[str, Any]
+) -> argparse.Namespace:
     """The arguments of an experiment that goes on with rows that were kept: those of
-    `add_arguments`, --minutes, after which no `what` is begun, and --processes if asked for."""
+    `add_arguments`, --minutes, after which no `what` is begun, --processes if asked for, and
+    others, with the options of each."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=form)
     add_arguments(parser)
     parser.add_argument("--minutes", type=float, default=60, help=f"begin no {what} after these")
     if processes:
         parser.add_argument("--processes", type=int, help="side by side; else one for each core")
+    for name, options in others.items():
+        parser.add_argument(f"--{name}", **options)
     came_from()  # what is committed while it computes is not what it computes
     return parser.parse_args()
 

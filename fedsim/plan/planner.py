@@ -61,6 +61,7 @@ def method_for(
     users: Users,
     key: SecretKey,
     drawing: SecretKey | None = None,
+    kind: type | None = None,
 ) -> ELS | ULS:
     """The algorithm, ready to draw its first step.
 
@@ -70,10 +71,11 @@ def method_for(
       drawing: key with which steps are drawn, if not the run's own. Where texts have several
         owners, the draw of the pool or the groups decides the number of units, which the plan
         states before there is a drawing key; so these are drawn with `key`.
+      kind: a subclass in the place of the algorithm's own class.
     """
     shared = graph_of(users) is not None
-    kind, options = METHODS[algorithm], {}
-    if shared and algorithm == Algorithm.ULS:
+    kind, options = kind or METHODS[algorithm], {}
+    if shared and kind is ULS:
         kind, options = SharedULS, {"max_changed": privacy.max_changed}
     return kind(
         users,

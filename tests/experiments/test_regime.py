@@ -1,11 +1,18 @@
 """Trainings of the paper's regime that go on where another machine stopped."""
 
 import dataclasses
+import json
+import sys
 
+import jax
 import pytest
 
-from experiments import regime
+from experiments import own_algorithm, regime
+from experiments.harness import common
+from experiments.harness.records import read_rows
 from experiments.regime_claims import ALL
+from fedsim.errors import ConfigError
+from fedsim.uls import ULS
 
 A, B, C = (regime.Cell(ALL, 0, "uls", 4.0, group, 512) for group in (1, 2, 4))
 OTHER = regime.Cell(ALL, 1, "uls", 4.0, 1, 512)
@@ -57,3 +64,48 @@ def test_all_planned_cells_of_the_paper_are_there_once_each():
     blocks = regime.by_block(cells)
     assert sorted(map(len, blocks.values()))[-1] <= 8
     assert sum(map(len, blocks.values())) == len(cells)
+
+
+class Halved(ULS):
+    """An algorithm of somebody else's: half of each gradient."""
+
+    def gradient(self, *args, **kwargs):
+        noisy, stats = super().gradient(*args, **kwargs)
+        return Half(noisy), stats
+
+
+class Half:
+    """Released values, halved."""
+
+    def __init__(self, noisy):
+        self.noisy = noisy
+
+    def values(self, *args, **kwargs):
+        return jax.tree.map(lambda x: x / 2, self.noisy.values(*args, **kwargs))
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_an_algorithm_of_somebody_elses_is_trained_beside_the_papers(tmp_path, monkeypatch):
+    def losses(name):
+        out = tmp_path / name
+        options = ["--algorithm", name, "--scale", "smoke", "--out", str(out)]
+        monkeypatch.setattr(sys, "argv", ["own_algorithm", *options])
+        here = lambda train, cells, settings, file, *_: file.write_text(  # noqa: E731
+            "".join(json.dumps(train(cell, settings)) + "\n" for cell in cells)
+        )
+        monkeypatch.setattr(own_algorithm, "compute", here)
+        own_algorithm.main()
+        rows = read_rows(out / "own_algorithm.csv")
+        return {(row["data"], row["algorithm"]): row["loss"] for row in rows}
+
+    same, halved = losses("fedsim.uls:ULS"), losses("test_regime:Halved")
+    for data in own_algorithm.SETTINGS["smoke"].regime.data:
+        assert same[data, "fedsim.uls:ULS"] == same[data, "uls"] == halved[data, "uls"]
+        assert halved[data, "test_regime:Halved"] != halved[data, "uls"]
+
+
+def test_what_is_no_algorithm_is_named_in_one_line():
+    for name in ("mine", "no_such_module:Mine", "fedsim.uls:Nobody", "fedsim.engine:Engine"):
+        with pytest.raises(ConfigError, match=f"algorithm={name}: expected els, uls, or MODULE"):
+            common.algorithm_of(name)
