@@ -79,6 +79,10 @@ class Place:
     algorithm: str
     group_size: int
 
+    def trained(self, seed: int, power: int, fresh: bool = False) -> "Cell":
+        """A training of it."""
+        return Cell(self.data, self.epsilon, self.algorithm, self.group_size, seed, power, fresh)
+
 
 @dataclasses.dataclass(frozen=True)
 class Cell(Place):
@@ -114,14 +118,14 @@ def limited(settings: Settings) -> regime.Settings:
 def tuning(settings: Settings, looks: Mapping[str, Row]) -> Iterator[Cell]:
     """The trainings that rates are chosen by."""
     for place, power in itertools.product(places(settings, looks), settings.powers):
-        yield Cell(*dataclasses.astuple(place), settings.seed, power)
+        yield place.trained(settings.seed, power)
 
 
 def fresh(settings: Settings, looks: Mapping[str, Row], rows: Rows) -> Iterator[Cell]:
     """Those that the law is judged by, of the cells whose rate is chosen."""
     for seed, place in itertools.product(settings.fresh_seeds, places(settings, looks)):
         if (power := best_power(place, rows, settings)) is not None:
-            yield Cell(*dataclasses.astuple(place), seed, power, True)
+            yield place.trained(seed, power, True)
 
 
 def best_power(place: Place, rows: Rows, settings: Settings) -> int | None:
@@ -137,7 +141,7 @@ def predictions(settings: Settings, looks: Mapping[str, Row]) -> Rows:
     """A row for each cell, of what is known before it is trained."""
     found = []
     for place in places(settings, looks):
-        cell = Cell(*dataclasses.astuple(place), settings.seed, 0)
+        cell = place.trained(settings.seed, 0)
         facts = regime.prepared(cell.of_regime(settings), settings.regime).facts()
         norms = looks[place.data]["norms"]
         norm = norms[str(place.group_size if place.algorithm == "uls" else 1)][0]
@@ -199,7 +203,9 @@ def main() -> None:
         print(f"{len(kept(file))} trainings done: about {hours:.1f} hours on two cores for all")
         return
     at = [regime.Users(data) for data in shape.data]
-    compute(regime.look, missing(at, norms), shape, norms, math.inf, given.processes)
+    if left := missing(at, norms):
+        regime.model_of(shape)  # here, because processes side by side would make it in one place
+        compute(regime.look, left, shape, norms, math.inf, given.processes)
     looks = {row["data"]: row for row in kept(norms)}
     origins = {n: common.origin(shape.source, look["fingerprint"]) for n, look in looks.items()}
     about = {"data": origins, "model": model_of(shape, looks)}
@@ -211,11 +217,11 @@ def main() -> None:
         )
     if given.minutes:
         ends = time.monotonic() + 60 * given.minutes
-        for todo in (tuning, fresh):
-            cells = todo(settings, looks, kept(file)) if todo is fresh else todo(settings, looks)
-            left = (ends - time.monotonic()) / 60
-            if left > 0:
-                compute(train, missing(cells, file), settings, file, left, given.processes)
+        cells = missing(tuning(settings, looks), file)
+        compute(train, cells, settings, file, given.minutes, given.processes)
+        cells = missing(fresh(settings, looks, kept(file)), file)
+        left = max(0.0, (ends - time.monotonic()) / 60)
+        compute(train, cells, settings, file, left, given.processes)
     write(settings, out, given.scale, about)
 
 

@@ -373,8 +373,10 @@ def main() -> None:
         assumed["num_parameters"] = MEASURED[0]
         looks = {each.data: {"data": each.data, **assumed} for each in at}
     else:
-        compute(look, missing(at, looks_file), settings, looks_file, math.inf, given.processes)
         looks = {}
+        if left := missing(at, looks_file):
+            model_of(settings)  # here, because processes side by side would make it in one place
+            compute(look, left, settings, looks_file, math.inf, given.processes)
     looks |= {row["data"]: row for row in kept(looks_file)}
     todo = list(dict.fromkeys(cells(settings, looks)))
     if given.dry_run:

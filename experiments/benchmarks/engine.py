@@ -176,8 +176,8 @@ def scaling(quick: bool) -> list[dict]:
     engines = {n: pool(task, n) for n in (1, 2)}
     products = 4 if quick else 60
     seconds: dict[tuple[str, int], list[float]] = {}
-    spawn = {"mp_context": multiprocessing.get_context("spawn")}
-    with ProcessPoolExecutor(1, **spawn) as first, ProcessPoolExecutor(1, **spawn) as second:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn) as first, ProcessPoolExecutor(1, spawn) as second:
 
         def halves(function: Any, *parts: Any) -> None:
             begun = [

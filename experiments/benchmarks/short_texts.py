@@ -1,20 +1,23 @@
 """How fast a real model's clipped sums are on real texts' lengths, and how fast peers are.
 
-    python -m experiments.benchmarks.short_texts [--quick] [--json] [--no-peers]     (25 minutes)
+    python -m experiments.benchmarks.short_texts [--whole] [--quick] [--json] [--no-peers]
+                                                                                     (25 minutes)
 
-Adapters of rank 8 on SmolLM2-135M's shape, random weights, one thread, processor seconds, as many
-lanes as in a run. The 32 texts are as long as those of court transcripts are in its tokens, half of
-them 25 tokens or fewer; users of several texts have four of them each.
+Adapters of rank 8 on SmolLM2-135M's shape, or with --whole all of its weights, which are random;
+one thread, processor seconds, as many lanes as in a run. The 32 texts are as long as those of court
+transcripts are in its tokens, half of them 25 tokens or fewer; users of several texts have four of
+them each.
 
-`share` is the share of the machine's rate of products that is reached. A gradient counts as four
-products for each parameter and real token (with adapters the weights have no gradient), a loss as
-two; padding counts as nothing. The rate is that of square matrices of 1,024 float32.
+`share` is the share of the machine's rate of products that is reached. For each parameter and real
+token a gradient counts as four operations with adapters, whose weights have no gradient, as six
+where all weights have one, and a loss as two; padding counts as nothing. The rate is that of square
+matrices of 1,024 float32.
 
 Plain gradients of the same texts by JAX and by PyTorch with PEFT, and clipped sums by jax_privacy,
 Opacus (hooks and ghost clipping) and opake take the texts in order of length, in passes padded to
 the longest. Of each, the number of texts of a pass that was best in a trial counts, as fedsim's
 best strategy does. PyTorch multiplies with MKL as it starts, and at full speed
-(`peers.run.mkl_says_intel`). What was best is timed in turn.
+(`peers.run.mkl_says_intel`, which a C compiler makes). What was best is timed in turn.
 """
 
 import argparse
@@ -49,9 +52,13 @@ CLIP = Clip(1.0, normalised=True)
 EXAMPLES, USERS = "fedsim, examples", "fedsim, users of four texts"
 GROUPS = {EXAMPLES: 1, USERS: 4}
 STRATEGIES = {EXAMPLES: ("scan:1", "direct:4"), USERS: ("scan:4", "direct:1", "direct:4")}
+WHOLE = {EXAMPLES: ("scan:1", "ghost:4", "ghost:8"), USERS: ("scan:4", "ghost:4")}
+"""Where all weights are trained."""
 IN_JAX = {"JAX, plain": (4, 8), "jax_privacy": (1,)}
 IN_TORCH = {"plain": (4, 8), "hooks": (4, 8), "ghost": (4,), "opake": (4, 8)}
-PEERS = {"plain": "PEFT, plain", "hooks": "Opacus, hooks", "ghost": "Opacus, ghost clipping"}
+WHOLE_IN_TORCH = {"plain": (4, 8), "hooks": (2, 4), "ghost": (4, 8), "opake": (2, 4)}
+"""Fewer texts in a pass, each of which has a gradient of the model's size."""
+PEERS = {"plain": "PyTorch, plain", "hooks": "Opacus, hooks", "ghost": "Opacus, ghost clipping"}
 FULL = ", MKL at full speed"
 QUICK = {**SMOLLM2, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 96}
 CONFIGS = {
@@ -94,14 +101,19 @@ class Texts(LanguageModelTask):
 class Problem:
     """The task, its parameters, and what the contestants compute."""
 
-    def __init__(self, config: TransformerConfig):
+    def __init__(self, config: TransformerConfig, whole: bool):
         key, first = jax.random.key(0), jnp.zeros((1, 2), jnp.int32)
-        frozen = jax.tree.map(np.asarray, jax.jit(Transformer(config).init)(key, first)["params"])
-        adapted = lora.adapted(config, RANK, ALPHA)
-        self.frozen = stacked(frozen, config.num_layers)
-        self.task = Texts(None, adapted, frozen=self.frozen)  # pyright: ignore
-        params = jax.tree.map(np.asarray, lora.init(adapted, key))
-        self.params = stacked(params, config.num_layers)
+        weights = jax.tree.map(np.asarray, jax.jit(Transformer(config).init)(key, first)["params"])
+        self.size = num_coordinates(weights)
+        if whole:
+            self.frozen, self.params = None, weights
+            self.task = Texts(None, config)  # pyright: ignore
+        else:
+            adapted = lora.adapted(config, RANK, ALPHA)
+            self.frozen = stacked(weights, config.num_layers)
+            self.task = Texts(None, adapted, frozen=self.frozen)  # pyright: ignore
+            params = jax.tree.map(np.asarray, lora.init(adapted, key))
+            self.params = stacked(params, config.num_layers)
         self.engine = LocalEngine(self.task, num_lanes=LANES)
 
     def clipped_sum(self, group: int, strategy: Strategy) -> tuple[Call, float]:
@@ -119,12 +131,12 @@ class Problem:
 
     def in_passes(self, function: Callable[..., Any], rows: int) -> tuple[Call, float]:
         """The sum of a function over passes of so many texts, and its memory in MiB."""
-        params, frozen = jax.device_put((self.params, self.frozen))
+        params, *frozen = jax.device_put((self.params, *self._frozen()))
         passes, memory = [], 0.0
         _added(params, params)  # its program
         for part in self.parts(rows):
-            program = jax.jit(function).lower(params, part, frozen).compile()
-            passes.append(functools.partial(program, params, part, frozen))
+            program = jax.jit(function).lower(params, part, *frozen).compile()
+            passes.append(functools.partial(program, params, part, *frozen))
             memory = max(memory, temporary_mib(program))
         return lambda: functools.reduce(_added, (each() for each in passes)), memory
 
@@ -136,9 +148,13 @@ class Problem:
             tokens, sizes = (batch[name][first : first + rows] for name in ("tokens", "sizes"))
             yield {"tokens": tokens[:, : sizes.max()], "sizes": sizes}
 
-    def loss(self, params: Any, part: Any, frozen: Any) -> jax.Array:
+    def loss(self, params: Any, part: Any, *frozen: Any) -> jax.Array:
         """The sum of the losses of some texts."""
-        return self.task.losses(params, part, frozen).sum()
+        return self.task.losses(params, part, *frozen).sum()
+
+    def _frozen(self) -> list[Any]:
+        """The weights that are not trained, if some are."""
+        return [] if self.frozen is None else [self.frozen]
 
 
 @jax.jit
@@ -153,10 +169,10 @@ def tried(contestant: str, name: str, call: Call, memory_mib: float) -> Way:
     return Way(contestant, name, call, seconds, memory_mib)
 
 
-def in_fedsim(problem: Problem, quick: bool) -> Iterator[Way]:
+def in_fedsim(problem: Problem, quick: bool, whole: bool) -> Iterator[Way]:
     """Yield the ways of fedsim; one for each number of texts of a user, if `quick`."""
     for contestant, group in GROUPS.items():
-        for name in STRATEGIES[contestant][-1 if quick else 0 :]:
+        for name in (WHOLE if whole else STRATEGIES)[contestant][-1 if quick else 0 :]:
             yield tried(contestant, name, *problem.clipped_sum(group, Strategy.parse(name)))
 
 
@@ -181,18 +197,21 @@ def in_torch(peer: run.Adapters, ending: str) -> Iterator[Way]:
         yield Way(PEERS.get(name, name) + ending, rows, call, *trial)
 
 
-def measured(config: TransformerConfig, turns: int, *, quick: bool, peers: bool) -> dict[str, Any]:
+def measured(
+    config: TransformerConfig, turns: int, *, whole: bool, quick: bool, peers: bool
+) -> dict[str, Any]:
     """Seconds, and shares of the rate of products."""
-    problem = Problem(config)
+    problem = Problem(config, whole)
     square = jax.random.normal(jax.random.key(0), (SIZE, SIZE))
     product = jax.jit(lambda a: jax.lax.fori_loop(0, TIMES, lambda _, b: a @ b / SIZE, a))
     calls = {"products": lambda: product(square), "evaluation": problem.evaluation}
     for call in calls.values():
         jax.block_until_ready(call())  # a first call compiles
-    ways = list(in_fedsim(problem, quick)) + ([] if quick else list(in_jax(problem)))
+    ways = list(in_fedsim(problem, quick, whole)) + ([] if quick else list(in_jax(problem)))
     with ExitStack() as stack:
-        for ending in ("", FULL) if peers else ():
-            given = config, RANK, LENGTHS, IN_TORCH
+        endings = ("", FULL) if peers and run.mkl_says_intel() else ("",) if peers else ()
+        for ending in endings:
+            given = config, 0 if whole else RANK, LENGTHS, WHOLE_IN_TORCH if whole else IN_TORCH
             peer = stack.enter_context(closing(run.Adapters(*given, mkl=ending == FULL)))
             calls[f"products{ending or ', MKL'}"] = functools.partial(peer.seconds, "products")
             ways += in_torch(peer, ending)
@@ -206,16 +225,17 @@ def measured(config: TransformerConfig, turns: int, *, quick: bool, peers: bool)
         for name, own in seconds.items()
         if name.startswith("products")
     }
-    size, adapters = num_coordinates(problem.frozen), num_coordinates(problem.params)
+    size, trained = problem.size, num_coordinates(problem.params)
+    each = 3 if whole else 2  # products of a gradient
     products = 2e-9 * size * sum(LENGTHS) / gflops["products"]  # seconds of one for each parameter
     rows = []
     for name in dict.fromkeys(way.contestant for way in ways):
         row = {"name": name, "best": best[name].name, "seconds": seconds[name]}
-        row |= {"memory_mib": best[name].memory_mib, "share": 2 * products / seconds[name]}
+        row |= {"memory_mib": best[name].memory_mib, "share": each * products / seconds[name]}
         row |= {"of_examples": seconds[name] / seconds[EXAMPLES]}
         row["trials"] = {way.name: way.seconds for way in ways if way.contestant == name}
         rows.append(row)
-    found = {"parameters": size, "adapters": adapters, "tokens": sum(LENGTHS), "gflops": gflops}
+    found = {"parameters": size, "trained": trained, "tokens": sum(LENGTHS), "gflops": gflops}
     evaluation = {"seconds": seconds["evaluation"], "share": products / seconds["evaluation"]}
     return {**found, "evaluation": evaluation, "rows": rows}
 
@@ -245,12 +265,14 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model, fedsim alone")
     parser.add_argument("--json", action="store_true", help="last line: one JSON object")
+    parser.add_argument("--whole", action="store_true", help="train all weights, without adapters")
     parser.add_argument("--no-peers", action="store_true", help="leave peers on PyTorch out")
     parser.add_argument("--turns", type=int, default=3)
     given = parser.parse_args()
     as_a_worker(__spec__.name)
     turns, peers = (1, False) if given.quick else (given.turns, not given.no_peers)
-    found = measured(CONFIGS[given.quick], turns, quick=given.quick, peers=peers)
+    how = {"whole": given.whole, "quick": given.quick, "peers": peers}
+    found = measured(CONFIGS[given.quick], turns, **how)
     aims = bars(found)
     for line in (found["gflops"], found["evaluation"], *found["rows"], *aims):
         print(line, file=sys.stderr)

@@ -1,9 +1,9 @@
 """Gradients of LoRA adapters by PyTorch, transformers and PEFT; run by benchmarks.lora and others.
 
-Arguments: shape as `llama_model.llama` reads it, rank, tokens of each row, ways with their rows of
-a pass; all JSON. Rows are sorted by length, and those of a pass padded to the longest. Prints a
-trial's processor seconds and peak memory in MiB by WAY:ROWS, as one line; then, for each line read,
-the processor seconds of the call of that name.
+Arguments: shape as `llama_model.llama` reads it, rank (0: all weights are trained, without PEFT),
+tokens of each row, ways with their rows of a pass; all JSON. Rows are sorted by length, and those
+of a pass padded to the longest. Prints a trial's processor seconds and peak memory in MiB by
+WAY:ROWS, as one line; then, for each line read, the processor seconds of the call of that name.
 """
 
 import json
@@ -30,8 +30,10 @@ def losses(model, inputs, targets):
 
 
 def adapted():
-    """The model with adapters in all its layers; they alone are trained."""
+    """The model with adapters in all its layers, which alone are trained; without any at rank 0."""
     torch.manual_seed(0)
+    if RANK == 0:
+        return llama(SHAPE)
     how = peft.LoraConfig(r=RANK, lora_alpha=16, target_modules="all-linear")
     return peft.get_peft_model(llama(SHAPE), how)
 
