@@ -111,8 +111,9 @@ def plot_text(rows: Sequence[Row]) -> Figure:
         for name in names:
             points = sorted((row["epsilon"], row[name]) for row in own)
             axis.plot(*zip(*points, strict=True), "o", label=name.replace("_", " "))
-        axis.set(title=source, xlabel="ε")
+        epsilons = sorted({row["epsilon"] for row in own})
+        axis.set(title=source, xlabel="ε", xticks=epsilons, xlim=(0, epsilons[-1] + epsilons[0]))
         axis.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("held-out loss of the small model (nats per token)")
+    axes[0, 0].set_ylabel("held-out loss (nats per token)")
     common.legend_below(figure)
     return figure
