@@ -82,7 +82,9 @@ def noise_at(settings: Settings, group: int) -> dict:
     high = low
     while excess(high) > ACCURACY:
         low, high = high, high + 0.2
-    found = high if low == high else optimize.brentq(excess, low, high, xtol=ACCURACY / 2)
+    found = high
+    if low < high:
+        found = optimize.root_scalar(excess, bracket=(low, high), xtol=ACCURACY / 2).root
     return {
         "noise_multiplier": sigma,
         "group_size": group,

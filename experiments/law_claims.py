@@ -121,9 +121,12 @@ def is_covered(cells: Rows) -> tuple[Verdict, str]:
 
 def is_ordered(cells: Rows) -> tuple[Verdict, str]:
     """Ranks alone, which no curve is needed for."""
-    rank = stats.spearmanr([cell["x"] for cell in cells], [cell["gain"] for cell in cells])
-    plain = stats.spearmanr(*zip(*((c["predicted_plain"], c["gain"]) for c in cells), strict=True))
-    return rank.statistic > 0.95, f"{rank.statistic:.3f}; by M / sigma {plain.statistic:.3f}"
+    gains = [cell["gain"] for cell in cells]
+    rank, plain = (
+        float(np.asarray(stats.spearmanr([cell[name] for cell in cells], gains))[0])
+        for name in ("x", "predicted_plain")
+    )
+    return rank > 0.95, f"{rank:.3f}; by M / sigma {plain:.3f}"
 
 
 def needs_norms(cells: Rows) -> tuple[Verdict, str]:

@@ -99,7 +99,7 @@ def test_the_index_of_experiments_knows_them_all_and_what_is_recorded(capsys):
     assert lemma.startswith("lemma (paper, 2026-") and lemma.endswith(": 1 yes; up to date")
     assert table.startswith("table_verdicts (small, 2026-") and "1 yes; up to date" in table
     assert experiments_by_name.main(["run", "lemma", "nothing"]) == 2
-    assert "NAME=nothing: expected one of audits, conjecture" in capsys.readouterr().err
+    assert "NAME=nothing: expected one of attack, audits, conjecture" in capsys.readouterr().err
 
 
 def test_a_record_of_other_settings_or_another_verdict_is_out_of_date(monkeypatch):
