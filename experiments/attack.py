@@ -110,11 +110,12 @@ def cells(settings: Settings) -> Iterator[Cell]:
 
 def secrets(tokenizer: Any, settings: Settings) -> list[str]:
     """A secret for each canary: words of the model's vocabulary, drawn uniformly."""
-    words = {}
-    for token in range(tokenizer.vocab_size):
-        word = tokenizer.decode([token])
-        if word.startswith(" ") and word[1:].isalpha() and word[1:].islower() and len(word) > 3:
-            words[word] = token
+    every = (tokenizer.decode([token]) for token in range(tokenizer.vocab_size))
+    words = {
+        word
+        for word in every
+        if word.startswith(" ") and word[1:].isalpha() and word[1:].islower() and len(word) > 3
+    }
     words = sorted(words) or [f" {letter * 3}" for letter in "abcdefghij"]  # of bytes
     drawn = np.random.default_rng(0).choice(words, (settings.canaries, settings.words))
     return ["".join(row) for row in drawn]
@@ -130,10 +131,7 @@ def texts(settings: Settings) -> tuple[Any, Any, dict[str, list], dict[str, list
     users, ids = data.train, data.train.user_ids()
     real = {}
     for user in range(min(settings.real_users, users.num_users)):
-        low, high = int(users.offsets[user]), int(users.offsets[user + 1])
-        rows = np.arange(low, min(high, low + settings.texts_of_user))
-        tokens, sizes = users.gather(rows, users.max_length)
-        real[ids[user]] = [each[:size] for each, size in zip(tokens, sizes, strict=True)]
+        real[ids[user]] = common.tokens_of(users, user, settings.texts_of_user)
     tokenizer = Tokenizer.bytes() if model is None else model.tokenizer
     canaries = {}
     for number, secret in enumerate(secrets(tokenizer, settings)):

@@ -26,7 +26,7 @@ import numpy as np
 from experiments import regime
 from experiments.harness import common
 from experiments.harness.processes import compute
-from experiments.harness.records import as_written, came_from
+from experiments.harness.records import as_written, came_from, read_rows
 from experiments.harness.rows import Row, Rows, kept, missing
 from experiments.law_claims import check, plot, predicted
 from experiments.regime_claims import ALL, FEW
@@ -202,13 +202,8 @@ def main() -> None:
         print(f"20 cells, {20 * trainings} trainings, {gradients:,} gradients, ", end="")
         print(f"{len(kept(file))} trainings done: about {hours:.1f} hours on two cores for all")
         return
-    at = [regime.Users(data) for data in shape.data]
-    if left := missing(at, norms):
-        regime.model_of(shape)  # here, because processes side by side would make it in one place
-        compute(regime.look, left, shape, norms, math.inf, given.processes)
-    looks = {row["data"]: row for row in kept(norms)}
-    origins = {n: common.origin(shape.source, look["fingerprint"]) for n, look in looks.items()}
-    about = {"data": origins, "model": model_of(shape, looks)}
+    looks = regime.looked(shape, norms, given.processes)
+    about = regime.described(shape, looks)
     if not (out / f"{PREDICTIONS}.csv").exists():
         said = predictions(settings, looks)
         norms_of = list(looks.values())
@@ -225,17 +220,8 @@ def main() -> None:
     write(settings, out, given.scale, about)
 
 
-def model_of(shape: regime.Settings, looks: Mapping[str, Row]) -> Row:
-    """What a record says of the starting model."""
-    first = next(iter(looks.values()))
-    source = f"{shape.model}, pre-trained on public text"
-    return {"source": source, **{name: first[name] for name in ("model", "num_parameters")}}
-
-
 def write(settings: Settings, out: Path, scale: str, about: Mapping[str, Any]) -> None:
     """The record of the trainings that there are, beside what was predicted of them."""
-    from experiments.harness.records import read_rows
-
     rows: Sequence[Row] = kept(out / f"{NAME}.jsonl")
     if not rows:
         return

@@ -144,11 +144,7 @@ def main() -> None:
         return
     out = common.out_of(given)
     file, norms = out / f"{NAME}.jsonl", out / f"{NORMS}.jsonl"
-    at = [regime.Users(data) for data in shape.data]
-    if left := missing(at, norms):
-        regime.model_of(shape)  # here, because processes side by side would make it in one place
-        compute(regime.look, left, shape, norms, math.inf, given.processes)
-    looks = {row["data"]: row for row in kept(norms)}
+    looks = regime.looked(shape, norms, given.processes)
     if given.minutes:
         left = missing(cells(settings, looks), file)
         compute(regime.train, left, shape, file, given.minutes, given.processes)
@@ -156,7 +152,6 @@ def main() -> None:
     if not rows:
         return
     table = as_written(rows)
-    first = next(iter(looks.values()))
     common.finish(
         NAME,
         given.scale,
@@ -166,9 +161,8 @@ def main() -> None:
         {NAME: plot(table)},
         check(table),
         run_minutes=round(sum(row["cpu_seconds"] for row in rows) / 60, 1),
-        data={n: common.origin(shape.source, look["fingerprint"]) for n, look in looks.items()},
-        model={"source": shape.model, **{n: first[n] for n in ("model", "num_parameters")}},
         trainings=rows,
+        **regime.described(shape, looks),
     )
 
 

@@ -226,9 +226,7 @@ def opened(data: str, settings: Settings) -> tuple[Any, Any, Any]:
     chosen = np.random.default_rng(0).choice(rich, settings.few_users, replace=False)
     texts = {}
     for user in chosen:
-        rows = np.arange(int(users.offsets[user]), int(users.offsets[user + 1]))
-        tokens, sizes = users.gather(rows, users.max_length)
-        texts[ids[user]] = [each[:size] for each, size in zip(tokens, sizes, strict=True)]
+        texts[ids[user]] = common.tokens_of(users, user)
     few = UserStore.from_examples(texts, users.max_length, users.vocab_size)
     return run, model, dataclasses.replace(found, train=few)
 
@@ -366,18 +364,14 @@ def main() -> None:
     settings = SETTINGS[given.scale]
     out = common.place_of(given) if given.dry_run else common.out_of(given)
     file, looks_file = out / f"{NAME}.jsonl", out / f"{NORMS}.jsonl"
-    at = [Users(data) for data in settings.data]
     if given.dry_run:
         assumed = {"num_users": 7_014, "median_examples": 154, "norms": dict.fromkeys("124", [1.0])}
         assumed["norms"] |= {"8": [1.0], "16": [1.0]}
         assumed["num_parameters"] = MEASURED[0]
-        looks = {each.data: {"data": each.data, **assumed} for each in at}
+        looks = {data: {"data": data, **assumed} for data in settings.data}
+        looks |= {row["data"]: row for row in kept(looks_file)}
     else:
-        looks = {}
-        if left := missing(at, looks_file):
-            model_of(settings)  # here, because processes side by side would make it in one place
-            compute(look, left, settings, looks_file, math.inf, given.processes)
-    looks |= {row["data"]: row for row in kept(looks_file)}
+        looks = looked(settings, looks_file, given.processes)
     todo = list(dict.fromkeys(cells(settings, looks)))
     if given.dry_run:
         kinds = dict.fromkeys((cell.data, f"epsilon {cell.epsilon:g}") for cell in todo)
@@ -391,6 +385,27 @@ def main() -> None:
         left = to_train(todo, kept(file), model)
         compute(train, left, settings, file, given.minutes, given.processes)
     write(settings, out, given.scale, looks, todo)
+
+
+def looked(settings: Settings, file: Path, processes: int | None) -> dict[str, Row]:
+    """A row of `look` for each set of users, by its name. Args: file: rows that are kept, to which
+    those that are missing are appended."""
+    if left := missing([Users(data) for data in settings.data], file):
+        model_of(settings)  # here, because processes side by side would make it in one place
+        compute(look, left, settings, file, math.inf, processes)
+    return {row["data"]: row for row in kept(file)}
+
+
+def described(settings: Settings, looks: Mapping[str, Row]) -> dict[str, Any]:
+    """What a record says of the users and the starting model."""
+    first = next(iter(looks.values()))
+    model = {name: first[name] for name in ("model", "num_parameters")}
+    return {
+        "data": {
+            n: common.origin(settings.source, each["fingerprint"]) for n, each in looks.items()
+        },
+        "model": {"source": f"{settings.model}, pre-trained on public text", **model},
+    }
 
 
 def model_of(settings: Settings) -> str:
@@ -452,18 +467,13 @@ def write(
     settings: Settings, out: Path, scale: str, looks: Mapping[str, Row], todo: Sequence[Cell]
 ) -> None:
     """Records of the norms, and of the trainings that there are."""
-    data = {n: common.origin(settings.source, each["fingerprint"]) for n, each in looks.items()}
-    rows = kept(out / f"{NAME}.jsonl")
-    first = next(iter(looks.values()))
-    model = {name: first[name] for name in ("model", "num_parameters")}
-    model = {"source": f"{settings.model}, pre-trained on public text", **model}
+    about, rows = described(settings, looks), kept(out / f"{NAME}.jsonl")
     norms = [
         {"data": name, "group_size": int(group), "norm": norm, "low": low, "high": high}
         for name, each in looks.items()
         for group, (norm, low, high) in each["norms"].items()
     ]
-    about = {"data": data, "model": model, "trainings": list(looks.values())}
-    common.finish(NORMS, scale, out, settings, norms, {}, [], **about)
+    common.finish(NORMS, scale, out, settings, norms, {}, [], trainings=[*looks.values()], **about)
     if not rows:
         return
     table: Rows = as_written(
@@ -481,8 +491,8 @@ def write(
         {name: plot(table) for name, plot in FIGURES.items()},
         check(table),
         run_minutes=round(sum(row["cpu_seconds"] for row in rows) / 60, 1),
-        data=data,
-        model={**model, "trained_from": list(dict.fromkeys(row["model"] for row in rows))},
+        data=about["data"],
+        model={**about["model"], "trained_from": list(dict.fromkeys(row["model"] for row in rows))},
         trainings=rows,
     )
 

@@ -20,6 +20,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -121,6 +122,13 @@ def planned(
     method = method_for(base, privacy, data.train, key, kind=kind)
     facts = num_coordinates(params), [], ""
     return make_plan(base, privacy, data.train, method, *facts), method
+
+
+def tokens_of(users: Any, user: int, most: int | None = None) -> list[Any]:
+    """Token ids of each text of a user, without padding. Args: most: so many texts, the first."""
+    low, high = int(users.offsets[user]), int(users.offsets[user + 1])
+    tokens, sizes = users.gather(np.arange(low, high)[:most], users.max_length)
+    return [each[:size] for each, size in zip(tokens, sizes, strict=True)]
 
 
 def facts_of(plan: Any) -> dict[str, Any]:
