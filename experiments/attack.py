@@ -132,7 +132,7 @@ def texts(settings: Settings) -> tuple[Any, Any, dict[str, list], dict[str, list
     real = {}
     for user in range(min(settings.real_users, users.num_users)):
         real[ids[user]] = common.tokens_of(users, user, settings.texts_of_user)
-    tokenizer = Tokenizer.bytes() if model is None else model.tokenizer
+    tokenizer = Tokenizer.bytes() if model is None else Tokenizer.load(model.tokenizer)
     canaries = {}
     for number, secret in enumerate(secrets(tokenizer, settings)):
         whole = pa.array([carrier.format(secret) for carrier in CARRIERS])
