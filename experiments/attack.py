@@ -7,9 +7,11 @@ those who took part, against those who did not, by the area under the ROC curve.
 should tell them apart, or it says nothing of what noise is good for. ELS has all texts of a canary,
 ULS one at a time, so that secrets are drawn equally often.
 
-Claims (`attack_claims`) were committed before the runs. Rows are appended to attack.jsonl beside
-the results as they come; the same command goes on with what is missing. The model's file and the
-real users are those of real_model.py.
+Claims (`attack_claims`) were committed before the runs. The settings were chosen by two trainings
+of ELS without noise and with another seed: among 120 users, with 80 steps and texts of at most 32
+tokens, the area was 0.68; among 60 users, with 160 steps and at most 16 tokens, 0.94. Rows are
+appended to attack.jsonl beside the results as they come; the same command goes on with what is
+missing. The model's file and the real users are those of real_model.py.
 
     python -m experiments.attack --scale small [--minutes 60] [--processes 1]     (--dry-run: cost)
 """
@@ -53,14 +55,14 @@ class Settings:
     seeds: tuple[int, ...] = (0, 1)
     canaries: int = 80
     """Of whom half takes part."""
-    words: int = 8
+    words: int = 6
     """Of a secret."""
-    real_users: int = 120
+    real_users: int = 40
     texts_of_user: int = 16
     """At most, of a real user."""
-    num_steps: int = 80
+    num_steps: int = 200
     budget: int = 32
-    max_length: int = 32
+    max_length: int = 16
     eval_examples: int = 256
 
 
