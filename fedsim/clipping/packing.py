@@ -36,6 +36,8 @@ class Buckets:
     only for a task's `nats`."""
     shared: tuple[int, ...] = ()
     """Ascending lengths of rows that the texts of one unit may share, as of `in_shared_rows`."""
+    most_tokens: int | None = None
+    """Of a pass over several units, with padding; None: as many as its rows hold."""
 
     def holding(self, sizes: np.ndarray) -> np.ndarray:
         """Return the least length that holds each of these sizes, int, in the shape of `sizes`.
@@ -72,6 +74,7 @@ def chunks(
     units_per_chunk: int,
     buckets: Buckets | None,
     few: int | None = None,
+    rows_of_pass: Callable[[int], int] | None = None,
 ) -> Iterator[Chunk]:
     """Split a lane into chunks, each unit in one of them; a pure function of its arguments.
 
@@ -81,6 +84,7 @@ def chunks(
       units_per_chunk: units of a full chunk.
       buckets: lengths to which chunks are trimmed; None: not trimmed.
       few: units of each chunk of the rest that does not fill a chunk; None: one padded chunk.
+      rows_of_pass: bucket -> rows of a pass; None: those of the strategy.
     Raises: ConfigError: a row is longer than the last bucket.
     """
     units, sizes_of_chunks = np.arange(len(mask)), (units_per_chunk, few or units_per_chunk)
@@ -91,16 +95,18 @@ def chunks(
     rows = units[:, None]
     batch = jax.tree.map(lambda leaf: leaf[rows, order], batch)
     mask, longest = mask[rows, order], sizes.max(axis=1, initial=0)
-    return _by_length(batch, mask, longest, sizes_of_chunks, buckets)
+    return _by_length(batch, mask, longest, sizes_of_chunks, buckets, rows_of_pass)
 
 
-def _by_length(batch, mask, longest, sizes_of_chunks, buckets):
+def _by_length(batch, mask, longest, sizes_of_chunks, buckets, rows_of_pass):
     """Yield the chunks of each length. A unit's length does not depend on other units."""
     needed = buckets.holding(longest)
     for length in buckets.lengths:
+        rows = rows_of_pass(length) if rows_of_pass else 0
         for part in _parts(np.flatnonzero(needed == length), *sizes_of_chunks):
             chunk = _chunk(batch, mask, *part)
-            yield chunk._replace(batch=buckets.trim(chunk.batch, length), length=length)
+            trimmed = buckets.trim(chunk.batch, length)
+            yield chunk._replace(batch=trimmed, length=length, rows=rows)
 
 
 def _parts(units: np.ndarray, size: int, few: int) -> Iterator[tuple[np.ndarray, int]]:
@@ -119,18 +125,19 @@ def _chunk(batch, mask, units, size) -> Chunk:
     return Chunk(units, jax.tree.map(take, batch), take(mask), 0)
 
 
-def padded(lengths: np.ndarray, units_at_once: int, together: int) -> int:
+def padded(lengths: np.ndarray, units_of_pass: Callable[[int], int], together: int) -> int:
     """Cost of passes over units: units times length, with the padding of each length's last pass.
 
     Args:
       lengths: of the units, int [units].
-      units_at_once: units of a pass.
+      units_of_pass: length -> units of a pass.
       together: units of a lane; each lane pads its last pass of a length.
     """
     values, counts = np.unique(lengths, return_counts=True)
+    units = np.array([units_of_pass(int(length)) for length in values], int)
     full, rest = np.divmod(counts, together)
-    passes = full * -(-together // units_at_once) + -(-rest // units_at_once)
-    return int(values @ passes * units_at_once)
+    passes = full * -(-together // units) + -(-rest // units)
+    return int(values @ (passes * units))
 
 
 def chunks_of_shared(

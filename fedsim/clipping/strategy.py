@@ -30,7 +30,7 @@ class Strategy:
     """scan, direct or ghost."""
     rows: int = 8
     """Rows of one forward and backward pass. `scan` takes one unit at a time, `direct` several
-    whole units if they fit, `ghost` whole units."""
+    whole units if they fit, `ghost` whole units; fewer where `Buckets.most_tokens` says so."""
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
@@ -115,12 +115,18 @@ def clip_chunk(
 
 
 def candidates(
-    group: int, num_parameters: int, *, on_cpu: bool = True, shared: bool = False
+    group: int,
+    num_parameters: int,
+    *,
+    on_cpu: bool = True,
+    shared: bool = False,
+    limited: bool = False,
 ) -> list[Strategy]:
     """List the strategies that are worth timing, for units of `group` rows.
 
     Args:
       shared: the texts of a unit share rows, of which a unit then has few.
+      limited: passes have few tokens, see `Buckets.most_tokens`: no room for more than 4 units.
 
     The simplest is first, because the others are compared with it; the rest is in the order of
     their promise, because trials end early in short runs.
@@ -130,7 +136,7 @@ def candidates(
     passes = (4, 16) if on_cpu else (8, 32, 128)
     side_by_side = ((4, 8) if num_parameters > FEW_PARAMETERS else (8, 32)) if on_cpu else ()
     parts = {min(group, rows) for rows in passes}  # of one unit
-    several = {rows for rows in side_by_side if rows >= 2 * group}
+    several = {rows for rows in side_by_side if rows >= 2 * group and (rows <= 4 or not limited)}
     one_by_one = [Strategy("scan", rows) for rows in sorted(parts)]
     if shared:
         return [one_by_one[0], Strategy("direct", 1), Strategy("direct", 4)]

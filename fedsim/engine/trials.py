@@ -5,6 +5,7 @@ Trials read made-up rows alone, so the choice is the same for all data of one mo
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -92,9 +93,12 @@ def choose_strategy(
         prepare(Strategy.parse(wanted))
         return _requested(engine, params, rows, clip, wanted), "as asked for"
     machine = engine.machine(params)
+    buckets = engine.task.buckets
     on_cpu = ", cpu," in machine and MESH not in machine
-    shared = on_cpu and Strategy("direct").shares_rows(group, engine.task.buckets)
-    tried = candidates(group, num_coordinates(params), on_cpu=on_cpu, shared=shared)
+    shared = on_cpu and Strategy("direct").shares_rows(group, buckets)
+    limited = buckets is not None and buckets.most_tokens is not None
+    size = num_coordinates(params)
+    tried = candidates(group, size, on_cpu=on_cpu, shared=shared, limited=limited)
     digest = _digest(machine, params, (most, together, group), tried)
     of_all, of_some = cache / f"{digest}.json", cache / f"{digest}-{of_run}.json"
     ours = _is_ours(cache)
@@ -187,9 +191,10 @@ def try_strategy(
     lengths = worker.lengths(rows, strategy)
     length = _most_telling(lengths)
     rows = rows[lengths == length]
-    count = max(each.units_at_once(1) for each in worker.passes(strategy, rows.shape[1]))
+    units_of_pass = functools.partial(worker.units_of_pass, strategy, rows.shape[1])
+    count = units_of_pass(length)
     full = np.resize(rows, (-(-len(rows) // count) * count, rows.shape[1]))  # whole passes
-    share = padded(lengths, count, together) / (len(full) * length)
+    share = padded(lengths, units_of_pass, together) / (len(full) * length)
     try:
         trial, computed = _try(worker, params, full, clip, strategy, best / share)
     except UnsupportedModel as error:

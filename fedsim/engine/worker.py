@@ -247,19 +247,27 @@ class Worker:
         on_cpu = self.mesh is None and jax.default_backend() == "cpu"
         return on_cpu and strategy.shares_rows(group, self.buckets)
 
-    def rows_of_pass(self, strategy: Strategy, length: int) -> int:
-        """Return the rows of a pass of this length that have no more tokens than the strategy's
-        rows of the longest text: a power of two, at most the strategy's rows."""
-        assert self.buckets is not None, "rows are shared"
-        fit = strategy.rows * self.buckets.lengths[-1] // length
-        return min(strategy.rows, 1 << (max(1, fit).bit_length() - 1))
+    def units_of_pass(self, strategy: Strategy, group: int, length: int) -> int:
+        """Return the units of a pass over rows of this length: those of the strategy, or of their
+        powers of two the largest whose tokens are no more than `Buckets.most_tokens`, or than the
+        strategy's rows have of the longest text."""
+        rows_of_unit = 1 if self._shares_rows(strategy, group) else group
+        units = strategy.units_at_once(rows_of_unit)
+        if self.buckets is None:
+            return units
+        most = self.buckets.most_tokens or strategy.rows * self.buckets.lengths[-1]
+        fit = max(1, most // (length * rows_of_unit))
+        return units if units <= fit else 1 << (fit.bit_length() - 1)
 
     def passes(self, strategy: Strategy, group: int) -> list[Strategy]:
         """Return the strategy for units of one row, for each number of units of a pass."""
-        if not self._shares_rows(strategy, group):
+        if self.buckets is None:
             return [strategy.for_examples(group)]
-        assert self.buckets is not None, "rows are shared"
-        numbers = {1, *(self.rows_of_pass(strategy, length) for length in self.buckets.shared)}
+        shared = self._shares_rows(strategy, group)
+        lengths = self.buckets.shared if shared else self.buckets.lengths
+        numbers = {self.units_of_pass(strategy, group, length) for length in lengths}
+        if shared:  # units of several rows
+            numbers.add(1)
         return [dataclasses.replace(strategy, rows=number) for number in sorted(numbers)]
 
     def add_lane(
@@ -306,20 +314,26 @@ class Worker:
             return min(call, most // at_once * at_once)
 
         units = units_per_call(at_once)
+        units_of_pass = functools.partial(self.units_of_pass, strategy, group)
         split_up: Callable[..., Iterator[Chunk]]
         if self._shares_rows(strategy, group):
             assert buckets is not None, "rows are shared"
             split_up = functools.partial(
                 chunks_of_shared,
                 lengths=buckets.shared,
-                rows_of_pass=functools.partial(self.rows_of_pass, strategy),
+                rows_of_pass=units_of_pass,
                 units_per_chunk=units_per_call,
             )
         else:
-            if buckets is not None and strategy.splits_units(group):
+            rows_of_pass = None
+            if not strategy.splits_units(group):
+                rows_of_pass = lambda length: units_of_pass(length) * group  # noqa: E731
+            elif buckets is not None:
                 # The program chooses the length of each pass, so chunks keep the full length.
                 buckets = dataclasses.replace(buckets, lengths=buckets.lengths[-1:])
-            split_up = functools.partial(chunks, units_per_chunk=units, buckets=buckets)
+            split_up = functools.partial(
+                chunks, units_per_chunk=units, buckets=buckets, rows_of_pass=rows_of_pass
+            )
         return self._chunks(split, rows, units, split_up)
 
     def _chunks(

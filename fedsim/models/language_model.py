@@ -143,6 +143,7 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 LARGE = 10_000_000  # weights in blocks above which a program costs less than it saves
+MOST_TOKENS = 128  # of a large model's pass over several texts: see `Buckets.most_tokens`
 ROW = 128  # minimum length of a row of several texts: processors multiply that well
 
 
@@ -184,7 +185,8 @@ class LanguageModelTask:
     def buckets(self) -> Buckets:
         """Lengths that rows may be cut to, and the rule by which short texts share a row.
 
-        A small model has few lengths: another program costs more than it saves in padding.
+        A small model has few lengths: another program costs more than it saves in padding. A large
+        one has passes of few tokens: more side by side gain little, cost memory and are padded.
         """
         c = self.config
         many = 12 * c.num_layers * c.width**2 > LARGE
@@ -192,7 +194,8 @@ class LanguageModelTask:
         # Local steps split a user's texts into batches, which rows of several texts cannot be.
         longest = 0 if self.local_steps else max(c.max_length, SHORT)
         shared = lengths_up_to(longest, many=many)[not many :] if longest else ()
-        return Buckets(lengths, _sizes, _trim, self._packed, shared)
+        most = MOST_TOKENS if many else None
+        return Buckets(lengths, _sizes, _trim, self._packed, shared, most)
 
     def _packed(self, batch: Any) -> Any:
         return packed(batch, lambda sizes: np.maximum(ROW, self.buckets.holding(sizes)))

@@ -76,10 +76,12 @@ def test_short_units_are_cut_short(rng):
 
 def test_padding_is_what_the_last_pass_of_each_length_lacks():
     lengths = np.array([4] * 5 + [8] * 7)
-    assert padded(lengths, 1, 32) == 5 * 4 + 7 * 8
-    assert padded(lengths, 4, 32) == 8 * 4 + 8 * 8
-    assert padded(lengths, 4, 3) == 8 * 4 + 12 * 8  # 3 and 2, 3 and 3 and 1 in a lane
-    assert padded(np.zeros(0, int), 4, 32) == 0
+    assert padded(lengths, lambda length: 1, 32) == 5 * 4 + 7 * 8
+    assert padded(lengths, lambda length: 4, 32) == 8 * 4 + 8 * 8
+    assert padded(lengths, lambda length: 4, 3) == 8 * 4 + 12 * 8  # 3, 2; 3, 3, 1 in a lane
+    assert padded(lengths, {4: 4, 8: 2}.__getitem__, 32) == 8 * 4 + 8 * 8
+    assert padded(lengths, {4: 2, 8: 1}.__getitem__, 3) == 6 * 4 + 7 * 8
+    assert padded(np.zeros(0, int), lambda length: 4, 32) == 0
 
 
 def test_the_same_lane_gives_the_same_chunks(rng):

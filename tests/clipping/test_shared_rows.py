@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from fedsim.clipping import Clip, Strategy, in_shared_rows, shared_lengths
 from fedsim.data import UserStore
 from fedsim.engine.worker import LocalEngine, Worker
-from fedsim.models import LanguageModelTask, TransformerConfig
+from fedsim.models import LanguageModelTask, TransformerConfig, language_model
 
 LENGTHS = (32, 64, 128, 256, 300)
 
@@ -103,6 +103,22 @@ def test_a_unit_adds_the_same_whole_numbers_alone(problem, name):
     assert stats.norms.tolist() == [own.norms[0] for _, own in alone]
     assert stats.losses.tolist() == [own.losses[0] for _, own in alone]
     assert not flat(alone[0][0]).any() and not flat(alone[5][0]).any()
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", ["direct:4", pytest.param("ghost:4", marks=pytest.mark.slow)])
+def test_so_does_a_text_of_a_large_model_whose_passes_have_few_tokens(problem, name, monkeypatch):
+    monkeypatch.setattr(language_model, "LARGE", 0)
+    task, params, rows = problem
+    rows, clip, strategy = rows.reshape(-1, 1), Clip(1.0, normalised=True), Strategy.parse(name)
+    worker = Worker(task)
+    assert {each.rows for each in worker.passes(strategy, 1)} == {1, 2, 4}
+    total, stats = worker.add_lane(params, rows, clip, strategy)
+    alone = [worker.add_lane(params, row[None], clip, strategy) for row in rows]
+    assert np.array_equal(flat(total), sum(flat(own) for own, _ in alone))
+    assert stats.norms.tolist() == [own.norms[0] for _, own in alone]
+    assert stats.losses.tolist() == [own.losses[0] for _, own in alone]
+    assert (stats.norms > 0).sum() > 40
 
 
 @pytest.mark.parametrize("name", ["direct:1", "direct:4"])

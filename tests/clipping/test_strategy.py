@@ -144,6 +144,9 @@ def test_few_candidates_are_tried_the_simplest_before_all_others(group, num_para
         assert strategy.units_per_call(group) % strategy.units_at_once(group) == 0
     many = num_parameters == MANY_PARAMETERS
     assert (Strategy("ghost", 4) in tried) == (many and on_cpu and group == 1)
+    limited = candidates(group, num_parameters, on_cpu=on_cpu, limited=True)
+    assert set(limited) <= set(tried)
+    assert max(each.units_at_once(group) for each in limited) <= 4
     if num_parameters > FEW_PARAMETERS:
         whole = group <= 16 if on_cpu else True
         assert (Strategy("direct", group) in tried) == whole  # a user in one pass

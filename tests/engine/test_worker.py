@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from zoo import Tied, losses_of
 
 from experiments.harness.mean_task import MeanTask
-from fedsim.clipping import Clip, Strategy, clip_chunk, layers
+from fedsim.clipping import Buckets, Clip, Strategy, clip_chunk, layers
 from fedsim.clipping.layers import UnsupportedModel
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
@@ -132,6 +133,24 @@ def test_a_lane_is_the_sum_of_its_units_in_their_order(text, lane, task, params)
     np.testing.assert_allclose(stats.losses, losses, rtol=1e-5)
     np.testing.assert_array_equal(stats.num_rows, (rows >= 0).sum(axis=1))
     assert not stats.dropped.any() and (stats.norms > 0).sum() > 20
+
+
+@pytest.mark.parametrize(
+    "text, group, most, expected",
+    [
+        ("direct:4", 1, 64, {16: 4, 32: 2, 48: 1, 64: 1}),
+        ("direct:8", 1, 256, {16: 8, 32: 8, 48: 4, 64: 4}),
+        ("direct:6", 1, None, {16: 6, 64: 6}),  # no fewer than asked for
+        ("ghost:4", 2, 64, {16: 2, 32: 1, 64: 1}),  # units of two rows
+        ("scan:8", 1, 64, {16: 1, 64: 1}),
+    ],
+)
+def test_long_texts_of_a_large_model_have_small_passes(text, group, most, expected):
+    buckets = Buckets((16, 32, 48, 64), lambda batch: batch, lambda batch, length: batch)
+    buckets = dataclasses.replace(buckets, most_tokens=most)
+    worker, strategy = Worker(SimpleNamespace(buckets=buckets)), Strategy.parse(text)  # pyright: ignore
+    assert expected == {n: worker.units_of_pass(strategy, group, n) for n in expected}
+    assert {each.rows for each in worker.passes(strategy, group)} == set(expected.values())
 
 
 def test_more_units_need_no_larger_program(task, params, rng):
