@@ -13,9 +13,10 @@
     ```                                       a cell is the mean over rows that are otherwise equal
     {record}`NAME:rows[epsilon=4][group_size=1].loss .3f`       one number; `/ 1e9` divides it
 
-A number in a sentence is a path into the JSON file: keys, and `[key=value]` for the one element
-that has this value. `rows` are those of the CSV file where there is one. A name, path or column
-that a record does not have is a warning, which fails the build under `sphinx-build -W`.
+NAME is an experiment, with `long/` before it for the scale of that name, or a benchmark. A number
+in a sentence is a path into the JSON file: keys, and `[key=value]` for the one element that has
+this value. `rows` are those of the CSV file where there is one. A name, path or column that a
+record does not have is a warning, which fails the build under `sphinx-build -W`.
 """
 
 import json
@@ -33,7 +34,7 @@ from experiments.harness.records import RESULTS, read_rows
 from experiments.harness.verdicts import NOT_SHOWN
 
 VERDICTS = {True: "yes", False: "**no**", NOT_SHOWN: NOT_SHOWN, None: "not judged"}
-ROLE = re.compile(r"(\w+):((?:[^\[\s]|\[[^\]]*\])+)(?: / (\S+))?(?: (\S+))?")
+ROLE = re.compile(r"([\w/]+):((?:[^\[\s]|\[[^\]]*\])+)(?: / (\S+))?(?: (\S+))?")
 STEP = re.compile(r"\[([^=\]]+)=([^\]]*)\]|\.?([^.\[]+)")
 COLUMN = re.compile(r"(.+?)(?: \(([^)]*)\))?(?: as (.+))?")
 FAULTS = (OSError, LookupError, ValueError, TypeError, pandas.errors.UndefinedVariableError)

@@ -57,9 +57,13 @@ def settings_of(name: str) -> dict[str, Any]:
 
 def stored(name: str) -> dict[str, dict[str, Any]]:
     """The committed records of an experiment, by scale."""
-    places = {"small": HERE / "results" / "small", "paper": HERE / "results"}
-    files = {scale: place / f"{name}.json" for scale, place in places.items()}
+    files = {scale: place_of(name, scale) for scale in ("small", "long", "paper")}
     return {scale: json.loads(f.read_text()) for scale, f in files.items() if f.exists()}
+
+
+def place_of(name: str, scale: str) -> Path:
+    """The file of an experiment's committed record of a scale, if there is one."""
+    return HERE / "results" / ("" if scale == "paper" else scale) / f"{name}.json"
 
 
 def listed(name: str) -> str:
@@ -78,17 +82,17 @@ def status(name: str) -> list[str]:
 
     lines = []
     for scale, record in stored(name).items():
-        folder = HERE / "results" / ("small" if scale == "small" else "")
+        file = place_of(name, scale)
         counts = Counter(common.SAYS[each["held"]] for each in record["claims"])
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "no claims"
         settings = settings_of(name).get(scale)
         state = "up to date"
         if settings is not None and in_json(dataclasses.asdict(settings)) != record["settings"]:
             state = "out of date: the settings were changed"
-        check = getattr(records.module_of(folder / f"{name}.json"), "check", None)
+        check = getattr(records.module_of(file), "check", None)
         if (
             check
-            and records.as_claims(check(records.read_rows(folder / f"{name}.csv")))
+            and records.as_claims(check(records.read_rows(file.with_suffix(".csv"))))
             != (record["claims"])
         ):
             state = "out of date: python -m experiments judge has it again"

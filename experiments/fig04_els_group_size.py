@@ -7,7 +7,7 @@ from, it loses a tenth at most. Figure 4 is epsilon = 4, Figure
 real text stands in for both, and the paper's budgets are not in its text: they are our choice at
 every scale. `small` has four group sizes, a factor of eight apart, and the median; two budgets, 30
 steps, two seeds; the learning rate is tuned in every cell; epsilon = 64, where noise hardly depends
-on the group size, is left out.
+on the group size, is left out. `long` has 300 steps and one budget.
 
     python -m experiments.fig04_els_group_size --scale small      (--dry-run: its cost)
 """
@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 
 from experiments.harness import common, finetuning
 from experiments.harness.finetuning import (
+    LONG_TRAINING,
     MEDIUM_TRAINING,
     PAPER_TRAINING,
     SMALL_TRAINING,
@@ -49,6 +50,7 @@ SETTINGS = {
         (1, 8, 64, 512),
         (64, 256),
     ),
+    "long": Settings(LONG_TRAINING, (1, 8, 64, 512), (256,)),
     "medium": Settings(MEDIUM_TRAINING, (1, 16, 256), (128, 512)),
     "paper": Settings(PAPER_TRAINING, tuple(2**n for n in range(11)), (512, 2048, 8192)),
 }

@@ -8,7 +8,7 @@ same numbers against the budget); and fine-tuning improves on the pre-trained mo
 line in every panel of 6 and 7 is training without noise. As in the paper CC-News is accounted for
 as if it had ten times the users. Losses are test losses (Stack Overflow's later examples, CC-News's
 reserved ones); the learning rate is tuned in every cell by the first seed, on held-out users where
-there are any. At `small`, 30 steps and two seeds.
+there are any. Two seeds; at `small` 30 steps, at `long` 300.
 
 Beyond the paper: ELS with other group sizes than the median user's, of which the best is a line of
 its own. On Stack Overflow: ULS with four local steps (DP-FedAvg), each over a quarter of a
@@ -36,7 +36,7 @@ from experiments.harness.testing import with_test_losses
 from experiments.harness.verdicts import ahead, both, cell_error, mean_error, most, no_worse
 
 SETTINGS = finetuning.COMPARISONS
-LOCAL_STEPS, LOCAL = 4, "ULS, local steps"
+LOCAL = "ULS, local steps"
 BEST = "ELS, best group"
 COLOURS = {**common.COLOURS, LOCAL: "tab:green", BEST: "tab:cyan"}
 
@@ -46,7 +46,8 @@ def run(settings: finetuning.Comparison, arguments: finetuning.Arguments) -> lis
     found = heuristics.cells_of(settings.budgets, settings.training, arguments)
     cells = [{**cell, "local_steps": 1, "local_learning_rate": None} for cell in found]
     cells += without_noise(cells)
-    cells += with_local_steps(found, settings, arguments)
+    if settings.local_steps > 1:
+        cells += with_local_steps(found, settings, arguments)
     first = len(cells)
     cells += with_other_groups(cells, settings.els_groups)
     rows = finetuning.tuned_losses(cells, settings.training, arguments)
@@ -93,8 +94,8 @@ def with_local_steps(
     """DP-FedAvg in the place of ULS on Stack Overflow; the rate of the local steps is tuned at the
     middle epsilon and budget, by the first seed."""
     local = [
-        {**cell, "group_size": max(LOCAL_STEPS, cell.get("group_size", 1))}
-        | {"local_steps": LOCAL_STEPS}
+        {**cell, "group_size": max(settings.local_steps, cell.get("group_size", 1))}
+        | {"local_steps": settings.local_steps}
         for cell in cells
         if (cell["dataset"], cell["algorithm"]) == (STACK_OVERFLOW, "uls")
     ]
@@ -176,7 +177,9 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
         claims.append((what, both(*better), numbers + "average"))
         if tuned := [row for row in best if row["dataset"] == name]:
             claims.append(_against_best(name, pairs, tuned, np.sqrt(2) * error))
-    claims.append(_local([row for row in rows if stands_for(row["dataset"]) == STACK_OVERFLOW]))
+    local = [row for row in rows if stands_for(row["dataset"]) == STACK_OVERFLOW]
+    if len({row["local_steps"] for row in local}) > 1:
+        claims.append(_local(local))
     return [*claims, *rates_inside(rows)]
 
 

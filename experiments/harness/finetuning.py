@@ -1,8 +1,9 @@
 """What the fine-tuning experiments share: data sets, the model, sweeps of runs, the grid of ULS.
 
 Runs are kept in one place under the user's cache by their settings, so an experiment that is run
-again, or that shares runs with another, computes only what is new. `small` starts from the model
-that starting_model.py makes, `medium` from SmolLM2, `paper` from a run of `fedsim pretrain`;
+again, or that shares runs with another, computes only what is new. `small` and `long`, which has
+ten times the steps and fewer cells, start from the model that starting_model.py makes, `medium`
+from SmolLM2, `paper` from a run of `fedsim pretrain`;
 `--model` names another one. `--data` takes one's own data set, which `fedsim data build` built, in
 the place of the experiment's: nothing is assumed of it, and the model is fresh where none is named.
 """
@@ -39,6 +40,7 @@ SMALL: dict[str, str] = dict(zip((STACK_OVERFLOW, CC_NEWS), starting_model.USERS
 SHOWN = {
     "smoke": {STACK_OVERFLOW: "made-up text"},
     "small": {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"},
+    "long": {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"},
     "medium": {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"},
     "paper": {},
 }
@@ -48,7 +50,9 @@ PAPER_STEPS = {STACK_OVERFLOW: 10_000, CC_NEWS: 2_000}
 PAPER_MODEL = "models/c4"  # made by fedsim pretrain --model paper
 MEDIUM_MODEL = "hf:HuggingFaceTB/SmolLM2-135M"
 FRESH_MODEL = "tiny"  # for one's own data
-SCALES = ("smoke", "small", "medium", "paper")
+SCALES = ("smoke", "small", "long", "medium", "paper")
+OF_STAND_INS = ("small", "long")
+"""Scales whose data and starting model are made on the way."""
 EPSILONS = (1.0, 4.0, 16.0, 64.0)
 
 # For estimates. Gradients of the model `tiny` with texts up to 64 tokens on one core, and what a
@@ -113,6 +117,9 @@ SMALL_TRAINING = Training(
     further_learning_rates=(0.0003, 0.001, 0.1, 0.3),
     test_examples=4096,
 )
+LONG_TRAINING = dataclasses.replace(
+    SMALL_TRAINING, num_steps={STACK_OVERFLOW: 300, CC_NEWS: 300}, epsilons=(1.0, 4.0, 16.0)
+)
 MEDIUM_TRAINING = Training(
     {STACK_OVERFLOW: 1_000, CC_NEWS: 1_000}, epsilons=(1.0, 4.0, 16.0), test_examples=4096
 )
@@ -148,11 +155,14 @@ class Comparison:
     """Of users' own steps, beyond the paper."""
     els_groups: tuple[int, ...] = (1, 8)
     """Of ELS beside the median user's, beyond the paper."""
+    local_steps: int = 4
+    """Of users' own in ULS, beyond the paper; 1: that is left out."""
 
 
 COMPARISONS = {
     "smoke": Comparison(SMOKE_TRAINING, (8, 16), (0.1,)),
     "small": Comparison(SMALL_TRAINING, (32, 128, 512)),
+    "long": Comparison(LONG_TRAINING, (128, 512), els_groups=(1,), local_steps=1),
     "medium": Comparison(MEDIUM_TRAINING, (128, 512), els_groups=(1,)),
     "paper": Comparison(PAPER_TRAINING, (512, 2048, 8192)),
 }
@@ -191,7 +201,7 @@ class Arguments:
         """What is started from; at `small` it is made if need be."""
         if self.given_model or self.data:
             return self.given_model or FRESH_MODEL
-        if self.scale == "small" and not self.dry_run:
+        if self.scale in OF_STAND_INS and not self.dry_run:
             return str(starting_model.model())
         made = {"smoke": FRESH_MODEL, "medium": MEDIUM_MODEL, "paper": PAPER_MODEL}
         return made.get(self.scale, "")
@@ -292,7 +302,7 @@ def titled(figure: Figure, rows: Rows) -> Figure:
     shown = [name for name in names if name in SHOWN["small"].values()]
     what = [f"{name} in the place of {stands_for(name)}" for name in shown]
     if what:
-        figure.suptitle("small: " + "; ".join(what), fontsize="small", color="dimgray")
+        figure.suptitle("; ".join(what), fontsize="small", color="dimgray")
     return figure
 
 
@@ -303,7 +313,7 @@ def origins(rows: Rows, arguments: Arguments) -> tuple[dict[str, Any], dict[str,
         where = data_of(stands_for(name), arguments)
         if corpora.is_built(where):
             data[name] = {"fingerprint": Dataset.open(where).train.fingerprint}
-            files = [name] if arguments.scale == "small" and not arguments.data else []
+            files = [name] if arguments.scale in OF_STAND_INS and not arguments.data else []
             data[name] |= common.files_of(files).get(name, {})
     model: dict[str, Any] = {"name": arguments.given_model or f"of the scale {arguments.scale}"}
     for each in stored:
@@ -321,7 +331,7 @@ def data_of(name: str, arguments: Arguments) -> str:
         return arguments.data
     if arguments.scale == "smoke":
         return str(_made_up(arguments.out / "texts.parquet"))
-    if arguments.scale == "small":
+    if arguments.scale in OF_STAND_INS:
         return str(starting_model.users(SMALL[name]))
     place, how = Path("data") / PAPER[name], f"python -m experiments.data {PAPER[name]}"
     if arguments.scale == "medium":

@@ -21,6 +21,8 @@ from experiments.harness.verdicts import NOT_SHOWN, Verdict
 
 HERE = Path(__file__).parents[1]
 RESULTS = HERE / "results"
+FOLDERS = ("small", "long")
+"""Of records of other scales than the paper's."""
 PROVENANCE = ("commit", "date", "data", "model", "seeds")
 
 
@@ -104,8 +106,13 @@ def trained_at(trainings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def committed() -> list[Path]:
     """The records of experiments; those of benchmarks have another form."""
-    files = sorted(RESULTS.glob("*.json")) + sorted((RESULTS / "small").glob("*.json"))
+    files = [f for place in ("", *FOLDERS) for f in sorted((RESULTS / place).glob("*.json"))]
     return [file for file in files if not file.stem.startswith("benchmark_")]
+
+
+def name_of(record: Path) -> str:
+    """What pages call a committed record: its experiment, and the scale if there is another."""
+    return f"long/{record.stem}" if record.parent.name == "long" else record.stem
 
 
 def module_of(record: Path) -> Any:

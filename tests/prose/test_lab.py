@@ -17,7 +17,7 @@ import sys
 sys.path[:0] = [{str(ROOT / "docs")!r}, {str(ROOT)!r}]
 extensions = ["myst_nb", "records"]  # as docs/conf.py has: one process cannot have both
 """
-CLAIMS_OF_PAGES = re.compile(r"^```\{record\} (\w+)$", re.M)
+CLAIMS_OF_PAGES = re.compile(r"^```\{record\} ([\w/]+)$", re.M)
 
 
 def build(folder: Path, page: str) -> tuple[str, str]:
@@ -133,5 +133,8 @@ def test_what_a_record_does_not_have_is_a_warning(page, fault, made_up):
 def test_the_claims_of_every_record_are_on_a_page_of_the_lab():
     pages = [page.read_text() for page in ROOT.glob("docs/lab/*.md")]
     shown = {name for page in pages for name in CLAIMS_OF_PAGES.findall(page)}
-    judged = {f.stem for f in records.committed() if json.loads(f.read_text())["claims"]}
+    committed = {
+        records.name_of(file): json.loads(file.read_text()) for file in records.committed()
+    }
+    judged = {name for name, record in committed.items() if record["claims"]}
     assert judged <= shown
