@@ -330,7 +330,7 @@ def data_of(name: str, arguments: Arguments) -> str:
     if arguments.data:
         return arguments.data
     if arguments.scale == "smoke":
-        return str(_made_up(arguments.out / "texts.parquet"))
+        return str(made_up(arguments.out / "texts.parquet"))
     if arguments.scale in OF_STAND_INS:
         return str(starting_model.users(SMALL[name]))
     place, how = Path("data") / PAPER[name], f"python -m experiments.data {PAPER[name]}"
@@ -552,7 +552,7 @@ def _losses(row: Row, directory: Path) -> tuple[float, float]:
     return (float(seen[0]), float(seen[-1])) if seen else (math.inf, math.inf)
 
 
-def _made_up(file: Path) -> Path:
+def made_up(file: Path) -> Path:
     """Texts of users whose numbers of texts spread over an order of magnitude."""
     if not file.exists():
         rng = np.random.default_rng(0)

@@ -53,6 +53,10 @@ class Recommend(ReadsSources):
     in epsilon for every user, at the run's delta. It is counted in the ledger of the data, beside
     the training; the printed command then has nothing that was chosen without protection. > 0."""
 
+    forecast: bool = False
+    """Also predict how much the held-out loss falls, for these users, for fewer and for more: by
+    seven trainings on small batches, which have no guarantee for the data."""
+
     json: bool = False
     """Print one JSON object on stdout."""
 
@@ -75,6 +79,7 @@ class Recommend(ReadsSources):
             plot=self.plot,
             plan_only=self.plan_only,
             tune_epsilon=self.tune_epsilon,
+            forecast=self.forecast,
         )
         if not self.json:
             print(wrapped(report(result, verbose=console.verbose)))

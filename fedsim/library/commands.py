@@ -102,6 +102,7 @@ def recommend(
     users: int = 128,
     plan_only: bool = False,
     tune_epsilon: float | None = None,
+    forecast: bool = False,
     plot: str | Path | None = None,
     **settings: Unpack[MechanismSettings],
 ) -> Recommendation:
@@ -117,6 +118,7 @@ def recommend(
       plan_only: read no text, and answer at once.
       tune_epsilon: release what is read off the data with noise; costs every user this epsilon,
         which the ledger of the data counts.
+      forecast: predict how much the held-out loss falls, by the number of users: `details`.
       plot: PNG file to draw: noise per step against group size.
       settings: settings of `train`, except those that are recommended; output is quiet by default.
 
@@ -142,6 +144,7 @@ def recommend(
             plot=None if plot is None else Path(expand_home("plot", plot)),
             plan_only=plan_only,
             tune_epsilon=tune_epsilon,
+            forecast=forecast,
         )
     return Recommendation(
         found["recommended"],

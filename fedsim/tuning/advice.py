@@ -338,6 +338,8 @@ def report(result: dict[str, Any], *, verbose: bool = False) -> str:
         "",
         'Lower "noise on sums of steps" means better training: compare the columns.',
     ]
+    if result["forecast"]:
+        lines += ["", *forecast_table(result["forecast"], best.upper(), result["num_users"]), ""]
     if released:
         lines.append(
             f"All numbers from users' texts were released with noise. This cost every user epsilon "
@@ -368,6 +370,22 @@ def report(result: dict[str, Any], *, verbose: bool = False) -> str:
             lines += ["", f"{name}: noise on sums of steps, in units of the first line's"]
             lines += [f"  {line}" for line in table([Cell(**cell) for cell in each["cells"]])]
     return "\n".join(lines)
+
+
+def forecast_table(found: dict[str, Any], name: str, num_users: int) -> list[str]:
+    """Lines of a forecast. Args: name: of the algorithm; num_users: those that there are."""
+    lines = [f"Forecast for {name}: how much the held-out loss falls, in nats per token"]
+    for row in found["users"]:
+        users, low, high = row["num_users"], row["low"], row["high"]
+        here = "  (these data)" if users == num_users else ""
+        lines.append(f"{users:>12,} users  {row['gain']:6.3f}  ({low:.3f} to {high:.3f}){here}")
+    sizes = [f"{probe['batch_size']:,}" for probe in found["probes"]]
+    several = sizes[0] if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
+    lines.append(
+        f"In brackets: where 95 % of trainings are expected. From {len(sizes)} trainings with "
+        f"{several} examples a step."
+    )
+    return lines
 
 
 def _examples(result: dict[str, Any]) -> str:

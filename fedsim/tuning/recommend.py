@@ -36,6 +36,7 @@ from fedsim.data import Dataset
 from fedsim.els import ELS
 from fedsim.engine import Engine
 from fedsim.errors import expect
+from fedsim.evaluate import VALIDATION
 from fedsim.keys import SecretKey
 from fedsim.noise import predicted_error
 from fedsim.plan import (
@@ -64,6 +65,7 @@ from fedsim.tuning.estimates import (
     share_used,
     units_of,
 )
+from fedsim.tuning.forecast import Prober, expectations, signals_by_users
 from fedsim.tuning.private_estimates import MadeUpUsers, NoisyNorms, Release, noisy_users
 from fedsim.uls import ULS
 
@@ -85,6 +87,8 @@ class Start:
     workers: Engine | None
     """None: no gradient is computed."""
     console: Console
+    fresh: bool
+    """The model is not a pretrained one."""
 
     def seeing(self, users: Users) -> "Start":
         """The same start on other users."""
@@ -131,7 +135,7 @@ class Heuristics:
         """Settings of ELS by the median heuristic, and a line for each fact read off the data."""
         settings, non_private = complete(Algorithm.ELS, self.privacy, self.data)
         assert settings.group_size is not None
-        most = self._places(settings.group_size)
+        most = self.places(settings.group_size)
         settings = dataclasses.replace(settings, batch_size=min(settings.batch_size, most))
         looked = ["clip_norm (median gradient norms of a sample)"] if self.norms else []
         return settings, [*non_private, *looked]
@@ -169,7 +173,7 @@ class Heuristics:
         rows, sizes, uls_noise = [], self.sizes, self._noise()
         batch_size, users = self.privacy.batch_size, len(self.sizes)
         for group in (2**n for n in range(int(sizes.max()).bit_length())):
-            if batch_size <= (pool := self._places(group)):
+            if batch_size <= (pool := self.places(group)):
                 real = batch_size * filled(self.privacy, self.data.train, group)
                 noise = noise_stddev(example_norm, self._els_sigma(batch_size / pool, group), real)
                 rows.append({"algorithm": "ELS", "group_size": group, "noise_per_step": noise})
@@ -179,8 +183,8 @@ class Heuristics:
                 rows.append({"algorithm": "ULS", "group_size": group, "noise_per_step": noise})
         return rows
 
-    def _places(self, group_size: int) -> int:
-        """Number of places in the pool of ELS."""
+    def places(self, group_size: int) -> int:
+        """Return the number of places in the pool of ELS."""
         if graph_of(self.data.train) is not None:
             assert self.key is not None, "a pool needs a key"
             return len(pool_of(self.data.train, group_size, self.key, ZERO_OUT))
@@ -221,6 +225,7 @@ def recommend(
     plot: Path | None = None,
     plan_only: bool = False,
     tune_epsilon: float | None = None,
+    forecast: bool = False,
 ) -> dict[str, Any]:
     """Advice for both algorithms on a run's data at its starting model, and the better one.
 
@@ -232,9 +237,10 @@ def recommend(
       plan_only: read no text: compute no gradients, and assume the number of a user's examples.
       tune_epsilon: release what is read off the data with noise, at this cost for every user, and
         count that in the ledger of the data.
+      forecast: predict what training with the better algorithm gains, by the number of users.
     Returns: facts of the data and the model; advice for `els` and `uls` (fields of `Advice`); turns
-      of Estimate-and-Double; `recommended`, `reason`, `outlook`, `non_private`, and `released`, the
-      price of what was released.
+      of Estimate-and-Double; `recommended`, `reason`, `outlook`, `non_private`; `released`, the
+      price of what was released; and `forecast`, see `expectations`.
     Raises:
       ConfigError: the settings do not fit the data or each other, or a limit would be exceeded.
       EngineError: workers failed.
@@ -251,9 +257,22 @@ def recommend(
         expect("tune_epsilon", tune_epsilon, not plan_only, "none with plan_only, which is free")
         expect("plot", plot, plot is None, "none with tune_epsilon: it shows more norms")
         expect("seed", run.seed, run.seed is None, "none with tune_epsilon: the noise is secret")
+    if forecast:
+        looking = plan_only or tune_epsilon is not None
+        none = "none with plan_only or tune_epsilon: it trains on the data without a guarantee"
+        expect("forecast", forecast, not looking, none)
+        expect("forecast", forecast, run.local_steps == 1, "none with local_steps")
+        assumed = privacy.assumed_population is not None
+        expect("forecast", forecast, not assumed, "none with assumed_population")
     from_data = not plan_only and tune_epsilon is None
     with _started(run, console, working=not plan_only, quiet=tune_epsilon is not None) as start:
         expect_enough_users(start.data.train.num_users, privacy.epsilon)
+        if forecast:
+            held_out = any(getattr(start.data, split) is not None for split in VALIDATION)
+            expect("forecast", forecast, held_out, "none without held-out users or examples")
+            one_owner = graph_of(start.data.train) is None
+            none = "none where texts have several owners"
+            expect("forecast", forecast, one_owner, none)
         released = norms = times = None
         if tune_epsilon is not None:
             released, norms, start = _released(start, privacy, tune_epsilon, num_users)
@@ -285,8 +304,13 @@ def recommend(
             "recommended": str(best.algorithm),
             "reason": reason,
             "outlook": _outlook(best, privacy.num_steps, start),
+            "forecast": None,
             "non_private": by_heuristics.non_private,
         }
+        if forecast:
+            assert times is not None, "it is not plan_only"
+            result["forecast"] = _forecast(best, heuristics, by_heuristics, start, times)
+            result["non_private"].append("forecast (trainings on the data without a guarantee)")
         if plot is not None:
             curve = heuristics.curve(by_heuristics.clip_norms[Algorithm.ELS])
             draw(curve, plot, start.data.train.num_users)
@@ -329,9 +353,8 @@ def _started(
             workers = engine.create(run.engine, task, warn=console.warn)
             stack.callback(workers.close)
             wait_for(workers, console)
-        yield Start(
-            run, task.dataset, params, SecretKey.create(run.seed, "recommend"), workers, console
-        )
+        key = SecretKey.create(run.seed, "recommend")
+        yield Start(run, task.dataset, params, key, workers, console, fresh=model is None)
 
 
 def _norms(start: Start, privacy: PrivacyConfig, num_users: int, most: int) -> GradientNorms:
@@ -518,6 +541,34 @@ def _advice(
         settings=flags,
         command=command(algorithm, flags),
     )
+
+
+def _forecast(
+    best: Advice,
+    heuristics: Heuristics,
+    by_heuristics: HeuristicSettings,
+    start: Start,
+    times: UnitTimes,
+) -> dict[str, Any]:
+    """What training with the better algorithm gains, by the number of users."""
+    users, uls = start.data.train, best.algorithm == Algorithm.ULS
+    norm, settings = by_heuristics.clip_norms[Algorithm.ELS], by_heuristics.settings[best.algorithm]
+    if uls:
+        assert heuristics.norms is not None, "it is not plan_only"
+        norm, settings = heuristics.norms.user_norm(1), dataclasses.replace(settings, group_size=1)
+    settings = dataclasses.replace(settings, clip_norm=_clip_norm(norm))
+    assert start.workers is not None, "it computes gradients"
+    prober = Prober(
+        *(start.run, start.data, start.params, start.key, start.workers),
+        algorithm=best.algorithm,
+        settings=settings,
+        strategy=times.of(method_for(best.algorithm, settings, users, start.key))[0],
+        fresh=start.fresh,
+    )
+    units = len(heuristics.sizes) if uls else heuristics.places(best.group_size)
+    by_users = signals_by_users(best, heuristics.privacy, users.num_users, units)
+    with start.console.phase("forecast") as phase:
+        return expectations(prober, by_users, phase.at)
 
 
 def _data_used(method: ELS | ULS, users: Users, num_steps: int) -> float:

@@ -1,0 +1,275 @@
+"""How many users does a training need? Forecasts by `fedsim recommend --forecast`, held to account.
+
+Beyond the paper. A few of reddit_links' users, whom no curve was fitted to and no setting was
+chosen for, are what somebody has: `recommend --forecast` says what so many and 2, 4 and 8 times as
+many would gain. Then there are so many: users drawn from the rest join, and each number is trained
+with three seeds, at the settings that were recommended for the few. Held-out users stay the same.
+
+Claims (forecast_claims.py) were committed before the runs. What was forecast is kept in
+forecast_said.jsonl before the first training; rows are appended to forecast.jsonl as they come, and
+the same command goes on with what is missing. The model is that of starting_model.py.
+
+    python -m experiments.forecast --scale small [--minutes 60] [--processes 1]   (--dry-run: cost)
+"""
+
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from experiments import starting_model
+from experiments.forecast_claims import check, plot
+from experiments.harness import common, finetuning
+from experiments.harness.processes import compute
+from experiments.harness.records import as_written, came_from
+from experiments.harness.rows import Row, Rows, by, kept, missing
+
+NAME, SAID = "forecast", "forecast_said"
+MADE_UP = "made-up text"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """One scale."""
+
+    source: str = "reddit_links"
+    first: int = 3_500
+    """Users that there are at first; a fifth is held out."""
+    times: tuple[int, ...] = (1, 2, 4, 8)
+    epsilons: tuple[float, ...] = (4.0, 1.0)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    num_steps: int = 100
+    budget: int = 128
+    max_length: int = 64
+    eval_examples: int = 1024
+    """As `recommend` evaluates."""
+
+
+SETTINGS = {
+    "smoke": Settings(MADE_UP, 30, (1, 2), (8.0,), (0,), 2, 8, 24, 16),
+    "small": Settings(),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A training."""
+
+    epsilon: float
+    times: int
+    seed: int
+
+
+def cells(settings: Settings) -> Iterator[Cell]:
+    """All trainings, the first seed first."""
+    for seed, epsilon, times in itertools.product(
+        settings.seeds, settings.epsilons, settings.times
+    ):
+        yield Cell(epsilon, times, seed)
+
+
+@functools.lru_cache(maxsize=1)
+def built(settings: Settings) -> tuple[Path, Path]:
+    """(The first users' data, the others'): directories, which are built if need be."""
+    from fedsim.data import build
+
+    made_up = settings.source == MADE_UP
+    folder = starting_model.directory() / "forecast" / f"{settings.first}"
+    parts = folder / "first", folder / "others"
+    if all(part.is_dir() for part in parts):
+        return parts
+    folder.mkdir(parents=True, exist_ok=True)
+    source = finetuning.made_up(folder / "texts.parquet") if made_up else None
+    table = pq.read_table(source or common.shared(settings.source), columns=["user_id", "text"])
+    names = np.array(sorted(set(table["user_id"].to_pylist())))
+    chosen = np.random.default_rng(0).permutation(names)[: settings.first]
+    inside = pc.is_in(table["user_id"], value_set=pa.array(chosen.tolist()))  # pyright: ignore
+    tokenizer = "bytes" if made_up else str(starting_model.public() / "tokenizer.json")
+    options = {"tokenizer": tokenizer, "max_length": settings.max_length, "eval_examples": False}
+    for part, rows, share in zip(parts, (inside, pc.invert(inside)), (0.2, 0.0), strict=True):  # pyright: ignore
+        file = folder / f"{part.name}.parquet"
+        pq.write_table(table.filter(rows), file)
+        build(file, part, eval_users=share, num_workers=1, **options)
+        file.unlink()
+    return parts
+
+
+def model_of(settings: Settings) -> str:
+    """What is started from."""
+    return "micro" if settings.source == MADE_UP else str(starting_model.model())
+
+
+def said(epsilon: float, settings: Settings) -> Row:
+    """What `recommend --forecast` says of the first users."""
+    import fedsim
+
+    found = fedsim.recommend(
+        str(built(settings)[0]),
+        epsilon=epsilon,
+        num_steps=settings.num_steps,
+        batch_size=settings.budget,
+        model=model_of(settings),
+        sampling="poisson",
+        engine="local",
+        forecast=True,
+        seed=0,
+    )
+    names = ("group_size", "batch_size", "clip_norm", "noise_multiplier")
+    advice = getattr(found, found.algorithm)
+    return {
+        "epsilon": epsilon,
+        "algorithm": found.algorithm,
+        **{name: getattr(advice, name) for name in names},
+        **found.details["forecast"],
+        **came_from(),
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def users(times: int, settings: Settings) -> Any:
+    """The first users' data with so many times their training users."""
+    from fedsim.data import Dataset, UserStore
+
+    first, others = map(Dataset.open, built(settings))
+    wanted = times * first.train.num_users
+    texts = {}
+    for store in (first.train, others.train):
+        names = store.user_ids()
+        order = np.random.default_rng(1).permutation(len(names))
+        for user in order[: wanted - len(texts)]:
+            texts[names[user]] = common.tokens_of(store, user)
+    train = UserStore.from_examples(texts, first.train.max_length, first.train.vocab_size)
+    return dataclasses.replace(first, train=train)
+
+
+def train(cell: Cell, settings: Settings, advice: Mapping[float, Row]) -> Row:
+    """What comes of a training. Args: advice: by epsilon, from `said`."""
+    from fedsim import engine
+    from fedsim.config import PrivacyConfig, run_config
+    from fedsim.engine.worker import LocalEngine
+    from fedsim.evaluate import evaluate, headline
+    from fedsim.keys import SecretKey
+    from fedsim.run import find_model, make_task
+    from fedsim.training import settled_by
+    from fedsim.training.optimizers import update_rule
+
+    began, used = time.monotonic(), time.process_time()
+    engine.remember_programs()
+    data, own = users(cell.times, settings), advice[cell.epsilon]
+    run = run_config(
+        data=str(built(settings)[0]), run_dir=Path("."), model=model_of(settings), engine="local"
+    )
+    model = find_model(run.model.source)
+    key = SecretKey.create(cell.seed, f"{NAME} {cell.epsilon} {cell.times}")
+    fresh = SecretKey.create(0).jax_key("init")  # as recommend and train do
+    task, params = make_task(run, model, data, fresh)
+    privacy = PrivacyConfig(
+        cell.epsilon,
+        settings.num_steps,
+        own["batch_size"],
+        group_size=own["group_size"],
+        clip_norm=own["clip_norm"],
+    )
+    plan, method = common.planned(own["algorithm"], privacy, data, key, params)
+    run = settled_by(plan, None, run, fresh=model is None)
+    assert run.learning_rate is not None
+    rule, workers = update_rule(run, run.learning_rate), LocalEngine(task, num_lanes=1)
+    ema = run.ema or 0.0
+    _, averages = common.followed(
+        common.iterates(plan, method, workers, params, rule), params, [ema]
+    )
+    before, after = (
+        headline(evaluate(workers, each, data, settings.eval_examples))
+        for each in (params, averages[ema])
+    )
+    return {
+        **dataclasses.asdict(cell),
+        "algorithm": own["algorithm"],
+        **common.facts_of(plan),
+        "learning_rate": run.learning_rate,
+        "loss_before": before,
+        "gain": before - after,
+        "fingerprint": data.train.fingerprint[:12],
+        "seconds": round(time.monotonic() - began, 1),
+        "cpu_seconds": round(time.process_time() - used, 1),
+        **came_from(),
+    }
+
+
+@common.mistakes()
+def main() -> None:
+    """Forecast, train what is missing, and write what was found."""
+    given = common.resumable(__doc__, "training", processes=True)
+    settings = SETTINGS.get(given.scale, SETTINGS["small"])
+    todo = list(cells(settings))
+    out = common.place_of(given) if given.dry_run else common.out_of(given)
+    file, before = out / f"{NAME}.jsonl", out / f"{SAID}.jsonl"
+    if given.dry_run:
+        gradients = len(todo) * settings.num_steps * settings.budget
+        print(*(f"epsilon {epsilon:g}" for epsilon in settings.epsilons), sep=", ")
+        done = len(todo) - len(missing(todo, file))
+        minutes = gradients / finetuning.GRADIENTS_PER_CORE_SECOND / 120
+        print(f"{len(todo)} trainings, {gradients:,} gradients, {done} trainings done: ", end="")
+        print(f"about {minutes:.0f} minutes on two cores for all, and as many for the forecasts")
+        return
+    ask = [Epsilon(epsilon) for epsilon in settings.epsilons]
+    compute(forecast, missing(ask, before), settings, before, float("inf"), 1)
+    advice = {row["epsilon"]: row for row in kept(before)}
+    left = missing(todo, file) if given.minutes else []
+    run = functools.partial(train, advice=advice)
+    compute(run, left, settings, file, given.minutes, given.processes)
+    if rows := kept(file):
+        write(settings, out, given.scale, rows, advice)
+
+
+@dataclasses.dataclass(frozen=True)
+class Epsilon:
+    """A forecast."""
+
+    epsilon: float
+
+
+def forecast(of: Epsilon, settings: Settings) -> Row:
+    """`said`, as rows are computed."""
+    return said(of.epsilon, settings)
+
+
+def write(
+    settings: Settings, out: Path, scale: str, rows: Rows, advice: Mapping[float, Row]
+) -> None:
+    """The record of the trainings that there are, beside what was forecast of them."""
+    table = []
+    for row in rows:
+        each = by(advice[row["epsilon"]]["users"], lambda one: one["num_users"])
+        (one,) = each[row["num_users"]]
+        table.append({**row, "forecast": one["gain"], "low": one["low"], "high": one["high"]})
+    table = as_written(table)
+    first = next(row for row in rows if row["times"] == min(settings.times))
+    origin = {"fingerprint": first["fingerprint"]}
+    if settings.source != MADE_UP:
+        origin |= common.checksum(common.shared(settings.source))
+    common.finish(
+        NAME,
+        scale,
+        out,
+        settings,
+        table,
+        {NAME: plot(table)},
+        check(table),
+        run_minutes=round(sum(row["cpu_seconds"] for row in rows) / 60, 1),
+        data={settings.source: origin},
+        model={"name": "of the scale small", "num_parameters": rows[0]["num_parameters"]},
+        trainings=rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

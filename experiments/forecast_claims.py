@@ -1,0 +1,85 @@
+"""What forecast.py tests and draws. Committed before any of its runs.
+
+The three seeds of a number of users share no draw and no noise, but all gains of an epsilon are
+forecast by one curve, so they may be off together.
+"""
+
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments.harness import common
+from experiments.harness.rows import Row, Rows, by
+from experiments.harness.verdicts import cell_error, mean_error, no_worse
+
+TRAININGS, INSIDE = 24, 21
+"""Of the trainings, in their intervals of 95 %: if these are right, with a probability of 0.97."""
+SHARE = 0.1
+"""Of the gain, that a forecast is claimed to be off by at most, on average."""
+MORE = 0.02
+"""Nats that the forecast of what more users gain is claimed to be off by at most."""
+
+
+def whole(rows: Rows) -> Rows:
+    """A row for each epsilon and number of users: over the seeds, as the tests of verdicts.py have
+    it, `loss` being minus the gain."""
+    found = []
+    for own in by(rows, lambda row: (row["epsilon"], row["times"])).values():
+        gains = [row["gain"] for row in sorted(own, key=lambda row: row["seed"])]
+        each = {"by_seed": " ".join(f"{-gain:.6g}" for gain in gains), "seeds": len(gains)}
+        std = float(np.std(gains, ddof=1)) if len(gains) > 1 else 0.0
+        mean = float(np.mean(gains))
+        found.append({**own[0], **each, "gain": mean, "loss": -mean, "loss_std": std})
+    return found
+
+
+def check(rows: Rows) -> common.Claims:
+    """Whether the gains came as they were forecast."""
+    inside = f"{INSIDE} of {TRAININGS} trainings are in their intervals"
+    near = f"the forecast is off by less than {SHARE:.0%} of the gain on average"
+    more = f"what the most users gain beyond the fewest is forecast within {MORE:g} nats"
+    if len(rows) < TRAININGS:
+        there = f"{len(rows)} of {TRAININGS} trainings are there"
+        return [(what, None, there) for what in (inside, near, more)]
+    cells = whole(rows)
+    count = sum(row["low"] <= row["gain"] <= row["high"] for row in rows)
+    found: common.Claims = [(inside, count >= INSIDE, f"{count} of {len(rows)}")]
+    away = np.array([cell["gain"] - cell["forecast"] for cell in cells])
+    gain, error = float(np.mean([cell["gain"] for cell in cells])), mean_error(cells)
+    room = SHARE * gain - float(np.abs(away).mean())
+    numbers = f"{np.abs(away).mean():.4f} of {gain:.4f} nats, standard error {error:.4f}; on "
+    numbers += f"average {away.mean():+.4f}"
+    found = [*found, (near, no_worse(room, error, 0.0), numbers)]
+    steps, said = [], []
+    for own in by(cells, lambda cell: cell["epsilon"]).values():
+        first, *_, last = sorted(own, key=lambda cell: cell["times"])
+        steps.append(last["gain"] - first["gain"])
+        said.append(last["forecast"] - first["forecast"])
+    error = float(np.sqrt(2)) * cell_error(cells, ("epsilon",))
+    off = np.abs(np.subtract(steps, said))
+    pairs = ", ".join(f"{came:.4f} for {was:.4f}" for came, was in zip(steps, said, strict=True))
+    numbers = f"{pairs}; standard error {error:.4f}"
+    return [*found, (more, no_worse(MORE - off, error, 0.0), numbers)]
+
+
+def plot(rows: Sequence[Row]) -> Figure:
+    """Gains against the number of users, on the forecast and its interval."""
+    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
+    for epsilon, own in by(rows, lambda row: row["epsilon"]).items():
+        cells = sorted(
+            {row["num_users"]: row for row in own}.values(), key=lambda row: row["num_users"]
+        )
+        users, said, low, high = (
+            [cell[name] for cell in cells] for name in ("num_users", "forecast", "low", "high")
+        )
+        (line,) = axis.plot(users, said, label=f"ε = {epsilon:g}: forecast from the fewest users")
+        axis.fill_between(users, low, high, alpha=0.2, color=line.get_color(), lw=0)
+        gains = [row["num_users"] for row in own], [row["gain"] for row in own]
+        axis.plot(*gains, "o", ms=4, color=line.get_color(), label=f"ε = {epsilon:g}: trained")
+    axis.set(xlabel="users", ylabel="fall of held-out loss (nats per token)")
+    common.log2_axis(axis, [row["num_users"] for row in rows])
+    axis.grid(alpha=0.3)
+    common.legend_below(figure)
+    return figure
