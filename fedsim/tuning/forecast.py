@@ -1,12 +1,12 @@
 """Predict what a training gains with fewer and with more users: `fedsim recommend --forecast`.
 
-Beyond the paper. What a training of T steps gains depends on the algorithm, the group size, the
-number of users and epsilon through one number, the signal of a step,
-    x = M / (sigma L(G)),    of ELS B / (sigma L(1)),
-with the gradient norms L at the starting model (docs/lab/law.md). So the curve of the gain against
-x is read off a few trainings with small batches, of single examples, each with the sigma that gives
-its x; and the accountant says which x so many users have. None of these trainings has a guarantee
-for the data, and so the forecast has none.
+Beyond the paper. With its algorithm and group size, what a training of T steps gains depends on
+epsilon and the number of users through one number, the signal of a step,
+    x = M / (sigma C),    of ELS B / (sigma C),
+as long as its noise is far larger than what the draw of a step changes. So the curve of the gain
+against x is read off a few trainings with few units a step, each with the sigma that gives its x;
+and the accountant says which x so many users have. None of these trainings has a guarantee for the
+data, and so the forecast has none. How right it is: docs/lab/forecast.md.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from fedsim.uls import ULS
 
 PROBES = 7
 DEGREE = 2  # of the curve, in log x
-LEAST_BATCH = 16
+LEAST_UNITS, LEAST_EXAMPLES = 4, 16  # of a step of a probe
 NOISIER = 32  # the noise of a probe has so many times the variance of its draw, at least
 TIMES = (1 / 4, 1 / 2, 1, 2, 4, 8, 16, 32, 64)  # the users that there are
 LEAST_RANGE = 8.0  # largest x over smallest of the probes
@@ -107,7 +107,7 @@ class Forecast:
 
 @dataclasses.dataclass(frozen=True)
 class Prober:
-    """Trains on small batches of single examples, from a run's starting model."""
+    """Trains with few units a step, from a run's starting model."""
 
     run: RunConfig
     data: Dataset
@@ -115,19 +115,20 @@ class Prober:
     key: SecretKey
     workers: Engine
     algorithm: Algorithm
-    """It says how examples are drawn."""
     settings: PrivacyConfig
-    """Of the algorithm, completed: of ULS with one example of each user. The clip norm is L(1)."""
+    """Of the algorithm, completed."""
     strategy: Strategy
     fresh: bool
     """The model is not a pretrained one."""
 
     def batch_for(self, signal: float) -> int:
-        """Return the number of examples of a step with this x: so many that their draw matters
-        little beside the noise, at most the batch size that was asked for."""
-        size = num_coordinates(self.params)
-        enough = math.ceil(NOISIER * (signal * self.settings.clip_norm) ** 2 / size)
-        return min(self.settings.batch_size, max(LEAST_BATCH, enough))
+        """Return the number of examples of a step with this x: of so many units that their draw
+        matters little beside the noise, at most the batch size that was asked for."""
+        size, settings = num_coordinates(self.params), self.settings
+        enough = math.ceil(NOISIER * (signal * settings.clip_norm) ** 2 / size)
+        group = (settings.group_size or 1) if self.algorithm == Algorithm.ULS else 1
+        units = max(LEAST_UNITS, math.ceil(LEAST_EXAMPLES / group), enough)
+        return min(settings.batch_size, units * group)
 
     def probe(self, signals: Sequence[float]) -> Iterator[Probe]:
         """Train once for each x, and yield what each gained."""

@@ -552,11 +552,8 @@ def _forecast(
 ) -> dict[str, Any]:
     """What training with the better algorithm gains, by the number of users."""
     users, uls = start.data.train, best.algorithm == Algorithm.ULS
-    norm, settings = by_heuristics.clip_norms[Algorithm.ELS], by_heuristics.settings[best.algorithm]
-    if uls:
-        assert heuristics.norms is not None, "it is not plan_only"
-        norm, settings = heuristics.norms.user_norm(1), dataclasses.replace(settings, group_size=1)
-    settings = dataclasses.replace(settings, clip_norm=_clip_norm(norm))
+    settings = by_heuristics.settings[best.algorithm]
+    settings = dataclasses.replace(settings, clip_norm=best.clip_norm)
     assert start.workers is not None, "it computes gradients"
     prober = Prober(
         *(start.run, start.data, start.params, start.key, start.workers),
