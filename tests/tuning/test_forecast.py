@@ -79,9 +79,12 @@ def test_a_probe_is_trained_with_the_noise_of_its_x(found):
     result, steps = found
     probes = result["forecast"]["probes"]
     assert len(probes) == PROBES and len(steps) == 6 * PROBES
+    best = result[result["recommended"]]
+    group = best["group_size"] if best["algorithm"] == "uls" else 1
     for number, (sigma, count, norm) in enumerate(steps):
         probe = probes[number // 6]
-        assert count == probe["batch_size"] <= 40
+        assert count == probe["batch_size"] // group and probe["batch_size"] <= 40
+        assert norm == best["clip_norm"]
         assert count / (sigma * norm) == pytest.approx(probe["signal"])
 
 
