@@ -7,8 +7,8 @@ at three learning rates with one seed, of which validation users choose one, and
 two fresh seeds, whose gains on test users are held against the predictions.
 
 Validation and test users are halves of regime.py's held-out users, by their place. What was
-measured and predicted is in law_predictions.csv, which comes before the first training; rows of
-trainings are appended to law.jsonl beside the results, and the same command goes on.
+measured and predicted is in law_predictions (.jsonl, .csv), which come before the first training;
+rows of trainings are appended to law.jsonl beside the results, and the same command goes on.
 
     python -m experiments.law --scale small [--minutes 60] [--processes 1]     (--dry-run: cost)
 """
@@ -31,7 +31,7 @@ from experiments.harness.rows import Row, Rows, kept, missing
 from experiments.law_claims import check, plot, predicted
 from experiments.regime_claims import ALL, FEW
 
-NAME, PREDICTIONS, NORMS = "law", "law_predictions", "law_norms"
+NAME, PREDICTIONS = "law", "law_predictions"
 PLACE = ("data", "epsilon", "algorithm", "group_size")
 """What trainings of a cell have in common."""
 
@@ -192,7 +192,7 @@ def main() -> None:
     given = common.resumable(__doc__, "training", processes=True)
     settings = SETTINGS[given.scale]
     out = common.place_of(given) if given.dry_run else common.out_of(given)
-    file, norms = out / f"{NAME}.jsonl", out / f"{NORMS}.jsonl"
+    file, norms = out / f"{NAME}.jsonl", out / f"{PREDICTIONS}.jsonl"
     shape = settings.regime
     if given.dry_run:
         trainings = len(settings.powers) + len(settings.fresh_seeds)
