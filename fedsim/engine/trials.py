@@ -249,7 +249,7 @@ def _alike(norms: np.ndarray, expected: np.ndarray | None) -> bool:
 def _most_telling(lengths: np.ndarray) -> int:
     """Return the length with the largest sum over its units; the shortest of equal ones."""
     values, counts = np.unique(lengths, return_counts=True)
-    return values[(values * counts).argmax()]
+    return int(values[(values * counts).argmax()])
 
 
 def free_memory() -> int:
