@@ -13,10 +13,12 @@ from test_worker import ModelTask
 from zoo import VOCAB, Tied
 
 from fedsim.clipping import Clip, Strategy
+from fedsim.data import Dataset, UserStore
 from fedsim.engine import trials as engine_trials
 from fedsim.engine.engine import Engine, Trial
 from fedsim.engine.trials import choose_strategy
 from fedsim.engine.worker import LocalEngine
+from fedsim.models import LanguageModelTask, TransformerConfig, language_model
 
 CLIP, UNITS = Clip(0.1), (12, 2)
 SCAN, GHOST = Strategy("scan", 2), Strategy("ghost", 4)
@@ -197,3 +199,14 @@ def test_trials_read_no_text(tmp_path, monkeypatch):
     engine, params = local()
     monkeypatch.setattr(ModelTask, "read", read)
     assert choose_strategy(engine, params, *UNITS, CLIP, "auto", tmp_path)[0] in (SCAN, GHOST)
+
+
+def test_a_large_models_passes_are_tried_with_the_units_that_they_have(tmp_path, monkeypatch):
+    monkeypatch.setattr(language_model, "LARGE", 0)
+    tried = [Strategy("scan", 1), Strategy("direct", 4)]
+    monkeypatch.setattr(engine_trials, "candidates", lambda *_, **__: tried)
+    store = UserStore.from_examples({"u": [[1, 2]]}, 128, VOCAB)
+    task = LanguageModelTask(Dataset(train=store), TransformerConfig(VOCAB, 128, 8, 1, 2))
+    engine, params = LocalEngine(task, num_lanes=2), task.init(jax.random.key(0))
+    found, why = choose_strategy(engine, params, 8, 1, Clip(1.0), "auto", tmp_path)
+    assert found in tried and why.startswith("fastest of 2 tried: scan:1 ") and "direct:4 " in why
