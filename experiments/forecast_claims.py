@@ -1,4 +1,5 @@
-"""What forecast.py tests and draws. Committed before any of its runs.
+"""What forecast.py tests and draws. Committed before any of its runs; since the first of them each
+corpus is judged by itself.
 
 The three seeds of a number of users share no draw and no noise, but all gains of an epsilon are
 forecast by one curve, so they may be off together.
@@ -23,8 +24,8 @@ MORE = 0.02
 
 
 def whole(rows: Rows) -> Rows:
-    """A row for each epsilon and number of users: over the seeds, as the tests of verdicts.py have
-    it, `loss` being minus the gain."""
+    """A row for each epsilon and number of users of a corpus: over the seeds, as the tests of
+    verdicts.py have it, `loss` being minus the gain."""
     found = []
     for own in by(rows, lambda row: (row["epsilon"], row["times"])).values():
         gains = [row["gain"] for row in sorted(own, key=lambda row: row["seed"])]
@@ -37,6 +38,16 @@ def whole(rows: Rows) -> Rows:
 
 def check(rows: Rows) -> common.Claims:
     """Whether the gains came as they were forecast."""
+    corpora = by(rows, lambda row: row["source"]).items()
+    return [
+        (f"{source}: {what}", held, numbers)
+        for source, own in corpora
+        for what, held, numbers in judged(own)
+    ]
+
+
+def judged(rows: Rows) -> common.Claims:
+    """The claims, of one corpus."""
     inside = f"{INSIDE} of {TRAININGS} trainings are in their intervals"
     near = f"the forecast is off by less than {SHARE:.0%} of the gain on average"
     more = f"what the most users gain beyond the fewest is forecast within {MORE:g} nats"
@@ -45,41 +56,45 @@ def check(rows: Rows) -> common.Claims:
         return [(what, None, there) for what in (inside, near, more)]
     cells = whole(rows)
     count = sum(row["low"] <= row["gain"] <= row["high"] for row in rows)
-    found: common.Claims = [(inside, count >= INSIDE, f"{count} of {len(rows)}")]
     away = np.array([cell["gain"] - cell["forecast"] for cell in cells])
     gain, error = float(np.mean([cell["gain"] for cell in cells])), mean_error(cells)
     room = SHARE * gain - float(np.abs(away).mean())
     numbers = f"{np.abs(away).mean():.4f} of {gain:.4f} nats, standard error {error:.4f}; on "
     numbers += f"average {away.mean():+.4f}"
-    found = [*found, (near, no_worse(room, error, 0.0), numbers)]
     steps, said = [], []
     for own in by(cells, lambda cell: cell["epsilon"]).values():
         first, *_, last = sorted(own, key=lambda cell: cell["times"])
         steps.append(last["gain"] - first["gain"])
         said.append(last["forecast"] - first["forecast"])
-    error = float(np.sqrt(2)) * cell_error(cells, ("epsilon",))
+    spread = float(np.sqrt(2)) * cell_error(cells, ("epsilon",))
     off = np.abs(np.subtract(steps, said))
     pairs = ", ".join(f"{came:.4f} for {was:.4f}" for came, was in zip(steps, said, strict=True))
-    numbers = f"{pairs}; standard error {error:.4f}"
-    return [*found, (more, no_worse(MORE - off, error, 0.0), numbers)]
+    return [
+        (inside, count >= INSIDE, f"{count} of {len(rows)}"),
+        (near, no_worse(room, error, 0.0), numbers),
+        (more, no_worse(MORE - off, spread, 0.0), f"{pairs}; standard error {spread:.4f}"),
+    ]
 
 
 def plot(rows: Sequence[Row]) -> Figure:
     """Gains against the number of users, on the forecast and its interval."""
-    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
-    for epsilon, own in by(rows, lambda row: row["epsilon"]).items():
-        cells = sorted(
-            {row["num_users"]: row for row in own}.values(), key=lambda row: row["num_users"]
-        )
-        users, said, low, high = (
-            [cell[name] for cell in cells] for name in ("num_users", "forecast", "low", "high")
-        )
-        (line,) = axis.plot(users, said, label=f"ε = {epsilon:g}: forecast from the fewest users")
-        axis.fill_between(users, low, high, alpha=0.2, color=line.get_color(), lw=0)
-        gains = [row["num_users"] for row in own], [row["gain"] for row in own]
-        axis.plot(*gains, "o", ms=4, color=line.get_color(), label=f"ε = {epsilon:g}: trained")
-    axis.set(xlabel="users", ylabel="fall of held-out loss (nats per token)")
-    common.log2_axis(axis, [row["num_users"] for row in rows])
-    axis.grid(alpha=0.3)
+    corpora = by(rows, lambda row: row["source"])
+    size = {"figsize": (5 * len(corpora), 4), "squeeze": False, "layout": "constrained"}
+    figure, axes = plt.subplots(1, len(corpora), **size)
+    for axis, (source, of_source) in zip(axes[0], corpora.items(), strict=True):
+        for epsilon, own in by(of_source, lambda row: row["epsilon"]).items():
+            by_users = {row["num_users"]: row for row in own}
+            cells = [by_users[number] for number in sorted(by_users)]
+            users, said, low, high = (
+                [cell[name] for cell in cells] for name in ("num_users", "forecast", "low", "high")
+            )
+            (line,) = axis.plot(users, said, label=f"ε = {epsilon:g}: forecast")
+            axis.fill_between(users, low, high, alpha=0.2, color=line.get_color(), lw=0)
+            gains = [row["num_users"] for row in own], [row["gain"] for row in own]
+            axis.plot(*gains, "o", ms=4, color=line.get_color(), label=f"ε = {epsilon:g}: trained")
+        axis.set(title=source, xlabel="users")
+        common.log2_axis(axis, [row["num_users"] for row in of_source])
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("fall of held-out loss (nats per token)")
     common.legend_below(figure)
     return figure

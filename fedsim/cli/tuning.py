@@ -55,7 +55,7 @@ class Recommend(ReadsSources):
 
     forecast: bool = False
     """Also predict how much the held-out loss falls, for these users, for fewer and for more: by
-    seven trainings with few units a step, which have no guarantee for the data."""
+    seven trainings with a quarter of the batch size, which have no guarantee for the data."""
 
     json: bool = False
     """Print one JSON object on stdout."""
