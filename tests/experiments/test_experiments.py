@@ -20,8 +20,8 @@ from fedsim.data import corpora
 
 ROOT = Path(__file__).parents[2]
 HELPERS = (
-    "__init__ __main__ architecture attack_claims law_claims real_model_claims regime_claims"
-    " regime_plots stand_ins starting_model synthetic_claims"
+    "__init__ __main__ architecture attack_claims forecast_claims law_claims real_model_claims"
+    " regime_claims regime_plots stand_ins starting_model synthetic_claims"
 )
 NAMES = sorted(p.stem for p in (ROOT / "experiments").glob("*.py") if p.stem not in HELPERS.split())
 
