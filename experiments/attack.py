@@ -162,12 +162,9 @@ def train(cell: Cell, settings: Settings) -> Row:
     """What comes of a cell."""
     from fedsim import engine
     from fedsim.config import ADD_OR_REMOVE, PrivacyConfig, run_config
-    from fedsim.engine.worker import LocalEngine
     from fedsim.evaluate import evaluate, headline
     from fedsim.keys import SecretKey
     from fedsim.run import make_task
-    from fedsim.training import settled_by
-    from fedsim.training.optimizers import update_rule
     from fedsim.trust.audit import losses
 
     began, used = time.monotonic(), time.process_time()
@@ -193,28 +190,23 @@ def train(cell: Cell, settings: Settings) -> Row:
     )
     key = SecretKey.create(cell.seed, NAME)
     task, params = make_task(run, model, data, key.jax_key("parameters"))
-    plan, method = common.planned(cell.algorithm, privacy, data, key, params)
-    run = settled_by(plan, None, run, fresh=model is None)
-    assert run.learning_rate is not None
-    rule, workers = update_rule(run, run.learning_rate), LocalEngine(task, num_lanes=1)
+    at = common.prepared(cell.algorithm, privacy, run, model, data, task, params, key)
 
     def measured(params: Any) -> tuple[float, np.ndarray]:
         found = losses(task, params, "test", np.arange(data.test.num_examples))
         of_users = found.reshape(len(chosen), len(CARRIERS)).mean(axis=1)
-        return headline(evaluate(workers, params, data, settings.eval_examples)), of_users
+        return headline(evaluate(at.engine, params, data, settings.eval_examples)), of_users
 
     loss_before, before = measured(params)
-    steps = common.iterates(plan, method, workers, params, rule, rows=8)
-    ema = run.ema or 0.0
-    _, averages = common.followed(steps, params, [ema])
-    loss, after = measured(averages[ema])
+    average, _ = at.trained()
+    loss, after = measured(average)
     falls = before - after
     area, low, high = interval(falls[chosen], falls[~chosen])
     return {
         **dataclasses.asdict(cell),
-        **common.facts_of(plan),
-        "texts_drawn": method.sampler.sampling_prob * settings.num_steps * each,
-        "learning_rate": run.learning_rate,
+        **common.facts_of(at.plan),
+        "texts_drawn": at.method.sampler.sampling_prob * settings.num_steps * each,
+        "learning_rate": at.run.learning_rate,
         "loss_before": loss_before,
         "loss": loss,
         "secrets_before": float(before.mean()),

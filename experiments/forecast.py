@@ -33,7 +33,7 @@ from experiments.forecast_claims import check, plot
 from experiments.harness import common, finetuning
 from experiments.harness.processes import compute
 from experiments.harness.records import as_written, came_from
-from experiments.harness.rows import Row, Rows, by, kept, missing
+from experiments.harness.rows import Row, Rows, kept, missing
 
 NAME, SAID = "forecast", "forecast_said"
 MADE_UP = "made-up text"
@@ -165,12 +165,9 @@ def train(cell: Cell, settings: Settings, advice: Mapping[tuple[str, float], Row
     """What comes of a training. Args: advice: by corpus and epsilon, from `said`."""
     from fedsim import engine
     from fedsim.config import PrivacyConfig, run_config
-    from fedsim.engine.worker import LocalEngine
     from fedsim.evaluate import evaluate, headline
     from fedsim.keys import SecretKey
     from fedsim.run import find_model, make_task
-    from fedsim.training import settled_by
-    from fedsim.training.optimizers import update_rule
 
     began, used = time.monotonic(), time.process_time()
     engine.remember_programs()
@@ -189,23 +186,17 @@ def train(cell: Cell, settings: Settings, advice: Mapping[tuple[str, float], Row
         group_size=own["group_size"],
         clip_norm=own["clip_norm"],
     )
-    plan, method = common.planned(own["algorithm"], privacy, data, key, params)
-    run = settled_by(plan, None, run, fresh=model is None)
-    assert run.learning_rate is not None
-    rule, workers = update_rule(run, run.learning_rate), LocalEngine(task, num_lanes=1)
-    ema = run.ema or 0.0
-    _, averages = common.followed(
-        common.iterates(plan, method, workers, params, rule), params, [ema]
-    )
+    at = common.prepared(own["algorithm"], privacy, run, model, data, task, params, key)
+    average, _ = at.trained()
     before, after = (
-        headline(evaluate(workers, each, data, settings.eval_examples))
-        for each in (params, averages[ema])
+        headline(evaluate(at.engine, each, data, settings.eval_examples))
+        for each in (params, average)
     )
     return {
         **dataclasses.asdict(cell),
         "algorithm": own["algorithm"],
-        **common.facts_of(plan),
-        "learning_rate": run.learning_rate,
+        **common.facts_of(at.plan),
+        "learning_rate": at.run.learning_rate,
         "loss_before": before,
         "gain": before - after,
         "fingerprint": data.train.fingerprint[:12],
@@ -219,7 +210,8 @@ def train(cell: Cell, settings: Settings, advice: Mapping[tuple[str, float], Row
 def main() -> None:
     """Forecast, train what is missing, and write what was found."""
     given = common.resumable(__doc__, "training", processes=True)
-    settings = SETTINGS.get(given.scale, SETTINGS["small"])
+    common.at_hand(given, SETTINGS)
+    settings = SETTINGS[given.scale]
     todo = list(cells(settings))
     out = common.place_of(given) if given.dry_run else common.out_of(given)
     file, before = out / f"{NAME}.jsonl", out / f"{SAID}.jsonl"
@@ -257,8 +249,7 @@ def write(
     table = []
     for row in rows:
         own = advice[row["source"], row["epsilon"]]["users"]
-        each = by(own, lambda one: one["num_users"])
-        (one,) = each[row["num_users"]]
+        one = next(each for each in own if each["num_users"] == row["num_users"])
         table.append({**row, "forecast": one["gain"], "low": one["low"], "high": one["high"]})
     table = as_written(table)
     origin: dict[str, dict[str, str]] = {}

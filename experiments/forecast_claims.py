@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.harness import common
-from experiments.harness.rows import Row, Rows, by
+from experiments.harness.rows import Row, Rows, by, over_seeds
 from experiments.harness.verdicts import cell_error, mean_error, no_worse
 
 TRAININGS, INSIDE = 24, 21
@@ -28,11 +28,8 @@ def whole(rows: Rows) -> Rows:
     verdicts.py have it, `loss` being minus the gain."""
     found = []
     for own in by(rows, lambda row: (row["epsilon"], row["times"])).values():
-        gains = [row["gain"] for row in sorted(own, key=lambda row: row["seed"])]
-        each = {"by_seed": " ".join(f"{-gain:.6g}" for gain in gains), "seeds": len(gains)}
-        std = float(np.std(gains, ddof=1)) if len(gains) > 1 else 0.0
-        mean = float(np.mean(gains))
-        found.append({**own[0], **each, "gain": mean, "loss": -mean, "loss_std": std})
+        came = over_seeds([-row["gain"] for row in sorted(own, key=lambda row: row["seed"])])
+        found.append({**own[0], **came, "gain": -came["loss"]})
     return found
 
 

@@ -142,7 +142,7 @@ def predictions(settings: Settings, looks: Mapping[str, Row]) -> Rows:
     found = []
     for place in places(settings, looks):
         cell = place.trained(settings.seed, 0)
-        facts = regime.prepared(cell.of_regime(settings), settings.regime).facts()
+        facts = regime.facts_of(regime.prepared(cell.of_regime(settings), settings.regime))
         norms = looks[place.data]["norms"]
         norm = norms[str(place.group_size if place.algorithm == "uls" else 1)][0]
         facts = {name: facts[name] for name in ("expected_count", "noise_multiplier", "model")}
@@ -166,12 +166,12 @@ def train(cell: Cell, settings: Settings) -> Row:
     began, used = time.monotonic(), time.process_time()
     at = regime.prepared(cell.of_regime(settings), settings.regime)
     rows = halves(at.data.eval_users, settings.test_examples)
-    average, last = at.iterates(2.0**cell.power)
+    average, last = at.trained(2.0**cell.power, regime.ROWS)
     before, after, ended = (
         [at.engine.begin_mean_nats(params, "eval_users", half)() for half in rows]
         for params in (at.params, average, last)
     )
-    facts = at.facts()
+    facts = regime.facts_of(at)
     return {
         **dataclasses.asdict(cell),
         **facts,

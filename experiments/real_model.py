@@ -225,12 +225,9 @@ def train(cell: Cell, settings: Settings, power: int = 0) -> Row:
     """What comes of a cell. Args: power: the rate is the rule's times 3 to this."""
     from fedsim import engine
     from fedsim.config import ADD_OR_REMOVE, PrivacyConfig
-    from fedsim.engine.worker import LocalEngine
     from fedsim.keys import SecretKey
     from fedsim.run import make_task
     from fedsim.sampling import median_group_size
-    from fedsim.training import settled_by
-    from fedsim.training.optimizers import update_rule
 
     began, used = time.monotonic(), time.process_time()
     engine.remember_programs()
@@ -247,23 +244,17 @@ def train(cell: Cell, settings: Settings, power: int = 0) -> Row:
     )
     key = SecretKey.create(cell.seed, NAME)
     task, params = make_task(run, model, data, key.jax_key("parameters"))
-    plan, method = common.planned(cell.algorithm, privacy, data, key, params)
-    run = settled_by(plan, None, run, fresh=model is None)
-    assert run.learning_rate is not None
-    rate = run.learning_rate * 3.0**power
-    rule, workers = update_rule(run, rate), LocalEngine(task, num_lanes=1)
+    at = common.prepared(cell.algorithm, privacy, run, model, data, task, params, key)
     first = measured(task, params, settings) if model is None else None
-    steps = common.iterates(plan, method, workers, params, rule, rows=8)
-    ema = run.ema or 0.0
-    _, averages = common.followed(steps, params, [ema])
-    loss, inside, outside = measured(task, averages[ema], settings)
+    average, _ = at.trained(3.0**power)
+    loss, inside, outside = measured(task, average, settings)
     before, *old = first or at_start(cell.source, cell.rank, settings)
     fell = [(a - b).mean(axis=1) for a, b in zip(old, (inside, outside), strict=True)]
     area, low, high = interval(*fell)
     return {
         **dataclasses.asdict(cell),
-        **common.facts_of(plan),
-        "learning_rate": rate,
+        **common.facts_of(at.plan),
+        "learning_rate": at.run.learning_rate * 3.0**power,
         "lora_alpha": task.config.lora.alpha if task.config.lora else None,
         "loss_before": before,
         "loss": loss,

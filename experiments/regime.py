@@ -40,6 +40,7 @@ FIRST_COHORT = 32  # of Estimate-and-Double, as in the paper
 MEASURED = 1_055_488, 32
 """Parameters, and tokens of a text, of which it is known how long a gradient takes."""
 SEED_OF_LOOK = 0
+ROWS = 4  # of a pass
 BLOCK = ("data", "seed", "epsilon", "budget", "times")
 """What cells of a block have in common: they differ in algorithm and group size."""
 
@@ -262,51 +263,26 @@ def look(at: Users, settings: Settings) -> Row:
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A training that can begin: settings of its run, the model's file, and what takes part."""
+def facts_of(at: common.Prepared) -> Row:
+    """What rows say of a training."""
+    from fedsim.run import model_sha256
 
-    run: Any
-    model: Any
-    data: Any
-    engine: Any
-    plan: Any
-    method: Any
-    params: Any
-
-    def iterates(self, rate: float = 1.0) -> tuple[Any, Any]:
-        """(The average of the last steps, the last) of the parameters. Args: rate: times that of
-        the rule."""
-        from fedsim.training.optimizers import update_rule
-
-        rule = update_rule(self.run, self.run.learning_rate * rate)
-        steps = common.iterates(self.plan, self.method, self.engine, self.params, rule, rows=4)
-        ema = self.run.ema or 0.0
-        last, averages = common.followed(steps, self.params, [ema])
-        return averages[ema], last
-
-    def facts(self) -> Row:
-        """What rows say of it."""
-        from fedsim.run import model_sha256
-
-        users = self.data.train
-        return {
-            "num_users": self.plan.num_users,
-            "median_examples": int(np.median(np.diff(users.offsets))),
-            "num_parameters": self.plan.num_parameters,
-            "expected_count": self.plan.expected_count,
-            "noise_multiplier": self.plan.noise_multiplier,
-            "delta": self.plan.delta,
-            "learning_rate": self.run.learning_rate,
-            "model": short_hash(model_sha256(self.model)),
-        }
+    users = at.data.train
+    return {
+        "num_users": at.plan.num_users,
+        "median_examples": int(np.median(np.diff(users.offsets))),
+        "num_parameters": at.plan.num_parameters,
+        "expected_count": at.plan.expected_count,
+        "noise_multiplier": at.plan.noise_multiplier,
+        "delta": at.plan.delta,
+        "learning_rate": at.run.learning_rate,
+        "model": short_hash(model_sha256(at.model)),
+    }
 
 
-def prepared(cell: Cell, settings: Settings) -> Prepared:
+def prepared(cell: Cell, settings: Settings) -> common.Prepared:
     """The training of a cell. Draws and fresh noise of a seed are the same for all."""
     from fedsim.config import ADD_OR_REMOVE, PrivacyConfig
-    from fedsim.engine.worker import LocalEngine
-    from fedsim.training import settled_by
 
     run, model, data, key, task, params = started(cell.data, settings, cell.seed)
     users = data.train
@@ -319,9 +295,7 @@ def prepared(cell: Cell, settings: Settings) -> Prepared:
         adjacency=ADD_OR_REMOVE,
         assumed_population=users.num_users * cell.times if cell.times > 1 else None,
     )
-    plan, method = common.planned(cell.algorithm, privacy, data, key, params)
-    run = settled_by(plan, None, run, fresh=model is None)
-    return Prepared(run, model, data, LocalEngine(task, num_lanes=1), plan, method, params)
+    return common.prepared(cell.algorithm, privacy, run, model, data, task, params, key)
 
 
 def train(cell: Cell, settings: Settings) -> Row:
@@ -332,11 +306,11 @@ def train(cell: Cell, settings: Settings) -> Row:
     at = prepared(cell, settings)
     before, average, last = (
         headline(evaluate(at.engine, each, at.data, settings.eval_examples))
-        for each in (at.params, *at.iterates())
+        for each in (at.params, *at.trained(rows=ROWS))
     )
     return {
         **dataclasses.asdict(cell),
-        **at.facts(),
+        **facts_of(at),
         "loss_before": before,
         "loss": average,
         "loss_last": last,

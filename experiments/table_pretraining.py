@@ -205,12 +205,9 @@ def held_out(task: Any, params: Any, settings: Settings) -> float:
 def train(cell: Cell, settings: Settings, directory: Path) -> Row:
     """What comes of a cell."""
     from fedsim import engine
-    from fedsim.engine.worker import LocalEngine
     from fedsim.keys import SecretKey
     from fedsim.run import make_task, model_sha256
     from fedsim.sampling import median_group_size
-    from fedsim.training import settled_by
-    from fedsim.training.optimizers import update_rule
 
     engine.remember_programs()
     model, data, untrained, before = at_start(settings, directory)
@@ -226,21 +223,15 @@ def train(cell: Cell, settings: Settings, directory: Path) -> Row:
     )
     key, run = SecretKey.create(cell.seed, NAME), fine_tuning(settings, directory)
     task, params = make_task(run, model, data, key.jax_key("parameters"))
-    plan, method = common.planned(cell.algorithm, privacy, data, key, params)
-    run = settled_by(plan, None, run, fresh=False)
-    assert run.learning_rate is not None
-    rate = run.learning_rate * STEP**cell.power
-    rule, workers = update_rule(run, rate), LocalEngine(task, num_lanes=1)
-    steps = common.iterates(plan, method, workers, params, rule, rows=4)
-    ema = run.ema or 0.0
-    _, averages = common.followed(steps, params, [ema])
+    at = common.prepared(cell.algorithm, privacy, run, model, data, task, params, key)
+    average, _ = at.trained(STEP**cell.power, rows=4)
     return {
         **dataclasses.asdict(cell),
-        **common.facts_of(plan),
-        "learning_rate": rate,
+        **common.facts_of(at.plan),
+        "learning_rate": at.run.learning_rate * STEP**cell.power,
         "loss_untrained": untrained,
         "loss_before": before,
-        "loss": held_out(task, averages[ema], settings),
+        "loss": held_out(task, average, settings),
         "cpu_seconds": round(time.process_time() - used, 1),
         "model": (model_sha256(model) or "")[:12],
         "fingerprint": users.fingerprint[:12],

@@ -124,6 +124,49 @@ def planned(
     return make_plan(base, privacy, data.train, method, *facts), method
 
 
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A training that can begin: settings of its run, the model's file, and what takes part."""
+
+    run: Any
+    model: Any
+    data: Any
+    engine: Any
+    plan: Any
+    method: Any
+    params: Any
+
+    def trained(self, rate: float = 1.0, rows: int = 8) -> tuple[Any, Any]:
+        """(The average of the last steps, the last) of the parameters. Args: rate: times that of
+        the rule; rows: of one pass."""
+        from fedsim.training.optimizers import update_rule
+
+        rule = update_rule(self.run, self.run.learning_rate * rate)
+        steps = iterates(self.plan, self.method, self.engine, self.params, rule, rows)
+        ema = self.run.ema or 0.0
+        last, averages = followed(steps, self.params, [ema])
+        return averages[ema], last
+
+
+def prepared(
+    algorithm: str,
+    privacy: PrivacyConfig,
+    run: Any,
+    model: Any,
+    data: Dataset,
+    task: Any,
+    params: Any,
+    key: SecretKey,
+) -> Prepared:
+    """A training by the rule's optimizer settings. Args: model: None: it is fresh."""
+    from fedsim.engine.worker import LocalEngine
+    from fedsim.training import settled_by
+
+    plan, method = planned(algorithm, privacy, data, key, params)
+    run = settled_by(plan, None, run, fresh=model is None)
+    return Prepared(run, model, data, LocalEngine(task, num_lanes=1), plan, method, params)
+
+
 def tokens_of(users: Any, user: int, most: int | None = None) -> list[Any]:
     """Token ids of each text of a user, without padding. Args: most: so many texts, the first."""
     low, high = int(users.offsets[user]), int(users.offsets[user + 1])
@@ -157,23 +200,19 @@ def iterates(
     """The parameters after each step of a plan, without a run around it; they end where they are
     no numbers any more. Args: rule: the optimizer; rows: of one pass."""
     from fedsim.clipping import Strategy
-    from fedsim.training.optimizers import is_finite, updater
+    from fedsim.training import optimizers
 
-    update, state, add_noise = updater(rule), rule.init(params), plan.add_noise()
-    for step in range(plan.num_steps):
-        noisy, _ = method.gradient(
-            params,
-            step,
-            engine,
-            clip=plan.clip_at(plan.clip_norm),
-            noise_multiplier=plan.gradient_noise_multiplier,
-            strategy=Strategy("direct", rows),
-            add_noise=add_noise,
-        )
-        params, state = update(noisy.values(), state, params)
-        yield params
-        if not is_finite(params):
-            return
+    options = {
+        "clip": plan.clip_at(plan.clip_norm),
+        "noise_multiplier": plan.gradient_noise_multiplier,
+        "strategy": Strategy("direct", rows),
+        "add_noise": plan.add_noise(),
+    }
+
+    def gradient(params: Any, step: int) -> Any:
+        return method.gradient(params, step, engine, **options)[0]
+
+    return optimizers.iterates(gradient, rule, params, plan.num_steps)
 
 
 def resumable(
@@ -199,6 +238,13 @@ def add_arguments(parser: argparse.ArgumentParser, scales: Sequence[str] = SCALE
     parser.add_argument("--scale", choices=scales, default=DEFAULT_SCALE)
     parser.add_argument("--out", type=Path, help="directory for the CSV, JSON and PNG files")
     parser.add_argument("--dry-run", action="store_true", help="say what would be run")
+
+
+def at_hand(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
+    """Take the scale small where there are no settings for the one that was asked for."""
+    if arguments.scale not in settings:
+        print("the paper's data are not at hand: this is the scale small, on stand-ins")
+        arguments.scale = "small"
 
 
 def place_of(arguments: argparse.Namespace) -> Path:
@@ -239,9 +285,7 @@ def main(
     parser = argparse.ArgumentParser(description=description, formatter_class=form)
     add_arguments(parser)
     arguments = parser.parse_args()
-    if arguments.scale not in settings:
-        print("the paper's data are not at hand: this is the scale small, on stand-ins")
-        arguments.scale = "small"
+    at_hand(arguments, settings)
     own = settings[arguments.scale]
     if arguments.dry_run:
         for setting, value in dataclasses.asdict(own).items():

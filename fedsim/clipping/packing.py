@@ -74,7 +74,7 @@ def chunks(
     units_per_chunk: int,
     buckets: Buckets | None,
     few: int | None = None,
-    rows_of_pass: Callable[[int], int] | None = None,
+    units_of_pass: Callable[[int], int] | None = None,
 ) -> Iterator[Chunk]:
     """Split a lane into chunks, each unit in one of them; a pure function of its arguments.
 
@@ -84,7 +84,7 @@ def chunks(
       units_per_chunk: units of a full chunk.
       buckets: lengths to which chunks are trimmed; None: not trimmed.
       few: units of each chunk of the rest that does not fill a chunk; None: one padded chunk.
-      rows_of_pass: bucket -> rows of a pass; None: those of the strategy.
+      units_of_pass: bucket -> units of a pass; None: those of the strategy.
     Raises: ConfigError: a row is longer than the last bucket.
     """
     units, sizes_of_chunks = np.arange(len(mask)), (units_per_chunk, few or units_per_chunk)
@@ -95,14 +95,14 @@ def chunks(
     rows = units[:, None]
     batch = jax.tree.map(lambda leaf: leaf[rows, order], batch)
     mask, longest = mask[rows, order], sizes.max(axis=1, initial=0)
-    return _by_length(batch, mask, longest, sizes_of_chunks, buckets, rows_of_pass)
+    return _by_length(batch, mask, longest, sizes_of_chunks, buckets, units_of_pass)
 
 
-def _by_length(batch, mask, longest, sizes_of_chunks, buckets, rows_of_pass):
+def _by_length(batch, mask, longest, sizes_of_chunks, buckets, units_of_pass):
     """Yield the chunks of each length. A unit's length does not depend on other units."""
     needed = buckets.holding(longest)
     for length in buckets.lengths:
-        rows = rows_of_pass(length) if rows_of_pass else 0
+        rows = units_of_pass(length) * mask.shape[1] if units_of_pass else 0
         for part in _parts(np.flatnonzero(needed == length), *sizes_of_chunks):
             chunk = _chunk(batch, mask, *part)
             trimmed = buckets.trim(chunk.batch, length)
@@ -144,19 +144,19 @@ def chunks_of_shared(
     batch: Any,
     mask: np.ndarray,
     lengths: tuple[int, ...],
-    rows_of_pass: Callable[[int], int],
+    units_of_pass: Callable[[int], int],
     units_per_chunk: Callable[[int], int],
 ) -> Iterator[Chunk]:
     """Split a lane into chunks whose units' texts share rows; arguments as of `in_shared_rows`.
 
     Args:
-      rows_of_pass: length of a row -> units of a pass, if each has one row. Units of several rows
+      units_of_pass: length of a row -> units of a pass, if each has one row. Units of several rows
         are computed one at a time, row by row.
       units_per_chunk: units of a pass -> units of a chunk.
     """
     for units, made, real in in_shared_rows(batch, mask, lengths):
         length = made["tokens"].shape[-1]
-        rows = rows_of_pass(length) if real.shape[1] == 1 else 1
+        rows = units_of_pass(length) if real.shape[1] == 1 else 1
         size = units_per_chunk(rows)
         for part in _parts(np.arange(len(units)), size, size):
             chunk = _chunk(made, real, *part)

@@ -321,18 +321,19 @@ class Worker:
             split_up = functools.partial(
                 chunks_of_shared,
                 lengths=buckets.shared,
-                rows_of_pass=units_of_pass,
+                units_of_pass=units_of_pass,
                 units_per_chunk=units_per_call,
             )
         else:
-            rows_of_pass = None
-            if not strategy.splits_units(group):
-                rows_of_pass = lambda length: units_of_pass(length) * group  # noqa: E731
-            elif buckets is not None:
+            splits = strategy.splits_units(group)
+            if buckets is not None and splits:
                 # The program chooses the length of each pass, so chunks keep the full length.
                 buckets = dataclasses.replace(buckets, lengths=buckets.lengths[-1:])
             split_up = functools.partial(
-                chunks, units_per_chunk=units, buckets=buckets, rows_of_pass=rows_of_pass
+                chunks,
+                units_per_chunk=units,
+                buckets=buckets,
+                units_of_pass=None if splits else units_of_pass,
             )
         return self._chunks(split, rows, units, split_up)
 

@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -132,6 +132,26 @@ def updater(transformation: optax.GradientTransformation) -> Callable[[Any, Any,
         return (cut if any_cut(params) else compiled)(grad, opt_state, params)
 
     return run
+
+
+def iterates(
+    gradient: Callable[[Any, int], Any],
+    rule: optax.GradientTransformation,
+    params: Any,
+    num_steps: int,
+) -> Iterator[Any]:
+    """Yield the parameters after each step, without a run around it, until they are no numbers.
+
+    Args:
+      gradient: (parameters, step) -> `mechanism.NoisyMean`.
+      rule: from `update_rule` or `update_of`.
+    """
+    update, state = updater(rule), rule.init(params)
+    for step in range(num_steps):
+        params, state = update(gradient(params, step).values(like=params), state, params)
+        yield params
+        if not is_finite(params):
+            return
 
 
 @jax.jit

@@ -27,10 +27,11 @@ from fedsim.engine import Engine
 from fedsim.errors import FedsimError
 from fedsim.evaluate import VALIDATION, evaluate
 from fedsim.keys import SecretKey
+from fedsim.mechanism import NoisyMean
 from fedsim.noise import predicted_error
 from fedsim.plan import method_for
 from fedsim.training import Noise, settled
-from fedsim.training.optimizers import averaged, is_finite, update_of, updater
+from fedsim.training.optimizers import averaged, is_finite, iterates, update_of
 from fedsim.tuning.advice import Advice
 from fedsim.uls import ULS
 
@@ -147,16 +148,15 @@ class Prober:
         sigma = count / (signal * clip.norm)
         stddev, steps = clip.sensitivity * sigma / count, settings.num_steps
         run = settled(self.run, Noise(stddev, clip.sensitivity, steps), fresh=self.fresh)
-        rule = update_of(run, steps)
-        update, state, params = updater(rule), rule.init(self.params), self.params
-        average = params
-        for step in range(steps):
+
+        def gradient(params: Any, step: int) -> NoisyMean:
             options = {"clip": clip, "noise_multiplier": sigma, "strategy": self.strategy}
-            noisy, _ = method.gradient(params, step, self.workers, **options)
-            params, state = update(noisy.values(like=params), state, params)
-            average = averaged(average, params, run.ema or 0.0, step + 1)
-            if not is_finite(params):
-                break
+            return method.gradient(params, step, self.workers, **options)[0]
+
+        average = self.params
+        of_steps = iterates(gradient, update_of(run, steps), self.params, steps)
+        for step, params in enumerate(of_steps, 1):
+            average = averaged(average, params, run.ema or 0.0, step)
         return average
 
     def _loss(self, params: Any) -> float:
