@@ -30,8 +30,7 @@ from fedsim.keys import SecretKey
 from fedsim.mechanism import NoisyMean
 from fedsim.noise import predicted_error
 from fedsim.plan import method_for
-from fedsim.training import Noise, settled
-from fedsim.training.optimizers import averaged, is_finite, iterates, update_of
+from fedsim.training import Noise, optimizers, settled
 from fedsim.tuning.advice import Advice
 from fedsim.uls import ULS
 
@@ -153,15 +152,15 @@ class Prober:
             options = {"clip": clip, "noise_multiplier": sigma, "strategy": self.strategy}
             return method.gradient(params, step, self.workers, **options)[0]
 
-        average = self.params
-        of_steps = iterates(gradient, update_of(run, steps), self.params, steps)
+        average, update = self.params, optimizers.update_of(run, steps)
+        of_steps = optimizers.iterates(gradient, update, self.params, steps)
         for step, params in enumerate(of_steps, 1):
-            average = averaged(average, params, run.ema or 0.0, step)
+            average = optimizers.averaged(average, params, run.ema or 0.0, step)
         return average
 
     def _loss(self, params: Any) -> float:
         """Held-out loss, of users outside of training where there are any; nan: it diverged."""
-        if not is_finite(params):
+        if not optimizers.is_finite(params):
             return math.nan
         found = evaluate(self.workers, params, self.data, EVAL_EXAMPLES)
         return next(found[name] for name in VALIDATION.values() if name in found)
