@@ -241,7 +241,9 @@ class Programs:
             )
 
         shapes = chunk.length, chunk.mask.shape, chunk.rows
-        key = ("sum", *shapes, clip.normalised, clip.in_float32, strategy)
+        # A text in a row of its own and texts that share rows are different arrays.
+        kind = jax.tree.structure(chunk.batch)
+        key = ("sum", kind, *shapes, clip.normalised, clip.in_float32, strategy)
         arguments = (total, params, *self._arguments(chunk, clip))
         options: dict[str, Any] = {"donate_argnums": 0}
         if self.mesh is not None:  # the sum is sharded like the parameters

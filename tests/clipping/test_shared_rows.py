@@ -134,6 +134,14 @@ def test_sums_are_those_of_texts_in_rows_of_their_own(problem, name):
     assert difference < 1e-3 * np.linalg.norm(flat(expected))
 
 
+def test_one_worker_takes_single_texts_and_users_of_several(problem):
+    task, params, rows = problem
+    clip, strategy, worker = Clip(1.0, normalised=True), Strategy.parse("direct:4"), Worker(task)
+    worker.add_lane(params, rows.reshape(-1, 1), clip, strategy)
+    total, _ = worker.add_lane(params, rows, clip, strategy)
+    assert np.array_equal(flat(total), flat(Worker(task).add_lane(params, rows, clip, strategy)[0]))
+
+
 def test_local_steps_keep_texts_apart(problem):
     task, _, _ = problem
     assert task.buckets.shared
