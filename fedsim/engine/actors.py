@@ -72,7 +72,7 @@ class Actors:
           cache_dir: directory of compiled programs.
         Raises: ConfigError: the cluster cannot be reached, or has no room for the workers.
         """
-        self._cluster = Cluster(_cpus_needed(num_workers, threads * (devices or 1)))
+        self._cluster = connect(num_workers, threads, devices)
         try:
             wanted = (num_workers, threads, devices, accelerator)
             self.placement: Placement = placed_in_time(self._cluster, *wanted, wait_s)
@@ -157,6 +157,15 @@ def placed_in_time(
         time.sleep(1)
 
 
+def connect(num_workers: int | None, threads: int, devices: int | None) -> Cluster:
+    """Join a cluster, or start one for these workers; arguments as of `Actors`.
+
+    A private cluster declares the machine's CPUs, or more if the workers need more.
+    """
+    needed = (num_workers or 1) * threads * (devices or 1)
+    return Cluster(max(len(os.sched_getaffinity(0)), needed))
+
+
 class Shared:
     """The parameters in Ray's object store: stored once per version, read without copying."""
 
@@ -213,11 +222,6 @@ def cause(error: Exception) -> str:
 def _plain(text: str) -> str:
     """Remove terminal colours, which Ray adds."""
     return re.sub(r"\x1b\[\d*m", "", text)
-
-
-def _cpus_needed(num_workers: int | None, threads: int) -> int:
-    """CPUs that a private cluster declares: the machine's, or more if the workers need more."""
-    return max(len(os.sched_getaffinity(0)), (num_workers or 1) * threads)
 
 
 class State(enum.Enum):

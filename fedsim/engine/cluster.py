@@ -102,7 +102,8 @@ class Cluster:
             except Exception as error:  # a plain Exception where one of its processes ends
                 reason = brief(" ".join(str(error).split()), 200)
                 raise EngineError(f"Ray does not start here ({reason}): {WITHOUT}") from error
-            self._processes = warden.children(os.getpid()) - before
+            started = warden.children(os.getpid()) - before
+            self._processes = {each for each in started if str(within) in each.command}
             self._warden = _start_warden(self._directory, self._processes)
 
     def nodes(self) -> list[dict[str, float]]:

@@ -1,6 +1,10 @@
 """The choice of the engine by the settings."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import jax
 
@@ -43,6 +47,36 @@ def create(config: EngineConfig, task: Task, *, warn: Callable[[str], None] = ig
         cache_dir=compiled,
         warn=warn,
     )
+
+
+@contextmanager
+def starting(config: EngineConfig) -> Iterator[Callable[[], object]]:
+    """Start a private cluster, if the settings need one, while the caller goes on; it ends with
+    the context.
+
+    Yields: a function that waits for the cluster, to be called before `create`, which uses it.
+      Raises: EngineError: Ray does not start.
+    """
+    if config.kind == "local" or "RAY_ADDRESS" in os.environ:
+        yield lambda: None
+        return
+    with ThreadPoolExecutor(1) as thread:
+        cluster = thread.submit(_cluster, config)
+        try:
+            yield cluster.result
+        finally:
+            if cluster.exception() is None:
+                cluster.result().close()
+
+
+def _cluster(config: EngineConfig) -> Any:
+    """Import Ray and start a cluster of this process."""
+    with optional():
+        from fedsim.engine import actors
+
+    mesh = config.mesh_shape
+    devices = mesh.devices if mesh else config.devices_per_worker
+    return actors.connect(config.num_workers, config.threads_per_worker, devices)
 
 
 def expect_accelerator(config: EngineConfig) -> None:

@@ -34,6 +34,14 @@ class Process(NamedTuple):
         status = _parent_and_start(self.pid)
         return status is not None and status[1] == self.started
 
+    @property
+    def command(self) -> str:
+        """Its words, each ended by a null character; empty if it has ended."""
+        try:
+            return Path(f"/proc/{self.pid}/cmdline").read_text()
+        except OSError:
+            return ""
+
 
 def process(pid: int) -> Process:
     """Return the process that has a number now. Raises ProcessLookupError if none has it."""

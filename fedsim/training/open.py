@@ -95,6 +95,8 @@ class OpenRun:
     source: Source | None
     plant: Plant | None
     _stack: ExitStack
+    _cluster: Callable[[], object]
+    """Waits for the cluster that workers need."""
     _started: tuple[Engine, Task, Any] | None = None
 
     @property
@@ -123,6 +125,7 @@ class OpenRun:
             expect_same_model(self.stored, task.describe())
         if self.plant is not None:
             task = self.plant.task(task, params)
+        self._cluster()
         workers = engine.create(self.run.engine, task, warn=self.console.warn)
         self._stack.callback(workers.close)
         return workers, task, workers.place(params)
@@ -193,6 +196,7 @@ def open_run(
         if stored and stored.private:
             for store in data.splits().values():
                 store.check()
+        cluster = stack.enter_context(engine.starting(run.engine))
         data = plant.data(data) if plant else data
         sha256, adapter = model_sha256(model), peft_files.sha256(run.model.adapter)
         if stored:
@@ -207,7 +211,18 @@ def open_run(
         if not held_out:
             data = dataclasses.replace(data, eval_users=None)
         yield OpenRun(
-            settings, run, data, model, key, identity, stored, console, source, plant, stack
+            settings,
+            run,
+            data,
+            model,
+            key,
+            identity,
+            stored,
+            console,
+            source,
+            plant,
+            stack,
+            cluster,
         )
 
 

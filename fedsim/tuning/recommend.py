@@ -346,10 +346,12 @@ def _started(
         console.warn(cut_off)
     engine.remember_programs()
     fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
-    task, params = make_task(run, model, data, fresh)
     with ExitStack() as stack:
+        cluster = stack.enter_context(engine.starting(run.engine)) if working else None
+        task, params = make_task(run, model, data, fresh)
         workers = None
-        if working:
+        if cluster is not None:
+            cluster()
             workers = engine.create(run.engine, task, warn=console.warn)
             stack.callback(workers.close)
             wait_for(workers, console)

@@ -69,6 +69,40 @@ def test_a_server_that_is_no_cluster_is_refused(timeout):
     assert "expected a running cluster" in said
 
 
+STARTING = """
+import os, subprocess, sys, time
+from fedsim import engine
+from fedsim.config import EngineConfig
+from fedsim.engine import warden
+with engine.starting(EngineConfig(kind="local")) as wait:
+    wait()
+assert "ray" not in sys.modules
+try:
+    with engine.starting(EngineConfig(kind="ray", num_workers=1)) as wait:
+        while not warden.children(os.getpid()):
+            time.sleep(0.01)
+        neighbour = subprocess.Popen(["sleep", "100"])
+        wait()
+        import ray
+        print(ray.is_initialized(), end=" ")
+        raise RuntimeError
+except RuntimeError:
+    print(ray.is_initialized(), neighbour.poll(), end=" ")
+print(len(warden.children(os.getpid())))
+neighbour.kill()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_cluster_that_starts_meanwhile_ends_with_the_run_and_nothing_else_does():
+    words = [sys.executable, "-c", STARTING]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    options = {"env": environment, "text": True, "timeout": 300, "capture_output": True}
+    process = subprocess.run(words, **options)
+    assert process.stdout.split() == ["True", "False", "None", "1"], process.stderr
+
+
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "http://127.0.0.1:8265"])
 def test_addresses_of_other_kinds_are_refused(address, monkeypatch):
     with refuses(f"RAY_ADDRESS={address}", says="use `ray job submit`"):
