@@ -52,7 +52,7 @@ CLIP = Clip(1.0, normalised=True)
 EXAMPLES, USERS = "fedsim, examples", "fedsim, users of four texts"
 GROUPS = {EXAMPLES: 1, USERS: 4}
 STRATEGIES = {EXAMPLES: ("scan:1", "direct:4"), USERS: ("scan:4", "direct:1", "direct:4")}
-WHOLE = {EXAMPLES: ("scan:1", "ghost:4", "ghost:8"), USERS: ("scan:4", "ghost:4")}
+WHOLE = {EXAMPLES: ("scan:1", "ghost:4"), USERS: ("scan:4", "ghost:4")}
 """Where all weights are trained."""
 IN_JAX = {"JAX, plain": (4, 8), "jax_privacy": (1,)}
 IN_TORCH = {"plain": (4, 8), "hooks": (4, 8), "ghost": (4,), "opake": (4, 8)}

@@ -36,8 +36,9 @@ class Buckets:
     only for a task's `nats`."""
     shared: tuple[int, ...] = ()
     """Ascending lengths of rows that the texts of one unit may share, as of `in_shared_rows`."""
-    most_tokens: int | None = None
-    """Of a pass over several units, with padding; None: as many as its rows hold."""
+    side_by_side: tuple[tuple[int, int], ...] = ()
+    """(Tokens of a unit with padding, most units of a pass), ascending; units of more tokens are
+    alone. Empty: a pass has as many units as its rows hold."""
 
     def holding(self, sizes: np.ndarray) -> np.ndarray:
         """Return the least length that holds each of these sizes, int, in the shape of `sizes`.

@@ -30,7 +30,7 @@ class Strategy:
     """scan, direct or ghost."""
     rows: int = 8
     """Rows of one forward and backward pass. `scan` takes one unit at a time, `direct` several
-    whole units if they fit, `ghost` whole units; fewer where `Buckets.most_tokens` says so."""
+    whole units if they fit, `ghost` whole units; fewer where `Buckets.side_by_side` says so."""
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
@@ -126,7 +126,7 @@ def candidates(
 
     Args:
       shared: the texts of a unit share rows, of which a unit then has few.
-      limited: passes have few tokens, see `Buckets.most_tokens`: no room for more than 4 units.
+      limited: passes have few tokens, see `Buckets.side_by_side`: at most 4 units.
 
     The simplest is first, because the others are compared with it; the rest is in the order of
     their promise, because trials end early in short runs.

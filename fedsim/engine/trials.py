@@ -96,7 +96,7 @@ def choose_strategy(
     buckets = engine.task.buckets
     on_cpu = ", cpu," in machine and MESH not in machine
     shared = on_cpu and Strategy("direct").shares_rows(group, buckets)
-    limited = buckets is not None and buckets.most_tokens is not None
+    limited = buckets is not None and bool(buckets.side_by_side)
     size = num_coordinates(params)
     tried = candidates(group, size, on_cpu=on_cpu, shared=shared, limited=limited)
     digest = _digest(machine, params, (most, together, group), tried)

@@ -248,15 +248,17 @@ class Worker:
         return on_cpu and strategy.shares_rows(group, self.buckets)
 
     def units_of_pass(self, strategy: Strategy, group: int, length: int) -> int:
-        """Return the units of a pass over rows of this length: those of the strategy, or of their
-        powers of two the largest whose tokens are no more than `Buckets.most_tokens`, or than the
-        strategy's rows have of the longest text."""
+        """Return the units of a pass over rows of this length: those of the strategy, or as many
+        as `Buckets.side_by_side` says, or of their powers of two the largest whose tokens are no
+        more than those of the strategy's rows of the longest text."""
         rows_of_unit = 1 if self._shares_rows(strategy, group) else group
         units = strategy.units_at_once(rows_of_unit)
         if self.buckets is None:
             return units
-        most = self.buckets.most_tokens or strategy.rows * self.buckets.lengths[-1]
-        fit = max(1, most // (length * rows_of_unit))
+        tokens = length * rows_of_unit
+        if table := self.buckets.side_by_side:
+            return min(units, next((most for up_to, most in table if tokens <= up_to), 1))
+        fit = max(1, strategy.rows * self.buckets.lengths[-1] // tokens)
         return units if units <= fit else 1 << (fit.bit_length() - 1)
 
     def passes(self, strategy: Strategy, group: int) -> list[Strategy]:

@@ -143,7 +143,7 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 LARGE = 10_000_000  # weights in blocks above which a program costs less than it saves
-MOST_TOKENS = 128  # of a large model's pass over several texts: see `Buckets.most_tokens`
+SIDE_BY_SIDE = (32, 4), (48, 2)  # of a large model: see `Buckets.side_by_side`
 ROW = 128  # minimum length of a row of several texts: processors multiply that well
 
 
@@ -186,7 +186,8 @@ class LanguageModelTask:
         """Lengths that rows may be cut to, and the rule by which short texts share a row.
 
         A small model has few lengths: another program costs more than it saves in padding. A large
-        one has passes of few tokens: more side by side gain little, cost memory and are padded.
+        one has passes of about a hundred tokens: more side by side gain little, cost memory and are
+        padded.
         """
         c = self.config
         many = 12 * c.num_layers * c.width**2 > LARGE
@@ -194,8 +195,7 @@ class LanguageModelTask:
         # Local steps split a user's texts into batches, which rows of several texts cannot be.
         longest = 0 if self.local_steps else max(c.max_length, SHORT)
         shared = lengths_up_to(longest, many=many)[not many :] if longest else ()
-        most = MOST_TOKENS if many else None
-        return Buckets(lengths, _sizes, _trim, self._packed, shared, most)
+        return Buckets(lengths, _sizes, _trim, self._packed, shared, SIDE_BY_SIDE if many else ())
 
     def _packed(self, batch: Any) -> Any:
         return packed(batch, lambda sizes: np.maximum(ROW, self.buckets.holding(sizes)))
@@ -263,10 +263,14 @@ class LanguageModelTask:
 
 
 def lengths_up_to(longest: int, *, many: bool = False) -> tuple[int, ...]:
-    """32, 64, 128, ... below `longest`, and `longest`; if `many`, 16, 32, 64, 96, 128, 192, ..."""
+    """32, 64, 128, ... below `longest`, and `longest`.
+
+    If `many`, multiples of 16 up to 128, and then four lengths to each doubling.
+    """
     lengths = [2**n for n in range(5, longest.bit_length())]
     if many:
-        lengths = sorted([16, *lengths, *(length * 3 // 2 for length in lengths[1:])])
+        quarters = (2**n * k // 4 for n in range(6, longest.bit_length()) for k in (4, 5, 6, 7))
+        lengths = [16, 32, 48, *quarters]
     return (*(length for length in lengths if length < longest), longest)
 
 

@@ -155,7 +155,7 @@ class CanaryTask(WrappedTask):
             inner.lengths,
             lambda batch: inner.sizes(batch["inner"]),
             lambda batch, length: {**batch, "inner": inner.trim(batch["inner"], length)},
-            most_tokens=inner.most_tokens,
+            side_by_side=inner.side_by_side,
         )
 
     def read(self, split: str, rows: np.ndarray) -> dict[str, Any]:

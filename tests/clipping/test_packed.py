@@ -154,6 +154,6 @@ def test_a_large_model_has_more_lengths_than_a_small_one():
     small = LanguageModelTask(None, TransformerConfig(31, 200, 16, 1, 2))  # pyright: ignore
     large = LanguageModelTask(None, TransformerConfig(31, 200, 1024, 1, 2))  # pyright: ignore
     assert small.buckets.lengths == (32, 64, 128, 200)
-    assert large.buckets.lengths == (16, 32, 64, 96, 128, 192, 200)
+    assert large.buckets.lengths == (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 200)
     short = dataclasses.replace(large.config, max_length=12)
     assert LanguageModelTask(None, short).buckets.lengths == (12,)  # pyright: ignore
