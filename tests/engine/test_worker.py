@@ -325,4 +325,4 @@ def test_no_call_adds_more_units_than_int32_holds(monkeypatch):
     worker = Worker(worker.task)
     total, stats = worker.lane_sum(0, np.zeros(1), rows, CLIP, Strategy("direct", 2))
     assert total == expected and total.dtype == np.int64 and stats.norms.all()
-    assert {shape for _, _, shape, *_ in worker.programs.compiled} == {(4, 1)}
+    assert {shape for _, _, _, shape, *_ in worker.programs.compiled} == {(4, 1)}
