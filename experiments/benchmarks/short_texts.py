@@ -19,10 +19,12 @@ the longest. Of each, the number of texts of a pass that was best in a trial cou
 best strategy does. Opacus's ghost clipping refuses tied weights, so its head has weights of its own
 with --whole. PyTorch multiplies with MKL as it starts, and at full speed
 (`peers.run.mkl_says_intel`, which a C compiler makes), with --whole at full speed alone. What was
-best is timed in turn.
+best is timed in turn, with --whole that in one process, then each peer's on PyTorch: memory has no
+room for the models of all.
 """
 
 import argparse
+import ctypes
 import functools
 import json
 import sys
@@ -133,14 +135,18 @@ class Problem:
 
     def in_passes(self, function: Callable[..., Any], rows: int) -> tuple[Call, float]:
         """The sum of a function over passes of so many texts, and its memory in MiB."""
-        params, *frozen = jax.device_put((self.params, *self._frozen()))
+        params, *frozen = self._on_device
         passes, memory = [], 0.0
         _added(params, params)  # its program
         for part in self.parts(rows):
             program = jax.jit(function).lower(params, part, *frozen).compile()
             passes.append(functools.partial(program, params, part, *frozen))
             memory = max(memory, temporary_mib(program))
-        return lambda: functools.reduce(_added, (each() for each in passes)), memory
+
+        def call() -> Any:  # a pass at a time, or the gradients of all are in memory
+            return functools.reduce(_added, (jax.block_until_ready(each()) for each in passes))
+
+        return call, memory
 
     def parts(self, rows: int) -> Iterator[dict[str, np.ndarray]]:
         """Yield so many texts at a time, in order of length and as long as the longest of them."""
@@ -154,9 +160,11 @@ class Problem:
         """The sum of the losses of some texts."""
         return self.task.losses(params, part, *frozen).sum()
 
-    def _frozen(self) -> list[Any]:
-        """The weights that are not trained, if some are."""
-        return [] if self.frozen is None else [self.frozen]
+    @functools.cached_property
+    def _on_device(self) -> list[Any]:
+        """The parameters, and the weights that are not trained, if some are."""
+        frozen = [] if self.frozen is None else [self.frozen]
+        return jax.device_put([self.params, *frozen])
 
 
 @jax.jit
@@ -167,6 +175,7 @@ def _added(total: Any, gradient: Any) -> Any:
 def tried(contestant: str, name: str, call: Call, memory_mib: float) -> Way:
     """A way after its trial in this process."""
     (seconds,) = in_turn({name: call}, 1, warm=True)[name]
+    ctypes.CDLL(None).malloc_trim(0)  # workers keep freed memory, which others need here
     print(contestant, name, seconds, memory_mib, file=sys.stderr, flush=True)
     return Way(contestant, name, call, seconds, memory_mib)
 
@@ -199,6 +208,11 @@ def in_torch(peer: run.Adapters, ending: str) -> Iterator[Way]:
         yield Way(PEERS.get(name, name) + ending, rows, call, *trial)
 
 
+def fastest(ways: list[Way]) -> dict[str, Way]:
+    """The best way of each contestant."""
+    return {way.contestant: way for way in sorted(ways, key=lambda way: -way.seconds)}
+
+
 def measured(
     config: TransformerConfig, turns: int, *, whole: bool, quick: bool, peers: bool
 ) -> dict[str, Any]:
@@ -210,19 +224,28 @@ def measured(
     for call in calls.values():
         jax.block_until_ready(call())  # a first call compiles
     ways = list(in_fedsim(problem, quick, whole)) + ([] if quick else list(in_jax(problem)))
+    seconds: dict[str, float] = {}
+
+    def time() -> None:
+        """The best ways and calls that have no time yet, in turn."""
+        every = {**{name: way.call for name, way in fastest(ways).items()}, **calls}
+        left = {name: call for name, call in every.items() if name not in seconds}
+        found = in_turn(left, turns, warm=True)
+        seconds.update({name: median(own) for name, own in found.items()})
+
     with ExitStack() as stack:
         endings = ("", FULL) if peers and run.mkl_says_intel() else ("",) if peers else ()
-        endings = endings[-1:] if whole else endings  # another process has no room for its models
-        for ending in endings:
-            given = config, 0 if whole else RANK, LENGTHS, WHOLE_IN_TORCH if whole else IN_TORCH
-            peer = stack.enter_context(closing(run.Adapters(*given, mkl=ending == FULL)))
-            calls[f"products{ending or ', MKL'}"] = functools.partial(peer.seconds, "products")
-            ways += in_torch(peer, ending)
-        best: dict[str, Way] = {}
-        for way in sorted(ways, key=lambda way: -way.seconds):
-            best[way.contestant] = way
-        calls |= {name: way.call for name, way in best.items()}
-        seconds = {name: median(own) for name, own in in_turn(calls, turns, warm=True).items()}
+        for ending in endings[-1:] if whole else endings:
+            for name, passes in (WHOLE_IN_TORCH if whole else IN_TORCH).items():
+                if whole:  # there is no memory for the models of all peers
+                    time()
+                    stack.close()
+                given = config, 0 if whole else RANK, LENGTHS, {name: passes}
+                peer = stack.enter_context(closing(run.Adapters(*given, mkl=ending == FULL)))
+                calls[f"products{ending or ', MKL'}"] = functools.partial(peer.seconds, "products")
+                ways += in_torch(peer, ending)
+        time()
+    best = fastest(ways)
     gflops = {
         name: TIMES * 2 * SIZE**3 / own / 1e9
         for name, own in seconds.items()

@@ -121,12 +121,17 @@ def resident(field):
     raise RuntimeError(f"no {field} in /proc/self/status")
 
 
+def give_back():
+    """Return freed memory to the machine."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def trial(model, call, parts):
     """(processor seconds, memory in MiB beside parameters and result) of a call."""
     call(parts[:1])  # a first call sets up more
     for p in model.parameters():
         p.grad = p.grad_sample = p.summed_grad = None
-    ctypes.CDLL(None).malloc_trim(0)
+    give_back()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before, spent = resident("VmRSS"), seconds(call, parts)
     result = sum(4 * p.numel() for p in model.parameters() if p.requires_grad) / 2**20
