@@ -1,5 +1,6 @@
 """The choice of the engine by the settings."""
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -50,20 +51,25 @@ def create(config: EngineConfig, task: Task, *, warn: Callable[[str], None] = ig
 
 
 @contextmanager
-def starting(config: EngineConfig) -> Iterator[Callable[[], object]]:
+def starting(config: EngineConfig) -> Iterator[Callable[..., Engine]]:
     """Start a private cluster, if the settings need one, while the caller goes on; it ends with
     the context.
 
-    Yields: a function that waits for the cluster, to be called before `create`, which uses it.
+    Yields: `create` for these settings, of the task and `warn`, which waits for the cluster.
       Raises: EngineError: Ray does not start.
     """
     if config.kind == "local" or "RAY_ADDRESS" in os.environ:
-        yield lambda: None
+        yield functools.partial(create, config)
         return
+
+    def create_there(task: Task, **how: Any) -> Engine:
+        cluster.result()
+        return create(config, task, **how)
+
     with ThreadPoolExecutor(1) as thread:
         cluster = thread.submit(_cluster, config)
         try:
-            yield cluster.result
+            yield create_there
         finally:
             if cluster.exception() is None:
                 cluster.result().close()

@@ -95,8 +95,8 @@ class OpenRun:
     source: Source | None
     plant: Plant | None
     _stack: ExitStack
-    _cluster: Callable[[], object]
-    """Waits for the cluster that workers need."""
+    _create: Callable[..., Engine]
+    """Creates the workers of a task, once there is the cluster that they need."""
     _started: tuple[Engine, Task, Any] | None = None
 
     @property
@@ -125,8 +125,7 @@ class OpenRun:
             expect_same_model(self.stored, task.describe())
         if self.plant is not None:
             task = self.plant.task(task, params)
-        self._cluster()
-        workers = engine.create(self.run.engine, task, warn=self.console.warn)
+        workers = self._create(task, warn=self.console.warn)
         self._stack.callback(workers.close)
         return workers, task, workers.place(params)
 
@@ -196,7 +195,6 @@ def open_run(
         if stored and stored.private:
             for store in data.splits().values():
                 store.check()
-        cluster = stack.enter_context(engine.starting(run.engine))
         data = plant.data(data) if plant else data
         sha256, adapter = model_sha256(model), peft_files.sha256(run.model.adapter)
         if stored:
@@ -210,6 +208,7 @@ def open_run(
             directory.expect_same(stored, StoredRun(identity, settings, run))
         if not held_out:
             data = dataclasses.replace(data, eval_users=None)
+        create = stack.enter_context(engine.starting(run.engine))
         yield OpenRun(
             settings,
             run,
@@ -222,7 +221,7 @@ def open_run(
             source,
             plant,
             stack,
-            cluster,
+            create,
         )
 
 

@@ -347,12 +347,11 @@ def _started(
     engine.remember_programs()
     fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
     with ExitStack() as stack:
-        cluster = stack.enter_context(engine.starting(run.engine)) if working else None
+        create = stack.enter_context(engine.starting(run.engine)) if working else None
         task, params = make_task(run, model, data, fresh)
         workers = None
-        if cluster is not None:
-            cluster()
-            workers = engine.create(run.engine, task, warn=console.warn)
+        if create is not None:
+            workers = create(task, warn=console.warn)
             stack.callback(workers.close)
             wait_for(workers, console)
         key = SecretKey.create(run.seed, "recommend")

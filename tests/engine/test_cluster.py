@@ -74,15 +74,17 @@ import os, subprocess, sys, time
 from fedsim import engine
 from fedsim.config import EngineConfig
 from fedsim.engine import warden
-with engine.starting(EngineConfig(kind="local")) as wait:
-    wait()
+class Nothing(engine.Task):
+    pass
+with engine.starting(EngineConfig(kind="local")) as create:
+    create(Nothing())
 assert "ray" not in sys.modules
 try:
-    with engine.starting(EngineConfig(kind="ray", num_workers=1)) as wait:
+    with engine.starting(EngineConfig(kind="ray", num_workers=1)) as create:
         while not warden.children(os.getpid()):
             time.sleep(0.01)
         neighbour = subprocess.Popen(["sleep", "100"])
-        wait()
+        create(Nothing())
         import ray
         print(ray.is_initialized(), end=" ")
         raise RuntimeError
