@@ -12,7 +12,6 @@ from refused import refuses
 from test_console import PLAN
 from test_verify import command, write_texts
 
-from fedsim import engine
 from fedsim.accounting import PureEvent
 from fedsim.budget.ledger import hold
 from fedsim.budget.spending import charge_of
@@ -232,7 +231,7 @@ def test_a_dry_run_with_a_mesh_asks_the_compiled_program(texts, run_dir, capsys)
 def test_what_can_be_refused_is_refused_before_workers_start(
     changed, says, texts, run_dir, monkeypatch, capsys
 ):
-    monkeypatch.delattr(engine, "create")
+    monkeypatch.setattr("fedsim.engine.factory.create", None)
     args = command(texts, changed.pop("run-dir", run_dir), **changed)
     assert says in refusal(args, capsys)
 

@@ -280,7 +280,7 @@ def test_an_audit_takes_the_local_steps_that_are_asked_for(texts, run_dir, capsy
         tasks.append(task)
         return create(config, task, **options)
 
-    monkeypatch.setattr(engine, "create", remember)
+    monkeypatch.setattr("fedsim.engine.factory.create", remember)
     flags = {
         "group-size": 4,
         "local-steps": 2,

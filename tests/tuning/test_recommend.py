@@ -211,7 +211,7 @@ def test_a_plan_alone_computes_no_gradient_and_is_kept_by_training(texts, capsys
     def none(*args, **kwargs):
         raise AssertionError("workers are started")
 
-    monkeypatch.setattr("fedsim.engine.create", none)
+    monkeypatch.setattr("fedsim.engine.factory.create", none)
     command = ["recommend", "--data", str(texts), *FLAGS, "--plan-only"]
     found = parse(main.Command, command)()
     text = capsys.readouterr().out
