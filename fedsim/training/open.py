@@ -95,8 +95,6 @@ class OpenRun:
     source: Source | None
     plant: Plant | None
     _stack: ExitStack
-    _create: Callable[..., Engine]
-    """Creates the workers of a task, once there is the cluster that they need."""
     _started: tuple[Engine, Task, Any] | None = None
 
     @property
@@ -116,6 +114,7 @@ class OpenRun:
 
     def _start(self) -> tuple[Engine, Task, Any]:
         engine.remember_programs()
+        create = self._stack.enter_context(engine.starting(self.run.engine))  # meanwhile, the task
         fresh = SecretKey.create(self.key.seed or 0).jax_key("init")  # public, as theta^0 is
         if self.source is not None:
             task, params = self.source.start(self.data, self.run, fresh)
@@ -125,7 +124,7 @@ class OpenRun:
             expect_same_model(self.stored, task.describe())
         if self.plant is not None:
             task = self.plant.task(task, params)
-        workers = self._create(task, warn=self.console.warn)
+        workers = create(task, warn=self.console.warn)
         self._stack.callback(workers.close)
         return workers, task, workers.place(params)
 
@@ -208,20 +207,8 @@ def open_run(
             directory.expect_same(stored, StoredRun(identity, settings, run))
         if not held_out:
             data = dataclasses.replace(data, eval_users=None)
-        create = stack.enter_context(engine.starting(run.engine))
         yield OpenRun(
-            settings,
-            run,
-            data,
-            model,
-            key,
-            identity,
-            stored,
-            console,
-            source,
-            plant,
-            stack,
-            create,
+            settings, run, data, model, key, identity, stored, console, source, plant, stack
         )
 
 
