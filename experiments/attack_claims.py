@@ -105,8 +105,9 @@ def plot(rows: Sequence[Row]) -> Figure:
             (line,) = axis.plot(at, middle, label=name.upper())
             axis.fill_between(at, low, high, alpha=0.2, color=line.get_color(), lw=0)
         axis.plot([0, 1], [0, 1], color="0.6", lw=1, ls="--", label="chance")
-        axis.set(title=f"ε = {epsilon:g}", xlabel="false positives", aspect="equal")
+        title = "no noise" if math.isinf(epsilon) else f"ε = {epsilon:g}"
+        axis.set(title=title, xlabel="false positives", aspect="equal")
         axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel("true positives")
-    common.legend_below(figure)
+    axes[0, 0].legend(loc="lower right")
     return figure
