@@ -142,9 +142,10 @@ def test_stopped_and_resumed_it_ends_with_the_same_parameters(texts, undisturbed
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.ray
 def test_two_workers_give_the_same_parameters(texts, undisturbed, tmp_path, ray_cluster):
-    flags = {"engine": "ray", "num_workers": 2, "num_steps": 12, **FLAGS}
+    flags = {"engine": "ray", "num_workers": 2, "num_steps": 12, "model": "tiny", **FLAGS}
     found = command("pretrain", run_dir=tmp_path / "run", data=texts, **flags)
     assert found["params_sha256"] == undisturbed[1]["params_sha256"]
 
