@@ -94,8 +94,8 @@ def test_real_text_that_is_not_there_is_a_line_that_says_where_it_comes_from(
 
 def test_the_index_of_experiments_knows_them_all_and_what_is_recorded(capsys):
     assert experiments_by_name.names() == NAMES
-    assert experiments_by_name.main(["status", "lemma", "table_verdicts"]) == 0
-    lemma, table = capsys.readouterr().out.splitlines()
+    assert experiments_by_name.main(["status", "lemma", "table_verdicts", "conjecture"]) == 0
+    lemma, table, _ = capsys.readouterr().out.splitlines()
     assert lemma.startswith("lemma (paper, 2026-") and lemma.endswith(": 1 yes; up to date")
     assert table.startswith("table_verdicts (small, 2026-") and "1 yes; up to date" in table
     assert experiments_by_name.main(["run", "lemma", "nothing"]) == 2
@@ -112,6 +112,24 @@ def test_a_record_of_other_settings_or_another_verdict_is_out_of_date(monkeypatc
         monkeypatch.setattr(experiments_by_name, "stored", lambda _, stored=stored: stored)
         (line,) = experiments_by_name.status("lemma")
         assert line.endswith(f"out of date: {said}")
+
+
+def test_a_setting_that_came_after_a_record_has_its_default():
+    @dataclasses.dataclass(frozen=True)
+    class Inner:
+        rates: tuple[float, ...] = (0.1,)
+        later: int = 4
+
+    @dataclasses.dataclass(frozen=True)
+    class Outer:
+        inner: Inner
+        seconds_per_gradient: float = 0.1
+
+    recorded = {"inner": {"rates": [0.1]}, "seconds_per_gradient": 0.2}
+    assert experiments_by_name.is_of(recorded, Outer(Inner()))
+    assert not experiments_by_name.is_of(recorded, Outer(Inner(later=5)))
+    assert not experiments_by_name.is_of(recorded, Outer(Inner(rates=(0.1, 0.2))))
+    assert not experiments_by_name.is_of({**recorded, "gone": 1}, Outer(Inner()))
 
 
 def test_experiments_are_run_one_after_another_until_one_fails(monkeypatch):
