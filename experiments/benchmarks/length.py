@@ -14,7 +14,6 @@ import argparse
 import functools
 import itertools
 import json
-import resource
 import subprocess
 import sys
 from typing import Any
@@ -26,7 +25,7 @@ import numpy as np
 from flax import traverse_util
 
 from experiments.benchmarks.clipping import as_a_worker, in_turn, median, temporary_mib
-from experiments.benchmarks.common import at_most, circumstances
+from experiments.benchmarks.common import at_most, circumstances, peak_mib
 from fedsim.clipping import Clip, Strategy, clip_chunk
 from fedsim.models import (
     LanguageModelTask,
@@ -64,7 +63,7 @@ class Problem:
         self.weights: tuple[Any, ...] = ()
         if trained == "adapters":
             self.weights = (stacked(frozen.as_frozen(params, "bfloat16"), layers),)
-            config = lora.adapted(config, 8, 16.0, "all")
+            config = lora.adapted(config, 8, 16.0)
             params = lora.init(config, key)
         self.task = LanguageModelTask(None, config)  # pyright: ignore
         self.params = stacked(params, layers)
@@ -129,7 +128,7 @@ def one(quick: bool, length: int, *shape: int) -> None:
     """Compute a sum, and print the peak memory of this process."""
     problem = Problem(configured(quick, length, True), length, "adapters", (shape[0], shape[1]))
     jax.block_until_ready(problem.compiled(chunked=True)(*problem.arguments))
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    print(peak_mib())
 
 
 def bars(rows: list[dict[str, Any]], peaks: dict[str, Any], ratios: dict[str, float]):

@@ -14,7 +14,6 @@ import ctypes
 import dataclasses
 import json
 import os
-import resource
 import sys
 import time
 from typing import Any
@@ -33,17 +32,13 @@ class Step:
     positions: int = 64
 
 
-def peak_gib() -> float:
-    """The most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-
-
 def measured(step: Step) -> dict[str, Any]:
     """One row: a step, from placed parameters to updated ones."""
     import jax
     import numpy as np
     import optax
 
+    from experiments.benchmarks.common import peak_mib
     from fedsim.clipping import Clip, Strategy, num_coordinates
     from fedsim.config import MeshShape
     from fedsim.data import Dataset, UserStore
@@ -66,11 +61,11 @@ def measured(step: Step) -> dict[str, Any]:
     engine = LocalEngine(task, num_lanes=1, mesh=shape)
     params = engine.place(random_params(config))
     row: dict[str, Any] = {**dataclasses.asdict(step), "parameters": num_coordinates(params)}
-    row["placed_gib"] = peak_gib()
+    row["placed_gib"] = peak_mib() / 1024
     clip, start = Clip(1.0, normalised=True), time.monotonic()
     rows = np.arange(shape.devices)[:, None]
     total, stats = engine.clipped_sum(params, rows, clip, Strategy())
-    row["sum_s"], row["sum_gib"] = time.monotonic() - start, peak_gib()
+    row["sum_s"], row["sum_gib"] = time.monotonic() - start, peak_mib() / 1024
     own = {"clip": clip, "noise_multiplier": 1.0, "count": shape.devices}
     noisy = noisy_mean(total, **own, key=SecretKey.create(0), step=0)
     row["noise_s"] = time.monotonic() - start - row["sum_s"]
@@ -80,7 +75,7 @@ def measured(step: Step) -> dict[str, Any]:
     del total, noisy
     params, _ = updater(transformation)(grad, state, params)
     row["finite"] = bool(is_finite(params))
-    row["step_s"], row["peak_gib"] = time.monotonic() - start, peak_gib()
+    row["step_s"], row["peak_gib"] = time.monotonic() - start, peak_mib() / 1024
     row["norms"] = [float(norm) for norm in stats.norms]
     return row
 

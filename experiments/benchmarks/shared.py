@@ -13,7 +13,6 @@ smaller graphs of the same law. The most that any could keep is bounded by linea
 
 import argparse
 import json
-import resource
 import tempfile
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from scipy import optimize, sparse
 
-from experiments.benchmarks.common import at_most, circumstances
+from experiments.benchmarks.common import at_most, circumstances, peak_mib
 from experiments.benchmarks.data import build_store
 from fedsim.data import Owners, UserStore
 from fedsim.keys import SecretKey
@@ -143,8 +142,8 @@ def main() -> None:
         assert same, "every user owns as many texts as in the known graph"
         rows[1]["num_owner_sets"] = len(store.offsets) - 1
         rows += bounded(store)
-        # In kibibytes; of this process, which wrote the source, too.
-        rows[-1]["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        # Of this process, which wrote the source, too.
+        rows[-1]["peak_memory_bytes"] = int(peak_mib() * 2**20)
     rows += greedy_against_most()
     bars = [
         at_most("texts of one user in the pool", rows[2]["most"], GROUP_SIZE),

@@ -104,7 +104,7 @@ def test_a_job_shows_its_log_and_ends_with_the_commands_exit_code(
     cluster, texts, tmp_path, expected
 ):
     found = cluster("submit", "--", *command(texts, tmp_path / "run"))
-    assert "step 40/40" in found.stdout and "user-level DP: epsilon" in found.stdout
+    assert "step 40/40" in found.stdout and "epsilon 4.0000 at delta" in found.stdout
     assert "2 processes, 1 CPU thread each; a step is cut in 8 parts" in found.stdout
     assert summary(tmp_path / "run")["params_sha256"] == expected
     failed = cluster("submit", *command(texts, tmp_path / "run"), check=False)  # no --resume

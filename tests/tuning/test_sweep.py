@@ -229,7 +229,7 @@ def test_a_run_that_has_its_turn_uses_all_workers_and_a_signal_ends_the_sweep(
     assert process.returncode == 130, said
     (stopped,) = out.glob("runs/*")  # and the next one is not begun
     (log,) = out.glob("logs/*")
-    assert "2 processes" in log.read_text() and "--resume goes on" in log.read_text()
+    assert "2 processes" in log.read_text() and "--resume continues" in log.read_text()
 
     settings = expand(read_spec(spec_file, ("epsilon=8",)))[1]
     for name, how in (("turn", {"in_turn": True}), ("here", {"here": True})):
