@@ -117,7 +117,7 @@ def ratio(quick: bool, length: int, trained: str, turns: int) -> float:
     return median([a / b for a, b in zip(seconds["chunked"], seconds["whole"], strict=True)])
 
 
-def peak_mib(quick: bool, length: int, shape: tuple[int, int]) -> float:
+def peak_of_process(quick: bool, length: int, shape: tuple[int, int]) -> float:
     """Peak memory of a process that computes a sum of adapters' gradients, as a run would."""
     command = [sys.executable, "-m", __spec__.name, "--one", str(length), *map(str, shape)]
     done = subprocess.run(command + ["--quick"] * quick, capture_output=True, text=True, check=True)
@@ -166,7 +166,7 @@ def main() -> None:
         rows += [row(given.quick, length, kind, remat, chunked) for chunked in (False, True)]
         print(*rows[-2:], sep="\n", file=sys.stderr, flush=True)
     for length in lengths:
-        own = {"M {} G {}".format(*s): peak_mib(given.quick, length, s) for s in SHAPES}
+        own = {"M {} G {}".format(*s): peak_of_process(given.quick, length, s) for s in SHAPES}
         peaks[str(length)] = own
         for kind in trained:
             ratios[f"{length} {kind}"] = ratio(given.quick, length, kind, given.turns)

@@ -100,6 +100,7 @@ def expected(texts, tmp_path_factory):
     return summary(run_dir)["params_sha256"]
 
 
+@pytest.mark.ci
 def test_a_job_shows_its_log_and_ends_with_the_commands_exit_code(
     cluster, texts, tmp_path, expected
 ):
