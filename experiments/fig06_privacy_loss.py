@@ -32,7 +32,6 @@ from matplotlib.figure import Figure
 from experiments.harness import common, finetuning, heuristics
 from experiments.harness.finetuning import STACK_OVERFLOW, stands_for
 from experiments.harness.rows import by, middle, paired, rates_inside
-from experiments.harness.testing import with_test_losses
 from experiments.harness.verdicts import ahead, both, cell_error, mean_error, most, no_worse
 
 SETTINGS = finetuning.COMPARISONS
@@ -51,7 +50,7 @@ def run(settings: finetuning.Comparison, arguments: finetuning.Arguments) -> lis
     first = len(cells)
     cells += with_other_groups(cells, settings.els_groups)
     rows = finetuning.tuned_losses(cells, settings.training, arguments)
-    rows = with_test_losses(rows, settings.training, arguments)
+    rows = finetuning.with_test_losses(rows, settings.training, arguments)
     return [{**row, "other_group": number >= first} for number, row in enumerate(rows)]
 
 

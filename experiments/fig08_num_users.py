@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 from experiments.harness import common, finetuning, heuristics
 from experiments.harness.finetuning import CC_NEWS, STACK_OVERFLOW, Comparison
 from experiments.harness.rows import by, rates_inside
-from experiments.harness.testing import with_test_losses
 from experiments.harness.verdicts import ahead, cell_error
 
 EPSILON = 4.0
@@ -64,7 +63,7 @@ def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, A
             extra = {}  # as Figure 7 has it
         cells = heuristics.cells_of(budgets, training, arguments, extra)
         found = finetuning.tuned_losses(cells, training, arguments)
-        found = with_test_losses(found, training, arguments)
+        found = finetuning.with_test_losses(found, training, arguments)
         rows += [{"times": times, **row, **extra} for row in found]
     wanted = (
         [name for name in rows[0] if name not in ("assumed_population", "delta")] if rows else []

@@ -24,7 +24,6 @@ from matplotlib.figure import Figure
 from experiments.harness import common, finetuning, heuristics
 from experiments.harness.finetuning import SMALL_TRAINING, SMOKE_TRAINING, STACK_OVERFLOW, Training
 from experiments.harness.rows import by
-from experiments.harness.testing import with_test_losses
 from experiments.harness.verdicts import alike, both, cell_error
 from fedsim import accounting
 from fedsim.accounting import StepEvent
@@ -55,7 +54,7 @@ def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, A
     base = heuristics.cells_of([settings.budget], training, arguments)
     cells = [{**cell, "sampling": sampling} for cell in base for sampling in SAMPLINGS]
     rows = finetuning.tuned_losses(cells, training, arguments)
-    rows = with_test_losses(rows, training, arguments)
+    rows = finetuning.with_test_losses(rows, training, arguments)
     for row in rows:
         path = finetuning.run_dir_of(row, training, arguments, training.seeds[0])
         plan = directory.load(path).plan

@@ -1,17 +1,16 @@
 """What the fine-tuning experiments share: data sets, the model, sweeps of runs, the grid of ULS.
 
 Runs are kept in one place under the user's cache by their settings, so an experiment that is run
-again, or that shares runs with another, computes only what is new. `small` and `long`, which has
-ten times the steps and fewer cells, start from the model that starting_model.py makes, `medium`
-from SmolLM2, `paper` from a run of `fedsim pretrain`;
-`--model` names another one. `--data` takes one's own data set, which `fedsim data build` built, in
-the place of the experiment's: nothing is assumed of it, and the model is fresh where none is named.
+again, or that shares runs with another, computes only what is new (outcomes.py). `small` and
+`long`, which has ten times the steps and fewer cells, start from the model that starting_model.py
+makes, `medium` from SmolLM2, `paper` from a run of `fedsim pretrain`; `--model` names another one.
+`--data` takes one's own data set, which `fedsim data build` built, in the place of the
+experiment's: nothing is assumed of it, and the model is fresh where none is named.
 """
 
 import argparse
 import dataclasses
 import itertools
-import json
 import math
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,14 +24,14 @@ from matplotlib.figure import Figure
 
 from experiments import starting_model
 from experiments.harness import common
+from experiments.harness.outcomes import outcomes
 from experiments.harness.records import as_written
 from experiments.harness.rows import CAME, Row, Rows, over_seeds
 from fedsim import files
 from fedsim.config import ADD_OR_REMOVE, RunConfig, run_config
 from fedsim.data import Dataset, corpora
 from fedsim.errors import ConfigError, DataError
-from fedsim.run import Console, directory, metrics
-from fedsim.tuning import jobs_of, sweep
+from fedsim.tuning import jobs_of
 from fedsim.tuning.doubling import Configuration
 
 STACK_OVERFLOW, CC_NEWS = "Stack Overflow", "CC-News"
@@ -173,14 +172,16 @@ COMPARISONS = {
 class Tally:
     """What an experiment has run, or would run."""
 
-    runs: set[Path] = dataclasses.field(default_factory=set)
+    known: dict[str, Row] = dataclasses.field(default_factory=dict)
+    """What came of runs, by their names; see outcomes.py."""
+    asked: set[str] = dataclasses.field(default_factory=set)
+    """The names of those that results are of."""
     planned: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @property
     def run_minutes(self) -> float:
         """Of one worker, runs that were kept included."""
-        summaries = (json.loads((run / directory.SUMMARY).read_text()) for run in self.runs)
-        return round(sum(summary["wall_seconds"] for summary in summaries) / 60, 1)
+        return round(sum(self.known[name]["seconds"] for name in self.asked) / 60, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +309,7 @@ def titled(figure: Figure, rows: Rows) -> Figure:
 
 def origins(rows: Rows, arguments: Arguments) -> tuple[dict[str, Any], dict[str, Any]]:
     """The data sets of rows with their fingerprints, and the model that the runs started from."""
-    data, stored = {}, [directory.load(run_dir) for run_dir in sorted(arguments.tally.runs)[:1]]
+    data, tally = {}, arguments.tally
     for name in dict.fromkeys(row["dataset"] for row in rows if "dataset" in row):
         where = data_of(stands_for(name), arguments)
         if corpora.is_built(where):
@@ -316,9 +317,8 @@ def origins(rows: Rows, arguments: Arguments) -> tuple[dict[str, Any], dict[str,
             files = [name] if arguments.scale in OF_STAND_INS and not arguments.data else []
             data[name] |= common.files_of(files).get(name, {})
     model: dict[str, Any] = {"name": arguments.given_model or f"of the scale {arguments.scale}"}
-    for each in stored:
-        model |= {"sha256": each.identity.model}
-        model |= {"num_parameters": each.plan.num_parameters if each.plan else None}
+    for row in [tally.known[name] for name in sorted(tally.asked)[:1]]:
+        model |= {"sha256": row["model"], "num_parameters": row["num_parameters"]}
     return data, model
 
 
@@ -374,20 +374,21 @@ def losses(cells: Iterable[Row], training: Training, arguments: Arguments) -> Ro
         print(plan_of(cells), cost(settings, arguments.scale), sep="\n")
         arguments.tally.planned += settings
         return []
-    how = {"here": arguments.scale == "smoke", "in_turn": arguments.in_turn}
-    done = sweep(settings, arguments.runs, Console(), **how)
-    failed = [row["error"] for row in done if row["status"] != "done"]
-    if failed:
-        raise SystemExit(f"{len(failed)} runs failed, the first: {failed[0]}")
-    by_name = {row["run"]: row for row in done}
-    jobs = [job for each in settings for job in jobs_of([each], arguments.runs)]
-    arguments.tally.runs.update(job.run.run_dir for job in jobs)
-    found = [_losses(by_name[job.name], arguments.runs) for job in jobs]
-    rows = []
-    for cell, each in zip(cells, np.reshape(found, (len(cells), -1, 2)), strict=True):
-        before, after = each.T
-        rows.append({**cell, **over_seeds(after), "loss_before": float(before.mean())})
-    return rows
+    found = outcomes(settings, training.test_examples, arguments)
+    return [
+        {
+            **cell,
+            **over_seeds([row["after"] for row in own]),
+            "loss_before": float(np.mean([row["before"] for row in own])),
+        }
+        for cell, own in zip(cells, in_turns(found, training), strict=True)
+    ]
+
+
+def in_turns(rows: Rows, training: Training) -> list[Rows]:
+    """Rows of runs, for each cell those of its seeds."""
+    count = len(training.seeds)
+    return [rows[start : start + count] for start in range(0, len(rows), count)]
 
 
 def tuned_losses(cells: Iterable[Row], training: Training, arguments: Arguments) -> Rows:
@@ -534,22 +535,32 @@ def settings_of(cell: Row, training: Training, arguments: Arguments, seed: int) 
     return {**common_, **given}
 
 
+def with_test_losses(rows: Rows, training: Training, arguments: Arguments) -> Rows:
+    """The rows of `tuned_losses` with test losses in the place of validation losses, which become
+    `validation_loss`."""
+    settings = [
+        settings_of(cell_of(row), training, arguments, seed)
+        for row in rows  # none at a dry run
+        for seed in training.seeds
+    ]
+    runs = outcomes(settings, training.test_examples, arguments, tested=True)
+    found = []
+    for row, own in zip(rows, in_turns(runs, training), strict=True):
+        after = over_seeds([run["test"] for run in own])
+        before = {"loss_before": own[0]["test_before"], "validation_loss": row["loss"]}
+        found.append({**row, **after, **before})
+    return found
+
+
+def cell_of(row: Row) -> Row:
+    """A row of `losses` without what came of it."""
+    return {name: value for name, value in row.items() if name not in CAME}
+
+
 def run_dir_of(row: Row, training: Training, arguments: Arguments, seed: int) -> Path:
     """The run directory of a row of `losses`, for one of its seeds."""
-    cell = {name: value for name, value in row.items() if name not in CAME}
-    settings = settings_of(cell, training, arguments, seed)
+    settings = settings_of(cell_of(row), training, arguments, seed)
     return jobs_of([settings], arguments.runs)[0].run.run_dir
-
-
-def _losses(row: Row, directory: Path) -> tuple[float, float]:
-    """Held-out loss before and after training: of held-out users, or where there are none of
-    held-out examples."""
-    found = float(row["initial_eval_loss"]), float(row["final_eval_loss"])
-    if all(map(math.isfinite, found)):
-        return found
-    name = "non_private/eval_examples_loss"
-    seen = [line[name] for line in metrics.read(directory / "runs" / row["run"]) if name in line]
-    return (float(seen[0]), float(seen[-1])) if seen else (math.inf, math.inf)
 
 
 def made_up(file: Path) -> Path:

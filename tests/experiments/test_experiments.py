@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from experiments import __main__ as experiments_by_name, table_mutations
-from experiments.harness import common, finetuning, planting, testing
+from experiments.harness import common, finetuning, outcomes, planting
 from experiments.harness.records import read_rows
 from experiments.mistakes import MISTAKES
 from fedsim.data import corpora
@@ -218,14 +219,45 @@ def test_what_is_reported_are_test_losses_of_the_runs_that_were_tuned_on_others(
     training = dataclasses.replace(finetuning.SMOKE_TRAINING, learning_rates=(1e-6, 0.1))
     cell = {"dataset": finetuning.STACK_OVERFLOW, "epsilon": 4.0, "algorithm": "uls"}
     rows = finetuning.tuned_losses([{**cell, "budget": 8}], training, arguments)
-    (row,) = testing.with_test_losses(rows, training, arguments)
+    (row,) = finetuning.with_test_losses(rows, training, arguments)
     assert row["learning_rate"] == 0.1  # 1e-6 learns nothing
     run_dir = finetuning.run_dir_of(row, training, arguments, seed=0)
     data = corpora.load(json.loads((run_dir / "config.json").read_text())["run"]["data"])
     assert data.test is None  # held-out users stand in, the same examples as in training
     assert row["validation_loss"] == pytest.approx(row["loss"], rel=1e-6)
-    job = testing.Job(run_dir, training.test_examples, before=True)
-    assert testing.evaluate_one(job) == row["loss_before"] != row["loss"]
+    both = outcomes.evaluate_one(outcomes.Evaluation(run_dir, training.test_examples))
+    assert both == (row["loss_before"], row["loss"]) and both[0] != both[1]
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_another_machine_goes_on_from_what_came_of_runs_without_the_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(outcomes, "KEPT", ("smoke",))
+    monkeypatch.setattr(outcomes, "fingerprint", lambda _: "of the same data")
+    training = dataclasses.replace(finetuning.SMOKE_TRAINING, learning_rates=(0.03, 0.1))
+    cell = {"dataset": finetuning.STACK_OVERFLOW, "epsilon": 4.0, "algorithm": "uls", "budget": 8}
+    sweep, asked = outcomes.sweep, []
+
+    def whole(settings, *args, **how):
+        asked.append(len(settings))
+        return sweep(settings, *args, **how)
+
+    def cut_off(settings, *args, **how):
+        whole(settings[:1], *args, **how)
+        raise KeyboardInterrupt
+
+    def found(how):
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+        monkeypatch.setattr(outcomes, "sweep", how)
+        arguments = finetuning.Arguments("smoke", tmp_path, None, dry_run=False)
+        rows = finetuning.tuned_losses([cell], training, arguments)
+        rows = finetuning.with_test_losses(rows, training, arguments)
+        return rows, arguments.tally.run_minutes
+
+    with pytest.raises(KeyboardInterrupt):
+        found(cut_off)
+    rest = found(whole)
+    assert asked == [1, 1] and found(None) == rest
 
 
 @pytest.mark.parametrize(

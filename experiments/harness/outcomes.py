@@ -1,0 +1,171 @@
+"""What came of runs: losses before and after training, on validation and on test data.
+
+Test losses are what the paper reports after tuning on validation data. Stack Overflow's test split
+are the later examples; CC-News has none, and its reserved examples stand in, as in the paper.
+
+At the scale `long` what came of each run is appended to a file beside the results. Another machine
+goes on from there: it needs no run again, wherever data and model lie.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.harness.records import came_from
+from experiments.harness.rows import Row, Rows, kept
+from fedsim import engine
+from fedsim.config import changed_run
+from fedsim.data import Dataset
+from fedsim.errors import FedsimError
+from fedsim.evaluate import SPLITS, evaluate, last_model
+from fedsim.files import cache_dir
+from fedsim.keys import SecretKey
+from fedsim.run import Console, directory, find_model, make_task, metrics, model_sha256
+from fedsim.tuning import jobs_of, sweep
+from fedsim.tuning.sweep import Job
+
+if TYPE_CHECKING:
+    from experiments.harness.finetuning import Arguments
+
+FILE, KEPT = "runs.jsonl", ("long",)
+REPORTED = ("test", "eval_users", "eval_examples")  # the first that there is
+Settings = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Of the models of a run on test data."""
+
+    run_dir: Path
+    max_examples: int | None
+
+
+def outcomes(
+    settings: Sequence[Settings], most: int | None, arguments: "Arguments", *, tested: bool = False
+) -> Rows:
+    """A row for each run, which is run if need be: `before` and `after`, its losses on validation
+    data; `seconds`; `model` and `num_parameters`.
+
+    Args:
+      most: test examples, evenly spaced; None: all.
+      tested: with `test_before` and `test`, the losses on test data.
+    Raises: SystemExit: a run failed.
+    """
+    known, file = arguments.tally.known, None
+    if arguments.scale in KEPT and not arguments.data:
+        file, tested = arguments.out / FILE, True
+        known.update({row["run"]: row for row in kept(file)})
+    names = [name_of(each, arguments, file is not None) for each in settings]
+    wanted = "test" if tested else "after"
+    each = zip(names, settings, strict=True)
+    todo = {name: own for name, own in each if wanted not in known.get(name, {})}
+    if todo:
+        try:
+            how = {"here": arguments.scale == "smoke", "in_turn": arguments.in_turn}
+            done = sweep(list(todo.values()), arguments.runs, Console(), **how)
+        finally:
+            found = ended(todo, most, arguments, tested)
+            known.update(found)
+            if file:
+                with file.open("a") as out:
+                    out.writelines(json.dumps(row) + "\n" for row in found.values())
+        failed = [row["error"] for row in done if row["status"] != "done"]
+        if failed:
+            raise SystemExit(f"{len(failed)} runs failed, the first: {failed[0]}")
+    arguments.tally.asked.update(names)
+    return [known[name] for name in names]
+
+
+def name_of(settings: Settings, arguments: "Arguments", anywhere: bool) -> str:
+    """What a run is known by. Args: anywhere: not by where its data and model lie."""
+    if not anywhere:
+        return jobs_of([settings], arguments.runs)[0].name
+    own = {"data": fingerprint(settings["data"]), "model": sha256(settings["model"])}
+    return json.dumps({**settings, **own}, sort_keys=True)
+
+
+@functools.cache
+def fingerprint(data: str) -> str:
+    """Of a data set that is built."""
+    return Dataset.open(Path(data)).train.fingerprint
+
+
+@functools.cache
+def sha256(model: str) -> str | None:
+    """Of a model's files."""
+    return model_sha256(find_model(model))
+
+
+def ended(
+    settings: dict[str, Settings], most: int | None, arguments: "Arguments", tested: bool
+) -> dict[str, Row]:
+    """The rows of those runs that have finished, by their names."""
+    jobs = {name: jobs_of([each], arguments.runs)[0] for name, each in settings.items()}
+    jobs = {name: job for name, job in jobs.items() if job.summary}
+    found = {name: {"run": name, **came_of(job), **came_from()} for name, job in jobs.items()}
+    if tested and jobs:
+        asked = [Evaluation(job.run.run_dir, most) for job in jobs.values()]
+        losses = side_by_side(evaluate_one, asked, arguments)
+        for row, (before, after) in zip(found.values(), losses, strict=True):
+            row |= {"test_before": before, "test": after}
+    return found
+
+
+def came_of(job: Job) -> Row:
+    """What a finished run says of itself. Its losses are those of held-out users, or where there
+    are none of held-out examples."""
+    run_dir, summary = job.run.run_dir, job.summary
+    assert summary is not None, "it has finished"
+    losses = [float(summary[name]) for name in ("initial_eval_loss", "final_eval_loss")]
+    if not all(map(math.isfinite, losses)):
+        name = "non_private/eval_examples_loss"
+        seen = [float(line[name]) for line in metrics.read(run_dir) if name in line]
+        losses = [seen[0], seen[-1]] if seen else [math.inf, math.inf]
+    stored, what = directory.load(run_dir), ("before", "after")
+    return {
+        **dict(zip(what, losses, strict=True)),
+        "seconds": summary["wall_seconds"],
+        "model": stored.identity.model,
+        "num_parameters": stored.plan and stored.plan.num_parameters,
+    }
+
+
+def evaluate_one(asked: Evaluation) -> tuple[float, float]:
+    """Test losses of the model that a run started from and of the one that it made. Runs in a
+    process apart."""
+    stored = directory.load(asked.run_dir)
+    run = changed_run(stored.run, engine="local")
+    task, last, data, _ = last_model(stored, run, Console())
+    fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
+    _, first = make_task(run, find_model(run.model.source), data, fresh)
+    split = next(name for name in REPORTED if getattr(data, name) is not None)
+    workers, own = engine.create(run.engine, task), {split: SPLITS[split]}
+    before, after = (
+        evaluate(workers, params, data, asked.max_examples, own)[SPLITS[split]]
+        for params in (first, last)
+    )
+    return before, after
+
+
+def side_by_side(
+    function: Callable[[Any], Any], jobs: Sequence[Any], arguments: "Arguments"
+) -> list[Any]:
+    """function(job) of each job, as many at a time as there is room for; at the scale that tests
+    use, one after another in this process."""
+    if arguments.scale == "smoke":
+        return [function(job) for job in jobs]
+    from fedsim.engine import ParallelRuns
+
+    side = ParallelRuns(cache_dir=cache_dir() / "compiled")
+    try:
+        found = dict(side.run(function, jobs))
+    finally:
+        side.close()
+    for each in found.values():
+        if isinstance(each, FedsimError):
+            raise each
+    return [found[number] for number in range(len(jobs))]
