@@ -38,10 +38,12 @@ Settings = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Of the models of a run on test data."""
+    """Of a model of a run on test data."""
 
     run_dir: Path
     max_examples: int | None
+    before: bool = False
+    """The model that the run started from, instead of the one it made."""
 
 
 def outcomes(
@@ -108,10 +110,15 @@ def ended(
     jobs = {name: job for name, job in jobs.items() if job.summary}
     found = {name: {"run": name, **came_of(job), **came_from()} for name, job in jobs.items()}
     if tested and jobs:
+        # All runs of a data set and a seed start from one model.
+        starts = {name: (settings[name]["data"], settings[name]["seed"]) for name in jobs}
+        first = {starts[name]: job for name, job in jobs.items()}
         asked = [Evaluation(job.run.run_dir, most) for job in jobs.values()]
+        asked += [Evaluation(job.run.run_dir, most, before=True) for job in first.values()]
         losses = side_by_side(evaluate_one, asked, arguments)
-        for row, (before, after) in zip(found.values(), losses, strict=True):
-            row |= {"test_before": before, "test": after}
+        before = dict(zip(first, losses[len(jobs) :], strict=True))
+        for (name, row), loss in zip(found.items(), losses[: len(jobs)], strict=True):
+            row |= {"test_before": before[starts[name]], "test": loss}
     return found
 
 
@@ -134,21 +141,18 @@ def came_of(job: Job) -> Row:
     }
 
 
-def evaluate_one(asked: Evaluation) -> tuple[float, float]:
-    """Test losses of the model that a run started from and of the one that it made. Runs in a
-    process apart."""
+def evaluate_one(asked: Evaluation) -> float:
+    """Runs in a process apart."""
     stored = directory.load(asked.run_dir)
     run = changed_run(stored.run, engine="local")
-    task, last, data, _ = last_model(stored, run, Console())
-    fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
-    _, first = make_task(run, find_model(run.model.source), data, fresh)
+    task, params, data, _ = last_model(stored, run, Console())
+    if asked.before:
+        fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
+        _, params = make_task(run, find_model(run.model.source), data, fresh)
     split = next(name for name in REPORTED if getattr(data, name) is not None)
-    workers, own = engine.create(run.engine, task), {split: SPLITS[split]}
-    before, after = (
-        evaluate(workers, params, data, asked.max_examples, own)[SPLITS[split]]
-        for params in (first, last)
-    )
-    return before, after
+    workers = engine.create(run.engine, task)
+    losses = evaluate(workers, params, data, asked.max_examples, {split: SPLITS[split]})
+    return losses[SPLITS[split]]
 
 
 def side_by_side(
