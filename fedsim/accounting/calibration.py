@@ -9,8 +9,6 @@ import functools
 import hashlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +27,7 @@ from fedsim.accounting.events import (
     cyclic_event,
 )
 from fedsim.errors import ConfigError, expect, expect_count
-from fedsim.files import NotOurs, cache_dir, own_directory
+from fedsim.files import NotOurs, cache_dir, keep_in_cache, own_directory
 
 ACCOUNTANT_VERSION = 5
 """Incremented whenever a number may change, so that cached calibrations are not reused."""
@@ -367,9 +365,7 @@ def cached(
         return kept
     value = solve()
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump({"arguments": words, "value": value}, file)
-        os.replace(file.name, path)
+        keep_in_cache(path, json.dumps({"arguments": words, "value": value}).encode())
     except OSError:
         pass  # a cache that cannot be written costs time, never an answer
     return value

@@ -23,7 +23,7 @@ from jax._src.lru_cache import LRUCache
 
 from fedsim.config import EngineConfig
 from fedsim.errors import ConfigError, expect
-from fedsim.files import NotOurs, cache_dir, own_directory
+from fedsim.files import NotOurs, cache_dir, keep_in_cache, own_directory
 from fedsim.installation import version
 
 PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "randomgen", "ray")
@@ -151,9 +151,10 @@ class _OwnPrograms(LRUCache):
         return super().get(key) if self._is_ours() else None
 
     def put(self, key: str, value: bytes) -> None:
-        """Keep a program, if the directory is safe."""
+        """Keep a program, if the directory is safe; JAX's own method leaves a cut-off file as it is
+        and writes where other processes read."""
         if self._is_ours():
-            super().put(key, value)
+            keep_in_cache(Path(str(self.path)) / f"{key}-cache", value)
 
     def _is_ours(self) -> bool:
         place = Path(str(self.path))

@@ -32,7 +32,7 @@ from fedsim.engine.engine import TRIAL_UNITS, Engine, Trial, ignore
 from fedsim.engine.environment import trial_clock
 from fedsim.engine.task import MADE_UP
 from fedsim.errors import ConfigError
-from fedsim.files import NotOurs, own_directory, write_json
+from fedsim.files import NotOurs, keep_in_cache, own_directory
 
 AUTO = "auto"
 MESH = ", mesh "  # in the name of a host with a mesh, where units are taken one at a time
@@ -120,7 +120,7 @@ def choose_strategy(
     which = f"fastest of {len(trials)} tried" if len(trials) > 1 else "the only one tried"
     if ours:
         file = of_all if len(trials) == len(tried) else of_some
-        write_json(file, {"strategy": str(strategy), "trials": times})
+        keep_in_cache(file, json.dumps({"strategy": str(strategy), "trials": times}).encode())
     return strategy, f"{which}: {times}"
 
 

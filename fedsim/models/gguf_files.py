@@ -14,7 +14,7 @@ import numpy as np
 from flax import traverse_util
 
 from fedsim.errors import ConfigError, brief
-from fedsim.files import cache_dir, own_directory, write_atomically
+from fedsim.files import cache_dir, keep_in_cache, own_directory
 from fedsim.installation import optional
 from fedsim.models import config_json, model_files
 from fedsim.models.config_json import UnsupportedArchitecture, number, whole
@@ -189,7 +189,7 @@ def files_of(file: Path, about: dict[str, Any]) -> Path | None:
         if (
             not out.is_file() or out.read_bytes() != data
         ):  # the content of the GGUF file takes precedence
-            write_atomically(out, data)
+            keep_in_cache(out, data)
     return directory
 
 

@@ -10,6 +10,8 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
+from pathlib import Path
 
 import jax
 import pyarrow as pa
@@ -135,6 +137,24 @@ def test_compiled_programs_of_others_are_not_read(attack, cache, compiled_in, ca
     assert compiled_in() is None
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and f"not kept: cache={cache}: " in err
+
+
+def test_a_compiled_program_is_read_whole_while_another_process_writes_it(cache, compiled_in):
+    keep_compiled(cache / "compiled")
+    programs, place = compilation_cache.get_file_cache(compiled_in())
+    program = bytes(100_000_000)
+    (Path(place) / "cut off-cache").write_bytes(b"prog")  # by a process that was killed
+    for key in ("new", "cut off"):
+        seen = set()
+        writes = threading.Thread(target=programs.put, args=(key, program))
+        writes.start()
+        while writes.is_alive():
+            found = programs.get(key)
+            seen.add(found and len(found))
+        writes.join()
+        assert seen <= {None if key == "new" else 4, len(program)}
+        assert len(programs.get(key)) == len(program)
+    assert {path.name for path in Path(place).iterdir()} == {"new-cache", "cut off-cache"}
 
 
 SWAPPED = """
