@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -364,10 +365,8 @@ def cached(
     if (kept := _kept(path)) is not None and meets(kept):
         return kept
     value = solve()
-    try:
+    with suppress(OSError):  # a cache that cannot be written costs time, never an answer
         keep_in_cache(path, json.dumps({"arguments": words, "value": value}).encode())
-    except OSError:
-        pass  # a cache that cannot be written costs time, never an answer
     return value
 
 

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,8 @@ def choose_strategy(
     which = f"fastest of {len(trials)} tried" if len(trials) > 1 else "the only one tried"
     if ours:
         file = of_all if len(trials) == len(tried) else of_some
-        keep_in_cache(file, json.dumps({"strategy": str(strategy), "trials": times}).encode())
+        with suppress(OSError):  # a cache that cannot be written costs time, never a run
+            keep_in_cache(file, json.dumps({"strategy": str(strategy), "trials": times}).encode())
     return strategy, f"{which}: {times}"
 
 

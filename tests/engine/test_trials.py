@@ -1,7 +1,9 @@
 """The strategy of a run: timed once, remembered, recorded, and named where it is wrong."""
 
+import errno
 import json
 import math
+import os
 import time
 
 import jax
@@ -125,6 +127,16 @@ def test_a_memory_that_is_damaged_or_of_what_is_not_tried_is_made_anew(text, tmp
     file.write_text(text)
     assert choose_strategy(engine, params, *UNITS, CLIP, "auto", tmp_path)[0] == GHOST
     assert json.loads(file.read_text())["strategy"] == "ghost:4"
+
+
+def test_a_cache_on_a_full_disk_does_not_stop_a_run(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Engine, "try_strategies", lambda *_: [Trial(SCAN, 2.0), Trial(GHOST, 1.0)])
+    monkeypatch.setattr("fedsim.engine.trials.keep_in_cache", full)
+    assert choose_strategy(*local(), *UNITS, CLIP, "auto", tmp_path)[0] == GHOST
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
