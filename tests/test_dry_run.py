@@ -91,7 +91,7 @@ def test_a_private_draw_is_counted_before_anything_is_refused_that_follows_from_
         assert said.startswith("fedsim: error: batch_size=100000: expected <= ")
         assert not run_dir.exists()
         with hold(place) as ledger:
-            found = [charge_of(entry) for entry in ledger.entries.values()]
+            found = [charge_of(entry, ledger) for entry in ledger.entries.values()]
         assert [(each.state, each.released) for each in found] == [("released", DRAWN)] * drawn
         assert found[0].reserved == DRAWN
 

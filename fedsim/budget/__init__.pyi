@@ -10,6 +10,7 @@ from .ledger import (
     BudgetLedger as BudgetLedger,
     Entry as Entry,
     Limit as Limit,
+    Released as Released,
     hold as hold,
     place_of as place_of,
 )

@@ -133,6 +133,7 @@ class Applicant:
                 remedy = "--limit-epsilon is for runs with a guarantee"
             why = why_not(more.nothing)
             return f"this run has no guarantee ({why}), so no limit can be kept: {remedy}"
+        spent = spent.under(broken)
         at, after = at_most(broken.delta, ".2e"), spent.total(broken.delta, more=more).adaptive
         would_be = f"at delta {at}, and with this one it would be {_shown(after)}"
         if first := next((charge for charge in spent.charges if charge.nothing), None):
@@ -293,7 +294,7 @@ def close(run_dir: Path) -> None:
       LedgerError, FileDamaged: the ledger was changed.
     """
     receipt = Receipt.of(run_dir)
-    if receipt is None or not receipt.can_be_held():
+    if receipt is None or receipt.away:
         return
     with hold(Path(receipt.ledger)) as ledger:
         run = receipt.line_in(ledger)["run"]
@@ -318,7 +319,7 @@ def _settle(applicant: Applicant, run: str, progress: Progress) -> None:
 def _expect_newest_elsewhere(applicant: Applicant, entry: Entry, progress: Progress) -> None:
     """Check `_expect_newest` also with the ledger that the receipt names, if it is another one."""
     receipt = Receipt.of(applicant.run_dir)
-    if receipt is None or receipt.ledger == str(applicant.place) or not receipt.can_be_held():
+    if receipt is None or receipt.ledger == str(applicant.place) or receipt.away:
         return
     with hold(Path(receipt.ledger)) as ledger:
         if entry.run in ledger.entries:  # else the ledger was moved, and another one took its place
@@ -350,8 +351,9 @@ def _expect_newest(
         raise LedgerError(f"{run_dir}: is an older copy of a run: {more}")
     place = Path(before.place)
     same = place.exists() and run_dir.exists() and place.samefile(run_dir)
-    if not same and state_of(before) != GONE:
+    if not same and (state := state_of(before, ledger)) != GONE:
         there = f"{place} has the same run: go on there, or remove it"
+        there = "another process works on the same run" if state == RUNNING else there
         raise LedgerError(f"{run_dir}: is a copy: {there}")
 
 

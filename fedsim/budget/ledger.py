@@ -257,6 +257,17 @@ class BudgetLedger:
         path = _mark_path(self.directory, run)
         return _hold_marks(path, self.key.seal, self._mode, name)
 
+    def is_running(self, run: str) -> bool:
+        """True if a process works on a run that has a guarantee: it holds the run's marks."""
+        try:
+            with open(_mark_path(self.directory, run), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
     def limit(self, limit: Limit) -> None:
         """Append a limit for some users."""
         self._append({"what": LIMIT, **dataclasses.asdict(limit)})
@@ -268,12 +279,16 @@ class BudgetLedger:
             raise LedgerError(f"{self._path}: was cut or replaced: {name} is line {number} of it")
 
     def _append(self, fields: dict[str, Any]) -> None:
+        if not self.num_lines:  # so that a full disk cannot leave lines without this file
+            self._note_last()
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self._log.append({**fields, "time": now})
         self._take(self._log.lines[-1], self.num_lines)
-        write_json(
-            self.directory / LAST, {"lines": self.num_lines, "chain": self.chain}, self._mode
-        )
+        self._note_last()
+
+    def _note_last(self) -> None:
+        last = {"lines": self.num_lines, "chain": self.chain}
+        write_json(self.directory / LAST, last, self._mode)
         (self.directory / LAST).chmod(self._mode)
 
     def close(self) -> None:
@@ -294,7 +309,8 @@ class BudgetLedger:
         number, chain = last.get("lines", 0), last.get("chain")
         if not isinstance(number, int) or number > self.num_lines:
             raise LedgerError(f"{self._path}: was cut: it has {self.num_lines} of {number} lines")
-        self.expect_line(number, str(chain), str(path))
+        if number:
+            self.expect_line(number, str(chain), str(path))
 
     def _take(self, line: dict[str, Any], number: int) -> None:
         if line["what"] == LIMIT:
@@ -347,9 +363,14 @@ def look(directory: Path) -> Iterator[BudgetLedger]:
       ConfigError, LedgerError, FileDamaged: as `hold`.
     """
     with ExitStack() as stack:
-        if not any((directory / name).exists() for name in (KEY, FILE, LAST)):
+        if not is_in(directory):
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedsim-")))
         yield stack.enter_context(hold(directory))
+
+
+def is_in(directory: Path) -> bool:
+    """True if a directory has a ledger, or what is left of one."""
+    return any((directory / name).exists() for name in (KEY, FILE, LAST))
 
 
 def fingerprints(ids: Iterable[str], key: SecretKey) -> np.ndarray:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedsim.budget.ledger import FILE, BudgetLedger, hold
+from fedsim.budget.ledger import OPENED, BudgetLedger, Released, hold, is_in
 from fedsim.budget.spending import Total, books_of
 from fedsim.errors import FileDamaged
 from fedsim.files import read_json, write_json
@@ -46,13 +46,13 @@ class Receipt(NamedTuple):
         record = {"ledger": self.ledger, "line": self.line, "chain": self.chain}
         write_json(self.run_dir / RECEIPT, record, mode=0o600)
 
-    def is_here(self) -> bool:
-        """True if the ledger can be read on this machine."""
-        return os.access(self.ledger, os.R_OK | os.X_OK)
-
-    def can_be_held(self) -> bool:
-        """True if the ledger exists and can be written on this machine."""
-        return (Path(self.ledger) / FILE).is_file() and os.access(self.ledger, os.W_OK)
+    @property
+    def away(self) -> str:
+        """Why the ledger, or what is left of it, cannot be read on this machine, or empty."""
+        place = Path(self.ledger)
+        if not (os.access(place, os.R_OK | os.X_OK) and is_in(place)):
+            return "is not here"
+        return "" if os.access(place, os.W_OK) else "cannot be locked here"
 
     def line_in(self, ledger: BudgetLedger, run: str | None = None) -> dict[str, Any]:
         """The line that counts the run.
@@ -66,7 +66,7 @@ class Receipt(NamedTuple):
         name = str(self.run_dir / RECEIPT)
         ledger.expect_line(self.line, self.chain, name)
         line = ledger.line(self.line)
-        if run is not None and line.get("run") != run:
+        if line["what"] != OPENED or run not in (None, line["run"]):
             raise LedgerError(f"{name}: line {self.line} of {ledger.directory} is another run's")
         return line
 
@@ -89,7 +89,7 @@ def together(run_dir: Path, delta: float) -> Together | None:
       LedgerError, FileDamaged: the ledger was changed, or the receipt is of another run.
     """
     receipt = Receipt.of(run_dir)
-    if receipt is None or not receipt.is_here():
+    if receipt is None or receipt.away:
         return None
     with hold(Path(receipt.ledger)) as ledger:
         line = receipt.line_in(ledger, str(run_ledger.head(run_dir).get("key_seal")))
@@ -97,28 +97,33 @@ def together(run_dir: Path, delta: float) -> Together | None:
         return Together(len(spent.charges), spent.total(delta))
 
 
-def expect_receipt(run_dir: Path, run: str, label: str) -> tuple[bool, str]:
-    """Check that the ledger of the data counts a run.
+def expect_receipt(run_dir: Path, run: str, label: str, planned: Released) -> tuple[bool, str]:
+    """Check that the ledger of the data counts a run with all that it planned.
 
     Args:
-      run, label: see `Entry`.
+      run, label, planned: see `Entry`.
 
     Returns:
       Whether the ledger is on this machine and counts the run, and a message; it does not say where
       the ledger is, because readers of a report need not know.
 
     Raises:
-      LedgerError, FileDamaged: the ledger was changed, or disagrees on the run or its guarantee.
+      LedgerError, FileDamaged: the ledger was changed, or disagrees on the run, its plan or its
+        guarantee.
     """
     receipt = Receipt.of(run_dir)
     if receipt is None:
         return False, "in no ledger of the data: what other runs on them spent is not known"
-    if not receipt.is_here():
-        return False, f"the ledger of the data, which {RECEIPT} names, is not here"
+    if receipt.away:
+        return False, f"the ledger of the data, which {RECEIPT} names, {receipt.away}"
     with hold(Path(receipt.ledger)) as ledger:
-        if bool(receipt.line_in(ledger, run)["label"]) != bool(label):
-            claimed = "a guarantee" if label else "no guarantee"
-            raise LedgerError(
-                f"{run_dir}: {receipt.ledger} has epsilon as {claimed}: the plan was changed"
-            )
+        receipt.line_in(ledger, run)
+        counted = ledger.entries[run]
+        same = {
+            f"epsilon as {'a' if label else 'no'} guarantee": bool(counted.label) == bool(label),
+            "other planned releases": counted.planned == planned,
+        }
+        for what, holds in same.items():
+            if not holds:
+                raise LedgerError(f"{run_dir}: {receipt.ledger} has {what}: the plan was changed")
         return True, f"line {receipt.line} of {ledger.num_lines} in the ledger of the data"

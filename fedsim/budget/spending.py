@@ -24,7 +24,7 @@ from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.budget.ledger import BudgetLedger, Entry, Limit, Released
 from fedsim.errors import FedsimError
-from fedsim.run import directory, ledger as run_ledger
+from fedsim.run import RECEIPT, directory, ledger as run_ledger
 
 RUNNING, KILLED, GONE = "running", "killed", "gone"
 """States of a run that has not ended."""
@@ -121,7 +121,7 @@ class Books:
     charges: list[Charge]
     """Charges of all runs on any of these users' texts, in the order of their starts."""
     patterns: list[frozenset[str]]
-    """Combinations of sets that these users are in; see `patterns`."""
+    """Combinations of sets, of charges and limits, that these users are in; see `patterns`."""
     limits: list[Limit]
 
     @classmethod
@@ -142,9 +142,19 @@ class Books:
         """
         theirs = {name: others for name, others in sets.items() if np.isin(users, others).any()}
         kept = [charge for charge in charges if charge.entry.users in theirs]
-        charged = {charge.entry.users: theirs[charge.entry.users] for charge in kept}
         bounds = [limit for limit in limits if limit.users is None or limit.users in theirs]
-        return cls(kept, patterns(users, charged), bounds)
+        named = {charge.entry.users for charge in kept} | {limit.users for limit in bounds}
+        told_apart = {name: theirs[name] for name in named if name is not None}
+        return cls(kept, patterns(users, told_apart), bounds)
+
+    def under(self, limit: Limit) -> "Books":
+        """The books of those of the users whom a limit is for."""
+        if limit.users is None:
+            return self
+        theirs = [pattern for pattern in self.patterns if limit.users in pattern]
+        read = frozenset[str]().union(*theirs)
+        charges = [charge for charge in self.charges if charge.entry.users in read]
+        return dataclasses.replace(self, charges=charges, patterns=theirs)
 
     def total(self, delta: float, *, more: Charge | None = None, sums: bool = False) -> Total:
         """The cost for the user who pays most.
@@ -164,7 +174,7 @@ class Books:
     def broken_by(self, more: Charge) -> Limit | None:
         """The first limit that another charge exceeds; None if it exceeds none."""
         for limit in self.limits:
-            if self.total(limit.delta, more=more).adaptive > limit.epsilon:
+            if self.under(limit).total(limit.delta, more=more).adaptive > limit.epsilon:
                 return limit
         return None
 
@@ -213,27 +223,38 @@ def union(parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.unique(np.concatenate([np.zeros(0, np.uint64), *parts]))
 
 
-def charge_of(entry: Entry) -> Charge:
+def charge_of(entry: Entry, ledger: BudgetLedger) -> Charge:
     """The charge of a run: what it released when it ended; until then all that it planned.
 
     The directory of a killed run cannot tell more, as it may be a copy from before its last steps.
     """
     if entry.outcome:
         return Charge(entry, entry.released, entry.outcome)
-    return Charge(entry, entry.planned, state_of(entry))
+    return Charge(entry, entry.planned, state_of(entry, ledger))
 
 
-def state_of(entry: Entry) -> str:
-    """State of a run that has not ended: running, killed or gone."""
-    run_dir = Path(entry.place)
+def state_of(entry: Entry, ledger: BudgetLedger) -> str:
+    """State of a run that has not ended: running, killed or gone.
+
+    Another run may lie in its directory now, so its key is compared.
+    """
+    if ledger.is_running(entry.run):
+        return RUNNING
+    place = Path(entry.place)
     try:
-        with directory.lock(run_dir, to_read=True):
-            is_there = run_ledger.head(run_dir).get("key_seal") == entry.run
+        seal = run_ledger.head(place).get("key_seal")
+        if seal not in (None, entry.run):
+            return GONE
+        if not entry.marked:  # without a guarantee: no marks, but a lock
+            with directory.lock(place, to_read=True):
+                pass
     except directory.Busy:
         return RUNNING
     except (FedsimError, OSError):
         return GONE
-    return KILLED if entry.place and is_there else GONE
+    # Evaluations and the like have a receipt, and no settings and no ledger of their own.
+    beside = (place / RECEIPT).exists() and not (place / directory.CONFIG).exists()
+    return KILLED if seal or beside else GONE
 
 
 def books(ledger: BudgetLedger, ids: Sequence[str] | None, limit: Limit | None = None) -> Books:
@@ -251,6 +272,6 @@ def books_of(ledger: BudgetLedger, users: np.ndarray | None, limit: Limit | None
     names |= {limited.users for limited in ledger.limits if limited.users is not None}
     sets = {name: ledger.users_of(name) for name in names}
     users = union(list(sets.values())) if users is None else users
-    charges = [charge_of(entry) for entry in ledger.entries.values()]
+    charges = [charge_of(entry, ledger) for entry in ledger.entries.values()]
     limits = [*ledger.limits, *([limit] if limit else [])]
     return Books.of(users, charges, sets, limits)

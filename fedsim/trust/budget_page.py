@@ -89,7 +89,7 @@ def _found(
                 "epsilon": each.epsilon,
                 "delta": each.delta,
                 "left": to_json(left(accounts, each)),
-                "spent": to_json(accounts.total(each.delta).adaptive),
+                "spent": to_json(accounts.under(each).total(each.delta).adaptive),
             }
             for each in accounts.limits
         ],
@@ -127,7 +127,7 @@ def _several(
 
 def left(accounts: Books, limit: Limit) -> float:
     """Epsilon, at the limit's delta, of the largest Gaussian mechanism that still fits."""
-    limited = dataclasses.replace(accounts, limits=[limit])
+    limited = dataclasses.replace(accounts.under(limit), limits=[limit])
 
     def charge(mu: float) -> Charge:
         number = max((each.entry.number for each in accounts.charges), default=0) + 1

@@ -14,7 +14,7 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import at_most
-from fedsim.budget import expect_receipt
+from fedsim.budget import Released, expect_receipt
 from fedsim.config import changed_run
 from fedsim.data import Dataset, Owners, UserStore
 from fedsim.engine import EngineError
@@ -27,6 +27,8 @@ from fedsim.sampling import Groups
 from fedsim.training import DIRECTORY, FILE, SPLIT, Evaluated
 
 T = TypeVar("T")
+MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""Errors of reading a file that somebody else wrote."""
 TOLERANCE = 1e-9  # relative: other versions of packages may round differently
 
 
@@ -153,15 +155,18 @@ def checked(promise: str, look: Callable[[Any], str], evidence: Record) -> Check
         return Check(promise, None, str(error), isinstance(error, Interrupted))
     except FedsimError as error:
         return Check(promise, False, str(error))
+    except MALFORMED as error:
+        what = f"a file has another content than fedsim writes ({type(error).__name__}: {error})"
+        return Check(promise, False, what)
 
 
-def counted(run_dir: Path, run: str, label: str) -> str:
+def counted(run_dir: Path, run: str, label: str, planned: Released) -> str:
     """The finding that the ledger of the data counts a run; see `expect_receipt`.
 
     Raises:
       Unknown: there is no receipt, or the ledger is not on this machine.
     """
-    is_counted, message = expect_receipt(run_dir, run, label)
+    is_counted, message = expect_receipt(run_dir, run, label, planned)
     if not is_counted:
         raise Unknown(message)
     return message
@@ -242,5 +247,6 @@ def check_evaluations(evidence: Evidence) -> str:
         demand(same, f"{metrics.FILE}: step {line['step']}: {shown}, which {FILE} does not have")
     run = evidence.key.seal("evaluation")
     label = REPRODUCTION if evidence.plan.seeded else ""
-    message = counted(evidence.run_dir / DIRECTORY, run, label)
+    planned: Released = [*how.phases(how.count)]
+    message = counted(evidence.run_dir / DIRECTORY, run, label, planned)
     return f"{len(losses)} of {how.count}, epsilon {at_most(how.epsilon, '.4g')}; {message}"

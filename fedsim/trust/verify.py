@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import keys
-from fedsim.accounting import at_most
+from fedsim.accounting import PureEvent, at_most
+from fedsim.budget import Released
 from fedsim.clipping import Strategy
 from fedsim.config import Algorithm
 from fedsim.data import SUMS, Tokenizer, forgetting
@@ -300,7 +301,11 @@ def _key(evidence: Evidence) -> str:
 def _budget(evidence: Evidence) -> str:
     """The run is counted in the ledger of the data."""
     run = str(evidence.lines[0]["head"].get("key_seal"))
-    return counted(evidence.run_dir, run, evidence.plan.label)
+    plan, parent = evidence.plan, evidence.stored.parent
+    planned = plan.events_from(parent.step if parent else 0)
+    if planned is not None and parent is None:  # else the parent paid for what came before
+        planned = [*plan.before, *planned]
+    return counted(evidence.run_dir, run, plan.label, planned)
 
 
 def _data(evidence: Evidence) -> str:
@@ -433,7 +438,8 @@ def _labels(evidence: Evidence) -> str:
     drawn = draw_histogram(evidence.users, labels, Tokenizer.load(tokenizer), key, stated.epsilon)
     demand(stated == drawn, f"{path}: other counts than the key draws at this epsilon")
     label = REPRODUCTION if evidence.plan.seeded else ""
-    message = counted(evidence.run_dir / RECEIPTS, key.seal(RECEIPTS), label)
+    planned: Released = [(PureEvent(stated.epsilon), 1)]
+    message = counted(evidence.run_dir / RECEIPTS, key.seal(RECEIPTS), label, planned)
     cost = at_most(stated.epsilon, ".4g")
     return f"{len(stated.labels)} counts of users, epsilon {cost} beside the run's; {message}"
 

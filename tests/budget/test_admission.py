@@ -92,11 +92,11 @@ def mark(place):
 
 def charges(place):
     with hold(place) as ledger:
-        return [charge_of(entry) for entry in ledger.entries.values()]
+        return [charge_of(entry, ledger) for entry in ledger.entries.values()]
 
 
-def receipt(run_dir, label=""):
-    return expect_receipt(run_dir, SecretKey.load(run_dir).seal("ledger"), label)
+def receipt(run_dir, label="", planned=PLANNED):
+    return expect_receipt(run_dir, SecretKey.load(run_dir).seal("ledger"), label, planned)
 
 
 def states(place):
@@ -122,7 +122,8 @@ def test_a_run_that_was_killed_is_counted_and_one_that_is_gone_whole(place, tmp_
     run(place, tmp_path / "a", steps=7, killed=True)
     assert states(place) == [("killed", PLANNED)]
     assert charges(place)[0].reserved == PLANNED  # someone may have looked, and killed it
-    with open(tmp_path / "a" / LOCK, "w") as lock:
+    (marks,) = (place / "steps").iterdir()
+    with open(marks) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert states(place) == [("running", PLANNED)]
     run(place, tmp_path / "a")  # it goes on
@@ -132,6 +133,9 @@ def test_a_run_that_was_killed_is_counted_and_one_that_is_gone_whole(place, tmp_
     assert states(place)[1] == ("gone", PLANNED)
     run(tmp_path / "other", tmp_path / "b", steps=1)  # another run in its place
     assert states(place)[1] == ("gone", PLANNED)
+    with open(tmp_path / "b" / LOCK, "w") as lock:  # and that one is running
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert states(place)[1] == ("gone", PLANNED)
 
 
 @pytest.mark.privacy
@@ -380,7 +384,7 @@ def test_what_has_no_ledger_of_its_own_is_released_once(where, place, tmp_path):
     began = Applicant(place, PEOPLE, "selection", None, tmp_path / "run")
     with pytest.raises(KeyboardInterrupt), admitted(began, of_selection(began)):
         raise KeyboardInterrupt  # nothing is released yet, and it may go on
-    assert states(place) == [("gone", PLANNED)]  # until then it counts with its plan
+    assert states(place) == [("killed", PLANNED)]  # until then it counts with its plan
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     with admitted(began, of_selection(began)):
         pass
@@ -512,6 +516,15 @@ def test_an_older_copy_of_the_ledger_is_refused(place, tmp_path):
     (tmp_path / "b" / RECEIPT).unlink()
     here, found = receipt(tmp_path / "b")
     assert not here and found.startswith("in no ledger")
+
+
+@pytest.mark.privacy
+def test_a_plan_that_costs_less_than_what_was_counted_shows(place, tmp_path):
+    """Whoever rewrites all files of a run's directory cannot rewrite the ledger of the data."""
+    run(place, tmp_path / "a")
+    for planned in ([(StepEvent(20.0, 0.1), STEPS)], [(STEP, STEPS - 1)], None):
+        with pytest.raises(LedgerError, match="has other planned releases: the plan was changed"):
+            receipt(tmp_path / "a", planned=planned)
 
 
 @pytest.mark.privacy

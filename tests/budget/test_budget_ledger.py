@@ -1,5 +1,8 @@
 """The ledger of the data: nothing that was written is lost, changed or forged without a word."""
 
+import errno
+import os
+
 import numpy as np
 import pytest
 from refused import refuses
@@ -157,3 +160,25 @@ def test_a_place_of_a_group_is_the_groups(tmp_path):
         assert oct((place / path).stat().st_mode)[-3:] == "660"
     assert oct((place / USERS).stat().st_mode)[-3:] == "770"
     assert isinstance(read(place), BudgetLedger)
+
+
+def test_a_disk_that_is_full_at_the_first_lines_does_not_spoil_the_ledger(tmp_path, monkeypatch):
+    note = BudgetLedger._note_last
+
+    def full(self):
+        if self.num_lines:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        note(self)
+
+    place = tmp_path / "ledger"
+    for _ in range(2):
+        with monkeypatch.context() as patched, hold(place) as ledger:
+            patched.setattr(BudgetLedger, "_note_last", full)
+            with pytest.raises(OSError, match="No space left"):
+                ledger.limit(Limit(8.0, 1e-6))
+    with hold(place) as ledger:
+        assert len(ledger.limits) == 2
+        ledger.limit(Limit(8.0, 1e-6))
+    (place / LAST).unlink()
+    with pytest.raises(FileDamaged, match="last.json: expected the last line"), hold(place):
+        pass

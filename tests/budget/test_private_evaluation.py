@@ -154,7 +154,7 @@ def test_one_that_was_killed_counts_whole(trained, tmp_path, monkeypatch, capsys
     assert evaluated(run, capsys, "--epsilon", 2)[0] == 130
     with hold(place) as ledger:
         (entry,) = ledger.entries.values()
-    assert len(entry.planned) == 1 and charge_of(entry).released == entry.planned
+    assert len(entry.planned) == 1 and charge_of(entry, ledger).released == entry.planned
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,23 @@ def test_everybody_pays_for_the_runs_that_saw_them():
     assert Books.of(people + np.uint64(10), own, grown).total(DELTA).fixed == 0
 
 
+@pytest.mark.privacy
+def test_a_limit_of_some_users_binds_them_alone():
+    """What others spent, or what has no guarantee for them, takes nothing from these users."""
+    people = np.arange(10, dtype=np.uint64)
+    sets = {"all": people, "old": people[:6], "new": people[4:]}
+    alone = accounting.epsilon(RUNS[0], DELTA)
+    limit, own = Limit(1.5 * alone, DELTA, "old"), charge(1, RUNS[0], users="old")
+    others = charge(2, None, users="new", released=None)
+    apart = {**sets, "new": people[6:]}
+    books = Books.of(people, [own, others], apart, [limit])
+    assert math.isinf(books.total(DELTA).adaptive)
+    assert books.under(limit).total(DELTA).adaptive == alone
+    assert books.under(limit).charges == [own] and books.broken_by(own) is None
+    mixed = Books.of(people, [own, others], sets, [limit])  # users 4 and 5 are in both
+    assert mixed.broken_by(own) == limit
+
+
 @pytest.mark.slow
 @pytest.mark.ci
 def test_as_many_steps_fit_as_fit():
