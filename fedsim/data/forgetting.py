@@ -33,7 +33,25 @@ KEPT = (TOKENIZER, Path(TOKENIZER).stem + PROVENANCE, TEMPLATE)
 
 
 def read_users(file: Path, data: Dataset, column: str | None = None) -> dict[str, int]:
-    """Read the ids of users of a data set, corrected by the rules of its build.
+    """Read the ids of users of a data set; see `read_ids`.
+
+    Raises:
+      DataError: the file has no ids, or a line names no user of the data. No id is shown.
+    """
+    found = read_ids(file, data, column)
+    people = set(data.people())
+    if FORGOTTEN in data.metadata:
+        people = {each for each in people if not each.startswith(PLACE)}
+    if len(found) > len(people):
+        raise DataError.of("users", file, f"at most the {len(people)} users there are")
+    for each, line in sorted(found.items(), key=lambda pair: pair[1]):
+        if each not in people:
+            raise DataError.of("users", file, f"a user of {data.path} in line {line}")
+    return found
+
+
+def read_ids(file: Path, data: Dataset, column: str | None = None) -> dict[str, int]:
+    """Read ids, corrected by the rules of the build of a data set.
 
     Args:
       file: one id a line, or rows of CSV (.csv, .tsv) or JSON (.jsonl) with a column of ids.
@@ -41,7 +59,7 @@ def read_users(file: Path, data: Dataset, column: str | None = None) -> dict[str
     Returns:
       The line number of each id.
     Raises:
-      DataError: the file has no ids, or a line names no user of the data. No id is shown.
+      DataError: the file has no ids.
     """
     columns = data.metadata.get("columns", {})
     names = columns.get("user") or ["user_id"]
@@ -61,16 +79,7 @@ def read_users(file: Path, data: Dataset, column: str | None = None) -> dict[str
         rows = [line - 1 for line in lines]
         texts = pa.array(given, pa.string())
         ids = as_ids(texts, f"users={file}", rows, Counter(), how).to_pylist()
-    found = dict(reversed(list(zip(ids, lines, strict=True))))  # the first line of each
-    people = set(data.people())
-    if FORGOTTEN in data.metadata:
-        people = {each for each in people if not each.startswith(PLACE)}
-    if len(found) > len(people):
-        raise DataError.of("users", file, f"at most the {len(people)} users there are")
-    for each, line in sorted(found.items(), key=lambda pair: pair[1]):
-        if each not in people:
-            raise DataError.of("users", file, f"a user of {data.path} in line {line}")
-    return found
+    return dict(reversed(list(zip(ids, lines, strict=True))))  # the first line of each
 
 
 def _rows(file: Path, column: str) -> Iterator[tuple[int, str]]:

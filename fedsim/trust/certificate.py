@@ -17,14 +17,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from fedsim.budget import hold
 from fedsim.data import SUMS, Dataset, sums
 from fedsim.errors import FedsimError
-from fedsim.files import make_place, read_object, write_atomically
+from fedsim.files import make_place, read_object, sync_directory, write_atomically
 from fedsim.keys import FILE as KEY, SecretKey
-from fedsim.trust.evidence import Check, Unknown, Violated, demand
+from fedsim.trust.evidence import MALFORMED, Check, Unknown, Violated, demand
 from fedsim.trust.pages import as_html, as_markdown
 
 KIND, FORMAT = "fedsim certificate of forgetting", 2
 READABLE = (1, FORMAT)
-TEMPLATE = "forgotten.md.jinja"
+TEMPLATE, TITLE = "forgotten.md.jinja", "Certificate of forgetting"
 
 
 def signer(key: SecretKey) -> Ed25519PrivateKey:
@@ -45,27 +45,58 @@ def digest_of(data: Dataset) -> str:
     return hashlib.sha256(listed).hexdigest()
 
 
-def write(path: Path, record: dict[str, Any], key: SecretKey) -> dict[str, str]:
-    """Sign a certificate and write it, and its page beside it.
+def signed(path: Path) -> Path:
+    """The hidden directory where a certificate waits until what it says is done."""
+    return path.with_name(f".{path.name}.signed")
+
+
+def sign(path: Path, record: dict[str, Any], key: SecretKey) -> None:
+    """Sign a certificate and its page, and keep them aside until `issue`.
 
     Args:
       path: the JSON file; the page has its name, with .html and .md.
       record: all but the public key and the signature.
       key: of the ledger of the data.
-    Returns:
-      The paths, as "certificate", "html" and "markdown".
     """
     private = signer(key)
     record = json.loads(json.dumps(record, sort_keys=True))  # as whoever reads the file has it
     whole = {**record, "public_key": private.public_key().public_bytes_raw().hex()}
     whole["signature"] = private.sign(_signed(whole)).hex()
-    make_place(path.parent)
-    write_atomically(path, _file(whole))
-    pages = _pages(path, whole)
-    for page, text in pages.items():
-        write_atomically(page, text)
-    html, markdown = map(str, pages)
-    return {"certificate": str(path), "html": html, "markdown": markdown}
+    make_place(place := signed(path))
+    for page, text in (_pages(path, whole) | {path: _file(whole)}).items():
+        write_atomically(place / page.name, text)
+
+
+def issue(path: Path) -> dict[str, str]:
+    """Put a signed certificate in its place, the JSON file last.
+
+    Returns:
+      The paths, as "certificate", "html" and "markdown".
+    """
+    names = {"html": ".html", "markdown": ".md", "certificate": ".json"}
+    paths = {name: path.with_suffix(suffix) for name, suffix in names.items()}
+    for page in paths.values():
+        if (waiting := signed(path) / page.name).exists():  # else it was moved before a kill
+            waiting.replace(page)
+    sync_directory(path.parent)
+    signed(path).rmdir()
+    return {name: str(page) for name, page in paths.items()}
+
+
+def waiting(path: Path, target: Path) -> dict[str, Any] | None:
+    """The signed certificate that was to be issued when a process was killed, if the data that it
+    is about are in their place; else None.
+
+    Args:
+      path: where it is issued.
+      target: the place of the data.
+    """
+    try:
+        record = read(signed(path) / path.name)
+        same = digest_of(Dataset.open(target)) == record["data"]["after"]
+    except (FedsimError, OSError):
+        return None
+    return record if same else None
 
 
 def check(path: Path, data: str | None, place: Path) -> list[Check]:
@@ -77,7 +108,7 @@ def check(path: Path, data: str | None, place: Path) -> list[Check]:
       place: directory of the ledger of the data.
     """
     try:
-        record = _read(path)
+        record = read(path)
     except FedsimError as error:
         return [Check("signature", False, str(error))]
     found = f"not a byte changed since {record['time']}"
@@ -94,8 +125,10 @@ def check(path: Path, data: str | None, place: Path) -> list[Check]:
     return checks
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
     """The certificate in a file. Raises: Violated: it is none, or was changed."""
+    from jinja2 import TemplateError
+
     record = read_object(path, "certificate")
     known = record.get("kind") == KIND and record.get("format") in READABLE
     demand(known, f"{path}: expected a certificate of `fedsim forget`")
@@ -106,6 +139,12 @@ def _read(path: Path) -> dict[str, Any]:
     except (InvalidSignature, KeyError, TypeError, ValueError):
         raise Violated(changed) from None
     demand(path.read_bytes() == _file(record), changed)
+    try:
+        as_markdown(TEMPLATE, title=TITLE, record=record)
+        whole = isinstance(record["data"]["after"], str)
+    except (*MALFORMED, TemplateError) as error:
+        raise Violated(f"{path}: expected all that a certificate says ({error})") from None
+    demand(whole, f"{path}: expected the digest of the data")
     return record
 
 
@@ -119,7 +158,7 @@ def _file(record: dict[str, Any]) -> bytes:
 
 
 def _pages(path: Path, record: dict[str, Any]) -> dict[Path, bytes]:
-    facts = {"title": "Certificate of forgetting", "record": record}
+    facts = {"title": TITLE, "record": record}
     made = {".html": as_html(TEMPLATE, **facts), ".md": as_markdown(TEMPLATE, **facts)}
     return {path.with_suffix(suffix): text.encode() for suffix, text in made.items()}
 

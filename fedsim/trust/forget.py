@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from fedsim.accounting import at_most
-from fedsim.budget import GONE, RUNNING, BudgetLedger, Charge, books, hold, union
+from fedsim.budget import GONE, RUNNING, BudgetLedger, Charge, Entry, books, hold, union
 from fedsim.config import default_delta, to_json
 from fedsim.data import Dataset, forgetting, tokenizer_from_users
 from fedsim.errors import FedsimError, expect
@@ -63,17 +63,12 @@ class Request:
         name the place."""
         return f"{forgetting.PLACE}{self.key.seal(f'forgotten place {person}')[:16]}"
 
-    def unnamed(self, said: Any) -> Any:
-        """A path or text for the certificate, or an object of such, without the people's ids.
+    def unnamed(self, said: str | Path) -> str:
+        """A name, path or reason for the certificate, without the people's ids.
 
-        An id of three characters or fewer is one only as a whole name or word.
+        An id of three characters or fewer is one only as a whole name or word. Numbers and digests
+        are none: an id may be part of one by chance.
         """
-        if isinstance(said, dict):
-            return {name: self.unnamed(each) for name, each in said.items()}
-        if isinstance(said, list):
-            return [self.unnamed(each) for each in said]
-        if not isinstance(said, str | Path):
-            return said
         text = str(said)
         for each in sorted(self.people, key=len, reverse=True):
             if len(each) > 3:
@@ -112,6 +107,11 @@ class Promise:
         by = " (by group privacy, which is not tight)" if self.how == GROUP else ""
         spent = f"epsilon = {at_most(self.epsilon, '.4g')}, delta = {at_most(self.delta, '.2e')}"
         return f"{self.run}: as if {who} had never been there, up to {spent}{by}"
+
+    def unnamed(self, request: Request) -> "Promise":
+        """The same without the people's ids."""
+        shown = {name: request.unnamed(getattr(self, name)) for name in ("run", "why_not")}
+        return dataclasses.replace(self, **shown)
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object of the certificate."""
@@ -186,11 +186,18 @@ def forget(
     target = data.path if out is None else out.absolute()
     hidden = target.with_name(f".{target.name}.forgetting")
     aside = in_place or retrain is not None
-    if aside and hidden.exists() and not dry_run:  # of a process that was killed
-        shutil.rmtree(hidden)
+    file = file or target.with_name(f"{target.name}-forgotten.json")
+    if not dry_run and (record := certificate.waiting(file, target)) is not None:
+        # A process was killed when it had put the data in their place.
+        shutil.rmtree(hidden, ignore_errors=True)
+        written = certificate.issue(file)
+        with hold(place) as ledger:
+            ids = certificate.digests(forgetting.read_ids(users, data, column), ledger.key)
+        console.note(f"{file}: issued now; a process was killed before it could")
+        if ids == record["people"]["digests"]:
+            return {**record, "out": str(target), **written}
     absent = in_place or not (target.exists() or target.is_symlink())
     expect("out", target, absent, "a directory that is not there yet")
-    file = file or target.with_name(f"{target.name}-forgotten.json")
     clear = file.suffix == ".json" and not file.exists()
     expect("certificate", file, clear, "a new file that ends in .json")
     make_place(file.parent)
@@ -200,6 +207,9 @@ def forget(
     expect("run_dir", run_dir, (run_dir is None) == (retrain is None), new_run)
     for each in also:
         expect("search", each, each.exists(), "a file or directory")
+    for left in () if dry_run else (hidden, certificate.signed(file)):
+        if left.exists() and (aside or left != hidden):  # of a process that was killed
+            shutil.rmtree(left)
     people = forgetting.read_users(users, data, column)
     again = retrain and run_dir and retraining_of(retrain, run_dir, data, people)
     with hold(place) as ledger:
@@ -221,13 +231,14 @@ def forget(
     for each in filter(None, (*promises, together)):
         console.note(each.sentence)
     said = {
-        "runs": request.unnamed([each.as_dict() for each in promises]),
-        "together": together and request.unnamed(together.as_dict()),
+        "runs": [each.unnamed(request).as_dict() for each in promises],
+        "together": together and together.as_dict(),
     }
     if again:
         spent = cost(again, [each for each in data.train.user_ids() if each not in people], place)
         console.note(sentence(again, spent))
-        said["retrained"] = request.unnamed({"sentence": sentence(again, spent), **spent})
+        named = sentence(again, spent, request.unnamed(again.run))
+        said["retrained"] = {"sentence": named, **spent}
     if dry_run:
         return said
     beside = hidden if aside else target
@@ -236,7 +247,7 @@ def forget(
     computed = _computed(request, promises, target)
     if again and again.num_steps:
         model = train_again(again, beside, target, place, engine, console)
-        said["retrained"] |= request.unnamed(described(again, model))
+        said["retrained"] |= described(again, model, request.unnamed)
         also = [*also, again.out]
         computed += [{"path": request.unnamed(again.out), "why": why} for why in again.computed]
     roots = _roots(data.path, beside, promises, place, also)
@@ -278,7 +289,7 @@ def forget(
         },
         "computed": computed,
     }
-    written = certificate.write(file, record, request.key)
+    certificate.sign(file, record, request.key)
     try:
         if in_place:
             shutil.copymode(target, beside)
@@ -286,12 +297,11 @@ def forget(
         elif aside:
             beside.rename(target)
     except BaseException:
-        for each in written.values():
-            Path(each).unlink(missing_ok=True)
+        shutil.rmtree(certificate.signed(file))
         raise
     if in_place:
         shutil.rmtree(beside)
-    return {**record, "out": str(target), **written}
+    return {**record, "out": str(target), **certificate.issue(file)}
 
 
 def _counted(ledger: BudgetLedger, people: Collection[str], charges: Sequence[Charge]) -> int:
@@ -314,16 +324,32 @@ def _trained_on(run_dir: Path, request: Request) -> int:
 
 def _of_charge(charge: Charge, people: int, delta: float, console: Console) -> Promise:
     """What a run in the ledger promises; by all that it planned, if it runs or is not here."""
-    entry, path = charge.entry, Path(charge.entry.place)
-    ended = charge.state not in (RUNNING, GONE)
-    if entry.kind == "train" and ended and (path / directory.CONFIG).exists():
+    entry, path = charge.entry, _home(charge.entry)
+    is_run, ended = entry.kind == "train", charge.state not in (RUNNING, GONE)
+    if is_run and ended and _has(path, entry.run):
         return _of_run(path, people, console)
-    here = path if path.is_dir() else None
+    # Another run, perhaps of other people, may lie at the place of a run now.
+    here = path if path.is_dir() and (not is_run or _has(path, entry.run)) else None
     about = (f"{path.name or entry.kind} ({entry.kind}, {charge.state})", "", people)
     if charge.nothing or charge.released is None:
         return Promise(*about, math.inf, delta, "", why_not(charge.nothing), here)
     epsilon, how = composed([charge], [people], people, delta)
     return Promise(*about, epsilon, delta, how, _none_at(epsilon), here)
+
+
+def _home(entry: Entry) -> Path:
+    """The directory of the run that a release belongs to; evaluations of a run lie below it."""
+    place = Path(entry.place)
+    above = () if entry.kind == "train" else place.parents[:2]
+    return next((path for path in above if (path / run_ledger.FILE).exists()), place)
+
+
+def _has(path: Path, run: str) -> bool:
+    """True if the run with this identifier, and no other one, is in a directory."""
+    try:
+        return run_ledger.head(path).get("key_seal") == run
+    except (FedsimError, OSError):
+        return False
 
 
 def _of_run(run_dir: Path, people: int, console: Console) -> Promise:

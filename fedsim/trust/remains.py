@@ -12,6 +12,7 @@ others; the texts searched for are taken MOST_TOKENS at a time.
 """
 
 import json
+import lzma
 import os
 import secrets
 import stat
@@ -328,13 +329,16 @@ def _leaves(column: Any) -> Iterator[bytes]:
         yield from _leaves(column.flatten())
     elif pa.types.is_integer(kind):
         yield np.ascontiguousarray(column.drop_null().to_numpy(zero_copy_only=False)).tobytes()
+    elif pa.types.is_decimal(kind):
+        return  # numbers, which no text is
     elif not pa.types.is_primitive(kind) and not pa.types.is_null(kind):
         cells = column.drop_null().cast(pa.large_binary()).to_pylist()
         yield b"\0".join(cells)
 
 
 UNREADABLE = (
-    *(OSError, EOFError, pa.ArrowException, zipfile.BadZipFile, zlib.error),
+    *(OSError, EOFError, pa.ArrowException, zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+    UnicodeDecodeError,  # of names in a damaged Parquet file
     RuntimeError,  # of an encrypted member of a zip file, or an unknown compression
 )
 """Errors of files that are damaged, or that only their owner can read."""

@@ -8,7 +8,7 @@ two models would be the gradient of the people who are gone.
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -226,9 +226,14 @@ def cost(retraining: Retraining, others: Collection[str], place: Path) -> dict[s
     }
 
 
-def sentence(retraining: Retraining, spent: dict[str, Any]) -> str:
-    """What a retraining saves and costs, in words. Args: spent: the result of `cost`."""
-    run, total = retraining.run, retraining.plan.num_steps
+def sentence(retraining: Retraining, spent: dict[str, Any], name: str = "") -> str:
+    """What a retraining saves and costs, in words.
+
+    Args:
+      spent: the result of `cost`.
+      name: of the old run; its own by default.
+    """
+    run, total = name or retraining.run, retraining.plan.num_steps
     if retraining.first is None:
         return f"{run}: no step drew any of them: its model is as if they had never been there"
     step, why = retraining.parent.step, retraining.why
@@ -245,9 +250,14 @@ def sentence(retraining: Retraining, spent: dict[str, Any]) -> str:
     )
 
 
-def described(retraining: Retraining, model: str) -> dict[str, Any]:
-    """The new run for the certificate. Args: model: sha256 of its parameters."""
-    names = {"run": retraining.out.name, "old_run": retraining.run}
+def described(retraining: Retraining, model: str, unnamed: Callable[[str], str]) -> dict[str, Any]:
+    """The new run for the certificate.
+
+    Args:
+      model: sha256 of its parameters.
+      unnamed: takes the people's ids out of a name.
+    """
+    names = {"run": unnamed(retraining.out.name), "old_run": unnamed(retraining.run)}
     return {**names, "first_step": retraining.parent.step, "model": model}
 
 

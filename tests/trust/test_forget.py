@@ -1,5 +1,6 @@
 """`fedsim forget`: what is gone, what stays byte for byte, what is found, and what is certified."""
 
+import dataclasses
 import gzip
 import itertools
 import json
@@ -8,8 +9,11 @@ import shutil
 import string
 import sys
 import zipfile
+from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from refused import refuses
@@ -319,6 +323,20 @@ def test_any_changed_byte_breaks_the_certificate(world, forgotten, tmp_path):
     assert certificate.check(changed, None, place)[0].holds
 
 
+@pytest.mark.parametrize("changed", [{}, {"search": 5}, {"data": 5}, {"data": {"after": 5}}])
+def test_a_certificate_that_lacks_something_is_one_line(forgotten, tmp_path, changed):
+    """Anyone can sign anything with a key of their own."""
+    path, key = tmp_path / "some.json", SecretKey.create()
+    record = json.loads(Path(forgotten["certificate"]).read_text()) if changed else {}
+    about = {"kind": certificate.KIND, "format": certificate.FORMAT}
+    private, record = certificate.signer(key), {**record, **about, **changed}
+    record["public_key"] = private.public_key().public_bytes_raw().hex()
+    record["signature"] = private.sign(certificate._signed(record)).hex()
+    path.write_bytes(certificate._file(record))
+    (found,) = certificate.check(path, None, tmp_path / "ledger")
+    assert found.holds is False and f"{path}: expected " in found.found
+
+
 def test_the_certificate_names_nobody_and_its_owner_recognises_everyone(world, forgotten):
     key = SecretKey.load(world.path / "ledger")
     assert forgotten["people"]["digests"] == certificate.digests(GONE, key)
@@ -460,6 +478,21 @@ def test_the_search_reads_what_is_compressed_and_how_json_spells_it(small, tmp_p
     assert found.unread == [place / "torn.parquet"] and found.unread[0] in found.found
 
 
+def test_what_is_damaged_in_an_archive_is_unread_and_numbers_hide_no_text(small, tmp_path):
+    data = Dataset.open(small / "data")
+    text = next(row["text"] for row in rows_of(6) if row["user_id"] == "person-0002")
+    with zipfile.ZipFile(tmp_path / "torn.zip", "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("a", text)
+    whole = bytearray((tmp_path / "torn.zip").read_bytes())
+    whole[31 + 9 : 31 + 30] = b"\xff" * 21
+    (tmp_path / "torn.zip").write_bytes(whole)
+    table = pa.table({"price": pa.array([Decimal("1.50")]), "text": [text]})
+    pq.write_table(table, tmp_path / "prices.parquet", compression="zstd")
+    paths = [tmp_path / "torn.zip", tmp_path / "prices.parquet"]
+    found = remains.search(data, ["person-0002"], paths)
+    assert found.unread == paths[:1] and paths[1] in found.found
+
+
 def test_a_search_in_several_passes_finds_the_same(small, monkeypatch):
     data, places = Dataset.open(small / "data"), [small / "data", small / "source.jsonl"]
     whole = remains.search(data, ["person-0001", "person-0004"], places)
@@ -568,6 +601,65 @@ def test_what_a_killed_process_left_is_removed_and_a_running_run_is_waited_for(s
     assert (small / "link").is_symlink() and not left.exists()
     assert not (small / "data").is_symlink() and (small / "data-forgotten.json").exists()
     assert "person-0001" not in Dataset.open(small / "link").people()
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_nothing_is_certified_before_it_is_done_and_the_same_command_goes_on(
+    small, monkeypatch, when
+):
+    """A kill before the data are in their place, or before the old ones are removed."""
+    users_file(small / "users", ["person-0001"])
+
+    remove = shutil.rmtree
+
+    def killed(path, *_, **options):
+        if Path(path).suffix not in (".forgetting", ".signed"):
+            return remove(path, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        if when == "before":
+            patch.setattr(forgetting_of, "exchange", killed)
+        ask(small, in_place=True)
+    assert not (small / "data-forgotten.json").exists()
+    assert ("person-0001" in Dataset.open(small / "data").people()) == (when == "before")
+    found = ask(small, in_place=True)
+    assert "person-0001" not in Dataset.open(small / "data").people()
+    assert found["people"]["number"] == 1 and found["out"] == str(small / "data")
+    checks = certificate.check(small / "data-forgotten.json", str(small / "data"), small / "ledger")
+    assert all(each.holds for each in checks)
+    assert not [name for name in os.listdir(small) if name.startswith(".data")]
+    users_file(small / "users", ["person-0002"])  # others are not taken for these
+    with refuses("certificate", says="a new file"):
+        ask(small, in_place=True)
+
+
+@pytest.mark.privacy
+def test_the_run_that_lies_at_the_place_of_another_one_promises_nothing_for_it(world, forgotten):
+    other = dataclasses.replace(charge(1, state="released"), released=STEPS)
+    other = dataclasses.replace(
+        other, entry=dataclasses.replace(other.entry, place=str(world.path / "run"))
+    )
+    found = promise(other)
+    exact = accounting.epsilon(accounting.for_people(STEPS, 3), 1e-6)
+    assert found.epsilon == pytest.approx(exact, rel=1e-3) and found.place is None
+
+
+def test_an_evaluation_belongs_to_the_run_above_it(world, forgotten):
+    entry = charge(1, kind="evaluation").entry
+    place = str(world.path / "run" / "evaluations" / "training")
+    assert forgetting_of._home(dataclasses.replace(entry, place=place)) == world.path / "run"
+
+
+def test_an_id_that_is_a_number_changes_no_number_of_the_certificate(small):
+    data = Dataset.open(small / "data")
+    request = forgetting_of.Request(data, ["1", "3939"], SecretKey.create(0))
+    known = forgetting_of.Promise("run/1", "a3939b", 1, 2.0, 1e-6, "theorem", "of 1")
+    shown = known.unnamed(request).as_dict()
+    assert shown["run"] == "run/(id)" and shown["why_not"] == "of (id)"
+    assert shown["model"] == "a3939b" and "promises 1 of them nothing" in shown["sentence"]
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,8 @@ def test_the_certificate_lists_it(world, retrained):
     signed = ("format", "retrained", "public_key", "signature")
     older = {name: value for name, value in record.items() if name not in signed}
     old, key = world.path / "older.json", SecretKey.load(world.path / "ledger")
-    certificate.write(old, {**older, "format": 1}, key)
+    certificate.sign(old, {**older, "format": 1}, key)
+    certificate.issue(old)
     found = certificate.check(old, str(world.new), world.path / "ledger")
     assert all(each.holds for each in found) and "trained again" not in old.read_text()
     whys = [each["why"] for each in record["computed"] if each["path"] == str(world.again)]
