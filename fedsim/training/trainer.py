@@ -185,7 +185,8 @@ class Trainer:
             saver.save(state.step, vars(state))
         self._tell_saved()
         if state.step < self.plan.num_steps:
-            self.console.note(f"stopped after step {state.step}; --resume continues from there")
+            then = "; --resume continues from there" if self.plant is None else ""
+            self.console.note(f"stopped after step {state.step}{then}")
 
     def _first_of(self, steps_before: int) -> AbstractContextManager[None]:
         """Show progress during the first step, whose duration is not yet known."""

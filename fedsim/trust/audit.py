@@ -58,7 +58,7 @@ KINDS = {
 }
 OF_PRIVACY = {"group_size", "group_size_epsilon"}  # settings of PrivacyConfig that are replaced
 OF_SUMMARY = ("epsilon", "epsilon_holds", "delta", "noise_multiplier", "sampling_run")
-OF_SUMMARY += ("sampling_prob", "num_steps", "planted")
+OF_SUMMARY += ("sampling_prob", "num_steps", "steps_done", "planted")
 
 
 def audit(
@@ -92,6 +92,8 @@ def audit(
     privacy, run = dataclasses.replace(privacy, **ours), changed_run(run, **changes)
     planted = plant(algorithm, settings, privacy, run.seed, data)
     summary = train(algorithm, privacy, run, console, plant=planted)
+    if summary["steps_done"] < summary["num_steps"]:
+        console.note("an audit cannot be resumed: to finish it, start it again in a new directory")
     newest, plan = checkpoint.latest(run.run_dir), directory.load(run.run_dir).plan
     assert newest is not None and plan is not None, "a run that ended has both"
     phases, delta = ledger.phases(ledger.read(run.run_dir)), summary["delta"]
@@ -222,6 +224,8 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
             holds, verdict = True, f"at most {claimed:.3f} is claimed: not refuted, {PREMISE}"
     else:
         holds, verdict = True, f"at most {claimed:.3f} is claimed: not refuted"
+    if holds and (done := result["steps_done"]) < (steps := result["num_steps"]):
+        holds, verdict = None, f"{verdict}, but stopped after {done} of {steps} steps: INCONCLUSIVE"
     return {
         **{
             "epsilon_lower_bound": lower_bound,

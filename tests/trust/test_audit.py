@@ -293,13 +293,13 @@ def test_an_audit_takes_the_local_steps_that_are_asked_for(texts, run_dir, capsy
     assert isinstance(tasks[0], CanaryTask) and tasks[0].local_steps == LocalSteps(2, 0.1)
 
 
-def result(epsilon, label=ADJACENCY["zero-out"], found=5.0, largest=9.0, independent=None):
+def result(epsilon, label=ADJACENCY["zero-out"], found=5.0, largest=9.0, independent=None, done=9):
     gradient = {"bound": {"epsilon": found, "largest_possible": largest}}
     if independent is not None:
         gradient["independent"] = dict(zip(("refuted", "could_refute"), independent, strict=True))
     return {
         **{"epsilon": epsilon, "epsilon_holds": label, "delta": 1e-6, "confidence": 0.95},
-        **{"gradient": gradient, "text": None},
+        **{"gradient": gradient, "text": None, "steps_done": done, "num_steps": 9},
     }
 
 
@@ -308,6 +308,8 @@ def result(epsilon, label=ADJACENCY["zero-out"], found=5.0, largest=9.0, indepen
     [
         (result(4.0), False, "at most 4.000 is claimed: THE CLAIM IS REFUTED"),
         (result(6.0), True, "at most 6.000 is claimed: not refuted"),
+        (result(6.0, done=2), None, "at most 6.000 is claimed: not refuted, but stopped after 2"),
+        (result(4.0, done=2), False, "at most 4.000 is claimed: THE CLAIM IS REFUTED"),
         (result(9.5), None, "at most 9.500 is claimed: INCONCLUSIVE, for with every coin"),
         (result("inf"), None, "no privacy is claimed"),
         (result(9.5, independent=(False, True)), True, "at most 9.500 is claimed: not refuted, if"),
