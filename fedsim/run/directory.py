@@ -261,8 +261,8 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError.of("run_dir", run_dir, "a directory, found a file")
     # A run that was killed before its first step leaves these files at most.
-    leftovers = {LOCK, *(name + end for name in (keys.FILE, TOKENIZER) for end in ("", ".tmp"))}
-    leftovers |= {CONFIG + ".tmp", MODEL, "tokenizer.provenance.json"}
+    written = keys.FILE, TOKENIZER, "tokenizer.provenance.json"
+    leftovers = {LOCK, CONFIG + ".tmp", MODEL, *(n + end for n in written for end in ("", ".tmp"))}
     if run_dir.exists() and {path.name for path in run_dir.iterdir()} - leftovers:
         raise ConfigError.of("run_dir", run_dir, "a new or empty directory, or one with a run")
     if run_dir.exists():
