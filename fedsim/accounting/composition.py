@@ -27,6 +27,9 @@ LARGEST_DELTA = 1 - 1e-6
 MAX_GRID_POINTS = 2**23
 """Longest discretised privacy loss, before or after composition: about half a gigabyte."""
 
+MOST_EXPONENT = 700.0
+"""Largest epsilon whose exponential is a number."""
+
 REMOVE, ADD = 0, 1
 """The two directions of adjacency, as indices into what `directions` returns."""
 
@@ -131,8 +134,11 @@ def deltas_at(pmf: DensePLDPmf, epsilons: np.ndarray) -> np.ndarray:
     paid = np.asarray(signal.lfilter([decay], [1.0, -decay], descending))
     at = (pmf._lower_loss + pmf.size - 2 - np.arange(pmf.size)) * grid
     deltas = np.concatenate([(reached - paid)[::-1], [pmf._infinity_mass]])
-    places = np.exp(np.minimum(np.concatenate([at[::-1], [at[0] + grid]]), 700.0))
-    return np.interp(np.exp(epsilons), places, deltas)
+    levels = np.concatenate([at[::-1], [at[0] + grid]])
+    kept = max(1, int(np.searchsorted(levels, MOST_EXPONENT, side="right")))
+    places = np.exp(np.minimum(levels[:kept], MOST_EXPONENT))
+    # Beyond the last place that is kept, its delta is returned, which is no smaller.
+    return np.interp(np.exp(np.minimum(epsilons, MOST_EXPONENT)), places, deltas[:kept])
 
 
 def _power(spectrum: np.ndarray, exponent: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.accounting import Event, PureEvent, StepEvent, epsilon as epsilon_of
+from fedsim.accounting import Event, PureEvent, StepEvent, epsilon as epsilon_of, epsilon_with
 from fedsim.budget import Applicant, Limit, admitted, place_of
 from fedsim.config import ZERO_OUT
 from fedsim.data import Tokenizer, UserStore, label_prompts, labels_of
@@ -207,5 +207,7 @@ def total_epsilon(run_dir: Path, histogram: LabelHistogram | None = None) -> flo
         return np.inf
     steps = sum(count for event, count in phases if isinstance(event, StepEvent))
     slack = plan.slack_after(steps)
-    more: list[tuple[Event, int]] = [] if histogram is None else [(PureEvent(histogram.epsilon), 1)]
-    return epsilon_of([*phases, *more], plan.delta - slack.delta) + slack.epsilon
+    if histogram is None:
+        return epsilon_of(phases, plan.delta - slack.delta) + slack.epsilon
+    # The slack was found for the epsilon of the training, and counts more at a larger one.
+    return epsilon_with([slack], [*phases, (PureEvent(histogram.epsilon), 1)], plan.delta)

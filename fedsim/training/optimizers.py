@@ -207,18 +207,20 @@ def _options(name: str, text: str, factory: Callable) -> dict[str, Any]:
         expect("optimizer", name, bool(equals) and key in names, f"options among {sorted(names)}")
         try:
             options[key] = json.loads(value)
+            finite = not isinstance(options[key], float) or math.isfinite(options[key])
         except ValueError:
-            raise ConfigError.of("optimizer", name, f"{key}=a number, true or false") from None
+            finite = False
+        expect("optimizer", name, finite, f"{key}=a finite number, true, false or null")
     return options
 
 
 def _works(factory: Callable, options: dict[str, Any]) -> bool:
     """True if the optimizer updates from a gradient alone, unlike lbfgs, with these options."""
-    params = jnp.zeros(2)
+    params = {"matrix": jnp.zeros((2, 3)), "vector": jnp.zeros(2)}
     try:
         transformation = factory(learning_rate=1.0, **options)
         transformation.update(params, transformation.init(params), params)
-    except (TypeError, AttributeError, ValueError):
+    except (ArithmeticError, AttributeError, TypeError, ValueError):
         return False
     return True
 

@@ -21,6 +21,7 @@ from fedsim.errors import ConfigError, expect
 from fedsim.evaluate import last_model
 from fedsim.keys import SecretKey
 from fedsim.run import Console, StoredRun
+from fedsim.sampling import graph_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,12 +160,17 @@ def personalize_run(
     Args:
       run: settings of the run, with the engine to compute with.
       split: eval_users, or test: later examples, some of them by users of the training data.
-    Raises: ConfigError: there is no checkpoint or no such split, or the data have changed.
+    Raises: ConfigError: there is no checkpoint or no such split, the data have changed, or their
+      texts have several owners.
     """
     task, params, data, path = last_model(stored, run, console)
     store = getattr(data, split)
     if store is None:
         raise ConfigError.of("split", split, f"data with {split}, found {', '.join(data.splits())}")
+    alone = graph_of(store) is None
+    expect(
+        "data", run.data.source, alone, "texts with one owner each, of which each half is a user's"
+    )
     result = personalize(task, params, store, split, settings, console)
     about = {"run_dir": str(run.run_dir), "checkpoint": path.name, "split": split}
     return {**about, "loss_unit": data.loss_unit, **result}

@@ -226,9 +226,10 @@ class Trainer:
             metrics.log(step, values)
             self.calls.evaluated(step, values)
             most = MOST_LOSS * max(1.0, state.initial_eval_loss) if step else math.inf
-            # When a run ends is public, so only a loss that is released may end it.
-            released = self.plan.evaluations is not None or not self.plan.noise_multiplier
-            loss = values.get(VALIDATION["eval_users"], 0.0) if released else 0.0
+            # When a run ends is public, so a loss without noise may not end one with a guarantee.
+            # One with noise says nothing of this: it is cut off at its bound, and the rest is noise.
+            judged = not self.plan.noise_multiplier
+            loss = values.get(VALIDATION["eval_users"], 0.0) if judged else 0.0
             if not loss <= most:  # also for nan
                 raise self._diverged(step, f"the loss is {loss:g}")
             for copy in (state, then):

@@ -54,6 +54,14 @@ def test_epsilon_at_does_not_underflow_at_huge_losses():
     assert math.exp(upper) - math.exp(epsilon + lower) == pytest.approx(1e-6, rel=1e-4)
 
 
+def test_deltas_of_huge_epsilons_are_not_too_small():
+    one = mixture.one_step_pld(mixture.binomial_mixture(1.0, 40, 1.0), 2**-7)
+    epsilons = np.array([600.0, 690.0, 900.0, 2000.0])
+    found = composition.deltas_at(one._pmf_remove, epsilons)
+    exact = [one.get_delta_for_epsilon(epsilon) for epsilon in epsilons]
+    assert found[:2] == pytest.approx(exact[:2], rel=1e-6) and (found[2:] >= exact[2:]).all()
+
+
 def test_three_different_losses_in_one_go_are_the_same_one_by_one():
     """With counts of one, and sizes that differ, against plain convolution."""
     grid = 2**-6

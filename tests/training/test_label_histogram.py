@@ -1,5 +1,6 @@
 """The histogram of labels: each user counts once, the noise is exact, and it is released once."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -11,7 +12,7 @@ from scipy import stats
 from test_verify import write_texts
 
 import fedsim
-from fedsim.accounting import PureEvent, epsilon
+from fedsim.accounting import PureEvent, epsilon, epsilon_with
 from fedsim.budget.ledger import hold, place_of
 from fedsim.cli.main import main
 from fedsim.data import Dataset, Tokenizer, UserStore, label_prompts, labels_of
@@ -167,6 +168,11 @@ def test_a_histogram_is_released_once_and_counted_before(run, trained, capsys):
     phases = claimed_phases(stored.plan, ledger.phases(ledger.read(run)))
     together = epsilon([*phases, (PureEvent(eps), 1)], 1e-3)
     assert total_epsilon(run, released) == pytest.approx(together, rel=1e-3)
+    # What noise that is not ideal takes of delta grows with the epsilon of both together.
+    large, plan = dataclasses.replace(released, epsilon=14.0), stored.plan
+    parts = [plan.slack_after(sum(count for event, count in phases))]
+    whole = epsilon_with(parts, [*phases, (PureEvent(14.0), 1)], plan.delta)
+    assert total_epsilon(run, large) == whole
     assert total_epsilon(run) == pytest.approx(fedsim.load(run).epsilon, rel=1e-3)
     main(["verify", str(run)])
     assert "OK          labels      4 counts of users, epsilon 0.5" in capsys.readouterr().out

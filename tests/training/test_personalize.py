@@ -2,6 +2,8 @@
 
 import functools
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,8 +15,9 @@ from test_train import command, texts  # noqa: F401
 
 from fedsim.cli.main import main
 from fedsim.config import Personalization
+from fedsim.data import Owners
 from fedsim.run.console import Console
-from fedsim.training.personalize import Personalizer, halves, personalize
+from fedsim.training.personalize import Personalizer, halves, personalize, personalize_run
 
 SIZES = [1, 2, 9, 40, 3, 1, 16]
 
@@ -112,6 +115,18 @@ def test_a_run_is_personalized_from_the_command_line(texts, run_dir, capsys):  #
     assert message == (
         "fedsim: error: split=test: expected data with test, found train, eval_users, eval_examples"
     )
+
+
+def test_users_whose_texts_others_own_too_are_not_halved(monkeypatch):
+    """A range of such a store is of a set of owners: nobody's texts are one range."""
+    starts, users = np.array([0, 2, 3]), np.array([0, 1, 0], np.int32)
+    store = SimpleNamespace(owners=Owners(2, starts, users), num_users=2)
+    data = SimpleNamespace(eval_users=store)
+    found = None, None, data, Path("checkpoint")
+    monkeypatch.setattr("fedsim.training.personalize.last_model", lambda *_: found)
+    run = SimpleNamespace(data=SimpleNamespace(source="mail"), run_dir="r")
+    with refuses("data", says="one owner each"):
+        personalize_run(None, run, None)
 
 
 @pytest.mark.parametrize("fields", [{"num_epochs": 0}, {"learning_rates": ()}, {"users": 0}])
