@@ -168,9 +168,7 @@ def personalize_run(
     if store is None:
         raise ConfigError.of("split", split, f"data with {split}, found {', '.join(data.splits())}")
     alone = graph_of(store) is None
-    expect(
-        "data", run.data.source, alone, "texts with one owner each, of which each half is a user's"
-    )
+    expect("data", run.data.source, alone, "texts with one owner each")
     result = personalize(task, params, store, split, settings, console)
     about = {"run_dir": str(run.run_dir), "checkpoint": path.name, "split": split}
     return {**about, "loss_unit": data.loss_unit, **result}

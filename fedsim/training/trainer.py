@@ -227,7 +227,7 @@ class Trainer:
             self.calls.evaluated(step, values)
             most = MOST_LOSS * max(1.0, state.initial_eval_loss) if step else math.inf
             # When a run ends is public, so a loss without noise may not end one with a guarantee.
-            # One with noise says nothing of this: it is cut off at its bound, and the rest is noise.
+            # One with noise says nothing of it: it is cut off at its bound, and the rest is noise.
             judged = not self.plan.noise_multiplier
             loss = values.get(VALIDATION["eval_users"], 0.0) if judged else 0.0
             if not loss <= most:  # also for nan
