@@ -181,6 +181,8 @@ def _cached(
     tokenizer = Tokenizer.from_spec(spec if is_file or spec.startswith("hf:") else "bytes")
     if is_file or spec.startswith("hf:"):
         relevant["tokenizer"] = [Path(spec).name if is_file else spec, tokenizer.sha256]
+        if tokenizer.trained_on_data or tokenizer.origin:  # which the data note, too
+            relevant["tokenizer"] += [tokenizer.trained_on_data, tokenizer.origin]
     if options.get("normalise_ids"):
         relevant["unicode"] = unidata_version
     if options.get("url_column") is not None:

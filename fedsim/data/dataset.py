@@ -84,10 +84,13 @@ class Dataset:
         if not tokens or cut < WARN_SHARE * tokens:
             return None
         longer, most = counts["long_texts"] / counts["rows"], rules["max_length"]
+        # What is split and still loses tokens has turns that are longer than an example.
+        kept = "more" if "chats" in self.metadata else "all"
+        split = f", `fedsim data build --long-texts split` keeps {kept}"
         return (
             f"{longer:.0%} of texts are longer than {most} tokens and were cut; {cut / tokens:.0%} "
-            "of all tokens are lost. A larger --max-length keeps more, `fedsim data build "
-            "--long-texts split` keeps all"
+            "of all tokens are lost. A larger --max-length keeps more"
+            f"{split if rules.get('long_texts') == 'cut' else ''}"
         )
 
 

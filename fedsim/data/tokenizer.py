@@ -543,7 +543,8 @@ def _parsed(
 
 
 def _of_vocab(content: str) -> tokenizers.Tokenizer:
-    pieces = content.splitlines()
+    # Some pieces are separators of lines elsewhere, such as U+2028.
+    pieces = [line.removesuffix("\r") for line in content.removesuffix("\n").split("\n")]
     cased = any(piece != piece.lower() for piece in pieces if not piece.startswith("["))
     vocab = {piece: i for i, piece in enumerate(pieces)}
     return BertWordPieceTokenizer(vocab, lowercase=not cased)._tokenizer

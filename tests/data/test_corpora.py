@@ -146,6 +146,19 @@ def test_a_changed_tokenizer_file_is_another_build(source, tmp_path):
     assert len(entries(cache)) == 2
 
 
+@pytest.mark.privacy
+@pytest.mark.parametrize("first", [True, False])
+def test_a_tokenizer_that_was_trained_on_users_is_another_build(source, tmp_path, first):
+    """The data note it, and `--strict` refuses it: a copy without its provenance is not known."""
+    for place, trained in (("a", first), ("b", not first)):
+        (tmp_path / place).mkdir()
+        tokenizer = Tokenizer.bytes()
+        tokenizer.trained_on_data = trained
+        tokenizer.save(tmp_path / place / "tokenizer.json")
+        data = load(source, cache_dir=tmp_path / "cache", tokenizer=tmp_path / place)
+        assert data.metadata["tokenizer"]["trained_on_data"] == trained
+
+
 def test_another_tokenizer_of_the_hub_is_another_build(source, tmp_path, monkeypatch):
     for characters in ("ab", "xt"):
         publish("org/name", bytes_with(*characters), tmp_path / "hub", monkeypatch)

@@ -76,6 +76,15 @@ def test_a_bert_vocabulary(tmp_path):
     assert 3 not in tokenizer.encode_batch(["hello [SEP] world"])[0]
 
 
+def test_a_piece_may_be_a_separator_of_lines_elsewhere(tmp_path):
+    at = VOCAB.index("world")
+    pieces = [*VOCAB[:at], "\u2028", "\x85", *VOCAB[at:]]
+    for end in ("\n", "\r\n"):
+        (tmp_path / "vocab.txt").write_bytes((end.join(pieces) + end).encode())
+        tokenizer = Tokenizer.load(tmp_path / "vocab.txt")
+        assert tokenizer.encode_batch(["world"]) == [[at + 2]] and tokenizer.vocab_size == 11
+
+
 def test_a_cased_vocabulary_keeps_capitals(tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join([*VOCAB, "Hello"]) + "\n")
     assert Tokenizer.load(tmp_path / "vocab.txt").encode_batch(["Hello"]) == [[9]]

@@ -595,12 +595,17 @@ class _Build:
                 raise DataError.of("min_examples", settings.min_examples, f"1 {several}")
             if rule := decided_by_texts(settings.long_texts):
                 raise DataError(f"{rule} {several}")
-            # Which texts there are must not depend on what they say.
-            if left_out := sum(record["untrained"] + record["skipped"] for record in records):
+            # Which texts there are, also of data that are extended, must not depend on what they
+            # say.
+            before = self.old.metadata.get("counts", {}) if self.old is not None else {}
+            left_out = sum(record["untrained"] + record["skipped"] for record in records)
+            left_out += before.get("chats_without_trained_tokens_dropped", 0)
+            if left_out := left_out + before.get("chats_skipped", 0):
                 names = f"{self.columns.text_fields[0]}={','.join(self.columns.text)}"
                 expected = "a trained token in every chat"
                 raise DataError(f"{names}: expected {expected} {several}, {left_out} have none")
-            if left_out := sum(record["unlabelled"] for record in records):
+            left_out = sum(record["unlabelled"] for record in records)
+            if left_out := left_out + before.get("rows_of_other_labels_dropped", 0):
                 expected = f"a label of the set in every row {several}, {left_out} have another"
                 raise DataError.of("condition_on", settings.condition_on, expected)
         group, rows, held = _numbers(owners)

@@ -32,6 +32,7 @@ from fedsim.errors import BadChat, SlowTemplate
 TRAIN_ON = ("all", COMPLETION, ASSISTANT, USER)
 DEFAULTS = {MESSAGES: ASSISTANT, COMPLETION: COMPLETION, ALPACA: COMPLETION}
 CALLS = ("tool_calls", "function_call", "audio", "images")  # of a turn
+REASONING = ("reasoning_content", "reasoning", "thinking")  # which some templates write, too
 HALF = re.compile("[\ud800-\udfff]")
 BETWEEN = "\n\n"  # parts of Alpaca's prompt
 
@@ -72,7 +73,7 @@ class ChatExamples(NamedTuple):
     tokens: int
     """Number of tokens of the rows."""
     cut: int
-    """Number of tokens that were cut off."""
+    """Number of tokens that were cut off; where rows are split, of trained ones alone."""
     long: int
     """Number of rows of too many tokens."""
     untrained: int
@@ -116,7 +117,11 @@ def chat_examples(
         tokens += len(whole.ids)
         if len(whole.ids) > chats.max_length:
             long += 1
-            cut += len(whole.ids) - chats.max_length if chats.long_texts == "cut" else 0
+            if chats.long_texts == "cut":
+                cut += len(whole.ids) - chats.max_length
+            else:  # a turn may be longer than an example
+                kept = sum(int(each.trained.sum()) for each in own)
+                cut += max(0, int(whole.trained.sum()) - kept)
         untrained += not own
         found += own
         origin += [index] * len(own)
@@ -274,7 +279,7 @@ def _message(turn: dict[str, Any], number: int) -> Message:
     where, role = f"in turn {number}", role_of(turn)
     if role not in ROLES:
         raise BadChat(f"expected a role among {', '.join(ROLES)} {where}")
-    if called := [name for name in CALLS if turn.get(name)]:
+    if called := [name for name in (*CALLS, *REASONING) if turn.get(name)]:
         raise BadChat(f"expected text alone, got {called[0]} {where}")
     content = turn["content"] if "content" in turn else turn.get("value")
     weight = turn.get("weight")

@@ -233,7 +233,7 @@ class Columns:
     def text_fields(self) -> tuple[str, ...]:
         """The setting that names each text column."""
         if self.form == COMPLETION:
-            return "prompt_column", "completion_column"
+            return ("prompt_column", "completion_column")[: len(self.text)]
         return ("messages_column" if self.form == MESSAGES else "text_column",) * len(self.text)
 
     @property
@@ -350,11 +350,23 @@ def normalise(
     return pa.RecordBatch.from_pydict(result)
 
 
-def as_json(values: Sequence[Any]) -> pa.Array:
-    """Values as a column of JSON, null for null."""
-    return pa.array(
-        [None if x is None else json.dumps(x, default=str) for x in values], pa.string()
-    )
+def as_json(values: Sequence[Any], field: str) -> pa.Array:
+    """Values as a column of JSON, null for null; bytes, which some files have for texts, as texts.
+
+    Args:
+      field: the setting that names the column, and the column, for errors.
+    Raises:
+      DataError: bytes are not UTF-8.
+    """
+    try:
+        cells = [None if x is None else json.dumps(x, default=_as_text) for x in values]
+    except UnicodeDecodeError:
+        raise refused(field, "UTF-8, got other bytes") from None
+    return pa.array(cells, pa.string())
+
+
+def _as_text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _joined_json(columns: Sequence[pa.Array]) -> pa.Array:

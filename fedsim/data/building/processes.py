@@ -224,7 +224,13 @@ PLAN = "plan.json"
 
 
 def check_absent(out: Path) -> None:
-    """Check that `out` does not exist or is an empty directory. Raises: DataError."""
+    """Check that a directory can become `out`: it does not exist or is an empty directory.
+
+    Raises: DataError: it exists, or is a link or where another disk is mounted, which cannot be
+      replaced.
+    """
+    if out.is_symlink() or os.path.ismount(out):
+        raise DataError(f"out={out}: expected a new directory, not a link or a mounted one")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise DataError(f"out={out}: already exists, expected a new directory")
 

@@ -126,7 +126,10 @@ def raw(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
 def chats_as_json(batch: pa.RecordBatch, columns: Columns) -> pa.RecordBatch:
     """The batch with the columns of chats as JSON."""
     named = {name: batch[name] for name in batch.schema.names}
-    chats = {name: as_json(plain(named[name]).to_pylist()) for name in columns.text}
+    chats = {
+        name: as_json(plain(named[name]).to_pylist(), f"{field}={name}")
+        for name, field in zip(columns.text, columns.text_fields, strict=True)
+    }
     return pa.RecordBatch.from_pydict(named | chats)
 
 
@@ -335,7 +338,8 @@ def _cut_lines(file: Path, text_format: TextFormat) -> list[Part]:
     with file.open("rb") as stream:
         while start < size:
             stream.seek(min(start + PART_BYTES, size))
-            stream.readline()
+            while (piece := stream.readline(2**20)) and not piece.endswith(b"\n"):
+                pass  # a line may be larger than memory
             end = stream.tell() if stream.tell() < size else size
             parts.append(Part(file, start, end, lines, text_format=text_format))
             stream.seek(start)
@@ -401,7 +405,7 @@ def _batches(
         for name in columns.names:
             values = [text_files.field_value(record.fields, name) for record in rows]
             if columns.form and name in texts:
-                arrays[name] = as_json(values)
+                arrays[name] = as_json(values, name)
             else:
                 arrays[name] = text_files.as_column(values, name, where, name in texts)
         yield row, pa.RecordBatch.from_pydict(arrays)

@@ -72,12 +72,13 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
             raise DataError.of("data", "", "the name of a file or glob, got an empty one")
         source = expand_home("data", source)
         here = Path(source)
-        found = [here] if here.exists() else map(Path, sorted(glob.glob(source)))
-        if here.is_dir() and not is_saved(here):
-            found = files_in(here)
-            if not found:
-                kinds = f"{', '.join(SUFFIXES)} (JSON: '{source}/*.json')"
-                raise DataError.of("data", source, f"files in it that end in {kinds}")
+        matched = [here] if here.exists() else map(Path, sorted(glob.glob(source, recursive=True)))
+        found: list[Path] = []
+        for path in matched:
+            found += files_in(path) if path.is_dir() and not is_saved(path) else [path]
+        if not found and here.is_dir():
+            kinds = f"{', '.join(SUFFIXES)} (JSON: '{source}/*.json')"
+            raise DataError.of("data", source, f"files in it that end in {kinds}")
         found = [file for file in found if file.is_file() or is_saved(file)]
         if not found:
             raise DataError.of("data", source, "a file or glob that exists")
@@ -296,19 +297,22 @@ def _wide(table: pa.Table) -> pa.Table:
 def last_other_speaker(where: np.ndarray, speaker: np.ndarray) -> np.ndarray:
     """The last speaker before, in the same conversation, who is not the speaker; -1 if none.
 
+    Rows without a speaker are left out: they are nobody's turn.
     Args:
       where: int64 [rows], conversations; -1 if none. Rows are in order of conversation and turn.
       speaker: int64 [rows], speakers; -1 if none.
     Returns:
       int64 [rows].
     """
+    found, known = np.full(len(speaker), -1), np.flatnonzero((speaker >= 0) & (where >= 0))
+    where, speaker = where[known], speaker[known]
     fresh = np.diff(where, prepend=-2) != 0
     begins = fresh | (np.diff(speaker, prepend=-2) != 0)  # a sequence of texts of one speaker
     first = np.flatnonzero(begins)
-    before = np.append(-1, speaker[first][:-1])
+    before = np.append(-1, speaker[first])[: len(first)]
     before[fresh[first]] = -1
-    others = before[np.cumsum(begins) - 1]
-    return np.where((speaker >= 0) & (where >= 0), others, -1)
+    found[known] = before[np.cumsum(begins) - 1]
+    return found
 
 
 def _codes(column: pa.ChunkedArray) -> np.ndarray:

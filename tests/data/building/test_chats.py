@@ -128,6 +128,33 @@ def test_all_kinds_of_files_give_the_same_data(tmp_path, model):
     assert len(digests) == 1
 
 
+@pytest.mark.parametrize("kind", ["string", "binary"])
+def test_pairs_are_read_from_any_file(tmp_path, model, kind):
+    rows = [{"user_id": f"u{i}", "prompt": "Hi ", "completion": f"ça {i}"} for i in range(3)]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    if kind == "binary":  # as some writers leave texts
+        columns |= {
+            name: pa.array([each.encode() for each in columns[name]], pa.binary())
+            for name in ("prompt", "completion")
+        }
+    pq.write_table(pa.table(columns), tmp_path / "b.parquet")
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "train.parquet").write_bytes((tmp_path / "b.parquet").read_bytes())
+    sources = [lines(tmp_path / "a.jsonl", rows), tmp_path / "b.parquet", f"hf:{tmp_path / 'hub'}"]
+    found = [
+        build(source, tmp_path / f"out{i}", tokenizer=model, **ALL_IN_TRAIN).train.fingerprint
+        for i, source in enumerate(sources)
+    ]
+    assert len(set(found)) == 1
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path, model):
+    columns = {"user_id": ["ann"], "prompt": ["Hi"], "completion": pa.array([b"\xff"])}
+    pq.write_table(pa.table(columns), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match="completion_column=completion: expected UTF-8"):
+        build(tmp_path / "b.parquet", tmp_path / "out", tokenizer=model, **ALL_IN_TRAIN)
+
+
 def test_data_of_texts_have_no_mark_of_chats(tmp_path, model):
     data = built(tmp_path, model, [{"text": "Hi", "messages": ASKED}])  # texts, as ever
     assert data.train.trained(np.array([0]), 4) is None
@@ -147,6 +174,7 @@ BAD = [
         "expected text as a content in turn 1",
     ),
     ([{**ASKED[1], "tool_calls": [{"secret": 1}]}], "text alone, got tool_calls in turn 1"),
+    ([{**ASKED[1], "reasoning_content": "secret"}], "text alone, got reasoning_content in turn 1"),
     ([{"role": "system", "content": "no"}], "template says: no system"),
 ]
 
@@ -195,6 +223,20 @@ def test_chats_of_several_owners_are_not_dropped_by_what_they_say(tmp_path, mode
         built(tmp_path, model, rows)
     data = built(tmp_path, model, rows[:1])
     assert data.train.num_users == 2 and data.train.num_examples == 1
+
+
+@pytest.mark.privacy
+def test_texts_of_several_owners_do_not_join_those_that_were_dropped_by_what_they_say(
+    tmp_path, model
+):
+    alone = [{"user_id": name, "messages": ASKED} for name in ("ann", "ben")]
+    alone.append({"user_id": "zoe", "messages": ASKED[:1]})
+    old = built(tmp_path, model, alone)
+    assert old.metadata["counts"]["chats_without_trained_tokens_dropped"] == 1
+    rows = [{"user_id": ["ann", "ben"], "messages": ASKED}]
+    file = lines(tmp_path / "new.jsonl", rows)
+    with pytest.raises(DataError, match="messages: expected a trained token in every chat where"):
+        build(file, tmp_path / "new", extend=old.path)
 
 
 @pytest.mark.parametrize(
@@ -328,3 +370,18 @@ def test_a_long_prompt_is_cut_at_its_beginning_where_rows_are_split(tmp_path):
     row = {"prompt": "x" * 50 + "? ", "completion": "yes"}
     data = built(tmp_path, model, [row], long_texts="split", max_length=10)
     assert shown(data.train, model) == [("ann", f"{START}xxx? yes{STOP}", f"yes{STOP}")]
+    assert data.metadata["counts"]["tokens_cut"] == 0  # all that is trained on is there
+
+
+def test_trained_tokens_that_no_example_holds_are_counted_and_said(tmp_path, model):
+    turns = [ASKED[0], {"role": "assistant", "content": "x" * 500}]
+    counts = {}
+    for how in ("cut", "split"):
+        (tmp_path / how).mkdir()
+        data = built(tmp_path / how, model, [{"messages": turns}], long_texts=how)
+        counts[how] = data.metadata["counts"]["tokens_cut"]
+        assert data.train.num_examples == 1 and counts[how] > 300
+        assert ("`fedsim data build --long-texts split` keeps more" in data.cut_off()) == (
+            how == "cut"
+        )
+    assert counts["split"] == counts["cut"]

@@ -170,8 +170,8 @@ def test_the_last_other_speaker_is_that_of_a_loop():
             before = -1
             if speaker[i] >= 0 and where[i] >= 0:
                 j = i
-                while j >= 0 and where[j] == where[i] and speaker[j] == speaker[i]:
-                    j -= 1
+                while j >= 0 and where[j] == where[i] and speaker[j] in (speaker[i], -1):
+                    j -= 1  # who is nobody has no turn
                 before = speaker[j] if j >= 0 and where[j] == where[i] else -1
             expected.append(before)
         assert last_other_speaker(where, speaker).tolist() == expected

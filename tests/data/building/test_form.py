@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import shutil
 
 import pytest
 from test_build import texts_of
@@ -122,3 +123,17 @@ def test_a_folder_is_all_files_in_it_that_can_be_read(tmp_path):
     (folder / "b.tsv").write_text("user_id\ttext\nbob\ttwo\n")
     (folder / "notes.md").write_text("not data")
     assert built(folder, tmp_path) == [("ann", "one"), ("bob", "two")]
+
+
+def test_a_glob_takes_folders_as_the_shell_would_and_looks_below_them(tmp_path):
+    deep = tmp_path / "g" / "deep" / "er"
+    deep.mkdir(parents=True)
+    for name, user in ((deep / "c", "cat"), (tmp_path / "g" / "a", "ann")):
+        name.with_suffix(".jsonl").write_text(json.dumps({"user_id": user, "text": "one"}))
+    assert built(tmp_path / "g" / "**" / "*.jsonl", tmp_path) == [("ann", "one"), ("cat", "one")]
+    spark = tmp_path / "g" / "table.csv"
+    spark.mkdir()
+    (spark / "part-0.csv").write_text("user_id,text\nben,two\n")
+    (tmp_path / "g" / "file.csv").write_text("user_id,text\ndan,two\n")
+    shutil.rmtree(tmp_path / "out")
+    assert built(tmp_path / "g" / "*.csv", tmp_path) == [("ben", "two"), ("dan", "two")]

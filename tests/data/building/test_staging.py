@@ -86,3 +86,13 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="out=.*expected a place to write to"):
         staging(tmp_path / "file" / "out", wait=False).__enter__()
+
+
+def test_a_link_is_refused_before_anything_is_built(tmp_path):
+    (tmp_path / "place").mkdir()
+    for target in (tmp_path / "place", tmp_path / "nowhere"):
+        (tmp_path / "out").symlink_to(target)
+        with pytest.raises(DataError, match="out: expected a new directory, not a link"):
+            staging(tmp_path / "out", wait=False).__enter__()
+        (tmp_path / "out").unlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["place"]
