@@ -104,6 +104,7 @@ class _Mechanism(MechanismConfig):
                 self.bands or 1,
                 self.max_changed,
             )
+        expect("sampling_prob", sampling_prob, 0 < sampling_prob <= 1, "in (0, 1]")
         steps = num_steps or 1  # of none, the accountant says that there are none
         count = self.participations or max(1, round(steps * sampling_prob))
         whole = steps % count == 0 and math.isclose(count / steps, sampling_prob, rel_tol=1e-9)
@@ -190,7 +191,8 @@ class Account(_Mechanism):
                 else accounting.delta(together, epsilon, progress=_progress)
             )
         if epsilon == math.inf:
-            _progress(f"delta={delta}: too small for an answer{_least_delta(together)}")
+            larger = "" if by_group else _least_delta(together)
+            _progress(f"delta={delta}: too small for an answer{larger}")
         if not self.json:
             spent = f"epsilon {at_most(epsilon, '.6g')} at delta {at_most(delta, '.3e')}"
             if self.people > 1:

@@ -144,6 +144,10 @@ def _run(words: list[str]) -> None:
         raise
     except (OSError, json.JSONDecodeError) as error:  # a full disk, or a damaged or missing file
         _fail(_next_step(error, command), 1)
+    except UnicodeEncodeError:
+        if not (other := [word for word in words if not word.isprintable()]):
+            raise
+        _fail(f"{other[0]}: expected UTF-8, got other bytes", 2)
     except (MemoryError, RuntimeError) as error:
         from fedsim.engine import exhausted
 

@@ -248,21 +248,26 @@ def read_spec(file: Path | None, flags: tuple[str, ...]) -> dict[str, Any]:
         read = json.loads if file.suffix == ".json" else tomllib.loads
         try:
             spec = read(file.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError.of("file", file, f"a TOML or JSON file ({error})") from None
         expect("file", file, isinstance(spec, dict), "settings by name")
-    grid = dict(spec.get("grid", {}))
+    from fedsim.tuning import expand
+
+    expand(spec)  # says what is wrong with its grid or runs
+    grid, runs = dict(spec.get("grid", {})), [dict(run) for run in spec.get("runs", ())]
     for flag in flags:
         name, equals, text = flag.partition("=")
         expect("set", flag, bool(name and equals and text), "NAME=VALUE")
         values = [_value(part) for part in text.split(",")]
-        grid.pop(name, None)
+        expect("set", flag, name not in ("grid", "runs"), "a setting; these are for the file")
+        for given in (grid, *runs):  # else they would take precedence
+            given.pop(name, None)
         if len(values) > 1:
             spec.pop(name, None)
             grid[name] = values
         else:
             spec[name] = values[0]
-    return {**spec, "grid": grid}
+    return {**spec, "grid": grid, **({"runs": runs} if runs else {})}
 
 
 def _value(text: str) -> Any:

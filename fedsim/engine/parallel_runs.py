@@ -134,6 +134,6 @@ class ParallelRuns:
 
 def _failure(error: RayTaskError) -> FedsimError:
     inner = error.cause
-    if isinstance(inner, FedsimError):
-        return FedsimError(str(inner))
+    if isinstance(inner, FedsimError):  # of its own kind: a run that diverged is no fault
+        return inner
     return EngineError(cause(error), details=str(error))

@@ -262,6 +262,8 @@ class Run:
         from fedsim.synthesis import synthesize
 
         with to_python():
+            if isinstance(file := settings.get("prompts"), str):
+                settings["prompts"] = Path(expand_home("prompts", file))
             texts = Synthesis(num_texts=num_texts, **settings)
             where = EngineConfig(kind=engine, num_workers=num_workers)
             how, place = sampling or Sampling(), Path(expand_home("out", out))
@@ -439,6 +441,9 @@ def train(
             flags |= {"data": f"{name} (rows of its own)", "model": f"{name} (a task)"}
         else:
             of_rows = settings.get("owner_key"), settings.get("condition_on")
+            user = settings.get("user_column") if user is None else user
+            text = settings.get("text_column") if text is None else text
+            messages = settings.get("messages_column") if messages is None else messages
             flags |= flags_of_data(data, user, text, messages, *of_rows)
         privacy, run = configs_of(flags)
         set_threads(run.engine)
@@ -470,6 +475,8 @@ def flags_of_data(
     user, text, messages = (str(n) if type(n) is int else n for n in (user, text, messages))
     columns = {"user_column": user, "text_column": text, "messages_column": messages}
     given = {name: column for name, column in columns.items() if column is not None}
+    for name, column in given.items():
+        expect(name.removesuffix("_column"), column, isinstance(column, str), "a column's name")
     rows, chats = messages or text or TEXT, messages is not None
     owner = user or (None if chats and owner_key is not None else USER)
     return {"data": source_of(data, owner, rows, chats=chats, label=label), **given}

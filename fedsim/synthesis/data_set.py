@@ -34,8 +34,8 @@ from fedsim.files import (
     write_with,
 )
 from fedsim.generate import model_to_generate
-from fedsim.installation import MissingPackage
-from fedsim.models import Pretrained, Prompt, pretrained
+from fedsim.installation import MissingPackage, expect_installed
+from fedsim.models import Pretrained, Prompt, key_of, pretrained
 from fedsim.plan import why_not
 from fedsim.run import Console, StoredRun, checkpoint, directory, duration, model_name
 from fedsim.synthesis.filters import Screen
@@ -99,7 +99,11 @@ def synthesize(
     stored = directory.load(Path(source)) if claim.pop("is_run") else None
     if not claim["guarantee"] and NO_GUARANTEE not in out.name:
         out = out.with_name(f"{out.stem}{NO_GUARANTEE}{out.suffix}")
-    _expect_new(out)
+    key_of(settings.seed)  # before anything is spent
+    place = out.with_name(out.name + PARTS)
+    _expect_new(out, again=resume and (place / RECORD).is_file())
+    if measured:
+        expect_installed("markdown_it", "matplotlib")  # for its page, which is all that it gives
     users = _measurable(stored, source, console) if measured else None
     labels = _labels(stored, settings)
     prompts = read_prompts(settings.prompts) if settings.prompts else [Opening("")]
@@ -113,7 +117,6 @@ def synthesize(
     task = _Task(model, writer, stages, (), settings, how, filters or Filters())
     told = {"labels": labels, "prompts": prompts}
     chosen = {**task.settings(), "prompts": _digest(told)}
-    place = out.with_name(out.name + PARTS)
     identity = {"params_sha256": claim.get("params_sha256"), **chosen}
     if not identity["params_sha256"]:
         identity["params_sha256"] = checkpoint.params_sha256(model.params)
@@ -135,7 +138,6 @@ def synthesize(
         workers.close()
     about = {"file": out.name, **claim, **counts, "settings": chosen}
     _write(out, [{**row, **_provenance(claim)} for row in rows], about)
-    shutil.rmtree(place)
     rate = counts["tokens"] / max(seconds, 1e-9)
     console.note(f"{counts['tokens']:,} tokens in {duration(seconds)}: {rate:,.0f} a second")
     pages = _page(out, rows, about, console)
@@ -143,12 +145,19 @@ def synthesize(
         found = _measured(Path(source), users, rows, about, eval_epsilon, settings.seed, console)
         pages = _page(out, rows, about, console, **found)
         about |= {"non_private/alarm": found["leaks"]["alarm"]}
+    shutil.rmtree(place)  # last: until then --resume goes on with what is there
     return {**about, **pages, "file": str(out)}
 
 
-def _expect_new(out: Path) -> None:
-    """Raise ConfigError unless the set, its record and its pages can be made without a loss."""
+def _expect_new(out: Path, *, again: bool) -> None:
+    """Raise ConfigError unless the set, its record and its pages can be made without a loss.
+
+    Args:
+      again: its parts are there, so what is beside them is of the same command.
+    """
     make_place(out.parent)
+    if again:
+        return
     ends = (".html", ".md", "_private.html", "_private.md")
     beside = [out.with_name(out.stem + end) for end in ends]
     for file in (out, out.with_name(out.name + ABOUT), *beside):

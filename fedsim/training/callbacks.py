@@ -89,6 +89,8 @@ def name_of(callback: Callback) -> str:
 
 def expect_callbacks(callbacks: Sequence[Callback]) -> None:
     """Raise ConfigError unless each has all methods."""
+    listed = isinstance(callbacks, Sequence) and not isinstance(callbacks, str)
+    expect("callbacks", callbacks, listed, "a list of callbacks")
     for callback in callbacks:
         has = all(callable(getattr(callback, event, None)) for event in EVENTS)
         if not has or isinstance(callback, type):

@@ -289,7 +289,7 @@ def command(algorithm: Algorithm, settings: dict[str, Any]) -> list[str]:
         elif isinstance(value, list):
             words += [f"--{flag}", *value]
         else:
-            words += [f"--{flag}", f"{value:g}" if name == "epsilon" else str(value)]
+            words += [f"--{flag}", f"{value:.15g}" if name == "epsilon" else str(value)]
     return words
 
 

@@ -37,6 +37,7 @@ from fedsim.els import ELS
 from fedsim.engine import Engine
 from fedsim.errors import expect
 from fedsim.evaluate import VALIDATION
+from fedsim.files import make_place
 from fedsim.keys import SecretKey
 from fedsim.noise import predicted_error
 from fedsim.plan import (
@@ -251,6 +252,8 @@ def recommend(
     expect("users", num_users, num_users >= 1, ">= 1")
     expect("plot", plot, plot is None or plot.suffix == ".png", "a file ending in .png")
     expect("plot", plot, not (plan_only and plot), "none with plan_only: it shows gradient norms")
+    if plot is not None:
+        make_place(plot.parent)
     if tune_epsilon is not None:
         holds = 0 < tune_epsilon < math.inf
         expect("tune_epsilon", tune_epsilon, holds, "> 0 and finite")

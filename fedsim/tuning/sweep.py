@@ -39,6 +39,7 @@ from fedsim.errors import ConfigError, FedsimError, expect
 from fedsim.files import cache_dir, expand_home, private_directory, write_atomically
 from fedsim.installation import is_installed
 from fedsim.keys import SecretKey
+from fedsim.models import PRESETS
 from fedsim.run import REALISED, Console, directory, duration, metrics, speaking
 
 RUNS, LOGS, BOARD, TABLE = "runs", "logs", "tb", "results"
@@ -52,6 +53,7 @@ BUSY_S = 60.0  # for a process of a killed sweep to release the lock of its run
 
 Settings = Mapping[str, Any]
 _FLAGS = flags_of(PrivacyConfig) | flags_of(RunConfig)
+PLACES = {"model", "adapter", "tokenizer", "chat_template"}
 _DEFAULTS = {name: field.default for name, (_, field) in _FLAGS.items()}
 _TYPES = types_of(PrivacyConfig) | types_of(RunConfig)
 
@@ -94,7 +96,7 @@ def expand(spec: Settings) -> list[dict[str, Any]]:
     grid, runs = spec.get("grid", {}), spec.get("runs", [{}])
     expect("grid", grid, isinstance(grid, Mapping), "settings with lists of values")
     right = isinstance(runs, Sequence) and all(isinstance(run, Mapping) for run in runs)
-    expect("runs", runs, right, "a list of settings")
+    expect("runs", runs, right and len(runs) > 0, "a list of settings, not an empty one")
     for name, values in grid.items():
         expect(name, values, isinstance(values, list) and bool(values), "a list of values in grid")
     return [
@@ -337,18 +339,25 @@ def _job(settings: Settings, out: Path) -> Job:
     missing = [name for name in ("data", "epsilon", "num_steps") if name not in given]
     where = "a value in the file or as --set NAME=VALUE"
     expect(", ".join(missing), None, not missing, where)
-    given["data"] = expand_home("data", given["data"])
-    if Path(given["data"]).exists():  # processes may run elsewhere
-        given["data"] = str(Path(given["data"]).absolute())
+    given["data"] = _whole("data", given["data"])
+    name = identity(algorithm, given)
+    given |= {field: _whole(field, given[field]) for field in PLACES & given.keys()}
     privacy_flags, run_flags = flags_of(PrivacyConfig).keys(), flags_of(RunConfig).keys()
     privacy = PrivacyConfig(**{name: given[name] for name in given.keys() & privacy_flags})
-    name = identity(algorithm, given)
     here = {"run_dir": out.absolute() / RUNS / name, "resume": True, "engine": "local"}
     here["budget_ledger"] = place_of(given.get("budget_ledger"))  # they may run elsewhere
     run = run_config(**{**{n: given[n] for n in given.keys() & run_flags}, **here})
     shown = {"algorithm": str(algorithm), **{n: to_json(settings[n]) for n in settings}}
     log = out.absolute() / LOGS / f"{name}.txt"
     return Job(name, Algorithm(algorithm), privacy, run, shown, log)
+
+
+def _whole(field: str, source: str) -> str:
+    """What a setting names, with the whole path of a file or directory: processes may run
+    elsewhere."""
+    source = expand_home(field, source)
+    is_path = source not in PRESETS and Path(source).exists()
+    return str(Path(source).absolute()) if is_path else source
 
 
 def identity(algorithm: str, given: Settings) -> str:

@@ -374,6 +374,10 @@ def as_flags(values):
             ("account", "uls", *account(sampling_prob="nan", sampling="allocation")[2:]),
             r"sampling_prob=nan: expected in \(0, 1\]$",
         ),
+        (
+            ("account", "uls", *account(sampling_prob="inf", sampling="allocation")[2:]),
+            r"sampling_prob=inf: expected in \(0, 1\]$",
+        ),
         (calibrate(sampling_prob="nan", num_steps=10), r"sampling_prob=nan: expected in \(0, 1\]$"),
         (account(noise_multiplier=0), "noise_multiplier=0.0: expected"),
         (account(delta=0), "delta=0.0: expected"),

@@ -40,6 +40,18 @@ def test_both_formats_give_the_same_settings(suffix, read):
     assert run.engine.mesh == "fsdp:4"
 
 
+@pytest.mark.parametrize(
+    "suffix, one, several",
+    [
+        ("toml", 'labels = "en"', 'labels = ["en", "de"]'),
+        ("yaml", "labels: en", "labels: [en, de]"),
+    ],
+)
+def test_a_flag_that_takes_one_value_or_several_has_lists(suffix, one, several, read):
+    assert tuple(read(several, suffix)[1].data.labels) == ("en", "de")
+    assert "en" in read(one, suffix)[1].data.labels
+
+
 def test_a_flag_wins_and_an_empty_list_is_none(read):
     text = "seed: 3\nlog_to: [wandb]\n"
     _, run = read(text, "yaml", "--seed", "4", "--log-to", "tensorboard")

@@ -27,6 +27,17 @@ def job(given):
     return index, started, time.time()
 
 
+def test_an_error_of_a_run_keeps_its_kind():
+    """To a private selection, a run that diverged has lost; any other error is a fault."""
+    from ray.exceptions import RayTaskError
+
+    from fedsim.engine.parallel_runs import _failure
+    from fedsim.training import Diverged
+
+    found = _failure(RayTaskError("job", "traceback", Diverged("the loss is nan")))
+    assert isinstance(found, Diverged) and str(found) == "the loss is nan"
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 def test_every_job_ends_and_no_more_run_than_are_wanted(tmp_path, ray_cluster):

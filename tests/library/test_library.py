@@ -278,6 +278,22 @@ def test_of_a_table_two_columns_are_read_and_an_id_is_the_same_user_as_text_or_n
         source_of(twice, "author", "body")
 
 
+def test_columns_of_a_table_have_the_names_of_flags_too(posts, run_dir, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "fedsim.library.run.source_of", lambda *args, **_: seen.append(args) or 1 / 0
+    )
+    for named in (
+        {"user": "author", "text": "body"},
+        {"user_column": "author", "text_column": "body"},
+    ):
+        with pytest.raises(ZeroDivisionError):
+            fedsim.train("uls", posts, run_dir=run_dir, **named, **SETTINGS)
+    assert seen[0][1:] == seen[1][1:] == ("author", "body")
+    with refuses("user", says="a column's name"):
+        fedsim.train("uls", posts, run_dir=run_dir, user=["a", "b"], **SETTINGS)
+
+
 def test_what_is_no_callback_is_found_before_a_step_is_paid_for(posts, run_dir):
     with refuses("callback=3"):
         train(posts, run_dir, callback=3)

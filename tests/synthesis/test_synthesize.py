@@ -104,6 +104,30 @@ def test_two_workers_and_a_kill_give_the_same_texts(place, tmp_path):
     assert rows_of(out) == expected and not parts.exists()
 
 
+@pytest.mark.parametrize("where", ["write_pieces", "_page", "shutil.rmtree"])
+def test_resume_goes_on_wherever_a_kill_came_after_the_last_part(
+    where, place, tmp_path, monkeypatch
+):
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    few = ["--num-texts", "4", "--num-tokens", "4", "--batch-size", "4"]
+    expected = synthesize(place / "run", tmp_path / "whole.jsonl", *few)
+    out = tmp_path / "new.jsonl"
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(f"fedsim.synthesis.data_set.{where}", killed)
+        synthesize(place / "run", out, *few)
+    assert synthesize(place / "run", out, *few, "--resume") == expected
+    assert (tmp_path / "new.html").exists() and not (tmp_path / "new.jsonl.parts").exists()
+
+
+def test_a_seed_that_is_none_is_refused_before_anything_is_spent(place, tmp_path, capsys):
+    words = ["synthesize", place / "run", "--out", tmp_path / "x.jsonl", "--engine", "local"]
+    said = refused([*words, "--seed", 10**20], capsys)
+    assert "seed=100000000000000000000: expected a number of 64 bits" in said
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 @pytest.mark.ci
 def test_parts_of_other_settings_are_not_gone_on_with(place, tmp_path, capsys, monkeypatch):

@@ -96,6 +96,44 @@ def test_a_mistake_is_found_before_anything_is_run(changed, what, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_set_overrides_a_file_wherever_it_has_the_setting(tmp_path):
+    file = tmp_path / "sweep.toml"
+    file.write_text("seed = 1\n[grid]\ndelta = [1e-6]\n[[runs]]\nepsilon = 8.0\n[[runs]]\n")
+    found = expand(read_spec(file, ("epsilon=1", "delta=1e-7")))
+    assert [(run["epsilon"], run["delta"]) for run in found] == [(1, 1e-7)] * 2
+    assert {run["epsilon"] for run in expand(read_spec(file, ("epsilon=1,2",)))} == {1, 2}
+    for flag in ("grid=5", "runs=5"):
+        with refuses(f"set={flag}"):
+            read_spec(file, (flag,))
+
+
+@pytest.mark.parametrize(
+    "name, text, what",
+    [
+        ("a.toml", "grid = 5", "grid=5"),
+        ("a.toml", "runs = []", "runs=[]"),
+        ("a.json", None, "file"),
+    ],
+)
+def test_a_file_of_another_form_is_one_line(name, text, what, tmp_path):
+    (tmp_path / name).write_text('{"a":' * 99_999 if text is None else text)
+    with refuses(what):
+        read_spec(tmp_path / name, ())
+
+
+def test_files_are_named_by_their_whole_path(tmp_path, monkeypatch):
+    """A worker of a cluster has another directory; what is computed has the same name."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "micro"):
+        (tmp_path / name).mkdir()
+    found = [jobs_of([{**BASE, "model": name}], tmp_path)[0] for name in ("model", "micro")]
+    assert [job.run.model.source for job in found] == [str(tmp_path / "model"), "micro"]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)  # where there is no such directory
+    assert jobs_of([{**BASE, "model": "model"}], tmp_path)[0].name == found[0].name
+
+
 def test_a_sweep_leaves_what_is_not_its_own_as_it_is(tmp_path):
     (tmp_path / "posts").mkdir(mode=0o755)
     for place in (tmp_path / "posts", tmp_path / "posts" / "metadata.json"):
