@@ -45,7 +45,13 @@ from fedsim.synthesis.prompts import Opening, Writer, as_row, openings_of, read_
 from fedsim.synthesis.quality import label_distance, measure
 from fedsim.synthesis.rows import cleaned, store_of, text_of
 from fedsim.synthesis.sampling import Job, Parts, Workers, block_sizes
-from fedsim.training import release_histogram, stored_histogram, total_epsilon
+from fedsim.training import (
+    LossRelease,
+    PrivateEvaluation,
+    release_histogram,
+    stored_histogram,
+    total_epsilon,
+)
 from fedsim.trust import published, read
 
 PARTS, RECORD, ABOUT = ".parts", "settings.json", ".about.json"
@@ -104,7 +110,7 @@ def synthesize(
     _expect_new(out, again=resume and (place / RECORD).is_file())
     if measured:
         expect_installed("markdown_it", "matplotlib")  # for its page, which is all that it gives
-    users = _measurable(stored, source, console) if measured else None
+    users = _measurable(stored, source, eval_epsilon, console) if measured else None
     labels = _labels(stored, settings)
     prompts = read_prompts(settings.prompts) if settings.prompts else [Opening("")]
     turns = settings.turns or int(bool(prompts[0].messages))
@@ -166,15 +172,23 @@ def _expect_new(out: Path, *, again: bool) -> None:
         )
 
 
-def _measurable(stored: StoredRun | None, source: str, console: Console) -> Dataset:
-    """The users' texts of a run. Raises: ConfigError: no set can be compared with them."""
+def _measurable(
+    stored: StoredRun | None, source: str, epsilon: float | None, console: Console
+) -> Dataset:
+    """The users' texts of a run.
+
+    Raises: ConfigError: no set can be compared with them, or a loss with noise cannot be released.
+    """
     there = "false, for a model without users"
     expect("measure", source, stored is not None and stored.plan is not None, there)
     assert stored is not None, "expected above"
-    *_, data, _ = last_model(stored, changed_run(stored.run, engine="local"), console)
+    run = changed_run(stored.run, engine="local")
+    *_, data, _ = last_model(stored, run, console)
     one_owner = data.eval_users is not None and data.train.owners is None
     there = "false, or data with held-out users and texts with one owner each"
     expect("measure", stored.run.data.source, one_owner, there)
+    if epsilon is not None:
+        LossRelease.of(data, run, PrivateEvaluation(epsilon))
     return data
 
 

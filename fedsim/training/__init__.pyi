@@ -31,6 +31,7 @@ from .private_evaluation import (
     FILE as FILE,
     SPLIT as SPLIT,
     Evaluated as Evaluated,
+    LossRelease as LossRelease,
     PrivateEvaluation as PrivateEvaluation,
     evaluate_privately as evaluate_privately,
     largest_loss as largest_loss,

@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -205,6 +205,41 @@ def evaluate_privately(
     return release_loss(task, params, data, run, how, about)
 
 
+class LossRelease(NamedTuple):
+    """One loss that is to be released with noise, and its entry in the budget ledger."""
+
+    store: UserStore
+    """The split that it is of."""
+    delta: float
+    sigma: float
+    loss_bound: float
+    key: SecretKey
+    applicant: Applicant
+    entry: Entry
+
+    @classmethod
+    def of(cls, data: Dataset, run: RunConfig, how: PrivateEvaluation) -> "LossRelease":
+        """Plan a release, which costs nothing yet.
+
+        Raises: ConfigError: the split does not exist, or a limit would be broken.
+        """
+        store: UserStore | None = getattr(data, how.split)
+        if store is None:
+            raise ConfigError.of("split", how.split, "a split that the data have")
+        expect("split", how.split, store.num_users > 1, "a split with two users at least")
+        expect("split", how.split, graph_of(store) is None, "texts with one owner each")
+        delta = default_delta(store.num_users) if how.delta is None else how.delta
+        sigma, part = noise_of(how.epsilon, delta)
+        most = how.loss_bound or largest_loss(store.vocab_size)
+        key, out = SecretKey.create(), (run.run_dir / AFTERWARDS / secrets.token_hex(4)).absolute()
+        limit = None if run.limit_epsilon is None else Limit(run.limit_epsilon, delta)
+        ids, place = store.user_ids(), place_of(run.budget_ledger)
+        applicant = Applicant(place, ids, "evaluation", limit, out, delta)
+        entry = applicant.entry(key.seal("evaluation"), [(StepEvent(sigma, 1.0), 1)], part, "")
+        applicant.expect_room(entry)
+        return cls(store, delta, sigma, most, key, applicant, entry)
+
+
 def release_loss(
     task: Any,
     params: Any,
@@ -223,20 +258,8 @@ def release_loss(
       about: first fields of the result.
     Raises: ConfigError: the split does not exist, or a limit would be broken.
     """
-    store: UserStore | None = getattr(data, how.split)
-    if store is None:
-        raise ConfigError.of("split", how.split, "a split that the data have")
-    expect("split", how.split, store.num_users > 1, "a split with two users at least")
-    expect("split", how.split, graph_of(store) is None, "texts with one owner each")
-    delta = default_delta(store.num_users) if how.delta is None else how.delta
-    sigma, part = noise_of(how.epsilon, delta)
-    most = how.loss_bound or largest_loss(store.vocab_size)
-    key, out = SecretKey.create(), (run.run_dir / AFTERWARDS / secrets.token_hex(4)).absolute()
-    limit = None if run.limit_epsilon is None else Limit(run.limit_epsilon, delta)
-    ids, place = store.user_ids(), place_of(run.budget_ledger)
-    applicant = Applicant(place, ids, "evaluation", limit, out, delta)
-    entry = applicant.entry(key.seal("evaluation"), [(StepEvent(sigma, 1.0), 1)], part, "")
-    applicant.expect_room(entry)
+    store, delta, sigma, most, key, applicant, entry = LossRelease.of(data, run, how)
+    out = applicant.run_dir
     make_directory(out, 0o700)
     with admitted(applicant, entry):
         losses = user_losses(task, params, how.split)

@@ -121,6 +121,20 @@ def test_resume_goes_on_wherever_a_kill_came_after_the_last_part(
     assert (tmp_path / "new.html").exists() and not (tmp_path / "new.jsonl.parts").exists()
 
 
+def test_a_measurement_that_cannot_be_paid_for_is_refused_before_anything_is_sampled(
+    place, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
+    main(["budget", "--limit-epsilon", "2", "--delta", "0.001"])
+    kept = "fedsim.training.private_evaluation.place_of"  # the run names its own
+    monkeypatch.setattr(kept, lambda _: tmp_path / "ledger")
+    words = ["synthesize", place / "run", "--out", tmp_path / "x.jsonl", "--engine", "local"]
+    monkeypatch.setattr("fedsim.synthesis.data_set.Workers", None)
+    said = refused([*words, "--measure", "--eval-epsilon", 30], capsys)
+    assert "limit_epsilon=2: expected a run that fits" in said
+    assert not (tmp_path / "x.jsonl.parts").exists()
+
+
 def test_a_seed_that_is_none_is_refused_before_anything_is_spent(place, tmp_path, capsys):
     words = ["synthesize", place / "run", "--out", tmp_path / "x.jsonl", "--engine", "local"]
     said = refused([*words, "--seed", 10**20], capsys)
