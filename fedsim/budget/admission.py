@@ -191,8 +191,8 @@ def shortened(
 
 def _charge(ledger: BudgetLedger, entry: Entry) -> Charge:
     """The charge of a run, with the number that it has, or would get, in the ledger."""
-    before = ledger.entries.get(entry.run)
-    number = before.number if before else ledger.num_lines + 1
+    before, number = ledger.entries.get(entry.run), ledger.num_lines + 1
+    number = before.number_again(number) if before else number
     return Charge(dataclasses.replace(entry, number=number), entry.planned, RUNNING)
 
 

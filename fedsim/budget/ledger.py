@@ -72,7 +72,7 @@ class Entry:
     """A run in the ledger of its data."""
 
     number: int
-    """Number of its first line, which orders runs by their starts."""
+    """Number of its first line, which orders runs by their starts; see `number_again`."""
     run: str
     """Identifier: the seal of the run's key, which the run's own ledger also has."""
     kind: str
@@ -94,6 +94,11 @@ class Entry:
     began: str = ""
     marked: bool = False
     """True if the ledger keeps marks of its steps until it ends."""
+
+    def number_again(self, number: int) -> int:
+        """Its number when it goes on at the line `number`: the first one, unless it had ended
+        without a release, so that runs were admitted since without counting it."""
+        return number if self.outcome and self.released == [] else self.number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,7 +329,7 @@ class BudgetLedger:
             fields = {n: line[n] for n in ("run", "kind", "place", "users", "label")}
             self.entries[line["run"]] = Entry(
                 **fields,
-                number=before.number if before else number,
+                number=before.number_again(number) if before else number,
                 planned=_phases(line["planned"]),
                 slack=(float(line["slack"][0]), float(line["slack"][1])),
                 released=before.released if before else [],

@@ -519,6 +519,21 @@ def test_an_older_copy_of_the_ledger_is_refused(place, tmp_path):
 
 
 @pytest.mark.privacy
+def test_a_run_that_had_released_nothing_goes_on_as_a_later_one(place, tmp_path):
+    """The filter's first run is fixed beforehand: it is not the one that was left out so far."""
+    run(place, tmp_path / "a", steps=0)
+    run(place, tmp_path / "b", steps=3)
+    run(place, tmp_path / "c", steps=3, killed=True)
+    with hold(place) as ledger:
+        numbers = {Path(each.place).name: each.number for each in ledger.entries.values()}
+    for name in "abc":
+        run(place, tmp_path / name)
+    with hold(place) as ledger:
+        again = {Path(each.place).name: each.number for each in ledger.entries.values()}
+    assert again["b"] == numbers["b"] < again["c"] == numbers["c"] < again["a"]
+
+
+@pytest.mark.privacy
 def test_a_plan_that_costs_less_than_what_was_counted_shows(place, tmp_path):
     """Whoever rewrites all files of a run's directory cannot rewrite the ledger of the data."""
     run(place, tmp_path / "a")
