@@ -41,11 +41,11 @@ def without_what_is_known(claim, released):
     return re.sub("taking as known [^,]*", "of course", said) if hidden else said
 
 
-def shown(charge_of, entry, ledger):
+def shown(charge_of, entry, of_data):
     """Of a run that has not ended: what its directory says."""
     from fedsim.run import ledger
 
-    charge = charge_of(entry, ledger)
+    charge = charge_of(entry, of_data)
     if entry.outcome:
         return charge
     released = ledger.phases(ledger.read(Path(entry.place)))

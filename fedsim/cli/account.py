@@ -77,11 +77,10 @@ class _Mechanism(MechanismConfig):
         why = f"0 with {self.algorithm} and {self.sampling_run} sampling"
         expect("max_changed", self.max_changed, self.max_changed == 0 or changes, why)
         if sampling_prob is not None:
-            expect("sampling_prob", sampling_prob, sampling_prob > 0, "in (0, 1]")
+            expect("sampling_prob", sampling_prob, 0 < sampling_prob <= 1, "in (0, 1]")
             bands = self.bands or 1
             most = f"<= {1 / bands:g}: a step draws from one of {bands} groups of users"
-            fits = sampling_prob > 1 or sampling_prob * bands <= 1  # above 1 the accountant refuses
-            expect("sampling_prob", sampling_prob, fits, most)
+            expect("sampling_prob", sampling_prob, sampling_prob * bands <= 1, most)
 
     def expect_bands(self) -> None:
         """Raise ConfigError for correlated noise without a number of bands."""
@@ -104,7 +103,6 @@ class _Mechanism(MechanismConfig):
                 self.bands or 1,
                 self.max_changed,
             )
-        expect("sampling_prob", sampling_prob, 0 < sampling_prob <= 1, "in (0, 1]")
         steps = num_steps or 1  # of none, the accountant says that there are none
         count = self.participations or max(1, round(steps * sampling_prob))
         whole = steps % count == 0 and math.isclose(count / steps, sampling_prob, rel_tol=1e-9)

@@ -9,7 +9,6 @@ import tomllib
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 from fedsim.config import types_of
@@ -44,7 +43,7 @@ def flags_in(path: Path, kinds: tuple[type, ...], rename: Callable[[dict], dict]
             switch = {"true": flag, "false": f"no-{flag}"}.get(str(value).lower())
             expect(name, value, switch is not None, f"true or false in {path}")
             words.append(f"--{switch}")
-        elif any(typing.get_origin(kind) is Sequence for kind in _kinds(types[name], value)):
+        elif _is_list(types[name], value):
             expect(name, value, isinstance(value, list), f"a list of values in {path}")
             words += [f"--{flag}", *map(str, value)]
         else:
@@ -54,11 +53,12 @@ def flags_in(path: Path, kinds: tuple[type, ...], rename: Callable[[dict], dict]
     return words
 
 
-def _kinds(annotation: Any, value: Any) -> tuple[Any, ...]:
-    """Types that a value of a setting can have: of several, a list alone asks for a sequence."""
-    kinds = typing.get_args(annotation)
-    several = typing.get_origin(annotation) in (typing.Union, UnionType)
-    return (kinds if isinstance(value, list) else ()) if several else (annotation,)
+def _is_list(kind: Any, value: Any) -> bool:
+    """True if a setting takes a list, or may take one and is given one."""
+    if typing.get_origin(kind) is Sequence:
+        return True
+    possible = any(typing.get_origin(each) is Sequence for each in typing.get_args(kind))
+    return possible and isinstance(value, list)
 
 
 def _of_yaml(text: str) -> dict[str, Any]:

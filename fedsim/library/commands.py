@@ -130,8 +130,7 @@ def recommend(
         for name in settings.keys() - OF_MECHANISM:
             raise ConfigError.of(name, settings[name], "the name of a setting of recommend")
         flags = {"epsilon": epsilon, "num_steps": num_steps, "run_dir": str(run_dir), **settings}
-        of_rows = settings.get("owner_key"), settings.get("condition_on")
-        of_data = flags_of_data(data, user, text, messages, *of_rows)
+        of_data = flags_of_data(data, user, text, messages, settings)
         privacy, run = configs_of(flags | of_data)
         set_threads(run.engine)
         from fedsim.tuning import recommend as advise  # imports JAX, which reads the threads
@@ -202,8 +201,7 @@ def audit(
         attack = AuditConfig(**{name: typed(name, x, types[name]) for name, x in given.items()})
         place = str(run_dir or new_directory(f"audit-{algorithm}"))
         flags = {"epsilon": epsilon, "num_steps": num_steps, "run_dir": place, **settings}
-        of_rows = settings.get("owner_key"), settings.get("condition_on")
-        of_data = flags_of_data(data, user, text, messages, *of_rows)
+        of_data = flags_of_data(data, user, text, messages, settings)
         privacy, run = configs_of(flags | of_data)
         set_threads(run.engine)
         from fedsim.trust import audit as attack_training
@@ -257,8 +255,7 @@ def pretrain(
             "run_dir": str(run_dir or new_directory("pretrained")),
             **settings,
         }
-        of_rows = settings.get("owner_key"), settings.get("condition_on")
-        of_data = flags_of_data(data, user, text, messages, *of_rows)
+        of_data = flags_of_data(data, user, text, messages, settings)
         how, run = configs_of(flags | of_data, PretrainConfig)
         set_threads(run.engine)
         from fedsim.training import pretrain as train_openly  # imports JAX, which reads the threads

@@ -440,11 +440,7 @@ def train(
             name = task.describe().get("task", type(task).__qualname__)
             flags |= {"data": f"{name} (rows of its own)", "model": f"{name} (a task)"}
         else:
-            of_rows = settings.get("owner_key"), settings.get("condition_on")
-            user = settings.get("user_column") if user is None else user
-            text = settings.get("text_column") if text is None else text
-            messages = settings.get("messages_column") if messages is None else messages
-            flags |= flags_of_data(data, user, text, messages, *of_rows)
+            flags |= flags_of_data(data, user, text, messages, settings)
         privacy, run = configs_of(flags)
         set_threads(run.engine)
         from fedsim.training import train as train_run  # imports JAX, which reads the threads
@@ -466,19 +462,27 @@ def flags_of_data(
     data: Any,
     user: str | None,
     text: str | None,
-    messages: str | None = None,
-    owner_key: str | None = None,
-    label: str | None = None,
+    messages: str | None,
+    settings: Mapping[str, Any],
 ) -> dict[str, str]:
-    """The settings that name data of any kind and its columns; see `train`."""
-    # Columns of a DataFrame without names are numbered.
-    user, text, messages = (str(n) if type(n) is int else n for n in (user, text, messages))
+    """The settings that name data of any kind and its columns; see `train`.
+
+    Args:
+      settings: flags, of which those that name columns count where the arguments do not.
+    """
     columns = {"user_column": user, "text_column": text, "messages_column": messages}
-    given = {name: column for name, column in columns.items() if column is not None}
-    for name, column in given.items():
-        expect(name.removesuffix("_column"), column, isinstance(column, str), "a column's name")
-    rows, chats = messages or text or TEXT, messages is not None
-    owner = user or (None if chats and owner_key is not None else USER)
+    given = {}
+    for name, column in columns.items():
+        column = settings.get(name) if column is None else column
+        if type(column) is int:  # columns of a DataFrame without names are numbered
+            column = str(column)
+        if column is not None:
+            expect(name.removesuffix("_column"), column, isinstance(column, str), "a column's name")
+            given[name] = column
+    rows = given.get("messages_column") or given.get("text_column") or TEXT
+    chats, by_turn = "messages_column" in given, settings.get("owner_key") is not None
+    owner = given.get("user_column") or (None if chats and by_turn else USER)
+    label = settings.get("condition_on")
     return {"data": source_of(data, owner, rows, chats=chats, label=label), **given}
 
 

@@ -320,6 +320,19 @@ def head(directory: Path) -> dict[str, Any]:
     return next((line["head"] for line in parse(first, str(path), check)), {})
 
 
+def head_of(directory: Path, run: str) -> dict[str, Any]:
+    """The head of the ledger in a directory; empty unless it can be read and is this run's.
+
+    Args:
+      run: the seal of the run's key.
+    """
+    try:
+        found = head(directory)
+    except (FedsimError, OSError):
+        return {}
+    return found if found.get("key_seal") == run else {}
+
+
 def _identity(line: dict[str, Any]) -> tuple[Any, str | None]:
     """Fields of a step's line that must not change when the step is repeated."""
     return line["event"], line.get("gradient_sha256")

@@ -45,7 +45,7 @@ def digest_of(data: Dataset) -> str:
     return hashlib.sha256(listed).hexdigest()
 
 
-def signed(path: Path) -> Path:
+def aside(path: Path) -> Path:
     """The hidden directory where a certificate waits until what it says is done."""
     return path.with_name(f".{path.name}.signed")
 
@@ -62,7 +62,7 @@ def sign(path: Path, record: dict[str, Any], key: SecretKey) -> None:
     record = json.loads(json.dumps(record, sort_keys=True))  # as whoever reads the file has it
     whole = {**record, "public_key": private.public_key().public_bytes_raw().hex()}
     whole["signature"] = private.sign(_signed(whole)).hex()
-    make_place(place := signed(path))
+    make_place(place := aside(path))
     for page, text in (_pages(path, whole) | {path: _file(whole)}).items():
         write_atomically(place / page.name, text)
 
@@ -76,10 +76,10 @@ def issue(path: Path) -> dict[str, str]:
     names = {"html": ".html", "markdown": ".md", "certificate": ".json"}
     paths = {name: path.with_suffix(suffix) for name, suffix in names.items()}
     for page in paths.values():
-        if (waiting := signed(path) / page.name).exists():  # else it was moved before a kill
-            waiting.replace(page)
+        if (file := aside(path) / page.name).exists():  # else it was moved before a kill
+            file.replace(page)
     sync_directory(path.parent)
-    signed(path).rmdir()
+    aside(path).rmdir()
     return {name: str(page) for name, page in paths.items()}
 
 
@@ -92,7 +92,7 @@ def waiting(path: Path, target: Path) -> dict[str, Any] | None:
       target: the place of the data.
     """
     try:
-        record = read(signed(path) / path.name)
+        record = read(aside(path) / path.name)
         same = digest_of(Dataset.open(target)) == record["data"]["after"]
     except (FedsimError, OSError):
         return None

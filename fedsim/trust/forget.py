@@ -189,7 +189,7 @@ def forget(
     file = file or target.with_name(f"{target.name}-forgotten.json")
     if not dry_run and (record := certificate.waiting(file, target)) is not None:
         # A process was killed when it had put the data in their place.
-        shutil.rmtree(hidden, ignore_errors=True)
+        _remove(hidden)
         written = certificate.issue(file)
         with hold(place) as ledger:
             ids = certificate.digests(forgetting.read_ids(users, data, column), ledger.key)
@@ -207,9 +207,9 @@ def forget(
     expect("run_dir", run_dir, (run_dir is None) == (retrain is None), new_run)
     for each in also:
         expect("search", each, each.exists(), "a file or directory")
-    for left in () if dry_run else (hidden, certificate.signed(file)):
-        if left.exists() and (aside or left != hidden):  # of a process that was killed
-            shutil.rmtree(left)
+    if not dry_run:  # what a process left that was killed earlier
+        _remove(hidden)
+        _remove(certificate.aside(file))
     people = forgetting.read_users(users, data, column)
     again = retrain and run_dir and retraining_of(retrain, run_dir, data, people)
     with hold(place) as ledger:
@@ -297,11 +297,17 @@ def forget(
         elif aside:
             beside.rename(target)
     except BaseException:
-        shutil.rmtree(certificate.signed(file))
+        shutil.rmtree(certificate.aside(file))
         raise
     if in_place:
         shutil.rmtree(beside)
     return {**record, "out": str(target), **certificate.issue(file)}
+
+
+def _remove(place: Path) -> None:
+    """Remove a directory, if it is there."""
+    if place.exists():
+        shutil.rmtree(place)
 
 
 def _counted(ledger: BudgetLedger, people: Collection[str], charges: Sequence[Charge]) -> int:
@@ -326,10 +332,11 @@ def _of_charge(charge: Charge, people: int, delta: float, console: Console) -> P
     """What a run in the ledger promises; by all that it planned, if it runs or is not here."""
     entry, path = charge.entry, _home(charge.entry)
     is_run, ended = entry.kind == "train", charge.state not in (RUNNING, GONE)
-    if is_run and ended and _has(path, entry.run):
-        return _of_run(path, people, console)
     # Another run, perhaps of other people, may lie at the place of a run now.
-    here = path if path.is_dir() and (not is_run or _has(path, entry.run)) else None
+    has_it = bool(run_ledger.head_of(path, entry.run))
+    if is_run and ended and has_it:
+        return _of_run(path, people, console)
+    here = path if path.is_dir() and (has_it or not is_run) else None
     about = (f"{path.name or entry.kind} ({entry.kind}, {charge.state})", "", people)
     if charge.nothing or charge.released is None:
         return Promise(*about, math.inf, delta, "", why_not(charge.nothing), here)
@@ -342,14 +349,6 @@ def _home(entry: Entry) -> Path:
     place = Path(entry.place)
     above = () if entry.kind == "train" else place.parents[:2]
     return next((path for path in above if (path / run_ledger.FILE).exists()), place)
-
-
-def _has(path: Path, run: str) -> bool:
-    """True if the run with this identifier, and no other one, is in a directory."""
-    try:
-        return run_ledger.head(path).get("key_seal") == run
-    except (FedsimError, OSError):
-        return False
 
 
 def _of_run(run_dir: Path, people: int, console: Console) -> Promise:

@@ -11,7 +11,7 @@ from fedsim import accounting
 from fedsim.accounting import SelectionEvent, StepEvent
 from fedsim.budget import Charge
 from fedsim.config import INDEPENDENT
-from fedsim.errors import ConfigError, FedsimError
+from fedsim.errors import ConfigError
 from fedsim.run import ledger as run_ledger
 from fedsim.trust.claim import SLACK_SHARE
 
@@ -31,11 +31,8 @@ def why_by_group(charge: Charge) -> str:
         return "a private selection"
     if all(event.cycle == 1 for event in steps):
         return ""
-    try:
-        head = run_ledger.head(Path(charge.entry.place))
-    except (FedsimError, OSError):
-        head = {}
-    if head.get("key_seal") != charge.entry.run:
+    head = run_ledger.head_of(Path(charge.entry.place), charge.entry.run)
+    if not head:
         return "cyclic sampling, perhaps with correlated noise, in a directory that is gone"
     independent = head["plan"].get("noise", INDEPENDENT) == INDEPENDENT
     return "" if independent else "correlated noise"

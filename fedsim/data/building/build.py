@@ -57,6 +57,14 @@ Say = Callable[[str], None] | None
 """Function that shows a line to the user."""
 
 
+DROPPED = {
+    "untrained": "chats_without_trained_tokens_dropped",
+    "skipped": "chats_skipped",
+    "unlabelled": "rows_of_other_labels_dropped",
+}
+"""Names in the metadata of counts of rows that are left out by what they say."""
+
+
 @dataclass(frozen=True)
 class BuildSettings:
     """Settings of a build that, with the sources, determine the bytes of the data set.
@@ -561,10 +569,9 @@ class _Build:
         if holdout.test_from is not None:
             counts["texts_without_order"] = total("no_order")
         if self.chats is not None:
-            counts["chats_without_trained_tokens_dropped"] = total("untrained")
-            counts["chats_skipped"] = total("skipped")
+            counts |= {DROPPED[name]: total(name) for name in ("untrained", "skipped")}
         if self.settings.label_set is not None:
-            counts["rows_of_other_labels_dropped"] = total("unlabelled")
+            counts[DROPPED["unlabelled"]] = total("unlabelled")
         return counts
 
     def _note_ids(self, id_counts: Counter[str], ids: pa.Array) -> dict[str, int]:
@@ -598,14 +605,15 @@ class _Build:
             # Which texts there are, also of data that are extended, must not depend on what they
             # say.
             before = self.old.metadata.get("counts", {}) if self.old is not None else {}
-            left_out = sum(record["untrained"] + record["skipped"] for record in records)
-            left_out += before.get("chats_without_trained_tokens_dropped", 0)
-            if left_out := left_out + before.get("chats_skipped", 0):
+
+            def dropped_as(name: str) -> int:
+                return sum(record[name] for record in records) + before.get(DROPPED[name], 0)
+
+            if left_out := dropped_as("untrained") + dropped_as("skipped"):
                 names = f"{self.columns.text_fields[0]}={','.join(self.columns.text)}"
                 expected = "a trained token in every chat"
                 raise DataError(f"{names}: expected {expected} {several}, {left_out} have none")
-            left_out = sum(record["unlabelled"] for record in records)
-            if left_out := left_out + before.get("rows_of_other_labels_dropped", 0):
+            if left_out := dropped_as("unlabelled"):
                 expected = f"a label of the set in every row {several}, {left_out} have another"
                 raise DataError.of("condition_on", settings.condition_on, expected)
         group, rows, held = _numbers(owners)
