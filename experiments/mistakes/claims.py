@@ -41,14 +41,14 @@ def without_what_is_known(claim, released):
     return re.sub("taking as known [^,]*", "of course", said) if hidden else said
 
 
-def shown(charge_of, entry, of_data):
+def shown(charge_of, entry, ledger):
     """Of a run that has not ended: what its directory says."""
-    from fedsim.run import ledger
+    from fedsim.run import ledger as run_ledger
 
-    charge = charge_of(entry, of_data)
+    charge = charge_of(entry, ledger)
     if entry.outcome:
         return charge
-    released = ledger.phases(ledger.read(Path(entry.place)))
+    released = run_ledger.phases(run_ledger.read(Path(entry.place)))
     return dataclasses.replace(charge, released=released)
 
 
