@@ -246,6 +246,7 @@ def pure_pmf(event: PureEvent, discretization: float) -> DensePLDPmf:
     Raises: GridTooLargeError: the grid would be longer than MAX_GRID_POINTS.
     """
     last = math.ceil(event.epsilon / discretization)
+    last += last * discretization < event.epsilon  # where the quotient was rounded to a whole one
     composition.check_size(2 * last + 1, discretization)
     probs = np.zeros(2 * last + 1)
     for loss in (-event.epsilon, event.epsilon):

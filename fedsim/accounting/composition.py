@@ -123,7 +123,8 @@ def pmf_epsilon_at(pmf: DensePLDPmf, delta: float) -> float:
     enough = reached - paid > delta
     index = int(np.argmax(enough)) if enough.any() else enough.size - 1
     start = (pmf._lower_loss + pmf.size - 2 - index) * grid
-    return max(0.0, start + math.log((reached[index] - delta) / paid[index]))
+    epsilon = start + math.log((reached[index] - delta) / paid[index])
+    return math.inf if math.isnan(epsilon) else max(0.0, epsilon)
 
 
 def deltas_at(pmf: DensePLDPmf, epsilons: np.ndarray) -> np.ndarray:
@@ -254,9 +255,8 @@ def _error_left(falls: list[tuple[int, np.ndarray]]) -> float:
     """Predicted relative distance of the last answer above the exact one, from how answers fell.
 
     Connecting the dots errs in proportion to the grid's width or mostly to its square. Two grids
-    alone
-    do not tell which: the width is assumed. A third tells the order, unless by accident a grid
-    point fell on the answer, which shows as an impossible order.
+    alone do not tell which: the width is assumed. A third tells the order, unless by accident a
+    grid point fell on the answer, which shows as an impossible order.
     """
     factor, fall = falls[-1]
     order = np.ones_like(fall)

@@ -22,6 +22,8 @@ LEVELS = 256
 def for_people(phases: Phases, people: int) -> list[tuple[Event, int]]:
     """The same releases as they look to `people` users who are compared together.
 
+    Not for correlated noise, whose cyclic events look like those of independent noise.
+
     Raises:
       ConfigError: there is no such event: of random allocation, or of a private selection.
 

@@ -32,6 +32,7 @@ from fedsim.errors import expect
 
 FLOOR = 1e-15  # smaller deltas are not resolved
 POINTS = 4001  # of the curve at which c is looked for
+LARGEST_LOSS = 600.0  # what is beyond counts as infinite, so that e^loss is a number
 GAMMAS = math.exp(-700), math.exp(-1e-12)
 """Range of the search for gamma; values beyond are numerically 0 or 1."""
 ONE = 1 + 1e-9  # a smaller mean stands for K = 1
@@ -115,7 +116,9 @@ def selection_deltas(
 ) -> np.ndarray:
     """delta of the selection at each epsilon, from above.
 
-    Args: trials: privacy loss of one trial of each candidate.
+    Args:
+      trials: privacy loss of one trial of each candidate.
+      epsilons: in ascending order.
     """
     gamma, last = event.gamma, max(map(_last, trials))
     points = np.linspace(0.0, last, POINTS)
@@ -127,7 +130,8 @@ def selection_deltas(
     )
     below = epsilons - shift
     deltas = event.mean * _trial(event, trials, np.maximum(below, 0.0))
-    return np.where(below < 0, 1.0, np.minimum(deltas, 1.0))
+    deltas = np.where(below < 0, 1.0, np.minimum(deltas, 1.0))
+    return np.minimum.accumulate(deltas)  # the slack of a trial grows with epsilon, delta does not
 
 
 def selection_pmf(
@@ -152,8 +156,10 @@ def selection_pmf(
 
 
 def loss_range(event: SelectionEvent, trials: Sequence[PrivacyLossDistribution]) -> float:
-    """Width of the range of losses that contains the whole curve, but for FLOOR."""
-    return 2 * (max(map(_last, trials)) + event.slack[0]) * (2 + event.shape)
+    """Width of the range of losses that contains the whole curve, but for FLOOR and what is beyond
+    LARGEST_LOSS."""
+    last = (max(map(_last, trials)) + event.slack[0]) * (2 + event.shape)
+    return 2 * min(last, LARGEST_LOSS)
 
 
 def _trial(
@@ -174,7 +180,7 @@ def _last(trial: PrivacyLossDistribution) -> float:
     """The largest finite loss with probability FLOOR at least, in either direction."""
     pmfs = composition.directions(trial)
     most = max(composition.pmf_epsilon_at(pmf, max(FLOOR, 2 * pmf._infinity_mass)) for pmf in pmfs)
-    return min(most, 600.0)
+    return min(most, LARGEST_LOSS)
 
 
 def _convex(x: np.ndarray, y: np.ndarray) -> np.ndarray:

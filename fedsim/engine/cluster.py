@@ -301,15 +301,11 @@ def _token_file() -> Path:
     return path
 
 
-SHOWN = re.compile(r"step|privacy/\w+|performance/(\w+_restarts|redispatched_lanes|workers)")
-
-
 class Monitor:
     """Metrics of a run for a cluster's dashboard and Prometheus: one gauge per metric.
 
-    Ray's agents answer without a token, so only metrics that the guarantee covers leave the driver:
-    no loss, no norm, and nothing that reveals sizes of draws, such as the time of a step. A private
-    cluster collects nothing.
+    Ray's agents answer without a token, so it is given only metrics that everyone may see. A
+    private cluster collects nothing.
     """
 
     def __init__(self):
@@ -318,10 +314,8 @@ class Monitor:
         self._tags = {"job": os.environ.get("RAY_JOB_SUBMISSION_ID", "local")}
 
     def publish(self, values: dict[str, float]) -> None:
-        """Set the gauges of those metrics that others may see."""
+        """Set the gauges of metrics."""
         for name, value in values.items():
-            if not SHOWN.fullmatch(name):
-                continue
             if name not in self._gauges:
                 gauge = "fedsim_" + re.sub(r"\W", "_", name)
                 self._gauges[name] = Gauge(gauge, description=name, tag_keys=("job",))

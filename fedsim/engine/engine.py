@@ -347,7 +347,8 @@ class Engine(ABC):
         return {"performance/redispatched_lanes": self.redispatched}
 
     def publish(self, step: int, values: dict[str, float]) -> None:  # noqa: B027
-        """Publish the metrics of a step, if the engine has a place for them."""
+        """Publish the metrics of a step, which everyone may see, if the engine has a place for
+        them."""
 
     def cut(self, rows: np.ndarray) -> Lanes:
         """Cut the units of a sum into lanes, independently of the workers."""

@@ -59,6 +59,13 @@ class UnfitDevice(FedsimError):
     """The guarantee does not hold on this device or with this compiler."""
 
 
+def devices_of(mesh: Mesh | None) -> list[Any]:
+    """Return the devices that programs run on: those of the mesh, or this thread's default one."""
+    if mesh is not None:
+        return list(mesh.devices.flat)
+    return [jax.config.jax_default_device or jax.local_devices()[0]]
+
+
 def check_arithmetic(device: Any) -> None:
     """Check the error of float32 operations and the rounding to whole numbers on a device.
 
@@ -111,11 +118,11 @@ def check_contributions(strategy: Strategy, params: Any, mesh: Mesh | None = Non
     leaves = jax.tree.leaves(params)
     shapes = {leaf.shape for leaf in leaves if leaf.size in NUMBERS_OF_SHAPES}
     largest = sorted(shapes, key=lambda shape: (math.prod(shape), shape))[-MOST_SHAPES:]
-    _check_contributions(strategy, (KNOWN_SHAPE, *largest), mesh)
+    _check_contributions(strategy, (KNOWN_SHAPE, *largest), mesh, *devices_of(mesh))
 
 
 @functools.lru_cache(maxsize=64)
-def _check_contributions(strategy, shapes, mesh):
+def _check_contributions(strategy, shapes, mesh, *devices):
     losses, params, shapes = _of_layer() if strategy.name == "ghost" else _of_arrays(shapes)
     units, clip = max(2, strategy.units_at_once(1)), Clip(1.0)
     mask = np.arange(units)[:, None] == 0
@@ -126,12 +133,14 @@ def _check_contributions(strategy, shapes, mesh):
 
         return clip_chunk(sharded, params, batch, mask, clip, strategy)[0]
 
-    program = jax.jit(add, out_shardings=mesh and shardings(params, mesh))
+    added, program = jax.jit(add, out_shardings=mesh and shardings(params, mesh)), None
     params = jax.device_put(params, mesh and shardings(params, mesh))
     most = 4 ** lattice_bits(num_coordinates(params))
     for row in _hostile_rows(shapes):
         batch = jax.tree.map(lambda x: np.broadcast_to(x, (units, 1, *x.shape)), row)
         batch = jax.device_put(batch, mesh and everywhere(mesh))
+        if program is None:
+            program = _compile(added, params, batch, mask)
         if (square := sum_of_squares(program(params, batch, mask))) > most:
             raise UnfitDevice(
                 f"strategy={strategy}: a unit contributes {(square / most) ** 0.5:.4g} C, expected "
@@ -187,6 +196,11 @@ def sum_of_squares(tree: Any) -> int:
         return (int(high @ high) << 32) + (int(high @ low) << 17) + int(low @ low)
 
     return sum(map(of, jax.tree.leaves(tree)))
+
+
+def _compile(function: Any, *args: Any) -> Any:
+    """Compile a jitted function as those of a run, for arguments like these."""
+    return function.lower(*args).compile(compiler_options(jax.default_backend()))
 
 
 _zeros = jax.jit(zeros_like, static_argnums=1)  # leaf by leaf costs a small model a hundredth
@@ -318,8 +332,7 @@ class Programs:
         """
         with self._compiling.setdefault(key, threading.Lock()):
             if key not in self.compiled:
-                lowered = jax.jit(function, **options).lower(*args)
-                program = lowered.compile(compiler_options(jax.default_backend()))
+                program = _compile(jax.jit(function, **options), *args)
                 check(program)
                 self.compiled[key] = program
         return self.compiled[key]

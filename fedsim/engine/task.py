@@ -5,6 +5,7 @@ write `init`, `read` and `losses`; all other methods have defaults. A task is pi
 workers, so it should hold sizes and paths, or arrays that every worker may hold.
 """
 
+import dataclasses
 from typing import Any, Protocol
 
 import jax
@@ -158,8 +159,12 @@ class WrappedTask(Task):
 
     @property
     def buckets(self) -> Buckets | None:
-        """The inner task's lengths."""
-        return self.inner.buckets
+        """The inner task's lengths. With local steps, which split a unit's rows into batches, no
+        two rows share one."""
+        buckets = self.inner.buckets
+        if buckets is None or self.local_steps is None:
+            return buckets
+        return dataclasses.replace(buckets, shared=())
 
     @property
     def local_steps(self) -> LocalSteps | None:

@@ -38,7 +38,7 @@ from fedsim.clipping import (
 from fedsim.config import MeshShape
 from fedsim.engine.engine import Engine, Stats, one_of_each
 from fedsim.engine.environment import host_kind, keep_compiled, versions
-from fedsim.engine.programs import Programs, check_arithmetic, check_contributions
+from fedsim.engine.programs import Programs, check_arithmetic, check_contributions, devices_of
 from fedsim.engine.task import MADE_UP, Task
 from fedsim.engine.trials import try_strategy
 from fedsim.placement import make_mesh
@@ -109,14 +109,13 @@ class Worker:
         return self.task.buckets
 
     def facts(self) -> dict[str, Any]:
-        """Return device, host, kind of host, process and versions, after a check of the device.
+        """Return device, host, kind of host, process and versions, after a check of the devices.
 
         Raises: UnfitDevice: the device's arithmetic is not that of the proof.
         """
-        device = jax.local_devices()[0]
-        _fit(device)
+        self._check_arithmetic()
         return {
-            "device": str(device),
+            "device": str(jax.local_devices()[0]),
             "host": socket.gethostname(),
             "kind": _kind_of_host(self.shape),
             "process": os.getpid(),
@@ -145,8 +144,15 @@ class Worker:
         self._check_contributions(params, rows, clip, strategy)
         return self.add_lane(params, rows, clip, strategy)
 
+    def _check_arithmetic(self) -> None:
+        for device in devices_of(self.mesh):
+            _fit(device)
+
     def _check_contributions(self, params, rows, clip, strategy) -> None:
-        for each in () if clip.in_float32 else self.passes(strategy, rows.shape[1]):
+        if clip.in_float32:
+            return
+        self._check_arithmetic()
+        for each in self.passes(strategy, rows.shape[1]):
             check_contributions(each, params, self.mesh)
 
     def prepare(
@@ -506,5 +512,6 @@ class LocalEngine(Engine):
 
     def _lanes(self, method, params, lanes, *args, lengths=()):
         self._version += 1
+        version = self._version  # another call may come before this one has ended
         for lane in lanes:
-            yield getattr(self._worker, method)(self._version, params, lane, *args)
+            yield getattr(self._worker, method)(version, params, lane, *args)

@@ -324,12 +324,21 @@ def delta_of(num_users: int, delta: float | None) -> float:
     return min(default_delta(num_users), delta or 1.0)
 
 
-def noise_of(epsilon: float, delta: float, count: int = 1) -> tuple[float, tuple[float, float]]:
+def noise_of(
+    epsilon: float, delta: float, count: int = 1, setting: str = "eval_epsilon"
+) -> tuple[float, tuple[float, float]]:
     """Noise multiplier of `count` evaluations that together cost epsilon.
 
+    Args: setting: what errors call epsilon.
     Returns: (sigma, slack), with slack = (epsilon, delta) added for noise that is not ideal.
+    Raises: ConfigError: the slack leaves nothing of epsilon, if it is tiny, or of delta, if epsilon
+      is huge.
     """
     part = slack(count, epsilon, delta)
+    expected = f"a larger one: the slack of its noise is {part.epsilon:.1g}"
+    expect(setting, epsilon, part.epsilon < epsilon, expected)
+    expected = f"a smaller one: the slack of its noise, {part.delta:.1g}, is all of delta"
+    expect(setting, epsilon, part.delta < delta, expected)
     sigma = accounting.noise_multiplier(
         epsilon=epsilon - part.epsilon,
         delta=delta - part.delta,

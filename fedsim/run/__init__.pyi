@@ -34,6 +34,7 @@ from .loggers import (
     not_covered as not_covered,
     open_loggers as open_loggers,
     receivers as receivers,
+    visible as visible,
 )
 from .metrics import Metrics as Metrics
 from .model_source import (

@@ -73,6 +73,11 @@ def may_leave(plan: Plan | None) -> Callable[[str], bool]:
     return lambda name: name in names or WORKERS.fullmatch(name) is not None
 
 
+def visible(plan: Plan | None, values: Mapping[str, float]) -> dict[str, float]:
+    """Those of a run's metrics that everyone may see; see `may_leave`."""
+    return {name: value for name, value in values.items() if may_leave(plan)(name)}
+
+
 def receivers(run: RunConfig) -> list[str]:
     """The loggers of a run that can send what they get to another machine."""
     return [name for name in run.log_to if name in SENDING]

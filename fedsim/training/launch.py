@@ -214,5 +214,7 @@ def as_started(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
     """The settings, with the number of steps that fitted a limit when a resumed run was started."""
     if not (run.spend_rest and run.resume and (run.run_dir / directory.CONFIG).exists()):
         return privacy
-    stored = directory.load(run.run_dir).privacy
-    return dataclasses.replace(privacy, **{name: getattr(stored, name) for name in FITTED})
+    stored = directory.load(run.run_dir)
+    if not (stored.private and stored.run.spend_rest):
+        return privacy  # what differs is refused where all settings are compared
+    return dataclasses.replace(privacy, **{name: getattr(stored.privacy, name) for name in FITTED})

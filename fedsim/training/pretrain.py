@@ -38,6 +38,7 @@ from fedsim.run import (
     restored,
     save,
     stop_signals,
+    visible,
 )
 from fedsim.training.open import open_run, wait_for
 from fedsim.training.optimizers import diverged, is_finite, settled, update_rule, updater
@@ -196,7 +197,7 @@ class Pretrainer:
                 with self._phase("first step") if is_first else nullcontext():
                     values = self._step(state, batches)
                 metrics.log(state.step, values)
-                self.engine.publish(state.step, values)
+                self.engine.publish(state.step, visible(None, values))
                 if state.step % self.eval_every == 0 or state.step == last:
                     self._evaluate(state, metrics)
                 if saver.due(state.step, self.run.checkpoint_every):

@@ -229,7 +229,7 @@ class LossRelease(NamedTuple):
         expect("split", how.split, store.num_users > 1, "a split with two users at least")
         expect("split", how.split, graph_of(store) is None, "texts with one owner each")
         delta = default_delta(store.num_users) if how.delta is None else how.delta
-        sigma, part = noise_of(how.epsilon, delta)
+        sigma, part = noise_of(how.epsilon, delta, setting="epsilon")
         most = how.loss_bound or largest_loss(store.vocab_size)
         key, out = SecretKey.create(), (run.run_dir / AFTERWARDS / secrets.token_hex(4)).absolute()
         limit = None if run.limit_epsilon is None else Limit(run.limit_epsilon, delta)
@@ -252,7 +252,7 @@ def release_loss(
 
     Args:
       task: of the model, with the split to evaluate on.
-      params: of the model. They must not depend on users of the split.
+      params: of the model. What they cost the users of the split is in the ledger, too.
       data: of the run.
       run: with the place of the budget ledger and the limit.
       about: first fields of the result.

@@ -42,6 +42,7 @@ from fedsim.run import (
     results,
     save,
     stop_signals,
+    visible,
 )
 from fedsim.training.callbacks import Callback, Calls
 from fedsim.training.open import OpenRun
@@ -172,7 +173,7 @@ class Trainer:
                 self.engine.read_ahead(rows.result())
                 finish()
                 metrics.log(state.step, values)
-                self.engine.publish(state.step, values)
+                self.engine.publish(state.step, visible(self.plan, values))
                 shown = {**values, "eval/loss": state.eval_loss}
                 self._tell_saved()
                 self.calls.step(state.step, shown)

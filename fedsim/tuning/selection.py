@@ -217,12 +217,14 @@ def _trials(jobs: Sequence[Job], priced: Priced, out: Path, key: SecretKey) -> l
 def _score(
     trial: Job, number: int, data: Dataset, priced: Priced, key: SecretKey, console: Console
 ) -> float:
-    """A trial's loss on held-out users, with noise if they are protected; inf if it diverged."""
+    """A trial's loss on held-out users, with noise if they are protected; inf if it diverged or its
+    loss is not a number, which would compare as no larger than any other."""
     summary = trial.summary
     if summary is None:
         return math.inf
     if priced.evaluations is None or data.eval_users is None:
-        return float(summary["final_eval_loss"])
+        loss = float(summary["final_eval_loss"])
+        return math.inf if math.isnan(loss) else loss
     stored = directory.load(trial.run.run_dir)
     task, params, _, _ = last_model(stored, trial.run, console)
     rng = key.generator("evaluation", number)

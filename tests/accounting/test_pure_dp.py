@@ -61,6 +61,15 @@ def test_the_discretised_loss_is_an_upper_bound_with_the_masses_of_both_sides(di
         assert pmf.get_delta_for_epsilon(at) >= exact - 1e-12
 
 
+@pytest.mark.privacy
+def test_a_loss_that_rounding_puts_on_a_grid_point_below_it_is_an_upper_bound():
+    epsilon = 0.9000000000000001
+    assert epsilon / 0.1 == 9  # in floats, and 9 * 0.1 is below it
+    found = accounting.epsilon([(PureEvent(epsilon), 1)], 1e-6, discretization=0.1)
+    high, low = math.exp(epsilon) / (1 + math.exp(epsilon)), 1 / (1 + math.exp(epsilon))
+    assert math.log((high - 1e-6) / low) <= found < epsilon + 0.1
+
+
 @pytest.mark.parametrize("epsilon", [800.0, 1e4])
 def test_a_release_that_protects_nobody_costs_its_epsilon(epsilon):
     """Where exp(epsilon) is no number any more."""

@@ -203,3 +203,24 @@ def test_a_trial_has_a_slack_of_its_own_at_every_epsilon():
 def test_what_is_no_selection_is_refused(changed):
     with pytest.raises(ConfigError, match=f"{next(iter(changed))}="):
         SelectionEvent(**{"candidates": (RUN,), "mean": 2.0, **changed})
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("slack", [(0.0, 0.0), (1e-9, 1e-13)])
+def test_losses_beyond_the_range_of_floats_cost_neither_nothing_nor_everything(slack):
+    trial = ((StepEvent(1.0, 0.05), 200),)  # its largest loss times 2 + shape is above log(1e308)
+    alone = accounting.epsilon(trial, 1e-6)
+    found = [
+        accounting.epsilon([(SelectionEvent((trial,), 8, shape, slack), 1)], 1e-6)
+        for shape in (1, 50, 100)
+    ]
+    assert alone < found[0] < found[1] < found[2] < 2 * alone
+    strong = ((StepEvent(0.05, 1.0), 1),)
+    assert accounting.epsilon(strong, 1e-6) < accounting.epsilon(
+        [(SelectionEvent((strong,), 5, 1.0, slack), 1)], 1e-6
+    )
+
+
+def test_a_loss_that_is_no_number_costs_everything():
+    pmf = composition.DensePLDPmf(0.1, 0, np.array([0.5, np.nan]), 0.0, True)
+    assert composition.pmf_epsilon_at(pmf, 1e-6) == math.inf

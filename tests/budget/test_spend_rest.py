@@ -126,3 +126,17 @@ def test_as_many_steps_are_trained_as_fit_and_a_run_that_goes_on_keeps_them(
     own["epsilon"] = 1.0
     said = refused(arguments(texts, tmp_path / "none", "--spend-rest", **own), capsys)
     assert "expected a run that fits" in said and not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_run_that_was_started_without_it_keeps_its_settings(texts, tmp_path, capsys):
+    main(arguments(texts, tmp_path / "run", epsilon=1.5, **{"num-steps": 2}))
+    other = arguments(texts, tmp_path / "run", "--spend-rest", "--resume", epsilon=1.5)
+    said = refused([*other, "--limit-epsilon", "9"], capsys)
+    assert "num_steps=24: expected 2" in said
+    flags = ["--num-steps", "1", "--model", "micro", "--batch-size", "16", "--engine", "local"]
+    main(["pretrain", "--data", str(texts), "--run-dir", str(tmp_path / "public"), *flags])
+    args = arguments(texts, tmp_path / "public", "--spend-rest", "--resume", epsilon=1.5)
+    said = refused([*args, "--limit-epsilon", "9"], capsys)
+    assert "run_dir" in said and "Traceback" not in said

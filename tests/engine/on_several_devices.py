@@ -15,7 +15,7 @@ from fedsim.config import Algorithm, MeshShape, PrivacyConfig, run_config
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.engine.programs import UnfitDevice
-from fedsim.engine.worker import Worker
+from fedsim.engine.worker import MultiDeviceWorker, Worker
 from fedsim.models import lora
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import TransformerConfig, stacked
@@ -127,6 +127,18 @@ def test_a_program_that_does_not_store_gradients_is_not_used(whole, monkeypatch)
     task, params = whole
     with pytest.raises(UnfitDevice, match="has lost the loop that stores gradients"):
         Worker(task, mesh=MeshShape(2)).lane_sum(0, params, rows(), CLIP, Strategy())
+
+
+@pytest.mark.privacy
+def test_each_device_that_computes_is_measured(whole, monkeypatch):
+    seen = []
+    monkeypatch.setattr("fedsim.engine.worker._fit", lambda device: seen.append(device))
+    task, params = whole
+    Worker(task, mesh=MeshShape(2)).lane_sum(0, params, rows(), CLIP, Strategy())
+    assert seen == jax.local_devices()[:2]
+    seen.clear()
+    MultiDeviceWorker(task).lane_sum(0, params, rows(), CLIP, Strategy())
+    assert {*seen} == {*jax.local_devices()}
 
 
 def test_a_device_has_its_part_of_each_array_and_less_of_what_is_computed(whole):

@@ -305,6 +305,18 @@ def test_hostile_units_are_looked_at_before_a_lane_is_added(monkeypatch):
     worker.lane_sum(0, np.zeros(1), rows, ALL_DIGITS, Strategy("direct", 4))  # nothing is promised
 
 
+@pytest.mark.privacy
+def test_the_device_is_measured_before_a_lane_is_added(monkeypatch):
+    def unfit(device):
+        raise UnfitDevice(f"{device} errs")
+
+    engine, rows = LocalEngine(MeanTask(np.ones((9, 1))), num_lanes=1), np.arange(9)[:, None]
+    monkeypatch.setattr("fedsim.engine.worker._fit", unfit)
+    with pytest.raises(UnfitDevice, match="errs"):
+        engine.clipped_sum(np.zeros(1), rows, CLIP, Strategy("direct", 4))
+    engine.clipped_sum(np.zeros(1), rows, ALL_DIGITS, Strategy("direct", 4))
+
+
 @several_at_once
 def test_what_does_not_fit_into_memory_is_not_run(monkeypatch):
     monkeypatch.setattr("fedsim.engine.trials.free_memory", lambda: 10)

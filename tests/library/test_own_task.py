@@ -11,9 +11,13 @@ from refused import refuses
 
 import fedsim
 from fedsim.clipping import Clip, LocalSteps
+from fedsim.data.dataset import Dataset
+from fedsim.data.users import UserStore
 from fedsim.engine.worker import LocalEngine
 from fedsim.errors import FileDamaged
 from fedsim.library.own_task import OwnedRows, OwnedTask, OwnTask, owner_ids
+from fedsim.models.language_model import LanguageModelTask
+from fedsim.models.transformer import TransformerConfig
 
 SETTINGS = {"epsilon": 8, "num_steps": 6, "batch_size": 40, "optimizer": "momentum", "seed": 1}
 SETTINGS |= {"learning_rate": 0.5, "strategy": "scan:2", "delta": 1e-3}
@@ -181,6 +185,13 @@ def test_local_steps_are_the_runs_or_else_the_tasks_own(task):
     own = type("Own", (Classifier,), {"local_steps": inner})(task.x, task.y)
     assert OwnedTask(own, {}, None).local_steps == inner
     assert OwnedTask(own, {}, outer).local_steps == outer
+
+
+def test_with_local_steps_no_two_texts_share_a_row():
+    texts = UserStore.from_examples({"u": [np.arange(3)] * 4}, max_length=16, vocab_size=24)
+    inner = LanguageModelTask(Dataset(train=texts), TransformerConfig(24, 16, 8, 1, 2))
+    assert inner.buckets.shared and OwnedTask(inner, {}, None).buckets.shared
+    assert OwnedTask(inner, {}, LocalSteps(2, 0.1)).buckets.shared == ()
 
 
 def test_something_that_is_no_task_is_named():

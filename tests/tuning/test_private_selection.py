@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from refused import refuses
@@ -303,3 +304,19 @@ def test_the_noise_of_evaluations_spends_what_it_may(mean, once):
     found = evaluations_of(2.0, 1e-3, mean, 0.0, once=once)
     spent = accounting.epsilon(found.phases, 1e-3)
     assert 2.0 * (1 - 1e-3) < spent <= 2.0
+
+
+@pytest.mark.parametrize(
+    "epsilon, said",
+    [(200.0, "a smaller one: the slack of its noise"), (1e-11, "a larger one: the slack of its")],
+)
+def test_what_leaves_nothing_for_noise_is_named_as_it_was_given(epsilon, said):
+    with refuses(f"eval_epsilon={epsilon}", says=said):
+        evaluations_of(epsilon, 1e-3, 8.0, 0.0, once=3)
+
+
+@pytest.mark.parametrize("loss, score", [(math.nan, math.inf), (1.5, 1.5)])
+def test_a_trial_whose_loss_is_no_number_is_never_the_best(loss, score):
+    trial = SimpleNamespace(summary={"final_eval_loss": loss})
+    public = SimpleNamespace(evaluations=None)
+    assert selection._score(trial, 0, None, public, None, None) == score
