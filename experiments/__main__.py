@@ -63,6 +63,19 @@ def stored(name: str) -> dict[str, dict[str, Any]]:
     return {scale: json.loads(f.read_text()) for scale, f in files.items() if f.exists()}
 
 
+def files_of(name: str) -> list[tuple[str, Path]]:
+    """(scale, file) of the committed records of an experiment and of its parts."""
+    from experiments.harness import records
+
+    found = []
+    for scale in ("small", "long", "paper"):
+        own = place_of(name, scale)
+        parts = sorted(own.parent.glob(f"{name}_*.json"))
+        parts = [file for file in parts if not records.module_of(file) and records.check_of(file)]
+        found += [(scale, file) for file in (own, *parts) if file.exists()]
+    return found
+
+
 def place_of(name: str, scale: str) -> Path:
     """The file of an experiment's committed record of a scale, if there is one."""
     return HERE / "results" / ("" if scale == "paper" else scale) / f"{name}.json"
@@ -83,22 +96,21 @@ def status(name: str) -> list[str]:
     from experiments.harness import common, records
 
     lines = []
-    for scale, record in stored(name).items():
-        file = place_of(name, scale)
+    for scale, file in files_of(name):
+        record = json.loads(file.read_text())
         counts = Counter(common.SAYS[each["held"]] for each in record["claims"])
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "no claims"
         settings = settings_of(name).get(scale)
         state = "up to date"
         if settings is not None and not is_of(record["settings"], settings):
             state = "out of date: the settings were changed"
-        check = getattr(records.module_of(file), "check", None)
-        if (
-            check
-            and records.as_claims(check(records.read_rows(file.with_suffix(".csv"))))
-            != (record["claims"])
-        ):
-            state = "out of date: python -m experiments judge has it again"
-        lines.append(f"{name} ({scale}, {record['date']}, {record['commit']}): {said}; {state}")
+        if check := records.check_of(file):
+            rows = records.read_rows(file.with_suffix(".csv"))
+            if records.as_claims(check(rows)) != record["claims"]:
+                state = "out of date: python -m experiments judge has it again"
+        lines.append(
+            f"{file.stem} ({scale}, {record['date']}, {record['commit']}): {said}; {state}"
+        )
     return lines or [f"{name}: no record; python -m experiments run {name}"]
 
 

@@ -2,7 +2,8 @@
 
 Beyond the paper. L(G) is the norm of a user's gradient of G texts, of ELS L(1), measured at the
 starting model before any training. The law was found in the trainings of regime.py: a curve of
-log x, frozen in law_claims.py. Here it predicts 20 cells of the same kind. Then each is trained:
+log x, frozen in law_claims.py. Here it predicts 20 cells, of which 18 are settings of the curve's
+own cells, with another starting model, tuned rates and new seeds. Then each is trained:
 at three learning rates with one seed, of which validation users choose one, and at that rate with
 two fresh seeds, whose gains on test users are held against the predictions.
 

@@ -94,6 +94,8 @@ def test_a_stranger_verifies_it_as_far_as_can_be(folder, tmp_path, capsys):
     elsewhere = shutil.copytree(folder, tmp_path / "downloaded")
     code, result = verified(elsewhere, capsys)
     found = {check["promise"]: check["holds"] for check in result["checks"]}
+    (claim,) = (check["found"] for check in result["checks"] if check["promise"] == "claim")
+    assert claim.endswith("what else it says was not compared")
     held = ("files", "ledger", "plan", "events", "epsilon", "model", "claim")
     away = ("settings", "key", "budget", "data", "draws", "replay")
     assert found == dict.fromkeys(held, True) | dict.fromkeys(away)
@@ -144,6 +146,20 @@ def test_another_claim_than_that_of_the_ledger_is_found(folder, tmp_path, capsys
     _, result = verified(better, capsys)
     (violated,) = [check for check in result["checks"] if check["holds"] is False]
     assert violated["promise"] == "claim" and "expected" in violated["found"]
+
+
+def test_a_registry_entry_of_another_epsilon_is_found(folder, tmp_path, capsys):
+    better = shutil.copytree(folder, tmp_path / "better")
+    entry = (better / "registry.yaml").read_text()
+    other = re.sub(r"( epsilon:) [\d.]+", r"\1 0.1", entry)
+    assert other != entry
+    (better / "registry.yaml").write_text(other)
+    record = json.loads((better / "published.json").read_text())
+    record["files"] = published.digests(better)
+    (better / "published.json").write_text(json.dumps(record))
+    _, result = verified(better, capsys)
+    (violated,) = [check for check in result["checks"] if check["holds"] is False]
+    assert violated["promise"] == "claim" and "registry.yaml" in violated["found"]
 
 
 @pytest.mark.privacy

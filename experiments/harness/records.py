@@ -13,7 +13,7 @@ import functools
 import importlib
 import json
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,15 @@ def module_of(record: Path) -> Any:
     return importlib.import_module(f"experiments.{record.stem}")
 
 
+def check_of(record: Path) -> Callable[[list[dict[str, Any]]], Any] | None:
+    """The tests of its claims; None if it has none. Those of a part of an experiment are among the
+    `CHECKS` of its module, whose name the part's begins with."""
+    if (module := module_of(record)) is not None:
+        return getattr(module, "check", None)
+    whole = module_of(record.with_stem(record.stem.partition("_")[0]))
+    return getattr(whole, "CHECKS", {}).get(record.stem)
+
+
 @functools.cache
 def _git(*arguments: str) -> str:
     try:
@@ -142,11 +151,11 @@ def judge() -> None:
     from experiments.harness import common, finetuning  # which import this
 
     for file in committed():
-        module = module_of(file)
-        if module is None or not hasattr(module, "check"):
+        if (check := check_of(file)) is None:
             continue
+        module = module_of(file)
         record, rows = json.loads(file.read_text()), read_rows(file.with_suffix(".csv"))
-        record["claims"] = as_claims(module.check(rows))
+        record["claims"] = as_claims(check(rows))
         file.write_text(json.dumps(record, indent=1) + "\n")
         plot = getattr(module, "plot", None)
         for name, draw in getattr(module, "FIGURES", {file.stem: plot} if plot else {}).items():

@@ -22,6 +22,7 @@ them, and fails where it fails in one. So fewer seeds, or noisier ones, lead to 
 | what the median's group size loses (Figure 4) | its claim's own: a tenth of the best gain |
 | the learning rate of fedsim's rule | its claims' own: 0.02 nats, for SmolLM2 0.1 |
 | the area under an attack's ROC curve | `AREA`, 0.05 above a half, for the end of its interval |
+| that of attack.py, committed later, before its runs | its claims' own: 0.6 |
 
 **Standard errors.** Seeds share draws and noise with all cells, so they are compared in pairs where
 rows have the losses by seed (`by_seed`): the variance is what is left of losses without the means

@@ -160,10 +160,10 @@ def _run(words: list[str]) -> None:
         _fail("interrupted", 130)
     if command.json:
         _answer(command, result)
-    if "steps_done" in result and result["steps_done"] < result["num_steps"]:
-        sys.exit(UNFINISHED)
     if result.get("holds") is False:
         sys.exit(1)
+    if isinstance(command, Train | Pretrain) and result.get("steps_done", 0) < result["num_steps"]:
+        sys.exit(UNFINISHED)
     if result.get("interrupted"):
         sys.exit(UNFINISHED)
 

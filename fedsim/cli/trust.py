@@ -388,12 +388,18 @@ class Verify(ReadsRun):
         from fedsim.budget import place_of
         from fedsim.trust import certificate
 
-        checks = certificate.check(self.run_dir, self.data, place_of(self.budget_ledger))
+        place, theirs = place_of(self.budget_ledger), self.budget_ledger is not None
+        checks = certificate.check(self.run_dir, self.data, place, theirs=theirs)
+        holds = all(check.holds is not False for check in checks)
+        unseen = [check.promise for check in checks if check.holds is None]
         if not self.json:
             _show(checks)
+            if holds and unseen:
+                print(wrapped(f"Not confirmed: {', '.join(unseen)} could not be checked."))
         return {
             "certificate": str(self.run_dir),
-            "holds": all(check.holds is not False for check in checks),
+            "holds": holds,
+            "confirmed": _confirmed(holds, unseen),
             "checks": [dataclasses.asdict(check) for check in checks],
         }
 
@@ -437,6 +443,6 @@ def _show(checks: "Iterable[Check]") -> None:
         print(hanging(f"{check.verdict:11} {check.promise:11} ", check.found))
 
 
-def _confirmed(guarantee: bool, unseen: list[str]) -> bool | None:
-    """True if epsilon is a guarantee; None: some promises that it depends on were not looked at."""
-    return None if guarantee and unseen else guarantee
+def _confirmed(holds: bool, unseen: list[str]) -> bool | None:
+    """Whether what is claimed holds; None: something that it depends on was not looked at."""
+    return None if holds and unseen else holds

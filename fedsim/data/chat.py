@@ -33,6 +33,7 @@ from fedsim.files import expand_home, read_object
 
 NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # that a template may name
 DATE = "2026-01-01"
+RULE = 2  # version of how chats become tokens: a change that gives others gets another number
 ROLES = ("system", "developer", USER, ASSISTANT)
 PRIVATE = re.compile("[\U000f0000-\U0010ffff]")  # characters for private use
 FIRST, LAST = 0xF0000, 0x10FFFD
@@ -87,22 +88,24 @@ def read_template(file: str | Path) -> str:
 
 
 def named_tokens(tokenizer: str | Path) -> dict[str, str]:
-    """The tokens that tokenizer_config.json names, such as {"bos_token": "<s>"}.
+    """The tokens that the files of NAME_FILES name, the first one first, as {"bos_token": "<s>"}.
 
     Args:
       tokenizer: path of a tokenizer.json.
     """
-    settings, found = _settings_beside(Path(tokenizer)), {}
-    for name in (f"{kind}_token" for kind in NAMED_TOKENS):
-        token = settings.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            found[name] = token
+    found: dict[str, str] = {}
+    for file in NAME_FILES:
+        settings = _settings_beside(Path(tokenizer), file)
+        for name in (f"{kind}_token" for kind in NAMED_TOKENS):
+            token = settings.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                found.setdefault(name, token)
     return found
 
 
-def _settings_beside(tokenizer: Path) -> dict[str, Any]:
-    path = tokenizer.with_name(NAME_FILES[0])
+def _settings_beside(tokenizer: Path, file: str = NAME_FILES[0]) -> dict[str, Any]:
+    path = tokenizer.with_name(file)
     if not path.is_file():
         return {}
     try:
@@ -208,7 +211,7 @@ def source_of(
     if source is None:
         return None
     tokens = {"bos_token": str(tokenizer.begin), "eos_token": str(tokenizer.end)}
-    if beside and beside.with_name(NAME_FILES[0]).is_file():
+    if beside and any(beside.with_name(name).is_file() for name in NAME_FILES):
         tokens = named_tokens(beside)
     return source, tuple(tokens.items())
 
@@ -226,7 +229,9 @@ class ChatTokenizer:
         # A text of one character cannot be broken up.
         added = {t["content"]: t for t in record["added_tokens"] if len(t["content"]) > 1}
         special = [text for text, token in added.items() if token["special"]]
-        others = [text for text in added.keys() - special if any(text in each for each in named)]
+        # White space is a token in texts, too: of Gemma 3, several line breaks.
+        others = (text for text in added.keys() - special if text.strip())
+        others = [text for text in others if any(text in each for each in named)]
         self._special = [added[text] for text in added if text in {*special, *others}]
         for token in self._special:
             token["special"] = True  # so that the copy makes none of text
@@ -329,13 +334,15 @@ class ChatTokenizer:
         # Nobody but the tokenizer says which texts are tokens here.
         prompt, completion = (self._tokens(self._others, x, private) for x in (prompt, completion))
         text = prompt + completion
+        answered = bool(completion.strip())  # else there is nothing to learn, not even silence
         spans = {
             "all": [(0, len(text))],
             USER: [(0, len(prompt))],
-        }.get(train_on, [(len(prompt), len(text))])
+        }.get(train_on, [(len(prompt), len(text))] * answered)
         found = self._encoded(text, spans, private)
         ids = np.concatenate([[self.begin_id], found.ids, [self.end_id]])
-        return Encoded(ids, np.concatenate([[False], found.trained, [train_on != USER]]))
+        ends = train_on == "all" or train_on != USER and answered
+        return Encoded(ids, np.concatenate([[False], found.trained, [ends]]))
 
     def _rendered(
         self, plain: Sequence[Message], turns: Sequence[int], template: Template, private: str
@@ -355,12 +362,21 @@ class ChatTokenizer:
                 "its template changes what a turn says, so that trained tokens cannot be told; "
                 "expected {% generation %} blocks in it"
             )
-        for i, (start, end) in zip(turns, found, strict=True):
-            lead, core, trail = _parted(plain[i].content)
-            if text.endswith(lead, 0, start):  # not stripped by the template
-                start -= len(lead)
-            if text.startswith(trail, end):
-                end += len(trail)
+        parts = [_parted(plain[i].content) for i in turns]
+
+        def strips(first: int, last: int) -> bool:
+            """True if the template writes the same where turns have parts[first:last] alone."""
+            fewer = list(plain)
+            for i, part in zip(turns, parts, strict=True):
+                fewer[i] = plain[i]._replace(content="".join(part[first:last]))
+            return text == self._unmarked(template.render(fewer), private)[0]
+
+        # A template that strips the blanks of turns may write the same ones itself.
+        leads = any(lead for lead, _, _ in parts) and not strips(1, 3)
+        trails = any(trail for _, _, trail in parts) and not strips(0, 2)
+        for i, (start, end), (lead, _, trail) in zip(turns, found, parts, strict=True):
+            start -= len(lead) if leads and text.endswith(lead, 0, start) else 0
+            end += len(trail) if trails and text.startswith(trail, end) else 0
             spans[i] = start, end
         return text, spans
 

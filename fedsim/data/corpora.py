@@ -32,15 +32,16 @@ import pyarrow.parquet as pq
 
 from fedsim import files
 from fedsim.data.building import hub, user_ids
-from fedsim.data.building.build import BuildSettings, build
-from fedsim.data.building.readers import names_of
+from fedsim.data.building.build import VERSIONS, BuildSettings, build
+from fedsim.data.building.readers import names_in
 from fedsim.data.building.sources import files_in, find_files, is_saved
-from fedsim.data.chat import source_of
+from fedsim.data.chat import RULE, source_of
 from fedsim.data.dataset import Dataset
 from fedsim.data.store import FORMAT
 from fedsim.data.support_chats import VERSION, support_chats
 from fedsim.data.tokenizer import Tokenizer, file_of
 from fedsim.errors import DataError, FedsimError
+from fedsim.installation import version
 
 PYDOCS, SUPPORT_CHATS = BUILT_IN = ("pydocs", "support-chats")
 CHAT_TEMPLATE = Path(__file__).with_name("support_chats.jinja")  # where a tokenizer has none
@@ -85,7 +86,7 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
         cache_dir,
         build_options,
         lambda out: build(sources, out, wait=True, **build_options),
-        lambda settings: names_of(sources[0], split, settings.text_format),
+        lambda settings: names_in(sources, settings.columns, split, settings.text_format),
     )
 
 
@@ -176,6 +177,8 @@ def _cached(
       names: called for the names of the source's columns: the key of chats has their template.
     """
     relevant = {n: v for n, v in options.items() if n not in ("progress", "num_workers")}
+    known = {name: version(name) for name in VERSIONS if name != "publicsuffixlist"}  # see below
+    facts = [*facts, RULE, known]
     spec = str(options.get("tokenizer", ""))
     is_file = Path(spec).is_file()
     tokenizer = Tokenizer.from_spec(spec if is_file or spec.startswith("hf:") else "bytes")

@@ -63,7 +63,7 @@ def devices_of(mesh: Mesh | None) -> list[Any]:
     """Return the devices that programs run on: those of the mesh, or this thread's default one."""
     if mesh is not None:
         return list(mesh.devices.flat)
-    return [jax.config.jax_default_device or jax.local_devices()[0]]
+    return [jax.config.jax_default_device or jax.local_devices()[0]]  # pyright: ignore
 
 
 def check_arithmetic(device: Any) -> None:

@@ -24,8 +24,8 @@ from fedsim.library.run import (
     RunSettings,
     TrainSettings,
     configs_of,
+    directory_of,
     flags_of_data,
-    new_directory,
 )
 from fedsim.library.wording import to_python
 from fedsim.run import Console
@@ -199,7 +199,7 @@ def audit(
         }
         types = types_of(AuditConfig)
         attack = AuditConfig(**{name: typed(name, x, types[name]) for name, x in given.items()})
-        place = str(run_dir or new_directory(f"audit-{algorithm}"))
+        place = str(directory_of(run_dir, f"audit-{algorithm}", {}))
         flags = {"epsilon": epsilon, "num_steps": num_steps, "run_dir": place, **settings}
         of_data = flags_of_data(data, user, text, messages, settings)
         privacy, run = configs_of(flags | of_data)
@@ -252,7 +252,7 @@ def pretrain(
             "batch_size": batch_size,
             "rows_per_pass": rows_per_pass,
             "warmup_steps": warmup_steps,
-            "run_dir": str(run_dir or new_directory("pretrained")),
+            "run_dir": str(directory_of(run_dir, "pretrained", settings)),
             **settings,
         }
         of_data = flags_of_data(data, user, text, messages, settings)

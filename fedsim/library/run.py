@@ -1,5 +1,6 @@
 """`fedsim.train` and the `Run` it returns: training, results and their checks from Python."""
 
+import dataclasses
 import functools
 import math
 import time
@@ -9,6 +10,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from fedsim.config import (
     Algorithm,
+    DataConfig,
     EngineConfig,
     Filters,
     LoggerName,
@@ -88,8 +90,8 @@ class Run:
 
     @property
     def delta(self) -> float:
-        """The delta of the guarantee."""
-        return float(self.summary["delta"])
+        """The delta of the guarantee; nan of a pre-training, which has none."""
+        return float(self.summary.get("delta", math.nan))
 
     @property
     def eval_loss(self) -> float:
@@ -114,7 +116,14 @@ class Run:
             raise ConfigError.of("run", self.run_dir, "a run with a checkpoint")
         return checkpoint.load_params(newest)
 
-    def evaluate(self, *, epsilon: float | None = None, **how: Any) -> dict[str, Any]:
+    def evaluate(
+        self,
+        *,
+        epsilon: float | None = None,
+        limit_epsilon: float | None = None,
+        budget_ledger: str | Path | None = None,
+        **how: Any,
+    ) -> dict[str, Any]:
         """Losses on all held-out examples, in nats per token.
 
         Without epsilon the losses are not protected, and not to be published.
@@ -122,16 +131,25 @@ class Run:
         Args:
           epsilon: release instead the mean loss of one split's users, with noise. It costs them
             this epsilon, which the ledger of the data counts.
+          limit_epsilon: with epsilon, refuse it if all releases could cost one of them more.
+            Default: the limits in the ledger.
+          budget_ledger: with epsilon, the ledger of the data. Default: that of the run.
           how: delta, split and loss_bound; see `PrivateEvaluation`.
 
         Returns:
           Losses by metric name, such as eval/loss.
         """
-        run = changed_run(self.stored.run, engine="local")
+        ledger = self.stored.run.budget_ledger
+        if budget_ledger is not None:
+            ledger = Path(expand_home("budget_ledger", budget_ledger))
+        more = {"limit_epsilon": limit_epsilon, "budget_ledger": ledger}
+        run = changed_run(self.stored.run, engine="local", **more)
         set_threads(run.engine)
         with to_python():
             if epsilon is None:
-                expect("epsilon", epsilon, not how, f"a value, beside {', '.join(how)}")
+                given = {"limit_epsilon": limit_epsilon, "budget_ledger": budget_ledger, **how}
+                given = [name for name, value in given.items() if value is not None]
+                expect("epsilon", epsilon, not given, f"a value, beside {', '.join(given)}")
                 from fedsim.evaluate import evaluate_run
 
                 return evaluate_run(self.stored, run, Console())
@@ -236,9 +254,12 @@ class Run:
         *,
         engine: Literal["ray", "local"] = "ray",
         num_workers: int | None = None,
+        threads_per_worker: int | None = None,
         sampling: Sampling | None = None,
         filters: Filters | None = None,
         measure: bool = False,
+        eval_epsilon: float | None = None,
+        resume: bool = False,
         **settings: Any,
     ) -> Path:
         """Write a data set of texts sampled from the model; they have the run's epsilon.
@@ -247,10 +268,12 @@ class Run:
           out: a new .parquet or .jsonl file; a set without a guarantee is called
             NAME.no-guarantee.
           num_texts: number of texts.
-          engine, num_workers: where they are sampled, as in `train`.
+          engine, num_workers, threads_per_worker: where they are sampled, as in `train`.
           sampling: how tokens are drawn; None: as the model says.
           filters: which texts are kept; None: the defaults.
           measure: also compare the texts with users' texts, on a private page.
+          eval_epsilon: with measure, what a loss with noise on held-out users costs each of them.
+          resume: go on with what an interrupted call left beside the file.
           settings: other fields of `fedsim.config.Synthesis`, such as prompts and label_epsilon.
 
         Returns:
@@ -266,8 +289,12 @@ class Run:
                 settings["prompts"] = Path(expand_home("prompts", file))
             texts = Synthesis(num_texts=num_texts, **settings)
             where = EngineConfig(kind=engine, num_workers=num_workers)
+            if threads_per_worker is not None:
+                where = dataclasses.replace(where, threads_per_worker=threads_per_worker)
+            set_threads(where)
             how, place = sampling or Sampling(), Path(expand_home("out", out))
-            more = {"filters": filters, "measured": measure}
+            more = {"filters": filters, "measured": measure, "eval_epsilon": eval_epsilon}
+            more["resume"] = resume
             told = synthesize(str(self.run_dir), place, texts, how, where, Console(), **more)
         return Path(told["file"])
 
@@ -393,7 +420,7 @@ def train(
     """Fine-tune a model with user-level differential privacy.
 
     Equal settings give the same bits as the command `fedsim train`. A signal (Ctrl-C in a notebook)
-    finishes the step and saves it; the same call with `resume=True` resumes the run.
+    finishes the step and saves it; the same call with its `run_dir` and `resume=True` resumes it.
 
     Args:
       algorithm: "els" samples and clips examples, "uls" samples and clips users.
@@ -433,9 +460,14 @@ def train(
         expect_callbacks(callbacks)
         called = [*callbacks, *([StepFunction(callback)] if callback is not None else [])]
         flags: dict[str, Any] = {"epsilon": epsilon, "num_steps": num_steps, **settings}
-        flags["run_dir"] = str(run_dir or new_directory(algorithm))
+        flags["run_dir"] = str(directory_of(run_dir, algorithm, settings))
         source = None
         if task is not None:
+            given = {"user": user, "text": text, "messages": messages, **settings}
+            for field in ("user", "text", "messages", "model", *flags_of(DataConfig)):
+                if field != "normalise_ids":
+                    value = given.get(field)
+                    expect(field, value, value is None, "nothing beside task")
             source = OwnTask(task, data, settings.get("normalise_ids"))
             name = task.describe().get("task", type(task).__qualname__)
             flags |= {"data": f"{name} (rows of its own)", "model": f"{name} (a task)"}
@@ -453,9 +485,11 @@ def train(
         return Run(run.run_dir)
 
 
-def new_directory(name: str) -> Path:
-    """A directory in runs/ that is named for this second."""
-    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+def directory_of(run_dir: str | Path | None, name: str, settings: Mapping[str, Any]) -> Path:
+    """The directory of a run. Default: one in runs/ that is named for this second."""
+    new = not settings.get("resume")
+    expect("run_dir", run_dir, new or run_dir is not None, "the directory of the run to resume")
+    return Path(run_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def flags_of_data(

@@ -95,7 +95,9 @@ def _about(file: Path, reader: Any) -> dict[str, Any]:
 def _found(
     file: Path, kind: str, about: dict[str, Any], tensors: dict[str, np.ndarray]
 ) -> GGUFModel:
-    if "rope_freqs.weight" in tensors or f"{kind}.rope.scaling.type" in about:
+    factors = (about.get(f"{kind}.rope.{name}", 1) for name in ("scaling.factor", "scale_linear"))
+    scaled = f"{kind}.rope.scaling.type" in about or any(factor != 1 for factor in factors)
+    if scaled or "rope_freqs.weight" in tensors:
         raise UnsupportedArchitecture.of("model", file, "rotary positions without scaling")
     config = _config(kind, about, tensors)
     used: set[str] = set()

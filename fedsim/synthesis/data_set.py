@@ -54,7 +54,7 @@ from fedsim.training import (
 )
 from fedsim.trust import published, read
 
-PARTS, RECORD, ABOUT = ".parts", "settings.json", ".about.json"
+PARTS, RECORD, LOSS, ABOUT = ".parts", "settings.json", "loss.json", ".about.json"
 NO_GUARANTEE = ".no-guarantee"
 MOST_SAMPLED = 4
 """Texts that are sampled for each that is asked for, before so many are thrown away that the
@@ -110,7 +110,8 @@ def synthesize(
     _expect_new(out, again=resume and (place / RECORD).is_file())
     if measured:
         expect_installed("markdown_it", "matplotlib")  # for its page, which is all that it gives
-    users = _measurable(stored, source, eval_epsilon, console) if measured else None
+    due = None if (place / LOSS).exists() else eval_epsilon  # else it is paid already
+    users = _measurable(stored, source, due, console) if measured else None
     labels = _labels(stored, settings)
     prompts = read_prompts(settings.prompts) if settings.prompts else [Opening("")]
     turns = settings.turns or int(bool(prompts[0].messages))
@@ -148,7 +149,8 @@ def synthesize(
     console.note(f"{counts['tokens']:,} tokens in {duration(seconds)}: {rate:,.0f} a second")
     pages = _page(out, rows, about, console)
     if users is not None:
-        found = _measured(Path(source), users, rows, about, eval_epsilon, settings.seed, console)
+        more = {"epsilon": eval_epsilon, "seed": settings.seed, "kept": place / LOSS}
+        found = _measured(Path(source), users, rows, about, console, **more)
         pages = _page(out, rows, about, console, **found)
         about |= {"non_private/alarm": found["leaks"]["alarm"]}
     shutil.rmtree(place)  # last: until then --resume goes on with what is there
@@ -466,19 +468,23 @@ def _measured(
     data: Dataset,
     rows: Sequence[Mapping[str, Any]],
     about: Mapping[str, Any],
+    console: Console,
+    *,
     epsilon: float | None,
     seed: int,
-    console: Console,
+    kept: Path,
 ) -> dict[str, Any]:
     """How good a set is, and whether training users' texts are in it; for `write_page`.
 
+    Args: epsilon, seed, kept: see `measure`.
     Raises: ConfigError: see `measure` and `search`.
     """
     stored = directory.load(run_dir)
     run = changed_run(stored.run, engine="local")
     with console.phase("measuring the texts"):
         leaks = search(store_of(rows, data), data, seed=seed)
-        quality = measure(stored, run, rows, epsilon=epsilon, seed=seed, console=console)
+        how = {"epsilon": epsilon, "seed": seed, "kept": kept}
+        quality = measure(stored, run, rows, console=console, **how)
     histogram = stored_histogram(run_dir) if "label_epsilon" in about else None
     labels = None  # the claim does not cover a histogram that the set does not follow
     if histogram is not None:

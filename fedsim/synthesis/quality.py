@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ from fedsim.config import RunConfig
 from fedsim.data import Dataset, Tokenizer, UserStore
 from fedsim.errors import ConfigError, expect, expect_count
 from fedsim.evaluate import last_model
+from fedsim.files import read_json, write_json
 from fedsim.keys import SecretKey
 from fedsim.models import LanguageModelTask, Pretrained, Transformer, preset
 from fedsim.plan import rows_of_users
@@ -93,6 +95,7 @@ def measure(
     delta: float | None = None,
     seed: int = 0,
     console: Console | None = None,
+    kept: Path | None = None,
 ) -> dict[str, Any]:
     """Measure a synthetic set that was sampled from a run's model.
 
@@ -106,6 +109,8 @@ def measure(
       delta: of this epsilon.
       seed: of the small model, and of draws of texts.
       console: receives messages.
+      kept: file with the loss that was released; it is made, and used again, so that what is
+        interrupted later does not pay twice.
 
     Returns:
       {"public": figures with noise, or {}, "private": figures without}.
@@ -128,8 +133,15 @@ def measure(
     learnt = train_student(synthetic, data, student, seed)
     if epsilon is not None:
         about = {"trained_on": "synthetic texts", "model": student.student}
-        how = PrivateEvaluation(epsilon, delta)
-        public["student"] = release_loss(*learnt, data, run, how, about)
+        if kept is None or not kept.exists():
+            how = PrivateEvaluation(epsilon, delta)
+            public["student"] = release_loss(*learnt, data, run, how, about)
+            if kept is not None:
+                write_json(kept, public["student"])
+        else:
+            public["student"] = read_json(kept)
+            paid = public["student"]["epsilon"]
+            expect("eval_epsilon", epsilon, epsilon == paid, f"{paid:g}, which is paid already")
     losses = {
         "untrained": loss_of(learnt[0], learnt[0].init(_init_key(seed))),
         "synthetic": loss_of(*learnt),

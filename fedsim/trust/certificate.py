@@ -99,20 +99,21 @@ def waiting(path: Path, target: Path) -> dict[str, Any] | None:
     return record if same else None
 
 
-def check(path: Path, data: str | None, place: Path) -> list[Check]:
+def check(path: Path, data: str | None, place: Path, *, theirs: bool = False) -> list[Check]:
     """Check a certificate.
 
     Args:
       path: the JSON file.
       data: the data without the people's texts; None: they are not looked at.
       place: directory of the ledger of the data.
+      theirs: it is known to be that ledger: a certificate by another key is forged.
     """
     try:
         record = read(path)
     except FedsimError as error:
         return [Check("signature", False, str(error))]
     found = f"not a byte changed since {record['time']}"
-    looks = {"signer": lambda: _signer(record, place), "page": lambda: _page(path, record)}
+    looks = {"signer": lambda: _signer(record, place, theirs), "page": lambda: _page(path, record)}
     looks["data"] = lambda: _data(record, data)
     checks = [Check("signature", True, found)]
     for promise, look in looks.items():
@@ -163,13 +164,14 @@ def _pages(path: Path, record: dict[str, Any]) -> dict[Path, bytes]:
     return {path.with_suffix(suffix): text.encode() for suffix, text in made.items()}
 
 
-def _signer(record: dict[str, Any], place: Path) -> str:
+def _signer(record: dict[str, Any], place: Path, theirs: bool) -> str:
     """The key of the ledger on this machine signed."""
     if not (place / KEY).exists():
         raise Unknown(f"the ledger of the data is not here: compare key {record['public_key']}")
     with hold(place) as ledger:
         ours = signer(ledger.key).public_key().public_bytes_raw().hex()
     if ours != record["public_key"]:
+        demand(not theirs, f"{place}: signed by another key, {record['public_key']}")
         raise Unknown(f"another ledger's: compare key {record['public_key']}")
     return f"by the key of the ledger of the data, {ours}"
 

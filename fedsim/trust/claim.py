@@ -86,6 +86,12 @@ class Released(Claimed):
     checks: list[Check]
 
 
+def parameters(released: Claimed) -> dict[str, float]:
+    """Epsilon and delta as in the registry entry: rounded up."""
+    delta = float(at_most(released.plan.delta, ".3e"))
+    return {"epsilon": float(at_most(released.epsilon, ".4f")), "delta": delta}
+
+
 def claim(released: Claimed) -> str:
     """The claim in one sentence that can be quoted."""
     plan, delta = released.plan, at_most(released.plan.delta, ".2e")

@@ -185,7 +185,6 @@ def forget(
     expect("in_place", data.path / "".join(others[:1]), not others, alone)
     target = data.path if out is None else out.absolute()
     hidden = target.with_name(f".{target.name}.forgetting")
-    aside = in_place or retrain is not None
     file = file or target.with_name(f"{target.name}-forgotten.json")
     if not dry_run and (record := certificate.waiting(file, target)) is not None:
         # A process was killed when it had put the data in their place.
@@ -200,7 +199,8 @@ def forget(
     expect("out", target, absent, "a directory that is not there yet")
     clear = file.suffix == ".json" and not file.exists()
     expect("certificate", file, clear, "a new file that ends in .json")
-    make_place(file.parent)
+    if not dry_run:
+        make_place(file.parent)
     for page in (file.with_suffix(".html"), file.with_suffix(".md")):
         expect("certificate", page, not page.exists(), "a page that is not there yet")
     new_run = "a new directory for the run of --retrain, or neither"
@@ -241,22 +241,21 @@ def forget(
         said["retrained"] = {"sentence": named, **spent}
     if dry_run:
         return said
-    beside = hidden if aside else target
-    with new_directory(beside) as made:
+    with new_directory(hidden) as made:  # which the same command removes if this one is stopped
         forgetting.without(data, people, made, request.place)
     computed = _computed(request, promises, target)
     if again and again.num_steps:
-        model = train_again(again, beside, target, place, engine, console)
+        model = train_again(again, hidden, target, place, engine, console)
         said["retrained"] |= described(again, model, request.unnamed)
         also = [*also, again.out]
         computed += [{"path": request.unnamed(again.out), "why": why} for why in again.computed]
-    roots = _roots(data.path, beside, promises, place, also)
+    roots = _roots(data.path, hidden, promises, place, also)
     console.note(f"searching {', '.join(map(str, roots))}")
     remains = search(data, people, roots, [data.path] if in_place else [])
 
     def shown(path: Path) -> str:
-        moved = path.is_relative_to(beside)
-        return request.unnamed(target / path.relative_to(beside) if moved else path)
+        moved = path.is_relative_to(hidden)
+        return request.unnamed(target / path.relative_to(hidden) if moved else path)
 
     record = {
         "kind": certificate.KIND,
@@ -269,7 +268,7 @@ def forget(
             "num_users": data.train.num_users,
             "in_place": in_place,
             "before": request.key.seal(f"certificate data {certificate.digest_of(data)}"),
-            "after": certificate.digest_of(Dataset.open(beside)),
+            "after": certificate.digest_of(Dataset.open(hidden)),
         },
         **said,
         "search": {
@@ -292,15 +291,15 @@ def forget(
     certificate.sign(file, record, request.key)
     try:
         if in_place:
-            shutil.copymode(target, beside)
-            exchange(beside, target)
-        elif aside:
-            beside.rename(target)
+            shutil.copymode(target, hidden)
+            exchange(hidden, target)
+        else:
+            hidden.rename(target)
     except BaseException:
         shutil.rmtree(certificate.aside(file))
         raise
     if in_place:
-        shutil.rmtree(beside)
+        shutil.rmtree(hidden)
     return {**record, "out": str(target), **certificate.issue(file)}
 
 

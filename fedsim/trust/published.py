@@ -18,12 +18,13 @@ import yaml
 from flax import traverse_util
 
 from fedsim.accounting import at_most
+from fedsim.clipping import num_coordinates
 from fedsim.errors import FedsimError, FileDamaged
 from fedsim.files import read_json
 from fedsim.models import model_files, stacked, unstacked
 from fedsim.plan import Plan
 from fedsim.run import checkpoint, directory, find_model, formats, ledger
-from fedsim.trust.claim import Claimed, claim
+from fedsim.trust.claim import Claimed, claim, parameters
 from fedsim.trust.evidence import TOLERANCE, Check, Record, Unknown, Violated, checked, demand
 from fedsim.trust.ledger_checks import (
     check_constants,
@@ -178,8 +179,11 @@ def _model(folder: Folder) -> str:
     """The parameters have the fingerprint of the claim."""
     form, wanted = folder.published.model, folder.published.params_sha256
     if form == "parameters":
-        same = checkpoint.params_sha256(load_parameters(folder.run_dir)) == wanted
-        demand(same, f"{folder.run_dir / PARAMETERS}: expected the parameters {wanted}")
+        path, params = folder.run_dir / PARAMETERS, load_parameters(folder.run_dir)
+        same = checkpoint.params_sha256(params) == wanted
+        demand(same, f"{path}: expected the parameters {wanted}")
+        count, planned = num_coordinates(params), folder.plan.num_parameters
+        demand(count == planned, f"{path}: has {count:,} numbers: expected {planned:,}, as planned")
         return "the parameters have the fingerprint of the claim"
     kept = f"published as it is in {MODEL}/, but "
     if form == "peft":
@@ -203,7 +207,7 @@ def _without_zeros(params: Any) -> Any:
 
 
 def _claim(folder: Folder) -> str:
-    """Claim, report and registry entry say what follows from the ledger."""
+    """The claim follows from the ledger, the report quotes it, and the registry entry says it."""
     stated = folder.published
     made = Claimed.of(folder.plan, folder.lines, stated.params_sha256)
     same = abs(made.epsilon - stated.epsilon) <= TOLERANCE * made.epsilon
@@ -218,13 +222,15 @@ def _claim(folder: Folder) -> str:
         demand(stated.claim in said, f"{folder.run_dir / name}: expected the claim of {NAME}")
     registry = _text(folder.run_dir / REGISTRY)
     try:
-        described = yaml.safe_load(registry)["deployment"]["basic"]["description"]
+        entry = yaml.safe_load(registry)["deployment"]
+        described = entry["basic"]["description"], entry["privacy_loss"]["privacy_parameters"]
     except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError):
         described = None
-    same = described == stated.claim
+    same = described == (stated.claim, parameters(made))
     demand(same, f"{folder.run_dir / REGISTRY}: expected the claim of {NAME}")
     epsilon, delta = at_most(made.epsilon, ".6g"), at_most(made.plan.delta, ".2e")
-    return f"epsilon {epsilon} at delta {delta}, as ledger, report and registry entry say"
+    quoted = "the report quotes the claim, and what else it says was not compared"
+    return f"epsilon {epsilon} at delta {delta}, as ledger and registry entry say; {quoted}"
 
 
 def _text(path: Path) -> str:

@@ -37,6 +37,7 @@ from fedsim.trust.claim import (
     is_by_group,
     mechanism,
     over_steps,
+    parameters,
     recognised,
     several,
     slack,
@@ -190,6 +191,7 @@ def _settings(released: Released, public: bool) -> list[tuple[str, str]]:
     counts = ("num_units", "budget", "target_epsilon", "num_parameters", "clip_quantile")
     names = ("lora_rank", "frozen_dtype", "optimizer", "learning_rate", "compute_dtype")
     values = {name: getattr(released.plan, name) for name in counts}
+    values = {"batch_size" if name == "budget" else name: value for name, value in values.items()}
     strategy = ("strategy", str(released.stored.strategy.get("name")))
     return [
         *([] if public else [("data", Path(run["data"]).name), strategy]),
@@ -313,10 +315,7 @@ def _privacy_loss(released: Released) -> dict[str, Any]:
     return {
         "privacy_unit": "User",
         "privacy_unit_details": f"{unit(plan)}. Neighbours are {adjacency(plan)}.",
-        "privacy_parameters": {
-            "epsilon": float(at_most(released.epsilon, ".4f")),
-            "delta": float(at_most(plan.delta, ".3e")),
-        },
+        "privacy_parameters": parameters(released),
         "privacy_parameters_details": f"Of it for noise that is not ideal: {slack(released)}. But "
         f"for that, all steps together are mu-GDP with mu = {at_most(bound.mu, '.4g')}, except for "
         f"a probability of {at_most(bound.set_aside, '.2e')}.",

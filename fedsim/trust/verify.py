@@ -15,9 +15,9 @@ from typing import Any
 from fedsim import keys
 from fedsim.accounting import PureEvent, at_most
 from fedsim.budget import Released
-from fedsim.clipping import Strategy
+from fedsim.clipping import Strategy, num_coordinates
 from fedsim.config import Algorithm
-from fedsim.data import SUMS, Tokenizer, forgetting
+from fedsim.data import FROM_USERS, SUMS, Tokenizer, forgetting
 from fedsim.els import ELS
 from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged, expect
 from fedsim.files import read_json
@@ -206,6 +206,9 @@ def _checkpoints(evidence: Evidence) -> str:
             evidence.lines[step]["chain"],
         )  # checkpoints of earlier versions have none
         demand(same, f"{path}: is of another run: the ledger has another chain after step {step}")
+    for path in kept[-1:]:  # the slack of the noise follows from it
+        count, planned = num_coordinates(checkpoint.load_params(path)), evidence.plan.num_parameters
+        demand(count == planned, f"{path}: has {count:,} numbers: expected {planned:,}, as planned")
     if not kept:
         where, path = (evidence.run_dir / x for x in (checkpoint.DIRECTORY, directory.SUMMARY))
         ended = path.exists() and read_json(path).get("steps_done") != 0
@@ -346,7 +349,7 @@ def _outside(evidence: Evidence) -> str:
     plan, privacy, users = evidence.plan, evidence.privacy, evidence.users
     seeded = evidence.key.seed is not None
     found = footnotes(privacy, evidence.run, evidence.dataset, seeded=seeded)
-    outside = [f"{field}={value}" for field, value, _ in found]
+    outside = [f"{field}={value}" for field, value, _ in found if not _named(plan, field, value)]
     if evidence.stored.parent is not None:
         pass  # the parent chose the group size
     elif plan.group_size_epsilon is not None:
@@ -355,12 +358,24 @@ def _outside(evidence: Evidence) -> str:
         demand(same, f"group_size={plan.group_size}: the key draws {drawn} as the private median")
     elif plan.algorithm == Algorithm.ELS and privacy.group_size is None:
         default = with_group_size(plan.algorithm, privacy, users)
-        if default.group_size_epsilon is not None or default.group_size != plan.group_size:
+        other = default.group_size_epsilon is not None or default.group_size != plan.group_size
+        if other and not _named(plan, "group_size", plan.group_size):
             outside.append(f"group_size={plan.group_size}, which is neither private nor a default")
-    if plan.uncovered:
-        return f"named in the plan: {plan.outside}"
-    demand(not outside, f"{', '.join(outside)}: expected {NOTHING}, as the plan says")
-    return NOTHING
+    named = f"named in the plan: {plan.outside}" if plan.uncovered else NOTHING
+    demand(not outside, f"{', '.join(outside)}: expected {NOTHING} but what the plan names")
+    return named
+
+
+def _named(plan: Plan, field: str, value: Any) -> bool:
+    """True if the plan names a setting that is outside the guarantee."""
+    if field in ("epsilon", "sampling", "assumed_population", "seed"):  # no epsilon holds with them
+        return not plan.guarantee
+    words = {"adjacency": ["how many"], "tokenizer": [FROM_USERS], "data": ["who owns"]}
+    words |= {"chosen_on_data": [f"{name} (chosen" for name in str(value).split(",") if name]}
+    if "min_examples=" in str(value):
+        words["data"] = ["min_examples"]
+    facts = "; ".join(plan.non_private)
+    return all(word in facts for word in words.get(field, [field]))
 
 
 def _where(evidence: Evidence) -> str:

@@ -382,8 +382,8 @@ def forecast_table(found: dict[str, Any], name: str, num_users: int) -> list[str
     sizes = [f"{probe['batch_size']:,}" for probe in found["probes"]]
     several = sizes[0] if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
     lines.append(
-        f"In brackets: where 95 % of trainings are expected. From {len(sizes)} trainings with "
-        f"{several} examples a step."
+        "In brackets: intervals of 95 % by their own count, which was tried up to 8 times the "
+        f"users (docs/lab/forecast.md). From {len(sizes)} trainings with {several} examples a step."
     )
     return lines
 

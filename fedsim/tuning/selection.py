@@ -56,16 +56,20 @@ def select(
     Raises: ConfigError: a setting is not allowed in a private selection, a limit would be broken,
       or `out` has a selection with other settings or data.
     """
-    if (out / RESULT).exists():
-        for counted in (out, out / EVALUATIONS):
-            close(counted)  # the command may have been interrupted there,
-        _keep_best(out)  # or there
-        return read_json(out / RESULT)
-    expect("out", out, not (out / BEST).exists(), "a directory without a chosen model")
+    ended = (out / RESULT).exists()
+    expect("out", out, ended or not (out / BEST).exists(), "a directory without a chosen model")
     _expect_place(out)
     jobs = jobs_of(settings, out)
     data = _data(jobs, console)
     priced = price(jobs, data, how)
+    if ended:
+        if (out / BEGAN).exists():  # not one of an earlier version
+            key = SecretKey.load(out)
+            Began(jobs, data, priced.event, how.eval_epsilon, key).expect_same(out)
+        for counted in (out, out / EVALUATIONS):
+            close(counted)  # the command may have been interrupted there,
+        _keep_best(out)  # or there
+        return read_json(out / RESULT)
     for line in sentences(priced, len(jobs), how):
         console.note(line)
     private_directory("out", out)
@@ -154,7 +158,6 @@ def _keep_best(out: Path) -> None:
     for name in (RUNS, LOGS):
         if (out / name).exists():
             shutil.rmtree(out / name)
-    (out / BEGAN).unlink(missing_ok=True)  # the result says it
     (out / CHOSEN).unlink()
 
 
@@ -163,6 +166,9 @@ def _data(jobs: Sequence[Job], console: Console) -> Dataset:
     places = {(job.run.data.source, str(job.run.data.options)) for job in jobs}
     expect("data", sorted(places), len(places) == 1, "the same for all candidates")
     run = jobs[0].run
+    for field in ("budget_ledger", "limit_epsilon"):  # the selection is counted once, with these
+        values = {str(getattr(job.run, field)) for job in jobs}
+        expect(field, sorted(values), len(values) == 1, "the same for all candidates")
     return load_data(run.data, find_model(run.model.source), console.note)
 
 

@@ -25,6 +25,7 @@ from fedsim.config import (
     Algorithm,
     PrivacyConfig,
     RunConfig,
+    as_dict,
     changed_run,
     first_named,
     flags_of,
@@ -81,7 +82,8 @@ class Job:
             summary = json.loads((self.run.run_dir / directory.SUMMARY).read_text())
         except (OSError, ValueError):
             return None
-        return summary if summary["steps_done"] == summary["num_steps"] else None
+        steps = summary.get("steps_done"), summary.get("num_steps")
+        return summary if None not in steps and steps[0] == steps[1] else None
 
 
 def expand(spec: Settings) -> list[dict[str, Any]]:
@@ -109,10 +111,16 @@ def expand(spec: Settings) -> list[dict[str, Any]]:
 def jobs_of(settings: Sequence[Settings], out: Path) -> list[Job]:
     """A job for each of the settings, in order; equal settings give one job.
 
-    Raises: ConfigError: a setting is unknown, missing or out of range, or one that the sweep sets.
+    Raises: ConfigError: a setting is unknown, missing or out of range, or one that the sweep sets;
+      or runs differ only in settings that are no part of their names, such as limits.
     """
-    jobs = [_job(given, out) for given in settings]
-    return list({job.name: job for job in jobs}.values())
+    jobs: dict[str, Job] = {}
+    for job in (_job(given, out) for given in settings):
+        first = as_dict(jobs.setdefault(job.name, job).run)
+        for field, value in as_dict(job.run).items():
+            one = "one value for runs that differ in nothing else"
+            expect(field, value, value == first[field], one)
+    return list(jobs.values())
 
 
 def sweep(
@@ -369,7 +377,8 @@ def identity(algorithm: str, given: Settings) -> str:
 
 
 def _write_session(job: Job, out: Path, *, succeeded: bool = True) -> None:
-    """A run's row in TensorBoard: its metrics that may be published, and how it ended."""
+    """A run's row in TensorBoard: what runs are compared by, held-out losses among it, which have
+    noise only with eval_epsilon; and how it ended."""
     if not is_installed("tensorboard"):
         return
     from fedsim.tuning.board import write_session

@@ -224,6 +224,32 @@ def test_tokens_that_the_template_names_are_special_though_the_tokenizer_says_ot
     assert pair[1:-1].tolist() == [user, think]
 
 
+def test_white_space_that_is_a_token_is_no_special_one():
+    """As several line breaks are to Gemma 3, whose template writes them, too."""
+    inner = tokenizers.Tokenizer.from_str(TINY.json)
+    inner.add_tokens(["\n\n"])
+    tokenizer = Tokenizer(inner, "breaks", named=NAMED)
+    template = Template(CHATML.replace("'\n' + m['content']", "'\n\n' + m['content']"))
+    found = ChatTokenizer(tokenizer, template).encode(turns("Dear,\n\nhi", "a\n\nb"), "assistant")
+    whole = f"{START}user\n\nDear,\n\nhi{STOP}\n{START}assistant\n\na\n\nb{STOP}\n"
+    assert tokenizer.decode(found.ids, special=True) == whole
+    assert (found.ids == inner.token_to_id("\n\n")).sum() == 4
+    assert tokenizer.decode(trained(found), special=True) == f"a\n\nb{STOP}\n"
+
+
+@pytest.mark.parametrize("content, kept", [("m['content']|trim", "Ho"), ("m['content']", " Ho ")])
+def test_blanks_that_the_template_writes_itself_are_not_the_turns(content, kept):
+    source = CHATML.replace("'\n' + m['content']", f"' ' + {content} + ' '")
+    _, own = shown(encode(turns("Hi", " Ho "), source))
+    assert own == f"{kept} {STOP}\n"
+
+
+@pytest.mark.parametrize("train_on, own", [("completion", ""), ("user", "p"), ("all", f"p {STOP}")])
+def test_a_prompt_without_a_completion_trains_no_end(train_on, own):
+    _, found = shown(chats_of(None).encode_pair("p", " ", train_on))
+    assert found == own
+
+
 def test_a_template_that_writes_a_private_character_is_refused():
     for character in range(chat.FIRST + 3, chat.FIRST + 5):
         with pytest.raises(BadChat, match="writes a character for private use"):

@@ -60,6 +60,20 @@ def test_a_pretrained_model_is_a_run_that_protects_nobody(tmp_path, capfd):
     assert base.run_dir == tmp_path / "base" and "pretrain" in repr(base)
 
 
+def test_a_stopped_audit_that_refutes_says_so_with_its_exit_code(monkeypatch, capsys):
+    for holds, code in ((False, 1), (None, None)):
+        result = {"steps_done": 1, "num_steps": 2, "holds": holds}
+        monkeypatch.setattr("fedsim.cli.trust.Audit.__call__", lambda _, found=result: found)
+        words = ["audit", "uls", "--data", "pydocs", "--epsilon", "1", "--num-steps", "2"]
+        if code is None:
+            main([*words, "--run-dir", "x", "--json"])
+        else:
+            with pytest.raises(SystemExit) as stop:
+                main([*words, "--run-dir", "x", "--json"])
+            assert stop.value.code == code
+    capsys.readouterr()
+
+
 def test_progress_is_shown_where_it_is_asked_for(tmp_path, capfd):
     fedsim.recommend(
         POSTS, epsilon=8, num_steps=2, batch_size=12, plan_only=True, output="normal", **TINY

@@ -300,6 +300,14 @@ def test_what_is_no_callback_is_found_before_a_step_is_paid_for(posts, run_dir):
     assert not run_dir.exists()
 
 
+def test_a_run_to_resume_is_named(posts):
+    """Else a new run would be paid for."""
+    with refuses("run_dir", says="the directory of the run to resume"):
+        fedsim.train("uls", posts, epsilon=8, num_steps=1, resume=True)
+    with refuses("run_dir", says="the directory of the run to resume"):
+        fedsim.pretrain(posts, num_steps=1, resume=True)
+
+
 def test_an_unknown_setting_is_named(posts, run_dir):
     with refuses("steps=3"):
         train(posts, run_dir, steps=3)

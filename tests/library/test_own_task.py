@@ -194,6 +194,15 @@ def test_with_local_steps_no_two_texts_share_a_row():
     assert OwnedTask(inner, {}, LocalSteps(2, 0.1)).buckets.shared == ()
 
 
+@pytest.mark.parametrize(
+    "setting", [{"user": "who"}, {"model": "small"}, {"max_length": 9}, {"tokenizer": "bytes"}]
+)
+def test_settings_of_texts_are_refused_beside_a_task(setting, task, owners, run_dir):
+    (field,) = setting
+    with refuses(field, says="nothing beside task"):
+        fedsim.train("uls", owners, task=task, run_dir=run_dir, **SETTINGS, **setting)
+
+
 def test_something_that_is_no_task_is_named():
     with refuses("task=dict"):
         OwnTask({}, [1])

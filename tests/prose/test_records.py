@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments import correlated
 from experiments.harness import common, records
 from experiments.harness.rows import kept
 
 ROOT = Path(__file__).parents[2]
 RECORDS = {records.name_of(file): file for file in records.committed()}
-CHECKS = {n: f.check for n, f in ((n, records.module_of(f)) for n, f in RECORDS.items()) if f}
-CHECKS |= correlated.CHECKS
+CHECKS = {name: check for name, file in RECORDS.items() if (check := records.check_of(file))}
 
 
 def test_every_record_is_judged_by_a_test_of_its_own():

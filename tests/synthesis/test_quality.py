@@ -6,6 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from refused import refuses
 
 from fedsim.budget import hold, place_of
 from fedsim.cli.main import main
@@ -203,7 +204,8 @@ def test_a_run_is_measured_with_noise_and_without(run, rng, tmp_path):
     settings = changed_run(stored.run, engine="local", budget_ledger=str(tmp_path / "ledger"))
     rows = [{"text": text} for text in say(rng, 60)]
     student = Student("micro", 2, 8)
-    found = measure(stored, settings, rows, student=student, epsilon=2.0)
+    how = {"student": student, "kept": tmp_path / "loss.json"}
+    found = measure(stored, settings, rows, epsilon=2.0, **how)
     released = found["public"]["student"]
     assert released["epsilon"] == 2.0 and released["trained_on"] == "synthetic texts"
     assert released["loss"] != found["private"]["student"]["losses"]["synthetic"]
@@ -214,6 +216,12 @@ def test_a_run_is_measured_with_noise_and_without(run, rng, tmp_path):
     with hold(place_of(tmp_path / "ledger")) as ledger:
         (entry,) = ledger.entries.values()
     assert entry.kind == "evaluation"
+    again = measure(stored, settings, rows, epsilon=2.0, **how)  # as of a command that goes on
+    assert again["public"]["student"] == released
+    with hold(place_of(tmp_path / "ledger")) as ledger:
+        assert [*ledger.entries.values()] == [entry]  # paid once
+    with refuses("eval_epsilon=1.0", says="2, which is paid already"):
+        measure(stored, settings, rows, epsilon=1.0, **how)
 
 
 def test_features_do_not_depend_on_the_texts_beside_them(run):

@@ -303,6 +303,8 @@ def test_the_certificate_is_checked_by_its_key_its_page_and_the_data(world, forg
         "signer": None,
         "data": None,
     }
+    assert main(["verify", str(path)]) is None
+    assert "Not confirmed: data could not be checked." in capsys.readouterr().out
     page = path.with_suffix(".html")
     text = page.read_text()
     page.write_text(text.replace("3 people", "2 people"))
@@ -321,6 +323,18 @@ def test_any_changed_byte_breaks_the_certificate(world, forgotten, tmp_path):
         assert certificate.check(changed, None, place)[0].holds is False
     changed.write_bytes(whole)
     assert certificate.check(changed, None, place)[0].holds
+
+
+def test_a_certificate_by_another_key_than_the_ledgers_is_forged(
+    world, forgotten, tmp_path, capsys
+):
+    path, record = tmp_path / "forged.json", json.loads(Path(forgotten["certificate"]).read_text())
+    record["people"]["number"] = 10**6
+    kept = {n: v for n, v in record.items() if n not in ("public_key", "signature")}
+    certificate.sign(path, kept, SecretKey.create())
+    certificate.issue(path)
+    found = checked(capsys, path, "--budget-ledger", world.path / "ledger")
+    assert found["signature"] and found["signer"] is False
 
 
 @pytest.mark.parametrize("changed", [{}, {"search": 5}, {"data": 5}, {"data": {"after": 5}}])
@@ -634,6 +648,23 @@ def test_nothing_is_certified_before_it_is_done_and_the_same_command_goes_on(
     users_file(small / "users", ["person-0002"])  # others are not taken for these
     with refuses("certificate", says="a new file"):
         ask(small, in_place=True)
+
+
+@pytest.mark.privacy
+def test_what_was_stopped_in_its_search_is_done_by_the_same_command(small, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    users_file(small / "users", ["person-0001"])
+    ask(small, out=small / "new", dry_run=True, file=small / "place" / "c.json")
+    assert not (small / "place").exists()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(forgetting_of, "search", killed)
+        ask(small, out=small / "new")
+    assert not (small / "new").exists()
+    found = ask(small, out=small / "new")
+    assert found["out"] == str(small / "new") and (small / "new-forgotten.json").exists()
+    assert not [name for name in os.listdir(small) if name.startswith(".new")]
 
 
 @pytest.mark.privacy

@@ -68,6 +68,14 @@ def test_the_claim_is_what_the_ledger_says(trained, tmp_path, capsys):
     assert math.exp(summary["epsilon"]) <= factor < math.exp(summary["epsilon"]) + 0.02
 
 
+def test_what_was_checked_is_a_table(trained, tmp_path, capsys):
+    _, text, page = read(capsys, trained / "private", tmp_path)
+    assert "| promise | verdict | details |\n| --- | --- | --- |\n" in text
+    for cell in ("promise", "verdict", "details"):
+        assert f"<th>{cell}</th>" in page
+    assert "| promise |" not in page
+
+
 def test_a_run_that_is_in_no_ledger_of_the_data_says_so(trained, tmp_path, capsys):
     shutil.copytree(trained / "private", tmp_path / "copy")
     (tmp_path / "copy" / "budget.json").unlink()

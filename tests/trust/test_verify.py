@@ -321,6 +321,31 @@ def test_a_broken_promise_is_named(what, copy, capsys):
     assert code == 1 and found[promise][0] is False, found
 
 
+def test_each_fact_outside_the_guarantee_is_asked_for(texts, run_dir, capsys):
+    """Also where the plan has another one."""
+    more = {"adjacency": "add-or-remove", "chosen-on-data": "clip_norm", "num-steps": 1}
+    main(command(texts, run_dir, **more))
+    code, found = verify(capsys, run_dir)
+    assert code == 0 and found["outside"][0]
+    for word in ("chosen", "how many"):
+        changed = shutil.copytree(run_dir, run_dir.with_name(word[:3]))
+        plan = json.loads((changed / "config.json").read_text())["plan"]
+        plan["non_private"] = [fact for fact in plan["non_private"] if word not in fact]
+        edit_json(changed / "config.json", plan=plan)
+        edit_json(changed / "summary.json", non_private=plan["non_private"])
+
+        def forged(lines, plan=plan, changed=changed):
+            digest = directory.config_sha256(changed)
+            lines[0]["head"] |= {"plan": plan, "config_sha256": digest}
+            return lines
+
+        rewrite_ledger(changed, forged)
+        code, found = verify(capsys, changed)
+        assert code == 1 and found["outside"][0] is False
+        names = {"chosen": "chosen_on_data=clip_norm", "how many": "adjacency=add-or-remove"}
+        assert f"{names[word]}: expected nothing" in found["outside"][1]
+
+
 def test_changed_settings_are_named(copy, capsys):
     path = copy / "config.json"
     path.write_text(path.read_text().replace('"optimizer": "momentum"', '"optimizer": "sgd"'))

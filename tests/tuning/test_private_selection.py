@@ -59,7 +59,7 @@ def test_a_selection_is_counted_once_and_nothing_but_the_best_is_kept(settings, 
     out = tmp_path / "out"
     found = select(settings, out, Selection(mean=2, here=True), Console())
     assert {path.name for path in out.iterdir()} == {
-        *("best", "selection.json", "secret.json", "budget.json")
+        *("best", "selection.json", "secret.json", "budget.json", "began.json")
     }
     assert not found["all_once"] and found["epsilon_of_one"] < found["epsilon"]
     assert found["epsilon"] < found["epsilon_of_all"]
@@ -75,7 +75,10 @@ def test_a_selection_is_counted_once_and_nothing_but_the_best_is_kept(settings, 
     assert re.fullmatch("[0-9a-f]{16}", Path(released_run_dir(out / "best")).name)
     best = json.loads((out / "best" / "summary.json").read_text())
     assert best["epsilon_holds"] == TRIAL and found["eval/loss"] == best["final_eval_loss"]
-    assert select(settings, out, Selection(here=True), Console()) == found  # and no second time
+    how = Selection(mean=2, here=True)
+    assert select(settings, out, how, Console()) == found  # and no second time
+    with refuses("trials=9.0", says="another --out is for another selection"):
+        select(settings, out, dataclasses.replace(how, mean=9.0), Console())
 
 
 @pytest.mark.slow
@@ -126,7 +129,7 @@ def test_a_selection_that_is_cut_off_at_its_end_is_not_made_again(settings, tmp_
     with hold(place_of(None)) as ledger:
         assert [entry.outcome for entry in ledger.entries.values()] == ["released"]
     assert {path.name for path in out.iterdir()} == {
-        *("best", "selection.json", "secret.json", "budget.json")
+        *("best", "selection.json", "secret.json", "budget.json", "began.json")
     }
     assert checkpoint.kept(out / "best")[-1].read_bytes() == model
     assert found["settings"]["learning_rate"] in (0.1, 0.03, 0.01)
@@ -163,12 +166,14 @@ def test_a_selection_that_was_killed_goes_on_only_as_it_began(
         (cheaper, KILLED, "epsilon=[0.5, 0.5, 0.5]"),
         (settings[::-1], KILLED, "learning_rate=[0.01, 0.03, 0.1]"),
         (settings[:2], KILLED, "candidates=2"),
+        ([*settings[:2], {**settings[2], "limit_epsilon": 9}], KILLED, "limit_epsilon"),
         (other_texts, KILLED, "data"),
         (settings, dataclasses.replace(KILLED, mean=3), "trials=3.0"),
         (settings, dataclasses.replace(KILLED, shape=1.0), "shape=1.0"),
         (settings, dataclasses.replace(KILLED, eval_epsilon=9.0), "eval_epsilon=9.0"),
     ):
-        with refuses(what, says="another --out is for another selection"):
+        said = "the same for all" if what == "limit_epsilon" else "another --out is for another"
+        with refuses(what, says=said):
             select(given, killed, how, Console())
     with hold(place_of(None)) as ledger:
         assert ledger.num_lines == 1  # it began, and may go on
@@ -179,7 +184,7 @@ def test_a_selection_that_was_killed_goes_on_only_as_it_began(
     best = json.loads((killed / "best" / "summary.json").read_text())
     assert found["epsilon_of_one"] >= best["epsilon"]
     assert {path.name for path in killed.iterdir()} == {
-        *("best", "selection.json", "secret.json", "budget.json")
+        *("best", "selection.json", "secret.json", "budget.json", "began.json")
     }
 
 

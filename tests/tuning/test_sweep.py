@@ -71,6 +71,21 @@ def test_a_run_is_known_by_what_it_computes(tmp_path):
     assert len(jobs_of([BASE, {**BASE, "epsilon": 4.0}], tmp_path)) == 1
 
 
+@pytest.mark.parametrize("field, values", [("limit_epsilon", [4.0, 100.0]), ("num_lanes", [1, 2])])
+def test_runs_that_differ_in_what_is_no_part_of_their_names_are_refused(field, values, tmp_path):
+    settings = [{**BASE, field: value} for value in values]
+    with refuses(f"{field}={values[1]}"):
+        jobs_of(settings, tmp_path)
+    assert len(jobs_of([settings[0]] * 2, tmp_path)) == 1
+
+
+def test_a_summary_that_is_none_is_of_no_finished_run(tmp_path):
+    (job,) = jobs_of([BASE], tmp_path)
+    job.run.run_dir.mkdir(parents=True)
+    (job.run.run_dir / "summary.json").write_text("{}")
+    assert job.summary is None
+
+
 def test_inf_and_whole_numbers_have_their_types(tmp_path):
     (job,) = jobs_of([{**BASE, "epsilon": "inf", "group_size": 2}], tmp_path)
     assert job.privacy.epsilon == math.inf and job.privacy.group_size == 2

@@ -6,6 +6,7 @@ however often the build was killed and run again; finished parts are not repeate
 user keep the order of the sources unless an order column sorts them.
 """
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,16 +21,19 @@ import pyarrow as pa
 
 from fedsim.data.building import extending, hub, user_ids
 from fedsim.data.building.chats import DEFAULTS, TRAIN_ON, Chats
-from fedsim.data.building.columns import COMPLETION, MESSAGES, Columns
+from fedsim.data.building.columns import BESIDE_CHATS, COMPLETION, MESSAGES, Columns
 from fedsim.data.building.orders import KEYS, NUMBERS, TEXT, at_least
 from fedsim.data.building.processes import Meter, Pool, resume, staging
-from fedsim.data.building.readers import Part, cut, names_of
+from fedsim.data.building.readers import Part, cut, names_in
 from fedsim.data.building.sorting import Rows, write_splits
 from fedsim.data.building.sources import (
     Sources,
     conversation_columns,
     examine,
     find_files,
+    is_saved,
+    left_out,
+    size_of,
     survey,
     write_conversations,
 )
@@ -402,7 +406,6 @@ class _Build:
         if self.old is not None:
             extending.expect_new(self.old, sources.files)
             self.chats = extending.same_form(self.old, self.columns, self.chats)
-        self.pool.grow(sources.num_bytes)
         num_rows, id_counts, columns = self._survey(sources.parts)
         parts, columns = self._assign_owners(sources.parts, columns)
         tokenizer = self._train_tokenizer(parts, columns, num_rows)
@@ -437,17 +440,43 @@ class _Build:
             raise DataError.of("data", named, "files, or one hf: data set")
         if not of_hub:
             found = find_files(others)
-            self.columns = self.settings.recognised(lambda: names_of(found[0], split, text_format))
+            if split is not None and not all(map(is_saved, found)):
+                expected = "none: only data sets that are saved, or of the Hub, have splits"
+                raise DataError.of("split", split, expected)
+            if revision is not None:
+                expected = "none: only data sets of the Hub have revisions"
+                raise DataError.of("revision", revision, expected)
+            if line := left_out(others, found):
+                self._say(line)
+            self.columns = self._recognised(
+                lambda: names_in(found, self.settings.columns, split, text_format)
+            )
+            self.pool.grow(size_of(found))
             sources = examine(found, self.columns, self.pool, split, text_format)
             self._resume([sources.files, split])
             return sources, []
         source = hub.HubSource.parse(of_hub[0], split, revision).pinned()
         about = source.identity()
-        self.columns = self.settings.recognised(source.names)
+        self.columns = self._recognised(source.names)
+        local = Path(source.name)
+        self.pool.grow(size_of([local]) if local.exists() else math.inf)
         self._resume([about])
         self._say(f"fetching {source}, split {source.split}")
         files = hub.fetch(source, self.columns, self.directory / "fetched", self.pool)
         return examine(files, self.columns, self.pool, None, text_format), [about]
+
+    def _recognised(self, names: Callable[[], Sequence[str]]) -> Columns:
+        """The columns to read; says which others may belong to chats."""
+        found: list[str] = []
+
+        def listed() -> list[str]:
+            found.extend(names())
+            return found
+
+        columns = self.settings.recognised(listed)
+        if unread := [name for name in BESIDE_CHATS if name in found and columns.form]:
+            self._say(f"not read, though they may belong to chats: columns {', '.join(unread)}")
+        return columns
 
     def _resume(self, identity: list[Any]) -> None:
         """Keep the finished parts of an interrupted build with the same sources and settings.

@@ -118,7 +118,7 @@ def chat_examples(
         if len(whole.ids) > chats.max_length:
             long += 1
             if chats.long_texts == "cut":
-                cut += len(whole.ids) - chats.max_length
+                cut += len(whole.ids) - (chats.max_length if own else 0)
             else:  # a turn may be longer than an example
                 kept = sum(int(each.trained.sum()) for each in own)
                 cut += max(0, int(whole.trained.sum()) - kept)
@@ -281,7 +281,10 @@ def _message(turn: dict[str, Any], number: int) -> Message:
         raise BadChat(f"expected a role among {', '.join(ROLES)} {where}")
     if called := [name for name in (*CALLS, *REASONING) if turn.get(name)]:
         raise BadChat(f"expected text alone, got {called[0]} {where}")
-    content = turn["content"] if "content" in turn else turn.get("value")
+    if "content" not in turn and "value" not in turn:
+        raise BadChat(f"expected a content {where}")
+    # Arrow gives null for a key that other rows have.
+    content = turn.get("value") if turn.get("content") is None else turn["content"]
     weight = turn.get("weight")
     return Message(role, _text(content, f"a content {where}"), weight is None or weight != 0)
 

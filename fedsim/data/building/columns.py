@@ -69,6 +69,8 @@ FORMS = (
     (ALPACA, ("instruction", "input", "output")),
     (ALPACA, ("instruction", "output")),
 )
+BESIDE_CHATS = ("tools", "functions", "system", "history")
+"""Columns that other programs give to a chat template or put before a prompt."""
 NOTHING = ("", "null", '""', "[]")  # JSON of a value that says nothing
 
 

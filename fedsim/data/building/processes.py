@@ -81,8 +81,8 @@ class Pool:
                     process.terminate()
             self._executor.shutdown(cancel_futures=True)
 
-    def grow(self, num_bytes: int) -> None:
-        """Start the processes if `num_bytes` of data are worth it."""
+    def grow(self, num_bytes: float) -> None:
+        """Start the processes if `num_bytes` of data are worth it; inf: it is not known."""
         if self.num_workers > 1 and num_bytes > SMALL_BYTES and self._executor is None:
             self._executor = ProcessPoolExecutor(
                 self.num_workers, _Context(), _start_worker, (self._total, os.getpid())

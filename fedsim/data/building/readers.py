@@ -9,7 +9,7 @@ import gzip
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,7 +30,8 @@ from fedsim.installation import optional
 READ_ROWS, READ_BYTES = 65_536, 64 * 2**20  # of a batch, at most
 PART_ROWS, PART_BYTES = 2**20, 128 * 2**20  # of a part, about
 CSV_BLOCKS = tuple(16 * 2**20 * 8**i for i in range(3))  # bytes; one row must fit
-SUFFIXES = (".parquet", *(f".{k}{z}" for k in ("json", "jsonl", "csv", "tsv") for z in ("", ".gz")))
+TEXTS = ("json", "jsonl", "ndjson", "csv", "tsv")
+SUFFIXES = (".parquet", *(f".{kind}{z}" for kind in TEXTS for z in ("", ".gz")))
 OTHER = "; where it is of another encoding: `fedsim data build --encoding latin1`"
 UTF8 = TextFormat()
 SAVED = ("state.json", "dataset_dict.json")  # one of them is in a saved directory
@@ -56,8 +57,15 @@ class Part:
         return "saved" if self.file.is_dir() else _suffix(self.file)
 
 
+def is_known(file: Path) -> bool:
+    """True if a file's name says that it can be read. Capital letters are fine, but for .GZ."""
+    packed, kind = file.suffix == ".gz", _suffix(file)
+    return kind in TEXTS or kind == "parquet" and not packed
+
+
 def _suffix(file: Path) -> str:
-    return file.name.removesuffix(".gz").rpartition(".")[2]
+    kind = file.name.removesuffix(".gz").rpartition(".")[2].lower()
+    return "jsonl" if kind == "ndjson" else kind
 
 
 def cut(
@@ -145,10 +153,22 @@ class _Asking(Columns):
         raise _Found(list(found))
 
 
-def names_of(file: Path, split: str | None, text_format: TextFormat = UTF8) -> list[str]:
-    """Names of the columns of a file; none if it cannot be read."""
+def names_in(
+    files: Iterable[Path], columns: Columns, split: str | None, text_format: TextFormat
+) -> list[str]:
+    """Names of the columns of the first file that has any; none if no file can be read.
+
+    Args:
+      columns: those that are known to be wanted, which tell a line of JSON from another object.
+    """
+    asking = _Asking(**vars(columns))
+    found = (_names_of(Part(file, split=split, text_format=text_format), asking) for file in files)
+    return next(filter(None, found), [])
+
+
+def _names_of(part: Part, asking: _Asking) -> list[str]:
     try:
-        next(raw(Part(file, split=split, text_format=text_format), _Asking()), None)
+        next(raw(part, asking), None)
     except _Found as found:
         return found.args[0]
     except DataError:  # which the build raises
@@ -292,8 +312,10 @@ def _read_saved(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBa
     columns.check(paths(table.features.arrow_schema))
     table = table.select_columns(columns.outer(table.column_names)).with_format("arrow")
     end = len(table) if part.end is None else part.end
-    for row in range(part.start, end, READ_ROWS):
-        for batch in table[row : min(row + READ_ROWS, end)].combine_chunks().to_batches():
+    whole = table.data  # before rows were selected
+    step = max(1, min(READ_ROWS, READ_BYTES * len(whole) // max(whole.nbytes, 1)))
+    for row in range(part.start, end, step):
+        for batch in table[row : min(row + step, end)].combine_chunks().to_batches():
             yield row, pick(batch, columns.names)
             row += len(batch)
 

@@ -10,7 +10,7 @@ same conversation. The first speaker of a conversation has no listener in the da
 
 import glob
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,17 @@ from fedsim.data.building.columns import (
 )
 from fedsim.data.building.orders import common_kind, keys_of, kind_of
 from fedsim.data.building.processes import Pool
-from fedsim.data.building.readers import SAVED, SUFFIXES, UTF8, Part, complaints, cut, raw, read
+from fedsim.data.building.readers import (
+    SAVED,
+    SUFFIXES,
+    UTF8,
+    Part,
+    complaints,
+    cut,
+    is_known,
+    raw,
+    read,
+)
 from fedsim.data.building.text_files import TextFormat
 from fedsim.data.building.user_ids import refused
 from fedsim.data.store import fingerprint
@@ -85,7 +95,7 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
         for file in found:
             files.setdefault(file.resolve(), file)
     for file in files.values():
-        if not is_saved(file) and not file.name.endswith(SUFFIXES):
+        if not is_saved(file) and not is_known(file):
             remedy = "rename one with tabs between its columns to .tsv, one with commas to .csv"
             if file.suffix == ".js":
                 remedy = "one of an archive of Twitter is .json without what stands before its ["
@@ -105,9 +115,33 @@ def files_in(directory: Path) -> list[Path]:
     Hidden files are skipped, such as those that macOS puts beside others, and .json files, which
     also hold settings, those of built data sets among them.
     """
-    kinds = tuple(kind for kind in SUFFIXES if not kind.startswith(".json.") and kind != ".json")
-    readable = (p for p in directory.iterdir() if p.is_file() and p.name.endswith(kinds))
+    settings = (".json", ".json.gz")
+    readable = (path for path in directory.iterdir() if path.is_file() and is_known(path))
+    readable = (path for path in readable if not path.name.lower().endswith(settings))
     return sorted(path for path in readable if not path.name.startswith("."))
+
+
+def left_out(sources: Iterable[str | Path], found: Collection[Path]) -> str | None:
+    """Line about what is in the folders among the sources and is not read; None if all is.
+
+    Args:
+      found: the files that are read.
+    """
+    folders = (Path(expand_home("data", source)) for source in sources)
+    folders = [folder for folder in folders if folder.is_dir() and not is_saved(folder)]
+    read = {file.resolve() for file in found}
+    inside = (path for folder in folders for path in folder.iterdir() if path.name[0] != ".")
+    rest = [path for path in inside if path.resolve() not in read]
+    kinds = Counter("folders" if path.is_dir() else path.suffix or "others" for path in rest)
+    listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    hint = " (a glob such as '**/*.json' names them)"
+    return f"of what is in the folder, this is not read: {listed}{hint}" if rest else None
+
+
+def size_of(files: Iterable[Path]) -> int:
+    """Bytes of files, and of all that is in directories among them."""
+    whole = (path.rglob("*") if path.is_dir() else [path] for path in files)
+    return sum(file.stat().st_size for each in whole for file in each if file.is_file())
 
 
 def is_saved(path: Path) -> bool:

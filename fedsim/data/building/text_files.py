@@ -67,7 +67,7 @@ class TextFormat:
         """The delimiter of columns in a file."""
         if self.delimiter is not None:
             return self.delimiter
-        return "\t" if file.name.removesuffix(".gz").endswith(".tsv") else ","
+        return "\t" if file.name.removesuffix(".gz").lower().endswith(".tsv") else ","
 
     @property
     def decoder(self) -> str:

@@ -33,8 +33,12 @@ from fedsim.errors import DataError
 # Values that pandas.read_csv reads as missing, and NaT, which pandas writes.
 NOBODY = ["", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND"]
 NOBODY += ["1.#QNAN", "<NA>", "N/A", "NA", "NULL", "NaN", "NaT", "None", "n/a", "nan", "null"]
-RULE = 4  # version of the rule: a change that gives other users gets another number
-EXACT = {16: 2**11, 32: 2**24, 64: 2**53}  # by bits of a float: smaller whole numbers are exact
+RULE = 5  # version of the rule: a change that gives other users gets another number
+EXACT = {
+    16: 2**11,
+    32: 2**24,
+    64: 2**53,
+}  # by bits of a float: smaller whole numbers are certain
 DIGITS = 15  # numbers with as many digits are below 2^53
 WHOLE, FRACTION = r"^[+-]?[0-9]+\.0*$", r"^[+-]?[0-9]*\.[0-9]+$"
 LISTED = r"[^\s,;]\s*[,;][\s,;]*[^\s,;]"  # a comma or semicolon between two parts
@@ -95,7 +99,7 @@ def as_ids(
         least = EXACT[column.type.bit_width]
         numbers = column.cast(pa.float64())
         numbers = pc.if_else(pc.is_nan(numbers), pa.scalar(None, pa.float64()), numbers)  # pyright: ignore
-        fits = call("less_equal", call("abs", numbers), pa.scalar(float(least)))
+        fits = call("less", call("abs", numbers), pa.scalar(float(least)))
         whole = call("and", fits, call("equal", numbers, call("floor", numbers)))
         _refuse(call("invert", whole), numbers, field, rows)
         tally[SHORTENED] += _count(whole)

@@ -84,9 +84,9 @@ def test_a_prompt_and_a_completion_need_no_template(tmp_path):
     rows = [{"q": "Hi ", "a": "Ho"}, {"q": "x", "a": ""}, {"q": None, "a": None}]
     options = {"prompt_column": "q", "completion_column": "a"}
     data = built(tmp_path, model, rows, **options)
-    expected = [("ann", f"{START}Hi Ho{STOP}", f"Ho{STOP}"), ("ann", f"{START}x{STOP}", STOP)]
-    assert shown(data.train, model) == expected
-    assert data.metadata["counts"]["empty_texts_dropped"] == 1
+    assert shown(data.train, model) == [("ann", f"{START}Hi Ho{STOP}", f"Ho{STOP}")]
+    counts = data.metadata["counts"]  # without an answer there is nothing to learn
+    assert counts["empty_texts_dropped"] == counts["chats_without_trained_tokens_dropped"] == 1
     assert not (data.path / "chat_template.jinja").exists()
 
 
@@ -215,6 +215,56 @@ def test_rows_without_a_trained_token_are_dropped_and_counted(tmp_path, model):
             tmp_path / "none",
             tokenizer=model,
         )
+
+
+def test_what_dropped_chats_had_counts_as_cut(tmp_path, model):
+    long = [{"role": "user", "content": "x" * 3000}, ASKED[1]]
+    data = built(tmp_path, model, [{"messages": ASKED}, *[{"messages": long}] * 9])
+    counts = data.metadata["counts"]
+    kept = counts["tokens_of_texts"] - counts["tokens_cut"]
+    assert kept == data.train.num_tokens and "100% of all tokens are lost" in data.cut_off()
+
+
+@pytest.mark.parametrize(
+    "turn, said",
+    [
+        ({"role": "user", "content": None, "from": "user", "value": "Hi"}, None),
+        ({"role": "user", "text": "Hi"}, "expected a content in turn 1"),
+    ],
+)
+def test_a_text_is_never_lost_with_its_key(turn, said, tmp_path, model):
+    rows = [{"messages": [turn, ASKED[1]]}]
+    if said:
+        with pytest.raises(DataError, match=said):
+            built(tmp_path, model, rows)
+    else:
+        assert shown(built(tmp_path, model, rows).train, model)[0][1] == SAID
+
+
+def test_the_tokens_of_a_template_may_be_named_in_either_file(tmp_path, model):
+    names = (model / "tokenizer_config.json").rename(model / "special_tokens_map.json")
+    assert names.is_file()
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ bos_token }}{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    ((_, whole, own),) = shown(built(tmp_path, model, [{"messages": ASKED}]).train, model)
+    assert (whole, own) == (f"{START}Hi{STOP}{START}Ho{STOP}", f"Ho{STOP}")
+
+
+def test_chats_are_recognised_by_the_first_file_that_has_columns(tmp_path, model):
+    (tmp_path / "a.jsonl").write_text("")
+    file = lines(tmp_path / "b.json", [{"customer": "ann", "messages": ASKED, "tools": []}])
+    said = []
+    data = build(
+        [tmp_path / "a.jsonl", file],
+        tmp_path / "out",
+        user_column="customer",
+        tokenizer=model,
+        progress=said.append,
+        **ALL_IN_TRAIN,
+    )
+    assert shown(data.train, model) == [("ann", SAID, f"Ho{STOP}\n")]
+    assert "not read, though they may belong to chats: columns tools" in said
 
 
 def test_chats_of_several_owners_are_not_dropped_by_what_they_say(tmp_path, model):

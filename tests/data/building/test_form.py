@@ -122,7 +122,20 @@ def test_a_folder_is_all_files_in_it_that_can_be_read(tmp_path):
     (folder / "settings.json").write_text("{}")
     (folder / "b.tsv").write_text("user_id\ttext\nbob\ttwo\n")
     (folder / "notes.md").write_text("not data")
-    assert built(folder, tmp_path) == [("ann", "one"), ("bob", "two")]
+    (folder / "more").mkdir()
+    (folder / "C.NDJSON").write_text(json.dumps({"user_id": "cid", "text": "three"}))
+    said = []
+    expected = [("ann", "one"), ("bob", "two"), ("cid", "three")]
+    assert built(folder, tmp_path, progress=said.append) == expected
+    (line,) = (line for line in said if "not read" in line)
+    assert "1 .json, 1 .md, 1 folders" in line
+
+
+@pytest.mark.parametrize("setting", ["split", "revision"])
+def test_plain_files_have_no_splits_or_revisions(setting, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"user_id": "ann", "text": "one"}))
+    with pytest.raises(DataError, match=f"{setting}=train: expected none: only data sets"):
+        build(tmp_path / "a.jsonl", tmp_path / "out", **{setting: "train"})
 
 
 def test_a_glob_takes_folders_as_the_shell_would_and_looks_below_them(tmp_path):
