@@ -162,7 +162,8 @@ def _run(words: list[str]) -> None:
         _answer(command, result)
     if result.get("holds") is False:
         sys.exit(1)
-    if isinstance(command, Train | Pretrain) and result.get("steps_done", 0) < result["num_steps"]:
+    stopped = "steps_done" in result and result["steps_done"] < result["num_steps"]
+    if stopped and isinstance(command, Train | Pretrain):  # which --resume continues
         sys.exit(UNFINISHED)
     if result.get("interrupted"):
         sys.exit(UNFINISHED)

@@ -103,14 +103,17 @@ def test_the_index_of_experiments_knows_them_all_and_what_is_recorded(capsys):
     assert "NAME=nothing: expected one of attack, audits, conjecture" in capsys.readouterr().err
 
 
-def test_a_record_of_other_settings_or_another_verdict_is_out_of_date(monkeypatch):
-    (record,) = experiments_by_name.stored("lemma").values()
+def test_a_record_of_other_settings_or_another_verdict_is_out_of_date(monkeypatch, tmp_path):
+    ((scale, file),) = experiments_by_name.files_of("lemma")
+    record = json.loads(file.read_text())
+    shutil.copy(file.with_suffix(".csv"), tmp_path)
+    copy = tmp_path / file.name
+    monkeypatch.setattr(experiments_by_name, "files_of", lambda _: [(scale, copy)])
     for changed, said in (
         ({"settings": {**record["settings"], "probs": [0.5]}}, "the settings were changed"),
         ({"claims": []}, "python -m experiments judge has it again"),
     ):
-        stored = {"paper": {**record, **changed}}
-        monkeypatch.setattr(experiments_by_name, "stored", lambda _, stored=stored: stored)
+        copy.write_text(json.dumps({**record, **changed}))
         (line,) = experiments_by_name.status("lemma")
         assert line.endswith(f"out of date: {said}")
 

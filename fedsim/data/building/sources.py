@@ -9,6 +9,7 @@ same conversation. The first speaker of a conversation has no listener in the da
 """
 
 import glob
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -132,10 +133,15 @@ def left_out(sources: Iterable[str | Path], found: Collection[Path]) -> str | No
     read = {file.resolve() for file in found}
     inside = (path for folder in folders for path in folder.iterdir() if path.name[0] != ".")
     rest = [path for path in inside if path.resolve() not in read]
-    kinds = Counter("folders" if path.is_dir() else path.suffix or "others" for path in rest)
+    kinds = Counter("folders" if path.is_dir() else _kind(path) for path in rest)
     listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     hint = " (a glob such as '**/*.json' names them)"
     return f"of what is in the folder, this is not read: {listed}{hint}" if rest else None
+
+
+def _kind(path: Path) -> str:
+    """A file's suffix, if it says what it is and not whose."""
+    return path.suffix if re.fullmatch(r"\.[A-Za-z0-9]{1,8}", path.suffix) else "others"
 
 
 def size_of(files: Iterable[Path]) -> int:

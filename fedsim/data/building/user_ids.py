@@ -34,11 +34,8 @@ from fedsim.errors import DataError
 NOBODY = ["", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND"]
 NOBODY += ["1.#QNAN", "<NA>", "N/A", "NA", "NULL", "NaN", "NaT", "None", "n/a", "nan", "null"]
 RULE = 5  # version of the rule: a change that gives other users gets another number
-EXACT = {
-    16: 2**11,
-    32: 2**24,
-    64: 2**53,
-}  # by bits of a float: smaller whole numbers are certain
+# By bits of a float: smaller whole numbers are certain.
+EXACT = {16: 2**11, 32: 2**24, 64: 2**53}
 DIGITS = 15  # numbers with as many digits are below 2^53
 WHOLE, FRACTION = r"^[+-]?[0-9]+\.0*$", r"^[+-]?[0-9]*\.[0-9]+$"
 LISTED = r"[^\s,;]\s*[,;][\s,;]*[^\s,;]"  # a comma or semicolon between two parts
