@@ -1,9 +1,12 @@
 """A pretrained model in a run: its tokens, its length, fine-tuned whole; what does not fit."""
 
+import dataclasses
 import json
+import shutil
 
 import jax
 import pytest
+import tokenizers
 from pretrained_models import command, make_model, make_texts
 from refused import refuses
 
@@ -11,7 +14,7 @@ from fedsim.cli.main import main
 from fedsim.config import PretrainConfig, run_config
 from fedsim.data.corpora import load
 from fedsim.run.directory import Identity, StoredRun
-from fedsim.run.model_source import find_model, make_task, model_of_run
+from fedsim.run.model_source import check_fit, find_model, make_task, model_of_run
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +70,23 @@ def test_data_of_other_tokens_are_refused(place, capsys):
     assert f"as fedsim data build ... --tokenizer {model / 'tokenizer.json'} gives" in error
     built = load(texts, tokenizer="bpe:300", max_length=32).path
     assert "expected tokens of model=" in refused(place, capsys, data=built, max_length=None)
+
+
+def test_special_tokens_beyond_the_model_fit_unless_texts_have_them(place):
+    """As one of images, which Gemma 3 has and no text can spell."""
+    texts, path = place[1], shutil.copytree(place[0], place[2] / "with images")
+    inner = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    inner.add_special_tokens(["<image>"])
+    inner.save(str(path / "tokenizer.json"))
+    run = run_config(data=str(texts), run_dir="runs/x", model=str(path))
+    data = load(texts, tokenizer=path / "tokenizer.json", max_length=32)
+    model = find_model(str(path))
+    last = model.config.vocab_size - 1
+    assert data.train.vocab_size == last + 2
+    check_fit(run, model, data)
+    smaller = model._replace(config=dataclasses.replace(model.config, vocab_size=last))
+    with refuses("data", says=f"(token {last}): expected ids < {last}"):
+        check_fit(run, smaller, data)
 
 
 @pytest.mark.slow
