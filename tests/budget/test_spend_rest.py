@@ -139,4 +139,4 @@ def test_a_run_that_was_started_without_it_keeps_its_settings(texts, tmp_path, c
     main(["pretrain", "--data", str(texts), "--run-dir", str(tmp_path / "public"), *flags])
     args = arguments(texts, tmp_path / "public", "--spend-rest", "--resume", epsilon=1.5)
     said = refused([*args, "--limit-epsilon", "9"], capsys)
-    assert "run_dir" in said and "Traceback" not in said
+    assert "expected pretrain, with which" in said and "Traceback" not in said
