@@ -214,7 +214,7 @@ OF_SETTINGS = {
 
 
 def plot(rows: Rows) -> Figure:
-    """The law, the cells that it was fitted to, and what came of the predicted ones."""
+    """The law with its interval, and what came of the cells that it predicted."""
     figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
     reach = np.geomspace(0.7, 100, 200)
     middle = np.array([gain(x) for x in reach])
