@@ -25,6 +25,8 @@ from typing import Any
 from fedsim.errors import ConfigError
 
 HERE = Path(__file__).parent
+RECORDED = ("small", "long", "paper")
+"""Scales of committed records."""
 ESTIMATES = ("seconds_per_gradient",)
 """Settings that no result depends on."""
 RUNS = re.compile(r"\b(common|finetuning)\.(main|resumable)\(")
@@ -59,7 +61,7 @@ def settings_of(name: str) -> dict[str, Any]:
 
 def stored(name: str) -> dict[str, dict[str, Any]]:
     """The committed records of an experiment, by scale."""
-    files = {scale: place_of(name, scale) for scale in ("small", "long", "paper")}
+    files = {scale: place_of(name, scale) for scale in RECORDED}
     return {scale: json.loads(f.read_text()) for scale, f in files.items() if f.exists()}
 
 
@@ -68,7 +70,7 @@ def files_of(name: str) -> list[tuple[str, Path]]:
     from experiments.harness import records
 
     found = []
-    for scale in ("small", "long", "paper"):
+    for scale in RECORDED:
         own = place_of(name, scale)
         parts = sorted(own.parent.glob(f"{name}_*.json"))
         parts = [file for file in parts if not records.module_of(file) and records.check_of(file)]

@@ -4,7 +4,7 @@
 import dataclasses
 import math
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -362,8 +362,7 @@ class Verify(ReadsRun):
             engine=self.engine,
             console=Console(),
         )
-        holds = all(check.holds is not False for check in checks)
-        unseen = [check.promise for check in checks if check.holds is None]
+        holds, unseen = _found(checks)
         plan = plan_of(self.run_dir)
         if not self.json:
             _show(checks)
@@ -390,8 +389,7 @@ class Verify(ReadsRun):
 
         place, theirs = place_of(self.budget_ledger), self.budget_ledger is not None
         checks = certificate.check(self.run_dir, self.data, place, theirs=theirs)
-        holds = all(check.holds is not False for check in checks)
-        unseen = [check.promise for check in checks if check.holds is None]
+        holds, unseen = _found(checks)
         if not self.json:
             _show(checks)
             if holds and unseen:
@@ -441,6 +439,12 @@ class Runs:
 def _show(checks: "Iterable[Check]") -> None:
     for check in checks:
         print(hanging(f"{check.verdict:11} {check.promise:11} ", check.found))
+
+
+def _found(checks: "Sequence[Check]") -> tuple[bool, list[str]]:
+    """(no promise is violated, the promises that could not be checked)."""
+    unseen = [check.promise for check in checks if check.holds is None]
+    return all(check.holds is not False for check in checks), unseen
 
 
 def _confirmed(holds: bool, unseen: list[str]) -> bool | None:

@@ -75,7 +75,8 @@ def may_leave(plan: Plan | None) -> Callable[[str], bool]:
 
 def visible(plan: Plan | None, values: Mapping[str, float]) -> dict[str, float]:
     """Those of a run's metrics that everyone may see; see `may_leave`."""
-    return {name: value for name, value in values.items() if may_leave(plan)(name)}
+    allows = may_leave(plan)
+    return {name: value for name, value in values.items() if allows(name)}
 
 
 def receivers(run: RunConfig) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from fedsim.errors import ConfigError, expect
 from fedsim.plan import Plan, private_fields
-from fedsim.run import may_leave
+from fedsim.run import visible
 
 EVENTS = ("on_run_begin", "on_step", "on_evaluate", "on_checkpoint", "on_run_end")
 
@@ -132,7 +132,6 @@ class Calls:
     def __init__(self, callbacks: Sequence[Callback], plan: Plan):
         """Args: plan: of the run."""
         self._callbacks, self._plan = callbacks, plan
-        self._allows = may_leave(plan)
         self.stopped = False
 
     def begin(self, step: int) -> None:
@@ -163,5 +162,4 @@ class Calls:
             callback.on_run_end(dict(summary if callback.reads_non_private else public))
 
     def _seen(self, callback: Callback, values: Mapping[str, float]) -> dict[str, float]:
-        every = callback.reads_non_private
-        return {name: value for name, value in values.items() if every or self._allows(name)}
+        return dict(values) if callback.reads_non_private else visible(self._plan, values)

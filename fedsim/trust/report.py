@@ -188,10 +188,10 @@ def _settings(released: Released, public: bool) -> list[tuple[str, str]]:
     Not public: the name of the data, which may be anything, and how fast strategies were.
     """
     run = settings_of(released.stored.run)
-    counts = ("num_units", "budget", "target_epsilon", "num_parameters", "clip_quantile")
+    counts = ("num_units", "batch_size", "target_epsilon", "num_parameters", "clip_quantile")
     names = ("lora_rank", "frozen_dtype", "optimizer", "learning_rate", "compute_dtype")
-    values = {name: getattr(released.plan, name) for name in counts}
-    values = {"batch_size" if name == "budget" else name: value for name, value in values.items()}
+    earlier = {"batch_size": "budget"}  # as the plan calls it
+    values = {name: getattr(released.plan, earlier.get(name, name)) for name in counts}
     strategy = ("strategy", str(released.stored.strategy.get("name")))
     return [
         *([] if public else [("data", Path(run["data"]).name), strategy]),

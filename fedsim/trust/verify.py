@@ -206,8 +206,8 @@ def _checkpoints(evidence: Evidence) -> str:
             evidence.lines[step]["chain"],
         )  # checkpoints of earlier versions have none
         demand(same, f"{path}: is of another run: the ledger has another chain after step {step}")
-    for path in kept[-1:]:  # the slack of the noise follows from it
-        count, planned = num_coordinates(checkpoint.load_params(path)), evidence.plan.num_parameters
+        # The slack of the noise follows from how many numbers have noise.
+        count, planned = num_coordinates(state["params"]), evidence.plan.num_parameters
         demand(count == planned, f"{path}: has {count:,} numbers: expected {planned:,}, as planned")
     if not kept:
         where, path = (evidence.run_dir / x for x in (checkpoint.DIRECTORY, directory.SUMMARY))

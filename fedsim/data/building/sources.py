@@ -61,11 +61,6 @@ class Sources:
     files: tuple[dict[str, Any], ...]
     """name, bytes and sha256 of each file."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of all files in bytes."""
-        return sum(file["bytes"] for file in self.files)
-
 
 def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
     """Find the files of paths and globs, in the given order; files of a glob are sorted.
