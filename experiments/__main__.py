@@ -158,10 +158,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags and given.verb != "run":
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     try:
-        expect_known(getattr(given, "names", ()))
+        return done(given, flags)
     except ConfigError as error:
         print("experiments: error:", error, file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        installed = "pip install -e '.[experiments]'"
+        print(f"experiments: error: {error.name} is not installed: {installed}", file=sys.stderr)
+        return ConfigError.exit_code
+
+
+def done(given: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Do what the command line says; the exit code."""
+    expect_known(getattr(given, "names", ()))
     if given.verb == "run":
         return run(given.names, flags)
     if given.verb == "judge":

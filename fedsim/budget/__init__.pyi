@@ -12,6 +12,7 @@ from .ledger import (
     Limit as Limit,
     Released as Released,
     hold as hold,
+    look as look,
     place_of as place_of,
 )
 from .receipt import expect_receipt as expect_receipt, together as together

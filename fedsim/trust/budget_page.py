@@ -10,7 +10,7 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import StepEvent, at_least, at_most
-from fedsim.budget import Books, BudgetLedger, Charge, Entry, Limit, Total, books, hold, union
+from fedsim.budget import Books, BudgetLedger, Charge, Entry, Limit, Total, books, hold, look, union
 from fedsim.config import default_delta, to_json
 from fedsim.plan import why_not
 from fedsim.run import aligned
@@ -34,7 +34,7 @@ def budget(
     """The cost of all runs on the texts of some users, for the user who pays most.
 
     Args:
-      place: directory of the ledger of the data.
+      place: directory of the ledger of the data; it is made only to set a limit.
       ids: of the users; None for all users in the ledger.
       delta: of the epsilons; None for the default of runs.
       limit_epsilon: a limit to set for these users.
@@ -47,7 +47,7 @@ def budget(
       ConfigError: the ledger cannot be written.
       LedgerError, FileDamaged: the ledger was changed.
     """
-    with hold(place) as ledger:
+    with (look if limit_epsilon is None else hold)(place) as ledger:
         accounts = books(ledger, ids)
         users = union(
             [ledger.users_of(each.entry.users) for each in accounts.charges]
@@ -59,7 +59,7 @@ def budget(
             limited = None if ids is None else ledger.save_users(users)
             ledger.limit(Limit(limit_epsilon, delta, limited))
             accounts = books(ledger, ids)
-        result = _found(ledger, accounts, users, delta)
+        result = {"ledger": str(place)} | _found(ledger, accounts, users, delta)
     if out is not None:
         result |= write(out, NAME, "budget.md.jinja", **compose(result))
     return result
@@ -78,7 +78,6 @@ def _found(
     ]
     course = [each.total(delta, sums=True) for each in prefixes]
     return {
-        "ledger": str(ledger.directory),
         "num_users": len(users),
         "delta": delta,
         "epsilon": to_json(spent.fixed),

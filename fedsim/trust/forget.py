@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from fedsim.accounting import at_most
-from fedsim.budget import GONE, RUNNING, BudgetLedger, Charge, Entry, books, hold, union
+from fedsim.budget import GONE, RUNNING, BudgetLedger, Charge, Entry, books, hold, look, union
 from fedsim.config import default_delta, to_json
 from fedsim.data import Dataset, forgetting, tokenizer_from_users
 from fedsim.errors import FedsimError, expect
@@ -212,7 +212,7 @@ def forget(
         _remove(certificate.aside(file))
     people = forgetting.read_users(users, data, column)
     again = retrain and run_dir and retraining_of(retrain, run_dir, data, people)
-    with hold(place) as ledger:
+    with (look if dry_run else hold)(place) as ledger:
         request = Request(data, people, ledger.key)
         charges = books(ledger, [*people]).charges
         counts = [_counted(ledger, people, [each]) for each in charges]

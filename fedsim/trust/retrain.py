@@ -16,7 +16,7 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import at_most
-from fedsim.budget import RUNNING, Applicant, Charge, books, hold
+from fedsim.budget import RUNNING, Applicant, Charge, books, look
 from fedsim.config import ZERO_OUT, DataConfig, changed_run, to_json
 from fedsim.data import Dataset
 from fedsim.els import ELS
@@ -203,7 +203,7 @@ def cost(retraining: Retraining, others: Collection[str], place: Path) -> dict[s
     events, slack = plan.events_from(plan.num_steps - steps), plan.slack_after(steps)
     applicant = Applicant(place, [*others], "train", None, out, plan.delta)
     entry = applicant.entry(run, events, slack, plan.label)
-    with hold(place) as account:
+    with look(place) as account:
         counts = f"the ledger of the data that counts {retraining.run}"
         expect("budget_ledger", place, retraining.parent.run in account.entries, counts)
         if steps:

@@ -3,7 +3,7 @@
 import pytest
 
 from fedsim.plan import REPRODUCTION
-from fedsim.trust.budget_page import rows, sentences
+from fedsim.trust.budget_page import budget, rows, sentences
 
 RUN = {
     "run": "a", "kind": "train", "state": "released", "began": "now", "releases": 20,
@@ -35,6 +35,16 @@ def test_a_limit_that_is_broken_is_no_limit_that_is_used_up():
     assert broken in said(5.318, 5)[1]
     assert ": epsilon = 3.681 is left for one" in said(5.3185, 9)[1]
     assert ": epsilon = 0.0 is left for one" in said(5.0, 5)[1]
+
+
+def test_to_look_at_a_budget_makes_no_ledger_and_to_limit_it_does(tmp_path):
+    place = tmp_path / "ledger"
+    found = budget(place, ["a", "b"])
+    assert found["ledger"] == str(place) and found["num_users"] == 2 and not found["runs"]
+    assert not place.exists()
+    (limit,) = budget(place, ["a", "b"], limit_epsilon=3.0)["limits"]
+    assert limit["left"] == pytest.approx(3.0, rel=1e-3)
+    assert place.exists() and budget(place, ["b"])["limits"][0]["epsilon"] == 3.0
 
 
 def test_a_later_limit_does_not_lift_an_earlier_one():

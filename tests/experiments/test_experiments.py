@@ -1,6 +1,7 @@
 """A pulse of every experiment: its smallest scale runs, and it says what it would cost."""
 
 import dataclasses
+import importlib
 import inspect
 import json
 import re
@@ -101,6 +102,13 @@ def test_the_index_of_experiments_knows_them_all_and_what_is_recorded(capsys):
     assert table.startswith("table_verdicts (small, 2026-") and "1 yes; up to date" in table
     assert experiments_by_name.main(["run", "lemma", "nothing"]) == 2
     assert "NAME=nothing: expected one of attack, audits, conjecture" in capsys.readouterr().err
+
+
+def test_a_package_that_is_missing_is_named_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(experiments_by_name, "status", lambda _: importlib.import_module("absent"))
+    assert experiments_by_name.main(["status", "lemma"]) == 2
+    said = "experiments: error: absent is not installed: pip install -e '.[experiments]'\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_record_of_other_settings_or_another_verdict_is_out_of_date(monkeypatch, tmp_path):

@@ -658,6 +658,7 @@ def test_what_was_stopped_in_its_search_is_done_by_the_same_command(small, monke
     users_file(small / "users", ["person-0001"])
     ask(small, out=small / "new", dry_run=True, file=small / "place" / "c.json")
     assert not (small / "place").exists()
+    assert not (small / "ledger").exists(), "a dry run makes no ledger"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(forgetting_of, "search", killed)
         ask(small, out=small / "new")
