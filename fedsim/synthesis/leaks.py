@@ -17,7 +17,7 @@ choice by private data that no epsilon covers.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -304,33 +304,3 @@ class _Runs:
             marked[self.key[np.isin(self.user, drawn)]] = True
             shares.append(len(np.unique(self.number[marked[self.places]])) / self.num_texts)
         return float(np.mean(shares))
-
-
-def public_canaries(
-    sample: Callable[[int, float], Sequence[str]],
-    count: int,
-    *,
-    temperature: float = 1.5,
-    rng: np.random.Generator,
-) -> tuple[list[str], list[str]]:
-    """Canary texts that a public model samples at a high temperature: fluent, and nobody's.
-
-    Plant the first ones as users of the training, and search for both: the second ones are the
-    control.
-
-    Args:
-      sample: texts of a public model, by number and temperature.
-      count: number of texts.
-      rng: tosses a coin for each text.
-
-    Returns:
-      (texts to plant, texts to leave out).
-
-    Source: arXiv 2606.10481.
-    """
-    expect("count", count, count >= 2, ">= 2")
-    expect("temperature", temperature, temperature > 0, "> 0")
-    texts = list(dict.fromkeys(sample(count, temperature)))
-    planted = rng.random(len(texts)) < 0.5
-    inside = [text for text, there in zip(texts, planted, strict=True) if there]
-    return inside, [text for text, there in zip(texts, planted, strict=True) if not there]

@@ -5,7 +5,7 @@ import pytest
 
 from fedsim.data import Dataset, UserStore
 from fedsim.errors import ConfigError
-from fedsim.synthesis import public_canaries, search
+from fedsim.synthesis import search
 from fedsim.synthesis.leaks import difference_of_shares, noticed, permutation_test, runs_of
 
 WIDTH, VOCAB = 40, 300
@@ -147,16 +147,3 @@ def test_a_search_out_of_range_is_refused(users, changes, field):
     assert error.value.field == field
     with pytest.raises(ConfigError, match="held-out users"):
         search(synthetic_of([[1] * WIDTH]), Dataset(train=stored(users[0])))
-
-
-def test_public_canaries_are_divided_by_coins():
-    asked = []
-
-    def sample(count, temperature):
-        asked.append((count, temperature))
-        return [f"text {i % 90}" for i in range(count)]
-
-    planted, left_out = public_canaries(sample, 100, rng=np.random.default_rng(0))
-    assert asked == [(100, 1.5)]
-    assert sorted(planted + left_out) == sorted(f"text {i}" for i in range(90))
-    assert 30 <= len(planted) <= 60
