@@ -513,11 +513,13 @@ def flags_of_data(
         if column is not None:
             expect(name.removesuffix("_column"), column, isinstance(column, str), "a column's name")
             given[name] = column
-    rows = given.get("messages_column") or given.get("text_column") or TEXT
-    chats, by_turn = "messages_column" in given, settings.get("owner_key") is not None
-    owner = given.get("user_column") or (None if chats and by_turn else USER)
-    label = settings.get("condition_on")
-    return {"data": source_of(data, owner, rows, chats=chats, label=label), **given}
+    chats = {"messages": given.get("messages_column")}
+    chats |= {name: settings.get(name) for name in ("prompt_column", "completion_column")}
+    chats = {name: column for name, column in chats.items() if column is not None}
+    by_turn = bool(chats) and settings.get("owner_key") is not None
+    owner = given.get("user_column") or (None if by_turn else USER)
+    rows, label = chats or given.get("text_column") or TEXT, settings.get("condition_on")
+    return {"data": source_of(data, owner, rows, label=label), **given}
 
 
 Config = TypeVar("Config")

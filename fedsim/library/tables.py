@@ -6,6 +6,7 @@ owner can read. It is then a data source like any other.
 
 import hashlib
 import itertools
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -34,8 +35,12 @@ ROWS = 10_000
 """Rows that are written at a time."""
 
 
+CHECKED = ("user", "text", "condition_on")
+"""Settings that name columns of values; others name columns of chats, which the build checks."""
+
+
 def source_of(
-    data: Any, user: str | None, text: str, *, chats: bool = False, label: str | None = None
+    data: Any, user: str | None, text: str | Mapping[str, str], *, label: str | None = None
 ) -> str:
     """The value of `--data` for data in memory or files.
 
@@ -43,8 +48,9 @@ def source_of(
       data: a path, a list of paths, a pandas DataFrame or chunks of one, a `datasets.Dataset` or
         `IterableDataset`, dicts (a list or an iterator), or anything else that Arrow can read as a
         table, such as a polars DataFrame. It is read in parts.
-      user, text: columns with the user and the text of a row. No user: its turns say who speaks.
-      chats: True if the text column holds chats, of which only the users are checked here.
+      user: column with the user of a row. None: its turns say who speaks.
+      text: column with the text of a row; or columns with its chat, or its prompt and completion,
+        by the settings that name them.
       label: column with the label of a row; None if rows have none.
 
     Returns:
@@ -55,14 +61,15 @@ def source_of(
     """
     if isinstance(data, str | os.PathLike):
         return os.fspath(data)
-    columns = {"user": user, "text": text, "condition_on": label}
+    chats = text if isinstance(text, Mapping) else {"text": text}
+    columns = {"user": user, **chats, "condition_on": label}
     named = {field: name for field, name in columns.items() if name is not None}
     if isinstance(data, list | tuple) and all(isinstance(x, str | os.PathLike) for x in data):
-        return str(_joined([Path(file) for file in data], named, chats))
-    return str(_written(_batches(data, named), named, chats))
+        return str(_joined([Path(file) for file in data], named))
+    return str(_written(_batches(data, named), named))
 
 
-def _joined(files: list[Path], named: Mapping[str, str], chats: bool) -> Path:
+def _joined(files: list[Path], named: Mapping[str, str]) -> Path:
     """One file with the rows of several Parquet files. Args: named: columns by their settings."""
     others = [file for file in files if file.suffix != ".parquet"]
     if others or not files:
@@ -70,7 +77,7 @@ def _joined(files: list[Path], named: Mapping[str, str], chats: bool) -> Path:
         raise DataError.of("data", paths, "a list of Parquet files, or one pattern (*.csv)")
     paths = [path for file in files for path in sources.find_files(str(file))]
     tables = (pq.ParquetFile(file) for file in paths)
-    return _written((b for table in tables for b in table.iter_batches(ROWS)), named, chats)
+    return _written((b for table in tables for b in table.iter_batches(ROWS)), named)
 
 
 def _batches(data: Any, named: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
@@ -111,6 +118,7 @@ def _are_rows(data: Any) -> bool:
 def _of_pandas(data: Any, named: Mapping[str, str]) -> Iterator[pa.Table]:
     """The columns of a DataFrame, or of each chunk of `read_csv(chunksize=...)`."""
     name, first, user = type(data).__name__, None, named.get("user")
+    column = next(iter(named.values()))  # the user's, if there is one
     if name == "DataFrame":
         yield _of_frame(data, named)
         return
@@ -120,7 +128,7 @@ def _of_pandas(data: Any, named: Mapping[str, str]) -> Iterator[pa.Table]:
     try:
         for chunk in data:  # pandas guesses types per chunk: 007 may be 7 in one
             table = _of_frame(chunk, named)
-            kind = table.schema.field(user or named["text"]).type
+            kind = table.schema.field(column).type
             first = first or kind
             if kind != first:
                 got = f"{first} and {kind}; read them with dtype=str"
@@ -148,6 +156,8 @@ def _of_frame(data: Any, named: Mapping[str, str]) -> pa.Table:
         values = data.iloc[:, names.index(name)]
         if field == "user" and values.dtype == object:
             values = values.map(_whole_as_text)
+        if field not in CHECKED:
+            values = values.astype(object).where(values.notna(), None)
         columns[name] = _as_array(field, name, values)
     return pa.table(columns)
 
@@ -177,11 +187,39 @@ def _of_rows(rows: Iterable[Any], named: Mapping[str, str]) -> Iterator[pa.Table
 
 def _as_array(field: str, name: str, values: Any) -> pa.Array:
     """A column of a table. Raises: DataError: it has values of several kinds."""
+    if field not in CHECKED:
+        return _as_json(field, name, values)
     try:
         return pa.array(values, from_pandas=True)
     except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
         kinds = " and ".join(sorted({type(each).__name__ for each in values}))
         raise DataError.of(field, name, f"one kind of value, got {kinds}") from error
+
+
+def _as_json(field: str, name: str, values: Iterable[Any]) -> pa.Array:
+    """Chats as texts, which are kept as they are, or with JSON. With the type of the first rows,
+    Arrow would drop a key of turns that only later rows have.
+
+    Raises:
+      DataError: bytes are not UTF-8.
+    """
+    try:
+        cells = [
+            x if x is None or isinstance(x, str) else json.dumps(x, default=_in_json)
+            for x in values
+        ]
+        return pa.array(cells, pa.string())
+    except UnicodeError:
+        raise DataError.of(field, name, "UTF-8, got other characters") from None
+
+
+def _in_json(value: Any) -> Any:
+    """A value that JSON does not have: NumPy's, a mapping, bytes as a text, or its text."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _whole_as_text(owner: Any) -> Any:
@@ -195,7 +233,7 @@ def _expect_column(field: str, name: str, have: list[str], wanted: list[str]) ->
         raise DataError(f"{field}={name}: {expected_of(have, wanted)}", field=field)
 
 
-def _written(batches: Iterator[pa.RecordBatch], named: Mapping[str, str], chats: bool) -> Path:
+def _written(batches: Iterator[pa.RecordBatch], named: Mapping[str, str]) -> Path:
     """Write the rows to a file that is named by its digest.
 
     Raises:
@@ -204,7 +242,7 @@ def _written(batches: Iterator[pa.RecordBatch], named: Mapping[str, str], chats:
     home = own_directory(cache_dir() / TABLES)
     temporary = home / f".{os.getpid()}-{os.urandom(8).hex()}.tmp"
     try:
-        _write(temporary, batches, named, chats)
+        _write(temporary, batches, named)
         with open(temporary, "rb") as file:
             name = hashlib.file_digest(file, "sha256").hexdigest()[:32]
         os.replace(temporary, home / f"{name}.parquet")
@@ -213,34 +251,37 @@ def _written(batches: Iterator[pa.RecordBatch], named: Mapping[str, str], chats:
     return home / f"{name}.parquet"
 
 
-def _write(
-    path: Path, batches: Iterator[pa.RecordBatch], named: Mapping[str, str], chats: bool
-) -> None:
+def _write(path: Path, batches: Iterator[pa.RecordBatch], named: Mapping[str, str]) -> None:
     """Write the rows to `path`; the caller removes the file after an error.
 
     Raises:
       DataError: as `normalise`, or a row has no owner.
     """
     writer, rows = None, 0
-    user, text, label = named.get("user"), named["text"], named.get("condition_on")
+    user, text, label = (named.get(field) for field in CHECKED)
+    chats = {field: name for field, name in named.items() if field not in CHECKED}
     try:
         for batch in batches:
             for field, name in named.items():
                 _expect_column(field, name, batch.schema.names, [*named.values()])
-            told, columns = batch[text], Columns.of(user or Columns.user, text)
             written = {} if label is None else {label: batch[label]}
+            for field, name in chats.items():
+                told = plain(batch[name])
+                texts = told if is_string(told.type) else _as_json(field, name, told.to_pylist())
+                written[name] = texts.cast(pa.string())
             if user is not None:
-                if chats:
-                    batch, columns = batch.select([user]), replace(columns, text=())
-                batch = readers.with_plain_types(batch)
+                columns = Columns.of(user, text or Columns.text)
+                columns = columns if text else replace(columns, text=())
+                batch = readers.with_plain_types(batch.select([*filter(None, (user, text))]))
                 ids = normalise(batch, columns, rows)["user_id"]
                 unowned = np.flatnonzero(is_blank(ids))
                 if len(unowned):
                     reason = f"row {rows + 1 + int(unowned[0])} has a null or empty one"
                     raise DataError.of("user", user, f"a user id in every row; {reason}")
                 written[user] = _as_texts(plain(batch[user]), ids)
-            rows += len(told)
-            written[text] = told if chats else batch[text]
+            rows += len(batch)
+            if text is not None:
+                written[text] = batch[text]
             table = pa.table(written)
             if writer is None:
                 writer = pq.ParquetWriter(path, table.schema)

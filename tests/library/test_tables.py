@@ -1,16 +1,20 @@
 """Tables in memory of other libraries: read, or refused in one line."""
 
 import io
+import json
 import weakref
 
 import datasets
+import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from refused import refuses
 
 import fedsim
+from fedsim.data import load
 from fedsim.library import tables
+from fedsim.library.run import flags_of_data
 from fedsim.library.tables import source_of
 
 FRAME = pd.DataFrame({"author": ["ann", "ben"] * 20, "body": ["a day", "old maps"] * 20})
@@ -147,3 +151,58 @@ def test_a_stream_is_not_held_whole(monkeypatch):
 
     source_of(rows(), "author", "body")
     assert len(alive) == 200 and most <= 12
+
+
+ASKED = {"role": "user", "content": "q"}
+SAID = {"role": "assistant", "content": "a"}
+
+
+def chats_in(data, user="author", **columns):
+    columns = columns or {"messages": "turns"}
+    table = pq.read_table(source_of(data, user, columns))
+    return [[json.loads(cell) for cell in table[name].to_pylist()] for name in columns.values()]
+
+
+def test_a_key_that_only_later_turns_have_is_kept(monkeypatch):
+    """Also one that says that a turn is not trained on."""
+    monkeypatch.setattr(tables, "ROWS", 2)
+    rows = [{"author": f"u{i}", "turns": [ASKED, SAID]} for i in range(4)]
+    rows.append({"author": "z", "turns": [ASKED, {**SAID, "weight": 0}]})
+    for data in (rows, iter(rows), pd.DataFrame(rows), datasets.Dataset.from_list(rows)):
+        (found,) = chats_in(data)
+        assert found[-1][1]["weight"] == 0 and found[0][1]["content"] == "a"
+
+
+def test_the_order_of_files_drops_no_key_of_turns(tmp_path):
+    files = [tmp_path / "plain.parquet", tmp_path / "weighed.parquet"]
+    for file, said in zip(files, (SAID, {**SAID, "weight": 0}), strict=True):
+        pd.DataFrame({"author": [file.stem], "turns": [[ASKED, said]]}).to_parquet(file)
+    for order in (files, files[::-1]):
+        (found,) = chats_in(order)
+        assert sorted(turns[1].get("weight", 1) for turns in found) == [0, 1]
+
+
+def test_contents_of_several_kinds_and_numpy_are_chats_too():
+    parts = {**ASKED, "content": [{"type": "text", "text": "q"}]}
+    weighed = {**SAID, "weight": np.int64(0)}
+    rows = [{"author": "a", "turns": np.array([parts, weighed], object)}]
+    rows += [{"author": "b", "turns": json.dumps([ASKED, SAID])}]
+    (first, second), = chats_in(pd.DataFrame(rows))  # fmt: skip
+    assert first == [parts, {**SAID, "weight": 0}] and second == [ASKED, SAID]
+    with refuses("messages", says="turns"):
+        source_of([{"author": "a", "turns": [{**ASKED, "content": b"\xff"}]}], "author",
+                  {"messages": "turns"})  # fmt: skip
+    with refuses("messages", says="no such column"):
+        source_of([{"author": "a"}], "author", {"messages": "turns"})
+
+
+def test_prompts_with_completions_in_memory_are_read(tmp_path):
+    rows = [{"who": f"u{i % 20}", "q": [ASKED], "a": f"{i} is it"} for i in range(60)]
+    named = {"prompt_column": "q", "completion_column": "a"}
+    table = pq.read_table(source_of(pd.DataFrame(rows), "who", named))
+    assert table.column_names == ["q", "a", "who"]
+    assert json.loads(table["q"][0].as_py()) == [ASKED] and table["a"][3].as_py() == "3 is it"
+    pairs = [{**row, "q": "Why?"} for row in rows]
+    flags = flags_of_data(pairs, "who", None, None, named)
+    data = load(flags["data"], user_column="who", **named, cache_dir=tmp_path)
+    assert data.metadata["chats"]["form"] == "completion" and data.train.num_examples
