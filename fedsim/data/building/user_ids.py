@@ -36,7 +36,7 @@ NOBODY += ["1.#QNAN", "<NA>", "N/A", "NA", "NULL", "NaN", "NaT", "None", "n/a", 
 RULE = 5  # version of the rule: a change that gives other users gets another number
 # By bits of a float: smaller whole numbers are certain.
 EXACT = {16: 2**11, 32: 2**24, 64: 2**53}
-DIGITS = 15  # numbers with as many digits are below 2^53
+CERTAIN = 2**52  # floats tell apart all numbers of digits that are less without their point
 WHOLE, FRACTION = r"^[+-]?[0-9]+\.0*$", r"^[+-]?[0-9]*\.[0-9]+$"
 LISTED = r"[^\s,;]\s*[,;][\s,;]*[^\s,;]"  # a comma or semicolon between two parts
 # Large and small floats as programs write them, rounded: 1.5E18, 1,5E+18, 1e+18.
@@ -90,7 +90,7 @@ def as_ids(
       tally: counts corrections and doubtful ids, by the names of `_SAID`.
       how: steps of STEPS that are applied to texts.
     Raises:
-      DataError: a number has a fraction, or is so large that a float has rounded it.
+      DataError: a float has a fraction, or a number so many digits that a float may have rounded it.
     """
     if pa.types.is_floating(column.type):
         least = EXACT[column.type.bit_width]
@@ -111,15 +111,23 @@ def as_ids(
         text = _normalised(text, how, tally)
     whole = call("match_substring_regex", text, pattern=WHOLE)
     short = call("replace_substring_regex", text, pattern=r"\.0*$", replacement="")
-    long = call("greater", call("utf8_length", short), pa.scalar(DIGITS))
     fraction = call("match_substring_regex", text, pattern=FRACTION)
     rounded = call("match_substring_regex", text, pattern=ROUNDED)
     number = call("or", whole, fraction)
-    _refuse(call("or", rounded, call("and", number, long)), text, field, rows)
+    _refuse(call("or", rounded, _uncertain(short, number)), text, field, rows)
     tally[SHORTENED] += _count(whole)
     tally[FRACTIONS] += _count(call("and", fraction, call("invert", whole)))
     tally[EXPONENTS] += _count(call("match_substring_regex", text, pattern=LIKE_ROUNDED))
     return call("if_else", whole, short, text)
+
+
+def _uncertain(text: pa.Array, number: pa.Array) -> pa.Array:
+    """True where a text is a number of so many digits that a float may have rounded it."""
+    digits = call("replace_substring_regex", text, pattern="^[^1-9]+|[^0-9]", replacement="")
+    digits = call("if_else", call("equal", digits, pa.scalar("")), pa.scalar("0"), digits)
+    digits = call("if_else", number, digits, pa.scalar("0"))
+    first = call("utf8_slice_codeunits", digits, start=0, stop=17)  # fits 64 bits
+    return call("greater_equal", first.cast(pa.int64()), pa.scalar(CERTAIN))
 
 
 def _normalised(text: pa.Array, how: Sequence[str], tally: Counter[str]) -> pa.Array:

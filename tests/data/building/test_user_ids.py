@@ -86,6 +86,17 @@ def test_texts_like_versions_are_texts_and_each_spelling_is_a_user(kind, tmp_pat
     assert any(line.startswith("3 rows have a user id like 3.10, which stays") for line in told)
 
 
+def test_texts_with_as_many_digits_as_a_float_keeps_are_told_apart(tmp_path):
+    """Such as the times by which Slack names threads."""
+    ids = ["1503435956.000247", "1503435956.000248", "-0.000000000000000001", "450359962737049.5"]
+    assert len({float(text) for text in ids[:2]}) == 2
+    data, _ = built(tmp_path, "jsonl", ids)
+    assert data.train.user_ids() == sorted(ids)
+    for text in ("4503599627370496.5", "0.30000000000000004", "12345678901234567890.25"):
+        with pytest.raises(DataError, match=f"text or whole numbers, got {text} in row 1"):
+            built(tmp_path / text, "jsonl", [text])
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_floats_with_a_fraction_are_nobodys_ids(kind, tmp_path):
     with pytest.raises(DataError, match="expected text or whole numbers, got 0.5 in row 2"):
