@@ -28,12 +28,12 @@ import tokenizers
 
 from fedsim.data.building.speakers import ASSISTANT, USER
 from fedsim.data.tokenizer import NAME_FILES, TEMPLATE, Tokenizer
-from fedsim.errors import BadChat, ConfigError, DataError
+from fedsim.errors import BadChat, ConfigError, DataError, SlowTemplate
 from fedsim.files import expand_home, read_object
 
 NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # that a template may name
 DATE = "2026-01-01"
-RULE = 2  # version of how chats become tokens: a change that gives others gets another number
+RULE = 3  # version of how chats become tokens: a change that gives others gets another number
 ROLES = ("system", "developer", USER, ASSISTANT)
 PRIVATE = re.compile("[\U000f0000-\U0010ffff]")  # characters for private use
 FIRST, LAST = 0xF0000, 0x10FFFD
@@ -240,6 +240,7 @@ class ChatTokenizer:
         self._written, self._others = _any_of(self._number), _any_of(others)
         self._spellings, self._of_assistant = _Spellings.of(self._number), _Spellings.of(special)
         self._copies: dict[int, tuple[tokenizers.Tokenizer, np.ndarray]] = {}
+        self._left_out: dict[tuple[str, ...], list[int]] = {}
         unknown = _unknown(record["model"])
         self._reserved = np.array(
             [token["id"] for token in self._special if token["content"] != unknown], np.int64
@@ -258,7 +259,8 @@ class ChatTokenizer:
             assistant's.
           told: number of first turns that "all" leaves out, with what opens the next one.
         Raises:
-          BadChat: there is no template, it refuses the chat, or does not say where a turn is.
+          BadChat: there is no template, it refuses the chat, leaves out a turn, or does not say
+            where a turn is.
         """
         template, private, plain = self._plain(messages)
         if train_on == "all":
@@ -287,7 +289,7 @@ class ChatTokenizer:
         """Token ids of a chat up to the beginning of the assistant's next turn, int64 [tokens].
 
         Raises:
-          BadChat: there is no template, or it refuses the chat.
+          BadChat: there is no template, it refuses the chat, or leaves out a turn.
         """
         template, private, plain = self._plain(messages)
         text, _ = self._unmarked(template.render(plain, prompt=True), private)
@@ -321,8 +323,28 @@ class ChatTokenizer:
         template = self._template
         if template is None:
             raise BadChat("expected texts, or a tokenizer with a chat template")
+        for turn in self._left_out_of(tuple(each.role for each in messages), template):
+            if messages[turn].content.strip():
+                role = messages[turn].role
+                raise BadChat(f"its template leaves out turn {turn + 1}, of role {role}")
         private = self._private_for("".join(each.content for each in messages) + template.source)
         return template, private, [self._broken(each, private[BREAK]) for each in messages]
+
+    def _left_out_of(self, roles: tuple[str, ...], template: Template) -> list[int]:
+        """Indices of turns that the template does not write, whatever they say. By the roles of a
+        chat alone, so that no row decides about another."""
+        if roles not in self._left_out:
+            signs = [chr(FIRST + i % (LAST - FIRST)) for i in range(len(roles))]
+            try:
+                written = {*template.render([*map(Message, roles, signs)])}
+            except SlowTemplate:
+                raise
+            except BadChat:
+                written = {*signs}  # it may refuse the chat, too
+            if len(self._left_out) >= 1000:
+                self._left_out.clear()
+            self._left_out[roles] = [i for i, sign in enumerate(signs) if sign not in written]
+        return self._left_out[roles]
 
     def encode_pair(self, prompt: str, completion: str, train_on: str) -> Encoded:
         """Token ids of a prompt and its completion, between a begin and an end token.
@@ -443,10 +465,11 @@ class ChatTokenizer:
             raise BadChat("its tokenizer makes a special token of text")
         begins, ends = np.array(encoded.offsets, np.int64).reshape(-1, 2).T
         ends = np.maximum(ends, begins + 1)
-        trained = np.zeros(len(raw), bool)
+        marked = np.zeros(len(text) + 1, np.int64)
         for start, end in spans:
-            trained |= (begins < end) & (ends > start)
-        return Encoded(ids_of[raw], trained)
+            marked[start:end] = 1
+        before = np.concatenate([[0], np.cumsum(marked)])  # marked characters before each
+        return Encoded(ids_of[raw], before[ends] > before[begins])
 
     def _copy(self, private: str) -> tuple[tokenizers.Tokenizer, np.ndarray]:
         """(tokenizer with private characters for special tokens, the ids that its ids mean)."""

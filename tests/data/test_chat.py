@@ -102,6 +102,42 @@ def test_what_is_trained_on_can_be_chosen(train_on, expected):
     assert own == (every if expected is None else expected)
 
 
+LEAVING_OUT = {  # as published templates of Qwen 2.5 and of Mistral do
+    "of a role": "{% for m in messages if m.role != 'developer' %}"
+    "{{ m.content }}<|im_end|>{% endfor %}",
+    "but before a last question": "{% for m in messages %}{% if m.role != 'developer' %}"
+    "{% if m.role == 'user' and loop.last %}{{ messages[0].content }}{% endif %}"
+    "{{ m.content }}<|im_end|>{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("template", LEAVING_OUT.values(), ids=LEAVING_OUT)
+@pytest.mark.parametrize("train_on", ["assistant", "all", "user", "completion"])
+def test_a_turn_that_the_template_leaves_out_is_named(template, train_on):
+    asked = [Message("developer", "Answer in French."), *turns("Hi", "Ho")]
+    with pytest.raises(BadChat, match="leaves out turn 1, of role developer"):
+        encode(asked, template, train_on)
+
+
+def test_a_turn_that_says_nothing_may_be_left_out():
+    asked = [Message("developer", " "), *turns("Hi", "Ho")]
+    assert shown(encode(asked, LEAVING_OUT["of a role"]))[0] == f"Hi{STOP}Ho{STOP}"
+
+
+def test_a_turn_that_a_prompt_writes_is_not_left_out_of_it():
+    asked = [Message("developer", "Answer in French."), *turns("Hi")]
+    found = chats_of(Template(LEAVING_OUT["but before a last question"])).encode_prompt(asked)
+    assert "French.Hi" in TINY.decode(found)
+    with pytest.raises(BadChat, match="leaves out turn 1, of role developer"):
+        chats_of(Template(LEAVING_OUT["of a role"])).encode_prompt(asked)
+
+
+def test_a_template_may_take_reasoning_off_earlier_answers():
+    template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
+    found = encode(turns("Hi", "<think>so</think>Ho", "And?", "Yes"), template, "completion")
+    assert shown(found) == (f"Hi{STOP}Ho{STOP}And?{STOP}Yes{STOP}", f"Yes{STOP}")
+
+
 def test_a_token_over_the_beginning_of_a_turn_is_trained_on():
     found = encode(turns("Hi", "  indented"))
     assert shown(found)[1] == f"\n  indented{STOP}\n"

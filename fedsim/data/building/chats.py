@@ -32,6 +32,7 @@ from fedsim.errors import BadChat, SlowTemplate
 TRAIN_ON = ("all", COMPLETION, ASSISTANT, USER)
 DEFAULTS = {MESSAGES: ASSISTANT, COMPLETION: COMPLETION, ALPACA: COMPLETION}
 CALLS = ("tool_calls", "function_call", "audio", "images")  # of a turn
+SAID = ("content", "value", "refusal")  # the last is OpenAI's, where the assistant refuses
 REASONING = ("reasoning_content", "reasoning", "thinking")  # which some templates write, too
 HALF = re.compile("[\ud800-\udfff]")
 BETWEEN = "\n\n"  # parts of Alpaca's prompt
@@ -147,6 +148,7 @@ class _Chat:
             self._read_pair(*values)
 
     def _read_pair(self, prompt: Any, completion: Any) -> None:
+        prompt, completion = _listed(prompt), _listed(completion)
         if not isinstance(prompt, list) and not isinstance(completion, list):
             self.pair = _text(prompt, "a prompt"), _text(completion, "a completion")
             return
@@ -284,9 +286,21 @@ def _message(turn: dict[str, Any], number: int) -> Message:
     if "content" not in turn and "value" not in turn:
         raise BadChat(f"expected a content {where}")
     # Arrow gives null for a key that other rows have.
-    content = turn.get("value") if turn.get("content") is None else turn["content"]
+    content = next((turn[name] for name in SAID if turn.get(name) is not None), None)
     weight = turn.get("weight")
     return Message(role, _text(content, f"a content {where}"), weight is None or weight != 0)
+
+
+def _listed(value: Any) -> Any:
+    """The turns whose JSON a text is, as in cells of CSV files; else the value."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        turns = turns_in(value)
+    except BadChat:
+        return value
+    said = all(role_of(each) in ROLES and ("content" in each or "value" in each) for each in turns)
+    return turns if turns and said else value
 
 
 def _turns_of(value: Any, role: str) -> list[Message]:

@@ -90,7 +90,8 @@ def as_ids(
       tally: counts corrections and doubtful ids, by the names of `_SAID`.
       how: steps of STEPS that are applied to texts.
     Raises:
-      DataError: a float has a fraction, or a number so many digits that a float may have rounded it.
+      DataError: a float has a fraction, or a number so many digits that a float may have rounded
+        it.
     """
     if pa.types.is_floating(column.type):
         least = EXACT[column.type.bit_width]

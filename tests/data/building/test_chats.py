@@ -62,6 +62,11 @@ FORMS = {
         {},
     ),
     "lists": ({"prompt": ASKED[:1], "completion": ASKED[1:]}, {}),
+    "lists as JSON": ({"prompt": json.dumps(ASKED[:1]), "completion": json.dumps(ASKED[1:])}, {}),
+    "a refusal": (
+        {"messages": [ASKED[0], {"role": "assistant", "content": None, "refusal": "Ho"}]},
+        {},
+    ),
     "a list and a text": ({"prompt": ASKED[:1], "completion": "Ho"}, {}),
     "alpaca": ({"instruction": "Hi", "output": "Ho"}, {}),
     "alpaca with nothing": ({"instruction": "Hi", "input": "", "output": "Ho"}, {}),
@@ -88,6 +93,13 @@ def test_a_prompt_and_a_completion_need_no_template(tmp_path):
     counts = data.metadata["counts"]  # without an answer there is nothing to learn
     assert counts["empty_texts_dropped"] == counts["chats_without_trained_tokens_dropped"] == 1
     assert not (data.path / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize("text", ['["a", 1]', '[{"name": "Bo", "role": "cook"}]', "[]", "[1"])
+def test_a_completion_that_is_json_is_a_text(text, tmp_path):
+    model = model_files(tmp_path / "plain", template=None)
+    data = built(tmp_path, model, [{"prompt": "Hi ", "completion": text}])
+    assert shown(data.train, model) == [("ann", f"{START}Hi {text}{STOP}", f"{text}{STOP}")]
 
 
 @pytest.mark.parametrize(
