@@ -215,9 +215,9 @@ def _tokenizer(about: dict[str, Any]) -> bytes | None:
     """The byte-level BPE of a file as a tokenizer.json; None if its split of words is unknown."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    kind, splits = about.get("tokenizer.ggml.model"), about.get("tokenizer.ggml.pre", "default")
-    if kind != "gpt2" or splits not in ("smollm", "gpt-2", "default"):
-        return None
+    kind, splits = about.get("tokenizer.ggml.model"), about.get("tokenizer.ggml.pre")
+    if kind != "gpt2" or splits not in ("smollm", "gpt-2"):
+        return None  # old files do not say how words are split, whatever their model
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if splits == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)

@@ -20,7 +20,7 @@ gguf = pytest.importorskip("gguf")
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "ab"]
 
 
-def write(file, more=(), **changed):
+def write(file, more=(), splits="smollm", **changed):
     """A random model of Llama's family; `more`: names of arrays beside its own."""
     config = FAMILIES["llama"]
     values = unstacked(random_like(config, np.random.default_rng(0)))
@@ -37,7 +37,8 @@ def write(file, more=(), **changed):
         getattr(writer, f"add_{name}")(value)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    if splits is not None:
+        writer.add_tokenizer_pre(splits)
     writer.add_token_list(TOKENS)
     writer.add_token_types([gguf_files.CONTROL] * 3 + [1] * 3)
     writer.add_token_merges(["a b"])
@@ -90,6 +91,16 @@ def test_data_can_be_built_with_the_tokens_and_the_template_inside(tmp_path):
     (tmp_path / "no.gguf").write_bytes(b"no")
     with pytest.raises(ConfigError, match="model=.*a GGUF file"):
         gguf_files.tokenizer_of(tmp_path / "no.gguf")
+
+
+@pytest.mark.parametrize("splits", [None, "default", "qwen2"])
+def test_a_file_that_does_not_say_how_to_split_words_needs_a_tokenizer(splits, tmp_path):
+    file = write(tmp_path / "old.gguf", splits=splits)
+    with pytest.raises(ConfigError, match="tokenizer=.*old.gguf: expected a tokenizer.json beside"):
+        gguf_files.tokenizer_of(file)
+    own = gguf_files.tokenizer_of(write(tmp_path / "a.gguf"))
+    (tmp_path / "tokenizer.json").write_bytes(own.read_bytes())
+    assert Tokenizer.load(gguf_files.tokenizer_of(file)).sha256 == Tokenizer.load(own).sha256
 
 
 def test_a_changed_file_in_the_cache_is_made_again(tmp_path):
