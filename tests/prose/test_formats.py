@@ -29,7 +29,10 @@ TRAINED = {
         "We will send a new one.",
         "It is cancelled.",
     },
-    "threads": {"It left our store today.", "Here it is."},
+    "threads": {
+        *("It left our store today.", "Here it is."),
+        *("Another one, for  salt & pepper .", "(no text)"),  # of HTML, and of an image
+    },
 }
 
 
