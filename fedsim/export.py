@@ -1,5 +1,6 @@
 """Export of a run's last checkpoint, or of any model, as a Hugging Face directory."""
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -69,7 +70,7 @@ def named_places(folder: Path, places: Iterable[Path]) -> Iterator[tuple[str, st
         if file.is_file() and file.suffix != ".safetensors":
             text = file.read_text(encoding="utf-8", errors="replace")
             for place in sorted(wanted - ({home} if file.name in VOCABULARY else set())):
-                if place in text:
+                if place in text or json.dumps(place)[1:-1] in text:
                     yield file.relative_to(folder).as_posix(), place
 
 

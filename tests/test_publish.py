@@ -248,6 +248,15 @@ def test_a_piece_of_a_vocabulary_is_no_home(tmp_path, monkeypatch):
     assert found == {(name, "/data/model") for name in ("tokenizer.json", "config.json")}
 
 
+def test_a_place_is_found_however_json_spells_it(tmp_path):
+    place = Path('/data/jos\u00e9 "x"')
+    for name, kept in (("a.json", True), ("b.json", False)):
+        content = json.dumps({"base": str(place / "base")}, ensure_ascii=kept)
+        (tmp_path / name).write_text(content)
+    found = {*exporting.named_places(tmp_path, [place])}
+    assert found == {(name, str(place)) for name in ("a.json", "b.json")}
+
+
 def test_the_parameters_alone_have_the_fingerprint_of_the_claim(trained, tmp_path, capsys):
     out = tmp_path / "out"
     main(["publish", str(trained / "private"), str(out), "--form", "parameters"])

@@ -15,7 +15,11 @@ from .ledger import (
     look as look,
     place_of as place_of,
 )
-from .receipt import expect_receipt as expect_receipt, together as together
+from .receipt import (
+    expect_receipt as expect_receipt,
+    ledger_after as ledger_after,
+    together as together,
+)
 from .spending import (
     GONE as GONE,
     RUNNING as RUNNING,

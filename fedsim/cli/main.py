@@ -19,7 +19,7 @@ import tyro
 
 from fedsim.cli.account import Account, Calibrate
 from fedsim.cli.arguments import level_of, parse
-from fedsim.cli.data import Data
+from fedsim.cli.data import Data, DataBuild
 from fedsim.cli.models import (
     Chat,
     Evaluate,
@@ -155,8 +155,11 @@ def _run(words: list[str]) -> None:
             raise
         _fail(reason, 1)
     except KeyboardInterrupt:
-        if isinstance(command, Train | Pretrain):  # before the first step, or by a second signal
+        command = getattr(command, "command", command)
+        if isinstance(command, Train | Pretrain | Synthesize):  # before a step, or by two signals
             _fail("interrupted; the same command with --resume goes on", UNFINISHED)
+        if isinstance(command, Sweep | DataBuild):
+            _fail("interrupted; the same command goes on", UNFINISHED)
         _fail("interrupted", 130)
     if command.json:
         _answer(command, result)

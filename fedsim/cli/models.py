@@ -20,6 +20,7 @@ from fedsim.config import (
     Sampling,
     Synthesis,
     changed_run,
+    computed_by,
 )
 from fedsim.errors import expect, printable
 from fedsim.run import wrapped
@@ -114,7 +115,7 @@ class Evaluate(ReadsRun):
     could cost one of them more than this epsilon. > 0. Default: the limits in the ledger."""
 
     budget_ledger: Path | None = None
-    """Private: directory of the ledger of the data. Default: the one the run uses."""
+    """Private: directory of the ledger of the data. Default: the one that counts the run."""
 
     engine: Literal["ray", "local"] = "local"
     """Where to compute, as in train. With --epsilon: local."""
@@ -131,13 +132,8 @@ class Evaluate(ReadsRun):
 
         self._expect_epsilon()
         stored = directory.load(self.run_dir)
-        run = changed_run(
-            stored.run,
-            engine=self.engine,
-            num_workers=self.num_workers,
-            limit_epsilon=self.limit_epsilon,
-            budget_ledger=self.budget_ledger or stored.run.budget_ledger,
-        )
+        limited = {"num_workers": self.num_workers, "limit_epsilon": self.limit_epsilon}
+        run = computed_by(stored.run, self.engine, **limited)
         set_threads(run.engine)
         from fedsim.run import Console
 
@@ -148,7 +144,9 @@ class Evaluate(ReadsRun):
         else:
             from fedsim.training import PrivateEvaluation, evaluate_privately
 
-            how = PrivateEvaluation(self.epsilon, self.delta, self.split, self.loss_bound)
+            how = PrivateEvaluation(
+                self.epsilon, self.delta, self.split, self.loss_bound, self.budget_ledger
+            )
             result = evaluate_privately(stored, run, how, Console())
         if not self.json:
             print(*(wrapped(line) for line in self._lines(result)), sep="\n")
@@ -240,7 +238,7 @@ class Personalize(ReadsRun):
         from fedsim.run import directory
 
         stored = directory.load(self.run_dir)
-        run = changed_run(stored.run, engine="local")
+        run = computed_by(stored.run)
         set_threads(run.engine)
         from fedsim.run import Console
         from fedsim.training import personalize_run

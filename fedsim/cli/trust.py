@@ -15,6 +15,7 @@ from fedsim.config import (
     Algorithm,
     AuditConfig,
     DataConfig,
+    EngineConfig,
     PrivacyConfig,
     RunConfig,
     changed_run,
@@ -351,7 +352,8 @@ class Verify(ReadsRun):
         except FedsimError:
             pass  # named below
         else:
-            set_threads(changed_run(run, engine=self.engine or run.engine.kind).engine)
+            again, kind = self.replay or self.whole, self.engine or run.engine.kind
+            set_threads(changed_run(run, engine=kind).engine if again else EngineConfig("local"))
         from fedsim.run import Console
         from fedsim.trust import plan_of, verify
 

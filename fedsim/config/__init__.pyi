@@ -12,6 +12,7 @@ from .flags import (
     as_dict as as_dict,
     changed as changed,
     changed_run as changed_run,
+    computed_by as computed_by,
     first_named as first_named,
     flags_of as flags_of,
     meant as meant,

@@ -119,6 +119,12 @@ def changed_run(run: RunConfig, **settings: Any) -> RunConfig:
     return type(run)(**vars(run_config(**{**settings_of(run), **settings})))
 
 
+def computed_by(run: RunConfig, engine: str = "local", **settings: Any) -> RunConfig:
+    """The settings of a run for computing with its model, on an engine and whatever devices there
+    are here."""
+    return changed_run(run, engine=engine, accelerator="auto", **settings)
+
+
 def settings_of(config: Any) -> dict[str, Any]:
     """All settings of a config by flag name."""
     return {

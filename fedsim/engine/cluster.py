@@ -34,6 +34,7 @@ from ray.util.metrics import Gauge
 from fedsim import keys
 from fedsim.engine import warden
 from fedsim.engine.engine import EngineError
+from fedsim.engine.machine import cluster_address
 from fedsim.errors import ConfigError, brief, expect
 
 REACH_S = 5.0  # seconds to connect to a cluster's head
@@ -58,8 +59,8 @@ class Cluster:
         self._warden: subprocess.Popen | None = None
         self._asked = False
         self.warning = ""  # shown before anything is computed on the cluster
-        if self._owned and "RAY_ADDRESS" in os.environ:
-            self._join(os.environ["RAY_ADDRESS"])
+        if self._owned and (address := cluster_address()):
+            self._join(address)
         elif self._owned:
             self._start(num_cpus)
 
@@ -78,9 +79,9 @@ class Cluster:
             self.warning = OPEN.format(address)
 
     def _start(self, num_cpus: int) -> None:
+        # Without it, ray.init turns authentication on for a new cluster, and reads the mode again.
+        os.environ.pop("RAY_AUTH_MODE", None)
         if "RAY_AUTH_TOKEN" not in os.environ:
-            # ray.init turns authentication on for a new cluster; Ray read the variable of the mode
-            # when it was imported.
             os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(_token_file()))
         self._directory = short_directory()
         within = self._directory / "r"  # Ray makes the directory that it gets world-writable

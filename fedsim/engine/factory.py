@@ -1,7 +1,6 @@
 """The choice of the engine by the settings."""
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import jax
 from fedsim.config import EngineConfig
 from fedsim.engine.engine import Engine, ignore
 from fedsim.engine.environment import remember_programs
+from fedsim.engine.machine import cluster_address
 from fedsim.engine.task import Task
 from fedsim.errors import expect
 from fedsim.installation import optional
@@ -58,7 +58,7 @@ def starting(config: EngineConfig) -> Iterator[Callable[..., Engine]]:
     Yields: `create` for these settings, of the task and `warn`, which waits for the cluster.
       Raises: EngineError: Ray does not start.
     """
-    if config.kind == "local" or "RAY_ADDRESS" in os.environ:
+    if config.kind == "local" or cluster_address():
         yield functools.partial(create, config)
         return
 

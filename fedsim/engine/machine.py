@@ -132,6 +132,12 @@ def free_threads(most: int) -> int:
     return len(started)
 
 
+def cluster_address() -> str:
+    """Address of the cluster to join, which RAY_ADDRESS names; empty for a private one."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    return "" if address == "local" else address
+
+
 def expect_enough(config: EngineConfig) -> None:
     """Check that this machine has the least that a driver needs, and its Ray if it starts one.
 
@@ -139,7 +145,7 @@ def expect_enough(config: EngineConfig) -> None:
     """
     if config.kind == "ray":
         expect_installed("ray", otherwise=", or engine=local")
-    starts_ray = config.kind == "ray" and "RAY_ADDRESS" not in os.environ
+    starts_ray = config.kind == "ray" and not cluster_address()
     cpus = len(os.sched_getaffinity(0))
     each = config.threads_per_worker * (config.devices_per_worker or 1)
     workers = (config.num_workers or max(1, cpus // each)) if starts_ray else 0

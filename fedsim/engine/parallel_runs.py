@@ -21,7 +21,8 @@ from fedsim.engine.engine import EngineError
 from fedsim.engine.environment import Placement, actor_options, keep_compiled
 from fedsim.errors import FedsimError
 
-ATTEMPTS = 3  # starts of a job whose process is lost each time
+ATTEMPTS = 3  # starts of a job whose process is lost each time, or of a process
+LONG_S = 180.0  # to wait for a process to start before that is said
 
 Function = Callable[..., Any]
 
@@ -33,6 +34,9 @@ class Runner:
         """Start; `cache_dir` is the directory of compiled programs, or None."""
         if cache_dir is not None:
             keep_compiled(cache_dir)
+
+    def ready(self) -> None:
+        """Return once the process has room on the cluster."""
 
     def run(self, function: Function, job: Any, *shared: Any) -> Any:
         """Compute function(job, *shared) in this process."""
@@ -55,6 +59,7 @@ class ParallelRuns:
         accelerator: str = "auto",
         wait_s: float = 0.0,
         cache_dir: Path | None = None,
+        warn: Callable[[str], None] = lambda _: None,
     ):
         """Connect to the cluster, or start one.
 
@@ -63,6 +68,7 @@ class ParallelRuns:
           threads, devices, accelerator: of a job, as for a run's workers.
           wait_s: seconds to wait for a node that can hold a job, as with an autoscaler.
           cache_dir: directory of compiled programs, shared with other processes and runs.
+          warn: called once if no process has room on the cluster for some minutes.
         Raises: ConfigError: the cluster cannot be reached, or has no room for a job.
         """
         self._cluster = Cluster(len(os.sched_getaffinity(0)))
@@ -74,8 +80,10 @@ class ParallelRuns:
         number = min(most.num_workers, at_once or most.num_workers)
         self.placement: Placement = dataclasses.replace(most, num_workers=number)
         self._cache_dir = cache_dir
+        self._warn, self._lost = warn, 0
         self._runners: list[Any] = []
-        self._idle: list[Any] = []  # between two calls of run
+        self._idle: list[Any] = []
+        self._starting: dict[Any, Any] = {}  # by what they answer once they have room
 
     def run(
         self, function: Function, jobs: Sequence[Any], *shared: Any
@@ -91,17 +99,20 @@ class ParallelRuns:
         waiting = list(enumerate(jobs))[::-1]
         attempts = [0] * len(jobs)
         number = min(self.placement.num_workers, len(jobs))
-        idle, self._idle = self._idle, []
-        idle += [self._start() for _ in range(number - len(idle))]
+        for _ in range(number - len(self._idle) - len(self._starting)):
+            self._start()
         stored = [ray.put(each) for each in shared]
         busy: dict[Any, tuple[int, Any]] = {}
         while waiting or busy:
-            while waiting and idle:
+            while waiting and self._idle:  # one without room would keep a job from the others
                 index, job = waiting.pop()
-                runner = idle.pop()
+                runner = self._idle.pop()
                 attempts[index] += 1
                 busy[runner.run.remote(function, job, *stored)] = index, runner
-            ref = ray.wait(list(busy), num_returns=1)[0][0]
+            ref = self._next([*busy, *self._starting], idle=not busy)
+            if ref in self._starting:
+                self._join(ref)
+                continue
             index, runner = busy.pop(ref)
             try:
                 result = ray.get(ref)
@@ -109,21 +120,43 @@ class ParallelRuns:
                 result = _failure(error)
             except RayError as error:
                 ray.kill(runner)
-                runner = self._start()
+                self._start()
                 if attempts[index] < ATTEMPTS:
                     waiting.append((index, jobs[index]))
-                    idle.append(runner)
                     continue
-                result = EngineError(f"its process was lost {ATTEMPTS} times: {cause(error)}")
-            idle.append(runner)
+                yield index, EngineError(f"its process was lost {ATTEMPTS} times: {cause(error)}")
+                continue
+            self._idle.append(runner)
             yield index, result
-        self._idle = idle
 
-    def _start(self) -> Any:
+    def _next(self, refs: list[Any], *, idle: bool) -> Any:
+        """The first of some answers. Args: idle: no job is running."""
+        done = ray.wait(refs, num_returns=1, timeout=LONG_S if idle else None)[0]
+        if not done:
+            self._warn("no process has room on the cluster yet: waiting for others to end")
+            done = ray.wait(refs, num_returns=1)[0]
+        return done[0]
+
+    def _start(self) -> None:
         options = actor_options(self.placement) | {"max_restarts": 0}
         runner = ray.remote(Runner).options(**options).remote(self._cache_dir)
         self._runners.append(runner)
-        return runner
+        self._starting[runner.ready.remote()] = runner
+
+    def _join(self, ref: Any) -> None:
+        """Take a process that has started; start another one where it was lost before."""
+        runner = self._starting.pop(ref)
+        try:
+            ray.get(ref)
+        except RayError as error:
+            self._lost += 1
+            if self._lost >= ATTEMPTS:
+                lost = f"{ATTEMPTS} processes were lost as they started: {cause(error)}"
+                raise EngineError(lost) from error
+            self._start()
+            return
+        self._lost = 0
+        self._idle.append(runner)
 
     def close(self) -> None:
         """End the processes, and the cluster if it is a private one."""

@@ -19,7 +19,7 @@ from fedsim.config import (
     Sampling,
     SamplingName,
     Synthesis,
-    changed_run,
+    computed_by,
     flags_of,
     renamed,
     run_config,
@@ -133,17 +133,13 @@ class Run:
             this epsilon, which the ledger of the data counts.
           limit_epsilon: with epsilon, refuse it if all releases could cost one of them more.
             Default: the limits in the ledger.
-          budget_ledger: with epsilon, the ledger of the data. Default: that of the run.
+          budget_ledger: with epsilon, the ledger of the data. Default: the one that counts the run.
           how: delta, split and loss_bound; see `PrivateEvaluation`.
 
         Returns:
           Losses by metric name, such as eval/loss.
         """
-        ledger = self.stored.run.budget_ledger
-        if budget_ledger is not None:
-            ledger = Path(expand_home("budget_ledger", budget_ledger))
-        more = {"limit_epsilon": limit_epsilon, "budget_ledger": ledger}
-        run = changed_run(self.stored.run, engine="local", **more)
+        run = computed_by(self.stored.run, limit_epsilon=limit_epsilon)
         set_threads(run.engine)
         with to_python():
             if epsilon is None:
@@ -155,7 +151,7 @@ class Run:
                 return evaluate_run(self.stored, run, Console())
             from fedsim.training import PrivateEvaluation, evaluate_privately
 
-            privately = PrivateEvaluation(epsilon, **how)
+            privately = PrivateEvaluation(epsilon, budget_ledger=budget_ledger, **how)
             return evaluate_privately(self.stored, run, privately, Console())
 
     def verify(
@@ -171,10 +167,10 @@ class Run:
         Returns:
           A `Check` for each promise, in order.
         """
-        set_threads(self.stored.run.engine)
+        again = "whole" if whole else "last" if replay else ""
+        set_threads(self.stored.run.engine if again else EngineConfig("local"))
         from fedsim.trust import verify
 
-        again = "whole" if whole else "last" if replay else ""
         place = None if data is None else expand_home("data", data)
         with to_python():
             return verify(self.run_dir, data=place, again=again, console=Console())

@@ -3,7 +3,8 @@
 A step that is repeated after a crash, on another host or with other packages, may give a gradient
 with other bits; two gradients under the same noise would reveal their difference. So the numbers of
 a step are written before the ledger notes its release, and a repeated step whose bits differ takes
-them from here. A file is removed once a checkpoint covers its step.
+them from here. A file is removed once a checkpoint covers its step. A note says that steps since
+the last checkpoint may be of another host, so that the first one does not expect its own bits.
 """
 
 from pathlib import Path
@@ -18,7 +19,7 @@ from fedsim.mechanism import NoisyMean
 from fedsim.run import checkpoint
 from fedsim.run.ledger import gradient_sha256
 
-DIRECTORY = "released"
+DIRECTORY, ELSEWHERE = "released", "elsewhere"
 MOST_BYTES = 2**28
 """Largest size of a step's numbers that is kept: writing more would take as long as a step."""
 
@@ -87,6 +88,23 @@ def drop(run_dir: Path, before: int) -> None:
     for path in (run_dir / DIRECTORY).glob("step-*.msgpack"):
         if path.stem < checkpoint.stem(before):
             path.unlink()
+
+
+def note_elsewhere(run_dir: Path, why: str) -> None:
+    """Note, before a step on another host or with other packages, that bits may be others; durable
+    when this returns. Args: why: the reason, or empty to remove the note."""
+    path = run_dir / DIRECTORY / ELSEWHERE
+    if why:
+        make_directory(path.parent, 0o700)
+        write_atomically(path, why.encode())
+    else:
+        path.unlink(missing_ok=True)
+
+
+def elsewhere(run_dir: Path) -> str:
+    """Why released steps that no checkpoint covers may have other bits; empty if they do not."""
+    path = run_dir / DIRECTORY / ELSEWHERE
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def _path(run_dir: Path, step: int) -> Path:

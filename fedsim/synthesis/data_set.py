@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedsim.accounting import at_most
-from fedsim.config import EngineConfig, Filters, Sampling, Synthesis, changed_run
+from fedsim.config import EngineConfig, Filters, Sampling, Synthesis, computed_by
 from fedsim.data import ASSISTANT, Dataset, Message, Tokenizer, label_prompts
 from fedsim.engine import expect_usable_jax, remember_programs
 from fedsim.errors import expect
@@ -184,7 +184,7 @@ def _measurable(
     there = "false, for a model without users"
     expect("measure", source, stored is not None and stored.plan is not None, there)
     assert stored is not None, "expected above"
-    run = changed_run(stored.run, engine="local")
+    run = computed_by(stored.run)
     *_, data, _ = last_model(stored, run, console)
     one_owner = data.eval_users is not None and data.train.owners is None
     there = "false, or data with held-out users and texts with one owner each"
@@ -480,7 +480,7 @@ def _measured(
     Raises: ConfigError: see `measure` and `search`.
     """
     stored = directory.load(run_dir)
-    run = changed_run(stored.run, engine="local")
+    run = computed_by(stored.run)
     with console.phase("measuring the texts"):
         leaks = search(store_of(rows, data), data, seed=seed)
         how = {"epsilon": epsilon, "seed": seed, "kept": kept}

@@ -101,7 +101,7 @@ def measure(
 
     Args:
       stored: the run.
-      run: its settings, with the ledger of the data and its limit.
+      run: its settings, with its limit.
       rows: the set; see `rows`.
       student: the small model.
       epsilon: release the loss of the small model with noise, at this cost for each held-out user,

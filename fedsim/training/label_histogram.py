@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.accounting import Event, PureEvent, StepEvent, epsilon as epsilon_of, epsilon_with
-from fedsim.budget import Applicant, Limit, admitted, place_of
+from fedsim.budget import Applicant, Limit, admitted, ledger_after
 from fedsim.config import ZERO_OUT
 from fedsim.data import Tokenizer, UserStore, label_prompts, labels_of
 from fedsim.errors import ConfigError, FileDamaged, expect
@@ -97,7 +97,7 @@ def release_histogram(
       epsilon: cost for every training user.
       limit_epsilon: refuse the release if all releases of these users' texts could cost one of them
         more than this. Default: the limits in the ledger.
-      budget_ledger: directory of the ledger. Default: the one the run uses.
+      budget_ledger: directory of the ledger. Default: the one that counts the run.
       console: shows the progress.
     Raises:
       ConfigError: the data of the run have no labels, or texts with several owners, or are others
@@ -120,7 +120,7 @@ def release_histogram(
         histogram = draw_histogram(store, stored.labels, tokenizer, key, epsilon)
         delta = stored.plan.delta
         limit = None if limit_epsilon is None else Limit(limit_epsilon, delta)
-        place = place_of(budget_ledger or stored.run.budget_ledger)
+        place = ledger_after(stored.run, budget_ledger)
         receipts = run_dir / RECEIPTS
         applicant = Applicant(place, store.user_ids(), RECEIPTS, limit, receipts, delta)
         events: list[tuple[Event, int]] = [(PureEvent(epsilon), 1)]

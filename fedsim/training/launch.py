@@ -18,7 +18,7 @@ from fedsim.config import Algorithm, EngineConfig, PrivacyConfig, RunConfig
 from fedsim.engine import TRIAL_UNITS, Engine, Task, place_workers, versions
 from fedsim.errors import ConfigError
 from fedsim.plan import Plan, method_for
-from fedsim.run import Console, directory, duration, expect_loggers, receivers
+from fedsim.run import Console, directory, duration, expect_loggers, receivers, released
 from fedsim.training.callbacks import Callback
 from fedsim.training.open import OpenRun, Plant, Source, open_run
 from fedsim.training.optimizers import Noise, settled, update_of
@@ -84,13 +84,14 @@ def launch(
         planned = planned._replace(method=method)
     why = planned.why if opened.console.verbose else planned.why.partition(":")[0]
     opened.console.rows([("gradient method", f"{planned.strategy} ({why})")])
-    other_bits = directory.other_bits(stored, versions(), host)
+    elsewhere = directory.other_bits(stored, versions(), host)
+    other_bits = elsewhere or released.elsewhere(opened.run.run_dir)
     if opened.stored and other_bits:
         opened.console.warn(
             f"a step that is run again may have other bits: {other_bits}: then what it released is "
             "taken as it was kept, or left out"
         )
-    return Trainer(opened, planned, host, other_bits, replays, callbacks)
+    return Trainer(opened, planned, host, other_bits, replays, callbacks, elsewhere=bool(elsewhere))
 
 
 def dry_run(

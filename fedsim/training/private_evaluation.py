@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fedsim.accounting import Event, StepEvent
-from fedsim.budget import Applicant, Entry, Limit, admitted, place_of
+from fedsim.budget import Applicant, Entry, Limit, admitted, ledger_after
 from fedsim.config import ZERO_OUT, EngineConfig, RunConfig, default_delta
 from fedsim.data import Dataset, UserStore
 from fedsim.engine import Engine, create
@@ -183,6 +183,8 @@ class PrivateEvaluation:
     loss_bound: float | None = None
     """L: bound at which losses are cut off, in nats per token. > 0. Default: the loss of a uniform
     guess."""
+    budget_ledger: str | Path | None = None
+    """Directory of the ledger that counts it. Default: the one that counts the run."""
 
     def __post_init__(self):
         expect("epsilon", self.epsilon, 0 < self.epsilon < math.inf, "> 0 and finite")
@@ -233,7 +235,7 @@ class LossRelease(NamedTuple):
         most = how.loss_bound or largest_loss(store.vocab_size)
         key, out = SecretKey.create(), (run.run_dir / AFTERWARDS / secrets.token_hex(4)).absolute()
         limit = None if run.limit_epsilon is None else Limit(run.limit_epsilon, delta)
-        ids, place = store.user_ids(), place_of(run.budget_ledger)
+        ids, place = store.user_ids(), ledger_after(run, how.budget_ledger)
         applicant = Applicant(place, ids, "evaluation", limit, out, delta)
         entry = applicant.entry(key.seal("evaluation"), [(StepEvent(sigma, 1.0), 1)], part, "")
         applicant.expect_room(entry)
@@ -254,7 +256,7 @@ def release_loss(
       task: of the model, with the split to evaluate on.
       params: of the model. What they cost the users of the split is in the ledger, too.
       data: of the run.
-      run: with the place of the budget ledger and the limit.
+      run: with the limit.
       about: first fields of the result.
     Raises: ConfigError: the split does not exist, or a limit would be broken.
     """

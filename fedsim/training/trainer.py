@@ -72,6 +72,7 @@ class Trainer:
         other_bits: str = "",
         replays: bool = False,
         callbacks: Sequence[Callback] = (),
+        elsewhere: bool = False,
     ):
         """
         Args:
@@ -79,6 +80,7 @@ class Trainer:
           other_bits: reason why a repeated step may have other bits; empty if it has the same.
           replays: steps are only repeated to compare them with what was released.
           callbacks: called between the steps.
+          elsewhere: this process, and not only one before it, may have other bits.
         """
         self.plan, self.method, self.engine = planned.plan, planned.method, planned.engine
         self.strategy, self.params, self.counted = planned.strategy, planned.params, planned.counted
@@ -86,7 +88,8 @@ class Trainer:
         self.console, self.plant = opened.console, opened.plant
         self.resumed = opened.stored is not None
         self.parent = opened.stored.parent if opened.stored else None
-        self.host, self.other_bits = host, other_bits
+        self.host, self.other_bits, self.elsewhere = host, other_bits, elsewhere
+        self.first_host = (opened.stored and opened.stored.host) or host
         self.replays, self.calls = replays, Calls(callbacks, self.plan)
         self.written: deque[int] = deque()
         sigma = self.plan.noise_multiplier
@@ -167,6 +170,8 @@ class Trainer:
             while state.step < self.plan.num_steps and not (stop.is_set() or self.calls.stopped):
                 if state.step == first:  # hence a checkpoint will have it
                     state.resumed_elsewhere += bool(self.resumed and self.other_bits)
+                    if self.resumed and self.elsewhere:
+                        released.note_elsewhere(self.run.run_dir, self.other_bits)
                 drawn, rows = rows.result(), threads.submit(self.method.draw, state.step + 1)
                 with self._first_of(state.step - first):
                     values = self._step(state, ledger, threads, drawn)
@@ -377,6 +382,8 @@ class Trainer:
     def _write(self, step: int, state: dict[str, Any]) -> None:
         save(self.run.run_dir, step, state, self.run.keep_checkpoints)
         released.drop(self.run.run_dir, step)  # the checkpoint has it
+        if not self.elsewhere or step == self.plan.num_steps:
+            released.note_elsewhere(self.run.run_dir, "")
         self.written.append(step)
 
     def _tell_saved(self) -> None:
@@ -417,5 +424,5 @@ class Trainer:
             **results(vars(state)),
             "num_examples": self.data.train.num_examples,
             "loss_unit": self.data.loss_unit,
-            "host": self.host,
+            "host": self.host if state.resumed_elsewhere else self.first_host,
         }

@@ -7,6 +7,7 @@ follows from the same secret. The file has one form: any other byte breaks the s
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from fedsim.budget import hold
 from fedsim.data import SUMS, Dataset, sums
 from fedsim.errors import FedsimError
 from fedsim.files import make_place, read_object, sync_directory, write_atomically
@@ -166,10 +166,10 @@ def _pages(path: Path, record: dict[str, Any]) -> dict[Path, bytes]:
 
 def _signer(record: dict[str, Any], place: Path, theirs: bool) -> str:
     """The key of the ledger on this machine signed."""
-    if not (place / KEY).exists():
-        raise Unknown(f"the ledger of the data is not here: compare key {record['public_key']}")
-    with hold(place) as ledger:
-        ours = signer(ledger.key).public_key().public_bytes_raw().hex()
+    if not os.access(place / KEY, os.R_OK):
+        here = "is not here, or others may not read it"
+        raise Unknown(f"the ledger of the data {here}: compare key {record['public_key']}")
+    ours = signer(SecretKey.load(place)).public_key().public_bytes_raw().hex()
     if ours != record["public_key"]:
         demand(not theirs, f"{place}: signed by another key, {record['public_key']}")
         raise Unknown(f"another ledger's: compare key {record['public_key']}")

@@ -7,7 +7,6 @@ missing. What no file can show is computed again by `replay`.
 import dataclasses
 import functools
 import math
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -296,7 +295,7 @@ def _key(evidence: Evidence) -> str:
     foreign = directory.of_others(evidence.run_dir)
     demand(not foreign, f"{foreign}: expected your own files, and no links")
     for each, most in ((evidence.run_dir, 0o700), (path, 0o600)):
-        mode = stat.S_IMODE(each.stat().st_mode)
+        mode = each.stat().st_mode & 0o777  # a directory may hand on its group
         demand(not mode & ~most, f"{each}: mode {mode:o}: expected {most:o}")
     return f"{keys.FILE} is readable only by you and belongs to this ledger"
 

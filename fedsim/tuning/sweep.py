@@ -251,6 +251,7 @@ def _side_by_side(
         accelerator=first.engine.accelerator,
         wait_s=first.engine.wait_for_workers,
         cache_dir=cache_dir() / "compiled",
+        warn=console.warn,
     )
     try:
         console.note(

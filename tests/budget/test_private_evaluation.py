@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ from test_verify import write_texts
 
 import fedsim
 from fedsim import accounting
-from fedsim.budget.ledger import hold, place_of
+from fedsim.budget.ledger import hold
 from fedsim.budget.spending import charge_of
 from fedsim.cli.main import main
 from fedsim.data.building.build import build
@@ -93,12 +94,10 @@ def evaluated(run, capsys, *flags):
 
 
 @pytest.mark.privacy
-def test_an_evaluation_is_counted_for_those_whose_texts_it_is_of(
-    trained, tmp_path, monkeypatch, capsys
-):
+def test_an_evaluation_is_counted_for_those_whose_texts_it_is_of(trained, tmp_path, capsys):
     run, data = trained
-    monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
-    code, first = evaluated(run, capsys, "--epsilon", 2)
+    place = tmp_path / "ledger"
+    code, first = evaluated(run, capsys, "--epsilon", 2, "--budget-ledger", place)
     assert code == 0 and 0 < first["loss"] < 2 * first["loss_bound"]
     size = Dataset.open(data).eval_users.num_users
     assert first["delta"] == 1e-6
@@ -107,11 +106,12 @@ def test_an_evaluation_is_counted_for_those_whose_texts_it_is_of(
         [(accounting.StepEvent(first["noise_multiplier"], 1.0), 1)], first["delta"]
     )
     assert 2 * (1 - 1e-3) < spent <= 2
-    _, second = evaluated(run, capsys, "--epsilon", 2)  # not the same noise once more
+    how = ("--epsilon", 2, "--budget-ledger", place)
+    _, second = evaluated(run, capsys, *how)  # not the same noise once more
     assert second["loss"] != first["loss"]
-    other = fedsim.load(run).evaluate(epsilon=1, split="eval_examples")
+    other = fedsim.load(run).evaluate(epsilon=1, split="eval_examples", budget_ledger=place)
     assert other["split"] == "eval_examples" and other["epsilon"] == 1
-    with hold(place_of(None)) as ledger:
+    with hold(place) as ledger:
         entries = list(ledger.entries.values())
         held_out, of_training = (
             set(ledger.users(getattr(Dataset.open(data), split).user_ids()).tolist())
@@ -126,20 +126,52 @@ def test_an_evaluation_is_counted_for_those_whose_texts_it_is_of(
 
 
 @pytest.mark.privacy
-def test_an_evaluation_over_the_limit_is_refused_before_it_is_made(
-    trained, tmp_path, monkeypatch, capsys
-):
+@pytest.mark.parametrize("told", ["--budget-ledger", "the variable"])
+def test_a_later_release_is_counted_in_the_ledger_of_the_run(told, tmp_path, monkeypatch, capsys):
+    """Whatever the working directory and the variable are by then."""
+    monkeypatch.chdir(tmp_path)
+    texts = write_texts(tmp_path / "texts.parquet", num_users=60)
+    build(texts, tmp_path / "data", max_length=24, eval_users=0.3)
+    flags = "--epsilon 1 --num-steps 1 --batch-size 12 --model micro --strategy scan:2"
+    flags += f" --engine local --run-dir run --data {tmp_path / 'data'}"
+    if told == "--budget-ledger":
+        flags += " --budget-ledger ledger"
+    else:
+        monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
+    main(["train", "uls", *flags.split()])
+    monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "another"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run, place = tmp_path / "run", tmp_path / "ledger"
+    limit = ["--limit-epsilon", "3", "--delta", "1e-6", "--budget-ledger", str(place)]
+    main(["budget", *limit])
+    code, said = evaluated(run, capsys, "--epsilon", 1)
+    assert code == 0, said
+    fedsim.load(run).evaluate(epsilon=0.5)
+    code, said = evaluated(run, capsys, "--epsilon", 3)
+    assert code == 2 and "limit_epsilon=3: expected a run that fits" in said
+    with hold(place) as ledger:
+        assert [each.kind for each in ledger.entries.values()] == ["train", *["evaluation"] * 2]
+    assert not (tmp_path / "another").exists() and not os.listdir(tmp_path / "elsewhere")
+    place.rename(tmp_path / "gone")
+    code, said = evaluated(run, capsys, "--epsilon", 1)
+    assert code == 2 and f"budget_ledger={place}: expected the ledger that counts the run" in said
+    assert evaluated(run, capsys, "--epsilon", 1, "--budget-ledger", tmp_path / "gone")[0] == 0
+
+
+@pytest.mark.privacy
+def test_an_evaluation_over_the_limit_is_refused_before_it_is_made(trained, tmp_path, capsys):
     run, data = trained
-    monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
-    main(["budget", str(data), "--limit-epsilon", "2.5", "--delta", "1e-6"])
-    assert evaluated(run, capsys, "--epsilon", 2)[0] == 0
+    here = ("--budget-ledger", tmp_path / "ledger")
+    main(["budget", str(data), "--limit-epsilon", "2.5", "--delta", "1e-6", *map(str, here)])
+    assert evaluated(run, capsys, "--epsilon", 2, *here)[0] == 0
     kept = sorted((run / "evaluations").iterdir())
-    code, said = evaluated(run, capsys, "--epsilon", 2)
+    code, said = evaluated(run, capsys, "--epsilon", 2, *here)
     assert code == 2 and "limit_epsilon=2.5: expected a run that fits" in said
-    code, said = evaluated(run, capsys, "--epsilon", 0.1, "--limit-epsilon", 0.5)
+    code, said = evaluated(run, capsys, "--epsilon", 0.1, "--limit-epsilon", 0.5, *here)
     assert code == 2 and "limit_epsilon=0.5: expected a run that fits" in said
     assert sorted((run / "evaluations").iterdir()) == kept
-    assert evaluated(run, capsys, "--epsilon", 0.1)[0] == 0
+    assert evaluated(run, capsys, "--epsilon", 0.1, *here)[0] == 0
 
 
 @pytest.mark.privacy
@@ -149,9 +181,8 @@ def test_one_that_was_killed_counts_whole(trained, tmp_path, monkeypatch, capsys
 
     run, data = trained
     place = tmp_path / "ledger"
-    monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(place))
     monkeypatch.setattr("fedsim.training.private_evaluation.user_losses", killed)
-    assert evaluated(run, capsys, "--epsilon", 2)[0] == 130
+    assert evaluated(run, capsys, "--epsilon", 2, "--budget-ledger", place)[0] == 130
     with hold(place) as ledger:
         (entry,) = ledger.entries.values()
     assert len(entry.planned) == 1 and charge_of(entry, ledger).released == entry.planned

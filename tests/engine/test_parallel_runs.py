@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -59,6 +60,38 @@ def test_every_job_ends_and_no_more_run_than_are_wanted(tmp_path, ray_cluster):
     tries = {i: sorted(tmp_path.glob(f"{i}-*")) for i in range(len(ends))}
     assert [len(tries[i]) for i in range(len(ends))] == [1, 1, 2, 1, 1, ATTEMPTS, 1]
     assert {json.loads(path.read_text())[1] for paths in tries.values() for path in paths} == {"1"}
+
+
+@pytest.mark.ray
+def test_a_process_without_room_keeps_no_job_from_the_others(tmp_path, ray_cluster, monkeypatch):
+    """The room that is counted may be others': here they have 7 of 8 CPUs, then 8."""
+    import ray
+
+    from fedsim.engine import parallel_runs
+
+    class Others:
+        def ready(self):
+            return True
+
+    def others(cpus):
+        held = ray.remote(Others).options(num_cpus=cpus).remote()
+        assert ray.get(held.ready.remote())
+        return held
+
+    held, said = others(7), []
+    side = parallel_runs.ParallelRuns(at_once=3, threads=1, warn=said.append)
+    assert side.placement.num_workers == 3
+    found = dict(side.run(job, [(tmp_path, i, "") for i in range(3)]))
+    assert [found[i][0] for i in range(3)] == [0, 1, 2] and not said
+    side.close()
+
+    monkeypatch.setattr(parallel_runs, "LONG_S", 0.1)
+    last, side = others(1), parallel_runs.ParallelRuns(at_once=1, warn=said.append)
+    threading.Timer(1.0, lambda: ray.kill(last)).start()
+    ((_, (index, *_)),) = side.run(job, [(tmp_path, 7, "")])
+    assert index == 7 and len(said) == 1 and "no process has room" in said[0]
+    side.close()
+    ray.kill(held)
 
 
 @pytest.mark.ray

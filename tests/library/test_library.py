@@ -1,5 +1,6 @@
 """fedsim from Python: what the command does, with the same bits and the same words."""
 
+import dataclasses
 import inspect
 import json
 import math
@@ -18,6 +19,8 @@ from refused import refuses
 
 import fedsim
 from fedsim.cli.main import main
+from fedsim.config import changed_run
+from fedsim.engine import machine
 from fedsim.library.tables import source_of
 
 SETTINGS = {
@@ -128,6 +131,17 @@ def test_a_run_is_verified_reported_and_written_for_others(run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.ci
+def test_a_run_of_a_cluster_is_checked_and_evaluated_on_a_small_machine(run, monkeypatch):
+    stored = run.stored.run
+    of_cluster = {"engine": "ray", "num_workers": 64, "accelerator": "gpu"}
+    elsewhere = fedsim.load(run.run_dir)
+    elsewhere.stored = dataclasses.replace(run.stored, run=changed_run(stored, **of_cluster))
+    little = machine.needed("local", 0)
+    monkeypatch.setattr(machine, "free", lambda most: little)
+    assert all(check.holds is not False for check in elsewhere.verify())
+    assert elsewhere.evaluate() == run.evaluate()
+
+
 def test_adapters_of_an_exported_model_are_trained_and_written(run, posts, tmp_path):
     model = run.to_hf(tmp_path / "base")
     tuned = train(posts, tmp_path / "run", model=str(model), lora_rank=2, num_steps=1)

@@ -92,16 +92,31 @@ def test_what_nohup_ignores_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize(("args", "code"), [(["train", "uls"], 75), (["account", "uls"], 130)])
-def test_a_command_that_is_ended_says_whether_it_can_go_on(args, code, monkeypatch, capsys):
-    flags = {"train": command("x.parquet", "r"), "account": "account uls --num-steps 1".split()}
-    flags["account"] += "--sampling-prob 1 --noise-multiplier 1 --delta 0.1".split()
-    kind = {"train": cli.Train, "account": cli.Account}[args[0]]
-    monkeypatch.setattr(kind, "__call__", lambda _: signal.raise_signal(signal.SIGTERM))
+ENDED = {
+    "Train": (command("x.parquet", "r"), "; the same command with --resume goes on"),
+    "Synthesize": (
+        "synthesize run --out x --num-texts 9".split(),
+        "; the same command with --resume goes on",
+    ),
+    "Sweep": ("sweep x.toml --out x".split(), "; the same command goes on"),
+    "DataBuild": ("data build x.parquet --out x".split(), "; the same command goes on"),
+    "Account": (
+        "account uls --num-steps 1 --sampling-prob 1 --noise-multiplier 1 --delta 0.1".split(),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_a_command_that_is_ended_says_whether_it_can_go_on(name, monkeypatch, capsys):
+    words, goes_on = ENDED[name]
+    monkeypatch.setattr(
+        getattr(cli, name), "__call__", lambda _: signal.raise_signal(signal.SIGTERM)
+    )
     with pytest.raises(SystemExit) as stop:
-        main(flags[args[0]])
-    assert stop.value.code == code
-    assert ("--resume goes on" in capsys.readouterr().err) == (code == 75)
+        main(words)
+    assert stop.value.code == (75 if goes_on else 130)
+    assert capsys.readouterr().err.endswith(f"interrupted{goes_on}\n")
 
 
 def test_a_checkpoint_is_due_every_so_many_steps_and_every_minute(monkeypatch):

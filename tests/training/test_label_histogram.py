@@ -129,7 +129,7 @@ def trained(tmp_path_factory):
     file = place / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     build(file, place / "data", max_length=40, condition_on="hue", labels=NAMES)
-    train(place / "run", place / "data")
+    train(place / "run", place / "data", **{"budget-ledger": place / "ledger"})
     return place / "run", place / "data"
 
 
@@ -141,9 +141,13 @@ def train(run, data, **more):
 
 @pytest.fixture
 def run(trained, tmp_path, monkeypatch):
-    """The trained run, in a copy of its own, with a ledger of its own."""
-    monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
-    return shutil.copytree(trained[0], tmp_path / "run")
+    """The trained run and the ledger that counts it, in copies of their own."""
+    place = shutil.copytree(trained[0].with_name("ledger"), tmp_path / "ledger")
+    monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(place))
+    copy = shutil.copytree(trained[0], tmp_path / "run")
+    receipt = json.loads((copy / "budget.json").read_text())
+    (copy / "budget.json").write_text(json.dumps({**receipt, "ledger": str(place)}))
+    return copy
 
 
 def entries():

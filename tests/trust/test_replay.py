@@ -147,7 +147,7 @@ def params_of(run_dir):
     return checkpoint.load_params(checkpoint.latest(run_dir))
 
 
-def crashed(run_dir, texts, step=5, **flags):
+def crashed(run_dir, texts, step=5, more=(), **flags):
     """A run that ended after `step` was released and before its checkpoint, for good."""
     record = Ledger.record
 
@@ -160,7 +160,7 @@ def crashed(run_dir, texts, step=5, **flags):
         patch.setattr(Ledger, "record", last)
         patch.setattr(checkpoint, "LONGEST_S", math.inf)  # of a busy machine, which would save more
         with pytest.raises(SystemExit):
-            main(command(texts, run_dir, **flags))
+            main([*command(texts, run_dir, **flags), *more])
 
 
 def stopped_again(run_dir, texts, monkeypatch, step, place, name):
@@ -232,6 +232,42 @@ def test_what_was_released_is_replayed_where_bits_would_be_others(
         line["gradient_sha256"] for line in lines[1:]
     ]
     assert not list((other / "released").iterdir())
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_run_that_crashed_elsewhere_goes_on_where_it_was_started(
+    kept, texts, run_dir, monkeypatch, capsys
+):
+    """Its own bits are not those that were released last, so it does not ask for them."""
+    crashed(run_dir, texts, step=2)
+    right = LanguageModelTask.losses
+    with monkeypatch.context() as patch:
+        patch.setattr(LanguageModelTask, "losses", lambda self, *args: -right(self, *args))
+        patch.setattr(directory, "other_bits", lambda *_: "another kind of host")
+        crashed(run_dir, texts, step=3, more=["--resume"])
+    assert released.elsewhere(run_dir) == "another kind of host"
+    if not kept:  # as where it is too large
+        (run_dir / "released" / f"{checkpoint.stem(3)}.msgpack").unlink()
+    capsys.readouterr()
+    main([*command(texts, run_dir), "--resume"])
+    said = capsys.readouterr().err
+    assert said.count("what it released is taken, as it was kept") == 1 + kept
+    assert said.count("is left out") == 1 - kept and "another kind of host" in said
+    found = json.loads((run_dir / "summary.json").read_text())
+    assert (found["steps_done"], found["lost_steps"]) == (6, 1 - kept)
+    assert found["resumed_elsewhere"] == 1 and not list((run_dir / "released").iterdir())
+    assert verify(capsys, run_dir)[0] == 0
+
+
+def test_a_run_that_has_ended_keeps_its_host_where_it_is_resumed_again(
+    copy, texts, monkeypatch, capsys
+):
+    before = (copy / "summary.json").read_text()
+    monkeypatch.setattr("fedsim.engine.worker.host_kind", lambda: "Another CPU")
+    main([*command(texts, copy, ema=0.5), "--resume"])
+    assert json.loads((copy / "summary.json").read_text()) == json.loads(before)
+    assert verify(capsys, copy)[0] == 0
 
 
 @pytest.mark.slow

@@ -255,6 +255,15 @@ def with_earlier_names(settings):
     return first_named(as_dict(settings))
 
 
+def test_a_directory_that_hands_on_its_group_is_private(copy, capsys):
+    """As below one with `chmod g+s`, which new directories inherit."""
+    copy.chmod(0o2700)
+    code, found = verify(capsys, copy)
+    assert code == 0 and found["key"][0] is True
+    copy.chmod(0o2750)
+    assert verify(capsys, copy)[1]["key"][0] is False
+
+
 @pytest.mark.parametrize("algorithm", ["els", "uls"])
 def test_the_published_schemas_describe_a_run(algorithm, trained):
     run_dir = trained[algorithm]
