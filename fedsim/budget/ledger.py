@@ -20,8 +20,8 @@ packages, could be another gradient under the same noise. The process that works
 marks, so that of two copies on hosts that share the ledger one is refused.
 
 The ledger belongs to the owner of the data, mode 0700: users, their number and the places of runs
-are private. The events say no more than the ledgers of runs, which may be published, as may the
-output of `fedsim budget --json`.
+are private, and so is the output of `fedsim budget`. The events say no more than the ledgers of
+runs, which may be published.
 """
 
 import dataclasses

@@ -58,6 +58,7 @@ from .planner import (
     drawn_once as drawn_once,
     evaluations_of as evaluations_of,
     expect_affordable as expect_affordable,
+    expect_more_than as expect_more_than,
     make_plan as make_plan,
     method_for as method_for,
     noise_of as noise_of,

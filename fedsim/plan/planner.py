@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from fedsim import accounting
-from fedsim.accounting import Event
+from fedsim.accounting import Event, Slack
 from fedsim.config import (
     ALLOCATION,
     CORRELATED,
@@ -324,6 +324,15 @@ def delta_of(num_users: int, delta: float | None) -> float:
     return min(default_delta(num_users), delta or 1.0)
 
 
+def expect_more_than(part: Slack, setting: str, epsilon: float, delta: float) -> None:
+    """Raise ConfigError if the slack of the noise leaves nothing of epsilon, if it is tiny, or of
+    delta, if epsilon is huge. Args: setting: what the error calls epsilon."""
+    expected = f"a larger one: the slack of its noise is {part.epsilon:.1g}"
+    expect(setting, epsilon, part.epsilon < epsilon, expected)
+    expected = f"a smaller one: the slack of its noise, {part.delta:.1g}, is all of delta"
+    expect(setting, epsilon, part.delta < delta, expected)
+
+
 def noise_of(
     epsilon: float, delta: float, count: int = 1, setting: str = "eval_epsilon"
 ) -> tuple[float, tuple[float, float]]:
@@ -335,10 +344,7 @@ def noise_of(
       is huge.
     """
     part = slack(count, epsilon, delta)
-    expected = f"a larger one: the slack of its noise is {part.epsilon:.1g}"
-    expect(setting, epsilon, part.epsilon < epsilon, expected)
-    expected = f"a smaller one: the slack of its noise, {part.delta:.1g}, is all of delta"
-    expect(setting, epsilon, part.delta < delta, expected)
+    expect_more_than(part, setting, epsilon, delta)
     sigma = accounting.noise_multiplier(
         epsilon=epsilon - part.epsilon,
         delta=delta - part.delta,

@@ -14,7 +14,12 @@ from .label_histogram import (
     stored_histogram as stored_histogram,
     total_epsilon as total_epsilon,
 )
-from .launch import dry_run as dry_run, train as train
+from .launch import (
+    dry_run as dry_run,
+    rehearse as rehearse,
+    runnable as runnable,
+    train as train,
+)
 from .open import open_run as open_run, wait_for as wait_for
 from .optimizers import Diverged as Diverged, Noise as Noise, settled as settled
 from .personalize import personalize_run as personalize_run

@@ -14,15 +14,23 @@ import numpy as np
 import optax
 
 from fedsim.clipping import Strategy
-from fedsim.config import Algorithm, EngineConfig, PrivacyConfig, RunConfig
+from fedsim.config import ZERO_OUT, Algorithm, EngineConfig, PrivacyConfig, RunConfig, computed_by
 from fedsim.engine import TRIAL_UNITS, Engine, Task, place_workers, versions
-from fedsim.errors import ConfigError
+from fedsim.errors import ConfigError, expect
 from fedsim.plan import Plan, method_for
-from fedsim.run import Console, directory, duration, expect_loggers, receivers, released
+from fedsim.run import (
+    Console,
+    directory,
+    duration,
+    expect_loggers,
+    receivers,
+    released,
+    speaking,
+)
 from fedsim.training.callbacks import Callback
 from fedsim.training.open import OpenRun, Plant, Source, open_run
 from fedsim.training.optimizers import Noise, settled, update_of
-from fedsim.training.planned import FITTED, PlannedRun, expect_strategy, plan_run
+from fedsim.training.planned import FITTED, PlannedRun, Unheard, expect_strategy, plan_run
 from fedsim.training.trainer import Trainer
 
 
@@ -118,6 +126,20 @@ def dry_run(
         return {**plan.as_dict(), **estimate}
 
 
+def rehearse(algorithm: Algorithm, privacy: PrivacyConfig, run: RunConfig) -> None:
+    """Plan a trial of a private selection, unseen: what would refuse it refuses it here. Nothing is
+    trained, written or paid for.
+
+    Raises: ConfigError, EngineError: as in a training.
+    """
+    privacy = runnable(privacy, run)
+    with speaking("quiet"):
+        console = Unheard()
+    run = computed_by(run, strategy="scan:1")  # no time is spent on choosing one
+    with open_run(algorithm, privacy, run, console) as opened:
+        plan_run(opened, counted=False, trial=True, dry_run=True)
+
+
 def cost(
     worker: Engine,
     task: Task,
@@ -204,6 +226,9 @@ def runnable(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
     Raises: ConfigError: optimizer or strategy does not exist, or does not fit; or a logger's
       packages are missing.
     """
+    hidden = privacy.adjacency != ZERO_OUT  # how many steps fit depends on who the users are
+    zero_out = f"false with --adjacency {privacy.adjacency}"
+    expect("spend_rest", run.spend_rest, not (run.spend_rest and hidden), zero_out)
     privacy = as_started(privacy, run)
     update_of(settled(run, Noise(1.0, 1.0, 1)), privacy.num_steps)
     expect_strategy(run.engine)

@@ -169,7 +169,7 @@ def plan_run(
     return PlannedRun(plan, method, privacy, in_ledger, engine, task, params, strategy, why)
 
 
-class _Unheard(Console):
+class Unheard(Console):
     """Keeps back what the run itself shows later."""
 
     def plan(self, plan: Plan, workers: Any, run: RunConfig) -> None:
@@ -196,7 +196,7 @@ def _rehearse(opened: OpenRun, callbacks: Sequence[Callback]) -> None:
     public = dataclasses.replace(privacy, group_size=group_size, group_size_epsilon=None)
     opened.start_engine()
     with speaking("quiet"):
-        rehearsed = dataclasses.replace(opened, settings=public, console=_Unheard())
+        rehearsed = dataclasses.replace(opened, settings=public, console=Unheard())
     plan_run(rehearsed, dry_run=True, callbacks=callbacks)
 
 

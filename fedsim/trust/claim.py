@@ -13,7 +13,7 @@ import numpy as np
 from fedsim import accounting
 from fedsim.accounting import Event, RunningEpsilon, StepEvent, at_most, zcdp_delta
 from fedsim.budget import together
-from fedsim.config import COMPARISON_ONLY, ZERO_OUT, Algorithm
+from fedsim.config import ADD_OR_REMOVE, COMPARISON_ONLY, ZERO_OUT, Algorithm
 from fedsim.errors import ConfigError, FedsimError
 from fedsim.plan import AllocatedSampling, Plan, ShuffledSampling, Trial, claimed_phases
 from fedsim.run import StoredRun, ledger
@@ -306,7 +306,12 @@ def mechanism(plan: Plan) -> str:
 
 
 def all_runs(released: Released) -> str:
-    """Sentence on the cost of all runs on this run's users, by the ledger of the data."""
+    """Sentence on the cost of all runs on this run's users, by the ledger of the data.
+
+    Whom earlier runs read tells who is among the users, which add-or-remove hides.
+    """
+    if released.plan.adjacency == ADD_OR_REMOVE:
+        return "not said here, for that depends on who the users are (`fedsim budget` shows it)"
     try:
         runs = together(released.run_dir, released.plan.delta)
     except FedsimError:  # its message has paths of this machine; `fedsim verify` shows it

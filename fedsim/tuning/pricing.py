@@ -23,7 +23,7 @@ from fedsim.plan import (
     planned_phases,
 )
 from fedsim.sampling import graph_of
-from fedsim.training import expect_strategy, outside
+from fedsim.training import outside, runnable
 from fedsim.tuning.sweep import Job
 
 METRIC = "eval/loss"
@@ -102,7 +102,10 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
     expect("data", source, num_users > 0, "data with held-out users")  # before anyone is counted
     for job in jobs:
         privacy, run = job.privacy, job.run
-        expect_strategy(run.engine)
+        for name in ("strict", "spend_rest"):  # of the selection, not of a trial
+            given = getattr(run, name)
+            expect(name, given, not given, "false in a private selection")
+        runnable(privacy, run)
         expect("epsilon", privacy.epsilon, math.isfinite(privacy.epsilon), "a finite one")
         share = privacy.group_size_epsilon
         expect("group_size_epsilon", share, share is None, "none in a private selection")

@@ -26,6 +26,7 @@ from fedsim.accounting import Event, Slack, StepEvent, calibration, spent
 from fedsim.engine import Engine
 from fedsim.keys import SecretKey
 from fedsim.noise import noisy_number, slack
+from fedsim.plan import expect_more_than
 from fedsim.tuning.estimates import STRATEGY, GradientNorms
 
 SIZES = np.arange(21.0)
@@ -55,8 +56,12 @@ class Release:
 
     @classmethod
     def of(cls, epsilon: float, delta: float, *, sampling_prob: float, count: int) -> "Release":
-        """The release with the least noise that costs at most epsilon at delta."""
+        """The release with the least noise that costs at most epsilon at delta.
+
+        Raises: ConfigError: epsilon is so small or so large that none does.
+        """
         part = slack(len(SIZES) + count * len(NORMS), epsilon, delta)
+        expect_more_than(part, "tune_epsilon", epsilon, delta)
 
         def spend(sigma: float, accuracy: float) -> float:
             return spent(_events(sigma, sampling_prob, count), delta - part.delta, accuracy)

@@ -268,7 +268,7 @@ def recommend(
         assumed = privacy.assumed_population is not None
         expect("forecast", forecast, not assumed, "none with assumed_population")
     from_data = not plan_only and tune_epsilon is None
-    with _started(run, console, working=not plan_only, quiet=tune_epsilon is not None) as start:
+    with _started(run, console, working=not plan_only, quiet=not from_data) as start:
         expect_enough_users(start.data.train.num_users, privacy.epsilon)
         if forecast:
             held_out = any(getattr(start.data, split) is not None for split in VALIDATION)
@@ -278,11 +278,12 @@ def recommend(
             expect("forecast", forecast, one_owner, none)
         released = norms = times = None
         if tune_epsilon is not None:
+            # What would be refused whatever is released is refused before it is paid for.
+            made_up = _seeing_nothing(start)
+            _ask(Heuristics(privacy, made_up.data, None, made_up.key), made_up, None)
             released, norms, start = _released(start, privacy, tune_epsilon, num_users)
         elif plan_only:
-            if graph_of(users := start.data.train) is None:  # else who owns which text is public
-                assumed = MadeUpUsers.of([ASSUMED_EXAMPLES] * users.num_users)
-                start = start.seeing(assumed)
+            start = _seeing_nothing(start)
         else:
             least = LEAST_COHORT if plot else doubling.START.cohort_size // 2
             most = max(1, privacy.batch_size // least)
@@ -375,6 +376,14 @@ def _norms(start: Start, privacy: PrivacyConfig, num_users: int, most: int) -> G
         most=most,
         seconds=NORMS_S,
     )
+
+
+def _seeing_nothing(start: Start) -> Start:
+    """The start on users with an assumed number of texts; where several own a text, who owns which
+    is public."""
+    if graph_of(users := start.data.train) is not None:
+        return start
+    return start.seeing(MadeUpUsers.of([ASSUMED_EXAMPLES] * users.num_users))
 
 
 def _released(

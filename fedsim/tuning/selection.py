@@ -32,7 +32,7 @@ from fedsim.keys import FILE as KEY, SecretKey
 from fedsim.models import peft_files
 from fedsim.noise import noisy_mean_loss
 from fedsim.run import Console, directory, find_model, load_data, model_sha256
-from fedsim.training import Diverged, largest_loss, user_losses
+from fedsim.training import Diverged, largest_loss, rehearse, user_losses
 from fedsim.tuning.pricing import METRIC, Priced, Selection, price, sentences
 from fedsim.tuning.sweep import LOGS, RUNS, Job, Settings, entries, jobs_of, outcomes_of
 
@@ -72,6 +72,10 @@ def select(
         return read_json(out / RESULT)
     for line in sentences(priced, len(jobs), how):
         console.note(line)
+    if not (out / BEGAN).exists():  # a trial that cannot be run would be paid for in vain
+        with console.phase("planning the candidates"):
+            for job in jobs:
+                rehearse(job.algorithm, job.privacy, job.run)
     private_directory("out", out)
     for name in (RUNS, LOGS):
         make_directory(out / name)

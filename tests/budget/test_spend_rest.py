@@ -140,3 +140,23 @@ def test_a_run_that_was_started_without_it_keeps_its_settings(texts, tmp_path, c
     args = arguments(texts, tmp_path / "public", "--spend-rest", "--resume", epsilon=1.5)
     said = refused([*args, "--limit-epsilon", "9"], capsys)
     assert "expected pretrain, with which" in said and "Traceback" not in said
+
+
+@pytest.mark.privacy
+def test_what_earlier_runs_read_is_not_told_where_nobody_may_know_who_the_users_are(
+    texts, tmp_path, capsys
+):
+    """It differs with one user: how many steps are left, and what all runs cost together."""
+    hidden = {"adjacency": "add-or-remove", "epsilon": 1.5, "num-steps": 2}
+    said = refused(arguments(texts, tmp_path / "none", "--spend-rest", **hidden), capsys)
+    assert "spend_rest=True: expected false with --adjacency add-or-remove" in said
+    for number in (1, 2):
+        main(arguments(texts, tmp_path / f"run{number}", **hidden))
+    main(["report", str(tmp_path / "run2"), "--out", str(tmp_path / "page")])
+    for file in (tmp_path / "page").iterdir():
+        assert "which together cost nobody more" not in file.read_text()
+    assert "not said here" in (tmp_path / "page" / "report.md").read_text()
+    hidden["adjacency"] = "zero-out"
+    main(arguments(texts, tmp_path / "run3", **hidden))
+    main(["report", str(tmp_path / "run3"), "--out", str(tmp_path / "other")])
+    assert "3, which together cost nobody more" in (tmp_path / "other" / "report.md").read_text()

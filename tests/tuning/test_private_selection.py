@@ -223,6 +223,26 @@ def test_a_strategy_that_there_is_not_is_refused_before_anything_is_paid(setting
         priced(settings, tmp_path, Selection())
 
 
+@pytest.mark.parametrize(
+    "changed, what",
+    [
+        ({"strict": True}, "strict=True"),
+        ({"spend_rest": True, "limit_epsilon": 9.0}, "spend_rest=True"),
+        ({"optimizer": "adamm"}, "optimizer=adamm"),
+        ({"optimizer": "rmsprop", "learning_rate": None}, "learning_rate"),
+        ({"local_steps": 4, "local_learning_rate": 0.1}, "local_steps=4"),
+        ({"model": "nowhere"}, "model=nowhere"),
+    ],
+)
+def test_a_trial_that_would_be_refused_is_refused_before_anything_is_paid(
+    settings, tmp_path, changed, what
+):
+    given = [{**each, **changed} for each in settings[:2]]
+    with refuses(what):
+        select(given, tmp_path / "out", Selection(mean=2, here=True), Console())
+    assert not (tmp_path / "out").exists() and not (tmp_path / "ledger").exists()
+
+
 @pytest.mark.privacy
 def test_what_no_candidate_covers_is_part_of_the_claim(settings, tmp_path):
     for each, chosen in zip(settings, ("clip_norm", "", "clip_norm,num_steps"), strict=True):

@@ -201,6 +201,9 @@ def test_a_limit_refuses_it_before_anything_is_read(texts, tmp_path, capsys, mon
     "flags, message",
     [
         (["--tune-epsilon", 0], "tune_epsilon=0.0: expected > 0"),
+        (["--tune-epsilon", 1e-10], "tune_epsilon=1e-10: expected a larger one: the slack"),
+        (["--tune-epsilon", 300], "tune_epsilon=300.0: expected a smaller one: the slack"),
+        (["--tune-epsilon", 1, "--sampling", "allocation"], "sampling=allocation: expected"),
         (["--tune-epsilon", 1, "--plan-only"], "expected none with plan_only, which is free"),
         (["--tune-epsilon", 1, "--plot", "x.png"], "none with tune_epsilon"),
         (["--tune-epsilon", 1, "--seed", 3], "seed=3: expected none with tune_epsilon"),
