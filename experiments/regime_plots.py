@@ -10,8 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.harness import common
-from experiments.harness.rows import Row, Rows, by, margin
-from experiments.regime_claims import averaged, heuristic_of, that_count, whole_seeds
+from experiments.harness.rows import ERRORS, Row, Rows, by
+from experiments.harness.verdicts import cell_error
+from experiments.regime_claims import BLOCK, averaged, heuristic_of, that_count, whole_seeds
 
 STYLES = ("-o", "--s", ":^")
 BESIDE = 1.05  # the two algorithms, so that neither hides the other
@@ -158,7 +159,8 @@ def plot_heuristics(rows: Sequence[Row]) -> Figure:
     for (data, algorithm, epsilon), own in sorted(settings.items(), reverse=True):
         own = sorted(own, key=_loss)
         place = rf"{data}, {algorithm.upper()}, $\varepsilon$ = {epsilon:g}"
-        noise = margin([row for row in found if row["data"] == data])
+        same = [row for row in found if row["data"] == data]
+        noise = ERRORS * math.sqrt(2) * cell_error(same, BLOCK)
         look = {"color": "0.85", "lw": 9, "solid_capstyle": "butt", "zorder": 0}
         axis.plot([0, noise], [place] * 2, label="what the seeds explain", **look)
         for number, row in enumerate(own):

@@ -24,8 +24,8 @@ from matplotlib.figure import Figure
 
 from experiments import starting_model
 from experiments.harness import common
-from experiments.harness.outcomes import outcomes
-from experiments.harness.records import as_written
+from experiments.harness.outcomes import KEPT, outcomes
+from experiments.harness.records import as_written, came_from
 from experiments.harness.rows import CAME, Row, Rows, over_seeds
 from fedsim import files
 from fedsim.config import ADD_OR_REMOVE, RunConfig, run_config
@@ -229,6 +229,7 @@ def parse_arguments(description: str | None, argv: Sequence[str] | None = None) 
     what = "each run on all workers of the cluster, instead of each on one and side by side"
     parser.add_argument("--in-turn", action="store_true", help=what)
     given = parser.parse_args(argv)
+    came_from()  # what is committed while it trains is not what trains
     if given.data and given.out is None:
         given.out = Path("results") / Path(given.data).name
     out = common.place_of(given) if given.dry_run else common.out_of(given)
@@ -256,12 +257,15 @@ def main(
         print("in all " + cost(arguments.tally.planned, arguments.scale))
     else:
         rows = as_written(named(rows, arguments.shown()))
-        drawn = {file: titled(draw(rows), rows) for file, draw in figures.items()}
+        scale = arguments.scale
+        drawn = {file: titled(draw(rows), rows, scale) for file, draw in figures.items()}
         minutes = arguments.tally.run_minutes
         data, model = origins(rows, arguments)
+        asked = [arguments.tally.known[each] for each in sorted(arguments.tally.asked)]
+        trainings = asked if arguments.scale in KEPT else []
         common.finish(
             *(name, arguments.scale, arguments.out, chosen, rows, drawn, check(rows)),
-            **{"run_minutes": minutes, "data": data, "model": model},
+            **{"run_minutes": minutes, "data": data, "model": model, "trainings": trainings},
         )
 
 
@@ -297,13 +301,14 @@ def assumption(name: str) -> str:
     return rf"($\varepsilon$ as if {times} x the users)" if times else ""
 
 
-def titled(figure: Figure, rows: Rows) -> Figure:
-    """The figure with what stands for what as its title."""
+def titled(figure: Figure, rows: Rows, scale: str) -> Figure:
+    """The figure with its scale, and what stands for what, as its title."""
     names = dict.fromkeys(str(row["dataset"]) for row in rows if "dataset" in row)
     shown = [name for name in names if name in SHOWN["small"].values()]
     what = [f"{name} in the place of {stands_for(name)}" for name in shown]
     if what:
-        figure.suptitle("; ".join(what), fontsize="small", color="dimgray")
+        title = f"scale {scale}: {'; '.join(what)}"
+        figure.suptitle(title, fontsize="small", color="dimgray")
     return figure
 
 
@@ -379,10 +384,16 @@ def losses(cells: Iterable[Row], training: Training, arguments: Arguments) -> Ro
         {
             **cell,
             **over_seeds([row["after"] for row in own]),
-            "loss_before": float(np.mean([row["before"] for row in own])),
+            "loss_before": mean_known([row["before"] for row in own]),
         }
         for cell, own in zip(cells, in_turns(found, training), strict=True)
     ]
+
+
+def mean_known(losses: Sequence[float]) -> float:
+    """The mean of those that are known: a run may diverge before it is evaluated."""
+    known = [loss for loss in losses if not math.isnan(loss)]
+    return float(np.mean(known)) if known else math.nan
 
 
 def in_turns(rows: Rows, training: Training) -> list[Rows]:
@@ -547,7 +558,8 @@ def with_test_losses(rows: Rows, training: Training, arguments: Arguments) -> Ro
     found = []
     for row, own in zip(rows, in_turns(runs, training), strict=True):
         after = over_seeds([run["test"] for run in own])
-        before = {"loss_before": own[0]["test_before"], "validation_loss": row["loss"]}
+        known = [run["test_before"] for run in own if not math.isnan(run["test_before"])]
+        before = {"loss_before": (*known, math.nan)[0], "validation_loss": row["loss"]}
         found.append({**row, **after, **before})
     return found
 

@@ -3,25 +3,28 @@
 Test losses are what the paper reports after tuning on validation data. Stack Overflow's test split
 are the later examples; CC-News has none, and its reserved examples stand in, as in the paper.
 
-At the scale `long` what came of each run is appended to a file beside the results. Another machine
-goes on from there: it needs no run again, wherever data and model lie.
+At the scale `long` what came of runs is appended to a file beside the results, of some at a time.
+Another machine goes on from there, wherever data and model lie; but only one on which the starting
+model has the same bits, which are others on another kind of processor.
 """
 
 import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.benchmarks.common import processor
 from experiments.harness.records import came_from
-from experiments.harness.rows import Row, Rows, kept
+from experiments.harness.rows import Row, Rows, append, kept
 from fedsim import engine
 from fedsim.config import changed_run
 from fedsim.data import Dataset
-from fedsim.errors import FedsimError
-from fedsim.evaluate import SPLITS, evaluate, last_model
+from fedsim.errors import ConfigError, FedsimError
+from fedsim.evaluate import SPLITS, VALIDATION, evaluate, last_model
 from fedsim.files import cache_dir
 from fedsim.keys import SecretKey
 from fedsim.run import Console, directory, find_model, make_task, metrics, model_sha256
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
     from experiments.harness.finetuning import Arguments
 
 FILE, KEPT = "runs.jsonl", ("long",)
+AT_ONCE = 16
+"""Runs after which what came of them is kept."""
+DIVERGED = re.compile("(the loss|the largest parameter) is .* after step")
 REPORTED = ("test", "eval_users", "eval_examples")  # the first that there is
 Settings = dict[str, Any]
 
@@ -50,34 +56,39 @@ def outcomes(
     settings: Sequence[Settings], most: int | None, arguments: "Arguments", *, tested: bool = False
 ) -> Rows:
     """A row for each run, which is run if need be: `before` and `after`, its losses on validation
-    data; `seconds`; `model` and `num_parameters`.
+    data, the latter infinite if it diverged; `seconds`; `model` and `num_parameters`.
 
     Args:
       most: test examples, evenly spaced; None: all.
       tested: with `test_before` and `test`, the losses on test data.
-    Raises: SystemExit: a run failed.
+    Raises: SystemExit: a run failed. ConfigError: runs that were kept began elsewhere.
     """
     known, file = arguments.tally.known, None
     if arguments.scale in KEPT and not arguments.data:
         file, tested = arguments.out / FILE, True
         known.update({row["run"]: row for row in kept(file)})
+        expect_same_start(settings, known, file)
     names = [name_of(each, arguments, file is not None) for each in settings]
     wanted = "test" if tested else "after"
     each = zip(names, settings, strict=True)
     todo = {name: own for name, own in each if wanted not in known.get(name, {})}
-    if todo:
+    waiting = list(todo)
+    while waiting:
+        size = AT_ONCE if file else len(waiting)
+        part, waiting = {name: todo[name] for name in waiting[:size]}, waiting[size:]
+        done = []
         try:
             how = {"here": arguments.scale == "smoke", "in_turn": arguments.in_turn}
-            done = sweep(list(todo.values()), arguments.runs, Console(), **how)
+            done = sweep(list(part.values()), arguments.runs, Console(), **how)
         finally:
-            found = ended(todo, most, arguments, tested)
+            failed = {row["run"]: row["error"] for row in done if row["status"] != "done"}
+            diverged = {name for name, error in failed.items() if DIVERGED.search(error)}
+            found = ended(part, most, arguments, tested, diverged)
             known.update(found)
             if file:
-                with file.open("a") as out:
-                    out.writelines(json.dumps(row) + "\n" for row in found.values())
-        failed = [row["error"] for row in done if row["status"] != "done"]
-        if failed:
-            raise SystemExit(f"{len(failed)} runs failed, the first: {failed[0]}")
+                append(file, found.values())
+        if faults := [error for name, error in failed.items() if name not in diverged]:
+            raise SystemExit(f"{len(faults)} runs failed, the first: {faults[0]}")
     arguments.tally.asked.update(names)
     return [known[name] for name in names]
 
@@ -102,13 +113,32 @@ def sha256(model: str) -> str | None:
     return model_sha256(find_model(model))
 
 
+def expect_same_start(settings: Sequence[Settings], known: dict[str, Row], file: Path) -> None:
+    """Raises ConfigError: of the runs that were kept, none began with these data and this model."""
+    begun = {(each["data"], each["model"]) for each in map(json.loads, known)}
+    asked = {(fingerprint(each["data"]), sha256(each["model"])) for each in settings}
+    if begun and begun.isdisjoint(asked):
+        here, there = (sorted(str(model)[:12] for _, model in each) for each in (asked, begun))
+        expected = f"a file of runs that began as they would here, with model {here[0]}, and not "
+        expected += f"with {there[0]}: go on with the starting model that is kept where they were "
+        raise ConfigError.of("runs", file, f"{expected}made, or move the file away")
+
+
 def ended(
-    settings: dict[str, Settings], most: int | None, arguments: "Arguments", tested: bool
+    settings: dict[str, Settings],
+    most: int | None,
+    arguments: "Arguments",
+    tested: bool,
+    diverged: Collection[str] = (),
 ) -> dict[str, Row]:
-    """The rows of those runs that have finished, by their names."""
-    jobs = {name: jobs_of([each], arguments.runs)[0] for name, each in settings.items()}
-    jobs = {name: job for name, job in jobs.items() if job.summary}
-    found = {name: {"run": name, **came_of(job), **came_from()} for name, job in jobs.items()}
+    """The rows of those runs that have ended, by their names. Args: diverged: jobs' names."""
+    every = {name: jobs_of([each], arguments.runs)[0] for name, each in settings.items()}
+    jobs = {name: job for name, job in every.items() if job.summary}
+    origin = {**came_from(), "cpu": processor()}
+    found = {name: {"run": name, **came_of(job), **origin} for name, job in jobs.items()}
+    for name, job in every.items():
+        if job.name in diverged:
+            found[name] = {"run": name, **came_of_diverged(job), **origin}
     if tested and jobs:
         # All runs of a data set and a seed start from one model.
         starts = {name: (settings[name]["data"], settings[name]["seed"]) for name in jobs}
@@ -117,8 +147,8 @@ def ended(
         asked += [Evaluation(job.run.run_dir, most, before=True) for job in first.values()]
         losses = side_by_side(evaluate_one, asked, arguments)
         before = dict(zip(first, losses[len(jobs) :], strict=True))
-        for (name, row), loss in zip(found.items(), losses[: len(jobs)], strict=True):
-            row |= {"test_before": before[starts[name]], "test": loss}
+        for name, loss in zip(jobs, losses[: len(jobs)], strict=True):
+            found[name] |= {"test_before": before[starts[name]], "test": loss}
     return found
 
 
@@ -136,6 +166,21 @@ def came_of(job: Job) -> Row:
     return {
         **dict(zip(what, losses, strict=True)),
         "seconds": summary["wall_seconds"],
+        "model": stored.identity.model,
+        "num_parameters": stored.plan and stored.plan.num_parameters,
+    }
+
+
+def came_of_diverged(job: Job) -> Row:
+    """What is known of a run whose parameters ran away: no model is worse."""
+    run_dir = job.run.run_dir
+    lines, stored = metrics.read(run_dir), directory.load(run_dir)
+    losses = VALIDATION.values()
+    before = [float(line[name]) for line in lines for name in losses if name in line]
+    seconds = sum(float(line.get("performance/step_seconds", 0.0)) for line in lines)
+    return {
+        **{"before": before[0] if before else math.nan, "after": math.inf},
+        **{"test_before": math.nan, "test": math.inf, "seconds": round(seconds, 1)},
         "model": stored.identity.model,
         "num_parameters": stored.plan and stored.plan.num_parameters,
     }

@@ -1,7 +1,6 @@
 """Cells computed side by side, one process and one thread for each; rows are kept as they come."""
 
 import itertools
-import json
 import multiprocessing
 import os
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 from experiments.benchmarks.common import processor
 from experiments.harness.records import came_from
-from experiments.harness.rows import Cell, Row
+from experiments.harness.rows import Cell, Row, append
 
 
 def compute(
@@ -42,7 +41,7 @@ def compute(
     spawn = multiprocessing.get_context("spawn")
     # The commit is that of when it begins, whatever is committed while it computes.
     begin = {"mp_context": spawn, "initializer": came_from}
-    with ProcessPoolExecutor(len(first), **begin) as pool, file.open("a") as out:
+    with ProcessPoolExecutor(len(first), **begin) as pool:
         under_way: set[Future] = {pool.submit(train, cell, settings) for cell in first}
         faults: list[BaseException] = []
         while under_way:
@@ -53,8 +52,7 @@ def compute(
                     print(f"failed, so no other is begun: {fault!r}", flush=True)
                     continue
                 row = {**future.result(), "cpu": processor()}  # on which bits depend
-                out.write(json.dumps(row) + "\n")
-                out.flush()
+                append(file, [row])
                 print(*row.values(), flush=True)
                 if faults or time.monotonic() >= ends:
                     continue

@@ -153,6 +153,7 @@ def judge() -> None:
     for file in committed():
         if (check := check_of(file)) is None:
             continue
+        print(name_of(file), flush=True)
         module = module_of(file)
         record, rows = json.loads(file.read_text()), read_rows(file.with_suffix(".csv"))
         record["claims"] = as_claims(check(rows))
@@ -161,5 +162,5 @@ def judge() -> None:
         for name, draw in getattr(module, "FIGURES", {file.stem: plot} if plot else {}).items():
             figure = draw(rows)
             if hasattr(module, "finetuning"):
-                figure = finetuning.titled(figure, rows)
+                figure = finetuning.titled(figure, rows, record["scale"])
             common.save_figure(figure, file.with_name(f"{name}.png"))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,8 +22,25 @@ Cell = TypeVar("Cell")
 
 
 def kept(file: Path) -> Rows:
-    """The rows that were kept so far, a JSON object in each line."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    """The rows that were kept so far, a JSON object in each line; a line that was cut off when a
+    process was killed is left out."""
+    rows = []
+    for number, line in enumerate(file.read_text().splitlines() if file.exists() else [], 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            print(f"{file}: line {number} was cut off and is left out", flush=True)
+    return rows
+
+
+def append(file: Path, rows: Iterable[Row]) -> None:
+    """Keep rows, durably; after a line that was cut off, too."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    whole = not file.exists() or file.read_bytes()[-1:] in (b"", b"\n")
+    with file.open("a") as out:
+        out.write(text if whole else f"\n{text}")
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def missing(cells: Iterable[Cell], file: Path) -> list[Cell]:

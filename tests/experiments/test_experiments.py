@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import math
 import re
 import runpy
 import shutil
@@ -13,10 +14,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from refused import refuses
 
 from experiments import __main__ as experiments_by_name, table_mutations
 from experiments.harness import common, finetuning, outcomes, planting
 from experiments.harness.records import read_rows
+from experiments.harness.rows import kept as rows_kept
 from experiments.mistakes import MISTAKES
 from fedsim.data import corpora
 
@@ -267,8 +270,31 @@ def test_another_machine_goes_on_from_what_came_of_runs_without_the_runs(tmp_pat
 
     with pytest.raises(KeyboardInterrupt):
         found(cut_off)
+    file = tmp_path / outcomes.FILE
+    file.write_text(file.read_text() + '{"run": "cut o')  # as where the machine was lost
     rest = found(whole)
     assert asked == [1, 1] and found(None) == rest
+    assert [row["test"] for row in rows_kept(file)] and len(rows_kept(file)) == 2
+    monkeypatch.setattr(outcomes, "sha256", lambda _: "of another processor")
+    with refuses(f"runs={file}", says="with model of another"):
+        found(None)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_run_that_diverges_is_the_worst_and_is_not_run_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(outcomes, "KEPT", ("smoke",))
+    monkeypatch.setattr(outcomes, "AT_ONCE", 1)
+    monkeypatch.setattr(outcomes, "fingerprint", lambda _: "of the same data")
+    training = dataclasses.replace(finetuning.SMOKE_TRAINING, learning_rates=(0.1, 1e9))
+    cell = {"dataset": finetuning.STACK_OVERFLOW, "epsilon": 4.0, "algorithm": "uls", "budget": 8}
+    for _ in range(2):
+        arguments = finetuning.Arguments("smoke", tmp_path, None, dry_run=False)
+        (row,) = finetuning.tuned_losses([cell], training, arguments)
+        assert row["learning_rate"] == 0.1 and math.isfinite(row["loss"])
+    first, second = rows_kept(tmp_path / outcomes.FILE)
+    assert math.isfinite(first["test"]) and second["after"] == second["test"] == math.inf
+    assert second["cpu"] and math.isfinite(row["loss_before"])
 
 
 @pytest.mark.parametrize(

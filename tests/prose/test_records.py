@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.harness import common, records
+from experiments.harness.outcomes import FILE, KEPT
 from experiments.harness.rows import kept
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,12 @@ def test_a_record_says_where_it_came_from(name):
     assert re.fullmatch(r"[0-9a-f]{7,12}(-dirty)?", record["commit"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
     trainings = kept(file.with_suffix(".jsonl"))
+    if file.parent.name in KEPT:  # in one file for all experiments
+        of_all = records.trained_at(kept(file.with_name(FILE)))
+        assert record["trainings"]["number"] <= of_all["number"]
+        assert {*record["trainings"]["commits"]} <= {*of_all["commits"]}
+        trainings = []
+        del record["trainings"]
     assert record["seeds"] == (records.seeds_run(trainings) or records.seeds_of(record["settings"]))
     assert record.get("trainings", {}) == records.trained_at(trainings)
     folder = file.parent.name
