@@ -126,8 +126,8 @@ def test_a_measurement_that_cannot_be_paid_for_is_refused_before_anything_is_sam
 ):
     monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
     main(["budget", "--limit-epsilon", "2", "--delta", "0.001"])
-    kept = "fedsim.training.private_evaluation.place_of"  # the run names its own
-    monkeypatch.setattr(kept, lambda _: tmp_path / "ledger")
+    kept = "fedsim.training.private_evaluation.ledger_after"  # the run names its own
+    monkeypatch.setattr(kept, lambda *_: tmp_path / "ledger")
     words = ["synthesize", place / "run", "--out", tmp_path / "x.jsonl", "--engine", "local"]
     monkeypatch.setattr("fedsim.synthesis.data_set.Workers", None)
     said = refused([*words, "--measure", "--eval-epsilon", 30], capsys)

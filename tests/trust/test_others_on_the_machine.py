@@ -262,9 +262,8 @@ def test_tables_are_not_written_where_others_can_change_them(attack, cache):
 
     attack(cache)
     with pytest.raises(NotOurs):
-        tables._written(
-            iter([pa.record_batch({"u": ["a"], "t": ["b"]})]), {"u": "u", "t": "t"}, False
-        )
+        rows = pa.record_batch({"u": ["a"], "t": ["b"]})
+        tables._written(iter([rows]), {"user": "u", "text": "t"})
     assert files.cache_dir() == cache and list(cache.iterdir()) == []
 
 
