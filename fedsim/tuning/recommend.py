@@ -268,7 +268,7 @@ def recommend(
         assumed = privacy.assumed_population is not None
         expect("forecast", forecast, not assumed, "none with assumed_population")
     from_data = not plan_only and tune_epsilon is None
-    with _started(run, console, working=not plan_only, quiet=not from_data) as start:
+    with _started(run, console, working=not plan_only, quiet=tune_epsilon is not None) as start:
         expect_enough_users(start.data.train.num_users, privacy.epsilon)
         if forecast:
             held_out = any(getattr(start.data, split) is not None for split in VALIDATION)
