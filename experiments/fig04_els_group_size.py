@@ -116,6 +116,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
 
 def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
     """The median's group size against the best one, at every budget and epsilon."""
+    assert not any(np.isnan(row["loss"]) for row in rows)  # of one that diverged it is infinite
     claims = []
     for name, own in by(rows, lambda row: row["dataset"]).items():
         error, lost = np.sqrt(2) * cell_error(own), []

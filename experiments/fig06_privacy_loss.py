@@ -151,6 +151,7 @@ def _curve(row):
 
 def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
     """The paper's claims, by data set."""
+    assert not any(np.isnan(row["loss"]) for row in rows)  # of one that diverged it is infinite
     rows = [row for row in rows if not math.isinf(row["epsilon"])]
     best, rows = best_els(rows), by_heuristics(rows)
     claims = []

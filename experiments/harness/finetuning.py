@@ -257,8 +257,7 @@ def main(
         print("in all " + cost(arguments.tally.planned, arguments.scale))
     else:
         rows = as_written(named(rows, arguments.shown()))
-        scale = arguments.scale
-        drawn = {file: titled(draw(rows), rows, scale) for file, draw in figures.items()}
+        drawn = {f: titled(draw(rows), rows, arguments.scale) for f, draw in figures.items()}
         minutes = arguments.tally.run_minutes
         data, model = origins(rows, arguments)
         asked = [arguments.tally.known[each] for each in sorted(arguments.tally.asked)]

@@ -27,7 +27,7 @@ from fedsim.errors import ConfigError, FedsimError
 from fedsim.evaluate import SPLITS, VALIDATION, evaluate, last_model
 from fedsim.files import cache_dir
 from fedsim.keys import SecretKey
-from fedsim.run import Console, directory, find_model, make_task, metrics, model_sha256
+from fedsim.run import Console, StoredRun, directory, find_model, make_task, metrics, model_sha256
 from fedsim.tuning import jobs_of, sweep
 from fedsim.tuning.sweep import Job
 
@@ -166,8 +166,7 @@ def came_of(job: Job) -> Row:
     return {
         **dict(zip(what, losses, strict=True)),
         "seconds": summary["wall_seconds"],
-        "model": stored.identity.model,
-        "num_parameters": stored.plan and stored.plan.num_parameters,
+        **model_of(stored),
     }
 
 
@@ -181,9 +180,14 @@ def came_of_diverged(job: Job) -> Row:
     return {
         **{"before": before[0] if before else math.nan, "after": math.inf},
         **{"test_before": math.nan, "test": math.inf, "seconds": round(seconds, 1)},
-        "model": stored.identity.model,
-        "num_parameters": stored.plan and stored.plan.num_parameters,
+        **model_of(stored),
     }
+
+
+def model_of(stored: StoredRun) -> Row:
+    """What a run started from, and how much of it is trained."""
+    count = stored.plan and stored.plan.num_parameters
+    return {"model": stored.identity.model, "num_parameters": count}
 
 
 def evaluate_one(asked: Evaluation) -> float:
