@@ -227,11 +227,6 @@ class Forget:
         )
         if not (self.json or self.dry_run):
             found = result["search"]["found"]
-            for each in found:
-                print(f"still there: {each['path']}: {each['has']}")
-            if not any(result["search"]["sought"].values()):
-                nothing = "nothing of theirs could be searched for: others have the same texts"
-                print(wrapped(f"{nothing}, and ids of fewer than 8 bytes are not looked for"))
             if unread := len(result["search"]["unread"]):
                 print(f"{unread:,} files could not be read")
             number, files = result["people"]["number"], result["search"]["files"]

@@ -12,7 +12,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -191,14 +190,3 @@ def _theirs(sets: list[str], users: Collection[str]) -> np.ndarray:
     """True for each owner set with any of the users, bool [sets]."""
     found = (any(each in users for each in key.split(SEPARATOR)) for key in sets)
     return np.fromiter(found, bool, len(sets))
-
-
-def vocabulary(data: Dataset, users: Collection[str]) -> dict[str, Any]:
-    """Count the tokens of the vocabulary that only the texts of these users have."""
-    size = data.train.vocab_size
-    used = {theirs: np.zeros(size, bool) for theirs in (True, False)}
-    for store in data.splits().values():
-        for theirs, seen in used.items():
-            for block in blocks(store, users, theirs=theirs):
-                seen[block.values] = True
-    return {"tokens": size, "only_theirs": int((used[True] & ~used[False]).sum())}

@@ -158,6 +158,7 @@ class Trainer:
 
         Evaluation and checkpoint of a step start after it and finish during the next one.
         """
+        self.released_before = ledger.num_steps
         with (
             stop_signals() as stop,
             ThreadPoolExecutor(2) as threads,
@@ -382,7 +383,8 @@ class Trainer:
     def _write(self, step: int, state: dict[str, Any]) -> None:
         save(self.run.run_dir, step, state, self.run.keep_checkpoints)
         released.drop(self.run.run_dir, step)  # the checkpoint has it
-        if not self.elsewhere or step == self.plan.num_steps:
+        others = self.elsewhere or step < self.released_before
+        if not others or step == self.plan.num_steps:
             released.note_elsewhere(self.run.run_dir, "")
         self.written.append(step)
 

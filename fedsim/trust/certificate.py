@@ -22,8 +22,7 @@ from fedsim.keys import FILE as KEY, SecretKey
 from fedsim.trust.evidence import MALFORMED, Check, Unknown, Violated, demand
 from fedsim.trust.pages import as_html, as_markdown
 
-KIND, FORMAT = "fedsim certificate of forgetting", 2
-READABLE = (1, FORMAT)
+KIND, FORMAT = "fedsim certificate of forgetting", 3
 TEMPLATE, TITLE = "forgotten.md.jinja", "Certificate of forgetting"
 
 
@@ -43,6 +42,12 @@ def digest_of(data: Dataset) -> str:
     path = data.path / SUMS
     listed = path.read_bytes() if path.is_file() else sums(data.path, data.splits()).encode()
     return hashlib.sha256(listed).hexdigest()
+
+
+def sealed(data: Dataset, key: SecretKey) -> str:
+    """Keyed digest of a built directory, by the key of the ledger: an open one would confirm a
+    guess of its texts."""
+    return key.seal(f"certificate data {digest_of(data)}")
 
 
 def aside(path: Path) -> Path:
@@ -83,17 +88,18 @@ def issue(path: Path) -> dict[str, str]:
     return {name: str(page) for name, page in paths.items()}
 
 
-def waiting(path: Path, target: Path) -> dict[str, Any] | None:
+def waiting(path: Path, target: Path, place: Path) -> dict[str, Any] | None:
     """The signed certificate that was to be issued when a process was killed, if the data that it
     is about are in their place; else None.
 
     Args:
       path: where it is issued.
       target: the place of the data.
+      place: directory of the ledger of the data.
     """
     try:
         record = read(aside(path) / path.name)
-        same = digest_of(Dataset.open(target)) == record["data"]["after"]
+        same = _is_after(record, Dataset.open(target), place)
     except (FedsimError, OSError):
         return None
     return record if same else None
@@ -114,7 +120,7 @@ def check(path: Path, data: str | None, place: Path, *, theirs: bool = False) ->
         return [Check("signature", False, str(error))]
     found = f"not a byte changed since {record['time']}"
     looks = {"signer": lambda: _signer(record, place, theirs), "page": lambda: _page(path, record)}
-    looks["data"] = lambda: _data(record, data)
+    looks["data"] = lambda: _data(record, data, place)
     checks = [Check("signature", True, found)]
     for promise, look in looks.items():
         try:
@@ -131,7 +137,7 @@ def read(path: Path) -> dict[str, Any]:
     from jinja2 import TemplateError
 
     record = read_object(path, "certificate")
-    known = record.get("kind") == KIND and record.get("format") in READABLE
+    known = record.get("kind") == KIND and record.get("format") == FORMAT
     demand(known, f"{path}: expected a certificate of `fedsim forget`")
     changed = f"{path}: was changed since it was signed"
     try:
@@ -166,14 +172,20 @@ def _pages(path: Path, record: dict[str, Any]) -> dict[Path, bytes]:
 
 def _signer(record: dict[str, Any], place: Path, theirs: bool) -> str:
     """The key of the ledger on this machine signed."""
-    if not os.access(place / KEY, os.R_OK):
+    if (ours := _public_key(place)) is None:
         here = "is not here, or others may not read it"
         raise Unknown(f"the ledger of the data {here}: compare key {record['public_key']}")
-    ours = signer(SecretKey.load(place)).public_key().public_bytes_raw().hex()
     if ours != record["public_key"]:
         demand(not theirs, f"{place}: signed by another key, {record['public_key']}")
         raise Unknown(f"another ledger's: compare key {record['public_key']}")
     return f"by the key of the ledger of the data, {ours}"
+
+
+def _public_key(place: Path) -> str | None:
+    """That of the ledger on this machine, in hex; None if it is not here or cannot be read."""
+    if not os.access(place / KEY, os.R_OK):
+        return None
+    return signer(SecretKey.load(place)).public_key().public_bytes_raw().hex()
 
 
 def _page(path: Path, record: dict[str, Any]) -> str:
@@ -186,13 +198,20 @@ def _page(path: Path, record: dict[str, Any]) -> str:
     return f"{', '.join(page.name for page in pages)}: the same content"
 
 
-def _data(record: dict[str, Any], source: str | None) -> str:
+def _is_after(record: dict[str, Any], data: Dataset, place: Path) -> bool:
+    """Whether data are those that a certificate leaves. Args: place: of the ledger of the data."""
+    return sealed(data, SecretKey.load(place)) == record["data"]["after"]
+
+
+def _data(record: dict[str, Any], source: str | None, place: Path) -> str:
     """The data are those that the certificate is about, read to the last byte."""
     if source is None:
         raise Unknown("say with --data where the data are")
     data = Dataset.open(source)
+    if _public_key(place) != record["public_key"]:
+        raise Unknown("only the key of the ledger of the data can tell")
     for store in data.splits().values():
         store.check()
-    same = digest_of(data) == record["data"]["after"]
+    same = _is_after(record, data, place)
     demand(same, f"data={source}: others than those of the certificate")
     return f"data={source}: as they were when their people were forgotten"

@@ -3,6 +3,10 @@
 A model that was trained with a guarantee need not be trained again: for k people together, it is
 (epsilon_k, delta)-indistinguishable from one that never saw their texts (docs/theory/people.md).
 What has no such promise is named, as is every file that still has their texts.
+
+The certificate goes to the people who ask. So it says nothing that is computed from the texts of
+others, but for whether a file has something that only these people have; counts of it are shown on
+the console alone.
 """
 
 import dataclasses
@@ -32,7 +36,7 @@ from fedsim.run import Console, directory, ledger as run_ledger
 from fedsim.trust import certificate
 from fedsim.trust.claim import epsilon_for, is_by_group
 from fedsim.trust.people import GROUP, THEOREM, composed
-from fedsim.trust.remains import search
+from fedsim.trust.remains import ID_BYTES, search
 from fedsim.trust.report import read
 from fedsim.trust.retrain import cost, described, retrain as train_again, retraining_of, sentence
 from fedsim.trust.verify import UNPROTECTED
@@ -45,6 +49,11 @@ PRIVATE = {
 }
 """Files in a run's directory that were computed from texts, beside the model, and their content."""
 TOKENIZER = "tokenizer.json"
+UNKNOWN = "what its plan left uncovered, which is not here"
+DRAWS_TOLD = (
+    "its retraining tells whether and when a step drew them, "
+    "and an epsilon counts on nobody knowing"
+)
 Forgetting = TypeVar("Forgetting", bound=Callable[..., dict[str, Any]])
 
 
@@ -93,6 +102,8 @@ class Promise:
     """THEOREM or GROUP; empty without a promise."""
     why_not: str = ""
     """Reason why there is no promise."""
+    outside: tuple[str, ...] = ()
+    """What is not covered, or was taken as given."""
     place: Path | None = None
     """The run's directory, if it is here."""
 
@@ -106,16 +117,21 @@ class Promise:
             return f"{self.run}: promises {who} nothing: {self.why_not}"
         by = " (by group privacy, which is not tight)" if self.how == GROUP else ""
         spent = f"epsilon = {at_most(self.epsilon, '.4g')}, delta = {at_most(self.delta, '.2e')}"
-        return f"{self.run}: as if {who} had never been there, up to {spent}{by}"
+        but = f"; not covered: {'; '.join(self.outside)}" if self.outside else ""
+        return f"{self.run}: as if {who} had never been there, up to {spent}{by}{but}"
 
     def unnamed(self, request: Request) -> "Promise":
         """The same without the people's ids."""
         shown = {name: request.unnamed(getattr(self, name)) for name in ("run", "why_not")}
-        return dataclasses.replace(self, **shown)
+        return dataclasses.replace(self, **shown, outside=tuple(map(request.unnamed, self.outside)))
+
+    def with_draws_told(self) -> "Promise":
+        """The same of a run whose retraining tells when it drew the people."""
+        return dataclasses.replace(self, epsilon=math.inf, how="", why_not=DRAWS_TOLD)
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object of the certificate."""
-        names = ("run", "model", "people", "delta", "how", "why_not", "sentence")
+        names = ("run", "model", "people", "delta", "how", "why_not", "outside", "sentence")
         fields = {name: getattr(self, name) for name in names}
         return {**fields, "epsilon": to_json(self.epsilon)}
 
@@ -186,7 +202,7 @@ def forget(
     target = data.path if out is None else out.absolute()
     hidden = target.with_name(f".{target.name}.forgetting")
     file = file or target.with_name(f"{target.name}-forgotten.json")
-    if not dry_run and (record := certificate.waiting(file, target)) is not None:
+    if not dry_run and (record := certificate.waiting(file, target, place)) is not None:
         # A process was killed when it had put the data in their place.
         _remove(hidden)
         written = certificate.issue(file)
@@ -223,11 +239,17 @@ def forget(
     delta = delta or default_delta(data.train.num_users)
     pairs = zip(charges, counts, strict=True)
     promises = [_of_charge(each, count, delta, console) for each, count in pairs]
+    if again:
+        told = [each.entry.run == again.parent.run for each in charges]
+        pairs = zip(promises, told, strict=True)
+        promises = [each.with_draws_told() if its else each for each, its in pairs]
     known = {each.entry.run for each in charges}
     for run_dir in runs:
         if run_ledger.head(run_dir).get("key_seal") not in known:
             promises.append(_of_run(run_dir, _trained_on(run_dir, request), console))
     together = _together(charges, counts, most, delta)
+    if again and together:
+        together = together.with_draws_told()
     for each in filter(None, (*promises, together)):
         console.note(each.sentence)
     said = {
@@ -237,21 +259,29 @@ def forget(
     if again:
         spent = cost(again, [each for each in data.train.user_ids() if each not in people], place)
         console.note(sentence(again, spent))
-        named = sentence(again, spent, request.unnamed(again.run))
+        named = sentence(again, spent, request.unnamed)
         said["retrained"] = {"sentence": named, **spent}
     if dry_run:
         return said
     with new_directory(hidden) as made:  # which the same command removes if this one is stopped
         forgetting.without(data, people, made, request.place)
     computed = _computed(request, promises, target)
-    if again and again.num_steps:
-        model = train_again(again, hidden, target, place, engine, console)
-        said["retrained"] |= described(again, model, request.unnamed)
-        also = [*also, again.out]
-        computed += [{"path": request.unnamed(again.out), "why": why} for why in again.computed]
+    if again:
+        if again.num_steps:
+            model = train_again(again, hidden, target, place, engine, console)
+            said["retrained"] |= described(again, model, request.unnamed)
+            also = [*also, again.out]
+        path = request.unnamed(again.out if again.num_steps else again.old.run.run_dir)
+        computed += [{"path": path, "why": request.unnamed(why)} for why in again.computed]
     roots = _roots(data.path, hidden, promises, place, also)
     console.note(f"searching {', '.join(map(str, roots))}")
     remains = search(data, people, roots, [data.path] if in_place else [])
+    if not any(remains.sought.values()):
+        nothing = "nothing of theirs could be searched for: others have the same texts"
+        console.note(f"{nothing}, and ids of fewer than {ID_BYTES} bytes are not looked for")
+    for path, kinds in sorted(remains.found.items()):
+        counted = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+        console.note(f"still there: {path}: {counted}")
 
     def shown(path: Path) -> str:
         moved = path.is_relative_to(hidden)
@@ -267,22 +297,16 @@ def forget(
             "name": request.unnamed(Path(target.name)),
             "num_users": data.train.num_users,
             "in_place": in_place,
-            "before": request.key.seal(f"certificate data {certificate.digest_of(data)}"),
-            "after": certificate.digest_of(Dataset.open(hidden)),
+            "before": certificate.sealed(data, request.key),
+            "after": certificate.sealed(Dataset.open(hidden), request.key),
         },
         **said,
         "search": {
             "places": [*dict.fromkeys(map(shown, roots))],
             "files": remains.files,
-            "bytes": remains.bytes,
-            "sought": remains.sought,
             "found": [
-                {
-                    "path": shown(path),
-                    "why": request.unnamed(_why(path, data, roots)),
-                    "has": ", ".join(f"{count:,} {kind}" for kind, count in kinds.items()),
-                }
-                for path, kinds in sorted(remains.found.items())
+                {"path": shown(path), "why": request.unnamed(_why(path, data, roots))}
+                for path in sorted(remains.found)
             ],
             "unread": [shown(path) for path in remains.unread],
         },
@@ -338,9 +362,9 @@ def _of_charge(charge: Charge, people: int, delta: float, console: Console) -> P
     here = path if path.is_dir() and (has_it or not is_run) else None
     about = (f"{path.name or entry.kind} ({entry.kind}, {charge.state})", "", people)
     if charge.nothing or charge.released is None:
-        return Promise(*about, math.inf, delta, "", why_not(charge.nothing), here)
+        return Promise(*about, math.inf, delta, "", why_not(charge.nothing), (), here)
     epsilon, how = composed([charge], [people], people, delta)
-    return Promise(*about, epsilon, delta, how, _none_at(epsilon), here)
+    return Promise(*about, epsilon, delta, how, _none_at(epsilon), (UNKNOWN,), here)
 
 
 def _home(entry: Entry) -> Path:
@@ -361,6 +385,7 @@ def _of_run(run_dir: Path, people: int, console: Console) -> Promise:
         return Promise(**about, **nothing, why_not=" ".join(str(error).split()))
     plan = released.plan
     about |= {"model": released.fingerprint, "delta": plan.delta}
+    about |= {"outside": (*plan.uncovered, *plan.given)}
     if released.phases is None or released.label:
         return Promise(**{**nothing, **about}, why_not=why_not(released.label))
     epsilon = epsilon_for(released, max(1, people))
@@ -433,9 +458,7 @@ def _computed(request: Request, promises: Sequence[Promise], target: Path) -> li
     """What was computed from the people's texts without noise, whatever its bytes."""
     found = []
     if tokenizer_from_users(request.data.metadata):
-        counts = forgetting.vocabulary(request.data, request.people)
-        tokens = f"{counts['only_theirs']:,} of {counts['tokens']:,} tokens occur in their texts"
-        why = f"trained on texts of the users; {tokens} alone"
+        why = "trained on texts of the users"
         found.append({"path": request.unnamed(target / TOKENIZER), "why": why})
     for each in promises:
         if each.place is not None:

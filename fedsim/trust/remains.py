@@ -349,7 +349,6 @@ class Remains:
     """What a search found."""
 
     files: int = 0
-    bytes: int = 0
     sought: dict[str, int] = field(default_factory=dict)
     """Number of strings of each kind that were searched for."""
     found: dict[Path, dict[str, int]] = field(default_factory=dict)
@@ -378,7 +377,6 @@ def search(
         for path in paths:
             counts: list[dict[str, int]] = [{}]
             try:
-                remains.bytes += path.stat().st_size if number == 0 else 0
                 counts.extend(one.count(chunks) for chunks in contents(path))
             except UNREADABLE:
                 if path not in remains.unread:  # what was read before counts

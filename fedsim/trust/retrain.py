@@ -84,15 +84,21 @@ class Retraining:
         return 0 if self.first is None else self.plan.num_steps - self.parent.step
 
     @property
-    def computed(self) -> list[str]:
-        """What the new run has that was computed from the people's texts or draws."""
-        plan, step = self.plan, self.parent.step
+    def constants(self) -> list[str]:
+        """What both runs have that was computed from the people's texts."""
+        plan = self.plan
         facts = [fact for fact in plan.non_private if not fact.startswith((GIVEN, PUBLIC))]
         if plan.group_size_epsilon is not None:
             facts.append(f"group_size={plan.group_size}, chosen with noise from all texts")
-        if step:
-            facts.append(f"its first step, {step}, follows from when they were drawn")
         return facts
+
+    @property
+    def computed(self) -> list[str]:
+        """What is told of the people's texts and draws."""
+        if self.first is None:
+            return [*self.constants, "that no step drew them follows from their draws"]
+        step = f"its first step, {self.parent.step}, " if self.parent.step else "its being there "
+        return [*self.constants, f"{step}follows from when they were drawn"]
 
 
 def first_drawn(method: ELS | ULS, num_steps: int, theirs: np.ndarray) -> int | None:
@@ -226,16 +232,22 @@ def cost(retraining: Retraining, others: Collection[str], place: Path) -> dict[s
     }
 
 
-def sentence(retraining: Retraining, spent: dict[str, Any], name: str = "") -> str:
+def sentence(
+    retraining: Retraining, spent: dict[str, Any], unnamed: Callable[[str], str] = str
+) -> str:
     """What a retraining saves and costs, in words.
 
     Args:
       spent: the result of `cost`.
-      name: of the old run; its own by default.
+      unnamed: takes the people's ids out of a name.
     """
-    run, total = name or retraining.run, retraining.plan.num_steps
+    run, total = unnamed(retraining.run), retraining.plan.num_steps
     if retraining.first is None:
-        return f"{run}: no step drew any of them: its model is as if they had never been there"
+        but = "; ".join(map(unnamed, retraining.constants))
+        return (
+            f"{run}: no step drew any of them: its model is as if they had never been there"
+            f"{f', but for what was computed from their texts: {but}' if but else ''}"
+        )
     step, why = retraining.parent.step, retraining.why
     delta = at_most(spent["delta"], ".2e")
     before, own, after = (

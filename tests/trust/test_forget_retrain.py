@@ -270,16 +270,9 @@ def test_the_certificate_lists_it(world, retrained):
         each.holds for each in certificate.check(path, str(world.new), world.path / "ledger")
     )
     record = json.loads(path.read_text())
-    assert record["retrained"] == retrained["retrained"] and record["format"] == 2
+    assert record["retrained"] == retrained["retrained"] and record["format"] == 3
     assert record["retrained"]["old_run"] == "run" and record["retrained"]["run"] == "again"
     assert record["retrained"]["model"] in path.with_suffix(".md").read_text()
-    signed = ("format", "retrained", "public_key", "signature")
-    older = {name: value for name, value in record.items() if name not in signed}
-    old, key = world.path / "older.json", SecretKey.load(world.path / "ledger")
-    certificate.sign(old, {**older, "format": 1}, key)
-    certificate.issue(old)
-    found = certificate.check(old, str(world.new), world.path / "ledger")
-    assert all(each.holds for each in found) and "trained again" not in old.read_text()
     whys = [each["why"] for each in record["computed"] if each["path"] == str(world.again)]
     assert whys == [f"its first step, {EVERY}, follows from when they were drawn"]
     first = min(world.first[name] for name in world.gone)
@@ -301,6 +294,23 @@ def test_nothing_is_trained_for_people_who_were_never_drawn(world, tmp_path):
     assert found["retrained"]["steps"] == 0 and not (tmp_path / "again").exists()
     assert "no step drew any of them" in found["retrained"]["sentence"]
     assert "model" not in found["retrained"]
+    assert [each["why"] for each in found["computed"]][-1].startswith("that no step drew them")
+
+
+@pytest.mark.privacy
+def test_no_epsilon_is_promised_beside_what_tells_the_draws(world, retrained, tmp_path):
+    """An epsilon counts on nobody knowing who was drawn, and that is what a retraining tells."""
+    for record in (
+        retrained,
+        world.forget(
+            users=users_file(tmp_path / "users", world.never[:2]),
+            out=tmp_path / "new",
+            run_dir=tmp_path / "again",
+        ),
+    ):
+        [run] = [each for each in record["runs"] if each["run"] == "run"]
+        assert (run["epsilon"], run["how"]) == ("inf", "") and "whether and when" in run["why_not"]
+        assert any("follows from" in each["why"] for each in record["computed"])
 
 
 def test_the_first_step_is_that_of_the_sampler_for_everyone(world, tmp_path):
@@ -350,7 +360,10 @@ def test_steps_whose_noise_or_draws_hang_together_are_all_trained_again(tmp_path
     old, new = (directory.load(each).plan for each in (run, tmp_path / "again"))
     assert new.group_size == old.group_size and new.group_size_epsilon == 1
     whys = [each["why"] for each in found["computed"] if each["path"] == str(tmp_path / "again")]
-    assert whys == [f"group_size={old.group_size}, chosen with noise from all texts"]
+    assert whys == [
+        f"group_size={old.group_size}, chosen with noise from all texts",
+        "its being there follows from when they were drawn",
+    ]
     with hold(tmp_path / "ledger") as account:
         entry = account.entries[ledger.head(tmp_path / "again")["key_seal"]]
         assert entry.planned == new.events_from(0) and len(new.before) == 1
