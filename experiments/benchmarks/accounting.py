@@ -18,10 +18,8 @@ all, with G to 128, p from 1e-5 to 0.5, T to 10,000, sigma from 0.5 to 10 and de
 1e-3, against recorded epsilons on grids coarse enough for it (tests/accounting/test_accountant.py).
 """
 
-import argparse
 import contextlib
 import csv
-import json
 import multiprocessing
 import os
 import resource
@@ -37,7 +35,7 @@ from pathlib import Path
 import dp_accounting
 from dp_accounting import pld
 
-from experiments.benchmarks.common import at_least, at_most, circumstances
+from experiments.benchmarks.common import at_least, at_most, parser_of, write
 from fedsim import accounting
 from fedsim.accounting import StepEvent, accountant, composition
 
@@ -232,12 +230,7 @@ def bars(rows: list[dict], calibrations: list[dict], peers: bool) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="leave dp_accounting out")
-    parser.add_argument("--json", action="store_true", help="last line: one JSON object")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, "leave dp_accounting out").parse_args()
     rows, calibrations = [], []
     settings = {**SETTINGS, **recorded_settings()}
     for name, setting in settings.items():
@@ -249,11 +242,8 @@ def main() -> None:
             calibrations.append({"name": name, **calibrate(target)})
             print(summary(calibrations[-1]), file=sys.stderr)
     found = bars(rows, calibrations, peers=not arguments.quick)
-    for bar in found:
-        print(bar, file=sys.stderr)
-    if arguments.json:
-        facts = circumstances("dp-accounting", "numpy", "scipy")
-        print(json.dumps({**facts, "rows": rows + calibrations, "bars": found}))
+    packages = ("dp-accounting", "numpy", "scipy")
+    write(found, packages, arguments.json, rows=rows + calibrations)
 
 
 def summary(row: dict) -> str:

@@ -17,9 +17,7 @@ are processor seconds, ratios are medians over turns. Memory is what a compiled 
 the peak of PyTorch's process, needs beside parameters and result.
 """
 
-import argparse
 import functools
-import json
 import os
 import statistics
 import sys
@@ -34,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.benchmarks.common import at_most, circumstances
+from experiments.benchmarks.common import at_most, parser_of, write
 from experiments.benchmarks.peers import run
 from fedsim.clipping import Clip, clip_chunk, zeros_like
 from fedsim.clipping.scan import in_one_product
@@ -259,11 +257,7 @@ def as_a_worker(module: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="the smallest cells, without peers")
-    parser.add_argument("--json", action="store_true", help="last line: one JSON object")
+    parser = parser_of(__doc__, "the smallest cells, without peers")
     parser.add_argument("--no-peers", action="store_true", help="leave the peers out")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--groups", nargs="+", type=int, default=list(GROUPS))
@@ -283,12 +277,7 @@ def main() -> None:
                     row[measure] |= found
             rows.append(row)
             print(summary(row), file=sys.stderr, flush=True)
-    found = bars(rows)
-    for bar in found:
-        print(bar, file=sys.stderr)
-    if arguments.json:
-        facts = circumstances("fedsim", "jax", "flax", "numpy")
-        print(json.dumps({**facts, "rows": rows, "bars": found}))
+    write(bars(rows), ("fedsim", "jax", "flax", "numpy"), arguments.json, rows=rows)
 
 
 def summary(row: dict) -> str:

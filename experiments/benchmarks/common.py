@@ -1,11 +1,34 @@
-"""What the benchmarks' JSON has in common."""
+"""The command line of the benchmarks, and their JSON."""
 
+import argparse
+import json
 import os
 import platform
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fedsim.installation import version
+
+
+def parser_of(about: str | None, quick: str) -> argparse.ArgumentParser:
+    """A parser of --quick and --json. Args: about: docstring; quick: what --quick measures."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=about, formatter_class=form)
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", action="store_true", help="last line: one JSON object")
+    return parser
+
+
+def write(
+    bars: Sequence[dict[str, Any]], packages: Sequence[str], as_json: bool, **found: Any
+) -> None:
+    """Print the bars on stderr and, if asked for, all that was found as JSON on stdout."""
+    for bar in bars:
+        print(bar, file=sys.stderr)
+    if as_json:
+        print(json.dumps({**circumstances(*packages), **found, "bars": bars}))
 
 
 def at_most(name: str, value: float, bound: float) -> dict[str, Any]:

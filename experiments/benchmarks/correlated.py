@@ -8,7 +8,6 @@ and parameters, in turn; ratios are of these pairs, medians over steps. All is i
 times are processor seconds, of all cores together. `noise_s` is of a step's noise alone.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -18,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.benchmarks.common import at_most, circumstances
+from experiments.benchmarks.common import at_most, circumstances, parser_of
 from fedsim.clipping import Clip, Strategy, lattice_bits, num_coordinates
 from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.engine import keep_memory
@@ -89,10 +88,7 @@ def noise_alone(
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, "less of it").parse_args()
     keep_memory()
     row = whole_steps(3 if arguments.quick else 25)
     bars = [

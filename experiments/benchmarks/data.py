@@ -28,7 +28,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from experiments.benchmarks.common import at_least, at_most, circumstances
+from experiments.benchmarks.common import at_least, at_most, parser_of, write
 from experiments.harness import synthetic
 from fedsim.data import UserStore, build
 from fedsim.keys import SecretKey
@@ -233,11 +233,7 @@ def bars(rows: list[dict], quick: bool) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a hundredth of it, no peers")
-    parser.add_argument("--json", action="store_true", help="last line: one JSON object")
+    parser = parser_of(__doc__, "a hundredth of it, no peers")
     parser.add_argument("--directory", help="where to work; default: a temporary directory")
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -252,12 +248,10 @@ def main() -> None:
         rows += [build_store(source, out), read_store(out / "train")]
         if not arguments.quick:
             rows += compare(directory, 0.002)
-    found = bars(rows, arguments.quick)
-    for line in (*rows, *found):
-        print(line, file=sys.stderr)
-    if arguments.json:
-        facts = circumstances("numpy", "pyarrow") | {"peers": list(PACKAGES)}
-        print(json.dumps({**facts, "rows": rows, "bars": found}))
+    for row in rows:
+        print(row, file=sys.stderr)
+    found, packages = bars(rows, arguments.quick), ("numpy", "pyarrow")
+    write(found, packages, arguments.json, peers=list(PACKAGES), rows=rows)
 
 
 if __name__ == "__main__":

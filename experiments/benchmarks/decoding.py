@@ -8,8 +8,6 @@ products of the generated tokens reach. transformers' `generate` runs on PyTorch
 of its own, with the product library as it starts.
 """
 
-import argparse
-import json
 import os
 import statistics
 import sys
@@ -21,7 +19,7 @@ import jax.numpy as jnp
 
 from experiments.benchmarks.accelerator import SMOLLM2
 from experiments.benchmarks.clipping import as_a_worker
-from experiments.benchmarks.common import at_least, circumstances
+from experiments.benchmarks.common import at_least, parser_of, write
 from experiments.benchmarks.peers import run
 from fedsim.clipping import num_coordinates
 from fedsim.config import Sampling
@@ -67,11 +65,7 @@ def seconds_by_size(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny model, without peers")
-    parser.add_argument("--json", action="store_true", help="last line: one JSON object")
+    parser = parser_of(__doc__, "a tiny model, without peers")
     parser.add_argument("--no-peers", action="store_true", help="leave transformers out")
     parser.add_argument("--turns", type=int, default=3)
     given = parser.parse_args()
@@ -103,11 +97,8 @@ def main() -> None:
         if theirs and row["batch"] > 1
     ]
     bars += [at_least(f"rate, batch {row['batch']}", row["rate"], 0.6) for row in rows[1:]]
-    for bar in bars:
-        print(bar, file=sys.stderr)
-    if given.json:
-        facts = circumstances("fedsim", "jax", "flax", "numpy")
-        print(json.dumps({**facts, "product_gflops": rate / 1e9, "rows": rows, "bars": bars}))
+    packages = ("fedsim", "jax", "flax", "numpy")
+    write(bars, packages, given.json, product_gflops=rate / 1e9, rows=rows)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,10 @@ fault      a process exits in the second of five rounds, beside Flower
 `lm` gives the parameters' hash, too, after private rounds with 1, 2 and 4 workers and of pfl.
 """
 
-import argparse
 import dataclasses
 import functools
-import json
 import multiprocessing
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -32,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.benchmarks.common import parser_of, write
 from experiments.benchmarks.peers import run, shape
 from experiments.harness.mean_task import MeanTask
 from fedsim.clipping import Clip
@@ -39,7 +37,6 @@ from fedsim.engine import Stats, Task, Worker, ray_engine
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.ray_engine import RayEngine
 from fedsim.engine.worker import LocalEngine
-from fedsim.installation import version
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.models import Transformer, TransformerConfig
@@ -389,11 +386,7 @@ SECTIONS = {f.__name__: f for f in (overhead, peers, scaling, large, lm, fault)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="small, and without the peers")
-    parser.add_argument("--json", action="store_true", help="last line: one JSON object")
+    parser = parser_of(__doc__, "small, and without the peers")
     parser.add_argument("--only", choices=SECTIONS, nargs="*", default=list(SECTIONS))
     arguments = parser.parse_args()
     cluster, rows = Cluster(num_cpus=8), []
@@ -402,16 +395,7 @@ def main() -> None:
         if name not in skipped:
             rows += SECTIONS[name](arguments.quick)
     cluster.close()
-    found = bars(rows)
-    for bar in found:
-        print(bar, file=sys.stderr)
-    if arguments.json:
-        names = ("fedsim", "jax", "jaxlib", "numpy", "ray")
-        versions = {"python": platform.python_version(), **{n: version(n) for n in names}}
-        machine = {"cpu_count": os.cpu_count(), "architecture": platform.machine()}
-        machine["load_average"] = os.getloadavg()[0]  # far above cpu_count: times of a busy machine
-        result = {"machine": machine, "versions": versions, "rows": rows, "bars": found}
-        print(json.dumps(result))
+    write(bars(rows), ("fedsim", "jax", "jaxlib", "numpy", "ray"), arguments.json, rows=rows)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ killed once its first line is there. `cpu` are the seconds that it computed unti
 machine they are the ones to read. --quick measures each once instead of five times.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -21,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from experiments.benchmarks.common import at_most, circumstances
+from experiments.benchmarks.common import at_most, circumstances, parser_of
 
 SHORT = (
     "--epsilon 8 --num-steps 4 --batch-size 8 --max-length 24 --model micro --engine local".split()
@@ -101,10 +100,7 @@ def measured(repeats: int) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="each command once")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    args = parser.parse_args()
+    args = parser_of(__doc__, "each command once").parse_args()
     rows = measured(1 if args.quick else 5)
     slowest = max(rows, key=lambda row: row["cpu"])
     bars = [at_most("seconds of computing before a first line", slowest["cpu"], BOUND_S)]

@@ -11,7 +11,6 @@ Ray's among them. --quick measures `train` once and `recommend --plan-only`. --b
 each command with the fedsim of another tree, too, in turn.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -22,7 +21,7 @@ import threading
 import time
 from pathlib import Path
 
-from experiments.benchmarks.common import circumstances
+from experiments.benchmarks.common import circumstances, parser_of
 from experiments.benchmarks.first_line import write_texts
 
 STEPS = "--epsilon 4 --num-steps 2 --batch-size 32".split()
@@ -129,9 +128,7 @@ def phases(name: str, texts: Path, place: Path, tree: Path, *, again: bool) -> l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="less of it")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser = parser_of(__doc__, "less of it")
     parser.add_argument("--data", type=Path, help="texts with a column user_id")
     parser.add_argument("--only", choices=COMMANDS, nargs="+", default=[*COMMANDS])
     parser.add_argument("--cold", action="store_true", help="no second run")

@@ -13,7 +13,6 @@ to take no more than one user of one row.
 import argparse
 import functools
 import itertools
-import json
 import subprocess
 import sys
 from typing import Any
@@ -25,7 +24,7 @@ import numpy as np
 from flax import traverse_util
 
 from experiments.benchmarks.clipping import as_a_worker, in_turn, median, temporary_mib
-from experiments.benchmarks.common import at_most, circumstances, peak_mib
+from experiments.benchmarks.common import at_most, parser_of, peak_mib, write
 from fedsim.clipping import Clip, Strategy, clip_chunk
 from fedsim.models import (
     LanguageModelTask,
@@ -145,11 +144,7 @@ def bars(rows: list[dict[str, Any]], peaks: dict[str, Any], ratios: dict[str, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny model and short rows")
-    parser.add_argument("--json", action="store_true", help="last line: one JSON object")
+    parser = parser_of(__doc__, "a tiny model and short rows")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--one", nargs=3, type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -170,13 +165,11 @@ def main() -> None:
         peaks[str(length)] = own
         for kind in trained:
             ratios[f"{length} {kind}"] = ratio(given.quick, length, kind, given.turns)
-    found = bars(rows, peaks, ratios)
-    for line in (peaks, ratios, *found):
+    for line in (peaks, ratios):
         print(line, file=sys.stderr)
-    if given.json:
-        facts = circumstances("fedsim", "jax", "flax", "numpy")
-        measured = {"rows": rows, "peak_mib": peaks, "chunked_to_whole": ratios}
-        print(json.dumps({**facts, **measured, "bars": found}))
+    measured = {"rows": rows, "peak_mib": peaks, "chunked_to_whole": ratios}
+    packages = ("fedsim", "jax", "flax", "numpy")
+    write(bars(rows, peaks, ratios), packages, given.json, **measured)
 
 
 if __name__ == "__main__":

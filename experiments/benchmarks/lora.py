@@ -8,9 +8,7 @@ rows at a time. `peft` is the plain gradient by PyTorch, transformers and PEFT, 
 into an environment of their own.
 """
 
-import argparse
 import functools
-import json
 import sys
 from contextlib import closing
 from typing import Any
@@ -26,7 +24,7 @@ from experiments.benchmarks.accelerator import (
     plain_gradient,
 )
 from experiments.benchmarks.clipping import as_a_worker, in_turn, median, temporary_mib
-from experiments.benchmarks.common import at_most, circumstances
+from experiments.benchmarks.common import at_most, parser_of, write
 from experiments.benchmarks.peers import run
 from fedsim.clipping import candidates, num_coordinates
 from fedsim.models import TransformerConfig
@@ -83,11 +81,7 @@ def peft(model: Model, rows: int, turns: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny model, without peers")
-    parser.add_argument("--json", action="store_true", help="last line: one JSON object")
+    parser = parser_of(__doc__, "a tiny model, without peers")
     parser.add_argument("--no-peers", action="store_true", help="leave PEFT out")
     parser.add_argument("--turns", type=int, default=3)
     given = parser.parse_args()
@@ -100,11 +94,7 @@ def main() -> None:
         at_most(f"clipped / plain, adapters, {row['group']} rows of a user", row["ratio"], BOUND)
         for row in rows
     ]
-    for bar in found:
-        print(bar, file=sys.stderr)
-    if given.json:
-        facts = circumstances("fedsim", "jax", "flax", "numpy")
-        print(json.dumps({**facts, "rows": rows, "bars": found}))
+    write(found, ("fedsim", "jax", "flax", "numpy"), given.json, rows=rows)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ lattice), the same from Philox, and what fedsim 0.2 did: Philox, floating-point 
 once. All on all cores, block by block, in turns, medians; ratios are taken pair by pair.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.benchmarks.common import at_most, circumstances
+from experiments.benchmarks.common import at_most, circumstances, parser_of
 from fedsim.clipping import Clip, lattice_bits
 from fedsim.engine import keep_memory
 from fedsim.keys import SecretKey
@@ -105,10 +104,7 @@ def draws() -> dict[str, float]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, "less of it").parse_args()
     keep_memory()
     sizes = QUICK if arguments.quick else SIZES
     rows = [measure(name, size, 3 if size == PAPER else 9) for name, size in sizes.items()]

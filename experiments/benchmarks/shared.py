@@ -11,7 +11,6 @@ Beside it, at both scales: how many texts the greedy pool keeps of as many as an
 smaller graphs of the same law. The most that any could keep is bounded by linear programming.
 """
 
-import argparse
 import json
 import tempfile
 import time
@@ -22,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from scipy import optimize, sparse
 
-from experiments.benchmarks.common import at_most, circumstances, peak_mib
+from experiments.benchmarks.common import at_most, circumstances, parser_of, peak_mib
 from experiments.benchmarks.data import build_store
 from fedsim.data import Owners, UserStore
 from fedsim.keys import SecretKey
@@ -123,12 +122,7 @@ def greedy_against_most() -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a hundredth of everything")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, "a hundredth of everything").parse_args()
     share = 100 if arguments.quick else 1
     with tempfile.TemporaryDirectory() as place:
         source, out = Path(place) / "source", Path(place) / "out"

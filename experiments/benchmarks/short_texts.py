@@ -23,10 +23,8 @@ best is timed in turn, with --whole that in one process, then each peer's on PyT
 room for the models of all.
 """
 
-import argparse
 import ctypes
 import functools
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -38,7 +36,7 @@ import numpy as np
 
 from experiments.benchmarks.accelerator import SMOLLM2
 from experiments.benchmarks.clipping import as_a_worker, in_turn, median, temporary_mib
-from experiments.benchmarks.common import at_least, at_most, circumstances
+from experiments.benchmarks.common import at_least, at_most, parser_of, write
 from experiments.benchmarks.peers import run
 from fedsim.clipping import Clip, Strategy, num_coordinates
 from fedsim.config import EngineConfig
@@ -286,11 +284,7 @@ def bars(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny model, fedsim alone")
-    parser.add_argument("--json", action="store_true", help="last line: one JSON object")
+    parser = parser_of(__doc__, "a tiny model, fedsim alone")
     parser.add_argument("--whole", action="store_true", help="train all weights, without adapters")
     parser.add_argument("--no-peers", action="store_true", help="leave peers on PyTorch out")
     parser.add_argument("--turns", type=int, default=3)
@@ -299,12 +293,9 @@ def main() -> None:
     turns, peers = (1, False) if given.quick else (given.turns, not given.no_peers)
     how = {"whole": given.whole, "quick": given.quick, "peers": peers}
     found = measured(CONFIGS[given.quick], turns, **how)
-    aims = bars(found)
-    for line in (found["gflops"], found["evaluation"], *found["rows"], *aims):
+    for line in (found["gflops"], found["evaluation"], *found["rows"]):
         print(line, file=sys.stderr)
-    if given.json:
-        facts = circumstances("fedsim", "jax", "flax", "numpy", "jax_privacy")
-        print(json.dumps({**facts, **found, "bars": aims}))
+    write(bars(found), ("fedsim", "jax", "flax", "numpy", "jax_privacy"), given.json, **found)
 
 
 if __name__ == "__main__":
