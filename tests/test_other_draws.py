@@ -200,18 +200,6 @@ def test_the_context_of_a_run_has_whatever_draws_and_bits_depend_on(monkeypatch)
     assert environment.difference(found, now) == ""  # workers have variables of their own
 
 
-def test_a_run_of_an_earlier_version_goes_on_with_its_packages_alone(run_dir, monkeypatch):
-    """It has no seal of its groups."""
-    with monkeypatch.context() as patch:
-        patch.setattr("fedsim.plan.planner.drawn_once", lambda *_: "")
-        stopped(run_dir, 4, **CYCLIC)
-    with monkeypatch.context() as patch:
-        with_other(patch, "randomgen")
-        with refuses("packages", says="other packages: randomgen 99.0, not "):
-            train(run_dir, resume=True, **CYCLIC)
-    assert train(run_dir, resume=True, **CYCLIC).finished
-
-
 def test_the_seal_of_draws_says_nothing_without_the_key():
     sampler = Cyclic(40, 5, bands=4)
     methods = [type("Method", (), {"sampler": sampler, "key": SecretKey.create(n)}) for n in (1, 1)]

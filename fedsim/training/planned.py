@@ -30,9 +30,7 @@ from fedsim.noise import predicted_error
 from fedsim.plan import (
     GIVEN,
     REPRODUCTION,
-    AllocatedSampling,
     CorrelatedNoise,
-    CyclicSampling,
     Evaluations,
     Plan,
     before_of,
@@ -313,13 +311,7 @@ def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
     again = "false, as at the start of the run, whose plan says what its loggers get"
     expect("log_non_private", opened.run.log_non_private, told, again)
     changed = directory.other_bits(stored, versions(), stored.host) or "as they were"
-    if stored.plan.drawn_once:
-        same = drawn_once(method, stored.plan.num_steps, opened.key) == stored.plan.drawn_once
-    else:  # of an earlier version, which kept no seal
-        now, drawing = versions(), ("numpy", "randomgen")
-        same = not isinstance(stored.plan.sampling, CyclicSampling | AllocatedSampling) or all(
-            stored.versions.get(name) == now[name] for name in drawing
-        )
+    same = drawn_once(method, stored.plan.num_steps, opened.key) == stored.plan.drawn_once
     again = "versions that draw the pool and users' turns as when the run started"
     expect("packages", changed, same, again)
     if (how := stored.plan.evaluations) is not None:
