@@ -263,7 +263,6 @@ def write(settings: Settings, out: Path, scale: str, rows: Rows) -> None:
         table,
         {NAME: plot(table)},
         check(table),
-        run_minutes=round(sum(row["cpu_seconds"] for row in rows) / 60, 1),
         data={settings.source: common.origin(settings.source, rows[0]["fingerprint"])},
         model={**real_model.described(shape), "num_parameters": rows[0]["num_parameters"]},
         trainings=rows,

@@ -309,13 +309,8 @@ def main() -> None:
     file = out / "audits.jsonl"
     run(settings, file, given.minutes)
     found = kept(file)
-    rows, minutes = table(found), round(sum(row["seconds"] for row in found) / 60, 1)
-    own = {
-        "figures": {"audits": plot(rows)},
-        "claims": check(rows),
-        "run_minutes": minutes,
-        "trainings": found,
-    }
+    rows = table(found)
+    own = {"figures": {"audits": plot(rows)}, "claims": check(rows), "trainings": found}
     common.finish("audits", given.scale, out, settings, rows, **own)
 
 

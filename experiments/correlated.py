@@ -423,7 +423,6 @@ def main() -> None:
             found,
             {"correlated_training": draw_losses(found, settings.data)},
             check_training(found, bool(left)),
-            run_minutes=round(sum(row["seconds"] for row in trained) / 60, 1),
             data={settings.data: _fingerprint(settings)},
             model={"source": "tiny", "num_parameters": trained[0]["num_parameters"]},
             trainings=trained,

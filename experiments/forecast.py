@@ -266,7 +266,6 @@ def write(
         table,
         {NAME: plot(table)},
         check(table),
-        run_minutes=round(sum(row["cpu_seconds"] for row in rows) / 60, 1),
         data=origin,
         model={"name": "of the scale small", "num_parameters": rows[0]["num_parameters"]},
         trainings=rows,

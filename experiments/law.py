@@ -239,7 +239,6 @@ def write(settings: Settings, out: Path, scale: str, about: Mapping[str, Any]) -
         table,
         {NAME: plot(table)},
         check(table),
-        run_minutes=round(sum(row["cpu_seconds"] for row in rows) / 60, 1),
         trainings=rows,
         **about,
     )

@@ -380,7 +380,6 @@ def main() -> None:
         table,
         figures,
         claims,
-        run_minutes=round(sum(row["seconds"] for row in rows) / 60, 1),
         data=checksums(row["case"] for row in table),
         model={"source": STARTS, "parameters_by_case": sizes},
         trainings=rows,

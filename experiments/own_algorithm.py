@@ -160,7 +160,6 @@ def main() -> None:
         table,
         {NAME: plot(table)},
         check(table),
-        run_minutes=round(sum(row["cpu_seconds"] for row in rows) / 60, 1),
         trainings=rows,
         **regime.described(shape, looks),
     )

@@ -312,7 +312,6 @@ def main() -> None:
         table,
         {name: plot(table) for name, plot in FIGURES.items()},
         check(table),
-        run_minutes=round(sum(row["cpu_seconds"] for row in rows) / 60, 1),
         data={row["source"]: common.origin(row["source"], row["fingerprint"]) for row in origins},
         model={**described(settings), "parameters_by_rank": sizes},
         trainings=rows,

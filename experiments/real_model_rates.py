@@ -296,7 +296,6 @@ def main() -> None:
         table,
         {NAME: plot(table)},
         check(table),
-        run_minutes=round(sum(row["cpu_seconds"] for row in trainings) / 60, 1),
         data={
             row["source"]: common.origin(row["source"], row["fingerprint"])
             for row in {row["source"]: row for row in rows}.values()

@@ -464,7 +464,6 @@ def write(
         table,
         {name: plot(table) for name, plot in FIGURES.items()},
         check(table),
-        run_minutes=round(sum(row["cpu_seconds"] for row in rows) / 60, 1),
         data=about["data"],
         model={**about["model"], "trained_from": list(dict.fromkeys(row["model"] for row in rows))},
         trainings=rows,

@@ -203,7 +203,6 @@ def main() -> None:
         table,
         {NAME: plot(table)},
         check(table),
-        run_minutes=round(sum(row["seconds"] for row in rows) / 60, 1),
         data={row["source"]: common.origin(row["source"], row["fingerprint"]) for row in origins},
         model={"source": settings.model, "num_parameters": rows[0]["num_parameters"]},
         trainings=rows,

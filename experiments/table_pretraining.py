@@ -383,7 +383,6 @@ def write(settings: Settings, out: Path, scale: str, rows: Rows) -> None:
         table,
         {},
         check(table),
-        run_minutes=round(sum(row["cpu_seconds"] for row in rows) / 60, 1),
         data={"made up" if settings.made_up else "scotus": rows[0]["fingerprint"]},
         model={**model, "num_parameters": rows[0]["num_parameters"]},
         trainings=rows,

@@ -31,6 +31,7 @@ from experiments.harness.records import (
     as_claims,
     as_written,
     came_from,
+    minutes_run,
     seeds_of,
     seeds_run,
     short,
@@ -378,7 +379,7 @@ def finish(
     """Write rows (NAME.csv) and figures, say whether the claims held, and write that down with the
     settings, the commit, the date, and what it was run on (NAME.json). `minutes` are this
     process's, for which runs that were kept cost nothing; `run_minutes` are those of all its runs,
-    of one worker each.
+    of one worker each, by default of its trainings.
 
     Args:
       always: the claims hold at every scale: AssertionError, after everything was written. Those
@@ -392,8 +393,8 @@ def finish(
         save_figure(figure, out / f"{file}.png")
     record: dict[str, Any] = {"scale": scale, "settings": dataclasses.asdict(settings)}
     record["minutes"] = round((time.time() - STARTED) / 60, 1)
-    if run_minutes is not None:
-        record["run_minutes"] = run_minutes
+    if (minutes := minutes_run(trainings) if run_minutes is None else run_minutes) is not None:
+        record["run_minutes"] = minutes
     record["claims"] = as_claims(claims, judged)
     record |= {**came_from(), "data": dict(data), "model": model and dict(model)}
     if trained := trained_at(trainings):

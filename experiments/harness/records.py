@@ -97,6 +97,12 @@ def seeds_run(trainings: Iterable[Mapping[str, Any]]) -> list[int]:
     return sorted({row["seed"] for row in trainings if "seed" in row})
 
 
+def minutes_run(trainings: Iterable[Mapping[str, Any]]) -> float | None:
+    """Of one worker: processor time where rows have it, else wall time; None: they have neither."""
+    seconds = [row.get("cpu_seconds", row.get("seconds")) for row in trainings]
+    return round(sum(seconds) / 60, 1) if seconds and None not in seconds else None
+
+
 def trained_at(trainings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """How many there are, of which commits and dates; nothing where rows do not say."""
     commits = list(dict.fromkeys(row["commit"] for row in trainings if "commit" in row))
