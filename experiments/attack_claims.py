@@ -7,7 +7,6 @@ training, so the seeds and algorithms of an epsilon are independent of each othe
 import math
 from collections.abc import Sequence
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -96,8 +95,7 @@ def band(rows: Rows, at: np.ndarray) -> np.ndarray:
 def plot(rows: Sequence[Row]) -> Figure:
     """ROC curves, by epsilon, with 95 % bands."""
     epsilons = by(rows, lambda row: row["epsilon"])
-    shape = {"figsize": (3.3 * len(epsilons), 3.8), "squeeze": False, "layout": "constrained"}
-    figure, axes = plt.subplots(1, len(epsilons), sharey=True, **shape)
+    figure, axes = common.panels(1, len(epsilons), 3.3, 3.8, sharey=True)
     at = np.linspace(0, 1, 101)
     for axis, (epsilon, own) in zip(axes[0], epsilons.items(), strict=True):
         for name, each in by(own, lambda row: row["algorithm"]).items():

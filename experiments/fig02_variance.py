@@ -11,7 +11,6 @@ B. The text gives N, K, T, delta, L_ELS and M = 16; the values of epsilon and th
 import dataclasses
 from collections.abc import Sequence
 
-import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from experiments.harness import common, noise_variance
@@ -92,14 +91,7 @@ def plot(rows: Sequence[dict]) -> Figure:
     grid, fixed_budget = _grid(rows), _fixed_budget(rows)
     epsilons = sorted({row["epsilon"] for row in rows})
     cohorts = sorted({row["cohort_size"] for row in grid})
-    figure, axes = plt.subplots(
-        len(cohorts) + 1,
-        len(epsilons),
-        figsize=(2.6 * len(epsilons), 2.3 * (len(cohorts) + 1)),
-        squeeze=False,
-        sharey="row",
-        layout="constrained",
-    )
+    figure, axes = common.panels(len(cohorts) + 1, len(epsilons), 2.6, 2.3, sharey="row")
     wide, narrow = {"lw": 4, "ms": 7, "alpha": 0.6}, {"lw": 1.3, "ms": 3.5}
     lines = (  # the wide one first: the next one may lie on it
         ("els", "ELS", "-o", "ELS", wide),

@@ -85,14 +85,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     """A panel for each data set (rows) and epsilon (columns); the median user in red."""
     names = list(dict.fromkeys(row["dataset"] for row in rows))
     epsilons = sorted({row["epsilon"] for row in rows})
-    shape = (len(names), len(epsilons))
-    figure, axes = plt.subplots(
-        *shape,
-        figsize=(3 * shape[1], 2.6 * shape[0]),
-        squeeze=False,
-        sharey="row",
-        layout="constrained",
-    )
+    figure, axes = common.panels(len(names), len(epsilons), 3, 2.6, sharey="row")
     budgets = sorted({row["budget"] for row in rows})
     for (name, epsilon), own in by(rows, lambda r: (r["dataset"], r["epsilon"])).items():
         axis = axes[names.index(name), epsilons.index(epsilon)]

@@ -34,13 +34,7 @@ def run(settings: finetuning.UlsGrid, arguments: finetuning.Arguments) -> list[d
 def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     """A heat map for each epsilon, the best of each budget framed; and the diagonals of one."""
     panels = by(rows, lambda row: row["epsilon"])
-    figure, axes = plt.subplots(
-        1,
-        len(panels) + 1,
-        figsize=(4 * (len(panels) + 1), 3.4),
-        squeeze=False,
-        layout="constrained",
-    )
+    figure, axes = common.panels(1, len(panels) + 1, 4, 3.4)
     groups = sorted({row["group_size"] for row in rows})
     cohorts = sorted({row["cohort_size"] for row in rows})
     limits = [pick(row["loss"] for row in rows) for pick in (min, max)]

@@ -25,7 +25,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -112,11 +111,7 @@ def plot(rows: Sequence[dict[str, Any]], along: str = "epsilon", across: str = "
     rows = [row for row in rows if not math.isinf(row["epsilon"])]
     names = list(dict.fromkeys(row["dataset"] for row in rows))
     columns = sorted({row[across] for row in rows})
-    shape = (len(names), len(columns))
-    size = (3.2 * shape[1], 2.6 * shape[0])
-    figure, axes = plt.subplots(
-        *shape, figsize=size, squeeze=False, layout="constrained", sharey="row"
-    )
+    figure, axes = common.panels(len(names), len(columns), 3.2, 2.6, sharey="row")
     label = {"epsilon": r"$\varepsilon$", "budget": "$B$"}
     for (name, column), own in by(rows, lambda r: (r["dataset"], r[across])).items():
         axis = axes[names.index(name), columns.index(column)]

@@ -14,7 +14,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -74,10 +73,8 @@ def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, A
 def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     """A panel for each population; bars are deviations over seeds."""
     panels = by(rows, lambda row: row["times"])
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(3.2 * len(panels), 2.9), layout="constrained", sharey=True
-    )
-    for axis, (times, own) in zip(axes, panels.items(), strict=True):
+    figure, axes = common.panels(1, len(panels), 3.2, 2.9, sharey=True)
+    for axis, (times, own) in zip(axes[0], panels.items(), strict=True):
         for algorithm, series in by(own, lambda row: row["algorithm"].upper()).items():
             values = [[row[key] for row in series] for key in ("budget", "loss", "loss_std")]
             colour = common.COLOURS[algorithm]
@@ -88,7 +85,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         whose = f"as if {times} x the users" if times > 1 else "the users there are"
         axis.set_title(rf"{whose}, $\varepsilon$ = {own[0]['epsilon']:g}", fontsize="medium")
         axis.grid(alpha=0.3)
-    axes[0].set(ylabel="test loss (nats per token)")
+    axes[0, 0].set(ylabel="test loss (nats per token)")
     common.legend_below(figure)
     return figure
 

@@ -13,7 +13,6 @@ users. What `small` leaves out is in Figure 5's.
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -92,9 +91,7 @@ def averaged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     panels = by(averaged(rows), lambda row: row["dataset"])
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(4.5 * len(panels), 3.4), squeeze=False, layout="constrained"
-    )
+    figure, axes = common.panels(1, len(panels), 4.5, 3.4)
     for axis, (name, own) in zip(axes[0], panels.items(), strict=True):
         by_strategy = by(own, lambda row: row["strategy"])
         for strategy, look in STRATEGIES.items():

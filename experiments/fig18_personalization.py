@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -181,14 +180,7 @@ def personalize_one(job: Job) -> dict[str, Any]:
 def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     """A panel for each budget; dashed with personalization."""
     panels = by(rows, lambda row: row["budget"])
-    figure, axes = plt.subplots(
-        1,
-        len(panels),
-        figsize=(3.4 * len(panels), 3),
-        layout="constrained",
-        sharey=True,
-        squeeze=False,
-    )
+    figure, axes = common.panels(1, len(panels), 3.4, 3, sharey=True)
     for axis, (budget, own) in zip(axes[0], panels.items(), strict=True):
         for algorithm, series in by(own, lambda row: row["algorithm"].upper()).items():
             colour = common.COLOURS[algorithm]

@@ -7,7 +7,6 @@ forecast by one curve, so they may be off together.
 
 from collections.abc import Sequence
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -76,8 +75,7 @@ def judged(rows: Rows) -> common.Claims:
 def plot(rows: Sequence[Row]) -> Figure:
     """Gains against the number of users, on the forecast and its interval."""
     corpora = by(rows, lambda row: row["source"])
-    size = {"figsize": (5 * len(corpora), 4), "squeeze": False, "layout": "constrained"}
-    figure, axes = plt.subplots(1, len(corpora), **size)
+    figure, axes = common.panels(1, len(corpora), 5, 4)
     for axis, (source, of_source) in zip(axes[0], corpora.items(), strict=True):
         for epsilon, own in by(of_source, lambda row: row["epsilon"]).items():
             by_users = {row["num_users"]: row for row in own}

@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -103,8 +102,7 @@ def check(rows: Rows) -> common.Claims:
 def plot(rows: Sequence[Row]) -> Figure:
     """Loss of each algorithm against epsilon, a panel for each set of users."""
     names = list(dict.fromkeys(row["data"] for row in rows))
-    size = {"figsize": (4 * len(names), 3.4), "squeeze": False, "layout": "constrained"}
-    figure, axes = plt.subplots(1, len(names), **size)
+    figure, axes = common.panels(1, len(names), 4, 3.4)
     found = averaged(list(rows))
     for axis, name in zip(axes[0], names, strict=True):
         lines: dict[str, list[tuple]] = {}

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -274,8 +273,7 @@ def plot(rows: Sequence[Row]) -> Figure:
     found = averaged(rows)
     names = list(dict.fromkeys(row["source"] for row in found))
     epsilons = sorted({row["epsilon"] for row in found})
-    size = (5.0 * len(names), 6.8)
-    figure, axes = plt.subplots(2, len(names), figsize=size, squeeze=False, layout="constrained")
+    figure, axes = common.panels(2, len(names), 5.0, 3.4)
     for (above, below), name in zip(axes.T, names, strict=True):
         own = [row for row in found if row["source"] == name]
         before, least = own[0]["loss_before"], min(row["loss"] for row in own)

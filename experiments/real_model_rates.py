@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from experiments import real_model
@@ -232,9 +231,7 @@ def plot(rows: Sequence[Row]) -> Figure:
     """A panel for each source: held-out loss of the first seed against the rate."""
     names = list(dict.fromkeys(row["source"] for row in rows))
     epsilons = sorted({row["epsilon"] for row in rows})
-    figure, axes = plt.subplots(
-        1, len(names), figsize=(4.6 * len(names), 3.6), squeeze=False, layout="constrained"
-    )
+    figure, axes = common.panels(1, len(names), 4.6, 3.6)
     first = min(row["seed"] for row in rows)
     for axis, name in zip(axes[0], names, strict=True):
         own = [row for row in rows if (row["source"], row["seed"]) == (name, first)]

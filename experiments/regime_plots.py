@@ -67,9 +67,7 @@ def plot_comparison(rows: Sequence[Row]) -> Figure:
     group beside; lines are the starting model and training without noise."""
     found = with_budget(rows)
     names = list(dict.fromkeys(row["data"] for row in found))
-    figure, axes = plt.subplots(
-        1, len(names), figsize=(4.2 * len(names), 3.4), squeeze=False, layout="constrained"
-    )
+    figure, axes = common.panels(1, len(names), 4.2, 3.4)
     for axis, name in zip(axes[0], names, strict=True):
         own = [row for row in found if row["data"] == name]
         for algorithm, series in by(own, lambda row: row["algorithm"]).items():
@@ -123,14 +121,7 @@ def plot_users(rows: Sequence[Row]) -> Figure:
     ]
     panels = by(found, lambda row: (row["data"], row["times"]))
     panels = {where: own for where, own in panels.items() if where[0] == rows[0]["data"]}
-    figure, axes = plt.subplots(
-        1,
-        max(1, len(panels)),
-        figsize=(3.2 * max(1, len(panels)), 3.2),
-        squeeze=False,
-        sharey=True,
-        layout="constrained",
-    )
+    figure, axes = common.panels(1, max(1, len(panels)), 3.2, 3.2, sharey=True)
     for axis, ((_, times), own) in zip(axes[0], panels.items(), strict=False):
         for algorithm, series in by(own, lambda row: row["algorithm"].upper()).items():
             series = sorted(series, key=lambda row: row["budget"])

@@ -104,8 +104,7 @@ TESTS = {
 def plot_text(rows: Sequence[Row]) -> Figure:
     """Held-out loss of the small model by what it was trained on, for each source."""
     sources = by(rows, lambda row: row["source"])
-    shape = {"figsize": (3.6 * len(sources), 3.4), "squeeze": False, "layout": "constrained"}
-    figure, axes = plt.subplots(1, len(sources), **shape)
+    figure, axes = common.panels(1, len(sources), 3.6, 3.4)
     names = ("real_without_privacy", "synthetic", "real_with_privacy", "untrained")
     for axis, (source, own) in zip(axes[0], sources.items(), strict=True):
         for name in names:

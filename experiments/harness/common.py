@@ -344,6 +344,16 @@ def save_figure(figure: Figure, path: Path) -> None:
     print(f"wrote {path}")
 
 
+def panels(
+    rows: int, columns: int, width: float, height: float, **shared: Any
+) -> tuple[Figure, np.ndarray]:
+    """A figure and its axes [rows, columns]. Args: width, height: inches of a panel; shared: which
+    share their axes, as of `plt.subplots`."""
+    size = (width * columns, height * rows)
+    shared |= {"squeeze": False, "layout": "constrained"}
+    return plt.subplots(rows, columns, figsize=size, **shared)
+
+
 def log2_axis(axis: Axes, values: Iterable[float]) -> None:
     """x on a logarithmic scale, labelled with the values that there are."""
     axis.set_xscale("log", base=2)
