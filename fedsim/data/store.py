@@ -404,9 +404,7 @@ def encode_users(
             "num_tokens": pa.array(np.diff(offsets[first]), pa.int64()),
         }
     )
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    return sink.getvalue()
+    return _parquet(table)
 
 
 def fingerprint(parts: Iterable[pa.Buffer | Path]) -> str:

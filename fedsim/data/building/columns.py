@@ -274,15 +274,11 @@ class Columns:
         named += zip(self.text_fields, self.text, strict=True)
         named += [("order_column", self.order), ("url_column", self.url)]
         named += [("conversation_column", self.conversation), ("turn_column", self.turn)]
-        named += [("condition_on", self.label)]
+        named += [("condition_on", self.label), *(("owners", name) for name in self.owners)]
         for field, name in named:
             if name is not None and name not in found:
                 line = f"{field}={name}: {expected_of(found, self.names)}"
                 raise MissingColumn(line, field=field)
-        for name in self.owners:
-            if name not in found:
-                line = f"owners={name}: {expected_of(found, self.names)}"
-                raise MissingColumn(line, field="owners")
 
 
 def _names(given: str | Sequence[str]) -> tuple[str, ...]:
@@ -466,13 +462,15 @@ def _owner_sets(
     rows = np.concatenate([rows for rows, _ in parts])
     ids = pa.concat_arrays([ids for _, ids in parts])
     keys, counts = owner_sets(rows, ids, len(batch))
-    if len(bad := np.flatnonzero(counts > MOST_OWNERS)):
-        raise refused(
-            columns.blamed,
-            f"at most {MOST_OWNERS} owners of a text, got {counts[bad[0]]} in row "
-            f"{first_row + bad[0] + 1}",
-        )
+    _expect_few(counts, columns.blamed, first_row)
     return keys
+
+
+def _expect_few(counts: np.ndarray, field: str, first_row: int) -> None:
+    """Raise DataError if a row has more than MOST_OWNERS owners. Args: counts: int [rows]."""
+    if len(bad := np.flatnonzero(counts > MOST_OWNERS)):
+        got = f"got {counts[bad[0]]} in row {first_row + bad[0] + 1}"
+        raise refused(field, f"at most {MOST_OWNERS} owners of a text, {got}")
 
 
 def _speaking(
@@ -510,12 +508,7 @@ def _owned(
     rows, values = np.repeat(np.arange(len(column)), sizes), column.flatten()
     if pa.types.is_list(values.type) or pa.types.is_nested(values.type):
         raise refused(field, f"lists of strings or integers, got {column.type}")
-    if len(bad := np.flatnonzero(sizes > MOST_OWNERS)):
-        raise refused(
-            field,
-            f"at most {MOST_OWNERS} owners of a text, got {sizes[bad[0]]} in row "
-            f"{first_row + bad[0] + 1}",
-        )
+    _expect_few(sizes, field, first_row)
     ids = ids_of(values, field, first_row + rows, tally, columns.normalise_ids)
     count_lists(ids, tally)
     blank = is_blank(ids)
