@@ -11,7 +11,8 @@ import shutil
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -79,12 +80,10 @@ class HubSource:
         """
         from datasets import load_dataset
 
-        try:
+        with self.failing():
             return load_dataset(
                 self.name, self.config, split=self.split, revision=self.revision, streaming=True
             )
-        except Exception as error:  # the libraries raise errors of many types
-            raise self.failure(error) from error
 
     def names(self) -> list[str]:
         """Names of the columns; none if they are not known before the files are read."""
@@ -106,10 +105,8 @@ class HubSource:
         from datasets.packaged_modules.csv.csv import Csv
         from datasets.packaged_modules.json.json import Json
 
-        try:
+        with self.failing():
             builder = load_dataset_builder(self.name, self.config, revision=self.revision)
-        except Exception as error:
-            raise self.failure(error) from error
         files = (builder.config.data_files or {}).get(self.split)
         if not isinstance(builder, Csv | Json) or not files:
             return None
@@ -132,16 +129,26 @@ class HubSource:
             f"{expected} ({reason})"
         )
 
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Raise exceptions of the Hub's libraries as `failure`; a full disk is none of theirs."""
+        try:
+            yield
+        except DataError:
+            raise
+        except Exception as error:  # of many types
+            if isinstance(error, OSError) and error.errno in DISK_FULL:
+                raise
+            raise self.failure(error) from error
+
     def pinned(self) -> "HubSource":
         """The same data set at the commit that its revision names now."""
         if Path(self.name).exists() or re.fullmatch("[0-9a-f]{40}", self.revision or ""):
             return self
         import huggingface_hub
 
-        try:
+        with self.failing():
             info = huggingface_hub.HfApi().dataset_info(self.name, revision=self.revision)
-        except Exception as error:
-            raise self.failure(error) from error
         return HubSource(self.name, self.config, self.split, info.sha)
 
     def identity(self) -> dict[str, Any]:
@@ -214,14 +221,10 @@ def _copy_text(text: str, file: Path, source: HubSource) -> None:
     import huggingface_hub
 
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    try:
+    with source.failing():
         opener: Any = open if Path(text).is_file() else huggingface_hub.HfFileSystem().open
         with opener(text, "rb") as stream, temporary.open("wb") as copy:
             shutil.copyfileobj(stream, copy)
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in DISK_FULL:
-            raise
-        raise source.failure(error) from error
     os.replace(temporary, file)
 
 
@@ -232,23 +235,15 @@ def _fetch_shard(
     stream = stream.shard(num_shards=stream.num_shards, index=shard).with_format("arrow")
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     writer = None
-    try:
+    with source.failing(), ExitStack() as stack:
         for table in stream.iter(batch_size=FETCH_ROWS):
             columns.check(paths(table.schema))
             table = table.select(columns.outer(table.column_names))
             if writer is None:
-                writer = pq.ParquetWriter(temporary, table.schema, compression="zstd")
+                made = pq.ParquetWriter(temporary, table.schema, compression="zstd")
+                writer = stack.enter_context(made)
             writer.write_table(_like(writer.schema, table))
             report(len(table))
-    except DataError:
-        raise
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in DISK_FULL:
-            raise
-        raise source.failure(error) from error
-    finally:
-        if writer is not None:
-            writer.close()
     if writer is None:  # a shard without rows
         pq.write_table(
             pa.table({name: pa.nulls(0, pa.string()) for name in columns.names}), temporary
