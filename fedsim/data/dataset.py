@@ -15,7 +15,7 @@ from fedsim.data.store import SEPARATOR, Owners
 from fedsim.data.tokenizer import TEMPLATE, TOKENIZER, Tokenizer
 from fedsim.data.users import UserStore, read_metadata
 from fedsim.errors import DataError
-from fedsim.files import expand_home
+from fedsim.files import expand_home, sha256_of
 from fedsim.installation import optional
 
 WARN_SHARE = 0.01  # of all tokens: a build that cut off more is warned about
@@ -112,8 +112,7 @@ def sums(directory: Path, splits: Iterable[str]) -> str:
     """Output of `sha256sum` for the tokenizer, chat template and metadata of a data set."""
     names = ["metadata.json", TOKENIZER, *(f"{split}/metadata.json" for split in splits)]
     names += [TEMPLATE] if (directory / TEMPLATE).is_file() else []
-    digests = (hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in names)
-    return "".join(f"{d}  {name}\n" for d, name in zip(digests, names, strict=True))
+    return "".join(f"{sha256_of(directory / name)}  {name}\n" for name in names)
 
 
 def _expect_sums(path: Path, splits: list[str]) -> None:

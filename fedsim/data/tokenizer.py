@@ -38,7 +38,7 @@ from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 
 from fedsim.data.store import token_dtype
 from fedsim.errors import ConfigError, DataError, Interrupted, brief
-from fedsim.files import expand_home, read_object, write_atomically, write_json
+from fedsim.files import expand_home, read_object, sha256_of, write_atomically, write_json
 
 TOKENIZER, PROVENANCE = "tokenizer.json", ".provenance.json"
 NAME_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -481,8 +481,7 @@ def _part(path: Path, field: str) -> dict[str, Any]:
 def copy_provenance(file: Path, out: Path) -> None:
     """Write beside the copy `out` of a tokenizer file where it comes from, if that is known."""
     if record := provenance_of(file):
-        sha256 = hashlib.sha256(out.read_bytes()).hexdigest()
-        write_json(_provenance(out), {"tokenizer_sha256": sha256, **record})
+        write_json(_provenance(out), {"tokenizer_sha256": sha256_of(out), **record})
 
 
 def file_of(spec: str | Path) -> str:

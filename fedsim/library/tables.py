@@ -4,7 +4,6 @@ A table is written once, as Parquet, under the digest of its rows, into a direct
 owner can read. It is then a data source like any other.
 """
 
-import hashlib
 import itertools
 import json
 import os
@@ -29,7 +28,7 @@ from fedsim.data import (
     sources,
 )
 from fedsim.errors import DataError
-from fedsim.files import TABLES, cache_dir, own_directory
+from fedsim.files import TABLES, cache_dir, own_directory, sha256_of
 
 ROWS = 10_000
 """Rows that are written at a time."""
@@ -243,8 +242,7 @@ def _written(batches: Iterator[pa.RecordBatch], named: Mapping[str, str]) -> Pat
     temporary = home / f".{os.getpid()}-{os.urandom(8).hex()}.tmp"
     try:
         _write(temporary, batches, named)
-        with open(temporary, "rb") as file:
-            name = hashlib.file_digest(file, "sha256").hexdigest()[:32]
+        name = sha256_of(temporary)[:32]
         os.replace(temporary, home / f"{name}.parquet")
     finally:
         temporary.unlink(missing_ok=True)

@@ -7,7 +7,6 @@ Side files are the tokenizer, the chat template and the generation settings. Tra
 change them, and programs that serve the trained model need them unchanged.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -21,7 +20,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from fedsim.errors import ConfigError, FileDamaged, brief
-from fedsim.files import MOST_JSON, read_object, write_atomically, write_json, write_with
+from fedsim.files import (
+    MOST_JSON,
+    read_object,
+    sha256_of,
+    write_atomically,
+    write_json,
+    write_with,
+)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -221,7 +227,7 @@ def side_files(directory: Path) -> list[str]:
 
 def side_file_digests(directory: Path) -> dict[str, str]:
     """sha256 (hex) of each side file in a directory."""
-    return {name: _sha256(directory / name) for name in side_files(directory)}
+    return {name: sha256_of(directory / name) for name in side_files(directory)}
 
 
 def check_side_files(directory: Path, expected: Mapping[str, str]) -> None:
@@ -232,7 +238,7 @@ def check_side_files(directory: Path, expected: Mapping[str, str]) -> None:
     """
     for name, sha256 in expected.items():
         path = directory / name
-        if not path.is_file() or _sha256(path) != sha256:
+        if not path.is_file() or sha256_of(path) != sha256:
             raise FileDamaged(f"{path}: was changed since the run was started")
 
 
@@ -243,7 +249,3 @@ def copy_side_files(directory: Path, out: Path, but: tuple[str, ...] = ()) -> li
         (out / name).parent.mkdir(exist_ok=True)
         write_atomically(out / name, (directory / name).read_bytes())
     return names
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

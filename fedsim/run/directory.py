@@ -14,7 +14,6 @@ report.html   report.md   audit.html   audit.md   audit.json, by the commands re
 
 import dataclasses
 import fcntl
-import hashlib
 import json
 import os
 import stat
@@ -43,6 +42,7 @@ from fedsim.files import (
     make_directory,
     private_directory,
     read_json,
+    sha256_of,
     write_atomically,
     write_json,
 )
@@ -207,7 +207,7 @@ def load(run_dir: Path) -> StoredRun:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FileDamaged(f"{path}: expected the settings of a run ({error})") from None
     kept = run_dir / TOKENIZER
-    if stored.tokenizer and kept.is_file() and _sha256(kept) != stored.tokenizer:
+    if stored.tokenizer and kept.is_file() and sha256_of(kept) != stored.tokenizer:
         raise FileDamaged(f"{kept}: was changed since the run was started")
     return stored
 
@@ -348,7 +348,7 @@ def create(
         if tokenizer is not None:
             write_atomically(run_dir / TOKENIZER, tokenizer.read_bytes())
             copy_provenance(tokenizer, run_dir / TOKENIZER)
-            stored = dataclasses.replace(stored, tokenizer=_sha256(run_dir / TOKENIZER))
+            stored = dataclasses.replace(stored, tokenizer=sha256_of(run_dir / TOKENIZER))
         if model is not None or template is not None:
             make_directory(run_dir / MODEL)
             if model is not None:
@@ -422,8 +422,4 @@ def other_bits(stored: StoredRun, versions: Mapping[str, str], host: str) -> str
 
 def config_sha256(run_dir: Path) -> str:
     """sha256 of config.json."""
-    return _sha256(run_dir / CONFIG)
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return sha256_of(run_dir / CONFIG)

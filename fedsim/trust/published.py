@@ -7,7 +7,6 @@ promises can only be checked by whoever has the run's own directory.
 """
 
 import dataclasses
-import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from flax import traverse_util
 from fedsim.accounting import at_most
 from fedsim.clipping import num_coordinates
 from fedsim.errors import FedsimError, FileDamaged
-from fedsim.files import read_json
+from fedsim.files import read_json, sha256_of
 from fedsim.models import model_files, stacked, unstacked
 from fedsim.plan import Plan
 from fedsim.run import checkpoint, directory, find_model, formats, ledger
@@ -114,8 +113,7 @@ def digests(path: Path) -> dict[str, str]:
         demand(plain, f"{file}: expected a file, not a link to one")
         if file.is_file() and name != NAME:
             demand(_may_be_published(name), f"{file}: is none of the files that may be published")
-            with file.open("rb") as opened:
-                found[name] = hashlib.file_digest(opened, "sha256").hexdigest()
+            found[name] = sha256_of(file)
     return found
 
 
