@@ -228,7 +228,7 @@ def main() -> None:
     given = common.resumable(__doc__, "training", processes=True)
     settings = SETTINGS[given.scale]
     todo = list(cells(settings))
-    out = common.place_of(given) if given.dry_run else common.out_of(given)
+    out = common.out_of(given)
     file = out / f"{NAME}.jsonl"
     if given.dry_run:
         done = len(todo) - len(missing(todo, file))

@@ -18,7 +18,6 @@ audits.jsonl beside the results as they come; the same command goes on with what
 import dataclasses
 import functools
 import itertools
-import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ from matplotlib.figure import Figure
 from experiments.harness import common
 from experiments.harness.mean_task import MeanTask
 from experiments.harness.records import came_from
-from experiments.harness.rows import by, kept, missing
+from experiments.harness.rows import append, by, kept, missing
 from fedsim import accounting, engine
 from fedsim.clipping import Clip
 from fedsim.els import ELS
@@ -227,8 +226,7 @@ def run(settings: Settings, file: Path, minutes: float) -> None:
         if time.monotonic() >= ends:
             break
         row = attack(cell, settings)
-        with file.open("a") as out:
-            out.write(json.dumps(row) + "\n")
+        append(file, [row])
         print(*dataclasses.astuple(cell), row["refuted"], row["seconds"], flush=True)
 
 

@@ -14,7 +14,6 @@ same command goes on with what is missing, for --minutes.
 
 import dataclasses
 import itertools
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ from matplotlib.figure import Figure
 
 from experiments.harness import common
 from experiments.harness.records import came_from
-from experiments.harness.rows import Rows, by, kept, missing
+from experiments.harness.rows import Rows, append, by, kept, missing
 from fedsim.data import corpora
 
 NONE, INDEPENDENT, CORRELATED, ALLOCATION = "none", "independent", "correlated", "allocation"
@@ -297,8 +296,7 @@ def run(settings: Settings, file: Path, minutes: float) -> None:
     while time.monotonic() < ends and (left := missing(cells(settings, kept(file)), file)):
         cell = left[0]
         row = train(cell, settings)
-        with file.open("a") as out:
-            out.write(json.dumps(row) + "\n")
+        append(file, [row])
         print(*dataclasses.astuple(cell), row["loss"], row["seconds"], flush=True)
 
 

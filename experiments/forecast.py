@@ -213,7 +213,7 @@ def main() -> None:
     common.at_hand(given, SETTINGS)
     settings = SETTINGS[given.scale]
     todo = list(cells(settings))
-    out = common.place_of(given) if given.dry_run else common.out_of(given)
+    out = common.out_of(given)
     file, before = out / f"{NAME}.jsonl", out / f"{SAID}.jsonl"
     if given.dry_run:
         gradients = len(todo) * settings.num_steps * settings.budget

@@ -192,7 +192,7 @@ def main() -> None:
     """Predict, train what is missing, and write what was found."""
     given = common.resumable(__doc__, "training", processes=True)
     settings = SETTINGS[given.scale]
-    out = common.place_of(given) if given.dry_run else common.out_of(given)
+    out = common.out_of(given)
     file, norms = out / f"{NAME}.jsonl", out / f"{PREDICTIONS}.jsonl"
     shape = settings.regime
     if given.dry_run:

@@ -262,7 +262,7 @@ def main() -> None:
     """Train what is missing, and write what was found."""
     given = common.resumable(__doc__, "training", processes=True)
     settings = SETTINGS[given.scale]
-    out = common.place_of(given) if given.dry_run else common.out_of(given)
+    out = common.out_of(given)
     count_of_all = len(planned(settings))
     if given.dry_run:
         done, left = len(kept(out / f"{NAME}.jsonl")), todo(settings, known(out, settings))

@@ -336,7 +336,7 @@ def main() -> None:
     """Train what is missing, and write what was found."""
     given = common.resumable(__doc__, "training", processes=True)
     settings = SETTINGS[given.scale]
-    out = common.place_of(given) if given.dry_run else common.out_of(given)
+    out = common.out_of(given)
     file, looks_file = out / f"{NAME}.jsonl", out / f"{NORMS}.jsonl"
     if given.dry_run:
         assumed = {"num_users": 7_014, "median_examples": 154, "norms": dict.fromkeys("124", [1.0])}

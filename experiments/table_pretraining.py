@@ -328,7 +328,7 @@ def main() -> None:
     """Train what is missing, and write what was found."""
     given = common.resumable(__doc__, "training", processes=True)
     settings = SETTINGS[given.scale]
-    out = common.place_of(given) if given.dry_run else common.out_of(given)
+    out = common.out_of(given)
     file = out / f"{NAME}.jsonl"
     if given.dry_run:
         tuned = 3 * len(settings.groups)

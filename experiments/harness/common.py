@@ -256,9 +256,10 @@ def place_of(arguments: argparse.Namespace) -> Path:
 
 
 def out_of(arguments: argparse.Namespace) -> Path:
-    """The directory for results, which is made if need be."""
+    """The directory for results, which is made if need be; not in a dry run."""
     out = place_of(arguments)
-    out.mkdir(parents=True, exist_ok=True)
+    if not arguments.dry_run:
+        out.mkdir(parents=True, exist_ok=True)
     return out
 
 

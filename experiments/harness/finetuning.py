@@ -232,7 +232,7 @@ def parse_arguments(description: str | None, argv: Sequence[str] | None = None) 
     came_from()  # what is committed while it trains is not what trains
     if given.data and given.out is None:
         given.out = Path("results") / Path(given.data).name
-    out = common.place_of(given) if given.dry_run else common.out_of(given)
+    out = common.out_of(given)
     return Arguments(given.scale, out, given.model, given.dry_run, given.in_turn, given.data)
 
 
