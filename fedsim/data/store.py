@@ -118,19 +118,10 @@ def owner_sets(rows: np.ndarray, ids: pa.Array, num_rows: int) -> tuple[pa.Array
     return pc.binary_join(lists, SEPARATOR), counts  # pyright: ignore
 
 
-def decided_by_texts(long_texts: str, against: Sequence[str] = ()) -> str:
-    """Start of an error line about a build setting that makes row counts depend on what texts say.
-
-    Where texts have several owners, the draw must depend only on the ownership of texts.
-
-    Args:
-      against: sources whose near duplicates were dropped, in data that fedsim 0.2 built.
-    Returns:
-      The line without its end, or "" if no setting does so.
-    """
-    if long_texts != "cut":
-        return f"long_texts={long_texts}: expected cut"
-    return f"against={','.join(against)}: expected none" if against else ""
+def decided_by_texts(long_texts: str) -> str:
+    """Start of an error line about a build setting that makes row counts depend on what texts say;
+    "" if it does not. Of texts with several owners, the draw must depend only on who owns which."""
+    return f"long_texts={long_texts}: expected cut" if long_texts != "cut" else ""
 
 
 def is_shared(keys: pa.Array | pa.ChunkedArray) -> bool:

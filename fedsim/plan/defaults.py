@@ -225,8 +225,7 @@ def bands_predicted(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) 
 def _expect_shared(privacy: PrivacyConfig, data: Dataset) -> None:
     """Raise ConfigError if settings or data do not support texts with several owners."""
     where = "where texts have several owners"
-    rules, screen = (data.metadata.get(name, {}) for name in ("rules", "screen"))
-    if rule := decided_by_texts(rules.get("long_texts", "cut"), screen.get("against", ())):
+    if rule := decided_by_texts(data.metadata.get("rules", {}).get("long_texts", "cut")):
         raise ConfigError(f"data: built with {rule} {where}", field="data")
     required = {
         "adjacency": (privacy.adjacency, ZERO_OUT),
