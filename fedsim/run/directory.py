@@ -55,10 +55,6 @@ CONFIG, SUMMARY, RECEIPT, LOCK = "config.json", "summary.json", "budget.json", "
 TOKENIZER, MODEL = "tokenizer.json", "model"
 ANOTHER_KEY = "another key than the ledger was begun with"
 PRETRAIN = "pretrain"
-REMOVED = {"trust_workers_with_noise": False}
-"""Settings that only earlier versions had, with the value that had no effect."""
-LAYERED = ("layers", "twice")
-"""Strategies of earlier versions that are proven to bound contributions by C."""
 
 
 class Busy(ConfigError):
@@ -157,27 +153,16 @@ class StoredRun:
             settings = PrivacyConfig(**{**renamed(record["privacy"]), "epsilon": epsilon})
             plan = Plan.from_dict(record["plan"])
             name = str(record.get("strategy", {}).get("name", ""))
-            if name and name not in LAYERED and _only_earlier_versions_have(name):
+            if name and _only_earlier_versions_have(name):
                 plan = dataclasses.replace(plan, unproven=name)
-        kept, removed = _without_removed(renamed(record["run"]))
+        kept = renamed(record["run"])
+        removed = {"engine": kept.pop("engine")} if kept.get("engine") == "spmd" else {}
         run = run_config(**{**kept, "run_dir": run_dir})
         names = ("model", "versions", "host", "strategy", "files", "labels", "tokenizer")
         rest = {name: record[name] for name in names if name in record}
         if "parent" in record:
             rest["parent"] = formats.Parent(**record["parent"])
         return cls(identity, settings, run, plan=plan, removed=removed, **rest)
-
-
-def _without_removed(run: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a run's settings into those of this version, and those that were removed."""
-    removed = {n: run[n] for n, unused in REMOVED.items() if run.get(n, unused) != unused}
-    settings = {name: value for name, value in run.items() if name not in REMOVED}
-    if settings.get("engine") == "spmd":
-        removed["engine"] = settings.pop("engine")
-    if settings.get("strategy") in LAYERED:
-        removed["strategy"] = settings.pop("strategy")
-        settings.pop("mesh", None)  # it had another axis
-    return settings, removed
 
 
 def _only_earlier_versions_have(strategy: str) -> bool:

@@ -184,9 +184,8 @@ def _settings(evidence: Evidence) -> str:
         same = wanted is None or wanted == planned
         demand(same, f"{name}={planned} in the plan: expected {wanted}, as in the settings")
     check_constants(plan)
-    name = str(evidence.stored.strategy.get("name"))
-    if plan.unproven is None and name not in directory.LAYERED:
-        Strategy.parse(name)
+    if plan.unproven is None:
+        Strategy.parse(str(evidence.stored.strategy.get("name")))
     return described(plan)
 
 

@@ -279,7 +279,7 @@ def test_the_published_schemas_describe_a_run(algorithm, trained):
         assert not valid["summary"].is_valid({**summary, name: None})
 
 
-@pytest.mark.parametrize("strategy", ["bookkeeping:4", "twice", "scan:2"])
+@pytest.mark.parametrize("strategy", ["bookkeeping:4", "scan:2"])
 def test_a_run_of_an_earlier_version_is_read_with_its_label(
     strategy, texts, run_dir, capsys, monkeypatch
 ):
