@@ -181,11 +181,11 @@ def at_start(settings: Settings, directory: Path) -> tuple[Any, Any, float, floa
 
     model, data = find_model(str(directory / "pretrain")), Dataset.open(directory / "private")
     key = SecretKey.create(0, NAME).jax_key("parameters")
-    task, params = make_task(fine_tuning(settings, directory), model, data, key)
+    task, params = make_task(fine_tuning(directory), model, data, key)
     return model, data, held_out(task, task.init(key), settings), held_out(task, params, settings)
 
 
-def fine_tuning(settings: Settings, directory: Path) -> Any:
+def fine_tuning(directory: Path) -> Any:
     """The settings of a run that starts from the pre-trained model."""
     model = str(directory / "pretrain")
     return run_config(
@@ -221,7 +221,7 @@ def train(cell: Cell, settings: Settings, directory: Path) -> Row:
         group_size=group,
         adjacency=ADD_OR_REMOVE,
     )
-    key, run = SecretKey.create(cell.seed, NAME), fine_tuning(settings, directory)
+    key, run = SecretKey.create(cell.seed, NAME), fine_tuning(directory)
     task, params = make_task(run, model, data, key.jax_key("parameters"))
     at = common.prepared(cell.algorithm, privacy, run, model, data, task, params, key)
     average, _ = at.trained(STEP**cell.power, rows=4)

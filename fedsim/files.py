@@ -182,7 +182,7 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0
     sync_directory(path.parent)
 
 
-def write_with(path: Path, write: Callable[[Path], None], mode: int = 0o644) -> None:
+def write_with(path: Path, write: Callable[[Path], None]) -> None:
     """Like `write_atomically`, by a library that takes a file name: `write(name)` writes it.
 
     It writes in a temporary directory, which also takes other files that it may leave behind.
@@ -194,7 +194,7 @@ def write_with(path: Path, write: Callable[[Path], None], mode: int = 0o644) -> 
         temporary = directory / path.name
         write(temporary)
         with named(path), temporary.open("rb") as file:
-            os.fchmod(file.fileno(), directory.stat().st_mode & mode)  # respects the umask
+            os.fchmod(file.fileno(), directory.stat().st_mode & 0o644)  # respects the umask
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:

@@ -103,9 +103,9 @@ def rates_inside(rows: Sequence[Row]) -> list[tuple[str, bool, str]]:
     return [(what, all(found), f"{found.count(False)} of {len(found)} are")] if found else []
 
 
-def margin(rows: Sequence[Row], cells: int = 2) -> float:
-    """What the seeds explain of a sum or difference of the losses of so many cells among `rows`."""
-    return ERRORS * np.sqrt(cells) * seed_error(rows)
+def margin(rows: Sequence[Row]) -> float:
+    """What the seeds explain of a difference of the losses of two cells among `rows`."""
+    return ERRORS * np.sqrt(2) * seed_error(rows)
 
 
 def losses_by_power(rows: Iterable[Row]) -> dict[int, float]:
