@@ -118,4 +118,5 @@ def last_model(
     expect("model", run.model.source, same, "the model of the run")
     key = SecretKey.create(0).jax_key("init")
     task, _ = make_task(without_adapter(stored, run), model, data, key)
+    path = checkpoint.latest(run.run_dir) or path  # a training may have written others meanwhile
     return task, checkpoint.load_params(path), data, path

@@ -112,7 +112,7 @@ def _expect_ours(directory: Path, *, alone: bool = False) -> None:
     writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not stat.S_ISDIR(found.st_mode):
         why = "is no directory"
-    elif found.st_uid not in ({os.getuid()} if alone else {os.getuid(), 0}):
+    elif found.st_uid not in ({os.getuid()} if alone else {os.getuid(), 0, _owner_of_all()}):
         why = f"belongs to another user, {found.st_uid}"
     elif writable and (alone or not found.st_mode & stat.S_ISVTX):
         why = f"can be written to by others (mode {stat.S_IMODE(found.st_mode):o})"
@@ -123,6 +123,12 @@ def _expect_ours(directory: Path, *, alone: bool = False) -> None:
         f"{ELSEWHERE}",
         field="cache",
     )
+
+
+def _owner_of_all() -> int:
+    """The owner of /: in a user namespace without root, as of rootless Apptainer, root is there
+    the same unknown user as all whom the namespace does not know."""
+    return os.lstat("/").st_uid
 
 
 def private_directory(field: str, path: Path) -> None:
@@ -238,13 +244,14 @@ def new_directory(out: Path) -> Iterator[Path]:
         raise ConfigError.of("out", out, "a directory that is not there yet")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:
-            made = Path(place) / "made"
-            made.mkdir()  # with the mode of directories, which the temporary one has not
-            yield made
-            made.rename(out)
+        temporary = TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)
+        made = Path(temporary.name) / "made"
+        made.mkdir()  # with the mode of directories, which the temporary one has not
     except OSError as error:
         raise ConfigError.of("out", out, f"a place to write to ({error})") from None
+    with temporary:
+        yield made
+        made.rename(out)
     sync_directory(out.parent)
 
 

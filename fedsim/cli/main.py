@@ -33,6 +33,7 @@ from fedsim.cli.models import (
 )
 from fedsim.cli.trust import Audit, Budget, Forget, Publish, Report, Runs, Verify
 from fedsim.cli.tuning import Recommend, Sweep
+from fedsim.config import to_json
 from fedsim.errors import ConfigError, FedsimError, printable
 from fedsim.files import CACHE, DISK_FULL, LEDGER, directory_of
 from fedsim.installation import optional, version
@@ -116,11 +117,20 @@ def _drop(*streams: int) -> None:
 def _answer(command: Any, result: dict[str, Any]) -> None:
     """Print the result as JSON. A training ignores a closed stdout: its result is in the run."""
     try:
-        print(json.dumps(result), flush=True)
+        print(json.dumps(_in_json(result), allow_nan=False), flush=True)
     except OSError:
         if not isinstance(command, Train | Pretrain):
             raise
         _drop(1)
+
+
+def _in_json(value: Any) -> Any:
+    """A result with infinite numbers and such as are none as strings, which JSON has not."""
+    if isinstance(value, dict):
+        return {name: _in_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_in_json, value)]
+    return to_json(value)
 
 
 def _run(words: list[str]) -> None:
@@ -158,7 +168,8 @@ def _run(words: list[str]) -> None:
         command = getattr(command, "command", command)
         if isinstance(command, Train | Pretrain | Synthesize):  # before a step, or by two signals
             _fail("interrupted; the same command with --resume goes on", UNFINISHED)
-        if isinstance(command, Sweep | DataBuild):
+        resumes = isinstance(command, Forget) and command.retrain is not None
+        if resumes or isinstance(command, Sweep | DataBuild):
             _fail("interrupted; the same command goes on", UNFINISHED)
         _fail("interrupted", 130)
     if command.json:

@@ -255,7 +255,8 @@ class EngineConfig:
     start; name one if nodes are still to join."""
 
     wait_for_workers: float = 0.0
-    """Seconds to wait for nodes until num_workers fit; an autoscaler is asked for them. >= 0."""
+    """Seconds to wait for nodes until num_workers fit, and later for workers that were lost, at
+    least 300; an autoscaler is asked for them. >= 0."""
 
     def __post_init__(self):
         _expect_least(self, num_lanes=1, threads_per_worker=1, num_workers=1, devices_per_worker=1)
@@ -268,6 +269,11 @@ class EngineConfig:
             number = given is None or given == shape.devices
             expect("devices_per_worker", given, number, f"{shape.devices}, those of mesh={shape}")
             object.__setattr__(self, "devices_per_worker", None)  # the mesh says it: no other run
+
+    @property
+    def num_devices(self) -> int | None:
+        """Devices of a worker: those of the mesh, or as given; None: the default."""
+        return self.mesh_shape.devices if self.mesh_shape else self.devices_per_worker
 
     @property
     def mesh_shape(self) -> MeshShape | None:

@@ -15,7 +15,6 @@ It never waits, kills or reads a clock; `ray_engine` does, and passes events and
 
 import dataclasses
 import enum
-import os
 import re
 import statistics
 import time
@@ -29,6 +28,7 @@ import numpy as np
 import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
+from fedsim.engine import machine
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import EngineError
 from fedsim.engine.environment import (
@@ -79,6 +79,11 @@ class Actors:
             # An argument of methods: an argument of the constructor would have to exist when Ray
             # starts an actor again.
             self.task = ray.put(task)
+        except (ObjectStoreFullError, OutOfDiskError) as error:
+            self._cluster.close()
+            raise EngineError(
+                f"no room for the task in the object store: {cause(error)}"
+            ) from error
         except BaseException:
             self._cluster.close()
             raise
@@ -163,7 +168,7 @@ def connect(num_workers: int | None, threads: int, devices: int | None) -> Clust
     A private cluster declares the machine's CPUs, or more if the workers need more.
     """
     needed = (num_workers or 1) * threads * (devices or 1)
-    return Cluster(max(len(os.sched_getaffinity(0)), needed))
+    return Cluster(max(machine.cpus(), needed))
 
 
 class Shared:

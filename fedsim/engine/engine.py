@@ -26,6 +26,7 @@ from fedsim.errors import FedsimError
 
 TRIAL_UNITS = 32  # most units on which a strategy is tried
 AT_ONCE = 4  # units that most strategies compute side by side
+MOST_EVALUATED = 512  # examples of a lane: a worker that takes too long is taken for lost
 LEAST_TOKENS = 512  # of a lane of examples that share rows: several rows at once cost less each
 
 
@@ -297,7 +298,8 @@ class Engine(ABC):
 
     def begin_mean_nats(self, params: Any, split: str, rows: np.ndarray) -> Callable[[], float]:
         """Like `mean_nats`, when workers are idle; the returned function waits for the result."""
-        lanes = cut_examples(self.task, split, rows, self.num_lanes, self.least_units).rows
+        number = max(self.num_lanes, -(-len(rows) // MOST_EVALUATED))
+        lanes = cut_examples(self.task, split, rows, number, self.least_units).rows
         answers = self._begin("lane_nats", params, lanes, split)
 
         def wait() -> float:

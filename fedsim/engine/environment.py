@@ -347,9 +347,11 @@ def worker_environment(placement: Placement) -> dict[str, str]:
     # Explicit, because workers inherit the driver's variables, and because an accelerator that JAX
     # cannot use must be an error, not a slow run.
     variables["JAX_PLATFORMS"] = PLATFORMS[placement.accelerator]
+    variables["JAX_PLATFORM_NAME"] = ""  # an older name, by which JAX would choose another device
     if placement.accelerator == "GPU":
         # A worker has its GPU to itself; the default leaves a quarter of the memory unused.
         variables["XLA_CLIENT_MEM_FRACTION"] = "0.9"
+        variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = ""  # its older name: JAX takes one of the two
         # For every program, also those without `compiler_options`.
         variables["XLA_FLAGS"] = "--xla_gpu_deterministic_ops=true"
     if placement.accelerator is None:

@@ -9,10 +9,12 @@ Does not import JAX, which needs threads itself.
 """
 
 import dataclasses
+import math
 import os
 import re
 import resource
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from fedsim.config import EngineConfig
@@ -83,23 +85,44 @@ def free_memory(
 
 
 def _free_in_groups(membership: str, cgroups: Path) -> list[int]:
-    """Free bytes of each control group that limits this process's memory, and of those above it."""
+    """Free bytes of each control group that limits this process's memory."""
     found = []
+    for place in _groups(membership, cgroups, "memory"):
+        for limit, used, cached in LIMITS:
+            most, now = _text(place / limit).strip(), _text(place / used).strip()
+            if most.isdecimal() and now.isdecimal():
+                kept = re.search(rf"^{cached} (\d+)$", _text(place / "memory.stat"), re.M)
+                found.append(int(most) - int(now) + int(kept[1] if kept else 0))
+    return found
+
+
+def _groups(membership: str, cgroups: Path, controller: str) -> Iterator[Path]:
+    """Yield the directories of this process's control groups of a controller, and those above."""
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        top = cgroups / "memory" if controllers else cgroups
+        top = cgroups / controller if controllers else cgroups
         group = top / path.lstrip("/")
-        for place in (group, *group.parents):
-            if not place.is_relative_to(top):
-                break
-            for limit, used, cached in LIMITS:
-                most, now = _text(place / limit).strip(), _text(place / used).strip()
-                if most.isdecimal() and now.isdecimal():
-                    kept = re.search(rf"^{cached} (\d+)$", _text(place / "memory.stat"), re.M)
-                    found.append(int(most) - int(now) + int(kept[1] if kept else 0))
-    return found
+        yield from (place for place in (group, *group.parents) if place.is_relative_to(top))
+
+
+def cpus(membership: Path = Path("/proc/self/cgroup"), cgroups: Path = CGROUPS) -> int:
+    """Return the number of CPUs that this process may use: those it may run on, or the quota of
+    its container, rounded up, if that is less.
+
+    Args:
+      membership, cgroups: file and directory of the kernel.
+    """
+    found = [float(len(os.sched_getaffinity(0)))]
+    for place in _groups(_text(membership), cgroups, "cpu"):
+        quota, _, period = _text(place / "cpu.max").strip().partition(" ")
+        if not quota:  # version 1
+            quota = _text(place / "cpu.cfs_quota_us").strip()
+            period = _text(place / "cpu.cfs_period_us").strip()
+        if quota.isdecimal() and period.isdecimal() and int(period):
+            found.append(int(quota) / int(period))
+    return max(1, math.ceil(min(found)))
 
 
 def _text(path: Path) -> str:
@@ -146,9 +169,8 @@ def expect_enough(config: EngineConfig) -> None:
     if config.kind == "ray":
         expect_installed("ray", otherwise=", or engine=local")
     starts_ray = config.kind == "ray" and not cluster_address()
-    cpus = len(os.sched_getaffinity(0))
     each = config.threads_per_worker * (config.devices_per_worker or 1)
-    workers = (config.num_workers or max(1, cpus // each)) if starts_ray else 0
+    workers = (config.num_workers or max(1, cpus() // each)) if starts_ray else 0
     kind = "ray" if starts_ray else "local"
     if starts_ray and not os.access(SHARED, os.W_OK):
         expected = "a directory for Ray's shared memory: start the container with it (docker run "

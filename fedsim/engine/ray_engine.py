@@ -115,6 +115,7 @@ class RayEngine(Engine):
         warn: Callable[[str], None] = ignore,
         patience: Patience | None = None,
         mesh: MeshShape | None = None,
+        wait_s: float = 0.0,
         **actors: Any,
     ):
         """Start the workers; `ready` waits for them.
@@ -125,17 +126,24 @@ class RayEngine(Engine):
           warn: receives warnings about workers.
           patience: deadlines of workers.
           mesh: mesh of a worker's devices that share the model; None: each has the whole model.
+          wait_s: seconds to wait for room, at the start and for workers that were lost.
           actors: other arguments of `Actors`.
         Raises: ConfigError: the cluster cannot be reached, or has no room for the workers.
         """
         super().__init__(task, num_lanes, warn)
         self._mesh = mesh
-        self._actors = Actors(task, **actors)
+        self._actors = Actors(task, wait_s=wait_s, **actors)
+        self._wait_s = wait_s
         if self._actors.warning:
             warn(self._actors.warning)
         self._monitor = Monitor()
         self.num_workers = self._actors.placement.num_workers
-        self._health = Health(patience)
+        self._health = Health(patience or Patience(back=max(Patience.back, wait_s)))
+        if self.num_workers > num_lanes:
+            warn(
+                f"a step is cut in {num_lanes} parts, so {self.num_workers - num_lanes} of "
+                f"{self.num_workers} workers are idle: num_lanes={2 * self.num_workers} uses all"
+            )
         self._workers: dict[int, Any] = {}
         self._flights: dict[Any, _Flight] = {}
         self._probe_at: dict[int, float] = {}
@@ -148,11 +156,12 @@ class RayEngine(Engine):
             self._hire()
 
     def ready(self) -> None:
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + START_S + self._wait_s
         while (up := self._health.count(State.HEALTHY, State.BUSY)) < self.num_workers:
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"{up} of {self.num_workers} workers started within {START_S:.0f} s; "
+                    f"{up} of {self.num_workers} workers started within "
+                    f"{START_S + self._wait_s:.0f} s; "
                     f"free in the cluster: {_free()}"
                 )
             self.heard(up, self.num_workers)
@@ -218,7 +227,8 @@ class RayEngine(Engine):
     ) -> _Call:
         if self._shared.put(params) and self._shared.version == 1:
             self._check_store(self._shared.num_bytes)
-        kinds = [(method, length) for length in lengths or [0] * len(lanes)]
+        # Without lengths, calls of about as many rows take about as long.
+        kinds = [(method, size) for size in lengths or [len(lane).bit_length() for lane in lanes]]
         return _Call(method, self._shared.version, self._shared.ref, lanes, args, kinds)
 
     def _answers(self, call: _Call) -> Iterator[Any]:
@@ -307,6 +317,10 @@ class RayEngine(Engine):
             # The arguments did not arrive, or the process was started again unnoticed.
             elif isinstance(error.cause, RayError | NoTask):
                 self._lost(flight)
+            elif flight.call is None and self._started:
+                # A process that was started again cannot compute: its device may be broken.
+                self._recruit_at = time.monotonic() + STRANGE_S
+                self._give_up(flight.worker, cause(error))
             else:
                 raise failure(self._name(flight), error) from error
         except RayError as error:  # died for good, or unknown

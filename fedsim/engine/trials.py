@@ -259,5 +259,5 @@ def free_memory() -> int:
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    cpus = os.cpu_count() or 1
+    cpus = machine.cpus()
     return machine.free_memory() * min(cpus, int(os.environ.get("NPROC", cpus))) // cpus

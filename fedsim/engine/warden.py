@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 from contextlib import suppress
+from errno import ENOSYS
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,7 +84,14 @@ def end(processes: set[Process]) -> None:
     """Kill these processes; never a later process with the number of one of them."""
     for process in processes:
         with suppress(ProcessLookupError, PermissionError):
-            descriptor = os.pidfd_open(process.pid)  # keeps the number from passing to another
+            try:
+                descriptor = os.pidfd_open(process.pid)  # keeps the number from passing to another
+            except (AttributeError, OSError) as error:
+                if getattr(error, "errno", ENOSYS) != ENOSYS:
+                    raise
+                if process.is_there:  # before Linux 5.3: it might pass right now
+                    os.kill(process.pid, signal.SIGKILL)
+                continue
             try:
                 if process.is_there:
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)

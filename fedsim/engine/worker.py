@@ -447,7 +447,10 @@ class MultiDeviceWorker(Worker):
 
     def lane_sum(self, version: int, params: Any, rows: np.ndarray, *args):
         sums, stats = zip(*self._on_all("lane_sum", version, params, rows, *args), strict=True)
-        return jax.tree.map(_added, *sums), Stats.join(stats)
+        total = jax.tree.map(_added, *sums)
+        if len(rows) <= lattice_capacity(num_coordinates(params)):  # half as much to send
+            total = jax.tree.map(_narrow, total)
+        return total, Stats.join(stats)
 
     def prepare(self, version: int, params: Any, rows: np.ndarray, *args):
         for_each = np.tile(rows, (len(jax.local_devices()), 1))
@@ -460,7 +463,9 @@ class MultiDeviceWorker(Worker):
     def _on_all(self, method, version, params, rows, *args):
         """Call a method on all devices, each with a share of `rows`; results in their order."""
         devices = jax.local_devices()
-        self._workers = self._workers or [Worker(self.task) for _ in devices]
+        if not self._workers:
+            self._workers = [Worker(self.task) for _ in devices]
+            self._workers[0]._programs = self.programs  # has the model on the first device
 
         def run(worker, device, share):
             with jax.default_device(device):
@@ -478,6 +483,11 @@ def _added(*leaves: np.ndarray) -> np.ndarray:
     for leaf in leaves[1:]:
         total += leaf
     return total
+
+
+def _narrow(leaf: np.ndarray) -> np.ndarray:
+    """Whole numbers as int32, which holds them."""
+    return leaf.astype(np.int32) if leaf.dtype == np.int64 else leaf
 
 
 class LocalEngine(Engine):

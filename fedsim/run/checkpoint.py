@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -62,6 +63,8 @@ def save(
     """
     directory = run_dir / DIRECTORY
     make_directory(directory)
+    for left in directory.glob(f"step-*{SUFFIX}.tmp"):  # of a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
     path = path_of(run_dir, step)
     arrays: dict[str, np.ndarray] = {}
 

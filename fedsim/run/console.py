@@ -463,7 +463,7 @@ def _facts(run_dir: Path, stored: StoredRun) -> dict[str, Any]:
         "steps": steps,
         "num_steps": num_steps,
         "loss": loss,
-        "status": _status(run_dir, steps >= num_steps),
+        "status": _status(run_dir, summary is not None and steps >= num_steps),
         "guarantee": plan is not None and plan.guarantee,
     }
 

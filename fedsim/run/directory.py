@@ -14,6 +14,7 @@ report.html   report.md   audit.html   audit.md   audit.json, by the commands re
 
 import dataclasses
 import fcntl
+import itertools
 import json
 import os
 import stat
@@ -40,6 +41,7 @@ from fedsim.data import TEMPLATE, copy_provenance
 from fedsim.errors import ConfigError, FileDamaged, expect
 from fedsim.files import (
     make_directory,
+    named,
     private_directory,
     read_json,
     sha256_of,
@@ -267,8 +269,12 @@ def of_others(run_dir: Path) -> str:
 
     Through a link, a run would read and write where someone else decides.
     """
-    for path in (run_dir, *sorted(run_dir.rglob("*"))):
-        status = path.lstat()
+    below = (Path(at, name) for at, *names in os.walk(run_dir) for name in itertools.chain(*names))
+    for path in (run_dir, *sorted(below)):
+        try:
+            status = path.lstat()
+        except FileNotFoundError:  # of a process that writes to the run now
+            continue
         if status.st_uid != os.getuid():
             return f"{path}: belongs to another user, {status.st_uid}"
         if path != run_dir and stat.S_ISLNK(status.st_mode):
@@ -297,7 +303,8 @@ def lock(run_dir: Path, *, to_read: bool = False) -> Iterator[None]:
         return
     with open(run_dir / LOCK, "r" if to_read else "a") as file:
         try:
-            fcntl.flock(file, (fcntl.LOCK_SH if to_read else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            with named(run_dir / LOCK):
+                fcntl.flock(file, (fcntl.LOCK_SH if to_read else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             message = "expected a run that no other process is working on"
             raise Busy(f"run_dir={run_dir}: {message}", field="run_dir") from None

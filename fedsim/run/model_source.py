@@ -134,6 +134,7 @@ def parts_of_run(run_dir: Path) -> tuple[TransformerConfig, Any, Pretrained | No
         expect("model", source, same, f"the model with which {run_dir} was started")
         assert base is not None
         base = base._replace(params=frozen.as_frozen(base.params, stored.run.model.frozen_dtype))
+    path = checkpoint.latest(run_dir) or path  # a training may have written others meanwhile
     return config, checkpoint.load_params(path), base
 
 

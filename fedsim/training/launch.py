@@ -5,7 +5,6 @@ on top.
 """
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import optax
 
 from fedsim.clipping import Strategy
 from fedsim.config import ZERO_OUT, Algorithm, EngineConfig, PrivacyConfig, RunConfig, computed_by
-from fedsim.engine import TRIAL_UNITS, Engine, Task, place_workers, versions
+from fedsim.engine import TRIAL_UNITS, Engine, Task, cpus, place_workers, versions
 from fedsim.errors import ConfigError, expect
 from fedsim.plan import Plan, method_for
 from fedsim.run import (
@@ -186,15 +185,14 @@ def _workers(config: EngineConfig) -> tuple[int, int]:
     """Number of workers that an engine would have on this machine, and devices of each."""
     if config.kind == "local":
         return 1, config.mesh_shape.devices if config.mesh_shape else 1
-    machine: dict[str, float] = {"CPU": len(os.sched_getaffinity(0))}
+    machine: dict[str, float] = {"CPU": cpus()}
     if (name := jax.default_backend().upper()) in ("GPU", "TPU"):
         machine[name] = jax.local_device_count()
-    mesh = config.mesh_shape
     placement = place_workers(
         config.num_workers,
         config.threads_per_worker,
         [machine],
-        mesh.devices if mesh else config.devices_per_worker,
+        config.num_devices,
         config.accelerator,
     )
     return placement.num_workers, placement.devices

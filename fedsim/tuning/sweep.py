@@ -243,11 +243,11 @@ def _side_by_side(
     """Yield (job, its summary or the FedsimError that ended it) as jobs end."""
     from fedsim.engine import ParallelRuns
 
-    first = jobs[0].run
+    first, engines = jobs[0].run, [job.run.engine for job in jobs]
     side = ParallelRuns(
         at_once=at_once,
-        threads=max(job.run.engine.threads_per_worker for job in jobs),
-        devices=first.engine.devices_per_worker,
+        threads=max(each.threads_per_worker for each in engines),
+        devices=max(each.num_devices or 0 for each in engines) or None,
         accelerator=first.engine.accelerator,
         wait_s=first.engine.wait_for_workers,
         cache_dir=cache_dir() / "compiled",

@@ -130,6 +130,37 @@ def test_a_short_storm_changes_nothing(ray_cluster, problem):
     assert measured["performance/redispatched_lanes"] == 2
 
 
+def test_a_worker_whose_device_broke_leaves_its_work_to_the_others(
+    ray_cluster, problem, tmp_path, monkeypatch
+):
+    """Its process is started again, and cannot compute there."""
+    from fedsim.engine import ray_engine
+
+    (task, params), broken, said = problem, tmp_path / "broken", []
+
+    class Breaking(ray_engine.Worker):
+        def facts(self):
+            if broken.exists():
+                raise RuntimeError("no such device")
+            return super().facts()
+
+    monkeypatch.setattr(ray_engine, "Worker", Breaking)
+    pool = ray_pool(task, num_workers=2, warn=said.append)
+    try:
+        pool.ready()
+        os.kill(processes(pool)[0], signal.SIGKILL)
+        broken.touch()
+        total, _ = pool.clipped_sum(params, np.arange(60).reshape(30, 2), CLIP)
+        while not said:
+            pool._collect()
+    finally:
+        pool.close()
+    expected, _ = LocalEngine(task, num_lanes=6).clipped_sum(
+        params, np.arange(60).reshape(30, 2), CLIP
+    )
+    assert np.array_equal(total, expected) and "no such device" in said[0]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_thirty_killed_actors_a_frozen_one_and_nodes_that_come_and_go():

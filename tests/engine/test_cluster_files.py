@@ -67,8 +67,9 @@ def test_launchers_keep_to_themselves(name):
     config = load(name)
     assert config["available_node_types"]["head"]["resources"] == {"CPU": 0}
     assert config["available_node_types"]["gpu"]["min_workers"] == 0
-    starts = config["head_start_ray_commands"] + config["worker_start_ray_commands"]
-    assert len(starts) == 2
+    both = [config[f"{node}_start_ray_commands"] for node in ("head", "worker")]
+    assert [first for first, _ in both] == ["ray stop"] * 2  # in its own container
+    starts = [start for _, start in both]
     for command in starts:  # with a token, and one that is there
         (token,) = re.findall(r"RAY_AUTH_TOKEN_PATH=(\S+)", command)
         assert token in config["file_mounts"] and "RAY_AUTH_MODE=token" in command
@@ -131,6 +132,17 @@ def test_the_runtime_environment_needs_no_network():
     found = load("runtime_env.yaml")
     assert found.keys() == {"env_vars", "excludes"}
     assert all(isinstance(value, str) for value in found["env_vars"].values())
+
+
+def test_packages_that_are_called_data_travel_and_data_do_not(tmp_path):
+    from ray._private.runtime_env.packaging import _get_excludes
+
+    for name in ("own/data/read.py", "own/data/page.jinja", "data/texts", "own/data/a.csv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    left_out = _get_excludes(tmp_path, load("runtime_env.yaml")["excludes"])
+    found = {p.relative_to(tmp_path).name for p in tmp_path.rglob("*") if p.is_file()}
+    assert {n for n in found if not left_out(next(tmp_path.rglob(n)))} == {"read.py", "page.jinja"}
 
 
 def local(command, directory):

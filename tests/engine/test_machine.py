@@ -106,6 +106,31 @@ def test_free_memory_is_that_of_the_container(membership, files, free, tmp_path)
     assert of_kernel(tmp_path, membership, files) == free
 
 
+@pytest.mark.parametrize(
+    "membership, files, count",
+    [
+        ("0::/\n", {}, 64),
+        ("0::/a\n", {"a/cpu.max": "max 100000\n"}, 64),
+        ("0::/a/b\n", {"a/cpu.max": "350000 100000\n", "a/b/cpu.max": "max 100000\n"}, 4),
+        ("0::/a\n", {"a/cpu.max": "10000 100000\n"}, 1),
+        (
+            "4:cpu:/x\n3:memory:/a\n",
+            {"cpu/x/cpu.cfs_quota_us": "200000", "cpu/x/cpu.cfs_period_us": "100000"},
+            2,
+        ),
+        (
+            "4:cpu:/x\n",
+            {"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"},
+            64,
+        ),
+    ],
+)
+def test_cpus_are_those_of_the_container(membership, files, count, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: range(64))
+    of_kernel(tmp_path, membership, files)
+    assert machine.cpus(tmp_path / "cgroup", tmp_path / "cgroups") == count
+
+
 def test_memory_that_the_kernel_does_not_tell_is_taken_from_the_system(tmp_path):
     assert free_memory(tmp_path / "no", tmp_path / "no", tmp_path / "no") > 0
 

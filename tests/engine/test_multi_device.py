@@ -34,7 +34,7 @@ def test_devices_have_the_sum_and_the_statistics_of_one(clip, problem, three_dev
         assert total.dtype == np.float32
         np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
     else:  # whole numbers: in any order
-        assert total.dtype == np.int64
+        assert total.dtype == np.int32  # which holds it: half as much to send
         np.testing.assert_array_equal(total, expected)
     for column, values in zip(stats.columns(), known.columns(), strict=True):
         np.testing.assert_array_equal(column, values)
@@ -72,3 +72,11 @@ def test_ray_workers_with_two_devices_agree_with_this_process(ray_cluster, probl
         )
     np.testing.assert_array_equal(*totals)
     assert nats == pytest.approx(local.mean_nats(params, "any", np.arange(20)), rel=1e-6)
+
+
+def test_the_first_device_has_the_model_once(problem, three_devices):
+    """What a trial compiled, and the frozen model, are those of the first device."""
+    worker = MultiDeviceWorker(problem[0])
+    programs = worker.programs
+    worker.lane_nats(0, problem[1], np.arange(40), "any")
+    assert worker._workers[0].programs is programs is worker.programs

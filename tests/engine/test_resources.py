@@ -102,6 +102,7 @@ def test_cpu_workers_and_drivers_take_no_accelerator():
     assert driver_environment(3) == {"NPROC": "3", "JAX_PLATFORMS": "cpu"}
     assert worker_environment(Placement(4, 3, None, 2)) == {
         **driver_environment(3),
+        "JAX_PLATFORM_NAME": "",
         "JAX_NUM_CPU_DEVICES": "2",
         "GLIBC_TUNABLES": ALLOCATOR,
     }
@@ -128,6 +129,12 @@ def test_accelerator_workers_do_not_inherit_the_drivers_platform(accelerator, pl
     assert driver_environment(3).keys() <= variables.keys()  # each is the worker's own
     asked = "--xla_gpu_deterministic_ops=true" in variables.get("XLA_FLAGS", "")
     assert asked == (accelerator == "GPU")  # a contribution is a function of its rows
+
+
+def test_older_names_of_variables_do_not_reach_a_worker():
+    """With its own ones, JAX refuses to start by the one and computes elsewhere by the other."""
+    variables = worker_environment(Placement(1, 1, "GPU"))
+    assert variables["JAX_PLATFORM_NAME"] == variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] == ""
 
 
 def test_the_variables_of_a_worker_are_those_of_its_actor():

@@ -1,5 +1,6 @@
 """What is left of a killed cluster goes, and nothing of anybody else's does."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -43,6 +44,18 @@ def test_the_number_is_held_while_it_is_signalled(sleeper, monkeypatch):
     monkeypatch.setattr(os, "kill", None)
     warden.end({warden.process(sleeper.pid)})
     assert sent == [signal.SIGKILL]
+
+
+def test_a_system_without_such_holds_is_signalled_by_the_number(sleeper, monkeypatch):
+    def missing(_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", missing)
+    now = warden.process(sleeper.pid)
+    warden.end({now._replace(started=now.started - 1)})
+    assert sleeper.poll() is None
+    warden.end({now})
+    assert sleeper.wait(10) == -signal.SIGKILL
 
 
 def test_the_program_is_told_who_is_meant(sleeper, tmp_path):

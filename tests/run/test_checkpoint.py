@@ -83,6 +83,14 @@ def test_a_checkpoint_that_was_not_finished_does_not_count(tmp_path, monkeypatch
     assert found["step"].item() == 2
 
 
+def test_what_killed_saves_left_behind_goes_with_the_next_one(tmp_path):
+    left = checkpoint.path_of(tmp_path, 3)
+    (left.parent / f"{left.name}.tmp").mkdir(parents=True)
+    (left.parent / f"{left.name}.tmp" / left.name).write_bytes(b"half")
+    saved = checkpoint.save(tmp_path, 5, {"params": np.ones(2), "step": 5})
+    assert [*left.parent.iterdir()] == [saved]
+
+
 def test_the_chain_of_the_ledger_comes_back(tmp_path):
     path = checkpoint.save(tmp_path, 3, state(3), "0af9" * 16)
     found, chain = checkpoint.restore(path, state())

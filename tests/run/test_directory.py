@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import stat
+from pathlib import Path
 
 import pytest
 from refused import refuses
@@ -230,3 +231,18 @@ def test_a_seeds_draws_depend_on_all_that_bits_depend_on(run_dir):
         other = dataclasses.replace(base, **changed)
         assert of(seeded, other)._secret != of(seeded, base)._secret
         assert of(secret, other) is secret  # nobody can run with this key what differs
+
+
+def test_a_file_that_goes_while_a_run_is_looked_at_is_no_fault(run_dir, key, monkeypatch):
+    """Of a process that writes to it: the lock says so."""
+    start(run_dir, key)
+    gone, lstat = run_dir / "metrics.jsonl.tmp", Path.lstat
+    gone.touch()
+
+    def vanishing(path):
+        if path == gone:
+            raise FileNotFoundError(gone)
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", vanishing)
+    assert directory.of_others(run_dir) == ""

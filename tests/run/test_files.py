@@ -1,8 +1,10 @@
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
+from fedsim import files
 from fedsim.files import (
     cache_dir,
     remove_cut_off_line,
@@ -70,3 +72,29 @@ def test_what_could_not_be_written_leaves_nothing(tmp_path):
         write_pieces(tmp_path / "file", pieces())
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_bytes() == b"old"
+
+
+def test_a_cache_may_lie_where_root_is_unknown(monkeypatch, tmp_path):
+    """As in a container without root, where / belongs to the user that stands for all unknown."""
+    own, unknown = os.getuid(), 65534
+    monkeypatch.setattr(files, "_owner_of_all", lambda: unknown)
+    lstat, above = Path.lstat, {*tmp_path.parents}
+
+    def of_unknown(path):
+        found = lstat(path)
+        values = list(found)[: len(found)]
+        values[4] = unknown if path in above else own
+        values[0] &= ~0o022 if path in above else ~0
+        return os.stat_result(values)
+
+    monkeypatch.setattr(Path, "lstat", of_unknown)
+    assert files.own_directory(tmp_path / "cache").is_dir()
+    monkeypatch.setattr(files, "_owner_of_all", lambda: 0)
+    with pytest.raises(files.NotOurs, match="another user, 65534"):
+        files.own_directory(tmp_path / "cache")
+
+
+def test_an_error_of_what_is_written_is_no_error_of_the_place(tmp_path):
+    with pytest.raises(OSError, match="full"), files.new_directory(tmp_path / "new"):
+        raise OSError(errno.ENOSPC, "full")
+    assert not [*tmp_path.iterdir()]
