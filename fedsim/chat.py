@@ -110,16 +110,18 @@ class Conversation:
         """(token ids of the chat, most tokens of the reply). Forgets the oldest turns if needed."""
         longest = self._model.config.table
         room = min(self._max_tokens, longest // LEAST_SHARE)
+        turns = list(self.turns)
         while True:
             try:
-                ids = self._chats.encode_prompt([*self._system, *self.turns])
+                ids = self._chats.encode_prompt([*self._system, *turns])
             except BadChat as error:
                 raise ConfigError(f"message: {error}", field="message") from None
-            if len(ids) + room <= longest or len(self.turns) == 1:
+            if len(ids) + room <= longest or len(turns) == 1:
                 break
-            del self.turns[:2]
-            self.forgotten += 2
+            del turns[:2]
         expect("message", f"{len(ids)} tokens", len(ids) < longest, f"fewer than {longest} tokens")
+        self.forgotten += len(self.turns) - len(turns)
+        self.turns = turns
         return ids.tolist(), min(self._max_tokens, longest - len(ids))
 
 

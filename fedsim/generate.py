@@ -51,7 +51,7 @@ def generate_text(
     if generated[-1] in tokenizer.end_ids:
         stopped = "end"
         del generated[-1]
-    text = tokenizer.decode(generated)
+    text = tokenizer.decode_after(ids, generated)
     about = {"stopped": stopped, "max_length": longest, "seed": seed}
     return {"prompt": prompt, "text": text, "tokens": len(generated), **about}
 

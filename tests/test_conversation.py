@@ -65,6 +65,16 @@ def test_the_oldest_turns_are_forgotten_when_the_model_is_full(model, monkeypatc
     assert found.out == "yes\n" and "message=" in found.err and "fewer than 128" in found.err
 
 
+def test_a_message_that_is_too_long_leaves_the_chat_as_it_was(model):
+    chat = Conversation(pretrained.load(str(model)), temperature=0)
+    for _ in range(2):
+        [*chat.reply("Hello")]
+    before = list(chat.turns)
+    with refuses("message"):
+        [*chat.reply("x" * 310)]
+    assert chat.turns == before and chat.forgotten == 0
+
+
 def test_a_closed_reply_stays_in_the_chat(model):
     chat = Conversation(pretrained.load(str(model)), temperature=0)
     reply = chat.reply("Hello")

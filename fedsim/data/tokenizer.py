@@ -17,7 +17,8 @@ Begin and end tokens are looked up in this order; a name or id that the vocabula
 
 These files are read from the directory of a file called tokenizer.json. `with_template` keeps the
 result in the tokenizer.json itself, which can then be copied alone, as into a built data set.
-Special tokens that are spelled out in a text are text.
+Special tokens that are spelled out in a text are text; where the vocabulary has one as an ordinary
+piece, too, the piece is left out.
 """
 
 import hashlib
@@ -232,6 +233,13 @@ class Tokenizer:
         self._inner = inner
         self.sha256 = hashlib.sha256(self.json.encode()).hexdigest()
         self._is_bytes = self.json == _bytes_json()
+        unknown = {record["model"].get(name) for name in ("unk_token", "unk_id")}
+        special = (each for each in record["added_tokens"] if each.get("special"))
+        known = [each for each in special if unknown.isdisjoint((each["content"], each["id"]))]
+        pieces = inner.encode_batch_fast([t["content"] for t in known], add_special_tokens=False)
+        self._left_out = [
+            each["id"] for each, piece in zip(known, pieces, strict=True) if each["id"] in piece.ids
+        ]
 
     @classmethod
     def bytes(cls) -> "Tokenizer":
@@ -395,12 +403,20 @@ class Tokenizer:
         counts = np.fromiter(map(len, encoded), np.int64, len(encoded))
         dtype = token_dtype(self.vocab_size)
         values = np.fromiter(chain.from_iterable(encoded), dtype, int(counts.sum()))
+        if self._left_out and (gone := np.isin(values, self._left_out)).any():
+            text = np.repeat(np.arange(len(counts)), counts)
+            values, counts = values[~gone], np.bincount(text[~gone], minlength=len(counts))
         lengths = np.bincount(owner, counts, minlength=len(texts)).astype(np.int64)
         return lengths, values
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """The text of token ids, with special tokens if `special`."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=not special)
+
+    def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """The text of token ids that continue others: some tokenizers begin a text in a way of its
+        own, such as without a blank."""
+        return self.decode([*before, *ids])[len(self.decode(before)) :]
 
     def save(self, file: str | Path) -> None:
         """Write tokenizer.json, and beside it where it comes from, if it was trained.

@@ -199,6 +199,7 @@ PARTIAL = "partial_rotary_factor"
 
 def _rotary(family: Family, f: Fields, head: int) -> dict[str, Any]:
     """Fields of TransformerConfig about rotary positions and the longest sequence."""
+    _expect_one_rope(family, f)
     rope, parts = rotary(f, "rope_scaling", "rope_parameters"), {}
     of_layers = {name: rotary(rope, name) for name in LAYER_TYPES if name in rope}
     if LOCAL_BASE in family.defaults:
@@ -224,6 +225,26 @@ def _rotary(family: Family, f: Fields, head: int) -> dict[str, Any]:
         blocks = rope_layers(f, whole(f, "num_hidden_layers", LAYERS))
         parts["rope_blocks"] = None if all(blocks) else blocks
     return parts | {"max_length": longest}
+
+
+def _expect_one_rope(family: Family, f: Fields) -> None:
+    """Check the objects of rotary positions of two versions, of which `transformers` reads one.
+
+    Raises:
+      UnsupportedArchitecture: they differ, or it would read neither.
+    """
+    scaling, parameters = rotary(f, "rope_scaling"), rotary(f, "rope_parameters")
+    of_layers = any(name in parameters for name in LAYER_TYPES)
+    if LOCAL_BASE in family.defaults and parameters and not of_layers:
+        raise odd("rope_parameters", [*parameters], f"those of {FULL} and of {SLIDING}")
+    parameters = parameters.get(FULL, parameters)
+    if scaling and isinstance(parameters, dict) and parameters:
+        told = {name: scaling[name] for name in ("factor", "rope_theta") if name in scaling}
+        if kind := scaling.get("rope_type") or scaling.get("type"):
+            told["rope_type"] = kind
+        if any(parameters.get(name) != value for name, value in told.items()):
+            expected = "the same as in rope_parameters: remove one of the two"
+            raise odd("rope_scaling", scaling, expected)
 
 
 def _windows(family: Family, f: Fields) -> dict[str, Any]:

@@ -7,7 +7,7 @@ the family have, a field of config.json and its default, or the names and layout
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fedsim.models.config_json import LAYERS, Fields, layer_flags, number, whole
+from fedsim.models.config_json import LAYERS, ORIGINAL, Fields, flag, layer_flags, number, whole
 
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 POST_NORMS = {
@@ -33,6 +33,10 @@ def _after_first_layers(f: Fields, layers: int) -> list[bool]:
     return [i >= first for i in range(layers)]
 
 
+def _every_second(f: Fields, layers: int) -> list[bool]:
+    return [i % 2 == 0 for i in range(layers)]
+
+
 def _by_pattern(f: Fields, layers: int) -> list[bool]:
     period = whole(f, "sliding_window_pattern", LAYERS)
     return [(i + 1) % period != 0 for i in range(layers)]
@@ -46,7 +50,8 @@ def rope_layers(f: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def _without_rope(f: Fields, layers: int) -> list[bool]:
-    return [not rotates for rotates in rope_layers(f, layers)]
+    wanted = flag(f, "use_sliding_window")  # which says nothing where layer_types are given
+    return [wanted and not rotates for rotates in rope_layers(f, layers)]
 
 
 class Family(NamedTuple):
@@ -118,13 +123,12 @@ GEMMA2 = GEMMA._replace(
         **GEMMA.defaults,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
-        "sliding_window_pattern": 2,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
     numbers=CAPS,
     allowed={"hidden_activation": (*GELU, None)} | CAUSAL,
-    windows=_by_pattern,
+    windows=_every_second,
     norms=GEMMA_NORMS | POST_NORMS,
 )
 MULTIPLIERS = {
@@ -158,13 +162,14 @@ FAMILIES = {
         },
         numbers={"logit_cap": CAPS["logit_cap"]},
         allowed={**GEMMA2.allowed, "attn_logit_softcapping": (None,)},
+        windows=_by_pattern,
     ),
     "vaultgemma": GEMMA2._replace(
         class_name="VaultGemmaForCausalLM", parts=GEMMA.parts, norms=GEMMA_NORMS
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
-        defaults={"rms_norm_eps": 1e-5},
+        defaults={"rms_norm_eps": 1e-5, ORIGINAL: 4096},
         allowed=SILU | NO_TYPES,
         windows=_everywhere,
         fused=True,
@@ -180,7 +185,6 @@ FAMILIES = {
         },
         biases=("attention_bias", "mlp_bias"),
         windows=_without_rope,
-        window_flag="use_sliding_window",
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",

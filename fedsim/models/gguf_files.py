@@ -29,7 +29,7 @@ DENSE = {
 }
 NORMS = {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm"}
 HEAD_NORMS = {"query_norm": "attn_q_norm", "key_norm": "attn_k_norm"}
-CONTROL = 3  # the type of special tokens
+CONTROL, USER_DEFINED = 3, 4  # types of special tokens, and of such that a text is not split in
 
 
 class GGUFModel(NamedTuple):
@@ -229,6 +229,8 @@ def _tokenizer(about: dict[str, Any]) -> bytes | None:
     types = about.get("tokenizer.ggml.token_type", ())
     special = [t for t, kind in zip(tokens, types, strict=False) if kind == CONTROL]
     inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    whole = [t for t, kind in zip(tokens, types, strict=False) if kind == USER_DEFINED]
+    inner.add_tokens([AddedToken(t, special=False, normalized=False) for t in whole])
     return json.dumps(json.loads(inner.to_str()), ensure_ascii=False).encode()
 
 

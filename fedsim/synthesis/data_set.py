@@ -329,7 +329,9 @@ class _Task:
 
     def add(self, text: _Text, role: str | None, tokens: Sequence[int]) -> None:
         """Add a message that was drawn to its text."""
-        said, ended = self.writer.text(tokens, self.writer.ends(role))
+        continues = role is None and not text.opening.is_pair
+        after = text.opening.prompt if continues else ""
+        said, ended = self.writer.text(tokens, self.writer.ends(role), after)
         text.num_tokens += len(tokens) - ended
         whole = len(tokens) >= self.of.num_tokens
         text.stopped = "end" if ended else "num_tokens" if whole else "length"

@@ -44,7 +44,8 @@ CARD = re.compile(r"(?<![\w-])\d(?:[ -]?\d){12,18}(?![\w-])")
 PHONE = re.compile(
     r"(?<![\w+-])(?:\+\d{1,3}[ -]?)?(?:\(\d{1,5}\)[ -]?)?\d{2,5}(?:[ -]?\d{2,5}){1,5}(?![\w-])"
 )
-LEAST_DIGITS, MOST_DIGITS = 9, 15  # of a phone number; dates have eight
+LEAST_DIGITS, MOST_DIGITS = 9, 15  # of a phone number
+DATE = re.compile(r"(?:\d{4}-\d\d-\d\d|\d\d-\d\d-\d{4})(?!\d)")
 MASKS = {"email": "[EMAIL]", "card": "[CARD]", "phone": "[PHONE]"}
 
 
@@ -142,7 +143,8 @@ def repeated(text: str) -> float:
 def share_of_script(text: str, script: str) -> float:
     """Share of a text's letters that are of a script, or of several; 1 without letters."""
     scripts = scripts_of(script)
-    letters = [_script(c) in scripts for c in unicodedata.normalize("NFKC", text) if c.isalpha()]
+    normal = unicodedata.normalize("NFKC", text)
+    letters = [not scripts.isdisjoint(_scripts(c)) for c in normal if c.isalpha()]
     return sum(letters) / len(letters) if letters else 1.0
 
 
@@ -183,6 +185,8 @@ def is_card(number: str) -> bool:
 
 
 def _is_phone(number: str) -> bool:
+    if DATE.match(number):  # which may have a time behind it
+        return False
     digits = sum(c.isdecimal() for c in number)
     parts = len(re.findall(r"\d+", number))
     return LEAST_DIGITS <= digits <= MOST_DIGITS and (parts > 2 or number.startswith("+"))
@@ -220,5 +224,7 @@ def _hashes() -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.lru_cache(2**14)
-def _script(letter: str) -> str:
-    return unicodedata.name(letter, "").partition(" ")[0]
+def _scripts(letter: str) -> frozenset[str]:
+    """Scripts of a letter; the mark of long vowels is of both kinds of kana."""
+    name = unicodedata.name(letter, "").partition(" ")[0]
+    return frozenset(name.replace("IDEOGRAPHIC", "CJK").split("-"))

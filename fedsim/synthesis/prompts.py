@@ -84,7 +84,8 @@ def _object(line: str, place: str) -> Opening:
 def openings_of(
     prompts: Sequence[Opening], labels: Mapping[str, Sequence[int]], weights: Sequence[float]
 ) -> Iterator[Opening]:
-    """Yield what texts begin with, for ever: prompts in turn, labels by their weights.
+    """Yield what texts begin with, for ever: labels by their weights, and for each the prompts in
+    turn.
 
     Args:
       labels: tokens of each label's prompt; empty: there are no labels.
@@ -93,9 +94,9 @@ def openings_of(
     if not labels:
         yield from itertools.cycle(prompts)
         return
-    by_label = dict(zip(labels, weights, strict=True))
-    for prompt, label in zip(itertools.cycle(prompts), in_proportion(by_label), strict=False):
-        yield prompt._replace(name=label, label=tuple(labels[label]))
+    in_turn = {label: itertools.cycle(prompts) for label in labels}  # so that all pairs occur
+    for label in in_proportion(dict(zip(labels, weights, strict=True))):
+        yield next(in_turn[label])._replace(name=label, label=tuple(labels[label]))
 
 
 def in_proportion(weights: Mapping[str, float]) -> Iterator[str]:
@@ -196,10 +197,13 @@ class Writer:
         """Most tokens that can follow."""
         return min(num_tokens, self._longest - len(ids))
 
-    def text(self, tokens: Sequence[int], ends: frozenset[int]) -> tuple[str, bool]:
-        """(the text of drawn tokens, whether the model ended it)."""
+    def text(
+        self, tokens: Sequence[int], ends: frozenset[int], after: str = ""
+    ) -> tuple[str, bool]:
+        """(the text of drawn tokens, whether the model ended it). Args: after: what it goes on."""
         ended = bool(tokens) and tokens[-1] in ends
-        return self.tokenizer.decode(tokens[:-1] if ended else tokens), ended
+        before = self.tokenizer.encode_batch([after])[0]
+        return self.tokenizer.decode_after(before, tokens[:-1] if ended else tokens), ended
 
 
 def roles(opening: Opening, turns: int) -> Iterator[str | None]:

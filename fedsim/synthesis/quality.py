@@ -287,6 +287,7 @@ def distances(synthetic: UserStore, held_out: UserStore, seed: int = 0) -> dict[
     weights = user_weights(held_out)
     halves = [np.flatnonzero(each) for each in (is_first, ~is_first)]
     number = min(len(halves[1]), synthetic.num_examples)
+    halves[1] = np.sort(rng.choice(halves[1], number, replace=False))
     drawn = np.sort(rng.choice(synthetic.num_examples, number, replace=False))
     sides = [(held_out, half, weights[half]) for half in halves]
     sides.append((synthetic, drawn, np.full(number, 1 / number)))

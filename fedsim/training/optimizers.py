@@ -259,7 +259,8 @@ def settled(run: RunConfig, noise: Noise | None, *, fresh: bool = True) -> RunCo
       fresh: the trained model is not a pretrained one.
     Raises: ConfigError: there is no rule for the learning rate of this optimizer.
     """
-    usual = PAPER
+    named = (run.optimizer or PAPER["optimizer"]).partition(":")[0]
+    usual = PAPER | {"learning_rate": RATES.get(named, PAPER["learning_rate"])}
     if noise is not None and run.recipe != "paper":
         kind = run.optimizer or "momentum"
         trained = "adapters" if run.model.has_adapters else "fresh" if fresh else "pretrained"

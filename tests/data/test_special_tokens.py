@@ -3,8 +3,9 @@
 import json
 
 import numpy as np
+import pyarrow as pa
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, processors
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from fedsim.data.building.build import build
 from fedsim.data.tokenizer import Tokenizer as Ours
@@ -137,3 +138,34 @@ def test_the_hub_is_asked_for_the_files_that_name_them(tmp_path, monkeypatch):
     file.unlink()
     with pytest.raises(DataError, match="tokenizer=hf:x: expected a repository with a tokenizer"):
         Ours.from_spec("hf:x")
+
+
+def test_what_continues_a_text_is_decoded_behind_it():
+    """Some tokenizers begin a text in their own way, such as without a blank."""
+    texts = ["the pianist was unbelievably good, the others were not"] * 9
+    tokenizer = Ours.train_wordpiece(lambda: texts, 300)
+    ids, text = tokenizer.encode_batch(texts[:1])[0], texts[0]
+    assert tokenizer.decode(ids) == text
+    for cut in range(len(ids) + 1):
+        before = tokenizer.decode(ids[:cut])
+        assert before + tokenizer.decode_after(ids[:cut], ids[cut:]) == text
+    assert any(
+        tokenizer.decode(ids[:cut]) + tokenizer.decode(ids[cut:]) != text
+        for cut in range(1, len(ids))
+    )
+
+
+@pytest.mark.privacy
+def test_no_text_has_a_special_token_where_the_vocabulary_has_it_as_a_piece():
+    pieces = [("<unk>", 0.0), ("<s>", -1.0), ("</s>", -1.0), ("▁a", -2.0), ("▁", -3.0), ("b", -4.0)]
+    inner = Tokenizer(models.Unigram(pieces, unk_id=0))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer = Ours(inner, "unigram")
+    assert (tokenizer.begin, tokenizer.end) == ("<s>", "</s>")
+    lengths, ids = tokenizer.encode(pa.array(["a </s> b", "a b", "<s>"]))
+    assert not {tokenizer.begin_id, tokenizer.end_id} & {*ids.tolist()}
+    assert (
+        lengths.sum() == len(ids)
+        and tokenizer.encode_batch(["a b"])[0] == ids[lengths[0] : lengths[:2].sum()].tolist()
+    )

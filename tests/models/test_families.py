@@ -83,6 +83,14 @@ def test_fields_that_old_files_lack_or_place_elsewhere():
         "phi3", rope_parameters=..., rope_scaling={"type": "su", "short_factor": [1.0] * 4}
     )
     assert phi3.rope_scaling.kind == "longrope"
+    assert phi3.rope_scaling.original_length == 4096  # of transformers
+    window = {"layer_types": ["sliding_attention"] + ["full_attention"] * 3, "sliding_window": 4}
+    smollm3 = config_of(
+        "smollm3", **window, num_hidden_layers=4, no_rope_layers=..., use_sliding_window=False
+    )
+    assert smollm3.window_blocks == (True, False, False, False)  # whatever the flag says
+    pattern = config_of("gemma2", layer_types=..., num_hidden_layers=3, sliding_window_pattern=3)
+    assert pattern.window_blocks == (True, False, True)
     mistral = config_of("ministral", model_type="mistral")
     assert mistral.family == "ministral" and mistral.window_blocks == (False, True)
 
@@ -121,6 +129,10 @@ REFUSED = [
     ("granite", "logits_scaling", 0),
     ("qwen3_yarn", "beta_fast", -1),
     ("llama_linear", "partial_rotary_factor", 0.5),
+    ("llama_linear", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+    ("llama_linear", "rope_scaling", {"rope_type": "linear", "factor": 99.0}),
+    ("gemma3", "rope_scaling", {"rope_type": "linear", "factor": 2.0}),
+    ("gemma3", "rope_parameters", {"rope_type": "linear", "factor": 2.0}),
 ]
 
 

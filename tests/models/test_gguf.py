@@ -20,8 +20,13 @@ gguf = pytest.importorskip("gguf")
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "ab"]
 
 
-def write(file, more=(), splits="smollm", **changed):
-    """A random model of Llama's family; `more`: names of arrays beside its own."""
+def write(file, more=(), splits="smollm", whole=(), **changed):
+    """A random model of Llama's family.
+
+    Args:
+      more: names of arrays beside its own.
+      whole: tokens that the user has defined.
+    """
     config = FAMILIES["llama"]
     values = unstacked(random_like(config, np.random.default_rng(0)))
     writer = gguf.GGUFWriter(str(file), "llama")
@@ -39,8 +44,9 @@ def write(file, more=(), splits="smollm", **changed):
     writer.add_tokenizer_model("gpt2")
     if splits is not None:
         writer.add_tokenizer_pre(splits)
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([gguf_files.CONTROL] * 3 + [1] * 3)
+    writer.add_token_list([*TOKENS, *whole])
+    types = [gguf_files.CONTROL] * 3 + [1] * 3
+    writer.add_token_types(types + [gguf.TokenType.USER_DEFINED] * len(whole))
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -74,6 +80,13 @@ def test_an_export_has_the_tokens_and_the_template_inside(tmp_path):
     fields = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (fields["bos_token_id"], fields["eos_token_id"]) == (1, 2)
     assert Tokenizer.load(tmp_path / "out" / "tokenizer.json").sha256 == own.sha256
+
+
+def test_tokens_that_the_user_has_defined_are_not_split(tmp_path):
+    """As llama.cpp takes them."""
+    for whole, ids in (((), [4, 3]), (["ba"], [6])):
+        file = gguf_files.tokenizer_of(write(tmp_path / f"{len(whole)}.gguf", whole=whole))
+        assert Tokenizer.load(file).encode_batch(["ba"]) == [ids]
 
 
 def test_data_can_be_built_with_the_tokens_and_the_template_inside(tmp_path):

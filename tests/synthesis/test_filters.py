@@ -56,6 +56,8 @@ def test_what_is_masked_has_no_contact_detail_and_is_masked_once(text):
         ("ｌｅｔｔｅｒｓ", {"script": "latin"}, None),  # wide letters are Latin ones
         ("12 345 !?", {"script": "latin"}, None),  # no letters at all
         ("日本語のひらがな", {"script": "cjk,hiragana"}, None),
+        ("人々はサーバーのデータをコピーする", {"script": "cjk,hiragana,katakana"}, None),
+        ("サーバーのデータ", {"script": "hiragana"}, "script"),
         ("write to a.b@example.org", {"contacts": "drop"}, "contact"),
         ("write to a.b@example.org", {"contacts": "mask"}, None),
         ("\ud800 lone", {"duplicates": "near"}, None),
@@ -85,6 +87,7 @@ def test_duplicates_are_dropped_as_far_as_is_asked():
         ("call (555) 123-4567", "call [PHONE]", "phone"),
         ("card 4111 1111 1111 1111.", "card [CARD].", "card"),
         ("on 2026-01-01 at 12:30", None, None),
+        ("2024-01-05 10:30:00, 05-01-2024 10:00", None, None),
         ("order 4111111111111112", None, None),
         ("1 000 000 users, 3.14159265358979", None, None),
         ("@handle and a@b", None, None),

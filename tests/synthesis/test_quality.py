@@ -140,6 +140,13 @@ def test_texts_like_those_of_users_are_as_near_as_users_are_to_each_other(data, 
     assert shuffled["lengths"] == pytest.approx(alike["lengths"], abs=0.2)
 
 
+def test_a_small_set_is_compared_with_as_few_texts_of_users(data, rng):
+    """Few texts of one distribution differ from many by chance, and so do those of users."""
+    few = store_of([{"text": text} for text in say(rng, 10)], data)
+    row = distances(few, data.eval_users)["2-grams"]
+    assert row["total_variation"] < row["total_variation_of_users"] + 0.1
+
+
 def test_a_user_counts_once_however_much_they_wrote(tmp_path):
     """A user of one text and one of many weigh the same in every distribution."""
     data = dataset(tmp_path, {"a": ["x"]}, eval_users={"a": ["aaaa"], "b": ["bbbb"] * 9})

@@ -1,5 +1,6 @@
 """A synthetic data set: the same texts wherever they are drawn, and what is promised of them."""
 
+import itertools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from chats import saying
 from test_verify import command, write_texts
 
 from fedsim.cli.main import main
-from fedsim.synthesis.prompts import in_proportion
+from fedsim.synthesis.prompts import Opening, in_proportion, openings_of
 from fedsim.synthesis.sampling import block_sizes
 
 SMALL = ["--num-texts", "40", "--num-tokens", "12", "--batch-size", "4"]
@@ -255,6 +256,13 @@ def test_labels_follow_their_weights_at_any_time():
     for count in range(1, 1000):
         found = Counter(drawn[:count])
         assert all(abs(found[name] - weights[name] / 10 * count) <= 1 for name in weights)
+
+
+def test_every_prompt_meets_every_label():
+    prompts, labels = [Opening("", prompt=each) for each in "AB"], {"de": [1], "en": [2]}
+    drawn = itertools.islice(openings_of(prompts, labels, [1.0, 3.0]), 400)
+    found = Counter((each.prompt, each.name) for each in drawn)
+    assert found == {("A", "de"): 50, ("B", "de"): 50, ("A", "en"): 150, ("B", "en"): 150}
 
 
 @pytest.mark.parametrize("count, batch", [(1, 64), (40, 4), (100, 64), (20_000, 64), (512, 64)])

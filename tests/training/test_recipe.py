@@ -77,6 +77,13 @@ def test_the_recipe_of_the_paper():
     assert update(NOISE, recipe="paper", ema=0.5) == {**PAPER, "ema": 0.5}
 
 
+@pytest.mark.parametrize("noise, recipe", [(None, None), (NOISE, "paper")])
+def test_the_rate_of_the_paper_is_that_of_its_optimizer(noise, recipe):
+    """Pre-training has its rates, too: Adam diverges with Adafactor's."""
+    given = {"optimizer": "adam"} | ({"recipe": recipe} if recipe else {})
+    assert update(noise, **given)["learning_rate"] == 0.01
+
+
 def test_an_optimizer_without_a_rule_needs_a_rate():
     with refuses("learning_rate=None", says="not for lion"):
         rate(0.01, optimizer="lion")
