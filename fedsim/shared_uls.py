@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.accounting import StepEvent
+from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.sampling import Users, groups_of
 from fedsim.uls import ULS
@@ -33,6 +34,10 @@ class SharedULS(ULS):
           settings: the other settings of `ULS`.
         """
         self.groups = groups_of(users, max_changed, key)
+        size, most = settings["batch_size"], self.groups.num_users * settings["group_size"]
+        few = f"only {self.groups.num_users:,} of {users.num_users:,} users have a text within the "
+        why = f"{few}bound on the texts of an owner; does one, such as a bot, have nearly all?"
+        expect("batch_size", size, size <= most, f"<= {most}: {why}")
         super().__init__(self.groups, key=key, **settings)
 
     def event(self, noise_multiplier: float) -> StepEvent:

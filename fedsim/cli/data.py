@@ -119,8 +119,9 @@ class DataBuild:
     """Format of --turn-column, such as %H:%M; see --order-format."""
 
     tokenizer: str | None = None
-    """bytes (default), wordpiece:SIZE or bpe:SIZE (trained on this data: not private), hf:NAME, a
-    tokenizer file, the directory of a model or a run that holds one, or a GGUF file."""
+    """bytes (default), bpe:SIZE or wordpiece:SIZE (trained on this data: not private; wordpiece
+    drops capitals and accents), hf:NAME, a tokenizer file, the directory of a model or a run that
+    holds one, or a GGUF file."""
 
     max_length: int | None = None
     """Largest number of tokens of an example. >= 2. Default: 128."""
@@ -145,7 +146,7 @@ class DataBuild:
     """Character between the columns of CSV. Default: a comma, or a tab in files named .tsv."""
 
     encoding: str | None = None
-    """Encoding of CSV and JSON files, such as latin1. Default: utf-8."""
+    """Encoding of CSV and JSON files, such as cp1252 (Excel's) or latin1. Default: utf-8."""
 
     quoting: Literal["none", "minimal"] | None = None
     """Meaning of quotation marks in CSV. minimal: they enclose values with delimiters or line ends.

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from fedsim.data.building.user_ids import as_ids, registrable_domain
+from fedsim.data.building.user_ids import as_ids, look_alike_keys, registrable_domain
 from fedsim.data.dataset import SUMS, Dataset, sums
 from fedsim.data.store import SEPARATOR, TokenWriter, close_store
 from fedsim.data.tokenizer import PROVENANCE, TEMPLATE, TOKENIZER
@@ -28,6 +28,7 @@ FORGOTTEN = "forgotten"
 """Entry of a data set's metadata with the number of users who were forgotten."""
 PLACE = "forgotten-"
 """Start of the name of the place of a user who was forgotten."""
+MOST_LINES = 20  # that are named
 KEPT = (TOKENIZER, Path(TOKENIZER).stem + PROVENANCE, TEMPLATE)
 
 
@@ -43,10 +44,20 @@ def read_users(file: Path, data: Dataset, column: str | None = None) -> dict[str
         people = {each for each in people if not each.startswith(PLACE)}
     if len(found) > len(people):
         raise DataError.of("users", file, f"at most the {len(people)} users there are")
-    for each, line in sorted(found.items(), key=lambda pair: pair[1]):
-        if each not in people:
-            raise DataError.of("users", file, f"a user of {data.path} in line {line}")
+    if unknown := sorted(line for each, line in found.items() if each not in people):
+        lines = ", ".join(map(str, unknown[:MOST_LINES]))
+        more = f" and {len(unknown) - MOST_LINES:,} more" if len(unknown) > MOST_LINES else ""
+        where = f"line{'s' * (len(unknown) > 1)} {lines}{more}"
+        raise DataError.of("users", file, f"a user of {data.path} in {where}")
     return found
+
+
+def look_alikes(data: Dataset, users: Collection[str]) -> int:
+    """Count the other users of a data set whose ids look like one of these; see `user_ids`."""
+    ids = [each for each in data.people() if not each.startswith(PLACE)]
+    keys = look_alike_keys(pa.array(ids, pa.string())).to_pylist()
+    theirs = {key for each, key in zip(ids, keys, strict=True) if each in users}
+    return sum(each not in users and key in theirs for each, key in zip(ids, keys, strict=True))
 
 
 def read_ids(file: Path, data: Dataset, column: str | None = None) -> dict[str, int]:
@@ -89,7 +100,8 @@ def _rows(file: Path, column: str) -> Iterator[tuple[int, str]]:
             reader = csv.DictReader(opened, delimiter="\t" if kind == ".tsv" else ",")
             try:
                 if column not in (reader.fieldnames or ()):
-                    raise DataError.of("column", column, f"a column of {file}")
+                    hint = "" if kind == ".tsv" else ", whose columns are separated by commas"
+                    raise DataError.of("column", column, f"a column of {file}{hint}")
                 yield from ((reader.line_num, row[column] or "") for row in reader)
             except csv.Error as error:
                 expected = f"readable CSV in line {reader.line_num} ({error})"

@@ -30,6 +30,7 @@ from functools import cache, lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
+from unicodedata import normalize
 
 import numpy as np
 import pyarrow as pa
@@ -412,6 +413,15 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """The text of token ids, with special tokens if `special`."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=not special)
+
+    @property
+    def lost(self) -> list[str]:
+        """What texts do not keep of their letters, in words."""
+        if self._inner.normalizer is None:
+            return []
+        said = normalize("NFC", self._inner.normalizer.normalize_str("Aüが"))
+        kinds = {"A": "capitals", "ü": "accents (ü becomes u)", "が": "voicing (が becomes か)"}
+        return [words for letter, words in kinds.items() if letter not in said]
 
     def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
         """The text of token ids that continue others: some tokenizers begin a text in a way of its

@@ -203,13 +203,20 @@ def _as_json(field: str, name: str, values: Iterable[Any]) -> pa.Array:
       DataError: bytes are not UTF-8.
     """
     try:
+        said = (None if is_missing(x) else x for x in values)
         cells = [
-            x if x is None or isinstance(x, str) else json.dumps(x, default=_in_json)
-            for x in values
+            x if x is None or isinstance(x, str) else json.dumps(x, default=_in_json) for x in said
         ]
         return pa.array(cells, pa.string())
     except UnicodeError:
         raise DataError.of(field, name, "UTF-8, got other characters") from None
+
+
+def is_missing(value: Any) -> bool:
+    """True for None, NaN or another missing value of pandas."""
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    return isinstance(value, float | np.floating) and bool(value != value)
 
 
 def _in_json(value: Any) -> Any:

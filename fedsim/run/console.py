@@ -20,7 +20,7 @@ from fedsim.data import NATS_PER_TOKEN, name_of_source
 from fedsim.errors import FedsimError
 from fedsim.files import read_json
 from fedsim.noise import predicted_error
-from fedsim.plan import GIVEN, NOTHING, PROTECTS, PUBLIC, Plan
+from fedsim.plan import GIVEN, NOTHING, PROTECTS, PUBLIC, Evaluations, Plan
 from fedsim.run import directory, ledger, loggers, metrics
 from fedsim.run.directory import Busy, StoredRun
 from fedsim.run.terminal import (
@@ -188,6 +188,11 @@ class Console(Terminal):
           run: settings with the defaults of the recipe filled in.
         """
         self.rows(plan_rows(plan, workers, run, verbose=self.verbose))
+        if plan.shared and plan.shared.left_out > plan.shared.kept:
+            self.warn(
+                "more than half of the texts are left out, by the bound on the texts of an owner: "
+                "an owner of nearly all, such as a bot, is better left out of the data"
+            )
         for fact in plan.non_private:
             named = fact.startswith((PUBLIC, GIVEN))
             self.note(fact if named else f"not private: {fact}")
@@ -226,14 +231,16 @@ class Console(Terminal):
         losses = [float(summary[name]) for name in ("initial_eval_loss", "final_eval_loss")]
         is_evaluated = all(map(math.isfinite, losses))  # else it was stopped in between
         unit = summary.get("loss_unit", NATS_PER_TOKEN)
-        shown = (
-            f"held-out loss {change_of_loss(losses[0], losses[1], unit)}; " if is_evaluated else ""
-        )
+        noise = Evaluations(**how).stddev if (how := summary.get("evaluations")) else 0.0
+        change = change_of_loss(losses[0], losses[1], unit)
+        if noise:  # of which a perplexity is no estimate
+            change = f"{losses[0]:.4g} -> {losses[1]:.4g} {unit}, each with noise of {noise:.2g}"
+        shown = f"held-out loss {change}; " if is_evaluated else ""
         self.note(
             f"{shown}{summary['steps_done']} steps, {summary['gradients_computed']:,} gradients, "
             f"{duration(max(1.0, summary['wall_seconds']))}"
         )
-        if is_evaluated and losses[1] > losses[0]:
+        if is_evaluated and losses[1] - losses[0] > CLEARLY * noise:
             self.warn(
                 "the held-out loss rose: this model is worse than what it started from; "
                 "a smaller --learning-rate, a larger --batch-size or more steps may do better"
@@ -412,6 +419,7 @@ def shared_rows(plan: Plan) -> list[tuple[str, str]]:
     return [("texts", f"{several}; {shared.left_out:,} left out{groups}")]
 
 
+CLEARLY = 3 * 2**0.5  # times the noise of a loss: a difference of two beyond chance
 STAR = "*"
 COLUMNS = ("run", "algorithm", "data", "epsilon", "steps", "loss", "status")
 

@@ -227,6 +227,12 @@ def forget(
         _remove(hidden)
         _remove(certificate.aside(file))
     people = forgetting.read_users(users, data, column)
+    if alike := forgetting.look_alikes(data, people):
+        ids = "other id of the data looks" if alike == 1 else "other ids of the data look"
+        console.warn(
+            f"{alike:,} {ids} like one of these, and what they wrote stays: if they are the same "
+            "people, ask for them, too"
+        )
     again = retrain and run_dir and retraining_of(retrain, run_dir, data, people)
     with (look if dry_run else hold)(place) as ledger:
         request = Request(data, people, ledger.key)

@@ -300,7 +300,7 @@ SOURCES = {
     "JSON of other things": (
         make("x.json", b'[{"user_id": "a", "text": "b"}, 7]'),
         train(data="x.json"),
-        "^data=x.json: expected a readable json file .entry 2: expected an object, got int.$",
+        "^data=x.json: expected a readable json file .entry 2: expected an object, got a number.$",
     ),
     "half a list of JSON": (
         make("x.json", b'[{"user_id": "a", "text": "b"}, {"user_id": "b"'),
@@ -310,7 +310,7 @@ SOURCES = {
     "an encoding that nobody knows": (
         make("x.csv", b"user_id,text\na,x\n"),
         ["data", "build", "x.csv", "--out", "b", "--encoding", "latin-47"],
-        "^encoding=latin-47: expected an encoding of text that Python knows, such as latin1$",
+        "^encoding=latin-47: expected an encoding of text that Python knows, such as cp1252$",
     ),
     "another encoding than it is": (
         make("x.csv", b"user_id,text\na,\xe9t\xe9\n"),
@@ -335,12 +335,12 @@ SOURCES = {
     "latin-1": (
         make("x.csv", b"user_id,text\na,\xe9t\xe9\n"),
         train(data="x.csv"),
-        "^data=x.csv: .* `fedsim data build --encoding latin1`",
+        "^data=x.csv: .* `fedsim data build --encoding cp1252`",
     ),
     "latin-1 JSON": (
         make("x.jsonl", b'{"user_id": "a", "text": "\xe9"}\n'),
         train(data="x.jsonl"),
-        "^data=x.jsonl: .* `fedsim data build --encoding latin1`",
+        "^data=x.jsonl: .* `fedsim data build --encoding cp1252`",
     ),
     "a quotation without an end": (
         make("x.csv", b'user_id,text\nu1,"hello\nu2,world\n'),

@@ -206,3 +206,14 @@ def test_prompts_with_completions_in_memory_are_read(tmp_path):
     flags = flags_of_data(pairs, "who", None, None, named)
     data = load(flags["data"], user_column="who", **named, cache_dir=tmp_path)
     assert data.metadata["chats"]["form"] == "completion" and data.train.num_examples
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), np.float64("nan"), pd.NA, pd.NaT])
+def test_what_is_missing_in_dicts_is_as_in_a_frame(missing):
+    rows = [{"who": "ann", "q": "Hi", "a": "Ho"}, {"who": "ben", "q": "Hi", "a": missing}]
+    columns = {"prompt_column": "q", "completion_column": "a"}
+    told = [
+        pq.read_table(source_of(data, "who", columns))["a"].to_pylist()
+        for data in (rows, pd.DataFrame(rows))
+    ]
+    assert told == [["Ho", None]] * 2

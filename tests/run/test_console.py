@@ -1,5 +1,6 @@
 """What a person reads, and that no epsilon is shown for more than it is."""
 
+import dataclasses
 import io
 import math
 import re
@@ -10,7 +11,7 @@ from rich.console import Console as RichConsole
 
 from fedsim.config import Algorithm, run_config
 from fedsim.config.privacy import COMPARISON_ONLY
-from fedsim.plan import ADJACENCY, Plan, PoissonSampling, claimed_fields
+from fedsim.plan import ADJACENCY, Evaluations, Plan, PoissonSampling, claimed_fields
 from fedsim.run import speaking
 from fedsim.run.console import Console, guarantee_line, line, lines_of, plan_rows
 
@@ -250,6 +251,17 @@ def test_rows_of_runs_fit_a_terminal_and_a_star_marks_what_is_no_guarantee():
 def test_a_model_that_got_worse_is_said_to_be(final, warned, capsys, tmp_path):
     Console().summary({**SUMMARY, "final_eval_loss": final}, tmp_path)
     assert any("warning: the held-out loss rose" in line for line in shown(capsys)) == warned
+
+
+@pytest.mark.parametrize(("final", "warned"), [(5.6, False), (14.9, True)])
+def test_a_loss_with_noise_says_so_and_is_worse_only_beyond_it(final, warned, capsys, tmp_path):
+    how = Evaluations(1.0, 1e-6, 4.4, 1, 2, num_users=11, rows=4, loss_bound=11.0)
+    assert how.stddev == pytest.approx(2.2)
+    noisy = {**SUMMARY, "final_eval_loss": final, "evaluations": dataclasses.asdict(how)}
+    Console().summary(noisy, tmp_path)
+    lines = shown(capsys)
+    assert f"5.5 -> {final} nats per token, each with noise of 2.2; 20 steps" in lines[0]
+    assert any("the held-out loss rose" in line for line in lines) == warned
 
 
 def test_a_held_out_loss_says_after_which_step_it_is():

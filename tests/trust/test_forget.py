@@ -412,6 +412,7 @@ def small(tmp_path):
 
 BAD = {
     "unknown": ("a\nperson-0001\n", "in line 1"),
+    "several": ("a\nperson-0001\nb\nc\n", "in lines 1, 3, 4"),
     "empty": ("\n  \n", "at least one user id, got none"),
     "too many": ("".join(f"x{i}\n" for i in range(9)), "at most the 6 users there are"),
     "everyone": ("".join(f"person-{i:04d}\n" for i in range(6)), "texts of somebody"),
@@ -434,6 +435,14 @@ def test_files_of_users_that_are_refused(small, kind):
     assert "somebody@" not in str(raised.value)  # whom the message must not name
     assert not {"new", "data-forgotten.json", "new-forgotten.json"} & set(os.listdir(small))
     Dataset.open(small / "data").train.check()
+
+
+def test_ids_that_look_like_one_of_theirs_are_counted(tmp_path, capsys):
+    rows = [{"user_id": each, "text": "a text"} for each in ("Ann", "ann", " ann.", "Ben", "Cem")]
+    build(jsonl(tmp_path / "source.jsonl", rows), tmp_path / "data", num_workers=1, eval_users=0)
+    users_file(tmp_path / "users", ["ann"])
+    ask(tmp_path, out=tmp_path / "new")
+    assert "1 other id of the data looks like one of these, and what" in capsys.readouterr().err
 
 
 def test_places_that_are_refused(small):

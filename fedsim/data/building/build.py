@@ -409,6 +409,8 @@ class _Build:
         num_rows, id_counts, columns = self._survey(sources.parts)
         parts, columns = self._assign_owners(sources.parts, columns)
         tokenizer = self._train_tokenizer(parts, columns, num_rows)
+        if lost := tokenizer.lost:
+            self._say(f"this tokenizer does not keep {', '.join(lost)}; bpe:SIZE keeps all")
         if self.settings.label_set is not None:  # before texts are tokenised for an hour
             self.settings.label_set.prompts(tokenizer, self.settings.max_length)
         records = self._tokenise(parts, columns, num_rows)
@@ -474,6 +476,8 @@ class _Build:
             return found
 
         columns = self.settings.recognised(listed)
+        if columns.form and not found:  # its columns were named
+            listed()
         if unread := [name for name in BESIDE_CHATS if name in found and columns.form]:
             self._say(f"not read, though they may belong to chats: columns {', '.join(unread)}")
         return columns

@@ -67,8 +67,9 @@ FORMS = (
     (MESSAGES, ("conversations",)),
     (COMPLETION, ("prompt", "completion")),
     (ALPACA, ("instruction", "input", "output")),
-    (ALPACA, ("instruction", "output")),
 )
+MAY_LACK = {ALPACA: ("input",)}
+"""Columns of a form that a file, or a record of JSON, may lack: null there."""
 BESIDE_CHATS = ("tools", "functions", "system", "history")
 """Columns that other programs give to a chat template or put before a prompt."""
 NOTHING = ("", "null", '""', "[]")  # JSON of a value that says nothing
@@ -90,6 +91,7 @@ def expected_of(found: Sequence[str], wanted: Sequence[str]) -> str:
     """
     header = not set(wanted).isdisjoint(found)
     shown = [name for name in found if is_usual(name) or header and "." not in name][:MOST_SHOWN]
+    shown = [name if name == name.strip() else repr(name) for name in shown]
     hidden = len(found) - len(shown)
     if hidden:
         whose = "1 whose name is" if hidden == 1 else f"{hidden} whose names are"
@@ -177,7 +179,7 @@ class Columns:
         if not set(self.text).isdisjoint(found):
             return self
         for form, names in FORMS:
-            if set(names) <= set(found):
+            if set(names) - set(MAY_LACK.get(form, ())) <= set(found):
                 return replace(self, form=form, text=names)
         return self
 
@@ -244,9 +246,15 @@ class Columns:
         single = filter(None, (self.order, self.conversation, self.turn, self.label))
         return list(dict.fromkeys((*self.owner, *self.text, *single)))
 
+    def in_file(self, found: Sequence[str]) -> list[str]:
+        """Columns to read from a file. Args: found: columns of the file."""
+        optional = MAY_LACK.get(self.form, ())
+        return [name for name in self.names if name in found or name not in optional]
+
     def outer(self, found: Sequence[str]) -> list[str]:
         """Columns of a file that contain the columns to read. Args: found: columns of the file."""
-        names = [name if name in found else name.partition(".")[0] for name in self.names]
+        wanted = self.in_file(found)
+        names = [name if name in found else name.partition(".")[0] for name in wanted]
         return list(dict.fromkeys(names))
 
     @property
@@ -276,7 +284,7 @@ class Columns:
         named += [("conversation_column", self.conversation), ("turn_column", self.turn)]
         named += [("condition_on", self.label), *(("owners", name) for name in self.owners)]
         for field, name in named:
-            if name is not None and name not in found:
+            if name is not None and name not in found and name in self.in_file(found):
                 line = f"{field}={name}: {expected_of(found, self.names)}"
                 raise MissingColumn(line, field=field)
 

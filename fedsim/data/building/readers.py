@@ -32,7 +32,7 @@ PART_ROWS, PART_BYTES = 2**20, 128 * 2**20  # of a part, about
 CSV_BLOCKS = tuple(16 * 2**20 * 8**i for i in range(3))  # bytes; one row must fit
 TEXTS = ("json", "jsonl", "ndjson", "csv", "tsv")
 SUFFIXES = (".parquet", *(f".{kind}{z}" for kind in TEXTS for z in ("", ".gz")))
-OTHER = "; where it is of another encoding: `fedsim data build --encoding latin1`"
+OTHER = "; where it is of another encoding: `fedsim data build --encoding cp1252`"
 UTF8 = TextFormat()
 SAVED = ("state.json", "dataset_dict.json")  # one of them is in a saved directory
 
@@ -87,8 +87,10 @@ def cut(
             spans = zip(bounds[:-1], bounds[1:], strict=True)
             return [Part(file, low, high, low, split) for low, high in spans]
         if text_format.decoder == UTF8.decoder and _is_utf16(file):
-            raise ValueError(f"it is UTF-16{OTHER.replace('latin1', 'utf-16')}")
+            raise ValueError(f"it is UTF-16{OTHER.replace('cp1252', 'utf-16')}")
         if whole.kind in ("csv", "tsv"):
+            if names := text_files.header(file, text_format):
+                columns.check(names)
             text_files.check_csv(file, text_format)
         if whole.kind == "jsonl" and file.suffix != ".gz" and text_format.has_lines:
             return _cut_lines(file, text_format)
@@ -133,7 +135,9 @@ def raw(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
 
 def chats_as_json(batch: pa.RecordBatch, columns: Columns) -> pa.RecordBatch:
     """The batch with the columns of chats as JSON."""
-    named = {name: batch[name] for name in batch.schema.names}
+    absent = pa.nulls(len(batch), pa.string())
+    named = dict.fromkeys(columns.text, absent)
+    named |= {name: batch[name] for name in batch.schema.names}
     chats = {
         name: as_json(plain(named[name]).to_pylist(), f"{field}={name}")
         for name, field in zip(columns.text, columns.text_fields, strict=True)
@@ -282,15 +286,17 @@ def _cut_parquet(file: Path, columns: Columns) -> list[Part]:
 
 def _read_parquet(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
     with pq.ParquetFile(part.file) as parquet:
-        columns.check(paths(parquet.schema_arrow))
+        found = paths(parquet.schema_arrow)
+        columns.check(found)
+        names = columns.in_file(found)
         groups = range(part.start, part.end or 0)
         about = [parquet.metadata.row_group(group) for group in groups]
         size = sum(group.total_byte_size for group in about)
         rows = sum(group.num_rows for group in about)
         fitting = max(1, min(READ_ROWS, READ_BYTES * rows // max(size, 1)))
         row = part.first_row
-        for batch in parquet.iter_batches(fitting, row_groups=list(groups), columns=columns.names):
-            yield row, pick(batch, columns.names)
+        for batch in parquet.iter_batches(fitting, row_groups=list(groups), columns=names):
+            yield row, pick(batch, names)
             row += len(batch)
 
 
@@ -309,14 +315,16 @@ def _load_saved(directory: Path, split: str | None) -> Any:
 
 def _read_saved(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
     table = _load_saved(part.file, part.split)
-    columns.check(paths(table.features.arrow_schema))
-    table = table.select_columns(columns.outer(table.column_names)).with_format("arrow")
+    found = paths(table.features.arrow_schema)
+    columns.check(found)
+    names = columns.in_file(found)
+    table = table.select_columns(columns.outer(found)).with_format("arrow")
     end = len(table) if part.end is None else part.end
     whole = table.data  # before rows were selected
     step = max(1, min(READ_ROWS, READ_BYTES * len(whole) // max(whole.nbytes, 1)))
     for row in range(part.start, end, step):
         for batch in table[row : min(row + step, end)].combine_chunks().to_batches():
-            yield row, pick(batch, columns.names)
+            yield row, pick(batch, names)
             row += len(batch)
 
 
@@ -333,8 +341,9 @@ def _read_csv(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatc
         try:
             with pa_csv.open_csv(_open_stream(part.file), read_options, parse_options) as guess:
                 columns.check(guess.schema.names)
-            as_written = {name: pa.string() for name in columns.names}
-            convert = pa_csv.ConvertOptions(include_columns=columns.names, column_types=as_written)
+                names = columns.in_file(guess.schema.names)
+            as_written = {name: pa.string() for name in names}
+            convert = pa_csv.ConvertOptions(include_columns=names, column_types=as_written)
             stream = _open_stream(part.file)
             with pa_csv.open_csv(stream, read_options, parse_options, convert) as reader:
                 row = 0

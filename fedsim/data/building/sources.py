@@ -62,6 +62,9 @@ class Sources:
     """name, bytes and sha256 of each file."""
 
 
+PACKED = (".zip", ".zst", ".bz2", ".xz", ".7z", ".rar", ".tar", ".tgz")
+
+
 def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
     """Find the files of paths and globs, in the given order; files of a glob are sorted.
 
@@ -93,7 +96,11 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
     for file in files.values():
         if not is_saved(file) and not is_known(file):
             remedy = "rename one with tabs between its columns to .tsv, one with commas to .csv"
-            if file.suffix == ".js":
+            if file.suffix.lower() in PACKED:
+                remedy = "unpack it first"
+            elif file.suffix.lower() in (".xls", ".xlsx", ".ods", ".numbers"):
+                remedy = "save the sheet as CSV in UTF-8 first"
+            elif file.suffix == ".js":
                 remedy = "one of an archive of Twitter is .json without what stands before its ["
             kinds = ", ".join(SUFFIXES)
             raise DataError.of("data", file, f"a file ending in {kinds}; {remedy}")

@@ -32,7 +32,9 @@ def turns_in(value: Any) -> list[dict[str, Any]]:
         try:
             value = json.loads(value)
         except ValueError:
-            raise BadChat("expected a list of turns, got a text") from None
+            python = value.lstrip()[:2] in ("[{", "{'") or "'role'" in value
+            hint = " as Python writes it; json.dumps makes JSON of it" if python else ""
+            raise BadChat(f"expected a list of turns, got a text{hint}") from None
     if isinstance(value, dict):
         lists = [each for each in value.values() if isinstance(each, list)]
         if not lists or len(lists) < len(value) or len({len(each) for each in lists}) > 1:

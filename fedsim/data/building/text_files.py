@@ -60,7 +60,7 @@ class TextFormat:
             codecs.getincrementaldecoder(self.encoding)().decode(pa.py_buffer(b""))  # as Arrow
         except (AttributeError, LookupError, TypeError, ValueError):  # punycode takes only bytes
             raise DataError.of(
-                "encoding", self.encoding, "an encoding of text that Python knows, such as latin1"
+                "encoding", self.encoding, "an encoding of text that Python knows, such as cp1252"
             ) from None
 
     def between(self, file: Path) -> str:
@@ -84,6 +84,18 @@ class TextFormat:
         """Open a file as text. Line ends stay as they are."""
         opener = gzip.open if file.suffix == ".gz" else open
         return opener(file, "rt", encoding=self.decoder, errors=errors, newline="")
+
+
+def header(file: Path, text_format: TextFormat) -> list[str]:
+    """The names in the first line of a CSV file; none if it is empty or not to be read."""
+    between, plain = text_format.between(file), text_format.quoting == NONE
+    quoting = csv.QUOTE_NONE if plain else csv.QUOTE_MINIMAL
+    with text_format.opened(file, errors="replace") as stream:
+        line = stream.readline(READ_CHARACTERS)
+    try:
+        return next(csv.reader([line.rstrip("\r\n")], delimiter=between, quoting=quoting), [])
+    except csv.Error:
+        return []
 
 
 def check_csv(file: Path, text_format: TextFormat) -> None:
@@ -370,7 +382,8 @@ def _next(text: str, at: int) -> int:
 
 def _expect_object(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected an object, got {type(row).__name__}")
+        hint = "; a file of one list is named .json" if where == "line 1" and row else ""
+        raise ValueError(f"{where}: expected an object, got {KINDS[type(row)]}{hint}")
     return row
 
 
@@ -407,6 +420,9 @@ def as_column(
     """
     kinds = {type(value) for value in values} - {type(None)}
     refused = None
+    if float in kinds and (is_text or str in kinds):  # JSON of pandas has NaN for what is missing
+        values = [None if value != value else value for value in values]
+        kinds = {type(value) for value in values} - {type(None)}
     if dict in kinds or list in kinds:
         refused = next((i for i, value in enumerate(values) if _has_no_place(value, is_text)), None)
     if list in kinds and kinds <= {int, str, list}:

@@ -30,7 +30,7 @@ from fedsim.data.dataset import EVAL_USERS, TEST, TRAIN, Holdout
 from fedsim.data.labels import Labels, conditioned
 from fedsim.data.store import copy, offsets_of, token_dtype
 from fedsim.data.tokenizer import Tokenizer
-from fedsim.errors import DataError
+from fedsim.errors import DataError, brief
 from fedsim.files import write_json
 
 LONG_TEXTS = ("cut", "split")
@@ -222,7 +222,9 @@ def _unlabelled(
     unlabelled = read & ~known.to_numpy(zero_copy_only=False)
     if unlabelled.any() and not encoding.skip_unknown:
         where = f"row {first_row + int(unlabelled.argmax()) + 1} of {file}"
-        expected = f"one of the labels in {where}, or `fedsim data build --skip-unknown`, which "
+        known_ones = brief(", ".join(map(repr, encoding.labels.labels)), 200)
+        expected = f"one of the labels ({known_ones}) in {where}, or "
+        expected += "`fedsim data build --skip-unknown`, which "
         raise DataError.of(
             "condition_on", encoding.labels.column, f"{expected}leaves rows of others out"
         )

@@ -223,7 +223,18 @@ def look_alikes(ids: pa.Array) -> tuple[int, list[str]]:
       (number of such users, two of them that look alike).
     """
     people = pc.split_pattern(ids, SEPARATOR).flatten().unique()  # pyright: ignore
-    key = _folded(people, STEPS)
+    key = look_alike_keys(people)
+    counts = key.value_counts()
+    several = counts.filter(pc.greater(counts.field("counts"), 1))  # pyright: ignore
+    if not len(several):
+        return 0, []
+    alike = people.filter(call("equal", key, several.field("values")[0]))
+    return int(pc.sum(several.field("counts")).as_py()), alike[:2].to_pylist()  # pyright: ignore
+
+
+def look_alike_keys(ids: pa.Array) -> pa.Array:
+    """For each id a text that ids which look alike have in common; see `look_alikes`."""
+    key = _folded(ids, STEPS)
     for pattern, instead in (
         (r"[\s\pZ]+", ""),
         (MAIL, r"\1"),
@@ -233,12 +244,7 @@ def look_alikes(ids: pa.Array) -> tuple[int, list[str]]:
         (r"^([0-9]+)\.$", r"\1"),
     ):
         key = call("replace_substring_regex", key, pattern=pattern, replacement=instead)
-    counts = key.value_counts()
-    several = counts.filter(pc.greater(counts.field("counts"), 1))  # pyright: ignore
-    if not len(several):
-        return 0, []
-    alike = people.filter(call("equal", key, several.field("values")[0]))
-    return int(pc.sum(several.field("counts")).as_py()), alike[:2].to_pylist()  # pyright: ignore
+    return key
 
 
 def _refuse(bad: pa.Array, values: pa.Array, field: str, rows: Rows) -> None:

@@ -380,7 +380,11 @@ BAD_INPUT = [
     ),
     ("x.jsonl", ALICE + b'{"user_id": true, "text": "x"}\n', "readable jsonl file (line "),
     ("x.jsonl", ALICE + b"{oops\n", "a readable jsonl file (line 2: "),
-    ("x.jsonl", b"[1, 2]\n", "a readable jsonl file (line 1: expected an object, got list)"),
+    (
+        "x.jsonl",
+        b"[1, 2]\n",
+        "line 1: expected an object, got a list; a file of one list is named .json",
+    ),
     ("x.jsonl", b'{"user_id": "a", "text": "\xff"}\n', "a readable jsonl file"),
     # mtime: the bytes are in the test's name, which has to be the same in every process.
     ("x.jsonl.gz", gzip.compress(ALICE * 99, mtime=0)[:-9], "a readable jsonl file"),

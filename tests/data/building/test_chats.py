@@ -4,6 +4,7 @@ import csv
 import json
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -177,6 +178,7 @@ def test_data_of_texts_have_no_mark_of_chats(tmp_path, model):
 BAD = [
     ([None], "expected a role and a content in turn 1"),
     ("Hi", "expected a list of turns, got a text"),
+    (str(ASKED), "got a text as Python writes it; json.dumps makes JSON of it"),
     ({"role": "user"}, "expected a list of turns, got an object"),
     ([*ASKED, "Hi"], "expected a role and a content in turn 3"),
     ([{"role": "tool", "content": "secret"}], "expected a role among system, .* in turn 1"),
@@ -277,6 +279,29 @@ def test_chats_are_recognised_by_the_first_file_that_has_columns(tmp_path, model
     )
     assert shown(data.train, model) == [("ann", SAID, f"Ho{STOP}\n")]
     assert "not read, though they may belong to chats: columns tools" in said
+
+
+def test_what_may_belong_to_chats_is_said_where_their_column_is_named(tmp_path, model):
+    said = []
+    rows = [{"system": "Be brief.", "chat": ASKED}]
+    built(tmp_path, model, rows, messages_column="chat", progress=said.append)
+    assert "not read, though they may belong to chats: columns system" in said
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+def test_an_input_that_only_later_files_have_is_read(kind, tmp_path):
+    """Alpaca's rows have it where there is something to work on."""
+    model = model_files(tmp_path / "plain", template=None)
+    rows = [{"user_id": "ann", "instruction": "translate", "output": "hello"}]
+    rows.append({**rows[0], "input": "HALLO"})
+    for name, row in zip("ab", rows, strict=True):
+        pd.DataFrame([row]).to_json(tmp_path / f"{name}.jsonl", orient="records", lines=True)
+        pd.DataFrame([row]).to_parquet(tmp_path / f"{name}.parquet")
+        pd.DataFrame([row]).to_csv(tmp_path / f"{name}.csv", index=False)
+    files = [tmp_path / f"{name}.{kind}" for name in "ab"]
+    data = build(files, tmp_path / "out", tokenizer=model, **ALL_IN_TRAIN)
+    texts = [f"{START}translate\n\n{said}hello{STOP}" for said in ("", "HALLO\n\n")]
+    assert sorted(whole for _, whole, _ in shown(data.train, model)) == sorted(texts)
 
 
 def test_chats_of_several_owners_are_not_dropped_by_what_they_say(tmp_path, model):

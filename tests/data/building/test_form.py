@@ -47,6 +47,46 @@ def test_csv_of_any_delimiter_and_encoding_says_the_same(name, between, encoding
     assert built(tmp_path / name, tmp_path, **how) == sorted(ROWS)
 
 
+def test_a_text_that_pandas_writes_as_nan_is_none(tmp_path):
+    rows = [{"user_id": "ann", "text": "tea"}, {"user_id": "ben", "text": float("nan")}]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert built(tmp_path / "x.jsonl", tmp_path) == [("ann", "tea")]
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("user_id;text\nann;a, b\nben;c\n", "columns are separated by ';': `fedsim data build"),
+        ('user_id;text\n"ann";"a ""b"" c"\n', "columns are separated by ';': `fedsim data build"),
+        ("# export\nuser_id,text\nann,a\n", "first line of CSV must have the names"),
+        ("user_id, text\nann, a\n", "no such column, expected one of user_id, ' text'"),
+    ],
+)
+def test_the_header_is_looked_at_before_the_rows(text, says, tmp_path):
+    (tmp_path / "x.csv").write_text(text)
+    with pytest.raises(DataError) as error:
+        built(tmp_path / "x.csv", tmp_path)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, remedy", [("x.jsonl.zst", "unpack it first"), ("x.xlsx", "save the sheet as CSV")]
+)
+def test_files_of_other_programs_are_refused_with_what_to_do(name, remedy, tmp_path):
+    (tmp_path / name).touch()
+    with pytest.raises(DataError, match=remedy):
+        built(tmp_path / name, tmp_path)
+
+
+def test_a_tokenizer_that_changes_letters_is_named(tmp_path):
+    (tmp_path / "x.csv").write_text("user_id,text\n" + "".join(f"u{i},Ann\n" for i in range(9)))
+    for tokenizer, lost in (("wordpiece:300", True), ("bpe:300", False), ("bytes", False)):
+        said = []
+        built(tmp_path / "x.csv", tmp_path, tokenizer=tokenizer, progress=said.append)
+        shutil.rmtree(tmp_path / "out")
+        assert any("does not keep capitals, accents" in line for line in said) == lost
+
+
 def test_a_quotation_without_an_end_is_found_in_any_encoding(tmp_path):
     (tmp_path / "x.csv").write_bytes('user_id;text\nann;"caf\u00e9\nbob;tea\n'.encode("latin1"))
     with pytest.raises(DataError, match="line 2: expected every quotation to end"):

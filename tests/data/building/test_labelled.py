@@ -17,6 +17,11 @@ from fedsim.synthesis.prompts import Opening, Writer
 CONDITIONED = {**ALL_IN_TRAIN, "condition_on": "lang", "labels": ["en", "de"]}
 
 
+def test_a_label_that_is_none_is_answered_with_those_there_are(tmp_path):
+    with pytest.raises(DataError, match=r"one of the labels \('en,de'\) in row 1"):
+        built(tmp_path, [row("de", "Hallo")], labels=["en,de"])
+
+
 def prompts_of(data):
     return label_prompts(data.metadata["labels"], Tokenizer.load(data.path / "tokenizer.json"))
 
