@@ -81,12 +81,16 @@ STAND_INS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @contextmanager
 def mistakes() -> Iterator[None]:
-    """A user's mistake, such as data that are not there, ends with one line and exit code 2."""
+    """A user's mistake, such as data that are not there, ends with one line and exit code 2, and a
+    signal with one line and exit code 75."""
     try:
         yield
     except ConfigError as error:
         print("experiments: error:", error, file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("experiments: interrupted; the same command goes on", file=sys.stderr)
+        sys.exit(75)  # EX_TEMPFAIL
 
 
 def algorithm_of(name: str) -> tuple[Algorithm, type | None]:

@@ -396,3 +396,9 @@ def test_a_mistake_is_in_what_a_test_starts_and_what_it_made_in_the_cache_of_no_
     assert found == [f"SecretKey({bytes(32).hex()})", str(own / "cache")]
     assert own != sound and not (sound / "sitecustomize.py").exists()
     assert len({(each / "cache" / "compiled").resolve() for each in (own, sound)}) == 1
+
+
+def test_an_interrupted_experiment_says_that_it_goes_on(capsys):
+    with pytest.raises(SystemExit) as stopped, common.mistakes():
+        raise KeyboardInterrupt
+    assert stopped.value.code == 75 and "the same command goes on" in capsys.readouterr().err
