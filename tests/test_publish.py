@@ -230,7 +230,7 @@ def test_nothing_is_there_unless_all_of_it_is(trained, tmp_path, capsys, monkeyp
     publishing.publish(run, tmp_path / "published", Console())
     with monkeypatch.context() as planted:  # the card comes with the model, or neither does
         planted.setattr(exporting, "CARD", "no/such/place")
-        with refuses("out", says="a place to write to"):
+        with pytest.raises(FileNotFoundError):
             exporting.export(str(run), out)
     assert {path.name for path in tmp_path.iterdir()} == {"out.tmp", "model", "published"}
     assert mine.exists()

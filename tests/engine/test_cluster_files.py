@@ -134,17 +134,6 @@ def test_the_runtime_environment_needs_no_network():
     assert all(isinstance(value, str) for value in found["env_vars"].values())
 
 
-def test_packages_that_are_called_data_travel_and_data_do_not(tmp_path):
-    from ray._private.runtime_env.packaging import _get_excludes
-
-    for name in ("own/data/read.py", "own/data/page.jinja", "data/texts", "own/data/a.csv"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    left_out = _get_excludes(tmp_path, load("runtime_env.yaml")["excludes"])
-    found = {p.relative_to(tmp_path).name for p in tmp_path.rglob("*") if p.is_file()}
-    assert {n for n in found if not left_out(next(tmp_path.rglob(n)))} == {"read.py", "page.jinja"}
-
-
 def local(command, directory):
     environment = {**os.environ, "FEDSIM_CLUSTER_DIR": str(directory)}
     done = [DIRECTORY / "local.sh", command]

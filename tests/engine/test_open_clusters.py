@@ -44,7 +44,10 @@ def test_a_package_takes_no_keys_texts_or_tables_along(tmp_path):
         *TEXTS,
         "runs/x/ledger.jsonl",
         "runs/x/tb/events.out",
-        "data/a.py",
+        "data/texts",
+        "own/data/a.csv",
+        "own/data/read.py",
+        "own/data/page.jinja",
     ):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text("x")
@@ -52,7 +55,7 @@ def test_a_package_takes_no_keys_texts_or_tables_along(tmp_path):
     create_package(str(source), tmp_path / "sent.zip", False, excludes=excludes)
     with zipfile.ZipFile(tmp_path / "sent.zip") as sent:
         names = {name for name in sent.namelist() if not name.endswith("/")}
-    assert names == set(CODE)
+    assert names == {*CODE, "own/data/read.py", "own/data/page.jinja"}  # of a package of that name
 
 
 def test_a_run_does_not_start_from_a_package_with_a_key(tmp_path, monkeypatch):
