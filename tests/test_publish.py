@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 from jsonschema import Draft202012Validator
 from pretrained_models import make_model
-from refused import refuses
 from safetensors.numpy import load_file, save_file
 from test_verify import command, write_texts
 
