@@ -169,7 +169,7 @@ def expect_enough(config: EngineConfig) -> None:
     if config.kind == "ray":
         expect_installed("ray", otherwise=", or engine=local")
     starts_ray = config.kind == "ray" and not cluster_address()
-    each = config.threads_per_worker * (config.devices_per_worker or 1)
+    each = config.threads_per_worker * (config.num_devices or 1)
     workers = (config.num_workers or max(1, cpus() // each)) if starts_ray else 0
     kind = "ray" if starts_ray else "local"
     if starts_ray and not os.access(SHARED, os.W_OK):

@@ -158,7 +158,7 @@ class Trainer:
 
         Evaluation and checkpoint of a step start after it and finish during the next one.
         """
-        self.released_before = ledger.num_steps
+        self.released_before = ledger.num_steps  # by other processes, perhaps elsewhere
         with (
             stop_signals() as stop,
             ThreadPoolExecutor(2) as threads,
