@@ -281,7 +281,6 @@ WAYS = {
     "evaluations": [None, Evaluations(1.0, 1e-5, 2.0, 5, 3, 8, 2, 4.5, "seal")],
     "drawn_once": ["", "seal"],
     "loss_bound": [None, 2.0],
-    "unproven": [None, "vmap"],
 }
 
 
@@ -296,7 +295,7 @@ def test_every_option_comes_back_from_flat_json(name, users, key):
         assert Plan.from_dict({**dict.fromkeys(OFF), **fields}) == other  # as was once written
 
 
-OFF = ("planted", "shared", "loss_bound", "evaluations", "unproven")
+OFF = ("planted", "shared", "loss_bound", "evaluations")
 ANOTHERS = [  # what belongs to another way of drawing, or is none of an option
     ("bands", 4),
     ("participations", 2),

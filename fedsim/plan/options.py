@@ -36,13 +36,10 @@ GIVEN = "taken as given: "
 NOTHING = "nothing outside the guarantee"
 REPRODUCTION = "of a seed that others may know or guess: a reproduction, not a guarantee"
 TRIAL = "of one trial of a private selection, which costs more: not a guarantee"
-UNPROVEN = "with a strategy whose bound on contributions is not proven: not a guarantee"
-"""Label of runs of earlier versions, which had strategies without a proof."""
 SHORT_REASONS = {
     COMPARISON_ONLY: "shuffled draws",
     REPRODUCTION: "a known seed",
     TRIAL: "a trial",
-    UNPROVEN: "a strategy without proof",
 }
 
 

@@ -23,7 +23,6 @@ from fedsim.plan.options import (
     NOTHING,
     REPRODUCTION,
     TRIAL,
-    UNPROVEN,
     AnyNoise,
     AnyPurpose,
     AnySampling,
@@ -41,7 +40,7 @@ FLAT = ("sampling", "noise", "purpose")
 """Fields of a plan whose own fields stand beside the plan's in JSON."""
 LEFT_OUT_AT = {
     **{"shared": None, "bands": 1, "noise": INDEPENDENT, "loss_bound": None},
-    **{"evaluations": None, "drawn_once": "", "unproven": None, "predicted_error": None},
+    **{"evaluations": None, "drawn_once": "", "predicted_error": None},
     **{"num_examples": None},
 }
 """Values at which a field is left out of JSON, as in versions that did not have it."""
@@ -93,9 +92,6 @@ class Plan:
     """Seal of the pool and of turns, which are drawn once; see `planner.drawn_once`."""
     num_examples: int | None = None
     """Number of texts, where the guarantee takes it as public; None: it is published nowhere."""
-    unproven: str | None = None
-    """Strategy of a run of an earlier version, for which contributions are not proven to be at most
-    C."""
 
     @property
     def clip(self) -> Clip:
@@ -179,7 +175,6 @@ class Plan:
         """Reasons why epsilon is no guarantee; empty if it is one."""
         labels = [
             *self.sampling.labels,
-            *([UNPROVEN] if self.unproven else []),
             *([TRIAL] if isinstance(self.purpose, Trial) else []),
             *([REPRODUCTION] if self.seeded else []),
         ]

@@ -8,12 +8,11 @@ state includes the chain of the run's ledger after its step, which tells checkpo
 runs apart.
 
 Arrays that are sharded over devices pass through files in parts, so that no host has to hold a
-whole one. Checkpoints of 0.2, in MessagePack, are read, too.
+whole one.
 """
 
 import hashlib
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -40,8 +39,6 @@ SLAB = 2**26  # bytes of a sharded array that are on the host at a time
 ABOUT = "fedsim"  # key of the metadata: digest and state
 ARRAY = "array of"  # key in the state: type and shape of an array
 CHAIN = "chain"
-MSGPACK = ".msgpack"  # checkpoints of 0.2
-DIGEST_SIZE, SIZE_BYTES, PLACE = 32, 8, "bytes at"  # of these
 
 
 class CheckpointError(FedsimError, ValueError):
@@ -160,8 +157,7 @@ def latest(run_dir: Path) -> Path | None:
 
 def kept(run_dir: Path) -> list[Path]:
     """All checkpoints of a run, the newest last."""
-    paths = (run_dir / DIRECTORY).glob("step-*")
-    return sorted(path for path in paths if path.suffix in (SUFFIX, MSGPACK))
+    return sorted((run_dir / DIRECTORY).glob(f"step-*{SUFFIX}"))
 
 
 def check(path: Path) -> None:
@@ -178,8 +174,6 @@ def _read(path: Path, new: Callable[[tuple[int, ...], np.dtype], Any]) -> Any:
     Raises:
       CheckpointError: the file was changed.
     """
-    if path.suffix == MSGPACK:
-        return _read_msgpack(path)
     try:
         with safe_open(path, "numpy") as file:
             sha256, _, text = file.metadata()[ABOUT].partition(" ")
@@ -227,36 +221,6 @@ def _parts(stored: Any) -> Iterator[tuple[Any, np.ndarray]]:
         for start in range(0, shape[0], rows):
             place = slice(start, min(start + rows, shape[0]))
             yield place, stored[place]
-
-
-def _read_msgpack(path: Path) -> Any:
-    """The state of a checkpoint of 0.2.
-
-    Such a file holds the bytes of large arrays, all else as MessagePack (large arrays by their
-    places), the size of that, and the sha256 of all before it.
-
-    Raises: CheckpointError: it is not as it was written.
-    """
-    data = memoryview(path.read_bytes())
-    content = data[:-DIGEST_SIZE]
-    if hashlib.sha256(content).digest() != data[-DIGEST_SIZE:]:
-        raise CheckpointError(f"{path}: was cut or changed since it was written")
-    try:
-        size = int.from_bytes(content[-SIZE_BYTES:], "little")
-        packed = bytes(content[-size - SIZE_BYTES : -SIZE_BYTES])
-        return _with_large(serialization.msgpack_restore(packed), content)
-    except Exception:  # MessagePack's errors have no type in common
-        raise CheckpointError(f"{path}: expected the state of a run") from None
-
-
-def _with_large(tree: Any, content: memoryview) -> Any:
-    """A state of 0.2 with its large arrays put into their places."""
-    if not isinstance(tree, dict):
-        return tree
-    if PLACE not in tree:
-        return {name: _with_large(leaf, content) for name, leaf in tree.items()}
-    shape, dtype = tree["shape"], np.dtype(tree["dtype"])
-    return np.frombuffer(content, dtype, math.prod(shape), tree[PLACE]).reshape(shape)
 
 
 def restore(path: Path, like: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -313,8 +277,7 @@ def load_step(path: Path) -> int:
 
 def chain(state: Mapping[str, Any]) -> str:
     """The chain of the ledger after the step of a loaded state; empty if the state has none."""
-    value = state.get(CHAIN, "")
-    return value if isinstance(value, str) else np.asarray(value).tobytes().hex()  # as of 0.2
+    return str(state.get(CHAIN, ""))
 
 
 def name(step: int) -> str:

@@ -420,7 +420,7 @@ def shared_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 CLEARLY = 3 * 2**0.5  # times the noise of a loss: a difference of two beyond chance
-STAR = "*"
+STAR, EARLIER = "*", "of an earlier version"
 COLUMNS = ("run", "algorithm", "data", "epsilon", "steps", "loss", "status")
 
 
@@ -430,7 +430,7 @@ def runs_in(place: Path) -> list[dict[str, Any]]:
     Returns:
       A dict for each run, of `COLUMNS`, `num_steps` and `guarantee`. epsilon is what the run may
       claim: that of its plan, once a step was released. loss is the last one on held-out users.
-      status is finished, running, stopped (--resume continues it) or damaged.
+      status is finished, running, stopped (--resume continues it), damaged or EARLIER.
     """
     configs = sorted(place.rglob(directory.CONFIG))
     return [row for row in (_row(path.parent, place) for path in configs) if row is not None]
@@ -444,6 +444,8 @@ def _row(run_dir: Path, place: Path) -> dict[str, Any] | None:
             return None
         stored = directory.load(run_dir)
         return {"run": name, **_facts(run_dir, stored)}
+    except directory.EarlierRun:
+        return {**dict.fromkeys(COLUMNS), "run": name, "status": EARLIER}
     except (FedsimError, OSError, KeyError, TypeError, ValueError):
         return {**dict.fromkeys(COLUMNS), "run": name, "status": "damaged"}
 
@@ -500,8 +502,8 @@ def lines_of(rows: list[dict[str, Any]], width: int = sys.maxsize) -> list[str]:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    if row["status"] == "damaged":
-        return [row["run"], *["-"] * (len(COLUMNS) - 2), "damaged"]
+    if row["epsilon"] is None:
+        return [row["run"], *["-"] * (len(COLUMNS) - 2), row["status"]]
     epsilon = "-" if math.isnan(row["epsilon"]) else f"inf{STAR}"
     if math.isfinite(row["epsilon"]):
         epsilon = at_most(row["epsilon"], ".4f") + ("" if row["guarantee"] else STAR)

@@ -25,7 +25,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fedsim import keys
-from fedsim.clipping import Strategy
 from fedsim.config import (
     OPERATIONAL,
     UPDATE,
@@ -55,6 +54,8 @@ from fedsim.run import formats, ledger
 
 CONFIG, SUMMARY, RECEIPT, LOCK = "config.json", "summary.json", "budget.json", "lock"
 TOKENIZER, MODEL = "tokenizer.json", "model"
+NOT_READ = ("0.1.", "0.2.")
+"""Starts of versions whose runs are refused: they have other keys, checkpoints and adjacency."""
 ANOTHER_KEY = "another key than the ledger was begun with"
 PRETRAIN = "pretrain"
 
@@ -105,8 +106,6 @@ class StoredRun:
     """sha256 of tokenizer.json; empty if there is none, or for a run of an earlier version."""
     parent: formats.Parent | None = None
     """The run from whose checkpoint this one started; None: it started from the beginning."""
-    removed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Settings of an earlier version that this version cannot train with."""
 
     @property
     def privacy(self) -> PrivacyConfig:
@@ -154,38 +153,33 @@ class StoredRun:
             epsilon = float(record["privacy"]["epsilon"])
             settings = PrivacyConfig(**{**renamed(record["privacy"]), "epsilon": epsilon})
             plan = Plan.from_dict(record["plan"])
-            name = str(record.get("strategy", {}).get("name", ""))
-            if name and _only_earlier_versions_have(name):
-                plan = dataclasses.replace(plan, unproven=name)
-        kept = renamed(record["run"])
-        removed = {"engine": kept.pop("engine")} if kept.get("engine") == "spmd" else {}
-        run = run_config(**{**kept, "run_dir": run_dir})
+        run = run_config(**{**renamed(record["run"]), "run_dir": run_dir})
         names = ("model", "versions", "host", "strategy", "files", "labels", "tokenizer")
         rest = {name: record[name] for name in names if name in record}
         if "parent" in record:
             rest["parent"] = formats.Parent(**record["parent"])
-        return cls(identity, settings, run, plan=plan, removed=removed, **rest)
+        return cls(identity, settings, run, plan=plan, **rest)
 
 
-def _only_earlier_versions_have(strategy: str) -> bool:
-    try:
-        Strategy.parse(strategy)
-    except ConfigError:
-        return True
-    return False
+class EarlierRun(ConfigError):
+    """A run of a version whose files are no longer read."""
 
 
 def load(run_dir: Path) -> StoredRun:
     """Load the settings that a run was started with.
 
     Raises:
-      ConfigError: there is no run in the directory.
+      ConfigError: there is no run in the directory. EarlierRun: it is of a version before 0.3.
       FileDamaged: config.json or the tokenizer was changed since the start of the run.
     """
     path = run_dir / CONFIG
     if not path.is_file():
         raise ConfigError.of("run", run_dir, f"the directory of a run, with a {CONFIG}")
     record = read_json(path)
+    versions = record.get("versions")
+    was = str(versions.get("fedsim", "")) if isinstance(versions, dict) else ""
+    if was.startswith(NOT_READ):
+        raise EarlierRun.of("run", run_dir, f"a run of fedsim 0.3 or later; {was} reads this one")
     recorded = ledger.head(run_dir).get("config_sha256", config_sha256(run_dir))
     if recorded != config_sha256(run_dir):
         raise FileDamaged(f"{path}: was changed since the run was started")
@@ -236,11 +230,8 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
         stored, book = load(run_dir), run_dir / ledger.FILE
         if stored.private and (run_dir / RECEIPT).exists() and not book.exists():
             raise FileDamaged(f"{book}: expected what was released: {RECEIPT} says it was begun")
-        for name, value in stored.removed.items():
-            expected = "a run without it: one of an earlier version can be read, but not resumed"
-            expect(name, value, False, expected)
         if (plan := stored.plan) is not None:
-            same = plan.as_dict() == read_json(path)["plan"] and plan.unproven is None
+            same = plan.as_dict() == read_json(path)["plan"]
             was = stored.versions.get("fedsim", "of unknown version")
             expected = f"a run of this version, not of an earlier one (fedsim {was})"
             expect("run_dir", run_dir, same, expected)

@@ -116,7 +116,6 @@ def claim(released: Claimed) -> str:
         reasons = {
             "in shuffled order": isinstance(plan.sampling, ShuffledSampling),
             "taken for a sample of more users": plan.sampling.assumed_population is not None,
-            f"with the strategy {plan.unproven}": plan.unproven is not None,
             "as a trial of a private selection": isinstance(plan.purpose, Trial),
             "with a seed, to be reproduced": plan.seeded,
         }

@@ -20,6 +20,7 @@ from fedsim.config import (
 from fedsim.errors import FileDamaged
 from fedsim.keys import SecretKey
 from fedsim.run import directory
+from fedsim.run.console import lines_of, runs_in
 from fedsim.run.directory import Identity, StoredRun
 
 PRIVACY = PrivacyConfig(epsilon=4.0, num_steps=2, group_size=2)
@@ -109,14 +110,20 @@ def test_a_directory_without_a_run_cannot_be_loaded(run_dir):
         directory.load(run_dir)
 
 
-def test_a_run_with_an_engine_that_is_no_more_is_read_and_does_not_go_on(run_dir, key):
+@pytest.mark.parametrize("version, read", [("0.2.0", False), ("0.1.3", False), ("0.20.0", True)])
+def test_runs_before_0_3_are_refused_by_their_version(version, read, run_dir, key):
     start(run_dir, key)
     config = json.loads((run_dir / "config.json").read_text())
-    config["run"]["engine"] = "spmd"
+    config["versions"] = {"fedsim": version}
     (run_dir / "config.json").write_text(json.dumps(config))
-    assert directory.load(run_dir).run == stored(run_dir).run
-    with refuses("engine=spmd"):
-        directory.find(run_dir, resume=True)
+    (row,) = runs_in(run_dir.parent)
+    assert (row["status"] == "of an earlier version") != read and lines_of([row])
+    if read:
+        assert directory.load(run_dir).run == stored(run_dir).run
+        return
+    for load in (directory.load, lambda place: directory.find(place, resume=True)):
+        with refuses("run", says=f"0.3 or later; {version} reads this one"):
+            load(run_dir)
 
 
 def test_the_same_settings_are_accepted(run_dir):

@@ -92,7 +92,6 @@ def test_a_weak_claim_is_said_to_be_one(monkeypatch):
         {"sampling_run": "shuffle"},
         {"assumed_population": 12_000},
         {"seeded": True},
-        {"unproven": "bookkeeping:4"},
     ],
 )
 def test_what_is_no_guarantee_is_not_put_into_words(label, monkeypatch):
