@@ -21,7 +21,7 @@ from fedsim.errors import FedsimError
 from fedsim.files import read_json
 from fedsim.noise import predicted_error
 from fedsim.plan import GIVEN, NOTHING, PROTECTS, PUBLIC, Evaluations, Plan
-from fedsim.run import directory, ledger, loggers, metrics
+from fedsim.run import checkpoint, directory, ledger, loggers, metrics
 from fedsim.run.directory import Busy, StoredRun
 from fedsim.run.terminal import (
     REFRESH_S,
@@ -452,11 +452,12 @@ def _row(run_dir: Path, place: Path) -> dict[str, Any] | None:
 
 def _facts(run_dir: Path, stored: StoredRun) -> dict[str, Any]:
     summary = directory.summary_of(run_dir)
-    epsilon, steps, loss = math.inf, 0, math.nan
+    epsilon, steps, loss, whole = math.inf, 0, math.nan, True
     if summary is not None:
         epsilon, steps = spent(summary), int(summary["steps_done"])
         loss = float(summary["final_eval_loss"] or math.nan)
     else:
+        whole = checkpoint.path_of(run_dir, stored.settings.num_steps).exists()
         lines = ledger.read(run_dir)[1:]
         logged = metrics.read(run_dir)
         losses = [float(line["eval/loss"]) for line in logged if "eval/loss" in line]
@@ -473,7 +474,7 @@ def _facts(run_dir: Path, stored: StoredRun) -> dict[str, Any]:
         "steps": steps,
         "num_steps": num_steps,
         "loss": loss,
-        "status": _status(run_dir, summary is not None and steps >= num_steps),
+        "status": _status(run_dir, steps >= num_steps and whole),
         "guarantee": plan is not None and plan.guarantee,
     }
 

@@ -146,6 +146,11 @@ def test_runs_are_listed_with_what_they_released_and_how_they_ended(tmp_path, ca
     capsys.readouterr()
     main(["runs", str(place)])
     lines = capsys.readouterr().out.splitlines()
+    last = checkpoint.latest(place / "two")
+    last.rename(tmp_path / last.name)
+    main(["runs", str(place)])  # killed before its last checkpoint
+    assert capsys.readouterr().out.splitlines()[3].split()[-1] == "stopped"
+    (tmp_path / last.name).rename(last)
     assert [line.split()[0] for line in lines[1:4]] == ["a/one", "three", "two"]
     assert lines[0].split() == "run algorithm data epsilon steps loss status".split()
     assert re.fullmatch(r"a/one +uls +texts.parquet +[34]\.\d+\* +2/2 +[\d.]+ +finished", lines[1])

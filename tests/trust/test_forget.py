@@ -192,12 +192,13 @@ def test_every_file_that_still_has_a_string_of_theirs_is_listed(world, forgotten
 
 
 @pytest.mark.privacy
-def test_the_certificate_says_nothing_of_the_texts_of_those_who_stay(tmp_path):
+def test_the_certificate_says_nothing_of_the_texts_of_those_who_stay(tmp_path, monkeypatch):
     """It goes to the people who ask, and one of them may have written a guess of another's text."""
     records, guess = [], "was treated for something in Lund last May"
     for name, text in (("one", "likes long walks along the river"), ("two", guess)):
         place = tmp_path / name
         place.mkdir()
+        monkeypatch.setenv("FEDSIM_CACHE_DIR", str(place / "cache"))  # which is searched
         said = {"user_id": "person-0000", "text": f"he {text}"}
         asked = {"user_id": "person-0001", "text": f"I ask: he {guess}"}
         source = jsonl(place / "texts.jsonl", [*rows_of(8), said, asked])
