@@ -41,7 +41,7 @@ from experiments.harness.rows import Rows
 from experiments.harness.verdicts import NOT_SHOWN, Verdict
 from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.data import Dataset, build
-from fedsim.errors import ConfigError, DataError
+from fedsim.errors import ConfigError, DataError, FedsimError
 from fedsim.files import sha256_of
 from fedsim.keys import SecretKey
 
@@ -81,11 +81,11 @@ STAND_INS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @contextmanager
 def mistakes() -> Iterator[None]:
-    """A user's mistake, such as data that are not there, ends with one line and exit code 2, and a
-    signal with one line and exit code 75."""
+    """What fedsim refuses, such as data that are not there, ends with one line and its exit code,
+    and a signal with one line and exit code 75."""
     try:
         yield
-    except ConfigError as error:
+    except FedsimError as error:
         print("experiments: error:", error, file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
