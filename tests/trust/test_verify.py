@@ -456,23 +456,6 @@ def test_a_checkpoint_of_another_run_is_named(texts, another_run, copy, capsys):
     assert stop.value.code == 1 and "than the checkpoint: one of the two is of another run" in last
 
 
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_checkpoint_of_an_earlier_version_is_read_as_before(texts, copy, capsys):
-    """It has no chain: nobody can tell whose it is."""
-    digest = json.loads((copy / "summary.json").read_text())["params_sha256"]
-    checkpoint.latest(copy).unlink()
-    state = checkpoint.load(of_step(copy, 4))
-    del state["chain"]
-    checkpoint.save(copy, 4, state)
-    (copy / "summary.json").unlink()
-    assert verify(capsys, copy)[0] == 0
-    own = ["--budget-ledger", str(copy.parent / "ledger")]  # that of the run refuses copies
-    main([*command(texts, copy, ema=0.5), "--resume", *own])
-    assert json.loads((copy / "summary.json").read_text())["params_sha256"] == digest
-    assert verify(capsys, copy)[0] == 0
-
-
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["verify", str(tmp_path)])
