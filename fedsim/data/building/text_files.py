@@ -87,15 +87,14 @@ class TextFormat:
 
 
 def header(file: Path, text_format: TextFormat) -> list[str]:
-    """The names in the first line of a CSV file; none if it is empty or not to be read."""
+    """The names in the first record of a CSV file; none if it is empty or not to be read."""
     between, plain = text_format.between(file), text_format.quoting == NONE
     quoting = csv.QUOTE_NONE if plain else csv.QUOTE_MINIMAL
     with text_format.opened(file, errors="replace") as stream:
-        line = stream.readline(READ_CHARACTERS)
-    try:
-        return next(csv.reader([line.rstrip("\r\n")], delimiter=between, quoting=quoting), [])
-    except csv.Error:
-        return []
+        try:
+            return next(csv.reader(_Lines(stream), delimiter=between, quoting=quoting), [])
+        except csv.Error:
+            return []
 
 
 def check_csv(file: Path, text_format: TextFormat) -> None:

@@ -69,6 +69,11 @@ def test_the_header_is_looked_at_before_the_rows(text, says, tmp_path):
     assert says in str(error.value)
 
 
+def test_a_name_of_a_column_may_have_several_lines(tmp_path):
+    (tmp_path / "x.csv").write_text('"at\nnoon",user_id,text\n1,ann,tea\n')
+    assert built(tmp_path / "x.csv", tmp_path) == [("ann", "tea")]
+
+
 @pytest.mark.parametrize(
     "name, remedy", [("x.jsonl.zst", "unpack it first"), ("x.xlsx", "save the sheet as CSV")]
 )
