@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from refused import refuses
@@ -17,10 +18,18 @@ from test_cli import run, texts  # noqa: F401
 from test_hparams import board
 
 from fedsim.cli.tuning import read_spec
+from fedsim.config import run_config
 from fedsim.plan import REPRODUCTION
 from fedsim.run import ledger
 from fedsim.run.console import Console
-from fedsim.tuning.sweep import expand, identity, jobs_of, sweep, write_table
+from fedsim.tuning.sweep import (
+    expand,
+    identity,
+    jobs_of,
+    outcomes_of,
+    sweep,
+    write_table,
+)
 
 BASE = {"data": "pydocs", "epsilon": 4, "num_steps": 3, "algorithm": "uls"}
 
@@ -350,3 +359,18 @@ def test_a_finished_run_of_other_data_at_the_same_place_is_not_taken(tmp_path):
     write("two")
     with refuses(f"data={source}", says=f"{row['run']} began with"):
         sweep([settings], tmp_path / "out", Console(), here=True)
+
+
+@pytest.mark.parametrize("mesh, devices", [("fsdp:2", 2), ("fsdp:2,tensor:2", 4), (None, None)])
+def test_processes_have_the_devices_of_a_mesh(mesh, devices, tmp_path, monkeypatch):
+    class Asked(Exception):
+        """With the arguments of the processes."""
+
+    def ask(**given):
+        raise Asked(given["devices"])
+
+    monkeypatch.setattr("fedsim.engine.ParallelRuns", ask)
+    run = run_config(data="pydocs", run_dir=tmp_path / "run", mesh=mesh)
+    with pytest.raises(Asked) as asked:
+        next(outcomes_of([SimpleNamespace(run=run)], Console()))
+    assert asked.value.args == (devices,)
