@@ -165,7 +165,7 @@ def _of_rows(rows: Iterable[Any], named: Mapping[str, str]) -> Iterator[pa.Table
     """The columns of rows that are dicts, some rows at a time.
 
     Raises:
-      DataError: a row is no dict or lacks a column, or a column has values of several kinds.
+      DataError: a row is no dict, no row has a column, or a column has values of several kinds.
     """
     rows = iter(rows)
     while part := list(itertools.islice(rows, ROWS)):
@@ -173,11 +173,10 @@ def _of_rows(rows: Iterable[Any], named: Mapping[str, str]) -> Iterator[pa.Table
         for row in part:
             if not isinstance(row, Mapping):
                 raise DataError.of("data", f"rows of type {type(row).__name__}", "rows as dicts")
+        names = [*dict.fromkeys(key for row in part for key in row if isinstance(key, str))]
         for field, name in named.items():
-            for row in part:
-                if name not in row:
-                    _expect_column(field, name, [str(each) for each in row], [*named.values()])
-            values = [row[name] for row in part]
+            _expect_column(field, name, names, [*named.values()])
+            values = [row.get(name) for row in part]  # as lines of JSON, which may lack a key
             if field == "user":
                 values = [_whole_as_text(value) for value in values]
             columns[name] = _as_array(field, name, values)

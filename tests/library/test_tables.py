@@ -217,3 +217,10 @@ def test_what_is_missing_in_dicts_is_as_in_a_frame(missing):
         for data in (rows, pd.DataFrame(rows))
     ]
     assert told == [["Ho", None]] * 2
+
+
+def test_a_dict_without_a_text_is_an_empty_text():
+    rows = [{"who": "ann", "text": "tea"}, {"who": "ben"}]
+    assert rows_of(rows, "who", "text") == [("ann", "tea"), ("ben", None)]
+    with refuses("user", says="row 2 has a null or empty one"):
+        source_of([rows[0], {"text": "tea"}], "who", "text")
