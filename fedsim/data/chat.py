@@ -27,7 +27,7 @@ import numpy as np
 import tokenizers
 
 from fedsim.data.building.speakers import ASSISTANT, USER
-from fedsim.data.tokenizer import NAME_FILES, TEMPLATE, Tokenizer
+from fedsim.data.tokenizer import NAME_FILES, TEMPLATE, Tokenizer, unknown_token
 from fedsim.errors import BadChat, ConfigError, DataError, SlowTemplate
 from fedsim.files import expand_home, read_object
 
@@ -241,7 +241,7 @@ class ChatTokenizer:
         self._spellings, self._of_assistant = _Spellings.of(self._number), _Spellings.of(special)
         self._copies: dict[int, tuple[tokenizers.Tokenizer, np.ndarray]] = {}
         self._left_out: dict[tuple[str, ...], list[int]] = {}
-        unknown = _unknown(record["model"])
+        unknown = unknown_token(record["model"])
         self._reserved = np.array(
             [token["id"] for token in self._special if token["content"] != unknown], np.int64
         )
@@ -531,12 +531,6 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """A pattern of any of some texts, the longest first."""
     longest = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest)) or r"(?!)")
-
-
-def _unknown(model: Mapping[str, Any]) -> str | None:
-    """The token that a model of a tokenizer makes of what it does not know."""
-    number = model.get("unk_id")
-    return model.get("unk_token") if number is None else model["vocab"][number][0]
 
 
 def turns_of(messages: Sequence[Message], train_on: str) -> list[int]:

@@ -162,6 +162,12 @@ def _template(record: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     return [], []
 
 
+def unknown_token(model: Mapping[str, Any]) -> str | None:
+    """The token that the model of a tokenizer makes of what it does not know."""
+    number = model.get("unk_id")
+    return model.get("unk_token") if number is None else model["vocab"][number][0]
+
+
 def with_template(
     record: Mapping[str, Any], vocab: Mapping[str, int], special: SpecialTokens
 ) -> str | None:
@@ -234,9 +240,9 @@ class Tokenizer:
         self._inner = inner
         self.sha256 = hashlib.sha256(self.json.encode()).hexdigest()
         self._is_bytes = self.json == _bytes_json()
-        unknown = {record["model"].get(name) for name in ("unk_token", "unk_id")}
+        unknown = unknown_token(record["model"])
         special = (each for each in record["added_tokens"] if each.get("special"))
-        known = [each for each in special if unknown.isdisjoint((each["content"], each["id"]))]
+        known = [each for each in special if each["content"] != unknown]
         pieces = inner.encode_batch_fast([t["content"] for t in known], add_special_tokens=False)
         self._left_out = [
             each["id"] for each, piece in zip(known, pieces, strict=True) if each["id"] in piece.ids

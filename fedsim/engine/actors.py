@@ -78,12 +78,7 @@ class Actors:
             self.placement: Placement = placed_in_time(self._cluster, *wanted, wait_s)
             # An argument of methods: an argument of the constructor would have to exist when Ray
             # starts an actor again.
-            self.task = ray.put(task)
-        except (ObjectStoreFullError, OutOfDiskError) as error:
-            self._cluster.close()
-            raise EngineError(
-                f"no room for the task in the object store: {cause(error)}"
-            ) from error
+            self.task = _stored(task, "the task")
         except BaseException:
             self._cluster.close()
             raise
@@ -171,6 +166,18 @@ def connect(num_workers: int | None, threads: int, devices: int | None) -> Clust
     return Cluster(max(machine.cpus(), needed))
 
 
+def _stored(value: Any, what: str) -> Any:
+    """Put a value into Ray's object store; returns its reference. Raises: EngineError: it is full.
+
+    Args: what: the value, in words.
+    """
+    try:
+        return ray.put(value)
+    except (ObjectStoreFullError, OutOfDiskError) as error:
+        reason = f"no room for {what} in the object store: {cause(error)}"
+        raise EngineError(reason) from error
+
+
 class Shared:
     """The parameters in Ray's object store: stored once per version, read without copying."""
 
@@ -191,11 +198,7 @@ class Shared:
         if same:
             return False
         self.drop()  # first, so that the store does not hold two versions
-        try:
-            self.ref = ray.put(jax.tree.map(np.asarray, params))
-        except (ObjectStoreFullError, OutOfDiskError) as error:
-            reason = f"no room for the parameters in the object store: {cause(error)}"
-            raise EngineError(reason) from error
+        self.ref = _stored(jax.tree.map(np.asarray, params), "the parameters")
         self._leaves, self.version = leaves, self.version + 1
         return True
 

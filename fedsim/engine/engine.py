@@ -263,7 +263,7 @@ class Engine(ABC):
           `clip.in_float32`; per-unit statistics in the order of rows).
         Raises: EngineError: a lane failed, or workers were lost.
         """
-        dtype = self._dtype(params, len(rows), clip)
+        dtype = self.sum_dtype(params, len(rows), clip)
         total, stats, (order, lanes, lengths) = None, [], self.cut(rows)
         call = ("lane_sum", params, lanes, clip, strategy)
         for lane_sum, lane_stats in self._lanes(*call, lengths=lengths):
@@ -280,7 +280,7 @@ class Engine(ABC):
         return total, Stats.of_all(rows, stats, order)
 
     @staticmethod
-    def _dtype(params: Any, units: int, clip: Clip) -> Any:
+    def sum_dtype(params: Any, units: int, clip: Clip) -> Any:
         """Return the type that holds a sum over so many units without overflow."""
         if clip.in_float32:
             return np.float32

@@ -445,12 +445,11 @@ class MultiDeviceWorker(Worker):
         super().__init__(task, cache_dir)
         self._workers: list[Worker] = []  # one per device
 
-    def lane_sum(self, version: int, params: Any, rows: np.ndarray, *args):
-        sums, stats = zip(*self._on_all("lane_sum", version, params, rows, *args), strict=True)
-        total = jax.tree.map(_added, *sums)
-        if len(rows) <= lattice_capacity(num_coordinates(params)):  # half as much to send
-            total = jax.tree.map(_narrow, total)
-        return total, Stats.join(stats)
+    def lane_sum(self, version: int, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy):
+        shares = self._on_all("lane_sum", version, params, rows, clip, strategy)
+        sums, stats = zip(*shares, strict=True)
+        added = functools.partial(_added, Engine.sum_dtype(params, len(rows), clip))
+        return jax.tree.map(added, *sums), Stats.join(stats)
 
     def prepare(self, version: int, params: Any, rows: np.ndarray, *args):
         for_each = np.tile(rows, (len(jax.local_devices()), 1))
@@ -476,18 +475,12 @@ class MultiDeviceWorker(Worker):
             return list(threads.map(run, self._workers, devices, shares))
 
 
-def _added(*leaves: np.ndarray) -> np.ndarray:
-    """Add an array over devices: int64 for whole numbers, so that it cannot overflow."""
-    dtype = np.float32 if leaves[0].dtype == np.float32 else np.int64
+def _added(dtype: Any, *leaves: np.ndarray) -> np.ndarray:
+    """Add an array over devices. Args: dtype: type that the sum does not overflow."""
     total = leaves[0].astype(dtype)
     for leaf in leaves[1:]:
         total += leaf
     return total
-
-
-def _narrow(leaf: np.ndarray) -> np.ndarray:
-    """Whole numbers as int32, which holds them."""
-    return leaf.astype(np.int32) if leaf.dtype == np.int64 else leaf
 
 
 class LocalEngine(Engine):

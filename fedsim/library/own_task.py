@@ -15,6 +15,7 @@ from fedsim.config import RunConfig
 from fedsim.data import SPLITS, Dataset, user_ids
 from fedsim.engine import Batch, Params, Task, WrappedTask
 from fedsim.errors import ConfigError, DataError, FileDamaged, expect
+from fedsim.library.tables import is_missing
 from fedsim.run import local_steps_of
 
 ROWS = 4096
@@ -62,7 +63,7 @@ def _as_column(split: str, names: np.ndarray) -> pa.Array:
     """The owners as floats or texts, with null for a missing owner."""
     if names.dtype.kind == "f":
         return pa.array(names)  # the width shows which ids may have been rounded
-    given = [None if _is_nobody(each) else each for each in names.tolist()]
+    given = [None if is_missing(each) else each for each in names.tolist()]
     kinds = {type(each) for each in given if each is not None}
     if kinds == {float}:
         return pa.array(given, pa.float64())
@@ -70,11 +71,6 @@ def _as_column(split: str, names: np.ndarray) -> pa.Array:
         names_of_kinds = " and ".join(sorted(kind.__name__ for kind in kinds))
         raise DataError.of("data", split, f"owners of one kind, got {names_of_kinds}")
     return pa.array([None if each is None else str(each) for each in given], pa.string())
-
-
-def _is_nobody(owner: Any) -> bool:
-    """True if an owner is None, NaN or another missing value of pandas."""
-    return owner is None or type(owner).__name__ in ("NAType", "NaTType") or owner != owner
 
 
 class OwnedRows:

@@ -7,7 +7,7 @@ owner can read. It is then a data source like any other.
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -215,7 +215,7 @@ def is_missing(value: Any) -> bool:
     """True for None, NaN or another missing value of pandas."""
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return True
-    return isinstance(value, float | np.floating) and bool(value != value)
+    return isinstance(value, Hashable) and bool(value != value)  # no array, which has many
 
 
 def _in_json(value: Any) -> Any:

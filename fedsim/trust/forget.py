@@ -243,12 +243,10 @@ def forget(
         free = each.state != RUNNING
         expect("in_place", each.entry.place, free, "no run on these texts that is running")
     delta = delta or default_delta(data.train.num_users)
-    pairs = zip(charges, counts, strict=True)
-    promises = [_of_charge(each, count, delta, console) for each, count in pairs]
-    if again:
-        told = [each.entry.run == again.parent.run for each in charges]
-        pairs = zip(promises, told, strict=True)
-        promises = [each.with_draws_told() if its else each for each, its in pairs]
+    told, promises = again and again.parent.run, []
+    for each, count in zip(charges, counts, strict=True):
+        promise = _of_charge(each, count, delta, console)
+        promises.append(promise.with_draws_told() if each.entry.run == told else promise)
     known = {each.entry.run for each in charges}
     for run_dir in runs:
         if run_ledger.head(run_dir).get("key_seal") not in known:

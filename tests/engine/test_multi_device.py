@@ -49,7 +49,7 @@ def test_devices_have_the_losses_of_one(problem, three_devices):
 
 def test_sums_of_devices_do_not_overflow():
     largest = np.full(3, 2**31 - 1, np.int32)
-    np.testing.assert_array_equal(_added(largest, largest, largest), 3 * (2**31 - 1))
+    np.testing.assert_array_equal(_added(np.int64, largest, largest, largest), 3 * (2**31 - 1))
     np.testing.assert_array_equal(largest, 2**31 - 1)
 
 

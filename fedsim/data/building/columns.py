@@ -283,8 +283,9 @@ class Columns:
         named += [("order_column", self.order), ("url_column", self.url)]
         named += [("conversation_column", self.conversation), ("turn_column", self.turn)]
         named += [("condition_on", self.label), *(("owners", name) for name in self.owners)]
+        needed = self.in_file(found)
         for field, name in named:
-            if name is not None and name not in found and name in self.in_file(found):
+            if name in needed and name not in found:
                 line = f"{field}={name}: {expected_of(found, self.names)}"
                 raise MissingColumn(line, field=field)
 

@@ -89,9 +89,7 @@ def cut(
         if text_format.decoder == UTF8.decoder and _is_utf16(file):
             raise ValueError(f"it is UTF-16{OTHER.replace('cp1252', 'utf-16')}")
         if whole.kind in ("csv", "tsv"):
-            if names := text_files.header(file, text_format):
-                columns.check(names)
-            text_files.check_csv(file, text_format)
+            text_files.check_csv(file, text_format, columns.check)
         if whole.kind == "jsonl" and file.suffix != ".gz" and text_format.has_lines:
             return _cut_lines(file, text_format)
     return [whole]

@@ -17,7 +17,7 @@ import gzip
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -86,20 +86,14 @@ class TextFormat:
         return opener(file, "rt", encoding=self.decoder, errors=errors, newline="")
 
 
-def header(file: Path, text_format: TextFormat) -> list[str]:
-    """The names in the first record of a CSV file; none if it is empty or not to be read."""
-    between, plain = text_format.between(file), text_format.quoting == NONE
-    quoting = csv.QUOTE_NONE if plain else csv.QUOTE_MINIMAL
-    with text_format.opened(file, errors="replace") as stream:
-        try:
-            return next(csv.reader(_Lines(stream), delimiter=between, quoting=quoting), [])
-        except csv.Error:
-            return []
-
-
-def check_csv(file: Path, text_format: TextFormat) -> None:
+def check_csv(
+    file: Path, text_format: TextFormat, names: Callable[[list[str]], None] = lambda _: None
+) -> None:
     """Check that the end of every record of a CSV file is certain.
 
+    Args:
+      names: checks the names of the columns, before other records are looked at; not called where
+        some are in another encoding.
     Raises:
       DataError: names the line in which a record begins. A quotation does not end where a field
         does, or may be none; a record is too long, or has another number of columns than the first
@@ -108,12 +102,17 @@ def check_csv(file: Path, text_format: TextFormat) -> None:
     before = csv.field_size_limit(sys.maxsize)
     try:
         with text_format.opened(file, errors="replace") as stream:
-            _check(_Lines(stream), text_format, text_format.between(file))
+            _check(_Lines(stream), text_format, text_format.between(file), names)
     finally:
         csv.field_size_limit(before)
 
 
-def _check(lines: "_Lines", text_format: TextFormat, between: str) -> None:
+def _check(
+    lines: "_Lines",
+    text_format: TextFormat,
+    between: str,
+    names: Callable[[list[str]], None],
+) -> None:
     quoting = csv.QUOTE_NONE if text_format.quoting == NONE else csv.QUOTE_MINIMAL
     reader = csv.reader(lines, delimiter=between, strict=True, quoting=quoting)
     line, first, doubts = 0, [], _Doubts(0, between)
@@ -121,6 +120,8 @@ def _check(lines: "_Lines", text_format: TextFormat, between: str) -> None:
         for record in reader:
             if not first:
                 first, doubts = record, _Doubts(len(record), between)
+                if record and "\ufffd" not in "".join(record):
+                    names(record)
             elif record and len(record) != len(first):  # empty lines are no records
                 raise DataError(_ragged(line + 1, len(first), len(record), between, text_format))
             elif len(first) > 1 and record == first:

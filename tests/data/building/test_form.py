@@ -69,6 +69,14 @@ def test_the_header_is_looked_at_before_the_rows(text, says, tmp_path):
     assert says in str(error.value)
 
 
+def test_a_name_in_another_encoding_is_answered_with_the_encoding(tmp_path):
+    (tmp_path / "x.csv").write_bytes("user_id,größe\nann,tea\n".encode("cp1252"))
+    with pytest.raises(DataError, match="--encoding cp1252"):
+        built(tmp_path / "x.csv", tmp_path, text_column="größe")
+    how = {"text_column": "größe", "encoding": "cp1252"}
+    assert built(tmp_path / "x.csv", tmp_path, **how) == [("ann", "tea")]
+
+
 def test_a_name_of_a_column_may_have_several_lines(tmp_path):
     (tmp_path / "x.csv").write_text('"at\nnoon",user_id,text\n1,ann,tea\n')
     assert built(tmp_path / "x.csv", tmp_path) == [("ann", "tea")]
