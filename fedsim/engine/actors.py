@@ -28,7 +28,7 @@ import numpy as np
 import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
-from fedsim.engine import machine
+from fedsim.cgroups import cpus
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import EngineError
 from fedsim.engine.environment import (
@@ -163,7 +163,7 @@ def connect(num_workers: int | None, threads: int, devices: int | None) -> Clust
     A private cluster declares the machine's CPUs, or more if the workers need more.
     """
     needed = (num_workers or 1) * threads * (devices or 1)
-    return Cluster(max(machine.cpus(), needed))
+    return Cluster(max(cpus(), needed))
 
 
 def _stored(value: Any, what: str) -> Any:

@@ -9,21 +9,19 @@ Does not import JAX, which needs threads itself.
 """
 
 import dataclasses
-import math
 import os
 import re
 import resource
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
+from fedsim.cgroups import GROUPS, MEMBERSHIP, cpus, groups, text
 from fedsim.config import EngineConfig
 from fedsim.errors import ConfigError
 from fedsim.installation import expect_installed
 
 GB = 1e9
 SHARED = Path("/dev/shm")
-CGROUPS = Path("/sys/fs/cgroup")
 LIMITS = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -70,8 +68,8 @@ def free(most_threads: int = MOST_THREADS) -> Resources:
 
 def free_memory(
     meminfo: Path = Path("/proc/meminfo"),
-    membership: Path = Path("/proc/self/cgroup"),
-    cgroups: Path = CGROUPS,
+    membership: Path = MEMBERSHIP,
+    cgroups: Path = GROUPS,
 ) -> int:
     """Return the free bytes of memory: of the machine, or of this process's container if less.
 
@@ -79,58 +77,21 @@ def free_memory(
       meminfo, membership, cgroups: files and directory of the kernel.
     """
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if found := re.search(r"MemAvailable:\s*(\d+) kB", _text(meminfo)):
+    if found := re.search(r"MemAvailable:\s*(\d+) kB", text(meminfo)):
         available = int(found[1]) * 1024
-    return min([available, *_free_in_groups(_text(membership), cgroups)])
+    return min([available, *_free_in_groups(text(membership), cgroups)])
 
 
 def _free_in_groups(membership: str, cgroups: Path) -> list[int]:
     """Free bytes of each control group that limits this process's memory."""
     found = []
-    for place in _groups(membership, cgroups, "memory"):
+    for place in groups(membership, cgroups, "memory"):
         for limit, used, cached in LIMITS:
-            most, now = _text(place / limit).strip(), _text(place / used).strip()
+            most, now = text(place / limit).strip(), text(place / used).strip()
             if most.isdecimal() and now.isdecimal():
-                kept = re.search(rf"^{cached} (\d+)$", _text(place / "memory.stat"), re.M)
+                kept = re.search(rf"^{cached} (\d+)$", text(place / "memory.stat"), re.M)
                 found.append(int(most) - int(now) + int(kept[1] if kept else 0))
     return found
-
-
-def _groups(membership: str, cgroups: Path, controller: str) -> Iterator[Path]:
-    """Yield the directories of this process's control groups of a controller, and those above."""
-    for line in membership.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        top = cgroups / controller if controllers else cgroups
-        group = top / path.lstrip("/")
-        yield from (place for place in (group, *group.parents) if place.is_relative_to(top))
-
-
-def cpus(membership: Path = Path("/proc/self/cgroup"), cgroups: Path = CGROUPS) -> int:
-    """Return the number of CPUs that this process may use: those it may run on, or the quota of
-    its container, rounded up, if that is less.
-
-    Args:
-      membership, cgroups: file and directory of the kernel.
-    """
-    found = [float(len(os.sched_getaffinity(0)))]
-    for place in _groups(_text(membership), cgroups, "cpu"):
-        quota, _, period = _text(place / "cpu.max").strip().partition(" ")
-        if not quota:  # version 1
-            quota = _text(place / "cpu.cfs_quota_us").strip()
-            period = _text(place / "cpu.cfs_period_us").strip()
-        if quota.isdecimal() and period.isdecimal() and int(period):
-            found.append(int(quota) / int(period))
-    return max(1, math.ceil(min(found)))
-
-
-def _text(path: Path) -> str:
-    """Content of a file of the kernel; empty if there is none."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def free_threads(most: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from fedsim.engine import machine
+from fedsim.cgroups import cpus
 from fedsim.engine.actors import cause, placed_in_time
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import EngineError
@@ -71,7 +71,7 @@ class ParallelRuns:
           warn: called once if no process has room on the cluster for some minutes.
         Raises: ConfigError: the cluster cannot be reached, or has no room for a job.
         """
-        self._cluster = Cluster(max(machine.cpus(), threads * (devices or 1)))
+        self._cluster = Cluster(max(cpus(), threads * (devices or 1)))
         try:
             most = placed_in_time(self._cluster, None, threads, devices, accelerator, wait_s)
         except BaseException:

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedsim.cgroups import cpus
 from fedsim.clipping import (
     Clip,
     Strategy,
@@ -259,5 +260,5 @@ def free_memory() -> int:
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    cpus = machine.cpus()
-    return machine.free_memory() * min(cpus, int(os.environ.get("NPROC", cpus))) // cpus
+    count = cpus()
+    return machine.free_memory() * min(count, int(os.environ.get("NPROC", count))) // count

@@ -428,9 +428,10 @@ def runs_in(place: Path) -> list[dict[str, Any]]:
     """Rows for the runs in a directory and below, by path.
 
     Returns:
-      A dict for each run, of `COLUMNS`, `num_steps` and `guarantee`. epsilon is what the run may
-      claim: that of its plan, once a step was released. loss is the last one on held-out users.
-      status is finished, running, stopped (--resume continues it), damaged or EARLIER.
+      A dict for each run, of `COLUMNS`, `num_steps`, `loss_stddev` and `guarantee`. epsilon is what
+      the run may claim: that of its plan, once a step was released. loss is the last one on
+      held-out users, and loss_stddev that of the noise in it. status is finished, running, stopped
+      (--resume continues it), damaged or EARLIER.
     """
     configs = sorted(place.rglob(directory.CONFIG))
     return [row for row in (_row(path.parent, place) for path in configs) if row is not None]
@@ -474,6 +475,7 @@ def _facts(run_dir: Path, stored: StoredRun) -> dict[str, Any]:
         "steps": steps,
         "num_steps": num_steps,
         "loss": loss,
+        "loss_stddev": plan.evaluations.stddev if plan and plan.evaluations else 0.0,
         "status": _status(run_dir, steps >= num_steps and whole),
         "guarantee": plan is not None and plan.guarantee,
     }
@@ -508,7 +510,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
     epsilon = "-" if math.isnan(row["epsilon"]) else f"inf{STAR}"
     if math.isfinite(row["epsilon"]):
         epsilon = at_most(row["epsilon"], ".4f") + ("" if row["guarantee"] else STAR)
-    loss = "-" if math.isnan(row["loss"]) else f"{row['loss']:.4g}"
+    noise = f" ±{row['loss_stddev']:.2g}" if row["loss_stddev"] else ""
+    loss = "-" if math.isnan(row["loss"]) else f"{row['loss']:.4g}{noise}"
     steps = f"{row['steps']}/{row['num_steps']}"
     first = [str(row[name]) for name in ("run", "algorithm", "data")]
     return [*first, epsilon, steps, loss, row["status"]]

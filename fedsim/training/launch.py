@@ -12,9 +12,10 @@ import jax
 import numpy as np
 import optax
 
+from fedsim.cgroups import cpus
 from fedsim.clipping import Strategy
 from fedsim.config import ZERO_OUT, Algorithm, EngineConfig, PrivacyConfig, RunConfig, computed_by
-from fedsim.engine import TRIAL_UNITS, Engine, Task, cpus, place_workers, versions
+from fedsim.engine import TRIAL_UNITS, Engine, Task, place_workers, versions
 from fedsim.errors import ConfigError, expect
 from fedsim.plan import Plan, method_for
 from fedsim.run import (

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from fedsim import cgroups
 from fedsim.cli import main as cli
 from fedsim.config import EngineConfig
 from fedsim.engine import machine
@@ -126,9 +127,9 @@ def test_free_memory_is_that_of_the_container(membership, files, free, tmp_path)
     ],
 )
 def test_cpus_are_those_of_the_container(membership, files, count, tmp_path, monkeypatch):
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: range(64))
+    monkeypatch.setattr(cgroups.os, "sched_getaffinity", lambda _: range(64))
     of_kernel(tmp_path, membership, files)
-    assert machine.cpus(tmp_path / "cgroup", tmp_path / "cgroups") == count
+    assert cgroups.cpus(tmp_path / "cgroup", tmp_path / "cgroups") == count
 
 
 def test_memory_that_the_kernel_does_not_tell_is_taken_from_the_system(tmp_path):

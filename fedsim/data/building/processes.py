@@ -25,6 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fedsim.cgroups import cpus
 from fedsim.errors import DataError, Interrupted
 from fedsim.files import TOO_MANY_FILES, write_json
 
@@ -64,7 +65,7 @@ class Pool:
           num_workers: number of processes. Default: one per CPU that this process may use.
           say: shows a line of progress.
         """
-        self.num_workers = num_workers or len(os.sched_getaffinity(0))
+        self.num_workers = num_workers or cpus()
         self._say = say
         self._executor: ProcessPoolExecutor | None = None
         self._total = _Context().Value("q", 0)

@@ -90,3 +90,8 @@ def test_a_script_needs_no_guard(given, tmp_path):
     command = [sys.executable, given]
     found = subprocess.run(command, input=SCRIPT, cwd=tmp_path, capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (0, "2\n"), found.stderr
+
+
+def test_there_are_no_more_processes_than_the_container_may_use(monkeypatch):
+    monkeypatch.setattr(processes, "cpus", lambda: 3)
+    assert Pool(None, None).num_workers == 3
