@@ -13,7 +13,7 @@ import fedsim
 
 ROOT = Path(fedsim.__file__).parent
 LEVELS = (
-    "errors files installation",
+    "errors files installation cgroups",
     "config keys accounting placement",
     "sampling mechanism noise clipping models data",
     "els uls shared_uls plan evaluate run engine budget",

@@ -149,6 +149,8 @@ def test_ctrl_c_ends_a_reply_and_ctrl_d_the_chat(tmp_path):
         os.close(ours)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_chats_with_the_template_of_its_data(tmp_path, monkeypatch, capsys):
     """Which the export has, too, also if the model came with another."""
     model = saying(tmp_path / "model", "yes", model_files(tmp_path / "files", CHATML))

@@ -326,6 +326,8 @@ def test_the_privacy_loss_of_a_planted_user_is_what_is_claimed(cap, in_every_ste
     assert (max(excess) > 20) if in_every_step else (max(excess) < 4)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("algorithm", ["uls", pytest.param("els", marks=pytest.mark.slow)])
 def test_a_run_resumes_to_the_same_bits_and_its_rows_are_nowhere(
     algorithm,

@@ -25,6 +25,8 @@ STEPS, BANDS = 6000, 4
 SIZES = [1, 4, 9, 2, 30, 3, 0, 5]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("balanced", [True, False])
 def test_a_user_takes_part_in_steps_of_one_group_alone_with_the_groups_probability(balanced):
     key, sampler = SecretKey.create(seed=1), Cyclic(24, 3, 1.0, BANDS, balanced)

@@ -70,6 +70,8 @@ def test_uls_by_hand_has_the_bits_of_uls(monkeypatch, capsys):
     jax.tree.map(np.testing.assert_array_equal, params, found["params"])
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("algorithm", ["uls", pytest.param("els", marks=pytest.mark.slow)])
 def test_own_model_learns(monkeypatch, capsys, algorithm):
     run(monkeypatch, "own_model.py", algorithm, "--num-steps", "80")

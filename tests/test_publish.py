@@ -21,6 +21,8 @@ from fedsim.run.console import Console
 from fedsim.run.formats import schemas
 from fedsim.trust import Check, published
 
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
+
 OF_MODEL = {f"model/{name}" for name in ("config.json", "model.safetensors", "README.md")}
 OF_MODEL |= {"model/tokenizer.json", "model/tokenizer_config.json"}
 OF_MODEL |= {"model/generation_config.json", "model/special_tokens_map.json"}

@@ -145,6 +145,7 @@ def verified(capsys, run_dir, *flags):
     return {each["promise"]: (each["holds"], each["found"]) for each in found["checks"]}
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize("algorithm", ["els", "uls"])
 def test_a_run_says_what_it_protects_and_keeps_its_bounds(algorithm, runs, capsys):

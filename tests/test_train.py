@@ -110,6 +110,8 @@ def kill_after(args, run_dir, num_lines, sent=signal.SIGKILL):
     return process.returncode
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.timeout(300)  # four processes, which start one after another
 @pytest.mark.parametrize(
     "algorithm, later",

@@ -343,6 +343,8 @@ def test_delta_below_what_is_resolved_is_infinite_not_wrong():
     assert accounting.epsilon([(StepEvent(1.0, 0.1), 100)], 1e-16) == math.inf
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("sigma", "prob", "steps"),

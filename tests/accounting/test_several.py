@@ -62,6 +62,7 @@ def test_users_of_uls_together_are_a_mixture_of_dp_accounting():
     assert ours == pytest.approx(oracle.get_epsilon(DELTA), rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "event",
     [

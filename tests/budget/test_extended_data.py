@@ -112,6 +112,7 @@ def test_several_people_pay_for_all_runs_together(tmp_path, place):
     assert five["epsilon"] == pytest.approx(accounting.epsilon(mixed, DELTA), rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "reason"),
     [

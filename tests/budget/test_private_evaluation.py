@@ -125,6 +125,7 @@ def test_an_evaluation_is_counted_for_those_whose_texts_it_is_of(trained, tmp_pa
     assert json.loads(open(first["written_to"]).read())["loss"] == first["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize("told", ["--budget-ledger", "the variable"])
 def test_a_later_release_is_counted_in_the_ledger_of_the_run(told, tmp_path, monkeypatch, capsys):

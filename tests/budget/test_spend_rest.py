@@ -142,6 +142,7 @@ def test_a_run_that_was_started_without_it_keeps_its_settings(texts, tmp_path, c
     assert "expected pretrain, with which" in said and "Traceback" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_what_earlier_runs_read_is_not_told_where_nobody_may_know_who_the_users_are(
     texts, tmp_path, capsys

@@ -142,6 +142,8 @@ def test_all_commands_refuse_the_same_mechanisms(fault, field):
             ask()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_shuffling_is_labelled_everywhere(texts, run_dir, capsys):
     args = train_args(texts, run_dir, sampling="shuffle", seed=None)
     code, out, err = run("train", "uls", *args, "--json", capsys=capsys)

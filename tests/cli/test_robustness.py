@@ -503,6 +503,8 @@ def test_data_that_cannot_be_read_are_answered_by_name(name, here, capfd):
     assert sorted(here.rglob("*")) == before
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_run_is_refused_and_the_file_is_named(name, here, capfd):
     args, fault, says = DAMAGED[name]
@@ -557,6 +559,8 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_there(
     assert json.loads((here / "new" / "summary.json").read_text())["params_sha256"] == undisturbed
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_limit_of_file_sizes_names_the_file(here, capfd):
     main(train(model="tiny", num_steps=1, run_dir="first"))  # its programs are kept, and large
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -660,6 +664,8 @@ main()
 """
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )

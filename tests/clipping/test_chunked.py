@@ -70,6 +70,8 @@ CASES = [  # tied with a soft cap; untied with a divisor; each also frozen
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name, trained, strategy", CASES)
 def test_chunks_give_what_whole_logits_give(name, trained, strategy, batch, rng, monkeypatch):
     task, params, weights = problem(name, trained, rng)

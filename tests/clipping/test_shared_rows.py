@@ -92,6 +92,7 @@ def flat(tree):
     return np.concatenate([np.ravel(leaf).astype(np.int64) for leaf in jax.tree.leaves(tree)])
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", ["direct:1", "direct:4"])
 def test_a_unit_adds_the_same_whole_numbers_alone(problem, name):
@@ -105,6 +106,7 @@ def test_a_unit_adds_the_same_whole_numbers_alone(problem, name):
     assert not flat(alone[0][0]).any() and not flat(alone[5][0]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", ["direct:4", pytest.param("ghost:4", marks=pytest.mark.slow)])
 def test_so_does_a_text_of_a_large_model_whose_passes_have_few_tokens(problem, name, monkeypatch):
@@ -121,6 +123,8 @@ def test_so_does_a_text_of_a_large_model_whose_passes_have_few_tokens(problem, n
     assert (stats.norms > 0).sum() > 40
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["direct:1", "direct:4"])
 def test_sums_are_those_of_texts_in_rows_of_their_own(problem, name):
     task, params, rows = problem
@@ -134,6 +138,8 @@ def test_sums_are_those_of_texts_in_rows_of_their_own(problem, name):
     assert difference < 1e-3 * np.linalg.norm(flat(expected))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_one_worker_takes_single_texts_and_users_of_several(problem):
     task, params, rows = problem
     clip, strategy, worker = Clip(1.0, normalised=True), Strategy.parse("direct:4"), Worker(task)

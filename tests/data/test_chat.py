@@ -308,6 +308,8 @@ WRITING = "{{% set n.x %}}{{% for i in range(99999) %}}{}{{% endfor %}}{{% endse
 MADE = "makes more than 16,777,216 characters"
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "template, reason",
     [

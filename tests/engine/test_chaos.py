@@ -130,6 +130,8 @@ def test_a_short_storm_changes_nothing(ray_cluster, problem):
     assert measured["performance/redispatched_lanes"] == 2
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_worker_whose_device_broke_leaves_its_work_to_the_others(
     ray_cluster, problem, tmp_path, monkeypatch
 ):

@@ -108,6 +108,7 @@ def test_the_sum_is_that_of_all_units_whatever_the_lanes(engine, rng, task, para
     np.testing.assert_array_equal(stats.num_rows, (rows >= 0).sum(axis=1))
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_no_worker_is_sent_what_noise_follows_from(pool, rng, params, key, monkeypatch):
     with recorded(monkeypatch) as sent:
@@ -145,6 +146,8 @@ def test_cohorts_of_varying_size_compile_once(rng, task, params):
     assert len(engine._worker.programs.compiled) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.ray
 @pytest.mark.parametrize("num_workers", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_any_number_of_workers_gives_the_same_bits(

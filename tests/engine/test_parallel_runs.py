@@ -62,6 +62,8 @@ def test_every_job_ends_and_no_more_run_than_are_wanted(tmp_path, ray_cluster):
     assert {json.loads(path.read_text())[1] for paths in tries.values() for path in paths} == {"1"}
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.ray
 def test_a_process_without_room_keeps_no_job_from_the_others(tmp_path, ray_cluster, monkeypatch):
     """The room that is counted may be others': here they have 7 of 8 CPUs, then 8."""

@@ -201,6 +201,7 @@ def test_a_strategy_that_is_asked_for_is_taken_and_not_remembered(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_trials_read_no_text(tmp_path, monkeypatch):
     def read(self, split, rows):
@@ -213,6 +214,8 @@ def test_trials_read_no_text(tmp_path, monkeypatch):
     assert choose_strategy(engine, params, *UNITS, CLIP, "auto", tmp_path)[0] in (SCAN, GHOST)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_large_models_passes_are_tried_with_the_units_that_they_have(tmp_path, monkeypatch):
     monkeypatch.setattr(language_model, "LARGE", 0)
     tried = [Strategy("scan", 1), Strategy("direct", 4)]

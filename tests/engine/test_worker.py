@@ -75,6 +75,8 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(listener)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "text, group",
     [
@@ -154,6 +156,8 @@ def test_long_texts_of_a_large_model_have_small_passes(text, group, table, expec
     assert {each.rows for each in worker.passes(strategy, group)} == set(expected.values())
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_more_units_need_no_larger_program(task, params, rng):
     worker, strategy = Worker(task), Strategy("scan", 4)
     sizes = []
@@ -164,6 +168,8 @@ def test_more_units_need_no_larger_program(task, params, rng):
     assert sizes[0] == sizes[1] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["direct", pytest.param("scan", marks=pytest.mark.slow)])
 def test_memory_is_flat_in_units_and_in_their_rows(name):
     config = TransformerConfig(256, 64, width=64, num_layers=2, num_heads=4)
@@ -224,6 +230,8 @@ def test_strategies_are_timed():
     assert 0 < scan.seconds < np.inf and 0 < other.seconds < np.inf and other.memory > 0
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @several_at_once
 @pytest.mark.parametrize("factor", [0.9, np.nan, pytest.param(1.1, marks=pytest.mark.slow)])
 def test_a_strategy_that_finds_other_norms_is_refused(factor, monkeypatch):

@@ -41,6 +41,8 @@ def test_a_recommendation_is_that_of_the_command_and_can_be_trained(tmp_path, ca
     assert run.finished and run.run_dir == tmp_path / "runs" / advice.algorithm
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_an_audit_says_what_it_found(tmp_path, capfd):
     given = {"epsilon": 4.0, "num_steps": 2, "batch_size": 12, "run_dir": tmp_path / "audit"}
     found = fedsim.audit(

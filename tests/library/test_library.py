@@ -142,6 +142,8 @@ def test_a_run_of_a_cluster_is_checked_and_evaluated_on_a_small_machine(run, mon
     assert elsewhere.evaluate() == run.evaluate()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_adapters_of_an_exported_model_are_trained_and_written(run, posts, tmp_path):
     model = run.to_hf(tmp_path / "base")
     tuned = train(posts, tmp_path / "run", model=str(model), lora_rank=2, num_steps=1)

@@ -40,6 +40,8 @@ def without_cache(config, params, prompt, how, ends=()):
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("slots", [1, 2, 8])
 def test_texts_are_those_of_the_model_without_a_cache(slots):
     config, params = model_of(CONFIG)
@@ -81,6 +83,8 @@ def test_pieces_are_the_text():
 SIZES = (4, BLOCK, 3 * BLOCK + 5)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("size", SIZES)
 def test_draws_follow_the_logits(size):
     """A chi-squared test of each way to cut the distribution, and nothing beyond the cut."""

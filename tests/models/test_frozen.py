@@ -80,6 +80,8 @@ def gradient(config, adapters, weights, batch):
     return losses, grad
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("turned", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_frozen_weights_are_the_model_of_their_float32_values(name, dtype, rng):

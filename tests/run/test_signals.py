@@ -187,6 +187,8 @@ main()
 """
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "sent",
     [
@@ -211,6 +213,8 @@ def test_a_run_stops_at_its_limit_of_processor_time(alone, run_dir):
     expect_saved(process, run_dir)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "streams",
     [

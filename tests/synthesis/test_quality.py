@@ -31,6 +31,8 @@ from fedsim.synthesis.quality import (
     user_weights,
 )
 
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
+
 WORDS = "the printer works again after reply ticket was closed and opened by user today".split()
 
 

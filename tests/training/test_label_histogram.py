@@ -35,6 +35,8 @@ from fedsim.training import (
 )
 from fedsim.training.label_histogram import UNITS
 
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
+
 NAMES = ["red", "green", "blue", "grey"]
 LABELS = {"column": "hue", "labels": NAMES, "template": "{column}: {label}\n\n"}
 PROMPTS = label_prompts(LABELS, Tokenizer.bytes())

@@ -80,6 +80,8 @@ def test_the_best_learning_rate_counts(rng):
     assert [row["learning_rate"] for row in found["rates"]] == [1e-6, 0.1, 1e30]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_of_chats_the_trained_tokens_count_alone(key):
     task, params = task_of()
     other, changed = with_other_ends(task)

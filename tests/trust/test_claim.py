@@ -62,6 +62,8 @@ def in_words(found):
     return as_markdown("claim.md.jinja", **said, recognised=claim.recognised(found))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("delta", [1.2301e-6, 9.991e-7, 1e-6])
 def test_no_bound_in_the_sentences_is_rounded_down(delta, monkeypatch):
     found = of_plan(monkeypatch, delta=delta)

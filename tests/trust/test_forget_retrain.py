@@ -27,6 +27,8 @@ from fedsim.training import OWN_TASK, train
 from fedsim.trust import certificate, forget, verify
 from fedsim.trust.retrain import _expect_can, _why_none, retraining_of
 
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
+
 STEPS, EVERY = 8, 4
 BATCH, GROUP = {"uls": 4, "els": 2}, {"uls": 2, "els": 1}
 

@@ -78,6 +78,7 @@ def test_other_bits_of_other_packages_are_no_broken_promise(copy, monkeypatch, c
     assert code == 0 and holds is None and "cannot tell" in says and "jax 0.0.1, not" in says
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_a_replay_compares_bits_where_they_may_be_others(copy, monkeypatch, capsys):
     """As on an accelerator: nothing is released, and the same bits say that all is as it was."""
@@ -234,6 +235,7 @@ def test_what_was_released_is_replayed_where_bits_would_be_others(
     assert not list((other / "released").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_run_that_crashed_elsewhere_goes_on_where_it_was_started(

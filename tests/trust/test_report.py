@@ -23,6 +23,8 @@ from fedsim.errors import DataError
 from fedsim.run.console import Console
 from fedsim.trust.report import model_card
 
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):

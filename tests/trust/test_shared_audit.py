@@ -181,6 +181,8 @@ def test_a_build_that_leaves_the_author_of_context_out_is_refuted(algorithm, tmp
     assert audited_chats(algorithm, tmp_path).refuted
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("algorithm", [pytest.param("els", marks=pytest.mark.slow), "uls"])
 def test_a_training_command_is_audited(algorithm, chat, run_dir, capsys):  # noqa: F811
     flags = {"group_size": 2, "gradient_canaries": 40, "text_canaries": 5, "attacked_users": 8}

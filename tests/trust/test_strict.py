@@ -89,6 +89,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize("algorithm, sampling", CELLS)
 def test_a_user_changes_no_byte_before_the_first_noise(algorithm, sampling, pair):
@@ -98,6 +99,7 @@ def test_a_user_changes_no_byte_before_the_first_noise(algorithm, sampling, pair
     assert plan.outside == (NOTHING if sampling != "shuffle" else "epsilon: shuffled draws")
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     "rows",

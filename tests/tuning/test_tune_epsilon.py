@@ -144,6 +144,7 @@ def test_users_are_drawn_anew_for_each_histogram(release, key):
     assert abs(len(one & two) - 19) < 5 * math.sqrt(19)
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_what_it_prints_was_paid_for(texts, tmp_path, capsys, monkeypatch):  # noqa: F811
     """It is in the ledger of the data before a size or a gradient is looked at."""

@@ -258,6 +258,8 @@ def test_what_share_of_tokens_is_cut_is_counted_and_said(long_texts, share, tmp_
     )
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["x.csv.gz", "x.tsv.gz", "x.jsonl.gz", "x.json.gz", "l.json.gz"])
 def test_a_small_file_that_unpacks_to_a_large_row_is_refused(name, tmp_path, monkeypatch):
     most = 2**18
