@@ -327,8 +327,7 @@ def test_the_privacy_loss_of_a_planted_user_is_what_is_claimed(cap, in_every_ste
 
 
 @pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.parametrize("algorithm", ["uls", pytest.param("els", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("algorithm", [pytest.param("uls", marks=pytest.mark.ci), "els"])
 def test_a_run_resumes_to_the_same_bits_and_its_rows_are_nowhere(
     algorithm,
     texts,  # noqa: F811

@@ -71,8 +71,7 @@ def test_uls_by_hand_has_the_bits_of_uls(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.parametrize("algorithm", ["uls", pytest.param("els", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("algorithm", [pytest.param("uls", marks=pytest.mark.ci), "els"])
 def test_own_model_learns(monkeypatch, capsys, algorithm):
     run(monkeypatch, "own_model.py", algorithm, "--num-steps", "80")
     printed = capsys.readouterr().out

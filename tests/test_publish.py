@@ -267,8 +267,6 @@ def test_the_parameters_alone_have_the_fingerprint_of_the_claim(trained, tmp_pat
     assert code == 0 and found["model"] == "the parameters have the fingerprint of the claim"
 
 
-@pytest.mark.slow
-@pytest.mark.ci
 def test_a_pretrained_model_and_its_adapters(trained, tmp_path, capsys, monkeypatch):
     """The model has the fingerprint of the claim; merged or in PEFT's form an adapter cannot."""
     monkeypatch.chdir(tmp_path)
@@ -347,16 +345,13 @@ def differing(tmp_path, monkeypatch, **flags):
     ]
 
 
-SLOW = [pytest.mark.slow, pytest.mark.ci]
-
-
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     "flags",
     [
         {"algorithm": "uls"},
-        pytest.param({"algorithm": "els"}, marks=SLOW),
-        pytest.param({"algorithm": "els", "group-size": None, "strategy": "auto"}, marks=SLOW),
+        {"algorithm": "els"},
+        {"algorithm": "els", "group-size": None, "strategy": "auto"},
     ],
     ids=str,
 )

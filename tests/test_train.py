@@ -111,11 +111,13 @@ def kill_after(args, run_dir, num_lines, sent=signal.SIGKILL):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.timeout(300)  # four processes, which start one after another
 @pytest.mark.parametrize(
     "algorithm, later",
-    [("uls", [9]), pytest.param("els", [4, 9], marks=[pytest.mark.slow, pytest.mark.privacy])],
+    [
+        pytest.param("uls", [9], marks=pytest.mark.ci),
+        pytest.param("els", [4, 9], marks=pytest.mark.privacy),
+    ],
 )
 def test_killed_again_and_again_it_ends_with_the_same_parameters(
     algorithm, later, texts, undisturbed, run_dir

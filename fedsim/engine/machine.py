@@ -10,24 +10,17 @@ Does not import JAX, which needs threads itself.
 
 import dataclasses
 import os
-import re
 import resource
 import threading
 from pathlib import Path
 
-from fedsim.cgroups import GROUPS, MEMBERSHIP, cpus, groups, text
+from fedsim.cgroups import cpus, free_memory
 from fedsim.config import EngineConfig
 from fedsim.errors import ConfigError
 from fedsim.installation import expect_installed
 
 GB = 1e9
 SHARED = Path("/dev/shm")
-LIMITS = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-"""Files of a control group of version 2 and 1: its limit, its use, and, in memory.stat, the cached
-files in it, which the kernel drops when memory is wanted."""
 MOST_THREADS = 1000  # to look for: starting more takes too long
 
 
@@ -64,34 +57,6 @@ def free(most_threads: int = MOST_THREADS) -> Resources:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     space = float("inf") if limit == resource.RLIM_INFINITY else limit
     return Resources(free_memory(), space, free_threads(most_threads))
-
-
-def free_memory(
-    meminfo: Path = Path("/proc/meminfo"),
-    membership: Path = MEMBERSHIP,
-    cgroups: Path = GROUPS,
-) -> int:
-    """Return the free bytes of memory: of the machine, or of this process's container if less.
-
-    Args:
-      meminfo, membership, cgroups: files and directory of the kernel.
-    """
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if found := re.search(r"MemAvailable:\s*(\d+) kB", text(meminfo)):
-        available = int(found[1]) * 1024
-    return min([available, *_free_in_groups(text(membership), cgroups)])
-
-
-def _free_in_groups(membership: str, cgroups: Path) -> list[int]:
-    """Free bytes of each control group that limits this process's memory."""
-    found = []
-    for place in groups(membership, cgroups, "memory"):
-        for limit, used, cached in LIMITS:
-            most, now = text(place / limit).strip(), text(place / used).strip()
-            if most.isdecimal() and now.isdecimal():
-                kept = re.search(rf"^{cached} (\d+)$", text(place / "memory.stat"), re.M)
-                found.append(int(most) - int(now) + int(kept[1] if kept else 0))
-    return found
 
 
 def free_threads(most: int) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedsim.cgroups import cpus
+from fedsim import cgroups
 from fedsim.clipping import (
     Clip,
     Strategy,
@@ -29,7 +29,6 @@ from fedsim.clipping import (
     num_coordinates,
     padded,
 )
-from fedsim.engine import machine
 from fedsim.engine.engine import TRIAL_UNITS, Engine, Trial, ignore
 from fedsim.engine.environment import trial_clock
 from fedsim.engine.task import MADE_UP
@@ -260,5 +259,5 @@ def free_memory() -> int:
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    count = cpus()
-    return machine.free_memory() * min(count, int(os.environ.get("NPROC", count))) // count
+    count = cgroups.cpus()
+    return cgroups.free_memory() * min(count, int(os.environ.get("NPROC", count))) // count

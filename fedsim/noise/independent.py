@@ -9,6 +9,7 @@ Each block has its own stream, so all cores can draw and the bits do not depend 
 """
 
 import math
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from fedsim.cgroups import cpus
 from fedsim.keys import SecretKey
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def noisy_number(total: int, stddev: float, rng: np.random.Generator) -> int:
 
 def in_blocks(run: Callable[[int, int, slice], None], leaves: Sequence[np.ndarray]) -> None:
     """Call run(leaf, number, part) for every block of every array [n], on all cores."""
-    with ThreadPoolExecutor(cpus()) as threads:
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
         calls = [threads.submit(run, *block) for block in blocks([leaf.size for leaf in leaves])]
         for call in calls:
             call.result()

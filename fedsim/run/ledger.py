@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,7 +26,6 @@ import numpy as np
 from jax.tree import leaves
 
 from fedsim.accounting import Event, PureEvent, StepEvent, epsilon, event_fields, event_of
-from fedsim.cgroups import cpus
 from fedsim.errors import FedsimError
 from fedsim.files import open_to_append, write_durably
 from fedsim.plan import Plan, claimed_phases
@@ -258,7 +258,7 @@ def gradient_sha256(gradient: Any) -> str:
     """
     arrays = [np.ascontiguousarray(leaf).reshape(-1).view(np.uint8) for leaf in leaves(gradient)]
     pieces = [array[at : at + PIECE] for array in arrays for at in range(0, array.size, PIECE)]
-    with ThreadPoolExecutor(cpus()) as threads:
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
         digests = threads.map(lambda piece: hashlib.sha256(piece).digest(), pieces)
         return hashlib.sha256(b"".join(digests)).hexdigest()
 

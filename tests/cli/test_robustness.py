@@ -665,9 +665,8 @@ main()
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize(
-    "sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+    "sent", [pytest.param(signal.SIGTERM, marks=pytest.mark.ci), signal.SIGINT]
 )
 def test_a_signal_before_the_first_step_leaves_what_can_be_started_again(sent, here):
     process = subprocess.Popen(

@@ -147,9 +147,8 @@ def test_cohorts_of_varying_size_compile_once(rng, task, params):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.ray
-@pytest.mark.parametrize("num_workers", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_workers", [pytest.param(3, marks=pytest.mark.ci), 1])
 def test_any_number_of_workers_gives_the_same_bits(
     num_workers, ray_cluster, pool, rng, task, params
 ):

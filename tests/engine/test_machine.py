@@ -9,10 +9,11 @@ import sys
 import pytest
 
 from fedsim import cgroups
+from fedsim.cgroups import cpus, free_memory
 from fedsim.cli import main as cli
 from fedsim.config import EngineConfig
 from fedsim.engine import machine
-from fedsim.engine.machine import GB, LOCAL, Resources, free_memory, free_threads, lacking, needed
+from fedsim.engine.machine import GB, LOCAL, Resources, free_threads, lacking, needed
 from fedsim.errors import ConfigError
 
 ENOUGH = Resources(64 * GB, math.inf, 1000)
@@ -129,7 +130,7 @@ def test_free_memory_is_that_of_the_container(membership, files, free, tmp_path)
 def test_cpus_are_those_of_the_container(membership, files, count, tmp_path, monkeypatch):
     monkeypatch.setattr(cgroups.os, "sched_getaffinity", lambda _: range(64))
     of_kernel(tmp_path, membership, files)
-    assert cgroups.cpus(tmp_path / "cgroup", tmp_path / "cgroups") == count
+    assert cpus(tmp_path / "cgroup", tmp_path / "cgroups") == count
 
 
 def test_memory_that_the_kernel_does_not_tell_is_taken_from_the_system(tmp_path):

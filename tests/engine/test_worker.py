@@ -76,19 +76,16 @@ def compiled():
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize(
-    "text, group",
+    "text, group, cohorts",
     [
-        ("scan:4", 1),
-        ("direct:2", 4),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("scan:2", 4), ("ghost:4", 1), ("ghost:4", 4)]
-        ),
+        pytest.param("scan:4", 1, 60, marks=pytest.mark.ci),
+        pytest.param("direct:2", 4, 60, marks=pytest.mark.ci),
+        *((*case, 60) for case in [("scan:2", 4), ("ghost:4", 1), ("ghost:4", 4)]),
+        *((*case, 200) for case in [("scan:4", 1), ("direct:2", 4), ("scan:2", 4)]),
+        *((*case, 200) for case in [("ghost:4", 1), ("ghost:4", 4)]),
     ],
 )
-@pytest.mark.parametrize("cohorts", [60, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_cohorts_compile_nothing_new(text, group, cohorts, task, params, rng, compiled):
     worker, strategy = Worker(task), Strategy.parse(text)
     for low in (0, 100):  # one bucket after the other
@@ -169,8 +166,7 @@ def test_more_units_need_no_larger_program(task, params, rng):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.parametrize("name", ["direct", pytest.param("scan", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param("direct", marks=pytest.mark.ci), "scan"])
 def test_memory_is_flat_in_units_and_in_their_rows(name):
     config = TransformerConfig(256, 64, width=64, num_layers=2, num_heads=4)
     task = LanguageModelTask(Dataset(train=UserStore.from_examples({}, 64, 256)), config)
@@ -231,9 +227,11 @@ def test_strategies_are_timed():
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @several_at_once
-@pytest.mark.parametrize("factor", [0.9, np.nan, pytest.param(1.1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "factor",
+    [pytest.param(0.9, marks=pytest.mark.ci), pytest.param(np.nan, marks=pytest.mark.ci), 1.1],
+)
 def test_a_strategy_that_finds_other_norms_is_refused(factor, monkeypatch):
     right = layers.Embed.factors
 

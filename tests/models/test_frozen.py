@@ -81,9 +81,15 @@ def gradient(config, adapters, weights, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("turned", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ["int8", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        pytest.param("gpt2", "int8", marks=pytest.mark.ci),
+        ("turned", "int8"),
+        ("gpt2", "bfloat16"),
+        ("turned", "bfloat16"),
+    ],
+)
 def test_frozen_weights_are_the_model_of_their_float32_values(name, dtype, rng):
     config = lora.adapted(dataclasses.replace(PARTS[name], num_layers=2), 2, 8.0, "all-linear")
     weights = frozen.as_frozen(random_like(dataclasses.replace(config, lora=None), rng), dtype)

@@ -182,8 +182,7 @@ def test_a_build_that_leaves_the_author_of_context_out_is_refuted(algorithm, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.parametrize("algorithm", [pytest.param("els", marks=pytest.mark.slow), "uls"])
+@pytest.mark.parametrize("algorithm", ["els", pytest.param("uls", marks=pytest.mark.ci)])
 def test_a_training_command_is_audited(algorithm, chat, run_dir, capsys):  # noqa: F811
     flags = {"group_size": 2, "gradient_canaries": 40, "text_canaries": 5, "attacked_users": 8}
     _, *arguments = command(algorithm, chat, run_dir, **flags)
