@@ -317,7 +317,7 @@ def before_the_noise(folder):
     record = json.loads((folder / "published.json").read_text())
     known = {name: sha256 for name, sha256 in record.pop("files").items()}
     head, *_, last = map(json.loads, (folder / "ledger.jsonl").read_text().splitlines())
-    # A digest of a file with a seal, which without the key is as random as the seal is.
+    # A digest of a file with a seal that is in no other one; see the test of what it hides.
     config = head["head"]["config_sha256"]
     content = {"published.json": json.dumps(record)}
     for name in known:
@@ -343,6 +343,21 @@ def differing(tmp_path, monkeypatch, **flags):
         for lines in zip(few[name].splitlines(), many[name].splitlines(), strict=True)
         if lines[0] != lines[1]
     ]
+
+
+@pytest.mark.privacy
+def test_the_digest_of_the_settings_confirms_no_guess_of_them(trained):
+    """It is in the ledger, and the file says what follows from data: names of tables, times."""
+    run_dir = trained / "private"
+    text = (run_dir / "config.json").read_text()
+    head = json.loads((run_dir / "ledger.jsonl").read_text().splitlines()[0])["head"]
+    assert head["config_sha256"] == sha256(text.encode()).hexdigest()
+    main(["publish", str(run_dir), str(run_dir.parent / "shown")])
+    files = [path for path in (run_dir.parent / "shown").rglob("*") if path.is_file()]
+    shown = b"".join(path.read_bytes() for path in files)
+    unknown = json.loads(text)["blind"]
+    assert head["config_sha256"].encode() in shown and unknown.encode() not in shown
+    assert unknown == SecretKey.load(run_dir).seal("config.json")
 
 
 @pytest.mark.privacy

@@ -290,6 +290,10 @@ def name_of_source(source: str) -> str:
     if source == SUPPORT_CHATS:
         return f"{source} (made up)"
     path = Path(source)
-    if path.parent.name == files.TABLES and path.suffix == ".parquet":
-        return f"table {path.stem[:6]}"
-    return path.name
+    return f"table {path.stem[:6]}" if is_table(source) else path.name
+
+
+def is_table(source: str) -> bool:
+    """True for the file of a table from memory."""
+    path = Path(source)
+    return path.parent.name == files.TABLES and path.suffix == ".parquet"

@@ -1,13 +1,15 @@
 """Tables in memory, written to files: a resumed run and `fedsim verify` need the data again.
 
-A table is written once, as Parquet, under the digest of its rows, into a directory that only its
-owner can read. It is then a data source like any other.
+A table is written once, as Parquet, under a keyed digest of its rows, into a directory that only
+its owner can read. It is then a data source like any other.
 """
 
+import hmac
 import itertools
 import json
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +30,12 @@ from fedsim.data import (
     sources,
 )
 from fedsim.errors import DataError
-from fedsim.files import TABLES, cache_dir, own_directory, sha256_of
+from fedsim.files import TABLES, cache_dir, own_directory, sha256_of, write_atomically
 
 ROWS = 10_000
 """Rows that are written at a time."""
+KEY = "key"
+"""The file with the key of the tables' names."""
 
 
 CHECKED = ("user", "text", "condition_on")
@@ -239,7 +243,8 @@ def _expect_column(field: str, name: str, have: list[str], wanted: list[str]) ->
 
 
 def _written(batches: Iterator[pa.RecordBatch], named: Mapping[str, str]) -> Path:
-    """Write the rows to a file that is named by its digest.
+    """Write the rows to a file that is named by its digest, with a key of the cache's own: names
+    are in settings, and a plain digest would confirm a guess of someone's text.
 
     Raises:
       NotOurs: other users of the machine could change it.
@@ -248,11 +253,22 @@ def _written(batches: Iterator[pa.RecordBatch], named: Mapping[str, str]) -> Pat
     temporary = home / f".{os.getpid()}-{os.urandom(8).hex()}.tmp"
     try:
         _write(temporary, batches, named)
-        name = sha256_of(temporary)[:32]
+        name = hmac.digest(_key(home), sha256_of(temporary).encode(), "sha256").hex()[:32]
         os.replace(temporary, home / f"{name}.parquet")
     finally:
         temporary.unlink(missing_ok=True)
     return home / f"{name}.parquet"
+
+
+def _key(home: Path) -> bytes:
+    """256 bits from the operating system, which are kept."""
+    path, temporary = home / KEY, home / f".{os.getpid()}-{os.urandom(8).hex()}.tmp"
+    if not path.exists():
+        write_atomically(temporary, os.urandom(32), mode=0o600)
+        with suppress(FileExistsError):  # of another process, which was faster
+            os.link(temporary, path)
+        temporary.unlink()
+    return path.read_bytes()
 
 
 def _write(path: Path, batches: Iterator[pa.RecordBatch], named: Mapping[str, str]) -> None:

@@ -36,7 +36,7 @@ from fedsim.config import (
     renamed,
     run_config,
 )
-from fedsim.data import TEMPLATE, copy_provenance
+from fedsim.data import TEMPLATE, copy_provenance, is_table
 from fedsim.errors import ConfigError, FileDamaged, expect
 from fedsim.files import (
     make_directory,
@@ -340,7 +340,9 @@ def create(
                 write_atomically(run_dir / MODEL / TEMPLATE, template.read_bytes())
             digests = model_files.side_file_digests(run_dir / MODEL)
             stored = dataclasses.replace(stored, files=digests)
-        write_json(run_dir / CONFIG, stored.as_dict())
+        # The ledger has this file's digest. Without a secret part, whoever guesses the settings
+        # would learn from it what follows from the data, such as the time that a strategy took.
+        write_json(run_dir / CONFIG, {**stored.as_dict(), "blind": key.seal(CONFIG)})
         yield
 
 
@@ -382,9 +384,11 @@ def expect_same(stored: StoredRun, now: StoredRun) -> None:
         (as_dict(stored.run), as_dict(now.run)),
     ):
         for name, value in after.items():
+            was = before.get(name)
             left_out = name in UPDATE and value is None
-            if name not in OPERATIONAL | {"seed"} and value != before.get(name) and not left_out:
-                was = before.get(name)
+            # Names of tables follow from the cache; that the rows are the same is in the identity.
+            left_out |= name == "data" and is_table(value) and is_table(was)
+            if name not in OPERATIONAL | {"seed"} and value != was and not left_out:
                 raise ConfigError.of(name, value, f"{was}, with which {run_dir} was started")
 
 

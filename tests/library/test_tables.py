@@ -2,7 +2,9 @@
 
 import io
 import json
+import shutil
 import weakref
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -13,6 +15,7 @@ from refused import refuses
 
 import fedsim
 from fedsim.data import load
+from fedsim.files import sha256_of
 from fedsim.library import tables
 from fedsim.library.run import flags_of_data
 from fedsim.library.tables import source_of
@@ -224,3 +227,31 @@ def test_a_dict_without_a_text_is_an_empty_text():
     assert rows_of(rows, "who", "text") == [("ann", "tea"), ("ben", None)]
     with refuses("user", says="row 2 has a null or empty one"):
         source_of([rows[0], {"text": "tea"}], "who", "text")
+
+
+@pytest.mark.privacy
+def test_the_name_of_a_table_confirms_no_guess_of_its_rows(tmp_path, monkeypatch):
+    """It is in the settings, and without the key nobody can compute it."""
+    first, again = (Path(source_of(FRAME, "author", "body")) for _ in range(2))
+    assert first == again and first.parent.stat().st_mode & 0o77 == 0
+    key = first.parent / "key"
+    assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_bytes()) == 32
+    monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path / "other"))
+    other = Path(source_of(FRAME, "author", "body"))
+    assert other.read_bytes() == first.read_bytes() and other.name != first.name
+    assert first.stem not in sha256_of(first)
+
+
+def test_a_run_goes_on_with_the_same_table_after_the_cache_was_cleared(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
+    names = {"user": "author", "text": "body", "run_dir": tmp_path / "run", "output": "quiet"}
+    flags = {"epsilon": 8, "num_steps": 1, "batch_size": 4, "model": "micro", "engine": "local"}
+    flags |= {"strategy": "scan:1", "max_length": 8}
+    frame = pd.DataFrame({"author": map(str, range(40)), "body": FRAME.body})
+    run = fedsim.train("uls", frame, **flags, **names)
+    shutil.rmtree(tmp_path / "cache")
+    done = fedsim.train("uls", frame, resume=True, **flags, **names)
+    assert done.summary["params_sha256"] == run.summary["params_sha256"]
+    changed = frame.assign(body=frame.body[::-1].to_numpy())
+    with refuses("data", says="was started"):
+        fedsim.train("uls", changed, resume=True, **flags, **names)
