@@ -32,6 +32,7 @@ from experiments.harness.finetuning import (
 )
 from experiments.harness.rows import by, rates_inside
 from experiments.harness.verdicts import both, cell_error, no_worse
+from fedsim.errors import DataError
 from fedsim.sampling import median_group_size
 
 
@@ -58,7 +59,8 @@ SHARE = 0.1  # of the best gain that may be lost: what "works well" means
 
 
 def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
-    """A row for each data set, epsilon, budget and group size whose pool holds the budget."""
+    """A row for each data set, epsilon, budget and group size whose pool holds the budget; none
+    where the median user's does not."""
     training, cells, medians = settings.training, [], {}
     for name in training.num_steps:
         groups = {budget: settings.group_sizes for budget in settings.budgets}
@@ -67,10 +69,18 @@ def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, A
             medians[name] = median_group_size(sizes)
             tried = sorted({*settings.group_sizes, medians[name]})
             groups = {budget: useful(tried, budget, sizes) for budget in groups}
+            if left_out := [b for b, each in groups.items() if medians[name] not in each]:
+                print(f"{name}: no runs with B = {left_out}: more than the median user's pool has")
+                groups |= dict.fromkeys(left_out, [])
         for epsilon, budget in itertools.product(training.epsilons, settings.budgets):
             cell = {"dataset": name, "epsilon": epsilon, "algorithm": "els", "budget": budget}
             cells += [{**cell, "group_size": group} for group in groups[budget]]
 
+    if not cells:
+        least = f"a pool of {min(settings.budgets)} examples at least"
+        raise DataError(
+            f"data={arguments.data}: with the median user's group size expected {least}"
+        )
     rows = finetuning.tuned_losses(cells, training, arguments)
     return [{**row, "median_examples": medians[row["dataset"]]} for row in rows]
 

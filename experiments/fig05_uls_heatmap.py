@@ -1,7 +1,7 @@
 """Figures 5 and 13 (Section 6, Appendix F): loss of DP-SGD-ULS over group and cohort sizes.
 
 Claims, on Stack Overflow: at every budget G M the best G is at least ten times smaller than the
-best M; and up to a limit (512 in the paper) it is better to enlarge the cohort than the group.
+best M; and up to a limit, 512 in the paper, it is better to enlarge the cohort than the group.
 Losses are of validation data. Figure 5 is epsilon = 4, with the diagonals of the heat map as
 curves, Figure 13 every epsilon. The runs are Figure 14's. `small` has 16 of the paper's 72
 configurations, which span budgets of 16 to 1024, and leaves out epsilon = 64, where noise plays the
@@ -20,11 +20,13 @@ from matplotlib.patches import Rectangle
 
 from experiments.harness import common, finetuning
 from experiments.harness.finetuning import STACK_OVERFLOW, ULS_GRIDS
-from experiments.harness.rows import by, rates_inside
-from experiments.harness.verdicts import NOT_SHOWN, Verdict, ahead, both, cell_error, no_worse
+from experiments.harness.rows import StandardError, by, rates_inside
+from experiments.harness.verdicts import Verdict, ahead, both, cell_error, no_worse
 
 SETTINGS = ULS_GRIDS
 SHOWN = 4.0  # the epsilon whose diagonals are drawn
+LIMIT = 512
+"""The cohort up to which the paper finds it better to enlarge the cohort."""
 
 
 def run(settings: finetuning.UlsGrid, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
@@ -84,23 +86,21 @@ def best_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
     """Where the best of each budget is; budgets with one configuration have no choice."""
     assert all(np.isfinite(row["loss"]) for row in rows)
-    error, small, first = np.sqrt(2) * cell_error(rows), [], []
+    error, small, doublings = np.sqrt(2) * cell_error(rows), [], []
     limits, better = {}, sum(row["loss"] < row["loss_before"] for row in rows)
     least, largest = (pick(row["cohort_size"] for row in rows) for pick in (min, max))
     for epsilon, own in by(rows, lambda row: row["epsilon"]).items():
-        budgets = by(own, lambda row: row["budget"])
-        limits[epsilon] = 0
-        for budget, series in sorted(budgets.items()):
-            if len(series) > 1:
-                small.append(best_is_small(series, error))
+        limits[epsilon] = least
+        for budget, series in sorted(by(own, lambda row: row["budget"]).items()):
+            small.append(best_is_small(series, error))
             alone = [row["loss"] for row in series if row["group_size"] == 1]
             others = [row["loss"] for row in series if row["group_size"] > 1]
-            if limits[epsilon] in (0, budget // 2) and alone:
-                sure = ahead(min(others) - alone[0], error) if others else True
-                if budget == 2 * least:
-                    first.append(sure)
-                if sure is True:
+            if alone and others:
+                sure = ahead(min(others) - alone[0], error)
+                doublings += [sure] * (budget <= LIMIT)
+                if sure is True and limits[epsilon] == budget // 2:
                     limits[epsilon] = budget
+    small = [verdict for verdict in small if verdict is not None]
     numbers = ", ".join(f"{limit} at epsilon {epsilon:g}" for epsilon, limit in limits.items())
     claims = [
         (
@@ -111,7 +111,7 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
         ),
         (
             "up to a limit it is better to enlarge the cohort than the group",
-            True if min(limits.values()) > least else False if False in first else NOT_SHOWN,
+            both(*doublings),
             f"up to a cohort of {numbers}; the largest here is {largest}",
         ),
         (
@@ -130,14 +130,15 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
 
 
 def best_is_small(
-    series: Sequence[dict[str, Any]], error: float, units: str = "cohort_size"
+    series: Sequence[dict[str, Any]], error: StandardError, units: str = "cohort_size"
 ) -> Verdict:
     """Whether the best G that is ten times below its cohort is no worse than the best of the other
-    ones. Args: error: of a difference of two losses; units: the column of the cohort."""
+    ones; None where all are of one kind. Args: error: of a difference of two losses; units: the
+    column of the cohort."""
     small, large = [], []
     for row in series:
         (small if 10 * row["group_size"] <= row[units] else large).append(row["loss"])
-    return no_worse(min(large) - min(small), error) if small and large else bool(small)
+    return no_worse(min(large) - min(small), error) if small and large else None
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -45,7 +45,7 @@ def run(settings: finetuning.UlsGrid, arguments: finetuning.Arguments) -> list[d
         delta = finetuning.delta_of(name, training, arguments)
         run_config = finetuning.run_of(name, arguments, training, training.seeds[0])
         norms = measured_norms(run_config, settings.group_sizes, Console())
-        error = cell_error(own)
+        error = float(cell_error(own))
         for epsilon, cells in by(own, lambda row: row["epsilon"]).items():
             losses = {Configuration(r["group_size"], r["cohort_size"]): r["loss"] for r in cells}
             noise = doubling.uls_noise(epsilon, delta, training.num_steps[name], users)

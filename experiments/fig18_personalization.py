@@ -75,7 +75,7 @@ class Job:
 def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
     """A row for each epsilon, budget and algorithm: losses with and without personalization."""
     training, split = settings.models.training, settings.split
-    if arguments.data and not arguments.dry_run:  # one's own may have no later examples
+    if not arguments.dry_run:  # one's own may have no later examples
         (name,) = training.num_steps
         own = finetuning.open_data(name, arguments, training)
         split = split if getattr(own, split) is not None else "eval_users"

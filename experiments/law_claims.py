@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from experiments.harness import common
-from experiments.harness.rows import Row, Rows, by
+from experiments.harness.rows import Row, Rows, StandardError, by
 from experiments.harness.verdicts import Verdict, ahead, alike, cell_error, mean_error, no_worse
 from experiments.regime_claims import ALL, FEW
 
@@ -99,7 +99,7 @@ def off(cells: Rows, name: str = "predicted") -> np.ndarray:
     return np.array([cell["gain"] - cell[name] for cell in cells])
 
 
-def error_of(cells: Rows) -> float:
+def error_of(cells: Rows) -> StandardError:
     """Standard error of a cell's gain, for differences within a block."""
     return cell_error(cells, ("data", "epsilon"))
 

@@ -25,7 +25,7 @@ from experiments import regime
 from experiments.harness import common
 from experiments.harness.processes import compute
 from experiments.harness.records import as_written
-from experiments.harness.rows import Row, Rows, by, kept, missing, over_seeds
+from experiments.harness.rows import Row, Rows, by, kept, over_seeds
 from experiments.harness.verdicts import ahead, cell_error
 from fedsim.config import Algorithm
 
@@ -67,6 +67,7 @@ def averaged(rows: Rows) -> dict[tuple[str, float], dict[str, Row]]:
     """By users and epsilon, and by algorithm: a row over the seeds that all algorithms have."""
     found = {}
     for place, own in by(rows, lambda row: (row["data"], row["epsilon"])).items():
+        own = sorted(own, key=lambda row: row["seed"])  # they end in any order
         each = by(own, lambda row: row["algorithm"])
         seeds = set.intersection(*({row["seed"] for row in same} for same in each.values()))
         found[place] = {
@@ -143,10 +144,12 @@ def main() -> None:
     out = common.out_of(given)
     file, norms = out / f"{NAME}.jsonl", out / f"{NORMS}.jsonl"
     looks = regime.looked(shape, norms, given.processes)
+    todo = list(cells(settings, looks))
     if given.minutes:
-        left = missing(cells(settings, looks), file)
+        left = regime.to_train(todo, kept(file), regime.model_of(shape))
         compute(regime.train, left, shape, file, given.minutes, given.processes)
     rows = kept(file)
+    rows = list(itertools.compress(rows, regime.that_count(rows, todo)))
     if not rows:
         return
     table = as_written(rows)

@@ -42,13 +42,17 @@ Claim = tuple[str, Verdict, str]
 def interval(inside: np.ndarray, outside: np.ndarray) -> tuple[float, float, float]:
     """(Area under the ROC curve, and its 95 % interval) of scores of users who are in, and out.
 
-    Source: DeLong et al. 1988: the variance of the area from each user's share of it.
+    Source: DeLong et al. 1988: the variance of the area from each user's share of it. Of scores
+    that are apart altogether that is 0; then the interval is of n pairs, each of one user who is in
+    and another one who is out, that are all in this order.
     """
     above = np.sign(inside[:, None] - outside[None, :]) / 2 + 0.5
     area = bounds.area(inside, outside)
     variance = above.mean(axis=1).var(ddof=1) / len(inside)
     variance += above.mean(axis=0).var(ddof=1) / len(outside)
     off = float(stats.norm.ppf((1 + CONFIDENCE) / 2) * np.sqrt(variance))
+    if area in (0, 1):
+        off = 1 - ((1 - CONFIDENCE) / 2) ** (1 / min(len(inside), len(outside)))
     return float(area), max(0.0, float(area) - off), min(1.0, float(area) + off)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from experiments.fig05_uls_heatmap import best_is_small
-from experiments.harness.rows import ERRORS, Row, Rows, by, over_seeds
+from experiments.harness.rows import ERRORS, Row, Rows, StandardError, by, over_seeds
 from experiments.harness.verdicts import Verdict, ahead, both, cell_error, no_worse
 
 ALL, FEW = "scotus", "scotus, few users"
@@ -117,7 +117,7 @@ def at(rows: Rows, group_size: int) -> Row:
     return next(row for row in rows if row["group_size"] == group_size)
 
 
-def error_of(there: dict[float, dict[str, Rows]], cells: int = 2) -> float:
+def error_of(there: dict[float, dict[str, Rows]], cells: int = 2) -> StandardError:
     """Standard error of a difference between so many cells, by pairs of seeds."""
     rows = [row for own in there.values() for rows in own.values() for row in rows]
     return math.sqrt(cells) * cell_error(rows, BLOCK)
@@ -142,7 +142,8 @@ def median_works(there: dict[float, dict[str, Rows]]) -> tuple[Verdict, str]:
 def groups_are_small(there: dict[float, dict[str, Rows]]) -> tuple[Verdict, str]:
     """Figure 5."""
     error = error_of(there)
-    held = [best_is_small(own["uls"], error, "expected_count") for own in there.values()]
+    found = [best_is_small(own["uls"], error, "expected_count") for own in there.values()]
+    held = [verdict for verdict in found if verdict is not None]
     groups = "; ".join(
         f"at epsilon {epsilon:g} G = {min(own['uls'], key=lambda row: row['loss'])['group_size']}"
         for epsilon, own in there.items()
@@ -259,7 +260,8 @@ def of_users(rows: Rows) -> list[Claim]:
         claims.append((f"{ALL}: {name}", ahead(more, error), numbers))
         for where, each in ends.items():
             pairs = [gains_more(losses, *each, *who) for losses in seeds]
-            of_pairs = ERRORS * float(np.std(pairs, ddof=1)) / math.sqrt(len(pairs))
+            spread = float(np.std(pairs, ddof=1)) / math.sqrt(len(pairs))
+            of_pairs = StandardError(spread, len(pairs) - 1).times(ERRORS)
             paired.append(f"{who[0].upper()} by {np.mean(pairs):.4f} with {where} ({of_pairs:.4f})")
     what = f"{ALL}, added after the runs: who gains more (Figure 8), by pairs of seeds"
     return [*claims, (what, None, f"{', '.join(paired)}; in brackets what the seeds explain")]

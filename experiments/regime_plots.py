@@ -151,7 +151,7 @@ def plot_heuristics(rows: Sequence[Row]) -> Figure:
         own = sorted(own, key=_loss)
         place = rf"{data}, {algorithm.upper()}, $\varepsilon$ = {epsilon:g}"
         same = [row for row in found if row["data"] == data]
-        noise = ERRORS * math.sqrt(2) * cell_error(same, BLOCK)
+        noise = (math.sqrt(2) * cell_error(same, BLOCK)).times(ERRORS)
         look = {"color": "0.85", "lw": 9, "solid_capstyle": "butt", "zorder": 0}
         axis.plot([0, noise], [place] * 2, label="what the seeds explain", **look)
         for number, row in enumerate(own):

@@ -52,6 +52,8 @@ FRESH_MODEL = "tiny"  # for one's own data
 SCALES = ("smoke", "small", "long", "medium", "paper")
 OF_STAND_INS = ("small", "long")
 """Scales whose data and starting model are made on the way."""
+MEDIUM_LENGTH = 64
+"""Tokens of a text at `medium`, whose data are made on the way as well."""
 EPSILONS = (1.0, 4.0, 16.0, 64.0)
 
 # For estimates. Gradients of the model `tiny` with texts up to 64 tokens on one core, and what a
@@ -122,7 +124,7 @@ LONG_TRAINING = dataclasses.replace(
 MEDIUM_TRAINING = Training(
     {STACK_OVERFLOW: 1_000, CC_NEWS: 1_000}, epsilons=(1.0, 4.0, 16.0), test_examples=4096
 )
-"""One day of one GPU for Figure 6, by the arithmetic of `cost`; never run."""
+"""Half a day of one GPU for Figure 6, by the arithmetic of `cost`; never run."""
 PAPER_TRAINING = Training(
     PAPER_STEPS,
     learning_rates=(0.01, 0.03, 0.1, 0.3),
@@ -136,12 +138,13 @@ ULS_GRIDS = {
         (1, 2, 4, 8),
         (16, 32, 64, 128),
     ),
-    "medium": UlsGrid(MEDIUM_TRAINING, (1, 4, 16), (32, 128, 512)),
+    "medium": UlsGrid(MEDIUM_TRAINING, (1, 2, 4, 8), (32, 64, 128, 256)),
     "paper": UlsGrid(
         PAPER_TRAINING, tuple(2**n for n in range(9)), tuple(2**n for n in range(5, 13))
     ),
 }
-"""Of Figures 5, 13, 14 and 15, which are views of the same runs."""
+"""Of Figures 5, 13, 14 and 15, which are views of the same runs. Groups and cohorts are doubled, as
+Estimate-and-Double does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +212,13 @@ class Arguments:
 
     def shown(self) -> Mapping[str, str]:
         """What rows, figures and records call the data, by what these stand for."""
-        return {STACK_OVERFLOW: Path(self.data).name} if self.data else SHOWN[self.scale]
+        if not self.data:
+            return SHOWN[self.scale]
+        name, taken = (
+            Path(self.data).name,
+            {*PAPER}.union(*(own.values() for own in SHOWN.values())),
+        )
+        return {STACK_OVERFLOW: f"{name} (own)" if name in taken else name}
 
     @property
     def runs(self) -> Path:
@@ -318,7 +327,8 @@ def origins(rows: Rows, arguments: Arguments) -> tuple[dict[str, Any], dict[str,
         where = data_of(stands_for(name), arguments)
         if corpora.is_built(where):
             data[name] = {"fingerprint": Dataset.open(where).train.fingerprint}
-            files = [name] if arguments.scale in OF_STAND_INS and not arguments.data else []
+            stand_ins = arguments.scale in (*OF_STAND_INS, "medium") and not arguments.data
+            files = [name] if stand_ins else []
             data[name] |= common.files_of(files).get(name, {})
     model: dict[str, Any] = {"name": arguments.given_model or f"of the scale {arguments.scale}"}
     for row in [tally.known[name] for name in sorted(tally.asked)[:1]]:
@@ -337,11 +347,14 @@ def data_of(name: str, arguments: Arguments) -> str:
         return str(made_up(arguments.out / "texts.parquet"))
     if arguments.scale in OF_STAND_INS:
         return str(starting_model.users(SMALL[name]))
-    place, how = Path("data") / PAPER[name], f"python -m experiments.data {PAPER[name]}"
     if arguments.scale == "medium":
-        own = SMALL[name].partition(",")[0]
-        place, how = Path("data") / "medium" / own, f"fedsim data build {own}.parquet"
-        how += f" --user-column user_id --text-column text --tokenizer {MEDIUM_MODEL}"
+        directory = files.cache_dir() / "experiments" / "medium-data"
+        if not corpora.is_built(directory / SMALL[name]):
+            directory.mkdir(parents=True, exist_ok=True)
+            options = {"tokenizer": arguments.model, "max_length": MEDIUM_LENGTH}
+            common.prepare(SMALL[name], directory, **options)
+        return str(directory / SMALL[name])
+    place, how = Path("data") / PAPER[name], f"python -m experiments.data {PAPER[name]}"
     if not corpora.is_built(place):
         raise DataError(f"data={place}: it is not there: {how} --out {place} builds it")
     return str(place)
@@ -557,8 +570,8 @@ def with_test_losses(rows: Rows, training: Training, arguments: Arguments) -> Ro
     found = []
     for row, own in zip(rows, in_turns(runs, training), strict=True):
         after = over_seeds([run["test"] for run in own])
-        known = [run["test_before"] for run in own if not math.isnan(run["test_before"])]
-        before = {"loss_before": (*known, math.nan)[0], "validation_loss": row["loss"]}
+        started = mean_known([run["test_before"] for run in own])
+        before = {"loss_before": started, "validation_loss": row["loss"]}
         found.append({**row, **after, **before})
     return found
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from scipy import stats
 
 Row = dict[str, Any]
 Rows = list[Row]
@@ -88,11 +89,42 @@ def over_seeds(losses: Sequence[float]) -> Row:
     return {**came, "by_seed": each}
 
 
-def seed_error(rows: Sequence[Row]) -> float:
+@dataclasses.dataclass(frozen=True, order=True)
+class StandardError:
+    """A standard error whose variance was estimated with so many degrees of freedom."""
+
+    size: float
+    freedom: int
+
+    __array_ufunc__ = None  # a NumPy number times one is one
+
+    def __mul__(self, factor: float) -> "StandardError":
+        return StandardError(self.size * float(factor), self.freedom)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, factor: float) -> "StandardError":
+        return self * (1 / factor)
+
+    def __float__(self) -> float:
+        return self.size
+
+    def __format__(self, how: str) -> str:
+        return format(self.size, how)
+
+    def times(self, count: float) -> float:
+        """As far as so many standard errors would go, were the variance known: by Student's t of
+        the same probability."""
+        if self.size == 0 or not self.freedom:
+            return self.size * math.inf if self.size else 0.0
+        return float(stats.t.isf(stats.norm.sf(count), self.freedom)) * self.size
+
+
+def seed_error(rows: Sequence[Row]) -> StandardError:
     """Standard error over seeds of a cell's mean loss; the variance is pooled over all cells, since
     two seeds alone say little about it."""
-    variance = np.mean([row["loss_std"] ** 2 for row in rows])
-    return float(np.sqrt(variance / min(row["seeds"] for row in rows)))
+    variance, seeds = np.mean([row["loss_std"] ** 2 for row in rows]), [r["seeds"] for r in rows]
+    return StandardError(math.sqrt(variance / min(seeds)), sum(seeds) - len(seeds))
 
 
 def rates_inside(rows: Sequence[Row]) -> list[tuple[str, bool, str]]:
@@ -105,7 +137,7 @@ def rates_inside(rows: Sequence[Row]) -> list[tuple[str, bool, str]]:
 
 def margin(rows: Sequence[Row]) -> float:
     """What the seeds explain of a difference of the losses of two cells among `rows`."""
-    return ERRORS * np.sqrt(2) * seed_error(rows)
+    return (math.sqrt(2) * seed_error(rows)).times(ERRORS)
 
 
 def losses_by_power(rows: Iterable[Row]) -> dict[int, float]:

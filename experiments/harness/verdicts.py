@@ -9,6 +9,9 @@ difference (above 0: the claim's way) and its standard error:
 - "equal", "alike": a test of equivalence. Yes where |difference| + 2 standard errors are below the
   margin, no where |difference| - 2 are above it.
 
+Where the variance was estimated with few degrees of freedom, so many standard errors are as many as
+have the same probability by Student's t: with 2 degrees 4.5 for 2, and 19 for 3.
+
 All else is not shown. Something that is claimed of several settings holds where it holds in all of
 them, and fails where it fails in one. So fewer seeds, or noisier ones, lead to "not shown".
 
@@ -37,7 +40,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from experiments.harness.rows import ERRORS, Row, Rows, by, seed_error
+from experiments.harness.rows import ERRORS, Row, Rows, StandardError, by, seed_error
 
 MARGIN = 0.01
 """Nats."""
@@ -49,26 +52,33 @@ NOT_SHOWN = "not shown"
 Verdict = bool | str | None
 """Whether a claim holds, or NOT_SHOWN. None: not judged."""
 Numbers = float | Sequence[float] | np.ndarray
+Errors = Numbers | StandardError | Sequence[StandardError]
 
 
-def ahead(leads: Numbers, errors: Numbers) -> Verdict:
+def ahead(leads: Numbers, errors: Errors) -> Verdict:
     """Whether all leads are differences.
 
     Args:
       leads: above 0: the claim's way.
       errors: a standard error for each, or for all.
     """
-    return _judged(leads, ERRORS * np.asarray(errors), 0.0)
+    return _judged(leads, _room(errors, ERRORS), 0.0)
 
 
-def no_worse(leads: Numbers, errors: Numbers, margin: Numbers = MARGIN) -> Verdict:
+def no_worse(leads: Numbers, errors: Errors, margin: Numbers = MARGIN) -> Verdict:
     """Whether no lead is below -margin. Args: as of `ahead`."""
-    return _judged(leads, EQUAL_ERRORS * np.asarray(errors), -np.asarray(margin))
+    return _judged(leads, _room(errors, EQUAL_ERRORS), -np.asarray(margin))
 
 
-def alike(differences: Numbers, errors: Numbers, margin: Numbers = MARGIN) -> Verdict:
+def alike(differences: Numbers, errors: Errors, margin: Numbers = MARGIN) -> Verdict:
     """Whether all differences are within the margin, either way. Args: as of `ahead`."""
     return no_worse(-np.abs(differences), errors, margin)
+
+
+def _room(errors: Errors, count: float) -> np.ndarray:
+    """So many standard errors; of plain numbers the variance counts as known."""
+    each = errors if isinstance(errors, Sequence | np.ndarray) else [errors]
+    return np.array([e.times(count) if isinstance(e, StandardError) else count * e for e in each])
 
 
 def _judged(leads: Numbers, room: np.ndarray, least: Numbers) -> Verdict:
@@ -91,13 +101,16 @@ def most(verdicts: Iterable[Verdict]) -> Verdict:
     return False if 2 * each.count(False) > len(each) else NOT_SHOWN
 
 
-def mean_error(rows: Sequence[Row]) -> float:
+UNKNOWN = StandardError(math.inf, 0)
+
+
+def mean_error(rows: Sequence[Row]) -> StandardError:
     """Standard error of the mean loss of one of these cells, for what has no seeds of its own, such
     as the loss before; infinite for one seed."""
-    return seed_error(rows) if min(row["seeds"] for row in rows) > 1 else math.inf
+    return seed_error(rows) if min(row["seeds"] for row in rows) > 1 else UNKNOWN
 
 
-def cell_error(rows: Sequence[Row], block: Sequence[str] = ("dataset", "epsilon")) -> float:
+def cell_error(rows: Sequence[Row], block: Sequence[str] = ("dataset", "epsilon")) -> StandardError:
     """Standard error of the mean loss of one of these cells, for differences between cells of one
     block; of k cells it is sqrt(k) times as much. Infinite for one seed; cells that came to
     no number are left out.
@@ -108,7 +121,7 @@ def cell_error(rows: Sequence[Row], block: Sequence[str] = ("dataset", "epsilon"
     """
     rows = [row for row in rows if math.isfinite(row["loss"])]
     if not rows or min(row["seeds"] for row in rows) < 2:
-        return math.inf
+        return UNKNOWN
     if not all(row.get("by_seed") for row in rows):
         return seed_error(rows)
     squares, freedom = 0.0, 0
@@ -119,7 +132,9 @@ def cell_error(rows: Sequence[Row], block: Sequence[str] = ("dataset", "epsilon"
         squares += float((left**2).sum())
         freedom += (cells - 1) * (seeds - 1)
     least = min(row["seeds"] for row in rows)
-    return math.sqrt(squares / freedom / least) if freedom else seed_error(rows)
+    if not freedom:
+        return seed_error(rows)
+    return StandardError(math.sqrt(squares / freedom / least), freedom)
 
 
 def losses_by_seed(rows: Rows) -> np.ndarray:

@@ -16,12 +16,18 @@ import numpy as np
 import pytest
 from refused import refuses
 
-from experiments import __main__ as experiments_by_name, table_mutations
+from experiments import (
+    __main__ as experiments_by_name,
+    fig04_els_group_size,
+    fig14_tuner_suboptimality,
+    table_mutations,
+)
 from experiments.harness import common, finetuning, outcomes, planting
 from experiments.harness.records import read_rows
 from experiments.harness.rows import kept as rows_kept
 from experiments.mistakes import MISTAKES
 from fedsim.data import corpora
+from fedsim.errors import DataError
 
 ROOT = Path(__file__).parents[2]
 HELPERS = (
@@ -173,6 +179,34 @@ def test_ones_own_data_take_the_place_of_all_others(tmp_path, monkeypatch):
     assert rows == [{"dataset": "posts"}]
     assert finetuning.stands_for("posts") == finetuning.STACK_OVERFLOW
     assert not finetuning.assumption("posts")
+    same_name = finetuning.parse_arguments("", ["--data", "data/reddit_links", "--dry-run"])
+    (name,) = same_name.shown().values()
+    assert finetuning.stands_for(name) == finetuning.STACK_OVERFLOW
+    assert not finetuning.assumption(name)
+
+
+def test_strategies_reach_only_what_was_trained():
+    for grid in finetuning.ULS_GRIDS.values():
+        losses = {at: float(at.batch_size) for at in grid.configurations}
+        for budget in {at.batch_size for at in losses}:
+            norms = dict.fromkeys(grid.group_sizes, 1.0)
+            found = fig14_tuner_suboptimality.strategies(losses, budget, norms, lambda *_: 1.0)
+            assert set(found.values()) == {budget}
+
+
+def test_a_budget_that_the_median_users_pool_does_not_hold_is_left_out(monkeypatch, capsys):
+    sizes = np.array([2] * 60 + [50] * 40)
+    users = SimpleNamespace(train=SimpleNamespace(offsets=np.append(0, np.cumsum(sizes))))
+    monkeypatch.setattr(finetuning, "open_data", lambda *_: users)
+    monkeypatch.setattr(finetuning, "tuned_losses", lambda cells, *_: list(cells))
+    settings = finetuning.on_one(fig04_els_group_size.SETTINGS["small"])
+    given = finetuning.parse_arguments("", ["--data", "data/posts"])
+    rows = fig04_els_group_size.run(settings, given)
+    assert {row["budget"] for row in rows} == {64}
+    assert "no runs with B = [256]" in capsys.readouterr().out
+    with pytest.raises(DataError, match="a pool of 64 examples"):
+        users.train.offsets = np.arange(20)
+        fig04_els_group_size.run(settings, given)
 
 
 def test_a_scale_that_an_experiment_does_not_have_is_one_line(tmp_path, monkeypatch, capsys):

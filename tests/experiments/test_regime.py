@@ -5,11 +5,13 @@ import json
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 from experiments import own_algorithm, regime
 from experiments.harness import common
 from experiments.harness.records import read_rows
+from experiments.real_model_claims import interval
 from experiments.regime_claims import ALL
 from fedsim.errors import ConfigError
 from fedsim.uls import ULS
@@ -104,6 +106,28 @@ def test_an_algorithm_of_somebody_elses_is_trained_beside_the_papers(tmp_path, m
     for data in own_algorithm.SETTINGS["smoke"].regime.data:
         assert same[data, "fedsim.uls:ULS"] == same[data, "uls"] == halved[data, "uls"]
         assert halved[data, "test_regime:Halved"] != halved[data, "uls"]
+
+
+def test_seeds_are_paired_in_whatever_order_their_trainings_end():
+    place = {"data": "d", "epsilon": 4.0}
+    losses = {"els": (4.1, 4.3), "uls": (4.0, 4.2), "mine:A": (3.9, 4.1)}
+    rows = [
+        {**place, "algorithm": name, "seed": seed, "loss": loss}
+        for name, each in losses.items()
+        for seed, loss in enumerate(each)
+    ]
+    swapped = [*rows[:-2], rows[-1], rows[-2]]
+    assert own_algorithm.check(swapped) == own_algorithm.check(rows)
+    assert {held for _, held, _ in own_algorithm.check(rows)} == {True}
+
+
+def test_an_attack_that_separates_all_has_an_interval():
+    """Of few canaries it says little: all n pairs are in order with probability area^n."""
+    rng = np.random.default_rng(0)
+    for count, low in ((2, 0.025**0.5), (40, 0.025 ** (1 / 40))):
+        inside, outside = rng.uniform(1, 2, count), rng.uniform(-1, 0, count)
+        assert interval(inside, outside) == pytest.approx((1.0, low, 1.0))
+        assert interval(outside, inside) == pytest.approx((0.0, 0.0, 1 - low))
 
 
 def test_what_is_no_algorithm_is_named_in_one_line():

@@ -4,11 +4,12 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from experiments import table_verdicts
 from experiments.harness import common
 from experiments.harness.records import as_written, read_rows
-from experiments.harness.rows import over_seeds
+from experiments.harness.rows import StandardError, over_seeds
 from experiments.harness.verdicts import (
     NOT_SHOWN,
     ahead,
@@ -67,9 +68,25 @@ def test_what_moves_all_cells_of_a_seed_is_in_no_error_of_pairs():
     cells = [{"epsilon": 4.0, **over_seeds(4 + seeds + each)} for each in own]
     less = losses_by_seed(cells)[0] - losses_by_seed(cells)[1]
     expected = less.std(ddof=1) / math.sqrt(len(seeds))
-    assert cell_error(cells) * math.sqrt(2) == pytest.approx(expected)
-    assert cell_error([{**row, "by_seed": None} for row in cells]) > 0.1
-    assert cell_error([{**row, "seeds": 1} for row in cells]) == math.inf
+    error = cell_error(cells)
+    assert (float(error * math.sqrt(2)), error.freedom) == (pytest.approx(expected), 3)
+    assert float(cell_error([{**row, "by_seed": None} for row in cells])) > 0.1
+    assert float(cell_error([{**row, "seeds": 1} for row in cells])) == math.inf
+
+
+def test_few_degrees_of_freedom_take_more_standard_errors():
+    """A verdict of nothing but noise is as rare as with a variance that is known."""
+    assert StandardError(1.0, 2).times(2) == pytest.approx(4.5265, abs=1e-4)
+    assert StandardError(1.0, 2).times(3) == pytest.approx(19.2067, abs=1e-4)  # Student's tables
+    assert StandardError(1.0, 10**9).times(3) == pytest.approx(3)
+    assert StandardError(0.0, 0).times(3) == 0
+    rng, errors, wrong = np.random.default_rng(0), [], 0
+    for _ in range(2_000):
+        cells = [{"epsilon": 4.0, **over_seeds(rng.normal(size=2))} for _ in range(2)]
+        errors.append(math.sqrt(2) * cell_error(cells))
+        wrong += no_worse(cells[0]["loss"] - cells[1]["loss"], errors[-1], 0.0) is True
+    assert errors[0].freedom == 1
+    assert wrong / 2_000 == pytest.approx(stats.norm.sf(2), abs=0.01)
 
 
 def test_the_table_of_verdicts_has_those_of_the_records():
