@@ -28,8 +28,8 @@ class DataBuild:
     """Directory to create."""
 
     sources: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Parquet, JSON, JSONL, CSV or TSV files, folders of them, globs, a data set saved by
-    `datasets`, or hf:NAME[:CONFIG]."""
+    """Parquet, JSON, JSONL, CSV or TSV files, folders of them (of JSON: 'folder/*.json'), globs, a
+    data set saved by `datasets`, or hf:NAME[:CONFIG]."""
 
     extend: Path | None = None
     """A directory made by `fedsim data build` whose users and texts --out has, too, each in the

@@ -68,7 +68,7 @@ def template_beside(tokenizer: str | Path) -> str | None:
       DataError: a file is damaged.
     """
     file = Path(tokenizer)
-    own = file.with_name(TEMPLATE)
+    own = _beside(file, TEMPLATE)
     if own.is_file():
         return read_template(own)
     found = _settings_beside(file).get("chat_template")
@@ -104,8 +104,14 @@ def named_tokens(tokenizer: str | Path) -> dict[str, str]:
     return found
 
 
+def _beside(tokenizer: Path, name: str) -> Path:
+    """Another file of a tokenizer's model, which a run has in a folder of its own."""
+    own = tokenizer.with_name(name)
+    return own if own.is_file() else tokenizer.parent / "model" / name
+
+
 def _settings_beside(tokenizer: Path, file: str = NAME_FILES[0]) -> dict[str, Any]:
-    path = tokenizer.with_name(file)
+    path = _beside(tokenizer, file)
     if not path.is_file():
         return {}
     try:

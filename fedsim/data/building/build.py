@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from fedsim.data.building import extending, hub, user_ids
 from fedsim.data.building.chats import DEFAULTS, TRAIN_ON, Chats
-from fedsim.data.building.columns import BESIDE_CHATS, COMPLETION, MESSAGES, Columns
+from fedsim.data.building.columns import BESIDE_CHATS, COMPLETION, MESSAGES, TEXTS, Columns
 from fedsim.data.building.orders import KEYS, NUMBERS, TEXT, at_least
 from fedsim.data.building.processes import Meter, Pool, resume, staging
 from fedsim.data.building.readers import Part, cut, names_in
@@ -480,6 +480,9 @@ class _Build:
             listed()
         if unread := [name for name in BESIDE_CHATS if name in found and columns.form]:
             self._say(f"not read, though they may belong to chats: columns {', '.join(unread)}")
+        if unread := [name for name in TEXTS if name in found and name not in columns.text]:
+            read, others = ", ".join(columns.text), ", ".join(unread)
+            self._say(f"read: {read}; not read, though people's texts may be there: {others}")
         return columns
 
     def _resume(self, identity: list[Any]) -> None:
@@ -524,7 +527,11 @@ class _Build:
             return parts, columns
         file = self.directory / "conversations.parquet"
         self._say("finding whom texts are said to")
-        write_conversations(parts, columns, file)
+        nowhere, (number, examples) = write_conversations(parts, columns, file)
+        if nowhere:
+            self._say(f"{nowhere:,} rows have no conversation: a text is its speaker's alone there")
+        if number:
+            self._say(user_ids.told_alike(number, examples, "conversation"))
         columns = conversation_columns(columns)
         return cut(file, columns), columns
 
@@ -644,8 +651,9 @@ class _Build:
 
             if left_out := dropped_as("untrained") + dropped_as("skipped"):
                 names = f"{self.columns.text_fields[0]}={','.join(self.columns.text)}"
-                expected = "a trained token in every chat"
-                raise DataError(f"{names}: expected {expected} {several}, {left_out} have none")
+                expected = f"a trained token in every chat {several}, {left_out} have none"
+                why = "nobody answers there, or no turn that is trained on fits in max_length"
+                raise DataError(f"{names}: expected {expected}: {why}")
             if left_out := dropped_as("unlabelled"):
                 expected = f"a label of the set in every row {several}, {left_out} have another"
                 raise DataError.of("condition_on", settings.condition_on, expected)

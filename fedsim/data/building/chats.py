@@ -8,7 +8,6 @@ trained on, and has as much of what came before as fits. A token is trained on i
 """
 
 import json
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedsim.data.building.columns import ALPACA, COMPLETION, MESSAGES
-from fedsim.data.building.speakers import ASSISTANT, USER, role_of, turns_in
+from fedsim.data.building.speakers import ASSISTANT, HALF, USER, role_of, turns_in
 from fedsim.data.chat import (
     ROLES,
     ChatTokenizer,
@@ -31,10 +30,10 @@ from fedsim.errors import BadChat, SlowTemplate
 
 TRAIN_ON = ("all", COMPLETION, ASSISTANT, USER)
 DEFAULTS = {MESSAGES: ASSISTANT, COMPLETION: COMPLETION, ALPACA: COMPLETION}
-CALLS = ("tool_calls", "function_call", "audio", "images")  # of a turn
+CALLS = ("tool_calls", "function_call", "audio", "image", "images", "video", "videos")  # of a turn
+CALLS += ("attachments", "files")
 SAID = ("content", "value", "refusal")  # the last is OpenAI's, where the assistant refuses
 REASONING = ("reasoning_content", "reasoning", "thinking")  # which some templates write, too
-HALF = re.compile("[\ud800-\udfff]")
 BETWEEN = "\n\n"  # parts of Alpaca's prompt
 
 
@@ -288,6 +287,8 @@ def _message(turn: dict[str, Any], number: int) -> Message:
     # Arrow gives null for a key that other rows have.
     content = next((turn[name] for name in SAID if turn.get(name) is not None), None)
     weight = turn.get("weight")
+    if weight is not None and not isinstance(weight, bool | int | float):
+        raise BadChat(f"expected a number as weight {where}")
     return Message(role, _text(content, f"a content {where}"), weight is None or weight != 0)
 
 

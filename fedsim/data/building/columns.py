@@ -70,8 +70,11 @@ FORMS = (
 )
 MAY_LACK = {ALPACA: ("input",)}
 """Columns of a form that a file, or a record of JSON, may lack: null there."""
-BESIDE_CHATS = ("tools", "functions", "system", "history")
+BESIDE_CHATS = ("tools", "functions", "system", "system_prompt", "system_message", "history")
+BESIDE_CHATS += ("image", "images", "video", "videos", "audio")
 """Columns that other programs give to a chat template or put before a prompt."""
+TEXTS = ("text", "messages", "conversations")
+"""Columns that hold what people wrote, of which one is read."""
 NOTHING = ("", "null", '""', "[]")  # JSON of a value that says nothing
 
 
@@ -399,9 +402,10 @@ def _users(
         return _as_domains(text_of(batch[columns.url], f"url_column={columns.url}", first_row))
     rows = range(first_row, first_row + len(batch))
     how = columns.normalise_ids
-    return _join_ids(
-        [ids_of(batch[name], f"user_column={name}", rows, tally, how) for name in columns.user]
-    )
+    parts = [ids_of(batch[name], f"user_column={name}", rows, tally, how) for name in columns.user]
+    for part in parts:
+        count_lists(part, tally)
+    return _join_ids(parts)
 
 
 def is_blank(column: pa.Array) -> np.ndarray:

@@ -170,6 +170,9 @@ def names_in(
 
 def _names_of(part: Part, asking: _Asking) -> list[str]:
     try:
+        if part.kind in ("csv", "tsv"):  # Arrow would read a block, and refuse its records
+            with complaints(part):
+                text_files.check_csv(part.file, part.text_format, asking.check)
         next(raw(part, asking), None)
     except _Found as found:
         return found.args[0]

@@ -45,7 +45,7 @@ from fedsim.data.building.readers import (
     read,
 )
 from fedsim.data.building.text_files import TextFormat
-from fedsim.data.building.user_ids import refused
+from fedsim.data.building.user_ids import look_alikes, refused
 from fedsim.data.store import fingerprint
 from fedsim.errors import DataError
 from fedsim.files import expand_home
@@ -274,13 +274,17 @@ def conversation_columns(columns: Columns) -> Columns:
     return replace(owned, order=order, label=label)
 
 
-def write_conversations(parts: Sequence[Part], columns: Columns, file: Path) -> None:
+def write_conversations(
+    parts: Sequence[Part], columns: Columns, file: Path
+) -> tuple[int, tuple[int, list[str]]]:
     """Write the rows of all parts as Parquet, by conversation and turn, with both owners of each.
 
     All rows are in memory at once. Rows of one turn keep the order of the sources.
 
     Args:
       columns: columns of the parts. The user column has the speaker.
+    Returns:
+      (number of rows without a conversation, `look_alikes` of the conversations).
     Raises:
       DataError: a row has no turn, turns are of several kinds, or conversations have no ids.
     """
@@ -295,10 +299,8 @@ def write_conversations(parts: Sequence[Part], columns: Columns, file: Path) -> 
             field = f"conversation_column={columns.conversation}"
             with complaints(part):
                 said = normalise(batch, speaking, first_row)
-                found: dict[str, Any] = {
-                    SPEAKER: said["user_id"],
-                    WHERE: ids_of(where, field, rows, Counter(), columns.normalise_ids),
-                }
+                where = ids_of(where, field, rows, Counter(), columns.normalise_ids)
+                found: dict[str, Any] = {SPEAKER: said["user_id"], WHERE: where}
                 if len(batch):
                     turns.append(_turns(plain(batch[columns.turn]), columns, first_row))
             if columns.order is not None:
@@ -320,8 +322,11 @@ def write_conversations(parts: Sequence[Part], columns: Columns, file: Path) -> 
     speakers = table[SPEAKER].combine_chunks().dictionary_encode()
     number = last_other_speaker(_codes(table[WHERE]), _codes(table[SPEAKER]))
     spoken_to = speakers.dictionary.take(pa.array(number, mask=number < 0))
+    nowhere = table[WHERE].null_count
+    alike = look_alikes(table[WHERE].unique().drop_null().cast(pa.string()))
     table = table.drop_columns([WHERE]).append_column(SPOKEN_TO, spoken_to)
     pq.write_table(table, file, row_group_size=ROWS_AT_ONCE)
+    return nowhere, alike
 
 
 def _wide(table: pa.Table) -> pa.Table:

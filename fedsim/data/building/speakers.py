@@ -7,6 +7,7 @@ that are cut off, or says nothing.
 """
 
 import json
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,8 @@ from fedsim.errors import BadChat
 ASSISTANT, USER = "assistant", "user"
 OTHER_NAMES = {"human": USER, "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bot": ASSISTANT}
 OTHER_NAMES |= {"model": ASSISTANT}
+HALF = re.compile("[\ud800-\udfff]")
+HALVED = r"expected whole characters, got half of a surrogate pair such as \ud83d"
 NAMES = (str, int, float)  # types of JSON that name a person; true is none
 
 
@@ -32,9 +35,9 @@ def turns_in(value: Any) -> list[dict[str, Any]]:
         try:
             value = json.loads(value)
         except ValueError:
-            python = value.lstrip()[:2] in ("[{", "{'") or "'role'" in value
-            hint = " as Python writes it; json.dumps makes JSON of it" if python else ""
-            raise BadChat(f"expected a list of turns, got a text{hint}") from None
+            python = value.lstrip().startswith(("[{'", "{'")) or "'role'" in value
+            hint = "as Python writes it; json.dumps makes JSON" if python else "that is no JSON"
+            raise BadChat(f"expected a list of turns, got a text {hint}") from None
     if isinstance(value, dict):
         lists = [each for each in value.values() if isinstance(each, list)]
         if not lists or len(lists) < len(value) or len({len(each) for each in lists}) > 1:
@@ -86,6 +89,8 @@ def spoken(chats: pa.Array, key: str) -> Spoken:
             raise BadRow(row, str(error)) from None
         for number, turn in enumerate(turns, 1):
             name = turn.get(key)
+            if isinstance(name, str) and HALF.search(name):
+                raise BadRow(row, f"{HALVED} in turn {number}")
             rows.append(row)
             numbers.append(number)
             names.append(str(name) if type(name) in NAMES else None)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TextIO
 import pyarrow as pa
 
 from fedsim.data.building.columns import is_usual
+from fedsim.data.building.speakers import HALF, HALVED
 from fedsim.errors import DataError
 
 NONE, MINIMAL = "none", "minimal"
@@ -235,8 +236,6 @@ NOT_SPACE = re.compile(r"\S")
 KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
 KINDS |= {int: "a number", float: "a number", type(None): "null"}
 SCRIPT = re.compile(r"[\w.$ ]{1,100}=\s*[\[{]")
-HALF = re.compile("[\ud800-\udfff]")
-HALVED = r"expected whole characters, got half of a surrogate pair such as \ud83d"
 TELEGRAM = "exports of Telegram hold texts as lists of pieces, whose `text` is to be joined first"
 
 
@@ -475,7 +474,8 @@ def _reason(value: Any, kinds: set[type], is_text: bool) -> str:
         if any(isinstance(item, str) and HALF.search(item) for item in value):
             return HALVED
         expected = "whole numbers, which are tokens," if is_text else "texts or whole numbers"
-        hint = f" ({TELEGRAM})" if is_text and inside & {KINDS[dict], KINDS[str]} else ""
+        known = is_text and inside & {KINDS[dict], KINDS[str]}
+        hint = f" ({TELEGRAM}; of chats: --messages-column)" if known else ""
         return f"expected {expected} in a list, got {' and '.join(sorted(inside))}{hint}"
     if isinstance(value, str) and HALF.search(value):
         return HALVED

@@ -38,7 +38,8 @@ RULE = 5  # version of the rule: a change that gives other users gets another nu
 EXACT = {16: 2**11, 32: 2**24, 64: 2**53}
 CERTAIN = 2**52  # floats tell apart all numbers of digits that are less without their point
 WHOLE, FRACTION = r"^[+-]?[0-9]+\.0*$", r"^[+-]?[0-9]*\.[0-9]+$"
-LISTED = r"[^\s,;]\s*[,;][\s,;]*[^\s,;]"  # a comma or semicolon between two parts
+# A comma or semicolon between two parts, or a list of texts with one of them.
+LISTED = r"[^\s,;]\s*[,;][\s,;]*[^\s,;]|^\[\s*[\"'].*\]$"
 # Large and small floats as programs write them, rounded: 1.5E18, 1,5E+18, 1e+18.
 ROUNDED = r"^[+-]?([0-9]+[.,][0-9]*[eEdD][+-]?|[.,][0-9]+[eEdD][+-]?|[0-9]+[eEdD]\+)[0-9]+$"
 LIKE_ROUNDED = r"^[+-]?[0-9][eE]-?[0-9]+$"  # 5e18, which may also be a name
@@ -70,8 +71,8 @@ _SAID = {
     EXPONENTS: "a user id like 1E18, which stays a text: if a program rounded numbers so, it is "
     "several people",
     FRACTIONS: "a user id like 3.10, which stays a text: 3.1 is somebody else",
-    SEVERAL: "an owner with a comma or semicolon inside, who is one user: if that is a list, "
-    "`fedsim data build --owners-delimiter ,` makes it several",
+    SEVERAL: "an owner with a comma or semicolon inside, or a list as text, who is one user: if "
+    "that is several, `fedsim data build --owners COLUMN --owners-delimiter ,` makes it so",
 }
 """Names of counts of rows, and the end of the line that tells the user about them."""
 
@@ -205,10 +206,10 @@ def counted(tally: Counter[str]) -> dict[str, int]:
     return {name: tally[name] for name in _SAID if tally[name]}
 
 
-def told_alike(number: int, examples: Sequence[str]) -> str:
+def told_alike(number: int, examples: Sequence[str], what: str = "user") -> str:
     """Line for the user about the result of `look_alikes`."""
     names = " and ".join(map(repr, examples))
-    return f"{number:,} user ids look like another one, as {names} do: a user each"
+    return f"{number:,} {what} ids look like another one, as {names} do: a {what} each"
 
 
 def look_alikes(ids: pa.Array) -> tuple[int, list[str]]:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -169,7 +170,10 @@ def test_bytes_that_are_no_text_are_refused(tmp_path, model):
 
 
 def test_data_of_texts_have_no_mark_of_chats(tmp_path, model):
-    data = built(tmp_path, model, [{"text": "Hi", "messages": ASKED}])  # texts, as ever
+    said = []
+    rows = [{"text": "Hi", "messages": ASKED}]  # texts, as ever
+    data = built(tmp_path, model, rows, progress=said.append)
+    assert "read: text; not read, though people's texts may be there: messages" in said
     assert data.train.trained(np.array([0]), 4) is None
     assert not list(data.path.glob("**/trained.npy")) and "chats" not in data.metadata
     assert not any("chat" in name for name in data.metadata["counts"])
@@ -178,7 +182,10 @@ def test_data_of_texts_have_no_mark_of_chats(tmp_path, model):
 BAD = [
     ([None], "expected a role and a content in turn 1"),
     ("Hi", "expected a list of turns, got a text"),
-    (str(ASKED), "got a text as Python writes it; json.dumps makes JSON of it"),
+    (str(ASKED), "got a text as Python writes it; json.dumps makes JSON"),
+    (json.dumps(ASKED)[:-1], "got a text that is no JSON"),
+    ([ASKED[0], {**ASKED[1], "weight": "0"}], "expected a number as weight in turn 2"),
+    ([{**ASKED[0], "image": "x.png"}, ASKED[1]], "text alone, got image in turn 1"),
     ({"role": "user"}, "expected a list of turns, got an object"),
     ([*ASKED, "Hi"], "expected a role and a content in turn 3"),
     ([{"role": "tool", "content": "secret"}], "expected a role among system, .* in turn 1"),
@@ -279,6 +286,22 @@ def test_chats_are_recognised_by_the_first_file_that_has_columns(tmp_path, model
     )
     assert shown(data.train, model) == [("ann", SAID, f"Ho{STOP}\n")]
     assert "not read, though they may belong to chats: columns tools" in said
+
+
+def test_the_fault_of_a_table_of_chats_is_named_and_no_other(tmp_path, model):
+    rows = [["u", "messages"], ["a", json.dumps(ASKED)], ["b", json.dumps(ASKED), "more"]]
+    with (tmp_path / "x.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    with pytest.raises(DataError, match="line 3: expected 2 columns"):
+        build(tmp_path / "x.csv", tmp_path / "out", user_column="u", tokenizer=model)
+
+
+def test_the_template_of_a_run_is_that_of_its_model(tmp_path, model):
+    run = tmp_path / "run"
+    shutil.copytree(model, run / "model")
+    (run / "model" / "tokenizer.json").rename(run / "tokenizer.json")
+    data = built(tmp_path, run, [{"messages": ASKED}])
+    assert shown(data.train, model) == [("ann", SAID, f"Ho{STOP}\n")]
 
 
 def test_what_may_belong_to_chats_is_said_where_their_column_is_named(tmp_path, model):

@@ -179,7 +179,9 @@ def test_the_last_other_speaker_is_that_of_a_loop():
 
 def test_texts_without_a_conversation_are_their_speakers_alone(tmp_path):
     rows = [(None, 1, "amy", "one"), (None, 2, "bob", "two")]
-    assert built(tmp_path, source(tmp_path, rows)).train.owners is None
+    said = []
+    assert built(tmp_path, source(tmp_path, rows), progress=said.append).train.owners is None
+    assert any(line.startswith("2 rows have no conversation: ") for line in said)
 
 
 def test_rows_without_a_speaker_are_refused_or_left_out(tmp_path):
@@ -203,6 +205,14 @@ def test_rows_without_a_speaker_are_refused_or_left_out(tmp_path):
 def test_columns_that_do_not_go_together(tmp_path, changes, message):
     with pytest.raises(DataError, match=message):
         built(tmp_path, source(tmp_path), **changes)
+
+
+def test_conversations_that_look_alike_are_said(tmp_path):
+    said = []
+    rows = [*HEARING, ("A", 3, "dan", "in a or in A?")]
+    built(tmp_path, source(tmp_path, rows), progress=said.append)
+    (line,) = (line for line in said if "conversation ids look" in line)
+    assert line.startswith("2 conversation ids look like another one, as 'A' and 'a' do")
 
 
 def test_a_row_without_a_turn_is_named(tmp_path):

@@ -107,7 +107,8 @@ def test_a_long_chat_with_one_person_is_split_into_examples_of_that_person(tmp_p
         ([turn("user", "Hi", "NA"), BOT[1]], "expected a name of who speaks .* in turn 1 in row 2"),
         ([turn("assistant", "Hi", True)], "expected a name of who speaks .* in turn 1 in row 2"),
         ([turn("user", "Hi", "a\x1fb")], "without the control character 1F"),
-        ("Hi", "expected a list of turns, got a text in row 2"),
+        ("Hi", "expected a list of turns, got a text that is no JSON in row 2"),
+        ([turn("user", "Hi", "\ud83d")], "expected whole characters, .* in turn 1 in row 2"),
         ([BOT[1]], "owner_key=name: 1 null or empty user id in .* .rows 2."),
     ],
 )

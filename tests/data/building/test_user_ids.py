@@ -198,6 +198,14 @@ def test_ids_that_may_have_been_rounded_are_said(tmp_path):
     assert any(line.startswith("2 rows have a user id like 1E18, which") for line in told)
 
 
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_a_list_of_people_in_one_cell_is_said(kind, tmp_path):
+    ids = ["ann@x.org; bob@x.org", '["bob@x.org"]', "['cy@x.org', 'di@x.org']", "[deleted]", "bob"]
+    data, told = built(tmp_path, kind, ids)
+    assert data.train.num_users == 5 and data.metadata["counts"]["owners_like_several"] == 3
+    assert any(line.startswith("3 rows have an owner with a comma") for line in told)
+
+
 def test_owners_of_a_text_are_read_by_the_same_rule(tmp_path):
     rows = [{"who": ["1.0", "2"], "text": "x"}, {"who": [" 1", "2"], "text": "y"}]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
