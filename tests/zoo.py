@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
+from flax import linen as nn, traverse_util
 
+from fedsim.models import lora
 from fedsim.models.rope import LongRope, Yarn
 from fedsim.models.transformer import Transformer, TransformerConfig
 
@@ -167,6 +168,12 @@ PARTS = FAMILIES | {  # two that have all options of the families beside them
         tied=False,
     ),
 }
+
+
+def adapters_of(params):
+    """The adapters among parameters."""
+    leaves = traverse_util.flatten_dict(params)
+    return traverse_util.unflatten_dict({p: x for p, x in leaves.items() if lora.is_adapter(p)})
 
 
 def random_like(config, rng):

@@ -19,7 +19,7 @@ Every departure from the exact distributions makes the answer larger:
 """
 
 import math
-from collections.abc import Callable
+from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
@@ -57,22 +57,14 @@ def binomial_mixture(stddev: float, max_contributions: int, sampling_prob: float
     """
     trials = (max_contributions, sampling_prob)
     rare = TAIL_MASS / 4
-    low = _first(max_contributions, lambda k: bool(stats.binom.cdf(k, *trials) > rare))
-    high = _first(max_contributions, lambda k: bool(stats.binom.sf(k, *trials) <= rare))
-    below = stats.binom.cdf(low - 1, *trials) if low else 0.0
-    tail = float(stats.binom.sf(high, *trials) + below)
+    below = range(max_contributions)
+    low = bisect_left(below, True, key=lambda k: bool(stats.binom.cdf(k, *trials) > rare))
+    high = bisect_left(below, True, key=lambda k: bool(stats.binom.sf(k, *trials) <= rare))
+    left_out = stats.binom.cdf(low - 1, *trials) if low else 0.0
+    tail = float(stats.binom.sf(high, *trials) + left_out)
     counts = np.arange(low, high + 1)
     probs = stats.binom.pmf(counts, max_contributions, sampling_prob)
     return Mixture(stddev, counts.astype(np.float64), probs, tail)
-
-
-def _first(last: int, holds: Callable[[int], bool]) -> int:
-    """The first number up to `last` from which on the predicate holds; it holds for `last`."""
-    low, high = -1, last
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
 
 
 def changing_mixture(

@@ -3,7 +3,6 @@
 The receipt is in the run's directory, so that a ledger that was replaced or cut shows.
 """
 
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,16 +87,8 @@ def ledger_after(run: RunConfig, given: str | Path | None = None) -> Path:
     return Path(receipt.ledger)
 
 
-@dataclasses.dataclass(frozen=True)
-class Together:
-    """The cost of all runs on a run's users."""
-
-    num_runs: int
-    total: Total
-
-
-def together(run_dir: Path, delta: float) -> Together | None:
-    """The cost of all runs on a run's users, for the one who pays most.
+def together(run_dir: Path, delta: float) -> tuple[int, Total] | None:
+    """The number of all runs on a run's users, and their cost for the one who pays most.
 
     Returns:
       None if no ledger on this machine counts the run.
@@ -111,7 +102,7 @@ def together(run_dir: Path, delta: float) -> Together | None:
     with hold(Path(receipt.ledger)) as ledger:
         line = receipt.line_in(ledger, str(run_ledger.head(run_dir).get("key_seal")))
         spent = books_of(ledger, ledger.users_of(line["users"]))
-        return Together(len(spent.charges), spent.total(delta))
+        return len(spent.charges), spent.total(delta)
 
 
 def expect_receipt(run_dir: Path, run: str, label: str, planned: Released) -> tuple[bool, str]:

@@ -15,6 +15,7 @@ was stopped. Limits are compared with `adaptive`.
 
 import dataclasses
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -190,11 +191,7 @@ class Books:
         """
         if self.fits(charge(most)):
             return most
-        low, high = 0, most
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.fits(charge(middle)) else (low, middle)
-        return low
+        return bisect_left(range(1, most), True, key=lambda n: not self.fits(charge(n)))
 
 
 def patterns(users: np.ndarray, sets: Mapping[str, np.ndarray]) -> list[frozenset[str]]:

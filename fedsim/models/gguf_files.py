@@ -8,7 +8,7 @@ they are half a head apart.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from flax import traverse_util
@@ -32,17 +32,10 @@ HEAD_NORMS = {"query_norm": "attn_q_norm", "key_norm": "attn_k_norm"}
 CONTROL, USER_DEFINED = 3, 4  # types of special tokens, and of such that a text is not split in
 
 
-class GGUFModel(NamedTuple):
-    """Content of a GGUF file."""
-
-    config: TransformerConfig
-    params: Any
-    files: Path | None
-    """Directory of its side files; see `files_of`."""
-
-
-def load(file: Path, heard: Callable[[int, int], None]) -> GGUFModel:
-    """Load the model of a GGUF file.
+def load(
+    file: Path, heard: Callable[[int, int], None]
+) -> tuple[TransformerConfig, Any, Path | None]:
+    """(Settings, parameters, directory of the side files; see `files_of`) of a GGUF file.
 
     Args:
       heard: called with (number of arrays that are read, number of arrays).
@@ -94,7 +87,7 @@ def _about(file: Path, reader: Any) -> dict[str, Any]:
 
 def _found(
     file: Path, kind: str, about: dict[str, Any], tensors: dict[str, np.ndarray]
-) -> GGUFModel:
+) -> tuple[TransformerConfig, Any, Path | None]:
     factors = (about.get(f"{kind}.rope.{name}", 1) for name in ("scaling.factor", "scale_linear"))
     scaled = f"{kind}.rope.scaling.type" in about or any(factor != 1 for factor in factors)
     if scaled or "rope_freqs.weight" in tensors:
@@ -103,7 +96,7 @@ def _found(
     used: set[str] = set()
     params = _params(kind, config, tensors, used)
     model_files.expect_none_left(str(file), [name for name in tensors if name not in used])
-    return GGUFModel(config, params, files_of(file, about))
+    return config, params, files_of(file, about)
 
 
 def _config(kind: str, about: dict[str, Any], tensors: dict[str, Any]) -> TransformerConfig:

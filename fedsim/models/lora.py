@@ -111,12 +111,6 @@ def init(c: TransformerConfig, key: jax.Array) -> Any:
     return traverse_util.unflatten_dict(leaves)
 
 
-def adapters_of(params: Any) -> Any:
-    """Select the adapters among parameters."""
-    leaves: dict[Any, Any] = dict(traverse_util.flatten_dict(params))
-    return traverse_util.unflatten_dict({p: x for p, x in leaves.items() if is_adapter(p)})
-
-
 def is_adapter(path: tuple[str, ...]) -> bool:
     """True for the path of a parameter of an adapter."""
     return path[1].endswith((A, B))

@@ -118,13 +118,8 @@ def calibrate(method: ELS | ULS, privacy: PrivacyConfig) -> float:
         epsilon=privacy.epsilon,
         delta=privacy.delta,
         num_steps=privacy.num_steps,
-        before=before_of(privacy),
+        before=events_before(privacy.group_size_epsilon),
     )
-
-
-def before_of(privacy: PrivacyConfig) -> list[tuple[Event, int]]:
-    """Events that a run with these settings releases before its first step."""
-    return [*events_before(privacy.group_size_epsilon)]
 
 
 def planned_phases(plan: Plan, method: ELS | ULS) -> list[tuple[Event, int]] | None:

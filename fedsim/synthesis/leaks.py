@@ -100,7 +100,6 @@ def search(
     level: float = LEVEL,
     most_users: int = 10_000,
     seed: int = 0,
-    canaries: tuple[UserStore, UserStore] | None = None,
 ) -> dict[str, Any]:
     """Test whether training users' texts are in a synthetic set more than held-out users' texts.
 
@@ -108,10 +107,9 @@ def search(
       synthetic: the synthetic texts, from `store_of`.
       data: the run's data, with held-out users.
       lengths: numbers of tokens of the runs that are compared.
-      level: probability of an alarm if nothing leaks, all lengths and canaries together.
+      level: probability of an alarm if nothing leaks, all lengths together.
       most_users: most users of each group, drawn at random.
       seed: of the draws of users and of the permutations.
-      canaries: planted texts, and texts that a coin left out.
 
     Returns:
       `alarm`, the comparisons of each length, and what is non-private about them.
@@ -130,20 +128,14 @@ def search(
     skipped: Any = 0
     if data.eval_examples is not None:  # the first texts of training users were not trained on
         skipped = Holdout(0.0, True).num_eval_examples(np.diff(held_out.offsets))
-    groups = [Group.of(data.train, most_users, rng), Group.of(held_out, most_users, rng, skipped)]
-    compared = {"users": groups}
-    if canaries is not None:
-        compared["canaries"] = [Group.of(each, each.num_users, rng) for each in canaries]
-    share = level / (len(lengths) * len(compared))
-    found = {
-        kind: [compare(synthetic, one, other, length, share, rng) for length in lengths]
-        for kind, (one, other) in compared.items()
-    }
+    groups = Group.of(data.train, most_users, rng), Group.of(held_out, most_users, rng, skipped)
+    share = level / len(lengths)
+    found = [compare(synthetic, *groups, length, share, rng) for length in lengths]
     return {
-        "alarm": any(each["alarm"] for rows in found.values() for each in rows),
+        "alarm": any(each["alarm"] for each in found),
         "level": level,
         "texts": synthetic.num_examples,
-        **found,
+        "users": found,
         "non_private": [NON_PRIVATE],
     }
 

@@ -96,9 +96,7 @@ def write_page(
         "features": curve and curve["features"],
         "curve_texts": curve and curve["texts"],
         "leaks": leaks,
-        "comparisons": [
-            (kind, row) for kind in ("users", "canaries") for row in (leaks or {}).get(kind, [])
-        ],
+        "comparisons": (leaks or {}).get("users", []),
         "non_private": [
             *dict.fromkeys(
                 [*measured.get("non_private", []), *(leaks or {}).get("non_private", [])]

@@ -33,11 +33,11 @@ from fedsim.plan import (
     CorrelatedNoise,
     Evaluations,
     Plan,
-    before_of,
     complete,
     doubt,
     drawn_once,
     evaluations_of,
+    events_before,
     expect_affordable,
     expect_enough_users,
     make_plan,
@@ -241,7 +241,7 @@ def _pay(opened: OpenRun, privacy: PrivacyConfig, delta: float) -> None:
     applicant = Applicant.of(opened.run, opened.data.train, delta, GROUP_SIZE)
     applicant.expect_place()
     label = "" if opened.key.seed is None else REPRODUCTION
-    run, drawn = opened.key.seal("ledger"), before_of(privacy)
+    run, drawn = opened.key.seal("ledger"), events_before(privacy.group_size_epsilon)
     count_at_once(applicant, applicant.entry(run, drawn, (0.0, 0.0), label))
 
 
@@ -275,7 +275,7 @@ def _new_plan(
 
     plan = plan_of(completed)
     if opened.run.spend_rest:
-        seal, before = opened.key.seal("ledger"), before_of(completed)
+        seal, before = opened.key.seal("ledger"), events_before(completed.group_size_epsilon)
         fewer = shortened(applicant, seal, method, completed, plan, before)
         if fewer is not completed:
             completed, plan = fewer, plan_of(fewer)

@@ -30,6 +30,7 @@ limit theorem; this needs neither that nor the scores' sizes.
 
 import dataclasses
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 
 import numpy as np
@@ -141,11 +142,8 @@ def canaries_needed(epsilon: float, delta: float, confidence: float) -> int | No
         high *= 2
         if high > MOST_CANARIES:
             return None
-    low = high // 2  # too few
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
+    low = high // 2 + 1  # one fewer is too few
+    return low + bisect_left(range(low, high), True, key=enough)
 
 
 def options_of(count: int) -> list[tuple[int, int]]:

@@ -141,11 +141,6 @@ class CanaryTask(WrappedTask):
         return f"CanaryTask({self.inner}, {self.directions})"
 
     @property
-    def layers(self) -> None:
-        """None, because a canary's loss has no layers."""
-        return None
-
-    @property
     def buckets(self) -> Buckets | None:
         """The inner task's buckets for rows of this task."""
         inner = self.inner.buckets
@@ -197,7 +192,6 @@ class PlantedStore:
         self.store, self.planted, self.canaries = store, planted, canaries
         self.num_users = store.num_users + planted.num_users
         self.num_examples = store.num_examples + planted.num_examples
-        self.num_tokens = store.num_tokens + planted.num_tokens
         self.max_length, self.vocab_size = store.max_length, store.vocab_size
         both = f"{store.fingerprint} {planted.fingerprint}"
         self.fingerprint = hashlib.sha256(both.encode()).hexdigest()
@@ -277,6 +271,7 @@ class Planted:
         self.first: Any = None
         """Parameters before the first step."""
         self.task_inner: Any = None
+        self.pulls: np.ndarray | None = None
         self.total: Any = None
         """Sum of all privatised gradients."""
         self.noise = ReleasedNoise()
@@ -315,7 +310,7 @@ class Planted:
         expect("gradient_canaries", self.num_gradient, self.num_gradient <= size, f"<= {size}")
         if not self.num_gradient:
             return task
-        return CanaryTask(task, self.owners, self.directions, self.clip_norm)
+        return CanaryTask(task, self.owners, self.directions, self.clip_norm, self.pulls)
 
     def hearing(self, add_noise: AddNoise) -> AddNoise:
         """Wrap the run's noise; see `ReleasedNoise.hearing`."""
@@ -390,13 +385,6 @@ class PlantedAmongOthers(Planted):
         self.pulls = np.concatenate([np.zeros(len(of_real), np.float32), pulls])
         canaries = {"gradient": self.num_gradient, "text": self.num_text}
         return dataclasses.replace(data, train=PlantedStore(store, planted, canaries))
-
-    def task(self, task: Any, params: Any) -> Any:
-        """The run's task, with the losses of canaries and partners."""
-        planted = super().task(task, params)
-        if planted is task:
-            return task
-        return CanaryTask(task, self.owners, self.directions, self.clip_norm, self.pulls)
 
 
 def rows_of_users(data: Dataset, split: str, most_users: int, most_rows: int) -> list[np.ndarray]:

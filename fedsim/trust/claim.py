@@ -317,11 +317,11 @@ def all_runs(released: Released) -> str:
         return "not known, for the ledger of the data is not what it was"
     if runs is None:
         return "not known: their epsilons add up with this one's, and their deltas, too"
-    total, delta = runs.total, at_most(released.plan.delta, ".2e")
+    (count, total), delta = runs, at_most(released.plan.delta, ".2e")
     if math.isinf(total.fixed):
-        return f"{runs.num_runs}, not all of which promise anything: together no epsilon holds"
+        return f"{count}, not all of which promise anything: together no epsilon holds"
     return (
-        f"{runs.num_runs}, which together cost nobody more than epsilon = "
+        f"{count}, which together cost nobody more than epsilon = "
         f"{at_most(total.fixed, '.4f')} at delta = {delta}; "
         f"{at_most(total.adaptive, '.4f')} if runs were chosen by looking at earlier ones, for a "
         "limit that was fixed before the first (`fedsim budget`)"

@@ -35,8 +35,6 @@ ANY_CLIP = Clip(1.0, normalised=True)
 STRATEGY = Strategy("scan", 2)  # one program for all group sizes, and little padding
 BATCH = 32
 
-Estimator = Callable[[np.ndarray], Any]
-
 
 class GradientNorms:
     """Estimates of gradient norms from one sample of users, each computed once.
@@ -53,7 +51,6 @@ class GradientNorms:
         *,
         num_users: int = NUM_USERS,
         most: int = 1,
-        estimator: Estimator = np.median,
         examples: Callable[[np.ndarray], np.ndarray] | None = None,
         seconds: float = math.inf,
     ):
@@ -62,14 +59,12 @@ class GradientNorms:
           params: theta, the starting model.
           offsets: int64 [users + 1]; user u owns the examples offsets[u]:offsets[u + 1].
           most: the largest group size that will be needed.
-          estimator: psi of Appendix F, from the norms [users] to one number; the paper's is median.
           examples: from places among `offsets` to examples, where these are not the same.
           seconds: time limit of one estimate; fewer users are used where all would take longer.
         Raises: ConfigError: no user has an example.
         """
         self._examples = examples or (lambda places: places)
         self._engine, self._params, self._offsets, self._key = engine, params, offsets, key
-        self._estimator = estimator
         sizes = np.diff(offsets)
         owners = np.flatnonzero(sizes)
         expect(
@@ -132,7 +127,7 @@ class GradientNorms:
         norms = norms[np.isfinite(norms)]
         if not len(norms):
             raise EngineError(f"no gradient of {len(rows)} units ({what}) is finite")
-        estimate = float(self._estimator(norms))
+        estimate = float(np.median(norms))  # psi of Appendix F
         self.intervals[estimate] = median_interval(norms)
         return estimate
 

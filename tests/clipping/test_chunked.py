@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import FAMILIES, PARTS, VOCAB, random_like
+from zoo import FAMILIES, PARTS, VOCAB, adapters_of, random_like
 
 from fedsim.clipping import Clip, Strategy, clip_chunk
 from fedsim.models import frozen, language_model, lora
@@ -31,7 +31,7 @@ def problem(name, trained, rng):
         return LanguageModelTask(None, config), random_like(config, rng), ()
     adapted = lora.adapted(config, 2, 8.0)
     weights = frozen.as_frozen(random_like(config, rng), trained)
-    return LanguageModelTask(None, adapted), lora.adapters_of(random_like(adapted, rng)), (weights,)
+    return LanguageModelTask(None, adapted), adapters_of(random_like(adapted, rng)), (weights,)
 
 
 def computed(task, strategy, params, batch, *weights):

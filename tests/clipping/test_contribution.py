@@ -11,7 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import FAMILIES, Tied, Untied, losses_of, random_batch, random_like, random_params
+from zoo import (
+    FAMILIES,
+    Tied,
+    Untied,
+    adapters_of,
+    losses_of,
+    random_batch,
+    random_like,
+    random_params,
+)
 
 from experiments.harness.mean_task import MeanTask
 from fedsim.clipping import Buckets, Clip, LocalSteps, Strategy, clip_chunk
@@ -239,7 +248,7 @@ def params(task):
     rng = np.random.default_rng(6)
     fresh = jax.tree.map(np.asarray, jax.jit(task.init)(jax.random.key(0)))
     if task.frozen is not None and BLOCKS in task.frozen:
-        fresh = stacked(lora.adapters_of(fresh), 2)
+        fresh = stacked(adapters_of(fresh), 2)
     return jax.tree.map(
         lambda p: np.asarray(p) + rng.normal(0, 0.3, p.shape).astype(np.float32), fresh
     )

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from pretrained_models import CONFIG, command, make_model, make_texts
 from refused import refuses
 from safetensors.numpy import load_file, save_file
-from zoo import PARTS, random_like
+from zoo import PARTS, adapters_of, random_like
 
 from fedsim.cli.main import main
 from fedsim.clipping import Clip, Strategy, clip_chunk, zeros_like
@@ -93,7 +93,7 @@ def gradient(config, adapters, weights, batch):
 def test_frozen_weights_are_the_model_of_their_float32_values(name, dtype, rng):
     config = lora.adapted(dataclasses.replace(PARTS[name], num_layers=2), 2, 8.0, "all-linear")
     weights = frozen.as_frozen(random_like(dataclasses.replace(config, lora=None), rng), dtype)
-    adapters = lora.adapters_of(random_like(config, rng))
+    adapters = adapters_of(random_like(config, rng))
     tokens = rng.integers(11, size=(3, 12)).astype(np.int32)
     batch = {"tokens": tokens, "sizes": np.full(3, 12, np.int32)}
     expected = gradient(config, adapters, frozen.as_float32(weights), batch)

@@ -11,7 +11,7 @@ from pretrained_models import command, make_model, make_texts
 from refused import refuses
 from safetensors.numpy import load_file
 from test_pretrained import KEPT, assert_kept, assert_settings, with_files
-from zoo import FAMILIES, PARTS, random_like
+from zoo import FAMILIES, PARTS, adapters_of, random_like
 
 from fedsim.cli.arguments import parse
 from fedsim.cli.main import Command, main
@@ -37,7 +37,7 @@ def one_layer(name, layers="all-linear", rank=2):
 
 
 def random_adapters(config, rng):
-    return lora.adapters_of(random_like(config, rng))
+    return adapters_of(random_like(config, rng))
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_every_strategy_gives_the_adapters_part_of_the_whole_gradient(others, ta
     joined = lora.joined(task.frozen, adapters)
     # Without clipping: the norm of the whole is another one.
     run = jax.jit(functools.partial(clip_chunk, whole, clip=Clip(1e6, in_float32=True)))
-    expected = lora.adapters_of(run(joined, batch, mask)[0])
+    expected = adapters_of(run(joined, batch, mask)[0])
     size = np.sqrt(sum(float((x**2).sum()) for x in jax.tree.leaves(expected)))
     found = {}
     for name in ("scan", *others):
@@ -210,7 +210,7 @@ def test_a_run_trains_the_adapters_alone(trained, capsys):
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["num_parameters"] == 2 * (16 + 16) + 2 * (24 + 16) and summary["steps_done"] == 2
     adapters = load_params(latest(run_dir))
-    assert lora.adapters_of(adapters).keys() == adapters.keys()
+    assert adapters_of(adapters).keys() == adapters.keys()
     main(["evaluate", str(run_dir), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["eval/loss"] == pytest.approx(summary["final_eval_loss"], rel=1e-5)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from chats import PROMPTING, STOP, model_files as tokenizer_files, saying
-from zoo import random_like
+from zoo import adapters_of, random_like
 
 from fedsim.data.chat import ChatTokenizer, Message, template_of
 from fedsim.data.tokenizer import Tokenizer
@@ -108,7 +108,7 @@ def test_peft_reads_adapters(name, layers, written, tmp_path):
     base = pretrained.load(str(written / name))
     adapted = lora.adapted(base.config, 3, 8.0, layers)
     shapes = dataclasses.replace(adapted, max_length=20)
-    adapters = lora.adapters_of(random_like(shapes, np.random.default_rng(0)))
+    adapters = adapters_of(random_like(shapes, np.random.default_rng(0)))
     peft_files.save(tmp_path / "peft", adapted, adapters, str(written / name))
     found = run.models("logits", written / name, tmp_path / "peft")["logits"]
     expected = logits_of(adapted, lora.joined(base.params, adapters))

@@ -8,7 +8,7 @@ import pytest
 from pretrained_models import command, make_model, make_texts
 from refused import refuses
 from safetensors.numpy import load_file, save_file
-from zoo import FAMILIES, random_like
+from zoo import FAMILIES, adapters_of, random_like
 
 from fedsim.cli.main import main
 from fedsim.errors import ConfigError
@@ -27,7 +27,7 @@ CONFIGS = {**FAMILIES, "phi3": PHI3}
 
 
 def random_adapters(config, rng):
-    return lora.adapters_of(random_like(config, rng))
+    return adapters_of(random_like(config, rng))
 
 
 def same(ours, theirs):

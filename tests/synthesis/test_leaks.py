@@ -80,18 +80,6 @@ def test_texts_that_were_held_back_of_training_users_are_left_out_of_the_control
     assert row["users_found"] == [0, 0]
 
 
-def test_canaries_are_tested_against_those_that_a_coin_left_out(rng, users):
-    planted, left_out = (list(written(rng, 30, 1).values()) for _ in range(2))
-    pair = [
-        stored({f"{i:03d}": rows for i, rows in enumerate(each)}) for each in (planted, left_out)
-    ]
-    noise = rng.integers(1, VOCAB, (50, WIDTH)).tolist()
-    heard = found([*noise, *(rows[0] for rows in planted[:12])], users, canaries=tuple(pair))
-    assert heard["alarm"] and not any(row["alarm"] for row in heard["users"])
-    assert heard["canaries"][0]["users_found"] == [12, 0]
-    assert not found(noise, users, canaries=tuple(pair))["alarm"]
-
-
 def test_without_a_leak_the_test_and_the_interval_keep_their_levels():
     """Users of one distribution, with few of whom anything is shared, and some much."""
     rng, trials = np.random.default_rng(3), 300

@@ -166,7 +166,9 @@ class _Chat:
 
     def whole(self) -> Encoded:
         """The tokens of the whole row."""
-        return self._encode(self.messages) if self.pair is None else self._encode_pair(*self.pair)
+        if self.pair is None:
+            return self._encode(self.messages)
+        return self.tokenizer.encode_pair(*self.pair, self.train_on)
 
     def examples(self, whole: Encoded) -> list[Encoded]:
         """The examples of the row. Args: whole: the result of `whole`."""
@@ -189,9 +191,6 @@ class _Chat:
         return Encoded(
             np.concatenate([prompt, ids]), np.concatenate([np.zeros(len(prompt), bool), trained])
         )
-
-    def _encode_pair(self, prompt: str, completion: str) -> Encoded:
-        return self.tokenizer.encode_pair(prompt, completion, self.train_on)
 
     def _encode(self, messages: Sequence[Message], told: int = 0) -> Encoded:
         return self.tokenizer.encode(messages, self.train_on, told)

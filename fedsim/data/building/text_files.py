@@ -17,6 +17,7 @@ import gzip
 import json
 import re
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -455,15 +456,15 @@ def _first_refused(values: list[Any], kinds: set[type]) -> int:
     if len({KINDS[kind] for kind in kinds}) > 1:
         rare = min(kinds, key=lambda kind: sum(type(value) is kind for value in values))
         return next(i for i, value in enumerate(values) if type(value) is rare)
-    low, high = 0, len(values)  # so many make one, so many do not
-    while high - low > 1:
-        middle = (low + high) // 2
+
+    def refused(count: int) -> bool:
         try:
-            pa.array(values[:middle])
-            low = middle
+            pa.array(values[:count])
         except (pa.ArrowException, UnicodeEncodeError, OverflowError):
-            high = middle
-    return low
+            return True
+        return False
+
+    return bisect_left(range(1, len(values)), True, key=refused)
 
 
 def _reason(value: Any, kinds: set[type], is_text: bool) -> str:
