@@ -3,7 +3,7 @@
 # own. For trying job submission and lost nodes before there is a real cluster.
 #
 #   cluster/local.sh start [NODES] [CPUS]    head and NODES - 1 more nodes (1) with CPUS CPUs each (1)
-#   cluster/local.sh submit [-- ] COMMAND    as a job; shows its log and exits with its exit code
+#   cluster/local.sh submit [-- ] COMMAND    as a job; shows its log; exits with 1 if it failed, or with 0
 #   cluster/local.sh stop                    ends the processes of this cluster, by process id, and
 #                                            removes what start made
 #   eval "$(cluster/local.sh env)"           variables for `ray job ...` in this shell, where fedsim

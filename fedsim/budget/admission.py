@@ -65,21 +65,25 @@ class Applicant:
     """The run's delta, if --delta was given."""
     spend_rest: bool | None = None
     """Value of --spend-rest; None for commands that do not have the flag."""
+    adjacency: str = ""
+    """See `Entry`."""
 
     @classmethod
-    def of(cls, run: RunConfig, users: People, delta: float | None, kind: str) -> "Applicant":
+    def of(
+        cls, run: RunConfig, users: People, delta: float | None, kind: str, adjacency: str = ""
+    ) -> "Applicant":
         """The applicant for a run with these settings on these users.
 
         Args:
           delta: of the run, and of its own limit.
-          kind: see `Entry`.
+          kind, adjacency: see `Entry`.
         """
         limit = None
         if run.limit_epsilon is not None:
             assert delta is not None, "complete() comes first"
             limit = Limit(run.limit_epsilon, delta)
         place, rest = place_of(run.budget_ledger), run.spend_rest if kind == "train" else None
-        return cls(place, users.user_ids(), kind, limit, run.run_dir, delta, rest)
+        return cls(place, users.user_ids(), kind, limit, run.run_dir, delta, rest, adjacency)
 
     def entry(self, run: str, planned: Released, slack: tuple[float, float], label: str) -> Entry:
         """This run as an entry of the ledger.
@@ -88,7 +92,8 @@ class Applicant:
           run: the seal of its key; "" before there is a key.
         """
         place = str(self.run_dir.absolute())
-        return Entry(0, run, self.kind, place, "", label, planned, slack)
+        about = {"label": label, "planned": planned, "slack": slack, "adjacency": self.adjacency}
+        return Entry(0, run, self.kind, place, "", **about)
 
     def expect_place(self) -> None:
         """Raise ConfigError if the ledger cannot be written, before anything else is written."""
@@ -122,6 +127,8 @@ class Applicant:
           entry: the entry of a number of steps.
         """
         with look(self.place) as ledger:
+            without = "false: a run in the ledger hides who its users are (add-or-remove)"
+            expect("spend_rest", True, not ledger.hides_users, without)
             spent = books(ledger, self.ids, self.limit)
             return spent.steps_that_fit(lambda steps: _charge(ledger, entry(steps)), most)
 

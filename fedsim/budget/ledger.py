@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedsim.accounting import Event, of_words, to_words
+from fedsim.config import ADD_OR_REMOVE
 from fedsim.errors import ConfigError, FileDamaged
 from fedsim.files import (
     LEDGER,
@@ -94,6 +95,8 @@ class Entry:
     began: str = ""
     marked: bool = False
     """True if the ledger keeps marks of its steps until it ends."""
+    adjacency: str = ""
+    """Of its guarantee; empty if it has none of its own, and for runs of earlier versions."""
 
     def number_again(self, number: int) -> int:
         """Its number when it goes on at the line `number`: the first one, unless it had ended
@@ -206,6 +209,12 @@ class BudgetLedger:
             make_directory(place)
             place.chmod(0o770 if self._mode == SHARED else 0o700)
 
+    @property
+    def hides_users(self) -> bool:
+        """True if a run promises to hide who its users are: then no number that follows from whom
+        it read, such as the cost of all runs of somebody, may be published."""
+        return any(entry.adjacency == ADD_OR_REMOVE for entry in self.entries.values())
+
     def users_of(self, name: str) -> np.ndarray:
         """Load the fingerprints with this name.
 
@@ -227,7 +236,7 @@ class BudgetLedger:
     def begin(self, entry: Entry) -> None:
         """Count a new or resumed run with all that it plans; durable when this returns."""
         planned = None if entry.planned is None else to_words(entry.planned)
-        names = ("run", "kind", "place", "users", "label", "marked")
+        names = ("run", "kind", "place", "users", "label", "marked", "adjacency")
         fields = {name: getattr(entry, name) for name in names}
         self._append({"what": OPENED, **fields, "slack": [*entry.slack], "planned": planned})
 
@@ -334,6 +343,7 @@ class BudgetLedger:
                 slack=(float(line["slack"][0]), float(line["slack"][1])),
                 released=before.released if before else [],
                 marked=bool(line.get("marked")),  # missing in ledgers of earlier versions
+                adjacency=str(line.get("adjacency", "")),
                 began=before.began if before else line["time"],
             )
 
@@ -355,7 +365,11 @@ def hold(directory: Path) -> Iterator[BudgetLedger]:
     with lock:
         if os.fstat(lock.fileno()).st_uid == os.getuid():
             os.fchmod(lock.fileno(), _mode(directory))
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            place = f"a file system with locks ({error}); {ELSEWHERE}"
+            raise ConfigError.of("budget_ledger", directory, place) from None
         with closing(BudgetLedger(directory)) as ledger:
             yield ledger
 

@@ -91,7 +91,7 @@ def together(run_dir: Path, delta: float) -> tuple[int, Total] | None:
     """The number of all runs on a run's users, and their cost for the one who pays most.
 
     Returns:
-      None if no ledger on this machine counts the run.
+      None if no ledger on this machine counts the run, or a run in it hides who its users are.
 
     Raises:
       LedgerError, FileDamaged: the ledger was changed, or the receipt is of another run.
@@ -100,6 +100,8 @@ def together(run_dir: Path, delta: float) -> tuple[int, Total] | None:
     if receipt is None or receipt.away:
         return None
     with hold(Path(receipt.ledger)) as ledger:
+        if ledger.hides_users:
+            return None
         line = receipt.line_in(ledger, str(run_ledger.head(run_dir).get("key_seal")))
         spent = books_of(ledger, ledger.users_of(line["users"]))
         return len(spent.charges), spent.total(delta)

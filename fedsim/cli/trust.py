@@ -226,7 +226,7 @@ class Forget:
             dry_run=self.dry_run,
         )
         if not (self.json or self.dry_run):
-            found = result["search"]["found"]
+            found = result.get("found", ())  # not there where a killed process had searched
             if unread := len(result["search"]["unread"]):
                 print(f"{unread:,} files could not be read")
             number, files = result["people"]["number"], result["search"]["files"]

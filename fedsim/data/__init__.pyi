@@ -28,6 +28,7 @@ from .dataset import (
     Dataset as Dataset,
     Holdout as Holdout,
     draw_histograms as draw_histograms,
+    left_out_rows as left_out_rows,
     min_examples_of as min_examples_of,
     shown as shown,
     stats as stats,

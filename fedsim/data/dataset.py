@@ -99,6 +99,12 @@ def min_examples_of(metadata: Mapping[str, Any]) -> int:
     return metadata.get("rules", {}).get("min_examples", 1)
 
 
+def left_out_rows(metadata: Mapping[str, Any]) -> bool:
+    """True if the build left out rows by what they say (skip_unknown): who has no other is no
+    user."""
+    return bool(metadata.get("settings", {}).get("skip_unknown"))
+
+
 def tokenizer_from_users(metadata: Mapping[str, Any]) -> bool:
     """True if a data set's tokenizer was trained on users' texts, which nothing protects.
 

@@ -65,6 +65,19 @@ class Block(NamedTuple):
         return self.values.astype(MARKED) * 2 + self.flags
 
 
+def _reopened(path: Path, fingerprint: str) -> "UserStore":
+    """The store in a directory, in another process, perhaps on another machine.
+
+    Raises: DataError: there is another data set: rows would be those of other users.
+    """
+    store = UserStore.open(path)
+    if store.fingerprint != fingerprint:
+        raise DataError.of(
+            "data", path, "the data set of the driver, and there is another one here"
+        )
+    return store
+
+
 class UserStore:
     """One split of users' tokenised text. Read-only; pickles as its path if it lies on disk.
 
@@ -338,7 +351,7 @@ class UserStore:
 
     def __reduce__(self):
         if self.path is not None:
-            return UserStore.open, (self.path,)
+            return _reopened, (self.path, self.fingerprint)
         return UserStore, (self._users, self._reader, self.metadata, self._graph)
 
     def __repr__(self) -> str:

@@ -148,7 +148,11 @@ def placed_in_time(
     while True:
         nodes = cluster.nodes()
         placement = place_workers(num_workers, threads, nodes, devices, accelerator)
-        if placement.room(nodes) >= placement.num_workers or time.monotonic() >= deadline:
+        there = placement.room(nodes) >= placement.num_workers
+        if wait_s and there and requested is None:
+            # An earlier driver may have been killed with a request, which only another one ends.
+            cluster.ask_for([placement.needs] * placement.num_workers)
+        if there or time.monotonic() >= deadline:
             expect_room(placement, nodes)
             return placement
         if placement != requested:

@@ -8,6 +8,7 @@ import hmac
 import itertools
 import json
 import os
+import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -29,13 +30,14 @@ from fedsim.data import (
     readers,
     sources,
 )
-from fedsim.errors import DataError
-from fedsim.files import TABLES, cache_dir, own_directory, sha256_of, write_atomically
+from fedsim.errors import DataError, FileDamaged
+from fedsim.files import TABLES, cache_dir, own_directory, sha256_of
 
 ROWS = 10_000
 """Rows that are written at a time."""
-KEY = "key"
+KEY, KEY_BYTES = "key", 32
 """The file with the key of the tables' names."""
+MOST_S = 10.0  # that writing it takes
 
 
 CHECKED = ("user", "text", "condition_on")
@@ -262,13 +264,16 @@ def _written(batches: Iterator[pa.RecordBatch], named: Mapping[str, str]) -> Pat
 
 def _key(home: Path) -> bytes:
     """256 bits from the operating system, which are kept."""
-    path, temporary = home / KEY, home / f".{os.getpid()}-{os.urandom(8).hex()}.tmp"
-    if not path.exists():
-        write_atomically(temporary, os.urandom(32), mode=0o600)
-        with suppress(FileExistsError):  # of another process, which was faster
-            os.link(temporary, path)
-        temporary.unlink()
-    return path.read_bytes()
+    path = home / KEY
+    with suppress(FileExistsError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(os.urandom(KEY_BYTES))
+    while len(key := path.read_bytes()) < KEY_BYTES:  # another process is writing it
+        if time.time() - path.stat().st_mtime > MOST_S:
+            raise FileDamaged(f"{path}: expected {KEY_BYTES} bytes; remove it")
+        time.sleep(0.01)
+    return key
 
 
 def _write(path: Path, batches: Iterator[pa.RecordBatch], named: Mapping[str, str]) -> None:

@@ -27,6 +27,7 @@ from fedsim.data import (
     FROM_USERS,
     Dataset,
     decided_by_texts,
+    left_out_rows,
     min_examples_of,
     tokenizer_from_users,
 )
@@ -108,6 +109,8 @@ def complete(
     exposed = _public_counts(algorithm, privacy, users)
     if (least_texts := min_examples_of(data.metadata)) > 1:
         exposed.append(f"{PUBLIC}who has at least {least_texts} texts (min_examples)")
+    if left_out_rows(data.metadata):
+        exposed.append(f"{PUBLIC}who has a row that was not left out (skip_unknown)")
     times = ""
     if privacy.assumed_population is not None:
         exposed.append(f"assumed_population={population} (instead of the {users.num_users} users)")

@@ -60,6 +60,7 @@ MOST_SAMPLED = 4
 """Texts that are sampled for each that is asked for, before so many are thrown away that the
 command gives up."""
 FORMATS = (".parquet", ".jsonl")
+OF_PROMPTS = "the prompts of a file, and whoever wrote them"
 
 
 def synthesize(
@@ -143,6 +144,9 @@ def synthesize(
         seconds = time.monotonic() - started
     finally:
         workers.close()
+    if settings.prompts is not None:
+        claim["outside"] = [*claim["outside"], OF_PROMPTS]
+    chosen.pop("prompts")  # a digest that whoever guesses one could confirm
     about = {"file": out.name, **claim, **counts, "settings": chosen}
     _write(out, [{**row, **_provenance(claim)} for row in rows], about)
     rate = counts["tokens"] / max(seconds, 1e-9)
@@ -272,7 +276,8 @@ def _weights(
     said = (
         f" The histogram of labels that the texts follow costs each of these users epsilon = "
         f"{at_most(histogram.epsilon, '.4g')} more: both together have epsilon = "
-        f"{at_most(together, '.4f')} at the same delta."
+        f"{at_most(together, '.4f')} at the same delta, if the former was fixed before the model "
+        "was looked at."
     )
     both = {"epsilon": together, "label_epsilon": histogram.epsilon}
     return histogram.weights, {**claim, **both, "claim": claim["claim"] + said}
@@ -348,11 +353,10 @@ def _digest(told: Mapping[str, Any]) -> str:
 def _expect_parts(place: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
     """Check what an interrupted command left behind.
 
-    Raises: ConfigError: it is not to be gone on with, is of other settings, or is not there.
+    Raises: ConfigError: it is not to be gone on with, or is of other settings.
     """
     record = place / RECORD
     if not record.is_file():
-        expect("resume", resume, not resume, f"false: there is nothing to go on with at {place}")
         return
     expect("out", place, resume, "a new file, or --resume, which goes on with these parts")
     kept = read_json(record)
@@ -364,7 +368,7 @@ def _expect_parts(place: Path, identity: Mapping[str, Any], *, resume: bool) -> 
 def _parts(place: Path, identity: dict[str, Any], *, resume: bool) -> Parts:
     """The parts of a data set, for the same settings alone. Raises: see `_expect_parts`."""
     _expect_parts(place, identity, resume=resume)
-    if not resume:
+    if not (place / RECORD).is_file():
         make_directory(place, 0o700)
         write_json(place / RECORD, identity)
     return Parts(place)
@@ -391,7 +395,8 @@ def _sampled(
                 dropped[reason] += 1
                 continue
             row = cleaned(row, screen.clean)
-            about = {"prompt_class": text.opening.name, "num_tokens": text.num_tokens}
+            name = screen.clean(text.opening.name)  # it may be the prompt
+            about = {"prompt_class": name, "num_tokens": text.num_tokens}
             rows.append({"index": text.number, **row, **about, "stopped": text.stopped})
     if len(rows) < wanted:
         console.warn(f"{len(rows):,} texts of {sampled:,} are left of {wanted:,} that were to be")

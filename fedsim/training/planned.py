@@ -126,7 +126,7 @@ def plan_run(
     non_private += [*not_covered(opened.run), *calls.facts(callbacks)]
     method = method_for(algorithm, privacy, users, opened.key)
     kind = "train" if opened.plant is None else "audit"
-    applicant = Applicant.of(opened.run, users, privacy.delta, kind)
+    applicant = Applicant.of(opened.run, users, privacy.delta, kind, privacy.adjacency)
     if pays:
         applicant.expect_place()
     engine, task, params = opened.start_engine()
@@ -238,7 +238,7 @@ def _pay(opened: OpenRun, privacy: PrivacyConfig, delta: float) -> None:
     When the whole run is counted later, its entry replaces this one.
     Raises: ConfigError: a limit would be broken.
     """
-    applicant = Applicant.of(opened.run, opened.data.train, delta, GROUP_SIZE)
+    applicant = Applicant.of(opened.run, opened.data.train, delta, GROUP_SIZE, privacy.adjacency)
     applicant.expect_place()
     label = "" if opened.key.seed is None else REPRODUCTION
     run, drawn = opened.key.seal("ledger"), events_before(privacy.group_size_epsilon)

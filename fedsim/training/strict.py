@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fedsim.config import SHUFFLE, ZERO_OUT, PrivacyConfig, RunConfig
-from fedsim.data import Dataset, min_examples_of, tokenizer_from_users
+from fedsim.data import Dataset, left_out_rows, min_examples_of, tokenizer_from_users
 from fedsim.errors import ConfigError
 from fedsim.plan import NOTHING, Plan
 from fedsim.run import receivers
@@ -49,6 +49,9 @@ def footnotes(
     if (least := min_examples_of(data.metadata)) > 1:
         why = "data built with min_examples=1: which users there are depends on their texts"
         yield "data", f"{run.data.source} with min_examples={least}", why
+    if left_out_rows(data.metadata):
+        why = "data built without skip_unknown: which users there are depends on their texts"
+        yield "data", f"{run.data.source} with skip_unknown", why
 
 
 def expect_strict(opened: OpenRun, callbacks: Sequence[Callback]) -> None:

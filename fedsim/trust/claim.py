@@ -29,7 +29,13 @@ WEAK_EPSILON, WEAK_DELTA = 10, 0.01  # largest values without a warning; of delt
 
 
 class ReportError(FedsimError):
-    """A run has no claim that could be reported."""
+    """A run has no claim that could be reported.
+
+    Attributes: public: the reason, without what was found, which may say what only the owner may
+      see; empty: the message is that.
+    """
+
+    public = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from fedsim.keys import FILE as KEY, SecretKey
 from fedsim.plan import why_not
 from fedsim.run import Console, directory, ledger as run_ledger
 from fedsim.trust import certificate
-from fedsim.trust.claim import epsilon_for, is_by_group
+from fedsim.trust.claim import ReportError, epsilon_for, is_by_group
 from fedsim.trust.people import GROUP, THEOREM, composed
 from fedsim.trust.remains import ID_BYTES, search
 from fedsim.trust.report import read
@@ -187,7 +187,9 @@ def forget(
       engine: where to compute it; None: as that run.
       dry_run: only say what runs promise, and what `retrain` would save and cost.
     Returns:
-      The certificate and the paths of its files; of a dry run, its `runs`, `together` and
+      The certificate, the paths of its files, and for the owner of the data alone `found`, the
+      files that still have texts or ids of these people: with these texts, somebody else's guess of
+      a text would be confirmed. Of a dry run, its `runs`, `together` and
       `retrained` alone.
     Raises:
       ConfigError, DataError: an argument is invalid. Nothing is written.
@@ -308,10 +310,6 @@ def forget(
         "search": {
             "places": [*dict.fromkeys(map(shown, roots))],
             "files": remains.files,
-            "found": [
-                {"path": shown(path), "why": request.unnamed(_why(path, data, roots))}
-                for path in sorted(remains.found)
-            ],
             "unread": [shown(path) for path in remains.unread],
         },
         "computed": computed,
@@ -328,7 +326,10 @@ def forget(
         raise
     if in_place:
         shutil.rmtree(hidden)
-    return {**record, "out": str(target), **certificate.issue(file)}
+    found = [
+        {"path": shown(path), "why": _why(path, data, roots)} for path in sorted(remains.found)
+    ]
+    return {**record, "found": found, "out": str(target), **certificate.issue(file)}
 
 
 def _remove(place: Path) -> None:
@@ -385,6 +386,9 @@ def _of_run(run_dir: Path, people: int, console: Console) -> Promise:
     try:
         with directory.lock(run_dir, to_read=True):
             released = read(run_dir, console)
+    except ReportError as error:
+        console.warn(str(error))
+        return Promise(**about, **nothing, why_not=error.public or str(error))
     except FedsimError as error:
         return Promise(**about, **nothing, why_not=" ".join(str(error).split()))
     plan = released.plan

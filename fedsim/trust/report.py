@@ -95,7 +95,9 @@ def read(run_dir: Path, console: Console) -> Released:
     checks = verify(run_dir, console=console)
     for check in checks:
         if check.holds is False:
-            raise ReportError(f"nothing to report: {check.promise} violated: {check.found}")
+            error = ReportError(f"nothing to report: {check.promise} violated: {check.found}")
+            error.public = f"the run breaks the promise {check.promise}"
+            raise error
     stored, lines = directory.load(run_dir), ledger.read(run_dir)
     plan = stored.plan
     assert plan is not None, "verify() found one"
@@ -250,7 +252,7 @@ def model_card(run_dir: Path, console: Console, *, base: str | None = None) -> s
             return card_of(read(run_dir, console), base=base)
     except ReportError as error:
         title = run_dir.resolve().name
-        return _card([], base, title=title, problem=str(error))
+        return _card([], base, title=title, problem=error.public or str(error))
 
 
 def card_of(released: Released, *, base: str | None = None) -> str:

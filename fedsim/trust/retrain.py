@@ -214,7 +214,7 @@ def cost(retraining: Retraining, others: Collection[str], place: Path) -> dict[s
         expect("budget_ledger", place, retraining.parent.run in account.entries, counts)
         if steps:
             applicant.expect_room_in(account, entry)
-        spent = books(account, applicant.ids)
+        spent, told = books(account, applicant.ids), not account.hides_users
         apart = [charge for charge in spent.charges if charge.entry.run != run]
         spent = dataclasses.replace(spent, charges=apart)
         numbered = dataclasses.replace(entry, number=account.num_lines + 1)
@@ -225,9 +225,9 @@ def cost(retraining: Retraining, others: Collection[str], place: Path) -> dict[s
         "steps_saved": retraining.parent.step if steps else plan.num_steps,
         "steps": steps,
         "gradients": plan.budget * steps,
-        "epsilon_before": to_json(before.fixed),
+        "epsilon_before": to_json(before.fixed) if told else None,
         "epsilon": to_json(own if steps else 0.0),
-        "epsilon_after": to_json(after.fixed),
+        "epsilon_after": to_json(after.fixed) if told else None,
         "delta": plan.delta,
     }
 
@@ -250,15 +250,17 @@ def sentence(
         )
     step, why = retraining.parent.step, retraining.why
     delta = at_most(spent["delta"], ".2e")
-    before, own, after = (
-        at_most(float(spent[name]), ".4g")
-        for name in ("epsilon_before", "epsilon", "epsilon_after")
-    )
+    own, together = at_most(float(spent["epsilon"]), ".4g"), ""
+    if spent["epsilon_before"] is not None:
+        before, after = (
+            at_most(float(spent[f"epsilon_{when}"]), ".4g") for when in ("before", "after")
+        )
+        together = f"all runs together cost epsilon = {before} before, and {after} after them; "
     return (
         f"{run}: trained again from step {step}{f' ({why})' if why else ''}: {step:,} of {total:,} "
         f"steps are saved, {spent['steps']:,} computed, with about {spent['gradients']:,} "
-        f"gradients; for everyone else all runs together cost epsilon = {before} before, and "
-        f"{after} after these steps, which alone cost {own}, at delta = {delta}"
+        f"gradients; for everyone else {together}these steps alone cost epsilon = {own}, at "
+        f"delta = {delta}"
     )
 
 

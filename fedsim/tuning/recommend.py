@@ -268,7 +268,7 @@ def recommend(
         assumed = privacy.assumed_population is not None
         expect("forecast", forecast, not assumed, "none with assumed_population")
     from_data = not plan_only and tune_epsilon is None
-    with _started(run, console, working=not plan_only, quiet=tune_epsilon is not None) as start:
+    with _started(run, console, working=not plan_only, quiet=not from_data) as start:
         expect_enough_users(start.data.train.num_users, privacy.epsilon)
         if forecast:
             held_out = any(getattr(start.data, split) is not None for split in VALIDATION)
@@ -406,7 +406,7 @@ def _released(
     prob = min(1.0, num_users / users.num_users)
     with start.console.phase("noise of what is released to recommend"):
         release = Release.of(epsilon, delta, sampling_prob=prob, count=most.bit_length())
-    applicant = Applicant.of(run, users, delta, "recommend")
+    applicant = Applicant.of(run, users, delta, "recommend", privacy.adjacency)
     applicant.expect_place()
     seal = start.key.seal("ledger")
     count_at_once(applicant, applicant.entry(seal, release.events, release.slack, ""))

@@ -157,7 +157,15 @@ def test_what_earlier_runs_read_is_not_told_where_nobody_may_know_who_the_users_
     for file in (tmp_path / "page").iterdir():
         assert "which together cost nobody more" not in file.read_text()
     assert "not said here" in (tmp_path / "page" / "report.md").read_text()
-    hidden["adjacency"] = "zero-out"
-    main(arguments(texts, tmp_path / "run3", **hidden))
+    open_ = {**hidden, "adjacency": "zero-out"}
+    main(arguments(texts, tmp_path / "run3", **open_))  # of which it would tell of the hidden ones
     main(["report", str(tmp_path / "run3"), "--out", str(tmp_path / "other")])
-    assert "3, which together cost nobody more" in (tmp_path / "other" / "report.md").read_text()
+    told = "which together cost nobody more"
+    assert told not in (tmp_path / "other" / "report.md").read_text()
+    rest = ["--spend-rest", "--limit-epsilon", "9"]
+    said = refused(arguments(texts, tmp_path / "none", *rest, **open_), capsys)
+    assert "spend_rest=True: expected false: a run in the ledger hides who its users are" in said
+    alone = {**open_, "budget-ledger": tmp_path / "another"}
+    main(arguments(texts, tmp_path / "run4", **alone))
+    main(["report", str(tmp_path / "run4"), "--out", str(tmp_path / "alone")])
+    assert f"1, {told}" in (tmp_path / "alone" / "report.md").read_text()

@@ -128,6 +128,16 @@ def test_an_opened_store_pickles_as_its_path(tmp_path, rng):
     assert again.fingerprint == store.fingerprint
 
 
+@pytest.mark.privacy
+def test_a_worker_refuses_another_data_set_at_the_same_path(tmp_path, rng):
+    """The driver's rows of several users may all be one user's there."""
+    data = pickle.dumps(write(tmp_path / "s", random_examples(rng, 200, 5)))
+    shutil.rmtree(tmp_path / "s")
+    write(tmp_path / "s", random_examples(rng, 200, 5))
+    with refuses("data", DataError, says="the data set of the driver"):
+        pickle.loads(data)
+
+
 def test_a_store_in_memory_pickles_with_its_text():
     store = pickle.loads(pickle.dumps(UserStore.from_examples(EXAMPLES, 8, 10)))
     assert store.gather(np.array([2]), 1)[0].tolist() == [[4]]

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import signal
 import subprocess
 import time
 from importlib.metadata import version
@@ -174,7 +175,9 @@ COMMANDS = {  # of a cluster whose head never starts
 }
 
 
-def test_a_slurm_job_that_ends_before_its_driver_starts_is_queued_again(tmp_path):
+@pytest.mark.parametrize("sent, again", [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_slurm_job_is_queued_again_at_its_time_limit_alone(sent, again, tmp_path):
+    """SIGTERM is what `scancel` sends."""
     for name, text in COMMANDS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -186,8 +189,8 @@ def test_a_slurm_job_that_ends_before_its_driver_starts_is_queued_again(tmp_path
         while not said.exists():  # the first check of the head's health
             time.sleep(0.05)
             assert job.poll() is None
-        job.terminate()
+        job.send_signal(sent)
         assert job.wait(30) == 75
-    assert said.read_text() == f"requeue {number}\n"
+    assert said.read_text() == (f"requeue {number}\n" if again else "")
     assert not Path(f"/tmp/fedsim-{number}").exists()
     assert not (tmp_path / f".fedsim-{number}").exists()

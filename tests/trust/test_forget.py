@@ -182,7 +182,7 @@ def test_every_file_that_still_has_a_string_of_theirs_is_listed(world, forgotten
         content = read(path)
         if any(sign in content for sign in itertools.chain(texts, tokens)):
             still.add(str(path))
-    listed = {each["path"]: each["why"] for each in forgotten["search"]["found"]}
+    listed = {each["path"]: each["why"] for each in forgotten["found"]}
     assert still == set(listed)
     assert listed.pop(str(world.source)) == "a source of the build"
     assert set(listed.values()) == {"an unfinished build"}
@@ -200,7 +200,7 @@ def test_the_certificate_says_nothing_of_the_texts_of_those_who_stay(tmp_path, m
         place.mkdir()
         monkeypatch.setenv("FEDSIM_CACHE_DIR", str(place / "cache"))  # which is searched
         said = {"user_id": "person-0000", "text": f"he {text}"}
-        asked = {"user_id": "person-0001", "text": f"I ask: he {guess}"}
+        asked = {"user_id": "person-0001", "text": f"he {guess}"}
         source = jsonl(place / "texts.jsonl", [*rows_of(8), said, asked])
         build([source], place / "data", tokenizer="bytes", num_workers=1, eval_users=0)
         users = users_file(place / "users.txt", ["person-0001"])

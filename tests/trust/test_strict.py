@@ -153,6 +153,9 @@ def test_who_has_enough_texts_is_a_footnote_with_which_a_run_is_verified(tmp_pat
     data = dataclasses.replace(data_with([[7, 8]]), metadata=rules)
     _, facts = defaults.complete(Algorithm.ULS, PrivacyConfig(8.0, 4, batch_size=8), data)
     assert "public by assumption: who has at least 3 texts (min_examples)" in facts
+    data = dataclasses.replace(data, metadata={"settings": {"skip_unknown": True}})
+    _, facts = defaults.complete(Algorithm.ULS, PrivacyConfig(8.0, 4, batch_size=8), data)
+    assert "public by assumption: who has a row that was not left out (skip_unknown)" in facts
 
 
 def count_of_texts(privacy, users):
@@ -197,14 +200,17 @@ class Reader(Callback):
         ("callbacks=Reader", {"callbacks": [Reader()]}),
         ("tokenizer=None", {}),
         ("data=made up with min_examples=2", {}),
+        ("data=made up with skip_unknown", {}),
     ],
 )
 def test_strict_refuses_what_needs_a_footnote(says, flags, tmp_path, monkeypatch, capfd):
     data = data_with([[7, 8]])
     if not flags:
-        about = {"tokenizer": {"trained_on_data": True}, "rules": {"min_examples": 2}}
-        which = "tokenizer" if says.startswith("tokenizer") else "rules"
-        data.metadata[which] = about[which]
+        tokenizer = {"tokenizer": {"trained_on_data": True}}
+        rules = {"rules": {"min_examples": 2}}
+        about = {"tokenizer": tokenizer, "min_examples": rules}
+        about["skip_unknown"] = {"settings": {"skip_unknown": True}}
+        data.metadata.update(next(each for name, each in about.items() if name in says))
     with refuses(says, says="with strict"):
         published("uls", data, tmp_path, monkeypatch, capfd, strict=True, **flags)
     assert not (tmp_path / "run").exists() and not (tmp_path / "budget").exists()

@@ -178,11 +178,12 @@ def test_what_it_prints_was_paid_for(texts, tmp_path, capsys, monkeypatch):  # n
     assert "about" in out and "not private" not in out and "time, without" not in out
 
 
-def test_where_users_are_added_or_removed_their_number_is_named_as_public(texts, tmp_path):  # noqa: F811
+def test_where_users_are_added_or_removed_their_number_is_named_as_public(texts, tmp_path, capsys):  # noqa: F811
     """q, delta and the number of made-up users follow from it; nothing else is of the data."""
     words = {"num_steps": 7, "batch_size": 64, "adjacency": "add-or-remove", "epsilon": 4.0}
     settings = run_config(data=str(texts), run_dir=tmp_path, model="micro", engine="local")
     found = recommend.recommend(PrivacyConfig(**words), settings, Console(), plan_only=True)
+    assert "of texts are longer" not in capsys.readouterr().err
     known, *more = found["non_private"]
     users = f"({found['num_users']} users)"
     assert known == f"public by assumption: how many users there are {users}"
