@@ -224,12 +224,12 @@ def test_prompts_are_used_in_turn(place, tmp_path):
     about = json.loads((tmp_path / "a.jsonl.about.json").read_text())
     assert "the prompts of a file, and whoever wrote them" in about["outside"]
     assert "prompts" not in about["settings"]  # a digest would confirm a guess of one
-    (tmp_path / "address.txt").write_text("To jane.doe@clinic.org: \n")
+    (tmp_path / "address.txt").write_text("To jo@x.org: \n")
     masked = ["--prompts", tmp_path / "address.txt", "--contacts", "mask"]
     rows = synthesize(place / "run", tmp_path / "m.jsonl", *SMALL, *masked)
     assert {row["prompt_class"] for row in rows} == {"To [EMAIL]: "}
     for page in tmp_path.glob("m.*"):
-        assert "jane.doe" not in page.read_text()
+        assert "jo@x.org" not in page.read_text()
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "red"}\n')
     (row, *_) = synthesize(
         place / "run", tmp_path / "b.jsonl", *SMALL, "--prompts", tmp_path / "pairs.jsonl"
