@@ -14,6 +14,7 @@ is a string: the sorted ids with SEPARATOR between them. The owner set of one us
 
 import hashlib
 import io
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from numpy.typing import DTypeLike
 from scipy import sparse
 from scipy.sparse import csgraph
 
-from fedsim.files import write_json
+from fedsim.files import write_atomically, write_json
 
 SEPARATOR = "\x1f"
 
@@ -241,6 +242,9 @@ class TokenWriter:
         try:
             if error is None:  # now with their real sizes; the length of a header is fixed
                 self._write_headers()
+                for file in self._files:  # a reset of the machine must not leave zeros in it
+                    file.flush()
+                    os.fsync(file.fileno())
         finally:
             for file in self._files:
                 file.close()
@@ -469,7 +473,7 @@ def close_store(
     elif is_shared(ids):
         tables["owners.parquet"], tables["people.parquet"], people = encode_owners(ids, first)
     for name, table in tables.items():
-        (directory / name).write_bytes(table)
+        write_atomically(directory / name, table)
     arrays = (OFFSETS, TOKENS, TRAINED) if flagged else (OFFSETS, TOKENS)
     digest = fingerprint([directory / name for name in (*tables, *arrays)])
     metadata = seal(about, num_examples, int(offsets[-1]), digest, people, flagged)

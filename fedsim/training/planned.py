@@ -121,6 +121,9 @@ def plan_run(
     pays = counted and not dry_run
     expect_strict(opened, callbacks)
     if pays and opened.stored is None:
+        if opened.plant is None and opened.source is None:
+            for store in opened.data.splits().values():
+                store.check()  # before epsilon is spent on what a disk has damaged
         _rehearse(opened, callbacks)
     privacy, non_private = _complete(opened, opened.settings, pays=pays, dry_run=dry_run)
     non_private += [*not_covered(opened.run), *calls.facts(callbacks)]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 from test_verify import write_texts
@@ -140,6 +141,16 @@ def test_a_run_that_was_started_without_it_keeps_its_settings(texts, tmp_path, c
     args = arguments(texts, tmp_path / "public", "--spend-rest", "--resume", epsilon=1.5)
     said = refused([*args, "--limit-epsilon", "9"], capsys)
     assert "expected pretrain, with which" in said and "Traceback" not in said
+
+
+def test_data_that_a_disk_has_damaged_cost_nothing(texts, tmp_path, capsys):
+    shutil.copytree(texts, tmp_path / "data")
+    tokens = tmp_path / "data" / "train" / "tokens.npy"
+    kept = tokens.read_bytes()
+    tokens.write_bytes(kept[:128] + bytes(len(kept) - 128))  # zeros, as after a reset
+    said = refused(arguments(tmp_path / "data", tmp_path / "run", epsilon=1.5), capsys)
+    assert "changed since it was built: another fingerprint" in said
+    assert not (tmp_path / "run").exists() and not (tmp_path / "ledger").exists()
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from typing import Any
 
 from fedsim.cgroups import cpus
 from fedsim.errors import DataError, Interrupted
-from fedsim.files import TOO_MANY_FILES, write_json
+from fedsim.files import TOO_MANY_FILES, sync_directory, write_json
 
 PROGRESS_EVERY_S = 5.0
 SMALL_BYTES = 32 * 2**20  # less is processed faster than processes start
@@ -257,6 +257,7 @@ def staging(out: Path, wait: bool) -> Iterator[Path]:
         check_absent(out)  # the process that held the lock may have finished
         yield directory
         os.rename(directory / "out", out)
+        sync_directory(out.parent)
     except BaseException as error:
         if not _goes_on(error):
             shutil.rmtree(directory, ignore_errors=True)
