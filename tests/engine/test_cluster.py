@@ -245,7 +245,8 @@ def test_what_an_autoscaler_was_asked_for_is_withdrawn(ray_cluster, rng, monkeyp
         actors.Actors(task, num_workers=9, threads=1, wait_s=0.01)
     assert asked == [[{"CPU": 1}] * 9, []]
     actors.Actors(task, num_workers=1, threads=1, wait_s=0.01).close()
-    assert len(asked) == 2  # there was room
+    # There was room, perhaps by the request of a driver that was killed, which this one ends.
+    assert asked[2:] == [[{"CPU": 1}], []]
 
 
 def test_who_waits_for_a_cluster_to_end_sees_that_it_has(monkeypatch):
