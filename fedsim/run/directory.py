@@ -387,7 +387,7 @@ def expect_same(stored: StoredRun, now: StoredRun) -> None:
             was = before.get(name)
             left_out = name in UPDATE and value is None
             # Names of tables follow from the cache; that the rows are the same is in the identity.
-            left_out |= name == "data" and is_table(value) and is_table(was)
+            left_out |= name == "data" and is_table(str(value)) and is_table(str(was))
             if name not in OPERATIONAL | {"seed"} and value != was and not left_out:
                 raise ConfigError.of(name, value, f"{was}, with which {run_dir} was started")
 

@@ -244,7 +244,7 @@ def _pay(opened: OpenRun, privacy: PrivacyConfig, delta: float) -> None:
     applicant = Applicant.of(opened.run, opened.data.train, delta, GROUP_SIZE, privacy.adjacency)
     applicant.expect_place()
     label = "" if opened.key.seed is None else REPRODUCTION
-    run, drawn = opened.key.seal("ledger"), events_before(privacy.group_size_epsilon)
+    run, drawn = opened.key.seal("ledger"), [*events_before(privacy.group_size_epsilon)]
     count_at_once(applicant, applicant.entry(run, drawn, (0.0, 0.0), label))
 
 
