@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedsim.accounting import Event
 from fedsim.budget import GROUP_SIZE, Applicant, count_at_once, shortened
 from fedsim.clipping import Clip, Strategy, num_coordinates
 from fedsim.config import (
@@ -244,7 +245,8 @@ def _pay(opened: OpenRun, privacy: PrivacyConfig, delta: float) -> None:
     applicant = Applicant.of(opened.run, opened.data.train, delta, GROUP_SIZE, privacy.adjacency)
     applicant.expect_place()
     label = "" if opened.key.seed is None else REPRODUCTION
-    run, drawn = opened.key.seal("ledger"), [*events_before(privacy.group_size_epsilon)]
+    run = opened.key.seal("ledger")
+    drawn: list[tuple[Event, int]] = [*events_before(privacy.group_size_epsilon)]
     count_at_once(applicant, applicant.entry(run, drawn, (0.0, 0.0), label))
 
 
