@@ -41,7 +41,7 @@ def test_what_share_of_tokens_is_cut_is_said_before_training(posts, capsys):
     err = err_of(["train", "uls", *RUN, "posts.jsonl", *how, "--dry-run"], capsys)
     assert CUT.removeprefix("warning: ") in err and CUT not in err  # a note: the run is in order
     advice = ["recommend", *RUN, "posts.jsonl", "--epsilon", "8", "--plan-only"]
-    assert CUT in err_of(advice, capsys)
+    assert "were cut" not in err_of(advice, capsys)  # it depends on the number of users alone
 
 
 def test_a_file_without_quoting_is_read_by_a_flag(posts, capsys):
