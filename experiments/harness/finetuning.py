@@ -214,10 +214,8 @@ class Arguments:
         """What rows, figures and records call the data, by what these stand for."""
         if not self.data:
             return SHOWN[self.scale]
-        name, taken = (
-            Path(self.data).name,
-            {*PAPER}.union(*(own.values() for own in SHOWN.values())),
-        )
+        name = Path(self.data).name
+        taken = {*PAPER}.union(*(own.values() for own in SHOWN.values()))
         return {STACK_OVERFLOW: f"{name} (own)" if name in taken else name}
 
     @property
