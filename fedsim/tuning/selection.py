@@ -193,8 +193,14 @@ def _admitted(job: Job, data: Dataset, priced: Priced, out: Path, key: SecretKey
     applicants = []
     for kind, users, delta, phases, part, label, directory_of in counted:
         bound = None if limit is None else Limit(limit, delta)
-        about = {"adjacency": job.privacy.adjacency}
-        applicant = Applicant(place, users.user_ids(), kind, bound, directory_of, **about)
+        applicant = Applicant(
+            place,
+            users.user_ids(),
+            kind,
+            bound,
+            directory_of,
+            adjacency=job.privacy.adjacency,
+        )
         entry = applicant.entry(key.seal(kind), list(phases), part, label)
         applicant.expect_room(entry)  # of all of them, before any is counted
         applicants.append((applicant, entry))
