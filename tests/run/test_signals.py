@@ -1,6 +1,7 @@
 """Stopping: once, not by an echo, with the workers of a private cluster, and never without them."""
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -65,7 +66,7 @@ def test_a_signal_to_stop_ends_what_takes_no_steps_as_ctrl_c_does(sent):
 
 
 def test_a_signal_that_is_eaten_by_what_ran_then_is_heeded_all_the_same():
-    """By a callback of the garbage collector, or by an import that makes another error of it."""
+    """By code that suppresses it, or by an import that makes another error of it."""
     with pytest.raises(KeyboardInterrupt), terminated():
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
@@ -80,6 +81,26 @@ def test_a_signal_that_is_eaten_by_what_ran_then_is_heeded_all_the_same():
         assert not stop.is_set()
     with pytest.raises(ImportError), terminated():
         raise ImportError("of no signal")
+
+
+def test_a_signal_ends_a_loop_without_steps_even_if_the_garbage_is_being_collected():
+    """An exception in a callback of the collector, as JAX has one, ends there without effect."""
+    sent = []
+
+    def callback(phase, _):
+        if phase == "start" and not sent:
+            sent.append(signal.raise_signal(signal.SIGTERM))
+
+    gc.callbacks.append(callback)
+    try:
+        with pytest.raises(KeyboardInterrupt), terminated():
+            gc.collect()
+            for _ in range(500):
+                time.sleep(0.01)
+            pytest.fail("it went on")
+    finally:
+        gc.callbacks.remove(callback)
+    assert sent
 
 
 def test_what_nohup_ignores_stays_ignored():
