@@ -110,7 +110,7 @@ class Sweep:
 
     at_once: int | None = None
     """Largest number of runs at a time. Default: one per accelerator, or per --threads-per-worker
-    CPUs."""
+    CPUs. Where runs set wait_for_workers, an autoscaler is asked for room for as many."""
 
     in_turn: bool = False
     """Run one after another, each on all workers of the cluster: for runs that are too long for one

@@ -64,7 +64,7 @@ class ParallelRuns:
         """Connect to the cluster, or start one.
 
         Args:
-          at_once: most jobs at a time; None: as many as there is room for.
+          at_once: most jobs at a time; None: as many as there is room for at the start.
           threads, devices, accelerator: of a job, as for a run's workers.
           wait_s: seconds to wait for a node that can hold a job, as with an autoscaler.
           cache_dir: directory of compiled programs, shared with other processes and runs.
@@ -78,6 +78,8 @@ class ParallelRuns:
             self._cluster.close()
             raise
         number = min(most.num_workers, at_once or most.num_workers)
+        if wait_s and at_once:  # an autoscaler adds nodes for processes without room
+            number = at_once
         self.placement: Placement = dataclasses.replace(most, num_workers=number)
         self._cache_dir = cache_dir
         self._warn, self._lost = warn, 0

@@ -104,3 +104,17 @@ def test_as_many_as_there_is_room_for(ray_cluster):
     assert side.placement.num_workers == 2 and side.placement.needs == {"CPU": 3}
     side.close()
     assert list(side.run(job, [])) == []
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.ray
+def test_an_autoscaler_sees_all_jobs_that_are_wanted_at_once(tmp_path, ray_cluster):
+    """Ray reports processes without room to it; those that have room do all the work until then."""
+    from fedsim.engine.parallel_runs import ParallelRuns
+
+    side = ParallelRuns(threads=6, at_once=2, wait_s=1)  # the cluster of the tests has 8 CPUs
+    assert side.placement.num_workers == 2
+    found = dict(side.run(job, [(tmp_path, i, "") for i in range(3)]))
+    assert [found[i][0] for i in range(3)] == [0, 1, 2]
+    side.close()
