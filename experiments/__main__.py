@@ -86,7 +86,9 @@ def place_of(name: str, scale: str) -> Path:
 def listed(name: str) -> str:
     """A line of `list`."""
     minutes = [
-        f"{record.get('run_minutes', record['minutes']):g} min at {scale}"
+        f"{record['run_minutes']:g} min of one core at {scale}"
+        if "run_minutes" in record
+        else f"{record['minutes']:g} min at {scale}"
         for scale, record in stored(name).items()
     ]
     scales = ", ".join(settings_of(name)) or "small"

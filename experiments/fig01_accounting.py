@@ -6,7 +6,7 @@ small sigma it explodes at once.
 
 Ours: the noise that a fixed epsilon takes, by either; that is where they differ for whoever trains.
 
-    python -m experiments.fig01_accounting --scale paper      (5 minutes; smoke: 15 seconds)
+    python -m experiments.fig01_accounting --scale paper      (2 minutes; smoke: 15 seconds)
 """
 
 import dataclasses

@@ -6,7 +6,7 @@ the noise of the training grows; how near the draw is to the median; and what th
 loses by it. The law of the draw is exact. Losses by G are those of Figure 4's trainings (scale
 small), in between them linear in log G, at the nearest epsilon that it has.
 
-    python -m experiments.private_median --scale small     (1 minute; smoke: 5 s, made up)
+    python -m experiments.private_median --scale small     (6 s; smoke: 5 s, made up)
 """
 
 import dataclasses

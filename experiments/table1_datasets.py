@@ -99,11 +99,15 @@ def check(rows: list[dict[str, Any]]) -> common.Claims:
     return [
         ("the made-up data have Stack Overflow's shape", counts and near, shown),
         (
-            "users' sizes differ by more than ten times",
+            "users' sizes differ by more than ten times in the stand-ins",
             min(apart) > 10,
             f"the largest is {min(apart):.3g} to {max(apart):,.0f} times the least",
         ),
-        ("1 to 32 examples of a user are reserved", kept, f"in {len(reserved)} data sets"),
+        (
+            "1 to 32 examples of a user are reserved in the stand-ins",
+            kept,
+            f"in {len(reserved)} data sets",
+        ),
     ]
 
 

@@ -4,7 +4,7 @@ Each row says which page quotes it and what it is of. The site takes the numbers
 What takes minutes or a training of its own is elsewhere: the audit's table in
 tests/trust/test_audit.py, the story of a budget in tests/budget/test_story.py.
 
-    python -m experiments.table_quoted --scale small      (a minute; smoke: without bands, seconds)
+    python -m experiments.table_quoted --scale small      (seconds; smoke: without bands)
 """
 
 import dataclasses

@@ -4,7 +4,7 @@ Beyond the paper; docs/theory/owners.md has the theorem. Beside the theorem's pa
 stands the tempting one, of a user who adds 2 C for every group of others, which proves nothing
 and takes more noise; and ELS with as many texts of a user as that. All are of epsilon 4.
 
-    python -m experiments.table_shared_noise --scale small      (a minute; smoke: 10 seconds)
+    python -m experiments.table_shared_noise --scale small      (seconds)
 """
 
 import dataclasses
