@@ -226,17 +226,15 @@ class Forget:
             dry_run=self.dry_run,
         )
         if not (self.json or self.dry_run):
-            found = result.get("found", ())  # not there where a killed process had searched
-            if unread := len(result["search"]["unread"]):
+            if unread := len(result.get("unread", ())):
                 print(f"{unread:,} files could not be read")
-            number, files = result["people"]["number"], result["search"]["files"]
-            noun = "person was" if number == 1 else "people were"
-            print(
-                wrapped(
-                    f"{number:,} {noun} forgotten in {result['out']}; {len(found):,} of {files:,} "
-                    f"files that were searched still have texts or ids of theirs"
-                )
-            )
+            number = result["people"]["number"]
+            said = f"{number:,} {'person was' if number == 1 else 'people were'} forgotten in "
+            said += result["out"]
+            if "found" in result:  # not there where a killed process had searched
+                said += f"; {len(result['found']):,} of {result['files']:,} files that were "
+                said += "searched still have texts or ids of theirs"
+            print(wrapped(said))
             print(f"written to {result['certificate']} and {result['html']}")
         return result
 

@@ -236,6 +236,8 @@ class LossRelease(NamedTuple):
         key, out = SecretKey.create(), (run.run_dir / AFTERWARDS / secrets.token_hex(4)).absolute()
         limit = None if run.limit_epsilon is None else Limit(run.limit_epsilon, delta)
         ids, place = store.user_ids(), ledger_after(run, how.budget_ledger)
+        if how.split != SPLIT:  # who has a text there depends on what they wrote, and is not public
+            ids = sorted({*data.train.user_ids(), *ids})
         applicant = Applicant(place, ids, "evaluation", limit, out, delta)
         entry = applicant.entry(key.seal("evaluation"), [(StepEvent(sigma, 1.0), 1)], part, "")
         applicant.expect_room(entry)

@@ -22,7 +22,7 @@ from fedsim.keys import FILE as KEY, SecretKey
 from fedsim.trust.evidence import MALFORMED, Check, Unknown, Violated, demand
 from fedsim.trust.pages import as_html, as_markdown
 
-KIND, FORMAT = "fedsim certificate of forgetting", 4
+KIND, FORMAT = "fedsim certificate of forgetting", 5
 TEMPLATE, TITLE = "forgotten.md.jinja", "Certificate of forgetting"
 
 

@@ -5,8 +5,8 @@ A model that was trained with a guarantee need not be trained again: for k peopl
 What has no such promise is named, as is every file that still has their texts.
 
 The certificate goes to the people who ask. So it says nothing that is computed from the texts of
-others, but for whether a file has something that only these people have; counts of it are shown on
-the console alone.
+others, or that depends on them: which files there are and what is left in them is shown to the
+owner of the data alone.
 """
 
 import dataclasses
@@ -187,10 +187,11 @@ def forget(
       engine: where to compute it; None: as that run.
       dry_run: only say what runs promise, and what `retrain` would save and cost.
     Returns:
-      The certificate, the paths of its files, and for the owner of the data alone `found`, the
-      files that still have texts or ids of these people: with these texts, somebody else's guess of
-      a text would be confirmed. Of a dry run, its `runs`, `together` and
-      `retrained` alone.
+      The certificate, the paths of its files, and for the owner of the data alone: `found`, the
+      files that still have texts or ids of these people, with which somebody else's guess of a text
+      would be confirmed; `files`, how many were searched, and `unread`, which could not be read,
+      since what others wrote decides which files there are. Of a dry run, its `runs`, `together`
+      and `retrained` alone.
     Raises:
       ConfigError, DataError: an argument is invalid. Nothing is written.
       Stopped: a signal stopped the new run; the same call resumes it.
@@ -307,11 +308,7 @@ def forget(
             "after": certificate.sealed(Dataset.open(hidden), request.key),
         },
         **said,
-        "search": {
-            "places": [*dict.fromkeys(map(shown, roots))],
-            "files": remains.files,
-            "unread": [shown(path) for path in remains.unread],
-        },
+        "search": {"places": [*dict.fromkeys(map(shown, roots))]},
         "computed": computed,
     }
     certificate.sign(file, record, request.key)
@@ -329,7 +326,12 @@ def forget(
     found = [
         {"path": shown(path), "why": _why(path, data, roots)} for path in sorted(remains.found)
     ]
-    return {**record, "found": found, "out": str(target), **certificate.issue(file)}
+    told = {
+        "files": remains.files,
+        "unread": [shown(path) for path in remains.unread],
+        "found": found,
+    }
+    return {**record, **told, "out": str(target), **certificate.issue(file)}
 
 
 def _remove(place: Path) -> None:

@@ -115,7 +115,7 @@ def test_an_evaluation_is_counted_for_those_whose_texts_it_is_of(trained, tmp_pa
         entries = list(ledger.entries.values())
         held_out, of_training = (
             set(ledger.users(getattr(Dataset.open(data), split).user_ids()).tolist())
-            for split in ("eval_users", "eval_examples")
+            for split in ("eval_users", "train")  # not of those alone who have texts held back
         )
         seen = [set(ledger.users_of(each.users).tolist()) for each in entries]
     assert [each.kind for each in entries] == ["evaluation"] * 3

@@ -186,22 +186,33 @@ def test_every_file_that_still_has_a_string_of_theirs_is_listed(world, forgotten
     assert still == set(listed)
     assert listed.pop(str(world.source)) == "a source of the build"
     assert set(listed.values()) == {"an unfinished build"}
-    assert forgotten["search"]["files"] >= len(searched) and not forgotten["search"]["unread"]
+    assert forgotten["files"] >= len(searched) and not forgotten["unread"]
     computed = {each["path"].removeprefix(f"{world.path}/run/") for each in forgotten["computed"]}
     assert {"metrics.jsonl", "checkpoints", "secret.json"} <= computed
 
 
+GUESS = "was treated for something in Lund last May"
+
+
 @pytest.mark.privacy
-def test_the_certificate_says_nothing_of_the_texts_of_those_who_stay(tmp_path, monkeypatch):
-    """It goes to the people who ask, and one of them may have written a guess of another's text."""
-    records, guess = [], "was treated for something in Lund last May"
-    for name, text in (("one", "likes long walks along the river"), ("two", guess)):
+@pytest.mark.parametrize(
+    "others, first, second",
+    [(8, ["likes long walks along the river"], [GUESS]), (0, ["was ill"], ["was ill", "is well"])],
+    ids=["a guess of their words", "whether texts are held back"],
+)
+def test_the_certificate_says_nothing_of_the_texts_of_those_who_stay(
+    others, first, second, tmp_path, monkeypatch
+):
+    """It goes to the people who ask, and one of them may have written a guess of another's text.
+    Of somebody with two texts one is held back, which makes files."""
+    records = []
+    for name, texts in (("one", first), ("two", second)):
         place = tmp_path / name
         place.mkdir()
         monkeypatch.setenv("FEDSIM_CACHE_DIR", str(place / "cache"))  # which is searched
-        said = {"user_id": "person-0000", "text": f"he {text}"}
-        asked = {"user_id": "person-0001", "text": f"he {guess}"}
-        source = jsonl(place / "texts.jsonl", [*rows_of(8), said, asked])
+        said = [{"user_id": "person-0000", "text": f"he {text}"} for text in texts]
+        asked = {"user_id": "person-0001", "text": f"he {GUESS}"}
+        source = jsonl(place / "texts.jsonl", [*rows_of(others), *said, asked])
         build([source], place / "data", tokenizer="bytes", num_workers=1, eval_users=0)
         users = users_file(place / "users.txt", ["person-0001"])
         forget(place / "data", users, tmp_path / "ledger", Console(), out=place / "new")
