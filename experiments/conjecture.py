@@ -14,7 +14,7 @@ accountant. Over ten steps it is false at such epsilons, too (by the accountant)
 At a delta near 1, which promises next to nothing, it is false at every epsilon that was tried.
 Where anyone works, epsilon >= 0.5, delta <= 0.05 and T q > 2 delta, no exception was found.
 
-    python -m experiments.conjecture --scale paper      (5 minutes; smoke: 5 seconds)
+    python -m experiments.conjecture --scale paper      (7 minutes, busy machine; smoke: 5 seconds)
 """
 
 import dataclasses

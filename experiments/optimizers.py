@@ -244,7 +244,7 @@ def most_seeds(rows: Rows) -> dict[tuple, Rows]:
 
 
 def check(rows: Rows) -> common.Claims:
-    """What comes of the rule, and of the paper's settings, beside the best of a grid."""
+    """What comes of the rule, and of Adafactor at one rate, beside the best of a grid."""
     to_grid: dict[str, tuple[float, float]] = {}  # gap, standard error
     to_paper: dict[str, tuple[float, float]] = {}
     for group, own in most_seeds(rows).items():

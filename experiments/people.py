@@ -7,7 +7,7 @@ accountant (docs/theory/people.md), and by group privacy from what is known of o
 epsilon of the accountant's curve (PLD), or Renyi divergences (RDP). The first ends soon: the deltas
 that it needs are smaller than the curve resolves. And k epsilon, at the delta that it holds for.
 
-    python -m experiments.people --scale small     (15 minutes; smoke: 20 s)
+    python -m experiments.people --scale small     (18 minutes, busy machine; smoke: 20 s)
 """
 
 import dataclasses
