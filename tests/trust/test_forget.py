@@ -528,6 +528,7 @@ def test_the_search_reads_what_is_compressed_and_how_json_spells_it(small, tmp_p
     place = tmp_path / "place"
     place.mkdir()
     (place / "a.gz").write_bytes(gzip.compress(text.encode()))
+    (place / os.fsdecode(b"\xff.gz")).write_bytes(gzip.compress(b"a name that is no UTF-8"))
     (place / "far").write_bytes(b"." * (remains.BLOCK - 40) + text.encode())
     (place / "tokens").write_bytes(np.frombuffer(text.encode(), np.uint8).astype("<i8").tobytes())
     (place / "ids").write_bytes(b"x person-0002, y")
@@ -537,7 +538,7 @@ def test_the_search_reads_what_is_compressed_and_how_json_spells_it(small, tmp_p
     assert by_name.keys() == {"a.gz", "far", "tokens", "ids"}
     assert by_name["far"] == by_name["a.gz"] and by_name["far"].keys() == {remains.TEXT}
     assert by_name["tokens"].keys() == {remains.TOKENS} and by_name["ids"] == {remains.ID: 1}
-    assert found.files == 5 and not found.unread
+    assert found.files == 6 and not found.unread
     (place / "torn.parquet").write_bytes(b"PAR1" + text.encode())
     found = remains.search(data, ["person-0002"], [place])
     assert found.unread == [place / "torn.parquet"] and found.unread[0] in found.found
