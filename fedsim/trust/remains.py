@@ -297,7 +297,7 @@ def _members(path: Path) -> Iterator[bytes]:
 
 
 def _cells(path: Path) -> Iterator[bytes]:
-    with pq.ParquetFile(path) as table:
+    with path.open("rb") as file, pq.ParquetFile(file) as table:
         for batch in table.iter_batches(1024):
             for column in batch.columns:
                 for leaf in _leaves(column):

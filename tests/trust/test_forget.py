@@ -554,7 +554,8 @@ def test_what_is_damaged_in_an_archive_is_unread_and_numbers_hide_no_text(small,
     (tmp_path / "torn.zip").write_bytes(whole)
     table = pa.table({"price": pa.array([Decimal("1.50")]), "text": [text]})
     pq.write_table(table, tmp_path / "prices.parquet", compression="zstd")
-    paths = [tmp_path / "torn.zip", tmp_path / "prices.parquet"]
+    named = (tmp_path / "prices.parquet").rename(tmp_path / os.fsdecode(b"\xff.parquet"))
+    paths = [tmp_path / "torn.zip", named]
     found = remains.search(data, ["person-0002"], paths)
     assert found.unread == paths[:1] and paths[1] in found.found
 
