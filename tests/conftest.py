@@ -61,6 +61,20 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
+@pytest.fixture
+def compiled():
+    """How often anything was compiled since."""
+    events = []
+
+    def listener(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listener)
+
+
 @pytest.fixture(scope="session")
 def ray_cluster():
     """A private Ray for all tests of this process."""

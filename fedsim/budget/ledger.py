@@ -32,8 +32,8 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,7 +63,6 @@ SHARED = 0o660
 OPENED, CLOSED, LIMIT = "opened", "closed", "limit"
 ELSEWHERE = f"--budget-ledger or {LEDGER} names another one"
 
-Seal = Callable[[str], str]
 Released = list[tuple[Event, int]] | None
 """Events of the accountant with their counts; None: released without noise."""
 
@@ -244,7 +243,7 @@ class BudgetLedger:
         """Note what a run released and how it ended, and remove its marks."""
         words = None if released is None else to_words(released)
         self._append({"what": CLOSED, "run": run, "outcome": outcome, "released": words})
-        _mark_path(self.directory, run).unlink(missing_ok=True)
+        self._mark_path(run).unlink(missing_ok=True)
 
     def mark(self, run: str) -> Mark | None:
         """The last mark of a run that has not ended; None if it has no marks.
@@ -252,29 +251,59 @@ class BudgetLedger:
         Raises:
           FileDamaged: the marks are missing or were changed.
         """
-        entry, path = self.entries.get(run), _mark_path(self.directory, run)
-        mark = _read_mark(path, self.key.seal)
-        if mark is None and entry is not None and entry.marked and not entry.outcome:
-            raise FileDamaged(f"{path}: expected how far {entry.place} has come")
-        return mark
+        entry, path = self.entries.get(run), self._mark_path(run)
+        if not path.exists():
+            if entry is not None and entry.marked and not entry.outcome:
+                raise FileDamaged(f"{path}: expected how far {entry.place} has come")
+            return None
+        *lines, _ = path.read_text(errors="replace").split("\n")  # the last may be cut off
+        if not lines:  # killed before the first line, hence before the first step
+            return Mark(0, "")
+        steps, _, rest = lines[-1].partition(" ")
+        chain, _, digest = rest.partition(" ")
+        if not steps.isdecimal() or digest != self.key.seal(_mark_text(path, steps, chain)):
+            raise FileDamaged(f"{path}: expected how far a run has come")
+        return Mark(int(steps), chain)
 
-    def marking(self, run: str, name: Path) -> AbstractContextManager[Reached]:
+    @contextmanager
+    def marking(self, run: str, run_dir: Path) -> Iterator[Reached]:
         """Lock a run's marks; yields a function that appends one.
 
         Args:
-          name: the run's directory, for errors.
+          run_dir: the run's directory, for errors.
 
         Raises:
           LedgerError: another process works on the run.
         """
         self._make(STEPS)
-        path = _mark_path(self.directory, run)
-        return _hold_marks(path, self.key.seal, self._mode, name)
+        path = self._mark_path(run)
+        is_new = not path.exists()
+        with open(path, "ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise LedgerError(
+                    f"{run_dir}: is a copy: another process works on the same run"
+                ) from None
+            if is_new:
+                path.chmod(self._mode)
+                sync_directory(path.parent)
+            remove_cut_off_line(path)
+
+            def reached(steps: int, chain: str) -> None:
+                digest = self.key.seal(_mark_text(path, str(steps), chain))
+                write_durably(file, f"{steps} {chain} {digest}\n".encode())
+
+            yield reached
+
+    def _mark_path(self, run: str) -> Path:
+        """Path of the marks of a run; the name gives nothing of the key's seal away."""
+        return self.directory / STEPS / hashlib.sha256(run.encode()).hexdigest()[:32]
 
     def is_running(self, run: str) -> bool:
         """True if a process works on a run that has a guarantee: it holds the run's marks."""
         try:
-            with open(_mark_path(self.directory, run), "rb") as file:
+            with open(self._mark_path(run), "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False
@@ -428,53 +457,6 @@ def _check(line: dict[str, Any], number: int) -> None:
         Limit(float(line["epsilon"]), float(line["delta"]), line["users"])
     else:
         raise ValueError(f"what={line['what']}")
-
-
-def _mark_path(ledger: Path, run: str) -> Path:
-    """Path of the marks of a run; the name gives nothing of the key's seal away."""
-    return ledger / STEPS / hashlib.sha256(run.encode()).hexdigest()[:32]
-
-
-def _read_mark(path: Path, seal: Seal) -> Mark | None:
-    """The last mark in a file; None if there is no file. Raises: FileDamaged: it was changed."""
-    if not path.exists():
-        return None
-    lines = path.read_text(errors="replace").split("\n")[
-        :-1
-    ]  # a crash may have cut off the last line
-    if not lines:  # killed before the first line, hence before the first step
-        return Mark(0, "")
-    steps, _, rest = lines[-1].partition(" ")
-    chain, _, digest = rest.partition(" ")
-    if not steps.isdecimal() or digest != seal(_mark_text(path, steps, chain)):
-        raise FileDamaged(f"{path}: expected how far a run has come")
-    return Mark(int(steps), chain)
-
-
-@contextmanager
-def _hold_marks(path: Path, seal: Seal, mode: int, run_dir: Path) -> Iterator[Reached]:
-    """Lock the marks of a run; yields a function that appends one.
-
-    Raises: LedgerError: another process works on the run.
-    """
-    is_new = not path.exists()
-    with open(path, "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LedgerError(
-                f"{run_dir}: is a copy: another process works on the same run"
-            ) from None
-        if is_new:
-            path.chmod(mode)
-            sync_directory(path.parent)
-        remove_cut_off_line(path)
-
-        def reached(steps: int, chain: str) -> None:
-            digest = seal(_mark_text(path, str(steps), chain))
-            write_durably(file, f"{steps} {chain} {digest}\n".encode())
-
-        yield reached
 
 
 def _mark_text(path: Path, steps: str, chain: str) -> str:

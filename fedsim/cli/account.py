@@ -17,7 +17,7 @@ from fedsim.config import (
     MechanismConfig,
     to_json,
 )
-from fedsim.errors import expect
+from fedsim.errors import expect, expect_positive
 
 if TYPE_CHECKING:
     from fedsim.accounting import Phases, StepEvent
@@ -164,14 +164,13 @@ class Account(_Mechanism):
         expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
         one = (self.delta is None) != (self.epsilon is None)
         expect("delta", self.delta, one, "a delta or an epsilon, and not both")
-        share = self.before
-        expect("before", share, share is None or 0 < share < math.inf, "> 0 and finite")
+        expect_positive(self, "before")
         self.expect_accountable(self.num_steps, self.sampling_prob)
         self.expect_bands()
         event = self.event(self.noise_multiplier, self.sampling_prob, self.num_steps)
         phases: Phases = [(event, self.num_steps)]
-        if share is not None:
-            phases = [(accounting.PureEvent(share), 1), *phases]
+        if self.before is not None:
+            phases = [(accounting.PureEvent(self.before), 1), *phases]
         epsilon, delta = self.epsilon, self.delta
         by_group = self.people > 1 and (self.sampling == ALLOCATION or self.noise == CORRELATED)
         together = phases if by_group else accounting.for_people(phases, self.people)

@@ -2,7 +2,6 @@
 `publish`, `verify`, `runs`."""
 
 import dataclasses
-import math
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from fedsim.config import (
     RunConfig,
     changed_run,
 )
-from fedsim.errors import expect
+from fedsim.errors import expect, expect_positive
 from fedsim.run import columns, hanging, wrapped
 
 if TYPE_CHECKING:
@@ -113,8 +112,7 @@ class Budget:
         from fedsim.trust import budget, sentences, table
 
         limit, delta = self.limit_epsilon, self.delta
-        holds = limit is None or 0 < limit < math.inf
-        expect("limit_epsilon", limit, holds, "> 0 and finite")
+        expect_positive(self, "limit_epsilon")
         expect("delta", delta, delta is None or 0 < delta < 1, "in (0, 1)")
         ids = None
         if self.data is not None:

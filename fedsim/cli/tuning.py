@@ -13,7 +13,7 @@ import tyro
 
 from fedsim.cli.arguments import Flat, ReadsSources
 from fedsim.config import MechanismConfig, PrivacyConfig, PrivacyTarget, RunConfig
-from fedsim.errors import ConfigError, FedsimError, expect
+from fedsim.errors import ConfigError, FedsimError, expect, expect_least, expect_positive
 from fedsim.installation import expect_installed
 from fedsim.run import aligned, wrapped
 
@@ -152,7 +152,7 @@ class Sweep:
         from fedsim.engine import set_threads
         from fedsim.tuning import expand, jobs_of, sweep
 
-        expect("at_once", self.at_once, self.at_once is None or self.at_once >= 1, ">= 1")
+        expect_least(self, at_once=1)
         alone = not self.in_turn or self.at_once is None
         expect("at_once", self.at_once, alone, "nothing: --in-turn runs one at a time")
         spec = read_spec(self.file, self.set)
@@ -207,11 +207,11 @@ class Sweep:
         expect(
             "eval_epsilon", self.eval_epsilon, one_of_two, "a value, or --public-eval, and not both"
         )
-        share, trials, shape = self.eval_epsilon, self.trials, self.shape
-        expect("eval_epsilon", share, share is None or 0 < share < math.inf, "> 0 and finite")
+        expect_positive(self, "eval_epsilon")
+        trials, shape = self.trials, self.shape
         expect("trials", trials, trials is None or 1 <= trials < math.inf, ">= 1")
         expect("shape", shape, -1 < shape < math.inf, "> -1")
-        return Selection(trials, shape, share, self.at_once, self.in_turn)
+        return Selection(trials, shape, self.eval_epsilon, self.at_once, self.in_turn)
 
 
 def _listed(rows: list[dict[str, Any]]) -> list[str]:

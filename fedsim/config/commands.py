@@ -7,7 +7,7 @@ import unicodedata
 from pathlib import Path
 from typing import Literal
 
-from fedsim.errors import expect
+from fedsim.errors import expect, expect_least, expect_positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,7 @@ class AuditConfig:
     loss. >= 0."""
 
     def __post_init__(self):
-        for name in ("gradient_canaries", "text_canaries", "attacked_users"):
-            expect(name, getattr(self, name), getattr(self, name) >= 0, ">= 0")
+        expect_least(self, gradient_canaries=0, text_canaries=0, attacked_users=0)
         total = self.gradient_canaries + self.text_canaries
         expect("gradient_canaries", self.gradient_canaries, total > 0, "a canary of either kind")
         expect("confidence", self.confidence, 0.5 <= self.confidence < 1, "in [0.5, 1)")
@@ -56,8 +55,7 @@ class PretrainConfig:
     """Steps in which the learning rate rises. In [0, num_steps)."""
 
     def __post_init__(self):
-        for name in ("num_steps", "batch_size", "rows_per_pass"):
-            expect(name, getattr(self, name), getattr(self, name) >= 1, ">= 1")
+        expect_least(self, num_steps=1, batch_size=1, rows_per_pass=1)
         rows = self.rows_per_pass
         whole = self.batch_size % rows == 0
         expect("batch_size", self.batch_size, whole, f"a multiple of rows_per_pass={rows}")
@@ -127,11 +125,9 @@ class Synthesis:
     """Seed of the draws: another seed gives other texts."""
 
     def __post_init__(self):
-        for name in ("num_texts", "num_tokens", "batch_size"):
-            expect(name, getattr(self, name), getattr(self, name) >= 1, ">= 1")
-        expect("turns", self.turns, self.turns >= 0, ">= 0")
+        expect_least(self, num_texts=1, num_tokens=1, batch_size=1, turns=0)
+        expect_positive(self, "label_epsilon")
         share, weights = self.label_epsilon, self.label_weights
-        expect("label_epsilon", share, share is None or 0 < share < math.inf, "> 0 and finite")
         of_one = weights is None or (min(weights, default=-1) >= 0 and 0 < sum(weights) < math.inf)
         expect("label_weights", weights, of_one, "numbers >= 0, of which one is above 0")
         expect(
@@ -210,7 +206,6 @@ class Personalization:
     for all models."""
 
     def __post_init__(self):
-        for name in ("num_epochs", "batch_size", "users", "max_examples"):
-            expect(name, getattr(self, name), getattr(self, name) >= 1, ">= 1")
+        expect_least(self, num_epochs=1, batch_size=1, users=1, max_examples=1)
         rates = self.learning_rates
         expect("learning_rates", rates, bool(rates) and min(rates) > 0, "numbers > 0")

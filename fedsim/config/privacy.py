@@ -5,12 +5,11 @@ They are in the ledger and fixed for the life of a run.
 
 import dataclasses
 import enum
-import math
 from typing import Literal
 
 from fedsim.config.flags import flags_of
 from fedsim.config.run import RunConfig
-from fedsim.errors import expect
+from fedsim.errors import expect, expect_least, expect_positive
 
 POISSON, CYCLIC, ALLOCATION, SHUFFLE = "poisson", "cyclic", "allocation", "shuffle"
 ONLY_USERS = "poisson or cyclic with els: of several texts at random steps no tight bound is known"
@@ -203,24 +202,17 @@ class PrivacyConfig(MechanismConfig, PrivacyTarget):
         self.expect_cell(self.num_steps)
         # Far outside, float32 norms underflow or overflow, and clipping bounds nothing.
         expect("clip_norm", self.clip_norm, 1e-6 <= self.clip_norm <= 1e6, "in [1e-6, 1e6]")
-        if self.group_size is not None:
-            expect("group_size", self.group_size, self.group_size >= 1, ">= 1")
+        expect_least(self, group_size=1)
         if (share := self.group_size_epsilon) is not None:
             holds = 0 < share < self.epsilon
             expect("group_size_epsilon", share, holds, f"> 0 and below epsilon={self.epsilon}")
         if self.clip_quantile is not None:
             expect("clip_quantile", self.clip_quantile, 0 < self.clip_quantile < 1, "in (0, 1)")
-        if (bound := self.loss_bound) is not None:
-            expect("loss_bound", bound, 0 < bound < math.inf, "> 0 and finite")
-        for name in ("eval_epsilon", "eval_loss_bound"):
-            value = getattr(self, name)
-            holds = value is None or 0 < value < math.inf
-            expect(name, value, holds, "> 0 and finite")
+        expect_positive(self, "loss_bound", "eval_epsilon", "eval_loss_bound")
         bound = self.eval_loss_bound
         holds = bound is None or self.eval_epsilon is not None
         expect("eval_loss_bound", bound, holds, "none without eval_epsilon")
-        if (assumed := self.assumed_population) is not None:
-            expect("assumed_population", assumed, assumed >= 1, ">= 1")
+        expect_least(self, assumed_population=1)
         names = flags_of(PrivacyConfig) | flags_of(RunConfig)
         for name in filter(None, self.chosen_on_data.split(",")):
             expect("chosen_on_data", name, name in names, "names of settings with commas between")

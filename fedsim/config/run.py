@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fedsim.errors import expect
+from fedsim.errors import expect, expect_least, expect_positive
 from fedsim.files import expand_home
 
 FSDP, TENSOR = AXES = ("fsdp", "tensor")
@@ -137,7 +137,7 @@ class DataConfig:
         if self.labels is not None:
             labels = (self.labels,) if isinstance(self.labels, str) else tuple(self.labels)
             object.__setattr__(self, "labels", labels)
-        _expect_least(self, max_length=2)
+        expect_least(self, max_length=2)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -189,12 +189,11 @@ class ModelConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "source", expand_home("model", self.source))
-        _expect_least(self, lora_rank=0)
+        expect_least(self, lora_rank=0)
         dtype, trained = self.frozen_dtype, not self.has_adapters
         expected = "stored or float32 without lora_rank or adapter: trained parameters are float32"
         expect("frozen_dtype", dtype, not trained or dtype in ("stored", "float32"), expected)
-        alpha = self.lora_alpha
-        expect("lora_alpha", alpha, alpha is None or 0 < alpha < math.inf, "> 0 and finite")
+        expect_positive(self, "lora_alpha")
         object.__setattr__(self, "lora_modules", _joined(self.lora_modules))
         if self.adapter is not None:
             object.__setattr__(self, "adapter", expand_home("adapter", self.adapter))
@@ -259,7 +258,7 @@ class EngineConfig:
     least 300; an autoscaler is asked for them. >= 0."""
 
     def __post_init__(self):
-        _expect_least(self, num_lanes=1, threads_per_worker=1, num_workers=1, devices_per_worker=1)
+        expect_least(self, num_lanes=1, threads_per_worker=1, num_workers=1, devices_per_worker=1)
         wait = self.wait_for_workers
         expect("wait_for_workers", wait, 0 <= wait < math.inf, ">= 0 seconds")
         shape, given = self.mesh_shape, self.devices_per_worker
@@ -388,28 +387,16 @@ class RunConfig:
     allows."""
 
     def __post_init__(self):
-        _expect_least(self, eval_examples=1, checkpoint_every=1, keep_checkpoints=2)
-        _expect_least(self, local_steps=1, log_every=1, eval_every=1)
+        expect_least(self, eval_examples=1, checkpoint_every=1, keep_checkpoints=2)
+        expect_least(self, local_steps=1, log_every=1, eval_every=1)
         object.__setattr__(self, "run_dir", Path(expand_home("run_dir", self.run_dir)))
         object.__setattr__(self, "log_to", tuple(dict.fromkeys(self.log_to)))
         if self.budget_ledger is not None:
             place = Path(expand_home("budget_ledger", self.budget_ledger))
             object.__setattr__(self, "budget_ledger", place)
-        for name in ("learning_rate", "local_learning_rate"):
-            rate = getattr(self, name)
-            expect(name, rate, rate is None or 0 < rate < math.inf, "> 0 and finite")
-        limit = self.limit_epsilon
-        holds = limit is None or 0 < limit < math.inf
-        expect("limit_epsilon", limit, holds, "> 0 and finite")
+        expect_positive(self, "learning_rate", "local_learning_rate", "limit_epsilon")
         for name in ("warmup", "ema"):
             share = getattr(self, name)
             expect(name, share, share is None or 0 <= share < 1, "in [0, 1)")
         decay = self.weight_decay
         expect("weight_decay", decay, 0 <= decay < math.inf, ">= 0 and finite")
-
-
-def _expect_least(config: Any, **least: int) -> None:
-    """Raise ConfigError unless each named setting is None or at least the given number."""
-    for name, number in least.items():
-        value = getattr(config, name)
-        expect(name, value, value is None or value >= number, f">= {number}")

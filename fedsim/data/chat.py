@@ -17,6 +17,7 @@ import datetime
 import functools
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -288,7 +289,8 @@ class ChatTokenizer:
             own = [i for i in turns if messages[i].role == role]
             end = self._end_of_turn(plain, own, template, private, text, spans)
             for i in own:
-                spans[i] = spans[i][0], spans[i][1] + _common(text, spans[i][1], end)
+                start, stop = spans[i]
+                spans[i] = start, stop + len(os.path.commonprefix([text[stop:], end]))
         return self._encoded(text, list(spans.values()), private)
 
     def encode_prompt(self, messages: Sequence[Message]) -> np.ndarray:
@@ -571,11 +573,3 @@ def _spans(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]] | None:
         return None
     at = [place for place, _ in places]
     return list(zip(at[::2], at[1::2], strict=True))
-
-
-def _common(text: str, at: int, other: str) -> int:
-    """Length of the longest beginning of `other` that `text` has at `at`."""
-    size = 0
-    while size < len(other) and text.startswith(other[size], at + size):
-        size += 1
-    return size

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.errors import ConfigError, brief, expect
-from fedsim.files import expand_home, new_directory, read_object
+from fedsim.files import expand_home, new_directory, read_object, write_json
 from fedsim.models import model_files, pretrained, serving_files
 from fedsim.models.config_json import WIDTH, flag, number, whole
 from fedsim.models.families import Place
@@ -66,7 +66,7 @@ def save(
     fields |= {"base_model_name_or_path": base, "revision": revision}
     with new_directory(directory) as temporary:
         model_files.write(temporary / TENSORS, tensors)
-        (temporary / ADAPTER).write_text(json.dumps(fields, indent=2) + "\n")
+        write_json(temporary / ADAPTER, fields)
         if files is not None:
             model_files.copy_side_files(files, temporary, but=(model_files.CONFIG,))
             serving_files.complete(temporary)

@@ -7,7 +7,6 @@ and have the side files of the model that they were trained from.
 """
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from flax import traverse_util
 
 from fedsim.data import Tokenizer, copy_provenance
 from fedsim.errors import ConfigError
-from fedsim.files import expand_home, new_directory, read_object
+from fedsim.files import expand_home, new_directory, read_object, write_json
 from fedsim.models import families, frozen, gguf_files, model_files, serving_files
 from fedsim.models.families import Place
 from fedsim.models.model_files import ADAPTER, CONFIG, TOKENIZER, Stored, TensorError
@@ -238,7 +237,7 @@ def save(
     tensors = to_tensors(dataclasses.replace(c, family=fields["model_type"]), params)
     with new_directory(directory) as temporary:
         model_files.write_directory(temporary, tensors)
-        _write(temporary / CONFIG, fields)
+        write_json(temporary / CONFIG, fields)
         copied = model_files.copy_side_files(files, temporary, but=(CONFIG,)) if files else []
         if tokenizer is not None and TOKENIZER not in copied:
             shutil.copyfile(tokenizer, temporary / TOKENIZER)
@@ -270,10 +269,6 @@ OF_WEIGHTS = ("dtype", "torch_dtype", "auto_map")
 def _is_of(fields: dict[str, Any], c: TransformerConfig) -> bool:
     """True if a config.json describes a config."""
     return families.described(families.config_of(fields)) == families.described(c)
-
-
-def _write(file: Path, fields: dict[str, Any]) -> None:
-    file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def to_tensors(c: TransformerConfig, params: Any) -> dict[str, np.ndarray]:

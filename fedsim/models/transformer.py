@@ -187,16 +187,11 @@ PRESETS = {
 }
 
 
-def check_preset(name: str) -> None:
-    """Check the name of a preset. Raises: ConfigError: there is none of that name."""
-    expect("model", name, name in PRESETS, "one of " + ", ".join(PRESETS))
-
-
 def preset(
     name: str, vocab_size: int, max_length: int, dtype: str = "float32"
 ) -> TransformerConfig:
     """Config of the preset `name`. Raises: ConfigError: there is none of that name."""
-    check_preset(name)
+    expect("model", name, name in PRESETS, "one of " + ", ".join(PRESETS))
     compute_dtype = None if dtype == "float32" else dtype
     return TransformerConfig(vocab_size, max_length, *PRESETS[name], compute_dtype)
 

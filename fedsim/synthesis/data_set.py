@@ -123,8 +123,8 @@ def synthesize(
     for role in stages:
         writer.ends(role)
     task = _Task(model, writer, stages, (), settings, how, filters or Filters())
-    told = {"labels": labels, "prompts": prompts}
-    chosen = {**task.settings(), "prompts": _digest(told)}
+    told = json.dumps({"labels": labels, "prompts": prompts}).encode()
+    chosen = {**task.settings(), "prompts": hashlib.sha256(told).hexdigest()}
     identity = {"params_sha256": claim.get("params_sha256"), **chosen}
     if not identity["params_sha256"]:
         identity["params_sha256"] = checkpoint.params_sha256(model.params)
@@ -148,7 +148,8 @@ def synthesize(
         claim["outside"] = [*claim["outside"], OF_PROMPTS]
     chosen.pop("prompts")  # a digest that whoever guesses one could confirm
     about = {"file": out.name, **claim, **counts, "settings": chosen}
-    _write(out, [{**row, **_provenance(claim)} for row in rows], about)
+    origin = {name: claim[name] for name in ("run", "epsilon", "delta")}
+    _write(out, [{**row, **origin} for row in rows], about)
     rate = counts["tokens"] / max(seconds, 1e-9)
     console.note(f"{counts['tokens']:,} tokens in {duration(seconds)}: {rate:,.0f} a second")
     pages = _page(out, rows, about, console)
@@ -346,10 +347,6 @@ class _Task:
             text.messages.append(Message(role, said.strip()))
 
 
-def _digest(told: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
-
-
 def _expect_parts(place: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
     """Check what an interrupted command left behind.
 
@@ -498,11 +495,6 @@ def _measured(
         shares = dict(zip(histogram.labels, histogram.weights, strict=True))
         labels = label_distance([row["prompt_class"] for row in rows], shares)
     return {"quality": quality, "leaks": leaks, "labels": labels}
-
-
-def _provenance(claim: Mapping[str, Any]) -> dict[str, Any]:
-    """What each row says of where it comes from."""
-    return {name: claim[name] for name in ("run", "epsilon", "delta")}
 
 
 def _write(out: Path, rows: Sequence[Mapping[str, Any]], about: dict[str, Any]) -> None:

@@ -163,8 +163,10 @@ def compare(
       then the p-value of the test of `runs_found`, an exact interval of the difference of the
       shares of users that were found, and `noticed`, see there.
     """
-    texts = Group(synthetic, np.zeros(1, np.int64), np.full(1, synthetic.num_examples, np.int64))
-    keys, places, number = _by_text(texts, length)
+    texts = np.arange(synthetic.num_examples)  # each taken as the one text of a user
+    runs = list(Group(synthetic, texts, texts + 1).runs(length))
+    number, hashes = map(np.concatenate, zip(*runs, strict=True))
+    keys, places = np.unique(hashes, return_inverse=True)
     pairs, totals = zip(*(_in_set(group, length, keys) for group in (inside, outside)), strict=True)
     shift = len(totals[0])
     user = np.concatenate([pairs[0][0], pairs[1][0] + shift])
@@ -240,19 +242,6 @@ def noticed(sizes: Sequence[int], level: float) -> float | None:
     p_values = stats.hypergeom.cdf(0, inside + outside, shares, outside)
     enough = np.flatnonzero(np.maximum(p_values, 1 / (1 + PERMUTATIONS)) <= level)
     return float(shares[enough[0]] / inside) if len(enough) else None
-
-
-def _by_text(texts: Group, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(hashes of all runs of a set, sorted; the index there, and the text, of each run)."""
-    store, hashes, numbers = texts.store, [], []
-    block = max(1, BLOCK_TOKENS // store.max_length)
-    for start in range(0, store.num_examples, block):
-        rows = np.arange(start, min(start + block, store.num_examples))
-        found, row = runs_of(*store.gather(rows, store.max_length), length)
-        hashes.append(found)
-        numbers.append(start + row)
-    keys, places = np.unique(np.concatenate(hashes), return_inverse=True)
-    return keys, places, np.concatenate(numbers)
 
 
 def _in_set(

@@ -30,6 +30,7 @@ import numpy as np
 import optax
 from scipy.cluster.vq import kmeans2
 from scipy.spatial.distance import jensenshannon
+from scipy.special import rel_entr
 
 from fedsim import engine
 from fedsim.config import RunConfig
@@ -423,12 +424,6 @@ def divergence_curve(one: np.ndarray, other: np.ndarray, seed: int = 0) -> dict[
     curve = [(0.0, 1.0)]
     for share in np.linspace(0, 1, CURVE_POINTS + 2)[1:-1]:
         mixed = share * p + (1 - share) * q
-        curve.append(tuple(np.exp(-SCALE * _kl(each, mixed)) for each in (q, p)))
+        curve.append(tuple(np.exp(-SCALE * rel_entr(each, mixed).sum()) for each in (q, p)))
     x, y = np.array(sorted([*curve, (1.0, 0.0)]), np.float64).T
     return {"area": float(np.trapezoid(y, x)), "x": x.tolist(), "y": y.tolist()}
-
-
-def _kl(p: np.ndarray, q: np.ndarray) -> float:
-    """Kullback-Leibler divergence in nats; q is positive where p is."""
-    there = p > 0
-    return float((p[there] * np.log(p[there] / q[there])).sum())

@@ -153,9 +153,16 @@ class OpenRun:
         return stored
 
 
+@contextmanager
+def phase_of(workers: Engine, console: Console, what: str) -> Iterator[None]:
+    """Show a phase, and the workers' progress in it."""
+    with console.phase(what) as phase, workers.telling(phase.at):
+        yield
+
+
 def wait_for(workers: Engine, console: Console) -> None:
     """Wait until the workers can compute. Raises: EngineError: they cannot be started."""
-    with console.phase("starting the workers") as phase, workers.telling(phase.at):
+    with phase_of(workers, console, "starting the workers"):
         workers.ready()
 
 

@@ -10,8 +10,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -40,7 +39,7 @@ from fedsim.run import (
     stop_signals,
     visible,
 )
-from fedsim.training.open import open_run, wait_for
+from fedsim.training.open import open_run, phase_of, wait_for
 from fedsim.training.optimizers import diverged, is_finite, settled, update_rule, updater
 
 WARNING = "non-private: pre-training protects nobody whose text it sees"
@@ -189,12 +188,12 @@ class Pretrainer:
         ):
             first = state.step
             if not state.step:
-                with self._phase("evaluation after step 0"):
+                with phase_of(self.engine, self.console, "evaluation after step 0"):
                     self._evaluate(state, metrics)
                 state.initial_eval_loss = state.eval_loss
             while state.step < last and not stop.is_set():
-                is_first = state.step == first
-                with self._phase("first step") if is_first else nullcontext():
+                phase = phase_of(self.engine, self.console, "first step")
+                with phase if state.step == first else nullcontext():
                     values = self._step(state, batches)
                 metrics.log(state.step, values)
                 self.engine.publish(state.step, visible(None, values))
@@ -207,12 +206,6 @@ class Pretrainer:
             saver.save(state.step, vars(state))
         if state.step < last:
             self.console.note(f"stopped after step {state.step}; --resume continues from there")
-
-    @contextmanager
-    def _phase(self, what: str) -> Iterator[None]:
-        """Show progress of a phase whose duration is not yet known."""
-        with self.console.phase(what) as phase, self.engine.telling(phase.at):
-            yield
 
     def _step(self, state: State, batches: Batches) -> dict[str, float]:
         started = time.monotonic()

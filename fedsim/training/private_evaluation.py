@@ -27,7 +27,7 @@ from fedsim.budget import Applicant, Entry, Limit, admitted, ledger_after
 from fedsim.config import ZERO_OUT, EngineConfig, RunConfig, default_delta
 from fedsim.data import Dataset, UserStore
 from fedsim.engine import Engine, create
-from fedsim.errors import ConfigError, FileDamaged, expect
+from fedsim.errors import ConfigError, FileDamaged, expect, expect_positive
 from fedsim.evaluate import VALIDATION, last_model
 from fedsim.files import make_directory, open_to_append, whole_lines, write_durably, write_json
 from fedsim.keys import SecretKey
@@ -189,8 +189,7 @@ class PrivateEvaluation:
     def __post_init__(self):
         expect("epsilon", self.epsilon, 0 < self.epsilon < math.inf, "> 0 and finite")
         expect("delta", self.delta, self.delta is None or 0 < self.delta < 1, "in (0, 1)")
-        bound = self.loss_bound
-        expect("loss_bound", bound, bound is None or 0 < bound < math.inf, "> 0 and finite")
+        expect_positive(self, "loss_bound")
 
 
 def evaluate_privately(

@@ -9,9 +9,9 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ from fedsim.run import (
     visible,
 )
 from fedsim.training.callbacks import Callback, Calls
-from fedsim.training.open import OpenRun
+from fedsim.training.open import OpenRun, phase_of
 from fedsim.training.optimizers import (
     Diverged,
     averaged,
@@ -174,7 +174,8 @@ class Trainer:
                     if self.resumed and self.elsewhere:
                         released.note_elsewhere(self.run.run_dir, self.other_bits)
                 drawn, rows = rows.result(), threads.submit(self.method.draw, state.step + 1)
-                with self._first_of(state.step - first):
+                phase = phase_of(self.engine, self.console, "first step")
+                with phase if state.step == first else nullcontext():
                     values = self._step(state, ledger, threads, drawn)
                 self.engine.read_ahead(rows.result())
                 finish()
@@ -194,16 +195,6 @@ class Trainer:
         if state.step < self.plan.num_steps:
             then = "; --resume continues from there" if self.plant is None else ""
             self.console.note(f"stopped after step {state.step}{then}")
-
-    def _first_of(self, steps_before: int) -> AbstractContextManager[None]:
-        """Show progress during the first step, whose duration is not yet known."""
-        return nullcontext() if steps_before else self._phase("first step")
-
-    @contextmanager
-    def _phase(self, what: str) -> Iterator[None]:
-        """Show progress of a phase."""
-        with self.console.phase(what) as phase, self.engine.telling(phase.at):
-            yield
 
     def _after(
         self, state: State, metrics: Metrics, saver: checkpoint.Saver, *, later: bool = False
@@ -228,7 +219,7 @@ class Trainer:
         losses, then = None if later else begin(), dataclasses.replace(state)
 
         def finish() -> None:
-            with self._phase(f"evaluation after step {step}"):
+            with phase_of(self.engine, self.console, f"evaluation after step {step}"):
                 values = (losses or begin())()
             metrics.log(step, values)
             self.calls.evaluated(step, values)

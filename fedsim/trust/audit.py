@@ -227,12 +227,11 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
     if holds and (done := result["steps_done"]) < (steps := result["num_steps"]):
         holds, verdict = None, f"{verdict}, but stopped after {done} of {steps} steps: INCONCLUSIVE"
     return {
-        **{
-            "epsilon_lower_bound": lower_bound,
-            "largest_possible": largest,
-            "canaries_needed": needed,
-        },
-        **{"verdict": verdict, "holds": holds},
+        "epsilon_lower_bound": lower_bound,
+        "largest_possible": largest,
+        "canaries_needed": needed,
+        "verdict": verdict,
+        "holds": holds,
     }
 
 
@@ -283,7 +282,8 @@ def attack(
             user_scores(task, planted.first, params, split, settings.attacked_users)
             for split in ("train", "eval_users")
         )
-        results["membership"] = _membership(inside, outside)
+        counts = {"users_in": len(inside), "users_out": len(outside)}
+        results["membership"] = {**counts, **_curve(inside, outside)}
     return results
 
 
@@ -341,10 +341,6 @@ def _outcome(
     if included.any() and not included.all():
         outcome |= _curve(scores[included], scores[~included])
     return outcome
-
-
-def _membership(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:
-    return {"users_in": len(inside), "users_out": len(outside), **_curve(inside, outside)}
 
 
 def _curve(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:

@@ -108,20 +108,13 @@ def audit(scores: np.ndarray, included: np.ndarray, delta: float, confidence: fl
       delta: of the claim.
       confidence: of the bound.
     """
-    count = len(scores)
-    order = np.argsort(-scores, kind="stable")
-    options = options_of(count)
-    significance = (1 - confidence) / len(options)
+    count, tried = len(scores), guessed(scores, included)
+    significance = (1 - confidence) / len(tried)
     # The more guesses, the better if all are right: the last option has all.
     largest = lower_bound(count, count, count, delta, significance)
-    best = Bound(-1.0, confidence, count, int(included.sum()), 0, 0, largest)
-    for above, below in options:
-        correct = int(included[order[:above]].sum() + (~included[order[count - below :]]).sum())
-        epsilon = lower_bound(count, above + below, correct, delta, significance)
-        if epsilon > best.epsilon:
-            changes = {"epsilon": epsilon, "guesses": above + below, "correct": correct}
-            best = dataclasses.replace(best, **changes)
-    return best
+    bounds = [(lower_bound(count, r, v, delta, significance), r, v) for r, v in tried]
+    epsilon, guesses, correct = max(bounds, key=lambda bound: bound[0])
+    return Bound(epsilon, confidence, count, int(included.sum()), guesses, correct, largest)
 
 
 def canaries_needed(epsilon: float, delta: float, confidence: float) -> int | None:
@@ -156,6 +149,16 @@ def options_of(count: int) -> list[tuple[int, int]]:
         if share <= 1 / 2:
             options.append((guesses, 0))  # guess "included" alone
     return options
+
+
+def guessed(scores: np.ndarray, included: np.ndarray) -> list[tuple[int, int]]:
+    """(guesses, correct ones) of each of the options. Args: as of `audit`."""
+    count, order = len(scores), np.argsort(-scores, kind="stable")
+    took_part = included[order]
+    return [
+        (above + below, int(took_part[:above].sum() + (~took_part[count - below :]).sum()))
+        for above, below in options_of(count)
+    ]
 
 
 def area(inside: np.ndarray, outside: np.ndarray) -> float:
@@ -258,14 +261,8 @@ def audit_curve(
       delta: of the claim, for `CurveBound.epsilon`.
       confidence: of a refutation.
     """
-    count, order = len(scores), np.argsort(-scores, kind="stable")
-    options = options_of(count)
-    significance = (1 - confidence) / len(options)
-
-    def correct_of(above: int, below: int) -> int:
-        return int(included[order[:above]].sum() + (~included[order[count - below :]]).sum())
-
-    tried = [(a + b, correct_of(a, b)) for a, b in options]
+    count, tried = len(scores), guessed(scores, included)
+    significance = (1 - confidence) / len(tried)
     largest = [(_largest_mu(count, r, v, significance), r, v) for r, v in tried]
     mu, guesses, correct = max(largest)
     refuting = [(r, v) for r, v in tried if refutes(count, r, v, claim, significance)]
@@ -326,9 +323,7 @@ def audit_independent(
       delta: of the claim, for `IndependentBound.epsilon`.
       significance: the probability.
     """
-    count, order = len(scores), np.argsort(-scores, kind="stable")
-    half = count - count // 2
-    correct = int(included[order[:half]].sum() + (~included[order[half:]]).sum())
+    count, (_, correct) = len(scores), guessed(scores, included)[-1]  # the option with all
     right = (1 + advantage(claim)) / 2
 
     def refutes(number: int) -> bool:

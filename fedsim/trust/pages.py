@@ -15,7 +15,6 @@ import html
 import math
 import re
 from collections.abc import Iterable, Sequence
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -296,5 +295,5 @@ def for_page(drawn: str, title: str) -> str:
     element = re.sub(r"font-family: [^;]*; ", "", element)
     for stand_in, name in COLOURS.items():
         element = element.replace(stand_in, f"var({name})")
-    head = f'<svg class="chart" role="img" aria-label="{escape(title)}"'
+    head = f'<svg class="chart" role="img" aria-label="{html.escape(title)}"'
     return re.sub(r'<svg( (width|height|version)="[^"]*")*', head, element, count=1)

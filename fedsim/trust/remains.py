@@ -120,7 +120,8 @@ class _Own:
 
     def __init__(self, kind: str, parts: Sequence[Forms]):
         self._widths = [width for width, _ in parts[0]]
-        self._forms = [np.concatenate(hashes) for hashes in zip(*map(_hashes, parts), strict=True)]
+        hashes = ([hashes for _, hashes in forms] for forms in parts)
+        self._forms = [np.concatenate(each) for each in zip(*hashes, strict=True)]
         self._first = np.unique(self._forms[0], return_index=True)[1]
         self._needles = Needles(kind, self._widths[0], self._forms[0][self._first])
         self._gone = np.zeros(len(self._first), bool)
@@ -134,10 +135,6 @@ class _Own:
         kept = self._first[~self._gone]
         for width, form in zip(self._widths, self._forms, strict=True):
             yield Needles(self._needles.kind, width, np.unique(form[kept]))
-
-
-def _hashes(forms: Forms) -> list[np.ndarray]:
-    return [hashes for _, hashes in forms]
 
 
 class Search:
@@ -281,17 +278,11 @@ def contents(path: Path) -> Iterator[Iterator[bytes]]:
         yield _members(path)
     for magic, kind in STREAMS.items():
         if start.startswith(magic):
-            yield _inflated(path, kind)
+            yield _read(path, kind)
 
 
-def _read(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := file.read(BLOCK):
-            yield chunk
-
-
-def _inflated(path: Path, kind: str) -> Iterator[bytes]:
-    with pa.OSFile(str(path)) as file, pa.CompressedInputStream(file, kind) as stream:
+def _read(path: Path, compression: str | None = None) -> Iterator[bytes]:
+    with path.open("rb") as file, pa.input_stream(file, compression) as stream:
         while chunk := stream.read(BLOCK):
             yield chunk
 
@@ -306,7 +297,7 @@ def _members(path: Path) -> Iterator[bytes]:
 
 
 def _cells(path: Path) -> Iterator[bytes]:
-    with pq.ParquetFile(path) as table:
+    with path.open("rb") as file, pq.ParquetFile(file) as table:
         for batch in table.iter_batches(1024):
             for column in batch.columns:
                 for leaf in _leaves(column):

@@ -108,7 +108,6 @@ def compare(
         )
 
     cells = [cell(poisson, POISSON, INDEPENDENT)]
-    """Candidates of which that with the least noise on sums was chosen; empty: the user chose."""
     if algorithm == Algorithm.ULS:
         settings = dataclasses.replace(privacy, sampling=ALLOCATION)
         settings = allocated(algorithm, settings, users.num_users)

@@ -61,20 +61,6 @@ def flat(tree):
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]).astype(np.float64)
 
 
-@pytest.fixture
-def compiled():
-    """How often anything was compiled since."""
-    events = []
-
-    def listener(event, seconds, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            events.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    yield events
-    jax.monitoring.unregister_event_duration_listener(listener)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "text, group, cohorts",

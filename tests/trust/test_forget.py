@@ -539,6 +539,7 @@ def test_the_search_reads_what_is_compressed_and_how_json_spells_it(small, tmp_p
     place = tmp_path / "place"
     place.mkdir()
     (place / "a.gz").write_bytes(gzip.compress(text.encode()))
+    (place / os.fsdecode(b"\xff.gz")).write_bytes(gzip.compress(b"a name that is no UTF-8"))
     (place / "far").write_bytes(b"." * (remains.BLOCK - 40) + text.encode())
     (place / "tokens").write_bytes(np.frombuffer(text.encode(), np.uint8).astype("<i8").tobytes())
     (place / "ids").write_bytes(b"x person-0002, y")
@@ -548,7 +549,7 @@ def test_the_search_reads_what_is_compressed_and_how_json_spells_it(small, tmp_p
     assert by_name.keys() == {"a.gz", "far", "tokens", "ids"}
     assert by_name["far"] == by_name["a.gz"] and by_name["far"].keys() == {remains.TEXT}
     assert by_name["tokens"].keys() == {remains.TOKENS} and by_name["ids"] == {remains.ID: 1}
-    assert found.files == 5 and not found.unread
+    assert found.files == 6 and not found.unread
     (place / "torn.parquet").write_bytes(b"PAR1" + text.encode())
     found = remains.search(data, ["person-0002"], [place])
     assert found.unread == [place / "torn.parquet"] and found.unread[0] in found.found
@@ -564,7 +565,8 @@ def test_what_is_damaged_in_an_archive_is_unread_and_numbers_hide_no_text(small,
     (tmp_path / "torn.zip").write_bytes(whole)
     table = pa.table({"price": pa.array([Decimal("1.50")]), "text": [text]})
     pq.write_table(table, tmp_path / "prices.parquet", compression="zstd")
-    paths = [tmp_path / "torn.zip", tmp_path / "prices.parquet"]
+    named = (tmp_path / "prices.parquet").rename(tmp_path / os.fsdecode(b"\xff.parquet"))
+    paths = [tmp_path / "torn.zip", named]
     found = remains.search(data, ["person-0002"], paths)
     assert found.unread == paths[:1] and paths[1] in found.found
 

@@ -340,12 +340,12 @@ def _read_csv(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatc
     for block_size in CSV_BLOCKS:  # a row must fit in a block
         read_options = pa_csv.ReadOptions(block_size=block_size, encoding=part.text_format.encoding)
         try:
-            with pa_csv.open_csv(_open_stream(part.file), read_options, parse_options) as guess:
+            with pa_csv.open_csv(pa.input_stream(part.file), read_options, parse_options) as guess:
                 columns.check(guess.schema.names)
                 names = columns.in_file(guess.schema.names)
             as_written = {name: pa.string() for name in names}
             convert = pa_csv.ConvertOptions(include_columns=names, column_types=as_written)
-            stream = _open_stream(part.file)
+            stream = pa.input_stream(part.file)
             with pa_csv.open_csv(stream, read_options, parse_options, convert) as reader:
                 row = 0
                 for batch in reader:
@@ -358,10 +358,6 @@ def _read_csv(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatc
         except pa.ArrowInvalid as error:
             if "straddling" not in str(error) or block_size == CSV_BLOCKS[-1]:
                 raise
-
-
-def _open_stream(file: Path) -> pa.NativeFile:
-    return pa.input_stream(str(file), compression="gzip" if file.suffix == ".gz" else None)
 
 
 def _cut_lines(file: Path, text_format: TextFormat) -> list[Part]:

@@ -101,13 +101,13 @@ def as_ids(
         fits = call("less", call("abs", numbers), pa.scalar(float(least)))
         whole = call("and", fits, call("equal", numbers, call("floor", numbers)))
         _refuse(call("invert", whole), numbers, field, rows)
-        tally[SHORTENED] += _count(whole)
+        tally[SHORTENED] += whole.true_count
         return numbers.cast(pa.int64()).cast(pa.string())
     given = column.cast(pa.string())
     text = call("utf8_trim_whitespace", given)
     nobody = is_missing(text)
-    tally[TRIMMED] += _count(call("and", call("not_equal", text, given), call("invert", nobody)))
-    tally[WORDS] += _count(call("and", nobody, call("not_equal", text, pa.scalar(""))))
+    tally[TRIMMED] += call("and", call("not_equal", text, given), call("invert", nobody)).true_count
+    tally[WORDS] += call("and", nobody, call("not_equal", text, pa.scalar(""))).true_count
     text = call("if_else", nobody, pa.scalar(None, pa.string()), text)
     if how:
         text = _normalised(text, how, tally)
@@ -117,9 +117,9 @@ def as_ids(
     rounded = call("match_substring_regex", text, pattern=ROUNDED)
     number = call("or", whole, fraction)
     _refuse(call("or", rounded, _uncertain(short, number)), text, field, rows)
-    tally[SHORTENED] += _count(whole)
-    tally[FRACTIONS] += _count(call("and", fraction, call("invert", whole)))
-    tally[EXPONENTS] += _count(call("match_substring_regex", text, pattern=LIKE_ROUNDED))
+    tally[SHORTENED] += whole.true_count
+    tally[FRACTIONS] += call("and", fraction, call("invert", whole)).true_count
+    tally[EXPONENTS] += call("match_substring_regex", text, pattern=LIKE_ROUNDED).true_count
     return call("if_else", whole, short, text)
 
 
@@ -138,7 +138,7 @@ def _normalised(text: pa.Array, how: Sequence[str], tally: Counter[str]) -> pa.A
     bare = call("utf8_trim_whitespace", _folded(text, before))
     bare = call("if_else", is_missing(bare), pa.scalar(None, pa.string()), bare)
     result = call("utf8_trim_whitespace", _folded(bare, how))
-    tally[NORMALISED] += _count(call("not_equal", result, text))
+    tally[NORMALISED] += call("not_equal", result, text).true_count
     return result
 
 
@@ -190,7 +190,7 @@ def is_missing(texts: pa.Array | pa.ChunkedArray) -> Any:
 
 def count_lists(ids: pa.Array, tally: Counter[str]) -> None:
     """Count ids that may be several in one cell, as addresses in the field To of a mail."""
-    tally[SEVERAL] += _count(call("match_substring_regex", ids, pattern=LISTED))
+    tally[SEVERAL] += call("match_substring_regex", ids, pattern=LISTED).true_count
 
 
 def told(tally: Counter[str]) -> list[str]:
@@ -249,7 +249,7 @@ def look_alike_keys(ids: pa.Array) -> pa.Array:
 
 
 def _refuse(bad: pa.Array, values: pa.Array, field: str, rows: Rows) -> None:
-    if not _count(bad):
+    if not bad.true_count:
         return
     place = bad.index(True).as_py()
     raise refused(
@@ -265,10 +265,6 @@ def refused(column: str, expected: str) -> DataError:
     if not name:
         return DataError(f"{field}: expected {expected}", field=field)
     return DataError.of(field, name, expected)
-
-
-def _count(flags: pa.Array) -> int:
-    return flags.true_count
 
 
 def call(name: str, *arguments: Any, **options: Any) -> Any:
