@@ -82,7 +82,8 @@ def expect_least(config: Any, **least: int) -> None:
     """Raise ConfigError unless each named setting is its default or at least the given number."""
     for name, number in least.items():
         value, default = getattr(config, name), getattr(type(config), name, number)
-        expect(name, value, value == default or value >= number, f">= {number}")
+        holds = value == default or (value is not None and value >= number)
+        expect(name, value, holds, f">= {number}")
 
 
 def expect_positive(config: Any, *names: str) -> None:

@@ -290,7 +290,8 @@ class ChatTokenizer:
             end = self._end_of_turn(plain, own, template, private, text, spans)
             for i in own:
                 start, stop = spans[i]
-                spans[i] = start, stop + len(os.path.commonprefix([text[stop:], end]))
+                there = text[stop : stop + len(end)]
+                spans[i] = start, stop + len(os.path.commonprefix([there, end]))
         return self._encoded(text, list(spans.values()), private)
 
     def encode_prompt(self, messages: Sequence[Message]) -> np.ndarray:
