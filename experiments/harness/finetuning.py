@@ -386,7 +386,8 @@ def losses(cells: Iterable[Row], training: Training, arguments: Arguments) -> Ro
         settings_of(cell, training, arguments, seed) for cell in cells for seed in training.seeds
     ]
     if arguments.dry_run:
-        print(plan_of(cells), cost(settings, arguments.scale), sep="\n")
+        what = plan_of(named(cells, arguments.shown()))
+        print(what, cost(settings, arguments.scale), sep="\n")
         arguments.tally.planned += settings
         return []
     found = outcomes(settings, training.test_examples, arguments)
@@ -490,7 +491,7 @@ def cost(settings: Sequence[dict[str, Any]], scale: str) -> str:
         what += f"about {gradients * per_gradient:,.0f} accelerator hours at "
         return what + f"{SPEED / 1e12:g} TFLOP/s, {most:,.0f} of them the longest run alone"
     seconds = gradients / GRADIENTS_PER_CORE_SECOND + len(settings) * SECONDS_PER_RUN
-    return what + f"about {seconds / 2 / 60:.0f} minutes on two cores, less those run before"
+    return what + f"about {seconds / 2 / 60:.0f} min on two cores, less those run before"
 
 
 def assumed(name: str, training: Training, arguments: Arguments) -> int:
