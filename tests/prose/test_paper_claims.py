@@ -137,6 +137,10 @@ def test_figure_6_compares_beyond_what_seeds_explain():
     assert verdicts("fig06_privacy_loss", rows) == [True, NOT_SHOWN, NOT_SHOWN, False, False]
     other_way = trade_off(lambda b, e: 4.5, lambda b, e: 4.4 - (e - 2) * b / 1000)
     assert verdicts("fig06_privacy_loss", other_way)[2] is False  # more on average, not at each
+    one = trade_off(lambda b, e: 4.5, lambda b, e: 4.4 - (b == 512) / e)
+    assert verdicts("fig06_privacy_loss", one)[1] == NOT_SHOWN  # ahead the most at one budget
+    one = trade_off(lambda b, e: 4.5, lambda b, e: 4.4 - (b == 512) / e + (b == 32) / e / 2)
+    assert verdicts("fig06_privacy_loss", one)[1] is False
 
 
 def test_figure_6_draws_training_without_noise_and_does_not_judge_it():
@@ -165,7 +169,7 @@ def test_figure_6_judges_the_median_user_s_group_and_says_what_the_best_one_chan
         others = [{**row, "loss": loss, "other_group": True} for row in found]
         held = fig06_privacy_loss.check([*rows, *others])
         plt.close(fig06_privacy_loss.plot([*rows, *others]))
-        return [bool(each) for what, each, _ in held if "best group" in what], len(held)
+        return [bool(each) for what, each, _ in held if "best of 2 groups" in what], len(held)
 
     assert judged(4.6) == ([True], 6)
     assert judged(4.3) == ([False], 6)  # ahead of ULS where its budget is small
