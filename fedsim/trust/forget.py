@@ -289,6 +289,8 @@ def forget(
     for path, kinds in sorted(remains.found.items()):
         counted = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
         console.note(f"still there: {path}: {counted}")
+    for path in remains.unread:
+        console.note(f"could not be read: {path}")
 
     def shown(path: Path) -> str:
         moved = path.is_relative_to(hidden)

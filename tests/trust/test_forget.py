@@ -555,6 +555,18 @@ def test_the_search_reads_what_is_compressed_and_how_json_spells_it(small, tmp_p
     assert found.unread == [place / "torn.parquet"] and found.unread[0] in found.found
 
 
+def test_what_cannot_be_read_is_named_to_the_owner_and_not_in_the_certificate(
+    small, tmp_path, capsys
+):
+    (tmp_path / "place").mkdir()
+    (torn := tmp_path / "place" / "torn.parquet").write_bytes(b"PAR1")
+    users, new = users_file(tmp_path / "users", ["person-0002"]), tmp_path / "new"
+    how = ("--users", users, "--out", new, "--search", torn.parent)
+    result, err = told(capsys, "forget", small / "data", *how)
+    assert result["unread"] == [str(torn)] and f"could not be read: {torn}" in err
+    assert "torn" not in (tmp_path / "new-forgotten.json").read_text()
+
+
 def test_what_is_damaged_in_an_archive_is_unread_and_numbers_hide_no_text(small, tmp_path):
     data = Dataset.open(small / "data")
     text = next(row["text"] for row in rows_of(6) if row["user_id"] == "person-0002")
