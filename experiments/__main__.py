@@ -85,12 +85,9 @@ def place_of(name: str, scale: str) -> Path:
 
 def listed(name: str) -> str:
     """A line of `list`."""
-    minutes = [
-        f"{record['run_minutes']:g} min of one core at {scale}"
-        if "run_minutes" in record
-        else f"{record['minutes']:g} min at {scale}"
-        for scale, record in stored(name).items()
-    ]
+    from experiments.harness import records
+
+    minutes = [f"{records.took(record)} at {scale}" for scale, record in stored(name).items()]
     scales = ", ".join(settings_of(name)) or "small"
     return f"{name}: {question(name)} [{scales}; {', '.join(minutes) or 'no record'}]"
 

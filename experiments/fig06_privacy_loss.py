@@ -78,7 +78,8 @@ def by_heuristics(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def best_els(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """ELS with the best group size of each cell; nothing where one alone was trained."""
+    """ELS with the best group size of each cell, of as many as `tried` says; nothing where one
+    alone was trained."""
     own = [row for row in rows if row["algorithm"] == "els" and not math.isinf(row["epsilon"])]
     cells = by(own, lambda row: (row["dataset"], row["epsilon"], row["budget"])).values()
     return [

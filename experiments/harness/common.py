@@ -34,6 +34,7 @@ from experiments.harness.records import (
     seeds_of,
     seeds_run,
     short,
+    took,
     trained_at,
     verdict,
 )
@@ -324,8 +325,7 @@ def last_time(name: str, scale: str) -> str:
         except OSError:
             continue
         machine = "{machine[cpu_count]} cores of {machine[cpu]}".format(**record)
-        minutes = record.get("run_minutes", record["minutes"])  # those of all runs that were kept
-        return f"the scale {record['scale']} took {minutes:g} minutes on {machine}"
+        return f"the scale {record['scale']} took {took(record)} on {machine}"
     return "there is no record of how long it takes"
 
 

@@ -103,6 +103,13 @@ def minutes_run(trainings: Iterable[Mapping[str, Any]]) -> float | None:
     return round(sum(seconds) / 60, 1) if seconds and None not in seconds else None
 
 
+def took(record: Mapping[str, Any]) -> str:
+    """The minutes of a record: those of one core where runs were kept, each with its own."""
+    if "run_minutes" in record:
+        return f"{record['run_minutes']:g} minutes of one core"
+    return f"{record['minutes']:g} minutes"
+
+
 def trained_at(trainings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """How many there are, of which commits and dates; nothing where rows do not say."""
     commits = list(dict.fromkeys(row["commit"] for row in trainings if "commit" in row))

@@ -77,9 +77,9 @@ class ParallelRuns:
         except BaseException:
             self._cluster.close()
             raise
-        number = min(most.num_workers, at_once or most.num_workers)
-        if wait_s and at_once:  # an autoscaler adds nodes for processes without room
-            number = at_once
+        number = at_once or most.num_workers
+        if not wait_s:  # else an autoscaler may add nodes for processes without room
+            number = min(number, most.num_workers)
         self.placement: Placement = dataclasses.replace(most, num_workers=number)
         self._cache_dir = cache_dir
         self._warn, self._lost = warn, 0

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.__main__ import place_of, stored
 from experiments.benchmarks.common import circumstances
 from experiments.harness import common, finetuning
 from experiments.harness.records import as_written, read_rows
@@ -58,9 +59,8 @@ def test_a_loss_in_the_committed_table_is_what_its_settings_give(tmp_path):
 @pytest.mark.parametrize("name", COMPUTED)
 def test_a_table_without_trainings_is_what_its_command_computes(name, tmp_path):
     module = importlib.import_module(f"experiments.{name}")
-    places = (common.RESULTS / f"{name}.json", common.RESULTS / "small" / f"{name}.json")
-    record = next(place for place in places if place.exists())
-    scale = json.loads(record.read_text())["scale"]
+    scale = next(iter(stored(name)))
     rows = as_written(module.run(module.SETTINGS[scale]))
     common.write_csv(tmp_path / "again.csv", rows)
-    assert (tmp_path / "again.csv").read_bytes() == record.with_suffix(".csv").read_bytes()
+    committed = place_of(name, scale).with_suffix(".csv")
+    assert (tmp_path / "again.csv").read_bytes() == committed.read_bytes()
