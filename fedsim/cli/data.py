@@ -31,11 +31,6 @@ class DataBuild:
     """Parquet, JSON, JSONL, CSV or TSV files, folders of them (of JSON: 'folder/*.json'), globs, a
     data set saved by `datasets`, or hf:NAME[:CONFIG]."""
 
-    extend: Path | None = None
-    """A directory made by `fedsim data build` whose users and texts --out has, too, each in the
-    same split and place. The sources have later texts, of these users and of new ones, and are read
-    by the settings, the tokenizer and the chat template of that directory."""
-
     user_column: Each = ()
     """Column with the user of a row; repeat it if several columns together name the user. A column
     of lists gives a text to several users. Default: user_id."""
@@ -177,7 +172,7 @@ class DataBuild:
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
             if field.name not in ("sources", "out", "json")
-            and getattr(self, field.name) not in (None, (), field.default)
+            and getattr(self, field.name) not in (None, ())
         }
         if self.owners is not None:
             given["owners"] = tuple(self.owners.split(","))

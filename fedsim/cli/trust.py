@@ -69,7 +69,7 @@ class Budget:
 
     The cost is that of the user who pays most. The ledger of the data counts every run before its
     first release, and keeps those that were killed, stopped or deleted. It recognises data by their
-    users, also when a data set is built again, moved or extended.
+    users, also when a data set is built again or moved.
     """
 
     data: tyro.conf.Positional[str | None] = None

@@ -271,7 +271,6 @@ def draw_histograms(stores: Mapping[str, UserStore], file: Path) -> None:
 EVAL_SHARE, EVAL_CAP = 10, 32
 # Groups of owners. A user with rows before and after test_from is an owner in two groups.
 TRAIN, EVAL_USERS, TEST = range(3)
-NONE_HELD, NEW = -1, -2  # instead of a number of held-out examples; see `divide`
 
 
 @dataclass(frozen=True)
@@ -325,33 +324,27 @@ class SplitRows:
         return self.high - self.low
 
 
-def divide(
-    group: np.ndarray, counts: np.ndarray, holdout: Holdout, held: np.ndarray | None = None
-) -> Mapping[str, SplitRows]:
+def divide(group: np.ndarray, counts: np.ndarray, holdout: Holdout) -> Mapping[str, SplitRows]:
     """Divide rows into splits. Splits without rows are left out.
 
     Args:
       group: int8 [owners], TRAIN, EVAL_USERS or TEST.
       counts: int64 [owners], rows of each.
-      held: int64 [owners], where data are extended: the first rows of each owner that are held out
-        already; NONE_HELD for an old owner without a place among held-out examples, NEW for a new
-        owner. Old owners keep their places, also those without rows.
     Raises:
       DataError: no rows are left for training.
     """
-    held = np.full(len(counts), NEW) if held is None else held
-    large, old, none = _large(group, counts, holdout, held), held > NEW, np.zeros_like(counts)
-    by_rule = np.where(group == TRAIN, holdout.num_eval_examples(counts), 0)
-    first = np.where(old, np.maximum(held, 0), by_rule)
+    large = (counts >= holdout.min_examples) | (group == TEST)
+    held = np.where(group == TRAIN, holdout.num_eval_examples(counts), 0)
+    none = np.zeros_like(counts)
     spans = {
-        "train": (group == TRAIN, first, counts, old),
-        "eval_users": (group == EVAL_USERS, none, counts, old),
-        "eval_examples": (group == TRAIN, none, first, held > NONE_HELD),
-        "test": (group == TEST, none, counts, old),
+        "train": (group == TRAIN, held, counts),
+        "eval_users": (group == EVAL_USERS, none, counts),
+        "eval_examples": (group == TRAIN, none, held),
+        "test": (group == TEST, none, counts),
     }
     splits = {}
-    for name, (chosen, low, high, placed) in spans.items():
-        owners = np.flatnonzero(chosen & (placed | large & (high > low)))
+    for name, (chosen, low, high) in spans.items():
+        owners = np.flatnonzero(chosen & large & (high > low))
         if len(owners):
             splits[name] = SplitRows(owners, low[owners], high[owners])
     if "train" not in splits:
@@ -370,14 +363,7 @@ def _nothing_left(group: np.ndarray, holdout: Holdout) -> str:
     return f"min_examples={holdout.min_examples}: expected at most as many as the largest user has"
 
 
-def _large(group: np.ndarray, counts: np.ndarray, holdout: Holdout, held: np.ndarray) -> np.ndarray:
-    """True for owners whom min_examples does not drop, bool [owners]."""
-    return (counts >= holdout.min_examples) | (group == TEST) | (held > NEW)
-
-
-def dropped(
-    group: np.ndarray, counts: np.ndarray, holdout: Holdout, held: np.ndarray | None = None
-) -> dict[str, Any]:
+def dropped(group: np.ndarray, counts: np.ndarray, holdout: Holdout) -> dict[str, Any]:
     """Counts of the users and examples that min_examples drops. Args: as of `divide`."""
-    small = ~_large(group, counts, holdout, np.full(len(counts), NEW) if held is None else held)
+    small = (counts < holdout.min_examples) & (group != TEST)
     return {"users_dropped": int(small.sum()), "examples_dropped": int(counts[small].sum())}

@@ -131,23 +131,20 @@ def is_shared(keys: pa.Array | pa.ChunkedArray) -> bool:
     return bool(pc.any(several).as_py())  # pyright: ignore
 
 
-def encode_owners(keys: pa.Array, first: Sequence[str] = ()) -> tuple[pa.Buffer, pa.Buffer, int]:
+def encode_owners(keys: pa.Array) -> tuple[pa.Buffer, pa.Buffer, int]:
     """Encode owner sets, given as strings, as two Parquet files.
 
-    Args:
-      first: users with the first numbers, in their order. The others are sorted.
     Returns:
       (owners.parquet: row i has the user numbers of set i; people.parquet: row u has the id of user
-      u; number of users).
+      u, sorted; number of users).
     """
     lists = pc.split_pattern(keys, SEPARATOR)  # pyright: ignore
-    users, before = lists.values, pa.array(first, pa.string())
-    others = users.unique().filter(pc.invert(pc.is_in(users.unique(), before)))  # pyright: ignore
-    people = pa.concat_arrays([before, others.take(pc.sort_indices(others))])  # pyright: ignore
-    number = pc.index_in(users, people).to_numpy()  # pyright: ignore
-    sets = np.repeat(np.arange(len(keys)), np.diff(lists.offsets.to_numpy()))
-    number = number[np.lexsort((number, sets))].astype(np.int32)
-    users = pa.ListArray.from_arrays(lists.offsets, number)
+    encoded = lists.values.dictionary_encode()
+    order = pc.sort_indices(encoded.dictionary)  # pyright: ignore
+    rank = np.empty(len(order), np.int32)
+    rank[order.to_numpy()] = np.arange(len(order), dtype=np.int32)
+    users = pa.ListArray.from_arrays(lists.offsets, rank[encoded.indices.to_numpy()])
+    people = encoded.dictionary.take(order)
     return _parquet(pa.table({"owners": users})), _encode_people(people), len(people)
 
 
@@ -452,17 +449,15 @@ def close_store(
     about: dict[str, Any],
     flagged: bool = False,
     graph: tuple[pa.Buffer, Sequence[str]] | None = None,
-    first: Sequence[str] = (),
 ) -> None:
     """Complete a directory of tokens and offsets with its table of users and metadata.json.
 
     Args:
-      user_ids: ids of users, or owner sets as strings, in the order of the rows.
+      user_ids: sorted ids of users, or owner sets as strings.
       num_examples: int64 [users], or [sets].
       about: entries of the metadata, vocab_size and max_length among them.
       flagged: True if the directory has trained.npy.
       graph: owners.parquet, and the ids of the users in its order; None: as the owner sets say.
-      first: of `encode_owners`.
     """
     offsets = TokenReader.open(directory).offsets
     tables = {"users.parquet": encode_users(user_ids, num_examples, offsets)}
@@ -471,7 +466,7 @@ def close_store(
         tables["owners.parquet"], names = graph
         tables["people.parquet"], people = _encode_people(names), len(names)
     elif is_shared(ids):
-        tables["owners.parquet"], tables["people.parquet"], people = encode_owners(ids, first)
+        tables["owners.parquet"], tables["people.parquet"], people = encode_owners(ids)
     for name, table in tables.items():
         write_atomically(directory / name, table)
     arrays = (OFFSETS, TOKENS, TRAINED) if flagged else (OFFSETS, TOKENS)

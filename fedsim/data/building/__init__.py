@@ -2,8 +2,7 @@
 
 `build` runs the stages. `sources`, `readers`, `text_files` and `hub` read; `columns`, `user_ids`
 and `orders` normalise the values of a row; `tokenised` and `sorting` write and sort rows that need
-not fit in memory; `extending` adds later texts to a data set; `processes` has the worker processes
-and the working directory.
+not fit in memory; `processes` has the worker processes and the working directory.
 """
 
 from lazy_loader import attach_stub

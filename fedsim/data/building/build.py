@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 from unicodedata import unidata_version
 
-import numpy as np
 import pyarrow as pa
 
-from fedsim.data.building import extending, hub, user_ids
+from fedsim.data.building import hub, user_ids
 from fedsim.data.building.chats import DEFAULTS, TRAIN_ON, Chats
 from fedsim.data.building.columns import BESIDE_CHATS, COMPLETION, MESSAGES, TEXTS, Columns
 from fedsim.data.building.orders import KEYS, NUMBERS, TEXT, at_least
@@ -40,7 +39,7 @@ from fedsim.data.building.sources import (
 from fedsim.data.building.text_files import TextFormat
 from fedsim.data.building.tokenised import LONG_TEXTS, Encoding, bundled, training_texts, write_rows
 from fedsim.data.chat import DATE, source_of, template_of
-from fedsim.data.dataset import NEW, SUMS, Dataset, Holdout, SplitRows, divide, dropped, sums
+from fedsim.data.dataset import SUMS, Dataset, Holdout, SplitRows, divide, dropped, sums
 from fedsim.data.labels import Labels
 from fedsim.data.store import FORMAT, MARKED, close_store, decided_by_texts, is_shared, token_dtype
 from fedsim.data.tokenizer import TEMPLATE, Tokenizer, file_of
@@ -53,20 +52,10 @@ TEXT_COLUMN = "text"  # of texts, where none is named
 # Packages that read texts, decide who owns them or encode them: a build does not resume under
 # other versions.
 VERSIONS = ("fedsim", "datasets", "duckdb", "numpy", "publicsuffixlist", "pyarrow", "tokenizers")
-# Settings that the data set does not depend on, or that are compared by the files they name.
-OF_FILES = ("delimiter", "encoding", "quoting", "tokenizer", "chat_template")
 MAX_TRAINING_TEXTS = 2**22  # that a tokenizer is trained on, evenly spaced in the data
 
 Say = Callable[[str], None] | None
 """Function that shows a line to the user."""
-
-
-DROPPED = {
-    "untrained": "chats_without_trained_tokens_dropped",
-    "skipped": "chats_skipped",
-    "unlabelled": "rows_of_other_labels_dropped",
-}
-"""Names in the metadata of counts of rows that are left out by what they say."""
 
 
 @dataclass(frozen=True)
@@ -276,24 +265,6 @@ class BuildSettings:
         """The tokenizer, with a directory replaced by the tokenizer.json in it."""
         return file_of(self.tokenizer)
 
-    @classmethod
-    def extending(cls, data: Dataset, given: dict[str, Any]) -> "BuildSettings":
-        """The settings of a data set, with those that are given.
-
-        Raises:
-          DataError: one is not as the data set has it.
-        """
-        before = cls(tokenizer=str(data.tokenizer_path), **data.metadata[extending.SETTINGS])
-        settings = replace(before, **given)
-        for name, value in given.items():
-            same = name in OF_FILES or (
-                replace(before, **{name: value}).identity() == before.identity()
-            )
-            if not same:
-                expected = f"{getattr(before, name)}, as extend={data.path} has it"
-                raise DataError.of(name, value, expected)
-        return settings
-
     def described(self) -> dict[str, Any]:
         """The settings that are not the defaults, without the places of files."""
         values = ((field, getattr(self, field.name)) for field in fields(self))
@@ -328,7 +299,6 @@ def build(
     progress: Say = None,
     provenance: dict[str, Any] | None = None,
     wait: bool = False,
-    extend: str | Path | None = None,
     **settings: Any,
 ) -> Dataset:
     """Build the data set `out` and open it.
@@ -346,8 +316,6 @@ def build(
       progress: called with a line of progress every few seconds, and with notes on the data.
       provenance: recorded in the metadata, as JSON.
       wait: wait for another process that builds `out` instead of raising an error.
-      extend: a built directory, whose users and texts `out` has, too, each in the same split and
-        place; see `extending`. Its settings, tokenizer and chat template are used.
       settings: the fields of `BuildSettings`.
     Raises:
       DataError: the input is invalid, or `out` exists or is being built. Nothing is kept.
@@ -358,12 +326,11 @@ def build(
     if num_workers is not None and num_workers < 1:
         raise DataError.of("num_workers", num_workers, ">= 1")
     out = Path(expand_home("out", out)).absolute()
-    old = None if extend is None else extending.opened(extend)
-    rules = BuildSettings(**settings) if old is None else BuildSettings.extending(old, settings)
+    rules = BuildSettings(**settings)
     sources = [sources] if isinstance(sources, str | Path) else list(sources)
     try:
         with staging(out, wait) as directory, Pool(num_workers, progress) as pool:
-            running = _Build(directory, rules, pool, progress, old)
+            running = _Build(directory, rules, pool, progress)
             running.run(sources, split, revision, provenance or {})
     except OSError as error:
         if error.errno in DISK_FULL:
@@ -381,16 +348,9 @@ def build(
 class _Build:
     """A build in its working directory, stage by stage."""
 
-    def __init__(
-        self,
-        directory: Path,
-        settings: BuildSettings,
-        pool: Pool,
-        progress: Say,
-        old: Dataset | None,
-    ):
+    def __init__(self, directory: Path, settings: BuildSettings, pool: Pool, progress: Say):
         self.directory, self.settings, self.pool = directory, settings, pool
-        self.progress, self.columns, self.old = progress, settings.columns, old
+        self.progress, self.columns = progress, settings.columns
         self.rows, self.out = directory / "rows", directory / "out"
 
     def run(
@@ -403,9 +363,6 @@ class _Build:
         """Run all stages; the data set is complete in self.out at the end."""
         sources, hubs = self._find_sources(named, split, revision)
         self.chats = self.settings.chats(self.columns, self.tokenizer)
-        if self.old is not None:
-            extending.expect_new(self.old, sources.files)
-            self.chats = extending.same_form(self.old, self.columns, self.chats)
         num_rows, id_counts, columns = self._survey(sources.parts)
         parts, columns = self._assign_owners(sources.parts, columns)
         tokenizer = self._train_tokenizer(parts, columns, num_rows)
@@ -415,11 +372,7 @@ class _Build:
             self.settings.label_set.prompts(tokenizer, self.settings.max_length)
         records = self._tokenise(parts, columns, num_rows)
         self.out.mkdir(exist_ok=True)
-        places = None
-        if self.old is not None:
-            places = extending.places(self.old)
-            extending.write_rows(self.old, self.rows, columns.order_as and KEYS[columns.order_as])
-        with Rows(self.rows, self.pool.num_workers, columns.order is not None, places) as rows:
+        with Rows(self.rows, self.pool.num_workers, columns.order is not None) as rows:
             owners = rows.owners()
             splits = self._divide(owners, records)
             self._write_splits(rows, owners, splits, tokenizer)
@@ -490,17 +443,11 @@ class _Build:
 
         A tokenizer of the Hub is downloaded here, once: it may change while the build runs.
         """
-        spec = self.settings.tokenizer_spec
-        if self.old is None:
-            self.tokenizer = Tokenizer.named(spec)
-        else:
-            self.tokenizer = extending.tokenizer_of(self.old, spec)
+        self.tokenizer = Tokenizer.named(self.settings.tokenizer_spec)
         digest = self.tokenizer.sha256 if self.tokenizer else None
         plan = {"format": FORMAT, "sources": identity, "tokenizer_sha256": digest}
         if self.columns.form and self.tokenizer:
             plan["template"] = source_of(self.tokenizer, self.settings.chat_template)
-        if self.old is not None:
-            plan["extend"] = [store.fingerprint for store in self.old.splits().values()]
         plan["versions"] = {name: version(name) for name in VERSIONS}
         plan["versions"]["unicode"] = unidata_version  # normalise_ids depends on it
         if resume(self.directory, {**plan, **self.settings.identity()}):
@@ -575,7 +522,7 @@ class _Build:
         bundles = list(enumerate(bundled(parts)))
         call = partial(write_rows, encoding=encoding)
         records = self.pool.map(call, bundles, "tokenised", num_rows)
-        if self.old is None and not sum(record["examples"] for record in records):
+        if not sum(record["examples"] for record in records):
             raise DataError(self._nothing(records))
         return records
 
@@ -596,7 +543,6 @@ class _Build:
             return sum(record[name] for record in records)
 
         holdout = self.settings.holdout
-        group, rows, held = _numbers(owners)
         counts = {
             "rows": num_rows,
             "rows_without_user_dropped": total("unowned"),
@@ -604,14 +550,15 @@ class _Build:
             "long_texts": total("long"),
             "tokens_of_texts": total("tokens"),
             "tokens_cut": total("tokens_cut"),
-            **dropped(group, rows, holdout, held),
+            **dropped(owners["group"].to_numpy(), owners["rows"].to_numpy(), holdout),
         }
         if holdout.test_from is not None:
             counts["texts_without_order"] = total("no_order")
         if self.chats is not None:
-            counts |= {DROPPED[name]: total(name) for name in ("untrained", "skipped")}
+            counts["chats_without_trained_tokens_dropped"] = total("untrained")
+            counts["chats_skipped"] = total("skipped")
         if self.settings.label_set is not None:
-            counts[DROPPED["unlabelled"]] = total("unlabelled")
+            counts["rows_of_other_labels_dropped"] = total("unlabelled")
         return counts
 
     def _note_ids(self, id_counts: Counter[str], ids: pa.Array) -> dict[str, int]:
@@ -629,10 +576,6 @@ class _Build:
             self._say(line)
         return counts
 
-    def _note_repeated(self, number: int) -> None:
-        if number:
-            self._say(f"{number:,} new texts are as old ones of the same user, and count again")
-
     def _divide(self, owners: pa.Table, records: Sequence[dict[str, int]]) -> dict[str, SplitRows]:
         """The rows of each split. Raises: DataError: a setting does not go with shared texts."""
         settings = self.settings
@@ -642,23 +585,17 @@ class _Build:
                 raise DataError.of("min_examples", settings.min_examples, f"1 {several}")
             if rule := decided_by_texts(settings.long_texts):
                 raise DataError(f"{rule} {several}")
-            # Which texts there are, also of data that are extended, must not depend on what they
-            # say.
-            before = self.old.metadata.get("counts", {}) if self.old is not None else {}
-
-            def dropped_as(name: str) -> int:
-                return sum(record[name] for record in records) + before.get(DROPPED[name], 0)
-
-            if left_out := dropped_as("untrained") + dropped_as("skipped"):
+            # Which texts there are must not depend on what they say.
+            if left_out := sum(record["untrained"] + record["skipped"] for record in records):
                 names = f"{self.columns.text_fields[0]}={','.join(self.columns.text)}"
                 expected = f"a trained token in every chat {several}, {left_out} have none"
                 why = "nobody answers there, or no turn that is trained on fits in max_length"
                 raise DataError(f"{names}: expected {expected}: {why}")
-            if left_out := dropped_as("unlabelled"):
+            if left_out := sum(record["unlabelled"] for record in records):
                 expected = f"a label of the set in every row {several}, {left_out} have another"
                 raise DataError.of("condition_on", settings.condition_on, expected)
-        group, rows, held = _numbers(owners)
-        return dict(divide(group, rows, settings.holdout, held))
+        group, counts = owners["group"].to_numpy(), owners["rows"].to_numpy()
+        return dict(divide(group, counts, settings.holdout))
 
     def _write_splits(
         self, rows: Rows, owners: pa.Table, splits: dict[str, SplitRows], tokenizer: Tokenizer
@@ -668,8 +605,6 @@ class _Build:
         marked = self.chats is not None or self.settings.label_set is not None
         meter = Meter("sorted", int(counts.sum()), self.progress)
         blocks = rows.blocks(MARKED if marked else dtype)
-        if self.old is not None:
-            blocks = extending.watched(blocks, owners, self._note_repeated)
         write_splits(blocks, counts, splits, self.out, dtype, meter.add, marked)
         meter.end()
         about = {
@@ -680,10 +615,7 @@ class _Build:
         ids = owners["user_id"].combine_chunks()
         for name, part in splits.items():
             users = ids.take(pa.array(part.owners))
-            before = self.old.splits().get(name) if self.old is not None else None
-            first = before.user_ids() if before is not None else ()
-            of_split = {**about, "split": name}
-            close_store(self.out / name, users, part.counts, of_split, marked, first=first)
+            close_store(self.out / name, users, part.counts, {**about, "split": name}, marked)
 
     def _describe(
         self,
@@ -710,7 +642,7 @@ class _Build:
             "sources": list(sources.files),
             "hub": hubs,
             "provenance": provenance,
-            extending.SETTINGS: settings.described(),
+            "settings": settings.described(),
         }
         if self.chats is not None:
             metadata["chats"] = self.chats.described()
@@ -722,16 +654,8 @@ class _Build:
             metadata["unicode"] = unidata_version
         if settings.columns.url is not None:
             metadata["public_suffix_list"] = user_ids.list_version()
-        if self.old is not None:
-            metadata = extending.joined(self.old.metadata, metadata)
         write_json(self.out / "metadata.json", metadata, sort_keys=True)
         write_atomically(self.out / SUMS, sums(self.out, splits).encode())
-
-
-def _numbers(owners: pa.Table) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Group, rows and held of each owner, as `divide` takes them."""
-    held = owners["held"].fill_null(NEW).to_numpy() if "held" in owners.column_names else None
-    return owners["group"].to_numpy(), owners["rows"].to_numpy(), held
 
 
 def _described(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -57,7 +57,6 @@ class Chats:
         found = {"form": self.form, "train_on": self.train_on, "skip_unknown": self.skip_unknown}
         if self.template is not None:
             found |= {"template_sha256": self.template.sha256, "template_date": self.template.date}
-            found["template_tokens"] = dict(self.template.tokens)
         return found
 
 

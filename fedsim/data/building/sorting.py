@@ -29,17 +29,15 @@ BLOCK_ROWS = 32_768  # rows, or pieces of rows, in a block
 class Rows:
     """The tokenised rows in a directory. A context manager."""
 
-    def __init__(self, directory: Path, threads: int, order: bool, places: pa.Table | None = None):
+    def __init__(self, directory: Path, threads: int, order: bool):
         """Keep the settings. DuckDB starts when the context is entered.
 
         Args:
           directory: directory of the files of rows.
           threads: number of threads, of which at most MOST_THREADS are used.
           order: True if rows have order keys.
-          places: result of `extending.places`, whose owners come before all others, and their old
-            rows before their new ones.
         """
-        self._directory, self._order, self._places = directory, order, places
+        self._directory, self._order = directory, order
         self._threads = min(threads, MOST_THREADS)
 
     def __enter__(self) -> "Rows":
@@ -60,8 +58,6 @@ class Rows:
             with suppress(duckdb.InvalidInputException):  # raised in a notebook without ipywidgets
                 self.connection.execute("SET enable_progress_bar = false")
             self.connection.read_parquet(files, hive_partitioning=False).create_view("rows")
-            if self._places is not None:
-                self.connection.register("places", self._places)
         return self
 
     def __exit__(self, *_) -> None:
@@ -70,24 +66,15 @@ class Rows:
     def owners(self) -> pa.Table:
         """Owners by group and user_id, with their numbers of rows (columns group, user_id, rows).
 
-        Old owners come first in their group, in the order of `places`. The columns held and old are
-        those of `places`.
-
         Raises:
           OSError: the disk is full, or too many files are open.
           Interrupted: DuckDB failed, or needs more memory.
         """
-        query = 'SELECT "group", user_id, count(*) FILTER (first) AS rows FROM rows GROUP BY ALL'
-        if self._places is None:
-            query += " ORDER BY ALL"
-        else:
-            query = (
-                'SELECT "group", user_id, coalesce(rows, 0) AS rows, held, coalesce(old, 0) AS old '
-                f'FROM ({query}) FULL JOIN places USING ("group", user_id) '
-                'ORDER BY "group", rank NULLS LAST, user_id'
-            )
         with plain_errors():
-            table = self.connection.sql(query).to_arrow_table()
+            table = self.connection.sql(
+                'SELECT "group", user_id, count(*) FILTER (first) AS rows FROM rows '
+                "GROUP BY ALL ORDER BY ALL"
+            ).to_arrow_table()
         ids = table["user_id"].cast(pa.string())
         return table.set_column(1, "user_id", ids).combine_chunks()
 
@@ -97,13 +84,9 @@ class Rows:
         Raises: as `owners`.
         """
         order = "COLUMNS('order.') NULLS LAST," if self._order else ""
-        places, owner = "", "user_id"
-        if self._places is not None:
-            places = 'LEFT JOIN places USING ("group", user_id)'
-            owner = "rank NULLS LAST, user_id, place >= 0"
         with plain_errors():
             reader = self.connection.sql(
-                f'SELECT first, tokens FROM rows {places} ORDER BY "group", {owner}, {order} place'
+                f'SELECT first, tokens FROM rows ORDER BY "group", user_id, {order} place'
             ).to_arrow_reader(BLOCK_ROWS)
         return _joined(_pieces(reader, dtype))
 

@@ -154,6 +154,23 @@ def test_eval_users_do_not_depend_on_the_other_users():
     assert not any(Holdout(0, True).takes_user(u) for u in map(str, range(2_000)))
 
 
+@pytest.mark.privacy
+def test_users_keep_their_split_when_texts_and_users_are_added(tmp_path):
+    old_rows = [(f"user {i % 23:02}", f"text {i}") for i in range(230)]
+    later = [(f"user {i % 40:02}", f"later {i}") for i in range(0, 240, 2)]
+    later += [("a first", f"first {i}") for i in range(25)]
+    old_file = parquet(tmp_path / "old.parquet", old_rows)
+    old = build(old_file, tmp_path / "old", eval_users=0.2)
+    both_files = [old_file, parquet(tmp_path / "later.parquet", later)]
+    both = build(both_files, tmp_path / "both", eval_users=0.2)
+    was, now = ((texts_of(data.train), texts_of(data.eval_users)) for data in (old, both))
+    for before, after in zip(was, now, strict=True):
+        assert set(before) < set(after)
+        assert set(after) & set(old.people()) == set(before)
+    for user, texts in was[1].items():
+        assert now[1][user][: len(texts)] == texts
+
+
 def test_order_column_sorts_within_a_user_and_keeps_ties(tmp_path):
     days = [date(2020, 1, 3), date(2020, 1, 1), None, date(2020, 1, 1)]
     rows = [("a", "third"), ("a", "first"), ("a", "last"), ("a", "second")]

@@ -335,20 +335,6 @@ def test_chats_of_several_owners_are_not_dropped_by_what_they_say(tmp_path, mode
     assert data.train.num_users == 2 and data.train.num_examples == 1
 
 
-@pytest.mark.privacy
-def test_texts_of_several_owners_do_not_join_those_that_were_dropped_by_what_they_say(
-    tmp_path, model
-):
-    alone = [{"user_id": name, "messages": ASKED} for name in ("ann", "ben")]
-    alone.append({"user_id": "zoe", "messages": ASKED[:1]})
-    old = built(tmp_path, model, alone)
-    assert old.metadata["counts"]["chats_without_trained_tokens_dropped"] == 1
-    rows = [{"user_id": ["ann", "ben"], "messages": ASKED}]
-    file = lines(tmp_path / "new.jsonl", rows)
-    with pytest.raises(DataError, match="messages: expected a trained token in every chat where"):
-        build(file, tmp_path / "new", extend=old.path)
-
-
 @pytest.mark.parametrize(
     "options, message",
     [

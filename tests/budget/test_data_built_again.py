@@ -1,4 +1,4 @@
-"""Whose budget is spent where data are extended, and what several people pay over all runs."""
+"""Whose budget is spent where data are built again, and what several people pay over all runs."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from fedsim import accounting
 from fedsim.accounting import PureEvent, StepEvent, allocated_event, cyclic_event
 from fedsim.budget import Applicant, Charge, Entry, Limit, hold
 from fedsim.cli.main import main
-from fedsim.data import Dataset, build, forgetting
+from fedsim.data import Dataset, build
 from fedsim.trust import budget, people
 
 pytestmark = pytest.mark.privacy
@@ -22,13 +22,12 @@ BOTH = accounting.epsilon([*OF_OLD, *OF_NEW], DELTA)
 OLD_ALONE, NEW_ALONE = (accounting.epsilon(run, DELTA) for run in (OF_OLD, OF_NEW))
 
 
-def built(path, users, **options):
+def built(path, users):
     """Data with three texts of each user."""
     rows = [(f"user {user}", f"text {i} {path.name}") for user in users for i in range(3)]
     columns = dict(zip(("user_id", "text"), zip(*rows, strict=True), strict=True))
     pq.write_table(pa.table(columns), path.with_suffix(".parquet"))
-    options |= {} if "extend" in options else {"eval_users": 0}
-    return build(path.with_suffix(".parquet"), path, num_workers=1, **options)
+    return build(path.with_suffix(".parquet"), path, num_workers=1, eval_users=0)
 
 
 def counted(ledger, number, data, planned, place="", label=""):
@@ -40,9 +39,9 @@ def counted(ledger, number, data, planned, place="", label=""):
 
 @pytest.fixture
 def place(tmp_path):
-    """A ledger with a run on old data, and one on data that extend them by five users."""
+    """A ledger with a run on old data, and one on data built again with five more users."""
     old = built(tmp_path / "old", range(20))
-    new = built(tmp_path / "new", range(15, 25), extend=old.path)
+    new = built(tmp_path / "new", range(25))
     with hold(tmp_path / "ledger") as ledger:
         counted(ledger, 1, old, OF_OLD)
         counted(ledger, 2, new, OF_NEW)
@@ -68,7 +67,7 @@ def test_old_people_pay_for_both_runs_and_new_ones_for_theirs(tmp_path, place):
     assert max(OLD_ALONE, NEW_ALONE) < BOTH < OLD_ALONE + NEW_ALONE
 
 
-def test_a_run_on_the_extended_data_is_refused_by_who_has_paid_most(tmp_path, place):
+def test_a_run_on_the_new_data_is_refused_by_who_has_paid_most(tmp_path, place):
     """New people alone could pay for it, and a run on them is let in."""
     old, new = (Dataset.open(tmp_path / name) for name in ("old", "new"))
     came = sorted(set(new.people()) - set(old.people()))
@@ -85,15 +84,14 @@ def test_a_run_on_the_extended_data_is_refused_by_who_has_paid_most(tmp_path, pl
     asks(new.train.user_ids(), Limit(2 * BOTH, DELTA))
 
 
-def test_who_was_forgotten_and_comes_back_still_pays_for_the_past(tmp_path, place):
-    old = Dataset.open(tmp_path / "old")
-    (tmp_path / "without").mkdir()
-    forgetting.without(old, ["user 7"], tmp_path / "without", lambda _: "forgotten-0")
-    back = built(tmp_path / "back", [7], extend=tmp_path / "without")
-    assert back.train.user_ids()[-1] == "user 7"
+def test_who_was_left_out_and_comes_back_still_pays_for_the_past(tmp_path, place):
+    without = built(tmp_path / "without", [user for user in range(20) if user != 7])
+    with hold(place) as ledger:
+        counted(ledger, 3, without, OF_NEW)
+    back = built(tmp_path / "back", [7, 30])
     assert of(place, ["user 7"])["epsilon"] == pytest.approx(BOTH, rel=1e-6)
-    assert of(place, ["forgotten-0"])["runs"] == []
     assert of(place, back.people())["epsilon"] == pytest.approx(BOTH, rel=1e-6)
+    assert of(place, ["user 8"])["epsilon"] > 1.01 * BOTH
 
 
 def test_several_people_pay_for_all_runs_together(tmp_path, place):
