@@ -10,16 +10,12 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from refused import refuses
 
 from experiments import (
     __main__ as experiments_by_name,
-    fig04_els_group_size,
-    fig14_tuner_suboptimality,
     table_mutations,
 )
 from experiments.harness import common, finetuning, outcomes, planting
@@ -27,7 +23,6 @@ from experiments.harness.records import read_rows
 from experiments.harness.rows import kept as rows_kept
 from experiments.mistakes import MISTAKES
 from fedsim.data import corpora
-from fedsim.errors import DataError
 
 ROOT = Path(__file__).parents[2]
 HELPERS = (
@@ -135,37 +130,6 @@ def test_a_record_of_other_settings_or_another_verdict_is_out_of_date(monkeypatc
         assert line.endswith(f"out of date: {said}")
 
 
-def test_a_setting_that_came_after_a_record_has_its_default():
-    @dataclasses.dataclass(frozen=True)
-    class Inner:
-        rates: tuple[float, ...] = (0.1,)
-        later: int = 4
-
-    @dataclasses.dataclass(frozen=True)
-    class Outer:
-        inner: Inner
-        seconds_per_gradient: float = 0.1
-
-    recorded = {"inner": {"rates": [0.1]}, "seconds_per_gradient": 0.2}
-    assert experiments_by_name.is_of(recorded, Outer(Inner()))
-    assert not experiments_by_name.is_of(recorded, Outer(Inner(later=5)))
-    assert not experiments_by_name.is_of(recorded, Outer(Inner(rates=(0.1, 0.2))))
-    assert not experiments_by_name.is_of({**recorded, "gone": 1}, Outer(Inner()))
-
-
-def test_experiments_are_run_one_after_another_until_one_fails(monkeypatch):
-    asked = []
-
-    def one(command):
-        asked.append(command[2:])
-        return SimpleNamespace(returncode=len(asked) - 1)
-
-    monkeypatch.setattr(experiments_by_name.subprocess, "run", one)
-    flags = ["--scale", "smoke"]
-    assert experiments_by_name.main(["run", "lemma", "people", "audits", *flags]) == 1
-    assert asked == [[f"experiments.{name}", *flags] for name in ("lemma", "people")]
-
-
 def test_ones_own_data_take_the_place_of_all_others(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = finetuning.parse_arguments("", ["--data", "data/posts", "--scale", "smoke"])
@@ -185,30 +149,6 @@ def test_ones_own_data_take_the_place_of_all_others(tmp_path, monkeypatch):
     assert not finetuning.assumption(name)
 
 
-def test_strategies_reach_only_what_was_trained():
-    for grid in finetuning.ULS_GRIDS.values():
-        losses = {at: float(at.batch_size) for at in grid.configurations}
-        for budget in {at.batch_size for at in losses}:
-            norms = dict.fromkeys(grid.group_sizes, 1.0)
-            found = fig14_tuner_suboptimality.strategies(losses, budget, norms, lambda *_: 1.0)
-            assert set(found.values()) == {budget}
-
-
-def test_a_budget_that_the_median_users_pool_does_not_hold_is_left_out(monkeypatch, capsys):
-    sizes = np.array([2] * 60 + [50] * 40)
-    users = SimpleNamespace(train=SimpleNamespace(offsets=np.append(0, np.cumsum(sizes))))
-    monkeypatch.setattr(finetuning, "open_data", lambda *_: users)
-    monkeypatch.setattr(finetuning, "tuned_losses", lambda cells, *_: list(cells))
-    settings = finetuning.on_one(fig04_els_group_size.SETTINGS["small"])
-    given = finetuning.parse_arguments("", ["--data", "data/posts"])
-    rows = fig04_els_group_size.run(settings, given)
-    assert {row["budget"] for row in rows} == {64}
-    assert "no runs with B = [256]" in capsys.readouterr().out
-    with pytest.raises(DataError, match="a pool of 64 examples"):
-        users.train.offsets = np.arange(20)
-        fig04_els_group_size.run(settings, given)
-
-
 def test_a_scale_that_an_experiment_does_not_have_is_one_line(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         run("sampling", monkeypatch, "--scale", "medium", "--out", str(tmp_path))
@@ -225,30 +165,6 @@ def test_figure_6_on_ones_own_data_is_one_command(tmp_path, monkeypatch):
     run("fig06_privacy_loss", monkeypatch, *flags)
     rows = read_rows(tmp_path / "fig06_privacy_loss.csv")
     assert {row["dataset"] for row in rows} == {"pydocs"} and len(rows) == 14
-
-
-def test_the_papers_data_are_asked_for_in_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        run("fig06_privacy_loss", monkeypatch, "--scale", "paper", "--out", str(tmp_path))
-    assert stop.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("experiments: error: data=data/stack-overflow: it is not there: ")
-    assert "python -m experiments.data stack-overflow --out data/stack-overflow builds it" in said
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.parametrize("scale, done", [("small", 1), ("paper", 0)])
-def test_a_dry_run_counts_the_trainings_of_its_own_scale(
-    scale, done, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
-    row = {"data": "scotus", "seed": 0, "algorithm": "els", "epsilon": 4.0, "group_size": 154}
-    (tmp_path / "small").mkdir()
-    (tmp_path / "small" / "regime.jsonl").write_text(json.dumps({**row, "budget": 64, "times": 1}))
-    run("regime", monkeypatch, "--scale", scale, "--dry-run")
-    assert f" {done} trainings of them done" in capsys.readouterr().out
 
 
 def test_every_experiment_and_every_figure_is_in_the_index_once():
@@ -331,38 +247,6 @@ def test_a_run_that_diverges_is_the_worst_and_is_not_run_again(tmp_path, monkeyp
     assert second["cpu"] and math.isfinite(row["loss_before"])
 
 
-@pytest.mark.parametrize(
-    ("best", "asked", "inside"),
-    [
-        (0.01, [0.003, 0.01, 0.03], True),
-        (0.03, [0.003, 0.01, 0.03, 0.1], True),
-        (0.3, [0.003, 0.01, 0.03, 0.1, 0.3], False),
-        (0.0009, [0.003, 0.01, 0.03, 0.001, 0.0003], True),
-    ],
-)
-def test_rates_are_tried_beyond_the_grid_until_the_best_is_inside(
-    best, asked, inside, tmp_path, monkeypatch
-):
-    tried = []
-
-    def losses(cells, training, arguments):
-        tried.append([(cell["epsilon"], cell["learning_rate"]) for cell in cells])
-        return [
-            {**cell, "loss": abs(np.log(cell["learning_rate"] / of[cell["epsilon"]]))}
-            for cell in cells
-        ]
-
-    monkeypatch.setattr(finetuning, "losses", losses)
-    of, arguments = {1.0: best, 2.0: 0.01}, finetuning.Arguments("smoke", tmp_path, None, False)
-    cells = [{"dataset": finetuning.STACK_OVERFLOW, "epsilon": each} for each in of]
-    rows = finetuning.tuned_losses(cells, finetuning.SMALL_TRAINING, arguments)
-    assert [rate for each in tried[:-1] for epsilon, rate in each if epsilon == 1] == asked
-    assert [rate for each in tried[:-1] for epsilon, rate in each if epsilon == 2] == asked[:3]
-    chosen = min(asked, key=lambda rate: abs(np.log(rate / best)))
-    assert [row["learning_rate"] for row in rows] == [chosen, 0.01]
-    assert [row["inside_grid"] for row in rows] == [inside, True]
-
-
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_every_mistake_can_be_planted_and_has_its_test(mistake, monkeypatch):
     """In the code as it is: what a patch replaces is there, and takes the arguments it names."""
@@ -409,16 +293,6 @@ FAILED tests/test_uls.py::test_a_step[plain] - TypeError: unsupported operand
     frames = [right, f"{own}\n{right}\n{library}", own, f"{own}\n{library}"]
     found = [table_mutations.failing(said.replace("{frame}", frame)) for frame in frames]
     assert found == ["test_uls.py::test_a_step"] * 2 + [None] * 2
-
-
-def test_what_the_audit_says_of_a_mistake_is_about_its_bounds():
-    sound = [0.14, 0.1]
-    found = [table_mutations.audit_says(b, sound) for b in ([1.2, 0.1], [0.0, 0.1], sound, None)]
-    assert found == [
-        "epsilon is at least 1.2, 1 claimed", "- (attack weakened)", "-", "the audit fails"
-    ]  # fmt: skip
-    rows = [{"test": "-", "verify": "-", "audit": says} for says in found]
-    assert list(map(table_mutations.caught, rows)) == [True, False, False, False]
 
 
 def test_a_mistake_is_in_what_a_test_starts_and_what_it_made_in_the_cache_of_no_other(tmp_path):
