@@ -91,16 +91,8 @@ class DataBuild:
     2026-01-01."""
 
     skip_unknown: bool = False
-    """Leave out chats that cannot be read, with images or tool calls for example, and rows of none
-    of --labels, and count them. Default: the first one is an error that names its row."""
-
-    condition_on: str | None = None
-    """Column with the label of a row, such as its language. Each example begins with its label, so
-    that the trained model writes texts by it. With --labels."""
-
-    labels: tuple[str, ...] = ()
-    """Labels that --condition-on may have, as in --labels en de fr. They are public: do not list
-    what you found in the data."""
+    """Leave out chats that cannot be read, with images or tool calls for example, and count them.
+    Default: the first one is an error that names its row."""
 
     order_column: str | None = None
     """Column that orders a user's examples: numbers, or times such as 2020-01-31T10:00:00Z.

@@ -7,7 +7,7 @@ import unicodedata
 from pathlib import Path
 from typing import Literal
 
-from fedsim.errors import expect, expect_least, expect_positive
+from fedsim.errors import expect, expect_least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,15 +109,6 @@ class Synthesis:
     that no prompt has are sampled as well. >= 0. Default: 1 if prompts are messages; else 0, plain
     texts."""
 
-    label_epsilon: float | None = None
-    """For a run on data with labels: release how frequent each label is among the users, once, for
-    this epsilon beyond the run's, and follow it. > 0. Default: a histogram that was released
-    before, or label_weights."""
-
-    label_weights: tuple[float, ...] | None = None
-    """For a run on data with labels: public shares of the labels, in their order. >= 0. Default:
-    equal shares, where no histogram is released."""
-
     batch_size: int = 64
     """Texts that a worker samples at a time. >= 1. Changes the texts."""
 
@@ -126,13 +117,6 @@ class Synthesis:
 
     def __post_init__(self):
         expect_least(self, num_texts=1, num_tokens=1, batch_size=1, turns=0)
-        expect_positive(self, "label_epsilon")
-        share, weights = self.label_epsilon, self.label_weights
-        of_one = weights is None or (min(weights, default=-1) >= 0 and 0 < sum(weights) < math.inf)
-        expect("label_weights", weights, of_one, "numbers >= 0, of which one is above 0")
-        expect(
-            "label_weights", weights, share is None or weights is None, "no label_epsilon beside"
-        )
 
 
 @dataclasses.dataclass(frozen=True)

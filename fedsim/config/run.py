@@ -121,22 +121,11 @@ class DataConfig:
     chat_template: str | None = None
     """File with the chat template. Default: the model's own."""
 
-    condition_on: str | None = None
-    """Column with the label of a row, such as its language, where data names files. Each text
-    begins with its label, so that the model writes texts by it. With labels."""
-
-    labels: str | Sequence[str] | None = None
-    """Labels that condition_on may have, as in en de fr. They are public: do not list what you
-    found in the data."""
-
     def __post_init__(self):
         expect("data", self.source, self.source != "", "a directory, files, or pydocs")
         object.__setattr__(self, "source", expand_home("data", self.source))
         if self.tokenizer is not None:
             object.__setattr__(self, "tokenizer", expand_home("tokenizer", self.tokenizer))
-        if self.labels is not None:
-            labels = (self.labels,) if isinstance(self.labels, str) else tuple(self.labels)
-            object.__setattr__(self, "labels", labels)
         expect_least(self, max_length=2)
 
     @property

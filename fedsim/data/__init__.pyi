@@ -35,7 +35,6 @@ from .dataset import (
     sums as sums,
     tokenizer_from_users as tokenizer_from_users,
 )
-from .labels import label_prompts as label_prompts, labels_of as labels_of
 from .store import (
     Owners as Owners,
     decided_by_texts as decided_by_texts,

@@ -270,7 +270,7 @@ class Run:
           measure: also compare the texts with users' texts, on a private page.
           eval_epsilon: with measure, what a loss with noise on held-out users costs each of them.
           resume: go on with what an interrupted call left beside the file.
-          settings: other fields of `fedsim.config.Synthesis`, such as prompts and label_epsilon.
+          settings: other fields of `fedsim.config.Synthesis`, such as prompts.
 
         Returns:
           The file.
@@ -324,8 +324,6 @@ class RunSettings(TypedDict, total=False):
     completion_column: str | None
     train_on: Literal["all", "completion", "assistant", "user"] | None
     chat_template: str | None
-    condition_on: str | None
-    labels: str | Sequence[str] | None
     model: str
     lora_rank: int
     lora_modules: str | Sequence[str]
@@ -514,8 +512,8 @@ def flags_of_data(
     chats = {name: column for name, column in chats.items() if column is not None}
     by_turn = bool(chats) and settings.get("owner_key") is not None
     owner = given.get("user_column") or (None if by_turn else USER)
-    rows, label = chats or given.get("text_column") or TEXT, settings.get("condition_on")
-    return {"data": source_of(data, owner, rows, label=label), **given}
+    rows = chats or given.get("text_column") or TEXT
+    return {"data": source_of(data, owner, rows), **given}
 
 
 Config = TypeVar("Config")

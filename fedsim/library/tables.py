@@ -40,13 +40,11 @@ KEY, KEY_BYTES = "key", 32
 MOST_S = 10.0  # that writing it takes
 
 
-CHECKED = ("user", "text", "condition_on")
+CHECKED = ("user", "text")
 """Settings that name columns of values; others name columns of chats, which the build checks."""
 
 
-def source_of(
-    data: Any, user: str | None, text: str | Mapping[str, str], *, label: str | None = None
-) -> str:
+def source_of(data: Any, user: str | None, text: str | Mapping[str, str]) -> str:
     """The value of `--data` for data in memory or files.
 
     Args:
@@ -56,7 +54,6 @@ def source_of(
       user: column with the user of a row. None: its turns say who speaks.
       text: column with the text of a row; or columns with its chat, or its prompt and completion,
         by the settings that name them.
-      label: column with the label of a row; None if rows have none.
 
     Returns:
       `data` if it is a path, else the path of a Parquet file.
@@ -67,7 +64,7 @@ def source_of(
     if isinstance(data, str | os.PathLike):
         return os.fspath(data)
     chats = text if isinstance(text, Mapping) else {"text": text}
-    columns = {"user": user, **chats, "condition_on": label}
+    columns = {"user": user, **chats}
     named = {field: name for field, name in columns.items() if name is not None}
     if isinstance(data, list | tuple) and all(isinstance(x, str | os.PathLike) for x in data):
         return str(_joined([Path(file) for file in data], named))
@@ -283,13 +280,13 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], named: Mapping[str, st
       DataError: as `normalise`, or a row has no owner.
     """
     writer, rows = None, 0
-    user, text, label = (named.get(field) for field in CHECKED)
+    user, text = (named.get(field) for field in CHECKED)
     chats = {field: name for field, name in named.items() if field not in CHECKED}
     try:
         for batch in batches:
             for field, name in named.items():
                 _expect_column(field, name, batch.schema.names, [*named.values()])
-            written = {} if label is None else {label: batch[label]}
+            written = {}
             for field, name in chats.items():
                 told = plain(batch[name])
                 texts = told if is_string(told.type) else _as_json(field, name, told.to_pylist())

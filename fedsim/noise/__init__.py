@@ -1,8 +1,7 @@
-"""Noise on a lattice: Gaussian for the sum of a step and for single numbers, Laplace for counts.
+"""Noise on a lattice: Gaussian, for the sum of a step and for single numbers.
 
 independent    noise that is independent across steps, and its distance from ideal noise
 correlated     noise of which each step subtracts part of the last steps' noise
-laplace        discrete Laplace noise for counts, exact
 """
 
 from lazy_loader import attach_stub

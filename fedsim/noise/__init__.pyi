@@ -20,4 +20,3 @@ from .independent import (
     release_shift as release_shift,
     slack as slack,
 )
-from .laplace import discrete_laplace as discrete_laplace

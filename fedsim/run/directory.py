@@ -6,7 +6,6 @@ budget.json    where the ledger of the data counts the run
 tokenizer.json of the data, so that the model can be used without the data
 model/         files of the initial model that training does not change
 ledger.jsonl   metrics.jsonl   tb/   checkpoints/   summary.json
-labels.json    the histogram of the labels, if it was released, and labels/ with its receipt
 parent/        of a run that started from another one's checkpoint: that checkpoint
 released/      released numbers of the steps since the last checkpoint, mode 0700
 report.html   report.md   audit.html   audit.md   audit.json, by the commands report and audit
@@ -56,6 +55,9 @@ CONFIG, SUMMARY, RECEIPT, LOCK = "config.json", "summary.json", "budget.json", "
 TOKENIZER, MODEL = "tokenizer.json", "model"
 NOT_READ = ("0.1.", "0.2.")
 """Starts of versions whose runs are refused: they have other keys, checkpoints and adjacency."""
+GONE: Mapping[str, Any] = {"condition_on": None, "labels": None}
+"""Settings that earlier versions wrote into config.json and this one has no longer, with their
+defaults. A run that used another value is refused."""
 ANOTHER_KEY = "another key than the ledger was begun with"
 PRETRAIN = "pretrain"
 
@@ -100,8 +102,6 @@ class StoredRun:
     """`name` of the clipping strategy, and `why` it was chosen."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """sha256 of each file in model/."""
-    labels: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Labels of the texts, as in the metadata of the data; see `data.label_prompts`."""
     tokenizer: str = ""
     """sha256 of tokenizer.json; empty if there is none, or for a run of an earlier version."""
     parent: formats.Parent | None = None
@@ -125,7 +125,7 @@ class StoredRun:
             "plan": self.plan and self.plan.as_dict(),
             **{
                 name: dict(getattr(self, name))
-                for name in ("versions", "model", "strategy", "files", "labels")
+                for name in ("versions", "model", "strategy", "files")
             },
             "host": self.host,
             "tokenizer": self.tokenizer,
@@ -153,8 +153,8 @@ class StoredRun:
             epsilon = float(record["privacy"]["epsilon"])
             settings = PrivacyConfig(**{**renamed(record["privacy"]), "epsilon": epsilon})
             plan = Plan.from_dict(record["plan"])
-        run = run_config(**{**renamed(record["run"]), "run_dir": run_dir})
-        names = ("model", "versions", "host", "strategy", "files", "labels", "tokenizer")
+        run = run_config(**{**renamed(_without_gone(record["run"])), "run_dir": run_dir})
+        names = ("model", "versions", "host", "strategy", "files", "tokenizer")
         rest = {name: record[name] for name in names if name in record}
         if "parent" in record:
             rest["parent"] = formats.Parent(**record["parent"])
@@ -163,6 +163,17 @@ class StoredRun:
 
 class EarlierRun(ConfigError):
     """A run of a version whose files are no longer read."""
+
+
+def _without_gone(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run without those in GONE.
+
+    Raises: EarlierRun: the run used one of them.
+    """
+    for name in GONE.keys() & settings.keys():
+        if (value := settings[name]) != GONE[name]:
+            raise EarlierRun.of(name, value, "a run without this setting, which is no longer read")
+    return {name: value for name, value in settings.items() if name not in GONE}
 
 
 def load(run_dir: Path) -> StoredRun:

@@ -18,9 +18,8 @@ from typing import Any, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedsim.accounting import at_most
 from fedsim.config import EngineConfig, Filters, Sampling, Synthesis, computed_by
-from fedsim.data import ASSISTANT, Dataset, Message, Tokenizer, label_prompts
+from fedsim.data import ASSISTANT, Dataset, Message
 from fedsim.engine import expect_usable_jax, remember_programs
 from fedsim.errors import expect
 from fedsim.evaluate import last_model
@@ -41,17 +40,11 @@ from fedsim.run import Console, StoredRun, checkpoint, directory, duration, mode
 from fedsim.synthesis.filters import Screen
 from fedsim.synthesis.leaks import search
 from fedsim.synthesis.page import Claim, write_page
-from fedsim.synthesis.prompts import Opening, Writer, as_row, openings_of, read_prompts, roles
-from fedsim.synthesis.quality import label_distance, measure
+from fedsim.synthesis.prompts import Opening, Writer, as_row, read_prompts, roles
+from fedsim.synthesis.quality import measure
 from fedsim.synthesis.rows import cleaned, store_of, text_of
 from fedsim.synthesis.sampling import Job, Parts, Workers, block_sizes
-from fedsim.training import (
-    LossRelease,
-    PrivateEvaluation,
-    release_histogram,
-    stored_histogram,
-    total_epsilon,
-)
+from fedsim.training import LossRelease, PrivateEvaluation
 from fedsim.trust import published, read
 
 PARTS, RECORD, LOSS, ABOUT = ".parts", "settings.json", "loss.json", ".about.json"
@@ -113,17 +106,16 @@ def synthesize(
         expect_installed("markdown_it", "matplotlib")  # for its page, which is all that it gives
     due = None if (place / LOSS).exists() else eval_epsilon  # else it is paid already
     users = _measurable(stored, source, due, console) if measured else None
-    labels = _labels(stored, settings)
     prompts = read_prompts(settings.prompts) if settings.prompts else [Opening("")]
     turns = settings.turns or int(bool(prompts[0].messages))
     no_chats = not prompts[0].prompt or turns == 0
     expect("turns", turns, no_chats, "0 beside prompts that are no messages")
     writer, stages = Writer(model, chats=turns > 0), list(roles(prompts[0], turns))
-    writer.expect_fits(prompts, labels)
+    writer.expect_fits(prompts)
     for role in stages:
         writer.ends(role)
     task = _Task(model, writer, stages, (), settings, how, filters or Filters())
-    told = json.dumps({"labels": labels, "prompts": prompts}).encode()
+    told = json.dumps({"prompts": prompts}).encode()
     chosen = {**task.settings(), "prompts": hashlib.sha256(told).hexdigest()}
     identity = {"params_sha256": claim.get("params_sha256"), **chosen}
     if not identity["params_sha256"]:
@@ -134,11 +126,10 @@ def synthesize(
     workers = Workers(engine, model.params)
     try:
         # What can refuse the set is behind us: from here on it may cost.
-        weights, claim = _weights(source, labels, settings, claim, console)
-        parts = _parts(place, {**identity, "weights": list(weights)}, resume=resume)
-        openings = openings_of(prompts, labels, weights)
+        parts = _parts(place, identity, resume=resume)
         most = MOST_SAMPLED * settings.num_texts
-        task = dataclasses.replace(task, openings=list(itertools.islice(openings, most)))
+        openings = list(itertools.islice(itertools.cycle(prompts), most))
+        task = dataclasses.replace(task, openings=openings)
         started = time.monotonic()
         rows, counts = _sampled(task, parts, workers, console)
         seconds = time.monotonic() - started
@@ -232,58 +223,6 @@ def claim_of(source: str, console: Console) -> dict[str, Any]:
     }
 
 
-def _labels(stored: StoredRun | None, settings: Synthesis) -> dict[str, list[int]]:
-    """Tokens of the prompt of each label that a run was trained on; empty: there are none.
-
-    Raises: ConfigError: there are no labels that a setting is about, or not so many weights.
-    """
-    given = settings.label_weights
-    if stored is None or not stored.labels:
-        for name in ("label_epsilon", "label_weights"):
-            value = getattr(settings, name)
-            expect(name, value, value is None, "nothing: the model was not trained on labels")
-        return {}
-    labels = label_prompts(stored.labels, Tokenizer.load(stored.run.run_dir / directory.TOKENIZER))
-    fits = given is None or len(given) == len(labels)
-    expect("label_weights", given, fits, f"{len(labels)} numbers, for {', '.join(labels)}")
-    return labels
-
-
-def _weights(
-    source: str,
-    labels: Mapping[str, Any],
-    settings: Synthesis,
-    claim: dict[str, Any],
-    console: Console,
-) -> tuple[Sequence[float], dict[str, Any]]:
-    """(weights of the labels, the claim, with the histogram that they are from).
-
-    Raises: ConfigError: the histogram cannot be released; see `release_histogram`.
-    """
-    if not labels or settings.label_weights is not None:
-        return settings.label_weights or (), claim
-    run_dir, share = Path(source), settings.label_epsilon
-    histogram = stored_histogram(run_dir)
-    if share is not None and histogram is not None:
-        once = f"{histogram.epsilon:g}, for which the histogram was released, once and for all"
-        expect("label_epsilon", share, share == histogram.epsilon, once)
-    elif share is not None:
-        histogram = release_histogram(run_dir, share, console=console)
-    if histogram is None:
-        return [1.0] * len(labels), claim
-    if not claim["guarantee"]:
-        return histogram.weights, claim
-    together = total_epsilon(run_dir, histogram)
-    said = (
-        f" The histogram of labels that the texts follow costs each of these users epsilon = "
-        f"{at_most(histogram.epsilon, '.4g')} more: both together have epsilon = "
-        f"{at_most(together, '.4f')} at the same delta, if the former was fixed before the model "
-        "was looked at."
-    )
-    both = {"epsilon": together, "label_epsilon": histogram.epsilon}
-    return histogram.weights, {**claim, **both, "claim": claim["claim"] + said}
-
-
 @dataclasses.dataclass
 class _Text:
     """A text under way."""
@@ -314,7 +253,7 @@ class _Task:
         """The settings as JSON."""
         own = {**dataclasses.asdict(self.of), "turns": self.stages.count(ASSISTANT)}
         own |= {**dataclasses.asdict(self.how), **dataclasses.asdict(self.filters)}
-        return {**own, "label_weights": self.of.label_weights and list(self.of.label_weights)}
+        return own
 
     def job(self, texts: Sequence[_Text], role: str | None, stage: int) -> tuple[list[_Text], Job]:
         """(the texts that go on with a message of `role`, the draw of these messages)."""
@@ -489,12 +428,7 @@ def _measured(
         leaks = search(store_of(rows, data), data, seed=seed)
         how = {"epsilon": epsilon, "seed": seed, "kept": kept}
         quality = measure(stored, run, rows, console=console, **how)
-    histogram = stored_histogram(run_dir) if "label_epsilon" in about else None
-    labels = None  # the claim does not cover a histogram that the set does not follow
-    if histogram is not None:
-        shares = dict(zip(histogram.labels, histogram.weights, strict=True))
-        labels = label_distance([row["prompt_class"] for row in rows], shares)
-    return {"quality": quality, "leaks": leaks, "labels": labels}
+    return {"quality": quality, "leaks": leaks}
 
 
 def _write(out: Path, rows: Sequence[Mapping[str, Any]], about: dict[str, Any]) -> None:

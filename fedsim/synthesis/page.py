@@ -1,7 +1,7 @@
 """The page of a synthetic set: `synthetic.html`, to be handed on, and a private one that is not.
 
 The first page has what costs nothing beyond the run's epsilon, or was released with noise: the
-claim, what filters threw away, labels, twenty texts, the loss of a model that was trained on the
+claim, what filters threw away, twenty texts, the loss of a model that was trained on the
 set. Whatever was computed from users' texts without noise is on the second one, with mode 0600:
 distances, curve and losses, for held-out users are people, too; and the search for training users'
 texts with its verdict, for even one bit that is computed from their texts without noise is a
@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 from fedsim.synthesis.filters import DROPPED
 from fedsim.synthesis.rows import CLASS, shown
@@ -33,8 +33,6 @@ class Claim(TypedDict):
     """The claim in words, or that there is none."""
     epsilon: float | None
     delta: float | None
-    label_epsilon: NotRequired[float]
-    """Part of epsilon for the histogram of labels that the texts follow."""
     outside: list[str]
     """What the guarantee does not cover, such as the model that the training started from."""
 
@@ -46,7 +44,6 @@ def write_page(
     *,
     counts: Mapping[str, Any] | None = None,
     masked: bool = False,
-    labels: Mapping[str, float] | None = None,
     quality: Mapping[str, Any] | None = None,
     leaks: Mapping[str, Any] | None = None,
     name: str = NAME,
@@ -60,7 +57,6 @@ def write_page(
       claim: of the set.
       counts: what was thrown away, `Screen.summary()`: sampled, kept, dropped by reason, contacts.
       masked: True if contact details were replaced by masks.
-      labels: distance from the released histogram, from `label_distance`.
       quality: from `measure`.
       leaks: from `search`.
       name: of the files, without ending.
@@ -74,7 +70,6 @@ def write_page(
         **_of_rows(rows),
         **_of_filters(counts or {}, masked),
         "claim": claim,
-        "labels": labels,
         "released": quality.get("public", {}).get("student"),
         "run_loss": quality.get("public", {}).get("run", {}).get("loss"),
         "public_page": f"{name}.html",

@@ -1,8 +1,7 @@
-"""What texts begin with: nothing, prompts of a file, the public prompts of labels, or a chat."""
+"""What texts begin with: nothing, prompts of a file, or a chat."""
 
-import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,13 +26,11 @@ class Opening(NamedTuple):
     """What a text begins with."""
 
     name: str
-    """Its class, in the data set: a label, or the prompt itself; empty: none."""
+    """Its class, in the data set: the prompt itself; empty: none."""
     prompt: str = ""
     messages: tuple[Message, ...] = ()
     is_pair: bool = False
     """True if the model completes the prompt, instead of continuing a text."""
-    label: tuple[int, ...] = ()
-    """Tokens of the label's prompt, the begin token among them, which come before all others."""
 
 
 def read_prompts(path: Path) -> list[Opening]:
@@ -81,34 +78,6 @@ def _object(line: str, place: str) -> Opening:
     return Opening(messages[-1].content, messages=messages)
 
 
-def openings_of(
-    prompts: Sequence[Opening], labels: Mapping[str, Sequence[int]], weights: Sequence[float]
-) -> Iterator[Opening]:
-    """Yield what texts begin with, for ever: labels by their weights, and for each the prompts in
-    turn.
-
-    Args:
-      labels: tokens of each label's prompt; empty: there are no labels.
-      weights: of the labels.
-    """
-    if not labels:
-        yield from itertools.cycle(prompts)
-        return
-    in_turn = {label: itertools.cycle(prompts) for label in labels}  # so that all pairs occur
-    for label in in_proportion(dict(zip(labels, weights, strict=True))):
-        yield next(in_turn[label])._replace(name=label, label=tuple(labels[label]))
-
-
-def in_proportion(weights: Mapping[str, float]) -> Iterator[str]:
-    """Yield labels for ever, at any time as near to their weights as can be."""
-    shares = {label: weight for label, weight in weights.items() if weight > 0}
-    total, counts = sum(shares.values()), dict.fromkeys(shares, 0)
-    for number in itertools.count(1):
-        label = max(shares, key=lambda each: shares[each] / total * number - counts[each])
-        counts[label] += 1
-        yield label
-
-
 class Writer:
     """A text under way: prompts for the model, and the row that its tokens make.
 
@@ -149,16 +118,15 @@ class Writer:
         expect("prompts", None, role != USER or end is not None, there)
         return frozenset(self.tokenizer.end_ids) | (frozenset() if end is None else {end})
 
-    def expect_fits(self, prompts: Sequence[Opening], labels: Mapping[str, Sequence[int]]) -> None:
-        """Check that each prompt can follow each label.
+    def expect_fits(self, prompts: Sequence[Opening]) -> None:
+        """Check that the model can go on from each prompt.
 
         Raises: ConfigError: one is too long for the model, or its template does not take it.
         """
-        longest = max((tuple(ids) for ids in labels.values()), key=len, default=())
         for prompt in prompts:
             asked = brief(prompt.prompt or "".join(m.content for m in prompt.messages), 40)
             try:
-                ids = self.begin(prompt._replace(label=longest))
+                ids = self.begin(prompt)
             except BadChat as error:
                 expected = f"a chat that the template takes ({error})"
                 raise ConfigError.of("prompts", asked, expected) from None
@@ -170,7 +138,7 @@ class Writer:
         if self._chats is not None:
             return self._before(opening, opening.messages, ASSISTANT if opening.messages else USER)
         ids = self.tokenizer.encode_batch([opening.prompt])[0]
-        return [*(opening.label or [self.tokenizer.begin_id]), *ids]
+        return [self.tokenizer.begin_id, *ids]
 
     def begin_message(
         self, opening: Opening, messages: Sequence[Message], role: str
@@ -186,12 +154,8 @@ class Writer:
     def _before(self, opening: Opening, messages: Sequence[Message], role: str) -> list[int]:
         assert self._chats is not None, "made for chats"
         if role == ASSISTANT:
-            ids = self._chats.encode_prompt(messages).tolist()
-        else:
-            ids = self._chats.encode_opening(messages, role).tolist()
-        begins = opening.label and self._chats.says_begin
-        twice = begins and ids[:1] == [self.tokenizer.begin_id]
-        return [*opening.label, *ids[1 if twice else 0 :]]
+            return self._chats.encode_prompt(messages).tolist()
+        return self._chats.encode_opening(messages, role).tolist()
 
     def most(self, ids: Sequence[int], num_tokens: int) -> int:
         """Most tokens that can follow."""

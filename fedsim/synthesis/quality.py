@@ -305,20 +305,6 @@ def distances(synthetic: UserStore, held_out: UserStore, seed: int = 0) -> dict[
     return found
 
 
-def label_distance(labels: Iterable[str], released: Mapping[str, float]) -> dict[str, float]:
-    """Distances of the labels of a set from a histogram of users' labels.
-
-    If the histogram was released with noise, so are the distances, at no further cost.
-    """
-    names = sorted(released)
-    numbers = {name: i for i, name in enumerate(names)}
-    places = [numbers[label] for label in labels if label in numbers]
-    found = np.bincount(places, minlength=len(names)).astype(np.float64)
-    wanted = np.maximum(np.array([released[name] for name in names], np.float64), 0)
-    p, q = (each / max(each.sum(), 1e-300) for each in (found, wanted))
-    return {"total_variation": total_variation(p, q), "jensen_shannon": jensen_shannon(p, q)}
-
-
 def texts_of(store: UserStore, data: Dataset, seed: int = 0) -> list[str]:
     """One text of each user, of MOST_TEXTS users at most, without special tokens."""
     assert data.tokenizer_path is not None, "store_of() comes first"

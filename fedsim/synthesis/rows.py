@@ -10,13 +10,12 @@ from fedsim.data import (
     Message,
     Tokenizer,
     UserStore,
-    label_prompts,
     template_in,
 )
 from fedsim.errors import BadChat, expect
 
 CLASS = "prompt_class"
-"""Column of a synthetic set: the label of a text, or the prompt it begins with."""
+"""Column of a synthetic set: the prompt that a text begins with."""
 MESSAGES, COMPLETION = "messages", "completion"
 
 
@@ -54,8 +53,7 @@ def store_of(rows: Iterable[Mapping[str, Any]], data: Dataset) -> UserStore:
     Chats that the data's chat template refuses, and texts without a trained token, are left out.
 
     Args:
-      rows: each has a text, messages, or a prompt and a completion; of data with labels, a
-        prompt_class.
+      rows: each has a text, messages, or a prompt and a completion.
       data: of the run.
 
     Raises:
@@ -75,14 +73,12 @@ def store_of(rows: Iterable[Mapping[str, Any]], data: Dataset) -> UserStore:
 
 
 class _Encoder:
-    """The tokenizer, chat template and labels of a data set."""
+    """The tokenizer and chat template of a data set."""
 
     def __init__(self, data: Dataset):
         expect("data", data.path, data.tokenizer_path is not None, "data with a tokenizer")
         assert data.tokenizer_path is not None
         self.data, self.tokenizer = data, Tokenizer.load(data.tokenizer_path)
-        labels = data.metadata.get("labels")
-        self.prompts = label_prompts(labels, self.tokenizer) if labels else {}
         self.train_on = data.metadata.get("chats", {}).get("train_on", "all")
 
     @functools.cached_property
@@ -91,14 +87,6 @@ class _Encoder:
 
     def encode(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
         """(token ids, which are trained on) of a row; none if the template refuses its chat."""
-        ids, trained = self._encode(row)
-        if (prompt := self.prompts.get(row.get(CLASS, ""))) and ids:
-            begins = row.get(MESSAGES) is None or self._chats.says_begin
-            begin = int(begins and ids[0] == self.tokenizer.begin_id)
-            ids, trained = [*prompt, *ids[begin:]], [False] * len(prompt) + trained[begin:]
-        return ids, trained
-
-    def _encode(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
         turns = _turns(row)
         if row.get(MESSAGES) is not None:
             try:

@@ -4,16 +4,6 @@ from .callbacks import (
     StepFunction as StepFunction,
     expect_callbacks as expect_callbacks,
 )
-from .label_histogram import (
-    HISTOGRAM as HISTOGRAM,
-    RECEIPTS as RECEIPTS,
-    LabelHistogram as LabelHistogram,
-    draw_histogram as draw_histogram,
-    label_shares as label_shares,
-    release_histogram as release_histogram,
-    stored_histogram as stored_histogram,
-    total_epsilon as total_epsilon,
-)
 from .launch import (
     dry_run as dry_run,
     rehearse as rehearse,

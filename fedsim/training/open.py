@@ -135,7 +135,6 @@ class OpenRun:
         """
         if self.stored is not None:
             return self.stored
-        fields["labels"] = self.data.metadata.get("labels", {})
         stored = StoredRun(
             self.identity, self.settings, self.run, task.describe(), versions(), **fields
         )

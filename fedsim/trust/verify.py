@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import keys
-from fedsim.accounting import PureEvent, at_most
-from fedsim.budget import Released
+from fedsim.accounting import at_most
 from fedsim.clipping import Strategy, num_coordinates
 from fedsim.config import Algorithm
-from fedsim.data import FROM_USERS, SUMS, Tokenizer, forgetting
+from fedsim.data import FROM_USERS, SUMS, forgetting
 from fedsim.els import ELS
 from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged, expect
 from fedsim.files import read_json
 from fedsim.keys import SecretKey
 from fedsim.plan import (
     NOTHING,
-    REPRODUCTION,
     AllocatedSampling,
     Audit,
     Plan,
@@ -47,7 +45,7 @@ from fedsim.run import (
     results,
 )
 from fedsim.shared_uls import SharedULS
-from fedsim.training import HISTOGRAM, RECEIPTS, draw_histogram, footnotes, stored_histogram
+from fedsim.training import footnotes
 from fedsim.trust.evidence import (
     TOLERANCE,
     Check,
@@ -132,8 +130,6 @@ def _verify(evidence: Evidence, data: str | None, again: str) -> list[Check]:
         looks.append(("evaluations", check_evaluations))
     if evidence.stored.parent is not None:
         looks.append(("parent", _parent))
-    if (evidence.run_dir / HISTOGRAM).exists():
-        looks.append(("labels", _labels))
     if again:
         looks.append(("replay", functools.partial(replay, whole=again == "whole")))
     return [checked(promise, look, evidence) for promise, look in looks]
@@ -435,22 +431,6 @@ def _draws(evidence: Evidence) -> str:
             count += 1
     steps = _of_steps(evidence, count)
     return f"how many were drawn in each step is what the secret key determines ({steps})"
-
-
-def _labels(evidence: Evidence) -> str:
-    """The histogram of labels is the one that the key draws, and is counted."""
-    path, key = evidence.run_dir / HISTOGRAM, evidence.key
-    stated = stored_histogram(evidence.run_dir)
-    assert stated is not None, "there is one"
-    labels, tokenizer = evidence.stored.labels, evidence.run_dir / directory.TOKENIZER
-    demand(bool(labels), f"{path}: expected none of a run on data without labels")
-    drawn = draw_histogram(evidence.users, labels, Tokenizer.load(tokenizer), key, stated.epsilon)
-    demand(stated == drawn, f"{path}: other counts than the key draws at this epsilon")
-    label = REPRODUCTION if evidence.plan.seeded else ""
-    planned: Released = [(PureEvent(stated.epsilon), 1)]
-    message = counted(evidence.run_dir / RECEIPTS, key.seal(RECEIPTS), label, planned)
-    cost = at_most(stated.epsilon, ".4g")
-    return f"{len(stated.labels)} counts of users, epsilon {cost} beside the run's; {message}"
 
 
 LOOKS: list[tuple[str, Callable[[Evidence], str]]] = [

@@ -43,13 +43,13 @@ def test_both_formats_give_the_same_settings(suffix, read):
 @pytest.mark.parametrize(
     "suffix, one, several",
     [
-        ("toml", 'labels = "en"', 'labels = ["en", "de"]'),
-        ("yaml", "labels: en", "labels: [en, de]"),
+        ("toml", 'lora_modules = "query"', 'lora_modules = ["query", "value"]'),
+        ("yaml", "lora_modules: query", "lora_modules: [query, value]"),
     ],
 )
 def test_a_flag_that_takes_one_value_or_several_has_lists(suffix, one, several, read):
-    assert tuple(read(several, suffix)[1].data.labels) == ("en", "de")
-    assert "en" in read(one, suffix)[1].data.labels
+    assert read(several, suffix)[1].model.lora_modules == "query,value"
+    assert read(one, suffix)[1].model.lora_modules == "query"
 
 
 def test_a_flag_wins_and_an_empty_list_is_none(read):

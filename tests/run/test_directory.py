@@ -53,6 +53,16 @@ def test_a_run_is_loaded_with_what_it_was_started_with(run_dir, key):
     assert loaded.generator("units", 0).random() == key.generator("units", 0).random()
 
 
+def test_a_setting_that_is_gone_is_read_if_it_was_not_used(run_dir):
+    written = stored(run_dir).as_dict()
+    for name, value in directory.GONE.items():
+        before = {**written, "run": {**written["run"], name: value}}
+        assert StoredRun.from_dict(before, run_dir) == stored(run_dir)
+        before["run"][name] = "used"
+        with refuses(f"{name}=used", directory.EarlierRun):
+            StoredRun.from_dict(before, run_dir)
+
+
 def test_only_the_owner_can_look_into_a_run(run_dir, key):
     start(run_dir, key)
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700

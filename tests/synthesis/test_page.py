@@ -118,9 +118,6 @@ def test_a_set_without_a_guarantee_says_so_in_its_title_and_claim(tmp_path):
     none = dict.fromkeys(("epsilon", "delta"))
     claim = {**CLAIM, "guarantee": False, **none, "claim": "it has no noise"}
     text = Path(write_page(tmp_path, rows_of(["a"]), claim)["html"]).read_text()
-    labelled = {**CLAIM, "label_epsilon": 0.5}
-    of_labels = write_page(tmp_path, rows_of(["a"]), labelled, name="labels")["markdown"]
-    assert "and from the released histogram of labels" in Path(of_labels).read_text()
     assert "<h1>NO PRIVACY GUARANTEE" in text and "THIS SET HAS NO PRIVACY GUARANTEE" in text
     assert "epsilon =" not in text and "it has no noise" in text
 

@@ -17,7 +17,7 @@ from fedsim.data.support_chats import support_chats
 from fedsim.errors import ConfigError
 from fedsim.models import LanguageModelTask, preset
 from fedsim.run import directory
-from fedsim.synthesis import Student, label_distance, measure, store_of, text_of
+from fedsim.synthesis import Student, measure, store_of, text_of
 from fedsim.synthesis.quality import (
     TEXTS_OF_USER,
     curve_of_texts,
@@ -107,18 +107,17 @@ def test_chats_are_rendered_as_the_data_are():
         np.testing.assert_equal(one(rows, 384), other(rows, 384))
 
 
-def test_labels_and_completions_are_framed_as_the_data_are(tmp_path):
-    label = {"condition_on": "about", "labels": ["cats", "dogs"]}
-    plain = [{"user_id": "a", "text": "they purr", "about": "cats"}]
-    pairs = [{"user_id": "a", "prompt": "say", "completion": "hi", "about": "dogs"}]
+def test_completions_are_framed_as_the_data_are(tmp_path):
+    plain = [{"user_id": "a", "text": "they purr"}]
+    pairs = [{"user_id": "a", "prompt": "say", "completion": "hi"}]
     for name, rows, text in (("plain", plain, "text"), ("pairs", pairs, "completion")):
         file = tmp_path / f"{name}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         columns = {"prompt_column": "prompt", "completion_column": "completion"}
-        options = {"tokenizer": "bytes", "max_length": 48, "eval_users": 0.0, **label}
+        options = {"tokenizer": "bytes", "max_length": 48, "eval_users": 0.0}
         options |= columns if name == "pairs" else {}
         data = build([file], tmp_path / name, eval_examples=False, num_workers=1, **options)
-        store = store_of([{**rows[0], "prompt_class": rows[0]["about"]}], data)
+        store = store_of(rows, data)
         assert rows[0][text] in text_of(rows[0])
         for one, other in ((store.gather, data.train.gather), (store.trained, data.train.trained)):
             np.testing.assert_equal(one(np.zeros(1), 48), other(np.zeros(1), 48))
@@ -168,13 +167,6 @@ def test_equal_distributions_are_at_no_distance(rng):
     assert jensen_shannon(p, q) == pytest.approx(expected)
     apart = np.array([1.0, 0.0]), np.array([0.0, 1.0])
     assert total_variation(*apart) == jensen_shannon(*apart) == 1
-
-
-def test_labels_are_compared_with_the_released_histogram():
-    released = {"de": 30.0, "en": 70.0, "fr": -2.0}  # noise may make a count negative
-    same = label_distance(["de"] * 3 + ["en"] * 7 + ["other"], released)
-    assert same == {"total_variation": 0, "jensen_shannon": 0}
-    assert label_distance(["fr"], released)["total_variation"] == 1
 
 
 def test_a_curve_tells_equal_sets_from_others(rng):

@@ -1,9 +1,7 @@
 """A synthetic data set: the same texts wherever they are drawn, and what is promised of them."""
 
-import itertools
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +15,6 @@ from chats import saying
 from test_verify import command, write_texts
 
 from fedsim.cli.main import main
-from fedsim.synthesis.prompts import Opening, in_proportion, openings_of
 from fedsim.synthesis.sampling import block_sizes
 
 SMALL = ["--num-texts", "40", "--num-tokens", "12", "--batch-size", "4"]
@@ -204,7 +201,6 @@ def test_an_unfinished_run_and_odd_files_are_refused(place, tmp_path, capsys):
     ):
         (tmp_path / name).write_text(content)
         assert says in refused([*words, "--prompts", tmp_path / name], capsys), name
-    assert "the model was not trained on labels" in refused([*words, "--label-epsilon", 1], capsys)
     assert "eval_epsilon=0.0: expected > 0" in refused(
         [*words, "--measure", "--eval-epsilon", 0], capsys
     )
@@ -259,58 +255,8 @@ def test_chats_come_out_as_messages(tmp_path):
     assert said == [("user", "yes"), ("assistant", "yes")] * 2
 
 
-def test_labels_follow_their_weights_at_any_time():
-    weights, labels = {"a": 5.0, "b": 3.0, "c": 0.0, "d": 2.0}, in_proportion
-    drawn = [label for label, _ in zip(labels(weights), range(1000), strict=False)]
-    for count in range(1, 1000):
-        found = Counter(drawn[:count])
-        assert all(abs(found[name] - weights[name] / 10 * count) <= 1 for name in weights)
-
-
-def test_every_prompt_meets_every_label():
-    prompts, labels = [Opening("", prompt=each) for each in "AB"], {"de": [1], "en": [2]}
-    drawn = itertools.islice(openings_of(prompts, labels, [1.0, 3.0]), 400)
-    found = Counter((each.prompt, each.name) for each in drawn)
-    assert found == {("A", "de"): 50, ("B", "de"): 50, ("A", "en"): 150, ("B", "en"): 150}
-
-
 @pytest.mark.parametrize("count, batch", [(1, 64), (40, 4), (100, 64), (20_000, 64), (512, 64)])
 def test_blocks_hold_all_texts(count, batch):
     sizes = block_sizes(count, batch)
     assert sum(sizes) == count and max(sizes) <= 4 * batch and max(sizes) - min(sizes) <= 1
     assert len(sizes) == 1 or max(sizes) > batch // 2
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_labels_follow_a_histogram_that_is_paid_for_once(tmp_path, capsys):
-    lines = [f"user{n % 40},red blue,{'en' if n % 4 else 'de'}" for n in range(160)]
-    (tmp_path / "texts.csv").write_text("\n".join(["user,text,lang", *lines]))
-    place = str(tmp_path / "ledger")
-    labelled = {"user-column": "user", "condition-on": "lang", "budget-ledger": place}
-    labelled |= {"num-steps": 1}
-    words = command(tmp_path / "texts.csv", tmp_path / "run", **labelled)
-    main([*words, "--labels", "en", "de", "fr"])
-    spent = json.loads((tmp_path / "run" / "summary.json").read_text())["epsilon"]
-    rows = synthesize(tmp_path / "run", tmp_path / "even.jsonl", *SMALL)
-    shares = Counter(row["prompt_class"] for row in rows)  # of those that were kept
-    assert len(shares) == 3 and min(shares.values()) >= 11
-    assert all(row["epsilon"] == pytest.approx(spent, rel=1e-6) for row in rows)
-    assert not (tmp_path / "run" / "labels.json").exists()
-    own = ["--label-epsilon", "20"]  # so that noise is small
-    rows = synthesize(tmp_path / "run", tmp_path / "own.jsonl", *SMALL, *own)
-    found = Counter(row["prompt_class"] for row in rows)
-    assert 27 <= found["en"] <= 33 and found["de"] >= 7 and found["fr"] <= 1
-    (epsilon,) = {row["epsilon"] for row in rows}
-    assert spent < epsilon < spent + 20.001
-    capsys.readouterr()
-    synthesize(tmp_path / "run", tmp_path / "again.jsonl", *SMALL)  # follows what is there
-    assert rows_of(tmp_path / "again.jsonl") == rows
-    words = ["budget", str(tmp_path / "texts.csv"), "--user-column", "user"]
-    main([*words, "--budget-ledger", place, "--json"])
-    sums = re.findall(r'"sum_of_epsilons": ([\d.]+)', capsys.readouterr().out)
-    assert max(map(float, sums)) == pytest.approx(
-        spent + 20, rel=1e-6
-    )  # run and release, once each
-    words = ["synthesize", tmp_path / "run", "--out", tmp_path / "x.jsonl", "--engine", "local"]
-    assert "label_epsilon=1.0: expected 20" in refused([*words, "--label-epsilon", "1"], capsys)

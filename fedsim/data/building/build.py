@@ -40,7 +40,6 @@ from fedsim.data.building.text_files import TextFormat
 from fedsim.data.building.tokenised import LONG_TEXTS, Encoding, bundled, training_texts, write_rows
 from fedsim.data.chat import DATE, source_of, template_of
 from fedsim.data.dataset import SUMS, Dataset, Holdout, SplitRows, divide, dropped, sums
-from fedsim.data.labels import Labels
 from fedsim.data.store import FORMAT, MARKED, close_store, decided_by_texts, is_shared, token_dtype
 from fedsim.data.tokenizer import TEMPLATE, Tokenizer, file_of
 from fedsim.errors import DataError, FedsimError
@@ -98,12 +97,7 @@ class BuildSettings:
     template_date: str = DATE
     """The day that a chat template takes for today, as YYYY-MM-DD."""
     skip_unknown: bool = False
-    """Leave out chats that cannot be encoded, and rows whose label is not in `labels`, and count
-    them, instead of raising an error."""
-    condition_on: str | None = None
-    """Column of labels, of which each example begins with its own. Goes with labels."""
-    labels: str | Sequence[str] = ()
-    """The labels: a public set, which must not be read off the data."""
+    """Leave out chats that cannot be encoded, and count them, instead of raising an error."""
     url_column: str | None = None
     """Column of URLs whose registrable domains are the users. Replaces user_column."""
     order_column: str | None = None
@@ -146,7 +140,6 @@ class BuildSettings:
                 raise DataError.of(field, getattr(self, field), expected)
 
         columns, _ = self.columns, self.text_format  # which check themselves
-        _ = self.label_set
         check("train_on", self.train_on in (None, *TRAIN_ON), f"one of {', '.join(TRAIN_ON)}")
         check("max_length", self.max_length >= 2, "at least 2 tokens")
         check("long_texts", self.long_texts in LONG_TEXTS, f"one of {', '.join(LONG_TEXTS)}")
@@ -176,18 +169,7 @@ class BuildSettings:
             order_format=self.order_format,
             turn_format=self.turn_format,
             normalise_ids=self.normalise_ids,
-            label=self.condition_on,
         )
-
-    @cached_property
-    def label_set(self) -> Labels | None:
-        """The labels of examples; None if they have none. Raises: DataError."""
-        labels = (self.labels,) if isinstance(self.labels, str) else tuple(self.labels)
-        if self.condition_on is not None:
-            return Labels(self.condition_on, labels)
-        if labels:
-            raise DataError.of("labels", " ".join(labels), "them beside condition_on")
-        return None
 
     @property
     def _rows(self) -> tuple[str, str | Sequence[str]]:
@@ -230,8 +212,7 @@ class BuildSettings:
             raise DataError.of("owner_key", columns.owner_key, "chats, lists of turns")
         if not columns.form:
             for field in ("train_on", "chat_template", "skip_unknown"):
-                labelled = field == "skip_unknown" and self.condition_on is not None
-                if (value := getattr(self, field)) and not labelled:
+                if value := getattr(self, field):
                     raise DataError.of(field, value, "none beside texts; it is for chats")
             return None
         if tokenizer is None:
@@ -285,7 +266,6 @@ class BuildSettings:
             "unowned": self.unowned,
             "text_format": asdict(self.text_format),
             "chats": [self.train_on, self.template_date, self.skip_unknown],
-            "labels": self.label_set and self.label_set.described(),
         }
 
 
@@ -368,8 +348,6 @@ class _Build:
         tokenizer = self._train_tokenizer(parts, columns, num_rows)
         if lost := tokenizer.lost:
             self._say(f"this tokenizer does not keep {', '.join(lost)}; bpe:SIZE keeps all")
-        if self.settings.label_set is not None:  # before texts are tokenised for an hour
-            self.settings.label_set.prompts(tokenizer, self.settings.max_length)
         records = self._tokenise(parts, columns, num_rows)
         self.out.mkdir(exist_ok=True)
         with Rows(self.rows, self.pool.num_workers, columns.order is not None) as rows:
@@ -515,8 +493,6 @@ class _Build:
             settings.max_length,
             settings.long_texts,
             self.chats,
-            settings.label_set,
-            settings.skip_unknown,
         )
         self.rows.mkdir(exist_ok=True)
         bundles = list(enumerate(bundled(parts)))
@@ -557,8 +533,6 @@ class _Build:
         if self.chats is not None:
             counts["chats_without_trained_tokens_dropped"] = total("untrained")
             counts["chats_skipped"] = total("skipped")
-        if self.settings.label_set is not None:
-            counts["rows_of_other_labels_dropped"] = total("unlabelled")
         return counts
 
     def _note_ids(self, id_counts: Counter[str], ids: pa.Array) -> dict[str, int]:
@@ -591,9 +565,6 @@ class _Build:
                 expected = f"a trained token in every chat {several}, {left_out} have none"
                 why = "nobody answers there, or no turn that is trained on fits in max_length"
                 raise DataError(f"{names}: expected {expected}: {why}")
-            if left_out := sum(record["unlabelled"] for record in records):
-                expected = f"a label of the set in every row {several}, {left_out} have another"
-                raise DataError.of("condition_on", settings.condition_on, expected)
         group, counts = owners["group"].to_numpy(), owners["rows"].to_numpy()
         return dict(divide(group, counts, settings.holdout))
 
@@ -602,7 +573,7 @@ class _Build:
     ) -> None:
         """Write the store of each split."""
         counts, dtype = owners["rows"].to_numpy(), token_dtype(tokenizer.vocab_size)
-        marked = self.chats is not None or self.settings.label_set is not None
+        marked = self.chats is not None
         meter = Meter("sorted", int(counts.sum()), self.progress)
         blocks = rows.blocks(MARKED if marked else dtype)
         write_splits(blocks, counts, splits, self.out, dtype, meter.add, marked)
@@ -648,8 +619,6 @@ class _Build:
             metadata["chats"] = self.chats.described()
             if self.chats.template is not None:
                 (self.out / TEMPLATE).write_text(self.chats.template.source, encoding="utf-8")
-        if settings.label_set is not None:
-            metadata["labels"] = settings.label_set.described()
         if settings.columns.normalise_ids:
             metadata["unicode"] = unidata_version
         if settings.columns.url is not None:

@@ -10,7 +10,7 @@ trained on, and has as much of what came before as fits. A token is trained on i
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,17 +86,13 @@ def chat_examples(
     chats: Chats,
     tokenizer: ChatTokenizer,
     refuse: Callable[[int, str], None],
-    labels: tuple[Sequence[np.ndarray], np.ndarray] | None = None,
 ) -> ChatExamples:
     """Make the examples of rows.
 
     Args:
       rows: each a JSON list of the values of the columns of `chats.form`.
       refuse: called with the index of a row that cannot be encoded, and the reason. It raises.
-      labels: the prompts of `Labels.prompts`, and the number of the label of each row.
     """
-    if labels is not None:
-        chats = replace(chats, max_length=chats.max_length - max(map(len, labels[0])))
     found: list[Encoded] = []
     origin: list[int] = []
     tokens = cut = long = untrained = skipped = 0
@@ -105,9 +101,6 @@ def chat_examples(
             chat = _Chat(json.loads(row), chats, tokenizer)
             whole = chat.whole()
             own = [each for each in chat.examples(whole) if each.trained[1:].any()]
-            if labels is not None:
-                prompt = labels[0][labels[1][index]]
-                own = [chat.conditioned(each, prompt) for each in own]
         except (BadChat, RecursionError) as error:
             if not chats.skip_unknown or isinstance(error, SlowTemplate):
                 refuse(index, str(error))
@@ -177,19 +170,6 @@ class _Chat:
         if self.settings.long_texts == "cut":
             return [_first(whole, most)]
         return self._split() if self.pair is None else [_last(whole, most)]
-
-    def conditioned(self, example: Encoded, prompt: np.ndarray) -> Encoded:
-        """An example after the prompt of its label, whose begin token takes the example's place.
-
-        What a template writes stays as it is, unless it says itself that it begins with the begin
-        token.
-        """
-        begins = self.pair is not None or self.tokenizer.says_begin
-        start = int(begins and example.ids[0] == self.tokenizer.begin_id)
-        ids, trained = example.ids[start:], example.trained[start:]
-        return Encoded(
-            np.concatenate([prompt, ids]), np.concatenate([np.zeros(len(prompt), bool), trained])
-        )
 
     def _encode(self, messages: Sequence[Message], told: int = 0) -> Encoded:
         return self.tokenizer.encode(messages, self.train_on, told)

@@ -137,8 +137,6 @@ class Columns:
     turn_format: str | None = None
     normalise_ids: tuple[str, ...] = ()
     """Steps that are applied to ids; see `user_ids.STEPS`."""
-    label: str | None = None
-    """If given, the column of labels; see labels.py."""
     order_as: str | None = None
     """Kind of the values of the order column in all files; see `orders.KEYS`."""
     form: str = ""
@@ -246,7 +244,7 @@ class Columns:
     @property
     def names(self) -> list[str]:
         """Columns to read, without duplicates."""
-        single = filter(None, (self.order, self.conversation, self.turn, self.label))
+        single = filter(None, (self.order, self.conversation, self.turn))
         return list(dict.fromkeys((*self.owner, *self.text, *single)))
 
     def in_file(self, found: Sequence[str]) -> list[str]:
@@ -285,7 +283,7 @@ class Columns:
         named += zip(self.text_fields, self.text, strict=True)
         named += [("order_column", self.order), ("url_column", self.url)]
         named += [("conversation_column", self.conversation), ("turn_column", self.turn)]
-        named += [("condition_on", self.label), *(("owners", name) for name in self.owners)]
+        named += [("owners", name) for name in self.owners]
         needed = self.in_file(found)
         for field, name in named:
             if name in needed and name not in found:
@@ -321,7 +319,7 @@ def pick(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
 def normalise(
     batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str] | None = None
 ) -> pa.RecordBatch:
-    """Convert a batch to the columns user_id, text, order and label, as `columns` names them.
+    """Convert a batch to the columns user_id, text and order, as `columns` names them.
 
     The user_id of a row without owner is null or blank.
 
@@ -352,11 +350,6 @@ def normalise(
         if pa.types.is_null(keys.type) and columns.order_as is not None:
             keys = keys.cast(KEYS[columns.order_as])
         result["order"] = keys
-    if columns.label is not None:
-        labels, field = plain(batch[columns.label]), f"condition_on={columns.label}"
-        if pa.types.is_integer(labels.type):
-            labels = labels.cast(pa.string())
-        result["label"] = text_of(labels, field, first_row)
     return pa.RecordBatch.from_pydict(result)
 
 

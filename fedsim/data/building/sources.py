@@ -261,17 +261,16 @@ def _survey(
 
 ROWS_AT_ONCE = 65_536
 # Names that no column of a source has.
-SPEAKER, SPOKEN_TO, WHERE, ORDER, LABEL = (
-    f"\x1f{name}" for name in ("speaker", "spoken to", "conversation", "order", "label")
+SPEAKER, SPOKEN_TO, WHERE, ORDER = (
+    f"\x1f{name}" for name in ("speaker", "spoken to", "conversation", "order")
 )
 
 
 def conversation_columns(columns: Columns) -> Columns:
     """Columns of the file that `write_conversations` writes."""
     order = None if columns.order is None else ORDER
-    label = None if columns.label is None else LABEL
     owned = replace(columns, owners=(SPEAKER, SPOKEN_TO), conversation=None, turn=None)
-    return replace(owned, order=order, label=label)
+    return replace(owned, order=order)
 
 
 def write_conversations(
@@ -305,8 +304,6 @@ def write_conversations(
                     turns.append(_turns(plain(batch[columns.turn]), columns, first_row))
             if columns.order is not None:
                 found[ORDER] = said["order"]
-            if columns.label is not None:
-                found[LABEL] = said["label"]
             tables.append(pa.table(found | {name: plain(batch[name]) for name in columns.text}))
     common_kind(map(kind_of, turns), f"turn_column={columns.turn}")
     try:

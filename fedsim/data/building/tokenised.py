@@ -27,10 +27,9 @@ from fedsim.data.building.readers import PART_BYTES, READ_ROWS, Part, read
 from fedsim.data.building.speakers import BadRow
 from fedsim.data.chat import ChatTokenizer, Template
 from fedsim.data.dataset import EVAL_USERS, TEST, TRAIN, Holdout
-from fedsim.data.labels import Labels, conditioned
 from fedsim.data.store import copy, offsets_of, token_dtype
 from fedsim.data.tokenizer import Tokenizer
-from fedsim.errors import DataError, brief
+from fedsim.errors import DataError
 from fedsim.files import write_json
 
 LONG_TEXTS = ("cut", "split")
@@ -38,7 +37,7 @@ PIECE_BYTES = 512
 PLACES = 2**40  # more than the rows of a bundle
 GROUP_BYTES = 4 * 2**20  # of a row group, which a sorting thread reads at once
 COUNTS = ("examples", "unowned", "empty", "long", "no_order", "tokens", "tokens_cut")
-COUNTS += ("untrained", "skipped", "unlabelled")
+COUNTS += ("untrained", "skipped")
 BUNDLE_BYTES, MOST_BUNDLES = 4 * 2**20, 4096  # size of a bundle, and bundles of a build, about
 
 
@@ -56,10 +55,6 @@ class Encoding:
     long_texts: str
     chats: Chats | None = None
     """How rows of chats become examples; None if rows are texts."""
-    labels: Labels | None = None
-    """Labels of the examples; None if they have none."""
-    skip_unknown: bool = False
-    """Leave out rows of other labels, and count them."""
 
 
 def bundled(parts: Sequence[Part]) -> list[list[Part]]:
@@ -171,18 +166,17 @@ def _tokenise(
     Returns:
       The rows, in pieces, and their COUNTS: rows; source rows without a user, without a text, with
       a long text, without an order; tokens of the texts, and tokens that were cut off; chats
-      without a trained token, and those that cannot be encoded; rows of no label of the set. Of a
-      huge text, only tokens that were encoded are counted; see `Tokenizer.encode`.
+      without a trained token, and those that cannot be encoded. Of a huge text, only tokens that
+      were encoded are counted; see `Tokenizer.encode`.
     """
     unowned = is_blank(batch["user_id"])
     blank = unowned | is_blank(batch["text"])
-    left_out = blank | (unlabelled := _unlabelled(batch, ~blank, encoding, first_row, file))
-    kept = batch.filter(pa.array(~left_out)) if left_out.any() else batch
+    kept = batch.filter(pa.array(~blank)) if blank.any() else batch
     make = _of_texts if encoding.chats is None else _of_chats
     try:
         examples, long, tokens, num_cut, *unusable = make(kept, encoding)
     except BadRow as bad:
-        row, columns = int(np.flatnonzero(~left_out)[bad.row]) + first_row + 1, encoding.columns
+        row, columns = int(np.flatnonzero(~blank)[bad.row]) + first_row + 1, encoding.columns
         named = f"{columns.text_fields[0]}={columns.text[0]}"
         raise DataError(f"{named}: {bad} in row {row} of {file}") from None
     columns = {"user_id": kept["user_id"]}
@@ -201,40 +195,8 @@ def _tokenise(
         }
     columns["tokens"] = as_bytes(sizes, examples.values)
     unread = int(unowned.sum()), int((blank & ~unowned).sum())
-    unusable.append(int(unlabelled.sum()))
     counts = len(examples.lengths), *unread, long, no_order, tokens, num_cut, *unusable
     return pa.table(columns), counts
-
-
-def _unlabelled(
-    batch: pa.RecordBatch, read: np.ndarray, encoding: Encoding, first_row: int, file: Path
-) -> np.ndarray:
-    """True for rows whose label is not in the set, bool [rows].
-
-    Args:
-      read: bool [rows], True for rows with a user and a text.
-    Raises:
-      DataError: there is one, and such rows are not to be left out.
-    """
-    if encoding.labels is None:
-        return np.zeros(len(batch), bool)
-    known = pc.is_in(batch["label"], value_set=pa.array(encoding.labels.labels))  # pyright: ignore
-    unlabelled = read & ~known.to_numpy(zero_copy_only=False)
-    if unlabelled.any() and not encoding.skip_unknown:
-        where = f"row {first_row + int(unlabelled.argmax()) + 1} of {file}"
-        known_ones = brief(", ".join(map(repr, encoding.labels.labels)), 200)
-        expected = f"one of the labels ({known_ones}) in {where}, or "
-        expected += "`fedsim data build --skip-unknown`, which "
-        raise DataError.of(
-            "condition_on", encoding.labels.column, f"{expected}leaves rows of others out"
-        )
-    return unlabelled
-
-
-def _label_numbers(rows: pa.RecordBatch, labels: Labels) -> np.ndarray:
-    """Number of the label of each row, int64 [rows]."""
-    numbers = pc.index_in(rows["label"], value_set=pa.array(labels.labels))  # pyright: ignore
-    return numbers.to_numpy().astype(np.int64)
 
 
 def _of_texts(rows: pa.RecordBatch, encoding: Encoding) -> tuple[Any, ...]:
@@ -243,11 +205,8 @@ def _of_texts(rows: pa.RecordBatch, encoding: Encoding) -> tuple[Any, ...]:
     Raises:
       BadRow: a token id is not in the vocabulary.
     """
-    tokenizer, texts, prompts = _tokenizer(encoding.tokenizer), rows["text"], None
+    tokenizer, texts = _tokenizer(encoding.tokenizer), rows["text"]
     max_length = encoding.max_length
-    if encoding.labels is not None:
-        prompts = encoding.labels.prompts(tokenizer, max_length)
-        max_length -= max(map(len, prompts)) - 1  # the begin token is in the prompt
     if is_token_list(texts.type):
         lengths, values = _given_tokens(texts, tokenizer.vocab_size)
     else:
@@ -260,10 +219,6 @@ def _of_texts(rows: pa.RecordBatch, encoding: Encoding) -> tuple[Any, ...]:
         max_length=max_length,
         long_texts=encoding.long_texts,
     )
-    if encoding.labels is not None and prompts is not None:
-        label = _label_numbers(rows, encoding.labels)[examples.origin]
-        longer, marked = conditioned(examples.lengths, examples.values, label, prompts)
-        examples = Examples(longer, marked, examples.origin)
     cut = np.maximum(lengths - (max_length - 1), 0)
     num_cut = int(cut.sum()) if encoding.long_texts == "cut" else 0
     long = int((lengths >= max_length).sum())
@@ -278,12 +233,8 @@ def _of_chats(rows: pa.RecordBatch, encoding: Encoding) -> tuple[Any, ...]:
         raise BadRow(row, reason)
 
     tokenizer = _chat_tokenizer(encoding.tokenizer, encoding.chats.template)
-    prompts = None
-    if encoding.labels is not None:
-        of_label = encoding.labels.prompts(_tokenizer(encoding.tokenizer), encoding.max_length)
-        prompts = of_label, _label_numbers(rows, encoding.labels)
     texts = rows["text"].to_pylist()
-    found = chat_examples(texts, encoding.chats, tokenizer, refuse, prompts)
+    found = chat_examples(texts, encoding.chats, tokenizer, refuse)
     return found, found.long, found.tokens, found.cut, found.untrained, found.skipped
 
 
