@@ -28,7 +28,7 @@ import pyarrow as pa
 
 from experiments import real_model
 from experiments.attack_claims import check, plot
-from experiments.harness import common
+from experiments.harness import common, smollm2
 from experiments.harness.processes import compute
 from experiments.harness.records import as_written, came_from
 from experiments.harness.rows import Row, Rows, kept, missing
@@ -174,7 +174,7 @@ def train(cell: Cell, settings: Settings) -> Row:
     run = run_config(
         data=settings.source,
         run_dir=Path("."),
-        model=settings.model if made_up else str(real_model.model_file()),
+        model=settings.model if made_up else str(smollm2.directory()),
         lora_rank=settings.rank,
         engine="local",
         max_length=settings.max_length if made_up else None,

@@ -23,10 +23,9 @@ from matplotlib.figure import Figure
 
 import fedsim
 from experiments import hearings
-from experiments.harness import common
+from experiments.harness import common, smollm2
 from experiments.harness.rows import Row, Rows
-from experiments.real_model import MODEL, model_file
-from fedsim.models import tokenizer_of
+from experiments.real_model import MODEL
 
 NAME = "hearings_chat"
 
@@ -95,7 +94,7 @@ def chats(settings: Settings, file: Path) -> None:
 
 def run(settings: Settings) -> Rows:
     """A row for each training."""
-    model = "micro" if settings.made_up else str(model_file())
+    model = "micro" if settings.made_up else str(smollm2.directory())
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         chats(settings, place / "chats.parquet")
@@ -104,7 +103,7 @@ def run(settings: Settings) -> Rows:
             (place / "chat_template.jinja").write_text(PLAIN)
             how |= {"tokenizer": "bytes", "chat_template": place / "chat_template.jinja"}
         else:
-            how["tokenizer"] = tokenizer_of(model_file())
+            how["tokenizer"] = smollm2.directory()
         data = fedsim.data.build(place / "chats.parquet", place / "data", **how)
         cases = [("els", {"group_size": size}) for size in settings.group_sizes]
         cases += [("uls", {"max_changed": k}) for k in settings.max_changed]
@@ -187,7 +186,7 @@ def described(settings: Settings, rows: Rows) -> dict[str, Any]:
     own = {"num_parameters": rows[0]["num_parameters"]}
     if settings.made_up:
         return {"source": "micro", **own}
-    return {"source": MODEL, **common.checksum(model_file()), **own}
+    return {"source": MODEL, **common.checksum(smollm2.file()), **own}
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
-from experiments.harness import common
+from experiments.harness import common, smollm2
 from experiments.harness.processes import compute
 from experiments.harness.records import as_written, came_from
 from experiments.harness.rows import Row, Rows, by, kept, missing
@@ -75,7 +75,7 @@ def source(case: str) -> dict[str, Any]:
     name, _, start = case.partition(", ")
     if case in SMOLLM2:
         data = str(common.shared(name))
-        return {"data": data, "model": os.environ["SMOLLM2_GGUF"], "lora_rank": 8}
+        return {"data": data, "model": str(smollm2.directory()), "lora_rank": 8}
     if not start:
         elsewhere = {"pydocs": lambda: name, FEW[1]: descriptions}
         data = elsewhere.get(name, lambda: common.shared(name))()
@@ -366,7 +366,7 @@ def main() -> None:
         return
     out = common.out_of(given)
     file = out / "optimizers.jsonl"
-    absent = () if "SMOLLM2_GGUF" in os.environ else SMOLLM2
+    absent = () if smollm2.VARIABLE in os.environ else SMOLLM2
     todo = [cell for cell in missing(cells(settings), file) if cell.case not in absent]
     compute(train, todo, settings, file, given.minutes, given.processes)
     rows = kept(file)

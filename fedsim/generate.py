@@ -26,7 +26,7 @@ def generate_text(
     """Continue a prompt with a run's last checkpoint or a pretrained model.
 
     Args:
-      source: the directory of a run or of a Hugging Face model, hf:NAME, or a GGUF file.
+      source: the directory of a run or of a Hugging Face model, or hf:NAME.
       prompt: text.
       num_tokens: most tokens to generate.
       how: how they are drawn.
@@ -62,7 +62,7 @@ def model_to_generate(source: str) -> Pretrained:
     Raises: ConfigError: there is no such model, or it has no tokenizer.
     """
     there = Path(source).exists() or source.startswith(HUB)
-    kinds = "the directory of a run or of a Hugging Face model, hf:NAME, or a GGUF file"
+    kinds = "the directory of a run or of a Hugging Face model, or hf:NAME"
     model = find_model(source) if there else None
     expect("model", source, model is not None, kinds)
     assert model is not None

@@ -23,7 +23,6 @@ EXTRAS = {
     "wandb": "wandb",
     "mlflow": "alembic mlflow sqlalchemy",
     "trackio": "trackio",
-    "gguf": "gguf",
 }
 """Import names of the packages of each extra."""
 EXTRA_OF = {package: extra for extra, names in EXTRAS.items() for package in names.split()}

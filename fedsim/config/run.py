@@ -141,8 +141,8 @@ class ModelConfig:
 
     source: Annotated[str, flag(name="model")] = "tiny"
     """Model to train. A new transformer: micro (to try a command), tiny, small, medium, paper (350
-    M parameters) or large (1 B). Or a pretrained model: a Hugging Face directory, hf:NAME, a GGUF
-    file, or the directory of an earlier run of train or pretrain."""
+    M parameters) or large (1 B). Or a pretrained model: a Hugging Face directory, hf:NAME, or the
+    directory of an earlier run of train or pretrain."""
 
     lora_rank: int = 0
     """Rank of LoRA adapters, which are trained in place of the parameters of a pretrained model. >=

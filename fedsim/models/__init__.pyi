@@ -6,7 +6,6 @@ from . import (
     pretrained as pretrained,
 )
 from .decoding import Decoder as Decoder, Prompt as Prompt, key_of as key_of
-from .gguf_files import tokenizer_of as tokenizer_of
 from .language_model import LanguageModelTask as LanguageModelTask, lengths_up_to as lengths_up_to
 from .pretrained import HUB as HUB, TOKENIZER as TOKENIZER, Pretrained as Pretrained
 from .transformer import (

@@ -87,7 +87,7 @@ def config_of(fields: Fields) -> TransformerConfig:
         raise odd("model_type", kind, f"one of {', '.join(TYPES)}")
     if (quantised := fields.get("quantization_config")) is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        expected = "none: a model that is not quantised, or a GGUF file"
+        expected = "none: a model that is not quantised"
         raise odd("quantization_config", method, expected)
     if kind == "mistral" and fields.get("layer_types"):  # as `transformers` takes it
         kind = "ministral"

@@ -20,7 +20,7 @@ from flax import traverse_util
 from fedsim.data import Tokenizer, copy_provenance
 from fedsim.errors import ConfigError
 from fedsim.files import expand_home, new_directory, read_object, write_json
-from fedsim.models import families, frozen, gguf_files, model_files, serving_files
+from fedsim.models import families, frozen, model_files, serving_files
 from fedsim.models.families import Place
 from fedsim.models.model_files import ADAPTER, CONFIG, TOKENIZER, Stored, TensorError
 from fedsim.models.transformer import Transformer, TransformerConfig
@@ -50,7 +50,7 @@ def ignore(done: int, of: int) -> None:
 def load(
     source: str, heard: Callable[[int, int], None] = ignore, *, as_stored: bool = False
 ) -> Pretrained:
-    """Load a Hugging Face directory, hf:NAME[@REVISION] from the Hub, or a GGUF file.
+    """Load a Hugging Face directory, or hf:NAME[@REVISION] from the Hub.
 
     Args:
       heard: called with (number of arrays that are read, number of arrays).
@@ -61,10 +61,6 @@ def load(
     source = expand_home("model", source)
     if source.startswith(HUB):
         return load_directory(download(source, "model", WANTED), heard, as_stored=as_stored)
-    if Path(source).suffix == gguf_files.SUFFIX:
-        config, params, files = gguf_files.load(Path(source), heard)
-        check_shapes(source, config, params)
-        return Pretrained(config, params, files and files / TOKENIZER, files)
     return load_directory(Path(source), heard, as_stored=as_stored)
 
 
@@ -177,22 +173,6 @@ def _same(a: np.ndarray | Stored, b: np.ndarray | Stored) -> bool:
         if not np.array_equal(ours, theirs):
             return False
     return True
-
-
-def check_shapes(source: str, c: TransformerConfig, params: Any) -> None:
-    """Check the shapes of all parameters.
-
-    Raises:
-      TensorError: an array has another shape than the config says, or is missing or unknown.
-    """
-    found: dict[Any, Any] = dict(traverse_util.flatten_dict(params))
-    shapes = shapes_of(c)
-    model_files.expect_none_left(source, ["/".join(path) for path in found if path not in shapes])
-    for path, expected in shapes.items():
-        if path not in found:
-            name = "/".join(path)
-            raise TensorError.of("model", source, f"a tensor for {name}, and there is none")
-        _expect_shape(source, path, found[path].shape, expected)
 
 
 def shapes_of(c: TransformerConfig) -> dict[tuple[str, ...], tuple[int, ...]]:

@@ -53,7 +53,7 @@ def find_model(
     """Load the model that `source` names.
 
     Args:
-      source: a size such as micro, hf:NAME, a directory, a GGUF file, or a run's directory.
+      source: a size such as micro, hf:NAME, a directory, or a run's directory.
       console: shows the progress.
       as_stored: keep matrices in bfloat16 as they are stored, to be frozen.
 
@@ -70,7 +70,7 @@ def find_model(
     if (path / directory.CONFIG).is_file() and not pretrained.is_directory(path):
         return model_of_run(path)
     if not path.exists() and not source.startswith(pretrained.HUB):
-        expected = f"one of {', '.join(PRESETS)}, hf:NAME, or a directory or GGUF file that exists"
+        expected = f"one of {', '.join(PRESETS)}, hf:NAME, or a directory that exists"
         raise ConfigError.of("model", source, expected)
     if console is None:
         return pretrained.load(source, as_stored=as_stored)

