@@ -15,6 +15,7 @@ from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import IO, Any
 
 from fedsim.errors import ConfigError, FileDamaged, brief, expect
+from fedsim.signals import removed_at_end
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError
 MOST_JSON = 2**26  # bytes of a user's JSON file: ten times the largest in use
@@ -249,7 +250,7 @@ def new_directory(out: Path) -> Iterator[Path]:
         made.mkdir()  # with the mode of directories, which the temporary one has not
     except OSError as error:
         raise ConfigError.of("out", out, f"a place to write to ({error})") from None
-    with temporary:
+    with temporary, removed_at_end(Path(temporary.name)):
         yield made
         made.rename(out)
     sync_directory(out.parent)

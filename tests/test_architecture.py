@@ -13,14 +13,14 @@ import fedsim
 
 ROOT = Path(fedsim.__file__).parent
 LEVELS = (
-    "errors files installation cgroups",
+    "errors files installation cgroups signals",
     "config keys accounting placement",
     "sampling mechanism noise clipping models data",
     "els uls shared_uls plan evaluate run engine budget",
     "trust tuning training generate synthesis chat export publish",
     "library cli",
 )
-FOUNDATION = {"fedsim.errors", "fedsim.files", "fedsim.installation"}  # the accountant's, too
+FOUNDATION = {f"fedsim.{name}" for name in "errors files installation signals".split()}
 FREE_OF_RAY = "engine machine worker task trials programs environment"
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names.split()}
 

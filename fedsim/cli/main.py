@@ -37,7 +37,8 @@ from fedsim.config import to_json
 from fedsim.errors import ConfigError, FedsimError, printable
 from fedsim.files import CACHE, DISK_FULL, LEDGER, directory_of
 from fedsim.installation import optional, version
-from fedsim.run import Terminal, speaking, terminated
+from fedsim.run import Terminal, speaking
+from fedsim.signals import terminated
 
 UNFINISHED = 75  # EX_TEMPFAIL: a signal stopped the run; the same command with --resume goes on
 
@@ -139,11 +140,20 @@ def _run(words: list[str]) -> None:
         print("fedsim", version())
         return
     command = None
+
+    def end() -> None:
+        """End at once, from another thread, without what runs at a normal exit."""
+        reason, code = _interrupted(command)
+        shown = "\x1b[?25h\n" if sys.stderr.isatty() else ""  # a progress bar hides the cursor
+        with contextlib.suppress(OSError):
+            os.write(2, f"{shown}fedsim: error: {reason}\n".encode())
+        os._exit(code)
+
     try:
         words, level = level_of(words)
         command = parse(Command, words)
         run = getattr(command, "run", None)
-        with speaking(level or getattr(run, "output", "normal")), terminated(), optional():
+        with speaking(level or getattr(run, "output", "normal")), terminated(end), optional():
             if doing := getattr(command, "doing", ""):  # printed before imports that take seconds
                 Terminal().note(doing)
             result = command()
@@ -165,13 +175,7 @@ def _run(words: list[str]) -> None:
             raise
         _fail(reason, 1)
     except KeyboardInterrupt:
-        command = getattr(command, "command", command)
-        if isinstance(command, Train | Pretrain | Synthesize):  # before a step, or by two signals
-            _fail("interrupted; the same command with --resume goes on", UNFINISHED)
-        resumes = isinstance(command, Forget) and command.retrain is not None
-        if resumes or isinstance(command, Sweep | DataBuild):
-            _fail("interrupted; the same command goes on", UNFINISHED)
-        _fail("interrupted", 130)
+        _fail(*_interrupted(command))
     if command.json:
         _answer(command, result)
     if result.get("holds") is False:
@@ -181,6 +185,17 @@ def _run(words: list[str]) -> None:
         sys.exit(UNFINISHED)
     if result.get("interrupted"):
         sys.exit(UNFINISHED)
+
+
+def _interrupted(command: Any) -> tuple[str, int]:
+    """(how a command that a signal ended can go on, its exit code)."""
+    command = getattr(command, "command", command)
+    if isinstance(command, Train | Pretrain | Synthesize):  # before a step, or by two signals
+        return "interrupted; the same command with --resume goes on", UNFINISHED
+    resumes = isinstance(command, Forget) and command.retrain is not None
+    if resumes or isinstance(command, Sweep | DataBuild):
+        return "interrupted; the same command goes on", UNFINISHED
+    return "interrupted", 130
 
 
 def _next_step(error: Exception, command: Any) -> str:

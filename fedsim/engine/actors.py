@@ -40,6 +40,7 @@ from fedsim.engine.environment import (
     versions,
 )
 from fedsim.engine.task import Task
+from fedsim.signals import heed
 
 MAX_LOSSES = 4  # of one lane, in one call
 PULL_S = 60.0  # seconds to fetch a sum from another node
@@ -158,6 +159,7 @@ def placed_in_time(
         if placement != requested:
             cluster.ask_for([placement.needs] * placement.num_workers)
             requested = placement
+        heed()
         time.sleep(1)
 
 

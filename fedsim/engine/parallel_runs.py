@@ -7,6 +7,8 @@ worker, each job would need a second process.)
 """
 
 import dataclasses
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import EngineError
 from fedsim.engine.environment import Placement, actor_options, keep_compiled
 from fedsim.errors import FedsimError
+from fedsim.signals import heed
 
 ATTEMPTS = 3  # starts of a job whose process is lost each time, or of a process
 LONG_S = 180.0  # to wait for a process to start before that is said
@@ -133,10 +136,12 @@ class ParallelRuns:
 
     def _next(self, refs: list[Any], *, idle: bool) -> Any:
         """The first of some answers. Args: idle: no job is running."""
-        done = ray.wait(refs, num_returns=1, timeout=LONG_S if idle else None)[0]
-        if not done:
-            self._warn("no process has room on the cluster yet: waiting for others to end")
-            done = ray.wait(refs, num_returns=1)[0]
+        warned_at = time.monotonic() + LONG_S if idle else math.inf
+        while not (done := ray.wait(refs, num_returns=1, timeout=min(1.0, LONG_S))[0]):
+            heed()
+            if time.monotonic() > warned_at:
+                self._warn("no process has room on the cluster yet: waiting for others to end")
+                warned_at = math.inf
         return done[0]
 
     def _start(self) -> None:

@@ -43,6 +43,7 @@ from fedsim.engine.engine import Engine, EngineError, ignore, one_of_each
 from fedsim.engine.environment import store_bytes
 from fedsim.engine.task import Task
 from fedsim.engine.worker import MultiDeviceWorker, NoTask, Worker
+from fedsim.signals import heed
 
 PAUSE_S = 0.2  # seconds between two probes of a worker that cannot be reached
 RECRUIT_S = 10.0  # seconds between two looks for room for more workers
@@ -283,6 +284,7 @@ class RayEngine(Engine):
 
     def _collect(self) -> None:
         """Wait briefly for answers; handle those that came, and workers that are late."""
+        heed()
         now = time.monotonic()
         if self._health.overdue(now) or self._health.given_up(now):
             self._hear(0.0, len(self._flights))  # the driver itself may have been suspended

@@ -42,6 +42,7 @@ from fedsim.engine.programs import Programs, check_arithmetic, check_contributio
 from fedsim.engine.task import MADE_UP, Task
 from fedsim.engine.trials import try_strategy
 from fedsim.placement import make_mesh
+from fedsim.signals import heed
 
 ROWS_PER_READ = 4096
 EVAL_ROWS_PER_CHUNK = 16
@@ -517,4 +518,5 @@ class LocalEngine(Engine):
         self._version += 1
         version = self._version  # another call may come before this one has ended
         for lane in lanes:
+            heed()
             yield getattr(self._worker, method)(version, params, lane, *args)

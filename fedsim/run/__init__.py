@@ -12,7 +12,6 @@ formats       pydantic types and JSON Schemas of plan, ledger and summary
 model_source  the model that a run starts from, and the task that it trains
 console       plan, progress and results of a run for a person; the table of runs
 terminal      lines on stderr
-signals       stopping between two steps
 """
 
 from lazy_loader import attach_stub

@@ -51,7 +51,6 @@ from .model_source import (
     without_adapter as without_adapter,
 )
 from .parent import Parent as Parent, begin_from as begin_from, parent_of as parent_of
-from .signals import stop_signals as stop_signals, terminated as terminated
 from .state import (
     PARENT as PARENT,
     REALISED as REALISED,

@@ -17,6 +17,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console as RichConsole
 
 from fedsim.errors import printable
+from fedsim.signals import heed
 
 REFRESH_S = 0.5  # between two updates of a progress line
 FIRST_LINE_S = 3.0  # a log gets a line about a phase after this time, and after each doubling of it
@@ -66,7 +67,11 @@ class Phase:
         self._done, self._of, self._began = 0, 0, time.monotonic()
 
     def at(self, done: int, of: int) -> None:
-        """Report progress. A count that restarts also restarts the clock."""
+        """Report progress. A count that restarts also restarts the clock.
+
+        Raises: KeyboardInterrupt: a stop signal came.
+        """
+        heed()
         if done < self._done or of != self._of:
             self._began = time.monotonic()
         self._done, self._of = done, of

@@ -36,9 +36,9 @@ from fedsim.run import (
     open_loggers,
     restored,
     save,
-    stop_signals,
     visible,
 )
+from fedsim.signals import stop_signals
 from fedsim.training.open import open_run, phase_of, wait_for
 from fedsim.training.optimizers import diverged, is_finite, settled, update_rule, updater
 

@@ -41,9 +41,9 @@ from fedsim.run import (
     restored,
     results,
     save,
-    stop_signals,
     visible,
 )
+from fedsim.signals import stop_signals
 from fedsim.training.callbacks import Callback, Calls
 from fedsim.training.open import OpenRun, phase_of
 from fedsim.training.optimizers import (

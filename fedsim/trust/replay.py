@@ -13,7 +13,8 @@ from pathlib import Path
 
 from fedsim.engine import versions
 from fedsim.errors import ConfigError
-from fedsim.run import PARENT, checkpoint, directory, ledger, terminated
+from fedsim.run import PARENT, checkpoint, directory, ledger
+from fedsim.signals import removed_at_end
 from fedsim.training import FILE as EVALUATIONS, Evaluated, train
 from fedsim.trust.evidence import Evidence, Interrupted, Unknown, Violated
 
@@ -99,8 +100,8 @@ def _trained(path: Path) -> str:
 def _scratch() -> Iterator[Path]:
     """A private directory for the copy of a run, which is removed in any case."""
     with (
-        terminated(),
         tempfile.TemporaryDirectory(prefix="fedsim-replay-") as directory,
+        removed_at_end(Path(directory)),
     ):
         copy = Path(directory) / "run"
         (copy / checkpoint.DIRECTORY).mkdir(parents=True)

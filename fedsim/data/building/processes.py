@@ -28,6 +28,7 @@ from typing import Any
 from fedsim.cgroups import cpus
 from fedsim.errors import DataError, Interrupted
 from fedsim.files import TOO_MANY_FILES, sync_directory, write_json
+from fedsim.signals import heed
 
 PROGRESS_EVERY_S = 5.0
 SMALL_BYTES = 32 * 2**20  # less is processed faster than processes start
@@ -174,7 +175,11 @@ class Meter:
         self.show(self.done + rows)
 
     def show(self, done: int) -> None:
-        """Set the number of processed rows, and show it if the last line is old enough."""
+        """Set the number of processed rows, and show it if the last line is old enough.
+
+        Raises: KeyboardInterrupt: a stop signal came.
+        """
+        heed()
         now = time.monotonic()
         self.done = done
         if self.say and done and now - self.said_at > PROGRESS_EVERY_S:
