@@ -53,7 +53,7 @@ from fedsim.run import formats, ledger
 
 CONFIG, SUMMARY, RECEIPT, LOCK = "config.json", "summary.json", "budget.json", "lock"
 TOKENIZER, MODEL = "tokenizer.json", "model"
-NOT_READ = ("0.1.", "0.2.")
+NOT_READ = ("0.1.", "0.2.", "0.3.")
 """Starts of versions whose runs are refused: they have other keys, checkpoints and adjacency."""
 GONE: Mapping[str, Any] = {"condition_on": None, "labels": None}
 """Settings that earlier versions wrote into config.json and this one has no longer, with their
@@ -180,7 +180,7 @@ def load(run_dir: Path) -> StoredRun:
     """Load the settings that a run was started with.
 
     Raises:
-      ConfigError: there is no run in the directory. EarlierRun: it is of a version before 0.3.
+      ConfigError: there is no run in the directory. EarlierRun: it is of a version before 0.4.
       FileDamaged: config.json or the tokenizer was changed since the start of the run.
     """
     path = run_dir / CONFIG
@@ -190,7 +190,7 @@ def load(run_dir: Path) -> StoredRun:
     versions = record.get("versions")
     was = str(versions.get("fedsim", "")) if isinstance(versions, dict) else ""
     if was.startswith(NOT_READ):
-        raise EarlierRun.of("run", run_dir, f"a run of fedsim 0.3 or later; {was} reads this one")
+        raise EarlierRun.of("run", run_dir, f"a run of fedsim 0.4 or later; {was} reads this one")
     recorded = ledger.head(run_dir).get("config_sha256", config_sha256(run_dir))
     if recorded != config_sha256(run_dir):
         raise FileDamaged(f"{path}: was changed since the run was started")

@@ -120,8 +120,8 @@ def test_a_directory_without_a_run_cannot_be_loaded(run_dir):
         directory.load(run_dir)
 
 
-@pytest.mark.parametrize("version, read", [("0.2.0", False), ("0.1.3", False), ("0.20.0", True)])
-def test_runs_before_0_3_are_refused_by_their_version(version, read, run_dir, key):
+@pytest.mark.parametrize("version, read", [("0.3.0", False), ("0.1.3", False), ("0.30.0", True)])
+def test_runs_before_0_4_are_refused_by_their_version(version, read, run_dir, key):
     start(run_dir, key)
     config = json.loads((run_dir / "config.json").read_text())
     config["versions"] = {"fedsim": version}
@@ -132,7 +132,7 @@ def test_runs_before_0_3_are_refused_by_their_version(version, read, run_dir, ke
         assert directory.load(run_dir).run == stored(run_dir).run
         return
     for load in (directory.load, lambda place: directory.find(place, resume=True)):
-        with refuses("run", says=f"0.3 or later; {version} reads this one"):
+        with refuses("run", says=f"0.4 or later; {version} reads this one"):
             load(run_dir)
 
 
