@@ -29,7 +29,7 @@ SIZES = [1, 4, 9, 2, 30, 3, 0, 5]
 @pytest.mark.ci
 @pytest.mark.parametrize("balanced", [True, False])
 def test_a_user_takes_part_in_steps_of_one_group_alone_with_the_groups_probability(balanced):
-    key, sampler = SecretKey.create(seed=1), Cyclic(24, 3, 1.0, BANDS, balanced)
+    key, sampler = SecretKey.create(seed=1), Cyclic(24, 3, BANDS, balanced)
     taken = np.zeros((STEPS, 24), bool)
     for step in range(STEPS):
         taken[step, sampler.draw(key, step)] = True
@@ -73,7 +73,7 @@ def test_every_place_of_the_pool_has_its_owner(key, adjacency):
 
 def test_nobodys_group_depends_on_whether_another_user_is_there(key):
     """With add-or-remove; with zero-out the number of users is the same for neighbours."""
-    few, many = (Cyclic(n, 2, 1.0, BANDS, balanced=False) for n in (20, 21))
+    few, many = (Cyclic(n, 2, BANDS, balanced=False) for n in (20, 21))
     for step in range(200):
         # The probability follows from the number of users, the groups do not.
         assert set(few.draw(key, step)) <= set(range(20))
@@ -90,19 +90,19 @@ def test_one_band_is_poisson_sampling_bit_by_bit(key):
 
 def test_groups_do_not_change_between_versions():
     """Golden; see test_sampling.py."""
-    sampler = Cyclic(1000, 5, 1.0, 10)
+    sampler = Cyclic(1000, 5, 10)
     assert sampler.draw(SecretKey.create(seed=0), 3).tolist() == [315, 596, 784, 875, 940]
 
 
 def test_the_event_is_of_the_group_and_of_every_cycle_once():
-    assert Cyclic(100, 5, 1.0, 4).event(1.5) == StepEvent(1.5, 0.2, 1, 4)
-    assert Cyclic(100, 5, 0.5, 4).event(1.5, max_contributions=8) == StepEvent(1.5, 0.1, 8, 4)
-    assert Cyclic(21, 3, 1.0, 7).event(1.0).sampling_prob == 1.0
+    assert Cyclic(100, 5, 4).event(1.5) == StepEvent(1.5, 0.2, 1, 4)
+    assert Cyclic(100, 5, 4).event(1.5, max_contributions=8) == StepEvent(1.5, 0.2, 8, 4)
+    assert Cyclic(21, 3, 7).event(1.0).sampling_prob == 1.0
 
 
 def test_more_groups_than_a_step_can_be_drawn_from_are_refused():
     with refuses("bands=8", says="<= 7"):
-        Cyclic(23, 3, 1.0, 8)
+        Cyclic(23, 3, 8)
 
 
 @pytest.mark.slow

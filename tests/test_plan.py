@@ -5,14 +5,12 @@ import json
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from problems import users_of_sizes
 from refused import refuses
 
 from fedsim import accounting
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig
-from fedsim.config.privacy import COMPARISON_ONLY
 from fedsim.keys import SecretKey
 from fedsim.noise import slack
 from fedsim.plan import (
@@ -29,7 +27,6 @@ from fedsim.plan import (
     PoissonSampling,
     Release,
     SharedTexts,
-    ShuffledSampling,
     Trial,
     calibrate,
     claimed_fields,
@@ -67,8 +64,9 @@ def planned(algorithm, users, key, **fields):
 
 @pytest.mark.parametrize("algorithm", Algorithm)
 def test_delta_is_a_millionth_or_a_power_of_the_number_of_users(algorithm, users):
-    for assumed, expected in ((None, 1e-6), (10**6, 10**-6.6)):
-        settings = privacy(assumed_population=assumed)
+    many = SimpleNamespace(**vars(users_of_sizes([2] * 10**6)), fingerprint="many")
+    settings = privacy()
+    for users, expected in ((users, 1e-6), (many, 10**-6.6)):  # noqa: B020
         completed, non_private = complete(algorithm, settings, data_of(users))
         assert completed.delta == pytest.approx(expected)
         assert not any(fact.startswith("delta") for fact in non_private)  # N is public
@@ -160,24 +158,10 @@ def test_the_plan_has_the_constants_of_the_paper(users, key):
     assert paper.num_examples == 56
 
 
-@pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
+@pytest.mark.parametrize("sampling", ["poisson", "cyclic"])
 def test_the_plan_says_what_is_run_and_what_is_accounted(sampling, users, key):
     plan, *_ = planned(Algorithm.ULS, users, key, sampling=sampling, epsilon=math.inf)
-    assert (plan.sampling.kind, plan.sampling.accounted) == (sampling, "poisson")
-
-
-@pytest.mark.parametrize("algorithm", Algorithm)
-def test_an_assumed_population_is_accounted_for_and_never_drawn(algorithm, users, key):
-    fields = {"sampling": "poisson", "group_size": 2, "delta": 1e-5}
-    plain, *_ = planned(algorithm, users, key, **fields)
-    plan, method, *_ = planned(algorithm, users, key, assumed_population=80, **fields)
-    assert plan.sampling.prob == plain.sampling.prob == plain.accounted_prob
-    assert plan.accounted_prob == pytest.approx(plain.sampling.prob / 10)
-    assert method.event(1.0).sampling_prob == plan.accounted_prob
-    assert plan.noise_multiplier < plain.noise_multiplier
-    for step in range(5):
-        own = method_for(algorithm, privacy(**fields), users, key)
-        np.testing.assert_array_equal(method.draw(step), own.draw(step))
+    assert (plan.sampling.kind, plan.sampling.accounted) == (sampling, sampling)
 
 
 def test_a_seeded_run_is_labelled(users, key):
@@ -218,25 +202,6 @@ def test_a_trial_trains_no_more_parameters_than_its_slack_was_paid_for(users, ke
         make_plan(*given, MOST_PARAMETERS + 1, facts, "", trial=True)
 
 
-def test_an_assumed_population_is_labelled_as_one(users):
-    key = SecretKey.create()
-    plan, *_ = planned(Algorithm.ULS, users, key, assumed_population=80)
-    assert "assumed_population=80 (instead of the 8 users)" in plan.non_private
-    assert plan.delta == 1e-6
-    assert plan.epsilon_holds == "as if there were 80 users: an assumption, not a guarantee"
-    plain, *_ = planned(Algorithm.ULS, users, key)
-    assert plain.epsilon_holds == ADJACENCY[ZERO_OUT] and plain.sampling.assumed_population is None
-    shuffled, *_ = planned(Algorithm.ULS, users, key, assumed_population=80, sampling="shuffle")
-    assert shuffled.epsilon_holds == f"{COMPARISON_ONLY}; {plan.epsilon_holds}"
-
-
-def test_fewer_users_than_there_are_cannot_be_assumed(users):
-    with refuses("assumed_population=7", says=">= 8"):
-        complete(Algorithm.ULS, privacy(assumed_population=7), data_of(users))
-    with refuses("assumed_population=0"):
-        privacy(assumed_population=0)
-
-
 def test_the_adjacency_is_named(users):
     """What the accountant and a sensitivity of C are about; replacing a user takes 2C."""
     for name, words in (
@@ -269,11 +234,10 @@ def test_a_plan_comes_back_from_json_as_it_was(algorithm, epsilon, users, key):
 
 WAYS = {
     "sampling": [
-        PoissonSampling(prob=0.25, assumed_population=80),
+        PoissonSampling(prob=0.25),
         CyclicSampling(prob=0.25, bands=2),
         CyclicSampling(prob=0.25),
         AllocatedSampling(prob=0.25, participations=2),
-        ShuffledSampling(prob=0.25, bands=3),
     ],
     "noise": [IndependentNoise(), CorrelatedNoise(predicted_error=0.5)],
     "purpose": [Release(), Trial(True), Audit({"gradient": 3, "text": 0})],
@@ -326,7 +290,7 @@ def test_a_plan_with_a_field_too_few_or_too_many_is_not_read(users, key):
     fields = plan.as_dict()
     with pytest.raises(ValueError, match="^sigma: "):
         Plan.from_dict({**fields, "sigma": 1.0})
-    later = {"group_size_epsilon", "clip_quantile", "assumed_population", "adjacency", "seeded"}
+    later = {"group_size_epsilon", "clip_quantile", "adjacency", "seeded"}
     for name in fields.keys() - later - {"sampling_accounted", "predicted_error", "sampling_run"}:
         with pytest.raises(ValueError, match=f"^[a-z.]*{name}: "):
             Plan.from_dict({each: fields[each] for each in fields if each != name})

@@ -16,7 +16,7 @@ from fedsim.sampling import Allocation
 
 
 def test_everyone_takes_part_once_in_every_window_at_a_random_step():
-    key, sampler, windows = SecretKey.create(seed=1), Allocation(30, 8, 1.0, 4), 1500
+    key, sampler, windows = SecretKey.create(seed=1), Allocation(30, 8, 4), 1500
     taken = np.zeros((windows, 4, 30), bool)
     for step in range(4 * windows):
         taken[step // 4, step % 4, sampler.draw(key, step)] = True
@@ -30,8 +30,8 @@ def test_everyone_takes_part_once_in_every_window_at_a_random_step():
 
 
 def test_the_event_is_of_the_window():
-    assert Allocation(30, 8, 1.0, 4).event(1.5) == allocated_event(1.5, 4)
-    assert Allocation(30, 8, 1.0, 4).sampling_prob == 0.25
+    assert Allocation(30, 8, 4).event(1.5) == allocated_event(1.5, 4)
+    assert Allocation(30, 8, 4).sampling_prob == 0.25
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from scipy import stats
 
 from fedsim.accounting import StepEvent
 from fedsim.keys import SecretKey
-from fedsim.sampling import PADDING, Poisson, Shuffle, draw_groups, limit_contributions, places
+from fedsim.sampling import PADDING, Poisson, draw_groups, limit_contributions, places
 from fedsim.sampling.sampler import UNIFORM, _cumulative, binomial
 
 STEPS = 4000
@@ -96,18 +96,6 @@ def test_a_step_that_is_run_again_draws_the_same(key):
 
 def test_all_units_take_part_when_the_probability_is_one(key):
     np.testing.assert_array_equal(Poisson(12, 12).draw(key, 0), np.arange(12))
-
-
-def test_shuffling_covers_every_unit_once_an_epoch(key):
-    sampler = Shuffle(12, 4)
-    for epoch in range(3):
-        drawn = [sampler.draw(key, 3 * epoch + batch) for batch in range(3)]
-        np.testing.assert_array_equal(np.sort(np.concatenate(drawn)), np.arange(12))
-    assert not np.array_equal(sampler.draw(key, 0), sampler.draw(key, 3))
-
-
-def test_shuffling_gives_draws_of_a_fixed_size_when_units_are_left_over(key):
-    assert {len(Shuffle(13, 4).draw(key, step)) for step in range(20)} == {4}
 
 
 def test_the_sampler_emits_the_event_it_draws():

@@ -163,19 +163,7 @@ SAMPLING = (
                 named_poisson,
             ),
         ),
-        ("--sampling", "shuffle"),
-    ),
-    Mistake(
-        "an assumed population without its label",
-        "test_plan.py::test_an_assumed_population_is_labelled_as_one",
-        (
-            Patch(
-                "fedsim.plan.options",
-                "Sampling.labels",
-                lambda _right, self: [],
-            ),
-        ),
-        ("--assumed-population", "400"),
+        ("--sampling", "cyclic", "--bands", "3"),
     ),
     Mistake(
         "one user's text among numbers, by which all are ordered as texts",

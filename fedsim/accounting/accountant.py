@@ -1,7 +1,7 @@
 """The one accountant: user-level (epsilon, delta) of DP-SGD-ELS and DP-SGD-ULS.
 
 Source: Charles et al. 2024, Theorems 1 and 2. Adjacency is add-or-remove one user, both directions,
-with Poisson sampling, of all users or of a group of them in turn. A shuffled run is not covered.
+with Poisson sampling, of all users or of a group of them in turn.
 
 Every epsilon and delta is an upper bound, on any grid of the privacy loss. The grid is refined
 until the answer is predicted to lie within RELATIVE_ACCURACY of the exact one, or until it is as

@@ -10,10 +10,8 @@ import tyro
 
 from fedsim.config import (
     ALLOCATION,
-    COMPARISON_ONLY,
     CORRELATED,
     ONLY_USERS,
-    SHUFFLE,
     MechanismConfig,
     to_json,
 )
@@ -110,11 +108,6 @@ class _Mechanism(MechanismConfig):
         expect("sampling_prob", sampling_prob, whole, expected)
         return accounting.allocated_event(noise_multiplier, steps // count)
 
-    @property
-    def labels(self) -> dict[str, str]:
-        """The warning that epsilon is no guarantee, under its key in a plan; else empty."""
-        return {"epsilon_holds": COMPARISON_ONLY} if self.sampling == SHUFFLE else {}
-
     def answer(self, num_steps: int, noise_multiplier: float, **found: Any) -> dict[str, Any]:
         """The command's JSON object: settings, `found`, and the predicted error of sums of
         gradients (see `noise.correlated`)."""
@@ -123,7 +116,7 @@ class _Mechanism(MechanismConfig):
         bands = (self.bands or 1) if self.noise == CORRELATED else 1
         settings = {name: value for name, value in vars(self).items() if name != "json"}
         error = predicted_error(noise_multiplier, num_steps, bands)
-        return {**settings, **found, **self.labels, "predicted_error": error}
+        return {**settings, **found, "predicted_error": error}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +188,7 @@ class Account(_Mechanism):
             if self.people > 1:
                 spent += f" for {self.people:,} users together"
             how = ["by group privacy, which is not tight"] * by_group
-            print(", ".join([spent, *how, *self.labels.values()]))
+            print(", ".join([spent, *how]))
         found = {"epsilon": to_json(epsilon), "delta": delta}
         if self.people > 1:
             found["how"] = "group privacy" if by_group else "theorem"
@@ -250,7 +243,7 @@ class Calibrate(_Mechanism):
                 "sampling_prob": at_least(prob, ".6g"),
                 NOISE: f"{at_most(noise, '.6g')}{note}",
             }
-            print(", ".join([f"{wanted.replace('_', ' ')} {shown[wanted]}", *self.labels.values()]))
+            print(f"{wanted.replace('_', ' ')} {shown[wanted]}")
         answer = solved.answer(steps, noise)
         return {**answer, "at_least": is_bound} if wanted == "num_steps" else answer
 

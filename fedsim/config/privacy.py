@@ -11,11 +11,10 @@ from fedsim.config.flags import flags_of
 from fedsim.config.run import RunConfig
 from fedsim.errors import expect, expect_least, expect_positive
 
-POISSON, CYCLIC, ALLOCATION, SHUFFLE = "poisson", "cyclic", "allocation", "shuffle"
+POISSON, CYCLIC, ALLOCATION = "poisson", "cyclic", "allocation"
 ONLY_USERS = "poisson or cyclic with els: of several texts at random steps no tight bound is known"
 INDEPENDENT, CORRELATED = "independent", "correlated"
-SamplingName = Literal["poisson", "cyclic", "allocation", "shuffle"]
-COMPARISON_ONLY = "as if Poisson sampled: comparison only, not a guarantee"
+SamplingName = Literal["poisson", "cyclic", "allocation"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,8 +25,7 @@ class MechanismConfig:
     """Way of drawing users (uls) or examples (els) for a step. poisson: each one independently,
     with the same probability. cyclic: the same, but steps draw in turn from `bands` groups of
     users. allocation (uls): each user in exactly `participations` steps, one at random in every
-    num_steps / participations steps. shuffle: for comparison with the paper only; epsilon is that
-    of Poisson sampling and no guarantee. Default: poisson, or cyclic with correlated noise."""
+    num_steps / participations steps. Default: poisson, or cyclic with correlated noise."""
 
     participations: int | None = None
     """With sampling=allocation: K, the number of steps that each user takes part in. >= 1; divides
@@ -60,10 +58,8 @@ class MechanismConfig:
             why = f"{INDEPENDENT} with {ALLOCATION}: both together are bounded by Monte Carlo alone"
             expect("noise", noise, False, why)
         if noise == CORRELATED:
-            unknown = (
-                "cyclic, or shuffle to compare: for users drawn in any step no bound is proven"
-            )
-            expect("sampling", sampling, sampling in (CYCLIC, SHUFFLE), unknown)
+            unknown = "cyclic: for users drawn in any step no bound is proven"
+            expect("sampling", sampling, sampling == CYCLIC, unknown)
         if (count := self.participations) is not None:
             expect("participations", count, sampling == ALLOCATION, f"none with {sampling}")
             divides = count >= 1 and (num_steps is None or num_steps % count == 0)
@@ -187,11 +183,6 @@ class PrivacyConfig(MechanismConfig, PrivacyTarget):
     """With eval_epsilon: bound at which a user's mean loss is cut off, in nats per token. > 0.
     Default: the loss of a uniform guess, log(vocabulary size)."""
 
-    assumed_population: int | None = None
-    """Account as if the users were a random sample of a population of this size, as the paper does
-    for CC-News. >= number of users. That is an assumption and no guarantee; every epsilon shown is
-    labelled accordingly. Also used for the default of delta. Default: the number of users."""
-
     chosen_on_data: str = ""
     """Names of settings that were chosen by looking at this data without noise, such as
     group_size,clip_norm. The choice is not part of epsilon; the report says so. `fedsim recommend`
@@ -212,7 +203,6 @@ class PrivacyConfig(MechanismConfig, PrivacyTarget):
         bound = self.eval_loss_bound
         holds = bound is None or self.eval_epsilon is not None
         expect("eval_loss_bound", bound, holds, "none without eval_epsilon")
-        expect_least(self, assumed_population=1)
         names = flags_of(PrivacyConfig) | flags_of(RunConfig)
         for name in filter(None, self.chosen_on_data.split(",")):
             expect("chosen_on_data", name, name in names, "names of settings with commas between")

@@ -392,7 +392,6 @@ class TrainSettings(MechanismSettings, total=False):
     loss_bound: float | None
     eval_epsilon: float | None
     eval_loss_bound: float | None
-    assumed_population: int | None
     chosen_on_data: str
 
 

@@ -25,7 +25,6 @@ from .options import (
     PoissonSampling as PoissonSampling,
     Release as Release,
     SharedTexts as SharedTexts,
-    ShuffledSampling as ShuffledSampling,
     Trial as Trial,
     holds as holds,
     rows_of_users as rows_of_users,

@@ -34,7 +34,7 @@ from fedsim.data import (
 from fedsim.errors import ConfigError, expect
 from fedsim.keys import SecretKey
 from fedsim.noise import Prediction, best, predictions
-from fedsim.plan.options import GIVEN, PUBLIC, assumed_share
+from fedsim.plan.options import GIVEN, PUBLIC
 from fedsim.plan.plan import events_before
 from fedsim.sampling import (
     Users,
@@ -101,25 +101,18 @@ def complete(
     Raises: ConfigError: the settings do not fit the data or each other.
     """
     users = data.train
-    population = privacy.assumed_population or users.num_users
     if graph_of(users) is not None:
         _expect_shared(privacy, data)
-    least = f">= {users.num_users}, the users there are"
-    expect("assumed_population", population, population >= users.num_users, least)
     exposed = _public_counts(algorithm, privacy, users)
     if (least_texts := min_examples_of(data.metadata)) > 1:
         exposed.append(f"{PUBLIC}who has at least {least_texts} texts (min_examples)")
     if left_out_rows(data.metadata):
         exposed.append(f"{PUBLIC}who has a row that was not left out (skip_unknown)")
-    times = ""
-    if privacy.assumed_population is not None:
-        exposed.append(f"assumed_population={population} (instead of the {users.num_users} users)")
-        times = f", times {population / users.num_users:g}"
     delta = privacy.delta
     if delta is None:
-        delta = default_delta(population)
+        delta = default_delta(users.num_users)
         if privacy.adjacency != ZERO_OUT and delta < MOST_DELTA:
-            exposed.append(f"delta={delta:.3g} (N^-1.1 for the N users{times})")
+            exposed.append(f"delta={delta:.3g} (N^-1.1 for the N users)")
     group_size, looked = _group_size(algorithm, privacy, users, delta, key, pay)
     exposed += looked
     origin = data.metadata.get("tokenizer", {}).get("origin")
@@ -183,11 +176,9 @@ def _group_size(
 def allocated(algorithm: Algorithm, privacy: PrivacyConfig, num_users: int) -> PrivacyConfig:
     """Settings of random allocation, with participations and the batch size that follows from it.
 
-    Raises: ConfigError: the algorithm is not ULS, or a population is assumed.
+    Raises: ConfigError: the algorithm is not ULS.
     """
     expect("sampling", ALLOCATION, algorithm == Algorithm.ULS, ONLY_USERS)
-    assumed = privacy.assumed_population
-    expect("assumed_population", assumed, assumed is None, f"none with {ALLOCATION} sampling")
     steps, group_size = privacy.num_steps, privacy.group_size or 1
     wanted = max(1, privacy.batch_size // group_size) / num_users * steps
     divisors = [count for count in range(1, steps + 1) if steps % count == 0]
@@ -209,14 +200,13 @@ def bands_predicted(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) 
         sizes = np.minimum(np.diff(users.offsets), cap)
         units = units * cap if privacy.adjacency == ZERO_OUT else int(sizes.sum())
     count = max(1, privacy.batch_size // rows)
-    share = assumed_share(privacy.assumed_population, users.num_users)
 
     def noise_multiplier(bands: int) -> float:
         return accounting.noise_multiplier(
             epsilon=privacy.epsilon,
             delta=privacy.delta,
             num_steps=privacy.num_steps,
-            sampling_prob=min(1.0, count / units) * share,
+            sampling_prob=min(1.0, count / units),
             max_contributions=cap,
             bands=bands,
             before=events_before(privacy.group_size_epsilon),

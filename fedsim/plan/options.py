@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field, WithJsonSchema
 
 from fedsim.accounting import StepEvent, allocated_event, cyclic_event
-from fedsim.config import ADD_OR_REMOVE, COMPARISON_ONLY, ZERO_OUT
+from fedsim.config import ADD_OR_REMOVE, ZERO_OUT
 from fedsim.noise import slack
 
 SHARED = "shared"
@@ -37,7 +37,6 @@ NOTHING = "nothing outside the guarantee"
 REPRODUCTION = "of a seed that others may know or guess: a reproduction, not a guarantee"
 TRIAL = "of one trial of a private selection, which costs more: not a guarantee"
 SHORT_REASONS = {
-    COMPARISON_ONLY: "shuffled draws",
     REPRODUCTION: "a known seed",
     TRIAL: "a trial",
 }
@@ -57,14 +56,8 @@ class Sampling:
 
     prob: Annotated[float, Field(alias="sampling_prob")]
     """p or q: expected fraction of all units in a step."""
-    assumed_population: int | None = None
-    """Number of users that is accounted for; None: the actual number."""
     bands: int = 1
     """b: number of groups of users that steps draw from in turn."""
-
-    def accounted_prob(self, num_users: int) -> float:
-        """p or q in the accounting: smaller than `prob` with an assumed population."""
-        return self.prob * assumed_share(self.assumed_population, num_users)
 
     @property
     def bands_given(self) -> int | None:
@@ -76,19 +69,10 @@ class Sampling:
         return 1
 
     def event(
-        self, noise_multiplier: float, *, num_steps: int, num_users: int, max_contributions: int
+        self, noise_multiplier: float, *, num_steps: int, max_contributions: int
     ) -> StepEvent:
         """A step's event for the accountant."""
-        prob = self.accounted_prob(num_users)
-        return cyclic_event(noise_multiplier, prob, max_contributions, self.bands)
-
-    @property
-    def labels(self) -> list[str]:
-        """Reasons in the way of sampling why epsilon is no guarantee; empty if there are none."""
-        if self.assumed_population is None:
-            return []
-        assumed = f"as if there were {self.assumed_population:,} users"
-        return [f"{assumed}: an assumption, not a guarantee"]
+        return cyclic_event(noise_multiplier, self.prob, max_contributions, self.bands)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,34 +101,20 @@ class AllocatedSampling(Sampling):
     kind: Annotated[Literal["allocation"], Field(alias="sampling_run")] = "allocation"
     accounted: Annotated[Literal["allocation"], Field(alias="sampling_accounted")] = "allocation"
     bands: Literal[1] = 1
-    assumed_population: None = None
 
     def window(self, num_steps: int) -> int:
         """W = T / K."""
         return num_steps // self.participations
 
     def event(
-        self, noise_multiplier: float, *, num_steps: int, num_users: int, max_contributions: int
+        self, noise_multiplier: float, *, num_steps: int, max_contributions: int
     ) -> StepEvent:
         """A step's event for the accountant."""
         return allocated_event(noise_multiplier, self.window(num_steps))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShuffledSampling(Sampling):
-    """Draws of a fixed size in shuffled order, accounted as if Poisson sampled."""
-
-    kind: Annotated[Literal["shuffle"], Field(alias="sampling_run")] = "shuffle"
-    accounted: Annotated[Literal["poisson"], Field(alias="sampling_accounted")] = "poisson"
-
-    @property
-    def labels(self) -> list[str]:
-        """The label of shuffling, before those of all ways of sampling."""
-        return [COMPARISON_ONLY, *super().labels]
-
-
 AnySampling = Annotated[
-    PoissonSampling | CyclicSampling | AllocatedSampling | ShuffledSampling,
+    PoissonSampling | CyclicSampling | AllocatedSampling,
     Field(discriminator="kind"),
 ]
 
@@ -287,8 +257,3 @@ def holds(labels: Iterable[str], adjacency: str, *, shared: bool) -> str:
 def why_not(label: str) -> str:
     """The label of an epsilon that is no guarantee in few words; "no noise" if it is empty."""
     return "; ".join(SHORT_REASONS.get(part, part) for part in label.split("; ")) or "no noise"
-
-
-def assumed_share(assumed_population: int | None, num_users: int) -> float:
-    """Actual users as a fraction of the users that are accounted for."""
-    return num_users / (assumed_population or num_users)

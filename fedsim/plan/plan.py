@@ -137,11 +137,6 @@ class Plan:
         """Events that are released before the first step."""
         return events_before(self.group_size_epsilon)
 
-    @property
-    def accounted_prob(self) -> float:
-        """p or q in the accounting: smaller than that of the draws with an assumed population."""
-        return self.sampling.accounted_prob(self.num_users)
-
     def event(self) -> StepEvent | None:
         """A step's event for the accountant, from the plan alone; None without noise."""
         if not self.noise_multiplier:
@@ -149,7 +144,6 @@ class Plan:
         event = self.sampling.event(
             self.noise_multiplier,
             num_steps=self.num_steps,
-            num_users=self.num_users,
             max_contributions=self.group_size if self.algorithm == Algorithm.ELS else 1,
         )
         changed = self.shared.max_changed if self.shared else 0
@@ -174,7 +168,6 @@ class Plan:
     def label(self) -> str:
         """Reasons why epsilon is no guarantee; empty if it is one."""
         labels = [
-            *self.sampling.labels,
             *([TRIAL] if isinstance(self.purpose, Trial) else []),
             *([REPRODUCTION] if self.seeded else []),
         ]
@@ -234,15 +227,6 @@ class Plan:
     def add_noise(self) -> AddNoise:
         """A new function that adds the noise of one step after another, from the first."""
         return Correlated(self.num_steps, self.noise.bands) if self.strategy else add_gaussian
-
-    @property
-    def epsilon_metric(self) -> str:
-        """Name of epsilon among the metrics."""
-        if self.sampling.kind != self.sampling.accounted:
-            return "comparison_only/epsilon_as_if_poisson"
-        if self.sampling.assumed_population is not None:
-            return "comparison_only/epsilon_of_assumed_population"
-        return "privacy/epsilon"
 
     def as_dict(self) -> dict[str, Any]:
         """The plan in JSON's types, flat, without fields that only some plans have."""

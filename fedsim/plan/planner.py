@@ -13,7 +13,6 @@ from fedsim.accounting import Event, Slack
 from fedsim.config import (
     ALLOCATION,
     CORRELATED,
-    CYCLIC,
     POISSON,
     ZERO_OUT,
     Algorithm,
@@ -37,9 +36,7 @@ from fedsim.plan.options import (
     PoissonSampling,
     Release,
     SharedTexts,
-    ShuffledSampling,
     Trial,
-    assumed_share,
 )
 from fedsim.plan.plan import Plan, events_before
 from fedsim.sampling import Sampling, Users, graph_of
@@ -86,7 +83,6 @@ def method_for(
             privacy.bands or 1,
             privacy.adjacency == ZERO_OUT,
             privacy.num_steps // (privacy.participations or 1),
-            assumed_share(privacy.assumed_population, users.num_users),
         ),
         key=key if shared else drawing or key,
         drawing=drawing,
@@ -155,11 +151,9 @@ def sampling_for(name: str, prob: float, privacy: PrivacyConfig) -> AnySampling:
     if name == ALLOCATION:
         assert privacy.participations is not None, "complete() comes first"
         return AllocatedSampling(prob=prob, participations=privacy.participations)
-    assumed = privacy.assumed_population
     if name == POISSON:
-        return PoissonSampling(prob=prob, assumed_population=assumed)
-    kind = CyclicSampling if name == CYCLIC else ShuffledSampling
-    return kind(prob=prob, assumed_population=assumed, bands=privacy.bands or 1)
+        return PoissonSampling(prob=prob)
+    return CyclicSampling(prob=prob, bands=privacy.bands or 1)
 
 
 def make_plan(

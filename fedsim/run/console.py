@@ -35,8 +35,6 @@ from fedsim.run.terminal import (
 
 SHOWN = {
     "privacy/epsilon": "epsilon",
-    "comparison_only/epsilon_as_if_poisson": "epsilon as if Poisson sampled",
-    "comparison_only/epsilon_of_assumed_population": "epsilon of an assumed population",
     "eval/loss": "held-out loss",
     "non_private/loss": "train loss",
 }

@@ -67,7 +67,7 @@ def may_leave(plan: Plan | None) -> Callable[[str], bool]:
     """
     names = {"learning_rate"}
     if plan is not None:
-        names.add(plan.epsilon_metric)
+        names.add("privacy/epsilon")
         names |= {"privacy/clip_norm", "privacy/loss"} if plan.noise_multiplier else set()
         names |= {"eval/loss"} if plan.evaluations else set()
     return lambda name: name in names or WORKERS.fullmatch(name) is not None

@@ -1,6 +1,6 @@
 """Sampling of a step's units, contribution bounding, and each user's group of examples.
 
-    sampler         Poisson sampling, cyclic sampling, random allocation, and shuffling
+    sampler         Poisson sampling, cyclic sampling, and random allocation
     contributions   the pool of ELS, a user's examples in a step of ULS, the median group size
     shared          pool and groups for examples with several owners
 

@@ -21,6 +21,5 @@ from .sampler import (
     Cyclic as Cyclic,
     Poisson as Poisson,
     Sampling as Sampling,
-    Shuffle as Shuffle,
 )
 from .shared import Groups as Groups

@@ -1,8 +1,7 @@
 """Samplers: which units take part in a step, and the accountant's event of that draw.
 
 `Poisson` is the default. `Cyclic` and `Allocation` restrict in which steps a user can take part.
-`Shuffle` is the paper's comparison mode and has no guarantee. `Sampling` holds the settings of a
-sampler before the number of units is known.
+`Sampling` holds the settings of a sampler before the number of units is known.
 """
 
 import bisect
@@ -37,20 +36,12 @@ class Poisson:
 
     num_units: int
     expected_count: int
-    assumed_share: float = 1.0
-    """Share of an assumed population's units that the data set has. Below 1, the accounted
-    probability is an assumption, not a guarantee."""
     name: ClassVar[str] = "poisson"
 
     @property
     def sampling_prob(self) -> float:
         """p or q: the expected share of all units in a step."""
         return self.expected_count / self.num_units
-
-    @property
-    def accounted_prob(self) -> float:
-        """p or q as the accountant gets it: `sampling_prob` times `assumed_share`."""
-        return self.sampling_prob * self.assumed_share
 
     def drawn_once(self, key: SecretKey, num_steps: int) -> Iterator[np.ndarray]:
         """Yield the arrays that one draw fixes for several of `num_steps` steps.
@@ -76,31 +67,7 @@ class Poisson:
           noise_multiplier: sigma.
           max_contributions: the most units of one user: G_ELS in ELS, 1 in ULS.
         """
-        return StepEvent(noise_multiplier, self.accounted_prob, max_contributions)
-
-
-@dataclasses.dataclass(frozen=True)
-class Shuffle(Poisson):
-    """Fixed-size draws in shuffled order, a new order every epoch: the paper's comparison mode.
-
-    No guarantee: `event` accounts as if units were Poisson sampled, and shuffling does not have
-    that guarantee (Chua et al. 2024). Units that do not fill the last batch of an epoch are left
-    out of that epoch.
-    """
-
-    bands: int = 1
-    """Number of groups of the cyclic sampling that `event` assumes."""
-    name: ClassVar[str] = "shuffle"
-
-    def draw(self, key: SecretKey, step: int) -> np.ndarray:
-        """Draw the units of a step: int64 [expected_count], ascending."""
-        epoch, batch = divmod(step, self.num_units // self.expected_count)
-        order = key.generator("shuffle", epoch).permutation(self.num_units)
-        return np.sort(order[batch * self.expected_count :][: self.expected_count])
-
-    def event(self, noise_multiplier: float, *, max_contributions: int = 1) -> StepEvent:
-        """Return the event of one step of cyclic Poisson sampling, for comparison only."""
-        return cyclic_event(noise_multiplier, self.accounted_prob, max_contributions, self.bands)
+        return StepEvent(noise_multiplier, self.sampling_prob, max_contributions)
 
 
 def poisson_subset(num_units: int, prob: float, key: SecretKey, step: int) -> np.ndarray:
@@ -193,7 +160,7 @@ class Cyclic(Poisson):
 
     def event(self, noise_multiplier: float, *, max_contributions: int = 1) -> StepEvent:
         """Return the accountant's event of one step; see `Poisson.event`."""
-        return cyclic_event(noise_multiplier, self.accounted_prob, max_contributions, self.bands)
+        return cyclic_event(noise_multiplier, self.sampling_prob, max_contributions, self.bands)
 
 
 @functools.lru_cache(maxsize=2)
@@ -256,7 +223,7 @@ class Sampling:
     """Settings of a sampler, before the number of units is known."""
 
     name: str = "poisson"
-    """poisson, cyclic, allocation or shuffle."""
+    """poisson, cyclic or allocation."""
     bands: int = 1
     """b, the number of groups of cyclic sampling."""
     balanced: bool = True
@@ -264,8 +231,6 @@ class Sampling:
 
     window: int = 1
     """W, the number of steps of a window of random allocation."""
-    assumed_share: float = 1.0
-    """Share of an assumed population's units; see `Poisson`."""
 
     def over(
         self,
@@ -280,11 +245,9 @@ class Sampling:
           expected_count: B or M, the expected number of units of a step.
           owners: returns the user of each unit; see `Cyclic`.
         """
-        drawn = (num_units, expected_count, self.assumed_share)
+        drawn = (num_units, expected_count)
         if self.name == Cyclic.name:
             return Cyclic(*drawn, self.bands, self.balanced, owners)
         if self.name == Allocation.name:
             return Allocation(*drawn, self.window)
-        if self.name == Shuffle.name:
-            return Shuffle(*drawn, self.bands)
         return Poisson(*drawn)

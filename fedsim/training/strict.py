@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fedsim.config import SHUFFLE, ZERO_OUT, PrivacyConfig, RunConfig
+from fedsim.config import ZERO_OUT, PrivacyConfig, RunConfig
 from fedsim.data import Dataset, left_out_rows, min_examples_of, tokenizer_from_users
 from fedsim.errors import ConfigError
 from fedsim.plan import NOTHING, Plan
@@ -30,10 +30,6 @@ def footnotes(
         yield "epsilon", privacy.epsilon, "a finite one"
     if privacy.adjacency != ZERO_OUT:
         yield "adjacency", privacy.adjacency, f"{ZERO_OUT}, which hides how many texts there are"
-    if privacy.sampling == SHUFFLE:
-        yield "sampling", SHUFFLE, "poisson, cyclic or allocation"
-    if privacy.assumed_population is not None:
-        yield "assumed_population", privacy.assumed_population, "none"
     if privacy.chosen_on_data:
         yield "chosen_on_data", privacy.chosen_on_data, "none: settings that no data decided"
     if seeded:

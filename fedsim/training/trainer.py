@@ -283,7 +283,7 @@ class Trainer:
         seconds = time.monotonic() - started
         state.wall_seconds += seconds
         return {
-            **({} if epsilon is None else {self.plan.epsilon_metric: epsilon}),
+            **({} if epsilon is None else {"privacy/epsilon": epsilon}),
             "performance/step_seconds": seconds,
             **self.engine.measurements(),
             "non_private/gradients_per_second": int(stats.num_rows.sum()) / seconds,

@@ -13,9 +13,9 @@ import numpy as np
 from fedsim import accounting
 from fedsim.accounting import Event, RunningEpsilon, StepEvent, at_most, zcdp_delta
 from fedsim.budget import together
-from fedsim.config import ADD_OR_REMOVE, COMPARISON_ONLY, ZERO_OUT, Algorithm
+from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm
 from fedsim.errors import ConfigError, FedsimError
-from fedsim.plan import AllocatedSampling, Plan, ShuffledSampling, Trial, claimed_phases
+from fedsim.plan import AllocatedSampling, Plan, Trial, claimed_phases
 from fedsim.run import StoredRun, ledger
 from fedsim.trust.evidence import Check
 
@@ -120,8 +120,6 @@ def claim(released: Claimed) -> str:
         return f"{model} {trained} without noise, so that no privacy is claimed for anyone."
     if released.label:
         reasons = {
-            "in shuffled order": isinstance(plan.sampling, ShuffledSampling),
-            "taken for a sample of more users": plan.sampling.assumed_population is not None,
             "as a trial of a private selection": isinstance(plan.purpose, Trial),
             "with a seed, to be reproduced": plan.seeded,
         }
@@ -282,7 +280,7 @@ def facts(released: Released) -> dict[str, Any]:
         "private": released.phases is not None,
         "label": released.label,
         "els": plan.algorithm == Algorithm.ELS,
-        "prob": plan.accounted_prob * plan.sampling.bands,
+        "prob": plan.sampling.prob * plan.sampling.bands,
         "unit": unit(plan),
         "adjacency": adjacency(plan),
         "mechanism": mechanism(plan),
@@ -290,7 +288,6 @@ def facts(released: Released) -> dict[str, Any]:
         "held_out": held_out(released),
         "all_runs": all_runs(released),
         "tuning": tuning(plan),
-        "comparison_only": COMPARISON_ONLY,
     }
 
 

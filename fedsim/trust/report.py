@@ -231,7 +231,7 @@ def _commands(released: Released, public: bool) -> list[str]:
     if released.phases is not None:
         lines.append(
             f"fedsim account {plan.algorithm} --num-steps {released.num_steps} "
-            f"--sampling-prob {plan.accounted_prob!r} --noise-multiplier {plan.noise_multiplier!r} "
+            f"--sampling-prob {plan.sampling.prob!r} --noise-multiplier {plan.noise_multiplier!r} "
             f"--group-size {plan.group_size} --delta {plan.delta!r}"
             + (f" --max-changed {event.max_changed}" if event and event.max_changed else "")
             + (f" --sampling {plan.sampling.kind}" if cell else "")

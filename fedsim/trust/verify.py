@@ -76,12 +76,11 @@ from fedsim.uls import ULS
 LATER = ("outside", "private_fields")
 """Fields of a summary that earlier versions did not write; OF_SUMMARY is a fact that they did."""
 OF_SUMMARY = "gradients_computed and wall_seconds (sizes of the draws)"
-SHOWN = ("privacy/", "comparison_only/")
 UNPROTECTED = (metrics.FILE, "progress.json", "tb/")
 ELSEWHERE = "; if they are elsewhere now, say so with --data"
 PLANNED = ("num_steps", "delta", "clip_norm", "adjacency", "clipping", "group_size")
 PLANNED += ("group_size_epsilon", "clip_quantile", "loss_bound")
-DRAWN = ("bands", "participations", "assumed_population")  # settings of how units are drawn
+DRAWN = ("bands", "participations")  # settings of how units are drawn
 
 
 def verify(
@@ -209,13 +208,13 @@ def _checkpoints(evidence: Evidence) -> str:
 
 def _metrics(evidence: Evidence) -> str:
     """Metrics are of steps in the ledger, and show no other epsilon."""
-    path, name = evidence.run_dir / metrics.FILE, evidence.plan.epsilon_metric
+    path, name = evidence.run_dir / metrics.FILE, "privacy/epsilon"
     lines = metrics.read(evidence.run_dir)
     last = max((line["step"] for line in lines), default=0)
     fits = last <= evidence.num_steps
     demand(fits, f"{path}: has step {last}, and the ledger {evidence.num_steps}")
     for line in lines:
-        others = {n for n in line if n.startswith(SHOWN) and "epsilon" in n} - {name}
+        others = {n for n in line if n.startswith("privacy/") and "epsilon" in n} - {name}
         demand(not others, f"{path}: step {line['step']}: {min(others, default='')}: not {name}")
     check_running(evidence, path, [(line["step"], line.get(name)) for line in lines])
     steps = _of_steps(evidence, len({line["step"] for line in lines} - {0}))
@@ -358,7 +357,7 @@ def _outside(evidence: Evidence) -> str:
 
 def _named(plan: Plan, field: str, value: Any) -> bool:
     """True if the plan names a setting that is outside the guarantee."""
-    if field in ("epsilon", "sampling", "assumed_population", "seed"):  # no epsilon holds with them
+    if field in ("epsilon", "seed"):  # no epsilon holds with them
         return not plan.guarantee
     words = {"adjacency": ["how many"], "tokenizer": [FROM_USERS], "data": ["who owns"]}
     words |= {"chosen_on_data": [f"{name} (chosen" for name in str(value).split(",") if name]}

@@ -265,8 +265,6 @@ def recommend(
         none = "none with plan_only or tune_epsilon: it trains on the data without a guarantee"
         expect("forecast", forecast, not looking, none)
         expect("forecast", forecast, run.local_steps == 1, "none with local_steps")
-        assumed = privacy.assumed_population is not None
-        expect("forecast", forecast, not assumed, "none with assumed_population")
     from_data = not plan_only and tune_epsilon is None
     with _started(run, console, working=not plan_only, quiet=not from_data) as start:
         expect_enough_users(start.data.train.num_users, privacy.epsilon)

@@ -54,7 +54,7 @@ def drawn(rng):
         if rng.random() < share:
             fields[name] = value(name)
     if "bands" in fields or rng.random() < 0.2:
-        fields["sampling"] = rng.choice(["cyclic", "allocation", "poisson", "shuffle", None])
+        fields["sampling"] = rng.choice(["cyclic", "allocation", "poisson", None])
         fields["noise"] = rng.choice(["correlated", "independent"])
     names = ["num_steps", "sampling_prob", "noise_multiplier"]
     command = rng.choice([Account, Account, Calibrate])

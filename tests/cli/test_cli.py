@@ -90,34 +90,6 @@ def test_train_writes_a_run_whose_epsilon_account_confirms(algorithm, texts, run
     assert code == 0 and json.loads(out)["eval/loss"] == pytest.approx(summary["final_eval_loss"])
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("account", "uls", "--noise-multiplier", 1, "--delta", 1e-6, "--sampling-prob", 0.01),
-        ("calibrate", "uls", "--epsilon", 4, "--delta", 1e-6, "--sampling-prob", 0.01),
-        ("recommend", "--plan-only", "--data", "pydocs", "--epsilon", 4, "--batch-size", 64),
-    ],
-    ids=lambda words: words[0],
-)
-def test_an_epsilon_of_shuffling_is_called_a_comparison_before_a_training_too(words, capsys):
-    label = "comparison only, not a guarantee"
-    words = (*words, "--num-steps", 10)
-    for flags, labelled in ((("--sampling", "shuffle"), True), ((), False)):
-        assert (label in run(*words, *flags, capsys=capsys)[1]) == labelled
-        found = json.loads(run(*words, *flags, "--json", capsys=capsys)[1])
-        assert (label in found.get("epsilon_holds", "")) == labelled
-
-
-def test_an_epsilon_of_shuffling_is_labelled_where_the_bands_are_found_too(capsys):
-    asked = calibrate(num_steps=4, sampling_prob=0.5, noise="correlated", sampling="shuffle")
-    label = "as if Poisson sampled: comparison only, not a guarantee"
-    assert run(*asked, capsys=capsys)[1].endswith(f" independent noise, {label}\n")
-    found = json.loads(run(*asked, "--json", capsys=capsys)[1])
-    assert found["epsilon_holds"] == label and found["bands"] >= 1
-
-
 @pytest.mark.parametrize(
     "fault, field",
     [
@@ -140,21 +112,6 @@ def test_all_commands_refuse_the_same_mechanisms(fault, field):
     ):
         with refuses(field):
             ask()
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_shuffling_is_labelled_everywhere(texts, run_dir, capsys):
-    args = train_args(texts, run_dir, sampling="shuffle", seed=None)
-    code, out, err = run("train", "uls", *args, "--json", capsys=capsys)
-    assert code == 0
-    label = "as if Poisson sampled: comparison only, not a guarantee"
-    assert err.count(label) == 2  # plan and outcome
-    summary = json.loads(out)
-    assert summary["epsilon_holds"] == label
-    assert (summary["sampling_run"], summary["sampling_accounted"]) == ("shuffle", "poisson")
-    lines = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
-    assert {line["sampling_run"] for line in lines[1:]} == {"shuffle"}
 
 
 @pytest.mark.slow

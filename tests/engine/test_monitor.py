@@ -13,7 +13,7 @@ from fedsim.run import visible
 pytestmark = pytest.mark.ray
 
 
-PLAN = {"epsilon_metric": "privacy/epsilon", "evaluations": None}
+PLAN = {"evaluations": None}
 NOT_TO_SEE = {
     "non_private/loss": 2.0,
     "non_private/cohort_size": 17,

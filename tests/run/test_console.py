@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console as RichConsole
 
 from fedsim.config import Algorithm, run_config
-from fedsim.config.privacy import COMPARISON_ONLY
 from fedsim.plan import ADJACENCY, Evaluations, Plan, PoissonSampling, claimed_fields
+from fedsim.plan.options import REPRODUCTION
 from fedsim.run import speaking
 from fedsim.run.console import Console, guarantee_line, line, lines_of, plan_rows
 
@@ -161,8 +161,8 @@ def test_the_plan_says_how_much_noise_a_coordinate_gets_and_more_with_all_detail
 
 def test_the_plan_labels_an_epsilon_that_is_no_guarantee():
     assert rows_of(PLAN)["epsilon"] == "4 at delta 1.00e-6"
-    shuffled = rows_of(replaced(sampling_run="shuffle"))
-    assert shuffled["epsilon"] == f"4 at delta 1.00e-6 ({COMPARISON_ONLY})"
+    seeded = rows_of(replaced(seeded=True))
+    assert seeded["epsilon"] == f"4 at delta 1.00e-6 ({REPRODUCTION})"
     free = rows_of(replaced(target_epsilon="inf", noise_multiplier=0.0))
     assert free["epsilon"] == "infinite: no noise, so no privacy" and free["noise"] == "none"
 
@@ -180,24 +180,7 @@ def test_the_claim_has_the_slack_of_noise_that_is_not_ideal():
     assert "epsilon 4.2377 at" in text
 
 
-def test_a_shuffled_run_claims_no_guarantee():
-    text = guarantee_line(claimed(replaced(sampling_run="shuffle")))
-    assert text == f"epsilon 3.9877 at delta 1.00e-6: {COMPARISON_ONLY}"
-    assert "user-level DP" not in text
-
-
-def test_an_epsilon_of_an_assumed_population_is_never_shown_as_a_guarantee():
-    label = "as if there were 12,000 users: an assumption, not a guarantee"
-    plan = replaced(assumed_population=12_000)
-    assumed = rows_of(plan)
-    assert assumed["epsilon"] == f"4 at delta 1.00e-6 ({label})"
-    assert guarantee_line(claimed(plan)).endswith(f"1.00e-6: {label}")
-    values = {**VALUES, "comparison_only/epsilon_of_assumed_population": 0.5}
-    del values["privacy/epsilon"]
-    assert "epsilon of an assumed population 0.5" in line(values)
-
-
-@pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
+@pytest.mark.parametrize("sampling", ["poisson", "cyclic"])
 def test_a_run_without_noise_claims_nothing(sampling):
     text = guarantee_line({**SUMMARY, "epsilon": "inf", "sampling_run": sampling})
     assert text == "non-private: trained without noise"

@@ -125,7 +125,7 @@ TAMPERING = {
     "white space": lambda lines: [*lines[:-1], lines[-1].replace(": ", ":  ", 1)],
     "changed noise": lambda lines: [*lines[:2], lines[2].replace("2.0", "9.0"), *lines[3:]],
     "changed head": lambda lines: [lines[0].replace("1e-06", "1e-05"), *lines[1:]],
-    "changed field": lambda lines: [*lines[:-1], lines[-1].replace("poisson", "shuffle")],
+    "changed field": lambda lines: [*lines[:-1], lines[-1].replace("poisson", "cyclic")],
     "field put in": lambda lines: [*lines[:-1], lines[-1].replace("{", '{"x": 1, ', 1)],
     "removed": lambda lines: [*lines[:2], *lines[3:]],
     "head removed": lambda lines: lines[1:],

@@ -48,7 +48,7 @@ def test_without_noise_and_with_noisy_evaluations_other_metrics_leave(stored):
     fields = stored.plan.as_dict()
     bare = type(stored.plan).from_dict({**fields, "noise_multiplier": 0.0})
     assert may_leave(bare)("privacy/epsilon") and not may_leave(bare)("privacy/clip_norm")
-    noisy = types.SimpleNamespace(epsilon_metric="privacy/epsilon", noise_multiplier=1.0)
+    noisy = types.SimpleNamespace(noise_multiplier=1.0)
     noisy.evaluations = object()
     assert may_leave(noisy)("eval/loss") and not may_leave(noisy)("non_private/eval_examples_loss")
 

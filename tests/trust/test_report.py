@@ -32,11 +32,11 @@ def trained(tmp_path_factory):
     directory = tmp_path_factory.mktemp("trained")
     texts = write_texts(directory / "texts.parquet")
     flags = {
-        **{"private": {}, "shuffled": {"sampling": "shuffle"}, "open": {"epsilon": "inf"}},
-        **{"assumed": {"assumed-population": 400}, "els": {}},
+        **{"private": {}, "open": {"epsilon": "inf"}},
+        **{"els": {}},
         **{"median": {"group-size": None, "group-size-epsilon": 0.5}, "seeded": {}},
         **{"removed": {"adjacency": "add-or-remove"}},
-        **{"correlated": {"sampling": "shuffle", "noise": "correlated", "bands": 2}},
+        **{"correlated": {"noise": "correlated", "bands": 2}},
     }
     for name, changed in flags.items():
         algorithm = "els" if name in ("els", "median", "removed") else "uls"
@@ -125,25 +125,10 @@ def test_everything_to_be_reported_is_there(trained, tmp_path, capsys):
     assert secret not in text and secret not in page
 
 
-def test_shuffling_and_no_noise_make_no_claim(trained, tmp_path, capsys):
-    found, text, page = read(capsys, trained / "shuffled", tmp_path)
-    label = "as if Poisson sampled: comparison only, not a guarantee"
-    assert "no privacy is claimed" in found["claim"] and label in found["claim"]
-    assert text.count(label) >= 3 and "recognises" not in text
+def test_no_noise_makes_no_claim(trained, tmp_path, capsys):
     found, text, page = read(capsys, trained / "open", tmp_path)
     assert found["epsilon"] == "inf" and "no privacy is claimed for anyone" in found["claim"]
     assert "<svg" not in page
-
-
-def test_an_assumed_population_makes_no_claim(trained, tmp_path, capsys):
-    found, text, page = read(capsys, trained / "assumed", tmp_path)
-    label = "as if there were 400 users: an assumption, not a guarantee"
-    assert "no privacy is claimed" in found["claim"] and label in found["claim"]
-    assert found["epsilon_holds"] == label and found["guarantee"] is False
-    assert "the most that they can achieve" not in text and "The guarantee" not in text
-    assert re.search(r"\| epsilon, delta \|.*not a guarantee", text)
-    same = re.search(r"\| are the two the same \|(.*)", text)[1]
-    assert same.startswith(" yes; but it is assumed, and not guaranteed") and "400" in same
 
 
 def test_a_seeded_run_makes_no_claim(trained, tmp_path, capsys):
@@ -155,7 +140,7 @@ def test_a_seeded_run_makes_no_claim(trained, tmp_path, capsys):
     assert "the seed (whoever knows or guesses it can remove the noise)" in text
 
 
-@pytest.mark.parametrize("name", ["shuffled", "assumed", "open", "seeded"])
+@pytest.mark.parametrize("name", ["open", "seeded"])
 def test_verify_says_what_is_no_guarantee(name, trained, capsys):
     capsys.readouterr()
     main(["verify", str(trained / name)])
@@ -170,7 +155,7 @@ def test_verify_says_what_is_no_guarantee(name, trained, capsys):
     assert told["epsilon_holds"] in last or name == "open"
 
 
-@pytest.mark.parametrize("name", ["private", "assumed", "els", "median", "correlated"])
+@pytest.mark.parametrize("name", ["private", "els", "median", "correlated"])
 def test_the_printed_command_gives_the_epsilon_again(name, trained, tmp_path, capsys):
     found, text, _ = read(capsys, trained / name, tmp_path)
     (line,) = re.findall(r"^fedsim (account .*)$", text, re.MULTILINE)
@@ -295,7 +280,7 @@ def test_a_claim_can_be_registered_and_what_claims_nothing_cannot(trained, tmp_p
     assert found["epsilon"] <= told["epsilon"] < found["epsilon"] + 1e-3
     assert found["delta"] <= told["delta"] < found["delta"] * 1.01
     assert deployment["basic"]["description"] == found["claim"]
-    found, *_ = read(capsys, trained / "shuffled", tmp_path / "other")
+    found, *_ = read(capsys, trained / "seeded", tmp_path / "other")
     assert found["registry"] is None and not (tmp_path / "other" / "registry.yaml").exists()
 
 
@@ -327,7 +312,7 @@ def test_a_model_card_claims_what_the_report_does(trained, tmp_path, capsys):
     assert found["claim"] in body and "| adjacency |" in body
 
 
-@pytest.mark.parametrize("name", ["shuffled", "open", "damaged"])
+@pytest.mark.parametrize("name", ["seeded", "open", "damaged"])
 def test_the_card_of_a_model_that_claims_nothing_says_so(name, trained, run_dir):
     shutil.copytree(trained / ("private" if name == "damaged" else name), run_dir)
     if name == "damaged":

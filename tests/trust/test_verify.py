@@ -133,8 +133,8 @@ def other_gradient(lines):
     return lines
 
 
-def one_as_shuffled(lines):
-    lines[3]["sampling_run"] = "shuffle"
+def one_as_cyclic(lines):
+    lines[3]["sampling_run"] = "cyclic"
     return lines
 
 
@@ -199,7 +199,7 @@ BROKEN = {
     "a strategy without a bound": ("settings", unproven_strategy),
     "ledger cut": ("summary", lambda r: rewrite_ledger(r, lambda lines: lines[:-1])),
     "ledger of more noise": ("events", lambda r: rewrite_ledger(r, more_noise)),
-    "ledger of another sampling": ("events", lambda r: rewrite_ledger(r, one_as_shuffled)),
+    "ledger of another sampling": ("events", lambda r: rewrite_ledger(r, one_as_cyclic)),
     "ledger of another plan": ("ledger", lambda r: rewrite_ledger(r, another_plan)),
     "epsilon in the ledger's lines": (
         "epsilon",
@@ -208,7 +208,7 @@ BROKEN = {
     "epsilon in the metrics": ("metrics", metrics(with_epsilon(0.01, "privacy/epsilon"))),
     "epsilon under another name": (
         "metrics",
-        metrics(lambda lines: [*lines, {"step": 1, "comparison_only/epsilon_as_if_poisson": 1}]),
+        metrics(lambda lines: [*lines, {"step": 1, "privacy/epsilon_of_another_accountant": 1}]),
     ),
     "a better loss": ("summary", summary(final_eval_loss=0.1)),
     "a better loss before": ("summary", summary(initial_eval_loss=9.9)),

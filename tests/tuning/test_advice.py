@@ -37,7 +37,7 @@ def test_a_delta_is_passed_on_only_where_it_was_given():
 
 @pytest.mark.parametrize(
     "given, expected",
-    [({"clipping": "plain"}, ["--clipping", "plain"]), ({"sampling": "shuffle"}, ["--sampling"])],
+    [({"clipping": "plain"}, ["--clipping", "plain"]), ({"sampling": "cyclic"}, ["--sampling"])],
 )
 def test_what_changes_the_noise_is_passed_on(given, expected):
     words = printed(PrivacyConfig(4.0, 10, **given))
