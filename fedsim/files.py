@@ -1,8 +1,6 @@
 """Files that are written whole or not at all, private directories, and places from variables."""
 
-import ctypes
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -23,7 +21,6 @@ ELSEWHERE = "FEDSIM_CACHE_DIR can name another place"
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of an OSError: open or mapped files
 
 
-AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 TABLES = "tables"  # in the cache: copies of tables from memory
 CACHE, LEDGER = "FEDSIM_CACHE_DIR", "FEDSIM_BUDGET_LEDGER"
 _DEFAULT_PLACES = {
@@ -254,45 +251,6 @@ def new_directory(out: Path) -> Iterator[Path]:
         yield made
         made.rename(out)
     sync_directory(out.parent)
-
-
-@contextmanager
-def locked(field: str, directory: Path) -> Iterator[None]:
-    """Lock a directory that is going to be replaced by another one.
-
-    Args:
-      field: the setting that names it, for errors.
-
-    Raises:
-      ConfigError: another process has locked it, or has replaced it meanwhile.
-    """
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            alone = os.path.samestat(os.fstat(descriptor), os.stat(directory))
-        except (BlockingIOError, FileNotFoundError):
-            alone = False
-        expect(field, directory, alone, "a directory that no other process replaces")
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def exchange(one: Path, other: Path) -> None:
-    """Exchange the names of two directories that are beside each other.
-
-    In one step where the system can, as Linux; elsewhere a crash may leave `one` beside the place
-    of `other`, whole.
-    """
-    swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    paths = os.fsencode(one.absolute()), os.fsencode(other.absolute())
-    if swap is None or swap(AT_FDCWD, paths[0], AT_FDCWD, paths[1], RENAME_EXCHANGE):
-        aside = one.with_name(one.name + ".aside")
-        other.rename(aside)
-        one.rename(other)
-        aside.rename(one)
-    sync_directory(one.parent)
 
 
 def sync_directory(directory: Path) -> None:

@@ -11,7 +11,6 @@ contains it.
 import hashlib
 import hmac
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,19 +41,16 @@ class SecretKey:
         secret: bytes,
         seed: int | None = None,
         sealing: bytes | None = None,
-        kept: Mapping[str, bytes] | None = None,
     ):
-        """Use `create`, `bound`, `renewed` or `load` instead.
+        """Use `create`, `bound` or `load` instead.
 
         Args:
           secret: 256 bits.
           seed: the seed that the secret was derived from, if any.
           sealing: key of `seal`; None: 256 bits from the operating system. Seals are published, so
             their key must not follow from a seed that can be guessed.
-          kept: 128 bits of another key for each purpose whose streams are that key's.
         """
         self._secret = secret
-        self._kept = dict(kept or {})
         self._sealing = sealing or secrets.token_bytes(KEY_BYTES)
         self.seed = seed
 
@@ -75,17 +71,7 @@ class SecretKey:
         """Derive another key from this one and `context`; it has the same seals."""
         info = b"bound/" + context.encode()
         secret = HKDFExpand(SHA256(), length=KEY_BYTES, info=info).derive(self._secret)
-        return SecretKey(secret, self.seed, self._sealing, self._kept)
-
-    def renewed(self, *purposes: str) -> "SecretKey":
-        """Create a key from the operating system that keeps this one's streams for some purposes.
-
-        Guarantees: the new key has nothing else of this one: all other streams are independent of
-          it, and none of them can be computed from the streams that are kept.
-        Args: purposes: of streams without an index.
-        """
-        kept = {purpose: self._derive(purpose, ()) for purpose in purposes}
-        return SecretKey(secrets.token_bytes(KEY_BYTES), kept=kept)
+        return SecretKey(secret, self.seed, self._sealing)
 
     def __repr__(self) -> str:
         return "SecretKey(hidden)"
@@ -95,8 +81,6 @@ class SecretKey:
 
     def _derive(self, purpose: str, index: tuple[int, ...]) -> bytes:
         """Derive 128 bits for a purpose and index. The secret is uniform, so HKDF only expands."""
-        if not index and purpose in self._kept:
-            return self._kept[purpose]
         info = purpose.encode() + b"".join(b"/%d" % i for i in index)
         return HKDFExpand(SHA256(), length=16, info=info).derive(self._secret)
 
@@ -126,8 +110,6 @@ class SecretKey:
     def save(self, directory: Path) -> None:
         """Write `secret.json` with mode 0600, whole or not at all."""
         record = {"secret": self._secret.hex(), "seed": self.seed, "sealing": self._sealing.hex()}
-        if self._kept:
-            record["kept"] = {purpose: key.hex() for purpose, key in self._kept.items()}
         write_json(directory / FILE, record, mode=0o600)
 
     @classmethod
@@ -146,8 +128,7 @@ class SecretKey:
             secret, sealing = (bytes.fromhex(record[name]) for name in ("secret", "sealing"))
             as_written = (secret.hex(), sealing.hex()) == (record["secret"], record["sealing"])
             if as_written and len(secret) == len(sealing) == KEY_BYTES:
-                kept = {n: bytes.fromhex(key) for n, key in record.get("kept", {}).items()}
-                return cls(secret, record["seed"], sealing, kept)
+                return cls(secret, record["seed"], sealing)
         except (KeyError, TypeError, ValueError, AttributeError):
             pass  # the error must not show any of the secret
         raise FileDamaged(f"{directory / FILE}: expected the key of a run")

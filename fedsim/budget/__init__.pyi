@@ -21,8 +21,6 @@ from .receipt import (
     together as together,
 )
 from .spending import (
-    GONE as GONE,
-    RUNNING as RUNNING,
     Books as Books,
     Charge as Charge,
     Total as Total,

@@ -233,7 +233,7 @@ class Progress(NamedTuple):
           LedgerError: the run's ledger was changed.
         """
         lines = run_ledger.read(run_dir)
-        released = seen() if seen else run_ledger.own_phases(lines) if lines else None
+        released = seen() if seen else run_ledger.phases(lines) if lines else None
         chains = [line["chain"] for line in lines] or [""] * (1 + _count(released or []))
         return cls(released, chains, bool(lines or seen))
 

@@ -1,4 +1,5 @@
-"""`fedsim data build`, `stats` and `show`: build data sets, count and see what is in them."""
+"""`fedsim data build`, `stats`, `show` and `without`: build data sets, count and see what is in
+them, and copy them without some users."""
 
 import dataclasses
 import os
@@ -14,6 +15,7 @@ from fedsim.errors import expect, expect_count, printable
 from fedsim.run import columns
 
 Each = tyro.conf.UseAppendAction[tuple[str, ...]]
+MOST_NAMED = 20  # ids in a warning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +242,46 @@ class DataShow:
         return {"path": str(dataset.path), "split": self.split, "examples": examples}
 
 
+@dataclasses.dataclass(frozen=True)
+class DataWithout:
+    """Copy a data set without the texts of some users.
+
+    All other texts are copied byte for byte, each into the same split and in the same order. A text
+    with several owners goes if one of them does. The old data set stays as it is: remove it, and
+    the files that it was built from, if these people ask to be forgotten.
+    """
+
+    directory: tyro.conf.Positional[str]
+    """A directory made by `fedsim data build`, pydocs, or support-chats."""
+
+    users: Path
+    """File with the ids of the users as the data set has them, one a line."""
+
+    out: Path
+    """Directory to create."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    @property
+    def doing(self) -> str:
+        return f"reading data={self.directory}"
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.data import read_ids, without
+        from fedsim.run import Terminal
+
+        result = without(_opened(self.directory), read_ids(self.users), self.out)
+        if unknown := result["not_found"]:
+            named = ", ".join(map(printable, unknown[:MOST_NAMED]))
+            more = f" and {len(unknown) - MOST_NAMED:,} more" if len(unknown) > MOST_NAMED else ""
+            Terminal().warn(f"{len(unknown):,} ids are of no user of the data: {named}{more}")
+        if not self.json:
+            left_out = f"left out {result['users']:,} users and {result['texts']:,} texts"
+            print(f"{left_out}; written to {result['path']}")
+        return result
+
+
 def _opened(directory: str) -> Any:
     """The data set of a directory that was built, or one that is built in."""
     from fedsim.data import corpora
@@ -267,12 +309,13 @@ def _example(example: dict[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Build data sets, count and see what is in them."""
+    """Build data sets, count and see what is in them, copy them without some users."""
 
     command: tyro.conf.OmitSubcommandPrefixes[
         Annotated[DataBuild, tyro.conf.subcommand("build")]
         | Annotated[DataStats, tyro.conf.subcommand("stats")]
         | Annotated[DataShow, tyro.conf.subcommand("show")]
+        | Annotated[DataWithout, tyro.conf.subcommand("without")]
     ]
 
     @property

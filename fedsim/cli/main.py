@@ -31,7 +31,7 @@ from fedsim.cli.models import (
     Train,
     TrainTokenizer,
 )
-from fedsim.cli.trust import Audit, Budget, Forget, Publish, Report, Runs, Verify
+from fedsim.cli.trust import Audit, Budget, Publish, Report, Runs, Verify
 from fedsim.cli.tuning import Recommend, Sweep
 from fedsim.config import to_json
 from fedsim.errors import ConfigError, FedsimError, printable
@@ -54,7 +54,6 @@ Command = (
     | Annotated[TrainTokenizer, tyro.conf.subcommand("tokenizer")]
     | Annotated[Audit, tyro.conf.subcommand("audit")]
     | Annotated[Budget, tyro.conf.subcommand("budget")]
-    | Annotated[Forget, tyro.conf.subcommand("forget")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Publish, tyro.conf.subcommand("publish")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
@@ -192,8 +191,7 @@ def _interrupted(command: Any) -> tuple[str, int]:
     command = getattr(command, "command", command)
     if isinstance(command, Train | Pretrain | Synthesize):  # before a step, or by two signals
         return "interrupted; the same command with --resume goes on", UNFINISHED
-    resumes = isinstance(command, Forget) and command.retrain is not None
-    if resumes or isinstance(command, Sweep | DataBuild):
+    if isinstance(command, Sweep | DataBuild):
         return "interrupted; the same command goes on", UNFINISHED
     return "interrupted", 130
 

@@ -1,11 +1,10 @@
-"""Commands that check and report what runs claim: `fedsim audit`, `budget`, `forget`, `report`,
-`publish`, `verify`, `runs`."""
+"""Commands that check and report what runs claim: `fedsim audit`, `budget`, `report`, `publish`,
+`verify`, `runs`."""
 
 import dataclasses
 import shlex
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import tyro
 
@@ -22,11 +21,7 @@ from fedsim.config import (
 from fedsim.errors import expect, expect_positive
 from fedsim.run import columns, hanging, wrapped
 
-if TYPE_CHECKING:
-    from fedsim.trust import Check
-
 RunDir = tyro.conf.Positional[Path]
-Each = tyro.conf.UseAppendAction[tuple[Path, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,116 +123,6 @@ class Budget:
 
 
 @dataclasses.dataclass(frozen=True)
-class Forget:
-    """Rebuild data without the texts of people who ask to be forgotten, and sign a certificate.
-
-    First shows what each released model already promises these people together: as if they had
-    never been there, up to an epsilon and a delta. Then writes the data without their texts and
-    ids. Their places stay empty, so that all else is byte for byte as it was; a text with several
-    owners goes if one of them does. With --retrain, also trains a run again from before one of them
-    was first drawn, with fresh keys. Then searches data, runs and caches for whatever still has
-    their texts, and lists it. `fedsim verify` checks the certificate, which names nobody.
-    """
-
-    data: tyro.conf.Positional[str]
-    """A directory made by `fedsim data build`."""
-
-    users: Path
-    """File with the ids of the people: one a line, or .csv or .jsonl with a column of ids."""
-
-    out: Path | None = None
-    """Directory to create with the data without them. The old one stays as it is."""
-
-    in_place: bool = False
-    """Put the new data in the place of the old ones, which are removed. Instead of --out."""
-
-    column: str | None = None
-    """Column of the ids in --users. Default: the user column of the build."""
-
-    runs: Each = ()
-    """Directory of a run on these data that the ledger of the data does not have; may be
-    repeated."""
-
-    search: Each = ()
-    """Another file or directory to search, such as an exported model, a source or a copy; may be
-    repeated."""
-
-    certificate: Path | None = None
-    """File of the certificate. Default: beside the new data, with the end -forgotten.json."""
-
-    budget_ledger: Path | None = None
-    """Directory of the ledger of the data, as in train. Its key signs."""
-
-    delta: float | None = None
-    """Delta for all runs together. In (0, 1). Default: as in train."""
-
-    retrain: Path | None = None
-    """Directory of a run on these data to train again without these people, from its newest
-    checkpoint before the first step that drew one of them. Its ledger counts the steps that are
-    computed again for everyone else, once more. With --run-dir."""
-
-    run_dir: Path | None = None
-    """Directory of the new run of --retrain. The same command resumes it."""
-
-    engine: Literal["ray", "local"] | None = None
-    """Where --retrain computes, as in train. Default: as in the run."""
-
-    dry_run: bool = False
-    """Only say what runs promise, and how many steps --retrain saves, computes and costs."""
-
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-    @property
-    def doing(self) -> str:
-        return f"reading data={self.data}"
-
-    def __call__(self) -> dict[str, Any]:
-        if self.retrain is not None:
-            from fedsim.engine import keep_memory, set_threads
-            from fedsim.run import directory
-
-            run = directory.load(self.retrain).run
-            set_threads(changed_run(run, engine=self.engine or run.engine.kind).engine)
-            keep_memory()
-        from fedsim.budget import place_of
-        from fedsim.run import Console
-        from fedsim.trust import forget
-
-        delta = self.delta
-        expect("delta", delta, delta is None or 0 < delta < 1, "in (0, 1)")
-        result = forget(
-            self.data,
-            self.users,
-            place_of(self.budget_ledger),
-            Console(),
-            out=self.out,
-            in_place=self.in_place,
-            column=self.column,
-            runs=self.runs,
-            also=self.search,
-            delta=delta,
-            file=self.certificate,
-            retrain=self.retrain,
-            run_dir=self.run_dir,
-            engine=self.engine,
-            dry_run=self.dry_run,
-        )
-        if not (self.json or self.dry_run):
-            if unread := len(result.get("unread", ())):
-                print(f"{unread:,} files could not be read")
-            number = result["people"]["number"]
-            said = f"{number:,} {'person was' if number == 1 else 'people were'} forgotten in "
-            said += result["out"]
-            if "found" in result:  # not there where a killed process had searched
-                said += f"; {len(result['found']):,} of {result['files']:,} files that were "
-                said += "searched still have texts or ids of theirs"
-            print(wrapped(said))
-            print(f"written to {result['certificate']} and {result['html']}")
-        return result
-
-
-@dataclasses.dataclass(frozen=True)
 class Report(ReadsRun):
     """Write the privacy report of a run: one HTML page, and the same as Markdown.
 
@@ -302,15 +187,14 @@ class Publish(ReadsRun):
 
 @dataclasses.dataclass(frozen=True)
 class Verify(ReadsRun):
-    """Check a run's ledger against its settings, checkpoints, metrics, data and summary; or a
-    certificate of `fedsim forget` against its signature.
+    """Check a run's ledger against its settings, checkpoints, metrics, data and summary.
 
     Prints a line for each promise: OK, VIOLATED, or not checked. Exit code 1 if one is violated.
     """
 
     run_dir: RunDir
-    """The run's directory, a copy of it, a folder that `fedsim publish` made, or the certificate of
-    `fedsim forget`. Promises that need the key or the data are not checked without them."""
+    """The run's directory, a copy of it, or a folder that `fedsim publish` made. Promises that need
+    the key or the data are not checked without them."""
 
     data: str | None = None
     """Where the data are now. Default: where they were at the start of the run."""
@@ -328,12 +212,7 @@ class Verify(ReadsRun):
     json: bool = False
     """Print one JSON object on stdout."""
 
-    budget_ledger: Path | None = None
-    """Directory of the ledger of the data, as in train. For a certificate, which its key signed."""
-
     def __call__(self) -> dict[str, Any]:
-        if self.run_dir.is_file():
-            return self._certificate()
         from fedsim.engine import set_threads
         from fedsim.errors import FedsimError
         from fedsim.run import directory
@@ -355,10 +234,13 @@ class Verify(ReadsRun):
             engine=self.engine,
             console=Console(),
         )
-        holds, unseen = _found(checks)
+        unseen = [check.promise for check in checks if check.holds is None]
+        holds = all(check.holds is not False for check in checks)
         plan = plan_of(self.run_dir)
+        guarantee = holds and plan is not None and plan.guarantee
         if not self.json:
-            _show(checks)
+            for check in checks:
+                print(hanging(f"{check.verdict:11} {check.promise:11} ", check.found))
             if plan is not None and not plan.guarantee:
                 why = plan.epsilon_holds if plan.noise_multiplier else "trained without noise"
                 print(wrapped(f"epsilon is no guarantee: {why}"))
@@ -370,27 +252,8 @@ class Verify(ReadsRun):
             "run_dir": str(self.run_dir),
             "holds": holds,
             "epsilon_holds": plan and plan.epsilon_holds,
-            "guarantee": _confirmed(holds and plan is not None and plan.guarantee, unseen),
+            "guarantee": None if guarantee and unseen else guarantee,
             "interrupted": any(check.interrupted for check in checks),
-            "checks": [dataclasses.asdict(check) for check in checks],
-        }
-
-    def _certificate(self) -> dict[str, Any]:
-        """Check a certificate of forgetting."""
-        from fedsim.budget import place_of
-        from fedsim.trust import certificate
-
-        place, theirs = place_of(self.budget_ledger), self.budget_ledger is not None
-        checks = certificate.check(self.run_dir, self.data, place, theirs=theirs)
-        holds, unseen = _found(checks)
-        if not self.json:
-            _show(checks)
-            if holds and unseen:
-                print(wrapped(f"Not confirmed: {', '.join(unseen)} could not be checked."))
-        return {
-            "certificate": str(self.run_dir),
-            "holds": holds,
-            "confirmed": _confirmed(holds, unseen),
             "checks": [dataclasses.asdict(check) for check in checks],
         }
 
@@ -427,19 +290,3 @@ class Runs:
             print(f"tensorboard --logdir {shlex.quote(str(place))}")
         kept = [{name: to_json(value) for name, value in row.items()} for row in rows]
         return {"directory": str(place), "rows": kept}
-
-
-def _show(checks: "Iterable[Check]") -> None:
-    for check in checks:
-        print(hanging(f"{check.verdict:11} {check.promise:11} ", check.found))
-
-
-def _found(checks: "Sequence[Check]") -> tuple[bool, list[str]]:
-    """(no promise is violated, the promises that could not be checked)."""
-    unseen = [check.promise for check in checks if check.holds is None]
-    return all(check.holds is not False for check in checks), unseen
-
-
-def _confirmed(holds: bool, unseen: list[str]) -> bool | None:
-    """Whether what is claimed holds; None: something that it depends on was not looked at."""
-    return None if holds and unseen else holds

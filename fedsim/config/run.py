@@ -61,7 +61,7 @@ except ModuleNotFoundError:  # then there is no command line
 OPERATIONAL = frozenset(
     {"data", "run_dir", "engine", "mesh", "num_workers", "num_lanes", "wait_for_workers", "resume"}
     | {"checkpoint_every", "log_every", "output", "budget_ledger", "limit_epsilon", "spend_rest"}
-    | {"log_to", "log_non_private", "strict", "keep_checkpoints"}
+    | {"log_to", "log_non_private", "strict"}
 )
 
 ALL_LINEAR = "all-linear"
@@ -333,10 +333,6 @@ class RunConfig:
     """Steps between checkpoints. >= 1. If this takes longer than a minute, there is one every
     minute, too."""
 
-    keep_checkpoints: int = 2
-    """Number of checkpoints to keep, the newest. >= 2. With more, forget --retrain computes fewer
-    steps again."""
-
     log_every: int = 10
     """Steps between computations of epsilon, and between progress lines in a log with output
     verbose; otherwise a log has about ten such lines. >= 1."""
@@ -376,7 +372,7 @@ class RunConfig:
     allows."""
 
     def __post_init__(self):
-        expect_least(self, eval_examples=1, checkpoint_every=1, keep_checkpoints=2)
+        expect_least(self, eval_examples=1, checkpoint_every=1)
         expect_least(self, local_steps=1, log_every=1, eval_every=1)
         object.__setattr__(self, "run_dir", Path(expand_home("run_dir", self.run_dir)))
         object.__setattr__(self, "log_to", tuple(dict.fromkeys(self.log_to)))

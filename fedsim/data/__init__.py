@@ -1,7 +1,7 @@
 """Users' text: built from files, kept in a store, read as rows of token ids.
 
 `from fedsim.data import load; load("pydocs").train` is a UserStore. `corpora` finds or builds data,
-`building` builds it, `forgetting` takes people out of it, `dataset` has the splits, `users` and
+`building` builds it, `without` copies it without some users, `dataset` has the splits, `users` and
 `store` read and write one split.
 """
 

@@ -1,4 +1,4 @@
-from . import corpora as corpora, forgetting as forgetting
+from . import corpora as corpora
 from .building import readers as readers, sources as sources, user_ids as user_ids
 from .building.build import BuildSettings as BuildSettings, build as build
 from .building.columns import (
@@ -32,7 +32,6 @@ from .dataset import (
     min_examples_of as min_examples_of,
     shown as shown,
     stats as stats,
-    sums as sums,
     tokenizer_from_users as tokenizer_from_users,
 )
 from .store import (
@@ -48,4 +47,5 @@ from .tokenizer import (
     Tokenizer as Tokenizer,
     copy_provenance as copy_provenance,
 )
-from .users import Block as Block, UserStore as UserStore
+from .users import UserStore as UserStore
+from .without import read_ids as read_ids, without as without

@@ -145,7 +145,11 @@ def encode_owners(keys: pa.Array) -> tuple[pa.Buffer, pa.Buffer, int]:
     rank[order.to_numpy()] = np.arange(len(order), dtype=np.int32)
     users = pa.ListArray.from_arrays(lists.offsets, rank[encoded.indices.to_numpy()])
     people = encoded.dictionary.take(order)
-    return _parquet(pa.table({"owners": users})), _encode_people(people), len(people)
+    return (
+        _parquet(pa.table({"owners": users})),
+        _parquet(pa.table({"user_id": people})),
+        len(people),
+    )
 
 
 def decode_owners(owners: pa.Buffer, num_users: int) -> Owners:
@@ -162,10 +166,6 @@ def of_ids(owner: Any) -> str:
     """The owner set of an id, or of a tuple of ids, as a string."""
     ids: Sequence[Any] = owner if isinstance(owner, tuple) else (owner,)
     return SEPARATOR.join(sorted(set(map(str, ids))))
-
-
-def _encode_people(ids: Sequence[str] | pa.Array) -> pa.Buffer:
-    return _parquet(pa.table({"user_id": pa.array(ids, pa.string())}))
 
 
 def _parquet(table: pa.Table) -> pa.Buffer:
@@ -448,7 +448,6 @@ def close_store(
     num_examples: np.ndarray,
     about: dict[str, Any],
     flagged: bool = False,
-    graph: tuple[pa.Buffer, Sequence[str]] | None = None,
 ) -> None:
     """Complete a directory of tokens and offsets with its table of users and metadata.json.
 
@@ -457,15 +456,11 @@ def close_store(
       num_examples: int64 [users], or [sets].
       about: entries of the metadata, vocab_size and max_length among them.
       flagged: True if the directory has trained.npy.
-      graph: owners.parquet, and the ids of the users in its order; None: as the owner sets say.
     """
     offsets = TokenReader.open(directory).offsets
     tables = {"users.parquet": encode_users(user_ids, num_examples, offsets)}
     ids, people = pa.array(user_ids, pa.string()), None
-    if graph is not None:
-        tables["owners.parquet"], names = graph
-        tables["people.parquet"], people = _encode_people(names), len(names)
-    elif is_shared(ids):
+    if is_shared(ids):
         tables["owners.parquet"], tables["people.parquet"], people = encode_owners(ids)
     for name, table in tables.items():
         write_atomically(directory / name, table)

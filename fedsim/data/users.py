@@ -332,10 +332,6 @@ class UserStore:
         """Ids of the users, or owner sets as strings, whose rows `offsets` bounds."""
         return self._users_column("user_id").to_pylist()
 
-    def owners_file(self) -> pa.Buffer | None:
-        """The bytes of owners.parquet; None if every text has one owner."""
-        return None if self._graph is None else self._graph[0]
-
     def blocks(self, low: int, high: int) -> Iterator[Block]:
         """Yield the rows low:high in order, at most about BLOCK_TOKENS tokens at a time."""
         flags, offsets = self._reader.flags, self._reader.offsets

@@ -355,7 +355,6 @@ class RunSettings(TypedDict, total=False):
     eval_every: int | None
     eval_examples: int
     checkpoint_every: int
-    keep_checkpoints: int
     log_every: int
     log_to: Sequence[LoggerName]
     log_non_private: bool

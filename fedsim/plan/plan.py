@@ -149,11 +149,6 @@ class Plan:
         changed = self.shared.max_changed if self.shared else 0
         return dataclasses.replace(event, max_changed=changed)
 
-    def events_from(self, step: int) -> list[tuple[Event, int]] | None:
-        """Events of the steps from `step` on, for the accountant; None without noise."""
-        event = self.event()
-        return None if event is None else [(event, self.num_steps - step)]
-
     @property
     def epsilon_holds(self) -> str:
         """The condition under which epsilon holds: the adjacency, or why it is no guarantee."""
@@ -268,14 +263,8 @@ def events_before(group_size_epsilon: float | None) -> list[tuple[PureEvent, int
     return [] if group_size_epsilon is None else [(PureEvent(group_size_epsilon), 1)]
 
 
-def ledger_head(
-    plan: Plan, *, config_sha256: str, key_seal: str, parent: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """The first line of a run's ledger: facts that are fixed for its life.
-
-    Args:
-      parent: fields of the `run.Parent` whose steps come first; None: the run has none.
-    """
+def ledger_head(plan: Plan, *, config_sha256: str, key_seal: str) -> dict[str, Any]:
+    """The first line of a run's ledger: facts that are fixed for its life."""
     before = [{"what": "group_size", **dataclasses.asdict(event)} for event, _ in plan.before]
     return {
         "plan": plan.as_dict(),
@@ -284,7 +273,6 @@ def ledger_head(
         "key_seal": key_seal,
         "config_sha256": config_sha256,
         **({"before": before} if before else {}),
-        **({"parent": parent} if parent else {}),
         **({} if plan.uncovered else {"outside": NOTHING}),
     }
 

@@ -5,7 +5,6 @@ ledger        chained logs, and the ledger of what was released, by which epsilo
 released      the released numbers of the steps since the last checkpoint
 checkpoint    the file of a state between two steps, in safetensors
 state         the state that a resumed run continues from
-parent        start a run from another one's checkpoint, under a fresh key
 metrics       metrics.jsonl
 loggers       TensorBoard, Weights & Biases, MLflow and trackio, and what leaves the machine
 formats       pydantic types and JSON Schemas of plan, ledger and summary

@@ -50,9 +50,7 @@ from .model_source import (
     parts_of_run as parts_of_run,
     without_adapter as without_adapter,
 )
-from .parent import Parent as Parent, begin_from as begin_from, parent_of as parent_of
 from .state import (
-    PARENT as PARENT,
     REALISED as REALISED,
     State as State,
     apart as apart,

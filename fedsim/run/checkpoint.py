@@ -45,15 +45,12 @@ class CheckpointError(FedsimError, ValueError):
     """A checkpoint was changed, or is of another run."""
 
 
-def save(
-    run_dir: Path, step: int, state: dict[str, Any], chain: str = "", keep: int = KEEP
-) -> Path:
-    """Write the state after `step` steps, and remove all but the last `keep` checkpoints.
+def save(run_dir: Path, step: int, state: dict[str, Any], chain: str = "") -> Path:
+    """Write the state after `step` steps, and remove all but the last KEEP checkpoints.
 
     Args:
       state: a dict of array trees, numbers and strings.
       chain: of the ledger after the step; empty without a ledger.
-      keep: number of checkpoints to keep.
 
     Returns:
       The file's path.
@@ -78,7 +75,7 @@ def save(
         for slab in slabs(array, SLAB) if array.ndim else [array]:
             digest.update(slab.tobytes())
     model_files.write(path, arrays, {ABOUT: f"{digest.hexdigest()} {text}"})
-    for old in kept(run_dir)[:-keep]:
+    for old in kept(run_dir)[:-KEEP]:
         old.unlink()
     return path
 

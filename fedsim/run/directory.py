@@ -6,7 +6,6 @@ budget.json    where the ledger of the data counts the run
 tokenizer.json of the data, so that the model can be used without the data
 model/         files of the initial model that training does not change
 ledger.jsonl   metrics.jsonl   tb/   checkpoints/   summary.json
-parent/        of a run that started from another one's checkpoint: that checkpoint
 released/      released numbers of the steps since the last checkpoint, mode 0700
 report.html   report.md   audit.html   audit.md   audit.json, by the commands report and audit
 """
@@ -55,7 +54,7 @@ CONFIG, SUMMARY, RECEIPT, LOCK = "config.json", "summary.json", "budget.json", "
 TOKENIZER, MODEL = "tokenizer.json", "model"
 NOT_READ = ("0.1.", "0.2.", "0.3.")
 """Starts of versions whose runs are refused: they have other keys, checkpoints and adjacency."""
-GONE: Mapping[str, Any] = {"condition_on": None, "labels": None}
+GONE: Mapping[str, Any] = {"condition_on": None, "labels": None, "keep_checkpoints": 2}
 """Settings that earlier versions wrote into config.json and this one has no longer, with their
 defaults. A run that used another value is refused."""
 ANOTHER_KEY = "another key than the ledger was begun with"
@@ -104,8 +103,6 @@ class StoredRun:
     """sha256 of each file in model/."""
     tokenizer: str = ""
     """sha256 of tokenizer.json; empty if there is none, or for a run of an earlier version."""
-    parent: formats.Parent | None = None
-    """The run from whose checkpoint this one started; None: it started from the beginning."""
 
     @property
     def privacy(self) -> PrivacyConfig:
@@ -129,7 +126,6 @@ class StoredRun:
             },
             "host": self.host,
             "tokenizer": self.tokenizer,
-            "parent": self.parent and dataclasses.asdict(self.parent),
         }
         return {
             "identity": dataclasses.asdict(self.identity),
@@ -156,8 +152,6 @@ class StoredRun:
         run = run_config(**{**renamed(_without_gone(record["run"])), "run_dir": run_dir})
         names = ("model", "versions", "host", "strategy", "files", "tokenizer")
         rest = {name: record[name] for name in names if name in record}
-        if "parent" in record:
-            rest["parent"] = formats.Parent(**record["parent"])
         return cls(identity, settings, run, plan=plan, **rest)
 
 

@@ -48,22 +48,6 @@ class Distance:
 
 
 @dataclass(frozen=True)
-class Parent:
-    """Another run, from whose checkpoint a run starts under a key of its own."""
-
-    run: str
-    """`key_seal` of the parent."""
-    step: int
-    """Number of the parent's steps that the run has: its own follow them."""
-    first_chain: Digest
-    """`chain` of the first line of the parent's ledger."""
-    chain: Digest
-    """`chain` of the line of the last of these steps there, or of the first line."""
-    state_sha256: str
-    """sha256 of parameters, average and optimizer state of the checkpoint; empty without one."""
-
-
-@dataclass(frozen=True)
 class Head:
     """Values that are fixed for the life of a run."""
 
@@ -77,8 +61,6 @@ class Head:
     config_sha256: str = ""
     """sha256 of config.json."""
     before: list[GroupSizeChoice] = dataclasses.field(default_factory=list)
-    parent: Parent | None = None
-    """The run whose steps the first lines are; null: all steps are the run's own."""
     outside: Literal["", "nothing outside the guarantee"] = ""
     """Empty if the plan lists what the guarantee does not cover."""
 

@@ -194,11 +194,6 @@ class Ledger:
                 "go on with the packages, and on the kind of host, that the run was started with"
             )
 
-    def take(self, lines: list[dict[str, Any]]) -> None:
-        """Append lines of the parent's ledger as they are, but for their chains."""
-        for line in lines:
-            self._log.append(without_chain(line))
-
     def digest(self, step: int) -> str | None:
         """The `gradient_sha256` of a released step."""
         return self._line(step).get("gradient_sha256")
@@ -284,17 +279,6 @@ def phases(lines: list[dict[str, Any]]) -> list[tuple[Event, int]] | None:
         *((PureEvent(each["epsilon"]), 1) for each in before),
         *((event_of(event), len(list(same))) for event, same in steps),
     ]
-
-
-def own_phases(lines: list[dict[str, Any]]) -> list[tuple[Event, int]] | None:
-    """`phases` of what the run itself released: without those that it has of its parent."""
-    parent = lines[0]["head"].get("parent") if lines else None
-    return phases([{"head": {}}, *lines[1 + parent["step"] :]] if parent else lines)
-
-
-def without_chain(line: dict[str, Any]) -> dict[str, Any]:
-    """A line as it was before its chain was added."""
-    return {name: value for name, value in line.items() if name != "chain"}
 
 
 def read(directory: Path) -> list[dict[str, Any]]:

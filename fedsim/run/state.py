@@ -16,8 +16,6 @@ from fedsim.run import checkpoint
 from fedsim.run.console import Console
 
 PROGRESS = "progress.json"
-PARENT = "parent"
-"""Folder with the parent's checkpoint, of a run that started from one; see `run.parent`."""
 KEEP = checkpoint.KEEP + 1  # the last one's checkpoint may not be there yet
 REALISED = ("gradients_computed", "wall_seconds")
 """Fields of a state that reveal sizes of draws."""
@@ -56,19 +54,14 @@ class State:
         return checkpoint.released(vars(self))
 
 
-def restored(run_dir: Path, state: State, console: Console, first: int = 0) -> State:
+def restored(run_dir: Path, state: State, console: Console) -> State:
     """The state of the last checkpoint, or `state` if there is none.
 
-    Args:
-      first: number of steps of the parent's checkpoint that the run started from.
-
     Raises:
-      CheckpointError: a checkpoint was changed, is of another run, or is missing.
+      CheckpointError: a checkpoint was changed, or is of another run.
     """
-    kept = checkpoint.kept(run_dir) or checkpoint.kept(run_dir / PARENT)
+    kept = checkpoint.kept(run_dir)
     if not kept:
-        if first:
-            raise checkpoint.CheckpointError(f"{run_dir / PARENT}: expected a checkpoint")
         return state
     *older, path = kept
     for each in older:
@@ -85,17 +78,12 @@ def restored(run_dir: Path, state: State, console: Console, first: int = 0) -> S
     return state
 
 
-def save(run_dir: Path, step: int, state: dict[str, Any], keep: int = checkpoint.KEEP) -> None:
-    """Write progress.json, then a checkpoint.
-
-    Args:
-      state: the fields of a `State`.
-      keep: number of checkpoints to keep.
-    """
+def save(run_dir: Path, step: int, state: dict[str, Any]) -> None:
+    """Write progress.json, then a checkpoint. Args: state: the fields of a `State`."""
     steps = _steps(run_dir)
     steps[str(step)] = {name: state[name] for name in APART}
     write_json(run_dir / PROGRESS, {"steps": dict(list(steps.items())[-KEEP:])}, mode=0o600)
-    checkpoint.save(run_dir, step, _published(state), state["chain"], keep)
+    checkpoint.save(run_dir, step, _published(state), state["chain"])
 
 
 def apart(run_dir: Path, step: int) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 from .contributions import (
     PADDING as PADDING,
-    POOL as POOL,
     Users as Users,
     draw_groups as draw_groups,
     examples_per_user as examples_per_user,

@@ -14,7 +14,6 @@ from .open import open_run as open_run, wait_for as wait_for
 from .optimizers import Diverged as Diverged, Noise as Noise, settled as settled
 from .personalize import personalize_run as personalize_run
 from .planned import (
-    OWN_TASK as OWN_TASK,
     expect_strategy as expect_strategy,
     outside as outside,
     settled_by as settled_by,

@@ -151,12 +151,9 @@ def plan_run(
         _warn(opened, plan, applicant if counted else None)
     if opened.run.strict:
         expect_nothing_outside(plan)
-    phases, slack = planned_phases(plan, method), plan.slack
+    phases = planned_phases(plan, method)
     expect_affordable(plan, phases)
-    if opened.stored and (parent := opened.stored.parent):  # which paid for its own steps
-        phases = plan.events_from(parent.step)
-        slack = plan.slack_after(plan.num_steps - parent.step)
-    entry = applicant.entry(opened.key.seal("ledger"), phases, slack, plan.label)
+    entry = applicant.entry(opened.key.seal("ledger"), phases, plan.slack, plan.label)
     in_ledger = Counted.of(applicant, entry, plan, opened.data, opened.key)
     if counted:
         in_ledger.expect_room()

@@ -180,7 +180,7 @@ class Pretrainer:
         batches = Batches(
             train.lengths, self.settings.batch_size, self.settings.rows_per_pass, self.key
         )
-        write = functools.partial(save, self.run.run_dir, keep=self.run.keep_checkpoints)
+        write = functools.partial(save, self.run.run_dir)
         with (
             stop_signals() as stop,
             checkpoint.Saver(write, state.step) as saver,

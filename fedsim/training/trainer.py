@@ -87,7 +87,6 @@ class Trainer:
         self.run, self.data, self.key = opened.run, opened.data, opened.key
         self.console, self.plant = opened.console, opened.plant
         self.resumed = opened.stored is not None
-        self.parent = opened.stored.parent if opened.stored else None
         self.host, self.other_bits, self.elsewhere = host, other_bits, elsewhere
         self.first_host = (opened.stored and opened.stored.host) or host
         self.replays, self.calls = replays, Calls(callbacks, self.plan)
@@ -116,11 +115,10 @@ class Trainer:
             average=self.params if self.run.ema else None,
             clip_norm=self.plan.clip_norm,
         )
-        first_step = self.parent.step if self.parent else 0
-        state = restored(self.run.run_dir, state, self.console, first_step)
+        state = restored(self.run.run_dir, state, self.console)
         settings = directory.config_sha256(self.run.run_dir)
-        seal, parent = self.key.seal("ledger"), self.parent and dataclasses.asdict(self.parent)
-        first = ledger_head(self.plan, config_sha256=settings, key_seal=seal, parent=parent)
+        seal = self.key.seal("ledger")
+        first = ledger_head(self.plan, config_sha256=settings, key_seal=seal)
         ledger = Ledger(self.run.run_dir, first, least=state.step, least_chain=state.chain)
         if isinstance(self.own_noise, Correlated):
             self.own_noise.drawn = functools.partial(self._row_drawn, ledger)
@@ -372,7 +370,7 @@ class Trainer:
             metrics.flush()
 
     def _write(self, step: int, state: dict[str, Any]) -> None:
-        save(self.run.run_dir, step, state, self.run.keep_checkpoints)
+        save(self.run.run_dir, step, state)
         released.drop(self.run.run_dir, step)  # the checkpoint has it
         others = self.elsewhere or step < self.released_before
         if not others or step == self.plan.num_steps:

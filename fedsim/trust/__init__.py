@@ -1,4 +1,4 @@
-"""Checks and reports of what a run claims: `verify`, `report`, `audit`, `budget`, `forget`.
+"""Checks and reports of what a run claims: `verify`, `report`, `audit`, `budget`.
 
 verify       each promise of a run, checked against its files (`evidence`, `ledger_checks`) and by a
              `replay`
@@ -8,9 +8,6 @@ audit        attacks: plants `canaries`, and bounds epsilon by guesses (`bounds`
              in what was released (`noise_audit`)
 budget_page  the privacy budget of users
 people       what all runs of a ledger promise several people together
-forget       data without some people's texts: what runs promise them, files that still have their
-             texts (`remains`), and a signed `certificate`
-retrain      a run trained again without some people, from before they were first drawn
 pages        Markdown and HTML from `templates/`, and charts
 """
 

@@ -1,15 +1,12 @@
 from . import (
     bounds as bounds,
-    certificate as certificate,
     pages as pages,
     published as published,
-    remains as remains,
 )
 from .audit import audit as audit, sentence as sentence
 from .budget_page import budget as budget, sentences as sentences, table as table
 from .claim import Released as Released, ReportError as ReportError
 from .evidence import Check as Check
-from .forget import forget as forget
 from .published import CARD as CARD
 from .report import (
     card_of as card_of,

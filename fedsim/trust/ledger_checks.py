@@ -3,7 +3,6 @@
 `verify` makes them of a run, and of a folder that `fedsim publish` made.
 """
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -33,24 +32,6 @@ def check_head(path: Path, head: dict[str, Any], plan: Plan) -> None:
     before = [each["epsilon"] for each in head.get("before", [])]
     demanded = [event.epsilon for event, _ in plan.before]
     demand(before == demanded, f"{path}: before={before}: expected {demanded}, as in the plan")
-
-
-def check_parent(path: Path, lines: list[dict[str, Any]]) -> None:
-    """The steps before a run's own are those of its parent's ledger, by the chain there.
-
-    Args:
-      path: of the ledger, for errors.
-    """
-    head = lines[0]["head"]
-    if (parent := head.get("parent")) is None:
-        return
-    step, chain = parent["step"], parent["first_chain"]
-    demand(0 <= step < len(lines), f"{path}: expected {step} steps of its parent at least")
-    demand(parent["run"] != head.get("key_seal"), f"{path}: expected another key than its parent's")
-    for line in lines[1 : 1 + step]:
-        chain = ledger.link(chain, json.dumps(ledger.without_chain(line)).encode()[:-1])
-    same = chain == parent["chain"]
-    demand(same, f"{path}: the first {step} steps are not those of its parent")
 
 
 def check_constants(plan: Plan) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fedsim.engine import versions
 from fedsim.errors import ConfigError
-from fedsim.run import PARENT, checkpoint, directory, ledger
+from fedsim.run import checkpoint, directory, ledger
 from fedsim.signals import removed_at_end
 from fedsim.training import FILE as EVALUATIONS, Evaluated, train
 from fedsim.trust.evidence import Evidence, Interrupted, Unknown, Violated
@@ -38,8 +38,7 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
     total = evidence.plan.num_steps
     if not kept or checkpoint.load_step(kept[-1]) != total:
         raise Unknown("the run has not ended")
-    started = checkpoint.kept(evidence.run_dir / PARENT)  # the steps before are another run's
-    newest, older = kept[-1], started if whole else kept[:-1] or started
+    newest, older = kept[-1], [] if whole else kept[:-1]
     if evidence.plan.evaluations is not None:
         # A missing loss would be computed again: two losses under one noise.
         losses = Evaluated(evidence.run_dir).losses

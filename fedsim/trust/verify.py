@@ -4,7 +4,6 @@ Each promise is a check of its own. Checks that need the key or the data report 
 missing. What no file can show is computed again by `replay`.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from fedsim import keys
 from fedsim.accounting import at_most
 from fedsim.clipping import Strategy, num_coordinates
 from fedsim.config import Algorithm
-from fedsim.data import FROM_USERS, SUMS, forgetting
+from fedsim.data import FROM_USERS, SUMS
 from fedsim.els import ELS
 from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged, expect
 from fedsim.files import read_json
@@ -34,7 +33,6 @@ from fedsim.plan import (
     with_group_size,
 )
 from fedsim.run import (
-    PARENT,
     Console,
     LedgerError,
     apart,
@@ -64,7 +62,6 @@ from fedsim.trust.ledger_checks import (
     check_epsilon,
     check_events,
     check_head,
-    check_parent,
     check_running,
     described,
     label_of,
@@ -127,8 +124,6 @@ def _verify(evidence: Evidence, data: str | None, again: str) -> list[Check]:
     looks = [look for look in LOOKS if evidence.plan.shared or look != ("owners", _owners)]
     if evidence.plan.evaluations is not None:
         looks.append(("evaluations", check_evaluations))
-    if evidence.stored.parent is not None:
-        looks.append(("parent", _parent))
     if again:
         looks.append(("replay", functools.partial(replay, whole=again == "whole")))
     return [checked(promise, look, evidence) for promise, look in looks]
@@ -153,10 +148,6 @@ def _ledger(evidence: Evidence) -> str:
     planned = read_json(evidence.run_dir / directory.CONFIG)["plan"]  # as its version wrote it
     demand(head.get("plan") == planned, f"{path}: the head has another plan")
     check_head(path, head, evidence.plan)
-    parent = evidence.stored.parent
-    same = head.get("parent") == (parent and dataclasses.asdict(parent))
-    demand(same, f"{path}: the head has another parent than {directory.CONFIG}")
-    check_parent(path, lines)
     evidence.lines = lines
     return f"{evidence.num_steps} steps, none missing, none twice; not a byte changed"
 
@@ -293,10 +284,8 @@ def _key(evidence: Evidence) -> str:
 def _budget(evidence: Evidence) -> str:
     """The run is counted in the ledger of the data."""
     run = str(evidence.lines[0]["head"].get("key_seal"))
-    plan, parent = evidence.plan, evidence.stored.parent
-    planned = plan.events_from(parent.step if parent else 0)
-    if planned is not None and parent is None:  # else the parent paid for what came before
-        planned = [*plan.before, *planned]
+    plan, event = evidence.plan, evidence.plan.event()
+    planned = None if event is None else [*plan.before, (event, plan.num_steps)]
     return counted(evidence.run_dir, run, plan.label, planned)
 
 
@@ -313,8 +302,6 @@ def _data(evidence: Evidence) -> str:
         raise Unknown("an audit's run: the users it made up beside those of the data are not kept")
     same = key.seal(users.fingerprint) == evidence.plan.data_seal
     where = _where(evidence)
-    if not same and (number := evidence.dataset.metadata.get(forgetting.FORGOTTEN)):
-        raise Unknown(f"{where}: {number} users were forgotten, perhaps since the run was started")
     demand(same, f"{where}: other data than the run was started with{ELSEWHERE}")
     if how is not None:
         same = held_out is not None and key.seal(held_out.fingerprint) == how.seal
@@ -339,9 +326,7 @@ def _outside(evidence: Evidence) -> str:
     seeded = evidence.key.seed is not None
     found = footnotes(privacy, evidence.run, evidence.dataset, seeded=seeded)
     outside = [f"{field}={value}" for field, value, _ in found if not _named(plan, field, value)]
-    if evidence.stored.parent is not None:
-        pass  # the parent chose the group size
-    elif plan.group_size_epsilon is not None:
+    if plan.group_size_epsilon is not None:
         drawn = private_group_size(as_planned(privacy, plan), users, evidence.key)
         same = plan.group_size == drawn
         demand(same, f"group_size={plan.group_size}: the key draws {drawn} as the private median")
@@ -392,21 +377,6 @@ def _owners(evidence: Evidence) -> str:
     demand(most <= cap, f"{most} {what} for one user: expected at most {cap}")
     share = plan.shared.left_out / users.num_examples
     return f"at most {most} {what} for any one user, of {cap}; {share:.1%} of the texts left out"
-
-
-def _parent(evidence: Evidence) -> str:
-    """The run started from the checkpoint of its parent that the ledger names."""
-    parent, place = evidence.stored.parent, evidence.run_dir / PARENT
-    assert parent is not None, "the run has one"
-    paths = checkpoint.kept(place)
-    demand(len(paths) == (parent.step > 0), f"{place}: expected one checkpoint, of {parent.step}")
-    for path in paths:
-        state, chain = checkpoint.load(path), evidence.lines[parent.step]["chain"]
-        same = checkpoint.state_sha256(state) == parent.state_sha256
-        same &= int(state["step"]) == parent.step and checkpoint.chain(state) == chain
-        demand(same, f"{path}: is not the checkpoint that the run started from")
-    own = f"{evidence.num_steps - parent.step} of {evidence.num_steps} steps are the run's own"
-    return f"{own}; those before have the key and the draws of another run"
 
 
 def _method(evidence: Evidence, drawing: SecretKey) -> ELS | ULS:

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ def released(phases, num_steps, delta=1e-5, plan=None):
     epsilon = accounting.epsilon(phases, delta)
     about = {"plan": plan or PLAN, "lines": [{}] * (num_steps + 1), "phases": phases}
     about |= {"epsilon": epsilon, "fingerprint": "f" * 64}
-    return Released(**about, run_dir=None, stored=SimpleNamespace(parent=None), checks=[])
+    return Released(**about, run_dir=None, stored=None, checks=[])
 
 
 @pytest.mark.parametrize("sigma", [0.6, 2.0])
