@@ -22,7 +22,7 @@ from fedsim.config import (
     changed_run,
     computed_by,
 )
-from fedsim.errors import expect, printable
+from fedsim.errors import printable
 from fedsim.run import wrapped
 
 PRIVATE = "what was measured without noise, not to be published"
@@ -84,41 +84,16 @@ class Train(ReadsSources):
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate(ReadsRun):
-    """Compute the loss of a run's last checkpoint on held-out texts, with --epsilon privately.
+    """Compute the loss of a run's last checkpoint on all held-out texts, without noise.
 
-    Without --epsilon, the loss on all held-out examples has no noise: do not publish it. With
-    --epsilon, noise is added to the mean loss of the users of one split, and the ledger of the data
-    counts the cost. Each call is another release, and costs again.
+    Do not publish it. Losses that may be published come from a training with --eval-epsilon.
     """
 
     run_dir: tyro.conf.Positional[Path]
     """The run's directory."""
 
-    epsilon: float | None = None
-    """Private: epsilon that the evaluation costs each user of the split. > 0."""
-
-    delta: float | None = None
-    """Private: delta of that cost. In (0, 1). Default: as in train, for the users of
-    the split."""
-
-    split: Literal["eval_users", "eval_examples", "test"] = "eval_users"
-    """Private: which texts. eval_users: those of held-out users. eval_examples: held-out examples
-    of training users. test: later examples (--test-from of data build)."""
-
-    loss_bound: float | None = None
-    """Private: largest loss of a user, in nats per token; larger losses are cut to it. The noise is
-    proportional to it. Do not choose it by looking at the split. > 0. Default: the loss of guessing
-    uniformly."""
-
-    limit_epsilon: float | None = None
-    """Private: refuse the evaluation if all releases from these users' texts, this one included,
-    could cost one of them more than this epsilon. > 0. Default: the limits in the ledger."""
-
-    budget_ledger: Path | None = None
-    """Private: directory of the ledger of the data. Default: the one that counts the run."""
-
     engine: Literal["ray", "local"] = "local"
-    """Where to compute, as in train. With --epsilon: local."""
+    """Where to compute, as in train."""
 
     num_workers: int | None = None
     """Number of worker processes of --engine ray, as in train."""
@@ -130,60 +105,20 @@ class Evaluate(ReadsRun):
         from fedsim.engine import set_threads
         from fedsim.run import directory
 
-        self._expect_epsilon()
         stored = directory.load(self.run_dir)
-        limited = {"num_workers": self.num_workers, "limit_epsilon": self.limit_epsilon}
-        run = computed_by(stored.run, self.engine, **limited)
+        run = computed_by(stored.run, self.engine, num_workers=self.num_workers)
         set_threads(run.engine)
-        from fedsim.run import Console
+        from fedsim.evaluate import SPLITS, evaluate_run
+        from fedsim.run import Console, loss_in_words
 
-        if self.epsilon is None:
-            from fedsim.evaluate import evaluate_run
-
-            result = evaluate_run(stored, run, Console())
-        else:
-            from fedsim.training import PrivateEvaluation, evaluate_privately
-
-            how = PrivateEvaluation(
-                self.epsilon, self.delta, self.split, self.loss_bound, self.budget_ledger
-            )
-            result = evaluate_privately(stored, run, how, Console())
+        result = evaluate_run(stored, run, Console())
         if not self.json:
-            print(*(wrapped(line) for line in self._lines(result)), sep="\n")
+            for split, metric in SPLITS.items():
+                if metric in result:
+                    loss = loss_in_words(result[metric], result["loss_unit"])
+                    print(wrapped(f"loss on {SPLIT_NAMES[split]}: {loss}"))
+            print(f"of {result['checkpoint']}. No noise was added: do not publish this.")
         return result
-
-    def _lines(self, result: dict[str, Any]) -> list[str]:
-        """The result for people."""
-        from fedsim.accounting import at_most
-        from fedsim.evaluate import SPLITS
-        from fedsim.run import loss_in_words
-
-        unit = result["loss_unit"]
-        if self.epsilon is None:
-            losses = [
-                f"loss on {SPLIT_NAMES[split]}: {loss_in_words(result[metric], unit)}"
-                for split, metric in SPLITS.items()
-                if metric in result
-            ]
-            return [*losses, f"of {result['checkpoint']}. No noise was added: do not publish this."]
-        loss, delta = loss_in_words(result["loss"], unit), at_most(result["delta"], ".2e")
-        return [
-            f"loss on {SPLIT_NAMES[self.split]} ({result['num_users']:,}): {loss}",
-            f"with noise of standard deviation {result['stddev']:.2g}; each user's loss was cut at "
-            f"{result['loss_bound']:.3g}",
-            f"this costs each of them epsilon {result['epsilon']:g} at delta {delta}",
-            f"written to {result['written_to']}",
-        ]
-
-    def _expect_epsilon(self) -> None:
-        """Raise ConfigError if a flag of a private evaluation is given without --epsilon."""
-        if self.epsilon is None:
-            for name in ("delta", "loss_bound", "limit_epsilon", "budget_ledger"):
-                value = getattr(self, name)
-                expect(name, value, value is None, "--epsilon beside it")
-            expect("split", self.split, self.split == "eval_users", "--epsilon beside it")
-        else:
-            expect("engine", self.engine, self.engine == "local", "local, with --epsilon")
 
 
 @dataclasses.dataclass(frozen=True)

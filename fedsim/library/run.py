@@ -116,43 +116,18 @@ class Run:
             raise ConfigError.of("run", self.run_dir, "a run with a checkpoint")
         return checkpoint.load_params(newest)
 
-    def evaluate(
-        self,
-        *,
-        epsilon: float | None = None,
-        limit_epsilon: float | None = None,
-        budget_ledger: str | Path | None = None,
-        **how: Any,
-    ) -> dict[str, Any]:
-        """Losses on all held-out examples, in nats per token.
-
-        Without epsilon the losses are not protected, and not to be published.
-
-        Args:
-          epsilon: release instead the mean loss of one split's users, with noise. It costs them
-            this epsilon, which the ledger of the data counts.
-          limit_epsilon: with epsilon, refuse it if all releases could cost one of them more.
-            Default: the limits in the ledger.
-          budget_ledger: with epsilon, the ledger of the data. Default: the one that counts the run.
-          how: delta, split and loss_bound; see `PrivateEvaluation`.
+    def evaluate(self) -> dict[str, Any]:
+        """Losses on all held-out examples, in nats per token: not protected, not to be published.
 
         Returns:
           Losses by metric name, such as eval/loss.
         """
-        run = computed_by(self.stored.run, limit_epsilon=limit_epsilon)
+        run = computed_by(self.stored.run)
         set_threads(run.engine)
         with to_python():
-            if epsilon is None:
-                given = {"limit_epsilon": limit_epsilon, "budget_ledger": budget_ledger, **how}
-                given = [name for name, value in given.items() if value is not None]
-                expect("epsilon", epsilon, not given, f"a value, beside {', '.join(given)}")
-                from fedsim.evaluate import evaluate_run
+            from fedsim.evaluate import evaluate_run
 
-                return evaluate_run(self.stored, run, Console())
-            from fedsim.training import PrivateEvaluation, evaluate_privately
-
-            privately = PrivateEvaluation(epsilon, budget_ledger=budget_ledger, **how)
-            return evaluate_privately(self.stored, run, privately, Console())
+            return evaluate_run(self.stored, run, Console())
 
     def verify(
         self, *, replay: bool = False, whole: bool = False, data: str | Path | None = None

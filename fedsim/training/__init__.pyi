@@ -27,7 +27,6 @@ from .private_evaluation import (
     Evaluated as Evaluated,
     LossRelease as LossRelease,
     PrivateEvaluation as PrivateEvaluation,
-    evaluate_privately as evaluate_privately,
     largest_loss as largest_loss,
     release_loss as release_loss,
     user_losses as user_losses,

@@ -1,4 +1,4 @@
-"""Evaluation on held-out users with noise, while a run trains or afterwards: they are users, too.
+"""Evaluation on held-out users with noise, while a run trains: they are users, too.
 
 The mean loss per token of some texts of each user is cut off to [0, L]. The mean over users is
 released with Gaussian noise: around L / 2, one user moves the sum by at most L / 2, and a user
@@ -28,7 +28,7 @@ from fedsim.config import ZERO_OUT, EngineConfig, RunConfig, default_delta
 from fedsim.data import Dataset, UserStore
 from fedsim.engine import Engine, create
 from fedsim.errors import ConfigError, FileDamaged, expect, expect_positive
-from fedsim.evaluate import VALIDATION, last_model
+from fedsim.evaluate import VALIDATION
 from fedsim.files import make_directory, open_to_append, whole_lines, write_durably, write_json
 from fedsim.keys import SecretKey
 from fedsim.noise import noisy_mean_loss
@@ -41,7 +41,7 @@ from fedsim.plan import (
     noise_of,
     rows_of_users,
 )
-from fedsim.run import Console, StoredRun, note
+from fedsim.run import note
 from fedsim.sampling import graph_of
 
 FILE = "evaluations.jsonl"
@@ -190,20 +190,6 @@ class PrivateEvaluation:
         expect("epsilon", self.epsilon, 0 < self.epsilon < math.inf, "> 0 and finite")
         expect("delta", self.delta, self.delta is None or 0 < self.delta < 1, "in (0, 1)")
         expect_positive(self, "loss_bound")
-
-
-def evaluate_privately(
-    stored: StoredRun, run: RunConfig, how: PrivateEvaluation, console: Console
-) -> dict[str, Any]:
-    """Evaluate a run's last checkpoint on one split with noise, counted in the budget ledger.
-
-    Each call is another release with other noise, and counts again. The result and its receipt are
-    kept in the run's directory, in evaluations/.
-    Raises: ConfigError: as `last_model`, the split does not exist, or a limit would be broken.
-    """
-    task, params, data, path = last_model(stored, run, console)
-    about = {"run_dir": str(run.run_dir), "checkpoint": path.name}
-    return release_loss(task, params, data, run, how, about)
 
 
 class LossRelease(NamedTuple):
