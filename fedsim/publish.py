@@ -6,13 +6,16 @@ former into a folder of their own, in the form that has nothing of the latter, a
 stranger would (`trust.published`).
 """
 
+import json
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from fedsim.errors import expect
-from fedsim.export import export, named_places
+from fedsim.export import export
 from fedsim.files import new_directory, write_atomically, write_json
+from fedsim.models import TOKENIZER
 from fedsim.plan import why_not
 from fedsim.run import Console, StoredRun, checkpoint, directory, ledger
 from fedsim.trust import Released, ReportError, published, read, write_report
@@ -20,6 +23,8 @@ from fedsim.trust import Released, ReportError, published, read, write_report
 NAME = "public"
 """The folder in the directory of a run, unless another place is named."""
 Form = Literal["huggingface", "peft", "parameters"]
+VOCABULARY = {TOKENIZER, "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json"}
+"""Files in which a short path may be a piece of the vocabulary, as /root is."""
 
 
 def publish(
@@ -85,6 +90,22 @@ def _expect_silent(folder: Path, stored: StoredRun) -> None:
     expected = "published files without it; --form parameters leaves the model's out"
     for file, place in named_places(folder, _places(stored)):
         expect(file, place, False, expected)
+
+
+def named_places(folder: Path, places: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    """Yield (file, place) for each file of text in a folder that names a place of this machine.
+
+    Args:
+      places: those that are looked for, beside the home directory.
+    """
+    home = str(Path.home())
+    wanted = {home, *(str(place.absolute()) for place in places)} - {"/"}
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and file.suffix != ".safetensors":
+            text = file.read_text(encoding="utf-8", errors="replace")
+            for place in sorted(wanted - ({home} if file.name in VOCABULARY else set())):
+                if place in text or json.dumps(place)[1:-1] in text:
+                    yield file.relative_to(folder).as_posix(), place
 
 
 def _places(stored: StoredRun) -> list[Path]:

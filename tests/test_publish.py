@@ -243,9 +243,9 @@ def test_a_piece_of_a_vocabulary_is_no_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/root")
     for name in ("tokenizer.json", "config.json"):
         (tmp_path / name).write_text('{"/root": 7, "/data/model": 8}')
-    found = {*exporting.named_places(tmp_path, [])}
+    found = {*publishing.named_places(tmp_path, [])}
     assert found == {("config.json", "/root")}
-    found = {*exporting.named_places(tmp_path, [Path("/data/model")])} - found
+    found = {*publishing.named_places(tmp_path, [Path("/data/model")])} - found
     assert found == {(name, "/data/model") for name in ("tokenizer.json", "config.json")}
 
 
@@ -254,7 +254,7 @@ def test_a_place_is_found_however_json_spells_it(tmp_path):
     for name, kept in (("a.json", True), ("b.json", False)):
         content = json.dumps({"base": str(place / "base")}, ensure_ascii=kept)
         (tmp_path / name).write_text(content)
-    found = {*exporting.named_places(tmp_path, [place])}
+    found = {*publishing.named_places(tmp_path, [place])}
     assert found == {(name, str(place)) for name in ("a.json", "b.json")}
 
 

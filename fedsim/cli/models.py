@@ -360,21 +360,13 @@ class Export(ReadsModel):
     """Write only the adapters of a LoRA run, in PEFT's format. Without this flag they are merged
     into the model."""
 
-    push: str | None = None
-    """Upload the exported files, and nothing else, to this repository of the Hugging Face Hub, such
-    as name/model. A new one is private. Log in first: hf auth login, or the variable HF_TOKEN."""
-
-    public: bool = False
-    """With --push: let everyone see the repository."""
-
     json: bool = False
     """Print one JSON object on stdout."""
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.export import export
 
-        how = {"adapter": self.adapter, "push": self.push, "public": self.public}
-        result = export(self.model, self.out, **how)
+        result = export(self.model, self.out, adapter=self.adapter)
         if not self.json:
             print(*(f"{name} {value}" for name, value in result.items()), sep="\n")
         return result
