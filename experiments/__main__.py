@@ -28,6 +28,8 @@ HERE = Path(__file__).parent
 RECORDED = ("small", "long", "paper")
 """Scales of committed records."""
 ESTIMATES = ("seconds_per_gradient",)
+GONE = {"sampling": "poisson"}
+"""Settings that old records have, and the value at which they changed nothing."""
 """Settings that no result depends on."""
 RUNS = re.compile(r"\b(common|finetuning)\.(main|resumable)\(")
 
@@ -117,9 +119,9 @@ def status(name: str) -> list[str]:
 
 def is_of(recorded: Any, settings: Any) -> bool:
     """Whether a record's settings are these. A field that came after it has its default; one that
-    says how long it takes plays no part."""
+    says how long it takes plays no part, nor one that is gone since and had its only value."""
     fields = {field.name: field for field in dataclasses.fields(settings)}
-    if not set(recorded) <= set(fields):
+    if any(GONE.get(name, ...) != recorded[name] for name in set(recorded) - set(fields)):
         return False
     now = json.loads(json.dumps(dataclasses.asdict(settings)))
     for name in set(fields) - set(ESTIMATES):

@@ -1,11 +1,12 @@
 """Figure 8 (Section 6): what more users would be worth, on CC-News at epsilon = 4.
 
-The number of users is varied in the accounting alone (`assumed_population`): the users there are,
-ten and a hundred times as many; delta is that of ten times, as in the paper's other experiments.
+The number of users is varied in the accounting alone (`harness/comparison.py`): the users there
+are, ten and a hundred times as many; delta is that of ten times, as in the paper's other
+experiments.
 Both algorithms are set by the heuristics. Claims: ULS gains more from a larger budget throughout,
 ELS more from more users. An epsilon of a population that is assumed is no guarantee for the users
-there are, and every run says so. Losses and learning rates are as in Figure 7, whose runs are those
-of ten times.
+there are: each run states the larger one that holds for its noise. Losses and learning rates are as
+in Figure 7, whose runs are those of ten times.
 
     python -m experiments.fig08_num_users --scale small      (--dry-run: its cost)
 """
@@ -51,23 +52,17 @@ def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, A
     """A row for each assumed population, budget and algorithm."""
     training, budgets = settings.models.training, settings.models.budgets
     (name,) = training.num_steps
-    num_users, delta = 1, None
-    if not arguments.dry_run:
-        users = finetuning.open_data(name, arguments, training).train
-        num_users, delta = users.num_users, finetuning.delta_of(name, training, arguments)
+    delta = None if arguments.dry_run else finetuning.delta_of(name, training, arguments)
     rows = []
     for times in settings.times:
-        extra = {"assumed_population": times * num_users, "delta": delta}
+        extra = {"times": times, "delta": delta}
         if times == dict(training.assumed_times).get(name):
             extra = {}  # as Figure 7 has it
         cells = heuristics.cells_of(budgets, training, arguments, extra)
         found = finetuning.tuned_losses(cells, training, arguments)
         found = finetuning.with_test_losses(found, training, arguments)
         rows += [{"times": times, **row, **extra} for row in found]
-    wanted = (
-        [name for name in rows[0] if name not in ("assumed_population", "delta")] if rows else []
-    )
-    return [{name: row[name] for name in wanted} for row in rows]
+    return [{name: value for name, value in row.items() if name != "delta"} for row in rows]
 
 
 def plot(rows: Sequence[dict[str, Any]]) -> Figure:

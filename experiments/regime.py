@@ -293,9 +293,9 @@ def prepared(cell: Cell, settings: Settings) -> common.Prepared:
         group_size=cell.group_size,
         delta=users.num_users**-1.1,
         adjacency=ADD_OR_REMOVE,
-        assumed_population=users.num_users * cell.times if cell.times > 1 else None,
     )
-    return common.prepared(cell.algorithm, privacy, run, model, data, task, params, key)
+    rest = privacy, run, model, data, task, params, key
+    return common.prepared(cell.algorithm, *rest, times=cell.times)
 
 
 def train(cell: Cell, settings: Settings) -> Row:

@@ -22,14 +22,20 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.harness import common, finetuning, heuristics
+from experiments.harness.comparison import shuffled
 from experiments.harness.finetuning import SMALL_TRAINING, SMOKE_TRAINING, STACK_OVERFLOW, Training
-from experiments.harness.rows import by
+from experiments.harness.outcomes import REPORTED
+from experiments.harness.rows import Row, by, over_seeds
 from experiments.harness.verdicts import alike, both, cell_error
 from fedsim import accounting
 from fedsim.accounting import StepEvent
-from fedsim.config import Algorithm
+from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig, changed_run
+from fedsim.els import ELS
+from fedsim.evaluate import SPLITS, evaluate, headline
+from fedsim.keys import SecretKey
 from fedsim.plan import Plan
-from fedsim.run import directory
+from fedsim.run import find_model, make_task
+from fedsim.uls import ULS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,27 +54,91 @@ SETTINGS = {
 SAMPLINGS = ("poisson", "shuffle")
 
 
+class ShuffledELS(shuffled(ELS)):
+    """ELS with shuffled draws, accounted as if they were Poisson samples."""
+
+
+class ShuffledULS(shuffled(ULS)):
+    """ULS with shuffled draws, accounted as if they were Poisson samples."""
+
+
+CLASSES = {
+    ("els", "poisson"): "els",
+    ("uls", "poisson"): "uls",
+    ("els", "shuffle"): "experiments.sampling:ShuffledELS",
+    ("uls", "shuffle"): "experiments.sampling:ShuffledULS",
+}
+
+
 def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
-    """A row for each epsilon, algorithm and way of sampling."""
+    """A row for each epsilon, algorithm and way of sampling, with the best learning rate of the
+    first seed."""
     training = settings.training
     base = heuristics.cells_of([settings.budget], training, arguments)
     cells = [{**cell, "sampling": sampling} for cell in base for sampling in SAMPLINGS]
-    rows = finetuning.tuned_losses(cells, training, arguments)
-    rows = finetuning.with_test_losses(rows, training, arguments)
-    for row in rows:
-        path = finetuning.run_dir_of(row, training, arguments, training.seeds[0])
-        plan = directory.load(path).plan
-        assert plan is not None, "a run of train"
-        row |= {"noise_multiplier": plan.noise_multiplier, "delta": plan.delta}
-        row["claimed_epsilon"] = claimed_epsilon(plan)
+    rates, seeds = training.learning_rates, training.seeds
+    if arguments.dry_run:
+        count = len(cells) * (len(rates) + len(seeds) - 1)
+        steps = next(iter(training.num_steps.values()))
+        what = [{"budget": settings.budget, "num_steps": steps}] * count
+        print(finetuning.plan_of(cells), finetuning.cost(what, arguments.scale), sep="\n")
+        arguments.tally.planned += what
+        return []
+    rows = []
+    for cell in cells:
+        first = {rate: trained(cell, rate, seeds[0], training, arguments) for rate in rates}
+        best = min(rates, key=lambda rate, of=first: of[rate]["validation_loss"])
+        rest = [trained(cell, best, seed, training, arguments) for seed in seeds[1:]]
+        every = [first[best], *rest]
+        for name in ("loss_before", "validation_loss"):
+            cell[name] = float(np.mean([each[name] for each in every]))
+        facts = {n: every[0][n] for n in ("noise_multiplier", "delta", "claimed_epsilon")}
+        over = over_seeds([each["loss"] for each in every])
+        rows.append({**cell, "learning_rate": best, **over, **facts})
     return rows
 
 
-def claimed_epsilon(plan: Plan) -> float:
-    """Epsilon that the run's own way of sampling has; see above."""
+def trained(
+    cell: Row, rate: float, seed: int, training: Training, arguments: finetuning.Arguments
+) -> Row:
+    """What comes of one training, without a run around it: its epsilon must not look like one that
+    fedsim states."""
+    name = cell["dataset"]
+    run = finetuning.run_of(name, arguments, training, seed)
+    run = changed_run(run, optimizer=training.optimizer, learning_rate=rate, engine="local")
+    model, data = find_model(run.model.source), finetuning.open_data(name, arguments, training)
+    key = SecretKey.create(seed)
+    task, params = make_task(run, model, data, key.jax_key("init"))
+    privacy = PrivacyConfig(
+        cell["epsilon"],
+        training.num_steps[name],
+        cell["budget"],
+        group_size=cell["group_size"],
+        delta=finetuning.delta_of(name, training, arguments),
+        adjacency=ADD_OR_REMOVE,  # the paper's
+    )
+    kind = CLASSES[cell["algorithm"], cell["sampling"]]
+    at = common.prepared(kind, privacy, run, model, data, task, params, key)
+    last = at.trained()[1]
+    split = next(split for split in REPORTED if getattr(data, split) is not None)
+    losses = {
+        of: evaluate(at.engine, each, data, training.test_examples, {split: SPLITS[split]})
+        for of, each in (("loss_before", params), ("loss", last))
+    }
+    return {
+        **{of: found[SPLITS[split]] for of, found in losses.items()},
+        "validation_loss": headline(evaluate(at.engine, last, data, training.eval_examples)),
+        "noise_multiplier": at.plan.noise_multiplier,
+        "delta": at.plan.delta,
+        "claimed_epsilon": claimed_epsilon(at.plan, cell["sampling"]),
+    }
+
+
+def claimed_epsilon(plan: Plan, sampling: str) -> float:
+    """Epsilon that this way of sampling has; see above."""
     cap = plan.group_size if plan.algorithm == Algorithm.ELS else 1
-    event, times = StepEvent(plan.noise_multiplier, plan.accounted_prob, cap), plan.num_steps
-    if plan.sampling.kind == "shuffle":
+    event, times = StepEvent(plan.noise_multiplier, plan.sampling.prob, cap), plan.num_steps
+    if sampling == "shuffle":
         steps_per_epoch = plan.num_units // plan.expected_count
         event, times = (
             StepEvent(plan.noise_multiplier / cap, 1.0),

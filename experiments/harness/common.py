@@ -116,14 +116,23 @@ def algorithm_of(name: str) -> tuple[Algorithm, type | None]:
 
 
 def planned(
-    algorithm: str, privacy: PrivacyConfig, data: Dataset, key: SecretKey, params: Any
+    algorithm: str,
+    privacy: PrivacyConfig,
+    data: Dataset,
+    key: SecretKey,
+    params: Any,
+    times: int = 1,
 ) -> tuple[Any, Any]:
     """(Plan, ELS or ULS) of a training of these parameters, without a run around it. Args:
-    algorithm: as of `algorithm_of`."""
+    algorithm: as of `algorithm_of`; times: see `comparison.assuming`."""
+    from experiments.harness.comparison import assuming
     from fedsim.clipping import num_coordinates
     from fedsim.plan import complete, make_plan, method_for
+    from fedsim.plan.planner import METHODS
 
     base, kind = algorithm_of(algorithm)
+    if times > 1:
+        kind = assuming(kind or METHODS[base], times)
     privacy, _ = complete(base, privacy, data)
     method = method_for(base, privacy, data.train, key, kind=kind)
     facts = num_coordinates(params), [], ""
@@ -163,12 +172,14 @@ def prepared(
     task: Any,
     params: Any,
     key: SecretKey,
+    times: int = 1,
 ) -> Prepared:
-    """A training by the rule's optimizer settings. Args: model: None: it is fresh."""
+    """A training by the rule's optimizer settings. Args: model: None: it is fresh; times: see
+    `comparison.assuming`."""
     from fedsim.engine.worker import LocalEngine
     from fedsim.training import settled_by
 
-    plan, method = planned(algorithm, privacy, data, key, params)
+    plan, method = planned(algorithm, privacy, data, key, params, times)
     run = settled_by(plan, None, run, fresh=model is None)
     return Prepared(run, model, data, LocalEngine(task, num_lanes=1), plan, method, params)
 

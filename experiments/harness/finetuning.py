@@ -24,11 +24,12 @@ from matplotlib.figure import Figure
 
 from experiments import starting_model
 from experiments.harness import common
+from experiments.harness.comparison import epsilon_that_holds
 from experiments.harness.outcomes import KEPT, outcomes
 from experiments.harness.records import as_written, came_from
 from experiments.harness.rows import CAME, Row, Rows, over_seeds
 from fedsim import files
-from fedsim.config import ADD_OR_REMOVE, RunConfig, run_config
+from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig, RunConfig, run_config
 from fedsim.data import Dataset, corpora
 from fedsim.errors import ConfigError, DataError
 from fedsim.tuning import jobs_of
@@ -87,8 +88,6 @@ class Training:
     """Data sets that are accounted for as if they had so many times the users, as in the paper."""
     deltas: tuple[tuple[str, float], ...] = ()
     """By data set, where it is not n^-1.1 of the n training examples."""
-    sampling: str = "poisson"
-    """The paper shuffles and accounts as if it had drawn Poisson samples; this is what is drawn."""
 
     def on(self, name: str, **changed: Any) -> "Training":
         """On one data set alone."""
@@ -542,7 +541,6 @@ def settings_of(cell: Row, training: Training, arguments: Arguments, seed: int) 
         "seed": seed,
         "optimizer": training.optimizer,
         "eval_examples": training.eval_examples,
-        "sampling": training.sampling,
         "strategy": "scan:4",  # a timer's choice would be part of the bits
     }
     if not arguments.in_turn:
@@ -552,9 +550,27 @@ def settings_of(cell: Row, training: Training, arguments: Arguments, seed: int) 
     common_["adjacency"] = ADD_OR_REMOVE  # the paper's
     if not arguments.dry_run or name in dict(training.deltas):
         common_["delta"] = delta_of(name, training, arguments)
-    if name in dict(training.assumed_times) and not arguments.dry_run:
-        common_["assumed_population"] = assumed(name, training, arguments)
-    return {**common_, **given}
+    times = given.pop("times", dict(training.assumed_times).get(name, 1))
+    told = {**common_, **given}
+    if times > 1 and not arguments.dry_run:
+        told["epsilon"] = as_if(name, times, told, training, arguments)
+    return told
+
+
+def as_if(
+    name: str, times: int, told: Mapping[str, Any], training: Training, arguments: Arguments
+) -> float:
+    """What a run is asked for that gets the noise of its cell's epsilon and `times` the users."""
+    privacy = PrivacyConfig(
+        told["epsilon"],
+        told["num_steps"],
+        told["budget"],
+        group_size=told.get("group_size"),
+        delta=told["delta"],
+        adjacency=told["adjacency"],
+    )
+    data = open_data(name, arguments, training)
+    return epsilon_that_holds(Algorithm(told["algorithm"]), privacy, data, times)
 
 
 def with_test_losses(rows: Rows, training: Training, arguments: Arguments) -> Rows:

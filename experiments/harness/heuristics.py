@@ -57,7 +57,7 @@ def groups_of(
 ) -> dict[tuple[float, int], tuple[int, int]]:
     """(G_ELS, G_ULS) by (epsilon, budget)."""
     users = finetuning.open_data(name, arguments, training).train
-    population = extra.get("assumed_population") or finetuning.assumed(name, training, arguments)
+    times = extra.get("times") or dict(training.assumed_times).get(name, 1)
     delta = extra.get("delta") or finetuning.delta_of(name, training, arguments)
     first = doubling.Configuration(1, min(doubling.START.cohort_size, *budgets))
     groups = [2**n for n in range((max(budgets) // first.cohort_size).bit_length())]
@@ -67,7 +67,9 @@ def groups_of(
     median = median_group_size(np.diff(users.offsets))
     found = {}
     for epsilon in training.epsilons:
-        noise = doubling.uls_noise(epsilon, delta, training.num_steps[name], population)
+        noise = doubling.uls_noise(
+            epsilon, delta, training.num_steps[name], times * users.num_users
+        )
         for budget in budgets:
             chosen, _ = doubling.estimate_and_double(
                 budget, norms.__getitem__, noise, first, limits

@@ -1,0 +1,78 @@
+"""As the paper accounts, for comparison alone: as if there were more users than there are, and, for
+batches in shuffled order, as if they had been Poisson samples (Section 5).
+
+Such an epsilon does not hold, and no run of fedsim states it: a run has the epsilon that holds for
+its noise, and only rows and figures of experiments have the paper's.
+"""
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fedsim import accounting
+from fedsim.config import Algorithm, PrivacyConfig
+from fedsim.data import Dataset
+from fedsim.keys import SecretKey
+from fedsim.plan import complete, method_for
+from fedsim.plan.planner import METHODS
+from fedsim.sampling import Poisson
+
+
+@dataclasses.dataclass(frozen=True)
+class Shuffle(Poisson):
+    """Fixed-size draws in shuffled order, a new order every epoch; units that do not fill the last
+    batch of an epoch are left out of that epoch. `event` is that of Poisson samples, which these
+    draws do not have (Chua et al. 2024)."""
+
+    name: ClassVar[str] = "shuffle"
+
+    def draw(self, key: SecretKey, step: int) -> np.ndarray:
+        """Draw the units of a step: int64 [expected_count], ascending."""
+        epoch, batch = divmod(step, self.num_units // self.expected_count)
+        order = key.generator("shuffle", epoch).permutation(self.num_units)
+        return np.sort(order[batch * self.expected_count :][: self.expected_count])
+
+
+def shuffled(base: type) -> type:
+    """ELS or ULS with shuffled draws."""
+
+    class Shuffled(base):
+        def __init__(self, *args: Any, **options: Any):
+            super().__init__(*args, **options)
+            self.sampler = Shuffle(self.sampler.num_units, self.sampler.expected_count)
+
+    return Shuffled
+
+
+def assuming(base: type, times: int) -> type:
+    """ELS or ULS, accounted for as if there were `times` as many users."""
+
+    class Assuming(base):
+        def event(self, noise_multiplier: float) -> accounting.StepEvent:
+            event = super().event(noise_multiplier)
+            return dataclasses.replace(event, sampling_prob=event.sampling_prob / times)
+
+    return Assuming
+
+
+def epsilon_that_holds(
+    algorithm: Algorithm, privacy: PrivacyConfig, data: Dataset, times: int
+) -> float:
+    """Epsilon, at the same delta, of the noise that would give `privacy.epsilon` to `times` as many
+    users: what a run that is to have this noise is asked for."""
+    if times == 1 or math.isinf(privacy.epsilon):
+        return privacy.epsilon
+    privacy, _ = complete(algorithm, privacy, data)
+    assert privacy.delta is not None, "complete() fills it in"
+    base = METHODS[algorithm]
+    key = SecretKey.create(0)  # the event depends on no draw
+    method = method_for(algorithm, privacy, data.train, key, kind=assuming(base, times))
+    noise = accounting.calibrate_noise(
+        method.event,
+        epsilon=privacy.epsilon,
+        delta=privacy.delta,
+        num_steps=privacy.num_steps,
+    )
+    return accounting.epsilon([(base.event(method, noise), privacy.num_steps)], privacy.delta)
