@@ -47,7 +47,7 @@ SHOWN = {
 """What rows, figures and records call the data that were used, by what these stand for."""
 PAPER = {STACK_OVERFLOW: "stack-overflow", CC_NEWS: "cc-news"}  # built by these recipes
 PAPER_STEPS = {STACK_OVERFLOW: 10_000, CC_NEWS: 2_000}
-PAPER_MODEL = "models/c4"  # made by fedsim pretrain --model paper
+PAPER_MODEL = "models/c4"
 MEDIUM_MODEL = "hf:HuggingFaceTB/SmolLM2-135M"
 FRESH_MODEL = "tiny"  # for one's own data
 SCALES = ("smoke", "small", "long", "medium", "paper")

@@ -49,7 +49,6 @@ from fedsim.plan import (
     method_for,
     noise_ratio,
     outlook,
-    sampling_for,
 )
 from fedsim.run import Console, find_model, load_data, make_task
 from fedsim.sampling import Groups, Users, examples_per_user, graph_of, pool_of
@@ -478,8 +477,7 @@ def _about(
 
 def _holds(privacy: PrivacyConfig, users: Users) -> str:
     """Condition under which epsilon of a training with a secret key would hold."""
-    sampling = sampling_for(privacy.sampling_run, 1.0, privacy)
-    return holds(sampling.labels, privacy.adjacency, shared=graph_of(users) is not None)
+    return holds([], privacy.adjacency, shared=graph_of(users) is not None)
 
 
 def _outlook(best: Advice, num_steps: int, start: Start) -> str:
