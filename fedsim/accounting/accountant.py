@@ -16,7 +16,6 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, localcontext
 import numpy as np
 from dp_accounting.pld.pld_pmf import DensePLDPmf
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
-from scipy import special
 
 from fedsim.accounting import allocation, composition, mixture
 from fedsim.accounting.composition import Progress, Query, throttled
@@ -167,9 +166,6 @@ def _answer(
         try:
             return _refine(phases, query, progress=progress)[0]
         except composition.GridTooLargeError:
-            pure = max((e.epsilon for e, _ in merged if isinstance(e, PureEvent)), default=0.0)
-            least = "less: nothing so large is added up, and it protects nobody"
-            expect("before", pure, 2 * pure < composition.MAX_GRID_POINTS, least)
             steps = [event for event, _ in merged if isinstance(event, StepEvent)]
             if not steps:
                 raise
@@ -237,32 +233,32 @@ def _one_step(event: Event, discretization: float) -> PrivacyLossDistribution:
 
 
 def pure_pmf(event: PureEvent, discretization: float) -> DensePLDPmf:
-    """The discretised loss of pure epsilon-DP, an upper bound, the same in both directions.
+    """The discretised loss of pure epsilon-DP, an upper bound in both directions: always epsilon.
 
-    Randomised response dominates every mechanism with the same epsilon (Kairouz et al. 2015), so
-    its loss, +epsilon with probability e^epsilon / (1 + e^epsilon) and else -epsilon, is an upper
-    bound under any composition. Connect the dots, as for `mixture`: each atom is split between the
-    grid points next to it such that the masses under both distributions stay the same.
-    Raises: GridTooLargeError: the grid would be longer than MAX_GRID_POINTS.
+    Randomised response has less, but is a bound only where all that is composed with it was fixed
+    beforehand. The noise of a run depends on the group size that was drawn.
+
+    Theorem: let the outcome g of the release have the probabilities p_g and p'_g on neighbouring
+    data, with p_g <= e^epsilon p'_g, and let all that follows g have the privacy curve d_g. For any
+    levels x_g, also those that depend on g, and every event E,
+    P(E) <= sum_g e^x_g P'(E and g) + sum_g p_g d_g(x_g - epsilon).
+    Proof: P(E and g) - e^x_g P'(E and g) = p_g (P(E | g) - e^(x_g - l) P'(E | g)) with
+    l = log(p_g / p'_g) <= epsilon. That is at most p_g d_g(x_g - l), and d_g does not rise.
+    So each outcome may be priced by its own x_g with d_g(x_g - epsilon) = delta, and where no x_g
+    is above x, the whole is (x, delta)-DP.
+
+    Connect the dots, as for `mixture`: the atom is split between the grid points next to it such
+    that the masses under both distributions stay the same.
     """
-    last = math.ceil(event.epsilon / discretization)
-    last += last * discretization < event.epsilon  # where the quotient was rounded to a whole one
-    composition.check_size(2 * last + 1, discretization)
-    probs = np.zeros(2 * last + 1)
-    for loss in (-event.epsilon, event.epsilon):
-        mass = float(special.expit(loss))
-        low = math.floor(loss / discretization)
-        above = max(0.0, loss - low * discretization)
-        raised = mass * math.expm1(-above) / math.expm1(-discretization)
-        probs[low + last] += mass - raised
-        if raised:
-            probs[low + 1 + last] += raised
-    return DensePLDPmf(discretization, -last, probs, 0.0, True)
+    low = math.floor(event.epsilon / discretization)
+    above = max(0.0, event.epsilon - low * discretization)
+    raised = min(1.0, math.expm1(-above) / math.expm1(-discretization))
+    return DensePLDPmf(discretization, low, np.array([1 - raised, raised]), 0.0, True)
 
 
 def _loss_range(event: Event) -> float:
     if isinstance(event, PureEvent):
-        return 2 * event.epsilon
+        return event.epsilon
     if isinstance(event, SelectionEvent):
         return selection_range(event, _trials(event))
     if event.allocated:

@@ -30,7 +30,7 @@ from fedsim.accounting.events import (
 from fedsim.errors import ConfigError, expect, expect_count
 from fedsim.files import NotOurs, cache_dir, keep_in_cache, own_directory
 
-ACCOUNTANT_VERSION = 5
+ACCOUNTANT_VERSION = 6
 """Incremented whenever a number may change, so that cached calibrations are not reused."""
 
 PARAMETER_ACCURACY = 1e-5

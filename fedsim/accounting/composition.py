@@ -134,9 +134,9 @@ def deltas_at(pmf: DensePLDPmf, epsilons: np.ndarray) -> np.ndarray:
     reached = pmf._infinity_mass + np.cumsum(descending)
     paid = np.asarray(signal.lfilter([decay], [1.0, -decay], descending))
     at = (pmf._lower_loss + pmf.size - 2 - np.arange(pmf.size)) * grid
-    deltas = np.concatenate([(reached - paid)[::-1], [pmf._infinity_mass]])
-    levels = np.concatenate([at[::-1], [at[0] + grid]])
-    kept = max(1, int(np.searchsorted(levels, MOST_EXPONENT, side="right")))
+    deltas = np.concatenate([reached[-1:], (reached - paid)[::-1], [pmf._infinity_mass]])
+    levels = np.concatenate([[-math.inf], at[::-1], [at[0] + grid]])
+    kept = max(2, int(np.searchsorted(levels, MOST_EXPONENT, side="right")))
     places = np.exp(np.minimum(levels[:kept], MOST_EXPONENT))
     # Beyond the last place that is kept, its delta is returned, which is no smaller.
     return np.interp(np.exp(np.minimum(epsilons, MOST_EXPONENT)), places, deltas[:kept])

@@ -19,7 +19,7 @@ from scipy import optimize, special
 
 from fedsim.accounting import composition
 from fedsim.accounting.accountant import composed_loss
-from fedsim.accounting.events import Event, Phases
+from fedsim.accounting.events import Event, Phases, PureEvent
 from fedsim.errors import expect
 
 POINTS = 20_000  # of the curve that is compared
@@ -30,16 +30,24 @@ LARGEST_MU = 1e3
 def gaussian_mu(phases: Phases, set_aside: float) -> float:
     """The smallest mu such that the phases together are mu-GDP but for a probability.
 
-    Guarantees: with d = set_aside, for every epsilon, in both directions, their delta is at most
-      (1 - d) delta_mu(epsilon) + d. So they are a post-processing of this: with probability d give
-      everything away, else release N(0, 1) or N(mu, 1).
+    Guarantees: with d = set_aside, for every epsilon, in both directions, the delta of the steps is
+      at most (1 - d) delta_mu(epsilon) + d. So they are a post-processing of this: with probability
+      d give everything away, else release N(0, 1) or N(mu, 1). Pure releases, which the steps may
+      depend on, are Gaussian mechanisms of their own: their mu^2 are added.
     Returns: inf where no mu up to 1,000 is enough.
     Source: Dong et al. 2022, Corollary 2.13; Blackwell's theorem.
     """
     expect("set_aside", set_aside, 0 < set_aside < 1, "in (0, 1)")
-    if not any(count for _, count in phases):
-        return 0.0
-    return _gaussian_mu(tuple((event, count) for event, count in phases), set_aside)
+    squares, steps = 0.0, []
+    for event, count in phases:
+        if count and isinstance(event, PureEvent):
+            # The corner of randomised response's trade-off lies on that of this mu.
+            squares += count * (2 * special.ndtri(special.expit(-event.epsilon))) ** 2
+        elif count:
+            steps.append((event, count))
+    if steps:
+        squares += _gaussian_mu(tuple(steps), set_aside) ** 2
+    return math.sqrt(squares)
 
 
 def gaussian_delta(epsilon: float | np.ndarray, mu: float) -> np.ndarray:

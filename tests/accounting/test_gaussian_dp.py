@@ -32,7 +32,10 @@ def test_a_gaussian_mechanism_is_what_it_is_called(sigma):
 def test_pure_dp_has_a_closed_form():
     # Dong et al. 2022: the trade-off of randomised response lies above G_mu for this mu.
     expected = 2 * stats.norm.ppf(math.e / (1 + math.e))
-    assert expected <= gaussian_mu([(PureEvent(1.0), 1)], TAIL) < expected * 1.001
+    assert gaussian_mu([(PureEvent(1.0), 1)], TAIL) == pytest.approx(expected, rel=1e-12)
+    step = (StepEvent(1.0, 0.3), 3)
+    both = gaussian_mu([(PureEvent(1.0), 2), step, (PureEvent(800.0), 0)], TAIL)
+    assert both**2 == pytest.approx(2 * expected**2 + gaussian_mu([step], TAIL) ** 2, rel=1e-12)
 
 
 @pytest.mark.privacy
@@ -41,7 +44,7 @@ def test_pure_dp_has_a_closed_form():
     [
         [(StepEvent(0.8, 0.05), 50)],
         [(StepEvent(2.0, 0.02, 8), 40)],
-        [(StepEvent(1.0, 0.3), 3), (PureEvent(0.2), 1)],
+        [(StepEvent(1.0, 0.3), 3)],
     ],
 )
 def test_the_curve_lies_below_that_of_the_gaussian(phases):
@@ -89,6 +92,11 @@ def test_an_adversary_who_chooses_by_looking_stays_within_mu():
     most = max(gaussian_mu(phases, TAIL) for phases in second)
     bound = accounting.delta([(first, 1), (StepEvent(1 / most, 1.0), 1)], epsilon) + TAIL
     assert adaptive <= bound
+    # Neither does one who looks at a pure release, such as the draw of a group size.
+    pure = math.hypot(most, gaussian_mu([(PureEvent(0.3), 1)], TAIL))
+    losses, high = np.array([0.3, -0.3]), 1 / (1 + math.exp(-0.3))
+    reached = np.array([np.interp(epsilon - losses, grid, each) for each in choices]).max(0)
+    assert reached @ [high, 1 - high] <= gaussian_delta(epsilon, pure) + TAIL
 
 
 def _hockey_stick(phases, grid):
