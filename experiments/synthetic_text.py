@@ -3,10 +3,11 @@
 Beyond the paper. SmolLM2-135M-Instruct is fine-tuned on users' texts with privacy (ULS, G = 1), and
 texts are sampled from it. A small fresh model is trained on these texts and tested on held-out
 users' texts: against the same small model trained on the users' texts without privacy, trained on
-them with privacy at the same epsilon, and untrained. Beside the losses are distances of n-grams and
-lengths, the area of the divergence curve with the features of SmolLM2, and the search for training
-users' texts. Claims (`synthetic_claims`) were committed before the runs. SmolLM2 was trained on
-text from the web, so it may have seen these texts.
+them with privacy at the same epsilon, and untrained. Claims (`synthetic_claims`) were committed
+before the runs. SmolLM2 was trained on text from the web, so it may have seen these texts.
+
+The committed rows have more columns, of commit bd8366bf: distances of n-grams and lengths, the area
+of a divergence curve, and a search for training users' texts.
 
 The model's file and the sources are those of real_model.py. Rows are appended to
 synthetic_text.jsonl beside the results as they come; the same command goes on with what is missing.
@@ -17,10 +18,11 @@ synthetic_text.jsonl beside the results as they come; the same command goes on w
 import dataclasses
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 
 from experiments import real_model
@@ -29,9 +31,13 @@ from experiments.harness.processes import compute
 from experiments.harness.records import as_written, came_from
 from experiments.harness.rows import Row, kept, missing
 from experiments.real_model_claims import MODEL
-from experiments.synthetic_claims import check_text as check, plot_text as plot
+from experiments.synthetic_claims import check, plot
 
 NAME = "synthetic_text"
+STUDENT_LENGTH, STUDENT_BATCH, STUDENT_RATE = 128, 32, 3e-3
+"""Of the small model: most tokens of a text, texts of a step, peak of Adam's learning rate."""
+MOST_USERS, TEXTS_OF_USER, ROWS_AT_ONCE = 256, 4, 16
+"""Held-out users whose loss is computed, texts of each, and texts of a program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +134,10 @@ def trained(cell: Cell, settings: Settings, data: Any, run_dir: Path, *, small: 
 
 def compare(cell: Cell, settings: Settings) -> Row:
     """What comes of a cell."""
-    from fedsim.config import Sampling, Synthesis
+    from fedsim.config import Sampling
     from fedsim.evaluate import last_model
+    from fedsim.generate import generate_texts
     from fedsim.run import Console, directory
-    from fedsim.synthesis import Student, measure, search, store_of, synthesize
-    from fedsim.synthesis.quality import loss_of
 
     began = time.monotonic()
     shape = real_model.Settings(max_length=settings.max_length)
@@ -140,36 +145,107 @@ def compare(cell: Cell, settings: Settings) -> Row:
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         run, summary = trained(cell, settings, data, place / "run", small=False)
-        wanted = Synthesis(settings.num_texts, settings.max_length, seed=cell.seed)
-        where = place / "synthetic.parquet", wanted, Sampling(), run.engine, Console()
-        file = synthesize(str(place / "run"), *where)["file"]
-        texts = pq.read_table(file, columns=["text"]).to_pylist()
-        student = Student(settings.student, settings.student_steps)
-        stored = directory.load(place / "run")
-        found = measure(stored, run, texts, student=student, seed=cell.seed)["private"]
-        leaks = search(store_of(texts, data), data)
+        out = place / "synthetic.parquet"
+        generate_texts(
+            str(place / "run"),
+            out,
+            settings.num_texts,
+            num_tokens=settings.max_length,
+            how=Sampling(),
+            seed=cell.seed,
+            engine=run.engine,
+            console=Console(),
+        )
+        synthetic = store_of(pq.read_table(out)["text"].to_pylist(), data)
+        learnt = {
+            "synthetic": train_student(synthetic, data, settings, cell.seed),
+            "real_without_privacy": train_student(data.train, data, settings, cell.seed),
+        }
+        task = learnt["synthetic"][0]
+        learnt["untrained"] = task, task.init(student_key(cell.seed).jax_key("init"))
+        own_task, params, *_ = last_model(directory.load(place / "run"), run, Console())
+        learnt["run"] = own_task, params
         small, _ = trained(cell, settings, data, place / "small", small=True)
-        task, params, *_ = last_model(directory.load(place / "small"), small, Console())
-        losses = {**found["student"]["losses"], "real_with_privacy": loss_of(task, params)}
+        small_task, params, *_ = last_model(directory.load(place / "small"), small, Console())
+        learnt["real_with_privacy"] = small_task, params
+        losses = {name: loss_of(*each) for name, each in learnt.items()}
     return {
         **dataclasses.asdict(cell),
         **losses,
-        **{
-            f"{name} {kind}": value
-            for name, row in found["distances"].items()
-            for kind, value in row.items()
-        },
-        "area": found["curve"]["area"],
-        "area_of_users": found["curve"]["area_of_users"],
-        "alarm": leaks["alarm"],
-        "p_value": min(row["p_value"] for row in leaks["users"]),
-        "texts": len(texts),
+        "texts": synthetic.num_examples,
         "num_users": data.train.num_users,
         "num_parameters": summary["num_parameters"],
         "fingerprint": data.train.fingerprint[:12],
         "seconds": round(time.monotonic() - began, 1),
         **came_from(),
     }
+
+
+def store_of(texts: Iterable[str], data: Any) -> Any:
+    """Texts in the tokens of the data, each as its own user; empty ones are left out."""
+    from fedsim.data import Tokenizer, UserStore
+
+    tokenizer, longest = Tokenizer.load(data.tokenizer_path), data.train.max_length
+    tokenised = tokenizer.encode_batch([text for text in texts if text])
+    framed = [[tokenizer.begin_id, *ids, tokenizer.end_id][:longest] for ids in tokenised]
+    users = {f"{number:09d}": [ids] for number, ids in enumerate(framed)}
+    return UserStore.from_examples(users, longest, data.train.vocab_size)
+
+
+def student_key(seed: int) -> Any:
+    """The key of a small model's parameters and of the order of its texts."""
+    from fedsim.keys import SecretKey
+
+    return SecretKey.create(seed, "student")
+
+
+def train_student(store: Any, data: Any, settings: Settings, seed: int) -> tuple[Any, Any]:
+    """(task, parameters) of a small model that is trained on the texts of a store without
+    privacy."""
+    import jax
+    import optax
+
+    from fedsim.models import LanguageModelTask, preset
+    from fedsim.training import Batches, optimizers
+
+    key, steps = student_key(seed), settings.student_steps
+    model = preset(settings.student, store.vocab_size, min(STUDENT_LENGTH, store.max_length))
+    task = LanguageModelTask(dataclasses.replace(data, train=store), model)
+    params, size = task.init(key.jax_key("init")), min(STUDENT_BATCH, store.num_examples)
+    batches, buckets = Batches(store.lengths, size, size, key), task.buckets
+    rule = optax.adam(optax.cosine_decay_schedule(STUDENT_RATE, steps))
+    update, state = optimizers.updater(rule), rule.init(params)
+    gradient = jax.jit(jax.grad(lambda params, batch: task.losses(params, batch).mean()))
+    for step in range(steps):
+        batch = task.read("train", batches.draw(step).ravel())
+        batch = buckets.trim(batch, int(buckets.holding(buckets.sizes(batch).max())))
+        params, state = update(gradient(params, batch), state, params)
+    return task, params
+
+
+def loss_of(task: Any, params: Any) -> float:
+    """Mean over some held-out users of the loss on some of their texts, in nats per token, without
+    noise. The users and texts are always the same."""
+    import jax
+
+    from fedsim.plan import rows_of_users
+
+    offsets, split = task.dataset.eval_users.offsets, "eval_users"
+    texts = rows_of_users(offsets, min(MOST_USERS, len(offsets) - 1), TEXTS_OF_USER)
+    rows = np.concatenate(texts)
+    needed, frozen = task.buckets.holding(task.sizes(split, rows)), task.frozen
+    compute = jax.jit(task.nats)
+    nats, tokens = np.zeros((2, len(rows)))
+    for length in np.unique(needed):
+        places = np.flatnonzero(needed == length)
+        for part in np.split(places, range(ROWS_AT_ONCE, len(places), ROWS_AT_ONCE)):
+            padded = np.pad(rows[part], (0, ROWS_AT_ONCE - len(part)), constant_values=-1)
+            batch = task.buckets.trim(task.read(split, padded), int(length))
+            found = compute(params, batch, *(() if frozen is None else (frozen,)))
+            nats[part], tokens[part] = (np.asarray(each)[: len(part)] for each in found)
+    ends = np.cumsum([len(each) for each in texts])[:-1]
+    sums = [[part.sum() for part in np.split(each, ends)] for each in (nats, tokens)]
+    return float(np.mean(np.divide(sums[0], np.maximum(sums[1], 1))))
 
 
 @common.mistakes()

@@ -1,66 +1,267 @@
-"""Generation of text from a model, and of a tokenizer from such text.
+"""Generation of text from a model: one text, or a data set of texts with what is promised of it.
 
-Generated text has the same privacy as the model: the run's epsilon; and so has a tokenizer that was
-trained on it (Ponomareva et al. 2022, arXiv 2203.09943).
+Generated text has the same privacy as the model: the run's epsilon, however much text there is; and
+so has a tokenizer that was trained on it (Ponomareva et al. 2022, arXiv 2203.09943).
 """
 
-from collections.abc import Iterator
+import dataclasses
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from fedsim.accounting import at_most
-from fedsim.config import Sampling
-from fedsim.data import FROM_USERS, SIZES, Tokenizer
-from fedsim.engine import expect_usable_jax
-from fedsim.errors import expect
-from fedsim.files import expand_home
+from fedsim.config import EngineConfig, Sampling
+from fedsim.data import (
+    ASSISTANT,
+    FROM_USERS,
+    SIZES,
+    USER,
+    ChatTokenizer,
+    Message,
+    Tokenizer,
+    template_in,
+)
+from fedsim.engine import expect_usable_jax, on_workers, remember_programs
+from fedsim.errors import BadChat, ConfigError, brief, expect
+from fedsim.files import expand_home, make_place, write_json, write_pieces, write_with
 from fedsim.models import HUB, TOKENIZER, Decoder, Pretrained, Prompt, key_of, lengths_up_to
-from fedsim.run import directory, find_model, spent
+from fedsim.run import Console, directory, find_model, spent
+from fedsim.trust import claim_of_texts
+
+ABOUT = ".about.json"
+TEXTS_AT_ONCE, BLOCK = 64, 128
+"""Texts that a process draws at a time, and texts that it draws before it takes others."""
+PROMPTS = "not protected: nothing is promised to people whose texts became prompts"
+OF_LINES = "an object with a prompt, or with messages of which the last one is the user's"
+
+Asked = str | list[Message]
+"""What a text begins with: its beginning, or the turns before the assistant's."""
 
 
 def generate_text(
-    source: str, prompt: str, *, num_tokens: int, how: Sampling, seed: int
+    source: str, prompt: str, *, num_tokens: int, how: Sampling, seed: int, plain: bool = False
 ) -> dict[str, Any]:
-    """Continue a prompt with a run's last checkpoint or a pretrained model.
+    """Continue a prompt with a run's last checkpoint or a pretrained model, or answer it.
 
     Args:
       source: the directory of a run or of a Hugging Face model, or hf:NAME.
-      prompt: text.
+      prompt: text; for a model with a chat template, what the user says.
       num_tokens: most tokens to generate.
       how: how they are drawn.
       seed: of the draws.
+      plain: continue the prompt although there is a chat template.
     Returns: the fields of --json. `stopped` is end (the model ended the text), num_tokens, or
-      length (prompt and text have max_length tokens, the most that the model reads).
+      length (prompt and text have max_length tokens, the most that the model reads); `is_reply`
+      says whether the text answers the prompt instead of continuing it.
     Raises: ConfigError: there is no such model, it has no tokenizer, the prompt is too long, or a
       number is out of range.
     """
+    model = _model(expand_home("model", source), num_tokens, seed)
+    texts = Texts(model, [prompt], num_tokens, chats=bool(prompt) and not plain, field="prompt")
+    (tokens,) = draw(texts.prompts, *texts.settings(how, seed), model.params)
+    text, ended = texts.text(0, tokens)
+    whole = "num_tokens" if texts.prompts[0].most == num_tokens else "length"
+    about = {"stopped": "end" if ended else whole, "max_length": model.config.table}
+    about |= {"seed": seed, "is_reply": texts.is_chat}
+    return {"prompt": prompt, "text": text, "tokens": len(tokens) - ended, **about}
+
+
+def generate_texts(
+    source: str,
+    out: Path,
+    num_texts: int,
+    *,
+    prompts: Path | None = None,
+    num_tokens: int,
+    how: Sampling,
+    seed: int,
+    engine: EngineConfig,
+    console: Console,
+    plain: bool = False,
+) -> dict[str, Any]:
+    """Sample a data set from a model, and write it with a record of what is promised of it.
+
+    A text depends on the model, the settings, the seed and its place, and not on how many workers
+    there are.
+
+    Args:
+      out: a new .parquet or .jsonl file. A row has a text; with prompts, a prompt and a completion,
+        or messages if the model has a chat template.
+      prompts: a .txt file with a prompt in each line, or a .jsonl file of objects with a prompt or
+        messages, which are used in turn.
+      num_tokens, how, seed, plain: of each text, as of `generate_text`.
+      engine: where texts are drawn.
+
+    Returns:
+      The record.
+
+    Raises:
+      ConfigError: there is no such model, a setting does not fit it, or `out` exists.
+      ReportError: the run breaks a promise.
+      EngineError: workers failed.
+    """
+    expect("num_texts", num_texts, num_texts >= 1, ">= 1")
+    kinds = "a file ending in .parquet or .jsonl"
+    expect("out", out, out.suffix in (".parquet", ".jsonl"), kinds)
+    make_place(out.parent)
+    for file in (out, out.with_name(out.name + ABOUT)):
+        there = file.exists() or file.is_symlink()
+        expect("out", file, not there, "a file that is not there yet")
+    asked = read_prompts(prompts) if prompts else [""]
+    model = _model(source := expand_home("model", source), num_tokens, seed)
+    chats = prompts is not None and not plain
+    texts = Texts(model, asked, num_tokens, chats=chats, field="prompts")
+    claim = claim_of_texts(source, model, console)
+    given = [dataclasses.replace(texts.prompts[i % len(asked)], number=i) for i in range(num_texts)]
+    blocks = [given[i : i + BLOCK] for i in range(0, num_texts, BLOCK)]
+    remember_programs()
+    settings = texts.settings(how, seed)
+    if engine.kind == "local":
+        drawn = (draw(block, *settings, model.params) for block in blocks)
+    else:
+        params = jax.tree.map(np.asarray, model.params)
+        drawn = on_workers(draw, blocks, *settings, params, config=engine)
+    tokens: list[list[int]] = []
+    with console.phase(f"sampling {num_texts:,} texts") as phase:
+        for done, block in enumerate(drawn, 1):
+            tokens += block
+            phase.at(done, len(blocks))
+    told = {"num_tokens": num_tokens, **dataclasses.asdict(how), "seed": seed, "plain": plain}
+    about = {"file": out.name, **claim, "prompts": PROMPTS if prompts else "none"}
+    about |= {"num_texts": num_texts, "tokens": sum(map(len, tokens)), "settings": told}
+    _write(out, [texts.row(i % len(asked), ids) for i, ids in enumerate(tokens)], about)
+    return {**about, "file": str(out)}
+
+
+def _write(out: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
+    """Write a data set; the record comes first, so that no set is without one."""
+    write_json(out.with_name(out.name + ABOUT), about)
+    if out.suffix == ".jsonl":
+        write_pieces(out, (json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
+    else:
+        write_with(out, lambda path: pq.write_table(pa.Table.from_pylist(rows), path))
+
+
+def draw(
+    prompts: Sequence[Prompt], config: Any, how: Sampling, ends: Any, length: int, seed: int, params
+) -> list[list[int]]:
+    """Draw the tokens after each prompt. Equal arguments give equal ones on hosts of one kind."""
+    decoder = Decoder(config, params, how, ends)
+    slots = min(TEXTS_AT_ONCE, len(prompts))
+    texts = dict(decoder.texts(prompts, key_of(seed), slots=slots, length=length))
+    return [texts[i] for i in range(len(prompts))]
+
+
+class Texts:
+    """What a model reads before texts, and what they are in a data set.
+
+    Attributes: prompts: the tokens before each; is_chat: texts are replies to messages.
+    """
+
+    def __init__(
+        self, model: Pretrained, asked: Sequence[Asked], num_tokens: int, *, chats: bool, field: str
+    ):
+        """Tokenise prompts.
+
+        Args:
+          num_tokens: most tokens of each text.
+          chats: whether prompts are messages if the model has a chat template.
+          field: the setting that names prompts, for errors.
+        Raises: ConfigError: a prompt is too long, or the model takes no such messages.
+        """
+        assert model.tokenizer is not None
+        self._asked, self._config = asked, model.config
+        self._tokenizer = Tokenizer.load(model.tokenizer)
+        template = template_in(model.files, self._tokenizer) if chats else None
+        chat, longest = ChatTokenizer(self._tokenizer, template), model.config.table
+        self.is_chat, self._ends = template is not None, self._tokenizer.end_ids
+        self.prompts: list[Prompt] = []
+        for each in asked:
+            if not self.is_chat:
+                there = "prompts without messages, for a model without a chat template"
+                expect(field, "messages", isinstance(each, str), there)
+                ids = [self._tokenizer.begin_id, *self._tokenizer.encode_batch([str(each)])[0]]
+            else:
+                try:
+                    ids = chat.encode_prompt(_messages(each)).tolist()
+                    end = None if self.prompts else chat.end_of_turn()
+                except BadChat as error:
+                    said = brief(_messages(each)[-1].content, 40)
+                    wanted = f"a chat that the template takes ({error})"
+                    raise ConfigError.of(field, said, wanted) from None
+                self._ends = self._ends | ({end} if end is not None else set())
+            expect(field, f"{len(ids)} tokens", len(ids) < longest, f"fewer than {longest} tokens")
+            self.prompts.append(Prompt(ids, min(num_tokens, longest - len(ids))))
+
+    def settings(self, how: Sampling, seed: int) -> tuple[Any, Sampling, Any, int, int]:
+        """Arguments of `draw` between the prompts and the parameters."""
+        most = max(len(prompt.ids) + prompt.most for prompt in self.prompts)
+        length = next(n for n in lengths_up_to(self._config.table) if n >= most)
+        return self._config, how, self._ends, length, seed
+
+    def text(self, i: int, ids: Sequence[int]) -> tuple[str, bool]:
+        """(what the model wrote after prompt i, whether it ended the text itself)."""
+        ended = ids[-1] in self._ends
+        before = [] if self.is_chat else self.prompts[i].ids
+        return self._tokenizer.decode_after(before, ids[:-1] if ended else ids), ended
+
+    def row(self, i: int, ids: Sequence[int]) -> dict[str, Any]:
+        """The row of a text after prompt i in a data set."""
+        text, asked = self.text(i, ids)[0], self._asked[i]
+        if not self.is_chat:
+            return {"prompt": asked, "completion": text} if asked else {"text": text}
+        turns = [*_messages(asked), Message(ASSISTANT, text)]
+        return {"messages": [{"role": each.role, "content": each.content} for each in turns]}
+
+
+def _messages(asked: Asked) -> list[Message]:
+    return [Message(USER, asked)] if isinstance(asked, str) else asked
+
+
+def read_prompts(file: Path) -> list[Asked]:
+    """Read a file of prompts. Raises: ConfigError: it cannot be read, or a line is no prompt."""
+    readers = {".txt": lambda line: line.removesuffix("\r"), ".jsonl": _asked}
+    kinds = "a .txt file with a prompt in each line, or a .jsonl file of objects"
+    expect("prompts", file, file.suffix in readers, kinds)
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError.of("prompts", file, f"a readable file in UTF-8 ({error})") from None
+    found: list[Asked] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found += [readers[file.suffix](line)] if line.strip() else []
+        except (ValueError, RecursionError, TypeError, KeyError):
+            raise ConfigError.of("prompts", file, f"{OF_LINES}, in line {number}") from None
+    expect("prompts", file, bool(found), "a file with a prompt at least")
+    return found
+
+
+def _asked(line: str) -> Asked:
+    """The prompt in a line of JSON. Raises: ValueError, RecursionError, TypeError, KeyError."""
+    record = json.loads(line)
+    json.dumps(record, ensure_ascii=False).encode()  # refuses halves of characters
+    if "prompt" in record and isinstance(record["prompt"], str):
+        return record["prompt"]
+    messages = [Message(each["role"], each["content"]) for each in record["messages"]]
+    texts = all(isinstance(part, str) for each in messages for part in each[:2])
+    if not texts or not messages or messages[-1].role != USER:
+        raise ValueError
+    return messages
+
+
+def _model(source: str, num_tokens: int, seed: int) -> Pretrained:
+    """The model that `source` names. Raises: ConfigError: there is none, it has no tokenizer, or
+    no text can be drawn with these settings."""
     expect_usable_jax()
     expect("num_tokens", num_tokens, num_tokens >= 1, ">= 1")
-    key = key_of(seed)
-    model = model_to_generate(expand_home("model", source))
-    assert model.tokenizer is not None
-    tokenizer = Tokenizer.load(model.tokenizer)
-    ids = [tokenizer.begin_id, *tokenizer.encode_batch([prompt])[0]]
-    longest = model.config.table
-    expect("prompt", f"{len(ids)} tokens", len(ids) < longest, f"fewer than {longest} tokens")
-    count = min(num_tokens, longest - len(ids))
-    generated = [token for piece in continued(model, ids, count, how, key) for token in piece]
-    stopped = "num_tokens" if count == num_tokens else "length"
-    if generated[-1] in tokenizer.end_ids:
-        stopped = "end"
-        del generated[-1]
-    text = tokenizer.decode_after(ids, generated)
-    about = {"stopped": stopped, "max_length": longest, "seed": seed}
-    return {"prompt": prompt, "text": text, "tokens": len(generated), **about}
-
-
-def model_to_generate(source: str) -> Pretrained:
-    """The model that `source` names, with a tokenizer.
-
-    Raises: ConfigError: there is no such model, or it has no tokenizer.
-    """
+    key_of(seed)
     there = Path(source).exists() or source.startswith(HUB)
     kinds = "the directory of a run or of a Hugging Face model, or hf:NAME"
     model = find_model(source) if there else None
@@ -68,32 +269,6 @@ def model_to_generate(source: str) -> Pretrained:
     assert model is not None
     expect("model", source, model.tokenizer is not None, f"a model with a {TOKENIZER}")
     return model
-
-
-def continued(
-    model: Pretrained,
-    ids: list[int],
-    count: int,
-    how: Sampling,
-    key: jax.Array,
-    ends: frozenset[int] | None = None,
-    *,
-    at_once: int = 16,
-) -> Iterator[list[int]]:
-    """Yield the next tokens of a text, at most `at_once` at a time, `count` in all.
-
-    Args: ends: tokens that end the text; the last token is one of them, or the last of `count`.
-    """
-    assert model.tokenizer is not None
-    ends = Tokenizer.load(model.tokenizer).end_ids if ends is None else ends
-    length = next(n for n in lengths_up_to(model.config.table) if n >= len(ids) + count)
-    decoder = Decoder(model.config, model.params, how, ends)
-    prompts = [Prompt(ids, count)]
-    for _, tokens, _ in decoder.pieces(prompts, key, slots=1, length=length, at_once=at_once):
-        yield tokens
-
-
-TEXTS_AT_ONCE = 64
 
 
 def train_tokenizer(

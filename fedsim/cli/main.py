@@ -21,13 +21,11 @@ from fedsim.cli.account import Account, Calibrate
 from fedsim.cli.arguments import level_of, parse
 from fedsim.cli.data import Data, DataBuild
 from fedsim.cli.models import (
-    Chat,
     Evaluate,
     Export,
     Generate,
     Personalize,
     Pretrain,
-    Synthesize,
     Train,
     TrainTokenizer,
 )
@@ -48,8 +46,6 @@ Command = (
     | Annotated[Personalize, tyro.conf.subcommand("personalize")]
     | Annotated[Pretrain, tyro.conf.subcommand("pretrain")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
-    | Annotated[Synthesize, tyro.conf.subcommand("synthesize")]
-    | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[TrainTokenizer, tyro.conf.subcommand("tokenizer")]
     | Annotated[Audit, tyro.conf.subcommand("audit")]
@@ -189,7 +185,7 @@ def _run(words: list[str]) -> None:
 def _interrupted(command: Any) -> tuple[str, int]:
     """(how a command that a signal ended can go on, its exit code)."""
     command = getattr(command, "command", command)
-    if isinstance(command, Train | Pretrain | Synthesize):  # before a step, or by two signals
+    if isinstance(command, Train | Pretrain):  # before a step, or by two signals
         return "interrupted; the same command with --resume goes on", UNFINISHED
     if isinstance(command, Sweep | DataBuild):
         return "interrupted; the same command goes on", UNFINISHED

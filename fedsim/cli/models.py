@@ -1,5 +1,5 @@
 """Commands that make a model or use one: `fedsim train`, `evaluate`, `pretrain`, `personalize`,
-`generate`, `chat`, `export`, `tokenizer`."""
+`generate`, `export`, `tokenizer`."""
 
 import dataclasses
 import sys
@@ -12,20 +12,17 @@ from fedsim.cli.arguments import Flat, ReadsModel, ReadsRun, ReadsSources
 from fedsim.config import (
     Algorithm,
     EngineConfig,
-    Filters,
     Personalization,
     PretrainConfig,
     PrivacyConfig,
     RunConfig,
     Sampling,
-    Synthesis,
     changed_run,
     computed_by,
 )
-from fedsim.errors import printable
+from fedsim.errors import expect, printable
 from fedsim.run import wrapped
 
-PRIVATE = "what was measured without noise, not to be published"
 SPLIT_NAMES = {
     "eval_users": "held-out users",
     "eval_examples": "held-out examples of training users",
@@ -196,7 +193,12 @@ class Personalize(ReadsRun):
 
 @dataclasses.dataclass(frozen=True)
 class Generate(ReadsModel):
-    """Write text with a run's last checkpoint, or with a pretrained model."""
+    """Write text with a run's last checkpoint, or with a pretrained model.
+
+    With --num-texts, write a data set of texts to --out. Sampling costs nothing beyond the run: the
+    set has the run's epsilon, however large it is. OUT.about.json says what is promised and how the
+    texts were made.
+    """
 
     model: tyro.conf.Positional[str]
     """The directory of a run, a Hugging Face directory, or hf:NAME."""
@@ -204,7 +206,11 @@ class Generate(ReadsModel):
     how: Flat[Sampling]
 
     prompt: str = ""
-    """Beginning of the text."""
+    """Beginning of the text; for a model with a chat template, what the user says. Default: none,
+    plain text from its first token on."""
+
+    plain: bool = False
+    """Continue prompts as plain text although the model has a chat template."""
 
     num_tokens: int = 64
     """Largest number of tokens to write. >= 1."""
@@ -212,138 +218,76 @@ class Generate(ReadsModel):
     seed: int = 0
     """Seed of the draw: another seed gives another text."""
 
+    num_texts: int | None = None
+    """Data set: number of texts. >= 1."""
+
+    out: Path | None = None
+    """Data set: file to write, ending in .parquet or .jsonl. A row has a text; with --prompts, a
+    prompt and a completion, or messages if the model has a chat template."""
+
+    prompts: Path | None = None
+    """Data set: file of prompts, which are used in turn. .txt: one in each line. .jsonl: objects
+    with a prompt, or with messages, which need a chat template. Nothing protects people whose texts
+    became prompts. Default: none."""
+
+    engine: Literal["ray", "local"] = "ray"
+    """Data set: where to sample, as in train. The texts are the same."""
+
+    num_workers: int | None = None
+    """Data set: number of worker processes of --engine ray, as in train."""
+
     json: bool = False
     """Print one JSON object on stdout."""
 
     def __call__(self) -> dict[str, Any]:
+        if self.num_texts is not None:
+            return self._data_set(self.num_texts)
+        for name in ("out", "prompts", "num_workers"):
+            value = getattr(self, name)
+            expect(name, value, value is None, "--num-texts beside it")
         from fedsim.generate import generate_text
 
-        result = generate_text(
-            self.model,
-            self.prompt,
-            num_tokens=self.num_tokens,
-            how=self.how,
-            seed=self.seed,
-        )
+        how = {"num_tokens": self.num_tokens, "how": self.how, "seed": self.seed}
+        result = generate_text(self.model, self.prompt, **how, plain=self.plain)
         if not self.json:
-            text = result["prompt"] + result["text"]
+            text = ("" if result["is_reply"] else result["prompt"]) + result["text"]
             print(printable(text, "\n\t") if sys.stdout.isatty() else text)
             if result["stopped"] == "length":
                 print(f"(the model's length is {result['max_length']} tokens)", file=sys.stderr)
         return result
 
-
-@dataclasses.dataclass(frozen=True)
-class Synthesize(ReadsModel):
-    """Write a data set of texts sampled from a run's model, to share, label and train on.
-
-    Sampling costs nothing beyond the run: the set has the run's epsilon, however large it is.
-    FILE.about.json says what is promised and how the texts were made. A set from a model without a
-    guarantee is called NAME.no-guarantee.
-    """
-
-    model: tyro.conf.Positional[str]
-    """The directory of a run, a Hugging Face directory, or hf:NAME."""
-
-    out: Path
-    """File to write, ending in .parquet or .jsonl."""
-
-    texts: Flat[Synthesis]
-    how: Flat[Sampling]
-    filters: Flat[Filters]
-
-    measure: bool = False
-    """Also measure, from users' texts, how good the set is and whether training users' texts are in
-    it. NAME_private.html has what was found, without noise: do not publish it."""
-
-    eval_epsilon: float | None = None
-    """With --measure: release the loss of a small model that is trained on the set, for this cost
-    to each held-out user, and show it on the set's page. > 0. Default: no release."""
-
-    resume: bool = False
-    """Go on with what an interrupted command left beside the file."""
-
-    engine: Literal["ray", "local"] = "ray"
-    """ray: worker processes on the Ray cluster at RAY_ADDRESS, or on this machine. local: this
-    process alone. The texts are the same."""
-
-    num_workers: int | None = None
-    """Number of worker processes. >= 1. Default: one per accelerator, or one per threads_per_worker
-    CPUs."""
-
-    threads_per_worker: int = 1
-    """CPU threads of each worker. >= 1. Changes the texts: 1 thread gives others than several."""
-
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-    def __call__(self) -> dict[str, Any]:
+    def _data_set(self, num_texts: int) -> dict[str, Any]:
         from fedsim.engine import keep_memory, set_threads
 
-        workers = {"num_workers": self.num_workers, "threads_per_worker": self.threads_per_worker}
-        engine = EngineConfig(kind=self.engine, **workers)
+        expect("out", self.out, self.out is not None, "a file to write, with --num-texts")
+        assert self.out is not None
+        expect("prompt", self.prompt, not self.prompt, "--prompts FILE, with --num-texts")
+        engine = EngineConfig(kind=self.engine, num_workers=self.num_workers)
         set_threads(engine)
         keep_memory()
+        from fedsim.generate import generate_texts
         from fedsim.run import Console
-        from fedsim.synthesis import synthesize
 
-        where = (self.model, self.out, self.texts, self.how, engine, Console())
-        result = synthesize(
-            *where,
-            filters=self.filters,
-            measured=self.measure,
-            eval_epsilon=self.eval_epsilon,
-            resume=self.resume,
+        result = generate_texts(
+            self.model,
+            self.out,
+            num_texts,
+            prompts=self.prompts,
+            num_tokens=self.num_tokens,
+            how=self.how,
+            seed=self.seed,
+            engine=engine,
+            console=Console(),
+            plain=self.plain,
         )
         if not self.json:
-            dropped = sum(result["dropped"].values())
-            left_out = f", {dropped:,} thrown away" if dropped else ""
             print(wrapped(result["claim"]))
             for fact in result["outside"]:
                 print(wrapped(f"Not covered by the guarantee: {fact}."))
-            print(f"{result['kept']:,} texts{left_out}; written to {result['file']}")
-            for name, what in (("page", "the page that goes with it"), ("private_page", PRIVATE)):
-                if result.get(name):
-                    print(f"{what}: {result[name]}")
+            if self.prompts is not None:
+                print(wrapped(f"The prompts are {result['prompts']}."))
+            print(f"{result['num_texts']:,} texts, written to {result['file']}")
         return result
-
-
-@dataclasses.dataclass(frozen=True)
-class Chat(ReadsModel):
-    """Chat with a model in the terminal, in the form of its chat template.
-
-    Ctrl-C ends a reply; Ctrl-D or /exit ends the chat. Lines of a pipe are messages, too.
-    """
-
-    model: tyro.conf.Positional[str]
-    """The directory of a run, a Hugging Face directory, or hf:NAME."""
-
-    system: str = ""
-    """The system's message, which the model reads before the chat. Default: none."""
-
-    temperature: float = 1.0
-    """Divides the logits. 0, which always takes the likeliest token, or >= 0.001."""
-
-    max_tokens: int = 256
-    """Largest number of tokens of a reply. >= 1."""
-
-    seed: int = 0
-    """Seed of the draw: another seed gives other replies."""
-
-    json: bool = False
-    """Print the messages as one JSON object on stdout at the end, instead of the replies."""
-
-    def __call__(self) -> dict[str, Any]:
-        from fedsim.chat import chat
-
-        return chat(
-            self.model,
-            silent=self.json,
-            system=self.system,
-            temperature=self.temperature,
-            max_tokens=self.max_tokens,
-            seed=self.seed,
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,8 @@
 from .commands import (
     AuditConfig as AuditConfig,
-    Filters as Filters,
     Personalization as Personalization,
     PretrainConfig as PretrainConfig,
     Sampling as Sampling,
-    Synthesis as Synthesis,
-    scripts_of as scripts_of,
 )
 from .flags import (
     RENAMED as RENAMED,

@@ -1,11 +1,7 @@
-"""Settings of audits, pre-training, personalization and synthesis."""
+"""Settings of audits, pre-training, personalization and generation."""
 
 import dataclasses
-import functools
 import math
-import unicodedata
-from pathlib import Path
-from typing import Literal
 
 from fedsim.errors import expect, expect_least
 
@@ -87,83 +83,6 @@ class Sampling:
         expect("top_k", self.top_k, self.top_k >= 0, ">= 0")
         expect("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         expect("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
-
-
-@dataclasses.dataclass(frozen=True)
-class Synthesis:
-    """Texts to sample from a model, and what they begin with."""
-
-    num_texts: int = 1000
-    """Number of texts to keep. >= 1."""
-
-    num_tokens: int = 256
-    """Largest number of tokens of a text, or of a message of a chat. >= 1."""
-
-    prompts: Path | None = None
-    """File of prompts, which are used in turn. .txt: each line is the beginning of a text. .jsonl:
-    each object has a prompt, to which the model writes a completion, or messages, to which it
-    writes the reply. Public: prompts from users' texts are not protected. Default: none."""
-
-    turns: int = 0
-    """Replies of the assistant in each chat, for a model with a chat template. Messages of users
-    that no prompt has are sampled as well. >= 0. Default: 1 if prompts are messages; else 0, plain
-    texts."""
-
-    batch_size: int = 64
-    """Texts that a worker samples at a time. >= 1. Changes the texts."""
-
-    seed: int = 0
-    """Seed of the draws: another seed gives other texts."""
-
-    def __post_init__(self):
-        expect_least(self, num_texts=1, num_tokens=1, batch_size=1, turns=0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Filters:
-    """Which synthetic texts are kept. Filters see synthetic texts alone and cost no privacy."""
-
-    min_chars: int = 1
-    """Drop texts with fewer characters. >= 0."""
-    max_chars: int | None = None
-    """Drop texts with more characters. >= 1. Default: no limit."""
-    max_repeated: float = 0.5
-    """Drop texts of which more than this share repeats what they said before. In [0, 1]; 1 drops
-    none."""
-    script: str | None = None
-    """Drop texts with fewer than nine in ten letters of this script, by its name in Unicode: latin,
-    cyrillic, arabic; or several, as cjk,hiragana,katakana. Default: any script."""
-    duplicates: Literal["keep", "exact", "near"] = "exact"
-    """Of texts that repeat an earlier text: keep all, drop those that are equal but for case and
-    white space, or also those that are nearly equal."""
-    contacts: Literal["keep", "mask", "drop"] = "keep"
-    """What happens to e-mail addresses, phone numbers and card numbers: keep them, put a mask in
-    their place, or drop the text. They are counted in any case."""
-
-    def __post_init__(self) -> None:
-        expect("min_chars", self.min_chars, self.min_chars >= 0, ">= 0")
-        most = self.max_chars
-        least = max(1, self.min_chars)
-        expect("max_chars", most, most is None or most >= least, f">= {least}")
-        expect("max_repeated", self.max_repeated, 0 <= self.max_repeated <= 1, "in [0, 1]")
-        known = self.script is None or scripts_of(self.script) <= _known_scripts()
-        expect("script", self.script, known, "names of scripts in Unicode, such as latin")
-        kinds = ("keep", "exact", "near")
-        expect("duplicates", self.duplicates, self.duplicates in kinds, "keep, exact or near")
-        kinds = ("keep", "mask", "drop")
-        expect("contacts", self.contacts, self.contacts in kinds, "keep, mask or drop")
-
-
-@functools.cache
-def scripts_of(script: str) -> frozenset[str]:
-    """Names of scripts in Unicode, in capitals, from a list with commas."""
-    return frozenset(name.strip().upper() for name in script.split(","))
-
-
-@functools.cache
-def _known_scripts() -> frozenset[str]:
-    letters = (chr(i) for i in range(0x20000) if chr(i).isalpha())
-    return frozenset(unicodedata.name(c, "").partition(" ")[0] for c in letters) - {""}
 
 
 @dataclasses.dataclass(frozen=True)

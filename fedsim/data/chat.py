@@ -304,26 +304,14 @@ class ChatTokenizer:
         text, _ = self._unmarked(template.render(plain, prompt=True), private)
         return self._encoded(text, [], private).ids
 
-    def encode_opening(self, messages: Sequence[Message], role: str) -> np.ndarray:
-        """Token ids of a chat up to what the next message, of `role`, says, int64 [tokens].
-
-        Raises:
-          BadChat: as `encode_prompt`, or the template leaves such a message out.
-        """
-        template, private, plain = self._plain([*messages, Message(role, "a")])
-        text, _ = self._unmarked(template.render(plain), private)
-        begin = self._begin_of(plain, len(messages), template, private)
-        return self._encoded(text[:begin], [], private).ids
-
-    def end_of_turn(self, role: str = ASSISTANT) -> int | None:
-        """Id of the token that the template writes after what a role says; None without one.
+    def end_of_turn(self) -> int | None:
+        """Id of the token that the template writes after what the assistant says; None without one.
 
         Raises: BadChat: as `encode`.
         """
         template, private, plain = self._plain([Message(USER, "a"), Message(ASSISTANT, "b")])
-        turn = [USER, ASSISTANT].index(role)
-        text, spans = self._rendered(plain, [turn], template, private)
-        after = (private.index(c) - ENDS - 1 for c in text[spans[turn][1] :] if c in private)
+        text, spans = self._rendered(plain, [1], template, private)
+        after = (private.index(c) - ENDS - 1 for c in text[spans[1][1] :] if c in private)
         number = next(after, None)
         return None if number is None else self._special[number]["id"]
 

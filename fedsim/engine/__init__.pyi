@@ -8,6 +8,7 @@ from .environment import (
     versions as versions,
 )
 from .factory import create as create, reduction as reduction, starting as starting
+from .jobs import on_workers as on_workers
 from .machine import exhausted as exhausted, set_threads as set_threads
 from .parallel_runs import ParallelRuns as ParallelRuns
 from .task import Batch as Batch, Params as Params, Task as Task, WrappedTask as WrappedTask

@@ -1,6 +1,5 @@
 """`fedsim.train` and the `Run` it returns: training, results and their checks from Python."""
 
-import dataclasses
 import functools
 import math
 import time
@@ -12,13 +11,11 @@ from fedsim.config import (
     Algorithm,
     DataConfig,
     EngineConfig,
-    Filters,
     LoggerName,
     PrivacyConfig,
     RunConfig,
     Sampling,
     SamplingName,
-    Synthesis,
     computed_by,
     flags_of,
     renamed,
@@ -200,74 +197,25 @@ class Run:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int = 0,
+        plain: bool = False,
     ) -> str:
         """Text that the model writes after a prompt.
 
         Args:
-          prompt: the beginning of the text.
+          prompt: the beginning of the text; for a model with a chat template, what the user says.
           num_tokens: largest number of tokens to write.
           temperature: divides the logits; 0 always takes the likeliest token.
           top_k: number of likeliest tokens to draw from; 0: all.
           top_p: draw from the fewest likeliest tokens that have this probability together.
           min_p: draw from tokens at least this many times as likely as the likeliest.
           seed: of the draw.
+          plain: continue the prompt although there is a chat template.
         """
         from fedsim.generate import generate_text
 
         how = Sampling(temperature, top_k, top_p, min_p)
-        text = generate_text(str(self.run_dir), prompt, num_tokens=num_tokens, how=how, seed=seed)
-        return text["text"]
-
-    def synthesize(
-        self,
-        out: str | Path,
-        num_texts: int = 1000,
-        *,
-        engine: Literal["ray", "local"] = "ray",
-        num_workers: int | None = None,
-        threads_per_worker: int | None = None,
-        sampling: Sampling | None = None,
-        filters: Filters | None = None,
-        measure: bool = False,
-        eval_epsilon: float | None = None,
-        resume: bool = False,
-        **settings: Any,
-    ) -> Path:
-        """Write a data set of texts sampled from the model; they have the run's epsilon.
-
-        Args:
-          out: a new .parquet or .jsonl file; a set without a guarantee is called
-            NAME.no-guarantee.
-          num_texts: number of texts.
-          engine, num_workers, threads_per_worker: where they are sampled, as in `train`.
-          sampling: how tokens are drawn; None: as the model says.
-          filters: which texts are kept; None: the defaults.
-          measure: also compare the texts with users' texts, on a private page.
-          eval_epsilon: with measure, what a loss with noise on held-out users costs each of them.
-          resume: go on with what an interrupted call left beside the file.
-          settings: other fields of `fedsim.config.Synthesis`, such as prompts.
-
-        Returns:
-          The file.
-
-        Raises:
-          ConfigError: a setting does not fit the model, or the file exists.
-        """
-        from fedsim.synthesis import synthesize
-
-        with to_python():
-            if isinstance(file := settings.get("prompts"), str):
-                settings["prompts"] = Path(expand_home("prompts", file))
-            texts = Synthesis(num_texts=num_texts, **settings)
-            where = EngineConfig(kind=engine, num_workers=num_workers)
-            if threads_per_worker is not None:
-                where = dataclasses.replace(where, threads_per_worker=threads_per_worker)
-            set_threads(where)
-            how, place = sampling or Sampling(), Path(expand_home("out", out))
-            more = {"filters": filters, "measured": measure, "eval_epsilon": eval_epsilon}
-            more["resume"] = resume
-            told = synthesize(str(self.run_dir), place, texts, how, where, Console(), **more)
-        return Path(told["file"])
+        drawn = {"num_tokens": num_tokens, "how": how, "seed": seed}
+        return generate_text(str(self.run_dir), prompt, **drawn, plain=plain)["text"]
 
     def to_hf(self, out: str | Path) -> Path:
         """Write the model as a Hugging Face directory, adapters merged; returns the directory."""

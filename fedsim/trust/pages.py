@@ -39,14 +39,11 @@ AT_START = re.compile(r"^(\d*)([#+=.)-])(?=[#+=-]*(?:\s|$))")
 """The start of a value that Markdown would read as a list, a heading or a rule."""
 
 
-def write(
-    out: Path, name: str, template: str, *, mode: int = 0o644, **facts: Any
-) -> dict[str, str]:
+def write(out: Path, name: str, template: str, **facts: Any) -> dict[str, str]:
     """Write NAME.html and NAME.md into a directory, which is created.
 
     Args:
       out: the directory.
-      mode: of the files.
       facts: all values that the template uses, `title` among them.
 
     Returns:
@@ -56,7 +53,7 @@ def write(
     make_place(out)
     files = {"html": out / f"{name}.html", "markdown": out / f"{name}.md"}
     for kind, file in files.items():
-        write_atomically(file, texts[kind].encode(), mode=mode)
+        write_atomically(file, texts[kind].encode())
     return {kind: str(file) for kind, file in files.items()}
 
 

@@ -20,7 +20,9 @@ from huggingface_hub.utils import yaml_dump
 
 from fedsim.accounting import at_most
 from fedsim.config import Algorithm, settings_of, to_json
+from fedsim.errors import expect
 from fedsim.files import write_atomically
+from fedsim.models import Pretrained, pretrained
 from fedsim.plan import AllocatedSampling, Audit, CorrelatedNoise
 from fedsim.run import Console, checkpoint, directory, ledger, model_name
 from fedsim.trust.claim import (
@@ -46,10 +48,11 @@ from fedsim.trust.claim import (
     warnings,
 )
 from fedsim.trust.pages import Chart, Series, as_markdown, write
-from fedsim.trust.published import REGISTRY
+from fedsim.trust.published import REGISTRY, described_claim
 from fedsim.trust.verify import verify
 
 NAME = "report"
+NO_CLAIM = "No guarantee is known: the model is not the directory of a private run."
 TO_FILL_IN = "(to be filled in by whoever publishes the model)"
 
 
@@ -357,4 +360,34 @@ def _implementation(released: Released) -> dict[str, Any]:
         f"whatever they wrote. The ledger was replayed when this was written: "
         + "; ".join(f"{check.promise} {check.verdict}" for check in released.checks)
         + ".",
+    }
+
+
+def claim_of_texts(source: str, model: Pretrained, console: Console) -> dict[str, Any]:
+    """What is promised of texts that a model writes: JSON, without places of this machine.
+
+    Args:
+      source: the directory of a run, or another name of the model.
+
+    Raises:
+      ConfigError: the run has not ended.
+      ReportError: the run breaks a promise.
+    """
+    path, nothing = Path(source), dict.fromkeys(("epsilon", "delta", "adjacency", "unit"))
+    is_run = (path / directory.CONFIG).is_file() and not pretrained.is_directory(path)
+    if not is_run or directory.load(path).plan is None:
+        about = {"model": model_name(source), "guarantee": False, "claim": NO_CLAIM, **nothing}
+        return {**about, "params_sha256": checkpoint.params_sha256(model.params), "outside": []}
+    ended = directory.summary_of(path) is not None
+    expect("model", source, ended, "a run that has ended; --resume goes on with it")
+    released = read(path, console)
+    plan, said = released.plan, described_claim(released, "huggingface", {})
+    return {
+        "model": path.resolve().name,
+        "guarantee": plan.guarantee,
+        "claim": f"{said['claim']} These texts were sampled from that model.",
+        **{name: said[name] if plan.guarantee else None for name in ("epsilon", "delta")},
+        **{name: said[name] for name in ("adjacency", "params_sha256")},
+        "unit": unit(plan),
+        "outside": list(plan.non_private),
     }

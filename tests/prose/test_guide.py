@@ -6,13 +6,11 @@ instead of one of the Hub. Before a block that cannot run here, a comment gives 
 `<!-- not run here: reason -->`.
 """
 
-import io
 import json
 import os
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -152,7 +150,6 @@ def test_commands_run(page, prepared, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "here/ledger"))
     for words in typed(page):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))  # of `fedsim chat`
         for flag in {"--out", "--run-dir"}.intersection(words) if "--resume" not in words else ():
             shutil.rmtree(words[words.index(flag) + 1], ignore_errors=True)  # of `prepared`
         main(words)

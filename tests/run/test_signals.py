@@ -163,10 +163,6 @@ def test_what_nohup_ignores_stays_ignored():
 
 ENDED = {
     "Train": (command("x.parquet", "r"), "; the same command with --resume goes on"),
-    "Synthesize": (
-        "synthesize run --out x --num-texts 9".split(),
-        "; the same command with --resume goes on",
-    ),
     "Sweep": ("sweep x.toml --out x".split(), "; the same command goes on"),
     "DataBuild": ("data build x.parquet --out x".split(), "; the same command goes on"),
     "Account": (
