@@ -13,6 +13,7 @@ from .options import (
     PROTECTS as PROTECTS,
     PUBLIC as PUBLIC,
     REPRODUCTION as REPRODUCTION,
+    ROWS_LEFT_OUT as ROWS_LEFT_OUT,
     TRIAL as TRIAL,
     AllocatedSampling as AllocatedSampling,
     AnySampling as AnySampling,

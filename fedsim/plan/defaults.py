@@ -34,7 +34,7 @@ from fedsim.data import (
 from fedsim.errors import ConfigError, expect
 from fedsim.keys import SecretKey
 from fedsim.noise import Prediction, best, predictions
-from fedsim.plan.options import GIVEN, PUBLIC
+from fedsim.plan.options import GIVEN, PUBLIC, ROWS_LEFT_OUT
 from fedsim.plan.plan import events_before
 from fedsim.sampling import (
     Users,
@@ -107,7 +107,7 @@ def complete(
     if (least_texts := min_examples_of(data.metadata)) > 1:
         exposed.append(f"{PUBLIC}who has at least {least_texts} texts (min_examples)")
     if left_out_rows(data.metadata):
-        exposed.append(f"{PUBLIC}who has a row that was not left out (skip_unknown)")
+        exposed.append(ROWS_LEFT_OUT)
     delta = privacy.delta
     if delta is None:
         delta = default_delta(users.num_users)

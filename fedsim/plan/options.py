@@ -31,6 +31,8 @@ PROTECTS = {
 """The same for people, by the adjacency in words."""
 PUBLIC = "public by assumption: "
 """Start of a fact in `Plan.non_private` that the guarantee takes as known to everyone."""
+ROWS_LEFT_OUT = f"{PUBLIC}who has a row that was not left out (skip_unknown)"
+"""Fact of data that were built with skip_unknown."""
 GIVEN = "taken as given: "
 """Start of a fact in `Plan.non_private` about what the training starts from."""
 NOTHING = "nothing outside the guarantee"

@@ -31,5 +31,5 @@ from .private_evaluation import (
     release_loss as release_loss,
     user_losses as user_losses,
 )
-from .strict import footnotes as footnotes
+from .strict import SKIPPED as SKIPPED, footnotes as footnotes
 from .trainer import Trainer as Trainer

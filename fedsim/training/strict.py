@@ -13,6 +13,7 @@ from fedsim.sampling import graph_of
 from fedsim.training.callbacks import Callback, name_of
 from fedsim.training.open import OpenRun
 
+SKIPPED = " with skip_unknown"
 Footnote = tuple[str, Any, str]
 """A setting that needs a footnote, its value, and the value that needs none."""
 
@@ -47,7 +48,7 @@ def footnotes(
         yield "data", f"{run.data.source} with min_examples={least}", why
     if left_out_rows(data.metadata):
         why = "data built without skip_unknown: which users there are depends on their texts"
-        yield "data", f"{run.data.source} with skip_unknown", why
+        yield "data", f"{run.data.source}{SKIPPED}", why
 
 
 def expect_strict(opened: OpenRun, callbacks: Sequence[Callback]) -> None:

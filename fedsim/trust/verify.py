@@ -21,6 +21,7 @@ from fedsim.files import read_json
 from fedsim.keys import SecretKey
 from fedsim.plan import (
     NOTHING,
+    ROWS_LEFT_OUT,
     AllocatedSampling,
     Audit,
     Plan,
@@ -43,7 +44,7 @@ from fedsim.run import (
     results,
 )
 from fedsim.shared_uls import SharedULS
-from fedsim.training import footnotes
+from fedsim.training import SKIPPED, footnotes
 from fedsim.trust.evidence import (
     TOLERANCE,
     Check,
@@ -344,6 +345,8 @@ def _named(plan: Plan, field: str, value: Any) -> bool:
     """True if the plan names a setting that is outside the guarantee."""
     if field in ("epsilon", "seed"):  # no epsilon holds with them
         return not plan.guarantee
+    if field == "data" and str(value).endswith(SKIPPED):
+        return ROWS_LEFT_OUT in plan.non_private
     words = {"adjacency": ["how many"], "tokenizer": [FROM_USERS], "data": ["who owns"]}
     words |= {"chosen_on_data": [f"{name} (chosen" for name in str(value).split(",") if name]}
     if "min_examples=" in str(value):

@@ -1,5 +1,6 @@
 """What `fedsim verify` finds: nothing in a run as it is, and every promise that was broken."""
 
+import dataclasses
 import json
 import shutil
 
@@ -7,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from chats import model_files
 from jsonschema import Draft202012Validator
 
 from fedsim.cli.main import main
@@ -14,6 +16,7 @@ from fedsim.config import as_dict, first_named
 from fedsim.run import checkpoint, directory, ledger
 from fedsim.run.formats import schemas
 from fedsim.run.ledger import LINK, link
+from fedsim.trust.verify import _named
 
 NUM_STEPS = 6
 
@@ -99,6 +102,26 @@ def test_a_run_keeps_its_promises_and_gives_the_same_bits_again(algorithm, train
     key_gives = "how many were drawn in each step is what the secret key determines"
     assert f"{key_gives} ({NUM_STEPS} of {NUM_STEPS} steps)" in found["draws"][1]
     assert {p: p.read_bytes() for p in trained[algorithm].rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.privacy
+def test_a_run_on_data_without_unknown_rows_claims_what_it_promised(tmp_path, run_dir, capsys):
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    rows = [{"user_id": f"user{u}", "messages": chat} for u in range(60)]
+    rows[7] = {"user_id": "user7", "messages": [{"role": "critic", "content": "?"}]}
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = model_files(tmp_path / "files")
+    build = ["data", "build", str(data), "--tokenizer", str(files), "--skip-unknown"]
+    main([*build, "--out", str(tmp_path / "built")])
+    main(command(tmp_path / "built", run_dir, **{"max-length": None, "num-steps": 2}))
+    code, found = verify(capsys, run_dir)
+    assert code == 0 and "(skip_unknown)" in found["outside"][1]
+    main(["export", str(run_dir), "--out", str(tmp_path / "model")])
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "epsilon = 4.0000" in card
+    silent = dataclasses.replace(directory.load(run_dir).plan, non_private=("N",))
+    assert not _named(silent, "data", "chats with skip_unknown")
 
 
 def edit_json(path, **changes):
