@@ -166,6 +166,11 @@ CLIPPING = (
         ),
     ),
     Mistake(
+        "finite is what a compiler may assume",
+        "clipping/test_finite.py::test_a_compiler_that_takes_all_numbers_for_finite_lets_none_pass",
+        (Patch(CONTRIBUTION, "is_finite", lambda _right, x: jnp.isfinite(x)),),
+    ),
+    Mistake(
         "a gradient that is not finite repaired, number by number",
         "clipping/test_clipping.py::"
         "test_a_unit_without_a_finite_norm_contributes_exactly_zero_and_is_counted",

@@ -22,6 +22,10 @@ The proof has three premises beside the arithmetic:
   drops barriers only after that; LLVM changes no order.
 - Whole numbers are added as whole numbers.
 
+A compiler may be told that all floats are finite, and then folds `isfinite` to true. So `is_finite`
+compares the bits of a norm as whole numbers, and `whole` compares every coordinate as a whole
+number: one outside +-2^bits, which no finite gradient has, is 0.
+
 Devices that share a gradient each add the squares of their part, and then those sums: n numbers in
 k equal parts go through n / k + k - 1 <= n additions, wherever XLA puts the second kind, and
 padding is zeros, which round nothing. Each device rounds its part by an s from a bound of the whole
@@ -77,7 +81,13 @@ class Clip:
         factor = jnp.minimum(jnp.float32(1), jnp.float32(self.norm) / jnp.maximum(norms, TINY))
         if self.normalised:
             factor = factor / jnp.float32(self.norm)
-        return jnp.where(jnp.isfinite(norms), factor, jnp.float32(0))
+        return jnp.where(is_finite(norms), factor, jnp.float32(0))
+
+
+def is_finite(x: jax.Array) -> jax.Array:
+    """True where a float32 number is neither nan nor infinite, decided on its bits."""
+    without_sign = jax.lax.bitcast_convert_type(x, jnp.uint32) << 1
+    return without_sign < jnp.uint32(0xFF000000)  # all bits of the exponent
 
 
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -125,8 +135,9 @@ def contribution(grad: Any, real: jax.Array, clip: Clip) -> tuple[Any, jax.Array
       was not finite, bool).
     """
     norm, bound = norm_and_bound(grad)
-    scale, dropped = factor(bound, real, clip, num_coordinates(grad))
-    z = jax.tree.map(lambda leaf: whole(leaf, scale), grad)
+    dimensions = num_coordinates(grad)
+    scale, dropped = factor(bound, real, clip, dimensions)
+    z = jax.tree.map(lambda leaf: whole(leaf, scale, dimensions), grad)
     return z, jnp.where(real, norm, 0), dropped
 
 
@@ -135,15 +146,19 @@ def factor(
 ) -> tuple[jax.Array, jax.Array]:
     """Return s for a gradient of norm at most `bound`, and true if the unit is dropped."""
     longest = 2.0 ** lattice_bits(dimensions) - math.sqrt(dimensions) / 2
-    finite = jnp.isfinite(bound) | ~real
+    finite = is_finite(bound) | ~real
     # The division comes last: XLA would recompute a `where` for every coordinate.
     most = jnp.where(finite, jnp.maximum(jnp.float32(clip.norm), bound), 1)
     return jnp.where(finite & real, jnp.float32(longest * (1 - SLACK)), 0) / most, ~finite
 
 
-def whole(leaf: jax.Array, scale: jax.Array) -> jax.Array:
-    """Multiply coordinates by s and round: int32. Selects zeros, because 0 * nan is nan."""
-    return jnp.round(jnp.where(scale > 0, leaf * scale, 0)).astype(jnp.int32)
+def whole(leaf: jax.Array, scale: jax.Array, dimensions: int) -> jax.Array:
+    """Multiply coordinates by s and round: int32, at most 2^bits whatever the coordinate is."""
+    # Selects zeros, because 0 * nan is nan.
+    z = jnp.round(jnp.where(scale > 0, leaf * scale, 0)).astype(jnp.int32)
+    # One comparison for both signs, of whole numbers: nan may be any of them after the conversion.
+    most = 2 ** lattice_bits(dimensions)
+    return jnp.where((z + most).astype(jnp.uint32) <= jnp.uint32(2 * most), z, 0)
 
 
 def norm_and_bound(tree: Any) -> tuple[jax.Array, jax.Array]:
@@ -215,6 +230,6 @@ def scaled(grad: Any, real: jax.Array, clip: Clip) -> tuple[Any, jax.Array, jax.
     """Like `contribution`, but in float32, with a norm of C up to rounding and without a proof."""
     norm, _ = norm_and_bound(grad)
     norm = jnp.where(real, norm, 0)
-    scale, finite = clip.scale(norm), jnp.isfinite(norm)
+    scale, finite = clip.scale(norm), is_finite(norm)
     added = jax.tree.map(lambda leaf: jnp.where(finite & real, leaf * scale, 0), grad)
     return added, norm, ~finite

@@ -13,7 +13,7 @@ as in contribution.py, and g(n) = n u / (1 - n u) bounds the relative error of n
 - A coordinate of the gradient as formed for the sum differs from the true one by at most g(tokens)
   times its sum of |l_i| |r_i|, so the whole gradient by g(tokens) R.
 - Numbers below 2^-126 may be flushed to zero: an error of 2^-126 for each term, times the other
-  factor. Beyond LARGEST nothing is claimed: the bound is inf.
+  factor. Beyond LARGEST nothing is claimed: the bound is BEYOND, for which a unit is dropped.
 
 Shape suffixes: U units, T tokens of a unit, N and D the matrix's axes, S lookups.
 """
@@ -28,6 +28,7 @@ from fedsim.clipping.contribution import ROUNDING, TINY, matmul
 
 WIDE = 512
 LARGEST = 1e15  # largest sum of squares for which a bound is claimed
+BEYOND = jnp.finfo(jnp.float32).max  # whose square is infinite
 MOST_ROUNDINGS = 8000
 TILE = 2**16  # numbers formed at once: they stay in the CPU's cache until they are added
 
@@ -78,7 +79,8 @@ class Factors:
         lost = TINY * jnp.float32(tokens**2 * roundings) * (lefts + rights + 1)
         bound = jnp.sqrt(squared + error + lost) + jnp.float32(_error(tokens + 1)) * largest
         known = (lefts < LARGEST) & (rights < LARGEST)
-        return squared, jnp.where(known, bound, jnp.inf)
+        # A compiler that takes all floats for finite would drop an infinite bound from the choice.
+        return squared, jnp.where(known, bound, BEYOND)
 
     def _roundings(self, *widths: int) -> int:
         """The most roundings of a term of the double sum."""

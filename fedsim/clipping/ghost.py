@@ -80,14 +80,15 @@ def _added(model: Observed, params: Any, found: Any, mask: jax.Array, clip: Clip
     # Three roundings of each parameter's part.
     bounds = jnp.sqrt(bound_squares) * jnp.float32(1 + (len(factors) + 6) * 2.0**-23)
     real, norms = mask.any(axis=1), jnp.sqrt(squares)
-    scales, dropped = factor(bounds, real, clip, num_coordinates(params))
+    dimensions = num_coordinates(params)
+    scales, dropped = factor(bounds, real, clip, dimensions)
     if clip.in_float32:
         scales = jnp.where(real, clip.scale(norms), 0)
 
     def added(grad, unit):
         if clip.in_float32:
             return jnp.where(scales[unit] > 0, grad * scales[unit], 0)
-        return whole(grad, scales[unit])
+        return whole(grad, scales[unit], dimensions)
 
     leaves: dict[Any, Any] = {}
     before: dict[Any, Any] = traverse_util.flatten_dict(total)

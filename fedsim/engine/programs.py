@@ -43,6 +43,7 @@ NUMBERS = 2**14  # tested values of an operation
 LARGE = 2.0**17  # squares of this size are rounded by more than 1
 KNOWN_SHAPE = 4, 128
 MOST_SHAPES, NUMBERS_OF_SHAPES = 2, range(2**12, 2**18 + 1)
+NOT_FINITE = math.nan, math.inf, -math.inf, 3e38, -3e38  # or without a finite square
 LAYER = 128, 4  # inputs and outputs of the tested layer
 OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int]] = {
     "products": (jnp.multiply, np.multiply, 1),
@@ -107,13 +108,14 @@ def check_contributions(strategy: Strategy, params: Any, mesh: Mesh | None = Non
     """Check the exact contributions of hostile units, in programs compiled like those of a run.
 
     Their gradients are products minus their float32 values, with one rounding and with two, so that
-    zeros and rounding errors depend on how the compiler ordered the two; and large constants.
+    zeros and rounding errors depend on how the compiler ordered the two; large constants; and
+    numbers that are not finite, or whose squares are not: such a unit must contribute zero.
     Args:
       strategy: for units of one row.
       params: arrays whose shapes the gradients have: the largest within NUMBERS_OF_SHAPES, and a
         small one.
       mesh: the devices that share the parameters, as in the run; None: one device.
-    Raises: UnfitDevice: a unit contributes more than C.
+    Raises: UnfitDevice: a unit contributes more than C, or is not dropped.
     """
     leaves = jax.tree.leaves(params)
     shapes = {leaf.shape for leaf in leaves if leaf.size in NUMBERS_OF_SHAPES}
@@ -131,20 +133,26 @@ def _check_contributions(strategy, shapes, mesh, *devices):
         def sharded(params, rows):
             return losses(in_parts(params, mesh), rows)
 
-        return clip_chunk(sharded, params, batch, mask, clip, strategy)[0]
+        total, _, _, dropped = clip_chunk(sharded, params, batch, mask, clip, strategy)
+        return total, dropped
 
-    added, program = jax.jit(add, out_shardings=mesh and shardings(params, mesh)), None
+    out = mesh and (shardings(params, mesh), everywhere(mesh))
+    added, program = jax.jit(add, out_shardings=out), None
     params = jax.device_put(params, mesh and shardings(params, mesh))
     most = 4 ** lattice_bits(num_coordinates(params))
-    for row in _hostile_rows(shapes):
+    rows = [(most, row) for row in _hostile_rows(shapes)]
+    rows += [(0, row) for row in _rows_not_finite(shapes)]
+    for longest, row in rows:
         batch = jax.tree.map(lambda x: np.broadcast_to(x, (units, 1, *x.shape)), row)
         batch = jax.device_put(batch, mesh and everywhere(mesh))
         if program is None:
             program = _compile(added, params, batch, mask)
-        if (square := sum_of_squares(program(params, batch, mask))) > most:
+        total, dropped = program(params, batch, mask)
+        if (square := sum_of_squares(total)) > longest or not (longest or dropped[0]):
+            expected = "at most C" if longest else "0, as its gradient is not finite"
             raise UnfitDevice(
                 f"strategy={strategy}: a unit contributes {(square / most) ** 0.5:.4g} C, expected "
-                "at most C: the guarantee does not hold with this compiler and device"
+                f"{expected}: the guarantee does not hold with this compiler and device"
             )
 
 
@@ -186,6 +194,17 @@ def _hostile_rows(shapes):
     for products in ([x * y for x, y in pairs], exact, [2.0**30 + 0 * x for x, _ in pairs]):
         arrays = zip(pairs, products, shapes, strict=True)
         yield [(*pair, np.broadcast_to(z.astype(np.float32), shape)) for pair, z, shape in arrays]
+
+
+def _rows_not_finite(shapes):
+    """Yield rows like those of `_hostile_rows`, with one number of x or z that makes a gradient, or
+    its square, nan or infinite; the other coordinates are large."""
+    *_, (first, *others) = _hostile_rows(shapes)
+    for number in NOT_FINITE:
+        for place in (0, 2):
+            arrays = [np.array(array) for array in first]
+            arrays[place].flat[0] = number
+            yield [tuple(arrays), *others]
 
 
 def sum_of_squares(tree: Any) -> int:

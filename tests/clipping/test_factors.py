@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedsim.clipping.factors import WIDE, Factors
+from fedsim.clipping.factors import BEYOND, WIDE, Factors
 
 pytestmark = pytest.mark.privacy
 UNITS, TOKENS, LOOKUPS = 2, 6, 5
@@ -73,7 +73,7 @@ def test_nothing_is_claimed_of_numbers_that_are_too_large(value, rng):
     left, right, *lookups = draw(rng, SHAPES[0], False)
     left[1, 2, 0] = value
     _, bounds, _ = compiled("both", SHAPES[0])(left, right, *lookups)
-    assert np.isfinite(bounds[0]) and not np.isfinite(bounds[1])
+    assert bounds[0] < 1e6 and not bounds[1] < BEYOND  # also if it is nan
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,70 @@
+"""A number that is not finite adds nothing, also where a compiler may assume that none exists."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedsim.clipping import Strategy, contribution
+from fedsim.engine import programs
+
+pytestmark = pytest.mark.privacy
+FAST = "--xla_cpu_enable_fast_math=true"
+FASTER = f"{FAST} --xla_cpu_fast_math_honor_nans=false --xla_cpu_fast_math_honor_infs=false"
+STRATEGIES = ["scan:1", "direct:1", "direct:4", "ghost:4"]
+NOT_FINITE = [np.nan, -np.nan, np.inf, -np.inf]
+TOO_LARGE = [*NOT_FINITE, 3e38, -3e38, 2.0**31, -(2.0**31), 2.0**20 + 1, -(2.0**20) - 1]
+
+
+def check():
+    """Check what a process with these options of XLA compiles."""
+    x = np.array(TOO_LARGE, np.float32)
+    whole = np.asarray(jax.jit(lambda x, s: contribution.whole(x, s, 4))(x, np.float32(1)))
+    assert not whole.any(), whole
+    finite = np.asarray(jax.jit(contribution.is_finite)(x))
+    assert np.array_equal(finite, np.isfinite(x)), finite
+    for name in STRATEGIES:
+        programs.check_contributions(Strategy.parse(name), np.zeros((64, 128), np.float32))
+
+
+@pytest.mark.parametrize("flags", [FAST, FASTER])
+def test_a_compiler_that_takes_all_numbers_for_finite_lets_none_pass(flags):
+    environment = {**os.environ, "XLA_FLAGS": flags}
+    command = [sys.executable, "-c", "import test_finite; test_finite.check()"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_finite_is_what_ieee_754_calls_finite(rng):
+    bits = rng.integers(0, 2**32, 2**16, np.uint32)
+    edges = np.array([0, 1, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000], np.uint32)
+    x = np.concatenate([bits, edges, edges | np.uint32(2**31)]).view(np.float32)
+    finite = np.asarray(contribution.is_finite(jnp.asarray(x)))
+    assert np.array_equal(finite, np.isfinite(x)) and not finite.all()
+
+
+def test_a_coordinate_that_is_too_large_for_a_finite_gradient_is_zero():
+    dimensions = 4
+    most = 2.0 ** contribution.lattice_bits(dimensions)
+    x = np.array([most, -most, most - 1, 0.5, 1.5, *TOO_LARGE], np.float32)
+    whole = np.asarray(contribution.whole(x, jnp.float32(1), dimensions))
+    expected = [most, -most, most - 1, 0, 2, *(0 for _ in TOO_LARGE)]
+    assert np.array_equal(whole, np.array(expected, np.int64))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("wrong", ["all are finite", "nan alone"])
+def test_a_unit_that_is_not_finite_is_looked_at_before_a_run(monkeypatch, name, wrong):
+    found = {
+        "all are finite": lambda x: jnp.ones(x.shape, bool),
+        "nan alone": lambda x: x == x,  # so that infinite norms pass
+    }
+    monkeypatch.setattr(contribution, "is_finite", found[wrong])
+    programs._check_contributions.cache_clear()
+    with pytest.raises(programs.UnfitDevice, match="C, expected 0, as its gradient is not finite"):
+        programs.check_contributions(Strategy.parse(name), np.zeros((64, 128), np.float32))
+    programs._check_contributions.cache_clear()
