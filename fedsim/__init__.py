@@ -13,7 +13,7 @@ a folder or a file each:
     data, models        users' tokenised text; the transformer, pretrained models, LoRA
     run                 what a run leaves behind: directory, ledger, checkpoints, metrics
     trust               verify, report, audit: why anyone should believe it
-    tuning              recommend, sweep: how to set it
+    tuning              recommend, select: how to set it
     cli, library        what a person types, and what a person imports
 
     installation        the packages that are optional, and the extra that installs each

@@ -37,11 +37,10 @@ COMMANDS = {
     "budget": ["budget", "built"],
     "report": ["report", "run"],
     "verify": ["verify", "run"],
-    "runs": ["runs", "."],
     "account": ["account", "uls", *ACCOUNT, "--noise-multiplier", "1"],
     "calibrate": ["calibrate", "uls", *ACCOUNT, "--epsilon", "4"],
     "recommend": "recommend --data built --epsilon 4 --num-steps 9 --engine local".split(),
-    "sweep": "sweep --out s --dry-run --set algorithm=uls --set data=built --set epsilon=4 "
+    "select": "select --out s --dry-run --set algorithm=uls --set data=built --set epsilon=4 "
     "--set num_steps=2".split(),
     "data build": "data build texts.parquet --out other".split(),
     "data stats": ["data", "stats", "built"],

@@ -1,4 +1,4 @@
-"""What the fine-tuning experiments share: data sets, the model, sweeps of runs, the grid of ULS.
+"""What the fine-tuning experiments share: data sets, the model, many runs, the grid of ULS.
 
 Runs are kept in one place under the user's cache by their settings, so an experiment that is run
 again, or that shares runs with another, computes only what is new (outcomes.py). `small` and
@@ -194,10 +194,15 @@ class Arguments:
     out: Path
     given_model: str | None
     dry_run: bool
-    in_turn: bool = False
     data: str | None = None
     """One's own, instead of the experiment's."""
     tally: "Tally" = dataclasses.field(default_factory=lambda: Tally(), compare=False)
+
+    @property
+    def in_turn(self) -> bool:
+        """True if runs have all workers of the cluster, one after another; else each is a process
+        of one thread."""
+        return self.scale in OPERATIONS
 
     @property
     def model(self) -> str:
@@ -225,21 +230,19 @@ class Arguments:
 
 
 def parse_arguments(description: str | None, argv: Sequence[str] | None = None) -> Arguments:
-    """What all experiments have, --model and --in-turn."""
+    """What all experiments have, and --model."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=form)
     common.add_arguments(parser, SCALES)
     parser.add_argument("--model", help="a size, or a model to start from")
     what = "your own data set, built by `fedsim data build`, or pydocs; results go to results/NAME"
     parser.add_argument("--data", metavar="NAME", help=what)
-    what = "each run on all workers of the cluster, instead of each on one and side by side"
-    parser.add_argument("--in-turn", action="store_true", help=what)
     given = parser.parse_args(argv)
     came_from()  # what is committed while it trains is not what trains
     if given.data and given.out is None:
         given.out = Path("results") / Path(given.data).name
     out = common.out_of(given)
-    return Arguments(given.scale, out, given.model, given.dry_run, given.in_turn, given.data)
+    return Arguments(given.scale, out, given.model, given.dry_run, given.data)
 
 
 @common.mistakes()
@@ -481,7 +484,7 @@ def plan_of(cells: Rows) -> str:
 
 
 def cost(settings: Sequence[dict[str, Any]], scale: str) -> str:
-    """What a sweep would run, and about how long it takes."""
+    """What would be run, and about how long it takes."""
     gradients = sum(each["budget"] * each["num_steps"] for each in settings)
     what = f"{len(settings)} runs, {gradients:,} gradients: "
     if scale in OPERATIONS:

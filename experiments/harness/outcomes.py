@@ -18,18 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.benchmarks.common import processor
+from experiments.harness import processes
 from experiments.harness.records import came_from
 from experiments.harness.rows import Row, Rows, append, kept
 from fedsim import engine
 from fedsim.config import changed_run
 from fedsim.data import Dataset
-from fedsim.errors import ConfigError, FedsimError
+from fedsim.errors import ConfigError
 from fedsim.evaluate import SPLITS, VALIDATION, evaluate, last_model
-from fedsim.files import cache_dir
 from fedsim.keys import SecretKey
 from fedsim.run import Console, StoredRun, directory, find_model, make_task, metrics, model_sha256
-from fedsim.tuning import jobs_of, sweep
-from fedsim.tuning.sweep import Job
+from fedsim.tuning import Job, jobs_of, outcomes_of
 
 if TYPE_CHECKING:
     from experiments.harness.finetuning import Arguments
@@ -76,12 +75,10 @@ def outcomes(
     while waiting:
         size = AT_ONCE if file else len(waiting)
         part, waiting = {name: todo[name] for name in waiting[:size]}, waiting[size:]
-        done = []
+        failed: dict[str, str] = {}
         try:
-            how = {"here": arguments.scale == "smoke", "in_turn": arguments.in_turn}
-            done = sweep(list(part.values()), arguments.runs, Console(), **how)
+            failed = train_all(list(part.values()), arguments)
         finally:
-            failed = {row["run"]: row["error"] for row in done if row["status"] != "done"}
             diverged = {name for name, error in failed.items() if DIVERGED.search(error)}
             found = ended(part, most, arguments, tested, diverged)
             known.update(found)
@@ -91,6 +88,22 @@ def outcomes(
             raise SystemExit(f"{len(faults)} runs failed, the first: {faults[0]}")
     arguments.tally.asked.update(names)
     return [known[name] for name in names]
+
+
+def train_all(settings: Sequence[Settings], arguments: "Arguments") -> dict[str, str]:
+    """Train the runs that have not finished. Returns: the errors of those that failed, by job."""
+    jobs = [job for job in jobs_of(settings, arguments.runs) if job.summary is None]
+    (arguments.runs / "logs").mkdir(parents=True, exist_ok=True)
+    engine = "ray" if arguments.in_turn else "local"
+    jobs = [dataclasses.replace(job, run=changed_run(job.run, engine=engine)) for job in jobs]
+    errors = zip(jobs, side_by_side(train_one, jobs, arguments), strict=True)
+    return {job.name: error for job, error in errors if error}
+
+
+def train_one(job: Job) -> str:
+    """The error that ended a run; empty if it finished."""
+    ((_, error),) = outcomes_of([job])
+    return " ".join(str(error).split()) if error is not None else ""
 
 
 def name_of(settings: Settings, arguments: "Arguments", anywhere: bool) -> str:
@@ -207,18 +220,8 @@ def evaluate_one(asked: Evaluation) -> float:
 def side_by_side(
     function: Callable[[Any], Any], jobs: Sequence[Any], arguments: "Arguments"
 ) -> list[Any]:
-    """function(job) of each job, as many at a time as there is room for; at the scale that tests
-    use, one after another in this process."""
-    if arguments.scale == "smoke":
+    """function(job) of each job: in a process for each; at the scale that tests use, and where a
+    job has all workers of the cluster, one after another in this process."""
+    if arguments.scale == "smoke" or arguments.in_turn:
         return [function(job) for job in jobs]
-    from fedsim.engine import ParallelRuns
-
-    side = ParallelRuns(cache_dir=cache_dir() / "compiled")
-    try:
-        found = dict(side.run(function, jobs))
-    finally:
-        side.close()
-    for each in found.values():
-        if isinstance(each, FedsimError):
-            raise each
-    return [found[number] for number in range(len(jobs))]
+    return processes.side_by_side(function, jobs)

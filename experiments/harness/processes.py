@@ -4,7 +4,7 @@ import itertools
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,7 @@ def compute(
     first = list(itertools.islice(todo, count))
     if not first:
         return
-    os.environ |= {"NPROC": "1", "JAX_PLATFORMS": "cpu"}
-    spawn = multiprocessing.get_context("spawn")
-    # The commit is that of when it begins, whatever is committed while it computes.
-    begin = {"mp_context": spawn, "initializer": came_from}
-    with ProcessPoolExecutor(len(first), **begin) as pool:
+    with _pool(len(first)) as pool:
         under_way: set[Future] = {pool.submit(train, cell, settings) for cell in first}
         faults: list[BaseException] = []
         while under_way:
@@ -60,3 +56,20 @@ def compute(
                     under_way.add(pool.submit(train, cell, settings))
     if faults:
         raise faults[0]
+
+
+def side_by_side(function: Callable[[Any], Any], jobs: Sequence[Any]) -> list[Any]:
+    """function(job) of each job, in their order, as many at a time as there are cores.
+
+    Args:
+      function: of a module.
+    """
+    with _pool(os.cpu_count() or 1) as pool:
+        return list(pool.map(function, jobs))
+
+
+def _pool(processes: int) -> ProcessPoolExecutor:
+    os.environ |= {"NPROC": "1", "JAX_PLATFORMS": "cpu"}
+    spawn = multiprocessing.get_context("spawn")
+    # The commit is that of when it begins, whatever is committed while it computes.
+    return ProcessPoolExecutor(processes, mp_context=spawn, initializer=came_from)

@@ -29,8 +29,8 @@ from fedsim.cli.models import (
     Train,
     TrainTokenizer,
 )
-from fedsim.cli.trust import Audit, Budget, Publish, Report, Runs, Verify
-from fedsim.cli.tuning import Recommend, Sweep
+from fedsim.cli.trust import Audit, Budget, Publish, Report, Verify
+from fedsim.cli.tuning import Recommend, Select
 from fedsim.config import to_json
 from fedsim.errors import ConfigError, FedsimError, printable
 from fedsim.files import CACHE, DISK_FULL, LEDGER, directory_of
@@ -53,11 +53,10 @@ Command = (
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Publish, tyro.conf.subcommand("publish")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
-    | Annotated[Runs, tyro.conf.subcommand("runs")]
     | Annotated[Account, tyro.conf.subcommand("account")]
     | Annotated[Calibrate, tyro.conf.subcommand("calibrate")]
     | Annotated[Recommend, tyro.conf.subcommand("recommend")]
-    | Annotated[Sweep, tyro.conf.subcommand("sweep")]
+    | Annotated[Select, tyro.conf.subcommand("select")]
     | Annotated[Data, tyro.conf.subcommand("data")]
 )
 
@@ -187,7 +186,7 @@ def _interrupted(command: Any) -> tuple[str, int]:
     command = getattr(command, "command", command)
     if isinstance(command, Train | Pretrain):  # before a step, or by two signals
         return "interrupted; the same command with --resume goes on", UNFINISHED
-    if isinstance(command, Sweep | DataBuild):
+    if isinstance(command, Select | DataBuild):
         return "interrupted; the same command goes on", UNFINISHED
     return "interrupted", 130
 

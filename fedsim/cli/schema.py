@@ -1,6 +1,6 @@
 """JSON Schema of the settings of `fedsim train`: `python -m fedsim.cli.schema > settings.json`.
 
-It describes the file of --config, the settings of a sweep, and those in a run's config.json.
+It describes the file of --config, settings of `fedsim select`, and those in a run's config.json.
 """
 
 import dataclasses

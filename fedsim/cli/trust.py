@@ -1,8 +1,7 @@
 """Commands that check and report what runs claim: `fedsim audit`, `budget`, `report`, `publish`,
-`verify`, `runs`."""
+`verify`."""
 
 import dataclasses
-import shlex
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from fedsim.config import (
     changed_run,
 )
 from fedsim.errors import expect, expect_positive
-from fedsim.run import columns, hanging, wrapped
+from fedsim.run import hanging, wrapped
 
 RunDir = tyro.conf.Positional[Path]
 
@@ -256,37 +255,3 @@ class Verify(ReadsRun):
             "interrupted": any(check.interrupted for check in checks),
             "checks": [dataclasses.asdict(check) for check in checks],
         }
-
-
-@dataclasses.dataclass(frozen=True)
-class Runs:
-    """List the runs in a directory: algorithm, data, epsilon, steps, loss and status.
-
-    `tensorboard --logdir DIRECTORY` shows their curves side by side.
-    """
-
-    directory: tyro.conf.Positional[Path] = Path("runs")
-    """Directory with runs, at any depth."""
-
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-    @property
-    def doing(self) -> str:
-        return f"reading the runs in {self.directory}"
-
-    def __call__(self) -> dict[str, Any]:
-        from fedsim.config import to_json
-        from fedsim.run import STAR, lines_of, runs_in
-
-        place = self.directory
-        expect("directory", place, place.is_dir(), "a directory with runs")
-        rows = runs_in(place)
-        if not self.json:
-            lines = lines_of(rows, columns())
-            print(*lines, sep="\n")
-            if any(STAR in line for line in lines):
-                print(f"{STAR} no guarantee: `fedsim verify RUN` says why")
-            print(f"tensorboard --logdir {shlex.quote(str(place))}")
-        kept = [{name: to_json(value) for name, value in row.items()} for row in rows]
-        return {"directory": str(place), "rows": kept}

@@ -35,7 +35,7 @@ def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
 def first_named(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings under their original names.
 
-    Keys of seeds and names of a sweep's runs are derived from names, and must stay the same when a
+    Keys of seeds and names of candidates are derived from names, and must stay the same when a
     setting is renamed.
     """
     first = {new: old for old, new in RENAMED.items()}

@@ -20,7 +20,7 @@ from .chat import (
     template_in as template_in,
     template_of as template_of,
 )
-from .corpora import is_table as is_table, load as load, name_of_source as name_of_source
+from .corpora import is_table as is_table, load as load
 from .dataset import (
     NATS_PER_TOKEN as NATS_PER_TOKEN,
     SPLITS as SPLITS,

@@ -282,17 +282,6 @@ def _docstrings(node: ast.AST) -> Iterator[str]:
             yield from _docstrings(child)
 
 
-def name_of_source(source: str) -> str:
-    """A short name of a data source, for people: of its file or directory.
-
-    A table from memory is kept in a file that is named by a digest; it is a "table" with its start.
-    """
-    if source == SUPPORT_CHATS:
-        return f"{source} (made up)"
-    path = Path(source)
-    return f"table {path.stem[:6]}" if is_table(source) else path.name
-
-
 def is_table(source: str) -> bool:
     """True for the file of a table from memory."""
     path = Path(source)

@@ -6,7 +6,6 @@
     trials                     the choice of the clipping strategy by trial
     ray_engine, actors         the engine on Ray, its workers, and their health
     cluster, warden            a Ray cluster joined, or started and ended
-    parallel_runs              independent jobs side by side, as in a sweep
     jobs                       independent jobs on Ray's workers
     machine                    the least that a machine must have, checked before JAX starts
     environment                resources, threads, packages and compiled programs of processes

@@ -10,7 +10,6 @@ from .environment import (
 from .factory import create as create, reduction as reduction, starting as starting
 from .jobs import on_workers as on_workers
 from .machine import exhausted as exhausted, set_threads as set_threads
-from .parallel_runs import ParallelRuns as ParallelRuns
 from .task import Batch as Batch, Params as Params, Task as Task, WrappedTask as WrappedTask
 from .trials import AUTO as AUTO, TRIAL_UNITS as TRIAL_UNITS, choose_strategy as choose_strategy
 from .worker import Worker as Worker

@@ -8,13 +8,10 @@ from . import (
 )
 from .console import (
     EVALUATED as EVALUATED,
-    STAR as STAR,
     Console as Console,
     change_of_loss as change_of_loss,
     guarantee_line as guarantee_line,
-    lines_of as lines_of,
     loss_in_words as loss_in_words,
-    runs_in as runs_in,
     spent as spent,
 )
 from .directory import RECEIPT as RECEIPT, Identity as Identity, StoredRun as StoredRun

@@ -1,4 +1,4 @@
-"""Plan, progress and results of a run for a person, on stderr; and a table of all runs."""
+"""Plan, progress and results of a run for a person, on stderr."""
 
 import itertools
 import math
@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich import progress
@@ -16,21 +15,16 @@ from rich.text import Text
 
 from fedsim.accounting import at_least, at_most
 from fedsim.config import ZERO_OUT, Algorithm, RunConfig
-from fedsim.data import NATS_PER_TOKEN, name_of_source
-from fedsim.errors import FedsimError
-from fedsim.files import read_json
+from fedsim.data import NATS_PER_TOKEN
 from fedsim.noise import predicted_error
 from fedsim.plan import GIVEN, NOTHING, PROTECTS, PUBLIC, Evaluations, Plan
-from fedsim.run import checkpoint, directory, ledger, loggers, metrics
-from fedsim.run.directory import Busy, StoredRun
+from fedsim.run import loggers
 from fedsim.run.terminal import (
     REFRESH_S,
     Terminal,
-    aligned,
     duration,
     in_notebook,
     overwrite,
-    shortened,
 )
 
 SHOWN = {
@@ -48,6 +42,7 @@ BAR, WITH_BAR = 10, 80  # columns of the bar, and of the narrowest terminal that
 EVALUATED = "eval/step"
 """Metric: the step after which the shown held-out loss was computed, as later steps may show it."""
 MOST_LINES = 10  # about steps in the log of a run, unless the level is verbose
+CLEARLY = 3 * 2**0.5  # times the noise of a loss: a difference of two beyond chance
 EARLY = 3  # a log of many steps has a line after so many, to show how long the rest will take
 
 Show = Callable[[int, dict[str, float]], None]
@@ -415,101 +410,3 @@ def shared_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.algorithm == Algorithm.ULS:
         groups = f"; a user in {shared.max_changed:,} groups of others at most"
     return [("texts", f"{several}; {shared.left_out:,} left out{groups}")]
-
-
-CLEARLY = 3 * 2**0.5  # times the noise of a loss: a difference of two beyond chance
-STAR, EARLIER = "*", "of an earlier version"
-COLUMNS = ("run", "algorithm", "data", "epsilon", "steps", "loss", "status")
-
-
-def runs_in(place: Path) -> list[dict[str, Any]]:
-    """Rows for the runs in a directory and below, by path.
-
-    Returns:
-      A dict for each run, of `COLUMNS`, `num_steps`, `loss_stddev` and `guarantee`. epsilon is what
-      the run may claim: that of its plan, once a step was released. loss is the last one on
-      held-out users, and loss_stddev that of the noise in it. status is finished, running, stopped
-      (--resume continues it), damaged or EARLIER.
-    """
-    configs = sorted(place.rglob(directory.CONFIG))
-    return [row for row in (_row(path.parent, place) for path in configs) if row is not None]
-
-
-def _row(run_dir: Path, place: Path) -> dict[str, Any] | None:
-    """The row of a run; None if its config.json is of something else, such as a model."""
-    name = str(run_dir.relative_to(place))
-    try:
-        if "identity" not in read_json(run_dir / directory.CONFIG):
-            return None
-        stored = directory.load(run_dir)
-        return {"run": name, **_facts(run_dir, stored)}
-    except directory.EarlierRun:
-        return {**dict.fromkeys(COLUMNS), "run": name, "status": EARLIER}
-    except (FedsimError, OSError, KeyError, TypeError, ValueError):
-        return {**dict.fromkeys(COLUMNS), "run": name, "status": "damaged"}
-
-
-def _facts(run_dir: Path, stored: StoredRun) -> dict[str, Any]:
-    summary = directory.summary_of(run_dir)
-    epsilon, steps, loss, whole = math.inf, 0, math.nan, True
-    if summary is not None:
-        epsilon, steps = spent(summary), int(summary["steps_done"])
-        loss = float(summary["final_eval_loss"] or math.nan)
-    else:
-        whole = checkpoint.path_of(run_dir, stored.settings.num_steps).exists()
-        lines = ledger.read(run_dir)[1:]
-        logged = metrics.read(run_dir)
-        losses = [float(line["eval/loss"]) for line in logged if "eval/loss" in line]
-        steps = len(lines) or max((line["step"] for line in logged), default=0)
-        if stored.private:
-            plan = stored.plan if lines else None
-            epsilon = plan.target_epsilon + plan.slack.epsilon if plan else math.nan
-        loss = losses[-1] if losses else math.nan
-    plan, num_steps = stored.plan, stored.settings.num_steps
-    return {
-        "algorithm": stored.identity.algorithm,
-        "data": name_of_source(stored.run.data.source),
-        "epsilon": epsilon,
-        "steps": steps,
-        "num_steps": num_steps,
-        "loss": loss,
-        "loss_stddev": plan.evaluations.stddev if plan and plan.evaluations else 0.0,
-        "status": _status(run_dir, steps >= num_steps and whole),
-        "guarantee": plan is not None and plan.guarantee,
-    }
-
-
-def _status(run_dir: Path, ended: bool) -> str:
-    try:
-        with directory.lock(run_dir, to_read=True):
-            return "finished" if ended else "stopped"
-    except Busy:
-        return "running"
-
-
-def lines_of(rows: list[dict[str, Any]], width: int = sys.maxsize) -> list[str]:
-    """Lines of a text table of the rows; STAR marks an epsilon that is no guarantee.
-
-    Args:
-      width: of a line; names of runs and data are shortened to fit, to 12 characters at least.
-    """
-    table = [list(COLUMNS), *map(_cells, rows)]
-    for column in (COLUMNS.index("data"), COLUMNS.index("run")):
-        excess = max(map(len, aligned(table))) - width
-        longest = max(len(cells[column]) for cells in table)
-        for cells in table if excess > 0 else ():
-            cells[column] = shortened(cells[column], max(12, longest - excess))
-    return aligned(table)
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    if row["epsilon"] is None:
-        return [row["run"], *["-"] * (len(COLUMNS) - 2), row["status"]]
-    epsilon = "-" if math.isnan(row["epsilon"]) else f"inf{STAR}"
-    if math.isfinite(row["epsilon"]):
-        epsilon = at_most(row["epsilon"], ".4f") + ("" if row["guarantee"] else STAR)
-    noise = f" ±{row['loss_stddev']:.2g}" if row["loss_stddev"] else ""
-    loss = "-" if math.isnan(row["loss"]) else f"{row['loss']:.4g}{noise}"
-    steps = f"{row['steps']}/{row['num_steps']}"
-    first = [str(row[name]) for name in ("run", "algorithm", "data")]
-    return [*first, epsilon, steps, loss, row["status"]]

@@ -54,9 +54,6 @@ CONFIG, SUMMARY, RECEIPT, LOCK = "config.json", "summary.json", "budget.json", "
 TOKENIZER, MODEL = "tokenizer.json", "model"
 NOT_READ = ("0.1.", "0.2.", "0.3.")
 """Starts of versions whose runs are refused: they have other keys, checkpoints and adjacency."""
-GONE: Mapping[str, Any] = {"condition_on": None, "labels": None, "keep_checkpoints": 2}
-"""Settings that earlier versions wrote into config.json and this one has no longer, with their
-defaults. A run that used another value is refused."""
 ANOTHER_KEY = "another key than the ledger was begun with"
 PRETRAIN = "pretrain"
 
@@ -149,32 +146,17 @@ class StoredRun:
             epsilon = float(record["privacy"]["epsilon"])
             settings = PrivacyConfig(**{**renamed(record["privacy"]), "epsilon": epsilon})
             plan = Plan.from_dict(record["plan"])
-        run = run_config(**{**renamed(_without_gone(record["run"])), "run_dir": run_dir})
+        run = run_config(**{**renamed(record["run"]), "run_dir": run_dir})
         names = ("model", "versions", "host", "strategy", "files", "tokenizer")
         rest = {name: record[name] for name in names if name in record}
         return cls(identity, settings, run, plan=plan, **rest)
-
-
-class EarlierRun(ConfigError):
-    """A run of a version whose files are no longer read."""
-
-
-def _without_gone(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run without those in GONE.
-
-    Raises: EarlierRun: the run used one of them.
-    """
-    for name in GONE.keys() & settings.keys():
-        if (value := settings[name]) != GONE[name]:
-            raise EarlierRun.of(name, value, "a run without this setting, which is no longer read")
-    return {name: value for name, value in settings.items() if name not in GONE}
 
 
 def load(run_dir: Path) -> StoredRun:
     """Load the settings that a run was started with.
 
     Raises:
-      ConfigError: there is no run in the directory. EarlierRun: it is of a version before 0.4.
+      ConfigError: there is no run in the directory, or it is of a version before 0.4.
       FileDamaged: config.json or the tokenizer was changed since the start of the run.
     """
     path = run_dir / CONFIG
@@ -184,7 +166,7 @@ def load(run_dir: Path) -> StoredRun:
     versions = record.get("versions")
     was = str(versions.get("fedsim", "")) if isinstance(versions, dict) else ""
     if was.startswith(NOT_READ):
-        raise EarlierRun.of("run", run_dir, f"a run of fedsim 0.4 or later; {was} reads this one")
+        raise ConfigError.of("run", run_dir, f"a run of fedsim 0.4 or later; {was} reads this one")
     recorded = ledger.head(run_dir).get("config_sha256", config_sha256(run_dir))
     if recorded != config_sha256(run_dir):
         raise FileDamaged(f"{path}: was changed since the run was started")

@@ -227,13 +227,6 @@ def hanging(start: str, text: str) -> str:
     )
 
 
-def shortened(text: str, most: int) -> str:
-    """The text with its middle left out, if it is longer than `most` characters."""
-    if len(text) <= most:
-        return text
-    return f"{text[: (most - 1) // 2]}…{text[-(most // 2) :]}"
-
-
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table with aligned columns; control characters are escaped."""
     shown = [[printable(cell) for cell in row] for row in table]

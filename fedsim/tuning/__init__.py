@@ -1,7 +1,6 @@
 """Choice of settings before and by training.
 
     recommend    algorithm, group size, sampling and noise for data, with Algorithm 3 (`doubling`)
-    sweep        many runs side by side, and one table of their results
     select       the best of several candidates, chosen privately
 
 `estimates` measures gradient norms and times, `advice` has what is recommended, and `pricing` the

@@ -1,6 +1,10 @@
 from . import doubling as doubling
 from .advice import Advice as Advice, Cell as Cell, report as report
-from .pricing import Selection as Selection
+from .pricing import Job as Job, Selection as Selection
 from .recommend import recommend as recommend
-from .selection import select as select
-from .sweep import expand as expand, jobs_of as jobs_of, sweep as sweep
+from .selection import (
+    expand as expand,
+    jobs_of as jobs_of,
+    outcomes_of as outcomes_of,
+    select as select,
+)

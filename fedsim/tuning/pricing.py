@@ -1,12 +1,15 @@
 """The price of a private selection, computed before any trial runs."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from fedsim import accounting
 from fedsim.accounting import Phases, SelectionEvent, StepEvent, at_most, calibration, spent
-from fedsim.config import Algorithm
+from fedsim.config import Algorithm, PrivacyConfig, RunConfig
 from fedsim.data import Dataset
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
@@ -22,11 +25,38 @@ from fedsim.plan import (
     noise_of,
     planned_phases,
 )
+from fedsim.run import directory
 from fedsim.sampling import graph_of
 from fedsim.training import outside, runnable
-from fedsim.tuning.sweep import Job
 
 METRIC = "eval/loss"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A candidate, or a trial of it."""
+
+    name: str
+    algorithm: Algorithm
+    privacy: PrivacyConfig
+    run: RunConfig
+    settings: dict[str, Any]
+    """The given settings, in JSON's types."""
+    log: Path
+    trial: bool = False
+    """True for a trial of a private selection."""
+    held_out: bool = True
+    """True if it is evaluated on held-out users without noise."""
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """Contents of `summary.json`; None if the run has not finished."""
+        try:
+            summary = json.loads((self.run.run_dir / directory.SUMMARY).read_text())
+        except (OSError, ValueError):
+            return None
+        steps = summary.get("steps_done"), summary.get("num_steps")
+        return summary if None not in steps and steps[0] == steps[1] else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +69,6 @@ class Selection:
     """Shape of the distribution of the number of trials; see `SelectionEvent`."""
     eval_epsilon: float | None = None
     """Cost of all evaluations for the held-out users. > 0. Default: their texts are public."""
-    at_once: int | None = None
-    in_turn: bool = False
-    here: bool = False
-    """at_once, in_turn, here: how trials are run; see `sweep`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,14 +1,19 @@
-"""Private selection: `fedsim sweep --private` chooses settings by a metric, at a price.
+"""Private selection: `fedsim select` chooses settings by a metric, at a price.
 
 Each trial draws one of the candidates and trains it. The number of trials is drawn, too, and stays
 secret; only the best model is kept (`accounting.selection`). Where running every candidate once
-costs less, that is done instead. Both are decided before anything is run.
+costs less, that is done instead. Both are decided before anything is run. Trials run one after
+another, each as `fedsim train` would run it.
 """
 
+import contextlib
 import dataclasses
+import hashlib
+import itertools
+import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,29 +22,164 @@ from fedsim.accounting import SelectionEvent, draw_trials
 from fedsim.budget import Applicant, Limit, admitted, close, place_of
 from fedsim.config import (
     OPERATIONAL,
+    Algorithm,
     PrivacyConfig,
     RunConfig,
     as_dict,
     changed,
     changed_run,
+    first_named,
+    flags_of,
+    renamed,
+    run_config,
     to_json,
+    typed,
+    types_of,
+    unknown_setting,
 )
 from fedsim.data import Dataset
-from fedsim.errors import FedsimError, expect
+from fedsim.errors import ConfigError, FedsimError, expect
 from fedsim.evaluate import last_model
-from fedsim.files import make_directory, private_directory, read_json, sync_directory, write_json
+from fedsim.files import (
+    expand_home,
+    make_directory,
+    private_directory,
+    read_json,
+    sync_directory,
+    write_json,
+)
 from fedsim.keys import FILE as KEY, SecretKey
-from fedsim.models import peft_files
+from fedsim.models import PRESETS, peft_files
 from fedsim.noise import noisy_mean_loss
-from fedsim.run import Console, directory, find_model, load_data, model_sha256
-from fedsim.training import Diverged, largest_loss, rehearse, user_losses
-from fedsim.tuning.pricing import METRIC, Priced, Selection, price, sentences
-from fedsim.tuning.sweep import LOGS, RUNS, Job, Settings, entries, jobs_of, outcomes_of
+from fedsim.run import Console, directory, find_model, load_data, model_sha256, speaking
+from fedsim.training import Diverged, largest_loss, rehearse, train, user_losses
+from fedsim.tuning.pricing import METRIC, Job, Priced, Selection, price, sentences
 
+RUNS, LOGS = "runs", "logs"
 BEST, RESULT, EVALUATIONS, CHOSEN = "best", "selection.json", "evaluations", "chosen.json"
 BEGAN = "began.json"
 """File with a keyed digest of each setting, which only the owner of the key can compare: seeds and
 data are among the settings."""
+OF_SELECTION = {"run_dir", "resume"}
+"""Settings of a run that a selection sets itself."""
+PLACES = {"model", "adapter", "tokenizer", "chat_template"}
+
+Settings = Mapping[str, Any]
+_FLAGS = flags_of(PrivacyConfig) | flags_of(RunConfig)
+_DEFAULTS = {name: field.default for name, (_, field) in _FLAGS.items()}
+_TYPES = types_of(PrivacyConfig) | types_of(RunConfig)
+
+
+def expand(spec: Settings) -> list[dict[str, Any]]:
+    """Settings of each candidate that a file describes.
+
+    Args:
+      spec: settings of all candidates; `grid` with lists of values, of which every combination is
+        one; `runs` with a list of settings that belong together, each combined with the grid.
+    Raises: ConfigError: grid or runs have another form.
+    """
+    fixed = {name: value for name, value in spec.items() if name not in ("grid", "runs")}
+    grid, runs = spec.get("grid", {}), spec.get("runs", [{}])
+    expect("grid", grid, isinstance(grid, Mapping), "settings with lists of values")
+    right = isinstance(runs, Sequence) and all(isinstance(run, Mapping) for run in runs)
+    expect("runs", runs, right and len(runs) > 0, "a list of settings, not an empty one")
+    for name, values in grid.items():
+        expect(name, values, isinstance(values, list) and bool(values), "a list of values in grid")
+    return [
+        {**fixed, **run, **dict(zip(grid, values, strict=True))}
+        for run in runs
+        for values in itertools.product(*grid.values())
+    ]
+
+
+def jobs_of(settings: Sequence[Settings], out: Path) -> list[Job]:
+    """A job for each of the settings, in order; equal settings give one job.
+
+    Raises: ConfigError: a setting is unknown, missing or out of range, or one of OF_SELECTION; or
+      runs differ only in settings that are no part of their names, such as limits.
+    """
+    jobs: dict[str, Job] = {}
+    for job in (_job(given, out) for given in settings):
+        first = as_dict(jobs.setdefault(job.name, job).run)
+        for field, value in as_dict(job.run).items():
+            one = "one value for runs that differ in nothing else"
+            expect(field, value, value == first[field], one)
+    return list(jobs.values())
+
+
+def _job(settings: Settings, out: Path) -> Job:
+    settings = renamed(settings)
+    given = dict(settings)
+    for name in OF_SELECTION & given.keys():
+        raise ConfigError.of(name, given[name], "nothing, it is the selection's own")
+    for name in given.keys() - _DEFAULTS.keys() - {"algorithm"}:
+        raise unknown_setting(name, given[name], _DEFAULTS)
+    algorithm = given.pop("algorithm", None)
+    expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
+    given = {
+        name: typed(name, value, _TYPES[name]) for name, value in given.items() if value is not None
+    }
+    missing = [name for name in ("data", "epsilon", "num_steps") if name not in given]
+    where = "a value in the file or as --set NAME=VALUE"
+    expect(", ".join(missing), None, not missing, where)
+    given["data"] = _whole("data", given["data"])
+    name = _name(algorithm, given)
+    given |= {field: _whole(field, given[field]) for field in PLACES & given.keys()}
+    privacy_flags, run_flags = flags_of(PrivacyConfig).keys(), flags_of(RunConfig).keys()
+    privacy = PrivacyConfig(**{name: given[name] for name in given.keys() & privacy_flags})
+    here = {"run_dir": out.absolute() / RUNS / name, "resume": True}
+    here["budget_ledger"] = place_of(given.get("budget_ledger"))
+    run = run_config(**{**{n: given[n] for n in given.keys() & run_flags}, **here})
+    shown = {"algorithm": str(algorithm), **{n: to_json(settings[n]) for n in settings}}
+    log = out.absolute() / LOGS / f"{name}.txt"
+    return Job(name, Algorithm(algorithm), privacy, run, shown, log)
+
+
+def _whole(field: str, source: str) -> str:
+    """What a setting names, with the whole path of a file or directory."""
+    source = expand_home(field, source)
+    is_path = source not in PRESETS and Path(source).exists()
+    return str(Path(source).absolute()) if is_path else source
+
+
+def _name(algorithm: str, given: Settings) -> str:
+    """Name of a run: a hash of its settings without those at their defaults."""
+    kept = {n: to_json(v) for n, v in given.items() if v != _DEFAULTS[n]}
+    kept = {n: v for n, v in kept.items() if n not in OPERATIONAL or n == "data"}
+    text = json.dumps([str(algorithm), first_named(kept)], sort_keys=True)
+    return f"{algorithm}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def outcomes_of(jobs: Sequence[Job]) -> Iterator[tuple[Job, FedsimError | None]]:
+    """Train the jobs, or resume them, one after another; messages go to the log of each.
+
+    Yields: (job, the error that ended it or None).
+    Raises: KeyboardInterrupt: a signal ended a run early; the current step is saved.
+    """
+    for job in jobs:
+        with (
+            open(job.log, "a") as log,
+            contextlib.redirect_stderr(log),
+            speaking(job.run.output),
+        ):
+            console = Console(log_every=job.run.log_every)
+            try:
+                train(
+                    job.algorithm,
+                    job.privacy,
+                    job.run,
+                    console,
+                    trial=job.trial,
+                    held_out=job.held_out,
+                )
+            except FedsimError as error:
+                console.note(f"fedsim: error: {error}")
+                ended = error
+            else:
+                ended = None
+        if ended is None and job.summary is None:
+            raise KeyboardInterrupt
+        yield job, ended
 
 
 def select(
@@ -50,7 +190,7 @@ def select(
     A selection that was killed resumes with the same trials. All other trials are deleted: whoever
     saw them would have to be counted for all of them.
     Args:
-      settings: settings of each candidate, as for `sweep`.
+      settings: settings of each candidate by flag name, and `algorithm`.
       out: directory of the selection.
     Returns: contents of `selection.json`.
     Raises: ConfigError: a setting is not allowed in a private selection, a limit would be broken,
@@ -87,7 +227,7 @@ def select(
     with _admitted(jobs[0], data, priced, out, key):
         began.save(out)  # from here on there may be trials
         trials = _trials(jobs, priced, out, key)
-        _run(trials, how, console)
+        _run(trials, console)
         scores = [
             _score(trial, number, data, priced, key, console) for number, trial in enumerate(trials)
         ]
@@ -102,17 +242,15 @@ def select(
     return result
 
 
-def _run(trials: Sequence[Job], how: Selection, console: Console) -> None:
+def _run(trials: Sequence[Job], console: Console) -> None:
     """Train the trials that have not finished.
 
     Raises: FedsimError: a worker was lost, say; the same command resumes the selection.
     """
     pending = [trial for trial in trials if trial.summary is None]
-    for trial, outcome in outcomes_of(
-        pending, console, at_once=how.at_once, in_turn=how.in_turn, here=how.here
-    ):
-        if isinstance(outcome, FedsimError) and not isinstance(outcome, Diverged):
-            raise outcome
+    for trial, error in outcomes_of(pending):
+        if error is not None and not isinstance(error, Diverged):
+            raise error
         console.note(f"{trial.name} ended")
 
 
@@ -144,7 +282,9 @@ def _result(
 
 def _expect_place(out: Path) -> None:
     """Raise ConfigError if `out` holds anything but a selection, since other trials are deleted."""
-    there = entries(out)
+    expect("out", out, out.is_dir() or not out.exists(), "a directory")
+    names = {path.name for path in out.iterdir()} if out.exists() else set()
+    there = {name for name in names if not name.startswith(".") and not name.endswith(".toml")}
     inside = [path for name in (RUNS, LOGS) if name in there for path in (out / name).iterdir()]
     started = {KEY, RUNS} <= there or there & {BEGAN, CHOSEN, RESULT}
     of_selection = bool(started) or (there <= {LOGS, RUNS} and not inside)

@@ -38,7 +38,8 @@ def told(source: str, capsys) -> dict:
     """The budget in the end, after the last command was refused."""
     *accepted, refused = story(source)
     for words in accepted:
-        main([*words, *(["--engine", "local"] if words[0] == "train" else [])])
+        local = {"train": ["--engine", "local"], "select": ["--set", "engine=local"]}
+        main([*words, *local.get(words[0], [])])
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         main(refused)

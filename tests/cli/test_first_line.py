@@ -25,7 +25,6 @@ def test_every_command_that_reads_says_so():
     [
         (["generate", "nope"], "reading model=nope"),
         (["evaluate", "nope"], "reading run=nope"),
-        (["runs", "nope"], "reading the runs in nope"),
         (["data", "stats", "nope"], "reading data=nope"),
         (["data", "build", "a.csv", "b.csv", "--out", "x"], "reading a.csv b.csv"),
     ],

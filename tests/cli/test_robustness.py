@@ -200,7 +200,7 @@ SETTINGS = {
     ),
     "accelerator that is not there": (train(accelerator="gpu"), "^accelerator=gpu: expected"),
     "a place for no run": (train(run_dir="/proc/none/run"), "a place to write to ./proc: "),
-    "sweep of nothing": (["sweep", "none.toml", "--out", "s"], "none.toml"),
+    "candidates that are not there": (["select", "none.toml", "--out", "s"], "none.toml"),
     "stats of nothing": (["data", "stats", "none.parquet"], "none.parquet"),
     "build of nothing": (["data", "build", "none.parquet", "--out", "b"], "none.parquet"),
     "build with nobody": (
@@ -237,7 +237,7 @@ ARGUMENTS = {
     "flags that are missing": (["train", "els"], "--epsilon .*--num-steps .*--run-dir .*--data "),
     "an algorithm": (["train", "sgd", "--epsilon", "1"], "'sgd' .*'algorithm'.*'els', 'uls'"),
     "no number": (train(epsilon="eight"), "--epsilon: .*'eight'"),
-    "sweep without a directory": (["sweep", "--set", "epsilon=1"], "from fedsim sweep: --out PATH"),
+    "no directory": (["select", "--set", "epsilon=1"], "from fedsim select: --out PATH"),
     "no command": ([], "train, evaluate, .*data"),
     "a command misspelt": (["tran", "uls"], "tran.*Available subcommands: train, evaluate"),
     "a command misspelt, with help": (["tran", "--help"], "tran.*Available subcommands: train"),

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fedsim.cli.main import main
-from fedsim.run.console import COLUMNS, lines_of
+from fedsim.run import aligned
 
 
 @pytest.fixture
@@ -25,6 +25,5 @@ def test_control_characters_of_names_and_files_do_not_reach_the_terminal(posts, 
     err = capsys.readouterr().err
     assert "x\\x1b]0;title\\x07\\x9b2J.csv" in err
     assert all(c.isprintable() or c == "\n" for c in err)
-    row = {**dict.fromkeys(COLUMNS), "run": "a\x1b[2Jb", "status": "damaged"}
-    header, line = lines_of([row])
+    header, line = aligned([["run", "status"], ["a\x1b[2Jb", "damaged"]])
     assert line.startswith("a\\x1b[2Jb") and len(header) <= len(line)

@@ -9,7 +9,6 @@ import time
 import pytest
 from refused import refuses
 
-from fedsim.engine import parallel_runs
 from fedsim.engine.actors import Actors, placed_in_time
 from fedsim.engine.environment import (
     ALLOCATOR,
@@ -174,18 +173,6 @@ def test_what_workers_compute_on_is_settled_when_there_are_nodes(monkeypatch):
     assert cluster.asked == [4 * [{"CPU": 1}], 4 * [{"CPU": 1, "GPU": 1}]]
     with refuses("num_workers=4", says="at most 0"):
         placed_in_time(Growing([{"CPU": 0.0}]), 4, 1, None, "auto", 0.0)
-
-
-@pytest.mark.parametrize(
-    "asked, what",
-    [({"threads": 64}, "num_workers=1"), ({"accelerator": "gpu"}, "accelerator=gpu")],
-)
-def test_jobs_that_no_node_can_hold_are_refused(asked, what, monkeypatch):
-    cluster = Growing([{"CPU": 8.0}])
-    monkeypatch.setattr(parallel_runs, "Cluster", lambda num_cpus: cluster)
-    with refuses(what):
-        parallel_runs.ParallelRuns(**asked)
-    assert cluster.closed
 
 
 @pytest.mark.parametrize(

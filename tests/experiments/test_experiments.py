@@ -200,19 +200,19 @@ def test_another_machine_goes_on_from_what_came_of_runs_without_the_runs(tmp_pat
     monkeypatch.setattr(outcomes, "fingerprint", lambda _: "of the same data")
     training = dataclasses.replace(finetuning.SMOKE_TRAINING, learning_rates=(0.03, 0.1))
     cell = {"dataset": finetuning.STACK_OVERFLOW, "epsilon": 4.0, "algorithm": "uls", "budget": 8}
-    sweep, asked = outcomes.sweep, []
+    train_all, asked = outcomes.train_all, []
 
-    def whole(settings, *args, **how):
+    def whole(settings, arguments):
         asked.append(len(settings))
-        return sweep(settings, *args, **how)
+        return train_all(settings, arguments)
 
-    def cut_off(settings, *args, **how):
-        whole(settings[:1], *args, **how)
+    def cut_off(settings, arguments):
+        whole(settings[:1], arguments)
         raise KeyboardInterrupt
 
     def found(how):
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
-        monkeypatch.setattr(outcomes, "sweep", how)
+        monkeypatch.setattr(outcomes, "train_all", how)
         arguments = finetuning.Arguments("smoke", tmp_path, None, dry_run=False)
         rows = finetuning.tuned_losses([cell], training, arguments)
         rows = finetuning.with_test_losses(rows, training, arguments)

@@ -13,7 +13,7 @@ from fedsim.config import Algorithm, run_config
 from fedsim.plan import ADJACENCY, Evaluations, Plan, PoissonSampling, claimed_fields
 from fedsim.plan.options import REPRODUCTION
 from fedsim.run import speaking
-from fedsim.run.console import Console, guarantee_line, line, lines_of, plan_rows
+from fedsim.run.console import Console, guarantee_line, line, plan_rows
 
 WORKERS = SimpleNamespace(num_lanes=8, describe=lambda: "2 processes, 1 CPU thread each")
 RUN = run_config(
@@ -214,24 +214,6 @@ def test_a_quiet_console_shows_warnings_alone(capsys, tmp_path):
         console.detail("1 ms")
     (line,) = shown(capsys)
     assert line.startswith("warning: the held-out loss rose")
-
-
-def test_rows_of_runs_fit_a_terminal_and_a_star_marks_what_is_no_guarantee():
-    row = {
-        "run": "a/directory/" * 4, "algorithm": "uls", "data": "a long name of a file" * 2,
-        "epsilon": 7.99991, "steps": 20, "num_steps": 20, "loss": 3.5, "status": "finished",
-        "guarantee": True, "loss_stddev": 0.0,
-    }  # fmt: skip
-    seeded, free = (
-        {**row, "guarantee": False, "loss_stddev": 0.0123},
-        {**row, "guarantee": False, "epsilon": math.inf},
-    )
-    head, first, second, third = lines_of([row, seeded, free], 80)
-    assert max(map(len, (head, first, second, third))) <= 80 and "…" in first
-    assert " 8.0000 " in first and " 8.0000* " in second and " inf* " in third
-    assert " 3.5 ±0.012 " in second and "±" not in first
-    whole = lines_of([row])[1]
-    assert row["run"] in whole and row["data"] in whole
 
 
 @pytest.mark.parametrize(("final", "warned"), [(5.6, True), (5.5, False), (math.nan, False)])

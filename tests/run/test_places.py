@@ -28,7 +28,7 @@ from fedsim.generate import generate_text
 from fedsim.library import Run, train
 from fedsim.models import pretrained
 from fedsim.run.model_source import find_model
-from fedsim.tuning.sweep import _job
+from fedsim.tuning.selection import _job
 
 CACHE = str(cache_dir())  # of all tests, with what they have compiled
 VARIABLES = ("FEDSIM_CACHE_DIR", "FEDSIM_BUDGET_LEDGER", "XDG_CACHE_HOME", "XDG_STATE_HOME")
@@ -153,7 +153,7 @@ ENTRIES = {
     "generate": lambda path: generate_text(path, "", **HOW),
     "export": lambda path: export(path, "out"),
     "Run": Run,
-    "a sweep": lambda path: _job({"algorithm": "els", "data": path, "epsilon": 1.0,
+    "candidates": lambda path: _job({"algorithm": "els", "data": path, "epsilon": 1.0,
                                         "num_steps": 1}, Path("out")).run.data.source,
 }  # fmt: skip
 
@@ -178,12 +178,11 @@ def test_wherever_a_path_enters_a_tilde_is_the_home_directory(entry, home, monke
     [
         (["report", "run", "--out=~/a"], "out"),
         (["report", "~/a"], "run_dir"),
-        (["runs", "~/a"], "directory"),
         (["budget", "--budget-ledger=~/a"], "budget_ledger"),
         (["export", "model", "--out=~/a"], "out"),
         (["data", "build", "x.csv", "--out=~/a"], "out"),
         (["data", "stats", "x", "--histogram=~/a"], "histogram"),
-        (["sweep", "~/a", "--out=o"], "file"),
+        (["select", "~/a", "--out=o"], "file"),
         (["recommend", "--data=x", "--epsilon=1", "--num-steps=1", "--plot=~/a"], "plot"),
         (["recommend", "--data=x", "--epsilon=1", "--num-steps=1", "--run-dir=~/a"], "run_dir"),
     ],

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import resource
 import shlex
 import shutil
@@ -20,7 +19,7 @@ from fedsim import signals
 from fedsim.cli import main as cli
 from fedsim.cli.main import main
 from fedsim.engine import warden
-from fedsim.run import checkpoint, directory, ledger
+from fedsim.run import checkpoint, ledger
 from fedsim.run.console import Console
 from fedsim.signals import heed, stop_signals, terminated
 
@@ -163,7 +162,7 @@ def test_what_nohup_ignores_stays_ignored():
 
 ENDED = {
     "Train": (command("x.parquet", "r"), "; the same command with --resume goes on"),
-    "Sweep": ("sweep x.toml --out x".split(), "; the same command goes on"),
+    "Select": ("select x.toml --out x".split(), "; the same command goes on"),
     "DataBuild": ("data build x.parquet --out x".split(), "; the same command goes on"),
     "Account": (
         "account uls --num-steps 1 --sampling-prob 1 --noise-multiplier 1 --delta 0.1".split(),
@@ -194,39 +193,6 @@ def test_a_checkpoint_is_due_every_so_many_steps_and_every_minute(monkeypatch):
         saver.save(11, {})
         assert not saver.due(12, 10)
     assert saved == [11]
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_runs_are_listed_with_what_they_released_and_how_they_ended(tmp_path, capsys, monkeypatch):
-    texts = write_texts(tmp_path / "texts.parquet")
-    place = tmp_path / "runs"
-    main(command(texts, place / "a" / "one", seed=1, **{"num-steps": 2}))
-    main(command(texts, place / "two", **{"num-steps": 2}))
-    (place / "two" / "summary.json").unlink()
-    (place / "three").mkdir()
-    (place / "three" / "config.json").write_text('{"identity": 1}')
-    (place / "model").mkdir()
-    (place / "model" / "config.json").write_text('{"architectures": []}')
-    capsys.readouterr()
-    main(["runs", str(place)])
-    lines = capsys.readouterr().out.splitlines()
-    last = checkpoint.latest(place / "two")
-    last.rename(tmp_path / last.name)
-    main(["runs", str(place)])  # killed before its last checkpoint
-    assert capsys.readouterr().out.splitlines()[3].split()[-1] == "stopped"
-    (tmp_path / last.name).rename(last)
-    assert [line.split()[0] for line in lines[1:4]] == ["a/one", "three", "two"]
-    assert lines[0].split() == "run algorithm data epsilon steps loss status".split()
-    assert re.fullmatch(r"a/one +uls +texts.parquet +[34]\.\d+\* +2/2 +[\d.]+ +finished", lines[1])
-    assert lines[2].split()[-1] == "damaged" and lines[3].split()[-1] == "finished"
-    assert lines[-1] == f"tensorboard --logdir {place}"
-    with directory.lock(place / "two"):
-        main(["runs", str(place), "--json"])
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["status"] for row in rows] == ["finished", "damaged", "running"]
-    # What the plan costs, with the slack of noise that is not ideal, as of runs that have ended.
-    assert rows[2]["guarantee"] and 0 <= float(rows[2]["epsilon"]) - 4 < 1e-6
 
 
 def test_a_run_that_was_stopped_shows_no_loss_of_another_step(capsys, tmp_path):

@@ -24,10 +24,9 @@ from fedsim.run.console import Console
 from fedsim.run.ledger import LedgerError
 from fedsim.run.model_source import load_data
 from fedsim.trust.budget_page import budget
-from fedsim.tuning import selection
+from fedsim.tuning import jobs_of, selection
 from fedsim.tuning.pricing import Selection, evaluations_of, price, sentences
 from fedsim.tuning.selection import select
-from fedsim.tuning.sweep import jobs_of
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +40,7 @@ def settings(texts, tmp_path, monkeypatch):
     monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
     own = {"algorithm": "uls", "data": str(texts), "epsilon": 1.0, "num_steps": 3, "batch_size": 24}
     own |= {"max_length": 24, "model": "micro", "strategy": "scan:2", "delta": 1e-3}
+    own |= {"engine": "local"}
     return [{**own, "learning_rate": rate} for rate in (0.1, 0.03, 0.01)]
 
 
@@ -57,7 +57,7 @@ def priced(settings, out, how):
 @pytest.mark.privacy
 def test_a_selection_is_counted_once_and_nothing_but_the_best_is_kept(settings, tmp_path):
     out = tmp_path / "out"
-    found = select(settings, out, Selection(mean=2, here=True), Console())
+    found = select(settings, out, Selection(mean=2), Console())
     assert {path.name for path in out.iterdir()} == {
         *("best", "selection.json", "secret.json", "budget.json", "began.json")
     }
@@ -75,7 +75,7 @@ def test_a_selection_is_counted_once_and_nothing_but_the_best_is_kept(settings, 
     assert re.fullmatch("[0-9a-f]{16}", Path(released_run_dir(out / "best")).name)
     best = json.loads((out / "best" / "summary.json").read_text())
     assert best["epsilon_holds"] == TRIAL and found["eval/loss"] == best["final_eval_loss"]
-    how = Selection(mean=2, here=True)
+    how = Selection(mean=2)
     assert select(settings, out, how, Console()) == found  # and no second time
     with refuses("trials=9.0", says="another --out is for another selection"):
         select(settings, out, dataclasses.replace(how, mean=9.0), Console())
@@ -88,14 +88,14 @@ def test_a_selection_removes_nothing_that_is_not_its_own(name, settings, tmp_pat
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("{}")
     with refuses(f"out={tmp_path}"):
-        select(settings, tmp_path, Selection(here=True), Console())
+        select(settings, tmp_path, Selection(), Console())
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / name]
 
 
 @pytest.mark.slow
 @pytest.mark.ci
 def test_held_out_users_are_evaluated_with_noise_and_pay_for_it(settings, tmp_path):
-    out, how = tmp_path / "out", Selection(mean=2, here=True, eval_epsilon=3.0)
+    out, how = tmp_path / "out", Selection(mean=2, eval_epsilon=3.0)
     found = select(settings, out, how, Console())
     with hold(place_of(None)) as ledger:
         training, evaluation = ledger.entries.values()
@@ -110,7 +110,7 @@ def test_held_out_users_are_evaluated_with_noise_and_pay_for_it(settings, tmp_pa
 
 @pytest.mark.privacy
 def test_a_selection_that_is_cut_off_at_its_end_is_not_made_again(settings, tmp_path, monkeypatch):
-    out, how = tmp_path / "out", Selection(mean=2, here=True)
+    out, how = tmp_path / "out", Selection(mean=2)
     with monkeypatch.context() as patched:
         patched.setattr(admission, "_settle", None)  # whose call fails
         with pytest.raises(TypeError):
@@ -149,7 +149,7 @@ def killed(settings, tmp_path, monkeypatch):
     return tmp_path / "out"
 
 
-KILLED = Selection(mean=2, here=True)
+KILLED = Selection(mean=2)
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_a_metric_without_noise_takes_held_out_users(settings, tmp_path):
     for each in settings:
         each |= {"data": str(place), "max_length": None}
     with refuses("data", says="held-out users"):
-        select(settings, tmp_path / "out", Selection(here=True), Console())
+        select(settings, tmp_path / "out", Selection(), Console())
     assert not (tmp_path / "out").exists()
 
 
@@ -239,7 +239,7 @@ def test_a_trial_that_would_be_refused_is_refused_before_anything_is_paid(
 ):
     given = [{**each, **changed} for each in settings[:2]]
     with refuses(what):
-        select(given, tmp_path / "out", Selection(mean=2, here=True), Console())
+        select(given, tmp_path / "out", Selection(mean=2), Console())
     assert not (tmp_path / "out").exists() and not (tmp_path / "ledger").exists()
 
 
@@ -271,7 +271,7 @@ def test_a_limit_holds_for_selections(settings, tmp_path):
     for each in settings:
         each["limit_epsilon"] = 1.2
     with refuses("limit_epsilon=1.2"):
-        select(settings, tmp_path / "out", Selection(here=True), Console())
+        select(settings, tmp_path / "out", Selection(), Console())
     assert list((tmp_path / "out" / "runs").iterdir()) == []
 
 
@@ -280,7 +280,7 @@ def test_a_limit_holds_for_held_out_users_before_anybody_is_counted(settings, tm
     for each in settings:
         each["limit_epsilon"] = 8.0
     with refuses("limit_epsilon=8"):
-        select(settings, tmp_path / "out", Selection(here=True, eval_epsilon=9.0), Console())
+        select(settings, tmp_path / "out", Selection(eval_epsilon=9.0), Console())
     with hold(place_of(None)) as ledger:
         assert not ledger.entries
 
@@ -297,29 +297,23 @@ def test_a_limit_holds_for_held_out_users_before_anybody_is_counted(settings, tm
 def test_candidates_that_have_no_place_are_refused(settings, tmp_path, changed, what):
     given = [settings[0], {**settings[1], **changed}]
     with refuses(what):
-        select(given, tmp_path / "out", Selection(here=True), Console())
+        select(given, tmp_path / "out", Selection(), Console())
 
 
 @pytest.mark.parametrize(
     "flags, match",
     [
-        (["--select", "eval/loss"], "select=eval/loss: expected --private"),
-        (["--eval-epsilon", "1"], "eval_epsilon=1.0: expected --private"),
-        (["--trials", "3"], "trials=3.0: expected --private"),
-        (["--public-eval"], "public_eval=True: expected --private"),
-        (["--private"], "select=None: expected eval/loss"),
-        (["--private", "--select", "eval/loss"], "eval_epsilon=None: expected a value, or"),
-        (
-            ["--private", "--select", "eval/loss", "--public-eval", "--trials", "0.5"],
-            "trials=0.5: expected >= 1",
-        ),
+        ([], "eval_epsilon=None: expected a value, or --public-eval"),
+        (["--eval-epsilon", "1", "--public-eval"], "eval_epsilon=1.0: expected a value, or"),
+        (["--public-eval", "--trials", "0.5"], "trials=0.5: expected >= 1"),
+        (["--public-eval", "--shape", "-1"], "shape=-1.0: expected > -1"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(texts, tmp_path, capsys, flags, match):
     given = {"algorithm": "uls", "data": texts, "epsilon": 1, "num_steps": 3}
     words = [word for n, v in given.items() for word in ("--set", f"{n}={v}")]
     with pytest.raises(SystemExit) as stop:
-        main(["sweep", *words, "--out", str(tmp_path / "out"), *flags])
+        main(["select", *words, "--out", str(tmp_path / "out"), *flags])
     assert stop.value.code == 2 and match in capsys.readouterr().err
 
 

@@ -1,0 +1,180 @@
+"""Candidates of a private selection: a grid or a list of settings, checked before any is run."""
+
+import json
+import math
+import os
+
+import pytest
+from refused import refuses
+from test_cli import run
+
+from fedsim.cli.tuning import read_spec
+from fedsim.tuning import expand, jobs_of
+from fedsim.tuning.selection import _name
+
+BASE = {"data": "pydocs", "epsilon": 4, "num_steps": 3, "algorithm": "uls"}
+
+
+def test_a_grid_is_every_combination_and_runs_go_with_it():
+    spec = {
+        "num_steps": 3,
+        "grid": {"epsilon": [1, 4], "seed": [0, 1]},
+        "runs": [{"algorithm": "els"}, {"algorithm": "uls", "group_size": 2}],
+    }
+    found = expand(spec)
+    assert len(found) == 8 and found[0] == {
+        "num_steps": 3,
+        "algorithm": "els",
+        "epsilon": 1,
+        "seed": 0,
+    }
+    assert {(each["algorithm"], each.get("group_size")) for each in found} == {
+        ("els", None),
+        ("uls", 2),
+    }
+    assert expand({"epsilon": 1}) == [{"epsilon": 1}]
+
+
+@pytest.mark.parametrize(
+    "spec, field",
+    [
+        ({"grid": []}, "grid"),
+        ({"grid": {"seed": 1}}, "seed"),
+        ({"grid": {"seed": []}}, "seed"),
+        ({"runs": ["uls"]}, "runs"),
+    ],
+)
+def test_a_grid_of_another_form_is_refused(spec, field):
+    with refuses(field):
+        expand(spec)
+
+
+def test_a_run_is_known_by_what_it_computes(tmp_path):
+    def name(**changed):
+        return jobs_of([{**BASE, **changed}], tmp_path)[0].name
+
+    assert name() == name(epsilon=4.0) == name(batch_size=128) == name(checkpoint_every=7)
+    assert name() == name(delta=None)  # as if it was not given
+    others = [name(epsilon=5), name(seed=1), name(algorithm="els"), name(data="other")]
+    assert len({name(), *others}) == 5
+    assert _name("uls", {}) == _name("uls", {"learning_rate": None})
+    assert len(jobs_of([BASE, {**BASE, "epsilon": 4.0}], tmp_path)) == 1
+
+
+@pytest.mark.parametrize("field, values", [("limit_epsilon", [4.0, 100.0]), ("num_lanes", [1, 2])])
+def test_runs_that_differ_in_what_is_no_part_of_their_names_are_refused(field, values, tmp_path):
+    settings = [{**BASE, field: value} for value in values]
+    with refuses(f"{field}={values[1]}"):
+        jobs_of(settings, tmp_path)
+    assert len(jobs_of([settings[0]] * 2, tmp_path)) == 1
+
+
+def test_a_summary_that_is_none_is_of_no_finished_run(tmp_path):
+    (job,) = jobs_of([BASE], tmp_path)
+    job.run.run_dir.mkdir(parents=True)
+    (job.run.run_dir / "summary.json").write_text("{}")
+    assert job.summary is None
+
+
+def test_inf_and_whole_numbers_have_their_types(tmp_path):
+    (job,) = jobs_of([{**BASE, "epsilon": "inf", "group_size": 2}], tmp_path)
+    assert job.privacy.epsilon == math.inf and job.privacy.group_size == 2
+    assert job.settings["epsilon"] == "inf" and job.run.resume
+
+
+@pytest.mark.parametrize(
+    "changed, what",
+    [
+        ({"algorithm": "sgd"}, "algorithm=sgd"),
+        ({"lerning_rate": 1}, "lerning_rate=1"),
+        ({"run_dir": "x"}, "run_dir=x"),
+        ({"epsilon": None}, "epsilon=None"),
+        ({"epsilon": "four"}, "epsilon=four"),
+        ({"num_steps": 2.5}, "num_steps=2.5"),
+        ({"model": 3}, "model=3"),
+        ({"epsilon": -1}, "epsilon=-1.0"),
+    ],
+)
+def test_a_mistake_is_found_before_anything_is_run(changed, what, tmp_path):
+    with refuses(what):
+        jobs_of([BASE, {**BASE, **changed}], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_set_overrides_a_file_wherever_it_has_the_setting(tmp_path):
+    file = tmp_path / "candidates.toml"
+    file.write_text("seed = 1\n[grid]\ndelta = [1e-6]\n[[runs]]\nepsilon = 8.0\n[[runs]]\n")
+    found = expand(read_spec(file, ("epsilon=1", "delta=1e-7")))
+    assert [(run["epsilon"], run["delta"]) for run in found] == [(1, 1e-7)] * 2
+    assert {run["epsilon"] for run in expand(read_spec(file, ("epsilon=1,2",)))} == {1, 2}
+    for flag in ("grid=5", "runs=5"):
+        with refuses(f"set={flag}"):
+            read_spec(file, (flag,))
+
+
+@pytest.mark.parametrize(
+    "name, text, what",
+    [
+        ("a.toml", "grid = 5", "grid=5"),
+        ("a.toml", "runs = []", "runs=[]"),
+        ("a.json", None, "file"),
+    ],
+)
+def test_a_file_of_another_form_is_one_line(name, text, what, tmp_path):
+    (tmp_path / name).write_text('{"a":' * 99_999 if text is None else text)
+    with refuses(what):
+        read_spec(tmp_path / name, ())
+
+
+def test_files_are_named_by_their_whole_path(tmp_path, monkeypatch):
+    """What is computed has the same name wherever it is begun."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "micro"):
+        (tmp_path / name).mkdir()
+    found = [jobs_of([{**BASE, "model": name}], tmp_path)[0] for name in ("model", "micro")]
+    assert [job.run.model.source for job in found] == [str(tmp_path / "model"), "micro"]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)  # where there is no such directory
+    assert jobs_of([{**BASE, "model": "model"}], tmp_path)[0].name == found[0].name
+
+
+@pytest.fixture
+def candidates(tmp_path):
+    """A file of four candidates."""
+    file = tmp_path / "candidates.toml"
+    file.write_text(
+        'data = "pydocs"\nnum_steps = 4\n[grid]\nepsilon = [2, 8]\n'
+        '[[runs]]\nalgorithm = "els"\n[[runs]]\nalgorithm = "uls"\ngroup_size = 2\nseed = 1\n'
+    )
+    return file
+
+
+def test_a_dry_run_lists_the_candidates_and_flags_change_the_file(candidates, tmp_path, capsys):
+    flags = ("--set", "epsilon=1,2,3", "--set", "learning_rate=0.5", "--dry-run")
+    words = ("select", candidates, "--out", tmp_path / "new", *flags)
+    code, out, _ = run(*words, "--json", capsys=capsys)
+    rows = json.loads(out)["rows"]
+    assert code == 0 and len(rows) == 6 and {row["epsilon"] for row in rows} == {1, 2, 3}
+    assert {row["learning_rate"] for row in rows} == {0.5}
+    first, *table = run(*words, capsys=capsys)[1].splitlines()
+    assert first.startswith("6 candidates; all with ") and "learning_rate=0.5" in first
+    assert len(table) == 1 + len(rows) and "epsilon" in table[0]
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["none.toml", "--out", "x"], "file=none.toml: expected"),
+        (["--out", "x", "--set", "epsilon"], "set=epsilon: expected"),
+        (["--out", "x", "--set", "epsilon=1"], "algorithm=None: expected"),
+    ],
+)
+def test_mistakes_are_one_line(args, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("select", *args, capsys=capsys)
+    *before, last = err.splitlines()  # what it is doing, at most
+    assert code == 2 and out == "" and len(before) <= 1, err
+    assert last.startswith("fedsim: error: ") and message in last
+    assert os.listdir() == []
