@@ -5,16 +5,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from problems import users_of_sizes
 
-from fedsim.sampling.contributions import FAILURE, GRID, private_median, rank_error, utility
+from fedsim.config import PrivacyConfig
+from fedsim.keys import SecretKey
+from fedsim.plan.defaults import private_group_size
+from fedsim.sampling.contributions import (
+    FAILURE,
+    GRID,
+    law_of_median,
+    private_median,
+    rank_error,
+    utility,
+)
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-
-
-def probabilities(sizes, epsilon):
-    scores = epsilon * utility(np.asarray(sizes))
-    weights = np.exp(scores - scores.max())
-    return weights / weights.sum()
 
 
 def test_the_grid_is_public_and_fine():
@@ -23,15 +28,32 @@ def test_the_grid_is_public_and_fine():
     assert np.all((GRID[1:] / GRID[:-1])[GRID[1:] > 30] < 1.22)
 
 
-@pytest.mark.parametrize("sizes", [[1], [3, 3, 9], [1, 2, 4, 8, 500], [7] * 20])
 @pytest.mark.parametrize("epsilon", [0.1, 1.0])
-def test_a_user_more_changes_no_probability_by_more_than_e_to_the_epsilon(sizes, epsilon):
-    with_all = probabilities(sizes, epsilon)
-    for size in (1, 2, 5, 30, 10**6):
-        ratio = np.log(probabilities([*sizes, size], epsilon) / with_all)
-        assert np.abs(ratio).max() <= epsilon * (1 + 1e-9)
-        change = utility(np.array([*sizes, size])) - utility(np.array(sizes))
-        assert np.abs(change).max() <= 0.5
+def test_a_user_more_changes_no_probability_by_more_than_e_to_the_epsilon(epsilon):
+    most = 0.0
+    for sizes in ([1], [3, 3, 9], [1, 2, 4, 8, 500], [7] * 20):
+        values, without = law_of_median(np.array(sizes), epsilon)
+        np.testing.assert_array_equal(values, GRID)
+        for size in (1, 2, 5, 30, 10**6):
+            ratio = np.log(law_of_median(np.array([*sizes, size]), epsilon)[1] / without)
+            most = max(most, np.abs(ratio).max() / epsilon)
+            change = utility(np.array([*sizes, size])) - utility(np.array(sizes))
+            assert np.abs(change).max() <= 0.5
+        np.testing.assert_array_equal(law_of_median(np.array([0, *sizes]), epsilon)[1], without)
+    assert 0.51 < most <= 1 + 1e-9  # twice the epsilon would be more
+
+
+@pytest.mark.privacy
+def test_the_group_size_of_a_run_is_drawn_with_the_epsilon_that_is_paid(rng):
+    sizes, draws = np.array([1, 2, 2, 4, 4, 16]), 4000
+    users = users_of_sizes(sizes)
+    for epsilon in (0.5, 2.0):
+        privacy = PrivacyConfig(4.0, 1, batch_size=1, group_size_epsilon=epsilon)
+        found = [private_group_size(privacy, users, SecretKey.create(n)) for n in range(draws)]
+        values, probs = law_of_median(sizes, epsilon)
+        for most in (1, 2, 4, 10):
+            error = np.mean(np.array(found) <= most) - probs[values <= most].sum()
+            assert abs(error) < 5 * math.sqrt(0.25 / draws)
 
 
 def test_without_noise_to_speak_of_it_is_the_median(rng):

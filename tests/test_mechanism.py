@@ -12,7 +12,7 @@ from fedsim.clipping import Clip
 from fedsim.clipping.contribution import lattice_bits
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
-from fedsim.noise import independent, release_shift
+from fedsim.noise import Correlated, independent, noisy_number, release_shift
 from fedsim.noise.correlated import MIDDLE, rounding, strategy
 from fedsim.noise.independent import (
     BLOCK,
@@ -158,10 +158,36 @@ def test_points_of_the_ziggurat_in_a_cell_are_as_many_as_the_slack_says():
     assert 2 * stats.norm.sf(2 - 1e-5) < beyond_two
 
 
-def test_every_block_of_a_leaf_has_noise_of_its_own(key):
-    noise = noise_of(np.zeros(4 * BLOCK, np.int32), key)
-    blocks = noise.reshape(4, BLOCK)
-    assert np.abs(np.corrcoef(blocks)[np.triu_indices(4, 1)]).max() < 5 / np.sqrt(BLOCK)
+@pytest.mark.privacy
+@pytest.mark.parametrize("bands", [1, 2])
+@pytest.mark.parametrize("size", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1])
+def test_every_number_of_every_block_leaf_and_step_has_noise_of_its_own(size, bands, key):
+    add_noise, stddev, total = Correlated(3, bands), 2.0**30, 2**40
+    drawn = []
+    for step in range(3):
+        sums = [np.full(size, total), np.full(size, total)]
+        for leaf in add_noise(sums, stddev=stddev, key=key, step=step):
+            noise = (leaf.astype(np.float64) * 2.0 ** release_shift(stddev) - total) / stddev
+            assert noise.shape == (size,) and np.abs(noise).max() < 12
+            drawn += np.split(noise, range(BLOCK, size, BLOCK))
+    for number, one in enumerate(drawn):
+        for other in drawn[:number]:
+            both = min(len(one), len(other))  # one number in 400 is equal by chance
+            assert np.mean(one[:both] == other[:both]) < 0.01 or both < 9
+    last = np.array([one[-1] for one in drawn])
+    assert len(np.unique(last)) == len(last)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("stddev", [0.3, 700.0, 3.7e6])
+def test_a_noisy_number_is_that_of_add_gaussian(stddev, key):
+    """On its lattice: a multiple of the cell, a function of the sum and whole noise alone."""
+    cell = 2 ** release_shift(stddev)
+    for step in range(50):
+        total = 10**9 + 12345 * step
+        (expected,) = add_gaussian([np.array([total])], stddev=stddev, key=key, step=step)
+        found = noisy_number(total, stddev, key.generator("noise", step, 0, 0))
+        assert found == int(expected[0]) * cell
 
 
 def test_bits_do_not_depend_on_the_number_of_cores(key, monkeypatch):

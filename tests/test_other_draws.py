@@ -233,3 +233,22 @@ def test_the_name_of_every_file_is_durable(run_dir, tmp_path, monkeypatch):
     for missing in shown:
         assert {path for path in missing if not left_out & set(path.parts)} == set()
     assert durable >= {run_dir / "inner" / "ledger.jsonl", place / "budget.jsonl", place / "steps"}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("settings", [{}, CORRELATED])
+def test_no_two_draws_of_a_run_share_their_noise(settings, run_dir, monkeypatch):
+    """Of gradients, clip norms, training losses and evaluations, in any two steps."""
+    real, drawn = independent.gaussian, []
+
+    def noted(rng, out):
+        drawn.append(real(rng, out)[0])
+        return out
+
+    for module in (independent, correlated):
+        monkeypatch.setattr(module, "gaussian", noted)
+    extras = {"loss_bound": 9.0, "clip_quantile": 0.5, "eval_epsilon": 1.0, "eval_loss_bound": 9.0}
+    data = {"train": np.arange(3 * NUM_USERS) % 50, "eval_users": 50 + np.arange(10) % 5}
+    settings = {**SETTINGS, **settings, **extras, "eval_every": 1, "run_dir": run_dir}
+    assert fedsim.train("uls", task=Mean(), data=data, **settings).finished
+    assert len(drawn) == STEPS * 4 + 1 and len(set(drawn)) == len(drawn)

@@ -104,11 +104,11 @@ def test_the_sampler_emits_the_event_it_draws():
 
 
 def test_contributions_are_limited_to_the_group_size(key):
-    users = users_of_sizes([1, 0, 7, 3, 20])
+    users = users_of_sizes([1, 0, 7, 2, 3, 4, 20])
     pool = limit_contributions(users.offsets, 3, key)
     assert (np.diff(pool) > 0).all()
     per_user = np.histogram(pool, users.offsets - 0.5)[0]
-    np.testing.assert_array_equal(per_user, [1, 0, 3, 3, 3])
+    np.testing.assert_array_equal(per_user, [1, 0, 3, 2, 3, 3, 3])
 
 
 def test_contributions_are_uniform_over_a_users_examples():
@@ -131,13 +131,15 @@ def test_one_users_contributions_do_not_depend_on_the_other_users(key):
 
 
 def test_groups_are_a_users_own_examples_without_repeats(key):
-    users = users_of_sizes([2, 9, 4, 0])
-    groups = draw_groups(users.offsets, [0, 1, 2, 3], 4, key, step=3)
-    assert groups.shape == (4, 4)
+    users = users_of_sizes([2, 9, 4, 0, 3, 5])
+    groups = draw_groups(users.offsets, range(6), 4, key, step=3)
+    assert groups.shape == (6, 4)
     np.testing.assert_array_equal(groups[0], [0, 1, PADDING, PADDING])
     assert len(set(groups[1])) == 4 and set(groups[1]) <= set(range(2, 11))
     np.testing.assert_array_equal(groups[2], [11, 12, 13, 14])
     np.testing.assert_array_equal(groups[3], [PADDING] * 4)
+    np.testing.assert_array_equal(groups[4], [15, 16, 17, PADDING])
+    assert len(set(groups[5])) == 4 and set(groups[5]) <= set(range(18, 23))
 
 
 def test_groups_are_fresh_in_every_step_and_uniform(key):

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from dp_accounting.pld.pld_pmf import DensePLDPmf
 from scipy import stats
 
 from fedsim.accounting import composition, mixture
@@ -79,6 +80,24 @@ def test_three_different_losses_in_one_go_are_the_same_one_by_one():
     np.testing.assert_allclose(composed._probs, within, atol=1e-15)
     left_out = probs.sum() - within.sum()
     assert left_out <= composed._infinity_mass <= 1e-14
+
+
+@pytest.mark.privacy
+def test_infinite_losses_of_all_steps_are_infinite_in_the_composition():
+    masses, counts = (0.01, 0.2, 0.0), (3, 1, 2)
+    steps = [
+        (DensePLDPmf(0.5, -1, (1 - mass) * np.array([0.25, 0.5, 0.25]), mass, True), count)
+        for mass, count in zip(masses, counts, strict=True)
+    ]
+    composed, mass = composition.compose_pmfs(steps), 1 - 0.99**3 * 0.8
+    assert mass <= composed._infinity_mass <= mass + 1e-14
+    assert composed._probs.sum() == pytest.approx(1 - mass)
+    for pmf, lost in ((composed, mass), (composition.compose_pmfs(steps[:1]), 1 - 0.99**3)):
+        assert composition.pmf_epsilon_at(pmf, 0.99 * lost) == math.inf
+        assert composition.pmf_epsilon_at(pmf, 1.01 * lost) < math.inf
+        assert composition.deltas_at(pmf, np.array([0.1, 600.0])).min() >= lost
+    whole = DensePLDPmf(0.5, -1, np.array([0.0]), 1.0, True)
+    assert composition.compose_pmfs([*steps, (whole, 1)])._infinity_mass == 1
 
 
 @pytest.mark.parametrize("steps", [10, 10_000])

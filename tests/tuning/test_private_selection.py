@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from refused import refuses
 from test_verify import write_texts
@@ -106,6 +107,20 @@ def test_held_out_users_are_evaluated_with_noise_and_pay_for_it(settings, tmp_pa
     assert best["final_eval_loss"] == "nan" and math.isfinite(found["eval/loss"])
     metrics = (out / "best" / "metrics.jsonl").read_text()
     assert '"eval/loss"' not in metrics
+
+
+@pytest.mark.privacy
+def test_every_trial_is_scored_with_noise_of_its_own(key, monkeypatch):
+    """Under one noise, the order of the losses would be exact, and their differences released."""
+    monkeypatch.setattr(selection.directory, "load", lambda _: None)
+    monkeypatch.setattr(selection, "last_model", lambda *_: (None,) * 4)
+    monkeypatch.setattr(selection, "user_losses", lambda *_: np.full(9, 1.0))
+    users = SimpleNamespace(vocab_size=256, num_users=9)
+    data = SimpleNamespace(train=users, eval_users=users)
+    priced = SimpleNamespace(evaluations=SimpleNamespace(noise_multiplier=3.0))
+    trial = SimpleNamespace(summary={}, run=SimpleNamespace(run_dir=None))
+    scores = [selection._score(trial, n % 20, data, priced, key, Console()) for n in range(40)]
+    assert scores[:20] == scores[20:] and len(set(scores)) == 20
 
 
 @pytest.mark.privacy
