@@ -17,7 +17,6 @@ from .ledger import (
 )
 from .receipt import (
     expect_receipt as expect_receipt,
-    ledger_after as ledger_after,
     together as together,
 )
 from .spending import (

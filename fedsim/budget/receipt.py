@@ -7,10 +7,9 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedsim.budget.ledger import OPENED, BudgetLedger, Released, hold, is_in, place_of
+from fedsim.budget.ledger import OPENED, BudgetLedger, Released, hold, is_in
 from fedsim.budget.spending import Total, books_of
-from fedsim.config import RunConfig
-from fedsim.errors import FileDamaged, expect
+from fedsim.errors import FileDamaged
 from fedsim.files import read_json, write_json
 from fedsim.run import RECEIPT, LedgerError, ledger as run_ledger
 
@@ -69,22 +68,6 @@ class Receipt(NamedTuple):
         if line["what"] != OPENED or run not in (None, line["run"]):
             raise LedgerError(f"{name}: line {self.line} of {ledger.directory} is another run's")
         return line
-
-
-def ledger_after(run: RunConfig, given: str | Path | None = None) -> Path:
-    """Directory of the ledger that counts a release after a run: `given`, else the run's own,
-    whatever the working directory and FEDSIM_BUDGET_LEDGER are now.
-
-    Raises:
-      ConfigError: the run's own ledger is not on this machine, or cannot be written.
-      FileDamaged: the receipt is malformed.
-    """
-    receipt = Receipt.of(run.run_dir)
-    if given is not None or receipt is None:
-        return place_of(given or run.budget_ledger)
-    named = f"the ledger that counts the run, which {receipt.away}: name the ledger of the data"
-    expect("budget_ledger", receipt.ledger, not receipt.away, named)
-    return Path(receipt.ledger)
 
 
 def together(run_dir: Path, delta: float) -> tuple[int, Total] | None:

@@ -322,18 +322,15 @@ def expect_more_than(part: Slack, setting: str, epsilon: float, delta: float) ->
     expect(setting, epsilon, part.delta < delta, expected)
 
 
-def noise_of(
-    epsilon: float, delta: float, count: int = 1, setting: str = "eval_epsilon"
-) -> tuple[float, tuple[float, float]]:
+def noise_of(epsilon: float, delta: float, count: int = 1) -> tuple[float, tuple[float, float]]:
     """Noise multiplier of `count` evaluations that together cost epsilon.
 
-    Args: setting: what errors call epsilon.
     Returns: (sigma, slack), with slack = (epsilon, delta) added for noise that is not ideal.
     Raises: ConfigError: the slack leaves nothing of epsilon, if it is tiny, or of delta, if epsilon
       is huge.
     """
     part = slack(count, epsilon, delta)
-    expect_more_than(part, setting, epsilon, delta)
+    expect_more_than(part, "eval_epsilon", epsilon, delta)
     sigma = accounting.noise_multiplier(
         epsilon=epsilon - part.epsilon,
         delta=delta - part.delta,

@@ -25,10 +25,7 @@ from .private_evaluation import (
     FILE as FILE,
     SPLIT as SPLIT,
     Evaluated as Evaluated,
-    LossRelease as LossRelease,
-    PrivateEvaluation as PrivateEvaluation,
     largest_loss as largest_loss,
-    release_loss as release_loss,
     user_losses as user_losses,
 )
 from .strict import SKIPPED as SKIPPED, footnotes as footnotes

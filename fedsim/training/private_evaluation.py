@@ -14,45 +14,37 @@ twice.
 import dataclasses
 import json
 import math
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from fedsim.accounting import Event, StepEvent
-from fedsim.budget import Applicant, Entry, Limit, admitted, ledger_after
-from fedsim.config import ZERO_OUT, EngineConfig, RunConfig, default_delta
-from fedsim.data import Dataset, UserStore
+from fedsim.accounting import Event
+from fedsim.budget import Applicant, Entry, Limit, admitted
+from fedsim.config import EngineConfig
+from fedsim.data import Dataset
 from fedsim.engine import Engine, create
-from fedsim.errors import ConfigError, FileDamaged, expect, expect_positive
+from fedsim.errors import FileDamaged
 from fedsim.evaluate import VALIDATION
-from fedsim.files import make_directory, open_to_append, whole_lines, write_durably, write_json
+from fedsim.files import make_directory, open_to_append, whole_lines, write_durably
 from fedsim.keys import SecretKey
 from fedsim.noise import noisy_mean_loss
 from fedsim.plan import (
-    ADJACENCY,
     MOST_ROWS,
     REPRODUCTION,
     Evaluations,
     Plan,
-    noise_of,
     rows_of_users,
 )
 from fedsim.run import note
-from fedsim.sampling import graph_of
 
 FILE = "evaluations.jsonl"
 """Losses released while the run trains, one line each, never changed."""
-AFTERWARDS, RESULT = "evaluations", "evaluation.json"
-"""Folder in the run's directory for evaluations after the training, and the result's file there."""
-DIRECTORY = f"{AFTERWARDS}/training"
+DIRECTORY = "evaluations/training"
 """Folder of the receipt that held-out users were counted while the run trained."""
 SPLIT = "eval_users"
-WITH_TEXTS = "num_users, of those with a text in this split (taken as public)"
-"""The number of users of another split depends on how much the training users wrote."""
 
 
 class Evaluated:
@@ -168,108 +160,6 @@ class Counted:
         """Events released of held-out users so far."""
         assert self.evaluations is not None
         return [*self.evaluations.phases(len(Evaluated(self.run_dir).losses))]
-
-
-@dataclasses.dataclass(frozen=True)
-class PrivateEvaluation:
-    """Settings of one evaluation with noise after the training."""
-
-    epsilon: float
-    """Cost for each user of the split. > 0."""
-    delta: float | None = None
-    """delta of this epsilon. In (0, 1). Default: as in training, for the
-    users of the split."""
-    split: Literal["eval_users", "eval_examples", "test"] = "eval_users"
-    loss_bound: float | None = None
-    """L: bound at which losses are cut off, in nats per token. > 0. Default: the loss of a uniform
-    guess."""
-    budget_ledger: str | Path | None = None
-    """Directory of the ledger that counts it. Default: the one that counts the run."""
-
-    def __post_init__(self):
-        expect("epsilon", self.epsilon, 0 < self.epsilon < math.inf, "> 0 and finite")
-        expect("delta", self.delta, self.delta is None or 0 < self.delta < 1, "in (0, 1)")
-        expect_positive(self, "loss_bound")
-
-
-class LossRelease(NamedTuple):
-    """One loss that is to be released with noise, and its entry in the budget ledger."""
-
-    store: UserStore
-    """The split that it is of."""
-    delta: float
-    sigma: float
-    loss_bound: float
-    key: SecretKey
-    applicant: Applicant
-    entry: Entry
-
-    @classmethod
-    def of(cls, data: Dataset, run: RunConfig, how: PrivateEvaluation) -> "LossRelease":
-        """Plan a release, which costs nothing yet.
-
-        Raises: ConfigError: the split does not exist, or a limit would be broken.
-        """
-        store: UserStore | None = getattr(data, how.split)
-        if store is None:
-            raise ConfigError.of("split", how.split, "a split that the data have")
-        expect("split", how.split, store.num_users > 1, "a split with two users at least")
-        expect("split", how.split, graph_of(store) is None, "texts with one owner each")
-        delta = default_delta(store.num_users) if how.delta is None else how.delta
-        sigma, part = noise_of(how.epsilon, delta, setting="epsilon")
-        most = how.loss_bound or largest_loss(store.vocab_size)
-        key, out = SecretKey.create(), (run.run_dir / AFTERWARDS / secrets.token_hex(4)).absolute()
-        limit = None if run.limit_epsilon is None else Limit(run.limit_epsilon, delta)
-        ids, place = store.user_ids(), ledger_after(run, how.budget_ledger)
-        if how.split != SPLIT:  # who has a text there depends on what they wrote, and is not public
-            ids = sorted({*data.train.user_ids(), *ids})
-        applicant = Applicant(place, ids, "evaluation", limit, out, delta)
-        entry = applicant.entry(key.seal("evaluation"), [(StepEvent(sigma, 1.0), 1)], part, "")
-        applicant.expect_room(entry)
-        return cls(store, delta, sigma, most, key, applicant, entry)
-
-
-def release_loss(
-    task: Any,
-    params: Any,
-    data: Dataset,
-    run: RunConfig,
-    how: PrivateEvaluation,
-    about: dict[str, Any],
-) -> dict[str, Any]:
-    """Release the mean loss of a model on one split with noise, counted in the budget ledger.
-
-    Args:
-      task: of the model, with the split to evaluate on.
-      params: of the model. What they cost the users of the split is in the ledger, too.
-      data: of the run.
-      run: with the limit.
-      about: first fields of the result.
-    Raises: ConfigError: the split does not exist, or a limit would be broken.
-    """
-    store, delta, sigma, most, key, applicant, entry = LossRelease.of(data, run, how)
-    out = applicant.run_dir
-    make_directory(out, 0o700)
-    with admitted(applicant, entry):
-        losses = user_losses(task, params, how.split)
-        rng = key.generator("evaluation")
-        loss = noisy_mean_loss(losses, bound=most, count=store.num_users, stddev=sigma, rng=rng)
-        result = {
-            **about,
-            "split": how.split,
-            "loss": loss,
-            "loss_unit": data.loss_unit,
-            "stddev": sigma * most / 2 / store.num_users,
-            "loss_bound": most,
-            "epsilon": how.epsilon,
-            "delta": delta,
-            "noise_multiplier": sigma,
-            "num_users": store.num_users,
-            "adjacency": ADJACENCY[ZERO_OUT],
-            **({} if how.split == "eval_users" else {"non_private": [WITH_TEXTS]}),
-        }
-        write_json(out / RESULT, result)
-    return {**result, "written_to": str(out / RESULT)}
 
 
 def user_losses(task: Any, params: Any, split: str) -> np.ndarray:
