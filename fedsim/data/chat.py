@@ -253,11 +253,6 @@ class ChatTokenizer:
             [token["id"] for token in self._special if token["content"] != unknown], np.int64
         )
 
-    @property
-    def says_begin(self) -> bool:
-        """True if the template itself begins a chat with the begin token."""
-        return self._template is not None and "bos_token" in self._template.source
-
     def encode(self, messages: Sequence[Message], train_on: str, told: int = 0) -> Encoded:
         """Token ids of a chat.
 
