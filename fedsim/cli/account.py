@@ -145,7 +145,9 @@ class Account(_Mechanism):
     """Print delta at this epsilon. >= 0."""
 
     people: int = 1
-    """k: number of users that the answer is for, all of them together. >= 1."""
+    """k: number of users that the answer is for, all of them together, if they were named before
+    anybody saw a release. For users chosen by looking, multiply delta by the number of sets that
+    could be chosen. >= 1."""
 
     json: bool = False
     """Print one JSON object on stdout."""
@@ -186,7 +188,7 @@ class Account(_Mechanism):
         if not self.json:
             spent = f"epsilon {at_most(epsilon, '.6g')} at delta {at_most(delta, '.3e')}"
             if self.people > 1:
-                spent += f" for {self.people:,} users together"
+                spent += f" for {self.people:,} users together, named before any release"
             how = ["by group privacy, which is not tight"] * by_group
             print(", ".join([spent, *how]))
         found = {"epsilon": to_json(epsilon), "delta": delta}

@@ -190,7 +190,8 @@ class Console(Terminal):
             named = fact.startswith((PUBLIC, GIVEN))
             self.note(fact if named else f"not private: {fact}")
         if not plan.uncovered:
-            self.note(NOTHING)
+            losses = "losses that are shown have" if plan.evaluations is None else "train loss has"
+            self.note(f"{NOTHING} of model and ledger; the {losses} no noise: not to be published")
 
     @contextmanager
     def steps(self, first: int, last: int) -> Iterator[Show]:

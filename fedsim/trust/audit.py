@@ -176,6 +176,18 @@ def replacements(
     return replaced
 
 
+def error_probability(result: dict[str, Any]) -> float:
+    """Largest probability that a claim that holds is refuted: the sum over all tests.
+
+    Args:
+      result: confidence, and the attacks by name.
+    """
+    kinds = [result[kind] for kind in ("gradient", "text") if result[kind]]
+    tests = sum(name in attack for attack in kinds for name in ("bound", "curve"))
+    sharp = sum("independent" in attack for attack in kinds) + bool(result.get("noise"))
+    return round((tests + SHARP * sharp) * (1 - result["confidence"]), 12)
+
+
 def judge(result: dict[str, Any]) -> dict[str, Any]:
     """Compare the bounds with the claim.
 
@@ -185,7 +197,8 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
     Returns:
       `holds`: False if the claim is refuted; True if it could have been refuted and was not; None
       if it could not, or if nothing is claimed. `verdict`: the same in words.
-      `epsilon_lower_bound` and `largest_possible`: the largest of all attacks. `canaries_needed`:
+      `epsilon_lower_bound` and `largest_possible`: the largest of all attacks. `error_probability`:
+      see there. `canaries_needed`:
       the number, of one kind, that refutes the claim if every coin is guessed right; None if no
       number does.
     """
@@ -229,6 +242,7 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
     return {
         "epsilon_lower_bound": lower_bound,
         "largest_possible": largest,
+        "error_probability": error_probability(result),
         "canaries_needed": needed,
         "verdict": verdict,
         "holds": holds,
@@ -356,7 +370,9 @@ def _curve(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:
 def sentence(result: dict[str, Any]) -> str:
     """The result in one line."""
     bound = f"epsilon is at least {result['epsilon_lower_bound']:.3f}"
-    return f"{bound} (confidence {result['confidence']:g} for each bound); {result['verdict']}"
+    bound += f" (confidence {result['confidence']:g} for each bound; all tests together refute a "
+    bound += f"claim that holds with a probability of at most {result['error_probability']:g})"
+    return f"{bound}; {result['verdict']}"
 
 
 def compose(result: dict[str, Any]) -> dict[str, Any]:

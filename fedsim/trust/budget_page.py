@@ -16,7 +16,7 @@ from fedsim.plan import why_not
 from fedsim.run import aligned
 from fedsim.trust.claim import PEOPLE
 from fedsim.trust.pages import Chart, Series, write
-from fedsim.trust.people import THEOREM, composed, why_by_group
+from fedsim.trust.people import FIXED_USERS, THEOREM, composed, why_by_group
 
 NAME = "budget"
 MOST_NAMED = 5
@@ -231,6 +231,10 @@ def sentences(result: dict[str, Any]) -> list[str]:
             f"'epsilon alone' is at delta = {delta} for every run, and differs from the --epsilon "
             "of a run that was planned at another delta."
         )
+        lines.append(
+            "Not counted: losses of held-out users that were computed without noise, as by default "
+            "(--eval-epsilon adds noise). No ledger has them."
+        )
     if bad:
         lines.append("* no guarantee")
     return lines
@@ -242,7 +246,10 @@ def _of_several(result: dict[str, Any]) -> list[str]:
     if not rows:
         return []
     numbers = ", ".join(f"{_shown(each['epsilon'])} for {each['people']:,}" for each in rows)
-    line = f"Of several users together, whoever they are, all runs promise epsilon = {numbers}."
+    line = f"Of several users together, all runs promise epsilon = {numbers}."
+    line += f" {FIXED_USERS}"
+    if len(result["runs"]) > 1:
+        line += " It also holds only if no run was chosen by looking at the releases of others."
     if reasons := {each["by_group"]: each["run"] for each in result["runs"] if each["by_group"]}:
         why = ", ".join(f"{run} ({reason})" for reason, run in reasons.items())
         line += f" This is by group privacy, which is not tight, because of {why}."

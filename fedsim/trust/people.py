@@ -16,6 +16,10 @@ from fedsim.run import ledger as run_ledger
 from fedsim.trust.claim import SLACK_SHARE
 
 THEOREM, GROUP = "theorem", "group privacy"
+FIXED_USERS = (
+    "This holds for users who were named before anybody saw a release: for those who were chosen "
+    "by looking at one, delta is to be multiplied by the number of sets that could be chosen."
+)
 
 
 def why_by_group(charge: Charge) -> str:

@@ -48,6 +48,7 @@ from fedsim.trust.claim import (
     warnings,
 )
 from fedsim.trust.pages import Chart, Series, as_markdown, write
+from fedsim.trust.people import FIXED_USERS
 from fedsim.trust.published import REGISTRY, described_claim
 from fedsim.trust.verify import verify
 
@@ -127,6 +128,7 @@ def compose(released: Released, *, public: bool = False) -> dict[str, Any]:
         "warnings": warnings(released),
         "several": several(released),
         "by_group": is_by_group(released.plan),
+        "fixed_users": FIXED_USERS,
         "curve": None,
         "steps": None,
         "gaussian": None,

@@ -162,5 +162,8 @@ def test_the_command_and_its_page_show_several_people(tmp_path, place, capsys):
     found = json.loads(capsys.readouterr().out)
     assert [row["people"] for row in found["several"]] == [1, 2, 5, 10]
     page = (tmp_path / "page" / "budget.md").read_text()
-    assert "Of several users together, whoever they are, all runs promise epsilon = " in page
+    assert "Of several users together, all runs promise epsilon = " in page
+    assert "named before anybody saw a release" in page and "delta is to be multiplied" in page
+    assert "only if no run was chosen by looking at the releases of others" in page
+    assert "losses of held-out users that were computed without noise" in page
     assert "| 20 |" in page and "| 25 |" in page

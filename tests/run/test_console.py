@@ -124,6 +124,17 @@ def test_the_plan_names_what_the_guarantee_does_not_cover(capsys):
     assert len(lines) == len(plan_rows(PLAN, WORKERS, RUN)) + 2
 
 
+@pytest.mark.privacy
+def test_losses_that_are_shown_are_not_within_what_the_guarantee_covers(capsys):
+    noisy = Evaluations(1.0, 1e-6, 4.4, 1, 2, num_users=11, rows=4, loss_bound=11.0)
+    for evaluations, says in ((None, "losses that are shown have"), (noisy, "train loss has")):
+        plan = dataclasses.replace(PLAN, non_private=(), evaluations=evaluations)
+        Console().plan(plan, WORKERS, RUN)
+        *_, last = shown(capsys)
+        assert last.startswith("nothing outside the guarantee of model and ledger; the ")
+        assert last.endswith(f"the {says} no noise: not to be published")
+
+
 def rows_of(plan, **how):
     return dict(plan_rows(plan, WORKERS, RUN, **how))
 

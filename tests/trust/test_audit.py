@@ -23,7 +23,7 @@ from fedsim.plan import ADJACENCY
 from fedsim.plan.options import TRIAL
 from fedsim.sampling import Poisson, Sampling
 from fedsim.trust import bounds
-from fedsim.trust.audit import judge, sentence
+from fedsim.trust.audit import error_probability, judge, sentence
 from fedsim.trust.canaries import POOLS, CanaryTask, Planted, coins
 from fedsim.uls import ULS
 
@@ -321,6 +321,24 @@ def test_a_verdict_is_about_what_is_claimed(given, holds, verdict):
     found = judge(given)
     assert found["holds"] is holds and found["verdict"].startswith(verdict)
     assert found["verdict"] in sentence({**given, **found})
+    most = f"with a probability of at most {found['error_probability']})"
+    assert most in sentence({**given, **found})
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "attacks, total",
+    [
+        ({"gradient": "bound curve independent", "text": "bound curve", "noise": "refuted"}, 0.201),
+        ({"gradient": "bound curve independent", "noise": "refuted"}, 0.101),
+        ({"text": "bound curve"}, 0.1),
+        ({"text": "bound"}, 0.05),
+    ],
+)
+def test_an_audit_says_how_often_all_its_tests_together_refute_a_claim_that_holds(attacks, total):
+    whole = {"gradient": None, "text": None, "noise": None, "confidence": 0.95}
+    whole |= {name: dict.fromkeys(tests.split()) for name, tests in attacks.items()}
+    assert error_probability(whole) == total
 
 
 @pytest.mark.slow

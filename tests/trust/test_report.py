@@ -118,9 +118,11 @@ def test_everything_to_be_reported_is_there(trained, tmp_path, capsys):
         *("AES-128", "whole numbers", "fedsim verify", "fedsim account", "jax", "--replay"),
         *("nothing outside the guarantee", "for noise that is not ideal", "ledger"),
         *("the users are the same, and public", "texts of held-out users"),
+        *("no epsilon and no ledger counts it", "named before anybody saw a release"),
+        "as long as they cannot break AES",
     ):
         assert words in text and words in page, words
-    assert page.count("<svg") == 2 and "Rényi" not in text
+    assert page.count("<svg") == 2 and "Rényi" not in text and "computers" not in text
     secret = json.loads((trained / "private" / "secret.json").read_text())["secret"]
     assert secret not in text and secret not in page
 
