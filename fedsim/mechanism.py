@@ -14,7 +14,6 @@ from fedsim.clipping import Clip, lattice_bits
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.noise import AddNoise, add_gaussian, in_blocks, release_shift
-from fedsim.placement import any_cut, beside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,16 +25,8 @@ class NoisyMean:
     unit: float
     """Value of the number 1, in units of the gradient. Public."""
 
-    def values(self, like: Any = None) -> Any:
-        """Return the privatised gradient, numbers * unit.
-
-        Args:
-          like: the parameters, if their devices should hold the result.
-        Returns: tree of NumPy float32 arrays, or of JAX arrays sharded like those of `like`.
-        """
-        if any_cut(like):
-            one_by_one = jax.tree.map(lambda leaf: NoisyMean([leaf], self.unit), self.numbers)
-            return jax.tree.map(lambda p, one: beside(one.values()[0], p), like, one_by_one)
+    def values(self) -> Any:
+        """Return the privatised gradient, numbers * unit, as a tree of NumPy float32 arrays."""
         leaves, treedef = jax.tree.flatten(self.numbers)
         flat, unit = [np.ravel(leaf) for leaf in leaves], np.float32(self.unit)
         scaled = [np.empty(leaf.shape, np.float32) for leaf in flat]

@@ -14,7 +14,7 @@ import fedsim
 ROOT = Path(fedsim.__file__).parent
 LEVELS = (
     "errors files installation cgroups signals",
-    "config keys accounting placement",
+    "config keys accounting",
     "sampling mechanism noise clipping models data",
     "els uls shared_uls plan evaluate run engine budget",
     "trust tuning training generate export publish",

@@ -26,11 +26,6 @@ A compiler may be told that all floats are finite, and then folds `isfinite` to 
 compares the bits of a norm as whole numbers, and `whole` compares every coordinate as a whole
 number: one outside +-2^bits, which no finite gradient has, is 0.
 
-Devices that share a gradient each add the squares of their part, and then those sums: n numbers in
-k equal parts go through n / k + k - 1 <= n additions, wherever XLA puts the second kind, and
-padding is zeros, which round nothing. Each device rounds its part by an s from a bound of the whole
-|g|. This assumes that replicated values are equal on all devices.
-
 z counts units of `Clip.unit`: C 2^-bits with plain clipping, 2^-bits with normalised clipping,
 whose whole numbers are the same. Sums of whole numbers are exact in any order: removing a unit
 changes a sum by its z and by nothing else.

@@ -40,13 +40,11 @@ from .privacy import (
 )
 from .run import (
     ALL_LINEAR as ALL_LINEAR,
-    AXES as AXES,
     OPERATIONAL as OPERATIONAL,
     UPDATE as UPDATE,
     DataConfig as DataConfig,
     EngineConfig as EngineConfig,
     LoggerName as LoggerName,
-    MeshShape as MeshShape,
     ModelConfig as ModelConfig,
     RunConfig as RunConfig,
 )

@@ -9,46 +9,6 @@ from typing import Annotated, Any, Literal
 from fedsim.errors import expect, expect_least, expect_positive
 from fedsim.files import expand_home
 
-FSDP, TENSOR = AXES = ("fsdp", "tensor")
-EXPECTED = (
-    "fsdp:N and tensor:N with a comma between, N >= 1; lanes and workers compute side by side"
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshShape:
-    """Shape of the device mesh that holds one model.
-
-    Arrays are sharded into `fsdp` parts along one axis and `tensor` parts along another.
-    """
-
-    fsdp: int = 1
-    tensor: int = 1
-
-    @classmethod
-    def parse(cls, text: str) -> "MeshShape":
-        """Parse a shape such as `fsdp:4` or `fsdp:4,tensor:2`.
-
-        Raises: ConfigError: it is malformed.
-        """
-        sizes: dict[str, int] = {}
-        for part in text.split(","):
-            axis, _, size = part.partition(":")
-            valid = axis in AXES and axis not in sizes
-            expect("mesh", text, valid and size.isdecimal() and int(size) > 0, EXPECTED)
-            sizes[axis] = int(size)
-        return cls(**sizes)
-
-    def __str__(self) -> str:
-        cut = f",tensor:{self.tensor}" if self.tensor > 1 else ""
-        return f"fsdp:{self.fsdp}{cut}"
-
-    @property
-    def devices(self) -> int:
-        """Number of devices in the mesh."""
-        return math.prod(dataclasses.astuple(self))
-
-
 try:
     import tyro.conf
 
@@ -59,7 +19,7 @@ except ModuleNotFoundError:  # then there is no command line
 # May differ between a run and its resumption: they change neither the guarantee nor the bits. (That
 # the data is the same is checked by its fingerprint, wherever it lies.)
 OPERATIONAL = frozenset(
-    {"data", "run_dir", "engine", "mesh", "num_workers", "num_lanes", "wait_for_workers", "resume"}
+    {"data", "run_dir", "engine", "num_workers", "num_lanes", "wait_for_workers", "resume"}
     | {"checkpoint_every", "log_every", "output", "budget_ledger", "limit_epsilon", "spend_rest"}
     | {"log_to", "log_non_private", "strict"}
 )
@@ -224,15 +184,6 @@ class EngineConfig:
     """CPU threads of each worker. >= 1. Changes the bits of the result: 1 thread gives others than
     several."""
 
-    devices_per_worker: int | None = None
-    """JAX devices of each worker: GPUs, TPU chips or CPU devices. >= 1. Changes the bits of the
-    result. Default: the size of the mesh; without one, 1, or all chips of a TPU host."""
-
-    mesh: str | None = None
-    """Shard a model that is too large for one device over each worker's devices: fsdp:4 (4 shards)
-    or fsdp:4,tensor:2 (4 x 2). Needs strategy auto, scan or direct. Changes the bits of the result.
-    Default: each device holds the whole model."""
-
     strategy: str = "auto"
     """Method of computing clipped gradients: scan, direct or ghost, each optionally with the number
     of rows computed at once, such as direct:8; or auto, which times a few at the start, on
@@ -247,26 +198,9 @@ class EngineConfig:
     least 300; an autoscaler is asked for them. >= 0."""
 
     def __post_init__(self):
-        expect_least(self, num_lanes=1, threads_per_worker=1, num_workers=1, devices_per_worker=1)
+        expect_least(self, num_lanes=1, threads_per_worker=1, num_workers=1)
         wait = self.wait_for_workers
         expect("wait_for_workers", wait, 0 <= wait < math.inf, ">= 0 seconds")
-        shape, given = self.mesh_shape, self.devices_per_worker
-        if shape is not None:
-            cut = not self.strategy.startswith("ghost")
-            expect("strategy", self.strategy, cut, "auto, scan or direct, with a mesh")
-            number = given is None or given == shape.devices
-            expect("devices_per_worker", given, number, f"{shape.devices}, those of mesh={shape}")
-            object.__setattr__(self, "devices_per_worker", None)  # the mesh says it: no other run
-
-    @property
-    def num_devices(self) -> int | None:
-        """Devices of a worker: those of the mesh, or as given; None: the default."""
-        return self.mesh_shape.devices if self.mesh_shape else self.devices_per_worker
-
-    @property
-    def mesh_shape(self) -> MeshShape | None:
-        """The parsed `mesh`; None without one."""
-        return None if self.mesh is None else MeshShape.parse(self.mesh)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,6 @@ class Actors:
         *,
         num_workers: int | None,
         threads: int,
-        devices: int | None = None,
         accelerator: str = "auto",
         wait_s: float = 0.0,
         cache_dir: Path | None = None,
@@ -67,15 +66,14 @@ class Actors:
           task: the model and its data.
           num_workers: requested number; None: as many as there is room for, now and later.
           threads: CPU threads of a worker.
-          devices: devices of a worker; None: the default of `place_workers`.
           accelerator: auto, cpu, gpu or tpu.
           wait_s: seconds to wait for room, as with an autoscaler.
           cache_dir: directory of compiled programs.
         Raises: ConfigError: the cluster cannot be reached, or has no room for the workers.
         """
-        self._cluster = connect(num_workers, threads, devices)
+        self._cluster = connect(num_workers, threads)
         try:
-            wanted = (num_workers, threads, devices, accelerator)
+            wanted = (num_workers, threads, accelerator)
             self.placement: Placement = placed_in_time(self._cluster, *wanted, wait_s)
             # An argument of methods: an argument of the constructor would have to exist when Ray
             # starts an actor again.
@@ -89,10 +87,10 @@ class Actors:
         self._kind: str | None = None  # of the host of the first worker that has answered
         self.fixed = num_workers is not None
 
-    def create(self, worker_class: type, **arguments: Any) -> Any:
-        """Start an actor, which has no task yet; `arguments` are those of its constructor."""
+    def create(self, worker_class: type) -> Any:
+        """Start an actor, which has no task yet."""
         actor = ray.remote(worker_class).options(**actor_options(self.placement))
-        return actor.remote(**arguments, cache_dir=self._cache_dir)
+        return actor.remote(cache_dir=self._cache_dir)
 
     def wanted(self) -> int:
         """Return the number of workers that should run now: as requested, or as there is room."""
@@ -136,7 +134,6 @@ def placed_in_time(
     cluster: Cluster,
     num_workers: int | None,
     threads: int,
-    devices: int | None,
     accelerator: str,
     wait_s: float = 0.0,
 ) -> Placement:
@@ -148,7 +145,7 @@ def placed_in_time(
     deadline, requested = time.monotonic() + wait_s, None
     while True:
         nodes = cluster.nodes()
-        placement = place_workers(num_workers, threads, nodes, devices, accelerator)
+        placement = place_workers(num_workers, threads, nodes, accelerator)
         there = placement.room(nodes) >= placement.num_workers
         if wait_s and there and requested is None:
             # An earlier driver may have been killed with a request, which only another one ends.
@@ -163,13 +160,12 @@ def placed_in_time(
         time.sleep(1)
 
 
-def connect(num_workers: int | None, threads: int, devices: int | None) -> Cluster:
+def connect(num_workers: int | None, threads: int) -> Cluster:
     """Join a cluster, or start one for these workers; arguments as of `Actors`.
 
     A private cluster declares the machine's CPUs, or more if the workers need more.
     """
-    needed = (num_workers or 1) * threads * (devices or 1)
-    return Cluster(max(cpus(), needed))
+    return Cluster(max(cpus(), (num_workers or 1) * threads))
 
 
 def _stored(value: Any, what: str) -> Any:

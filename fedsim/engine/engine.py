@@ -199,10 +199,6 @@ class Engine(ABC):
     def describe(self) -> str:
         """Describe the workers, for people."""
 
-    def place(self, params: Any) -> Any:
-        """Shard parameters over this process's devices, if those share the model."""
-        return params
-
     def host(self, params: Any) -> str:
         """Name the kind of host and device of a worker, on which bits depend."""
         return str(self._ask_one("host", params, np.zeros((1, 1), np.int64)))

@@ -48,26 +48,22 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def set_threads(config: EngineConfig) -> bool:
-    """Give this process the threads and devices of a run's driver, if JAX has not started.
+    """Give this process the threads and platform of a run's driver, if JAX has not started.
 
     JAX reads them when it starts to compute, so a process that has computed before keeps its own.
     `Worker.host` records the number of threads of a run.
     Args:
-      config: kind of engine, threads and mesh.
-    Returns: true if the process has the threads and devices of the settings.
+      config: kind of engine and threads.
+    Returns: true if the process has the threads and platform of the settings.
     Raises: ConfigError: JAX cannot compute with its settings; see `expect_usable_jax`.
     """
     variables = driver_environment(config.threads_per_worker)
     if config.kind == "local":  # this process computes, on whatever there is
         del variables["JAX_PLATFORMS"]
-        if config.mesh_shape is not None:  # where there is no accelerator
-            variables["JAX_NUM_CPU_DEVICES"] = str(config.mesh_shape.devices)
     if xla_bridge.backends_are_initialized():
         expect_usable_jax()
         return all(os.environ.get(name) == value for name, value in variables.items())
     os.environ.update(variables)
-    if "JAX_NUM_CPU_DEVICES" in variables:
-        jax.config.update("jax_num_cpu_devices", int(variables["JAX_NUM_CPU_DEVICES"]))
     if "JAX_PLATFORMS" in variables:  # JAX has read the variable when it was imported
         jax.config.update("jax_platforms", variables["JAX_PLATFORMS"])
     expect_usable_jax()
@@ -247,14 +243,12 @@ class Placement:
     """CPU threads of a worker."""
     accelerator: str | None = None
     """Ray's name of the workers' accelerator, GPU or TPU; None: CPU."""
-    devices: int = 1
-    """JAX devices of a worker: accelerators, or as many CPU devices."""
 
     @property
     def needs(self) -> dict[str, float]:
         """Resources of one worker, by Ray's names."""
-        on_cpu: dict[str, float] = {"CPU": self.threads * (1 if self.accelerator else self.devices)}
-        return on_cpu | ({self.accelerator: self.devices} if self.accelerator else {})
+        accelerator: dict[str, float] = {self.accelerator: 1} if self.accelerator else {}
+        return {"CPU": self.threads, **accelerator}
 
     def room(self, nodes: Iterable[Resources]) -> int:
         """Return the number of workers that the nodes can hold."""
@@ -264,44 +258,33 @@ class Placement:
         )
 
     def describe(self) -> str:
-        """Describe the devices of one worker, for people."""
+        """Describe the device of one worker, for people."""
         if self.accelerator:
-            return _counted(self.devices, self.accelerator)
-        several = f" for {self.devices} devices" if self.devices > 1 else ""
-        return f"{_counted(self.threads * self.devices, 'CPU thread')}{several}"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+            return f"1 {self.accelerator}"
+        return f"{self.threads} CPU thread{'' if self.threads == 1 else 's'}"
 
 
 def place_workers(
     num_workers: int | None,
     threads: int,
     nodes: Iterable[Resources],
-    devices: int | None = None,
     accelerator: str = "auto",
 ) -> Placement:
-    """Place as many workers as the nodes hold: by default one per GPU, per TPU host, or else one
-    per `threads` CPUs. Pure: reads nothing but its arguments.
+    """Place as many workers as the nodes hold: by default one per GPU or TPU chip, or else one per
+    `threads` CPUs. Pure: reads nothing but its arguments.
 
     Args:
       num_workers: requested number of workers; None: as many as there is room for.
       threads: CPU threads of a worker.
       nodes: resources of each node.
-      devices: requested devices of a worker; None: the default.
       accelerator: auto, cpu, gpu or tpu.
     """
     nodes = list(nodes)
-    most = {name: int(max((n.get(name, 0) for n in nodes), default=0)) for name in ("GPU", "TPU")}
     if accelerator == "auto":
-        accelerator = next((name.lower() for name, count in most.items() if count), "cpu")
-    if accelerator == "gpu":
-        placement = Placement(1, threads, "GPU", devices or 1)
-    elif accelerator == "tpu":  # one process holds all chips of a host
-        placement = Placement(1, threads, "TPU", devices or most["TPU"] or 1)
-    else:
-        placement = Placement(1, threads, None, devices or 1)
+        there = (name for name in ("GPU", "TPU") if any(node.get(name, 0) for node in nodes))
+        accelerator = next(there, "CPU")
+    name = accelerator.upper()
+    placement = Placement(1, threads, None if name == "CPU" else name)
     return dataclasses.replace(placement, num_workers=num_workers or max(1, placement.room(nodes)))
 
 
@@ -313,8 +296,7 @@ def expect_room(placement: Placement, nodes: Iterable[Resources]) -> None:
         raise ConfigError.of(
             "accelerator",
             placement.accelerator.lower(),
-            f"nodes with {placement.devices} {placement.accelerator}(s) for each worker, found "
-            "none",
+            f"nodes with a {placement.accelerator} for each worker, found none",
         )
     if placement.num_workers > room:
         each = ", ".join(f"{need:g} {name}" for name, need in placement.needs.items())
@@ -355,7 +337,7 @@ def worker_environment(placement: Placement) -> dict[str, str]:
         # For every program, also those without `compiler_options`.
         variables["XLA_FLAGS"] = "--xla_gpu_deterministic_ops=true"
     if placement.accelerator is None:
-        variables["JAX_NUM_CPU_DEVICES"] = str(placement.devices)
+        variables["JAX_NUM_CPU_DEVICES"] = "1"
         variables["GLIBC_TUNABLES"] = ALLOCATOR
     return variables
 

@@ -21,28 +21,26 @@ def create(config: EngineConfig, task: Task, *, warn: Callable[[str], None] = ig
     """Create the engine of the settings. Its workers are starting; `Engine.ready` waits for them.
 
     Args:
-      config: kind of engine, workers, threads, devices and mesh.
+      config: kind of engine, workers, threads and accelerator.
       task: the model and its data.
       warn: receives warnings about workers.
     Raises: ConfigError: the accelerator does not exist, or the cluster cannot be reached or has no
       room for the workers.
     """
-    compiled, mesh = remember_programs(), config.mesh_shape
+    compiled = remember_programs()
     if config.kind == "local":
         expect_accelerator(config)
         from fedsim.engine.worker import LocalEngine
 
-        return LocalEngine(task, num_lanes=config.num_lanes, mesh=mesh)
+        return LocalEngine(task, num_lanes=config.num_lanes)
     with optional():
         from fedsim.engine.ray_engine import RayEngine
 
     return RayEngine(
         task,
         num_lanes=config.num_lanes,
-        mesh=mesh,
         num_workers=config.num_workers,
         threads=config.threads_per_worker,
-        devices=config.num_devices,
         accelerator=config.accelerator,
         wait_s=config.wait_for_workers,
         cache_dir=compiled,
@@ -80,9 +78,7 @@ def _cluster(config: EngineConfig) -> Any:
     with optional():
         from fedsim.engine import actors
 
-    mesh = config.mesh_shape
-    devices = mesh.devices if mesh else config.devices_per_worker
-    return actors.connect(config.num_workers, config.threads_per_worker, devices)
+    return actors.connect(config.num_workers, config.threads_per_worker)
 
 
 def expect_accelerator(config: EngineConfig) -> None:

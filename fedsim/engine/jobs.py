@@ -46,7 +46,7 @@ def on_workers(
       ConfigError: the cluster cannot be reached, or has no room.
       EngineError: a job failed, or its process was lost repeatedly.
     """
-    workers = config.num_workers, config.threads_per_worker, config.devices_per_worker
+    workers = config.num_workers, config.threads_per_worker
     cluster, runners = connect(*workers), []
     try:
         placement = placed_in_time(cluster, *workers, config.accelerator, config.wait_for_workers)

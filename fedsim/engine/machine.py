@@ -95,8 +95,8 @@ def expect_enough(config: EngineConfig) -> None:
     if config.kind == "ray":
         expect_installed("ray", otherwise=", or engine=local")
     starts_ray = config.kind == "ray" and not cluster_address()
-    each = config.threads_per_worker * (config.num_devices or 1)
-    workers = (config.num_workers or max(1, cpus() // each)) if starts_ray else 0
+    most = max(1, cpus() // config.threads_per_worker)
+    workers = (config.num_workers or most) if starts_ray else 0
     kind = "ray" if starts_ray else "local"
     if starts_ray and not os.access(SHARED, os.W_OK):
         expected = "a directory for Ray's shared memory: start the container with it (docker run "
@@ -150,7 +150,7 @@ def _gb(size: float) -> str:
 def set_threads(config: EngineConfig) -> bool:
     """Check the machine, then call `environment.set_threads`, which starts JAX.
 
-    Returns: true if the process has the threads and devices of the settings.
+    Returns: true if the process has the threads and platform of the settings.
     Raises: ConfigError: the machine is too small, or JAX cannot compute with its settings.
     """
     expect_enough(config)

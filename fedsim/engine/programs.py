@@ -4,9 +4,6 @@ The proof of `clipping.contribution` allows one rounding of float32 for a produc
 few for a root and a quotient. It also needs gradients in memory before a norm is taken of them, in
 the program as compiled. The checks detect other arithmetic (TF32, bfloat16, approximate roots) and
 programs without that property; they do not test every value.
-
-With a mesh, its devices share the parameters, the frozen ones, each gradient and the sum, and XLA
-shards the same programs. The order of additions, and so the bits, then depend on the mesh.
 """
 
 import dataclasses
@@ -20,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax.sharding import Mesh
 
 from fedsim.clipping import (
     ROUNDING,
@@ -37,7 +33,6 @@ from fedsim.engine.engine import ignore
 from fedsim.engine.environment import compiler_options
 from fedsim.engine.task import Task
 from fedsim.errors import FedsimError
-from fedsim.placement import everywhere, in_parts, shardings
 
 NUMBERS = 2**14  # tested values of an operation
 LARGE = 2.0**17  # squares of this size are rounded by more than 1
@@ -60,11 +55,9 @@ class UnfitDevice(FedsimError):
     """The guarantee does not hold on this device or with this compiler."""
 
 
-def devices_of(mesh: Mesh | None) -> list[Any]:
-    """Return the devices that programs run on: those of the mesh, or this thread's default one."""
-    if mesh is not None:
-        return list(mesh.devices.flat)
-    return [jax.config.jax_default_device or jax.local_devices()[0]]  # pyright: ignore
+def default_device() -> Any:
+    """Return the device that programs run on."""
+    return jax.config.jax_default_device or jax.local_devices()[0]  # pyright: ignore
 
 
 def check_arithmetic(device: Any) -> None:
@@ -104,7 +97,7 @@ def check_stored(program: Any) -> None:
         )
 
 
-def check_contributions(strategy: Strategy, params: Any, mesh: Mesh | None = None) -> None:
+def check_contributions(strategy: Strategy, params: Any) -> None:
     """Check the exact contributions of hostile units, in programs compiled like those of a run.
 
     Their gradients are products minus their float32 values, with one rounding and with two, so that
@@ -114,39 +107,32 @@ def check_contributions(strategy: Strategy, params: Any, mesh: Mesh | None = Non
       strategy: for units of one row.
       params: arrays whose shapes the gradients have: the largest within NUMBERS_OF_SHAPES, and a
         small one.
-      mesh: the devices that share the parameters, as in the run; None: one device.
     Raises: UnfitDevice: a unit contributes more than C, or is not dropped.
     """
     leaves = jax.tree.leaves(params)
     shapes = {leaf.shape for leaf in leaves if leaf.size in NUMBERS_OF_SHAPES}
     largest = sorted(shapes, key=lambda shape: (math.prod(shape), shape))[-MOST_SHAPES:]
-    _check_contributions(strategy, (KNOWN_SHAPE, *largest), mesh, *devices_of(mesh))
+    _check_contributions(strategy, (KNOWN_SHAPE, *largest), default_device())
 
 
 @functools.lru_cache(maxsize=64)
-def _check_contributions(strategy, shapes, mesh, *devices):
+def _check_contributions(strategy, shapes, device):  # the cache is for this device
     losses, params, shapes = _of_layer() if strategy.name == "ghost" else _of_arrays(shapes)
     units, clip = max(2, strategy.units_at_once(1)), Clip(1.0)
     mask = np.arange(units)[:, None] == 0
 
     def add(params, batch, mask):  # arguments, so that XLA cannot fold their values
-        def sharded(params, rows):
-            return losses(in_parts(params, mesh), rows)
-
-        total, _, _, dropped = clip_chunk(sharded, params, batch, mask, clip, strategy)
+        total, _, _, dropped = clip_chunk(losses, params, batch, mask, clip, strategy)
         return total, dropped
 
-    out = mesh and (shardings(params, mesh), everywhere(mesh))
-    added, program = jax.jit(add, out_shardings=out), None
-    params = jax.device_put(params, mesh and shardings(params, mesh))
+    program = None
     most = 4 ** lattice_bits(num_coordinates(params))
     rows = [(most, row) for row in _hostile_rows(shapes)]
     rows += [(0, row) for row in _rows_not_finite(shapes)]
     for longest, row in rows:
         batch = jax.tree.map(lambda x: np.broadcast_to(x, (units, 1, *x.shape)), row)
-        batch = jax.device_put(batch, mesh and everywhere(mesh))
         if program is None:
-            program = _compile(added, params, batch, mask)
+            program = _compile(jax.jit(add), params, batch, mask)
         total, dropped = program(params, batch, mask)
         if (square := sum_of_squares(total)) > longest or not (longest or dropped[0]):
             expected = "at most C" if longest else "0, as its gradient is not finite"
@@ -226,10 +212,10 @@ _zeros = jax.jit(zeros_like, static_argnums=1)  # leaf by leaf costs a small mod
 
 
 class Programs:
-    """The compiled functions of a task, on one device or on those of a mesh."""
+    """The compiled functions of a task."""
 
-    def __init__(self, task: Task, mesh: Mesh | None = None):
-        self.task, self.mesh = task, mesh
+    def __init__(self, task: Task):
+        self.task = task
         self.compiled: dict[tuple, Any] = {}
         """Programs by all on which they depend beside the task."""
         self._compiling: dict[tuple, threading.Lock] = {}
@@ -259,7 +245,7 @@ class Programs:
         # The norm is an argument: an adaptive clip norm needs one program.
         def add(total, params, batch, mask, norm, *frozen):
             def losses(params, batch):
-                return self.task.losses(in_parts(params, self.mesh), batch, *frozen)
+                return self.task.losses(params, batch, *frozen)
 
             return clip_chunk(
                 losses,
@@ -278,12 +264,8 @@ class Programs:
         kind = jax.tree.structure(chunk.batch)
         key = ("sum", kind, *shapes, clip.normalised, clip.in_float32, strategy)
         arguments = (total, params, *self._arguments(chunk, clip))
-        options: dict[str, Any] = {"donate_argnums": 0}
-        if self.mesh is not None:  # the sum is sharded like the parameters
-            whole = everywhere(self.mesh)
-            options["out_shardings"] = (shardings(total, self.mesh), whole, whole, whole)
         check = ignore if clip.in_float32 else check_stored
-        return self._compiled(key, add, *arguments, check=check, **options)
+        return self._compiled(key, add, *arguments, check=check, donate_argnums=0)
 
     def checked(self, total: Any, params: Any, chunk: Chunk, clip: Clip, strategy: Strategy) -> Any:
         """Compile the program of a chunk, and check units side by side before its first use.
@@ -300,42 +282,33 @@ class Programs:
 
     def nats(self, params: Any, batch: Any) -> tuple[np.ndarray, np.ndarray]:
         """Compute (nats, predicted tokens) of each row of a batch, [rows] each."""
-        arguments = (params, self._on_all(batch), *self.frozen())
+        arguments = (params, batch, *self.frozen())
         key = ("nats", *(leaf.shape for leaf in jax.tree.leaves(batch)))
         nats, predictions = self._compiled(key, self.task.nats, *arguments)(*arguments)
         return np.asarray(nats), np.asarray(predictions)
 
     def zeros(self, params: Any, clip: Clip) -> Any:
         """Return the sum over no units."""
-        total = _zeros(params, jnp.float32 if clip.in_float32 else jnp.int32)
-        return total if self.mesh is None else self.place(total)
-
-    def place(self, params: Any) -> Any:
-        """Put a tree like the parameters on the device, or shard it over the mesh."""
-        return jax.device_put(params, None if self.mesh is None else shardings(params, self.mesh))
+        return _zeros(params, jnp.float32 if clip.in_float32 else jnp.int32)
 
     def on_device(self, version: int, params: Any) -> Any:
         """Return parameters on the device; each `version` is put there once."""
         if version != self._version:
             # Release the previous parameters first: they may pin an object of shared memory.
             self._version, self._params = None, None
-            self._version, self._params = version, self.place(params)
+            self._version, self._params = version, jax.device_put(params)
         return self._params
 
     def frozen(self) -> tuple[Any, ...]:
         """Return the task's frozen parameters as a tuple of arguments, on the device."""
         if self._frozen is None:
             frozen = self.task.frozen
-            self._frozen = () if frozen is None else (self.place(frozen),)
+            self._frozen = () if frozen is None else (jax.device_put(frozen),)
         return self._frozen
 
     def _arguments(self, chunk: Chunk, clip: Clip) -> tuple[Any, ...]:
         """Return the arguments of a chunk's program after the sum and the parameters."""
-        return *self._on_all((chunk.batch, chunk.mask, np.float32(clip.norm))), *self.frozen()
-
-    def _on_all(self, tree: Any) -> Any:
-        """Replicate a tree on all devices of the mesh."""
-        return tree if self.mesh is None else jax.device_put(tree, everywhere(self.mesh))
+        return chunk.batch, chunk.mask, np.float32(clip.norm), *self.frozen()
 
     def _compiled(
         self,

@@ -25,7 +25,6 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from fedsim.config import MeshShape
 from fedsim.engine.actors import (
     MAX_LOSSES,
     PULL_S,
@@ -42,7 +41,7 @@ from fedsim.engine.cluster import Monitor
 from fedsim.engine.engine import Engine, EngineError, ignore, one_of_each
 from fedsim.engine.environment import store_bytes
 from fedsim.engine.task import Task
-from fedsim.engine.worker import MultiDeviceWorker, NoTask, Worker
+from fedsim.engine.worker import NoTask, Worker
 from fedsim.signals import heed
 
 PAUSE_S = 0.2  # seconds between two probes of a worker that cannot be reached
@@ -115,7 +114,6 @@ class RayEngine(Engine):
         num_lanes: int,
         warn: Callable[[str], None] = ignore,
         patience: Patience | None = None,
-        mesh: MeshShape | None = None,
         wait_s: float = 0.0,
         **actors: Any,
     ):
@@ -126,13 +124,11 @@ class RayEngine(Engine):
           num_lanes: most lanes of a step.
           warn: receives warnings about workers.
           patience: deadlines of workers.
-          mesh: mesh of a worker's devices that share the model; None: each has the whole model.
           wait_s: seconds to wait for room, at the start and for workers that were lost.
           actors: other arguments of `Actors`.
         Raises: ConfigError: the cluster cannot be reached, or has no room for the workers.
         """
         super().__init__(task, num_lanes, warn)
-        self._mesh = mesh
         self._actors = Actors(task, wait_s=wait_s, **actors)
         self._wait_s = wait_s
         if self._actors.warning:
@@ -170,9 +166,8 @@ class RayEngine(Engine):
         self._started = True
 
     def describe(self) -> str:
-        cut = "" if self._mesh is None else f" ({self._mesh})"
         count = "1 process" if self.num_workers == 1 else f"{self.num_workers} processes"
-        return f"{count}, {self._actors.placement.describe()} each{cut}"
+        return f"{count}, {self._actors.placement.describe()} each"
 
     def close(self) -> None:
         for worker in self._workers.values():
@@ -363,11 +358,7 @@ class RayEngine(Engine):
     def _hire(self) -> None:
         """Start one more worker."""
         worker = next(self._names)
-        whole = self._mesh is None and self._actors.placement.devices > 1
-        create = self._actors.create
-        self._workers[worker] = (
-            create(MultiDeviceWorker) if whole else create(Worker, mesh=self._mesh)
-        )
+        self._workers[worker] = self._actors.create(Worker)
         self._health.join(worker, time.monotonic())
         self._probe_at[worker] = 0.0
 

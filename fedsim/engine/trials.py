@@ -36,7 +36,6 @@ from fedsim.errors import ConfigError
 from fedsim.files import NotOurs, keep_in_cache, own_directory
 
 AUTO = "auto"
-MESH = ", mesh "  # in the name of a host with a mesh, where units are taken one at a time
 LEAST_TRIALS_S, TRIALS_SHARE = 10.0, 0.02  # time for trials: seconds, or a share of the run
 REPEATS = 3
 FEW = 2  # units of the first trial
@@ -95,7 +94,7 @@ def choose_strategy(
         return _requested(engine, params, rows, clip, wanted), "as asked for"
     machine = engine.machine(params)
     buckets = engine.task.buckets
-    on_cpu = ", cpu," in machine and MESH not in machine
+    on_cpu = ", cpu," in machine
     shared = on_cpu and Strategy("direct").shares_rows(group, buckets)
     limited = buckets is not None and bool(buckets.side_by_side)
     size = num_coordinates(params)
@@ -215,8 +214,6 @@ def _try(worker, params, rows, clip, strategy, best):
     ]
     analyses = (program.memory_analysis() for program in compiled)
     memory = max((analysis.temp_size_in_bytes for analysis in analyses if analysis), default=0)
-    if jax.default_backend() == "cpu" and worker.mesh is not None:  # devices share the memory
-        memory *= worker.mesh.size
     if memory > (free := free_memory()):
         fault = f"needs {memory / 2**20:.0f} MiB, and {free / 2**20:.0f} are free"
         return Trial(strategy, memory=memory, fault=fault), np.zeros(0)

@@ -35,13 +35,11 @@ from fedsim.clipping import (
     num_coordinates,
     shared_lengths,
 )
-from fedsim.config import MeshShape
 from fedsim.engine.engine import Engine, Stats, one_of_each
 from fedsim.engine.environment import host_kind, keep_compiled, versions
-from fedsim.engine.programs import Programs, check_arithmetic, check_contributions, devices_of
+from fedsim.engine.programs import Programs, check_arithmetic, check_contributions, default_device
 from fedsim.engine.task import MADE_UP, Task
 from fedsim.engine.trials import try_strategy
-from fedsim.placement import make_mesh
 from fedsim.signals import heed
 
 ROWS_PER_READ = 4096
@@ -57,30 +55,22 @@ class NoTask(RuntimeError):
 
 
 class Worker:
-    """Computes lanes of a task on one device, or on a mesh of devices that share the model.
+    """Computes lanes of a task on one device.
 
     Cohorts vary in size, but units are cut into chunks of few static shapes, and a loop runs over
     the chunks that were drawn, so no program is compiled twice.
     """
 
-    def __init__(
-        self,
-        task: Task | None = None,
-        cache_dir: Path | None = None,
-        mesh: MeshShape | None = None,
-    ):
+    def __init__(self, task: Task | None = None, cache_dir: Path | None = None):
         """Start without compiling anything.
 
         Args:
           task: the model and its data; None: `begin` brings it.
           cache_dir: directory of compiled programs, shared with other processes and runs.
-          mesh: shape of the mesh of devices that share the model; None: one device.
-        Raises: ConfigError: there are fewer devices than the mesh needs.
         """
         if cache_dir is not None:
             keep_compiled(cache_dir)
         self._task = task
-        self.shape, self.mesh = mesh, mesh and make_mesh(mesh)
         self._programs: Programs | None = None
         self._background: threading.Thread | None = None
         self._ending = threading.Event()
@@ -101,7 +91,7 @@ class Worker:
     def programs(self) -> Programs:
         """The compiled programs of the task. Raises NoTask if there is none yet."""
         if self._programs is None:
-            self._programs = Programs(self.task, self.mesh)
+            self._programs = Programs(self.task)
         return self._programs
 
     @property
@@ -110,15 +100,15 @@ class Worker:
         return self.task.buckets
 
     def facts(self) -> dict[str, Any]:
-        """Return device, host, kind of host, process and versions, after a check of the devices.
+        """Return device, host, kind of host, process and versions, after a check of the device.
 
         Raises: UnfitDevice: the device's arithmetic is not that of the proof.
         """
-        self._check_arithmetic()
+        _fit(default_device())
         return {
             "device": str(jax.local_devices()[0]),
             "host": socket.gethostname(),
-            "kind": _kind_of_host(self.shape),
+            "kind": _kind_of_host(),
             "process": os.getpid(),
             "versions": versions(),
         }
@@ -145,16 +135,12 @@ class Worker:
         self._check_contributions(params, rows, clip, strategy)
         return self.add_lane(params, rows, clip, strategy)
 
-    def _check_arithmetic(self) -> None:
-        for device in devices_of(self.mesh):
-            _fit(device)
-
     def _check_contributions(self, params, rows, clip, strategy) -> None:
         if clip.in_float32:
             return
-        self._check_arithmetic()
+        _fit(default_device())
         for each in self.passes(strategy, rows.shape[1]):
-            check_contributions(each, params, self.mesh)
+            check_contributions(each, params)
 
     def prepare(
         self, version: int, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy
@@ -228,7 +214,7 @@ class Worker:
 
     def host(self, version: int, params: Any, rows: np.ndarray) -> str:
         """Name the kind of host, on which bits depend."""
-        return _kind_of_host(self.shape)
+        return _kind_of_host()
 
     def machine(self, version: int, params: Any, rows: np.ndarray) -> str:
         """Name all on which times of computations depend: the host and the task."""
@@ -251,8 +237,7 @@ class Worker:
 
     def _shares_rows(self, strategy: Strategy, group: int) -> bool:
         """True if the texts of a unit share rows: where units may be side by side, too."""
-        on_cpu = self.mesh is None and jax.default_backend() == "cpu"
-        return on_cpu and strategy.shares_rows(group, self.buckets)
+        return jax.default_backend() == "cpu" and strategy.shares_rows(group, self.buckets)
 
     def units_of_pass(self, strategy: Strategy, group: int, length: int) -> int:
         """Return the units of a pass over rows of this length: those of the strategy, or as many
@@ -309,12 +294,10 @@ class Worker:
         group, most = rows.shape[1], sum_holds(params, clip)
         buckets = self.buckets
         at_once = max(each.units_at_once(1) for each in self.passes(strategy, group))
-        alone = self.mesh is not None or jax.default_backend() != "cpu"
-        if at_once > 1 and not clip.in_float32 and alone:
-            where = "an accelerator" if self.mesh is None else "a mesh"
+        if at_once > 1 and not clip.in_float32 and jax.default_backend() != "cpu":
             raise UnsupportedModel(
-                f"strategy={strategy}: {at_once} units at once; expected one at a time on "
-                f"{where}, where what a unit contributes depends on its place: auto does that"
+                f"strategy={strategy}: {at_once} units at once; expected one at a time on an "
+                "accelerator, where what a unit contributes depends on its place: auto does that"
             )
         expect_fit(strategy, at_once, most)
 
@@ -373,12 +356,11 @@ class Worker:
                 yield chunk._replace(units=chunk.units + start)
 
 
-def _kind_of_host(shape: MeshShape | None) -> str:
-    """Name all on which bits depend beside packages: the processor, the device, the number of
-    threads, and the mesh of devices that share the model."""
+def _kind_of_host() -> str:
+    """Name all on which bits depend beside packages: the processor, the device and the number of
+    threads."""
     threads = os.environ.get("NPROC", os.cpu_count())
-    mesh = "" if shape is None else f", mesh {shape}"
-    return f"{host_kind()}, {jax.local_devices()[0].device_kind}, {threads} threads{mesh}"
+    return f"{host_kind()}, {jax.local_devices()[0].device_kind}, {threads} threads"
 
 
 def in_calls(batch: Any) -> Iterator[tuple[Any, int]]:
@@ -439,60 +421,15 @@ def expect_fit(strategy: Strategy, at_once: int, most: int) -> None:
         raise UnsupportedModel(f"strategy={strategy}: {at_once} units at once; {expected}")
 
 
-class MultiDeviceWorker(Worker):
-    """Computes lanes on all devices of its process, each of which has the whole model."""
-
-    def __init__(self, task: Task | None = None, cache_dir: Path | None = None):
-        super().__init__(task, cache_dir)
-        self._workers: list[Worker] = []  # one per device
-
-    def lane_sum(self, version: int, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy):
-        shares = self._on_all("lane_sum", version, params, rows, clip, strategy)
-        sums, stats = zip(*shares, strict=True)
-        added = functools.partial(_added, Engine.sum_dtype(params, len(rows), clip))
-        return jax.tree.map(added, *sums), Stats.join(stats)
-
-    def prepare(self, version: int, params: Any, rows: np.ndarray, *args):
-        for_each = np.tile(rows, (len(jax.local_devices()), 1))
-        self._on_all("prepare", version, params, for_each, *args)
-
-    def lane_nats(self, version: int, params: Any, rows: np.ndarray, split: str):
-        nats, counts = zip(*self._on_all("lane_nats", version, params, rows, split), strict=True)
-        return sum(nats), sum(counts)
-
-    def _on_all(self, method, version, params, rows, *args):
-        """Call a method on all devices, each with a share of `rows`; results in their order."""
-        devices = jax.local_devices()
-        if not self._workers:
-            self._workers = [Worker(self.task) for _ in devices]
-            self._workers[0]._programs = self.programs  # has the model on the first device
-
-        def run(worker, device, share):
-            with jax.default_device(device):
-                return getattr(worker, method)(version, params, share, *args)
-
-        shares = np.array_split(rows, len(devices))
-        with ThreadPoolExecutor(len(devices)) as threads:
-            return list(threads.map(run, self._workers, devices, shares))
-
-
-def _added(dtype: Any, *leaves: np.ndarray) -> np.ndarray:
-    """Add an array over devices. Args: dtype: type that the sum does not overflow."""
-    total = leaves[0].astype(dtype)
-    for leaf in leaves[1:]:
-        total += leaf
-    return total
-
-
 class LocalEngine(Engine):
     """The engine in this process: one worker, one lane after another."""
 
     num_workers = 1
 
-    def __init__(self, task: Task, *, num_lanes: int, mesh: MeshShape | None = None):
-        """Start the worker; `mesh` is the mesh of devices that share the model (None: one)."""
+    def __init__(self, task: Task, *, num_lanes: int):
+        """Start the worker."""
         super().__init__(task, num_lanes)
-        self._worker = Worker(task, mesh=mesh)
+        self._worker = Worker(task)
         self._version = 0
 
     def ready(self) -> None:
@@ -507,12 +444,8 @@ class LocalEngine(Engine):
             self._version += 1
             self._worker.prepare_in_background(self._version, params, units, clip, strategy)
 
-    def place(self, params):
-        return params if self._worker.mesh is None else self._worker.programs.place(params)
-
     def describe(self) -> str:
-        cut = "" if self._worker.mesh is None else f"{self._worker.shape} of "
-        return f"this process ({cut}{self._worker.facts()['device']})"
+        return f"this process ({self._worker.facts()['device']})"
 
     def _lanes(self, method, params, lanes, *args, lengths=()):
         self._version += 1

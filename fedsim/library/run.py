@@ -270,8 +270,6 @@ class RunSettings(TypedDict, total=False):
     num_workers: int | None
     num_lanes: int
     threads_per_worker: int
-    devices_per_worker: int | None
-    mesh: str | None
     strategy: str
     accelerator: Literal["auto", "cpu", "gpu", "tpu"]
     wait_for_workers: float

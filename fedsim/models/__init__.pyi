@@ -9,6 +9,7 @@ from .decoding import Decoder as Decoder, Prompt as Prompt, key_of as key_of
 from .language_model import LanguageModelTask as LanguageModelTask, lengths_up_to as lengths_up_to
 from .pretrained import HUB as HUB, TOKENIZER as TOKENIZER, Pretrained as Pretrained
 from .transformer import (
+    BLOCKS as BLOCKS,
     PRESETS as PRESETS,
     Transformer as Transformer,
     TransformerConfig as TransformerConfig,

@@ -24,7 +24,6 @@ from fedsim.clipping import remat_function, remat_module
 from fedsim.errors import expect
 from fedsim.models import attention, frozen, rope
 from fedsim.models.rope import RopeScaling
-from fedsim.placement import BLOCKS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +46,7 @@ class Lora:
 
 
 DENSE = ("query", "key", "value", "out", "gate", "up", "down")
+BLOCKS = "blocks"  # name of the stacked parameters of all layers, leaves [layers, ...]
 LORA_A = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 """Initial A of an adapter, as in the reference implementation: uniform in +-1/sqrt(inputs)."""
 

@@ -6,16 +6,11 @@ have the state as JSON, with types and shapes in place of arrays; loading runs n
 the JSON is the sha256 of it and of the bytes of all arrays, so that a changed file is refused. The
 state includes the chain of the run's ledger after its step, which tells checkpoints of different
 runs apart.
-
-Arrays that are sharded over devices pass through files in parts, so that no host has to hold a
-whole one.
 """
 
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,12 +25,11 @@ from safetensors import SafetensorError, safe_open
 from fedsim.errors import FedsimError
 from fedsim.files import make_directory
 from fedsim.models import model_files
-from fedsim.placement import any_cut, beside, is_cut, slabs
 
 DIRECTORY, SUFFIX = "checkpoints", ".safetensors"
 KEEP = 2
 LONGEST_S = 60.0  # between two checkpoints: the work that a crash may cost
-SLAB = 2**26  # bytes of a sharded array that are on the host at a time
+SLAB = 2**26  # bytes of a file that are read at a time
 ABOUT = "fedsim"  # key of the metadata: digest and state
 ARRAY = "array of"  # key in the state: type and shape of an array
 CHAIN = "chain"
@@ -65,15 +59,14 @@ def save(run_dir: Path, step: int, state: dict[str, Any], chain: str = "") -> Pa
     def placed(place: Any, leaf: Any) -> Any:
         if isinstance(leaf, bool | int | float | str):
             return leaf
-        array = arrays[_name(place)] = _on_host(leaf, directory)
+        array = arrays[_name(place)] = np.asarray(leaf)
         return {ARRAY: [str(array.dtype), *array.shape]}
 
     whole = serialization.to_state_dict(state) | ({CHAIN: chain} if chain else {})
     text = json.dumps(jax.tree_util.tree_map_with_path(placed, whole))
     digest = hashlib.sha256(text.encode())
     for _, array in sorted(arrays.items()):
-        for slab in slabs(array, SLAB) if array.ndim else [array]:
-            digest.update(slab.tobytes())
+        digest.update(_bytes(array))
     model_files.write(path, arrays, {ABOUT: f"{digest.hexdigest()} {text}"})
     for old in kept(run_dir)[:-KEEP]:
         old.unlink()
@@ -84,25 +77,9 @@ def _name(place: Any) -> str:
     return jax.tree_util.keystr(place, simple=True, separator="/")
 
 
-def _on_host(leaf: Any, directory: Path) -> np.ndarray:
-    """A whole array, as safetensors needs it: in a file if it is sharded over devices."""
-    if not is_cut(leaf):
-        return np.asarray(leaf)
-    array = _in_file(directory, leaf.shape, leaf.dtype)
-    start = 0
-    for slab in slabs(leaf, SLAB):
-        array[start : start + len(slab)] = slab
-        start += len(slab)
-    return array
-
-
-def _in_file(directory: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """A new array in a file without a name; only pages that are used take memory."""
-    empty = np.broadcast_to(np.empty((), dtype), shape)
-    with tempfile.TemporaryFile(dir=directory) as file:
-        # On a full disk this raises an error; a write to mapped memory would kill the process.
-        os.posix_fallocate(file.fileno(), 0, max(1, empty.nbytes))
-        return np.asarray(np.memmap(file, dtype, "r+", shape=shape))
+def _bytes(array: np.ndarray) -> memoryview:
+    """The bytes of an array in order, without a copy of an array that is in order."""
+    return np.ravel(array).view(np.uint8).data
 
 
 class Saver:
@@ -221,7 +198,7 @@ def _parts(stored: Any) -> Iterator[tuple[Any, np.ndarray]]:
 
 
 def restore(path: Path, like: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Read the state of a checkpoint into the structure and sharding of `like`.
+    """Read the state of a checkpoint into the structure of `like`.
 
     Returns:
       The state, and its `chain`.
@@ -229,28 +206,22 @@ def restore(path: Path, like: dict[str, Any]) -> tuple[dict[str, Any], str]:
     Raises:
       CheckpointError: it was changed, or has another structure.
     """
-    state: Any = load(path, mapped=any_cut(like))
+    state: Any = load(path)
     try:
-        restored = jax.tree.map(beside, serialization.from_state_dict(like, state), like)
+        restored = serialization.from_state_dict(like, state)
+        jax.tree.map(lambda *_: None, restored, like)  # raises if their structures differ
         return restored, chain(state)
     except (ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: expected the state of this run ({error})") from None
 
 
-def load(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+def load(path: Path) -> dict[str, Any]:
     """Read the state of a checkpoint as nested dicts of arrays.
-
-    Args:
-      mapped: put arrays into files, so that only pages that are used take memory.
 
     Raises:
       CheckpointError: it was changed, or is no state of a run.
     """
-
-    def new(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        return _in_file(path.parent, shape, dtype) if mapped else np.empty(shape, dtype)
-
-    state = _read(path, new)
+    state = _read(path, np.empty)
     if isinstance(state, dict) and "params" in state:
         return state
     raise CheckpointError(f"{path}: expected the state of a run")
@@ -304,8 +275,7 @@ def params_sha256(params: Any, dtype: Any = None) -> str:
     """
     digest = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(params):
-        leaf = leaf if is_cut(leaf) else np.asarray(leaf, dtype)
+        leaf = np.asarray(leaf, dtype)
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
-        for slab in slabs(leaf, SLAB) if leaf.ndim else [leaf]:
-            digest.update(slab.tobytes())
+        digest.update(_bytes(leaf))
     return digest.hexdigest()

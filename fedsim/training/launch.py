@@ -163,40 +163,34 @@ def cost(
     units = min(TRIAL_UNITS, plan.expected_count)
     rows = np.arange(units * plan.budget // plan.expected_count).reshape(units, -1)
     state = jax.eval_shape(transformation.init, params)
-    workers, devices = _workers(config)
+    workers = _workers(config)
     (trial,) = worker.try_strategies(params, rows, plan.clip, [strategy])
     if trial.fault is not None:
         raise ConfigError.of("strategy", strategy, f"one that fits here: {trial.fault}")
-    # With a mesh the trial was one of all its devices, which have one model between them.
-    models = 1 if config.mesh else devices
-    step_s = trial.seconds / len(rows) * plan.expected_count / (workers * models)
+    step_s = trial.seconds / len(rows) * plan.expected_count / workers
     trained, frozen = _num_bytes(params), _num_bytes(task.frozen)
     return {
         "num_workers": workers,
         "step_seconds": step_s,
         "seconds": step_s * plan.num_steps,
-        # Each device has parameters, sum and program, and the model that adapters sit on.
-        "worker_bytes": models * (2 * trained + frozen) + devices * trial.memory,
+        # Parameters, sum and program, and the model that adapters sit on.
+        "worker_bytes": 2 * trained + frozen + trial.memory,
         # Parameters, sum, noise and gradient; the same model, to hand it out; the average.
         "driver_bytes": (4 + averaged) * trained + frozen + _num_bytes(state),
     }
 
 
-def _workers(config: EngineConfig) -> tuple[int, int]:
-    """Number of workers that an engine would have on this machine, and devices of each."""
+def _workers(config: EngineConfig) -> int:
+    """Number of workers that an engine would have on this machine."""
     if config.kind == "local":
-        return 1, config.mesh_shape.devices if config.mesh_shape else 1
+        return 1
     machine: dict[str, float] = {"CPU": cpus()}
     if (name := jax.default_backend().upper()) in ("GPU", "TPU"):
         machine[name] = jax.local_device_count()
     placement = place_workers(
-        config.num_workers,
-        config.threads_per_worker,
-        [machine],
-        config.num_devices,
-        config.accelerator,
+        config.num_workers, config.threads_per_worker, [machine], config.accelerator
     )
-    return placement.num_workers, placement.devices
+    return placement.num_workers
 
 
 def cost_rows(estimate: dict[str, Any]) -> list[tuple[str, str]]:

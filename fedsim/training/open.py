@@ -126,7 +126,7 @@ class OpenRun:
             task = self.plant.task(task, params)
         workers = create(task, warn=self.console.warn)
         self._stack.callback(workers.close)
-        return workers, task, workers.place(params)
+        return workers, task, params
 
     def begin(self, task: Task, **fields: Any) -> StoredRun:
         """Create and lock the directory of a new run; return the run as it was started.

@@ -18,7 +18,7 @@ import optax
 
 from fedsim.config import UPDATE, RunConfig
 from fedsim.errors import ConfigError, FedsimError, expect
-from fedsim.placement import BLOCKS, any_cut
+from fedsim.models import BLOCKS
 
 MOMENTUM = 0.9
 STACKED = (jax.tree_util.DictKey(BLOCKS),)  # where the path of a leaf [layers, ...] begins
@@ -125,13 +125,7 @@ def updater(transformation: optax.GradientTransformation) -> Callable[[Any, Any,
         updates, opt_state = transformation.update(grad, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    # Where a gradient takes memory of several devices, the parameters get its place.
-    compiled, cut = jax.jit(update), jax.jit(update, donate_argnums=0)
-
-    def run(grad, opt_state, params):
-        return (cut if any_cut(params) else compiled)(grad, opt_state, params)
-
-    return run
+    return jax.jit(update)
 
 
 def iterates(
@@ -148,7 +142,7 @@ def iterates(
     """
     update, state = updater(rule), rule.init(params)
     for step in range(num_steps):
-        params, state = update(gradient(params, step).values(like=params), state, params)
+        params, state = update(gradient(params, step).values(), state, params)
         yield params
         if not is_finite(params):
             return

@@ -264,7 +264,7 @@ class Trainer:
         if (release := self._release(ledger, state.step, what, epsilon)) is not None:
             state.clip_norm = release.clip_norm
             values |= {} if release.loss is None else {"privacy/loss": release.loss}
-            grad = release.noisy.values(like=state.params)
+            grad = release.noisy.values()
             if self.plant is not None:
                 noise, unit = self.plan.strategy, clip.sensitivity / self.plan.expected_count
                 self.plant.watch(grad, unit, noise and noise.coefficients)

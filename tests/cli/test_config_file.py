@@ -24,11 +24,11 @@ def read(tmp_path):
 
 SAME = {
     "toml": 'delta = 1e-6\nlog_to = ["wandb", "mlflow"]\nuser_column = "007"\nresume = true\n'
-    'mesh = "fsdp:4"\nbudget = 64\n',
+    'accelerator = "gpu"\nbudget = 64\n',
     "yaml": "delta: 1e-6  # to YAML, a text\nlog_to: [wandb, mlflow]\nuser_column: 007\n"
-    "resume: true\nmesh: fsdp:4\nbudget: 64\n",
+    "resume: true\naccelerator: gpu\nbudget: 64\n",
     "yml": "delta: 0.000001\nlog_to:\n- wandb\n- mlflow\nuser_column: '007'\nresume: True\n"
-    'mesh: "fsdp:4"\nbatch_size: 64\n',
+    'accelerator: "gpu"\nbatch_size: 64\n',
 }
 
 
@@ -37,7 +37,7 @@ def test_both_formats_give_the_same_settings(suffix, read):
     privacy, run = read(SAME[suffix], suffix)
     assert (privacy.delta, privacy.batch_size, run.resume) == (1e-6, 64, True)
     assert run.log_to == ("wandb", "mlflow") and run.data.user_column == "007"
-    assert run.engine.mesh == "fsdp:4"
+    assert run.engine.accelerator == "gpu"
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,6 @@ SETTINGS = {
     "lanes zero": (train(num_lanes=0), "num_lanes=0: expected >= 1"),
     "workers negative": (train(num_workers=-1), "num_workers=-1: expected >= 1"),
     "threads zero": (train(threads_per_worker=0), "threads_per_worker=0: expected >= 1"),
-    "devices zero": (train(devices_per_worker=0), "devices_per_worker=0: expected >= 1"),
     "checkpoint every zero": (train(checkpoint_every=0), "checkpoint_every=0: expected >= 1"),
     "eval every zero": (train(eval_every=0), "eval_every=0: expected >= 1"),
     "eval examples zero": (train(eval_examples=0), "eval_examples=0: expected >= 1"),

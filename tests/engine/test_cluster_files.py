@@ -104,13 +104,16 @@ def test_a_jobs_command_asks_for_what_its_pods_have(job, kind):
     assert isinstance(command, Train) and command.run.resume  # a retry is a new cluster
     run = command.run
     (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    assert run.engine.num_workers == workers["replicas"] == workers["maxReplicas"]
     limits = pod(workers)["containers"][0]["resources"]["limits"]
-    assert run.engine.threads_per_worker <= int(limits["cpu"])
-    device = {"cpu": "cpu", "gpu": "nvidia.com/gpu", "tpu": "google.com/tpu"}[kind]
+    devices = {"cpu": 1} | {
+        name: int(limits.get(of_pod, 0))
+        for name, of_pod in (("gpu", "nvidia.com/gpu"), ("tpu", "google.com/tpu"))
+    }
+    assert run.engine.num_workers == workers["replicas"] * devices[kind]
+    assert workers["replicas"] == workers["maxReplicas"]
+    assert run.engine.threads_per_worker * devices[kind] <= int(limits["cpu"])
     assert run.engine.accelerator == kind
-    assert kind == "cpu" or int(limits[device]) == (run.engine.devices_per_worker or 1)
-    assert kind != "cpu" or int(limits[device]) == run.engine.threads_per_worker
+    assert kind != "cpu" or int(limits["cpu"]) == run.engine.threads_per_worker
     for path in (run.data.source, str(run.run_dir)):  # outlive the pods
         assert path.startswith("/shared/")
 

@@ -27,30 +27,28 @@ TPUS = {"CPU": 64.0, "TPU": 4.0}
 
 
 @pytest.mark.parametrize(
-    "nodes, threads, devices, expected",
+    "nodes, threads, expected",
     [
-        ([{"CPU": 8.0}], 1, None, 8),
-        ([{"CPU": 8.0}], 3, None, 2),
-        ([{"CPU": 8.0}], 2, 2, 2),
-        ([{"CPU": 3.0}, {"CPU": 3.0}], 2, None, 2),  # not three: none spans two nodes
-        ([{"CPU": 2.0}], 4, None, 1),  # refused by expect_room, where there is no more
-        ([GPUS], 8, None, 8),
-        ([GPUS, GPUS, {"CPU": 4.0}], 1, 8, 2),
-        ([GPUS], 32, None, 2),  # so many have their threads
-        ([TPUS, TPUS], 8, None, 2),
-        ([TPUS, TPUS], 8, 1, 8),
-        ([{"CPU": 64.0, "GPU": 0.0}], 8, None, 8),
+        ([{"CPU": 8.0}], 1, 8),
+        ([{"CPU": 8.0}], 3, 2),
+        ([{"CPU": 3.0}, {"CPU": 3.0}], 2, 2),  # not three: none spans two nodes
+        ([{"CPU": 2.0}], 4, 1),  # refused by expect_room, where there is no more
+        ([GPUS], 8, 8),
+        ([GPUS, GPUS, {"CPU": 4.0}], 1, 16),
+        ([GPUS], 32, 2),  # so many have their threads
+        ([TPUS, TPUS], 8, 8),
+        ([{"CPU": 64.0, "GPU": 0.0}], 8, 8),
     ],
 )
-def test_there_are_as_many_workers_as_the_nodes_hold(nodes, threads, devices, expected):
-    assert place_workers(None, threads, nodes, devices).num_workers == expected
+def test_there_are_as_many_workers_as_the_nodes_hold(nodes, threads, expected):
+    assert place_workers(None, threads, nodes).num_workers == expected
 
 
 @pytest.mark.parametrize("node", [{"CPU": 8.0}, GPUS, TPUS])
 def test_the_user_may_say_on_what_they_compute(node):
-    plan = place_workers(2, 3, [node], None, "gpu")  # before an autoscaler has brought any
+    plan = place_workers(2, 3, [node], "gpu")  # before an autoscaler has brought any
     assert plan.needs == {"CPU": 3, "GPU": 1}
-    assert place_workers(2, 3, [node], None, "cpu").accelerator is None
+    assert place_workers(2, 3, [node], "cpu").accelerator is None
 
 
 @pytest.mark.parametrize("node", [{"CPU": 8.0}, GPUS, TPUS])
@@ -63,7 +61,7 @@ def test_the_user_may_say_how_many_workers(node):
     "plan, what, room",
     [
         (Placement(3, 2), "num_workers=3", "at most 2 (a worker needs 2 CPU; nodes have 4 CPU)"),
-        (Placement(1, 1, "GPU", 2), "accelerator=gpu", "2 GPU(s) for each worker, found none"),
+        (Placement(1, 1, "GPU"), "accelerator=gpu", "a GPU for each worker, found none"),
     ],
 )
 def test_more_workers_than_there_is_room_for_are_refused(plan, what, room):
@@ -78,16 +76,11 @@ def test_a_cluster_without_nodes_is_refused():
 
 
 @pytest.mark.parametrize(
-    "node, devices, gpus, others",
-    [
-        ({"CPU": 4.0}, None, 0, {}),
-        (GPUS, None, 1, {}),
-        (GPUS, 4, 4, {}),
-        (TPUS, None, 0, {"TPU": 4}),  # one process holds all chips of a host
-    ],
+    "node, gpus, others",
+    [({"CPU": 4.0}, 0, {}), (GPUS, 1, {}), (TPUS, 0, {"TPU": 1})],
 )
-def test_a_worker_has_whole_accelerators_where_there_are_any(node, devices, gpus, others):
-    options = actor_options(place_workers(None, 2, [node], devices))
+def test_a_worker_has_one_accelerator_where_there_are_any(node, gpus, others):
+    options = actor_options(place_workers(None, 2, [node]))
     assert (options["num_cpus"], options["num_gpus"]) == (2, gpus)
     assert options["resources"] == others
 
@@ -99,10 +92,10 @@ def test_the_pool_retries_and_ray_does_not():
 
 def test_cpu_workers_and_drivers_take_no_accelerator():
     assert driver_environment(3) == {"NPROC": "3", "JAX_PLATFORMS": "cpu"}
-    assert worker_environment(Placement(4, 3, None, 2)) == {
+    assert worker_environment(Placement(4, 3)) == {
         **driver_environment(3),
         "JAX_PLATFORM_NAME": "",
-        "JAX_NUM_CPU_DEVICES": "2",
+        "JAX_NUM_CPU_DEVICES": "1",
         "GLIBC_TUNABLES": ALLOCATOR,
     }
 
@@ -168,11 +161,11 @@ class Growing:
 def test_what_workers_compute_on_is_settled_when_there_are_nodes(monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     cluster = Growing([{"CPU": 0.0}], [{"CPU": 0.0}, {"CPU": 8.0, "GPU": 2.0}], [GPUS])
-    placement = placed_in_time(cluster, 4, 1, None, "auto", 60.0)
+    placement = placed_in_time(cluster, 4, 1, "auto", 60.0)
     assert (placement.accelerator, placement.num_workers) == ("GPU", 4)
     assert cluster.asked == [4 * [{"CPU": 1}], 4 * [{"CPU": 1, "GPU": 1}]]
     with refuses("num_workers=4", says="at most 0"):
-        placed_in_time(Growing([{"CPU": 0.0}]), 4, 1, None, "auto", 0.0)
+        placed_in_time(Growing([{"CPU": 0.0}]), 4, 1, "auto", 0.0)
 
 
 @pytest.mark.parametrize(

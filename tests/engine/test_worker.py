@@ -287,7 +287,7 @@ def test_units_that_add_nothing_do_not_tell_whether_others_change_each_other(fir
 
 @pytest.mark.privacy
 def test_hostile_units_are_looked_at_before_a_lane_is_added(monkeypatch):
-    def unfit(strategy, params, mesh):
+    def unfit(strategy, params):
         raise UnfitDevice("a unit contributes 2 C")
 
     worker, rows = Worker(MeanTask(np.ones((9, 1)))), np.arange(9)[:, None]

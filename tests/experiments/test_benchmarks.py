@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "experiments" / "benchmarks"
 BENCHMARKS = {file.stem for file in HERE.glob("*.py") if '"__main__"' in file.read_text()}
-ELSEWHERE = {"accelerator", "lora", "mesh"}  # test_accelerator.py runs them, and looks closer
+ELSEWHERE = {"accelerator", "lora"}  # test_accelerator.py runs them, and looks closer
 
 
 def test_benchmarks_that_have_tests_of_their_own_are_there():
