@@ -1,7 +1,6 @@
 """Claims that say too little, and what a run that is resumed, copied or killed gives away."""
 
 import dataclasses
-import math
 import re
 from pathlib import Path
 from unittest import mock
@@ -105,20 +104,6 @@ CLAIMS = (
         "test_train.py"
         "::test_noise_that_costs_more_than_was_asked_for_ends_a_run_before_its_first_step",
         (Patch(MAKING, "expect_affordable", lambda _right, plan, phases: None),),
-    ),
-    Mistake(
-        "noise as a file of the cache says",
-        "accounting/test_calibration.py"
-        "::test_a_value_in_the_cache_that_was_changed_is_as_if_absent[noise_multiplier]",
-        (
-            Patch(
-                "fedsim.accounting.calibration",
-                "cached",
-                lambda cached, name, key, solve, spend, target, dearer: cached(
-                    name, key, solve, spend, math.inf, lambda _: None
-                ),
-            ),
-        ),
     ),
     Mistake(
         "another gradient under the same noise after a crash",

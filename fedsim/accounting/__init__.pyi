@@ -20,7 +20,6 @@ from .calibration import (
     calibrate_noise as calibrate_noise,
     noise_multiplier as noise_multiplier,
     num_steps as num_steps,
-    sampling_prob as sampling_prob,
 )
 from .events import (
     MOST_CONTRIBUTIONS as MOST_CONTRIBUTIONS,

@@ -1,18 +1,12 @@
-"""Search for the noise, sampling probability or number of steps that spends a privacy budget.
+"""Search for the noise or the number of steps that spends a privacy budget.
 
 Each search uses the accountant's own epsilon: that of the returned value was computed on a fine
-grid and is at most the target. Results are cached on disk, where anyone may have changed them, so a
-cached value is checked before it is used. SciPy finds the roots.
+grid and is at most the target. A process remembers the noise it found. SciPy finds the roots.
 """
 
 import functools
-import hashlib
-import json
 import math
 from collections.abc import Callable
-from contextlib import suppress
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from scipy import optimize
@@ -21,33 +15,23 @@ from fedsim.accounting.accountant import RELATIVE_ACCURACY, at_most, spent
 from fedsim.accounting.composition import Progress, least_delta, throttled
 from fedsim.accounting.events import (
     LEAST_MEAN,
-    LEAST_PROB,
     MOST_STEPS,
     Phases,
     StepEvent,
     cyclic_event,
 )
 from fedsim.errors import ConfigError, expect, expect_count
-from fedsim.files import NotOurs, cache_dir, keep_in_cache, own_directory
-
-ACCOUNTANT_VERSION = 6
-"""Incremented whenever a number may change, so that cached calibrations are not reused."""
 
 PARAMETER_ACCURACY = 1e-5
 """Relative distance between a calibrated parameter and the best one."""
 
 SKETCH_ACCURACY = 1e-2  # of epsilon; enough to find the region of the root
 
-NEXT = 1e-3
-"""Relative distance between a calibrated parameter and one that certainly spends too much."""
-
 UNBOUNDED = 1e100
 """The epsilon that stands for an infinite one."""
 
-LONGEST_FILE = 2**16  # bytes that are read of a file of the cache
-LARGEST_VALUE = 1e10  # of anything that is calibrated
-
 _MOST_NOISE, _LEAST_NOISE = 1e6, 1e-2  # bounds of the search for sigma
+_found: dict[tuple[Any, ...], float] = {}  # sigma by the arguments of the search
 
 
 def calibrate_noise(
@@ -61,7 +45,7 @@ def calibrate_noise(
 ) -> float:
     """The smallest sigma that keeps num_steps steps, and `before`, within (epsilon, delta).
 
-    Guarantees: epsilon() of the result is at most `epsilon`, also where it comes from the cache.
+    Guarantees: epsilon() of the result is at most `epsilon`.
     Args:
       event: sigma -> one step with this noise multiplier; `event` of a sampler or an algorithm.
       before: what is released before the first step, such as the draw of a group size.
@@ -80,16 +64,12 @@ def calibrate_noise(
     def spend(sigma: float, accuracy: float) -> float:
         return spent([*before, (event(sigma), num_steps)], delta, accuracy)
 
-    return _solved(
-        "noise_multiplier",
-        (epsilon, delta, num_steps, unit, *before),
-        spend,
-        epsilon,
-        guess=max(0.5, mean * math.sqrt(2 * math.log(1.25 / delta)) / epsilon),
-        limits=(min(_MOST_NOISE, unit.sampling_prob / LEAST_MEAN), _LEAST_NOISE),
-        dearer=lambda sigma: sigma * (1 - NEXT) if sigma > _LEAST_NOISE else None,
-        progress=progress,
-    )
+    asked = (epsilon, delta, num_steps, unit, *map(tuple, before))
+    if asked not in _found:
+        guess = max(0.5, mean * math.sqrt(2 * math.log(1.25 / delta)) / epsilon)
+        limits = min(_MOST_NOISE, unit.sampling_prob / LEAST_MEAN), _LEAST_NOISE
+        _found[asked] = calibrate("noise_multiplier", spend, epsilon, guess, limits, progress)
+    return _found[asked]
 
 
 def noise_multiplier(
@@ -106,43 +86,6 @@ def noise_multiplier(
     """
     unit = sampling_prob, max_contributions, bands, max_changed
     return calibrate_noise(lambda sigma: cyclic_event(sigma, *unit), **target)
-
-
-def sampling_prob(
-    *,
-    epsilon: float,
-    delta: float,
-    num_steps: int,
-    noise_multiplier: float,
-    max_contributions: int = 1,
-    max_changed: int = 0,
-    bands: int = 1,
-    progress: Progress = None,
-) -> float:
-    """The largest sampling probability that keeps num_steps steps within (epsilon, delta).
-
-    With several bands, that of cyclic sampling: at most 1 / bands.
-    Raises: ConfigError: an argument is out of range, or even 1e-12 is too much.
-    """
-    _expect_steps(num_steps)
-    _expect_target(epsilon, delta, math.ceil(num_steps / bands))
-    event = StepEvent(noise_multiplier, 1.0, max_contributions, bands, max_changed)
-    most = 1.0 / bands
-
-    def spend(prob: float, accuracy: float) -> float:
-        step = cyclic_event(noise_multiplier, prob, max_contributions, bands, max_changed)
-        return spent([(step, num_steps)], delta, accuracy)
-
-    return _solved(
-        "sampling_prob",
-        (epsilon, delta, num_steps, event),
-        spend,
-        epsilon,
-        guess=1e-2,
-        limits=(max(LEAST_PROB, noise_multiplier * LEAST_MEAN), most),
-        dearer=lambda prob: prob * (1 + NEXT) if prob * (1 + NEXT) < most else None,
-        progress=progress,
-    )
 
 
 def num_steps(
@@ -169,26 +112,16 @@ def num_steps(
         report(f"num_steps {steps}: epsilon {value:.6g}")
         return value
 
-    def solve() -> float:
-        least = spent_by(1)
-        expect("epsilon", epsilon, least <= epsilon, f"at least {least:.4g}, spent by one step")
-        low, high = 1, 2
-        while high <= MOST_STEPS and spent_by(high) <= epsilon:
-            low, high = high, 4 * high
-        high = min(high, MOST_STEPS + 1)
-        while high - low > 1:
-            middle = max(low + 1, min(high - 1, round(math.sqrt(low * high))))
-            low, high = (middle, high) if spent_by(middle) <= epsilon else (low, middle)
-        return low
-
-    def finely(steps: float) -> float:
-        expect_count("num_steps", steps, 1)
-        return spent([(event, int(steps))], delta, RELATIVE_ACCURACY)
-
-    def dearer(steps: float) -> float | None:
-        return steps + 1 if steps < MOST_STEPS else None
-
-    return int(cached("num_steps", (epsilon, delta, event), solve, finely, epsilon, dearer))
+    least = spent_by(1)
+    expect("epsilon", epsilon, least <= epsilon, f"at least {least:.4g}, spent by one step")
+    low, high = 1, 2
+    while high <= MOST_STEPS and spent_by(high) <= epsilon:
+        low, high = high, 4 * high
+    high = min(high, MOST_STEPS + 1)
+    while high - low > 1:
+        middle = max(low + 1, min(high - 1, round(math.sqrt(low * high))))
+        low, high = (middle, high) if spent_by(middle) <= epsilon else (low, middle)
+    return low
 
 
 def _expect_steps(num_steps: int) -> None:
@@ -202,28 +135,6 @@ def _expect_target(epsilon: float, delta: float, composed: int) -> None:
     least = least_delta(composed)
     above = f"above {at_most(least, '.2g')}: with so many steps nothing smaller is resolved"
     expect("delta", delta, delta > least, above)
-
-
-def _solved(
-    name: str,
-    key: tuple,
-    spend: Callable[[float, float], float],
-    target: float,
-    *,
-    guess: float,
-    limits: tuple[float, float],
-    dearer: Callable[[float], float | None],
-    progress: Progress,
-) -> float:
-    """`calibrate`, behind the cache. Args: key, dearer: of `cached`; the rest of `calibrate`."""
-
-    def solve() -> float:
-        return calibrate(name, spend, target, guess, limits, progress)
-
-    def finely(value: float) -> float:
-        return spend(value, RELATIVE_ACCURACY)
-
-    return cached(name, key, solve, finely, target, dearer)
 
 
 def calibrate(
@@ -328,54 +239,3 @@ def _search(
         start, here = here, moved
     optimize.root_scalar(value, bracket=(start, here), xtol=tolerance)
     return seen
-
-
-def cached(
-    name: str,
-    key: tuple,
-    solve: Callable[[], float],
-    spend: Callable[[float], float],
-    target: float,
-    dearer: Callable[[float], float | None],
-) -> float:
-    """solve(), or its earlier result for the same arguments and version of the accountant.
-
-    A cached value is a hint that anyone may have changed. It counts only if it spends no more than
-    the target, and hardly less; any other content of the file is ignored.
-    Args:
-      spend: epsilon of a value.
-      dearer: a neighbouring value that spends a little more; None: there is none.
-    """
-    words = [name, *map(repr, key), str(ACCOUNTANT_VERSION), version("dp-accounting")]
-    digest = hashlib.sha256("|".join(words).encode()).hexdigest()
-    try:
-        path = own_directory(cache_dir()) / f"{digest[:32]}.json"
-    except NotOurs:
-        return solve()
-
-    def meets(value: float) -> bool:
-        try:
-            if spend(value) > target:
-                return False
-            after = dearer(value)
-            return after is None or spend(after) > target
-        except ConfigError:  # out of range
-            return False
-
-    if (kept := _kept(path)) is not None and meets(kept):
-        return kept
-    value = solve()
-    with suppress(OSError):  # a cache that cannot be written costs time, never an answer
-        keep_in_cache(path, json.dumps({"arguments": words, "value": value}).encode())
-    return value
-
-
-def _kept(path: Path) -> float | None:
-    """The number in a file of the cache; None: there is no such file, or no valid number in it."""
-    try:
-        with open(path, "rb") as file:
-            value = json.loads(file.read(LONGEST_FILE))["value"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if number and 0 < value <= LARGEST_VALUE else None

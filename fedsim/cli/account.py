@@ -1,7 +1,6 @@
 """`fedsim account`, `fedsim calibrate`: the accountant on the command line, without any data."""
 
 import dataclasses
-import functools
 import math
 import sys
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -199,9 +198,8 @@ class Account(_Mechanism):
 
 @dataclasses.dataclass(frozen=True)
 class Calibrate(_Mechanism):
-    """Find the setting that meets a user-level (epsilon, delta): give two of num-steps,
-    sampling-prob and noise-multiplier. The answer is the smallest noise multiplier, or the largest
-    number of steps, or the largest sampling probability.
+    """Find the setting that meets a user-level (epsilon, delta): give num-steps or
+    noise-multiplier. The answer is the smallest noise multiplier, or the largest number of steps.
     """
 
     epsilon: float
@@ -210,12 +208,12 @@ class Calibrate(_Mechanism):
     delta: float
     """Target delta. In (0, 1)."""
 
-    num_steps: int | None = None
-    """T: number of steps. In [1, 10000000]."""
-
-    sampling_prob: float | None = None
+    sampling_prob: float
     """p (els) or q (uls): expected share of all examples, or of all users, in a step. In
     [1e-12, 1]."""
+
+    num_steps: int | None = None
+    """T: number of steps. In [1, 10000000]."""
 
     noise_multiplier: float | None = None
     """sigma: standard deviation of the noise on the sum, in units of its sensitivity. In
@@ -229,20 +227,19 @@ class Calibrate(_Mechanism):
     """Print one JSON object on stdout."""
 
     def __call__(self) -> dict[str, Any]:
-        from fedsim.accounting import MOST_STEPS, at_least, at_most
+        from fedsim.accounting import MOST_STEPS, at_most
 
         wanted, share = self._unknown(), self.before
         within = share is None or (0 < share < self.epsilon and wanted == NOISE)
         expect("before", share, within, "in (0, epsilon), to find the noise multiplier")
         self.expect_accountable(self.num_steps, self.sampling_prob)
-        solved, note = self._with_noise() if wanted == NOISE else (self._with_most(wanted), "")
-        steps, prob, noise = solved.num_steps, solved.sampling_prob, solved.noise_multiplier
-        assert steps is not None and prob is not None and noise is not None, "two given, one found"
+        solved, note = self._with_noise() if wanted == NOISE else (self._with_most_steps(), "")
+        steps, noise = solved.num_steps, solved.noise_multiplier
+        assert steps is not None and noise is not None, "one given, one found"
         is_bound = wanted == "num_steps" and steps == MOST_STEPS
         if not self.json:  # rounded so that a run by it claims no more than was asked for
             shown = {
                 "num_steps": f"{steps}{' or more (nothing above is looked for)' * is_bound}",
-                "sampling_prob": at_least(prob, ".6g"),
                 NOISE: f"{at_most(noise, '.6g')}{note}",
             }
             print(f"{wanted.replace('_', ' ')} {shown[wanted]}")
@@ -251,34 +248,31 @@ class Calibrate(_Mechanism):
 
     def _unknown(self) -> str:
         """The name of the one setting that is to be found."""
-        names = ("num_steps", "sampling_prob", NOISE)
-        missing = [name for name in names if getattr(self, name) is None]
+        missing = [name for name in ("num_steps", NOISE) if getattr(self, name) is None]
         wanted = missing[-1] if missing else NOISE
-        expected = "two of num_steps, sampling_prob and noise_multiplier, to find the third"
+        expected = "one of num_steps and noise_multiplier, to find the other"
         expect(wanted, getattr(self, wanted), len(missing) == 1, expected)
         return wanted
 
-    def _with_most(self, wanted: str) -> Self:
-        """These settings with the most steps, or with the largest sampling probability."""
+    def _with_most_steps(self) -> Self:
+        """These settings with the most steps."""
         from fedsim import accounting
 
         self.expect_bands()
-        expected = "num_steps and sampling_prob with allocation, to find the noise multiplier"
-        expect(wanted, None, self.sampling != ALLOCATION, expected)
+        expected = "num_steps with allocation, to find the noise multiplier"
+        expect("num_steps", None, self.sampling != ALLOCATION, expected)
         assert self.noise_multiplier is not None, "given"
-        search = functools.partial(
-            getattr(accounting, wanted),
+        steps = accounting.num_steps(
             epsilon=self.epsilon,
             delta=self.delta,
             noise_multiplier=self.noise_multiplier,
+            sampling_prob=self.sampling_prob,
             max_contributions=self.max_contributions,
             max_changed=self.max_changed,
             bands=self.bands or 1,
             progress=_progress,
         )
-        if wanted == "num_steps":
-            return dataclasses.replace(self, num_steps=search(sampling_prob=self.sampling_prob))
-        return dataclasses.replace(self, sampling_prob=search(num_steps=self.num_steps))
+        return dataclasses.replace(self, num_steps=steps)
 
     def _with_noise(self) -> tuple[Self, str]:
         """These settings with the least noise, and a note on the bands if they were chosen here:
@@ -287,7 +281,7 @@ class Calibrate(_Mechanism):
         from fedsim.noise import best, predictions
 
         steps, prob = self.num_steps, self.sampling_prob
-        assert steps is not None and prob is not None, "given"
+        assert steps is not None, "given"
 
         def least_noise(bands: int | None) -> float:
             mechanism = dataclasses.replace(self, bands=bands)

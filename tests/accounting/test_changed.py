@@ -170,19 +170,18 @@ def test_every_unknown_is_found_for_groups_that_change():
     within the accuracy of a calibration."""
     target, unit = {"epsilon": 2.0, "delta": 1e-5}, {"max_changed": 2}
     sigma = accounting.noise_multiplier(sampling_prob=0.02, num_steps=100, **target, **unit)
-    prob = accounting.sampling_prob(noise_multiplier=sigma, num_steps=100, **target, **unit)
     steps = accounting.num_steps(noise_multiplier=sigma, sampling_prob=0.02, **target, **unit)
-    assert prob == pytest.approx(0.02, rel=1e-3) and steps in (100, 101)
-    spent = accounting.epsilon([(StepEvent(sigma, prob, 1, 1, 2), 100)], 1e-5)
+    assert steps in (100, 101)
+    spent = accounting.epsilon([(StepEvent(sigma, 0.02, 1, 1, 2), steps)], 1e-5)
     more = accounting.epsilon([(StepEvent(sigma, 0.02, 1, 1, 2), steps + 1)], 1e-5)
     assert spent <= 2.0 < more
 
 
-def test_the_command_finds_the_sampling_probability_of_groups_that_change(capsys):
-    given = "--num-steps 50 --noise-multiplier 3 --max-changed 1"
+def test_the_command_finds_the_noise_of_groups_that_change(capsys):
+    given = "--num-steps 50 --sampling-prob 0.1 --max-changed 1"
     main(f"calibrate uls --epsilon 2 --delta 1e-5 {given} --json".split())
-    found = json.loads(capsys.readouterr().out)["sampling_prob"]
-    spent = accounting.epsilon([(StepEvent(3.0, found, 1, 1, 1), 50)], 1e-5)
+    found = json.loads(capsys.readouterr().out)["noise_multiplier"]
+    spent = accounting.epsilon([(StepEvent(found, 0.1, 1, 1, 1), 50)], 1e-5)
     assert 1.99 < spent <= 2.0
 
 
