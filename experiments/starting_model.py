@@ -68,8 +68,8 @@ def users(name: str) -> Path:
     """A stand-in for users' text, prepared by its recipe, in the model's tokens."""
     path = directory() / name
     if not path.is_dir():
-        tokenizer = public() / "tokenizer.json"
-        common.prepare(name, directory(), tokenizer=tokenizer, max_length=MAX_LENGTH)
+        own = {"tokenizer": public() / "tokenizer.json", "tokenizer_is_public": True}
+        common.prepare(name, directory(), max_length=MAX_LENGTH, **own)
     return path
 
 

@@ -145,7 +145,7 @@ def data_of(settings: Settings, directory: Path) -> tuple[Dataset, Dataset]:
             tokenizer = f"wordpiece:{settings.vocabulary}"
             own = {"tokenizer": tokenizer, "screen": screen, "long_texts": "split"}
             prepare(public_file, public, progress=note, **own, **options)
-        own = {"tokenizer": public / "tokenizer.json"}
+        own = {"tokenizer": public / "tokenizer.json", "tokenizer_is_public": True}
         build(private_file, private, progress=note, **own, **options)
     return Dataset.open(public), Dataset.open(private)
 

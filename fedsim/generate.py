@@ -1,7 +1,6 @@
 """Generation of text from a model: one text, or a data set of texts with what is promised of it.
 
-Generated text has the same privacy as the model: the run's epsilon, however much text there is; and
-so has a tokenizer that was trained on it (Ponomareva et al. 2022, arXiv 2203.09943).
+Generated text has the same privacy as the model: the run's epsilon, however much text there is.
 """
 
 import dataclasses
@@ -15,12 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedsim.accounting import at_most
 from fedsim.config import EngineConfig, Sampling
 from fedsim.data import (
     ASSISTANT,
-    FROM_USERS,
-    SIZES,
     USER,
     ChatTokenizer,
     Message,
@@ -31,7 +27,7 @@ from fedsim.engine import expect_usable_jax, on_workers, remember_programs
 from fedsim.errors import BadChat, ConfigError, brief, expect
 from fedsim.files import expand_home, make_place, write_json, write_pieces, write_with
 from fedsim.models import HUB, TOKENIZER, Decoder, Pretrained, Prompt, key_of, lengths_up_to
-from fedsim.run import Console, directory, find_model, spent
+from fedsim.run import Console, find_model
 from fedsim.trust import claim_of_texts
 
 ABOUT = ".about.json"
@@ -269,72 +265,3 @@ def _model(source: str, num_tokens: int, seed: int) -> Pretrained:
     assert model is not None
     expect("model", source, model.tokenizer is not None, f"a model with a {TOKENIZER}")
     return model
-
-
-def train_tokenizer(
-    run_dir: Path, out: Path, *, vocab_size: int, samples: int, num_tokens: int, seed: int
-) -> dict[str, Any]:
-    """Train a byte-level BPE tokenizer on texts sampled from the model of a protected run.
-
-    It costs nothing beyond the run: it is computed from the model alone.
-
-    Args:
-      out: the file to write, X.json; X.provenance.json beside it says where it comes from.
-      vocab_size: maximum number of pieces.
-      samples: number of texts.
-      num_tokens: most tokens of a text, in the model's tokens.
-      seed: of the draws. Public.
-
-    Returns:
-      The file, the number of its pieces and of characters it was trained on, and its origin.
-
-    Raises:
-      ConfigError: a number is out of range, the run has not ended, has no guarantee or no tokenizer
-        that is public, or `out` exists or has no directory.
-    """
-    expect_usable_jax()
-    expect("samples", samples, samples >= 1, ">= 1")
-    expect("num_tokens", num_tokens, num_tokens >= 1, ">= 1")
-    expect("out", out, out.suffix == ".json" and not out.exists(), "a new file ending in .json")
-    expect("out", out, out.parent.is_dir(), "a file in a directory that exists")
-    pieces = f">= {SIZES.start} and < {SIZES.stop:,}"
-    expect("vocab_size", vocab_size, vocab_size in SIZES, pieces)
-    key = key_of(seed)
-    plan, summary = directory.load(run_dir).plan, directory.summary_of(run_dir)
-    # Else the texts would be of a model that nothing protects, or in its users' own pieces.
-    protected = plan is not None and plan.guarantee and summary is not None
-    expect("from", run_dir, protected, "a run of train that has ended and has a guarantee")
-    assert plan is not None and summary is not None
-    model = find_model(str(run_dir))
-    assert model is not None and model.tokenizer is not None, "load() found a run"
-    public = not any(fact.startswith(FROM_USERS) for fact in plan.non_private)
-    public = public and not Tokenizer.load(model.tokenizer).trained_on_data
-    expect("from", run_dir, public, "a run whose tokenizer was not trained on its users' texts")
-    texts = _sampled(model, samples, num_tokens, key)
-    trained = Tokenizer.train_bpe(lambda: texts, vocab_size)
-    epsilon, delta = at_most(spent(summary), ".4g"), at_most(plan.delta, ".2e")
-    sha256 = summary["params_sha256"]
-    origin = f"texts of the protected model of run {run_dir.resolve().name}, parameters "
-    origin += f"{sha256[:12]}: epsilon {epsilon} at delta {delta}"
-    how = {"samples": samples, "num_tokens": num_tokens, "temperature": 1.0, "seed": seed}
-    trained.save_with(
-        out, origin, params_sha256=sha256, ledger_chain=summary["ledger_chain"], **how
-    )
-    characters = sum(map(len, texts))
-    return {
-        **{"out": str(out), "vocab_size": trained.vocab_size, "characters": characters},
-        "origin": origin,
-    }
-
-
-def _sampled(model: Pretrained, samples: int, num_tokens: int, key: jax.Array) -> list[str]:
-    """Texts of a model, each from the begin token to an end token, or to `num_tokens`."""
-    assert model.tokenizer is not None, "runs keep their tokenizer"
-    tokenizer = Tokenizer.load(model.tokenizer)
-    most = min(num_tokens, model.config.table - 1)
-    prompts = [Prompt([tokenizer.begin_id], most, number) for number in range(samples)]
-    decoder = Decoder(model.config, model.params, Sampling(), tokenizer.end_ids)
-    texts: dict[int, str] = {}
-    for number, ids in decoder.texts(prompts, key, slots=TEXTS_AT_ONCE, length=most + 1):
-        texts[number] = tokenizer.decode(id for id in ids if id not in tokenizer.end_ids)
-    return [texts[number] for number in range(samples)]

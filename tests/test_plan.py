@@ -11,6 +11,7 @@ from refused import refuses
 
 from fedsim import accounting
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig
+from fedsim.data import NOT_PUBLIC
 from fedsim.keys import SecretKey
 from fedsim.noise import slack
 from fedsim.plan import (
@@ -297,11 +298,11 @@ def test_a_plan_with_a_field_too_few_or_too_many_is_not_read(users, key):
 
 
 def test_what_else_the_guarantee_does_not_cover_is_named(users):
-    data = data_of(users, trained_on_data=True)
+    data = data_of(users, public=False)
     _, plain = complete(Algorithm.ULS, privacy(), data_of(users))
     key = SecretKey.create(seed=3)
     _, more = complete(Algorithm.ULS, privacy(), data, key=key)
     assert [fact for fact in more if fact not in plain] == [
-        "the tokenizer (trained on the training users' text)",
+        NOT_PUBLIC,
         "the seed (whoever knows or guesses it can remove the noise)",
     ]

@@ -23,7 +23,12 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("recipe", choices=RECIPES)
     parser.add_argument("sources", nargs="*", help="files or hf:NAME; else the recipe's")
     parser.add_argument("--out", type=Path, required=True, help="directory to make")
-    parser.add_argument("--tokenizer", default="bytes", help="as of `fedsim data build`")
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        help="as of `fedsim data build`, or wordpiece:SIZE, learnt from what a screen leaves",
+    )
+    parser.add_argument("--tokenizer-is-public", action="store_true", help="as of `data build`")
     parser.add_argument(
         "--against",
         action="append",
@@ -33,7 +38,8 @@ def main(given: list[str] | None = None) -> None:
     )
     arguments = parser.parse_args(given)
     recipe = RECIPES[arguments.recipe]
-    options = options_of(arguments.recipe, {"tokenizer": arguments.tokenizer})
+    own = {"tokenizer": arguments.tokenizer, "tokenizer_is_public": arguments.tokenizer_is_public}
+    options = options_of(arguments.recipe, own)
     if arguments.against:
         screen = options.get("screen", Screen())
         options["screen"] = dataclasses.replace(screen, against=tuple(arguments.against))

@@ -17,10 +17,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from experiments.data import wordpiece
 from experiments.data.neardup import TEXTS_AT_ONCE, NearDuplicates, build_index, refuse_tokens
 from experiments.data.urls import host_name, hosts_above, normal_url
 from fedsim.data import Dataset, build, expected_of
 from fedsim.data.building import hub
+from fedsim.data.building.build import BuildSettings
 from fedsim.data.building.columns import Columns, is_blank, is_list, normalise, text_of
 from fedsim.data.building.processes import Pool, check_absent, resume
 from fedsim.data.building.readers import Part, complaints, raw
@@ -136,8 +138,9 @@ def prepare(
     Table 2, are in the provenance. Without a screen it is `build` alone.
 
     What was interrupted goes on where it was. No two processes may prepare one `out` at once.
-    Args: options: of `build`; columns of several owners are refused beside a screen, for what one
-      text says would decide how many rows of others there are.
+    Args: options: of `build`; tokenizer may be wordpiece:SIZE, which is learnt from what a screen
+      leaves. Columns of several owners are refused beside a screen, for what one text says would
+      decide how many rows of others there are.
     Raises: DataError: bad input, and whatever `build` raises.
     """
     own: dict[str, Any] = {"num_workers": num_workers, "progress": progress}
@@ -157,6 +160,13 @@ def prepare(
     try:
         with Pool(num_workers, progress) as pool:
             files, about = _screen(sources, directory, screen, columns, split, revision, pool)
+        spec = str(options.get("tokenizer", ""))
+        if spec.startswith(wordpiece.PREFIX):
+            rows = about["counts"]["deduplicated_and_url_filtered"]
+            given = files, columns, options.get("eval_users", BuildSettings.eval_users), rows
+            size, place = int(spec.removeprefix(wordpiece.PREFIX)), directory / "tokenizer.json"
+            learnt = wordpiece.learn(lambda: wordpiece.texts_of(*given), size, place)
+            options |= {"tokenizer": learnt, "tokenizer_is_public": True}
         dataset = build(files, out, provenance={"screen": about}, **own, **options)
     except DataError as error:
         if not isinstance(error, Interrupted):

@@ -107,9 +107,12 @@ class DataBuild:
     """Format of --turn-column, such as %H:%M; see --order-format."""
 
     tokenizer: str | None = None
-    """bytes (default), bpe:SIZE or wordpiece:SIZE (trained on this data: not private; wordpiece
-    drops capitals and accents), hf:NAME, a tokenizer file, or the directory of a model or a run
-    that holds one."""
+    """bytes (default), hf:NAME, a tokenizer file, or the directory of a model or a run that holds
+    one."""
+
+    tokenizer_is_public: bool = False
+    """State that none of these texts was read to make --tokenizer. Without it, a tokenizer file is
+    named as outside the guarantee. bytes and the tokenizers of models need no statement."""
 
     max_length: int | None = None
     """Largest number of tokens of an example. >= 2. Default: 128."""

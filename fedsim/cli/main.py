@@ -27,7 +27,6 @@ from fedsim.cli.models import (
     Personalize,
     Pretrain,
     Train,
-    TrainTokenizer,
 )
 from fedsim.cli.trust import Audit, Budget, Publish, Report, Verify
 from fedsim.cli.tuning import Recommend, Select
@@ -47,7 +46,6 @@ Command = (
     | Annotated[Pretrain, tyro.conf.subcommand("pretrain")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Export, tyro.conf.subcommand("export")]
-    | Annotated[TrainTokenizer, tyro.conf.subcommand("tokenizer")]
     | Annotated[Audit, tyro.conf.subcommand("audit")]
     | Annotated[Budget, tyro.conf.subcommand("budget")]
     | Annotated[Report, tyro.conf.subcommand("report")]

@@ -4,7 +4,7 @@
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import tyro
 
@@ -313,56 +313,4 @@ class Export(ReadsModel):
         result = export(self.model, self.out, adapter=self.adapter)
         if not self.json:
             print(*(f"{name} {value}" for name, value in result.items()), sep="\n")
-        return result
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainTokenizer:
-    """Train a byte-level BPE tokenizer on texts that a protected model wrote.
-
-    Unlike wordpiece:SIZE and bpe:SIZE of `fedsim data build`, it sees no user's text, so it costs
-    nothing beyond the run. The run has to have a guarantee. Beside FILE.json, FILE.provenance.json
-    says where the tokenizer comes from; data sets built with it say so, too.
-    """
-
-    run_dir: Annotated[Path, tyro.conf.arg(name="from")]
-    """Directory of the run whose model writes the texts."""
-
-    out: Path
-    """File to write, ending in .json; for --tokenizer of `fedsim data build`."""
-
-    vocab_size: int = 8000
-    """Largest number of pieces. >= 300 and < 10,000,000."""
-
-    samples: int = 4096
-    """Number of texts to sample. >= 1."""
-
-    num_tokens: int = 128
-    """Largest number of tokens of a text, in the tokens of the run. >= 1."""
-
-    seed: int = 0
-    """Seed of the samples. It is public: another seed gives another tokenizer."""
-
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-    @property
-    def doing(self) -> str:
-        return f"sampling texts from run={self.run_dir}"
-
-    def __call__(self) -> dict[str, Any]:
-        from fedsim.generate import train_tokenizer
-
-        result = train_tokenizer(
-            self.run_dir,
-            self.out,
-            vocab_size=self.vocab_size,
-            samples=self.samples,
-            num_tokens=self.num_tokens,
-            seed=self.seed,
-        )
-        if not self.json:
-            pieces, characters = result["vocab_size"], result["characters"]
-            print(f"{pieces:,} pieces, from {characters:,} characters: {result['origin']}")
-            print(f"written to {result['out']}")
         return result

@@ -53,8 +53,8 @@ class DataConfig:
     strip-marks, nfkc and casefold, separated by commas. Default: each spelling is a user."""
 
     tokenizer: str | None = None
-    """Tokenizer, where data names files: bytes, wordpiece:SIZE (trained on the text), or a
-    tokenizer file. Default: the model's, or bytes for a new model."""
+    """Tokenizer, where data names files: bytes, hf:NAME, or a tokenizer file. Default: the model's,
+    or bytes for a new model."""
 
     max_length: int | None = None
     """Sequence length in tokens, where data names files; longer texts are truncated. >= 2. Default:

@@ -32,7 +32,7 @@ from .dataset import (
     min_examples_of as min_examples_of,
     shown as shown,
     stats as stats,
-    tokenizer_from_users as tokenizer_from_users,
+    tokenizer_is_public as tokenizer_is_public,
 )
 from .store import (
     Owners as Owners,
@@ -41,11 +41,9 @@ from .store import (
     of_ids as of_ids,
 )
 from .tokenizer import (
-    FROM_USERS as FROM_USERS,
-    SIZES as SIZES,
+    NOT_PUBLIC as NOT_PUBLIC,
     TEMPLATE as TEMPLATE,
     Tokenizer as Tokenizer,
-    copy_provenance as copy_provenance,
 )
 from .users import UserStore as UserStore
 from .without import read_ids as read_ids, without as without

@@ -181,11 +181,10 @@ def _cached(
     facts = [*facts, RULE, known]
     spec = str(options.get("tokenizer", ""))
     is_file = Path(spec).is_file()
-    tokenizer = Tokenizer.from_spec(spec if is_file or spec.startswith("hf:") else "bytes")
+    tokenizer = Tokenizer.named(spec if is_file or spec.startswith("hf:") else "bytes")
     if is_file or spec.startswith("hf:"):
-        relevant["tokenizer"] = [Path(spec).name if is_file else spec, tokenizer.sha256]
-        if tokenizer.trained_on_data or tokenizer.origin:  # which the data note, too
-            relevant["tokenizer"] += [tokenizer.trained_on_data, tokenizer.origin]
+        name = Path(spec).name if is_file else spec
+        relevant["tokenizer"] = [name, tokenizer.sha256, tokenizer.is_given]
     if options.get("normalise_ids"):
         relevant["unicode"] = unidata_version
     if options.get("url_column") is not None:

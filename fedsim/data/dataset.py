@@ -105,13 +105,16 @@ def left_out_rows(metadata: Mapping[str, Any]) -> bool:
     return bool(metadata.get("settings", {}).get("skip_unknown"))
 
 
-def tokenizer_from_users(metadata: Mapping[str, Any]) -> bool:
-    """True if a data set's tokenizer was trained on users' texts, which nothing protects.
+def tokenizer_is_public(metadata: Mapping[str, Any]) -> bool:
+    """True if a data set's tokenizer is of a model, or said to be public.
+
+    Data of an earlier version note which tokenizers were trained on users' texts.
 
     Args:
       metadata: `Dataset.metadata`.
     """
-    return bool(metadata.get("tokenizer", {}).get("trained_on_data"))
+    about = metadata.get("tokenizer", {})
+    return bool(about.get("public", not about.get("trained_on_data")))
 
 
 def sums(directory: Path, splits: Iterable[str]) -> str:

@@ -1,11 +1,9 @@
 """Text to token ids and back, through the `tokenizers` library: its files are data, never code.
 
 `bytes` is the default: 256 bytes and one special token need no training, so that nothing about the
-users reaches the tokenizer. `wordpiece:SIZE` is the paper's kind and `bpe:SIZE` a byte-level BPE,
-both trained on the data: a step outside the privacy guarantee, and recorded as one. A
-tokenizer.json or a BERT vocab.txt can be loaded instead, from a file or, as `hf:NAME`, from the
-Hub. A file X.json that was trained on users' texts, or by `fedsim tokenizer` on texts of a
-protected model, has an X.provenance.json beside it, which says so.
+users reaches the tokenizer. A tokenizer.json or a BERT vocab.txt can be loaded instead, from a file
+or, as `hf:NAME`, from the Hub. One that was trained on users' texts is outside the privacy
+guarantee, and so is a file of which nobody says that it is public.
 
 Every example begins with a begin token, so that a causal model predicts its first real token too.
 Begin and end tokens are looked up in this order; a name or id that the vocabulary lacks is skipped:
@@ -23,8 +21,7 @@ piece, too, the piece is left out.
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import cache, lru_cache
 from itertools import chain
@@ -35,22 +32,22 @@ from unicodedata import normalize
 import numpy as np
 import pyarrow as pa
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 
 from fedsim.data.store import token_dtype
 from fedsim.errors import ConfigError, DataError, Interrupted, brief
-from fedsim.files import expand_home, read_object, sha256_of, write_atomically, write_json
+from fedsim.files import expand_home, read_object, write_atomically
 
-TOKENIZER, PROVENANCE = "tokenizer.json", ".provenance.json"
+TOKENIZER, HUB = "tokenizer.json", "hf:"
 NAME_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 TEMPLATE = "chat_template.jinja"
 ID_FILES = ("generation_config.json", "config.json")
 BEGIN_TOKENS = ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|endoftext|>")
 END_TOKENS = ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
 BEGIN, END = "bos_token", "eos_token"
-FROM_USERS = "the tokenizer (trained on "
-"""Start of a fact in a plan: the tokenizer was trained on users' texts."""
+NOT_PUBLIC = "the tokenizer (not said to be public)"
+"""Fact in a plan: users' texts may have been read to make the tokenizer."""
 NOTHING: Mapping[str, Sequence[str | int]] = {}
 
 
@@ -195,10 +192,6 @@ def with_template(
     return json.dumps({**record, "post_processor": template})
 
 
-BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-SIZES = range(300, 10**7)
-"""Numbers of pieces to train a tokenizer for: the library allocates memory for all of them."""
-MAX_CHARACTERS = 1000  # of a WordPiece tokenizer
 PIECE = 2**20  # characters passed to the library at once
 
 
@@ -206,22 +199,18 @@ class Tokenizer:
     """A tokenizer of the `tokenizers` library with a name, a begin token and an end token.
 
     Attributes:
-      name: "bytes", "wordpiece:SIZE", "bpe:SIZE", "hf:NAME" or the name of the file.
+      name: "bytes", "hf:NAME" or the name of the file.
       file: the file that it was loaded from, or None.
       vocab_size: upper bound of ids, exclusive.
       begin, end: the tokens around an example. begin_id, end_id: their ids.
       end_ids: ids of all tokens that end a generated text, end_id among them.
       json: the tokenizer.json that `save` writes. sha256: its hex digest.
-      trained_on_data: True if the vocabulary was trained on users' texts (not private).
-      origin: the texts that it was trained on, in words: those of a protected model, or of the
-        users of other data; or empty.
     """
 
     def __init__(
         self,
         inner: tokenizers.Tokenizer,
         name: str,
-        trained_on_data: bool = False,
         named: Mapping[str, Sequence[str | int]] = NOTHING,
     ):
         inner.no_padding()  # which a tokenizer.json may switch on, and which would corrupt examples
@@ -232,7 +221,7 @@ class Tokenizer:
             inner = tokenizers.Tokenizer.from_str(changed)
         self.json = inner.to_str()
         inner.encode_special_tokens = True  # not saved in the file: "[SEP]" in a text stays text
-        self.name, self.trained_on_data, self.origin = name, trained_on_data, ""
+        self.name = name
         self.file: Path | None = None
         self.vocab_size = max(vocab.values()) + 1  # ids may have holes
         self.begin_id, self.end_id, self.end_ids = special
@@ -254,64 +243,6 @@ class Tokenizer:
         return cls(tokenizers.Tokenizer.from_str(_bytes_json()), "bytes")
 
     @classmethod
-    def train_wordpiece(cls, texts: Callable[[], Iterable[str]], size: int) -> "Tokenizer":
-        """Train a lower-case WordPiece tokenizer. Not private.
-
-        The library breaks ties by the ids of pieces and numbers single characters at random, so
-        characters are numbered here first.
-
-        Args:
-          texts: called twice: to count characters, then to train.
-          size: maximum number of pieces.
-        Raises:
-          DataError: size < SIZES.start.
-        """
-        if size < SIZES.start:
-            raise DataError.of("tokenizer", f"wordpiece:{size}", f"a size >= {SIZES.start}")
-        counts = Counter(chain.from_iterable(texts()))
-        ranked = sorted(counts, key=lambda c: (-counts[c], c))
-        num_kept = min(MAX_CHARACTERS, size // 4)
-        too_rare = dict.fromkeys(map(ord, ranked[num_kept:]), " ")
-        trainer = BertWordPieceTokenizer(lowercase=True)
-        kept = trainer.normalize("".join(ranked[:num_kept])).split()
-        characters = sorted(set(chain.from_iterable(kept)))
-        trainer.train_from_iterator(
-            (text if text.isascii() else text.translate(too_rare) for text in texts()),
-            vocab_size=size,
-            limit_alphabet=2 * MAX_CHARACTERS,
-            special_tokens=[*BERT_TOKENS, *characters, *(f"##{c}" for c in characters)],
-            show_progress=False,
-        )
-        inner = BertWordPieceTokenizer(trainer.get_vocab(), lowercase=True)
-        return cls(inner._tokenizer, f"wordpiece:{size}", trained_on_data=True)
-
-    @classmethod
-    def train_bpe(cls, texts: Callable[[], Iterable[str]], size: int) -> "Tokenizer":
-        """Train a byte-level BPE tokenizer that splits words as GPT-2 does. Not private.
-
-        It loses no text.
-
-        Args:
-          texts: called once.
-          size: maximum number of pieces.
-        Raises:
-          DataError: size < SIZES.start.
-        """
-        if size < SIZES.start:
-            raise DataError.of("tokenizer", f"bpe:{size}", f"a size >= {SIZES.start}")
-        inner = tokenizers.Tokenizer(models.BPE())
-        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        inner.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=size,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            special_tokens=["<|endoftext|>"],
-            show_progress=False,
-        )
-        inner.train_from_iterator(texts(), trainer)
-        return cls(inner, f"bpe:{size}", trained_on_data=True)
-
-    @classmethod
     def load(cls, file: str | Path, name: str | None = None) -> "Tokenizer":
         """Load a tokenizer.json, or a BERT vocab.txt (lower-case if it has no capital letters).
 
@@ -323,15 +254,13 @@ class Tokenizer:
             raise DataError.of(
                 "tokenizer",
                 file,
-                "bytes, wordpiece:SIZE, bpe:SIZE, hf:NAME, or a tokenizer.json or vocab.txt file "
-                "that exists",
+                "bytes, hf:NAME, or a tokenizer.json or vocab.txt file that exists",
             )
         try:
             beside = ((key, tuple(tokens)) for key, tokens in named_beside(file).items())
             content, is_vocab = file.read_text(encoding="utf-8"), file.suffix == ".txt"
             tokenizer = copy(_parsed(content, is_vocab, name or file.name, tuple(beside)))
             tokenizer.file = file
-            tokenizer._expect_known(provenance_of(file))
             return tokenizer
         except DataError:
             raise
@@ -342,42 +271,19 @@ class Tokenizer:
             ) from None
 
     @classmethod
-    def named(cls, spec: str | Path) -> "Tokenizer | None":
+    def named(cls, spec: str | Path) -> "Tokenizer":
         """The tokenizer that `bytes`, `hf:NAME` (its newest revision) or a file names.
 
-        Returns:
-          None if `spec` names a tokenizer that has to be trained.
         Raises:
           DataError: the tokenizer cannot be loaded.
           Interrupted: the Hub cannot be reached.
         """
-        kind, _, rest = str(spec).partition(":")
+        spec = str(spec)
         if spec == "bytes":
             return cls.bytes()
-        if kind in ("wordpiece", "bpe"):
-            return None
-        return cls.load(_download(rest), str(spec)) if kind == "hf" else cls.load(spec)
-
-    @classmethod
-    def from_spec(cls, spec: str | Path, texts: Callable[[], Iterable[str]] = tuple) -> "Tokenizer":
-        """The tokenizer of `bytes`, `wordpiece:SIZE`, `bpe:SIZE`, `hf:NAME` or a file.
-
-        Args:
-          spec: as above.
-          texts: called for the texts to train on.
-        Raises:
-          DataError: the tokenizer cannot be loaded, or SIZE is invalid.
-          Interrupted: the Hub cannot be reached.
-        """
-        if (found := cls.named(spec)) is not None:
-            return found
-        kind, _, size = str(spec).partition(":")
-        if not size.isdecimal():
-            raise DataError.of("tokenizer", spec, f"{kind}:SIZE, as in {kind}:8000")
-        if len(size) >= len(str(SIZES.stop)):
-            raise DataError.of("tokenizer", spec, f"a size below {SIZES.stop:,}")
-        train = cls.train_wordpiece if kind == "wordpiece" else cls.train_bpe
-        return train(texts, int(size))
+        if spec.startswith(HUB):
+            return cls.load(_download(spec.removeprefix(HUB)), spec)
+        return cls.load(spec)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without begin and end tokens."""
@@ -434,86 +340,19 @@ class Tokenizer:
         own, such as without a blank."""
         return self.decode([*before, *ids])[len(self.decode(before)) :]
 
+    @property
+    def is_given(self) -> bool:
+        """True for bytes, a tokenizer of the Hub, and one beside the config.json of a model."""
+        if self._is_bytes or self.name.startswith(HUB):
+            return True
+        if self.file is None or self.file.name != TOKENIZER:
+            return False
+        config = self.file.with_name(ID_FILES[-1])
+        return config.is_file() and "model_type" in read_object(config, "tokenizer")
+
     def save(self, file: str | Path) -> None:
-        """Write tokenizer.json, and beside it where it comes from, if it was trained.
-
-        Equal tokenizers give equal bytes.
-        """
-        file = Path(expand_home("file", file))
-        if self.origin or self.trained_on_data:
-            self.save_with(file, self.origin, trained_on_data=self.trained_on_data)
-        else:
-            write_atomically(file, self.json.encode())
-
-    def save_with(self, file: Path, origin: str, **facts: Any) -> None:
-        """Write tokenizer.json, and beside it where it comes from.
-
-        Args:
-          origin: see `Tokenizer`.
-          facts: further fields of the file beside it.
-        """
-        record = {"origin": origin, "tokenizer_sha256": self.sha256, **facts}
-        write_json(_provenance(file), record)
-        write_atomically(file, self.json.encode())
-
-    def _expect_known(self, record: Mapping[str, Any]) -> None:
-        """Take over where the file comes from.
-
-        Raises:
-          DataError: the record is about another tokenizer.
-        """
-        assert self.file is not None, "of a file"
-        origin = record.get("origin", "")
-        if record.get("tokenizer_sha256", self.sha256) != self.sha256 or type(origin) is not str:
-            about = _provenance(self.file).name
-            raise DataError.of("tokenizer", self.file, f"the tokenizer that {about} is about")
-        self.trained_on_data = bool(record.get("trained_on_data"))
-        if self.trained_on_data and not origin:
-            place = self.file.parent if self.file.name == TOKENIZER else self.file
-            origin = f"texts of the users of {place.absolute().name}, tokenizer {self.sha256[:12]}"
-        self.origin = origin
-
-
-def _provenance(file: Path) -> Path:
-    return file.with_name(file.stem + PROVENANCE)
-
-
-def provenance_of(file: Path) -> dict[str, Any]:
-    """Where a tokenizer file comes from, as the files beside it say.
-
-    These are X.provenance.json, or those of an earlier version: the metadata.json of a data set, or
-    the plan of a run, whose directory or model/ the file lies in. Empty if none says anything.
-
-    Raises:
-      ConfigError: X.provenance.json is not a JSON object.
-    """
-    if (path := _provenance(file)).is_file():
-        return read_object(path, "tokenizer")
-    if file.name != TOKENIZER:
-        return {}
-    if found := _part(file.with_name("metadata.json"), "tokenizer"):
-        known = {name: found[name] for name in ("origin", "trained_on_data") if found.get(name)}
-        return {"tokenizer_sha256": found.get("sha256"), **known} if known else {}
-    for folder in (file.parent, file.parent.parent):
-        facts = _part(folder / ID_FILES[-1], "plan").get("non_private", ())
-        if any(str(fact).startswith(FROM_USERS) for fact in facts):
-            return {"trained_on_data": True}
-    return {}
-
-
-def _part(path: Path, field: str) -> dict[str, Any]:
-    """An object in a JSON file; empty if there is none, as in a file that is not fedsim's."""
-    try:
-        part = read_object(path, "tokenizer").get(field)
-    except ConfigError:
-        return {}
-    return part if isinstance(part, dict) else {}
-
-
-def copy_provenance(file: Path, out: Path) -> None:
-    """Write beside the copy `out` of a tokenizer file where it comes from, if that is known."""
-    if record := provenance_of(file):
-        write_json(_provenance(out), {"tokenizer_sha256": sha256_of(out), **record})
+        """Write tokenizer.json. Equal tokenizers give equal bytes."""
+        write_atomically(Path(expand_home("file", file)), self.json.encode())
 
 
 def file_of(spec: str | Path) -> str:
@@ -543,8 +382,7 @@ def _download(spec: str) -> Path:
     from fedsim.data.building.hub import may_pass  # which takes longer to import than this
 
     name, _, revision = spec.partition("@")
-    beside = Path(TOKENIZER).stem + PROVENANCE
-    wanted = [TOKENIZER, beside, *NAME_FILES, *ID_FILES, TEMPLATE]
+    wanted = [TOKENIZER, *NAME_FILES, *ID_FILES, TEMPLATE]
     try:
         snapshot = huggingface_hub.snapshot_download(
             name, revision=revision or None, allow_patterns=wanted

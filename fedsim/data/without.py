@@ -17,12 +17,12 @@ import numpy as np
 
 from fedsim.data.dataset import SUMS, Dataset, sums
 from fedsim.data.store import SEPARATOR, TokenWriter, close_store, token_dtype
-from fedsim.data.tokenizer import PROVENANCE, TEMPLATE, TOKENIZER
+from fedsim.data.tokenizer import TEMPLATE, TOKENIZER
 from fedsim.data.users import SETS, UserStore
 from fedsim.errors import DataError
 from fedsim.files import new_directory, write_atomically, write_json
 
-COPIED = (TOKENIZER, Path(TOKENIZER).stem + PROVENANCE, TEMPLATE)
+COPIED = (TOKENIZER, TEMPLATE)
 
 
 def read_ids(file: Path) -> set[str]:

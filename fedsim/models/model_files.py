@@ -201,7 +201,7 @@ CONFIG, TOKENIZER, SETTINGS = "config.json", "tokenizer.json", "tokenizer_config
 GENERATION, SPECIAL = "generation_config.json", "special_tokens_map.json"
 ADAPTER = "adapter_config.json"  # in place of CONFIG, where a directory has adapters alone
 SIDE_FILES = (
-    *(CONFIG, GENERATION, TOKENIZER, "tokenizer.provenance.json", SETTINGS, SPECIAL),
+    *(CONFIG, GENERATION, TOKENIZER, SETTINGS, SPECIAL),
     *("added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "vocab.txt"),
     *("merges.txt", "tokenizer.model", "spiece.model"),
 )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from fedsim.data import Tokenizer, copy_provenance
+from fedsim.data import Tokenizer
 from fedsim.errors import ConfigError
 from fedsim.files import expand_home, new_directory, read_object, write_json
 from fedsim.models import families, frozen, model_files, serving_files
@@ -221,7 +221,6 @@ def save(
         copied = model_files.copy_side_files(files, temporary, but=(CONFIG,)) if files else []
         if tokenizer is not None and TOKENIZER not in copied:
             shutil.copyfile(tokenizer, temporary / TOKENIZER)
-            copy_provenance(tokenizer, temporary / TOKENIZER)
         serving_files.complete(temporary)
         for name, text in (more or {}).items():
             (temporary / name).write_text(text, encoding="utf-8")

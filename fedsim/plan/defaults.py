@@ -24,17 +24,17 @@ from fedsim.config import (
     default_delta,
 )
 from fedsim.data import (
-    FROM_USERS,
+    NOT_PUBLIC,
     Dataset,
     decided_by_texts,
     left_out_rows,
     min_examples_of,
-    tokenizer_from_users,
+    tokenizer_is_public,
 )
 from fedsim.errors import ConfigError, expect
 from fedsim.keys import SecretKey
 from fedsim.noise import Prediction, best, predictions
-from fedsim.plan.options import GIVEN, PUBLIC, ROWS_LEFT_OUT
+from fedsim.plan.options import PUBLIC, ROWS_LEFT_OUT
 from fedsim.plan.plan import events_before
 from fedsim.sampling import (
     Users,
@@ -49,7 +49,6 @@ MISS = 1 / 4
 """Largest share of the users between the private median and the median, as a rule."""
 LEAST_SHARE, MOST_SHARE = 0.02, 0.1
 """Parts of epsilon that the private median costs at least, and at most."""
-OWN_TEXTS = "the training users' text"
 
 
 def with_group_size(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) -> PrivacyConfig:
@@ -115,11 +114,8 @@ def complete(
             exposed.append(f"delta={delta:.3g} (N^-1.1 for the N users)")
     group_size, looked = _group_size(algorithm, privacy, users, delta, key, pay)
     exposed += looked
-    origin = data.metadata.get("tokenizer", {}).get("origin")
-    if tokenizer_from_users(data.metadata):
-        exposed.append(f"{FROM_USERS}{origin or OWN_TEXTS})")
-    elif origin:
-        exposed.append(f"{GIVEN}the tokenizer, trained on {origin}")
+    if not tokenizer_is_public(data.metadata):
+        exposed.append(NOT_PUBLIC)
     for name in filter(None, privacy.chosen_on_data.split(",")):
         exposed.append(f"{name} (chosen by looking at this data)")
     if key is not None and key.seed is not None:

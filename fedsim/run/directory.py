@@ -34,7 +34,7 @@ from fedsim.config import (
     renamed,
     run_config,
 )
-from fedsim.data import TEMPLATE, copy_provenance, is_table
+from fedsim.data import TEMPLATE, is_table
 from fedsim.errors import ConfigError, FileDamaged, expect
 from fedsim.files import (
     make_directory,
@@ -226,7 +226,7 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError.of("run_dir", run_dir, "a directory, found a file")
     # A run that was killed before its first step leaves these files at most.
-    written = keys.FILE, TOKENIZER, "tokenizer.provenance.json"
+    written = keys.FILE, TOKENIZER
     leftovers = {LOCK, CONFIG + ".tmp", MODEL, *(n + end for n in written for end in ("", ".tmp"))}
     if run_dir.exists() and {path.name for path in run_dir.iterdir()} - leftovers:
         raise ConfigError.of("run_dir", run_dir, "a new or empty directory, or one with a run")
@@ -317,7 +317,6 @@ def create(
         key.save(run_dir)
         if tokenizer is not None:
             write_atomically(run_dir / TOKENIZER, tokenizer.read_bytes())
-            copy_provenance(tokenizer, run_dir / TOKENIZER)
             stored = dataclasses.replace(stored, tokenizer=sha256_of(run_dir / TOKENIZER))
         if model is not None or template is not None:
             make_directory(run_dir / MODEL)

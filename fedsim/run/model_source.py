@@ -177,7 +177,10 @@ def load_data(
     tokenizer."""
     options = config.options
     if model is not None and model.tokenizer is not None and not corpora.is_built(config.source):
-        options.setdefault("tokenizer", str(model.tokenizer))
+        if (
+            "tokenizer" not in options
+        ):  # the plan takes the model as given, and its tokenizer with it
+            options |= {"tokenizer": str(model.tokenizer), "tokenizer_is_public": True}
     return corpora.load(config.source, progress=progress, **options)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fedsim.config import ZERO_OUT, PrivacyConfig, RunConfig
-from fedsim.data import Dataset, left_out_rows, min_examples_of, tokenizer_from_users
+from fedsim.data import Dataset, left_out_rows, min_examples_of, tokenizer_is_public
 from fedsim.errors import ConfigError
 from fedsim.plan import NOTHING, Plan
 from fedsim.run import receivers
@@ -37,10 +37,9 @@ def footnotes(
         yield "seed", run.seed, "none, so that the key is secret"
     if run.log_non_private and receivers(run):
         yield "log_non_private", True, "false"
-    if tokenizer_from_users(data.metadata):
-        texts = data.metadata["tokenizer"].get("origin", "the users' texts")
-        cure = "bytes, or a tokenizer of a protected model (`fedsim tokenizer --from`)"
-        yield "tokenizer", run.data.tokenizer, f"{cure}: this one was trained on {texts}"
+    if not tokenizer_is_public(data.metadata):
+        cure = "bytes, a model's, or one that `fedsim data build --tokenizer-is-public` declares"
+        yield "tokenizer", run.data.tokenizer, cure
     if graph_of(data.train) is not None:
         yield "data", run.data.source, "texts with one owner each: here who owns which is public"
     if (least := min_examples_of(data.metadata)) > 1:

@@ -14,7 +14,7 @@ from fedsim import keys
 from fedsim.accounting import at_most
 from fedsim.clipping import Strategy, num_coordinates
 from fedsim.config import Algorithm
-from fedsim.data import FROM_USERS, SUMS
+from fedsim.data import SUMS
 from fedsim.els import ELS
 from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged, expect
 from fedsim.files import read_json
@@ -347,7 +347,7 @@ def _named(plan: Plan, field: str, value: Any) -> bool:
         return not plan.guarantee
     if field == "data" and str(value).endswith(SKIPPED):
         return ROWS_LEFT_OUT in plan.non_private
-    words = {"adjacency": ["how many"], "tokenizer": [FROM_USERS], "data": ["who owns"]}
+    words = {"adjacency": ["how many"], "tokenizer": ["the tokenizer ("], "data": ["who owns"]}
     words |= {"chosen_on_data": [f"{name} (chosen" for name in str(value).split(",") if name]}
     if "min_examples=" in str(value):
         words["data"] = ["min_examples"]

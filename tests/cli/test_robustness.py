@@ -216,8 +216,8 @@ SETTINGS = {
         "max_length=1: expected at least 2",
     ),
     "tokenizer": (
-        ["data", "build", "texts.parquet", "--out", "b", "--tokenizer", "wordpiece:x"],
-        "tokenizer=wordpiece:x: expected",
+        ["data", "build", "texts.parquet", "--out", "b", "--tokenizer", "nowhere.json"],
+        "tokenizer=nowhere.json: expected",
     ),
 }  # fmt: skip
 

@@ -11,11 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chats import START, model_files
+from learnt import learnt
 from local_hub import bytes_with, publish
 from packages import another_suffix_list
 
 import fedsim
-from fedsim.data import corpora
+from fedsim.data import corpora, tokenizer_is_public
 from fedsim.data.building.build import build
 from fedsim.data.corpora import load
 from fedsim.data.dataset import shown
@@ -141,22 +142,24 @@ def test_a_changed_tokenizer_file_is_another_build(source, tmp_path):
     file, cache = tmp_path / "tokenizer.json", tmp_path / "cache"
     Tokenizer.bytes().save(file)
     load(source, cache_dir=cache, tokenizer=file)
-    Tokenizer.train_wordpiece(lambda: ["some other words"], 300).save(file)
+    learnt("bpe", ["some other words"], 300, file)
     assert load(source, cache_dir=cache, tokenizer=file).train.vocab_size != 257
     assert len(entries(cache)) == 2
 
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("first", [True, False])
-def test_a_tokenizer_that_was_trained_on_users_is_another_build(source, tmp_path, first):
-    """The data note it, and `--strict` refuses it: a copy without its provenance is not known."""
-    for place, trained in (("a", first), ("b", not first)):
+def test_a_tokenizer_of_a_model_is_another_build_than_the_same_file_elsewhere(
+    source, tmp_path, first
+):
+    """The data note it, and `--strict` refuses the file."""
+    for place, of_model in (("a", first), ("b", not first)):
         (tmp_path / place).mkdir()
-        tokenizer = Tokenizer.bytes()
-        tokenizer.trained_on_data = trained
-        tokenizer.save(tmp_path / place / "tokenizer.json")
+        learnt("bpe", ["some words"], 300, tmp_path / place / "tokenizer.json")
+        if of_model:
+            (tmp_path / place / "config.json").write_text('{"model_type": "llama"}')
         data = load(source, cache_dir=tmp_path / "cache", tokenizer=tmp_path / place)
-        assert data.metadata["tokenizer"]["trained_on_data"] == trained
+        assert tokenizer_is_public(data.metadata) == of_model
 
 
 def test_another_tokenizer_of_the_hub_is_another_build(source, tmp_path, monkeypatch):
@@ -164,7 +167,7 @@ def test_another_tokenizer_of_the_hub_is_another_build(source, tmp_path, monkeyp
         publish("org/name", bytes_with(*characters), tmp_path / "hub", monkeypatch)
         for _ in range(2):
             data = load(source, cache_dir=tmp_path / "cache", tokenizer="hf:org/name")
-            assert data.metadata["tokenizer"]["sha256"] == Tokenizer.from_spec("hf:org/name").sha256
+            assert data.metadata["tokenizer"]["sha256"] == Tokenizer.named("hf:org/name").sha256
     assert len(entries(tmp_path / "cache")) == 2
 
 

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pyarrow as pa
 import pytest
+from learnt import learnt
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from fedsim.data.building.build import build
@@ -132,18 +133,18 @@ def test_the_hub_is_asked_for_the_files_that_name_them(tmp_path, monkeypatch):
         return str(file.parent)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    found = Ours.from_spec("hf:some/model@v1")
+    found = Ours.named("hf:some/model@v1")
     assert (found.begin_id, found.end_id) == (1, 2) and asked[:2] == ["some/model", "v1"]
     assert {"tokenizer_config.json", "generation_config.json", "config.json"} < set(asked)
     file.unlink()
     with pytest.raises(DataError, match="tokenizer=hf:x: expected a repository with a tokenizer"):
-        Ours.from_spec("hf:x")
+        Ours.named("hf:x")
 
 
-def test_what_continues_a_text_is_decoded_behind_it():
+def test_what_continues_a_text_is_decoded_behind_it(tmp_path):
     """Some tokenizers begin a text in their own way, such as without a blank."""
     texts = ["the pianist was unbelievably good, the others were not"] * 9
-    tokenizer = Ours.train_wordpiece(lambda: texts, 300)
+    tokenizer = Ours.load(learnt("wordpiece", texts, 300, tmp_path / "t.json"))
     ids, text = tokenizer.encode_batch(texts[:1])[0], texts[0]
     assert tokenizer.decode(ids) == text
     for cut in range(len(ids) + 1):

@@ -1,10 +1,9 @@
 """Tokenizers: round trips, framing, and that a special token in a text is only text."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from learnt import learnt
 from tokenizers import Tokenizer as Library
 
 from fedsim.data.tokenizer import Tokenizer
@@ -18,7 +17,7 @@ VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "##s", 
 def test_bytes_are_bytes_and_survive_a_round_trip():
     tokenizer = Tokenizer.bytes()
     assert (tokenizer.vocab_size, tokenizer.begin_id, tokenizer.end_id) == (257, 256, 256)
-    assert (tokenizer.name, tokenizer.trained_on_data) == ("bytes", False)
+    assert tokenizer.name == "bytes" and tokenizer.is_given
     for text, ids in zip(TEXTS, tokenizer.encode_batch(TEXTS), strict=True):
         assert ids == list(text.encode())
         assert tokenizer.decode([256, *ids, 256]) == text
@@ -33,38 +32,12 @@ def test_bytes_are_what_the_library_gives(tmp_path):
 
 
 def test_a_saved_tokenizer_is_the_same_tokenizer(tmp_path):
-    for tokenizer in (Tokenizer.bytes(), Tokenizer.train_wordpiece(lambda: WORDS, 300)):
+    file = learnt("wordpiece", WORDS, 300, tmp_path / "learnt.json")
+    for tokenizer in (Tokenizer.bytes(), Tokenizer.load(file)):
         tokenizer.save(tmp_path / "tokenizer.json")
         again = Tokenizer.load(tmp_path / "tokenizer.json")
         assert again.sha256 == tokenizer.sha256
         assert again.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
-
-
-def test_wordpiece_learns_words_and_says_so():
-    tokenizer = Tokenizer.from_spec("wordpiece:300", lambda: WORDS)
-    assert tokenizer.trained_on_data and tokenizer.name == "wordpiece:300"
-    assert tokenizer.vocab_size <= 300
-    (ids,) = tokenizer.encode_batch(["The CAT sat"])
-    assert len(ids) == 3 and tokenizer.decode(ids) == "the cat sat"
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_wordpiece_is_the_same_in_every_process():
-    code = (
-        "from fedsim.data.tokenizer import Tokenizer\n"
-        "texts = ['the cat sat on the mat \\u65e5 \\xe9', 'abc bcd cde def', 'xyz zyx yxz'] * 3\n"
-        "print(Tokenizer.train_wordpiece(lambda: texts, 300).sha256)"
-    )
-    runs = [subprocess.check_output([sys.executable, "-c", code]) for _ in range(3)]
-    assert len(set(runs)) == 1
-
-
-def test_wordpiece_keeps_the_commonest_characters_only():
-    texts = ["common words " * 50, "".join(map(chr, range(0x4E00, 0x5200)))]
-    tokenizer = Tokenizer.train_wordpiece(lambda: texts, 300)
-    assert tokenizer.vocab_size <= 300
-    assert len(tokenizer.encode_batch(["words"])[0]) == 1
 
 
 def test_a_bert_vocabulary(tmp_path):
@@ -110,18 +83,13 @@ def test_a_hole_in_the_ids_counts_for_the_vocabulary(tmp_path):
 @pytest.mark.parametrize(
     "spec, message",
     [
-        ("missing.json", "tokenizer=missing.json: expected bytes, wordpiece:SIZE, bpe:SIZE"),
-        ("wordpiece:many", "tokenizer=wordpiece:many: expected wordpiece:SIZE"),
-        ("wordpiece", "tokenizer=wordpiece: expected wordpiece:SIZE"),
-        ("wordpiece:10", "tokenizer=wordpiece:10: expected a size >= 300"),
-        ("bpe:99999999999999999999", "tokenizer=bpe:99999999999999999999: expected a size"),
-        (f"wordpiece:{'9' * 5000}", "expected a size"),
+        ("missing.json", "tokenizer=missing.json: expected bytes, hf:NAME, or a tokenizer.json"),
         (__file__, "expected a tokenizer.json or a vocab.txt"),
     ],
 )
 def test_bad_specs_are_one_clear_line(spec, message):
     with pytest.raises(DataError) as error:
-        Tokenizer.from_spec(spec)
+        Tokenizer.named(spec)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -130,3 +98,15 @@ def test_a_tokenizer_without_begin_or_end_is_refused(tmp_path):
     (tmp_path / "t.json").write_text(json.dumps({"version": "1.0", "model": model}))
     with pytest.raises(DataError, match="expected a begin or end token"):
         Tokenizer.load(tmp_path / "t.json")
+
+
+@pytest.mark.privacy
+def test_a_file_is_public_if_it_is_bytes_or_a_models(tmp_path):
+    file = learnt("bpe", WORDS, 300, tmp_path / "tokenizer.json")
+    assert not Tokenizer.load(file).is_given
+    (tmp_path / "config.json").write_text('{"plan": {}}')  # of a run
+    assert not Tokenizer.load(file).is_given
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert Tokenizer.load(file).is_given
+    Tokenizer.bytes().save(tmp_path / "other.json")
+    assert Tokenizer.load(tmp_path / "other.json").is_given

@@ -7,6 +7,7 @@ import shutil
 import jax
 import pytest
 import tokenizers
+from learnt import learnt
 from pretrained_models import command, make_model, make_texts
 from refused import refuses
 
@@ -65,10 +66,11 @@ def refused(place, capsys, **flags):
 
 def test_data_of_other_tokens_are_refused(place, capsys):
     model, texts, directory = place
-    error = refused(place, capsys, tokenizer="bpe:300")
-    assert "(tokens of bpe:300): expected tokens of model=" in error
+    other = learnt("bpe", ["some words"], 300, directory / "other.json")
+    error = refused(place, capsys, tokenizer=other)
+    assert "(tokens of other.json): expected tokens of model=" in error
     assert f"as fedsim data build ... --tokenizer {model / 'tokenizer.json'} gives" in error
-    built = load(texts, tokenizer="bpe:300", max_length=32).path
+    built = load(texts, tokenizer=other, max_length=32).path
     assert "expected tokens of model=" in refused(place, capsys, data=built, max_length=None)
 
 

@@ -147,7 +147,7 @@ ENTRIES = {
     "Dataset.open": Dataset.open,
     "UserStore.open": UserStore.open,
     "Tokenizer.load": Tokenizer.load,
-    "Tokenizer.from_spec": Tokenizer.from_spec,
+    "Tokenizer.named": Tokenizer.named,
     "find_model": find_model,
     "pretrained.load": pretrained.load,
     "generate": lambda path: generate_text(path, "", **HOW),

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import reference
+from learnt import learnt
 from problems import mean_problem
 
 from fedsim.clipping import Clip, LocalSteps
@@ -118,12 +119,14 @@ def test_those_whose_coin_fell_are_in_the_data_and_no_others():
     assert plant.text_included.tolist() == [False, True]
 
 
-@pytest.mark.parametrize("spec", ["bytes", "wordpiece:400", "bpe:400"])
+@pytest.mark.parametrize("spec", ["bytes", "wordpiece", "bpe"])
 def test_a_text_canary_is_a_text_of_any_tokenizer(spec, tmp_path):
     """Nobody's words, no special token but the first, and again the same tokens."""
     said = "The 95 quick brown foxes, 13 of 2,468,070, jump over a lazy dog's vexing work. "
     texts = pa.table({"user_id": [f"u{i}" for i in range(30)], "text": [said * 3] * 30})
     pq.write_table(texts, tmp_path / "texts.parquet")
+    if spec != "bytes":
+        spec = learnt(spec, [said] * 9, 400, tmp_path / "learnt.json")
     data = build(
         tmp_path / "texts.parquet", tmp_path / "data", tokenizer=spec, max_length=40, eval_users=0.0
     )

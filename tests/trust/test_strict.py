@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from learnt import learnt
 from refused import refuses
 from test_cli import texts, train_args  # noqa: F401
 
@@ -203,7 +204,7 @@ class Reader(Callback):
 def test_strict_refuses_what_needs_a_footnote(says, flags, tmp_path, monkeypatch, capfd):
     data = data_with([[7, 8]])
     if not flags:
-        tokenizer = {"tokenizer": {"trained_on_data": True}}
+        tokenizer = {"tokenizer": {"public": False}}
         rules = {"rules": {"min_examples": 2}}
         about = {"tokenizer": tokenizer, "min_examples": rules}
         about["skip_unknown"] = {"settings": {"skip_unknown": True}}
@@ -288,7 +289,7 @@ def hides_a_footnote(*args, **options):
     "name, planted, flags, says",
     [
         ("complete", hides_a_footnote, {"chosen_on_data": "clip_norm"}, "chosen_on_data=clip_norm"),
-        ("complete", hides_a_footnote, {"tokenizer": "wordpiece:300"}, "tokenizer=wordpiece:300"),
+        ("complete", hides_a_footnote, {"tokenizer": "learnt.json"}, "learnt.json: expected nothing"),
         ("with_group_size", lambda _, privacy, __: dataclasses.replace(privacy, group_size=3), {},
          "group_size=3, which is neither private nor a default"),
     ],
@@ -303,6 +304,8 @@ def test_verify_looks_for_footnotes_itself(
     capsys,
     monkeypatch,
 ):
+    if "tokenizer" in flags:
+        flags = {"tokenizer": learnt("bpe", ["some words"], 300, run_dir.parent / "learnt.json")}
     with monkeypatch.context() as patch:
         patch.setattr(planned, name, planted)
         assert NOTHING in trained(texts, run_dir, capsys, "els", epsilon=40, **flags)

@@ -37,11 +37,11 @@ from fedsim.data.building.sources import (
     write_conversations,
 )
 from fedsim.data.building.text_files import TextFormat
-from fedsim.data.building.tokenised import LONG_TEXTS, Encoding, bundled, training_texts, write_rows
+from fedsim.data.building.tokenised import LONG_TEXTS, Encoding, bundled, write_rows
 from fedsim.data.chat import DATE, source_of, template_of
 from fedsim.data.dataset import SUMS, Dataset, Holdout, SplitRows, divide, dropped, sums
 from fedsim.data.store import FORMAT, MARKED, close_store, decided_by_texts, is_shared, token_dtype
-from fedsim.data.tokenizer import TEMPLATE, Tokenizer, file_of
+from fedsim.data.tokenizer import TEMPLATE, TOKENIZER, Tokenizer, file_of
 from fedsim.errors import DataError, FedsimError
 from fedsim.files import DISK_FULL, TOO_MANY_FILES, expand_home, write_atomically, write_json
 from fedsim.installation import version
@@ -51,7 +51,6 @@ TEXT_COLUMN = "text"  # of texts, where none is named
 # Packages that read texts, decide who owns them or encode them: a build does not resume under
 # other versions.
 VERSIONS = ("fedsim", "datasets", "duckdb", "numpy", "publicsuffixlist", "pyarrow", "tokenizers")
-MAX_TRAINING_TEXTS = 2**22  # that a tokenizer is trained on, evenly spaced in the data
 
 Say = Callable[[str], None] | None
 """Function that shows a line to the user."""
@@ -111,8 +110,11 @@ class BuildSettings:
     """Steps that make one user of ids that look alike: some of "strip-marks", "nfkc" and
     "casefold"; see `user_ids.STEPS`."""
     tokenizer: str | Path = "bytes"
-    """One of "bytes", "wordpiece:SIZE" or "bpe:SIZE" (trained on the texts of users who are not
-    held out), "hf:NAME", a tokenizer.json or vocab.txt, or a directory with a tokenizer.json."""
+    """One of "bytes", "hf:NAME", a tokenizer.json or vocab.txt, or a directory with a
+    tokenizer.json."""
+    tokenizer_is_public: bool = False
+    """The user's word that no text of these users was read to make the tokenizer. "bytes" and the
+    tokenizers of models need none."""
     max_length: int = 128
     """Maximum number of tokens of an example, begin token included. >= 2."""
     long_texts: str = "cut"
@@ -199,12 +201,12 @@ class BuildSettings:
         columns = self.columns
         return columns.recognised(names()) if columns.text == (TEXT_COLUMN,) else columns
 
-    def chats(self, columns: Columns, tokenizer: Tokenizer | None) -> Chats | None:
+    def chats(self, columns: Columns, tokenizer: Tokenizer) -> Chats | None:
         """How rows of chats become examples; None if rows are texts.
 
         Args:
           columns: columns of the rows, as named or recognised.
-          tokenizer: the tokenizer; None if it is to be trained.
+          tokenizer: the tokenizer.
         Raises:
           DataError: there is no template, or a setting needs chats.
         """
@@ -215,10 +217,6 @@ class BuildSettings:
                 if value := getattr(self, field):
                     raise DataError.of(field, value, "none beside texts; it is for chats")
             return None
-        if tokenizer is None:
-            raise DataError.of(
-                "tokenizer", self.tokenizer_spec, "one of a model, or bytes, for chats"
-            )
         template = template_of(tokenizer, self.chat_template, self.template_date)
         if template is None and columns.form == MESSAGES:
             raise DataError.of(
@@ -261,6 +259,7 @@ class BuildSettings:
             "columns": asdict(self.columns),
             "holdout": asdict(self.holdout),
             "tokenizer": self.tokenizer_spec,
+            "tokenizer_is_public": self.tokenizer_is_public,
             "max_length": self.max_length,
             "long_texts": self.long_texts,
             "unowned": self.unowned,
@@ -345,16 +344,17 @@ class _Build:
         self.chats = self.settings.chats(self.columns, self.tokenizer)
         num_rows, id_counts, columns = self._survey(sources.parts)
         parts, columns = self._assign_owners(sources.parts, columns)
-        tokenizer = self._train_tokenizer(parts, columns, num_rows)
+        tokenizer = self.tokenizer
+        tokenizer.save(self.directory / TOKENIZER)  # for the workers
         if lost := tokenizer.lost:
-            self._say(f"this tokenizer does not keep {', '.join(lost)}; bpe:SIZE keeps all")
+            self._say(f"this tokenizer does not keep {', '.join(lost)}; bytes keeps all")
         records = self._tokenise(parts, columns, num_rows)
         self.out.mkdir(exist_ok=True)
         with Rows(self.rows, self.pool.num_workers, columns.order is not None) as rows:
             owners = rows.owners()
             splits = self._divide(owners, records)
             self._write_splits(rows, owners, splits, tokenizer)
-        tokenizer.save(self.out / "tokenizer.json")
+        tokenizer.save(self.out / TOKENIZER)
         counts = self._counts(num_rows, records, owners)
         counts |= self._note_ids(id_counts, owners["user_id"].combine_chunks().unique())
         self._describe(sources, hubs, tokenizer, list(splits), counts, provenance)
@@ -422,9 +422,9 @@ class _Build:
         A tokenizer of the Hub is downloaded here, once: it may change while the build runs.
         """
         self.tokenizer = Tokenizer.named(self.settings.tokenizer_spec)
-        digest = self.tokenizer.sha256 if self.tokenizer else None
+        digest = self.tokenizer.sha256
         plan = {"format": FORMAT, "sources": identity, "tokenizer_sha256": digest}
-        if self.columns.form and self.tokenizer:
+        if self.columns.form:
             plan["template"] = source_of(self.tokenizer, self.settings.chat_template)
         plan["versions"] = {name: version(name) for name in VERSIONS}
         plan["versions"]["unicode"] = unidata_version  # normalise_ids depends on it
@@ -460,26 +460,6 @@ class _Build:
         columns = conversation_columns(columns)
         return cut(file, columns), columns
 
-    def _train_tokenizer(self, parts: Sequence[Part], columns: Columns, num_rows: int) -> Tokenizer:
-        """The tokenizer, trained if necessary, and saved for workers and a resumed build."""
-        file, spec = self.directory / "tokenizer.json", self.settings.tokenizer_spec
-        if self.tokenizer:
-            self.tokenizer.save(file)
-            if self.tokenizer.origin:
-                self._say(f"tokenizer: trained on {self.tokenizer.origin}")
-            return self.tokenizer
-        if file.exists():
-            tokenizer = Tokenizer.load(file, spec)
-            tokenizer.trained_on_data, tokenizer.origin = True, ""  # of these users
-            return tokenizer
-        self._say(f"training {spec}")
-        every, holdout = -(-num_rows // MAX_TRAINING_TEXTS), self.settings.holdout
-        tokenizer = Tokenizer.from_spec(
-            spec, lambda: training_texts(parts, columns, holdout, every)
-        )
-        tokenizer.save(file)
-        return tokenizer
-
     def _tokenise(
         self, parts: Sequence[Part], columns: Columns, num_rows: int
     ) -> list[dict[str, int]]:
@@ -487,7 +467,7 @@ class _Build:
         settings = self.settings
         encoding = Encoding(
             self.rows,
-            self.directory / "tokenizer.json",
+            self.directory / TOKENIZER,
             columns,
             settings.holdout,
             settings.max_length,
@@ -581,7 +561,7 @@ class _Build:
         about = {
             "max_length": self.settings.max_length,
             "vocab_size": tokenizer.vocab_size,
-            "tokenizer": _described(tokenizer),
+            "tokenizer": self._described(tokenizer),
         }
         ids = owners["user_id"].combine_chunks()
         for name, part in splits.items():
@@ -606,7 +586,7 @@ class _Build:
             "kind": "dataset",
             "format": FORMAT,
             "splits": splits,
-            "tokenizer": _described(tokenizer),
+            "tokenizer": self._described(tokenizer),
             "columns": {name: value for name, value in columns if value or name in always},
             "rules": {**rules, **asdict(settings.holdout), "unowned": settings.unowned},
             "counts": counts,
@@ -626,12 +606,10 @@ class _Build:
         write_json(self.out / "metadata.json", metadata, sort_keys=True)
         write_atomically(self.out / SUMS, sums(self.out, splits).encode())
 
-
-def _described(tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        "name": tokenizer.name,
-        "sha256": tokenizer.sha256,
-        "vocab_size": tokenizer.vocab_size,
-        "trained_on_data": tokenizer.trained_on_data,
-        **({"origin": tokenizer.origin} if tokenizer.origin else {}),
-    }
+    def _described(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        return {
+            "name": tokenizer.name,
+            "sha256": tokenizer.sha256,
+            "vocab_size": tokenizer.vocab_size,
+            "public": self.settings.tokenizer_is_public or tokenizer.is_given,
+        }

@@ -8,7 +8,7 @@ build that was killed and run again does not repeat it.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -370,26 +370,3 @@ def _chat_tokenizer(file: Path, template: Template | None) -> ChatTokenizer:
 @cache
 def _taken(holdout: Holdout) -> Callable[[str], bool]:
     return lru_cache(2**20)(holdout.takes_user)
-
-
-def training_texts(
-    parts: Sequence[Part], columns: Columns, holdout: Holdout, every: int
-) -> Iterator[str]:
-    """Yield texts to train a tokenizer on: one in `every` of the users who are not held out.
-
-    Raises:
-      DataError: the text column holds token ids.
-    """
-    takes_user, row = _taken(holdout), 0
-    for part in parts:
-        for _, batch in read(part, columns):
-            if is_token_list(batch["text"].type):
-                raise DataError("tokenizer: expected a text column to learn from, got token ids")
-            wanted = np.flatnonzero((np.arange(row, row + len(batch)) % every) == 0)
-            row += len(batch)
-            batch = batch.take(pa.array(wanted))
-            is_test = tests(batch, columns, holdout).tolist()
-            users, texts = batch["user_id"].to_pylist(), batch["text"].to_pylist()
-            for user, text, later in zip(users, texts, is_test, strict=True):
-                if user and text and not later and not takes_user(user):
-                    yield text

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from learnt import learnt
 from local_hub import bytes_with, publish
 from packages import another_suffix_list, install
 
@@ -215,21 +216,6 @@ def test_out_may_have_any_name(tmp_path):
     assert build(parquet(tmp_path / "a.parquet"), out, **ALL_IN_TRAIN).train.num_examples == 300
 
 
-def test_wordpiece_learns_from_training_users_only(tmp_path):
-    words = [hashlib.sha256(bytes([u])).hexdigest()[:12].translate(LETTERS) for u in range(100)]
-    rows = [(f"u{u}", f"{word} " * 5) for u, word in enumerate(words)]
-    file = parquet(tmp_path / "a.parquet", rows)
-    data = build(file, tmp_path / "out", tokenizer="wordpiece:2000", eval_users=0.3)
-    about = data.metadata["tokenizer"]
-    assert about["trained_on_data"] and about["name"] == "wordpiece:2000"
-    tokenizer = Tokenizer.load(data.tokenizer_path)
-    assert about["sha256"] == tokenizer.sha256
-    one_piece = [len(ids) == 1 for ids in tokenizer.encode_batch(words)]
-    held_out = [Holdout(0.3, True).takes_user(f"u{u}") for u in range(100)]
-    assert any(held_out) and not any(p and h for p, h in zip(one_piece, held_out, strict=True))
-    assert sum(one_piece) > 50
-
-
 def cut_finely(monkeypatch):
     """Many row groups, many blocks, nothing at its usual size."""
     sizes = {"readers.READ_ROWS": 64, "tokenised.READ_ROWS": 100, "sorting.BLOCK_ROWS": 50}
@@ -237,9 +223,11 @@ def cut_finely(monkeypatch):
         monkeypatch.setattr(f"fedsim.data.building.{name}", size)
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "wordpiece:400", "bpe:400"])
-def test_the_same_input_gives_the_same_bytes(tmp_path, monkeypatch, tokenizer):
-    file = parquet(tmp_path / "a.parquet", ROWS * 5)
+@pytest.mark.parametrize("kind", ["bytes", "wordpiece", "bpe"])
+def test_the_same_input_gives_the_same_bytes(tmp_path, monkeypatch, kind):
+    file, tokenizer = parquet(tmp_path / "a.parquet", ROWS * 5), "bytes"
+    if kind != "bytes":
+        tokenizer = learnt(kind, [text for _, text in ROWS], 400, tmp_path / "learnt.json")
     build(file, tmp_path / "one", tokenizer=tokenizer)
     cut_finely(monkeypatch)
     build(file, tmp_path / "two", tokenizer=tokenizer)
@@ -467,12 +455,6 @@ def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path, ids, message):
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_token_ids_teach_no_tokenizer(tmp_path):
-    file = write_bad(tmp_path / "x.parquet", {"user_id": ["a"], "text": pa.array([[1]])})
-    with pytest.raises(DataError, match="expected a text column to learn from"):
-        build(file, tmp_path / "out", tokenizer="wordpiece:400", **ALL_IN_TRAIN)
-
-
 def test_rows_without_a_user_may_be_dropped(tmp_path):
     file = write_bad(tmp_path / "x.parquet", HOLES)
     data = build(file, tmp_path / "out", unowned="drop", **ALL_IN_TRAIN)
@@ -534,7 +516,7 @@ def test_a_huge_document_is_cut_or_split(tmp_path):
     """Its pieces are tokenised one after another; 2 MB here, 100 MB among the slow tests."""
     words = "some words that are repeated " * 60_000
     tokenizer = tmp_path / "tokenizer.json"
-    Tokenizer.train_wordpiece(lambda: [words[:1_000]] * 9, 300).save(tokenizer)
+    learnt("wordpiece", [words[:1_000]] * 9, 300, tokenizer)
     for name in ("a.jsonl", "a.csv", "a.parquet"):
         rows = [("a", "first"), ("b", words), ("a", "last")]
         write = {"a.jsonl": jsonl, "a.csv": csv_file, "a.parquet": parquet}[name]
@@ -621,10 +603,11 @@ def interrupt(stage):
     return say
 
 
-@pytest.mark.parametrize("stage", ["training", "tokenised", "sorted"])
+@pytest.mark.parametrize("stage", ["tokenised", "sorted"])
 def test_an_interrupted_build_goes_on_where_it_was(tmp_path, monkeypatch, stage):
     cut_finely(monkeypatch)
-    options = {"tokenizer": "wordpiece:400"}
+    texts = [text for _, text in ROWS]
+    options = {"tokenizer": learnt("wordpiece", texts, 400, tmp_path / "learnt.json")}
     file = parquet(tmp_path / "a.parquet", ROWS * 5)
     build(file, tmp_path / "whole", **options)
     out = tmp_path / "out"
@@ -632,20 +615,24 @@ def test_an_interrupted_build_goes_on_where_it_was(tmp_path, monkeypatch, stage)
         build(file, out, progress=interrupt(stage), **options)
     assert not out.exists()
     lines = []
-    if stage != "training":  # what is finished is not done again
-        monkeypatch.setattr(Tokenizer, "encode", None)
-        monkeypatch.setattr(Tokenizer, "train_wordpiece", None)
+    monkeypatch.setattr(Tokenizer, "encode", None)  # what is finished is not done again
     build(file, out, progress=lines.append, **options)
     assert "going on with the build that was interrupted" in lines
     assert digests(out) == digests(tmp_path / "whole")
-    assert {path.name for path in tmp_path.iterdir()} == {"a.parquet", "out", "whole"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "a.parquet",
+        "learnt.json",
+        "out",
+        "whole",
+    }
 
 
 def test_a_build_in_the_place_of_another_has_nothing_of_it(tmp_path):
-    """In one process: an erased user is gone, and so is the tokenizer of their texts."""
-    options = {"tokenizer": "wordpiece:300", "eval_users": 0, "eval_examples": False}
+    """In one process: an erased user is gone, and so is the tokenizer."""
+    options = {"tokenizer": tmp_path / "t.json", "eval_users": 0, "eval_examples": False}
     for number, rows in enumerate([ROWS * 3, [("new", "other words than before")] * 5]):
         file = parquet(tmp_path / f"{number}.parquet", rows)
+        learnt("wordpiece", [text for _, text in rows], 300, tmp_path / "t.json")
         build(file, tmp_path / "out", num_workers=1, **options)
         found = digests(tmp_path / "out")
         shutil.rmtree(tmp_path / "out")

@@ -347,7 +347,6 @@ def test_chats_of_several_owners_are_not_dropped_by_what_they_say(tmp_path, mode
         ({"completion_column": "c"}, "prompt_column=None: expected it beside c"),
         ({"train_on": "me"}, "train_on=me: expected one of all, completion"),
         ({"messages_column": "turns"}, "messages_column=turns: no such column, .*messages"),
-        ({"tokenizer": "bpe:400"}, "tokenizer=bpe:400: expected one of a model"),
         ({"tokenizer": "bytes"}, "chat_template=None: expected a chat template among the files"),
         ({"chat_template": "nowhere"}, "chat_template=nowhere: expected a Jinja file"),
         ({"template_date": "today"}, "template_date=today: expected a day"),

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from learnt import learnt
 from test_build import texts_of
 
 from fedsim.data.building import text_files
@@ -93,7 +94,9 @@ def test_files_of_other_programs_are_refused_with_what_to_do(name, remedy, tmp_p
 
 def test_a_tokenizer_that_changes_letters_is_named(tmp_path):
     (tmp_path / "x.csv").write_text("user_id,text\n" + "".join(f"u{i},Ann\n" for i in range(9)))
-    for tokenizer, lost in (("wordpiece:300", True), ("bpe:300", False), ("bytes", False)):
+    kinds = ("wordpiece", True), ("bpe", False)
+    files = [(learnt(k, ["Ann"], 300, tmp_path / f"{k}.json"), lost) for k, lost in kinds]
+    for tokenizer, lost in (*files, ("bytes", False)):
         said = []
         built(tmp_path / "x.csv", tmp_path, tokenizer=tokenizer, progress=said.append)
         shutil.rmtree(tmp_path / "out")

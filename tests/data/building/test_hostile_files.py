@@ -160,7 +160,6 @@ class Maker:
             "delimiter": self.one(";", "\t", "x", "\x1f"),
             "quoting": self.one("none", "minimal"),
             "long_texts": "split",
-            "tokenizer": self.one("wordpiece:300", "bpe:300"),
         }
         names = [name for name in every if self.draw.random() < 0.12]
         found = {name: every[name] for name in names}
