@@ -15,14 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedsim.config import EngineConfig, Sampling
-from fedsim.data import (
-    ASSISTANT,
-    USER,
-    ChatTokenizer,
-    Message,
-    Tokenizer,
-    template_in,
-)
+from fedsim.data import ASSISTANT, USER, ChatTokenizer, Message, Tokenizer, template_in
 from fedsim.engine import expect_usable_jax, on_workers, remember_programs
 from fedsim.errors import BadChat, ConfigError, brief, expect
 from fedsim.files import expand_home, make_place, write_json, write_pieces, write_with

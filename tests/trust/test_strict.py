@@ -289,7 +289,7 @@ def hides_a_footnote(*args, **options):
     "name, planted, flags, says",
     [
         ("complete", hides_a_footnote, {"chosen_on_data": "clip_norm"}, "chosen_on_data=clip_norm"),
-        ("complete", hides_a_footnote, {"tokenizer": "learnt.json"}, "learnt.json: expected nothing"),
+        ("complete", hides_a_footnote, {"tokenizer": "learnt.json"}, "learnt.json"),
         ("with_group_size", lambda _, privacy, __: dataclasses.replace(privacy, group_size=3), {},
          "group_size=3, which is neither private nor a default"),
     ],
