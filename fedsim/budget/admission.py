@@ -101,6 +101,13 @@ class Applicant:
         writes = made.is_dir() and os.access(made, os.W_OK | os.X_OK)
         expect("budget_ledger", self.place, writes, f"a place to write to; {ELSEWHERE}")
 
+    def told_alike(self) -> str:
+        """A warning if its users look like users of counted runs under other ids; else empty."""
+        if not self.place.exists():
+            return ""
+        with look(self.place) as ledger:
+            return ledger.told_alike(self.ids)
+
     def expect_room(self, entry: Entry) -> None:
         """Raise ConfigError if this run would exceed a limit."""
         if self.limit is None and not self.place.exists():
@@ -246,8 +253,7 @@ def count_at_once(applicant: Applicant, entry: Entry) -> None:
     """
     with hold(applicant.place) as ledger:
         applicant.expect_room_in(ledger, entry)
-        users = ledger.save_users(ledger.users(applicant.ids))
-        ledger.begin(dataclasses.replace(entry, users=users))
+        ledger.begin(dataclasses.replace(entry, **ledger.save_people(applicant.ids)))
         ledger.end(entry.run, entry.planned, RELEASED)
 
 
@@ -279,8 +285,8 @@ def admitted(applicant: Applicant, entry: Entry, seen: Seen | None = None) -> It
                 # A crash may have come between a line of the run's ledger and its mark.
                 reached(len(progress.chains) - 1, progress.chains[-1])
                 stack.enter_context(run_ledger.witness(applicant.run_dir, reached))
-            users = ledger.save_users(ledger.users(applicant.ids))
-            ledger.begin(dataclasses.replace(entry, users=users, marked=promises))
+            people = ledger.save_people(applicant.ids)
+            ledger.begin(dataclasses.replace(entry, **people, marked=promises))
             line, chain = ledger.num_lines, ledger.chain
             Receipt(applicant.run_dir, str(applicant.place), line, chain).write()
         finished = False

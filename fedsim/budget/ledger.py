@@ -4,7 +4,8 @@
                    (with what it released); lines never change, so a deleted run stays counted
     last.json      number and chain of the last line, so that removed lines show
     users/         for each set of users, 64 bits of a keyed hash of each id: enough to see which
-                   data sets overlap, and without the key nobody can try ids
+                   data sets overlap, and without the key nobody can try ids; and another such set
+                   of what ids that look alike have in common
     steps/         marks: for each run that has not ended, a line per step with the number of steps,
                    the chain of the run's ledger after it, and a keyed digest of both
     secret.json    the key of chain, fingerprints and marks
@@ -38,9 +39,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from fedsim.accounting import Event, of_words, to_words
 from fedsim.config import ADD_OR_REMOVE
+from fedsim.data import user_ids
 from fedsim.errors import ConfigError, FileDamaged
 from fedsim.files import (
     LEDGER,
@@ -61,6 +64,13 @@ FILE, LAST, LOCK = "budget.jsonl", "last.json", "lock"
 USERS, STEPS = "users", "steps"
 SHARED = 0o660
 OPENED, CLOSED, LIMIT = "opened", "closed", "limit"
+IDS, LOOKS = "users", "looks of users"
+"""Purposes of fingerprints: of ids, and of what ids that look alike have in common."""
+ALIKE = (
+    "{:,} of these users look like users of counted runs ({:,}) that have other ids there, such as "
+    "Ann and ann. If they are the same people, what they paid there is missing here, and no limit "
+    "sees it: build the data with the ids of those runs"
+)
 ELSEWHERE = f"--budget-ledger or {LEDGER} names another one"
 
 Released = list[tuple[Event, int]] | None
@@ -96,6 +106,9 @@ class Entry:
     """True if the ledger keeps marks of its steps until it ends."""
     adjacency: str = ""
     """Of its guarantee; empty if it has none of its own, and for runs of earlier versions."""
+    looks: str = ""
+    """Name of the file with fingerprints of what its users look like; empty for runs of earlier
+    versions."""
 
     def number_again(self, number: int) -> int:
         """Its number when it goes on at the line `number`: the first one, unless it had ended
@@ -202,6 +215,23 @@ class BudgetLedger:
             write_atomically(path, content.getvalue(), mode=self._mode)
         return name
 
+    def save_people(self, ids: Sequence[str]) -> dict[str, str]:
+        """Keep fingerprints of users' ids and of their looks; returns fields of `Entry`."""
+        looks = np.unique(_hashes(_looks(ids), self.key, LOOKS))
+        return {"users": self.save_users(self.users(ids)), "looks": self.save_users(looks)}
+
+    def told_alike(self, ids: Sequence[str]) -> str:
+        """A warning if users look like users of counted runs that have other ids; else empty."""
+        users, looks = _hashes(ids, self.key, IDS), _hashes(_looks(ids), self.key, LOOKS)
+        alike, runs = np.zeros(len(users), bool), 0
+        for entry in self.entries.values():
+            if not entry.looks or (entry.outcome and entry.released == []):
+                continue
+            known = np.isin(users, self.users_of(entry.users))
+            found = np.isin(looks, self.users_of(entry.looks)) & ~known
+            alike, runs = alike | found, runs + bool(found.any())
+        return ALIKE.format(int(alike.sum()), runs) if runs else ""
+
     def _make(self, name: str) -> None:
         place = self.directory / name
         if not place.exists():
@@ -235,7 +265,7 @@ class BudgetLedger:
     def begin(self, entry: Entry) -> None:
         """Count a new or resumed run with all that it plans; durable when this returns."""
         planned = None if entry.planned is None else to_words(entry.planned)
-        names = ("run", "kind", "place", "users", "label", "marked", "adjacency")
+        names = ("run", "kind", "place", "users", "looks", "label", "marked", "adjacency")
         fields = {name: getattr(entry, name) for name in names}
         self._append({"what": OPENED, **fields, "slack": [*entry.slack], "planned": planned})
 
@@ -373,6 +403,7 @@ class BudgetLedger:
                 released=before.released if before else [],
                 marked=bool(line.get("marked")),  # missing in ledgers of earlier versions
                 adjacency=str(line.get("adjacency", "")),
+                looks=str(line.get("looks", "")),
                 began=before.began if before else line["time"],
             )
 
@@ -423,12 +454,23 @@ def is_in(directory: Path) -> bool:
 
 def fingerprints(ids: Iterable[str], key: SecretKey) -> np.ndarray:
     """Keyed hashes of ids, uint64 [users], ascending and without repeats."""
-    secret = bytes.fromhex(key.seal("users"))
+    return np.unique(_hashes(ids, key, IDS))
+
+
+def _hashes(texts: Iterable[str], key: SecretKey, purpose: str) -> np.ndarray:
+    """Keyed hashes, uint64; those of one purpose say nothing about those of another."""
+    secret = bytes.fromhex(key.seal(purpose))
     digests = b"".join(
         hashlib.blake2b(each.encode("utf-8", "surrogatepass"), digest_size=8, key=secret).digest()
-        for each in ids
+        for each in texts
     )
-    return np.unique(np.frombuffer(digests, np.uint64))
+    return np.frombuffer(digests, np.uint64)
+
+
+def _looks(ids: Sequence[str]) -> list[str]:
+    """For each id what ids that look alike have in common."""
+    readable = [each.encode("utf-8", "replace").decode() for each in ids]
+    return user_ids.look_alike_keys(pa.array(readable, pa.string())).to_pylist()
 
 
 def _digest(users: np.ndarray) -> str:

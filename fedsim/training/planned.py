@@ -293,6 +293,8 @@ def _warn(opened: OpenRun, plan: Plan, applicant: Applicant | None) -> None:
         warnings.append("no users are held out, so there will be no held-out loss")
     if applicant and not plan.guarantee:
         warnings.append(NOTHING_PROMISED.format(why_not(plan.label), applicant.place))
+    if applicant and (alike := applicant.told_alike()):
+        warnings.append(alike)
     for warning in warnings:
         opened.console.warn(warning)
     if cut := opened.data.cut_off():

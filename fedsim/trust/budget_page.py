@@ -60,6 +60,7 @@ def budget(
             ledger.limit(Limit(limit_epsilon, delta, limited))
             accounts = books(ledger, ids)
         result = {"ledger": str(place)} | _found(ledger, accounts, users, delta)
+        result["alike"] = "" if ids is None else ledger.told_alike(ids)
     if out is not None:
         result |= write(out, NAME, "budget.md.jinja", **compose(result))
     return result
@@ -212,6 +213,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
                 f"{_shown(result['epsilon_adaptive'])}, for a limit that was fixed before the "
                 "first run."
             )
+    lines += [f"Warning: {result['alike']}."] if result["alike"] else []
     lines += _of_several(result)
     for limit in result["limits"]:
         at = f"The limit is {limit['epsilon']:g} at delta = {at_most(limit['delta'], '.2e')}"

@@ -1,6 +1,7 @@
 """The ledger of the data: nothing that was written is lost, changed or forged without a word."""
 
 import errno
+import hashlib
 import os
 
 import numpy as np
@@ -12,6 +13,7 @@ from fedsim.budget.ledger import FILE, LAST, LOCK, USERS, BudgetLedger, Entry, L
 from fedsim.errors import FileDamaged
 from fedsim.keys import FILE as KEY, SecretKey
 from fedsim.run.ledger import LINK, LedgerError, link
+from fedsim.trust import budget, sentences
 
 PHASES = [(StepEvent(2.0, 0.1), 10)]
 LESS = [(StepEvent(2.0, 0.1), 3)]
@@ -182,3 +184,49 @@ def test_a_disk_that_is_full_at_the_first_lines_does_not_spoil_the_ledger(tmp_pa
     (place / LAST).unlink()
     with pytest.raises(FileDamaged, match="last.json: expected the last line"), hold(place):
         pass
+
+
+OTHER_IDS = {
+    "capitals": "ANNABEL",
+    "a zero-width mark": "anna\u200bbel",
+    "full width": "ａｎｎａｂｅｌ",
+    "white space": "anna bel",
+}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("form", OTHER_IDS)
+def test_users_who_look_like_those_of_a_counted_run_are_told(form, tmp_path):
+    with hold(tmp_path / "ledger") as ledger:
+        ledger.begin(entry("a", **ledger.save_people(["annabel", "ben"])))
+        assert ledger.told_alike(["annabel", "ben", "carl"]) == ""
+        told = ledger.told_alike([OTHER_IDS[form], "ben", "carl"])
+        assert told.startswith("1 of these users look like users of counted runs (1)")
+        assert ledger.told_alike([hashlib.sha256(b"annabel").hexdigest()]) == ""  # as is documented
+        ledger.begin(entry("b", **ledger.save_people([OTHER_IDS[form]])))
+        told = ledger.told_alike(["annabel", OTHER_IDS[form]])
+        assert told.startswith("2 of these users look like users of counted runs (2)")
+    found = budget(tmp_path / "ledger", [OTHER_IDS[form]], delta=1e-6)
+    assert any(line.startswith("Warning: 1 of these users look") for line in sentences(found))
+    assert budget(tmp_path / "ledger", None, delta=1e-6)["alike"] == ""
+
+
+@pytest.mark.privacy
+def test_a_run_of_an_earlier_version_or_without_a_release_looks_like_nobody(place):
+    with hold(place) as ledger:
+        assert ledger.entries["a"].looks == "" and ledger.told_alike(["Annabel"]) == ""
+        ledger.begin(entry("c", **ledger.save_people(["dora"])))
+        assert ledger.told_alike(["Dora"])
+        ledger.end("c", [], "stopped")
+        assert ledger.told_alike(["Dora"]) == ""
+
+
+@pytest.mark.privacy
+def test_looks_are_keyed_and_say_nothing_of_ids(tmp_path):
+    """`ann` looks like itself: without another key its fingerprint would be in both files."""
+    with hold(tmp_path / "ledger") as ledger:
+        found = ledger.save_people(["ann", "ben\ud800"])
+        ids, looks = (set(ledger.users_of(name).tolist()) for name in found.values())
+        assert len(ids) == len(looks) == 2 and not ids & looks
+    with hold(tmp_path / "other") as ledger:
+        assert ledger.save_people(["ann", "ben\ud800"]) != found

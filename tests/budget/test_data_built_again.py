@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from refused import refuses
+from test_verify import command, write_texts
 
 from fedsim import accounting
 from fedsim.accounting import PureEvent, StepEvent, allocated_event, cyclic_event
@@ -167,3 +169,21 @@ def test_the_command_and_its_page_show_several_people(tmp_path, place, capsys):
     assert "only if no run was chosen by looking at the releases of others" in page
     assert "losses of held-out users that were computed without noise" in page
     assert "| 20 |" in page and "| 25 |" in page
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_the_same_people_in_capitals_are_told_before_a_training(tmp_path, capsys):
+    texts = write_texts(tmp_path / "texts.parquet")
+    shown = {"num-steps": 2, "budget-ledger": tmp_path / "ledger"}
+    main(command(texts, tmp_path / "runs" / "one", **shown))
+    table = pq.read_table(texts)
+    ids = pa.array([each.upper() for each in table["user_id"].to_pylist()])
+    other = tmp_path / "other.parquet"
+    pq.write_table(table.set_column(0, "user_id", ids), other)
+    assert "look like users" not in capsys.readouterr().err
+    main(command(other, tmp_path / "runs" / "two", **shown))
+    said = capsys.readouterr().err
+    assert re.search(r"warning: \d+ of these users look like users of counted runs \(1\)", said), (
+        said
+    )
