@@ -165,26 +165,27 @@ class Texts:
         Raises: ConfigError: a prompt is too long, or the model takes no such messages.
         """
         assert model.tokenizer is not None
-        self._asked, self._config = asked, model.config
-        self._tokenizer = Tokenizer.load(model.tokenizer)
+        self._config, self._tokenizer = model.config, Tokenizer.load(model.tokenizer)
         template = template_in(model.files, self._tokenizer) if chats else None
         chat, longest = ChatTokenizer(self._tokenizer, template), model.config.table
         self.is_chat, self._ends = template is not None, self._tokenizer.end_ids
+        self._asked: list[Asked] = []
         self.prompts: list[Prompt] = []
         for each in asked:
-            if not self.is_chat:
+            if self.is_chat:
+                each = [Message(USER, each)] if isinstance(each, str) else each
+                try:
+                    ids = chat.encode_prompt(each).tolist()
+                    end = None if self.prompts else chat.end_of_turn()
+                except BadChat as error:
+                    wanted = f"a chat that the template takes ({error})"
+                    raise ConfigError.of(field, brief(each[-1].content, 40), wanted) from None
+                self._ends = self._ends | ({end} if end is not None else set())
+            else:
                 there = "prompts without messages, for a model without a chat template"
                 expect(field, "messages", isinstance(each, str), there)
                 ids = [self._tokenizer.begin_id, *self._tokenizer.encode_batch([str(each)])[0]]
-            else:
-                try:
-                    ids = chat.encode_prompt(_messages(each)).tolist()
-                    end = None if self.prompts else chat.end_of_turn()
-                except BadChat as error:
-                    said = brief(_messages(each)[-1].content, 40)
-                    wanted = f"a chat that the template takes ({error})"
-                    raise ConfigError.of(field, said, wanted) from None
-                self._ends = self._ends | ({end} if end is not None else set())
+            self._asked.append(each)
             expect(field, f"{len(ids)} tokens", len(ids) < longest, f"fewer than {longest} tokens")
             self.prompts.append(Prompt(ids, min(num_tokens, longest - len(ids))))
 
@@ -203,14 +204,10 @@ class Texts:
     def row(self, i: int, ids: Sequence[int]) -> dict[str, Any]:
         """The row of a text after prompt i in a data set."""
         text, asked = self.text(i, ids)[0], self._asked[i]
-        if not self.is_chat:
+        if isinstance(asked, str):
             return {"prompt": asked, "completion": text} if asked else {"text": text}
-        turns = [*_messages(asked), Message(ASSISTANT, text)]
+        turns = [*asked, Message(ASSISTANT, text)]
         return {"messages": [{"role": each.role, "content": each.content} for each in turns]}
-
-
-def _messages(asked: Asked) -> list[Message]:
-    return [Message(USER, asked)] if isinstance(asked, str) else asked
 
 
 def read_prompts(file: Path) -> list[Asked]:
@@ -236,7 +233,7 @@ def _asked(line: str) -> Asked:
     """The prompt in a line of JSON. Raises: ValueError, RecursionError, TypeError, KeyError."""
     record = json.loads(line)
     json.dumps(record, ensure_ascii=False).encode()  # refuses halves of characters
-    if "prompt" in record and isinstance(record["prompt"], str):
+    if "prompt" in record and isinstance(record["prompt"], str) and record["prompt"]:
         return record["prompt"]
     messages = [Message(each["role"], each["content"]) for each in record["messages"]]
     texts = all(isinstance(part, str) for each in messages for part in each[:2])

@@ -312,6 +312,7 @@ def test_mistakes_about_sets_are_one_line(directory, place, tmp_path, capsys):
         ("x" * 500, "long.txt", "prompts=501 tokens: expected fewer than 64 tokens"),
         ("{}", "none.jsonl", "an object with a prompt, or with messages"),
         ('{"prompt": "a"}\n[1]', "list.jsonl", "the user's, in line 2"),
+        ('{"prompt": ""}', "empty.jsonl", "an object with a prompt"),
         (messages.replace("user", "assistant"), "a.jsonl", "the last one is the user's"),
         (messages, "c.jsonl", "prompts without messages, for a model without a chat template"),
         ('{"prompt": "\\ud800"}', "half.jsonl", "an object with a prompt"),

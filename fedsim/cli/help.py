@@ -118,11 +118,11 @@ def sentence(kind: Any) -> str:
 
 
 COMMON = frozenset(
-    "--at-once --batch-size --clip-norm --config --delimiter --delta --dry-run --encoding "
+    "--batch-size --clip-norm --config --delimiter --delta --dry-run --encoding "
     "--engine --epsilon --gradient-canaries --group-size --json --lora-rank --max-length "
-    "--messages-column --model --no-eval-examples --noise-multiplier --num-workers "
-    "--owners --resume --run-dir --sampling-prob --seed --set --text-column --tokenizer "
-    "--unowned --user-column".split()
+    "--messages-column --model --no-eval-examples --noise-multiplier --num-texts --num-tokens "
+    "--num-workers --out --owners --prompt --prompts --resume --run-dir --sampling-prob --seed "
+    "--set --text-column --tokenizer --unowned --user-column".split()
 )
 """Flags that `--help` shows for a command with many flags."""
 FEW = 14  # a command with at most so many flags shows all of them

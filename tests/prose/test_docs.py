@@ -47,7 +47,7 @@ NOT_RUN |= {"export", "ray"}
 QUICK = ("account", "calibrate")
 OTHERS_FLAGS = set(
     "--help --help-all --dist --scale --dry-run --quick --shm-size --pids-limit --version --logdir "
-    "--force-reinstall --no-deps".split()
+    "--force-reinstall --no-deps --private".split()
 )
 
 
