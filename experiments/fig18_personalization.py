@@ -23,11 +23,11 @@ from matplotlib.figure import Figure
 from experiments.harness import common, finetuning, heuristics
 from experiments.harness.finetuning import STACK_OVERFLOW, Comparison
 from experiments.harness.outcomes import side_by_side
+from experiments.harness.personalization import Personalization, personalize_run
 from experiments.harness.rows import by, middle, rates_inside
 from experiments.harness.verdicts import GAIN_SHARE, NOT_SHOWN, ahead, alike, both, no_worse
-from fedsim.config import Personalization, changed_run
+from fedsim.config import changed_run
 from fedsim.run import Console, directory
-from fedsim.training import personalize_run
 
 SMALLER_RATES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 """Of the users' own steps; of an earlier grid from 0.01 to 0.3 the smallest was the best."""

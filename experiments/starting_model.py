@@ -4,7 +4,7 @@ Section 5's order of things on one machine. Public text (Debian's package descri
 articles) is screened against the users' text as C4 was, a WordPiece is learnt from it, a small
 model is pre-trained on it, and the users' text is brought into the model's tokens. All of it is in
 shared/data; every figure that trains at `small` starts here. At `paper` all of this is made by
-`python -m experiments.data` and `fedsim pretrain` (README.md has the commands).
+`python -m experiments.data` and `experiments.pretraining` (README.md has the commands).
 
     python -m experiments.starting_model    (15 minutes on two cores, half of it the screening)
 """
@@ -18,17 +18,17 @@ import pyarrow.parquet as pq
 
 from experiments.data import Screen, prepare
 from experiments.harness import common
+from experiments.pretraining import Settings, pretrain
 from fedsim import files
-from fedsim.config import PretrainConfig, run_config
+from fedsim.config import run_config
 from fedsim.run import Console
-from fedsim.training import pretrain
 
 PUBLIC = ("debian_desc", "allsides_news")
 SCREENED = ("scotus", "reddit_links")  # files with users' text
 USERS = ("scotus", "reddit_links, 8 or more")  # data sets of it
 VOCABULARY, MAX_LENGTH = 2_000, 64
 MODEL = "tiny"
-STEPS = PretrainConfig(num_steps=2_000, batch_size=64, rows_per_pass=16, warmup_steps=100)
+STEPS = Settings(num_steps=2_000, batch_size=64, rows_per_pass=16, warmup_steps=100)
 LEARNING_RATE = 0.03
 
 
@@ -74,22 +74,19 @@ def users(name: str) -> Path:
 
 
 def model(size: str = MODEL) -> Path:
-    """The pre-trained model of a size: the directory of its run."""
-    path = directory() / ("model" if size == MODEL else f"model-{size}")
-    summary = path / "summary.json"
-    if not summary.exists() or json.loads(summary.read_text())["steps_done"] < STEPS.num_steps:
-        run = run_config(
-            data=str(public()),
-            run_dir=path,
-            model=size,
-            optimizer="adafactor",
-            learning_rate=LEARNING_RATE,
-            seed=0,
-            resume=True,
-            checkpoint_every=100,
-            log_every=100,
-        )
-        pretrain(STEPS, run, Console(log_every=100))
+    """The pre-trained model of a size: its directory."""
+    path = directory() / f"pretrained-{size}"
+    run = run_config(
+        data=str(public()),
+        run_dir=path,
+        model=size,
+        optimizer="adafactor",
+        learning_rate=LEARNING_RATE,
+        seed=0,
+        checkpoint_every=100,
+    )
+    if not pretrain(STEPS, run, Console(log_every=100)):
+        raise KeyboardInterrupt
     return path
 
 

@@ -46,8 +46,9 @@ from experiments.harness.rows import (
     powers_to_try,
 )
 from experiments.harness.verdicts import ahead, cell_error, mean_error, no_worse
+from experiments.pretraining import Settings as Pretraining, pretrain
 from fedsim import files
-from fedsim.config import ADD_OR_REMOVE, PretrainConfig, PrivacyConfig, run_config
+from fedsim.config import ADD_OR_REMOVE, PrivacyConfig, run_config
 from fedsim.data import Dataset, build
 from fedsim.errors import DataError
 from fedsim.run import Console
@@ -152,8 +153,6 @@ def data_of(settings: Settings, directory: Path) -> tuple[Dataset, Dataset]:
 
 def make_start(settings: Settings, directory: Path) -> None:
     """Make what is missing of the data and of the run that fine-tuning starts from."""
-    from fedsim.training import pretrain
-
     public, _ = data_of(settings, directory)
     run = run_config(
         data=str(public.path),
@@ -162,15 +161,12 @@ def make_start(settings: Settings, directory: Path) -> None:
         optimizer="adafactor",
         learning_rate=settings.pretrain_rate,
         engine="local",
-        strategy="scan:4",  # a timer's choice would be part of the bits
         seed=0,
-        resume=True,
         eval_examples=settings.eval_examples,
     )
-    summary = run.run_dir / "summary.json"
-    if not summary.exists() or files.read_json(summary)["steps_done"] < settings.pretrain_steps:
-        steps = PretrainConfig(settings.pretrain_steps, settings.batch_size, 8)
-        pretrain(steps, run, Console(log_every=10))
+    steps = Pretraining(settings.pretrain_steps, settings.batch_size, 8)
+    if not pretrain(steps, run, Console(log_every=10)):
+        raise KeyboardInterrupt
 
 
 @functools.lru_cache(maxsize=1)

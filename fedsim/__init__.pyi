@@ -14,7 +14,6 @@ from .library import (
     TrainSettings as TrainSettings,
     audit as audit,
     load as load,
-    pretrain as pretrain,
     recommend as recommend,
     train as train,
 )

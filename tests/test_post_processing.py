@@ -155,10 +155,3 @@ def test_texts_of_those_who_are_protected_end_no_run(run_dir, monkeypatch):
     monkeypatch.setattr("fedsim.training.trainer.begin_evaluate", lambda *_: lambda: found)
     main(["train", "uls", "--data", "pydocs", "--run-dir", str(run_dir), *FLAGS])
     assert json.loads((run_dir / "summary.json").read_text())["steps_done"] == 12
-
-
-def test_pretraining_has_a_schedule_of_its_own(tmp_path, capsys):
-    args = ["pretrain", "--data", "pydocs", "--run-dir", str(tmp_path / "run"), "--num-steps", "1"]
-    with pytest.raises(SystemExit):
-        main([*args, "--schedule", "linear"])
-    assert "schedule=linear: expected constant: pre-training has" in capsys.readouterr().err

@@ -28,9 +28,7 @@ SHORT = (
 ACCOUNT = "--num-steps 100 --sampling-prob 0.01 --delta 1e-6".split()
 COMMANDS = {
     "train": ["train", "uls", "--data", "texts.parquet", "--run-dir", "new", *SHORT],
-    "pretrain": "pretrain --data texts.parquet --num-steps 4 --run-dir new --engine local".split(),
     "evaluate": ["evaluate", "run"],
-    "personalize": ["personalize", "run"],
     "generate": ["generate", "run"],
     "export": "export run --out exported".split(),
     "audit": ["audit", "uls", "--data", "texts.parquet", "--run-dir", "new", *SHORT],

@@ -3,7 +3,7 @@
 Runs are kept in one place under the user's cache by their settings, so an experiment that is run
 again, or that shares runs with another, computes only what is new (outcomes.py). `small` and
 `long`, which has ten times the steps and fewer cells, start from the model that starting_model.py
-makes, `medium` from SmolLM2, `paper` from a run of `fedsim pretrain`; `--model` names another one.
+makes, `medium` from SmolLM2, `paper` from a model of pretraining.py; `--model` names another one.
 `--data` takes one's own data set, which `fedsim data build` built, in the place of the
 experiment's: nothing is assumed of it, and the model is fresh where none is named.
 """

@@ -86,7 +86,7 @@ class Entry:
     run: str
     """Identifier: the seal of the run's key, which the run's own ledger also has."""
     kind: str
-    """The command: train, audit, pretrain, ..."""
+    """The command: train, audit, ..."""
     place: str
     """The run's directory when it was counted."""
     users: str

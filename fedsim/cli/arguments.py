@@ -15,11 +15,8 @@ from fedsim.cli.config_file import flags_in
 from fedsim.cli.help import commands, flags, leaves, named, page
 from fedsim.config import (
     RENAMED,
-    PretrainConfig,
-    PrivacyConfig,
     RunConfig,
     meant,
-    renamed,
 )
 from fedsim.errors import ConfigError, expect, printable
 from fedsim.files import expand_home
@@ -174,11 +171,9 @@ def _with_file(args: list[str]) -> list[str]:
     """The arguments, with the flags of the file that --config names before all other flags."""
     after = itertools.pairwise([*args, ""])
     named = [b if a == "--config" else a[9:] for a, b in after if re.match("--config(=|$)", a)]
-    parts = {"train": PrivacyConfig, "pretrain": PretrainConfig}
-    if not named or not args or args[0] not in parts:
+    if not named or args[:1] != ["train"]:
         return args
     path = Path(expand_home("config", named[-1]))
-    rename = renamed if args[0] == "train" else dict
     # After the algorithm, which a flag with several values would take for one of them.
     at = next(i for i, word in enumerate(args) if word.startswith("--"))
-    return args[:at] + flags_in(path, (parts[args[0]], RunConfig), rename) + args[at:]
+    return args[:at] + flags_in(path) + args[at:]

@@ -7,34 +7,30 @@ true or false; for YAML, on, yes and the country code no are the same.
 
 import tomllib
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedsim.config import types_of
+from fedsim.config import PrivacyConfig, RunConfig, renamed, types_of
 from fedsim.errors import ConfigError, expect
 
 YAML = (".yaml", ".yml")
 NOTHING = "tag:yaml.org,2002:null"
 
 
-def flags_in(path: Path, kinds: tuple[type, ...], rename: Callable[[dict], dict]) -> list[str]:
-    """The flags that a file gives, as words of a command line.
-
-    Args:
-      kinds: the config classes that have the settings.
-      rename: gives settings their present names.
+def flags_in(path: Path) -> list[str]:
+    """The flags of `fedsim train` that a file gives, as words of a command line.
 
     Raises:
       ConfigError: it cannot be read, or has another setting or value.
     """
     kind, read = ("YAML", _of_yaml) if path.suffix in YAML else ("TOML", tomllib.loads)
     try:
-        found = rename(read(path.read_text()))
+        found = renamed(read(path.read_text()))
     except (OSError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError.of("config", path, f"a {kind} file ({reason})") from None
-    types = {name: type_ for each in kinds for name, type_ in types_of(each).items()}
+    types = types_of(PrivacyConfig) | types_of(RunConfig)
     words: list[str] = []
     for name, value in found.items():
         expect("config", path, name in types, f"names of flags, found {name}")

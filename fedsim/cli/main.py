@@ -24,8 +24,6 @@ from fedsim.cli.models import (
     Evaluate,
     Export,
     Generate,
-    Personalize,
-    Pretrain,
     Train,
 )
 from fedsim.cli.trust import Audit, Budget, Publish, Report, Verify
@@ -42,8 +40,6 @@ UNFINISHED = 75  # EX_TEMPFAIL: a signal stopped the run; the same command with 
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
-    | Annotated[Personalize, tyro.conf.subcommand("personalize")]
-    | Annotated[Pretrain, tyro.conf.subcommand("pretrain")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Audit, tyro.conf.subcommand("audit")]
@@ -112,7 +108,7 @@ def _answer(command: Any, result: dict[str, Any]) -> None:
     try:
         print(json.dumps(_in_json(result), allow_nan=False), flush=True)
     except OSError:
-        if not isinstance(command, Train | Pretrain):
+        if not isinstance(command, Train):
             raise
         _drop(1)
 
@@ -173,7 +169,7 @@ def _run(words: list[str]) -> None:
     if result.get("holds") is False:
         sys.exit(1)
     stopped = "steps_done" in result and result["steps_done"] < result["num_steps"]
-    if stopped and isinstance(command, Train | Pretrain):  # which --resume continues
+    if stopped and isinstance(command, Train):  # which --resume continues
         sys.exit(UNFINISHED)
     if result.get("interrupted"):
         sys.exit(UNFINISHED)
@@ -182,7 +178,7 @@ def _run(words: list[str]) -> None:
 def _interrupted(command: Any) -> tuple[str, int]:
     """(how a command that a signal ended can go on, its exit code)."""
     command = getattr(command, "command", command)
-    if isinstance(command, Train | Pretrain):  # before a step, or by two signals
+    if isinstance(command, Train):  # before a step, or by two signals
         return "interrupted; the same command with --resume goes on", UNFINISHED
     if isinstance(command, Select | DataBuild):
         return "interrupted; the same command goes on", UNFINISHED
@@ -194,7 +190,7 @@ def _next_step(error: Exception, command: Any) -> str:
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     path = f"{error.filename}: " if error.filename else ""
-    if error.errno in DISK_FULL and isinstance(command, Train | Pretrain):
+    if error.errno in DISK_FULL and isinstance(command, Train):
         then = f"; {command.run.run_dir} is safe up to its last checkpoint"
         then += ": free space, and go on with --resume"
     elif error.filename and (names := _variables_of(Path(error.filename))):

@@ -1,5 +1,5 @@
-"""Commands that make a model or use one: `fedsim train`, `evaluate`, `pretrain`, `personalize`,
-`generate`, `export`, `tokenizer`."""
+"""Commands that make a model or use one: `fedsim train`, `evaluate`, `generate`, `export`,
+`tokenizer`."""
 
 import dataclasses
 import sys
@@ -12,8 +12,6 @@ from fedsim.cli.arguments import Flat, ReadsModel, ReadsRun, ReadsSources
 from fedsim.config import (
     Algorithm,
     EngineConfig,
-    Personalization,
-    PretrainConfig,
     PrivacyConfig,
     RunConfig,
     Sampling,
@@ -115,79 +113,6 @@ class Evaluate(ReadsRun):
                     loss = loss_in_words(result[metric], result["loss_unit"])
                     print(wrapped(f"loss on {SPLIT_NAMES[split]}: {loss}"))
             print(f"of {result['checkpoint']}. No noise was added: do not publish this.")
-        return result
-
-
-@dataclasses.dataclass(frozen=True)
-class Pretrain(ReadsSources):
-    """Train on public text WITHOUT privacy, to make a model for `train --model`.
-
-    Users play no part. The learning rate rises to --learning-rate, then falls to zero along a
-    cosine.
-    """
-
-    pretrain: Flat[PretrainConfig]
-    run: Flat[RunConfig]
-
-    config: Path | None = None
-    """A TOML or YAML file with defaults for any of these flags (num_steps = 200; in YAML
-    num_steps: 200); flags override it."""
-
-    json: bool = False
-    """Print the content of summary.json on stdout."""
-
-    def __call__(self) -> dict[str, Any]:
-        from fedsim.engine import set_threads
-
-        set_threads(self.run.engine)
-        from fedsim.run import Console
-        from fedsim.training import pretrain
-
-        return pretrain(self.pretrain, self.run, Console(log_every=self.run.log_every))
-
-
-@dataclasses.dataclass(frozen=True)
-class Personalize(ReadsRun):
-    """Compare the loss on held-out users with and without personalization.
-
-    Personalization is SGD on half of a user's examples, from the run's last checkpoint; both losses
-    are of the other half. The losses have no noise: do not publish them."""
-
-    run_dir: tyro.conf.Positional[Path]
-    """The run's directory."""
-
-    how: Flat[Personalization]
-
-    split: Literal["eval_users", "test"] = "eval_users"
-    """Which texts. eval_users: those of held-out users. test: later examples (--test-from of
-    data build)."""
-
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-    def __call__(self) -> dict[str, Any]:
-        from fedsim.engine import set_threads
-        from fedsim.run import directory
-
-        stored = directory.load(self.run_dir)
-        run = computed_by(stored.run)
-        set_threads(run.engine)
-        from fedsim.run import Console
-        from fedsim.training import personalize_run
-
-        result = personalize_run(stored, run, Console(), split=self.split, settings=self.how)
-        del result["per_user"]  # losses of single persons
-        if not self.json:
-            from fedsim.run import loss_in_words
-
-            unit = result["loss_unit"]
-            print(
-                f"loss of {result['num_users']:,} users: {loss_in_words(result['loss'], unit)}",
-                f"personalized, learning rate {result['learning_rate']:g}: "
-                f"{loss_in_words(result['personalized_loss'], unit)}",
-                f"standard error of the gain: {result['gain_error']:.2g}",
-                sep="\n",
-            )
         return result
 
 

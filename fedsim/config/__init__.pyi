@@ -1,7 +1,5 @@
 from .commands import (
     AuditConfig as AuditConfig,
-    Personalization as Personalization,
-    PretrainConfig as PretrainConfig,
     Sampling as Sampling,
 )
 from .flags import (

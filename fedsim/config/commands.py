@@ -1,4 +1,4 @@
-"""Settings of audits, pre-training, personalization and generation."""
+"""Settings of audits and generation."""
 
 import dataclasses
 import math
@@ -35,31 +35,6 @@ class AuditConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class PretrainConfig:
-    """Settings of a pre-training. It has no privacy settings."""
-
-    num_steps: int
-    """Number of steps. >= 1. The paper uses 400,000."""
-
-    batch_size: int = 512
-    """Examples per step; each example occurs once per pass over the data. >= 1."""
-
-    rows_per_pass: int = 16
-    """Examples per forward and backward pass. >= 1; divides batch_size."""
-
-    warmup_steps: int = 0
-    """Steps in which the learning rate rises. In [0, num_steps)."""
-
-    def __post_init__(self):
-        expect_least(self, num_steps=1, batch_size=1, rows_per_pass=1)
-        rows = self.rows_per_pass
-        whole = self.batch_size % rows == 0
-        expect("batch_size", self.batch_size, whole, f"a multiple of rows_per_pass={rows}")
-        warmup = self.warmup_steps
-        expect("warmup_steps", warmup, 0 <= warmup < self.num_steps, f"in [0, {self.num_steps})")
-
-
-@dataclasses.dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn from the model.
 
@@ -86,29 +61,3 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True)
-class Personalization:
-    """SGD on one user's texts. The defaults are those of the paper where it states them."""
-
-    num_epochs: int = 4
-    """Epochs of SGD over a user's training half. >= 1."""
-
-    batch_size: int = 8
-    """Examples per SGD step. >= 1."""
-
-    learning_rates: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3)
-    """Learning rates to try; the best one is reported. > 0."""
-
-    users: int = 256
-    """Number of users, drawn at random. >= 1."""
-
-    max_examples: int = 64
-    """Largest number of examples in each half of a user's texts. >= 1."""
-
-    seed: int = 0
-    """Seed for the draw of users, for halving their texts and for the order of examples; the same
-    for all models."""
-
-    def __post_init__(self):
-        expect_least(self, num_epochs=1, batch_size=1, users=1, max_examples=1)
-        rates = self.learning_rates
-        expect("learning_rates", rates, bool(rates) and min(rates) > 0, "numbers > 0")

@@ -102,7 +102,7 @@ class ModelConfig:
     source: Annotated[str, flag(name="model")] = "tiny"
     """Model to train. A new transformer: micro (to try a command), tiny, small, medium, paper (350
     M parameters) or large (1 B). Or a pretrained model: a Hugging Face directory, hf:NAME, or the
-    directory of an earlier run of train or pretrain."""
+    directory of an earlier run."""
 
     lora_rank: int = 0
     """Rank of LoRA adapters, which are trained in place of the parameters of a pretrained model. >=
@@ -218,7 +218,7 @@ class RunConfig:
     recipe: Literal["default", "paper"] = "default"
     """Defaults for optimizer, learning_rate, schedule and ema. default: momentum with a learning
     rate computed from the noise, and parameter averaging. paper: adafactor at 0.1, constant,
-    without averaging. Pre-training uses those of the paper."""
+    without averaging."""
 
     optimizer: str | None = None
     """momentum (SGD with momentum 0.9), or any optax optimizer by name, such as adafactor, adam or
@@ -229,7 +229,7 @@ class RunConfig:
 
     schedule: Literal["constant", "linear", "cosine"] | None = None
     """Learning rate over the steps: constant, or linear or cosine decay to zero at the last step.
-    Not for pre-training, which has its own. Default: by recipe."""
+    Default: by recipe."""
 
     ema: float | None = None
     """Decay factor per step of an exponential moving average of the parameters, which is evaluated

@@ -1,5 +1,5 @@
-"""The Python interface: `train`, `load`, and the `Run` that both return; `recommend`, `audit` and
-`pretrain`."""
+"""The Python interface: `train`, `load`, and the `Run` that both return; `recommend` and
+`audit`."""
 
 from lazy_loader import attach_stub
 

@@ -2,7 +2,6 @@ from .commands import (
     AuditResult as AuditResult,
     Recommendation as Recommendation,
     audit as audit,
-    pretrain as pretrain,
     recommend as recommend,
 )
 from .run import (

@@ -1,4 +1,4 @@
-"""`recommend`, `audit` and `pretrain`: what the commands of these names do, as functions.
+"""`recommend` and `audit`: what the commands of these names do, as functions.
 
 They return objects, and write only warnings on the terminal unless `output` is given.
 """
@@ -11,7 +11,6 @@ from typing import Any, Literal, Unpack
 from fedsim.config import (
     Algorithm,
     AuditConfig,
-    PretrainConfig,
     typed,
     types_of,
 )
@@ -20,8 +19,6 @@ from fedsim.errors import ConfigError, expect
 from fedsim.files import expand_home
 from fedsim.library.run import (
     MechanismSettings,
-    Run,
-    RunSettings,
     TrainSettings,
     configs_of,
     directory_of,
@@ -216,49 +213,3 @@ def audit(
         details=found,
         **{name: found[name] for name in names},
     )
-
-
-def pretrain(
-    data: Any,
-    *,
-    num_steps: int,
-    batch_size: int = 512,
-    rows_per_pass: int = 16,
-    warmup_steps: int = 0,
-    run_dir: str | Path | None = None,
-    user: str | None = None,
-    text: str | None = None,
-    messages: str | None = None,
-    **settings: Unpack[RunSettings],
-) -> Run:
-    """Train on public text WITHOUT privacy, to make a model for `train(model=run.run_dir)`.
-
-    Args:
-      data, user, text, messages: as for `train`.
-      num_steps, batch_size, rows_per_pass, warmup_steps: see `PretrainConfig`.
-      run_dir: directory of the run. Default: a new one in runs/.
-      settings: other flags of `fedsim pretrain`, with underscores; output is quiet by default.
-
-    Returns:
-      The run, whose epsilon is infinite.
-
-    Raises:
-      ConfigError: a setting or the data are wrong; one line says how.
-      EngineError: the workers are lost.
-    """
-    with to_python(settings.get("output", "quiet"), given=settings.keys()):
-        flags: dict[str, Any] = {
-            "num_steps": num_steps,
-            "batch_size": batch_size,
-            "rows_per_pass": rows_per_pass,
-            "warmup_steps": warmup_steps,
-            "run_dir": str(directory_of(run_dir, "pretrained", settings)),
-            **settings,
-        }
-        of_data = flags_of_data(data, user, text, messages, settings)
-        how, run = configs_of(flags | of_data, PretrainConfig)
-        set_threads(run.engine)
-        from fedsim.training import pretrain as train_openly  # imports JAX, which reads the threads
-
-        train_openly(how, run, Console(log_every=run.log_every))
-    return Run(run.run_dir)

@@ -87,8 +87,8 @@ class Run:
 
     @property
     def delta(self) -> float:
-        """The delta of the guarantee; nan of a pre-training, which has none."""
-        return float(self.summary.get("delta", math.nan))
+        """The delta of the guarantee."""
+        return float(self.summary["delta"])
 
     @property
     def eval_loss(self) -> float:

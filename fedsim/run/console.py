@@ -272,7 +272,7 @@ def spent(summary: dict[str, Any]) -> float:
 
     The slack of delta is apart, in the summary's `slack`; a report's claim has both in epsilon.
     """
-    slack = summary.get("slack") or {"epsilon": 0.0}  # pre-training has none
+    slack = summary.get("slack") or {"epsilon": 0.0}  # without noise there is none
     return float(summary["epsilon"]) + slack["epsilon"]
 
 

@@ -27,7 +27,6 @@ from fedsim.config import (
     OPERATIONAL,
     UPDATE,
     Algorithm,
-    PretrainConfig,
     PrivacyConfig,
     RunConfig,
     as_dict,
@@ -55,7 +54,6 @@ TOKENIZER, MODEL = "tokenizer.json", "model"
 NOT_READ = ("0.1.", "0.2.", "0.3.")
 """Starts of versions whose runs are refused: they have other keys, checkpoints and adjacency."""
 ANOTHER_KEY = "another key than the ledger was begun with"
-PRETRAIN = "pretrain"
 
 
 class Busy(ConfigError):
@@ -67,7 +65,7 @@ class Identity:
     """Algorithm, model and data of a run, which must not change when it is resumed."""
 
     algorithm: str
-    """els, uls or pretrain."""
+    """els or uls."""
     model: str | None
     """sha256 of the initial pretrained parameters; None for fresh ones."""
     data_seal: str
@@ -83,7 +81,7 @@ class StoredRun:
     """The content of `config.json`."""
 
     identity: Identity
-    settings: PrivacyConfig | PretrainConfig
+    privacy: PrivacyConfig
     run: RunConfig
     """Settings without the seed, which is stored with the key alone."""
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -91,7 +89,7 @@ class StoredRun:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Versions of the packages at the start of the run."""
     plan: Plan | None = None
-    """None for pre-training, which has no guarantee."""
+    """None before the run is planned."""
     host: str = ""
     """Kind of host that the workers ran on."""
     strategy: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -100,17 +98,6 @@ class StoredRun:
     """sha256 of each file in model/."""
     tokenizer: str = ""
     """sha256 of tokenizer.json; empty if there is none, or for a run of an earlier version."""
-
-    @property
-    def privacy(self) -> PrivacyConfig:
-        """The privacy settings; only for a run of train."""
-        assert isinstance(self.settings, PrivacyConfig), "a run of train"
-        return self.settings
-
-    @property
-    def private(self) -> bool:
-        """True for a run of train, False for one of pretrain."""
-        return isinstance(self.settings, PrivacyConfig)
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object of config.json."""
@@ -126,7 +113,7 @@ class StoredRun:
         }
         return {
             "identity": dataclasses.asdict(self.identity),
-            ("privacy" if self.private else PRETRAIN): as_dict(self.settings),
+            "privacy": as_dict(self.privacy),
             "run": run,
             **{name: value for name, value in rest.items() if value},
         }
@@ -139,17 +126,14 @@ class StoredRun:
           KeyError, TypeError, ValueError: it is malformed.
         """
         identity = Identity(**record["identity"])
-        if identity.algorithm == PRETRAIN:
-            settings, plan = PretrainConfig(**record[PRETRAIN]), None
-        else:
-            Algorithm(identity.algorithm)
-            epsilon = float(record["privacy"]["epsilon"])
-            settings = PrivacyConfig(**{**renamed(record["privacy"]), "epsilon": epsilon})
-            plan = Plan.from_dict(record["plan"])
+        Algorithm(identity.algorithm)
+        epsilon = float(record["privacy"]["epsilon"])
+        privacy = PrivacyConfig(**{**renamed(record["privacy"]), "epsilon": epsilon})
+        plan = Plan.from_dict(record["plan"])
         run = run_config(**{**renamed(record["run"]), "run_dir": run_dir})
         names = ("model", "versions", "host", "strategy", "files", "tokenizer")
         rest = {name: record[name] for name in names if name in record}
-        return cls(identity, settings, run, plan=plan, **rest)
+        return cls(identity, privacy, run, plan=plan, **rest)
 
 
 def load(run_dir: Path) -> StoredRun:
@@ -190,11 +174,10 @@ def summary_of(run_dir: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     record = read_json(path)
-    if record.get("algorithm") != PRETRAIN:
-        try:
-            formats.check(formats.Summary, record)
-        except ValueError as error:
-            raise FileDamaged(f"{path}: expected the summary of a run ({error})") from None
+    try:
+        formats.check(formats.Summary, record)
+    except ValueError as error:
+        raise FileDamaged(f"{path}: expected the summary of a run ({error})") from None
     return record
 
 
@@ -215,7 +198,7 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
     if path.exists():
         _expect_ours(run_dir)
         stored, book = load(run_dir), run_dir / ledger.FILE
-        if stored.private and (run_dir / RECEIPT).exists() and not book.exists():
+        if (run_dir / RECEIPT).exists() and not book.exists():
             raise FileDamaged(f"{book}: expected what was released: {RECEIPT} says it was begun")
         if (plan := stored.plan) is not None:
             same = plan.as_dict() == read_json(path)["plan"]
@@ -366,7 +349,7 @@ def expect_same(stored: StoredRun, now: StoredRun) -> None:
     expect("data", now.run.data.source, same, f"the data with which {run_dir} was started")
     for before, after in (
         (dataclasses.asdict(stored.identity), dataclasses.asdict(now.identity)),
-        (as_dict(stored.settings), as_dict(now.settings)),
+        (as_dict(stored.privacy), as_dict(now.privacy)),
         (as_dict(stored.run), as_dict(now.run)),
     ):
         for name, value in after.items():

@@ -58,22 +58,19 @@ def expect_loggers(names: Iterable[str]) -> None:
         expect_installed(*EXTRAS[name].split())
 
 
-def may_leave(plan: Plan | None) -> Callable[[str], bool]:
+def may_leave(plan: Plan) -> Callable[[str], bool]:
     """A function of a metric's name: may everyone see it?
 
     They may if it follows from public numbers, was released with noise, or is about the workers
     alone. The name of a loss on held-out users is the same with noise and without: the plan tells.
-    Args: plan: None for pre-training.
     """
-    names = {"learning_rate"}
-    if plan is not None:
-        names.add("privacy/epsilon")
-        names |= {"privacy/clip_norm", "privacy/loss"} if plan.noise_multiplier else set()
-        names |= {"eval/loss"} if plan.evaluations else set()
+    names = {"learning_rate", "privacy/epsilon"}
+    names |= {"privacy/clip_norm", "privacy/loss"} if plan.noise_multiplier else set()
+    names |= {"eval/loss"} if plan.evaluations else set()
     return lambda name: name in names or WORKERS.fullmatch(name) is not None
 
 
-def visible(plan: Plan | None, values: Mapping[str, float]) -> dict[str, float]:
+def visible(plan: Plan, values: Mapping[str, float]) -> dict[str, float]:
     """Those of a run's metrics that everyone may see; see `may_leave`."""
     allows = may_leave(plan)
     return {name: value for name, value in values.items() if allows(name)}
@@ -94,7 +91,7 @@ def not_covered(run: RunConfig) -> list[str]:
 
 def open_loggers(
     run: RunConfig,
-    plan: Plan | None,
+    plan: Plan,
     tables: Tables,
     identity: str,
     last_step: int,
@@ -103,7 +100,6 @@ def open_loggers(
     """Open the loggers of a run.
 
     Args:
-      plan: None for pre-training.
       tables: settings to show beside the metrics; the tables `plan` and `hparams` may be sent.
       identity: of the run, in hexadecimal digits; the same when it is resumed.
       last_step: the step after which it continues; -1 for a new run.

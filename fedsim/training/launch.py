@@ -234,6 +234,6 @@ def as_started(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
     if not (run.spend_rest and run.resume and (run.run_dir / directory.CONFIG).exists()):
         return privacy
     stored = directory.load(run.run_dir)
-    if not (stored.private and stored.run.spend_rest):
+    if not stored.run.spend_rest:
         return privacy  # what differs is refused where all settings are compared
     return dataclasses.replace(privacy, **{name: getattr(stored.privacy, name) for name in FITTED})

@@ -16,7 +16,6 @@ from fedsim import engine
 from fedsim.config import (
     OPERATIONAL,
     Algorithm,
-    PretrainConfig,
     PrivacyConfig,
     RunConfig,
     as_dict,
@@ -82,7 +81,7 @@ class Plant(Protocol):
 class OpenRun:
     """A run with its data, key and identity; call `start_engine` and then `begin`."""
 
-    settings: PrivacyConfig | PretrainConfig
+    settings: PrivacyConfig
     run: RunConfig
     data: Dataset
     model: Pretrained | None
@@ -168,7 +167,7 @@ def wait_for(workers: Engine, console: Console) -> None:
 @contextmanager
 def open_run(
     algorithm: str,
-    settings: PrivacyConfig | PretrainConfig,
+    settings: PrivacyConfig,
     run: RunConfig,
     console: Console,
     *,
@@ -185,7 +184,7 @@ def open_run(
     Raises: ConfigError: a mistake in the settings, or a resumed run would differ from its start.
       FileDamaged: what is there of the run, or its data, is not what it was.
     """
-    exact = isinstance(settings, PrivacyConfig) and math.isfinite(settings.epsilon)
+    exact = math.isfinite(settings.epsilon)
     reduction = engine.reduction(run.engine, exact=exact)
     stored = directory.find(run.run_dir, resume=run.resume)
     as_stored = run.model.lora_rank > 0
@@ -197,7 +196,7 @@ def open_run(
             data = source.data(console.note)
         else:
             data = load_data(run.data, model, console.note)
-        if stored and stored.private:
+        if stored:
             for store in data.splits().values():
                 store.check()
         data = plant.data(data) if plant else data
@@ -221,7 +220,7 @@ def open_run(
 def key_context(
     algorithm: str,
     model: str | None,
-    settings: PrivacyConfig | PretrainConfig,
+    settings: PrivacyConfig,
     run: RunConfig,
     data: Dataset,
     weights: str = "float32",
@@ -235,8 +234,6 @@ def key_context(
 
     Args: weights: type of the model's matrices, if they stay as they are stored.
     """
-    if isinstance(settings, PretrainConfig):  # the order of examples, which hides nothing
-        return directory.PRETRAIN
     of_run = {n: v for n, v in as_dict(run).items() if n not in OPERATIONAL | {"seed", "adapter"}}
     if model is not None:
         del of_run["model"]

@@ -245,17 +245,16 @@ class Noise(NamedTuple):
     num_steps: int
 
 
-def settled(run: RunConfig, noise: Noise | None, *, fresh: bool = True) -> RunConfig:
+def settled(run: RunConfig, noise: Noise, *, fresh: bool = True) -> RunConfig:
     """The run with optimizer, learning_rate, schedule and ema filled in.
 
     Args:
-      noise: None for pre-training, which has no noise and uses the settings of the paper.
       fresh: the trained model is not a pretrained one.
     Raises: ConfigError: there is no rule for the learning rate of this optimizer.
     """
     named = (run.optimizer or PAPER["optimizer"]).partition(":")[0]
     usual = PAPER | {"learning_rate": RATES.get(named, PAPER["learning_rate"])}
-    if noise is not None and run.recipe != "paper":
+    if run.recipe != "paper":
         kind = run.optimizer or "momentum"
         trained = "adapters" if run.model.has_adapters else "fresh" if fresh else "pretrained"
         ema = max(0.0, 1 - AVERAGED / noise.num_steps)

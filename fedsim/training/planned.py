@@ -118,7 +118,6 @@ def plan_run(
       LedgerError: a ledger is damaged or locked.
     """
     algorithm, users, console = opened.algorithm, opened.data.train, opened.console
-    assert isinstance(opened.settings, PrivacyConfig), "of pre-training there is no plan"
     pays = counted and not dry_run
     expect_strict(opened, callbacks)
     if pays and opened.stored is None:
@@ -185,7 +184,6 @@ def _rehearse(opened: OpenRun, callbacks: Sequence[Callback]) -> None:
     are added or removed, no public group size has a pool of the right size, so nothing is tried.
     Raises: ConfigError, EngineError, LedgerError: as `plan_run`.
     """
-    assert isinstance(opened.settings, PrivacyConfig), "of pre-training there is no plan"
     if opened.settings.adjacency != ZERO_OUT:
         return
     privacy = with_group_size(opened.algorithm, opened.settings, opened.data.train)

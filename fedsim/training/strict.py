@@ -54,7 +54,6 @@ def expect_strict(opened: OpenRun, callbacks: Sequence[Callback]) -> None:
     """Raise ConfigError if the run is strict and needs a footnote, before anything is drawn."""
     if not opened.run.strict:
         return
-    assert isinstance(opened.settings, PrivacyConfig), "of train"
     seeded = opened.key.seed is not None
     found = [*footnotes(opened.settings, opened.run, opened.data, seeded=seeded)]
     if opened.source is not None:

@@ -136,11 +136,6 @@ def test_a_run_that_was_started_without_it_keeps_its_settings(texts, tmp_path, c
     other = arguments(texts, tmp_path / "run", "--spend-rest", "--resume", epsilon=1.5)
     said = refused([*other, "--limit-epsilon", "9"], capsys)
     assert "num_steps=24: expected 2" in said
-    flags = ["--num-steps", "1", "--model", "micro", "--batch-size", "16", "--engine", "local"]
-    main(["pretrain", "--data", str(texts), "--run-dir", str(tmp_path / "public"), *flags])
-    args = arguments(texts, tmp_path / "public", "--spend-rest", "--resume", epsilon=1.5)
-    said = refused([*args, "--limit-epsilon", "9"], capsys)
-    assert "expected pretrain, with which" in said and "Traceback" not in said
 
 
 def test_data_that_a_disk_has_damaged_cost_nothing(texts, tmp_path, capsys):

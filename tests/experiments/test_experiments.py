@@ -26,8 +26,8 @@ from fedsim.data import corpora
 
 ROOT = Path(__file__).parents[2]
 HELPERS = (
-    "__init__ __main__ architecture attack_claims forecast_claims law_claims real_model_claims"
-    " regime_claims regime_plots stand_ins starting_model synthetic_claims"
+    "__init__ __main__ architecture pretraining attack_claims forecast_claims law_claims"
+    " real_model_claims regime_claims regime_plots stand_ins starting_model synthetic_claims"
 )
 NAMES = sorted(p.stem for p in (ROOT / "experiments").glob("*.py") if p.stem not in HELPERS.split())
 
@@ -45,7 +45,7 @@ def out(tmp_path_factory):
 
 
 # Eight seconds and more; what CI runs always is in TRAIN. The parts of the table, pre-training and
-# training from what was made there, are test_pretrain.py's.
+# training from what was made there, are test_pretraining.py's.
 SLOW = dict.fromkeys(
     ("table_pretraining", "fig05_uls_heatmap", "fig06_privacy_loss", "fig08_num_users")
     + ("correlated", "real_model", "real_model_rates", "regime", "sampling")

@@ -1,7 +1,6 @@
-"""`fedsim.recommend`, `audit` and `pretrain`: objects, and only warnings on the terminal."""
+"""`fedsim.recommend` and `audit`: objects, and only warnings on the terminal."""
 
 import json
-import math
 from typing import get_type_hints
 
 import pytest
@@ -55,13 +54,6 @@ def test_an_audit_says_what_it_found(tmp_path, capfd):
     assert str(found).startswith("epsilon is at least") and found.run_dir == tmp_path / "audit"
 
 
-def test_a_pretrained_model_is_a_run_that_protects_nobody(tmp_path, capfd):
-    base = fedsim.pretrain(POSTS, num_steps=2, batch_size=16, run_dir=tmp_path / "base", **TINY)
-    assert silent(capfd)
-    assert base.finished and base.epsilon == math.inf and base.eval_loss > 0
-    assert base.run_dir == tmp_path / "base" and "pretrain" in repr(base)
-
-
 def test_a_stopped_audit_that_refutes_says_so_with_its_exit_code(monkeypatch, capsys):
     for holds, code in ((False, 1), (None, None)):
         result = {"steps_done": 1, "num_steps": 2, "holds": holds}
@@ -93,9 +85,10 @@ def test_progress_is_shown_where_it_is_asked_for(tmp_path, capfd):
             lambda: fedsim.audit("uls", POSTS, epsilon=8, num_steps=2, confidence="x", **TINY),
             "confidence=x",
         ),
-        (lambda: fedsim.pretrain(POSTS, num_steps=2, epsilon=3, **TINY), "epsilon=3"),
-        (lambda: fedsim.pretrain(POSTS, num_steps=2, warmup_steps=2, **TINY), "warmup_steps=2"),
-        (lambda: fedsim.pretrain([{"who": 1}], num_steps=2, **TINY), "user=author"),
+        (
+            lambda: fedsim.audit("uls", [{"who": 1}], epsilon=8, num_steps=2, **TINY),
+            "user=author",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_with_its_argument(call, what):

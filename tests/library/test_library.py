@@ -320,8 +320,6 @@ def test_a_run_to_resume_is_named(posts):
     """Else a new run would be paid for."""
     with refuses("run_dir", says="the directory of the run to resume"):
         fedsim.train("uls", posts, epsilon=8, num_steps=1, resume=True)
-    with refuses("run_dir", says="the directory of the run to resume"):
-        fedsim.pretrain(posts, num_steps=1, resume=True)
 
 
 def test_an_unknown_setting_is_named(posts, run_dir):

@@ -11,7 +11,6 @@ from test_console import PLAN
 
 from fedsim.config import (
     OPERATIONAL,
-    PretrainConfig,
     PrivacyConfig,
     as_dict,
     changed_run,
@@ -170,16 +169,14 @@ def test_what_is_operational_may_change(name, value, run_dir):
     directory.expect_same(stored(run_dir), stored(run_dir, **{name: value}))
 
 
-@pytest.mark.parametrize("plan, settings", [(PLAN, PRIVACY), (None, PretrainConfig(3, 32))])
-def test_what_is_written_is_read_again(plan, settings, run_dir):
-    algorithm = "els" if plan else "pretrain"
+def test_what_is_written_is_read_again(run_dir):
     rest = {"versions": {"jax": "1"}, "model": {"width": 8}, "host": "here"}
     rest["strategy"] = {"name": "scan:4", "why": "asked for"}
     before = StoredRun(
-        dataclasses.replace(IDENTITY, algorithm=algorithm),
-        settings,
+        IDENTITY,
+        PRIVACY,
         run_config(data="pydocs", run_dir=run_dir, engine="local", lora_alpha=2.0),
-        plan=plan,
+        plan=PLAN,
         **rest,
     )
     record = json.loads(json.dumps(before.as_dict(), allow_nan=False))

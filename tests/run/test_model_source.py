@@ -10,9 +10,10 @@ import tokenizers
 from learnt import learnt
 from pretrained_models import command, make_model, make_texts
 from refused import refuses
+from test_console import PLAN
 
 from fedsim.cli.main import main
-from fedsim.config import PretrainConfig, run_config
+from fedsim.config import PrivacyConfig, run_config
 from fedsim.data.corpora import load
 from fedsim.run.directory import Identity, StoredRun
 from fedsim.run.model_source import check_fit, find_model, make_task, model_of_run
@@ -134,8 +135,8 @@ def test_a_model_without_tokenizer_is_refused(place, capsys):
 
 def test_a_run_without_a_checkpoint_is_no_model(tmp_path):
     run = run_config(data="pydocs", run_dir=tmp_path)
-    identity = Identity("pretrain", None, "abc", "lanes in order")
-    stored = StoredRun(identity, PretrainConfig(3, 32), run, model={"width": 8})
+    identity = Identity("els", None, "abc", "lanes in order")
+    stored = StoredRun(identity, PrivacyConfig(4.0, 2), run, model={"width": 8}, plan=PLAN)
     (tmp_path / "config.json").write_text(json.dumps(stored.as_dict()))
     with refuses(f"run_dir={tmp_path}"):
         find_model(str(tmp_path))

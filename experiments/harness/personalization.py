@@ -14,14 +14,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim.config import Personalization, RunConfig
+from fedsim.config import RunConfig
 from fedsim.data import UserStore
 from fedsim.engine import Worker
-from fedsim.errors import ConfigError, expect
+from fedsim.errors import ConfigError, expect, expect_least
 from fedsim.evaluate import last_model
 from fedsim.keys import SecretKey
 from fedsim.run import Console, StoredRun
 from fedsim.sampling import graph_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Personalization:
+    """SGD on one user's texts. The defaults are those of the paper where it states them."""
+
+    num_epochs: int = 4
+    """Epochs of SGD over a user's training half. >= 1."""
+
+    batch_size: int = 8
+    """Examples per SGD step. >= 1."""
+
+    learning_rates: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3)
+    """Learning rates to try; the best one is reported. > 0."""
+
+    users: int = 256
+    """Number of users, drawn at random. >= 1."""
+
+    max_examples: int = 64
+    """Largest number of examples in each half of a user's texts. >= 1."""
+
+    seed: int = 0
+    """Seed for the draw of users, for halving their texts and for the order of examples; the same
+    for all models."""
+
+    def __post_init__(self):
+        expect_least(self, num_epochs=1, batch_size=1, users=1, max_examples=1)
+        rates = self.learning_rates
+        expect("learning_rates", rates, bool(rates) and min(rates) > 0, "numbers > 0")
 
 
 @dataclasses.dataclass(frozen=True)
