@@ -205,8 +205,9 @@ def train_student(store: Any, data: Any, settings: Settings, seed: int) -> tuple
     import jax
     import optax
 
+    from experiments.pretraining import Batches
     from fedsim.models import LanguageModelTask, preset
-    from fedsim.training import Batches, optimizers
+    from fedsim.training import optimizers
 
     key, steps = student_key(seed), settings.student_steps
     model = preset(settings.student, store.vocab_size, min(STUDENT_LENGTH, store.max_length))

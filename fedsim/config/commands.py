@@ -58,6 +58,3 @@ class Sampling:
         expect("top_k", self.top_k, self.top_k >= 0, ">= 0")
         expect("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         expect("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
-
-
-@dataclasses.dataclass(frozen=True)
