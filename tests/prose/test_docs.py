@@ -264,7 +264,7 @@ def posts():
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch, posts):
-    """The directory of one tiny run; `train`, `audit` and `pretrain` check their arguments and copy
+    """The directory of one tiny run; `train` and `audit` check their arguments, and `train` copies
     it."""
     settings = {"engine": "local", "strategy": "scan:1", "batch_size": 8, "max_length": 32}
     original, seen, source = fedsim.train, [], tmp_path / "tiny"
@@ -299,13 +299,8 @@ def tiny(tmp_path, monkeypatch, posts):
         names = [field.name for field in dataclasses.fields(fedsim.AuditResult)]
         return fedsim.AuditResult(**dict.fromkeys(names))
 
-    def pretrain(*args, **given):
-        inspect.signature(library_pretrain).bind(*args, **given)
-        shutil.copytree(source, given["run_dir"], dirs_exist_ok=True)
-        return fedsim.load(given["run_dir"])
-
-    library_audit, library_pretrain = fedsim.audit, fedsim.pretrain
-    for function in (train, audit, pretrain):
+    library_audit = fedsim.audit
+    for function in (train, audit):
         monkeypatch.setattr(fedsim, function.__name__, function)
     return source
 

@@ -38,11 +38,8 @@ TRAINING = {"--num-steps": "2", "--engine": "local", "--strategy": "scan:1", "--
 SMALL = {
     "data build": {"--max-length": "32"},
     "train": TRAINING | {"--eval-examples": "8"},
-    "pretrain": {"--num-steps": "2", "--warmup-steps": "1", "--engine": "local"}
-    | {"--batch-size": "16"},
     "audit": TRAINING | {"--gradient-canaries": "20", "--text-canaries": "10"},
     "recommend": {"--num-steps": "2", "--engine": "local", "--batch-size": "8", "--users": "4"},
-    "personalize": {"--users": "2", "--max-examples": "4"},
 }
 ONLY_RAY = {"--num-workers"}
 
