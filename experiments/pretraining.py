@@ -126,7 +126,6 @@ def pretrain(settings: Settings, run: RunConfig, console: Console) -> bool:
         workers = create(task, warn=console.warn)
         try:
             workers.ready()
-            params = workers.place(params)
             state = restored(work, State(params, rule.init(params)), console)
             batches = Batches(data.train.lengths, settings.batch_size, settings.rows_per_pass, key)
             steps(settings, run, work, state, batches, workers, updater(rule), data, console)
