@@ -1,7 +1,7 @@
-"""How many users does a training need? Forecasts by `fedsim recommend --forecast`, held to account.
+"""How many users does a training need? Forecasts (harness/forecasts.py), held to account.
 
-Beyond the paper. A few users of a corpus are what somebody has: `recommend --forecast` says what so
-many and 2, 4 and 8 times as many would gain. Then there are so many: users drawn from the rest
+Beyond the paper. A few users of a corpus are what somebody has: a forecast says what so many and
+2, 4 and 8 times as many would gain. Then there are so many: users drawn from the rest
 join, and each number is trained with three seeds, at the settings that were recommended for the
 few. Held-out users stay the same.
 
@@ -52,7 +52,7 @@ class Settings:
     budget: int = 128
     max_length: int = 64
     eval_examples: int = 1024
-    """As `recommend` evaluates."""
+    """As forecasts evaluate."""
 
 
 SETTINGS = {
@@ -119,8 +119,9 @@ class Forecast:
 
 
 def said(of: Forecast, settings: Settings) -> Row:
-    """What `recommend --forecast` says of the first users."""
+    """What is recommended to the first users, and forecast of so many and more."""
     import fedsim
+    from experiments.harness import forecasts
 
     found = fedsim.recommend(
         str(built(of.source, settings)[0]),
@@ -130,18 +131,49 @@ def said(of: Forecast, settings: Settings) -> Row:
         model=model_of(of.source),
         sampling="poisson",
         engine="local",
-        forecast=True,
         seed=0,
     )
     names = ("group_size", "batch_size", "clip_norm", "noise_multiplier")
     advice = getattr(found, found.algorithm)
+    prober, units = prober_of(of, settings, found.algorithm, advice)
+    asked = dataclasses.replace(prober.settings, delta=None)  # that of so many users
+    by_users = forecasts.signals_by_users(advice, asked, prober.data.train.num_users, units)
     return {
         **dataclasses.asdict(of),
         "algorithm": found.algorithm,
         **{name: getattr(advice, name) for name in names},
-        **found.details["forecast"],
+        **forecasts.expectations(prober, by_users),
         **came_from(),
     }
+
+
+def prober_of(of: Forecast, settings: Settings, algorithm: str, advice: Any) -> tuple[Any, int]:
+    """(What trains the probes of a forecast, the number of sampling units that there are)."""
+    from experiments.harness.forecasts import Prober
+    from fedsim.clipping import Strategy
+    from fedsim.config import Algorithm, PrivacyConfig, run_config
+    from fedsim.data import Dataset
+    from fedsim.engine.worker import LocalEngine
+    from fedsim.keys import SecretKey
+    from fedsim.plan import complete
+    from fedsim.run import find_model, make_task
+
+    first, start = built(of.source, settings)[0], model_of(of.source)
+    data = Dataset.open(first)
+    run = run_config(data=str(first), run_dir=Path("."), model=start, engine="local")
+    model, group = find_model(run.model.source), advice.group_size
+    lanes = run.engine.num_lanes
+    task, params = make_task(run, model, data, SecretKey.create(0).jax_key("init"))
+    asked = PrivacyConfig(of.epsilon, settings.num_steps, advice.batch_size, group_size=group)
+    privacy, _ = complete(Algorithm(algorithm), asked, data)
+    prober = Prober(
+        *(run, data, params, SecretKey.create(0, "recommend"), LocalEngine(task, num_lanes=lanes)),
+        algorithm=Algorithm(algorithm),
+        settings=dataclasses.replace(privacy, clip_norm=advice.clip_norm),
+        strategy=Strategy.parse(advice.strategy),
+        fresh=model is None,
+    )
+    return prober, data.train.num_users * (group if algorithm == Algorithm.ELS else 1)
 
 
 @functools.lru_cache(maxsize=1)

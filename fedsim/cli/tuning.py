@@ -29,8 +29,8 @@ class AdvisedRun(RunConfig):
 class Recommend(ReadsSources):
     """Recommend els or uls, and its settings, for some data, an epsilon and a batch size.
 
-    Takes the flags of train; the printed commands repeat them. Without --tune-epsilon or
-    --plan-only it looks at the data without protection, and says at what.
+    Takes the flags of train; the printed commands repeat them. Without --plan-only it looks at the
+    data without protection, and says at what.
     """
 
     target: Flat[PrivacyTarget]
@@ -46,15 +46,6 @@ class Recommend(ReadsSources):
     plan_only: bool = False
     """Read no text, and answer at once: for clip_norm 1, as if every user had 8 examples, and with
     uls, for one example of each user in a step."""
-
-    tune_epsilon: float | None = None
-    """Release what is read off the data (sizes of users, gradient norms) with noise, at this cost
-    in epsilon for every user, at the run's delta. It is counted in the ledger of the data, beside
-    the training; the printed command then has nothing that was chosen without protection. > 0."""
-
-    forecast: bool = False
-    """Also predict how much the held-out loss falls, for these users, for fewer and for more: by
-    seven trainings with a quarter of the batch size, which have no guarantee for the data."""
 
     json: bool = False
     """Print one JSON object on stdout."""
@@ -77,8 +68,6 @@ class Recommend(ReadsSources):
             num_users=self.users,
             plot=self.plot,
             plan_only=self.plan_only,
-            tune_epsilon=self.tune_epsilon,
-            forecast=self.forecast,
         )
         if not self.json:
             print(wrapped(report(result, verbose=console.verbose)))

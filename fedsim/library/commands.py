@@ -98,24 +98,18 @@ def recommend(
     messages: str | None = None,
     users: int = 128,
     plan_only: bool = False,
-    tune_epsilon: float | None = None,
-    forecast: bool = False,
     plot: str | Path | None = None,
     **settings: Unpack[MechanismSettings],
 ) -> Recommendation:
     """Recommend els or uls, and its settings, for some data, an epsilon and a batch size.
 
-    Without `tune_epsilon` or `plan_only` it looks at the data without protection; `non_private`
-    says at what.
+    Without `plan_only` it looks at the data without protection; `non_private` says at what.
 
     Args:
       data, epsilon, num_steps, user, text, messages: as for `train`.
       run_dir: parent of the directories in the recommended settings.
       users: number of users whose gradients are measured.
       plan_only: read no text, and answer at once.
-      tune_epsilon: release what is read off the data with noise; costs every user this epsilon,
-        which the ledger of the data counts.
-      forecast: predict how much the held-out loss falls, by the number of users: `details`.
       plot: PNG file to draw: noise per step against group size.
       settings: settings of `train`, except those that are recommended; output is quiet by default.
 
@@ -139,8 +133,6 @@ def recommend(
             num_users=users,
             plot=None if plot is None else Path(expand_home("plot", plot)),
             plan_only=plan_only,
-            tune_epsilon=tune_epsilon,
-            forecast=forecast,
         )
     return Recommendation(
         found["recommended"],

@@ -310,7 +310,7 @@ ROWS = [
 ]
 """Rows of the table, with the shapes of their values."""
 MEASURED = ("  95 % interval", "time, without evaluation")
-"""Rows that are known only where gradients were computed, and released without noise."""
+"""Rows that are known only where gradients were computed."""
 
 
 def report(result: dict[str, Any], *, verbose: bool = False) -> str:
@@ -320,7 +320,7 @@ def report(result: dict[str, Any], *, verbose: bool = False) -> str:
       verbose: with the ways of sampling and kinds of noise that were compared.
     """
     best, other = ("els", "uls") if result["recommended"] == "els" else ("uls", "els")
-    looked, released = result["looked_at"] is not None, result["released"]
+    looked = result["looked_at"] is not None
     lines = [
         f"Use {best.upper()}: {result['reason']}.",
         f"{result['outlook'][0].upper()}{result['outlook'][1:]}.",
@@ -333,24 +333,15 @@ def report(result: dict[str, Any], *, verbose: bool = False) -> str:
         f"{result['num_users']:,} users, {_examples(result)}; epsilon {result['epsilon']:g} at "
         f"delta {at_most(result['delta'], '.3g')}; {result['epsilon_holds']}",
         "",
-        *_settings_table(result, looked and not released),
+        *_settings_table(result, looked),
         "",
         'Lower "noise on sums of steps" means better training: compare the columns.',
     ]
-    if result["forecast"]:
-        lines += ["", *forecast_table(result["forecast"], best.upper(), result["num_users"]), ""]
-    if released:
-        lines.append(
-            f"All numbers from users' texts were released with noise. This cost every user epsilon "
-            f"{released['epsilon']:g} at delta {at_most(released['delta'], '.3g')}, beside the "
-            "training's, counted in the ledger of the data."
-        )
-    elif looked:
+    if looked:
         lines.append(f"Time is for {result['workers']}.")
         lines.append(
             "From the users' texts, without noise: how many examples there are, G, C and its "
-            "interval, data used, gradients and time, and so the choice. --tune-epsilon E releases "
-            "what is needed with noise; --plan-only reads nothing."
+            "interval, data used, gradients and time, and so the choice. --plan-only reads nothing."
         )
     else:
         lines.append("No text was read: C is 1, and ULS takes 1 example of each user.")
@@ -358,11 +349,10 @@ def report(result: dict[str, Any], *, verbose: bool = False) -> str:
         fact if fact.startswith(PUBLIC) else f"not private: {fact}"
         for fact in result["non_private"]
     ]
-    if not released:
-        lines.append(
-            "To choose privately, within epsilon: --group-size-epsilon E replaces --group-size "
-            "(els), and --clip-quantile Q adapts --clip-norm."
-        )
+    lines.append(
+        "To choose privately, within epsilon: --group-size-epsilon E replaces --group-size (els), "
+        "and --clip-quantile Q adapts --clip-norm."
+    )
     for each in (result["els"], result["uls"]) if verbose else ():
         if each["cells"]:
             name = each["algorithm"].upper()
@@ -371,29 +361,12 @@ def report(result: dict[str, Any], *, verbose: bool = False) -> str:
     return "\n".join(lines)
 
 
-def forecast_table(found: dict[str, Any], name: str, num_users: int) -> list[str]:
-    """Lines of a forecast. Args: name: of the algorithm; num_users: those that there are."""
-    lines = [f"Forecast for {name}: how much the held-out loss falls, in nats per token"]
-    for row in found["users"]:
-        users, low, high = row["num_users"], row["low"], row["high"]
-        here = "  (these data)" if users == num_users else ""
-        lines.append(f"{users:>12,} users  {row['gain']:6.3f}  ({low:.3f} to {high:.3f}){here}")
-    sizes = [f"{probe['batch_size']:,}" for probe in found["probes"]]
-    several = sizes[0] if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
-    lines.append(
-        "In brackets: intervals of 95 % by their own count, which was tried up to 8 times the "
-        f"users (docs/lab/forecast.md). From {len(sizes)} trainings with {several} examples a step."
-    )
-    return lines
-
-
 def _examples(result: dict[str, Any]) -> str:
     """How many examples there are, in words that say how this is known."""
     median = result["median_examples"]
     if result["looked_at"] is None:
         return f"and {median:,} examples of each are assumed"
-    about = "about " if result["released"] else ""
-    return f"{about}{result['num_examples']:,} examples, the median user has {about}{median:,}"
+    return f"{result['num_examples']:,} examples, the median user has {median:,}"
 
 
 def _settings_table(result: dict[str, Any], looked: bool) -> list[str]:

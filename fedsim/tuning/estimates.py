@@ -10,10 +10,11 @@ algorithms spend `batch_size` gradients per step, and their noise per coordinate
 Time: of gradients on a run's workers, with the strategy that the run would choose.
 """
 
+import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,28 @@ ANY_CLIP = Clip(1.0, normalised=True)
 """Norms are measured before clipping."""
 STRATEGY = Strategy("scan", 2)  # one program for all group sizes, and little padding
 BATCH = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class MadeUpUsers:
+    """Users of given sizes without texts, as samplers and accountants see them."""
+
+    offsets: np.ndarray
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> "MadeUpUsers":
+        """Users with so many examples each."""
+        return cls(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
+
+    @property
+    def num_users(self) -> int:
+        """The number of users."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_examples(self) -> int:
+        """The number of examples of all users together."""
+        return int(self.offsets[-1])
 
 
 class GradientNorms:
@@ -102,13 +125,8 @@ class GradientNorms:
             self._user_norms[group_size] = self._estimate_user_norm(group_size)
         return self._user_norms[group_size]
 
-    def _sample(self, group_size: int) -> np.ndarray:
-        """Numbers of the users to look at."""
-        return self._users
-
     def _estimate_user_norm(self, group_size: int) -> float:
-        users = self._sample(group_size)
-        groups = draw_groups(self._offsets, users, group_size, self._key, group_size)
+        groups = draw_groups(self._offsets, self._users, group_size, self._key, group_size)
         width = max(self._width, int((groups >= 0).sum(axis=1).max(initial=0)))
         rows = np.full((len(groups), 1 if group_size == 1 else width), PADDING, np.int64)
         rows[:, : groups.shape[1]] = self._examples(groups[:, : rows.shape[1]])

@@ -5,10 +5,9 @@ ULS), clip norms from gradient norms at the starting model, noise from the accou
 choice from the noise per step (Section 3). Beyond the paper, the way of sampling and the kind of
 noise are chosen such that sums of steps get the least noise (`advice.compare`).
 
-It looks at the data without noise, as the paper does, and the result says so; or, for a price, at
-noisy histograms alone (`private_estimates`), which the ledger of the data counts; or at none of the
-texts (`plan_only`). In the last two cases all but the number of users is computed from users that
-are made up: as the histograms say, or of `ASSUMED_EXAMPLES` each.
+It looks at the data without noise, as the paper does, and the result says so; or at none of the
+texts (`plan_only`): all but the number of users is then computed from users that are made up, of
+`ASSUMED_EXAMPLES` each.
 """
 
 import dataclasses
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedsim import accounting, engine
-from fedsim.budget import Applicant, count_at_once
 from fedsim.clipping import Clip, num_coordinates
 from fedsim.config import (
     ADD_OR_REMOVE,
@@ -36,7 +34,6 @@ from fedsim.data import Dataset
 from fedsim.els import ELS
 from fedsim.engine import Engine
 from fedsim.errors import expect
-from fedsim.evaluate import VALIDATION
 from fedsim.files import make_place
 from fedsim.keys import SecretKey
 from fedsim.noise import predicted_error
@@ -59,14 +56,13 @@ from fedsim.tuning.advice import Advice, choose, command, compare, draw, least, 
 from fedsim.tuning.estimates import (
     NUM_USERS,
     GradientNorms,
+    MadeUpUsers,
     UnitTimes,
     filled,
     noise_stddev,
     share_used,
     units_of,
 )
-from fedsim.tuning.forecast import Prober, expectations, signals_by_users
-from fedsim.tuning.private_estimates import MadeUpUsers, NoisyNorms, Release, noisy_users
 from fedsim.uls import ULS
 
 LEAST_COHORT = 8  # of the curve that is drawn: below, its noise is of no interest
@@ -87,8 +83,6 @@ class Start:
     workers: Engine | None
     """None: no gradient is computed."""
     console: Console
-    fresh: bool
-    """The model is not a pretrained one."""
 
     def seeing(self, users: Users) -> "Start":
         """The same start on other users."""
@@ -224,8 +218,6 @@ def recommend(
     num_users: int = NUM_USERS,
     plot: Path | None = None,
     plan_only: bool = False,
-    tune_epsilon: float | None = None,
-    forecast: bool = False,
 ) -> dict[str, Any]:
     """Advice for both algorithms on a run's data at its starting model, and the better one.
 
@@ -235,14 +227,10 @@ def recommend(
       num_users: number of users in the sample of gradients.
       plot: PNG file for a plot of noise per step against group size.
       plan_only: read no text: compute no gradients, and assume the number of a user's examples.
-      tune_epsilon: release what is read off the data with noise, at this cost for every user, and
-        count that in the ledger of the data.
-      forecast: predict what training with the better algorithm gains, by the number of users.
     Returns: facts of the data and the model; advice for `els` and `uls` (fields of `Advice`); turns
-      of Estimate-and-Double; `recommended`, `reason`, `outlook`, `non_private`; `released`, the
-      price of what was released; and `forecast`, see `expectations`.
+      of Estimate-and-Double; `recommended`, `reason`, `outlook` and `non_private`.
     Raises:
-      ConfigError: the settings do not fit the data or each other, or a limit would be exceeded.
+      ConfigError: the settings do not fit the data or each other.
       EngineError: workers failed.
     """
     expect(
@@ -253,33 +241,10 @@ def recommend(
     expect("plot", plot, not (plan_only and plot), "none with plan_only: it shows gradient norms")
     if plot is not None:
         make_place(plot.parent)
-    if tune_epsilon is not None:
-        holds = 0 < tune_epsilon < math.inf
-        expect("tune_epsilon", tune_epsilon, holds, "> 0 and finite")
-        expect("tune_epsilon", tune_epsilon, not plan_only, "none with plan_only, which is free")
-        expect("plot", plot, plot is None, "none with tune_epsilon: it shows more norms")
-        expect("seed", run.seed, run.seed is None, "none with tune_epsilon: the noise is secret")
-    if forecast:
-        looking = plan_only or tune_epsilon is not None
-        none = "none with plan_only or tune_epsilon: it trains on the data without a guarantee"
-        expect("forecast", forecast, not looking, none)
-        expect("forecast", forecast, run.local_steps == 1, "none with local_steps")
-    from_data = not plan_only and tune_epsilon is None
-    with _started(run, console, working=not plan_only, quiet=not from_data) as start:
+    with _started(run, console, working=not plan_only, quiet=plan_only) as start:
         expect_enough_users(start.data.train.num_users, privacy.epsilon)
-        if forecast:
-            held_out = any(getattr(start.data, split) is not None for split in VALIDATION)
-            expect("forecast", forecast, held_out, "none without held-out users or examples")
-            one_owner = graph_of(start.data.train) is None
-            none = "none where texts have several owners"
-            expect("forecast", forecast, one_owner, none)
-        released = norms = times = None
-        if tune_epsilon is not None:
-            # What would be refused whatever is released is refused before it is paid for.
-            made_up = _seeing_nothing(start)
-            _ask(Heuristics(privacy, made_up.data, None, made_up.key), made_up, None)
-            released, norms, start = _released(start, privacy, tune_epsilon, num_users)
-        elif plan_only:
+        norms = times = None
+        if plan_only:
             start = _seeing_nothing(start)
         else:
             least = LEAST_COHORT if plot else doubling.START.cohort_size // 2
@@ -288,30 +253,24 @@ def recommend(
             times = start.workers and UnitTimes(run.engine, start.workers, start.params)
         heuristics = Heuristics(privacy, start.data, norms, start.key)
         by_heuristics = _ask(heuristics, start, times)
-        if not from_data:
+        if plan_only:
             facts = _not_read(by_heuristics.non_private, start.data.train)
             by_heuristics = by_heuristics._replace(non_private=facts)
         advice = {
             algorithm: _advice(
-                algorithm, by_heuristics, privacy, start, times, norms, from_data=from_data
+                algorithm, by_heuristics, privacy, start, times, norms, from_data=not plan_only
             )
             for algorithm in Algorithm
         }
         best, reason = choose(*advice.values())
         result = _about(start, privacy, by_heuristics, norms) | {
-            "released": released and dataclasses.asdict(released),
             **{str(name): dataclasses.asdict(entry) for name, entry in advice.items()},
             "turns": [dataclasses.asdict(turn) for turn in by_heuristics.turns],
             "recommended": str(best.algorithm),
             "reason": reason,
             "outlook": _outlook(best, privacy.num_steps, start),
-            "forecast": None,
             "non_private": by_heuristics.non_private,
         }
-        if forecast:
-            assert times is not None, "it is not plan_only"
-            result["forecast"] = _forecast(best, heuristics, by_heuristics, start, times)
-            result["non_private"].append("forecast (trainings on the data without a guarantee)")
         if plot is not None:
             curve = heuristics.curve(by_heuristics.clip_norms[Algorithm.ELS])
             draw(curve, plot, start.data.train.num_users)
@@ -356,7 +315,7 @@ def _started(
             stack.callback(workers.close)
             wait_for(workers, console)
         key = SecretKey.create(run.seed, "recommend")
-        yield Start(run, task.dataset, params, key, workers, console, fresh=model is None)
+        yield Start(run, task.dataset, params, key, workers, console)
 
 
 def _norms(start: Start, privacy: PrivacyConfig, num_users: int, most: int) -> GradientNorms:
@@ -381,37 +340,6 @@ def _seeing_nothing(start: Start) -> Start:
     if graph_of(users := start.data.train) is not None:
         return start
     return start.seeing(MadeUpUsers.of([ASSUMED_EXAMPLES] * users.num_users))
-
-
-def _released(
-    start: Start, privacy: PrivacyConfig, epsilon: float, num_users: int
-) -> tuple[Release, NoisyNorms, Start]:
-    """Pay for noisy estimates, and release the first.
-
-    Returns: the price; the norms, which are released when they are asked for; and the start on
-      users whose sizes were released.
-    Raises: ConfigError: a limit of the users' budget would be exceeded.
-    """
-    users, run = start.data.train, start.run
-    none = "none where texts have several owners: one user's texts change many gradients"
-    expect("tune_epsilon", epsilon, graph_of(users) is None, none)
-    assert start.workers is not None
-    delta = complete(Algorithm.ULS, privacy, start.data)[0].delta
-    assert delta is not None, "complete() fills it in"
-    # A group size G is looked at if a cohort of the smallest size has twice the batch size.
-    most = max(1, 2 * privacy.batch_size // min(doubling.START.cohort_size, users.num_users))
-    prob = min(1.0, num_users / users.num_users)
-    with start.console.phase("noise of what is released to recommend"):
-        release = Release.of(epsilon, delta, sampling_prob=prob, count=most.bit_length())
-    applicant = Applicant.of(run, users, delta, "recommend", privacy.adjacency)
-    applicant.expect_place()
-    seal = start.key.seal("ledger")
-    count_at_once(applicant, applicant.entry(seal, release.events, release.slack, ""))
-    sizes = np.diff(users.offsets)
-    norms = NoisyNorms(
-        start.workers, start.params, users.offsets, start.key, most=most, release=release
-    )
-    return release, norms, start.seeing(noisy_users(sizes, release, start.key))
 
 
 def _not_read(facts: list[str], users: Users) -> list[str]:
@@ -550,31 +478,6 @@ def _advice(
         settings=flags,
         command=command(algorithm, flags),
     )
-
-
-def _forecast(
-    best: Advice,
-    heuristics: Heuristics,
-    by_heuristics: HeuristicSettings,
-    start: Start,
-    times: UnitTimes,
-) -> dict[str, Any]:
-    """What training with the better algorithm gains, by the number of users."""
-    users, uls = start.data.train, best.algorithm == Algorithm.ULS
-    settings = by_heuristics.settings[best.algorithm]
-    settings = dataclasses.replace(settings, clip_norm=best.clip_norm)
-    assert start.workers is not None, "it computes gradients"
-    prober = Prober(
-        *(start.run, start.data, start.params, start.key, start.workers),
-        algorithm=best.algorithm,
-        settings=settings,
-        strategy=times.of(method_for(best.algorithm, settings, users, start.key))[0],
-        fresh=start.fresh,
-    )
-    units = len(heuristics.sizes) if uls else heuristics.places(best.group_size)
-    by_users = signals_by_users(best, heuristics.privacy, users.num_users, units)
-    with start.console.phase("forecast") as phase:
-        return expectations(prober, by_users, phase.at)
 
 
 def _data_used(method: ELS | ULS, users: Users, num_steps: int) -> float:

@@ -1,18 +1,18 @@
-"""Predict what a training gains with fewer and with more users: `fedsim recommend --forecast`.
+"""Predict what a training gains with fewer and with more users, for `forecast`.
 
-Beyond the paper. With its algorithm and group size, what a training of T steps gains depends on
+With its algorithm and group size, what a training of T steps gains depends on
 epsilon and the number of users through one number, the signal of a step,
     x = M / (sigma C),    of ELS B / (sigma C),
 as long as the draw of a step changes little. So the curve of the gain against x is read off a few
 trainings with fewer units a step, each with the sigma that gives its x, and the accountant says
 which x so many users have. None of these trainings has a guarantee for the data, and so the
-forecast has none. How right it is: docs/lab/forecast.md.
+forecast has none.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +31,6 @@ from fedsim.mechanism import NoisyMean
 from fedsim.noise import predicted_error
 from fedsim.plan import method_for
 from fedsim.training import Noise, optimizers, settled
-from fedsim.tuning.advice import Advice
 from fedsim.uls import ULS
 
 PROBES = 7
@@ -167,12 +166,12 @@ class Prober:
 
 
 def signals_by_users(
-    advice: Advice, privacy: PrivacyConfig, num_users: int, num_units: int
+    advice: Any, privacy: PrivacyConfig, num_users: int, num_units: int
 ) -> list[tuple[int, float, float]]:
     """(Users, noise multiplier, x) for fractions and multiples of the users that there are.
 
     Args:
-      advice: of the algorithm, for the users that there are.
+      advice: of `fedsim.recommend` for the algorithm, for the users that there are.
       privacy: the settings as requested; without a delta it is N^-1.1.
       num_units: users, or places in the pool of ELS, in proportion to which there are others.
     """
@@ -198,23 +197,15 @@ def signals_by_users(
     ]
 
 
-def expectations(
-    prober: Prober,
-    by_users: Sequence[tuple[int, float, float]],
-    heard: Callable[[int, int], None],
-) -> dict[str, Any]:
+def expectations(prober: Prober, by_users: Sequence[tuple[int, float, float]]) -> dict[str, Any]:
     """Forecast for the users of `signals_by_users`, and the probes they were read off.
 
-    Args: heard: called with (trainings done, trainings).
     Raises: FedsimError: too many trainings diverged.
     """
     least, most = min(x for *_, x in by_users), max(x for *_, x in by_users)
     wider = max(1.0, math.sqrt(LEAST_RANGE / (most / least)))
     signals = np.geomspace(least / wider, most * wider, PROBES).tolist()
-    probes = []
-    for probe in prober.probe(signals):
-        probes.append(probe)
-        heard(len(probes), PROBES)
+    probes = [*prober.probe(signals)]
     curve = Curve.fit(probes)
     rows = [Forecast(*facts, *curve.at(facts[-1])) for facts in by_users]
     return {
