@@ -19,6 +19,12 @@ from matplotlib.figure import Figure
 from experiments.harness import common, finetuning
 from experiments.harness.finetuning import ULS_GRIDS
 from experiments.harness.rows import by
+from experiments.harness.strategies import (
+    greedy_local_oracle,
+    max_cohort,
+    max_group_size,
+    with_batch_size,
+)
 from experiments.harness.verdicts import ahead, cell_error, most, no_worse
 from fedsim.run import Console
 from fedsim.tuning import doubling
@@ -50,7 +56,7 @@ def run(settings: finetuning.UlsGrid, arguments: finetuning.Arguments) -> list[d
             losses = {Configuration(r["group_size"], r["cohort_size"]): r["loss"] for r in cells}
             noise = doubling.uls_noise(epsilon, delta, training.num_steps[name], users)
             for budget in sorted({at.batch_size for at in losses}):
-                choices = doubling.with_batch_size(list(losses), budget)
+                choices = with_batch_size(list(losses), budget)
                 if len(choices) == 1:
                     continue
                 best = min(losses[at] for at in choices)
@@ -67,13 +73,13 @@ def strategies(losses: dict[Configuration, float], budget: int, norms, noise) ->
     start = Configuration(min(at.group_size for at in grid), min(at.cohort_size for at in grid))
     limits = doubling.Limits(max(at.group_size for at in grid), max(at.cohort_size for at in grid))
     chosen, _ = doubling.estimate_and_double(budget, norms.__getitem__, noise, start, limits)
-    oracle = doubling.greedy_local_oracle(budget, losses.__getitem__, start, limits)
+    oracle = greedy_local_oracle(budget, losses.__getitem__, start, limits)
     return {
         "estimate-and-double": losses[chosen],
         "greedy local oracle": losses[oracle],
-        "random": float(np.mean([losses[at] for at in doubling.with_batch_size(grid, budget)])),
-        "max cohort": losses[doubling.max_cohort(grid, budget)],
-        "max group size": losses[doubling.max_group_size(grid, budget)],
+        "random": float(np.mean([losses[at] for at in with_batch_size(grid, budget)])),
+        "max cohort": losses[max_cohort(grid, budget)],
+        "max group size": losses[max_group_size(grid, budget)],
     }
 
 

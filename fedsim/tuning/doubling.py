@@ -1,7 +1,7 @@
-"""Group sizes for ULS: Algorithm 3 (Estimate-and-Double) and the strategies it is compared with.
+"""Group sizes for ULS: Algorithm 3 (Estimate-and-Double).
 
-They split a batch size into G_ULS and M (Appendix F of the paper). Pure: gradient norms, noise and
-losses are given as functions; `estimates` measures the norms, `uls_noise` computes the noise.
+It splits a batch size into G_ULS and M (Appendix F of the paper). Pure: gradient norms and noise
+are given as functions; `estimates` measures the norms, `uls_noise` computes the noise.
 
 The sigma(M) of Algorithm 3 is taken as the noise of the mean gradient, sigma_ULS(M) / M. Read as
 the noise multiplier itself it would grow with M, since q = M / N does: every turn would double G,
@@ -12,7 +12,7 @@ v_ULS, the noise that the objective stands for.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from fedsim import accounting
 from fedsim.errors import expect, expect_count
@@ -92,25 +92,7 @@ def estimate_and_double(
         turns.append(Doubling(at, tau_group, tau_cohort))
         return tau_group < tau_cohort
 
-    return _double(batch_size, prefer_group, start, limits), turns
-
-
-def greedy_local_oracle(
-    batch_size: int,
-    loss: Callable[[Configuration], float],
-    start: Configuration = START,
-    limits: Limits = NO_LIMITS,
-) -> Configuration:
-    """Double whichever of G_ULS and M gives the lower loss after training.
-
-    No local strategy does better; it costs a training for each configuration (Appendix F).
-    """
-
-    def prefer_group(at: Configuration) -> bool:
-        group, cohort = (loss(next_) if next_ in limits else math.inf for next_ in twice(at))
-        return group < cohort
-
-    return _double(batch_size, prefer_group, start, limits)
+    return double(batch_size, prefer_group, start, limits), turns
 
 
 def twice(at: Configuration) -> tuple[Configuration, Configuration]:
@@ -119,26 +101,6 @@ def twice(at: Configuration) -> tuple[Configuration, Configuration]:
         Configuration(2 * at.group_size, at.cohort_size),
         Configuration(at.group_size, 2 * at.cohort_size),
     )
-
-
-def with_batch_size(grid: Sequence[Configuration], batch_size: int) -> list[Configuration]:
-    """Configurations of a grid that use exactly `batch_size` gradients, by group size.
-
-    Raises: ConfigError: there is none.
-    """
-    matching = sorted(at for at in grid if at.batch_size == batch_size)
-    expect("batch_size", batch_size, bool(matching), "a product G M of the grid")
-    return matching
-
-
-def max_cohort(grid: Sequence[Configuration], batch_size: int) -> Configuration:
-    """The configuration with the most users and so the fewest examples of each (Appendix F)."""
-    return with_batch_size(grid, batch_size)[0]
-
-
-def max_group_size(grid: Sequence[Configuration], batch_size: int) -> Configuration:
-    """The configuration with the most examples of a user and so the fewest users (Appendix F)."""
-    return with_batch_size(grid, batch_size)[-1]
 
 
 def uls_noise(
@@ -164,13 +126,13 @@ def uls_noise(
     return noise
 
 
-def _double(
+def double(
     batch_size: int,
     prefer_group: Callable[[Configuration], bool],
     at: Configuration,
     limits: Limits,
 ) -> Configuration:
-    """The loop shared by Estimate-and-Double and the oracle."""
+    """Double the group or the cohort until a step has `batch_size` gradients, or limits are met."""
     expect_count("batch_size", batch_size, 1)
     expect("start", at, at in limits, f"within {limits}")
     while at.batch_size < batch_size and any(next_ in limits for next_ in twice(at)):
