@@ -2,6 +2,9 @@
 
 import ast
 import dataclasses
+import hashlib
+import json
+import math
 import os
 import re
 import runpy
@@ -98,6 +101,49 @@ def test_account_agrees_with_another_accountant(monkeypatch, capsys):
     assert re.findall(r"\d  (ELS|ULS)$", printed, re.M) == ["ELS", "ULS", "ULS"]
 
 
+CHATS = "a208cbdd64862de3c62f89a528898ee676100725316c6d401097253d64b60666"
+"""Digest of the made-up chats, as JSON."""
+
+
+def test_support_chats_are_the_same_everywhere(monkeypatch, tmp_path):
+    found = run(monkeypatch, "support_chats.py", str(tmp_path))
+    rows = found["support_chats"]()
+    written = json.dumps(rows).encode()
+    assert hashlib.sha256(written).hexdigest() == CHATS and b"{thing}" not in written
+    assert len({row["user_id"] for row in rows}) == 600
+    texts = {turn["content"] for row in rows for turn in row["messages"]}
+    assert len(rows) > 1_500 and len(texts) > 3_000
+    for row in rows:
+        roles = [turn["role"] for turn in row["messages"]]
+        assert roles == ["user", "assistant"] * (len(roles) // 2)
+    lines = (tmp_path / "chats.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == rows
+
+
+def test_support_chats_have_a_template_for_models_without_one(monkeypatch, tmp_path):
+    run(monkeypatch, "support_chats.py", str(tmp_path))
+    template = tmp_path / "chat_template.jinja"
+    how = {"chat_template": template, "max_length": 384, "cache_dir": tmp_path / "cache"}
+    data = fedsim.data.load(tmp_path / "chats.jsonl", **how)
+    assert data.train.num_users > 500 and data.cut_off() is None
+    (example,) = fedsim.data.shown(data, "train", 1)
+    assert example["parts"][0]["text"].startswith("<|endoftext|>user: ")
+    answers = [part["text"] for part in example["parts"] if part["trained"]]
+    assert len(answers) >= 2 and all(text.endswith("<|endoftext|>\n") for text in answers)
+
+
+@pytest.mark.slow
+def test_a_model_learns_something_of_support_chats(monkeypatch, tmp_path):
+    run(monkeypatch, "support_chats.py", str(tmp_path))
+    settings = {"model": "micro", "batch_size": 64, "group_size": 2, "clip_norm": 10.0}
+    settings |= {"chat_template": str(tmp_path / "chat_template.jinja"), "max_length": 384}
+    trained = fedsim.train(
+        "uls", tmp_path / "chats.jsonl", epsilon=math.inf, num_steps=20, learning_rate=0.3,
+        engine="local", strategy="scan:2", eval_examples=32, run_dir=tmp_path / "run", **settings,
+    )  # fmt: skip
+    assert trained.eval_loss < trained.summary["initial_eval_loss"] - 1.5
+
+
 # ---- Notebooks --------------------------------------------------------------------------------
 
 
@@ -166,6 +212,8 @@ def test_notebooks_run(file, tmp_path, tmp_path_factory):
     notebook = nbformat.read(file, 4)
     if file.stem == "chat_lora":
         small_chats(notebook, tmp_path_factory.mktemp("models"))
+        shutil.copy(EXAMPLES / "support_chats.py", tmp_path)
+    before = sorted(tmp_path.iterdir())
     where = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
     said = outputs(notebook)
@@ -173,7 +221,7 @@ def test_notebooks_run(file, tmp_path, tmp_path_factory):
     assert "VIOLATED" not in said
     if file.stem == "quickstart":  # it trains twice in one kernel
         assert "49 users, epsilon 8.000" in said and "epsilon=-1" in said
-    assert list(tmp_path.iterdir()) == []  # runs are in directories of their own
+    assert sorted(tmp_path.iterdir()) == before  # runs are in directories of their own
 
 
 TRAIN = """

@@ -187,7 +187,7 @@ class DataStats:
     sets."""
 
     directory: tyro.conf.Positional[str]
-    """A directory made by `fedsim data build`, pydocs, or support-chats."""
+    """A directory made by `fedsim data build`, or pydocs."""
 
     histogram: Path | None = None
     """PNG file to draw: the histogram of examples per user."""
@@ -216,7 +216,7 @@ class DataShow:
     """
 
     directory: tyro.conf.Positional[str]
-    """A directory made by `fedsim data build`, pydocs, or support-chats."""
+    """A directory made by `fedsim data build`, or pydocs."""
 
     rows: int = 3
     """Number of examples, evenly spaced. >= 1."""
@@ -255,7 +255,7 @@ class DataWithout:
     """
 
     directory: tyro.conf.Positional[str]
-    """A directory made by `fedsim data build`, pydocs, or support-chats."""
+    """A directory made by `fedsim data build`, or pydocs."""
 
     users: Path
     """File with the ids of the users as the data set has them, one a line."""
@@ -290,9 +290,8 @@ def _opened(directory: str) -> Any:
     from fedsim.data import corpora
     from fedsim.run import Terminal
 
-    there = directory in corpora.BUILT_IN or corpora.is_built(directory)
-    expected = f"a directory made by `fedsim data build`, or one of {', '.join(corpora.BUILT_IN)}"
-    expect("directory", directory, there, expected)
+    there = directory == corpora.PYDOCS or corpora.is_built(directory)
+    expect("directory", directory, there, "a directory made by `fedsim data build`, or pydocs")
     return corpora.load(directory, progress=Terminal().note)
 
 

@@ -40,7 +40,7 @@ class DataConfig:
     source: Annotated[str, flag(name="data")]
     """Data to train on: a directory made by `fedsim data build`, a Parquet, JSON or CSV file or a
     folder of them (of JSON: 'folder/*.json'), hf:NAME (a data set of the Hugging Face Hub), or for
-    trials pydocs (docstrings) or support-chats (made-up chats)."""
+    trials pydocs (docstrings)."""
 
     user_column: str | None = None
     """Column with the id of the user who owns the row, where data names files. Default: user_id."""

@@ -1,4 +1,4 @@
-"""Load data from a built directory, files, the Hugging Face Hub, or a corpus that is built in.
+"""Load data from a built directory, files, the Hugging Face Hub, or the corpus that is built in.
 
 Data that is built on the way is kept in the user's cache, under a key of everything it depends on,
 and memory-mapped from then on. If two processes want the same data at once, one builds it and the
@@ -7,8 +7,6 @@ other waits.
 `pydocs` holds docstring paragraphs of packages that are installed beside fedsim. Its users are
 module files, such as numpy/linalg/_linalg.py. Nothing is downloaded, redistributed or imported:
 sources are parsed. The same package versions give the same corpus.
-
-`support-chats` holds made-up chats of made-up customers; see support_chats.py.
 """
 
 import ast
@@ -38,14 +36,11 @@ from fedsim.data.building.sources import files_in, find_files, is_saved
 from fedsim.data.chat import RULE, source_of
 from fedsim.data.dataset import Dataset
 from fedsim.data.store import FORMAT
-from fedsim.data.support_chats import VERSION, support_chats
 from fedsim.data.tokenizer import Tokenizer, file_of
 from fedsim.errors import DataError, FedsimError
 from fedsim.installation import version
 
-PYDOCS, SUPPORT_CHATS = BUILT_IN = ("pydocs", "support-chats")
-CHAT_TEMPLATE = Path(__file__).with_name("support_chats.jinja")  # where a tokenizer has none
-CHAT_LENGTH = 384  # bytes of nearly all chats
+PYDOCS = "pydocs"
 PACKAGES = ("numpy", "scipy", "jax")  # of pydocs, beside the standard library
 SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 MIN_WORDS = 5  # of a paragraph of pydocs
@@ -58,7 +53,7 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
 
     Args:
       source: a built directory (opened as it is, without build options), a file or glob, a
-        directory saved by `datasets`, hf:NAME[:CONFIG], or one of BUILT_IN.
+        directory saved by `datasets`, hf:NAME[:CONFIG], or pydocs.
       cache_dir: directory of built data. Default: `files.cache_dir`.
       build_options: keyword arguments of `build`, the fields of `BuildSettings` among them.
     Raises:
@@ -69,8 +64,6 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
         build_options["tokenizer"] = file_of(build_options["tokenizer"])
     if source == PYDOCS:
         return _load_pydocs(cache_dir, build_options)
-    if source == SUPPORT_CHATS:
-        return _load_support_chats(cache_dir, build_options)
     if source.startswith(hub.PREFIX):
         return _load_hub(source, cache_dir, build_options)
     if is_built(source):
@@ -143,25 +136,6 @@ def _load_pydocs(cache_dir: str | Path | None, options: dict[str, Any]) -> Datas
     return _cached(
         [PYDOCS, versions], cache_dir, options, harvest_and_build, lambda _: ["user_id", "text"]
     )
-
-
-def _load_support_chats(cache_dir: str | Path | None, options: dict[str, Any]) -> Dataset:
-    options = {"max_length": CHAT_LENGTH, **options}
-    tokenizer = Tokenizer.named(str(options.get("tokenizer", "bytes")))
-    if tokenizer is not None and source_of(tokenizer) is None:
-        options.setdefault("chat_template", str(CHAT_TEMPLATE))
-
-    def make_up_and_build(out: Path) -> Dataset:
-        if progress := options.get("progress"):
-            progress("making up the chats of customers who do not exist (once)")
-        provenance = {"corpus": SUPPORT_CHATS, "made_up": True, "version": VERSION}
-        with TemporaryDirectory() as scratch:
-            file = Path(scratch) / f"{SUPPORT_CHATS}.jsonl"
-            file.write_text("".join(json.dumps(row) + "\n" for row in support_chats()))
-            return build([file], out, provenance=provenance, wait=True, **options)
-
-    facts = [SUPPORT_CHATS, VERSION]
-    return _cached(facts, cache_dir, options, make_up_and_build, lambda _: ["user_id", "messages"])
 
 
 def _cached(

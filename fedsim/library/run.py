@@ -339,8 +339,7 @@ def train(
       algorithm: "els" samples and clips examples, "uls" samples and clips users.
       data: a pandas or polars DataFrame, chunks of one, a Hugging Face `Dataset` or
         `IterableDataset`, an Arrow table, dicts (a list or an iterator), files (a path, a pattern,
-        or a list of Parquet files), a directory made by `fedsim data build`, hf:NAME, pydocs, or
-        support-chats, which are made up.
+        or a list of Parquet files), a directory made by `fedsim data build`, hf:NAME, or pydocs.
         With `task`: the owner of each row, [rows], or a dict of that for the
         splits train, eval_users, eval_examples and test.
       epsilon: the target; math.inf trains without noise, and is not private.

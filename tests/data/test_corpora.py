@@ -1,8 +1,5 @@
 """Sources by name: directories, cached files, and the embedded corpus."""
 
-import hashlib
-import json
-import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,17 +7,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chats import START, model_files
 from learnt import learnt
 from local_hub import bytes_with, publish
 from packages import another_suffix_list
 
-import fedsim
 from fedsim.data import corpora, tokenizer_is_public
 from fedsim.data.building.build import build
 from fedsim.data.corpora import load
-from fedsim.data.dataset import shown
-from fedsim.data.support_chats import CUSTOMERS, support_chats
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import DataError
 from fedsim.files import cache_dir
@@ -231,51 +224,3 @@ def test_a_failed_build_leaves_no_entry(source, tmp_path):
 def test_unknown_sources(name, message):
     with pytest.raises(DataError, match=message):
         load(name)
-
-
-# ---- Made-up support chats ----------------------------------------------------------------------
-
-# A change of the chats is another corpus: it gets another VERSION.
-CHATS = "a208cbdd64862de3c62f89a528898ee676100725316c6d401097253d64b60666"
-
-
-def test_support_chats_are_the_same_everywhere():
-    rows = support_chats()
-    written = json.dumps(rows).encode()
-    assert hashlib.sha256(written).hexdigest() == CHATS and b"{thing}" not in written
-    assert len({row["user_id"] for row in rows}) == CUSTOMERS == 600
-    texts = {turn["content"] for row in rows for turn in row["messages"]}
-    assert len(rows) > 1_500 and len(texts) > 3_000
-    for row in rows:
-        roles = [turn["role"] for turn in row["messages"]]
-        assert roles == ["user", "assistant"] * (len(roles) // 2)
-
-
-def test_support_chats_need_no_tokenizer_with_a_template(tmp_path):
-    said = []
-    data = load("support-chats", cache_dir=tmp_path, progress=said.append)
-    assert any("customers who do not exist" in line for line in said)
-    assert data.metadata["provenance"]["made_up"]
-    assert data.train.num_users > 500 and data.cut_off() is None
-    (example,) = shown(data, "train", 1)
-    assert example["parts"][0]["text"].startswith("<|endoftext|>user: ")
-    answers = [part["text"] for part in example["parts"] if part["trained"]]
-    assert len(answers) >= 2 and all(text.endswith("<|endoftext|>\n") for text in answers)
-    assert load("support-chats", cache_dir=tmp_path).path == data.path
-
-
-def test_support_chats_have_the_template_of_a_model_that_has_one(tmp_path):
-    model = model_files(tmp_path / "model")
-    data = load("support-chats", cache_dir=tmp_path, tokenizer=str(model), max_length=64)
-    (example,) = shown(data, "train", 1)
-    assert example["parts"][0]["text"].startswith(f"{START}user\n") and example["tokens"] == 64
-
-
-@pytest.mark.slow
-def test_a_model_learns_something_of_support_chats(tmp_path):
-    settings = {"model": "micro", "batch_size": 64, "group_size": 2, "clip_norm": 10.0}
-    run = fedsim.train(
-        "uls", "support-chats", epsilon=math.inf, num_steps=20, learning_rate=0.3,
-        engine="local", strategy="scan:2", eval_examples=32, run_dir=tmp_path / "run", **settings,
-    )  # fmt: skip
-    assert run.eval_loss < run.summary["initial_eval_loss"] - 1.5

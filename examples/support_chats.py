@@ -1,19 +1,28 @@
-"""Made-up support chats, to try training on chats without any data: the corpus `support-chats`.
+"""Made-up support chats, to try training on chats without any data.
+
+python examples/support_chats.py FOLDER writes chats.jsonl and, for models without one, a
+chat_template.jinja.
 
 Nobody wrote these chats, and no shop and no customer is meant. A customer with a few belongings and
 a way to write asks the support of an invented shop, and its assistant answers. Everything is chosen
 by a generator of random numbers from the phrases below, which are all that there is to learn: which
 answer goes with which trouble, and the order number and the thing that the customer has named. The
-same version of fedsim makes the same chats on every machine.
+chats are the same on every machine.
 """
 
+import json
 import random
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-VERSION = 1  # a change of the chats gets another number
 CUSTOMERS, MOST_CHATS = 600, 8  # MOST_CHATS is of one customer
 SEED = 48
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role + ': ' + m.content + eos_token + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
 Option = TypeVar("Option")
 
 THINGS = (
@@ -182,3 +191,15 @@ def _chat(
 def _of(chance: random.Random, options: Sequence[Option]) -> Option:
     """One of some options. Python keeps the numbers of a seed, but does not say so of `choice`."""
     return options[int(len(options) * chance.random())]
+
+
+def write(folder: Path) -> None:
+    """Write the chats, and a chat template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(row) + "\n" for row in support_chats())
+    (folder / "chats.jsonl").write_text(lines)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))
