@@ -9,6 +9,7 @@
     jobs                       independent jobs on Ray's workers
     machine                    the least that a machine must have, checked before JAX starts
     environment                resources, threads, packages and compiled programs of processes
+    compiler_options           the options of XLA and JAX that a process may have
 
 Only this package imports Ray.
 """

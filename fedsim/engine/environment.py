@@ -22,20 +22,14 @@ from jax._src import compilation_cache, xla_bridge
 from jax._src.lru_cache import LRUCache
 
 from fedsim.config import EngineConfig
-from fedsim.errors import ConfigError, expect
+from fedsim.engine.compiler_options import expect_allowed
+from fedsim.errors import ConfigError
 from fedsim.files import NotOurs, cache_dir, keep_in_cache, own_directory
 from fedsim.installation import version
 
 PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "randomgen", "ray")
 PACKAGES += ("dp-accounting", "scipy", "cryptography")
 WHERE_INSTALLED = ("jax-cuda12-plugin", "nvidia-cublas-cu12", "jax-cuda13-plugin", "nvidia-cublas")
-USABLE: dict[str, tuple] = {
-    "jax_enable_x64": (False,),
-    "jax_numpy_dtype_promotion": ("standard",),
-    "jax_disable_jit": (False,),
-    "jax_transfer_guard": (None, "allow", "log"),
-}
-"""JAX options whose other values break programs, each with the values that work."""
 JAX_SETTINGS = ("jax_threefry_partitionable", "jax_random_seed_offset", "jax_enable_x64")
 JAX_SETTINGS += ("jax_default_matmul_precision",)
 """JAX options, from variables or the program, on which bits of parameters and gradients depend."""
@@ -73,14 +67,9 @@ def set_threads(config: EngineConfig) -> bool:
 def expect_usable_jax() -> None:
     """Check JAX's settings before JAX fails with a traceback.
 
-    Raises: ConfigError: an option has a value with which programs fail, or the machine has none of
-      the requested devices.
+    Raises: ConfigError: an option is not allowed, or the machine has none of the requested devices.
     """
-    for name, usable in USABLE.items():
-        value = getattr(jax.config, name)
-        value = getattr(value, "value", value)  # of an enumeration
-        how = f"unset it, or jax.config.update({name!r}, {usable[0]!r}) in Python"
-        expect(name.upper(), value, value in usable, f"{usable[0]}, JAX's default: {how}")
+    expect_allowed()
     try:
         jax.local_devices()
     except (AssertionError, RuntimeError) as error:

@@ -35,6 +35,7 @@ from fedsim.clipping import (
     num_coordinates,
     shared_lengths,
 )
+from fedsim.engine.compiler_options import expect_allowed
 from fedsim.engine.engine import Engine, Stats, one_of_each
 from fedsim.engine.environment import host_kind, keep_compiled, versions
 from fedsim.engine.programs import Programs, check_arithmetic, check_contributions, default_device
@@ -100,10 +101,13 @@ class Worker:
         return self.task.buckets
 
     def facts(self) -> dict[str, Any]:
-        """Return device, host, kind of host, process and versions, after a check of the device.
+        """Return device, host, kind of host, process and versions, after a check of the process.
 
-        Raises: UnfitDevice: the device's arithmetic is not that of the proof.
+        Raises:
+          ConfigError: an option of XLA or JAX is not allowed.
+          UnfitDevice: the device's arithmetic is not that of the proof.
         """
+        expect_allowed()
         _fit(default_device())
         return {
             "device": str(jax.local_devices()[0]),

@@ -115,9 +115,15 @@ def test_packages_of_accelerators_are_named_where_they_are_installed(monkeypatch
         ("jax_numpy_dtype_promotion", "strict"),
         ("jax_disable_jit", True),
         ("jax_transfer_guard", "disallow"),
+        ("jax_debug_nans", True),
+        ("jax_debug_infs", True),
+        ("jax_error_checking_behavior_nan", "raise"),
+        ("jax_pjrt_client_create_options", "a:1"),
+        ("jax_optimization_level", "O0"),
+        ("jax_exec_time_optimization_effort", -1.0),
     ],
 )
-def test_an_option_of_jax_that_programs_fail_with_is_refused(option, value):
+def test_an_option_of_jax_that_was_set_in_python_is_refused(option, value):
     before = getattr(jax.config, option)
     environment.expect_usable_jax()
     jax.config.update(option, value)
@@ -125,6 +131,8 @@ def test_an_option_of_jax_that_programs_fail_with_is_refused(option, value):
         for kind in ("local", "ray"):
             with refuses(f"{option.upper()}={value}", says=f"jax.config.update({option!r}, "):
                 environment.set_threads(EngineConfig(kind))
+        with refuses(option.upper()):
+            Worker().facts()
     finally:
         jax.config.update(option, before)
 

@@ -1,0 +1,161 @@
+"""Options of XLA and JAX that are not on the list are refused before anything is computed."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from problems import mean_problem
+from refused import refuses
+
+from fedsim.engine import environment
+from fedsim.engine.compiler_options import COMPILED_WITH, XLA, expect_allowed
+from fedsim.engine.engine import EngineError
+from fedsim.engine.worker import Worker
+
+pytestmark = pytest.mark.privacy
+FAST = "--xla_cpu_enable_fast_math=true"
+FASTER = f"{FAST} --xla_cpu_fast_math_honor_nans=false --xla_cpu_fast_math_honor_infs=false"
+REFUSED = {  # (variable, its value) -> the option that is named
+    ("XLA_FLAGS", FAST): FAST,
+    ("XLA_FLAGS", f"--xla_dump_to=/x  {FAST}"): FAST,
+    ("XLA_FLAGS", f"--xla_cpu_max_isa=AVX2\n{FAST}"): FAST,
+    ("XLA_FLAGS", f"'{FAST}'"): f"'{FAST}'",
+    ("XLA_FLAGS", "/a/file/of/options"): "/a/file/of/options",
+    ("XLA_FLAGS", "xla_cpu_max_isa=AVX2"): "xla_cpu_max_isa=AVX2",
+    ("XLA_FLAGS", "--xla_dump_hlo_snapshots"): "--xla_dump_hlo_snapshots",
+    ("XLA_FLAGS", "--xla_gpu_deterministic_ops=false"): "--xla_gpu_deterministic_ops=false",
+    ("XLA_FLAGS", "--xla_allow_excess_precision=true"): "--xla_allow_excess_precision=true",
+    ("XLA_FLAGS", "--xla_disable_hlo_passes=all"): "--xla_disable_hlo_passes=all",
+    ("XLA_FLAGS", "--xla_gpu_autotune_level=4"): "--xla_gpu_autotune_level=4",
+    ("LIBTPU_INIT_ARGS", "--xla_tpu_x=true"): "--xla_tpu_x=true",
+    ("LIBTPU_ANYTHING", "1"): "1",
+    ("JAX_PJRT_CLIENT", "x"): "x",
+    ("JAX_DEBUG_NAN", "1"): "1",
+    ("JAX_MOCK_GPU_TOPOLOGY", "1x1x1"): "1x1x1",
+    ("NVIDIA_TF32_OVERRIDE", "1"): "1",
+}
+ALLOWED = [
+    ("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_cpu_max_isa=SSE4_2"),
+    ("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"),
+    ("XLA_FLAGS", "--xla_gpu_deterministic_ops --xla_gpu_cuda_data_dir=/usr/local/cuda"),
+    ("XLA_FLAGS", "--xla_dump_to=/somewhere --xla_dump_hlo_as_text"),
+    ("XLA_FLAGS", ""),
+    ("LIBTPU_INIT_ARGS", ""),
+    ("NVIDIA_TF32_OVERRIDE", "0"),
+    ("JAX_PLATFORMS", "cuda,cpu"),
+    ("JAX_COMPILATION_CACHE_DIR", "/somewhere"),
+    ("JAX_DEFAULT_MATMUL_PRECISION", "bfloat16"),
+    ("JAX_LOG_COMPILES", "1"),
+    ("JAX_DEBUG_NANS", "0"),  # the value in force is looked at
+    ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5"),  # memory
+]
+
+
+@pytest.mark.parametrize("variable, value", REFUSED, ids=str)
+def test_an_option_that_is_not_on_the_list_is_refused(monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    for check in (expect_allowed, environment.expect_usable_jax, Worker().facts):
+        with refuses(f"{variable}={REFUSED[variable, value]}", says=": expected ") as error:
+            check()
+    assert "\n" not in str(error.value) and "the guarantee was not checked" in str(error.value)
+    if variable == "XLA_FLAGS":
+        assert all(name in str(error.value) for name in XLA)
+
+
+@pytest.mark.parametrize("variable, value", ALLOWED)
+def test_an_option_on_the_list_is_accepted(monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    expect_allowed()
+
+
+def test_what_the_tests_and_workers_set_is_accepted(monkeypatch):
+    expect_allowed()
+    for accelerator in (None, "GPU", "TPU"):
+        placement = environment.Placement(2, 1, accelerator)
+        for name, value in environment.worker_environment(placement).items():
+            monkeypatch.setenv(name, value)
+        expect_allowed()
+
+
+def python(code, **variables):
+    """A process of Python with other variables."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_options_that_xla_has_read_before_are_seen():
+    code = """
+        import os, jax
+        jax.devices()
+        del os.environ["XLA_FLAGS"]
+        from fedsim.engine.compiler_options import expect_allowed
+        expect_allowed()
+    """
+    done = python(code, XLA_FLAGS=FAST)
+    assert "ConfigError: XLA_FLAGS=--xla_cpu_enable_fast_math=True: expected " in done.stderr
+    assert python(code, XLA_FLAGS="--xla_cpu_max_isa=AVX2").returncode == 0
+    assert len(COMPILED_WITH) == 3
+
+
+ONE_NAN = """
+import pathlib
+import sys
+import jax.numpy as jnp
+import numpy as np
+import fedsim
+
+class Linear(fedsim.Task):
+    def init(self, key):
+        return {"w": np.zeros(256, np.float32)}
+
+    def read(self, split, rows):
+        x = np.random.default_rng(7).normal(size=(400, 256)).astype(np.float32)
+        x[0, :4] = np.nan
+        return {"x": x[rows], "y": np.ones(len(rows), np.float32)}
+
+    def losses(self, params, batch):
+        return 0.5 * jnp.square((batch["x"] * params["w"]).sum(axis=1) - batch["y"])
+
+where = pathlib.Path(sys.argv[1])
+try:
+    run = fedsim.train(
+        "uls", task=Linear(), data=np.arange(400), epsilon=4, delta=1e-6, num_steps=1, budget=400,
+        optimizer="sgd", learning_rate=1.0, clip_norm=1.0, engine="local", strategy="scan:1",
+        run_dir=where / "run", budget_ledger=where / "ledger",
+    )
+except fedsim.ConfigError as error:
+    sys.exit(str(error))
+print(float(np.abs(run.params["w"]).max()) * run.summary["expected_count"])
+"""
+
+
+def test_a_run_with_fast_math_is_refused_and_one_nan_moves_nothing_without(tmp_path):
+    """With fast math, each of the four numbers was 2,048 times the clip norm."""
+    code = ONE_NAN.replace("sys.argv[1]", repr(str(tmp_path)))
+    done = python(code, XLA_FLAGS=FASTER)
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.strip().splitlines()[-1].startswith(f"XLA_FLAGS={FAST}: expected only ")
+    assert not [*tmp_path.iterdir()]
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.splitlines()[-1]) < 100
+
+
+@pytest.mark.ray
+def test_workers_on_ray_refuse_their_own_options(monkeypatch, rng, ray_cluster):
+    from fedsim.engine.ray_engine import RayEngine
+
+    _, task = mean_problem(rng, [1, 1])
+    of_workers = environment.worker_environment
+    for name, value in [("XLA_FLAGS", FAST), ("JAX_DEBUG_NANS", "1")]:
+        variables = {**of_workers(environment.Placement(1, 1)), name: value}
+        monkeypatch.setattr(environment, "worker_environment", lambda _: variables)  # noqa: B023
+        engine = RayEngine(task, num_lanes=2, num_workers=1, threads=1)
+        try:
+            with pytest.raises(EngineError, match=f"{name}="):
+                engine.ready()
+        finally:
+            engine.close()
