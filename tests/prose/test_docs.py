@@ -8,11 +8,9 @@ exist. `test_guide.py` runs the commands of the guide.
 
 import contextlib
 import dataclasses
-import html.parser
 import importlib.util
 import inspect
 import io
-import os
 import re
 import shlex
 import shutil
@@ -99,21 +97,6 @@ def flags(kind) -> set[str]:
     return set().union(*(flags(part) for part in get_args(kind)))
 
 
-# ---- The README -------------------------------------------------------------------------------
-
-
-def test_the_readme_is_short_and_starts_with_two_commands():
-    text = (ROOT / "README.md").read_text()
-    assert len(text.encode()) <= 8000
-    two = [line for line in text.splitlines() if line.startswith("pip install")]
-    assert two == [
-        "pip install -e '.[all]' -c constraints.txt && fedsim train uls --data pydocs --epsilon 8 "
-        "--num-steps 100 --run-dir runs/uls",
-        "pip install -e '.[dev]' -c constraints.txt && pytest -n 2 --dist loadfile",
-    ]
-    assert [line + "\n" for line in two] == blocks(ROOT / "README.md", "sh")[:2]
-
-
 # ---- Links ------------------------------------------------------------------------------------
 
 
@@ -139,23 +122,9 @@ def test_links_lead_somewhere(page):
     assert broken == []
 
 
-class Links(html.parser.HTMLParser):
-    """The ids of a page, and where its links lead."""
-
-    def __init__(self, page: Path):
-        super().__init__()
-        self.ids, self.targets = {""}, []
-        self.feed(page.read_text())
-
-    def handle_starttag(self, tag, attrs):
-        values = dict(attrs)
-        self.ids |= {values[name] for name in ("id", "name") if values.get(name)}
-        self.targets += [values[name] for name in ("href", "src") if values.get(name)]
-
-
 @pytest.mark.slow
 @pytest.mark.ci
-def test_the_site_builds_without_a_warning_and_its_links_resolve(tmp_path):
+def test_the_site_builds_without_a_warning(tmp_path):
     from sphinx.cmd.build import build_main
 
     site, said = tmp_path / "site", io.StringIO()
@@ -166,23 +135,6 @@ def test_the_site_builds_without_a_warning_and_its_links_resolve(tmp_path):
         warnings.simplefilter("ignore")  # Sphinx's own; what it says of these pages is in `said`
         failed = build_main([*arguments, str(ROOT / "docs"), str(site)])
     assert (said.getvalue(), failed) == ("", 0)
-
-    pages = {page: Links(page) for page in site.rglob("*.html")}
-    assert {
-        site / name for name in ("index.html", "api/library.html", "theory/noise.html")
-    } <= pages.keys()
-    broken = []
-    for page, links in pages.items():
-        for target in links.targets:
-            path, _, anchor = target.partition("#")
-            path = path.partition("?")[0]
-            if re.match(r"https://|data:", target):
-                continue
-            found = Path(os.path.normpath(page.parent / path)) if path else page
-            known = pages[found].ids if found in pages else {"", anchor}
-            if not found.exists() or anchor not in known:
-                broken.append(f"{page.relative_to(site)}: {target}")
-    assert broken == []
 
 
 # ---- Commands ---------------------------------------------------------------------------------

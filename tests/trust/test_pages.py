@@ -4,10 +4,9 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from jinja2 import UndefinedError
 from markdown_it import MarkdownIt
 
-from fedsim.trust.pages import Chart, Series, as_html, as_markdown, code, escaped, fenced
+from fedsim.trust.pages import Chart, Series, as_html, as_markdown, escaped, fenced
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -108,11 +107,6 @@ def test_commands_stay_in_their_block(value):
     assert shown(value).split() == "".join(found.pieces).split()[1:-1]
 
 
-def test_code_is_code_where_it_can_be():
-    assert code("a_b") == "`a_b`" and escaped("say `a_b`") == "say `a_b`"
-    assert rendered(str(code("a``b"))).tags == ["p"]
-
-
 def audit_of(*names):
     replaced = [dict.fromkeys(("setting", "given", "used", "why"), name) for name in names]
     every = " ".join(names)
@@ -147,28 +141,9 @@ def test_nothing_is_fetched_and_nothing_runs():
     assert page.count("<style") == page.count("<title") == 1 and page.count("<svg") == 1
 
 
-def test_what_a_template_names_and_nobody_gave_is_an_error():
-    facts = audit_of("name")
-    for absent in facts:
-        with pytest.raises(UndefinedError):
-            as_markdown("audit.md.jinja", **{k: v for k, v in facts.items() if k != absent})
-
-
 def budget_of(chart):
     facts = {"title": "t", "sentences": ["s"], "head": ("a", "b"), "rows": [("1", "x|y")]}
     return as_markdown("budget.md.jinja", **facts, course=chart)
-
-
-def test_in_markdown_a_chart_is_a_table_of_its_points():
-    rows = budget_of(Chart("c", "x", "y", [Series("s", [0, 1, 2], [1.0, 2.5, 4.25])])).splitlines()
-    assert "| s | 2 | 4.25 |" in rows and "| 1 | x\\|y |" in rows and "*c*" in rows
-
-
-def test_a_long_chart_is_a_short_table():
-    many = list(range(1000))
-    text = budget_of(Chart("c", "x", "y", [Series("l", many, many)]))
-    rows = [line for line in text.splitlines() if line.startswith("| l ")]
-    assert len(rows) == 13 and rows[0] == "| l | 0 | 0 |" and rows[-1] == "| l | 999 | 999 |"
 
 
 @pytest.mark.privacy
