@@ -11,6 +11,8 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,6 +74,9 @@ def typed(page: Path) -> Iterator[list[str]]:
     for block in BLOCK.finditer(text):
         if block[1] == "sh" and block.start(2) not in marked:
             for words in lines_of(block[2]):
+                if words[0] == "python":  # `prepared` has what it writes
+                    assert words == ["python", "examples/support_chats.py", "made-up"]
+                    continue
                 assert words[0] == "fedsim", words
                 yield small(words[1:])
 
@@ -122,6 +127,8 @@ def prepared(tmp_path_factory) -> Path:
     asked = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Yes"}]
     chats = [{"customer": person, "messages": asked} for person in people]
     (place / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    script = str(ROOT / "examples/support_chats.py")
+    subprocess.run([sys.executable, script, place / "made-up"], check=True)
     os.environ["FEDSIM_BUDGET_LEDGER"], ledger = str(place / "ledger"), _ledger()
     try:
         before = Path.cwd()
