@@ -239,13 +239,13 @@ def test_without_noise_it_is_the_sum_over_the_count(key):
         noise_of(sums, key, clip=clip)
 
 
-@pytest.mark.parametrize("count", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("count", [0.0, -1.0, math.nan, math.inf])
 def test_the_count_must_be_positive(key, count):
     with refuses("count"):
         noise_of(TREE, key, count=count)
 
 
-@pytest.mark.parametrize("sigma", [-1.0, float("nan")])
+@pytest.mark.parametrize("sigma", [-1.0, math.nan, math.inf])
 def test_the_noise_multiplier_must_not_be_negative(key, sigma):
     with refuses("noise_multiplier"):
         noise_of(TREE, key, stddev=sigma)

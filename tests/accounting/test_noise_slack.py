@@ -66,6 +66,19 @@ def test_the_theorem_holds_for_noise_that_is_as_wrong_as_it_may_be(parts, eta, c
 
 
 @pytest.mark.privacy
+@pytest.mark.parametrize(
+    "count, errors", [(1e3, [(1.0, 1e-3), (0.01, 0.02)]), (1e6, [(1.0, 0.01)])]
+)
+def test_the_bound_is_that_of_the_theorem(count, errors):
+    """Exact laws are below it: Bernstein's inequality is not tight for a few large errors."""
+    delta, b = 1e-5, max(eta for _, eta in errors)
+    v, log = sum(share * eta**2 for share, eta in errors), -math.log(delta * 1e-6 * math.exp(-2.0))
+    e = count * v * math.exp(b) / 2 + b * log / 3
+    e += math.sqrt((b * log / 3) ** 2 + 2 * count * v * log)
+    assert accounting.slack(count, 2.0, delta, errors).epsilon == pytest.approx(2 * e, rel=1e-12)
+
+
+@pytest.mark.privacy
 def test_rare_numbers_that_are_far_off_count():
     parts, eta, count, delta = [(0.98, 1), (0.02, 16)], 0.01, 400, 1e-6
     drawn, ideal = sums(parts, eta, count)

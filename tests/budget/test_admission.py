@@ -284,6 +284,10 @@ def test_a_mark_that_was_changed_or_is_gone_is_refused_and_one_that_was_cut_off_
     whole = path.read_text()
     path.write_text(whole + "9 ")
     run(place, tmp_path / "a", steps=3, killed=True)
+    run(place, tmp_path / "before the first mark", steps=0, killed=True)
+    (other,) = {*(place / "steps").iterdir()} - {path}
+    other.write_text("")
+    run(place, tmp_path / "before the first mark", steps=0, killed=True)
     for changed in (whole.replace("\n3 ", "\n1 "), whole + "nothing\n"):
         path.write_text(changed)
         with pytest.raises(FileDamaged, match=f"{path.name}: expected how far a run has come"):

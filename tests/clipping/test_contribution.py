@@ -29,6 +29,7 @@ from fedsim.clipping.contribution import (
     lattice_bits,
     lattice_capacity,
     norm_and_bound,
+    root_and_bound,
 )
 from fedsim.clipping.packing import chunks
 from fedsim.data.dataset import Dataset
@@ -139,6 +140,13 @@ def test_the_bound_is_above_the_true_norm_and_not_far(shapes, rng):
             assert bound <= float(true) * (1 + 1e-3) + 2**-39
         else:
             assert not true < 1e19  # its square is beyond float32
+
+
+@pytest.mark.parametrize("additions", [1, 2, 3, 10, 5000])
+def test_a_sum_that_lost_all_that_its_roundings_can_take_is_bounded(additions):
+    """The square and each addition rounded down by the most: random gradients are far from it."""
+    squares = jnp.float32((1 - 2.0**-24) ** (additions + 1))
+    assert float(root_and_bound(squares, additions)[1]) >= 1
 
 
 def test_many_numbers_are_not_added_one_by_one():
