@@ -77,8 +77,8 @@ NOISE_AND_SENSITIVITY = (
             Patch(
                 KEYS,
                 "SecretKey.__init__",
-                lambda init, self, secret, seed=None, sealing=None, kept=None: init(
-                    self, secret, seed, sealing or secret, kept
+                lambda init, self, secret, seed=None, sealing=None: init(
+                    self, secret, seed, sealing or secret
                 ),
             ),
         ),
