@@ -10,6 +10,12 @@ from .environment import (
 from .factory import create as create, reduction as reduction, starting as starting
 from .jobs import on_workers as on_workers
 from .machine import exhausted as exhausted, set_threads as set_threads
-from .task import Batch as Batch, Params as Params, Task as Task, WrappedTask as WrappedTask
+from .task import (
+    Batch as Batch,
+    Params as Params,
+    Task as Task,
+    WrappedTask as WrappedTask,
+    read_rows as read_rows,
+)
 from .trials import AUTO as AUTO, TRIAL_UNITS as TRIAL_UNITS, choose_strategy as choose_strategy
 from .worker import Worker as Worker

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from fedsim.clipping import Clip, Strategy, lattice_capacity, num_coordinates, shared_lengths
-from fedsim.engine.task import Task
+from fedsim.engine.task import Task, sizes_of
 from fedsim.errors import FedsimError
 
 TRIAL_UNITS = 32  # most units on which a strategy is tried
@@ -401,7 +401,7 @@ def cut_examples(task: Task, split: str, rows: np.ndarray, num_lanes: int, least
     If texts share rows, lanes keep the order of the examples and have about as many tokens each.
     """
     buckets = task.buckets
-    sizes = task.sizes(split, rows) if buckets and buckets.packed and len(rows) else None
+    sizes = sizes_of(task, split, rows) if buckets and buckets.packed and len(rows) else None
     if sizes is None:
         return cut(task, split, rows, num_lanes, least)
     ends = np.cumsum(sizes)
@@ -432,7 +432,7 @@ def _lengths_and_costs(
     Args: lengths: the result of `costs`.
     """
     shared = task.buckets.shared if task.buckets and lengths.shape[1] > 1 else ()
-    if not shared or (sizes := task.sizes(split, rows.ravel())) is None:
+    if not shared or (sizes := sizes_of(task, split, rows.ravel())) is None:
         return lengths.max(axis=1), lengths.sum(axis=1)
     sizes = np.where(rows >= 0, sizes.reshape(rows.shape), 0)
     longest = shared_lengths(sizes, shared)
@@ -446,7 +446,7 @@ def costs(task: Task, split: str, rows: np.ndarray) -> np.ndarray | None:
     """
     if (buckets := task.buckets) is None:
         return None
-    if (sizes := task.sizes(split, rows.ravel())) is None:
+    if (sizes := sizes_of(task, split, rows.ravel())) is None:
         return None
     lengths = np.where(rows.ravel() >= 0, buckets.holding(sizes), 0)
     return lengths.reshape(rows.shape if rows.ndim > 1 else (len(rows), 1))

@@ -6,6 +6,7 @@ workers, so it should hold sizes and paths, or arrays that every worker may hold
 """
 
 import dataclasses
+import threading
 from typing import Any, Protocol
 
 import jax
@@ -20,6 +21,7 @@ Batch = Any
 """A tree of arrays [rows, ...]."""
 MADE_UP = "made-up"
 """Split of the rows of `Task.made_up`."""
+_reading = threading.RLock()
 
 
 class Task(Protocol):
@@ -27,6 +29,8 @@ class Task(Protocol):
 
     Guarantees that an implementation must give: the loss of a row depends on the parameters and on
       this row alone. Normalisation over a batch, for example, breaks this and with it the privacy.
+    Guarantees to an implementation: in a process, one call of `read`, `sizes` or `made_up` ends
+      before the next one begins, so they may share an open file. Calls come from several threads.
     """
 
     def __repr__(self) -> str:
@@ -113,6 +117,21 @@ class Task(Protocol):
     def local_steps(self) -> LocalSteps | None:
         """Local SGD of the users, whose update is clipped instead of a gradient, or None."""
         return None
+
+
+def read_rows(task: Task, split: str, rows: np.ndarray) -> Batch:
+    """Call `Task.read`, or `made_up` for MADE_UP rows, while no other thread reads.
+
+    Two calls at once of a task that seeks in a file could give a user the rows of another.
+    """
+    with _reading:
+        return task.made_up(rows) if split == MADE_UP else task.read(split, rows)
+
+
+def sizes_of(task: Task, split: str, rows: np.ndarray) -> np.ndarray | None:
+    """Call `Task.sizes` while no other thread reads."""
+    with _reading:
+        return task.sizes(split, rows)
 
 
 class WrappedTask(Task):

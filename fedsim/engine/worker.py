@@ -39,7 +39,7 @@ from fedsim.engine.compiler_options import expect_allowed
 from fedsim.engine.engine import Engine, Stats, one_of_each
 from fedsim.engine.environment import host_kind, keep_compiled, versions
 from fedsim.engine.programs import Programs, check_arithmetic, check_contributions, default_device
-from fedsim.engine.task import MADE_UP, Task
+from fedsim.engine.task import MADE_UP, Task, read_rows
 from fedsim.engine.trials import try_strategy
 from fedsim.signals import heed
 
@@ -119,8 +119,17 @@ class Worker:
 
     def read_ahead(self, split: str, rows: np.ndarray) -> None:
         """Read rows that will be needed soon into memory, in the background."""
-        if self._task is not None:
-            touch(lambda: self.task.read(split, rows.ravel()))
+        if self._task is None:
+            return
+
+        def read() -> None:
+            for start in range(0, rows.size, ROWS_PER_READ):  # a lane may read in between
+                self._read(split, rows.ravel()[start : start + ROWS_PER_READ])
+
+        touch(read)
+
+    def _read(self, split: str, rows: np.ndarray) -> Any:
+        return read_rows(self.task, split, rows)
 
     def lane_sum(self, version: int, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy):
         """Compute the clipped sum of a lane.
@@ -210,7 +219,7 @@ class Worker:
             return
 
         def read(start):
-            return packed(self.task.read(split, rows[start : start + ROWS_PER_READ]))
+            return packed(self._read(split, rows[start : start + ROWS_PER_READ]))
 
         for _, batches in ahead(read, range(0, len(rows), ROWS_PER_READ)):
             for batch in batches:
@@ -234,7 +243,7 @@ class Worker:
         texts share, int [units]; 1 without buckets."""
         if self.buckets is None or not len(rows):
             return np.ones(len(rows), int)
-        sizes = self.buckets.sizes(self.task.made_up(rows.ravel())).reshape(rows.shape)
+        sizes = self.buckets.sizes(self._read(MADE_UP, rows.ravel())).reshape(rows.shape)
         if self._shares_rows(strategy, rows.shape[1]):
             return shared_lengths(sizes, self.buckets.shared)
         return self.buckets.holding(sizes.max(axis=1))
@@ -349,8 +358,7 @@ class Worker:
         starts = range(0, len(rows), units)
 
         def read(start):
-            chosen = rows[start : start + units].ravel()
-            return self.task.made_up(chosen) if split == MADE_UP else self.task.read(split, chosen)
+            return self._read(split, rows[start : start + units].ravel())
 
         for start, batch in ahead(read, starts):
             part = rows[start : start + units]

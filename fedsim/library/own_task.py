@@ -13,7 +13,7 @@ import pyarrow as pa
 from fedsim.clipping import LocalSteps
 from fedsim.config import RunConfig
 from fedsim.data import SPLITS, Dataset, user_ids
-from fedsim.engine import Batch, Params, Task, WrappedTask
+from fedsim.engine import Batch, Params, Task, WrappedTask, read_rows
 from fedsim.errors import ConfigError, DataError, FileDamaged, expect
 from fedsim.library.tables import is_missing
 from fedsim.run import local_steps_of
@@ -111,7 +111,8 @@ class OwnedRows:
         digest = hashlib.sha256(repr(self._names.tolist()).encode())
         digest.update(self.offsets.tobytes())
         for low in range(0, self.num_examples, ROWS):
-            for leaf in jax.tree.leaves(self._task.read(self._split, self.order[low : low + ROWS])):
+            part = self.order[low : low + ROWS]
+            for leaf in jax.tree.leaves(read_rows(self._task, self._split, part)):
                 digest.update(np.ascontiguousarray(leaf).tobytes())
         return digest.hexdigest()
 

@@ -19,7 +19,7 @@ from fedsim import accounting
 from fedsim.accounting import Phases
 from fedsim.config import Algorithm, AuditConfig, PrivacyConfig, RunConfig, changed_run
 from fedsim.data import Dataset
-from fedsim.engine import AUTO
+from fedsim.engine import AUTO, read_rows
 from fedsim.errors import expect
 from fedsim.files import write_json
 from fedsim.installation import expect_installed
@@ -309,7 +309,7 @@ def losses(task: Any, params: Any, split: str, rows: np.ndarray) -> np.ndarray:
     for low in range(0, len(rows), ROWS_AT_ONCE):
         chunk = rows[low : low + ROWS_AT_ONCE]
         padded = np.pad(chunk, (0, ROWS_AT_ONCE - len(chunk)), constant_values=-1)
-        batch = task.read(split, padded)
+        batch = read_rows(task, split, padded)
         parts.append(np.asarray(compute(params, batch, *frozen), np.float64)[: len(chunk)])
     return np.concatenate([np.zeros(0), *parts])
 
