@@ -2,13 +2,11 @@
 
 import json
 import math
-import os
 
 import pytest
 from refused import refuses
 from test_cli import run
 
-from fedsim.cli.tuning import read_spec
 from fedsim.tuning import expand, jobs_of
 from fedsim.tuning.selection import _name
 
@@ -35,20 +33,6 @@ def test_a_grid_is_every_combination_and_runs_go_with_it():
     assert expand({"epsilon": 1}) == [{"epsilon": 1}]
 
 
-@pytest.mark.parametrize(
-    "spec, field",
-    [
-        ({"grid": []}, "grid"),
-        ({"grid": {"seed": 1}}, "seed"),
-        ({"grid": {"seed": []}}, "seed"),
-        ({"runs": ["uls"]}, "runs"),
-    ],
-)
-def test_a_grid_of_another_form_is_refused(spec, field):
-    with refuses(field):
-        expand(spec)
-
-
 def test_a_run_is_known_by_what_it_computes(tmp_path):
     def name(**changed):
         return jobs_of([{**BASE, **changed}], tmp_path)[0].name
@@ -67,13 +51,6 @@ def test_runs_that_differ_in_what_is_no_part_of_their_names_are_refused(field, v
     with refuses(f"{field}={values[1]}"):
         jobs_of(settings, tmp_path)
     assert len(jobs_of([settings[0]] * 2, tmp_path)) == 1
-
-
-def test_a_summary_that_is_none_is_of_no_finished_run(tmp_path):
-    (job,) = jobs_of([BASE], tmp_path)
-    job.run.run_dir.mkdir(parents=True)
-    (job.run.run_dir / "summary.json").write_text("{}")
-    assert job.summary is None
 
 
 def test_inf_and_whole_numbers_have_their_types(tmp_path):
@@ -99,31 +76,6 @@ def test_a_mistake_is_found_before_anything_is_run(changed, what, tmp_path):
     with refuses(what):
         jobs_of([BASE, {**BASE, **changed}], tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_set_overrides_a_file_wherever_it_has_the_setting(tmp_path):
-    file = tmp_path / "candidates.toml"
-    file.write_text("seed = 1\n[grid]\ndelta = [1e-6]\n[[runs]]\nepsilon = 8.0\n[[runs]]\n")
-    found = expand(read_spec(file, ("epsilon=1", "delta=1e-7")))
-    assert [(run["epsilon"], run["delta"]) for run in found] == [(1, 1e-7)] * 2
-    assert {run["epsilon"] for run in expand(read_spec(file, ("epsilon=1,2",)))} == {1, 2}
-    for flag in ("grid=5", "runs=5"):
-        with refuses(f"set={flag}"):
-            read_spec(file, (flag,))
-
-
-@pytest.mark.parametrize(
-    "name, text, what",
-    [
-        ("a.toml", "grid = 5", "grid=5"),
-        ("a.toml", "runs = []", "runs=[]"),
-        ("a.json", None, "file"),
-    ],
-)
-def test_a_file_of_another_form_is_one_line(name, text, what, tmp_path):
-    (tmp_path / name).write_text('{"a":' * 99_999 if text is None else text)
-    with refuses(what):
-        read_spec(tmp_path / name, ())
 
 
 def test_files_are_named_by_their_whole_path(tmp_path, monkeypatch):
@@ -161,20 +113,3 @@ def test_a_dry_run_lists_the_candidates_and_flags_change_the_file(candidates, tm
     assert first.startswith("6 candidates; all with ") and "learning_rate=0.5" in first
     assert len(table) == 1 + len(rows) and "epsilon" in table[0]
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (["none.toml", "--out", "x"], "file=none.toml: expected"),
-        (["--out", "x", "--set", "epsilon"], "set=epsilon: expected"),
-        (["--out", "x", "--set", "epsilon=1"], "algorithm=None: expected"),
-    ],
-)
-def test_mistakes_are_one_line(args, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, out, err = run("select", *args, capsys=capsys)
-    *before, last = err.splitlines()  # what it is doing, at most
-    assert code == 2 and out == "" and len(before) <= 1, err
-    assert last.startswith("fedsim: error: ") and message in last
-    assert os.listdir() == []

@@ -50,23 +50,6 @@ def test_token_lists_are_kept():
     assert is_blank(pa.array(found["text"])).tolist() == [False, True]
 
 
-@pytest.mark.parametrize(
-    "table, message",
-    [
-        ({"user_id": [1.5]}, "expected text or whole numbers, got 1.5 in row 1;"),
-        ({"user_id": [[1.0, 1.5]]}, "expected text or whole numbers, got 1.5 in row 1;"),
-        ({"user_id": [[["a"]]]}, "user_column=user_id: expected lists of strings or integers, got"),
-        ({"user_id": [b"a"]}, "user_column=user_id: expected strings or integers, got binary"),
-        ({"text": [b"a"]}, "text_column=text: expected strings, or lists of token ids, got binary"),
-        ({"text": [["a"]]}, "text_column=text: expected strings, or lists of token ids, got list"),
-        ({"text": [{"a": 1}]}, "text_column=text: expected strings, or lists of token ids, got"),
-    ],
-)
-def test_columns_of_other_types_are_refused(table, message):
-    with pytest.raises(DataError, match=message):
-        normalised(Columns.of("user_id", "text"), **{"user_id": ["u"], "text": ["t"], **table})
-
-
 @pytest.mark.parametrize("column", ["user_id", "text"])
 def test_bytes_that_are_no_utf8_are_refused_with_their_row(column):
     good = pa.array(["a", "b", "c"])
@@ -74,17 +57,3 @@ def test_bytes_that_are_no_utf8_are_refused_with_their_row(column):
     columns = {"user_id": good, "text": good, column: bad}
     with pytest.raises(DataError, match=f"{column.removesuffix('_id')}.*UTF-8.*in row 12$"):
         normalised(Columns.of("user_id", "text"), first_row=10, **columns)
-
-
-@pytest.mark.parametrize(
-    "user, text, message",
-    [
-        ("a", "a", "user_column=a: expected a column other than text_column"),
-        (["a", "b"], ["b"], "user_column=b: expected a column other than text_column"),
-        (["a", "a"], "t", "expected at least one column, none twice"),
-        ("a", [], "text_column=.*expected at least one column"),
-    ],
-)
-def test_columns_with_two_roles_are_refused(user, text, message):
-    with pytest.raises(DataError, match=message):
-        Columns.of(user, text)

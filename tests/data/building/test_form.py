@@ -6,12 +6,10 @@ import json
 import shutil
 
 import pytest
-from learnt import learnt
 from test_build import texts_of
 
 from fedsim.data.building import text_files
 from fedsim.data.building.build import build
-from fedsim.data.building.text_files import TextFormat
 from fedsim.errors import DataError
 
 ROWS = [("ann", "caf\u00e9; or tea"), ("bob", 'say "\u00e7a"'), ("ann", "two\nlines")]
@@ -48,67 +46,6 @@ def test_csv_of_any_delimiter_and_encoding_says_the_same(name, between, encoding
     assert built(tmp_path / name, tmp_path, **how) == sorted(ROWS)
 
 
-def test_a_text_that_pandas_writes_as_nan_is_none(tmp_path):
-    rows = [{"user_id": "ann", "text": "tea"}, {"user_id": "ben", "text": float("nan")}]
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert built(tmp_path / "x.jsonl", tmp_path) == [("ann", "tea")]
-
-
-@pytest.mark.parametrize(
-    "text, says",
-    [
-        ("user_id;text\nann;a, b\nben;c\n", "columns are separated by ';': `fedsim data build"),
-        ('user_id;text\n"ann";"a ""b"" c"\n', "columns are separated by ';': `fedsim data build"),
-        ("# export\nuser_id,text\nann,a\n", "first line of CSV must have the names"),
-        ("user_id, text\nann, a\n", "no such column, expected one of user_id, ' text'"),
-    ],
-)
-def test_the_header_is_looked_at_before_the_rows(text, says, tmp_path):
-    (tmp_path / "x.csv").write_text(text)
-    with pytest.raises(DataError) as error:
-        built(tmp_path / "x.csv", tmp_path)
-    assert says in str(error.value)
-
-
-def test_a_name_in_another_encoding_is_answered_with_the_encoding(tmp_path):
-    (tmp_path / "x.csv").write_bytes("user_id,größe\nann,tea\n".encode("cp1252"))
-    with pytest.raises(DataError, match="--encoding cp1252"):
-        built(tmp_path / "x.csv", tmp_path, text_column="größe")
-    how = {"text_column": "größe", "encoding": "cp1252"}
-    assert built(tmp_path / "x.csv", tmp_path, **how) == [("ann", "tea")]
-
-
-def test_a_name_of_a_column_may_have_several_lines(tmp_path):
-    (tmp_path / "x.csv").write_text('"at\nnoon",user_id,text\n1,ann,tea\n')
-    assert built(tmp_path / "x.csv", tmp_path) == [("ann", "tea")]
-
-
-@pytest.mark.parametrize(
-    "name, remedy", [("x.jsonl.zst", "unpack it first"), ("x.xlsx", "save the sheet as CSV")]
-)
-def test_files_of_other_programs_are_refused_with_what_to_do(name, remedy, tmp_path):
-    (tmp_path / name).touch()
-    with pytest.raises(DataError, match=remedy):
-        built(tmp_path / name, tmp_path)
-
-
-def test_a_tokenizer_that_changes_letters_is_named(tmp_path):
-    (tmp_path / "x.csv").write_text("user_id,text\n" + "".join(f"u{i},Ann\n" for i in range(9)))
-    kinds = ("wordpiece", True), ("bpe", False)
-    files = [(learnt(k, ["Ann"], 300, tmp_path / f"{k}.json"), lost) for k, lost in kinds]
-    for tokenizer, lost in (*files, ("bytes", False)):
-        said = []
-        built(tmp_path / "x.csv", tmp_path, tokenizer=tokenizer, progress=said.append)
-        shutil.rmtree(tmp_path / "out")
-        assert any("does not keep capitals, accents" in line for line in said) == lost
-
-
-def test_a_quotation_without_an_end_is_found_in_any_encoding(tmp_path):
-    (tmp_path / "x.csv").write_bytes('user_id;text\nann;"caf\u00e9\nbob;tea\n'.encode("latin1"))
-    with pytest.raises(DataError, match="line 2: expected every quotation to end"):
-        built(tmp_path / "x.csv", tmp_path, delimiter=";", encoding="latin1")
-
-
 @pytest.mark.parametrize("rows", ["ann,caf\u00e9\nbob,tea\n", ""])
 def test_a_table_in_utf16_is_known_by_its_mark(rows, tmp_path):
     (tmp_path / "x.csv").write_bytes(f"user_id,text\n{rows}".encode("utf-16"))
@@ -132,16 +69,6 @@ def test_a_list_is_read_in_pieces_of_any_size(characters, monkeypatch):
             json_list(broken)
 
 
-@pytest.mark.parametrize("as_list", [True, False])
-@pytest.mark.parametrize("encoding", ["utf-8", "latin1"])
-def test_json_is_one_list_or_a_line_each(as_list, encoding, tmp_path):
-    rows = [{"user_id": user, "text": text} for user, text in ROWS]
-    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    text = json.dumps(rows, ensure_ascii=False, indent=1) if as_list else "".join(lines)
-    (tmp_path / "x.json").write_bytes(text.encode(encoding))
-    assert built(tmp_path / "x.json", tmp_path, encoding=encoding) == sorted(ROWS)
-
-
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.json"])
 def test_lines_of_json_are_read_in_any_encoding(name, encoding, tmp_path):
@@ -163,14 +90,6 @@ def test_files_with_marks_of_their_byte_order_may_be_joined(tmp_path):
     assert built(tmp_path / "x.jsonl", tmp_path) == sorted(ROWS)
 
 
-@pytest.mark.parametrize(
-    "encoding", ["base64", "rot13", "undefined", "no such", "a\0b", "punycode"]
-)
-def test_an_encoding_that_is_none_of_text_is_refused(encoding):
-    with pytest.raises(DataError, match="expected an encoding of text that Python knows"):
-        TextFormat(encoding=encoding)
-
-
 def test_a_folder_is_all_files_in_it_that_can_be_read(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -185,13 +104,6 @@ def test_a_folder_is_all_files_in_it_that_can_be_read(tmp_path):
     assert built(folder, tmp_path, progress=said.append) == expected
     (line,) = (line for line in said if "not read" in line)
     assert "1 .json, 1 .md, 1 folders" in line
-
-
-@pytest.mark.parametrize("setting", ["split", "revision"])
-def test_plain_files_have_no_splits_or_revisions(setting, tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"user_id": "ann", "text": "one"}))
-    with pytest.raises(DataError, match=f"{setting}=train: expected none: only data sets"):
-        build(tmp_path / "a.jsonl", tmp_path / "out", **{setting: "train"})
 
 
 def test_a_glob_takes_folders_as_the_shell_would_and_looks_below_them(tmp_path):

@@ -6,11 +6,9 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset as HubDataset, DatasetDict, IterableDataset as HubStream
+from datasets import IterableDataset as HubStream
 
 from fedsim.data.building.build import build
-from fedsim.data.building.hub import HubSource
-from fedsim.data.corpora import load
 from fedsim.errors import DataError, Interrupted
 
 ROWS = [(f"user {i % 7}", f"text {i}") for i in range(120)]
@@ -138,32 +136,6 @@ def test_a_hub_out_of_reach_is_no_mistake_and_leaves_nothing_begun(tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
-def test_the_cache_knows_a_data_set_that_changed(repository, tmp_path, columns):
-    first = load(f"hf:{repository}", cache_dir=tmp_path / "c", **columns)
-    assert load(f"hf:{repository}", cache_dir=tmp_path / "c", **columns).path == first.path
-    pq.write_table(table(ROWS[:10]), repository / "train-2.parquet")
-    assert load(f"hf:{repository}", cache_dir=tmp_path / "c", **columns).train.num_examples == 90
-
-
-@pytest.mark.parametrize(
-    "source, options, message",
-    [
-        ("hf:{}:missing", {}, "hf:.*:missing .split train, revision newest.: expected a data set"),
-        ("hf:{}", {"split": "validation"}, "split validation.*expected a data set"),
-        ("hf:{}", {"text_column": "body"}, "text_column=body: no such column, expected one of who"),
-        ("hf:{}/no", {}, "expected a data set that can be streamed"),
-    ],
-)
-def test_what_is_not_there_is_one_clear_line(
-    repository, tmp_path, columns, monkeypatch, source, options, message
-):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(DataError, match=message) as error:
-        build(source.format(repository), tmp_path / "out", **{**columns, **options})
-    assert "\n" not in str(error.value)
-    assert {path.name for path in tmp_path.iterdir()} == {"repo"}
-
-
 def write_text(path, kind):
     """Ids and texts that readers which guess at types change, some of them in a later file."""
     path.mkdir()
@@ -196,35 +168,6 @@ def test_text_files_that_only_their_library_reads_are_refused(tmp_path, columns)
     (there / "README.md").write_text(f"---\nconfigs: {json.dumps([config])}\n---\n")
     with pytest.raises(DataError, match="expected files without sep=;; download the files and"):
         build(f"hf:{there}", tmp_path / "out", **columns)
-
-
-def test_a_source_is_parsed():
-    assert HubSource.parse("hf:a/b:en", None, None) == HubSource("a/b", "en", "train", None)
-    assert HubSource.parse("hf:a/b", "test", "v1") == HubSource("a/b", None, "test", "v1")
-    pinned = HubSource("a/b", None, "train", "0" * 40)
-    assert pinned.pinned() is pinned  # needs no network
-
-
-def test_saved_data_sets_are_read_in_their_order(tmp_path, columns):
-    saved = HubDataset(table(ROWS)).shuffle(seed=1)  # an indices mapping
-    saved.save_to_disk(str(tmp_path / "saved"), num_shards=2)
-    rows = list(zip(saved["who"], saved["what"], strict=True))
-    pq.write_table(table(rows), tmp_path / "rows.parquet")
-    found = build(tmp_path / "saved", tmp_path / "a", **columns)
-    expected = build(tmp_path / "rows.parquet", tmp_path / "b", **columns)
-    assert found.train.fingerprint == expected.train.fingerprint
-    cached = load(tmp_path / "saved", cache_dir=tmp_path / "c", **columns)
-    assert cached.train.fingerprint == expected.train.fingerprint
-
-
-def test_a_split_of_a_saved_dictionary_is_chosen(tmp_path, columns):
-    splits = {"train": HubDataset(table(ROWS)), "test": HubDataset(table(ROWS[:9]))}
-    DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
-    assert build(tmp_path / "saved", tmp_path / "a", **columns).train.num_examples == 120
-    found = build(tmp_path / "saved", tmp_path / "b", split="test", **columns)
-    assert found.train.num_examples == 9
-    with pytest.raises(DataError, match="split=dev: expected one of train, test"):
-        build(tmp_path / "saved", tmp_path / "c", split="dev", **columns)
 
 
 @pytest.mark.privacy

@@ -63,13 +63,6 @@ def test_a_bad_object_is_named_by_its_line(bad, message, name, word, number, tmp
         build(tmp_path / name, tmp_path / "out")
 
 
-@pytest.mark.parametrize("values", [[1, 2, 2**63], [1, 0.5, 2**53 + 1]])
-def test_a_number_that_is_too_large_is_named_by_its_line(values):
-    where = "line", list(range(7, 7 + len(values)))
-    with pytest.raises(ValueError, match="line 9, n: expected a number below 2.63"):
-        text_files.as_column(values, "n", where)
-
-
 def test_half_of_a_character_in_a_text_is_replaced(tmp_path):
     rows = [row(text=f"cut {HALF}"), row("ben", "whole \U0001f600")]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -95,43 +88,6 @@ FORMS = [
     ("\n".join(json.dumps(row(), indent=1) for _ in range(2)), "objects over several lines: jq -c"),
     ("window.YTD.tweets.part0 = " + json.dumps([row()]), "a script, as in an archive of Twitter"),
 ]
-
-
-@pytest.mark.parametrize("text, message", FORMS)
-def test_json_of_another_form_is_named(text, message, tmp_path):
-    said = said_of(tmp_path / "x.json", text.encode())
-    assert "secret" not in said
-    with pytest.raises(DataError, match=message):
-        build(tmp_path / "x.json", tmp_path / "out")
-
-
-def test_lists_inside_objects_are_no_other_form(tmp_path):
-    rows = [{"links": [{"url": "x"}], **row()}, row("ben")]
-    (tmp_path / "x.json").write_text("\n".join(map(json.dumps, rows)))
-    data = build(tmp_path / "x.json", tmp_path / "out", **ALL_IN_TRAIN)
-    assert texts_of(data.train) == {"ann": ["fine"], "ben": ["fine"]}
-
-
-@needs_cases
-def test_the_given_files_are_read_or_named(tmp_path):
-    columns = {"user_column": "author", "text_column": "body", **ALL_IN_TRAIN}
-    expected = {
-        "01-tsv-quotes-across-rows/posts.tsv": "line 3: expected a quotation that is certain",
-        "01-tsv-quotes-across-rows/posts.csv": "line 3: expected a quotation that is certain",
-        "20-no-header/posts.csv": "the first line of CSV must have the names of the columns",
-        "22-byte-order-marks/le.jsonl": "it is UTF-16",
-        "07-telegram-export/result.json": "jq -c '.messages",
-        "06-lone-surrogate/third_of_four.jsonl": None,
-        "13-appledouble/posts": None,
-        "22-byte-order-marks/two.jsonl": None,
-    }
-    for number, (name, message) in enumerate(expected.items()):
-        out = tmp_path / str(number)
-        if message is None:
-            assert build(CASES / name, out, **columns).train.num_examples
-            continue
-        with pytest.raises(DataError, match=message):
-            build(CASES / name, out, **columns)
 
 
 HEADERLESS = [b"ann,my door code is 4711\nben,I am ill\n", b"ann;my door code\n", b"ann\tmy door\n"]
@@ -199,11 +155,6 @@ def test_a_file_beside_its_packed_copy_is_refused(source, tmp_path):
         build(both if source == "both" else tmp_path / source, tmp_path / "out")
 
 
-def test_a_script_is_told_how_it_becomes_json(tmp_path):
-    said = said_of(tmp_path / "tweets.js", b"window.YTD = []")
-    assert "one of an archive of Twitter is .json without what stands before its [" in said
-
-
 TEXTS = pa.array(["one", "two", None])
 KINDS = {
     "categories": TEXTS.dictionary_encode(),
@@ -242,20 +193,6 @@ def test_a_name_around_an_address_of_mail_looks_like_the_address():
     ids = ['"Ann" <Ann@x.org>', "ann@x.org", "mailto:ann@x.org", "ben@x.org", "a <b> c"]
     number, examples = look_alikes(pa.array(ids))
     assert number == 3 and examples == ids[:2]
-
-
-@pytest.mark.parametrize("long_texts, share", [("cut", "60%"), ("split", None)])
-def test_what_share_of_tokens_is_cut_is_counted_and_said(long_texts, share, tmp_path):
-    texts = ["abcdefgh", "ab"]
-    pq.write_table(pa.table({"user_id": ["a", "b"], "text": texts}), tmp_path / "x.parquet")
-    options = {"max_length": 3, "long_texts": long_texts, **ALL_IN_TRAIN}
-    data = build(tmp_path / "x.parquet", tmp_path / "out", **options)
-    counts = data.metadata["counts"]
-    assert (counts["tokens_of_texts"], counts["tokens_cut"]) == (10, 6 if share else 0)
-    said = data.cut_off()
-    assert (share is None and said is None) or said.startswith(
-        f"50% of texts are longer than 3 tokens and were cut; {share} of all tokens are lost. "
-    )
 
 
 @pytest.mark.slow

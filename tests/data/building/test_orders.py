@@ -7,12 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 from refused import refuses
 
-from fedsim.cli.main import main
-from fedsim.config import DataConfig
-from fedsim.data import load
 from fedsim.data.building.build import build
 from fedsim.data.building.orders import keys_of
-from fedsim.data.dataset import Dataset
 from fedsim.errors import DataError
 
 OPTIONS = {"eval_users": 0.0, "eval_examples": False, "num_workers": 1}
@@ -75,24 +71,6 @@ def test_texts_are_ordered_as_texts_if_that_is_said(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"order_format": "US"}, "order_format=US: expected utc, text, or how times are written"),
-        ({"order_format": "%Q"}, "order_format=%Q: expected utc, text, or how times are written"),
-        ({"order_format": "%H %Z"}, "order_format=%H %Z: expected utc, text, or how times are"),
-        ({"turn_format": "text"}, "turn_format=text: expected it beside turn_column"),
-        ({"order_format": "text", "test_from": "9"}, "test_from=9: expected numbers or times, not"),
-        ({"test_from": "2020-01-01"}, "test_from=2020-01-01: .* order_column=at, which holds numb"),
-        ({"order_format": "%H:%M"}, "order_column=at: expected %H:%M, got another text in row 1"),
-        ({"order_format": "utc"}, "order_column=at: expected times as in .* another text in row 1"),
-    ],
-)
-def test_a_wrong_format_is_one_line(options, message, tmp_path):
-    with pytest.raises(DataError, match=f"^{message}"):
-        order_of(tmp_path, ["9", "10"], **options)
-
-
-@pytest.mark.parametrize(
     "value",
     ["2020-02-30", "2020-01-01T24:00:00", "2020-01-01T10:00:60Z", "1,5", "1_000", "0x10", "9:59"],
 )
@@ -124,30 +102,3 @@ def test_columns_of_times_and_days_are_what_their_files_say(tmp_path):
 def test_other_columns_are_in_no_order(value):
     with refuses("order_column=at", DataError, says="expected numbers, times or texts, got"):
         keys_of(pa.array([value]), "order_column=at", 0, None)
-
-
-def test_the_command_takes_formats_and_steps(tmp_path, capsys):
-    rows = ["Ann,a,12/31/2018", "ann,b,01/02/2020", "ann,c,02/01/2019"]
-    (tmp_path / "x.csv").write_text("\n".join(["user_id,text,at", *rows]))
-    flags = ["--order-column", "at", "--order-format", "%m/%d/%Y", "--normalise-ids", "casefold"]
-    flags += ["--eval-users", "0", "--no-eval-examples", "--out", str(tmp_path / "out")]
-    main(["data", "build", str(tmp_path / "x.csv"), *flags])
-    data = Dataset.open(tmp_path / "out")
-    assert data.train.user_ids() == ["ann"] and letters(data.train) == "acb"
-    assert data.metadata["columns"]["order_format"] == "%m/%d/%Y"
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(
-            ["data", "build", str(tmp_path / "x.csv"), "--order-column=at", f"--out={tmp_path}/no"]
-        )
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert "in row 1; `fedsim data build --order-format` says how" in said and "2018" not in said
-
-
-def test_training_from_files_takes_steps_for_ids(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path / "cache"))
-    (tmp_path / "x.csv").write_text("user_id,text\nAnn,a\nann,b\nben,c\ncleo,d\n")
-    assert load(tmp_path / "x.csv", eval_users=0.0).train.num_users == 4
-    options = DataConfig("x.csv", normalise_ids="casefold").options
-    assert load(tmp_path / "x.csv", eval_users=0.0, **options).train.num_users == 3

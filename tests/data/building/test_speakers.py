@@ -124,21 +124,6 @@ def test_chats_in_which_no_person_speaks_can_be_left_out(tmp_path, model):
     assert data.train.num_examples == 3 and data.metadata["columns"]["owner_key"] == "name"
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"user_column": "who"}, "user_column=who: expected none beside owner_key=name"),
-        ({"owners": ["a", "b"]}, "owners=a,b: expected none beside owner_key=name"),
-        ({"url_column": "u"}, "url_column=u: expected none beside owner_key=name"),
-        ({"text_column": "text"}, "owner_key=name: expected chats, lists of turns"),
-    ],
-)
-def test_what_does_not_go_with_a_key_is_refused(options, message, tmp_path, model):
-    file = lines(tmp_path / "x.jsonl", [{"messages": BOT, "text": "Hi"}])
-    with pytest.raises(DataError, match=message):
-        build(file, tmp_path / "out", tokenizer=model, owner_key="name", **options)
-
-
 def test_columns_of_a_customer_and_an_agent_own_a_chat_together(tmp_path, model):
     rows = [{"customer": "ben", "agent": "dora", "messages": DESK}]
     rows.append({"customer": "ann", "agent": None, "messages": BOT})
