@@ -177,10 +177,7 @@ def load_data(
     tokenizer."""
     options = config.options
     if model is not None and model.tokenizer is not None and not corpora.is_built(config.source):
-        if (
-            "tokenizer" not in options
-        ):  # the plan takes the model as given, and its tokenizer with it
-            options |= {"tokenizer": str(model.tokenizer), "tokenizer_is_public": True}
+        options.setdefault("tokenizer", str(model.tokenizer))
     return corpora.load(config.source, progress=progress, **options)
 
 

@@ -13,10 +13,11 @@ from refused import refuses
 from test_console import PLAN
 
 from fedsim.cli.main import main
-from fedsim.config import PrivacyConfig, run_config
+from fedsim.config import DataConfig, PrivacyConfig, run_config
+from fedsim.data import tokenizer_is_public
 from fedsim.data.corpora import load
 from fedsim.run.directory import Identity, StoredRun
-from fedsim.run.model_source import check_fit, find_model, make_task, model_of_run
+from fedsim.run.model_source import check_fit, find_model, load_data, make_task, model_of_run
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,18 @@ def test_data_of_other_tokens_are_refused(place, capsys):
     assert f"as fedsim data build ... --tokenizer {model / 'tokenizer.json'} gives" in error
     built = load(texts, tokenizer=other, max_length=32).path
     assert "expected tokens of model=" in refused(place, capsys, data=built, max_length=None)
+
+
+@pytest.mark.privacy
+def test_a_tokenizer_file_stays_outside_the_guarantee_in_models_that_follow(place, tmp_path):
+    """In Hugging Face's directories it is given with the model; a run's may be of users' texts."""
+    model, texts, _ = place
+    config, found = DataConfig(str(texts), max_length=32), find_model(str(model))
+    assert tokenizer_is_public(load_data(config, found, print).metadata)
+    file = learnt("bpe", ["some words"], 300, tmp_path / "tokenizer.json")
+    (tmp_path / "config.json").write_text('{"plan": {}}')  # of a run
+    of_run = found._replace(tokenizer=file)
+    assert not tokenizer_is_public(load_data(config, of_run, print).metadata)
 
 
 def test_special_tokens_beyond_the_model_fit_unless_texts_have_them(place):
