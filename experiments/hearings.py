@@ -122,7 +122,8 @@ def _trained(
         engine="local",
         learning_rate=settings.learning_rate,
         seed=settings.seed,
-        strategy="scan:1",
+        strategy="scan",
+        rows_per_pass=1,
     )
     summary = train(Algorithm(algorithm), privacy, run, Console())
     plan = directory.load(run_dir).plan

@@ -108,7 +108,8 @@ def run_config_of(cell: Cell, settings: Settings, data: str, run_dir: Path, smal
         engine="local",
         budget_ledger=str(run_dir.parent / "ledger"),
         seed=cell.seed,
-        strategy="direct:8",
+        strategy="direct",
+        rows_per_pass=8,
         eval_examples=256,
         **({"model": settings.student} if small else generator),
     )

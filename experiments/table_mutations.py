@@ -53,7 +53,13 @@ for algorithm in ("els", "uls"):
 """
 TRAINING = {
     **{"epsilon": 4, "num-steps": 4, "batch-size": 24, "group-size": 2, "max-length": 24},
-    **{"engine": "local", "checkpoint-every": 2, "strategy": "scan:2", "eval-every": 4},
+    **{
+        "engine": "local",
+        "checkpoint-every": 2,
+        "strategy": "scan",
+        "rows_per_pass": 2,
+        "eval-every": 4,
+    },
 }
 
 

@@ -47,7 +47,7 @@ def command(name, *given, **flags):
     """`fedsim NAME ...` with small defaults; returns summary.json."""
     flags = {"num_steps": 2, "engine": "local", "max_length": 32, "seed": 1, **flags}
     if name == "train":
-        flags = {"epsilon": 8, "batch_size": 8, "strategy": "scan:2", **flags}
+        flags = {"epsilon": 8, "batch_size": 8, "strategy": "scan", "rows_per_pass": 2, **flags}
     shown = (x for k, v in flags.items() if v is not None for x in (f"--{k.replace('_', '-')}", v))
     main([name, *given, *map(str, shown)])
     return json.loads((flags["run_dir"] / "summary.json").read_text())

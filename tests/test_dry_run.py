@@ -172,9 +172,8 @@ def test_no_budget_is_refused_by_a_private_draw():
 def estimate(averaged=False, **engine):
     """What a dry run finds for adapters on a frozen model of 4,000 bytes."""
     task = SimpleNamespace(frozen={"w": np.zeros(1000, np.float32)})
-    fault = engine.pop("fault", None)
-    tried = [Trial(Strategy(), 8.0, 16, fault)]
-    worker = SimpleNamespace(try_strategies=lambda *args: iter(tried))
+    tried = Trial(8.0, 16, unsupported=engine.pop("fault", ""))
+    worker = SimpleNamespace(try_strategy=lambda *_, **__: tried)
     params = {"w": np.zeros(10, np.float32)}
     asked = (PLAN, Strategy(), optax.sgd(0.1), EngineConfig(**engine))
     return cost(worker, task, params, *asked, averaged=averaged)
@@ -213,7 +212,7 @@ def test_a_dry_run_asks_the_compiled_program(texts, run_dir, capsys):
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"strategy": "other"}, "strategy=other: expected auto"),
+        ({"optimizer": "other"}, "optimizer=other: expected momentum"),
         ({"run-dir": "/proc/none/run"}, "expected a place to write to (/proc: "),
     ],
 )

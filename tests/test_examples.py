@@ -139,7 +139,7 @@ def test_a_model_learns_something_of_support_chats(monkeypatch, tmp_path):
     settings |= {"chat_template": str(tmp_path / "chat_template.jinja"), "max_length": 384}
     trained = fedsim.train(
         "uls", tmp_path / "chats.jsonl", epsilon=math.inf, num_steps=20, learning_rate=0.3,
-        engine="local", strategy="scan:2", eval_examples=32, run_dir=tmp_path / "run", **settings,
+        engine="local", strategy="scan", eval_examples=32, run_dir=tmp_path / "run", **settings,
     )  # fmt: skip
     assert trained.eval_loss < trained.summary["initial_eval_loss"] - 1.5
 
@@ -238,7 +238,7 @@ def train(name, wait=0.0, **more):
         time.sleep(wait)
     return fedsim.train(
         "uls", data=posts, epsilon=8, num_steps=20, batch_size=8, max_length=32, eval_examples=8,
-        seed=3, engine="local", strategy="scan:1", run_dir=f"runs/{name}", callback=watch, **more,
+        seed=3, engine="local", strategy="scan", run_dir=f"runs/{name}", callback=watch, **more,
     )
 """
 

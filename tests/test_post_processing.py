@@ -17,7 +17,7 @@ from fedsim.training.optimizers import averaged, optimizer, rate_of, settled, up
 
 FLAGS = ["--engine", "local", "--model", "micro", "--max-length", "16", "--epsilon", "8"]
 FLAGS += ["--num-steps", "12", "--batch-size", "8", "--eval-examples", "8", "--seed", "1"]
-FLAGS += ["--strategy", "scan:1", "--checkpoint-every", "4"]
+FLAGS += ["--strategy", "scan", "--rows-per-pass", "1", "--checkpoint-every", "4"]
 
 SLOW = [pytest.mark.slow, pytest.mark.ci]
 

@@ -121,7 +121,14 @@ def command(algorithm, data, run_dir, **flags):
         "batch_size": 8,
         **flags,
     }
-    flags = {"model": "micro", "engine": "local", "strategy": "scan:1", "max_length": 24, **flags}
+    flags = {
+        "model": "micro",
+        "engine": "local",
+        "strategy": "scan",
+        "rows_per_pass": 1,
+        "max_length": 24,
+        **flags,
+    }
     flags["user_column"] = "who"
     if str(data).endswith("chat"):
         del flags["user_column"], flags["max_length"]
@@ -200,7 +207,13 @@ def test_recommendations_are_for_the_pool_and_the_groups(chat, tmp_path, capsys)
         "users": 8,
         "max-changed": 2,
     }
-    flags |= {"model": "micro", "engine": "local", "run-dir": tmp_path, "strategy": "scan:1"}
+    flags |= {
+        "model": "micro",
+        "engine": "local",
+        "run-dir": tmp_path,
+        "strategy": "scan",
+        "rows_per_pass": 1,
+    }
     main(["recommend", *(str(x) for n, v in flags.items() for x in (f"--{n}", v)), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["els"]["sampling_prob"] > 8 / 240

@@ -16,9 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedsim.cli.main import main
-from fedsim.clipping import Strategy
 from fedsim.config import PrivacyConfig, run_config
-from fedsim.engine import trials
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.plan import planner
 from fedsim.run import checkpoint, directory, ledger
@@ -58,7 +56,7 @@ def command(texts, run_dir, algorithm="uls", engine="local", **flags):
             "engine": engine,
             "checkpoint-every": 5,
         },
-        **{"strategy": "scan:2"},  # trying others takes longer than these runs do
+        **{"strategy": "scan", "rows_per_pass": 2},
         **flags,
     }
     return [
@@ -346,6 +344,8 @@ def test_a_seeds_key_depends_on_neither_defaults_nor_places():
     assert first == context({**settings, "batch_size": 128}, optimizer=None, local_steps=1)
     assert first == context(settings, num_workers=2, data="c", run_dir="d", seed=3)
     assert context(settings, "12ab", model="here") == context(settings, "12ab", model="there")
+    rows = context(settings, strategy="direct", rows_per_pass=4)  # as when it was one setting
+    assert rows == first.replace("{}", json.dumps({"strategy": "direct:4"}))
     others = [context(settings, local_steps=2), context({**settings, "num_steps": 4})]
     others += [context(settings, model="small"), *(context(settings, s, model="x") for s in "ab")]
     assert len({first, *others}) == 6
@@ -376,13 +376,11 @@ def refused(args, capsys):
 @pytest.mark.ci
 @pytest.mark.parametrize("algorithm", ["els", "uls"])
 def test_a_strategy_is_tried_on_made_up_rows(algorithm, texts, run_dir, monkeypatch):
-    # One candidate: what trials find is test_trials.py's.
-    monkeypatch.setattr(trials, "candidates", lambda *_, **__: [Strategy("scan", 2)])
     rows, real = [], LanguageModelTask.made_up
     monkeypatch.setattr(
         LanguageModelTask, "made_up", lambda self, each: rows.append(each) or real(self, each)
     )
-    main(command(texts, run_dir, algorithm, strategy="auto", **{"num-steps": 1}))
+    main(command(texts, run_dir, algorithm, strategy="ghost", **{"num-steps": 1}))
     assert rows and not any("method" in fact for fact in summary(run_dir)["non_private"])
 
 
@@ -390,12 +388,12 @@ def test_a_strategy_is_tried_on_made_up_rows(algorithm, texts, run_dir, monkeypa
 @pytest.mark.parametrize("algorithm", ["els", "uls"])
 def test_every_strategy_trains_alike(algorithm, texts, tmp_path):
     losses, everyone = [], {"group-size": 8, "batch_size": 47 * 8, "num-steps": 12}
-    for name in ("scan:8", "direct:4", "ghost:4"):  # others are tried beside scan:8
-        run_dir = tmp_path / name.replace(":", "-")
+    for name in ("scan", "direct", "ghost"):
+        run_dir = tmp_path / name
         # Another strategy is another run, with other draws; but all texts of all are in each step.
         main(command(texts, run_dir, algorithm, epsilon="inf", strategy=name, **everyone))
         found = summary(run_dir)
-        assert config(run_dir)["strategy"] == {"name": name, "why": "as asked for"}
+        assert config(run_dir)["strategy"] == {"name": f"{name}:2", "why": "as asked for"}
         assert "strategy of the clipped sum" not in str(found["non_private"])
         assert found["final_eval_loss"] < 0.5 * found["initial_eval_loss"]
         losses.append(found["final_eval_loss"])
@@ -420,35 +418,31 @@ def test_a_run_in_half_precision_learns_the_same_and_stays_so(texts, tmp_path, c
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_a_resumed_run_keeps_its_strategy_whatever_is_remembered(
-    texts, run_dir, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path))
-    tried = [Strategy("scan", 2), Strategy("scan", 3)]  # others take longer to compile
-    monkeypatch.setattr(trials, "candidates", lambda *_, **__: tried)
-    remembered, record = tmp_path / "strategies", ledger.Ledger.record
+def test_a_resumed_run_keeps_its_strategy_whatever_the_rule_is(texts, run_dir, monkeypatch):
+    record = ledger.Ledger.record
 
     def stop_after_three(book, step, *args, **fields):
         record(book, step, *args, **fields)
         if step == 2:
             signal.raise_signal(signal.SIGTERM)
 
-    args = command(texts, run_dir, strategy="auto")
+    args = command(texts, run_dir, "els", strategy="auto")
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(ledger.Ledger, "record", stop_after_three)
         main(args)
     assert stop.value.code == 75 and summary(run_dir)["steps_done"] == 3
     recorded = config(run_dir)["strategy"]
-    (file,) = remembered.iterdir()
-    assert json.loads(file.read_text())["strategy"] == recorded["name"]
-    other = "direct:7" if recorded["name"].startswith("scan") else "scan:7"
-    file.write_text(json.dumps({"strategy": other}))
+    assert recorded == {"name": "direct:2", "why": "by rule"}
+    monkeypatch.setattr("fedsim.clipping.strategy.MANY_PARAMETERS", 0)
     main([*args, "--resume"])
     assert config(run_dir)["strategy"] == recorded
 
 
-@pytest.mark.parametrize("text", ["other", "bookkeeping", "vmap:8", "scan:0", "auto:2"])
+@pytest.mark.parametrize("text", ["other", "bookkeeping", "scan:2", "auto:2"])
 def test_a_strategy_that_there_is_not_is_refused(text, texts, run_dir, capsys):
-    message = refused(command(texts, run_dir, strategy=text), capsys)
-    assert message.startswith(f"fedsim: error: strategy={text}: expected auto, or scan")
-    assert not run_dir.exists()
+    with pytest.raises(SystemExit) as stop:
+        main(command(texts, run_dir, strategy=text))
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"invalid choice '{text}' for argument '--strategy'" in shown
+    assert "Expected one of ('auto', 'scan', 'direct', 'ghost')" in shown
+    assert stop.value.code == 2 and not run_dir.exists()

@@ -50,7 +50,7 @@ from fedsim.clipping import Clip, Strategy, clip_chunk, num_coordinates, zeros_l
 from fedsim.clipping.scan import in_one_product
 from fedsim.engine.environment import compiler_options
 from fedsim.engine.programs import check_arithmetic
-from fedsim.engine.trials import free_memory
+from fedsim.engine.strategy import free_memory
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.models import Transformer, TransformerConfig, lora, stacked
@@ -289,7 +289,7 @@ def private(place: str, algorithm: str, dtype: str, quick: bool, resume: bool) -
     settings: dict[str, Any] = {"data": "pydocs", "engine": "local", "seed": 1, "resume": resume}
     settings |= {"model": "micro" if quick else "small", "compute_dtype": dtype}
     settings |= {"eval_examples": 8, "checkpoint_every": 5, "budget_ledger": run.parent / "budget"}
-    settings |= {"strategy": "direct:2" if quick else "auto"}
+    settings |= {"rows_per_pass": 2} if quick else {}
     start = time.perf_counter()
     kind = Algorithm.ELS if algorithm == "els" else Algorithm.ULS
     summary = train(kind, privacy, run_config(run_dir=run, **settings), console)

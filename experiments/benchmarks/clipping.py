@@ -21,9 +21,7 @@ import functools
 import os
 import statistics
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 os.environ |= {"NPROC": "1", "JAX_PLATFORMS": "cpu"}  # before JAX starts its client
@@ -36,7 +34,8 @@ from experiments.benchmarks.common import at_most, parser_of, write
 from experiments.benchmarks.peers import run
 from fedsim.clipping import Clip, clip_chunk, zeros_like
 from fedsim.clipping.scan import in_one_product
-from fedsim.clipping.strategy import NAMES, Strategy, candidates
+from fedsim.clipping.strategy import Strategy
+from fedsim.config import EngineConfig
 from fedsim.engine import Task, choose_strategy
 from fedsim.engine.environment import ALLOCATOR
 from fedsim.engine.worker import LocalEngine
@@ -52,7 +51,6 @@ SIZES = {  # width, layers, vocabulary
     "17M": (512, 4, 8192),
     "60M": (768, 6, 22528),
 }
-LONG_RUN = 10**6  # steps: in a shorter run trials end earlier
 GROUPS = (1, 4, 16, 64)
 PEER_UNITS = (1, 4)
 PRODUCT_ROWS = (4, 16)
@@ -130,6 +128,16 @@ def jax_privacy(task, group, units):
     return total
 
 
+def strategies(group: int) -> list[Strategy]:
+    """Strategies for users of `group` rows: parts of a user in a pass, or several users."""
+    parts = {min(group, rows) for rows in (4, 16)}
+    several = {rows for rows in (4, 8) if rows >= 2 * group}
+    ghost = Strategy("ghost", group if group > 4 else 4 * group)
+    scan = [Strategy("scan", rows) for rows in sorted(parts)]
+    direct = [Strategy("direct", rows) for rows in sorted(parts | several)]
+    return [*scan, *direct, ghost]
+
+
 def cell(size: str, group: int, turns: int, peers: bool) -> dict[str, Any]:
     """One row of the table."""
     num_rows = max(32, group)
@@ -140,13 +148,8 @@ def cell(size: str, group: int, turns: int, peers: bool) -> dict[str, Any]:
     functions |= {
         f"products:{rows}": plain(in_one_product(task.losses), rows) for rows in PRODUCT_ROWS
     }
-    tried = candidates(group, count)
-    # One of each that a run would not try: four users at once, or one where that is many rows.
-    known = {strategy.name for strategy in tried}
-    others = [
-        Strategy(name, group if group > 4 else 4 * group) for name in NAMES if name not in known
-    ]
-    functions |= {str(s): ours(task.losses, group, s) for s in [*tried, *others]}
+    tried = strategies(group)
+    functions |= {str(s): ours(task.losses, group, s) for s in tried}
     masked = {f"masked {s}": s for s in {s.name: s for s in tried}.values()}
     functions |= {name: ours(task.masked_losses, group, s) for name, s in masked.items()}
     if peers:
@@ -160,7 +163,7 @@ def cell(size: str, group: int, turns: int, peers: bool) -> dict[str, Any]:
     calls: dict[str, Any] = {
         name: functools.partial(program, params, tokens) for name, program in programs.items()
     }
-    calls["auto"], auto, why = automatic(task, params, num_rows, group)
+    calls["auto"], auto = automatic(task, params, num_rows, group)
     seconds = in_turn(calls, turns)
     best = min(
         (name for name in calls if name.startswith("plain")), key=lambda n: median(seconds[n])
@@ -174,7 +177,7 @@ def cell(size: str, group: int, turns: int, peers: bool) -> dict[str, Any]:
         for name, s in masked.items()
     }
     row = {"size": size, "parameters": count, "group": group, "rows": num_rows, "auto": auto}
-    row |= {"why": why, "best_plain": best, "plain_s": median(seconds[best]), "ratios": ratios}
+    row |= {"best_plain": best, "plain_s": median(seconds[best]), "ratios": ratios}
     row |= {
         "masked": of_masks,
         "seconds": {name: median(times) for name, times in seconds.items()},
@@ -187,11 +190,8 @@ def automatic(task, params, num_rows, group):
     """What a run would choose, and its lane as a worker computes it."""
     engine = LocalEngine(task, num_lanes=1)
     rows = np.arange(num_rows).reshape(-1, group)
-    with tempfile.TemporaryDirectory() as cache:
-        strategy, why = choose_strategy(
-            engine, params, len(rows), group, CLIP, "auto", Path(cache), num_steps=LONG_RUN
-        )
-    return lambda: engine.clipped_sum(params, rows, CLIP, strategy), str(strategy), why
+    strategy, _ = choose_strategy(engine, params, group, CLIP, EngineConfig())
+    return lambda: engine.clipped_sum(params, rows, CLIP, strategy), str(strategy)
 
 
 def in_turn(calls: dict[str, Any], turns: int, *, warm: bool = False) -> dict[str, list[float]]:

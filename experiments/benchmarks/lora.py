@@ -23,10 +23,16 @@ from experiments.benchmarks.accelerator import (
     clipped_sum,
     plain_gradient,
 )
-from experiments.benchmarks.clipping import as_a_worker, in_turn, median, temporary_mib
+from experiments.benchmarks.clipping import (
+    as_a_worker,
+    in_turn,
+    median,
+    strategies,
+    temporary_mib,
+)
 from experiments.benchmarks.common import at_most, parser_of, write
 from experiments.benchmarks.peers import run
-from fedsim.clipping import candidates, num_coordinates
+from fedsim.clipping import num_coordinates
 from fedsim.models import TransformerConfig
 
 BOUND = 1.05
@@ -56,7 +62,7 @@ def cells(model: Model, turns: int, quick: bool) -> list[dict[str, Any]]:
 
     plain_programs = compiled(plains)
     for group in (1, 4):
-        tried = {str(each): each for each in candidates(group, count)[: 2 if quick else None]}
+        tried = {str(each): each for each in strategies(group)[: 2 if quick else None]}
         clipped = {n: clipped_sum(losses, group, each) for n, each in tried.items()}
         programs = plain_programs | compiled(clipped)
         calls = {n: functools.partial(each, *arguments) for n, each in programs.items()}

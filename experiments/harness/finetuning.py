@@ -544,7 +544,8 @@ def settings_of(cell: Row, training: Training, arguments: Arguments, seed: int) 
         "seed": seed,
         "optimizer": training.optimizer,
         "eval_examples": training.eval_examples,
-        "strategy": "scan:4",  # a timer's choice would be part of the bits
+        "strategy": "scan",
+        "rows_per_pass": 4,
     }
     if not arguments.in_turn:
         common_["num_lanes"] = 1  # a run computes in one process: no more pieces than need be

@@ -19,14 +19,14 @@ from .packing import (
     chunks_of_shared as chunks_of_shared,
     in_shared_rows as in_shared_rows,
     packed as packed,
-    padded as padded,
     shared_lengths as shared_lengths,
 )
 from .scan import LocalSteps as LocalSteps, in_parts as in_parts, zeros_like as zeros_like
 from .step_releases import AdaptiveClip as AdaptiveClip, NoisyLoss as NoisyLoss
 from .strategy import (
+    AUTO as AUTO,
+    NAMES as NAMES,
     Strategy as Strategy,
-    candidates as candidates,
-    choose as choose,
+    by_rule as by_rule,
     clip_chunk as clip_chunk,
 )

@@ -126,21 +126,6 @@ def _chunk(batch, mask, units, size) -> Chunk:
     return Chunk(units, jax.tree.map(take, batch), take(mask), 0)
 
 
-def padded(lengths: np.ndarray, units_of_pass: Callable[[int], int], together: int) -> int:
-    """Cost of passes over units: units times length, with the padding of each length's last pass.
-
-    Args:
-      lengths: of the units, int [units].
-      units_of_pass: length -> units of a pass.
-      together: units of a lane; each lane pads its last pass of a length.
-    """
-    values, counts = np.unique(lengths, return_counts=True)
-    units = np.array([units_of_pass(int(length)) for length in values], int)
-    full, rest = np.divmod(counts, together)
-    passes = full * -(-together // units) + -(-rest // units)
-    return int(values @ (passes * units))
-
-
 def chunks_of_shared(
     batch: Any,
     mask: np.ndarray,

@@ -1,10 +1,9 @@
-"""The strategies of a clipped sum: their names, which to try, and the call of the chosen one.
+"""The strategies of a clipped sum: their names, the rule that takes one, and the call of it.
 
 A strategy changes the time and memory of a clipped sum, not its guarantee.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,10 +15,12 @@ from fedsim.clipping.packing import Buckets, Chunk
 from fedsim.errors import expect
 
 NAMES = ("scan", "direct", "ghost")  # the simpler ones first
+AUTO = "auto"
 UNITS_PER_CALL = 32
-FEW_PARAMETERS = 20_000
 MANY_PARAMETERS = 10_000_000  # a gradient of this size is far larger than a CPU's cache
-NEAR_TIE = 1.02  # ratio of seconds within which the simpler strategy is chosen
+ROWS_ON_CPU = 4
+TOKENS_OF_PASS = 4096  # on accelerators; 350 M parameters need 11 GiB for 32 rows of 128 tokens
+LENGTH = 128  # of rows of unknown length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,16 +35,15 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
-        """Parse NAME or NAME:ROWS.
+        """Parse NAME:ROWS, as `str` writes it.
 
         Raises: ConfigError: it names no strategy.
         """
         name, _, rows = text.partition(":")
-        several = f"{', '.join(NAMES[:-1])} or {NAMES[-1]}, with :ROWS (>= 1) if you like"
-        expected = f"auto, or {several}"
-        expect("strategy", text, name in NAMES, expected)
-        expect("strategy", text, not rows or (rows.isdecimal() and int(rows) > 0), expected)
-        return cls(name, int(rows)) if rows else cls(name)
+        expected = f"{', '.join(NAMES[:-1])} or {NAMES[-1]}, then :ROWS (>= 1)"
+        valid = name in NAMES and rows.isdecimal() and int(rows) > 0
+        expect("strategy", text, valid, expected)
+        return cls(name, int(rows))
 
     def __str__(self) -> str:
         return f"{self.name}:{self.rows}"
@@ -114,47 +114,36 @@ def clip_chunk(
     return ghost.clip_chunk(loss_fn, params, batch, mask, clip, side_by_side=at_once, total=total)
 
 
-def candidates(
+def by_rule(
+    name: str,
+    rows: int | None,
+    *,
     group: int,
     num_parameters: int,
-    *,
-    on_cpu: bool = True,
-    shared: bool = False,
-    limited: bool = False,
-) -> list[Strategy]:
-    """List the strategies that are worth timing, for units of `group` rows.
+    adapters: bool,
+    on_cpu: bool,
+    length: int | None,
+) -> Strategy:
+    """Return the strategy of the settings, a function of public constants alone.
 
+    Bits of a result depend on the strategy, so neither a timer nor a cache may choose it. From
+    MANY_PARAMETERS on, a gradient does not fit into a CPU's cache, and `ghost`, which forms it a
+    tile at a time, takes less time and memory than `direct` for units of one row.
     Args:
-      shared: the texts of a unit share rows, of which a unit then has few.
-      limited: passes have few tokens, see `Buckets.side_by_side`: at most 4 units.
-
-    The simplest is first, because the others are compared with it; the rest is in the order of
-    their promise, because trials end early in short runs.
+      name: of the strategy, or AUTO.
+      rows: rows of a pass; None: by the rule.
+      group: rows of a unit.
+      num_parameters: number of trained parameters.
+      adapters: they are adapters on a model that is not trained.
+      on_cpu: workers compute on CPUs.
+      length: tokens of the longest row; None: unknown.
     """
-    # A CPU's cache holds the activations of few rows, but each pass adds up all parameters. An
-    # accelerator needs many rows, but of one unit: see `Strategy.units_at_once`.
-    passes = (4, 16) if on_cpu else (8, 32, 128)
-    side_by_side = ((4, 8) if num_parameters > FEW_PARAMETERS else (8, 32)) if on_cpu else ()
-    parts = {min(group, rows) for rows in passes}  # of one unit
-    several = {rows for rows in side_by_side if rows >= 2 * group and (rows <= 4 or not limited)}
-    one_by_one = [Strategy("scan", rows) for rows in sorted(parts)]
-    if shared:
-        return [one_by_one[0], Strategy("direct", 1), Strategy("direct", 4)]
-    direct = [Strategy("direct", rows) for rows in (*sorted(several), *sorted(parts - several))]
-    in_tiles = on_cpu and group == 1 and num_parameters >= MANY_PARAMETERS
-    return [*one_by_one[:1], *[Strategy("ghost", 4)] * in_tiles, *direct, *one_by_one[1:]]
-
-
-def choose(trials: Sequence[tuple[Strategy, float | None]]) -> Strategy:
-    """Choose the fastest strategy; of near ties the first, so that timer noise does not decide.
-
-    Args:
-      trials: (strategy, seconds; None if it cannot be used).
-    """
-    timed = [(strategy, seconds) for strategy, seconds in trials if seconds is not None]
-    if not timed:
-        return min(
-            (strategy for strategy, _ in trials), key=lambda s: (NAMES.index(s.name), s.rows)
-        )
-    best = min(seconds for _, seconds in timed)
-    return next(strategy for strategy, seconds in timed if seconds <= best * NEAR_TIE)
+    if name == AUTO:
+        large = on_cpu and group == 1 and not adapters and num_parameters >= MANY_PARAMETERS
+        name = "ghost" if large else "direct"
+    if rows is None:
+        # A CPU's cache holds the activations of few rows. An accelerator needs many, but of one
+        # unit: see `Strategy.units_at_once`.
+        fit = max(1, TOKENS_OF_PASS // (length or LENGTH))
+        rows = ROWS_ON_CPU if on_cpu else min(group, fit)
+    return Strategy(name, rows)

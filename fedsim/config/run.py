@@ -184,10 +184,13 @@ class EngineConfig:
     """CPU threads of each worker. >= 1. Changes the bits of the result: 1 thread gives others than
     several."""
 
-    strategy: str = "auto"
-    """Method of computing clipped gradients: scan, direct or ghost, each optionally with the number
-    of rows computed at once, such as direct:8; or auto, which times a few at the start, on
-    made-up texts, and takes the fastest. Changes the bits of the result."""
+    strategy: Literal["auto", "scan", "direct", "ghost"] = "auto"
+    """Method of computing clipped gradients. auto: ghost for ELS on CPUs if all parameters are
+    trained and there are 10 million or more, else direct. Changes the bits of the result."""
+
+    rows_per_pass: int | None = None
+    """Rows of one forward and backward pass: more take more memory. >= 1. Changes the bits of the
+    result. Default: 4 on CPUs; on accelerators those of one unit, of at most 4,096 tokens."""
 
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     """Hardware of the workers. auto: the accelerators present in the cluster when the workers
@@ -198,7 +201,7 @@ class EngineConfig:
     least 300; an autoscaler is asked for them. >= 0."""
 
     def __post_init__(self):
-        expect_least(self, num_lanes=1, threads_per_worker=1, num_workers=1)
+        expect_least(self, num_lanes=1, threads_per_worker=1, num_workers=1, rows_per_pass=1)
         wait = self.wait_for_workers
         expect("wait_for_workers", wait, 0 <= wait < math.inf, ">= 0 seconds")
 

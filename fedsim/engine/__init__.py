@@ -3,7 +3,7 @@
     engine, factory            the contract, the cut into lanes, and the choice of an engine
     task                       the protocol of a model with its data
     worker, programs           a lane's clipped sum, and the compiled and checked programs
-    trials                     the choice of the clipping strategy by trial
+    strategy                   the choice of the clipping strategy, and a trial of it
     ray_engine, actors         the engine on Ray, its workers, and their health
     cluster, warden            a Ray cluster joined, or started and ended
     jobs                       independent jobs on Ray's workers

@@ -10,6 +10,7 @@ from .environment import (
 from .factory import create as create, reduction as reduction, starting as starting
 from .jobs import on_workers as on_workers
 from .machine import exhausted as exhausted, set_threads as set_threads
+from .strategy import TRIAL_UNITS as TRIAL_UNITS, choose_strategy as choose_strategy
 from .task import (
     Batch as Batch,
     Params as Params,
@@ -17,5 +18,4 @@ from .task import (
     WrappedTask as WrappedTask,
     read_rows as read_rows,
 )
-from .trials import AUTO as AUTO, TRIAL_UNITS as TRIAL_UNITS, choose_strategy as choose_strategy
 from .worker import Worker as Worker

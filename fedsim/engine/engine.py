@@ -11,7 +11,7 @@ short texts fill the rows of long ones.
 """
 
 import dataclasses
-import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +24,6 @@ from fedsim.clipping import Clip, Strategy, lattice_capacity, num_coordinates, s
 from fedsim.engine.task import Task, sizes_of
 from fedsim.errors import FedsimError
 
-TRIAL_UNITS = 32  # most units on which a strategy is tried
 AT_ONCE = 4  # units that most strategies compute side by side
 MOST_EVALUATED = 512  # examples of a lane: a worker that takes too long is taken for lost
 LEAST_TOKENS = 512  # of a lane of examples that share rows: several rows at once cost less each
@@ -115,13 +114,20 @@ class Stats:
 class Trial:
     """The result of a trial of a strategy."""
 
-    strategy: Strategy
     seconds: float = float("inf")
     """Seconds for the units of the trial."""
     memory: int = 0
     """Bytes that the compiled program needs beside parameters and sum."""
-    fault: str | None = None
-    """Reason for which the strategy cannot be used; None: it can."""
+    free: int = sys.maxsize
+    """Bytes that are free on the worker."""
+    unsupported: str = ""
+    """Reason for which the strategy does not support the model; empty if it does."""
+
+    @property
+    def fault(self) -> str:
+        """Reason for which the strategy cannot be used; empty if it can."""
+        needed = f"needs {self.memory / 2**20:.0f} MiB, and {self.free / 2**20:.0f} are free"
+        return self.unsupported or (needed if self.memory > self.free else "")
 
 
 def ignore(*args: Any) -> None:
@@ -203,37 +209,23 @@ class Engine(ABC):
         """Name the kind of host and device of a worker, on which bits depend."""
         return str(self._ask_one("host", params, np.zeros((1, 1), np.int64)))
 
-    def machine(self, params: Any) -> str:
-        """Name all on which times of computations depend: the host, its device, and the task."""
-        return str(self._ask_one("machine", params, np.zeros((1, 1), np.int64)))
+    def platform(self, params: Any) -> str:
+        """Name the kind of device of a worker: cpu, gpu or tpu."""
+        return str(self._ask_one("platform", params, np.zeros((1, 1), np.int64)))
 
-    def try_strategies(
-        self,
-        params: Any,
-        rows: np.ndarray,
-        clip: Clip,
-        tried: Sequence[Strategy],
-        together: int = TRIAL_UNITS,
-    ) -> Iterator[Trial]:
-        """Try strategies on one worker, one after another.
+    def try_strategy(
+        self, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy, *, timed: bool
+    ) -> Trial:
+        """Try a strategy on one worker.
 
         Args:
           params: tree of float32 arrays.
-          rows: numbers of made-up rows to try them on, [units, group].
+          rows: numbers of made-up rows to try it on, [units, group].
           clip: the clip norm C.
-          tried: the strategies; norms of later ones must be close to those of the first.
-          together: units of a lane.
-        Yields: the result of each.
+          strategy: the strategy.
+          timed: measure its seconds, too.
         """
-        expected, best = None, math.inf
-        for strategy in tried:
-            trial, norms = self._ask_one(
-                "try_strategy", params, rows, clip, strategy, expected, best, together
-            )
-            if trial.fault is None:
-                expected = norms if expected is None else expected
-                best = min(best, trial.seconds)
-            yield trial
+        return self._ask_one("try_strategy", params, rows, clip, strategy, timed)
 
     def _ask_one(self, method: str, params: Any, rows: np.ndarray, *args: Any) -> Any:
         """Call a method of one worker."""

@@ -13,8 +13,7 @@ import os
 import platform
 import re
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jax
@@ -175,13 +174,6 @@ def remember_programs() -> Path:
     compiled = cache_dir() / "compiled"
     keep_compiled(compiled)
     return compiled
-
-
-def trial_clock() -> Callable[[], float]:
-    """Return the clock for trials: processor seconds if the device is one thread of the CPU, since
-    other work on the machine disturbs them little; elsewhere wall-clock seconds."""
-    alone = jax.local_devices()[0].platform == "cpu" and os.environ.get("NPROC") == "1"
-    return time.process_time if alone else time.perf_counter
 
 
 def host_kind() -> str:

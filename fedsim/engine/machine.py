@@ -163,7 +163,7 @@ def exhausted(error: BaseException) -> str:
     """Describe an error by which Python or JAX report a lack of memory or threads; else empty."""
     said = " ".join(str(error).split())
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in said or "std::bad_alloc" in said:
-        remedy = "strategy=scan:1, a smaller max_length or a smaller model need less"
+        remedy = "strategy=scan and rows_per_pass=1, a smaller max_length or model need less"
         return f"memory ran out ({said[:100] or 'MemoryError'}): {remedy}"
     if isinstance(error, RuntimeError) and "can't start new thread" in said:
         return "no more threads can be started: raise `ulimit -u`, or the container's --pids-limit"

@@ -39,8 +39,8 @@ from fedsim.engine.compiler_options import expect_allowed
 from fedsim.engine.engine import Engine, Stats, one_of_each
 from fedsim.engine.environment import host_kind, keep_compiled, versions
 from fedsim.engine.programs import Programs, check_arithmetic, check_contributions, default_device
+from fedsim.engine.strategy import try_strategy
 from fedsim.engine.task import MADE_UP, Task, read_rows
-from fedsim.engine.trials import try_strategy
 from fedsim.signals import heed
 
 ROWS_PER_READ = 4096
@@ -229,12 +229,12 @@ class Worker:
         """Name the kind of host, on which bits depend."""
         return _kind_of_host()
 
-    def machine(self, version: int, params: Any, rows: np.ndarray) -> str:
-        """Name all on which times of computations depend: the host and the task."""
-        return f"{self.host(version, params, rows)}, {self.task}"
+    def platform(self, version: int, params: Any, rows: np.ndarray) -> str:
+        """Name the kind of device: cpu, gpu or tpu."""
+        return jax.default_backend()
 
     def try_strategy(self, version: int, params: Any, rows: np.ndarray, *args: Any):
-        """Try a strategy; see `trials.try_strategy` for the other arguments."""
+        """Try a strategy; see `strategy.try_strategy` for the other arguments."""
         params = self.programs.on_device(version, params)
         return try_strategy(self, params, rows, *args)
 

@@ -270,7 +270,8 @@ class RunSettings(TypedDict, total=False):
     num_workers: int | None
     num_lanes: int
     threads_per_worker: int
-    strategy: str
+    strategy: Literal["auto", "scan", "direct", "ghost"]
+    rows_per_pass: int | None
     accelerator: Literal["auto", "cpu", "gpu", "tpu"]
     wait_for_workers: float
     eval_every: int | None

@@ -310,7 +310,7 @@ def create(
             digests = model_files.side_file_digests(run_dir / MODEL)
             stored = dataclasses.replace(stored, files=digests)
         # The ledger has this file's digest. Without a secret part, whoever guesses the settings
-        # would learn from it what follows from the data, such as the time that a strategy took.
+        # would learn from it what follows from the data, such as its seal.
         write_json(run_dir / CONFIG, {**stored.as_dict(), "blind": key.seal(CONFIG)})
         yield
 

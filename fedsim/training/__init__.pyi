@@ -13,7 +13,6 @@ from .launch import (
 from .open import open_run as open_run, wait_for as wait_for
 from .optimizers import Diverged as Diverged, Noise as Noise, settled as settled
 from .planned import (
-    expect_strategy as expect_strategy,
     outside as outside,
     settled_by as settled_by,
     strategy_for as strategy_for,

@@ -30,7 +30,7 @@ from fedsim.run import (
 from fedsim.training.callbacks import Callback
 from fedsim.training.open import OpenRun, Plant, Source, open_run
 from fedsim.training.optimizers import Noise, settled, update_of
-from fedsim.training.planned import FITTED, PlannedRun, Unheard, expect_strategy, plan_run
+from fedsim.training.planned import FITTED, PlannedRun, Unheard, plan_run
 from fedsim.training.trainer import Trainer
 
 
@@ -135,7 +135,7 @@ def rehearse(algorithm: Algorithm, privacy: PrivacyConfig, run: RunConfig) -> No
     privacy = runnable(privacy, run)
     with speaking("quiet"):
         console = Unheard()
-    run = computed_by(run, strategy="scan:1")  # no time is spent on choosing one
+    run = computed_by(run, strategy="scan")  # which is not tried
     with open_run(algorithm, privacy, run, console) as opened:
         plan_run(opened, counted=False, trial=True, dry_run=True)
 
@@ -164,8 +164,8 @@ def cost(
     rows = np.arange(units * plan.budget // plan.expected_count).reshape(units, -1)
     state = jax.eval_shape(transformation.init, params)
     workers = _workers(config)
-    (trial,) = worker.try_strategies(params, rows, plan.clip, [strategy])
-    if trial.fault is not None:
+    trial = worker.try_strategy(params, rows, plan.clip, strategy, timed=True)
+    if trial.fault:
         raise ConfigError.of("strategy", strategy, f"one that fits here: {trial.fault}")
     step_s = trial.seconds / len(rows) * plan.expected_count / workers
     trained, frozen = _num_bytes(params), _num_bytes(task.frozen)
@@ -224,7 +224,6 @@ def runnable(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
         expect("spend_rest", run.spend_rest, not run.spend_rest, without)
     privacy = as_started(privacy, run)
     update_of(settled(run, Noise(1.0, 1.0, 1)), privacy.num_steps)
-    expect_strategy(run.engine)
     expect_loggers(run.log_to)
     return privacy
 

@@ -239,6 +239,8 @@ def key_context(
         del of_run["model"]
     changes = [changed(PrivacyConfig, as_dict(settings)), changed(RunConfig, of_run)]
     changes = [first_named(settings) for settings in changes]
+    if rows := changes[1].pop("rows_per_pass", None):  # earlier keys have both in one setting
+        changes[1]["strategy"] = f"{run.engine.strategy}:{rows}"
     identity = {"algorithm": algorithm, "model": model}
     if weights != "float32":
         identity["weights"] = weights

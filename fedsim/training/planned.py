@@ -24,9 +24,8 @@ from fedsim.config import (
     default_delta,
 )
 from fedsim.els import ELS
-from fedsim.engine import AUTO, Engine, Task, choose_strategy, versions
+from fedsim.engine import Engine, Task, choose_strategy, versions
 from fedsim.errors import expect
-from fedsim.files import cache_dir
 from fedsim.noise import predicted_error
 from fedsim.plan import (
     GIVEN,
@@ -340,18 +339,10 @@ def _strategy(
 
     Args: first: units of the first step, or of one like it.
     """
-    what = "compiling, and timing gradient methods"
-    with opened.console.phase(what) as phase:
+    group = plan.budget // plan.expected_count
+    with opened.console.phase("compiling"):
         return strategy_for(
-            opened.run.engine,
-            opened.stored,
-            engine,
-            params,
-            (plan.expected_count, plan.budget // plan.expected_count),
-            plan.clip,
-            num_steps=plan.num_steps,
-            first=first,
-            heard=phase.at,
+            opened.run.engine, opened.stored, engine, params, group, plan.clip, first=first
         )
 
 
@@ -414,12 +405,6 @@ def settled_by(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: b
     return settled(run, Noise(stddev, bound, plan.num_steps), fresh=fresh)
 
 
-def expect_strategy(config: EngineConfig) -> None:
-    """Raise ConfigError if the strategy does not exist."""
-    if config.strategy != AUTO:
-        Strategy.parse(config.strategy)
-
-
 def expect_local_steps(run: RunConfig, group_size: int | None) -> None:
     """Raise ConfigError if there are more local steps than examples of a user in a step.
 
@@ -436,18 +421,18 @@ def strategy_for(
     stored: StoredRun | None,
     workers: Engine,
     params: Any,
-    units: tuple[int, int],
+    group: int,
     clip: Clip,
-    **options: Any,
+    *,
+    first: np.ndarray | None = None,
 ) -> tuple[Strategy, str]:
     """The clipping strategy, and the reason for it; a resumed run keeps its own.
 
     Args:
       stored: the run as it was started; None if it is new.
-      units: expected number of units of a step, and rows of each.
-      options: num_steps, first and heard, as for `choose_strategy`.
+      group: rows of a unit.
+      first: units of a step whose programs are compiled ahead.
     """
     if stored:
         return Strategy.parse(stored.strategy["name"]), "as the run was started"
-    remembered = cache_dir() / "strategies"
-    return choose_strategy(workers, params, *units, clip, config.strategy, remembered, **options)
+    return choose_strategy(workers, params, group, clip, config, first=first)

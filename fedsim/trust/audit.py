@@ -19,7 +19,7 @@ from fedsim import accounting
 from fedsim.accounting import Phases
 from fedsim.config import Algorithm, AuditConfig, PrivacyConfig, RunConfig, changed_run
 from fedsim.data import Dataset
-from fedsim.engine import AUTO, read_rows
+from fedsim.engine import read_rows
 from fedsim.errors import expect
 from fedsim.files import write_json
 from fedsim.installation import expect_installed
@@ -169,10 +169,6 @@ def replacements(
         replace("group_size", None, group_size, "the median of the users without the canaries")
         why = "what choosing the group size costs is not attacked"
         replace("group_size_epsilon", privacy.group_size_epsilon, None, why)
-    if run.engine.strategy == AUTO and settings.gradient_canaries:
-        scan = f"scan:{min(group_size or 1, 8)}"
-        why = "gradient canaries need this gradient method"
-        replace("strategy", AUTO, scan, why)
     return replaced
 
 

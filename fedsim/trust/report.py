@@ -192,7 +192,7 @@ def _losses(released: Released, summary: dict[str, Any]) -> list[tuple[str, Any]
 def _settings(released: Released, public: bool) -> list[tuple[str, str]]:
     """Settings by name; of paths, the last part alone.
 
-    Not public: the name of the data, which may be anything, and how fast strategies were.
+    Not public: the name of the data, which may be anything, and the strategy.
     """
     run = settings_of(released.stored.run)
     counts = ("num_units", "batch_size", "target_epsilon", "num_parameters", "clip_quantile")

@@ -207,9 +207,8 @@ class UnitTimes:
         rows = next(rows for rows in map(method.draw, itertools.count()) if len(rows))
         group = rows.shape[1]
         if group not in self._measurements:
-            units = (method.sampler.expected_count, group)
             strategy, _ = strategy_for(
-                self._config, None, self._workers, self._params, units, ANY_CLIP, first=rows
+                self._config, None, self._workers, self._params, group, ANY_CLIP, first=rows
             )
             self._measurements[group] = strategy, self._measured(rows, strategy)
         return self._measurements[group]

@@ -143,7 +143,13 @@ def ledger(tmp_path, monkeypatch):
 def arguments(texts, run_dir, **flags):
     flags = {"data": texts, "run_dir": run_dir, "epsilon": 1, "delta": 1e-3, **flags}
     flags = {"num_steps": 4, "eval_every": 2, "batch_size": 12, "model": "micro", **flags}
-    flags = {"engine": "local", "strategy": "scan:2", "eval_epsilon": 1.5, **flags}
+    flags = {
+        "engine": "local",
+        "strategy": "scan",
+        "rows_per_pass": 2,
+        "eval_epsilon": 1.5,
+        **flags,
+    }
     return ["train", "uls", *(str(x) for n, v in flags.items() for x in (f"--{n}", v))]
 
 
@@ -213,7 +219,8 @@ def test_the_loss_as_it_is_goes_nowhere(texts, run_dir, capsys, monkeypatch):
     called = []
     result = train(
         "uls", data=texts, run_dir=run_dir, epsilon=1, delta=1e-3, num_steps=4, batch_size=12,
-        model="micro", engine="local", strategy="scan:2", eval_epsilon=1.5, eval_every=2,
+        model="micro", engine="local", strategy="scan", rows_per_pass=2,
+        eval_epsilon=1.5, eval_every=2,
         callback=lambda step, values: called.append(values[SHOWN]),
     )  # fmt: skip
     assert set(called) == set(shown(run_dir).values()) == {1.25}
@@ -252,7 +259,8 @@ def test_a_run_that_is_stopped_counts_what_it_released(texts, run_dir):
     with pytest.raises(KeyboardInterrupt):
         train(
             "uls", data=texts, run_dir=run_dir, epsilon=1, delta=1e-3, num_steps=8, batch_size=12,
-            model="micro", engine="local", strategy="scan:2", eval_epsilon=1.5, eval_every=2,
+            model="micro", engine="local", strategy="scan", rows_per_pass=2,
+            eval_epsilon=1.5, eval_every=2,
             callback=stop,
         )  # fmt: skip
     with hold(place_of(None)) as ledger:

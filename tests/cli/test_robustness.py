@@ -61,7 +61,7 @@ def flags(**values):
 
 def train(**changed):
     given = {"data": "built", "run_dir": "new", "epsilon": 4, "num_steps": 2, "batch_size": 8}
-    given |= {"engine": "local", "strategy": "scan:1"}  # trying others takes longer than training
+    given |= {"engine": "local", "strategy": "scan", "rows_per_pass": 1}
     return ["train", "uls", *flags(**{**given, **changed})]
 
 
@@ -136,7 +136,7 @@ WRONG = {  # settings of `train`, and the values that it refuses
     "wait_for_workers": [-1.0],
     "lora_rank": [2],
     "lora_alpha": [0.0],
-    "strategy": ["scan:x"],
+    "rows_per_pass": [0],
     "max_length": [16],
     "accelerator": ["gpu"],
     "run_dir": ["built", "texts.parquet", "/proc/none/run"],
@@ -341,10 +341,10 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_there(
             patch.setattr("fedsim.run.metrics.Metrics.log", full)
         else:
             patch.setattr("fedsim.training.trainer.write_json", full)
-        code, line = answer(train(seed=5, strategy="scan:1"), capfd)
+        code, line = answer(train(seed=5, strategy="scan", rows_per_pass=1), capfd)
     assert code == 1 and "No space left on device; new is safe up to its last checkpoint" in line
     assert line.endswith("free space, and go on with --resume")
-    main([*train(seed=5, strategy="scan:1"), "--resume"])
+    main([*train(seed=5, strategy="scan", rows_per_pass=1), "--resume"])
     assert json.loads((here / "new" / "summary.json").read_text())["params_sha256"] == undisturbed
 
 
@@ -389,7 +389,7 @@ def undisturbed(place):
     here = os.getcwd()
     os.chdir(place)
     try:
-        main(train(seed=5, strategy="scan:1", run_dir=place / "undisturbed"))
+        main(train(seed=5, strategy="scan", rows_per_pass=1, run_dir=place / "undisturbed"))
     finally:
         os.chdir(here)
     return json.loads((place / "undisturbed" / "summary.json").read_text())["params_sha256"]
@@ -400,7 +400,7 @@ def undisturbed(place):
 def test_a_clock_that_jumps_changes_nothing(here, monkeypatch, undisturbed):
     times = iter(range(10**9, 0, -7919))
     monkeypatch.setattr(time, "time", lambda: float(next(times)))
-    main(train(seed=5, strategy="scan:1"))
+    main(train(seed=5, strategy="scan", rows_per_pass=1))
     found = json.loads((here / "new" / "summary.json").read_text())
     assert found["params_sha256"] == undisturbed and found["wall_seconds"] >= 0
 

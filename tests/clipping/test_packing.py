@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from fedsim.clipping import Buckets
-from fedsim.clipping.packing import chunks, padded
+from fedsim.clipping.packing import chunks
 from fedsim.errors import ConfigError
 
 LENGTHS = (4, 8, 16, 20)
@@ -72,16 +72,6 @@ def test_short_units_are_cut_short(rng):
     every = np.ones((80, 2), bool)
     found = [chunk.length for chunk in chunks(mixed, every, 8, BUCKETS)]
     assert found == sorted(found) and found.count(4) >= 5 and 1 <= found.count(20) < 5
-
-
-def test_padding_is_what_the_last_pass_of_each_length_lacks():
-    lengths = np.array([4] * 5 + [8] * 7)
-    assert padded(lengths, lambda length: 1, 32) == 5 * 4 + 7 * 8
-    assert padded(lengths, lambda length: 4, 32) == 8 * 4 + 8 * 8
-    assert padded(lengths, lambda length: 4, 3) == 8 * 4 + 12 * 8  # 3, 2; 3, 3, 1 in a lane
-    assert padded(lengths, {4: 4, 8: 2}.__getitem__, 32) == 8 * 4 + 8 * 8
-    assert padded(lengths, {4: 2, 8: 1}.__getitem__, 3) == 6 * 4 + 7 * 8
-    assert padded(np.zeros(0, int), lambda length: 4, 32) == 0
 
 
 def test_the_same_lane_gives_the_same_chunks(rng):

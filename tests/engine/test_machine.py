@@ -171,7 +171,7 @@ def test_ray_without_shared_memory_is_refused(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "error, line",
     [
-        (MemoryError(), "memory ran out (MemoryError): strategy=scan:1"),
+        (MemoryError(), "memory ran out (MemoryError): strategy=scan and rows_per_pass=1"),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "memory ran out (RESOURCE_EXHAUSTED"),
         (RuntimeError("can't start new thread"), "no more threads can be started: raise"),
     ],

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from fedsim.clipping import Clip, Strategy
+from fedsim.config import EngineConfig
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
-from fedsim.engine import trials
 from fedsim.engine.engine import Engine, Trial, one_of_each
 from fedsim.engine.programs import Programs, UnfitDevice
-from fedsim.engine.trials import choose_strategy
+from fedsim.engine.strategy import choose_strategy
 from fedsim.engine.worker import LocalEngine
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import TransformerConfig
@@ -71,7 +71,7 @@ def test_a_check_that_fails_in_the_background_fails_in_the_step(task, params, mo
     assert len(set(checked)) == 2 and not engine._worker.programs.compiled
 
 
-def test_nothing_is_compiled_while_strategies_are_timed(task, params, monkeypatch):
+def test_nothing_is_compiled_while_a_strategy_is_timed(task, params, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
 
     def compile(self, total, params, chunk, *_):
@@ -90,21 +90,18 @@ def test_nothing_is_compiled_while_strategies_are_timed(task, params, monkeypatc
 
 
 @pytest.mark.privacy
-def test_the_programs_of_a_step_are_prepared_once_the_choice_is_made(
-    task, params, monkeypatch, tmp_path
-):
-    """Not before: what they are depends on the data, and would take time from trials."""
-    done, direct = [], Strategy("direct", 4)
+def test_the_programs_of_a_step_are_prepared_once_the_choice_is_made(task, params, monkeypatch):
+    """Not before: what they are depends on the data, and the choice must not."""
+    done, asked = [], EngineConfig(strategy="direct", rows_per_pass=2)
 
-    def tried(*_):
+    def tried(*_, **__):
         done.append("tried")
-        return [Trial(SCAN, 2.0), Trial(direct, 1.0)]
+        return Trial()
 
-    monkeypatch.setattr(trials, "candidates", lambda *_, **__: [SCAN, direct])
-    monkeypatch.setattr(Engine, "try_strategies", tried)
-    monkeypatch.setattr(LocalEngine, "prepare", lambda self, *asked: done.append(asked[-1]))
+    monkeypatch.setattr(Engine, "try_strategy", tried)
+    monkeypatch.setattr(LocalEngine, "prepare", lambda self, *given: done.append(given[-1]))
     engine = LocalEngine(task, num_lanes=1)
-    for expected in (["tried", direct], [direct]):  # then it is remembered
-        chosen = choose_strategy(engine, params, 4, 2, CLIP, "auto", tmp_path, first=ROWS)
-        assert chosen[0] == direct and done == expected
+    for config, trials in ((asked, ["tried"]), (EngineConfig(), [])):
+        chosen, _ = choose_strategy(engine, params, 2, CLIP, config, first=ROWS)
+        assert done == [*trials, chosen]
         done.clear()

@@ -13,7 +13,7 @@ from fedsim.tuning import report
 
 POSTS = [{"author": f"a{i % 60}", "body": f"The court of the {i}th day."} for i in range(600)]
 TINY = {"user": "author", "text": "body", "max_length": 24, "model": "micro", "engine": "local"}
-TINY |= {"strategy": "scan:2", "eval_examples": 8}
+TINY |= {"strategy": "scan", "rows_per_pass": 2, "eval_examples": 8}
 
 
 def silent(capfd):

@@ -26,7 +26,13 @@ from fedsim.library.tables import source_of
 SETTINGS = {
     **{"epsilon": 8.0, "num_steps": 3, "batch_size": 12, "max_length": 24, "seed": 5},
     **{"model": "micro"},
-    **{"engine": "local", "strategy": "scan:2", "eval_examples": 8, "checkpoint_every": 1},
+    **{
+        "engine": "local",
+        "strategy": "scan",
+        "rows_per_pass": 2,
+        "eval_examples": 8,
+        "checkpoint_every": 1,
+    },
 }
 
 

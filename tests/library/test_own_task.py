@@ -20,7 +20,7 @@ from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import TransformerConfig
 
 SETTINGS = {"epsilon": 8, "num_steps": 6, "batch_size": 40, "optimizer": "momentum", "seed": 1}
-SETTINGS |= {"learning_rate": 0.5, "strategy": "scan:2", "delta": 1e-3}
+SETTINGS |= {"learning_rate": 0.5, "strategy": "scan", "rows_per_pass": 2, "delta": 1e-3}
 ROWS = 240
 
 

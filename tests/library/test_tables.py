@@ -198,7 +198,7 @@ def test_a_run_goes_on_with_the_same_table_after_the_cache_was_cleared(tmp_path,
     monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
     names = {"user": "author", "text": "body", "run_dir": tmp_path / "run", "output": "quiet"}
     flags = {"epsilon": 8, "num_steps": 1, "batch_size": 4, "model": "micro", "engine": "local"}
-    flags |= {"strategy": "scan:1", "max_length": 8}
+    flags |= {"strategy": "scan", "rows_per_pass": 1, "max_length": 8}
     frame = pd.DataFrame({"author": map(str, range(40)), "body": FRAME.body})
     run = fedsim.train("uls", frame, **flags, **names)
     shutil.rmtree(tmp_path / "cache")

@@ -218,7 +218,13 @@ def posts():
 def tiny(tmp_path, monkeypatch, posts):
     """The directory of one tiny run; `train` and `audit` check their arguments, and `train` copies
     it."""
-    settings = {"engine": "local", "strategy": "scan:1", "batch_size": 8, "max_length": 32}
+    settings = {
+        "engine": "local",
+        "strategy": "scan",
+        "rows_per_pass": 1,
+        "batch_size": 8,
+        "max_length": 32,
+    }
     original, seen, source = fedsim.train, [], tmp_path / "tiny"
     run = original(
         "uls",

@@ -36,7 +36,13 @@ NOT_RUN_HERE = {
     "install.md": ["pip, and .ci/run types the README's command in a new environment"],
     "tuning.md": ["trains many models; tests/tuning/test_private_selection.py runs selections"],
 }
-TRAINING = {"--num-steps": "2", "--engine": "local", "--strategy": "scan:1", "--batch-size": "8"}
+TRAINING = {
+    "--num-steps": "2",
+    "--engine": "local",
+    "--strategy": "scan",
+    "--rows-per-pass": "1",
+    "--batch-size": "8",
+}
 SMALL = {
     "data build": {"--max-length": "32"},
     "train": TRAINING | {"--eval-examples": "8"},

@@ -16,7 +16,13 @@ from fedsim.installation import MissingPackage
 from fedsim.run import loggers, may_leave, open_loggers, visible
 
 TINY = {"epsilon": 8.0, "num_steps": 2, "batch_size": 12, "max_length": 24, "model": "micro"}
-TINY |= {"engine": "local", "strategy": "scan:2", "eval_examples": 8, "log_every": 1}
+TINY |= {
+    "engine": "local",
+    "strategy": "scan",
+    "rows_per_pass": 2,
+    "eval_examples": 8,
+    "log_every": 1,
+}
 TINY |= {"user": "author", "text": "body"}
 POSTS = [{"author": f"zeta{i % 40}", "body": f"quagmire {i} zeppelin"} for i in range(120)]
 PRIVATE = ["non_private/loss", "eval/loss", "performance/step_seconds"]

@@ -7,7 +7,14 @@ import fedsim
 from fedsim.run import may_leave
 
 SETTINGS = {"epsilon": 8.0, "num_steps": 4, "batch_size": 12, "max_length": 24, "model": "micro"}
-SETTINGS |= {"engine": "local", "strategy": "scan:2", "eval_examples": 8, "log_every": 2, "seed": 3}
+SETTINGS |= {
+    "engine": "local",
+    "strategy": "scan",
+    "rows_per_pass": 2,
+    "eval_examples": 8,
+    "log_every": 2,
+    "seed": 3,
+}
 SETTINGS |= {"checkpoint_every": 2, "log_to": []}
 POSTS = [{"user_id": f"user {i % 40}", "text": f"post {i}"} for i in range(120)]
 

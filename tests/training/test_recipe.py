@@ -11,7 +11,18 @@ from fedsim.run import directory
 from fedsim.training.optimizers import MOMENTUM_RATES, PAPER, Noise, settled
 
 FLAGS = ["--engine", "local", "--model", "micro", "--max-length", "16", "--epsilon", "8"]
-FLAGS += ["--num-steps", "4", "--batch-size", "8", "--eval-examples", "8", "--strategy", "scan:1"]
+FLAGS += [
+    "--num-steps",
+    "4",
+    "--batch-size",
+    "8",
+    "--eval-examples",
+    "8",
+    "--strategy",
+    "scan",
+    "--rows-per-pass",
+    "1",
+]
 
 NOISE = Noise(0.01, 1.0, 100)
 

@@ -22,7 +22,6 @@ from test_verify import command, write_texts as write_verify_texts
 from fedsim import files
 from fedsim.cli.main import main
 from fedsim.data import corpora
-from fedsim.engine import trials
 from fedsim.engine.environment import keep_compiled
 from fedsim.files import NotOurs, own_directory
 from fedsim.run.console import Console
@@ -197,13 +196,6 @@ def test_a_program_of_another_user_is_not_run(name, printed, tmp_path):
         timeout=200,
     )
     assert done.stdout.strip() == printed, done.stderr
-
-
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_choices_of_others_are_not_made(attack, cache):
-    assert trials._is_ours(cache / "strategies")
-    attack(cache)
-    assert not trials._is_ours(cache / "strategies")
 
 
 def write_texts(tmp_path):

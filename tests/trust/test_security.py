@@ -83,7 +83,7 @@ def test_a_training_that_fails_shows_no_key(tmp_path, monkeypatch, capfd, caplog
 
     monkeypatch.setattr(ULS, "gradient", fail)
     flags = "--epsilon 4 --num-steps 2 --batch-size 8 --engine local --max-length 16".split()
-    flags += ["--strategy", "scan:1"]
+    flags += ["--strategy", "scan", "--rows-per-pass", "1"]
     paths = ["--data", str(tmp_path / "t.parquet"), "--run-dir", str(tmp_path / "run")]
     with caplog.at_level(logging.DEBUG, logger="fedsim"), pytest.raises(SystemExit) as stop:
         main(["train", "uls", *flags, *paths])

@@ -44,11 +44,11 @@ def published(algorithm, data, place, monkeypatch, capfd, *, callbacks=(), **fla
         open.SecretKey, "create", lambda seed=None, *_: KEY if seed is None else real(seed)
     )
     run_names = {"strict", "seed", "log_to", "log_non_private", "tokenizer", "local_steps"}
-    run_names |= {"strategy"}
+    run_names |= {"strategy", "rows_per_pass"}
     of_run = {name: flags.pop(name) for name in run_names & flags.keys()}
     run = run_config(
         data="made up", run_dir=place / "run", model="micro", engine="local",
-        **{"strategy": "scan:1", **of_run, "log_to": of_run.get("log_to", ())},
+        **{"strategy": "scan", "rows_per_pass": 1, **of_run, "log_to": of_run.get("log_to", ())},
         budget_ledger=place / "budget",
     )  # fmt: skip
     privacy = PrivacyConfig(**{"epsilon": 8.0, "num_steps": 4, "batch_size": 8, **flags})
@@ -135,7 +135,7 @@ def test_of_too_few_users_els_takes_a_public_group_size(pair):
         ("eval_epsilon", {"eval_epsilon": 1.0}),
         ("epsilon", {"epsilon": 300.0}),
         ("local_steps", {"local_steps": 2}),
-        ("strategy", {"strategy": "direct:999999"}),
+        ("strategy", {"strategy": "direct", "rows_per_pass": 999999}),
     ],
 )
 def test_a_mistake_is_found_before_the_draw_of_a_group_size_is_paid(
@@ -242,7 +242,7 @@ def test_no_plan_with_a_footnote_is_strict(pair):
 def trained(texts, run_dir, capsys, algorithm, *more, **flags):  # noqa: F811
     """What a run of a few steps says; its budget ledger is a directory of the test."""
     ledger = run_dir.parent / "budget"
-    flags = {"seed": None, "group_size": None, "strategy": "scan:2", **flags}
+    flags = {"seed": None, "group_size": None, "strategy": "scan", "rows_per_pass": 2, **flags}
     args = train_args(texts, run_dir, budget_ledger=ledger, **flags)
     main(["train", algorithm, *map(str, args), *more])
     return capsys.readouterr().err

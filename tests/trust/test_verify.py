@@ -50,7 +50,7 @@ def command(texts, run_dir, algorithm="uls", **flags):
             "engine": "local",
             "checkpoint-every": 2,
         },
-        **{"strategy": "scan:2", "eval-every": 3, **flags},
+        **{"strategy": "scan", "rows_per_pass": 2, "eval-every": 3, **flags},
     }
     return [
         "train",

@@ -40,7 +40,13 @@ def settings(texts, tmp_path, monkeypatch):
     """Three candidates on small data, counted in a ledger of their own."""
     monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
     own = {"algorithm": "uls", "data": str(texts), "epsilon": 1.0, "num_steps": 3, "batch_size": 24}
-    own |= {"max_length": 24, "model": "micro", "strategy": "scan:2", "delta": 1e-3}
+    own |= {
+        "max_length": 24,
+        "model": "micro",
+        "strategy": "scan",
+        "rows_per_pass": 2,
+        "delta": 1e-3,
+    }
     own |= {"engine": "local"}
     return [{**own, "learning_rate": rate} for rate in (0.1, 0.03, 0.01)]
 

@@ -17,7 +17,9 @@ from fedsim.training import planned, private_evaluation
 
 
 def trained(algorithm, texts, run_dir, capsys, *more, **flags):  # noqa: F811
-    args = train_args(texts, run_dir, **{"group_size": None, "strategy": "scan:2", **flags})
+    args = train_args(
+        texts, run_dir, **{"group_size": None, "strategy": "scan", "rows_per_pass": 2, **flags}
+    )
     code, out, err = run("train", algorithm, *args, *more, "--json", capsys=capsys)
     assert code == 0, err
     return json.loads(out), err
