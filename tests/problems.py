@@ -7,10 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.harness.mean_task import MeanTask
-from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.engine.task import Task
-from fedsim.run.console import Console
-from fedsim.training import train
 
 
 class SoftmaxTask(Task):
@@ -51,11 +48,3 @@ def mean_problem(rng, sizes, width=6):
     """(users, task) of mean estimation."""
     users = users_of_sizes(sizes)
     return users, MeanTask(rng.normal(size=(users.num_examples, width)))
-
-
-def two_steps(run_dir, **options):
-    """The summary of two steps of ULS on `pydocs` with a seed. Args: options: of `run_config`."""
-    privacy = PrivacyConfig(epsilon=8.0, num_steps=2, batch_size=8, group_size=2)
-    settings = {"data": "pydocs", "model": "micro", "seed": 3, "eval_examples": 4}
-    run = run_config(run_dir=run_dir, **settings, checkpoint_every=1, **options)
-    return train(Algorithm.ULS, privacy, run, Console())

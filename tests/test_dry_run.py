@@ -2,7 +2,6 @@
 
 import json
 import os
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,14 +23,11 @@ from fedsim.engine import environment
 from fedsim.engine.engine import Trial
 from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
-from fedsim.plan import IndependentNoise, complete, defaults, method_for
+from fedsim.plan import complete, defaults, method_for
 from fedsim.run import directory
 from fedsim.run.console import Console
 from fedsim.training import planned
 from fedsim.training.launch import cost
-from fedsim.training.planned import warnings_of
-
-DATA = SimpleNamespace(eval_users=object())
 
 
 @pytest.fixture(scope="module")
@@ -227,35 +223,3 @@ def test_what_can_be_refused_is_refused_before_workers_start(
 def test_an_accelerator_that_this_process_has_not_is_refused(texts, run_dir, capsys):
     line = refusal(command(texts, run_dir, accelerator="gpu"), capsys)
     assert "accelerator=gpu: expected auto, or cpu, which is what JAX finds" in line
-
-
-@pytest.mark.parametrize(
-    ("plan", "says"),
-    [
-        (
-            replace(PLAN, num_users=265, noise=IndependentNoise(predicted_error=1.0)),
-            ["few users: ", "265 users are enough"],
-        ),
-        (
-            replace(PLAN, noise=IndependentNoise(predicted_error=64.0 * 20)),
-            ["1,200 users are too few to learn anything", "351 times as long"],
-        ),
-        (replace(PLAN, delta=0.5), ["delta=0.5 is above 1/1200", "default is 1e-06"]),
-        (replace(PLAN, noise_multiplier=6400.0), ["100.0 times as large", "64 examples"]),
-        (replace(PLAN, noise_multiplier=0.0, delta=0.5), []),
-        (PLAN, []),
-    ],
-)
-def test_what_will_disappoint_is_said(plan, says):
-    found = warnings_of(plan)
-    assert len(found) == bool(says) and all(part in found[0] for part in says)
-
-
-def test_warnings_come_before_workers_start(tmp_path, run_dir, capsys):
-    texts = write_texts(tmp_path / "ten.parquet", num_users=11)
-    main(command(texts, run_dir, batch_size=2, delta=0.4, epsilon=0.1))
-    lines = capsys.readouterr().err.splitlines()
-    where = [i for i, line in enumerate(lines) if line.startswith("warning: ")]
-    plan = next(i for i, line in enumerate(lines) if line.startswith("algorithm  "))
-    assert len(where) == 3 and where[-1] < plan
-    assert not any("nan" in line for line in lines)

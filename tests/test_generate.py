@@ -2,16 +2,13 @@
 
 import dataclasses
 import json
-import shutil
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from chats import CHATML, PROMPTING, START, STOP, model_files, saying
-from pretrained_models import CONFIG, command as run_command, make_model
+from pretrained_models import command as run_command, make_model
 from refused import refuses
 from test_verify import command, write_texts
-from zoo import random_like
 
 from fedsim import generate as room
 from fedsim.cli.main import main
@@ -50,22 +47,6 @@ def test_text_ends_where_the_model_does(directory, capsys):
     assert few["stopped"] in ("num_tokens", "end")
     main(["generate", str(directory), "--prompt", "red ", "--num-tokens", "2"])
     assert "length" not in capsys.readouterr().err
-
-
-def test_mistakes_are_one_line(directory, capsys, tmp_path):
-    bare = tmp_path / "bare"
-    pretrained.save(bare, CONFIG, random_like(CONFIG, np.random.default_rng(0)))
-    for args, message in (
-        (("tiny",), "model=tiny: expected the directory of a run or of a Hugging Face model"),
-        ((directory, "--prompt", "x" * 64), "prompt=65 tokens: expected fewer than 64 tokens"),
-        ((directory, "--temperature", "-1"), "temperature=-1.0: expected 0, or >= 0.001"),
-        ((directory, "--top-p", "0"), "top_p=0.0: expected in (0, 1]"),
-        ((directory, "--seed", 2**63), f"seed={2**63}: expected a number of 64 bits"),
-        ((bare,), "expected a model with a tokenizer.json"),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            main(["generate", *map(str, args)])
-        assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
 # ---- Replies ------------------------------------------------------------------------------------
@@ -296,35 +277,3 @@ def test_replies_are_messages(chatty, tmp_path):
     words = ["--plain", "--prompts", tmp_path / "plain.txt"]
     assert [*written(chatty, tmp_path / "c.jsonl", *words)[0]] == ["prompt", "completion"]
     assert [*written(chatty, tmp_path / "d.jsonl")[0]] == ["text"]
-
-
-def test_mistakes_about_sets_are_one_line(directory, place, tmp_path, capsys):
-    run = shutil.copytree(place / "run", tmp_path / "run")
-    (run / "summary.json").unlink()
-    out = ["--out", tmp_path / "x.jsonl", "--engine", "local", *FEW]
-    assert "that has ended" in refused(["generate", run, *out], capsys)
-    words = ["generate", directory, *out]
-    other = refused([*words[:3], tmp_path / "x.csv", *FEW], capsys)
-    assert "ending in .parquet or .jsonl" in other
-    messages = '{"messages": [{"role": "user", "content": "b"}]}'
-    for content, name, says in (
-        ("", "none.txt", "a file with a prompt at least"),
-        ("x" * 500, "long.txt", "prompts=501 tokens: expected fewer than 64 tokens"),
-        ("{}", "none.jsonl", "an object with a prompt, or with messages"),
-        ('{"prompt": "a"}\n[1]', "list.jsonl", "the user's, in line 2"),
-        ('{"prompt": ""}', "empty.jsonl", "an object with a prompt"),
-        (messages.replace("user", "assistant"), "a.jsonl", "the last one is the user's"),
-        (messages, "c.jsonl", "prompts without messages, for a model without a chat template"),
-        ('{"prompt": "\\ud800"}', "half.jsonl", "an object with a prompt"),
-        ("a", "a.csv", "a .txt file with a prompt in each line"),
-    ):
-        (tmp_path / name).write_text(content)
-        assert says in refused([*words, "--prompts", tmp_path / name], capsys), name
-    assert "a readable file" in refused([*words, "--prompts", tmp_path / "no.txt"], capsys)
-    assert "num_texts=0: expected >= 1" in refused([*words, "--num-texts", 0], capsys)
-    assert "seed=" in refused([*words, "--seed", 10**20], capsys)
-    assert "prompt=a: expected --prompts" in refused([*words, "--prompt", "a"], capsys)
-    alone = ["generate", directory, "--out", tmp_path / "x.jsonl"]
-    assert "expected --num-texts beside it" in refused(alone, capsys)
-    assert "out=None: expected a file" in refused(["generate", directory, *FEW], capsys)
-    assert not list(tmp_path.glob("x*"))

@@ -53,13 +53,6 @@ def test_a_later_limit_does_not_lift_an_earlier_one():
     assert "keep all of these limits" in said(1.0, 2, 6)[-3]
 
 
-@pytest.mark.parametrize(("runs", "words"), [(0, "0 runs"), (1, "1 run"), (2, "2 runs")])
-def test_runs_are_counted_in_words(runs, words):
-    lines = said(1.0, runs=runs)
-    assert lines[0].startswith(f"Total over {words} on texts of these 150 users: no user has paid")
-    assert any("If you looked at earlier results" in line for line in lines) == (runs == 2)
-
-
 def test_a_budget_without_bound_names_the_runs_that_made_it_so_and_what_to_do():
     seeded = {**RUN, "run": "trial", "guarantee": False, "why_not": REPRODUCTION}
     free = {**seeded, "run": "free", "epsilon": "inf", "releases": None, "why_not": "without noise"}

@@ -5,15 +5,12 @@ import re
 import shlex
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from fedsim.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-SCOTUS = ROOT.parent / "shared" / "data" / "scotus.parquet"
 SPEAKERS, SENTENCES = 1000, 200
-BUILD = ("--max-length", "32", "--eval-users", "0.2")
 
 
 def section() -> str:
@@ -89,19 +86,3 @@ def test_the_story_is_true(tmp_path, monkeypatch, capsys):
     found = told("pydocs", capsys)
     expect_paid(found)
     expect_told("pydocs", found)
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-@pytest.mark.timeout(1200)
-@pytest.mark.skipif(not SCOTUS.exists(), reason="needs scotus.parquet")
-def test_the_story_is_true_of_a_courts_speakers(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
-    texts = pd.read_parquet(SCOTUS, columns=["user_id", "text"])
-    some = texts[texts.user_id.isin(sorted(texts.user_id.unique())[:SPEAKERS])]
-    some.groupby("user_id").head(SENTENCES).to_parquet("scotus.parquet")
-    main(["data", "build", "scotus.parquet", *BUILD, "--out", "scotus"])
-    found = told("scotus", capsys)
-    expect_paid(found)
-    expect_told("scotus", found)

@@ -46,16 +46,6 @@ def test_examples_are_shown_as_the_model_gets_them(built, capsys):
     assert example["tokens"] > example["trained_tokens"] == len("Ho 😀\n".encode()) + 1
 
 
-def test_trained_tokens_are_green_on_a_terminal(built, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    main.main(["data", "show", str(built), "--rows", "1"])
-    assert f"\n\x1b[32mHo 😀{STOP}\n\x1b[0m" in capsys.readouterr().out
-    monkeypatch.setenv("NO_COLOR", "1")
-    main.main(["data", "show", str(built), "--rows", "1"])
-    assert "⟦Ho" in capsys.readouterr().out
-
-
 def test_all_tokens_of_texts_but_the_first_are_trained_on(tmp_path, capsys):
     file = tmp_path / "texts.jsonl"
     rows = [{"user_id": [f"u{i}", "ben"], "text": "Hi"} for i in range(9)]
@@ -67,16 +57,6 @@ def test_all_tokens_of_texts_but_the_first_are_trained_on(tmp_path, capsys):
     assert (
         out == "row 0 of ben, u0: 4 tokens, 3 trained on (75%)\n<|endoftext|>⟦Hi<|endoftext|>⟧\n\n"
     )
-
-
-def test_what_cannot_be_shown_is_refused(built, capsys):
-    for words, message in (
-        (["--rows", "0"], "rows=0: expected a whole number >= 1"),
-        (["--split", "test"], "split=test: expected one of train, "),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            main.main(["data", "show", str(built), *words])
-        assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_statistics_have_the_share_of_trained_tokens(built, capsys):

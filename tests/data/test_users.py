@@ -3,18 +3,13 @@
 import json
 import pickle
 import shutil
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
 from refused import refuses
 
-from fedsim.data.building.build import build
-from fedsim.data.dataset import Dataset, stats
+from fedsim.data.dataset import stats
 from fedsim.data.store import FORMAT, TokenWriter, close_store, token_dtype
-from fedsim.data.tokenizer import Tokenizer
 from fedsim.data.users import UserStore
 from fedsim.errors import DataError
 
@@ -65,21 +60,10 @@ def test_gather_pads_cuts_and_takes_rows_in_any_order():
     assert store.sizes(np.array([1, -1, 0, 2, 1])).tolist() == [3, 0, 2, 1, 3]
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
-def test_gather_takes_any_integer_type(dtype):
-    store = UserStore.from_examples(EXAMPLES, 8, 10)
-    assert store.gather(np.array([2], dtype), 1)[0].tolist() == [[4]]
-
-
 @pytest.mark.parametrize("row", [-2, 3])
 def test_gather_refuses_rows_that_do_not_exist(row):
     with pytest.raises(IndexError, match=r"expected \[-1, 3\)"):
         UserStore.from_examples(EXAMPLES, 8, 10).gather(np.array([0, row]), 4)
-
-
-def test_gather_of_nothing_is_empty():
-    tokens, sizes = UserStore.from_examples({}, 8, 10).gather(np.array([], np.int64), 4)
-    assert tokens.shape == (0, 4) and sizes.shape == (0,)
 
 
 def test_disk_and_memory_hold_the_same(tmp_path, rng):
@@ -102,13 +86,6 @@ def test_the_users_table_counts_tokens_per_user(tmp_path, rng):
     counted = store._users_column("num_tokens").to_pylist()
     assert counted == [sum(map(len, examples[user])) for user in sorted(examples)]
     assert store._users_column("offset").to_pylist() == store.offsets[:-1].tolist()
-
-
-def test_any_program_with_numpy_reads_a_store(tmp_path, rng):
-    store = write(tmp_path / "s", random_examples(rng, 10, 3))
-    offsets, tokens = (np.load(tmp_path / "s" / f"{n}.npy") for n in ("offsets", "tokens"))
-    row = tokens[offsets[3] : offsets[4]]
-    assert row.tolist() == store.gather(np.array([3]), 64)[0][0, : store.lengths[3]].tolist()
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(65_536, "uint16"), (65_537, "uint32")])
@@ -170,38 +147,6 @@ def test_open_refuses_what_is_not_a_store(tmp_path):
         UserStore.open(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["users", "dataset"])
-def test_what_an_earlier_version_built_is_to_be_built_again(kind, tmp_path):
-    (tmp_path / "metadata.json").write_text(json.dumps({"kind": kind, "format": 1}))
-    says = "built by an earlier version of fedsim; build it again with `fedsim data build`"
-    with refuses(f"data={tmp_path}", DataError, says=says):
-        (UserStore if kind == "users" else Dataset).open(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["num_users", "vocab_size", "fingerprint"])
-def test_open_refuses_metadata_without_what_it_needs(name, tmp_path):
-    file = tmp_path / "x.jsonl"
-    file.write_text('{"user_id": ["amy", "bob"], "text": "x"}\n')
-    build(file, tmp_path / "out", eval_users=0, eval_examples=False, num_workers=1)
-    file = tmp_path / "out" / "train" / "metadata.json"
-    metadata = json.loads(file.read_text())
-    del metadata[name]
-    file.write_text(json.dumps(metadata))
-    with pytest.raises(DataError, match=f"metadata.json: expected {name}"):
-        UserStore.open(file.parent)
-
-
-@pytest.mark.parametrize("splits", [None, ["train", "x"], ["test"], 3])
-def test_open_refuses_a_data_set_without_splits(splits, tmp_path):
-    metadata = {"kind": "dataset", "format": FORMAT} | (
-        {} if splits is None else {"splits": splits}
-    )
-    (tmp_path / "metadata.json").write_text(json.dumps(metadata))
-    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
-    with pytest.raises(DataError, match="metadata.json: expected splits"):
-        Dataset.open(tmp_path)
-
-
 def test_open_refuses_files_that_do_not_belong_together(tmp_path, rng):
     write(tmp_path / "a", random_examples(rng, 5, 3))
     write(tmp_path / "b", random_examples(rng, 6, 3))
@@ -246,79 +191,6 @@ def test_offsets_that_lead_beyond_the_tokens_are_one_clear_line(tmp_path, rng):
             store.gather(np.array([0, 1]), 64)
 
 
-def test_lengths_are_counted_without_a_number_per_row(tmp_path, rng, monkeypatch):
-    monkeypatch.setattr("fedsim.data.users.SCAN_ROWS", 50)
-    store = write(tmp_path / "s", random_examples(rng, 60, 5))
-    np.testing.assert_array_equal(store.length_counts(), np.bincount(store.lengths, minlength=65))
-    lengths, values = (np.concatenate(part) for part in zip(*store.scan(), strict=True))
-    np.testing.assert_array_equal(lengths, store.lengths)
-    assert len(values) == store.num_tokens
-
-
-def calls_of(function, *args):
-    """How many functions are called, of Python or not."""
-    count = 0
-
-    def note(frame, event, arg):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        function(*args)
-    finally:
-        sys.setprofile(before)
-    return count
-
-
-def test_gather_does_nothing_row_by_row(tmp_path, rng):
-    store = write(tmp_path / "s", random_examples(rng, 100, 40))
-    few, many = (rng.integers(0, store.num_examples, size) for size in (32, 1_024))
-    store.gather(few, 64)
-    assert 0 < calls_of(store.gather, many, 64) == calls_of(store.gather, few, 64) < 200
-
-
-@pytest.mark.slow
-def test_gather_is_fast(tmp_path, rng):
-    """About 2 ms for 1,024 rows; the bound leaves room for a busy machine."""
-    store = write(tmp_path / "s", random_examples(rng, 500, 40))
-    rows = rng.integers(0, store.num_examples, 1_024)
-
-    def seconds():
-        start = time.perf_counter()
-        store.gather(rows, 64)
-        return time.perf_counter() - start
-
-    assert min(seconds() for _ in range(5)) < 0.02
-
-
-def test_stats_are_table_1():
-    examples = {f"{n:03d}": [[1] * 4] * n for n in range(1, 101)}
-    examples["000"] = [[1] * 8]
-    found = stats(UserStore.from_examples(examples, 8, 10))
-    assert (found["num_users"], found["num_examples"]) == (101, 5051)
-    assert found["num_tokens"] == 4 * 5050 + 8
-    assert found["examples_per_user"] == {
-        "min": 1,
-        "median": 50,
-        "p95": 95,
-        "p99": 99,
-        "max": 100,
-    }
-    assert found["tokens_per_example"] == {"p5": 4, "p50": 4, "p95": 4, "p99": 4}
-    assert found["share_at_max_length"] == pytest.approx(1 / 5051)
-    json.dumps(found)
-
-
-def test_opening_a_store_does_not_import_pandas(tmp_path):
-    """It takes longer than all else that opening does."""
-    write(tmp_path / "store", EXAMPLES)
-    code = "import sys; from fedsim.data.users import UserStore; UserStore.open(sys.argv[1]); "
-    code += "sys.exit('pandas' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code, tmp_path / "store"], check=True)
-
-
 @pytest.mark.parametrize("name", ["users.parquet", "offsets.npy", "tokens.npy"])
 def test_a_byte_that_is_changed_since_is_found_by_reading_everything(name, tmp_path, rng):
     store = write(tmp_path / "store", random_examples(rng, 9, 6))
@@ -328,10 +200,6 @@ def test_a_byte_that_is_changed_since_is_found_by_reading_everything(name, tmp_p
     path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
     with pytest.raises(DataError, match=f"data={tmp_path / 'store'}: changed since it was built"):
         store.check()
-
-
-def test_a_store_in_memory_is_what_it_was():
-    UserStore.from_examples(EXAMPLES, 8, 10).check()
 
 
 def test_a_store_knows_which_tokens_are_trained_on(tmp_path):

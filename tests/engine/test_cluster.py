@@ -60,15 +60,6 @@ def test_an_unreachable_address_is_refused_at_once(timeout):
     assert f"RAY_ADDRESS={address}: expected a running cluster" in said
 
 
-@pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.parametrize("timeout", TIMEOUTS)
-def test_a_server_that_is_no_cluster_is_refused(timeout):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        said = join(f"127.0.0.1:{server.getsockname()[1]}", timeout)
-    assert "expected a running cluster" in said
-
-
 STARTING = """
 import os, subprocess, sys, time
 from fedsim import engine
@@ -117,29 +108,6 @@ def test_no_room_for_the_workers_is_an_error(ray_cluster, rng):
         ray_pool(task, num_workers=9)
     with refuses("num_workers", says="a worker needs 9 CPU; nodes have 8 CPU"):
         ray_pool(task, threads=9)
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_room_that_others_have_taken_is_an_error_after_a_while(ray_cluster, rng, monkeypatch):
-    import ray
-
-    from fedsim.engine import ray_engine as module
-
-    @ray.remote(num_cpus=8)
-    class Neighbour:
-        def ready(self):
-            pass
-
-    _, task = mean_problem(rng, [5])
-    neighbour = Neighbour.remote()
-    ray.get(neighbour.ready.remote())
-    monkeypatch.setattr(module, "START_S", 2.0)
-    pool = ray_pool(task)
-    with pytest.raises(EngineError, match=r"0 of 1 workers started within 2 s; .*: 0 CPU"):
-        pool.ready()
-    pool.close()
-    ray.kill(neighbour)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """What a process computes with: its memory, its host, and what else its bits depend on."""
 
-import os
 import subprocess
 import sys
 
@@ -102,12 +101,6 @@ def test_what_xla_is_told_about_processors_is_part_of_the_kind(monkeypatch):
     assert all(", cpu, " in kind for kind in kinds)
 
 
-def test_packages_of_accelerators_are_named_where_they_are_installed(monkeypatch):
-    known = environment.versions()
-    monkeypatch.setattr(environment, "WHERE_INSTALLED", ("no-such-plugin", "pytest"))
-    assert environment.versions().keys() - known.keys() == {"pytest"}
-
-
 @pytest.mark.parametrize(
     "option, value",
     [
@@ -148,17 +141,6 @@ def test_devices_that_are_not_there_are_refused(error, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORM_NAME", "gpu")
     with refuses("JAX_PLATFORMS", says="JAX_PLATFORM_NAME=gpu"):
         environment.set_threads(EngineConfig("local"))
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_platform_that_is_not_there_is_one_line():
-    command = [sys.executable, "-m", "fedsim.cli.main", "export", "x", "--out", "y"]
-    how = {"env": {**os.environ, "JAX_PLATFORMS": "absent"}, "capture_output": True, "text": True}
-    done = subprocess.run(command, **how)
-    said = done.stderr.splitlines()
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert said[-1].startswith("fedsim: error: JAX_PLATFORMS=absent: expected devices ")
 
 
 def test_the_allocator_of_workers_is_nothing_that_bits_depend_on(monkeypatch):

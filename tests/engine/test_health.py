@@ -28,34 +28,6 @@ def test_a_worker_gets_no_lane_before_it_has_answered():
     assert health.idle() == [0] and health.restarts == 0
 
 
-def test_the_one_that_waited_longest_is_first(health):
-    health.start(0, "sum", 1)
-    health.answer(0, 2)
-    assert health.idle() == [1, 0]
-
-
-def test_a_worker_takes_what_it_has_compiled_then_what_no_other_has(health):
-    assert health.choose(0, "aab") == 0  # nobody has compiled anything
-    health.start(0, "a", 1)
-    assert health.choose(1, "aab") == 2  # the other is at an a
-    assert health.choose(1, "aaa") == 0  # there is nothing else: work is not left lying
-    health.start(1, "b", 1)
-    health.answer(0, 2)
-    health.answer(1, 2)
-    assert health.choose(0, "bca") == 2 and health.choose(1, "acb") == 2
-    assert health.choose(0, "bcc") == 1
-    health.lose(1, 3)  # a new process has compiled nothing
-    health.answer(1, 4)
-    assert health.choose(1, "ab") == 1
-
-
-def test_a_busy_worker_gets_no_second_lane(health):
-    health.start(0, "sum", 1)
-    assert health.idle() == [1]
-    with pytest.raises(ValueError, match="busy"):
-        health.start(0, "sum", 1)
-
-
 def test_the_first_call_of_a_kind_may_take_long_and_later_ones_five_medians(health):
     assert health.start(0, "sum", 0) == 100
     health.answer(0, 30)
@@ -66,31 +38,11 @@ def test_the_first_call_of_a_kind_may_take_long_and_later_ones_five_medians(heal
     assert health.start(0, "nats", 40) == 140
 
 
-def test_short_calls_have_the_least_patience_there_is(health):
-    for now in (0, 1):
-        deadline = health.start(0, "sum", now)
-        health.answer(0, now + 0.001)
-    assert deadline == 1 + 10
-
-
-def test_a_lane_that_was_lost_gets_twice_the_time(health):
-    assert health.start(0, "sum", 0, losses=2) == 400
-
-
 def test_who_is_late_is_named_once_the_deadline_has_passed(health):
     health.start(0, "sum", 0)
     assert health.overdue(100) == [] and health.overdue(100.1) == [0]
     health.lose(0, 101)
     assert health.overdue(1000) == [] and health.state(0) == State.UNAVAILABLE
-
-
-def test_a_new_process_compiles_again(health):
-    health.start(0, "sum", 0)
-    health.answer(0, 1)
-    health.lose(0, 1)
-    health.answer(0, 2)
-    assert health.restarts == 1
-    assert health.start(0, "sum", 2) == 102
 
 
 def test_who_does_not_come_back_is_given_up_counting_from_the_first_loss(health):
@@ -111,15 +63,6 @@ def test_the_dead_stay_dead(health):
         health.start(0, "sum", 1)
     with pytest.raises(ValueError, match="joined before"):
         health.join(0, 1)
-
-
-def test_seconds_of_answered_calls_add_up(health):
-    for worker, end in ((0, 3.0), (1, 5.0)):
-        health.start(worker, "sum", 1)
-        health.answer(worker, end)
-    health.start(0, "sum", 6)
-    health.lose(0, 9)  # not answered: not counted
-    assert health.busy_s == 6
 
 
 EVENTS = st.lists(st.tuples(st.sampled_from("start answer lose die".split()), st.integers(0, 3)))

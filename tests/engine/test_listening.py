@@ -1,12 +1,9 @@
 """What listens on which address during a run on a private cluster: the table of SECURITY.md."""
 
-import contextlib
 import os
 import re
 import socket
 import stat
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -100,32 +97,6 @@ def test_what_listens_during_a_run_is_what_the_document_says(ray_cluster, rng):
         time.sleep(0.1)  # Ray does not wait for its dashboard and its monitor
     workers.close()
     assert found == expected
-
-
-ANOTHER = """
-import time
-from test_listening import WAIT_S, listening
-from fedsim.engine.cluster import Cluster
-cluster, until = Cluster(1), time.monotonic() + WAIT_S
-wanted = {("dashboard", "127.0.0.1"), ("monitor", "127.0.0.1")}
-while not wanted <= listening() and time.monotonic() < until:
-    time.sleep(0.1)
-print(wanted - listening())
-cluster.close()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_clusters_of_one_machine_share_no_port():
-    """Ray gives its dashboard and its monitor one port each, whichever cluster they are of."""
-    with contextlib.ExitStack() as stack:
-        for port in (44217, 44227):
-            with suppress(OSError):  # another cluster has it: all the better
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-        words = [sys.executable, "-c", ANOTHER]
-        missing = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    assert missing.strip() == "set()"
 
 
 def test_other_users_cannot_look_into_the_clusters_directory(ray_cluster):

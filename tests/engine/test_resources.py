@@ -1,15 +1,11 @@
 """Workers and their environment follow from what the cluster has, and from nothing else."""
 
-import os
-import platform
-import subprocess
-import sys
 import time
 
 import pytest
 from refused import refuses
 
-from fedsim.engine.actors import Actors, placed_in_time
+from fedsim.engine.actors import placed_in_time
 from fedsim.engine.environment import (
     ALLOCATOR,
     Placement,
@@ -17,10 +13,8 @@ from fedsim.engine.environment import (
     driver_environment,
     expect_room,
     place_workers,
-    store_bytes,
     worker_environment,
 )
-from fedsim.engine.ray_engine import RayEngine
 
 GPUS = {"CPU": 64.0, "GPU": 8.0}
 TPUS = {"CPU": 64.0, "TPU": 4.0}
@@ -51,12 +45,6 @@ def test_the_user_may_say_on_what_they_compute(node):
     assert place_workers(2, 3, [node], "cpu").accelerator is None
 
 
-@pytest.mark.parametrize("node", [{"CPU": 8.0}, GPUS, TPUS])
-def test_the_user_may_say_how_many_workers(node):
-    plan = place_workers(5, 2, [node])
-    assert (plan.num_workers, plan.threads) == (5, 2)
-
-
 @pytest.mark.parametrize(
     "plan, what, room",
     [
@@ -70,11 +58,6 @@ def test_more_workers_than_there_is_room_for_are_refused(plan, what, room):
     expect_room(plan, [{"CPU": 8.0, "GPU": 2.0}])
 
 
-def test_a_cluster_without_nodes_is_refused():
-    with refuses("num_workers=1", says="nodes have nothing"):
-        expect_room(Placement(1, 1), [])
-
-
 @pytest.mark.parametrize(
     "node, gpus, others",
     [({"CPU": 4.0}, 0, {}), (GPUS, 1, {}), (TPUS, 0, {"TPU": 1})],
@@ -83,11 +66,6 @@ def test_a_worker_has_one_accelerator_where_there_are_any(node, gpus, others):
     options = actor_options(place_workers(None, 2, [node]))
     assert (options["num_cpus"], options["num_gpus"]) == (2, gpus)
     assert options["resources"] == others
-
-
-def test_the_pool_retries_and_ray_does_not():
-    options = actor_options(Placement(1, 1))
-    assert options["max_task_retries"] == 0 and options["max_restarts"] == -1
 
 
 def test_cpu_workers_and_drivers_take_no_accelerator():
@@ -100,20 +78,6 @@ def test_cpu_workers_and_drivers_take_no_accelerator():
     }
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="variables of the GNU C library")
-def test_memory_that_a_worker_frees_stays_with_it():
-    script = """
-import resource, numpy as np
-for _ in range(3):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    np.ones(25_000_000, np.float32)  # 24,414 pages
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-    env = {**os.environ, **worker_environment(Placement(1, 1))}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, check=True)
-    assert int(done.stdout) < 100
-
-
 @pytest.mark.parametrize("accelerator, platform", [("GPU", "cuda"), ("TPU", "tpu")])
 def test_accelerator_workers_do_not_inherit_the_drivers_platform(accelerator, platform):
     variables = worker_environment(Placement(4, 3, accelerator))
@@ -121,22 +85,6 @@ def test_accelerator_workers_do_not_inherit_the_drivers_platform(accelerator, pl
     assert driver_environment(3).keys() <= variables.keys()  # each is the worker's own
     asked = "--xla_gpu_deterministic_ops=true" in variables.get("XLA_FLAGS", "")
     assert asked == (accelerator == "GPU")  # a contribution is a function of its rows
-
-
-def test_older_names_of_variables_do_not_reach_a_worker():
-    """With its own ones, JAX refuses to start by the one and computes elsewhere by the other."""
-    variables = worker_environment(Placement(1, 1, "GPU"))
-    assert variables["JAX_PLATFORM_NAME"] == variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] == ""
-
-
-def test_the_variables_of_a_worker_are_those_of_its_actor():
-    plan = Placement(2, 2)
-    assert actor_options(plan)["runtime_env"] == {"env_vars": worker_environment(plan)}
-    assert all(isinstance(value, str) for value in worker_environment(plan).values())
-
-
-def test_the_store_holds_the_parameters_twice_and_every_sum_on_its_way():
-    assert store_bytes(100, 8) == 1200
 
 
 class Growing:
@@ -166,34 +114,3 @@ def test_what_workers_compute_on_is_settled_when_there_are_nodes(monkeypatch):
     assert cluster.asked == [4 * [{"CPU": 1}], 4 * [{"CPU": 1, "GPU": 1}]]
     with refuses("num_workers=4", says="at most 0"):
         placed_in_time(Growing([{"CPU": 0.0}]), 4, 1, "auto", 0.0)
-
-
-@pytest.mark.parametrize(
-    ("stores", "driver", "says"),
-    [
-        ([400, 400], 600, []),  # a node's own sums; here those of both
-        ([400, 399], 600, ["0 MB on a node"]),
-        ([400, 400], 599, ["0 MB on a node"]),
-    ],
-)
-def test_each_nodes_store_is_held_against_the_sums_that_lie_there(stores, driver, says):
-    nodes = [{"CPU": 1.0, "object_store_memory": 1.2 * store} for store in stores]
-    cluster = Growing(nodes)
-    cluster.driver_node = lambda: {"object_store_memory": 1.2 * driver}
-    workers, engine, notes = object.__new__(Actors), object.__new__(RayEngine), []
-    workers._cluster, workers.placement = cluster, Placement(2, 1)
-    engine._actors, engine.warn = workers, notes.append
-    engine._check_store(100)
-    assert len(notes) == len(says) and all(part in notes[0] for part in says)
-
-
-def test_nothing_but_the_arguments_is_read(monkeypatch):
-    def everything():
-        plan = place_workers(None, 2, [{"CPU": 8.0}])
-        return plan, actor_options(plan), driver_environment(2)
-
-    before = everything()
-    for name in ("NPROC", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, "7")
-    monkeypatch.setattr(os, "cpu_count", lambda: 99)
-    assert everything() == before

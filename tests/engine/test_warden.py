@@ -1,6 +1,5 @@
 """What is left of a killed cluster goes, and nothing of anybody else's does."""
 
-import errno
 import os
 import signal
 import subprocess
@@ -44,18 +43,6 @@ def test_the_number_is_held_while_it_is_signalled(sleeper, monkeypatch):
     monkeypatch.setattr(os, "kill", None)
     warden.end({warden.process(sleeper.pid)})
     assert sent == [signal.SIGKILL]
-
-
-def test_a_system_without_such_holds_is_signalled_by_the_number(sleeper, monkeypatch):
-    def missing(_):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(os, "pidfd_open", missing)
-    now = warden.process(sleeper.pid)
-    warden.end({now._replace(started=now.started - 1)})
-    assert sleeper.poll() is None
-    warden.end({now})
-    assert sleeper.wait(10) == -signal.SIGKILL
 
 
 def test_the_program_is_told_who_is_meant(sleeper, tmp_path):
@@ -119,13 +106,3 @@ def test_directories_that_are_not_left_behind_stay(place, tmp_path):
     mine = cluster.short_directory()
     assert set(place.iterdir()) == kept | {mine}
     assert (tmp_path / "held").exists()
-
-
-@pytest.mark.parametrize("base", ["/tmp", "/a/temporary/directory/of/some/site"])
-def test_sockets_below_the_directory_have_short_enough_paths(base, monkeypatch):
-    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: base)
-    directory = cluster.short_directory()
-    longest = "session_2026-11-25_17-08-37_390347_4194304/sockets/plasma_store"
-    assert len(str(directory / "r" / longest)) < 107
-    cluster._remove(directory)
-    assert not directory.exists()

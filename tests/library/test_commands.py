@@ -4,7 +4,6 @@ import json
 from typing import get_type_hints
 
 import pytest
-from refused import refuses
 
 import fedsim
 from fedsim.cli.main import main
@@ -66,34 +65,6 @@ def test_a_stopped_audit_that_refutes_says_so_with_its_exit_code(monkeypatch, ca
                 main([*words, "--run-dir", "x", "--json"])
             assert stop.value.code == code
     capsys.readouterr()
-
-
-def test_progress_is_shown_where_it_is_asked_for(tmp_path, capfd):
-    fedsim.recommend(
-        POSTS, epsilon=8, num_steps=2, batch_size=12, plan_only=True, output="normal", **TINY
-    )
-    assert "tokenised 600 of 600 rows" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("call", "what"),
-    [
-        (lambda: fedsim.recommend(POSTS, epsilon=8, num_steps=2, group_size=3), "group_size=3"),
-        (lambda: fedsim.recommend(POSTS, epsilon="x", num_steps=2, **TINY), "epsilon=x"),
-        (lambda: fedsim.audit("sgd", POSTS, epsilon=8, num_steps=2), "algorithm=sgd"),
-        (
-            lambda: fedsim.audit("uls", POSTS, epsilon=8, num_steps=2, confidence="x", **TINY),
-            "confidence=x",
-        ),
-        (
-            lambda: fedsim.audit("uls", [{"who": 1}], epsilon=8, num_steps=2, **TINY),
-            "user=author",
-        ),
-    ],
-)
-def test_a_mistake_is_one_line_with_its_argument(call, what):
-    with refuses(what.partition("=")[0], says=what):
-        call()
 
 
 def test_the_signatures_have_the_settings_of_the_commands():

@@ -1,9 +1,7 @@
 """fedsim from Python: what the command does, with the same bits and the same words."""
 
 import dataclasses
-import inspect
 import json
-import math
 import os
 import signal
 import subprocess
@@ -191,102 +189,6 @@ def test_ctrl_c_ends_the_step_and_the_same_call_goes_on(run, posts, run_dir):
     assert done.finished and done.summary["params_sha256"] == run.summary["params_sha256"]
 
 
-MISTAKES = {
-    "num_steps": [0],
-    "epsilon": [-1],
-    "batch_size": [10**6],
-    "group_size": [0],
-    "learning_rate": [math.inf],
-    "model": ["huge"],
-    "optimizer": ["guess"],
-    "lora_rank": [4],
-    "local_steps": [3],
-    "text": ["words"],
-}
-
-
-@pytest.mark.parametrize(
-    "name, value, expected",
-    [
-        ("num_steps", "many", "a whole number"),
-        ("num_steps", 2.5, "a whole number"),
-        ("epsilon", "much", "a number"),
-        ("engine", "gpu", "one of ray, local"),
-    ],
-)
-def test_a_value_of_another_type_is_refused_by_name(name, value, expected, posts, run_dir, capsys):
-    with refuses(f"{name}={value}") as refused:
-        train(posts, run_dir, **{name: value})
-    assert refused.value.expected == expected
-    flags = {"data": "pydocs", "run_dir": run_dir, **SETTINGS, name: value}
-    with pytest.raises(SystemExit) as stop:
-        main(["train", "uls", *(f"--{n.replace('_', '-')}={v}" for n, v in flags.items())])
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and f"--{name.replace('_', '-')}" in err and f"'{value}'" in err
-    assert not run_dir.exists()
-
-
-@pytest.mark.parametrize("name, value", [(n, v) for n, vs in MISTAKES.items() for v in vs])
-def test_a_mistake_has_the_words_of_the_command(name, value, posts, files, run_dir, capsys):
-    with pytest.raises(fedsim.ConfigError) as error:
-        train(posts, run_dir, **{name: value})
-    given = {**SETTINGS, "user_column": "author", "text_column": "body", "run_dir": run_dir}
-    given |= {"data": files / "all.parquet", "text_column" if name == "text" else name: value}
-    flags = [x for n, v in given.items() for x in (f"--{n.replace('_', '-')}", str(v))]
-    with pytest.raises(SystemExit) as stop:
-        main(["train", "uls", *flags])
-    last = capsys.readouterr().err.splitlines()[-1]
-    said = " ".join(str(error.value).split())
-    if name == "text":  # the columns that it lists are those that were kept, or all
-        last, said = (text.partition(", expected")[0] for text in (last, said))
-        last = last.replace("text_column=", "text=")
-    assert (stop.value.code, last) == (2, f"fedsim: error: {said}")
-    assert not run_dir.exists()
-
-
-@pytest.mark.parametrize(
-    "data, message",
-    [
-        (3, "data=builtins.int: expected a path, a DataFrame"),
-        ([], "data=none: expected a list of Parquet files"),
-        (["a.csv", "b.csv"], "data=a.csv, b.csv: expected a list of Parquet files"),
-        (pd.DataFrame({"who": ["a"], "body": ["b"]}), "user=author: no such column"),
-        (
-            pd.DataFrame({"author": ["a", "b"], "body": ["x", 3]}),
-            "text=body: expected one kind of value, got int and str",
-        ),
-        (pd.DataFrame({"author": [], "body": []}), "data: expected rows, found none"),
-        (datasets.DatasetDict(), "data=DatasetDict: expected one of its splits"),
-        (
-            pd.DataFrame({"author": ["a", None, "c"], "body": ["x"] * 3}),
-            "user=author: expected a user id in every row; row 2 has a null or empty one$",
-        ),
-        (
-            pd.DataFrame({"author": [1.5], "body": ["x"]}),
-            "user=author: expected text or whole numbers, got 1.5 in row 1",
-        ),
-    ],
-)
-def test_data_that_are_none_are_named_and_not_kept(data, message, run_dir, tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path / "cache"))
-    with pytest.raises(fedsim.ConfigError, match=f"^{message}"):
-        train(data, run_dir)
-    assert not [path for path in tmp_path.rglob("cache/tables/*")]
-
-
-@pytest.mark.parametrize(
-    ("named", "says"),
-    [
-        ({"user": "who"}, "user=who"),
-        ({"text": "words"}, "text=words"),
-        ({"user": None, "user_column": "who"}, "user_column=who"),
-    ],
-)
-def test_a_column_that_a_file_has_not_is_named_as_it_was_asked_for(named, says, files, run_dir):
-    with refuses(says.partition("=")[0], says=f"{says}: no such column"):
-        train(files / "all.parquet", run_dir, **named)
-
-
 @pytest.mark.privacy
 def test_of_a_table_two_columns_are_read_and_an_id_is_the_same_user_as_text_or_number(tmp_path):
     other = [{"any": 1}, "thing", None]
@@ -298,22 +200,6 @@ def test_of_a_table_two_columns_are_read_and_an_id_is_the_same_user_as_text_or_n
     twice = pd.DataFrame([["a", "x", "b"]], columns=["author", "body", "author"])
     with refuses("user=author"):
         source_of(twice, "author", "body")
-
-
-def test_columns_of_a_table_have_the_names_of_flags_too(posts, run_dir, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        "fedsim.library.run.source_of", lambda *args, **_: seen.append(args) or 1 / 0
-    )
-    for named in (
-        {"user": "author", "text": "body"},
-        {"user_column": "author", "text_column": "body"},
-    ):
-        with pytest.raises(ZeroDivisionError):
-            fedsim.train("uls", posts, run_dir=run_dir, **named, **SETTINGS)
-    assert seen[0][1:] == seen[1][1:] == ("author", "body")
-    with refuses("user", says="a column's name"):
-        fedsim.train("uls", posts, run_dir=run_dir, user=["a", "b"], **SETTINGS)
 
 
 def test_what_is_no_callback_is_found_before_a_step_is_paid_for(posts, run_dir):
@@ -328,13 +214,6 @@ def test_a_run_to_resume_is_named(posts):
         fedsim.train("uls", posts, epsilon=8, num_steps=1, resume=True)
 
 
-def test_an_unknown_setting_is_named(posts, run_dir):
-    with refuses("steps=3"):
-        train(posts, run_dir, steps=3)
-    with refuses("algorithm=sgd"):
-        fedsim.train("sgd", posts, epsilon=1, num_steps=1)
-
-
 def test_a_directory_without_a_run_and_a_run_that_has_not_ended(tmp_path, run):
     with refuses(f"run={tmp_path}", says="the directory of a run"):
         fedsim.load(tmp_path)
@@ -343,9 +222,3 @@ def test_a_directory_without_a_run_and_a_run_that_has_not_ended(tmp_path, run):
     assert "not ended" in repr(begun)
     with refuses(f"run={tmp_path}", says="has ended"):
         _ = begun.epsilon
-
-
-def test_the_arguments_are_those_of_the_command():
-    known = inspect.signature(fedsim.train).parameters
-    assert list(known)[:2] == ["algorithm", "data"]
-    assert {"epsilon", "num_steps", "run_dir", "user", "text", "task", "callback"} <= known.keys()

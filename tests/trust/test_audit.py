@@ -211,17 +211,6 @@ def test_a_training_command_is_audited(texts, run_dir, capsys):
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_a_step_that_draws_nobody_is_shown_without_a_loss(texts, run_dir, capsys):
-    flags = {"batch_size": 1, "num-steps": 8, "text-canaries": 0, "attacked-users": 0}
-    code, _ = run(
-        arguments(texts, run_dir, "uls", **flags, strategy="scan", rows_per_pass=1), capsys
-    )
-    steps = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    assert code == 0 and any(step.get("non_private/cohort_size") == 0 for step in steps)
-
-
-@pytest.mark.slow
-@pytest.mark.ci
 def test_training_without_noise_is_seen_through(texts, run_dir, capsys):
     flags = {
         "epsilon": "inf",
@@ -338,23 +327,6 @@ def test_an_audit_says_how_often_all_its_tests_together_refute_a_claim_that_hold
     whole = {"gradient": None, "text": None, "noise": None, "confidence": 0.95}
     whole |= {name: dict.fromkeys(tests.split()) for name, tests in attacks.items()}
     assert error_probability(whole) == total
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_what_an_audit_does_otherwise_is_on_its_page(texts, run_dir, capsys):
-    flags = {"group-size-epsilon": 0.5, "text-canaries": 0, "attacked-users": 0}
-    args = arguments(texts, run_dir, "els", **flags)
-    code, found = run(args, capsys)
-    assert code == 0
-    replaced = {each["setting"]: (each["given"], each["used"]) for each in found["replaced"]}
-    group_size = json.loads((run_dir / "config.json").read_text())["plan"]["group_size"]
-    assert replaced == {
-        "group_size": (None, group_size),
-        "group_size_epsilon": (0.5, None),
-    }
-    page = (run_dir / "audit.md").read_text()
-    assert "`group_size_epsilon`: None instead of 0.5" in page
 
 
 @pytest.mark.slow

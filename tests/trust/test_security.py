@@ -5,9 +5,7 @@ import copy
 import logging
 import pickle
 import re
-import tomllib
 import traceback
-from importlib.metadata import packages_distributions
 
 import numpy as np
 import pyarrow as pa
@@ -157,26 +155,3 @@ def test_whatever_starts_ray_for_others_turns_authentication_on():
     assert len(scripts) >= 3
     for path in scripts:
         assert re.search(r"RAY_AUTH_MODE=token|authOptions", path.read_text()), path
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_the_list_of_dependencies_is_short_used_and_pinned():
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    names = {re.split(r"[\[>=<]", line)[0].lower() for line in project["dependencies"]}
-    # In place of our own code: three that write pages, DuckDB, pydantic and lazy_loader.
-    assert len(names) <= 25
-    pins = (REPOSITORY / "constraints.txt").read_text().lower().splitlines()
-    pinned = {line.partition("==")[0] for line in pins}
-    assert {name.replace("_", "-") for name in names} <= {p.replace("_", "-") for p in pinned}
-    modules = {name.partition(".")[0] for module in SOURCES for name in imported(module)}
-    homes = packages_distributions()
-    used = {home.lower() for module in modules for home in homes.get(module, [])}
-    unused = {n for n in names if n.replace("_", "-") not in {u.replace("_", "-") for u in used}}
-    assert unused <= {"grpcio"}  # Ray's, for its token authentication
-
-
-def test_the_documents_say_what_is_not_covered():
-    text = (REPOSITORY / "SECURITY.md").read_text()
-    for word in ("driver", "workers", "storage", "randomgen", "non_private", "--replay", "token"):
-        assert word in text

@@ -94,19 +94,6 @@ def test_limits_are_never_left():
     assert chosen == Configuration(4, 64)
 
 
-@pytest.mark.parametrize(
-    "changed, what",
-    [
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"limits": Limits(cohort_size=16)}, "start"),
-    ],
-)
-def test_bad_arguments_are_named(changed, what):
-    arguments = {"batch_size": 64, "user_grad_norm": norms_with(0.1), "noise": sigma}
-    with refuses(what):
-        estimate_and_double(**{**arguments, **changed})
-
-
 def test_the_oracle_follows_the_loss():
     losses = {(2, 32): 3.0, (1, 64): 2.0, (2, 64): 1.0, (1, 128): 1.5}
     found = strategies.greedy_local_oracle(128, lambda at: losses[at.group_size, at.cohort_size])

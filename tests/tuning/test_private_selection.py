@@ -17,7 +17,6 @@ from fedsim import accounting
 from fedsim.accounting import SelectionEvent
 from fedsim.budget import admission
 from fedsim.budget.ledger import hold, place_of
-from fedsim.cli.main import main
 from fedsim.data.building.build import build
 from fedsim.plan import TRIAL
 from fedsim.run import checkpoint
@@ -304,38 +303,6 @@ def test_a_limit_holds_for_held_out_users_before_anybody_is_counted(settings, tm
         select(settings, tmp_path / "out", Selection(eval_epsilon=9.0), Console())
     with hold(place_of(None)) as ledger:
         assert not ledger.entries
-
-
-@pytest.mark.parametrize(
-    "changed, what",
-    [
-        ({"epsilon": math.inf}, "epsilon=inf"),
-        ({"eval_epsilon": 1.0}, "eval_epsilon=1.0"),
-        ({"delta": 1e-4}, "delta"),
-        ({"data": "pydocs", "max_length": None}, "data"),
-    ],
-)
-def test_candidates_that_have_no_place_are_refused(settings, tmp_path, changed, what):
-    given = [settings[0], {**settings[1], **changed}]
-    with refuses(what):
-        select(given, tmp_path / "out", Selection(), Console())
-
-
-@pytest.mark.parametrize(
-    "flags, match",
-    [
-        ([], "eval_epsilon=None: expected a value, or --public-eval"),
-        (["--eval-epsilon", "1", "--public-eval"], "eval_epsilon=1.0: expected a value, or"),
-        (["--public-eval", "--trials", "0.5"], "trials=0.5: expected >= 1"),
-        (["--public-eval", "--shape", "-1"], "shape=-1.0: expected > -1"),
-    ],
-)
-def test_flags_that_do_not_go_together_are_refused(texts, tmp_path, capsys, flags, match):
-    given = {"algorithm": "uls", "data": texts, "epsilon": 1, "num_steps": 3}
-    words = [word for n, v in given.items() for word in ("--set", f"{n}={v}")]
-    with pytest.raises(SystemExit) as stop:
-        main(["select", *words, "--out", str(tmp_path / "out"), *flags])
-    assert stop.value.code == 2 and match in capsys.readouterr().err
 
 
 @pytest.mark.privacy

@@ -114,20 +114,3 @@ def test_a_run_that_moves_its_clip_norm_resumes_to_the_same_bits(texts, run_dir,
     again, _ = trained("uls", texts, run_dir, capsys, "--resume", **flags)
     same = ("params_sha256", "final_clip_norm", "epsilon")
     assert [again[name] for name in same] == [whole[name] for name in same]
-
-
-@pytest.mark.parametrize(
-    "algorithm, flags, message",
-    [
-        ("uls", {"group_size_epsilon": 0.5}, "group_size_epsilon=0.5: expected nothing with uls"),
-        ("els", {"group_size_epsilon": 9}, "group_size_epsilon=9.0: expected > 0 and below"),
-        ("els", {"group_size_epsilon": 0.5, "group_size": 3}, "group_size=3: expected none"),
-        ("uls", {"clip_quantile": 1.5}, r"clip_quantile=1.5: expected in (0, 1)"),
-        ("uls", {"loss_bound": 0.0}, "loss_bound=0.0: expected > 0"),
-        ("uls", {"chosen_on_data": "sigma"}, "chosen_on_data=sigma: expected names of settings"),
-    ],
-)
-def test_mistakes_are_one_line(algorithm, flags, message, texts, run_dir, capsys):  # noqa: F811
-    args = train_args(texts, run_dir, **{"group_size": None, **flags})
-    code, _, err = run("train", algorithm, *args, capsys=capsys)
-    assert code == 2 and message in err and not run_dir.exists()

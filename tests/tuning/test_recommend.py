@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import shlex
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from fedsim.config import Algorithm
 from fedsim.data import corpora
 from fedsim.keys import SecretKey
 from fedsim.plan import complete, make_plan, method_for
-from fedsim.tuning.advice import choose, report
+from fedsim.tuning.advice import choose
 from fedsim.tuning.estimates import share_used
 
 FLAGS = (
@@ -97,32 +96,6 @@ def test_what_is_not_private_is_said_and_passed_on_to_training(advised):
         assert f"{name} (chosen by looking at this data)" in plan.non_private
 
 
-def test_the_report_begins_with_the_answer_and_commands_that_can_be_pasted(advised):
-    result, printed, plot = advised
-    lines, best = printed.splitlines(), result["recommended"]
-    other = "uls" if best == "els" else "els"
-    assert lines[0].startswith(f"Use {best.upper()}: for 40 gradients a step, it adds 0.")
-    assert "57 users" in lines[1] and "times as long as all" in lines[1]
-    assert shlex.split(lines[3]) == result[best]["command"]
-    assert lines[5] == f"# alternative ({other.upper()}):"
-    assert shlex.split(lines[6]) == result[other]["command"]
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_what_was_compared_is_shown_with_all_details_alone(advised):
-    result, printed, _ = advised
-    assert "sigma" not in printed and "sigma" in report(result, verbose=True)
-
-
-def test_the_time_and_the_gradients_are_of_all_steps(advised):
-    els, uls = advised[0]["els"], advised[0]["uls"]
-    assert (
-        0.5 * 7 * els["batch_size"] < els["gradients"] <= 7 * els["batch_size"]
-    )  # empty places are free
-    assert uls["gradients"] <= 7 * uls["batch_size"]
-    assert els["seconds"] > 0 and uls["seconds"] > 0
-
-
 def test_what_is_timed_is_what_training_would_do(advised):
     for each in (advised[0]["els"], advised[0]["uls"]):
         assert each["strategy"] == "scan:3"
@@ -188,24 +161,6 @@ def test_a_budget_below_algorithm_3s_start_is_kept(texts, capsys):  # noqa: F811
     result = json.loads(out)
     assert (result["uls"]["group_size"], result["uls"]["expected_count"]) == (1, 5)
     assert result["els"]["expected_count"] == 5 and result["turns"] == []
-
-
-@pytest.mark.parametrize(
-    "changed, message",
-    [
-        ({"--epsilon": "inf"}, "epsilon=inf: expected a finite one"),
-        ({"--epsilon": 0}, "epsilon=0.0: expected > 0"),
-        ({"--users": 0}, "users=0: expected >= 1"),
-        ({"--plot": "noise.pdf"}, "plot=noise.pdf: expected a file ending in .png"),
-        ({"--model": "huge"}, "model=huge: expected one of"),
-        ({"--data": "none.parquet"}, "none.parquet"),
-    ],
-)
-def test_mistakes_are_one_line(changed, message, texts, capsys):  # noqa: F811
-    flags = {"--data": texts, "--epsilon": 4, "--num-steps": 7, "--engine": "local", **changed}
-    code, out, err = run("recommend", *(x for item in flags.items() for x in item), capsys=capsys)
-    assert code == 2 and out == "" and err.count("fedsim: error:") == 1
-    assert message in err
 
 
 def test_a_plan_alone_computes_no_gradient_and_is_kept_by_training(texts, capsys, monkeypatch):  # noqa: F811

@@ -27,7 +27,6 @@ from fedsim.errors import DataError, FedsimError
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 ROWS = [(f"user {i % 17}", f"text {i} of it") for i in range(300)]
-LETTERS = str.maketrans("0123456789", "ghijklmnop")
 ALL_IN_TRAIN = {"eval_users": 0, "eval_examples": False}
 
 

@@ -3,7 +3,6 @@
 import gzip
 import json
 import tracemalloc
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,8 +16,6 @@ from fedsim.data.building.readers import reason_of
 from fedsim.data.building.user_ids import look_alikes
 from fedsim.errors import DataError, printable
 
-CASES = Path(__file__).parents[4] / "shared" / "cases"
-needs_cases = pytest.mark.skipif(not CASES.is_dir(), reason="needs ../shared/cases")
 HALF = "\ud83d"
 
 
@@ -78,16 +75,6 @@ def test_a_key_twice_in_an_object_is_refused(kind, tmp_path):
         text = text if kind == "jsonl" else f"[{text.replace(chr(10), ',')}]"
         said = said_of(tmp_path / f"x.{kind}", text.encode())
         assert "2: expected every key of an object once, got one twice" in said
-
-
-CHAT = {"name": "Group", "id": 1, "messages": [row(), row("ben")]}
-FORMS = [
-    (json.dumps(CHAT), "one object around a list of objects, .*: jq -c '.messages\\[\\]' makes"),
-    (json.dumps(CHAT, indent=1), "one object around a list of objects, .*: jq -c '.messages"),
-    (json.dumps({"a secret": [row()]}), "one object around a list of objects, as in an export"),
-    ("\n".join(json.dumps(row(), indent=1) for _ in range(2)), "objects over several lines: jq -c"),
-    ("window.YTD.tweets.part0 = " + json.dumps([row()]), "a script, as in an archive of Twitter"),
-]
 
 
 HEADERLESS = [b"ann,my door code is 4711\nben,I am ill\n", b"ann;my door code\n", b"ann\tmy door\n"]

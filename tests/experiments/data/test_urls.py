@@ -2,50 +2,7 @@
 
 import pytest
 
-from experiments.data.urls import host_name, hosts_above, normal_url
-from fedsim.data.building.user_ids import host_of
-
-
-@pytest.mark.parametrize(
-    "name, host",
-    [
-        ("Example.COM.", "example.com"),
-        (" blog.example.com ", "blog.example.com"),
-        ("bücher.de", "xn--bcher-kva.de"),
-        ("bücher。de。", "xn--bcher-kva.de"),
-        ("com", "com"),
-        ("my_site.github.io", "my_site.github.io"),
-        ("192.168.1.1", "192.168.1.1"),
-        ("2001:DB8:0::1", "2001:db8::1"),
-        ("https://example.com", None),
-        ("example.com/", None),
-        ("example.com:80", None),
-        ("*.example.com", None),
-        (".example.com", None),
-        ("a..org", None),
-        ("a b.org", None),
-        ("", None),
-        (".", None),
-    ],
-)
-def test_names_of_hosts_are_those_of_urls(name, host):
-    assert host_name(name) == host
-    assert host is None or host_of(f"http://[{host}]" if ":" in host else host) == host
-
-
-@pytest.mark.parametrize(
-    "url, hosts",
-    [
-        ("https://me@Blog.Example.com.:80/x", ["blog.example.com", "example.com", "com"]),
-        ("http://bücher.de", ["xn--bcher-kva.de", "de"]),
-        ("http://192.168.1.1/x", ["192.168.1.1"]),
-        ("http://[2001:DB8:0::1]/", ["2001:db8::1"]),
-        ("localhost", ["localhost"]),
-        (None, []),
-    ],
-)
-def test_hosts_above_a_url(url, hosts):
-    assert list(hosts_above(url)) == hosts
+from experiments.data.urls import normal_url
 
 
 @pytest.mark.parametrize(
