@@ -199,11 +199,15 @@ def test_bits_do_not_depend_on_the_number_of_cores(key, monkeypatch):
     np.testing.assert_array_equal(*found)
 
 
-def test_what_is_released_is_a_rounding_of_the_sum_plus_whole_noise(key):
+@pytest.mark.parametrize("count, stddev", [(1000, 12345.6), (BLOCK, 500.0)])
+def test_what_is_released_is_a_rounding_of_the_sum_plus_whole_noise(key, count, stddev):
     """So it is computed from sum + noise alone: rounding a whole sum's noise first changes
-    nothing, and no digit of the sum shows beside the noise."""
-    sums, stddev = np.arange(-500, 500) * 1_000_003, 12345.6
-    noise = np.rint(gaussian(key.generator("noise", 2, 0, 0), np.empty(1000)) * stddev)
+    nothing, and no digit of the sum shows beside the noise. Of as many numbers as a block has, some
+    would be others if noise were rounded to float32."""
+    sums = (np.arange(count) - count // 2) * 1_000_003
+    numbers = gaussian(key.generator("noise", 2, 0, 0), np.empty(count))
+    assert (numbers.astype(np.float32) != numbers).mean() > 0.99
+    noise = np.rint(numbers * stddev)
     shift = release_shift(stddev)
     assert 2**8 <= stddev / 2**shift < 2**9
     expected = np.rint((sums + noise) / 2**shift)

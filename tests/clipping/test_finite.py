@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
-from fedsim.clipping import Strategy, contribution
+from fedsim.clipping import Clip, Strategy, clip_chunk, contribution
 from fedsim.engine import programs
 
 pytestmark = pytest.mark.privacy
@@ -68,3 +69,29 @@ def test_a_unit_that_is_not_finite_is_looked_at_before_a_run(monkeypatch, name, 
     with pytest.raises(programs.UnfitDevice, match="C, expected 0, as its gradient is not finite"):
         programs.check_contributions(Strategy.parse(name), np.zeros((64, 128), np.float32))
     programs._check_contributions.cache_clear()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_a_unit_that_is_not_finite_takes_nothing_from_the_units_beside_it(rng, dtype, name):
+    """The sum is that over the other units, exactly, and that unit alone is dropped."""
+    layers = [nn.Dense(16, dtype=dtype), nn.LayerNorm(dtype=dtype), nn.Dense(4, dtype=dtype)]
+    model = nn.Sequential(layers)
+    x = rng.normal(size=(4, 1, 3, 8)).astype(np.float32)
+    params = model.init(jax.random.key(0), x[:, 0])["params"]
+
+    def losses(params, x):
+        return jnp.square(model.apply({"params": params}, x).astype(jnp.float32)).sum((1, 2))
+
+    @jax.jit
+    def total(x, real):
+        return clip_chunk(losses, params, x, real[:, None], Clip(1.0), Strategy.parse(name))
+
+    for unit, number in enumerate([np.nan, np.inf, -np.inf, 3e38]):
+        bad = x.copy()
+        bad[unit, 0, 1, 2] = number
+        others = np.arange(4) != unit
+        added, _, _, dropped = total(bad, np.ones(4, bool))
+        assert np.array_equal(dropped, ~others)
+        jax.tree.map(np.testing.assert_array_equal, added, total(x, others)[0])
+        assert any(leaf.any() for leaf in jax.tree.leaves(added))

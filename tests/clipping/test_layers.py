@@ -108,4 +108,5 @@ def test_norms(kind, centered, names, rng):
 def test_half_precision_is_multiplied_and_added_in_float32(tokens, rng):
     x, g = (jnp.asarray(leaf, jnp.bfloat16) for leaf in tokens_of(rng, tokens, 8, 8))
     exact = np.einsum("uti,uto->uio", *(np.asarray(leaf, np.float64) for leaf in (x, g)))
-    check(layers.Dense, nn.Dense(8), {layers.CALL: [(x, g)]}, ["kernel"], {"kernel": exact})
+    expected = {"kernel": exact, "bias": np.asarray(g, np.float64).sum(axis=1)}
+    check(layers.Dense, nn.Dense(8), {layers.CALL: [(x, g)]}, expected, expected)

@@ -1,5 +1,6 @@
 """Options of XLA and JAX that are not on the list are refused before anything is computed."""
 
+import json
 import os
 import subprocess
 import sys
@@ -142,6 +143,9 @@ def test_a_run_with_fast_math_is_refused_and_one_nan_moves_nothing_without(tmp_p
     done = python(code)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.splitlines()[-1]) < 100
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    dropped = "non_private/dropped_units"
+    assert [line[dropped] for line in lines if dropped in line] == [1]
 
 
 @pytest.mark.ray
