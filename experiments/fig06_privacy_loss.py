@@ -11,15 +11,13 @@ reserved ones); the learning rate is tuned in every cell by the first seed, on h
 there are any. Two seeds; at `small` 30 steps, at `long` 300.
 
 Beyond the paper: ELS with other group sizes than the median user's, of which the best is a line of
-its own. On Stack Overflow: ULS with four local steps (DP-FedAvg), each over a quarter of a
-user's examples of a step, so with at least four of these, and a cohort of a quarter of the budget
-where ULS itself takes one example of each user; the same gradients, hence the same budget and the
-same epsilon. The rate of the local steps is tuned, at the middle epsilon and budget.
+its own. The record of `small` also has ULS with four local steps (DP-FedAvg) on Stack Overflow,
+each over a quarter of a user's examples of a step, in cohorts of a quarter of the budget; commit
+bd8366bf is the last that computes those rows.
 
     python -m experiments.fig06_privacy_loss --scale small      (--dry-run: its cost)
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -30,7 +28,7 @@ from matplotlib.figure import Figure
 
 from experiments.harness import common, finetuning, heuristics
 from experiments.harness.finetuning import STACK_OVERFLOW, stands_for
-from experiments.harness.rows import by, middle, paired, rates_inside
+from experiments.harness.rows import by, paired, rates_inside
 from experiments.harness.verdicts import ahead, both, cell_error, mean_error, most, no_worse
 
 SETTINGS = finetuning.COMPARISONS
@@ -42,10 +40,7 @@ COLOURS = {**common.COLOURS, LOCAL: "tab:green", BEST: "tab:cyan"}
 def run(settings: finetuning.Comparison, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
     """A row for each data set, epsilon, budget and algorithm."""
     found = heuristics.cells_of(settings.budgets, settings.training, arguments)
-    cells = [{**cell, "local_steps": 1, "local_learning_rate": None} for cell in found]
-    cells += without_noise(cells)
-    if settings.local_steps > 1:
-        cells += with_local_steps(found, settings, arguments)
+    cells = [*found, *without_noise(found)]
     first = len(cells)
     cells += with_other_groups(cells, settings.els_groups)
     rows = finetuning.tuned_losses(cells, settings.training, arguments)
@@ -89,27 +84,6 @@ def best_els(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def with_local_steps(
-    cells: Sequence[dict[str, Any]],
-    settings: finetuning.Comparison,
-    arguments: finetuning.Arguments,
-) -> list[dict[str, Any]]:
-    """DP-FedAvg in the place of ULS on Stack Overflow; the rate of the local steps is tuned at the
-    middle epsilon and budget, by the first seed."""
-    local = [
-        {**cell, "group_size": max(settings.local_steps, cell.get("group_size", 1))}
-        | {"local_steps": settings.local_steps}
-        for cell in cells
-        if (cell["dataset"], cell["algorithm"]) == (STACK_OVERFLOW, "uls")
-    ]
-    rates = settings.local_learning_rates
-    tried = [{**middle(local), "local_learning_rate": rate} for rate in rates]
-    first = dataclasses.replace(settings.training, seeds=settings.training.seeds[:1])
-    found = finetuning.tuned_losses(tried, first, arguments) if len(tried) > 1 else []
-    best = min(found or tried, key=lambda row: row.get("loss", 0.0))["local_learning_rate"]
-    return [{**cell, "local_learning_rate": best} for cell in local]
-
-
 def plot(rows: Sequence[dict[str, Any]], along: str = "epsilon", across: str = "budget") -> Figure:
     """Rows of panels: data sets; columns: budgets (or epsilons); bars: deviations over seeds."""
     bounds = [row for row in rows if math.isinf(row["epsilon"])]
@@ -146,7 +120,12 @@ def plot(rows: Sequence[dict[str, Any]], along: str = "epsilon", across: str = "
 
 
 def _curve(row):
-    return LOCAL if row["local_steps"] > 1 else row["algorithm"].upper()
+    return LOCAL if _has_local_steps(row) else row["algorithm"].upper()
+
+
+def _has_local_steps(row):
+    """True of rows of the record that were computed when users could take steps of their own."""
+    return row.get("local_steps", 1) > 1
 
 
 def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
@@ -155,7 +134,7 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
     rows = [row for row in rows if not math.isinf(row["epsilon"])]
     best, rows = best_els(rows), by_heuristics(rows)
     claims = []
-    plain = [row for row in rows if row["local_steps"] == 1]
+    plain = [row for row in rows if not _has_local_steps(row)]
     for name, own in by(plain, lambda row: row["dataset"]).items():
         pairs, error = paired(own), cell_error(own)
         leads = [els["loss"] - uls["loss"] for els, uls in pairs]
@@ -177,7 +156,7 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
         if tuned := [row for row in best if row["dataset"] == name]:
             claims.append(_against_best(name, pairs, tuned, np.sqrt(2) * error))
     local = [row for row in rows if stands_for(row["dataset"]) == STACK_OVERFLOW]
-    if len({row["local_steps"] for row in local}) > 1:
+    if any(map(_has_local_steps, local)):
         claims.append(_local(local))
     return [*claims, *rates_inside(rows)]
 

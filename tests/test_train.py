@@ -341,12 +341,12 @@ def test_a_seeds_key_depends_on_neither_defaults_nor_places():
     first = context(settings)
     # As before there were settings that it does not name.
     assert first == json.dumps([{"algorithm": "uls", "model": None}, settings, {}, "abc"])
-    assert first == context({**settings, "batch_size": 128}, optimizer=None, local_steps=1)
+    assert first == context({**settings, "batch_size": 128}, optimizer=None)
     assert first == context(settings, num_workers=2, data="c", run_dir="d", seed=3)
     assert context(settings, "12ab", model="here") == context(settings, "12ab", model="there")
     rows = context(settings, strategy="direct", rows_per_pass=4)  # as when it was one setting
     assert rows == first.replace("{}", json.dumps({"strategy": "direct:4"}))
-    others = [context(settings, local_steps=2), context({**settings, "num_steps": 4})]
+    others = [context(settings, ema=0.5), context({**settings, "num_steps": 4})]
     others += [context(settings, model="small"), *(context(settings, s, model="x") for s in "ab")]
     assert len({first, *others}) == 6
 

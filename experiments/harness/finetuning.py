@@ -152,18 +152,14 @@ class Comparison:
 
     training: Training
     budgets: tuple[int, ...]
-    local_learning_rates: tuple[float, ...] = (0.0001, 0.001, 0.01, 0.1)
-    """Of users' own steps, beyond the paper."""
     els_groups: tuple[int, ...] = (1, 8)
     """Of ELS beside the median user's, beyond the paper."""
-    local_steps: int = 4
-    """Of users' own in ULS, beyond the paper; 1: that is left out."""
 
 
 COMPARISONS = {
-    "smoke": Comparison(SMOKE_TRAINING, (8, 16), (0.1,)),
+    "smoke": Comparison(SMOKE_TRAINING, (8, 16)),
     "small": Comparison(SMALL_TRAINING, (32, 128, 512)),
-    "long": Comparison(LONG_TRAINING, (128, 512), els_groups=(1,), local_steps=1),
+    "long": Comparison(LONG_TRAINING, (128, 512), els_groups=(1,)),
     "medium": Comparison(MEDIUM_TRAINING, (128, 512), els_groups=(1,)),
     "paper": Comparison(PAPER_TRAINING, (512, 2048, 8192)),
 }

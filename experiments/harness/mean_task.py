@@ -13,7 +13,7 @@ class MeanTask:
     The protocol is `engine.task.Task`.
     """
 
-    layers = frozen = buckets = local_steps = None
+    layers = frozen = buckets = None
 
     def __init__(self, points: np.ndarray):
         self.points = np.asarray(points, np.float32)  # [examples, d]

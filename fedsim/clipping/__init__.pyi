@@ -21,7 +21,7 @@ from .packing import (
     packed as packed,
     shared_lengths as shared_lengths,
 )
-from .scan import LocalSteps as LocalSteps, in_parts as in_parts, zeros_like as zeros_like
+from .scan import in_parts as in_parts, zeros_like as zeros_like
 from .step_releases import AdaptiveClip as AdaptiveClip, NoisyLoss as NoisyLoss
 from .strategy import (
     AUTO as AUTO,

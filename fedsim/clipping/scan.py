@@ -31,23 +31,6 @@ MANY_ROWS = 16  # rows of a pass from which on `_over_one` is faster
 INPUTS, OUTPUTS = 0, 1  # contracted axis of a weight: Dense has its inputs first, an embedding last
 
 
-@dataclasses.dataclass(frozen=True)
-class LocalSteps:
-    """Local SGD of a user, as in DP-FedAvg: a unit's rows are split into `number` batches, one step
-    each, whose sizes differ by at most one row.
-
-    The unit's update, which is clipped as a whole, is the mean over its rows of the gradients at
-    the local steps' parameters: the distance of the local steps, in units of gradients. With one
-    batch, or as the learning rate goes to 0, it is the gradient.
-    Source: McMahan et al. 2018 (Learning Differentially Private Recurrent Language Models).
-    """
-
-    number: int
-    """Local steps of a user. >= 1."""
-    learning_rate: float
-    """Of the local steps. > 0."""
-
-
 def clip_chunk(
     loss_fn: LossFn,
     params: Any,
@@ -59,7 +42,6 @@ def clip_chunk(
     direct: bool = False,
     side_by_side: int = 1,
     buckets: Buckets | None = None,
-    local: LocalSteps | None = None,
     total: Any = None,
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
     """sum over units of clip(mean over the unit's rows of grad loss, C), in whole numbers.
@@ -78,7 +60,6 @@ def clip_chunk(
       direct: take the gradient of each layer's weights in one product.
       side_by_side: units of one pass; more than 1 only if all rows of each fit into the pass.
       buckets: lengths to which the rows of a pass may be trimmed: the least that holds all of them.
-      local: clip a user's update of several local steps instead of its gradient.
       total: a sum to add to; one holds at most `lattice_capacity` units.
     Returns: (sum, int32 tree like params, in units of `clip.unit`, or float32; norms [units];
       losses [units]; dropped bool [units]).
@@ -103,9 +84,7 @@ def clip_chunk(
         values = (update(old, some, first) for old, some in zip(values, new, strict=True))
         return total, found, *values
 
-    unit = _UnitGradient(loss_fn, rows_per_pass, direct, buckets)
-    gradient = functools.partial(unit.after, local) if local else unit
-    gradient = functools.partial(gradient, params)
+    gradient = functools.partial(_UnitGradient(loss_fn, rows_per_pass, direct, buckets), params)
     clipped = functools.partial(scaled if clip.in_float32 else contribution, clip=clip)
     each = jax.vmap if side_by_side > 1 else _alone
     units = len(mask)
@@ -207,23 +186,6 @@ class _UnitGradient:
         start = (zeros_like(params), jnp.float32(0))
         return jax.lax.fori_loop(0, reach(parts[1].any(axis=1)), add_part, start)
 
-    def after(self, local: LocalSteps, params, rows, real):
-        """Mean over a unit's rows of gradient and value at the parameters of its local steps."""
-        batches = jax.tree.map(lambda leaf: _split(leaf, local.number), (rows, real))
-        count = jnp.maximum(real.sum(), 1).astype(jnp.float32)
-
-        def step(i, carry):
-            at, *sums = carry
-            rows, real = jax.tree.map(lambda leaf: leaf[i], batches)
-            grad, loss = self(at, rows, real)
-            share = real.sum() / count
-            at = jax.tree.map(lambda p, g: p - (local.learning_rate * g).astype(p.dtype), at, grad)
-            return at, *jax.tree.map(lambda s, new: s + share * new, sums, [grad, loss])
-
-        start = (params, zeros_like(params), jnp.float32(0))
-        _, grad, loss = jax.lax.fori_loop(0, reach(batches[1].any(axis=1)), step, start)
-        return grad, loss
-
 
 def _over_one(function):
     """Map function(params, part) over an axis of length one: XLA on CPUs then picks a faster matrix
@@ -240,15 +202,6 @@ def in_parts(leaf: jax.Array, size: int) -> jax.Array:
     """Reshape [n, ...] to [parts, min(size, n), ...], padded with zeros (false in a mask)."""
     size = min(size, len(leaf))
     return _to_multiple(leaf, size).reshape(-1, size, *leaf.shape[1:])
-
-
-def _split(leaf: jax.Array, number: int) -> jax.Array:
-    """Split [n, ...] into [min(number, n), ceil(n / number), ...]: sizes differ by at most one row,
-    padded with zeros (false in a mask)."""
-    if len(leaf) % number == 0:
-        return in_parts(leaf, len(leaf) // number)  # a reshape, no copy
-    parts = jnp.array_split(leaf, min(number, len(leaf)))  # the longer ones first
-    return jnp.stack([_to_multiple(part, len(parts[0])) for part in parts])
 
 
 def _to_multiple(leaf: jax.Array, size: int) -> jax.Array:

@@ -10,7 +10,6 @@ import jax
 
 from fedsim.clipping import ghost, scan
 from fedsim.clipping.contribution import MODEL, Clip
-from fedsim.clipping.layers import UnsupportedModel
 from fedsim.clipping.packing import Buckets, Chunk
 from fedsim.errors import expect
 
@@ -93,24 +92,29 @@ def clip_chunk(
     strategy: Strategy = Strategy(),  # noqa: B008 (frozen)
     *,
     buckets: Buckets | None = None,
-    local: scan.LocalSteps | None = None,
     total: Any = None,
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
     """sum over units of clip(mean over the unit's rows of grad loss, C), by any strategy.
 
     Arguments, results and guarantees are those of `scan.clip_chunk`.
-    Raises: UnsupportedModel: the strategy does not support the model or local steps.
+    Raises: UnsupportedModel: the strategy does not support the model.
     """
     units, group = mask.shape
     loss_fn = jax.named_scope(MODEL)(loss_fn)
     at_once = min(units, strategy.units_at_once(group))
     if strategy.name != "ghost":
-        options = {"rows_per_pass": strategy.rows, "buckets": buckets, "local": local}
-        options["direct"] = strategy.name == "direct"
-        options["side_by_side"] = 1 if local else at_once  # local steps are loops of other lengths
-        return scan.clip_chunk(loss_fn, params, batch, mask, clip, total=total, **options)
-    if local is not None:
-        raise UnsupportedModel("only scan and direct take users' own steps")
+        return scan.clip_chunk(
+            loss_fn,
+            params,
+            batch,
+            mask,
+            clip,
+            rows_per_pass=strategy.rows,
+            direct=strategy.name == "direct",
+            side_by_side=at_once,
+            buckets=buckets,
+            total=total,
+        )
     return ghost.clip_chunk(loss_fn, params, batch, mask, clip, side_by_side=at_once, total=total)
 
 

@@ -246,13 +246,6 @@ class RunConfig:
     """Decoupled weight decay, applied to matrices only: each step subtracts this times the learning
     rate times the matrix. >= 0."""
 
-    local_steps: int = 1
-    """With uls: number of local SGD steps on a user's examples of a step, each on a part of them;
-    the mean of their gradients is clipped (DP-FedAvg). In [1, group_size]."""
-
-    local_learning_rate: float = 0.1
-    """Learning rate of local SGD, where local_steps is above 1. > 0."""
-
     seed: int | None = None
     """Seed for a reproducible run. Whoever knows or guesses it can remove the noise, so such a run
     has no guarantee, and the privacy budget counts it as infinite for its users (see
@@ -310,13 +303,13 @@ class RunConfig:
 
     def __post_init__(self):
         expect_least(self, eval_examples=1, checkpoint_every=1)
-        expect_least(self, local_steps=1, log_every=1, eval_every=1)
+        expect_least(self, log_every=1, eval_every=1)
         object.__setattr__(self, "run_dir", Path(expand_home("run_dir", self.run_dir)))
         object.__setattr__(self, "log_to", tuple(dict.fromkeys(self.log_to)))
         if self.budget_ledger is not None:
             place = Path(expand_home("budget_ledger", self.budget_ledger))
             object.__setattr__(self, "budget_ledger", place)
-        expect_positive(self, "learning_rate", "local_learning_rate", "limit_epsilon")
+        expect_positive(self, "learning_rate", "limit_epsilon")
         for name in ("warmup", "ema"):
             share = getattr(self, name)
             expect(name, share, share is None or 0 <= share < 1, "in [0, 1)")

@@ -255,7 +255,6 @@ class Programs:
                 dataclasses.replace(clip, norm=norm),
                 strategy,
                 buckets=buckets,
-                local=self.task.local_steps,
                 total=total,
             )
 

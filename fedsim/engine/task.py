@@ -5,7 +5,6 @@ write `init`, `read` and `losses`; all other methods have defaults. A task is pi
 workers, so it should hold sizes and paths, or arrays that every worker may hold.
 """
 
-import dataclasses
 import threading
 from typing import Any, Protocol
 
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim.clipping import Buckets, LocalSteps
+from fedsim.clipping import Buckets
 
 Params = Any
 """A tree of float32 arrays."""
@@ -113,11 +112,6 @@ class Task(Protocol):
         """Lengths to which rows may be trimmed, or None."""
         return None
 
-    @property
-    def local_steps(self) -> LocalSteps | None:
-        """Local SGD of the users, whose update is clipped instead of a gradient, or None."""
-        return None
-
 
 def read_rows(task: Task, split: str, rows: np.ndarray) -> Batch:
     """Call `Task.read`, or `made_up` for MADE_UP rows, while no other thread reads.
@@ -178,14 +172,5 @@ class WrappedTask(Task):
 
     @property
     def buckets(self) -> Buckets | None:
-        """The inner task's lengths. With local steps, which split a unit's rows into batches, no
-        two rows share one."""
-        buckets = self.inner.buckets
-        if buckets is None or self.local_steps is None:
-            return buckets
-        return dataclasses.replace(buckets, shared=())
-
-    @property
-    def local_steps(self) -> LocalSteps | None:
-        """The inner task's local steps."""
-        return self.inner.local_steps
+        """The inner task's lengths."""
+        return self.inner.buckets

@@ -10,13 +10,11 @@ import jax
 import numpy as np
 import pyarrow as pa
 
-from fedsim.clipping import LocalSteps
 from fedsim.config import RunConfig
 from fedsim.data import SPLITS, Dataset, user_ids
 from fedsim.engine import Batch, Params, Task, WrappedTask, read_rows
 from fedsim.errors import ConfigError, DataError, FileDamaged, expect
 from fedsim.library.tables import is_missing
-from fedsim.run import local_steps_of
 
 ROWS = 4096
 """Rows that are read at a time to compute a fingerprint."""
@@ -120,9 +118,9 @@ class OwnedRows:
 class OwnedTask(WrappedTask):
     """A task whose rows are numbered by their positions in `OwnedRows`."""
 
-    def __init__(self, inner: Task, orders: Mapping[str, np.ndarray], local: LocalSteps | None):
+    def __init__(self, inner: Task, orders: Mapping[str, np.ndarray]):
         super().__init__(inner)
-        self.orders, self._local = orders, local
+        self.orders = orders
 
     def read(self, split: str, rows: np.ndarray) -> Batch:
         """The inner task's rows, with zeros for padding.
@@ -147,11 +145,6 @@ class OwnedTask(WrappedTask):
         real = rows >= 0
         sizes = self.inner.sizes(split, self.orders[split][np.where(real, rows, 0)])
         return None if sizes is None else np.where(real, sizes, 0)
-
-    @property
-    def local_steps(self) -> LocalSteps | None:
-        """The local steps of the run's settings, else those of the inner task."""
-        return self._local or self.inner.local_steps
 
 
 @dataclasses.dataclass
@@ -206,7 +199,7 @@ class OwnTask:
         """The task on positions of rows, and its initial parameters in float32."""
         orders = {split: store.order for split, store in data.splits().items()}  # type: ignore
         params = jax.tree.map(_float32, self.task.init(key))
-        return OwnedTask(self.task, orders, local_steps_of(run)), params
+        return OwnedTask(self.task, orders), params
 
 
 def _float32(leaf: Any) -> np.ndarray:

@@ -263,8 +263,6 @@ class RunSettings(TypedDict, total=False):
     ema: float | None
     warmup: float
     weight_decay: float
-    local_steps: int
-    local_learning_rate: float
     seed: int | None
     engine: Literal["ray", "local"]
     num_workers: int | None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from fedsim.clipping import SHORT, Buckets, LocalSteps, in_parts, layers_are_recorded, packed
+from fedsim.clipping import SHORT, Buckets, in_parts, layers_are_recorded, packed
 from fedsim.data import Dataset
 from fedsim.models import lora
 from fedsim.models.transformer import Transformer, TransformerConfig, head_logits
@@ -153,29 +153,20 @@ class LanguageModelTask:
     The protocol is `engine.task.Task`.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        config: TransformerConfig,
-        frozen: Any = None,
-        local_steps: LocalSteps | None = None,
-    ):
+    def __init__(self, dataset: Dataset, config: TransformerConfig, frozen: Any = None):
         """Make a task.
 
         Args:
           dataset: splits to read rows from.
           config: the transformer.
           frozen: parameters of the model, if its adapters alone are trained.
-          local_steps: local steps of a unit, if its contribution is not one gradient.
         """
         self.dataset = dataset
         self.config = config
         self.frozen = frozen
-        self.local_steps = local_steps
 
     def __repr__(self) -> str:
-        local = f", {self.local_steps}" if self.local_steps else ""
-        return f"LanguageModelTask({self.config}{local})"
+        return f"LanguageModelTask({self.config})"
 
     def describe(self) -> dict[str, Any]:
         """The configuration of the transformer, as JSON."""
@@ -192,9 +183,7 @@ class LanguageModelTask:
         c = self.config
         many = 12 * c.num_layers * c.width**2 > LARGE
         lengths = lengths_up_to(c.max_length, many=many)
-        # Local steps split a user's texts into batches, which rows of several texts cannot be.
-        longest = 0 if self.local_steps else max(c.max_length, SHORT)
-        shared = lengths_up_to(longest, many=many)[not many :] if longest else ()
+        shared = lengths_up_to(max(c.max_length, SHORT), many=many)[not many :]
         return Buckets(lengths, _sizes, _trim, self._packed, shared, SIDE_BY_SIDE if many else ())
 
     def _packed(self, batch: Any) -> Any:

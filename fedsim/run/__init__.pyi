@@ -40,7 +40,6 @@ from .model_source import (
     files_of_run as files_of_run,
     find_model as find_model,
     load_data as load_data,
-    local_steps_of as local_steps_of,
     make_task as make_task,
     model_name as model_name,
     model_sha256 as model_sha256,

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedsim.clipping import LocalSteps
 from fedsim.config import DataConfig, RunConfig, changed_run
 from fedsim.data import Dataset, Tokenizer, corpora
 from fedsim.errors import ConfigError, expect
@@ -181,13 +180,6 @@ def load_data(
     return corpora.load(config.source, progress=progress, **options)
 
 
-def local_steps_of(run: RunConfig) -> LocalSteps | None:
-    """Local SGD steps of each user; None if the run uses plain gradients."""
-    if run.local_steps == 1:
-        return None
-    return LocalSteps(run.local_steps, run.local_learning_rate)
-
-
 def expect_same_model(stored: StoredRun, described: Mapping[str, Any]) -> None:
     """Raise ConfigError if a resumed run would compute another function of its parameters, as when
     another version reads the model's files differently.
@@ -223,11 +215,11 @@ def make_task(
     expect("lora_rank", rank, rank == 0 or model is not None, FRESH)
     there = model is not None or not wanted.adapter
     expect("adapter", wanted.adapter, there, "the model of the adapter as --model")
-    users, local = data.train, local_steps_of(run)
+    users = data.train
     if model is None:
         shape = (users.vocab_size, users.max_length, wanted.compute_dtype)
         config = dataclasses.replace(preset(wanted.source, *shape), remat=wanted.remat)
-        task = LanguageModelTask(data, config, local_steps=local)
+        task = LanguageModelTask(data, config)
         return FirstState(task, task.init(key))
     check_fit(run, model, data)
     config = dataclasses.replace(
@@ -238,7 +230,7 @@ def make_task(
         remat=wanted.remat,
     )
     if not wanted.has_adapters:
-        return FirstState(LanguageModelTask(data, config, local_steps=local), model.params)
+        return FirstState(LanguageModelTask(data, config), model.params)
     adapters = None
     if wanted.adapter is not None:
         config, adapters = peft_files.load(wanted.adapter, config)
@@ -253,7 +245,7 @@ def make_task(
         adapters = lora.init(config, key)
     if config.num_layers >= DEEP or of_weights.frozen != "float32":
         weights, adapters = (stacked(tree, config.num_layers) for tree in (weights, adapters))
-    return FirstState(LanguageModelTask(data, config, weights, local), adapters)
+    return FirstState(LanguageModelTask(data, config, weights), adapters)
 
 
 def check_fit(run: RunConfig, model: Pretrained, data: Dataset) -> None:

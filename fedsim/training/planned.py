@@ -224,7 +224,6 @@ def _complete(
     if plan is not None:
         share, bands = plan.group_size_epsilon, plan.sampling.bands_given
         completed = dataclasses.replace(completed, group_size_epsilon=share, bands=bands)
-    expect_local_steps(run, completed.group_size if algorithm == Algorithm.ULS else None)
     own_task = opened.source is not None
     not_covered = outside(run, fresh_model=opened.model is None, own_task=own_task)
     return completed, non_private + not_covered
@@ -403,17 +402,6 @@ def settled_by(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: b
             plan.noise_multiplier, plan.num_steps, 1
         )
     return settled(run, Noise(stddev, bound, plan.num_steps), fresh=fresh)
-
-
-def expect_local_steps(run: RunConfig, group_size: int | None) -> None:
-    """Raise ConfigError if there are more local steps than examples of a user in a step.
-
-    Args: group_size: that of ULS; None for ELS.
-    """
-    most = group_size or 1
-    several = f"in [1, {most}], the group size"
-    expected = several if group_size else "1, with ELS"
-    expect("local_steps", run.local_steps, run.local_steps <= most, expected)
 
 
 def strategy_for(

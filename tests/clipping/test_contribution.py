@@ -23,7 +23,7 @@ from zoo import (
 )
 
 from experiments.harness.mean_task import MeanTask
-from fedsim.clipping import Buckets, Clip, LocalSteps, Strategy, clip_chunk
+from fedsim.clipping import Buckets, Clip, Strategy, clip_chunk
 from fedsim.clipping.contribution import (
     contribution,
     lattice_bits,
@@ -168,7 +168,7 @@ def test_a_step_of_the_lattice_is_a_thousandth_of_a_gradient_at_most():
 
 
 @functools.cache
-def compiled(model, dtype, text, normalised, local, length):
+def compiled(model, dtype, text, normalised, length):
     losses = losses_of(model(16, dtype))
     buckets = Buckets(
         (2, length), lambda b: b["sizes"], lambda b, n: b | {"tokens": b["tokens"][:, :n]}
@@ -177,30 +177,30 @@ def compiled(model, dtype, text, normalised, local, length):
 
     def run(params, batch, mask, norm):
         clip, how = Clip(norm, normalised), Strategy.parse(text)
-        return clip_chunk(losses, params, batch, mask, clip, how, buckets=own, local=local)[0]
+        return clip_chunk(losses, params, batch, mask, clip, how, buckets=own)[0]
 
     return jax.jit(run)
 
 
 CASES = [
-    (Tied, None, "scan:1", False, None),
-    (Tied, jnp.bfloat16, "direct:2", True, None),
-    (Untied, None, "direct:16", False, LocalSteps(2, 0.3)),
-    (Untied, jnp.bfloat16, "scan:4", False, None),
-    (Untied, None, "direct:9", True, None),  # three of eight side by side
-    (Tied, None, "ghost:6", False, None),
-    (Untied, jnp.bfloat16, "ghost:9", True, None),
+    (Tied, None, "scan:1", False),
+    (Tied, jnp.bfloat16, "direct:2", True),
+    (Untied, None, "direct:16", False),
+    (Untied, jnp.bfloat16, "scan:4", False),
+    (Untied, None, "direct:9", True),  # three of eight side by side
+    (Tied, None, "ghost:6", False),
+    (Untied, jnp.bfloat16, "ghost:9", True),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model, dtype, text, normalised, local", CASES)
+@pytest.mark.parametrize("model, dtype, text, normalised", CASES)
 def test_a_missing_unit_changes_the_sum_by_its_contribution_and_by_nothing_else(
-    model, dtype, text, normalised, local, rng
+    model, dtype, text, normalised, rng
 ):
     """For every unit, wherever it stands and whoever the others are."""
     units, group, length = 8, 3, 5
-    run = compiled(model, dtype, text, normalised, local, length)
+    run = compiled(model, dtype, text, normalised, length)
     for _ in range(3):
         batch, params = random_batch(rng, units, group), random_params(model(16), rng)
         params["Dense_0"]["kernel"] *= 10 ** rng.uniform(-3, 3)

@@ -146,10 +146,3 @@ def test_one_worker_takes_single_texts_and_users_of_several(problem):
     worker.add_lane(params, rows.reshape(-1, 1), clip, strategy)
     total, _ = worker.add_lane(params, rows, clip, strategy)
     assert np.array_equal(flat(total), flat(Worker(task).add_lane(params, rows, clip, strategy)[0]))
-
-
-def test_local_steps_keep_texts_apart(problem):
-    task, _, _ = problem
-    assert task.buckets.shared
-    apart = LanguageModelTask(task.dataset, task.config, local_steps=SimpleNamespace(number=2))
-    assert not apart.buckets.shared

@@ -10,14 +10,10 @@ import pytest
 from refused import refuses
 
 import fedsim
-from fedsim.clipping import Clip, LocalSteps
-from fedsim.data.dataset import Dataset
-from fedsim.data.users import UserStore
+from fedsim.clipping import Clip
 from fedsim.engine.worker import LocalEngine
 from fedsim.errors import FileDamaged
 from fedsim.library.own_task import OwnedRows, OwnedTask, OwnTask, owner_ids
-from fedsim.models.language_model import LanguageModelTask
-from fedsim.models.transformer import TransformerConfig
 
 SETTINGS = {"epsilon": 8, "num_steps": 6, "batch_size": 40, "optimizer": "momentum", "seed": 1}
 SETTINGS |= {"learning_rate": 0.5, "strategy": "scan", "rows_per_pass": 2, "delta": 1e-3}
@@ -76,7 +72,7 @@ def test_it_learns_and_its_claim_is_verified(algorithm, group, task, owners, run
 @pytest.mark.ray
 def test_ray_gives_the_same_bits(task, owners, tmp_path):
     def sha256(name, **how):
-        where = {"run_dir": tmp_path / name, "group_size": 4, "local_steps": 2}
+        where = {"run_dir": tmp_path / name, "group_size": 4}
         run = fedsim.train("uls", owners, task=task, **{**SETTINGS, **where, **how})
         return run.summary["params_sha256"]
 
@@ -100,11 +96,11 @@ def test_rows_are_sorted_by_owner_and_found_again(task):
     rows = OwnedRows(task, "train", names)
     assert rows.num_users == 3 and rows.offsets.tolist() == [0, 2, 3, 4]
     assert names[rows.order].tolist() == ["a", "a", "b", "c"]
-    read = OwnedTask(task, {"train": rows.order}, None).read("train", np.arange(4))
+    read = OwnedTask(task, {"train": rows.order}).read("train", np.arange(4))
     np.testing.assert_array_equal(read["x"], task.x["train"][[1, 3, 0, 2]])
     rows.check()
     task.sizes = lambda split, rows: 10 + rows
-    sizes = OwnedTask(task, {"train": rows.order}, None).sizes("train", np.array([0, -1, 2]))
+    sizes = OwnedTask(task, {"train": rows.order}).sizes("train", np.array([0, -1, 2]))
     np.testing.assert_array_equal(sizes, [11, 0, 10])
     task.x["train"][3] = 0
     with pytest.raises(FileDamaged, match="rows of train have changed"):
@@ -142,7 +138,7 @@ def test_a_users_rows_reach_no_one_elses_unit_through_padding(task, strategy):
     sums = []
     for value in (0, np.nan):
         task.x["train"][[0, -1]] = value  # of users who take no part; -1 is the last row
-        engine = LocalEngine(OwnedTask(task, {"train": store.order}, None), num_lanes=2)
+        engine = LocalEngine(OwnedTask(task, {"train": store.order}), num_lanes=2)
         found = engine.clipped_sum(
             params, rows, Clip(1.0), fedsim.clipping.Strategy.parse(strategy)
         )
@@ -177,21 +173,6 @@ def test_owners_that_are_none_are_named(owners, message, task, run_dir):
     with pytest.raises(fedsim.ConfigError, match=f"^{message}"):
         fedsim.train("uls", owners, task=task, run_dir=run_dir, engine="local", **SETTINGS)
     assert not run_dir.exists()
-
-
-def test_local_steps_are_the_runs_or_else_the_tasks_own(task):
-    inner, outer = LocalSteps(2, 0.1), LocalSteps(3, 0.2)
-    assert OwnedTask(task, {}, None).local_steps is None
-    own = type("Own", (Classifier,), {"local_steps": inner})(task.x, task.y)
-    assert OwnedTask(own, {}, None).local_steps == inner
-    assert OwnedTask(own, {}, outer).local_steps == outer
-
-
-def test_with_local_steps_no_two_texts_share_a_row():
-    texts = UserStore.from_examples({"u": [np.arange(3)] * 4}, max_length=16, vocab_size=24)
-    inner = LanguageModelTask(Dataset(train=texts), TransformerConfig(24, 16, 8, 1, 2))
-    assert inner.buckets.shared and OwnedTask(inner, {}, None).buckets.shared
-    assert OwnedTask(inner, {}, LocalSteps(2, 0.1)).buckets.shared == ()
 
 
 @pytest.mark.parametrize(

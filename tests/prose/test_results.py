@@ -42,9 +42,10 @@ def test_a_loss_in_the_committed_table_is_what_its_settings_give(tmp_path):
     rows = [{**row, "dataset": papers(row["dataset"])} for row in rows]
     cheapest = {}
     for row in sorted(rows, key=lambda row: -row["budget"]):
-        cheapest[row["dataset"], row["algorithm"], row["local_steps"]] = row
-    assert len(cheapest) == 5
-    apart = (*CAME, "other_group")
+        if row["local_steps"] == 1:  # what fedsim still computes
+            cheapest[row["dataset"], row["algorithm"]] = row
+    assert len(cheapest) == 4
+    apart = (*CAME, "other_group", "local_steps", "local_learning_rate")
     cells = [{n: v for n, v in row.items() if n not in apart} for row in cheapest.values()]
     training = finetuning.COMPARISONS["small"].training
     arguments = Elsewhere("small", tmp_path, None, dry_run=False)

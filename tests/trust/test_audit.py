@@ -10,9 +10,9 @@ from pretrained_models import make_model
 from problems import mean_problem, users_of_sizes
 from test_verify import write_texts
 
-from fedsim import accounting, engine
+from fedsim import accounting
 from fedsim.cli.main import main
-from fedsim.clipping import Clip, LocalSteps
+from fedsim.clipping import Clip
 from fedsim.els import ELS
 from fedsim.engine.worker import LocalEngine
 from fedsim.keys import SecretKey
@@ -257,28 +257,6 @@ def test_a_claim_that_could_not_be_refuted_is_not_said_to_hold(texts, run_dir, c
     page = (run_dir / "audit.md").read_text()
     assert f"INCONCLUSIVE, for with every coin guessed right it would be {most:.3f}" in page
     assert f"takes at least {found['canaries_needed']} canaries" in page
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_an_audit_takes_the_local_steps_that_are_asked_for(texts, run_dir, capsys, monkeypatch):
-    tasks, create = [], engine.create
-
-    def remember(config, task, **options):
-        tasks.append(task)
-        return create(config, task, **options)
-
-    monkeypatch.setattr("fedsim.engine.factory.create", remember)
-    flags = {
-        "group-size": 4,
-        "local-steps": 2,
-        "num-steps": 2,
-        "batch_size": 16,
-        "attacked-users": 0,
-    }
-    code, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
-    assert code in (0, 1) and found["planted"]["gradient"] > 0
-    assert isinstance(tasks[0], CanaryTask) and tasks[0].local_steps == LocalSteps(2, 0.1)
 
 
 def result(epsilon, label=ADJACENCY["zero-out"], found=5.0, largest=9.0, independent=None, done=9):

@@ -43,7 +43,7 @@ def published(algorithm, data, place, monkeypatch, capfd, *, callbacks=(), **fla
     monkeypatch.setattr(
         open.SecretKey, "create", lambda seed=None, *_: KEY if seed is None else real(seed)
     )
-    run_names = {"strict", "seed", "log_to", "log_non_private", "tokenizer", "local_steps"}
+    run_names = {"strict", "seed", "log_to", "log_non_private", "tokenizer"}
     run_names |= {"strategy", "rows_per_pass"}
     of_run = {name: flags.pop(name) for name in run_names & flags.keys()}
     run = run_config(
@@ -134,7 +134,6 @@ def test_of_too_few_users_els_takes_a_public_group_size(pair):
     [
         ("eval_epsilon", {"eval_epsilon": 1.0}),
         ("epsilon", {"epsilon": 300.0}),
-        ("local_steps", {"local_steps": 2}),
         ("strategy", {"strategy": "direct", "rows_per_pass": 999999}),
     ],
 )

@@ -250,7 +250,6 @@ def test_a_strategy_that_there_is_not_is_refused_before_anything_is_paid(setting
         ({"spend_rest": True, "limit_epsilon": 9.0}, "spend_rest=True"),
         ({"optimizer": "adamm"}, "optimizer=adamm"),
         ({"optimizer": "rmsprop", "learning_rate": None}, "learning_rate"),
-        ({"local_steps": 4, "local_learning_rate": 0.1}, "local_steps=4"),
         ({"model": "nowhere"}, "model=nowhere"),
     ],
 )
