@@ -6,11 +6,14 @@ import shlex
 import signal
 import subprocess
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
 
+import fedsim
 from fedsim.cli.arguments import parse
 from fedsim.cli.main import Command, Train
 from fedsim.config import RunConfig, flags_of
@@ -52,8 +55,9 @@ PRIVATE = ["gcp.yaml", "aws.yaml"]
 
 
 @pytest.mark.parametrize("name", PRIVATE)
-def test_launched_clusters_ask_for_a_token(name):
+def test_launched_clusters_are_of_rays_schema_and_ask_for_a_token(name):
     config = load(name)
+    validate_config(prepare_config(load(name)))
     for node in ("head", "worker"):
         _, start = config[f"{node}_start_ray_commands"]
         (token,) = re.findall(r"RAY_AUTH_TOKEN_PATH=(\S+)", start)
@@ -66,6 +70,10 @@ def test_a_jobs_command_is_one_that_there_is(job, kind):
     command = trained(job["spec"]["entrypoint"])
     assert isinstance(command, Train) and command.run.resume  # a retry is a new cluster
     assert command.run.engine.accelerator == kind
+    assert job["spec"]["rayClusterSpec"]["rayVersion"] == version("ray")
+    tag = {"cpu": "cpu", "gpu": "cuda12", "tpu": "tpu"}[kind]
+    images = set(re.findall(r"'image': '(.*?)'", str(job)))
+    assert images == {f"REGISTRY/fedsim:{fedsim.__version__}-{tag}"}
     assert job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
     variables = yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]
     for path in (str(command.run.run_dir), variables["FEDSIM_BUDGET_LEDGER"]):
