@@ -10,7 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 NAME = "fedsim-dp"
-REMEDY = f"pip uninstall fedsim && pip install --force-reinstall --no-deps {NAME}"
+# Not by its name, which nobody owns on the index yet.
+REMEDY = (
+    "pip uninstall fedsim && pip install --force-reinstall --no-deps -e . in a clone of fedsim-dp"
+)
 
 
 def is_ours() -> bool:

@@ -34,11 +34,10 @@ class MissingPackage(ConfigError):
     @classmethod
     def named(cls, package: str, otherwise: str = "") -> "MissingPackage":
         """Make the error for a package of EXTRA_OF; `otherwise` is another remedy."""
-        extra = f"'{DISTRIBUTION}[{EXTRA_OF[package]}]'"
-        everything = f"'{DISTRIBUTION}[all]' for all commands"
-        return cls(
-            f"the package {package} is not installed: pip install {extra} ({everything}){otherwise}"
-        )
+        # Not by the distribution's name: whoever registered that on the index would be installed.
+        remedy = f"pip install -e '.[{EXTRA_OF[package]}]' in a clone of fedsim"
+        everything = "'.[all]' for all commands"
+        return cls(f"the package {package} is not installed: {remedy} ({everything}){otherwise}")
 
 
 @contextmanager

@@ -82,7 +82,7 @@ main("train uls --data pydocs --epsilon 1 --num-steps 2 --run-dir never".split()
     assert answers[:2] == [fedsim.__version__, "True"] and answers[2].startswith("epsilon 0.")
     assert said.startswith("MissingPackage the package jax is not installed: pip install ")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    remedy = "pip install 'fedsim-dp[train]' ('fedsim-dp[all]' for all commands)"
+    remedy = "pip install -e '.[train]' in a clone of fedsim ('.[all]' for all commands)"
     assert done.stderr.splitlines()[-1] == (
         f"fedsim: error: the package jax is not installed: {remedy}"
     )
@@ -102,5 +102,5 @@ def test_an_import_that_is_not_ours_ends_with_the_remedy(content, tmp_path):
     assert done.returncode == 2
     assert done.stderr == (
         "fedsim: error: `import fedsim` is not fedsim-dp: pip uninstall fedsim && pip install "
-        "--force-reinstall --no-deps fedsim-dp\n"
+        "--force-reinstall --no-deps -e . in a clone of fedsim-dp\n"
     )

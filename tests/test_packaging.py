@@ -64,7 +64,7 @@ def test_the_light_core_of_the_wheel_accounts_outside_the_repository(tmp_path):
     assert run([*python, absent], outside) == "[None, None]\n"
     refused = "train uls --data pydocs --epsilon 1 --num-steps 2 --run-dir never"
     done = subprocess.run([fedsim, *refused.split()], cwd=outside, capture_output=True, text=True)
-    assert done.returncode == 2 and "'fedsim-dp[train]'" in done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and "pip install -e '.[train]' in" in done.stderr.splitlines()[-1]
 
 
 def run(words, directory):
