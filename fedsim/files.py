@@ -229,6 +229,14 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
         sync_directory(place.parent)
 
 
+def keep_private(directory: Path) -> None:
+    """Let only this user read a directory and the files in it, whatever the umask."""
+    for place, _, names in os.walk(directory):
+        os.chmod(place, 0o700)
+        for name in names:
+            os.chmod(os.path.join(place, name), 0o600)
+
+
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
     """Yield an empty directory that becomes `out` when the context ends without an error.

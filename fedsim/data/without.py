@@ -20,7 +20,7 @@ from fedsim.data.store import SEPARATOR, TokenWriter, close_store, token_dtype
 from fedsim.data.tokenizer import TEMPLATE, TOKENIZER
 from fedsim.data.users import SETS, UserStore
 from fedsim.errors import DataError
-from fedsim.files import new_directory, write_atomically, write_json
+from fedsim.files import keep_private, new_directory, write_atomically, write_json
 
 COPIED = (TOKENIZER, TEMPLATE)
 
@@ -80,6 +80,7 @@ def without(data: Dataset, users: Set[str], out: Path) -> dict[str, Any]:
         metadata = {**data.metadata, "splits": [*splits], "sources": sources}
         write_json(made / "metadata.json", metadata, sort_keys=True)
         write_atomically(made / SUMS, sums(made, splits).encode())
+        keep_private(made)
     texts = sum(store.num_examples for store in stores.values()) - sum(splits.values())
     about = {"path": str(out.absolute()), "users": len(people & users), "texts": texts}
     return {**about, "splits": splits, "not_found": sorted(users - people)}

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from refused import refuses
 
+from fedsim import files
 from fedsim.accounting import StepEvent
 from fedsim.budget import Entry, hold
 from fedsim.cli.main import main
 from fedsim.data import Dataset, build, without
+from fedsim.data.building import processes
 from fedsim.errors import DataError
 from fedsim.trust import budget
 
@@ -64,6 +66,25 @@ def files_of(directory):
 def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("built")
     return build(jsonl(path / "source.jsonl", ROWS), path / "data", num_workers=1, eval_users=0.3)
+
+
+@pytest.mark.parametrize("umask", [0, 0o22, 0o77])
+def test_only_whoever_builds_them_can_read_data(tmp_path, capsys, monkeypatch, umask):
+    def keep_private(directory):
+        assert directory.parent.stat().st_mode & 0o777 == 0o700  # while parts are written, too
+        files.keep_private(directory)
+
+    monkeypatch.setattr(processes, "keep_private", keep_private)
+    before = os.umask(umask)
+    try:
+        data = build(jsonl(tmp_path / "source.jsonl", ROWS), tmp_path / "data", num_workers=1)
+        copy = copied(data, GONE, tmp_path / "copy", capsys)[0]
+    finally:
+        os.umask(before)
+    for place in (data.path, copy.path):
+        inside = [place, *place.rglob("*")]
+        modes = {path: path.stat().st_mode & 0o777 for path in inside}
+        assert modes == {path: 0o700 if path.is_dir() else 0o600 for path in inside}
 
 
 def test_all_other_texts_stay_byte_for_byte_in_their_split_and_order(data, tmp_path, capsys):

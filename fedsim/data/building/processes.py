@@ -27,7 +27,7 @@ from typing import Any
 
 from fedsim.cgroups import cpus
 from fedsim.errors import DataError, Interrupted
-from fedsim.files import TOO_MANY_FILES, sync_directory, write_json
+from fedsim.files import TOO_MANY_FILES, keep_private, sync_directory, write_json
 from fedsim.signals import heed
 
 PROGRESS_EVERY_S = 5.0
@@ -261,6 +261,7 @@ def staging(out: Path, wait: bool) -> Iterator[Path]:
     try:
         check_absent(out)  # the process that held the lock may have finished
         yield directory
+        keep_private(directory / "out")  # texts of people
         os.rename(directory / "out", out)
         sync_directory(out.parent)
     except BaseException as error:
@@ -285,9 +286,10 @@ def _goes_on(error: BaseException) -> bool:
 def _hold(directory: Path, wait: bool) -> int:
     """Make the directory if necessary, lock it, and return its file descriptor."""
     while True:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(directory, os.O_RDONLY)
         try:
+            os.fchmod(descriptor, 0o700)  # its parts are texts of people
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if os.path.samestat(os.fstat(descriptor), os.stat(directory)):
                 return descriptor
