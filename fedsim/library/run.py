@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 from fedsim.config import (
     Algorithm,
@@ -433,24 +433,16 @@ def flags_of_data(
     return {"data": source_of(data, owner, rows), **given}
 
 
-Config = TypeVar("Config")
-
-
-def configs_of(
-    settings: Mapping[str, Any], kind: type[Config] = PrivacyConfig
-) -> tuple[Config, RunConfig]:
+def configs_of(settings: Mapping[str, Any]) -> tuple[PrivacyConfig, RunConfig]:
     """The two configs that settings, by the names of their flags, describe.
-
-    Args:
-      kind: class of the first one.
 
     Raises:
       ConfigError: a name is unknown, or a value has another type.
     """
-    settings = renamed(settings) if kind is PrivacyConfig else settings
-    types = types_of(kind) | types_of(RunConfig)
+    settings = renamed(settings)
+    types = types_of(PrivacyConfig) | types_of(RunConfig)
     for name in settings.keys() - types.keys():
         raise unknown_setting(name, settings[name], types)
     values = {name: typed(name, value, types[name]) for name, value in settings.items()}
-    first = {name: values.pop(name) for name in flags_of(kind) if name in values}
-    return kind(**first), run_config(**values)
+    first = {name: values.pop(name) for name in flags_of(PrivacyConfig) if name in values}
+    return PrivacyConfig(**first), run_config(**values)

@@ -27,7 +27,7 @@ from .options import (
     Release as Release,
     SharedTexts as SharedTexts,
     Trial as Trial,
-    holds as holds,
+    adjacency_in_words as adjacency_in_words,
     rows_of_users as rows_of_users,
     why_not as why_not,
 )

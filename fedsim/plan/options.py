@@ -4,7 +4,6 @@ A plan has one of each of `AnySampling`, `AnyNoise` and `AnyPurpose`. Field alia
 JSON, where these fields stand beside those of the plan.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -251,9 +250,9 @@ def rows_of_users(offsets: np.ndarray, num_users: int, most: int) -> list[np.nda
     return [rows for rows in groups if len(rows)]
 
 
-def holds(labels: Iterable[str], adjacency: str, *, shared: bool) -> str:
-    """The condition under which epsilon holds: the adjacency, or why it is no guarantee."""
-    return "; ".join(labels) or ADJACENCY[SHARED if shared else adjacency]
+def adjacency_in_words(adjacency: str, *, shared: bool) -> str:
+    """The adjacency in words."""
+    return ADJACENCY[SHARED if shared else adjacency]
 
 
 def why_not(label: str) -> str:

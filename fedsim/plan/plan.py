@@ -32,7 +32,7 @@ from fedsim.plan.options import (
     Release,
     SharedTexts,
     Trial,
-    holds,
+    adjacency_in_words,
     why_not,
 )
 
@@ -157,7 +157,7 @@ class Plan:
     @property
     def compared(self) -> str:
         """The adjacency in words."""
-        return holds([], self.adjacency, shared=self.shared is not None)
+        return adjacency_in_words(self.adjacency, shared=self.shared is not None)
 
     @property
     def label(self) -> str:

@@ -39,10 +39,10 @@ from fedsim.keys import SecretKey
 from fedsim.noise import predicted_error
 from fedsim.plan import (
     PUBLIC,
+    adjacency_in_words,
     calibrate,
     complete,
     expect_enough_users,
-    holds,
     method_for,
     noise_ratio,
     outlook,
@@ -405,7 +405,7 @@ def _about(
 
 def _holds(privacy: PrivacyConfig, users: Users) -> str:
     """Condition under which epsilon of a training with a secret key would hold."""
-    return holds([], privacy.adjacency, shared=graph_of(users) is not None)
+    return adjacency_in_words(privacy.adjacency, shared=graph_of(users) is not None)
 
 
 def _outlook(best: Advice, num_steps: int, start: Start) -> str:
