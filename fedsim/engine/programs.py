@@ -35,7 +35,7 @@ from fedsim.engine.task import Task
 from fedsim.errors import FedsimError
 
 NUMBERS = 2**14  # tested values of an operation
-LARGE = 2.0**17  # squares of this size are rounded by more than 1
+LARGE = 2.0**11, 2.0**12, 2.0**17  # of the factors: products are rounded by up to 1/2, 2 and 2048
 KNOWN_SHAPE = 4, 128
 MOST_SHAPES, NUMBERS_OF_SHAPES = 2, range(2**12, 2**18 + 1)
 NOT_FINITE = math.nan, math.inf, -math.inf, 3e38, -3e38  # or without a finite square
@@ -173,13 +173,18 @@ def _of_layer():
 
 
 def _hostile_rows(shapes):
-    """Yield rows of one unit: x, y [last axis] and z [shape] for each array."""
+    """Yield rows of one unit: x, y [last axis] and z [shape] for each array.
+
+    Coordinates beyond C add nothing (`contribution.whole`): it takes many that are rounded by less
+    to exceed C.
+    """
     rng = np.random.default_rng(0)
-    pairs = [LARGE * rng.uniform(1, 2, (2, shape[-1])).astype(np.float32) for shape in shapes]
-    exact = [x.astype(np.float64) * y for x, y in pairs]
-    for products in ([x * y for x, y in pairs], exact, [2.0**30 + 0 * x for x, _ in pairs]):
-        arrays = zip(pairs, products, shapes, strict=True)
-        yield [(*pair, np.broadcast_to(z.astype(np.float32), shape)) for pair, z, shape in arrays]
+    for large in LARGE:
+        pairs = [large * rng.uniform(1, 2, (2, shape[-1])).astype(np.float32) for shape in shapes]
+        exact = [x.astype(np.float64) * y for x, y in pairs]
+        for products in ([x * y for x, y in pairs], exact, [2.0**30 + 0 * x for x, _ in pairs]):
+            rows = zip(pairs, products, shapes, strict=True)
+            yield [(*pair, np.broadcast_to(z.astype(np.float32), shape)) for pair, z, shape in rows]
 
 
 def _rows_not_finite(shapes):
