@@ -14,7 +14,6 @@ from experiments.harness import common
 from experiments.harness.rows import Row, Rows, by
 from experiments.harness.verdicts import NOT_SHOWN, Verdict
 from experiments.real_model_claims import interval
-from fedsim.trust import bounds
 
 EPSILONS = math.inf, 8.0, 1.0
 ALGORITHMS, SEEDS = ("els", "uls"), 2
@@ -71,12 +70,19 @@ def judged(
     return True if high <= below else False if low > below else NOT_SHOWN, numbers
 
 
+def roc(inside: np.ndarray, outside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(false, true) positive rates over all thresholds, from (0, 0) to (1, 1)."""
+    thresholds = np.unique(np.concatenate([inside, outside, [np.inf]]))[::-1]
+    above = [(side[:, None] >= thresholds).mean(axis=0) for side in (outside, inside)]
+    return above[0], above[1]
+
+
 def band(rows: Rows, at: np.ndarray) -> np.ndarray:
     """[3, points]: 2.5 %, mean and 97.5 % of the ROC curve, the mean of the trainings', over
     canaries that are drawn again."""
 
     def at_rates(inside: np.ndarray, outside: np.ndarray) -> np.ndarray:
-        return np.interp(at, *bounds.roc(inside, outside))
+        return np.interp(at, *roc(inside, outside))
 
     rng = np.random.default_rng(0)
     pairs = [(numbers_of(row["falls_in"]), numbers_of(row["falls_out"])) for row in rows]

@@ -1,8 +1,8 @@
 """Numbers that the documents quote and that follow from computing alone, without any training.
 
 Each row says which page quotes it and what it is of. The site takes the numbers from this table.
-What takes minutes or a training of its own is elsewhere: the audit's table in
-tests/trust/test_audit.py, the story of a budget in tests/budget/test_story.py.
+What takes minutes or a training of its own is elsewhere: the story of a budget in
+tests/budget/test_story.py.
 
     python -m experiments.table_quoted --scale small      (seconds; smoke: without bands)
 """
@@ -46,7 +46,7 @@ SETTINGS = {
 
 def run(settings: Settings) -> Rows:
     """All of them."""
-    found = [*several_runs(), *evaluations(), *training_loss(), *audits(), *selections()]
+    found = [*several_runs(), *evaluations(), *training_loss(), *selections()]
     return [*found, *correlated(settings), *slacks(settings), *papers_delta()]
 
 
@@ -91,16 +91,6 @@ def training_loss() -> Iterator[Row]:
     released = NoisyLoss(bound=6.0, count=1000, noise_multiplier=1.0)
     stddev = released.stddev * released.bound / 2 / released.count
     yield row("theory/selection.md", "noise on the training loss", stddev)
-
-
-def audits() -> Iterator[Row]:
-    """The largest epsilon that guesses of so many coins can refute."""
-    from fedsim.trust import bounds
-
-    for canaries in (400, 100):
-        significance = 0.05 / len(bounds.options_of(canaries))
-        most = bounds.lower_bound(canaries, canaries, canaries, RUN_DELTA, significance)
-        yield row("theory/audits.md", f"largest that {canaries} canaries refute", most)
 
 
 def selections() -> Iterator[Row]:

@@ -17,7 +17,7 @@ LEVELS = (
     "config keys accounting",
     "sampling mechanism noise clipping models data",
     "els uls shared_uls plan evaluate run engine budget",
-    "trust tuning training generate export publish",
+    "trust tuning training generate export",
     "library cli",
 )
 FOUNDATION = {f"fedsim.{name}" for name in "errors files installation signals".split()}

@@ -67,7 +67,7 @@ CHATS = (
     ),
     Mistake(
         "an author of context who is no owner",
-        "trust/test_shared_audit.py::test_canaries_in_the_context_of_others_are_below_the_claim",
+        "trust/test_context_audit.py::test_canaries_in_the_context_of_others_are_below_the_claim",
         (Patch(SPEAKERS, "spoken", without_context),),
     ),
 )

@@ -28,9 +28,9 @@ class Audit(ReadsSources):
     """Attack a training: plant made-up users (canaries), train, and try to tell which took part.
 
     Takes the flags of train and trains with them. Do not release the run: its data hold the made-up
-    users. The result is a lower bound on epsilon, to compare with the claim, and a test of whether
-    there is as much noise as claimed. Exit code 1 if the claim is refuted, else 0. A large epsilon
-    takes many canaries to refute; the answer says whether there were enough.
+    users. Three tests can refute the claim: guesses, guesses of canaries that are independent, and
+    the length of the noise. Exit code 1 if one does, else 0. A large epsilon takes many canaries to
+    refute; the answer says whether there were enough.
     """
 
     algorithm: tyro.conf.Positional[Literal["els", "uls"]]
@@ -53,7 +53,7 @@ class Audit(ReadsSources):
         console = Console(log_every=self.run.log_every)
         result = audit(Algorithm(self.algorithm), self.audit, self.privacy, self.run, console)
         if not self.json:
-            print(wrapped(sentence(result)), f"written to {result['html']}", sep="\n")
+            print(wrapped(sentence(result)))
         return result
 
 
@@ -89,9 +89,6 @@ class Budget:
     """Set a limit for these users, at --delta: runs that could exceed it are refused from now on.
     It cannot be removed or raised. > 0."""
 
-    out: Path | None = None
-    """Directory for budget.html and budget.md, which also have a chart."""
-
     json: bool = False
     """Print one JSON object on stdout."""
 
@@ -113,11 +110,9 @@ class Budget:
             config = DataConfig(self.data, self.user_column, self.text_column, self.normalise_ids)
             ids = corpora.load(self.data, progress=Console().note, **config.options).people()
         place = place_of(self.budget_ledger)
-        result = budget(place, ids, delta=delta, limit_epsilon=limit, out=self.out)
+        result = budget(place, ids, delta=delta, limit_epsilon=limit)
         if not self.json:
             print(table(result), wrapped("\n".join(sentences(result))), sep="\n")
-            if self.out is not None:
-                print(f"written to {result['html']}")
         return result
 
 
@@ -154,9 +149,9 @@ class Report(ReadsRun):
 class Publish(ReadsRun):
     """Write what may be published of a run into a folder of its own, and check it.
 
-    The folder has the ledger, the report without losses that nothing protects, the registry entry,
-    the model, and published.json with the claim and a digest of each file. Key, settings, metrics,
-    times and paths stay behind. Anyone can check the folder with `fedsim verify`. A run that has
+    The folder has the ledger, the report without losses that nothing protects, the model, and
+    published.json with the claim and a digest of each file. Key, settings, metrics, times and paths
+    stay behind. Anyone can check the folder with `fedsim verify`. A run that has
     not ended, breaks a promise or has no guarantee is not published, nor is an audit's.
     """
 
@@ -174,8 +169,8 @@ class Publish(ReadsRun):
     """Print one JSON object on stdout."""
 
     def __call__(self) -> dict[str, Any]:
-        from fedsim.publish import publish
         from fedsim.run import Console
+        from fedsim.trust import publish
 
         result = publish(self.run_dir, self.out, Console(), form=self.form)
         if not self.json:

@@ -37,8 +37,6 @@ from .dataset import (
 from .store import (
     Owners as Owners,
     decided_by_texts as decided_by_texts,
-    joined as joined,
-    of_ids as of_ids,
 )
 from .tokenizer import (
     NOT_PUBLIC as NOT_PUBLIC,

@@ -92,13 +92,6 @@ class Owners:
         return int(np.count_nonzero(counts)), int(counts.max(initial=0))
 
 
-def joined(one: Owners, other: Owners) -> Owners:
-    """The graph of two stores, one after the other, that have no user in common."""
-    starts = np.concatenate([one.starts, one.starts[-1] + other.starts[1:]])
-    users = np.concatenate([one.users, one.num_users + other.users])
-    return Owners(one.num_users + other.num_users, starts, users.astype(np.int32))
-
-
 def owner_sets(rows: np.ndarray, ids: pa.Array, num_rows: int) -> tuple[pa.Array, np.ndarray]:
     """Owner sets of rows as strings, and the number of owners of each row, int64 [num_rows].
 

@@ -59,25 +59,22 @@ class Recommendation:
 
 @dataclasses.dataclass(frozen=True)
 class AuditResult:
-    """Lower bounds on epsilon from an attacked training; printed, it is one sentence."""
+    """Verdict on the epsilon of an attacked training; printed, it has a line for each test."""
 
     run_dir: Path
     """The audited run. Its data hold made-up users: do not release it."""
     epsilon: float
     """The claimed epsilon."""
     delta: float
-    epsilon_lower_bound: float
-    """The largest lower bound of all attacks, each with this `confidence`."""
     confidence: float
+    """Confidence of a refutation by guesses."""
     holds: bool | None
     """False if the claim is refuted, True if it could have been and was not; None if it could
     not."""
     verdict: str
     """The same in words."""
-    canaries_needed: int | None
-    """Number of canaries of one kind that could refute the claim; None if no number can."""
-    html: Path
-    """The page with all attacks."""
+    verdicts: Mapping[str, str]
+    """The verdict of each test, by its name."""
     details: Mapping[str, Any] = dataclasses.field(repr=False)
     """The content of audit.json."""
 
@@ -161,7 +158,6 @@ def audit(
     gradient_canaries: int = 400,
     text_canaries: int = 100,
     confidence: float = 0.95,
-    attacked_users: int = 200,
     **settings: Unpack[TrainSettings],
 ) -> AuditResult:
     """Attack a training: plant made-up users (canaries), train, and guess which took part.
@@ -171,8 +167,7 @@ def audit(
         `train`, but output is quiet by default.
       run_dir: directory of the audited run. Default: a new one in runs/.
       gradient_canaries, text_canaries: number of made-up users of each kind; see `AuditConfig`.
-      confidence: of each lower bound.
-      attacked_users: number of real users whose membership is guessed.
+      confidence: of a refutation by guesses.
 
     Raises:
       ConfigError: a setting or the data are wrong; one line says how.
@@ -184,7 +179,6 @@ def audit(
             "gradient_canaries": gradient_canaries,
             "text_canaries": text_canaries,
             "confidence": confidence,
-            "attacked_users": attacked_users,
         }
         types = types_of(AuditConfig)
         attack = AuditConfig(**{name: typed(name, x, types[name]) for name, x in given.items()})
@@ -197,11 +191,10 @@ def audit(
 
         console = Console(log_every=run.log_every)
         found = attack_training(Algorithm(algorithm), attack, privacy, run, console)
-    names = ("delta", "epsilon_lower_bound", "confidence", "holds", "verdict", "canaries_needed")
+    names = ("delta", "confidence", "holds", "verdict", "verdicts")
     return AuditResult(
         run_dir=run.run_dir,
         epsilon=float(found["epsilon"]),
-        html=Path(found["html"]),
         details=found,
         **{name: found[name] for name in names},
     )

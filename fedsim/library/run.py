@@ -181,7 +181,7 @@ class Run:
           ConfigError: the run has not ended or has no guarantee, or the folder exists.
           ReportError: a promise is violated.
         """
-        from fedsim.publish import publish
+        from fedsim.trust import publish
 
         place = None if out is None else Path(expand_home("out", out))
         with to_python():

@@ -35,6 +35,7 @@ from .loggers import (
 )
 from .metrics import Metrics as Metrics
 from .model_source import (
+    base_name as base_name,
     expect_language_model as expect_language_model,
     expect_same_model as expect_same_model,
     files_of_run as files_of_run,
@@ -43,7 +44,7 @@ from .model_source import (
     make_task as make_task,
     model_name as model_name,
     model_sha256 as model_sha256,
-    parts_of_run as parts_of_run,
+    save_model as save_model,
     without_adapter as without_adapter,
 )
 from .state import (

@@ -7,7 +7,7 @@ tokenizer.json of the data, so that the model can be used without the data
 model/         files of the initial model that training does not change
 ledger.jsonl   metrics.jsonl   tb/   checkpoints/   summary.json
 released/      released numbers of the steps since the last checkpoint, mode 0700
-report.html   report.md   audit.html   audit.md   audit.json, by the commands report and audit
+report.html   report.md   audit.json, by the commands report and audit
 """
 
 import dataclasses

@@ -137,6 +137,28 @@ def parts_of_run(run_dir: Path) -> tuple[TransformerConfig, Any, Pretrained | No
     return config, checkpoint.load_params(path), base
 
 
+def save_model(source: str, out: Path, card: dict[str, str], *, adapter: bool = False) -> None:
+    """Write a model, or only the adapters of a run, into the new directory `out`.
+
+    Args:
+      source: the directory of a run or of a model, or hf:NAME.
+      card: the model card, by its name; empty for none.
+
+    Raises: ConfigError: there is no such model, `out` exists, or no known family has its parts.
+    """
+    if adapter:
+        config, params, base = parts_of_run(Path(source))
+        expect("adapter", True, base is not None, f"a run with LoRA, and {source} is none")
+        of_base = pretrained.named(directory.load(Path(source)).run.model.source)
+        files = files_of_run(Path(source), base)
+        peft_files.save(out, config, params, *of_base, files, card)
+        return
+    model = find_model(source)
+    expect("model", source, model is not None, "the directory of a run or a model")
+    assert model is not None
+    pretrained.save(out, model.config, model.params, model.tokenizer, model.files, card)
+
+
 def model_sha256(model: Pretrained | None) -> str | None:
     """Digest of the float32 values of a model's parameters, which a resumed run compares; None for
     fresh parameters."""
@@ -146,6 +168,12 @@ def model_sha256(model: Pretrained | None) -> str | None:
 def model_name(source: str) -> str:
     """The value of `--model` for others to read: without the directories of this machine."""
     return source if source.startswith(pretrained.HUB) else Path(source).name
+
+
+def base_name(run_dir: Path) -> str | None:
+    """Name on the Hub of the model that a run's adapters belong to; None if it is a directory."""
+    source = directory.load(run_dir).run.model.source
+    return pretrained.named(source)[0] if source.startswith(pretrained.HUB) else None
 
 
 def without_adapter(stored: StoredRun, run: RunConfig) -> RunConfig:

@@ -2,12 +2,11 @@
 
 verify       each promise of a run, checked against its files (`evidence`, `ledger_checks`) and by a
              `replay`
+report       privacy report, model card and published folder, from the `claim` of the ledger
 published    what a stranger can check of a folder that `fedsim publish` made
-report       privacy report, model card and registry entry, from the `claim` of the ledger
 audit        attacks: plants `canaries`, and bounds epsilon by guesses (`bounds`) and by the noise
              in what was released (`noise_audit`)
-budget_page  the privacy budget of users
-people       what all runs of a ledger promise several people together
+budget       the privacy budget of users, one and several together
 pages        Markdown and HTML from `templates/`, and charts
 """
 

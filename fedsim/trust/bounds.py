@@ -1,21 +1,18 @@
-"""Lower bounds on epsilon from guesses about canaries in a single run; pure statistics.
+"""Tests of a claimed privacy curve by guesses about canaries in a single run; pure statistics.
 
 Each of many canaries was included or left out by the toss of a coin. More correct guesses of the
-coins than (epsilon, delta)-DP allows refute it. There are three bounds, each with more assumptions
-than the one before:
+coins than the claimed curve allows refute it.
 
-1. `audit`: of one pair (epsilon, delta), whatever the mechanism (Steinke, Nasr and Jagielski 2023).
-2. `audit_curve`: of a trade-off curve (Mahloujifar, Melis and Chaudhuri 2024). Guessing 76 % of the
-   coins is far from refuting epsilon = 8 of randomised response, and refutes that of the Gaussian
-   mechanism, so it takes far fewer canaries.
-3. `audit_independent`: of a curve, where each canary's score depends on its own coin alone. The
-   first two hold even if the scores depend on each other in the worst way, which a claim about one
-   user does not rule out. Gradient canaries are independent by construction: their directions have
+1. `audit_curve`: whatever the mechanism, and however the release about one canary depends on the
+   others (Mahloujifar, Melis and Chaudhuri 2024). Guessing 76 % of the coins is far from refuting
+   epsilon = 8 of randomised response, and refutes that of the Gaussian mechanism.
+2. `audit_independent`: where each canary's score depends on its own coin alone, which a claim about
+   one user does not say. Gradient canaries are independent by construction: their directions have
    no coordinate in common, whether one is drawn is independent of the others, and so is the noise
    on its coordinates. What is assumed is that other users' gradients, at parameters that canaries
    have moved, do not pass on their coins.
 
-Theorem (of 3). Let the coins be tossed independently with probability 1/2, and the scores be
+Theorem (of 2). Let the coins be tossed independently with probability 1/2, and the scores be
 independent of each other, each depending on its own coin alone, by a mechanism for which the claim
 holds. Then however the guesses are made from all scores, the number of correct ones among m is, in
 distribution, at most that of heads among m tosses of a coin with probability (1 + a)/2, where a is
@@ -29,8 +26,6 @@ limit theorem; this needs neither that nor the scores' sizes.
 """
 
 import dataclasses
-import math
-from bisect import bisect_left
 from collections.abc import Callable
 
 import numpy as np
@@ -40,103 +35,6 @@ from fedsim.accounting import gaussian_epsilon
 
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)
 """Fractions of canaries to guess, most confident first; the rest are abstentions."""
-LARGEST = 100.0
-MOST_CANARIES = 2**20
-
-
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """With this confidence, the run was (epsilon, delta)-DP for no smaller epsilon."""
-
-    epsilon: float
-    confidence: float
-    canaries: int
-    included: int
-    guesses: int
-    """Number of guesses of the best bound."""
-    correct: int
-    largest_possible: float
-    """The bound if every guess were right: no larger claim can be refuted."""
-
-
-def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """Largest probability of so many correct guesses under (epsilon, delta)-DP.
-
-    Exact for delta = 0, where randomised response attains it. With delta it is the bound of the
-    theorem, which no attack may attain. Compared with exact linear programming it was too small in
-    238 of 3,779 cases, in all of which it is 0.71 or more: far above any significance that is used,
-    so that no bound on epsilon follows from them.
-
-    Args:
-      canaries: m; each was included with probability 1/2, independently.
-      guesses: r, decided before the run.
-      correct: v, how many of them were right.
-
-    Source: Steinke et al. 2023, Theorem 5.2 (the guarantee is add-or-remove).
-    """
-    right = 1 / (1 + math.exp(-epsilon))  # randomised response
-    beta = float(stats.binom.sf(correct - 1, guesses, right))
-    if delta == 0 or correct == 0:
-        return min(1.0, beta)
-    below = np.arange(1, correct + 1)
-    excess = stats.binom.sf(correct - below - 1, guesses, right) - beta
-    alpha = float(np.max(excess / below, initial=0.0))
-    return min(1.0, beta + 2 * canaries * delta * alpha)
-
-
-def lower_bound(
-    canaries: int, guesses: int, correct: int, delta: float, significance: float
-) -> float:
-    """Largest epsilon that so many correct guesses refute; 0 if none. Args: see `p_value`."""
-
-    def excess(epsilon: float) -> float:
-        return p_value(canaries, guesses, correct, epsilon, delta) - significance
-
-    if excess(0.0) >= 0:
-        return 0.0
-    if excess(LARGEST) < 0:
-        return LARGEST
-    return float(optimize.brentq(excess, 0.0, LARGEST, xtol=1e-6))  # pyright: ignore
-
-
-def audit(scores: np.ndarray, included: np.ndarray, delta: float, confidence: float) -> Bound:
-    """The best bound over several numbers of guesses, which share the significance (Bonferroni).
-
-    Args:
-      scores: [canaries], larger if a canary seems included. Ties are broken by position.
-      included: bool [canaries].
-      delta: of the claim.
-      confidence: of the bound.
-    """
-    count, tried = len(scores), guessed(scores, included)
-    significance = (1 - confidence) / len(tried)
-    # The more guesses, the better if all are right: the last option has all.
-    largest = lower_bound(count, count, count, delta, significance)
-    bounds = [(lower_bound(count, r, v, delta, significance), r, v) for r, v in tried]
-    epsilon, guesses, correct = max(bounds, key=lambda bound: bound[0])
-    return Bound(epsilon, confidence, count, int(included.sum()), guesses, correct, largest)
-
-
-def canaries_needed(epsilon: float, delta: float, confidence: float) -> int | None:
-    """Number of canaries that refute `epsilon` if every guess is right.
-
-    Returns:
-      None if it is more than MOST_CANARIES, or if delta is too large for any number.
-
-    Guarantees: `largest_possible` of an audit with so many exceeds epsilon, and with one fewer not.
-    """
-    significance = (1 - confidence) / len(options_of(1))
-
-    def enough(count: int) -> bool:
-        return p_value(count, count, count, epsilon, delta) < significance
-
-    high = 1
-    while not enough(high):
-        high *= 2
-        if high > MOST_CANARIES:
-            return None
-    low = high // 2 + 1  # one fewer is too few
-    return low + bisect_left(range(low, high), True, key=enough)
 
 
 def options_of(count: int) -> list[tuple[int, int]]:
@@ -152,35 +50,13 @@ def options_of(count: int) -> list[tuple[int, int]]:
 
 
 def guessed(scores: np.ndarray, included: np.ndarray) -> list[tuple[int, int]]:
-    """(guesses, correct ones) of each of the options. Args: as of `audit`."""
+    """(guesses, correct ones) of each of the options. Args: as of `audit_curve`."""
     count, order = len(scores), np.argsort(-scores, kind="stable")
     took_part = included[order]
     return [
         (above + below, int(took_part[:above].sum() + (~took_part[count - below :]).sum()))
         for above, below in options_of(count)
     ]
-
-
-def area(inside: np.ndarray, outside: np.ndarray) -> float:
-    """Area under the ROC curve: probability that a score of `inside` exceeds one of `outside`."""
-    return float(
-        stats.mannwhitneyu(inside, outside).statistic / (len(inside) * len(outside))  # pyright: ignore
-    )
-
-
-def roc(inside: np.ndarray, outside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(false, true) positive rates over all thresholds, from (0, 0) to (1, 1)."""
-    scores = np.concatenate([inside, outside])
-    order = np.argsort(-scores, kind="stable")
-    member = np.concatenate([np.ones(len(inside)), np.zeros(len(outside))])[order]
-    ends = np.append(
-        np.flatnonzero(np.diff(scores[order])), len(scores) - 1
-    )  # ties change together
-    true, false = np.cumsum(member)[ends], np.cumsum(1 - member)[ends]
-    return (
-        np.concatenate([[0.0], false / len(outside)]),
-        np.concatenate([[0.0], true / len(inside)]),
-    )
 
 
 Claim = Callable[[float], float]
@@ -251,13 +127,14 @@ def refutes(canaries: int, guesses: int, correct: int, claim: Claim, significanc
 
 
 def audit_curve(
-    scores: np.ndarray, included: np.ndarray, claim: Claim, delta: float, confidence: float
+    scores: np.ndarray, included: np.ndarray, claim: Claim | None, delta: float, confidence: float
 ) -> CurveBound:
     """Test a claimed curve with several numbers of guesses, which share the significance.
 
     Args:
-      scores, included: as for `audit`.
-      claim: the curve.
+      scores: [canaries], larger if a canary seems included. Ties are broken by position.
+      included: bool [canaries].
+      claim: the curve; None: nothing is claimed.
       delta: of the claim, for `CurveBound.epsilon`.
       confidence: of a refutation.
     """
@@ -265,19 +142,20 @@ def audit_curve(
     significance = (1 - confidence) / len(tried)
     largest = [(_largest_mu(count, r, v, significance), r, v) for r, v in tried]
     mu, guesses, correct = max(largest)
-    refuting = [(r, v) for r, v in tried if refutes(count, r, v, claim, significance)]
+    could, refuting = False, []
+    if claim is not None:
+        refuting = [(r, v) for r, v in tried if refutes(count, r, v, claim, significance)]
+        could = any(refutes(count, r, r, claim, significance) for r, _ in tried)
     if refuting:
         guesses, correct = refuting[0]
-    could = any(refutes(count, r, r, claim, significance) for r, _ in tried)
     epsilon = gaussian_epsilon(mu, delta)
     return CurveBound(bool(refuting), could, guesses, correct, mu, epsilon)
 
 
 def _largest_mu(canaries: int, guesses: int, correct: int, significance: float) -> float:
     def excess(mu: float) -> float:
-        return (
-            1.0 if refutes(canaries, guesses, correct, gaussian_claim(mu), significance) else -1.0
-        )
+        refuted = refutes(canaries, guesses, correct, gaussian_claim(mu), significance)
+        return 1.0 if refuted else -1.0
 
     if excess(0.0) < 0:
         return 0.0
@@ -293,8 +171,9 @@ class IndependentBound:
     refuted: bool
     could_refute: bool
     """True if it would be refuted with every guess right."""
+    guesses: int
+    """Number of canaries: every coin is guessed."""
     correct: int
-    """Number of correct guesses; every coin is guessed."""
     most_expected: float
     """Largest expected number of correct guesses under the claim."""
     epsilon: float
@@ -318,7 +197,7 @@ def audit_independent(
       this probability.
 
     Args:
-      scores, included: as for `audit`.
+      scores, included: as for `audit_curve`.
       claim: the curve.
       delta: of the claim, for `IndependentBound.epsilon`.
       significance: the probability.
@@ -332,4 +211,6 @@ def audit_independent(
     share = float(stats.beta.ppf(significance, correct, count - correct + 1)) if correct else 0.0
     mu = max(0.0, 2 * float(special.ndtri(share)))
     epsilon = gaussian_epsilon(mu, delta) if mu else 0.0
-    return IndependentBound(refutes(correct), refutes(count), correct, count * right, epsilon)
+    return IndependentBound(
+        refutes(correct), refutes(count), count, correct, count * right, epsilon
+    )

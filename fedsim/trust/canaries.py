@@ -4,11 +4,6 @@ A *gradient canary* has a linear loss, so that its gradient has the same directi
 and is far longer than the clip norm; directions of different canaries have no coordinate in common.
 A *text canary* is a user who wrote one line of made-up words. For sampling, clipping and noise both
 are ordinary users: their losses go through the engine, the strategy and the mechanism.
-
-If texts have several owners, a canary owns some texts alone, and others together with partners,
-made-up users who are always included. In ULS every partner also wrote a text that pulls in the
-opposite direction, so that the group of a partner is reversed by a text of the canary. Owners do
-not depend on the coins: a canary that was left out keeps its texts, without content.
 """
 
 import dataclasses
@@ -21,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim.clipping import Buckets, num_coordinates
-from fedsim.config import Algorithm
-from fedsim.data import Dataset, Owners, Tokenizer, UserStore, joined, of_ids
+from fedsim.data import Dataset, Tokenizer, UserStore
 from fedsim.engine import Task, WrappedTask
 from fedsim.errors import expect
 from fedsim.noise import AddNoise
@@ -122,20 +116,11 @@ class CanaryTask(WrappedTask):
       canaries: int32 [examples] of the training split; the canary of a row, or -1.
       directions: of the canaries.
       clip_norm: C.
-      pulls: float32 [examples]; factor of a canary's gradient, in LENGTHs. None: 1.
     """
 
-    def __init__(
-        self,
-        inner: Task,
-        canaries: np.ndarray,
-        directions: Directions,
-        clip_norm: float,
-        pulls: np.ndarray | None = None,
-    ):
+    def __init__(self, inner: Task, canaries: np.ndarray, directions: Directions, clip_norm: float):
         super().__init__(inner)
         self.canaries, self.directions, self.clip_norm = canaries, directions, clip_norm
-        self.pulls = np.ones(len(canaries), np.float32) if pulls is None else pulls
 
     def __repr__(self) -> str:
         return f"CanaryTask({self.inner}, {self.directions})"
@@ -154,17 +139,15 @@ class CanaryTask(WrappedTask):
         )
 
     def read(self, split: str, rows: np.ndarray) -> dict[str, Any]:
-        """The inner task's rows, and the canary and pull of each."""
-        canary, pull = np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.float32)
+        """The inner task's rows, and the canary of each."""
+        canary = np.full(len(rows), -1, np.int32)
         if split == "train":
             canary = np.where(rows >= 0, self.canaries[rows], np.int32(-1))
-            pull = np.where(rows >= 0, self.pulls[rows], np.float32(0))
-        return {"inner": self.inner.read(split, rows), "canary": canary, "pull": pull}
+        return {"inner": self.inner.read(split, rows), "canary": canary}
 
     def made_up(self, rows: np.ndarray) -> dict[str, Any]:
         """The inner task's rows, none of which is a canary's."""
-        nobody, pull = np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.float32)
-        return {"inner": self.inner.made_up(rows), "canary": nobody, "pull": pull}
+        return {"inner": self.inner.made_up(rows), "canary": np.full(len(rows), -1, np.int32)}
 
     def nats(self, params: Any, batch: Any, *frozen: Any) -> tuple[jax.Array, jax.Array]:
         """The inner task's losses and predictions."""
@@ -174,7 +157,7 @@ class CanaryTask(WrappedTask):
         """Losses of rows: linear in the parameters for canaries, else the inner task's."""
         canaries = batch["canary"]
         linear = jax.vmap(lambda canary: self.directions.along(params, canary))(canaries)
-        scaled = LENGTH * self.clip_norm * batch["pull"] * linear
+        scaled = LENGTH * self.clip_norm * linear
         return jnp.where(canaries >= 0, scaled, self.inner.losses(params, batch["inner"], *frozen))
 
 
@@ -195,13 +178,7 @@ class PlantedStore:
         self.max_length, self.vocab_size = store.max_length, store.vocab_size
         both = f"{store.fingerprint} {planted.fingerprint}"
         self.fingerprint = hashlib.sha256(both.encode()).hexdigest()
-        self.metadata, self.path = store.metadata, None
-
-    @functools.cached_property
-    def owners(self) -> Owners | None:
-        """Owners of the texts of both stores."""
-        real, planted = self.store.owners, self.planted.owners
-        return None if real is None or planted is None else joined(real, planted)
+        self.metadata, self.path, self.owners = store.metadata, None, None
 
     @functools.cached_property
     def offsets(self) -> np.ndarray:
@@ -258,8 +235,7 @@ class Planted:
     num_gradient: int
     num_text: int
     rows: int
-    """Number of examples of a canary, at least as many as a user may have in a step; for texts with
-    several owners, of each set of owners."""
+    """Number of examples of a canary, at least as many as a user may have in a step."""
     clip_norm: float
     included: np.ndarray
     """The coins, bool [gradient canaries, then text canaries]."""
@@ -271,7 +247,6 @@ class Planted:
         self.first: Any = None
         """Parameters before the first step."""
         self.task_inner: Any = None
-        self.pulls: np.ndarray | None = None
         self.total: Any = None
         """Sum of all privatised gradients."""
         self.noise = ReleasedNoise()
@@ -310,7 +285,7 @@ class Planted:
         expect("gradient_canaries", self.num_gradient, self.num_gradient <= size, f"<= {size}")
         if not self.num_gradient:
             return task
-        return CanaryTask(task, self.owners, self.directions, self.clip_norm, self.pulls)
+        return CanaryTask(task, self.owners, self.directions, self.clip_norm)
 
     def hearing(self, add_noise: AddNoise) -> AddNoise:
         """Wrap the run's noise; see `ReleasedNoise.hearing`."""
@@ -332,79 +307,3 @@ class Planted:
 def coins(count: int, rng: np.random.Generator) -> np.ndarray:
     """Independent coins, bool [count], each True with probability 1/2."""
     return rng.random(count) < 0.5
-
-
-OPPOSED = -0.5
-"""Pull of a partner's text along the canary's direction, weaker than a text of the canary."""
-
-
-def partners_of(algorithm: Algorithm, max_changed: int) -> int:
-    """Number of partners of a canary: more than the bound permits, so that a missing bound
-    shows."""
-    return POOLS - 1 if algorithm == Algorithm.ELS else POOLS * max(1, max_changed)
-
-
-@dataclasses.dataclass
-class PlantedAmongOthers(Planted):
-    """The canaries of one audit of texts with several owners, each with its partners."""
-
-    partners: int
-    opposed: bool
-    """True if partners wrote a text that pulls in the opposite direction."""
-
-    def data(self, data: Dataset) -> Dataset:
-        """The data, with all canaries and partners as the last users."""
-        store = data.train
-        each = 1 + self.partners  # a canary's, then its partners'
-        drawn = canary_tokens(data, len(self.included) * each, self.rng)
-        tokens = [drawn[low : low + each] for low in range(0, len(drawn), each)]
-        self.texts = UserStore.from_examples(
-            {f"{i:08d}": [row[0]] for i, row in enumerate(tokens[self.num_gradient :])},
-            store.max_length,
-            store.vocab_size,
-        )
-        sets: list[tuple[Any, list[list[int]], int, float]] = []  # (owners, texts, canary, pull)
-        for i, there in enumerate(self.included):
-            pulled = i if i < self.num_gradient else -1
-            own = [tokens[i][0] if there else []] * self.rows
-            partners = [f"{i:08d}-{j}" for j in range(self.partners)]
-            for owners in [f"{i:08d}", *((f"{i:08d}", each) for each in partners)]:
-                sets.append((owners, own, pulled if there else -1, 1.0))
-            if self.opposed:
-                for name, text in zip(partners, tokens[i][1:], strict=True):
-                    sets.append((name, [text], pulled, OPPOSED))
-        sets.sort(key=lambda each: of_ids(each[0]))  # the order in a store
-        planted = UserStore.from_examples(
-            {owners: texts for owners, texts, _, _ in sets}, store.max_length, store.vocab_size
-        )
-        counts = [len(texts) for _, texts, _, _ in sets]
-        of_real = np.full(store.num_examples, -1, np.int32)
-        own = np.repeat(np.array([each[2] for each in sets], np.int32), counts)
-        pulls = np.repeat(np.array([each[3] for each in sets], np.float32), counts)
-        self.owners = np.concatenate([of_real, own])
-        self.pulls = np.concatenate([np.zeros(len(of_real), np.float32), pulls])
-        canaries = {"gradient": self.num_gradient, "text": self.num_text}
-        return dataclasses.replace(data, train=PlantedStore(store, planted, canaries))
-
-
-def rows_of_users(data: Dataset, split: str, most_users: int, most_rows: int) -> list[np.ndarray]:
-    """Rows of some users of a split with several owners of a text, evenly spaced over its users.
-
-    A text is held out if any of its owners is, so that training users also own held-out texts. From
-    held-out splits, only users are taken who own no training text.
-
-    Returns:
-      Up to `most_rows` rows, int64, for each of up to `most_users` users.
-    """
-    store: UserStore = getattr(data, split)
-    owners = store.owners
-    assert owners is not None, "of texts with several owners"
-    of_user: list[list[np.ndarray]] = [[] for _ in range(owners.num_users)]
-    offsets: list[int] = store.offsets.tolist()
-    for number, user in zip(owners.sets.tolist(), owners.users.tolist(), strict=True):
-        of_user[user].append(np.arange(offsets[number], offsets[number + 1]))
-    trained = set() if split == "train" else set(data.train.user_ids())
-    users = [u for u, name in enumerate(store.user_ids()) if name not in trained]
-    chosen = np.linspace(0, len(users) - 1, min(most_users, len(users))).astype(np.int64)
-    rows_of = (np.concatenate([np.zeros(0, np.int64), *of_user[users[i]]]) for i in chosen)
-    return [rows[:most_rows] for rows in rows_of]

@@ -15,7 +15,7 @@ from fedsim.accounting import Event, RunningEpsilon, StepEvent, at_most, zcdp_de
 from fedsim.budget import together
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm
 from fedsim.errors import ConfigError, FedsimError
-from fedsim.plan import AllocatedSampling, Plan, Trial, claimed_phases
+from fedsim.plan import AllocatedSampling, Plan, claimed_phases
 from fedsim.run import StoredRun, ledger
 from fedsim.trust.evidence import Check
 
@@ -25,7 +25,55 @@ STEP_POINTS = 16
 SLACK_SHARE = 1e-3  # of delta, for the slack of several users together
 FALSE_ALARMS = (0.001, 0.01, 0.05)
 PEOPLE = (2, 5, 10, 100)
+FIXED_USERS = (
+    "This holds for users who were named before anybody saw a release: for those who were chosen "
+    "by looking at one, delta is to be multiplied by the number of sets that could be chosen."
+)
 WEAK_EPSILON, WEAK_DELTA = 10, 0.01  # largest values without a warning; of delta times users
+
+OWNERS = "owners"
+"""Kind of neighbours: data whose texts may have several owners."""
+WORDS = {
+    OWNERS: {
+        "unit": "a user: what is in all texts that an id in the data owns, alone or with others",
+        "adjacency": "data sets that differ in what is in the texts that one user owns; users, "
+        "texts and who owns which are the same, and public",
+        "held_out": "texts of held-out users",
+        "trained_els": "{kept} texts of {num_users} users ({own}; a text can have several owners)",
+        "trained_uls": "{kept} texts of {num_users} users ({own}; a text can have several owners)",
+        "known": "taking as known who the users are and who owns which text",
+        "texts": "what is in all texts that they own, alone or with others,",
+    },
+    ZERO_OUT: {
+        "unit": "a user: all texts with the same id in the data, one person's or not",
+        "adjacency": "data sets that differ by all texts of one user; the users are the same, and "
+        "public",
+        "held_out": "users not trained on",
+        "trained_els": "at most {group_size} texts of each of {num_users} users ({own})",
+        "trained_uls": "texts of {num_users} users ({own})",
+        "known": "taking as known that they are among the users, and how many users there are",
+        "texts": "all of their texts",
+    },
+    ADD_OR_REMOVE: {
+        "unit": "a user: all texts with the same id in the data, one person's or not",
+        "adjacency": "data sets that differ by one user with all texts, added or removed",
+        "held_out": "users not trained on",
+        "trained_els": "{num_units} of the {num_examples} texts of {num_users} users ({own})",
+        "trained_uls": "{num_examples} texts of {num_users} users ({own})",
+        "known": "taking as known how many users and texts there are",
+        "texts": "all of their texts",
+    },
+}
+"""Phrases of each kind of neighbouring data sets."""
+OWN = "each an id of its own in the data"
+PRIVATE = (
+    "{trained} with user-level differential privacy of epsilon = {epsilon} and delta = {delta}: "
+    "for every one of these users, {known}, whatever their texts say and whatever else is known, "
+    "including {texts} in the training multiplies the probability of any outcome by at most "
+    "{factor} and adds at most {delta}, in either direction."
+)
+OPEN = "{trained} without noise, so that no privacy is claimed for anyone."
+LABELLED = "{trained}; no privacy is claimed: epsilon = {epsilon} is {label}."
 
 
 class ReportError(FedsimError):
@@ -92,53 +140,32 @@ class Released(Claimed):
     checks: list[Check]
 
 
-def parameters(released: Claimed) -> dict[str, float]:
-    """Epsilon and delta as in the registry entry: rounded up."""
-    delta = float(at_most(released.plan.delta, ".3e"))
-    return {"epsilon": float(at_most(released.epsilon, ".4f")), "delta": delta}
-
-
 def claim(released: Claimed) -> str:
     """The claim in one sentence that can be quoted."""
-    plan, delta = released.plan, at_most(released.plan.delta, ".2e")
+    plan = released.plan
+    words, counted = WORDS[_kind(plan)], ("num_users", "num_examples", "num_units", "group_size")
+    counts = {name: f"{getattr(plan, name) or 0:,}" for name in counted}
+    counts["kept"] = "" if plan.shared is None else f"{plan.shared.kept:,}"
+    trained = words[f"trained_{plan.algorithm}"].format(**counts, own=OWN)
     model = f"The model with SHA-256 fingerprint {released.fingerprint}"
-    els, own = plan.algorithm == Algorithm.ELS, "each an id of its own in the data"
-    if plan.shared is not None:
-        texts = f"{plan.shared.kept:,} texts of {plan.num_users:,} users ({own}; a text can have"
-        trained = f"was trained on {texts} several owners)"
-        given = "taking as known who the users are and who owns which text"
-    elif plan.adjacency == ZERO_OUT:
-        part = f"at most {plan.group_size:,} texts of each" if els else "texts"
-        trained = f"was trained on {part} of {plan.num_users:,} users ({own})"
-        given = "taking as known that they are among the users, and how many users there are"
-    else:
-        part = f"{plan.num_units:,} of the " if els else ""
-        texts = f"{part}{plan.num_examples:,} texts of {plan.num_users:,} users"
-        trained = f"was trained on {texts} ({own})"
-        given = "taking as known how many users and texts there are"
     if released.phases is None:
-        return f"{model} {trained} without noise, so that no privacy is claimed for anyone."
-    if released.label:
-        reasons = {
-            "as a trial of a private selection": isinstance(plan.purpose, Trial),
-            "with a seed, to be reproduced": plan.seeded,
-        }
-        why = " and ".join(reason for reason, holds in reasons.items() if holds)
-        return (
-            f"{model} {trained}, {why}, for which no privacy is claimed: "
-            f"epsilon = {at_most(released.epsilon, '.4f')} is {released.label}."
-        )
-    theirs, left = "all of their texts", "them"
-    if plan.shared is not None:
-        theirs, left = "what is in all texts that they own, alone or with others,", "it"
-    return (
-        f"{model} {trained} with user-level differential privacy of epsilon = "
-        f"{at_most(released.epsilon, '.4f')} and delta = {delta}: for every one of these "
-        f"users, {given}, whatever their texts say and whatever else is known, putting {theirs} "
-        f"into the training instead of leaving {left} out makes no outcome of it more than "
-        f"{_factor(released.epsilon)} times as likely, nor as unlikely, give or take a "
-        f"probability of {delta}."
+        sentence = OPEN
+    else:
+        sentence = LABELLED if released.label else PRIVATE
+    return sentence.format(
+        trained=f"{model} was trained on {trained}",
+        known=words["known"],
+        texts=words["texts"],
+        epsilon=at_most(released.epsilon, ".4f"),
+        delta=at_most(plan.delta, ".2e"),
+        factor=_factor(released.epsilon),
+        label=released.label,
     )
+
+
+def _kind(plan: Plan) -> str:
+    """Key of WORDS."""
+    return OWNERS if plan.shared is not None else plan.adjacency
 
 
 def _factor(epsilon: float) -> str:
@@ -282,33 +309,26 @@ def facts(released: Released) -> dict[str, Any]:
         "els": plan.algorithm == Algorithm.ELS,
         "prob": plan.sampling.prob * plan.sampling.bands,
         "unit": unit(plan),
-        "adjacency": adjacency(plan),
-        "mechanism": mechanism(plan),
+        "adjacency": WORDS[_kind(plan)]["adjacency"],
+        "held_out": held_out(plan),
         "slack": slack(released),
-        "held_out": held_out(released),
         "all_runs": all_runs(released),
-        "tuning": tuning(plan),
+        "tuning": [fact for fact in plan.non_private if "chosen by looking" in fact],
     }
 
 
-def tuning(plan: Plan) -> list[str]:
-    """Settings that were chosen by looking at the data, which is not accounted."""
-    return [fact for fact in plan.non_private if "chosen by looking" in fact]
+def unit(plan: Plan) -> str:
+    """The privacy unit in words."""
+    return WORDS[_kind(plan)]["unit"]
 
 
-def mechanism(plan: Plan) -> str:
-    """Name of the algorithm."""
-    els = plan.algorithm == Algorithm.ELS
-    name = "DP-SGD-ELS (Algorithm 1)" if els else "DP-SGD-ULS (Algorithm 2)"
-    if plan.adaptive:
-        name += ", with a clip norm that follows a quantile of the norms privately"
-    if plan.noisy_loss:
-        name += ", with each step's training loss, noise on it"
-    return f"{name} of Charles et al. 2024: the Gaussian mechanism on a clipped sum"
+def held_out(plan: Plan) -> str:
+    """Source of held-out losses: a text is held out if any of its owners is."""
+    return WORDS[_kind(plan)]["held_out"]
 
 
 def all_runs(released: Released) -> str:
-    """Sentence on the cost of all runs on this run's users, by the ledger of the data.
+    """Cost of all runs on this run's users, by the ledger of the data, in words.
 
     Whom earlier runs read tells who is among the users, which add-or-remove hides.
     """
@@ -329,33 +349,6 @@ def all_runs(released: Released) -> str:
         f"{at_most(total.adaptive, '.4f')} if runs were chosen by looking at earlier ones, for a "
         "limit that was fixed before the first (`fedsim budget`)"
     )
-
-
-def unit(plan: Plan) -> str:
-    """The privacy unit in words."""
-    if plan.shared is not None:
-        return "a user: what is in all texts that an id in the data owns, alone or with others"
-    return "a user: all texts with the same id in the data, one person's or not"
-
-
-def adjacency(plan: Plan) -> str:
-    """The adjacency in words: which data sets are neighbours."""
-    if plan.shared is not None:
-        return (
-            "data sets that differ in what is in the texts that one user owns; users, texts and "
-            "who owns which are the same, and public"
-        )
-    if plan.adjacency == ZERO_OUT:
-        return "data sets that differ by all texts of one user; the users are the same, and public"
-    return "data sets that differ by one user with all texts, added or removed"
-
-
-def held_out(released: Released) -> str:
-    """Source of held-out losses.
-
-    A text is held out if any of its owners is, so that its other owners may be trained on.
-    """
-    return "texts of held-out users" if released.plan.shared else "users not trained on"
 
 
 def slack(released: Claimed) -> str:

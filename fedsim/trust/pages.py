@@ -2,17 +2,17 @@
 
 Templates are Markdown. Values in them are text: possible markup is escaped, so that no name, path
 or setting adds a heading, a link or a script; code in a value's backticks stays code. The HTML page
-has one style sheet, light or dark as the reader's system, and no scripts, links or fetched files. A
-chart is a picture in HTML, drawn as SVG by matplotlib, and a table of its points in Markdown.
+has one style sheet, and no scripts, links or fetched files. A chart is a picture in HTML, drawn as
+SVG by matplotlib, and a table of its points in Markdown.
 
 Jinja2, markdown-it-py and matplotlib are imported when a page is made, so that no command waits for
 them. Equal values give equal bytes.
 """
 
+import base64
 import dataclasses
 import functools
 import html
-import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -37,33 +37,33 @@ CODE = re.compile(r"(?<!`)(`[^`|]+`)(?!`)")
 MARKUP = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")
 AT_START = re.compile(r"^(\d*)([#+=.)-])(?=[#+=-]*(?:\s|$))")
 """The start of a value that Markdown would read as a list, a heading or a rule."""
+SIZE = 5.6, 3.5  # inches of 72 points: about the width of a phone, so that text is legible there
+POINTS_IN_TABLE = 12
+STYLE = {
+    "axes.grid": True,
+    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: equal sizes everywhere
+    "svg.hashsalt": "fedsim",  # the same bytes each time
+    "text.parse_math": False,
+}
 
 
 def write(out: Path, name: str, template: str, **facts: Any) -> dict[str, str]:
-    """Write NAME.html and NAME.md into a directory, which is created.
+    """Write NAME.html and NAME.md into a directory, which is created; returns their paths.
 
     Args:
-      out: the directory.
       facts: all values that the template uses, `title` among them.
-
-    Returns:
-      The paths, as "html" and "markdown".
     """
-    texts = {"html": as_html(template, **facts), "markdown": as_markdown(template, **facts)}
+    texts = {"html": as_html(template, **facts), "md": as_markdown(template, **facts)}
     make_place(out)
-    files = {"html": out / f"{name}.html", "markdown": out / f"{name}.md"}
+    files = {kind: out / f"{name}.{kind}" for kind in texts}
     for kind, file in files.items():
         write_atomically(file, texts[kind].encode())
-    return {kind: str(file) for kind, file in files.items()}
+    return {"html": str(files["html"]), "markdown": str(files["md"])}
 
 
 def as_markdown(template: str, **facts: Any) -> str:
     """The page as Markdown, with a table of points for each chart."""
-
-    def points(chart: Chart) -> Markup:
-        return Markup(_render("chart.md.jinja", chart=chart))
-
-    return _render(template, **facts, chart=points)
+    return _render(template, **facts, figure=None)
 
 
 def as_html(template: str, **facts: Any) -> str:
@@ -74,7 +74,7 @@ def as_html(template: str, **facts: Any) -> str:
         charts.append(chart)
         return Markup(f"```{FIGURE}\n{len(charts) - 1}\n```\n")
 
-    text = _render(template, **facts, chart=figure)
+    text = _render(template, **facts, figure=figure)
     body = _parser().render(text, {"charts": charts})
     title = html.escape(printable(str(facts["title"]), kept=""))
     return _render("page.html.jinja", title=Markup(title), body=Markup(body))
@@ -145,45 +145,15 @@ def _parser() -> "MarkdownIt":
         if token.info != FIGURE:
             return f"<pre>{html.escape(token.content)}</pre>\n"
         chart = env["charts"][int(token.content)]
-        caption = f"<figcaption>{html.escape(chart.title)}</figcaption>"
-        return f"<figure>{caption}{svg(chart)}</figure>\n"
+        title, picture = html.escape(chart.title), base64.b64encode(svg(chart)).decode()
+        caption = f"<figcaption>{title}</figcaption>"
+        image = f'<img alt="{title}" src="data:image/svg+xml;base64,{picture}">'
+        return f"<figure>{caption}{image}</figure>\n"
 
     made.add_render_rule("fence", fence)
     made.add_render_rule("table_open", lambda *_: '<div class="wide"><table>\n')
     made.add_render_rule("table_close", lambda *_: "</table></div>\n")
     return made
-
-
-SIZE = 5.6, 3.5  # inches of 72 points: about the width of a phone, so that text is legible there
-POINTS_IN_TABLE = 12
-COLOURS = {
-    "#010101": "--ink",
-    "#020202": "--rule",
-    "#030303": "--a",
-    "#040404": "--b",
-    "#050505": "--c",
-}
-"""Placeholder colours for matplotlib, and the variables of the page that replace them."""
-INK, RULE, *LINES = COLOURS
-STYLE = {
-    "font.size": 10,
-    "font.sans-serif": [
-        "DejaVu Sans"
-    ],  # comes with matplotlib, so that text has equal sizes everywhere
-    "text.parse_math": False,
-    "svg.fonttype": "none",  # text stays text, in the page's font
-    "svg.hashsalt": "fedsim",  # the same bytes each time
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.grid": True,
-    "grid.color": RULE,
-    "legend.frameon": False,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,11 +168,7 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """Lines with a title and labels of the axes.
-
-    Raises:
-      ValueError: no point can be drawn.
-    """
+    """Lines of upper bounds, with a title and labels of the axes."""
 
     title: str
     x_label: str
@@ -210,87 +176,48 @@ class Chart:
     series: Sequence[Series]
     log_y: bool = False
     """Use a logarithmic y axis, and leave out values that are not positive."""
-    bounds: bool = False
-    """True if the values are upper bounds; their numbers are then rounded up."""
-
-    def __post_init__(self) -> None:
-        if not any(self.drawn(each) for each in self.series):
-            raise ValueError(f"chart={self.title}: expected points")
-
-    def drawn(self, series: Series) -> list[tuple[float, float]]:
-        """Points of a line that can be drawn."""
-        pairs = [(float(x), float(y)) for x, y in zip(series.x, series.y, strict=True)]
-        finite = [(x, y) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
-        return [(x, y) for x, y in finite if y > 0 or not self.log_y]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Some points of each line, as (name, x, y), for a table; integers are not rounded."""
-        shown = at_most if self.bounds else format
+        """Some points of each line, as (name, x, y), rounded up but for integers, for a table."""
         rows = []
         for line in self.series:
             last = len(line.x) - 1
             steps = range(POINTS_IN_TABLE + 1)
             for i in sorted({round(step * last / POINTS_IN_TABLE) for step in steps}):
-                x, y = (
-                    str(v) if isinstance(v, int) else shown(v, ".4g")
-                    for v in (line.x[i], line.y[i])
-                )
+                pair = line.x[i], line.y[i]
+                x, y = (str(v) if isinstance(v, int) else at_most(v, ".4g") for v in pair)
                 rows.append((line.name, x, y))
         return rows
 
 
-def svg(chart: Chart) -> str:
-    """The chart as an <svg> element for an HTML page that defines the variables of COLOURS."""
+def svg(chart: Chart) -> bytes:
+    """The chart as an SVG file: equal charts give equal bytes."""
     import io
 
     with optional():
         import matplotlib.style
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
 
-    text = io.StringIO()
+    file = io.BytesIO()
     with matplotlib.style.context(["default", STYLE]):
         figure = Figure(figsize=SIZE, layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.subplots()
-        for number, line in enumerate(chart.series):
-            pairs = chart.drawn(line)
+        for line in chart.series:
+            pairs = [
+                (x, y) for x, y in zip(line.x, line.y, strict=True) if y > 0 or not chart.log_y
+            ]
             if pairs:
-                axes.plot(
-                    *zip(*pairs, strict=True),
-                    color=LINES[number % len(LINES)],
-                    linestyle=(0, (5, 3)) if line.dashed else "-",
-                    marker="o" if len(pairs) == 1 else "",
-                    label=brief(line.name),
-                    clip_on=False,
-                )
+                style = "--" if line.dashed else "-"
+                axes.plot(*zip(*pairs, strict=True), style, label=brief(line.name))
         axes.set(xlabel=brief(chart.x_label), ylabel=brief(chart.y_label))
         if chart.log_y:
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(lambda y, _: f"1e{math.log10(y):.0f}")
-            axes.yaxis.set_minor_formatter(lambda y, _: "")
         else:
-            axes.set_ylim(
-                bottom=min(0.0, *(y for line in chart.series for _, y in chart.drawn(line)))
-            )
-        if all(isinstance(x, int) for line in chart.series for x in line.x):
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.set_ylim(bottom=0)
         if len(chart.series) > 1:
             figure.legend(loc="outside upper left", ncols=2)
         unsigned = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(text, format="svg", transparent=True, metadata=unsigned)
-    return for_page(text.getvalue(), chart.title)
-
-
-def for_page(drawn: str, title: str) -> str:
-    """An SVG file as an element of a page, with the page's colours and without any address."""
-    element = drawn[drawn.index("<svg") :]
-    element = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
-    element = re.sub(r' xmlns(:\w+)?="[^"]*"|<!--.*?-->', "", element, flags=re.DOTALL)
-    element = re.sub(r'<g id="[^"]*"', "<g", element).replace("xlink:href", "href")
-    element = re.sub(r"font-family: [^;]*; ", "", element)
-    for stand_in, name in COLOURS.items():
-        element = element.replace(stand_in, f"var({name})")
-    head = f'<svg class="chart" role="img" aria-label="{html.escape(title)}"'
-    return re.sub(r'<svg( (width|height|version)="[^"]*")*', head, element, count=1)
+        figure.savefig(file, format="svg", metadata=unsigned)
+    return file.getvalue()

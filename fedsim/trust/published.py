@@ -1,19 +1,17 @@
-"""A folder that `fedsim publish` made, and the checks that a stranger can make of it.
+"""The checks that a stranger can make of a folder that `fedsim publish` made.
 
-It has the ledger, the report, the registry entry and the model, and `published.json`: the claim,
-and a digest of each file. No other file may be there. Neither key, settings nor data are in it, nor
-anything that was computed from users' texts without noise, but what the plan names; so some
-promises can only be checked by whoever has the run's own directory.
+The folder has the ledger, the report, the model, and `published.json` with the claim and a digest
+of each file; no other file may be there. Neither key, settings nor data are in it, nor anything
+that was computed from users' texts without noise, but what the plan names; so some promises can
+only be checked by whoever has the run's own directory.
 """
 
-import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from flax import traverse_util
 
 from fedsim.accounting import at_most
@@ -23,7 +21,7 @@ from fedsim.files import read_json, sha256_of
 from fedsim.models import model_files, stacked, unstacked
 from fedsim.plan import Plan
 from fedsim.run import checkpoint, directory, find_model, formats, ledger
-from fedsim.trust.claim import Claimed, claim, parameters
+from fedsim.trust.claim import Claimed, claim
 from fedsim.trust.evidence import TOLERANCE, Check, Record, Unknown, Violated, checked, demand
 from fedsim.trust.ledger_checks import (
     check_constants,
@@ -36,7 +34,7 @@ from fedsim.trust.ledger_checks import (
 NAME = "published.json"
 MODEL, PARAMETERS = "model", "parameters.safetensors"
 REPORTS = ("report.html", "report.md")
-CARD, REGISTRY = "README.md", "registry.yaml"
+CARD = "README.md"
 WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 OF_MODEL = {*model_files.SIDE_FILES, CARD, "adapter_config.json"}
 ROOT = "params"
@@ -122,7 +120,7 @@ def _may_be_published(name: str) -> bool:
         return file.endswith(".jinja")
     if place == MODEL:
         return file in OF_MODEL or WEIGHTS.fullmatch(file) is not None
-    return name in (ledger.FILE, *REPORTS, REGISTRY, PARAMETERS)
+    return name in (ledger.FILE, *REPORTS, PARAMETERS)
 
 
 def save_parameters(path: Path, params: Any) -> None:
@@ -203,7 +201,7 @@ def _without_zeros(params: Any) -> Any:
 
 
 def _claim(folder: Folder) -> str:
-    """The claim follows from the ledger, the report quotes it, and the registry entry says it."""
+    """The claim follows from the ledger, and the report quotes it."""
     stated = folder.published
     made = Claimed.of(folder.plan, folder.lines, stated.params_sha256)
     same = abs(made.epsilon - stated.epsilon) <= TOLERANCE * made.epsilon
@@ -216,17 +214,9 @@ def _claim(folder: Folder) -> str:
     for name in REPORTS:
         said = _text(folder.run_dir / name)
         demand(stated.claim in said, f"{folder.run_dir / name}: expected the claim of {NAME}")
-    registry = _text(folder.run_dir / REGISTRY)
-    try:
-        entry = yaml.safe_load(registry)["deployment"]
-        described = entry["basic"]["description"], entry["privacy_loss"]["privacy_parameters"]
-    except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError):
-        described = None
-    same = described == (stated.claim, parameters(made))
-    demand(same, f"{folder.run_dir / REGISTRY}: expected the claim of {NAME}")
     epsilon, delta = at_most(made.epsilon, ".6g"), at_most(made.plan.delta, ".2e")
     quoted = "the report quotes the claim, and what else it says was not compared"
-    return f"epsilon {epsilon} at delta {delta}, as ledger and registry entry say; {quoted}"
+    return f"epsilon {epsilon} at delta {delta}, as the ledger says; {quoted}"
 
 
 def _text(path: Path) -> str:
@@ -246,19 +236,3 @@ LOOKS: list[tuple[str, Callable[[Any], str]]] = [
     ("model", _model),
     ("claim", _claim),
 ]
-
-
-def described_claim(claimed: Claimed, form: str, files: dict[str, str]) -> dict[str, Any]:
-    """The content of published.json."""
-    plan = claimed.plan
-    about = formats.Published(
-        claim=claim(claimed),
-        epsilon=claimed.epsilon,
-        num_steps=claimed.num_released,
-        delta=plan.delta,
-        adjacency=plan.compared,
-        params_sha256=claimed.fingerprint,
-        model=form,  # pyright: ignore[reportArgumentType]
-        files=files,
-    )
-    return dataclasses.asdict(about)

@@ -1,64 +1,73 @@
-"""Documents on a run's privacy: the report, the model card, and an entry for a public registry.
+"""What is written of a run's privacy: the report, the model card, and a folder to be published.
 
 The report follows the list in "How to DP-fy ML" (Ponomareva et al. 2023, Section 5.3.3). Numbers
 about privacy are computed from the ledger when a document is written, and bounds are rounded up. A
 run that breaks a promise of `verify` gets no report.
 
-The registry entry has the highest tier of the schema of OpenDP's deployments-registry-data
-(Nanayakkara, Ghazi and Vadhan 2025, arXiv 2509.13509). Fields that a run cannot know, such as who
-publishes the model, for what and where, are marked to be filled in.
+Of a run's directory, some files are made to be published and others reveal what nobody protects:
+losses without noise, sizes of draws, times, paths, and above all the key. `publish` writes the
+former into a folder of their own, in the form that has nothing of the latter, and checks it as a
+stranger would (`published`).
 """
 
+import dataclasses
+import json
 import math
+import os
 import shlex
-import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub import ModelCardData
-from huggingface_hub.utils import yaml_dump
 
 from fedsim.accounting import at_most
-from fedsim.config import Algorithm, settings_of, to_json
+from fedsim.config import settings_of, to_json
 from fedsim.errors import expect
-from fedsim.files import write_atomically
-from fedsim.models import Pretrained, pretrained
-from fedsim.plan import AllocatedSampling, Audit, CorrelatedNoise
-from fedsim.run import Console, checkpoint, directory, ledger, model_name
+from fedsim.files import new_directory, write_atomically, write_json
+from fedsim.models import TOKENIZER, Pretrained, pretrained
+from fedsim.plan import AllocatedSampling, Audit, CorrelatedNoise, why_not
+from fedsim.run import (
+    Console,
+    StoredRun,
+    base_name,
+    checkpoint,
+    directory,
+    formats,
+    ledger,
+    model_name,
+    save_model,
+)
+from fedsim.trust import published
 from fedsim.trust.claim import (
+    FIXED_USERS,
     Gaussian,
     Released,
     ReportError,
-    adjacency,
-    all_runs,
     claim,
     curve,
     facts,
     gaussian,
     held_out,
     is_by_group,
-    mechanism,
     over_steps,
-    parameters,
     recognised,
     several,
-    slack,
-    tuning,
     unit,
     warnings,
 )
 from fedsim.trust.pages import Chart, Series, as_markdown, write
-from fedsim.trust.people import FIXED_USERS
-from fedsim.trust.published import REGISTRY, described_claim
 from fedsim.trust.verify import verify
 
-NAME = "report"
+NAME, FOLDER = "report", "public"
+Form = Literal["huggingface", "peft", "parameters"]
+VOCABULARY = {TOKENIZER, "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json"}
+"""Files in which a short path may be a piece of the vocabulary, as /root is."""
 NO_CLAIM = "No guarantee is known: the model is not the directory of a private run."
-TO_FILL_IN = "(to be filled in by whoever publishes the model)"
 
 
 def report(run_dir: Path, out: Path, console: Console) -> dict[str, Any]:
-    """Write report.html and report.md of a run into `out`, and registry.yaml if it has a guarantee.
+    """Write report.html and report.md of a run into `out`.
 
     Returns:
       The claim, its epsilon and delta, and the paths of the files.
@@ -81,13 +90,9 @@ def report(run_dir: Path, out: Path, console: Console) -> dict[str, Any]:
     }
 
 
-def write_report(released: Released, out: Path, *, public: bool = False) -> dict[str, str | None]:
-    """Write report and registry entry; returns their paths, as "html", "markdown", "registry"."""
-    shown, entry = compose(released, public=public), registry_entry(released)
-    files = write(out, NAME, "report.md.jinja", **shown)
-    if entry is not None:
-        write_atomically(out / REGISTRY, yaml_dump(entry, sort_keys=False, width=100).encode())
-    return {**files, "registry": None if entry is None else str(out / REGISTRY)}
+def write_report(released: Released, out: Path, *, public: bool = False) -> dict[str, str]:
+    """Write the report of a run into `out`; returns its paths, as "html" and "markdown"."""
+    return write(out, NAME, "report.md.jinja", **compose(released, public=public))
 
 
 def read(run_dir: Path, console: Console) -> Released:
@@ -156,8 +161,7 @@ def _curve(released: Released, bound: Gaussian | None) -> Chart:
         for name, above in zip(names, bound.deltas(epsilons), strict=True):
             lines.append(Series(name, epsilons.tolist(), above.tolist(), dashed=True))
     title = f"Delta at each epsilon, after {released.num_steps} steps{_in_brackets(released)}"
-    labels = "epsilon", "delta (logarithmic)"
-    return Chart(title, *labels, lines, log_y=True, bounds=True)
+    return Chart(title, "epsilon", "delta (logarithmic)", lines, log_y=True)
 
 
 def _steps(released: Released) -> Chart | None:
@@ -167,11 +171,9 @@ def _steps(released: Released) -> Chart | None:
         return None
     delta, target = at_most(released.plan.delta, ".2e"), released.plan.target_epsilon
     target_line = Series("asked for", [steps[0], steps[-1]], [target, target], dashed=True)
-    title = "Epsilon of each number of steps, fixed beforehand, "
-    title += f"at delta = {delta}{_in_brackets(released)}"
-    return Chart(
-        title, "steps", "epsilon", [Series("accounted", steps, spent), target_line], bounds=True
-    )
+    title = f"Epsilon of each number of steps, fixed beforehand, at delta = {delta}"
+    lines = [Series("accounted", steps, spent), target_line]
+    return Chart(f"{title}{_in_brackets(released)}", "steps", "epsilon", lines)
 
 
 def _in_brackets(released: Released) -> str:
@@ -184,7 +186,7 @@ def _losses(released: Released, summary: dict[str, Any]) -> list[tuple[str, Any]
     if plan.evaluations is None:
         return []
     others = ", and other owners of them are trained on" if plan.shared else ""
-    about = f"({held_out(released)}, with noise{others})"
+    about = f"({held_out(plan)}, with noise{others})"
     names = ("initial_eval_loss", "final_eval_loss")
     return [(f"{n} {about}", summary[n]) for n in names if summary.get(n, "nan") != "nan"]
 
@@ -274,95 +276,108 @@ def _card(tags: list[str], base: str | None, **shown: Any) -> str:
     return f"---\n{head}\n---\n\n{as_markdown('card.md.jinja', subject='this model', **shown)}"
 
 
-def registry_entry(released: Released) -> dict[str, Any] | None:
-    """The run as an entry of the registry; None without a guarantee."""
+def publish(
+    run_dir: Path, out: Path | None, console: Console, *, form: Form = "huggingface"
+) -> dict[str, Any]:
+    """Write what may be published of a run into the new folder `out`, completely or not at all.
+
+    Args:
+      out: the folder; None: `public` in the run's directory.
+      form: the model in the format of Hugging Face, with adapters merged; adapters in PEFT's; or
+        the parameters of the last checkpoint alone.
+
+    Returns:
+      The folder, its files, the claim, epsilon and delta.
+
+    Raises:
+      ConfigError: there is no such run, it has not ended or has no guarantee, or `out` exists.
+      ReportError: a promise is violated, or the run is an audit's.
+    """
+    out = run_dir / FOLDER if out is None else out
+    with directory.lock(run_dir, to_read=True):
+        stored = directory.load(run_dir)
+        new = not out.exists() and not out.is_symlink()
+        expect("out", out, new, "a folder that is not there yet")
+        # Until then the ledger may have steps that the last checkpoint lacks, and get more.
+        ended = directory.summary_of(run_dir) is not None
+        expect("run", run_dir, ended, "a run that has ended; --resume goes on with it")
+        if (plan := stored.plan) is not None and not plan.guarantee:
+            # A published folder is a promise: whoever looks for the label may look in vain.
+            why = f"a run with a guarantee, and not one with {why_not(plan.label)}"
+            expect("run", run_dir, False, f"{why}; fedsim report and export label it")
+        released = read(run_dir, console)
+        with new_directory(out) as temporary:
+            _fill(temporary, released, form)
+            _expect_silent(temporary, stored)
+            record = _record(released, form, published.digests(temporary))
+            write_json(temporary / published.NAME, record)
+            for check in published.check_folder(temporary):
+                if check.holds is False:
+                    raise ReportError(f"not published: {check.promise} violated: {check.found}")
+    names = ("claim", "epsilon", "delta")
+    about = {name: record[name] for name in names}
+    return {"out": str(out), "files": [published.NAME, *record["files"]], **about}
+
+
+def _record(released: Released, form: Form, files: dict[str, str]) -> dict[str, Any]:
+    """The content of published.json."""
     plan = released.plan
-    if released.phases is None or released.label:
-        return None
-    name = released.run_dir.resolve().name
-    return {
-        "url_slug": "".join(c if c.isalnum() else "-" for c in name.lower()),
-        "status": "Draft",
-        "tier": 3,
-        "deployment": {
-            "basic": {
-                "name": name,
-                "data_curators": [TO_FILL_IN],
-                "intended_use": TO_FILL_IN,
-                "data_product_type": "Machine learning model",
-                "data_product_region": TO_FILL_IN,
-                "description": claim(released),
-                "publication_date": time.strftime("%Y-%m-%d", time.gmtime()),
-            },
-            "dp_variant": {
-                "variant_name": "Approximate DP",
-                "data_domain": f"All texts of {plan.num_users:,} users, each an id in the data.",
-                "unprotected_quantities": plan.outside,
-            },
-            "privacy_loss": _privacy_loss(released),
-            "deployment_model": _model(),
-            "accounting": {
-                "post_processing": "The update of the optimizer, averages of parameters, and "
-                "whatever is done with the model.",
-                "composition": "The privacy losses of all steps are composed numerically, as an "
-                f"upper bound, each step with its sampling. All runs on these users: "
-                f"{all_runs(released)}.",
-            },
-            "implementation": _implementation(released),
-            "administrative": {
-                "notes": "Written by fedsim from the run's ledger.",
-                "registry_authors": [TO_FILL_IN],
-            },
-        },
-    }
+    about = formats.Published(
+        claim=claim(released),
+        epsilon=released.epsilon,
+        num_steps=released.num_released,
+        delta=plan.delta,
+        adjacency=plan.compared,
+        params_sha256=released.fingerprint,
+        model=form,
+        files=files,
+    )
+    return dataclasses.asdict(about)
 
 
-def _privacy_loss(released: Released) -> dict[str, Any]:
-    bound, plan = gaussian(released), released.plan
-    return {
-        "privacy_unit": "User",
-        "privacy_unit_details": f"{unit(plan)}. Neighbours are {adjacency(plan)}.",
-        "privacy_parameters": parameters(released),
-        "privacy_parameters_details": f"Of it for noise that is not ideal: {slack(released)}. But "
-        f"for that, all steps together are mu-GDP with mu = {at_most(bound.mu, '.4g')}, except for "
-        f"a probability of {at_most(bound.set_aside, '.2e')}.",
-    }
+def _fill(folder: Path, released: Released, form: Form) -> None:
+    """Write all files of a published folder but its list."""
+    run_dir = released.run_dir
+    whole, _, _ = (run_dir / ledger.FILE).read_bytes().rpartition(b"\n")
+    write_atomically(folder / ledger.FILE, whole + b"\n")
+    write_report(released, folder, public=True)
+    if form == "parameters":
+        newest = checkpoint.latest(run_dir)
+        assert newest is not None, "read() found one"
+        published.save_parameters(folder, checkpoint.load_params(newest))
+    else:
+        adapter = form == "peft"
+        card = {published.CARD: card_of(released, base=base_name(run_dir) if adapter else None)}
+        save_model(str(run_dir), folder / published.MODEL, card, adapter=adapter)
 
 
-def _model() -> dict[str, Any]:
-    return {
-        "model_name": "Central",
-        "actors": "- Whoever trains holds the texts and the secret key, and is trusted with them.\n"
-        "- Everybody else, adversaries too, may see the parameters after every step and the "
-        "ledger, and may know all other users' texts.",
-        "release_type": "One release",
-        "release_type_details": "The parameters after each step are one release together.",
-        "data_source_type": "Static",
-        "access_type": "Non-interactive",
-    }
+def _expect_silent(folder: Path, stored: StoredRun) -> None:
+    """Raise ConfigError if a file of text names a place of this machine."""
+    expected = "published files without it; --form parameters leaves the model's out"
+    for file, place in named_places(folder, _places(stored)):
+        expect(file, place, False, expected)
 
 
-def _implementation(released: Released) -> dict[str, Any]:
-    plan = released.plan
-    share = plan.group_size_epsilon
-    chosen = "" if share is None else f" The group size was chosen for {share:g} of epsilon."
-    why = "each text" if plan.algorithm == Algorithm.ELS else "each user's texts of a step"
-    return {
-        "preprocessing_and_hyperparameter_tuning": "Not accounted: "
-        + ("; ".join(tuning(plan)) or "none was reported")
-        + f".{chosen}",
-        "mechanisms": f"- {mechanism(plan)}, with fedsim.\n"
-        f"- Sampling that was run: {plan.sampling.kind}; that was accounted: "
-        f"{plan.sampling.accounted}.\n"
-        "- Floating point: contributions are whole numbers, their sums exact, and the noise lies "
-        "on a lattice that does not depend on the data.\n"
-        "- Noise and draws come from AES-128 in counter mode, keyed by 256 secret bits.\n"
-        "- Timing: when steps ended is not published; nothing else protects against it.",
-        "justification": f"The gradient of {why} is clipped, so that what a user adds is bounded "
-        f"whatever they wrote. The ledger was replayed when this was written: "
-        + "; ".join(f"{check.promise} {check.verdict}" for check in released.checks)
-        + ".",
-    }
+def named_places(folder: Path, places: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    """Yield (file, place) for each file of text in a folder that names a place of this machine.
+
+    Args:
+      places: those that are looked for, beside the home directory.
+    """
+    home = str(Path.home())
+    wanted = {home, *(str(place.absolute()) for place in places)} - {"/"}
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and file.suffix != ".safetensors":
+            text = file.read_text(encoding="utf-8", errors="replace")
+            for place in sorted(wanted - ({home} if file.name in VOCABULARY else set())):
+                if place in text or json.dumps(place)[1:-1] in text:
+                    yield file.relative_to(folder).as_posix(), place
+
+
+def _places(stored: StoredRun) -> list[Path]:
+    """Directories of this machine that the run has to do with."""
+    sources = (stored.run.data.source, stored.run.model.source)
+    return [stored.run.run_dir, *map(Path, filter(os.path.exists, sources))]
 
 
 def claim_of_texts(source: str, model: Pretrained, console: Console) -> dict[str, Any]:
@@ -383,13 +398,15 @@ def claim_of_texts(source: str, model: Pretrained, console: Console) -> dict[str
     ended = directory.summary_of(path) is not None
     expect("model", source, ended, "a run that has ended; --resume goes on with it")
     released = read(path, console)
-    plan, said = released.plan, described_claim(released, "huggingface", {})
+    plan = released.plan
     return {
         "model": path.resolve().name,
         "guarantee": plan.guarantee,
-        "claim": f"{said['claim']} These texts were sampled from that model.",
-        **{name: said[name] if plan.guarantee else None for name in ("epsilon", "delta")},
-        **{name: said[name] for name in ("adjacency", "params_sha256")},
+        "claim": f"{claim(released)} These texts were sampled from that model.",
+        "epsilon": released.epsilon if plan.guarantee else None,
+        "delta": plan.delta if plan.guarantee else None,
+        "adjacency": plan.compared,
+        "params_sha256": released.fingerprint,
         "unit": unit(plan),
         "outside": list(plan.non_private),
     }

@@ -15,7 +15,9 @@ from fedsim.accounting import PureEvent, StepEvent, allocated_event, cyclic_even
 from fedsim.budget import Applicant, Charge, Entry, Limit, hold
 from fedsim.cli.main import main
 from fedsim.data import Dataset, build
-from fedsim.trust import budget, people
+from fedsim.run import ledger as run_ledger
+from fedsim.trust import budget
+from fedsim.trust.budget import why_by_group
 
 pytestmark = pytest.mark.privacy
 DELTA = 1e-6
@@ -146,8 +148,8 @@ def test_the_ledger_of_a_run_says_whether_its_noise_is_correlated(monkeypatch, n
     planned = [(cyclic_event(2.0, 0.1, 1, 4), 8)]
     entry = Entry(1, "sealed", "train", "run", "", "", planned, (0.0, 0.0))
     head = {"key_seal": "sealed", "plan": noise}
-    monkeypatch.setattr(people.run_ledger, "head", lambda _: head)
-    assert people.why_by_group(Charge(entry, planned, "released")) == reason
+    monkeypatch.setattr(run_ledger, "head", lambda _: head)
+    assert why_by_group(Charge(entry, planned, "released")) == reason
 
 
 def test_without_a_guarantee_several_are_promised_nothing(tmp_path, place):

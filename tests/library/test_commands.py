@@ -43,14 +43,14 @@ def test_a_recommendation_is_that_of_the_command_and_can_be_trained(tmp_path, ca
 @pytest.mark.ci
 def test_an_audit_says_what_it_found(tmp_path, capfd):
     given = {"epsilon": 4.0, "num_steps": 2, "batch_size": 12, "run_dir": tmp_path / "audit"}
-    found = fedsim.audit(
-        "uls", POSTS, gradient_canaries=20, text_canaries=4, attacked_users=4, **given, **TINY
-    )
+    found = fedsim.audit("uls", POSTS, gradient_canaries=20, text_canaries=4, **given, **TINY)
     assert silent(capfd)
     written = json.loads((tmp_path / "audit/audit.json").read_text())
     assert found.verdict == written["verdict"] and found.holds is written["holds"]
-    assert 0 <= found.epsilon_lower_bound <= found.epsilon <= 4 and found.html.exists()
-    assert str(found).startswith("epsilon is at least") and found.run_dir == tmp_path / "audit"
+    assert 0 < found.epsilon <= 4 and found.verdicts["length of the noise"] == "not refuted"
+    assert (
+        str(found).startswith(f"epsilon: {found.verdict}") and found.run_dir == tmp_path / "audit"
+    )
 
 
 def test_a_stopped_audit_that_refutes_says_so_with_its_exit_code(monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from test_console import PLAN
 
 from fedsim import accounting
 from fedsim.accounting import StepEvent
+from fedsim.config import DataConfig, RunConfig
 from fedsim.trust import claim
 from fedsim.trust.claim import Released, facts
 from fedsim.trust.pages import as_markdown
+from fedsim.trust.report import compose
 
 
 def released(phases, num_steps, delta=1e-5, plan=None):
@@ -55,24 +58,31 @@ def test_every_point_of_the_curve_has_its_own_slack():
         assert deltas[number] >= bare[number] * math.exp(error) * (1 - 1e-12)
 
 
-def in_words(found):
-    """The part of a report on what was claimed, as Markdown."""
-    said = {"claim": claim.claim(found), "warnings": claim.warnings(found)}
-    return as_markdown("claim.md.jinja", **said, recognised=claim.recognised(found))
+def in_words(found, run_dir):
+    """The report of what was claimed, as Markdown; with a run directory that holds no summary."""
+    stored = SimpleNamespace(
+        run=RunConfig(DataConfig("texts"), run_dir=run_dir),
+        strategy={},
+        identity=SimpleNamespace(adapter=None, model=None),
+        versions={},
+    )
+    lines = [{"head": {"config_sha256": "0"}}] + [{"chain": "0"}] * found.num_released
+    found = dataclasses.replace(found, run_dir=run_dir, stored=stored, lines=lines)
+    return as_markdown("report.md.jinja", **compose(found))
 
 
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.parametrize("delta", [1.2301e-6, 9.991e-7, 1e-6])
-def test_no_bound_in_the_sentences_is_rounded_down(delta, monkeypatch):
+def test_no_bound_in_the_sentences_is_rounded_down(delta, monkeypatch, tmp_path):
     found = of_plan(monkeypatch, delta=delta)
     text = claim.claim(found)
     assert float(re.search(r"epsilon = ([\d.]+)", text)[1]) >= found.epsilon
     deltas = re.findall(r"\d\.\d\de-\d+", text)
     assert len(deltas) == 2 and all(delta <= float(x) < 1.01 * delta for x in deltas)
-    factor = float(re.search(r"than ([\d.,]+) times", text)[1].replace(",", ""))
+    factor = float(re.search(r"outcome by at most ([\d.,]+) and", text)[1].replace(",", ""))
     assert math.exp(found.epsilon) <= factor
-    table = in_words(found)
+    table = in_words(found, tmp_path)
     rows = re.findall(r"^\| ([\d.]+)% .* at most ([\d.]+)% \|$", table, re.MULTILINE)
     assert [float(alarms) for alarms, _ in rows] == [100 * f for f in claim.FALSE_ALARMS]
     for (_, shown), alarms in zip(rows, claim.FALSE_ALARMS, strict=True):
@@ -87,16 +97,10 @@ def test_a_weak_claim_is_said_to_be_one(monkeypatch):
     assert said == "Mind: an epsilon above 10 promises little."
 
 
-@pytest.mark.parametrize(
-    "label",
-    [
-        {"seeded": True},
-    ],
-)
-def test_what_is_no_guarantee_is_not_put_into_words(label, monkeypatch):
-    found = of_plan(monkeypatch, **label)
+def test_what_is_no_guarantee_is_not_put_into_words(monkeypatch, tmp_path):
+    found = of_plan(monkeypatch, seeded=True)
     assert "no privacy is claimed" in claim.claim(found)
-    assert claim.recognised(found) == [] and "recognises" not in in_words(found)
+    assert claim.recognised(found) == [] and "recognises" not in in_words(found, tmp_path)
 
 
 @pytest.mark.privacy

@@ -1,11 +1,18 @@
 """Pages: what is in the HTML is in the Markdown, and no value can add markup to either."""
 
+import base64
+import dataclasses
 import re
 from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from markdown_it import MarkdownIt
+from test_console import PLAN
 
+from fedsim.accounting import StepEvent
+from fedsim.trust.claim import Released, facts
 from fedsim.trust.pages import Chart, Series, as_html, as_markdown, escaped, fenced
 
 HOSTILE = (
@@ -107,25 +114,45 @@ def test_commands_stay_in_their_block(value):
     assert shown(value).split() == "".join(found.pieces).split()[1:-1]
 
 
-def audit_of(*names):
-    replaced = [dict.fromkeys(("setting", "given", "used", "why"), name) for name in names]
+def report_of(*names):
+    """Values of a report in which every name, path and reason is one of these."""
     every = " ".join(names)
-    return {
+    check = SimpleNamespace(promise=every, verdict="OK", found=every, holds=True)
+    chart = Chart(every, every, "y", [Series(every, [0, 1, 2], [1.0, 2.5, 4.25])] * 2)
+    plan = dataclasses.replace(PLAN, non_private=list(names))
+    lines = [{"head": {"config_sha256": every}}, {"chain": every}]
+    found = Released(
+        plan=plan,
+        lines=lines,
+        phases=[(StepEvent(1.0, 0.1), 1)],
+        epsilon=1.0,
+        fingerprint="f" * 64,
+        run_dir=Path("run"),
+        stored=None,
+        checks=[check],
+    )
+    return facts(found) | {
         "title": every,
-        "sentence": every,
-        "attacks": {},
-        "independent": None,
-        "noise": None,
-        "shared": False,
-        "replaced": replaced,
-        "charts": [Chart(every, every, "y", [Series(every, [0, 1, 2], [1.0, 2.5, 4.25])] * 2)],
+        "subject": every,
+        "recognised": [],
+        "warnings": names,
+        "several": [],
+        "curve": chart,
+        "steps": None,
+        "gaussian": None,
+        "public": False,
+        "settings": [(name, name) for name in names],
+        "summary": None,
+        "losses": [],
+        "fingerprints": [(every, "f")],
+        "commands": names,
     }
 
 
 def test_a_page_with_hostile_names_has_the_tags_of_any_other():
-    """Text is code in backticks here and there; a chart lays its text out as it is long."""
-    hostile = Read(as_html("audit.md.jinja", **audit_of(*HOSTILE)))
-    plain = Read(as_html("audit.md.jinja", **audit_of(*["word"] * len(HOSTILE))))
+    """Text is code in backticks here and there."""
+    hostile = Read(as_html("report.md.jinja", **report_of(*HOSTILE)))
+    plain = Read(as_html("report.md.jinja", **report_of(*["word"] * len(HOSTILE))))
     tags = [[t for t in each.tags if t != "code"] for each in (hostile, plain)]
     assert tags[0] == tags[1]
     assert {a[:2] for a in hostile.attributes} == {a[:2] for a in plain.attributes}
@@ -134,20 +161,19 @@ def test_a_page_with_hostile_names_has_the_tags_of_any_other():
 
 
 def test_nothing_is_fetched_and_nothing_runs():
-    page = as_html("audit.md.jinja", **audit_of("https"))
-    assert not re.search(r"src=|href=(?!\"#)|url\((?!#)|@import|https?:", page)
-    assert "default-src 'none'" in page and "prefers-color-scheme:dark" in page
-    assert not re.search(r"<(script|link|iframe|object|img|a)\b", page)
-    assert page.count("<style") == page.count("<title") == 1 and page.count("<svg") == 1
-
-
-def budget_of(chart):
-    facts = {"title": "t", "sentences": ["s"], "head": ("a", "b"), "rows": [("1", "x|y")]}
-    return as_markdown("budget.md.jinja", **facts, course=chart)
+    """Pictures are in the page; as images, they run no scripts either."""
+    page = as_html("report.md.jinja", **report_of("https"))
+    pictures = re.findall(r'src="data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)"', page)
+    assert len(pictures) == 1 and b"<svg" in base64.b64decode(pictures[0])
+    assert page.count("src=") == 1 and not re.search(r"href=|url\(|@import|https?:", page)
+    assert "default-src 'none'" in page
+    assert not re.search(r"<(script|link|iframe|object|svg|a)\b", page)
+    assert page.count("<style") == page.count("<title") == 1
 
 
 @pytest.mark.privacy
-def test_the_numbers_of_a_chart_of_bounds_are_rounded_up_and_counts_are_whole():
+def test_the_numbers_of_a_chart_are_rounded_up_and_counts_are_whole():
     series = Series("l", [123_456, 1.00001], [3.99931, 2.50001])
-    text = budget_of(Chart("c", "x", "y", [series], bounds=True))
+    found = report_of("word") | {"curve": Chart("c", "x", "y", [series])}
+    text = as_markdown("report.md.jinja", **found)
     assert "| l | 123456 | 4.000 |" in text and "| l | 1.001 | 2.501 |" in text

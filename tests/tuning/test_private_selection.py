@@ -23,7 +23,7 @@ from fedsim.run import checkpoint
 from fedsim.run.console import Console
 from fedsim.run.ledger import LedgerError
 from fedsim.run.model_source import load_data
-from fedsim.trust.budget_page import budget
+from fedsim.trust.budget import budget
 from fedsim.tuning import jobs_of, selection
 from fedsim.tuning.pricing import Selection, evaluations_of, price, sentences
 from fedsim.tuning.selection import select

@@ -1,4 +1,8 @@
-"""The privacy budget of users: the cost of all runs on their texts, and what limits leave."""
+"""The privacy budget of users: the cost of all runs on their texts, and what limits leave.
+
+The numbers for several people together hold if no run was chosen by looking at the releases of
+others; docs/theory/people.md.
+"""
 
 import dataclasses
 import math
@@ -9,18 +13,17 @@ from typing import Any
 import numpy as np
 
 from fedsim import accounting
-from fedsim.accounting import StepEvent, at_least, at_most
+from fedsim.accounting import SelectionEvent, StepEvent, at_least, at_most
 from fedsim.budget import Books, BudgetLedger, Charge, Entry, Limit, Total, books, hold, look, union
-from fedsim.config import default_delta, to_json
+from fedsim.config import INDEPENDENT, default_delta, to_json
+from fedsim.errors import ConfigError
 from fedsim.plan import why_not
-from fedsim.run import aligned
-from fedsim.trust.claim import PEOPLE
-from fedsim.trust.pages import Chart, Series, write
-from fedsim.trust.people import FIXED_USERS, THEOREM, composed, why_by_group
+from fedsim.run import aligned, ledger as run_ledger
+from fedsim.trust.claim import FIXED_USERS, PEOPLE, SLACK_SHARE
 
-NAME = "budget"
 MOST_NAMED = 5
 HEAD = "run", "kind", "state", "began", "users", "releases", "epsilon alone"
+THEOREM, GROUP = "theorem", "group privacy"
 
 
 def budget(
@@ -29,7 +32,6 @@ def budget(
     *,
     delta: float | None = None,
     limit_epsilon: float | None = None,
-    out: Path | None = None,
 ) -> dict[str, Any]:
     """The cost of all runs on the texts of some users, for the user who pays most.
 
@@ -38,7 +40,6 @@ def budget(
       ids: of the users; None for all users in the ledger.
       delta: of the epsilons; None for the default of runs.
       limit_epsilon: a limit to set for these users.
-      out: directory for budget.html and budget.md; None for no files.
 
     Returns:
       The JSON object of `fedsim budget`.
@@ -61,8 +62,6 @@ def budget(
             accounts = books(ledger, ids)
         result = {"ledger": str(place)} | _found(ledger, accounts, users, delta)
         result["alike"] = "" if ids is None else ledger.told_alike(ids)
-    if out is not None:
-        result |= write(out, NAME, "budget.md.jinja", **compose(result))
     return result
 
 
@@ -73,11 +72,6 @@ def _found(
     sizes = [
         int(np.isin(users, ledger.users_of(each.entry.users)).sum()) for each in accounts.charges
     ]
-    prefixes = [
-        dataclasses.replace(accounts, charges=accounts.charges[: n + 1])
-        for n in range(len(accounts.charges))
-    ]
-    course = [each.total(delta, sums=True) for each in prefixes]
     return {
         "num_users": len(users),
         "delta": delta,
@@ -97,14 +91,6 @@ def _found(
             _row(each, size, delta) for each, size in zip(accounts.charges, sizes, strict=True)
         ],
         "several": _several(accounts.charges, sizes, len(users), spent),
-        "course": [
-            {
-                "epsilon": to_json(each.fixed),
-                "epsilon_adaptive": to_json(each.adaptive),
-                "sum_of_epsilons": to_json(each.added_up),
-            }
-            for each in course
-        ],
     }
 
 
@@ -123,6 +109,55 @@ def _several(
         counts = [min(people, size) for size in sizes]
         found.append((people, *composed(charges, counts, people, spent.delta)))
     return [{"people": k, "epsilon": to_json(epsilon), "how": how} for k, epsilon, how in found]
+
+
+def why_by_group(charge: Charge) -> str:
+    """Reason why only group privacy is known for what a run releases; empty if the theorem is.
+
+    An event does not say whether the noise of cyclic sampling is correlated; the run's ledger does.
+    """
+    events = [event for event, _ in charge.reserved or []]
+    steps = [event for event in events if isinstance(event, StepEvent)]
+    if any(event.allocated for event in steps):
+        return "random allocation"
+    if any(isinstance(event, SelectionEvent) for event in events):
+        return "a private selection"
+    if all(event.cycle == 1 for event in steps):
+        return ""
+    head = run_ledger.head_of(Path(charge.entry.place), charge.entry.run)
+    if not head:
+        return "cyclic sampling, perhaps with correlated noise, in a directory that is gone"
+    independent = head["plan"].get("noise", INDEPENDENT) == INDEPENDENT
+    return "" if independent else "correlated noise"
+
+
+def composed(
+    charges: Sequence[Charge], counts: Sequence[int], people: int, delta: float
+) -> tuple[float, str]:
+    """Epsilon of runs with a guarantee for several people together; inf if none is known.
+
+    Args:
+      counts: the largest number of the people whom each run reads.
+      people: their number.
+    Returns:
+      Epsilon, and THEOREM or GROUP.
+    """
+    pairs = [pair for pair in zip(charges, counts, strict=True) if pair[0].released != []]
+    slacks, phases = [charge.entry.slack for charge, _ in pairs], list[tuple]()
+    by_group = any(count > 1 and why_by_group(charge) for charge, count in pairs)
+    try:
+        for charge, count in pairs:
+            of_run = charge.reserved or []
+            phases += of_run if by_group else accounting.for_people(of_run, max(1, count))
+        if not by_group:
+            return accounting.epsilon_with(slacks, phases, delta), THEOREM
+        left = delta * (1 - SLACK_SHARE)
+        ideal = accounting.group_epsilon(phases, left, people) if phases else 0.0
+        more, missed = accounting.together(slacks, ideal, left)
+        epsilon = float(ideal + more) if left + missed <= delta else math.inf
+    except ConfigError:  # the loss is too large to be added up
+        epsilon = math.inf
+    return epsilon, GROUP if by_group else THEOREM
 
 
 def left(accounts: Books, limit: Limit) -> float:
@@ -198,14 +233,14 @@ def sentences(result: dict[str, Any]) -> list[str]:
         )
         names += ", ..." if len(bad) > MOST_NAMED else ""
         lines.append(
-            f"{total}unlimited, because {len(bad)} of them had no guarantee: {names}. This cannot "
-            "be undone: whoever has such a model may know these users' texts. For later trials use "
+            f"{total}unlimited, because {len(bad)} of them had no guarantee: {names}. This is "
+            "permanent: the released model may reveal these users' texts. For later trials use "
             "a ledger of their own (--budget-ledger), and for a release other users."
         )
     else:
         lines.append(
-            f"{total}no user has paid more than epsilon = {_shown(result['epsilon'])} at delta = "
-            f"{delta} ({_shown(result['sum_of_epsilons'])} if epsilons were added up)."
+            f"{total}the cost of each user is at most epsilon = {_shown(result['epsilon'])} at "
+            f"delta = {delta} ({_shown(result['sum_of_epsilons'])} if epsilons were added up)."
         )
         if runs > 1:
             lines.append(
@@ -219,7 +254,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
         at = f"The limit is {limit['epsilon']:g} at delta = {at_most(limit['delta'], '.2e')}"
         if float(limit["spent"]) > limit["epsilon"]:
             spent = f"{_shown(limit['spent'])} is spent"
-            lines.append(f"{at}, and is broken already: {spent}. No run fits any more.")
+            lines.append(f"{at}. It is exceeded: {spent}. No further run is allowed.")
         else:
             most = f"epsilon = {at_least(float(limit['left']), '.4g')}"
             lines.append(
@@ -256,29 +291,6 @@ def _of_several(result: dict[str, Any]) -> list[str]:
         why = ", ".join(f"{run} ({reason})" for reason, run in reasons.items())
         line += f" This is by group privacy, which is not tight, because of {why}."
     return [line]
-
-
-def compose(result: dict[str, Any]) -> dict[str, Any]:
-    """Values for the template budget.md.jinja."""
-    shown = {"title": "Privacy budget", "sentences": sentences(result)}
-    return shown | {"head": HEAD, "rows": rows(result), "course": _course(result["course"])}
-
-
-def _course(course: list[dict[str, Any]]) -> Chart | None:
-    """Chart of epsilon after each run; None if no epsilon is finite."""
-    names = {
-        "composed by losses": "epsilon",
-        "whatever was chosen by looking": "epsilon_adaptive",
-        "epsilons added up": "sum_of_epsilons",
-    }
-    numbers = list(range(1, len(course) + 1))
-    series = [
-        Series(title, numbers, [float(each[name]) for each in course], dashed=title[0] == "e")
-        for title, name in names.items()
-    ]
-    if not any(math.isfinite(y) for each in series for y in each.y):
-        return None
-    return Chart("What the runs have cost so far", "runs", "epsilon", series, bounds=True)
 
 
 def _shown(epsilon: float | str) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from fedsim.plan import REPRODUCTION
-from fedsim.trust.budget_page import budget, rows, sentences
+from fedsim.trust.budget import budget, rows, sentences
 
 RUN = {
     "run": "a", "kind": "train", "state": "released", "began": "now", "releases": 20,
@@ -32,7 +32,7 @@ def said(spent, *limits, runs=1, several=()):
 
 
 def test_a_limit_that_is_broken_is_no_limit_that_is_used_up():
-    broken = "The limit is 5 at delta = 1.00e-3, and is broken already: 5.318 is spent"
+    broken = "The limit is 5 at delta = 1.00e-3. It is exceeded: 5.318 is spent. No further run"
     assert broken in said(5.318, 5)[1]
     assert ": epsilon = 3.681 is left for one" in said(5.3185, 9)[1]
     assert ": epsilon = 0.0 is left for one" in said(5.0, 5)[1]
@@ -61,10 +61,7 @@ def test_a_budget_without_bound_names_the_runs_that_made_it_so_and_what_to_do():
     assert lines[0].startswith(
         "Total over 4 runs on texts of these 150 users: unlimited, because 2"
     )
-    assert (
-        "no guarantee: trial (a known seed), free (without noise). This cannot be undone"
-        in lines[0]
-    )
+    assert "no guarantee: trial (a known seed), free (without noise). This is permanent" in lines[0]
     assert "--budget-ledger" in lines[0] and lines[-1] == "* no guarantee"
     table = [row[-1] for row in rows({"runs": [RUN, seeded, free]})]
     assert table == ["1.0", "1.0*", "inf*"]
