@@ -13,7 +13,6 @@ import tyro
 from fedsim.cli.arguments import Flat, ReadsSources
 from fedsim.config import MechanismConfig, PrivacyConfig, PrivacyTarget, RunConfig
 from fedsim.errors import ConfigError, expect, expect_positive
-from fedsim.installation import expect_installed
 from fedsim.run import aligned, wrapped
 
 
@@ -40,9 +39,6 @@ class Recommend(ReadsSources):
     users: int = 128
     """Number of users whose gradients are measured. >= 1."""
 
-    plot: Path | None = None
-    """PNG file to draw: noise per step against group size, for els and uls."""
-
     plan_only: bool = False
     """Read no text, and answer at once: for clip_norm 1, as if every user had 8 examples, and with
     uls, for one example of each user in a step."""
@@ -53,24 +49,16 @@ class Recommend(ReadsSources):
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine import set_threads
 
-        if self.plot is not None:
-            expect_installed("matplotlib")
         privacy = PrivacyConfig(**vars(self.target), **vars(self.mechanism))
         set_threads(self.run.engine)
         from fedsim.run import Console
         from fedsim.tuning import recommend, report
 
-        console = Console()
         result = recommend(
-            privacy,
-            self.run,
-            console,
-            num_users=self.users,
-            plot=self.plot,
-            plan_only=self.plan_only,
+            privacy, self.run, Console(), num_users=self.users, plan_only=self.plan_only
         )
         if not self.json:
-            print(wrapped(report(result, verbose=console.verbose)))
+            print(wrapped(report(result)))
         return result
 
 

@@ -16,7 +16,6 @@ from fedsim.config import (
 )
 from fedsim.engine import set_threads
 from fedsim.errors import ConfigError, expect
-from fedsim.files import expand_home
 from fedsim.library.run import (
     MechanismSettings,
     TrainSettings,
@@ -95,7 +94,6 @@ def recommend(
     messages: str | None = None,
     users: int = 128,
     plan_only: bool = False,
-    plot: str | Path | None = None,
     **settings: Unpack[MechanismSettings],
 ) -> Recommendation:
     """Recommend els or uls, and its settings, for some data, an epsilon and a batch size.
@@ -107,7 +105,6 @@ def recommend(
       run_dir: parent of the directories in the recommended settings.
       users: number of users whose gradients are measured.
       plan_only: read no text, and answer at once.
-      plot: PNG file to draw: noise per step against group size.
       settings: settings of `train`, except those that are recommended; output is quiet by default.
 
     Raises:
@@ -128,7 +125,6 @@ def recommend(
             run,
             Console(),
             num_users=users,
-            plot=None if plot is None else Path(expand_home("plot", plot)),
             plan_only=plan_only,
         )
     return Recommendation(

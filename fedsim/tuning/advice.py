@@ -10,7 +10,6 @@ import functools
 import os
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from fedsim import accounting
@@ -29,10 +28,8 @@ from fedsim.config import (
     settings_of,
     to_json,
 )
-from fedsim.installation import optional
 from fedsim.noise import Prediction, predicted_error, strategy
 from fedsim.plan import PUBLIC, allocated, bands_predicted
-from fedsim.run import duration
 from fedsim.sampling import Users, graph_of
 from fedsim.training import Noise, settled
 
@@ -159,20 +156,6 @@ def least(cells: Sequence[Cell]) -> Cell:
     return min((cell for cell in cells if not cell.against), key=lambda cell: cell.ratio)
 
 
-def table(cells: Sequence[Cell]) -> list[str]:
-    """Lines of a table of the candidates."""
-    shape = "{:12}{:13}{:>6}{:>6}{:>9}{:>10}{:>11}{:>9}  {}".format
-    head = ("sampling", "noise", "b", "K", "sigma", "on sums", "gradients", "MB")
-    lines, chosen = [shape(*head, "").rstrip()], least(cells)
-    for each in cells:
-        numbers = f"{each.noise_multiplier:.4g}", f"{each.ratio:.3f}", f"{each.batch_size:,}"
-        settings = str(each.bands or ""), str(each.participations or "")
-        note = "least" if each is chosen else each.against
-        size = f"{each.row_bytes / 1e6:.3g}"
-        lines.append(shape(each.sampling, each.noise, *settings, *numbers, size, note).rstrip())
-    return lines
-
-
 def _memory() -> float:
     """Memory of this machine in bytes."""
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -220,10 +203,6 @@ class Advice:
     """Expected fraction of the training examples that some step uses."""
     gradients: float
     """Expected number of gradients over all steps."""
-    strategy: str | None
-    """Strategy that training would use for clipped sums; None: nothing was computed."""
-    seconds: float | None
-    """Duration of the training on the present workers, without evaluation; None: not measured."""
     settings: dict[str, Any]
     """All settings of this training by name, in JSON's types: arguments of `fedsim.train`."""
     command: list[str]
@@ -306,19 +285,13 @@ ROWS = [
     ("data used", "{data_used:.1%}"),
     ("gradients per step", "{batch_size:,}"),
     ("gradients in all", "{gradients:,.0f}"),
-    ("time, without evaluation", "{duration}"),
 ]
 """Rows of the table, with the shapes of their values."""
-MEASURED = ("  95 % interval", "time, without evaluation")
-"""Rows that are known only where gradients were computed."""
+MEASURED = "  95 % interval"  # known only where gradients were computed
 
 
-def report(result: dict[str, Any], *, verbose: bool = False) -> str:
-    """The result of `recommend` as text: the answer, commands, and a table.
-
-    Args:
-      verbose: with the ways of sampling and kinds of noise that were compared.
-    """
+def report(result: dict[str, Any]) -> str:
+    """The result of `recommend` as text: the answer, commands, and a table."""
     best, other = ("els", "uls") if result["recommended"] == "els" else ("uls", "els")
     looked = result["looked_at"] is not None
     lines = [
@@ -338,13 +311,12 @@ def report(result: dict[str, Any], *, verbose: bool = False) -> str:
         'Lower "noise on sums of steps" means better training: compare the columns.',
     ]
     if looked:
-        lines.append(f"Time is for {result['workers']}.")
         lines.append(
             "From the users' texts, without noise: how many examples there are, G, C and its "
-            "interval, data used, gradients and time, and so the choice. --plan-only reads nothing."
+            "interval, data used and gradients, and so the choice. --plan-only reads nothing."
         )
     else:
-        lines.append("No text was read: C is 1, and ULS takes 1 example of each user.")
+        lines.append("Defaults used because no text was read: C = 1, G = 1 for ULS.")
     lines += [
         fact if fact.startswith(PUBLIC) else f"not private: {fact}"
         for fact in result["non_private"]
@@ -353,11 +325,6 @@ def report(result: dict[str, Any], *, verbose: bool = False) -> str:
         "To choose privately, within epsilon: --group-size-epsilon E replaces --group-size (els), "
         "and --clip-quantile Q adapts --clip-norm."
     )
-    for each in (result["els"], result["uls"]) if verbose else ():
-        if each["cells"]:
-            name = each["algorithm"].upper()
-            lines += ["", f"{name}: noise on sums of steps, in units of the first line's"]
-            lines += [f"  {line}" for line in table([Cell(**cell) for cell in each["cells"]])]
     return "\n".join(lines)
 
 
@@ -371,41 +338,15 @@ def _examples(result: dict[str, Any]) -> str:
 
 def _settings_table(result: dict[str, Any], looked: bool) -> list[str]:
     """Lines of the table of both algorithms' settings."""
-    columns = [{**each, **_of_people(each)} for each in (result["els"], result["uls"])]
+    columns = []
+    for each in (result["els"], result["uls"]):
+        interval = each["clip_norm_interval"]
+        between = "" if interval is None else "{:.3g} to {:.3g}".format(*interval)
+        columns.append({**each, "between": between})
     width = max(len(name) for name, _ in ROWS)
     lines = [f"{'':{width}} {'ELS':>15} {'ULS':>15}"]
     for name, shape in ROWS:
-        if looked or name not in MEASURED:
+        if looked or name != MEASURED:
             first, second = (shape.format(**each) for each in columns)
             lines.append(f"{name:{width}} {first:>15} {second:>15}")
     return lines
-
-
-def _of_people(advice: dict[str, Any]) -> dict[str, str]:
-    """Values that are shown in other words than their own."""
-    interval, seconds = advice["clip_norm_interval"], advice["seconds"]
-    return {
-        "between": "" if interval is None else "{:.3g} to {:.3g}".format(*interval),
-        "duration": "" if seconds is None else duration(seconds),
-    }
-
-
-def draw(rows: list[dict[str, Any]], file: Path, num_users: int) -> None:
-    """Draw noise per step against group size as a PNG."""
-    with optional():
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axis = figure.subplots()
-    for algorithm, colour in (("ELS", "tab:blue"), ("ULS", "tab:orange")):
-        curve = [row for row in rows if row["algorithm"] == algorithm]
-        groups, noise = ([row[name] for row in curve] for name in ("group_size", "noise_per_step"))
-        axis.plot(groups, noise, "-o", color=colour, label=algorithm)
-    axis.set_xscale("log", base=2)
-    axis.set(yscale="log", xlabel="group size", ylabel="noise per step (C sigma / count)")
-    axis.set_title(f"{num_users:,} users")
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.savefig(file, dpi=120, metadata={"Software": None})

@@ -1,4 +1,4 @@
-"""Estimates of `recommend` at the starting model: gradient norms, noise, use of data, time.
+"""Estimates of `recommend` at the starting model: gradient norms, noise, use of data.
 
 Norms: L_ULS(G) is the median over a sample of users of the norm of their mean gradient over at most
 G examples; L_ELS the same over single examples. They are not private: users' norms without noise.
@@ -6,12 +6,9 @@ G examples; L_ELS the same over single examples. They are not private: users' no
 Noise (Section 3, Equation 7): with Lipschitz losses and clip norms at the Lipschitz constants, both
 algorithms spend `batch_size` gradients per step, and their noise per coordinate has variance
 (sigma_ELS L_ELS / B)^2 and (sigma_ULS L_ULS / M)^2, without the variance of the gradient itself.
-
-Time: of gradients on a run's workers, with the strategy that the run would choose.
 """
 
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +18,11 @@ import numpy as np
 from scipy.stats import binom
 
 from fedsim.clipping import Clip, Strategy
-from fedsim.config import ZERO_OUT, Algorithm, EngineConfig, PrivacyConfig
+from fedsim.config import ZERO_OUT, Algorithm, PrivacyConfig
 from fedsim.engine import Engine, EngineError
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.sampling import PADDING, Users, draw_groups, graph_of, groups_of
-from fedsim.training import strategy_for
 
 NUM_USERS = 128
 """Size of the sample of users in the paper."""
@@ -34,6 +30,7 @@ NUM_USERS = 128
 ANY_CLIP = Clip(1.0, normalised=True)
 """Norms are measured before clipping."""
 STRATEGY = Strategy("scan", 2)  # one program for all group sizes, and little padding
+SINGLE = Strategy("direct", 4)
 BATCH = 32
 
 
@@ -107,14 +104,8 @@ class GradientNorms:
         six were sampled."""
         self.looked_at = len(self._users)
         """Number of users, or examples, of the estimate with the fewest."""
-        self._single = Strategy("direct", 4)
         self._seconds, self._compiled = seconds, set()
         self._user_norms: dict[int, float] = {}
-
-    def compute_single(self, strategy: Strategy) -> None:
-        """Set the strategy for gradients of single examples, whose program is compiled already."""
-        self._single = strategy
-        self._compiled.add(strategy)
 
     def user_norm(self, group_size: int) -> float:
         """L_ULS(G): psi over the sampled users of |mean gradient of at most G of their examples|.
@@ -152,7 +143,7 @@ class GradientNorms:
     def _batches(self, rows: np.ndarray) -> Iterator[np.ndarray]:
         """Norms of the rows in random order, as many as there is time for."""
         rows = self._key.generator("norms: order").permutation(rows)
-        strategy = self._single if rows.shape[1] == 1 else STRATEGY
+        strategy = SINGLE if rows.shape[1] == 1 else STRATEGY
         began = time.monotonic()
         for start in range(0, len(rows), BATCH):
             batch = rows[start : start + BATCH]
@@ -191,44 +182,7 @@ def noise_stddev(grad_norm: float, noise_multiplier: float, count: float) -> flo
     return grad_norm * noise_multiplier / count
 
 
-TIMED_GRADIENTS = (16, 16, 128)  # of a step, to tell how long all of them take
-TELLING_S = 1.0  # what takes longer needs no repetition with more
-
-
-class UnitTimes:
-    """Times of units by their number of rows, each measured once."""
-
-    def __init__(self, config: EngineConfig, workers: Engine, params: Any):
-        self._config, self._workers, self._params = config, workers, params
-        self._measurements: dict[int, tuple[Strategy, float]] = {}
-
-    def of(self, method: Any) -> tuple[Strategy, float]:
-        """The strategy for units such as those that a method draws, and seconds per unit."""
-        rows = next(rows for rows in map(method.draw, itertools.count()) if len(rows))
-        group = rows.shape[1]
-        if group not in self._measurements:
-            strategy, _ = strategy_for(
-                self._config, None, self._workers, self._params, group, ANY_CLIP, first=rows
-            )
-            self._measurements[group] = strategy, self._measured(rows, strategy)
-        return self._measurements[group]
-
-    def _measured(self, rows, strategy) -> float:
-        """Seconds per unit, from the last of several repetitions: the first one compiles, and the
-        second needs no other programs."""
-        seconds = math.nan
-        for number, gradients in enumerate(TIMED_GRADIENTS):
-            rows_now = rows[: max(2, gradients // rows.shape[1])]
-            start = time.perf_counter()
-            self._workers.clipped_sum(self._params, rows_now, ANY_CLIP, strategy)
-            elapsed = time.perf_counter() - start
-            seconds = elapsed / len(rows_now)
-            if elapsed > TELLING_S and number:
-                break
-        return seconds
-
-
-def units_of(privacy: PrivacyConfig, users: Users, key: SecretKey | None) -> Users:
+def units_of(privacy: PrivacyConfig, users: Users, key: SecretKey) -> Users:
     """The sampling units of ULS, with their examples: users.
 
     Where texts have several owners, only users with a group.
@@ -237,7 +191,6 @@ def units_of(privacy: PrivacyConfig, users: Users, key: SecretKey | None) -> Use
     """
     if graph_of(users) is None:
         return users
-    assert key is not None, "groups need a key"
     return groups_of(users, privacy.max_changed, key)
 
 
