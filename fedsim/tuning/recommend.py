@@ -142,12 +142,13 @@ def _els(
 ) -> tuple[PrivacyConfig, float, list[str]]:
     """Settings of ELS by the median heuristic, L_ELS, and the facts read off the data."""
     settings, non_private = complete(Algorithm.ELS, privacy, start.data)
-    assert settings.group_size is not None
-    most = _places(start, privacy, settings.group_size)
+    group_size = settings.group_size
+    assert group_size is not None
+    most = _places(start, privacy, group_size)
     settings = dataclasses.replace(settings, batch_size=min(settings.batch_size, most))
     if norms is None:
         return settings, privacy.clip_norm, non_private
-    pool = pool_of(start.data.train, settings.group_size, start.key, ADD_OR_REMOVE)
+    pool = pool_of(start.data.train, group_size, start.key, ADD_OR_REMOVE)
     norm = norms.example_norm(pool)
     return settings, norm, [*non_private, "clip_norm (median gradient norms of a sample)"]
 
