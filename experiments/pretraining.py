@@ -32,7 +32,7 @@ from fedsim.config import RunConfig, run_config
 from fedsim.errors import expect
 from fedsim.evaluate import evaluate, headline
 from fedsim.keys import SecretKey
-from fedsim.models import pretrained
+from fedsim.models import weights
 from fedsim.run import Console, State, checkpoint, load_data, make_task, restored, save
 from fedsim.signals import stop_signals
 from fedsim.training.optimizers import diverged, is_finite, update_rule, updater
@@ -99,7 +99,7 @@ def pretrain(settings: Settings, run: RunConfig, console: Console) -> bool:
     Raises: ConfigError: other settings than it was begun with, or the parameters ran away.
     """
     out, work = run.run_dir, run.run_dir.with_name(run.run_dir.name + ".training")
-    if pretrained.is_directory(out):
+    if weights.is_directory(out):
         return True
     work.mkdir(parents=True, exist_ok=True)
     begun = {**dataclasses.asdict(settings), "data": run.data.source, "model": run.model.source}
@@ -135,7 +135,7 @@ def pretrain(settings: Settings, run: RunConfig, console: Console) -> bool:
         return False
     loss = {"loss_before": state.initial_eval_loss, "loss": state.eval_loss}
     card = {"pretraining.json": json.dumps({**begun, **loss}) + "\n"}
-    pretrained.save(out, task.config, state.params, data.tokenizer_path, None, card)
+    weights.save(out, task.config, state.params, data.tokenizer_path, None, card)
     shutil.rmtree(work)
     return True
 

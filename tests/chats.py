@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from fedsim.data.tokenizer import Tokenizer
-from fedsim.models import pretrained
+from fedsim.models import weights
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 START, STOP = "<|im_start|>", "<|im_end|>"
@@ -69,5 +69,5 @@ def saying(directory, text, files=None):
     params["final_norm"]["scale"] += 1
     for token, following in zip(chain[:-1], chain[1:], strict=True):
         params["head"]["kernel"][:, following] = embedding[token]
-    pretrained.save(directory, config, params, files / "tokenizer.json", files)
+    weights.save(directory, config, params, files / "tokenizer.json", files)
     return directory

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from fedsim.cli.main import main
 from fedsim.data.tokenizer import Tokenizer
-from fedsim.models import pretrained
+from fedsim.models import weights
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 CONFIG = TransformerConfig(
@@ -29,7 +29,7 @@ def make_model(directory):
     tokens = jnp.zeros((1, 8), jnp.int32)
     params = jax.jit(Transformer(CONFIG).init)(jax.random.key(0), tokens)["params"]
     Tokenizer.bytes().save(directory / "bytes.json")
-    pretrained.save(directory / "model", CONFIG, params, directory / "bytes.json")
+    weights.save(directory / "model", CONFIG, params, directory / "bytes.json")
     return directory / "model"
 
 

@@ -19,7 +19,8 @@ from fedsim.cli.main import main
 from fedsim.keys import SecretKey
 from fedsim.run.console import Console
 from fedsim.run.formats import schemas
-from fedsim.trust import Check, published, report as publishing
+from fedsim.trust import Check, published
+from fedsim.trust.report import named_places, publish
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
 
@@ -200,21 +201,21 @@ def test_nothing_is_there_unless_all_of_it_is(trained, tmp_path, capsys, monkeyp
     run, out = trained / "private", tmp_path / "out"
     broken = [Check("files", False, "a file is missing")]
     with monkeypatch.context() as planted:
-        planted.setattr(publishing.published, "check_folder", lambda path: broken)
+        planted.setattr(published, "check_folder", lambda path: broken)
         assert "a file is missing" in refused(["publish", run, out], capsys)
     with monkeypatch.context() as planted:
-        planted.setattr(publishing, "write_report", lambda *_, **__: 1 / 0)
+        planted.setattr("fedsim.trust.report.write_report", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            publishing.publish(run, out, Console())
+            publish(run, out, Console())
     with monkeypatch.context() as planted:
-        planted.setattr(publishing, "named_places", lambda *_: [("report.md", "/there")])
+        planted.setattr("fedsim.trust.report.named_places", lambda *_: [("report.md", "/there")])
         assert "published files without it" in refused(["publish", run, out], capsys)
     assert not list(tmp_path.iterdir())
     mine = tmp_path / "out.tmp" / "mine"
     mine.parent.mkdir()
     mine.write_text("")
     exporting.export(str(run), tmp_path / "model")
-    publishing.publish(run, tmp_path / "published", Console())
+    publish(run, tmp_path / "published", Console())
     with monkeypatch.context() as planted:  # the card comes with the model, or neither does
         planted.setattr(exporting, "CARD", "no/such/place")
         with pytest.raises(FileNotFoundError):
@@ -229,9 +230,9 @@ def test_a_piece_of_a_vocabulary_is_no_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/root")
     for name in ("tokenizer.json", "config.json"):
         (tmp_path / name).write_text('{"/root": 7, "/data/model": 8}')
-    found = {*publishing.named_places(tmp_path, [])}
+    found = {*named_places(tmp_path, [])}
     assert found == {("config.json", "/root")}
-    found = {*publishing.named_places(tmp_path, [Path("/data/model")])} - found
+    found = {*named_places(tmp_path, [Path("/data/model")])} - found
     assert found == {(name, "/data/model") for name in ("tokenizer.json", "config.json")}
 
 
@@ -240,7 +241,7 @@ def test_a_place_is_found_however_json_spells_it(tmp_path):
     for name, kept in (("a.json", True), ("b.json", False)):
         content = json.dumps({"base": str(place / "base")}, ensure_ascii=kept)
         (tmp_path / name).write_text(content)
-    found = {*publishing.named_places(tmp_path, [place])}
+    found = {*named_places(tmp_path, [place])}
     assert found == {(name, str(place)) for name in ("a.json", "b.json")}
 
 

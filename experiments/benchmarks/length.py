@@ -32,8 +32,8 @@ from fedsim.models import (
     frozen,
     language_model,
     lora,
-    pretrained,
     stacked,
+    weights,
 )
 
 PARTS: dict[str, Any] = {"num_kv_heads": 1, "norm": "rms", "positions": "rope", "mlp": "swiglu"}
@@ -56,7 +56,7 @@ class Problem:
         self, config: TransformerConfig, length: int, trained: str, shape: tuple[int, int]
     ):
         rng, key, (users, group) = np.random.default_rng(0), jax.random.key(0), shape
-        layers, shapes = config.num_layers, pretrained.shapes_of(config)
+        layers, shapes = config.num_layers, weights.shapes_of(config)
         leaves = {path: rng.normal(0, 0.02, s).astype(np.float32) for path, s in shapes.items()}
         params: Any = traverse_util.unflatten_dict(leaves)
         self.weights: tuple[Any, ...] = ()

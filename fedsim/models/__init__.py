@@ -1,8 +1,8 @@
 """Language models: the transformer, pretrained models from files and the Hub, and LoRA.
 
 `language_model` is the task of training a model; `families` maps the files of other architectures
-to the transformer; `pretrained` loads them, `model_files` reads and writes files; `frozen` keeps
-weights beneath adapters in few bytes; `decoding` draws texts.
+to the transformer; `weights` reads and writes them, `serving_files` the files beside them; `frozen`
+keeps weights beneath adapters in few bytes; `decoding` draws texts.
 """
 
 from lazy_loader import attach_stub

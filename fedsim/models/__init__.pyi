@@ -1,13 +1,12 @@
 from . import (
     frozen as frozen,
     lora as lora,
-    model_files as model_files,
     peft_files as peft_files,
-    pretrained as pretrained,
+    serving_files as serving_files,
+    weights as weights,
 )
 from .decoding import Decoder as Decoder, Prompt as Prompt, key_of as key_of
 from .language_model import LanguageModelTask as LanguageModelTask, lengths_up_to as lengths_up_to
-from .pretrained import HUB as HUB, TOKENIZER as TOKENIZER, Pretrained as Pretrained
 from .transformer import (
     BLOCKS as BLOCKS,
     PRESETS as PRESETS,
@@ -17,3 +16,4 @@ from .transformer import (
     stacked as stacked,
     unstacked as unstacked,
 )
+from .weights import HUB as HUB, TOKENIZER as TOKENIZER, Pretrained as Pretrained

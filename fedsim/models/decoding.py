@@ -133,36 +133,17 @@ class Decoder:
     ) -> Iterator[tuple[int, list[int]]]:
         """Yield (index of a prompt, tokens after it) as texts end; an end token is their last.
 
-        Args: as of `pieces`.
-        """
-        drawn: dict[int, list[int]] = defaultdict(list)
-        for index, tokens, ended in self.pieces(prompts, key, slots=slots, length=length):
-            drawn[index] += tokens
-            if ended:
-                yield index, drawn.pop(index)
-
-    def pieces(
-        self,
-        prompts: Sequence[Prompt],
-        key: jax.Array,
-        *,
-        slots: int,
-        length: int,
-        at_once: int = MOST_STEPS,
-    ) -> Iterator[tuple[int, list[int], bool]]:
-        """Yield (index of a prompt, its next tokens, whether they are its last).
-
         Args:
           key: of all draws. Token i of a text has the key folded with its number and with i.
           slots: number of texts at a time.
           length: positions of a slot; a prompt and the tokens drawn after it have at most as many.
-          at_once: most tokens of a text that are drawn before they are yielded, <= MOST_STEPS.
         """
         config = dataclasses.replace(self._config, max_length=length)
         cache = _empty_cache(config, self._params, slots)
         state = {name: np.zeros(slots, np.int32) for name in ("token", "at", "count", "most")}
         state |= {"number": np.zeros(slots, np.int32), "running": np.zeros(slots, bool)}
         waiting, owners = deque(enumerate(prompts)), np.full(slots, -1)
+        drawn: dict[int, list[int]] = defaultdict(list)
         unread = any(len(prompt.ids) > 1 for prompt in prompts)
         # A pass over prompts reads all parameters, as a step does: slots wait for each other.
         patience = max(1, slots // 8) if unread else 1
@@ -176,14 +157,15 @@ class Decoder:
                 return
             least = slots - patience if waiting else 0
             tokens, cache, state = _decode(
-                *(config, self._how, self._ends, self._params, cache, key, state, least, at_once)
+                *(config, self._how, self._ends, self._params, cache, key, state, least)
             )
             tokens, state = np.asarray(tokens), jax.tree.map(np.array, state)
             for slot in np.flatnonzero(owners >= 0).tolist():
-                index, ended = int(owners[slot]), not state["running"][slot]
-                own = tokens[slot]
-                yield index, own[own >= 0].tolist(), ended
-                owners[slot] = -1 if ended else index
+                index, own = int(owners[slot]), tokens[slot]
+                drawn[index] += own[own >= 0].tolist()
+                if not state["running"][slot]:
+                    yield index, drawn.pop(index)
+                    owners[slot] = -1
 
     def _read(
         self, config: TransformerConfig, cache: Any, new: Mapping[int, Prompt], slots: int
@@ -241,8 +223,8 @@ def _read_prompts(config, params, cache, tokens_RP, into_R):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
-def _decode(config, how, ends, params, cache, key, state, least, most_steps):
-    """Draw tokens until no more than `least` texts go on, or `most_steps` are drawn.
+def _decode(config, how, ends, params, cache, key, state, least):
+    """Draw tokens until no more than `least` texts go on, or MOST_STEPS are drawn.
 
     Returns: (tokens [B, MOST_STEPS], -1 after the last; cache; state).
     """
@@ -250,7 +232,7 @@ def _decode(config, how, ends, params, cache, key, state, least, most_steps):
 
     def goes_on(loop):
         step, _, state, _ = loop
-        return (step < most_steps) & (state["running"].sum() > least)
+        return (step < MOST_STEPS) & (state["running"].sum() > least)
 
     def draw_one(loop):
         step, cache, state, tokens = loop

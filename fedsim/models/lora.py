@@ -18,8 +18,8 @@ from fedsim.errors import expect
 from fedsim.models import families
 from fedsim.models.families import Place
 from fedsim.models.frozen import as_float32
-from fedsim.models.pretrained import shapes_of
 from fedsim.models.transformer import DENSE, LORA_A, Lora, TransformerConfig, unstacked
+from fedsim.models.weights import shapes_of
 
 A, B = "_lora_a", "_lora_b"
 SCALE, RSLORA_ALPHA = 2.0, 8.0

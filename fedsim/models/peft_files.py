@@ -17,12 +17,12 @@ import numpy as np
 
 from fedsim.errors import ConfigError, brief, expect
 from fedsim.files import expand_home, new_directory, read_object, write_json
-from fedsim.models import model_files, pretrained, serving_files
+from fedsim.models import serving_files, weights
 from fedsim.models.config_json import WIDTH, flag, number, whole
 from fedsim.models.families import Place
 from fedsim.models.lora import A, B, Module, in_a_block, is_called, modules_of
-from fedsim.models.model_files import ADAPTER, TensorError
 from fedsim.models.transformer import DENSE, Lora, TransformerConfig, unstacked
+from fedsim.models.weights import ADAPTER, TensorError
 
 TENSORS = "adapter_model.safetensors"
 IGNORED = frozenset(
@@ -65,10 +65,10 @@ def save(
     tensors, fields = _tensors(c, adapters), _fields(c)
     fields |= {"base_model_name_or_path": base, "revision": revision}
     with new_directory(directory) as temporary:
-        model_files.write(temporary / TENSORS, tensors)
+        weights.write(temporary / TENSORS, tensors)
         write_json(temporary / ADAPTER, fields)
         if files is not None:
-            model_files.copy_side_files(files, temporary, but=(model_files.CONFIG,))
+            serving_files.copy_side_files(files, temporary, but=(serving_files.CONFIG,))
             serving_files.complete(temporary)
         for name, text in (more or {}).items():
             (temporary / name).write_text(text, encoding="utf-8")
@@ -180,8 +180,8 @@ def load(source: str, c: TransformerConfig) -> tuple[TransformerConfig, Any]:
 def _directory(source: str) -> Path:
     """The directory of adapters, downloaded if necessary."""
     source = expand_home("adapter", source)
-    if source.startswith(pretrained.HUB):
-        return pretrained.download(source, "adapter", (ADAPTER, TENSORS))
+    if source.startswith(weights.HUB):
+        return weights.download(source, "adapter", (ADAPTER, TENSORS))
     expect("adapter", source, (Path(source) / ADAPTER).is_file(), f"a directory with a {ADAPTER}")
     return Path(source)
 
@@ -223,7 +223,7 @@ def _is_near(value: Any, expected: float) -> bool:
 
 def _read(source: str, lora: Lora, c: TransformerConfig) -> tuple[TransformerConfig, Any]:
     """Read the arrays. Raises: TensorError: they are not those of adapters of the model."""
-    tensors: dict[str, Any] = dict(model_files.read(_directory(source) / TENSORS))
+    tensors: dict[str, Any] = dict(weights.read(_directory(source) / TENSORS))
     params: dict[str, dict[str, Any]] = {f"block_{i}": {} for i in range(c.num_layers)}
     for name, module in modules_of(c).items():
         names = _names(name)
@@ -236,14 +236,14 @@ def _read(source: str, lora: Lora, c: TransformerConfig) -> tuple[TransformerCon
         for layer, (part_a, part_b) in _apart(source, module, (a, b), lora.rank):
             params[module.block][layer + A] = {"kernel": np.ascontiguousarray(part_a)}
             params[module.block][layer + B] = {"kernel": np.ascontiguousarray(part_b)}
-    model_files.expect_none_left(source, [*tensors])
+    weights.expect_none_left(source, [*tensors])
     in_blocks = {frozenset(parts) for parts in params.values()}
     same = len(in_blocks) == 1 and in_blocks != {frozenset()}
     if not same:
         raise TensorError.of("adapter", source, "adapters of the same modules in every block")
     layers = tuple(layer for layer in DENSE if layer + A in params["block_0"])
     config = replace(c, lora=replace(lora, layers=layers))
-    shapes = pretrained.shapes_of(config)
+    shapes = weights.shapes_of(config)
     for block, parts in params.items():
         for name, leaf in parts.items():
             shape, path = leaf["kernel"].shape, (block, name, "kernel")

@@ -1,10 +1,12 @@
-"""Side files of a saved model that programs need to serve it as it was trained.
+"""Side files of a model: the tokenizer, the chat template and the generation settings.
 
-They are those of the model that it was trained from. What programs would miss is added: the chat
-template where they look for it, in chat_template.jinja or in tokenizer_config.json, and the tokens
-at which to stop, among them the one with which the template ends a turn of the assistant.
+Training does not change them, and programs that serve the trained model need them unchanged, so a
+saved model has those of the model that it was trained from. What programs would miss is added: the
+chat template where they look for it, in chat_template.jinja or in tokenizer_config.json, and the
+tokens at which to stop, among them the one with which the template ends a turn of the assistant.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,61 @@ from fedsim.data import (
     template_beside,
     template_of,
 )
-from fedsim.errors import BadChat, DataError
-from fedsim.files import read_object, write_json
-from fedsim.models.model_files import GENERATION, SETTINGS, SPECIAL, TOKENIZER
+from fedsim.errors import BadChat, ConfigError, DataError, FileDamaged
+from fedsim.files import MOST_JSON, read_object, sha256_of, write_atomically, write_json
+
+CONFIG, TOKENIZER, SETTINGS = "config.json", "tokenizer.json", "tokenizer_config.json"
+GENERATION, SPECIAL = "generation_config.json", "special_tokens_map.json"
+ADAPTER = "adapter_config.json"  # in place of CONFIG, where a directory has adapters alone
+SIDE_FILES = (
+    *(CONFIG, GENERATION, TOKENIZER, SETTINGS, SPECIAL),
+    *("added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "vocab.txt"),
+    *("merges.txt", "tokenizer.model", "spiece.model"),
+)
+TEMPLATES = "additional_chat_templates"
+PATTERNS = (*SIDE_FILES, f"{TEMPLATES}/*.jinja")
+
+
+def side_files(directory: Path) -> list[str]:
+    """Names of the side files in a directory.
+
+    Raises:
+      ConfigError: a file is larger than MOST_JSON.
+    """
+    more = (f"{TEMPLATES}/{path.name}" for path in directory.glob(f"{TEMPLATES}/*.jinja"))
+    names = [name for name in (*SIDE_FILES, *sorted(more)) if (directory / name).is_file()]
+    for name in names:
+        size = (directory / name).stat().st_size
+        if size > MOST_JSON:
+            expected = f"at most {MOST_JSON} bytes, got {size}"
+            raise ConfigError.of("model", directory / name, expected)
+    return names
+
+
+def side_file_digests(directory: Path) -> dict[str, str]:
+    """sha256 (hex) of each side file in a directory."""
+    return {name: sha256_of(directory / name) for name in side_files(directory)}
+
+
+def check_side_files(directory: Path, expected: Mapping[str, str]) -> None:
+    """Compare side files with the result of `side_file_digests`.
+
+    Raises:
+      FileDamaged: a file is missing or was changed.
+    """
+    for name, sha256 in expected.items():
+        path = directory / name
+        if not path.is_file() or sha256_of(path) != sha256:
+            raise FileDamaged(f"{path}: was changed since the run was started")
+
+
+def copy_side_files(directory: Path, out: Path, but: tuple[str, ...] = ()) -> list[str]:
+    """Copy side files, except `but`, into the directory `out`. Returns: their names."""
+    names = [name for name in side_files(directory) if name not in but]
+    for name in names:
+        (out / name).parent.mkdir(exist_ok=True)
+        write_atomically(out / name, (directory / name).read_bytes())
+    return names
 
 
 def complete(directory: Path) -> None:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from fedsim.errors import FedsimError
 from fedsim.files import make_directory
-from fedsim.models import model_files
+from fedsim.models import weights
 
 DIRECTORY, SUFFIX = "checkpoints", ".safetensors"
 KEEP = 2
@@ -67,7 +67,7 @@ def save(run_dir: Path, step: int, state: dict[str, Any], chain: str = "") -> Pa
     digest = hashlib.sha256(text.encode())
     for _, array in sorted(arrays.items()):
         digest.update(_bytes(array))
-    model_files.write(path, arrays, {ABOUT: f"{digest.hexdigest()} {text}"})
+    weights.write(path, arrays, {ABOUT: f"{digest.hexdigest()} {text}"})
     for old in kept(run_dir)[:-KEEP]:
         old.unlink()
     return path

@@ -20,12 +20,12 @@ from fedsim.models import (
     TransformerConfig,
     frozen,
     lora,
-    model_files,
     peft_files,
     preset,
-    pretrained,
+    serving_files,
     stacked,
     unstacked,
+    weights,
 )
 from fedsim.run import checkpoint, directory
 from fedsim.run.directory import StoredRun
@@ -66,15 +66,15 @@ def find_model(
         return None
     source = expand_home("model", source)
     path = Path(source)
-    if (path / directory.CONFIG).is_file() and not pretrained.is_directory(path):
+    if (path / directory.CONFIG).is_file() and not weights.is_directory(path):
         return model_of_run(path)
-    if not path.exists() and not source.startswith(pretrained.HUB):
+    if not path.exists() and not source.startswith(weights.HUB):
         expected = f"one of {', '.join(PRESETS)}, hf:NAME, or a directory that exists"
         raise ConfigError.of("model", source, expected)
     if console is None:
-        return pretrained.load(source, as_stored=as_stored)
+        return weights.load(source, as_stored=as_stored)
     with console.phase(f"loading model={source}") as phase:
-        return pretrained.load(source, phase.at, as_stored=as_stored)
+        return weights.load(source, phase.at, as_stored=as_stored)
 
 
 def model_of_run(run_dir: Path) -> Pretrained:
@@ -89,7 +89,7 @@ def model_of_run(run_dir: Path) -> Pretrained:
     else:
         params = unstacked(params)
     files = files_of_run(run_dir, base)
-    places = [files / pretrained.TOKENIZER] if files else []
+    places = [files / weights.TOKENIZER] if files else []
     places += [run_dir / directory.TOKENIZER]
     tokenizer = next((path for path in places if path.is_file()), None)
     return Pretrained(config, params, tokenizer, files)
@@ -106,7 +106,7 @@ def files_of_run(run_dir: Path, base: Pretrained | None) -> Path | None:
     """
     if not (stored := directory.load(run_dir)).files:
         return base and base.files
-    model_files.check_side_files(run_dir / directory.MODEL, stored.files)
+    serving_files.check_side_files(run_dir / directory.MODEL, stored.files)
     return run_dir / directory.MODEL
 
 
@@ -149,14 +149,14 @@ def save_model(source: str, out: Path, card: dict[str, str], *, adapter: bool = 
     if adapter:
         config, params, base = parts_of_run(Path(source))
         expect("adapter", True, base is not None, f"a run with LoRA, and {source} is none")
-        of_base = pretrained.named(directory.load(Path(source)).run.model.source)
+        of_base = weights.named(directory.load(Path(source)).run.model.source)
         files = files_of_run(Path(source), base)
         peft_files.save(out, config, params, *of_base, files, card)
         return
     model = find_model(source)
     expect("model", source, model is not None, "the directory of a run or a model")
     assert model is not None
-    pretrained.save(out, model.config, model.params, model.tokenizer, model.files, card)
+    weights.save(out, model.config, model.params, model.tokenizer, model.files, card)
 
 
 def model_sha256(model: Pretrained | None) -> str | None:
@@ -167,13 +167,13 @@ def model_sha256(model: Pretrained | None) -> str | None:
 
 def model_name(source: str) -> str:
     """The value of `--model` for others to read: without the directories of this machine."""
-    return source if source.startswith(pretrained.HUB) else Path(source).name
+    return source if source.startswith(weights.HUB) else Path(source).name
 
 
 def base_name(run_dir: Path) -> str | None:
     """Name on the Hub of the model that a run's adapters belong to; None if it is a directory."""
     source = directory.load(run_dir).run.model.source
-    return pretrained.named(source)[0] if source.startswith(pretrained.HUB) else None
+    return weights.named(source)[0] if source.startswith(weights.HUB) else None
 
 
 def without_adapter(stored: StoredRun, run: RunConfig) -> RunConfig:
@@ -266,20 +266,20 @@ def make_task(
         rslora = wanted.lora_scaling == "rslora"
         config = lora.adapted(config, rank, wanted.lora_alpha, str(wanted.lora_modules), rslora)
     assert config.lora is not None
-    weights = frozen.as_frozen(model.params, wanted.frozen_dtype)
-    of_weights = dataclasses.replace(config.lora, frozen=frozen.type_of(weights))
+    below = frozen.as_frozen(model.params, wanted.frozen_dtype)
+    of_weights = dataclasses.replace(config.lora, frozen=frozen.type_of(below))
     config = dataclasses.replace(config, lora=of_weights)
     if adapters is None:
         adapters = lora.init(config, key)
     if config.num_layers >= DEEP or of_weights.frozen != "float32":
-        weights, adapters = (stacked(tree, config.num_layers) for tree in (weights, adapters))
-    return FirstState(LanguageModelTask(data, config, weights), adapters)
+        below, adapters = (stacked(tree, config.num_layers) for tree in (below, adapters))
+    return FirstState(LanguageModelTask(data, config, below), adapters)
 
 
 def check_fit(run: RunConfig, model: Pretrained, data: Dataset) -> None:
     """Raise ConfigError if the data have another tokenizer than the model, tokens that it does not
     know, or too long examples."""
-    expected = f"a model with a {pretrained.TOKENIZER}"
+    expected = f"a model with a {weights.TOKENIZER}"
     if model.tokenizer is None:
         raise ConfigError.of("model", run.model.source, expected)
     tokenizer = Tokenizer.load(model.tokenizer)

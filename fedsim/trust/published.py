@@ -18,7 +18,7 @@ from fedsim.accounting import at_most
 from fedsim.clipping import num_coordinates
 from fedsim.errors import FedsimError, FileDamaged
 from fedsim.files import read_json, sha256_of
-from fedsim.models import model_files, stacked, unstacked
+from fedsim.models import serving_files, stacked, unstacked, weights
 from fedsim.plan import Plan
 from fedsim.run import checkpoint, directory, find_model, formats, ledger
 from fedsim.trust.claim import Claimed, claim
@@ -36,7 +36,7 @@ MODEL, PARAMETERS = "model", "parameters.safetensors"
 REPORTS = ("report.html", "report.md")
 CARD = "README.md"
 WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-OF_MODEL = {*model_files.SIDE_FILES, CARD, "adapter_config.json"}
+OF_MODEL = {*serving_files.SIDE_FILES, CARD, "adapter_config.json"}
 ROOT = "params"
 """Name of the tree of parameters in parameters.safetensors: `params/block_0/...`."""
 WITH_THE_RUN = {
@@ -116,7 +116,7 @@ def digests(path: Path) -> dict[str, str]:
 
 def _may_be_published(name: str) -> bool:
     place, _, file = name.rpartition("/")
-    if place == f"{MODEL}/{model_files.TEMPLATES}":
+    if place == f"{MODEL}/{serving_files.TEMPLATES}":
         return file.endswith(".jinja")
     if place == MODEL:
         return file in OF_MODEL or WEIGHTS.fullmatch(file) is not None
@@ -126,12 +126,12 @@ def _may_be_published(name: str) -> bool:
 def save_parameters(path: Path, params: Any) -> None:
     """Write a tree of parameters, nested dicts of arrays, into a folder."""
     leaves: dict[str, Any] = traverse_util.flatten_dict({ROOT: params}, sep="/")
-    model_files.write(path / PARAMETERS, {name: np.asarray(leaf) for name, leaf in leaves.items()})
+    weights.write(path / PARAMETERS, {name: np.asarray(leaf) for name, leaf in leaves.items()})
 
 
 def load_parameters(path: Path) -> Any:
     """The tree of parameters that `save_parameters` wrote."""
-    leaves = {n: np.asarray(x) for n, x in model_files.read(path / PARAMETERS).items()}
+    leaves = {n: np.asarray(x) for n, x in weights.read(path / PARAMETERS).items()}
     return traverse_util.unflatten_dict(leaves, sep="/").get(ROOT)
 
 

@@ -25,7 +25,7 @@ from fedsim.accounting import at_most
 from fedsim.config import settings_of, to_json
 from fedsim.errors import expect
 from fedsim.files import new_directory, write_atomically, write_json
-from fedsim.models import TOKENIZER, Pretrained, pretrained
+from fedsim.models import TOKENIZER, Pretrained, weights
 from fedsim.plan import AllocatedSampling, Audit, CorrelatedNoise, why_not
 from fedsim.run import (
     Console,
@@ -391,7 +391,7 @@ def claim_of_texts(source: str, model: Pretrained, console: Console) -> dict[str
       ReportError: the run breaks a promise.
     """
     path, nothing = Path(source), dict.fromkeys(("epsilon", "delta", "adjacency", "unit"))
-    is_run = (path / directory.CONFIG).is_file() and not pretrained.is_directory(path)
+    is_run = (path / directory.CONFIG).is_file() and not weights.is_directory(path)
     if not is_run or directory.load(path).plan is None:
         about = {"model": model_name(source), "guarantee": False, "claim": NO_CLAIM, **nothing}
         return {**about, "params_sha256": checkpoint.params_sha256(model.params), "outside": []}

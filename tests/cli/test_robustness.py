@@ -336,7 +336,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_there(
         if written == "ledger":
             patch.setattr(ChainedLog, "append", of_the_run)
         elif written == "checkpoint":
-            patch.setattr("fedsim.models.model_files.write_with", full)
+            patch.setattr("fedsim.models.weights.write_with", full)
         elif written == "metrics":
             patch.setattr("fedsim.run.metrics.Metrics.log", full)
         else:

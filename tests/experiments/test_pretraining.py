@@ -12,7 +12,7 @@ from experiments import pretraining
 from experiments.pretraining import Batches, Settings, pretrain, schedule
 from fedsim.config import run_config
 from fedsim.keys import SecretKey
-from fedsim.models import pretrained
+from fedsim.models import weights
 from fedsim.run import Console
 
 
@@ -64,7 +64,7 @@ def test_a_stopped_pretraining_goes_on_to_the_same_model_which_is_fine_tuned(tmp
         patch.setattr(pretraining, "stop_signals", stopped)
         patch.setattr(pretraining, "is_finite", counted)
         assert not run("stopped") and len(steps) == 5
-    assert not pretrained.is_directory(tmp_path / "stopped")
+    assert not weights.is_directory(tmp_path / "stopped")
     assert run("stopped")
     found = [tmp_path / name / "model.safetensors" for name in ("whole", "stopped")]
     assert found[0].read_bytes() == found[1].read_bytes()

@@ -11,7 +11,7 @@ from zoo import FAMILIES, random_like
 from experiments.harness import smollm2
 from fedsim.data.chat import template_of
 from fedsim.data.tokenizer import Tokenizer
-from fedsim.models import families, pretrained
+from fedsim.models import families, weights
 
 gguf = pytest.importorskip("gguf")
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "ab"]
@@ -65,11 +65,11 @@ def test_the_directory_has_what_is_in_the_file(rng, tmp_path, monkeypatch):
     size["norm_epsilon"] = float(np.float32(1e-5))  # as the file has it
     config = dataclasses.replace(FAMILIES["llama"], **size)
     params = random_like(config, rng)
-    pretrained.save(tmp_path / "before", config, params)
+    weights.save(tmp_path / "before", config, params)
     write(tmp_path / "a.gguf", load_file(tmp_path / "before" / "model.safetensors"))
     monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv(smollm2.VARIABLE, str(tmp_path / "a.gguf"))
-    found = pretrained.load(str(smollm2.directory()))
+    found = weights.load(str(smollm2.directory()))
     assert smollm2.directory() == found.files and len([*found.files.parent.iterdir()]) == 1
     assert families.described(found.config) == families.described(config)
     jax.tree.map(np.testing.assert_array_equal, found.params, params)

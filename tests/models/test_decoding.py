@@ -70,16 +70,6 @@ def test_texts_of_every_family_are_those_without_a_cache(name):
     }
 
 
-def test_pieces_are_the_text():
-    config, params = model_of(CONFIG)
-    decoder = Decoder(config, params, Sampling(), ())
-    whole = dict(decoder.texts(PROMPTS[:2], KEY, slots=2, length=32))
-    pieces = list(decoder.pieces(PROMPTS[:1], KEY, slots=1, length=32, at_once=1))
-    assert [len(tokens) for _, tokens, _ in pieces] == [1] * 8
-    assert [token for _, tokens, _ in pieces for token in tokens] == whole[0]
-    assert [ended for *_, ended in pieces] == [False] * 7 + [True]
-
-
 SIZES = (4, BLOCK, 3 * BLOCK + 5)
 
 

@@ -14,7 +14,7 @@ import pytest
 from refused import refuses
 
 from fedsim.errors import ConfigError
-from fedsim.models import families, lora, peft_files, pretrained
+from fedsim.models import families, lora, peft_files, weights
 from fedsim.models.config_json import UnsupportedArchitecture
 from fedsim.models.transformer import Transformer, TransformerConfig
 
@@ -33,7 +33,7 @@ def tensors_of(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(name):
     config = families.config_of(MODELS[name]["config"])
-    params = pretrained.from_tensors(name, config, tensors_of(name))
+    params = weights.from_tensors(name, config, tensors_of(name))
     apply = jax.jit(lambda params: Transformer(config).apply({"params": params}, TOKENS))
     expected = np.array(MODELS[name]["logits"])
     assert expected.std() > 0.2
@@ -50,12 +50,12 @@ def test_config_and_arrays_come_back_in_the_same_family(name):
     assert written["architectures"] == [families.CLASSES[fields["model_type"]]]
     again = TransformerConfig.from_dict(json.loads(json.dumps(config.as_dict())))
     assert again == config and again.family == config.family
-    params = pretrained.from_tensors(name, config, tensors)
-    found = pretrained.to_tensors(config, params)
+    params = weights.from_tensors(name, config, tensors)
+    found = weights.to_tensors(config, params)
     assert found.keys() == tensors.keys()
     for key, expected in tensors.items():  # 1 + w is rounded, in `transformers` too
         np.testing.assert_allclose(found[key], expected, rtol=0, atol=2**-23)
-    back = pretrained.from_tensors(name, config, found)
+    back = weights.from_tensors(name, config, found)
     jax.tree.map(np.testing.assert_array_equal, back, params)
 
 
@@ -170,7 +170,7 @@ def test_adapters_of_layers_in_one_array_become_one(tmp_path):
     about = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert about["target_modules"] == ["gate_up_proj", "qkv_proj"]
     assert about["rank_pattern"] == {"qkv_proj": 4} and not about["fan_in_fan_out"]
-    tensors = pretrained.model_files.read(tmp_path / "peft" / "adapter_model.safetensors")
+    tensors = weights.read(tmp_path / "peft" / "adapter_model.safetensors")
     there, block = "base_model.model.model.layers.1", adapters["block_1"]
     for name, layer, first, width, columns in (
         ("mlp.gate_up_proj", "up", 44, 44, 88),

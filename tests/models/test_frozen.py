@@ -17,7 +17,7 @@ from zoo import PARTS, adapters_of, random_like
 
 from fedsim.cli.main import main
 from fedsim.config import run_config
-from fedsim.models import frozen, lora, pretrained
+from fedsim.models import frozen, lora, weights
 from fedsim.models.language_model import LanguageModelTask, next_token_nats
 from fedsim.models.transformer import Transformer, stacked
 from fedsim.run import find_model, model_sha256
@@ -154,7 +154,7 @@ def test_a_run_with_frozen_weights_is_evaluated_and_exported_as_it_was_trained(
     base = frozen.as_float32(frozen.as_frozen(find_model(str(model)).params, dtype))
     np.testing.assert_array_equal(merged.params["embed"]["embedding"], base["embed"]["embedding"])
     main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "merged")])
-    exported = pretrained.load(str(tmp_path / "merged"))
+    exported = weights.load(str(tmp_path / "merged"))
     jax.tree.map(np.testing.assert_array_equal, exported.params, merged.params)
     if dtype == "int8":
         return

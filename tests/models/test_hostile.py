@@ -21,7 +21,7 @@ from zoo import FAMILIES, random_like
 
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import FedsimError
-from fedsim.models import model_files, pretrained
+from fedsim.models import weights
 from fedsim.models.transformer import Transformer
 from fedsim.run.model_source import find_model
 
@@ -69,10 +69,10 @@ def make(kind, directory, shard_bytes=None):
     file = directory / f"{kind}-bytes.json"
     Tokenizer.bytes().save(file)
     out = directory / kind
-    pretrained.save(out, config, params, file)
+    weights.save(out, config, params, file)
     if shard_bytes:
-        (out / model_files.SINGLE).unlink()
-        model_files.write_directory(out, pretrained.to_tensors(config, params), shard_bytes)
+        (out / weights.SINGLE).unlink()
+        weights.write_directory(out, weights.to_tensors(config, params), shard_bytes)
     return out
 
 
@@ -174,8 +174,8 @@ def change(rng, directory):
         file = directory / rng.choice(["tokenizer_config.json", "generation_config.json"])
         file.write_text(json.dumps({"eos_token_id": [0, 1], "bos_token": "a", "bos_token_id": 3}))
         change_json(rng, file) if rng.random() < 0.7 else change_bytes(rng, file)
-    elif name == "index" and (directory / model_files.INDEX).exists():
-        file = directory / model_files.INDEX
+    elif name == "index" and (directory / weights.INDEX).exists():
+        file = directory / weights.INDEX
         change_json(rng, file) if rng.random() < 0.7 else change_bytes(rng, file)
     else:
         file = rng.choice(sorted(directory.glob("*.safetensors")))

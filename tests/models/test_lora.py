@@ -20,10 +20,10 @@ from fedsim.data.tokenizer import Tokenizer
 from fedsim.data.users import UserStore
 from fedsim.errors import ConfigError, FileDamaged
 from fedsim.export import export
-from fedsim.models import lora, peft_files, pretrained
+from fedsim.models import lora, peft_files, weights
 from fedsim.models.language_model import LanguageModelTask
-from fedsim.models.pretrained import CONFIG
 from fedsim.models.transformer import DENSE, Transformer, stacked, unstacked
+from fedsim.models.weights import CONFIG
 from fedsim.run.checkpoint import latest, load_params
 from fedsim.run.directory import load
 from fedsim.run.model_source import expect_same_model, model_of_run
@@ -258,7 +258,7 @@ def test_a_run_is_exported_merged_or_as_adapters(trained, tmp_path, capsys):
     run_dir, _ = trained
     main(["export", str(run_dir), "--out", str(tmp_path / "merged")])
     assert "## Privacy" in (tmp_path / "merged" / "README.md").read_text()
-    merged, run = pretrained.load(str(tmp_path / "merged")), model_of_run(run_dir)
+    merged, run = weights.load(str(tmp_path / "merged")), model_of_run(run_dir)
     jax.tree.map(np.testing.assert_array_equal, merged.params, run.params)
     assert merged.config.max_length == 64  # not the data's 32
     assert (tmp_path / "merged" / "tokenizer.json").is_file()

@@ -16,7 +16,7 @@ from zoo import adapters_of, random_like
 from fedsim.data.chat import ChatTokenizer, Message, template_of
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.export import export
-from fedsim.models import lora, peft_files, pretrained
+from fedsim.models import lora, peft_files, weights
 from fedsim.models.transformer import Transformer, preset
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -46,7 +46,7 @@ def logits_of(config, params):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_that_transformers_wrote_has_its_logits(name, written):
-    found = pretrained.load(str(written / name))
+    found = weights.load(str(written / name))
     expected = np.load(written / f"{name}.npy")
     assert expected.std() > 0.3
     np.testing.assert_allclose(logits_of(found.config, found.params), expected, atol=1e-4)
@@ -56,8 +56,8 @@ def test_a_model_that_transformers_wrote_has_its_logits(name, written):
 def reread(written, tmp_path_factory):
     directory = tmp_path_factory.mktemp("fedsim")
     for name in NAMES:
-        found = pretrained.load(str(written / name))
-        pretrained.save(directory / name, found.config, found.params)
+        found = weights.load(str(written / name))
+        weights.save(directory / name, found.config, found.params)
     run.models("read", directory)
     return directory
 
@@ -71,7 +71,7 @@ def test_transformers_reads_what_fedsim_wrote(name, written, reread):
 def test_transformers_reads_the_papers_kind(tmp_path):
     config = preset("tiny", 61, 20)
     params = random_like(config, np.random.default_rng(0))
-    pretrained.save(tmp_path / "model", config, params)
+    weights.save(tmp_path / "model", config, params)
     found = run.models("logits", tmp_path / "model")["logits"]
     np.testing.assert_allclose(logits_of(config, params), found, atol=2e-4)
 
@@ -93,10 +93,10 @@ def test_transformers_has_the_same_tokens(name, kind, written, tmp_path):
     file.write_text("\n".join(WORDPIECE) + "\n")
     own = Tokenizer.bytes() if kind == "bytes" else Tokenizer.load(file)
     own.save(tmp_path / "own.json")
-    found = pretrained.load(str(written / name))
+    found = weights.load(str(written / name))
     config = dataclasses.replace(found.config, vocab_size=own.vocab_size)
     params = random_like(config, np.random.default_rng(0))
-    pretrained.save(tmp_path / "model", config, params, tmp_path / "own.json")
+    weights.save(tmp_path / "model", config, params, tmp_path / "own.json")
     there = run.models("tokens", tmp_path / "model")
     assert there["ids"] == own.encode_batch(["Hello world 1234, it's déjà vu  x"])[0]
     assert there["ends"] == [own.begin_id, own.end_id]
@@ -105,7 +105,7 @@ def test_transformers_has_the_same_tokens(name, kind, written, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "gemma2"])
 @pytest.mark.parametrize("layers", ["all-linear", "query,value,down"])
 def test_peft_reads_adapters(name, layers, written, tmp_path):
-    base = pretrained.load(str(written / name))
+    base = weights.load(str(written / name))
     adapted = lora.adapted(base.config, 3, 8.0, layers)
     shapes = dataclasses.replace(adapted, max_length=20)
     adapters = adapters_of(random_like(shapes, np.random.default_rng(0)))
@@ -128,7 +128,7 @@ def test_peft_reads_adapters(name, layers, written, tmp_path):
 def test_adapters_that_peft_made_are_read(name, modules, scaling, written, tmp_path):
     out = tmp_path / "peft"
     found = run.models("adapt", written / name, out, modules, *scaling)
-    base = pretrained.load(str(written / name))
+    base = weights.load(str(written / name))
     config, adapters = peft_files.load(str(out), base.config)
     logits = logits_of(config, lora.joined(base.params, adapters))
     assert np.abs(logits - np.load(written / f"{name}.npy")).max() > 0.1

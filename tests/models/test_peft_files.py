@@ -13,7 +13,7 @@ from zoo import FAMILIES, adapters_of, random_like
 from fedsim.cli.main import main
 from fedsim.errors import ConfigError
 from fedsim.export import export
-from fedsim.models import families, lora, peft_files, pretrained
+from fedsim.models import families, lora, peft_files, weights
 from fedsim.run import directory
 from fedsim.run.checkpoint import latest, load_params
 
@@ -175,7 +175,7 @@ def test_a_run_goes_on_from_an_adapter(place, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)["eval/loss"]
     assert found == pytest.approx(summary["final_eval_loss"], rel=1e-5)
     export(str(tmp_path / "run"), tmp_path / "out", adapter=True)
-    again = peft_files.load(str(tmp_path / "out"), pretrained.load(str(flags["model"])).config)[1]
+    again = peft_files.load(str(tmp_path / "out"), weights.load(str(flags["model"])).config)[1]
     same(again, load_params(latest(tmp_path / "run")))
 
 

@@ -28,7 +28,7 @@ PHASES = {
     "calibration": ("fedsim.training.planned", "make_plan"),
     "draw": ("fedsim.sampling.sampler", "Poisson.draw"),
     "step": ("fedsim.engine.engine", "Engine.clipped_sum"),
-    "checkpoint": ("fedsim.models.model_files", "write_with"),
+    "checkpoint": ("fedsim.models.weights", "write_with"),
     "ledger": ("fedsim.run.ledger", "ChainedLog.append"),
     "evaluation": ("fedsim.training.trainer", "begin_evaluate"),
 }

@@ -4,11 +4,10 @@ import json
 
 import jax.numpy as jnp
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from pretrained_models import make_model
 from problems import mean_problem, users_of_sizes
+from test_shared_runs import chat, command  # noqa: F401 (a fixture)
 from test_verify import write_texts
 
 from fedsim import accounting
@@ -22,8 +21,8 @@ from fedsim.noise import Correlated
 from fedsim.plan import ADJACENCY
 from fedsim.plan.options import TRIAL
 from fedsim.sampling import Poisson, Sampling
-from fedsim.trust.audit import error_probability, judge, sentence
-from fedsim.trust.bounds import audit_curve, curve_claim
+from fedsim.trust.audit import SHARP, error_probability, judge, sentence
+from fedsim.trust.bounds import audit_curve, audit_independent, curve_claim
 from fedsim.trust.canaries import POOLS, CanaryTask, Planted, coins
 from fedsim.uls import ULS
 
@@ -45,7 +44,7 @@ def audited(
     steps=STEPS,
     redrawn=False,
 ):
-    """The test by guesses of mean estimation that claims epsilon, with `noise` times its noise.
+    """Both tests by guesses of mean estimation that claims epsilon, with `noise` times its noise.
 
     Args:
       share: of all units that is expected in a step.
@@ -84,14 +83,16 @@ def audited(
     epsilons = np.linspace(0, 2 * epsilon + 1, 100)
     deltas = accounting.privacy_curve([(method.event(sigma), steps)], epsilons)
     claim = curve_claim(epsilons, deltas)
-    return audit_curve(plant.gradient_scores(), included, claim, DELTA, 0.95)
+    scores = plant.gradient_scores()
+    alone = audit_independent(scores, included, claim, DELTA, 0.05 * SHARP)
+    return audit_curve(scores, included, claim, DELTA, 0.95), alone
 
 
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.parametrize("epsilon", [1.0, 4.0])
 def test_a_training_that_is_right_is_not_refuted(epsilon):
-    found = [audited(epsilon, trial) for trial in range(3)]
+    found = [test for trial in range(3) for test in audited(epsilon, trial)]
     assert not any(test.refuted for test in found)
     assert all(test.could_refute for test in found)
     assert min(test.epsilon for test in found) > 0  # the attack is not asleep
@@ -100,7 +101,7 @@ def test_a_training_that_is_right_is_not_refuted(epsilon):
 @pytest.mark.parametrize("epsilon", [1.0, 4.0])
 @pytest.mark.parametrize("algorithm", [ULS, ELS])
 def test_a_tenth_of_the_noise_is_refuted(algorithm, epsilon):
-    assert audited(epsilon, 0, noise=0.1, algorithm=algorithm).refuted
+    assert all(test.refuted for test in audited(epsilon, 0, noise=0.1, algorithm=algorithm))
 
 
 @pytest.mark.slow
@@ -120,8 +121,9 @@ def test_users_whose_turns_are_kept_are_not_refuted_and_users_redrawn_in_every_s
 ):
     own = {"algorithm": {"ULS": ULS, "ELS": ELS}[algorithm], "sampling": sampling}
     own |= {"correlated": correlated, "share": 0.12, "steps": 2 * BANDS}
-    kept, redrawn = (audited(1.0, 0, **own, redrawn=each).refuted for each in (False, True))
-    assert redrawn and not kept
+    kept, redrawn = (audited(1.0, 0, **own, redrawn=each) for each in (False, True))
+    assert not any(test.refuted for test in kept)
+    assert any(test.refuted for test in redrawn)  # most often the test of independent canaries
 
 
 @pytest.mark.slow
@@ -130,8 +132,9 @@ def test_users_whose_turns_are_kept_are_not_refuted_and_users_redrawn_in_every_s
 @pytest.mark.parametrize("epsilon", [1.0, 4.0])
 def test_twenty_of_twenty(algorithm, epsilon):
     for noise, refuted in ((1.0, 0), (0.1, 20)):
-        tests = [audited(epsilon, t, noise=noise, algorithm=algorithm) for t in range(20)]
-        assert sum(test.refuted for test in tests) == refuted
+        pairs = [audited(epsilon, t, noise=noise, algorithm=algorithm) for t in range(20)]
+        curves, alone = zip(*pairs, strict=True)
+        assert [sum(t.refuted for t in tests) for tests in (curves, alone)] == [refuted] * 2
 
 
 def arguments(texts, run_dir, algorithm, **flags):
@@ -362,12 +365,10 @@ def weaker(event):
     return of
 
 
-def test_texts_with_several_owners_are_not_audited(run_dir, tmp_path, capsys):
-    table = {"user_id": [["ann", "bob"], ["bob"]] * 20, "text": ["some words"] * 40}
-    pq.write_table(pa.table(table), tmp_path / "shared.parquet")
-    flags = {"owners": "user_id", "epsilon": "inf"}
+def test_texts_with_several_owners_are_not_audited(chat, run_dir, capsys):  # noqa: F811
+    _, *words = command("uls", chat, run_dir, group_size=2)
     with pytest.raises(SystemExit) as stop:
-        main(arguments(tmp_path / "shared.parquet", run_dir, "uls", **flags))
+        main(["audit", *words])
     assert stop.value.code == 2 and "expected texts with one owner each" in capsys.readouterr().err
 
 

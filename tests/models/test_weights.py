@@ -14,7 +14,7 @@ from zoo import FAMILIES, random_like
 from experiments.harness import smollm2
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import ConfigError
-from fedsim.models import families, model_files, pretrained
+from fedsim.models import families, weights
 from fedsim.models.rope import Llama3
 from fedsim.models.transformer import Transformer, preset
 
@@ -37,8 +37,8 @@ def logits_of(config, params, tokens):
 def test_a_model_comes_back_as_it_was_saved(name, rng, tmp_path):
     config = CONFIGS[name]
     params = random_like(config, rng)
-    pretrained.save(tmp_path / "model", config, params)
-    found = pretrained.load(str(tmp_path / "model"))
+    weights.save(tmp_path / "model", config, params)
+    found = weights.load(str(tmp_path / "model"))
     kept = dataclasses.replace(
         config,
         max_length=config.table,
@@ -54,8 +54,8 @@ def test_a_model_comes_back_as_it_was_saved(name, rng, tmp_path):
 def test_the_papers_kind_is_a_gpt2_whose_further_biases_are_zero(rng, tmp_path):
     config = preset("tiny", 31, 12)
     params = random_like(config, rng)
-    pretrained.save(tmp_path / "model", config, params)
-    found = pretrained.load(str(tmp_path / "model"))
+    weights.save(tmp_path / "model", config, params)
+    found = weights.load(str(tmp_path / "model"))
     assert found.config.query_bias and not found.params["block_0"]["query"]["bias"].any()
     tokens = rng.integers(31, size=(2, 12))
     ours, theirs = logits_of(config, params, tokens), logits_of(*found[:2], tokens)
@@ -66,21 +66,21 @@ def test_large_models_are_read_from_several_files_in_half_precision(rng, tmp_pat
     import ml_dtypes
 
     config, params = FAMILIES["qwen3"], random_like(FAMILIES["qwen3"], rng)
-    tensors = pretrained.to_tensors(config, params)
+    tensors = weights.to_tensors(config, params)
     halves = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in tensors.items()}
-    model_files.write_directory(tmp_path, halves, shard_bytes=1000)
+    weights.write_directory(tmp_path, halves, shard_bytes=1000)
     (tmp_path / "config.json").write_text(json.dumps(families.fields_of(config)))
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
-    found = pretrained.load(str(tmp_path)).params
+    found = weights.load(str(tmp_path)).params
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype("float32")}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-8), found, params)
 
 
 def test_names_without_a_prefix_are_gpt2s_too(rng, tmp_path):
     config, params = FAMILIES["gpt2"], random_like(FAMILIES["gpt2"], rng)
-    tensors = pretrained.to_tensors(config, params)
+    tensors = weights.to_tensors(config, params)
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    found = pretrained.from_tensors("x", config, {**bare, "h.0.attn.bias": np.ones(1, np.float32)})
+    found = weights.from_tensors("x", config, {**bare, "h.0.attn.bias": np.ones(1, np.float32)})
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
 
@@ -152,46 +152,46 @@ def test_old_and_new_places_of_rotary_positions_are_read():
 
 def test_a_tensor_that_is_missing_or_misshapen_is_named(rng, tmp_path):
     config = FAMILIES["llama"]
-    tensors = pretrained.to_tensors(config, random_like(config, rng))
+    tensors = weights.to_tensors(config, random_like(config, rng))
     name = "model.layers.1.mlp.up_proj.weight"
     with pytest.raises(ConfigError, match=f"expected a tensor {name}, and there is none"):
-        pretrained.from_tensors("x", config, {n: t for n, t in tensors.items() if n != name})
+        weights.from_tensors("x", config, {n: t for n, t in tensors.items() if n != name})
     with pytest.raises(ConfigError, match=r"block_1/up/kernel has shape \(16, 19\): expected"):
-        pretrained.from_tensors("x", config, {**tensors, name: tensors[name][1:]})
+        weights.from_tensors("x", config, {**tensors, name: tensors[name][1:]})
     whole = {**tensors, name: tensors[name].astype(np.int8)}  # whose scales nobody reads
     with pytest.raises(ConfigError, match=f"expected floating point numbers in {name}, got int8"):
-        pretrained.from_tensors("x", config, whole)
+        weights.from_tensors("x", config, whole)
 
 
 def test_arrays_that_the_model_has_no_place_for_are_refused(rng, tmp_path):
     config = dataclasses.replace(FAMILIES["llama"], tied=True)
-    tensors = pretrained.to_tensors(config, random_like(config, rng))
+    tensors = weights.to_tensors(config, random_like(config, rng))
     embedding, head = tensors["model.embed_tokens.weight"], "lm_head.weight"
     more = {  # constants of older versions, and the embedding once more
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32),
         head: embedding.copy(),
     }
-    pretrained.from_tensors("x", config, {**tensors, **more})
+    weights.from_tensors("x", config, {**tensors, **more})
     other = embedding.copy()
     other[-1, -1] = np.nextafter(other[-1, -1], 9)
     with pytest.raises(ConfigError, match="lm_head.weight has none; lm_head.weight is not the emb"):
-        pretrained.from_tensors("x", config, {**tensors, head: other})
+        weights.from_tensors("x", config, {**tensors, head: other})
     with pytest.raises(ConfigError, match="lm_head.weight has none"):
-        pretrained.from_tensors("x", config, {**tensors, head: embedding.astype(np.float16)})
+        weights.from_tensors("x", config, {**tensors, head: embedding.astype(np.float16)})
     biases = {f"model.layers.{i}.self_attn.q_proj.bias": np.ones(16, np.float32) for i in (0, 1)}
     with pytest.raises(ConfigError, match=r"and .*0.*q_proj.bias, .*1.*q_proj.bias have none$"):
-        pretrained.from_tensors("x", config, {**tensors, **biases})
+        weights.from_tensors("x", config, {**tensors, **biases})
     deep = {f"model.layers.{i}.x": np.ones(1, np.float32) for i in range(9)}
     with pytest.raises(ConfigError, match="and 5 more have none"):
-        pretrained.from_tensors("x", config, {**tensors, **deep})
+        weights.from_tensors("x", config, {**tensors, **deep})
     fewer = dataclasses.replace(config, num_layers=1)
     with pytest.raises(ConfigError, match="model.layers.1"):
-        pretrained.from_tensors("x", fewer, tensors)
+        weights.from_tensors("x", fewer, tensors)
 
 
 def test_sizes_are_held_against_the_files_before_anything_is_copied(rng, tmp_path, monkeypatch):
     config = FAMILIES["gpt2"]
-    tensors = pretrained.to_tensors(config, random_like(config, rng))
+    tensors = weights.to_tensors(config, random_like(config, rng))
     monkeypatch.setattr(np, "ascontiguousarray", None)
     for changed, message in (
         ({"vocab_size": families.TOKENS, "mlp_width": families.WIDTH}, "embed/embedding has shape"),
@@ -200,10 +200,10 @@ def test_sizes_are_held_against_the_files_before_anything_is_copied(rng, tmp_pat
         ({"width": 18, "num_heads": 2}, "has shape"),
     ):
         with pytest.raises(ConfigError, match=message):
-            pretrained.from_tensors("x", dataclasses.replace(config, **changed), tensors)
+            weights.from_tensors("x", dataclasses.replace(config, **changed), tensors)
     joint = "transformer.h.0.attn.c_attn.weight"
     with pytest.raises(ConfigError, match=r"block_0/query/kernel has shape \(16, 47\)"):
-        pretrained.from_tensors("x", config, {**tensors, joint: tensors[joint][:, 1:]})
+        weights.from_tensors("x", config, {**tensors, joint: tensors[joint][:, 1:]})
 
 
 KEPT = {
@@ -245,14 +245,14 @@ def test_a_saved_model_has_the_files_of_the_one_it_came_from(name, rng, tmp_path
     config = dataclasses.replace(CONFIGS[name], vocab_size=257)
     Tokenizer.bytes().save(tmp_path / "bytes.json")
     model, out = tmp_path / "model", tmp_path / "out"
-    pretrained.save(model, config, random_like(config, rng), tmp_path / "bytes.json")
+    weights.save(model, config, random_like(config, rng), tmp_path / "bytes.json")
     kept = with_files(model)
-    found = pretrained.load(str(model))
+    found = weights.load(str(model))
     trained = dataclasses.replace(found.config, max_length=8, num_positions=found.config.table)
-    pretrained.save(out, trained, found.params, found.tokenizer, found.files)
+    weights.save(out, trained, found.params, found.tokenizer, found.files)
     assert_kept(out, kept)
     assert_settings(*(json.loads((x / "config.json").read_text()) for x in (model, out)))
-    again = pretrained.load(str(out))
+    again = weights.load(str(out))
     assert again.config == found.config
     jax.tree.map(np.testing.assert_array_equal, again.params, found.params)
     assert Tokenizer.load(again.tokenizer).end_ids == {256, 7}
@@ -261,16 +261,16 @@ def test_a_saved_model_has_the_files_of_the_one_it_came_from(name, rng, tmp_path
 def test_settings_of_another_model_are_not_taken(rng, tmp_path):
     """As where a tokenizer's directory was put beside other weights."""
     first, other = FAMILIES["llama"], FAMILIES["qwen3"]
-    pretrained.save(tmp_path / "model", first, random_like(first, rng))
-    pretrained.save(tmp_path / "x", other, random_like(other, rng), files=tmp_path / "model")
-    assert pretrained.load(str(tmp_path / "x")).config.query_key_norm
+    weights.save(tmp_path / "model", first, random_like(first, rng))
+    weights.save(tmp_path / "x", other, random_like(other, rng), files=tmp_path / "model")
+    assert weights.load(str(tmp_path / "x")).config.query_key_norm
 
 
 def test_a_written_model_says_which_tokens_it_has_and_that_they_are_taken_as_they_are(tmp_path):
     config = dataclasses.replace(FAMILIES["llama"], vocab_size=257)
     Tokenizer.bytes().save(tmp_path / "bytes.json")
     params = random_like(config, np.random.default_rng(0))
-    pretrained.save(tmp_path / "model", config, params, tmp_path / "bytes.json")
+    weights.save(tmp_path / "model", config, params, tmp_path / "bytes.json")
     fields = json.loads((tmp_path / "model" / "config.json").read_text())
     assert (fields["bos_token_id"], fields["eos_token_id"]) == (256, 256)
     found = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
@@ -282,7 +282,7 @@ def test_the_hub_is_asked_for_the_files_that_are_needed(rng, tmp_path, monkeypat
     import huggingface_hub
 
     config = FAMILIES["llama"]
-    pretrained.save(tmp_path / "model", config, random_like(config, rng))
+    weights.save(tmp_path / "model", config, random_like(config, rng))
 
     def download(name, *, revision, allow_patterns):
         if name != "some/model":
@@ -291,9 +291,9 @@ def test_the_hub_is_asked_for_the_files_that_are_needed(rng, tmp_path, monkeypat
         return str(tmp_path / "model")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert pretrained.load("hf:some/model@v1").config.width == 16
+    assert weights.load("hf:some/model@v1").config.width == 16
     with pytest.raises(ConfigError, match="model=hf:other/model: expected a repository with"):
-        pretrained.load("hf:other/model")
+        weights.load("hf:other/model")
 
 
 def reference(name):
@@ -322,7 +322,7 @@ def test_smollm2_gives_the_references_loss_and_survives_a_round_trip(tmp_path):
     theirs, tokenizer = module.to_hf(about, weights), module.tokenizer(about)
     counts = []
     directory = str(smollm2.directory())
-    found = pretrained.load(directory, lambda done, of: counts.append((done, of)))
+    found = weights.load(directory, lambda done, of: counts.append((done, of)))
     assert counts[0] == (1, len(counts)) and counts[-1] == (len(counts), len(counts))
     own, text = Tokenizer.load(found.tokenizer), module.TEXT[0]
     assert (own.begin, own.end) == ("<|im_start|>", "<|im_end|>")
@@ -337,8 +337,8 @@ def test_smollm2_gives_the_references_loss_and_survives_a_round_trip(tmp_path):
     np.testing.assert_allclose(logits, expected, atol=1e-3)
     assert nats(logits, ids) == pytest.approx(module.nll(theirs, about, ids).mean(), abs=1e-3)
     assert nats(logits, ids) == pytest.approx(2.66, abs=0.01)
-    pretrained.save(tmp_path / "model", *found)
-    again = pretrained.load(str(tmp_path / "model"))
+    weights.save(tmp_path / "model", *found)
+    again = weights.load(str(tmp_path / "model"))
     jax.tree.map(np.testing.assert_array_equal, again.params, found.params)
     assert Tokenizer.load(again.tokenizer).sha256 == own.sha256
     settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())

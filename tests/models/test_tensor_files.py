@@ -10,8 +10,8 @@ import pytest
 from safetensors import SafetensorError
 
 from fedsim.errors import ConfigError
-from fedsim.models import model_files
-from fedsim.models.model_files import TensorError
+from fedsim.models import weights
+from fedsim.models.weights import TensorError
 
 TENSORS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -30,7 +30,7 @@ def assert_same(found, expected):
 
 
 def test_the_bytes_are_those_of_the_format(tmp_path):
-    model_files.write(tmp_path / "x", {"w": np.array([[1, 2]], np.float32)})
+    weights.write(tmp_path / "x", {"w": np.array([[1, 2]], np.float32)})
     data = (tmp_path / "x").read_bytes()
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
@@ -40,9 +40,9 @@ def test_the_bytes_are_those_of_the_format(tmp_path):
 
 @pytest.mark.parametrize("shard_bytes, files", [(1000, 1), (30, 2), (1, 5)])
 def test_arrays_come_back_from_one_file_or_several(shard_bytes, files, tmp_path):
-    model_files.write_directory(tmp_path, TENSORS, shard_bytes)
+    weights.write_directory(tmp_path, TENSORS, shard_bytes)
     assert len(list(tmp_path.glob("*.safetensors"))) == files
-    assert_same(model_files.read_directory(tmp_path), TENSORS)
+    assert_same(weights.read_directory(tmp_path), TENSORS)
 
 
 def header(**about):
@@ -95,14 +95,14 @@ ONCE = json.dumps({"w": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}})
 def test_a_damaged_file_is_one_line(data, message, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(data)
     with pytest.raises(TensorError, match=message) as error:
-        model_files.read_directory(tmp_path)
+        weights.read_directory(tmp_path)
     assert str(error.value).isprintable() and len(str(error.value)) < 600
 
 
 def test_an_array_is_read_when_it_is_used_and_a_file_cut_until_then_is_one_line(tmp_path):
     values = np.arange(6000, dtype=np.float32).reshape(1000, 6)
-    model_files.write(tmp_path / "x", {"a": np.asfortranarray(values)})
-    found = model_files.read(tmp_path / "x")["a"]
+    weights.write(tmp_path / "x", {"a": np.asfortranarray(values)})
+    found = weights.read(tmp_path / "x")["a"]
     np.testing.assert_array_equal(found, values)
     os.truncate(tmp_path / "x", 20_000)
     with pytest.raises(TensorError, match="x: expected a safetensors file"):
@@ -111,7 +111,7 @@ def test_an_array_is_read_when_it_is_used_and_a_file_cut_until_then_is_one_line(
 
 def test_a_file_is_written_whole_or_not_at_all(monkeypatch, tmp_path):
     file = tmp_path / "x"
-    model_files.write(file, TENSORS)
+    weights.write(file, TENSORS)
     before = file.read_bytes()
     (tmp_path / "plain").touch()
     assert file.stat().st_mode == (tmp_path / "plain").stat().st_mode & ~0o022
@@ -119,9 +119,9 @@ def test_a_file_is_written_whole_or_not_at_all(monkeypatch, tmp_path):
     def full(*_):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(model_files, "save_file", full)
+    monkeypatch.setattr(weights, "save_file", full)
     with pytest.raises(OSError, match="No space left") as error:
-        model_files.write(file, {})
+        weights.write(file, {})
     assert error.value.errno == errno.ENOSPC and error.value.filename == str(file)
     assert file.read_bytes() == before
     assert {path.name for path in tmp_path.iterdir()} == {"x", "plain"}
@@ -129,9 +129,9 @@ def test_a_file_is_written_whole_or_not_at_all(monkeypatch, tmp_path):
 
 def test_an_index_that_does_not_hold_is_refused(tmp_path):
     with pytest.raises(TensorError, match="expected model.safetensors or"):
-        model_files.read_directory(tmp_path)
-    model_files.write_directory(tmp_path, TENSORS, 30)
-    index = tmp_path / model_files.INDEX
+        weights.read_directory(tmp_path)
+    weights.write_directory(tmp_path, TENSORS, 30)
+    index = tmp_path / weights.INDEX
     record = json.loads(index.read_text())
     for name, file, message in (
         ("a", "../x.safetensors", "names of files beside it"),
@@ -142,13 +142,13 @@ def test_an_index_that_does_not_hold_is_refused(tmp_path):
         changed = {"weight_map": {**record["weight_map"], name: file}}
         index.write_text(json.dumps(changed))
         with pytest.raises(TensorError, match=message):
-            model_files.read_directory(tmp_path)
+            weights.read_directory(tmp_path)
     places = dict(record["weight_map"])
     del places["a"]  # which nobody would read then
     index.write_text(json.dumps({"weight_map": places}))
     with pytest.raises(TensorError, match="expected the array a of model-00001-of-00002"):
-        model_files.read_directory(tmp_path)
+        weights.read_directory(tmp_path)
     for wrong in ("[]", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', "[" * 10**6):
         index.write_text(wrong)
         with pytest.raises(ConfigError, match=f"model={index}: expected"):
-            model_files.read_directory(tmp_path)
+            weights.read_directory(tmp_path)

@@ -1,0 +1,442 @@
+"""Weights of a model: safetensors files, and Hugging Face's format, without torch.
+
+A directory has config.json, model.safetensors (or several, and their index) and tokenizer.json.
+Arrays have names, and nothing in a file is code. Loaded parameters are float32, whatever they were,
+or as stored, to be frozen. Saved models can be read by `transformers`, and have the side files of
+the model that they were trained from (`serving_files`).
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from fedsim.data import Tokenizer
+from fedsim.errors import ConfigError, brief
+from fedsim.files import expand_home, new_directory, read_object, write_json, write_with
+from fedsim.models import families, frozen, serving_files
+from fedsim.models.families import Place
+from fedsim.models.serving_files import ADAPTER, CONFIG, TOKENIZER
+from fedsim.models.transformer import Transformer, TransformerConfig
+
+HUB = "hf:"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WANTED = (*serving_files.PATTERNS, INDEX, "model*.safetensors")
+DTYPES = {
+    **{"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")},
+    "BF16": np.dtype(jnp.bfloat16),
+    **{"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "U8": np.dtype("u1"), "I8": np.dtype("i1")},
+    **{"I16": np.dtype("<i2"), "BOOL": np.dtype("?")},
+}
+NAMED = 4  # arrays that an error names, at most
+SHARD_BYTES = 5_000_000_000
+LONGEST_NAME = 255  # bytes of a file's name
+FOR_OTHERS = {"format": "pt"}  # metadata that other tools expect
+ROWS = 4096  # that `_same` compares at a time
+OF_WEIGHTS = ("dtype", "torch_dtype", "auto_map")
+"""Fields of config.json about the stored type of weights, and about code that is not copied."""
+
+
+class TensorError(ConfigError):
+    """A file is not a safetensors file, or lacks an array."""
+
+
+class Stored:
+    """An array in a file, with its `shape` and `dtype`. Every `np.asarray` reads it again."""
+
+    def __init__(self, file: Path, opened: Any, name: str):
+        """Read the shape and type. Raises: TensorError: models have no arrays of this type."""
+        self._file, self._opened, self._name = file, opened, name
+        about = opened.get_slice(name)
+        self.shape, code = tuple(about.get_shape()), about.get_dtype()
+        if code not in DTYPES:
+            raise _no_file(file, f"{brief(name)} has the type {code}")
+        self.dtype = DTYPES[code]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        try:
+            return np.asarray(self._opened.get_tensor(self._name), dtype)
+        except (OSError, SafetensorError) as error:  # the file was cut after it was opened
+            raise _no_file(self._file, error) from None
+
+
+def read_directory(directory: Path) -> dict[str, Stored]:
+    """Open all arrays of model.safetensors, or of the files that its index names.
+
+    Raises:
+      TensorError: a file is missing or damaged, or index and files have different arrays.
+    """
+    single, index = directory / SINGLE, directory / INDEX
+    if single.is_file():
+        return read(single)
+    if not index.is_file():
+        raise TensorError.of("model", directory, f"{SINGLE} or {INDEX} in it")
+    places = read_object(index, "model").get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
+        raise TensorError.of("model", index, "a weight_map of arrays to files")
+    found: dict[str, Stored] = {}
+    for file in sorted(set(places.values())):
+        if Path(file).name != file or len(file.encode(errors="replace")) > LONGEST_NAME:
+            wanted = f"names of files beside it, got {brief(file)}"
+            raise TensorError.of("model", index, wanted)
+        tensors = read(directory / file)
+        for name in tensors:
+            if places.get(name) != file:
+                wanted = f"the array {brief(name)} of {brief(file)} in it"
+                raise TensorError.of("model", index, wanted)
+        found |= tensors
+    for name, file in places.items():
+        if name not in found:
+            wanted = f"'{brief(name)}' in the file it names, {brief(file)}"
+            raise TensorError.of("model", index, wanted)
+    return found
+
+
+def read(file: Path) -> dict[str, Stored]:
+    """Open all arrays of a file.
+
+    Raises:
+      TensorError: the file is missing, cut off or damaged, or has bytes of no array.
+    """
+    if not file.is_file():  # reading a pipe would wait
+        raise TensorError.of("model", file, "a file that exists")
+    try:
+        opened: Any = safe_open(
+            file, "numpy", backend="pread"
+        )  # a mapped file that is cut kills the process
+        _expect_names_once(file)
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        raise _no_file(file, error) from None
+    return {name: Stored(file, opened, name) for name in opened.keys()}
+
+
+def _expect_names_once(file: Path) -> None:
+    """Check that names are unique: of two equal names, the library reads the second.
+
+    Raises:
+      ValueError: a name is there twice.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> None:
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a name twice in the header")
+
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        json.loads(opened.read(size), object_pairs_hook=once)
+
+
+def _no_file(file: Path, error: object) -> TensorError:
+    reason = brief(" ".join(str(error).split()), 200)
+    return TensorError.of("model", file, f"a safetensors file ({reason})")
+
+
+def expect_none_left(source: str, names: Sequence[str], why: str = "") -> None:
+    """Check that no arrays are left over: a model without them would be another model.
+
+    Args:
+      source: the file, for the error.
+      names: arrays of the file that the model has no place for.
+      why: end of the error line.
+    Raises:
+      TensorError: there are such arrays.
+    """
+    if names:
+        shown = ", ".join(brief(name) for name in names[:NAMED])
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        expected = f"only arrays that its settings have a place for, and {shown}{more}"
+        verb = "have" if len(names) > 1 else "has"
+        raise TensorError.of("model", source, f"{expected} {verb} none{why}")
+
+
+def write_directory(
+    directory: Path, tensors: Mapping[str, np.ndarray], shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write model.safetensors, or several files of at most `shard_bytes` and their index."""
+    from huggingface_hub import split_state_dict_into_shards_factory as split
+
+    shards = split(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    for file, names in shards.filename_to_tensors.items():
+        write(directory / file, {name: tensors[name] for name in names})
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        write_json(directory / INDEX, index)
+
+
+def write(
+    file: Path, tensors: Mapping[str, np.ndarray], about: Mapping[str, str] = FOR_OTHERS
+) -> None:
+    """Write a file, completely or not at all. Equal arrays give equal bytes.
+
+    Args:
+      about: metadata of the file. The library does not keep their order.
+    Raises:
+      OSError: the file cannot be written.
+    """
+    # The library copies the memory of an array as it lies there, whatever its strides.
+    rows_first = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
+
+    def save(path: Path) -> None:
+        try:
+            save_file(rows_first, path, dict(about))
+        except SafetensorError as error:
+            if number := re.search(r"\(os error (\d+)\)", str(error)):
+                raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from None
+            raise
+
+    write_with(file, save)
+
+
+class Pretrained(NamedTuple):
+    """A model with its parameters."""
+
+    config: TransformerConfig
+    """Its max_length is the longest sequence of the model."""
+    params: Any
+    """Nested dicts of NumPy arrays: float32, or as stored."""
+    tokenizer: Path | None
+    """Path of its tokenizer.json, if it has one."""
+    files: Path | None = None
+    """Directory of its side files; see model_files."""
+
+
+def load(
+    source: str, heard: Callable[[int, int], None] | None = None, *, as_stored: bool = False
+) -> Pretrained:
+    """Load a Hugging Face directory, or hf:NAME[@REVISION] from the Hub.
+
+    Args:
+      heard: called with (number of arrays that are read, number of arrays).
+      as_stored: keep matrices of a directory that are in bfloat16 as they are.
+    Raises:
+      ConfigError: there is no such model, its architecture is unsupported, or an array is missing.
+    """
+    source = expand_home("model", source)
+    hub = source.startswith(HUB)
+    directory = download(source, "model", WANTED) if hub else Path(source)
+    if not (directory / CONFIG).is_file():
+        hint = "; adapters are for --adapter" if (directory / ADAPTER).is_file() else ""
+        raise ConfigError.of("model", directory, f"a directory with a {CONFIG}{hint}")
+    config = families.config_of(read_object(directory / CONFIG, "model"))
+    tensors = read_directory(directory)
+    params = from_tensors(str(directory), config, tensors, heard, as_stored=as_stored)
+    tokenizer = directory / TOKENIZER
+    return Pretrained(config, params, tokenizer if tokenizer.is_file() else None, directory)
+
+
+def named(source: str) -> tuple[str, str | None]:
+    """(name of a model in other tools, its revision) of hf:NAME[@REVISION] or of a path."""
+    if not source.startswith(HUB):
+        return source, None
+    name, _, revision = source.removeprefix(HUB).partition("@")
+    return name, revision or None
+
+
+def is_directory(path: Path) -> bool:
+    """True if a directory has a model in Hugging Face's format."""
+    return (path / CONFIG).is_file() and "model_type" in read_object(path / CONFIG, "model")
+
+
+def from_tensors(
+    source: str,
+    c: TransformerConfig,
+    tensors: Mapping[str, np.ndarray | Stored],
+    heard: Callable[[int, int], None] | None = None,
+    *,
+    as_stored: bool = False,
+) -> Any:
+    """Convert arrays under their Hugging Face names to parameters.
+
+    Nothing is copied before all names, types and shapes are correct, so that memory is bounded by
+    the size of the files.
+
+    Args:
+      source: the model, for errors.
+      heard, as_stored: as of `load`.
+    Returns:
+      Nested dicts of arrays.
+    Raises:
+      TensorError: an array is missing, unknown or of another shape than the config says, or holds
+        whole numbers (of a quantised model, whose scales are elsewhere).
+    """
+    arrays, shapes = _arrays_of(source, c, tensors), shapes_of(c)
+    leaves = {}
+    for number, (path, place) in enumerate(families.places(c), 1):
+        kept = as_stored and path[-1] in frozen.CONTRACTED and arrays[path].dtype == frozen.BFLOAT16
+        with np.errstate(over="ignore"):  # of float64
+            array = np.asarray(arrays[path], arrays[path].dtype if kept else np.float32)
+        array = array.T if place.transposed else array
+        if place.columns is not None:
+            array = array[..., place.first : place.first + shapes[path][-1]]
+        leaves[path] = np.ascontiguousarray(
+            array + np.float32(place.minus) if place.minus else array
+        )
+        if heard is not None:
+            heard(number, len(arrays))
+    return traverse_util.unflatten_dict(leaves)
+
+
+def _arrays_of(
+    source: str, c: TransformerConfig, tensors: Mapping[str, np.ndarray | Stored]
+) -> dict[tuple[str, ...], np.ndarray | Stored]:
+    """The array that holds each parameter. Raises: TensorError: as `from_tensors`."""
+    prefix = "" if any(name.startswith("transformer.") for name in tensors) else "transformer."
+    arrays, used, shapes = {}, set(), shapes_of(c)
+    for path, place in families.places(c):
+        name = place.name
+        # The files of the first GPT-2 have names without the prefix.
+        stored_name = name if name in tensors else name.removeprefix(prefix)
+        if stored_name not in tensors:
+            raise TensorError.of("model", source, f"a tensor {name}, and there is none")
+        array, expected = tensors[stored_name], shapes[path]
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            wanted = f"floating point numbers in {name}, got {array.dtype}"
+            raise TensorError.of("model", source, wanted)
+        if place.columns is not None:
+            expected = (*expected[:-1], place.columns)
+        shape = array.shape[::-1] if place.transposed else array.shape
+        if shape != expected:
+            message = f"{'/'.join(path)} has shape {shape}: expected {expected}"
+            raise TensorError(f"model={source}: {message}", field="model")
+        arrays[path] = array
+        used.add(stored_name)
+    embedding = arrays["embed", "embedding"]
+    unused = [name for name in tensors if name not in used and not families.is_buffer(name)]
+    why = ""
+    if c.tied and families.HEAD in unused:
+        if _same(tensors[families.HEAD], embedding):
+            unused.remove(families.HEAD)
+        else:
+            why = f"; {families.HEAD} is not the embedding, as tie_word_embeddings would have it"
+    expect_none_left(source, unused, why)
+    return arrays
+
+
+def _same(a: np.ndarray | Stored, b: np.ndarray | Stored) -> bool:
+    """True if two arrays have equal bits. Compares some rows at a time: both may be large."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    a, b = (np.asarray(x).view(np.uint8) for x in (a, b))
+    rows = range(0, len(a), ROWS)
+    return all(np.array_equal(a[i : i + ROWS], b[i : i + ROWS]) for i in rows)
+
+
+def shapes_of(c: TransformerConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """Shape of every parameter. Blocks are alike, so that one is traced for any number of them."""
+    one = Transformer(dataclasses.replace(c, num_layers=1))
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    params: Any = jax.eval_shape(one.init, jax.random.key(0), tokens)["params"]
+    leaves: dict[Any, Any] = dict(traverse_util.flatten_dict(params))
+    shapes = {}
+    for path, leaf in leaves.items():
+        same = range(c.num_layers) if path[0] == "block_0" else ()
+        shapes |= {(f"block_{i}", *path[1:]): leaf.shape for i in same} or {path: leaf.shape}
+    return shapes
+
+
+def save(
+    directory: Path,
+    c: TransformerConfig,
+    params: Any,
+    tokenizer: Path | None = None,
+    files: Path | None = None,
+    more: Mapping[str, str] | None = None,
+) -> None:
+    """Write a model in Hugging Face's format into a new directory, completely or not at all.
+
+    Args:
+      tokenizer: its tokenizer.json.
+      files: directory of the model that it was trained from, whose side files are copied. Of its
+        config.json, only the type of the weights changes.
+      more: texts of further files, by name.
+    Raises:
+      ConfigError: the directory exists, or no family has the parts of the model.
+      DataError: the tokenizer is invalid.
+    """
+    fields = _fields(c, files, tokenizer)
+    tensors = to_tensors(dataclasses.replace(c, family=fields["model_type"]), params)
+    with new_directory(directory) as temporary:
+        write_directory(temporary, tensors)
+        write_json(temporary / CONFIG, fields)
+        copied = serving_files.copy_side_files(files, temporary, but=(CONFIG,)) if files else []
+        if tokenizer is not None and TOKENIZER not in copied:
+            shutil.copyfile(tokenizer, temporary / TOKENIZER)
+        serving_files.complete(temporary)
+        for name, text in (more or {}).items():
+            (temporary / name).write_text(text, encoding="utf-8")
+
+
+def _fields(c: TransformerConfig, files: Path | None, tokenizer: Path | None) -> dict[str, Any]:
+    """Fields of config.json: those of the model it was trained from, or new ones."""
+    if files is not None and (files / CONFIG).is_file():
+        fields = read_object(files / CONFIG, "model")
+        kind = str(fields.get("model_type"))
+        known = kind in families.TYPES
+        if known and families.described(families.config_of(fields)) == families.described(c):
+            kept = {name: value for name, value in fields.items() if name not in OF_WEIGHTS}
+            return {**kept, "architectures": [families.CLASSES[kind]], "dtype": "float32"}
+    fields = families.fields_of(c)
+    if tokenizer is not None:
+        loaded = Tokenizer.load(tokenizer)
+        fields |= {"bos_token_id": loaded.begin_id, "eos_token_id": loaded.end_id}
+    return fields
+
+
+def to_tensors(c: TransformerConfig, params: Any) -> dict[str, np.ndarray]:
+    """Convert parameters to arrays under their Hugging Face names, float32.
+
+    Biases that the family has and the model lacks are zeros.
+    """
+    leaves: dict[Any, Any] = dict(traverse_util.flatten_dict(params))
+    parts: dict[Place, list[np.ndarray]] = {}
+    for path, place in families.places(c):
+        if path in leaves:
+            array = np.asarray(leaves[path], np.float32)
+        else:
+            array = np.zeros(leaves[*path[:-1], "kernel"].shape[1], np.float32)
+        array = array - np.float32(place.minus) if place.minus else array
+        parts.setdefault(place._replace(first=0), []).append(array)
+    tensors = {}
+    for place, arrays in parts.items():
+        array = np.concatenate(arrays, axis=-1)
+        tensors[place.name] = np.ascontiguousarray(array.T if place.transposed else array)
+    return tensors
+
+
+def download(source: str, field: str, files: Sequence[str]) -> Path:
+    """Download files of hf:NAME[@REVISION], unless they are in the cache.
+
+    Args:
+      field: the setting that names the source.
+      files: names or patterns; the first says what the repository must have.
+    Raises:
+      ConfigError: they cannot be downloaded.
+    """
+    import huggingface_hub
+
+    name, revision = named(source)
+    try:
+        snapshot = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=list(files)
+        )
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+        reason = " ".join(str(error).split())[:200]
+        wanted = f"a repository with {files[0]} and safetensors ({reason})"
+        raise ConfigError.of(field, source, wanted) from None
+    return Path(snapshot)
