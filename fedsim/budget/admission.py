@@ -316,11 +316,7 @@ def close(run_dir: Path) -> None:
 
 
 def _settle(applicant: Applicant, run: str, progress: Progress) -> None:
-    """Note what the run has released, by its directory, or all its plan if that notes nothing.
-
-    Raises:
-      LedgerError: an older copy has replaced the directory; the run stays open.
-    """
+    """Note what the run has released, by its directory, or all its plan if that notes nothing."""
     with hold(applicant.place) as ledger:
         planned = ledger.entries[run].planned
         released = progress.released if progress.is_noted else planned
@@ -342,8 +338,7 @@ def _expect_newest_elsewhere(applicant: Applicant, entry: Entry, progress: Progr
 def _expect_newest(
     applicant: Applicant, ledger: BudgetLedger, entry: Entry, progress: Progress
 ) -> None:
-    """Raise LedgerError if the ledger has more steps of the run than its directory, or another
-    directory with the run."""
+    """Raise LedgerError if the directory is older than the ledger, or another one has the run."""
     run_dir, before = applicant.run_dir, ledger.entries.get(entry.run)
     receipt = Receipt.of(run_dir)
     if receipt is not None and receipt.ledger == str(ledger.directory):
@@ -371,10 +366,7 @@ def _expect_newest(
 
 
 def _expect_same(applicant: Applicant, ledger: BudgetLedger, entry: Entry) -> None:
-    """Raise LedgerError if the ledger has this run with other releases, users or guarantee.
-
-    Labels are compared as present or absent, because their words depend on the version.
-    """
+    """Raise LedgerError if the ledger has this run with other releases, users or guarantee."""
     before = ledger.entries.get(entry.run)
     if before is None or before.kind == GROUP_SIZE:  # the plan includes it
         return
@@ -382,6 +374,7 @@ def _expect_same(applicant: Applicant, ledger: BudgetLedger, entry: Entry) -> No
     same = {
         "other planned releases": before.planned == entry.planned,
         "other users": np.array_equal(users, ledger.users(applicant.ids)),
+        # As present or absent, because their words depend on the version.
         "another label": bool(before.label) == bool(entry.label),
     }
     for what, holds in same.items():

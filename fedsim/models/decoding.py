@@ -59,12 +59,10 @@ def draw(logits_BV: jax.Array, keys_B: jax.Array, how: Sampling) -> jax.Array:
 
 
 def _least_of_nucleus(probs_BV: jax.Array, top_p: float) -> jax.Array:
-    """The largest bound [B, 1] such that the tokens above it have a share `top_p` of the sum.
-
-    Found by halving: sorting a vocabulary takes thirty times as long.
-    """
+    """The largest bound [B, 1] such that the tokens above it have a share `top_p` of the sum."""
     target_B1 = top_p * probs_BV.sum(axis=-1, keepdims=True)
 
+    # By halving: sorting a vocabulary takes thirty times as long.
     def halve(_, bounds):
         low_B1, high_B1 = bounds
         middle_B1 = (low_B1 + high_B1) / 2
@@ -208,10 +206,8 @@ def _empty_cache(config: TransformerConfig, params: Any, slots: int) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _read_prompts(config, params, cache, tokens_RP, into_R):
-    """Write the keys and values of prompts into their slots.
-
-    Those of padding are replaced before attention reads them.
-    """
+    """Write the keys and values of prompts into their slots."""
+    # Those of padding are replaced before attention reads them.
     short = dataclasses.replace(config, max_length=tokens_RP.shape[1])
     _, new = _apply(short, params, None, tokens_RP, jnp.zeros(len(tokens_RP), jnp.int32))
     width = tokens_RP.shape[1]
@@ -224,10 +220,7 @@ def _read_prompts(config, params, cache, tokens_RP, into_R):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def _decode(config, how, ends, params, cache, key, state, least):
-    """Draw tokens until no more than `least` texts go on, or MOST_STEPS are drawn.
-
-    Returns: (tokens [B, MOST_STEPS], -1 after the last; cache; state).
-    """
+    """Draw until no more than `least` texts go on: (tokens [B, MOST_STEPS] or -1, cache, state)."""
     keys_B = jax.vmap(functools.partial(jax.random.fold_in, key))(state["number"])
 
     def goes_on(loop):

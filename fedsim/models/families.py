@@ -228,11 +228,7 @@ def _rotary(family: Family, f: Fields, head: int) -> dict[str, Any]:
 
 
 def _expect_one_rope(family: Family, f: Fields) -> None:
-    """Check the objects of rotary positions of two versions, of which `transformers` reads one.
-
-    Raises:
-      UnsupportedArchitecture: they differ, or it would read neither.
-    """
+    """Raise UnsupportedArchitecture if the two objects of rotary positions differ."""
     scaling, parameters = rotary(f, "rope_scaling"), rotary(f, "rope_parameters")
     of_layers = any(name in parameters for name in LAYER_TYPES)
     if LOCAL_BASE in family.defaults and parameters and not of_layers:

@@ -72,10 +72,7 @@ def type_of(params: Any) -> str:
 
 
 def _in_int8(weight: Any, contracted: int) -> tuple[np.ndarray, np.ndarray]:
-    """Round a matrix to int8, symmetrically about zero.
-
-    Returns: (the matrix; its scale for each output channel, float32).
-    """
+    """A matrix rounded to int8, symmetrically about zero, and the scale of each output channel."""
     weight = np.asarray(weight, np.float32)
     largest = np.abs(weight).max(axis=contracted, keepdims=True)
     scale = np.where(largest > 0, largest / np.float32(LARGEST), np.float32(1))

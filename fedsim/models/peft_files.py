@@ -131,11 +131,7 @@ def _names(module: str) -> tuple[str, str]:
 
 
 def _jointly(parts: Mapping[Place, Pair]) -> Pair:
-    """Join adapters of layers that lie side by side in one module: [x A1 B1, x A2 B2, ...].
-
-    Args:
-      parts: adapters by the place of the layer.
-    """
+    """Join adapters of layers side by side in one module: [x A1 B1, x A2 B2, ...]."""
     a = np.concatenate([a for a, _ in parts.values()], axis=1)
     width = max(place.columns or part_b.shape[1] for place, (_, part_b) in parts.items())
     b, row = np.zeros((a.shape[1], width), np.float32), 0
@@ -187,11 +183,7 @@ def _directory(source: str) -> Path:
 
 
 def _lora(source: str, fields: Mapping[str, Any], c: TransformerConfig) -> Lora:
-    """The settings of adapters, still without layers.
-
-    Raises:
-      ConfigError: one is unknown, or has a value that `Lora` cannot have.
-    """
+    """The settings of adapters, still without layers; ConfigError if `Lora` cannot have one."""
 
     def refuse(name: str, expected: str) -> ConfigError:
         found = f"{name}={brief(json.dumps(fields[name]))}"

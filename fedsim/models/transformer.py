@@ -297,11 +297,7 @@ class Block(nn.Module):
 
     @nn.nowrap
     def _remember(self, name: str, new_BLHK: jax.Array, start: jax.Array) -> jax.Array:
-        """Add keys or values from position `start` of each row on to the cache.
-
-        Returns:
-          All keys or values, [B, H, max_length, K].
-        """
+        """Add keys or values from `start` of each row on to the cache; all of it [B, H, S, K]."""
         rows, _, heads, width = new_BLHK.shape
         shape = (rows, heads, self.config.max_length, width)
         cache = self.variable("cache", name, jnp.zeros, shape, new_BLHK.dtype)

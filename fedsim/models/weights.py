@@ -122,11 +122,7 @@ def read(file: Path) -> dict[str, Stored]:
 
 
 def _expect_names_once(file: Path) -> None:
-    """Check that names are unique: of two equal names, the library reads the second.
-
-    Raises:
-      ValueError: a name is there twice.
-    """
+    """Raise ValueError if a name is there twice: the library reads the second."""
 
     def once(pairs: list[tuple[str, Any]]) -> None:
         if len(dict(pairs)) < len(pairs):

@@ -97,16 +97,12 @@ def _found(
 def _several(
     charges: Sequence[Charge], sizes: Sequence[int], num_users: int, spent: Total
 ) -> list[dict[str, Any]]:
-    """Epsilon of k users together, whoever they are, over all runs; empty if one has no finite one.
-
-    Args:
-      sizes: number of the users whom each run reads: of k users, it reads no more.
-    """
+    """Epsilon of k users together, whoever they are, over all runs; empty if one has none."""
     if not charges or math.isinf(spent.fixed):
         return []
     found = [(1, spent.fixed, THEOREM)]
     for people in (k for k in PEOPLE if k <= num_users):
-        counts = [min(people, size) for size in sizes]
+        counts = [min(people, size) for size in sizes]  # of k users, a run reads no more
         found.append((people, *composed(charges, counts, people, spent.delta)))
     return [{"people": k, "epsilon": to_json(epsilon), "how": how} for k, epsilon, how in found]
 

@@ -192,11 +192,9 @@ def _losses(released: Released, summary: dict[str, Any]) -> list[tuple[str, Any]
 
 
 def _settings(released: Released, public: bool) -> list[tuple[str, str]]:
-    """Settings by name; of paths, the last part alone.
-
-    Not public: the name of the data, which may be anything, and the strategy.
-    """
+    """Settings by name; of paths, the last part alone."""
     run = settings_of(released.stored.run)
+    # Not public: the name of the data, which may be anything, and the strategy.
     counts = ("num_units", "batch_size", "target_epsilon", "num_parameters", "clip_quantile")
     names = ("lora_rank", "frozen_dtype", "optimizer", "learning_rate", "compute_dtype")
     earlier = {"batch_size": "budget"}  # as the plan calls it

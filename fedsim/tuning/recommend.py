@@ -156,12 +156,7 @@ def _els(
 def _uls(
     start: Start, privacy: PrivacyConfig, norms: GradientNorms | None
 ) -> tuple[PrivacyConfig, float, list[doubling.Doubling], list[str]]:
-    """Settings of ULS by Estimate-and-Double, L_ULS, the turns, and the facts read off the data;
-    without gradients, one example of each user.
-
-    The paper's batch sizes are powers of two. For any other, M is the largest number of users that
-    the batch size allows at the chosen group size.
-    """
+    """Settings of ULS by Estimate-and-Double, L_ULS, its turns, and the facts read off the data."""
     settings, non_private = complete(Algorithm.ULS, privacy, start.data)
     sizes = np.diff(units_of(privacy, start.data.train, start.key).offsets)
     batch_size, users = settings.batch_size, len(sizes)
@@ -181,6 +176,7 @@ def _uls(
     limits = doubling.Limits(max(1, int(sizes.max())), users)
     chosen, turns = doubling.estimate_and_double(batch_size, norms.user_norm, noise, first, limits)
     group = chosen.group_size
+    # The paper's batch sizes are powers of two; for any other, as many users as it allows.
     cohort = max(1, min(batch_size // group, users))
     settings = dataclasses.replace(settings, group_size=group, batch_size=group * cohort)
     fact = f"group_size={group} of ULS (gradient norms of a sample of users)"
@@ -212,11 +208,7 @@ def user_grad_norms(
 
 @contextmanager
 def _started(run: RunConfig, console: Console, *, working: bool = True) -> Iterator[Start]:
-    """Start a run up to its first step.
-
-    Args:
-      working: start its workers, and warn of what the texts are like.
-    """
+    """Start a run up to its first step; with its workers, unless no gradient is computed."""
     model = find_model(run.model.source, console, as_stored=run.model.lora_rank > 0)
     data = load_data(run.data, model, console.note)
     if working and (cut_off := data.cut_off()):
@@ -252,8 +244,7 @@ def _norms(start: Start, privacy: PrivacyConfig, num_users: int, most: int) -> G
 
 
 def _seeing_nothing(start: Start) -> Start:
-    """The start on users with an assumed number of texts; where several own a text, who owns which
-    is public."""
+    """The start on users with an assumed number of texts, unless who owns which is public."""
     if graph_of(users := start.data.train) is not None:
         return start
     stand_in: Any = MadeUpUsers.of([ASSUMED_EXAMPLES] * users.num_users)
@@ -261,11 +252,8 @@ def _seeing_nothing(start: Start) -> Start:
 
 
 def _not_read(facts: list[str], users: Users) -> list[str]:
-    """Facts that the guarantee does not cover, without those of users who are made up.
-
-    Only the number of these is that of the data; where texts have several owners, none is made up.
-    """
-    if graph_of(users) is None:
+    """Facts that the guarantee does not cover, without those of users who are made up."""
+    if graph_of(users) is None:  # else none is made up; here only their number is that of the data
         known = f"{PUBLIC}how many users there are ({users.num_users:,} users)"
         facts = list(dict.fromkeys(known if fact.startswith(PUBLIC) else fact for fact in facts))
     return [fact for fact in facts if not fact.startswith(("group_size", "clip_norm"))]
@@ -305,13 +293,7 @@ def _advice(
     start: Start,
     norms: GradientNorms | None,
 ) -> Advice:
-    """Advice for one algorithm; the noise is computed by the code that trains.
-
-    Args:
-      settings: by the heuristics, but for the clip norm; norm: for that.
-      given: the settings as requested.
-      norms: None: no setting was chosen by looking at the data without noise.
-    """
+    """Advice for one algorithm, with the noise that training computes."""
     users, run = start.data.train, start.run
     cells = compare(algorithm, settings, run, users, num_coordinates(start.params))
     changes = least(cells).changes if cells else {}

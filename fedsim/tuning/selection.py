@@ -243,10 +243,7 @@ def select(
 
 
 def _run(trials: Sequence[Job], console: Console) -> None:
-    """Train the trials that have not finished.
-
-    Raises: FedsimError: a worker was lost, say; the same command resumes the selection.
-    """
+    """Train the trials that have not finished; an error leaves them to the same command."""
     pending = [trial for trial in trials if trial.summary is None]
     for trial, error in outcomes_of(pending):
         if error is not None and not isinstance(error, Diverged):
@@ -317,10 +314,7 @@ def _data(jobs: Sequence[Job], console: Console) -> Dataset:
 
 
 def _admitted(job: Job, data: Dataset, priced: Priced, out: Path, key: SecretKey) -> ExitStack:
-    """Count the selection in the budget ledger, and its evaluations for held-out users.
-
-    Raises: ConfigError: a limit of one of these users would be broken.
-    """
+    """Count the selection in the budget ledger, and its evaluations for held-out users."""
     place, limit = place_of(job.run.budget_ledger), job.run.limit_epsilon
     trials = len(priced.event.candidates) if priced.all_once else 0  # else part of the event
     part = (trials * priced.event.slack[0], trials * priced.event.slack[1])
@@ -351,17 +345,14 @@ def _admitted(job: Job, data: Dataset, priced: Priced, out: Path, key: SecretKey
 
 
 def _trials(jobs: Sequence[Job], priced: Priced, out: Path, key: SecretKey) -> list[Job]:
-    """The trials in order, the same whenever they are drawn.
-
-    Their names do not reveal the order: the settings of the chosen trial are public, its number is
-    not.
-    """
+    """The trials in order, the same whenever they are drawn."""
     rng = key.generator("trials")
     drawn = list(range(len(jobs)))
     if not priced.all_once:
         drawn = rng.integers(0, len(jobs), draw_trials(priced.event, rng)).tolist()
     trials, public = [], priced.evaluations is None
     for number, choice in enumerate(drawn):
+        # Names do not reveal the order: the chosen settings are public, their number is not.
         name, job = key.seal(f"trial {number}")[:16], jobs[choice]
         run = changed_run(job.run, run_dir=(out / RUNS / name).absolute(), limit_epsilon=None)
         log = (out / LOGS / f"{name}.txt").absolute()
@@ -374,14 +365,13 @@ def _trials(jobs: Sequence[Job], priced: Priced, out: Path, key: SecretKey) -> l
 def _score(
     trial: Job, number: int, data: Dataset, priced: Priced, key: SecretKey, console: Console
 ) -> float:
-    """A trial's loss on held-out users, with noise if they are protected; inf if it diverged or its
-    loss is not a number, which would compare as no larger than any other."""
+    """A trial's loss on held-out users, with noise if they are protected; inf without a number."""
     summary = trial.summary
     if summary is None:
         return math.inf
     if priced.evaluations is None or data.eval_users is None:
         loss = float(summary["final_eval_loss"])
-        return math.inf if math.isnan(loss) else loss
+        return math.inf if math.isnan(loss) else loss  # nan would compare as no larger than any
     stored = directory.load(trial.run.run_dir)
     task, params, _, _ = last_model(stored, trial.run, console)
     rng = key.generator("evaluation", number)
@@ -445,15 +435,12 @@ class Began:
 
 
 def _settings(jobs: Sequence[Job]) -> dict[str, list[Any]]:
-    """Each setting that can change a trial, with its value in each candidate; None: its default.
-
-    Settings at their defaults in all candidates are left out, so that a new setting changes no
-    earlier selection.
-    """
+    """Each setting that can change a trial, with its value in each candidate; None: its default."""
     candidates = []
     for job in jobs:
         given = changed(PrivacyConfig, as_dict(job.privacy)) | changed(RunConfig, as_dict(job.run))
         given |= {"algorithm": str(job.algorithm), "model": job.run.model.source}
+        # Without defaults, so that a new setting changes no earlier selection.
         candidates.append({name: value for name, value in given.items() if name not in OPERATIONAL})
     names = dict.fromkeys(name for given in candidates for name in given)
     return {name: [given.get(name) for given in candidates] for name in names}
