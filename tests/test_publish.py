@@ -204,11 +204,11 @@ def test_nothing_is_there_unless_all_of_it_is(trained, tmp_path, capsys, monkeyp
         planted.setattr(published, "check_folder", lambda path: broken)
         assert "a file is missing" in refused(["publish", run, out], capsys)
     with monkeypatch.context() as planted:
-        planted.setattr("fedsim.trust.report.write_report", lambda *_, **__: 1 / 0)
+        planted.setitem(publish.__globals__, "write_report", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             publish(run, out, Console())
     with monkeypatch.context() as planted:
-        planted.setattr("fedsim.trust.report.named_places", lambda *_: [("report.md", "/there")])
+        planted.setitem(publish.__globals__, "named_places", lambda *_: [("report.md", "/there")])
         assert "published files without it" in refused(["publish", run, out], capsys)
     assert not list(tmp_path.iterdir())
     mine = tmp_path / "out.tmp" / "mine"

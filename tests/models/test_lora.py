@@ -10,7 +10,7 @@ import pytest
 from pretrained_models import command, make_model, make_texts
 from refused import refuses
 from safetensors.numpy import load_file
-from test_pretrained import KEPT, assert_kept, assert_settings, with_files
+from test_weights import KEPT, assert_kept, assert_settings, with_files
 from zoo import FAMILIES, PARTS, adapters_of, random_like
 
 from fedsim.cli.main import main
