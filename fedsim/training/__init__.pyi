@@ -15,7 +15,6 @@ from .optimizers import Diverged as Diverged, Noise as Noise, settled as settled
 from .planned import (
     outside as outside,
     settled_by as settled_by,
-    strategy_for as strategy_for,
 )
 from .private_evaluation import (
     DIRECTORY as DIRECTORY,

@@ -291,7 +291,7 @@ def _budget(evidence: Evidence) -> str:
 
 
 def _data(evidence: Evidence) -> str:
-    """The data are those that the run was started with, read to the last byte."""
+    """The data are unchanged since the run started; all bytes are hashed."""
     key, users = evidence.key, evidence.dataset.train
     held_out, how = evidence.dataset.eval_users, evidence.plan.evaluations
     try:
