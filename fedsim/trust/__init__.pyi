@@ -1,4 +1,3 @@
-from . import bounds as bounds, published as published
 from .audit import audit as audit, sentence as sentence
 from .budget import budget as budget, sentences as sentences, table as table
 from .claim import ReportError as ReportError
