@@ -5,8 +5,7 @@ ledger        chained logs, and the ledger of what was released, by which epsilo
 released      the released numbers of the steps since the last checkpoint
 checkpoint    the file of a state between two steps, in safetensors
 state         the state that a resumed run continues from
-metrics       metrics.jsonl
-loggers       TensorBoard, Weights & Biases, MLflow and trackio, and what leaves the machine
+metrics       metrics.jsonl, and which metrics may leave the machine
 formats       pydantic types and JSON Schemas of plan, ledger and summary
 model_source  the model that a run starts from, and the task that it trains
 console       plan, progress and results of a run for a person; the table of runs

@@ -25,15 +25,15 @@ from .ledger import (
     gradient_sha256 as gradient_sha256,
     note as note,
 )
-from .loggers import (
-    expect_loggers as expect_loggers,
+from .metrics import (
+    BOARD as BOARD,
+    SENDING as SENDING,
+    Metrics as Metrics,
     may_leave as may_leave,
     not_covered as not_covered,
-    open_loggers as open_loggers,
     receivers as receivers,
     visible as visible,
 )
-from .metrics import Metrics as Metrics
 from .model_source import (
     base_name as base_name,
     expect_language_model as expect_language_model,

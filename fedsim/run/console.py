@@ -18,7 +18,7 @@ from fedsim.config import ZERO_OUT, Algorithm, RunConfig
 from fedsim.data import NATS_PER_TOKEN
 from fedsim.noise import predicted_error
 from fedsim.plan import GIVEN, NOTHING, PROTECTS, PUBLIC, Evaluations, Plan
-from fedsim.run import loggers
+from fedsim.run.metrics import BOARD
 from fedsim.run.terminal import (
     REFRESH_S,
     Terminal,
@@ -240,7 +240,7 @@ class Console(Terminal):
                 "a smaller --learning-rate, a larger --batch-size or more steps may do better"
             )
         self.note(guarantee_line(summary))
-        board = run_dir / loggers.DIRECTORY
+        board = run_dir / BOARD
         look = f"; look at it with: tensorboard --logdir {shlex.quote(str(board))}"
         self.note(f"written to {run_dir}{look if board.exists() else ''}")
 

@@ -1,31 +1,36 @@
-"""Metrics of a run: `metrics.jsonl`, which is authoritative, and the loggers.
+"""Metrics of a run: `metrics.jsonl`, which has all of them, and those that anyone may see.
 
 Metrics that are computed from private data without noise are named `non_private/...`.
 """
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedsim.config import to_json
+from fedsim.config import RunConfig, to_json
 from fedsim.errors import FileDamaged
 from fedsim.files import named, whole_lines, write_atomically
-from fedsim.run.loggers import MetricLogger
+from fedsim.plan import Plan
 
 FILE = "metrics.jsonl"
+BOARD = "tb"
+"""Directory of TensorBoard's files in that of a run."""
+SENDING = frozenset({"wandb", "mlflow", "trackio"})
+"""Loggers that can send what they get to another machine."""
+WORKERS = re.compile(r"performance/(\w+_restarts|redispatched_lanes|workers)")
 
 
 class Metrics:
-    """Writes metrics to the file, and gives them to the loggers. Steps that are repeated after a
-    crash replace their metrics."""
+    """Writes metrics to the file. Steps that are repeated after a crash replace their metrics."""
 
-    def __init__(self, run_dir: Path, last_step: int = -1, loggers: Sequence[MetricLogger] = ()):
+    def __init__(self, run_dir: Path, last_step: int = -1):
         """Continue after `last_step`, and drop the metrics of later steps."""
         path = run_dir / FILE
         kept = [line for line in read(run_dir) if line["step"] <= last_step]
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
-        self._file, self.loggers = open(path, "a"), loggers
+        self._file = open(path, "a")
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log scalars, by name, after `step` steps."""
@@ -33,19 +38,10 @@ class Metrics:
         with named(Path(self._file.name)):
             self._file.write(json.dumps({"step": step, **record}) + "\n")
             self._file.flush()
-        for logger in self.loggers:
-            logger.log(step, values)
 
     def close(self) -> None:
-        """Flush and close."""
+        """Close the file."""
         self._file.close()
-        for logger in self.loggers:
-            logger.close()
-
-    def flush(self) -> None:
-        """Have the loggers write what they buffer."""
-        for logger in self.loggers:
-            logger.flush()
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
@@ -58,3 +54,34 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
     if not all(isinstance(line.get("step"), int) for line in lines):
         raise FileDamaged(f"{run_dir / FILE}: expected a step in every line")
     return lines
+
+
+def may_leave(plan: Plan) -> Callable[[str], bool]:
+    """A function of a metric's name: may everyone see it?
+
+    They may if it follows from public numbers, was released with noise, or is about the workers
+    alone. The name of a loss on held-out users is the same with noise and without: the plan tells.
+    """
+    names = {"learning_rate", "privacy/epsilon"}
+    names |= {"privacy/clip_norm", "privacy/loss"} if plan.noise_multiplier else set()
+    names |= {"eval/loss"} if plan.evaluations else set()
+    return lambda name: name in names or WORKERS.fullmatch(name) is not None
+
+
+def visible(plan: Plan, values: Mapping[str, float]) -> dict[str, float]:
+    """Those of a run's metrics that everyone may see; see `may_leave`."""
+    allows = may_leave(plan)
+    return {name: value for name, value in values.items() if allows(name)}
+
+
+def receivers(run: RunConfig) -> list[str]:
+    """The loggers of a run that can send what they get to another machine."""
+    return [name for name in run.log_to if name in SENDING]
+
+
+def not_covered(run: RunConfig) -> list[str]:
+    """A line of the plan for each logger that gets what the guarantee does not cover."""
+    return [
+        f"metrics computed from private data without noise, which {name} gets (log_non_private)"
+        for name in (receivers(run) if run.log_non_private else ())
+    ]

@@ -8,7 +8,7 @@ the plan, and so the ledger and the report, say that.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from fedsim.errors import ConfigError, expect
 from fedsim.plan import Plan, private_fields
@@ -29,7 +29,7 @@ class Callback:
         of the run then says so; a run that was started without it cannot be resumed with it.
     """
 
-    reads_non_private: ClassVar[bool] = False
+    reads_non_private: bool = False
 
     def on_run_begin(self, plan: Mapping[str, Any], step: int) -> None:
         """Called before the first step, or before the next one of a resumed run.
@@ -131,8 +131,12 @@ class Calls:
 
     def __init__(self, callbacks: Sequence[Callback], plan: Plan):
         """Args: plan: of the run."""
-        self._callbacks, self._plan = callbacks, plan
+        self._callbacks, self._plan = list(callbacks), plan
         self.stopped = False
+
+    def add(self, callbacks: Sequence[Callback]) -> None:
+        """Call these, too."""
+        self._callbacks += callbacks
 
     def begin(self, step: int) -> None:
         """The run has done `step` steps and continues."""

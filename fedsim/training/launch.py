@@ -22,12 +22,12 @@ from fedsim.run import (
     Console,
     directory,
     duration,
-    expect_loggers,
     receivers,
     released,
     speaking,
 )
 from fedsim.training.callbacks import Callback
+from fedsim.training.loggers import expect_loggers
 from fedsim.training.open import OpenRun, Plant, Source, open_run
 from fedsim.training.optimizers import Noise, settled, update_of
 from fedsim.training.planned import FITTED, PlannedRun, Unheard, plan_run

@@ -36,7 +36,6 @@ from fedsim.run import (
     directory,
     gradient_sha256,
     model_name,
-    open_loggers,
     released,
     restored,
     results,
@@ -45,6 +44,7 @@ from fedsim.run import (
 )
 from fedsim.signals import stop_signals
 from fedsim.training.callbacks import Callback, Calls
+from fedsim.training.loggers import LoggedRun, open_loggers
 from fedsim.training.open import OpenRun, phase_of
 from fedsim.training.optimizers import (
     Diverged,
@@ -122,7 +122,13 @@ class Trainer:
         ledger = Ledger(self.run.run_dir, first, least=state.step, least_chain=state.chain)
         if isinstance(self.own_noise, Correlated):
             self.own_noise.drawn = functools.partial(self._row_drawn, ledger)
-        with closing(ledger), closing(self._metrics(state.step or -1, settings)) as metrics:
+        last_step = state.step or -1
+        with (
+            closing(ledger),
+            closing(Metrics(self.run.run_dir, last_step)) as metrics,
+            open_loggers(self.run, self._logged(last_step, settings), self.console.warn) as loggers,
+        ):
+            self.calls.add(loggers)
             self.calls.begin(state.step)
             # Everything that is there of the run is in order: now it is counted.
             with self.counted.admitted() if self.counted else nullcontext():
@@ -134,8 +140,8 @@ class Trainer:
         self.calls.end(summary)
         return summary
 
-    def _metrics(self, last_step: int, identity: str) -> Metrics:
-        """The metrics and loggers of the run, after `last_step`."""
+    def _logged(self, last_step: int, identity: str) -> LoggedRun:
+        """The run as loggers show it, after `last_step`."""
         plan, run = self.plan.as_dict(), as_dict(self.run)
         of_run = ("optimizer", "learning_rate")
         of_plan = ("algorithm", "target_epsilon", "budget", "group_size", "clip_norm", "num_steps")
@@ -146,10 +152,7 @@ class Trainer:
             | {n: run[n] for n in of_run}
             | {n: plan[n] for n in of_plan},
         }
-        metrics = Metrics(self.run.run_dir, last_step)  # first: its file may be damaged
-        warn = self.console.warn
-        metrics.loggers = open_loggers(self.run, self.plan, tables, identity, last_step, warn)
-        return metrics
+        return LoggedRun(self.run.run_dir, identity, last_step, tables)
 
     def _steps(self, state: State, ledger: Ledger, metrics: Metrics) -> None:
         """Run the remaining steps, or as many as there is time for before a stop signal.
@@ -203,7 +206,7 @@ class Trainer:
         """
         step, due = state.step, self._due(state.step, self.eval_every) or state.step == 0
         if not due or state.evaluated == step:
-            self._save(state, metrics, saver)
+            self._save(state, saver)
             return lambda: None
         params = state.released
 
@@ -232,7 +235,7 @@ class Trainer:
                 copy.eval_loss, copy.evaluated = headline(values), step
                 if step == 0:
                     copy.initial_eval_loss = copy.eval_loss
-            self._save(then, metrics, saver)
+            self._save(then, saver)
 
         return finish
 
@@ -363,11 +366,10 @@ class Trainer:
         """True if an action of every `interval` steps, and of the last, is due after `step`."""
         return step % interval == 0 or step == self.plan.num_steps
 
-    def _save(self, state: State, metrics: Metrics, saver: checkpoint.Saver) -> None:
+    def _save(self, state: State, saver: checkpoint.Saver) -> None:
         last = state.step == self.plan.num_steps
         if state.step and (last or saver.due(state.step, self.run.checkpoint_every)):
             saver.save(state.step, vars(state))
-            metrics.flush()
 
     def _write(self, step: int, state: dict[str, Any]) -> None:
         save(self.run.run_dir, step, state)

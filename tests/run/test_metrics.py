@@ -11,8 +11,8 @@ from tensorboard.summary.writer import event_file_writer
 from tensorboard.util import tensor_util
 
 from fedsim.run import metrics
-from fedsim.run.loggers import TensorBoard
 from fedsim.run.metrics import Metrics
+from fedsim.training.loggers import LoggedRun, TensorBoard
 
 
 @pytest.fixture(autouse=True)
@@ -28,13 +28,26 @@ def values(step):
     return found | ({"eval/loss": 10.0 - step} if step % 2 == 0 else {})
 
 
-def open_sink(directory, last_step=-1, **tables):
-    return Metrics(directory, last_step, [TensorBoard(directory, last_step, tables)])
+class Sinks:
+    """The file of metrics and a board, which get the same."""
+
+    def __init__(self, directory, last_step=-1, **tables):
+        self.file = Metrics(directory, last_step)
+        run = LoggedRun(directory, "ab" * 32, last_step, tables)
+        self.board = TensorBoard("tensorboard", run, pytest.fail, True)
+
+    def log(self, step, values):
+        self.file.log(step, values)
+        self.board.log(step, values)
+
+    def close(self):
+        self.file.close()
+        self.board.close()
 
 
 def log(directory, steps, last_step=-1):
     """One process that logs these steps."""
-    sink = open_sink(directory, last_step)
+    sink = Sinks(directory, last_step)
     for step in steps:
         sink.log(step, values(step))
     sink.close()
@@ -73,7 +86,7 @@ def test_both_sinks_have_every_value(tmp_path):
 
 
 def test_values_that_are_not_finite_are_in_both(tmp_path):
-    sink = open_sink(tmp_path)
+    sink = Sinks(tmp_path)
     sink.log(1, {"epsilon": math.inf, "loss": math.nan})
     sink.close()
     (line,) = metrics.read(tmp_path)
@@ -124,22 +137,21 @@ def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path):
 
 
 def test_a_line_is_in_the_file_when_log_returns(tmp_path):
-    sink = open_sink(tmp_path)
+    sink = Sinks(tmp_path)
     sink.log(1, {"a": 1.0})
     assert json.loads((tmp_path / metrics.FILE).read_text()) == {"step": 1, "a": 1.0}
     sink.close()
 
 
-def test_what_is_flushed_is_on_the_board_while_the_run_goes_on(tmp_path):
-    sink = open_sink(tmp_path)
+def test_a_step_is_on_the_board_while_the_run_goes_on(tmp_path):
+    sink = Sinks(tmp_path)
     sink.log(1, {"a": 1.0})
-    sink.flush()
     assert scalars(tmp_path) == {"a": [(1, 1.0)]}
     sink.close()
 
 
 def test_texts_are_on_the_board_as_markdown(tmp_path):
-    sink = open_sink(tmp_path, plan={"delta": 1e-6, "algorithm": "els"})
+    sink = Sinks(tmp_path, plan={"delta": 1e-6, "algorithm": "els"})
     sink.close()
     (event,) = board(tmp_path).Tensors("plan")
     (text,) = tensor_util.make_ndarray(event.tensor_proto)
@@ -151,7 +163,7 @@ def test_texts_are_on_the_board_as_markdown(tmp_path):
 
 def test_texts_and_settings_outlive_a_resumption(tmp_path):
     for last_step in (-1, 4):
-        open_sink(tmp_path, last_step, plan={"x": 1}, hparams={"model": "tiny"}).close()
+        Sinks(tmp_path, last_step, plan={"x": 1}, hparams={"model": "tiny"}).close()
     events = board(tmp_path)
     assert "plan" in events.Tags()["tensors"]
     assert any("session_start_info" in tag for tag in events.PluginTagToContent("hparams"))

@@ -10,7 +10,10 @@ import pytest
 from refused import refuses
 
 import fedsim
-from fedsim.run import loggers, may_leave, open_loggers, visible
+from fedsim.run import may_leave, visible
+from fedsim.training import loggers
+from fedsim.training.callbacks import Calls
+from fedsim.training.loggers import LoggedRun, Logger, open_loggers
 
 TINY = {"epsilon": 8.0, "num_steps": 2, "batch_size": 12, "max_length": 24, "model": "micro"}
 TINY |= {
@@ -73,60 +76,66 @@ def test_a_clip_norm_that_follows_the_data_without_noise_is_not_seen(stored):
 # ---- Loggers ------------------------------------------------------------------------------------
 
 
-class Recorder:
+class Recorder(Logger):
     """A logger that keeps what it gets, and fails at a step."""
 
-    def __init__(self, *given, fails_at=math.inf):
-        self.given, self.seen, self.closed, self._fails_at = given, [], False, fails_at
+    fails_at = math.inf
 
-    def log(self, step, values):
-        if step == self._fails_at:
+    def start(self):
+        self.seen, self.closed = [], False
+
+    def log(self, step, metrics):
+        if step == self.fails_at:
             raise OSError("no\nroute")
-        self.seen.append((step, values))
+        self.seen.append((step, sorted(metrics)))
 
-    def flush(self):
-        pass
-
-    def close(self):
+    def finish(self):
         self.closed = True
 
 
-def opened(monkeypatch, stored, recorder, notes, **changed):
-    monkeypatch.setattr(loggers, "WandB", lambda *given: recorder(*given))
+@pytest.fixture
+def recorder(monkeypatch):
+    """A class whose instances stand for a service, and the instance that was made last."""
+    made = []
+
+    class Kept(Recorder):
+        def start(self):
+            super().start()
+            made.append(self)
+
+    monkeypatch.setattr(loggers, "WandB", Kept)
+    return made
+
+
+def steps_of(stored, steps, notes, **changed):
+    """Call the loggers of a run as `Trainer` does."""
     run = fedsim.config.changed_run(stored.run, log_to=["wandb"], **changed)
     tables = {"plan": {"delta": 0.1}, "run": {"data": "secret"}, "hparams": {"model": "micro"}}
-    return open_loggers(run, stored.plan, tables, "ab" * 32, -1, notes.append)
+    logged = LoggedRun(run.run_dir, "ab" * 32, -1, tables)
+    with open_loggers(run, logged, notes.append) as opened:
+        calls = Calls([], stored.plan)
+        calls.add(opened)
+        for step, values in steps:
+            calls.step(step, values)
 
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("non_private", [False, True])
-def test_a_logger_gets_the_plan_and_what_may_leave(non_private, stored, monkeypatch):
-    found = []
-
-    def recorder(*given):
-        found.append(Recorder(*given))
-        return found[-1]
-
-    (logger,) = opened(monkeypatch, stored, recorder, [], log_non_private=non_private)
-    logger.log(1, {"privacy/epsilon": 1.0, "non_private/loss": 2.0, "eval/loss": 3.0})
-    logger.log(2, {"non_private/loss": 2.0})
-    seen = [(step, sorted(values)) for step, values in found[0].seen]
-    every = ["eval/loss", "non_private/loss", "privacy/epsilon"]
-    assert seen == (
-        [(1, every), (2, ["non_private/loss"])] if non_private else [(1, ["privacy/epsilon"])]
-    )
-    _, name, identity, settings = found[0].given
-    assert name == "run-ababab" and identity == "ab" * 32
-    assert settings == {"delta": 0.1, "model": "micro"}
+def test_a_logger_gets_the_plan_and_what_may_leave(non_private, stored, recorder):
+    steps = [(1, {"privacy/epsilon": 1.0, "non_private/loss": 2.0, "eval/loss": 3.0})]
+    steps += [(2, {"non_private/loss": 2.0})]
+    steps_of(stored, steps, [], log_non_private=non_private)
+    every = [(1, ["non_private/loss", "privacy/epsilon"]), (2, ["non_private/loss"])]
+    assert recorder[0].seen == (every if non_private else [(1, ["privacy/epsilon"])])
+    assert recorder[0].run.name == "run-ababab"
+    assert recorder[0].run.sent == {"delta": 0.1, "model": "micro"}
 
 
-def test_a_logger_that_fails_is_named_and_left_out(stored, monkeypatch):
-    notes, recorder = [], Recorder(fails_at=2)
-    (logger,) = opened(monkeypatch, stored, lambda *_: recorder, notes)
-    for step in range(1, 5):
-        logger.log(step, {"privacy/epsilon": 1.0})
-    logger.close()
-    assert [step for step, _ in recorder.seen] == [1]
+def test_a_logger_that_fails_is_named_and_left_out(stored, recorder, monkeypatch):
+    notes = []
+    monkeypatch.setattr(Recorder, "fails_at", 2)
+    steps_of(stored, [(step, {"privacy/epsilon": 1.0}) for step in range(1, 5)], notes)
+    assert [step for step, _ in recorder[0].seen] == [1]
     assert notes == ["wandb gets no more metrics: OSError: no route"]
 
 
@@ -142,7 +151,8 @@ def test_of_weights_and_biases_all_that_looks_at_the_machine_is_off(tmp_path, mo
     module = types.SimpleNamespace(Settings=lambda **settings: settings, init=init)
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    loggers.WandB(tmp_path, "run-ab", "ab" * 32, {"delta": 0.1})
+    run = LoggedRun(tmp_path, "ab" * 32, -1, {"plan": {"delta": 0.1}})
+    loggers.WandB("wandb", run, pytest.fail, False)
     off = {name for name, value in given["settings"].items() if value is True}
     assert {"disable_code", "disable_git", "x_disable_meta", "x_disable_stats"} <= off
     assert "x_disable_machine_info" in off and given["settings"]["console"] == "off"
@@ -155,18 +165,15 @@ def test_of_weights_and_biases_all_that_looks_at_the_machine_is_off(tmp_path, mo
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("non_private", [False, True])
-def test_the_plan_says_what_a_logger_gets(non_private, run_dir, monkeypatch, capsys):
-    recorder = Recorder()
-    monkeypatch.setattr(loggers, "WandB", lambda *_: recorder)
-    monkeypatch.setattr(loggers, "expect_loggers", lambda _: None)
+def test_the_plan_says_what_a_logger_gets(non_private, run_dir, recorder, monkeypatch, capsys):
     monkeypatch.setattr("fedsim.training.launch.expect_loggers", lambda _: None)
     settings = {**TINY, "log_to": ["wandb"], "run_dir": run_dir}
     run = fedsim.train("uls", POSTS, log_non_private=non_private, **settings)
-    names = {name for _, values in recorder.seen for name in values}
+    names = {name for _, values in recorder[0].seen for name in values}
     fact = "metrics computed from private data without noise, which wandb gets (log_non_private)"
     assert (fact in run.summary["non_private"]) == non_private
     assert any(name.startswith("non_private/") for name in names) == non_private
-    assert "privacy/epsilon" in names and recorder.closed and not (run_dir / "tb").exists()
+    assert "privacy/epsilon" in names and recorder[0].closed and not (run_dir / "tb").exists()
     sent = "wandb: all metrics" if non_private else "wandb: the plan, epsilon, and metrics with"
     assert sent in capsys.readouterr().err
     if not non_private:
