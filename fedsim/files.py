@@ -9,7 +9,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryDirectory
+from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 from fedsim.errors import ConfigError, FileDamaged, brief, expect
@@ -204,21 +204,6 @@ def write_with(path: Path, write: Callable[[Path], None]) -> None:
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     sync_directory(path.parent)
-
-
-def keep_in_cache(path: Path, data: bytes) -> None:
-    """Write a file of a cache that several processes write and read: others find a whole file.
-
-    It is not forced to the disk, so what a cache gives has to be checked or to be computable again.
-    """
-    with NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        try:
-            file.write(data)
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:

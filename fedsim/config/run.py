@@ -19,7 +19,8 @@ except ModuleNotFoundError:  # then there is no command line
 # May differ between a run and its resumption: they change neither the guarantee nor the bits. (That
 # the data is the same is checked by its fingerprint, wherever it lies.)
 OPERATIONAL = frozenset(
-    {"data", "run_dir", "engine", "num_workers", "num_lanes", "wait_for_workers", "resume"}
+    {"data", "run_dir", "engine", "num_workers", "num_lanes", "resume"}
+    | {"wait_for_workers", "worker_timeout"}
     | {"checkpoint_every", "log_every", "output", "budget_ledger", "limit_epsilon", "spend_rest"}
     | {"log_to", "log_non_private", "strict"}
 )
@@ -198,12 +199,19 @@ class EngineConfig:
 
     wait_for_workers: float = 0.0
     """Seconds to wait for nodes until num_workers fit, and later for workers that were lost, at
-    least 300; an autoscaler is asked for them. >= 0."""
+    least worker_timeout; an autoscaler is asked for them. >= 0."""
+
+    worker_timeout: float = 600.0
+    """Seconds that a Ray worker has for one part of a step, its compilation included, and to start.
+    A worker that takes longer counts as hung: it is ended and started again, and its part is
+    computed again. A part that takes too long 4 times ends the run. > 0."""
 
     def __post_init__(self):
         expect_least(self, num_lanes=1, threads_per_worker=1, num_workers=1, rows_per_pass=1)
         wait = self.wait_for_workers
         expect("wait_for_workers", wait, 0 <= wait < math.inf, ">= 0 seconds")
+        limit = self.worker_timeout
+        expect("worker_timeout", limit, 0 < limit < math.inf, "> 0 seconds")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,8 +4,8 @@
     task                       the protocol of a model with its data
     worker, programs           a lane's clipped sum, and the compiled and checked programs
     strategy                   the choice of the clipping strategy, and a trial of it
-    ray_engine, actors         the engine on Ray, its workers, and their health
-    cluster, warden            a Ray cluster joined, or started and ended
+    ray_engine, actors         the engine on Ray, and its workers
+    cluster                    a Ray cluster joined, or started and ended
     jobs                       independent jobs on Ray's workers
     machine                    the least that a machine must have, checked before JAX starts
     environment                resources, threads, packages and compiled programs of processes

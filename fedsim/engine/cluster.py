@@ -1,21 +1,17 @@
 """Ray clusters: join the one that RAY_ADDRESS names, or start a private one on this machine.
 
 A private cluster has a separate directory, free ports and token authentication. It ends with the
-process that started it: not before, unless it is killed with SIGKILL, and never after.
+process that started it. After a SIGKILL, Ray ends its processes by itself, within about a minute.
 """
 
 import atexit
-import fcntl
 import functools
 import logging
 import os
-import re
 import secrets
 import shutil
 import signal
-import stat
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,16 +19,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, worker as ray_worker
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
-from ray.util.metrics import Gauge
 
 from fedsim import keys
-from fedsim.engine import warden
 from fedsim.engine.engine import EngineError
 from fedsim.engine.machine import cluster_address
 from fedsim.errors import ConfigError, brief, expect
@@ -45,8 +40,6 @@ OPEN = (
 )
 FIXED_PORTS = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
 WITHOUT = "engine=local trains without it"
-PREFIX, LOCK = "fedsim-", "held"  # of private directories
-_held: dict[Path, int] = {}  # descriptors of the locks of this process's directories
 
 
 class Cluster:
@@ -55,8 +48,6 @@ class Cluster:
     def __init__(self, num_cpus: int):
         self._owned = not ray.is_initialized()
         self._directory: Path | None = None
-        self._processes: set[warden.Process] = set()
-        self._warden: subprocess.Popen | None = None
         self._asked = False
         self.warning = ""  # shown before anything is computed on the cluster
         if self._owned and (address := cluster_address()):
@@ -85,7 +76,6 @@ class Cluster:
             os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(_token_file()))
         self._directory = short_directory()
         within = self._directory / "r"  # Ray makes the directory that it gets world-writable
-        before = warden.children(os.getpid())
         with _on_loopback(), warnings.catch_warnings(), _own_handlers(), _deaf():
             # JAX warns of every fork; Ray's forks exec at once, before any JAX code.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
@@ -103,18 +93,10 @@ class Cluster:
             except Exception as error:  # a plain Exception where one of its processes ends
                 reason = brief(" ".join(str(error).split()), 200)
                 raise EngineError(f"Ray does not start here ({reason}): {WITHOUT}") from error
-            started = warden.children(os.getpid()) - before
-            self._processes = {each for each in started if str(within) in each.command}
-            self._warden = _start_warden(self._directory, self._processes)
 
     def nodes(self) -> list[dict[str, float]]:
         """Return the resources of each live node, by Ray's names."""
         return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
-
-    def driver_node(self) -> dict[str, float]:
-        """Return the resources of this process's node, by Ray's names."""
-        here = ray.get_runtime_context().get_node_id()
-        return next(dict(node["Resources"]) for node in ray.nodes() if node["NodeID"] == here)
 
     def ask_for(self, bundles: list[dict[str, float]]) -> None:
         """Ask the autoscaler for room for all of these at once, until `close`."""
@@ -126,14 +108,14 @@ class Cluster:
         if self._asked:  # or the autoscaler keeps nodes for the request
             with suppress(Exception):  # a lost cluster has no request
                 request_resources(bundles=[])
-        if self._processes:
-            threading.Thread(target=_end_with, args=(self._processes,), daemon=True).start()
+        node: Any = ray_worker._global_node
+        if self._directory is not None and node is not None:
+            processes = [one.process for kind in node.all_processes.values() for one in kind]
+            threading.Thread(target=_end_with, args=(processes,), daemon=True).start()
         if self._owned:
             ray.shutdown()
         if self._directory is not None:
-            _remove(self._directory)
-        if self._warden is not None:
-            self._warden.communicate()
+            shutil.rmtree(self._directory, ignore_errors=True)
 
 
 @contextmanager
@@ -180,22 +162,13 @@ def _on_loopback() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _start_warden(directory: Path, processes: set[warden.Process]) -> subprocess.Popen:
-    """Start the program that ends the cluster if this process is killed."""
-    words = [sys.executable, "-ISB", warden.__file__, str(directory), *map(str, processes)]
-    return subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
-
-
-def _end_with(processes: set[warden.Process]) -> None:
-    """Kill a private cluster once Ray has ended the first of its processes.
-
-    Ray waits a second for each process, one after another.
-    """
-    here = processes & warden.children(os.getpid())
-    family = warden.family(here)
-    while here and here <= warden.children(os.getpid()):
+def _end_with(processes: list[subprocess.Popen]) -> None:
+    """Kill the processes of a private cluster once Ray has ended the first of them: they block the
+    signal by which Ray ends them, and Ray waits a second for each, one after another."""
+    while all(process.poll() is None for process in processes):
         time.sleep(0.02)
-    warden.end(family)
+    for process in processes:
+        process.kill()
 
 
 def _expect_reachable(address: str) -> None:
@@ -251,43 +224,12 @@ def _expect_no_key(directory: Path) -> None:
 def short_directory() -> Path:
     """Make a private directory whose path leaves room for paths of Unix sockets (107 bytes).
 
-    It is removed when this process ends or, if it is killed, when the next process makes one.
+    It is removed when this process ends, unless it is killed.
     """
     base = tempfile.gettempdir()
-    base = Path(base if len(base) <= 25 else "/tmp")
-    for path in base.glob(f"{PREFIX}*"):
-        _remove_if_left(path)
-    directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-    _held[directory] = os.open(directory / LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    fcntl.flock(_held[directory], fcntl.LOCK_EX)
-    os.write(_held[directory], b"held")  # an empty lock is never removed by others
-    atexit.register(_remove, directory)
+    directory = Path(tempfile.mkdtemp(prefix="fedsim-", dir=base if len(base) <= 25 else "/tmp"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
-
-
-def _remove(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    if (descriptor := _held.pop(directory, None)) is not None:
-        os.close(descriptor)
-
-
-def _remove_if_left(path: Path) -> None:
-    """Remove a private directory of this user if no process holds its lock."""
-    try:
-        status = path.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            return
-        descriptor = os.open(path / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:  # not from short_directory, or being made or removed right now
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_size:
-            shutil.rmtree(path, ignore_errors=True)
-    except BlockingIOError:
-        pass
-    finally:
-        os.close(descriptor)
 
 
 @functools.cache
@@ -300,24 +242,3 @@ def _token_file() -> Path:
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))
     return path
-
-
-class Monitor:
-    """Metrics of a run for a cluster's dashboard and Prometheus: one gauge per metric.
-
-    Ray's agents answer without a token, so it is given only metrics that everyone may see. A
-    private cluster collects nothing.
-    """
-
-    def __init__(self):
-        self._gauges: dict[str, Gauge] = {}
-        # The id of a submitted job; a private cluster has one run.
-        self._tags = {"job": os.environ.get("RAY_JOB_SUBMISSION_ID", "local")}
-
-    def publish(self, values: dict[str, float]) -> None:
-        """Set the gauges of metrics."""
-        for name, value in values.items():
-            if name not in self._gauges:
-                gauge = "fedsim_" + re.sub(r"\W", "_", name)
-                self._gauges[name] = Gauge(gauge, description=name, tag_keys=("job",))
-            self._gauges[name].set(value, tags=self._tags)

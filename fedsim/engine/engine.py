@@ -25,7 +25,7 @@ from fedsim.engine.task import Task, sizes_of
 from fedsim.errors import FedsimError
 
 AT_ONCE = 4  # units that most strategies compute side by side
-MOST_EVALUATED = 512  # examples of a lane: a worker that takes too long is taken for lost
+MOST_EVALUATED = 512  # examples of a lane: a worker that takes too long is started again
 LEAST_TOKENS = 512  # of a lane of examples that share rows: several rows at once cost less each
 
 
@@ -45,8 +45,6 @@ class Lanes(NamedTuple):
     """Number of the unit at each position of the concatenated lanes, int [units]."""
     rows: list[np.ndarray]
     """The rows of each lane's units, [units of the lane, ...]."""
-    lengths: list[int]
-    """Padded length of each lane's longest text; 0 if it is unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,18 +169,9 @@ class Engine(ABC):
 
     @abstractmethod
     def _lanes(
-        self,
-        method: str,
-        params: Any,
-        lanes: Sequence[np.ndarray],
-        *args,
-        lengths: Sequence[int] = (),
+        self, method: str, params: Any, lanes: Sequence[np.ndarray], *args
     ) -> Iterator[tuple[Any, Any]]:
-        """Yield `Worker.<method>(version, params, lane, *args)` for every lane, in lane order.
-
-        Args:
-          lengths: of each lane's longest text, as in `Lanes`, if programs depend on it.
-        """
+        """Yield `Worker.<method>(version, params, lane, *args)` for every lane, in lane order."""
 
     def _begin(
         self, method: str, params: Any, lanes: Sequence[np.ndarray], *args
@@ -252,9 +241,8 @@ class Engine(ABC):
         Raises: EngineError: a lane failed, or workers were lost.
         """
         dtype = self.sum_dtype(params, len(rows), clip)
-        total, stats, (order, lanes, lengths) = None, [], self.cut(rows)
-        call = ("lane_sum", params, lanes, clip, strategy)
-        for lane_sum, lane_stats in self._lanes(*call, lengths=lengths):
+        total, stats, (order, lanes) = None, [], self.cut(rows)
+        for lane_sum, lane_stats in self._lanes("lane_sum", params, lanes, clip, strategy):
             stats.append(lane_stats)
             self.heard(len(stats), len(lanes))
             if total is None:  # may be read-only views of shared memory
@@ -336,10 +324,6 @@ class Engine(ABC):
         """Return metrics of workers, by name."""
         return {"performance/redispatched_lanes": self.redispatched}
 
-    def publish(self, step: int, values: dict[str, float]) -> None:  # noqa: B027
-        """Publish the metrics of a step, which everyone may see, if the engine has a place for
-        them."""
-
     def cut(self, rows: np.ndarray) -> Lanes:
         """Cut the units of a sum into lanes, independently of the workers."""
         return cut(self.task, "train", rows, self.num_lanes, self.least_units)
@@ -347,7 +331,7 @@ class Engine(ABC):
 
 def _in_order(parts: list[np.ndarray]) -> Lanes:
     """Lanes of units that stay in their order."""
-    return Lanes(np.arange(sum(map(len, parts))), parts, [0] * len(parts))
+    return Lanes(np.arange(sum(map(len, parts))), parts)
 
 
 def cut(task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int) -> Lanes:
@@ -376,7 +360,7 @@ def cut(task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int) ->
     for start in starts[1:][np.diff(share) > 0]:
         if min(start - bounds[-1], len(rows) - start) >= least:
             bounds.append(start)
-    return Lanes(order, np.split(rows[order], bounds[1:]), longest[order][bounds].tolist())
+    return Lanes(order, np.split(rows[order], bounds[1:]))
 
 
 def _starts_of_blocks(lengths: np.ndarray, size: int) -> np.ndarray:

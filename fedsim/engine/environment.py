@@ -8,7 +8,6 @@ environment variables and compiler options with which their processes start.
 import ctypes
 import dataclasses
 import hashlib
-import math
 import os
 import platform
 import re
@@ -17,13 +16,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jax
-from jax._src import compilation_cache, xla_bridge
-from jax._src.lru_cache import LRUCache
+from jax._src import xla_bridge
 
 from fedsim.config import EngineConfig
 from fedsim.engine.compiler_options import expect_allowed
 from fedsim.errors import ConfigError
-from fedsim.files import NotOurs, cache_dir, keep_in_cache, own_directory
+from fedsim.files import NotOurs, cache_dir, own_directory
 from fedsim.installation import version
 
 PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "randomgen", "ray")
@@ -127,39 +125,16 @@ GENERATION = "vendor_id|cpu family|model|CPU implementer|CPU architecture|CPU pa
 NUMERIC = re.compile(r"\b(?:s?sse|avx|fma|f16c|amx|bmi|fp|asimd|neon|sve|sme|bf16|i8mm)\w*")
 
 
-class _OwnPrograms(LRUCache):
-    """JAX's directory of compiled programs, used only while no other user can write to it."""
-
-    def get(self, key: str) -> bytes | None:
-        """Return a program; None if it is missing or may be another user's."""
-        return super().get(key) if self._is_ours() else None
-
-    def put(self, key: str, value: bytes) -> None:
-        """Keep a program, if the directory is safe; JAX's own method leaves a cut-off file as it is
-        and writes where other processes read."""
-        if self._is_ours():
-            keep_in_cache(Path(str(self.path)) / f"{key}-cache", value)
-
-    def _is_ours(self) -> bool:
-        place = Path(str(self.path))
-        try:
-            return own_directory(place) == place
-        except NotOurs:
-            return False
-
-
 def keep_compiled(cache_dir: Path) -> None:
     """Keep this process's compiled programs in a directory, and use the programs that are there.
 
     Programs are run as they are read, so a directory that other users can write to is not used.
-    Permissions are checked again before each program is read or kept.
     """
     try:
         place = own_directory(cache_dir / host_kind())
     except NotOurs as error:
         print(f"fedsim: compiled programs are not kept: {error}", file=sys.stderr)
         return
-    compilation_cache.get_file_cache = lambda path: (_OwnPrograms(path, max_size=-1), path)
     jax.config.update("jax_compilation_cache_dir", str(place))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -337,8 +312,3 @@ def actor_options(placement: Placement) -> dict:
         "max_task_retries": 0,
         "runtime_env": {"env_vars": worker_environment(placement)},
     }
-
-
-def store_bytes(param_bytes: int, lanes_in_flight: int) -> int:
-    """Bytes of a node's object store: parameters, their next version, sums in flight, a margin."""
-    return math.ceil(1.2 * param_bytes * (2 + lanes_in_flight))

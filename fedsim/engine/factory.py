@@ -42,6 +42,7 @@ def create(config: EngineConfig, task: Task, *, warn: Callable[[str], None] = ig
         num_workers=config.num_workers,
         threads=config.threads_per_worker,
         accelerator=config.accelerator,
+        timeout_s=config.worker_timeout,
         wait_s=config.wait_for_workers,
         cache_dir=compiled,
         warn=warn,

@@ -1,17 +1,15 @@
 """What a machine must have before JAX or Ray start, said in one line where it lacks.
 
-On a machine without enough memory or threads, XLA aborts the process and Ray waits or ends with a
-traceback. So the least that both need is looked for first: free memory, here and in the container;
-threads that can be started; the limit of address space; shared memory. The least is that of a small
-model. A larger one may need more, which `--dry-run` estimates.
+On a machine without enough memory, XLA aborts the process and Ray waits or ends with a traceback.
+So the least that both need is looked for first: free memory, here and in the container; the limit
+of address space; shared memory. The least is that of a small model. A larger one may need more,
+which `--dry-run` estimates.
 
-Does not import JAX, which needs threads itself.
+Does not import JAX.
 """
 
-import dataclasses
 import os
 import resource
-import threading
 from pathlib import Path
 
 from fedsim.cgroups import cpus, free_memory
@@ -21,64 +19,12 @@ from fedsim.installation import expect_installed
 
 GB = 1e9
 SHARED = Path("/dev/shm")
-MOST_THREADS = 1000  # to look for: starting more takes too long
 
 
-@dataclasses.dataclass(frozen=True)
-class Resources:
-    """Memory and threads: those that are free, or those that are needed."""
-
-    memory: float
-    """Bytes."""
-    address_space: float
-    """Bytes that a process may reserve (ulimit -v)."""
-    threads: int
-    """Threads and processes."""
-
-
-# Measured with the README's training on one and two cores, less a tenth.
-LOCAL = Resources(0.42 * GB, 4 * GB, 24)
-RAY = Resources(0.6 * GB, 12 * GB, 170)
-WORKER = Resources(0.25 * GB, 0, 45)
-"""For each worker, beside RAY."""
-
-
-def needed(kind: str, workers: int) -> Resources:
-    """Return the least that a driver needs, with its own Ray and workers if it has one."""
-    if kind == "local":
-        return LOCAL
-    each = (getattr(WORKER, field.name) for field in dataclasses.fields(Resources))
-    base = (getattr(RAY, field.name) for field in dataclasses.fields(Resources))
-    return Resources(*(first + workers * more for first, more in zip(base, each, strict=True)))
-
-
-def free(most_threads: int = MOST_THREADS) -> Resources:
-    """Return what is free now. Args: most_threads: threads to look for."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    space = float("inf") if limit == resource.RLIM_INFINITY else limit
-    return Resources(free_memory(), space, free_threads(most_threads))
-
-
-def free_threads(most: int) -> int:
-    """Return how many threads this process can start now, up to `most`, by starting them.
-
-    Limits are of the user, of containers and of the machine; only a try sees all of them.
-    """
-    over, started = threading.Event(), []
-    before = threading.stack_size(64 * 1024)  # so that it is not memory that ends it
-    try:
-        while len(started) < most:
-            thread = threading.Thread(target=over.wait, daemon=True)
-            thread.start()
-            started.append(thread)
-    except RuntimeError:  # can't start new thread
-        pass
-    finally:
-        threading.stack_size(before)
-        over.set()
-        for thread in started:
-            thread.join()
-    return len(started)
+# Measured with the README's training on one and two cores, less a tenth; in bytes.
+LOCAL_MEMORY, LOCAL_SPACE = 0.42 * GB, 4 * GB
+RAY_MEMORY, RAY_SPACE = 0.6 * GB, 12 * GB
+WORKER_MEMORY = 0.25 * GB  # of each worker, beside RAY_MEMORY
 
 
 def cluster_address() -> str:
@@ -94,53 +40,24 @@ def expect_enough(config: EngineConfig) -> None:
     """
     if config.kind == "ray":
         expect_installed("ray", otherwise=", or engine=local")
-    starts_ray = config.kind == "ray" and not cluster_address()
-    most = max(1, cpus() // config.threads_per_worker)
-    workers = (config.num_workers or most) if starts_ray else 0
-    kind = "ray" if starts_ray else "local"
-    if starts_ray and not os.access(SHARED, os.W_OK):
-        expected = "a directory for Ray's shared memory: start the container with it (docker run "
-        raise ConfigError.of("shared_memory", SHARED, f"{expected}--shm-size=1g), or engine=local")
-    here = free(min(MOST_THREADS, needed(kind, workers).threads))
-    if fault := lacking(here, kind, workers):
-        raise fault
-
-
-def lacking(here: Resources, kind: str, workers: int) -> ConfigError | None:
-    """Return the error for what a machine lacks, with a remedy; None if it has enough.
-
-    Args:
-      here: what is free.
-      kind: local, or ray if this process starts Ray.
-      workers: their number.
-    """
-    least, who = needed(kind, workers), "JAX"
-    remedies = []
-    if kind == "ray":
+    memory, space, who, instead = LOCAL_MEMORY, LOCAL_SPACE, "JAX", "give it more"
+    if config.kind == "ray" and not cluster_address():
+        if not os.access(SHARED, os.W_OK):
+            expected = "a directory for Ray's shared memory: start the container with it (docker "
+            instead = "run --shm-size=1g), or engine=local"
+            raise ConfigError.of("shared_memory", SHARED, expected + instead)
+        workers = config.num_workers or max(1, cpus() // config.threads_per_worker)
+        memory, space = RAY_MEMORY + workers * WORKER_MEMORY, RAY_SPACE
         who = f"Ray with {workers} worker{'s' * (workers != 1)}"
-        fewer = [n for n in range(1, workers) if _fits(here, needed(kind, n))]
-        remedies += [f"num_workers={max(fewer)}"] if fewer else []
-        remedies += ["engine=local"] if _fits(here, needed("local", 0)) else []
-    instead = " or ".join(remedies)
-    if here.memory < least.memory:
-        expected = f"at least {_gb(least.memory)} free for {who}"
-        return ConfigError.of(
-            "memory", _gb(here.memory), f"{expected}: {instead or 'give it more memory'}"
+        instead = "fewer workers (num_workers), or engine=local"
+    if (free := free_memory()) < memory:
+        raise ConfigError.of(
+            "memory", _gb(free), f"at least {_gb(memory)} free for {who}: {instead}"
         )
-    if here.threads < min(MOST_THREADS, least.threads):
-        more = instead or "raise `ulimit -u`, or the container's --pids-limit"
-        return ConfigError.of(
-            "threads", here.threads, f"at least {least.threads} that can start, for {who}: {more}"
-        )
-    if here.address_space < least.address_space:
-        more = "`ulimit -v unlimited`" + (f", or {instead}" if instead else "")
-        expected = f"at least {_gb(least.address_space)} of address space for {who}: {more}"
-        return ConfigError.of("ulimit -v", _gb(here.address_space), expected)
-    return None
-
-
-def _fits(here: Resources, least: Resources) -> bool:
-    return all(getattr(here, f.name) >= getattr(least, f.name) for f in dataclasses.fields(here))
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and limit < space:
+        expected = f"at least {_gb(space)} of address space for {who}: `ulimit -v unlimited`"
+        raise ConfigError.of("ulimit -v", _gb(limit), expected)
 
 
 def _gb(size: float) -> str:

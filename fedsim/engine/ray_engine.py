@@ -4,14 +4,17 @@ The driver stores the parameters in the object store once per version and sends 
 workers. A lane lost with its worker is computed again, never dropped; a lane that is lost
 repeatedly ends the run. Sums are added in lane order while later lanes still run, and no worker
 runs further ahead than the driver has memory for.
+
+A worker has one time limit, `EngineConfig.worker_timeout`: for a call, and for its start, also
+after it was lost. It is the only way to find a worker that hangs.
 """
 
 import dataclasses
 import heapq
 import itertools
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,25 +28,14 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from fedsim.engine.actors import (
-    MAX_LOSSES,
-    PULL_S,
-    START_S,
-    Actors,
-    Health,
-    Patience,
-    Shared,
-    State,
-    cause,
-    failure,
-)
-from fedsim.engine.cluster import Monitor
+from fedsim.engine.actors import Actors, Shared, cause, failure
 from fedsim.engine.engine import Engine, EngineError, ignore, one_of_each
-from fedsim.engine.environment import store_bytes
 from fedsim.engine.task import Task
 from fedsim.engine.worker import NoTask, Worker
 from fedsim.signals import heed
 
+MAX_LOSSES = 4  # of one lane, in one call
+PULL_S = 60.0  # seconds to fetch a sum from another node
 PAUSE_S = 0.2  # seconds between two probes of a worker that cannot be reached
 RECRUIT_S = 10.0  # seconds between two looks for room for more workers
 STRANGE_S = 600.0  # the same after a worker of another kind of host: it may be the only room
@@ -59,29 +51,19 @@ class _Call:
     shared: Any  # reference to the parameters in the object store
     lanes: Sequence[np.ndarray]
     args: tuple
-    kinds: Sequence[Hashable]  # of each lane, by what is compiled for it
-    todo: dict[Hashable, list[int]] = dataclasses.field(init=False)  # heaps of lanes, by kind
+    todo: list[int] = dataclasses.field(init=False)  # heap of lanes
     losses: Counter = dataclasses.field(default_factory=Counter)
     answers: dict[int, Any] = dataclasses.field(default_factory=dict)
     upto: int = 0  # lanes whose answers were taken
 
     def __post_init__(self) -> None:
-        self.todo = {kind: [] for kind in self.kinds}
-        for lane, kind in enumerate(self.kinds):
-            self.todo[kind].append(lane)
+        self.todo = list(range(len(self.lanes)))
 
-    def first(self, window: float) -> list[int]:
-        """Return the first waiting lane of each kind that is within the window, ascending."""
-        first = (lanes[0] for lanes in self.todo.values() if lanes)
-        return sorted(lane for lane in first if lane < self.upto + window)
-
-    def take(self, lane: int) -> None:
-        """Take a lane, the first waiting one of its kind."""
-        heapq.heappop(self.todo[self.kinds[lane]])
-
-    def again(self, lane: int) -> None:
-        """Put back a lane whose worker was lost."""
-        heapq.heappush(self.todo[self.kinds[lane]], lane)
+    def take(self, window: int) -> int | None:
+        """Take the first waiting lane; None if there is none, or the driver must add sums first."""
+        if not self.todo or (self.returns_sum and self.todo[0] >= self.upto + window):
+            return None
+        return heapq.heappop(self.todo)
 
     @property
     def returns_sum(self) -> bool:
@@ -90,10 +72,22 @@ class _Call:
 
 
 @dataclasses.dataclass
+class _Worker:
+    """A worker. It gets lanes while it is up, one at a time."""
+
+    actor: Any
+    give_up_at: float  # while it is not up
+    probe_at: float | None = 0.0  # time to send it the task; None: it was sent
+    up: bool = False  # it has answered, and was not lost since
+    lost: bool = False  # it was up before
+
+
+@dataclasses.dataclass
 class _Flight:
-    """A lane in flight, or a probe of a worker (without a call)."""
+    """A lane in flight, or the task on its way to a worker (without a call)."""
 
     worker: int
+    sent: float
     call: _Call | None = None
     lane: int = 0
     large: Any = None
@@ -102,7 +96,7 @@ class _Flight:
 class RayEngine(Engine):
     """Computes on a pool of Ray actors.
 
-    State outlives a call: a worker that hangs in one step gets no lane in the next, until a probe
+    State outlives a call: a worker that hangs in one step gets no lane in the next, until it
     answers. A worker that does not come back is given up, and another takes its place if there is
     room. If the user named no number of workers, nodes that join get workers, too.
     """
@@ -113,7 +107,7 @@ class RayEngine(Engine):
         *,
         num_lanes: int,
         warn: Callable[[str], None] = ignore,
-        patience: Patience | None = None,
+        timeout_s: float = 600.0,
         wait_s: float = 0.0,
         **actors: Any,
     ):
@@ -123,44 +117,40 @@ class RayEngine(Engine):
           task: the model and its data.
           num_lanes: most lanes of a step.
           warn: receives warnings about workers.
-          patience: deadlines of workers.
+          timeout_s: seconds that a worker has for a call, and to start.
           wait_s: seconds to wait for room, at the start and for workers that were lost.
           actors: other arguments of `Actors`.
         Raises: ConfigError: the cluster cannot be reached, or has no room for the workers.
         """
         super().__init__(task, num_lanes, warn)
         self._actors = Actors(task, wait_s=wait_s, **actors)
-        self._wait_s = wait_s
         if self._actors.warning:
             warn(self._actors.warning)
-        self._monitor = Monitor()
+        self._timeout_s, self._start_s = timeout_s, max(timeout_s, wait_s)
         self.num_workers = self._actors.placement.num_workers
-        self._health = Health(patience or Patience(back=max(Patience.back, wait_s)))
         if self.num_workers > num_lanes:
             warn(
                 f"a step is cut in {num_lanes} parts, so {self.num_workers - num_lanes} of "
                 f"{self.num_workers} workers are idle: num_lanes={2 * self.num_workers} uses all"
             )
-        self._workers: dict[int, Any] = {}
+        self._workers: dict[int, _Worker] = {}
+        self._idle: deque[int] = deque()  # idle the longest first
         self._flights: dict[Any, _Flight] = {}
-        self._probe_at: dict[int, float] = {}
         self._calls: list[_Call] = []
         self._shared = Shared()
         self._names = itertools.count()
         self._started, self._recruit_at = False, 0.0
-        self._looked_at, self._busy_s = time.monotonic(), 0.0
+        self._restarts, self._busy_s, self._looked_at = 0, 0.0, time.monotonic()
         for _ in range(self.num_workers):
             self._hire()
 
+    @property
+    def num_up(self) -> int:
+        """Number of workers that have answered and were not lost since."""
+        return sum(worker.up for worker in self._workers.values())
+
     def ready(self) -> None:
-        deadline = time.monotonic() + START_S + self._wait_s
-        while (up := self._health.count(State.HEALTHY, State.BUSY)) < self.num_workers:
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"{up} of {self.num_workers} workers started within "
-                    f"{START_S + self._wait_s:.0f} s; "
-                    f"free in the cluster: {_free()}"
-                )
+        while (up := self.num_up) < self.num_workers:
             self.heard(up, self.num_workers)
             self._collect()
         self._started = True
@@ -171,32 +161,29 @@ class RayEngine(Engine):
 
     def close(self) -> None:
         for worker in self._workers.values():
-            ray.kill(worker)
+            ray.kill(worker.actor)
         self._flights.clear()
         self._shared.drop()
         self._actors.close()
 
     def read_ahead(self, rows):
         # Lanes go to idle workers in about this order, and pages are shared by a host's workers.
-        for worker, lane in zip(self._health.idle(), self.cut(rows).rows, strict=False):
-            self._workers[worker].read_ahead.remote("train", lane)
-
-    def publish(self, step, values):
-        self._monitor.publish({"step": step, **values})
+        for worker, lane in zip(self._idle, self.cut(rows).rows, strict=False):
+            self._workers[worker].actor.read_ahead.remote("train", lane)
 
     def measurements(self) -> dict[str, float]:
-        now, busy = time.monotonic(), self._health.busy_s
-        share = (busy - self._busy_s) / max(1e-9, (now - self._looked_at) * self.num_workers)
-        self._looked_at, self._busy_s = now, busy
+        now, busy = time.monotonic(), self._busy_s
+        share = busy / max(1e-9, (now - self._looked_at) * self.num_workers)
+        self._looked_at, self._busy_s = now, 0.0
         return {
             **super().measurements(),
-            "performance/worker_restarts": self._health.restarts,
-            "performance/workers": self._health.count(State.HEALTHY, State.BUSY),
+            "performance/worker_restarts": self._restarts,
+            "performance/workers": self.num_up,
             "performance/busy_share": min(1.0, share),
         }
 
-    def _lanes(self, method, params, lanes, *args, lengths=()):
-        call = self._call(method, params, lanes, args, lengths)
+    def _lanes(self, method, params, lanes, *args):
+        call = self._call(method, params, lanes, args)
         self._calls.append(call)
         return self._answers(call)
 
@@ -206,26 +193,16 @@ class RayEngine(Engine):
         return answers
 
     def prepare(self, params, rows, clip, strategy):
-        spare = self._health.idle()[1:]  # one is left for calls that are waited for
+        spare = list(self._idle)[1:]  # one is left for calls that are waited for
         units = one_of_each(self.task, rows) if len(rows) else []
         lanes = [np.concatenate(units[i :: len(spare)]) for i in range(len(spare)) if units[i:]]
         call = self._call("prepare", params, lanes, (clip, strategy))
-        for lane, worker in zip(range(len(lanes)), spare, strict=False):
-            self._send(worker, call, lane)
+        for lane in range(len(lanes)):
+            self._send(self._idle.pop(), call, lane)
 
-    def _call(
-        self,
-        method: str,
-        params: Any,
-        lanes: Sequence[np.ndarray],
-        args: tuple,
-        lengths: Sequence[int] = (),
-    ) -> _Call:
-        if self._shared.put(params) and self._shared.version == 1:
-            self._check_store(self._shared.num_bytes)
-        # Without lengths, calls of about as many rows take about as long.
-        kinds = [(method, size) for size in lengths or [len(lane).bit_length() for lane in lanes]]
-        return _Call(method, self._shared.version, self._shared.ref, lanes, args, kinds)
+    def _call(self, method: str, params: Any, lanes: Sequence[np.ndarray], args: tuple) -> _Call:
+        self._shared.put(params)
+        return _Call(method, self._shared.version, self._shared.ref, lanes, args)
 
     def _answers(self, call: _Call) -> Iterator[Any]:
         """Yield answers in lane order, as soon as they arrive."""
@@ -242,63 +219,51 @@ class RayEngine(Engine):
         finally:
             self._calls.remove(call)
 
-    def _check_store(self, param_bytes: int) -> None:
-        """Note if an object store is so small that Ray spills to disk."""
-        stores = [
-            (have, store_bytes(param_bytes, AHEAD * workers))
-            for have, workers in self._actors.stores()
-        ]
-        have, need = min(stores, key=lambda store: store[0] / store[1])
-        if have < need:
-            self.warn(
-                f"the object store has {have / 1e6:,.0f} MB on a node; {need / 1e6:,.0f} MB would "
-                "keep all sums in memory. Steps are slower, because Ray spills to disk"
-            )
-
     def _dispatch(self, first: _Call | None = None) -> None:
         """Send lanes to idle workers: of the call that is waited for, then of the other calls."""
-        calls = self._calls if first is None else [first, *self._calls]
-        for call in calls:
-            for worker in self._health.idle():
-                window = AHEAD * max(1, self._health.alive) if call.returns_sum else np.inf
-                if not (lanes := call.first(window)):
-                    break
-                best = self._health.choose(worker, [call.kinds[lane] for lane in lanes])
-                call.take(lanes[best])
-                self._send(worker, call, lanes[best])
+        for call in self._calls if first is None else [first, *self._calls]:
+            window = AHEAD * max(1, len(self._workers))
+            while self._idle and (lane := call.take(window)) is not None:
+                self._send(self._idle.popleft(), call, lane)
 
     def _send(self, worker: int, call: _Call, lane: int) -> None:
-        method = getattr(self._workers[worker], call.method)
+        method = getattr(self._workers[worker].actor, call.method)
         arguments = (call.version, call.shared, call.lanes[lane], *call.args)
         if call.returns_sum:  # two results: wait for the statistics, then fetch the sum once
             large, ref = method.options(num_returns=2).remote(*arguments)
         else:
             large, ref = None, method.remote(*arguments)
-        self._flights[ref] = _Flight(worker, call, lane, large)
-        self._health.start(worker, call.kinds[lane], time.monotonic(), call.losses[lane])
+        self._flights[ref] = _Flight(worker, time.monotonic(), call, lane, large)
 
     def _collect(self) -> None:
         """Wait briefly for answers; handle those that came, and workers that are late."""
         heed()
-        now = time.monotonic()
-        if self._health.overdue(now) or self._health.given_up(now):
-            self._hear(0.0, len(self._flights))  # the driver itself may have been suspended
-        for worker in self._health.overdue(now):
-            ray.kill(self._workers[worker], no_restart=False)
-            self._lost(self._land(worker))
-        for worker in self._health.given_up(now):
-            self._give_up(worker, f"it did not answer within {self._health.patience.back:.0f} s")
-        self._probe(now)
-        self._recruit(now)
-        if not self._flights:
+        self._probe()
+        self._recruit()
+        refs = list(self._flights)
+        if not refs:
             time.sleep(PAUSE_S)
-            return
-        self._hear(PAUSE_S if self._probe_at else 1.0)
+        else:
+            unreached = any(worker.probe_at for worker in self._workers.values())
+            ray.wait(refs, timeout=PAUSE_S if unreached else 1.0)
+            # All that are there: an answer is not late, however long the driver was suspended.
+            for ref in ray.wait(refs, num_returns=len(refs), timeout=0)[0]:
+                if (flight := self._flights.pop(ref, None)) is not None:
+                    self._answered(ref, flight)
+        self._end_late()
 
-    def _hear(self, timeout: float, most: int = 1) -> None:
-        """Take answers once there are `most`, or the time is up."""
-        for ref in ray.wait(list(self._flights), num_returns=most, timeout=timeout)[0]:
-            self._answered(ref, self._flights.pop(ref))
+    def _end_late(self) -> None:
+        """Start again the workers whose call took too long; give up those that do not come back."""
+        now = time.monotonic()
+        for ref, flight in list(self._flights.items()):
+            if flight.call is not None and now > flight.sent + self._timeout_s:
+                del self._flights[ref]
+                ray.kill(self._workers[flight.worker].actor, no_restart=False)
+                self._lost(flight)
+        for number, worker in list(self._workers.items()):
+            if not worker.up and now > worker.give_up_at:
+                reason = f"it did not answer within {self._start_s:.0f} s (worker_timeout)"
+                self._give_up(number, f"{reason}; free in the cluster: {_free()}")
 
     def _answered(self, ref: Any, flight: _Flight) -> None:
         try:
@@ -329,16 +294,24 @@ class RayEngine(Engine):
     def _file(self, flight: _Flight, answer: Any) -> None:
         if flight.call is not None:
             flight.call.answers[flight.lane] = answer
+            self._busy_s += time.monotonic() - flight.sent
         elif stranger := self._actors.stranger(answer):
             self._recruit_at = time.monotonic() + STRANGE_S
             self._give_up(flight.worker, stranger)
-        self._health.answer(flight.worker, time.monotonic())
+            return
+        else:
+            worker = self._workers[flight.worker]
+            self._restarts += worker.lost
+            worker.up = True
+        self._idle.append(flight.worker)
 
     def _lost(self, flight: _Flight) -> None:
-        """Record a loss: the worker gets no lane until it answers a probe; its lane is put back."""
-        self._health.lose(flight.worker, time.monotonic())
-        if self._health.state(flight.worker) == State.UNAVAILABLE:
-            self._probe_at[flight.worker] = time.monotonic() + PAUSE_S
+        """Record a loss: the worker gets no lane until it answers; its lane is put back."""
+        now = time.monotonic()
+        if (worker := self._workers.get(flight.worker)) is not None:
+            worker.probe_at = now + PAUSE_S
+            if worker.up:
+                worker.up, worker.lost, worker.give_up_at = False, True, now + self._start_s
         call = flight.call
         if call is None or call not in self._calls:
             return
@@ -346,46 +319,41 @@ class RayEngine(Engine):
         self.redispatched += 1
         if call.losses[flight.lane] >= MAX_LOSSES:
             raise EngineError(
-                f"{self._name(flight)} lost its worker, or took too long, {MAX_LOSSES} times"
+                f"{self._name(flight)} lost its worker, or took longer than worker_timeout="
+                f"{self._timeout_s:g} s, {MAX_LOSSES} times"
             )
-        call.again(flight.lane)
-
-    def _land(self, worker: int) -> _Flight:
-        """Remove and return the flight of a worker: its answer is no longer awaited."""
-        ref = next(ref for ref, flight in self._flights.items() if flight.worker == worker)
-        return self._flights.pop(ref)
+        heapq.heappush(call.todo, flight.lane)
 
     def _hire(self) -> None:
         """Start one more worker."""
-        worker = next(self._names)
-        self._workers[worker] = self._actors.create(Worker)
-        self._health.join(worker, time.monotonic())
-        self._probe_at[worker] = 0.0
+        actor = self._actors.create(Worker)
+        self._workers[next(self._names)] = _Worker(actor, time.monotonic() + self._start_s)
 
-    def _probe(self, now: float) -> None:
-        """Send the task to workers that are out or have started; the answer makes them HEALTHY."""
-        for worker in [i for i, when in self._probe_at.items() if when <= now]:
-            del self._probe_at[worker]
-            answer = self._workers[worker].begin.remote(self._actors.task)
-            self._flights[answer] = _Flight(worker)
+    def _probe(self) -> None:
+        """Send the task to workers that were lost or have started; they are up when they answer."""
+        now = time.monotonic()
+        for number, worker in self._workers.items():
+            if worker.probe_at is not None and worker.probe_at <= now:
+                worker.probe_at = None
+                self._flights[worker.actor.begin.remote(self._actors.task)] = _Flight(number, now)
 
-    def _recruit(self, now: float) -> None:
+    def _recruit(self) -> None:
         """Start workers in the place of those given up, and on nodes that have joined."""
+        now = time.monotonic()
         if now < self._recruit_at or not self._started:
             return
         self._recruit_at = now + RECRUIT_S
-        for _ in range(self._actors.wanted() - self._health.alive):
+        for _ in range(self._actors.wanted() - len(self._workers)):
             self._hire()
 
-    def _give_up(self, worker: int, reason: str) -> None:
-        self._health.die(worker)
-        self._probe_at.pop(worker, None)
-        for ref in [ref for ref, flight in self._flights.items() if flight.worker == worker]:
+    def _give_up(self, number: int, reason: str) -> None:
+        """End a worker for good. It has no lane: those of a lost worker were put back."""
+        for ref in [ref for ref, flight in self._flights.items() if flight.worker == number]:
             del self._flights[ref]
-        ray.kill(self._workers.pop(worker))
+        ray.kill(self._workers.pop(number).actor)
         if not self._started:
             raise EngineError(f"a worker could not start: {reason}")
-        if not self._health.alive:
+        if not self._workers:
             raise EngineError(f"no worker is left: {reason}")
         self.warn(f"a worker was lost, and its work is repeated: {reason}")
 

@@ -459,7 +459,7 @@ class LocalEngine(Engine):
     def describe(self) -> str:
         return f"this process ({self._worker.facts()['device']})"
 
-    def _lanes(self, method, params, lanes, *args, lengths=()):
+    def _lanes(self, method, params, lanes, *args):
         self._version += 1
         version = self._version  # another call may come before this one has ended
         for lane in lanes:

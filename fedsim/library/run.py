@@ -272,6 +272,7 @@ class RunSettings(TypedDict, total=False):
     rows_per_pass: int | None
     accelerator: Literal["auto", "cpu", "gpu", "tpu"]
     wait_for_workers: float
+    worker_timeout: float
     eval_every: int | None
     eval_examples: int
     checkpoint_every: int

@@ -40,7 +40,6 @@ from fedsim.run import (
     restored,
     results,
     save,
-    visible,
 )
 from fedsim.signals import stop_signals
 from fedsim.training.callbacks import Callback, Calls
@@ -181,7 +180,6 @@ class Trainer:
                 self.engine.read_ahead(rows.result())
                 finish()
                 metrics.log(state.step, values)
-                self.engine.publish(state.step, visible(self.plan, values))
                 shown = {**values, "eval/loss": state.eval_loss}
                 self._tell_saved()
                 self.calls.step(state.step, shown)

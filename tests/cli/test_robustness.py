@@ -134,6 +134,7 @@ WRONG = {  # settings of `train`, and the values that it refuses
     "eval_examples": [0],
     "log_every": [0],
     "wait_for_workers": [-1.0],
+    "worker_timeout": [0.0, -1.0],
     "lora_rank": [2],
     "lora_alpha": [0.0],
     "rows_per_pass": [0],

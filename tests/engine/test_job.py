@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -149,23 +148,6 @@ def test_a_lost_node_costs_its_lanes_and_nothing_else(client, texts, tmp_path, e
     wait_until(lambda: client.get_job_status(job).is_terminal(), 300)
     assert client.get_job_status(job) == JobStatus.SUCCEEDED, client.get_job_logs(job)
     assert summary(run_dir)["params_sha256"] == expected
-
-
-def test_a_jobs_metrics_are_where_prometheus_reads_them(client, texts, tmp_path):
-    words = " ".join(command(texts, tmp_path / "run", **{"num-steps": 5000}))
-    job = client.submit_job(entrypoint=words)
-
-    def shown():
-        with urllib.request.urlopen(f"http://127.0.0.1:{PORT + 30}/metrics") as found:
-            return re.findall(r"^ray_fedsim_(\w+){.*} (\S+)$", found.read().decode(), re.MULTILINE)
-
-    wait_until(lambda: "privacy_epsilon" in dict(shown()), 200)
-    names = dict(shown()).keys()
-    client.stop_job(job)
-    wait_until(lambda: client.get_job_status(job).is_terminal(), 60)
-    performance = {"redispatched_lanes", "worker_restarts", "workers"}
-    expected = {"step", "privacy_epsilon", *(f"performance_{name}" for name in performance)}
-    assert names == expected  # nothing of losses, norms, sizes of draws or times
 
 
 def test_a_client_without_the_token_is_turned_away(cluster, monkeypatch):

@@ -1,6 +1,5 @@
 """What a machine that is too small is told, before JAX or Ray start."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from fedsim.cgroups import cpus, free_memory
 from fedsim.cli import main as cli
 from fedsim.config import EngineConfig
 from fedsim.engine import machine
-from fedsim.engine.machine import LOCAL
 from fedsim.errors import ConfigError
 
 TRAIN = "train uls --data nowhere --epsilon 1 --num-steps 2 --run-dir never --engine local".split()
@@ -85,7 +83,7 @@ def test_cpus_are_those_of_the_container(membership, files, count, tmp_path, mon
 
 
 def test_a_driver_of_a_cluster_needs_no_room_for_workers(monkeypatch):
-    monkeypatch.setattr(machine, "free", lambda most: dataclasses.replace(LOCAL))
+    monkeypatch.setattr(machine, "free_memory", lambda: machine.LOCAL_MEMORY)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match="^memory="):
         machine.expect_enough(EngineConfig("ray", num_workers=2))

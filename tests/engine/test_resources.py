@@ -99,9 +99,6 @@ class Growing:
     def ask_for(self, bundles):
         self.asked.append(bundles)
 
-    def driver_node(self):
-        return {"object_store_memory": 9.0}
-
     def close(self):
         self.closed = True
 

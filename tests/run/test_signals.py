@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from test_verify import command, write_texts
 from fedsim import signals
 from fedsim.cli import main as cli
 from fedsim.cli.main import main
-from fedsim.engine import warden
 from fedsim.run import checkpoint, ledger
 from fedsim.run.console import Console
 from fedsim.signals import heed, stop_signals, terminated
@@ -333,30 +331,3 @@ def test_systemd_saves_the_run(args, run_dir):
     process = begun(args, *systemd, start_new_session=True)
     subprocess.run(["systemctl", "--user", "stop", systemd[-1]], check=True)
     expect_saved(process, run_dir)
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.ray
-def test_a_private_cluster_does_not_outlive_a_killed_driver(args):
-    before = set(Path(tempfile.gettempdir()).glob("fedsim-*"))
-    process = begun(args, start_new_session=True)
-    itself = warden.process(process.pid)
-    family = {each.pid for each in warden.family({itself}) - {itself}}
-    places = set(Path(tempfile.gettempdir()).glob("fedsim-*")) - before
-    assert len(family) > 5 and places
-    process.kill()
-    process.wait()
-    deadline = time.monotonic() + 10
-    while any(map(there, family)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not [pid for pid in family if there(pid)]
-    assert not [path for path in places if (path / "r" / "session_latest").exists()]
-
-
-def there(pid):
-    """Whether a process has not ended."""
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
