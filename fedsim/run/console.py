@@ -1,17 +1,14 @@
 """Plan, progress and results of a run for a person, on stderr."""
 
-import itertools
 import math
 import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich import progress
-from rich.console import Console as RichConsole
-from rich.text import Text
+from rich.table import Column
 
 from fedsim.accounting import at_least, at_most
 from fedsim.config import ZERO_OUT, Algorithm, RunConfig
@@ -19,13 +16,7 @@ from fedsim.data import NATS_PER_TOKEN
 from fedsim.noise import predicted_error
 from fedsim.plan import GIVEN, NOTHING, PROTECTS, PUBLIC, Evaluations, Plan
 from fedsim.run.metrics import BOARD
-from fedsim.run.terminal import (
-    REFRESH_S,
-    Terminal,
-    duration,
-    in_notebook,
-    overwrite,
-)
+from fedsim.run.terminal import Terminal, duration
 
 SHOWN = {
     "privacy/epsilon": "epsilon",
@@ -38,7 +29,7 @@ SPEEDS = {
     "performance/tokens_per_second": "tokens/s",
 }
 """Names of metrics that the line has only if the level is verbose."""
-BAR, WITH_BAR = 10, 80  # columns of the bar, and of the narrowest terminal that shows it
+BAR = 10  # columns of the bar
 EVALUATED = "eval/step"
 """Metric: the step after which the shown held-out loss was computed, as later steps may show it."""
 MOST_LINES = 10  # about steps in the log of a run, unless the level is verbose
@@ -48,116 +39,16 @@ EARLY = 3  # a log of many steps has a line after so many, to show how long the 
 Show = Callable[[int, dict[str, float]], None]
 
 
-def items(values: dict[str, float], *, verbose: bool = False) -> list[str]:
-    """The metrics of a step that have a value, each with its name."""
-    names = SHOWN | SPEEDS if verbose else SHOWN
-    named = {name: values.get(metric) for metric, name in names.items()}
-    present = {n: v for n, v in named.items() if v is not None and not math.isnan(v)}
-    of_step = f" (at step {values[EVALUATED]:g})" if EVALUATED in values else ""
-    suffixes = {SHOWN["eval/loss"]: of_step}
-    return [
-        f"{name} {_shown(name, value)}{suffixes.get(name, '')}" for name, value in present.items()
-    ]
-
-
-def _shown(name: str, value: float) -> str:
-    """Four digits; an epsilon is rounded up."""
-    return at_most(value, ".4g") if "epsilon" in name else f"{value:.4g}"
-
-
 def line(values: dict[str, float], *, verbose: bool = False) -> str:
-    """Metrics of a step in one line."""
-    return "  ".join(items(values, verbose=verbose))
-
-
-def fitted(parts: list[str], width: int) -> str:
-    """As many parts as fit into `width` columns, at least the first."""
-    longer = list(itertools.accumulate(parts, "{}  {}".format))
-    return next((text for text in reversed(longer) if len(text) <= width), "".join(parts[:1]))
-
-
-@contextmanager
-def on_terminal(
-    out: RichConsole, first: int, last: int, *, verbose: bool
-) -> Iterator[tuple[Show, Callable[[str], None]]]:
-    """Progress bar on a terminal. Yields (show a step, show a text in its place)."""
-    digits = 2 * len(str(last)) + len("/")
-    taken = len("step ") + digits + len(" 0:00:00 ")
-    with_bar = out.width >= WITH_BAR
-    columns = [
-        "step",
-        progress.MofNCompleteColumn(),
-        *([progress.BarColumn(bar_width=BAR)] if with_bar else []),
-        progress.TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-        _Fitted(lambda: out.width - taken - with_bar * (BAR + 1)),
-    ]
-    with progress.Progress(*columns, console=out) as bar:
-        task = bar.add_task("", total=last, completed=first, parts=[])
-        yield (
-            lambda step, values: bar.update(
-                task, completed=step, parts=items(values, verbose=verbose)
-            ),
-            lambda text: bar.update(task, parts=[text]),
-        )
-
-
-class _Fitted(progress.ProgressColumn):
-    def __init__(self, room: Callable[[], int]):
-        super().__init__()
-        self._room = room
-
-    def render(self, task: progress.Task) -> Text:
-        text = fitted(task.fields["parts"], self._room())
-        return Text(text, no_wrap=True, overflow="ellipsis")
-
-
-def time_left(last: int) -> Callable[[int], str]:
-    """A function to call after each step: the time until `last` in words, with blanks before it.
-
-    The first step compiles programs, so only the steps after it are measured.
-    """
-    begin: tuple[int, float] | None = None
-
-    def text(step: int) -> str:
-        nonlocal begin
-        now = time.monotonic()
-        if begin is None:
-            begin = step, now
-            return ""
-        left = (now - begin[1]) / (step - begin[0]) * (last - step)
-        return f"  {duration(max(1.0, left))} left" if step < last else ""
-
-    return text
-
-
-def in_lines(console: Terminal, first: int, last: int, every: int) -> Show:
-    """Progress as lines of a log, one after every `every` steps."""
-    left = time_left(last)
-    early = first + EARLY if every > EARLY else None
-
-    def show(step: int, values: dict[str, float]) -> None:
-        until = left(step)
-        if step % every == 0 or step in (early, last):
-            console.note(f"step {step}/{last}  {line(values, verbose=console.verbose)}{until}")
-
-    return show
-
-
-def notebook_bar(first: int, last: int) -> Show:
-    """Progress bar in a notebook: one line that is overwritten, and a last one that stays."""
-    shown, left = time.monotonic(), time_left(last)
-
-    def show(step: int, values: dict[str, float]) -> None:
-        nonlocal shown
-        now, until = time.monotonic(), left(step)
-        if step < last and step > first + 1 and now - shown < REFRESH_S:
-            return
-        shown, done = now, round(20 * step / last)
-        overwrite(f"{'█' * done}{'░' * (20 - done)} {step}/{last}  {line(values)}{until}")
-        if step == last:
-            print(file=sys.stderr, flush=True)
-
-    return show
+    """The metrics of a step that have a value, each with its name."""
+    parts = []
+    for metric, name in (SHOWN | SPEEDS if verbose else SHOWN).items():
+        if (value := values.get(metric)) is None or math.isnan(value):
+            continue
+        shown = at_most(value, ".4g") if name == "epsilon" else f"{value:.4g}"
+        of_step = f" (at step {values[EVALUATED]:g})" if EVALUATED in values else ""
+        parts.append(f"{name} {shown}{of_step if metric == 'eval/loss' else ''}")
+    return "  ".join(parts)
 
 
 class Console(Terminal):
@@ -206,19 +97,49 @@ class Console(Terminal):
         """
         if self._level == "quiet":
             yield lambda step, values: None
-            return
-        if not self._out.is_terminal:
-            if in_notebook():
-                yield notebook_bar(first, last)
-            else:
-                fewest = 1 if self.verbose else -(-(last - first) // MOST_LINES)
-                yield in_lines(self, first, last, max(self._log_every, fewest))
-            return
-        with on_terminal(self._out, first, last, verbose=self.verbose) as (show, self._show):
-            try:
-                yield show
-            finally:
-                self._show = None
+        elif self._out.is_terminal:
+            columns = (
+                "step",
+                progress.MofNCompleteColumn(),
+                progress.BarColumn(bar_width=BAR),
+                progress.TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+                progress.TextColumn(
+                    "{task.fields[text]}",
+                    markup=False,
+                    table_column=Column(no_wrap=True, overflow="ellipsis"),
+                ),
+            )
+            with progress.Progress(*columns, console=self._out) as bar:
+                task = bar.add_task("", total=last, completed=first, text="")
+                self._show = lambda text: bar.update(task, text=text)
+                try:
+                    yield lambda step, values: bar.update(
+                        task, completed=step, text=line(values, verbose=self.verbose)
+                    )
+                finally:
+                    self._show = None
+        else:
+            yield self._in_lines(first, last)
+
+    def _in_lines(self, first: int, last: int) -> Show:
+        """Progress as lines of a log, with the time that is left."""
+        fewest = 1 if self.verbose else -(-(last - first) // MOST_LINES)
+        every = max(self._log_every, fewest)
+        early = first + EARLY if every > EARLY else None
+        begin: tuple[int, float] | None = None  # the first step compiles programs: not measured
+
+        def show(step: int, values: dict[str, float]) -> None:
+            nonlocal begin
+            now, left = time.monotonic(), ""
+            if begin is None:
+                begin = step, now
+            elif step < last:
+                seconds = (now - begin[1]) / (step - begin[0]) * (last - step)
+                left = f"  {duration(max(1.0, seconds))} left"
+            if step % every == 0 or step in (early, last):
+                self.note(f"step {step}/{last}  {line(values, verbose=self.verbose)}{left}")
+
+        return show
 
     def summary(self, summary: dict[str, Any], run_dir) -> None:
         """Show results, claim and directory of a run."""

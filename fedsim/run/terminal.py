@@ -1,13 +1,13 @@
 """Warnings, notes and progress on stderr, in three levels; text and tables that fit the terminal.
 
 `quiet` shows warnings only, `normal` what a person decides on, `verbose` technical details as well.
-Imports nothing slow, so that the first line of a command appears at once.
+Where stderr is no terminal, progress is plain lines. Imports nothing slow, so that the first line
+of a command appears at once.
 """
 
 import shutil
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Any, TextIO, cast
 
 from rich.console import Console as RichConsole
+from rich.text import Text
 
 from fedsim.errors import printable
 from fedsim.signals import heed
@@ -62,9 +63,16 @@ class _Stderr:
 class Phase:
     """Progress of an operation that takes long."""
 
-    def __init__(self, what: str):
-        self.what = what
+    def __init__(self, what: str, show: Callable[[str], None], first_s: float, factor: float):
+        """
+        Args:
+          what: the operation.
+          show: receives a line about it, first after `first_s` seconds.
+          factor: each line comes so many times the seconds after the one before it.
+        """
+        self.what, self._show, self._factor = what, show, factor
         self._done, self._of, self._began = 0, 0, time.monotonic()
+        self._next, self._pause = self._began + first_s, first_s
 
     def at(self, done: int, of: int) -> None:
         """Report progress. A count that restarts also restarts the clock.
@@ -72,9 +80,14 @@ class Phase:
         Raises: KeyboardInterrupt: a stop signal came.
         """
         heed()
+        now = time.monotonic()
         if done < self._done or of != self._of:
-            self._began = time.monotonic()
+            self._began = now
         self._done, self._of = done, of
+        if now >= self._next:
+            self._pause *= self._factor
+            self._next = now + self._pause
+            self._show(self.line())
 
     def line(self) -> str:
         """Progress and remaining time in one line."""
@@ -137,58 +150,17 @@ class Terminal:
 
         A log gets lines only if the block takes long.
         """
-        phase, over = Phase(what), threading.Event()
         if self._level == "quiet":
-            yield phase
-            return
-        if self._show is not None:
-            how, arguments = self._over_a_bar, (phase, over, self._show)
+            yield Phase(what, lambda line: None, FIRST_LINE_S, 2)
+        elif self._show is not None:
+            yield Phase(what, self._show, REFRESH_S, 1)
         elif self._out.is_terminal:
-            how, arguments = self._over_a_line, (phase, over)
-        elif in_notebook():
-            how, arguments = self._over_itself, (phase, over)
+            with self._out.status(Text(what)) as status:
+                phase = Phase(what, lambda line: status.update(Text(line)), REFRESH_S, 1)
+                yield phase
+            self.detail(phase.line())
         else:
-            how, arguments = self._in_lines, (phase, over)
-        thread = threading.Thread(target=how, args=arguments, daemon=True)
-        thread.start()
-        try:
-            yield phase
-        finally:
-            over.set()
-            thread.join()
-
-    def _in_lines(self, phase: Phase, over: threading.Event) -> None:
-        wait = FIRST_LINE_S
-        while not over.wait(wait):
-            self.note(phase.line())
-            wait = max(FIRST_LINE_S, 2 * wait)
-
-    def _over_a_line(self, phase: Phase, over: threading.Event) -> None:
-        with self._out.status(phase.what) as status:
-            while not over.wait(REFRESH_S):
-                status.update(phase.line())
-        self.detail(phase.line())
-
-    @staticmethod
-    def _over_itself(phase: Phase, over: threading.Event) -> None:
-        while not over.wait(REFRESH_S):
-            overwrite(phase.line())
-        overwrite("")
-
-    @staticmethod
-    def _over_a_bar(phase: Phase, over: threading.Event, show: Callable[[str], None]) -> None:
-        while not over.wait(REFRESH_S):
-            show(phase.line())
-
-
-def in_notebook() -> bool:
-    """True if this process is the kernel of a notebook."""
-    return "ipykernel" in sys.modules and hasattr(sys.stderr, "pub_thread")
-
-
-def overwrite(text: str) -> None:
-    """Overwrite the last line of a notebook's output."""
-    print(f"\r{text:120}\r", end="", file=sys.stderr, flush=True)
+            yield Phase(what, self.note, FIRST_LINE_S, 2)
 
 
 UNITS = (("days", 86_400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
