@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -135,6 +136,8 @@ def keep_compiled(cache_dir: Path) -> None:
     except NotOurs as error:
         print(f"fedsim: compiled programs are not kept: {error}", file=sys.stderr)
         return
+    # Of a program that another process is writing, or was killed while writing: it is compiled.
+    warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
     jax.config.update("jax_compilation_cache_dir", str(place))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -69,7 +69,7 @@ def processes(pool):
     """Of the workers that answer now, by worker."""
     import ray
 
-    asked = {worker: actor.facts.remote() for worker, actor in list(pool._workers.items())}
+    asked = {number: worker.actor.facts.remote() for number, worker in list(pool._workers.items())}
     found = {}
     for worker, ref in asked.items():
         with contextlib.suppress(ray.exceptions.RayError):

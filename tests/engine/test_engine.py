@@ -56,7 +56,7 @@ def ray_pool(task, **options):
 def process_of(pool, worker=0):
     import ray
 
-    return ray.get(pool._workers[worker].facts.remote())["process"]
+    return ray.get(pool._workers[worker].actor.facts.remote())["process"]
 
 
 def groups(rng, units, group):

@@ -2,14 +2,11 @@
 
 import json
 import os
-import resource
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from test_verify import command, write_texts
@@ -200,14 +197,6 @@ def test_a_run_that_was_stopped_shows_no_loss_of_another_step(capsys, tmp_path):
     assert capsys.readouterr().err.startswith("7 steps, 90 gradients, 12 s\n")
 
 
-@pytest.fixture
-def alone(tmp_path, run_dir):
-    """A training in one process that takes long, whose checkpoints are far apart."""
-    texts = write_texts(tmp_path / "texts.parquet")
-    rare = {"checkpoint-every": 10**6, "eval-every": 10**6, "log-every": 1}
-    return command(texts, run_dir, **rare, **{"num-steps": 10**5, "batch_size": 12})
-
-
 AS_BY_HAND = """import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores both for what is in the
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # background
@@ -217,38 +206,8 @@ main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sent",
-    [
-        pytest.param(signal.SIGQUIT, marks=pytest.mark.ci),
-        *(each for each in signals.STOPS if each != signal.SIGQUIT),
-    ],
-)
-def test_a_signal_to_the_group_of_a_run_without_workers_saves_it(sent, alone, run_dir):
-    process = begun(alone, *(sys.executable, "-c", AS_BY_HAND), start_new_session=True)
-    os.killpg(process.pid, signal.SIGPIPE)  # which changes nothing
-    os.killpg(process.pid, sent)
-    expect_saved(process, run_dir)
-
-
-@pytest.mark.slow
-def test_a_run_stops_at_its_limit_of_processor_time(alone, run_dir):
-    """SIGXCPU comes from the kernel, and again every second until the step is saved."""
-    process = begun(alone, *(sys.executable, "-c", AS_BY_HAND), start_new_session=True)
-    used = sum(map(int, Path(f"/proc/{process.pid}/stat").read_text().split()[13:15]))
-    seconds = used // os.sysconf("SC_CLK_TCK") + 2
-    resource.prlimit(process.pid, resource.RLIMIT_CPU, (seconds, seconds + 60))
-    expect_saved(process, run_dir)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "streams",
-    [
-        pytest.param(">&- 2>&-", marks=pytest.mark.ci),
-        *(">&-", "2>&-", ">/dev/full", "2>/dev/full", "<&- >&- 2>&-", "| true", "2>&1 | true"),
-    ],
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>/dev/full", "2>&1 | true"])
 def test_a_run_that_nobody_hears_ends_as_it_does(streams, tmp_path, run_dir):
     texts = write_texts(tmp_path / "texts.parquet")
     args = [*command(texts, run_dir, **{"num-steps": 2}), "--json"]
@@ -269,15 +228,11 @@ def test_what_cannot_be_written_to_stdout_is_one_line():
     assert done.stderr == "fedsim: error: stdout: No space left on device\n"
 
 
-# The same with the real thing: `timeout`, a process group, systemd, SIGKILL.
-
-
-@pytest.fixture
-def args(tmp_path, run_dir):
-    """A training on a private cluster that takes long, whose checkpoints are far apart."""
+def endless(engine, tmp_path, run_dir):
+    """A training that takes long, whose checkpoints are far apart."""
     texts = write_texts(tmp_path / "texts.parquet")
     rare = {"checkpoint-every": 10**6, "eval-every": 10**6, "log-every": 1}
-    flags = {"engine": "ray", "num-workers": 2, "num-steps": 10**5, "batch_size": 12}
+    flags = {"engine": engine, "num-workers": 2, "num-steps": 10**5, "batch_size": 12}
     return command(texts, run_dir, **rare, **flags)
 
 
@@ -308,26 +263,11 @@ def expect_saved(process, run_dir):
 @pytest.mark.ci
 @pytest.mark.ray
 @pytest.mark.parametrize("sent", signals.STOPS)
-def test_a_signal_to_the_whole_group_saves_the_run(sent, args, run_dir):
+@pytest.mark.parametrize("engine", ["local", "ray"])
+def test_a_signal_to_the_whole_group_saves_the_run(engine, sent, tmp_path, run_dir):
+    """As `timeout`, a closed terminal, systemd and Slurm send it."""
+    args = endless(engine, tmp_path, run_dir)
     process = begun(args, *(sys.executable, "-c", AS_BY_HAND), start_new_session=True)
     os.killpg(process.pid, signal.SIGPIPE)  # which changes nothing
     os.killpg(process.pid, sent)
-    expect_saved(process, run_dir)
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_timeout_saves_the_run(args, run_dir):
-    process = begun(args, "timeout", "--preserve-status", "60", start_new_session=True)
-    expect_saved(process, run_dir)
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_systemd_saves_the_run(args, run_dir):
-    systemd = ["systemd-run", "--user", "--scope", "--unit", f"fedsim-{os.getpid()}"]
-    if not shutil.which("systemd-run") or subprocess.run([*systemd, "true"]).returncode:
-        pytest.skip("no systemd of the user's")
-    process = begun(args, *systemd, start_new_session=True)
-    subprocess.run(["systemctl", "--user", "stop", systemd[-1]], check=True)
     expect_saved(process, run_dir)
