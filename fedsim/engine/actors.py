@@ -152,10 +152,9 @@ class Shared:
     def __init__(self):
         self.version, self.ref, self._leaves = 0, None, []
 
-    def put(self, params: Any) -> bool:
+    def put(self, params: Any) -> None:
         """Store parameters, unless they are stored already.
 
-        Returns: true if they are new.
         Raises: EngineError: there is no room for them.
         """
         leaves = jax.tree.leaves(params)
@@ -164,11 +163,10 @@ class Shared:
             for new, old in zip(leaves, self._leaves, strict=True)
         )
         if same:
-            return False
+            return
         self.drop()  # first, so that the store does not hold two versions
         self.ref = _stored(jax.tree.map(np.asarray, params), "the parameters")
         self._leaves, self.version = leaves, self.version + 1
-        return True
 
     def drop(self) -> None:
         """Release the parameters, in the object store and here."""
