@@ -96,28 +96,6 @@ def test_a_prompt_and_a_completion_need_no_template(tmp_path):
     assert not (data.path / "chat_template.jinja").exists()
 
 
-@pytest.mark.parametrize("text", ['["a", 1]', '[{"name": "Bo", "role": "cook"}]', "[]", "[1"])
-def test_a_completion_that_is_json_is_a_text(text, tmp_path):
-    model = model_files(tmp_path / "plain", template=None)
-    data = built(tmp_path, model, [{"prompt": "Hi ", "completion": text}])
-    assert shown(data.train, model) == [("ann", f"{START}Hi {text}{STOP}", f"{text}{STOP}")]
-
-
-@pytest.mark.parametrize(
-    "train_on, expected",
-    [("user", f"Hi{STOP}\n"), ("all", SAID), ("completion", f"Ho{STOP}\n")],
-)
-def test_the_trained_tokens_can_be_chosen(train_on, expected, tmp_path, model):
-    data = built(tmp_path, model, [{"messages": ASKED}], train_on=train_on)
-    assert shown(data.train, model) == [("ann", SAID, expected)]
-
-
-def test_turns_of_weight_0_are_not_trained_on(tmp_path, model):
-    turns = [*ASKED, ASKED[0], {**ASKED[1], "weight": 0}]
-    (row,) = shown(built(tmp_path, model, [{"messages": turns}]).train, model)
-    assert row[1:] == (2 * SAID, f"Ho{STOP}\n")
-
-
 def test_all_kinds_of_files_give_the_same_data(tmp_path, model):
     rows = [{"user_id": f"u{i}", "messages": ASKED * (i + 1)} for i in range(3)]
     files = [lines(tmp_path / "a.jsonl", rows), tmp_path / "b.json", tmp_path / "c.parquet"]
@@ -139,26 +117,6 @@ def test_all_kinds_of_files_give_the_same_data(tmp_path, model):
         digests.add(data.train.fingerprint)
         assert [user for user, *_ in shown(data.train, model)] == ["u0", "u1", "u2"]
     assert len(digests) == 1
-
-
-@pytest.mark.parametrize("kind", ["string", "binary"])
-def test_pairs_are_read_from_any_file(tmp_path, model, kind):
-    rows = [{"user_id": f"u{i}", "prompt": "Hi ", "completion": f"ça {i}"} for i in range(3)]
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    if kind == "binary":  # as some writers leave texts
-        columns |= {
-            name: pa.array([each.encode() for each in columns[name]], pa.binary())
-            for name in ("prompt", "completion")
-        }
-    pq.write_table(pa.table(columns), tmp_path / "b.parquet")
-    (tmp_path / "hub").mkdir()
-    (tmp_path / "hub" / "train.parquet").write_bytes((tmp_path / "b.parquet").read_bytes())
-    sources = [lines(tmp_path / "a.jsonl", rows), tmp_path / "b.parquet", f"hf:{tmp_path / 'hub'}"]
-    found = [
-        build(source, tmp_path / f"out{i}", tokenizer=model, **ALL_IN_TRAIN).train.fingerprint
-        for i, source in enumerate(sources)
-    ]
-    assert len(set(found)) == 1
 
 
 def test_data_of_texts_have_no_mark_of_chats(tmp_path, model):

@@ -23,36 +23,6 @@ def built(source, tmp_path, **options):
     return sorted((user, text) for user, texts in found for text in texts)
 
 
-def separated(between, encoding):
-    lines = [f'"{user}"{between}"{text.replace(chr(34), chr(34) * 2)}"' for user, text in ROWS]
-    return "\n".join([f"user_id{between}text", *lines, ""]).encode(encoding)
-
-
-@pytest.mark.parametrize(
-    "name, between, encoding",
-    [
-        ("x.csv", ";", "utf-8"),
-        ("x.csv", "|", "latin1"),
-        ("x.csv", ",", "utf-16"),
-        ("x.tsv", "\t", "cp1252"),
-        ("x.csv.gz", ";", "latin1"),
-    ],
-)
-def test_csv_of_any_delimiter_and_encoding_says_the_same(name, between, encoding, tmp_path):
-    opener = gzip.open if name.endswith(".gz") else open
-    with opener(tmp_path / name, "wb") as file:
-        file.write(separated(between, encoding))
-    how = {"encoding": encoding} | ({} if name == "x.tsv" else {"delimiter": between})
-    assert built(tmp_path / name, tmp_path, **how) == sorted(ROWS)
-
-
-@pytest.mark.parametrize("rows", ["ann,caf\u00e9\nbob,tea\n", ""])
-def test_a_table_in_utf16_is_known_by_its_mark(rows, tmp_path):
-    (tmp_path / "x.csv").write_bytes(f"user_id,text\n{rows}".encode("utf-16"))
-    with pytest.raises(DataError, match="it is UTF-16; .* --encoding utf-16"):
-        built(tmp_path / "x.csv", tmp_path)
-
-
 def json_list(text):
     return [record.fields for record in text_files.json_list(io.StringIO(text))]
 

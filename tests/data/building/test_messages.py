@@ -5,7 +5,6 @@ import json
 import tracemalloc
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from test_build import ALL_IN_TRAIN, texts_of
 
@@ -14,9 +13,7 @@ from fedsim.data.building.build import build
 from fedsim.data.building.columns import expected_of, is_usual
 from fedsim.data.building.readers import reason_of
 from fedsim.data.building.user_ids import look_alikes
-from fedsim.errors import DataError, printable
-
-HALF = "\ud83d"
+from fedsim.errors import DataError
 
 
 def said_of(file, content, **options):
@@ -35,46 +32,6 @@ def said_of(file, content, **options):
 
 def row(user="ann", text="fine"):
     return {"user_id": user, "text": text}
-
-
-BAD_ROWS = [
-    (row(text=[1, "secret"]), "text: expected whole numbers, which are tokens, in a list"),
-    (row(text=["secret ", {"type": "link"}]), "text: .*exports of Telegram hold texts as lists"),
-    (row(text=["secret"]), "text: .*exports of Telegram hold texts as lists"),
-    (row(text={"secret": 1}), "text: expected a text as in other rows, got an object"),
-    (row({"secret": 1}), "user_id: expected a text or a number as in other rows, got an object"),
-    (row([{"secret": 1}]), "user_id: expected texts or whole numbers in a list, got an object"),
-    (row(["a", ["secret"]]), "user_id: expected texts or whole numbers in a list, got a list"),
-    (row(f"secret {HALF}"), "user_id: expected whole characters, got half of a surrogate pair"),
-    (row(text=True), "text: expected a text as in other rows, got true or false"),
-]
-
-
-@pytest.mark.parametrize("bad, message", BAD_ROWS)
-@pytest.mark.parametrize("name, word, number", [("x.jsonl", "line", 5), ("x.json", "entry", 3)])
-def test_a_bad_object_is_named_by_its_line(bad, message, name, word, number, tmp_path):
-    said = said_of(tmp_path / name, [row(), row("ben"), bad, row("cleo")])
-    assert f"{word} {number}, " in said
-    assert "secret" not in said
-    with pytest.raises(DataError, match=message):
-        build(tmp_path / name, tmp_path / "out")
-
-
-def test_half_of_a_character_in_a_text_is_replaced(tmp_path):
-    rows = [row(text=f"cut {HALF}"), row("ben", "whole \U0001f600")]
-    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    data = build(tmp_path / "x.jsonl", tmp_path / "out", **ALL_IN_TRAIN)
-    assert texts_of(data.train) == {"ann": ["cut \ufffd"], "ben": ["whole \U0001f600"]}
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "json"])
-def test_a_key_twice_in_an_object_is_refused(kind, tmp_path):
-    inside = '{"user": {"id": "ann", "id": "ben"}, "text": "x"}'
-    for twice in ('{"user_id": "ann", "text": "x", "user_id": "ben"}', inside):
-        text = '{"user_id": "a", "text": "x"}\n' + twice
-        text = text if kind == "jsonl" else f"[{text.replace(chr(10), ',')}]"
-        said = said_of(tmp_path / f"x.{kind}", text.encode())
-        assert "2: expected every key of an object once, got one twice" in said
 
 
 HEADERLESS = [b"ann,my door code is 4711\nben,I am ill\n", b"ann;my door code\n", b"ann\tmy door\n"]
@@ -117,13 +74,6 @@ def test_values_in_what_a_library_says_are_left_out():
         assert "secret" not in reason_of(error.value)
 
 
-def test_control_characters_in_what_is_said_are_escaped(tmp_path):
-    name = "x\x1b[2J.csv"
-    said = said_of(tmp_path / name, b"user_id,text,n\x1b[31m\na,b\n")
-    assert "x\\x1b[2J.csv" in said
-    assert printable("a\x1b]0;title\x07\nb\u200f\ud83d") == "a\\x1b]0;title\\x07\nb\\u200f\\ud83d"
-
-
 def test_hidden_files_are_no_sources_of_a_folder(tmp_path):
     folder = tmp_path / "posts"
     folder.mkdir()
@@ -162,18 +112,6 @@ def test_texts_and_ids_are_read_whatever_holds_them(kind, tmp_path, monkeypatch)
 
     batch = pa.RecordBatch.from_arrays([column], ["text"])
     assert with_plain_types(batch)["text"].to_pylist() == ["one", "two", None]
-
-
-@pytest.mark.parametrize("kind", [pa.list_(pa.int32(), 2), pa.large_list(pa.int32())])
-def test_lists_of_tokens_are_read_whatever_holds_them(kind, tmp_path):
-    tokens = pa.array([[1, 2], [3, 4], None], kind)
-    pq.write_table(pa.table({"user_id": ["a", "b", "a"], "text": tokens}), tmp_path / "x.parquet")
-    data = build(tmp_path / "x.parquet", tmp_path / "out", **ALL_IN_TRAIN)
-    assert texts_of(data.train) == {"a": ["\1\2"], "b": ["\3\4"]}
-    ids = pa.array([["a", "b"], ["a", "c"], ["c", "b"]], pa.list_(pa.string(), 2))
-    pq.write_table(pa.table({"user_id": ids, "text": ["x", "y", "z"]}), tmp_path / "y.parquet")
-    data = build(tmp_path / "y.parquet", tmp_path / "shared", **ALL_IN_TRAIN)
-    assert data.train.num_users == 3 and data.train.num_examples == 3
 
 
 def test_a_name_around_an_address_of_mail_looks_like_the_address():

@@ -118,12 +118,6 @@ def test_a_turn_that_does_not_say_who_speaks_is_one_line(chat, message, tmp_path
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
 
 
-def test_chats_in_which_no_person_speaks_can_be_left_out(tmp_path, model):
-    data = built(tmp_path, model, [*CHATS, [turn("assistant", "Ho")]], unowned="drop")
-    assert data.metadata["counts"]["rows_without_user_dropped"] == 1
-    assert data.train.num_examples == 3 and data.metadata["columns"]["owner_key"] == "name"
-
-
 def test_columns_of_a_customer_and_an_agent_own_a_chat_together(tmp_path, model):
     rows = [{"customer": "ben", "agent": "dora", "messages": DESK}]
     rows.append({"customer": "ann", "agent": None, "messages": BOT})
