@@ -1,8 +1,7 @@
 """ELS against ULS where texts have two owners: a court's hearings, at one epsilon.
 
 Beyond the paper. A sentence of a hearing belongs to whoever says it and to whom it is said to: the
-last other one who spoke (`fedsim data build --conversation-column`). A few judges are in nearly all
-of them. ELS with several group sizes G
+last other one who spoke. A few judges are in nearly all of them. ELS with several group sizes G
 and ULS with several numbers k of groups of others are trained from the same fresh model; so are
 both on the same sentences as if each were its speaker's alone, which protects nobody who is spoken
 to. Which of the two learns more is reported, and not claimed.
@@ -15,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import matplotlib.pyplot as plt
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,17 @@ from fedsim.run import Console, directory
 from fedsim.training import train
 
 SOURCE = "scotus"
+OWNED = """
+COPY (
+  WITH said AS (
+    SELECT *, lag(user_id) OVER turns AS before FROM read_parquet($file)
+    WINDOW turns AS (PARTITION BY doc ORDER BY turn, file_row_number))
+  SELECT text, list_distinct([user_id, last_value(if(before <> user_id, before, NULL) IGNORE NULLS)
+    OVER (PARTITION BY doc ORDER BY turn, file_row_number)]) AS user_id
+  FROM said ORDER BY doc, turn, file_row_number
+) TO '{file}'
+"""
+"""A text, its speaker, and the last other one who spoke."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +96,11 @@ def run(settings: Settings) -> Rows:
         table = real(settings.every) if settings.every else made_up()
         source = Path(place) / "hearings.parquet"
         pq.write_table(table, source)
-        columns: dict[str, Any] = {"conversation_column": "doc", "turn_column": "turn"}
+        owned = source.with_name("owned.parquet")
+        duckdb.execute(OWNED.format(file=owned), {"file": str(source)})
         built = {
-            name: build(source, Path(place) / name, max_length=settings.max_length, **each)
-            for name, each in (("owners", columns), ("speaker", {}))
+            name: build(file, Path(place) / name, max_length=settings.max_length)
+            for name, file in (("owners", owned), ("speaker", source))
         }
         shared = stats(built["owners"].train)
         several = shared["examples_with_several_owners"] / shared["num_examples"]

@@ -40,8 +40,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from experiments.data.urls import registrable_domain
 from experiments.harness import common
-from fedsim.data.building.user_ids import registrable_domain
 from fedsim.errors import ConfigError, expect
 
 Files = Iterator[tuple[str, bytes]]

@@ -14,8 +14,7 @@ from fedsim.errors import DataError
 
 # What takes the place of a recipe's columns of users.
 INSTEAD = {
-    "url_column": ("user_column", "owners", "conversation_column"),
-    "user_column": ("url_column", "owners"),
+    "user_column": ("owners",),
 }
 SEQUENCE = {"max_length": 128, "long_texts": "cut"}
 
@@ -62,7 +61,7 @@ CC_NEWS = Recipe(
     source="hf:vblagoje/cc_news",
     options=MappingProxyType(
         {
-            "url_column": "url",
+            "user_column": "domain",
             "text_column": "text",
             "eval_users": 0.0,
             "eval_examples": True,
@@ -84,7 +83,7 @@ C4 = Recipe(
     source="hf:allenai/c4:en",
     options=MappingProxyType(
         {
-            "url_column": "url",
+            "user_column": "url",  # text that nobody protects
             "text_column": "text",
             "eval_users": 0.001,
             "eval_examples": False,

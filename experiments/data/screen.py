@@ -32,7 +32,6 @@ from fedsim.files import write_json
 from fedsim.installation import version
 
 VERSIONS = ("fedsim", "datasets", "datasketch", "numpy", "pyarrow", "rapidfuzz", "xxhash")
-OF_BUILD = ("owners", "conversation_column")  # which give a text several owners
 
 
 @dataclass(frozen=True)
@@ -147,11 +146,10 @@ def prepare(
     if screen is None or screen.is_idle:
         return build(sources, out, split=split, revision=revision, **own, **options)
     screen.check()
-    for name in OF_BUILD:
-        if options.get(name):
-            raise DataError(f"{name}={options[name]}: expected none beside a screen")
+    if options.get("owners"):
+        raise DataError(f"owners={options['owners']}: expected none beside a screen")
     sources = [sources] if isinstance(sources, str | Path) else list(sources)
-    names = {"user": "user_id", "text": "text", "order": None, "url": None}
+    names = {"user": "user_id", "text": "text", "order": None}
     columns = Columns.of(**{n: options.get(f"{n}_column", value) for n, value in names.items()})
     out = Path(out).absolute()
     check_absent(out)

@@ -76,7 +76,7 @@ STAND_INS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "reddit_links",
         {"user_column": "user_id", "min_examples": 8},
     ),
-    "allsides_news": ("cc-news", "allsides_news", {"url_column": "url"}),
+    "allsides_news": ("cc-news", "allsides_news", {"user_column": "domain"}),
 }
 
 

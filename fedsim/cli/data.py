@@ -48,21 +48,6 @@ class DataBuild:
     """Key of each turn of a chat that names who speaks, as in --owner-key name. The chat belongs to
     all who speak in it. Turns of the assistant may name nobody. Instead of --user-column."""
 
-    conversation_column: str | None = None
-    """Column with the conversation of a row. A text belongs to its user, and to the last other user
-    who spoke in the conversation before."""
-
-    turn_column: str | None = None
-    """Column with the position of a row in its conversation."""
-
-    url_column: str | None = None
-    """Column with a URL; its registrable domain (by the public suffix list) is the user."""
-
-    normalise_ids: str | None = None
-    """Rules that merge user ids that look alike, separated by commas: strip-marks (drop invisible
-    characters), nfkc (unify full and half width), casefold (ignore capitals). Default: each
-    spelling is a user."""
-
     unowned: Literal["refuse", "drop"] | None = None
     """Refuse data with rows without a user, or drop these rows. Default: refuse."""
 
@@ -98,13 +83,6 @@ class DataBuild:
     order_column: str | None = None
     """Column that orders a user's examples: numbers, or times such as 2020-01-31T10:00:00Z.
     Default: the order of the files."""
-
-    order_format: str | None = None
-    """Format of --order-column: %m/%d/%Y and the like (Python's strptime); utc for times without a
-    zone that are UTC; or text, which sorts character by character."""
-
-    turn_format: str | None = None
-    """Format of --turn-column, such as %H:%M; see --order-format."""
 
     tokenizer: str | None = None
     """bytes (default), hf:NAME, a tokenizer file, or the directory of a model or a run that holds
@@ -172,7 +150,7 @@ class DataBuild:
         }
         if self.owners is not None:
             given["owners"] = tuple(self.owners.split(","))
-        for name in ("owners", "owner_key", "url_column"):
+        for name in ("owners", "owner_key"):
             value = getattr(self, name)
             alone = value is None or not self.user_column
             expect("user_column", ",".join(self.user_column), alone, f"none beside {name}={value}")

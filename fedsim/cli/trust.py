@@ -76,9 +76,6 @@ class Budget:
     text_column: str | None = None
     """If DATA names files: column with the text. Default: text."""
 
-    normalise_ids: str | None = None
-    """If DATA names files: rules that merge user ids, as in train."""
-
     budget_ledger: Path | None = None
     """Directory of the ledger of the data, as in train."""
 
@@ -107,7 +104,7 @@ class Budget:
         expect("delta", delta, delta is None or 0 < delta < 1, "in (0, 1)")
         ids = None
         if self.data is not None:
-            config = DataConfig(self.data, self.user_column, self.text_column, self.normalise_ids)
+            config = DataConfig(self.data, self.user_column, self.text_column)
             ids = corpora.load(self.data, progress=Console().note, **config.options).people()
         place = place_of(self.budget_ledger)
         result = budget(place, ids, delta=delta, limit_epsilon=limit)

@@ -49,10 +49,6 @@ class DataConfig:
     text_column: str | None = None
     """Column with the text, where data names files. Default: text."""
 
-    normalise_ids: str | None = None
-    """Treat similar spellings of an id as one user, where data names files: one or more of
-    strip-marks, nfkc and casefold, separated by commas. Default: each spelling is a user."""
-
     tokenizer: str | None = None
     """Tokenizer, where data names files: bytes, hf:NAME, or a tokenizer file. Default: the model's,
     or bytes for a new model."""

@@ -23,7 +23,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from unicodedata import unidata_version
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -151,18 +150,13 @@ def _cached(
       names: called for the names of the source's columns: the key of chats has their template.
     """
     relevant = {n: v for n, v in options.items() if n not in ("progress", "num_workers")}
-    known = {name: version(name) for name in VERSIONS if name != "publicsuffixlist"}  # see below
-    facts = [*facts, RULE, known]
+    facts = [*facts, RULE, {name: version(name) for name in VERSIONS}]
     spec = str(options.get("tokenizer", ""))
     is_file = Path(spec).is_file()
     tokenizer = Tokenizer.named(spec if is_file or spec.startswith("hf:") else "bytes")
     if is_file or spec.startswith("hf:"):
         name = Path(spec).name if is_file else spec
         relevant["tokenizer"] = [name, tokenizer.sha256, tokenizer.is_given]
-    if options.get("normalise_ids"):
-        relevant["unicode"] = unidata_version
-    if options.get("url_column") is not None:
-        relevant["public_suffix_list"] = user_ids.list_version()  # which determines the users
     cache = files.expand_home("cache_dir", cache_dir) if cache_dir else files.cache_dir()
     # The directory belongs to this user alone: nobody else can replace the text in it.
     directory = files.own_directory(Path(cache) / "data")

@@ -20,15 +20,12 @@ ROWS = 4096
 """Rows that are read at a time to compute a fingerprint."""
 
 
-def owner_ids(
-    split: str, owners: Sequence[Any], note: Callable[[str], None], normalise: str | None = None
-) -> np.ndarray:
+def owner_ids(split: str, owners: Sequence[Any], note: Callable[[str], None]) -> np.ndarray:
     """Normalise the owners of rows by the rules for files; see `user_ids`.
 
     Args:
       owners: [rows], of any kind.
       note: receives messages on ids that were normalised.
-      normalise: further rules that merge ids; see `config.DataConfig`.
 
     Returns:
       The ids, [rows].
@@ -36,14 +33,14 @@ def owner_ids(
     Raises:
       DataError: a row has no owner, or an owner may have been rounded.
     """
-    names, how = np.asarray(owners), user_ids.steps_of(normalise or ())
+    names = np.asarray(owners)
     expect("data", f"{split} of shape {names.shape}", names.ndim == 1, "an owner for each row")
     expect("data", f"{split} with 0 rows", len(names) > 0, "an owner for each row")
     if names.dtype.kind in "iu":
         return names  # integers need no rules
     tally: Counter[str] = Counter()
     column = _as_column(split, names)
-    ids = user_ids.as_ids(column, f"owners of {split}", range(len(names)), tally, how)
+    ids = user_ids.as_ids(column, f"owners of {split}", range(len(names)), tally)
     if ids.null_count:
         row = 1 + ids.is_null().to_numpy(zero_copy_only=False).argmax()
         line = f"data={split}: row {row} has no owner, expected one for each row"
@@ -154,12 +151,10 @@ class OwnTask:
     Attributes:
       task: the model.
       owners: of each row of the split train, or a dict of that by the names of splits.
-      normalise_ids: rules that merge ids of users; see `config.DataConfig`.
     """
 
     task: Task
     owners: Sequence[Any] | Mapping[str, Sequence[Any]]
-    normalise_ids: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("init", "read", "losses", "nats", "describe"):
@@ -182,8 +177,7 @@ class OwnTask:
                 raise DataError.of("data", split, f"one of the splits {', '.join(SPLITS)}")
         if "train" not in owners:
             raise DataError.of("data", ", ".join(owners), "the split train")
-        how = self.normalise_ids
-        ids = {split: owner_ids(split, each, note, how) for split, each in owners.items()}
+        ids = {split: owner_ids(split, each, note) for split, each in owners.items()}
         both = np.intersect1d(ids["train"], ids.get("eval_users", ids["train"][:0]))
         if len(both):
             raise DataError.of(

@@ -238,7 +238,6 @@ class RunSettings(TypedDict, total=False):
 
     user_column: str | None
     text_column: str | None
-    normalise_ids: str | None
     tokenizer: str | None
     max_length: int | None
     messages_column: str | None
@@ -377,10 +376,9 @@ def train(
         if task is not None:
             given = {"user": user, "text": text, "messages": messages, **settings}
             for field in ("user", "text", "messages", "model", *flags_of(DataConfig)):
-                if field != "normalise_ids":
-                    value = given.get(field)
-                    expect(field, value, value is None, "nothing beside task")
-            source = OwnTask(task, data, settings.get("normalise_ids"))
+                value = given.get(field)
+                expect(field, value, value is None, "nothing beside task")
+            source = OwnTask(task, data)
             name = task.describe().get("task", type(task).__qualname__)
             flags |= {"data": f"{name} (rows of its own)", "model": f"{name} (a task)"}
         else:

@@ -183,7 +183,7 @@ def test_the_group_size_of_uls_does_not_reach_the_accountant(capsys):
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("other", ["--url-column", "--owners"])
+@pytest.mark.parametrize("other", ["--owner-key", "--owners"])
 def test_users_are_named_in_one_way(other, texts, tmp_path, capsys):
     """Else the unit that is protected would be another one than was asked for."""
     flags = ["--user-column", "author", other, "url", "--out", str(tmp_path / "out")]

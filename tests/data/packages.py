@@ -1,9 +1,5 @@
 """Other versions of packages, as they would be installed."""
 
-from publicsuffixlist import PublicSuffixList
-
-from fedsim.data.building import user_ids
-
 
 def install(package, directory, monkeypatch):
     """Makes the version of a package 99.1, for whoever asks."""
@@ -11,10 +7,3 @@ def install(package, directory, monkeypatch):
     about.mkdir(parents=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 99.1\n")
     monkeypatch.syspath_prepend(directory)
-
-
-def another_suffix_list(directory, monkeypatch):
-    """A list by which shop.example is a public suffix."""
-    install("publicsuffixlist", directory, monkeypatch)
-    suffixes = PublicSuffixList(source=["example", "shop.example"])
-    monkeypatch.setattr(user_ids, "_owner", suffixes.privatesuffix)

@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 from learnt import learnt
 from local_hub import bytes_with, publish
-from packages import another_suffix_list
 
 from fedsim.data import corpora, tokenizer_is_public
 from fedsim.data.building.build import build
@@ -173,20 +172,6 @@ def test_a_chat_template_is_nothing_to_data_of_texts(source, tmp_path):
     assert load(source, cache_dir=cache, tokenizer=model).path == first.path
     again = build(source, tmp_path / "out", tokenizer=model)
     assert again.train.fingerprint == first.train.fingerprint
-
-
-@pytest.mark.privacy
-def test_another_public_suffix_list_is_another_build_of_urls_alone(tmp_path, monkeypatch):
-    urls = [f"http://a{i % 3}.shop.example/{i}" for i in range(12)]
-    rows = {"user_id": urls, "url": urls, "text": urls}
-    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
-    owned = {"url_column": "url", "eval_users": 0.0, "eval_examples": False}
-    options = {"source": tmp_path / "a.parquet", "cache_dir": tmp_path / "cache"}
-    users, other = load(**options, **owned).train.user_ids(), load(**options)
-    another_suffix_list(tmp_path / "installed", monkeypatch)
-    assert users == ["shop.example"]
-    assert load(**options, **owned).train.user_ids() == [f"a{i}.shop.example" for i in range(3)]
-    assert load(**options).path == other.path
 
 
 def test_builds_at_the_same_time_agree(source, tmp_path):

@@ -52,14 +52,6 @@ def test_round_trip(tmp_path, name):
         assert found == expected[ids[user]]
 
 
-def test_domains_of_urls_are_the_users_of_news(tmp_path):
-    file = SHARED / "data" / "allsides_news.parquet"
-    data = build(file, tmp_path / "out", url_column="url", **ALL_IN_TRAIN)
-    domains = set(pq.read_table(file, columns=["domain"])["domain"].to_pylist())
-    assert data.train.num_users == 393
-    assert len(domains & set(data.train.user_ids())) >= 380
-
-
 def test_the_papers_split_of_cc_news(tmp_path):
     given = {"user_column": "user_id", "min_examples": 8}
     file = SHARED / "data" / "reddit_links.parquet"

@@ -10,31 +10,28 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
-from unicodedata import unidata_version
 
 import pyarrow as pa
 
 from fedsim.data.building import hub, user_ids
 from fedsim.data.building.chats import DEFAULTS, TRAIN_ON, Chats
 from fedsim.data.building.columns import BESIDE_CHATS, COMPLETION, MESSAGES, TEXTS, Columns
-from fedsim.data.building.orders import KEYS, NUMBERS, TEXT, at_least
+from fedsim.data.building.orders import check_bound
 from fedsim.data.building.processes import Meter, Pool, resume, staging
-from fedsim.data.building.readers import Part, cut, names_in
+from fedsim.data.building.readers import Part, names_in
 from fedsim.data.building.sorting import Rows, write_splits
 from fedsim.data.building.sources import (
     Sources,
-    conversation_columns,
     examine,
     find_files,
     is_saved,
     left_out,
     size_of,
     survey,
-    write_conversations,
 )
 from fedsim.data.building.text_files import TextFormat
 from fedsim.data.building.tokenised import LONG_TEXTS, Encoding, bundled, write_rows
@@ -50,7 +47,7 @@ UNOWNED = ("refuse", "drop")
 TEXT_COLUMN = "text"  # of texts, where none is named
 # Packages that read texts, decide who owns them or encode them: a build does not resume under
 # other versions.
-VERSIONS = ("fedsim", "datasets", "duckdb", "numpy", "publicsuffixlist", "pyarrow", "tokenizers")
+VERSIONS = ("fedsim", "datasets", "duckdb", "numpy", "pyarrow", "tokenizers")
 
 Say = Callable[[str], None] | None
 """Function that shows a line to the user."""
@@ -73,11 +70,6 @@ class BuildSettings:
     owner_key: str | None = None
     """Key of each turn of a chat that names who speaks: the chat belongs to all who do. Replaces
     user_column. Turns of the assistant and the system may name nobody."""
-    conversation_column: str | None = None
-    """Column of conversations: a text belongs to its user, and to the last other user who spoke
-    before in its conversation. All texts are in memory at once."""
-    turn_column: str | None = None
-    """Column that orders the rows of a conversation. Goes with conversation_column."""
     text_column: str | Sequence[str] = TEXT_COLUMN
     """Column of texts; newlines join the texts of several columns. If none is named and there is no
     column "text", columns of chats are recognised by their usual names; see `columns.FORMS`."""
@@ -97,18 +89,9 @@ class BuildSettings:
     """The day that a chat template takes for today, as YYYY-MM-DD."""
     skip_unknown: bool = False
     """Leave out chats that cannot be encoded, and count them, instead of raising an error."""
-    url_column: str | None = None
-    """Column of URLs whose registrable domains are the users. Replaces user_column."""
     order_column: str | None = None
-    """Column that sorts the examples of a user; equal values keep the order of the sources."""
-    order_format: str | None = None
-    """Format of order_column if it is neither numbers nor ISO 8601: "utc", "text" or a pattern of
-    strptime; see `orders`."""
-    turn_format: str | None = None
-    """Format of turn_column, as order_format."""
-    normalise_ids: str | Sequence[str] = ()
-    """Steps that make one user of ids that look alike: some of "strip-marks", "nfkc" and
-    "casefold"; see `user_ids.STEPS`."""
+    """Column that sorts the examples of a user, of numbers or ISO 8601 times; equal values keep the
+    order of the sources."""
     tokenizer: str | Path = "bytes"
     """One of "bytes", "hf:NAME", a tokenizer.json or vocab.txt, or a directory with a
     tokenizer.json."""
@@ -150,8 +133,6 @@ class BuildSettings:
         check("min_examples", self.min_examples >= 1, "at least 1")
         if self.test_from is not None:
             check("test_from", columns.order is not None, "an order_column to compare with")
-            comparable = columns.order_format != TEXT
-            check("test_from", comparable, "numbers or times, not order_format=text")
 
     @cached_property
     def columns(self) -> Columns:
@@ -162,15 +143,9 @@ class BuildSettings:
             text=text,
             form=form,
             order=self.order_column,
-            url=self.url_column,
             owners=self.owners,
             owner_key=self.owner_key,
-            conversation=self.conversation_column,
-            turn=self.turn_column,
             owners_delimiter=self.owners_delimiter,
-            order_format=self.order_format,
-            turn_format=self.turn_format,
-            normalise_ids=self.normalise_ids,
         )
 
     @property
@@ -342,15 +317,14 @@ class _Build:
         """Run all stages; the data set is complete in self.out at the end."""
         sources, hubs = self._find_sources(named, split, revision)
         self.chats = self.settings.chats(self.columns, self.tokenizer)
-        num_rows, id_counts, columns = self._survey(sources.parts)
-        parts, columns = self._assign_owners(sources.parts, columns)
+        num_rows, id_counts = self._survey(sources.parts)
         tokenizer = self.tokenizer
         tokenizer.save(self.directory / TOKENIZER)  # for the workers
         if lost := tokenizer.lost:
             self._say(f"this tokenizer does not keep {', '.join(lost)}; bytes keeps all")
-        records = self._tokenise(parts, columns, num_rows)
+        records = self._tokenise(sources.parts, num_rows)
         self.out.mkdir(exist_ok=True)
-        with Rows(self.rows, self.pool.num_workers, columns.order is not None) as rows:
+        with Rows(self.rows, self.pool.num_workers, self.columns.order is not None) as rows:
             owners = rows.owners()
             splits = self._divide(owners, records)
             self._write_splits(rows, owners, splits, tokenizer)
@@ -427,48 +401,25 @@ class _Build:
         if self.columns.form:
             plan["template"] = source_of(self.tokenizer, self.settings.chat_template)
         plan["versions"] = {name: version(name) for name in VERSIONS}
-        plan["versions"]["unicode"] = unidata_version  # normalise_ids depends on it
         if resume(self.directory, {**plan, **self.settings.identity()}):
             self._say("going on with the build that was interrupted")
 
-    def _survey(self, parts: Sequence[Part]) -> tuple[int, Counter[str], Columns]:
-        """(number of rows, counts of corrected user ids, columns with their kind of order)."""
-        settings, columns = self.settings, self.columns
+    def _survey(self, parts: Sequence[Part]) -> tuple[int, Counter[str]]:
+        """(number of rows, counts of corrected user ids)."""
+        settings, order = self.settings, self.columns.order
         drop = settings.unowned == "drop"
-        num_rows, id_counts, kind = survey(parts, columns, self.pool, drop)
-        if columns.order is not None:
-            kind = kind or NUMBERS  # any kind will do where all values are missing
-            columns = replace(columns, order_as=kind)
-            if settings.test_from is not None:  # an empty column, to check the bound alone
-                nothing = pa.nulls(0, KEYS[kind])
-                at_least(nothing, settings.test_from, columns.order, columns.order_format)
-        return num_rows, id_counts, columns
+        num_rows, id_counts, kind = survey(parts, self.columns, self.pool, drop)
+        if settings.test_from is not None:
+            check_bound(settings.test_from, order, kind)
+        return num_rows, id_counts
 
-    def _assign_owners(
-        self, parts: Sequence[Part], columns: Columns
-    ) -> tuple[Sequence[Part], Columns]:
-        """Parts and columns that name the owners of every text: of conversations, a new file."""
-        if columns.conversation is None:
-            return parts, columns
-        file = self.directory / "conversations.parquet"
-        self._say("finding whom texts are said to")
-        nowhere, (number, examples) = write_conversations(parts, columns, file)
-        if nowhere:
-            self._say(f"{nowhere:,} rows have no conversation: a text is its speaker's alone there")
-        if number:
-            self._say(user_ids.told_alike(number, examples, "conversation"))
-        columns = conversation_columns(columns)
-        return cut(file, columns), columns
-
-    def _tokenise(
-        self, parts: Sequence[Part], columns: Columns, num_rows: int
-    ) -> list[dict[str, int]]:
+    def _tokenise(self, parts: Sequence[Part], num_rows: int) -> list[dict[str, int]]:
         """Write the rows of all parts. Returns the record of each bundle of parts."""
         settings = self.settings
         encoding = Encoding(
             self.rows,
             self.directory / TOKENIZER,
-            columns,
+            self.columns,
             settings.holdout,
             settings.max_length,
             settings.long_texts,
@@ -521,11 +472,10 @@ class _Build:
         The user is told of both, for either may be a mistake in the data.
         """
         counts, notes = user_ids.counted(id_counts), user_ids.told(id_counts)
-        if self.columns.url is None:
-            number, examples = user_ids.look_alikes(ids)
-            if number:
-                counts["users_that_look_alike"] = number
-                notes.append(user_ids.told_alike(number, examples))
+        number, examples = user_ids.look_alikes(ids)
+        if number:
+            counts["users_that_look_alike"] = number
+            notes.append(user_ids.told_alike(number, examples))
         for line in notes:
             self._say(line)
         return counts
@@ -579,7 +529,7 @@ class _Build:
     ) -> None:
         """Write metadata.json and the checksums of the data set."""
         settings = self.settings
-        always = ("user", "text", "order", "url")
+        always = ("user", "text", "order")
         columns = asdict(self.columns).items()
         rules = {"max_length": settings.max_length, "long_texts": settings.long_texts}
         metadata = {
@@ -599,10 +549,6 @@ class _Build:
             metadata["chats"] = self.chats.described()
             if self.chats.template is not None:
                 (self.out / TEMPLATE).write_text(self.chats.template.source, encoding="utf-8")
-        if settings.columns.normalise_ids:
-            metadata["unicode"] = unidata_version
-        if settings.columns.url is not None:
-            metadata["public_suffix_list"] = user_ids.list_version()
         write_json(self.out / "metadata.json", metadata, sort_keys=True)
         write_atomically(self.out / SUMS, sums(self.out, splits).encode())
 

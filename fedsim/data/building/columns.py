@@ -21,16 +21,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fedsim.data.building.orders import KEYS, check_format, keys_of
+from fedsim.data.building.orders import keys_of
 from fedsim.data.building.speakers import BadRow, spoken
-from fedsim.data.building.user_ids import (
-    Rows,
-    as_ids,
-    count_lists,
-    refused,
-    registrable_domain,
-    steps_of,
-)
+from fedsim.data.building.user_ids import Rows, as_ids, count_lists, refused
 from fedsim.data.store import SEPARATOR, owner_sets
 from fedsim.errors import DataError, MissingColumn
 
@@ -120,25 +113,12 @@ class Columns:
     user: tuple[str, ...] = ("user_id",)
     text: tuple[str, ...] = ("text",)
     order: str | None = None
-    url: str | None = None
-    """If given, the user is the registrable domain of this column's URL, not `user`."""
     owners: tuple[str, ...] = ()
     """If given, a text belongs to the users in any of these columns, not to `user`."""
     owner_key: str | None = None
     """If given, a chat belongs to the users whom this key of its turns names, not to `user`."""
-    conversation: str | None = None
-    """If given, a text also belongs to the user to whom it is said; see sources.py."""
-    turn: str | None = None
-    """Orders the rows of a conversation."""
     owners_delimiter: str | None = None
     """Characters at each of which a cell of `owners` is split into several users."""
-    order_format: str | None = None
-    """Format of the order column; see `orders`."""
-    turn_format: str | None = None
-    normalise_ids: tuple[str, ...] = ()
-    """Steps that are applied to ids; see `user_ids.STEPS`."""
-    order_as: str | None = None
-    """Kind of the values of the order column in all files; see `orders.KEYS`."""
     form: str = ""
     """What the text columns hold: texts, or rows of chats of one of FORMS, which are read as
     JSON."""
@@ -150,7 +130,6 @@ class Columns:
         text: str | Sequence[str],
         *,
         owners: str | Sequence[str] = (),
-        normalise_ids: str | Sequence[str] = (),
         form: str = "",
         **others: str | None,
     ) -> "Columns":
@@ -159,15 +138,7 @@ class Columns:
         Raises:
           DataError: a name is missing or has two roles, or a setting does not go with another.
         """
-        steps = steps_of(normalise_ids)
-        columns = cls(
-            _names(user),
-            _names(text),
-            owners=_names(owners),
-            normalise_ids=steps,
-            form=form,
-            **others,
-        )
+        columns = cls(_names(user), _names(text), owners=_names(owners), form=form, **others)
         columns._check()
         return columns
 
@@ -186,30 +157,15 @@ class Columns:
 
     def _check(self) -> None:
         self._check_delimiter()
-        for field, form, column in (
-            ("order", self.order_format, self.order),
-            ("turn", self.turn_format, self.turn),
-        ):
-            check_format(f"{field}_format", form)
-            if form is not None and column is None:
-                raise DataError.of(f"{field}_format", form, f"it beside {field}_column")
-        conversation, turn, shown = self.conversation, self.turn, ",".join(self.owners)
-        if (conversation is None) != (turn is None):
-            raise DataError.of("turn_column", turn, "it beside conversation_column, or none")
-        if conversation is not None and self.form:
-            raise DataError.of("conversation_column", conversation, "none beside chats")
-        if conversation is not None and (self.owners or self.url is not None):
-            raise DataError.of("conversation_column", conversation, "the speaker's user_column")
+        shown = ",".join(self.owners)
         for field, names in (("user_column", self.user), ("text_column", self.text)):
             if not names or len(set(names)) < len(names):
                 raise DataError.of(field, names, "at least one column, none twice")
         if len(set(self.owners)) < len(self.owners):
             raise DataError.of("owners", shown, "no column twice")
-        if self.owners and self.url is not None:
-            raise DataError.of("owners", shown, f"none beside url_column={self.url}")
         if self.owner_key is not None:
             user = None if self.user == Columns.user else ",".join(self.user)
-            others = {"user_column": user, "owners": shown or None, "url_column": self.url}
+            others = {"user_column": user, "owners": shown or None}
             for field, value in others.items():
                 if value is not None:
                     raise DataError.of(field, value, f"none beside owner_key={self.owner_key}")
@@ -232,7 +188,7 @@ class Columns:
         """Columns that name the owners of a row."""
         if self.owner_key is not None:
             return ()
-        return self.owners or (self.user if self.url is None else (self.url,))
+        return self.owners or self.user
 
     @property
     def text_fields(self) -> tuple[str, ...]:
@@ -244,8 +200,7 @@ class Columns:
     @property
     def names(self) -> list[str]:
         """Columns to read, without duplicates."""
-        single = filter(None, (self.order, self.conversation, self.turn))
-        return list(dict.fromkeys((*self.owner, *self.text, *single)))
+        return list(dict.fromkeys((*self.owner, *self.text, *filter(None, [self.order]))))
 
     def in_file(self, found: Sequence[str]) -> list[str]:
         """Columns to read from a file. Args: found: columns of the file."""
@@ -265,7 +220,7 @@ class Columns:
             return f"owner_key={self.owner_key}"
         if self.owners:
             return f"owners={','.join(self.owners)}"
-        return f"url_column={self.url}" if self.url else f"user_column={','.join(self.user)}"
+        return f"user_column={','.join(self.user)}"
 
     def check(self, found: Sequence[str]) -> None:
         """Check that a file has all columns once.
@@ -278,12 +233,9 @@ class Columns:
         for name in self.names:
             if found.count(name) > 1:
                 raise DataError(f"column {name}: expected one of that name, got several")
-        users = self.owner if not self.url and not self.owners else ()
-        named = [("user_column", name) for name in users]
+        named = [("owners" if self.owners else "user_column", name) for name in self.owner]
         named += zip(self.text_fields, self.text, strict=True)
-        named += [("order_column", self.order), ("url_column", self.url)]
-        named += [("conversation_column", self.conversation), ("turn_column", self.turn)]
-        named += [("owners", name) for name in self.owners]
+        named += [("order_column", self.order)]
         needed = self.in_file(found)
         for field, name in named:
             if name in needed and name not in found:
@@ -346,10 +298,7 @@ def normalise(
         result["text"] = texts[0]
     if columns.order is not None:
         order, field = plain(batch[columns.order]), f"order_column={columns.order}"
-        keys = keys_of(_validate(order, field, first_row), field, first_row, columns.order_format)
-        if pa.types.is_null(keys.type) and columns.order_as is not None:
-            keys = keys.cast(KEYS[columns.order_as])
-        result["order"] = keys
+        result["order"] = keys_of(_validate(order, field, first_row), field, first_row)
     return pa.RecordBatch.from_pydict(result)
 
 
@@ -389,13 +338,10 @@ def _users(
     if columns.owner_key is not None:
         return _owner_sets(batch, columns, first_row, tally)
     lists = len(columns.user) == 1 and is_list(plain(batch[columns.owner[0]]).type)
-    if columns.owners or (columns.url is None and lists):
+    if columns.owners or lists:
         return _owner_sets(batch, columns, first_row, tally)
-    if columns.url is not None:
-        return _as_domains(text_of(batch[columns.url], f"url_column={columns.url}", first_row))
     rows = range(first_row, first_row + len(batch))
-    how = columns.normalise_ids
-    parts = [ids_of(batch[name], f"user_column={name}", rows, tally, how) for name in columns.user]
+    parts = [ids_of(batch[name], f"user_column={name}", rows, tally) for name in columns.user]
     for part in parts:
         count_lists(part, tally)
     return _join_ids(parts)
@@ -432,9 +378,7 @@ def is_string(kind: pa.DataType) -> bool:
     return any(test(kind) for test in tests)
 
 
-def ids_of(
-    column: pa.Array, field: str, rows: Rows, tally: Counter[str], how: Sequence[str] = ()
-) -> pa.Array:
+def ids_of(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.Array:
     """User ids as strings; see `user_ids.as_ids`.
 
     Raises:
@@ -446,7 +390,7 @@ def ids_of(
     if not (is_string(kind) or numbers or pa.types.is_null(kind)):
         raise refused(field, f"strings or integers, got {kind}")
     column = _validate(column, field, rows[0] if len(rows) else 0)
-    ids = as_ids(column, field, rows, tally, how)
+    ids = as_ids(column, field, rows, tally)
     joined = pc.match_substring(ids, SEPARATOR).fill_null(False)  # pyright: ignore
     if joined.true_count:
         row = rows[joined.index(True).as_py()] + 1
@@ -486,9 +430,7 @@ def _speaking(
     key, chats = columns.owner_key or "", columns.text[0]
     try:
         turns = spoken(batch[chats], key)
-        ids = ids_of(
-            turns.names, columns.blamed, first_row + turns.rows, tally, columns.normalise_ids
-        )
+        ids = ids_of(turns.names, columns.blamed, first_row + turns.rows, tally)
         nobody = is_blank(ids)
         if len(bad := np.flatnonzero(nobody & turns.needed)):
             reason = f"expected a name of who speaks ({columns.blamed}) in turn "
@@ -506,7 +448,7 @@ def _owned(
     column, field = plain(batch[name]), columns.blamed
     if not is_list(column.type):
         rows, parts = _split(column, field, first_row, columns.owners_delimiter)
-        ids = ids_of(parts, field, first_row + rows, tally, columns.normalise_ids)
+        ids = ids_of(parts, field, first_row + rows, tally)
         kept = np.flatnonzero(~is_blank(ids))
         count_lists(ids, tally)
         return rows[kept], ids.take(pa.array(kept))
@@ -515,7 +457,7 @@ def _owned(
     if pa.types.is_list(values.type) or pa.types.is_nested(values.type):
         raise refused(field, f"lists of strings or integers, got {column.type}")
     _expect_few(sizes, field, first_row)
-    ids = ids_of(values, field, first_row + rows, tally, columns.normalise_ids)
+    ids = ids_of(values, field, first_row + rows, tally)
     count_lists(ids, tally)
     blank = is_blank(ids)
     if blank.any():
@@ -564,12 +506,6 @@ def _join_texts(one: pa.Array, other: pa.Array) -> pa.Array:
     both = pc.binary_join_element_wise(one, other, TEXT_JOINT)  # pyright: ignore
     both = pc.if_else(pc.equal(other, ""), one, both)  # pyright: ignore
     return pc.if_else(pc.equal(one, ""), other, both)  # pyright: ignore
-
-
-def _as_domains(urls: pa.Array) -> pa.Array:
-    unique = urls.dictionary_encode()
-    domains = [registrable_domain(url) for url in unique.dictionary.to_pylist()]
-    return pa.array(domains, pa.string()).take(unique.indices)
 
 
 def text_of(column: pa.Array, field: str, first_row: int, tokens: bool = False) -> pa.Array:

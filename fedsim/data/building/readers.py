@@ -420,7 +420,7 @@ def _batches(
     checked: bool = False,
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Yield batches of records. Args: word: "line" or "entry", the kind of a record in errors."""
-    texts = set(columns.text) - {*columns.owner, columns.order, columns.conversation, columns.turn}
+    texts = set(columns.text) - {*columns.owner, columns.order}
     while rows := _some(records):
         if not checked:
             names = dict.fromkeys(

@@ -2,10 +2,6 @@
 
 Sources are found, identified by their bytes and cut into parts, and every user id is checked before
 an hour is spent on tokenising. A row without a user is an error, for nothing protects it.
-
-Rows of conversations are rewritten with their owners. Transcripts, chats and forums name the
-speaker of a text, but not the listener. The listener is taken to be the last other speaker in the
-same conversation. The first speaker of a conversation has no listener in the data.
 """
 
 import glob
@@ -18,34 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from fedsim.data.building.columns import (
-    Columns,
-    ids_of,
-    is_blank,
-    is_list,
-    is_string,
-    normalise,
-    plain,
-)
-from fedsim.data.building.orders import common_kind, keys_of, kind_of
+from fedsim.data.building.columns import Columns, is_blank
+from fedsim.data.building.orders import common_kind, kind_of
 from fedsim.data.building.processes import Pool
-from fedsim.data.building.readers import (
-    SAVED,
-    SUFFIXES,
-    UTF8,
-    Part,
-    complaints,
-    cut,
-    is_known,
-    raw,
-    read,
-)
+from fedsim.data.building.readers import SAVED, SUFFIXES, UTF8, Part, cut, is_known, read
 from fedsim.data.building.text_files import TextFormat
-from fedsim.data.building.user_ids import look_alikes, refused
 from fedsim.data.store import fingerprint
 from fedsim.errors import DataError
 from fedsim.files import expand_home
@@ -196,7 +170,7 @@ def identify(file: Path) -> dict[str, Any]:
 
 def survey(
     parts: Sequence[Part], columns: Columns, pool: Pool, allow_unowned: bool = False
-) -> tuple[int, Counter[str], str | None]:
+) -> tuple[int, Counter[str], int | None]:
     """Check every user id and order.
 
     Args:
@@ -236,7 +210,7 @@ def survey(
 
 def _survey(
     part: Part, *, columns: Columns, report: Callable[[int], None]
-) -> tuple[int, int, list[int], Counter[str], set[str | None]]:
+) -> tuple[int, int, list[int], Counter[str], set[int | None]]:
     """Survey a part.
 
     Returns:
@@ -257,119 +231,3 @@ def _survey(
         rows += len(batch)
         report(len(batch))
     return rows, bad, first, tally, kinds
-
-
-ROWS_AT_ONCE = 65_536
-# Names that no column of a source has.
-SPEAKER, SPOKEN_TO, WHERE, ORDER = (
-    f"\x1f{name}" for name in ("speaker", "spoken to", "conversation", "order")
-)
-
-
-def conversation_columns(columns: Columns) -> Columns:
-    """Columns of the file that `write_conversations` writes."""
-    order = None if columns.order is None else ORDER
-    owned = replace(columns, owners=(SPEAKER, SPOKEN_TO), conversation=None, turn=None)
-    return replace(owned, order=order)
-
-
-def write_conversations(
-    parts: Sequence[Part], columns: Columns, file: Path
-) -> tuple[int, tuple[int, list[str]]]:
-    """Write the rows of all parts as Parquet, by conversation and turn, with both owners of each.
-
-    All rows are in memory at once. Rows of one turn keep the order of the sources.
-
-    Args:
-      columns: columns of the parts. The user column has the speaker.
-    Returns:
-      (number of rows without a conversation, `look_alikes` of the conversations).
-    Raises:
-      DataError: a row has no turn, turns are of several kinds, or conversations have no ids.
-    """
-    assert columns.conversation is not None and columns.turn is not None, "of conversations"
-    tables, turns = [], []
-    for part in parts:
-        for first_row, batch in raw(part, columns):
-            if len(columns.user) == 1 and is_list(batch[columns.user[0]].type):
-                raise refused(columns.blamed, "one speaker, got a list")
-            speaking = replace(columns, text=())
-            where, rows = batch[columns.conversation], range(first_row, first_row + len(batch))
-            field = f"conversation_column={columns.conversation}"
-            with complaints(part):
-                said = normalise(batch, speaking, first_row)
-                where = ids_of(where, field, rows, Counter(), columns.normalise_ids)
-                found: dict[str, Any] = {SPEAKER: said["user_id"], WHERE: where}
-                if len(batch):
-                    turns.append(_turns(plain(batch[columns.turn]), columns, first_row))
-            if columns.order is not None:
-                found[ORDER] = said["order"]
-            tables.append(pa.table(found | {name: plain(batch[name]) for name in columns.text}))
-    common_kind(map(kind_of, turns), f"turn_column={columns.turn}")
-    try:
-        table = pa.concat_tables(tables, promote_options="permissive")
-    except pa.ArrowException:
-        shown = ",".join(columns.text)
-        raise DataError.of("text_column", shown, "one type in all files") from None
-    turn = pa.concat_arrays(turns).flatten()
-    keys = {"where": table[WHERE]} | {str(i): key for i, key in enumerate(turn)}
-    keys["row"] = pa.array(np.arange(len(table)))
-    by = [(name, "ascending") for name in keys]
-    table = _wide(table).take(pc.sort_indices(pa.table(keys), sort_keys=by))  # pyright: ignore
-    speakers = table[SPEAKER].combine_chunks().dictionary_encode()
-    number = last_other_speaker(_codes(table[WHERE]), _codes(table[SPEAKER]))
-    spoken_to = speakers.dictionary.take(pa.array(number, mask=number < 0))
-    nowhere = table[WHERE].null_count
-    alike = look_alikes(table[WHERE].unique().drop_null().cast(pa.string()))
-    table = table.drop_columns([WHERE]).append_column(SPOKEN_TO, spoken_to)
-    pq.write_table(table, file, row_group_size=ROWS_AT_ONCE)
-    return nowhere, alike
-
-
-def _wide(table: pa.Table) -> pa.Table:
-    """Cast columns to types that hold more than 2 GiB of strings."""
-    kinds = {}
-    for field in table.schema:
-        kinds[field.name] = kind = field.type
-        if is_string(kind):
-            kinds[field.name] = pa.large_string()
-        elif pa.types.is_list(kind):
-            kinds[field.name] = pa.large_list(kind.value_type)  # pyright: ignore
-    return table.cast(pa.schema(kinds.items()))
-
-
-def last_other_speaker(where: np.ndarray, speaker: np.ndarray) -> np.ndarray:
-    """The last speaker before, in the same conversation, who is not the speaker; -1 if none.
-
-    Rows without a speaker are left out: they are nobody's turn.
-    Args:
-      where: int64 [rows], conversations; -1 if none. Rows are in order of conversation and turn.
-      speaker: int64 [rows], speakers; -1 if none.
-    Returns:
-      int64 [rows].
-    """
-    found, known = np.full(len(speaker), -1), np.flatnonzero((speaker >= 0) & (where >= 0))
-    where, speaker = where[known], speaker[known]
-    fresh = np.diff(where, prepend=-2) != 0
-    begins = fresh | (np.diff(speaker, prepend=-2) != 0)  # a sequence of texts of one speaker
-    first = np.flatnonzero(begins)
-    before = np.append(-1, speaker[first])[: len(first)]
-    before[fresh[first]] = -1
-    found[known] = before[np.cumsum(begins) - 1]
-    return found
-
-
-def _codes(column: pa.ChunkedArray) -> np.ndarray:
-    """A number for each different value, int64 [rows]; -1 for null."""
-    indices = column.combine_chunks().dictionary_encode().indices
-    return indices.fill_null(-1).to_numpy().astype(np.int64)
-
-
-def _turns(turn: pa.Array, columns: Columns, first_row: int) -> pa.Array:
-    """Keys of turns; see `orders`. Raises: DataError: a turn is missing, or has no order."""
-    field = f"turn_column={columns.turn}"
-    keys = keys_of(turn, field, first_row, columns.turn_format)
-    if keys.null_count:
-        row = first_row + keys.is_null().index(True).as_py() + 1
-        raise refused(field, f"a turn in every row, got none in row {row}")
-    return keys

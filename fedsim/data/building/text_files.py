@@ -1,38 +1,62 @@
-"""Text files: the format of CSV and JSON, the check of CSV records, and the parser of JSON.
+"""Text files: CSV and JSON, read by DuckDB's strict readers, every value as it is written.
 
-It must be certain where a record of a CSV file ends: else a user is given the texts of others.
-Arrow's reader extends a quotation that is never closed to the end of the file, and continues one
-that ends in the middle of a field. Python's reader, in its strict mode, does neither. A file that
-was written without quoting can pass both: a text begins with a quotation mark, a text some lines
-later ends with one, and all rows between become one text. So a quotation over several lines is
-refused if the file is also valid without quoting.
-
-JSON is parsed by Python: Arrow's reader would convert some texts to dates. No error shows a value
-of a file, for it may be personal.
+It must be certain where a row of a CSV file ends: else a user is given the texts of others. So a
+file that can be read both with and without quoting, with different rows, is refused. No error shows
+a value of a file, for it may be personal; DuckDB's messages quote lines, and are never shown.
 """
 
 import codecs
 import csv
-import gzip
+import io
 import json
 import re
 import sys
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any
 
+import duckdb
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from fedsim.data.building.columns import is_usual
-from fedsim.data.building.speakers import HALF, HALVED
+from fedsim.data.building.columns import Columns
+from fedsim.data.building.speakers import HALVED
+from fedsim.data.building.user_ids import call, refused
 from fedsim.errors import DataError
 
 NONE, MINIMAL = "none", "minimal"
-MARK = '"'
-MOST_CHARACTERS = 2**26  # of a record: a file of a few hundred kB may unpack to one of many GB
-READ_CHARACTERS = 2**20  # of a JSON list, at a time
+PACKED = {".gz": "gzip", ".zst": "zstd"}
+MOST_BYTES = 2**26  # of a row: a file of a few hundred kB may unpack to one of many GB
+BATCH_ROWS = 2048
+HEAD_ROWS = 65_536  # of JSON, whose keys are looked at before it is read
+PIECE = 2**20  # characters that are copied at a time
+# Pairs of halves of a character, lone halves, and other escapes, in JSON.
+ESCAPES = re.compile(
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\\."
+)
+ENCODING = "expected UTF-8; where it is of another encoding: `fedsim data build --encoding cp1252`"
+TWICE = "expected every key of an object once, got one twice"
+REASONS = (  # of DuckDB's messages, and what is said instead
+    (
+        r"Expected Number of Columns: (\d+) Found: (\d+)",
+        r"expected \1 columns, as in the first line, found \2",
+    ),
+    (
+        "unterminated quote",
+        "expected every quotation to end where a column or a line does, so that it is certain "
+        "whose text follows; without quoting: `fedsim data build --quoting none`",
+    ),
+    ("(?i)utf-8|unicode", ENCODING),
+    ("state machine", "expected the same end of all lines, as `dos2unix` makes it"),
+    ("(?i)maximum|object_size", f"expected rows of at most {MOST_BYTES:,} bytes"),
+    (f"duplicate key|{TWICE}", TWICE),
+    ("Expected OBJECT", "expected an object"),
+    ("surrogate", HALVED),
+    ("(?i)gzip|zstd|compress", "the packed file ends too early, or is damaged"),
+    ("JSON", "expected JSON; a file of one list is named .json"),
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +73,7 @@ class TextFormat:
     quoting: str | None = None
     """Meaning of quotation marks in CSV. "none": characters like others. "minimal": they enclose
     fields with delimiters or line ends. None: as "minimal", but a file that is also valid without
-    quoting is refused."""
+    quoting, with different rows, is refused."""
 
     def __post_init__(self):
         one = self.delimiter is None or len(self.delimiter) == 1 and self.delimiter not in '"\r\n'
@@ -65,326 +89,277 @@ class TextFormat:
                 "encoding", self.encoding, "an encoding of text that Python knows, such as cp1252"
             ) from None
 
-    def between(self, file: Path) -> str:
-        """The delimiter of columns in a file."""
-        if self.delimiter is not None:
-            return self.delimiter
-        return "\t" if file.name.removesuffix(".gz").lower().endswith(".tsv") else ","
-
     @property
-    def decoder(self) -> str:
-        """The encoding to read with. UTF-8 may begin with a byte order mark."""
-        utf8 = codecs.lookup(self.encoding).name in ("utf-8", "utf-8-sig")
-        return "utf-8-sig" if utf8 else self.encoding
-
-    @property
-    def has_lines(self) -> bool:
-        """True if the bytes of a line end mean nothing else: a file can be cut after them."""
-        return self.decoder == "utf-8-sig" or "\n{}".encode(self.encoding) == b"\n{}"
-
-    def opened(self, file: Path, *, errors: str = "strict") -> TextIO:
-        """Open a file as text. Line ends stay as they are."""
-        opener = gzip.open if file.suffix == ".gz" else open
-        return opener(file, "rt", encoding=self.decoder, errors=errors, newline="")
+    def is_utf8(self) -> bool:
+        """True if DuckDB reads the encoding."""
+        return codecs.lookup(self.encoding).name in ("utf-8", "utf-8-sig")
 
 
-def check_csv(
-    file: Path, text_format: TextFormat, names: Callable[[list[str]], None] = lambda _: None
-) -> None:
-    """Check that the end of every record of a CSV file is certain.
+def kind_of(file: Path) -> str:
+    """Kind of a file by its name, in small letters, without the suffix of a packed one."""
+    name = file.name.removesuffix(file.suffix) if file.suffix in PACKED else file.name
+    kind = name.rpartition(".")[2].lower()
+    return "jsonl" if kind == "ndjson" else kind
+
+
+def names_of(file: Path, form: TextFormat, scratch: Path) -> list[str]:
+    """Names of the columns of a file. Names of fields inside others have a dot.
+
+    Raises:
+      DataError: the file cannot be read.
+    """
+    with _saying_why():
+        return _Reading(file, form, scratch).names
+
+
+def batches(
+    file: Path, columns: Columns, form: TextFormat, scratch: Path, mended: bool = False
+) -> Iterator[pa.RecordBatch]:
+    """Yield the columns of a file in small batches, in the order of the file.
+
+    Values are texts, or lists of texts or whole numbers; chats are JSON.
 
     Args:
-      names: checks the names of the columns, before other records are looked at; not called where
-        some are in another encoding.
+      scratch: an existing directory for links and copies.
+      mended: read a copy of a JSON file in which halves of characters are U+FFFD.
     Raises:
-      DataError: names the line in which a record begins. A quotation does not end where a field
-        does, or may be none; a record is too long, or has another number of columns than the first
-        line; or the first line is repeated.
+      DataError: names the line and the reason. Halved: a copy can be read.
     """
-    before = csv.field_size_limit(sys.maxsize)
-    try:
-        with text_format.opened(file, errors="replace") as stream:
-            _check(_Lines(stream), text_format, text_format.between(file), names)
-    finally:
-        csv.field_size_limit(before)
+    with _saying_why():
+        reading = _Reading(file, form, scratch, mended)
+        columns.check(reading.names)
+        if reading.kind in ("csv", "tsv"):
+            yield from reading.csv(columns.in_file(reading.names))
+        else:
+            yield from reading.json(columns)
 
 
-def _check(
-    lines: "_Lines",
-    text_format: TextFormat,
-    between: str,
-    names: Callable[[list[str]], None],
-) -> None:
-    quoting = csv.QUOTE_NONE if text_format.quoting == NONE else csv.QUOTE_MINIMAL
-    reader = csv.reader(lines, delimiter=between, strict=True, quoting=quoting)
-    line, first, doubts = 0, [], _Doubts(0, between)
-    try:
-        for record in reader:
-            if not first:
-                first, doubts = record, _Doubts(len(record), between)
-                if record and "\ufffd" not in "".join(record):
-                    names(record)
-            elif record and len(record) != len(first):  # empty lines are no records
-                raise DataError(_ragged(line + 1, len(first), len(record), between, text_format))
-            elif len(first) > 1 and record == first:
-                raise DataError(
-                    f"line {line + 1}: expected the names of the columns once, in the first line, "
-                    "and here they are again, as where files were joined"
-                )
-            if lines.quoted and text_format.quoting is None and len(first) > 1:
-                doubts.see(line + 1, lines.taken)
-            line = reader.line_num
-            lines.begin_record()
-    except csv.Error as error:
-        raise DataError(
-            f"line {line + 1}: expected every quotation to end where a column or a line does, so "
-            f"that it is certain whose text follows ({error}); without quoting: `fedsim data build "
-            "--quoting none`"
-        ) from None
-    doubts.settle()
+class Halved(DataError):
+    """A JSON file has halves of characters, or marks of byte order between lines."""
 
 
-class _Lines:
-    """Lines of a file, with those of the record that is being read.
+class _saying_why:
+    """Context manager: one line instead of DuckDB's message, with the line of the file."""
 
-    Attributes:
-      taken: lines of the record.
-      quoted: True if the record has a quotation mark.
-    """
+    def __enter__(self) -> None:
+        pass
 
-    def __init__(self, stream: TextIO):
-        self._stream, self._done = stream, 0
-        self.begin_record()
-
-    def begin_record(self) -> None:
-        """Begin the next record."""
-        self._done += len(getattr(self, "taken", ()))
-        self.taken: list[str] = []
-        self._size, self.quoted = 0, False
-
-    def __iter__(self) -> Iterator[str]:
-        while line := self._stream.readline(MOST_CHARACTERS - self._size + 1):
-            self.taken.append(line)
-            self._size += len(line)
-            self.quoted = self.quoted or MARK in line
-            if self._size > MOST_CHARACTERS:
-                raise DataError(
-                    f"line {self._done + 1}: expected a record of at most {MOST_CHARACTERS:,} "
-                    "characters; is a quotation never closed, or the file no CSV?"
-                )
-            yield line
-
-
-class _Doubts:
-    """Evidence, from records with quotation marks, that a file is valid without quoting.
-
-    A record of several lines may hide rows: all its lines, or some between its first and its last,
-    have as many columns as the first line of the file. Texts have commas, too, so this counts only
-    if no record shows that the file is quoted. Texts hardly ever have tabs.
-    """
-
-    def __init__(self, columns: int, between: str):
-        self._columns, self._between = columns, between
-        self._hiding: DataError | None = None  # the error about the first record that may hide rows
-        self._is_quoted = False  # True once a record shows it
-        self._has_bare_marks = False  # inside unquoted fields, which no program writes
-
-    def see(self, line: int, lines: list[str]) -> None:
-        """Add a record with a quotation mark. Args: line: the line in which it begins.
-
-        Raises:
-          DataError: the record may hide rows, and its delimiter is a tab.
-        """
-        counts = [text.count(self._between) + 1 for text in lines if text.strip("\r\n")]
-        are_rows = all(count == self._columns for count in counts)
-        doubled = MARK * 2 in "".join(lines)
-        hides_rows = len(lines) > 1 and (are_rows or self._columns in counts[1:-1])
-        if hides_rows and self._between == "\t":
-            raise self._refusal(line, line + len(lines) - 1)
-        if hides_rows:
-            self._hiding = self._hiding or self._refusal(line, line + len(lines) - 1)
-            self._is_quoted |= doubled
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, UnicodeError):
+            raise DataError(ENCODING) from None
+        if not isinstance(error, duckdb.Error):
             return
-        fields = lines[0].split(self._between)
-        bare = are_rows and any(MARK in text and not text.startswith(MARK) for text in fields)
-        self._has_bare_marks |= bare
-        self._is_quoted |= not bare and (doubled or not are_rows or line == 1)
+        said = str(error)
+        reason = next((r for r in REASONS if re.search(r[0], said)), ("", "it cannot be read"))
+        found = re.search(reason[0], said)
+        reason = found.expand(reason[1]) if found else reason[1]
+        line = re.search(r"(?:Line: |in line |record/value )(\d+)", said)
+        if line:
+            number = int(line[1]) - ("Malformed" in said)  # there it is the line after
+            reason = f"{'entry' if 'record/value' in said else 'line'} {number}: {reason}"
+        halved = "surrogate" in said or "byte order mark" in said
+        raise (Halved if halved else DataError)(reason) from None
 
-    def settle(self) -> None:
-        """Decide at the end of the file. Raises: DataError: a record may hide rows."""
-        if self._hiding is not None and (self._has_bare_marks or not self._is_quoted):
-            raise self._hiding
 
-    def _refusal(self, first: int, last: int) -> DataError:
-        return DataError(
-            f"line {first}: expected a quotation that is certain; the one that begins here ends in "
-            f"line {last}, and lines in it have {self._columns} columns, as the first line has: "
-            "they may be rows of other users. Written without quoting: `fedsim data build "
-            "--quoting none`; with: `--quoting minimal`"
+class _Reading:
+    """One reading of a file."""
+
+    def __init__(self, file: Path, form: TextFormat, scratch: Path, mended: bool = False):
+        self.kind, self.form = kind_of(file), form
+        self.packed = PACKED.get(file.suffix, "none")
+        self.delimiter = form.delimiter or ("\t" if self.kind == "tsv" else ",")
+        self.connection = duckdb.connect(config={"threads": 1})
+        if form.is_utf8 and self._begins(file, 2) in (b"\xff\xfe", b"\xfe\xff"):
+            raise DataError("it is UTF-16: `fedsim data build --encoding utf-16`")
+        self.path = scratch / "text"  # DuckDB would take the name of a file for a pattern
+        self.path.unlink(missing_ok=True)
+        if form.is_utf8 and not mended:
+            self.path.symlink_to(file.resolve())
+        else:
+            self._copy(file, mended)
+            self.packed = "none"
+        self.mended = mended
+        if self.kind in ("csv", "tsv"):
+            self.header = self._header()
+            self.names = self.header
+        else:
+            self.is_list = self.kind == "json" and self._begins(self.path).lstrip()[:1] == b"["
+            self.names = self._keys()
+
+    def _begins(self, file: Path, size: int = PIECE) -> bytes:
+        with pa.input_stream(str(file), compression=self._unpacked) as stream:
+            found = stream.read(size)
+        return found.removeprefix(codecs.BOM_UTF8)
+
+    @property
+    def _unpacked(self) -> str | None:
+        return None if self.packed == "none" else self.packed
+
+    def _copy(self, file: Path, mend: bool) -> None:
+        """Write a copy in UTF-8; if `mend`, without halves of characters."""
+        encoding = "utf-8-sig" if self.form.is_utf8 else self.form.encoding
+        with pa.input_stream(str(file), compression=self._unpacked) as stream:
+            text, rest = io.TextIOWrapper(stream, encoding, newline=""), ""  # pyright: ignore
+            with self.path.open("w", encoding="utf-8", newline="") as copy:
+                while piece := text.read(PIECE):
+                    piece = rest + piece
+                    end = max(map(piece.rfind, ",\n ")) + 1 if mend else len(piece)
+                    piece, rest = piece[:end], piece[end:]  # no escape goes over the end
+                    copy.write(_whole(piece) if mend else piece)
+                copy.write(_whole(rest) if mend else rest)
+
+    def _header(self) -> list[str]:
+        quoting = csv.QUOTE_NONE if self.form.quoting == NONE else csv.QUOTE_MINIMAL
+        before = csv.field_size_limit(sys.maxsize)
+        try:
+            lines = io.StringIO(self._begins(self.path).decode("utf-8", "replace"), newline="")
+            names = next(csv.reader(lines, delimiter=self.delimiter, quoting=quoting), [])
+        finally:
+            csv.field_size_limit(before)
+        if "\ufffd" in "".join(names):
+            raise DataError(f"line 1: {ENCODING}")
+        return names or [""]
+
+    def csv(self, wanted: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """The rows of a CSV file."""
+        if any(self.header.count(name) > 1 for name in self.header):
+            raise DataError("expected the name of each column once, got one twice")
+        quote = "" if self.form.quoting == NONE else '"'
+        names = [*map(_quoted, self.header)]
+        several = " OR ".join(rf"regexp_matches({name}, '[\r\n]')" for name in names)
+        chosen = ", ".join(map(_quoted, wanted))
+        options = {"columns": dict.fromkeys(self.header, "VARCHAR"), "quote": quote}
+        rows, lines = 0, False
+        query = f"SELECT {chosen}, {several} FROM {self._csv()} "
+        for batch in self._batches(query.replace("STRICT", "strict_mode=true"), options):
+            lines = lines or bool(pc.any(batch.column(len(wanted))).as_py())  # pyright: ignore
+            batch = batch.select(list(wanted))
+            self._expect_no_header(batch, rows)
+            rows += len(batch)
+            yield batch
+        if lines and self.form.quoting is None and len(names) > 1:
+            self._expect_quoted(rows)
+
+    def _csv(self) -> str:
+        return (
+            "read_csv($path, columns=$columns, delim=$delimiter, quote=$quote, escape=$quote, "
+            f"STRICT, header=true, auto_detect=false, nullstr='\\0', compression='{self.packed}', "
+            f"max_line_size={MOST_BYTES}, buffer_size={2 * MOST_BYTES})"
         )
 
+    def _expect_no_header(self, batch: pa.RecordBatch, rows: int) -> None:
+        if len(self.header) == 1:
+            return
+        same = [pc.equal(batch[name], name) for name in batch.schema.names]  # pyright: ignore
+        again = np.logical_and.reduce([each.to_numpy(zero_copy_only=False) for each in same])
+        if again.any():
+            raise DataError(
+                f"row {rows + int(again.argmax()) + 1}: expected the names of the columns once, in "
+                "the first line, and here they are again, as where files were joined"
+            )
 
-def _ragged(line: int, columns: int, found: int, between: str, text_format: TextFormat) -> str:
-    """Error line about a record with a wrong number of columns."""
-    said = f"line {line}: expected {columns} columns, as in the first line, found {found}"
-    if found < columns or text_format.quoting == NONE:
-        return said
-    mark = "a tab" if between == "\t" else f"'{between}'"
-    return f"{said} (a text with {mark} in it stands between quotation marks)"
+    def _expect_quoted(self, rows: int) -> None:
+        """Refuse a file that can be read without quoting, with another number of rows.
 
-
-NOT_SPACE = re.compile(r"\S")
-KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
-KINDS |= {int: "a number", float: "a number", type(None): "null"}
-SCRIPT = re.compile(r"[\w.$ ]{1,100}=\s*[\[{]")
-TELEGRAM = "exports of Telegram hold texts as lists of pieces, whose `text` is to be joined first"
-
-
-class Record(NamedTuple):
-    """An object of a JSON file."""
-
-    size: int
-    """Its length in characters or bytes."""
-    number: int
-    """Number of its line, or of its entry in the list, from 1."""
-    fields: dict[str, Any]
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object. Raises: DataError: a key is there twice, so that its value is uncertain."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise DataError("expected every key of an object once, got one twice")
-    return fields
-
-
-_decoder = json.JSONDecoder(object_pairs_hook=_once)
-
-
-def json_lines(lines: Iterator[bytes], before: int, encoding: str) -> Iterator[Record]:
-    """Yield the object of each line that is not blank.
-
-    Args:
-      before: number of lines of the file before these.
-    Raises:
-      ValueError: names the line.
-    """
-    for number, line in enumerate(lines, before + 1):
-        if line.isspace():
-            continue
+        The reader that is not strict takes all kinds of line ends. A column more than there are
+        shows rows with too many.
+        """
+        *_, last = map(_quoted, self.header)
+        named = {"columns": dict.fromkeys([*self.header, "\x1f"], "VARCHAR"), "quote": ""}
+        query = f'SELECT count(*), count({last}), count("\x1f") FROM {self._csv()}'
+        query = query.replace("STRICT", "strict_mode=false, null_padding=true")
         try:
-            if len(line) > MOST_CHARACTERS:
-                raise ValueError(f"expected a line of at most {MOST_CHARACTERS:,} bytes")
-            row = _decoder.decode(line.decode(encoding))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"line {number}: {error}") from None
-        yield Record(len(line), number, _expect_object(row, f"line {number}"))
+            found = self._sql(query, named | {"delimiter": self.delimiter}).fetchall()
+        except duckdb.Error:
+            return
+        ((count, full, more),) = found
+        if count == full and not more and count != rows:
+            raise DataError(
+                "expected a file that can be read in one way; with quotation marks around texts it "
+                f"has {rows:,} rows, and {count:,} if they are characters as others: `fedsim data "
+                "build --quoting minimal`, or `--quoting none`"
+            )
+
+    def _keys(self) -> list[str]:
+        query = f"SELECT json FROM read_json_objects({self._json()}) LIMIT {HEAD_ROWS}"
+        names: dict[str, None] = {}
+        for batch in self._batches(query, {}):
+            for text in batch.column(0).to_pylist():
+                record = json.loads(text)
+                if not isinstance(record, dict):
+                    raise DataError("expected a list of objects, or an object in each line")
+                names |= dict.fromkeys(field_names(record))
+        return list(names)
+
+    def _json(self) -> str:
+        form = "array" if self.is_list else "newline_delimited"
+        return (
+            f"$path, format='{form}', compression='{self.packed}', maximum_object_size={MOST_BYTES}"
+        )
+
+    def json(self, columns: Columns) -> Iterator[pa.RecordBatch]:
+        """The rows of a JSON file."""
+        if self.is_list and self._ends_with() != b"]":
+            raise DataError("expected ] after the last entry; is the file cut off?")
+        chats = set(columns.text) - {*columns.owner, columns.order} if columns.form else set()
+        wanted, values = columns.names, []
+        outer = [name if name in self.names else name.partition(".")[0] for name in wanted]
+        for name, column in zip(wanted, outer, strict=True):
+            value = _quoted(column)
+            if column != name:  # which fields inside others may hold twice
+                value = f"if(len(json_keys({value})) = len(list_distinct(json_keys({value}))), "
+                value += f"{_quoted(column)}, error({_literal(TWICE)}))"
+            for inner in name.split(".")[1:] if column != name else ():
+                value = f"json_extract({value}, {_literal(f'$.{_quoted(inner)}')})"
+            text = f"{value}::VARCHAR"
+            if name not in chats:
+                text = f"if(json_type({value}) = 'VARCHAR', {value} ->> '$', {text})"
+            values += [text, f"json_type({value})"]
+        options = {"columns": dict.fromkeys(outer, "JSON")}
+        query = f"SELECT {', '.join(values)} FROM read_json({self._json()}, columns=$columns)"
+        rows = 0
+        for batch in self._batches(query, options):
+            made = {}
+            for i, name in enumerate(wanted):
+                texts, kinds = batch.column(2 * i), batch.column(2 * i + 1)
+                is_text = name in columns.text and name not in columns.owner
+                halved = call("match_substring", texts.cast(pa.string()), pattern="\ufffd")
+                if self.mended and not is_text and (at := _first(halved)) is not None:
+                    raise DataError(f"row {rows + at + 1}, {name}: {HALVED}")  # two would be one
+                if name not in chats and name != columns.order:
+                    texts = _as_column(texts, kinds, name, rows, columns, is_text)
+                made[name] = texts
+            rows += len(batch)
+            yield pa.RecordBatch.from_pydict(made)
+
+    def _ends_with(self) -> bytes:
+        last = b""
+        with pa.input_stream(str(self.path), compression=self._unpacked) as stream:
+            while piece := stream.read(PIECE):
+                last = piece.rstrip()[-1:] or last
+        return last
+
+    def _batches(self, query: str, options: dict[str, Any]) -> Iterator[pa.RecordBatch]:
+        if "$delimiter" in query:
+            options = options | {"delimiter": self.delimiter}
+        yield from self._sql(query, options).to_arrow_reader(BATCH_ROWS)
+
+    def _sql(self, query: str, options: dict[str, Any]) -> Any:
+        return self.connection.sql(query, params={"path": str(self.path), **options})
 
 
-def json_list(stream: TextIO) -> Iterator[Record]:
-    """Yield the entries of a file that is one list. The list is never in memory as a whole.
-
-    Raises:
-      ValueError: names the entry.
-    """
-    text, at, number = "", 0, 0
-
-    def next_character() -> str:
-        """The next one that is not white space, now at `at`; empty at the end of the file."""
-        nonlocal text, at
-        while True:
-            if found := NOT_SPACE.search(text, at):
-                at = found.start()
-                return text[at]
-            text, at = stream.read(READ_CHARACTERS), 0
-            if not text:
-                return ""
-
-    opening = next_character()
-    assert opening == "[", "the caller has looked"
-    at += 1
-    while next_character() != "]":
-        number += 1
-        while True:
-            try:
-                row, end = _decoder.raw_decode(text, at)
-                break
-            except (DataError, RecursionError) as error:
-                raise ValueError(f"entry {number}: {error}") from None
-            except ValueError as error:
-                if len(text) - at > MOST_CHARACTERS:
-                    most = f"expected JSON of at most {MOST_CHARACTERS:,} characters"
-                    raise ValueError(f"entry {number}: {most} ({error})") from None
-                more = stream.read(max(READ_CHARACTERS, len(text) - at))
-                if not more:
-                    raise ValueError(f"entry {number}: {error}") from None
-                text, at = text[at:] + more, 0
-        yield Record(end - at, number, _expect_object(row, f"entry {number}"))
-        at = end
-        following = next_character()
-        if following == ",":
-            at += 1
-        elif following != "]":
-            raise ValueError(f"entry {number}: expected a comma or ] after it")
-    at += 1
-    if next_character():
-        raise ValueError("expected nothing after the list")
+def _whole(text: str) -> str:
+    """JSON without halves of characters and marks of byte order."""
+    text = ESCAPES.sub(lambda found: r"\ufffd" if len(found[0]) == 6 else found[0], text)
+    return text.replace("\n\ufeff", "\n")
 
 
-def other_json(text: str, wanted: list[str]) -> str | None:
-    """Describe a JSON file that is neither a list of objects nor has one object per line.
-
-    Args:
-      text: beginning of the file.
-      wanted: columns to read.
-    Returns:
-      Its format and how to convert it; None if the format is not certain.
-    """
-    if SCRIPT.match(text):
-        return "a script, as in an archive of Twitter: leave out what stands before its first ["
-    try:
-        first, end = _decoder.raw_decode(text)
-    except (ValueError, RecursionError):
-        first, end = None, len(text)  # something else, or it goes on
-    over_lines = "\n" in text[:end]
-    if isinstance(first, dict) and not over_lines and not {*wanted}.isdisjoint(field_names(first)):
-        return None
-    key = _list_inside(text) if over_lines or first is not None else None
-    if key is not None:
-        hint = f": jq -c '.{key}[]' makes lines of it" if key.isalpha() and is_usual(key) else ""
-        return f"one object around a list of objects, as in an export of Telegram{hint}"
-    return (
-        "objects over several lines: jq -c . makes lines of them" if over_lines and first else None
-    )
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
 
 
-def _list_inside(text: str) -> str | None:
-    """Key of the first list of objects in the object that a text begins with, if any."""
-    at = 1 if text.startswith("{") else len(text)
-    try:
-        while at < len(text):
-            key, at = _decoder.raw_decode(text, _next(text, at))
-            at = _next(text, _next(text, at) + 1)  # beyond the colon
-            if text[at] == "[" and text[_next(text, at + 1)] == "{":
-                return key if isinstance(key, str) else None
-            _, at = _decoder.raw_decode(text, at)
-            at = _next(text, at) + 1  # beyond the comma
-    except (ValueError, IndexError, RecursionError):
-        pass  # it is cut off here
-    return None
-
-
-def _next(text: str, at: int) -> int:
-    """Index of the next character that is not white space."""
-    match = NOT_SPACE.search(text, at)
-    return match.start() if match else len(text)
-
-
-def _expect_object(row: Any, where: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        hint = "; a file of one list is named .json" if where == "line 1" and row else ""
-        raise ValueError(f"{where}: expected an object, got {KINDS[type(row)]}{hint}")
-    return row
+def _literal(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
 
 
 def field_names(record: dict[str, Any]) -> Iterator[str]:
@@ -395,91 +370,47 @@ def field_names(record: dict[str, Any]) -> Iterator[str]:
             yield from (f"{key}.{inner}" for inner in field_names(value))
 
 
-def field_value(record: dict[str, Any], name: str) -> Any:
-    """Value of a field, or of a field inside others; None if there is none."""
-    if name in record or "." not in name:
-        return record.get(name)
-    outer, _, inner = name.partition(".")
-    return field_value(record[outer], inner) if isinstance(record.get(outer), dict) else None
+def _first(flags: Any) -> int | None:
+    """Index of the first true value, if any."""
+    place = flags.fill_null(False).index(True).as_py()
+    return None if place < 0 else place
 
 
-def as_column(
-    values: list[Any], name: str, where: tuple[str, list[int]], is_text: bool = False
+def _as_column(
+    texts: pa.Array, kinds: pa.Array, name: str, rows: int, columns: Columns, is_text: bool
 ) -> pa.Array:
-    """Convert values to an Arrow array.
+    """Values of JSON as texts, or as lists of texts, or of whole numbers if `is_text`.
 
-    Numbers beside strings become strings. Values beside lists become lists of one. In texts, half
-    of a surrogate pair becomes U+FFFD.
-
-    Args:
-      name: name of the column, for errors.
-      where: "line" or "entry", and its number for each value.
-      is_text: True if the column holds texts, not ids.
     Raises:
-      ValueError: values are of several kinds, or of a kind that makes no column. Names the first.
+      DataError: a value is of another kind.
     """
-    kinds = {type(value) for value in values} - {type(None)}
-    refused = None
-    if float in kinds and (is_text or str in kinds):  # JSON of pandas has NaN for what is missing
-        values = [None if value != value else value for value in values]
-        kinds = {type(value) for value in values} - {type(None)}
-    if dict in kinds or list in kinds:
-        refused = next((i for i, value in enumerate(values) if _has_no_place(value, is_text)), None)
-    if list in kinds and kinds <= {int, str, list}:
-        values = [[v] if isinstance(v, int | str) else v for v in values]
-        kinds = {list}
-    if str in kinds and kinds <= {int, float, str}:
-        values = [None if value is None else str(value) for value in values]
-        kinds = {str}
-    if refused is None:
-        try:
-            return pa.array(values)
-        except (pa.ArrowException, UnicodeEncodeError, OverflowError):
-            if is_text and kinds == {str}:
-                return pa.array([v if v is None else HALF.sub("\ufffd", v) for v in values])
-            refused = _first_refused(values, kinds)
-    word, numbers = where
-    reason = _reason(values[refused], kinds, is_text)
-    raise ValueError(f"{word} {numbers[refused]}, {name}: {reason}")
-
-
-def _has_no_place(value: Any, is_text: bool) -> bool:
-    """True for an object, and for a list whose first value is neither an id nor a token."""
-    if isinstance(value, list):
-        value = next((item for item in value if item is not None), None)
-        return isinstance(value, dict | list) or is_text and isinstance(value, str)
-    return isinstance(value, dict)
-
-
-def _first_refused(values: list[Any], kinds: set[type]) -> int:
-    """Index of the value of the rarest kind, or of the first that Arrow cannot add to a column."""
-    if len({KINDS[kind] for kind in kinds}) > 1:
-        rare = min(kinds, key=lambda kind: sum(type(value) is kind for value in values))
-        return next(i for i, value in enumerate(values) if type(value) is rare)
-
-    def refused(count: int) -> bool:
-        try:
-            pa.array(values[:count])
-        except (pa.ArrowException, UnicodeEncodeError, OverflowError):
-            return True
-        return False
-
-    return bisect_left(range(1, len(values)), True, key=refused)
-
-
-def _reason(value: Any, kinds: set[type], is_text: bool) -> str:
-    """Reason why a value makes no column, without the value."""
-    said = KINDS[type(value)]
-    if isinstance(value, list):
-        inside = {KINDS[type(item)] for item in value}
-        if any(isinstance(item, str) and HALF.search(item) for item in value):
-            return HALVED
-        expected = "whole numbers, which are tokens," if is_text else "texts or whole numbers"
-        known = is_text and inside & {KINDS[dict], KINDS[str]}
-        hint = f" ({TELEGRAM}; of chats: --messages-column)" if known else ""
-        return f"expected {expected} in a list, got {' and '.join(sorted(inside))}{hint}"
-    if isinstance(value, str) and HALF.search(value):
-        return HALVED
-    if isinstance(value, int | float) and {KINDS[kind] for kind in kinds} == {said}:
-        return "expected a number below 2^63, and below 2^53 beside fractions"
-    return f"expected {'a text' if is_text else 'a text or a number'} as in other rows, got {said}"
+    others = call("is_in", kinds, value_set=pa.array(["OBJECT", "BOOLEAN"]))
+    if (i := _first(others)) is not None:
+        expected = "a text" if is_text else "a text or a number"
+        raise DataError(f"row {rows + i + 1}, {name}: expected {expected}, got {kinds[i]}".lower())
+    whole = call("match_substring_regex", texts, pattern=r"^-?[0-9]+(\.0)?$")
+    rounded = call("and", call("equal", kinds, pa.scalar("DOUBLE")), call("invert", whole))
+    if not is_text and (i := _first(rounded)) is not None:
+        line = f"text or whole numbers, got {texts[i].as_py()} in row {rows + i + 1}"
+        raise refused(columns.blamed, line)
+    lists = call("equal", kinds, pa.scalar("ARRAY"))
+    if _first(lists) is None:
+        return texts
+    values = []
+    for i, (text, is_list) in enumerate(zip(texts.to_pylist(), lists.to_pylist(), strict=True)):
+        value = json.loads(text) if is_list else text if text is None or is_text else [text]
+        kinds_inside = int if is_text else str | int
+        known = (
+            value is None
+            or isinstance(value, list)
+            and all(
+                x is None or isinstance(x, kinds_inside) and not isinstance(x, bool) for x in value
+            )
+        )
+        if not known:
+            expected = "whole numbers, which are tokens," if is_text else "texts or whole numbers"
+            hint = " (of chats: --messages-column)" if is_text else ""
+            raise DataError(f"row {rows + i + 1}, {name}: expected {expected} in lists{hint}")
+        texts_of_ids = value is not None and not is_text
+        values.append([x if x is None else str(x) for x in value] if texts_of_ids else value)
+    return pa.array(values, pa.list_(pa.int64() if is_text else pa.string()))

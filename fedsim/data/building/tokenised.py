@@ -183,8 +183,8 @@ def _tokenise(
     no_order = 0
     if encoding.columns.order is not None:
         no_order = kept["order"].null_count
-        columns |= {f"order{i}": key for i, key in enumerate(kept["order"].flatten())}
-    is_test = tests(kept, encoding.columns, encoding.holdout)
+        columns |= {f"order{i}": key for i, key in enumerate(kept["order"].flatten()[1:])}
+    is_test = tests(kept, encoding.holdout)
     columns["group"] = _groups(kept["user_id"], is_test, encoding.holdout)
     row, sizes, columns["first"] = pieces(examples.lengths, examples.values.itemsize)
     if encoding.chats is not None or len(row) > len(kept):
@@ -328,15 +328,11 @@ def as_bytes(lengths: np.ndarray, values: np.ndarray) -> pa.Array:
     return pa.Array.from_buffers(pa.large_binary(), len(lengths), [None, ends, data])
 
 
-def tests(batch: pa.RecordBatch, columns: Columns, holdout: Holdout) -> np.ndarray:
-    """True for rows of the split "test", bool [rows].
-
-    Raises:
-      DataError: test_from cannot be compared with the orders.
-    """
+def tests(batch: pa.RecordBatch, holdout: Holdout) -> np.ndarray:
+    """True for rows of the split "test", bool [rows]."""
     if holdout.test_from is None:
         return np.zeros(len(batch), bool)
-    return at_least(batch["order"], holdout.test_from, columns.order, columns.order_format)
+    return at_least(batch["order"], holdout.test_from)
 
 
 def _given_tokens(column: pa.Array, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -4,28 +4,18 @@ Certain corrections are made: white space around an id is no part of it, words t
 missing value are nobody, and 7.0 is 7, as pandas writes whole numbers in a column with gaps. The
 float 0.5 and the rounded 1.23E18 are refused. Doubtful ids stay as they are and are counted: 007
 and 7, Ann and ann, the texts 3.1 and 3.10 are two users each. Only a person can say which other ids
-belong together: see STEPS.
-
-The user of a URL is its registrable domain, by the public suffix list that `publicsuffixlist`
-bundles, private section included: customers of github.io are separate users. Another version of the
-list is another partition of the same data, hence another privacy unit, so the version is recorded.
+belong together.
 """
 
-import ipaddress
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
-from encodings.idna import nameprep
-from functools import cache, lru_cache
-from importlib.metadata import version
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from publicsuffixlist import PublicSuffixList
 
 from fedsim.data.store import SEPARATOR
 from fedsim.errors import DataError
@@ -43,8 +33,8 @@ LISTED = r"[^\s,;]\s*[,;][\s,;]*[^\s,;]|^\[\s*[\"'].*\]$"
 # Large and small floats as programs write them, rounded: 1.5E18, 1,5E+18, 1e+18.
 ROUNDED = r"^[+-]?([0-9]+[.,][0-9]*[eEdD][+-]?|[.,][0-9]+[eEdD][+-]?|[0-9]+[eEdD]\+)[0-9]+$"
 LIKE_ROUNDED = r"^[+-]?[0-9][eE]-?[0-9]+$"  # 5e18, which may also be a name
-# Differences of ids that look alike, beside those that STEPS remove: zeros in front or at the end,
-# and the decimal comma.
+# Differences of ids that look alike, beside those that `fold` removes: zeros in front or at the
+# end, and the decimal comma.
 ZEROS, COMMA = r"^0+([0-9])", r"^([0-9]+),([0-9]+)$"
 ZEROS_AFTER = r"^([0-9]+\.(?:[0-9]*[1-9])?)0+$"
 # Ignorable characters of Unicode that its categories Cf and Cc lack: variation selectors, fillers
@@ -54,20 +44,15 @@ MARKS = re.compile(
     "\ufff0-\ufff8\U000e0000-\U000e0fff]"
 )
 MAIL = r"^(?:mailto:|.*<)([^<>]+@[^<>]+)>?$"  # "Ann" <ann@x.org>, without white space: ann@x.org
-PLAIN = "^[!-~]*$"  # texts in which STEPS change only capitals
-
-STEPS = ("strip-marks", "nfkc", "casefold")
-"""Steps that may be applied to all ids, in this order: remove invisible characters; make one of
-characters that look alike, such as full and half width (Unicode's NFKC); make capitals small."""
+PLAIN = "^[!-~]*$"  # texts in which `fold` changes only capitals
 
 TRIMMED, SHORTENED, WORDS = "user_ids_trimmed", "user_ids_without_fraction", "words_for_nobody"
 FRACTIONS, SEVERAL = "user_ids_like_fractions", "owners_like_several"
-NORMALISED, EXPONENTS = "user_ids_normalised", "user_ids_like_exponents"
+EXPONENTS = "user_ids_like_exponents"
 _SAID = {
     TRIMMED: "white space around the user id, which is no part of it",
     SHORTENED: "a user id like 7.0, which is 7",
     WORDS: "a word such as NA or None for a user, which is nobody",
-    NORMALISED: "a user id that normalise_ids changed",
     EXPONENTS: "a user id like 1E18, which stays a text: if a program rounded numbers so, it is "
     "several people",
     FRACTIONS: "a user id like 3.10, which stays a text: 3.1 is somebody else",
@@ -79,9 +64,7 @@ _SAID = {
 Rows = Sequence[int] | np.ndarray
 
 
-def as_ids(
-    column: pa.Array, field: str, rows: Rows, tally: Counter[str], how: Sequence[str] = ()
-) -> pa.Array:
+def as_ids(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.Array:
     """User ids as strings; null for a row without user.
 
     Args:
@@ -89,7 +72,6 @@ def as_ids(
       field: name of the setting and column, for errors.
       rows: number of each row, counted from 0, for errors.
       tally: counts corrections and doubtful ids, by the names of `_SAID`.
-      how: steps of STEPS that are applied to texts.
     Raises:
       DataError: a float has a fraction, or a number so many digits that a float may have rounded
         it.
@@ -109,8 +91,6 @@ def as_ids(
     tally[TRIMMED] += call("and", call("not_equal", text, given), call("invert", nobody)).true_count
     tally[WORDS] += call("and", nobody, call("not_equal", text, pa.scalar(""))).true_count
     text = call("if_else", nobody, pa.scalar(None, pa.string()), text)
-    if how:
-        text = _normalised(text, how, tally)
     whole = call("match_substring_regex", text, pattern=WHOLE)
     short = call("replace_substring_regex", text, pattern=r"\.0*$", replacement="")
     fraction = call("match_substring_regex", text, pattern=FRACTION)
@@ -132,55 +112,23 @@ def _uncertain(text: pa.Array, number: pa.Array) -> pa.Array:
     return call("greater_equal", first.cast(pa.int64()), pa.scalar(CERTAIN))
 
 
-def _normalised(text: pa.Array, how: Sequence[str], tally: Counter[str]) -> pa.Array:
-    """Apply steps to texts. Null if nothing or a word for a missing value is left."""
-    before = [step for step in how if step != "casefold"]  # a person may be called NAN
-    bare = call("utf8_trim_whitespace", _folded(text, before))
-    bare = call("if_else", is_missing(bare), pa.scalar(None, pa.string()), bare)
-    result = call("utf8_trim_whitespace", _folded(bare, how))
-    tally[NORMALISED] += call("not_equal", result, text).true_count
-    return result
+def fold(text: str) -> str:
+    """Remove invisible characters and differences of width, form and capitals from a text."""
+    bare = (c for c in MARKS.sub("", text) if unicodedata.category(c) not in ("Cf", "Cc"))
+    text = unicodedata.normalize("NFKC", "".join(bare)).casefold()
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
 
 
-def _folded(text: pa.Array, how: Sequence[str]) -> pa.Array:
-    """Apply steps to each different text once."""
+def _folded(text: pa.Array) -> pa.Array:
+    """Fold each different text once."""
     unique = text.dictionary_encode()
     values = unique.dictionary
     plain = call("match_substring_regex", values, pattern=PLAIN)
     others = pa.array(
-        [fold(text, how) for text in values.filter(call("invert", plain)).to_pylist()],
-        pa.string(),
+        [fold(text) for text in values.filter(call("invert", plain)).to_pylist()], pa.string()
     )
-    lower = call("ascii_lower", values) if "casefold" in how else values
+    lower = call("ascii_lower", values)
     return call("replace_with_mask", lower, call("invert", plain), others).take(unique.indices)
-
-
-def fold(text: str, how: Sequence[str]) -> str:
-    """Apply steps to a text. Applying them again changes nothing."""
-    if "strip-marks" in how:
-        text = "".join(
-            c for c in MARKS.sub("", text) if unicodedata.category(c) not in ("Cf", "Cc")
-        )
-    if "nfkc" in how:
-        text = unicodedata.normalize("NFKC", text)
-    if "casefold" in how:
-        text = text.casefold()
-        text = unicodedata.normalize("NFKC", text).casefold() if "nfkc" in how else text
-    return unicodedata.normalize("NFKC", text) if "nfkc" in how else text
-
-
-def steps_of(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Parse names of STEPS, in a sequence or with commas between them, into their order.
-
-    Raises:
-      DataError: a step has another name.
-    """
-    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else list(given)
-    for name in names:
-        if name not in STEPS:
-            shown = given if isinstance(given, str) else ",".join(given)
-            raise DataError.of("normalise_ids", shown, f"some of {', '.join(STEPS)}")
-    return tuple(step for step in STEPS if step in names)
 
 
 def is_missing(texts: pa.Array | pa.ChunkedArray) -> Any:
@@ -215,7 +163,7 @@ def told_alike(number: int, examples: Sequence[str], what: str = "user") -> str:
 def look_alikes(ids: pa.Array) -> tuple[int, list[str]]:
     """Find users whose ids look like the id of another user.
 
-    Such ids differ only in what STEPS would remove, in white space, in zeros in front or after a
+    Such ids differ only in what `fold` removes, in white space, in zeros in front or after a
     point, or in a decimal comma.
 
     Args:
@@ -235,7 +183,7 @@ def look_alikes(ids: pa.Array) -> tuple[int, list[str]]:
 
 def look_alike_keys(ids: pa.Array) -> pa.Array:
     """For each id a text that ids which look alike have in common; see `look_alikes`."""
-    key = _folded(ids, STEPS)
+    key = _folded(ids)
     for pattern, instead in (
         (r"[\s\pZ]+", ""),
         (MAIL, r"\1"),
@@ -270,87 +218,3 @@ def refused(column: str, expected: str) -> DataError:
 def call(name: str, *arguments: Any, **options: Any) -> Any:
     """Call the Arrow function of that name; type checkers do not know most of them."""
     return getattr(pc, name)(*arguments, **options)
-
-
-WITH_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*:)?//", re.IGNORECASE)
-INVISIBLE = "".join(map(chr, range(33)))  # what browsers leave out around a URL
-LEFT_OUT = str.maketrans("", "", "\t\r\n")  # and in it
-# Python's codec, of IDNA 2003, takes straße.de for strasse.de, which is another registrant's.
-LETTERS_OF_THEIR_OWN, DOTS = re.compile("([ßς])"), re.compile("[.\u3002\uff0e\uff61]")
-LABEL_BYTES = 63
-
-
-def list_version() -> str:
-    """Version of the public suffix list."""
-    return f"publicsuffixlist {version('publicsuffixlist')}"
-
-
-def host_of(url: str | None) -> str | None:
-    """Host of a URL in lower case and punycode, without port, user and trailing dot."""
-    try:
-        host = split_url(url).hostname
-    except ValueError:
-        return None
-    return clean_host(host) if host else None
-
-
-def split_url(url: str | None) -> SplitResult:
-    """Parts of a URL, which may have no scheme, and may contain another URL that has one."""
-    url = (url or "").strip().strip(INVISIBLE).translate(LEFT_OUT)
-    return urlsplit(url if WITH_SCHEME.match(url) else f"//{url}")
-
-
-def registrable_domain(url: str | None) -> str | None:
-    """Domain of a URL that someone registered, such as bbc.co.uk. An IP address is its own owner.
-
-    Returns:
-      None if there is no owner: no host, localhost, a bare public suffix such as com.
-    """
-    host = host_of(url)
-    return _owner(host) if host else None
-
-
-@lru_cache(2**16)
-def clean_host(host: str) -> str | None:
-    """A host in lower case and punycode, without trailing dots; None if it is not a valid name."""
-    host = host.lower()
-    try:
-        return (host if host.isascii() else _punycode(host)).rstrip(".")
-    except UnicodeError:
-        return None
-
-
-def _punycode(host: str) -> str:
-    """Encode a host with letters beyond ASCII. Raises: UnicodeError: the name is not valid."""
-    if not LETTERS_OF_THEIR_OWN.search(host):
-        return host.encode("idna").decode()
-    return ".".join(map(_label, DOTS.split(host)))
-
-
-def _label(label: str) -> str:
-    if not LETTERS_OF_THEIR_OWN.search(label):
-        return label.encode("idna").decode()
-    pieces = LETTERS_OF_THEIR_OWN.split(label)  # every other one is such a letter
-    pieces[::2] = map(nameprep, pieces[::2])
-    encoded = f"xn--{''.join(pieces).encode('punycode').decode()}"
-    if len(encoded) > LABEL_BYTES:
-        raise UnicodeError("the label is too long")
-    return encoded
-
-
-def address_of(host: str) -> str | None:
-    """The shortest form of a host that is an IP address; None for a name."""
-    try:
-        return ipaddress.ip_address(host).compressed
-    except ValueError:
-        return None
-
-
-@lru_cache(2**16)
-def _owner(host: str) -> str | None:
-    return address_of(host) or _suffixes().privatesuffix(host)
-
-
-@cache
-def _suffixes() -> PublicSuffixList:
-    return PublicSuffixList()

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from learnt import learnt
 from local_hub import bytes_with, publish
-from packages import another_suffix_list, install
+from packages import install
 
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset, Holdout
@@ -268,7 +268,7 @@ def test_every_split_is_whole(tmp_path, monkeypatch, rng):
         {"min_examples": 0},
         {"min_examples": 99},
         {"test_from": "2018-01-01"},
-        {"url_column": "link"},
+        {"owners": "link"},
         {"eval_users": 1.0},
         {"eval_users": 0.99999},
         {"tokenizer": "nonsense"},
@@ -376,21 +376,7 @@ def test_a_build_has_the_ids_of_one_tokenizer_of_the_hub(tmp_path, monkeypatch, 
     assert ("going on with the build that was interrupted" in lines) == goes_on
 
 
-@pytest.mark.privacy
-def test_a_build_has_the_users_of_one_public_suffix_list(tmp_path, monkeypatch):
-    """Under the list of the build that was interrupted, shop.example is one user."""
-    urls = [f"http://a{i % 3}.shop.example/{i}" for i in range(12)]
-    pq.write_table(pa.table({"url": urls, "text": urls}), tmp_path / "a.parquet")
-    options = {"url_column": "url", "num_workers": 1, **ALL_IN_TRAIN}
-    with pytest.raises(KeyboardInterrupt):
-        build(tmp_path / "a.parquet", tmp_path / "out", progress=interrupt("tokenised"), **options)
-    another_suffix_list(tmp_path / "installed", monkeypatch)
-    data = build(tmp_path / "a.parquet", tmp_path / "out", **options)
-    assert data.metadata["public_suffix_list"] == "publicsuffixlist 99.1"
-    assert data.train.user_ids() == [f"a{i}.shop.example" for i in range(3)]
-
-
-@pytest.mark.parametrize("package", ["datasets", "publicsuffixlist"])
+@pytest.mark.parametrize("package", ["datasets", "duckdb"])
 def test_a_build_is_of_one_version_of_what_it_depends_on(tmp_path, monkeypatch, package):
     file, out = parquet(tmp_path / "a.parquet"), tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):

@@ -163,8 +163,7 @@ class Maker:
         }
         names = [name for name in every if self.draw.random() < 0.12]
         found = {name: every[name] for name in names}
-        others = {"owners": ("user_id", "url")}, {"url_column": "url"}, {"user_column": "text"}
-        others += ({"conversation_column": "url", "turn_column": "n"}, {"text_column": "n"})
+        others = {"owners": ("user_id", "url")}, {"user_column": "text"}, {"text_column": "n"}
         if self.draw.random() < 0.35:
             found |= self.one(*others)
         if found.get("user_column") == "text":

@@ -24,33 +24,19 @@ DAY = datetime(2019, 12, 25, tzinfo=UTC)
 FINEST = timedelta(microseconds=1)
 
 
-def us(i):
-    moment = DAY + timedelta(days=i)
-    return f"{moment.month}/{moment.day}/{moment.year}"
-
-
-def clock(i):
-    return f"{9 + (50 + i) // 60}:{(50 + i) % 60:02}"
-
-
-# What the i-th value of all others is, and how it is said to be written.
+# What the i-th value of all others is.
 KINDS = {
-    "whole": (lambda i: i, None),
-    "large": (lambda i: 2**60 + i, None),
-    "fractions": (lambda i: i / 4, None),
-    "numbers as texts": (lambda i: [str(i), f"{i}.0", f" {i}"][i % 3], None),
-    "days": (lambda i: (DAY + timedelta(days=i)).date().isoformat(), None),
-    "times": (lambda i: (DAY + i * FINEST).isoformat(), None),
-    "in UTC": (lambda i: (DAY + timedelta(hours=i)).isoformat()[: 25 if i % 2 else 19], "utc"),
-    "US": (us, "%m/%d/%Y"),
-    "clock": (clock, "%H:%M"),
-    "texts": (lambda i: chr(97 + i), "text"),
+    "whole": lambda i: i,
+    "large": lambda i: 2**60 + i,
+    "fractions": lambda i: i / 4,
+    "numbers as texts": lambda i: [str(i), f"{i}.0", f" {i}"][i % 3],
+    "days": lambda i: (DAY + timedelta(days=i)).date().isoformat(),
+    "times": lambda i: (DAY + i * FINEST).isoformat(),
 }
 OF_PARQUET = {
-    "dates": (lambda i: date(2020, 1, 1) + timedelta(days=i), None),
-    "timestamps": (lambda i: datetime(2020, 1, 1) + i * FINEST, None),
-    "zoned": (lambda i: DAY + i * FINEST, None),
-    "of day": (lambda i: time(9, 30 + i), None),
+    "dates": lambda i: date(2020, 1, 1) + timedelta(days=i),
+    "timestamps": lambda i: datetime(2020, 1, 1) + i * FINEST,
+    "zoned": lambda i: DAY + i * FINEST,
 }
 ODD = [
     "twelve",
@@ -120,7 +106,7 @@ def found(data, but):
 def case(rng, suffix):
     """Rows of others, one row of Zed's, options, and where Zed is: a file of his, or in theirs."""
     pool = KINDS | (OF_PARQUET if suffix == "parquet" else {})
-    value, form = pool[list(pool)[rng.integers(len(pool))]]
+    value = pool[list(pool)[rng.integers(len(pool))]]
     users = [["ann", "ben", "cleo", "dan", "1.0", "2", "7", "007"], list(range(1, 9))]
     users = users[rng.integers(2)]
     zed = ODD_IDS[rng.integers(len(ODD_IDS))]
@@ -135,22 +121,12 @@ def case(rng, suffix):
         for t in rng.permutation(20).tolist()
     ]
     its = {"who": zed, "to": zed, "text": "mine", "at": odd}
-    way = int(rng.integers(4))
-    options = {
-        "user_column": "who",
-        "eval_users": 0.3 * int(rng.integers(2)),
-        "eval_examples": way < 2,
-    }
-    if way == 1:
+    options = {"user_column": "who", "eval_users": 0.3 * int(rng.integers(2))}
+    if rng.random() < 0.5:
         options = {"owners": ("who", "to"), "eval_users": 0.0}
-    if way >= 2:
-        for row in (*rows, its):
-            row["case"] = "x"
-        options |= {"conversation_column": "case", "turn_column": "at", "turn_format": form}
-    if way != 2:
-        options |= {"order_column": "at", "order_format": form}
-        if form != "text" and rng.random() < 0.5:
-            options["test_from"] = str(value(12))
+    options["order_column"] = "at"
+    if rng.random() < 0.5:
+        options["test_from"] = str(value(12))
     return rows, its, options, rng.random() < 0.5 and suffix != "parquet"
 
 
@@ -177,16 +153,7 @@ def compared(tmp_path, seed):
         assert "\n" not in str(error)
         return False
     his = str(its["who"]).strip().removesuffix(".0")
-    left = found(data, his)
-    if "conversation_column" not in options:
-        assert left == found(without, his)
-    else:  # what is said to him is his, too, and another's where he is not there
-        kept = {text for texts in left.values() for text in texts}
-        others = {
-            key: [text for text in texts if text in kept]
-            for key, texts in found(without, his).items()
-        }
-        assert left == {key: texts for key, texts in others.items() if texts}
+    assert found(data, his) == found(without, his)
     return True
 
 
@@ -206,18 +173,6 @@ def test_all_others_stay_as_they_are_in_a_wide_search(tmp_path):
         compared(tmp_path / str(seed), seed)
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl"])
-def test_one_text_among_numbers_does_not_order_all_as_texts(kind, tmp_path):
-    rows = [{"user_id": "ann", "text": str(i), "turn": str(i)} for i in (10, 9, 2)]
-    file = write(tmp_path / f"x.{kind}", [*rows, {"user_id": ZED, "text": "x", "turn": "twelve"}])
-    message = (
-        "order_column=turn: expected numbers or times .* another text in row 4; .*order-format"
-    )
-    with pytest.raises(DataError, match=message) as refused:
-        build(file, tmp_path / "out", order_column="turn", num_workers=1)
-    assert "twelve" not in str(refused.value)
-
-
 def test_numbers_are_in_exact_order_whatever_stands_beside_them():
     rng = np.random.default_rng(0)
     near = [2**e + int(d) for e in (53, 60, 62, 63, 64, 100) for d in rng.integers(-3, 4, 4)]
@@ -225,9 +180,9 @@ def test_numbers_are_in_exact_order_whatever_stands_beside_them():
     reals = [float(n) for n in near] + [0.5, -0.0, 1e300, 5e-324, 2.0**53 + 0.5]
     values = [*near, *reals, *rng.normal(0, 2.0**54, 50).tolist(), 0, 1, -1]
     rng.shuffle(values := np.array(values, object))
-    keys = keys_of(pa.array([str(n) for n in values]), "order_column=n", 0, None)
+    keys = keys_of(pa.array([str(n) for n in values]), "order_column=n", 0)
     whole = np.array([isinstance(n, int) and abs(n) < 2**63 for n in values])
-    typed = keys_of(pa.array([int(n) for n in values[whole]]), "order_column=n", 0, None)
+    typed = keys_of(pa.array([int(n) for n in values[whole]]), "order_column=n", 0)
     assert typed.equals(keys.filter(pa.array(whole)))
     order = sorted(range(len(values)), key=lambda i: tuple(keys[i].as_py().values()))
     exact = [Fraction(values[i]) for i in order]
@@ -246,12 +201,10 @@ def test_times_are_in_exact_order_whatever_their_zone_and_unit():
         + f"{'-' if zone < 0 else '+'}{abs(zone) // 60:02}:{abs(zone) % 60:02}"
         for moment, zone in zip(moments, zones, strict=True)
     ]
-    keys = keys_of(pa.array(texts), "order_column=n", 0, None)
+    keys = keys_of(pa.array(texts), "order_column=n", 0)
     for unit in ("us", "ns"):
-        typed = keys_of(pa.array(moments, pa.timestamp(unit, "UTC")), "order_column=n", 0, None)
+        typed = keys_of(pa.array(moments, pa.timestamp(unit, "UTC")), "order_column=n", 0)
         assert typed.equals(keys)
-    pattern = keys_of(pa.array(texts), "order_column=n", 0, "%Y-%m-%dT%H:%M:%S.%f%z")
-    assert pattern.equals(keys)
     assert [tuple(k.values()) for k in keys.to_pylist()] == [
-        (m // 10**6, m % 10**6 * 1000) for m in micro
+        (1, m // 10**6, m % 10**6 * 1000) for m in micro
     ]

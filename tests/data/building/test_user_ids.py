@@ -75,7 +75,7 @@ def unseen():
     return [chr(i) for i in (*ignorable, *of_format, *control)]
 
 
-def test_every_mark_that_one_does_not_see_is_said_and_can_be_stripped(tmp_path):
+def test_every_mark_that_one_does_not_see_is_said():
     marks = unseen()
     assert len(marks) > 190 and {"\0", "\u202a", "\u2066", "\u061c", "\u00ad", "\ufe0f"} <= set(
         marks
@@ -84,36 +84,3 @@ def test_every_mark_that_one_does_not_see_is_said_and_can_be_stripped(tmp_path):
     marked = [f"p{mark}{i}x{mark}" for i, mark in enumerate(marks)]
     column = pa.array([*names, *marked])
     assert user_ids.look_alikes(column)[0] == 2 * len(marks)
-    tally = Counter()
-    found = user_ids.as_ids(column, "who", range(len(column)), tally, ("strip-marks",))
-    assert found.to_pylist() == names * 2
-    assert tally["user_ids_normalised"] == len(marks)
-
-
-@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
-def test_what_a_person_says_makes_one_user_of_several_spellings(kind, tmp_path):
-    ids = ["Ann", "ANN\u200b", "\uff21nn", "\u202aann\u202c", "ben", "NAN", "\uff11"]
-    ids += [None, "\u200b", "N\u200bA"]
-    how = {"unowned": "drop"}
-    data, told = built(tmp_path / "none", kind, ids, **how)
-    assert data.train.num_users == 8 + 1 and "normalise_ids" not in data.metadata["columns"]
-    data, told = built(
-        tmp_path / "all", kind, ids, normalise_ids="casefold, nfkc,strip-marks", **how
-    )
-    assert data.train.user_ids() == ["1", "ann", "ben", "nan"]
-    assert data.metadata["counts"]["rows_without_user_dropped"] == 3
-    assert data.metadata["columns"]["normalise_ids"] == list(user_ids.STEPS)
-    assert data.metadata["unicode"] == unicodedata.unidata_version
-    assert "6 rows have a user id that normalise_ids changed" in told
-    data, _ = built(tmp_path / "one", kind, ids, normalise_ids=("casefold",), **how)
-    assert "ann" in data.train.user_ids() and "\uff41nn" in data.train.user_ids()
-    with pytest.raises(DataError, match="normalise_ids=lower: expected some of strip-marks, nfkc"):
-        built(tmp_path / "bad", kind, ids, normalise_ids="lower")
-
-
-def test_a_step_that_is_done_again_changes_nothing():
-    several = [user_ids.STEPS, ("casefold",), ("nfkc", "casefold"), ("strip-marks", "nfkc")]
-    for how in several:
-        for i in (*range(0x3000), 0xFB13, 0xFF21, 0x1D400):
-            once = user_ids.fold(f"a{chr(i)}\u0345", how)
-            assert user_ids.fold(once, how) == once
