@@ -26,7 +26,7 @@ from fedsim.data.building.build import BuildSettings
 from fedsim.data.building.columns import Columns, is_blank, is_list, normalise, text_of
 from fedsim.data.building.processes import Pool, check_absent, resume
 from fedsim.data.building.readers import Part, complaints, raw
-from fedsim.data.building.sources import examine, find_files, identify
+from fedsim.data.building.sources import find_files, identify, parts_of
 from fedsim.errors import DataError, Interrupted, MissingColumn
 from fedsim.files import write_json
 from fedsim.installation import version
@@ -199,7 +199,7 @@ def _screen(
     if source:
         files, split = hub.fetch(source, wanted, directory / "fetched", pool), None
     pool.grow(sum(path.stat().st_size for path in files))
-    parts = examine(files, wanted, pool, split).parts
+    parts = parts_of(files, wanted, pool, directory / "read", split)
     against = collect(against, screen, columns, directory, pool)
     pool.grow(sum(path.stat().st_size for one in against for path in one.files))
     left, counts = screen_parts(parts, columns, screen, against, directory / "rows", pool)
@@ -267,9 +267,12 @@ def _read_known(
     pool: Pool,
 ) -> _Known:
     pieces, urls = [], set()
-    for source in against:
-        wanted = source.columns(columns)
-        parts = examine(source.files, wanted, pool, None).parts
+    for number, source in enumerate(against):
+        wanted, place = source.columns(columns), directory / f"read-{number}"
+        try:
+            parts = parts_of(source.files, screen.with_urls(wanted), pool, place)
+        except MissingColumn:  # it may have no URLs
+            parts = parts_of(source.files, wanted, pool, place)
         pieces += [(part, wanted) for part in parts]
         if screen.screen_url_column is not None:
             for part in parts:

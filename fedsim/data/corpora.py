@@ -78,7 +78,7 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
         cache_dir,
         build_options,
         lambda out: build(sources, out, wait=True, **build_options),
-        lambda settings: names_in(sources, settings.columns, split, settings.text_format),
+        lambda settings: names_in(sources, split, settings.text_format),
     )
 
 

@@ -25,11 +25,11 @@ from fedsim.data.building.processes import Meter, Pool, resume, staging
 from fedsim.data.building.readers import Part, names_in
 from fedsim.data.building.sorting import Rows, write_splits
 from fedsim.data.building.sources import (
-    Sources,
-    examine,
     find_files,
+    identities,
     is_saved,
     left_out,
+    parts_of,
     size_of,
     survey,
 )
@@ -315,14 +315,14 @@ class _Build:
         provenance: dict[str, Any],
     ) -> None:
         """Run all stages; the data set is complete in self.out at the end."""
-        sources, hubs = self._find_sources(named, split, revision)
+        parts, files, hubs = self._find_sources(named, split, revision)
         self.chats = self.settings.chats(self.columns, self.tokenizer)
-        num_rows, id_counts = self._survey(sources.parts)
+        num_rows, id_counts = self._survey(parts)
         tokenizer = self.tokenizer
         tokenizer.save(self.directory / TOKENIZER)  # for the workers
         if lost := tokenizer.lost:
             self._say(f"this tokenizer does not keep {', '.join(lost)}; bytes keeps all")
-        records = self._tokenise(sources.parts, num_rows)
+        records = self._tokenise(parts, num_rows)
         self.out.mkdir(exist_ok=True)
         with Rows(self.rows, self.pool.num_workers, self.columns.order is not None) as rows:
             owners = rows.owners()
@@ -331,7 +331,7 @@ class _Build:
         tokenizer.save(self.out / TOKENIZER)
         counts = self._counts(num_rows, records, owners)
         counts |= self._note_ids(id_counts, owners["user_id"].combine_chunks().unique())
-        self._describe(sources, hubs, tokenizer, list(splits), counts, provenance)
+        self._describe(files, hubs, tokenizer, list(splits), counts, provenance)
 
     def _say(self, line: str) -> None:
         if self.progress:
@@ -339,8 +339,8 @@ class _Build:
 
     def _find_sources(
         self, named: Sequence[str | Path], split: str | None, revision: str | None
-    ) -> tuple[Sources, list[dict[str, Any]]]:
-        """The sources, downloaded if necessary, and the identity of a data set of the Hub."""
+    ) -> tuple[tuple[Part, ...], list[dict[str, Any]], list[dict[str, Any]]]:
+        """(parts of the sources, identities of their files, and of a data set of the Hub)."""
         of_hub, others = hub.split_sources(named)
         text_format = self.settings.text_format
         if of_hub and others or len(of_hub) > 1:
@@ -355,13 +355,11 @@ class _Build:
                 raise DataError.of("revision", revision, expected)
             if line := left_out(others, found):
                 self._say(line)
-            self.columns = self._recognised(
-                lambda: names_in(found, self.settings.columns, split, text_format)
-            )
+            self.columns = self._recognised(lambda: names_in(found, split, text_format))
             self.pool.grow(size_of(found))
-            sources = examine(found, self.columns, self.pool, split, text_format)
-            self._resume([sources.files, split])
-            return sources, []
+            files = identities(found, self.pool)
+            self._resume([files, split])
+            return self._parts(found, split), files, []
         source = hub.HubSource.parse(of_hub[0], split, revision).pinned()
         about = source.identity()
         self.columns = self._recognised(source.names)
@@ -370,7 +368,11 @@ class _Build:
         self._resume([about])
         self._say(f"fetching {source}, split {source.split}")
         files = hub.fetch(source, self.columns, self.directory / "fetched", self.pool)
-        return examine(files, self.columns, self.pool, None, text_format), [about]
+        return self._parts(files), identities(files, self.pool), [about]
+
+    def _parts(self, files: Sequence[Path], split: str | None = None) -> tuple[Part, ...]:
+        form, scratch = self.settings.text_format, self.directory / "read"
+        return parts_of(files, self.columns, self.pool, scratch, split, form)
 
     def _recognised(self, names: Callable[[], Sequence[str]]) -> Columns:
         """The columns to read; says which others may belong to chats."""
@@ -520,7 +522,7 @@ class _Build:
 
     def _describe(
         self,
-        sources: Sources,
+        files: list[dict[str, Any]],
         hubs: list[dict[str, Any]],
         tokenizer: Tokenizer,
         splits: list[str],
@@ -540,7 +542,7 @@ class _Build:
             "columns": {name: value for name, value in columns if value or name in always},
             "rules": {**rules, **asdict(settings.holdout), "unowned": settings.unowned},
             "counts": counts,
-            "sources": list(sources.files),
+            "sources": files,
             "hub": hubs,
             "provenance": provenance,
             "settings": settings.described(),

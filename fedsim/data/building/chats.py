@@ -7,7 +7,6 @@ A chat of too many tokens is cut, or split at turns: then each example ends with
 trained on, and has as much of what came before as fits. A token is trained on in one example.
 """
 
-import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedsim.data.building.columns import ALPACA, COMPLETION, MESSAGES
-from fedsim.data.building.speakers import ASSISTANT, HALF, USER, role_of, turns_in
+from fedsim.data.building.speakers import ASSISTANT, HALF, USER, loads, role_of, turns_in
 from fedsim.data.chat import (
     ROLES,
     ChatTokenizer,
@@ -98,7 +97,7 @@ def chat_examples(
     tokens = cut = long = untrained = skipped = 0
     for index, row in enumerate(rows):
         try:
-            chat = _Chat(json.loads(row), chats, tokenizer)
+            chat = _Chat(loads(row), chats, tokenizer)
             whole = chat.whole()
             own = [each for each in chat.examples(whole) if each.trained[1:].any()]
         except (BadChat, RecursionError) as error:

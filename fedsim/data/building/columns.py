@@ -3,10 +3,8 @@
 Rows of any file become record batches of `user_id` (string), `text` (string, or lists of token ids)
 and, if requested, `order`. Errors name the row, counted from 1.
 
-The first line of a CSV file without a header is somebody's text, and so may be keys of JSON,
-columns of a table that was read without a header, and fields inside columns. So an error shows the
-name of a column only if all its words are common in column names, or if the name stands beside a
-requested column.
+The first line of a CSV file without a header is somebody's text, so an error shows the names of
+columns only if all are as short as names are.
 """
 
 import json
@@ -27,29 +25,7 @@ from fedsim.data.building.user_ids import Rows, as_ids, count_lists, refused
 from fedsim.data.store import SEPARATOR, owner_sets
 from fedsim.errors import DataError, MissingColumn
 
-USUAL = frozenset(
-    """
-    account actor address age answer article at author authors bcc bio body by category cc channel
-    chat city code comment comments completion content contents context conversation count country
-    created creation data date dataset day description dialog dialogue doc document documents domain
-    edited email entities file first forum from full group handle hash header host hour html id ids
-    idx index info input instruction item items key kind label labels lang language last length
-    likes line link links list location lower mail markdown member message messages meta metadata
-    metrics mime minute model modified month name names nick nickname node note num number of
-    order org origin output owner owners page paragraph parent part participant path people person
-    phone place platform post posted posts preview profile prompt published query question questions
-    quote rating reaction reactions reason receiver recipient record ref region replies reply repo
-    response responses retweet review revision role room root row rows score screen section sender
-    sentence sentences sequence series service session site size source speaker speech split state
-    status stream subject summary tag tags target team text texts thread time timestamp title to
-    token tokens topic tweet turn turns type uid unix updated uri url user username users utc utt
-    utterance uuid value values verified version views votes web when where who word words year
-    """.split()
-)
-WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_]+")
-NAME = re.compile(r"[\w.:/# -]+")
-MOST_CHARACTERS, MOST_WORDS = 60, 5  # of a name
-MOST_SHOWN = 50
+MOST_CHARACTERS, MOST_WORDS, MOST_SHOWN = 40, 2, 50  # of a name of a column, and names
 TEXT_JOINT = "\n"
 ID_JOINT = "/"
 MOST_OWNERS = 1000  # of one text
@@ -71,36 +47,28 @@ TEXTS = ("text", "messages", "conversations")
 NOTHING = ("", "null", '""', "[]")  # JSON of a value that says nothing
 
 
-def is_usual(name: str) -> bool:
-    """True if a name is made of words that are common in column names."""
-    words = [word.lower() for word in WORD.findall(name)]
-    fits = len(name) <= MOST_CHARACTERS and NAME.fullmatch(name) and not re.search(r"\d{3}", name)
-    return bool(fits) and 0 < len(words) <= MOST_WORDS and USUAL.issuperset(words)
-
-
 def expected_of(found: Sequence[str], wanted: Sequence[str]) -> str:
-    """Rest of the error line about a missing column: the columns of the file that may be shown.
+    """Rest of the error line about a missing column: the columns of the file, if these are names.
 
     Args:
       found: columns of the file.
       wanted: requested columns.
     """
-    header = not set(wanted).isdisjoint(found)
-    shown = [name for name in found if is_usual(name) or header and "." not in name][:MOST_SHOWN]
-    shown = [name if name == name.strip() else repr(name) for name in shown]
-    hidden = len(found) - len(shown)
-    if hidden:
-        whose = "1 whose name is" if hidden == 1 else f"{hidden} whose names are"
-        shown = [", ".join(shown)] if shown else []
-        shown.append(f"{whose} not shown, for it may be a person's text")
-    separated = len(found) == 1 and next((s for s in ";\t|" if s in found[0]), "")
-    hint = ""
+    inside = any("." in name for name in wanted)
+    names = [name for name in found if inside or "." not in name]
+    separated = len(found) == 1 and next((mark for mark in ";\t|" if mark in found[0]), "")
     if separated:
-        hint = f"; columns are separated by {separated!r}: `fedsim data build --delimiter`"
-    elif hidden and not header:
-        hint = "; the first line of CSV must have the names of the columns"
-    listed = (" and " if hidden else ", ").join(shown)
-    return f"no such column, expected one of {listed}{hint}"
+        return (
+            f"no such column; the columns are separated by {separated!r}: `fedsim data build "
+            "--delimiter`"
+        )
+    if any(len(name) > MOST_CHARACTERS or len(name.split()) > MOST_WORDS for name in names):
+        return (
+            f"no such column among {len(names)}, whose names are not shown, for they may be a "
+            "person's text; the first line of CSV must have the names of the columns"
+        )
+    shown = [name if name == name.strip() else repr(name) for name in names[:MOST_SHOWN]]
+    return f"no such column, expected one of {', '.join(shown)}"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ by time.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -51,7 +52,8 @@ def keys_of(column: pa.Array, field: str, first_row: int) -> pa.StructArray:
     texts = call("if_else", is_missing(texts), pa.scalar(None, pa.string()), texts)
     with duckdb.connect(config={"threads": 1}) as connection:
         given = connection.from_arrow(pa.table({"value": texts}))
-        keys = given.query("given", QUERY).to_arrow_table().cast(pa.schema(list(KEY)))
+        keys: Any = given.query("given", QUERY)
+        keys = keys.to_arrow_table().cast(pa.schema(list(KEY)))
     kind, major, minor = (column.combine_chunks() for column in keys.columns)
     bad = call("and", texts.is_valid(), call("or", kind.is_null(), major.is_null()))
     if bad.true_count:  # it is not shown: it may be personal

@@ -8,7 +8,7 @@ import glob
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from fedsim.data.building.columns import Columns, is_blank
 from fedsim.data.building.orders import common_kind, kind_of
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import SAVED, SUFFIXES, UTF8, Part, cut, is_known, read
-from fedsim.data.building.text_files import TextFormat
+from fedsim.data.building.text_files import PACKED, TextFormat, kind_of as kind_of_file
 from fedsim.data.store import fingerprint
 from fedsim.errors import DataError
 from fedsim.files import expand_home
@@ -27,16 +27,7 @@ from fedsim.files import expand_home
 SHOWN_ROWS = 5
 
 
-@dataclass(frozen=True)
-class Sources:
-    """Parts to read, in order, and the identity of their files."""
-
-    parts: tuple[Part, ...]
-    files: tuple[dict[str, Any], ...]
-    """name, bytes and sha256 of each file."""
-
-
-PACKED = (".zip", ".zst", ".bz2", ".xz", ".7z", ".rar", ".tar", ".tgz")
+ARCHIVES = (".zip", ".bz2", ".xz", ".7z", ".rar", ".tar", ".tgz")
 
 
 def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
@@ -70,7 +61,7 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
     for file in files.values():
         if not is_saved(file) and not is_known(file):
             remedy = "rename one with tabs between its columns to .tsv, one with commas to .csv"
-            if file.suffix.lower() in PACKED:
+            if file.suffix.lower() in ARCHIVES:
                 remedy = "unpack it first"
             elif file.suffix.lower() in (".xls", ".xlsx", ".ods", ".numbers"):
                 remedy = "save the sheet as CSV in UTF-8 first"
@@ -79,7 +70,7 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
             kinds = ", ".join(SUFFIXES)
             raise DataError.of("data", file, f"a file ending in {kinds}; {remedy}")
     for file in files.values():  # duplicate rows would count twice for their user
-        if file.suffix == ".gz" and file.with_suffix("").resolve() in files:
+        if file.suffix in PACKED and file.with_suffix("").resolve() in files:
             raise DataError.of("data", file, f"it or {file.stem}, got both; rename one of them")
     if not files:
         raise DataError.of("data", "[]", "at least one file")
@@ -92,9 +83,8 @@ def files_in(directory: Path) -> list[Path]:
     Hidden files are skipped, such as those that macOS puts beside others, and .json files, which
     also hold settings, those of built data sets among them.
     """
-    settings = (".json", ".json.gz")
     readable = (path for path in directory.iterdir() if path.is_file() and is_known(path))
-    readable = (path for path in readable if not path.name.lower().endswith(settings))
+    readable = (path for path in readable if kind_of_file(path) != "json")
     return sorted(path for path in readable if not path.name.startswith("."))
 
 
@@ -131,34 +121,43 @@ def is_saved(path: Path) -> bool:
     return path.is_dir() and any((path / name).is_file() for name in SAVED)
 
 
-def examine(
+def parts_of(
     files: Sequence[Path],
     columns: Columns,
     pool: Pool,
-    split: str | None,
+    scratch: Path,
+    split: str | None = None,
     text_format: TextFormat = UTF8,
-) -> Sources:
-    """Identify files and cut them into parts.
+) -> tuple[Part, ...]:
+    """Cut files into parts, in order. Args: scratch: a directory for the rows of text files.
 
     Raises:
       DataError: a file cannot be read, or lacks a column.
     """
-    examined = pool.map(
-        partial(_examine, columns=columns, split=split, text_format=text_format), list(files)
-    )
-    parts = tuple(part for parts, _ in examined for part in parts)
-    return Sources(parts, tuple(about for _, about in examined))
+    call = partial(_cut, columns=columns, scratch=scratch, split=split, text_format=text_format)
+    return tuple(part for parts in pool.map(call, list(enumerate(files))) for part in parts)
 
 
-def _examine(
-    file: Path,
+def _cut(
+    item: tuple[int, Path],
     *,
     columns: Columns,
+    scratch: Path,
     split: str | None,
     text_format: TextFormat,
     report: Callable[[int], None],
-) -> tuple[list[Part], dict[str, Any]]:
-    return cut(file, columns, split, text_format), identify(file)
+) -> list[Part]:
+    number, file = item
+    return cut(file, columns, scratch / f"{number:06d}", split, text_format)
+
+
+def identities(files: Sequence[Path], pool: Pool) -> list[dict[str, Any]]:
+    """Name, bytes and sha256 of each file."""
+    return pool.map(_identify, list(files))
+
+
+def _identify(file: Path, *, report: Callable[[int], None]) -> dict[str, Any]:
+    return identify(file)
 
 
 def identify(file: Path) -> dict[str, Any]:
@@ -186,8 +185,8 @@ def survey(
     counts: dict[Path, int] = {}
     for part, (_, number, rows, *_) in zip(parts, surveys, strict=True):
         if number and not allow_unowned:
-            counts[part.file] = counts.get(part.file, 0) + number
-            bad.setdefault(part.file, []).extend(rows)
+            counts[part.source] = counts.get(part.source, 0) + number
+            bad.setdefault(part.source, []).extend(rows)
     for file, rows in bad.items():
         shown = ", ".join(map(str, rows[:SHOWN_ROWS]))
         ids = "id" if counts[file] == 1 else "ids"
@@ -200,7 +199,7 @@ def survey(
     total = sum(rows for rows, *_ in surveys)
     if not total:
         raise DataError.of(
-            "data", parts[0].file if parts else "", "at least one row, got an empty data set"
+            "data", parts[0].source if parts else "", "at least one row, got an empty data set"
         )
     field = f"order_column={columns.order}"
     kind = common_kind(set().union(*(kinds for *_, kinds in surveys)), field)
@@ -217,8 +216,7 @@ def _survey(
       (number of rows, number of rows without a user, the first of these counted from 1, counts of
       corrected user ids, kinds of orders).
     """
-    # In other formats all columns are parsed anyway.
-    if part.kind in ("parquet", "saved") and columns.owner_key is None:
+    if columns.owner_key is None:
         columns = replace(columns, text=())
     rows, bad, first, kinds = 0, 0, [], set()
     tally: Counter[str] = Counter()

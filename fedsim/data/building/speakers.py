@@ -23,6 +23,17 @@ HALVED = r"expected whole characters, got half of a surrogate pair such as \ud83
 NAMES = (str, int, float)  # types of JSON that name a person; true is none
 
 
+def loads(text: str) -> Any:
+    """Read JSON. Raises: ValueError: it is none. BadChat: a key is twice in an object."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) < len(pairs):
+            raise BadChat("expected every key of an object once, got one twice")
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=once)
+
+
 def turns_in(value: Any) -> list[dict[str, Any]]:
     """The turns of a chat, as objects.
 
@@ -33,7 +44,7 @@ def turns_in(value: Any) -> list[dict[str, Any]]:
     """
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = loads(value)
         except ValueError:
             python = value.lstrip().startswith(("[{'", "{'")) or "'role'" in value
             hint = "as Python writes it; json.dumps makes JSON" if python else "that is no JSON"
@@ -84,7 +95,7 @@ def spoken(chats: pa.Array, key: str) -> Spoken:
     rows, numbers, names, needed = [], [], [], []
     for row, chat in enumerate(chats.to_pylist()):
         try:
-            turns = [] if chat is None else turns_in(json.loads(chat) or [])
+            turns = [] if chat is None else turns_in(loads(chat) or [])
         except BadChat as error:
             raise BadRow(row, str(error)) from None
         for number, turn in enumerate(turns, 1):

@@ -41,7 +41,7 @@ TWICE = "expected every key of an object once, got one twice"
 REASONS = (  # of DuckDB's messages, and what is said instead
     (
         r"Expected Number of Columns: (\d+) Found: (\d+)",
-        r"expected \1 columns, as in the first line, found \2",
+        "expected {0} columns, as in the first line, found {1}",
     ),
     (
         "unterminated quote",
@@ -127,7 +127,8 @@ def batches(
     """
     with _saying_why():
         reading = _Reading(file, form, scratch, mended)
-        columns.check(reading.names)
+        if reading.names:  # else there are no rows of JSON
+            columns.check(reading.names)
         if reading.kind in ("csv", "tsv"):
             yield from reading.csv(columns.in_file(reading.names))
         else:
@@ -150,9 +151,9 @@ class _saying_why:
         if not isinstance(error, duckdb.Error):
             return
         said = str(error)
-        reason = next((r for r in REASONS if re.search(r[0], said)), ("", "it cannot be read"))
-        found = re.search(reason[0], said)
-        reason = found.expand(reason[1]) if found else reason[1]
+        known = ((re.search(pattern, said), line) for pattern, line in REASONS)
+        known = (line.format(*found.groups()) for found, line in known if found)
+        reason = next(known, "it cannot be read")
         line = re.search(r"(?:Line: |in line |record/value )(\d+)", said)
         if line:
             number = int(line[1]) - ("Malformed" in said)  # there it is the line after
@@ -218,7 +219,10 @@ class _Reading:
             csv.field_size_limit(before)
         if "\ufffd" in "".join(names):
             raise DataError(f"line 1: {ENCODING}")
-        return names or [""]
+        if not names:
+            raise DataError("line 1: expected the names of the columns, got nothing")
+        self.marked = '"' in lines.getvalue().partition("\n")[0]
+        return names
 
     def csv(self, wanted: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """The rows of a CSV file."""
@@ -237,7 +241,8 @@ class _Reading:
             self._expect_no_header(batch, rows)
             rows += len(batch)
             yield batch
-        if lines and self.form.quoting is None and len(names) > 1:
+        # Without quoting, marks in the first line would be in names of columns.
+        if lines and self.form.quoting is None and len(names) > 1 and not self.marked:
             self._expect_quoted(rows)
 
     def _csv(self) -> str:
@@ -283,12 +288,14 @@ class _Reading:
     def _keys(self) -> list[str]:
         query = f"SELECT json FROM read_json_objects({self._json()}) LIMIT {HEAD_ROWS}"
         names: dict[str, None] = {}
+        self.outer: set[str] = set()
         for batch in self._batches(query, {}):
             for text in batch.column(0).to_pylist():
                 record = json.loads(text)
                 if not isinstance(record, dict):
                     raise DataError("expected a list of objects, or an object in each line")
                 names |= dict.fromkeys(field_names(record))
+                self.outer |= record.keys()
         return list(names)
 
     def _json(self) -> str:
@@ -303,7 +310,7 @@ class _Reading:
             raise DataError("expected ] after the last entry; is the file cut off?")
         chats = set(columns.text) - {*columns.owner, columns.order} if columns.form else set()
         wanted, values = columns.names, []
-        outer = [name if name in self.names else name.partition(".")[0] for name in wanted]
+        outer = [name if name in self.outer else name.partition(".")[0] for name in wanted]
         for name, column in zip(wanted, outer, strict=True):
             value = _quoted(column)
             if column != name:  # which fields inside others may hold twice
@@ -313,7 +320,10 @@ class _Reading:
                 value = f"json_extract({value}, {_literal(f'$.{_quoted(inner)}')})"
             text = f"{value}::VARCHAR"
             if name not in chats:
-                text = f"if(json_type({value}) = 'VARCHAR', {value} ->> '$', {text})"
+                text = (  # NaN is a missing value, as pandas writes it
+                    f"CASE json_type({value}) WHEN 'VARCHAR' THEN {value} ->> '$' "
+                    f"WHEN 'DOUBLE' THEN nullif({text}, 'NaN') ELSE {text} END"
+                )
             values += [text, f"json_type({value})"]
         options = {"columns": dict.fromkeys(outer, "JSON")}
         query = f"SELECT {', '.join(values)} FROM read_json({self._json()}, columns=$columns)"
@@ -387,7 +397,7 @@ def _as_column(
     others = call("is_in", kinds, value_set=pa.array(["OBJECT", "BOOLEAN"]))
     if (i := _first(others)) is not None:
         expected = "a text" if is_text else "a text or a number"
-        raise DataError(f"row {rows + i + 1}, {name}: expected {expected}, got {kinds[i]}".lower())
+        raise DataError(f"row {rows + i + 1}, {name}: expected {expected}, got {kinds[i]}")
     whole = call("match_substring_regex", texts, pattern=r"^-?[0-9]+(\.0)?$")
     rounded = call("and", call("equal", kinds, pa.scalar("DOUBLE")), call("invert", whole))
     if not is_text and (i := _first(rounded)) is not None:
@@ -399,18 +409,10 @@ def _as_column(
     values = []
     for i, (text, is_list) in enumerate(zip(texts.to_pylist(), lists.to_pylist(), strict=True)):
         value = json.loads(text) if is_list else text if text is None or is_text else [text]
-        kinds_inside = int if is_text else str | int
-        known = (
-            value is None
-            or isinstance(value, list)
-            and all(
-                x is None or isinstance(x, kinds_inside) and not isinstance(x, bool) for x in value
-            )
-        )
-        if not known:
+        inside = value if isinstance(value, list) else [] if value is None else [()]
+        if not all(x is None or type(x) is int or type(x) is str and not is_text for x in inside):
             expected = "whole numbers, which are tokens," if is_text else "texts or whole numbers"
             hint = " (of chats: --messages-column)" if is_text else ""
             raise DataError(f"row {rows + i + 1}, {name}: expected {expected} in lists{hint}")
-        texts_of_ids = value is not None and not is_text
-        values.append([x if x is None else str(x) for x in value] if texts_of_ids else value)
+        values.append(value if is_text else [x if x is None else str(x) for x in inside])
     return pa.array(values, pa.list_(pa.int64() if is_text else pa.string()))

@@ -95,7 +95,7 @@ def write_rows(
     with RowWriter(encoding.directory / f"rows-{number:06d}.parquet", number * PLACES) as rows:
         for part in parts:
             for first_row, batch in read(part, encoding.columns):
-                table, counts = _tokenise(batch, encoding, first_row, part.file)
+                table, counts = _tokenise(batch, encoding, first_row, part.source)
                 rows.add(table)
                 record["rows"] += len(batch)
                 for name, count in zip(COUNTS, counts, strict=True):

@@ -1,14 +1,12 @@
 """Files as people have them: other delimiters and encodings, JSON lists, folders of all of it."""
 
 import gzip
-import io
 import json
 import shutil
 
 import pytest
 from test_build import texts_of
 
-from fedsim.data.building import text_files
 from fedsim.data.building.build import build
 from fedsim.errors import DataError
 
@@ -21,22 +19,6 @@ def built(source, tmp_path, **options):
     data = build(source, tmp_path / "out", **options)
     found = texts_of(data.train).items()
     return sorted((user, text) for user, texts in found for text in texts)
-
-
-def json_list(text):
-    return [record.fields for record in text_files.json_list(io.StringIO(text))]
-
-
-@pytest.mark.parametrize("characters", [1, 7, 2**20])
-def test_a_list_is_read_in_pieces_of_any_size(characters, monkeypatch):
-    monkeypatch.setattr(text_files, "READ_CHARACTERS", characters)
-    rows = [{"user_id": user, "text": text, "n": [1, {"a": "]"}]} for user, text in ROWS]
-    for indent in (None, 2):
-        assert json_list(json.dumps(rows, indent=indent) + "\n ") == rows
-    assert json_list(" [ ] ") == []
-    for broken in ('[{"a": 1} {"a": 2}]', '[{"a": 1},', '[{"a": 1}', '[{"a": 1}] x', "[1]", "[{]"):
-        with pytest.raises(ValueError, match="entry|after the list"):
-            json_list(broken)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32"])

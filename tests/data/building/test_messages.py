@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import tracemalloc
 
 import pyarrow as pa
 import pytest
@@ -10,7 +9,7 @@ from test_build import ALL_IN_TRAIN, texts_of
 
 from fedsim.data.building import text_files
 from fedsim.data.building.build import build
-from fedsim.data.building.columns import expected_of, is_usual
+from fedsim.data.building.columns import expected_of
 from fedsim.data.building.readers import reason_of
 from fedsim.data.building.user_ids import look_alikes
 from fedsim.errors import DataError
@@ -34,32 +33,26 @@ def row(user="ann", text="fine"):
     return {"user_id": user, "text": text}
 
 
-HEADERLESS = [b"ann,my door code is 4711\nben,I am ill\n", b"ann;my door code\n", b"ann\tmy door\n"]
-HEADERLESS += [b'"my door, 4711",ann\n', b"my door code is 4711\n", b"user_id,my door\nben,I am\n"]
+HEADERLESS = [b"ann,my door code is 4711\nben,I am ill\n", b"ann;my door code\n"]
+HEADERLESS += [b"my door code is 4711\n", b"user_id," + b"door" * 11]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "csv.gz"])
-@pytest.mark.parametrize("content", HEADERLESS[:-1])
+@pytest.mark.parametrize("content", HEADERLESS)
 def test_a_first_line_that_is_no_header_is_not_shown(content, suffix, tmp_path):
     said = said_of(tmp_path / f"x.{suffix}", content)
     assert "ann" not in said and "door" not in said
-    assert (
-        "first line of CSV must have the names" in said or "--delimiter" in said or b'"' in content
-    )
+    assert "first line of CSV must have the names" in said or "--delimiter" in said
 
 
 def test_columns_are_shown_where_they_are_no_text():
     wanted = ["user_id", "text"]
     assert expected_of(["author", "body"], wanted).endswith("expected one of author, body")
     assert expected_of(["x1", "text"], wanted).endswith("expected one of x1, text")
-    found = expected_of(["author", "ann"], wanted)
-    assert "one of author and 1 whose name is not shown" in found
     found = expected_of(["text", "likes", "likes.ann", "likes.count"], wanted)
-    assert "ann" not in found and "likes.count and 1 whose name is not shown" in found
-    for name in ("OwnerUserId", "created_at", "user.id", "Tweet Text", "text_2"):
-        assert is_usual(name)
-    for name in ("ann", "code 4711", "I am ill", "", "4711", "last message to the whole group"):
-        assert not is_usual(name)
+    assert found.endswith("expected one of text, likes")
+    for text in ("I am ill", "x" * 41, "last message to the whole group"):
+        assert "text" not in expected_of(["text", text], wanted).partition("person")[0]
 
 
 def test_values_in_what_a_library_says_are_left_out():
@@ -125,8 +118,7 @@ def test_a_name_around_an_address_of_mail_looks_like_the_address():
 @pytest.mark.parametrize("name", ["x.csv.gz", "x.tsv.gz", "x.jsonl.gz", "x.json.gz", "l.json.gz"])
 def test_a_small_file_that_unpacks_to_a_large_row_is_refused(name, tmp_path, monkeypatch):
     most = 2**18
-    monkeypatch.setattr(text_files, "MOST_CHARACTERS", most)
-    monkeypatch.setattr(text_files, "READ_CHARACTERS", most // 4)
+    monkeypatch.setattr(text_files, "MOST_BYTES", most)
     begin = {"x": b'{"user_id": "a", "text": "', "l": b'[{"user_id": "a", "text": "'}[name[0]]
     if "json" not in name:
         begin = b"user_id\ttext\na\t" if "tsv" in name else b"user_id,text\na,"
@@ -134,9 +126,5 @@ def test_a_small_file_that_unpacks_to_a_large_row_is_refused(name, tmp_path, mon
         file.write(begin)
         for _ in range(128):
             file.write(b"a" * most)
-    tracemalloc.start()
-    with pytest.raises(DataError, match=f"at most {most:,}"):
+    with pytest.raises(DataError, match="expected rows of at most"):
         build(tmp_path / name, tmp_path / "out")
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert (tmp_path / name).stat().st_size < 2**18 and peak < 32 * most

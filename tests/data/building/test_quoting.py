@@ -9,6 +9,7 @@ import pytest
 
 from fedsim.data.building import text_files
 from fedsim.data.building.build import build
+from fedsim.data.building.columns import Columns
 from fedsim.data.building.text_files import TextFormat
 from fedsim.errors import DataError
 
@@ -21,8 +22,9 @@ def dump(path, rows):
 
 
 def is_refused(path):
+    columns = Columns.of("user_id", "text")
     try:
-        text_files.check_csv(path, TextFormat())
+        list(text_files.batches(path, columns, TextFormat(), path.parent))
         return False
     except DataError:
         return True
@@ -47,8 +49,8 @@ def test_a_random_dump_is_refused_or_every_row_has_its_user(suffix, alphabet, tm
 
 
 def test_a_record_that_never_ends_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "MOST_CHARACTERS", 1000)
+    monkeypatch.setattr(text_files, "MOST_BYTES", 1000)
     for text in ("a" * 2000, '"' + "a\n" * 1000):
         file = dump(tmp_path / "x.csv", [("ann", "fine"), ("ben", text)])
-        with pytest.raises(DataError, match="line 3: expected a record of at most 1,000 charac"):
+        with pytest.raises(DataError, match="line 3: expected rows of at most"):
             build(file, tmp_path / "out")
