@@ -226,29 +226,27 @@ class _Reading:
 
     def csv(self, wanted: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """The rows of a CSV file."""
-        if any(self.header.count(name) > 1 for name in self.header):
-            raise DataError("expected the name of each column once, got one twice")
+        # DuckDB would take Text for text, so columns are named by their places.
+        places = [f"c{i}" for i in range(len(self.header))]
+        several = " OR ".join(rf"regexp_matches({place}, '[\r\n]')" for place in places)
+        chosen = ", ".join(places[self.header.index(name)] for name in wanted)
         quote = "" if self.form.quoting == NONE else '"'
-        names = [*map(_quoted, self.header)]
-        several = " OR ".join(rf"regexp_matches({name}, '[\r\n]')" for name in names)
-        chosen = ", ".join(map(_quoted, wanted))
-        options = {"columns": dict.fromkeys(self.header, "VARCHAR"), "quote": quote}
+        query = f"SELECT {chosen}, {several} FROM {self._csv('strict_mode=true')}"
         rows, lines = 0, False
-        query = f"SELECT {chosen}, {several} FROM {self._csv()} "
-        for batch in self._batches(query.replace("STRICT", "strict_mode=true"), options):
+        for batch in self._sql(query, columns=places, quote=quote).to_arrow_reader(BATCH_ROWS):
             lines = lines or bool(pc.any(batch.column(len(wanted))).as_py())  # pyright: ignore
-            batch = batch.select(list(wanted))
+            batch = pa.RecordBatch.from_arrays(batch.columns[:-1], list(wanted))
             self._expect_no_header(batch, rows)
             rows += len(batch)
             yield batch
         # Without quoting, marks in the first line would be in names of columns.
-        if lines and self.form.quoting is None and len(names) > 1 and not self.marked:
+        if lines and self.form.quoting is None and len(places) > 1 and not self.marked:
             self._expect_quoted(rows)
 
-    def _csv(self) -> str:
+    def _csv(self, rules: str) -> str:
         return (
             "read_csv($path, columns=$columns, delim=$delimiter, quote=$quote, escape=$quote, "
-            f"STRICT, header=true, auto_detect=false, nullstr='\\0', compression='{self.packed}', "
+            f"{rules}, header=true, auto_detect=false, nullstr=$null, compression='{self.packed}', "
             f"max_line_size={MOST_BYTES}, buffer_size={2 * MOST_BYTES})"
         )
 
@@ -269,15 +267,13 @@ class _Reading:
         The reader that is not strict takes all kinds of line ends. A column more than there are
         shows rows with too many.
         """
-        *_, last = map(_quoted, self.header)
-        named = {"columns": dict.fromkeys([*self.header, "\x1f"], "VARCHAR"), "quote": ""}
-        query = f'SELECT count(*), count({last}), count("\x1f") FROM {self._csv()}'
-        query = query.replace("STRICT", "strict_mode=false, null_padding=true")
+        places = [f"c{i}" for i in range(len(self.header) + 1)]
+        rows_of = self._csv("strict_mode=false, null_padding=true")
+        query = f"SELECT count(*), count({places[-2]}), count({places[-1]}) FROM {rows_of}"
         try:
-            found = self._sql(query, named | {"delimiter": self.delimiter}).fetchall()
+            ((count, full, more),) = self._sql(query, columns=places, quote="").fetchall()
         except duckdb.Error:
             return
-        ((count, full, more),) = found
         if count == full and not more and count != rows:
             raise DataError(
                 "expected a file that can be read in one way; with quotation marks around texts it "
@@ -289,7 +285,7 @@ class _Reading:
         query = f"SELECT json FROM read_json_objects({self._json()}) LIMIT {HEAD_ROWS}"
         names: dict[str, None] = {}
         self.outer: set[str] = set()
-        for batch in self._batches(query, {}):
+        for batch in self._sql(query).to_arrow_reader(BATCH_ROWS):
             for text in batch.column(0).to_pylist():
                 record = json.loads(text)
                 if not isinstance(record, dict):
@@ -314,8 +310,8 @@ class _Reading:
         for name, column in zip(wanted, outer, strict=True):
             value = _quoted(column)
             if column != name:  # which fields inside others may hold twice
-                value = f"if(len(json_keys({value})) = len(list_distinct(json_keys({value}))), "
-                value += f"{_quoted(column)}, error({_literal(TWICE)}))"
+                twice = f"len(json_keys({value})) > len(list_distinct(json_keys({value})))"
+                value = f"if({twice}, error({_literal(TWICE)}), {value})"
             for inner in name.split(".")[1:] if column != name else ():
                 value = f"json_extract({value}, {_literal(f'$.{_quoted(inner)}')})"
             text = f"{value}::VARCHAR"
@@ -325,10 +321,9 @@ class _Reading:
                     f"WHEN 'DOUBLE' THEN nullif({text}, 'NaN') ELSE {text} END"
                 )
             values += [text, f"json_type({value})"]
-        options = {"columns": dict.fromkeys(outer, "JSON")}
         query = f"SELECT {', '.join(values)} FROM read_json({self._json()}, columns=$columns)"
         rows = 0
-        for batch in self._batches(query, options):
+        for batch in self._sql(query, columns=outer, kind="JSON").to_arrow_reader(BATCH_ROWS):
             made = {}
             for i, name in enumerate(wanted):
                 texts, kinds = batch.column(2 * i), batch.column(2 * i + 1)
@@ -349,13 +344,13 @@ class _Reading:
                 last = piece.rstrip()[-1:] or last
         return last
 
-    def _batches(self, query: str, options: dict[str, Any]) -> Iterator[pa.RecordBatch]:
-        if "$delimiter" in query:
-            options = options | {"delimiter": self.delimiter}
-        yield from self._sql(query, options).to_arrow_reader(BATCH_ROWS)
-
-    def _sql(self, query: str, options: dict[str, Any]) -> Any:
-        return self.connection.sql(query, params={"path": str(self.path), **options})
+    def _sql(
+        self, query: str, *, columns: Sequence[str] = (), kind: str = "VARCHAR", quote: str = ""
+    ) -> Any:
+        known = {"columns": dict.fromkeys(columns, kind), "quote": quote, "null": "\0"}
+        known |= {"path": str(self.path), "delimiter": self.delimiter}
+        used = {name: value for name, value in known.items() if f"${name}" in query}
+        return self.connection.sql(query, params=used)
 
 
 def _whole(text: str) -> str:
