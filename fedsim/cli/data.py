@@ -11,10 +11,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from fedsim.cli.arguments import Flat
+from fedsim.config import BuildConfig
 from fedsim.errors import expect, expect_count, printable
 from fedsim.run import columns
 
-Each = tyro.conf.UseAppendAction[tuple[str, ...]]
 MOST_NAMED = 20  # ids in a warning
 
 
@@ -32,95 +33,7 @@ class DataBuild:
     """Parquet, JSON, JSONL, CSV or TSV files, folders of them (of JSON: 'folder/*.json'), globs, a
     data set saved by `datasets`, or hf:NAME[:CONFIG]."""
 
-    user_column: Each = ()
-    """Column with the user of a row; repeat it if several columns together name the user. A column
-    of lists gives a text to several users. Default: user_id."""
-
-    owners: str | None = None
-    """Columns, separated by commas, for texts with several owners: a text belongs to everyone who
-    is in one of them, as in --owners from,to,cc. Instead of --user-column."""
-
-    owners_delimiter: str | None = None
-    """Characters that separate several users in a cell of --owners, as in --owners-delimiter ',;'
-    for the addresses of a mail. Default: a cell is one user."""
-
-    owner_key: str | None = None
-    """Key of each turn of a chat that names who speaks, as in --owner-key name. The chat belongs to
-    all who speak in it. Turns of the assistant may name nobody. Instead of --user-column."""
-
-    unowned: Literal["refuse", "drop"] | None = None
-    """Refuse data with rows without a user, or drop these rows. Default: refuse."""
-
-    text_column: Each = ()
-    """Column with the text; repeat it for several, which are joined by newlines. Default: text."""
-
-    messages_column: str | None = None
-    """Column with chats: lists of {role, content}, or of {from, value}. Columns named messages,
-    conversations, prompt and completion, or instruction and output are found by themselves if there
-    is no text."""
-
-    prompt_column: str | None = None
-    """Column with prompts: texts, or lists of messages. Goes with --completion-column."""
-
-    completion_column: str | None = None
-    """Column with the completions of the prompts."""
-
-    train_on: Literal["all", "completion", "assistant", "user"] | None = None
-    """Tokens of chats to train on. completion: of a chat, the assistant's last turn. Default: the
-    completion of a prompt, and the assistant's turns of a chat."""
-
-    chat_template: Path | None = None
-    """File with the chat template. Default: the one in the directory of --tokenizer."""
-
-    template_date: str | None = None
-    """Day that a chat template takes for today, so that equal data give equal tokens. Default:
-    2026-01-01."""
-
-    skip_unknown: bool = False
-    """Leave out chats that cannot be read, with images or tool calls for example, and count them.
-    Default: the first one is an error that names its row."""
-
-    order_column: str | None = None
-    """Column that orders a user's examples: numbers, or times such as 2020-01-31T10:00:00Z.
-    Default: the order of the files."""
-
-    tokenizer: str | None = None
-    """bytes (default), hf:NAME, a tokenizer file, or the directory of a model or a run that holds
-    one."""
-
-    tokenizer_is_public: bool = False
-    """State that none of these texts was read to make --tokenizer. Without it, a tokenizer file is
-    named as outside the guarantee. bytes and the tokenizers of models need no statement."""
-
-    max_length: int | None = None
-    """Largest number of tokens of an example. >= 2. Default: 128."""
-
-    long_texts: Literal["cut", "split"] | None = None
-    """Cut texts of more than --max-length tokens, or split them into several examples of the user.
-    Default: cut."""
-
-    eval_users: float | None = None
-    """Share of users held out of training, to evaluate on. In [0, 1). Default: 0.05."""
-
-    eval_examples: bool = True
-    """Also hold out a tenth of each training user's examples, at most 32."""
-
-    min_examples: int | None = None
-    """Leave out users with fewer examples than this. Default: 1."""
-
-    test_from: str | None = None
-    """Put rows whose --order-column is at least this (such as 2018-01-01) into the split test."""
-
-    delimiter: str | None = None
-    """Character between the columns of CSV. Default: a comma, or a tab in files named .tsv."""
-
-    encoding: str | None = None
-    """Encoding of CSV and JSON files, such as cp1252 (Excel's) or latin1. Default: utf-8."""
-
-    quoting: Literal["none", "minimal"] | None = None
-    """Meaning of quotation marks in CSV. minimal: they enclose values with delimiters or line ends.
-    none: they are ordinary characters. Default: minimal, but a file that can be read either way is
-    refused."""
+    settings: Flat[BuildConfig] = dataclasses.field(default_factory=BuildConfig)
 
     split: str | None = None
     """Split of an hf: or saved data set to read. Default: train."""
@@ -142,20 +55,11 @@ class DataBuild:
         from fedsim.data import build
         from fedsim.run import Terminal
 
-        given = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in ("sources", "out", "json")
-            and getattr(self, field.name) not in (None, ())
-        }
-        if self.owners is not None:
-            given["owners"] = tuple(self.owners.split(","))
-        for name in ("owners", "owner_key"):
-            value = getattr(self, name)
-            alone = value is None or not self.user_column
-            expect("user_column", ",".join(self.user_column), alone, f"none beside {name}={value}")
         expect("sources", "", bool(self.sources), "files, or hf:NAME")
-        dataset = build(self.sources, self.out, progress=Terminal().note, **given)
+        of_source: dict[str, Any] = {"split": self.split, "revision": self.revision}
+        of_source["num_workers"] = self.num_workers
+        settings = {**vars(self.settings), **of_source}
+        dataset = build(self.sources, self.out, progress=Terminal().note, **settings)
         return _show_stats(dataset, self.json)
 
 

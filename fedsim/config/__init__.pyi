@@ -1,3 +1,4 @@
+from .build import BuildConfig as BuildConfig
 from .commands import (
     AuditConfig as AuditConfig,
     Sampling as Sampling,

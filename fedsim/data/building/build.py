@@ -10,15 +10,16 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from fedsim.config import BuildConfig
 from fedsim.data.building import hub, user_ids
-from fedsim.data.building.chats import DEFAULTS, TRAIN_ON, Chats
+from fedsim.data.building.chats import DEFAULTS, Chats
 from fedsim.data.building.columns import BESIDE_CHATS, COMPLETION, MESSAGES, TEXTS, Columns
 from fedsim.data.building.orders import check_bound
 from fedsim.data.building.processes import Meter, Pool, resume, staging
@@ -34,17 +35,15 @@ from fedsim.data.building.sources import (
     survey,
 )
 from fedsim.data.building.text_files import TextFormat
-from fedsim.data.building.tokenised import LONG_TEXTS, Encoding, bundled, write_rows
-from fedsim.data.chat import DATE, source_of, template_of
+from fedsim.data.building.tokenised import Encoding, bundled, write_rows
+from fedsim.data.chat import source_of, template_of
 from fedsim.data.dataset import SUMS, Dataset, Holdout, SplitRows, divide, dropped, sums
 from fedsim.data.store import FORMAT, MARKED, close_store, decided_by_texts, is_shared, token_dtype
 from fedsim.data.tokenizer import TEMPLATE, TOKENIZER, Tokenizer, file_of
-from fedsim.errors import DataError, FedsimError
+from fedsim.errors import DataError, FedsimError, expect
 from fedsim.files import DISK_FULL, TOO_MANY_FILES, expand_home, write_atomically, write_json
 from fedsim.installation import version
 
-UNOWNED = ("refuse", "drop")
-TEXT_COLUMN = "text"  # of texts, where none is named
 # Packages that read texts, decide who owns them or encode them: a build does not resume under
 # other versions.
 VERSIONS = ("fedsim", "datasets", "duckdb", "numpy", "pyarrow", "tokenizers")
@@ -53,93 +52,25 @@ Say = Callable[[str], None] | None
 """Function that shows a line to the user."""
 
 
-@dataclass(frozen=True)
-class BuildSettings:
-    """Settings of a build that, with the sources, determine the bytes of the data set.
+class BuildSettings(BuildConfig):
+    """Settings of a build, and the rules that follow from them.
 
     Raises: DataError: a setting is invalid, or does not go with another.
     """
 
-    user_column: str | Sequence[str] = "user_id"
-    """Column of users; the values of several columns make one id together. A column of lists gives
-    each text to all users of its list."""
-    owners: str | Sequence[str] = ()
-    """Columns of users who own the text together. Replaces user_column."""
-    owners_delimiter: str | None = None
-    """Characters at each of which a cell of `owners` is split into several users."""
-    owner_key: str | None = None
-    """Key of each turn of a chat that names who speaks: the chat belongs to all who do. Replaces
-    user_column. Turns of the assistant and the system may name nobody."""
-    text_column: str | Sequence[str] = TEXT_COLUMN
-    """Column of texts; newlines join the texts of several columns. If none is named and there is no
-    column "text", columns of chats are recognised by their usual names; see `columns.FORMS`."""
-    messages_column: str | None = None
-    """Column of chats: lists of {role, content}, or of {from, value}. Replaces text_column."""
-    prompt_column: str | None = None
-    """Column of prompts, texts or lists of messages. Goes with completion_column; the two replace
-    text_column."""
-    completion_column: str | None = None
-    """Column of completions of the prompts."""
-    train_on: str | None = None
-    """Tokens of chats that are trained on: "all", "assistant" (its turns), "user" (or prompts) or
-    "completion" (of a chat, the last turn). Default: completions, and turns of the assistant."""
-    chat_template: str | Path | None = None
-    """File with the chat template. Default: the one among the files of the tokenizer."""
-    template_date: str = DATE
-    """The day that a chat template takes for today, as YYYY-MM-DD."""
-    skip_unknown: bool = False
-    """Leave out chats that cannot be encoded, and count them, instead of raising an error."""
-    order_column: str | None = None
-    """Column that sorts the examples of a user, of numbers or ISO 8601 times; equal values keep the
-    order of the sources."""
-    tokenizer: str | Path = "bytes"
-    """One of "bytes", "hf:NAME", a tokenizer.json or vocab.txt, or a directory with a
-    tokenizer.json."""
-    tokenizer_is_public: bool = False
-    """The user's word that no text of these users was read to make the tokenizer. "bytes" and the
-    tokenizers of models need none."""
-    max_length: int = 128
-    """Maximum number of tokens of an example, begin token included. >= 2."""
-    long_texts: str = "cut"
-    """Longer texts: "cut" drops the rest, "split" makes several examples of a text."""
-    eval_users: float = 0.05
-    """Fraction of users held out of training, selected by a hash of their ids. In [0, 1)."""
-    eval_examples: bool = True
-    """Also hold out the first min(32, ceil(n / 10)) of the n examples of each training user."""
-    min_examples: int = 1
-    """Users with fewer examples are dropped. >= 1."""
-    test_from: str | None = None
-    """Rows whose order column is at least this value become the split "test"."""
-    unowned: str = "refuse"
-    """Rows without a user: "refuse" raises an error, "drop" counts them."""
-    delimiter: str | None = None
-    """Delimiter of CSV files; see `TextFormat`."""
-    encoding: str = "utf-8"
-    """Encoding of CSV and JSON files; see `TextFormat`."""
-    quoting: str | None = None
-    """Meaning of quotation marks in CSV files; see `TextFormat`."""
-
     def __post_init__(self):
-        def check(field: str, holds: bool, expected: str) -> None:
-            if not holds:
-                raise DataError.of(field, getattr(self, field), expected)
-
+        super().__post_init__()
         columns, _ = self.columns, self.text_format  # which check themselves
-        check("train_on", self.train_on in (None, *TRAIN_ON), f"one of {', '.join(TRAIN_ON)}")
-        check("max_length", self.max_length >= 2, "at least 2 tokens")
-        check("long_texts", self.long_texts in LONG_TEXTS, f"one of {', '.join(LONG_TEXTS)}")
-        check("unowned", self.unowned in UNOWNED, f"one of {', '.join(UNOWNED)}")
-        check("eval_users", 0 <= self.eval_users < 1, "a fraction in [0, 1)")
-        check("min_examples", self.min_examples >= 1, "at least 1")
         if self.test_from is not None:
-            check("test_from", columns.order is not None, "an order_column to compare with")
+            ordered = columns.order is not None
+            expect("test_from", self.test_from, ordered, "an order_column to compare with")
 
     @cached_property
     def columns(self) -> Columns:
         """Names and formats of the columns to read."""
         form, text = self._rows
         return Columns.of(
-            user=self.user_column,
+            user=self.user_column or Columns.user,
             text=text,
             form=form,
             order=self.order_column,
@@ -155,13 +86,13 @@ class BuildSettings:
         named = {"messages_column": self.messages_column, "prompt_column": pair[0] or pair[1]}
         given = [name for name, value in named.items() if value is not None]
         for field in given:
-            if len(given) > 1 or self.text_column != TEXT_COLUMN:
+            if len(given) > 1 or self.text_column not in ((), Columns.text):
                 other = "text_column" if len(given) == 1 else given[1]
                 raise DataError.of(field, named[field], f"none beside {other}")
         if self.messages_column is not None:
             return MESSAGES, self.messages_column
         if pair == (None, None):
-            return "", self.text_column
+            return "", self.text_column or Columns.text
         for field, other in (("prompt_column", pair[1]), ("completion_column", pair[0])):
             if getattr(self, field) is None:
                 raise DataError.of(field, None, f"it beside {other}")
@@ -174,7 +105,7 @@ class BuildSettings:
           names: called for the names of the columns of a file, if they matter.
         """
         columns = self.columns
-        return columns.recognised(names()) if columns.text == (TEXT_COLUMN,) else columns
+        return columns.recognised(names()) if columns.text == Columns.text else columns
 
     def chats(self, columns: Columns, tokenizer: Tokenizer) -> Chats | None:
         """How rows of chats become examples; None if rows are texts.

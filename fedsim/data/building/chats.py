@@ -27,7 +27,6 @@ from fedsim.data.chat import (
 from fedsim.data.store import MARKED
 from fedsim.errors import BadChat, SlowTemplate
 
-TRAIN_ON = ("all", COMPLETION, ASSISTANT, USER)
 DEFAULTS = {MESSAGES: ASSISTANT, COMPLETION: COMPLETION, ALPACA: COMPLETION}
 CALLS = ("tool_calls", "function_call", "audio", "image", "images", "video", "videos")  # of a turn
 CALLS += ("attachments", "files")
@@ -43,7 +42,7 @@ class Chats:
     form: str
     """The form of rows: messages, completion or alpaca."""
     train_on: str
-    """One of TRAIN_ON."""
+    """As `config.BuildConfig` has it."""
     template: Template | None
     """None if the form needs none."""
     max_length: int

@@ -32,7 +32,6 @@ from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import DataError
 from fedsim.files import write_json
 
-LONG_TEXTS = ("cut", "split")
 PIECE_BYTES = 512
 PLACES = 2**40  # more than the rows of a bundle
 GROUP_BYTES = 4 * 2**20  # of a row group, which a sorting thread reads at once
