@@ -28,10 +28,10 @@ HERE = Path(__file__).parent
 RECORDED = ("small", "long", "paper")
 """Scales of committed records."""
 ESTIMATES = ("seconds_per_gradient",)
+"""Settings that no result depends on."""
 RATES = [0.0001, 0.001, 0.01, 0.1]
 GONE = {"sampling": "poisson", "local_steps": 1, "local_learning_rates": RATES}
 """Settings that old records have, and the value at which they changed nothing."""
-"""Settings that no result depends on."""
 RUNS = re.compile(r"\b(common|finetuning)\.(main|resumable)\(")
 
 

@@ -3,7 +3,7 @@
 contribution    the clip function, its sensitivity, and the proof of a contribution's norm
 strategy        `clip_chunk`, which computes a clipped sum by one of three strategies
 scan            the strategies `scan`, the oracle of the others, and `direct`
-ghost           the strategy `ghost`, with `layers` (a model as layers) and `factors` (norms)
+ghost           the strategy `ghost`, which forms no gradient of a large matrix
 packing         units in few static shapes, and short texts in shared rows
 step_releases   an adaptive clip norm and a noisy loss, released beside the gradient
 """

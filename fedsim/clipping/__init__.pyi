@@ -5,11 +5,9 @@ from .contribution import (
     lattice_capacity as lattice_capacity,
     num_coordinates as num_coordinates,
 )
-from .layers import (
+from .ghost import (
     UnsupportedModel as UnsupportedModel,
     layers_are_recorded as layers_are_recorded,
-    remat_function as remat_function,
-    remat_module as remat_module,
 )
 from .packing import (
     SHORT as SHORT,

@@ -27,6 +27,8 @@ from fedsim.clipping.packing import Buckets
 
 LossFn = Callable[[Any, Any], jax.Array]
 """(params, rows of a batch) -> one loss per row, float32 [rows]."""
+Sums = tuple[Any, jax.Array, jax.Array, jax.Array]
+"""(Sum; norms, losses and dropped of the units, [units] each.)"""
 MANY_ROWS = 16  # rows of a pass from which on `_over_one` is faster
 INPUTS, OUTPUTS = 0, 1  # contracted axis of a weight: Dense has its inputs first, an embedding last
 
@@ -38,12 +40,12 @@ def clip_chunk(
     mask: jax.Array,
     clip: Clip,
     *,
+    total: Any,
     rows_per_pass: int = 8,
     direct: bool = False,
     side_by_side: int = 1,
     buckets: Buckets | None = None,
-    total: Any = None,
-) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
+) -> Sums:
     """sum over units of clip(mean over the unit's rows of grad loss, C), in whole numbers.
 
     Guarantees: a unit's contribution depends on (params, its rows, C) alone and has an L2 norm of
@@ -56,48 +58,71 @@ def clip_chunk(
       batch: tree of arrays [units, group, ...].
       mask: bool [units, group], true where a row is real.
       clip: the clip norm C.
+      total: a sum to add to; one holds at most `lattice_capacity` units.
       rows_per_pass: rows of one forward and backward pass.
       direct: take the gradient of each layer's weights in one product.
       side_by_side: units of one pass; more than 1 only if all rows of each fit into the pass.
       buckets: lengths to which the rows of a pass may be trimmed: the least that holds all of them.
-      total: a sum to add to; one holds at most `lattice_capacity` units.
     Returns: (sum, int32 tree like params, in units of `clip.unit`, or float32; norms [units];
       losses [units]; dropped bool [units]).
     Source: Charles et al. 2024, Algorithms 1 and 2.
     """
+    gradient = functools.partial(_UnitGradient(loss_fn, rows_per_pass, direct, buckets), params)
+    clipped = functools.partial(scaled if clip.in_float32 else contribution, clip=clip)
+    each = jax.vmap if side_by_side > 1 else alone
 
-    def at(i):
-        """Return (rows, mask) of pass i: arrays [side_by_side, group, ...]."""
-        cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=side_by_side)
-        return jax.tree.map(lambda leaf: cut(leaf, i * side_by_side), (batch, mask))
-
-    def add(i, carry):
-        total, found, *values = carry
-        real = at(i)[1].any(axis=1)
-        found = stored(lambda j: each(gradient)(*at(j)), i, real.any(), found)
+    def add(found, mask, total):
+        real = mask.any(axis=1)
         # Each unit's whole numbers are a function of its own rows. Added in one expression, because
         # an addition reads and writes the whole sum.
         added, norms, dropped = each(clipped)(found[0], real)
         total = jax.tree.map(lambda t, z: functools.reduce(jnp.add, list(z), t), total, added)
-        new, update = (norms, jnp.where(real, found[1], 0), dropped), jax.lax.dynamic_update_slice
-        first = (i * side_by_side,)
-        values = (update(old, some, first) for old, some in zip(values, new, strict=True))
-        return total, found, *values
+        return total, norms, jnp.where(real, found[1], 0), dropped
 
-    gradient = functools.partial(_UnitGradient(loss_fn, rows_per_pass, direct, buckets), params)
-    clipped = functools.partial(scaled if clip.in_float32 else contribution, clip=clip)
-    each = jax.vmap if side_by_side > 1 else _alone
+    of_units = jax.tree.map(lambda leaf: jnp.zeros((side_by_side, *leaf.shape)), params)
+    nothing = of_units, jnp.zeros(side_by_side)
+    return in_passes(each(gradient), add, nothing, batch, mask, side_by_side, total)
+
+
+def in_passes(
+    compute: Callable[..., Any],
+    add: Callable[..., Sums],
+    nothing: Any,
+    batch: Any,
+    mask: jax.Array,
+    side_by_side: int,
+    total: Any,
+) -> Sums:
+    """Compute units a pass at a time, and add what is in memory then to a sum.
+
+    Args:
+      compute: (rows [side_by_side, group, ...], mask) -> gradients, or numbers that they are made
+        of; `stored`.
+      add: (these numbers, mask, total) -> (total, norms, losses, dropped), [side_by_side] each.
+      nothing: zeros in the shapes of these numbers.
+    """
     units = len(mask)
     batch, mask = jax.tree.map(
         lambda leaf: _to_multiple(jnp.asarray(leaf), side_by_side), (batch, mask)
     )
-    dtype = jnp.float32 if clip.in_float32 else jnp.int32
-    total = zeros_like(params, dtype) if total is None else total
-    nothing = jax.tree.map(lambda leaf: jnp.zeros((side_by_side, *leaf.shape)), params)
+
+    def at(i):
+        cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=side_by_side)
+        return jax.tree.map(lambda leaf: cut(leaf, i * side_by_side), (batch, mask))
+
+    def add_pass(i, carry):
+        total, found, *values = carry
+        mask = at(i)[1]
+        found = stored(lambda j: compute(*at(j)), i, mask.any(), found)
+        total, *new = add(found, mask, total)
+        first, update = (i * side_by_side,), jax.lax.dynamic_update_slice
+        values = (update(old, some, first) for old, some in zip(values, new, strict=True))
+        return total, found, *values
+
     # A loop of dynamic length costs less than a loop with a branch: a branch copies its operands.
-    number = -(-reach(mask.any(axis=1)) // side_by_side)
-    start = (total, (nothing, jnp.zeros(side_by_side)), *no_values(len(mask)))
-    total, _, *values = jax.lax.fori_loop(0, number, add, start)
+    number = -(-_reach(mask.any(axis=1)) // side_by_side)
+    values = (jnp.zeros(len(mask), dtype) for dtype in (jnp.float32, jnp.float32, bool))
+    total, _, *values = jax.lax.fori_loop(0, number, add_pass, (total, nothing, *values))
     return total, *(value[:units] for value in values)
 
 
@@ -117,7 +142,7 @@ def stored(compute: Callable[[jax.Array], Any], i: jax.Array, some: jax.Array, b
     return jax.lax.fori_loop(i, i + some.astype(i.dtype), lambda j, _: compute(j), before)
 
 
-def _alone(function):
+def alone(function):
     """Like vmap over an axis of length one, without the axis, which makes XLA on CPUs slower."""
 
     def run(*arguments):
@@ -127,12 +152,7 @@ def _alone(function):
     return run
 
 
-def no_values(units: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return norms, losses and dropped of units without rows, [units] each."""
-    return jnp.zeros(units), jnp.zeros(units), jnp.zeros(units, bool)
-
-
-def reach(real: jax.Array) -> jax.Array:
+def _reach(real: jax.Array) -> jax.Array:
     """Number of entries up to the last true one, int32."""
     return jnp.max(jnp.where(real, jnp.arange(1, len(real) + 1), 0), initial=0)
 
@@ -184,7 +204,7 @@ class _UnitGradient:
             return jax.tree.map(jnp.add, carry, jax.lax.switch(number, ways, part))
 
         start = (zeros_like(params), jnp.float32(0))
-        return jax.lax.fori_loop(0, reach(parts[1].any(axis=1)), add_part, start)
+        return jax.lax.fori_loop(0, _reach(parts[1].any(axis=1)), add_part, start)
 
 
 def _over_one(function):

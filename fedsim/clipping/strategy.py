@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fedsim.clipping import ghost, scan
 from fedsim.clipping.contribution import MODEL, Clip
@@ -93,29 +94,28 @@ def clip_chunk(
     *,
     buckets: Buckets | None = None,
     total: Any = None,
-) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
+) -> scan.Sums:
     """sum over units of clip(mean over the unit's rows of grad loss, C), by any strategy.
 
-    Arguments, results and guarantees are those of `scan.clip_chunk`.
+    Arguments, results and guarantees are those of `scan.clip_chunk`; total may be None: zeros.
     Raises: UnsupportedModel: the strategy does not support the model.
     """
     units, group = mask.shape
     loss_fn = jax.named_scope(MODEL)(loss_fn)
+    if total is None:
+        total = scan.zeros_like(params, jnp.float32 if clip.in_float32 else jnp.int32)
+    given = loss_fn, params, batch, mask, clip
     at_once = min(units, strategy.units_at_once(group))
-    if strategy.name != "ghost":
-        return scan.clip_chunk(
-            loss_fn,
-            params,
-            batch,
-            mask,
-            clip,
-            rows_per_pass=strategy.rows,
-            direct=strategy.name == "direct",
-            side_by_side=at_once,
-            buckets=buckets,
-            total=total,
-        )
-    return ghost.clip_chunk(loss_fn, params, batch, mask, clip, side_by_side=at_once, total=total)
+    if strategy.name == "ghost":
+        return ghost.clip_chunk(*given, total=total, side_by_side=at_once)
+    return scan.clip_chunk(
+        *given,
+        total=total,
+        rows_per_pass=strategy.rows,
+        direct=strategy.name == "direct",
+        side_by_side=at_once,
+        buckets=buckets,
+    )
 
 
 def by_rule(

@@ -337,10 +337,11 @@ class Programs:
 def _checked_side_by_side(program, no_sum, arguments, chunk, strategy):
     """Check that a unit's contribution does not depend on its position in a pass or on other units.
 
-    Units side by side share matrix products, in which each unit has separate rows. The order in
-    which a row's terms are added depends on shapes, not on values, so one check with any values is
-    enough: the sum over all units equals the sum over every second unit plus that over the rest, at
-    other positions. Norms and losses are compared, too, because a step may release them.
+    Units side by side are mapped over by `jax.vmap`, so none is a function of another; but they
+    share matrix products, in which each has separate rows. The order in which a row's terms are
+    added depends on shapes, not on values, so one check with any values is enough: the sum over all
+    units equals the sum over every second unit plus that over the rest, at other positions. Norms
+    and losses are compared, too, because a step may release them.
     Returns: true if the check was meaningful: units have rows and their numbers are not all zero.
     Raises: UnsupportedModel: it does depend on them.
     """

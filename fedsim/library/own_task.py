@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
+from flax import linen as nn
+from flax.core import tracers
 
 from fedsim.config import RunConfig
 from fedsim.data import SPLITS, Dataset, user_ids
@@ -190,10 +193,55 @@ class OwnTask:
         return Dataset(**stores)  # type: ignore[arg-type]
 
     def start(self, data: Dataset, run: RunConfig, key: jax.Array) -> tuple[Task, Params]:
-        """The task on positions of rows, and its initial parameters in float32."""
+        """The task on positions of rows, and its initial parameters in float32.
+
+        Raises: DataError: a row has an unknown id; see `expect_known_ids`.
+        """
         orders = {split: store.order for split, store in data.splits().items()}  # type: ignore
         params = jax.tree.map(_float32, self.task.init(key))
+        for split, order in orders.items():
+            expect_known_ids(self.task, params, split, order)
         return OwnedTask(self.task, orders), params
+
+
+def expect_known_ids(task: Task, params: Params, split: str, order: np.ndarray) -> None:
+    """Raise DataError if the model looks up an id of a row that is not in an `nn.Embed`'s table.
+
+    JAX counts some such ids from the end and takes nan for others. All rows are read; of the model,
+    only what its ids depend on is computed.
+
+    Args:
+      order: the rows to read, int [rows].
+    """
+    frozen = () if task.frozen is None else (task.frozen,)
+
+    def is_unknown(row: Any, params: Params, *frozen: Any) -> jax.Array | None:
+        """True if an id of the row is in no table; None if the model looks up nothing."""
+        found, here = [], tracers.current_trace()
+
+        def seen(next_fun, args, kwargs, context):
+            module, is_call = context.module, context.method_name == "__call__"
+            # Inside of a loop or of remat, a tracer would leak; there, nothing is checked.
+            if isinstance(module, nn.Embed) and is_call and tracers.current_trace() == here:
+                (ids,) = (each.astype(jnp.int32) for each in (*args, *kwargs.values()))
+                found.append(jnp.any((ids < 0) | (ids >= module.num_embeddings)))
+            return next_fun(*args, **kwargs)
+
+        with nn.intercept_methods(seen):
+            task.losses(params, jax.tree.map(lambda leaf: leaf[None], row), *frozen)
+        return jnp.stack(found).any() if found else None
+
+    axes = (0, *[None] * (1 + len(frozen)))
+    are_unknown = jax.jit(jax.vmap(is_unknown, axes))
+    for low in range(0, len(order), ROWS):
+        rows = order[low : low + ROWS]
+        unknown = are_unknown(read_rows(task, split, rows), params, *frozen)
+        if unknown is None:
+            return
+        if np.any(unknown):
+            row = rows[np.argmax(unknown)]
+            expected = "ids that are >= 0 and below num_embeddings of their nn.Embed"
+            raise DataError.of("data", f"{split} with an unknown id in row {row}", expected)
 
 
 def _float32(leaf: Any) -> np.ndarray:

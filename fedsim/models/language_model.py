@@ -13,6 +13,7 @@ from flax import linen as nn
 
 from fedsim.clipping import SHORT, Buckets, in_parts, layers_are_recorded, packed
 from fedsim.data import Dataset
+from fedsim.errors import DataError
 from fedsim.models import lora
 from fedsim.models.transformer import Transformer, TransformerConfig, head_logits
 
@@ -200,9 +201,15 @@ class LanguageModelTask:
         Returns:
           {"tokens": int32 [rows, max_length], "sizes": int32 [rows], number of real tokens}, and
           "trained": bool [rows, max_length], if not all tokens are trained on.
+
+        Raises:
+          DataError: a token is not in the vocabulary.
         """
         store, length = getattr(self.dataset, split), self.config.max_length
         tokens, sizes = store.gather(rows, length)
+        if tokens.view(np.uint32).max(initial=0) >= self.config.vocab_size:  # negative ones, too
+            expected = f"ids in [0, {self.config.vocab_size})"
+            raise DataError.of("data", f"{split} with a token that the model lacks", expected)
         trained = store.trained(rows, length)
         found = {"tokens": tokens, "sizes": sizes}
         return found if trained is None else {**found, "trained": trained}

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from fedsim.clipping import remat_function, remat_module
+from fedsim.clipping import layers_are_recorded
 from fedsim.errors import expect
 from fedsim.models import attention, frozen, rope
 from fedsim.models.rope import RopeScaling
@@ -265,7 +265,9 @@ class Block(nn.Module):
             own = attention.own_text(positions_BL, c.window)
             y_BLHK = attend(q_BLHK, k_BLHK, v_BLHK, own)
         elif start is None:
-            y_BLHK = (remat_function(attend) if c.remat else attend)(q_BLHK, k_BLHK, v_BLHK)
+            if c.remat and layers_are_recorded():  # then the block around it is none of nn.remat
+                attend = jax.checkpoint(attend)
+            y_BLHK = attend(q_BLHK, k_BLHK, v_BLHK)
         else:
             k_BHSK = self._remember("key_cache", k_BLHK, start)
             v_BHSK = self._remember("value_cache", v_BLHK, start)
@@ -389,7 +391,8 @@ class Transformer(nn.Module):
         embed = _embed(c)
         at = _positions(tokens_BL.shape[1], start) if positions_BL is None else positions_BL
         x_BLD = _embedded(c, embed, tokens_BL, at)
-        block = remat_module(Block) if c.remat and start is None else Block
+        remat = c.remat and start is None and not layers_are_recorded()
+        block: Any = nn.remat(Block) if remat else Block  # blocks have names of their own
         if (stacked := self.get_variable("params", BLOCKS)) is not None:
             x_BLD = _in_turn(block, c, x_BLD, stacked, start, positions_BL)
         else:

@@ -11,7 +11,8 @@ from hypothesis import given, settings, strategies as st
 from zoo import LENGTH, VOCAB, Tied, Untied, losses_of, random_batch, random_params
 
 from fedsim.clipping import Buckets, Clip, Strategy, clip_chunk
-from fedsim.clipping.layers import UnsupportedModel
+from fedsim.clipping.contribution import lattice_bits
+from fedsim.clipping.ghost import UnsupportedModel
 
 UNITS, GROUP = 4, 2
 BUCKETS = Buckets(
@@ -123,10 +124,6 @@ class Own(nn.Module):
             x = nn.Conv(8, (3,), name="conv")(x)
         elif self.part == "derived":
             x = Subclass(8, name="mine")(x)
-        elif self.part == "positions":
-            x = x + nn.Embed(LENGTH, 8, name="positions")(jnp.arange(tokens.shape[1]))[None]
-        elif self.part == "transposed":
-            x = jnp.swapaxes(nn.Dense(8, name="dense")(jnp.swapaxes(x, 0, 1)), 0, 1)
         elif self.part == "joint norm":
             x = nn.LayerNorm(feature_axes=(-2, -1), reduction_axes=(-2, -1), name="norm")(x)
         elif self.part == "remat":
@@ -147,27 +144,106 @@ class Subclass(nn.Dense):
 
 
 REFUSED = {
-    "head by hand": "parameter embed/embedding: used beside the calls of its layer",
-    "parameter": "parameter gain: expected one of a layer of type Dense, Embed",
+    "head by hand": "parameter embed/embedding: expected to be used by calls of its Dense or Embed",
+    "parameter": "parameter gain: expected to be used by calls of its Dense or Embed",
     "module": "parameter conv/",
     "derived": "parameter mine/",
-    "positions": "positions: called on .*, without the axis of the rows",
-    "transposed": "dense: called on .*, without the axis of the rows",
     "joint norm": r"parameter norm/\w+ of shape \(8, 8\): expected \(8,\)",
     "masked norm": "norm: called with 2 arguments, expected one",
     "remat": "block/Dense_0: called inside of remat, scan or the like",
 }
 
 
-@pytest.mark.parametrize("units", [UNITS, 5])  # in the first, there are as many rows as positions
 @pytest.mark.parametrize("part, message", REFUSED.items())
-def test_what_is_not_known_is_refused_by_name(part, message, units, rng):
+def test_what_is_not_known_is_refused_by_name(part, message, rng):
     model, length = Own(part), UNITS * GROUP
-    batch = random_batch(rng, units, GROUP, length)
+    batch = random_batch(rng, UNITS, GROUP, length)
     rows = jax.tree.map(lambda leaf: leaf[0], batch)
     params = jax.eval_shape(model.init, jax.random.key(0), rows)["params"]
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), params)
-    mask, strategy = np.ones((units, GROUP), bool), Strategy("ghost", units * GROUP)
+    mask, strategy = np.ones((UNITS, GROUP), bool), Strategy("ghost", UNITS * GROUP)
     given = losses_of(model), batch, mask, Clip(1.0), strategy
     with pytest.raises(UnsupportedModel, match=message):
         jax.eval_shape(lambda p: clip_chunk(given[0], p, *given[1:]), params)
+
+
+class Mixed(nn.Module):
+    """A model whose layers do not see rows in the order in which they are given."""
+
+    part: str
+
+    @nn.compact
+    def __call__(self, batch):
+        tokens, sizes = batch["tokens"], batch["sizes"]
+        order = jnp.argsort(sizes) if self.part == "sorted" else jnp.arange(len(sizes))
+        x = nn.Embed(VOCAB, 8, name="embed")(tokens[order])
+        if self.part == "positions":
+            x = x + nn.Embed(LENGTH, 8, name="positions")(jnp.arange(tokens.shape[1]))[None]
+        elif self.part == "transposed":
+            x = jnp.swapaxes(nn.Dense(8, name="dense")(jnp.swapaxes(x, 0, 1)), 0, 1)
+        return nn.Dense(VOCAB, name="head")(nn.tanh(x))[jnp.argsort(order)]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("part", ["sorted", "positions", "transposed"])
+def test_units_keep_their_numbers_whatever_the_order_of_rows_depends_on(part, rng):
+    """Of a model that sorts its rows by length, a unit would have had another one's gradient."""
+    model, units = Mixed(part), 8
+    batch = random_batch(rng, units, 1)
+    batch["sizes"] = rng.permutation(units)[:, None].astype(np.int32) % LENGTH + 1
+    params = random_params(model, rng)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(name, mask):
+        strategy = Strategy(name, 4)
+        return clip_chunk(losses_of(model), params, batch, mask, Clip(0.1), strategy)[:2]
+
+    every = np.ones((units, 1), bool)
+    whole, norms = run("ghost", every)
+    np.testing.assert_allclose(norms, run("scan", every)[1], rtol=1e-5)
+    total, most = flat(whole), 4 ** lattice_bits(len(flat(whole)))
+    for unit in range(units):
+        alone = np.arange(units)[:, None] == unit
+        own, rest = (flat(run("ghost", mask)[0]) for mask in (alone, ~alone))
+        np.testing.assert_array_equal(total - rest, own)
+        assert 0.98 * most < np.sum(own**2) <= most
+
+
+def test_ids_of_few_bits_are_rows_of_a_larger_table(rng):
+    embed = nn.Embed(300, 64)
+    params = {"embedding": rng.normal(size=(300, 64)).astype(np.float32)}
+    batch = {"ids": np.array([[[3, 99, 3]], [[7, 127, 9]]], np.uint8)}
+
+    def losses(params, rows):
+        return jnp.sum(jnp.tanh(embed.apply({"params": params}, rows["ids"])), axis=(1, 2))
+
+    sums = [
+        clip_chunk(losses, params, batch, np.ones((2, 1), bool), Clip(1.0), Strategy(name, 2))[0]
+        for name in ("scan", "ghost")
+    ]
+    most = 0.02 * np.abs(flat(sums[0])).max()
+    np.testing.assert_allclose(flat(sums[1]), flat(sums[0]), atol=most)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_id_that_no_table_has_is_one_row_for_the_norm_and_for_the_sum(tied, rng):
+    """Below -V, an id was counted from the end once for the norm and twice for the sum."""
+
+    def losses(params, rows):
+        embed = nn.Embed(VOCAB, 64)
+        x = embed.apply({"params": params}, rows["ids"])
+        x = embed.apply({"params": params}, 1 + x, method="attend") if tied else x
+        return jnp.sum(x, axis=(1, 2))
+
+    params = {"embedding": rng.normal(size=(VOCAB, 64)).astype(np.float32)}
+
+    @jax.jit
+    def run(ids):
+        mask, strategy = jnp.ones((1, 1), bool), Strategy("ghost", 1)
+        found = clip_chunk(losses, params, {"ids": ids}, mask, Clip(1.0), strategy)
+        return found[0]
+
+    for ids in ([-VOCAB - 1, VOCAB - 1], [-9 * VOCAB, 0], [VOCAB, VOCAB - 1], [-1, VOCAB - 1]):
+        z = flat(run(np.array([[ids]], np.int32)))
+        assert np.sum(z**2) <= 4 ** lattice_bits(z.size)

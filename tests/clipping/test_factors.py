@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedsim.clipping.factors import BEYOND, WIDE, Factors
+from fedsim.clipping.ghost import BEYOND, WIDE, Factors
 
 pytestmark = pytest.mark.privacy
 UNITS, TOKENS, LOOKUPS = 2, 6, 5
@@ -79,7 +79,7 @@ def test_nothing_is_claimed_of_numbers_that_are_too_large(value, rng):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sum_in_tiles_is_that_of_whole_gradients(kind, rng, monkeypatch):
     shape, given = (24, 7), draw(rng, (24, 7), False)
-    monkeypatch.setattr("fedsim.clipping.factors.TILE", 50)  # six rows of seven
+    monkeypatch.setattr("fedsim.clipping.ghost.TILE", 50)  # six rows of seven
     factors = factors_of(kind, given)
     total = factors.add_to(jnp.ones(shape), lambda grad, unit: grad * (unit + 1))
     formed = factors.formed(shape)

@@ -11,8 +11,7 @@ import pytest
 from zoo import Tied, losses_of
 
 from experiments.harness.mean_task import MeanTask
-from fedsim.clipping import Buckets, Clip, Strategy, clip_chunk, layers
-from fedsim.clipping.layers import UnsupportedModel
+from fedsim.clipping import Buckets, Clip, Strategy, UnsupportedModel, clip_chunk, ghost
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.engine.programs import Programs, UnfitDevice
@@ -217,14 +216,17 @@ def test_a_strategy_is_timed():
     [pytest.param(0.9, marks=pytest.mark.ci), pytest.param(np.nan, marks=pytest.mark.ci), 1.1],
 )
 def test_a_strategy_that_finds_other_norms_is_refused(factor, monkeypatch):
-    right = layers.Embed.factors
+    right = ghost.matrix
 
-    def wrong(self):
-        (name, product), ids = *right(self).items(), self.looked_up()[0]
-        rows = self.looked_up()[1] * np.float32(factor)
-        return {name: dataclasses.replace(product, lookups=(ids, rows))}
+    def wrong(*args):
+        found = right(*args)
+        if "embedding" in found:
+            ids, rows = found["embedding"].lookups
+            lookups = ids, rows * np.float32(factor)
+            found = {"embedding": dataclasses.replace(found["embedding"], lookups=lookups)}
+        return found
 
-    monkeypatch.setattr(layers.Embed, "factors", wrong)
+    monkeypatch.setattr(ghost, "matrix", wrong)
     assert tried("ghost").unsupported == "other norms than scan finds"
 
 

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
+from flax import linen as nn
 from refused import refuses
 
 import fedsim
 from fedsim.clipping import Clip
 from fedsim.engine.worker import LocalEngine
 from fedsim.errors import FileDamaged
-from fedsim.library.own_task import OwnedRows, OwnedTask, OwnTask, owner_ids
+from fedsim.library.own_task import OwnedRows, OwnedTask, OwnTask, expect_known_ids, owner_ids
 
 SETTINGS = {"epsilon": 8, "num_steps": 6, "batch_size": 40, "optimizer": "momentum", "seed": 1}
 SETTINGS |= {"learning_rate": 0.5, "strategy": "scan", "rows_per_pass": 2, "delta": 1e-3}
@@ -173,6 +174,41 @@ def test_owners_that_are_none_are_named(owners, message, task, run_dir):
     with pytest.raises(fedsim.ConfigError, match=f"^{message}"):
         fedsim.train("uls", owners, task=task, run_dir=run_dir, engine="local", **SETTINGS)
     assert not run_dir.exists()
+
+
+class Lookups(Classifier):
+    """Looks up the rows' labels in a table of three."""
+
+    def init(self, key):
+        return nn.Embed(3, 3).init(key, jnp.zeros((1, 1), int))["params"]
+
+    def losses(self, params, batch):
+        return nn.Embed(3, 3).apply({"params": params}, batch["y"]).sum(axis=-1)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("wrong", [3, -1, -4])
+@pytest.mark.parametrize("strategy", ["scan", "direct", "ghost"])
+def test_an_id_that_is_in_no_table_is_refused_before_anything_is_computed(
+    wrong, strategy, task, owners, run_dir, monkeypatch
+):
+    monkeypatch.setattr("fedsim.engine.worker.LocalEngine", None)
+    own = Lookups(task.x, task.y)
+    own.y["train"][17] = wrong
+    with refuses("data=train with an unknown id in row 17", says="below num_embeddings"):
+        settings = {**SETTINGS, "strategy": strategy, "engine": "local", "group_size": 4}
+        fedsim.train("uls", owners, task=own, run_dir=run_dir, **settings)
+    assert not run_dir.exists()
+
+
+def test_ids_of_few_bits_are_known_in_a_larger_table(task):
+    class Large(Lookups):
+        def losses(self, params, batch):
+            return nn.Embed(300, 3).apply({"params": params}, batch["y"]).sum(axis=-1)
+
+    own = Large(task.x, {"train": np.array([0, 255], np.uint8)})
+    params = {"embedding": np.zeros((300, 3), np.float32)}
+    expect_known_ids(own, params, "train", np.arange(2))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from reference import family_logits, transformer_logits
+from refused import refuses
 from zoo import FAMILIES, PARTS, random_like
 
 from fedsim.data.dataset import Dataset
@@ -277,3 +278,14 @@ def test_half_precision_stays_near_full_precision(rng):
     )
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, exact, rtol=0.05)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("token", [VOCAB, 2**31 + 5, 2**32 - VOCAB])  # as int32, two are negative
+def test_a_token_that_the_model_lacks_is_refused_where_it_is_read(token):
+    texts = {"u": [[1, 2], [VOCAB - 1, token]]}
+    store = UserStore.from_examples(texts, max_length=LENGTH, vocab_size=2**32)
+    task = LanguageModelTask(Dataset(train=store), CONFIG)
+    assert task.read("train", np.array([0, -1]))["tokens"].max() == 2
+    with refuses("data=train with a token that the model lacks", says=f"ids in [0, {VOCAB})"):
+        task.read("train", np.array([0, 1]))
