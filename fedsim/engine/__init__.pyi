@@ -12,6 +12,7 @@ from .jobs import on_workers as on_workers
 from .machine import exhausted as exhausted, set_threads as set_threads
 from .strategy import TRIAL_UNITS as TRIAL_UNITS, choose_strategy as choose_strategy
 from .task import (
+    MADE_UP as MADE_UP,
     Batch as Batch,
     Params as Params,
     Task as Task,

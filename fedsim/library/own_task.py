@@ -248,4 +248,6 @@ def _float32(leaf: Any) -> np.ndarray:
     leaf = np.asarray(leaf)
     holds = np.issubdtype(leaf.dtype, np.floating)
     expect("task", f"init() with {leaf.dtype}", holds, "parameters that are numbers, float32")
+    finite = bool(np.isfinite(leaf).all())
+    expect("task", "init() with nan or infinity", finite, "parameters that are finite")
     return leaf.astype(np.float32)

@@ -225,6 +225,8 @@ def _read(source: str, lora: Lora, c: TransformerConfig) -> tuple[TransformerCon
         if len(found) == 1:
             raise TensorError.of("adapter", source, f"both of {' and '.join(names)}")
         a, b = (np.asarray(x, np.float32).T for x in found)
+        for x, array in zip(names, (a, b), strict=True):
+            weights.expect_finite("adapter", source, x, array)
         for layer, (part_a, part_b) in _apart(source, module, (a, b), lora.rank):
             params[module.block][layer + A] = {"kernel": np.ascontiguousarray(part_a)}
             params[module.block][layer + B] = {"kernel": np.ascontiguousarray(part_b)}

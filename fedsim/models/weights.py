@@ -156,6 +156,12 @@ def expect_none_left(source: str, names: Sequence[str], why: str = "") -> None:
         raise TensorError.of("model", source, f"{expected} {verb} none{why}")
 
 
+def expect_finite(field: str, source: str, name: str, array: np.ndarray) -> None:
+    """Raise TensorError if an array has nan or infinity: nothing can be learned from there."""
+    if not np.isfinite(array).all():
+        raise TensorError.of(field, source, f"finite numbers in {name}, got nan or infinity")
+
+
 def write_directory(
     directory: Path, tensors: Mapping[str, np.ndarray], shard_bytes: int = SHARD_BYTES
 ) -> None:
@@ -268,8 +274,8 @@ def from_tensors(
     Returns:
       Nested dicts of arrays.
     Raises:
-      TensorError: an array is missing, unknown or of another shape than the config says, or holds
-        whole numbers (of a quantised model, whose scales are elsewhere).
+      TensorError: an array is missing, unknown or of another shape than the config says, holds
+        whole numbers (of a quantised model, whose scales are elsewhere), or is not finite.
     """
     arrays, shapes = _arrays_of(source, c, tensors), shapes_of(c)
     leaves = {}
@@ -280,6 +286,7 @@ def from_tensors(
         array = array.T if place.transposed else array
         if place.columns is not None:
             array = array[..., place.first : place.first + shapes[path][-1]]
+        expect_finite("model", source, place.name, array)
         leaves[path] = np.ascontiguousarray(
             array + np.float32(place.minus) if place.minus else array
         )

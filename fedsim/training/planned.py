@@ -24,7 +24,7 @@ from fedsim.config import (
     default_delta,
 )
 from fedsim.els import ELS
-from fedsim.engine import Engine, Task, choose_strategy, versions
+from fedsim.engine import MADE_UP, Engine, Task, choose_strategy, versions
 from fedsim.errors import expect
 from fedsim.noise import predicted_error
 from fedsim.plan import (
@@ -74,6 +74,8 @@ NOTHING_PROMISED = (
 
 OWN_TASK = "the task's own code: its first parameters, and how it makes rows of texts"
 """Fact about a run whose task and data are given in code, not by its settings."""
+
+SHORT_ROW = 3  # of `LanguageModelTask.made_up`: a quarter of max_length
 
 FITTED = ("num_steps", "participations", "epsilon")
 """Settings that --spend-rest changes."""
@@ -160,6 +162,8 @@ def plan_run(
     opened.run = run = settled_by(plan, opened.stored, opened.run, fresh=fresh)
     console.plan(plan, engine, run)
     console.rows(logger_rows(run))
+    if opened.stored is None and opened.source is None:
+        expect_finite_loss(engine, params, run.model.source)
     first = None if dry_run or opened.stored else method.draw(0)
     strategy, why = _strategy(opened, engine, params, plan, first)
     in_ledger = in_ledger if counted else None
@@ -388,6 +392,16 @@ def logger_rows(run: RunConfig) -> list[tuple[str, str]]:
     sent = "all metrics" if run.log_non_private else "the plan, epsilon, and metrics with noise"
     rest = "" if run.log_non_private else f"; the others stay in {run.run_dir}"
     return [("loggers", f"{', '.join(names)}: {sent}{rest}")]
+
+
+def expect_finite_loss(engine: Engine, params: Any, source: str) -> None:
+    """Raise ConfigError if a language model's loss is not finite before the first step.
+
+    The loss of users would tell of them by whether the run starts, so made-up tokens are tried.
+    """
+    (loss,) = engine.begin_group_losses(params, MADE_UP, [np.array([SHORT_ROW])])()
+    expected = f"a model with a finite loss before the first step, got {loss:g} on made-up tokens"
+    expect("model", source, np.isfinite(loss), expected)
 
 
 def settled_by(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: bool) -> RunConfig:

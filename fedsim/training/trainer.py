@@ -90,6 +90,7 @@ class Trainer:
         self.first_host = (opened.stored and opened.stored.host) or host
         self.replays, self.calls = replays, Calls(callbacks, self.plan)
         self.written: deque[int] = deque()
+        self.told_dropped = False
         sigma = self.plan.noise_multiplier
         self.event = self.method.event(sigma) if sigma else None
         if self.event is not None:
@@ -183,6 +184,7 @@ class Trainer:
                 shown = {**values, "eval/loss": state.eval_loss}
                 self._tell_saved()
                 self.calls.step(state.step, shown)
+                self._tell_dropped(state.step, values)
                 if self.plant is not None:  # canaries have a loss of any size
                     shown.pop("non_private/loss", None)  # a step of nobody has none
                 show(state.step, {**shown, EVALUATED: state.evaluated})
@@ -382,6 +384,19 @@ class Trainer:
         while self.written:
             step = self.written.popleft()
             self.calls.saved(step, checkpoint.path_of(self.run.run_dir, step))
+
+    def _tell_dropped(self, step: int, values: dict[str, float]) -> None:
+        """Show once that nobody in a step had a finite gradient; where losses are not shown, as in
+        a trial, this is not."""
+        dropped = values["non_private/dropped_units"]
+        if self.told_dropped or not 0 < dropped == values["non_private/cohort_size"]:
+            return
+        self.told_dropped = True
+        self.console.note(
+            f"warning: no unit of step {step} had a finite gradient, so all {dropped:g} were "
+            "dropped and the step was noise alone; later ones are counted in "
+            "non_private/dropped_units, which has no noise: not to be published"
+        )
 
     def _private_values(self, stats: Stats, clip_norm: float) -> dict[str, float]:
         """Metrics of a step computed from private data without noise."""

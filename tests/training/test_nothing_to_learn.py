@@ -1,0 +1,94 @@
+"""A run that cannot learn is refused before it spends people's epsilon, or says what happens."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pretrained_models import command, make_model, make_texts
+from refused import refuses
+from safetensors.numpy import load_file, save_file
+
+import fedsim
+from fedsim.export import export
+from fedsim.models import peft_files, weights
+
+pytestmark = pytest.mark.privacy
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("model")
+    flags = {"model": make_model(place), "data": make_texts(place), "lora_rank": 2, "num_steps": 1}
+    command("train", "uls", run_dir=place / "run", **flags)
+    export(str(place / "run"), place / "adapter", adapter=True)
+    return place
+
+
+def change(file, name, value, where=0):
+    """Put a value into some places of an array of a file, and return the file as it was."""
+    before, tensors = file.read_bytes(), load_file(file)
+    tensors[name].flat[where] = value
+    save_file(tensors, file)
+    return before
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_an_array_that_is_not_finite_is_named(value, place):
+    kinds = {
+        "model": ("model.safetensors", "model.layers.0.mlp.up_proj.weight"),
+        "adapter": (peft_files.TENSORS, "base_model.model.model.layers.0.self_attn.q_proj.lora_B."),
+    }
+    config = weights.load(str(place / "model")).config
+    for field, (file, name) in kinds.items():
+        source, name = place / field, name if field == "model" else f"{name}weight"
+        before = change(source / file, name, value)
+        with refuses(f"{field}={source}", says=f"finite numbers in {name}, got nan or infinity"):
+            if field == "model":
+                weights.load(str(source))
+            else:
+                peft_files.load(str(source), config)
+        (source / file).write_bytes(before)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_a_loss_that_is_not_finite_ends_a_run_before_its_first_release(
+    lora_rank, place, tmp_path, capsys
+):
+    """Of finite weights. Users' texts decide nothing: a run tells by itself that it started."""
+    file = place / "model" / "model.safetensors"
+    before = change(file, "model.layers.0.mlp.up_proj.weight", 3e38, slice(None))
+    ledger, run = tmp_path / "ledger", tmp_path / "run"
+    flags = {"model": place / "model", "data": place / "texts.parquet", "lora_rank": lora_rank}
+    with pytest.raises(SystemExit) as stop:
+        command("train", "uls", run_dir=run, budget_ledger=ledger, **flags)
+    file.write_bytes(before)
+    assert stop.value.code == 2 and "on made-up tokens" in capsys.readouterr().err
+    assert not run.exists() and not ledger.exists()
+
+
+class Broken(fedsim.Task):
+    """Its gradients are nan, whatever the row."""
+
+    def init(self, key):
+        return {"w": jnp.zeros(3)}
+
+    def read(self, split, rows):
+        return {"x": np.zeros((len(rows), 3), np.float32)}
+
+    def losses(self, params, batch):
+        return jnp.sqrt(jnp.sum(params["w"][None] * batch["x"], axis=1) - 1)
+
+
+@pytest.mark.parametrize("output, times", [("normal", 1), ("quiet", 0)])
+def test_a_step_in_which_nobody_counts_is_told_once(output, times, run_dir, capsys):
+    settings = {"epsilon": 8, "num_steps": 3, "batch_size": 20, "delta": 1e-3, "group_size": 2}
+    settings |= {"strategy": "scan", "engine": "local", "output": output, "learning_rate": 0.1}
+    owners = {"train": np.arange(80) % 40}
+    fedsim.train("uls", owners, task=Broken(), run_dir=run_dir, **settings)
+    text = " ".join(capsys.readouterr().err.split())
+    assert text.count("had a finite gradient, so all") == times
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    names = "non_private/dropped_units", "non_private/cohort_size"
+    counts = [[line[name] for name in names] for line in lines if names[0] in line]
+    assert len(counts) == 3 and all(dropped == drawn for dropped, drawn in counts)
