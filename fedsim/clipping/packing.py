@@ -161,37 +161,51 @@ def packed(
     Returns: for each length of rows {tokens, targets, positions}, int32 [rows, length]: the fed
       token, the token to predict (-1: none), and its position in its text.
     """
-    fed = np.asarray(batch["sizes"]) - 1
-    order = np.argsort(-fed, kind="stable")
-    order = order[fed[order] > 0]
-    length = length_for(batch["sizes"][order])  # of the row that a text begins, if it begins one
-    room, begun = np.zeros(len(order), int), np.zeros(len(order), int)
-    rows, places = 0, []
-    for text, longest in zip(order, length, strict=True):
-        row = int(np.argmax(room[:rows] >= fed[text])) if rows else 0
-        if rows == 0 or room[row] < fed[text]:
-            row, rows = rows, rows + 1
-            room[row] = begun[row] = longest
-        places.append((text, row, begun[row] - room[row]))
-        room[row] -= fed[text]
-    return [_filled(batch, fed, places, begun, size) for size in np.unique(begun[:rows])]
+    fed = np.maximum(np.asarray(batch["sizes"]) - 1, 0)
+    row, first, lengths = _first_fit(fed, length_for(batch["sizes"]))
+    made = []
+    for length in np.unique(lengths):
+        rows = np.flatnonzero(lengths == length)
+        own = np.flatnonzero((fed > 0) & np.isin(row, rows))
+        texts = {name: np.asarray(leaf)[own] for name, leaf in batch.items()}
+        places = np.searchsorted(rows, row[own]), first[own]
+        made.append(_filled(texts, fed[own], *places, (len(rows), int(length)))[0])
+    return made
 
 
-def _filled(batch, fed, places, begun, length) -> dict[str, np.ndarray]:
-    chosen = np.flatnonzero(begun == length)
-    number = dict(zip(chosen.tolist(), range(len(chosen)), strict=True))
-    filled = {name: np.zeros((len(chosen), length), np.int32) for name in ("tokens", "positions")}
-    filled["targets"] = np.full((len(chosen), length), -1, np.int32)
-    for text, row, first in places:
-        if row in number:
-            count, ids = fed[text], batch["tokens"][text]
-            where = number[row], slice(first, first + count)
-            filled["tokens"][where], targets = ids[:count], ids[1 : count + 1]
-            if "trained" in batch:
-                targets = np.where(batch["trained"][text, 1 : count + 1], targets, -1)
-            filled["targets"][where] = targets
-            filled["positions"][where] = np.arange(count)
-    return filled
+def _first_fit(fed: np.ndarray, begun: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (row and first place in it of each text [n], lengths of the rows): the longest texts
+    first. begun [n]: length of the row that a text begins, if it begins one."""
+    row, first = np.zeros_like(fed), np.zeros_like(fed)
+    lengths, used, rows = np.zeros(len(fed), int), np.zeros(len(fed), int), 0
+    for text in np.argsort(-fed, kind="stable")[: np.count_nonzero(fed)]:
+        fits = used[:rows] + fed[text] <= lengths[:rows]
+        place = int(np.argmax(fits)) if fits.any() else rows
+        if place == rows:
+            lengths[rows], rows = begun[text], rows + 1
+        row[text], first[text] = place, used[place]
+        used[place] += fed[text]
+    return row, first, lengths[:rows]
+
+
+def _filled(batch, fed, row, first, shape):
+    """Put texts [n] into rows of a shape, from the first of their places there.
+
+    Returns: ({tokens, targets, positions} as of `packed`; of each fed token its place, its text,
+      and whether the next one is to be predicted).
+    """
+    text = np.repeat(np.arange(len(fed)), fed)
+    at = np.arange(len(text)) - np.repeat(np.cumsum(fed) - fed, fed)
+    place, following = (row[text], first[text] + at), batch["tokens"][text, at + 1]
+    predicted = np.ones(len(at), bool)
+    if "trained" in batch:
+        predicted = batch["trained"][text, at + 1]
+    made = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions")}
+    made["targets"] = np.full(shape, -1, np.int32)
+    made["tokens"][place] = batch["tokens"][text, at]
+    made["positions"][place] = at
+    made["targets"][place] = np.where(predicted, following, -1)
+    return made, place, text, predicted
 
 
 SHORT = 256
@@ -237,7 +251,7 @@ def in_shared_rows(
     row, first = np.zeros_like(fed), np.cumsum(fed, axis=1) - fed
     several = fed.sum(axis=1) > length
     for unit in np.flatnonzero(several):
-        row[unit], first[unit] = _first_fit(fed[unit], int(length[unit]))
+        row[unit], first[unit], _ = _first_fit(fed[unit], np.full(len(fed[unit]), length[unit]))
     for rows, kind in ((1, ~several), (mask.shape[1], several)):
         for each in np.unique(length[kind]):
             units = np.flatnonzero(kind & (length == each))
@@ -246,39 +260,16 @@ def in_shared_rows(
             yield units, *_in_rows(own, *places, rows, int(each))
 
 
-def _first_fit(fed: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(row, first place in it) of each text of a unit, [group]: the longest texts first."""
-    row, first, used = np.zeros_like(fed), np.zeros_like(fed), []
-    for text in np.argsort(-fed, kind="stable"):
-        free = (i for i, before in enumerate(used) if before + fed[text] <= length)
-        if (place := next(free, len(used))) == len(used):
-            used.append(0)
-        row[text], first[text] = place, used[place]
-        used[place] += fed[text]
-    return row, first
-
-
 def _in_rows(batch, mask, fed, row, first, rows, length):
-    """(batch, mask) of `in_shared_rows`, from the places [units, group] of the texts."""
-    shape = len(mask), rows, length
-    made = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions")}
-    made |= {"targets": np.full(shape, -1, np.int32), "weights": np.zeros(shape, np.float32)}
-    unit, text = np.nonzero(fed)
-    count = fed[unit, text]
-    of_token = np.repeat(np.arange(len(count)), count)
-    at = np.arange(len(of_token)) - np.repeat(np.cumsum(count) - count, count)
-    unit, text = unit[of_token], text[of_token]
-    place = unit, row[unit, text], first[unit, text] + at
-    made["tokens"][place] = batch["tokens"][unit, text, at]
-    made["positions"][place] = at
-    targets, predicted = batch["tokens"][unit, text, at + 1], np.ones(len(at), bool)
-    if "trained" in batch:
-        predicted = batch["trained"][unit, text, at + 1]
-    made["targets"][place] = np.where(predicted, targets, -1)
-    predictions = np.zeros(mask.shape)
-    np.add.at(predictions, (unit, text), predicted)
+    """Return (batch, mask) of `in_shared_rows`, from the places [units, group] of the texts."""
+    units, texts = len(mask), {n: x.reshape(-1, x.shape[-1]) for n, x in batch.items()}
+    places = (row + rows * np.arange(units)[:, None]).ravel(), first.ravel()
+    made, place, text, predicted = _filled(texts, fed.ravel(), *places, (units * rows, length))
+    predictions = np.bincount(text, predicted, mask.size).reshape(mask.shape)
     number = np.where(mask.any(axis=1), row.max(axis=1, initial=0) + 1, 0)
     share = number / np.maximum(1, mask.sum(axis=1))
     weights = share[:, None] / np.maximum(1, predictions)
-    made["weights"][place] = np.where(predicted, weights[unit, text], 0)
+    made["weights"] = np.zeros((units * rows, length), np.float32)
+    made["weights"][place] = np.where(predicted, weights.ravel()[text], 0)
+    made = {name: leaf.reshape(units, rows, length) for name, leaf in made.items()}
     return made, np.arange(rows) < number[:, None]
