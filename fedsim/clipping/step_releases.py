@@ -77,31 +77,21 @@ class AdaptiveClip:
     ) -> dict[str, float]:
         """Release the next step's clip norm.
 
+        Guarantees: one unit changes the count by at most 1/2, whatever its norm; nan is not within
+          C.
         Args:
           clip_norm: C of this step.
           stats: per-unit statistics of this step.
           rng: generator of (`purpose`, step) alone.
         """
-        return {"clip_norm": self.next(clip_norm, stats.counted_norms, rng)}
-
-    def next(self, clip_norm: float, norms: np.ndarray, rng: np.random.Generator) -> float:
-        """Compute the next step's C.
-
-        Guarantees: one unit changes the count by at most 1/2, whatever its norm; nan is not within
-          C.
-        Args:
-          clip_norm: C of this step.
-          norms: gradient norms before clipping, float32 [units].
-          rng: generator of this release alone.
-        """
         # In whole numbers, like the sum of gradients; see noise/independent.py.
-        within = int(np.sum(np.where(norms <= clip_norm, 1, -1))) * PER_HALF
+        within = int(np.sum(np.where(stats.counted_norms <= clip_norm, 1, -1))) * PER_HALF
         stddev = 2 * self.count_stddev * PER_HALF
         released = noisy_number(within, stddev, rng) / (2 * PER_HALF)
         share = released / self.count + 0.5
         farthest = math.log(LARGEST / SMALLEST)
         change = min(max(-RATE * (share - self.quantile), -farthest), farthest)
-        return min(max(clip_norm * math.exp(change), SMALLEST), LARGEST)
+        return {"clip_norm": min(max(clip_norm * math.exp(change), SMALLEST), LARGEST)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,18 +116,12 @@ class NoisyLoss:
     def release(
         self, clip_norm: float, stats: StepStats, rng: np.random.Generator
     ) -> dict[str, float]:
-        """Release the step's mean loss; arguments as of `AdaptiveClip.release`."""
-        return {"loss": self.mean(stats.counted_losses, rng)}
-
-    def mean(self, losses: np.ndarray, rng: np.random.Generator) -> float:
-        """Compute the noisy mean loss of a step.
+        """Release the step's mean loss; arguments as of `AdaptiveClip.release`.
 
         Guarantees: one unit changes the sum by at most L / 2, whatever its loss; see
           `noise.noisy_mean_loss`.
-        Args:
-          losses: of the units that have rows, float32 [units], nats per token.
-          rng: generator of this release alone.
         """
-        return noisy_mean_loss(
-            losses, bound=self.bound, count=self.count, stddev=self.stddev, rng=rng
+        mean = noisy_mean_loss(
+            stats.counted_losses, bound=self.bound, count=self.count, stddev=self.stddev, rng=rng
         )
+        return {"loss": mean}

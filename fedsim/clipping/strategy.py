@@ -16,7 +16,6 @@ from fedsim.errors import expect
 
 NAMES = ("scan", "direct", "ghost")  # the simpler ones first
 AUTO = "auto"
-UNITS_PER_CALL = 32
 MANY_PARAMETERS = 10_000_000  # a gradient of this size is far larger than a CPU's cache
 ROWS_ON_CPU = 4
 TOKENS_OF_PASS = 4096  # on accelerators; 350 M parameters need 11 GiB for 32 rows of 128 tokens
@@ -66,22 +65,6 @@ class Strategy:
         """True if the texts of a unit share rows, on CPUs. `scan`, the oracle, takes them as they
         are."""
         return self.name == "direct" and group > 1 and buckets is not None and bool(buckets.shared)
-
-    def units_per_call(self, group: int) -> int:
-        """Units of one call of `clip_chunk`, a multiple of `units_at_once`.
-
-        More units in a call need no more memory, and padding at the end costs no time.
-        """
-        at_once = self.units_at_once(group)
-        return -(-UNITS_PER_CALL // at_once) * at_once
-
-    def for_examples(self, group: int) -> "Strategy":
-        """Return the strategy for units of one row with as many units at once as for groups."""
-        return dataclasses.replace(self, rows=self.units_at_once(group))
-
-    def splits_units(self, group: int) -> bool:
-        """True if a unit's rows take several passes, each of which may have another length."""
-        return self.name in ("scan", "direct") and self.rows < group
 
 
 def clip_chunk(

@@ -44,6 +44,7 @@ from fedsim.engine.task import MADE_UP, Task, read_rows
 from fedsim.signals import heed
 
 ROWS_PER_READ = 4096
+UNITS_PER_CALL = 32  # least units of a full call of `clip_chunk`
 EVAL_ROWS_PER_CHUNK = 16
 EVAL_FEW = 4  # rows of a length's last chunks: with a large model, padding costs more than calls
 EVAL_TOKENS_PER_CALL = 2048  # if short texts share rows
@@ -269,7 +270,7 @@ class Worker:
     def passes(self, strategy: Strategy, group: int) -> list[Strategy]:
         """Return the strategy for units of one row, for each number of units of a pass."""
         if self.buckets is None:
-            return [strategy.for_examples(group)]
+            return [dataclasses.replace(strategy, rows=strategy.units_at_once(group))]
         shared = self._shares_rows(strategy, group)
         lengths = self.buckets.shared if shared else self.buckets.lengths
         numbers = {self.units_of_pass(strategy, group, length) for length in lengths}
@@ -315,8 +316,8 @@ class Worker:
         expect_fit(strategy, at_once, most)
 
         def units_per_call(at_once):
-            call = dataclasses.replace(strategy, rows=at_once).units_per_call(1)
-            return min(call, most // at_once * at_once)
+            # More units in a call need no more memory, and padding at the end costs no time.
+            return min(-(-UNITS_PER_CALL // at_once), most // at_once) * at_once
 
         units = units_per_call(at_once)
         units_of_pass = functools.partial(self.units_of_pass, strategy, group)
@@ -330,7 +331,7 @@ class Worker:
                 units_per_chunk=units_per_call,
             )
         else:
-            splits = strategy.splits_units(group)
+            splits = strategy.name != "ghost" and strategy.rows < group
             if buckets is not None and splits:
                 # The program chooses the length of each pass, so chunks keep the full length.
                 buckets = dataclasses.replace(buckets, lengths=buckets.lengths[-1:])

@@ -1,6 +1,7 @@
 """Adaptive clipping: what it costs by dp_accounting, where it goes, and through training."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,11 @@ from dp_accounting.rdp import RdpAccountant
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.clipping.step_releases import LARGEST, SMALLEST, AdaptiveClip
+
+
+def following(clip, norm, norms, rng):
+    """The clip norm of the next step, after units of these norms."""
+    return clip.release(norm, SimpleNamespace(counted_norms=norms), rng)["clip_norm"]
 
 
 @pytest.mark.parametrize("z, count", [(0.6, 16), (0.6, 5000), (1.5, 200), (4.0, 10)])
@@ -56,7 +62,7 @@ def test_it_settles_at_the_quantile(quantile, rng):
     clip, norm, path = AdaptiveClip(quantile, 200, 1.0), 0.01, []
     for _ in range(400):
         cohort = rng.binomial(4000, 0.05)  # as Poisson sampling draws them
-        norm = clip.next(norm, rng.lognormal(0.0, 0.5, cohort), rng)
+        norm = following(clip, norm, rng.lognormal(0.0, 0.5, cohort), rng)
         path.append(norm)
     settled = np.exp(np.mean(np.log(path[-200:])))
     from scipy import stats
@@ -68,21 +74,23 @@ def test_without_noise_it_is_the_share_within_the_norm(rng):
     clip = AdaptiveClip(0.5, 4, 0.0)
     assert clip.gradient_noise_multiplier == clip.count_stddev == 0
     norms = np.array([0.5, 2.0, 2.0, math.inf])  # a quarter within
-    assert clip.next(1.0, norms, rng) == pytest.approx(math.exp(-0.2 * (0.25 - 0.5)))
-    assert clip.next(1.0, np.full(4, math.nan), rng) > 1.0  # not within
-    assert clip.next(1.0, np.zeros(0), rng) == 1.0  # an empty draw says nothing
+    assert following(clip, 1.0, norms, rng) == pytest.approx(math.exp(-0.2 * (0.25 - 0.5)))
+    assert following(clip, 1.0, np.full(4, math.nan), rng) > 1.0  # not within
+    assert following(clip, 1.0, np.zeros(0), rng) == 1.0  # an empty draw says nothing
 
 
 def test_one_unit_moves_the_count_by_one_half(rng):
     clip = AdaptiveClip(0.5, 10, 0.0)
     norms = np.array([0.5, 2.0, 1.0])
-    steps = [math.log(clip.next(1.0, some, rng)) for some in (norms, norms[:2], norms[[0, 2]])]
+    steps = [
+        math.log(following(clip, 1.0, some, rng)) for some in (norms, norms[:2], norms[[0, 2]])
+    ]
     assert np.abs(np.diff(steps)).max() <= 2 * 0.2 * 0.5 / 10 + 1e-12
 
 
 def test_the_count_is_released_with_its_noise(rng):
     clip, norms = AdaptiveClip(0.5, 40, 2.0), np.full(40, 2.0)  # nobody within 1
-    moved = [math.log(clip.next(1.0, norms, rng)) for _ in range(2000)]
+    moved = [math.log(following(clip, 1.0, norms, rng)) for _ in range(2000)]
     assert np.std(moved) == pytest.approx(0.2 * clip.count_stddev / 40, rel=0.1)
 
 
@@ -91,5 +99,5 @@ def test_the_norm_stays_where_float32_can_hold_it(noise_multiplier, rng):
     clip = AdaptiveClip(0.5, 1, noise_multiplier)
     low, high = SMALLEST, LARGEST
     for _ in range(50):
-        low, high = clip.next(low, np.zeros(0), rng), clip.next(high, np.zeros(0), rng)
+        low, high = following(clip, low, np.zeros(0), rng), following(clip, high, np.zeros(0), rng)
         assert SMALLEST <= low <= LARGEST and SMALLEST <= high <= LARGEST

@@ -1,6 +1,7 @@
 """The training loss with noise: one Gaussian mechanism with the gradient, for no more epsilon."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ LOSS = NoisyLoss(bound=5.0, count=40, noise_multiplier=2.0)
 
 
 def released(losses, step=0, loss=LOSS):
-    return loss.mean(np.asarray(losses, np.float32), SecretKey.create(1).generator("loss", step))
+    stats = SimpleNamespace(counted_losses=np.asarray(losses, np.float32))
+    return loss.release(1.0, stats, SecretKey.create(1).generator("loss", step))["loss"]
 
 
 @pytest.mark.privacy

@@ -137,4 +137,3 @@ def test_on_accelerators_a_pass_has_rows_of_one_unit(length, most, group):
     strategy = by_rule(AUTO, None, group=group, length=length, **asked)
     assert strategy == Strategy("direct", min(group, most))
     assert strategy.units_at_once(group) == 1
-    assert strategy.units_per_call(group) % strategy.units_at_once(group) == 0
