@@ -212,17 +212,20 @@ def test_units_keep_their_numbers_whatever_the_order_of_rows_depends_on(part, rn
 def test_ids_of_few_bits_are_rows_of_a_larger_table(rng):
     embed = nn.Embed(300, 64)
     params = {"embedding": rng.normal(size=(300, 64)).astype(np.float32)}
-    batch = {"ids": np.array([[[3, 99, 3]], [[7, 127, 9]]], np.uint8)}
+    ids, mask = np.array([[[3, 200, 3]], [[7, 255, 9]]]), np.ones((2, 1), bool)
 
     def losses(params, rows):
         return jnp.sum(jnp.tanh(embed.apply({"params": params}, rows["ids"])), axis=(1, 2))
 
-    sums = [
-        clip_chunk(losses, params, batch, np.ones((2, 1), bool), Clip(1.0), Strategy(name, 2))[0]
-        for name in ("scan", "ghost")
-    ]
-    most = 0.02 * np.abs(flat(sums[0])).max()
-    np.testing.assert_allclose(flat(sums[1]), flat(sums[0]), atol=most)
+    def total(name, dtype):
+        given = params, {"ids": ids.astype(dtype)}, mask, Clip(1.0), Strategy(name, 2)
+        return flat(clip_chunk(losses, *given)[0])
+
+    # Not scan with 8 bits: as tests compile, XLA loses rows there.
+    expected = total("scan", np.int32)
+    np.testing.assert_allclose(
+        total("ghost", np.uint8), expected, atol=0.01 * np.abs(expected).max()
+    )
 
 
 @pytest.mark.privacy
