@@ -258,9 +258,9 @@ def normalise(
         result["text"] = _joined_json([batch[name] for name in columns.text])
         columns = replace(columns, text=())
     texts = [text_of(batch[name], f"text_column={name}", first_row, True) for name in columns.text]
+    if len(texts) > 1 and any(is_token_list(text.type) for text in texts):
+        raise DataError.of("text_column", columns.text, "one column of token ids")
     if len(texts) > 1:
-        if any(is_token_list(text.type) for text in texts):
-            raise DataError.of("text_column", columns.text, "one column of token ids")
         result["text"] = reduce(_join_texts, texts)
     elif texts:
         result["text"] = texts[0]
@@ -412,44 +412,32 @@ def _speaking(
 def _owned(
     batch: pa.RecordBatch, name: str, columns: Columns, first_row: int, tally: Counter[str]
 ) -> tuple[np.ndarray, pa.Array]:
-    """(rows, owners) of one column of lists, or of single ids without null and blank ones."""
+    """(rows, owners) of one column of lists, or of cells, of which empty ones are left out."""
     column, field = plain(batch[name]), columns.blamed
-    if not is_list(column.type):
-        rows, parts = _split(column, field, first_row, columns.owners_delimiter)
-        ids = ids_of(parts, field, first_row + rows, tally)
-        kept = np.flatnonzero(~is_blank(ids))
-        count_lists(ids, tally)
-        return rows[kept], ids.take(pa.array(kept))
-    sizes = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)  # pyright: ignore
-    rows, values = np.repeat(np.arange(len(column)), sizes), column.flatten()
-    if pa.types.is_list(values.type) or pa.types.is_nested(values.type):
+    listed = is_list(column.type)
+    if columns.owners_delimiter is not None and is_string(column.type):
+        texts = _validate(column.cast(pa.string()), field, first_row)
+        pattern = f"\\s*[{re.escape(columns.owners_delimiter)}]\\s*"
+        column = pc.split_pattern_regex(pc.utf8_trim_whitespace(texts), pattern)  # pyright: ignore
+    sizes, values = np.ones(len(column), np.int64), column
+    if is_list(column.type):
+        sizes = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)  # pyright: ignore
+        values = column.flatten()
+    if pa.types.is_nested(values.type):
         raise refused(field, f"lists of strings or integers, got {column.type}")
     _expect_few(sizes, field, first_row)
+    rows = np.repeat(np.arange(len(column)), sizes)
     ids = ids_of(values, field, first_row + rows, tally)
     count_lists(ids, tally)
     blank = is_blank(ids)
-    if blank.any():
+    if listed and blank.any():
         row = first_row + rows[blank.argmax()] + 1
         raise refused(field, f"owners with ids, got a null or empty one in row {row}")
-    _, counts = owner_sets(rows, ids, len(column))
+    _, counts = owner_sets(rows, ids, len(column)) if listed else ((), sizes)
     if len(bad := np.flatnonzero(counts < sizes)):
         row = first_row + bad[0] + 1
         raise refused(field, f"each owner of a text once, got one twice in row {row}")
-    return rows, ids
-
-
-def _split(
-    column: pa.Array, field: str, first_row: int, delimiter: str | None
-) -> tuple[np.ndarray, pa.Array]:
-    """(rows, ids) of a column of single ids, or of texts that a delimiter splits into ids."""
-    if delimiter is None or not is_string(column.type):
-        return np.arange(len(column)), column
-    texts = _validate(column.cast(pa.string()), field, first_row)
-    pattern = f"[{re.escape(delimiter)}]"
-    lists = pc.split_pattern_regex(texts, pattern)  # pyright: ignore
-    sizes = pc.list_value_length(lists).fill_null(0).to_numpy().astype(np.int64)  # pyright: ignore
-    parts = pc.call_function("utf8_trim_whitespace", [lists.flatten()])
-    return np.repeat(np.arange(len(column)), sizes), parts
+    return rows[~blank], ids.filter(pa.array(~blank))
 
 
 def _join_ids(parts: Sequence[pa.Array]) -> pa.Array:
