@@ -25,7 +25,8 @@ from fedsim.data.building.user_ids import Rows, as_ids, count_lists, refused
 from fedsim.data.store import SEPARATOR, owner_sets
 from fedsim.errors import DataError, MissingColumn
 
-MOST_CHARACTERS, MOST_WORDS, MOST_SHOWN = 40, 2, 50  # of a name of a column, and names
+NAME = re.compile(r"(?!.*[0-9]{3})[\w.:/#-]+( [\w.:/#-]+)?")  # two words at most
+MOST_CHARACTERS, MOST_SHOWN = 40, 50  # of a name of a column, and names
 TEXT_JOINT = "\n"
 ID_JOINT = "/"
 MOST_OWNERS = 1000  # of one text
@@ -62,7 +63,7 @@ def expected_of(found: Sequence[str], wanted: Sequence[str]) -> str:
             f"no such column; the columns are separated by {separated!r}: `fedsim data build "
             "--delimiter`"
         )
-    if any(len(name) > MOST_CHARACTERS or len(name.split()) > MOST_WORDS for name in names):
+    if not all(len(name) <= MOST_CHARACTERS and NAME.fullmatch(name.strip()) for name in names):
         return (
             f"no such column among {len(names)}, whose names are not shown, for they may be a "
             "person's text; the first line of CSV must have the names of the columns"

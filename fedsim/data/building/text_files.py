@@ -246,8 +246,9 @@ class _Reading:
     def _csv(self, rules: str) -> str:
         return (
             "read_csv($path, columns=$columns, delim=$delimiter, quote=$quote, escape=$quote, "
-            f"{rules}, header=true, auto_detect=false, nullstr=$null, compression='{self.packed}', "
-            f"max_line_size={MOST_BYTES}, buffer_size={2 * MOST_BYTES})"
+            f"{rules}, header=true, auto_detect=false, parallel=false, nullstr=$null, "
+            f"compression='{self.packed}', max_line_size={MOST_BYTES}, "
+            f"buffer_size={2 * MOST_BYTES})"
         )
 
     def _expect_no_header(self, batch: pa.RecordBatch, rows: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 from fedsim.data.building.build import build
 from fedsim.errors import FedsimError
 
-SECRET = "xyzzy"  # in every text: no message has it
+SECRET = "that is xyzzy"  # in every text: no message has it
 NASTY = ['"', '""', "\n", "\r", ",", "\t", "\0", "\x1b[2J", "\ufeff", "\ud83d", "{", "[", "\\", ";"]
 ENCODINGS = ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32", "latin1", "cp037", "shift_jis"]
 ENCODINGS += ["utf-7", "ascii", "gb18030", "punycode", "idna", "hz"]
