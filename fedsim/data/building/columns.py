@@ -25,7 +25,7 @@ from fedsim.data.building.user_ids import Rows, as_ids, count_lists, refused
 from fedsim.data.store import SEPARATOR, owner_sets
 from fedsim.errors import DataError, MissingColumn
 
-NAME = re.compile(r"(?!.*[0-9]{3})[\w.:/#-]+( [\w.:/#-]+)?")  # two words at most
+NAME = re.compile(r"(?!.*[0-9]{3})[\w.:/#-]+")
 MOST_CHARACTERS, MOST_SHOWN = 40, 50  # of a name of a column, and names
 TEXT_JOINT = "\n"
 ID_JOINT = "/"

@@ -100,7 +100,7 @@ def spoken(chats: pa.Array, key: str) -> Spoken:
             raise BadRow(row, str(error)) from None
         for number, turn in enumerate(turns, 1):
             name = turn.get(key)
-            if isinstance(name, str) and HALF.search(name):
+            if isinstance(name, str) and (HALF.search(name) or "\ufffd" in name):
                 raise BadRow(row, f"{HALVED} in turn {number}")
             rows.append(row)
             numbers.append(number)

@@ -108,8 +108,13 @@ def names_of(file: Path, form: TextFormat, scratch: Path) -> list[str]:
     Raises:
       DataError: the file cannot be read.
     """
-    with _saying_why():
-        return _Reading(file, form, scratch).names
+    for mended in (False, True):
+        try:
+            with _saying_why():
+                return _Reading(file, form, scratch, mended).names
+        except Halved:
+            continue
+    return []
 
 
 def batches(
