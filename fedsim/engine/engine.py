@@ -113,7 +113,7 @@ class Trial:
     """The result of a trial of a strategy."""
 
     seconds: float = float("inf")
-    """Seconds for the units of the trial."""
+    """Estimated seconds for the units of the trial, to show: nothing is chosen by it."""
     memory: int = 0
     """Bytes that the compiled program needs beside parameters and sum."""
     free: int = sys.maxsize
@@ -202,9 +202,7 @@ class Engine(ABC):
         """Name the kind of device of a worker: cpu, gpu or tpu."""
         return str(self._ask_one("platform", params, np.zeros((1, 1), np.int64)))
 
-    def try_strategy(
-        self, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy, *, timed: bool
-    ) -> Trial:
+    def try_strategy(self, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy) -> Trial:
         """Try a strategy on one worker.
 
         Args:
@@ -212,9 +210,8 @@ class Engine(ABC):
           rows: numbers of made-up rows to try it on, [units, group].
           clip: the clip norm C.
           strategy: the strategy.
-          timed: measure its seconds, too.
         """
-        return self._ask_one("try_strategy", params, rows, clip, strategy, timed)
+        return self._ask_one("try_strategy", params, rows, clip, strategy)
 
     def _ask_one(self, method: str, params: Any, rows: np.ndarray, *args: Any) -> Any:
         """Call a method of one worker."""

@@ -22,9 +22,7 @@ from fedsim.engine.task import MADE_UP
 from fedsim.errors import ConfigError
 
 TRIAL_UNITS = 32  # most units on which a strategy is tried
-REPEATS = 3
-FEW = 2  # units that are computed before others
-TRIAL_SECONDS = 3.0  # units that take longer are not computed again, all together
+FEW = 2  # least units that are computed
 SAME_NORMS = 0.02  # relative; strategies agree to 1e-5 in float32, and to less in bfloat16
 
 
@@ -62,7 +60,7 @@ def choose_strategy(
     strategy, why = take(name, rows), "by rule" if name == AUTO else "as asked for"
     if strategy.name == "ghost" or (strategy.name == "direct" and rows is not None):
         made_up = np.arange(TRIAL_UNITS * group).reshape(TRIAL_UNITS, group)
-        trial = engine.try_strategy(params, made_up, clip, strategy, timed=False)
+        trial = engine.try_strategy(params, made_up, clip, strategy)
         if name == AUTO and trial.unsupported:  # which follows from the model alone
             why = f"by rule, as {strategy} does not support the model: {trial.unsupported}"
             strategy = take("direct", rows)
@@ -75,7 +73,7 @@ def choose_strategy(
 
 
 def try_strategy(
-    worker: Any, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy, timed: bool
+    worker: Any, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy
 ) -> Trial:
     """Try a strategy on those made-up units whose length costs most in total.
 
@@ -85,7 +83,6 @@ def try_strategy(
       rows: numbers of made-up rows, int [units, group].
       clip: the clip norm C.
       strategy: the strategy to try.
-      timed: measure the seconds that all of `rows` would take.
     """
     group, lengths = rows.shape[1], worker.lengths(rows, strategy)
     values, counts = np.unique(lengths, return_counts=True)
@@ -105,12 +102,12 @@ def try_strategy(
                 raise UnsupportedModel("other norms than scan finds")
     except UnsupportedModel as error:
         return Trial(unsupported=str(error))
-    if not timed:
-        return Trial(memory=memory, free=free)
+    start = time.perf_counter()
+    worker.add_lane(params, few, clip, strategy, MADE_UP)  # again, as the first call compiled
+    seconds = time.perf_counter() - start
     numbers = zip(passes, counts.tolist(), strict=True)
     padded = sum(n * units * -(-count // units) for (n, units), count in numbers)
-    seconds = _seconds(worker, params, some, len(few), clip, strategy)
-    return Trial(seconds * padded / (len(some) * length), memory, free)
+    return Trial(seconds * padded / (len(few) * length), memory, free)
 
 
 def _memory(worker, params, rows, clip, strategy) -> int:
@@ -123,25 +120,6 @@ def _memory(worker, params, rows, clip, strategy) -> int:
         for chunk in worker.lane_chunks(params, rows, clip, strategy, MADE_UP)
     ]
     return max((analysis.temp_size_in_bytes for analysis in analyses if analysis), default=0)
-
-
-def _seconds(worker, params, rows, few, clip, strategy) -> float:
-    """Seconds of made-up units, of which the first `few` were computed before.
-
-    On one thread of the CPU they are processor seconds, which other work on the machine disturbs
-    little.
-    """
-    alone = jax.default_backend() == "cpu" and os.environ.get("NPROC") == "1"
-    clock = time.process_time if alone else time.perf_counter
-    worker.be_alone()
-
-    def timed(units):
-        start = clock()
-        worker.add_lane(params, units, clip, strategy, MADE_UP)
-        return clock() - start
-
-    seconds = timed(rows[:few]) * len(rows) / few
-    return seconds if seconds > TRIAL_SECONDS else min(timed(rows) for _ in range(REPEATS))
 
 
 def free_memory() -> int:

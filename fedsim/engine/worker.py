@@ -184,8 +184,7 @@ class Worker:
         self._background.start()
 
     def be_alone(self) -> None:
-        """End the thread of `prepare_in_background`, which would disturb times, when it has
-        compiled its present program."""
+        """End the thread of `prepare_in_background` when it has compiled its present program."""
         self._ending.set()
         if self._background is not None:
             self._background.join()

@@ -164,7 +164,7 @@ def cost(
     rows = np.arange(units * plan.budget // plan.expected_count).reshape(units, -1)
     state = jax.eval_shape(transformation.init, params)
     workers = _workers(config)
-    trial = worker.try_strategy(params, rows, plan.clip, strategy, timed=True)
+    trial = worker.try_strategy(params, rows, plan.clip, strategy)
     if trial.fault:
         raise ConfigError.of("strategy", strategy, f"one that fits here: {trial.fault}")
     step_s = trial.seconds / len(rows) * plan.expected_count / workers

@@ -71,7 +71,7 @@ def test_a_check_that_fails_in_the_background_fails_in_the_step(task, params, mo
     assert len(set(checked)) == 2 and not engine._worker.programs.compiled
 
 
-def test_nothing_is_compiled_while_a_strategy_is_timed(task, params, monkeypatch):
+def test_a_worker_that_is_closed_compiles_no_further_program(task, params, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
 
     def compile(self, total, params, chunk, *_):

@@ -184,12 +184,12 @@ class ModelTask(Task):
         return {"tokens": tokens, "sizes": np.full(len(rows), 5, np.int32)}
 
 
-def tried(name, timed=False):
+def tried(name):
     task = ModelTask(Tied(4))
     batch = task.read("train", np.arange(2))
     params = jax.jit(task.model.init)(jax.random.key(0), batch)["params"]
     rows, engine = np.arange(10).reshape(-1, 1), LocalEngine(task, num_lanes=1)
-    return engine.try_strategy(params, rows, CLIP, Strategy(name, 4), timed=timed)
+    return engine.try_strategy(params, rows, CLIP, Strategy(name, 4))
 
 
 def test_rows_that_a_task_makes_up_differ_and_are_the_same_again():
@@ -205,7 +205,7 @@ def test_rows_that_a_task_makes_up_differ_and_are_the_same_again():
 
 @several_at_once
 def test_a_strategy_is_timed():
-    trial = tried("ghost", timed=True)
+    trial = tried("ghost")
     assert not trial.fault and 0 < trial.seconds < np.inf and 0 < trial.memory < trial.free
 
 
