@@ -7,7 +7,7 @@
     ray_engine, actors         the engine on Ray, and its workers
     cluster                    a Ray cluster joined, or started and ended
     jobs                       independent jobs on Ray's workers
-    machine                    the least that a machine must have, checked before JAX starts
+    preflight                  the least that a machine must have, checked before JAX starts
     environment                resources, threads, packages and compiled programs of processes
     compiler_options           the options of XLA and JAX that a process may have
 

@@ -9,7 +9,7 @@ from .environment import (
 )
 from .factory import create as create, reduction as reduction, starting as starting
 from .jobs import on_workers as on_workers
-from .machine import exhausted as exhausted, set_threads as set_threads
+from .preflight import exhausted as exhausted, set_threads as set_threads
 from .strategy import TRIAL_UNITS as TRIAL_UNITS, choose_strategy as choose_strategy
 from .task import (
     MADE_UP as MADE_UP,

@@ -75,7 +75,7 @@ class Actors:
         room = self.placement.room(self._cluster.nodes())
         return min(self.placement.num_workers, room) if self.fixed else room
 
-    def stranger(self, facts: dict[str, Any]) -> str:
+    def why_incompatible(self, facts: dict[str, Any]) -> str:
         """Say why a worker must not compute: its bits might differ. Empty if it may.
 
         Args:

@@ -29,14 +29,14 @@ from ray.exceptions import RayError
 
 from fedsim import keys
 from fedsim.engine.engine import EngineError
-from fedsim.engine.machine import cluster_address
+from fedsim.engine.preflight import cluster_address
 from fedsim.errors import ConfigError, brief, expect
 
 REACH_S = 5.0  # seconds to connect to a cluster's head
 ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # needs the token, like all of Ray's calls
 OPEN = (
-    "RAY_ADDRESS={}: this cluster asks nobody for a token: whoever reaches it can read "
-    "this run's files, key and texts among them (start it with RAY_AUTH_MODE=token)"
+    "RAY_ADDRESS={}: this Ray cluster has no token authentication: anyone who can connect can read "
+    "the run's files, including key and texts (start it with RAY_AUTH_MODE=token)"
 )
 FIXED_PORTS = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
 WITHOUT = "engine=local trains without it"

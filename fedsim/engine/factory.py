@@ -11,7 +11,7 @@ import jax
 from fedsim.config import EngineConfig
 from fedsim.engine.engine import Engine, ignore
 from fedsim.engine.environment import remember_programs
-from fedsim.engine.machine import cluster_address
+from fedsim.engine.preflight import cluster_address
 from fedsim.engine.task import Task
 from fedsim.errors import expect
 from fedsim.installation import optional

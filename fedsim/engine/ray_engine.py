@@ -38,7 +38,7 @@ MAX_LOSSES = 4  # of one lane, in one call
 PULL_S = 60.0  # seconds to fetch a sum from another node
 PAUSE_S = 0.2  # seconds between two probes of a worker that cannot be reached
 RECRUIT_S = 10.0  # seconds between two looks for room for more workers
-STRANGE_S = 600.0  # the same after a worker of another kind of host: it may be the only room
+INCOMPATIBLE_S = 600.0  # the same after a worker of another kind of host: it may be the only room
 AHEAD = 2  # lanes per worker that may be done or in flight before the driver has added them
 
 
@@ -281,7 +281,7 @@ class RayEngine(Engine):
                 self._lost(flight)
             elif flight.call is None and self._started:
                 # A process that was started again cannot compute: its device may be broken.
-                self._recruit_at = time.monotonic() + STRANGE_S
+                self._recruit_at = time.monotonic() + INCOMPATIBLE_S
                 self._give_up(flight.worker, cause(error))
             else:
                 raise failure(self._name(flight), error) from error
@@ -295,9 +295,9 @@ class RayEngine(Engine):
         if flight.call is not None:
             flight.call.answers[flight.lane] = answer
             self._busy_s += time.monotonic() - flight.sent
-        elif stranger := self._actors.stranger(answer):
-            self._recruit_at = time.monotonic() + STRANGE_S
-            self._give_up(flight.worker, stranger)
+        elif reason := self._actors.why_incompatible(answer):
+            self._recruit_at = time.monotonic() + INCOMPATIBLE_S
+            self._give_up(flight.worker, reason)
             return
         else:
             worker = self._workers[flight.worker]

@@ -127,7 +127,7 @@ class Worker:
             for start in range(0, rows.size, ROWS_PER_READ):  # a lane may read in between
                 self._read(split, rows.ravel()[start : start + ROWS_PER_READ])
 
-        touch(read)
+        read_into_memory(read)
 
     def _read(self, split: str, rows: np.ndarray) -> Any:
         return read_rows(self.task, split, rows)
@@ -221,7 +221,7 @@ class Worker:
         def read(start):
             return packed(self._read(split, rows[start : start + ROWS_PER_READ]))
 
-        for _, batches in ahead(read, range(0, len(rows), ROWS_PER_READ)):
+        for _, batches in prefetched(read, range(0, len(rows), ROWS_PER_READ)):
             for batch in batches:
                 yield from in_calls(batch)
 
@@ -360,7 +360,7 @@ class Worker:
         def read(start):
             return self._read(split, rows[start : start + units].ravel())
 
-        for start, batch in ahead(read, starts):
+        for start, batch in prefetched(read, starts):
             part = rows[start : start + units]
             shape = part.shape
             batch = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch)  # noqa: B023
@@ -385,7 +385,7 @@ def in_calls(batch: Any) -> Iterator[tuple[Any, int]]:
         start += rows
 
 
-def ahead(read: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+def prefetched(read: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     """Yield (item, read(item)) in order; a thread reads the next item meanwhile.
 
     Raises: the error of `read`, when it is that item's turn.
@@ -401,7 +401,7 @@ def ahead(read: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[tuple[An
             yield last[0], last[1].result()
 
 
-def touch(read: Callable[[], Any]) -> None:
+def read_into_memory(read: Callable[[], Any]) -> None:
     """Read in the background and drop the result, so that memory-mapped pages are in memory.
 
     Errors are ignored: they recur when the rows are read for use.

@@ -179,8 +179,8 @@ def test_workers_have_the_same_packages_of_accelerators_also_where_the_driver_ha
     made = actors.Actors(task, num_workers=1, threads=1)
     known = {"kind": "K", "host": "h", "versions": environment.versions()}
     ours, other = ({**known, "versions": known["versions"] | {"cublas": n}} for n in "12")
-    assert [made.stranger(facts) for facts in (ours, ours)] == ["", ""]
-    assert made.stranger(other) == "the worker on h has cublas 2 instead of 1"
+    assert [made.why_incompatible(facts) for facts in (ours, ours)] == ["", ""]
+    assert made.why_incompatible(other) == "the worker on h has cublas 2 instead of 1"
     made.close()
 
 

@@ -116,6 +116,6 @@ def test_a_long_reading_ahead_leaves_room_for_a_lane(monkeypatch, task):
     monkeypatch.setattr(worker_module, "ROWS_PER_READ", 10)
     pieces = []
     monkeypatch.setattr(task, "read", lambda split, rows: pieces.append(len(rows)))
-    monkeypatch.setattr(worker_module, "touch", lambda read: read())
+    monkeypatch.setattr(worker_module, "read_into_memory", lambda read: read())
     Worker(task).read_ahead("train", np.arange(25)[:, None])
     assert pieces == [10, 10, 5]

@@ -130,4 +130,4 @@ def test_a_run_on_a_cluster_that_asks_for_no_token_says_so(ray_cluster, rng, mon
     _, task = mean_problem(rng, [5])
     pool = RayEngine(task, num_lanes=2, num_workers=1, threads=1, warn=notes.append)
     pool.close()
-    assert len(notes) == 1 and "RAY_ADDRESS=head:6379: this cluster asks nobody" in notes[0]
+    assert len(notes) == 1 and "RAY_ADDRESS=head:6379: this Ray cluster has no token" in notes[0]

@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
-from fedsim.engine.worker import ahead, touch
+from fedsim.engine.worker import prefetched, read_into_memory
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
 def test_items_come_in_order_with_what_was_read_of_them(count):
-    assert list(ahead(lambda i: i * i, range(count))) == [(i, i * i) for i in range(count)]
+    assert list(prefetched(lambda i: i * i, range(count))) == [(i, i * i) for i in range(count)]
 
 
 def test_the_next_item_is_read_while_this_one_is_worked_on():
@@ -18,7 +18,7 @@ def test_the_next_item_is_read_while_this_one_is_worked_on():
     def read(item):
         begun[item].set()
 
-    for item, _ in ahead(read, range(3)):
+    for item, _ in prefetched(read, range(3)):
         assert item == 2 or begun[item + 1].wait(10)
 
 
@@ -30,7 +30,7 @@ def test_no_more_than_one_item_is_read_ahead():
             asked.append(item)
             yield item
 
-    for item, _ in ahead(lambda item: item, items()):
+    for item, _ in prefetched(lambda item: item, items()):
         assert len(asked) <= item + 2
 
 
@@ -42,7 +42,7 @@ def test_an_error_comes_at_its_items_turn():
 
     read_until = []
     with pytest.raises(OSError, match="gone"):
-        for item, _ in ahead(read, range(4)):
+        for item, _ in prefetched(read, range(4)):
             read_until.append(item)
     assert read_until == [0, 1]
 
@@ -54,5 +54,5 @@ def test_touching_reads_in_the_background_and_keeps_errors_for_later():
         done.set()
         raise OSError("gone")
 
-    touch(read)
+    read_into_memory(read)
     assert done.wait(10)

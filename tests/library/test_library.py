@@ -18,7 +18,7 @@ from refused import refuses
 import fedsim
 from fedsim.cli.main import main
 from fedsim.config import changed_run
-from fedsim.engine import machine
+from fedsim.engine import preflight
 from fedsim.library.tables import source_of
 
 SETTINGS = {
@@ -140,8 +140,7 @@ def test_a_run_of_a_cluster_is_checked_and_evaluated_on_a_small_machine(run, mon
     of_cluster = {"engine": "ray", "num_workers": 64, "accelerator": "gpu"}
     elsewhere = fedsim.load(run.run_dir)
     elsewhere.stored = dataclasses.replace(run.stored, run=changed_run(stored, **of_cluster))
-    little = machine.needed("local", 0)
-    monkeypatch.setattr(machine, "free", lambda most: little)
+    monkeypatch.setattr(preflight, "free_memory", lambda: preflight.LOCAL_MEMORY)
     assert all(check.holds is not False for check in elsewhere.verify())
     assert elsewhere.evaluate() == run.evaluate()
 

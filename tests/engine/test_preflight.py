@@ -10,7 +10,7 @@ from fedsim import cgroups
 from fedsim.cgroups import cpus, free_memory
 from fedsim.cli import main as cli
 from fedsim.config import EngineConfig
-from fedsim.engine import machine
+from fedsim.engine import preflight
 from fedsim.errors import ConfigError
 
 TRAIN = "train uls --data nowhere --epsilon 1 --num-steps 2 --run-dir never --engine local".split()
@@ -83,20 +83,20 @@ def test_cpus_are_those_of_the_container(membership, files, count, tmp_path, mon
 
 
 def test_a_driver_of_a_cluster_needs_no_room_for_workers(monkeypatch):
-    monkeypatch.setattr(machine, "free_memory", lambda: machine.LOCAL_MEMORY)
+    monkeypatch.setattr(preflight, "free_memory", lambda: preflight.LOCAL_MEMORY)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match="^memory="):
-        machine.expect_enough(EngineConfig("ray", num_workers=2))
+        preflight.expect_enough(EngineConfig("ray", num_workers=2))
     monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
-    machine.expect_enough(EngineConfig("ray", num_workers=2))
+    preflight.expect_enough(EngineConfig("ray", num_workers=2))
 
 
 def test_ray_without_shared_memory_is_refused(monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(machine, "SHARED", tmp_path / "shm")
+    monkeypatch.setattr(preflight, "SHARED", tmp_path / "shm")
     with pytest.raises(ConfigError, match=r"^shared_memory=\S+/shm: .* --shm-size=1g\), or engine"):
-        machine.expect_enough(EngineConfig("ray"))
-    machine.expect_enough(EngineConfig("local"))
+        preflight.expect_enough(EngineConfig("ray"))
+    preflight.expect_enough(EngineConfig("local"))
 
 
 @pytest.mark.parametrize(
