@@ -251,7 +251,7 @@ class _Reading:
     def _csv(self, rules: str) -> str:
         return (
             "read_csv($path, columns=$columns, delim=$delimiter, quote=$quote, escape=$quote, "
-            f"{rules}, header=true, auto_detect=false, parallel=false, nullstr=$null, "
+            f"{rules}, header=true, auto_detect=false, nullstr=$null, "
             f"compression='{self.packed}', max_line_size={MOST_BYTES}, "
             f"buffer_size={2 * MOST_BYTES})"
         )
