@@ -207,7 +207,7 @@ class SettingsSchema(SphinxDirective):
     """JSON Schema of the settings of train: `.. settings-schema::`."""
 
     def run(self):
-        from fedsim.cli.schema import json_schema
+        from fedsim.config import json_schema
 
         text = json.dumps(json_schema(), indent=2)
         return [literal_block(text, text, language="json")]

@@ -105,8 +105,10 @@ def test_a_run_replies_in_the_template_of_its_data(tmp_path, capsys):
     chats = tmp_path / "chats.jsonl"
     chats.write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "mine.jinja").write_text(PROMPTING)
-    flags = {"data": chats, "user_column": "customer", "chat_template": tmp_path / "mine.jinja"}
-    flags |= {"model": model, "lora_rank": 1, "num_steps": 1, "max_length": 64}
+    how = ["--user-column", "customer", "--chat-template", str(tmp_path / "mine.jinja")]
+    how += ["--tokenizer", str(model), "--max-length", "64", "--out", str(tmp_path / "built")]
+    main(["data", "build", str(chats), *how])
+    flags = {"data": tmp_path / "built", "model": model, "lora_rank": 1, "num_steps": 1}
     run_command("train", "uls", run_dir=tmp_path / "run", **flags)
     capsys.readouterr()
     said = ("--prompt", "Hello", "--temperature", "0")

@@ -3,17 +3,11 @@
 import dataclasses
 import math
 import sys
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-import tyro
+from tyro.conf import Positional
 
-from fedsim.config import (
-    ALLOCATION,
-    CORRELATED,
-    ONLY_USERS,
-    MechanismConfig,
-    to_json,
-)
+from fedsim.config import ALLOCATION, CORRELATED, ONLY_USERS, MechanismConfig, group, to_json
 from fedsim.errors import expect, expect_positive
 
 if TYPE_CHECKING:
@@ -22,14 +16,12 @@ if TYPE_CHECKING:
 NOISE = "noise_multiplier"
 
 
-@dataclasses.dataclass(frozen=True)
+@group(kw_only=True)
 class _Mechanism(MechanismConfig):
-    """Settings of the mechanism, and what both commands compute from them."""
+    """The mechanism, and what both commands compute from it."""
 
-    algorithm: tyro.conf.Positional[Literal["els", "uls"]]
+    algorithm: Annotated[Literal["els", "uls"], Positional]
     """els or uls."""
-
-    _: dataclasses.KW_ONLY
 
     participations: int | None = None
     """K: with random allocation, the number of steps that each user takes part in. Divides
@@ -113,14 +105,13 @@ class _Mechanism(MechanismConfig):
         from fedsim.noise import predicted_error
 
         bands = (self.bands or 1) if self.noise == CORRELATED else 1
-        settings = {name: value for name, value in vars(self).items() if name != "json"}
         error = predicted_error(noise_multiplier, num_steps, bands)
-        return {**settings, **found, "predicted_error": error}
+        return {**vars(self), **found, "predicted_error": error}
 
 
-@dataclasses.dataclass(frozen=True)
+@group(kw_only=True)
 class Account(_Mechanism):
-    """Compute the user-level epsilon of a training at a delta, or its delta at an epsilon."""
+    """The training, and the answer of `fedsim account`."""
 
     num_steps: int
     """T: number of steps. In [1, 10000000]."""
@@ -148,10 +139,8 @@ class Account(_Mechanism):
     anybody saw a release. For users chosen by looking, multiply delta by the number of sets that
     could be chosen. >= 1."""
 
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-    def __call__(self) -> dict[str, Any]:
+    def solve(self) -> tuple[dict[str, Any], str]:
+        """The JSON object, and a line about it."""
         from fedsim import accounting
         from fedsim.accounting import at_most
 
@@ -184,23 +173,19 @@ class Account(_Mechanism):
         if epsilon == math.inf:
             larger = "" if by_group else _least_delta(together)
             _progress(f"delta={delta}: too small for an answer{larger}")
-        if not self.json:
-            spent = f"epsilon {at_most(epsilon, '.6g')} at delta {at_most(delta, '.3e')}"
-            if self.people > 1:
-                spent += f" for {self.people:,} users together, named before any release"
-            how = ["by group privacy, which is not tight"] * by_group
-            print(", ".join([spent, *how]))
+        spent = f"epsilon {at_most(epsilon, '.6g')} at delta {at_most(delta, '.3e')}"
+        if self.people > 1:
+            spent += f" for {self.people:,} users together, named before any release"
+        spent += ", by group privacy, which is not tight" * by_group
         found = {"epsilon": to_json(epsilon), "delta": delta}
         if self.people > 1:
             found["how"] = "group privacy" if by_group else "theorem"
-        return self.answer(self.num_steps, self.noise_multiplier, **found)
+        return self.answer(self.num_steps, self.noise_multiplier, **found), spent
 
 
-@dataclasses.dataclass(frozen=True)
+@group(kw_only=True)
 class Calibrate(_Mechanism):
-    """Find the setting that meets a user-level (epsilon, delta): give num-steps or
-    noise-multiplier. The answer is the smallest noise multiplier, or the largest number of steps.
-    """
+    """The target, and the answer of `fedsim calibrate`."""
 
     epsilon: float
     """Target epsilon. > 0."""
@@ -223,10 +208,8 @@ class Calibrate(_Mechanism):
     """Part of epsilon that is spent before the first step, on the private median of els. In
     (0, epsilon). Only to find the noise multiplier."""
 
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-    def __call__(self) -> dict[str, Any]:
+    def solve(self) -> tuple[dict[str, Any], str]:
+        """The JSON object, and a line about it."""
         from fedsim.accounting import MOST_STEPS, at_most
 
         wanted, share = self._unknown(), self.before
@@ -237,14 +220,13 @@ class Calibrate(_Mechanism):
         steps, noise = solved.num_steps, solved.noise_multiplier
         assert steps is not None and noise is not None, "one given, one found"
         is_bound = wanted == "num_steps" and steps == MOST_STEPS
-        if not self.json:  # rounded so that a run by it claims no more than was asked for
-            shown = {
-                "num_steps": f"{steps}{' or more (nothing above is looked for)' * is_bound}",
-                NOISE: f"{at_most(noise, '.6g')}{note}",
-            }
-            print(f"{wanted.replace('_', ' ')} {shown[wanted]}")
-        answer = solved.answer(steps, noise)
-        return {**answer, "at_least": is_bound} if wanted == "num_steps" else answer
+        shown = {  # rounded so that a run by it claims no more than was asked for
+            "num_steps": f"{steps}{' or more (nothing above is looked for)' * is_bound}",
+            NOISE: f"{at_most(noise, '.6g')}{note}",
+        }
+        bound = {"at_least": is_bound} if wanted == "num_steps" else {}
+        line = f"{wanted.replace('_', ' ')} {shown[wanted]}"
+        return {**solved.answer(steps, noise), **bound}, line
 
     def _unknown(self) -> str:
         """The name of the one setting that is to be found."""
@@ -307,13 +289,39 @@ class Calibrate(_Mechanism):
         ), note
 
 
+def account(asked: Account, json: bool = False) -> dict[str, Any]:
+    """Compute the user-level epsilon of a training at a delta, or its delta at an epsilon.
+
+    Args:
+      json: Print one JSON object on stdout.
+    """
+    return _shown(asked, json)
+
+
+def calibrate(asked: Calibrate, json: bool = False) -> dict[str, Any]:
+    """Find the setting that meets a user-level (epsilon, delta): give num_steps or
+    noise_multiplier. The answer is the smallest noise multiplier, or the largest number of steps.
+
+    Args:
+      json: Print one JSON object on stdout.
+    """
+    return _shown(asked, json)
+
+
+def _shown(asked: Account | Calibrate, json: bool) -> dict[str, Any]:
+    answer, line = asked.solve()
+    if not json:
+        print(line)
+    return answer
+
+
 def _least_delta(phases: "Phases") -> str:
     """Advice on a delta that the accountant resolves: with more steps, it resolves fewer."""
     from fedsim import accounting
 
     for power in range(-15, 0):
         if accounting.epsilon(phases, 10.0**power) < math.inf:
-            return f": nothing below about 1e{power} is resolved here; try --delta 1e{power}"
+            return f": nothing below about 1e{power} is resolved here; try delta=1e{power}"
     return ""
 
 

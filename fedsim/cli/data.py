@@ -1,176 +1,132 @@
 """`fedsim data build`, `stats`, `show` and `without`: build data sets, count and see what is in
 them, and copy them without some users."""
 
-import dataclasses
 import os
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import tyro
+from tyro.conf import Positional
 
-from fedsim.cli.arguments import Flat
 from fedsim.config import BuildConfig
 from fedsim.errors import expect, expect_count, printable
-from fedsim.run import columns
+from fedsim.run import Terminal, columns
 
 MOST_NAMED = 20  # ids in a warning
 
 
-@dataclasses.dataclass(frozen=True)
-class DataBuild:
+def build(
+    out: Path,
+    settings: BuildConfig,
+    sources: Positional[tuple[str, ...]] = (),
+    split: str | None = None,
+    revision: str | None = None,
+    num_workers: int | None = None,
+    json: bool = False,
+) -> dict[str, Any]:
     """Tokenise texts with a user column into a directory that train reads quickly.
 
     A build that was interrupted or killed resumes with the same command.
+
+    Args:
+      out: Directory to create.
+      sources: Parquet, JSON, JSONL, CSV or TSV files, folders of them (of JSON: 'folder/*.json'),
+        globs, a data set saved by `datasets`, or hf:NAME[:CONFIG].
+      split: Split of an hf: or saved data set to read. Default: train.
+      revision: Branch, tag or commit of an hf: data set to read. Default: the newest.
+      num_workers: Number of processes; it does not change the result. Default: one per CPU.
+      json: Print one JSON object on stdout.
     """
+    Terminal().note(f"reading {' '.join(sources) or 'no sources'}")
+    expect("sources", "", bool(sources), "files, or hf:NAME")
+    from fedsim import data
 
-    out: Path
-    """Directory to create."""
-
-    sources: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Parquet, JSON, JSONL, CSV or TSV files, folders of them (of JSON: 'folder/*.json'), globs, a
-    data set saved by `datasets`, or hf:NAME[:CONFIG]."""
-
-    settings: Flat[BuildConfig] = dataclasses.field(default_factory=BuildConfig)
-
-    split: str | None = None
-    """Split of an hf: or saved data set to read. Default: train."""
-
-    revision: str | None = None
-    """Branch, tag or commit of an hf: data set to read. Default: the newest."""
-
-    num_workers: int | None = None
-    """Number of processes; it does not change the result. Default: one per CPU."""
-
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-    @property
-    def doing(self) -> str:
-        return f"reading {' '.join(self.sources) or 'no sources'}"
-
-    def __call__(self) -> dict[str, Any]:
-        from fedsim.data import build
-        from fedsim.run import Terminal
-
-        expect("sources", "", bool(self.sources), "files, or hf:NAME")
-        of_source: dict[str, Any] = {"split": self.split, "revision": self.revision}
-        of_source["num_workers"] = self.num_workers
-        settings = {**vars(self.settings), **of_source}
-        dataset = build(self.sources, self.out, progress=Terminal().note, **settings)
-        return _show_stats(dataset, self.json)
+    of_source: dict[str, Any] = {"split": split, "revision": revision, "num_workers": num_workers}
+    built = data.build(sources, out, progress=Terminal().note, **vars(settings), **of_source)
+    return _show_stats(built, json)
 
 
-@dataclasses.dataclass(frozen=True)
-class DataStats:
-    """Count users, examples and tokens of a built directory, as in the paper's table of data
-    sets."""
+def stats(
+    directory: Positional[str], histogram: Path | None = None, json: bool = False
+) -> dict[str, Any]:
+    """Count users, examples and tokens of a built directory, as in the paper's table of data sets.
 
-    directory: tyro.conf.Positional[str]
-    """A directory made by `fedsim data build`, or pydocs."""
-
-    histogram: Path | None = None
-    """PNG file to draw: the histogram of examples per user."""
-
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-    @property
-    def doing(self) -> str:
-        return f"reading data={self.directory}"
-
-    def __call__(self) -> dict[str, Any]:
+    Args:
+      directory: A directory made by `fedsim data build`, or pydocs.
+      histogram: PNG file to draw: the histogram of examples per user.
+      json: Print one JSON object on stdout.
+    """
+    dataset = _opened(directory)
+    if histogram is not None:
         from fedsim.data import draw_histograms
 
-        dataset = _opened(self.directory)
-        if self.histogram is not None:
-            draw_histograms(dataset.splits(), self.histogram)
-        return _show_stats(dataset, self.json)
+        draw_histograms(dataset.splits(), histogram)
+    return _show_stats(dataset, json)
 
 
-@dataclasses.dataclass(frozen=True)
-class DataShow:
+def show(
+    directory: Positional[str],
+    rows: int = 3,
+    split: Literal["train", "eval_users", "eval_examples", "test"] = "train",
+    json: bool = False,
+) -> dict[str, Any]:
     """Show examples as the model gets them, with the tokens that are trained on.
 
     This shows people's texts.
+
+    Args:
+      directory: A directory made by `fedsim data build`, or pydocs.
+      rows: Number of examples, evenly spaced. >= 1.
+      split: Split to show examples of.
+      json: Print one JSON object on stdout.
     """
+    expect_count("rows", rows, 1)
+    dataset = _opened(directory)
+    there = dataset.splits()
+    expect("split", split, split in there, f"one of {', '.join(there)}")
+    from fedsim.data import shown
 
-    directory: tyro.conf.Positional[str]
-    """A directory made by `fedsim data build`, or pydocs."""
-
-    rows: int = 3
-    """Number of examples, evenly spaced. >= 1."""
-
-    split: Literal["train", "eval_users", "eval_examples", "test"] = "train"
-    """Split to show examples of."""
-
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-    @property
-    def doing(self) -> str:
-        return f"reading data={self.directory}"
-
-    def __call__(self) -> dict[str, Any]:
-        from fedsim.data import shown
-
-        expect_count("rows", self.rows, 1)
-        dataset = _opened(self.directory)
-        there = dataset.splits()
-        expect("split", self.split, self.split in there, f"one of {', '.join(there)}")
-        examples = shown(dataset, self.split, self.rows)
-        if not self.json:
-            for example in examples:
-                print(_example(example), end="\n\n")
-        return {"path": str(dataset.path), "split": self.split, "examples": examples}
+    examples = shown(dataset, split, rows)
+    if not json:
+        for example in examples:
+            print(_example(example), end="\n\n")
+    return {"path": str(dataset.path), "split": split, "examples": examples}
 
 
-@dataclasses.dataclass(frozen=True)
-class DataWithout:
+def without(
+    directory: Positional[str], users: Path, out: Path, json: bool = False
+) -> dict[str, Any]:
     """Copy a data set without the texts of some users.
 
     All other texts are copied byte for byte, each into the same split and in the same order. A text
     with several owners goes if one of them does. The old data set stays as it is: remove it, and
     the files that it was built from, if these people ask to be forgotten.
+
+    Args:
+      directory: A directory made by `fedsim data build`, or pydocs.
+      users: File with the ids of the users as the data set has them, one a line.
+      out: Directory to create.
+      json: Print one JSON object on stdout.
     """
+    from fedsim import data
 
-    directory: tyro.conf.Positional[str]
-    """A directory made by `fedsim data build`, or pydocs."""
-
-    users: Path
-    """File with the ids of the users as the data set has them, one a line."""
-
-    out: Path
-    """Directory to create."""
-
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-    @property
-    def doing(self) -> str:
-        return f"reading data={self.directory}"
-
-    def __call__(self) -> dict[str, Any]:
-        from fedsim.data import read_ids, without
-        from fedsim.run import Terminal
-
-        result = without(_opened(self.directory), read_ids(self.users), self.out)
-        if unknown := result["not_found"]:
-            named = ", ".join(map(printable, unknown[:MOST_NAMED]))
-            more = f" and {len(unknown) - MOST_NAMED:,} more" if len(unknown) > MOST_NAMED else ""
-            Terminal().warn(f"{len(unknown):,} ids are of no user of the data: {named}{more}")
-        if not self.json:
-            left_out = f"left out {result['users']:,} users and {result['texts']:,} texts"
-            print(f"{left_out}; written to {result['path']}")
-        return result
+    result = data.without(_opened(directory), data.read_ids(users), out)
+    if unknown := result["not_found"]:
+        named = ", ".join(map(printable, unknown[:MOST_NAMED]))
+        more = f" and {len(unknown) - MOST_NAMED:,} more" if len(unknown) > MOST_NAMED else ""
+        Terminal().warn(f"{len(unknown):,} ids are of no user of the data: {named}{more}")
+    if not json:
+        left_out = f"left out {result['users']:,} users and {result['texts']:,} texts"
+        print(f"{left_out}; written to {result['path']}")
+    return result
 
 
 def _opened(directory: str) -> Any:
     """The data set of a directory that was built, or one that is built in."""
+    Terminal().note(f"reading data={directory}")
     from fedsim.data import corpora
-    from fedsim.run import Terminal
 
     there = directory == corpora.PYDOCS or corpora.is_built(directory)
     expect("directory", directory, there, "a directory made by `fedsim data build`, or pydocs")
@@ -191,37 +147,13 @@ def _example(example: dict[str, Any]) -> str:
     return f"row {example['row']} of {owners}: {numbers}\n{''.join(parts)}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """Build data sets, count and see what is in them, copy them without some users."""
-
-    command: tyro.conf.OmitSubcommandPrefixes[
-        Annotated[DataBuild, tyro.conf.subcommand("build")]
-        | Annotated[DataStats, tyro.conf.subcommand("stats")]
-        | Annotated[DataShow, tyro.conf.subcommand("show")]
-        | Annotated[DataWithout, tyro.conf.subcommand("without")]
-    ]
-
-    @property
-    def json(self) -> bool:
-        return self.command.json
-
-    @property
-    def doing(self) -> str:
-        return self.command.doing
-
-    def __call__(self) -> dict[str, Any]:
-        return self.command()
-
-
 def _show_stats(dataset: Any, as_json: bool) -> dict[str, Any]:
     """Statistics of every split; printed as a table unless `as_json`."""
-    from fedsim.data import stats
-    from fedsim.run import Terminal
+    from fedsim import data
 
     if cut_off := dataset.cut_off():
         Terminal().warn(cut_off)
-    splits = {name: stats(store) for name, store in dataset.splits().items()}
+    splits = {name: data.stats(store) for name, store in dataset.splits().items()}
     counts = dataset.metadata.get("counts", {})
     if not as_json:
         tables = {split: dict(_flat(values)) for split, values in splits.items()}

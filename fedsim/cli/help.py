@@ -1,7 +1,8 @@
-"""Flags of the commands, read from their dataclasses as tyro reads them, and the help pages.
+"""Flags of the commands, and the help pages: `--help` has required and common flags, `--help-all`
+all.
 
-`--help` shows required and common flags, `--help-all` all. argparse lays a page out, as wide as the
-terminal.
+A command is a function. Its parameters are flags, documented in its docstring; a parameter that is
+a group of settings stands for its fields. argparse lays a page out, as wide as the terminal.
 """
 
 import argparse
@@ -10,19 +11,16 @@ import inspect
 import shutil
 import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import docstring_parser
 import tyro
-from tyro.constructors import (
-    ConstructorRegistry,
-    StructConstructorSpec,
-    StructFieldSpec,
-    StructTypeInfo,
-)
 
 METAVARS = {int: "INT", float: "FLOAT", Path: "PATH", str: "TEXT"}
+Command = Callable[..., dict[str, Any]]
+Commands = Mapping[str, "Command | Commands"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +32,11 @@ class Flag:
     metavar: str
     """Placeholder of the value; empty for a switch."""
     text: str
-    required: bool = False
-    group: str = ""
-    """Summary of the class that it is a field of: the title of its section in --help-all."""
+    required: bool
+    group: str
+    """The title of its section in --help-all."""
+    several: bool = False
+    """True if it takes several values."""
 
     @property
     def usage(self) -> str:
@@ -44,63 +44,52 @@ class Flag:
         return " ".join(filter(None, [*self.names[:1], self.metavar]))
 
 
-def commands(kind: Any) -> dict[str, Any]:
-    """Commands by name, of a union of commands or a class with such a union as `command`."""
-    if dataclasses.is_dataclass(kind):
-        held = typing.get_type_hints(kind, include_extras=True).get("command")
-        return commands(typing.get_args(held)[0]) if held else {}
-    marked = (typing.get_args(each) for each in typing.get_args(kind))
-    return {mark.name: command for command, mark in marked}
-
-
-def leaves(kind: Any, path: str = "fedsim") -> Iterator[tuple[str, Any]]:
-    """All commands of a union, also those of groups, each with its name as typed."""
-    for name, inner in commands(kind).items():
-        if commands(inner):
-            yield from leaves(inner, f"{path} {name}")
-        else:
-            yield f"{path} {name}", inner
-
-
-def named(kind: Any, words: list[str]) -> tuple[list[str], Any]:
-    """The leading words that name a command, and the command (or union) that they name."""
-    path: list[str] = []
-    for word in words:
-        if word not in (inner := commands(kind)):
-            break
-        path.append(word)
-        kind = inner[word]
-    return path, kind
-
-
-def flags(kind: Any, group: str = "") -> Iterator[Flag]:
+def flags(command: Command) -> Iterator[Flag]:
     """The flags of a command."""
-    about = StructTypeInfo.make(kind, tyro.MISSING_NONPROP, in_union_context=False)
-    spec = ConstructorRegistry().get_struct_spec(about)
-    assert isinstance(spec, StructConstructorSpec), "commands are dataclasses"
-    for field in spec.fields:
-        marked = typing.get_origin(field.type) is typing.Annotated
-        plain, *marks = typing.get_args(field.type) if marked else (field.type,)
-        if dataclasses.is_dataclass(plain):
-            yield from flags(plain, sentence(plain).partition(",")[0])
+    parsed = docstring_parser.parse(command.__doc__ or "")
+    texts = {part.arg_name: part.description or "" for part in parsed.params}
+    hints = typing.get_type_hints(command, include_extras=True)
+    for name, parameter in inspect.signature(command).parameters.items():
+        marked = typing.get_origin(hints[name]) is typing.Annotated
+        kind, *marks = typing.get_args(hints[name]) if marked else (hints[name],)
+        if dataclasses.is_dataclass(kind):
+            yield from _of_group(kind)
         else:
-            yield _flag(field, plain, marks, group)
+            default = ... if parameter.default is parameter.empty else parameter.default
+            positional, text = tyro.conf.Positional in marks, texts.get(name, "")
+            yield _flag(name, kind, default, positional, text, "flags")
 
 
-def _flag(field: StructFieldSpec, kind: Any, marks: list[Any], group: str) -> Flag:
-    given = (getattr(mark, "name", None) for mark in marks)
-    name = next(filter(None, given), field.name).replace("_", "-")
-    text = (field.helptext() if callable(field.helptext) else field.helptext) or ""
-    required, metavar = field.default is tyro.MISSING_NONPROP, _metavar(kind)
-    if tyro.conf.Positional in marks:
+def _of_group(kind: Any) -> Iterator[Flag]:
+    """The flags of a group of settings, and of the groups in it."""
+    for name, about in kind.__pydantic_fields__.items():
+        if dataclasses.is_dataclass(about.annotation):
+            yield from _of_group(about.annotation)
+        elif tyro.conf.Suppress not in about.metadata:
+            named = (getattr(mark, "name", None) for mark in about.metadata)
+            flag = next(filter(None, named), name)
+            positional = tyro.conf.Positional in about.metadata
+            default, title = about.default, sentence(kind).partition(",")[0]
+            default = ... if about.is_required() else default
+            text = about.description or ""
+            yield _flag(flag, about.annotation, default, positional, text, title)
+
+
+def _flag(name: str, kind: Any, default: Any, positional: bool, text: str, group: str) -> Flag:
+    """A flag. Args: default: ... if it is required."""
+    name, text = name.replace("_", "-"), " ".join(text.split())
+    required, metavar = default is ..., _metavar(kind)
+    if positional:
         metavar = metavar if metavar.startswith("{") else name.upper()
         metavar += " ..." if typing.get_origin(kind) is tuple else ""
         return Flag((), metavar if required else f"[{metavar}]", text, required, group)
-    names = (f"--{name}", f"--no-{name}") if field.default is True else (f"--{name}",)
-    if metavar and field.default and not required and "efault: " not in text:
-        values = field.default if isinstance(field.default, tuple) else (field.default,)
+    names = (f"--{name}", f"--no-{name}") if default is True else (f"--{name}",)
+    if metavar and default and not required and "efault: " not in text:
+        values = default if isinstance(default, tuple) else (default,)
         text += f" Default: {' '.join(map(str, values))}."
-    return Flag(names, metavar, text, required, group)
+    origins = map(typing.get_origin, (kind, *typing.get_args(kind)))
+    several = any(origin in (tuple, Sequence) for origin in origins)
+    return Flag(names, metavar, text, required, group, several)
 
 
 def _metavar(kind: Any) -> str:
@@ -111,9 +100,14 @@ def _metavar(kind: Any) -> str:
     return _metavar(inner[0]) if inner else METAVARS.get(kind, "")
 
 
+def about(command: Any) -> str:
+    """A command's docstring without the description of its arguments."""
+    return (inspect.getdoc(command) or "").partition("\n\nArgs:")[0]
+
+
 def sentence(kind: Any) -> str:
-    """The first sentence of a class's docstring."""
-    first = " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
+    """The first sentence of a docstring."""
+    first = " ".join(about(kind).partition("\n\n")[0].split())
     return first.partition(". ")[0].rstrip(".")
 
 
@@ -129,31 +123,37 @@ FEW = 14  # a command with at most so many flags shows all of them
 NARROW = 70  # columns of a terminal below which texts stand under their flags
 WIDE = 100  # longest line
 EVERYWHERE = "With every command: --quiet (warnings and errors only), --verbose (all details)."
+GROUPS = {
+    "fedsim data": "Build data sets, count and see what is in them, copy them without some users."
+}
 ABOUT = "Fine-tune language models on people's texts, with differential privacy for each person."
 
 
-def page(name: str, kind: Any, *, whole: bool) -> str:
+def page(name: str, command: "Command | Commands", *, whole: bool) -> str:
     """Help page of a command or a group of commands.
 
     Args:
       name: as typed, with fedsim in front.
-      kind: the dataclass of the command, or a union of them.
+      command: its function, or the commands of a group.
       whole: show all flags instead of the required and common ones.
     """
-    if inner := commands(kind):
-        about = inspect.getdoc(kind) if isinstance(kind, type) else ABOUT
-        parser = _parser(f"{name} COMMAND", [], about)
-        _section(parser, "commands", [Flag((), word, sentence(one)) for word, one in inner.items()])
+    if isinstance(command, Mapping):
+        parser = _parser(f"{name} COMMAND", [], GROUPS.get(name, ABOUT))
+        rows = {
+            word: GROUPS.get(f"{name} {word}") or sentence(one) for word, one in command.items()
+        }
+        inside = [Flag((), word, text, False, "") for word, text in rows.items()]
+        _section(parser, "commands", inside)
         parser.epilog = f"The flags of a command: {name} COMMAND --help\n{EVERYWHERE}"
         return parser.format_help()
-    every = list(flags(kind))
+    every = list(flags(command))
     words = [flag.usage for flag in every if flag.required or not flag.names]
-    parser = _parser(name, [*words, "[FLAGS]"], inspect.getdoc(kind))
+    parser = _parser(name, [*words, "[FLAGS]"], about(command))
     _section(parser, "required", [flag for flag in every if flag.required])
     rest = [flag for flag in every if not flag.required]
     if whole:
         for title in dict.fromkeys(flag.group for flag in rest):
-            _section(parser, title or "flags", [flag for flag in rest if flag.group == title])
+            _section(parser, title, [flag for flag in rest if flag.group == title])
         return parser.format_help()
     few = len(every) <= FEW
     shown = [flag for flag in rest if few or COMMON & set(flag.names) or not flag.names]
@@ -163,12 +163,12 @@ def page(name: str, kind: Any, *, whole: bool) -> str:
     return parser.format_help()
 
 
-def _parser(name: str, words: list[str], about: str | None) -> argparse.ArgumentParser:
+def _parser(name: str, words: list[str], text: str) -> argparse.ArgumentParser:
     usage = " ".join([name, *(word.replace(" ", "\0") for word in words)])  # a flag with its value
     usage = _filled(usage, _width() - len("usage: "), subsequent_indent=" " * 4)
     return argparse.ArgumentParser(
         usage=usage.replace("\0", " "),
-        description="\n\n".join(_filled(part, _width()) for part in (about or "").split("\n\n")),
+        description="\n\n".join(_filled(part, _width()) for part in text.split("\n\n")),
         formatter_class=_Layout,
         add_help=False,
     )

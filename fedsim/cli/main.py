@@ -1,4 +1,4 @@
-"""The command line: `fedsim COMMAND`, each command a frozen dataclass whose fields are its flags.
+"""The command line: `fedsim COMMAND`, each command a function whose parameters are its flags.
 
 A mistake in settings or data ends with exit code 2 and one line, `fedsim: error: ...`; a mistake in
 the command line itself (a missing flag, not a number) with exit code 2 and tyro's message. There is
@@ -6,53 +6,54 @@ no traceback. With `--json`, stdout has one JSON object only; progress goes to s
 """
 
 import contextlib
+import difflib
+import functools
+import inspect
 import io
+import itertools
 import json
 import os
+import re
 import resource
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import tyro
 
-from fedsim.cli.account import Account, Calibrate
-from fedsim.cli.arguments import level_of, parse
-from fedsim.cli.data import Data, DataBuild
-from fedsim.cli.models import (
-    Evaluate,
-    Export,
-    Generate,
-    Train,
-)
-from fedsim.cli.trust import Audit, Budget, Publish, Report, Verify
-from fedsim.cli.tuning import Recommend, Select
-from fedsim.config import to_json
-from fedsim.errors import ConfigError, FedsimError, printable
-from fedsim.files import CACHE, DISK_FULL, LEDGER, directory_of
+from fedsim.cli.account import account, calibrate
+from fedsim.cli.data import build, show, stats, without
+from fedsim.cli.help import Command, Commands, flags, page
+from fedsim.cli.models import evaluate, export, generate, train
+from fedsim.cli.trust import audit, budget, publish, report, verify
+from fedsim.cli.tuning import recommend, select
+from fedsim.config import RunConfig, read, to_json
+from fedsim.errors import ConfigError, FedsimError, expect, printable
+from fedsim.files import CACHE, DISK_FULL, LEDGER, directory_of, expand_home
 from fedsim.installation import optional, version
-from fedsim.run import Terminal, speaking
+from fedsim.run import speaking
 from fedsim.signals import terminated
 
 UNFINISHED = 75  # EX_TEMPFAIL: a signal stopped the run; the same command with --resume goes on
-
-Command = (
-    Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
-    | Annotated[Generate, tyro.conf.subcommand("generate")]
-    | Annotated[Export, tyro.conf.subcommand("export")]
-    | Annotated[Audit, tyro.conf.subcommand("audit")]
-    | Annotated[Budget, tyro.conf.subcommand("budget")]
-    | Annotated[Report, tyro.conf.subcommand("report")]
-    | Annotated[Publish, tyro.conf.subcommand("publish")]
-    | Annotated[Verify, tyro.conf.subcommand("verify")]
-    | Annotated[Account, tyro.conf.subcommand("account")]
-    | Annotated[Calibrate, tyro.conf.subcommand("calibrate")]
-    | Annotated[Recommend, tyro.conf.subcommand("recommend")]
-    | Annotated[Select, tyro.conf.subcommand("select")]
-    | Annotated[Data, tyro.conf.subcommand("data")]
-)
+HELP = {"-h", "--help", "--help-all"}
+COMMANDS: Commands = {
+    "train": train,
+    "evaluate": evaluate,
+    "generate": generate,
+    "export": export,
+    "audit": audit,
+    "budget": budget,
+    "report": report,
+    "publish": publish,
+    "verify": verify,
+    "account": account,
+    "calibrate": calibrate,
+    "recommend": recommend,
+    "select": select,
+    "data": {"build": build, "stats": stats, "show": show, "without": without},
+}
 
 
 def main(args: list[str] | None = None) -> None:
@@ -103,12 +104,12 @@ def _drop(*streams: int) -> None:
     os.close(nowhere)
 
 
-def _answer(command: Any, result: dict[str, Any]) -> None:
+def _answer(command: Command | Commands, result: dict[str, Any]) -> None:
     """Print the result as JSON. A training ignores a closed stdout: its result is in the run."""
     try:
         print(json.dumps(_in_json(result), allow_nan=False), flush=True)
     except OSError:
-        if not isinstance(command, Train):
+        if command is not train:
             raise
         _drop(1)
 
@@ -127,7 +128,8 @@ def _run(words: list[str]) -> None:
     if words == ["--version"]:
         print("fedsim", version())
         return
-    command = None
+    _, command = _named(words)
+    given: dict[str, Any] = {}
 
     def end() -> None:
         """End at once, from another thread, without what runs at a normal exit."""
@@ -138,20 +140,18 @@ def _run(words: list[str]) -> None:
         os._exit(code)
 
     try:
-        words, level = level_of(words)
-        command = parse(Command, words)
-        run = getattr(command, "run", None)
-        with speaking(level or getattr(run, "output", "normal")), terminated(end), optional():
-            if doing := getattr(command, "doing", ""):  # printed before imports that take seconds
-                Terminal().note(doing)
-            result = command()
+        words, level = _level_of(words)
+        call = parse(words)
+        given = call.keywords
+        with speaking(level), terminated(end), optional():
+            result = call()
     except FedsimError as error:
         _say(error.details)
         _fail(error, error.exit_code)
     except BrokenPipeError:
         raise
     except (OSError, json.JSONDecodeError) as error:  # a full disk, or a damaged or missing file
-        _fail(_next_step(error, command), 1)
+        _fail(_next_step(error, given.get("run") if command is train else None), 1)
     except UnicodeEncodeError:
         if not (other := [word for word in words if not word.isprintable()]):
             raise
@@ -164,34 +164,152 @@ def _run(words: list[str]) -> None:
         _fail(reason, 1)
     except KeyboardInterrupt:
         _fail(*_interrupted(command))
-    if command.json:
+    if given["json"]:
         _answer(command, result)
     if result.get("holds") is False:
         sys.exit(1)
     stopped = "steps_done" in result and result["steps_done"] < result["num_steps"]
-    if stopped and isinstance(command, Train):  # which --resume continues
-        sys.exit(UNFINISHED)
-    if result.get("interrupted"):
+    if (stopped and command is train) or result.get("interrupted"):  # --resume continues the run
         sys.exit(UNFINISHED)
 
 
-def _interrupted(command: Any) -> tuple[str, int]:
+def parse(words: list[str]) -> functools.partial[dict[str, Any]]:
+    """The call of a command, with all its arguments by name, that a command line describes.
+
+    Args: words: those after `fedsim`.
+
+    Raises:
+      ConfigError: a setting has no such value, or there is no such flag or command.
+      SystemExit: help was printed, or tyro printed what is wrong with the arguments.
+    """
+    path, command = _named(words)
+    name, rest = " ".join(["fedsim", *path]), words[len(path) :]
+    if isinstance(command, Mapping) and not HELP.intersection(rest[:1]):
+        word, known = (rest or [""])[0], ", ".join(command)
+        close = difflib.get_close_matches(word, command, 1)
+        hint = f", such as {close[0]}" if close else ""
+        raise ConfigError.of("command", word or None, f"one of {known}{hint}")
+    if HELP.intersection(rest):
+        print(page(name, command, whole="--help-all" in rest), end="")
+        raise SystemExit(0)
+    assert not isinstance(command, Mapping)
+    _expect_known(command, rest)
+    rest = _with_file(rest) if command is train else rest
+    fancy = sys.stderr.isatty() and all(map(str.isprintable, rest))
+    tyro._experimental_options.update(ansi_codes=fancy, utf8_boxes=fancy)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            how = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
+            return tyro.cli(_later(command), prog=name, args=rest, config=how)
+    except SystemExit as stop:
+        if (fault := _fault_of_setting(stop)) is not None:
+            raise fault from None
+        with contextlib.suppress(OSError):  # stderr is closed or full: the exit code remains
+            lines = map(str.rstrip, said.getvalue().rstrip().splitlines())
+            print(*(lines if fancy else map(printable, lines)), sep="\n", file=sys.stderr)
+        raise
+
+
+def _named(words: list[str]) -> tuple[list[str], Command | Commands]:
+    """The leading words that name a command or a group of them, and what they name."""
+    path: list[str] = []
+    command: Command | Commands = COMMANDS
+    for word in words:
+        if not isinstance(command, Mapping) or word not in command:
+            break
+        path.append(word)
+        command = command[word]
+    return path, command
+
+
+def _later(command: Command) -> Any:
+    """A function with the command's flags that returns its call, with ~ expanded in paths."""
+    names = list(inspect.signature(command).parameters)
+
+    @functools.wraps(command)
+    def call(*values: Any, **named: Any) -> functools.partial[dict[str, Any]]:
+        named |= dict(zip(names, values, strict=False))
+        for name, value in named.items():
+            if isinstance(value, Path):  # no shell expands --out=~/x
+                named[name] = Path(expand_home(name, value))
+        return functools.partial(command, **named)
+
+    return call
+
+
+def _level_of(words: list[str]) -> tuple[list[str], str]:
+    """The words without --quiet and --verbose, and the level that these ask for.
+
+    Raises: ConfigError: both are given.
+    """
+    levels = {f"--{level}": level for level in ("quiet", "verbose")}
+    asked = [levels[word] for word in words if word in levels]
+    expect("quiet", True, len(set(asked)) < 2, "it alone, or verbose alone")
+    return [word for word in words if word not in levels], asked[0] if asked else "normal"
+
+
+def _expect_known(command: Command, words: list[str]) -> None:
+    """Raise ConfigError for the first flag that a command does not have, with the nearest one."""
+    names = {name for flag in flags(command) for name in flag.names}
+    known = names | {f"--no-{name[2:]}" for name in names}
+    for word in words:
+        flag = word.partition("=")[0].replace("_", "-")
+        if word.startswith("--") and len(flag) > 2 and flag not in known:
+            close = difflib.get_close_matches(flag, names, 1, 0.75)
+            hint = f"; use {close[0]}" if close else ""
+            raise ConfigError(f"{flag}: there is no such flag here{hint}", field=flag[2:])
+
+
+def _fault_of_setting(error: BaseException | None) -> ConfigError | None:
+    """The ConfigError behind an exit of tyro, which would report it as one of a group of flags."""
+    while error is not None and not isinstance(error, ConfigError):
+        error = error.__context__
+    return error
+
+
+def _with_file(words: list[str]) -> list[str]:
+    """The words of `train`, with the settings of the file of --config before all other flags."""
+    after = itertools.pairwise([*words, ""])
+    named = [b if a == "--config" else a[9:] for a, b in after if re.match("--config(=|$)", a)]
+    if not named:
+        return words
+    path, of_file = Path(expand_home("config", named[-1])), []
+    known = {flag.names[0]: flag for flag in flags(train) if flag.names}
+    for name, value in read(path).items():
+        flag = f"--{name.replace('_', '-')}"
+        expect("config", path, flag in known, f"names of settings, found {name}")
+        if not known[flag].metavar:
+            holds = {"true": flag, "false": f"--no-{flag[2:]}"}.get(str(value).lower())
+            expect(name, value, holds is not None, f"true or false in {path}")
+            of_file.append(holds)
+        elif isinstance(value, list) and known[flag].several:
+            of_file += [flag, *map(str, value)]
+        else:
+            single = isinstance(value, int | float | str) and not isinstance(value, bool)
+            expect(name, value, single, f"one value in {path}")
+            of_file += [flag, str(value)]
+    # After the algorithm, which a flag with several values would take for one of them.
+    at = next(i for i, word in enumerate(words) if word.startswith("--"))
+    return words[:at] + of_file + words[at:]
+
+
+def _interrupted(command: Command | Commands) -> tuple[str, int]:
     """(how a command that a signal ended can go on, its exit code)."""
-    command = getattr(command, "command", command)
-    if isinstance(command, Train):  # before a step, or by two signals
+    if command is train:  # before a step, or by two signals
         return "interrupted; the same command with --resume goes on", UNFINISHED
-    if isinstance(command, Select | DataBuild):
+    if command in (select, build):
         return "interrupted; the same command goes on", UNFINISHED
     return "interrupted", 130
 
 
-def _next_step(error: Exception, command: Any) -> str:
-    """An error of the system with its path and a remedy."""
+def _next_step(error: Exception, run: RunConfig | None) -> str:
+    """An error of the system with its path and a remedy. Args: run: of a training."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     path = f"{error.filename}: " if error.filename else ""
-    if error.errno in DISK_FULL and isinstance(command, Train):
-        then = f"; {command.run.run_dir} is safe up to its last checkpoint"
+    if error.errno in DISK_FULL and run is not None:
+        then = f"; {run.run_dir} is safe up to its last checkpoint"
         then += ": free space, and go on with --resume"
     elif error.filename and (names := _variables_of(Path(error.filename))):
         then = f"; set {' and '.join(names)} to a directory that can be written to"

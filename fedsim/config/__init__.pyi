@@ -1,25 +1,18 @@
-from .build import BuildConfig as BuildConfig
-from .commands import (
-    AuditConfig as AuditConfig,
-    Sampling as Sampling,
-)
-from .flags import (
-    RENAMED as RENAMED,
+from .load import (
     as_dict as as_dict,
     changed as changed,
     changed_run as changed_run,
     computed_by as computed_by,
+    config_of as config_of,
     first_named as first_named,
     flags_of as flags_of,
-    meant as meant,
-    renamed as renamed,
+    read as read,
     run_config as run_config,
     settings_of as settings_of,
     to_json as to_json,
-    typed as typed,
-    types_of as types_of,
     unknown_setting as unknown_setting,
 )
+from .model import group as group
 from .privacy import (
     ADD_OR_REMOVE as ADD_OR_REMOVE,
     ALLOCATION as ALLOCATION,
@@ -35,15 +28,21 @@ from .privacy import (
     PrivacyConfig as PrivacyConfig,
     PrivacyTarget as PrivacyTarget,
     SamplingName as SamplingName,
+    configs_of as configs_of,
     default_delta as default_delta,
+    json_schema as json_schema,
 )
-from .run import (
+from .settings import (
     ALL_LINEAR as ALL_LINEAR,
     OPERATIONAL as OPERATIONAL,
     UPDATE as UPDATE,
+    AuditConfig as AuditConfig,
+    BuildConfig as BuildConfig,
     DataConfig as DataConfig,
     EngineConfig as EngineConfig,
     LoggerName as LoggerName,
     ModelConfig as ModelConfig,
     RunConfig as RunConfig,
+    Sampling as Sampling,
+    UpdateConfig as UpdateConfig,
 )

@@ -22,8 +22,9 @@ try:
 
     flag: Any = tyro.conf.arg  # what the command line calls a setting
     repeated: Any = tyro.conf.UseAppendAction  # a flag that is given once for each value
+    hidden: Any = tyro.conf.Suppress  # a setting of files and the library that is no flag
 except ModuleNotFoundError:  # then there is no command line
-    flag, repeated = dict, None
+    flag, repeated, hidden = dict, None, None
 
 T = TypeVar("T", bound=type)
 CHECKED = ConfigDict(strict=True, use_attribute_docstrings=True, extra="forbid")
@@ -54,17 +55,25 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_split), repeated]
 
 
 @dataclass_transform(frozen_default=True)
-def settings(error: type[ConfigError] = ConfigError, **options: Any) -> Callable[[T], T]:
-    """Decorator of a group of settings. Args: error: kind of the errors; options: as of dataclass.
+def group(
+    *, source: str = "", error: type[ConfigError] = ConfigError, kw_only: bool = False
+) -> Callable[[T], T]:
+    """Decorator of a group of settings. To make one raises ConfigError.
 
-    Raises (where the group is made):
-      ConfigError: a value has another type or is out of range, one is missing, or has no field.
+    Args:
+      source: flag of the first field, if it has another name.
+      error: kind of the errors.
+      kw_only: as of `dataclasses.dataclass`.
     """
 
     def decorate(kind: T) -> T:
-        made: Any = pydantic.dataclasses.dataclass(frozen=True, config=CHECKED, **options)(kind)
-        check = made.__init__
-        names = [field.name for field in dataclasses.fields(made) if not field.kw_only]
+        made: Any = pydantic.dataclasses.dataclass(frozen=True, config=CHECKED, kw_only=kw_only)(
+            kind
+        )
+        _describe(made)
+        check, fields = made.__init__, dataclasses.fields(made)
+        names = [field.name for field in fields if not field.kw_only]
+        flags = {fields[0].name: source} if source else {}
 
         @functools.wraps(check)
         def init(self: Any, *values: Any, **named: Any) -> None:
@@ -72,7 +81,7 @@ def settings(error: type[ConfigError] = ConfigError, **options: Any) -> Callable
             try:
                 check(self, **{name: _plain(value) for name, value in named.items()})
             except pydantic.ValidationError as found:
-                raise fault_of(found, error) from None
+                raise _fault(found, error, flags) from None
 
         made.__init__ = init
         return made
@@ -80,12 +89,21 @@ def settings(error: type[ConfigError] = ConfigError, **options: Any) -> Callable
     return decorate
 
 
+def _describe(kind: Any) -> None:
+    """Give inherited fields their docstrings, which pydantic takes from one class alone."""
+    for name, about in kind.__pydantic_fields__.items():
+        of_all = (getattr(base, "__pydantic_fields__", {}).get(name) for base in kind.__mro__)
+        about.description = next((one.description for one in of_all if one and one.description), "")
+
+
 def _plain(value: Any) -> Any:
     """A scalar of NumPy or JAX as Python's."""
     return value.item() if getattr(value, "shape", None) == () else value
 
 
-def fault_of(found: pydantic.ValidationError, error: type[ConfigError]) -> ConfigError:
+def _fault(
+    found: pydantic.ValidationError, error: type[ConfigError], flags: dict[str, str]
+) -> ConfigError:
     """The first fault that pydantic found, as one line: field, value, what was expected."""
     fault = found.errors(include_url=False)[0]
     if isinstance(own := fault.get("ctx", {}).get("error"), ConfigError):
@@ -95,6 +113,7 @@ def fault_of(found: pydantic.ValidationError, error: type[ConfigError]) -> Confi
             else error.of(str(own.field), own.value, str(own.expected))
         )
     field, value = str(fault["loc"][0]), fault["input"]
+    field = flags.get(field, field)
     if fault["type"] in ("missing", "missing_argument"):
         return error.of(field, None, "a value")
     if fault["type"] in ("unexpected_keyword_argument", "extra_forbidden"):

@@ -1,14 +1,19 @@
-"""Settings that can change the privacy guarantee.
+"""Settings that can change the privacy guarantee, and with them all settings of a training.
 
 They are in the ledger and fixed for the life of a run.
 """
 
 import dataclasses
 import enum
-from typing import Literal
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from fedsim.config.flags import flags_of
-from fedsim.config.run import RunConfig
+import pydantic
+
+from fedsim.config.load import config_of, flags_of, group_of, to_json, unknown_setting
+from fedsim.config.model import group
+from fedsim.config.settings import RunConfig
 from fedsim.errors import expect, expect_least, expect_positive
 
 POISSON, CYCLIC, ALLOCATION = "poisson", "cyclic", "allocation"
@@ -17,7 +22,7 @@ INDEPENDENT, CORRELATED = "independent", "correlated"
 SamplingName = Literal["poisson", "cyclic", "allocation"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group(kw_only=True)
 class MechanismConfig:
     """Sampling and noise of training, accounting, calibration and recommendations."""
 
@@ -98,11 +103,11 @@ class Algorithm(enum.StrEnum):
     ULS = "uls"
 
 
-@dataclasses.dataclass(frozen=True)
+@group()
 class PrivacyTarget:
     """Privacy target of a training, and the compute that it may use."""
 
-    epsilon: float
+    epsilon: Annotated[float, pydantic.BeforeValidator(lambda x: math.inf if x == "inf" else x)]
     """Target epsilon of user-level differential privacy; smaller is more private. > 0. inf: train
     without noise and without any guarantee; the privacy budget then counts this run as infinite for
     its users (see budget_ledger)."""
@@ -138,7 +143,7 @@ class PrivacyTarget:
         expect("max_changed", self.max_changed, self.max_changed >= 0, ">= 0")
 
 
-@dataclasses.dataclass(frozen=True)
+@group()
 class PrivacyConfig(MechanismConfig, PrivacyTarget):
     """Settings that can change the privacy guarantee."""
 
@@ -206,3 +211,34 @@ class PrivacyConfig(MechanismConfig, PrivacyTarget):
         names = flags_of(PrivacyConfig) | flags_of(RunConfig)
         for name in filter(None, self.chosen_on_data.split(",")):
             expect("chosen_on_data", name, name in names, "names of settings with commas between")
+
+
+def configs_of(settings: Mapping[str, Any]) -> tuple[PrivacyConfig, RunConfig]:
+    """The two configs that settings of a training describe.
+
+    Raises: ConfigError: as `config_of`.
+    """
+    of_privacy, of_run = flags_of(PrivacyConfig), flags_of(RunConfig)
+    for name in settings.keys() - of_privacy.keys() - of_run.keys():
+        raise unknown_setting(name, settings[name], of_privacy | of_run)
+    privacy = {name: value for name, value in settings.items() if name in of_privacy}
+    run = {name: value for name, value in settings.items() if name in of_run}
+    return config_of(PrivacyConfig, privacy), config_of(RunConfig, run)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of the settings of `fedsim train`: type, default and help text of each.
+
+    It describes files of --config, of `fedsim select`, and the settings in a run's config.json.
+    """
+    settings: dict[str, Any] = {}
+    kinds: tuple[Any, ...] = (PrivacyConfig, RunConfig)
+    for kind in kinds:
+        for name, (inside, field) in flags_of(kind).items():
+            info = (group_of(inside) if inside else kind).__pydantic_fields__[field.name]
+            number = float in (info.annotation, *getattr(info.annotation, "__args__", ()))
+            annotation = info.annotation | Literal["inf"] if number else info.annotation
+            default = None if field.default is dataclasses.MISSING else to_json(field.default)
+            settings[name] = annotation, pydantic.Field(default, description=info.description)
+    strict = pydantic.ConfigDict(extra="forbid")
+    return pydantic.create_model("fedsim train", __config__=strict, **settings).model_json_schema()

@@ -8,23 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from fedsim.config import (
-    Algorithm,
-    AuditConfig,
-    typed,
-    types_of,
-)
+from fedsim.config import Algorithm, AuditConfig, configs_of, unknown_setting
 from fedsim.engine import set_threads
-from fedsim.errors import ConfigError, expect
+from fedsim.errors import expect
 from fedsim.library.run import (
     MechanismSettings,
     TrainSettings,
-    configs_of,
+    columns_of,
     directory_of,
-    flags_of_data,
 )
-from fedsim.library.wording import to_python
-from fedsim.run import Console
+from fedsim.library.tables import source_of
+from fedsim.run import Console, speaking
 from fedsim.tuning import Advice, Cell
 
 OF_MECHANISM = frozenset(MechanismSettings.__annotations__)
@@ -111,12 +105,12 @@ def recommend(
       ConfigError: a setting or the data are wrong; one line says how.
       EngineError: the workers are lost.
     """
-    with to_python(settings.get("output", "quiet"), given=settings.keys()):
+    with speaking(settings.get("output", "quiet")):
         for name in settings.keys() - OF_MECHANISM:
-            raise ConfigError.of(name, settings[name], "the name of a setting of recommend")
-        flags = {"epsilon": epsilon, "num_steps": num_steps, "run_dir": str(run_dir), **settings}
-        of_data = flags_of_data(data, user, text, messages, settings)
-        privacy, run = configs_of(flags | of_data)
+            raise unknown_setting(name, settings[name], OF_MECHANISM)
+        given = {"epsilon": epsilon, "num_steps": num_steps, "run_dir": run_dir, **settings}
+        of_data = columns_of(settings, user, text, messages)
+        privacy, run = configs_of(given | {"data": source_of(data, **of_data), **of_data})
         set_threads(run.engine)
         from fedsim.tuning import recommend as advise  # imports JAX, which reads the threads
 
@@ -169,19 +163,13 @@ def audit(
       ConfigError: a setting or the data are wrong; one line says how.
       EngineError: the workers are lost.
     """
-    with to_python(settings.get("output", "quiet"), given=settings.keys()):
+    with speaking(settings.get("output", "quiet")):
         expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
-        given = {
-            "gradient_canaries": gradient_canaries,
-            "text_canaries": text_canaries,
-            "confidence": confidence,
-        }
-        types = types_of(AuditConfig)
-        attack = AuditConfig(**{name: typed(name, x, types[name]) for name, x in given.items()})
-        place = str(directory_of(run_dir, f"audit-{algorithm}", {}))
-        flags = {"epsilon": epsilon, "num_steps": num_steps, "run_dir": place, **settings}
-        of_data = flags_of_data(data, user, text, messages, settings)
-        privacy, run = configs_of(flags | of_data)
+        attack = AuditConfig(gradient_canaries, text_canaries, confidence)
+        place = directory_of(run_dir, f"audit-{algorithm}", {})
+        given = {"epsilon": epsilon, "num_steps": num_steps, "run_dir": place, **settings}
+        of_data = columns_of(settings, user, text, messages)
+        privacy, run = configs_of(given | {"data": source_of(data, **of_data), **of_data})
         set_threads(run.engine)
         from fedsim.trust import audit as attack_training
 

@@ -9,28 +9,27 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from fedsim.config import (
     Algorithm,
-    DataConfig,
     EngineConfig,
     LoggerName,
-    PrivacyConfig,
-    RunConfig,
     Sampling,
     SamplingName,
     computed_by,
-    flags_of,
-    renamed,
-    run_config,
-    typed,
-    types_of,
-    unknown_setting,
+    configs_of,
 )
 from fedsim.engine import Task, set_threads
 from fedsim.errors import ConfigError, expect
 from fedsim.files import expand_home
 from fedsim.library.own_task import OwnTask
 from fedsim.library.tables import source_of
-from fedsim.library.wording import to_python
-from fedsim.run import Console, StoredRun, checkpoint, directory, guarantee_line, spent
+from fedsim.run import (
+    Console,
+    StoredRun,
+    checkpoint,
+    directory,
+    guarantee_line,
+    speaking,
+    spent,
+)
 from fedsim.training import Callback, StepFunction, expect_callbacks
 from fedsim.trust import Check
 
@@ -121,10 +120,9 @@ class Run:
         """
         run = computed_by(self.stored.run)
         set_threads(run.engine)
-        with to_python():
-            from fedsim.evaluate import evaluate_run
+        from fedsim.evaluate import evaluate_run
 
-            return evaluate_run(self.stored, run, Console())
+        return evaluate_run(self.stored, run, Console())
 
     def verify(
         self, *, replay: bool = False, whole: bool = False, data: str | Path | None = None
@@ -144,8 +142,7 @@ class Run:
         from fedsim.trust import verify
 
         place = None if data is None else expand_home("data", data)
-        with to_python():
-            return verify(self.run_dir, data=place, again=again, console=Console())
+        return verify(self.run_dir, data=place, again=again, console=Console())
 
     def report(self, out: str | Path | None = None) -> dict[str, Any]:
         """Write the privacy report.
@@ -161,8 +158,7 @@ class Run:
         """
         from fedsim.trust import report
 
-        with to_python():
-            return report(self.run_dir, Path(expand_home("out", out or self.run_dir)), Console())
+        return report(self.run_dir, Path(expand_home("out", out or self.run_dir)), Console())
 
     def publish(
         self,
@@ -184,8 +180,7 @@ class Run:
         from fedsim.trust import publish
 
         place = None if out is None else Path(expand_home("out", out))
-        with to_python():
-            return Path(publish(self.run_dir, place, Console(), form=form)["out"])
+        return Path(publish(self.run_dir, place, Console(), form=form)["out"])
 
     def generate(
         self,
@@ -230,9 +225,6 @@ class Run:
         return Path(export(str(self.run_dir), out, adapter=True)["out"])
 
 
-USER, TEXT = "user_id", "text"
-
-
 class RunSettings(TypedDict, total=False):
     """Settings that do not change the guarantee, by the names of their flags; see `RunConfig`."""
 
@@ -241,11 +233,6 @@ class RunSettings(TypedDict, total=False):
     tokenizer: str | None
     max_length: int | None
     messages_column: str | None
-    owner_key: str | None
-    prompt_column: str | None
-    completion_column: str | None
-    train_on: Literal["all", "completion", "assistant", "user"] | None
-    chat_template: str | None
     model: str
     lora_rank: int
     lora_modules: str | Sequence[str]
@@ -364,26 +351,26 @@ def train(
       ConfigError: a setting or the data are wrong; one line says how.
       EngineError: the workers are lost.
     """
-    with to_python(settings.get("output", "normal"), given=settings.keys()):
+    with speaking(settings.get("output", "normal")):
         expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
         calls = callback is None or callable(callback)
         expect("callback", callback, calls, "a function of a step's number and its metrics")
         expect_callbacks(callbacks)
         called = [*callbacks, *([StepFunction(callback)] if callback is not None else [])]
-        flags: dict[str, Any] = {"epsilon": epsilon, "num_steps": num_steps, **settings}
-        flags["run_dir"] = str(directory_of(run_dir, algorithm, settings))
+        given: dict[str, Any] = {"epsilon": epsilon, "num_steps": num_steps, **settings}
+        given["run_dir"] = directory_of(run_dir, algorithm, settings)
+        of_data = columns_of(settings, user, text, messages)
         source = None
         if task is not None:
-            given = {"user": user, "text": text, "messages": messages, **settings}
-            for field in ("user", "text", "messages", "model", *flags_of(DataConfig)):
-                value = given.get(field)
+            for field in ("model", "tokenizer", "max_length", *of_data):
+                value = {**settings, **of_data}.get(field)
                 expect(field, value, value is None, "nothing beside task")
             source = OwnTask(task, data)
             name = task.describe().get("task", type(task).__qualname__)
-            flags |= {"data": f"{name} (rows of its own)", "model": f"{name} (a task)"}
+            given |= {"data": f"{name} (rows of its own)", "model": f"{name} (a task)"}
         else:
-            flags |= flags_of_data(data, user, text, messages, settings)
-        privacy, run = configs_of(flags)
+            given |= {"data": source_of(data, **of_data), **of_data}
+        privacy, run = configs_of(given)
         set_threads(run.engine)
         from fedsim.training import train as train_run  # imports JAX, which reads the threads
 
@@ -402,46 +389,10 @@ def directory_of(run_dir: str | Path | None, name: str, settings: Mapping[str, A
     return Path(run_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
-def flags_of_data(
-    data: Any,
-    user: str | None,
-    text: str | None,
-    messages: str | None,
-    settings: Mapping[str, Any],
-) -> dict[str, str]:
-    """The settings that name data of any kind and its columns; see `train`.
-
-    Args:
-      settings: flags, of which those that name columns count where the arguments do not.
-    """
+def columns_of(settings: Mapping[str, Any], user: Any, text: Any, messages: Any) -> dict[str, Any]:
+    """The settings that name columns, of which the arguments of `train` are short forms."""
     columns = {"user_column": user, "text_column": text, "messages_column": messages}
-    given = {}
-    for name, column in columns.items():
-        column = settings.get(name) if column is None else column
-        if type(column) is int:  # columns of a DataFrame without names are numbered
-            column = str(column)
-        if column is not None:
-            expect(name.removesuffix("_column"), column, isinstance(column, str), "a column's name")
-            given[name] = column
-    chats = {"messages": given.get("messages_column")}
-    chats |= {name: settings.get(name) for name in ("prompt_column", "completion_column")}
-    chats = {name: column for name, column in chats.items() if column is not None}
-    by_turn = bool(chats) and settings.get("owner_key") is not None
-    owner = given.get("user_column") or (None if by_turn else USER)
-    rows = chats or given.get("text_column") or TEXT
-    return {"data": source_of(data, owner, rows), **given}
-
-
-def configs_of(settings: Mapping[str, Any]) -> tuple[PrivacyConfig, RunConfig]:
-    """The two configs that settings, by the names of their flags, describe.
-
-    Raises:
-      ConfigError: a name is unknown, or a value has another type.
-    """
-    settings = renamed(settings)
-    types = types_of(PrivacyConfig) | types_of(RunConfig)
-    for name in settings.keys() - types.keys():
-        raise unknown_setting(name, settings[name], types)
-    values = {name: typed(name, value, types[name]) for name, value in settings.items()}
-    first = {name: values.pop(name) for name in flags_of(PrivacyConfig) if name in values}
-    return PrivacyConfig(**first), run_config(**values)
+    given = {n: settings.get(n) if column is None else column for n, column in columns.items()}
+    # Columns of a DataFrame without names are numbered.
+    named = {n: str(column) if type(column) is int else column for n, column in given.items()}
+    return {name: column for name, column in named.items() if column is not None}

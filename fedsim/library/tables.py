@@ -30,7 +30,7 @@ from fedsim.data import (
     readers,
     sources,
 )
-from fedsim.errors import DataError, FileDamaged
+from fedsim.errors import DataError, FileDamaged, expect
 from fedsim.files import TABLES, cache_dir, own_directory, sha256_of
 
 ROWS = 10_000
@@ -40,20 +40,26 @@ KEY, KEY_BYTES = "key", 32
 MOST_S = 10.0  # that writing it takes
 
 
-CHECKED = ("user", "text")
-"""Settings that name columns of values; others name columns of chats, which the build checks."""
+CHECKED = ("user_column", "text_column")
+"""Settings that name columns of values; another names a column of chats, which the build checks."""
 
 
-def source_of(data: Any, user: str | None, text: str | Mapping[str, str]) -> str:
-    """The value of `--data` for data in memory or files.
+def source_of(
+    data: Any,
+    *,
+    user_column: str | None = None,
+    text_column: str | None = None,
+    messages_column: str | None = None,
+) -> str:
+    """The setting `data` for data in memory or files.
 
     Args:
       data: a path, a list of paths, a pandas DataFrame or chunks of one, a `datasets.Dataset` or
         `IterableDataset`, dicts (a list or an iterator), or anything else that Arrow can read as a
         table, such as a polars DataFrame. It is read in parts.
-      user: column with the user of a row. None: its turns say who speaks.
-      text: column with the text of a row; or columns with its chat, or its prompt and completion,
-        by the settings that name them.
+      user_column: column with the user of a row. Default: user_id.
+      text_column: column with the text of a row. Default: text.
+      messages_column: column with the chat of a row, instead of a text.
 
     Returns:
       `data` if it is a path, else the path of a Parquet file.
@@ -63,9 +69,13 @@ def source_of(data: Any, user: str | None, text: str | Mapping[str, str]) -> str
     """
     if isinstance(data, str | os.PathLike):
         return os.fspath(data)
-    chats = text if isinstance(text, Mapping) else {"text": text}
-    columns = {"user": user, **chats}
-    named = {field: name for field, name in columns.items() if name is not None}
+    both = text_column is None or messages_column is None
+    expect("text_column", text_column, both, f"none beside messages_column={messages_column}")
+    named = {"user_column": Columns.user[0] if user_column is None else user_column}
+    if messages_column is not None:
+        named["messages_column"] = messages_column
+    else:
+        named["text_column"] = Columns.text[0] if text_column is None else text_column
     if isinstance(data, list | tuple) and all(isinstance(x, str | os.PathLike) for x in data):
         return str(_joined([Path(file) for file in data], named))
     return str(_written(_batches(data, named), named))
@@ -119,7 +129,7 @@ def _are_rows(data: Any) -> bool:
 
 def _of_pandas(data: Any, named: Mapping[str, str]) -> Iterator[pa.Table]:
     """The columns of a DataFrame, or of each chunk of `read_csv(chunksize=...)`."""
-    name, first, user = type(data).__name__, None, named.get("user")
+    name, first, user = type(data).__name__, None, named["user_column"]
     column = next(iter(named.values()))  # the user's, if there is one
     if name == "DataFrame":
         yield _of_frame(data, named)
@@ -134,7 +144,7 @@ def _of_pandas(data: Any, named: Mapping[str, str]) -> Iterator[pa.Table]:
             first = first or kind
             if kind != first:
                 got = f"{first} and {kind}; read them with dtype=str"
-                raise DataError.of("user", user, f"one type in all chunks, got {got}")
+                raise DataError.of("user_column", user, f"one type in all chunks, got {got}")
             yield table
     except DataError:
         raise
@@ -156,7 +166,7 @@ def _of_frame(data: Any, named: Mapping[str, str]) -> pa.Table:
         if names.count(name) > 1:
             raise DataError.of(field, name, "one column of that name")
         values = data.iloc[:, names.index(name)]
-        if field == "user" and values.dtype == object:
+        if field == "user_column" and values.dtype == object:
             values = values.map(_whole_as_text)
         if field not in CHECKED:
             values = values.astype(object).where(values.notna(), None)
@@ -180,7 +190,7 @@ def _of_rows(rows: Iterable[Any], named: Mapping[str, str]) -> Iterator[pa.Table
         for field, name in named.items():
             _expect_column(field, name, names, [*named.values()])
             values = [row.get(name) for row in part]  # as lines of JSON, which may lack a key
-            if field == "user":
+            if field == "user_column":
                 values = [_whole_as_text(value) for value in values]
             columns[name] = _as_array(field, name, values)
         yield pa.table(columns)
@@ -280,7 +290,7 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], named: Mapping[str, st
       DataError: as `normalise`, or a row has no owner.
     """
     writer, rows = None, 0
-    user, text = (named.get(field) for field in CHECKED)
+    user, text = named["user_column"], named.get("text_column")
     chats = {field: name for field, name in named.items() if field not in CHECKED}
     try:
         for batch in batches:
@@ -291,16 +301,15 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], named: Mapping[str, st
                 told = plain(batch[name])
                 texts = told if is_string(told.type) else _as_json(field, name, told.to_pylist())
                 written[name] = texts.cast(pa.string())
-            if user is not None:
-                columns = Columns.of(user, text or Columns.text)
-                columns = columns if text else replace(columns, text=())
-                batch = readers.with_plain_types(batch.select([*filter(None, (user, text))]))
-                ids = normalise(batch, columns, rows)["user_id"]
-                unowned = np.flatnonzero(is_blank(ids))
-                if len(unowned):
-                    reason = f"row {rows + 1 + int(unowned[0])} has a null or empty one"
-                    raise DataError.of("user", user, f"a user id in every row; {reason}")
-                written[user] = _as_texts(plain(batch[user]), ids)
+            columns = Columns.of(user, text or Columns.text)
+            columns = columns if text else replace(columns, text=())
+            batch = readers.with_plain_types(batch.select([*filter(None, (user, text))]))
+            ids = normalise(batch, columns, rows)["user_id"]
+            unowned = np.flatnonzero(is_blank(ids))
+            if len(unowned):
+                reason = f"row {rows + 1 + int(unowned[0])} has a null or empty one"
+                raise DataError.of("user_column", user, f"a user id in every row; {reason}")
+            written[user] = _as_texts(plain(batch[user]), ids)
             rows += len(batch)
             if text is not None:
                 written[text] = batch[text]

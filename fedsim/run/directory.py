@@ -30,7 +30,6 @@ from fedsim.config import (
     PrivacyConfig,
     RunConfig,
     as_dict,
-    renamed,
     run_config,
 )
 from fedsim.data import TEMPLATE, is_table
@@ -127,10 +126,9 @@ class StoredRun:
         """
         identity = Identity(**record["identity"])
         Algorithm(identity.algorithm)
-        epsilon = float(record["privacy"]["epsilon"])
-        privacy = PrivacyConfig(**{**renamed(record["privacy"]), "epsilon": epsilon})
+        privacy = PrivacyConfig(**record["privacy"])
         plan = Plan.from_dict(record["plan"])
-        run = run_config(**{**renamed(record["run"]), "run_dir": run_dir})
+        run = run_config(**{**record["run"], "run_dir": run_dir})
         names = ("model", "versions", "host", "strategy", "files", "tokenizer")
         rest = {name: record[name] for name in names if name in record}
         return cls(identity, privacy, run, plan=plan, **rest)

@@ -28,20 +28,16 @@ from fedsim.config import (
     as_dict,
     changed,
     changed_run,
+    configs_of,
     first_named,
     flags_of,
-    renamed,
-    run_config,
+    settings_of,
     to_json,
-    typed,
-    types_of,
-    unknown_setting,
 )
 from fedsim.data import Dataset
 from fedsim.errors import ConfigError, FedsimError, expect
 from fedsim.evaluate import last_model
 from fedsim.files import (
-    expand_home,
     make_directory,
     private_directory,
     read_json,
@@ -62,12 +58,11 @@ BEGAN = "began.json"
 data are among the settings."""
 OF_SELECTION = {"run_dir", "resume"}
 """Settings of a run that a selection sets itself."""
-PLACES = {"model", "adapter", "tokenizer", "chat_template"}
+PLACES = ("model", "adapter", "tokenizer")
 
 Settings = Mapping[str, Any]
 _FLAGS = flags_of(PrivacyConfig) | flags_of(RunConfig)
 _DEFAULTS = {name: field.default for name, (_, field) in _FLAGS.items()}
-_TYPES = types_of(PrivacyConfig) | types_of(RunConfig)
 
 
 def expand(spec: Settings) -> list[dict[str, Any]]:
@@ -108,36 +103,29 @@ def jobs_of(settings: Sequence[Settings], out: Path) -> list[Job]:
 
 
 def _job(settings: Settings, out: Path) -> Job:
-    settings = renamed(settings)
-    given = dict(settings)
+    given = {name: value for name, value in settings.items() if value is not None}
     for name in OF_SELECTION & given.keys():
         raise ConfigError.of(name, given[name], "nothing, it is the selection's own")
-    for name in given.keys() - _DEFAULTS.keys() - {"algorithm"}:
-        raise unknown_setting(name, given[name], _DEFAULTS)
     algorithm = given.pop("algorithm", None)
     expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
-    given = {
-        name: typed(name, value, _TYPES[name]) for name, value in given.items() if value is not None
-    }
     missing = [name for name in ("data", "epsilon", "num_steps") if name not in given]
     where = "a value in the file or as --set NAME=VALUE"
     expect(", ".join(missing), None, not missing, where)
-    given["data"] = _whole("data", given["data"])
-    name = _name(algorithm, given)
-    given |= {field: _whole(field, given[field]) for field in PLACES & given.keys()}
-    privacy_flags, run_flags = flags_of(PrivacyConfig).keys(), flags_of(RunConfig).keys()
-    privacy = PrivacyConfig(**{name: given[name] for name in given.keys() & privacy_flags})
+    privacy, run = configs_of({**given, "run_dir": out})
+    run = changed_run(run, data=_whole(run.data.source))
+    read = settings_of(privacy) | settings_of(run)
+    name = _name(algorithm, {name: read[name] for name in given})
+    places = {field: _whole(read[field]) for field in PLACES if read[field] is not None}
     here = {"run_dir": out.absolute() / RUNS / name, "resume": True}
-    here["budget_ledger"] = place_of(given.get("budget_ledger"))
-    run = run_config(**{**{n: given[n] for n in given.keys() & run_flags}, **here})
+    here["budget_ledger"] = place_of(run.budget_ledger)
+    run = changed_run(run, **places, **here)
     shown = {"algorithm": str(algorithm), **{n: to_json(settings[n]) for n in settings}}
     log = out.absolute() / LOGS / f"{name}.txt"
     return Job(name, Algorithm(algorithm), privacy, run, shown, log)
 
 
-def _whole(field: str, source: str) -> str:
+def _whole(source: str) -> str:
     """What a setting names, with the whole path of a file or directory."""
-    source = expand_home(field, source)
     is_path = source not in PRESETS and Path(source).exists()
     return str(Path(source).absolute()) if is_path else source
 

@@ -78,7 +78,7 @@ def run(command, fields):
     with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            return command(**fields, json=True)()
+            return command(**fields).solve()[0]
         except ConfigError as error:
             assert "\n" not in str(error) and "=" in str(error), error
             return str(error)
@@ -146,7 +146,7 @@ def test_noise_is_found_beside_a_private_median():
     spent = run(Account, {**given, "noise_multiplier": beside, "before": 0.4})["epsilon"]
     assert 4 * (1 - 1e-3) < spent <= 4 < spent + 0.4
     with refuses("before=4.0", says="in (0, epsilon)"):
-        Calibrate(**given, epsilon=4.0, before=4.0)()
+        Calibrate(**given, epsilon=4.0, before=4.0).solve()
 
 
 def test_a_large_release_before_the_steps_is_added():
@@ -172,22 +172,22 @@ def test_a_delta_of_almost_one_has_an_answer_from_above(delta):
 def test_what_is_beyond_all_ranges_is_refused(changed, what):
     given = dict(algorithm="els", num_steps=2, sampling_prob=0.1, noise_multiplier=1.0, delta=1e-6)
     with refuses(what):
-        Account(**{**given, **changed})()
+        Account(**{**given, **changed}).solve()
 
 
 @pytest.mark.parametrize("steps, delta", [(10**7, 1e-15), (1000, 1e-300), (1, 1e-30)])
 def test_the_delta_that_a_hint_names_has_an_answer(steps, delta, capsys):
     given = dict(algorithm="uls", num_steps=steps, sampling_prob=0.01, noise_multiplier=1.0)
-    Account(**given, delta=delta)()
-    out, err = capsys.readouterr()
-    assert out.startswith("epsilon inf at") and "too small for an answer" in err
-    hinted = float(err.rpartition("--delta ")[2])
-    assert hinted < 1e-10 and math.isfinite(Account(**given, delta=hinted)()["epsilon"])
+    _, line = Account(**given, delta=delta).solve()
+    err = capsys.readouterr().err
+    assert line.startswith("epsilon inf at") and "too small for an answer" in err
+    hinted = float(err.rpartition("delta=")[2])
+    assert hinted < 1e-10 and math.isfinite(Account(**given, delta=hinted).solve()[0]["epsilon"])
 
 
 def test_a_delta_that_is_not_resolved_for_so_many_steps_is_refused_before_a_search():
     given = dict(algorithm="uls", epsilon=3.0, sampling_prob=0.01, delta=1.5e-15)
     with refuses("delta=1.5e-15", says="above 4.4e-12"):
-        Calibrate(**given, num_steps=10**7)()
+        Calibrate(**given, num_steps=10**7).solve()
     with refuses("epsilon=3.0", says="at least inf, spent by one step"):
-        Calibrate(**{**given, "delta": 1e-6}, noise_multiplier=1e-10)()
+        Calibrate(**{**given, "delta": 1e-6}, noise_multiplier=1e-10).solve()

@@ -12,8 +12,7 @@ from refused import refuses
 from fedsim import accounting
 from fedsim.cli import main
 from fedsim.cli.account import Account, Calibrate
-from fedsim.cli.tuning import AdvisedRun, Recommend
-from fedsim.config import DataConfig, MechanismConfig, PrivacyConfig, PrivacyTarget
+from fedsim.config import PrivacyConfig
 
 
 def run(*args, capsys):
@@ -26,7 +25,6 @@ def run(*args, capsys):
     return code or 0, *capsys.readouterr()
 
 
-ADVISED = AdvisedRun(DataConfig("pydocs"))
 WORDS = "the cat sat on a mat and saw that dog run far away from his old house today".split()
 
 
@@ -99,12 +97,13 @@ def test_train_writes_a_run_whose_epsilon_account_confirms(algorithm, texts, run
     ids=str,
 )
 def test_all_commands_refuse_the_same_mechanisms(fault, field):
-    target = PrivacyTarget(1.0, 10)
+    given = {"algorithm": "uls", "num_steps": 10, "sampling_prob": 0.05, "delta": 1e-5, **fault}
+    words = ["--data", "pydocs", "--epsilon", 1, "--num-steps", 10, *as_flags(fault)]
     for ask in (
         lambda: PrivacyConfig(1.0, 10, **fault),
-        lambda: Account("uls", 10, 0.05, 1.0, delta=1e-5, **fault)(),
-        lambda: Calibrate("uls", 1.0, 1e-5, 10, 0.05, **fault)(),
-        lambda: Recommend(target, MechanismConfig(**fault), ADVISED)(),
+        lambda: Account(**given, noise_multiplier=1.0).solve(),
+        lambda: Calibrate(**given, epsilon=1.0).solve(),
+        lambda: main.parse(["recommend", *map(str, words)])(),
     ):
         with refuses(field):
             ask()
@@ -126,7 +125,7 @@ def test_a_toml_file_gives_defaults_that_flags_override(texts, run_dir, capsys, 
     file = tmp_path / "run.toml"
     file.write_text(
         f'data = "{texts}"\nepsilon = 8\nnum_steps = 9\nengine = "local"\n'
-        "budget = 12\nmax_length = 24\ngroup_size = 1\nresume = false\n"
+        "batch_size = 12\nmax_length = 24\ngroup_size = 1\nresume = false\n"
     )
     args = [f"--config={file}", "--run-dir", run_dir, "--num-steps", 2, "--json"]
     code, out, err = run("train", "uls", *args, capsys=capsys)

@@ -2,45 +2,51 @@
 
 import math
 from pathlib import Path
-from typing import Literal
 
 import jsonschema
 import numpy as np
 import pytest
 
-from fedsim.cli.schema import json_schema
-from fedsim.config import PrivacyConfig, RunConfig, as_dict, run_config, typed, types_of
+from fedsim.config import PrivacyConfig, RunConfig, as_dict, flags_of, json_schema, run_config
 
-SCHEME = Literal["linear", "cosine"] | None
+FLAGS = {"data": "pydocs", "run_dir": "run"}
 
 
 @pytest.mark.parametrize(
-    "value, kind, expected",
+    "name, value, expected",
     [
-        (1, float, 1.0),
-        (np.float32(0.5), float, 0.5),
-        ("inf", float | None, math.inf),
-        (np.int64(3), int | None, 3),
-        (np.True_, bool, True),
-        (np.str_("adam"), str, "adam"),
-        ("inf", str, "inf"),
-        ("linear", SCHEME, "linear"),
-        (None, SCHEME, None),
-        ("ledger", Path | None, Path("ledger")),
+        ("ema", 0, 0.0),
+        ("ema", np.float32(0.5), 0.5),
+        ("lora_rank", np.int64(3), 3),
+        ("remat", np.True_, True),
+        ("optimizer", np.str_("adam"), "adam"),
+        ("optimizer", "inf", "inf"),
+        ("schedule", "linear", "linear"),
+        ("schedule", None, None),
+        ("budget_ledger", "ledger", Path("ledger")),
+        ("log_to", ["wandb", "wandb"], ("wandb",)),
+        ("lora_modules", ["query", "value"], "query,value"),
     ],
 )
-def test_a_value_becomes_one_of_the_type(value, kind, expected):
-    found = typed("name", value, kind)
-    assert found == expected and type(found) is type(expected)
+def test_a_value_becomes_one_of_the_type(name, value, expected):
+    group, field = flags_of(RunConfig)[name]
+    run = run_config(**FLAGS, **{name: value})
+    found = getattr(getattr(run, group) if group else run, field.name)
+    assert found == expected and isinstance(found, type(expected))
+
+
+def test_an_infinite_epsilon_is_read_as_json_has_it():
+    assert PrivacyConfig("inf", 10).epsilon == math.inf
+    assert as_dict(PrivacyConfig(math.inf, 10))["epsilon"] == "inf"
 
 
 def test_the_schema_takes_what_the_settings_are_and_nothing_else():
     schema = json_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
-    names = types_of(PrivacyConfig) | types_of(RunConfig)
-    assert schema["properties"].keys() == names.keys()
-    assert "user-level differential privacy" in schema["properties"]["epsilon"]["description"]
-    settings = as_dict(PrivacyConfig(4.0, 10)) | as_dict(run_config(data="pydocs", run_dir="run"))
+    names = flags_of(PrivacyConfig).keys() | flags_of(RunConfig).keys()
+    assert schema["properties"].keys() == names
+    assert all(about["description"] for about in schema["properties"].values())
+    settings = as_dict(PrivacyConfig(4.0, 10)) | as_dict(run_config(**FLAGS))
     jsonschema.validate(settings, schema)
     jsonschema.validate({**settings, "epsilon": "inf"}, schema)
     for fault in ({"lora_rnk": 8}, {"lora_rank": "8"}, {"engine": "spmd"}, {"epsilon": "4"}):

@@ -14,8 +14,8 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 import fedsim
-from fedsim.cli.arguments import parse
-from fedsim.cli.main import Command, Train
+from fedsim.cli.main import parse
+from fedsim.cli.models import train
 from fedsim.config import RunConfig, flags_of
 
 DIRECTORY = Path(__file__).parents[2] / "cluster"
@@ -35,7 +35,7 @@ def trained(command):
     """The fields of a `fedsim train` command; other words than its flags are refused."""
     words = shlex.split(command)
     assert words[0] == "fedsim"
-    return parse(Command, words[1:])
+    return parse(words[1:])
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
@@ -68,15 +68,16 @@ def test_launched_clusters_are_of_rays_schema_and_ask_for_a_token(name):
 @pytest.mark.parametrize("job, kind", jobs_and_kinds(), ids=JOBS)
 def test_a_jobs_command_is_one_that_there_is(job, kind):
     command = trained(job["spec"]["entrypoint"])
-    assert isinstance(command, Train) and command.run.resume  # a retry is a new cluster
-    assert command.run.engine.accelerator == kind
+    run = command.keywords["run"]
+    assert command.func is train and run.resume  # a retry is a new cluster
+    assert run.engine.accelerator == kind
     assert job["spec"]["rayClusterSpec"]["rayVersion"] == version("ray")
     tag = {"cpu": "cpu", "gpu": "cuda12", "tpu": "tpu"}[kind]
     images = set(re.findall(r"'image': '(.*?)'", str(job)))
     assert images == {f"REGISTRY/fedsim:{fedsim.__version__}-{tag}"}
     assert job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
     variables = yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]
-    for path in (str(command.run.run_dir), variables["FEDSIM_BUDGET_LEDGER"]):
+    for path in (str(run.run_dir), variables["FEDSIM_BUDGET_LEDGER"]):
         assert path.startswith("/shared/")  # outlives the driver's pod
 
 

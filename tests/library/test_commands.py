@@ -1,18 +1,16 @@
 """`fedsim.recommend` and `audit`: objects, and only warnings on the terminal."""
 
 import json
-from typing import get_type_hints
 
 import pytest
 
 import fedsim
 from fedsim.cli.main import main
-from fedsim.config import MechanismConfig, PrivacyTarget, RunConfig, types_of
 from fedsim.tuning import report
 
 POSTS = [{"author": f"a{i % 60}", "body": f"The court of the {i}th day."} for i in range(600)]
 TINY = {"user": "author", "text": "body", "max_length": 24, "model": "micro", "engine": "local"}
-TINY |= {"strategy": "scan", "rows_per_pass": 2, "eval_examples": 8}
+TINY |= {"strategy": "scan", "rows_per_pass": 2}
 
 
 def silent(capfd):
@@ -56,7 +54,8 @@ def test_an_audit_says_what_it_found(tmp_path, capfd):
 def test_a_stopped_audit_that_refutes_says_so_with_its_exit_code(monkeypatch, capsys):
     for holds, code in ((False, 1), (None, None)):
         result = {"steps_done": 1, "num_steps": 2, "holds": holds}
-        monkeypatch.setattr("fedsim.cli.trust.Audit.__call__", lambda _, found=result: found)
+        monkeypatch.setattr("fedsim.trust.audit", lambda *_, found=result: found)
+        monkeypatch.setattr("fedsim.engine.set_threads", lambda _: None)
         words = ["audit", "uls", "--data", "pydocs", "--epsilon", "1", "--num-steps", "2"]
         if code is None:
             main([*words, "--run-dir", "x", "--json"])
@@ -65,11 +64,3 @@ def test_a_stopped_audit_that_refutes_says_so_with_its_exit_code(monkeypatch, ca
                 main([*words, "--run-dir", "x", "--json"])
             assert stop.value.code == code
     capsys.readouterr()
-
-
-def test_the_signatures_have_the_settings_of_the_commands():
-    run = types_of(RunConfig).keys() - {"data", "run_dir"}
-    assert get_type_hints(fedsim.RunSettings).keys() == run
-    mechanism = types_of(PrivacyTarget) | types_of(MechanismConfig)
-    mechanism = mechanism.keys() - {"epsilon", "num_steps"}
-    assert get_type_hints(fedsim.MechanismSettings).keys() == run | mechanism

@@ -192,13 +192,13 @@ def test_ctrl_c_ends_the_step_and_the_same_call_goes_on(run, posts, run_dir):
 def test_of_a_table_two_columns_are_read_and_an_id_is_the_same_user_as_text_or_number(tmp_path):
     other = [{"any": 1}, "thing", None]
     frame = pd.DataFrame({"author": [7, "7", "b"], "likes": other, "body": ["x", "y", "z"]})
-    found = pq.read_table(source_of(frame, "author", "body"))
+    found = pq.read_table(source_of(frame, user_column="author", text_column="body"))
     assert found.to_pydict() == {"author": ["7", "7", "b"], "body": ["x", "y", "z"]}
-    unnamed = pq.read_table(source_of(pd.DataFrame([["a", "x"]]), "0", "1"))
+    unnamed = pq.read_table(source_of(pd.DataFrame([["a", "x"]]), user_column="0", text_column="1"))
     assert unnamed.to_pydict() == {"0": ["a"], "1": ["x"]}
     twice = pd.DataFrame([["a", "x", "b"]], columns=["author", "body", "author"])
-    with refuses("user=author"):
-        source_of(twice, "author", "body")
+    with refuses("user_column=author"):
+        source_of(twice, user_column="author", text_column="body")
 
 
 def test_what_is_no_callback_is_found_before_a_step_is_paid_for(posts, run_dir):

@@ -22,7 +22,7 @@ def users_of(tmp_path, *columns):
     for file, ids in zip(files, columns, strict=True):
         pq.write_table(pa.table({"who": ids, "text": ["x"] * len(ids)}), file)
     options = {"user_column": "who", "eval_users": 0.0, "eval_examples": False, "num_workers": 1}
-    return set(load(source_of(files, "who", "text"), **options).train.user_ids())
+    return set(load(source_of(files, user_column="who"), **options).train.user_ids())
 
 
 def test_the_order_of_the_files_changes_nobodys_id(tmp_path):

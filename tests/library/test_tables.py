@@ -14,12 +14,11 @@ import pytest
 from refused import refuses
 
 import fedsim
-from fedsim.data import load
 from fedsim.files import sha256_of
 from fedsim.library import tables
-from fedsim.library.run import flags_of_data
 from fedsim.library.tables import source_of
 
+COLUMNS = {"user_column": "author", "text_column": "body"}
 FRAME = pd.DataFrame({"author": ["ann", "ben"] * 20, "body": ["a day", "old maps"] * 20})
 
 
@@ -29,7 +28,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def rows_of(data, user="author", text="body"):
-    table = pq.read_table(source_of(data, user, text))
+    table = pq.read_table(source_of(data, user_column=user, text_column=text))
     return list(zip(*(table[name].to_pylist() for name in (user, text)), strict=True))
 
 
@@ -45,8 +44,8 @@ def test_chunks_of_a_file_are_read_as_the_whole():
 
 def test_chunks_whose_ids_pandas_reads_in_two_ways_are_refused():
     text = "author,body\n007,a\n8,b\nx,c\n007,d\n"
-    with refuses("user=author"):
-        source_of(pd.read_csv(io.StringIO(text), chunksize=2), "author", "body")
+    with refuses("user_column=author"):
+        source_of(pd.read_csv(io.StringIO(text), chunksize=2), **COLUMNS)
     found = rows_of(pd.read_csv(io.StringIO(text), chunksize=2, dtype=str))
     assert [user for user, _ in found] == ["007", "8", "x", "007"]
 
@@ -58,11 +57,10 @@ def test_chunks_whose_ids_pandas_reads_in_two_ways_are_refused():
         (FRAME.set_index("author")["body"], "data=pandas Series"),
         ([{"author": "ann", "body": "secret"}, FRAME], "data=rows of type DataFrame"),
         (iter(["secret"]), "data=rows of type str"),
-        ([{"author": "ann", "body": "secret"}, {"body": "secret"}], "user"),
-        ([{"author": "ann", "body": "secret"}, {"author": "ben", "body": 3}], "text=body"),
+        ([{"author": "ann", "body": "secret"}, {"body": "secret"}], "user_column"),
+        ([{"author": "ann", "body": "secret"}, {"author": "ben", "body": 3}], "text_column=body"),
         (datasets.IterableDatasetDict(), "data=IterableDatasetDict"),
         ({"author": ["a", "b"], "body": ["secret", 3]}, "data=builtins.dict"),
-        (pd.DataFrame([["ben", "a secret"]], columns=["ann", "my secret"]), "user"),
         (
             pd.read_csv(io.StringIO("author,body\na,secret\nb,c,d,e\n"), chunksize=1),
             "data=pandas TextFileReader",
@@ -71,7 +69,7 @@ def test_chunks_whose_ids_pandas_reads_in_two_ways_are_refused():
 )
 def test_what_is_no_table_is_one_line_without_what_is_in_it(data, what):
     with refuses(what) as error:
-        source_of(data, "author", "body")
+        source_of(data, **COLUMNS)
     said = str(error.value)
     assert "\n" not in said and "secret" not in said and "ann" not in said
 
@@ -122,7 +120,7 @@ def test_a_stream_is_not_held_whole(monkeypatch):
             most = max(most, sum(ref() is not None for ref in alive))
             yield row
 
-    source_of(rows(), "author", "body")
+    source_of(rows(), **COLUMNS)
     assert len(alive) == 200 and most <= 12
 
 
@@ -130,10 +128,9 @@ ASKED = {"role": "user", "content": "q"}
 SAID = {"role": "assistant", "content": "a"}
 
 
-def chats_in(data, user="author", **columns):
-    columns = columns or {"messages": "turns"}
-    table = pq.read_table(source_of(data, user, columns))
-    return [[json.loads(cell) for cell in table[name].to_pylist()] for name in columns.values()]
+def chats_in(data):
+    table = pq.read_table(source_of(data, user_column="author", messages_column="turns"))
+    return [json.loads(cell) for cell in table["turns"].to_pylist()]
 
 
 def test_a_key_that_only_later_turns_have_is_kept(monkeypatch):
@@ -142,7 +139,7 @@ def test_a_key_that_only_later_turns_have_is_kept(monkeypatch):
     rows = [{"author": f"u{i}", "turns": [ASKED, SAID]} for i in range(4)]
     rows.append({"author": "z", "turns": [ASKED, {**SAID, "weight": 0}]})
     for data in (rows, iter(rows), pd.DataFrame(rows), datasets.Dataset.from_list(rows)):
-        (found,) = chats_in(data)
+        found = chats_in(data)
         assert found[-1][1]["weight"] == 0 and found[0][1]["content"] == "a"
 
 
@@ -151,7 +148,7 @@ def test_the_order_of_files_drops_no_key_of_turns(tmp_path):
     for file, said in zip(files, (SAID, {**SAID, "weight": 0}), strict=True):
         pd.DataFrame({"author": [file.stem], "turns": [[ASKED, said]]}).to_parquet(file)
     for order in (files, files[::-1]):
-        (found,) = chats_in(order)
+        found = chats_in(order)
         assert sorted(turns[1].get("weight", 1) for turns in found) == [0, 1]
 
 
@@ -160,36 +157,23 @@ def test_contents_of_several_kinds_and_numpy_are_chats_too():
     weighed = {**SAID, "weight": np.int64(0)}
     rows = [{"author": "a", "turns": np.array([parts, weighed], object)}]
     rows += [{"author": "b", "turns": json.dumps([ASKED, SAID])}]
-    (first, second), = chats_in(pd.DataFrame(rows))  # fmt: skip
+    first, second = chats_in(pd.DataFrame(rows))
     assert first == [parts, {**SAID, "weight": 0}] and second == [ASKED, SAID]
-    with refuses("messages", says="turns"):
-        source_of([{"author": "a", "turns": [{**ASKED, "content": b"\xff"}]}], "author",
-                  {"messages": "turns"})  # fmt: skip
-    with refuses("messages", says="no such column"):
-        source_of([{"author": "a"}], "author", {"messages": "turns"})
-
-
-def test_prompts_with_completions_in_memory_are_read(tmp_path):
-    rows = [{"who": f"u{i % 20}", "q": [ASKED], "a": f"{i} is it"} for i in range(60)]
-    named = {"prompt_column": "q", "completion_column": "a"}
-    table = pq.read_table(source_of(pd.DataFrame(rows), "who", named))
-    assert table.column_names == ["q", "a", "who"]
-    assert json.loads(table["q"][0].as_py()) == [ASKED] and table["a"][3].as_py() == "3 is it"
-    pairs = [{**row, "q": "Why?"} for row in rows]
-    flags = flags_of_data(pairs, "who", None, None, named)
-    data = load(flags["data"], user_column="who", **named, cache_dir=tmp_path)
-    assert data.metadata["chats"]["form"] == "completion" and data.train.num_examples
+    with refuses("messages_column", says="turns"):
+        chats_in([{"author": "a", "turns": [{**ASKED, "content": b"\xff"}]}])
+    with refuses("messages_column", says="no such column"):
+        chats_in([{"author": "a"}])
 
 
 @pytest.mark.privacy
 def test_the_name_of_a_table_confirms_no_guess_of_its_rows(tmp_path, monkeypatch):
     """It is in the settings, and without the key nobody can compute it."""
-    first, again = (Path(source_of(FRAME, "author", "body")) for _ in range(2))
+    first, again = (Path(source_of(FRAME, **COLUMNS)) for _ in range(2))
     assert first == again and first.parent.stat().st_mode & 0o77 == 0
     key = first.parent / "key"
     assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_bytes()) == 32
     monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path / "other"))
-    other = Path(source_of(FRAME, "author", "body"))
+    other = Path(source_of(FRAME, **COLUMNS))
     assert other.read_bytes() == first.read_bytes() and other.name != first.name
     assert first.stem not in sha256_of(first)
 

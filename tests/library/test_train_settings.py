@@ -4,26 +4,50 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 
 import fedsim
-from fedsim.config import PrivacyConfig, RunConfig, types_of
+from fedsim.config import (
+    LoggerName,
+    MechanismConfig,
+    PrivacyConfig,
+    PrivacyTarget,
+    RunConfig,
+    flags_of,
+)
 
 ARGUMENTS = {"epsilon", "num_steps", "data", "run_dir"}
 """Settings that `train` names itself."""
 
 
+def plain(kind):
+    """A type as a caller may give it: a text for a path, a list for a tuple."""
+    if kind == tuple[LoggerName, ...]:
+        return Sequence[LoggerName]
+    return kind | str if Path in get_args(kind) else kind
+
+
 def test_it_has_every_setting_of_train_with_its_type():
-    settings = types_of(PrivacyConfig) | types_of(RunConfig)
-    expected = {name: kind for name, kind in settings.items() if name not in ARGUMENTS}
-    for name, kind in expected.items():
-        if kind == Path | None:  # where a text will do, too
-            expected[name] = str | Path | None
+    expected = {}
+    for kind in (PrivacyConfig, RunConfig):
+        for name, (group, field) in flags_of(kind).items():
+            hints = get_type_hints(get_type_hints(kind)[group] if group else kind)
+            expected[name] = plain(hints[field.name])
+    for name in ARGUMENTS:
+        del expected[name]
     assert get_type_hints(fedsim.TrainSettings) == expected
     assert not fedsim.TrainSettings.__required_keys__
+
+
+def test_the_other_signatures_have_their_part_of_it():
+    run = flags_of(RunConfig).keys() - ARGUMENTS
+    assert get_type_hints(fedsim.RunSettings).keys() == run
+    mechanism = {*flags_of(PrivacyTarget), *flags_of(MechanismConfig)} - ARGUMENTS
+    assert get_type_hints(fedsim.MechanismSettings).keys() == run | mechanism
 
 
 RIGHT = """

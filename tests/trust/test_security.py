@@ -109,7 +109,7 @@ RUNS_CODE = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "to
 def test_nothing_unpickles_but_rays_own_messages():
     users = {m for m in SOURCES if {name.split(".")[-1] for name in imported(m)} & RUNS_CODE}
     loads = {
-        "fedsim.cli.config_file": "yaml.compose(text, Loader=yaml.SafeLoader)",
+        "fedsim.config.load": "yaml.compose(text, Loader=yaml.SafeLoader)",
     }
     assert users == loads.keys()
     for module, safe in loads.items():

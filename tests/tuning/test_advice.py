@@ -2,8 +2,7 @@
 
 import pytest
 
-from fedsim.cli import main
-from fedsim.cli.arguments import parse
+from fedsim.cli.main import parse
 from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.tuning.advice import command, to_train
 
@@ -17,22 +16,19 @@ def printed(given=GIVEN, **run):
 
 
 def test_a_command_has_what_was_found_and_what_was_given():
-    train = parse(main.Command, printed(learning_rate=0.3, engine="local", resume=True)[1:])
-    assert train.algorithm == "uls" and train.run.data.source == "my posts"
-    assert (train.privacy.batch_size, train.privacy.group_size, train.privacy.clip_norm) == (
-        60,
-        3,
-        0.5,
-    )
-    assert train.privacy.chosen_on_data == "group_size,clip_norm"
+    train = parse(printed(learning_rate=0.3, engine="local", resume=True)[1:]).keywords
+    privacy, run = train["privacy"], train["run"]
+    assert train["algorithm"] == "uls" and run.data.source == "my posts"
+    assert (privacy.batch_size, privacy.group_size, privacy.clip_norm) == (60, 3, 0.5)
+    assert privacy.chosen_on_data == "group_size,clip_norm"
     given = {"learning_rate": 0.3, "engine": "local", "resume": False}
-    assert train.run == run_config(data="my posts", run_dir="runs/uls", **given)
+    assert run == run_config(data="my posts", run_dir="runs/uls", **given)
 
 
 def test_a_delta_is_passed_on_only_where_it_was_given():
     assert "--delta" not in printed()
     given = PrivacyConfig(4.0, 10, batch_size=64, delta=1e-5)
-    assert parse(main.Command, printed(given)[1:]).privacy.delta == 1e-5
+    assert parse(printed(given)[1:]).keywords["privacy"].delta == 1e-5
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from problems import users_of_sizes
 from test_cli import run, texts  # noqa: F401
 
 from fedsim import accounting
-from fedsim.cli import main
-from fedsim.cli.arguments import parse
+from fedsim.cli.main import parse
 from fedsim.clipping import Clip
 from fedsim.config import Algorithm
 from fedsim.data import corpora
@@ -33,16 +32,17 @@ def advised(texts):  # noqa: F811
         printed = []
         patch.setattr("builtins.print", lambda *words, **kw: printed.append((words, kw)))
         args = ["recommend", "--data", str(texts), *FLAGS, "--learning-rate", "0.3"]
-        result = parse(main.Command, args)()
+        result = parse(args)()
     return result, "\n".join(str(w) for words, kw in printed if "file" not in kw for w in words)
 
 
 def planned(command):
     """The plan of the training that a printed command starts."""
-    train = parse(main.Command, command[1:])
-    data = corpora.load(train.run.data.source, **train.run.data.options)
-    algorithm, key = Algorithm(train.algorithm), SecretKey.create()
-    privacy, non_private = complete(algorithm, train.privacy, data)
+    train = parse(command[1:]).keywords
+    source = train["run"].data
+    data = corpora.load(source.source, **source.options)
+    algorithm, key = Algorithm(train["algorithm"]), SecretKey.create()
+    privacy, non_private = complete(algorithm, train["privacy"], data)
     method = method_for(algorithm, privacy, data.train, key)
     plan = make_plan(algorithm, privacy, data.train, method, 1, non_private, "")
     return plan, train
@@ -157,7 +157,7 @@ def test_a_plan_alone_computes_no_gradient_and_is_kept_by_training(texts, capsys
 
     monkeypatch.setattr("fedsim.engine.factory.create", none)
     command = ["recommend", "--data", str(texts), *FLAGS, "--plan-only"]
-    found = parse(main.Command, command)()
+    found = parse(command)()
     text = capsys.readouterr().out
     assert found["looked_at"] is None and "Defaults used because no text was read" in text
     for algorithm in ("els", "uls"):

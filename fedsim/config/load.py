@@ -1,0 +1,164 @@
+"""Settings by the names of their flags: from Python and files, and to config.json."""
+
+import dataclasses
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fedsim.config.settings import DataConfig, EngineConfig, ModelConfig, RunConfig
+from fedsim.errors import ConfigError, expect
+
+T = TypeVar("T")
+
+# The groups of a RunConfig, each with the field whose flag is named like the group.
+_GROUPS = {"data": ("source", DataConfig), "model": ("source", ModelConfig)}
+_GROUPS |= {"engine": ("kind", EngineConfig)}
+_FIRST_NAMES = {"batch_size": "budget", "lora_modules": "lora_layers"}
+
+
+def group_of(name: str) -> Any:
+    """The class of a group of a RunConfig."""
+    return _GROUPS[name][1]
+
+
+def first_named(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings under their original names, of which keys of seeds and names of runs are made: they
+    stay the same when a setting is renamed."""
+    return {_FIRST_NAMES.get(name, name): value for name, value in settings.items()}
+
+
+def unknown_setting(name: str, value: Any, known: Iterable[str]) -> ConfigError:
+    """The error of a setting that does not exist, with the nearest name."""
+    close = difflib.get_close_matches(name, list(known), 1, 0.75)
+    hint = f", such as {close[0]}" if close else ""
+    return ConfigError.of(name, value, f"the name of a setting{hint}")
+
+
+def config_of(kind: type[T], settings: Mapping[str, Any]) -> T:
+    """Make a config from settings by flag name: data, run_dir, lora_rank, seed, ...
+
+    Raises: ConfigError: a name is unknown, a setting is missing, or a value is wrong.
+    """
+    flags = flags_of(kind)
+    groups: dict[str, dict[str, Any]] = {}
+    values: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name not in flags:
+            raise unknown_setting(name, value, flags)
+        group, field = flags[name]
+        (groups.setdefault(group, {}) if group else values)[field.name] = value
+    made = {group: _GROUPS[group][1](**inner) for group, inner in groups.items()}
+    return kind(**values, **made)
+
+
+def run_config(**settings: Any) -> RunConfig:
+    """Make a RunConfig from settings by flag name; see `config_of`."""
+    return config_of(RunConfig, settings)
+
+
+def changed_run(run: RunConfig, **settings: Any) -> RunConfig:
+    """A copy of a RunConfig with some settings replaced, by flag name."""
+    return run_config(**{**settings_of(run), **settings})
+
+
+def computed_by(run: RunConfig, engine: str = "local", **settings: Any) -> RunConfig:
+    """The settings of a run for computing with its model, on an engine and whatever devices there
+    are here."""
+    return changed_run(run, engine=engine, accelerator="auto", **settings)
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """All settings of a config by flag name."""
+    return {
+        name: getattr(getattr(config, group) if group else config, field.name)
+        for name, (group, field) in flags_of(type(config)).items()
+    }
+
+
+def flags_of(kind: Any) -> dict[str, tuple[str | None, dataclasses.Field[Any]]]:
+    """Flags of a config class: name -> (group, field).
+
+    The group is the nested config (`data`, `model` or `engine`) that has the field; None: the class
+    itself.
+    """
+    flags: dict[str, tuple[str | None, dataclasses.Field[Any]]] = {}
+    for field in fields(kind):
+        if kind is not RunConfig or field.name not in _GROUPS:
+            flags[field.name] = None, field
+            continue
+        first, group = _GROUPS[field.name]
+        for inner in fields(group):
+            flags[field.name if inner.name == first else inner.name] = field.name, inner
+    return flags
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """Settings by flag name in JSON's types; infinity is the string 'inf'."""
+    return {name: to_json(value) for name, value in settings_of(config).items()}
+
+
+def changed(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, in JSON's types, that differ from their defaults."""
+    defaults = {name: to_json(field.default) for name, (_, field) in flags_of(kind).items()}
+    return {name: value for name, value in settings.items() if value != defaults[name]}
+
+
+def to_json(value: Any) -> Any:
+    """Convert paths and non-finite floats to strings, and tuples to lists; return other values
+    unchanged."""
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    return value
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Settings by name from a TOML, YAML or JSON file.
+
+    Raises:
+      ConfigError: it cannot be read, or holds something else.
+    """
+    readers = {".json": json.loads, ".yaml": _of_yaml, ".yml": _of_yaml}
+    try:
+        found = readers.get(path.suffix, tomllib.loads)(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError.of("config", path, f"a TOML, YAML or JSON file ({reason})") from None
+    expect("config", path, isinstance(found, dict), "lines such as num_steps = 200")
+    return found
+
+
+def _of_yaml(text: str) -> dict[str, Any]:
+    """Content of a YAML file with each value as it is written: 007 keeps its zeros, 1e-6 is a
+    number, and no is a word.
+
+    Raises: ValueError: it is no mapping, or has a name twice.
+    """
+    import yaml
+
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+    if node is None:
+        return {}
+    if not isinstance(node, yaml.MappingNode):
+        raise ValueError("expected lines such as `num_steps: 200`")
+    names = [name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
+    if len(set(names)) < len(node.value):
+        twice = next((name for name in names if names.count(name) > 1), "a name that is none")
+        raise ValueError(f"{twice} is there twice")
+    return {name.value: _of_node(value) for name, value in node.value}
+
+
+def _of_node(node: Any) -> Any:
+    """A text, or a list of values; None for anything else."""
+    if isinstance(node.value, str):
+        return None if node.tag == "tag:yaml.org,2002:null" else node.value
+    return [_of_node(each) for each in node.value] if node.id == "sequence" else None

@@ -1,0 +1,460 @@
+"""Settings that cannot change the privacy guarantee: data, model, optimizer, engine, results; and
+those of builds, audits and generation."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Strict
+
+from fedsim.config.model import APath, Column, Names, flag, group, hidden
+from fedsim.errors import DataError, expect, expect_least, expect_positive
+from fedsim.files import expand_home
+
+# May differ between a run and its resumption: they change neither the guarantee nor the bits. (That
+# the data is the same is checked by its fingerprint, wherever it lies.)
+OPERATIONAL = frozenset(
+    {"data", "run_dir", "engine", "num_workers", "num_lanes", "resume"}
+    | {"wait_for_workers", "worker_timeout"}
+    | {"checkpoint_every", "log_every", "output", "budget_ledger", "limit_epsilon", "spend_rest"}
+    | {"log_to", "log_non_private", "strict"}
+)
+
+ALL_LINEAR = "all-linear"
+"""All modules of the blocks that LoRA can adapt, as PEFT says it."""
+
+LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+UPDATE = ("optimizer", "learning_rate", "schedule", "ema")
+"""Settings of a RunConfig that are None where the recipe sets them."""
+
+
+def _home(field: str) -> BeforeValidator:
+    """~ of a path or name of a source as the home directory, which no file of settings expands."""
+    return BeforeValidator(lambda x: expand_home(field, x) if isinstance(x, str | Path) else x)
+
+
+@group(error=DataError)
+class BuildConfig:
+    """Reading, owners and tokens of texts.
+
+    With the sources, they determine the bytes of the data set."""
+
+    user_column: Column = ()
+    """Column with the user of a row; repeat it if several columns together name the user. A column
+    of lists gives a text to several users. Default: user_id."""
+
+    owners: Names = ()
+    """Columns, separated by commas, for texts with several owners: a text belongs to everyone who
+    is in one of them, as in from,to,cc. Instead of user_column."""
+
+    owners_delimiter: str | None = None
+    """Characters that separate several users in a cell of owners, as in ',;' for the addresses of a
+    mail. Default: a cell is one user."""
+
+    owner_key: str | None = None
+    """Key of each turn of a chat that names who speaks, such as name. The chat belongs to all who
+    speak in it. Turns of the assistant may name nobody. Instead of user_column."""
+
+    unowned: Literal["refuse", "drop"] = "refuse"
+    """Refuse data with rows without a user, or drop these rows."""
+
+    text_column: Column = ()
+    """Column with the text; repeat it for several, which are joined by newlines. Default: text."""
+
+    messages_column: str | None = None
+    """Column with chats: lists of {role, content}, or of {from, value}. Columns named messages,
+    conversations, prompt and completion, or instruction and output are recognised if there is no
+    text."""
+
+    prompt_column: str | None = None
+    """Column with prompts: texts, or lists of messages. Goes with completion_column."""
+
+    completion_column: str | None = None
+    """Column with the completions of the prompts."""
+
+    train_on: Literal["all", "completion", "assistant", "user"] | None = None
+    """Tokens of chats to train on. completion: of a chat, the assistant's last turn. Default: the
+    completion of a prompt, and the assistant's turns of a chat."""
+
+    chat_template: APath | None = None
+    """File with the chat template. Default: the one in the directory of the tokenizer."""
+
+    template_date: str = "2026-01-01"
+    """Day that a chat template takes for today, so that equal data give equal tokens."""
+
+    skip_unknown: bool = False
+    """Leave out chats that cannot be read, with images or tool calls for example, and count them.
+    Default: the first one is an error that names its row."""
+
+    order_column: str | None = None
+    """Column that orders a user's examples: numbers, or times such as 2020-01-31T10:00:00Z.
+    Default: the order of the files."""
+
+    tokenizer: Annotated[str, _home("tokenizer")] = "bytes"
+    """bytes, hf:NAME, a tokenizer file, or the directory of a model or a run that holds one."""
+
+    tokenizer_is_public: bool = False
+    """State that none of these texts was read to make the tokenizer. Without it, a tokenizer file
+    is named as outside the guarantee. bytes and the tokenizers of models need no statement."""
+
+    max_length: int = 128
+    """Largest number of tokens of an example, the token at its beginning included. >= 2."""
+
+    long_texts: Literal["cut", "split"] = "cut"
+    """Cut texts of more than max_length tokens, or split them into several examples of the user."""
+
+    eval_users: float = 0.05
+    """Share of users held out of training, to evaluate on; chosen by a hash of their ids. In [0,
+    1)."""
+
+    eval_examples: bool = True
+    """Also hold out a tenth of each training user's examples, at most 32."""
+
+    min_examples: int = 1
+    """Leave out users with fewer examples than this. >= 1."""
+
+    test_from: str | None = None
+    """Put rows whose order_column is at least this (such as 2018-01-01) into the split test."""
+
+    delimiter: str | None = None
+    """Character between the columns of CSV. Default: a comma, or a tab in files named .tsv."""
+
+    encoding: str = "utf-8"
+    """Encoding of CSV and JSON files, such as cp1252 (Excel's) or latin1."""
+
+    quoting: Literal["none", "minimal"] | None = None
+    """Meaning of quotation marks in CSV. minimal: they enclose values with delimiters or line ends.
+    none: they are ordinary characters. Default: minimal, but a file that can be read either way is
+    refused."""
+
+    def __post_init__(self):
+        expect("max_length", self.max_length, self.max_length >= 2, "at least 2 tokens")
+        expect("eval_users", self.eval_users, 0 <= self.eval_users < 1, "a fraction in [0, 1)")
+        expect("min_examples", self.min_examples, self.min_examples >= 1, "at least 1")
+        owners = ",".join(self.owners)
+        for name, value in {"owners": owners, "owner_key": self.owner_key}.items():
+            alone = not value or not self.user_column
+            expect("user_column", ",".join(self.user_column), alone, f"none beside {name}={value}")
+
+
+@group(source="data")
+class DataConfig:
+    """The training text and its users."""
+
+    source: Annotated[str, _home("data"), flag(name="data")]
+    """Data to train on: a directory made by `fedsim data build`, which has more settings; a
+    Parquet, JSON or CSV file or a folder of them (of JSON: 'folder/*.json'), hf:NAME (a data set of
+    the Hugging Face Hub), or for trials pydocs (docstrings)."""
+
+    user_column: str | None = None
+    """Column with the id of the user who owns the row, where data names files. Default: user_id."""
+
+    text_column: str | None = None
+    """Column with the text, where data names files. Default: text."""
+
+    messages_column: str | None = None
+    """Column with chats, where data names files: lists of {role, content}, or of {from, value}.
+    Default: the columns messages, conversations, or prompt and completion, if there is no text."""
+
+    tokenizer: Annotated[str, _home("tokenizer")] | None = None
+    """Tokenizer, where data names files: bytes, hf:NAME, or a tokenizer file. Default: the model's,
+    or bytes for a new model."""
+
+    max_length: int | None = None
+    """Sequence length in tokens, where data names files; longer texts are truncated. >= 2. Default:
+    128."""
+
+    def __post_init__(self):
+        expect("data", self.source, self.source != "", "a directory, files, or pydocs")
+        expect_least(self, max_length=2)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The given options for reading files: keyword arguments of `corpora.load`."""
+        return {name: x for name, x in vars(self).items() if name != "source" and x is not None}
+
+
+def _joined(modules: str | Sequence[str]) -> str:
+    """Names of modules with commas between them; "all", as of earlier versions, is ALL_LINEAR."""
+    names = modules if isinstance(modules, str) else ",".join(modules)
+    return ALL_LINEAR if names == "all" else names
+
+
+@group(source="model")
+class ModelConfig:
+    """The model to train."""
+
+    source: Annotated[str, _home("model"), flag(name="model")] = "tiny"
+    """Model to train. A new transformer: micro (to try a command), tiny, small, medium, paper (350
+    M parameters) or large (1 B). Or a pretrained model: a Hugging Face directory, hf:NAME, or the
+    directory of an earlier run."""
+
+    lora_rank: int = 0
+    """Rank of LoRA adapters, which are trained in place of the parameters of a pretrained model. >=
+    0; 0 trains all parameters."""
+
+    lora_modules: Annotated[str | Sequence[str], AfterValidator(_joined)] = ALL_LINEAR
+    """Modules of each block that get LoRA adapters, by PEFT's names, such as q_proj v_proj;
+    all-linear: all of them."""
+
+    lora_alpha: float | None = None
+    """alpha of LoRA adapters, for their scale (see lora_scaling). > 0. Default: twice the rank;
+    with rslora, 8."""
+
+    lora_scaling: Literal["standard", "rslora"] = "standard"
+    """Factor of the output of LoRA adapters. standard: alpha / rank. rslora: alpha / sqrt(rank)."""
+
+    adapter: Annotated[str, _home("adapter")] | None = None
+    """LoRA adapters to go on from, of this model: a directory in PEFT's format, or hf:NAME. Rank,
+    alpha, scaling and modules are those of the adapters."""
+
+    frozen_dtype: Literal["stored", "float32", "bfloat16", "int8"] = "stored"
+    """Type of the matrices of the model beneath LoRA adapters. stored: as in its files, so that
+    bfloat16 stays bfloat16. int8: 1 byte a weight, and a scale for each output channel. bfloat16
+    and int8 round the model, also the merged one. Changes the bits of the result."""
+
+    remat: bool = False
+    """Recompute activations in the backward pass (gradient checkpointing): less accelerator memory,
+    more time. Changes the bits of the result."""
+
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the forward and backward pass. Parameters, norms, sums and noise are always
+    float32."""
+
+    def __post_init__(self):
+        expect_least(self, lora_rank=0)
+        dtype, trained = self.frozen_dtype, not self.has_adapters
+        expected = "stored or float32 without lora_rank or adapter: trained parameters are float32"
+        expect("frozen_dtype", dtype, not trained or dtype in ("stored", "float32"), expected)
+        expect_positive(self, "lora_alpha")
+        if self.adapter is not None:
+            for name in ("lora_rank", "lora_modules", "lora_alpha", "lora_scaling"):
+                value = getattr(self, name)
+                unset = value == getattr(ModelConfig, name)
+                expect(name, value, unset, "nothing: the adapter has its own")
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if LoRA adapters are trained instead of the model."""
+        return self.lora_rank > 0 or self.adapter is not None
+
+
+@group(source="engine")
+class EngineConfig:
+    """The processes that compute gradients."""
+
+    kind: Annotated[Literal["ray", "local"], flag(name="engine")] = "ray"
+    """ray: worker processes on the Ray cluster at RAY_ADDRESS, or on this machine. local: this
+    process alone."""
+
+    num_workers: int | None = None
+    """Number of worker processes. >= 1. Default: one per accelerator, or one per threads_per_worker
+    CPUs."""
+
+    num_lanes: int = 8
+    """Number of parts that a step is split into; each worker computes one at a time. >= 1. Without
+    noise, changes the bits of the result."""
+
+    threads_per_worker: int = 1
+    """CPU threads of each worker. >= 1. Changes the bits of the result: 1 thread gives others than
+    several."""
+
+    strategy: Literal["auto", "scan", "direct", "ghost"] = "auto"
+    """Method of computing clipped gradients. auto: ghost for ELS on CPUs if all parameters are
+    trained and there are 10 million or more, else direct. Changes the bits of the result."""
+
+    rows_per_pass: int | None = None
+    """Rows of one forward and backward pass: more take more memory. >= 1. Changes the bits of the
+    result. Default: 4 on CPUs; on accelerators those of one unit, of at most 4,096 tokens."""
+
+    accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+    """Hardware of the workers. auto: the accelerators present in the cluster when the workers
+    start; name one if nodes are still to join."""
+
+    wait_for_workers: float = 0.0
+    """Seconds to wait for nodes until num_workers fit, and later for workers that were lost, at
+    least worker_timeout; an autoscaler is asked for them. >= 0."""
+
+    worker_timeout: float = 600.0
+    """Seconds that a Ray worker has for one part of a step, its compilation included, and to start.
+    A worker that takes longer counts as hung: it is ended and started again, and its part is
+    computed again. A part that takes too long 4 times ends the run. > 0."""
+
+    def __post_init__(self):
+        expect_least(self, num_lanes=1, threads_per_worker=1, num_workers=1, rows_per_pass=1)
+        wait = self.wait_for_workers
+        expect("wait_for_workers", wait, 0 <= wait < math.inf, ">= 0 seconds")
+        limit = self.worker_timeout
+        expect("worker_timeout", limit, 0 < limit < math.inf, "> 0 seconds")
+
+
+@group(kw_only=True)
+class UpdateConfig:
+    """The optimizer."""
+
+    recipe: Literal["default", "paper"] = "default"
+    """Defaults for optimizer, learning_rate, schedule and ema. default: momentum with a learning
+    rate computed from the noise, and parameter averaging. paper: adafactor at 0.1, constant,
+    without averaging."""
+
+    optimizer: str | None = None
+    """momentum (SGD with momentum 0.9), or any optax optimizer by name, such as adafactor, adam or
+    sgd, optionally with its options: adam:b1=0.8,eps=1e-6. Default: by recipe."""
+
+    learning_rate: float | None = None
+    """Learning rate, or its peak with warmup or a schedule. > 0. Default: by recipe."""
+
+    schedule: Literal["constant", "linear", "cosine"] | None = None
+    """Learning rate over the steps: constant, or linear or cosine decay to zero at the last step.
+    Default: by recipe."""
+
+    ema: float | None = None
+    """Decay factor per step of an exponential moving average of the parameters, which is evaluated
+    and released at no privacy cost. In [0, 1); 0 uses the parameters of the last step. Default: by
+    recipe."""
+
+    warmup: float = 0.0
+    """Fraction of the steps in which the learning rate rises linearly. In [0, 1)."""
+
+    weight_decay: float = 0.0
+    """Decoupled weight decay, applied to matrices only: each step subtracts this times the learning
+    rate times the matrix. >= 0."""
+
+    def __post_init__(self):
+        expect_positive(self, "learning_rate")
+        for name in ("warmup", "ema"):
+            share = getattr(self, name)
+            expect(name, share, share is None or 0 <= share < 1, "in [0, 1)")
+        decay = self.weight_decay
+        expect("weight_decay", decay, 0 <= decay < math.inf, ">= 0 and finite")
+
+
+def _unique(names: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(names))
+
+
+@group(kw_only=True)
+class RunConfig(UpdateConfig):
+    """Settings that cannot change the privacy guarantee."""
+
+    data: DataConfig
+
+    run_dir: Annotated[APath, _home("run_dir")]
+    """Directory for the results: configuration, ledger, metrics, TensorBoard logs, checkpoints,
+    summary."""
+
+    model: ModelConfig = ModelConfig()
+
+    seed: int | None = None
+    """Seed for a reproducible run. Whoever knows or guesses it can remove the noise, so such a run
+    has no guarantee, and the privacy budget counts it as infinite for its users (see
+    budget_ledger). Default: a secret random key."""
+
+    engine: EngineConfig = EngineConfig()
+
+    eval_every: int | None = None
+    """Steps between evaluations. >= 1. Default: a tenth of the run."""
+
+    eval_examples: int = 512
+    """Number of held-out examples per evaluation, the same each time. >= 1."""
+
+    checkpoint_every: int = 10
+    """Steps between checkpoints. >= 1. If this takes longer than a minute, there is one every
+    minute, too."""
+
+    log_every: int = 10
+    """Steps between computations of epsilon, and between progress lines in a log with output
+    verbose; otherwise a log has about ten such lines. >= 1."""
+
+    output: Annotated[Literal["quiet", "normal", "verbose"], hidden] = "normal"
+    """Messages on stderr. quiet: warnings and errors. normal: plan, progress and results. verbose:
+    technical details as well. --quiet and --verbose are short for it."""
+
+    log_to: Annotated[tuple[LoggerName, ...], Strict(False), AfterValidator(_unique)] = (
+        "tensorboard",
+    )
+    """Loggers of the metrics, any of tensorboard, wandb, mlflow and trackio. tensorboard writes
+    files into run_dir. The others can send what they get to another machine, so they get only the
+    plan, epsilon and metrics that have noise. metrics.jsonl in run_dir has all metrics in any
+    case."""
+
+    log_non_private: bool = False
+    """Give wandb, mlflow and trackio the metrics that are computed from private data without noise,
+    too: losses, norms, times and sizes of draws. The guarantee does not cover them, which the plan
+    says."""
+
+    strict: bool = False
+    """Refuse whatever would need a footnote to the guarantee, with the setting that needs none.
+    Held-out users are then evaluated with eval_epsilon or not at all."""
+
+    resume: bool = False
+    """Resume the run in run_dir, or start it if there is none."""
+
+    budget_ledger: Annotated[APath, _home("budget_ledger")] | None = None
+    """Directory of the budget ledger, which counts the privacy loss of all runs on the same users.
+    Default: the environment variable FEDSIM_BUDGET_LEDGER, or ~/.local/state/fedsim/budget."""
+
+    limit_epsilon: float | None = None
+    """Refuse the run if all runs on these users, including this one, could cost a user more than
+    this epsilon at this run's delta. > 0. Default: the limits set in the budget ledger."""
+
+    spend_rest: bool = False
+    """With a limit: instead of refusing the run, train as many steps, up to num_steps, as the limit
+    allows."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        expect_least(self, eval_examples=1, checkpoint_every=1)
+        expect_least(self, log_every=1, eval_every=1)
+        expect_positive(self, "limit_epsilon")
+
+
+@group()
+class AuditConfig:
+    """Canaries that an audit plants, and the confidence of its tests."""
+
+    gradient_canaries: int = 400
+    """Number of made-up users whose gradient always points in a direction of their own; each is
+    included with probability 1/2. >= 0. More canaries can refute larger epsilons: 250 can refute 8
+    at delta 1e-6, of a nearly Gaussian training."""
+
+    text_canaries: int = 100
+    """Number of made-up users who wrote a line of made-up words; each is included with probability
+    1/2. >= 0."""
+
+    confidence: float = 0.95
+    """Confidence of a refutation by guesses. In [0.5, 1)."""
+
+    def __post_init__(self):
+        expect_least(self, gradient_canaries=0, text_canaries=0)
+        total = self.gradient_canaries + self.text_canaries
+        expect("gradient_canaries", self.gradient_canaries, total > 0, "a canary of either kind")
+        expect("confidence", self.confidence, 0.5 <= self.confidence < 1, "in [0.5, 1)")
+
+
+@group()
+class Sampling:
+    """How tokens are drawn from the model.
+
+    The fields apply in their order."""
+
+    temperature: float = 1.0
+    """Divides the logits. 0, which always takes the likeliest token, or >= 0.001."""
+
+    top_k: int = 0
+    """Number of likeliest tokens to draw from. >= 0; 0: all."""
+
+    top_p: float = 1.0
+    """Draw from the fewest likeliest tokens that have this probability together. In (0, 1]."""
+
+    min_p: float = 0.0
+    """Draw from tokens at least this many times as likely as the likeliest. In [0, 1]."""
+
+    def __post_init__(self):
+        heat = self.temperature
+        expect("temperature", heat, heat == 0 or 1e-3 <= heat < math.inf, "0, or >= 0.001")
+        expect("top_k", self.top_k, self.top_k >= 0, ">= 0")
+        expect("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
+        expect("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
