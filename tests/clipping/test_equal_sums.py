@@ -218,8 +218,8 @@ def test_ids_of_few_bits_are_rows_of_a_larger_table(rng):
         return jnp.sum(jnp.tanh(embed.apply({"params": params}, rows["ids"])), axis=(1, 2))
 
     def total(name, dtype):
-        given = params, {"ids": ids.astype(dtype)}, mask, Clip(1.0), Strategy(name, 2)
-        return flat(clip_chunk(losses, *given)[0])
+        batch, strategy = {"ids": ids.astype(dtype)}, Strategy(name, 2)
+        return flat(clip_chunk(losses, params, batch, mask, Clip(1.0), strategy)[0])
 
     # Not scan with 8 bits: as tests compile, XLA loses rows there.
     expected = total("scan", np.int32)
