@@ -215,7 +215,7 @@ class Pretrained(NamedTuple):
     tokenizer: Path | None
     """Path of its tokenizer.json, if it has one."""
     files: Path | None = None
-    """Directory of its side files; see model_files."""
+    """Directory of its side files; see serving_files."""
 
 
 def load(
