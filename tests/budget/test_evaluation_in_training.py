@@ -17,7 +17,7 @@ from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.budget.ledger import hold, place_of
 from fedsim.cli.main import main
-from fedsim.config import PrivacyConfig, RunConfig
+from fedsim.config import PrivacyConfig, run_config
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset
 from fedsim.engine.worker import LocalEngine
@@ -41,7 +41,7 @@ def private(**changes):
 @pytest.mark.parametrize("num_steps", [1, 7, 20, 101])
 @pytest.mark.parametrize("every", [None, 1, 3, 50])
 def test_the_plan_pays_for_every_evaluation_that_there_can_be(num_steps, every):
-    run = RunConfig(data=None, run_dir=None, eval_every=every, eval_examples=100)  # type: ignore
+    run = run_config(data="x", run_dir="x", eval_every=every, eval_examples=100)
     users = SimpleNamespace(num_users=40, vocab_size=256, offsets=np.arange(0, 401, 10))
     found = evaluations_of(private(num_steps=num_steps), run, users)
     assert found is not None
@@ -57,7 +57,7 @@ def test_the_plan_pays_for_every_evaluation_that_there_can_be(num_steps, every):
 @pytest.mark.privacy
 @pytest.mark.parametrize("delta, expected", [(1e-9, 1e-9), (0.5, 1e-6), (None, 1e-6)])
 def test_evaluations_have_the_delta_of_the_run_where_it_is_smaller(delta, expected):
-    run = RunConfig(data=None, run_dir=None)  # type: ignore
+    run = run_config(data="x", run_dir="x")
     users = SimpleNamespace(num_users=40, vocab_size=256)
     found = evaluations_of(private(delta=delta), run, users)  # type: ignore
     assert found is not None and found.delta == expected
@@ -347,7 +347,7 @@ def test_what_makes_no_sense_is_refused(texts, run_dir, capsys, flags, said):
 
 
 def test_without_users_or_a_bound_there_is_nothing_to_release(texts, rng):
-    run = RunConfig(data=None, run_dir=None)  # type: ignore[arg-type]
+    run = run_config(data="x", run_dir="x")
     users = SimpleNamespace(num_users=1, offsets=np.arange(2), vocab_size=256)
     for held in (None, users):
         with refuses("eval_epsilon=1.0"):

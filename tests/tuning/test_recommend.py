@@ -61,7 +61,10 @@ def test_training_adds_exactly_the_noise_that_was_predicted(algorithm, advised):
     assert each["added_stddev"] == clip.sensitivity * plan.noise_multiplier / plan.expected_count
     real = each["gradients"] / (7 * each["batch_size"]) if algorithm == "els" else 1
     assert each["noise_per_step"] == pytest.approx(each["added_stddev"] * plan.clip_norm / real)
-    assert (train.run.learning_rate, train.run.engine.kind) == (0.3, "local")  # flags are passed on
+    assert (train["run"].learning_rate, train["run"].engine.kind) == (
+        0.3,
+        "local",
+    )  # flags are passed on
     assert 3.99 < accounting.epsilon([(plan.event(), 7)], plan.delta) <= 4
     assert (each["sampling"], each["noise"]) == (plan.sampling.kind, plan.noise.kind)
     error = plan.noise.predicted_error * plan.clip_norm / plan.expected_count / real
@@ -139,7 +142,7 @@ def test_plain_clipping_adds_noise_in_the_units_of_the_gradient(texts, capsys): 
     uls = json.loads(out)["uls"]
     assert uls["added_stddev"] == pytest.approx(uls["noise_per_step"])
     plan, train = planned(uls["command"])
-    assert plan.clip == Clip(uls["clip_norm"]) and train.privacy.delta == 1e-5
+    assert plan.clip == Clip(uls["clip_norm"]) and train["privacy"].delta == 1e-5
 
 
 def test_a_budget_below_algorithm_3s_start_is_kept(texts, capsys):  # noqa: F811
