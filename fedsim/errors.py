@@ -4,7 +4,7 @@ import math
 import reprlib
 from typing import Any, Self
 
-GOES_ON = "the same command goes on where it was"
+AGAIN = "if that passes, run the same command again"
 
 
 class FedsimError(Exception):
@@ -50,16 +50,17 @@ class BadChat(Exception):
 
 
 class SlowTemplate(BadChat):
-    """A chat template takes too long. The row is never skipped: another machine might be faster."""
+    """A chat template takes too long or too much memory. The row is never skipped: another machine
+    might be faster."""
 
 
 class Interrupted(DataError):
-    """A fault that may pass kept data from being read or built. Finished parts are kept."""
+    """A fault that may pass kept data from being read or built."""
 
     exit_code = 1
 
     def __init__(self, reason: str):
-        super().__init__(reason if GOES_ON in reason else f"{reason}; {GOES_ON}")
+        super().__init__(reason if AGAIN in reason else f"{reason}; {AGAIN}")
 
 
 class FileDamaged(FedsimError, ValueError):

@@ -1,15 +1,17 @@
 """Files that are written whole or not at all, private directories, and places from variables."""
 
 import errno
+import fcntl
+import glob
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 from fedsim.errors import ConfigError, FileDamaged, brief, expect
@@ -20,6 +22,7 @@ MOST_JSON = 2**26  # bytes of a user's JSON file: ten times the largest in use
 ELSEWHERE = "FEDSIM_CACHE_DIR can name another place"
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of an OSError: open or mapped files
 
+HIDDEN, MARKER = ".unfinished", ".of-fedsim"  # end of a hidden directory's name; a file in it
 
 TABLES = "tables"  # in the cache: copies of tables from memory
 CACHE, LEDGER = "FEDSIM_CACHE_DIR", "FEDSIM_BUDGET_LEDGER"
@@ -191,18 +194,13 @@ def write_with(path: Path, write: Callable[[Path], None]) -> None:
 
     It writes in a temporary directory, which also takes other files that it may leave behind.
     """
-    directory = path.with_name(path.name + ".tmp")
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir()
-    try:
+    with unfinished(path) as directory:
         temporary = directory / path.name
         write(temporary)
         with named(path), temporary.open("rb") as file:
             os.fchmod(file.fileno(), directory.stat().st_mode & 0o644)  # respects the umask
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
     sync_directory(path.parent)
 
 
@@ -223,27 +221,110 @@ def keep_private(directory: Path) -> None:
 
 
 @contextmanager
-def new_directory(out: Path) -> Iterator[Path]:
+def new_directory(out: Path, *, wait: bool = False) -> Iterator[Path]:
     """Yield an empty directory that becomes `out` when the context ends without an error.
 
-    Until then it is in a temporary directory beside `out`, and nothing else is changed there.
-
-    Raises:
-      ConfigError: `out` exists, or cannot be written.
+    Until then nothing is changed at `out`.
+    Args:
+      out: absent, or an empty directory.
+      wait: as of `unfinished`.
+    Raises: ConfigError: `out` exists, cannot be written, or another process is writing it.
     """
-    if out.exists() or out.is_symlink():
-        raise ConfigError.of("out", out, "a directory that is not there yet")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)
-        made = Path(temporary.name) / "made"
-        made.mkdir()  # with the mode of directories, which the temporary one has not
-    except OSError as error:
-        raise ConfigError.of("out", out, f"a place to write to ({error})") from None
-    with temporary, removed_at_end(Path(temporary.name)):
+    _expect_free(out)
+    with unfinished(out, wait=wait) as made:
+        _expect_free(out)  # the process that was waited for may have written it
         yield made
-        made.rename(out)
+        try:
+            made.rename(out)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            _expect_free(out)
     sync_directory(out.parent)
+
+
+def _expect_free(out: Path) -> None:
+    """Raise ConfigError unless a directory can become `out`."""
+    expected = "a directory that is not there yet"
+    replaceable = not out.is_symlink() and not os.path.ismount(out)
+    expect("out", out, replaceable, f"{expected}, not a link or a mounted one")
+    free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    expect("out", out, free, f"{expected}, or an empty one; it already exists")
+
+
+@contextmanager
+def unfinished(out: Path, *, wait: bool = False) -> Iterator[Path]:
+    """Yield an empty directory in a hidden one beside `out`, which is removed at the end.
+
+    The name of the hidden directory is random and its mode 0700, so that nobody else can put a
+    directory or link in its place beforehand, or read what is in it. What processes of this user
+    that were killed left there for the same `out` is removed first.
+
+    Args:
+      out: the file or directory that is written.
+      wait: wait for another process that writes `out` instead of raising an error.
+    Raises: ConfigError: it cannot be made, or another process is writing `out`.
+    """
+    place = out.with_name(f".{out.name}.{secrets.token_hex(8)}{HIDDEN}")
+    made = place / "made"
+    with ExitStack() as stack:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            remove_unfinished(out.parent, glob.escape(out.name), wait=wait)
+            place.mkdir(mode=0o700)
+            descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            stack.callback(os.close, descriptor)
+            stack.callback(_remove_place, place, descriptor)
+            with suppress(OSError):  # of file systems without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # Whoever sees the marker, and no lock, may remove the directory.
+            (place / MARKER).touch(exist_ok=False)
+            made.mkdir()  # with the usual mode, which what becomes `out` keeps
+        except BlockingIOError:
+            expected = "a place to which no other process is writing"
+            raise ConfigError.of("out", out, expected) from None
+        except OSError as error:
+            raise ConfigError.of("out", out, f"a place to write to ({error})") from None
+        stack.enter_context(removed_at_end(place))
+        yield made
+
+
+def remove_unfinished(parent: Path, pattern: str, *, wait: bool = False) -> None:
+    """Remove what `unfinished` made in `parent`, in processes that were killed.
+
+    Only directories of this user with a marker are touched, and no link is followed.
+    Args:
+      pattern: glob pattern of names that were to be written.
+    Raises: BlockingIOError: another process is writing such a name, and `wait` is False.
+    """
+    for place in parent.glob(f".{pattern}.*{HIDDEN}"):
+        try:
+            descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # a link, a file, another user's, or gone meanwhile
+            continue
+        try:
+            marker = os.stat(MARKER, dir_fd=descriptor, follow_symlinks=False)
+            owners = {os.fstat(descriptor).st_uid, marker.st_uid}
+            if owners == {os.getuid()} and stat.S_ISREG(marker.st_mode):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                _remove_place(place, descriptor)
+        except BlockingIOError:
+            raise
+        except OSError:  # no marker, or a file system without locks
+            continue
+        finally:
+            os.close(descriptor)
+
+
+def _remove_place(place: Path, descriptor: int) -> None:
+    """Remove an open directory; whatever another process may have put at its name stays."""
+    with suppress(OSError):
+        for name in sorted(os.listdir(descriptor), key=MARKER.__eq__):  # the marker last
+            try:
+                os.unlink(name, dir_fd=descriptor)
+            except (IsADirectoryError, PermissionError):  # by system
+                shutil.rmtree(name, dir_fd=descriptor)
+        place.rmdir()
 
 
 def sync_directory(directory: Path) -> None:

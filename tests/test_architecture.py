@@ -181,7 +181,7 @@ def test_what_draws_and_writes_pages_is_loaded_when_one_is_made():
     """Not when a module is imported, for which every command would wait."""
     own = {"matplotlib", "jinja2", "markdown_it"}
     assert own <= set().union(*map(packages, SOURCES))
-    waits = {"fedsim.data.sandbox"}  # imported when it is needed, for it is all of Jinja
+    waits = {"fedsim.data.templates"}  # imported when it is needed, for it is all of Jinja
     for module, path in SOURCES.items():
         names = set()
         for node in ast.parse(path.read_text()).body:

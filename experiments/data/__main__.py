@@ -2,8 +2,7 @@
 
     python -m experiments.data c4 --tokenizer wordpiece:32000 --out data/c4
 
-A build that was interrupted or killed goes on where it was with the same command. The recipes were
-tried on stand-ins for the paper's data, not on the paper's data themselves.
+The recipes were tried on stand-ins for the paper's data, not on the paper's data themselves.
 """
 
 import argparse

@@ -9,8 +9,8 @@ shared by processes and need not fit in memory.
 """
 
 import os
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from datasketch import MinHash
 from rapidfuzz.distance import Levenshtein
 
 from fedsim.data.building.columns import Columns, is_blank, is_token_list
-from fedsim.data.building.processes import Pool, kept_for_a_build
+from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import Part, complaints, read
 from fedsim.errors import DataError
 
@@ -33,7 +33,7 @@ TEXTS_AT_ONCE = 4_096
 def build_index(
     parts: Sequence[tuple[Part, Columns]], directory: Path, pool: Pool
 ) -> "NearDuplicates":
-    """Indexes all texts of `parts`. Parts that are there already are not read again.
+    """Indexes all texts of `parts`.
 
     Raises: DataError: a part cannot be read.
     """
@@ -45,13 +45,9 @@ def build_index(
     return index
 
 
-def _index_part(
-    item: tuple[int, tuple[Part, Columns]], *, directory: Path, report: Callable[[int], None]
-) -> None:
+def _index_part(item: tuple[int, tuple[Part, Columns]], *, directory: Path) -> None:
     number, (part, columns) = item
     file = directory / f"{number:06d}.texts"
-    if file.exists():
-        return
     kept, keys, seen = [], [], set()
     for _, batch in read(part, columns):
         with complaints(part):
@@ -65,7 +61,6 @@ def _index_part(
                 new.append(text)
         keys.append(band_keys(new))
         kept.append(pa.array(new, pa.large_string()))
-        report(len(batch))
     table = pa.table({"key": np.concatenate([band_keys([]), *keys]).ravel()})
     write_table(directory / f"{number:06d}.keys", table)
     texts = pa.concat_arrays(kept) if kept else pa.array([], pa.large_string())
@@ -99,8 +94,6 @@ class NearDuplicates:
 
     def sort(self, num_parts: int) -> None:
         """Writes the index of each band: keys in order, and whose they are."""
-        if (self.directory / "bands.npy").exists():
-            return
         tables = [read_table(self.directory / f"{number:06d}.keys") for number in range(num_parts)]
         keys = [table["key"].combine_chunks().to_numpy() for table in tables]
         parts = [part.reshape(-1, BANDS) for part in keys]
@@ -150,7 +143,7 @@ class NearDuplicates:
         return _opened, (self.directory,)
 
 
-@kept_for_a_build
+@lru_cache(1)
 def _opened(directory: Path) -> NearDuplicates:
     return NearDuplicates(directory)
 

@@ -5,8 +5,6 @@ whose URL another source has. `prepare` does so part by part, into Parquet files
 build what is left.
 """
 
-import json
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -24,11 +22,11 @@ from fedsim.data import Dataset, build, expected_of
 from fedsim.data.building import hub
 from fedsim.data.building.build import BuildSettings
 from fedsim.data.building.columns import Columns, is_blank, is_list, normalise, text_of
-from fedsim.data.building.processes import Pool, check_absent, resume
+from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import Part, complaints, raw
 from fedsim.data.building.sources import find_files, identify, parts_of
-from fedsim.errors import DataError, Interrupted, MissingColumn
-from fedsim.files import write_json
+from fedsim.errors import DataError, MissingColumn
+from fedsim.files import unfinished
 from fedsim.installation import version
 
 VERSIONS = ("fedsim", "datasets", "datasketch", "numpy", "pyarrow", "rapidfuzz", "xxhash")
@@ -115,6 +113,10 @@ class Against:
         column = self.named.partition("#")[2]
         return Columns(user=(), text=(column,) if column else screened.text)
 
+    def fetched(self) -> "Against":
+        """The same with files."""
+        return self if self.of_hub is None else replace(self, files=tuple(self.of_hub.files()))
+
     def identity(self) -> dict[str, Any]:
         """What its texts are: the bytes of its files, or its commit."""
         if self.of_hub is not None:
@@ -136,7 +138,6 @@ def prepare(
     """`build` of what a screen leaves of the sources; the screen and its counts, of the paper's
     Table 2, are in the provenance. Without a screen it is `build` alone.
 
-    What was interrupted goes on where it was. No two processes may prepare one `out` at once.
     Args: options: of `build`; tokenizer may be wordpiece:SIZE, which is learnt from what a screen
       leaves. Columns of several owners are refused beside a screen, for what one text says would
       decide how many rows of others there are.
@@ -152,10 +153,7 @@ def prepare(
     names = {"user": "user_id", "text": "text", "order": None}
     columns = Columns.of(**{n: options.get(f"{n}_column", value) for n, value in names.items()})
     out = Path(out).absolute()
-    check_absent(out)
-    directory = out.parent / f".{out.name}.screened"
-    directory.mkdir(parents=True, exist_ok=True)
-    try:
+    with unfinished(out.with_name(f"{out.name}.screened")) as directory:
         with Pool(num_workers, progress) as pool:
             files, about = _screen(sources, directory, screen, columns, split, revision, pool)
         spec = str(options.get("tokenizer", ""))
@@ -165,13 +163,7 @@ def prepare(
             size, place = int(spec.removeprefix(wordpiece.PREFIX)), directory / "tokenizer.json"
             learnt = wordpiece.learn(lambda: wordpiece.texts_of(*given), size, place)
             options |= {"tokenizer": learnt, "tokenizer_is_public": True}
-        dataset = build(files, out, provenance={"screen": about}, **own, **options)
-    except DataError as error:
-        if not isinstance(error, Interrupted):
-            shutil.rmtree(directory)
-        raise
-    shutil.rmtree(directory)
-    return dataset
+        return build(files, out, provenance={"screen": about}, **own, **options)
 
 
 def _screen(
@@ -194,36 +186,15 @@ def _screen(
     about["source"] = source.identity() if source else [identify(file) for file in files]
     about["sources"] = [one.identity() for one in against]
     about["versions"] = {name: version(name) for name in VERSIONS}
-    resume(directory, {"split": split, **about})
     wanted = screen.with_urls(columns)
     if source:
-        files, split = hub.fetch(source, wanted, directory / "fetched", pool), None
+        files, split = source.files(), None
     pool.grow(sum(path.stat().st_size for path in files))
     parts = parts_of(files, wanted, pool, directory / "read", split)
-    against = collect(against, screen, columns, directory, pool)
+    against = [one.fetched() for one in against]
     pool.grow(sum(path.stat().st_size for one in against for path in one.files))
     left, counts = screen_parts(parts, columns, screen, against, directory / "rows", pool)
     return left, {**about, "counts": counts}
-
-
-def collect(
-    against: Sequence[Against], screen: Screen, columns: Columns, directory: Path, pool: Pool
-) -> list[Against]:
-    """The same with files, those of the Hub fetched into `directory`.
-
-    Raises: DataError: one cannot be read.
-    """
-    found = []
-    for number, one in enumerate(against):
-        if one.of_hub is not None:
-            wanted, there = one.columns(columns), directory / f"against-{number}"
-            try:
-                files = hub.fetch(one.of_hub, screen.with_urls(wanted), there, pool)
-            except MissingColumn:
-                files = hub.fetch(one.of_hub, wanted, there, pool)
-            one = replace(one, files=tuple(files))
-        found.append(one)
-    return found
 
 
 @dataclass(frozen=True)
@@ -299,14 +270,10 @@ def _screen_part(
     screen: Screen,
     known: _Known,
     directory: Path,
-    report: Callable[[int], None],
 ) -> dict[str, Any]:
     """Counts of one part (rows, not near duplicates, of them not of a known URL or domain), and the
     names of the files in which its rows are."""
     number, part = item
-    record_file = directory / f"{number:06d}.json"
-    if record_file.exists():
-        return json.loads(record_file.read_text())
     url, wanted = screen.screen_url_column, screen.with_urls(columns)
     counts, kept = np.zeros(3, np.int64), _Files(directory, f"{number:06d}")
     for first_row, batch in raw(part, wanted):
@@ -318,14 +285,11 @@ def _screen_part(
                 stays = new & ~_known_urls(piece, url, first_row + start, known)
             counts += len(piece), new.sum(), stays.sum()
             kept.write(piece.filter(pa.array(stays)))
-            report(len(piece))
     if not kept.names:
         nothing = {name: pa.nulls(0, pa.string()) for name in wanted.names}
         kept.write(pa.RecordBatch.from_pydict(nothing))
     kept.close()
-    record = {"counts": counts.tolist(), "files": kept.names}
-    write_json(record_file, record)
-    return record
+    return {"counts": counts.tolist(), "files": kept.names}
 
 
 def _refuse_owners(batch: pa.RecordBatch, columns: Columns) -> None:

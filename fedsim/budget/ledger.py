@@ -44,7 +44,7 @@ import pyarrow as pa
 from fedsim.accounting import Event, of_words, to_words
 from fedsim.config import ADD_OR_REMOVE
 from fedsim.data import user_ids
-from fedsim.errors import ConfigError, FileDamaged
+from fedsim.errors import ConfigError, FileDamaged, expect
 from fedsim.files import (
     LEDGER,
     directory_of,
@@ -413,11 +413,12 @@ def hold(directory: Path) -> Iterator[BudgetLedger]:
     """Open and lock the ledger in a directory; other processes wait.
 
     Raises:
-      ConfigError: the directory cannot be written.
+      ConfigError: the directory cannot be written, or is another user's.
       LedgerError, FileDamaged: the ledger was changed.
     """
     try:
         make_directory(directory, 0o700)
+        _expect_ours(directory)
         lock = open(directory / LOCK, "a")
     except OSError as error:
         place = f"a place to write to ({error}); {ELSEWHERE}"
@@ -432,6 +433,18 @@ def hold(directory: Path) -> Iterator[BudgetLedger]:
             raise ConfigError.of("budget_ledger", directory, place) from None
         with closing(BudgetLedger(directory)) as ledger:
             yield ledger
+
+
+def _expect_ours(directory: Path) -> None:
+    """Raise ConfigError unless directory and key are this user's, root's or of a group that shares
+    them: whoever has the key writes what others have spent. Root may use every user's."""
+    for path in filter(Path.exists, (directory, directory / KEY)):
+        found = path.stat()
+        shared = found.st_mode & stat.S_IWGRP and not found.st_mode & stat.S_IWOTH
+        ours = os.getuid() in (0, found.st_uid) or found.st_uid == 0 or shared
+        whose = f"{path.name} belongs to another user, {found.st_uid}"
+        expected = f"a directory of your own, or one that a group shares (mode 770); {whose}"
+        expect("budget_ledger", directory, bool(ours), f"{expected}; {ELSEWHERE}")
 
 
 @contextmanager

@@ -28,8 +28,6 @@ def build(
 ) -> dict[str, Any]:
     """Tokenise texts with a user column into a directory that train reads quickly.
 
-    A build that was interrupted or killed resumes with the same command.
-
     Args:
       out: Directory to create.
       sources: Parquet, JSON, JSONL, CSV or TSV files, folders of them (of JSON: 'folder/*.json'),

@@ -13,6 +13,7 @@ from .load import (
     unknown_setting as unknown_setting,
 )
 from .model import group as group
+from .plain_yaml import yaml_tree as yaml_tree
 from .privacy import (
     ADD_OR_REMOVE as ADD_OR_REMOVE,
     ALLOCATION as ALLOCATION,

@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fedsim.config.plain_yaml import yaml_tree
 from fedsim.config.settings import DataConfig, EngineConfig, ModelConfig, RunConfig
 from fedsim.errors import ConfigError, expect
 
@@ -138,14 +139,11 @@ def _of_yaml(text: str) -> dict[str, Any]:
     """Content of a YAML file with each value as it is written: 007 keeps its zeros, 1e-6 is a
     number, and no is a word.
 
-    Raises: ValueError: it is no mapping, or has a name twice.
+    Raises: ValueError: it is no mapping, or has a name twice or an alias.
     """
     import yaml
 
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
+    node = yaml_tree(text)
     if node is None:
         return {}
     if not isinstance(node, yaml.MappingNode):

@@ -1,8 +1,8 @@
 """Chats as token ids: the model's own chat template, and which tokens are trained on.
 
-A chat template is a program (Jinja) that comes with a model. It runs in a sandbox, within limits of
-time and of output, as `transformers` runs it, and the ids are those of `transformers`, with one
-exception: special tokens that a person spells in a message are text, and only those that the
+A chat template is a program (Jinja) that comes with a model. It runs in a sandbox in a process with
+limits of time and memory, as `transformers` runs it, and the ids are those of `transformers`, with
+one exception: special tokens that a person spells in a message are text, and only those that the
 template writes are special tokens. Added tokens that are not special, but that the template names,
 count as special tokens too, except where the assistant writes them, such as <think>.
 
@@ -27,9 +27,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
+from fedsim.data import limited
 from fedsim.data.building.speakers import ASSISTANT, USER
 from fedsim.data.tokenizer import NAME_FILES, TEMPLATE, Tokenizer, unknown_token
-from fedsim.errors import BadChat, ConfigError, DataError, SlowTemplate
+from fedsim.errors import BadChat, ConfigError, DataError, SlowTemplate, brief
 from fedsim.files import expand_home, read_object
 
 NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # that a template may name
@@ -40,6 +41,7 @@ PRIVATE = re.compile("[\U000f0000-\U0010ffff]")  # characters for private use
 FIRST, LAST = 0xF0000, 0x10FFFD
 BREAK, BEGINS, ENDS = range(3)  # places of the marks among the private characters of a chat
 NO_MARKS = ("", "", "")
+REFUSAL = "Refusal"  # of `templates`, whose text says nothing of a chat
 
 
 class Message(NamedTuple):
@@ -138,25 +140,24 @@ class Template:
     date: str = DATE
 
     def __post_init__(self):
-        self._compiled  # noqa: B018
-
-    @functools.cached_property
-    def _compiled(self) -> Any:
-        from fedsim.data.sandbox import compiled  # which imports Jinja
-
         try:
-            today = datetime.datetime.fromisoformat(self.date)
+            datetime.datetime.fromisoformat(self.date)
         except ValueError:
             raise DataError.of("template_date", self.date, "a day as YYYY-MM-DD") from None
-        return compiled(self.source, today)
+        try:
+            limited.call("compile", self.source, self.date, seconds=limited.RENDER_S)
+            return
+        except limited.LimitReached:
+            reason = f"compiled within {limited.RENDER_S:.0f} s and {limited.MEMORY:,} bytes"
+        except limited.Refused as error:
+            reason = error.reason if error.kind == REFUSAL else error.kind
+        expected = f"a Jinja template ({brief(reason, 200)})"
+        raise DataError(f"chat_template: expected {expected}", field="chat_template")
 
     @property
     def sha256(self) -> str:
         """Digest of the program."""
         return hashlib.sha256(self.source.encode()).hexdigest()
-
-    def __getstate__(self):
-        return {"source": self.source, "tokens": self.tokens, "date": self.date}
 
     @functools.cached_property
     def says_what_is_generated(self) -> bool:
@@ -178,7 +179,18 @@ class Template:
         turns = [{"role": each.role, "content": each.content} for each in messages]
         given = {"messages": turns, "tools": None, "documents": None}
         given |= {"add_generation_prompt": prompt, **dict(self.tokens)}
-        return self._compiled.render(given, marks[BEGINS], marks[ENDS])
+        around = marks[BEGINS], marks[ENDS]
+        try:
+            return limited.call(
+                "render", self.source, self.date, given, *around, seconds=limited.RENDER_S
+            )
+        except limited.LimitReached:
+            limits = f"{limited.RENDER_S:.0f} s, or {limited.MEMORY:,} bytes of memory"
+            raise SlowTemplate(f"its template takes more than {limits}") from None
+        except limited.Refused as error:
+            known = error.kind == REFUSAL
+            reason = error.reason if known else f"its template fails with {error.kind}"
+            raise BadChat(brief(reason, 200)) from None
 
 
 def template_of(

@@ -29,17 +29,25 @@ import pyarrow.parquet as pq
 
 from fedsim import files
 from fedsim.data.building import hub, user_ids
-from fedsim.data.building.build import VERSIONS, BuildSettings, build
+from fedsim.data.building.build import BuildSettings, build
 from fedsim.data.building.readers import names_in
 from fedsim.data.building.sources import files_in, find_files, is_saved
 from fedsim.data.chat import RULE, source_of
 from fedsim.data.dataset import Dataset
 from fedsim.data.store import FORMAT
 from fedsim.data.tokenizer import Tokenizer, file_of
-from fedsim.errors import DataError, FedsimError
+from fedsim.errors import ConfigError, DataError, FedsimError
 from fedsim.installation import version
 
 PYDOCS = "pydocs"
+VERSIONS = (
+    "fedsim",
+    "datasets",
+    "duckdb",
+    "numpy",
+    "pyarrow",
+    "tokenizers",
+)  # which read or encode
 PACKAGES = ("numpy", "scipy", "jax")  # of pydocs, beside the standard library
 SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 MIN_WORDS = 5  # of a paragraph of pydocs
@@ -118,7 +126,7 @@ def _load_hub(source: str, cache_dir: str | Path | None, options: dict[str, Any]
         cache_dir,
         options,
         lambda out: build(source, out, wait=True, **options),
-        lambda _: pinned.names(),
+        lambda settings: names_in(pinned.files(), None, settings.text_format),
     )
 
 
@@ -173,7 +181,7 @@ def _cached(
     if not out.is_dir():
         try:
             return make(out)
-        except DataError:
+        except ConfigError:
             if not out.is_dir():  # else another process built it meanwhile
                 raise
     return Dataset.open(out)

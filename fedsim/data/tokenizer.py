@@ -35,6 +35,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 
+from fedsim.data import limited
 from fedsim.data.store import token_dtype
 from fedsim.errors import ConfigError, DataError, Interrupted, brief
 from fedsim.files import expand_home, read_object, write_atomically
@@ -259,12 +260,14 @@ class Tokenizer:
         try:
             beside = ((key, tuple(tokens)) for key, tokens in named_beside(file).items())
             content, is_vocab = file.read_text(encoding="utf-8"), file.suffix == ".txt"
+            if not is_vocab:
+                _try_first(file, content)
             tokenizer = copy(_parsed(content, is_vocab, name or file.name, tuple(beside)))
             tokenizer.file = file
             return tokenizer
-        except DataError:
+        except (DataError, KeyboardInterrupt, SystemExit):
             raise
-        except Exception as error:  # the library raises bare Exception
+        except BaseException as error:  # the library raises bare Exception, and Rust's panics
             reason = brief(str(error) or type(error).__name__, 200)
             raise DataError.of(
                 "tokenizer", file, f"a tokenizer.json or a vocab.txt ({reason})"
@@ -395,6 +398,28 @@ def _download(spec: str) -> Path:
         reason = " ".join(str(error).split())[:200]
         expected = f"tokenizer=hf:{spec}: expected a repository with a tokenizer.json ({reason})"
         raise (Interrupted if may_pass(error) else DataError)(expected) from None
+
+
+_harmless: set[str] = set()
+
+
+def _try_first(file: Path, content: str) -> None:
+    """Load a tokenizer.json of a stranger in another process, lest it end this one or fill memory.
+
+    Raises: DataError: it ended the other process, or takes too long.
+    """
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    if content == _bytes_json() or digest in _harmless:
+        return
+    try:
+        limited.call("load_tokenizer", str(file.absolute()), seconds=limited.LOAD_S)
+    except limited.LimitReached:
+        limits = f"{limited.LOAD_S:.0f} s and {limited.MEMORY:,} bytes of memory"
+        expected = f"a tokenizer.json that can be loaded within {limits}"
+        raise DataError.of("tokenizer", file, expected) from None
+    except limited.Refused as error:
+        raise ValueError(error.reason or error.kind) from None
+    _harmless.add(digest)
 
 
 @lru_cache(2)

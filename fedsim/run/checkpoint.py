@@ -10,7 +10,6 @@ runs apart.
 
 import hashlib
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from flax import serialization
 from safetensors import SafetensorError, safe_open
 
 from fedsim.errors import FedsimError
-from fedsim.files import make_directory
+from fedsim.files import make_directory, remove_unfinished
 from fedsim.models import weights
 
 DIRECTORY, SUFFIX = "checkpoints", ".safetensors"
@@ -51,8 +50,7 @@ def save(run_dir: Path, step: int, state: dict[str, Any], chain: str = "") -> Pa
     """
     directory = run_dir / DIRECTORY
     make_directory(directory)
-    for left in directory.glob(f"step-*{SUFFIX}.tmp"):  # of a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    remove_unfinished(directory, "step-*")
     path = path_of(run_dir, step)
     arrays: dict[str, np.ndarray] = {}
 

@@ -187,6 +187,25 @@ def test_a_place_of_a_group_is_the_groups(tmp_path):
     assert isinstance(read(place), BudgetLedger)
 
 
+@pytest.mark.privacy
+@pytest.mark.parametrize("mode, holds", [(0o755, False), (0o777, False), (0o770, True)])
+def test_a_ledger_of_another_user_is_refused_unless_a_group_shares_it(
+    place, monkeypatch, mode, holds
+):
+    """With the key in it, that user could take away what others have spent."""
+    owner = os.getuid() or 1234
+    for path in (place, place / KEY):
+        os.chown(path, owner, -1)
+    place.chmod(mode)
+    (place / KEY).chmod(mode & 0o666)
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    if holds:
+        assert isinstance(read(place), BudgetLedger)
+        return
+    with refuses("budget_ledger", says=f"belongs to another user, {owner}"):
+        read(place)
+
+
 def test_a_disk_that_is_full_at_the_first_lines_does_not_spoil_the_ledger(tmp_path, monkeypatch):
     note = BudgetLedger._note_last
 

@@ -73,6 +73,7 @@ def test_a_flag_wins_and_an_empty_list_is_none(read):
         ("? [a]\n: 3", "config", "twice"),
         ("- seed", "config", "lines such as `num_steps: 200`"),
         ("seed: [1", "config", "a TOML, YAML or JSON file"),
+        ("seed: &s 1\nnum_steps: *s", "config", "an alias"),
         ("lerning_rate: 1", "config", "names of settings, found lerning_rate"),
     ],
 )

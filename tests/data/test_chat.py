@@ -14,7 +14,7 @@ from tokenizers import models
 from fedsim.data import chat
 from fedsim.data.chat import ChatTokenizer, Message, Template
 from fedsim.data.tokenizer import Tokenizer
-from fedsim.errors import BadChat, DataError
+from fedsim.errors import BadChat, DataError, SlowTemplate
 
 SHARED = Path(__file__).parents[3] / "shared"
 GENERATING = (
@@ -305,56 +305,76 @@ def test_a_prompt_and_its_completion_stand_between_a_begin_and_an_end_token():
 DOUBLING = "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
 GROWING = "{{% for i in range(99) %}}{{% set n.x = {} %}}{{% endfor %}}{{{{ n.x }}}}"
 WRITING = "{{% set n.x %}}{{% for i in range(99999) %}}{}{{% endfor %}}{{% endset %}}"
-MADE = "makes more than 16,777,216 characters"
+SPACE = "{% set n = namespace(x='ab') %}"
 
 
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "template, reason",
+    "template",
     [
-        ("{{ raise_exception('no ' + messages[0].role) }}", "template says: no user"),
-        ("{{ messages.append(1) }}", "template says: .*unsafe|template fails|template says"),
-        ("{{ ''.__class__.__mro__ }}", "template says: access to attribute '__class__'"),
-        ("{{ messages[7].content.x }}", "template says"),
-        ("{{ 1 / 0 }}", "template fails with ZeroDivisionError"),
-        ("{{ 'x' * 10**9 }}", "computes"),
-        ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "more than 16,777,216"),
-        ("{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "0 s"),
-        (DOUBLING + "{{ f(60) }}", "0 s"),
-        ("{% set n = namespace(x='ab') %}" + GROWING.format("n.x + n.x"), MADE),
-        ("{% set n = namespace(x='ab') %}" + GROWING.format("n.x ~ n.x"), MADE),
-        ("{% set n = namespace(x='ab') %}" + GROWING.format("n.x | replace('a', n.x)"), MADE),
-        ("{% set n = namespace(x='ab') %}" + GROWING.format("n.x.replace('', n.x)"), MADE),
-        ("{% set n = namespace(x='ab') %}" + GROWING.format("(n.x | list) | join(n.x)"), MADE),
-        ("{% set n = namespace(x='ab') %}" + GROWING.format("n.x.join(n.x)"), MADE),
-        ("{% set n = namespace(x=[]) %}" + GROWING.format("[n.x, n.x]"), MADE),
-        ("{% set n = namespace(x={}) %}" + GROWING.format("{1: n.x, 2: n.x}"), MADE),
-        ("{% set n = namespace(x='') %}" + WRITING.format("{{ 'x' * 9999 }}"), "268,435,456"),
-        ("{% set n = namespace(x='') %}" + WRITING.format("x" * 9999), "268,435,456"),
-        ("{{ ('x,' * 500000).split(',') | select('in', 'y' * 5000000) | list }}", "0 s"),
-        ("{{ ('x' * 5000000) | trim('y' * 5000000) }}", "more than 1,000"),
-        ("{{ ('x' * 5000000).rsplit('y' * 5000000) }}", "more than 1,000"),
-        ("{{ [1] | tojson(indent=99999) }}", "indents by more than 16"),
-        ("{{ 'a\nb' | indent(99999) }}", "indents by more than 16"),
-        ("{{ '%1500000000d' % 1 }}", "computes %"),
-        ("{{ '{:1500000000d}'.format(1) }}", "attribute 'format' of 'str' object is unsafe"),
-        ("{{ ''.center(1500000000) }}", "attribute 'center' of 'str' object is unsafe"),
-        ("{{ 'x' | map('center', 1500000000) | list }}", "No filter named 'center'"),
-        ("{{ lipsum(n=3000000) }}", "'lipsum' is undefined"),
+        "{{ 'x' * 10**10 }}",
+        "{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        DOUBLING + "{{ f(60) }}",
+        SPACE + GROWING.format("n.x ~ n.x"),
+        SPACE + GROWING.format("n.x | replace('a', n.x)"),
+        SPACE + GROWING.format("n.x.join(n.x)"),
+        SPACE + GROWING.format("[n.x, n.x]"),
+        SPACE + WRITING.format("{{ 'x' * 99999 }}"),
+        "{{ ('x,' * 500000).split(',') | select('in', 'y' * 5000000) | list }}",
+        "{{ '%15000000000d' % n }}".replace("n", "tools is none"),
+        "{{ '{:15000000000d}'.format(messages | length) }}",
+        "{% set x = 10 ** messages[0].content | length %}{{ x ** 99 ** 99 }}",
     ],
 )
-def test_a_template_runs_within_limits(template, reason, monkeypatch):
-    if reason == "0 s":
-        monkeypatch.setattr("fedsim.data.sandbox.SECONDS", 0.1)
-    with pytest.raises(BadChat, match=reason):
+def test_a_template_that_takes_too_much_ends_its_process_alone(template, monkeypatch):
+    monkeypatch.setattr("fedsim.data.limited.RENDER_S", 3.0)
+    with pytest.raises(SlowTemplate, match="takes more than 3 s, or 4,294,967,296 bytes"):
         encode(turns("Hi"), template)
+    assert len(encode(turns("Hi", "Ho")).ids) > 4  # the next one is served
 
 
-@pytest.mark.parametrize("name", ["center", "striptags", "format", "xmlattr", "wordwrap", "pprint"])
-def test_a_filter_that_is_not_listed_is_no_filter(name):
-    with pytest.raises(DataError, match=f"chat_template: .*line 1: No filter named '{name}'"):
-        Template("{{ '' | " + name + "(1500000000) }}")
+@pytest.mark.parametrize(
+    "source", ["{{ 10 ** (10 ** 10) }}", "{{ 'x' | center(30000000000) }}", "{{ m " + "(" * 9999]
+)
+def test_a_template_that_takes_too_much_to_compile_is_refused(source, monkeypatch):
+    monkeypatch.setattr("fedsim.data.limited.RENDER_S", 3.0)
+    with pytest.raises((DataError, SlowTemplate), match="chat_template: expected|takes more than"):
+        Template(source).render(turns("Hi"))
+
+
+@pytest.mark.parametrize(
+    "template, reason",
+    [
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "its template says: roles must alternate",
+        ),
+        ("{{ raise_exception('no ' + messages[0].content) }}", "its template refuses it"),
+        ("{{ {}[messages[0].content].x }}", "its template fails with UndefinedError"),
+        ("{{ messages.append(1) }}", "its template fails with SecurityError"),
+        ("{{ ''.__class__.__mro__ }}", "its template fails with SecurityError"),
+        ("{{ 1 / 0 }}", "its template fails with ZeroDivisionError"),
+        ("{{ 'x' * 2**25 }}", "its template writes more than 16,777,216 characters"),
+    ],
+)
+def test_a_refusal_says_nothing_of_a_chat(template, reason):
+    with pytest.raises(BadChat) as raised:
+        encode(turns("my secret"), template)
+    assert str(raised.value) == reason and not isinstance(raised.value, SlowTemplate)
+
+
+@pytest.mark.parametrize(
+    "template, written",
+    [
+        ("{{ (10 ** 30 + 7) % 10 ** 29 }} {{ 10 ** 30 // 7 }}", f"7 {10**30 // 7}"),
+        ("{{ strftime_now('%-d %B %Y, %10A') }}", "1 January 2026,   Thursday"),
+        ("{{ '%5.1f' % 2.25 }} {{ '{:>4}'.format('a') }}", "  2.2    a"),
+        ("{{ 'ab' | center(6) }}|{{ ['a', 'b'] | join('-') }}", "  ab  |a-b"),
+    ],
+)
+def test_a_template_may_compute_what_jinja_computes(template, written):
+    assert Template(template).render(turns("Hi")) == written
 
 
 def test_a_template_may_do_what_published_ones_do():
@@ -366,12 +386,12 @@ def test_a_template_may_do_what_published_ones_do():
         "{% for k, v in {'k': 1}.items() %}{{ k }}={{ v }}{% endfor %} "
         "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join }} "
         "{{ 'a\n\nb' | indent(2) }} {{ ['b', 'a'] | sort | join(', ') }} {{ 7 % 4 + 2 * 3 }} "
-        "{{ s }} {{ ('<' | safe) ~ '<' }} {{ 'a,b'.replace(',', ';') }} "
+        "{{ ('<' | safe) ~ '<' }} {{ 'a,b'.replace(',', ';') }} "
         "{{ 'Hi' in messages[0]['content'] and 1 is in [1] }}"
     )
     assert Template(template).render(turns("Hi", "Ho")) == (
         '1H2Hi u:É; {\n  "b": [\n    1,\n    "é"\n  ],\n  "a": null\n} k=1 Hi '
-        "a\n\n  b a, b 9 <Namespace> << a;b True"
+        "a\n\n  b a, b 9 << a;b True"
     )
 
 

@@ -153,3 +153,25 @@ def test_no_text_has_a_special_token_where_the_vocabulary_has_it_as_a_piece():
         lengths.sum() == len(ids)
         and tokenizer.encode_batch(["a b"])[0] == ids[lengths[0] : lengths[:2].sum()].tolist()
     )
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": ""}, "content": "xx"}
+BACK = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
+HOSTILE = {
+    "a panic of Rust": {"normalizer": REPLACE},
+    "gigabytes of text": {"normalizer": {"type": "Prepend", "prepend": "x" * 10**6}},
+    "backtracking": {"pre_tokenizer": BACK},
+    "gigabytes of ids": {"model": {"type": "BPE", "vocab": {"a": 0, "b": 2**31}, "merges": []}},
+    "no tokens": {"added_tokens": {}},
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+def test_a_tokenizer_of_a_stranger_is_loaded_or_refused_in_one_line(change, tmp_path, monkeypatch):
+    """Some of these end the process that loads them, or never end themselves."""
+    monkeypatch.setattr("fedsim.data.limited.LOAD_S", 3.0)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(Ours.bytes().json), "truncation": None, **change}))
+    with pytest.raises(DataError, match="tokenizer=.*expected a tokenizer.json") as raised:
+        Ours.load(file)
+    assert "\n" not in str(raised.value)

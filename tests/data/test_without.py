@@ -13,7 +13,7 @@ from fedsim.accounting import StepEvent
 from fedsim.budget import Entry, hold
 from fedsim.cli.main import main
 from fedsim.data import Dataset, build, without
-from fedsim.data.building import processes
+from fedsim.data.building import build as building
 from fedsim.errors import DataError
 from fedsim.trust import budget
 
@@ -74,7 +74,7 @@ def test_only_whoever_builds_them_can_read_data(tmp_path, capsys, monkeypatch, u
         assert directory.parent.stat().st_mode & 0o777 == 0o700  # while parts are written, too
         files.keep_private(directory)
 
-    monkeypatch.setattr(processes, "keep_private", keep_private)
+    monkeypatch.setattr(building, "keep_private", keep_private)
     before = os.umask(umask)
     try:
         data = build(jsonl(tmp_path / "source.jsonl", ROWS), tmp_path / "data", num_workers=1)
@@ -198,9 +198,10 @@ def test_files_of_users_that_are_refused(data, tmp_path, capsys, content, expect
 
 def test_a_place_that_exists_and_data_that_were_changed_are_refused(data, tmp_path, capsys):
     (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "letters").touch()
     with refuses("out"):
         without(data, set(GONE), tmp_path / "there")
-    assert not os.listdir(tmp_path / "there")
+    assert os.listdir(tmp_path / "there") == ["letters"]
     copy, _, _ = copied(data, GONE, tmp_path / "copy", capsys)
     tokens = copy.path / "train" / "tokens.npy"
     whole = bytearray(tokens.read_bytes())

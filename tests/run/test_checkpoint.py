@@ -13,6 +13,7 @@ import optax
 import pytest
 from safetensors.numpy import load_file
 
+from fedsim.files import HIDDEN, MARKER
 from fedsim.run import checkpoint
 from fedsim.run.checkpoint import CheckpointError
 
@@ -84,8 +85,10 @@ def test_a_checkpoint_that_was_not_finished_does_not_count(tmp_path, monkeypatch
 
 def test_what_killed_saves_left_behind_goes_with_the_next_one(tmp_path):
     left = checkpoint.path_of(tmp_path, 3)
-    (left.parent / f"{left.name}.tmp").mkdir(parents=True)
-    (left.parent / f"{left.name}.tmp" / left.name).write_bytes(b"half")
+    half = left.parent / f".{left.name}.0123{HIDDEN}"
+    (half / "made").mkdir(parents=True)
+    (half / "made" / left.name).write_bytes(b"half")
+    (half / MARKER).touch()
     saved = checkpoint.save(tmp_path, 5, {"params": np.ones(2), "step": 5})
     assert [*left.parent.iterdir()] == [saved]
 

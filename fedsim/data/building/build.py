@@ -1,15 +1,15 @@
 """Build a data set that need not fit in memory, from sources with a user column and a text column.
 
 Sources are read and checked, texts are tokenised, and DuckDB sorts the rows into the stores of the
-splits. The same input and settings give the same bytes, whatever the number of processes and
-however often the build was killed and run again; finished parts are not repeated. Examples of a
-user keep the order of the sources unless an order column sorts them.
+splits. The same input and settings give the same bytes, whatever the number of processes. Examples
+of a user keep the order of the sources unless an order column sorts them. A build that does not end
+leaves nothing; what one that was killed leaves is removed by the next build of the same data set.
 """
 
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,9 +20,17 @@ import pyarrow as pa
 from fedsim.config import BuildConfig
 from fedsim.data.building import hub, user_ids
 from fedsim.data.building.chats import DEFAULTS, Chats
-from fedsim.data.building.columns import BESIDE_CHATS, COMPLETION, MESSAGES, TEXTS, Columns
+from fedsim.data.building.columns import (
+    BESIDE_CHATS,
+    COMPLETION,
+    MARKS_OF_ROWS,
+    MESSAGES,
+    TEXTS,
+    TOKEN_IDS,
+    Columns,
+)
 from fedsim.data.building.orders import check_bound
-from fedsim.data.building.processes import Meter, Pool, resume, staging
+from fedsim.data.building.processes import Meter, Pool
 from fedsim.data.building.readers import Part, names_in
 from fedsim.data.building.sorting import Rows, write_splits
 from fedsim.data.building.sources import (
@@ -36,17 +44,20 @@ from fedsim.data.building.sources import (
 )
 from fedsim.data.building.text_files import TextFormat
 from fedsim.data.building.tokenised import Encoding, bundled, write_rows
-from fedsim.data.chat import source_of, template_of
+from fedsim.data.chat import ChatTokenizer, template_of
 from fedsim.data.dataset import SUMS, Dataset, Holdout, SplitRows, divide, dropped, sums
 from fedsim.data.store import FORMAT, MARKED, close_store, decided_by_texts, is_shared, token_dtype
 from fedsim.data.tokenizer import TEMPLATE, TOKENIZER, Tokenizer, file_of
-from fedsim.errors import DataError, FedsimError, expect
-from fedsim.files import DISK_FULL, TOO_MANY_FILES, expand_home, write_atomically, write_json
-from fedsim.installation import version
-
-# Packages that read texts, decide who owns them or encode them: a build does not resume under
-# other versions.
-VERSIONS = ("fedsim", "datasets", "duckdb", "numpy", "pyarrow", "tokenizers")
+from fedsim.errors import BadChat, DataError, FedsimError, expect
+from fedsim.files import (
+    DISK_FULL,
+    TOO_MANY_FILES,
+    expand_home,
+    keep_private,
+    new_directory,
+    write_atomically,
+    write_json,
+)
 
 Say = Callable[[str], None] | None
 """Function that shows a line to the user."""
@@ -159,20 +170,6 @@ class BuildSettings(BuildConfig):
             if value != field.default and field.name not in ("tokenizer", "chat_template")
         }
 
-    def identity(self) -> dict[str, Any]:
-        """The settings in one form for all ways to write them, as JSON."""
-        return {
-            "columns": asdict(self.columns),
-            "holdout": asdict(self.holdout),
-            "tokenizer": self.tokenizer_spec,
-            "tokenizer_is_public": self.tokenizer_is_public,
-            "max_length": self.max_length,
-            "long_texts": self.long_texts,
-            "unowned": self.unowned,
-            "text_format": asdict(self.text_format),
-            "chats": [self.train_on, self.template_date, self.skip_unknown],
-        }
-
 
 def build(
     sources: Sequence[str | Path] | str | Path,
@@ -188,7 +185,6 @@ def build(
 ) -> Dataset:
     """Build the data set `out` and open it.
 
-    A build that was interrupted or killed resumes when it is called again with the same arguments.
     Where processes are started (large data on several CPUs), a script must call this under
     `if __name__ == "__main__":`.
 
@@ -203,10 +199,9 @@ def build(
       wait: wait for another process that builds `out` instead of raising an error.
       settings: the fields of `BuildSettings`.
     Raises:
-      DataError: the input is invalid, or `out` exists or is being built. Nothing is kept.
-      FedsimError: the disk is full (nothing is kept), or too many files are open (finished parts
-        are kept).
-      Interrupted: a worker was killed, or the Hub cannot be reached. Finished parts are kept.
+      ConfigError: the input is invalid, or `out` exists or is being built.
+      FedsimError: the disk is full, or too many files are open.
+      Interrupted: a worker was killed, or the Hub cannot be reached.
     """
     if num_workers is not None and num_workers < 1:
         raise DataError.of("num_workers", num_workers, ">= 1")
@@ -214,29 +209,29 @@ def build(
     rules = BuildSettings(**settings)
     sources = [sources] if isinstance(sources, str | Path) else list(sources)
     try:
-        with staging(out, wait) as directory, Pool(num_workers, progress) as pool:
-            running = _Build(directory, rules, pool, progress)
+        with new_directory(out, wait=wait) as made, Pool(num_workers, progress) as pool:
+            running = _Build(made, rules, pool, progress)
             running.run(sources, split, revision, provenance or {})
+            keep_private(made)  # texts of people
     except OSError as error:
         if error.errno in DISK_FULL:
             raise FedsimError(f"out={out}: no space left on the disk; nothing was kept") from error
         if error.errno in TOO_MANY_FILES:
             raise FedsimError(
                 f"out={out}: expected to be allowed more open files (`ulimit -n`) or mappings of "
-                f"files (vm.max_map_count), got: {os.strerror(error.errno)}; with more, the same "
-                "command goes on where it was"
+                f"files (vm.max_map_count), got: {os.strerror(error.errno)}; nothing was kept"
             ) from error
         raise
     return Dataset.open(out)
 
 
 class _Build:
-    """A build in its working directory, stage by stage."""
+    """A build of the directory `out`, stage by stage. Other files are beside it until the end."""
 
-    def __init__(self, directory: Path, settings: BuildSettings, pool: Pool, progress: Say):
-        self.directory, self.settings, self.pool = directory, settings, pool
+    def __init__(self, out: Path, settings: BuildSettings, pool: Pool, progress: Say):
+        self.out, self.settings, self.pool = out, settings, pool
         self.progress, self.columns = progress, settings.columns
-        self.rows, self.out = directory / "rows", directory / "out"
+        self.rows, self.copy = out.with_name("rows"), out.with_name(TOKENIZER)
 
     def run(
         self,
@@ -247,14 +242,15 @@ class _Build:
     ) -> None:
         """Run all stages; the data set is complete in self.out at the end."""
         parts, files, hubs = self._find_sources(named, split, revision)
+        self.tokenizer = Tokenizer.named(self.settings.tokenizer_spec)
         self.chats = self.settings.chats(self.columns, self.tokenizer)
+        self._tell_of_template()
         num_rows, id_counts = self._survey(parts)
         tokenizer = self.tokenizer
-        tokenizer.save(self.directory / TOKENIZER)  # for the workers
+        tokenizer.save(self.copy)  # for the workers
         if lost := tokenizer.lost:
             self._say(f"this tokenizer does not keep {', '.join(lost)}; bytes keeps all")
-        records = self._tokenise(parts, num_rows)
-        self.out.mkdir(exist_ok=True)
+        records = self._tokenise(parts)
         with Rows(self.rows, self.pool.num_workers, self.columns.order is not None) as rows:
             owners = rows.owners()
             splits = self._divide(owners, records)
@@ -276,7 +272,12 @@ class _Build:
         text_format = self.settings.text_format
         if of_hub and others or len(of_hub) > 1:
             raise DataError.of("data", named, "files, or one hf: data set")
-        if not of_hub:
+        hubs = []
+        if of_hub:
+            source = hub.HubSource.parse(of_hub[0], split, revision).pinned()
+            self._say(f"fetching {source}, split {source.split}")
+            found, split, hubs = source.files(), None, [source.identity()]
+        else:
             found = find_files(others)
             if split is not None and not all(map(is_saved, found)):
                 expected = "none: only data sets that are saved, or of the Hub, have splits"
@@ -286,24 +287,10 @@ class _Build:
                 raise DataError.of("revision", revision, expected)
             if line := left_out(others, found):
                 self._say(line)
-            self.columns = self._recognised(lambda: names_in(found, split, text_format))
-            self.pool.grow(size_of(found))
-            files = identities(found, self.pool)
-            self._resume([files, split])
-            return self._parts(found, split), files, []
-        source = hub.HubSource.parse(of_hub[0], split, revision).pinned()
-        about = source.identity()
-        self.columns = self._recognised(source.names)
-        local = Path(source.name)
-        self.pool.grow(size_of([local]) if local.exists() else math.inf)
-        self._resume([about])
-        self._say(f"fetching {source}, split {source.split}")
-        files = hub.fetch(source, self.columns, self.directory / "fetched", self.pool)
-        return self._parts(files), identities(files, self.pool), [about]
-
-    def _parts(self, files: Sequence[Path], split: str | None = None) -> tuple[Part, ...]:
-        form, scratch = self.settings.text_format, self.directory / "read"
-        return parts_of(files, self.columns, self.pool, scratch, split, form)
+        self.columns = self._recognised(lambda: names_in(found, split, text_format))
+        self.pool.grow(size_of(found))
+        files, scratch = identities(found, self.pool), self.out.with_name("read")
+        return parts_of(found, self.columns, self.pool, scratch, split, text_format), files, hubs
 
     def _recognised(self, names: Callable[[], Sequence[str]]) -> Columns:
         """The columns to read; says which others may belong to chats."""
@@ -314,8 +301,13 @@ class _Build:
             return found
 
         columns = self.settings.recognised(listed)
-        if columns.form and not found:  # its columns were named
+        may_be_marked = columns.form or columns.text == (TOKEN_IDS,)
+        if may_be_marked and not found:  # its columns were named
             listed()
+        if marks := [name for name in MARKS_OF_ROWS if name in found and may_be_marked]:
+            expected = "no such column, which may say what is not to be trained on: leave out such "
+            expected += "rows, or mark turns with `train` of false, and drop or rename the column"
+            raise DataError.of("column", marks[0], expected)
         if unread := [name for name in BESIDE_CHATS if name in found and columns.form]:
             self._say(f"not read, though they may belong to chats: columns {', '.join(unread)}")
         if unread := [name for name in TEXTS if name in found and name not in columns.text]:
@@ -323,19 +315,15 @@ class _Build:
             self._say(f"read: {read}; not read, though people's texts may be there: {others}")
         return columns
 
-    def _resume(self, identity: list[Any]) -> None:
-        """Keep the finished parts of an interrupted build with the same sources and settings.
-
-        A tokenizer of the Hub is downloaded here, once: it may change while the build runs.
-        """
-        self.tokenizer = Tokenizer.named(self.settings.tokenizer_spec)
-        digest = self.tokenizer.sha256
-        plan = {"format": FORMAT, "sources": identity, "tokenizer_sha256": digest}
-        if self.columns.form:
-            plan["template"] = source_of(self.tokenizer, self.settings.chat_template)
-        plan["versions"] = {name: version(name) for name in VERSIONS}
-        if resume(self.directory, {**plan, **self.settings.identity()}):
-            self._say("going on with the build that was interrupted")
+    def _tell_of_template(self) -> None:
+        """Say that a chat template ends no answer with a token by which serving could stop."""
+        if self.chats is not None and self.chats.template is not None:
+            with suppress(BadChat):  # of a template that shows no chat of two turns
+                if ChatTokenizer(self.tokenizer, self.chats.template).end_of_turn() is None:
+                    self._say(
+                        "the chat template writes no special token after an answer, so that the "
+                        "model does not learn to stop"
+                    )
 
     def _survey(self, parts: Sequence[Part]) -> tuple[int, Counter[str]]:
         """(number of rows, counts of corrected user ids)."""
@@ -346,22 +334,22 @@ class _Build:
             check_bound(settings.test_from, order, kind)
         return num_rows, id_counts
 
-    def _tokenise(self, parts: Sequence[Part], num_rows: int) -> list[dict[str, int]]:
+    def _tokenise(self, parts: Sequence[Part]) -> list[dict[str, int]]:
         """Write the rows of all parts. Returns the record of each bundle of parts."""
         settings = self.settings
         encoding = Encoding(
             self.rows,
-            self.directory / TOKENIZER,
+            self.copy,
             self.columns,
             settings.holdout,
             settings.max_length,
             settings.long_texts,
             self.chats,
         )
-        self.rows.mkdir(exist_ok=True)
+        self.rows.mkdir()
         bundles = list(enumerate(bundled(parts)))
         call = partial(write_rows, encoding=encoding)
-        records = self.pool.map(call, bundles, "tokenised", num_rows)
+        records = self.pool.map(call, bundles, "tokenised")
         if not sum(record["examples"] for record in records):
             raise DataError(self._nothing(records))
         return records
@@ -437,7 +425,7 @@ class _Build:
         """Write the store of each split."""
         counts, dtype = owners["rows"].to_numpy(), token_dtype(tokenizer.vocab_size)
         marked = self.chats is not None
-        meter = Meter("sorted", int(counts.sum()), self.progress)
+        meter = Meter("sorted", int(counts.sum()), "rows", self.progress)
         blocks = rows.blocks(MARKED if marked else dtype)
         write_splits(blocks, counts, splits, self.out, dtype, meter.add, marked)
         meter.end()

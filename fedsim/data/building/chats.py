@@ -32,6 +32,10 @@ CALLS = ("tool_calls", "function_call", "audio", "image", "images", "video", "vi
 CALLS += ("attachments", "files")
 SAID = ("content", "value", "refusal")  # the last is OpenAI's, where the assistant refuses
 REASONING = ("reasoning_content", "reasoning", "thinking")  # which some templates write, too
+MARKS = {"weight": 0, "train": False, "loss": False, "masked": True}
+"""Marks of a turn, with the value by which other programs leave it out of training."""
+DOUBTFUL = ("mask", "loss_mask", "trainable", "train_detail", "ignore", "label", "labels")
+"""Marks of a turn that mean one thing in one program and another in the next."""
 BETWEEN = "\n\n"  # parts of Alpaca's prompt
 
 
@@ -262,10 +266,15 @@ def _message(turn: dict[str, Any], number: int) -> Message:
         raise BadChat(f"expected a content {where}")
     # Arrow gives null for a key that other rows have.
     content = next((turn[name] for name in SAID if turn.get(name) is not None), None)
-    weight = turn.get("weight")
-    if weight is not None and not isinstance(weight, bool | int | float):
-        raise BadChat(f"expected a number as weight {where}")
-    return Message(role, _text(content, f"a content {where}"), weight is None or weight != 0)
+    marks = {name: turn[name] for name in MARKS if turn.get(name) is not None}
+    for name, value in marks.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            kinds = "0 or 1" if name == "weight" else "true or false"
+            raise BadChat(f"expected {kinds} as {name} {where}")
+    if doubtful := [name for name in DOUBTFUL if turn.get(name) is not None]:
+        raise BadChat(f"expected `train` of true or false instead of {doubtful[0]} {where}")
+    trained = all(value != MARKS[name] for name, value in marks.items())
+    return Message(role, _text(content, f"a content {where}"), trained)
 
 
 def _listed(value: Any) -> Any:

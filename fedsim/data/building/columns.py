@@ -43,6 +43,9 @@ MAY_LACK = {ALPACA: ("input",)}
 BESIDE_CHATS = ("tools", "functions", "system", "system_prompt", "system_message", "history")
 BESIDE_CHATS += ("image", "images", "video", "videos", "audio")
 """Columns that other programs give to a chat template or put before a prompt."""
+MARKS_OF_ROWS = ("label", "labels", "loss_mask", "completion_mask", "assistant_masks", "train")
+"""Columns beside chats and token ids that may say what is not to be trained on."""
+TOKEN_IDS = "input_ids"
 TEXTS = ("text", "messages", "conversations")
 """Columns that hold what people wrote, of which one is read."""
 NOTHING = ("", "null", '""', "[]")  # JSON of a value that says nothing

@@ -1,46 +1,36 @@
-"""Data sets of the Hugging Face Hub, streamed: `hf:NAME` or `hf:NAME:CONFIG`.
+"""Data sets of the Hugging Face Hub: `hf:NAME` or `hf:NAME:CONFIG`, in the cache of its library.
 
-Only the required columns are kept, as a Parquet file for each shard of the data set, so that each
-byte is downloaded once and a build that was killed can resume. CSV and JSON files are copied
-unchanged and read as local files: `datasets` would read 007 as 7.
+The files of a split are those that README.md lists for the configuration. Without a list, a file
+belongs to the split that its path names (train-00000.parquet, validation/part.jsonl), and where no
+path names one, all files are "train"; a configuration is then a folder. The files are read as local
+ones are: 007 is not 7.
 """
 
-import os
+import glob
 import re
-import shutil
-import socket
-import ssl
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
-from time import sleep
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from fedsim.data.building.columns import Columns, is_string, paths
-from fedsim.data.building.processes import Pool
-from fedsim.data.building.readers import reason_of
+from fedsim.config import yaml_tree
+from fedsim.data.building.readers import is_known
 from fedsim.data.building.sources import identify
 from fedsim.errors import DataError, Interrupted
 from fedsim.files import DISK_FULL, expand_home
-from fedsim.installation import expect_installed
 
-PREFIX = "hf:"
-FETCH_ROWS = 1_000
-PAUSES_S = (1.0, 5.0, 25.0)  # before retries
-# Local suffix of a CSV or JSON file, by its suffix on the Hub.
-TEXTS = {
-    f".{kind}{z}": f".{kind}{z}" for kind in ("csv", "tsv", "json", "jsonl") for z in ("", ".gz")
+PREFIX, README, DEFAULT = "hf:", "README.md", "default"
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
 }
-TEXTS |= {".ndjson": ".jsonl", ".ndjson.gz": ".jsonl.gz"}
+"""Words of a path that name a split."""
+KEYS = {"config_name", "data_files", "data_dir", "default", "description", "version"}
+"""What README.md may say of a configuration; anything else would change how a file is read."""
+ABOUT = re.compile(r"(dataset_infos?|dataset_dict|state|config)\.json", re.I)  # no rows
 DIRECTLY = "download the files and build from them: `fedsim data build FILE ...`"
-# Settings of a builder of `datasets` that do not change how it reads a file.
-OF_NO_MATTER = ("name", "version", "data_dir", "data_files", "description", "features")
 
 
 @dataclass(frozen=True)
@@ -58,9 +48,7 @@ class HubSource:
 
         Raises:
           DataError: NAME is empty.
-          MissingPackage: `datasets` is not installed.
         """
-        expect_installed("datasets")
         name, _, config = source.removeprefix(PREFIX).partition(":")
         if not name:
             raise DataError.of("data", source, "hf:NAME or hf:NAME:CONFIG")
@@ -71,200 +59,148 @@ class HubSource:
         config = f":{self.config}" if self.config else ""
         return f"{PREFIX}{self.name}{config}"
 
-    def open(self) -> Any:
-        """Open the data set as a streaming `datasets.IterableDataset`.
-
-        Raises:
-          DataError: the data set cannot be streamed.
-          Interrupted: the Hub cannot be reached.
-        """
-        from datasets import load_dataset
-
-        with self.failing():
-            return load_dataset(
-                self.name, self.config, split=self.split, revision=self.revision, streaming=True
-            )
-
-    def names(self) -> list[str]:
-        """Names of the columns; none if they are not known before the files are read."""
-        try:
-            stream = self.open()
-            return list(stream.column_names or next(iter(stream), ()))
-        except DataError:
-            raise
-        except Exception:  # which reading the files raises again, in a line of its own
-            return []
-
-    def text_files(self) -> list[str] | None:
-        """Paths or addresses of the files of the data set if they are CSV or JSON, else None.
-
-        Raises:
-          DataError: the files need settings that only `datasets` supports.
-        """
-        from datasets import load_dataset_builder
-        from datasets.packaged_modules.csv.csv import Csv
-        from datasets.packaged_modules.json.json import Json
-
-        with self.failing():
-            builder = load_dataset_builder(self.name, self.config, revision=self.revision)
-        files = (builder.config.data_files or {}).get(self.split)
-        if not isinstance(builder, Csv | Json) or not files:
-            return None
-        for name, value in vars(type(builder.config)()).items():
-            setting = getattr(builder.config, name)
-            tabs = name in ("sep", "delimiter") and setting == "\t"
-            if setting != value and name not in OF_NO_MATTER and not (tabs and _all_tabs(files)):
-                raise DataError.of("data", self, f"files without {name}={setting}; {DIRECTLY}")
-        return list(files)
-
-    def failure(self, error: Exception) -> DataError:
-        """Error line for an exception of the Hub's libraries; Interrupted if the network failed."""
-        said = reason_of(error) if isinstance(error, pa.ArrowException) else str(error)
-        reason = " ".join(said.split())[:300] or type(error).__name__
-        kind, expected = DataError, "a data set that can be streamed"
-        if may_pass(error):
-            kind, expected = Interrupted, "to reach the Hugging Face Hub"
-        return kind(
-            f"data={self} (split {self.split}, revision {self.revision or 'newest'}): expected "
-            f"{expected} ({reason})"
-        )
-
-    @contextmanager
-    def failing(self) -> Iterator[None]:
-        """Raise exceptions of the Hub's libraries as `failure`; a full disk is none of theirs."""
-        try:
-            yield
-        except DataError:
-            raise
-        except Exception as error:  # of many types
-            if isinstance(error, OSError) and error.errno in DISK_FULL:
-                raise
-            raise self.failure(error) from error
-
     def pinned(self) -> "HubSource":
         """The same data set at the commit that its revision names now."""
         if Path(self.name).exists() or re.fullmatch("[0-9a-f]{40}", self.revision or ""):
             return self
-        import huggingface_hub
-
-        with self.failing():
-            info = huggingface_hub.HfApi().dataset_info(self.name, revision=self.revision)
-        return HubSource(self.name, self.config, self.split, info.sha)
+        return replace(self, revision=self._info().sha)
 
     def identity(self) -> dict[str, Any]:
         """Identity of a pinned data set: its fields, and the digest of a local directory."""
         about, local = {**asdict(self), "source": str(self)}, Path(self.name)
         return {**identify(local), **about} if local.exists() else about
 
+    def files(self) -> list[Path]:
+        """The files of the split, by name, downloaded unless they are in the cache.
 
-def fetch(source: HubSource, columns: Columns, directory: Path, pool: Pool) -> list[Path]:
-    """Download the files of the data set into `directory`, except those that are there.
+        Raises:
+          DataError: there is no such configuration or split, or its files cannot be read.
+          Interrupted: the Hub cannot be reached.
+        """
+        local = Path(self.name)
+        if local.exists():
+            names = [f.relative_to(local).as_posix() for f in local.rglob("*") if f.is_file()]
+        else:
+            names = [each.rfilename for each in self._info().siblings or ()]
+        configs = _configs(self._download([README]) / README) if README in names else []
+        names = sorted(name for name in names if not PurePosixPath(name).name.startswith("."))
+        chosen = _of_config(names, configs, self)
+        if unknown := [name for name in chosen if not is_known(Path(name))]:
+            raise DataError.of("data", self, f"files that fedsim reads, found {unknown[0]}")
+        kinds = {PurePosixPath(re.sub(r"\.(gz|zst)$", "", name)).suffix for name in chosen}
+        if len(kinds) > 1:  # often the same rows twice
+            found = " and ".join(sorted(kinds))
+            raise DataError.of("data", self, f"files of one kind, found {found}; {DIRECTLY}")
+        root = self._download(chosen)
+        return [root / name for name in chosen]
 
-    Returns:
-      The files, in order.
-    Raises:
-      DataError: the data set cannot be read, or lacks a column.
-      Interrupted: the network failed.
-    """
-    directory.mkdir(exist_ok=True)
-    if texts := source.text_files():
-        copies = [(text, _copy_of(text, i, directory)) for i, text in enumerate(texts)]
-        pool.map(partial(_copy, source=source), copies)
-        return [file for _, file in copies]
-    number = source.open().num_shards
-    files = [directory / f"{shard:06d}-of-{number:06d}.parquet" for shard in range(number)]
-    call = partial(_fetch, source=source, columns=columns)
-    pool.map(call, list(enumerate(files)))
-    return files
+    def _info(self) -> Any:
+        import huggingface_hub
 
+        with self._failing():
+            return huggingface_hub.HfApi().dataset_info(self.name, revision=self.revision)
 
-def _copy_of(text: str, number: int, directory: Path) -> Path:
-    for there, here in TEXTS.items():
-        if text.endswith(there):
-            return directory / f"{number:06d}{here}"
-    raise DataError.of("data", text, f"a file ending in {', '.join(TEXTS)}; {DIRECTLY}")
+    def _download(self, names: Sequence[str]) -> Path:
+        """Download some files. Returns: the directory that they are in."""
+        import huggingface_hub
 
-
-def _all_tabs(files: Sequence[str]) -> bool:
-    return all(file.endswith((".tsv", ".tsv.gz")) for file in files)
-
-
-def _copy(item: tuple[str, Path], *, source: HubSource, report: Callable[[int], None]) -> None:
-    text, file = item
-    _patiently(file, partial(_copy_text, text, file, source))
-
-
-def _fetch(
-    item: tuple[int, Path],
-    *,
-    source: HubSource,
-    columns: Columns,
-    report: Callable[[int], None],
-) -> None:
-    shard, file = item
-    _patiently(file, partial(_fetch_shard, shard, file, source, columns, report))
-
-
-def _patiently(file: Path, make: Callable[[], None]) -> None:
-    """Make a file unless it exists. Try again after a pause if the network fails."""
-    for pause in PAUSES_S:
-        if file.exists():
-            return
-        try:
-            return make()
-        except Interrupted:
-            sleep(pause)
-    make()
-
-
-def _copy_text(text: str, file: Path, source: HubSource) -> None:
-    import huggingface_hub
-
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    with source.failing():
-        opener: Any = open if Path(text).is_file() else huggingface_hub.HfFileSystem().open
-        with opener(text, "rb") as stream, temporary.open("wb") as copy:
-            shutil.copyfileobj(stream, copy)
-    os.replace(temporary, file)
-
-
-def _fetch_shard(
-    shard: int, file: Path, source: HubSource, columns: Columns, report: Callable[[int], None]
-) -> None:
-    stream = source.open()
-    stream = stream.shard(num_shards=stream.num_shards, index=shard).with_format("arrow")
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    writer = None
-    with source.failing(), ExitStack() as stack:
-        for table in stream.iter(batch_size=FETCH_ROWS):
-            columns.check(paths(table.schema))
-            table = table.select(columns.outer(table.column_names))
-            if writer is None:
-                made = pq.ParquetWriter(temporary, table.schema, compression="zstd")
-                writer = stack.enter_context(made)
-            writer.write_table(_like(writer.schema, table))
-            report(len(table))
-    if writer is None:  # a shard without rows
-        pq.write_table(
-            pa.table({name: pa.nulls(0, pa.string()) for name in columns.names}), temporary
-        )
-    os.replace(temporary, file)
-
-
-def _like(schema: pa.Schema, table: pa.Table) -> pa.Table:
-    """Cast a table to a schema.
-
-    Raises:
-      DataError: a column has texts in one and none in the other. Cast to numbers, the text 007
-        would be 7, another user.
-    """
-    for name in table.column_names:
-        kinds = schema.field(name).type, table.schema.field(name).type
-        if len({is_string(getattr(kind, "value_type", kind)) for kind in kinds}) > 1:
-            raise DataError(
-                f"{name}: expected one type in all files, got {kinds[0]} and {kinds[1]}"
+        if Path(self.name).exists():
+            return Path(self.name)
+        with self._failing():
+            place = huggingface_hub.snapshot_download(
+                self.name,
+                repo_type="dataset",
+                revision=self.revision,
+                allow_patterns=[glob.escape(name) for name in names],
             )
-    return table.cast(schema)
+        return Path(place)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Raise errors of the Hub's library as DataError, or Interrupted if the network failed."""
+        try:
+            yield
+        except Exception as error:  # of many types
+            if isinstance(error, OSError) and error.errno in DISK_FULL:
+                raise
+            kind, expected = DataError, "a data set that can be downloaded"
+            if may_pass(error):
+                kind, expected = Interrupted, "to reach the Hugging Face Hub"
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            where = f"split {self.split}, revision {self.revision or 'newest'}"
+            raise kind(f"data={self} ({where}): expected {expected} ({reason})") from error
+
+
+def _configs(readme: Path) -> list[dict[str, Any]]:
+    """The configurations that a README.md lists. Raises: DataError: they are damaged."""
+    parts = re.split(r"^---\s*$", readme.read_text(encoding="utf-8"), maxsplit=2, flags=re.M)
+    if len(parts) < 3 or parts[0].strip():
+        return []
+    import yaml
+
+    try:
+        yaml_tree(parts[1])  # which refuses aliases
+        found = (yaml.load(parts[1], Loader=yaml.BaseLoader) or {}).get("configs") or []
+        return [dict(each) for each in found]
+    except (ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
+        raise DataError.of("data", readme, "a list of configurations in YAML") from None
+
+
+def _of_config(
+    names: Sequence[str], configs: Sequence[Mapping[str, Any]], source: HubSource
+) -> list[str]:
+    """Names of the files of a configuration's split. Raises: DataError: there are none."""
+    known = {str(each.get("config_name", DEFAULT)): each for each in configs}
+    default = [name for name, each in known.items() if each.get("default") == "true"]
+    default += [DEFAULT] if DEFAULT in known else [*known] if len(known) == 1 else []
+    config = source.config or next(iter(default), None)
+    if known and config not in known:
+        listed = ", ".join(sorted(known))
+        raise DataError.of("data", source, f"{PREFIX}{source.name}:CONFIG, one of {listed}")
+    about = known.get(str(config), {})
+    if others := [f"{key}={value}" for key, value in about.items() if key not in KEYS]:
+        raise DataError.of("data", source, f"files without {others[0]}; {DIRECTLY}")
+    folder = str(about.get("data_dir") or ("" if known else source.config or "")).strip("/")
+    prefix = f"{folder}/" if folder else ""
+    if (listed := about.get("data_files")) is None:
+        inside = [name for name in names if name.startswith(prefix)]
+        of_split = _by_path([name for name in inside if is_known(Path(name))], prefix)
+    else:
+        of_split = _by_patterns(listed, names, prefix)
+    if chosen := of_split.get(source.split):
+        return chosen
+    has = ", ".join(sorted(split for split, files in of_split.items() if files)) or "none"
+    raise DataError.of("split", source.split, f"a split of {source} with files, it has: {has}")
+
+
+def _by_patterns(listed: Any, names: Sequence[str], prefix: str) -> dict[str, list[str]]:
+    """Files of each split, by the patterns that a configuration lists."""
+    if isinstance(listed, list) and all(isinstance(each, dict) for each in listed):
+        listed = {str(each.get("split")): each.get("path") for each in listed}
+    listed = listed if isinstance(listed, dict) else {"train": listed}
+    found = {}
+    for split, patterns in listed.items():
+        patterns = patterns if isinstance(patterns, list) else [patterns]
+        matched = [_pattern(prefix + str(each).removeprefix("./")) for each in patterns]
+        found[split] = [name for name in names if any(each.fullmatch(name) for each in matched)]
+    return found
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """The pattern of a glob in which ** alone crosses folders."""
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", text)
+    meaning = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return re.compile("".join(meaning.get(part) or re.escape(part) for part in parts))
+
+
+def _by_path(names: Sequence[str], prefix: str) -> dict[str, list[str]]:
+    """Files of each split, by the words of their paths below `prefix`."""
+    names = [name for name in names if not ABOUT.fullmatch(PurePosixPath(name).name)]
+    found = {}
+    for split, words in SPLITS.items():
+        word = re.compile(rf"(?<![a-z])(?:{'|'.join(words)})(?![a-z])")
+        found[split] = [n for n in names if word.search(n.removeprefix(prefix).lower())]
+    return found if any(found.values()) else {"train": [*names]}
 
 
 def split_sources(sources: Sequence[str | Path]) -> tuple[list[str], list[str | Path]]:
@@ -273,31 +209,14 @@ def split_sources(sources: Sequence[str | Path]) -> tuple[list[str], list[str | 
     return of_hub, [source for source in sources if not str(source).startswith(PREFIX)]
 
 
-KINDS = (ConnectionError, TimeoutError, socket.gaierror, ssl.SSLError)
-LIBRARIES = {"httpx": "RequestError", "httpx2": "RequestError", "aiohttp": "ClientError"}
-
-
 def may_pass(error: BaseException | None) -> bool:
     """True if an error, or a cause of it, is the network's or a server's: a retry may succeed."""
     while error is not None:
-        status = _status(error)
-        if status in (408, 429) or status >= 500:
-            return True
-        if not status and isinstance(error, (*KINDS, *_kinds_of_libraries())):
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if isinstance(status, int):
+            return status in (408, 429) or status >= 500
+        library = type(error).__module__.partition(".")[0]
+        if isinstance(error, ConnectionError | TimeoutError) or library in ("httpx", "httpx2"):
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _status(error: BaseException) -> int:
-    """HTTP status of the server's answer; 0 if there was none."""
-    response = getattr(error, "response", error)
-    status = getattr(response, "status_code", None) or getattr(response, "status", None)
-    return status if isinstance(status, int) else 0
-
-
-def _kinds_of_libraries() -> list[type[BaseException]]:
-    """Network errors of the libraries that are imported; others cannot have raised any."""
-    return [
-        getattr(sys.modules[name], kind) for name, kind in LIBRARIES.items() if name in sys.modules
-    ]

@@ -143,10 +143,7 @@ def plain_errors() -> Iterator[None]:
             raise OSError(DISK_FULL[0], os.strerror(DISK_FULL[0])) from None
         if isinstance(error, duckdb.OutOfMemoryException) or "Out of Memory" in message:
             raise Interrupted("expected more memory to sort rows in") from None
-        raise Interrupted(
-            f"rows could not be sorted ({type(error).__name__}); if that happens again, remove the "
-            "directory beside the output whose name ends in .building"
-        ) from None
+        raise Interrupted(f"rows could not be sorted ({type(error).__name__})") from None
 
 
 def write_splits(

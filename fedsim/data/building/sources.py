@@ -7,7 +7,7 @@ an hour is spent on tokenising. A row without a user is an error, for nothing pr
 import glob
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -145,7 +145,6 @@ def _cut(
     scratch: Path,
     split: str | None,
     text_format: TextFormat,
-    report: Callable[[int], None],
 ) -> list[Part]:
     number, file = item
     return cut(file, columns, scratch / f"{number:06d}", split, text_format)
@@ -153,11 +152,7 @@ def _cut(
 
 def identities(files: Sequence[Path], pool: Pool) -> list[dict[str, Any]]:
     """Name, bytes and sha256 of each file."""
-    return pool.map(_identify, list(files))
-
-
-def _identify(file: Path, *, report: Callable[[int], None]) -> dict[str, Any]:
-    return identify(file)
+    return pool.map(identify, list(files))
 
 
 def identify(file: Path) -> dict[str, Any]:
@@ -208,7 +203,7 @@ def survey(
 
 
 def _survey(
-    part: Part, *, columns: Columns, report: Callable[[int], None]
+    part: Part, *, columns: Columns
 ) -> tuple[int, int, list[int], Counter[str], set[int | None]]:
     """Survey a part.
 
@@ -227,5 +222,4 @@ def _survey(
         if columns.order is not None:
             kinds.add(kind_of(batch["order"]))
         rows += len(batch)
-        report(len(batch))
     return rows, bad, first, tally, kinds

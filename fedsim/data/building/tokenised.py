@@ -3,11 +3,9 @@
 A row has its owner, which is a user within a group (see dataset.py), its order keys if any, its
 place among the rows of all sources, and its token ids as bytes. A long row is written in several
 pieces, because each thread of DuckDB holds 122,880 rows in memory, however long they are. Parts of
-small files are bundled to limit the number of files. A bundle is finished when its record exists; a
-build that was killed and run again does not repeat it.
+small files are bundled to limit the number of files.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -22,7 +20,6 @@ import pyarrow.parquet as pq
 from fedsim.data.building.chats import Chats, chat_examples
 from fedsim.data.building.columns import Columns, is_blank, is_token_list
 from fedsim.data.building.orders import at_least
-from fedsim.data.building.processes import kept_for_a_build
 from fedsim.data.building.readers import PART_BYTES, READ_ROWS, Part, read
 from fedsim.data.building.speakers import BadRow
 from fedsim.data.chat import ChatTokenizer, Template
@@ -30,7 +27,6 @@ from fedsim.data.dataset import EVAL_USERS, TEST, TRAIN, Holdout
 from fedsim.data.store import copy, offsets_of, token_dtype
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import DataError
-from fedsim.files import write_json
 
 PIECE_BYTES = 512
 PLACES = 2**40  # more than the rows of a bundle
@@ -71,25 +67,17 @@ def bundled(parts: Sequence[Part]) -> list[list[Part]]:
     return bundles
 
 
-def write_rows(
-    item: tuple[int, Sequence[Part]], *, encoding: Encoding, report: Callable[[int], None]
-) -> dict[str, int]:
-    """Write the rows of a bundle, unless they are there.
+def write_rows(item: tuple[int, Sequence[Part]], *, encoding: Encoding) -> dict[str, int]:
+    """Write the rows of a bundle.
 
     Args:
       item: number of the bundle, and its parts.
-      report: called with numbers of source rows that were read.
     Returns:
-      The record of the bundle: the number of source rows, and COUNTS.
+      The number of source rows, and COUNTS.
     Raises:
       DataError: a token id is not in the vocabulary, or `read` refuses a file.
     """
     number, parts = item
-    record_file = encoding.directory / f"part-{number:06d}.json"
-    if record_file.exists():
-        record = json.loads(record_file.read_text())
-        report(record["rows"])
-        return record
     record = {"rows": 0, **dict.fromkeys(COUNTS, 0)}
     with RowWriter(encoding.directory / f"rows-{number:06d}.parquet", number * PLACES) as rows:
         for part in parts:
@@ -99,8 +87,6 @@ def write_rows(
                 record["rows"] += len(batch)
                 for name, count in zip(COUNTS, counts, strict=True):
                     record[name] += count
-                report(len(batch))
-    write_json(record_file, record)
     return record
 
 
@@ -352,12 +338,12 @@ def _given_tokens(column: pa.Array, vocab_size: int) -> tuple[np.ndarray, np.nda
     return lengths, ids
 
 
-@kept_for_a_build
+@lru_cache(1)
 def _tokenizer(file: Path) -> Tokenizer:
     return Tokenizer.load(file)
 
 
-@kept_for_a_build
+@lru_cache(1)
 def _chat_tokenizer(file: Path, template: Template | None) -> ChatTokenizer:
     return ChatTokenizer(_tokenizer(file), template)
 

@@ -17,13 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from learnt import learnt
-from local_hub import bytes_with, publish
-from packages import install
 
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset, Holdout
 from fedsim.data.tokenizer import Tokenizer
-from fedsim.errors import DataError, FedsimError
+from fedsim.errors import ConfigError, DataError, FedsimError
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 ROWS = [(f"user {i % 17}", f"text {i} of it") for i in range(300)]
@@ -186,18 +184,16 @@ def test_the_same_input_gives_the_same_bytes(tmp_path, monkeypatch, kind):
     assert str(tmp_path) not in (tmp_path / "one" / "metadata.json").read_text()
 
 
-def test_a_build_that_can_open_no_more_files_keeps_its_parts(tmp_path, monkeypatch):
-    file, whole = parquet(tmp_path / "a.parquet"), build(tmp_path / "a.parquet", tmp_path / "whole")
+def test_a_build_that_can_open_no_more_files_says_so_and_leaves_nothing(tmp_path, monkeypatch):
+    file = parquet(tmp_path / "a.parquet")
 
     def too_many(*_, **__):
         raise OSError(errno.EMFILE, "too many")
 
     monkeypatch.setattr("fedsim.data.building.build.write_splits", too_many)
-    with pytest.raises(FedsimError, match="more open files .`ulimit -n`.*goes on where it was"):
+    with pytest.raises(FedsimError, match="more open files .`ulimit -n`.*nothing was kept"):
         build(file, tmp_path / "out")
-    monkeypatch.undo()
-    monkeypatch.setattr(Tokenizer, "encode", None)
-    assert build(file, tmp_path / "out").train.fingerprint == whole.train.fingerprint
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_token_ids_are_taken_as_they_are(tmp_path):
@@ -303,7 +299,7 @@ def test_what_exists_is_never_overwritten(tmp_path):
     build(file, tmp_path / "out")  # an empty directory is free
     before = digests(tmp_path / "out")
     for out in (tmp_path / "out", file):
-        with pytest.raises(DataError, match="already exists, expected a new directory"):
+        with pytest.raises(ConfigError, match="not there yet.*already exists"):
             build(file, out)
     assert digests(tmp_path / "out") == before
 
@@ -319,27 +315,11 @@ def interrupt(stage):
 
 
 @pytest.mark.parametrize("stage", ["tokenised", "sorted"])
-def test_an_interrupted_build_goes_on_where_it_was(tmp_path, monkeypatch, stage):
-    cut_finely(monkeypatch)
-    texts = [text for _, text in ROWS]
-    options = {"tokenizer": learnt("wordpiece", texts, 400, tmp_path / "learnt.json")}
+def test_an_interrupted_build_leaves_nothing(tmp_path, stage):
     file = parquet(tmp_path / "a.parquet", ROWS * 5)
-    build(file, tmp_path / "whole", **options)
-    out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        build(file, out, progress=interrupt(stage), **options)
-    assert not out.exists()
-    lines = []
-    monkeypatch.setattr(Tokenizer, "encode", None)  # what is finished is not done again
-    build(file, out, progress=lines.append, **options)
-    assert "going on with the build that was interrupted" in lines
-    assert digests(out) == digests(tmp_path / "whole")
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "a.parquet",
-        "learnt.json",
-        "out",
-        "whole",
-    }
+        build(file, tmp_path / "out", progress=interrupt(stage))
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_build_in_the_place_of_another_has_nothing_of_it(tmp_path):
@@ -356,89 +336,47 @@ def test_a_build_in_the_place_of_another_has_nothing_of_it(tmp_path):
     assert found == digests(tmp_path / "fresh")
 
 
-def test_other_options_start_anew_after_an_interruption(tmp_path):
-    file, out = parquet(tmp_path / "a.parquet"), tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        build(file, out, progress=interrupt("tokenised"))
-    assert build(file, out, max_length=4).train.max_length == 4
-
-
-@pytest.mark.parametrize("newest, goes_on", [("ab", True), ("xt", False)])
-def test_a_build_has_the_ids_of_one_tokenizer_of_the_hub(tmp_path, monkeypatch, newest, goes_on):
-    file, out, lines = parquet(tmp_path / "a.parquet"), tmp_path / "out", []
-    options = {"tokenizer": "hf:org/name", **ALL_IN_TRAIN}
-    publish("org/name", bytes_with(*"ab"), tmp_path / "hub", monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        build(file, out, progress=interrupt("tokenised"), **options)
-    publish("org/name", bytes_with(*newest), tmp_path / "hub", monkeypatch)
-    data = build(file, out, progress=lines.append, **options)
-    assert texts_of(data.train, Tokenizer.load(data.tokenizer_path)) == by_user(ROWS)
-    assert ("going on with the build that was interrupted" in lines) == goes_on
-
-
-@pytest.mark.parametrize("package", ["datasets", "duckdb"])
-def test_a_build_is_of_one_version_of_what_it_depends_on(tmp_path, monkeypatch, package):
-    file, out = parquet(tmp_path / "a.parquet"), tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        build(file, out, progress=interrupt("tokenised"))
-    install(package, tmp_path / "installed", monkeypatch)
-    lines = []
-    build(file, out, progress=lines.append)
-    assert "going on with the build that was interrupted" not in lines
-
-
 @pytest.mark.slow
 @pytest.mark.ci
-def test_a_killed_build_goes_on_and_processes_change_nothing(tmp_path, monkeypatch):
-    """SIGKILL in the middle of tokenising, in a process with workers; 8 bundles of a part each."""
+@pytest.mark.privacy
+def test_a_build_after_a_killed_one_starts_again_and_removes_what_it_left(tmp_path):
+    """SIGKILL while two processes tokenise 8 bundles."""
     for number in range(8):
         parquet(tmp_path / f"{number}.parquet", ROWS * 30)
-    script = tmp_path / "script.py"
-    script.write_text(KILLED)
+    (tmp_path / "script.py").write_text(KILLED)
     (tmp_path / "killing.py").write_text(KILLING)
-    command = [sys.executable, script, tmp_path / "*.parquet", tmp_path / "out"]
+    command = [sys.executable, tmp_path / "script.py", tmp_path / "*.parquet", tmp_path / "out"]
     killed = subprocess.run([*command, "kill"], check=False, timeout=300)
     assert killed.returncode == -signal.SIGKILL
-    staging = tmp_path / ".out.building"
-    done = {path: path.stat().st_mtime_ns for path in staging.glob("rows/part-*.json")}
-    assert 1 <= len(done) < 8 and not (tmp_path / "out").exists()
-    subprocess.run([*command, "watch"], check=True, timeout=300)
+    (left,) = tmp_path.glob(".out.*")
+    assert list(left.glob("rows/*.parquet")) and not (tmp_path / "out").exists()
+    subprocess.run([*command, "finish"], check=True, timeout=300)
+    assert not list(tmp_path.glob(".out.*"))
     build(tmp_path / "*.parquet", tmp_path / "whole", num_workers=1)
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
-    kept = json.loads((tmp_path / "kept.json").read_text())
-    assert kept.items() >= {path.name: written for path, written in done.items()}.items()
 
 
 KILLED = """
-import json, pathlib, sys
+import sys
 from fedsim.data.building import build, processes, tokenised
 import killing
 
-out, mode = pathlib.Path(sys.argv[2]), sys.argv[3]
-
-def say(line):
-    if line.startswith("sorted"):
-        parts = out.parent.glob(".out.building/rows/part-*.json")
-        kept = {path.name: path.stat().st_mtime_ns for path in parts}
-        out.with_name("kept.json").write_text(json.dumps(kept))
-
-if mode == "kill":
-    build.write_rows = killing.write_rows
-tokenised.BUNDLE_BYTES = 0
-processes.SMALL_BYTES = 0
-build.build(sys.argv[1], out, num_workers=2, progress=say)
+if __name__ == "__main__":
+    if sys.argv[3] == "kill":
+        build.write_rows = killing.write_rows
+    tokenised.BUNDLE_BYTES = 0
+    processes.SMALL_BYTES = 0
+    build.build(sys.argv[1], sys.argv[2], num_workers=2)
 """
 
 KILLING = """
 import os, signal, time
 from fedsim.data.building import tokenised
 
-PARENT = os.getppid()
-
-def write_rows(item, *, encoding, report):  # in the workers, which do not run the script again
-    record = tokenised.write_rows(item, encoding=encoding, report=report)
-    if len(list(encoding.directory.glob("part-*.json"))) >= 2:
-        os.kill(PARENT, signal.SIGKILL)
+def write_rows(item, *, encoding):
+    record = tokenised.write_rows(item, encoding=encoding)
+    if item[0] >= 2:
+        os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)  # but they end with their parent
     return record
 """
@@ -450,7 +388,7 @@ def test_a_directory_that_is_being_built_is_refused(tmp_path):
 
     def build_it_again(line):
         if line.startswith("tokenised"):
-            with pytest.raises(DataError, match="no other process is building") as error:
+            with pytest.raises(ConfigError, match="no other process is writing") as error:
                 build(file, out)
             refused.append(error)
 

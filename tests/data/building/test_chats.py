@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from fedsim.data import load
 from fedsim.data.building.build import build
-from fedsim.data.building.chats import Chats, chat_examples
+from fedsim.data.building.chats import Chats, chat_examples, messages_of
 from fedsim.data.chat import ChatTokenizer, Template
 from fedsim.data.dataset import stats
 from fedsim.data.tokenizer import Tokenizer
@@ -133,7 +133,10 @@ BAD = [
     ([None], "turn 1"),
     ("Hi", "got a text"),
     (json.dumps(ASKED)[:-1], "got a text"),
-    ([ASKED[0], {**ASKED[1], "weight": "0"}], "weight in turn 2"),
+    ([ASKED[0], {**ASKED[1], "weight": "0"}], "0 or 1 as weight in turn 2"),
+    ([ASKED[0], {**ASKED[1], "weight": 0.5}], "0 or 1 as weight in turn 2"),
+    ([ASKED[0], {**ASKED[1], "train": "no"}], "true or false as train in turn 2"),
+    ([ASKED[0], {**ASKED[1], "mask": 1}], "instead of mask in turn 2"),
     ([{**ASKED[0], "image": "x.png"}, ASKED[1]], "image in turn 1"),
     ({"role": "user"}, "got an object"),
     ([*ASKED, "Hi"], "turn 3"),
@@ -142,6 +145,32 @@ BAD = [
     ([{**ASKED[1], "tool_calls": [{"secret": 1}]}], "tool_calls in turn 1"),
     ([{"role": "system", "content": "no"}], "no system"),
 ]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss": False}, {"masked": 1}])
+def test_a_turn_that_is_marked_is_not_trained_on(mark):
+    other = {"role": "assistant", "content": "Ho"}
+    found = messages_of([ASKED[0], {**ASKED[1], **mark}, ASKED[0], other])
+    assert [each.counts for each in found] == [True, False, True, True]
+    (name, value), *_ = mark.items()
+    (unmarked,) = messages_of([{**ASKED[1], name: not value}])
+    assert unmarked.counts
+
+
+@pytest.mark.parametrize("column", ["label", "labels", "loss_mask"])
+def test_a_column_that_may_say_not_to_train_is_refused(column, tmp_path, model):
+    with pytest.raises(DataError, match=f"column={column}: expected no such column"):
+        built(tmp_path, model, [{"messages": ASKED, column: False}])
+
+
+def test_a_template_that_ends_no_answer_is_told(tmp_path):
+    endless = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    said = []
+    built(
+        tmp_path, model_files(tmp_path / "m", endless), [{"messages": ASKED}], progress=said.append
+    )
+    assert any("writes no special token after an answer" in line for line in said)
 
 
 @pytest.mark.parametrize("bad, message", BAD)
@@ -163,11 +192,11 @@ def test_a_bad_row_is_named_with_its_turn_or_left_out(bad, message, tmp_path):
 
 
 def test_a_row_that_takes_too_long_is_never_skipped(monkeypatch):
-    monkeypatch.setattr("fedsim.data.sandbox.SECONDS", -1.0)
+    monkeypatch.setattr("fedsim.data.limited.RENDER_S", -1.0)
     reasons = []
     chats = Chats("messages", "all", NUMBERED, 20, "cut", skip_unknown=True)
     chat_examples([json.dumps([ASKED])], chats, CHATS, lambda _, reason: reasons.append(reason))
-    assert reasons == ["its template takes more than -1 s"]
+    assert reasons == ["its template takes more than -1 s, or 4,294,967,296 bytes of memory"]
 
 
 def test_rows_without_a_trained_token_are_dropped_and_counted(tmp_path, model):

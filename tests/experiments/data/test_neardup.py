@@ -56,7 +56,7 @@ def test_short_texts_are_compared_whole(tmp_path):
 
 
 def test_keys_are_the_same_everywhere():
-    """A golden value: an index that was interrupted goes on only if signatures stay the same."""
+    """A golden value."""
     keys = band_keys(["the cat sat on the mat"])
     assert keys.shape == (1, 32) and keys.dtype == np.uint64
     np.testing.assert_array_equal(keys, band_keys(["the cat sat on the mat", "x"])[:1])

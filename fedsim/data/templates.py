@@ -1,0 +1,115 @@
+"""Chat templates as transformers renders them: Jinja's sandbox and the functions that they expect.
+
+Templates have `break` and `continue`, `tojson` without escapes, `raise_exception`, `strftime_now`
+and `{% generation %}` blocks. They run in the process of `limited`, whose limits of time and memory
+hold for whatever they compute. An error says nothing that is not in the template's source.
+"""
+
+import datetime
+import json
+from typing import Any
+
+import jinja2
+from jinja2 import ext, nodes, sandbox
+
+MOST_CHARACTERS = 2**24  # of a chat
+
+
+class Refusal(Exception):
+    """A template refuses or cannot render a chat; the text says why, in words of its source."""
+
+
+class Compiled:
+    """A compiled template."""
+
+    def __init__(self, environment: "_Environment", source: str):
+        """Compile a template."""
+        self._environment = environment
+        self._template = environment.from_string(source)
+        constants = environment.parse(source).find_all(nodes.Const)
+        self._words = {each.value for each in constants if isinstance(each.value, str)}
+
+    def render(self, given: dict[str, Any], begins: str, ends: str) -> str:
+        """Render the template.
+
+        Args:
+          given: variables.
+          begins, ends: put around what a `{% generation %}` block writes.
+        Raises:
+          Refusal: it refuses what is given, fails, or writes too much.
+        """
+        self._environment.marks = begins, ends
+        try:
+            text = self._template.render(given)
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever a program may raise
+            if type(error) is not jinja2.TemplateError:
+                raise Refusal(f"its template fails with {type(error).__name__}") from None
+            if str(error) not in self._words:  # it may have a person's text in it
+                raise Refusal("its template refuses it") from None
+            raise Refusal(f"its template says: {error}") from None
+        if len(text) > MOST_CHARACTERS:
+            raise Refusal(f"its template writes more than {MOST_CHARACTERS:,} characters")
+        return text
+
+
+def compiled(source: str, day: str) -> Compiled:
+    """Compile a template that takes `day`, YYYY-MM-DD, for today.
+
+    Raises: Refusal: it is no template.
+    """
+    try:
+        return Compiled(_Environment(datetime.datetime.fromisoformat(day)), source)
+    except jinja2.TemplateSyntaxError as error:
+        raise Refusal(f"line {error.lineno}: {error.message}") from None
+
+
+class _Environment(sandbox.ImmutableSandboxedEnvironment):
+    """Templates cannot change what they are given."""
+
+    def __init__(self, today: datetime.datetime):
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
+        )
+        self.marks: tuple[str, str] = ("", "")
+        self.filters["tojson"] = _as_json
+        self.globals |= {"raise_exception": _refuse, "strftime_now": today.strftime}
+
+
+class _Generation(ext.Extension):
+    """`{% generation %}` blocks: the text in them is put between marks."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        """Parse a block."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
+
+    def marked(self, caller: Any) -> str:
+        """The text of a block between marks."""
+        begins, ends = self.environment.marks  # pyright: ignore
+        return f"{begins}{caller()}{ends}"
+
+
+def _refuse(reason: Any) -> None:
+    raise jinja2.TemplateError(str(reason))
+
+
+def _as_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson` as templates expect it: without escapes for HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
