@@ -159,7 +159,6 @@ REPLACE = {"type": "Replace", "pattern": {"String": ""}, "content": "xx"}
 BACK = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
 HOSTILE = {
     "a panic of Rust": {"normalizer": REPLACE},
-    "gigabytes of text": {"normalizer": {"type": "Prepend", "prepend": "x" * 10**6}},
     "backtracking": {"pre_tokenizer": BACK},
     "gigabytes of ids": {"model": {"type": "BPE", "vocab": {"a": 0, "b": 2**31}, "merges": []}},
     "no tokens": {"added_tokens": {}},
