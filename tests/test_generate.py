@@ -205,7 +205,8 @@ def test_texts_without_noise_claim_nothing(place, tmp_path):
     assert not about["guarantee"] and about["epsilon"] is None
     assert "no privacy is claimed" in about["claim"]
     plan = json.loads((tmp_path / "open" / "config.json").read_text())["plan"]
-    assert about["outside"] == plan["non_private"]
+    named = [fact["fact"] for fact in plan["non_private"]]
+    assert [fact["fact"] for fact in about["outside"]] == ["no-noise", *named]
 
 
 def test_texts_of_a_batch_are_those_that_are_drawn_alone(directory):

@@ -172,7 +172,7 @@ def test_a_run_says_what_it_protects_and_keeps_its_bounds(algorithm, runs, capsy
     else:
         assert (event.max_contributions, event.max_changed) == (1, 2)
         assert "groups of others for any one user, of 2" in found["owners"][1]
-    assert "who owns which of them" in " ".join(summary["non_private"])
+    assert {"fact": "owners", "of": ""} in summary["non_private"]
     main(["report", str(run_dir)])
     report = (run_dir / "report.md").read_text()
     assert "who the users are and who owns which text" in report
@@ -220,7 +220,7 @@ def test_recommendations_are_for_the_pool_and_the_groups(chat, tmp_path, capsys)
     assert found["uls"]["sampling_prob"] >= 8 / 30  # not everyone has a group in every draw
     command = found["uls"]["command"]
     assert command[command.index("--max-changed") + 1] == "2"
-    assert not any("number of examples)" in fact for fact in found["non_private"])
+    assert not any(fact["fact"] == "group-size" for fact in found["non_private"])
 
 
 def test_a_seeded_run_has_the_pool_that_its_plan_says(chat, run_dir, capsys):

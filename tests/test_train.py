@@ -381,7 +381,7 @@ def test_a_strategy_is_tried_on_made_up_rows(algorithm, texts, run_dir, monkeypa
         LanguageModelTask, "made_up", lambda self, each: rows.append(each) or real(self, each)
     )
     main(command(texts, run_dir, algorithm, strategy="ghost", **{"num-steps": 1}))
-    assert rows and not any("method" in fact for fact in summary(run_dir)["non_private"])
+    assert rows and "method" not in str(summary(run_dir)["non_private"])
 
 
 @pytest.mark.slow
@@ -394,7 +394,6 @@ def test_every_strategy_trains_alike(algorithm, texts, tmp_path):
         main(command(texts, run_dir, algorithm, epsilon="inf", strategy=name, **everyone))
         found = summary(run_dir)
         assert config(run_dir)["strategy"] == {"name": f"{name}:2", "why": "as asked for"}
-        assert "strategy of the clipped sum" not in str(found["non_private"])
         assert found["final_eval_loss"] < 0.5 * found["initial_eval_loss"]
         losses.append(found["final_eval_loss"])
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)

@@ -32,7 +32,7 @@ from fedsim.budget.spending import GONE, RUNNING, Books, Charge, books, state_of
 from fedsim.config import PrivacyConfig, RunConfig
 from fedsim.els import ELS
 from fedsim.errors import ConfigError, expect
-from fedsim.plan import AllocatedSampling, Plan, why_not
+from fedsim.plan import AllocatedSampling, Plan, in_words
 from fedsim.run import RECEIPT, LedgerError, ledger as run_ledger
 from fedsim.uls import ULS
 
@@ -145,13 +145,13 @@ class Applicant:
             remedy = "--budget-ledger names another ledger for trials"
             if broken is self.limit:
                 remedy = "--limit-epsilon is for runs with a guarantee"
-            why = why_not(more.nothing)
+            why = in_words(more.nothing)
             return f"this run has no guarantee ({why}), so no limit can be kept: {remedy}"
         spent = spent.under(broken)
         at, after = at_most(broken.delta, ".2e"), spent.total(broken.delta, more=more).adaptive
         would_be = f"at delta {at}, and with this one it would be {_shown(after)}"
         if first := next((charge for charge in spent.charges if charge.nothing), None):
-            why = f"{first.entry.place} has no guarantee for them ({why_not(first.nothing)})"
+            why = f"{first.entry.place} has no guarantee for them ({in_words(first.nothing)})"
             return f"{why} {would_be} (see fedsim budget)"
         before = _shown(spent.total(broken.delta).adaptive)
         why = f"{len(spent.charges)} runs on these users have spent {before} {would_be}"

@@ -177,7 +177,7 @@ def generate(
     if not json:
         print(wrapped(result["claim"]))
         for fact in result["outside"]:
-            print(wrapped(f"Not covered by the guarantee: {fact}."))
+            print(wrapped(f"Not covered by the guarantee: {fact['text']}."))
         if prompts is not None:
             print(wrapped(f"The prompts are {result['prompts']}."))
         print(f"{result['num_texts']:,} texts, written to {result['file']}")

@@ -18,6 +18,7 @@ from fedsim.config import (
     changed_run,
 )
 from fedsim.errors import expect
+from fedsim.plan import in_words
 from fedsim.run import Terminal, hanging, wrapped
 
 
@@ -201,8 +202,7 @@ def verify(
         for check in checks:
             print(hanging(f"{check.verdict:11} {check.promise:11} ", check.found))
         if plan is not None and not plan.guarantee:
-            why = plan.epsilon_holds if plan.noise_multiplier else "trained without noise"
-            print(wrapped(f"epsilon is no guarantee: {why}"))
+            print(wrapped(f"epsilon is no guarantee: {in_words(plan.reasons)}"))
         elif holds and unseen:
             print(wrapped(f"No guarantee is confirmed: {', '.join(unseen)} could not be checked."))
     return {

@@ -39,7 +39,6 @@ from .store import (
     decided_by_texts as decided_by_texts,
 )
 from .tokenizer import (
-    NOT_PUBLIC as NOT_PUBLIC,
     TEMPLATE as TEMPLATE,
     Tokenizer as Tokenizer,
 )

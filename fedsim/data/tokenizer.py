@@ -47,7 +47,6 @@ ID_FILES = ("generation_config.json", "config.json")
 BEGIN_TOKENS = ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|endoftext|>")
 END_TOKENS = ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
 BEGIN, END = "bos_token", "eos_token"
-NOT_PUBLIC = "the tokenizer (not said to be public)"
 """Fact in a plan: users' texts may have been read to make the tokenizer."""
 NOTHING: Mapping[str, Sequence[str | int]] = {}
 

@@ -2,19 +2,22 @@ from .defaults import (
     allocated as allocated,
     bands_predicted as bands_predicted,
     complete as complete,
+    facts_of as facts_of,
     places_needed as places_needed,
     private_group_size as private_group_size,
     with_group_size as with_group_size,
 )
+from .facts import (
+    ALL_COVERED as ALL_COVERED,
+    GIVEN as GIVEN,
+    Fact as Fact,
+    Stated as Stated,
+    in_words as in_words,
+    voiding as voiding,
+)
 from .options import (
     ADJACENCY as ADJACENCY,
-    GIVEN as GIVEN,
-    NOTHING as NOTHING,
     PROTECTS as PROTECTS,
-    PUBLIC as PUBLIC,
-    REPRODUCTION as REPRODUCTION,
-    ROWS_LEFT_OUT as ROWS_LEFT_OUT,
-    TRIAL as TRIAL,
     AllocatedSampling as AllocatedSampling,
     AnySampling as AnySampling,
     Audit as Audit,
@@ -29,7 +32,6 @@ from .options import (
     Trial as Trial,
     adjacency_in_words as adjacency_in_words,
     rows_of_users as rows_of_users,
-    why_not as why_not,
 )
 from .outlook import (
     doubt as doubt,

@@ -1,6 +1,6 @@
 """Defaults for the privacy settings that the user left out.
 
-Where a default looks at the data without noise, as in the paper, that is listed in
+Where a default looks at the data without noise, as in the paper, that is a fact in
 `Plan.non_private`.
 """
 
@@ -24,7 +24,6 @@ from fedsim.config import (
     default_delta,
 )
 from fedsim.data import (
-    NOT_PUBLIC,
     Dataset,
     decided_by_texts,
     left_out_rows,
@@ -34,7 +33,7 @@ from fedsim.data import (
 from fedsim.errors import ConfigError, expect
 from fedsim.keys import SecretKey
 from fedsim.noise import Prediction, best, predictions
-from fedsim.plan.options import PUBLIC, ROWS_LEFT_OUT
+from fedsim.plan.facts import Fact, Stated
 from fedsim.plan.plan import events_before
 from fedsim.sampling import (
     Users,
@@ -90,56 +89,57 @@ def complete(
     *,
     key: SecretKey | None = None,
     pay: Callable[[float], None] | None = None,
-) -> tuple[PrivacyConfig, list[str]]:
+) -> tuple[PrivacyConfig, list[Stated]]:
     """Fill in delta, group size, participations and bands.
 
     Args:
       key: key of the run, from which a private group size is drawn.
       pay: called with delta before a private group size is drawn.
-    Returns: the completed settings, and a line for each fact that the guarantee does not cover.
+    Returns: the completed settings, and the facts of these settings and data that the guarantee
+      does not cover.
     Raises: ConfigError: the settings do not fit the data or each other.
     """
     users = data.train
     if graph_of(users) is not None:
         _expect_shared(privacy, data)
-    exposed = _public_counts(algorithm, privacy, users)
-    if (least_texts := min_examples_of(data.metadata)) > 1:
-        exposed.append(f"{PUBLIC}who has at least {least_texts} texts (min_examples)")
-    if left_out_rows(data.metadata):
-        exposed.append(ROWS_LEFT_OUT)
-    delta = privacy.delta
-    if delta is None:
-        delta = default_delta(users.num_users)
-        if privacy.adjacency != ZERO_OUT and delta < MOST_DELTA:
-            exposed.append(f"delta={delta:.3g} (N^-1.1 for the N users)")
+    facts = facts_of(privacy, data)
+    delta = default_delta(users.num_users) if privacy.delta is None else privacy.delta
     group_size, looked = _group_size(algorithm, privacy, users, delta, key, pay)
-    exposed += looked
-    if not tokenizer_is_public(data.metadata):
-        exposed.append(NOT_PUBLIC)
-    for name in filter(None, privacy.chosen_on_data.split(",")):
-        exposed.append(f"{name} (chosen by looking at this data)")
-    if key is not None and key.seed is not None:
-        exposed.append("the seed (whoever knows or guesses it can remove the noise)")
+    facts += looked
     privacy = dataclasses.replace(privacy, delta=delta, group_size=group_size)
     if privacy.sampling == ALLOCATION:
         privacy = allocated(algorithm, privacy, users.num_users)
     if privacy.bands is None and privacy.noise == CORRELATED and math.isfinite(privacy.epsilon):
         bands = best(bands_predicted(algorithm, privacy, users)).bands
         privacy = dataclasses.replace(privacy, bands=bands)
-    return privacy, exposed
+    return privacy, facts
 
 
-def _public_counts(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) -> list[str]:
-    """A line on the counts of the data that the guarantee takes as public, beside N."""
+def facts_of(privacy: PrivacyConfig, data: Dataset) -> list[Stated]:
+    """Facts of settings and data that the guarantee does not cover, whatever is drawn.
+
+    Args: privacy: as given, without defaults.
+    """
+    users, metadata = data.train, data.metadata
+    least_texts, chosen = min_examples_of(metadata), privacy.chosen_on_data.split(",")
+    facts = [*_public_counts(privacy, users)]
+    if least_texts > 1:
+        facts.append(Stated(Fact.MIN_EXAMPLES, str(least_texts)))
+    if left_out_rows(metadata):
+        facts.append(Stated(Fact.SKIP_UNKNOWN))
+    small = privacy.delta is None and default_delta(users.num_users) < MOST_DELTA
+    if small and privacy.adjacency != ZERO_OUT:  # else N is public
+        facts.append(Stated(Fact.DELTA))
+    if not tokenizer_is_public(metadata):
+        facts.append(Stated(Fact.TOKENIZER))
+    return facts + [Stated(Fact.CHOSEN_ON_DATA, name) for name in chosen if name]
+
+
+def _public_counts(privacy: PrivacyConfig, users: Users) -> list[Stated]:
+    """Counts of the data that the guarantee takes as public, beside N."""
     if graph_of(users) is not None:
-        graph = f"that there are {users.num_users:,} users and {users.num_examples:,} texts, and "
-        graph += "who owns which of them"
-        return [f"{PUBLIC}{graph}"]
-    if privacy.adjacency == ZERO_OUT:
-        return []
-    pool = ", and the size of the pool" if algorithm == Algorithm.ELS else ""
-    counts = f"{users.num_users:,} users, {users.num_examples:,} examples"
-    return [f"{PUBLIC}how many users and examples there are ({counts}){pool}"]
+        return [Stated(Fact.OWNERS)]
+    return [] if privacy.adjacency == ZERO_OUT else [Stated(Fact.COUNTS)]
 
 
 def _group_size(
@@ -149,7 +149,7 @@ def _group_size(
     delta: float,
     key: SecretKey | None,
     pay: Callable[[float], None] | None,
-) -> tuple[int, list[str]]:
+) -> tuple[int, list[Stated]]:
     """The group size: given, drawn privately, or the default; and what it reveals of the data."""
     if (share := privacy.group_size_epsilon) is not None:
         expect("group_size_epsilon", share, algorithm == Algorithm.ELS, "nothing with uls")
@@ -166,7 +166,7 @@ def _group_size(
     median = median_group_size(examples_per_user(users))
     if graph_of(users) is not None:  # the median follows from the public graph
         return median, []
-    return median, [f"group_size={median} (the median user's number of examples)"]
+    return median, [Stated(Fact.GROUP_SIZE)]
 
 
 def allocated(algorithm: Algorithm, privacy: PrivacyConfig, num_users: int) -> PrivacyConfig:

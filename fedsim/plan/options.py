@@ -28,20 +28,6 @@ PROTECTS = {
     "hidden",
 }
 """The same for people, by the adjacency in words."""
-PUBLIC = "public by assumption: "
-"""Start of a fact in `Plan.non_private` that the guarantee takes as known to everyone."""
-ROWS_LEFT_OUT = f"{PUBLIC}who has a row that was not left out (skip_unknown)"
-"""Fact of data that were built with skip_unknown."""
-GIVEN = "taken as given: "
-"""Start of a fact in `Plan.non_private` about what the training starts from."""
-NOTHING = "nothing outside the guarantee"
-REPRODUCTION = "of a seed that others may know or guess: a reproduction, not a guarantee"
-TRIAL = "of one trial of a private selection, which costs more: not a guarantee"
-SHORT_REASONS = {
-    REPRODUCTION: "a known seed",
-    TRIAL: "a trial",
-}
-
 
 Number = Annotated[
     float,
@@ -253,8 +239,3 @@ def rows_of_users(offsets: np.ndarray, num_users: int, most: int) -> list[np.nda
 def adjacency_in_words(adjacency: str, *, shared: bool) -> str:
     """The adjacency in words."""
     return ADJACENCY[SHARED if shared else adjacency]
-
-
-def why_not(label: str) -> str:
-    """The label of an epsilon that is no guarantee in few words; "no noise" if it is empty."""
-    return "; ".join(SHORT_REASONS.get(part, part) for part in label.split("; ")) or "no noise"

@@ -8,6 +8,7 @@ its own, under the names that they have in ledger, summary and settings.
 import dataclasses
 import functools
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -18,11 +19,8 @@ from fedsim.clipping import AdaptiveClip, Clip, NoisyLoss, lattice_bits
 from fedsim.config import ADD_OR_REMOVE, INDEPENDENT, Algorithm, to_json
 from fedsim.errors import first_fault
 from fedsim.noise import CELL_ERRORS, AddNoise, Correlated, Strategy, add_gaussian, slack, strategy
+from fedsim.plan.facts import ALL_COVERED, GIVEN, NO_GUARANTEE, Stated, in_words, voiding
 from fedsim.plan.options import (
-    GIVEN,
-    NOTHING,
-    REPRODUCTION,
-    TRIAL,
     AnyNoise,
     AnyPurpose,
     AnySampling,
@@ -33,7 +31,6 @@ from fedsim.plan.options import (
     SharedTexts,
     Trial,
     adjacency_in_words,
-    why_not,
 )
 
 FLAT = ("sampling", "noise", "purpose")
@@ -71,8 +68,8 @@ class Plan:
     num_parameters: int
     data_seal: str
     """Keyed digest of the data's fingerprint: with the key one can check that data are the same."""
-    non_private: tuple[str, ...]
-    """Facts that the guarantee does not cover: read off the data, or known to others."""
+    non_private: tuple[Stated, ...]
+    """Facts that the guarantee does not cover, beside those that this plan's own fields cause."""
     noise: AnyNoise = IndependentNoise()
     purpose: AnyPurpose = Release()
     group_size_epsilon: float | None = None
@@ -151,8 +148,8 @@ class Plan:
 
     @property
     def epsilon_holds(self) -> str:
-        """The condition under which epsilon holds: the adjacency, or why it is no guarantee."""
-        return self.label or self.compared
+        """The adjacency in words, or the values of the facts that make epsilon no guarantee."""
+        return self.reasons or self.compared
 
     @property
     def compared(self) -> str:
@@ -160,34 +157,37 @@ class Plan:
         return adjacency_in_words(self.adjacency, shared=self.shared is not None)
 
     @property
+    def reasons(self) -> str:
+        """Values of the facts that make a finite epsilon no guarantee; empty if it is one."""
+        facts = voiding(0.0, seeded=self.seeded, trial=isinstance(self.purpose, Trial))
+        return "; ".join(each.fact for each in facts)
+
+    @property
     def label(self) -> str:
-        """Reasons why epsilon is no guarantee; empty if it is one."""
-        labels = [
-            *([TRIAL] if isinstance(self.purpose, Trial) else []),
-            *([REPRODUCTION] if self.seeded else []),
-        ]
-        return "; ".join(labels)
+        """The reasons in words, for readers; empty if there are none."""
+        return f"{NO_GUARANTEE}{in_words(self.reasons)}" if self.reasons else ""
 
     @property
     def guarantee(self) -> bool:
         """True if epsilon is a guarantee."""
-        return bool(self.noise_multiplier) and not self.label
+        return bool(self.noise_multiplier) and not self.reasons
 
     @property
-    def uncovered(self) -> list[str]:
-        """Facts that need a footnote: they are outside the guarantee, or there is none."""
-        facts = [fact for fact in self.non_private if not fact.startswith(GIVEN)]
-        return facts if self.guarantee else [f"epsilon: {why_not(self.label)}", *facts]
+    def facts(self) -> tuple[Stated, ...]:
+        """Everything outside the guarantee: a run without any needs no footnote."""
+        epsilon = 0.0 if self.noise_multiplier else math.inf
+        own = voiding(epsilon, seeded=self.seeded, trial=isinstance(self.purpose, Trial))
+        return (*own, *(fact for fact in self.non_private if fact.fact not in GIVEN))
 
     @property
-    def given(self) -> list[str]:
+    def given(self) -> tuple[Stated, ...]:
         """Facts about what the training starts from."""
-        return [fact for fact in self.non_private if fact.startswith(GIVEN)]
+        return tuple(fact for fact in self.non_private if fact.fact in GIVEN)
 
     @property
     def outside(self) -> str:
-        """What is outside the guarantee, in one line."""
-        return "; ".join(self.uncovered) or NOTHING
+        """What is outside the guarantee, in one line, for readers."""
+        return "; ".join(map(str, self.facts)) or ALL_COVERED
 
     @property
     def slack(self) -> Slack:
@@ -273,7 +273,6 @@ def ledger_head(plan: Plan, *, config_sha256: str, key_seal: str) -> dict[str, A
         "key_seal": key_seal,
         "config_sha256": config_sha256,
         **({"before": before} if before else {}),
-        **({} if plan.uncovered else {"outside": NOTHING}),
     }
 
 
@@ -315,7 +314,7 @@ def claimed_fields(plan: Plan, epsilon: float, chain: str) -> dict[str, Any]:
     """
     return {
         **plan.as_dict(),
-        "outside": plan.outside,
+        "outside": [fact.as_dict() for fact in plan.facts],
         "private_fields": private_fields(plan),
         "epsilon": to_json(epsilon),
         "epsilon_holds": plan.epsilon_holds,

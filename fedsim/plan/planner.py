@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ from fedsim.els import ELS
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.noise import predicted_error, slack
+from fedsim.plan.facts import Stated
 from fedsim.plan.options import (
     AllocatedSampling,
     AnyNoise,
@@ -162,7 +164,7 @@ def make_plan(
     users: Users,
     method: ELS | ULS,
     num_parameters: int,
-    non_private: list[str],
+    non_private: Sequence[Stated],
     data_seal: str,
     *,
     trial: bool = False,
@@ -173,7 +175,7 @@ def make_plan(
     Args:
       privacy: from `complete`.
       num_parameters: coordinates that get noise in each step.
-      non_private: a line for each fact that the guarantee does not cover.
+      non_private: facts that the guarantee does not cover.
       data_seal: keyed digest of the data's fingerprint.
       trial: the run is one trial of a private selection.
     Raises: ConfigError: epsilon is so large that the slack of the noise takes all of delta, or a

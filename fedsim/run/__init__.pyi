@@ -29,8 +29,8 @@ from .metrics import (
     BOARD as BOARD,
     SENDING as SENDING,
     Metrics as Metrics,
+    facts_of_loggers as facts_of_loggers,
     may_leave as may_leave,
-    not_covered as not_covered,
     receivers as receivers,
     visible as visible,
 )

@@ -14,7 +14,7 @@ from fedsim.accounting import at_least, at_most
 from fedsim.config import ZERO_OUT, Algorithm, RunConfig
 from fedsim.data import NATS_PER_TOKEN
 from fedsim.noise import predicted_error
-from fedsim.plan import GIVEN, NOTHING, PROTECTS, PUBLIC, Evaluations, Plan
+from fedsim.plan import ALL_COVERED, PROTECTS, Evaluations, Plan, in_words
 from fedsim.run.metrics import BOARD
 from fedsim.run.terminal import Terminal, duration
 
@@ -77,12 +77,12 @@ class Console(Terminal):
                 "more than half of the texts are left out, by the bound on the texts of an owner: "
                 "an owner of nearly all, such as a bot, is better left out of the data"
             )
-        for fact in plan.non_private:
-            named = fact.startswith((PUBLIC, GIVEN))
-            self.note(fact if named else f"not private: {fact}")
-        if not plan.uncovered:
+        for fact in (*plan.facts, *plan.given):
+            self.note(fact.line)
+        if not plan.facts:
             losses = "losses that are shown have" if plan.evaluations is None else "train loss has"
-            self.note(f"{NOTHING} of model and ledger; the {losses} no noise: not to be published")
+            text = f"{ALL_COVERED} of model and ledger"
+            self.note(f"{text}; the {losses} no noise: not to be published")
 
     @contextmanager
     def steps(self, first: int, last: int) -> Iterator[Show]:
@@ -205,9 +205,9 @@ def guarantee_line(summary: dict[str, Any]) -> str:
     guarantee = f"epsilon {epsilon} at delta {delta}"
     if 0 < summary["steps_done"] < summary["num_steps"]:
         guarantee += f", what all {summary['num_steps']} planned steps cost"
-    if (label := summary["epsilon_holds"]) != summary["adjacency"]:
-        return f"{guarantee}: {label}"
-    return f"user-level DP: {guarantee}; protects {PROTECTS.get(label, label)}"
+    if (holds := summary["epsilon_holds"]) != summary["adjacency"]:
+        return f"{guarantee}: no guarantee: {in_words(holds)}"
+    return f"user-level DP: {guarantee}; protects {PROTECTS.get(holds, holds)}"
 
 
 def plan_rows(

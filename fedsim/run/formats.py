@@ -20,7 +20,7 @@ from fedsim.accounting import PureEvent, StepEvent
 from fedsim.config import SamplingName
 from fedsim.errors import first_fault
 from fedsim.files import make_directory, write_json
-from fedsim.plan import FLAT, LEFT_OUT_AT, Number, plans
+from fedsim.plan import FLAT, LEFT_OUT_AT, Number, Stated, plans
 
 CHECKED: Any = {"strict": True, "extra": "forbid", "use_attribute_docstrings": True}
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -61,8 +61,6 @@ class Head:
     config_sha256: str = ""
     """sha256 of config.json."""
     before: list[GroupSizeChoice] = dataclasses.field(default_factory=list)
-    outside: Literal["", "nothing outside the guarantee"] = ""
-    """Empty if the plan lists what the guarantee does not cover."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +96,13 @@ class StepLine:
 
 
 @dataclass(frozen=True)
+class FactInWords(Stated):
+    """A fact, with its words beside it, which no check reads."""
+
+    text: str = ""
+
+
+@dataclass(frozen=True)
 class Summary:
     """Results and claim of a run, beside the fields of its plan."""
 
@@ -105,7 +110,7 @@ class Summary:
     epsilon: Number
     """Epsilon of the ledger's events, with all planned steps, without `slack`."""
     epsilon_holds: str
-    """The value of `adjacency`, or the reason why epsilon is no guarantee."""
+    """The value of `adjacency`, or the values of the facts that make epsilon no guarantee."""
     adjacency: str
     """The adjacency in words."""
     delta: float
@@ -114,8 +119,8 @@ class Summary:
     final_eval_loss: Loss | None = None
     """Loss on held-out users, in `loss_unit`; nan if not evaluated after the last step."""
     initial_eval_loss: Loss | None = None
-    outside: str = ""
-    """What the guarantee does not cover, or that there is nothing."""
+    outside: list[FactInWords] = dataclasses.field(default_factory=list)
+    """What the guarantee does not cover; empty if there is nothing."""
     private_fields: list[str] = dataclasses.field(default_factory=list)
     """Fields of this file that have no noise and are not to be published."""
     num_examples: int | None = None

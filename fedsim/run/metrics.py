@@ -12,7 +12,7 @@ from typing import Any
 from fedsim.config import RunConfig, to_json
 from fedsim.errors import FileDamaged
 from fedsim.files import named, whole_lines, write_atomically
-from fedsim.plan import Plan
+from fedsim.plan import Fact, Plan, Stated
 
 FILE = "metrics.jsonl"
 BOARD = "tb"
@@ -79,9 +79,7 @@ def receivers(run: RunConfig) -> list[str]:
     return [name for name in run.log_to if name in SENDING]
 
 
-def not_covered(run: RunConfig) -> list[str]:
-    """A line of the plan for each logger that gets what the guarantee does not cover."""
-    return [
-        f"metrics computed from private data without noise, which {name} gets (log_non_private)"
-        for name in (receivers(run) if run.log_non_private else ())
-    ]
+def facts_of_loggers(run: RunConfig) -> list[Stated]:
+    """A fact for each logger that gets what the guarantee does not cover."""
+    names = receivers(run) if run.log_non_private else ()
+    return [Stated(Fact.LOGGER, name) for name in names]

@@ -13,7 +13,7 @@ from .launch import (
 from .open import open_run as open_run, wait_for as wait_for
 from .optimizers import Diverged as Diverged, Noise as Noise, settled as settled
 from .planned import (
-    outside as outside,
+    facts_of_start as facts_of_start,
     settled_by as settled_by,
 )
 from .private_evaluation import (
@@ -24,5 +24,4 @@ from .private_evaluation import (
     largest_loss as largest_loss,
     user_losses as user_losses,
 )
-from .strict import SKIPPED as SKIPPED, footnotes as footnotes
 from .trainer import Trainer as Trainer

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.errors import ConfigError, expect
-from fedsim.plan import Plan, private_fields
+from fedsim.plan import Fact, Plan, Stated, private_fields
 from fedsim.run import visible
 
 EVENTS = ("on_run_begin", "on_step", "on_evaluate", "on_checkpoint", "on_run_end")
@@ -98,28 +98,16 @@ def expect_callbacks(callbacks: Sequence[Callback]) -> None:
             raise ConfigError.of("callbacks", name, "objects of subclasses of fedsim.Callback")
 
 
-def fact_of(callback: Callback) -> str:
-    """The line of a plan about a callback that sees what the guarantee does not cover."""
-    return (
-        f"metrics without noise, which the callback {name_of(callback)} sees: if it stops the run, "
-        "the number of steps tells of them"
-    )
+def facts_of_callbacks(callbacks: Sequence[Callback]) -> list[Stated]:
+    """A fact for each callback that sees what the guarantee does not cover."""
+    return [Stated(Fact.CALLBACK, name_of(each)) for each in callbacks if each.reads_non_private]
 
 
-def facts(callbacks: Sequence[Callback]) -> list[str]:
-    """The lines of a plan about callbacks."""
-    return [fact_of(callback) for callback in callbacks if callback.reads_non_private]
-
-
-def expect_known(callbacks: Sequence[Callback], non_private: Sequence[str]) -> None:
-    """Raise ConfigError if a callback of a resumed run sees more than its plan says.
-
-    Args: non_private: of the plan.
-    """
-    for callback in callbacks:
-        known = not callback.reads_non_private or fact_of(callback) in non_private
-        again = "no callback with reads_non_private that the run was not started with"
-        expect("callbacks", name_of(callback), known, again)
+def expect_known(callbacks: Sequence[Callback], plan: Plan) -> None:
+    """Raise ConfigError if a callback of a resumed run sees more than its plan says."""
+    again = "no callback with reads_non_private that the run was not started with"
+    for fact in facts_of_callbacks(callbacks):
+        expect("callbacks", fact.of, fact in plan.facts, again)
 
 
 class Calls:

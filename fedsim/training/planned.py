@@ -25,14 +25,16 @@ from fedsim.config import (
 )
 from fedsim.els import ELS
 from fedsim.engine import MADE_UP, Engine, Task, choose_strategy, versions
-from fedsim.errors import expect
+from fedsim.errors import ConfigError, expect
 from fedsim.noise import predicted_error
 from fedsim.plan import (
+    ALL_COVERED,
     GIVEN,
-    REPRODUCTION,
     CorrelatedNoise,
     Evaluations,
+    Fact,
     Plan,
+    Stated,
     complete,
     doubt,
     drawn_once,
@@ -40,30 +42,30 @@ from fedsim.plan import (
     events_before,
     expect_affordable,
     expect_enough_users,
+    facts_of,
+    in_words,
     make_plan,
     method_for,
     noise_ratio,
     places_needed,
     planned_phases,
     sharing,
-    why_not,
+    voiding,
     with_group_size,
 )
 from fedsim.run import (
     Console,
     StoredRun,
     directory,
+    facts_of_loggers,
     model_name,
-    not_covered,
     receivers,
     speaking,
 )
-from fedsim.training import callbacks as calls
-from fedsim.training.callbacks import Callback
+from fedsim.training.callbacks import Callback, expect_known, facts_of_callbacks
 from fedsim.training.open import OpenRun, wait_for
 from fedsim.training.optimizers import Noise, settled
 from fedsim.training.private_evaluation import Counted
-from fedsim.training.strict import expect_nothing_outside, expect_strict
 from fedsim.uls import ULS
 
 NOTHING_PROMISED = (
@@ -71,9 +73,6 @@ NOTHING_PROMISED = (
     "ever, and no limit can be kept. For trials use a ledger of their own: --budget-ledger "
     "trial-ledger"
 )
-
-OWN_TASK = "the task's own code: its first parameters, and how it makes rows of texts"
-"""Fact about a run whose task and data are given in code, not by its settings."""
 
 SHORT_ROW = 3  # of `LanguageModelTask.made_up`: a quarter of max_length
 
@@ -127,7 +126,7 @@ def plan_run(
                 store.check()  # before epsilon is spent on what a disk has damaged
         _rehearse(opened, callbacks)
     privacy, non_private = _complete(opened, opened.settings, pays=pays, dry_run=dry_run)
-    non_private += [*not_covered(opened.run), *calls.facts(callbacks)]
+    non_private += facts_of_run(opened, callbacks)
     method = method_for(algorithm, privacy, users, opened.key)
     kind = "train" if opened.plant is None else "audit"
     applicant = Applicant.of(opened.run, users, privacy.delta, kind, privacy.adjacency)
@@ -136,7 +135,7 @@ def plan_run(
     engine, task, params = opened.start_engine()
     if opened.stored:
         plan = _plan_again(opened.stored, opened, method)
-        calls.expect_known(callbacks, plan.non_private)
+        expect_known(callbacks, plan)
     else:
         with console.phase("calibrating the noise"):
             privacy, plan = _new_plan(
@@ -202,8 +201,8 @@ def _rehearse(opened: OpenRun, callbacks: Sequence[Callback]) -> None:
 
 def _complete(
     opened: OpenRun, privacy: PrivacyConfig, *, pays: bool, dry_run: bool
-) -> tuple[PrivacyConfig, list[str]]:
-    """The completed settings, and a line for each fact that the guarantee does not cover.
+) -> tuple[PrivacyConfig, list[Stated]]:
+    """The completed settings, and the facts about them that the guarantee does not cover.
 
     A private group size is paid for before it is drawn.
     A resumed run draws nothing again: it has the delta, group size and bands of its plan.
@@ -211,7 +210,7 @@ def _complete(
       pays: the draw is counted in the budget ledger.
       dry_run: nothing may be drawn.
     """
-    algorithm, run, stored, pay = opened.algorithm, opened.run, opened.stored, None
+    algorithm, stored, pay = opened.algorithm, opened.stored, None
     plan = stored.plan if stored else None
     if plan is not None:
         kept = {"delta": plan.delta, "group_size": plan.group_size, "group_size_epsilon": None}
@@ -228,9 +227,7 @@ def _complete(
     if plan is not None:
         share, bands = plan.group_size_epsilon, plan.sampling.bands_given
         completed = dataclasses.replace(completed, group_size_epsilon=share, bands=bands)
-    own_task = opened.source is not None
-    not_covered = outside(run, fresh_model=opened.model is None, own_task=own_task)
-    return completed, non_private + not_covered
+    return completed, non_private
 
 
 def _pay(opened: OpenRun, privacy: PrivacyConfig, delta: float) -> None:
@@ -241,7 +238,7 @@ def _pay(opened: OpenRun, privacy: PrivacyConfig, delta: float) -> None:
     """
     applicant = Applicant.of(opened.run, opened.data.train, delta, GROUP_SIZE, privacy.adjacency)
     applicant.expect_place()
-    label = "" if opened.key.seed is None else REPRODUCTION
+    label = "" if opened.key.seed is None else Fact.KNOWN_SEED
     run = opened.key.seal("ledger")
     drawn: list[tuple[Event, int]] = [*events_before(privacy.group_size_epsilon)]
     count_at_once(applicant, applicant.entry(run, drawn, (0.0, 0.0), label))
@@ -254,7 +251,7 @@ def _new_plan(
     completed: PrivacyConfig,
     *,
     num_parameters: int,
-    non_private: list[str],
+    non_private: Sequence[Stated],
     trial: bool,
 ) -> tuple[PrivacyConfig, Plan]:
     """Settings and plan of a new run; with --spend-rest, with the steps that fit the limit.
@@ -292,7 +289,7 @@ def _warn(opened: OpenRun, plan: Plan, applicant: Applicant | None) -> None:
     if opened.data.eval_users is None and not opened.run.strict:
         warnings.append("no users are held out, so there will be no held-out loss")
     if applicant and not plan.guarantee:
-        warnings.append(NOTHING_PROMISED.format(why_not(plan.label), applicant.place))
+        warnings.append(NOTHING_PROMISED.format(in_words(plan.reasons), applicant.place))
     if applicant and (alike := applicant.told_alike()):
         warnings.append(alike)
     for warning in warnings:
@@ -311,7 +308,7 @@ def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
     same = sharing(opened.data.train, method, opened.key) == stored.plan.shared
     again = "the pool or the groups that the run started with: resume with its package versions"
     expect("data", "other texts of the same ones", same, again)
-    told = set(not_covered(opened.run)) <= {*stored.plan.non_private}
+    told = {*facts_of_loggers(opened.run)} <= {*stored.plan.facts}
     again = "false, as at the start of the run, whose plan says what its loggers get"
     expect("log_non_private", opened.run.log_non_private, told, again)
     changed = directory.other_bits(stored, versions(), stored.host) or "as they were"
@@ -372,17 +369,45 @@ def warnings_of(plan: Plan) -> list[str]:
     return warnings
 
 
-def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> list[str]:
-    """Facts that the guarantee does not cover, from the settings that cannot change it."""
-    given = {"model": None if fresh_model else run.model.source, "adapter": run.model.adapter}
-    facts = [
-        f"{GIVEN}{what}={model_name(source)}, with all texts that it was trained on before"
-        for what, source in given.items()
-        if source is not None
+def expect_strict(opened: OpenRun, callbacks: Sequence[Callback]) -> None:
+    """Raise ConfigError if the run is strict and needs a footnote, before anything is drawn."""
+    settings, run = opened.settings, opened.run
+    if not run.strict:
+        return
+    given = {**vars(settings), **vars(run), **vars(run.data), "data": run.data.source}
+    given["task"] = type(opened.source).__name__
+    facts = voiding(settings.epsilon, seeded=opened.key.seed is not None)
+    facts += [*facts_of(settings, opened.data), *facts_of_run(opened, callbacks)]
+    for fact in facts:
+        if fact.fact not in GIVEN:
+            value = given.get(fact.fact.setting, fact.of)
+            expected = f"{fact.fact.instead}, with strict ({fact})"
+            raise ConfigError.of(fact.fact.setting, value, expected)
+
+
+def expect_nothing_outside(plan: Plan) -> None:
+    """Raise ConfigError if a strict run's plan has something outside the guarantee."""
+    if plan.facts:
+        expected = f"{ALL_COVERED}, and the plan has: {plan.outside}"
+        raise ConfigError.of("strict", True, expected)
+
+
+def facts_of_run(opened: OpenRun, callbacks: Sequence[Callback]) -> list[Stated]:
+    """Facts that the guarantee does not cover, beside those of settings and data of `complete`."""
+    run, own_task = opened.run, opened.source is not None
+    return [
+        *facts_of_start(run, fresh_model=opened.model is None),
+        *([Stated(Fact.OWN_TASK)] if own_task else []),
+        *facts_of_loggers(run),
+        *facts_of_callbacks(callbacks),
     ]
-    if own_task:
-        facts.append(OWN_TASK)
-    return facts
+
+
+def facts_of_start(run: RunConfig, *, fresh_model: bool) -> list[Stated]:
+    """Facts on what the training starts from."""
+    model = None if fresh_model else run.model.source
+    given = {Fact.MODEL: model, Fact.ADAPTER: run.model.adapter}
+    return [Stated(fact, model_name(name)) for fact, name in given.items() if name is not None]
 
 
 def logger_rows(run: RunConfig) -> list[tuple[str, str]]:

@@ -33,8 +33,8 @@ from fedsim.keys import SecretKey
 from fedsim.noise import noisy_mean_loss
 from fedsim.plan import (
     MOST_ROWS,
-    REPRODUCTION,
     Evaluations,
+    Fact,
     Plan,
     rows_of_users,
 )
@@ -133,7 +133,7 @@ class Counted:
                 delta=None,
                 spend_rest=None,
             )
-            label = REPRODUCTION if plan.seeded else ""
+            label = Fact.KNOWN_SEED if plan.seeded else ""
             phases: list[tuple[Event, int]] = [*how.phases(how.count)]
             entry = held_out.entry(key.seal("evaluation"), phases, how.slack, label)
             applicants.append((held_out, entry))

@@ -23,7 +23,7 @@ from fedsim.errors import expect
 from fedsim.files import write_json
 from fedsim.keys import SecretKey
 from fedsim.models import LanguageModelTask
-from fedsim.plan import ADJACENCY, REPRODUCTION, claimed_phases
+from fedsim.plan import ADJACENCY, Fact, claimed_phases, in_words
 from fedsim.run import Console, checkpoint, directory, find_model, ledger, load_data
 from fedsim.sampling import examples_per_user, graph_of, median_group_size
 from fedsim.training import train
@@ -239,10 +239,11 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
     refuting = [name for name, verdict in verdicts.items() if verdict == REFUTED]
     guesses = [verdict for name, verdict in verdicts.items() if name != NOISE]
     done, steps = result["steps_done"], result["num_steps"]
+    claims = label in (*ADJACENCY.values(), Fact.KNOWN_SEED)  # a seed does not weaken an attack
     if math.isinf(claimed):
         holds, verdict = None, "no privacy is claimed"
-    elif label not in (*ADJACENCY.values(), REPRODUCTION):  # a known seed does not weaken an attack
-        holds, verdict = None, f"nothing is claimed: epsilon is {claimed:.3f} {label}"
+    elif not claims:
+        holds, verdict = None, f"nothing is claimed of epsilon = {claimed:.3f}: {in_words(label)}"
     elif refuting:
         holds, verdict = False, f"THE CLAIM IS REFUTED, by: {'; '.join(refuting)}"
     elif NOT_REFUTED not in guesses:
@@ -251,7 +252,7 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
         holds, verdict = None, f"INCONCLUSIVE: stopped after {done} of {steps} steps"
     else:
         holds, verdict = True, "not refuted"
-    if label in (*ADJACENCY.values(), REPRODUCTION) and not math.isinf(claimed):
+    if claims and not math.isinf(claimed):
         verdict = f"at most {claimed:.3f} is claimed: {verdict}"
     return {
         "error_probability": error_probability(result),

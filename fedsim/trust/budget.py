@@ -17,7 +17,7 @@ from fedsim.accounting import SelectionEvent, StepEvent, at_least, at_most
 from fedsim.budget import Books, BudgetLedger, Charge, Entry, Limit, Total, books, hold, look, union
 from fedsim.config import INDEPENDENT, default_delta, to_json
 from fedsim.errors import ConfigError
-from fedsim.plan import why_not
+from fedsim.plan import in_words
 from fedsim.run import aligned, ledger as run_ledger
 from fedsim.trust.claim import FIXED_USERS, PEOPLE, SLACK_SHARE
 
@@ -225,7 +225,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
     lines = []
     if result["epsilon"] == "inf" and bad:
         names = ", ".join(
-            f"{each['run']} ({why_not(each['why_not'])})" for each in bad[:MOST_NAMED]
+            f"{each['run']} ({in_words(each['why_not'])})" for each in bad[:MOST_NAMED]
         )
         names += ", ..." if len(bad) > MOST_NAMED else ""
         lines.append(

@@ -15,7 +15,7 @@ from fedsim.accounting import Event, RunningEpsilon, StepEvent, at_most, zcdp_de
 from fedsim.budget import together
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm
 from fedsim.errors import ConfigError, FedsimError
-from fedsim.plan import AllocatedSampling, Plan, claimed_phases
+from fedsim.plan import AllocatedSampling, Fact, Plan, claimed_phases
 from fedsim.run import StoredRun, ledger
 from fedsim.trust.evidence import Check
 
@@ -313,7 +313,7 @@ def facts(released: Released) -> dict[str, Any]:
         "held_out": held_out(plan),
         "slack": slack(released),
         "all_runs": all_runs(released),
-        "tuning": [fact for fact in plan.non_private if "chosen by looking" in fact],
+        "tuning": [str(each) for each in plan.facts if each.fact == Fact.CHOSEN_ON_DATA],
     }
 
 

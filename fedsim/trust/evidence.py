@@ -21,7 +21,7 @@ from fedsim.engine import EngineError
 from fedsim.errors import ConfigError, FedsimError
 from fedsim.evaluate import VALIDATION
 from fedsim.keys import SecretKey
-from fedsim.plan import REPRODUCTION, Plan
+from fedsim.plan import Fact, Plan
 from fedsim.run import Console, directory, find_model, load_data, metrics
 from fedsim.sampling import Groups
 from fedsim.training import DIRECTORY, FILE, SPLIT, Evaluated
@@ -246,7 +246,7 @@ def check_evaluations(evidence: Evidence) -> str:
         same = shown is None or shown == losses.get(line["step"])
         demand(same, f"{metrics.FILE}: step {line['step']}: {shown}, which {FILE} does not have")
     run = evidence.key.seal("evaluation")
-    label = REPRODUCTION if evidence.plan.seeded else ""
+    label = Fact.KNOWN_SEED if evidence.plan.seeded else ""
     planned: Released = [*how.phases(how.count)]
     message = counted(evidence.run_dir / DIRECTORY, run, label, planned)
     return f"{len(losses)} of {how.count}, epsilon {at_most(how.epsilon, '.4g')}; {message}"

@@ -19,7 +19,7 @@ from fedsim.clipping import num_coordinates
 from fedsim.errors import FedsimError, FileDamaged
 from fedsim.files import read_json, sha256_of
 from fedsim.models import serving_files, stacked, unstacked, weights
-from fedsim.plan import Plan
+from fedsim.plan import Fact, Plan, in_words
 from fedsim.run import checkpoint, directory, find_model, formats, ledger
 from fedsim.trust.claim import Claimed, claim
 from fedsim.trust.evidence import TOLERANCE, Check, Record, Unknown, Violated, checked, demand
@@ -163,7 +163,7 @@ def _ledger(folder: Folder) -> str:
 
 def _plan(folder: Folder) -> str:
     """The plan has a guarantee, and its constants follow from each other."""
-    why = f"the plan has no guarantee: {folder.plan.label or 'no noise'}"
+    why = f"the plan has no guarantee: {in_words(folder.plan.reasons)}"
     demand(folder.plan.guarantee, why)
     check_constants(folder.plan)
     return described(folder.plan)
@@ -188,7 +188,7 @@ def _model(folder: Folder) -> str:
     forms = (form for each in (whole, _without_zeros(whole)) for form in (each, unstacked(each)))
     if wanted in map(checkpoint.params_sha256, forms):
         return "the model has the fingerprint of the claim"
-    fresh = not any("model=" in fact for fact in folder.plan.non_private)
+    fresh = not any(each.fact == Fact.MODEL for each in folder.plan.given)
     demand(not fresh, f"{folder.run_dir / MODEL}: expected a model with the fingerprint {wanted}")
     raise Unknown(f"{kept}with adapters merged or weights rounded: its fingerprint is another")
 

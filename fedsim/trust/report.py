@@ -26,7 +26,7 @@ from fedsim.config import settings_of, to_json
 from fedsim.errors import expect
 from fedsim.files import new_directory, write_atomically, write_json
 from fedsim.models import TOKENIZER, Pretrained, weights
-from fedsim.plan import AllocatedSampling, Audit, CorrelatedNoise, why_not
+from fedsim.plan import AllocatedSampling, Audit, CorrelatedNoise, in_words
 from fedsim.run import (
     Console,
     StoredRun,
@@ -301,7 +301,7 @@ def publish(
         expect("run", run_dir, ended, "a run that has ended; --resume goes on with it")
         if (plan := stored.plan) is not None and not plan.guarantee:
             # A published folder is a promise: whoever looks for the label may look in vain.
-            why = f"a run with a guarantee, and not one with {why_not(plan.label)}"
+            why = f"a run with a guarantee, and not one with {in_words(plan.reasons)}"
             expect("run", run_dir, False, f"{why}; fedsim report and export label it")
         released = read(run_dir, console)
         with new_directory(out) as temporary:
@@ -406,5 +406,5 @@ def claim_of_texts(source: str, model: Pretrained, console: Console) -> dict[str
         "adjacency": plan.compared,
         "params_sha256": released.fingerprint,
         "unit": unit(plan),
-        "outside": list(plan.non_private),
+        "outside": [fact.as_dict() for fact in (*plan.facts, *plan.given)],
     }

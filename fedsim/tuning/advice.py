@@ -29,7 +29,7 @@ from fedsim.config import (
     to_json,
 )
 from fedsim.noise import Prediction, predicted_error, strategy
-from fedsim.plan import PUBLIC, allocated, bands_predicted
+from fedsim.plan import allocated, bands_predicted
 from fedsim.sampling import Users, graph_of
 from fedsim.training import Noise, settled
 
@@ -317,10 +317,7 @@ def report(result: dict[str, Any]) -> str:
         )
     else:
         lines.append("Defaults used because no text was read: C = 1, G = 1 for ULS.")
-    lines += [
-        fact if fact.startswith(PUBLIC) else f"not private: {fact}"
-        for fact in result["non_private"]
-    ]
+    lines += result["non_private"]
     lines.append(
         "To choose privately, within epsilon: --group-size-epsilon E replaces --group-size (els), "
         "and --clip-quantile Q adapts --clip-norm."

@@ -18,8 +18,10 @@ from fedsim.noise import slack
 from fedsim.plan import (
     MOST_PARAMETERS,
     TWO_HELD_OUT,
+    Stated,
     complete,
     delta_of,
+    in_words,
     make_plan,
     method_for,
     noise_of,
@@ -27,7 +29,7 @@ from fedsim.plan import (
 )
 from fedsim.run import directory
 from fedsim.sampling import graph_of
-from fedsim.training import outside, runnable
+from fedsim.training import facts_of_start, runnable
 
 METRIC = "eval/loss"
 
@@ -83,8 +85,9 @@ class Priced:
     """epsilon of training every candidate once and releasing all of them."""
     epsilon_of_one: float
     """epsilon of the most expensive candidate."""
-    label: str
-    non_private: tuple[str, ...]
+    reasons: str
+    """Values of facts that make it no guarantee."""
+    non_private: tuple[Stated, ...]
     """Facts that the guarantee of one candidate or another does not cover."""
     evaluations: "Evaluations | None" = None
     """Evaluations of the held-out users with noise; None: they have no noise."""
@@ -119,8 +122,8 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
 
     Raises: ConfigError: a candidate is not allowed in a private selection.
     """
-    candidates, labels, slacks, deltas = [], set(), [], set()
-    not_covered: dict[str, None] = {}  # each once, in order
+    candidates, reasons, slacks, deltas = [], set(), [], set()
+    not_covered: dict[Stated, None] = {}  # each once, in order
     one_owner = graph_of(data.train) is None  # else groups differ with the key of each trial
     source, held_out = jobs[0].run.data.source, data.eval_users
     expect("data", source, one_owner, "texts with one owner each")
@@ -142,15 +145,15 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         expect("eval_epsilon", for_trial, for_trial is None, none)
         key = SecretKey.create(run.seed)
         completed, non_private = complete(job.algorithm, privacy, data, key=key)
-        non_private += outside(run, fresh_model=run.model.source in PRESETS)
+        non_private += facts_of_start(run, fresh_model=run.model.source in PRESETS)
         method = method_for(job.algorithm, completed, data.train, key)
         plan = make_plan(
             job.algorithm, completed, data.train, method, MOST_PARAMETERS, non_private, data_seal=""
         )
         candidates.append(tuple(planned_phases(plan, method) or ()))
-        not_covered.update(dict.fromkeys(plan.non_private))
+        not_covered.update(dict.fromkeys((*plan.facts, *plan.given)))
         slacks.append(plan.slack)
-        labels.add(plan.label)
+        reasons.add(plan.reasons)
         deltas.add(plan.delta)
     expect("delta", sorted(deltas), len(deltas) == 1, "the same one for all candidates")
     delta, mean = deltas.pop(), float(how.mean or len(jobs))
@@ -163,7 +166,7 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         accounting.epsilon([(event, 1)], delta),
         accounting.epsilon_with([of_trial] * len(jobs), together, delta),
         max(accounting.epsilon(candidate, delta) for candidate in candidates),
-        "; ".join(sorted(labels - {""})),
+        "; ".join(sorted(reasons - {""})),
         tuple(not_covered),
     )
     if how.eval_epsilon is None:
@@ -209,7 +212,7 @@ def sentences(priced: Priced, candidates: int, how: Selection) -> list[str]:
             f"{candidates} candidates"
         )
     spent = min(priced.epsilon, priced.epsilon_of_all)
-    label = f" ({priced.label})" if priced.label else ""
+    label = f" (no guarantee: {in_words(priced.reasons)})" if priced.reasons else ""
     delta = at_most(priced.delta, ".2e")
     costs = (priced.epsilon, priced.epsilon_of_all, priced.epsilon_of_one)
     selected, every, one = (at_most(cost, ".4g") for cost in costs)
@@ -218,7 +221,7 @@ def sentences(priced: Priced, candidates: int, how: Selection) -> list[str]:
         "for every training user.",
         f"By private selection it costs {selected}, with every candidate trained once and all of "
         f"them released {every}, and one alone {one}.",
-        f"Not covered by the guarantee: {'; '.join(priced.non_private) or 'nothing'}.",
+        f"Not covered by the guarantee: {'; '.join(map(str, priced.non_private)) or 'nothing'}.",
     ]
     if priced.evaluations is None:
         said.append(

@@ -35,7 +35,8 @@ from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.noise import predicted_error
 from fedsim.plan import (
-    PUBLIC,
+    Fact,
+    Stated,
     adjacency_in_words,
     calibrate,
     complete,
@@ -133,13 +134,13 @@ def recommend(
             "recommended": str(best.algorithm),
             "reason": reason,
             "outlook": _outlook(best, privacy.num_steps, start),
-            "non_private": non_private,
+            "non_private": [fact.line for fact in non_private],
         }
 
 
 def _els(
     start: Start, privacy: PrivacyConfig, norms: GradientNorms | None
-) -> tuple[PrivacyConfig, float, list[str]]:
+) -> tuple[PrivacyConfig, float, list[Stated]]:
     """Settings of ELS by the median heuristic, L_ELS, and the facts read off the data."""
     settings, non_private = complete(Algorithm.ELS, privacy, start.data)
     group_size = settings.group_size
@@ -150,12 +151,12 @@ def _els(
         return settings, privacy.clip_norm, non_private
     pool = pool_of(start.data.train, group_size, start.key, ADD_OR_REMOVE)
     norm = norms.example_norm(pool)
-    return settings, norm, [*non_private, "clip_norm (median gradient norms of a sample)"]
+    return settings, norm, [*non_private, Stated(Fact.SAMPLED_NORMS, "clip_norm")]
 
 
 def _uls(
     start: Start, privacy: PrivacyConfig, norms: GradientNorms | None
-) -> tuple[PrivacyConfig, float, list[doubling.Doubling], list[str]]:
+) -> tuple[PrivacyConfig, float, list[doubling.Doubling], list[Stated]]:
     """Settings of ULS by Estimate-and-Double, L_ULS, its turns, and the facts read off the data."""
     settings, non_private = complete(Algorithm.ULS, privacy, start.data)
     sizes = np.diff(units_of(privacy, start.data.train, start.key).offsets)
@@ -179,7 +180,7 @@ def _uls(
     # The paper's batch sizes are powers of two; for any other, as many users as it allows.
     cohort = max(1, min(batch_size // group, users))
     settings = dataclasses.replace(settings, group_size=group, batch_size=group * cohort)
-    fact = f"group_size={group} of ULS (gradient norms of a sample of users)"
+    fact = Stated(Fact.SAMPLED_NORMS, "group_size of ULS")
     return settings, norms.user_norm(group), turns, [*non_private, fact]
 
 
@@ -251,12 +252,12 @@ def _seeing_nothing(start: Start) -> Start:
     return dataclasses.replace(start, data=dataclasses.replace(start.data, train=stand_in))
 
 
-def _not_read(facts: list[str], users: Users) -> list[str]:
+def _not_read(facts: list[Stated], users: Users) -> list[Stated]:
     """Facts that the guarantee does not cover, without those of users who are made up."""
     if graph_of(users) is None:  # else none is made up; here only their number is that of the data
-        known = f"{PUBLIC}how many users there are ({users.num_users:,} users)"
-        facts = list(dict.fromkeys(known if fact.startswith(PUBLIC) else fact for fact in facts))
-    return [fact for fact in facts if not fact.startswith(("group_size", "clip_norm"))]
+        known = Stated(Fact.USERS)
+        facts = [known if fact.fact == Fact.COUNTS else fact for fact in facts]
+    return [fact for fact in facts if fact.fact not in (Fact.GROUP_SIZE, Fact.SAMPLED_NORMS)]
 
 
 def _about(start: Start, privacy: PrivacyConfig, norms: GradientNorms | None) -> dict[str, Any]:

@@ -259,8 +259,8 @@ def _result(
         "shape": priced.event.shape,
         "eval_epsilon": how.eval_epsilon,
         "eval_delta": priced.evaluations and priced.evaluations.delta,
-        "guarantee": not priced.label,
-        "non_private": list(priced.non_private),
+        "guarantee": not priced.reasons,
+        "non_private": [fact.as_dict() for fact in priced.non_private],
         "claim": "\n".join(sentences(priced, candidates, how)),
     }
 
@@ -306,7 +306,7 @@ def _admitted(job: Job, data: Dataset, priced: Priced, out: Path, key: SecretKey
     place, limit = place_of(job.run.budget_ledger), job.run.limit_epsilon
     trials = len(priced.event.candidates) if priced.all_once else 0  # else part of the event
     part = (trials * priced.event.slack[0], trials * priced.event.slack[1])
-    counted = [("selection", data.train, priced.delta, priced.phases, part, priced.label, out)]
+    counted = [("selection", data.train, priced.delta, priced.phases, part, priced.reasons, out)]
     if (noisy := priced.evaluations) is not None and data.eval_users is not None:
         place_of_receipt = out / EVALUATIONS
         make_directory(place_of_receipt)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedsim.plan import REPRODUCTION
+from fedsim.plan import Fact
 from fedsim.trust.budget import budget, rows, sentences
 
 RUN = {
@@ -54,14 +54,15 @@ def test_a_later_limit_does_not_lift_an_earlier_one():
 
 
 def test_a_budget_without_bound_names_the_runs_that_made_it_so_and_what_to_do():
-    seeded = {**RUN, "run": "trial", "guarantee": False, "why_not": REPRODUCTION}
+    seeded = {**RUN, "run": "trial", "guarantee": False, "why_not": "known-seed"}
     free = {**seeded, "run": "free", "epsilon": "inf", "releases": None, "why_not": "without noise"}
     unstarted = {**seeded, "run": "early", "releases": 0}
     lines = said("inf", runs=[RUN, seeded, free, unstarted])
     assert lines[0].startswith(
         "Total over 4 runs on texts of these 150 users: unlimited, because 2"
     )
-    assert "no guarantee: trial (a known seed), free (without noise). This is permanent" in lines[0]
+    reasons = f"trial ({Fact.KNOWN_SEED.text}), free (without noise)"
+    assert f"no guarantee: {reasons}. This is permanent" in lines[0]
     assert "--budget-ledger" in lines[0] and lines[-1] == "* no guarantee"
     table = [row[-1] for row in rows({"runs": [RUN, seeded, free]})]
     assert table == ["1.0", "1.0*", "inf*"]

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from fedsim.config import Algorithm, run_config
-from fedsim.plan import ADJACENCY, Evaluations, Plan, PoissonSampling
-from fedsim.plan.options import REPRODUCTION
+from fedsim.plan import ADJACENCY, Evaluations, Fact, Plan, PoissonSampling, Stated
 from fedsim.run.console import Console, guarantee_line, plan_rows
 
 WORKERS = SimpleNamespace(num_lanes=8, describe=lambda: "2 processes, 1 CPU thread each")
@@ -21,7 +20,7 @@ PLAN = Plan(
     budget=64, group_size=8, expected_count=64, sampling=PoissonSampling(prob=64 / 9000),
     clip_norm=0.5, clipping="normalised", target_epsilon=4.0, delta=1e-6, noise_multiplier=1.25,
     num_parameters=123_456, data_seal="abc",
-    non_private=("public by assumption: 9 examples", "group_size=8 (the median user's)"),
+    non_private=(Stated(Fact.COUNTS), Stated(Fact.GROUP_SIZE)),
 )  # fmt: skip
 SUMMARY = {
     **PLAN.as_dict(), "epsilon": 3.98766, "adjacency": "add or remove one user", "steps_done": 20,
@@ -58,7 +57,7 @@ def test_the_plan_names_what_the_guarantee_does_not_cover(capsys):
     Console().plan(PLAN, WORKERS, RUN)
     lines = shown(capsys)
     public, private = PLAN.non_private
-    assert lines[-2:] == [public, f"not private: {private}"]
+    assert lines[-2:] == [str(public), f"not private: {private}"]
     assert len(lines) == len(plan_rows(PLAN, WORKERS, RUN)) + 2
 
 
@@ -80,7 +79,7 @@ def rows_of(plan, **how):
 def test_the_plan_labels_an_epsilon_that_is_no_guarantee():
     assert rows_of(PLAN)["epsilon"] == "4 at delta 1.00e-6"
     seeded = rows_of(replaced(seeded=True))
-    assert seeded["epsilon"] == f"4 at delta 1.00e-6 ({REPRODUCTION})"
+    assert seeded["epsilon"] == f"4 at delta 1.00e-6 (no guarantee: {Fact.KNOWN_SEED.text})"
     free = rows_of(replaced(target_epsilon="inf", noise_multiplier=0.0))
     assert free["epsilon"] == "infinite: no noise, so no privacy" and free["noise"] == "none"
 

@@ -19,7 +19,6 @@ from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.noise import Correlated
 from fedsim.plan import ADJACENCY
-from fedsim.plan.options import TRIAL
 from fedsim.sampling import Poisson, Sampling
 from fedsim.trust.audit import SHARP, error_probability, judge, sentence
 from fedsim.trust.bounds import audit_curve, audit_independent, curve_claim
@@ -277,7 +276,7 @@ def result(epsilon, curve=NO, label=ADJACENCY["zero-out"], independent=None, noi
         (result("inf"), None, "no privacy is claimed"),
         (result(9.5, FEW, independent=NO), True, "at most 9.500 is claimed: not refuted"),
         (result(9.5, FEW, independent=YES), False, "at most 9.500 is claimed: THE CLAIM IS"),
-        (result(4.0, label=TRIAL), None, "nothing is claimed: epsilon is 4.000 of one trial"),
+        (result(4.0, label="trial"), None, "nothing is claimed of epsilon = 4.000: a trial"),
     ],
 )  # fmt: skip
 def test_a_verdict_is_about_what_is_claimed(given, holds, verdict):

@@ -143,6 +143,7 @@ SHARED = {"kept": 900, "left_out": 77, "with_several_owners": 1_234, "max_change
 SHARED |= {"owner_sets": 40, "seal": "abc"}
 CYCLIC = {"sampling_run": "cyclic", "sampling_accounted": "cyclic", "bands": 3}
 CORRELATED = {**CYCLIC, "noise": "correlated", "predicted_error": 0.5}
+CHOSEN = {"fact": "chosen-on-data", "of": "clip_norm"}
 ALLOCATED = {"sampling_run": "allocation", "sampling_accounted": "allocation", "participations": 2}
 
 
@@ -159,9 +160,9 @@ ALLOCATED = {"sampling_run": "allocation", "sampling_accounted": "allocation", "
         ({"adjacency": "add-or-remove"}, "adjacency", "one user with all texts, added or removed"),
         (CORRELATED, "noise of different steps", "the 2 steps before it"),
         ({"group_size_epsilon": 0.25}, "accounted before training", "0.25 of epsilon"),
-        ({"non_private": ["C (chosen by looking)", "N"]}, "tuning of settings", "C (chosen by loo"),
+        ({"non_private": [CHOSEN]}, "tuning of settings", "clip_norm (chosen by loo"),
         ({"clip_quantile": 0.5}, "mechanism", "follows a quantile of the norms privately"),
-        ({"seeded": True}, "epsilon, delta", "a reproduction, not a guarantee)"),
+        ({"seeded": True}, "epsilon, delta", "(no guarantee: a known seed"),
     ],
 )
 def test_what_was_done_follows_from_the_plan(changed, item, words, monkeypatch, tmp_path):

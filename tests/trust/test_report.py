@@ -20,6 +20,7 @@ from test_verify import (
 from fedsim.cli.main import main
 from fedsim.data.users import UserStore
 from fedsim.errors import DataError
+from fedsim.plan import Fact
 from fedsim.run.console import Console
 from fedsim.trust.report import model_card
 
@@ -102,11 +103,11 @@ def test_no_noise_makes_no_claim(trained, tmp_path, capsys):
 
 def test_a_seeded_run_makes_no_claim(trained, tmp_path, capsys):
     found, text, page = read(capsys, trained / "seeded", tmp_path)
-    label = "of a seed that others may know or guess: a reproduction, not a guarantee"
+    label = f"no guarantee: {Fact.KNOWN_SEED.text}"
     assert "no privacy is claimed" in found["claim"] and label in found["claim"]
-    assert found["epsilon_holds"] == label and found["guarantee"] is False
+    assert found["epsilon_holds"] == "known-seed" and found["guarantee"] is False
     assert text.count(label) >= 3 and "recognises" not in text
-    assert "the seed (whoever knows or guesses it can remove the noise)" in text
+    assert f"- {Fact.KNOWN_SEED.text}" in text
 
 
 @pytest.mark.parametrize("name", ["open", "seeded"])
@@ -117,11 +118,11 @@ def test_verify_says_what_is_no_guarantee(name, trained, capsys):
     found = {line.split()[1]: line for line in lines}
     assert last.startswith("epsilon is no guarantee: ")
     if name != "open":
-        assert all("not a guarantee" in found[p] for p in ("epsilon", "summary")), lines
+        assert all("no guarantee" in found[p] for p in ("epsilon", "summary")), lines
     main(["verify", str(trained / name), "--json"])
     told = json.loads(capsys.readouterr().out)
     assert told["holds"] is True and told["guarantee"] is False
-    assert told["epsilon_holds"] in last or name == "open"
+    assert told["epsilon_holds"] == "known-seed" or name == "open"
 
 
 @pytest.mark.parametrize("name", ["private", "els", "median", "correlated"])

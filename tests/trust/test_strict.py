@@ -2,9 +2,9 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
-from learnt import learnt
 from refused import refuses
 from test_cli import texts, train_args  # noqa: F401
 
@@ -12,13 +12,16 @@ from fedsim.cli.main import main
 from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.data import Dataset, UserStore
 from fedsim.keys import SecretKey
-from fedsim.plan import NOTHING, defaults, ledger_head, planner
-from fedsim.run import Console
+from fedsim.plan import ALL_COVERED, Fact, Plan, Stated, defaults, ledger_head, planner
+from fedsim.run import Console, directory
 from fedsim.sampling import median_group_size, rank_error
-from fedsim.training import Callback, launch, open, planned, strict
+from fedsim.training import Callback, launch, open, planned
 from fedsim.training.launch import launch as begin
 from fedsim.training.planned import plan_run
-from fedsim.trust.verify import verify
+from fedsim.trust import card_of
+from fedsim.trust.claim import Released
+from fedsim.trust.evidence import Violated
+from fedsim.trust.verify import _outside, verify
 
 KEY = SecretKey(b"\1" * 32, None, b"\2" * 32)
 LENGTH, VOCAB, NUM_USERS = 24, 259, 40
@@ -60,7 +63,7 @@ def published(algorithm, data, place, monkeypatch, capfd, *, callbacks=(), **fla
     config = json.loads((run.run_dir / "config.json").read_text())
     # Seals are keyed: whoever has not the key cannot tell them from random bits.
     plan, sealed = plan.plan, [plan.plan.data_seal, plan.plan.drawn_once]
-    assert plan.data_seal == KEY.seal(data.train.fingerprint)
+    assert plan.seeded or plan.data_seal == KEY.seal(data.train.fingerprint)
     plan = dataclasses.replace(plan, data_seal="", drawn_once="")
     head = ledger_head(plan, config_sha256="", key_seal="")
     text = json.dumps([head, config, shown])
@@ -96,7 +99,7 @@ CELLS = [
 def test_a_user_changes_no_byte_before_the_first_noise(algorithm, sampling, pair):
     flags = {"group_size": 2, "sampling": sampling, "bands": 2 if sampling == "cyclic" else None}
     one, other, plan = pair(algorithm, PLANTED["many texts"], **flags)
-    assert one == other and NOTHING in one and plan.outside == NOTHING
+    assert one == other and ALL_COVERED in one and not plan.facts
 
 
 @pytest.mark.slow
@@ -110,7 +113,7 @@ def test_a_user_changes_no_byte_before_the_first_noise(algorithm, sampling, pair
 )
 def test_neither_do_other_texts_with_strict(rows, pair):
     one, other, plan = pair(Algorithm.ULS, rows, strict=True)
-    assert one == other and NOTHING in one and not plan.uncovered
+    assert one == other and ALL_COVERED in one and not plan.facts
 
 
 @pytest.mark.privacy
@@ -118,7 +121,7 @@ def test_els_draws_its_group_size_privately_by_default(pair, monkeypatch):
     monkeypatch.setattr(defaults, "private_median", lambda *_: 3)  # the first noisy number
     monkeypatch.setattr(defaults, "MOST_SHARE", 0.2)  # few users
     one, other, plan = pair(Algorithm.ELS, PLANTED["many texts"], strict=True)
-    assert one == other and plan.group_size == 3 and not plan.uncovered
+    assert one == other and plan.group_size == 3 and not plan.facts
     assert plan.group_size_epsilon == rank_error(1.0) / (defaults.MISS * NUM_USERS)
 
 
@@ -151,10 +154,10 @@ def test_who_has_enough_texts_is_a_footnote_with_which_a_run_is_verified(tmp_pat
     rules = {"rules": {"min_examples": 3}}
     data = dataclasses.replace(data_with([[7, 8]]), metadata=rules)
     _, facts = defaults.complete(Algorithm.ULS, PrivacyConfig(8.0, 4, batch_size=8), data)
-    assert "public by assumption: who has at least 3 texts (min_examples)" in facts
+    assert Stated(Fact.MIN_EXAMPLES, "3") in facts
     data = dataclasses.replace(data, metadata={"settings": {"skip_unknown": True}})
     _, facts = defaults.complete(Algorithm.ULS, PrivacyConfig(8.0, 4, batch_size=8), data)
-    assert "public by assumption: who has a row that was not left out (skip_unknown)" in facts
+    assert Stated(Fact.SKIP_UNKNOWN) in facts
 
 
 def count_of_texts(privacy, users):
@@ -171,7 +174,11 @@ def unkeyed_median(sizes, epsilon, rng):
     [
         (planner, "public_examples", count_of_texts),
         (defaults, "private_median", unkeyed_median),
-        (defaults, "_public_counts", lambda a, p, users: [f"{users.num_examples} examples"]),
+        (
+            defaults,
+            "_public_counts",
+            lambda p, users: [Stated(Fact.LOGGER, str(users.num_examples))],
+        ),
     ],
 )
 def test_a_footnote_that_is_put_back_is_noticed(where, name, planted, pair, monkeypatch):
@@ -185,32 +192,79 @@ class Reader(Callback):
     reads_non_private = True
 
 
+METADATA = {
+    Fact.TOKENIZER: {"tokenizer": {"public": False}},
+    Fact.MIN_EXAMPLES: {"rules": {"min_examples": 2}},
+    Fact.SKIP_UNKNOWN: {"settings": {"skip_unknown": True}},
+}
+CAUSES = {
+    Fact.NO_NOISE: {"epsilon": float("inf"), "group_size": 2},
+    Fact.KNOWN_SEED: {"seed": 5},
+    Fact.COUNTS: {"adjacency": "add-or-remove", "delta": 1e-6},
+    Fact.DELTA: {"adjacency": "add-or-remove"},
+    Fact.GROUP_SIZE: {"epsilon": float("inf")},
+    Fact.CHOSEN_ON_DATA: {"chosen_on_data": "clip_norm"},
+    Fact.LOGGER: {"log_to": ["mlflow"], "log_non_private": True},
+    Fact.CALLBACK: {"callbacks": [Reader()]},
+    **dict.fromkeys(METADATA, {}),
+}
+CAUSED_ELSEWHERE = {
+    Fact.OWNERS: "tests/trust/test_shared_audit.py",
+    Fact.OWN_TASK: "tests/library/test_own_task.py",
+    Fact.TRIAL: "tests/tuning/test_private_selection.py",
+    Fact.MODEL: "tests/models/test_peft_files.py",
+    Fact.ADAPTER: "tests/models/test_peft_files.py",
+    Fact.USERS: "tests/tuning/test_recommend.py",
+    Fact.SAMPLED_NORMS: "tests/tuning/test_recommend.py",
+}
+
+
+def test_every_fact_is_caused_by_a_test():
+    assert not CAUSES.keys() & CAUSED_ELSEWHERE and {*CAUSES, *CAUSED_ELSEWHERE} == {*Fact}
+
+
+def data_of(fact):
+    return dataclasses.replace(data_with([[7, 8]]), metadata=METADATA.get(fact, {}))
+
+
 @pytest.mark.privacy
-@pytest.mark.parametrize(
-    "says, flags",
-    [
-        ("epsilon=inf", {"epsilon": float("inf")}),
-        ("adjacency=add-or-remove", {"adjacency": "add-or-remove"}),
-        ("chosen_on_data=clip_norm", {"chosen_on_data": "clip_norm"}),
-        ("seed=5", {"seed": 5}),
-        ("log_non_private=True", {"log_to": ["mlflow"], "log_non_private": True}),
-        ("callbacks=Reader", {"callbacks": [Reader()]}),
-        ("tokenizer=None", {}),
-        ("data=made up with min_examples=2", {}),
-        ("data=made up with skip_unknown", {}),
-    ],
-)
-def test_strict_refuses_what_needs_a_footnote(says, flags, tmp_path, monkeypatch, capfd):
-    data = data_with([[7, 8]])
-    if not flags:
-        tokenizer = {"tokenizer": {"public": False}}
-        rules = {"rules": {"min_examples": 2}}
-        about = {"tokenizer": tokenizer, "min_examples": rules}
-        about["skip_unknown"] = {"settings": {"skip_unknown": True}}
-        data.metadata.update(next(each for name, each in about.items() if name in says))
-    with refuses(says, says="with strict"):
-        published("uls", data, tmp_path, monkeypatch, capfd, strict=True, **flags)
+@pytest.mark.parametrize("fact", CAUSES)
+def test_strict_refuses_each_fact_before_anything_is_paid(fact, tmp_path, monkeypatch, capfd):
+    with refuses({Fact.DELTA: "adjacency", Fact.GROUP_SIZE: "epsilon"}.get(fact, fact.setting)):
+        told = (tmp_path, monkeypatch, capfd)
+        published("els", data_of(fact), *told, strict=True, **CAUSES[fact])
     assert not (tmp_path / "run").exists() and not (tmp_path / "budget").exists()
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("reworded", [False, True])
+@pytest.mark.parametrize("fact", CAUSES)
+def test_plan_verify_and_card_name_each_fact_whatever_its_words(
+    fact, reworded, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(defaults, "MOST_DELTA", 1.0)  # as for many users
+    data, flags = data_of(fact), CAUSES[fact]
+    text, plan = published("els", data, tmp_path, monkeypatch, capfd, **flags)
+    if reworded:
+        for each in Fact:
+            monkeypatch.setattr(each, "text", f"{each.value}, in other words{{}}")
+    stored = directory.load(tmp_path / "run")
+    assert Plan.from_dict(json.loads(json.dumps(plan.as_dict()))) == plan
+    named = [each for each in plan.facts if each.fact == fact]
+    assert len(named) == 1 and (reworded or named[0].line in text)
+    evidence = SimpleNamespace(
+        plan=plan, privacy=stored.privacy, run=stored.run, stored=stored, dataset=data,
+        users=data.train, key=SecretKey.create(5) if plan.seeded else KEY,
+    )  # fmt: skip
+    assert str(named[0]) in _outside(evidence)
+    line = {"head": {}, "chain": ""}
+    released = Released.of(plan, [line], "", run_dir=tmp_path, stored=stored, checks=[])
+    assert f"- {named[0]}" in card_of(released).replace("\\", "")
+    if fact == Fact.CALLBACK:  # nothing in the files of a run can show it
+        return
+    monkeypatch.setattr(Plan, "facts", tuple(each for each in plan.facts if each.fact != fact))
+    with pytest.raises(Violated):
+        _outside(evidence)
 
 
 @pytest.mark.privacy
@@ -233,9 +287,10 @@ def test_held_out_users_are_touched_for_a_price_or_not_at_all(tmp_path, monkeypa
 
 def test_no_plan_with_a_footnote_is_strict(pair):
     *_, plan = pair(Algorithm.ULS, [])
-    strict.expect_nothing_outside(plan)
-    with refuses("strict=True", says="and the plan has: a fact"):
-        strict.expect_nothing_outside(dataclasses.replace(plan, non_private=("a fact",)))
+    planned.expect_nothing_outside(plan)
+    named = Stated(Fact.CALLBACK, "Reader")
+    with refuses("strict=True", says=str(named)):
+        planned.expect_nothing_outside(dataclasses.replace(plan, non_private=(named,)))
 
 
 def trained(texts, run_dir, capsys, algorithm, *more, **flags):  # noqa: F811
@@ -259,16 +314,16 @@ def outside(run_dir):
 @pytest.mark.parametrize("algorithm, more", [("els", ["--strict"]), ("uls", [])])
 def test_a_run_without_a_footnote_says_so(texts, run_dir, capsys, algorithm, more):  # noqa: F811
     err = trained(texts, run_dir, capsys, algorithm, *more, epsilon=40)
-    assert NOTHING in err and "not covered" not in err and "not private" not in err
+    assert ALL_COVERED in err and "not covered" not in err and "not private" not in err
     assert ("held-out loss" in err) == (not more)
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["outside"] == NOTHING and summary["num_examples"] > 60
+    assert summary["outside"] == [] and summary["num_examples"] > 60
     assert "num_examples" in summary["private_fields"] and summary["non_private"] == []
     assert (summary["final_eval_loss"] == "nan") == bool(more)
     head = json.loads((run_dir / "ledger.jsonl").read_text().splitlines()[0])["head"]
-    assert head["outside"] == NOTHING and "num_examples" not in head["plan"]
+    assert "num_examples" not in head["plan"]
     check = outside(run_dir)
-    assert check.holds and check.found == NOTHING
+    assert check.holds and check.found == ALL_COVERED
     main(["report", str(run_dir), "--out", str(run_dir.parent / "out")])
     page = (run_dir.parent / "out" / "report.md").read_text()
     assert "nothing outside the guarantee" in page and "eval_loss" not in page
@@ -286,8 +341,7 @@ def hides_a_footnote(*args, **options):
 @pytest.mark.parametrize(
     "name, planted, flags, says",
     [
-        ("complete", hides_a_footnote, {"chosen_on_data": "clip_norm"}, "chosen_on_data=clip_norm"),
-        ("complete", hides_a_footnote, {"tokenizer": "learnt.json"}, "learnt.json"),
+        ("complete", hides_a_footnote, {"chosen_on_data": "clip_norm"}, "clip_norm (chosen"),
         ("with_group_size", lambda _, privacy, __: dataclasses.replace(privacy, group_size=3), {},
          "group_size=3, which is neither private nor a default"),
     ],
@@ -302,11 +356,9 @@ def test_verify_looks_for_footnotes_itself(
     capsys,
     monkeypatch,
 ):
-    if "tokenizer" in flags:
-        flags = {"tokenizer": learnt("bpe", ["some words"], 300, run_dir.parent / "learnt.json")}
     with monkeypatch.context() as patch:
         patch.setattr(planned, name, planted)
-        assert NOTHING in trained(texts, run_dir, capsys, "els", epsilon=40, **flags)
+        assert ALL_COVERED in trained(texts, run_dir, capsys, "els", epsilon=40, **flags)
     check = outside(run_dir)
     assert check.holds is False and says in check.found
 

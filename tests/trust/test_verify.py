@@ -1,6 +1,5 @@
 """What `fedsim verify` finds: nothing in a run as it is, and every promise that was broken."""
 
-import dataclasses
 import json
 import shutil
 
@@ -13,10 +12,10 @@ from jsonschema import Draft202012Validator
 
 from fedsim.cli.main import main
 from fedsim.config import as_dict, first_named
+from fedsim.plan import Fact, Stated
 from fedsim.run import checkpoint, directory, ledger
 from fedsim.run.formats import schemas
 from fedsim.run.ledger import LINK, link
-from fedsim.trust.verify import _named
 
 NUM_STEPS = 6
 
@@ -120,8 +119,7 @@ def test_a_run_on_data_without_unknown_rows_claims_what_it_promised(tmp_path, ru
     main(["export", str(run_dir), "--out", str(tmp_path / "model")])
     card = (tmp_path / "model" / "README.md").read_text()
     assert "epsilon = 4.0000" in card
-    silent = dataclasses.replace(directory.load(run_dir).plan, non_private=("N",))
-    assert not _named(silent, "data", "chats with skip_unknown")
+    assert "(skip_unknown)" in card
 
 
 def edit_json(path, **changes):
@@ -322,12 +320,14 @@ def test_each_fact_outside_the_guarantee_is_asked_for(texts, run_dir, capsys):
     main(command(texts, run_dir, **more))
     code, found = verify(capsys, run_dir)
     assert code == 0 and found["outside"][0]
-    for word in ("chosen", "how many"):
-        changed = shutil.copytree(run_dir, run_dir.with_name(word[:3]))
+    for fact in (Stated(Fact.CHOSEN_ON_DATA, "clip_norm"), Stated(Fact.COUNTS)):
+        changed = shutil.copytree(run_dir, run_dir.with_name(fact.fact.value))
         plan = json.loads((changed / "config.json").read_text())["plan"]
-        plan["non_private"] = [fact for fact in plan["non_private"] if word not in fact]
+        plan["non_private"] = [each for each in plan["non_private"] if each["fact"] != fact.fact]
         edit_json(changed / "config.json", plan=plan)
-        edit_json(changed / "summary.json", non_private=plan["non_private"])
+        summary = json.loads((changed / "summary.json").read_text())
+        outside = [each for each in summary["outside"] if each["fact"] != fact.fact]
+        edit_json(changed / "summary.json", non_private=plan["non_private"], outside=outside)
 
         def forged(lines, plan=plan, changed=changed):
             digest = directory.config_sha256(changed)
@@ -337,8 +337,7 @@ def test_each_fact_outside_the_guarantee_is_asked_for(texts, run_dir, capsys):
         rewrite_ledger(changed, forged)
         code, found = verify(capsys, changed)
         assert code == 1 and found["outside"][0] is False
-        names = {"chosen": "chosen_on_data=clip_norm", "how many": "adjacency=add-or-remove"}
-        assert f"{names[word]}: expected nothing" in found["outside"][1]
+        assert found["outside"][1].startswith(f"{fact}: expected nothing")
 
 
 def test_changed_settings_are_named(copy, capsys):

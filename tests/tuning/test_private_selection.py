@@ -18,7 +18,7 @@ from fedsim.accounting import SelectionEvent
 from fedsim.budget import admission
 from fedsim.budget.ledger import hold, place_of
 from fedsim.data.building.build import build
-from fedsim.plan import TRIAL
+from fedsim.plan import Fact, Stated
 from fedsim.run import checkpoint
 from fedsim.run.console import Console
 from fedsim.run.ledger import LedgerError
@@ -80,7 +80,7 @@ def test_a_selection_is_counted_once_and_nothing_but_the_best_is_kept(settings, 
     # Which of the trials it was is not released: a name is 64 bits of a keyed digest.
     assert re.fullmatch("[0-9a-f]{16}", Path(released_run_dir(out / "best")).name)
     best = json.loads((out / "best" / "summary.json").read_text())
-    assert best["epsilon_holds"] == TRIAL and found["eval/loss"] == best["final_eval_loss"]
+    assert best["epsilon_holds"] == "trial" and found["eval/loss"] == best["final_eval_loss"]
     how = Selection(mean=2)
     assert select(settings, out, how, Console()) == found  # and no second time
     with refuses("trials=9.0", says="another --out is for another selection"):
@@ -272,10 +272,9 @@ def test_what_no_candidate_covers_is_part_of_the_claim(settings, tmp_path):
     for each in settings:
         each["group_size"] = 2
     found = priced(settings, tmp_path, how)
-    facts = ("clip_norm (chosen", "num_steps (")
-    assert len(found.non_private) == len(facts)  # each once
-    assert all(map(str.startswith, found.non_private, facts))
-    said = f"Not covered by the guarantee: {'; '.join(found.non_private)}."
+    facts = [Stated(Fact.CHOSEN_ON_DATA, name) for name in ("clip_norm", "num_steps")]
+    assert list(found.non_private) == facts  # each once
+    said = f"Not covered by the guarantee: {'; '.join(map(str, facts))}."
     assert said in sentences(found, 3, how)
 
 

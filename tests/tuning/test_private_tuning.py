@@ -30,7 +30,7 @@ def trained(algorithm, texts, run_dir, capsys, *more, **flags):  # noqa: F811
 def test_a_private_group_size_is_part_of_epsilon(texts, run_dir, capsys, monkeypatch):  # noqa: F811
     summary, err = trained("els", texts, run_dir, capsys, group_size_epsilon=0.5)
     assert summary["group_size"] in GRID
-    assert not any("group_size" in fact for fact in summary["non_private"])
+    assert not any(fact["fact"] == "group-size" for fact in summary["non_private"])
     assert "a private median, for epsilon 0.5 of it" in err
     step = StepEvent(summary["noise_multiplier"], summary["sampling_prob"], summary["group_size"])
     expected = accounting.epsilon([(PureEvent(0.5), 1), (step, 3)], summary["delta"])

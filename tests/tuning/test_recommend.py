@@ -15,7 +15,7 @@ from fedsim.clipping import Clip
 from fedsim.config import Algorithm
 from fedsim.data import corpora
 from fedsim.keys import SecretKey
-from fedsim.plan import complete, make_plan, method_for
+from fedsim.plan import Fact, Stated, complete, make_plan, method_for
 from fedsim.tuning.advice import choose
 from fedsim.tuning.estimates import share_used
 
@@ -85,12 +85,12 @@ def test_the_group_sizes_are_those_of_the_heuristics(advised):
 
 def test_what_is_not_private_is_said_and_passed_on_to_training(advised):
     result, printed = advised
-    for part in ("group_size=", "clip_norm"):
-        assert any(fact.startswith(part) for fact in result["non_private"]), part
+    for part in ("group_size (", "group_size of ULS (", "clip_norm ("):
+        assert any(part in fact for fact in result["non_private"]), part
     assert printed.count("not private: ") == len(result["non_private"])
     plan, _ = planned(result["uls"]["command"])
     for name in ("group_size", "clip_norm"):
-        assert f"{name} (chosen by looking at this data)" in plan.non_private
+        assert Stated(Fact.CHOSEN_ON_DATA, name) in plan.non_private
 
 
 @pytest.mark.parametrize("els_noise, best", [(0.5, "els"), (2.0, "uls"), (1.0, "els")])

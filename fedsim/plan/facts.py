@@ -1,0 +1,135 @@
+"""What the guarantee of a run does not cover, as values: the words are for readers alone.
+
+Files have the value of a `Fact`, and `--strict`, `verify`, report and card compare values. A text
+may be reworded at any time; a value never changes its meaning.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar, Self
+
+ALL_COVERED = "nothing outside the guarantee"
+NO_GUARANTEE = "no guarantee: "
+
+
+class Fact(StrEnum):
+    """A kind of fact: its value in files, its text, the setting that causes it, and what to set
+    instead. {} in the text is the parameter."""
+
+    text: str
+    setting: str
+    instead: str
+
+    NO_NOISE = "no-noise", "no noise", "epsilon", "a finite one"
+    TRIAL = "trial", "a trial of a private selection, which costs more"
+    KNOWN_SEED = (
+        *("known-seed", "a known seed, with which anyone can remove the noise"),
+        *("seed", "none, so that the key is secret"),
+    )
+    COUNTS = (
+        *("counts", "how many users and examples there are, and the size of the pool of ELS"),
+        *("adjacency", "zero-out, which hides how many texts there are"),
+    )
+    USERS = "users", "how many users there are"
+    OWNERS = (
+        *("owners", "how many users and texts there are, and who owns which of them"),
+        *("data", "texts with one owner each"),
+    )
+    MIN_EXAMPLES = (
+        *("min-examples", "who has at least {} texts (min_examples)"),
+        *("data", "data built with min_examples=1: texts decide which users there are"),
+    )
+    SKIP_UNKNOWN = (
+        *("skip-unknown", "who has a row that was not left out (skip_unknown)"),
+        *("data", "data built without skip_unknown: texts decide which users there are"),
+    )
+    DELTA = "delta", "delta (N^-1.1 for the N users)", "delta", "a number"
+    GROUP_SIZE = (
+        *("group-size", "group_size (the median user's number of examples)"),
+        *("group_size", "a number"),
+    )
+    SAMPLED_NORMS = "sampled-norms", "{} (gradient norms of a sample of users)"
+    TOKENIZER = (
+        *("tokenizer", "the tokenizer (not said to be public)"),
+        *("tokenizer", "bytes, a model's, or one that --tokenizer-is-public declares"),
+    )
+    CHOSEN_ON_DATA = (
+        *("chosen-on-data", "{} (chosen by looking at this data)"),
+        *("chosen_on_data", "none: settings that no data decided"),
+    )
+    LOGGER = (
+        *("logger", "metrics without noise, which {} gets (log_non_private)"),
+        *("log_non_private", "false"),
+    )
+    CALLBACK = (
+        "callback",
+        "metrics without noise, which the callback {} sees: if it stops the run, the number of "
+        "steps tells of them",
+        *("callbacks", "none with reads_non_private"),
+    )
+    OWN_TASK = (
+        *("own-task", "the task's own code: its first parameters, and how it makes rows of texts"),
+        *("task", "a model by name: its code is known"),
+    )
+    MODEL = "model", "model={}, with all texts that it was trained on before"
+    ADAPTER = "adapter", "adapter={}, with all texts that it was trained on before"
+
+    def __new__(cls, value: str, text: str, setting: str = "", instead: str = "") -> Self:
+        """A member, which equals its value."""
+        fact = str.__new__(cls, value)
+        fact._value_ = value
+        fact.text, fact.setting, fact.instead = text, setting, instead
+        return fact
+
+
+PUBLIC = frozenset({Fact.COUNTS, Fact.USERS, Fact.OWNERS, Fact.MIN_EXAMPLES, Fact.SKIP_UNKNOWN})
+"""What the guarantee takes as known to everyone."""
+GIVEN = frozenset({Fact.MODEL, Fact.ADAPTER})
+"""What the training starts from: the guarantee is about the data, so no footnote is needed."""
+
+
+@dataclass(frozen=True)
+class Stated:
+    """A fact about one run."""
+
+    __pydantic_config__: ClassVar[Any] = {"strict": True, "use_attribute_docstrings": True}
+
+    fact: Fact
+    of: str = ""
+    """Parameter: the setting, file or package that the fact is about."""
+
+    def __str__(self) -> str:
+        """The fact in words."""
+        start = "public by assumption: " if self.fact in PUBLIC else ""
+        start = "taken as given: " if self.fact in GIVEN else start
+        return start + self.fact.text.format(self.of)
+
+    @property
+    def line(self) -> str:
+        """The fact as a line of its own."""
+        return str(self) if self.fact in PUBLIC | GIVEN else f"not private: {self}"
+
+    def as_dict(self) -> dict[str, str]:
+        """The fact in JSON, with its words beside it."""
+        return {"fact": self.fact.value, "of": self.of, "text": str(self)}
+
+
+def voiding(epsilon: float, *, seeded: bool, trial: bool = False) -> list[Stated]:
+    """The facts with which an epsilon is no guarantee. Args: seeded: the key is of a seed."""
+    caused = {
+        Fact.NO_NOISE: math.isinf(epsilon),
+        Fact.TRIAL: trial,
+        Fact.KNOWN_SEED: seeded,
+    }
+    return [Stated(fact) for fact, holds in caused.items() if holds]
+
+
+def in_words(reasons: str) -> str:
+    """Reasons why epsilon is no guarantee, in words; "no noise" if there are none.
+
+    Args: reasons: values of facts, or words, which ledgers of earlier versions have.
+    """
+    parts = (reasons or Fact.NO_NOISE).split("; ")
+    values = {fact.value: fact.text for fact in Fact}
+    return "; ".join(values.get(part, part) for part in parts)
