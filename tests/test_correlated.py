@@ -337,7 +337,7 @@ def test_a_run_resumes_to_the_same_bits_and_its_rows_are_nowhere(
     flags = {"noise": "correlated", "bands": 3, "optimizer": "momentum", "algorithm": algorithm}
     main([*train_command(texts, run_dir, **flags), "--json"])
     whole = json.loads(capsys.readouterr().out)
-    assert whole["noise"] == "correlated" and whole["sampling_run"] == "cyclic"
+    assert whole["noise"]["kind"] == "correlated" and whole["sampling_run"] == "cyclic"
     for path in checkpoint.kept(run_dir)[1:]:
         path.unlink()
     (run_dir / "summary.json").unlink()

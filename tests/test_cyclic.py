@@ -158,7 +158,7 @@ def test_a_run_is_accounted_verified_and_reported_so(texts, run_dir, capsys):  #
     main([*train_command(texts, run_dir, algorithm, **flags), "--json"])
     summary = json.loads(capsys.readouterr().out)
     assert summary["sampling_run"] == summary["sampling_accounted"] == "cyclic"
-    assert summary["bands"] == 2 and summary["epsilon_holds"].startswith("zero out")
+    assert summary["sampling"]["bands"] == 2 and summary["epsilon_holds"].startswith("zero out")
     head, *lines = ledger.read(run_dir)
     events = [line["event"] for line in lines]
     assert len(events) == 6 and {event["cycle"] for event in events} == {2}

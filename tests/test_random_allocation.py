@@ -54,7 +54,7 @@ def test_a_run_is_accounted_verified_and_reported_so(texts, run_dir, capsys):  #
     main([*train_command(texts, run_dir, **flags), "--json"])
     summary = json.loads(capsys.readouterr().out)
     assert summary["sampling_run"] == summary["sampling_accounted"] == "allocation"
-    assert summary["participations"] == 2 and summary["sampling_prob"] == 1 / 3
+    assert summary["sampling"]["participations"] == 2 and summary["sampling_prob"] == 1 / 3
     assert summary["expected_count"] == round(summary["num_users"] / 3)
     assert all(line["event"]["allocated"] for line in ledger.read(run_dir)[1:])
     names = ("num_steps", "sampling_prob", "noise_multiplier", "delta", "participations")

@@ -40,8 +40,6 @@ from .outlook import (
     outlook as outlook,
 )
 from .plan import (
-    FLAT as FLAT,
-    LEFT_OUT_AT as LEFT_OUT_AT,
     Plan as Plan,
     claimed_fields as claimed_fields,
     claimed_phases as claimed_phases,

@@ -7,7 +7,9 @@ may be reworded at any time; a value never changes its meaning.
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar, Self
+from typing import Self
+
+from fedsim.plan.options import Option
 
 ALL_COVERED = "nothing outside the guarantee"
 NO_GUARANTEE = "no guarantee: "
@@ -90,10 +92,8 @@ GIVEN = frozenset({Fact.MODEL, Fact.ADAPTER})
 
 
 @dataclass(frozen=True)
-class Stated:
+class Stated(Option):
     """A fact about one run."""
-
-    __pydantic_config__: ClassVar[Any] = {"strict": True, "use_attribute_docstrings": True}
 
     fact: Fact
     of: str = ""

@@ -1,17 +1,16 @@
 """Options of a run: each option is a class with its own constants.
 
-A plan has one of each of `AnySampling`, `AnyNoise` and `AnyPurpose`. Field aliases are the names in
-JSON, where these fields stand beside those of the plan.
+A plan has one of each of `AnySampling`, `AnyNoise` and `AnyPurpose`, told apart by `kind`.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, WithJsonSchema
+from pydantic import Field, PlainSerializer, WithJsonSchema
 
 from fedsim.accounting import StepEvent, allocated_event, cyclic_event
-from fedsim.config import ADD_OR_REMOVE, ZERO_OUT
+from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, to_json
 from fedsim.noise import slack
 
 SHARED = "shared"
@@ -32,16 +31,28 @@ PROTECTS = {
 Number = Annotated[
     float,
     Field(strict=False),
+    PlainSerializer(to_json, when_used="json"),
     WithJsonSchema({"anyOf": [{"type": "number"}, {"const": "inf"}]}),
 ]
 """A number that may be infinite; JSON has infinity as the string 'inf'."""
 
 
+class Option:
+    """Base class of options: how pydantic reads and describes them."""
+
+    __pydantic_config__: ClassVar[Any] = {
+        "strict": True,
+        "extra": "forbid",
+        "use_attribute_docstrings": True,
+        "json_schema_serialization_defaults_required": True,
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Sampling(Option):
     """A way to draw the units of a step: fields and methods that all of them share."""
 
-    prob: Annotated[float, Field(alias="sampling_prob")]
+    prob: float
     """p or q: expected fraction of all units in a step."""
     bands: int = 1
     """b: number of groups of users that steps draw from in turn."""
@@ -66,8 +77,8 @@ class Sampling:
 class PoissonSampling(Sampling):
     """Each unit takes part independently, with the same probability."""
 
-    kind: Annotated[Literal["poisson"], Field(alias="sampling_run")] = "poisson"
-    accounted: Annotated[Literal["poisson"], Field(alias="sampling_accounted")] = "poisson"
+    kind: Literal["poisson"] = "poisson"
+    accounted: Literal["poisson"] = "poisson"
     bands: Literal[1] = 1
 
 
@@ -75,8 +86,8 @@ class PoissonSampling(Sampling):
 class CyclicSampling(Sampling):
     """Poisson sampling from one of several groups of users, in turn."""
 
-    kind: Annotated[Literal["cyclic"], Field(alias="sampling_run")] = "cyclic"
-    accounted: Annotated[Literal["cyclic"], Field(alias="sampling_accounted")] = "cyclic"
+    kind: Literal["cyclic"] = "cyclic"
+    accounted: Literal["cyclic"] = "cyclic"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +96,8 @@ class AllocatedSampling(Sampling):
 
     participations: int
     """K: number of steps that each user takes part in."""
-    kind: Annotated[Literal["allocation"], Field(alias="sampling_run")] = "allocation"
-    accounted: Annotated[Literal["allocation"], Field(alias="sampling_accounted")] = "allocation"
+    kind: Literal["allocation"] = "allocation"
+    accounted: Literal["allocation"] = "allocation"
     bands: Literal[1] = 1
 
     def window(self, num_steps: int) -> int:
@@ -107,56 +118,58 @@ AnySampling = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndependentNoise:
+class IndependentNoise(Option):
     """Noise that is independent of that of all other steps."""
 
     predicted_error: float | None = None
     """Root mean square, over the steps, of the noise on the sum of all gradients so far, in units
-    of the sensitivity (`noise.correlated`). None: from a version that did not predict it."""
-    kind: Annotated[Literal["independent"], Field(alias="noise")] = "independent"
+    of the sensitivity (`noise.correlated`)."""
+    kind: Literal["independent"] = "independent"
     bands: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorrelatedNoise:
+class CorrelatedNoise(Option):
     """Noise of which each step subtracts part of that of the steps before."""
 
     predicted_error: float
     """As for independent noise."""
-    kind: Annotated[Literal["correlated"], Field(alias="noise")] = "correlated"
+    kind: Literal["correlated"] = "correlated"
     bands: int = 1
     """b: number of steps over which noise is correlated, and of groups of users."""
 
 
-AnyNoise = IndependentNoise | CorrelatedNoise
+AnyNoise = Annotated[IndependentNoise | CorrelatedNoise, Field(discriminator="kind")]
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(Option):
     """The run is a trial of a private selection, which is counted and released in its place."""
 
-    trial: Literal[True]
+    kind: Literal["trial"] = "trial"
 
 
 @dataclass(frozen=True)
-class Audit:
+class Audit(Option):
     """The run has planted canaries, to measure its privacy loss; it is not for release."""
 
     planted: dict[str, int]
     """Number of canaries of each kind, before the coin that decides whether one is included."""
+    kind: Literal["audit"] = "audit"
 
 
 @dataclass(frozen=True)
-class Release:
+class Release(Option):
     """The model of the run may be released."""
 
+    kind: Literal["release"] = "release"
 
-AnyPurpose = Annotated[Trial | Audit | Release, Field(union_mode="left_to_right")]
-"""The first class that fits; Release fits always."""
+
+AnyPurpose = Annotated[Trial | Audit | Release, Field(discriminator="kind")]
 
 
 @dataclass(frozen=True)
-class SharedTexts:
+class SharedTexts(Option):
     """Texts with several owners, and their number in the training; all public."""
 
     owner_sets: int
@@ -174,7 +187,7 @@ class SharedTexts:
 
 
 @dataclass(frozen=True)
-class Evaluations:
+class Evaluations(Option):
     """Evaluations with noise on held-out users while a run trains; all constants are public.
 
     The mean loss per token of some texts of each user is cut off at L; the mean over users is

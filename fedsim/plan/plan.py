@@ -1,8 +1,7 @@
 """The public constants of a run: fixed before its first step, never recomputed from a draw.
 
 Each option of a run is one field of the plan, an instance of a class of `options`; an option that
-is off is None. In JSON a plan is flat: the fields of `sampling`, `noise` and `purpose` stand beside
-its own, under the names that they have in ledger, summary and settings.
+is off is None. Pydantic reads, writes and describes plans in JSON.
 """
 
 import dataclasses
@@ -10,13 +9,13 @@ import functools
 import json
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from fedsim.accounting import Event, PureEvent, Slack, StepEvent
 from fedsim.clipping import AdaptiveClip, Clip, NoisyLoss, lattice_bits
-from fedsim.config import ADD_OR_REMOVE, INDEPENDENT, Algorithm, to_json
+from fedsim.config import ADD_OR_REMOVE, Algorithm, to_json
 from fedsim.errors import first_fault
 from fedsim.noise import CELL_ERRORS, AddNoise, Correlated, Strategy, add_gaussian, slack, strategy
 from fedsim.plan.facts import ALL_COVERED, GIVEN, NO_GUARANTEE, Stated, in_words, voiding
@@ -27,27 +26,17 @@ from fedsim.plan.options import (
     Evaluations,
     IndependentNoise,
     Number,
+    Option,
     Release,
     SharedTexts,
     Trial,
     adjacency_in_words,
 )
 
-FLAT = ("sampling", "noise", "purpose")
-"""Fields of a plan whose own fields stand beside the plan's in JSON."""
-LEFT_OUT_AT = {
-    **{"shared": None, "bands": 1, "noise": INDEPENDENT, "loss_bound": None},
-    **{"evaluations": None, "drawn_once": "", "predicted_error": None},
-    **{"num_examples": None},
-}
-"""Values at which a field is left out of JSON, as in versions that did not have it."""
-
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Option):
     """Constants of a run and of its privacy claim."""
-
-    __pydantic_config__: ClassVar[Any] = {"strict": True, "use_attribute_docstrings": True}
 
     algorithm: Algorithm
     num_users: int
@@ -224,32 +213,22 @@ class Plan:
         return Correlated(self.num_steps, self.noise.bands) if self.strategy else add_gaussian
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan in JSON's types, flat, without fields that only some plans have."""
-        fields = plans().dump_python(self, mode="json", by_alias=True)
-        for name in FLAT:
-            fields |= fields.pop(name)
-        return {
-            name: to_json(value)
-            for name, value in fields.items()
-            if name not in LEFT_OUT_AT or value != LEFT_OUT_AT[name]
-        }
+        """The plan in JSON's types."""
+        return plans().dump_python(self, mode="json")
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Plan":
-        """Read a plan that `as_dict` of this or an earlier version wrote.
+        """Read a plan that `as_dict` wrote.
 
         Raises: ValueError: the fields are no plan; the message names one.
         """
-        nested = {**fields, **dict.fromkeys(FLAT, {"noise": INDEPENDENT, **fields})}
+        for name in (field.name for field in dataclasses.fields(cls)):
+            if name not in fields:  # a default in its place could hide a fact
+                raise ValueError(f"{name}: Field required")
         try:
-            plan = plans().validate_json(json.dumps(nested))
+            return plans().validate_json(json.dumps(fields))
         except ValidationError as error:
             raise ValueError(first_fault(error)) from None
-        written = plan.as_dict()
-        for name, value in fields.items():
-            if written.get(name, LEFT_OUT_AT.get(name)) != value:
-                raise ValueError(f"{name}: not of such a plan")
-        return plan
 
 
 @functools.cache
@@ -314,6 +293,9 @@ def claimed_fields(plan: Plan, epsilon: float, chain: str) -> dict[str, Any]:
     """
     return {
         **plan.as_dict(),
+        "sampling_prob": plan.sampling.prob,
+        "sampling_run": plan.sampling.kind,
+        "sampling_accounted": plan.sampling.accounted,
         "outside": [fact.as_dict() for fact in plan.facts],
         "private_fields": private_fields(plan),
         "epsilon": to_json(epsilon),

@@ -206,7 +206,7 @@ def make_plan(
         data_seal=data_seal,
         non_private=tuple(non_private),
         noise=_noise_for(privacy, sigma),
-        purpose=Trial(True) if trial else Release() if planted is None else Audit(planted),
+        purpose=Trial() if trial else Release() if planted is None else Audit(planted),
         group_size_epsilon=privacy.group_size_epsilon,
         clip_quantile=privacy.clip_quantile,
         loss_bound=privacy.loss_bound,

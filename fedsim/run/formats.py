@@ -20,7 +20,7 @@ from fedsim.accounting import PureEvent, StepEvent
 from fedsim.config import SamplingName
 from fedsim.errors import first_fault
 from fedsim.files import make_directory, write_json
-from fedsim.plan import FLAT, LEFT_OUT_AT, Number, Stated, plans
+from fedsim.plan import Number, Plan, Stated
 
 CHECKED: Any = {"strict": True, "extra": "forbid", "use_attribute_docstrings": True}
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -52,7 +52,7 @@ class Head:
     """Values that are fixed for the life of a run."""
 
     plan: dict[str, Any]
-    """The plan; see `Plan.from_dict`."""
+    """The plan: not checked here, for budgets also read what runs of earlier versions released."""
     adjacency: str
     """The adjacency in words."""
     slack: Distance | None = None
@@ -181,48 +181,28 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 def schemas() -> dict[str, dict[str, Any]]:
     """JSON Schemas by name: of plan, ledger (of each line), summary and published folders."""
-    plan, parts = _flat_schema()
-    ledger = _adapter(FirstLine | StepLine).json_schema()
-    summary = _adapter(Summary).json_schema()
-    shared = {
-        **plan,
-        "properties": {n: v for n, v in plan["properties"].items() if n != "adjacency"},
-    }
-    shared["required"] = [name for name in plan["required"] if name != "adjacency"]
     dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    closed = {"unevaluatedProperties": False}
-    defs = {**parts, **ledger.pop("$defs"), "Plan": {**plan, **closed}}
-    defs["Head"]["properties"]["plan"] = {"$ref": "#/$defs/Plan"}
+    plan, summary = (_described(kind) for kind in (Plan, Summary))
+    parts = plan.pop("$defs") | summary.pop("$defs")
+    # The summary has the plan's fields beside its own, and its adjacency in words.
+    required = [name for name in plan["required"] if name != "adjacency"]
+    properties = {name: of for name, of in plan["properties"].items() if name != "adjacency"}
+    of_plan = {**plan, "properties": properties, "required": required}
+    del of_plan["additionalProperties"]
+    both = {"allOf": [of_plan, summary], "unevaluatedProperties": False, "$defs": parts}
+    ledger, whole = _described(FirstLine | StepLine), _described(Plan)
+    ledger["$defs"] |= {**whole.pop("$defs"), "Plan": whole}
+    ledger["$defs"]["Head"]["properties"]["plan"] = {"$ref": "#/$defs/Plan"}
     return {
-        "plan": {**dialect, **plan, **closed, "$defs": parts},
-        "ledger": {**dialect, **ledger, "title": "A line of ledger.jsonl", "$defs": defs},
-        "summary": {
-            **dialect,
-            "title": "summary.json",
-            "allOf": [shared, {n: v for n, v in summary.items() if n != "$defs"}],
-            **closed,
-            "$defs": {**parts, **summary["$defs"]},
-        },
-        "published": {**dialect, **_adapter(Published).json_schema(), "title": "published.json"},
+        "plan": {**dialect, **_described(Plan)},
+        "ledger": {**dialect, **ledger, "title": "A line of ledger.jsonl"},
+        "summary": {**dialect, "title": "summary.json", **both},
+        "published": {**dialect, **_described(Published), "title": "published.json"},
     }
 
 
-def _flat_schema() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Schema of a plan's flat JSON, where options' fields stand beside the plan's, and its
-    parts."""
-    schema = plans().json_schema(by_alias=True)
-    parts = schema.pop("$defs")
-    groups = [schema["properties"].pop(name) for name in FLAT]
-    for each in (schema, *parts.values()):
-        if "properties" in each:
-            each["required"] = [n for n, of in each["properties"].items() if _always(n, of)]
-    ways = [{key: way[key] for key in ("oneOf", "anyOf") if key in way} for way in groups]
-    return {**schema, "allOf": ways}, parts
-
-
-def _always(name: str, of: dict[str, Any]) -> bool:
-    """True if a field is written for every value."""
-    return name not in LEFT_OUT_AT or ("const" in of and of["const"] != LEFT_OUT_AT[name])
+def _described(kind: Any) -> dict[str, Any]:
+    return _adapter(kind).json_schema(mode="serialization")
 
 
 def main(place: str) -> None:

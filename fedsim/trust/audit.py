@@ -48,7 +48,7 @@ TESTS = {
 WITH_ASSUMPTION = {NOISE, "gradient canaries, if each tells of its own coin alone"}
 OF_PRIVACY = {"group_size", "group_size_epsilon"}  # settings of PrivacyConfig that are replaced
 OF_SUMMARY = ("epsilon", "epsilon_holds", "delta", "noise_multiplier", "sampling_run")
-OF_SUMMARY += ("sampling_prob", "num_steps", "steps_done", "planted")
+OF_SUMMARY += ("sampling_prob", "num_steps", "steps_done")
 
 
 def audit(
@@ -98,6 +98,7 @@ def audit(
         "run_dir": str(run.run_dir),
         "algorithm": str(algorithm),
         **{name: summary[name] for name in OF_SUMMARY},
+        "planted": summary["purpose"]["planted"],
         "replaced": replaced,
         "confidence": settings.confidence,
         **attacks,

@@ -123,7 +123,8 @@ def why_by_group(charge: Charge) -> str:
     head = run_ledger.head_of(Path(charge.entry.place), charge.entry.run)
     if not head:
         return "cyclic sampling, perhaps with correlated noise, in a directory that is gone"
-    independent = head["plan"].get("noise", INDEPENDENT) == INDEPENDENT
+    noise = head["plan"].get("noise", INDEPENDENT)  # earlier versions wrote the kind alone
+    independent = (noise["kind"] if isinstance(noise, dict) else noise) == INDEPENDENT
     return "" if independent else "correlated noise"
 
 

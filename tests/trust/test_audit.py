@@ -182,7 +182,8 @@ def test_a_training_command_is_audited(texts, run_dir, capsys):
     assert found["replaced"] == []
     for file, section in (("config.json", "plan"), ("summary.json", None)):
         stored = json.loads((run_dir / file).read_text())
-        assert (stored[section] if section else stored)["planted"] == {"gradient": 60, "text": 20}
+        purpose = (stored[section] if section else stored)["purpose"]
+        assert purpose == {"kind": "audit", "planted": {"gradient": 60, "text": 20}}
     assert found["gradient"]["independent"]["guesses"] == 60
     assert {"not refuted"} == {*found["verdicts"].values()} and len(found["verdicts"]) == 4
     assert json.loads((run_dir / "audit.json").read_text()) == found

@@ -141,10 +141,11 @@ def rows_of(found):
 
 SHARED = {"kept": 900, "left_out": 77, "with_several_owners": 1_234, "max_changed": 3}
 SHARED |= {"owner_sets": 40, "seal": "abc"}
-CYCLIC = {"sampling_run": "cyclic", "sampling_accounted": "cyclic", "bands": 3}
-CORRELATED = {**CYCLIC, "noise": "correlated", "predicted_error": 0.5}
+CYCLIC = {"sampling": {**PLAN.as_dict()["sampling"], "kind": "cyclic", "accounted": "cyclic"}}
+CYCLIC["sampling"]["bands"] = 3
+CORRELATED = {**CYCLIC, "noise": {"kind": "correlated", "predicted_error": 0.5, "bands": 3}}
 CHOSEN = {"fact": "chosen-on-data", "of": "clip_norm"}
-ALLOCATED = {"sampling_run": "allocation", "sampling_accounted": "allocation", "participations": 2}
+ALLOCATED = {"sampling": {"kind": "allocation", "prob": 0.007, "participations": 2}}
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ def test_evaluations_have_the_delta_of_training_where_it_is_smaller(settings, tm
 
 
 def test_a_strategy_that_there_is_not_is_refused_before_anything_is_paid(settings, tmp_path):
-    assert priced(settings, tmp_path, Selection()).label == ""
+    assert priced(settings, tmp_path, Selection()).reasons == ""
     settings[-1]["strategy"] = "vmap:8"
     with refuses("strategy=vmap:8"):
         priced(settings, tmp_path, Selection())
