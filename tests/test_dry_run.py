@@ -5,7 +5,6 @@ import os
 from types import SimpleNamespace
 
 import numpy as np
-import optax
 import pytest
 from refused import refuses
 from test_console import PLAN
@@ -16,7 +15,7 @@ from fedsim.budget.ledger import hold
 from fedsim.budget.spending import charge_of
 from fedsim.cli.main import main
 from fedsim.clipping import Strategy
-from fedsim.config import Algorithm, EngineConfig, PrivacyConfig
+from fedsim.config import Algorithm, EngineConfig, PrivacyConfig, run_config
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.engine import environment
@@ -26,7 +25,7 @@ from fedsim.keys import SecretKey
 from fedsim.plan import complete, defaults, method_for
 from fedsim.run import directory
 from fedsim.run.console import Console
-from fedsim.training import planned
+from fedsim.training import prepare
 from fedsim.training.launch import cost
 
 
@@ -109,7 +108,7 @@ def test_a_run_with_a_private_draw_pays_for_it_once(texts, run_dir, tmp_path, mo
     args = {**MEDIAN, "epsilon": 0.6, "budget-ledger": place, "limit-epsilon": 0.7}
     for where, name in (
         (defaults, "private_median"),
-        (planned, "count_at_once"),
+        (prepare, "count_at_once"),
         (Console, "plan"),
     ):
         real = getattr(where, name)
@@ -171,8 +170,11 @@ def estimate(averaged=False, **engine):
     tried = Trial(8.0, 16, unsupported=engine.pop("fault", ""))
     worker = SimpleNamespace(try_strategy=lambda *_, **__: tried)
     params = {"w": np.zeros(10, np.float32)}
-    asked = (PLAN, Strategy(), optax.sgd(0.1), EngineConfig(**engine))
-    return cost(worker, task, params, *asked, averaged=averaged)
+    plain = {"optimizer": "sgd", "learning_rate": 0.1, "schedule": "constant"}
+    run = run_config(data="x", run_dir="r", ema=0.9 if averaged else 0.0, **plain)
+    about = {"plan": PLAN, "params": params, "strategy": Strategy(), "task": task}
+    prepared = SimpleNamespace(engine=worker, opened=SimpleNamespace(run=run), **about)
+    return cost(prepared, EngineConfig(**engine))
 
 
 def test_a_dry_run_counts_the_frozen_model_and_the_average():

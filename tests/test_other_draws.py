@@ -21,7 +21,7 @@ from fedsim.plan import drawn_once
 from fedsim.run import ledger
 from fedsim.run.ledger import LedgerError, OtherBits
 from fedsim.sampling import Allocation, Cyclic, Poisson
-from fedsim.training import launch, planned
+from fedsim.training import prepare, trainer
 
 NUM_USERS, STEPS = 60, 8
 SETTINGS = {"epsilon": 4, "delta": 1e-3, "num_steps": STEPS, "batch_size": 10, "optimizer": "sgd"}
@@ -79,7 +79,7 @@ def stopped(run_dir, step, **settings):
 def with_other(monkeypatch, package):
     """Say that another version of a package is installed."""
     real = environment.versions()
-    for module in (launch, planned):
+    for module in (prepare, trainer):
         monkeypatch.setattr(module, "versions", lambda: {**real, package: "99.0"})
 
 

@@ -9,7 +9,7 @@ from experiments.harness.planting import Mistake, Patch
 
 MAKING, PLANNED, TRAINER = (
     "fedsim.plan.planner",
-    "fedsim.training.planned",
+    "fedsim.training.prepare",
     "fedsim.training.trainer",
 )
 DIRECTORY, LEDGER = "fedsim.run.directory", "fedsim.run.ledger"

@@ -38,6 +38,7 @@ from .outlook import (
     expect_enough_users as expect_enough_users,
     noise_ratio as noise_ratio,
     outlook as outlook,
+    warnings_of as warnings_of,
 )
 from .plan import (
     Plan as Plan,

@@ -8,7 +8,9 @@ of thumb on public numbers, for people who choose settings.
 
 import math
 
+from fedsim.config import Algorithm, default_delta
 from fedsim.errors import expect
+from fedsim.plan.plan import Plan
 
 LEARNS, HARDLY = 0.5, 4.0
 """Ratios of noise to signal from which on a training learns in part, or almost nothing."""
@@ -56,3 +58,26 @@ def expect_enough_users(num_users: int, epsilon: float) -> None:
     least += "needs hundreds, better thousands; epsilon=inf trains without privacy"
     enough = num_users >= LEAST_USERS or math.isinf(epsilon)
     expect("data", f"{num_users} training users", enough, least)
+
+
+def warnings_of(plan: Plan) -> list[str]:
+    """Warnings about plans that are valid but probably not intended."""
+    warnings = []
+    users, noise = plan.num_users, plan.gradient_noise_multiplier
+    if noise and plan.delta > 1 / users:
+        warnings.append(
+            f"delta={plan.delta:g} is above 1/{users}: it allows publishing all texts of one of "
+            f"{users:,} users; the default is {default_delta(users):.2g}"
+        )
+    if noise > plan.expected_count:
+        unit = "examples" if plan.algorithm == Algorithm.ELS else "users"
+        warnings.append(
+            "in every direction, the noise of a step is "
+            f"{noise / plan.expected_count:.1f} times as large as the gradient of "
+            f"{plan.expected_count} {unit} can be: the model will hardly learn without a larger "
+            "--batch-size or --epsilon"
+        )
+    elif noise and (error := plan.noise.predicted_error) is not None:
+        on_sums = error / plan.expected_count
+        warnings += doubt(noise_ratio(on_sums, plan.num_parameters, plan.num_steps), users)
+    return warnings

@@ -291,8 +291,11 @@ def claimed_fields(plan: Plan, epsilon: float, chain: str) -> dict[str, Any]:
       epsilon: that of `claimed_phases`.
       chain: last hash of the ledger's chain.
     """
+    of_plan = plan.as_dict()
+    if plan.num_examples is None:  # the summary has the data's, for the owner of the run alone
+        del of_plan["num_examples"]
     return {
-        **plan.as_dict(),
+        **of_plan,
         "sampling_prob": plan.sampling.prob,
         "sampling_run": plan.sampling.kind,
         "sampling_accounted": plan.sampling.accounted,

@@ -1,9 +1,9 @@
 """A run from its settings to its summary, for both algorithms.
 
-    train      a run, or the rest of a resumed one (`launch`): open_run -> plan_run -> launch
+    train      a run, or the rest of a resumed one (`launch`): open_run -> prepare_run -> launch
     dry_run    the plan of a run with estimates of time and memory (`launch`)
     open_run   directory, data, model, key and identity (`open`)
-    plan_run   defaults, calibration, cost, limits, strategy (`planned`)
+    prepare_run  refusals, private draws, plan, price, in this order (`prepare`)
     Trainer    the loop: gradient, ledger, update, evaluation, checkpoint (`trainer`)
 
 An algorithm (`els`, `uls`) computes the privatised gradient of a step; everything else is here.

@@ -10,12 +10,9 @@ from .launch import (
     runnable as runnable,
     train as train,
 )
-from .open import open_run as open_run, wait_for as wait_for
+from .open import Purpose as Purpose, open_run as open_run, wait_for as wait_for
 from .optimizers import Diverged as Diverged, Noise as Noise, settled as settled
-from .planned import (
-    facts_of_start as facts_of_start,
-    settled_by as settled_by,
-)
+from .prepare import facts_of_start as facts_of_start, settled_by as settled_by
 from .private_evaluation import (
     DIRECTORY as DIRECTORY,
     FILE as FILE,

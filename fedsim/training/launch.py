@@ -10,28 +10,32 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from fedsim.cgroups import cpus
-from fedsim.clipping import Strategy
 from fedsim.config import ZERO_OUT, Algorithm, EngineConfig, PrivacyConfig, RunConfig, computed_by
-from fedsim.engine import TRIAL_UNITS, Engine, Task, place_workers, versions
+from fedsim.engine import TRIAL_UNITS, place_workers
 from fedsim.errors import ConfigError, expect
-from fedsim.plan import Plan, method_for
+from fedsim.plan import Plan, in_words, method_for, warnings_of
 from fedsim.run import (
     Console,
     directory,
     duration,
     receivers,
-    released,
     speaking,
 )
 from fedsim.training.callbacks import Callback
 from fedsim.training.loggers import expect_loggers
-from fedsim.training.open import OpenRun, Plant, Source, open_run
+from fedsim.training.open import OpenRun, Plant, Purpose, Source, open_run
 from fedsim.training.optimizers import Noise, settled, update_of
-from fedsim.training.planned import FITTED, PlannedRun, Unheard, plan_run
+from fedsim.training.prepare import FITTED, PreparedRun, prepare_run
+from fedsim.training.private_evaluation import Booking
 from fedsim.training.trainer import Trainer
+
+NOTHING_PROMISED = (
+    "{}, so no privacy guarantee. The privacy budget of these users, in {}, will be infinite for "
+    "ever, and no limit can be kept. For trials use a ledger of their own: --budget-ledger "
+    "trial-ledger"
+)
 
 
 def train(
@@ -40,12 +44,10 @@ def train(
     run: RunConfig,
     console: Console,
     *,
+    purpose: Purpose = Purpose.TRAIN,
     source: Source | None = None,
     plant: Plant | None = None,
     callbacks: Sequence[Callback] = (),
-    trial: bool = False,
-    count: bool = True,
-    held_out: bool = True,
 ) -> dict[str, Any]:
     """Train, or resume training; return the contents of `summary.json`.
 
@@ -54,52 +56,71 @@ def train(
       source: data and task to use in place of those that the settings name.
       plant: canaries of an audit.
       callbacks: called between the steps.
-      trial: the run is a trial of a private selection, which the budget ledger counts in its place.
-      count: count the run in the budget ledger; False for a replay, which releases nothing new.
-      held_out: evaluate on held-out users without noise.
     Raises:
       ConfigError: the settings do not fit the data, the model or each other.
       EngineError: workers failed.
       LedgerError: a ledger is damaged or locked.
     """
     privacy = runnable(privacy, run)
-    held_out = held_out and not (run.strict and privacy.eval_epsilon is None)
-    if trial or not count:  # nobody else may learn how many trials there are
+    if not purpose.is_counted:  # nobody else may learn how many trials there are
         sending = receivers(run)
         run = dataclasses.replace(run, log_to=[name for name in run.log_to if name not in sending])
-    with open_run(
-        algorithm, privacy, run, console, source=source, plant=plant, held_out=held_out
-    ) as opened:
-        planned = plan_run(opened, counted=count and not trial, trial=trial, callbacks=callbacks)
-        return launch(opened, planned, callbacks=callbacks, replays=not count).fit()
+    named: dict[str, Any] = {"purpose": purpose, "source": source, "plant": plant}
+    with open_run(algorithm, privacy, run, console, **named) as opened:
+        prepared = prepare_run(opened, callbacks=callbacks)
+        show(prepared)
+        return launch(prepared).fit()
 
 
-def launch(
-    opened: OpenRun,
-    planned: PlannedRun,
-    *,
-    callbacks: Sequence[Callback] = (),
-    replays: bool = False,
-) -> Trainer:
+def launch(prepared: PreparedRun) -> Trainer:
     """Write the run's directory if it is new, lock it, and return the Trainer of the run."""
-    host = planned.engine.host(planned.params)
-    strategy = {"name": str(planned.strategy), "why": planned.why}
-    stored = opened.begin(planned.task, plan=planned.plan, host=host, strategy=strategy)
+    opened, engine = prepared.opened, prepared.engine
+    stored = opened.begin(
+        prepared.task,
+        plan=prepared.plan,
+        host=engine.host(prepared.params),
+        strategy={"name": str(prepared.strategy), "why": prepared.why},
+    )
     drawing = directory.drawing_key(opened.key, stored)
     if drawing is not opened.key:  # of a seed; the pool of ELS takes seconds for many users
-        users = opened.data.train
-        method = method_for(opened.algorithm, planned.privacy, users, opened.key, drawing)
-        planned = planned._replace(method=method)
-    why = planned.why if opened.console.verbose else planned.why.partition(":")[0]
-    opened.console.rows([("gradient method", f"{planned.strategy} ({why})")])
-    elsewhere = directory.other_bits(stored, versions(), host)
-    other_bits = elsewhere or released.elsewhere(opened.run.run_dir)
-    if opened.stored and other_bits:
-        opened.console.warn(
-            f"a step that is run again may have other bits: {other_bits}: then what it released is "
-            "taken as it was kept, or left out"
-        )
-    return Trainer(opened, planned, host, other_bits, replays, callbacks, elsewhere=bool(elsewhere))
+        users, settings = opened.data.train, prepared.settings
+        method = method_for(opened.algorithm, settings, users, opened.key, drawing)
+        prepared = dataclasses.replace(prepared, method=method)
+    return Trainer(prepared, stored)
+
+
+def show(prepared: PreparedRun) -> None:
+    """Show the plan and what it warns of, before the first step."""
+    opened, plan, booking = prepared.opened, prepared.plan, prepared.booking
+    console, why = opened.console, prepared.why
+    if opened.stored is None:
+        for warning in _warnings(opened, plan, booking):
+            console.warn(warning)
+        if cut := opened.data.cut_off():
+            console.note(cut)
+    console.plan(plan, prepared.engine, opened.run)
+    if names := receivers(opened.run):
+        private = opened.run.log_non_private
+        sent = "all metrics" if private else "the plan, epsilon, and metrics with noise"
+        rest = "" if private else f"; the others stay in {opened.run.run_dir}"
+        console.rows([("loggers", f"{', '.join(names)}: {sent}{rest}")])
+    why = why if console.verbose else why.partition(":")[0]
+    console.rows([("gradient method", f"{prepared.strategy} ({why})")])
+
+
+def _warnings(opened: OpenRun, plan: Plan, booking: Booking | None) -> list[str]:
+    """Warnings about a new run."""
+    warnings = warnings_of(plan)
+    if opened.data.eval_users is None and not opened.run.strict:
+        warnings.append("no users are held out, so there will be no held-out loss")
+    if booking is not None:
+        applicant, _ = booking.applicants[0]
+        if not plan.guarantee:
+            reasons = in_words(plan.reasons)
+            warnings.append(NOTHING_PROMISED.format(reasons, applicant.place))
+        if alike := applicant.told_alike():
+            warnings.append(alike)
+    return warnings
 
 
 def dry_run(
@@ -119,56 +140,47 @@ def dry_run(
     """
     privacy = runnable(privacy, run)
     with open_run(algorithm, privacy, run, console) as opened:
-        plan, _, _, _, engine, task, params, strategy, _ = plan_run(opened, dry_run=True)
-        update, averaged = update_of(opened.run, plan.num_steps), bool(opened.run.ema)
-        estimate = cost(engine, task, params, plan, strategy, update, config, averaged=averaged)
+        prepared = prepare_run(opened, dry_run=True)
+        show(prepared)
+        estimate = cost(prepared, config)
         console.rows(cost_rows(estimate))
-        return {**plan.as_dict(), **estimate}
+        return {**prepared.plan.as_dict(), **estimate}
 
 
 def rehearse(algorithm: Algorithm, privacy: PrivacyConfig, run: RunConfig) -> None:
-    """Plan a trial of a private selection, unseen: what would refuse it refuses it here. Nothing is
+    """Prepare a trial of a private selection: what would refuse it refuses it here. Nothing is
     trained, written or paid for.
 
     Raises: ConfigError, EngineError: as in a training.
     """
     privacy = runnable(privacy, run)
     with speaking("quiet"):
-        console = Unheard()
+        console = Console()
     run = computed_by(run, strategy="scan")  # which is not tried
-    with open_run(algorithm, privacy, run, console) as opened:
-        plan_run(opened, counted=False, trial=True, dry_run=True)
+    with open_run(algorithm, privacy, run, console, purpose=Purpose.TRIAL) as opened:
+        prepare_run(opened, dry_run=True)
 
 
-def cost(
-    worker: Engine,
-    task: Task,
-    params: Any,
-    plan: Plan,
-    strategy: Strategy,
-    transformation: optax.GradientTransformation,
-    config: EngineConfig,
-    *,
-    averaged: bool,
-) -> dict[str, Any]:
+def cost(prepared: PreparedRun, config: EngineConfig) -> dict[str, Any]:
     """Estimate seconds and bytes of the steps of a plan from a trial on made-up rows here.
 
     Args:
-      worker: engine of this process, with its task.
+      prepared: a run with the engine of this process.
       config: the engine to estimate for; its workers are assumed to be like this process.
-      averaged: the run also keeps an average of the parameters.
     Returns: num_workers; step_seconds, seconds; worker_bytes, driver_bytes.
     Raises: ConfigError: not even a few units fit in memory here.
     """
+    plan, params, run = prepared.plan, prepared.params, prepared.opened.run
+    transformation, averaged = update_of(run, plan.num_steps), bool(run.ema)
     units = min(TRIAL_UNITS, plan.expected_count)
     rows = np.arange(units * plan.budget // plan.expected_count).reshape(units, -1)
     state = jax.eval_shape(transformation.init, params)
     workers = _workers(config)
-    trial = worker.try_strategy(params, rows, plan.clip, strategy)
+    trial = prepared.engine.try_strategy(params, rows, plan.clip, prepared.strategy)
     if trial.fault:
-        raise ConfigError.of("strategy", strategy, f"one that fits here: {trial.fault}")
+        raise ConfigError.of("strategy", prepared.strategy, f"one that fits here: {trial.fault}")
     step_s = trial.seconds / len(rows) * plan.expected_count / workers
-    trained, frozen = _num_bytes(params), _num_bytes(task.frozen)
+    trained, frozen = _num_bytes(params), _num_bytes(prepared.task.frozen)
     return {
         "num_workers": workers,
         "step_seconds": step_s,

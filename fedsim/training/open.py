@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from enum import StrEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,6 +39,31 @@ from fedsim.run import (
     make_task,
     model_sha256,
 )
+
+
+class Purpose(StrEnum):
+    """What a run is for: it decides what is counted, who may see metrics, and what is evaluated."""
+
+    TRAIN = "train"
+    """A model to release."""
+    AUDIT = "audit"
+    """A training with planted canaries."""
+    TRIAL = "trial"
+    """A trial of a private selection, which the budget ledger counts in its place."""
+    TRIAL_WITHOUT_LOSSES = "trial-without-losses"
+    """A trial whose held-out users are evaluated later, with noise."""
+    REPLAY = "replay"
+    """The steps of a run once more, to compare their bits; nothing new is released."""
+
+    @property
+    def is_trial(self) -> bool:
+        """True for a trial."""
+        return self in (Purpose.TRIAL, Purpose.TRIAL_WITHOUT_LOSSES)
+
+    @property
+    def is_counted(self) -> bool:
+        """True if the budget ledger counts the run, and others may see what it releases."""
+        return self in (Purpose.TRAIN, Purpose.AUDIT)
 
 
 class Source(Protocol):
@@ -81,6 +107,7 @@ class Plant(Protocol):
 class OpenRun:
     """A run with its data, key and identity; call `start_engine` and then `begin`."""
 
+    purpose: Purpose
     settings: PrivacyConfig
     run: RunConfig
     data: Dataset
@@ -94,7 +121,6 @@ class OpenRun:
     source: Source | None
     plant: Plant | None
     _stack: ExitStack
-    _started: tuple[Engine, Task, Any] | None = None
 
     @property
     def algorithm(self) -> Algorithm:
@@ -102,16 +128,11 @@ class OpenRun:
         return Algorithm(self.identity.algorithm)
 
     def start_engine(self) -> tuple[Engine, Task, Any]:
-        """Start the workers, once.
+        """Start the workers.
 
         Returns: (engine, whose workers may still be starting; task; initial parameters).
         Raises: ConfigError: data and model do not fit, or there is no room for the workers.
         """
-        if self._started is None:
-            self._started = self._start()
-        return self._started
-
-    def _start(self) -> tuple[Engine, Task, Any]:
         engine.remember_programs()
         create = self._stack.enter_context(engine.starting(self.run.engine))  # meanwhile, the task
         fresh = SecretKey.create(self.key.seed or 0).jax_key("init")  # public, as theta^0 is
@@ -171,16 +192,15 @@ def open_run(
     run: RunConfig,
     console: Console,
     *,
+    purpose: Purpose = Purpose.TRAIN,
     source: Source | None = None,
     plant: Plant | None = None,
-    held_out: bool = True,
 ) -> Iterator[OpenRun]:
     """Find a run's data, model and key, and lock its directory if it exists, until the end.
 
     Args:
       source: data and task, instead of those that the settings name.
       plant: what an audit puts into the run.
-      held_out: False: leave the held-out users out; they are evaluated without noise.
     Raises: ConfigError: a mistake in the settings, or a resumed run would differ from its start.
       FileDamaged: what is there of the run, or its data, is not what it was.
     """
@@ -210,11 +230,12 @@ def open_run(
         identity = Identity(algorithm, sha256, key.seal(data.train.fingerprint), reduction, adapter)
         if stored:
             directory.expect_same(stored, StoredRun(identity, settings, run))
-        if not held_out:
+        # A strict run touches held-out users for a price, or not at all.
+        unpriced = run.strict and settings.eval_epsilon is None
+        if unpriced or purpose == Purpose.TRIAL_WITHOUT_LOSSES:
             data = dataclasses.replace(data, eval_users=None)
-        yield OpenRun(
-            settings, run, data, model, key, identity, stored, console, source, plant, stack
-        )
+        about = (settings, run, data, model, key, identity, stored, console, source, plant)
+        yield OpenRun(purpose, *about, stack)
 
 
 def key_context(

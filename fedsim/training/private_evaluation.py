@@ -108,7 +108,7 @@ def begin_noisy_evaluate(
 
 
 @dataclasses.dataclass(frozen=True)
-class Counted:
+class Booking:
     """Entries of a run in the budget ledger: for its training users, and for its held-out users."""
 
     applicants: list[tuple[Applicant, Entry]]
@@ -118,7 +118,7 @@ class Counted:
     @classmethod
     def of(
         cls, applicant: Applicant, entry: Entry, plan: Plan, data: Dataset, key: SecretKey
-    ) -> "Counted":
+    ) -> "Booking":
         """Make the entries of a run and of its evaluations. Args: key: the run's own."""
         applicants, how = [(applicant, entry)], plan.evaluations
         if how is not None:

@@ -9,7 +9,7 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from fedsim import accounting
 from fedsim.accounting import at_most
 from fedsim.config import as_dict, to_json
-from fedsim.engine import Stats
+from fedsim.engine import Stats, versions
 from fedsim.errors import ConfigError
 from fedsim.evaluate import VALIDATION, begin_evaluate, headline
 from fedsim.files import write_json
@@ -31,6 +31,7 @@ from fedsim.run import (
     Metrics,
     OtherBits,
     State,
+    StoredRun,
     checkpoint,
     claimed_epsilon,
     directory,
@@ -42,9 +43,9 @@ from fedsim.run import (
     save,
 )
 from fedsim.signals import stop_signals
-from fedsim.training.callbacks import Callback, Calls
+from fedsim.training.callbacks import Calls
 from fedsim.training.loggers import LoggedRun, open_loggers
-from fedsim.training.open import OpenRun, phase_of
+from fedsim.training.open import Purpose, phase_of
 from fedsim.training.optimizers import (
     Diverged,
     averaged,
@@ -53,7 +54,7 @@ from fedsim.training.optimizers import (
     update_of,
     updater,
 )
-from fedsim.training.planned import PlannedRun
+from fedsim.training.prepare import PreparedRun
 from fedsim.training.private_evaluation import begin_noisy_evaluate
 
 MOST_LOSS = 1000.0  # times the first one, or nats: nothing comes of a training beyond
@@ -63,32 +64,20 @@ MOST_GROWTH = 100.0  # times the largest parameter at the start, or 1; likewise
 class Trainer:
     """One run, from its first or its next step to its last."""
 
-    def __init__(
-        self,
-        opened: OpenRun,
-        planned: PlannedRun,
-        host: str,
-        other_bits: str = "",
-        replays: bool = False,
-        callbacks: Sequence[Callback] = (),
-        elsewhere: bool = False,
-    ):
-        """
-        Args:
-          host: hardware of the workers.
-          other_bits: reason why a repeated step may have other bits; empty if it has the same.
-          replays: steps are only repeated to compare them with what was released.
-          callbacks: called between the steps.
-          elsewhere: this process, and not only one before it, may have other bits.
-        """
-        self.plan, self.method, self.engine = planned.plan, planned.method, planned.engine
-        self.strategy, self.params, self.counted = planned.strategy, planned.params, planned.counted
+    def __init__(self, prepared: PreparedRun, stored: StoredRun):
+        """Args: stored: the run as it was started."""
+        opened = prepared.opened
+        self.plan, self.method, self.engine = prepared.plan, prepared.method, prepared.engine
+        self.strategy, self.params = prepared.strategy, prepared.params
+        self.booking, self.calls = prepared.booking, Calls(prepared.callbacks, prepared.plan)
         self.run, self.data, self.key = opened.run, opened.data, opened.key
         self.console, self.plant = opened.console, opened.plant
-        self.resumed = opened.stored is not None
-        self.host, self.other_bits, self.elsewhere = host, other_bits, elsewhere
-        self.first_host = (opened.stored and opened.stored.host) or host
-        self.replays, self.calls = replays, Calls(callbacks, self.plan)
+        self.resumed, self.replays = opened.stored is not None, opened.purpose == Purpose.REPLAY
+        self.host = self.engine.host(self.params)
+        self.first_host = stored.host or self.host
+        # A repeated step may have other bits in this process, or had in one before.
+        self.elsewhere = directory.other_bits(stored, versions(), self.host)
+        self.other_bits = self.elsewhere or released.elsewhere(self.run.run_dir)
         self.written: deque[int] = deque()
         self.told_dropped = False
         sigma = self.plan.noise_multiplier
@@ -115,6 +104,11 @@ class Trainer:
             average=self.params if self.run.ema else None,
             clip_norm=self.plan.clip_norm,
         )
+        if self.resumed and self.other_bits:
+            self.console.warn(
+                f"a step that is run again may have other bits: {self.other_bits}: then what it "
+                "released is taken as it was kept, or left out"
+            )
         state = restored(self.run.run_dir, state, self.console)
         settings = directory.config_sha256(self.run.run_dir)
         seal = self.key.seal("ledger")
@@ -131,7 +125,7 @@ class Trainer:
             self.calls.add(loggers)
             self.calls.begin(state.step)
             # Everything that is there of the run is in order: now it is counted.
-            with self.counted.admitted() if self.counted else nullcontext():
+            with self.booking.admitted() if self.booking else nullcontext():
                 if state.step < self.plan.num_steps:  # a summary of fewer steps than released
                     (self.run.run_dir / directory.SUMMARY).unlink(missing_ok=True)
                 self._steps(state, ledger, metrics)

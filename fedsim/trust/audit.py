@@ -26,7 +26,7 @@ from fedsim.models import LanguageModelTask
 from fedsim.plan import ADJACENCY, Fact, claimed_phases, in_words
 from fedsim.run import Console, checkpoint, directory, find_model, ledger, load_data
 from fedsim.sampling import examples_per_user, graph_of, median_group_size
-from fedsim.training import train
+from fedsim.training import Purpose, train
 from fedsim.trust.bounds import Claim, audit_curve, audit_independent, curve_claim
 from fedsim.trust.canaries import POOLS, Planted, coins
 from fedsim.trust.noise_audit import audit_noise
@@ -82,7 +82,7 @@ def audit(
     ours = {name: changes.pop(name) for name in OF_PRIVACY & changes.keys()}
     privacy, run = dataclasses.replace(privacy, **ours), changed_run(run, **changes)
     planted = plant(algorithm, settings, privacy, run.seed)
-    summary = train(algorithm, privacy, run, console, plant=planted)
+    summary = train(algorithm, privacy, run, console, purpose=Purpose.AUDIT, plant=planted)
     if summary["steps_done"] < summary["num_steps"]:
         console.note("an audit cannot be resumed: to finish it, start it again in a new directory")
     newest, plan = checkpoint.latest(run.run_dir), directory.load(run.run_dir).plan

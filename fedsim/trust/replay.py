@@ -15,7 +15,7 @@ from fedsim.engine import versions
 from fedsim.errors import ConfigError
 from fedsim.run import checkpoint, directory, ledger
 from fedsim.signals import removed_at_end
-from fedsim.training import FILE as EVALUATIONS, Evaluated, train
+from fedsim.training import FILE as EVALUATIONS, Evaluated, Purpose, train
 from fedsim.trust.evidence import Evidence, Interrupted, Unknown, Violated
 
 
@@ -57,7 +57,7 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
         run = dataclasses.replace(evidence.run, run_dir=copy)
         try:
             settings = evidence.plan.algorithm, evidence.privacy, run, evidence.console
-            again = train(*settings, count=False)  # not counted: all of it was released before
+            again = train(*settings, purpose=Purpose.REPLAY)
         except ledger.OtherBits as error:
             if moved := _moved(evidence):
                 raise Unknown(f"cannot tell: other bits than the ledger has, and {moved}") from None

@@ -286,7 +286,7 @@ def _budget(evidence: Evidence) -> str:
     run = str(evidence.lines[0]["head"].get("key_seal"))
     plan, event = evidence.plan, evidence.plan.event()
     planned = None if event is None else [*plan.before, (event, plan.num_steps)]
-    return counted(evidence.run_dir, run, plan.label, planned)
+    return counted(evidence.run_dir, run, plan.reasons, planned)
 
 
 def _data(evidence: Evidence) -> str:

@@ -29,7 +29,7 @@ from fedsim.plan import (
 )
 from fedsim.run import directory
 from fedsim.sampling import graph_of
-from fedsim.training import facts_of_start, runnable
+from fedsim.training import Purpose, facts_of_start, runnable
 
 METRIC = "eval/loss"
 
@@ -45,10 +45,7 @@ class Job:
     settings: dict[str, Any]
     """The given settings, in JSON's types."""
     log: Path
-    trial: bool = False
-    """True for a trial of a private selection."""
-    held_out: bool = True
-    """True if it is evaluated on held-out users without noise."""
+    purpose: Purpose = Purpose.TRAIN
 
     @property
     def summary(self) -> dict[str, Any] | None:

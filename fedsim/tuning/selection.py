@@ -48,7 +48,7 @@ from fedsim.keys import FILE as KEY, SecretKey
 from fedsim.models import PRESETS, peft_files
 from fedsim.noise import noisy_mean_loss
 from fedsim.run import Console, directory, find_model, load_data, model_sha256, speaking
-from fedsim.training import Diverged, largest_loss, rehearse, train, user_losses
+from fedsim.training import Diverged, Purpose, largest_loss, rehearse, train, user_losses
 from fedsim.tuning.pricing import METRIC, Job, Priced, Selection, price, sentences
 
 RUNS, LOGS = "runs", "logs"
@@ -157,8 +157,7 @@ def outcomes_of(jobs: Sequence[Job]) -> Iterator[tuple[Job, FedsimError | None]]
                     job.privacy,
                     job.run,
                     console,
-                    trial=job.trial,
-                    held_out=job.held_out,
+                    purpose=job.purpose,
                 )
             except FedsimError as error:
                 console.note(f"fedsim: error: {error}")
@@ -339,14 +338,13 @@ def _trials(jobs: Sequence[Job], priced: Priced, out: Path, key: SecretKey) -> l
     if not priced.all_once:
         drawn = rng.integers(0, len(jobs), draw_trials(priced.event, rng)).tolist()
     trials, public = [], priced.evaluations is None
+    purpose = Purpose.TRIAL if public else Purpose.TRIAL_WITHOUT_LOSSES
     for number, choice in enumerate(drawn):
         # Names do not reveal the order: the chosen settings are public, their number is not.
         name, job = key.seal(f"trial {number}")[:16], jobs[choice]
         run = changed_run(job.run, run_dir=(out / RUNS / name).absolute(), limit_epsilon=None)
         log = (out / LOGS / f"{name}.txt").absolute()
-        trials.append(
-            dataclasses.replace(job, name=name, run=run, log=log, trial=True, held_out=public)
-        )
+        trials.append(dataclasses.replace(job, name=name, run=run, log=log, purpose=purpose))
     return trials
 
 

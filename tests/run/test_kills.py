@@ -25,7 +25,7 @@ from fedsim.run.console import Console
 from fedsim.trust.verify import verify
 
 PHASES = {
-    "calibration": ("fedsim.training.planned", "make_plan"),
+    "calibration": ("fedsim.training.prepare", "make_plan"),
     "draw": ("fedsim.sampling.sampler", "Poisson.draw"),
     "step": ("fedsim.engine.engine", "Engine.clipped_sum"),
     "checkpoint": ("fedsim.models.weights", "write_with"),

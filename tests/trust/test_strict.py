@@ -1,7 +1,9 @@
 """The run without a footnote: before its first noisy number, no byte depends on a user's texts."""
 
 import dataclasses
+import itertools
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,16 +13,18 @@ from test_cli import texts, train_args  # noqa: F401
 from fedsim.cli.main import main
 from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.data import Dataset, UserStore
+from fedsim.engine import EngineError
+from fedsim.errors import FedsimError, FileDamaged
 from fedsim.keys import SecretKey
 from fedsim.plan import ALL_COVERED, Fact, Plan, Stated, defaults, ledger_head, planner
 from fedsim.run import Console, directory
 from fedsim.sampling import median_group_size, rank_error
-from fedsim.training import Callback, launch, open, planned
-from fedsim.training.launch import launch as begin
-from fedsim.training.planned import plan_run
-from fedsim.trust import card_of
+from fedsim.training import Callback, open, prepare
+from fedsim.training.launch import launch as begin, show
+from fedsim.training.prepare import expect_nothing_outside, prepare_run
 from fedsim.trust.claim import Released
 from fedsim.trust.evidence import Violated
+from fedsim.trust.report import card_of
 from fedsim.trust.verify import _outside, verify
 
 KEY = SecretKey(b"\1" * 32, None, b"\2" * 32)
@@ -46,23 +50,22 @@ def published(algorithm, data, place, monkeypatch, capfd, *, callbacks=(), **fla
     monkeypatch.setattr(
         open.SecretKey, "create", lambda seed=None, *_: KEY if seed is None else real(seed)
     )
-    run_names = {"strict", "seed", "log_to", "log_non_private", "tokenizer"}
-    run_names |= {"strategy", "rows_per_pass"}
+    run_names = {"strict", "seed", "log_to", "log_non_private", "tokenizer", "strategy"}
+    run_names |= {"rows_per_pass", "limit_epsilon", "spend_rest", "budget_ledger"}
     of_run = {name: flags.pop(name) for name in run_names & flags.keys()}
-    run = run_config(
-        data="made up", run_dir=place / "run", model="micro", engine="local",
-        **{"strategy": "scan", "rows_per_pass": 1, **of_run, "log_to": of_run.get("log_to", ())},
-        budget_ledger=place / "budget",
-    )  # fmt: skip
+    defaults_ = {"strategy": "scan", "rows_per_pass": 1, "log_to": ()}
+    of_run = {**defaults_, "budget_ledger": place / "budget", **of_run}
+    run = run_config(data="made up", run_dir=place / "run", model="micro", engine="local", **of_run)
     privacy = PrivacyConfig(**{"epsilon": 8.0, "num_steps": 4, "batch_size": 8, **flags})
     capfd.readouterr()
     with open.open_run(algorithm, privacy, run, Console()) as opened:
-        plan = plan_run(opened, callbacks=callbacks)
-        begin(opened, plan)
+        prepared = prepare_run(opened, callbacks=callbacks)
+        show(prepared)
+        begin(prepared)
     shown = capfd.readouterr().err
     config = json.loads((run.run_dir / "config.json").read_text())
     # Seals are keyed: whoever has not the key cannot tell them from random bits.
-    plan, sealed = plan.plan, [plan.plan.data_seal, plan.plan.drawn_once]
+    plan, sealed = prepared.plan, [prepared.plan.data_seal, prepared.plan.drawn_once]
     assert plan.seeded or plan.data_seal == KEY.seal(data.train.fingerprint)
     plan = dataclasses.replace(plan, data_seal="", drawn_once="")
     head = ledger_head(plan, config_sha256="", key_seal="")
@@ -131,33 +134,77 @@ def test_of_too_few_users_els_takes_a_public_group_size(pair):
     assert one == other and plan.group_size == 2 and plan.group_size_epsilon is None
 
 
+REFUSED = {
+    "no held-out users": ({"eval_epsilon": 1.0}, "eval_epsilon"),
+    "noise that takes all of delta": ({"epsilon": 300.0}, "epsilon"),
+    "too much memory": ({"strategy": "direct", "rows_per_pass": 999999}, "strategy"),
+    "no place for the ledger": ({"budget_ledger": Path("/dev/null/ledger")}, "budget_ledger"),
+    "more than the limit": ({"limit_epsilon": 7.0}, "limit_epsilon"),
+    "less than one step within the limit": (
+        {"limit_epsilon": 0.6, "spend_rest": True},
+        "limit_epsilon",
+    ),
+    "less than one turn of all groups within the limit": (
+        {"limit_epsilon": 4.0, "spend_rest": True, "noise": "correlated", "bands": 4},
+        "limit_epsilon",
+    ),
+    "a footnote": ({"strict": True, "seed": 3}, "seed"),
+}
+BROKEN = {
+    "damaged data": ("fedsim.data.UserStore.check", FileDamaged),
+    "workers that do not start": ("fedsim.training.prepare.wait_for", EngineError),
+    "workers that end": ("fedsim.training.prepare.choose_strategy", EngineError),
+    "more steps' cost than planned": ("fedsim.training.prepare.expect_affordable", FedsimError),
+    "no plan": ("fedsim.training.prepare.make_plan", FedsimError),
+}
+
+
+@pytest.fixture
+def nothing_is_drawn(tmp_path, monkeypatch):
+    """No private draw is made, and neither ledger nor run are written."""
+    drawn = []
+    monkeypatch.setattr(defaults, "private_median", lambda *_: drawn.append(1) or 3)
+    yield
+    assert not drawn and not (tmp_path / "budget").exists() and not (tmp_path / "run").exists()
+
+
 @pytest.mark.privacy
-@pytest.mark.parametrize(
-    "says, flags",
-    [
-        ("eval_epsilon", {"eval_epsilon": 1.0}),
-        ("epsilon", {"epsilon": 300.0}),
-        ("strategy", {"strategy": "direct", "rows_per_pass": 999999}),
-    ],
-)
-def test_a_mistake_is_found_before_the_draw_of_a_group_size_is_paid(
-    says, flags, tmp_path, monkeypatch, capfd
-):
+@pytest.mark.usefixtures("nothing_is_drawn")
+@pytest.mark.parametrize("case", REFUSED)
+def test_who_is_refused_has_paid_for_no_draw(case, tmp_path, monkeypatch, capfd):
+    flags, field = REFUSED[case]
     flags = {"group_size_epsilon": 0.5, **flags}
-    with refuses(says):
+    with refuses(field):
         published("els", data_with([[7, 8]]), tmp_path, monkeypatch, capfd, **flags)
-    assert not (tmp_path / "budget").exists() and not (tmp_path / "run").exists()
 
 
 @pytest.mark.privacy
-def test_who_has_enough_texts_is_a_footnote_with_which_a_run_is_verified(tmp_path, monkeypatch):
-    rules = {"rules": {"min_examples": 3}}
-    data = dataclasses.replace(data_with([[7, 8]]), metadata=rules)
-    _, facts = defaults.complete(Algorithm.ULS, PrivacyConfig(8.0, 4, batch_size=8), data)
-    assert Stated(Fact.MIN_EXAMPLES, "3") in facts
-    data = dataclasses.replace(data, metadata={"settings": {"skip_unknown": True}})
-    _, facts = defaults.complete(Algorithm.ULS, PrivacyConfig(8.0, 4, batch_size=8), data)
-    assert Stated(Fact.SKIP_UNKNOWN) in facts
+@pytest.mark.usefixtures("nothing_is_drawn")
+@pytest.mark.parametrize("case", BROKEN)
+def test_neither_has_a_run_that_something_else_ends(case, tmp_path, monkeypatch, capfd):
+    name, error = BROKEN[case]
+
+    def broken(*_, **__):
+        raise error(case)
+
+    monkeypatch.setattr(name, broken)
+    with pytest.raises(error, match=case):
+        data = data_with([[7, 8]])
+        published("els", data, tmp_path, monkeypatch, capfd, group_size_epsilon=0.5)
+
+
+@pytest.mark.privacy
+def test_a_draw_is_paid_before_it_is_made(tmp_path, monkeypatch, capfd):
+    """A run that is killed by it counts."""
+
+    def draw(*_):
+        assert (tmp_path / "budget").exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(defaults, "private_median", draw)
+    with pytest.raises(KeyboardInterrupt):
+        data = data_with([[7, 8]])
+        published("els", data, tmp_path, monkeypatch, capfd, group_size_epsilon=0.5)
 
 
 def count_of_texts(privacy, users):
@@ -268,29 +315,24 @@ def test_plan_verify_and_card_name_each_fact_whatever_its_words(
 
 
 @pytest.mark.privacy
-def test_held_out_users_are_touched_for_a_price_or_not_at_all(tmp_path, monkeypatch, capfd):
+def test_held_out_users_are_touched_for_a_price_or_not_at_all(tmp_path, monkeypatch):
+    users = data_with([[7, 8]]).train
+    monkeypatch.setattr(open, "load_data", lambda *_: Dataset(users, eval_users=users))
     seen = []
-
-    def opening(*args, held_out, **_):
-        seen.append(held_out)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(launch, "open_run", opening)
-    run = run_config(data="x", run_dir=tmp_path, strict=True, log_to=())
-    for priced in ({}, {"eval_epsilon": 1.0}):
-        privacy = PrivacyConfig(8.0, 4, **priced)
-        for settings in (run, dataclasses.replace(run, strict=False)):
-            with pytest.raises(KeyboardInterrupt):
-                launch.train(Algorithm.ULS, privacy, settings, Console())
-    assert seen == [False, True, True, True]
+    for strict, priced in itertools.product((False, True), (None, 1.0)):
+        run = run_config(data="x", run_dir=tmp_path, strict=strict, model="micro", log_to=())
+        privacy = PrivacyConfig(8.0, 4, eval_epsilon=priced)
+        with open.open_run(Algorithm.ULS, privacy, run, Console()) as opened:
+            seen.append(opened.data.eval_users is not None)
+    assert seen == [True, True, False, True]
 
 
 def test_no_plan_with_a_footnote_is_strict(pair):
     *_, plan = pair(Algorithm.ULS, [])
-    planned.expect_nothing_outside(plan)
+    expect_nothing_outside(plan)
     named = Stated(Fact.CALLBACK, "Reader")
     with refuses("strict=True", says=str(named)):
-        planned.expect_nothing_outside(dataclasses.replace(plan, non_private=(named,)))
+        expect_nothing_outside(dataclasses.replace(plan, non_private=(named,)))
 
 
 def trained(texts, run_dir, capsys, algorithm, *more, **flags):  # noqa: F811
@@ -357,7 +399,7 @@ def test_verify_looks_for_footnotes_itself(
     monkeypatch,
 ):
     with monkeypatch.context() as patch:
-        patch.setattr(planned, name, planted)
+        patch.setattr(prepare, name, planted)
         assert ALL_COVERED in trained(texts, run_dir, capsys, "els", epsilon=40, **flags)
     check = outside(run_dir)
     assert check.holds is False and says in check.found

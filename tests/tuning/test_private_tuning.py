@@ -13,7 +13,7 @@ from fedsim.clipping.step_releases import AdaptiveClip, NoisyLoss
 from fedsim.run import ledger, metrics
 from fedsim.run.console import Console
 from fedsim.sampling.contributions import GRID
-from fedsim.training import planned, private_evaluation
+from fedsim.training import prepare, private_evaluation
 
 
 def trained(algorithm, texts, run_dir, capsys, *more, **flags):  # noqa: F811
@@ -45,7 +45,7 @@ def test_a_private_group_size_is_part_of_epsilon(texts, run_dir, capsys, monkeyp
     with monkeypatch.context() as patch:
         shown = []
         patch.setattr(Console, "plan", lambda *_: shown.append("plan"))
-        patch.setattr(planned, "count_at_once", lambda *_: shown.append("counted"))
+        patch.setattr(prepare, "count_at_once", lambda *_: shown.append("counted"))
         patch.setattr(private_evaluation, "admitted", lambda *_: nullcontext())
         trained("els", texts, run_dir.with_name("other"), capsys, group_size_epsilon=0.5)
         assert shown == ["counted", "plan"]
