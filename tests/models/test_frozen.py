@@ -141,7 +141,7 @@ def test_a_run_with_frozen_weights_is_evaluated_and_exported_as_it_was_trained(
     dtype, place, tmp_path, capsys
 ):
     model, wide, texts, _ = place
-    flags = {"data": texts, "lora_rank": 2, "lora_layers": "query,down", "frozen_dtype": dtype}
+    flags = {"data": texts, "lora_rank": 2, "lora_modules": "query,down", "frozen_dtype": dtype}
     found = command("train", "uls", run_dir=tmp_path / "run", model=model, **flags)
     stored = load(tmp_path / "run")
     assert stored.model["lora"]["frozen"] == ("bfloat16" if dtype == "stored" else dtype)
