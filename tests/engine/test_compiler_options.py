@@ -123,9 +123,9 @@ class Linear(fedsim.Task):
 where = pathlib.Path(sys.argv[1])
 try:
     run = fedsim.train(
-        "uls", task=Linear(), data=np.arange(400), epsilon=4, delta=1e-6, num_steps=1, batch_size=400,
-        optimizer="sgd", learning_rate=1.0, clip_norm=1.0, engine="local", strategy="scan",
-        rows_per_pass=1, run_dir=where / "run", budget_ledger=where / "ledger",
+        "uls", task=Linear(), data=np.arange(400), epsilon=4, delta=1e-6, num_steps=1,
+        batch_size=400, optimizer="sgd", learning_rate=1.0, clip_norm=1.0, engine="local",
+        strategy="scan", rows_per_pass=1, run_dir=where / "run", budget_ledger=where / "ledger",
     )
 except fedsim.ConfigError as error:
     sys.exit(str(error))
