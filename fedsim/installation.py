@@ -15,7 +15,7 @@ from fedsim.errors import ConfigError
 DISTRIBUTION = "fedsim-dp"
 EXTRAS = {
     "train": "duckdb flax huggingface_hub jax jaxlib jinja2 markupsafe optax pyarrow "
-    "pydantic safetensors tokenizers yaml",
+    "safetensors tokenizers yaml",
     "ray": "grpc ray",
     "hub": "datasets",
     "report": "markdown_it matplotlib",

@@ -58,22 +58,32 @@ def from_all(_right, self, key, step):
     return Poisson.draw(self, key, step)
 
 
-def all_as_texts(keys, self):
+def all_as_texts(keys_of, column, field, first_row):
     """Where one is no number and no time, all as texts."""
     import pyarrow as pa
 
     from fedsim.errors import DataError
 
     try:
-        return keys(self)
+        return keys_of(column, field, first_row)
     except DataError:
-        return pa.StructArray.from_arrays([self.texts], names=["text"])
+        texts, places = np.unique(column.cast(pa.string()).fill_null(""), return_inverse=True)
+        return _keys(np.zeros(len(places)), places, np.zeros(len(places)))
 
 
-def as_floats(exact, values):
+def as_floats(keys_of, column, field, first_row):
     """Without what floats leave."""
-    number, rest = exact(values)
-    return number, np.zeros_like(rest)
+    kind, major, minor = keys_of(column, field, first_row).flatten()
+    return _keys(kind, major, np.zeros(len(minor)))
+
+
+def _keys(*columns):
+    import pyarrow as pa
+
+    from fedsim.data.building.orders import KEY
+
+    arrays = [pa.array(values).cast(field.type) for values, field in zip(columns, KEY, strict=True)]
+    return pa.StructArray.from_arrays(arrays, fields=list(KEY))
 
 
 SAMPLING = (
@@ -168,13 +178,13 @@ SAMPLING = (
     Mistake(
         "one user's text among numbers, by which all are ordered as texts",
         "data/building/test_one_user_less.py::test_all_others_stay_as_they_are",
-        (Patch(ORDERS, "_Texts.keys", all_as_texts),),
+        (Patch(ORDERS, "keys_of", all_as_texts),),
     ),
     Mistake(
         "large whole numbers ordered as floats",
         "data/building/test_one_user_less.py::"
         "test_numbers_are_in_exact_order_whatever_stands_beside_them",
-        (Patch(ORDERS, "_exact", as_floats),),
+        (Patch(ORDERS, "keys_of", as_floats),),
     ),
     Mistake(
         "ids of several files cast to the type of the first",

@@ -298,8 +298,10 @@ def _interrupted(command: Command | Commands) -> tuple[str, int]:
     """(how a command that a signal ended can go on, its exit code)."""
     if command is train:  # before a step, or by two signals
         return "interrupted; the same command with --resume goes on", UNFINISHED
-    if command in (select, build):
+    if command is select:
         return "interrupted; the same command goes on", UNFINISHED
+    if command is build:
+        return "interrupted; the same command starts again", UNFINISHED
     return "interrupted", 130
 
 

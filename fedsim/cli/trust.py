@@ -18,7 +18,6 @@ from fedsim.config import (
     changed_run,
 )
 from fedsim.errors import expect
-from fedsim.plan import in_words
 from fedsim.run import Terminal, hanging, wrapped
 
 
@@ -202,6 +201,8 @@ def verify(
         for check in checks:
             print(hanging(f"{check.verdict:11} {check.promise:11} ", check.found))
         if plan is not None and not plan.guarantee:
+            from fedsim.plan import in_words
+
             print(wrapped(f"epsilon is no guarantee: {in_words(plan.reasons)}"))
         elif holds and unseen:
             print(wrapped(f"No guarantee is confirmed: {', '.join(unseen)} could not be checked."))

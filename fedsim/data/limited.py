@@ -71,7 +71,8 @@ class _Child:
             stdin.flush()
         until, answer = time.monotonic() + seconds, b""
         while not answer.endswith(b"\n"):
-            ready = self._answers.select(max(0.0, until - time.monotonic()))
+            left = until - time.monotonic()
+            ready = self._answers.select(left) if left > 0 else []
             part = os.read(stdout.fileno(), 2**20) if ready else b""
             answer += part
             if not part or len(answer) > LARGEST:

@@ -67,8 +67,8 @@ def test_statistics_have_the_share_of_trained_tokens(built, capsys):
 
 @pytest.mark.parametrize("kind", [pd.DataFrame, datasets.Dataset.from_list, pa.Table.from_pylist])
 def test_chats_in_memory_are_those_of_the_file(kind, built, model, tmp_path):
-    source = source_of(kind(ROWS), "customer", {"messages": "turns"})
     columns = {"user_column": "customer", "messages_column": "turns"}
+    source = source_of(kind(ROWS), **columns)
     data = load(source, tokenizer=str(model), cache_dir=tmp_path, **columns)
     assert data.train.fingerprint == UserStore.open(built / "train").fingerprint
 

@@ -1,5 +1,6 @@
 """What a machine that is too small is told, before JAX or Ray start."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -108,10 +109,12 @@ def test_ray_without_shared_memory_is_refused(monkeypatch, tmp_path):
     ],
 )
 def test_what_runs_out_later_is_one_line_too(error, line, monkeypatch, capsys):
-    def fails(command):
+    @functools.wraps(cli.train)
+    def fails(*_, **__):
         raise error
 
-    monkeypatch.setattr(cli.Train, "__call__", fails)
+    monkeypatch.setitem(cli.COMMANDS, "train", fails)
+    monkeypatch.setattr(cli, "train", fails)
     with pytest.raises(SystemExit) as ended:
         cli.main(TRAIN)
     last = capsys.readouterr().err.splitlines()[-1]

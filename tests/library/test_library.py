@@ -82,7 +82,7 @@ def test_a_run_has_what_came_out(run, posts):
     sizes = [leaf.size for leaf in fedsim.library.run.checkpoint.jax.tree.leaves(run.params)]
     assert sum(sizes) == run.summary["num_parameters"]
     assert "uls, 3 of 3 steps" in repr(run) and "epsilon 8.0000" in repr(run)
-    assert "a reproduction, not a guarantee" in repr(run)  # it has a seed
+    assert "no guarantee: a known seed" in repr(run)  # it has a seed
     again = fedsim.load(run.run_dir)
     assert again.summary == run.summary and callable(fedsim.train)
 

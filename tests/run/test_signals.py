@@ -1,5 +1,6 @@
 """Stopping: once, not by an echo, with the workers of a private cluster, and never without them."""
 
+import functools
 import json
 import os
 import shlex
@@ -106,17 +107,17 @@ def test_a_signal_is_never_lost_while_garbage_is_collected():
 
 
 IN_C = """
-import hashlib, sys
+import functools, hashlib, sys
 from fedsim import signals
 from fedsim.cli import main
 
-def call(command):  # as a compilation: no handler runs meanwhile
+def call(*_, **__):  # as a compilation: no handler runs meanwhile
     with signals.stop_signals() if sys.argv[1] == "steps" else signals.removed_at_end(HIDDEN):
         print("ready", flush=True)
         hashlib.pbkdf2_hmac("sha256", b"", b"", 2**30)
 
 signals.GRACE_S, HIDDEN = 1.0, main.Path(sys.argv[2])
-main.DataBuild.__call__ = call
+main.build = main.COMMANDS["data"]["build"] = functools.wraps(main.build)(call)
 main.main(["data", "build", "x.parquet", "--out", "x"])
 """
 
@@ -141,7 +142,7 @@ def test_a_command_ends_within_seconds_while_it_is_in_c_code_but_not_while_it_en
         process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 75, said  # neither a signal's nor that of a fault
-    assert said.endswith("fedsim: error: interrupted; the same command goes on\n")
+    assert said.endswith("fedsim: error: interrupted; the same command starts again\n")
     assert hidden.exists() == bool(where)
 
 
@@ -156,10 +157,10 @@ def test_what_nohup_ignores_stays_ignored():
 
 
 ENDED = {
-    "Train": (command("x.parquet", "r"), "; the same command with --resume goes on"),
-    "Select": ("select x.toml --out x".split(), "; the same command goes on"),
-    "DataBuild": ("data build x.parquet --out x".split(), "; the same command goes on"),
-    "Account": (
+    "train": (command("x.parquet", "r"), "; the same command with --resume goes on"),
+    "select": ("select x.toml --out x".split(), "; the same command goes on"),
+    "build": ("data build x.parquet --out x".split(), "; the same command starts again"),
+    "account": (
         "account uls --num-steps 1 --sampling-prob 1 --noise-multiplier 1 --delta 0.1".split(),
         "",
     ),
@@ -169,9 +170,10 @@ ENDED = {
 @pytest.mark.parametrize("name", ENDED)
 def test_a_command_that_is_ended_says_whether_it_can_go_on(name, monkeypatch, capsys):
     words, goes_on = ENDED[name]
-    monkeypatch.setattr(
-        getattr(cli, name), "__call__", lambda _: signal.raise_signal(signal.SIGTERM)
-    )
+    ends = functools.wraps(getattr(cli, name))(lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    commands = cli.COMMANDS["data"] if name == "build" else cli.COMMANDS
+    monkeypatch.setitem(commands, name, ends)
+    monkeypatch.setattr(cli, name, ends)
     with pytest.raises(SystemExit) as stop:
         main(words)
     assert stop.value.code == (75 if goes_on else 130)

@@ -61,7 +61,7 @@ def test_every_point_of_the_curve_has_its_own_slack():
 def in_words(found, run_dir):
     """The report of what was claimed, as Markdown; with a run directory that holds no summary."""
     stored = SimpleNamespace(
-        run=RunConfig(DataConfig("texts"), run_dir=run_dir),
+        run=RunConfig(data=DataConfig("texts"), run_dir=run_dir),
         strategy={},
         identity=SimpleNamespace(adapter=None, model=None),
         versions={},

@@ -11,7 +11,6 @@ from chats import model_files
 from jsonschema import Draft202012Validator
 
 from fedsim.cli.main import main
-from fedsim.config import as_dict, first_named
 from fedsim.plan import Fact, Stated
 from fedsim.run import checkpoint, directory, ledger
 from fedsim.run.formats import schemas
@@ -266,10 +265,6 @@ BROKEN = {
 }
 
 
-def with_earlier_names(settings):
-    return first_named(as_dict(settings))
-
-
 def test_a_directory_that_hands_on_its_group_is_private(copy, capsys):
     """As below one with `chmod g+s`, which new directories inherit."""
     copy.chmod(0o2700)
@@ -292,18 +287,6 @@ def test_the_published_schemas_describe_a_run(algorithm, trained):
     valid["summary"].validate(summary)
     for name in ("epsilon", "steps_done", "sampling_run", "delta"):
         assert not valid["summary"].is_valid({**summary, name: None})
-
-
-def test_a_run_whose_batch_size_was_called_budget_is_read(texts, run_dir, capsys, monkeypatch):
-    """As in versions before 0.4."""
-    with monkeypatch.context() as earlier:
-        earlier.setattr("fedsim.run.directory.as_dict", with_earlier_names)
-        main(command(texts, run_dir))
-    privacy = json.loads((run_dir / "config.json").read_text())["privacy"]
-    assert "budget" in privacy and "batch_size" not in privacy
-    assert verify(capsys, run_dir)[0] == 0
-    main(["report", str(run_dir)])
-    assert "of a length that is proven" in (run_dir / "report.md").read_text()
 
 
 @pytest.mark.parametrize("what", BROKEN)

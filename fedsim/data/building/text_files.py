@@ -252,7 +252,7 @@ class _Reading:
         return (
             "read_csv($path, columns=$columns, delim=$delimiter, quote=$quote, escape=$quote, "
             f"{rules}, header=true, auto_detect=false, nullstr=$null, "
-            f"compression='{self.packed}', max_line_size={MOST_BYTES}, "
+            f"compression='{self.packed}', hive_partitioning=false, max_line_size={MOST_BYTES}, "
             f"buffer_size={2 * MOST_BYTES})"
         )
 
@@ -302,8 +302,9 @@ class _Reading:
 
     def _json(self) -> str:
         form = "array" if self.is_list else "newline_delimited"
-        return (
-            f"$path, format='{form}', compression='{self.packed}', maximum_object_size={MOST_BYTES}"
+        return (  # a directory named user_id=1 names no user
+            f"$path, format='{form}', compression='{self.packed}', hive_partitioning=false, "
+            f"maximum_object_size={MOST_BYTES}"
         )
 
     def json(self, columns: Columns) -> Iterator[pa.RecordBatch]:

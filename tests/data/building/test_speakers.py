@@ -4,16 +4,13 @@ import csv
 import json
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chats import model_files
 from test_chats import ALL_IN_TRAIN, lines
 
-import fedsim
 from fedsim.cli import main
-from fedsim.data import load
 from fedsim.data.building.build import build
 from fedsim.errors import DataError
 
@@ -136,21 +133,3 @@ def test_the_commands_show_and_count_the_owners(tmp_path, model, capsys):
     main.main(["data", "show", str(tmp_path / "out"), "--rows", "12"])
     printed = capsys.readouterr().out
     assert all(f" of {', '.join(each)}: " in printed for each in OWNERS)
-
-
-def test_a_table_in_memory_needs_no_user_column(tmp_path, model, monkeypatch):
-    found = {}
-
-    def train(algorithm, privacy, run, *_, **__):
-        found.update(run.data.options, source=run.data.source)
-        raise DataError("enough")
-
-    monkeypatch.setattr("fedsim.training.train", train)
-    frame = pd.DataFrame({"chat": CHATS * 4})
-    with pytest.raises(DataError, match="enough"):
-        fedsim.train(
-            "els", frame, messages="chat", owner_key="name", tokenizer=str(model),
-            epsilon=4, num_steps=1,
-        )  # fmt: skip
-    data = load(found.pop("source"), cache_dir=tmp_path, eval_users=0.0, **found)
-    assert set(owners(data.train)) == OWNERS
