@@ -2,8 +2,9 @@
 
 A training in a block of Python is replaced by a copy of one tiny run, which is really trained. Not
 run at all: `pip`, `pytest`, `tensorboard` and experiments, which take minutes; `docker`, `kubectl`,
-`ray` and `cluster/local.sh`, which need a registry, a cluster or ports; `export`. Their files must
-exist. `test_guide.py` runs the commands of the guide.
+`ray` and `cluster/local.sh`, which need a registry, a cluster or ports; `pgrep`, `kill` and `rm`,
+which end processes of this machine; `export`. Their files must exist. `test_guide.py` runs the
+commands of the guide, and `tests/data/test_recipes.py` the statements in SQL.
 """
 
 import contextlib
@@ -37,9 +38,9 @@ BLOCK = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.M | re.S)
 NOT_RUN_MARK = re.compile(r"^<!-- not run here: (.*) -->\n```(\S*)\n", re.M)
 """Comment before a block that a test does not type, with the reason; readers do not see it."""
 LANGUAGES = {"python", "sh", "toml", "text", "console", "{eval-rst}", "{toctree}"}
-LANGUAGES |= {"{record}", "{record-table}"}
+LANGUAGES |= {"{record}", "{record-table}", "sql"}
 NOT_RUN = {"pip", "pytest", "tensorboard", "sphinx-build", "python", "docker", "kubectl"}
-NOT_RUN |= {"export", "ray"}
+NOT_RUN |= {"export", "ray", "pgrep", "kill", "rm"}
 QUICK = ("account", "calibrate")
 OTHERS_FLAGS = set(
     "--help --help-all --dist --scale --dry-run --quick --shm-size --pids-limit --version --logdir "
