@@ -170,7 +170,7 @@ def prober_of(of: Forecast, settings: Settings, algorithm: str, advice: Any) -> 
         *(run, data, params, SecretKey.create(0, "recommend"), LocalEngine(task, num_lanes=lanes)),
         algorithm=Algorithm(algorithm),
         settings=dataclasses.replace(privacy, clip_norm=advice.clip_norm),
-        strategy=Strategy.parse(advice.strategy),
+        strategy=Strategy("scan", 4),  # as the runs that it forecasts
         fresh=model is None,
     )
     return prober, data.train.num_users * (group if algorithm == Algorithm.ELS else 1)

@@ -33,7 +33,7 @@ SOURCE = "scotus"
 OWNED = """
 COPY (
   WITH said AS (
-    SELECT *, lag(user_id) OVER turns AS before FROM read_parquet($file)
+    SELECT *, lag(user_id) OVER turns AS before FROM read_parquet($file, file_row_number = true)
     WINDOW turns AS (PARTITION BY doc ORDER BY turn, file_row_number))
   SELECT text, list_distinct([user_id, last_value(if(before <> user_id, before, NULL) IGNORE NULLS)
     OVER (PARTITION BY doc ORDER BY turn, file_row_number)]) AS user_id

@@ -80,7 +80,7 @@ def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, A
     if arguments.dry_run:
         count = len(cells) * (len(rates) + len(seeds) - 1)
         steps = next(iter(training.num_steps.values()))
-        what = [{"budget": settings.budget, "num_steps": steps}] * count
+        what = [{"batch_size": settings.budget, "num_steps": steps}] * count
         print(finetuning.plan_of(cells), finetuning.cost(what, arguments.scale), sep="\n")
         arguments.tally.planned += what
         return []

@@ -481,11 +481,11 @@ def plan_of(cells: Rows) -> str:
 
 def cost(settings: Sequence[dict[str, Any]], scale: str) -> str:
     """What would be run, and about how long it takes."""
-    gradients = sum(each["budget"] * each["num_steps"] for each in settings)
+    gradients = sum(each["batch_size"] * each["num_steps"] for each in settings)
     what = f"{len(settings)} runs, {gradients:,} gradients: "
     if scale in OPERATIONS:
         per_gradient = OPERATIONS[scale] / SPEED / 3600
-        most = max(each["budget"] * each["num_steps"] for each in settings) * per_gradient
+        most = max(each["batch_size"] * each["num_steps"] for each in settings) * per_gradient
         what += f"about {gradients * per_gradient:,.0f} accelerator hours at "
         return what + f"{SPEED / 1e12:g} TFLOP/s, {most:,.0f} of them the longest run alone"
     seconds = gradients / GRADIENTS_PER_CORE_SECOND + len(settings) * SECONDS_PER_RUN
@@ -552,6 +552,7 @@ def settings_of(cell: Row, training: Training, arguments: Arguments, seed: int) 
         common_["delta"] = delta_of(name, training, arguments)
     times = given.pop("times", dict(training.assumed_times).get(name, 1))
     told = {**common_, **given}
+    told["batch_size"] = told.pop("budget")  # its name in rows, as in the paper
     if times > 1 and not arguments.dry_run:
         told["epsilon"] = as_if(name, times, told, training, arguments)
     return told
@@ -564,7 +565,7 @@ def as_if(
     privacy = PrivacyConfig(
         told["epsilon"],
         told["num_steps"],
-        told["budget"],
+        told["batch_size"],
         group_size=told.get("group_size"),
         delta=told["delta"],
         adjacency=told["adjacency"],

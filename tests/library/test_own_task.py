@@ -61,9 +61,8 @@ def test_it_learns_and_its_claim_is_verified(algorithm, group, task, owners, run
     assert run.eval_loss < run.summary["initial_eval_loss"] == pytest.approx(np.log(3), rel=1e-5)
     found = {check.promise: check.holds for check in run.verify()}
     assert found["ledger"] and found["epsilon"] and found["summary"] and found["data"] is None
-    assert run.summary["num_users"] == 30 and [fact["fact"] for fact in run.summary["outside"]] == [
-        "own-task"
-    ]
+    assert run.summary["num_users"] == 30
+    assert [fact["fact"] for fact in run.summary["outside"]] == ["known-seed", "own-task"]
     with refuses(f"run_dir={run_dir}", says="a language model"):
         run.generate("x")
 

@@ -142,13 +142,13 @@ def test_the_claim_says_what_is_taken_as_known(trained, tmp_path, capsys):
     some = f"on at most {plan['group_size']} texts of each of {plan['num_users']} users"
     known = "taking as known that they are among the users, and how many users there are"
     assert some in found["claim"] and known in found["claim"]
-    assert "num_examples" not in plan
+    assert plan["num_examples"] is None
     found, text, _ = read(capsys, trained / "removed", tmp_path)
     plan = json.loads((trained / "removed" / "config.json").read_text())["plan"]
     assert plan["num_units"] < plan["num_examples"]
     assert f"on {plan['num_units']} of the {plan['num_examples']} texts" in found["claim"]
     assert "taking as known how many users and texts there are" in found["claim"]
-    assert f"({plan['num_users']} users, {plan['num_examples']} examples)" in text  # not covered
+    assert "public by assumption: how many users and examples there are" in text
 
 
 def test_a_run_that_has_not_ended_is_reported_as_far_as_it_went(trained, run_dir, tmp_path, capsys):

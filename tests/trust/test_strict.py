@@ -363,7 +363,7 @@ def test_a_run_without_a_footnote_says_so(texts, run_dir, capsys, algorithm, mor
     assert "num_examples" in summary["private_fields"] and summary["non_private"] == []
     assert (summary["final_eval_loss"] == "nan") == bool(more)
     head = json.loads((run_dir / "ledger.jsonl").read_text().splitlines()[0])["head"]
-    assert "num_examples" not in head["plan"]
+    assert head["plan"]["num_examples"] is None
     check = outside(run_dir)
     assert check.holds and check.found == ALL_COVERED
     main(["report", str(run_dir), "--out", str(run_dir.parent / "out")])
