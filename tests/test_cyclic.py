@@ -163,8 +163,9 @@ def test_a_run_is_accounted_verified_and_reported_so(texts, run_dir, capsys):  #
     events = [line["event"] for line in lines]
     assert len(events) == 6 and {event["cycle"] for event in events} == {2}
     assert events[0]["sampling_prob"] == 2 * summary["sampling_prob"]
-    names = ("num_steps", "sampling_prob", "noise_multiplier", "group_size", "delta", "bands")
+    names = ("num_steps", "sampling_prob", "noise_multiplier", "group_size", "delta")
     own = [str(x) for n in names for x in (f"--{n.replace('_', '-')}", summary[n])]
+    own += ["--bands", str(summary["sampling"]["bands"])]
     main(["account", algorithm, *own, "--sampling", "cyclic", "--json"])
     assert json.loads(capsys.readouterr().out)["epsilon"] == summary["epsilon"] <= 8
     code, found = verify(capsys, run_dir, "--whole")
