@@ -57,8 +57,9 @@ def test_a_run_is_accounted_verified_and_reported_so(texts, run_dir, capsys):  #
     assert summary["sampling"]["participations"] == 2 and summary["sampling_prob"] == 1 / 3
     assert summary["expected_count"] == round(summary["num_users"] / 3)
     assert all(line["event"]["allocated"] for line in ledger.read(run_dir)[1:])
-    names = ("num_steps", "sampling_prob", "noise_multiplier", "delta", "participations")
+    names = ("num_steps", "sampling_prob", "noise_multiplier", "delta")
     own = [str(x) for n in names for x in (f"--{n.replace('_', '-')}", summary[n])]
+    own += ["--participations", str(summary["sampling"]["participations"])]
     main(["account", "uls", *own, "--sampling", "allocation", "--json"])
     assert json.loads(capsys.readouterr().out)["epsilon"] == summary["epsilon"] <= 4
     for flag, steps in (("--replay", "the last 2 of 6 steps"), ("--whole", "all 6 steps")):

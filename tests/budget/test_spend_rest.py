@@ -63,7 +63,7 @@ def test_where_users_take_part_once_in_a_window_whole_windows_are_trained(texts,
     capsys.readouterr()
     main([*flags, "--limit-epsilon", str(LIMIT), "--spend-rest", "--json"])
     summary = json.loads(capsys.readouterr().out)
-    steps, parts = (summary[name] for name in ("num_steps", "participations"))
+    steps, parts = summary["num_steps"], summary["sampling"]["participations"]
     assert 0 < steps == 3 * parts < STEPS and summary["steps_done"] == steps
     assert steps % 8  # so that the participations that were given would not do
     main(["verify", str(tmp_path / "rest")])
