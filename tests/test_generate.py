@@ -108,7 +108,8 @@ def test_a_run_replies_in_the_template_of_its_data(tmp_path, capsys):
     how = ["--user-column", "customer", "--chat-template", str(tmp_path / "mine.jinja")]
     how += ["--tokenizer", str(model), "--max-length", "64", "--out", str(tmp_path / "built")]
     main(["data", "build", str(chats), *how])
-    flags = {"data": tmp_path / "built", "model": model, "lora_rank": 1, "num_steps": 1}
+    flags = {"data": tmp_path / "built", "model": model, "max_length": None}
+    flags |= {"lora_rank": 1, "num_steps": 1}
     run_command("train", "uls", run_dir=tmp_path / "run", **flags)
     capsys.readouterr()
     said = ("--prompt", "Hello", "--temperature", "0")
