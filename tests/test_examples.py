@@ -157,7 +157,7 @@ PRINTED = {
     "chat_lora": r"eval loss \d\.\d+ -> \d\.\d+ nats per trained token",
     "quickstart": r"epsilon 8\.000 at delta",
     "els_or_uls": r"Use [EU]LS: ",
-    "from_run_to_release": r"epsilon: (not refuted|INCONCLUSIVE)[\s\S]* coins guessed",
+    "from_run_to_release": r"(not refuted|INCONCLUSIVE|nothing is claimed)[\s\S]*coins\s+guessed",
 }
 
 

@@ -77,8 +77,8 @@ def test_two_working_directories_have_one_ledger(home, capfd, monkeypatch, tmp_p
     monkeypatch.setenv("FEDSIM_CACHE_DIR", CACHE)
     (home / "run.toml").write_text(
         'budget_ledger = "~/budget"\ndata = "~/texts.jsonl"\nrun_dir = "~/runs/first"\n'
-        'engine = "local"\nmodel = "micro"\nepsilon = 8\ndelta = 1e-3\nnum_steps = 1\nbatch_size = 4\n'
-        "max_length = 8\nlimit_epsilon = 10\neval_examples = 1\n"
+        'engine = "local"\nmodel = "micro"\nepsilon = 8\ndelta = 1e-3\nnum_steps = 1\n'
+        "batch_size = 4\nmax_length = 8\nlimit_epsilon = 10\neval_examples = 1\n"
     )
     rows = [f'{{"user_id": "u{n % 20}", "text": "{WORDS[n % 16]}"}}\n' for n in range(40)]
     (home / "texts.jsonl").write_text("".join(rows))
