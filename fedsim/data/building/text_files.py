@@ -348,25 +348,29 @@ class _Reading:
     def _expect_short_end(self) -> None:
         """DuckDB leaves out a last row that its buffer does not hold, without an error."""
         rest, last = 0, 0
-        with pa.input_stream(str(self.path), compression=self._unpacked) as stream:
-            if self._unpacked is None:
-                stream.seek(max(0, stream.size() - 4 * MOST_BYTES))
-            while piece := stream.read(PIECE):
-                lines, end, after = piece.replace(b"\r", b"\n").rpartition(b"\n")
-                if end:
-                    _, inner, line = lines.rstrip(b"\n").rpartition(b"\n")
-                    last = len(line) if inner else (rest + len(line)) or last
-                    rest = 0
-                rest += len(after)
+        for piece in self._end():
+            lines, end, after = piece.replace(b"\r", b"\n").rpartition(b"\n")
+            if end:
+                _, inner, line = lines.rstrip(b"\n").rpartition(b"\n")
+                last = len(line) if inner else (rest + len(line)) or last
+                rest = 0
+            rest += len(after)
         if (rest or last) > MOST_BYTES:
             raise DataError(f"last line: expected rows of at most {MOST_BYTES:,} bytes")
 
     def _ends_with(self) -> bytes:
         last = b""
-        with pa.input_stream(str(self.path), compression=self._unpacked) as stream:
-            while piece := stream.read(PIECE):
-                last = piece.rstrip()[-1:] or last
+        for piece in self._end():
+            last = piece.rstrip()[-1:] or last
         return last
+
+    def _end(self) -> Iterator[bytes]:
+        """Pieces of the end of the file, more than a row can have; of a packed file, all pieces."""
+        with pa.input_stream(str(self.path), compression=self._unpacked) as stream:
+            if self._unpacked is None:
+                stream.seek(max(0, stream.size() - 4 * MOST_BYTES))
+            while piece := stream.read(PIECE):
+                yield piece
 
     def _sql(
         self, query: str, *, columns: Sequence[str] = (), kind: str = "VARCHAR", quote: str = ""
