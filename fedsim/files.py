@@ -23,6 +23,7 @@ ELSEWHERE = "FEDSIM_CACHE_DIR can name another place"
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of an OSError: open or mapped files
 
 HIDDEN, MARKER = ".unfinished", ".of-fedsim"  # end of a hidden directory's name; a file in it
+RANDOM = "[0-9a-f]" * 16  # before that end: `out.part` is another name than `out`
 
 TABLES = "tables"  # in the cache: copies of tables from memory
 CACHE, LEDGER = "FEDSIM_CACHE_DIR", "FEDSIM_BUDGET_LEDGER"
@@ -297,7 +298,7 @@ def remove_unfinished(parent: Path, pattern: str, *, wait: bool = False) -> None
       pattern: glob pattern of names that were to be written.
     Raises: BlockingIOError: another process is writing such a name, and `wait` is False.
     """
-    for place in parent.glob(f".{pattern}.*{HIDDEN}"):
+    for place in parent.glob(f".{pattern}.{RANDOM}{HIDDEN}"):
         try:
             descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:  # a link, a file, another user's, or gone meanwhile

@@ -65,7 +65,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
 @pytest.mark.parametrize("kind", ["link", "without a marker", "link as marker", "another user's"])
 def test_what_may_be_somebody_elses_is_neither_followed_nor_emptied(tmp_path, kind, monkeypatch):
     """A shared directory in which a stranger knows the name of what will be written."""
-    home, place = tmp_path / "home", tmp_path / "shared" / f".out.0123{files.HIDDEN}"
+    home, place = tmp_path / "home", tmp_path / "shared" / f".out.{'0123' * 4}{files.HIDDEN}"
     home.mkdir()
     place.parent.mkdir()
     if kind == "link":
@@ -96,6 +96,11 @@ def test_a_name_that_another_process_writes_is_refused_or_waited_for(tmp_path):
     with pytest.raises(ConfigError, match="not there yet.*already exists"):
         new_directory(out, wait=True).__enter__()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_name_that_begins_alike_is_another_one(tmp_path):
+    with new_directory(tmp_path / "out.part"), new_directory(tmp_path / "out"):
+        assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_waiting_process_finds_what_the_other_wrote(tmp_path):

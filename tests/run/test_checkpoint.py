@@ -85,7 +85,7 @@ def test_a_checkpoint_that_was_not_finished_does_not_count(tmp_path, monkeypatch
 
 def test_what_killed_saves_left_behind_goes_with_the_next_one(tmp_path):
     left = checkpoint.path_of(tmp_path, 3)
-    half = left.parent / f".{left.name}.0123{HIDDEN}"
+    half = left.parent / f".{left.name}.{'0123' * 4}{HIDDEN}"
     (half / "made").mkdir(parents=True)
     (half / "made" / left.name).write_bytes(b"half")
     (half / MARKER).touch()
