@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-CUSTOMERS, MOST_CHATS = 600, 8  # MOST_CHATS is of one customer
+CUSTOMERS, MAX_CHATS = 600, 8  # MAX_CHATS is of one customer
 SEED = 48
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role + ': ' + m.content + eos_token + '\\n' }}"
@@ -157,7 +157,7 @@ def support_chats() -> list[dict[str, Any]]:
     for number in range(CUSTOMERS):
         own = [_of(chance, THINGS) for _ in range(3)]
         habits = _of(chance, GREETINGS), _of(chance, NUMBERED), _of(chance, TOWNS)
-        customer, count = f"customer {number:03}", 1 + int(MOST_CHATS * chance.random() ** 2)
+        customer, count = f"customer {number:03}", 1 + int(MAX_CHATS * chance.random() ** 2)
         chats = [_chat(chance, _of(chance, own), *habits) for _ in range(count)]
         rows += [{"user_id": customer, "messages": chat} for chat in chats]
     return rows

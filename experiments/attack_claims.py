@@ -19,7 +19,7 @@ EPSILONS = math.inf, 8.0, 1.0
 ALGORITHMS, SEEDS = ("els", "uls"), 2
 SEEN, UNSEEN = 0.9, 0.6
 """Area under the ROC curve of an attack that works, and at most of one that fails."""
-LEAST_DRAWN = 10.0
+MIN_DRAWN = 10.0
 """Times that a secret is drawn in a training, on average, before the attack means anything."""
 RESAMPLES = 1_000
 
@@ -51,8 +51,8 @@ def check(rows: Rows) -> common.Claims:
         what = f"at epsilon {epsilon:g} the attack fails: the area is at most {UNSEEN:g}"
         found.append((what, *judged(own, SEEDS * len(ALGORITHMS), below=UNSEEN)))
     drawn = [row["texts_drawn"] for row in rows]
-    what = f"ours: a canary's secret is drawn {LEAST_DRAWN:g} times or more in a training"
-    found.append((what, min(drawn) >= LEAST_DRAWN, f"{min(drawn):.1f} on average at least"))
+    what = f"ours: a canary's secret is drawn {MIN_DRAWN:g} times or more in a training"
+    found.append((what, min(drawn) >= MIN_DRAWN, f"{min(drawn):.1f} on average at least"))
     return found
 
 

@@ -54,7 +54,7 @@ class Settings:
 
 ROUNDING = 1e-5
 """Relative error of a noise multiplier that calibration leaves, with room."""
-MOST_DELTA = 0.05
+MAX_DELTA = 0.05
 """The largest delta of the grid; larger ones are exceptions that were looked for."""
 SETTINGS = {
     "smoke": Settings(
@@ -187,14 +187,14 @@ def check(rows: Sequence[dict]) -> common.Claims:
         return sum(row["ratio"] > 1 + ROUNDING for row in rows)
 
     inside = [row for row in rows if not row["edge"] and row["epsilon"] >= 0.5]
-    used = [row for row in inside if row["delta"] <= MOST_DELTA]
-    absurd = [row for row in inside if row["delta"] > MOST_DELTA]
+    used = [row for row in inside if row["delta"] <= MAX_DELTA]
+    absurd = [row for row in inside if row["delta"] > MAX_DELTA]
     zero = [row for row in rows if row["epsilon"] == 0]
     tiny = [row for row in rows if not row["edge"] and 0 < row["epsilon"] < 0.5]
     return [
         (
             "sigma_ELS <= K sigma_ULS (Conjecture 3.1) where epsilon >= 0.5, delta <= "
-            f"{MOST_DELTA:g} and T q > 2 delta",
+            f"{MAX_DELTA:g} and T q > 2 delta",
             not false(used),
             f"in {len(used) - false(used)} of {len(used)} cells",
         ),

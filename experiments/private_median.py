@@ -26,7 +26,7 @@ from fedsim.sampling import law_of_median, median_group_size
 
 NAME = "private_median"
 LOSSES = common.RESULTS / "small" / "fig04_els_group_size.csv"
-LEAST_TEXTS = {"scotus": 1, "reddit_links, 8 or more": 8}
+MIN_TEXTS = {"scotus": 1, "reddit_links, 8 or more": 8}
 DEFAULT = 0.02
 """Share of epsilon of the default."""
 
@@ -55,9 +55,7 @@ def sizes_of(source: str) -> np.ndarray:
     if source == "made up":
         return np.random.default_rng(0).geometric(1 / 40, 2_000)
     file = str(common.shared(source.partition(",")[0]))
-    counts = (
-        f"SELECT count(*) AS n FROM '{file}' GROUP BY user_id HAVING n >= {LEAST_TEXTS[source]}"
-    )
+    counts = f"SELECT count(*) AS n FROM '{file}' GROUP BY user_id HAVING n >= {MIN_TEXTS[source]}"
     with duckdb.connect() as base:
         return base.execute(counts).fetchnumpy()["n"].astype(np.int64)
 

@@ -36,7 +36,7 @@ from experiments.synthetic_claims import check, plot
 NAME = "synthetic_text"
 STUDENT_LENGTH, STUDENT_BATCH, STUDENT_RATE = 128, 32, 3e-3
 """Of the small model: most tokens of a text, texts of a step, peak of Adam's learning rate."""
-MOST_USERS, TEXTS_OF_USER, ROWS_AT_ONCE = 256, 4, 16
+MAX_USERS, TEXTS_OF_USER, ROWS_AT_ONCE = 256, 4, 16
 """Held-out users whose loss is computed, texts of each, and texts of a program."""
 
 
@@ -233,7 +233,7 @@ def loss_of(task: Any, params: Any) -> float:
     from fedsim.plan import rows_of_users
 
     offsets, split = task.dataset.eval_users.offsets, "eval_users"
-    texts = rows_of_users(offsets, min(MOST_USERS, len(offsets) - 1), TEXTS_OF_USER)
+    texts = rows_of_users(offsets, min(MAX_USERS, len(offsets) - 1), TEXTS_OF_USER)
     rows = np.concatenate(texts)
     needed, frozen = task.buckets.holding(task.sizes(split, rows)), task.frozen
     compute = jax.jit(task.nats)

@@ -59,7 +59,7 @@ MEDIAN = -1
 """As a group size: the median user's number of texts."""
 STEP = 3.0
 """From one learning rate to the next."""
-MOST_STEPS = 3
+MAX_STEPS = 3
 """Away from the rule's rate."""
 
 
@@ -240,7 +240,7 @@ def to_tune(settings: Settings, rows: Rows) -> list[Cell]:
     todo = []
     for algorithm, group in settings.groups:
         losses = of_powers(rows, settings.seeds[0], algorithm, group)
-        powers = powers_to_try(losses, MOST_STEPS)
+        powers = powers_to_try(losses, MAX_STEPS)
         todo += [Cell(settings.seeds[0], algorithm, group, power) for power in powers]
     return todo
 

@@ -18,7 +18,7 @@ from fedsim.errors import ConfigError, FileDamaged, brief, expect
 from fedsim.signals import removed_at_end
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError
-MOST_JSON = 2**26  # bytes of a user's JSON file: ten times the largest in use
+MAX_JSON = 2**26  # bytes of a user's JSON file: ten times the largest in use
 ELSEWHERE = "FEDSIM_CACHE_DIR can name another place"
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of an OSError: open or mapped files
 
@@ -368,18 +368,18 @@ def read_object(path: Path, field: str) -> dict[str, Any]:
     Args:
       path: the file.
       field: the setting that named it, for errors.
-    Raises: ConfigError: it cannot be read, is larger than MOST_JSON, or is no JSON object.
+    Raises: ConfigError: it cannot be read, is larger than MAX_JSON, or is no JSON object.
     """
     record = None
     try:
-        if path.is_file() and path.stat().st_size <= MOST_JSON:  # reading a pipe would block
+        if path.is_file() and path.stat().st_size <= MAX_JSON:  # reading a pipe would block
             record = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError.of(field, path, f"a readable file ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError.of(field, path, f"JSON ({brief(str(error), 200)})") from None
     if not isinstance(record, dict):
-        expected = f"a JSON object of at most {MOST_JSON} bytes"
+        expected = f"a JSON object of at most {MAX_JSON} bytes"
         raise ConfigError.of(field, path, expected)
     return record
 

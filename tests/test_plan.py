@@ -15,7 +15,7 @@ from fedsim.keys import SecretKey
 from fedsim.noise import slack
 from fedsim.plan import (
     ADJACENCY,
-    MOST_PARAMETERS,
+    MAX_PARAMETERS,
     AllocatedSampling,
     Audit,
     CorrelatedNoise,
@@ -196,10 +196,10 @@ def test_a_trial_trains_no_more_parameters_than_its_slack_was_paid_for(users, ke
     completed, facts = complete(Algorithm.ULS, privacy(), data_of(users))
     method = method_for(Algorithm.ULS, completed, users, key)
     given = (Algorithm.ULS, completed, users, method)
-    assert make_plan(*given, MOST_PARAMETERS, facts, "", trial=True).purpose == Trial()
-    make_plan(*given, MOST_PARAMETERS + 1, facts, "")  # outside a selection it pays by itself
+    assert make_plan(*given, MAX_PARAMETERS, facts, "", trial=True).purpose == Trial()
+    make_plan(*given, MAX_PARAMETERS + 1, facts, "")  # outside a selection it pays by itself
     with refuses("num_parameters=1000000001", says="at most 1,000,000,000"):
-        make_plan(*given, MOST_PARAMETERS + 1, facts, "", trial=True)
+        make_plan(*given, MAX_PARAMETERS + 1, facts, "", trial=True)
 
 
 def test_the_adjacency_is_named(users):

@@ -106,7 +106,7 @@ class Sentences(Task):
         return jax.tree.map(jnp.asarray, shape.initial())
 
     def rows(self, cohort):
-        rows = np.full((len(cohort), shape.MOST_SENTENCES), -1)
+        rows = np.full((len(cohort), shape.MAX_SENTENCES), -1)
         for row, user in zip(rows, cohort, strict=True):
             start, end = self.offsets[user : user + 2]
             row[: end - start] = np.arange(start, end)

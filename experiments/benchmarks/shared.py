@@ -28,7 +28,7 @@ from fedsim.keys import SecretKey
 from fedsim.sampling.shared import bounded_pool, greedy_pool, owners_groups
 from fedsim.trust.evidence import most_entered, most_owned
 
-TEXTS, USERS, PER_CONVERSATION, MOST_PEOPLE = 10_000_000, 1_000_000, 5, 6
+TEXTS, USERS, PER_CONVERSATION, MAX_PEOPLE = 10_000_000, 1_000_000, 5, 6
 GROUP_SIZE, MAX_CHANGED = 8, 2
 ROWS_AT_ONCE = 500_000
 GRAPHS = ((600, 300, 3_000), (20_000, 10_000, 100_000))  # conversations, users, texts
@@ -43,7 +43,7 @@ def write_source(file: Path, num_texts: int, num_users: int, seed: int = 0) -> n
         while left:
             rows = min(left, ROWS_AT_ONCE)
             conversations = -(-rows // PER_CONVERSATION)
-            sizes = np.minimum(rng.geometric(0.45, conversations), MOST_PEOPLE)
+            sizes = np.minimum(rng.geometric(0.45, conversations), MAX_PEOPLE)
             popular = rng.random(sizes.sum()) ** 2.0  # of people by their numbers
             conversation = np.repeat(np.arange(conversations), sizes)
             pairs = np.unique(conversation * num_users + (popular * num_users).astype(np.int64))
@@ -85,7 +85,7 @@ def graph(
     conversations: int, users: int, texts: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, Owners]:
     """Offsets and owners of a graph by the law of `write_source`."""
-    sizes = np.minimum(rng.geometric(0.45, conversations), MOST_PEOPLE)
+    sizes = np.minimum(rng.geometric(0.45, conversations), MAX_PEOPLE)
     people = (rng.random(sizes.sum()) ** 2.0 * users).astype(np.int64)
     pairs = np.unique(np.repeat(np.arange(conversations), sizes) * users + people)
     conversation, people = np.divmod(pairs, users)

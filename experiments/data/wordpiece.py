@@ -14,15 +14,15 @@ from fedsim.data.building.readers import cut, read
 
 PREFIX = "wordpiece:"
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-MOST_CHARACTERS = 1000
-MOST_TEXTS = 2**22  # evenly spaced
+MAX_CHARACTERS = 1000
+MAX_TEXTS = 2**22  # evenly spaced
 
 
 def texts_of(
     files: Sequence[Path], columns: Columns, eval_users: float, num_rows: int
 ) -> Iterator[str]:
-    """Yield texts of Parquet files: MOST_TEXTS at most, of users who are not held out."""
-    every, holdout, row = -(-num_rows // MOST_TEXTS), Holdout(eval_users, True), 0
+    """Yield texts of Parquet files: MAX_TEXTS at most, of users who are not held out."""
+    every, holdout, row = -(-num_rows // MAX_TEXTS), Holdout(eval_users, True), 0
     for part in chain.from_iterable(cut(file, columns, file.parent) for file in files):
         for _, batch in read(part, columns):
             wanted = np.flatnonzero(np.arange(row, row + len(batch)) % every == 0)
@@ -42,7 +42,7 @@ def learn(texts: Callable[[], Iterable[str]], size: int, out: Path) -> Path:
     """
     counts = Counter(chain.from_iterable(texts()))
     ranked = sorted(counts, key=lambda c: (-counts[c], c))
-    num_kept = min(MOST_CHARACTERS, size // 4)
+    num_kept = min(MAX_CHARACTERS, size // 4)
     too_rare = dict.fromkeys(map(ord, ranked[num_kept:]), " ")
     trainer = BertWordPieceTokenizer(lowercase=True)
     kept = trainer.normalize("".join(ranked[:num_kept])).split()
@@ -50,7 +50,7 @@ def learn(texts: Callable[[], Iterable[str]], size: int, out: Path) -> Path:
     trainer.train_from_iterator(
         (text if text.isascii() else text.translate(too_rare) for text in texts()),
         vocab_size=size,
-        limit_alphabet=2 * MOST_CHARACTERS,
+        limit_alphabet=2 * MAX_CHARACTERS,
         special_tokens=[*BERT_TOKENS, *characters, *(f"##{c}" for c in characters)],
         show_progress=False,
     )

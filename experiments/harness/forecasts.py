@@ -37,9 +37,9 @@ PROBES = 7
 DEGREE = 2  # of the curve, in log x
 # Units of a probe's step: a quarter of the job's, within these, and more where the noise has not so
 # many times the variance of the draw. With a tenth of the job's, gains were 7 % too small.
-SHARE, LEAST_UNITS, ENOUGH_UNITS, NOISIER = 1 / 4, 4, 128, 32
+SHARE, MIN_UNITS, ENOUGH_UNITS, NOISIER = 1 / 4, 4, 128, 32
 TIMES = (1 / 4, 1 / 2, 1, 2, 4, 8, 16, 32, 64)  # the users that there are
-LEAST_RANGE = 8.0  # largest x over smallest of the probes
+MIN_RANGE = 8.0  # largest x over smallest of the probes
 EVAL_EXAMPLES = 1024
 CONFIDENCE = 0.95
 
@@ -128,7 +128,7 @@ class Prober:
         enough = math.ceil(NOISIER * (signal * settings.clip_norm) ** 2 / size)
         group = (settings.group_size or 1) if self.algorithm == Algorithm.ULS else 1
         share = min(ENOUGH_UNITS, round(SHARE * settings.batch_size / group))
-        return min(settings.batch_size, max(LEAST_UNITS, share, enough) * group)
+        return min(settings.batch_size, max(MIN_UNITS, share, enough) * group)
 
     def probe(self, signals: Sequence[float]) -> Iterator[Probe]:
         """Train once for each x, and yield what each gained."""
@@ -203,7 +203,7 @@ def expectations(prober: Prober, by_users: Sequence[tuple[int, float, float]]) -
     Raises: FedsimError: too many trainings diverged.
     """
     least, most = min(x for *_, x in by_users), max(x for *_, x in by_users)
-    wider = max(1.0, math.sqrt(LEAST_RANGE / (most / least)))
+    wider = max(1.0, math.sqrt(MIN_RANGE / (most / least)))
     signals = np.geomspace(least / wider, most * wider, PROBES).tolist()
     probes = [*prober.probe(signals)]
     curve = Curve.fit(probes)

@@ -22,9 +22,9 @@ from .calibration import (
     num_steps as num_steps,
 )
 from .events import (
-    MOST_CONTRIBUTIONS as MOST_CONTRIBUTIONS,
-    MOST_NOISE as MOST_NOISE,
-    MOST_STEPS as MOST_STEPS,
+    MAX_CONTRIBUTIONS as MAX_CONTRIBUTIONS,
+    MAX_NOISE as MAX_NOISE,
+    MAX_STEPS as MAX_STEPS,
     Event as Event,
     Phases as Phases,
     PureEvent as PureEvent,

@@ -31,7 +31,7 @@ FINENESS = 0.05  # width of a grid, in standard deviations of the logarithm of t
 REACH = 8.6  # standard deviations of the noise beyond which masses are cut off: below 1e-17
 CUT = 1e-18  # of the mean, above which, and of mass, below which, a grid may end
 ROUNDING = 1e-11  # relative: thousands of additions of positive numbers
-MOST_NOISE = 3e5  # times the square root of the steps; a grid for more would not fit into memory
+MAX_NOISE = 3e5  # times the square root of the steps; a grid for more would not fit into memory
 LARGEST = 700.0  # logarithm that a value can have without becoming inf
 
 
@@ -89,7 +89,7 @@ def _window(noise_multiplier: float, steps: int) -> Law:
 
     Raises: GridTooLargeError: there is so little noise that S may be too large for a number.
     """
-    noise_multiplier = min(noise_multiplier, MOST_NOISE / math.sqrt(steps))  # less costs more
+    noise_multiplier = min(noise_multiplier, MAX_NOISE / math.sqrt(steps))  # less costs more
     spread = 1 / noise_multiplier**2
     highest = spread / 2 + REACH * math.sqrt(spread) + math.log(steps)
     if highest > LARGEST:

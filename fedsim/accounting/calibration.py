@@ -14,8 +14,8 @@ from scipy import optimize
 from fedsim.accounting.accountant import RELATIVE_ACCURACY, at_most, spent
 from fedsim.accounting.composition import Progress, least_delta, throttled
 from fedsim.accounting.events import (
-    LEAST_MEAN,
-    MOST_STEPS,
+    MAX_STEPS,
+    MIN_MEAN,
     Phases,
     StepEvent,
     cyclic_event,
@@ -30,7 +30,7 @@ SKETCH_ACCURACY = 1e-2  # of epsilon; enough to find the region of the root
 UNBOUNDED = 1e100
 """The epsilon that stands for an infinite one."""
 
-_MOST_NOISE, _LEAST_NOISE = 1e6, 1e-2  # bounds of the search for sigma
+_MAX_NOISE, _MIN_NOISE = 1e6, 1e-2  # bounds of the search for sigma
 _found: dict[tuple[Any, ...], float] = {}  # sigma by the arguments of the search
 
 
@@ -67,7 +67,7 @@ def calibrate_noise(
     asked = (epsilon, delta, num_steps, unit, *map(tuple, before))
     if asked not in _found:
         guess = max(0.5, mean * math.sqrt(2 * math.log(1.25 / delta)) / epsilon)
-        limits = min(_MOST_NOISE, unit.sampling_prob / LEAST_MEAN), _LEAST_NOISE
+        limits = min(_MAX_NOISE, unit.sampling_prob / MIN_MEAN), _MIN_NOISE
         _found[asked] = calibrate("noise_multiplier", spend, epsilon, guess, limits, progress)
     return _found[asked]
 
@@ -115,9 +115,9 @@ def num_steps(
     least = spent_by(1)
     expect("epsilon", epsilon, least <= epsilon, f"at least {least:.4g}, spent by one step")
     low, high = 1, 2
-    while high <= MOST_STEPS and spent_by(high) <= epsilon:
+    while high <= MAX_STEPS and spent_by(high) <= epsilon:
         low, high = high, 4 * high
-    high = min(high, MOST_STEPS + 1)
+    high = min(high, MAX_STEPS + 1)
     while high - low > 1:
         middle = max(low + 1, min(high - 1, round(math.sqrt(low * high))))
         low, high = (middle, high) if spent_by(middle) <= epsilon else (low, middle)
@@ -126,7 +126,7 @@ def num_steps(
 
 def _expect_steps(num_steps: int) -> None:
     expect_count("num_steps", num_steps, 1)
-    expect("num_steps", num_steps, num_steps <= MOST_STEPS, f"at most {MOST_STEPS}")
+    expect("num_steps", num_steps, num_steps <= MAX_STEPS, f"at most {MAX_STEPS}")
 
 
 def _expect_target(epsilon: float, delta: float, composed: int) -> None:

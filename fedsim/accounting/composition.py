@@ -27,7 +27,7 @@ LARGEST_DELTA = 1 - 1e-6
 MAX_GRID_POINTS = 2**23
 """Longest discretised privacy loss, before or after composition: about half a gigabyte."""
 
-MOST_EXPONENT = 700.0
+MAX_EXPONENT = 700.0
 """Largest epsilon whose exponential is a number."""
 
 REMOVE, ADD = 0, 1
@@ -136,10 +136,10 @@ def deltas_at(pmf: DensePLDPmf, epsilons: np.ndarray) -> np.ndarray:
     at = (pmf._lower_loss + pmf.size - 2 - np.arange(pmf.size)) * grid
     deltas = np.concatenate([reached[-1:], (reached - paid)[::-1], [pmf._infinity_mass]])
     levels = np.concatenate([[-math.inf], at[::-1], [at[0] + grid]])
-    kept = max(2, int(np.searchsorted(levels, MOST_EXPONENT, side="right")))
-    places = np.exp(np.minimum(levels[:kept], MOST_EXPONENT))
+    kept = max(2, int(np.searchsorted(levels, MAX_EXPONENT, side="right")))
+    places = np.exp(np.minimum(levels[:kept], MAX_EXPONENT))
     # Beyond the last place that is kept, its delta is returned, which is no smaller.
-    return np.interp(np.exp(np.minimum(epsilons, MOST_EXPONENT)), places, deltas[:kept])
+    return np.interp(np.exp(np.minimum(epsilons, MAX_EXPONENT)), places, deltas[:kept])
 
 
 def _power(spectrum: np.ndarray, exponent: int) -> np.ndarray:

@@ -12,10 +12,10 @@ from fedsim.accounting.selection import SelectionEvent
 from fedsim.errors import expect, expect_count
 
 # Beyond these limits the accountant has no answers or wrong ones, and they have no use.
-MOST_STEPS = MOST_CONTRIBUTIONS = 10**7
-LEAST_NOISE, MOST_NOISE = 1e-10, 1e10
-LEAST_PROB = 1e-12
-LEAST_MEAN = 1e-13
+MAX_STEPS = MAX_CONTRIBUTIONS = 10**7
+MIN_NOISE, MAX_NOISE = 1e-10, 1e10
+MIN_PROB = 1e-12
+MIN_MEAN = 1e-13
 """Least sampling_prob / noise_multiplier: a smaller loss is lost in floating-point rounding."""
 
 
@@ -52,11 +52,11 @@ class StepEvent:
 
     def __post_init__(self) -> None:
         noise, prob = self.noise_multiplier, self.sampling_prob
-        within = f"in [{LEAST_NOISE:g}, {MOST_NOISE:g}]"
-        expect("noise_multiplier", noise, LEAST_NOISE <= noise <= MOST_NOISE, within)
+        within = f"in [{MIN_NOISE:g}, {MAX_NOISE:g}]"
+        expect("noise_multiplier", noise, MIN_NOISE <= noise <= MAX_NOISE, within)
         expect("sampling_prob", prob, 0 < prob <= 1, "in (0, 1]")
-        expect("sampling_prob", prob, prob >= LEAST_PROB, f"at least {LEAST_PROB:g}")
-        most = prob / LEAST_MEAN
+        expect("sampling_prob", prob, prob >= MIN_PROB, f"at least {MIN_PROB:g}")
+        most = prob / MIN_MEAN
         holds = noise <= most * (1 + 1e-9)
         expect("noise_multiplier", noise, holds, f"at most {most:g} with sampling_prob={prob:g}")
         expect_count("max_contributions", self.max_contributions, 1)
@@ -64,7 +64,7 @@ class StepEvent:
         expect_count("max_changed", self.max_changed, 0)
         for name in ("max_contributions", "max_changed"):
             value = getattr(self, name)
-            expect(name, value, value <= MOST_CONTRIBUTIONS, f"at most {MOST_CONTRIBUTIONS}")
+            expect(name, value, value <= MAX_CONTRIBUTIONS, f"at most {MAX_CONTRIBUTIONS}")
         if self.allocated:
             expect("sampling_prob", prob, prob == 1, "1 with random allocation")
             expect("max_contributions", self.max_contributions, self._is_one, "1, and no others")
@@ -156,7 +156,7 @@ def merge(phases: Phases) -> list[tuple[Event, int]]:
     counts: dict[Event, int] = {}
     for event, count in phases:
         expect_count("num_steps", count, 0)
-        expect("num_steps", count, count <= MOST_STEPS, f"at most {MOST_STEPS}")
+        expect("num_steps", count, count <= MAX_STEPS, f"at most {MAX_STEPS}")
         count = int(count)
         if isinstance(event, StepEvent):
             blocks = -(-count // event.cycle)

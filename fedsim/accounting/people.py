@@ -14,7 +14,7 @@ from fedsim.accounting.composition import COMPOSED_TAIL_MASS
 from fedsim.accounting.events import Event, Phases, PureEvent, StepEvent
 from fedsim.errors import expect, expect_count
 
-LEAST_DELTA = 1000 * COMPOSED_TAIL_MASS
+MIN_DELTA = 1000 * COMPOSED_TAIL_MASS
 """The smallest delta of one user that group privacy starts from."""
 LEVELS = 256
 
@@ -59,7 +59,7 @@ def group_epsilon(phases: Phases, delta: float, people: int) -> float:
     expect_count("people", people, 1)
     if people == 1:
         return epsilon(phases, delta)
-    low, high = epsilon(phases, delta), epsilon(phases, min(delta, LEAST_DELTA))
+    low, high = epsilon(phases, delta), epsilon(phases, min(delta, MIN_DELTA))
     if math.isinf(low):
         return low
     levels = np.linspace(low, high if high < math.inf else 2 * low, LEVELS)

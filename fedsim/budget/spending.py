@@ -29,7 +29,7 @@ from fedsim.run import RECEIPT, directory, ledger as run_ledger
 
 RUNNING, KILLED, GONE = "running", "killed", "gone"
 """States of a run that has not ended."""
-MOST_PATTERNS = 64
+MAX_PATTERNS = 64
 SET_ASIDE = 0.1
 """Share of delta for the tails of all runs after the first; see `set_aside`."""
 
@@ -102,7 +102,7 @@ def total(charges: Iterable[Charge], delta: float, *, sums: bool = False) -> Tot
         tail = set_aside(delta, charge.entry.number)
         squares += accounting.gaussian_mu(charge.reserved or [], tail) ** 2
     if 0 < squares < math.inf:
-        noise = min(1 / math.sqrt(squares), accounting.MOST_NOISE)  # less noise costs more
+        noise = min(1 / math.sqrt(squares), accounting.MAX_NOISE)  # less noise costs more
         adaptive.append((StepEvent(noise, 1.0), 1))
     reserved = math.inf
     if not math.isinf(squares):
@@ -197,7 +197,7 @@ class Books:
 def patterns(users: np.ndarray, sets: Mapping[str, np.ndarray]) -> list[frozenset[str]]:
     """Combinations of sets that users are in, without those contained in another combination.
 
-    A user in more sets pays more, so these include the user who pays most. More than MOST_PATTERNS
+    A user in more sets pays more, so these include the user who pays most. More than MAX_PATTERNS
     combinations are replaced by one: all sets that any user is in, which is no cheaper.
 
     Args:
@@ -210,7 +210,7 @@ def patterns(users: np.ndarray, sets: Mapping[str, np.ndarray]) -> list[frozense
     combinations = [
         frozenset(n for n, is_in in zip(names, row, strict=True) if is_in) for row in rows
     ]
-    if len(combinations) > MOST_PATTERNS:
+    if len(combinations) > MAX_PATTERNS:
         return [frozenset().union(*combinations)]
     return [one for one in combinations if not any(one < other for other in combinations)]
 

@@ -55,10 +55,10 @@ class _Mechanism(MechanismConfig):
         Raises:
           ConfigError: they cannot.
         """
-        from fedsim.accounting import MOST_CONTRIBUTIONS
+        from fedsim.accounting import MAX_CONTRIBUTIONS
 
-        within = 1 <= self.group_size <= MOST_CONTRIBUTIONS
-        expect("group_size", self.group_size, within, f"in [1, {MOST_CONTRIBUTIONS}]")
+        within = 1 <= self.group_size <= MAX_CONTRIBUTIONS
+        expect("group_size", self.group_size, within, f"in [1, {MAX_CONTRIBUTIONS}]")
         self.expect_cell(num_steps)
         els = self.algorithm == "els" and self.sampling == ALLOCATION
         expect("sampling", self.sampling, not els, ONLY_USERS)
@@ -210,7 +210,7 @@ class Calibrate(_Mechanism):
 
     def solve(self) -> tuple[dict[str, Any], str]:
         """The JSON object, and a line about it."""
-        from fedsim.accounting import MOST_STEPS, at_most
+        from fedsim.accounting import MAX_STEPS, at_most
 
         wanted, share = self._unknown(), self.before
         within = share is None or (0 < share < self.epsilon and wanted == NOISE)
@@ -219,7 +219,7 @@ class Calibrate(_Mechanism):
         solved, note = self._with_noise() if wanted == NOISE else (self._with_most_steps(), "")
         steps, noise = solved.num_steps, solved.noise_multiplier
         assert steps is not None and noise is not None, "one given, one found"
-        is_bound = wanted == "num_steps" and steps == MOST_STEPS
+        is_bound = wanted == "num_steps" and steps == MAX_STEPS
         shown = {  # rounded so that a run by it claims no more than was asked for
             "num_steps": f"{steps}{' or more (nothing above is looked for)' * is_bound}",
             NOISE: f"{at_most(noise, '.6g')}{note}",

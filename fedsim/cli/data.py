@@ -14,7 +14,7 @@ from fedsim.config import BuildConfig
 from fedsim.errors import expect, expect_count, printable
 from fedsim.run import Terminal, columns
 
-MOST_NAMED = 20  # ids in a warning
+MAX_NAMED = 20  # ids in a warning
 
 
 def build(
@@ -112,8 +112,8 @@ def without(
 
     result = data.without(_opened(directory), data.read_ids(users), out)
     if unknown := result["not_found"]:
-        named = ", ".join(map(printable, unknown[:MOST_NAMED]))
-        more = f" and {len(unknown) - MOST_NAMED:,} more" if len(unknown) > MOST_NAMED else ""
+        named = ", ".join(map(printable, unknown[:MAX_NAMED]))
+        more = f" and {len(unknown) - MAX_NAMED:,} more" if len(unknown) > MAX_NAMED else ""
         Terminal().warn(f"{len(unknown):,} ids are of no user of the data: {named}{more}")
     if not json:
         left_out = f"left out {result['users']:,} users and {result['texts']:,} texts"

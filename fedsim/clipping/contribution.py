@@ -39,7 +39,7 @@ import jax
 import jax.numpy as jnp
 
 TINY = jnp.finfo(jnp.float32).tiny
-LEAST_BITS = 20
+MIN_BITS = 20
 MODEL = "model"
 """Name scope of the model's operations in a program. The guarantee depends on the precision of all
 other operations, which compute norms and sums."""
@@ -103,7 +103,7 @@ def lattice_bits(dimensions: int) -> int:
 
     Rounding costs at most sqrt(dimensions) / 2 units of the clip norm: 0.2 %.
     """
-    return max(LEAST_BITS, math.ceil(math.log2(max(dimensions, 1)) / 2) + 8)
+    return max(MIN_BITS, math.ceil(math.log2(max(dimensions, 1)) / 2) + 8)
 
 
 def lattice_capacity(dimensions: int) -> int:

@@ -41,7 +41,7 @@ from fedsim.errors import FedsimError
 WIDE = 512
 LARGEST = 1e15  # largest sum of squares for which a bound is claimed
 BEYOND = jnp.finfo(jnp.float32).max  # whose square is infinite
-MOST_ROUNDINGS = 8000
+MAX_ROUNDINGS = 8000
 TILE = 2**16  # numbers formed at once: they stay in the CPU's cache until they are added
 LAYERS = nn.Dense, nn.Embed, nn.LayerNorm, nn.RMSNorm
 CALL, ATTEND = METHODS = ("__call__", "attend")
@@ -301,7 +301,7 @@ class Factors:
         """True if `squared_and_bound` takes fewer multiplications than forming the gradient, and
         its bound is proven for this shape."""
         fewer = self.num_tokens * (shape[0] + shape[1]) < shape[0] * shape[1]
-        return fewer and self._roundings(*shape) < MOST_ROUNDINGS
+        return fewer and self._roundings(*shape) < MAX_ROUNDINGS
 
     @property
     def num_tokens(self) -> int:
@@ -318,7 +318,7 @@ class Factors:
         """
         left, right, widths = self._inner_products()
         tokens, roundings = self.num_tokens, self._roundings(*widths)
-        assert roundings < MOST_ROUNDINGS, "callers ask is_cheaper first"
+        assert roundings < MAX_ROUNDINGS, "callers ask is_cheaper first"
         products = jax.lax.optimization_barrier((left * right).sum(axis=1))
         squared = jnp.maximum(products.sum(axis=1), 0)
         of_left, of_right = (jnp.diagonal(each, axis1=1, axis2=2) for each in (left, right))

@@ -78,10 +78,10 @@ class MechanismConfig:
             expect("bands", bands, fits, f"<= {num_steps}, the steps")
 
 
-MOST_STEPS = 10**7
+MAX_STEPS = 10**7
 """Largest number of steps that the accountant supports."""
 
-MOST_DELTA = 1e-6
+MAX_DELTA = 1e-6
 """Largest default of delta."""
 
 ZERO_OUT, ADD_OR_REMOVE = "zero-out", "add-or-remove"
@@ -93,7 +93,7 @@ def default_delta(num_users: int) -> float:
     >>> default_delta(1000), default_delta(10**6) < 3e-7
     (1e-06, True)
     """
-    return min(MOST_DELTA, max(1, num_users) ** -1.1)
+    return min(MAX_DELTA, max(1, num_users) ** -1.1)
 
 
 class Algorithm(enum.StrEnum):
@@ -136,7 +136,7 @@ class PrivacyTarget:
     def __post_init__(self):
         expect("epsilon", self.epsilon, self.epsilon > 0, "> 0, or inf for no noise")
         expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
-        expect("num_steps", self.num_steps, self.num_steps <= MOST_STEPS, f"at most {MOST_STEPS}")
+        expect("num_steps", self.num_steps, self.num_steps <= MAX_STEPS, f"at most {MAX_STEPS}")
         expect("batch_size", self.batch_size, self.batch_size >= 1, ">= 1")
         if self.delta is not None:
             expect("delta", self.delta, 0 < self.delta < 1, "in (0, 1)")

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 from jinja2 import ext, nodes, sandbox
 
-MOST_CHARACTERS = 2**24  # of a chat
+MAX_CHARACTERS = 2**24  # of a chat
 
 
 class Refusal(Exception):
@@ -49,8 +49,8 @@ class Compiled:
             if str(error) not in self._words:  # it may have a person's text in it
                 raise Refusal("its template refuses it") from None
             raise Refusal(f"its template says: {error}") from None
-        if len(text) > MOST_CHARACTERS:
-            raise Refusal(f"its template writes more than {MOST_CHARACTERS:,} characters")
+        if len(text) > MAX_CHARACTERS:
+            raise Refusal(f"its template writes more than {MAX_CHARACTERS:,} characters")
         return text
 
 

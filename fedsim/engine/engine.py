@@ -25,8 +25,8 @@ from fedsim.engine.task import Task, sizes_of
 from fedsim.errors import FedsimError
 
 AT_ONCE = 4  # units that most strategies compute side by side
-MOST_EVALUATED = 512  # examples of a lane: a worker that takes too long is started again
-LEAST_TOKENS = 512  # of a lane of examples that share rows: several rows at once cost less each
+MAX_EVALUATED = 512  # examples of a lane: a worker that takes too long is started again
+MIN_TOKENS = 512  # of a lane of examples that share rows: several rows at once cost less each
 
 
 class EngineError(FedsimError):
@@ -271,7 +271,7 @@ class Engine(ABC):
 
     def begin_mean_nats(self, params: Any, split: str, rows: np.ndarray) -> Callable[[], float]:
         """Like `mean_nats`, when workers are idle; the returned function waits for the result."""
-        number = max(self.num_lanes, -(-len(rows) // MOST_EVALUATED))
+        number = max(self.num_lanes, -(-len(rows) // MAX_EVALUATED))
         lanes = cut_examples(self.task, split, rows, number, self.least_units).rows
         answers = self._begin("lane_nats", params, lanes, split)
 
@@ -378,7 +378,7 @@ def cut_examples(task: Task, split: str, rows: np.ndarray, num_lanes: int, least
     if sizes is None:
         return cut(task, split, rows, num_lanes, least)
     ends = np.cumsum(sizes)
-    num_lanes = max(1, min(num_lanes, int(ends[-1]) // LEAST_TOKENS))
+    num_lanes = max(1, min(num_lanes, int(ends[-1]) // MIN_TOKENS))
     lane = np.minimum((ends - sizes) * num_lanes // max(1, ends[-1]), num_lanes - 1)
     return _in_order(np.split(rows, 1 + np.flatnonzero(np.diff(lane))))
 

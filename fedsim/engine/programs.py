@@ -37,7 +37,7 @@ from fedsim.errors import FedsimError
 NUMBERS = 2**14  # tested values of an operation
 LARGE = 2.0**11, 2.0**12, 2.0**17  # of the factors: products are rounded by up to 1/2, 2 and 2048
 KNOWN_SHAPE = 4, 128
-MOST_SHAPES, NUMBERS_OF_SHAPES = 2, range(2**12, 2**18 + 1)
+MAX_SHAPES, NUMBERS_OF_SHAPES = 2, range(2**12, 2**18 + 1)
 NOT_FINITE = math.nan, math.inf, -math.inf, 3e38, -3e38  # or without a finite square
 LAYER = 128, 4  # inputs and outputs of the tested layer
 OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int]] = {
@@ -111,7 +111,7 @@ def check_contributions(strategy: Strategy, params: Any) -> None:
     """
     leaves = jax.tree.leaves(params)
     shapes = {leaf.shape for leaf in leaves if leaf.size in NUMBERS_OF_SHAPES}
-    largest = sorted(shapes, key=lambda shape: (math.prod(shape), shape))[-MOST_SHAPES:]
+    largest = sorted(shapes, key=lambda shape: (math.prod(shape), shape))[-MAX_SHAPES:]
     _check_contributions(strategy, (KNOWN_SHAPE, *largest), default_device())
 
 

@@ -37,7 +37,7 @@ ROWS = 10_000
 """Rows that are written at a time."""
 KEY, KEY_BYTES = "key", 32
 """The file with the key of the tables' names."""
-MOST_S = 10.0  # that writing it takes
+MAX_S = 10.0  # that writing it takes
 
 
 CHECKED = ("user_column", "text_column")
@@ -277,7 +277,7 @@ def _key(home: Path) -> bytes:
         with os.fdopen(descriptor, "wb") as file:
             file.write(os.urandom(KEY_BYTES))
     while len(key := path.read_bytes()) < KEY_BYTES:  # another process is writing it
-        if time.time() - path.stat().st_mtime > MOST_S:
+        if time.time() - path.stat().st_mtime > MAX_S:
             raise FileDamaged(f"{path}: expected {KEY_BYTES} bytes; remove it")
         time.sleep(0.01)
     return key

@@ -28,9 +28,9 @@ BLOCK = 192
 Near the root of common sizes of vocabularies."""
 HALVINGS = 30
 """Of the interval with the least probability in the nucleus: to 1e-9 of the likeliest token's."""
-MOST_STEPS = 64
+MAX_STEPS = 64
 """Tokens of a text that a call of a program draws, unless slots are to be filled before."""
-PROMPTS, LEAST_WIDTH = 8, 8
+PROMPTS, MIN_WIDTH = 8, 8
 """Prompts that are read in one pass, and the least length to which they are padded."""
 
 
@@ -172,7 +172,7 @@ class Decoder:
         unread = [(slot, prompt.ids[:-1]) for slot, prompt in new.items() if len(prompt.ids) > 1]
         for group in (unread[i : i + PROMPTS] for i in range(0, len(unread), PROMPTS)):
             longest = max(len(ids) for _, ids in group)
-            width = min(max(LEAST_WIDTH, 1 << (longest - 1).bit_length()), config.max_length)
+            width = min(max(MIN_WIDTH, 1 << (longest - 1).bit_length()), config.max_length)
             tokens = np.zeros((PROMPTS, width), np.int32)
             into = np.full(PROMPTS, slots, np.int32)  # beyond the last slot: dropped
             for row, (slot, ids) in enumerate(group):
@@ -220,12 +220,12 @@ def _read_prompts(config, params, cache, tokens_RP, into_R):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def _decode(config, how, ends, params, cache, key, state, least):
-    """Draw until no more than `least` texts go on: (tokens [B, MOST_STEPS] or -1, cache, state)."""
+    """Draw until no more than `least` texts go on: (tokens [B, MAX_STEPS] or -1, cache, state)."""
     keys_B = jax.vmap(functools.partial(jax.random.fold_in, key))(state["number"])
 
     def goes_on(loop):
         step, _, state, _ = loop
-        return (step < MOST_STEPS) & (state["running"].sum() > least)
+        return (step < MAX_STEPS) & (state["running"].sum() > least)
 
     def draw_one(loop):
         step, cache, state, tokens = loop
@@ -244,6 +244,6 @@ def _decode(config, how, ends, params, cache, key, state, least):
         }
         return step + 1, cache, state, tokens
 
-    tokens = jnp.full((len(state["at"]), MOST_STEPS), -1, jnp.int32)
+    tokens = jnp.full((len(state["at"]), MAX_STEPS), -1, jnp.int32)
     loop = jax.lax.while_loop(goes_on, draw_one, (jnp.int32(0), cache, state, tokens))
     return loop[3], loop[1], loop[2]

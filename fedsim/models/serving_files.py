@@ -19,7 +19,7 @@ from fedsim.data import (
     template_of,
 )
 from fedsim.errors import BadChat, ConfigError, DataError, FileDamaged
-from fedsim.files import MOST_JSON, read_object, sha256_of, write_atomically, write_json
+from fedsim.files import MAX_JSON, read_object, sha256_of, write_atomically, write_json
 
 CONFIG, TOKENIZER, SETTINGS = "config.json", "tokenizer.json", "tokenizer_config.json"
 GENERATION, SPECIAL = "generation_config.json", "special_tokens_map.json"
@@ -37,14 +37,14 @@ def side_files(directory: Path) -> list[str]:
     """Names of the side files in a directory.
 
     Raises:
-      ConfigError: a file is larger than MOST_JSON.
+      ConfigError: a file is larger than MAX_JSON.
     """
     more = (f"{TEMPLATES}/{path.name}" for path in directory.glob(f"{TEMPLATES}/*.jinja"))
     names = [name for name in (*SIDE_FILES, *sorted(more)) if (directory / name).is_file()]
     for name in names:
         size = (directory / name).stat().st_size
-        if size > MOST_JSON:
-            expected = f"at most {MOST_JSON} bytes, got {size}"
+        if size > MAX_JSON:
+            expected = f"at most {MAX_JSON} bytes, got {size}"
             raise ConfigError.of("model", directory / name, expected)
     return names
 

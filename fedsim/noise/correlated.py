@@ -48,7 +48,7 @@ MIDDLE, FAR = 1.62, 16.0
 """Factors of the grid's share of eta beyond two standard deviations, and beyond TAIL."""
 BEYOND_TWO = 0.046  # bound on the probability of a number beyond two standard deviations
 FINEST = 24  # most bits after the point of a coefficient; fewer if the noise is large
-MOST_BANDS = 64  # memory: each band keeps a row of noise as large as the parameters
+MAX_BANDS = 64  # memory: each band keeps a row of noise as large as the parameters
 
 
 @functools.lru_cache(maxsize=256)
@@ -142,10 +142,10 @@ def predictions(
     Raises: ConfigError: there is no sigma for one band.
     """
     tried: list[Prediction] = []
-    powers = [2**n for n in range(MOST_BANDS.bit_length())]
+    powers = [2**n for n in range(MAX_BANDS.bit_length())]
     cycles = {-(-num_steps // count) for count in (1, 2, 3, 4)}
     for bands in sorted({*powers, *(3 * n // 2 for n in powers[1:]), *cycles}):
-        if bands > min(most, num_steps, MOST_BANDS):
+        if bands > min(most, num_steps, MAX_BANDS):
             break
         try:
             sigma = noise_multiplier(bands)

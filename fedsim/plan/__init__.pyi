@@ -50,8 +50,8 @@ from .plan import (
     private_fields as private_fields,
 )
 from .planner import (
-    MOST_PARAMETERS as MOST_PARAMETERS,
-    MOST_ROWS as MOST_ROWS,
+    MAX_PARAMETERS as MAX_PARAMETERS,
+    MAX_ROWS as MAX_ROWS,
     TWO_HELD_OUT as TWO_HELD_OUT,
     as_planned as as_planned,
     calibrate as calibrate,

@@ -15,7 +15,7 @@ from fedsim.config import (
     ALLOCATION,
     CORRELATED,
     INDEPENDENT,
-    MOST_DELTA,
+    MAX_DELTA,
     ONLY_USERS,
     POISSON,
     ZERO_OUT,
@@ -46,7 +46,7 @@ from fedsim.sampling import (
 
 MISS = 1 / 4
 """Largest share of the users between the private median and the median, as a rule."""
-LEAST_SHARE, MOST_SHARE = 0.02, 0.1
+MIN_SHARE, MAX_SHARE = 0.02, 0.1
 """Parts of epsilon that the private median costs at least, and at most."""
 
 
@@ -61,8 +61,8 @@ def with_group_size(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) 
     if algorithm != Algorithm.ELS or fixed or public:
         return privacy
     least = rank_error(1.0) / (MISS * users.num_users)
-    share = max(least, LEAST_SHARE * privacy.epsilon)
-    if share <= MOST_SHARE * privacy.epsilon:
+    share = max(least, MIN_SHARE * privacy.epsilon)
+    if share <= MAX_SHARE * privacy.epsilon:
         return dataclasses.replace(privacy, group_size_epsilon=share)
     return dataclasses.replace(privacy, group_size=places_needed(privacy, users))
 
@@ -127,7 +127,7 @@ def facts_of(privacy: PrivacyConfig, data: Dataset) -> list[Stated]:
         facts.append(Stated(Fact.MIN_EXAMPLES, str(least_texts)))
     if left_out_rows(metadata):
         facts.append(Stated(Fact.SKIP_UNKNOWN))
-    small = privacy.delta is None and default_delta(users.num_users) < MOST_DELTA
+    small = privacy.delta is None and default_delta(users.num_users) < MAX_DELTA
     if small and privacy.adjacency != ZERO_OUT:  # else N is public
         facts.append(Stated(Fact.DELTA))
     if not tokenizer_is_public(metadata):

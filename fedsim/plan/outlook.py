@@ -14,7 +14,7 @@ from fedsim.plan.plan import Plan
 
 LEARNS, HARDLY = 0.5, 4.0
 """Ratios of noise to signal from which on a training learns in part, or almost nothing."""
-LEAST_USERS, FEW_USERS = 10, 1000
+MIN_USERS, FEW_USERS = 10, 1000
 """A private run with fewer users is refused, or warned about."""
 
 
@@ -54,9 +54,9 @@ def doubt(ratio: float, num_users: int) -> list[str]:
 
 def expect_enough_users(num_users: int, epsilon: float) -> None:
     """Raise ConfigError for a private training with so few users that it can teach nothing."""
-    least = f"at least {LEAST_USERS}: user-level privacy hides each user among the others, and "
+    least = f"at least {MIN_USERS}: user-level privacy hides each user among the others, and "
     least += "needs hundreds, better thousands; epsilon=inf trains without privacy"
-    enough = num_users >= LEAST_USERS or math.isinf(epsilon)
+    enough = num_users >= MIN_USERS or math.isinf(epsilon)
     expect("data", f"{num_users} training users", enough, least)
 
 

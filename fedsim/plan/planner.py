@@ -45,11 +45,11 @@ from fedsim.sampling import Sampling, Users, graph_of
 from fedsim.shared_uls import SharedULS
 from fedsim.uls import ULS
 
-MOST_PARAMETERS = 10**9
+MAX_PARAMETERS = 10**9
 """Largest number of parameters in a private selection, whose slack of noise is paid for before any
 model is made."""
 TWO_HELD_OUT = "data with two held-out users at least"
-MOST_ROWS = 16
+MAX_ROWS = 16
 """Largest number of texts per user in an evaluation with noise, evenly spaced."""
 METHODS = {Algorithm.ELS: ELS, Algorithm.ULS: ULS}
 
@@ -179,11 +179,11 @@ def make_plan(
       data_seal: keyed digest of the data's fingerprint.
       trial: the run is one trial of a private selection.
     Raises: ConfigError: epsilon is so large that the slack of the noise takes all of delta, or a
-      trial trains more than MOST_PARAMETERS.
+      trial trains more than MAX_PARAMETERS.
     """
     assert privacy.delta is not None, "complete() comes first"
-    fits = not trial or num_parameters <= MOST_PARAMETERS
-    most = f"at most {MOST_PARAMETERS:,} in a private selection"
+    fits = not trial or num_parameters <= MAX_PARAMETERS
+    most = f"at most {MAX_PARAMETERS:,} in a private selection"
     expect("num_parameters", num_parameters, fits, most)
     sigma = calibrate(method, privacy)
     planted = getattr(users, "canaries", None)
@@ -306,7 +306,7 @@ def evaluations_of(
     count = 1 + -(-privacy.num_steps // every)
     users, delta = min(total, run.eval_examples), delta_of(total, privacy.delta)
     sigma, _ = noise_of(privacy.eval_epsilon, delta, count)
-    rows = min(MOST_ROWS, max(1, run.eval_examples // users))
+    rows = min(MAX_ROWS, max(1, run.eval_examples // users))
     return Evaluations(privacy.eval_epsilon, delta, sigma, every, count, users, rows, bound)
 
 

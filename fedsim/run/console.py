@@ -32,7 +32,7 @@ SPEEDS = {
 BAR = 10  # columns of the bar
 EVALUATED = "eval/step"
 """Metric: the step after which the shown held-out loss was computed, as later steps may show it."""
-MOST_LINES = 10  # about steps in the log of a run, unless the level is verbose
+MAX_LINES = 10  # about steps in the log of a run, unless the level is verbose
 CLEARLY = 3 * 2**0.5  # times the noise of a loss: a difference of two beyond chance
 EARLY = 3  # a log of many steps has a line after so many, to show how long the rest will take
 
@@ -123,7 +123,7 @@ class Console(Terminal):
 
     def _in_lines(self, first: int, last: int) -> Show:
         """Progress as lines of a log, with the time that is left."""
-        fewest = 1 if self.verbose else -(-(last - first) // MOST_LINES)
+        fewest = 1 if self.verbose else -(-(last - first) // MAX_LINES)
         every = max(self._log_every, fewest)
         early = first + EARLY if every > EARLY else None
         begin: tuple[int, float] | None = None  # the first step compiles programs: not measured

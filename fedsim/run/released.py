@@ -20,7 +20,7 @@ from fedsim.run import checkpoint
 from fedsim.run.ledger import gradient_sha256
 
 DIRECTORY, ELSEWHERE = "released", "elsewhere"
-MOST_BYTES = 2**28
+MAX_BYTES = 2**28
 """Largest size of a step's numbers that is kept: writing more would take as long as a step."""
 
 
@@ -49,10 +49,10 @@ def keep(run_dir: Path, step: int, what: Step) -> bool:
     """
     noisy = what.noisy
     leaves = jax.tree.leaves(noisy.numbers)
-    if sum(leaf.size for leaf in leaves) > MOST_BYTES:  # a number takes at least a byte
+    if sum(leaf.size for leaf in leaves) > MAX_BYTES:  # a number takes at least a byte
         return False
     arrays = [_narrow(leaf) for leaf in leaves]
-    if sum(array.nbytes for array in arrays) > MOST_BYTES:
+    if sum(array.nbytes for array in arrays) > MAX_BYTES:
         return False
     record = {"arrays": dict(zip(map(str, range(len(arrays))), arrays, strict=True))}
     record |= {"unit": noisy.unit, "clip_norm": what.clip_norm}

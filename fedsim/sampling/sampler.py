@@ -18,7 +18,7 @@ from fedsim.accounting import StepEvent, allocated_event, cyclic_event
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 
-MOST_INVERTED = 29  # expected successes of a part, beyond which tables would grow long
+MAX_INVERTED = 29  # expected successes of a part, beyond which tables would grow long
 FLOAT_BITS, MORE_BYTES = 53, 32
 UNIFORM = 2 ** (FLOAT_BITS + 8 * MORE_BYTES)
 """The number of values of the uniform number that determines the size of a draw."""
@@ -92,7 +92,7 @@ def binomial(
     """
     prob = math.floor(prob * 2.0**FLOAT_BITS) / 2.0**FLOAT_BITS  # so that 1 - prob is exact
     rare = min(prob, 1 - prob)
-    num_parts = int(num_units * rare / MOST_INVERTED) + 1
+    num_parts = int(num_units * rare / MAX_INVERTED) + 1
     leading, rest = rng.random(num_parts), low_rng.bytes(MORE_BYTES * num_parts)
     count = 0
     for part in range(num_parts):

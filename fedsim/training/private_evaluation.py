@@ -32,7 +32,7 @@ from fedsim.files import make_directory, open_to_append, whole_lines, write_dura
 from fedsim.keys import SecretKey
 from fedsim.noise import noisy_mean_loss
 from fedsim.plan import (
-    MOST_ROWS,
+    MAX_ROWS,
     Evaluations,
     Fact,
     Plan,
@@ -169,7 +169,7 @@ def user_losses(task: Any, params: Any, split: str) -> np.ndarray:
       `Engine.begin_group_losses`.
     """
     offsets = getattr(task.dataset, split).offsets
-    rows = rows_of_users(offsets, len(offsets) - 1, MOST_ROWS)
+    rows = rows_of_users(offsets, len(offsets) - 1, MAX_ROWS)
     return create(EngineConfig("local"), task).begin_group_losses(params, split, rows)()
 
 

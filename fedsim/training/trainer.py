@@ -57,8 +57,8 @@ from fedsim.training.optimizers import (
 from fedsim.training.prepare import PreparedRun
 from fedsim.training.private_evaluation import begin_noisy_evaluate
 
-MOST_LOSS = 1000.0  # times the first one, or nats: nothing comes of a training beyond
-MOST_GROWTH = 100.0  # times the largest parameter at the start, or 1; likewise
+MAX_LOSS = 1000.0  # times the first one, or nats: nothing comes of a training beyond
+MAX_GROWTH = 100.0  # times the largest parameter at the start, or 1; likewise
 
 
 class Trainer:
@@ -92,7 +92,7 @@ class Trainer:
         evaluations = self.plan.evaluations
         every = evaluations.every if evaluations else self.run.eval_every
         self.eval_every = every or max(1, self.plan.num_steps // 10)
-        self.most_param = MOST_GROWTH * max(1.0, float(largest_of(self.params)))
+        self.most_param = MAX_GROWTH * max(1.0, float(largest_of(self.params)))
         self.transformation = update_of(self.run, self.plan.num_steps)
         self.update = updater(self.transformation)
 
@@ -218,7 +218,7 @@ class Trainer:
                 values = (losses or begin())()
             metrics.log(step, values)
             self.calls.evaluated(step, values)
-            most = MOST_LOSS * max(1.0, state.initial_eval_loss) if step else math.inf
+            most = MAX_LOSS * max(1.0, state.initial_eval_loss) if step else math.inf
             # When a run ends is public, so a loss without noise may not end one with a guarantee.
             # One with noise says nothing of it: it is cut off at its bound, and the rest is noise.
             judged = not self.plan.noise_multiplier

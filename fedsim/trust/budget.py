@@ -21,7 +21,7 @@ from fedsim.plan import in_words
 from fedsim.run import aligned, ledger as run_ledger
 from fedsim.trust.claim import FIXED_USERS, PEOPLE, SLACK_SHARE
 
-MOST_NAMED = 5
+MAX_NAMED = 5
 HEAD = "run", "kind", "state", "began", "users", "releases", "epsilon alone"
 THEOREM, GROUP = "theorem", "group privacy"
 
@@ -226,9 +226,9 @@ def sentences(result: dict[str, Any]) -> list[str]:
     lines = []
     if result["epsilon"] == "inf" and bad:
         names = ", ".join(
-            f"{each['run']} ({in_words(each['why_not'])})" for each in bad[:MOST_NAMED]
+            f"{each['run']} ({in_words(each['why_not'])})" for each in bad[:MAX_NAMED]
         )
-        names += ", ..." if len(bad) > MOST_NAMED else ""
+        names += ", ..." if len(bad) > MAX_NAMED else ""
         lines.append(
             f"{total}unlimited, because {len(bad)} of them had no guarantee: {names}. This is "
             "permanent: the released model may reveal these users' texts. For later trials use "

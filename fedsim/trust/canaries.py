@@ -23,8 +23,8 @@ from fedsim.noise import AddNoise
 from fedsim.trust.noise_audit import ReleasedNoise
 
 CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxz", "aeiou"
-MOST_TOKENS = 32
-WORDS = 24  # more words than MOST_TOKENS tokens hold
+MAX_TOKENS = 32
+WORDS = 24  # more words than MAX_TOKENS tokens hold
 
 
 def canary_text(rng: np.random.Generator) -> str:
@@ -43,7 +43,7 @@ def canary_tokens(data: Dataset, count: int, rng: np.random.Generator) -> list[l
     """Tokens of the texts of `count` canaries, of equal lengths; random ones without a
     tokenizer."""
     store = data.train
-    length = min(store.max_length, MOST_TOKENS)
+    length = min(store.max_length, MAX_TOKENS)
     if data.tokenizer_path is None:
         return rng.integers(0, store.vocab_size, (count, length)).tolist()
     tokenizer = Tokenizer.load(data.tokenizer_path)

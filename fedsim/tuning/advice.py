@@ -37,7 +37,7 @@ ADDING = ("momentum", "sgd")
 """Optimizers that add gradients up, which correlated noise is meant for."""
 MEMORY_SHARE = 1 / 4  # of this machine's, that rows of noise may take
 
-MOST_GRADIENTS = 9 / 8  # of the batch size, of random allocation, for K divides the number of steps
+MAX_GRADIENTS = 9 / 8  # of the batch size, of random allocation, for K divides the number of steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ def compare(
     if algorithm == Algorithm.ULS:
         settings = dataclasses.replace(privacy, sampling=ALLOCATION)
         settings = allocated(algorithm, settings, users.num_users)
-        too_many = settings.batch_size > MOST_GRADIENTS * privacy.batch_size
+        too_many = settings.batch_size > MAX_GRADIENTS * privacy.batch_size
         cells.append(
             cell(
                 _of_allocation(settings),

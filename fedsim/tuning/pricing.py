@@ -16,7 +16,7 @@ from fedsim.keys import SecretKey
 from fedsim.models import PRESETS
 from fedsim.noise import slack
 from fedsim.plan import (
-    MOST_PARAMETERS,
+    MAX_PARAMETERS,
     TWO_HELD_OUT,
     Stated,
     complete,
@@ -145,7 +145,7 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         non_private += facts_of_start(run, fresh_model=run.model.source in PRESETS)
         method = method_for(job.algorithm, completed, data.train, key)
         plan = make_plan(
-            job.algorithm, completed, data.train, method, MOST_PARAMETERS, non_private, data_seal=""
+            job.algorithm, completed, data.train, method, MAX_PARAMETERS, non_private, data_seal=""
         )
         candidates.append(tuple(planned_phases(plan, method) or ()))
         not_covered.update(dict.fromkeys((*plan.facts, *plan.given)))

@@ -353,8 +353,8 @@ def test_delta_below_what_is_resolved_is_infinite_not_wrong():
         pytest.param(10.0, 1e-12, 10**4, marks=pytest.mark.ci),
         pytest.param(1e-3, 1.0, 1, marks=pytest.mark.ci),
         pytest.param(1e4, 1e-9, 1, marks=pytest.mark.ci),
-        (1e10, 1e-3, events.MOST_STEPS),
-        (1.0, 1e-4, events.MOST_STEPS),
+        (1e10, 1e-3, events.MAX_STEPS),
+        (1.0, 1e-4, events.MAX_STEPS),
     ],
 )
 def test_there_is_an_answer_at_the_bounds_of_what_is_accounted_for(sigma, prob, steps):

@@ -273,7 +273,7 @@ def test_a_run_that_is_stopped_counts_what_it_released(texts, run_dir):
 @pytest.mark.slow
 @pytest.mark.privacy
 def test_a_limit_of_held_out_users_is_kept(texts, run_dir, capsys, monkeypatch):
-    monkeypatch.setattr("fedsim.config.privacy.MOST_DELTA", 1.0)  # the numbers are of delta N^-1.1
+    monkeypatch.setattr("fedsim.config.privacy.MAX_DELTA", 1.0)  # the numbers are of delta N^-1.1
     for flags in ({"limit_epsilon": 1.2}, {}):
         if not flags:
             main(["budget", "--limit-epsilon", "1.2", "--delta", "0.001"])

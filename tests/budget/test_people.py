@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fedsim.budget.ledger import fingerprints
-from fedsim.budget.spending import MOST_PATTERNS, patterns
+from fedsim.budget.spending import MAX_PATTERNS, patterns
 from fedsim.keys import SecretKey
 
 
@@ -42,6 +42,6 @@ def test_those_who_pay_most_are_in_sets_that_no_others_exceed():
 
 
 def test_too_many_combinations_are_taken_as_one():
-    users = np.arange(MOST_PATTERNS + 1, dtype=np.uint64)
+    users = np.arange(MAX_PATTERNS + 1, dtype=np.uint64)
     sets = {str(i): users[i : i + 1] for i in users.tolist()}
     assert patterns(users, sets) == [frozenset(sets)]

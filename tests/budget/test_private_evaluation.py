@@ -11,7 +11,7 @@ from fedsim import accounting
 from fedsim.budget import Entry, hold
 from fedsim.keys import SecretKey
 from fedsim.noise import noisy_mean_loss
-from fedsim.training.private_evaluation import MOST_ROWS, user_losses
+from fedsim.training.private_evaluation import MAX_ROWS, user_losses
 from fedsim.trust import budget
 
 
@@ -40,7 +40,7 @@ def test_a_noisy_loss_is_a_gaussian_mechanism():
 @pytest.mark.privacy
 def test_a_users_loss_is_their_own(rng):
     """Against a loop; and to the last bit the same whoever is beside them, or has no texts."""
-    sizes = [3, 0, 1, 3 * MOST_ROWS, 2]
+    sizes = [3, 0, 1, 3 * MAX_ROWS, 2]
     features = rng.normal(size=(sum(sizes), 5)).astype(np.float32)
     labels = rng.integers(4, size=sum(sizes))
     theta = rng.normal(size=(5, 4)).astype(np.float32)
@@ -56,7 +56,7 @@ def test_a_users_loss_is_their_own(rng):
     task, offsets, everybody = found(range(5))
     assert len(everybody) == 4
     losses = np.asarray(task.losses(theta, task.read("eval_users", np.arange(sum(sizes)))))
-    few = np.linspace(4, 4 + 3 * MOST_ROWS - 1, MOST_ROWS).astype(int)
+    few = np.linspace(4, 4 + 3 * MAX_ROWS - 1, MAX_ROWS).astype(int)
     expected = [losses[:3].mean(), losses[3], losses[few].mean(), losses[-2:].mean()]
     assert everybody == pytest.approx(expected, rel=1e-5)
     assert found([0, 2, 3, 4])[2].tolist() == everybody.tolist()

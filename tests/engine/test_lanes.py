@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from fedsim.clipping import Buckets, Clip, Strategy
 from fedsim.data.users import UserStore
-from fedsim.engine.engine import AT_ONCE, LEAST_TOKENS, costs, cut, cut_examples
+from fedsim.engine.engine import AT_ONCE, MIN_TOKENS, costs, cut, cut_examples
 from fedsim.engine.task import Task
 from fedsim.engine.worker import LocalEngine
 from fedsim.models.language_model import LanguageModelTask
@@ -94,7 +94,7 @@ def test_examples_that_share_rows_come_in_lanes_of_as_many_tokens(examples, num_
     task.buckets = dataclasses.replace(Sized.buckets, packed=lambda batch: [batch])
     lanes = cut_examples(task, "eval_users", np.arange(examples), num_lanes, 2).rows
     np.testing.assert_array_equal(np.concatenate([np.arange(0), *lanes]), np.arange(examples))
-    assert len(lanes) <= max(1, min(num_lanes, sizes.sum() // LEAST_TOKENS))
+    assert len(lanes) <= max(1, min(num_lanes, sizes.sum() // MIN_TOKENS))
     most = max((sizes[lane].sum() for lane in lanes), default=0)
     assert most <= sizes.sum() / max(1, len(lanes)) + longest
 

@@ -35,7 +35,7 @@ PHASES = {
 RUNS, LONGEST_DELAY = 9, 0.03
 NUM_STEPS, EVERY = 12, 2
 FLAGS = {"num-steps": NUM_STEPS, "checkpoint-every": EVERY, "seed": 3}
-MOST_AGAIN = 2 * EVERY + 1
+MAX_AGAIN = 2 * EVERY + 1
 """Steps that are released and in no checkpoint. A checkpoint is written while the steps after it go
 on, up to the next one's, which waits for it, or the step after that, if that one is evaluated."""
 
@@ -118,7 +118,7 @@ def test_a_run_that_is_killed_in_every_phase_ends_the_same(number, texts, undist
             released = len(lines)
             newest = checkpoint.latest(run_dir)
             again = released - 1 - (checkpoint.load_step(newest) if newest else 0)
-            assert again <= MOST_AGAIN
+            assert again <= MAX_AGAIN
             shown = max((line["step"] for line in metrics.read(run_dir)), default=0)
             assert shown <= max(0, released - 1)
             if released:

@@ -310,7 +310,7 @@ def test_without_noise_no_step_is_left_out(texts, run_dir, monkeypatch, capsys):
 
 
 def test_what_is_too_large_is_not_kept(texts, run_dir, monkeypatch):
-    monkeypatch.setattr(released, "MOST_BYTES", 10)
+    monkeypatch.setattr(released, "MAX_BYTES", 10)
     crashed(run_dir, texts)
     assert not list((run_dir / "released").glob("*"))
 

@@ -122,7 +122,7 @@ def test_neither_do_other_texts_with_strict(rows, pair):
 @pytest.mark.privacy
 def test_els_draws_its_group_size_privately_by_default(pair, monkeypatch):
     monkeypatch.setattr(defaults, "private_median", lambda *_: 3)  # the first noisy number
-    monkeypatch.setattr(defaults, "MOST_SHARE", 0.2)  # few users
+    monkeypatch.setattr(defaults, "MAX_SHARE", 0.2)  # few users
     one, other, plan = pair(Algorithm.ELS, PLANTED["many texts"], strict=True)
     assert one == other and plan.group_size == 3 and not plan.facts
     assert plan.group_size_epsilon == rank_error(1.0) / (defaults.MISS * NUM_USERS)
@@ -230,7 +230,7 @@ def unkeyed_median(sizes, epsilon, rng):
 )
 def test_a_footnote_that_is_put_back_is_noticed(where, name, planted, pair, monkeypatch):
     monkeypatch.setattr(where, name, planted)
-    monkeypatch.setattr(defaults, "MOST_SHARE", 0.2)
+    monkeypatch.setattr(defaults, "MAX_SHARE", 0.2)
     one, other, _ = pair(Algorithm.ELS, PLANTED["many texts"])
     assert one != other
 
@@ -289,7 +289,7 @@ def test_strict_refuses_each_fact_before_anything_is_paid(fact, tmp_path, monkey
 def test_plan_verify_and_card_name_each_fact_whatever_its_words(
     fact, reworded, tmp_path, monkeypatch, capfd
 ):
-    monkeypatch.setattr(defaults, "MOST_DELTA", 1.0)  # as for many users
+    monkeypatch.setattr(defaults, "MAX_DELTA", 1.0)  # as for many users
     data, flags = data_of(fact), CAUSES[fact]
     text, plan = published("els", data, tmp_path, monkeypatch, capfd, **flags)
     if reworded:

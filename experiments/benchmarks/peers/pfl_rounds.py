@@ -116,7 +116,7 @@ def lm(rounds):
     dataset = FederatedDataset(user_data, lambda: next(users))
     np.random.seed(0)
     torch.manual_seed(0)
-    seconds = run(module, dataset, shape.COHORT, rounds, shape.MOST_SENTENCES, private=True)
+    seconds = run(module, dataset, shape.COHORT, rounds, shape.MAX_SENTENCES, private=True)
     digest = hashlib.sha256(
         b"".join(value.detach().numpy().tobytes() for value in module.w.values())
     )

@@ -8,7 +8,7 @@ the median.
 import numpy as np
 
 WIDTH, HEADS, LAYERS, INNER, VOCABULARY, LENGTH = 96, 8, 3, 1536, 10_000, 20
-USERS, MOST_SENTENCES = 400, 64
+USERS, MAX_SENTENCES = 400, 64
 COHORT, LEARNING_RATE, CLIP, NOISE = 40, 0.1, 0.1, 0.1
 MODEL_FLOATS = {"4 kB": 1_000, "6.4 MB": 1_600_000, "100 MB": 25_000_000}
 
@@ -16,7 +16,7 @@ MODEL_FLOATS = {"4 kB": 1_000, "6.4 MB": 1_600_000, "100 MB": 25_000_000}
 def sentences() -> tuple[np.ndarray, np.ndarray]:
     """(tokens int32 [sentences, LENGTH + 1], offsets int64 [USERS + 1])."""
     rng = np.random.default_rng(0)
-    sizes = np.clip(rng.lognormal(np.log(16), 0.8, USERS), 1, MOST_SENTENCES).astype(np.int64)
+    sizes = np.clip(rng.lognormal(np.log(16), 0.8, USERS), 1, MAX_SENTENCES).astype(np.int64)
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     tokens = rng.integers(VOCABULARY, size=(offsets[-1], LENGTH + 1)).astype(np.int32)
     return tokens, offsets

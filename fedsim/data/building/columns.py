@@ -26,10 +26,10 @@ from fedsim.data.store import SEPARATOR, owner_sets
 from fedsim.errors import DataError, MissingColumn
 
 NAME = re.compile(r"(?!.*[0-9]{3})[\w.:/#-]+")
-MOST_CHARACTERS, MOST_SHOWN = 40, 50  # of a name of a column, and names
+MAX_CHARACTERS, MAX_SHOWN = 40, 50  # of a name of a column, and names
 TEXT_JOINT = "\n"
 ID_JOINT = "/"
-MOST_OWNERS = 1000  # of one text
+MAX_OWNERS = 1000  # of one text
 MESSAGES, COMPLETION, ALPACA = "messages", "completion", "alpaca"  # forms of rows of chats
 # Columns by which a form is known where none is named.
 FORMS = (
@@ -66,12 +66,12 @@ def expected_of(found: Sequence[str], wanted: Sequence[str]) -> str:
             f"no such column; the columns are separated by {separated!r}: `fedsim data build "
             "--delimiter`"
         )
-    if not all(len(name) <= MOST_CHARACTERS and NAME.fullmatch(name.strip()) for name in names):
+    if not all(len(name) <= MAX_CHARACTERS and NAME.fullmatch(name.strip()) for name in names):
         return (
             f"no such column among {len(names)}, whose names are not shown, for they may be a "
             "person's text; the first line of CSV must have the names of the columns"
         )
-    shown = [name if name == name.strip() else repr(name) for name in names[:MOST_SHOWN]]
+    shown = [name if name == name.strip() else repr(name) for name in names[:MAX_SHOWN]]
     return f"no such column, expected one of {', '.join(shown)}"
 
 
@@ -389,10 +389,10 @@ def _owner_sets(
 
 
 def _expect_few(counts: np.ndarray, field: str, first_row: int) -> None:
-    """Raise DataError if a row has more than MOST_OWNERS owners. Args: counts: int [rows]."""
-    if len(bad := np.flatnonzero(counts > MOST_OWNERS)):
+    """Raise DataError if a row has more than MAX_OWNERS owners. Args: counts: int [rows]."""
+    if len(bad := np.flatnonzero(counts > MAX_OWNERS)):
         got = f"got {counts[bad[0]]} in row {first_row + bad[0] + 1}"
-        raise refused(field, f"at most {MOST_OWNERS} owners of a text, {got}")
+        raise refused(field, f"at most {MAX_OWNERS} owners of a text, {got}")
 
 
 def _speaking(

@@ -22,7 +22,7 @@ from fedsim.errors import Interrupted
 from fedsim.files import DISK_FULL, TOO_MANY_FILES
 
 MEMORY = 512 * 2**20  # bytes for each thread of a sort, and at least for two
-MOST_THREADS = 4
+MAX_THREADS = 4
 BLOCK_ROWS = 32_768  # rows, or pieces of rows, in a block
 
 
@@ -34,11 +34,11 @@ class Rows:
 
         Args:
           directory: directory of the files of rows.
-          threads: number of threads, of which at most MOST_THREADS are used.
+          threads: number of threads, of which at most MAX_THREADS are used.
           order: True if rows have order keys.
         """
         self._directory, self._order = directory, order
-        self._threads = min(threads, MOST_THREADS)
+        self._threads = min(threads, MAX_THREADS)
 
     def __enter__(self) -> "Rows":
         import duckdb  # takes a while

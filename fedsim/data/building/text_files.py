@@ -28,7 +28,7 @@ from fedsim.errors import DataError
 
 NONE, MINIMAL = "none", "minimal"
 PACKED = {".gz": "gzip", ".zst": "zstd"}
-MOST_BYTES = 2**26  # of a row: a file of a few hundred kB may unpack to one of many GB
+MAX_BYTES = 2**26  # of a row: a file of a few hundred kB may unpack to one of many GB
 BATCH_ROWS = 2048
 HEAD_ROWS = 65_536  # of JSON, whose keys are looked at before it is read
 PIECE = 2**20  # characters that are copied at a time
@@ -50,7 +50,7 @@ REASONS = (  # of DuckDB's messages, and what is said instead
     ),
     ("(?i)utf-8|unicode", ENCODING),
     ("state machine", "expected the same end of all lines, as `dos2unix` makes it"),
-    ("(?i)maximum|object_size", f"expected rows of at most {MOST_BYTES:,} bytes"),
+    ("(?i)maximum|object_size", f"expected rows of at most {MAX_BYTES:,} bytes"),
     (f"duplicate key|{TWICE}", TWICE),
     ("Expected OBJECT", "expected an object"),
     ("surrogate", HALVED),
@@ -253,8 +253,8 @@ class _Reading:
         return (
             "read_csv($path, columns=$columns, delim=$delimiter, quote=$quote, escape=$quote, "
             f"{rules}, header=true, auto_detect=false, nullstr=$null, "
-            f"compression='{self.packed}', hive_partitioning=false, max_line_size={MOST_BYTES}, "
-            f"buffer_size={2 * MOST_BYTES})"
+            f"compression='{self.packed}', hive_partitioning=false, max_line_size={MAX_BYTES}, "
+            f"buffer_size={2 * MAX_BYTES})"
         )
 
     def _expect_no_header(self, batch: pa.RecordBatch, rows: int) -> None:
@@ -305,7 +305,7 @@ class _Reading:
         form = "array" if self.is_list else "newline_delimited"
         return (  # a directory named user_id=1 names no user
             f"$path, format='{form}', compression='{self.packed}', hive_partitioning=false, "
-            f"maximum_object_size={MOST_BYTES}"
+            f"maximum_object_size={MAX_BYTES}"
         )
 
     def json(self, columns: Columns) -> Iterator[pa.RecordBatch]:
@@ -355,8 +355,8 @@ class _Reading:
                 last = len(line) if inner else (rest + len(line)) or last
                 rest = 0
             rest += len(after)
-        if (rest or last) > MOST_BYTES:
-            raise DataError(f"last line: expected rows of at most {MOST_BYTES:,} bytes")
+        if (rest or last) > MAX_BYTES:
+            raise DataError(f"last line: expected rows of at most {MAX_BYTES:,} bytes")
 
     def _ends_with(self) -> bytes:
         last = b""
@@ -368,7 +368,7 @@ class _Reading:
         """Pieces of the end of the file, more than a row can have; of a packed file, all pieces."""
         with pa.input_stream(str(self.path), compression=self._unpacked) as stream:
             if self._unpacked is None:
-                stream.seek(max(0, stream.size() - 4 * MOST_BYTES))
+                stream.seek(max(0, stream.size() - 4 * MAX_BYTES))
             while piece := stream.read(PIECE):
                 yield piece
 

@@ -33,7 +33,7 @@ PLACES = 2**40  # more than the rows of a bundle
 GROUP_BYTES = 4 * 2**20  # of a row group, which a sorting thread reads at once
 COUNTS = ("examples", "unowned", "empty", "long", "no_order", "tokens", "tokens_cut")
 COUNTS += ("untrained", "skipped")
-BUNDLE_BYTES, MOST_BUNDLES = 4 * 2**20, 4096  # size of a bundle, and bundles of a build, about
+BUNDLE_BYTES, MAX_BUNDLES = 4 * 2**20, 4096  # size of a bundle, and bundles of a build, about
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def bundled(parts: Sequence[Part]) -> list[list[Part]]:
     """Group parts, in order, so that small ones are together."""
     files = [part.file for part in parts]
     sizes = [PART_BYTES if f.is_dir() else min(f.stat().st_size, PART_BYTES) for f in files]
-    enough = max(BUNDLE_BYTES, sum(sizes) // MOST_BUNDLES)
+    enough = max(BUNDLE_BYTES, sum(sizes) // MAX_BUNDLES)
     bundles, held = [], enough
     for part, size in zip(parts, sizes, strict=True):
         if held >= enough:

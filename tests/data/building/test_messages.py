@@ -117,7 +117,7 @@ def test_a_name_around_an_address_of_mail_looks_like_the_address():
 @pytest.mark.parametrize("name", ["x.csv.gz", "x.tsv.gz", "x.jsonl.gz", "x.json.gz", "l.json.gz"])
 def test_a_small_file_that_unpacks_to_a_large_row_is_refused(name, tmp_path, monkeypatch):
     most = 2**18
-    monkeypatch.setattr(text_files, "MOST_BYTES", most)
+    monkeypatch.setattr(text_files, "MAX_BYTES", most)
     begin = {"x": b'{"user_id": "a", "text": "', "l": b'[{"user_id": "a", "text": "'}[name[0]]
     if "json" not in name:
         begin = b"user_id\ttext\na\t" if "tsv" in name else b"user_id,text\na,"

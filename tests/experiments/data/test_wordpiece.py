@@ -51,7 +51,7 @@ def test_texts_are_those_of_users_who_are_not_held_out(tmp_path, monkeypatch):
     holdout = Holdout(0.3, True)
     kept = [f"text of {user}" for user in users if not holdout.takes_user(user)]
     assert [*wordpiece.texts_of(*given)] == kept and len(kept) < 90
-    monkeypatch.setattr(wordpiece, "MOST_TEXTS", 50)
+    monkeypatch.setattr(wordpiece, "MAX_TEXTS", 50)
     assert [*wordpiece.texts_of(*given)] == [
         f"text of {user}" for user in users[::2] if not holdout.takes_user(user)
     ]
