@@ -158,13 +158,13 @@ def attack(cell: Cell, settings: Settings) -> dict[str, Any]:
     cap = settings.group_size if cell.algorithm == "els" else 1
     sigma, claim = claimed(cell.epsilon, prob, cap, mistake.bands, settings)
     local, params = LocalEngine(task, num_lanes=1), jnp.zeros(settings.canaries)
-    add_noise = plant.hearing(add_gaussian)
+    add_noise = plant.record_noise(add_gaussian)
     for step in range(settings.num_steps):
         # noise in units of what a gradient is really clipped to
         noise = mistake.noise * sigma / clip.norm
         how = {"clip": clip, "noise_multiplier": noise, "add_noise": add_noise}
         noisy, _ = method.gradient(params, step, local, **how)
-        plant.watch(noisy.values(), 1 / method.sampler.expected_count)
+        plant.on_release(noisy.values(), 1 / method.sampler.expected_count)
     scores, rest = plant.gradient_scores(), (settings.delta, settings.confidence)
     curve = audit_curve(scores, included, claim, *rest)
     sharp = settings.delta, SHARP * (1 - settings.confidence)

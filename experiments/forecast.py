@@ -155,7 +155,7 @@ def prober_of(of: Forecast, settings: Settings, algorithm: str, advice: Any) -> 
     from fedsim.data import Dataset
     from fedsim.engine.worker import LocalEngine
     from fedsim.keys import SecretKey
-    from fedsim.plan import complete
+    from fedsim.plan import fill_defaults
     from fedsim.run import find_model, make_task
 
     first, start = built(of.source, settings)[0], model_of(of.source)
@@ -165,7 +165,7 @@ def prober_of(of: Forecast, settings: Settings, algorithm: str, advice: Any) -> 
     lanes = run.engine.num_lanes
     task, params = make_task(run, model, data, SecretKey.create(0).jax_key("init"))
     asked = PrivacyConfig(of.epsilon, settings.num_steps, advice.batch_size, group_size=group)
-    privacy, _ = complete(Algorithm(algorithm), asked, data)
+    privacy, _ = fill_defaults(Algorithm(algorithm), asked, data)
     prober = Prober(
         *(run, data, params, SecretKey.create(0, "recommend"), LocalEngine(task, num_lanes=lanes)),
         algorithm=Algorithm(algorithm),

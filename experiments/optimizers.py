@@ -123,7 +123,7 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     from fedsim.evaluate import evaluate
     from fedsim.keys import SecretKey
     from fedsim.run import find_model, load_data, make_task
-    from fedsim.training import settled_by
+    from fedsim.training import with_plan
 
     started, start, real = time.monotonic(), source(cell.case), cell.case in SMOLLM2
     budget, eval_examples = sizes.real if real else (sizes.budget, sizes.eval_examples)
@@ -144,7 +144,7 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     key = SecretKey.create(cell.seed, str(cell.group))
     task, params = make_task(run, model, data, key.jax_key("parameters"))
     plan, method = common.planned(cell.algorithm, privacy, data, key, params)
-    run = settled_by(plan, None, run, fresh=model is None)
+    run = with_plan(plan, None, run, fresh=model is None)
     engine = LocalEngine(task, num_lanes=1)
     learner, first, rule, read = update_of(cell, run, plan, task, params)
     before = held_out(evaluate(engine, params, data, eval_examples))

@@ -85,7 +85,7 @@ def _of(settings: Settings, case: Case, algorithm: str) -> list[Row]:
         before=[],
     )
     event = StepEvent(noise, prob, most)
-    phases: accounting.Phases = [(event, case.num_steps)]
+    phases: accounting.Events = [(event, case.num_steps)]
     one, rows = accounting.epsilon(phases, case.delta), []
     for people in settings.people:
 

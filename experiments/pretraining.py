@@ -121,7 +121,7 @@ def pretrain(settings: Settings, run: RunConfig, console: Console) -> bool:
     data = load_data(run.data, None, console.note)
     most = data.train.num_examples
     expect("batch_size", settings.batch_size, settings.batch_size <= most, f"<= {most}")
-    with engine.starting(run.engine) as create:
+    with engine.start_cluster_early(run.engine) as create:
         task, params = make_task(run, None, data, SecretKey.create(key.seed or 0).jax_key("init"))
         workers = create(task, warn=console.warn)
         try:

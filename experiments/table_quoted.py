@@ -60,14 +60,14 @@ def several_runs() -> Iterator[Row]:
     from fedsim import accounting
     from fedsim.accounting import StepEvent
     from fedsim.budget.ledger import Entry, Released
-    from fedsim.budget.spending import Charge, total
+    from fedsim.budget.spending import RunCost, total
 
     phases: Released = [(StepEvent(2.0, 0.1), RUN_STEPS)]
     yield row("theory/budget.md", "one run", accounting.epsilon(phases, RUN_DELTA))
     charges = []
     for number in (1, 2, 3):
         entry = Entry(number, f"run {number}", "train", "", "all", "", phases, (0.0, 0.0))
-        charges.append(Charge(entry, phases, "released"))
+        charges.append(RunCost(entry, phases, "released"))
     found = total(charges, RUN_DELTA, sums=True)
     yield row("theory/budget.md", "three runs, added up", found.added_up)
     yield row("theory/budget.md", "three runs, chosen by looking", found.adaptive)

@@ -2,8 +2,8 @@
 
 A handler raises nothing: its exception could land where it is lost, as in the callback of a weak
 reference or of the garbage collector, or could leave a library's C code half-way. It sets a flag,
-and loops look at the flag with `heed`. In the command line a thread also reads the signals, because
-Python runs no handler while the main thread is in C code, such as a compilation.
+and loops look at the flag with `raise_if_stopped`. In the command line a thread also reads the
+signals, because Python runs no handler while the main thread is in C code, such as a compilation.
 """
 
 import os
@@ -26,7 +26,7 @@ _steps = threading.Event()  # steps are being taken, or one was finished for a s
 _unfinished: set[Path] = set()
 
 
-def heed() -> None:
+def raise_if_stopped() -> None:
     """Raise KeyboardInterrupt if a stop signal came. For loops, where nothing is half done."""
     if _asked.is_set():
         raise KeyboardInterrupt
@@ -34,7 +34,7 @@ def heed() -> None:
 
 @contextmanager
 def terminated(end: Callable[[], object]) -> Iterator[None]:
-    """Let a stop signal end the block with KeyboardInterrupt, from `heed` or where it ends.
+    """Let a stop signal end the block with KeyboardInterrupt, from `raise_if_stopped` or its end.
 
     Args:
       end: ends the process at once. A thread calls it at a second signal, and GRACE_S after the
@@ -51,9 +51,9 @@ def terminated(end: Callable[[], object]) -> Iterator[None]:
     try:
         with _at_first(_asked.set, again=False):
             yield
-            heed()
+            raise_if_stopped()
     except Exception:
-        heed()  # such as an error of what the signal also ended
+        raise_if_stopped()  # such as an error of what the signal also ended
         raise
     finally:
         signal.set_wakeup_fd(before)
@@ -75,7 +75,7 @@ def stop_signals() -> Iterator[threading.Event]:
     _steps.set()
     try:
         with _at_first(stop.set, again=True):
-            heed()  # a signal may have come just before
+            raise_if_stopped()  # a signal may have come just before
             yield stop
     finally:
         if not stop.is_set():

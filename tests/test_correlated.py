@@ -32,7 +32,7 @@ from fedsim.noise.correlated import (
 from fedsim.noise.independent import FARTHEST
 from fedsim.plan import CyclicSampling, bands_predicted, complete, make_plan, method_for
 from fedsim.run import checkpoint
-from fedsim.training import settled_by
+from fedsim.training import with_plan
 from fedsim.training.optimizers import MOMENTUM_RATES
 
 STEPS, BANDS, STDDEV = 12, 4, 1.3 * 2**20
@@ -243,7 +243,7 @@ def test_the_rate_follows_the_noise_on_sums(key):
     of independent noise at the same epsilon, whose sigma is half as large."""
     run = run_config(data="posts", run_dir="runs/x")
     plans = planned(key, noise="independent"), planned(key)
-    rates = [settled_by(plan, None, run, fresh=True).learning_rate for plan in plans]
+    rates = [with_plan(plan, None, run, fresh=True).learning_rate for plan in plans]
     assert plans[1].noise_multiplier > plans[0].noise_multiplier and rates[1] > rates[0]
     less = plans[0].noise.predicted_error / plans[1].noise.predicted_error
     _, exponent, _ = MOMENTUM_RATES["fresh"]

@@ -11,7 +11,7 @@ from test_console import PLAN
 from test_verify import command, write_texts
 
 from fedsim.accounting import PureEvent
-from fedsim.budget.ledger import hold
+from fedsim.budget.ledger import open_locked
 from fedsim.budget.spending import charge_of
 from fedsim.cli.main import main
 from fedsim.clipping import Strategy
@@ -85,7 +85,7 @@ def test_a_private_draw_is_counted_before_anything_is_refused_that_follows_from_
         said = refusal(command(texts, run_dir, "els", **args), capsys)
         assert said.startswith("fedsim: error: batch_size=100000: expected <= ")
         assert not run_dir.exists()
-        with hold(place) as ledger:
+        with open_locked(place) as ledger:
             found = [charge_of(entry, ledger) for entry in ledger.entries.values()]
         assert [(each.state, each.released) for each in found] == [("released", DRAWN)] * drawn
         assert found[0].reserved == DRAWN
@@ -122,7 +122,7 @@ def test_a_run_with_a_private_draw_pays_for_it_once(texts, run_dir, tmp_path, mo
     assert order == ["count_at_once", "private_median", "plan"]
     assert capsys.readouterr().err.count("DP-SGD-ELS") == 1
     plan = directory.load(run_dir).plan
-    with hold(place) as ledger:
+    with open_locked(place) as ledger:
         (entry,) = ledger.entries.values()
         assert entry.kind == "train" and entry.planned == entry.released
         assert entry.planned == [*DRAWN, (plan.event(), plan.num_steps)]

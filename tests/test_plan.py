@@ -31,7 +31,7 @@ from fedsim.plan import (
     Trial,
     calibrate,
     claimed_fields,
-    complete,
+    fill_defaults,
     ledger_head,
     make_plan,
     method_for,
@@ -58,7 +58,7 @@ def privacy(**fields):
 
 def planned(algorithm, users, key, **fields):
     """(plan, method, completed settings) of a run."""
-    completed, non_private = complete(algorithm, privacy(**fields), data_of(users))
+    completed, non_private = fill_defaults(algorithm, privacy(**fields), data_of(users))
     method = method_for(algorithm, completed, users, key)
     return make_plan(algorithm, completed, users, method, 10, non_private, "abc"), method, completed
 
@@ -68,17 +68,17 @@ def test_delta_is_a_millionth_or_a_power_of_the_number_of_users(algorithm, users
     many = SimpleNamespace(**vars(users_of_sizes([2] * 10**6)), fingerprint="many")
     settings = privacy()
     for users, expected in ((users, 1e-6), (many, 10**-6.6)):  # noqa: B020
-        completed, non_private = complete(algorithm, settings, data_of(users))
+        completed, non_private = fill_defaults(algorithm, settings, data_of(users))
         assert completed.delta == pytest.approx(expected)
         assert Stated(Fact.DELTA) not in non_private  # N is public
         removed = dataclasses.replace(settings, adjacency=ADD_OR_REMOVE)
-        completed, non_private = complete(algorithm, removed, data_of(users))
+        completed, non_private = fill_defaults(algorithm, removed, data_of(users))
         named = non_private.count(Stated(Fact.DELTA))
         assert named == (expected < 1e-6)
 
 
 def test_the_group_size_of_els_is_the_median_users_and_named_as_not_private(users):
-    completed, non_private = complete(Algorithm.ELS, privacy(), data_of(users))
+    completed, non_private = fill_defaults(Algorithm.ELS, privacy(), data_of(users))
     assert completed.group_size == 3
     assert non_private == [Stated(Fact.GROUP_SIZE)]
 
@@ -105,24 +105,24 @@ def test_the_group_size_of_els_is_private_by_default(num_users, epsilon, share, 
 
 
 def test_the_group_size_of_uls_is_one_whatever_the_data(users):
-    completed, non_private = complete(Algorithm.ULS, privacy(), data_of(users))
+    completed, non_private = fill_defaults(Algorithm.ULS, privacy(), data_of(users))
     assert completed.group_size == 1
     assert Stated(Fact.GROUP_SIZE) not in non_private
 
 
 def test_the_group_size_is_at_least_one():
-    completed, _ = complete(Algorithm.ELS, privacy(), data_of(users_of_sizes([0, 0, 0, 4])))
+    completed, _ = fill_defaults(Algorithm.ELS, privacy(), data_of(users_of_sizes([0, 0, 0, 4])))
     assert completed.group_size == 1
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
 def test_what_the_user_says_is_kept_and_not_named(algorithm, users):
     said = privacy(delta=1e-5, group_size=2)
-    completed, non_private = complete(algorithm, said, data_of(users))
+    completed, non_private = fill_defaults(algorithm, said, data_of(users))
     assert completed == said
     assert non_private == []
     said = dataclasses.replace(said, adjacency=ADD_OR_REMOVE)
-    assert complete(algorithm, said, data_of(users))[1] == [Stated(Fact.COUNTS)]
+    assert fill_defaults(algorithm, said, data_of(users))[1] == [Stated(Fact.COUNTS)]
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
@@ -139,7 +139,7 @@ def test_a_target_of_infinity_is_a_run_without_noise(users, key):
 
 
 def test_a_target_that_cannot_be_met_is_the_users_mistake(users, key):
-    completed, _ = complete(Algorithm.ULS, privacy(epsilon=1e-9, delta=1e-9), data_of(users))
+    completed, _ = fill_defaults(Algorithm.ULS, privacy(epsilon=1e-9, delta=1e-9), data_of(users))
     method = method_for(Algorithm.ULS, completed, users, key)
     with refuses("epsilon=1e-09"):
         calibrate(method, completed)
@@ -193,7 +193,7 @@ def test_an_epsilon_whose_slack_takes_all_of_delta_is_refused(users, key):
 
 @pytest.mark.privacy
 def test_a_trial_trains_no_more_parameters_than_its_slack_was_paid_for(users, key):
-    completed, facts = complete(Algorithm.ULS, privacy(), data_of(users))
+    completed, facts = fill_defaults(Algorithm.ULS, privacy(), data_of(users))
     method = method_for(Algorithm.ULS, completed, users, key)
     given = (Algorithm.ULS, completed, users, method)
     assert make_plan(*given, MAX_PARAMETERS, facts, "", trial=True).purpose == Trial()
@@ -295,6 +295,6 @@ def test_a_plan_with_a_field_too_few_or_too_many_is_not_read(users, key):
 
 def test_what_else_the_guarantee_does_not_cover_is_named(users):
     data = data_of(users, public=False)
-    _, plain = complete(Algorithm.ULS, privacy(), data_of(users))
-    _, more = complete(Algorithm.ULS, privacy(), data)
+    _, plain = fill_defaults(Algorithm.ULS, privacy(), data_of(users))
+    _, more = fill_defaults(Algorithm.ULS, privacy(), data)
     assert [fact for fact in more if fact not in plain] == [Stated(Fact.TOKENIZER)]

@@ -13,7 +13,14 @@ from refused import refuses
 from fedsim.cli.main import main
 from fedsim.config import run_config
 from fedsim.run import checkpoint
-from fedsim.training.optimizers import Noise, averaged, optimizer, rate_of, settled, update_rule
+from fedsim.training.optimizers import (
+    Noise,
+    averaged,
+    optimizer,
+    rate_of,
+    update_rule,
+    with_defaults,
+)
 
 FLAGS = ["--engine", "local", "--model", "micro", "--max-length", "16", "--epsilon", "8"]
 FLAGS += ["--num-steps", "12", "--batch-size", "8", "--eval-examples", "8", "--seed", "1"]
@@ -24,7 +31,7 @@ SLOW = [pytest.mark.slow, pytest.mark.ci]
 
 def run_of(**settings):
     given = {"data": "pydocs", "run_dir": "runs/x", "recipe": "paper", **settings}
-    return settled(run_config(**given), Noise(1.0, 1.0, 100))
+    return with_defaults(run_config(**given), Noise(1.0, 1.0, 100))
 
 
 def rates(num_steps, **settings):

@@ -376,9 +376,9 @@ def refused(args, capsys):
 @pytest.mark.ci
 @pytest.mark.parametrize("algorithm", ["els", "uls"])
 def test_a_strategy_is_tried_on_made_up_rows(algorithm, texts, run_dir, monkeypatch):
-    rows, real = [], LanguageModelTask.made_up
+    rows, real = [], LanguageModelTask.dummy_batch
     monkeypatch.setattr(
-        LanguageModelTask, "made_up", lambda self, each: rows.append(each) or real(self, each)
+        LanguageModelTask, "dummy_batch", lambda self, each: rows.append(each) or real(self, each)
     )
     main(command(texts, run_dir, algorithm, strategy="ghost", **{"num-steps": 1}))
     assert rows and "method" not in str(summary(run_dir)["non_private"])

@@ -127,13 +127,13 @@ def planned(
     algorithm: as of `algorithm_of`; times: see `comparison.assuming`."""
     from experiments.harness.comparison import assuming
     from fedsim.clipping import num_coordinates
-    from fedsim.plan import complete, make_plan, method_for
+    from fedsim.plan import fill_defaults, make_plan, method_for
     from fedsim.plan.planner import METHODS
 
     base, kind = algorithm_of(algorithm)
     if times > 1:
         kind = assuming(kind or METHODS[base], times)
-    privacy, _ = complete(base, privacy, data)
+    privacy, _ = fill_defaults(base, privacy, data)
     method = method_for(base, privacy, data.train, key, kind=kind)
     facts = num_coordinates(params), [], ""
     return make_plan(base, privacy, data.train, method, *facts), method
@@ -177,10 +177,10 @@ def prepared(
     """A training by the rule's optimizer settings. Args: model: None: it is fresh; times: see
     `comparison.assuming`."""
     from fedsim.engine.worker import LocalEngine
-    from fedsim.training import settled_by
+    from fedsim.training import with_plan
 
     plan, method = planned(algorithm, privacy, data, key, params, times)
-    run = settled_by(plan, None, run, fresh=model is None)
+    run = with_plan(plan, None, run, fresh=model is None)
     return Prepared(run, model, data, LocalEngine(task, num_lanes=1), plan, method, params)
 
 

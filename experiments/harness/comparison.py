@@ -15,7 +15,7 @@ from fedsim import accounting
 from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.data import Dataset
 from fedsim.keys import SecretKey
-from fedsim.plan import complete, method_for
+from fedsim.plan import fill_defaults, method_for
 from fedsim.plan.planner import METHODS
 from fedsim.sampling import Poisson
 
@@ -64,8 +64,8 @@ def epsilon_that_holds(
     users: what a run that is to have this noise is asked for."""
     if times == 1 or math.isinf(privacy.epsilon):
         return privacy.epsilon
-    privacy, _ = complete(algorithm, privacy, data)
-    assert privacy.delta is not None, "complete() fills it in"
+    privacy, _ = fill_defaults(algorithm, privacy, data)
+    assert privacy.delta is not None, "fill_defaults fills it in"
     base = METHODS[algorithm]
     key = SecretKey.create(0)  # the event depends on no draw
     method = method_for(algorithm, privacy, data.train, key, kind=assuming(base, times))

@@ -30,7 +30,7 @@ from fedsim.keys import SecretKey
 from fedsim.mechanism import NoisyMean
 from fedsim.noise import predicted_error
 from fedsim.plan import method_for
-from fedsim.training import Noise, optimizers, settled
+from fedsim.training import Noise, optimizers, with_defaults
 from fedsim.uls import ULS
 
 PROBES = 7
@@ -145,7 +145,7 @@ class Prober:
         clip = Clip(settings.clip_norm, normalised=settings.clipping == "normalised")
         sigma = count / (signal * clip.norm)
         stddev, steps = clip.sensitivity * sigma / count, settings.num_steps
-        run = settled(self.run, Noise(stddev, clip.sensitivity, steps), fresh=self.fresh)
+        run = with_defaults(self.run, Noise(stddev, clip.sensitivity, steps), fresh=self.fresh)
 
         def gradient(params: Any, step: int) -> NoisyMean:
             options = {"clip": clip, "noise_multiplier": sigma, "strategy": self.strategy}

@@ -31,7 +31,7 @@ class MeanTask:
         where 0 * nan is nan."""
         return np.where(rows[:, None] >= 0, self.points[rows], np.float32(0))
 
-    def made_up(self, rows: np.ndarray) -> np.ndarray:
+    def dummy_batch(self, rows: np.ndarray) -> np.ndarray:
         """Normal points [rows, d]."""
         drawn = np.random.default_rng(0).normal(size=(rows.max() + 1, self.points.shape[1]))
         return drawn[rows].astype(np.float32)

@@ -68,6 +68,6 @@ CHATS = (
     Mistake(
         "an author of context who is no owner",
         "trust/test_context_audit.py::test_canaries_in_the_context_of_others_are_below_the_claim",
-        (Patch(SPEAKERS, "spoken", without_context),),
+        (Patch(SPEAKERS, "speakers_of", without_context),),
     ),
 )

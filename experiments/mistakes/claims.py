@@ -86,7 +86,7 @@ CLAIMS = (
     Mistake(
         "a run that may be stopped by looking at it, claimed for the steps until there",
         "trust/test_stopping.py::test_no_rule_of_stopping_gets_more_than_the_claim",
-        (Patch("fedsim.plan.plan", "claimed_phases", lambda _right, plan, released: released),),
+        (Patch("fedsim.plan.plan", "accounted_events", lambda _right, plan, released: released),),
     ),
     Mistake(
         "a stopped run that the budget counts only as far as it came",
@@ -223,7 +223,7 @@ COPIES = (
         (
             Patch(
                 "fedsim.plan.defaults",
-                "complete",
+                "fill_defaults",
                 lambda complete, *args, pay=None, **options: complete(*args, **options),
             ),
         ),

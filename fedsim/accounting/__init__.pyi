@@ -26,7 +26,7 @@ from .events import (
     MAX_NOISE as MAX_NOISE,
     MAX_STEPS as MAX_STEPS,
     Event as Event,
-    Phases as Phases,
+    Events as Events,
     PureEvent as PureEvent,
     StepEvent as StepEvent,
     allocated_event as allocated_event,

@@ -19,7 +19,7 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 from fedsim.accounting import allocation, composition, mixture
 from fedsim.accounting.composition import Progress, Query, throttled
-from fedsim.accounting.events import Event, Phases, PureEvent, StepEvent, merge
+from fedsim.accounting.events import Event, Events, PureEvent, StepEvent, merge
 from fedsim.accounting.noise_slack import together
 from fedsim.accounting.selection import SelectionEvent, loss_range as selection_range, selection_pmf
 from fedsim.errors import expect, expect_count
@@ -33,7 +33,7 @@ _SMALLEST_DELTA = composition.COMPOSED_TAIL_MASS  # nothing below is resolved
 
 
 def epsilon(
-    phases: Phases,
+    phases: Events,
     delta: float,
     *,
     discretization: float | None = None,
@@ -55,7 +55,7 @@ def epsilon(
 
 
 def epsilon_with(
-    parts: Sequence[tuple[float, float]], phases: Phases, delta: float, aside: float = 0.0
+    parts: Sequence[tuple[float, float]], phases: Events, delta: float, aside: float = 0.0
 ) -> float:
     """Epsilon of several mechanisms together, with the slack of each.
 
@@ -76,7 +76,7 @@ def epsilon_with(
 
 
 def delta(
-    phases: Phases,
+    phases: Events,
     epsilon: float,
     *,
     discretization: float | None = None,
@@ -91,7 +91,7 @@ def delta(
 
 
 def privacy_curve(
-    phases: Phases,
+    phases: Events,
     epsilons: Sequence[float] | np.ndarray,
     *,
     discretization: float | None = None,
@@ -111,7 +111,7 @@ def privacy_curve(
     return _answer(phases, query, len(epsilons), discretization, progress)
 
 
-def composed_loss(phases: Phases, delta: float) -> PrivacyLossDistribution:
+def composed_loss(phases: Events, delta: float) -> PrivacyLossDistribution:
     """The composed privacy loss of the phases, on the grid that epsilon() needs at this delta."""
     return _compose(merge(phases), _refine(phases, _epsilon_query(delta))[1])
 
@@ -123,7 +123,7 @@ class RunningEpsilon:
     The grid is chosen anew when t has doubled; in between, a call is one composition.
     """
 
-    def __init__(self, event: StepEvent, delta: float, before: Phases = ()) -> None:
+    def __init__(self, event: StepEvent, delta: float, before: Events = ()) -> None:
         expect("delta", delta, 0 < delta < 1, "in (0, 1)")
         self._event, self._delta, self._before = event, delta, before
         self._chosen_at, self._discretization = 0, 0.0
@@ -140,7 +140,7 @@ class RunningEpsilon:
         return float(answer[0])
 
 
-def spent(phases: Phases, delta: float, accuracy: float) -> float:
+def spent(phases: Events, delta: float, accuracy: float) -> float:
     """epsilon() to this relative accuracy; inf where no grid can hold the loss."""
     try:
         return float(_refine(phases, _epsilon_query(delta), accuracy)[0][0])
@@ -153,7 +153,7 @@ def _epsilon_query(delta: float) -> Query:
 
 
 def _answer(
-    phases: Phases,
+    phases: Events,
     query: Query,
     size: int,
     discretization: float | None,
@@ -180,7 +180,7 @@ def _answer(
 
 
 def _refine(
-    phases: Phases, query: Query, accuracy: float = RELATIVE_ACCURACY, progress: Progress = None
+    phases: Events, query: Query, accuracy: float = RELATIVE_ACCURACY, progress: Progress = None
 ) -> tuple[np.ndarray, float]:
     """The query's answer on an adaptive grid, and the grid that was fine enough for it.
 
@@ -200,13 +200,13 @@ def _refine(
     return answer, finest
 
 
-def _compose(phases: Phases, discretization: float) -> PrivacyLossDistribution:
+def _compose(phases: Events, discretization: float) -> PrivacyLossDistribution:
     return composition.compose(
         [(_one_step(event, discretization), count) for event, count in phases]
     )
 
 
-def _compose_direction(phases: Phases, direction: int, discretization: float) -> DensePLDPmf:
+def _compose_direction(phases: Events, direction: int, discretization: float) -> DensePLDPmf:
     steps = [(_one_direction(event, discretization, direction), count) for event, count in phases]
     return composition.compose_pmfs(steps)
 

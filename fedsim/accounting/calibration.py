@@ -16,7 +16,7 @@ from fedsim.accounting.composition import Progress, least_delta, throttled
 from fedsim.accounting.events import (
     MAX_STEPS,
     MIN_MEAN,
-    Phases,
+    Events,
     StepEvent,
     cyclic_event,
 )
@@ -40,7 +40,7 @@ def calibrate_noise(
     epsilon: float,
     delta: float,
     num_steps: int,
-    before: Phases = (),
+    before: Events = (),
     progress: Progress = None,
 ) -> float:
     """The smallest sigma that keeps num_steps steps, and `before`, within (epsilon, delta).

@@ -104,7 +104,7 @@ class PureEvent:
 
 
 Event = StepEvent | PureEvent | SelectionEvent
-Phases = Sequence[tuple[Event, int]]
+Events = Sequence[tuple[Event, int]]
 """Releases: events, each with its number of successive steps, composed."""
 
 
@@ -147,7 +147,7 @@ def event_of(fields: Mapping[str, Any]) -> StepEvent:
     return StepEvent(**fields)
 
 
-def merge(phases: Phases) -> list[tuple[Event, int]]:
+def merge(phases: Events) -> list[tuple[Event, int]]:
     """Add up equal events, and leave out phases without a step.
 
     In a cycle, the steps after a user's own release nothing more of that user, whichever these are.
@@ -169,7 +169,7 @@ KIND = "kind"
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}
 
 
-def to_words(phases: Phases) -> list[list[Any]]:
+def to_words(phases: Events) -> list[list[Any]]:
     """Events, each with its number of steps, as JSON.
 
     >>> from fedsim.accounting import PureEvent

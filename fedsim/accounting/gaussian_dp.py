@@ -19,7 +19,7 @@ from scipy import optimize, special
 
 from fedsim.accounting import composition
 from fedsim.accounting.accountant import composed_loss
-from fedsim.accounting.events import Event, Phases, PureEvent
+from fedsim.accounting.events import Event, Events, PureEvent
 from fedsim.errors import expect
 
 POINTS = 20_000  # of the curve that is compared
@@ -27,7 +27,7 @@ LARGEST_EPSILON = 500.0
 LARGEST_MU = 1e3
 
 
-def gaussian_mu(phases: Phases, set_aside: float) -> float:
+def gaussian_mu(phases: Events, set_aside: float) -> float:
     """The smallest mu such that the phases together are mu-GDP but for a probability.
 
     Guarantees: with d = set_aside, for every epsilon, in both directions, the delta of the steps is

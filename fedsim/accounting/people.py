@@ -11,7 +11,7 @@ import numpy as np
 
 from fedsim.accounting.accountant import delta as delta_of, epsilon, privacy_curve
 from fedsim.accounting.composition import COMPOSED_TAIL_MASS
-from fedsim.accounting.events import Event, Phases, PureEvent, StepEvent
+from fedsim.accounting.events import Event, Events, PureEvent, StepEvent
 from fedsim.errors import expect, expect_count
 
 MIN_DELTA = 1000 * COMPOSED_TAIL_MASS
@@ -19,7 +19,7 @@ MIN_DELTA = 1000 * COMPOSED_TAIL_MASS
 LEVELS = 256
 
 
-def for_people(phases: Phases, people: int) -> list[tuple[Event, int]]:
+def for_people(phases: Events, people: int) -> list[tuple[Event, int]]:
     """The same releases as they look to `people` users who are compared together.
 
     Not for correlated noise, whose cyclic events look like those of independent noise.
@@ -48,7 +48,7 @@ def _together(event: Event, people: int) -> Event:
     return dataclasses.replace(event, max_contributions=own, max_changed=changed)
 
 
-def group_epsilon(phases: Phases, delta: float, people: int) -> float:
+def group_epsilon(phases: Events, delta: float, people: int) -> float:
     """Epsilon of `people` users together by group privacy, which any mechanism has.
 
     (e, d) for one user is (k e, d (e^(k e) - 1) / (e^e - 1)) for k. The best e of a grid is taken.
@@ -68,7 +68,7 @@ def group_epsilon(phases: Phases, delta: float, people: int) -> float:
     return people * float(levels[holds[0]]) if holds.size else math.inf
 
 
-def group_delta(phases: Phases, epsilon: float, people: int) -> float:
+def group_delta(phases: Events, epsilon: float, people: int) -> float:
     """Delta of `people` users together by group privacy; see `group_epsilon`."""
     expect_count("people", people, 1)
     level = epsilon / people

@@ -1,6 +1,6 @@
 from .admission import (
     GROUP_SIZE as GROUP_SIZE,
-    Applicant as Applicant,
+    BudgetRequest as BudgetRequest,
     admitted as admitted,
     close as close,
     count_at_once as count_at_once,
@@ -11,8 +11,8 @@ from .ledger import (
     Entry as Entry,
     Limit as Limit,
     Released as Released,
-    hold as hold,
-    look as look,
+    open_locked as open_locked,
+    open_read_only as open_read_only,
     place_of as place_of,
 )
 from .receipt import (
@@ -20,8 +20,8 @@ from .receipt import (
     together as together,
 )
 from .spending import (
-    Books as Books,
-    Charge as Charge,
+    Account as Account,
+    RunCost as RunCost,
     Total as Total,
     books as books,
     union as union,

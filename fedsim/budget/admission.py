@@ -1,8 +1,9 @@
 """Admission of a run: it must fit the limits, and is counted before its first release.
 
-`Applicant` checks the limits and writes nothing. `admitted` writes the run, with all that it plans,
-into the ledger of the data under the ledger's lock: of two runs of which only one fits, the second
-is refused. When the run ends, what it released is noted; a killed run keeps counting with its plan.
+`BudgetRequest` checks the limits and writes nothing. `admitted` writes the run, with all that it
+plans, into the ledger of the data under the ledger's lock: of two runs of which only one fits, the
+second is refused. When the run ends, what it released is noted; a killed run keeps counting with
+its plan.
 While it runs, marks note its progress, so that an older copy of it cannot be resumed.
 """
 
@@ -16,19 +17,19 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from fedsim import accounting
-from fedsim.accounting import Event, Phases, at_least, at_most
+from fedsim.accounting import Event, Events, at_least, at_most
 from fedsim.budget.ledger import (
     ELSEWHERE,
     BudgetLedger,
     Entry,
     Limit,
     Released,
-    hold,
-    look,
+    open_locked,
+    open_read_only,
     place_of,
 )
 from fedsim.budget.receipt import Receipt
-from fedsim.budget.spending import GONE, RUNNING, Books, Charge, books, state_of
+from fedsim.budget.spending import GONE, RUNNING, Account, RunCost, books, state_of
 from fedsim.config import PrivacyConfig, RunConfig
 from fedsim.els import ELS
 from fedsim.errors import ConfigError, expect
@@ -50,7 +51,7 @@ class People(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Applicant:
+class BudgetRequest:
     """A run that is to be counted: its users and its limit."""
 
     place: Path
@@ -71,8 +72,8 @@ class Applicant:
     @classmethod
     def of(
         cls, run: RunConfig, users: People, delta: float | None, kind: str, adjacency: str = ""
-    ) -> "Applicant":
-        """The applicant for a run with these settings on these users.
+    ) -> "BudgetRequest":
+        """The request of a run with these settings on these users.
 
         Args:
           delta: of the run, and of its own limit.
@@ -101,18 +102,18 @@ class Applicant:
         writes = made.is_dir() and os.access(made, os.W_OK | os.X_OK)
         expect("budget_ledger", self.place, writes, f"a place to write to; {ELSEWHERE}")
 
-    def told_alike(self) -> str:
+    def lookalike_warning(self) -> str:
         """A warning if its users look like users of counted runs under other ids; else empty."""
         if not self.place.exists():
             return ""
-        with look(self.place) as ledger:
-            return ledger.told_alike(self.ids)
+        with open_read_only(self.place) as ledger:
+            return ledger.lookalike_warning(self.ids)
 
     def expect_room(self, entry: Entry) -> None:
         """Raise ConfigError if this run would exceed a limit."""
         if self.limit is None and not self.place.exists():
             return
-        with look(self.place) as ledger:
+        with open_read_only(self.place) as ledger:
             self.expect_room_in(ledger, entry)
 
     def expect_room_in(self, ledger: BudgetLedger, entry: Entry) -> None:
@@ -133,13 +134,13 @@ class Applicant:
         Args:
           entry: the entry of a number of steps.
         """
-        with look(self.place) as ledger:
+        with open_read_only(self.place) as ledger:
             without = "false: a run in the ledger hides who its users are (add-or-remove)"
             expect("spend_rest", True, not ledger.hides_users, without)
             spent = books(ledger, self.ids, self.limit)
             return spent.steps_that_fit(lambda steps: _charge(ledger, entry(steps)), most)
 
-    def _why_not(self, spent: Books, more: Charge, broken: Limit) -> str:
+    def _why_not(self, spent: Account, more: RunCost, broken: Limit) -> str:
         """Explain why another charge exceeds a limit, and what to do."""
         if more.nothing:
             remedy = "--budget-ledger names another ledger for trials"
@@ -165,12 +166,12 @@ class Applicant:
 
 
 def shortened(
-    applicant: Applicant,
+    applicant: BudgetRequest,
     run: str,
     method: ELS | ULS,
     privacy: PrivacyConfig,
     plan: Plan,
-    before: Phases,
+    before: Events,
 ) -> PrivacyConfig:
     """The settings with as many steps as fit, under the noise of all of them, and their epsilon.
 
@@ -203,11 +204,11 @@ def shortened(
     return dataclasses.replace(privacy, num_steps=most, participations=part, epsilon=spent)
 
 
-def _charge(ledger: BudgetLedger, entry: Entry) -> Charge:
+def _charge(ledger: BudgetLedger, entry: Entry) -> RunCost:
     """The charge of a run, with the number that it has, or would get, in the ledger."""
     before, number = ledger.entries.get(entry.run), ledger.num_lines + 1
     number = before.number_again(number) if before else number
-    return Charge(dataclasses.replace(entry, number=number), entry.planned, RUNNING)
+    return RunCost(dataclasses.replace(entry, number=number), entry.planned, RUNNING)
 
 
 def _shown(epsilon: float) -> str:
@@ -245,20 +246,20 @@ class Progress(NamedTuple):
         return cls(released, chains, bool(lines or seen))
 
 
-def count_at_once(applicant: Applicant, entry: Entry) -> None:
+def count_at_once(applicant: BudgetRequest, entry: Entry) -> None:
     """Count a release that follows directly after this returns.
 
     Raises:
       ConfigError: it would exceed a limit.
     """
-    with hold(applicant.place) as ledger:
+    with open_locked(applicant.place) as ledger:
         applicant.expect_room_in(ledger, entry)
         ledger.begin(dataclasses.replace(entry, **ledger.save_people(applicant.ids)))
         ledger.end(entry.run, entry.planned, RELEASED)
 
 
 @contextmanager
-def admitted(applicant: Applicant, entry: Entry, seen: Seen | None = None) -> Iterator[None]:
+def admitted(applicant: BudgetRequest, entry: Entry, seen: Seen | None = None) -> Iterator[None]:
     """Count a run with its plan, its progress while the block runs, and at the end its releases.
 
     A release without a ledger of its own happens when the block ends; after an exception it may be
@@ -276,7 +277,7 @@ def admitted(applicant: Applicant, entry: Entry, seen: Seen | None = None) -> It
     progress = Progress.of(applicant.run_dir, seen)
     _expect_newest_elsewhere(applicant, entry, progress)
     with ExitStack() as stack:
-        with hold(applicant.place) as ledger:
+        with open_locked(applicant.place) as ledger:
             _expect_newest(applicant, ledger, entry, progress)
             _expect_same(applicant, ledger, entry)
             applicant.expect_room_in(ledger, entry)
@@ -309,15 +310,15 @@ def close(run_dir: Path) -> None:
     receipt = Receipt.of(run_dir)
     if receipt is None or receipt.away:
         return
-    with hold(Path(receipt.ledger)) as ledger:
+    with open_locked(Path(receipt.ledger)) as ledger:
         run = receipt.line_in(ledger)["run"]
         if not ledger.entries[run].outcome:
             ledger.end(run, ledger.entries[run].planned, RELEASED)
 
 
-def _settle(applicant: Applicant, run: str, progress: Progress) -> None:
+def _settle(applicant: BudgetRequest, run: str, progress: Progress) -> None:
     """Note what the run has released, by its directory, or all its plan if that notes nothing."""
-    with hold(applicant.place) as ledger:
+    with open_locked(applicant.place) as ledger:
         planned = ledger.entries[run].planned
         released = progress.released if progress.is_noted else planned
         if progress.is_noted and (mark := ledger.mark(run)) is not None:
@@ -325,18 +326,18 @@ def _settle(applicant: Applicant, run: str, progress: Progress) -> None:
         ledger.end(run, released, RELEASED if released == planned else STOPPED)
 
 
-def _expect_newest_elsewhere(applicant: Applicant, entry: Entry, progress: Progress) -> None:
+def _expect_newest_elsewhere(applicant: BudgetRequest, entry: Entry, progress: Progress) -> None:
     """Check `_expect_newest` also with the ledger that the receipt names, if it is another one."""
     receipt = Receipt.of(applicant.run_dir)
     if receipt is None or receipt.ledger == str(applicant.place) or receipt.away:
         return
-    with hold(Path(receipt.ledger)) as ledger:
+    with open_locked(Path(receipt.ledger)) as ledger:
         if entry.run in ledger.entries:  # else the ledger was moved, and another one took its place
             _expect_newest(applicant, ledger, entry, progress)
 
 
 def _expect_newest(
-    applicant: Applicant, ledger: BudgetLedger, entry: Entry, progress: Progress
+    applicant: BudgetRequest, ledger: BudgetLedger, entry: Entry, progress: Progress
 ) -> None:
     """Raise LedgerError if the directory is older than the ledger, or another one has the run."""
     run_dir, before = applicant.run_dir, ledger.entries.get(entry.run)
@@ -365,7 +366,7 @@ def _expect_newest(
         raise LedgerError(f"{run_dir}: is a copy: {there}")
 
 
-def _expect_same(applicant: Applicant, ledger: BudgetLedger, entry: Entry) -> None:
+def _expect_same(applicant: BudgetRequest, ledger: BudgetLedger, entry: Entry) -> None:
     """Raise LedgerError if the ledger has this run with other releases, users or guarantee."""
     before = ledger.entries.get(entry.run)
     if before is None or before.kind == GROUP_SIZE:  # the plan includes it

@@ -64,7 +64,7 @@ FILE, LAST, LOCK = "budget.jsonl", "last.json", "lock"
 USERS, STEPS = "users", "steps"
 SHARED = 0o660
 OPENED, CLOSED, LIMIT = "opened", "closed", "limit"
-IDS, LOOKS = "users", "looks of users"
+IDS, CHECKS = "users", "looks of users"
 """Purposes of fingerprints: of ids, and of what ids that look alike have in common."""
 ALIKE = (
     "{:,} of these users look like users of counted runs ({:,}) that have other ids there, such as "
@@ -163,7 +163,7 @@ def place_of(directory: str | Path | None) -> Path:
 
 
 class BudgetLedger:
-    """The ledger, locked by this process; see `hold`."""
+    """The ledger, locked by this process; see `open_locked`."""
 
     def __init__(self, directory: Path):
         """Read the ledger, or start it.
@@ -217,12 +217,12 @@ class BudgetLedger:
 
     def save_people(self, ids: Sequence[str]) -> dict[str, str]:
         """Keep fingerprints of users' ids and of their looks; returns fields of `Entry`."""
-        looks = np.unique(_hashes(_looks(ids), self.key, LOOKS))
+        looks = np.unique(_hashes(_looks(ids), self.key, CHECKS))
         return {"users": self.save_users(self.users(ids)), "looks": self.save_users(looks)}
 
-    def told_alike(self, ids: Sequence[str]) -> str:
+    def lookalike_warning(self, ids: Sequence[str]) -> str:
         """A warning if users look like users of counted runs that have other ids; else empty."""
-        users, looks = _hashes(ids, self.key, IDS), _hashes(_looks(ids), self.key, LOOKS)
+        users, looks = _hashes(ids, self.key, IDS), _hashes(_looks(ids), self.key, CHECKS)
         alike, runs = np.zeros(len(users), bool), 0
         for entry in self.entries.values():
             if not entry.looks or (entry.outcome and entry.released == []):
@@ -409,7 +409,7 @@ class BudgetLedger:
 
 
 @contextmanager
-def hold(directory: Path) -> Iterator[BudgetLedger]:
+def open_locked(directory: Path) -> Iterator[BudgetLedger]:
     """Open and lock the ledger in a directory; other processes wait.
 
     Raises:
@@ -448,16 +448,16 @@ def _expect_ours(directory: Path) -> None:
 
 
 @contextmanager
-def look(directory: Path) -> Iterator[BudgetLedger]:
+def open_read_only(directory: Path) -> Iterator[BudgetLedger]:
     """Open and lock the ledger to read it; if there is none, an empty one that is not kept.
 
     Raises:
-      ConfigError, LedgerError, FileDamaged: as `hold`.
+      ConfigError, LedgerError, FileDamaged: as `open_locked`.
     """
     with ExitStack() as stack:
         if not is_in(directory):
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedsim-")))
-        yield stack.enter_context(hold(directory))
+        yield stack.enter_context(open_locked(directory))
 
 
 def is_in(directory: Path) -> bool:

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedsim.budget.ledger import OPENED, BudgetLedger, Released, hold, is_in
-from fedsim.budget.spending import Total, books_of
+from fedsim.budget.ledger import OPENED, BudgetLedger, Released, is_in, open_locked
+from fedsim.budget.spending import Total, account_of
 from fedsim.errors import FileDamaged
 from fedsim.files import read_json, write_json
 from fedsim.run import RECEIPT, LedgerError, ledger as run_ledger
@@ -82,11 +82,11 @@ def together(run_dir: Path, delta: float) -> tuple[int, Total] | None:
     receipt = Receipt.of(run_dir)
     if receipt is None or receipt.away:
         return None
-    with hold(Path(receipt.ledger)) as ledger:
+    with open_locked(Path(receipt.ledger)) as ledger:
         if ledger.hides_users:
             return None
         line = receipt.line_in(ledger, str(run_ledger.head(run_dir).get("key_seal")))
-        spent = books_of(ledger, ledger.users_of(line["users"]))
+        spent = account_of(ledger, ledger.users_of(line["users"]))
         return len(spent.charges), spent.total(delta)
 
 
@@ -109,7 +109,7 @@ def expect_receipt(run_dir: Path, run: str, label: str, planned: Released) -> tu
         return False, "in no ledger of the data: what other runs on them spent is not known"
     if receipt.away:
         return False, f"the ledger of the data, which {RECEIPT} names, {receipt.away}"
-    with hold(Path(receipt.ledger)) as ledger:
+    with open_locked(Path(receipt.ledger)) as ledger:
         receipt.line_in(ledger, run)
         counted = ledger.entries[run]
         same = {

@@ -35,7 +35,7 @@ SET_ASIDE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Charge:
+class RunCost:
     """The cost of a run for each of its users."""
 
     entry: Entry
@@ -83,7 +83,7 @@ def set_aside(delta: float, number: int) -> float:
     return 2.0 ** math.floor(math.log2(share))
 
 
-def total(charges: Iterable[Charge], delta: float, *, sums: bool = False) -> Total:
+def total(charges: Iterable[RunCost], delta: float, *, sums: bool = False) -> Total:
     """The cost for a user who is in all of these runs.
 
     Args:
@@ -116,10 +116,10 @@ def total(charges: Iterable[Charge], delta: float, *, sums: bool = False) -> Tot
 
 
 @dataclasses.dataclass(frozen=True)
-class Books:
+class Account:
     """The charges on the texts of some users, and their total."""
 
-    charges: list[Charge]
+    charges: list[RunCost]
     """Charges of all runs on any of these users' texts, in the order of their starts."""
     patterns: list[frozenset[str]]
     """Combinations of sets, of charges and limits, that these users are in; see `patterns`."""
@@ -129,11 +129,11 @@ class Books:
     def of(
         cls,
         users: np.ndarray,
-        charges: Sequence[Charge],
+        charges: Sequence[RunCost],
         sets: Mapping[str, np.ndarray],
         limits: Sequence[Limit] = (),
-    ) -> "Books":
-        """The books of users with these fingerprints.
+    ) -> "Account":
+        """The account of users with these fingerprints.
 
         Args:
           users: uint64 [users].
@@ -148,8 +148,8 @@ class Books:
         told_apart = {name: theirs[name] for name in named if name is not None}
         return cls(kept, patterns(users, told_apart), bounds)
 
-    def under(self, limit: Limit) -> "Books":
-        """The books of those of the users whom a limit is for."""
+    def under(self, limit: Limit) -> "Account":
+        """The account of those of the users whom a limit is for."""
         if limit.users is None:
             return self
         theirs = [pattern for pattern in self.patterns if limit.users in pattern]
@@ -157,7 +157,7 @@ class Books:
         charges = [charge for charge in self.charges if charge.entry.users in read]
         return dataclasses.replace(self, charges=charges, patterns=theirs)
 
-    def total(self, delta: float, *, more: Charge | None = None, sums: bool = False) -> Total:
+    def total(self, delta: float, *, more: RunCost | None = None, sums: bool = False) -> Total:
         """The cost for the user who pays most.
 
         Args:
@@ -172,18 +172,18 @@ class Books:
             result |= total(charges, delta, sums=sums)
         return result
 
-    def broken_by(self, more: Charge) -> Limit | None:
+    def broken_by(self, more: RunCost) -> Limit | None:
         """The first limit that another charge exceeds; None if it exceeds none."""
         for limit in self.limits:
             if self.under(limit).total(limit.delta, more=more).adaptive > limit.epsilon:
                 return limit
         return None
 
-    def fits(self, more: Charge) -> bool:
+    def fits(self, more: RunCost) -> bool:
         """True if another charge keeps every limit."""
         return self.broken_by(more) is None
 
-    def steps_that_fit(self, charge: Callable[[int], Charge], most: int) -> int:
+    def steps_that_fit(self, charge: Callable[[int], RunCost], most: int) -> int:
         """Largest number of steps, up to `most`, whose charge keeps every limit.
 
         Args:
@@ -220,14 +220,14 @@ def union(parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.unique(np.concatenate([np.zeros(0, np.uint64), *parts]))
 
 
-def charge_of(entry: Entry, ledger: BudgetLedger) -> Charge:
+def charge_of(entry: Entry, ledger: BudgetLedger) -> RunCost:
     """The charge of a run: what it released when it ended; until then all that it planned.
 
     The directory of a killed run cannot tell more, as it may be a copy from before its last steps.
     """
     if entry.outcome:
-        return Charge(entry, entry.released, entry.outcome)
-    return Charge(entry, entry.planned, state_of(entry, ledger))
+        return RunCost(entry, entry.released, entry.outcome)
+    return RunCost(entry, entry.planned, state_of(entry, ledger))
 
 
 def state_of(entry: Entry, ledger: BudgetLedger) -> str:
@@ -254,21 +254,23 @@ def state_of(entry: Entry, ledger: BudgetLedger) -> str:
     return KILLED if seal or beside else GONE
 
 
-def books(ledger: BudgetLedger, ids: Sequence[str] | None, limit: Limit | None = None) -> Books:
-    """The books of users with these ids, or of all users in the ledger.
+def books(ledger: BudgetLedger, ids: Sequence[str] | None, limit: Limit | None = None) -> Account:
+    """The account of users with these ids, or of all users in the ledger.
 
     Args:
       limit: another limit for them, beside those in the ledger.
     """
-    return books_of(ledger, None if ids is None else ledger.users(ids), limit)
+    return account_of(ledger, None if ids is None else ledger.users(ids), limit)
 
 
-def books_of(ledger: BudgetLedger, users: np.ndarray | None, limit: Limit | None = None) -> Books:
-    """The books of users with these fingerprints, or of all users in the ledger."""
+def account_of(
+    ledger: BudgetLedger, users: np.ndarray | None, limit: Limit | None = None
+) -> Account:
+    """The account of users with these fingerprints, or of all users in the ledger."""
     names = {entry.users for entry in ledger.entries.values()}
     names |= {limited.users for limited in ledger.limits if limited.users is not None}
     sets = {name: ledger.users_of(name) for name in names}
     users = union(list(sets.values())) if users is None else users
     charges = [charge_of(entry, ledger) for entry in ledger.entries.values()]
     limits = [*ledger.limits, *([limit] if limit else [])]
-    return Books.of(users, charges, sets, limits)
+    return Account.of(users, charges, sets, limits)

@@ -11,7 +11,7 @@ from fedsim.config import ALLOCATION, CORRELATED, ONLY_USERS, MechanismConfig, g
 from fedsim.errors import expect, expect_positive
 
 if TYPE_CHECKING:
-    from fedsim.accounting import Phases, StepEvent
+    from fedsim.accounting import Events, StepEvent
 
 NOISE = "noise_multiplier"
 
@@ -59,7 +59,7 @@ class _Mechanism(MechanismConfig):
 
         within = 1 <= self.group_size <= MAX_CONTRIBUTIONS
         expect("group_size", self.group_size, within, f"in [1, {MAX_CONTRIBUTIONS}]")
-        self.expect_cell(num_steps)
+        self.check_combination(num_steps)
         els = self.algorithm == "els" and self.sampling == ALLOCATION
         expect("sampling", self.sampling, not els, ONLY_USERS)
         changes = self.algorithm == "uls" and self.sampling_run == "poisson"
@@ -151,7 +151,7 @@ class Account(_Mechanism):
         self.expect_accountable(self.num_steps, self.sampling_prob)
         self.expect_bands()
         event = self.event(self.noise_multiplier, self.sampling_prob, self.num_steps)
-        phases: Phases = [(event, self.num_steps)]
+        phases: Events = [(event, self.num_steps)]
         if self.before is not None:
             phases = [(accounting.PureEvent(self.before), 1), *phases]
         epsilon, delta = self.epsilon, self.delta
@@ -315,7 +315,7 @@ def _shown(asked: Account | Calibrate, json: bool) -> dict[str, Any]:
     return answer
 
 
-def _least_delta(phases: "Phases") -> str:
+def _least_delta(phases: "Events") -> str:
     """Advice on a delta that the accountant resolves: with more steps, it resolves fewer."""
     from fedsim import accounting
 

@@ -33,7 +33,7 @@ from fedsim.config import RunConfig, read, to_json
 from fedsim.errors import ConfigError, FedsimError, expect, printable
 from fedsim.files import CACHE, DISK_FULL, LEDGER, directory_of, expand_home
 from fedsim.installation import optional, version
-from fedsim.run import speaking
+from fedsim.run import verbosity
 from fedsim.signals import terminated
 
 UNFINISHED = 75  # EX_TEMPFAIL: a signal stopped the run; the same command with --resume goes on
@@ -143,7 +143,7 @@ def _run(words: list[str]) -> None:
         words, level = _level_of(words)
         call = parse(words)
         given = call.keywords
-        with speaking(level), terminated(end), optional():
+        with verbosity(level), terminated(end), optional():
             result = call()
     except FedsimError as error:
         _say(error.details)

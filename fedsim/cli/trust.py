@@ -18,7 +18,7 @@ from fedsim.config import (
     changed_run,
 )
 from fedsim.errors import expect
-from fedsim.run import Terminal, hanging, wrapped
+from fedsim.run import Terminal, hanging_indent, wrapped
 
 
 def audit(
@@ -199,7 +199,7 @@ def verify(
     guarantee = holds and plan is not None and plan.guarantee
     if not json:
         for check in checks:
-            print(hanging(f"{check.verdict:11} {check.promise:11} ", check.found))
+            print(hanging_indent(f"{check.verdict:11} {check.promise:11} ", check.found))
         if plan is not None and not plan.guarantee:
             from fedsim.plan import in_words
 

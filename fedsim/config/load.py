@@ -27,7 +27,7 @@ def group_of(name: str) -> Any:
     return _GROUPS[name][1]
 
 
-def first_named(settings: Mapping[str, Any]) -> dict[str, Any]:
+def original_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings under their original names, of which keys of seeds and names of runs are made: they
     stay the same when a setting is renamed."""
     return {_FIRST_NAMES.get(name, name): value for name, value in settings.items()}

@@ -52,7 +52,7 @@ class MechanismConfig:
         """The way of sampling: the given one, or the default for the kind of noise."""
         return self.sampling or (CYCLIC if self.noise == CORRELATED else POISSON)
 
-    def expect_cell(self, num_steps: int | None) -> None:
+    def check_combination(self, num_steps: int | None) -> None:
         """Check that sampling, noise and their options go together.
 
         Args: num_steps: None where it is still to be calibrated.
@@ -195,7 +195,7 @@ class PrivacyConfig(MechanismConfig, PrivacyTarget):
 
     def __post_init__(self):
         super().__post_init__()
-        self.expect_cell(self.num_steps)
+        self.check_combination(self.num_steps)
         # Far outside, float32 norms underflow or overflow, and clipping bounds nothing.
         expect("clip_norm", self.clip_norm, 1e-6 <= self.clip_norm <= 1e6, "in [1e-6, 1e6]")
         expect_least(self, group_size=1)

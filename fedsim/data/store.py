@@ -155,7 +155,7 @@ def decode_owners(owners: pa.Buffer, num_users: int) -> Owners:
     return Owners(num_users, starts - starts[0], lists.flatten().to_numpy())
 
 
-def of_ids(owner: Any) -> str:
+def owner_key(owner: Any) -> str:
     """The owner set of an id, or of a tuple of ids, as a string."""
     ids: Sequence[Any] = owner if isinstance(owner, tuple) else (owner,)
     return SEPARATOR.join(sorted(set(map(str, ids))))

@@ -31,8 +31,8 @@ from fedsim.data.store import (
     encode_users,
     fingerprint,
     is_shared,
-    of_ids,
     offsets_of,
+    owner_key,
     seal,
     token_dtype,
 )
@@ -175,7 +175,7 @@ class UserStore:
         Raises:
           DataError: a sequence or a token id exceeds its bound, or two ids are equal as strings.
         """
-        by_id = {of_ids(user): rows for user, rows in examples.items()}
+        by_id = {owner_key(user): rows for user, rows in examples.items()}
         if len(by_id) < len(examples):
             raise DataError("user_id: expected ids that differ as strings")
         ids = sorted(by_id)
@@ -192,7 +192,7 @@ class UserStore:
         users = encode_users(ids, counts, ends)
         flags = None
         if trained is not None:
-            flags_of = {of_ids(user): rows for user, rows in trained.items()}
+            flags_of = {owner_key(user): rows for user, rows in trained.items()}
             every = [flag for user in ids for row in flags_of[user] for flag in row]
             flags = np.array(every, bool).astype(np.uint8)
         reader = TokenReader(ends, tokens.astype(token_dtype(vocab_size)), flags)

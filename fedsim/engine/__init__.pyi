@@ -7,7 +7,11 @@ from .environment import (
     remember_programs as remember_programs,
     versions as versions,
 )
-from .factory import create as create, reduction as reduction, starting as starting
+from .factory import (
+    create as create,
+    reduction as reduction,
+    start_cluster_early as start_cluster_early,
+)
 from .jobs import on_workers as on_workers
 from .preflight import exhausted as exhausted, set_threads as set_threads
 from .strategy import TRIAL_UNITS as TRIAL_UNITS, choose_strategy as choose_strategy

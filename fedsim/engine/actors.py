@@ -22,7 +22,7 @@ from fedsim.engine.environment import (
     versions,
 )
 from fedsim.engine.task import Task
-from fedsim.signals import heed
+from fedsim.signals import raise_if_stopped
 
 
 class Actors:
@@ -122,7 +122,7 @@ def placed_in_time(
         if placement != requested:
             cluster.ask_for([placement.needs] * placement.num_workers)
             requested = placement
-        heed()
+        raise_if_stopped()
         time.sleep(1)
 
 

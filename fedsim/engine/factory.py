@@ -50,7 +50,7 @@ def create(config: EngineConfig, task: Task, *, warn: Callable[[str], None] = ig
 
 
 @contextmanager
-def starting(config: EngineConfig) -> Iterator[Callable[..., Engine]]:
+def start_cluster_early(config: EngineConfig) -> Iterator[Callable[..., Engine]]:
     """Start a private cluster, if the settings need one, while the caller goes on; it ends with
     the context.
 

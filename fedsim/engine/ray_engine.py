@@ -32,7 +32,7 @@ from fedsim.engine.actors import Actors, Shared, cause, failure
 from fedsim.engine.engine import Engine, EngineError, ignore, one_of_each
 from fedsim.engine.task import Task
 from fedsim.engine.worker import NoTask, Worker
-from fedsim.signals import heed
+from fedsim.signals import raise_if_stopped
 
 MAX_LOSSES = 4  # of one lane, in one call
 PULL_S = 60.0  # seconds to fetch a sum from another node
@@ -237,7 +237,7 @@ class RayEngine(Engine):
 
     def _collect(self) -> None:
         """Wait briefly for answers; handle those that came, and workers that are late."""
-        heed()
+        raise_if_stopped()
         self._probe()
         self._recruit()
         refs = list(self._flights)

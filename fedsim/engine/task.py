@@ -19,7 +19,7 @@ Params = Any
 Batch = Any
 """A tree of arrays [rows, ...]."""
 MADE_UP = "made-up"
-"""Split of the rows of `Task.made_up`."""
+"""Split of the rows of `Task.dummy_batch`."""
 _reading = threading.RLock()
 
 
@@ -28,7 +28,7 @@ class Task(Protocol):
 
     Guarantees that an implementation must give: the loss of a row depends on the parameters and on
       this row alone. Normalisation over a batch, for example, breaks this and with it the privacy.
-    Guarantees to an implementation: in a process, one call of `read`, `sizes` or `made_up` ends
+    Guarantees to an implementation: in a process, one call of `read`, `sizes` or `dummy_batch` ends
       before the next one begins, so they may share an open file. Calls come from several threads.
     """
 
@@ -61,7 +61,7 @@ class Task(Protocol):
         """
         return None
 
-    def made_up(self, rows: np.ndarray) -> Batch:
+    def dummy_batch(self, rows: np.ndarray) -> Batch:
         """Make up rows like those of `read`, to time strategies on; row i is always the same.
 
         They must not depend on the data: what is chosen by their time is published. By default they
@@ -114,12 +114,12 @@ class Task(Protocol):
 
 
 def read_rows(task: Task, split: str, rows: np.ndarray) -> Batch:
-    """Call `Task.read`, or `made_up` for MADE_UP rows, while no other thread reads.
+    """Call `Task.read`, or `dummy_batch` for MADE_UP rows, while no other thread reads.
 
     Two calls at once of a task that seeks in a file could give a user the rows of another.
     """
     with _reading:
-        return task.made_up(rows) if split == MADE_UP else task.read(split, rows)
+        return task.dummy_batch(rows) if split == MADE_UP else task.read(split, rows)
 
 
 def sizes_of(task: Task, split: str, rows: np.ndarray) -> np.ndarray | None:
@@ -145,9 +145,9 @@ class WrappedTask(Task):
         """Read the inner task's rows."""
         return self.inner.read(split, rows)
 
-    def made_up(self, rows: np.ndarray) -> Batch:
+    def dummy_batch(self, rows: np.ndarray) -> Batch:
         """Make up rows as the inner task does."""
-        return self.inner.made_up(rows)
+        return self.inner.dummy_batch(rows)
 
     def sizes(self, split: str, rows: np.ndarray) -> np.ndarray | None:
         """Return the inner task's lengths of examples."""

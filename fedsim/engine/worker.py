@@ -41,7 +41,7 @@ from fedsim.engine.environment import host_kind, keep_compiled, versions
 from fedsim.engine.programs import Programs, check_arithmetic, check_contributions, default_device
 from fedsim.engine.strategy import try_strategy
 from fedsim.engine.task import MADE_UP, Task, read_rows
-from fedsim.signals import heed
+from fedsim.signals import raise_if_stopped
 
 ROWS_PER_READ = 4096
 UNITS_PER_CALL = 32  # least units of a full call of `clip_chunk`
@@ -463,5 +463,5 @@ class LocalEngine(Engine):
         self._version += 1
         version = self._version  # another call may come before this one has ended
         for lane in lanes:
-            heed()
+            raise_if_stopped()
             yield getattr(self._worker, method)(version, params, lane, *args)

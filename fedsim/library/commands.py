@@ -18,7 +18,7 @@ from fedsim.library.run import (
     directory_of,
 )
 from fedsim.library.tables import source_of
-from fedsim.run import Console, speaking
+from fedsim.run import Console, verbosity
 from fedsim.tuning import Advice, Cell
 
 OF_MECHANISM = frozenset(MechanismSettings.__annotations__)
@@ -105,7 +105,7 @@ def recommend(
       ConfigError: a setting or the data are wrong; one line says how.
       EngineError: the workers are lost.
     """
-    with speaking(settings.get("output", "quiet")):
+    with verbosity(settings.get("output", "quiet")):
         for name in settings.keys() - OF_MECHANISM:
             raise unknown_setting(name, settings[name], OF_MECHANISM)
         given = {"epsilon": epsilon, "num_steps": num_steps, "run_dir": run_dir, **settings}
@@ -163,7 +163,7 @@ def audit(
       ConfigError: a setting or the data are wrong; one line says how.
       EngineError: the workers are lost.
     """
-    with speaking(settings.get("output", "quiet")):
+    with verbosity(settings.get("output", "quiet")):
         expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
         attack = AuditConfig(gradient_canaries, text_canaries, confidence)
         place = directory_of(run_dir, f"audit-{algorithm}", {})

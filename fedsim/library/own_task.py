@@ -49,9 +49,9 @@ def owner_ids(split: str, owners: Sequence[Any], note: Callable[[str], None]) ->
         line = f"data={split}: row {row} has no owner, expected one for each row"
         raise DataError(line, field="data")
     number, examples = user_ids.look_alikes(ids.unique())
-    messages = user_ids.told(tally)
+    messages = user_ids.summary_lines(tally)
     if number:
-        messages.append(user_ids.told_alike(number, examples))
+        messages.append(user_ids.lookalike_warning(number, examples))
     for line in messages:
         note(line)
     return np.asarray(ids.to_pylist())
@@ -136,7 +136,7 @@ class OwnedTask(WrappedTask):
 
         return jax.tree.map(blank, batch)
 
-    def made_up(self, rows: np.ndarray) -> Batch:
+    def dummy_batch(self, rows: np.ndarray) -> Batch:
         """Rows of zeros: a task of the user's own may have no other rows than the users'."""
         return self.read("train", np.full(len(rows), -1))
 

@@ -27,8 +27,8 @@ from fedsim.run import (
     checkpoint,
     directory,
     guarantee_line,
-    speaking,
     spent,
+    verbosity,
 )
 from fedsim.training import Callback, StepFunction, expect_callbacks
 from fedsim.trust import Check
@@ -351,7 +351,7 @@ def train(
       ConfigError: a setting or the data are wrong; one line says how.
       EngineError: the workers are lost.
     """
-    with speaking(settings.get("output", "normal")):
+    with verbosity(settings.get("output", "normal")):
         expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
         calls = callback is None or callable(callback)
         expect("callback", callback, calls, "a function of a step's number and its metrics")

@@ -214,7 +214,7 @@ class LanguageModelTask:
         found = {"tokens": tokens, "sizes": sizes}
         return found if trained is None else {**found, "trained": trained}
 
-    def made_up(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def dummy_batch(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Rows of random tokens, as of `read`: half of max_length, a half and a quarter of it."""
         length, rng = self.config.max_length, np.random.default_rng(0)
         tokens = rng.integers(self.config.vocab_size, size=(rows.max() + 1, length), dtype=np.int32)

@@ -69,7 +69,7 @@ def save(
         write_json(temporary / ADAPTER, fields)
         if files is not None:
             serving_files.copy_side_files(files, temporary, but=(serving_files.CONFIG,))
-            serving_files.complete(temporary)
+            serving_files.copy_missing(temporary)
         for name, text in (more or {}).items():
             (temporary / name).write_text(text, encoding="utf-8")
 

@@ -75,7 +75,7 @@ def copy_side_files(directory: Path, out: Path, but: tuple[str, ...] = ()) -> li
     return names
 
 
-def complete(directory: Path) -> None:
+def copy_missing(directory: Path) -> None:
     """Complete the side files in the directory of a new model. Complete files keep their bytes.
 
     Raises:

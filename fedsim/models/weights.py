@@ -380,7 +380,7 @@ def save(
         copied = serving_files.copy_side_files(files, temporary, but=(CONFIG,)) if files else []
         if tokenizer is not None and TOKENIZER not in copied:
             shutil.copyfile(tokenizer, temporary / TOKENIZER)
-        serving_files.complete(temporary)
+        serving_files.copy_missing(temporary)
         for name, text in (more or {}).items():
             (temporary / name).write_text(text, encoding="utf-8")
 

@@ -1,10 +1,10 @@
 from .defaults import (
     allocated as allocated,
     bands_predicted as bands_predicted,
-    complete as complete,
     facts_of as facts_of,
-    places_needed as places_needed,
+    fill_defaults as fill_defaults,
     private_group_size as private_group_size,
+    smallest_group_size as smallest_group_size,
     with_group_size as with_group_size,
 )
 from .facts import (
@@ -42,8 +42,8 @@ from .outlook import (
 )
 from .plan import (
     Plan as Plan,
+    accounted_events as accounted_events,
     claimed_fields as claimed_fields,
-    claimed_phases as claimed_phases,
     events_before as events_before,
     ledger_head as ledger_head,
     plans as plans,

@@ -64,7 +64,7 @@ def with_group_size(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) 
     share = max(least, MIN_SHARE * privacy.epsilon)
     if share <= MAX_SHARE * privacy.epsilon:
         return dataclasses.replace(privacy, group_size_epsilon=share)
-    return dataclasses.replace(privacy, group_size=places_needed(privacy, users))
+    return dataclasses.replace(privacy, group_size=smallest_group_size(privacy, users))
 
 
 def private_group_size(privacy: PrivacyConfig, users: Users, key: SecretKey) -> int:
@@ -74,15 +74,19 @@ def private_group_size(privacy: PrivacyConfig, users: Users, key: SecretKey) -> 
     median = private_median(examples_per_user(users), privacy.group_size_epsilon, rng)
     # Make room for the batch size whatever was drawn, so that no run is refused because of the
     # draw: a refused run would have paid for nothing.
-    return max(median, places_needed(privacy, users)) if privacy.adjacency == ZERO_OUT else median
+    return (
+        max(median, smallest_group_size(privacy, users))
+        if privacy.adjacency == ZERO_OUT
+        else median
+    )
 
 
-def places_needed(privacy: PrivacyConfig, users: Users) -> int:
+def smallest_group_size(privacy: PrivacyConfig, users: Users) -> int:
     """The smallest group size whose pool has room for the batch size."""
     return -(-privacy.batch_size * (privacy.bands or 1) // users.num_users)
 
 
-def complete(
+def fill_defaults(
     algorithm: Algorithm,
     privacy: PrivacyConfig,
     data: Dataset,
@@ -187,9 +191,9 @@ def allocated(algorithm: Algorithm, privacy: PrivacyConfig, num_users: int) -> P
 def bands_predicted(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) -> list[Prediction]:
     """Predicted noise multiplier and error of correlated noise for several numbers of bands.
 
-    Args: privacy: from `complete`; its bands are ignored.
+    Args: privacy: from `fill_defaults`; its bands are ignored.
     """
-    assert privacy.delta is not None and privacy.group_size is not None, "complete() comes first"
+    assert privacy.delta is not None and privacy.group_size is not None, "fill_defaults comes first"
     units, cap, rows = users.num_users, 1, privacy.group_size
     if algorithm == Algorithm.ELS:
         cap, rows = privacy.group_size, 1

@@ -255,7 +255,7 @@ def ledger_head(plan: Plan, *, config_sha256: str, key_seal: str) -> dict[str, A
     }
 
 
-def claimed_phases(
+def accounted_events(
     plan: Plan, released: list[tuple[Event, int]] | None
 ) -> list[tuple[Event, int]] | None:
     """Events that a privacy claim counts: all released steps, and those that were left.
@@ -288,7 +288,7 @@ def claimed_fields(plan: Plan, epsilon: float, chain: str) -> dict[str, Any]:
     """Fields of `summary.json` about the guarantee; they follow from plan and ledger.
 
     Args:
-      epsilon: that of `claimed_phases`.
+      epsilon: that of `accounted_events`.
       chain: last hash of the ledger's chain.
     """
     of_plan = plan.as_dict()

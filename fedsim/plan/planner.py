@@ -65,7 +65,7 @@ def method_for(
     """The algorithm, ready to draw its first step.
 
     Args:
-      privacy: from `complete`.
+      privacy: from `fill_defaults`.
       key: key of the run.
       drawing: key with which steps are drawn, if not the run's own. Where texts have several
         owners, the draw of the pool or the groups decides the number of units, which the plan
@@ -108,7 +108,7 @@ def as_planned(privacy: PrivacyConfig, plan: Plan) -> PrivacyConfig:
 
 def calibrate(method: ELS | ULS, privacy: PrivacyConfig) -> float:
     """The smallest noise multiplier for the target epsilon; 0 if epsilon is infinite."""
-    assert privacy.delta is not None, "complete() comes first"
+    assert privacy.delta is not None, "fill_defaults() comes first"
     if math.isinf(privacy.epsilon):
         return 0.0
     return accounting.calibrate_noise(
@@ -148,10 +148,10 @@ def sampling_for(name: str, prob: float, privacy: PrivacyConfig) -> AnySampling:
     Args:
       name: name of the sampler.
       prob: expected fraction of all units in a step.
-      privacy: from `complete`.
+      privacy: from `fill_defaults`.
     """
     if name == ALLOCATION:
-        assert privacy.participations is not None, "complete() comes first"
+        assert privacy.participations is not None, "fill_defaults() comes first"
         return AllocatedSampling(prob=prob, participations=privacy.participations)
     if name == POISSON:
         return PoissonSampling(prob=prob)
@@ -173,7 +173,7 @@ def make_plan(
     """Calibrate the noise and write down every public constant of a run.
 
     Args:
-      privacy: from `complete`.
+      privacy: from `fill_defaults`.
       num_parameters: coordinates that get noise in each step.
       non_private: facts that the guarantee does not cover.
       data_seal: keyed digest of the data's fingerprint.
@@ -181,7 +181,7 @@ def make_plan(
     Raises: ConfigError: epsilon is so large that the slack of the noise takes all of delta, or a
       trial trains more than MAX_PARAMETERS.
     """
-    assert privacy.delta is not None, "complete() comes first"
+    assert privacy.delta is not None, "fill_defaults() comes first"
     fits = not trial or num_parameters <= MAX_PARAMETERS
     most = f"at most {MAX_PARAMETERS:,} in a private selection"
     expect("num_parameters", num_parameters, fits, most)
@@ -229,7 +229,7 @@ def public_examples(privacy: PrivacyConfig, users: Users) -> int | None:
 
 
 def _noise_for(privacy: PrivacyConfig, noise_multiplier: float) -> AnyNoise:
-    """The plan's entry for the noise. Args: privacy: from `complete`."""
+    """The plan's entry for the noise. Args: privacy: from `fill_defaults`."""
     correlated = privacy.noise == CORRELATED
     bands = (privacy.bands or 1) if correlated else 1
     error = predicted_error(noise_multiplier, privacy.num_steps, bands)

@@ -50,7 +50,7 @@ from .model_source import (
 from .state import (
     REALISED as REALISED,
     State as State,
-    apart as apart,
+    private_part as private_part,
     restored as restored,
     results as results,
     save as save,
@@ -60,7 +60,7 @@ from .terminal import (
     aligned as aligned,
     columns as columns,
     duration as duration,
-    hanging as hanging,
-    speaking as speaking,
+    hanging_indent as hanging_indent,
+    verbosity as verbosity,
     wrapped as wrapped,
 )

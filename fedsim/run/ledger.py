@@ -28,7 +28,7 @@ from jax.tree import leaves
 from fedsim.accounting import Event, PureEvent, StepEvent, epsilon, event_fields, event_of
 from fedsim.errors import FedsimError
 from fedsim.files import open_to_append, write_durably
-from fedsim.plan import Plan, claimed_phases
+from fedsim.plan import Plan, accounted_events
 from fedsim.run import formats
 
 LINK = ', "chain": "{}"}}'
@@ -259,9 +259,9 @@ def gradient_sha256(gradient: Any) -> str:
 
 
 def claimed_epsilon(directory: Path, plan: Plan) -> float:
-    """Epsilon that a run may claim, recomputed from its ledger: that of its `claimed_phases` at the
-    plan's delta; inf without noise."""
-    return epsilon_of(claimed_phases(plan, phases(read(directory))), plan.delta)
+    """Epsilon that a run may claim, recomputed from its ledger: that of its `accounted_events` at
+    the plan's delta; inf without noise."""
+    return epsilon_of(accounted_events(plan, phases(read(directory))), plan.delta)
 
 
 def epsilon_of(released: list[tuple[Event, int]] | None, delta: float) -> float:

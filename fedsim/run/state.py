@@ -73,7 +73,7 @@ def restored(run_dir: Path, state: State, console: Console) -> State:
         raise checkpoint.CheckpointError(f"{error}; remove it to go on from {before}") from None
     for name in fields.keys() - {"params", "opt_state", "average"}:
         fields[name] = fields[name].item()
-    state = State(**fields, **apart(run_dir, fields["step"]), chain=chain)
+    state = State(**fields, **private_part(run_dir, fields["step"]), chain=chain)
     console.note(f"resuming after step {state.step}")
     return state
 
@@ -86,7 +86,7 @@ def save(run_dir: Path, step: int, state: dict[str, Any]) -> None:
     checkpoint.save(run_dir, step, _published(state), state["chain"])
 
 
-def apart(run_dir: Path, step: int) -> dict[str, Any]:
+def private_part(run_dir: Path, step: int) -> dict[str, Any]:
     """The fields of `APART` after a step; empty if progress.json was removed."""
     fields = _steps(run_dir).get(str(step), {})
     return {name: fields[name] for name in APART if name in fields}
@@ -109,7 +109,7 @@ def results(state: dict[str, Any]) -> dict[str, Any]:
     """The fields of `summary.json` that follow from a state.
 
     Args:
-      state: the fields of a `State`, or those of a checkpoint and of `apart`.
+      state: the fields of a `State`, or those of a checkpoint and of `private_part`.
     """
     losses: dict[str, Any] = {}
     if all(name in state for name in LOSSES):

@@ -18,7 +18,7 @@ from rich.console import Console as RichConsole
 from rich.text import Text
 
 from fedsim.errors import printable
-from fedsim.signals import heed
+from fedsim.signals import raise_if_stopped
 
 REFRESH_S = 0.5  # between two updates of a progress line
 FIRST_LINE_S = 3.0  # a log gets a line about a phase after this time, and after each doubling of it
@@ -28,7 +28,7 @@ _WORDING: ContextVar[Callable[[str], str]] = ContextVar("wording", default=str)
 
 
 @contextmanager
-def speaking(level: str, wording: Callable[[str], str] = str) -> Iterator[None]:
+def verbosity(level: str, wording: Callable[[str], str] = str) -> Iterator[None]:
     """Set the level and the wording of the terminals that are made in the block.
 
     Args:
@@ -79,7 +79,7 @@ class Phase:
 
         Raises: KeyboardInterrupt: a stop signal came.
         """
-        heed()
+        raise_if_stopped()
         now = time.monotonic()
         if done < self._done or of != self._of:
             self._began = now
@@ -98,7 +98,7 @@ class Phase:
 
 
 class Terminal:
-    """Warnings, notes and phases on stderr, at the level of the enclosing `speaking`."""
+    """Warnings, notes and phases on stderr, at the level of the enclosing `verbosity`."""
 
     def __init__(self):
         # rich would make a separate output of every line in a notebook.
@@ -187,7 +187,7 @@ def wrapped(text: str) -> str:
     )
 
 
-def hanging(start: str, text: str) -> str:
+def hanging_indent(start: str, text: str) -> str:
     """A line, broken between words to fit stdout, with its later lines indented below `text`."""
     return textwrap.fill(
         text,

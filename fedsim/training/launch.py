@@ -21,12 +21,12 @@ from fedsim.run import (
     directory,
     duration,
     receivers,
-    speaking,
+    verbosity,
 )
 from fedsim.training.callbacks import Callback
 from fedsim.training.loggers import expect_loggers
-from fedsim.training.open import OpenRun, Plant, Purpose, Source, open_run
-from fedsim.training.optimizers import Noise, settled, update_of
+from fedsim.training.open import AuditHooks, CustomTask, OpenRun, Purpose, open_run
+from fedsim.training.optimizers import Noise, update_of, with_defaults
 from fedsim.training.prepare import FITTED, PreparedRun, prepare_run
 from fedsim.training.private_evaluation import Booking
 from fedsim.training.trainer import Trainer
@@ -45,8 +45,8 @@ def train(
     console: Console,
     *,
     purpose: Purpose = Purpose.TRAIN,
-    source: Source | None = None,
-    plant: Plant | None = None,
+    source: CustomTask | None = None,
+    plant: AuditHooks | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Train, or resume training; return the contents of `summary.json`.
@@ -118,7 +118,7 @@ def _warnings(opened: OpenRun, plan: Plan, booking: Booking | None) -> list[str]
         if not plan.guarantee:
             reasons = in_words(plan.reasons)
             warnings.append(NOTHING_PROMISED.format(reasons, applicant.place))
-        if alike := applicant.told_alike():
+        if alike := applicant.lookalike_warning():
             warnings.append(alike)
     return warnings
 
@@ -154,7 +154,7 @@ def rehearse(algorithm: Algorithm, privacy: PrivacyConfig, run: RunConfig) -> No
     Raises: ConfigError, EngineError: as in a training.
     """
     privacy = runnable(privacy, run)
-    with speaking("quiet"):
+    with verbosity("quiet"):
         console = Console()
     run = computed_by(run, strategy="scan")  # which is not tried
     with open_run(algorithm, privacy, run, console, purpose=Purpose.TRIAL) as opened:
@@ -235,7 +235,7 @@ def runnable(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
         without = f"false with --adjacency {privacy.adjacency}"
         expect("spend_rest", run.spend_rest, not run.spend_rest, without)
     privacy = as_started(privacy, run)
-    update_of(settled(run, Noise(1.0, 1.0, 1)), privacy.num_steps)
+    update_of(with_defaults(run, Noise(1.0, 1.0, 1)), privacy.num_steps)
     expect_loggers(run.log_to)
     return privacy
 

@@ -21,7 +21,7 @@ from fedsim.config import (
     RunConfig,
     as_dict,
     changed,
-    first_named,
+    original_names,
 )
 from fedsim.data import TEMPLATE, Dataset
 from fedsim.engine import Engine, Task, versions
@@ -66,7 +66,7 @@ class Purpose(StrEnum):
         return self in (Purpose.TRAIN, Purpose.AUDIT)
 
 
-class Source(Protocol):
+class CustomTask(Protocol):
     """Data, task and first parameters of a run, in place of those that its settings name."""
 
     def data(self, note: Callable[[str], None]) -> Dataset:
@@ -78,7 +78,7 @@ class Source(Protocol):
         ...
 
 
-class Plant(Protocol):
+class AuditHooks(Protocol):
     """Canaries that an audit puts into a run, and its view of the run; see `trust.canaries`."""
 
     def data(self, data: Dataset) -> Dataset:
@@ -89,11 +89,13 @@ class Plant(Protocol):
         """The task to train, from these parameters."""
         ...
 
-    def hearing(self, add_noise: AddNoise) -> AddNoise:
+    def record_noise(self, add_noise: AddNoise) -> AddNoise:
         """Wrap the function that adds noise, so that the audit records the sums before noise."""
         ...
 
-    def watch(self, gradient: Any, unit: float, coefficients: np.ndarray | None = None) -> None:
+    def on_release(
+        self, gradient: Any, unit: float, coefficients: np.ndarray | None = None
+    ) -> None:
         """Called with each step's privatised gradient.
 
         Args:
@@ -118,8 +120,8 @@ class OpenRun:
     stored: StoredRun | None
     """The run as it was started, if it is resumed."""
     console: Console
-    source: Source | None
-    plant: Plant | None
+    source: CustomTask | None
+    plant: AuditHooks | None
     _stack: ExitStack
 
     @property
@@ -134,7 +136,9 @@ class OpenRun:
         Raises: ConfigError: data and model do not fit, or there is no room for the workers.
         """
         engine.remember_programs()
-        create = self._stack.enter_context(engine.starting(self.run.engine))  # meanwhile, the task
+        create = self._stack.enter_context(
+            engine.start_cluster_early(self.run.engine)
+        )  # meanwhile, the task
         fresh = SecretKey.create(self.key.seed or 0).jax_key("init")  # public, as theta^0 is
         if self.source is not None:
             task, params = self.source.start(self.data, self.run, fresh)
@@ -193,8 +197,8 @@ def open_run(
     console: Console,
     *,
     purpose: Purpose = Purpose.TRAIN,
-    source: Source | None = None,
-    plant: Plant | None = None,
+    source: CustomTask | None = None,
+    plant: AuditHooks | None = None,
 ) -> Iterator[OpenRun]:
     """Find a run's data, model and key, and lock its directory if it exists, until the end.
 
@@ -259,7 +263,7 @@ def key_context(
     if model is not None:
         del of_run["model"]
     changes = [changed(PrivacyConfig, as_dict(settings)), changed(RunConfig, of_run)]
-    changes = [first_named(settings) for settings in changes]
+    changes = [original_names(settings) for settings in changes]
     if rows := changes[1].pop("rows_per_pass", None):  # earlier keys have both in one setting
         changes[1]["strategy"] = f"{run.engine.strategy}:{rows}"
     identity = {"algorithm": algorithm, "model": model}

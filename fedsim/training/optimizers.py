@@ -47,7 +47,7 @@ def update_rule(
 ) -> optax.GradientTransformation:
     """The optimizer of a run, with its weight decay.
 
-    Args: run: from `settled`.
+    Args: run: from `with_defaults`.
     Raises: ConfigError: there is no such optimizer, or it does not take these options.
     """
     assert run.optimizer is not None, "settled"
@@ -245,7 +245,7 @@ class Noise(NamedTuple):
     num_steps: int
 
 
-def settled(run: RunConfig, noise: Noise, *, fresh: bool = True) -> RunConfig:
+def with_defaults(run: RunConfig, noise: Noise, *, fresh: bool = True) -> RunConfig:
     """The run with optimizer, learning_rate, schedule and ema filled in.
 
     Args:

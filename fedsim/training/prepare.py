@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.accounting import Event
-from fedsim.budget import GROUP_SIZE, Applicant, count_at_once, shortened
+from fedsim.budget import GROUP_SIZE, BudgetRequest, count_at_once, shortened
 from fedsim.clipping import Clip, Strategy, num_coordinates
 from fedsim.config import (
     UPDATE,
@@ -33,18 +33,18 @@ from fedsim.plan import (
     Fact,
     Plan,
     Stated,
-    complete,
     drawn_once,
     evaluations_of,
     events_before,
     expect_affordable,
     expect_enough_users,
     facts_of,
+    fill_defaults,
     make_plan,
     method_for,
-    places_needed,
     planned_phases,
     sharing,
+    smallest_group_size,
     voiding,
     with_group_size,
 )
@@ -56,7 +56,7 @@ from fedsim.run import (
 )
 from fedsim.training.callbacks import Callback, expect_known, facts_of_callbacks
 from fedsim.training.open import OpenRun, Purpose, wait_for
-from fedsim.training.optimizers import Noise, settled
+from fedsim.training.optimizers import Noise, with_defaults
 from fedsim.training.private_evaluation import Booking
 from fedsim.uls import ULS
 
@@ -126,7 +126,9 @@ def prepare_run(
     completed = public
     if method is None:
         pay = functools.partial(_pay, opened, settings) if pays else None
-        completed, _ = complete(opened.algorithm, settings, opened.data, key=opened.key, pay=pay)
+        completed, _ = fill_defaults(
+            opened.algorithm, settings, opened.data, key=opened.key, pay=pay
+        )
         method = _method(opened, completed)
 
     # 5. The plan: it has the draws, and from here on everything that it states is public.
@@ -139,7 +141,7 @@ def prepare_run(
             fitting = {name: getattr(completed, name) for name in FITTED}
             opened.settings = dataclasses.replace(opened.settings, **fitting)
     expect_known(callbacks, plan)
-    opened.run = settled_by(plan, opened.stored, opened.run, fresh=opened.model is None)
+    opened.run = with_plan(plan, opened.stored, opened.run, fresh=opened.model is None)
 
     # 6. The entry in the ledger of the data, for the whole run: the Trainer writes it under the
     #    ledger's lock, before the first step, in the place of the entry of a draw.
@@ -185,9 +187,9 @@ def _without_draws(opened: OpenRun, settings: PrivacyConfig) -> tuple[PrivacyCon
     place of one that is still to be drawn."""
     public = settings
     if settings.group_size_epsilon is not None:
-        least = places_needed(settings, opened.data.train)
+        least = smallest_group_size(settings, opened.data.train)
         public = dataclasses.replace(settings, group_size=least, group_size_epsilon=None)
-    public, facts = complete(opened.algorithm, public, opened.data, key=opened.key)
+    public, facts = fill_defaults(opened.algorithm, public, opened.data, key=opened.key)
     share = settings.group_size_epsilon
     if opened.stored and (plan := opened.stored.plan) is not None:
         bands, share = plan.sampling.bands_given, plan.group_size_epsilon
@@ -200,14 +202,14 @@ def _method(opened: OpenRun, settings: PrivacyConfig) -> ELS | ULS:
     return method_for(opened.algorithm, settings, opened.data.train, opened.key)
 
 
-def _applicant(opened: OpenRun, settings: PrivacyConfig) -> Applicant:
+def _applicant(opened: OpenRun, settings: PrivacyConfig) -> BudgetRequest:
     """The run as the ledger of the data sees it. Args: settings: completed."""
     kind = "audit" if opened.purpose == Purpose.AUDIT else "train"
     users, adjacency = opened.data.train, settings.adjacency
-    return Applicant.of(opened.run, users, settings.delta, kind, adjacency)
+    return BudgetRequest.of(opened.run, users, settings.delta, kind, adjacency)
 
 
-def _expect_fit(opened: OpenRun, applicant: Applicant, *, pays: bool) -> None:
+def _expect_fit(opened: OpenRun, applicant: BudgetRequest, *, pays: bool) -> None:
     """Raise ConfigError or FileDamaged if data, evaluations or the place of the ledger do not
     serve."""
     if opened.stored is None:
@@ -256,7 +258,7 @@ def _expect_plan_whatever_is_drawn(
     public: PrivacyConfig,
     facts: Sequence[Stated],
     params: Any,
-    applicant: Applicant,
+    applicant: BudgetRequest,
 ) -> None:
     """Raise ConfigError if no plan, or none within the limits, is possible with the smallest group
     size that can be drawn.
@@ -280,7 +282,7 @@ def _pay(opened: OpenRun, settings: PrivacyConfig, delta: float) -> None:
     Raises: ConfigError: a limit would be broken.
     """
     users, adjacency = opened.data.train, settings.adjacency
-    applicant = Applicant.of(opened.run, users, delta, GROUP_SIZE, adjacency)
+    applicant = BudgetRequest.of(opened.run, users, delta, GROUP_SIZE, adjacency)
     label = "" if opened.key.seed is None else Fact.KNOWN_SEED
     drawn: list[tuple[Event, int]] = [*events_before(settings.group_size_epsilon)]
     count_at_once(applicant, applicant.entry(opened.key.seal("ledger"), drawn, (0.0, 0.0), label))
@@ -292,7 +294,7 @@ def _plan(
     facts: Sequence[Stated],
     method: ELS | ULS,
     params: Any,
-    applicant: Applicant,
+    applicant: BudgetRequest,
 ) -> tuple[PrivacyConfig, Plan]:
     """Settings and plan of a new run; with --spend-rest, with the steps that fit the limit.
 
@@ -323,7 +325,7 @@ def _plan(
     return completed, plan
 
 
-def _booking(opened: OpenRun, plan: Plan, method: ELS | ULS, applicant: Applicant) -> Booking:
+def _booking(opened: OpenRun, plan: Plan, method: ELS | ULS, applicant: BudgetRequest) -> Booking:
     """The run's entries in the ledger of the data. Raises: ConfigError: its steps cost more than
     planned."""
     phases = planned_phases(plan, method)
@@ -392,7 +394,7 @@ def expect_nothing_outside(plan: Plan) -> None:
 
 
 def facts_of_run(opened: OpenRun, callbacks: Sequence[Callback]) -> list[Stated]:
-    """Facts that the guarantee does not cover, beside those of settings and data of `complete`."""
+    """Facts that the guarantee does not cover, beside those of `fill_defaults`."""
     run, own_task = opened.run, opened.source is not None
     return [
         *facts_of_start(run, fresh_model=opened.model is None),
@@ -409,7 +411,7 @@ def facts_of_start(run: RunConfig, *, fresh_model: bool) -> list[Stated]:
     return [Stated(fact, model_name(name)) for fact, name in given.items() if name is not None]
 
 
-def settled_by(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: bool) -> RunConfig:
+def with_plan(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: bool) -> RunConfig:
     """The run with its optimizer settings as it was started, or by the recipe."""
     if stored is not None:
         return dataclasses.replace(run, **{name: getattr(stored.run, name) for name in UPDATE})
@@ -420,4 +422,4 @@ def settled_by(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: b
         stddev *= plan.noise.predicted_error / predicted_error(
             plan.noise_multiplier, plan.num_steps, 1
         )
-    return settled(run, Noise(stddev, bound, plan.num_steps), fresh=fresh)
+    return with_defaults(run, Noise(stddev, bound, plan.num_steps), fresh=fresh)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.accounting import Event
-from fedsim.budget import Applicant, Entry, Limit, admitted
+from fedsim.budget import BudgetRequest, Entry, Limit, admitted
 from fedsim.config import EngineConfig
 from fedsim.data import Dataset
 from fedsim.engine import Engine, create
@@ -111,13 +111,13 @@ def begin_noisy_evaluate(
 class Booking:
     """Entries of a run in the budget ledger: for its training users, and for its held-out users."""
 
-    applicants: list[tuple[Applicant, Entry]]
+    applicants: list[tuple[BudgetRequest, Entry]]
     run_dir: Path
     evaluations: Evaluations | None
 
     @classmethod
     def of(
-        cls, applicant: Applicant, entry: Entry, plan: Plan, data: Dataset, key: SecretKey
+        cls, applicant: BudgetRequest, entry: Entry, plan: Plan, data: Dataset, key: SecretKey
     ) -> "Booking":
         """Make the entries of a run and of its evaluations. Args: key: the run's own."""
         applicants, how = [(applicant, entry)], plan.evaluations

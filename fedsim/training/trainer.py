@@ -88,7 +88,7 @@ class Trainer:
             )
         self.own_noise = add_noise = self.plan.add_noise()
         self.noise_row: dict[str, str] = {}
-        self.add_noise = self.plant.hearing(add_noise) if self.plant else add_noise
+        self.add_noise = self.plant.record_noise(add_noise) if self.plant else add_noise
         evaluations = self.plan.evaluations
         every = evaluations.every if evaluations else self.run.eval_every
         self.eval_every = every or max(1, self.plan.num_steps // 10)
@@ -264,7 +264,7 @@ class Trainer:
             grad = release.noisy.values()
             if self.plant is not None:
                 noise, unit = self.plan.strategy, clip.sensitivity / self.plan.expected_count
-                self.plant.watch(grad, unit, noise and noise.coefficients)
+                self.plant.on_release(grad, unit, noise and noise.coefficients)
             state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
             largest = float(largest_of(state.params))
             if not largest <= self.most_param:  # also for nan

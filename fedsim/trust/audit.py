@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from fedsim import accounting
-from fedsim.accounting import Phases
+from fedsim.accounting import Events
 from fedsim.config import Algorithm, AuditConfig, PrivacyConfig, RunConfig, changed_run
 from fedsim.data import Dataset
 from fedsim.engine import read_rows
@@ -23,7 +23,7 @@ from fedsim.errors import expect
 from fedsim.files import write_json
 from fedsim.keys import SecretKey
 from fedsim.models import LanguageModelTask
-from fedsim.plan import ADJACENCY, Fact, claimed_phases, in_words
+from fedsim.plan import ADJACENCY, Fact, accounted_events, in_words
 from fedsim.run import Console, checkpoint, directory, find_model, ledger, load_data
 from fedsim.sampling import examples_per_user, graph_of, median_group_size
 from fedsim.training import Purpose, train
@@ -88,7 +88,7 @@ def audit(
     newest, plan = checkpoint.latest(run.run_dir), directory.load(run.run_dir).plan
     assert newest is not None and plan is not None, "a run that ended has both"
     phases, delta = ledger.phases(ledger.read(run.run_dir)), summary["delta"]
-    claim = _claim(claimed_phases(plan, phases), delta)
+    claim = _claim(accounted_events(plan, phases), delta)
     with console.phase("attacking the model"):
         attacks = attack(planted, checkpoint.load_params(newest), settings, delta, claim)
     if phases is not None:
@@ -192,7 +192,7 @@ def losses(task: Any, params: Any, split: str, rows: np.ndarray) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def _claim(phases: Phases | None, delta: float) -> Claim | None:
+def _claim(phases: Events | None, delta: float) -> Claim | None:
     """The whole trade-off curve that these releases claim; None without noise."""
     if phases is None:
         return None

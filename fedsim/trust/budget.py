@@ -14,7 +14,18 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import SelectionEvent, StepEvent, at_least, at_most
-from fedsim.budget import Books, BudgetLedger, Charge, Entry, Limit, Total, books, hold, look, union
+from fedsim.budget import (
+    Account,
+    BudgetLedger,
+    Entry,
+    Limit,
+    RunCost,
+    Total,
+    books,
+    open_locked,
+    open_read_only,
+    union,
+)
 from fedsim.config import INDEPENDENT, default_delta, to_json
 from fedsim.errors import ConfigError
 from fedsim.plan import in_words
@@ -48,7 +59,7 @@ def budget(
       ConfigError: the ledger cannot be written.
       LedgerError, FileDamaged: the ledger was changed.
     """
-    with (look if limit_epsilon is None else hold)(place) as ledger:
+    with (open_read_only if limit_epsilon is None else open_locked)(place) as ledger:
         accounts = books(ledger, ids)
         users = union(
             [ledger.users_of(each.entry.users) for each in accounts.charges]
@@ -61,12 +72,12 @@ def budget(
             ledger.limit(Limit(limit_epsilon, delta, limited))
             accounts = books(ledger, ids)
         result = {"ledger": str(place)} | _found(ledger, accounts, users, delta)
-        result["alike"] = "" if ids is None else ledger.told_alike(ids)
+        result["alike"] = "" if ids is None else ledger.lookalike_warning(ids)
     return result
 
 
 def _found(
-    ledger: BudgetLedger, accounts: Books, users: np.ndarray, delta: float
+    ledger: BudgetLedger, accounts: Account, users: np.ndarray, delta: float
 ) -> dict[str, Any]:
     spent = accounts.total(delta, sums=True)
     sizes = [
@@ -95,7 +106,7 @@ def _found(
 
 
 def _several(
-    charges: Sequence[Charge], sizes: Sequence[int], num_users: int, spent: Total
+    charges: Sequence[RunCost], sizes: Sequence[int], num_users: int, spent: Total
 ) -> list[dict[str, Any]]:
     """Epsilon of k users together, whoever they are, over all runs; empty if one has none."""
     if not charges or math.isinf(spent.fixed):
@@ -107,7 +118,7 @@ def _several(
     return [{"people": k, "epsilon": to_json(epsilon), "how": how} for k, epsilon, how in found]
 
 
-def why_by_group(charge: Charge) -> str:
+def why_by_group(charge: RunCost) -> str:
     """Reason why only group privacy is known for what a run releases; empty if the theorem is.
 
     An event does not say whether the noise of cyclic sampling is correlated; the run's ledger does.
@@ -129,7 +140,7 @@ def why_by_group(charge: Charge) -> str:
 
 
 def composed(
-    charges: Sequence[Charge], counts: Sequence[int], people: int, delta: float
+    charges: Sequence[RunCost], counts: Sequence[int], people: int, delta: float
 ) -> tuple[float, str]:
     """Epsilon of runs with a guarantee for several people together; inf if none is known.
 
@@ -157,15 +168,15 @@ def composed(
     return epsilon, GROUP if by_group else THEOREM
 
 
-def left(accounts: Books, limit: Limit) -> float:
+def left(accounts: Account, limit: Limit) -> float:
     """Epsilon, at the limit's delta, of the largest Gaussian mechanism that still fits."""
     limited = dataclasses.replace(accounts.under(limit), limits=[limit])
 
-    def charge(mu: float) -> Charge:
+    def charge(mu: float) -> RunCost:
         number = max((each.entry.number for each in accounts.charges), default=0) + 1
         planned: list[tuple[accounting.Event, int]] = [(StepEvent(1 / mu, 1.0), 1)]
         entry = Entry(number, "", "", "", "", "", planned, (0.0, 0.0))
-        return Charge(entry, planned, "")
+        return RunCost(entry, planned, "")
 
     if limited.total(limit.delta).adaptive >= limit.epsilon:
         return 0.0
@@ -178,7 +189,7 @@ def left(accounts: Books, limit: Limit) -> float:
     return accounting.gaussian_epsilon(low, limit.delta)
 
 
-def _row(charge: Charge, num_users: int, delta: float) -> dict[str, Any]:
+def _row(charge: RunCost, num_users: int, delta: float) -> dict[str, Any]:
     entry, released = charge.entry, charge.released
     alone = math.inf if released is None else accounting.epsilon(charge.reserved or [], delta)
     return {

@@ -145,9 +145,9 @@ class CanaryTask(WrappedTask):
             canary = np.where(rows >= 0, self.canaries[rows], np.int32(-1))
         return {"inner": self.inner.read(split, rows), "canary": canary}
 
-    def made_up(self, rows: np.ndarray) -> dict[str, Any]:
+    def dummy_batch(self, rows: np.ndarray) -> dict[str, Any]:
         """The inner task's rows, none of which is a canary's."""
-        return {"inner": self.inner.made_up(rows), "canary": np.full(len(rows), -1, np.int32)}
+        return {"inner": self.inner.dummy_batch(rows), "canary": np.full(len(rows), -1, np.int32)}
 
     def nats(self, params: Any, batch: Any, *frozen: Any) -> tuple[jax.Array, jax.Array]:
         """The inner task's losses and predictions."""
@@ -287,13 +287,15 @@ class Planted:
             return task
         return CanaryTask(task, self.owners, self.directions, self.clip_norm)
 
-    def hearing(self, add_noise: AddNoise) -> AddNoise:
-        """Wrap the run's noise; see `ReleasedNoise.hearing`."""
-        return self.noise.hearing(add_noise)
+    def record_noise(self, add_noise: AddNoise) -> AddNoise:
+        """Wrap the run's noise; see `ReleasedNoise.record_noise`."""
+        return self.noise.record_noise(add_noise)
 
-    def watch(self, gradient: Any, unit: float, coefficients: np.ndarray | None = None) -> None:
-        """Record a step's privatised gradient, which is public. Args: see `ReleasedNoise.watch`."""
-        self.noise.watch(gradient, unit, coefficients)
+    def on_release(
+        self, gradient: Any, unit: float, coefficients: np.ndarray | None = None
+    ) -> None:
+        """Record a step's privatised gradient, which is public; see `ReleasedNoise`."""
+        self.noise.on_release(gradient, unit, coefficients)
         if self.total is None:
             self.total = gradient
         else:

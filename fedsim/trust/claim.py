@@ -15,7 +15,7 @@ from fedsim.accounting import Event, RunningEpsilon, StepEvent, at_most, zcdp_de
 from fedsim.budget import together
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm
 from fedsim.errors import ConfigError, FedsimError
-from fedsim.plan import AllocatedSampling, Fact, Plan, claimed_phases
+from fedsim.plan import AllocatedSampling, Fact, Plan, accounted_events
 from fedsim.run import StoredRun, ledger
 from fedsim.trust.evidence import Check
 
@@ -106,7 +106,7 @@ class Claimed:
         Args:
           fields: those of a subclass.
         """
-        phases = claimed_phases(plan, ledger.phases(lines))
+        phases = accounted_events(plan, ledger.phases(lines))
         common = {"plan": plan, "lines": lines, "phases": phases, "fingerprint": fingerprint}
         unpriced = cls(**common, epsilon=math.inf, **fields)
         slack = plan.slack_after(unpriced.num_steps)

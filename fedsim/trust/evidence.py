@@ -62,7 +62,7 @@ class Check:
         return {True: "OK", False: "VIOLATED", None: "not checked"}[self.holds]
 
 
-class Finding(Generic[T]):
+class cached_check(Generic[T]):
     """Attribute that one check sets and later checks use; reading it before raises Unknown."""
 
     def __init__(self, what: str):
@@ -83,7 +83,7 @@ class Finding(Generic[T]):
 class Record:
     """A ledger and the plan in it, for checks that need nothing else."""
 
-    lines = Finding[list[dict[str, Any]]]("a ledger that is whole")
+    lines = cached_check[list[dict[str, Any]]]("a ledger that is whole")
 
     def __init__(self, run_dir: Path, plan: Plan):
         """Args:
@@ -100,8 +100,8 @@ class Record:
 class Evidence(Record):
     """A run's directory, for its checks."""
 
-    key = Finding[SecretKey]("the run's own key")
-    users = Finding[UserStore]("the data that the run was started with")
+    key = cached_check[SecretKey]("the run's own key")
+    users = cached_check[UserStore]("the data that the run was started with")
 
     def __init__(self, run_dir: Path, data: str | None, engine: str | None, console: Console):
         """Load the settings of the run.
@@ -172,7 +172,7 @@ def counted(run_dir: Path, run: str, label: str, planned: Released) -> str:
     return message
 
 
-def demand(holds: bool, message: str) -> None:
+def require(holds: bool, message: str) -> None:
     """Raise Violated with the message unless `holds`."""
     if not holds:
         raise Violated(message)
@@ -188,7 +188,7 @@ def most_owned(rows: np.ndarray, offsets: np.ndarray, owners: Owners) -> int:
     Raises:
       Violated: a text occurs twice.
     """
-    demand(len(np.unique(rows)) == len(rows), "a text is in the pool twice")
+    require(len(np.unique(rows)) == len(rows), "a text is in the pool twice")
     sets = np.searchsorted(offsets, rows, side="right") - 1
     return int(owners.count(np.bincount(sets, minlength=owners.num_sets)).max())
 
@@ -203,8 +203,8 @@ def most_entered(groups: Groups, offsets: np.ndarray, owners: Owners) -> int:
       Violated: a text is in two groups, a user has two groups, or a group has a text that its user
         does not own.
     """
-    demand(len(np.unique(groups.rows)) == len(groups.rows), "a text is in two groups")
-    demand(len(np.unique(groups.users)) == groups.num_users, "a user has two groups")
+    require(len(np.unique(groups.rows)) == len(groups.rows), "a text is in two groups")
+    require(len(np.unique(groups.users)) == groups.num_users, "a user has two groups")
     group = np.repeat(np.arange(groups.num_users), np.diff(groups.offsets))
     sets = np.searchsorted(offsets, groups.rows, side="right") - 1
     group, sets = np.divmod(np.unique(group * owners.num_sets + sets), owners.num_sets)
@@ -213,7 +213,7 @@ def most_entered(groups: Groups, offsets: np.ndarray, owners: Owners) -> int:
     user = owners.users[np.repeat(owners.starts[sets], counts) + within]
     group = np.repeat(group, counts)
     is_own = user == groups.users[group]
-    demand(int(is_own.sum()) == len(sets), "a group has a text that its user does not own")
+    require(int(is_own.sum()) == len(sets), "a group has a text that its user does not own")
     pairs = np.unique(user[~is_own].astype(np.int64) * groups.num_users + group[~is_own])
     entered = np.bincount(pairs // groups.num_users, minlength=1)
     return int(entered.max())
@@ -233,18 +233,18 @@ def check_evaluations(evidence: Evidence) -> str:
     assert how is not None, "of a plan that has them"
     spent = accounting.epsilon(how.phases(how.count), how.delta - how.slack[1]) + how.slack[0]
     paid = spent <= how.epsilon * (1 + TOLERANCE)
-    demand(paid, f"evaluations of epsilon {spent}: expected at most {how.epsilon}")
+    require(paid, f"evaluations of epsilon {spent}: expected at most {how.epsilon}")
     losses = Evaluated(evidence.run_dir).losses
     last = evidence.plan.num_steps
     for step in losses:
         due = step <= evidence.num_steps and (step % how.every == 0 or step == last)
-        demand(due, f"{path}: step {step}: expected none but each {how.every}th and the last")
+        require(due, f"{path}: step {step}: expected none but each {how.every}th and the last")
     for line in metrics.read(evidence.run_dir):
         others = {name for split, name in VALIDATION.items() if split != SPLIT} & line.keys()
-        demand(not others, f"{metrics.FILE}: step {line['step']}: {min(others, default='')}")
+        require(not others, f"{metrics.FILE}: step {line['step']}: {min(others, default='')}")
         shown = line.get(VALIDATION[SPLIT])
         same = shown is None or shown == losses.get(line["step"])
-        demand(same, f"{metrics.FILE}: step {line['step']}: {shown}, which {FILE} does not have")
+        require(same, f"{metrics.FILE}: step {line['step']}: {shown}, which {FILE} does not have")
     run = evidence.key.seal("evaluation")
     label = Fact.KNOWN_SEED if evidence.plan.seeded else ""
     planned: Released = [*how.phases(how.count)]

@@ -11,9 +11,9 @@ from fedsim import accounting
 from fedsim.accounting import RunningEpsilon, at_least, at_most, event_fields
 from fedsim.config import Algorithm
 from fedsim.noise import predicted_error
-from fedsim.plan import AllocatedSampling, Plan, claimed_phases
+from fedsim.plan import AllocatedSampling, Plan, accounted_events
 from fedsim.run import ledger
-from fedsim.trust.evidence import TOLERANCE, Record, demand
+from fedsim.trust.evidence import TOLERANCE, Record, require
 
 PREDICTION_TOLERANCE = 1e-3  # relative: found numerically, and epsilon does not depend on it
 RUNNING_TOLERANCE = 10 * accounting.RELATIVE_ACCURACY  # grids depend on the step
@@ -26,12 +26,12 @@ def check_head(path: Path, head: dict[str, Any], plan: Plan) -> None:
     Args:
       path: of the ledger, for errors.
     """
-    demand(head.get("adjacency") == plan.compared, f"{path}: the head has another adjacency")
+    require(head.get("adjacency") == plan.compared, f"{path}: the head has another adjacency")
     slack = plan.slack._asdict()
-    demand(head.get("slack") == slack, f"{path}: the head has another slack than {slack}")
+    require(head.get("slack") == slack, f"{path}: the head has another slack than {slack}")
     before = [each["epsilon"] for each in head.get("before", [])]
     demanded = [event.epsilon for event, _ in plan.before]
-    demand(before == demanded, f"{path}: before={before}: expected {demanded}, as in the plan")
+    require(before == demanded, f"{path}: before={before}: expected {demanded}, as in the plan")
 
 
 def check_constants(plan: Plan) -> None:
@@ -41,14 +41,14 @@ def check_constants(plan: Plan) -> None:
     if isinstance(sampling, AllocatedSampling):
         # Participations decide; count and budget follow, rounded.
         share = 1 / sampling.window(plan.num_steps)
-    demand(sampling.prob == share, f"sampling_prob={sampling.prob}: expected {share}")
+    require(sampling.prob == share, f"sampling_prob={sampling.prob}: expected {share}")
     each = 1 if plan.algorithm == Algorithm.ELS else plan.group_size
     count = plan.budget // each
-    demand(plan.expected_count == count, f"expected_count={plan.expected_count}: not {count}")
+    require(plan.expected_count == count, f"expected_count={plan.expected_count}: not {count}")
     predicted = plan.noise.predicted_error
     error = predicted_error(plan.noise_multiplier, plan.num_steps, plan.noise.bands)
     same = predicted is not None and math.isclose(predicted, error, rel_tol=PREDICTION_TOLERANCE)
-    demand(same, f"predicted_error={predicted}: expected {error}")
+    require(same, f"predicted_error={predicted}: expected {error}")
 
 
 def described(plan: Plan) -> str:
@@ -71,9 +71,9 @@ def check_events(evidence: Record) -> str:
         for name, value in demanded.items():
             noted = line.get(name)
             same = noted == value
-            demand(same, f"{path}: step {line['step']}: {name}={noted}: expected {value}")
+            require(same, f"{path}: step {line['step']}: {name}={noted}: expected {value}")
     most = f"{evidence.num_steps} steps: expected at most {plan.num_steps}"
-    demand(evidence.num_steps <= plan.num_steps, f"{path}: {most}")
+    require(evidence.num_steps <= plan.num_steps, f"{path}: {most}")
     if event is None:
         return "no noise in every step"
     cycle = f", in one of {event.cycle} successive steps" if event.cycle > 1 else ""
@@ -87,13 +87,13 @@ def check_events(evidence: Record) -> str:
 def check_epsilon(evidence: Record) -> str:
     """All planned steps together cost no more than the target epsilon."""
     plan = evidence.plan
-    claimed = claimed_phases(plan, ledger.phases(evidence.lines))
+    claimed = accounted_events(plan, ledger.phases(evidence.lines))
     if claimed is None:
-        demand(math.isinf(plan.target_epsilon), "steps without noise: epsilon is infinite")
+        require(math.isinf(plan.target_epsilon), "steps without noise: epsilon is infinite")
         return "no noise: epsilon is infinite, as asked for"
     spent = accounting.epsilon(claimed, plan.delta)
     most = plan.target_epsilon * (1 + TOLERANCE)
-    demand(spent <= most, f"epsilon={spent}: expected at most {plan.target_epsilon}")
+    require(spent <= most, f"epsilon={spent}: expected at most {plan.target_epsilon}")
     path = evidence.run_dir / ledger.FILE
     shown = [(step, line.get("epsilon")) for step, line in enumerate(evidence.lines)]
     check_running(evidence, path, shown)
@@ -117,16 +117,16 @@ def check_running(evidence: Record, path: Path, shown: list[tuple[int, Any]]) ->
     shown = sorted((steps, epsilon) for steps, epsilon in shown if epsilon is not None)
     if event is None:
         for steps, epsilon in shown:
-            demand(epsilon == "inf", f"{path}: epsilon={epsilon} after step {steps}: expected inf")
+            require(epsilon == "inf", f"{path}: epsilon={epsilon} after step {steps}: expected inf")
         return
     running = RunningEpsilon(event, plan.delta, plan.before)
     every, last = max(1, len(shown) // LOOKED_AT), len(shown) - 1
     least = 0.0
     for place, (steps, epsilon) in enumerate(shown):
         fault = f"{path}: epsilon={epsilon} after step {steps}: expected"
-        demand(isinstance(epsilon, int | float), f"{fault} a number")
-        demand(epsilon >= least * (1 - RUNNING_TOLERANCE), f"{fault} at least {least}, as before")
+        require(isinstance(epsilon, int | float), f"{fault} a number")
+        require(epsilon >= least * (1 - RUNNING_TOLERANCE), f"{fault} at least {least}, as before")
         if place % every == 0 or place == last:
             same = math.isclose(epsilon, spent := running(steps), rel_tol=RUNNING_TOLERANCE)
-            demand(same, f"{fault} {spent}")
+            require(same, f"{fault} {spent}")
         least = max(least, epsilon)

@@ -17,7 +17,7 @@ import numpy as np
 from scipy import stats
 
 from fedsim import accounting
-from fedsim.accounting import Phases, StepEvent
+from fedsim.accounting import Events, StepEvent
 from fedsim.clipping import lattice_bits
 from fedsim.keys import SecretKey
 from fedsim.noise import CELLS_BITS, AddNoise
@@ -55,7 +55,7 @@ class ReleasedNoise:
         self._rows: list[list[np.ndarray]] = []
         """Rests of the last steps, the newest first, in clip norms."""
 
-    def hearing(self, add_noise: AddNoise) -> AddNoise:
+    def record_noise(self, add_noise: AddNoise) -> AddNoise:
         """Wrap `add_noise` so that the sums before noise are recorded."""
 
         def heard(
@@ -66,7 +66,9 @@ class ReleasedNoise:
 
         return heard
 
-    def watch(self, gradient: Any, unit: float, coefficients: np.ndarray | None = None) -> None:
+    def on_release(
+        self, gradient: Any, unit: float, coefficients: np.ndarray | None = None
+    ) -> None:
         """Record a step's privatised gradient.
 
         Args:
@@ -90,7 +92,7 @@ class ReleasedNoise:
 
 
 def audit_noise(
-    seen: ReleasedNoise, phases: Phases, delta: float, significance: float
+    seen: ReleasedNoise, phases: Events, delta: float, significance: float
 ) -> NoiseBound:
     """Test whether the releases can have the claimed noise.
 

@@ -22,7 +22,7 @@ from fedsim.models import serving_files, stacked, unstacked, weights
 from fedsim.plan import Fact, Plan, in_words
 from fedsim.run import checkpoint, directory, find_model, formats, ledger
 from fedsim.trust.claim import Claimed, claim
-from fedsim.trust.evidence import TOLERANCE, Check, Record, Unknown, Violated, checked, demand
+from fedsim.trust.evidence import TOLERANCE, Check, Record, Unknown, Violated, checked, require
 from fedsim.trust.ledger_checks import (
     check_constants,
     check_epsilon,
@@ -92,7 +92,7 @@ def check_folder(path: Path) -> list[Check]:
         folder = Folder(path, plan_in(path))
     except FedsimError as error:
         return [Check("files", False, str(error))]
-    found = [checked(promise, look, folder) for promise, look in LOOKS]
+    found = [checked(promise, look, folder) for promise, look in CHECKS]
     away = "`fedsim verify RUN`, by whoever has it"
     return [*found, *(Check(name, None, f"{why}; {away}") for name, why in WITH_THE_RUN.items())]
 
@@ -107,9 +107,9 @@ def digests(path: Path) -> dict[str, str]:
     for file in sorted(path.rglob("*")):
         name = file.relative_to(path).as_posix()
         plain = not file.is_symlink() and (file.is_file() or file.is_dir())
-        demand(plain, f"{file}: expected a file, not a link to one")
+        require(plain, f"{file}: expected a file, not a link to one")
         if file.is_file() and name != NAME:
-            demand(_may_be_published(name), f"{file}: is none of the files that may be published")
+            require(_may_be_published(name), f"{file}: is none of the files that may be published")
             found[name] = sha256_of(file)
     return found
 
@@ -140,10 +140,10 @@ def _files(folder: Folder) -> str:
     there, listed = digests(folder.run_dir), folder.published.files
     for name in sorted({*there, *listed}):
         path = folder.run_dir / name
-        demand(name in there, f"{path}: is missing")
-        demand(name in listed, f"{path}: is not in {NAME}")
+        require(name in there, f"{path}: is missing")
+        require(name in listed, f"{path}: is not in {NAME}")
         same = there[name] == listed[name]
-        demand(same, f"{path}: was changed since it was published, or {NAME} was")
+        require(same, f"{path}: was changed since it was published, or {NAME} was")
     return f"{len(there)} files, each as it was published, and no others"
 
 
@@ -154,8 +154,8 @@ def _ledger(folder: Folder) -> str:
     check_head(path, lines[0]["head"], folder.plan)
     # Of no step it would claim epsilon 0, and its chain does not show what was cut off.
     steps, released = len(lines) - 1, folder.published.num_steps
-    demand(steps == released, f"{path}: {steps} steps: expected {released}, as {NAME} says")
-    demand(steps > 0, f"{path}: {steps} steps: expected those that the model was trained with")
+    require(steps == released, f"{path}: {steps} steps: expected {released}, as {NAME} says")
+    require(steps > 0, f"{path}: {steps} steps: expected those that the model was trained with")
     folder.lines = lines
     planned = folder.plan.num_steps
     return f"{steps} of {planned} planned steps, none missing, none twice; not a byte changed"
@@ -164,7 +164,7 @@ def _ledger(folder: Folder) -> str:
 def _plan(folder: Folder) -> str:
     """The plan has a guarantee, and its constants follow from each other."""
     why = f"the plan has no guarantee: {in_words(folder.plan.reasons)}"
-    demand(folder.plan.guarantee, why)
+    require(folder.plan.guarantee, why)
     check_constants(folder.plan)
     return described(folder.plan)
 
@@ -175,9 +175,11 @@ def _model(folder: Folder) -> str:
     if form == "parameters":
         path, params = folder.run_dir / PARAMETERS, load_parameters(folder.run_dir)
         same = checkpoint.params_sha256(params) == wanted
-        demand(same, f"{path}: expected the parameters {wanted}")
+        require(same, f"{path}: expected the parameters {wanted}")
         count, planned = num_coordinates(params), folder.plan.num_parameters
-        demand(count == planned, f"{path}: has {count:,} numbers: expected {planned:,}, as planned")
+        require(
+            count == planned, f"{path}: has {count:,} numbers: expected {planned:,}, as planned"
+        )
         return "the parameters have the fingerprint of the claim"
     kept = f"published as it is in {MODEL}/, but "
     if form == "peft":
@@ -189,7 +191,7 @@ def _model(folder: Folder) -> str:
     if wanted in map(checkpoint.params_sha256, forms):
         return "the model has the fingerprint of the claim"
     fresh = not any(each.fact == Fact.MODEL for each in folder.plan.given)
-    demand(not fresh, f"{folder.run_dir / MODEL}: expected a model with the fingerprint {wanted}")
+    require(not fresh, f"{folder.run_dir / MODEL}: expected a model with the fingerprint {wanted}")
     raise Unknown(f"{kept}with adapters merged or weights rounded: its fingerprint is another")
 
 
@@ -206,14 +208,14 @@ def _claim(folder: Folder) -> str:
     made = Claimed.of(folder.plan, folder.lines, stated.params_sha256)
     same = abs(made.epsilon - stated.epsilon) <= TOLERANCE * made.epsilon
     path = folder.run_dir / NAME
-    demand(same, f"{path}: epsilon={stated.epsilon}: expected {made.epsilon}")
+    require(same, f"{path}: epsilon={stated.epsilon}: expected {made.epsilon}")
     said = {"claim": claim(made), "delta": made.plan.delta, "adjacency": made.plan.compared}
     for name, value in said.items():
         stands = getattr(stated, name)
-        demand(stands == value, f"{path}: {name}={stands}: expected {value}")
+        require(stands == value, f"{path}: {name}={stands}: expected {value}")
     for name in REPORTS:
         said = _text(folder.run_dir / name)
-        demand(stated.claim in said, f"{folder.run_dir / name}: expected the claim of {NAME}")
+        require(stated.claim in said, f"{folder.run_dir / name}: expected the claim of {NAME}")
     epsilon, delta = at_most(made.epsilon, ".6g"), at_most(made.plan.delta, ".2e")
     quoted = "the report quotes the claim, and what else it says was not compared"
     return f"epsilon {epsilon} at delta {delta}, as the ledger says; {quoted}"
@@ -227,7 +229,7 @@ def _text(path: Path) -> str:
         raise Violated(f"{path}: expected a text ({type(error).__name__})") from None
 
 
-LOOKS: list[tuple[str, Callable[[Any], str]]] = [
+CHECKS: list[tuple[str, Callable[[Any], str]]] = [
     ("files", _files),
     ("ledger", _ledger),
     ("plan", _plan),

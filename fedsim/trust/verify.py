@@ -26,9 +26,9 @@ from fedsim.plan import (
     Fact,
     Plan,
     Stated,
+    accounted_events,
     as_planned,
     claimed_fields,
-    claimed_phases,
     facts_of,
     method_for,
     private_group_size,
@@ -39,12 +39,12 @@ from fedsim.plan import (
 from fedsim.run import (
     Console,
     LedgerError,
-    apart,
     checkpoint,
     directory,
     facts_of_loggers,
     ledger,
     metrics,
+    private_part,
     results,
 )
 from fedsim.shared_uls import SharedULS
@@ -58,9 +58,9 @@ from fedsim.trust.evidence import (
     check_evaluations,
     checked,
     counted,
-    demand,
     most_entered,
     most_owned,
+    require,
 )
 from fedsim.trust.ledger_checks import (
     check_constants,
@@ -123,7 +123,7 @@ def _verify(evidence: Evidence, data: str | None, again: str) -> list[Check]:
             pass  # the check of the data reports it
         except Unknown as error:
             raise ConfigError(f"data={data}: {error}", field="data") from None
-    looks = [look for look in LOOKS if evidence.plan.shared or look != ("owners", _owners)]
+    looks = [look for look in CHECKS if evidence.plan.shared or look != ("owners", _owners)]
     if evidence.plan.evaluations is not None:
         looks.append(("evaluations", check_evaluations))
     if again:
@@ -143,12 +143,12 @@ def _ledger(evidence: Evidence) -> str:
     """The chain is intact, and its head has these settings."""
     path = evidence.run_dir / ledger.FILE
     lines = ledger.read(evidence.run_dir)
-    demand(len(lines) > 0, f"{path}: expected a ledger, found nothing")
+    require(len(lines) > 0, f"{path}: expected a ledger, found nothing")
     head = lines[0]["head"]
     same = head.get("config_sha256") == directory.config_sha256(evidence.run_dir)
-    demand(same, f"{evidence.run_dir / directory.CONFIG}: was changed since the run was started")
+    require(same, f"{evidence.run_dir / directory.CONFIG}: was changed since the run was started")
     planned = read_json(evidence.run_dir / directory.CONFIG)["plan"]  # as its version wrote it
-    demand(head.get("plan") == planned, f"{path}: the head has another plan")
+    require(head.get("plan") == planned, f"{path}: the head has another plan")
     check_head(path, head, evidence.plan)
     evidence.lines = lines
     return f"{evidence.num_steps} steps, none missing, none twice; not a byte changed"
@@ -170,7 +170,7 @@ def _settings(evidence: Evidence) -> str:
         compared["eval_epsilon"] = (privacy.eval_epsilon, how and how.epsilon)
     for name, (wanted, planned) in compared.items():
         same = wanted is None or wanted == planned
-        demand(same, f"{name}={planned} in the plan: expected {wanted}, as in the settings")
+        require(same, f"{name}={planned} in the plan: expected {wanted}, as in the settings")
     check_constants(plan)
     Strategy.parse(str(evidence.stored.strategy.get("name")))
     return described(plan)
@@ -183,18 +183,20 @@ def _checkpoints(evidence: Evidence) -> str:
         state = checkpoint.load(path)
         step, chain = int(state["step"]), checkpoint.chain(state)
         named = path.stem == checkpoint.stem(step)
-        demand(named, f"{path}: holds step {step}")
+        require(named, f"{path}: holds step {step}")
         fits = step <= evidence.num_steps
-        demand(fits, f"{path}: step {step}, and the ledger has {evidence.num_steps}")
+        require(fits, f"{path}: step {step}, and the ledger has {evidence.num_steps}")
         same = chain == evidence.lines[step]["chain"]
-        demand(same, f"{path}: is of another run: the ledger has another chain after step {step}")
+        require(same, f"{path}: is of another run: the ledger has another chain after step {step}")
         # The slack of the noise follows from how many numbers have noise.
         count, planned = num_coordinates(state["params"]), evidence.plan.num_parameters
-        demand(count == planned, f"{path}: has {count:,} numbers: expected {planned:,}, as planned")
+        require(
+            count == planned, f"{path}: has {count:,} numbers: expected {planned:,}, as planned"
+        )
     if not kept:
         where, path = (evidence.run_dir / x for x in (checkpoint.DIRECTORY, directory.SUMMARY))
         ended = path.exists() and read_json(path).get("steps_done") != 0
-        demand(not ended, f"{where}: expected the checkpoint of which the summary speaks")
+        require(not ended, f"{where}: expected the checkpoint of which the summary speaks")
         raise Unknown("there is none yet")
     return f"{', '.join(path.name for path in kept)}: not a byte changed"
 
@@ -205,10 +207,10 @@ def _metrics(evidence: Evidence) -> str:
     lines = metrics.read(evidence.run_dir)
     last = max((line["step"] for line in lines), default=0)
     fits = last <= evidence.num_steps
-    demand(fits, f"{path}: has step {last}, and the ledger {evidence.num_steps}")
+    require(fits, f"{path}: has step {last}, and the ledger {evidence.num_steps}")
     for line in lines:
         others = {n for n in line if n.startswith("privacy/") and "epsilon" in n} - {name}
-        demand(not others, f"{path}: step {line['step']}: {min(others, default='')}: not {name}")
+        require(not others, f"{path}: step {line['step']}: {min(others, default='')}: not {name}")
     check_running(evidence, path, [(line["step"], line.get(name)) for line in lines])
     steps = _of_steps(evidence, len({line["step"] for line in lines} - {0}))
     return f"{steps}; no digest covers {', '.join(UNPROTECTED)}: another number there may pass"
@@ -228,7 +230,7 @@ def _summary(evidence: Evidence) -> str:
     if (claimed := directory.summary_of(evidence.run_dir)) is None:
         raise Unknown("the run has not ended: nothing is claimed yet")
     for name, value in _claims(evidence):
-        demand(name in claimed, f"{path}: expected {name}")
+        require(name in claimed, f"{path}: expected {name}")
         stated = claimed[name]
         if name == "outside":  # words may be those of another version: the values count
             stated, value = ([{**fact, "text": ""} for fact in each] for each in (stated, value))
@@ -236,10 +238,10 @@ def _summary(evidence: Evidence) -> str:
             same = math.isclose(stated, value, rel_tol=TOLERANCE)
         else:
             same = stated == value
-        demand(same, f"{path}: {name}={stated}: expected {value}")
+        require(same, f"{path}: {name}={stated}: expected {value}")
     steps, released = claimed["steps_done"], evidence.num_steps
     # Fewer, if a run was killed, resumed, and stopped before it had caught up.
-    demand(steps <= released, f"{path}: steps_done={steps}, and the ledger has {released}")
+    require(steps <= released, f"{path}: steps_done={steps}, and the ledger has {released}")
     of = "" if steps == released else f" of {released} that were released"
     epsilon = at_most(float(claimed["epsilon"]), ".6g")
     message = f"epsilon {epsilon}, {steps} steps{of}, losses and parameters agree"
@@ -249,14 +251,14 @@ def _summary(evidence: Evidence) -> str:
 def _claims(evidence: Evidence) -> Iterator[tuple[str, Any]]:
     """Fields of the summary: the claimed epsilon, and those of the last state."""
     plan, chain = evidence.plan, evidence.lines[-1]["chain"]
-    claimed = claimed_phases(plan, ledger.phases(evidence.lines))
+    claimed = accounted_events(plan, ledger.phases(evidence.lines))
     epsilon = ledger.epsilon_of(claimed, plan.delta)
     yield from claimed_fields(plan, epsilon, chain).items()
     if (newest := checkpoint.latest(evidence.run_dir)) is None:
         yield "steps_done", 0
         return
     state = checkpoint.load(newest)
-    yield from results(state | apart(evidence.run_dir, int(state["step"]))).items()
+    yield from results(state | private_part(evidence.run_dir, int(state["step"]))).items()
     if not state.get("resumed_elsewhere"):  # else no file has the host of the last step
         yield "host", evidence.stored.host
 
@@ -268,16 +270,16 @@ def _key(evidence: Evidence) -> str:
         raise Unknown(f"there is no {keys.FILE}")
     key = SecretKey.load(evidence.run_dir)
     sealed = evidence.lines[0]["head"].get("key_seal") == key.seal("ledger")
-    demand(sealed, f"{path}: {directory.ANOTHER_KEY}")
+    require(sealed, f"{path}: {directory.ANOTHER_KEY}")
     seeded = key.seed is not None
     planned = f"seeded={evidence.plan.seeded} in the plan: expected {seeded}, as in {path}"
-    demand(seeded == evidence.plan.seeded, planned)
+    require(seeded == evidence.plan.seeded, planned)
     evidence.key = key
     foreign = directory.of_others(evidence.run_dir)
-    demand(not foreign, f"{foreign}: expected your own files, and no links")
+    require(not foreign, f"{foreign}: expected your own files, and no links")
     for each, most in ((evidence.run_dir, 0o700), (path, 0o600)):
         mode = each.stat().st_mode & 0o777  # a directory may hand on its group
-        demand(not mode & ~most, f"{each}: mode {mode:o}: expected {most:o}")
+        require(not mode & ~most, f"{each}: mode {mode:o}: expected {most:o}")
     return f"{keys.FILE} is readable only by you and belongs to this ledger"
 
 
@@ -302,17 +304,17 @@ def _data(evidence: Evidence) -> str:
         raise Unknown("an audit's run: the users it made up beside those of the data are not kept")
     same = key.seal(users.fingerprint) == evidence.plan.data_seal
     where = _where(evidence)
-    demand(same, f"{where}: other data than the run was started with{ELSEWHERE}")
+    require(same, f"{where}: other data than the run was started with{ELSEWHERE}")
     if how is not None:
         same = held_out is not None and key.seal(held_out.fingerprint) == how.seal
-        demand(same, f"{where}: other held-out users than at the start{ELSEWHERE}")
+        require(same, f"{where}: other held-out users than at the start{ELSEWHERE}")
     counts = {"num_users": users.num_users, "num_examples": users.num_examples}
     for name, count in counts.items():
         if (planned := getattr(evidence.plan, name)) is not None:
-            demand(count == planned, f"{where}: {name}={count}: not {planned}")
+            require(count == planned, f"{where}: {name}={count}: not {planned}")
     if (claimed := directory.summary_of(evidence.run_dir)) is not None:
         same = claimed.get("num_examples") == users.num_examples
-        demand(same, f"{where}: another num_examples than in {directory.SUMMARY}")
+        require(same, f"{where}: another num_examples than in {directory.SUMMARY}")
     evidence.users = users
     path = evidence.dataset.path
     sealed = path is None or (path / SUMS).exists()
@@ -330,13 +332,13 @@ def _outside(evidence: Evidence) -> str:
     if plan.group_size_epsilon is not None:
         drawn = private_group_size(as_planned(privacy, plan), users, evidence.key)
         same = plan.group_size == drawn
-        demand(same, f"group_size={plan.group_size}: the key draws {drawn} as the private median")
+        require(same, f"group_size={plan.group_size}: the key draws {drawn} as the private median")
     elif plan.algorithm == Algorithm.ELS and privacy.group_size is None:
         default = with_group_size(plan.algorithm, privacy, users)
         other = default.group_size_epsilon is not None or default.group_size != plan.group_size
         if other and Stated(Fact.GROUP_SIZE) not in plan.facts:
             outside.append(f"group_size={plan.group_size}, which is neither private nor a default")
-    demand(not outside, f"{'; '.join(outside)}: expected {ALL_COVERED} but what the plan names")
+    require(not outside, f"{'; '.join(outside)}: expected {ALL_COVERED} but what the plan names")
     return f"named in the plan: {plan.outside}" if plan.facts else ALL_COVERED
 
 
@@ -354,7 +356,7 @@ def _owners(evidence: Evidence) -> str:
         raise Violated(f"{where}: expected texts with several owners")
     method = _method(evidence, evidence.key)
     drawn = sharing(users, method, evidence.key)
-    demand(drawn == plan.shared, f"{where}: {drawn} is what the key draws, not {plan.shared}")
+    require(drawn == plan.shared, f"{where}: {drawn} is what the key draws, not {plan.shared}")
     if isinstance(method, ELS):
         most, cap = most_owned(method.pool, users.offsets, owners), plan.group_size
         what = "texts of the pool"
@@ -362,7 +364,7 @@ def _owners(evidence: Evidence) -> str:
         assert isinstance(method, SharedULS), "of texts with several owners"
         most, cap = most_entered(method.groups, users.offsets, owners), plan.shared.max_changed
         what = "groups of others"
-    demand(most <= cap, f"{most} {what} for one user: expected at most {cap}")
+    require(most <= cap, f"{most} {what} for one user: expected at most {cap}")
     share = plan.shared.left_out / users.num_examples
     return f"at most {most} {what} for any one user, of {cap}; {share:.1%} of the texts left out"
 
@@ -378,19 +380,19 @@ def _draws(evidence: Evidence) -> str:
     plan = evidence.plan
     method = _method(evidence, directory.drawing_key(evidence.key, evidence.stored))
     units = method.sampler.num_units
-    demand(units == plan.num_units, f"num_units={plan.num_units}: not {units}")
+    require(units == plan.num_units, f"num_units={plan.num_units}: not {units}")
     name, count = "non_private/cohort_size", 0
     for line in metrics.read(evidence.run_dir):
         if name in line:
             step, drawn = line["step"] - 1, len(method.draw(line["step"] - 1))
             same = line[name] == drawn
-            demand(same, f"step {step}: {line[name]} units took part, the key draws {drawn}")
+            require(same, f"step {step}: {line[name]} units took part, the key draws {drawn}")
             count += 1
     steps = _of_steps(evidence, count)
     return f"how many were drawn in each step is what the secret key determines ({steps})"
 
 
-LOOKS: list[tuple[str, Callable[[Evidence], str]]] = [
+CHECKS: list[tuple[str, Callable[[Evidence], str]]] = [
     ("ledger", _ledger),
     ("settings", _settings),
     ("events", check_events),

@@ -31,7 +31,7 @@ from fedsim.config import (
 from fedsim.noise import Prediction, predicted_error, strategy
 from fedsim.plan import allocated, bands_predicted
 from fedsim.sampling import Users, graph_of
-from fedsim.training import Noise, settled
+from fedsim.training import Noise, with_defaults
 
 ADDING = ("momentum", "sgd")
 """Optimizers that add gradients up, which correlated noise is meant for."""
@@ -80,13 +80,13 @@ def compare(
 
     Empty if the user chose one, or texts have several owners.
     Args:
-      privacy: from `complete`.
+      privacy: from `fill_defaults`.
       num_parameters: number of trained parameters.
     """
     chosen = privacy.sampling is not None or privacy.noise != INDEPENDENT
     if chosen or graph_of(users) is not None:
         return []
-    assert privacy.delta is not None and privacy.group_size is not None, "complete() comes first"
+    assert privacy.delta is not None and privacy.group_size is not None, "fill_defaults comes first"
     steps, group = privacy.num_steps, privacy.group_size if algorithm == Algorithm.ULS else 1
     poisson, *cyclic = bands_predicted(algorithm, privacy, users)
 
@@ -119,7 +119,9 @@ def compare(
                 against="more gradients than the batch size" if too_many else "",
             )
         )
-    optimizer = settled(dataclasses.replace(run, learning_rate=1.0), Noise(1.0, 1.0, 1)).optimizer
+    optimizer = with_defaults(
+        dataclasses.replace(run, learning_rate=1.0), Noise(1.0, 1.0, 1)
+    ).optimizer
     assert optimizer is not None, "it is settled"
     for banded in cyclic:
         stddev = banded.noise_multiplier * 2.0 ** lattice_bits(num_parameters)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import accounting
-from fedsim.accounting import Phases, SelectionEvent, StepEvent, at_most, calibration, spent
+from fedsim.accounting import Events, SelectionEvent, StepEvent, at_most, calibration, spent
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig
 from fedsim.data import Dataset
 from fedsim.errors import expect
@@ -19,8 +19,8 @@ from fedsim.plan import (
     MAX_PARAMETERS,
     TWO_HELD_OUT,
     Stated,
-    complete,
     delta_of,
+    fill_defaults,
     in_words,
     make_plan,
     method_for,
@@ -95,7 +95,7 @@ class Priced:
         return self.epsilon_of_all <= self.epsilon
 
     @property
-    def phases(self) -> Phases:
+    def phases(self) -> Events:
         """Events released of the training users."""
         if self.all_once:
             return [phase for candidate in self.event.candidates for phase in candidate]
@@ -109,7 +109,7 @@ class Evaluations:
     noise_multiplier: float
     """sigma of each evaluation."""
     delta: float
-    phases: Phases
+    phases: Events
     slack: tuple[float, float]
     """Slack of the noise of evaluations; not included in `phases`."""
 
@@ -141,7 +141,7 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         none = "none of a trial, but of the selection"
         expect("eval_epsilon", for_trial, for_trial is None, none)
         key = SecretKey.create(run.seed)
-        completed, non_private = complete(job.algorithm, privacy, data, key=key)
+        completed, non_private = fill_defaults(job.algorithm, privacy, data, key=key)
         non_private += facts_of_start(run, fresh_model=run.model.source in PRESETS)
         method = method_for(job.algorithm, completed, data.train, key)
         plan = make_plan(

@@ -39,8 +39,8 @@ from fedsim.plan import (
     Stated,
     adjacency_in_words,
     calibrate,
-    complete,
     expect_enough_users,
+    fill_defaults,
     method_for,
     noise_ratio,
     outlook,
@@ -142,7 +142,7 @@ def _els(
     start: Start, privacy: PrivacyConfig, norms: GradientNorms | None
 ) -> tuple[PrivacyConfig, float, list[Stated]]:
     """Settings of ELS by the median heuristic, L_ELS, and the facts read off the data."""
-    settings, non_private = complete(Algorithm.ELS, privacy, start.data)
+    settings, non_private = fill_defaults(Algorithm.ELS, privacy, start.data)
     group_size = settings.group_size
     assert group_size is not None
     most = _places(start, privacy, group_size)
@@ -158,7 +158,7 @@ def _uls(
     start: Start, privacy: PrivacyConfig, norms: GradientNorms | None
 ) -> tuple[PrivacyConfig, float, list[doubling.Doubling], list[Stated]]:
     """Settings of ULS by Estimate-and-Double, L_ULS, its turns, and the facts read off the data."""
-    settings, non_private = complete(Algorithm.ULS, privacy, start.data)
+    settings, non_private = fill_defaults(Algorithm.ULS, privacy, start.data)
     sizes = np.diff(units_of(privacy, start.data.train, start.key).offsets)
     batch_size, users = settings.batch_size, len(sizes)
     if norms is None:
@@ -217,7 +217,7 @@ def _started(run: RunConfig, console: Console, *, working: bool = True) -> Itera
     engine.remember_programs()
     fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
     with ExitStack() as stack:
-        create = stack.enter_context(engine.starting(run.engine)) if working else None
+        create = stack.enter_context(engine.start_cluster_early(run.engine)) if working else None
         task, params = make_task(run, model, data, fresh)
         workers = None
         if create is not None:

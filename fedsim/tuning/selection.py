@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.accounting import SelectionEvent, draw_trials
-from fedsim.budget import Applicant, Limit, admitted, close, place_of
+from fedsim.budget import BudgetRequest, Limit, admitted, close, place_of
 from fedsim.config import (
     OPERATIONAL,
     Algorithm,
@@ -29,8 +29,8 @@ from fedsim.config import (
     changed,
     changed_run,
     configs_of,
-    first_named,
     flags_of,
+    original_names,
     settings_of,
     to_json,
 )
@@ -47,7 +47,7 @@ from fedsim.files import (
 from fedsim.keys import FILE as KEY, SecretKey
 from fedsim.models import PRESETS, peft_files
 from fedsim.noise import noisy_mean_loss
-from fedsim.run import Console, directory, find_model, load_data, model_sha256, speaking
+from fedsim.run import Console, directory, find_model, load_data, model_sha256, verbosity
 from fedsim.training import Diverged, Purpose, largest_loss, rehearse, train, user_losses
 from fedsim.tuning.pricing import METRIC, Job, Priced, Selection, price, sentences
 
@@ -134,7 +134,7 @@ def _name(algorithm: str, given: Settings) -> str:
     """Name of a run: a hash of its settings without those at their defaults."""
     kept = {n: to_json(v) for n, v in given.items() if v != _DEFAULTS[n]}
     kept = {n: v for n, v in kept.items() if n not in OPERATIONAL or n == "data"}
-    text = json.dumps([str(algorithm), first_named(kept)], sort_keys=True)
+    text = json.dumps([str(algorithm), original_names(kept)], sort_keys=True)
     return f"{algorithm}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
@@ -148,7 +148,7 @@ def outcomes_of(jobs: Sequence[Job]) -> Iterator[tuple[Job, FedsimError | None]]
         with (
             open(job.log, "a") as log,
             contextlib.redirect_stderr(log),
-            speaking(job.run.output),
+            verbosity(job.run.output),
         ):
             console = Console(log_every=job.run.log_every)
             try:
@@ -314,7 +314,7 @@ def _admitted(job: Job, data: Dataset, priced: Priced, out: Path, key: SecretKey
     applicants = []
     for kind, users, delta, phases, part, label, directory_of in counted:
         bound = None if limit is None else Limit(limit, delta)
-        applicant = Applicant(
+        applicant = BudgetRequest(
             place,
             users.user_ids(),
             kind,

@@ -19,8 +19,8 @@ from refused import refuses
 
 from fedsim.accounting import StepEvent, epsilon, noise_multiplier
 from fedsim.budget import admission
-from fedsim.budget.admission import Applicant
-from fedsim.budget.ledger import FILE, Limit, hold
+from fedsim.budget.admission import BudgetRequest
+from fedsim.budget.ledger import FILE, Limit, open_locked
 from fedsim.budget.receipt import expect_receipt, together
 from fedsim.budget.spending import books, charge_of
 from fedsim.errors import ConfigError, FileDamaged
@@ -59,7 +59,7 @@ def run(place, run_dir, *, limit=None, steps=STEPS, killed=False, kind="train", 
     key = SecretKey.load(run_dir) if again else SecretKey.create()
     key.save(run_dir)
     limits = None if limit is None else Limit(limit, DELTA)
-    applicant = Applicant(place, PEOPLE, kind, limits, run_dir)
+    applicant = BudgetRequest(place, PEOPLE, kind, limits, run_dir)
     entry = applicant.entry(key.seal("ledger"), PLANNED, (0.0, 0.0), label)
     with directory.lock(run_dir), admitted(applicant, entry, killed=killed):
         book = Ledger(run_dir, head_of(key))
@@ -85,13 +85,13 @@ def put_back(run_dir, step):
 
 def mark(place):
     """How far the one run of a ledger has come."""
-    with hold(place) as ledger:
+    with open_locked(place) as ledger:
         (entry,) = ledger.entries.values()
         return ledger.mark(entry.run).steps
 
 
 def charges(place):
-    with hold(place) as ledger:
+    with open_locked(place) as ledger:
         return [charge_of(entry, ledger) for entry in ledger.entries.values()]
 
 
@@ -193,7 +193,7 @@ def test_whatever_is_copied_killed_and_put_back_a_step_is_released_once(number, 
         else:
             key = SecretKey.load(tmp_path / "a")
             killed = rng.random() < 0.7
-            applicant = Applicant(place, PEOPLE, "train", None, tmp_path / "a")
+            applicant = BudgetRequest(place, PEOPLE, "train", None, tmp_path / "a")
             try:
                 entry = applicant.entry(key.seal("ledger"), PLANNED, (0.0, 0.0), "")
                 with directory.lock(tmp_path / "a"), admitted(applicant, entry, killed=killed):
@@ -215,7 +215,7 @@ def test_an_older_copy_of_evaluations_is_refused(place, tmp_path):
     """They have no ledger of their own, but what was released is known."""
     losses = []
     (tmp_path / "run").mkdir()
-    applicant = Applicant(place, PEOPLE, "evaluation", None, tmp_path / "run")
+    applicant = BudgetRequest(place, PEOPLE, "evaluation", None, tmp_path / "run")
     entry = applicant.entry("key", PLANNED, (0.0, 0.0), "")
 
     def begun():
@@ -362,11 +362,11 @@ def test_a_run_that_is_known_is_not_counted_as_something_else(
 ):
     """What it released would be gone from the books, or be somebody else's."""
     (tmp_path / "run").mkdir()
-    began = Applicant(place, PEOPLE, "selection", None, tmp_path / "run")
+    began = BudgetRequest(place, PEOPLE, "selection", None, tmp_path / "run")
     with pytest.raises(KeyboardInterrupt), admitted(began, of_selection(began)):
         raise KeyboardInterrupt
     before = (place / FILE).read_bytes()
-    again = Applicant(place, ids, "selection", None, tmp_path / "run")
+    again = BudgetRequest(place, ids, "selection", None, tmp_path / "run")
     with pytest.raises(LedgerError, match=f"run: .*ledger has the same run with {what}"):
         with admitted(again, again.entry("key", planned, (0.0, 0.0), label)):
             pass
@@ -385,7 +385,7 @@ def of_selection(applicant):
 def test_what_has_no_ledger_of_its_own_is_released_once(where, place, tmp_path):
     """An older copy of a private selection, say, comes to another model under the same entry."""
     (tmp_path / "run").mkdir()
-    began = Applicant(place, PEOPLE, "selection", None, tmp_path / "run")
+    began = BudgetRequest(place, PEOPLE, "selection", None, tmp_path / "run")
     with pytest.raises(KeyboardInterrupt), admitted(began, of_selection(began)):
         raise KeyboardInterrupt  # nothing is released yet, and it may go on
     assert states(place) == [("killed", PLANNED)]  # until then it counts with its plan
@@ -393,7 +393,7 @@ def test_what_has_no_ledger_of_its_own_is_released_once(where, place, tmp_path):
     with admitted(began, of_selection(began)):
         pass
     assert states(place) == [("released", PLANNED)]
-    again = Applicant(place, PEOPLE, "selection", None, tmp_path / where)
+    again = BudgetRequest(place, PEOPLE, "selection", None, tmp_path / where)
     with pytest.raises(LedgerError, match=f"{where}: is an older copy .* {STEPS} releases"):
         with admitted(again, of_selection(again)):
             pass
@@ -428,7 +428,7 @@ def test_a_run_that_would_break_the_limit_is_refused_and_leaves_no_trace(place, 
 
 @pytest.mark.privacy
 def test_the_owners_limit_binds_every_run_on_these_users(place, tmp_path):
-    with hold(place) as ledger:
+    with open_locked(place) as ledger:
         users = ledger.save_users(ledger.users(PEOPLE[:1]))
         ledger.limit(Limit(1.1 * ONE, DELTA, users))
     run(place, tmp_path / "a")
@@ -436,7 +436,7 @@ def test_the_owners_limit_binds_every_run_on_these_users(place, tmp_path):
         run(place, tmp_path / "b")
     with refuses("limit_epsilon"):
         run(place, tmp_path / "c", limit=9 * ONE)  # a higher one of its own does not help
-    with hold(place) as ledger:
+    with open_locked(place) as ledger:
         others = dataclasses.replace(books(ledger, ["nobody"]), charges=[])
         assert others.limits == []
 
@@ -450,14 +450,14 @@ def test_after_a_run_that_promises_nothing_no_limit_can_be_kept(place, tmp_path)
 
 def refused(place, run_dir, *, planned=PLANNED, delta=DELTA, rest=None, label="", limit=None):
     """What is said of a run that does not fit."""
-    applicant = Applicant(place, PEOPLE, "train", limit, run_dir, delta, rest)
+    applicant = BudgetRequest(place, PEOPLE, "train", limit, run_dir, delta, rest)
     with pytest.raises(ConfigError) as error:
         applicant.expect_room(applicant.entry("", planned, (0.0, 0.0), label))
     return str(error.value)
 
 
 def test_what_is_only_asked_leaves_no_ledger_behind(place, tmp_path):
-    applicant = Applicant(place, PEOPLE, "train", Limit(2 * ONE, DELTA), tmp_path / "a", DELTA)
+    applicant = BudgetRequest(place, PEOPLE, "train", Limit(2 * ONE, DELTA), tmp_path / "a", DELTA)
     entry = applicant.entry("", PLANNED, (0.0, 0.0), "")
     applicant.expect_room(entry)
 
@@ -470,7 +470,7 @@ def test_what_is_only_asked_leaves_no_ledger_behind(place, tmp_path):
 
 
 def set_limit(place, most, delta=DELTA):
-    with hold(place) as ledger:
+    with open_locked(place) as ledger:
         ledger.limit(Limit(most, delta, ledger.save_users(ledger.users(PEOPLE))))
 
 
@@ -497,7 +497,7 @@ def test_a_limit_at_a_smaller_delta_than_the_runs_says_how_to_plan_for_it(place,
     said = refused(place, tmp_path / "a")
     assert said.endswith("at a smaller delta than the run: --delta 5e-7 plans the run for it")
     planned = [(StepEvent(noise_multiplier(**target, delta=delta), STEP.sampling_prob), STEPS)]
-    applicant = Applicant(place, PEOPLE, "train", None, tmp_path / "a", delta)
+    applicant = BudgetRequest(place, PEOPLE, "train", None, tmp_path / "a", delta)
     applicant.expect_room(applicant.entry("", planned, (0.0, 0.0), ""))
     # There another delta would not help.
     assert "--delta" not in refused(place, tmp_path / "a", planned=[(STEP, 2 * STEPS)])
@@ -528,11 +528,11 @@ def test_a_run_that_had_released_nothing_goes_on_as_a_later_one(place, tmp_path)
     run(place, tmp_path / "a", steps=0)
     run(place, tmp_path / "b", steps=3)
     run(place, tmp_path / "c", steps=3, killed=True)
-    with hold(place) as ledger:
+    with open_locked(place) as ledger:
         numbers = {Path(each.place).name: each.number for each in ledger.entries.values()}
     for name in "abc":
         run(place, tmp_path / name)
-    with hold(place) as ledger:
+    with open_locked(place) as ledger:
         again = {Path(each.place).name: each.number for each in ledger.entries.values()}
     assert again["b"] == numbers["b"] < again["c"] == numbers["c"] < again["a"]
 
@@ -552,7 +552,7 @@ def test_the_receipt_of_another_run_is_none(place, tmp_path):
         run(place, tmp_path / name)
     assert receipt(tmp_path / "b")[0]
     with pytest.raises(LedgerError, match="has epsilon as no guarantee: the plan was changed"):
-        with hold(place) as ledger:
+        with open_locked(place) as ledger:
             ledger.begin(dataclasses.replace(next(iter(ledger.entries.values())), label="seeded"))
             last = {"ledger": str(place), "line": ledger.num_lines, "chain": ledger.chain}
         (tmp_path / "a" / RECEIPT).write_text(json.dumps(last))

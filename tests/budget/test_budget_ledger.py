@@ -10,7 +10,7 @@ import pytest
 from refused import refuses
 
 from fedsim.accounting import PureEvent, StepEvent
-from fedsim.budget.ledger import FILE, LAST, LOCK, USERS, BudgetLedger, Entry, Limit, hold
+from fedsim.budget.ledger import FILE, LAST, LOCK, USERS, BudgetLedger, Entry, Limit, open_locked
 from fedsim.errors import FileDamaged
 from fedsim.keys import FILE as KEY, SecretKey
 from fedsim.run.ledger import LINK, LedgerError, link
@@ -28,7 +28,7 @@ def entry(run, **changed):
 @pytest.fixture
 def place(tmp_path):
     """A ledger with two runs, one of which has ended, and a limit: four lines."""
-    with hold(tmp_path / "ledger") as ledger:
+    with open_locked(tmp_path / "ledger") as ledger:
         users = ledger.save_users(ledger.users(["annabel", "ben"]))
         ledger.begin(entry("a", users=users))
         ledger.end("a", LESS, "stopped")
@@ -38,7 +38,7 @@ def place(tmp_path):
 
 
 def read(place):
-    with hold(place) as ledger:
+    with open_locked(place) as ledger:
         return ledger
 
 
@@ -65,7 +65,7 @@ def test_releases_that_are_made_no_longer_still_count(kind, events, tmp_path):
     """Histograms of labels, and of what `recommend` once read with noise: people paid for them."""
     place, spent = tmp_path / "ledger", []
     for run, fields in (("a", {}), ("b", {"kind": kind, "planned": events})):
-        with hold(place) as ledger:
+        with open_locked(place) as ledger:
             users = ledger.save_users(ledger.users(["annabel", "ben"]))
             ledger.begin(entry(run, users=users, **fields))
             ledger.end(run, fields.get("planned", PHASES), "released")
@@ -76,7 +76,7 @@ def test_releases_that_are_made_no_longer_still_count(kind, events, tmp_path):
 
 
 def test_a_run_that_goes_on_is_one_run_and_counts_whole_again(place):
-    with hold(place) as ledger:
+    with open_locked(place) as ledger:
         ledger.begin(entry("a"))
     found = read(place).entries["a"]
     assert (found.number, found.outcome, found.released) == (1, "", LESS)
@@ -118,7 +118,7 @@ def test_lines_that_were_cut_off_are_missed(place):
 def test_a_crash_while_a_line_is_written_leaves_the_lines_before(place):
     with open(place / FILE, "ab") as file:
         file.write(b'{"what": "opened", "run"')
-    with hold(place) as ledger:
+    with open_locked(place) as ledger:
         assert ledger.num_lines == 4
         ledger.end("b", None, "released")
     assert read(place).entries["b"].outcome == "released"
@@ -126,7 +126,7 @@ def test_a_crash_while_a_line_is_written_leaves_the_lines_before(place):
 
 def test_a_crash_between_a_line_and_the_note_of_it_is_none(place):
     before = (place / LAST).read_bytes()
-    with hold(place) as ledger:
+    with open_locked(place) as ledger:
         ledger.end("b", None, "released")
     (place / LAST).write_bytes(before)
     assert read(place).num_lines == 5
@@ -179,7 +179,7 @@ def test_a_place_of_a_group_is_the_groups(tmp_path):
     place = tmp_path / "ledger"
     place.mkdir()
     place.chmod(0o770)
-    with hold(place) as ledger:
+    with open_locked(place) as ledger:
         ledger.begin(entry("a", users=ledger.save_users(ledger.users(["ann"]))))
     for path in (FILE, LAST, KEY, LOCK):
         assert oct((place / path).stat().st_mode)[-3:] == "660"
@@ -216,15 +216,15 @@ def test_a_disk_that_is_full_at_the_first_lines_does_not_spoil_the_ledger(tmp_pa
 
     place = tmp_path / "ledger"
     for _ in range(2):
-        with monkeypatch.context() as patched, hold(place) as ledger:
+        with monkeypatch.context() as patched, open_locked(place) as ledger:
             patched.setattr(BudgetLedger, "_note_last", full)
             with pytest.raises(OSError, match="No space left"):
                 ledger.limit(Limit(8.0, 1e-6))
-    with hold(place) as ledger:
+    with open_locked(place) as ledger:
         assert len(ledger.limits) == 2
         ledger.limit(Limit(8.0, 1e-6))
     (place / LAST).unlink()
-    with pytest.raises(FileDamaged, match="last.json: expected the last line"), hold(place):
+    with pytest.raises(FileDamaged, match="last.json: expected the last line"), open_locked(place):
         pass
 
 
@@ -239,14 +239,16 @@ OTHER_IDS = {
 @pytest.mark.privacy
 @pytest.mark.parametrize("form", OTHER_IDS)
 def test_users_who_look_like_those_of_a_counted_run_are_told(form, tmp_path):
-    with hold(tmp_path / "ledger") as ledger:
+    with open_locked(tmp_path / "ledger") as ledger:
         ledger.begin(entry("a", **ledger.save_people(["annabel", "ben"])))
-        assert ledger.told_alike(["annabel", "ben", "carl"]) == ""
-        told = ledger.told_alike([OTHER_IDS[form], "ben", "carl"])
+        assert ledger.lookalike_warning(["annabel", "ben", "carl"]) == ""
+        told = ledger.lookalike_warning([OTHER_IDS[form], "ben", "carl"])
         assert told.startswith("1 of these users look like users of counted runs (1)")
-        assert ledger.told_alike([hashlib.sha256(b"annabel").hexdigest()]) == ""  # as is documented
+        assert (
+            ledger.lookalike_warning([hashlib.sha256(b"annabel").hexdigest()]) == ""
+        )  # as is documented
         ledger.begin(entry("b", **ledger.save_people([OTHER_IDS[form]])))
-        told = ledger.told_alike(["annabel", OTHER_IDS[form]])
+        told = ledger.lookalike_warning(["annabel", OTHER_IDS[form]])
         assert told.startswith("2 of these users look like users of counted runs (2)")
     found = budget(tmp_path / "ledger", [OTHER_IDS[form]], delta=1e-6)
     assert any(line.startswith("Warning: 1 of these users look") for line in sentences(found))
@@ -255,20 +257,20 @@ def test_users_who_look_like_those_of_a_counted_run_are_told(form, tmp_path):
 
 @pytest.mark.privacy
 def test_a_run_of_an_earlier_version_or_without_a_release_looks_like_nobody(place):
-    with hold(place) as ledger:
-        assert ledger.entries["a"].looks == "" and ledger.told_alike(["Annabel"]) == ""
+    with open_locked(place) as ledger:
+        assert ledger.entries["a"].looks == "" and ledger.lookalike_warning(["Annabel"]) == ""
         ledger.begin(entry("c", **ledger.save_people(["dora"])))
-        assert ledger.told_alike(["Dora"])
+        assert ledger.lookalike_warning(["Dora"])
         ledger.end("c", [], "stopped")
-        assert ledger.told_alike(["Dora"]) == ""
+        assert ledger.lookalike_warning(["Dora"]) == ""
 
 
 @pytest.mark.privacy
 def test_looks_are_keyed_and_say_nothing_of_ids(tmp_path):
     """`ann` looks like itself: without another key its fingerprint would be in both files."""
-    with hold(tmp_path / "ledger") as ledger:
+    with open_locked(tmp_path / "ledger") as ledger:
         found = ledger.save_people(["ann", "ben\ud800"])
         ids, looks = (set(ledger.users_of(name).tolist()) for name in found.values())
         assert len(ids) == len(looks) == 2 and not ids & looks
-    with hold(tmp_path / "other") as ledger:
+    with open_locked(tmp_path / "other") as ledger:
         assert ledger.save_people(["ann", "ben\ud800"]) != found

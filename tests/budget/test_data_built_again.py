@@ -12,7 +12,7 @@ from test_verify import command, write_texts
 
 from fedsim import accounting
 from fedsim.accounting import PureEvent, StepEvent, allocated_event, cyclic_event
-from fedsim.budget import Applicant, Charge, Entry, Limit, hold
+from fedsim.budget import BudgetRequest, Entry, Limit, RunCost, open_locked
 from fedsim.cli.main import main
 from fedsim.data import Dataset, build
 from fedsim.run import ledger as run_ledger
@@ -46,7 +46,7 @@ def place(tmp_path):
     """A ledger with a run on old data, and one on data built again with five more users."""
     old = built(tmp_path / "old", range(20))
     new = built(tmp_path / "new", range(25))
-    with hold(tmp_path / "ledger") as ledger:
+    with open_locked(tmp_path / "ledger") as ledger:
         counted(ledger, 1, old, OF_OLD)
         counted(ledger, 2, new, OF_NEW)
     return tmp_path / "ledger"
@@ -77,7 +77,7 @@ def test_a_run_on_the_new_data_is_refused_by_who_has_paid_most(tmp_path, place):
     came = sorted(set(new.people()) - set(old.people()))
 
     def asks(ids, limit):
-        applicant = Applicant(place, ids, "train", limit, tmp_path / "run")
+        applicant = BudgetRequest(place, ids, "train", limit, tmp_path / "run")
         applicant.expect_room(applicant.entry("run 3", OF_NEW, (0.0, 0.0), ""))
 
     with refuses("limit_epsilon", says="a run that fits"):
@@ -90,7 +90,7 @@ def test_a_run_on_the_new_data_is_refused_by_who_has_paid_most(tmp_path, place):
 
 def test_who_was_left_out_and_comes_back_still_pays_for_the_past(tmp_path, place):
     without = built(tmp_path / "without", [user for user in range(20) if user != 7])
-    with hold(place) as ledger:
+    with open_locked(place) as ledger:
         counted(ledger, 3, without, OF_NEW)
     back = built(tmp_path / "back", [7, 30])
     assert of(place, ["user 7"])["epsilon"] == pytest.approx(BOTH, rel=1e-6)
@@ -125,7 +125,7 @@ def test_several_people_pay_for_all_runs_together(tmp_path, place):
 )
 def test_a_run_whose_loss_is_not_known_for_several_is_named(tmp_path, place, event, reason):
     new = Dataset.open(tmp_path / "new")
-    with hold(place) as ledger:
+    with open_locked(place) as ledger:
         counted(ledger, 3, new, [(event, 5)], place="/none/there")
     found = of(place, new.people())
     why = found["runs"][-1]["by_group"]
@@ -149,12 +149,12 @@ def test_the_ledger_of_a_run_says_whether_its_noise_is_correlated(monkeypatch, n
     entry = Entry(1, "sealed", "train", "run", "", "", planned, (0.0, 0.0))
     head = {"key_seal": "sealed", "plan": noise}
     monkeypatch.setattr(run_ledger, "head", lambda _: head)
-    assert why_by_group(Charge(entry, planned, "released")) == reason
+    assert why_by_group(RunCost(entry, planned, "released")) == reason
 
 
 def test_without_a_guarantee_several_are_promised_nothing(tmp_path, place):
     new = Dataset.open(tmp_path / "new")
-    with hold(place) as ledger:
+    with open_locked(place) as ledger:
         counted(ledger, 3, new, OF_OLD, label="a known seed")
     found = of(place, new.people())
     assert found["several"] == [] and float(found["epsilon"]) == math.inf

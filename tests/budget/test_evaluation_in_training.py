@@ -15,7 +15,7 @@ from test_verify import write_texts
 
 from fedsim import accounting
 from fedsim.accounting import StepEvent
-from fedsim.budget.ledger import hold, place_of
+from fedsim.budget.ledger import open_locked, place_of
 from fedsim.cli.main import main
 from fedsim.config import PrivacyConfig, run_config
 from fedsim.data.building.build import build
@@ -172,7 +172,7 @@ def test_every_number_of_a_training_has_noise_and_is_counted(texts, run_dir, cap
     how, held = Evaluations(**summary["evaluations"]), Dataset.open(texts).eval_users
     assert (how.count, how.num_users, how.epsilon) == (3, held.num_users, 1.5)
     assert "3 times, epsilon 1.5 at delta" in err and f"loss of {held.num_users}" in err
-    with hold(place_of(None)) as ledger:
+    with open_locked(place_of(None)) as ledger:
         entries = {each.kind: each for each in ledger.entries.values()}
         seen = ledger.users_of(entries["evaluation"].users).tolist()
         assert seen == ledger.users(held.user_ids()).tolist()
@@ -263,7 +263,7 @@ def test_a_run_that_is_stopped_counts_what_it_released(texts, run_dir):
             eval_epsilon=1.5, eval_every=2,
             callback=stop,
         )  # fmt: skip
-    with hold(place_of(None)) as ledger:
+    with open_locked(place_of(None)) as ledger:
         (entry,) = (each for each in ledger.entries.values() if each.kind == "evaluation")
     ((event, planned),) = entry.planned
     assert planned == 5 and entry.outcome == "stopped"

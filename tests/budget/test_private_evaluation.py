@@ -8,7 +8,7 @@ import pytest
 from problems import SoftmaxTask
 
 from fedsim import accounting
-from fedsim.budget import Entry, hold
+from fedsim.budget import Entry, open_locked
 from fedsim.keys import SecretKey
 from fedsim.noise import noisy_mean_loss
 from fedsim.training.private_evaluation import MAX_ROWS, user_losses
@@ -70,7 +70,7 @@ def test_evaluations_that_earlier_versions_made_after_a_training_are_counted(tmp
     """Also one that was killed."""
     planned, delta = [(accounting.StepEvent(3.0, 1.0), 1)], 1e-6
     run = str(tmp_path / "run" / "evaluations" / "0a1b2c3d")
-    with hold(tmp_path / "ledger") as ledger:
+    with open_locked(tmp_path / "ledger") as ledger:
         users = ledger.save_users(ledger.users(["amy", "bob"]))
         ledger.begin(Entry(0, "one", "evaluation", run, users, "", planned, (0.0, 0.0)))
         if outcome:

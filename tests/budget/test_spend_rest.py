@@ -9,7 +9,7 @@ from test_verify import write_texts
 
 from fedsim import accounting
 from fedsim.accounting import Slack
-from fedsim.budget.ledger import Limit, hold, place_of
+from fedsim.budget.ledger import Limit, open_locked, place_of
 from fedsim.budget.spending import books
 from fedsim.cli.main import main
 from fedsim.data.building.build import build
@@ -73,7 +73,7 @@ def test_where_users_take_part_once_in_a_window_whole_windows_are_trained(texts,
     main([*flags, "--limit-epsilon", str(LIMIT), "--spend-rest", "--json", "--resume"])
     again = json.loads(capsys.readouterr().out)
     assert again["params_sha256"] == summary["params_sha256"]
-    with hold(place_of(None)) as ledger:
+    with open_locked(place_of(None)) as ledger:
         known = books(ledger, Dataset.open(texts).train.user_ids(), Limit(LIMIT, DELTA))
         assert known.total(DELTA).adaptive <= LIMIT
 
@@ -91,7 +91,7 @@ def test_what_fits_leaves_room_for_noise_that_is_not_ideal(texts, tmp_path, monk
     monkeypatch.setattr(Plan, "slack_after", large)
     own = {"epsilon": 1.5, "limit-epsilon": LIMIT}
     main(arguments(texts, tmp_path / "rest", "--spend-rest", **own))
-    with hold(place_of(None)) as ledger:
+    with open_locked(place_of(None)) as ledger:
         known = books(ledger, Dataset.open(texts).train.user_ids(), Limit(LIMIT, DELTA))
         assert len(known.charges) == 2 and known.charges[-1].entry.slack[0] > 0.01
         assert known.total(DELTA).adaptive <= LIMIT
@@ -118,7 +118,7 @@ def test_as_many_steps_are_trained_as_fit_and_a_run_that_goes_on_keeps_them(
     whole = json.loads((tmp_path / "first" / "summary.json").read_text())["noise_multiplier"]
     assert summary["noise_multiplier"] == pytest.approx(whole, rel=1e-3)  # that of all steps
     users = Dataset.open(texts).train.user_ids()
-    with hold(place_of(None)) as ledger:
+    with open_locked(place_of(None)) as ledger:
         known = books(ledger, users, Limit(LIMIT, DELTA))
         last = known.charges[-1]
         assert known.total(DELTA).adaptive <= LIMIT

@@ -11,7 +11,7 @@ from dp_accounting.pld import PLDAccountant
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.budget.ledger import Entry, Limit
-from fedsim.budget.spending import SET_ASIDE, Books, Charge, set_aside, total
+from fedsim.budget.spending import SET_ASIDE, Account, RunCost, set_aside, total
 
 DELTA = 1e-6
 ULS, ELS, ODD = StepEvent(1.5, 0.05), StepEvent(2.5, 0.02, 6), StepEvent(6.0, 1.0)
@@ -20,7 +20,7 @@ RUNS = ([(ULS, 60)], [(ELS, 40)], [(ODD, 2)])
 
 def charge(number, planned, *, released=(), users="all", label="", slack=(0.0, 0.0)):
     entry = Entry(number, f"run {number}", "train", "", users, label, planned, slack)
-    return Charge(entry, planned if released == () else released, "released")
+    return RunCost(entry, planned if released == () else released, "released")
 
 
 def charges(runs=RUNS):
@@ -109,11 +109,11 @@ def test_everybody_pays_for_the_runs_that_saw_them():
     apart = {"old": people[:5], "new": people[5:]}
     grown = {"old": people[:5], "new": people}
     alone = [accounting.epsilon(run, DELTA) for run in RUNS[:2]]
-    assert Books.of(people, own, apart).total(DELTA).fixed == max(alone)
+    assert Account.of(people, own, apart).total(DELTA).fixed == max(alone)
     together = accounting.epsilon([*RUNS[0], *RUNS[1]], DELTA)
-    assert Books.of(people, own, grown).total(DELTA).fixed == together
-    assert Books.of(people[5:], own, grown).total(DELTA).fixed == alone[1]
-    assert Books.of(people + np.uint64(10), own, grown).total(DELTA).fixed == 0
+    assert Account.of(people, own, grown).total(DELTA).fixed == together
+    assert Account.of(people[5:], own, grown).total(DELTA).fixed == alone[1]
+    assert Account.of(people + np.uint64(10), own, grown).total(DELTA).fixed == 0
 
 
 @pytest.mark.privacy
@@ -125,11 +125,11 @@ def test_a_limit_of_some_users_binds_them_alone():
     limit, own = Limit(1.5 * alone, DELTA, "old"), charge(1, RUNS[0], users="old")
     others = charge(2, None, users="new", released=None)
     apart = {**sets, "new": people[6:]}
-    books = Books.of(people, [own, others], apart, [limit])
+    books = Account.of(people, [own, others], apart, [limit])
     assert math.isinf(books.total(DELTA).adaptive)
     assert books.under(limit).total(DELTA).adaptive == alone
     assert books.under(limit).charges == [own] and books.broken_by(own) is None
-    mixed = Books.of(people, [own, others], sets, [limit])  # users 4 and 5 are in both
+    mixed = Account.of(people, [own, others], sets, [limit])  # users 4 and 5 are in both
     assert mixed.broken_by(own) == limit
 
 
@@ -140,7 +140,7 @@ def test_as_many_steps_fit_as_fit():
     spent = total(charges(RUNS[:1]), DELTA).fixed
     limits = [Limit(1.5 * spent, DELTA), Limit(9.0, DELTA, "others")]
     sets = {"all": people, "others": people + np.uint64(9)}
-    known = Books.of(people, charges(RUNS[:1]), sets, limits)
+    known = Account.of(people, charges(RUNS[:1]), sets, limits)
     assert known.limits == limits[:1]
 
     def more(steps):

@@ -10,7 +10,7 @@ from refused import refuses
 
 from fedsim import files
 from fedsim.accounting import StepEvent
-from fedsim.budget import Entry, hold
+from fedsim.budget import Entry, open_locked
 from fedsim.cli.main import main
 from fedsim.data import Dataset, build, without
 from fedsim.data.building import build as building
@@ -215,7 +215,7 @@ def test_a_place_that_exists_and_data_that_were_changed_are_refused(data, tmp_pa
 @pytest.mark.privacy
 def test_earlier_runs_count_for_who_stays_and_for_who_comes_back(data, tmp_path, capsys):
     planned, delta, place = [(StepEvent(1.0, 0.05), 30)], 1e-6, tmp_path / "ledger"
-    with hold(place) as ledger:
+    with open_locked(place) as ledger:
         users = ledger.save_users(ledger.users(data.train.user_ids()))
         ledger.begin(Entry(0, "a run", "train", "", users, "", planned, (0.0, 0.0)))
         ledger.end("a run", planned, "released")

@@ -176,9 +176,9 @@ class ModelTask(Task):
         self.model, self.losses = model, losses_of(model)
 
     def read(self, split, rows):
-        return self.made_up(rows)
+        return self.dummy_batch(rows)
 
-    def made_up(self, rows):
+    def dummy_batch(self, rows):
         rng = np.random.default_rng(3)
         tokens = rng.integers(11, size=(50, 5)).astype(np.int32)[rows]
         return {"tokens": tokens, "sizes": np.full(len(rows), 5, np.int32)}
@@ -197,7 +197,7 @@ def test_rows_that_a_task_makes_up_differ_and_are_the_same_again():
         def read(self, split, rows):
             return {"point": np.zeros((len(rows), 3), np.float32), "label": rows}
 
-    made = Points().made_up(np.array([4, 7, 4]))
+    made = Points().dummy_batch(np.array([4, 7, 4]))
     assert made["point"].dtype == np.float32 and (made["label"] == -1).all()
     assert np.array_equal(made["point"][0], made["point"][2])
     assert not np.array_equal(made["point"][0], made["point"][1])

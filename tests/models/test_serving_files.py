@@ -26,14 +26,14 @@ def ends(directory):
 
 def test_the_template_is_where_programs_look_for_it(tmp_path):
     model = tokenizer_files(tmp_path / "model")
-    serving_files.complete(model)
+    serving_files.copy_missing(model)
     assert read(model, "tokenizer_config.json")["chat_template"] == CHATML
     (model / "chat_template.jinja").unlink()
-    serving_files.complete(model)
+    serving_files.copy_missing(model)
     assert (model / "chat_template.jinja").read_text() == CHATML
     settings = {"eos_token": STOP, "chat_template": [{"name": "tools", "template": "{{ tools }}"}]}
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
-    serving_files.complete(model)
+    serving_files.copy_missing(model)
     named = {
         x["name"]: x["template"] for x in read(model, "tokenizer_config.json")["chat_template"]
     }
@@ -48,7 +48,7 @@ def test_the_end_of_a_turn_ends_a_text(tmp_path):
         json.dumps({"bos_token": "<s>", "eos_token": STOP})
     )
     (model / "generation_config.json").write_text('{"eos_token_id": 259, "top_p": 0.5}')
-    serving_files.complete(model)
+    serving_files.copy_missing(model)
     assert ends(model) == [STOP, "<turn>"]
     assert read(model, "generation_config.json")["top_p"] == 0.5
     assert read(model, "special_tokens_map.json") == {"bos_token": "<s>", "eos_token": STOP}
@@ -56,17 +56,17 @@ def test_the_end_of_a_turn_ends_a_text(tmp_path):
 
 def test_complete_files_keep_their_bytes(tmp_path):
     model = tokenizer_files(tmp_path / "model")
-    serving_files.complete(model)
+    serving_files.copy_missing(model)
     before = {path.name: path.read_bytes() for path in model.iterdir()}
     assert ends(model) == [STOP] and START in read(model, "special_tokens_map.json").values()
-    serving_files.complete(model)
+    serving_files.copy_missing(model)
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
 
 
 @pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{% if %}", "{{ messages }}"])
 def test_a_template_that_shows_no_chat_adds_no_end(template, tmp_path):
     model = tokenizer_files(tmp_path / "model", template)
-    serving_files.complete(model)
+    serving_files.copy_missing(model)
     assert ends(model) == [STOP]
 
 
@@ -77,5 +77,5 @@ def test_smollm2_stops_at_the_end_of_its_turns(tmp_path):
     model.mkdir()
     (model / "tokenizer.json").write_bytes(SMOLLM2.read_bytes())
     (model / "chat_template.jinja").write_text(CHATML)
-    serving_files.complete(model)
+    serving_files.copy_missing(model)
     assert ends(model) == ["<|endoftext|>", "<|im_end|>"]

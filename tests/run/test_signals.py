@@ -17,7 +17,7 @@ from fedsim.cli import main as cli
 from fedsim.cli.main import main
 from fedsim.run import checkpoint, ledger
 from fedsim.run.console import Console
-from fedsim.signals import heed, stop_signals, terminated
+from fedsim.signals import raise_if_stopped, stop_signals, terminated
 
 
 def test_a_signal_that_comes_twice_at_once_counts_once(monkeypatch):
@@ -68,7 +68,7 @@ def test_a_signal_ends_what_takes_no_steps_where_it_looks_or_at_its_end(sent):
         signal.signal(sent, before)
     with terminated(lambda: None), stop_signals() as stop:  # it is over
         assert not stop.is_set()
-        heed()
+        raise_if_stopped()
 
 
 COLLECTING = """

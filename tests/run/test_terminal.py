@@ -1,6 +1,6 @@
 """What a person sees while they wait."""
 
-from fedsim.run.terminal import Terminal, speaking
+from fedsim.run.terminal import Terminal, verbosity
 
 
 def test_levels_and_wording_hold_for_the_terminals_of_a_block(capsys):
@@ -12,8 +12,8 @@ def test_levels_and_wording_hold_for_the_terminals_of_a_block(capsys):
         return capsys.readouterr().err.splitlines()
 
     assert speak() == ["warning: a --flag", "a note"]
-    with speaking("quiet", lambda text: text.replace("--flag", "flag=")):
+    with verbosity("quiet", lambda text: text.replace("--flag", "flag=")):
         assert speak() == ["warning: a flag="]
-    with speaking("verbose"):
+    with verbosity("verbose"):
         assert speak() == ["warning: a --flag", "a note", "1 ms"]
     assert speak() == ["warning: a --flag", "a note"]

@@ -8,7 +8,7 @@ from refused import refuses
 from fedsim.cli.main import main
 from fedsim.config import UPDATE, run_config
 from fedsim.run import directory
-from fedsim.training.optimizers import MOMENTUM_RATES, PAPER, Noise, settled
+from fedsim.training.optimizers import MOMENTUM_RATES, PAPER, Noise, with_defaults
 
 FLAGS = ["--engine", "local", "--model", "micro", "--max-length", "16", "--epsilon", "8"]
 FLAGS += [
@@ -32,7 +32,7 @@ def rate(stddev, bound=1.0, num_steps=100, **settings):
 
 
 def update(noise, **settings):
-    run = settled(run_config(data="pydocs", run_dir="runs/x", **settings), noise)
+    run = with_defaults(run_config(data="pydocs", run_dir="runs/x", **settings), noise)
     return {name: getattr(run, name) for name in UPDATE}
 
 
@@ -52,9 +52,9 @@ def test_more_steps_mean_smaller_ones():
 def test_pretrained_parameters_take_smaller_steps_than_fresh_ones_and_their_adapters():
     run, noise = run_config(data="pydocs", run_dir="runs/x"), Noise(0.02, 1.0, 100)
     adapters = run_config(data="pydocs", run_dir="runs/x", lora_rank=4)
-    rates = [settled(r, noise, fresh=f).learning_rate for r, f in ((run, 1), (run, 0))]
+    rates = [with_defaults(r, noise, fresh=f).learning_rate for r, f in ((run, 1), (run, 0))]
     assert 10 * rates[1] < rates[0]
-    assert 5 * rates[1] < settled(adapters, noise, fresh=False).learning_rate
+    assert 5 * rates[1] < with_defaults(adapters, noise, fresh=False).learning_rate
 
 
 def test_the_rate_takes_a_clip_norm_out_of_a_plain_gradient():

@@ -79,7 +79,7 @@ def audited(
         settings["add_noise"] = Correlated(steps, sampling.bands)
     for step in range(steps):  # without a training around them, at fixed parameters
         noisy, _ = method.gradient(jnp.zeros(CANARIES), step, local, **settings)
-        plant.watch(noisy.values(), 1 / method.sampler.expected_count)
+        plant.on_release(noisy.values(), 1 / method.sampler.expected_count)
     epsilons = np.linspace(0, 2 * epsilon + 1, 100)
     deltas = accounting.privacy_curve([(claimed, steps)], epsilons)
     claim = curve_claim(epsilons, deltas)

@@ -15,7 +15,7 @@ from fedsim import accounting
 from fedsim.clipping import Clip
 from fedsim.config import Algorithm
 from fedsim.data.building.build import build
-from fedsim.data.building.speakers import spoken
+from fedsim.data.building.speakers import speakers_of
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.els import ELS
 from fedsim.engine.worker import LocalEngine
@@ -39,7 +39,7 @@ def attacked(method, task, plant, epsilon):
     for step in range(STEPS):
         settings = {"clip": Clip(1.0), "noise_multiplier": sigma}
         noisy, _ = method.gradient(jnp.zeros(len(plant.included)), step, engine, **settings)
-        plant.watch(noisy.values(), 1 / method.sampler.expected_count)
+        plant.on_release(noisy.values(), 1 / method.sampler.expected_count)
     epsilons = np.linspace(0, 2 * epsilon + 1, 100)
     claim = curve_claim(
         epsilons, accounting.privacy_curve([(method.event(sigma), STEPS)], epsilons)
@@ -94,6 +94,6 @@ def test_canaries_in_the_context_of_others_are_below_the_claim(tmp_path):
 @pytest.mark.privacy
 @pytest.mark.parametrize("algorithm", list(Algorithm))
 def test_a_build_that_leaves_the_author_of_context_out_is_refuted(algorithm, tmp_path, monkeypatch):
-    wrong = functools.partial(without_context, spoken)
-    monkeypatch.setattr("fedsim.data.building.columns.spoken", wrong)
+    wrong = functools.partial(without_context, speakers_of)
+    monkeypatch.setattr("fedsim.data.building.columns.speakers_of", wrong)
     assert audited_chats(algorithm, tmp_path).refuted

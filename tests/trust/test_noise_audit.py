@@ -27,13 +27,13 @@ def released(trial, *, noise=1.0, bands=1, pull=0.0, heard=True):
     sums = np.full(WIDTH, round(pull / WIDTH**0.5 / clip.unit(WIDTH)), np.int64)
     own, coefficients = {"clip": clip, "count": COUNT, "key": key}, None
     add_noise = Correlated(STEPS, bands) if bands > 1 else add_gaussian
-    own["add_noise"] = seen.hearing(add_noise) if heard else add_noise
+    own["add_noise"] = seen.record_noise(add_noise) if heard else add_noise
     if bands > 1:
         stddev = SIGMA * 2.0 ** lattice_bits(WIDTH)
         coefficients = strategy(STEPS, bands, stddev).coefficients
     for step in range(STEPS):
         found = noisy_mean(sums, noise_multiplier=noise * SIGMA, step=step, **own)
-        seen.watch(found.values(), 1 / COUNT, coefficients)
+        seen.on_release(found.values(), 1 / COUNT, coefficients)
     return seen
 
 

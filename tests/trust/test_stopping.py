@@ -14,7 +14,7 @@ from fedsim.accounting import StepEvent
 from fedsim.accounting.accountant import _one_direction
 from fedsim.accounting.composition import REMOVE
 from fedsim.config import Algorithm
-from fedsim.plan import CyclicSampling, claimed_phases
+from fedsim.plan import CyclicSampling, accounted_events
 from fedsim.plan.options import PoissonSampling
 
 GRID = 0.005
@@ -57,7 +57,7 @@ def worst(claims):
 def test_no_rule_of_stopping_gets_more_than_the_claim():
     ends = [*range(10, 200, 10), 200]
     released = {step: [(EVENT, step)] for step in ends}
-    claims = {n: epsilon(tuple(claimed_phases(RUN, phases))) for n, phases in released.items()}
+    claims = {n: epsilon(tuple(accounted_events(RUN, phases))) for n, phases in released.items()}
     never = worst({RUN.num_steps: epsilon(((EVENT, RUN.num_steps),))})
     assert RUN.delta * 0.99 < never < 1.03 * RUN.delta
     assert worst(claims) <= never * (1 + 1e-6)
@@ -68,19 +68,19 @@ def test_no_rule_of_stopping_gets_more_than_the_claim():
 def test_what_is_claimed_is_all_that_was_planned_once_anything_was_released():
     plan = dataclasses.replace(RUN, group_size_epsilon=0.5)
     before, whole = plan.before, (EVENT, 200)
-    assert claimed_phases(plan, []) == [] and claimed_phases(plan, None) is None
-    assert claimed_phases(plan, before) == [*before, whole]
-    assert claimed_phases(plan, [*before, (EVENT, 3)]) == [*before, whole]
-    assert claimed_phases(plan, [*before, whole]) == [*before, whole]
+    assert accounted_events(plan, []) == [] and accounted_events(plan, None) is None
+    assert accounted_events(plan, before) == [*before, whole]
+    assert accounted_events(plan, [*before, (EVENT, 3)]) == [*before, whole]
+    assert accounted_events(plan, [*before, whole]) == [*before, whole]
     # What the ledger says is never left out, whatever the plan says.
     other = StepEvent(0.5, 1.0)
-    assert claimed_phases(RUN, [(EVENT, 201)]) == [(EVENT, 201)]
-    assert claimed_phases(RUN, [(EVENT, 2), (other, 5)]) == [(EVENT, 2), (other, 5), (EVENT, 193)]
+    assert accounted_events(RUN, [(EVENT, 201)]) == [(EVENT, 201)]
+    assert accounted_events(RUN, [(EVENT, 2), (other, 5)]) == [(EVENT, 2), (other, 5), (EVENT, 193)]
 
 
 def test_steps_of_a_cycle_that_was_begun_are_not_counted_twice():
     plan = dataclasses.replace(RUN, sampling=CyclicSampling(prob=0.01, bands=8), num_steps=40)
     event = plan.event()
     assert event.cycle == 8
-    stopped = accounting.epsilon(claimed_phases(plan, [(event, 3)]), RUN.delta)
+    stopped = accounting.epsilon(accounted_events(plan, [(event, 3)]), RUN.delta)
     assert stopped == accounting.epsilon([(event, 40)], RUN.delta) < math.inf

@@ -383,7 +383,7 @@ def hides_a_footnote(*args, **options):
 @pytest.mark.parametrize(
     "name, planted, flags, says",
     [
-        ("complete", hides_a_footnote, {"chosen_on_data": "clip_norm"}, "clip_norm (chosen"),
+        ("fill_defaults", hides_a_footnote, {"chosen_on_data": "clip_norm"}, "clip_norm (chosen"),
         ("with_group_size", lambda _, privacy, __: dataclasses.replace(privacy, group_size=3), {},
          "group_size=3, which is neither private nor a default"),
     ],

@@ -8,7 +8,7 @@ from problems import users_of_sizes
 
 from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.keys import SecretKey
-from fedsim.plan import complete, make_plan, method_for
+from fedsim.plan import fill_defaults, make_plan, method_for
 from fedsim.tuning import advice
 from fedsim.tuning.advice import compare, least
 
@@ -19,7 +19,7 @@ def completed(algorithm, **changes):
     """(settings, data)"""
     settings = {"epsilon": 8.0, "num_steps": 40, "batch_size": 20, "group_size": 2, **changes}
     data = type("Data", (), {"train": USERS, "metadata": {}})
-    return complete(algorithm, PrivacyConfig(**settings), data)[0], data
+    return fill_defaults(algorithm, PrivacyConfig(**settings), data)[0], data
 
 
 def compared(algorithm, *, run=None, **changes):
@@ -32,7 +32,7 @@ def test_training_has_the_noise_that_is_said_of_each(algorithm):
     found, plans = compared(algorithm), []
     for cell in found:
         privacy, data = completed(algorithm)
-        privacy, _ = complete(algorithm, dataclasses.replace(privacy, **cell.changes), data)
+        privacy, _ = fill_defaults(algorithm, dataclasses.replace(privacy, **cell.changes), data)
         method = method_for(algorithm, privacy, USERS, SecretKey.create(seed=1))
         plan = make_plan(algorithm, privacy, USERS, method, PARAMETERS, [], "")
         assert (plan.sampling.kind, plan.noise.kind) == (cell.sampling, cell.noise)

@@ -16,7 +16,7 @@ from test_verify import write_texts
 from fedsim import accounting
 from fedsim.accounting import SelectionEvent
 from fedsim.budget import admission
-from fedsim.budget.ledger import hold, place_of
+from fedsim.budget.ledger import open_locked, place_of
 from fedsim.data.building.build import build
 from fedsim.plan import Fact, Stated
 from fedsim.run import checkpoint
@@ -70,7 +70,7 @@ def test_a_selection_is_counted_once_and_nothing_but_the_best_is_kept(settings, 
     assert not found["all_once"] and found["epsilon_of_one"] < found["epsilon"]
     assert found["epsilon"] < found["epsilon_of_all"]
     assert found["non_private"] == []
-    with hold(place_of(None)) as ledger:
+    with open_locked(place_of(None)) as ledger:
         (entry,) = ledger.entries.values()
     ((event, count),) = entry.planned
     assert isinstance(event, SelectionEvent) and count == 1 and entry.kind == "selection"
@@ -103,7 +103,7 @@ def test_a_selection_removes_nothing_that_is_not_its_own(name, settings, tmp_pat
 def test_held_out_users_are_evaluated_with_noise_and_pay_for_it(settings, tmp_path):
     out, how = tmp_path / "out", Selection(mean=2, eval_epsilon=3.0)
     found = select(settings, out, how, Console())
-    with hold(place_of(None)) as ledger:
+    with open_locked(place_of(None)) as ledger:
         training, evaluation = ledger.entries.values()
     assert evaluation.kind == "evaluation" and evaluation.users != training.users
     spent = accounting.epsilon(evaluation.planned, found["eval_delta"])
@@ -146,7 +146,7 @@ def test_a_selection_that_is_cut_off_at_its_end_is_not_made_again(settings, tmp_
     model = checkpoint.kept(out / "best")[-1].read_bytes()
     monkeypatch.setattr(selection, "outcomes_of", None)  # nothing is trained
     found = select(settings, out, how, Console())
-    with hold(place_of(None)) as ledger:
+    with open_locked(place_of(None)) as ledger:
         assert [entry.outcome for entry in ledger.entries.values()] == ["released"]
     assert {path.name for path in out.iterdir()} == {
         *("best", "selection.json", "secret.json", "budget.json", "began.json")
@@ -195,7 +195,7 @@ def test_a_selection_that_was_killed_goes_on_only_as_it_began(
         said = "the same for all" if what == "limit_epsilon" else "another --out is for another"
         with refuses(what, says=said):
             select(given, killed, how, Console())
-    with hold(place_of(None)) as ledger:
+    with open_locked(place_of(None)) as ledger:
         assert ledger.num_lines == 1  # it began, and may go on
     shutil.copytree(killed, tmp_path / "copy")
     found = select(settings, killed, KILLED, Console())
@@ -299,7 +299,7 @@ def test_a_limit_holds_for_held_out_users_before_anybody_is_counted(settings, tm
         each["limit_epsilon"] = 8.0
     with refuses("limit_epsilon=8"):
         select(settings, tmp_path / "out", Selection(eval_epsilon=9.0), Console())
-    with hold(place_of(None)) as ledger:
+    with open_locked(place_of(None)) as ledger:
         assert not ledger.entries
 
 

@@ -15,7 +15,7 @@ from fedsim.clipping import Clip
 from fedsim.config import Algorithm
 from fedsim.data import corpora
 from fedsim.keys import SecretKey
-from fedsim.plan import Fact, Stated, complete, make_plan, method_for
+from fedsim.plan import Fact, Stated, fill_defaults, make_plan, method_for
 from fedsim.tuning.advice import choose
 from fedsim.tuning.estimates import share_used
 
@@ -42,7 +42,7 @@ def planned(command):
     source = train["run"].data
     data = corpora.load(source.source, **source.options)
     algorithm, key = Algorithm(train["algorithm"]), SecretKey.create()
-    privacy, non_private = complete(algorithm, train["privacy"], data)
+    privacy, non_private = fill_defaults(algorithm, train["privacy"], data)
     method = method_for(algorithm, privacy, data.train, key)
     plan = make_plan(algorithm, privacy, data.train, method, 1, non_private, "")
     return plan, train

@@ -392,11 +392,11 @@ class _Build:
 
         The user is told of both, for either may be a mistake in the data.
         """
-        counts, notes = user_ids.counted(id_counts), user_ids.told(id_counts)
+        counts, notes = user_ids.counted(id_counts), user_ids.summary_lines(id_counts)
         number, examples = user_ids.look_alikes(ids)
         if number:
             counts["users_that_look_alike"] = number
-            notes.append(user_ids.told_alike(number, examples))
+            notes.append(user_ids.lookalike_warning(number, examples))
         for line in notes:
             self._say(line)
         return counts

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedsim.data.building.orders import keys_of
-from fedsim.data.building.speakers import BadRow, spoken
+from fedsim.data.building.speakers import BadRow, speakers_of
 from fedsim.data.building.user_ids import Rows, as_ids, count_lists, refused
 from fedsim.data.store import SEPARATOR, owner_sets
 from fedsim.errors import DataError, MissingColumn
@@ -401,7 +401,7 @@ def _speaking(
     """(rows, speakers) of chats. Raises: DataError: a turn of a user does not say who speaks."""
     key, chats = columns.owner_key or "", columns.text[0]
     try:
-        turns = spoken(batch[chats], key)
+        turns = speakers_of(batch[chats], key)
         ids = ids_of(turns.names, columns.blamed, first_row + turns.rows, tally)
         nobody = is_blank(ids)
         if len(bad := np.flatnonzero(nobody & turns.needed)):

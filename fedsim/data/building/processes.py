@@ -11,7 +11,7 @@ from typing import Any
 
 from fedsim.cgroups import cpus
 from fedsim.errors import Interrupted
-from fedsim.signals import heed
+from fedsim.signals import raise_if_stopped
 
 PROGRESS_EVERY_S = 5.0
 SMALL_BYTES = 32 * 2**20  # less is processed faster than processes start
@@ -88,7 +88,7 @@ class Meter:
 
         Raises: KeyboardInterrupt: a stop signal came.
         """
-        heed()
+        raise_if_stopped()
         now = time.monotonic()
         self.done += number
         if self.say and now - self.said_at > PROGRESS_EVERY_S:

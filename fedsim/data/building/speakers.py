@@ -81,7 +81,7 @@ class Spoken(NamedTuple):
     """bool [turns]: True if somebody has to be named."""
 
 
-def spoken(chats: pa.Array, key: str) -> Spoken:
+def speakers_of(chats: pa.Array, key: str) -> Spoken:
     """Read who speaks in chats.
 
     A turn that says nothing counts, too. Only turns of a user have to name somebody.

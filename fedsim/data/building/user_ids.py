@@ -141,7 +141,7 @@ def count_lists(ids: pa.Array, tally: Counter[str]) -> None:
     tally[SEVERAL] += call("match_substring_regex", ids, pattern=LISTED).true_count
 
 
-def told(tally: Counter[str]) -> list[str]:
+def summary_lines(tally: Counter[str]) -> list[str]:
     """Lines for the user about corrected and doubtful ids."""
     rows = {
         name: "1 row has" if tally[name] == 1 else f"{tally[name]:,} rows have" for name in _SAID
@@ -154,7 +154,7 @@ def counted(tally: Counter[str]) -> dict[str, int]:
     return {name: tally[name] for name in _SAID if tally[name]}
 
 
-def told_alike(number: int, examples: Sequence[str], what: str = "user") -> str:
+def lookalike_warning(number: int, examples: Sequence[str], what: str = "user") -> str:
     """Line for the user about the result of `look_alikes`."""
     names = " and ".join(map(repr, examples))
     return f"{number:,} {what} ids look like another one, as {names} do: a {what} each"
