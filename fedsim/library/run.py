@@ -360,12 +360,12 @@ def train(
         given: dict[str, Any] = {"epsilon": epsilon, "num_steps": num_steps, **settings}
         given["run_dir"] = directory_of(run_dir, algorithm, settings)
         of_data = columns_of(settings, user, text, messages)
-        source = None
+        custom = None
         if task is not None:
             for field in ("model", "tokenizer", "max_length", *of_data):
                 value = {**settings, **of_data}.get(field)
                 expect(field, value, value is None, "nothing beside task")
-            source = OwnTask(task, data)
+            custom = OwnTask(task, data)
             name = task.describe().get("task", type(task).__qualname__)
             given |= {"data": f"{name} (rows of its own)", "model": f"{name} (a task)"}
         else:
@@ -376,7 +376,7 @@ def train(
 
         console = Console(log_every=run.log_every)
         summary = train_run(
-            Algorithm(algorithm), privacy, run, console, source=source, callbacks=called
+            Algorithm(algorithm), privacy, run, console, custom=custom, callbacks=called
         )
         console.summary(summary, run.run_dir)
         return Run(run.run_dir)

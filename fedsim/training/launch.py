@@ -45,16 +45,18 @@ def train(
     console: Console,
     *,
     purpose: Purpose = Purpose.TRAIN,
-    source: CustomTask | None = None,
-    plant: AuditHooks | None = None,
+    custom: CustomTask | None = None,
+    audit: AuditHooks | None = None,
+    held_out: bool = True,
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Train, or resume training; return the contents of `summary.json`.
 
     Nothing is written to the run directory before all checks have passed.
     Args:
-      source: data and task to use in place of those that the settings name.
-      plant: canaries of an audit.
+      custom: data and task, instead of those that the settings name.
+      audit: canaries of an audit.
+      held_out: evaluate held-out users during the training.
       callbacks: called between the steps.
     Raises:
       ConfigError: the settings do not fit the data, the model or each other.
@@ -65,8 +67,8 @@ def train(
     if not purpose.is_counted:  # nobody else may learn how many trials there are
         sending = receivers(run)
         run = dataclasses.replace(run, log_to=[name for name in run.log_to if name not in sending])
-    named: dict[str, Any] = {"purpose": purpose, "source": source, "plant": plant}
-    with open_run(algorithm, privacy, run, console, **named) as opened:
+    options: dict[str, Any] = {"purpose": purpose, "custom": custom, "audit": audit}
+    with open_run(algorithm, privacy, run, console, held_out=held_out, **options) as opened:
         prepared = prepare_run(opened, callbacks=callbacks)
         show(prepared)
         return launch(prepared).fit()

@@ -42,7 +42,7 @@ from fedsim.run import (
 
 
 class Purpose(StrEnum):
-    """What a run is for: it decides what is counted, who may see metrics, and what is evaluated."""
+    """Purpose of a run, which decides what is counted and who may see metrics."""
 
     TRAIN = "train"
     """A model to release."""
@@ -50,15 +50,8 @@ class Purpose(StrEnum):
     """A training with planted canaries."""
     TRIAL = "trial"
     """A trial of a private selection, which the budget ledger counts in its place."""
-    TRIAL_WITHOUT_LOSSES = "trial-without-losses"
-    """A trial whose held-out users are evaluated later, with noise."""
     REPLAY = "replay"
     """The steps of a run once more, to compare their bits; nothing new is released."""
-
-    @property
-    def is_trial(self) -> bool:
-        """True for a trial."""
-        return self in (Purpose.TRIAL, Purpose.TRIAL_WITHOUT_LOSSES)
 
     @property
     def is_counted(self) -> bool:
@@ -120,8 +113,8 @@ class OpenRun:
     stored: StoredRun | None
     """The run as it was started, if it is resumed."""
     console: Console
-    source: CustomTask | None
-    plant: AuditHooks | None
+    custom: CustomTask | None
+    audit: AuditHooks | None
     _stack: ExitStack
 
     @property
@@ -140,14 +133,14 @@ class OpenRun:
             engine.start_cluster_early(self.run.engine)
         )  # meanwhile, the task
         fresh = SecretKey.create(self.key.seed or 0).jax_key("init")  # public, as theta^0 is
-        if self.source is not None:
-            task, params = self.source.start(self.data, self.run, fresh)
+        if self.custom is not None:
+            task, params = self.custom.start(self.data, self.run, fresh)
         else:
             task, params = make_task(self.run, self.model, self.data, fresh)
         if self.stored is not None:
             expect_same_model(self.stored, task.describe())
-        if self.plant is not None:
-            task = self.plant.task(task, params)
+        if self.audit is not None:
+            task = self.audit.task(task, params)
         workers = create(task, warn=self.console.warn)
         self._stack.callback(workers.close)
         return workers, task, params
@@ -197,14 +190,16 @@ def open_run(
     console: Console,
     *,
     purpose: Purpose = Purpose.TRAIN,
-    source: CustomTask | None = None,
-    plant: AuditHooks | None = None,
+    custom: CustomTask | None = None,
+    audit: AuditHooks | None = None,
+    held_out: bool = True,
 ) -> Iterator[OpenRun]:
     """Find a run's data, model and key, and lock its directory if it exists, until the end.
 
     Args:
-      source: data and task, instead of those that the settings name.
-      plant: what an audit puts into the run.
+      custom: data and task, instead of those that the settings name.
+      audit: canaries of an audit.
+      held_out: evaluate held-out users during the training.
     Raises: ConfigError: a mistake in the settings, or a resumed run would differ from its start.
       FileDamaged: what is there of the run, or its data, is not what it was.
     """
@@ -212,18 +207,18 @@ def open_run(
     reduction = engine.reduction(run.engine, exact=exact)
     stored = directory.find(run.run_dir, resume=run.resume)
     as_stored = run.model.lora_rank > 0
-    model = None if source else find_model(run.model.source, console, as_stored=as_stored)
+    model = None if custom else find_model(run.model.source, console, as_stored=as_stored)
     with ExitStack() as stack:
         if stored:
             stack.enter_context(directory.lock(run.run_dir))
-        if source is not None:
-            data = source.data(console.note)
+        if custom is not None:
+            data = custom.data(console.note)
         else:
             data = load_data(run.data, model, console.note)
         if stored:
             for store in data.splits().values():
                 store.check()
-        data = plant.data(data) if plant else data
+        data = audit.data(data) if audit else data
         sha256, adapter = model_sha256(model), peft_files.sha256(run.model.adapter)
         if stored:
             key = directory.stored_key(run)
@@ -236,9 +231,9 @@ def open_run(
             directory.expect_same(stored, StoredRun(identity, settings, run))
         # A strict run touches held-out users for a price, or not at all.
         unpriced = run.strict and settings.eval_epsilon is None
-        if unpriced or purpose == Purpose.TRIAL_WITHOUT_LOSSES:
+        if unpriced or not held_out:
             data = dataclasses.replace(data, eval_users=None)
-        about = (settings, run, data, model, key, identity, stored, console, source, plant)
+        about = (settings, run, data, model, key, identity, stored, console, custom, audit)
         yield OpenRun(purpose, *about, stack)
 
 

@@ -116,7 +116,7 @@ def prepare_run(
     # 3. Refusals, all of them here: after a draw even a refusal would tell of it, and would have
     #    been paid for in vain.
     _expect_fit(opened, applicant, pays=pays)
-    if opened.stored is None and opened.source is None:
+    if opened.stored is None and opened.custom is None:
         expect_finite_loss(engine, params, opened.run.model.source)
     strategy, why = _strategy(opened, engine, params, public, method)
     if method is None:
@@ -217,7 +217,7 @@ def _expect_fit(opened: OpenRun, applicant: BudgetRequest, *, pays: bool) -> Non
     if not pays:
         return
     applicant.expect_place()
-    if opened.stored is None and opened.purpose == Purpose.TRAIN and opened.source is None:
+    if opened.stored is None and opened.purpose == Purpose.TRAIN and opened.custom is None:
         for store in opened.data.splits().values():
             store.check()  # before epsilon is spent on what a disk has damaged
 
@@ -310,7 +310,7 @@ def _plan(
             num_coordinates(params),
             facts,
             opened.identity.data_seal,
-            trial=opened.purpose.is_trial,
+            trial=opened.purpose == Purpose.TRIAL,
             evaluations=_evaluations(opened, settings),
         )
 
@@ -376,7 +376,7 @@ def expect_strict(opened: OpenRun, callbacks: Sequence[Callback]) -> None:
     if not run.strict:
         return
     given = {**vars(settings), **vars(run), **vars(run.data), "data": run.data.source}
-    given["task"] = type(opened.source).__name__
+    given["task"] = type(opened.custom).__name__
     facts = voiding(settings.epsilon, seeded=opened.key.seed is not None)
     facts += [*facts_of(settings, opened.data), *facts_of_run(opened, callbacks)]
     for fact in facts:
@@ -395,7 +395,7 @@ def expect_nothing_outside(plan: Plan) -> None:
 
 def facts_of_run(opened: OpenRun, callbacks: Sequence[Callback]) -> list[Stated]:
     """Facts that the guarantee does not cover, beside those of `fill_defaults`."""
-    run, own_task = opened.run, opened.source is not None
+    run, own_task = opened.run, opened.custom is not None
     return [
         *facts_of_start(run, fresh_model=opened.model is None),
         *([Stated(Fact.OWN_TASK)] if own_task else []),

@@ -71,7 +71,7 @@ class Trainer:
         self.strategy, self.params = prepared.strategy, prepared.params
         self.booking, self.calls = prepared.booking, Calls(prepared.callbacks, prepared.plan)
         self.run, self.data, self.key = opened.run, opened.data, opened.key
-        self.console, self.plant = opened.console, opened.plant
+        self.console, self.audit = opened.console, opened.audit
         self.resumed, self.replays = opened.stored is not None, opened.purpose == Purpose.REPLAY
         self.host = self.engine.host(self.params)
         self.first_host = stored.host or self.host
@@ -88,7 +88,7 @@ class Trainer:
             )
         self.own_noise = add_noise = self.plan.add_noise()
         self.noise_row: dict[str, str] = {}
-        self.add_noise = self.plant.record_noise(add_noise) if self.plant else add_noise
+        self.add_noise = self.audit.record_noise(add_noise) if self.audit else add_noise
         evaluations = self.plan.evaluations
         every = evaluations.every if evaluations else self.run.eval_every
         self.eval_every = every or max(1, self.plan.num_steps // 10)
@@ -179,7 +179,7 @@ class Trainer:
                 self._tell_saved()
                 self.calls.step(state.step, shown)
                 self._tell_dropped(state.step, values)
-                if self.plant is not None:  # canaries have a loss of any size
+                if self.audit is not None:  # canaries have a loss of any size
                     shown.pop("non_private/loss", None)  # a step of nobody has none
                 show(state.step, {**shown, EVALUATED: state.evaluated})
                 finish = self._after(state, metrics, saver)
@@ -188,7 +188,7 @@ class Trainer:
             saver.save(state.step, vars(state))
         self._tell_saved()
         if state.step < self.plan.num_steps:
-            then = "; --resume continues from there" if self.plant is None else ""
+            then = "; --resume continues from there" if self.audit is None else ""
             self.console.note(f"stopped after step {state.step}{then}")
 
     def _after(
@@ -262,9 +262,9 @@ class Trainer:
             state.clip_norm = release.clip_norm
             values |= {} if release.loss is None else {"privacy/loss": release.loss}
             grad = release.noisy.values()
-            if self.plant is not None:
+            if self.audit is not None:
                 noise, unit = self.plan.strategy, clip.sensitivity / self.plan.expected_count
-                self.plant.on_release(grad, unit, noise and noise.coefficients)
+                self.audit.on_release(grad, unit, noise and noise.coefficients)
             state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
             largest = float(largest_of(state.params))
             if not largest <= self.most_param:  # also for nan

@@ -82,7 +82,7 @@ def audit(
     ours = {name: changes.pop(name) for name in OF_PRIVACY & changes.keys()}
     privacy, run = dataclasses.replace(privacy, **ours), changed_run(run, **changes)
     planted = plant(algorithm, settings, privacy, run.seed)
-    summary = train(algorithm, privacy, run, console, purpose=Purpose.AUDIT, plant=planted)
+    summary = train(algorithm, privacy, run, console, purpose=Purpose.AUDIT, audit=planted)
     if summary["steps_done"] < summary["num_steps"]:
         console.note("an audit cannot be resumed: to finish it, start it again in a new directory")
     newest, plan = checkpoint.latest(run.run_dir), directory.load(run.run_dir).plan

@@ -29,7 +29,7 @@ from fedsim.plan import (
 )
 from fedsim.run import directory
 from fedsim.sampling import graph_of
-from fedsim.training import Purpose, facts_of_start, runnable
+from fedsim.training import facts_of_start, runnable
 
 METRIC = "eval/loss"
 
@@ -45,7 +45,8 @@ class Job:
     settings: dict[str, Any]
     """The given settings, in JSON's types."""
     log: Path
-    purpose: Purpose = Purpose.TRAIN
+    held_out: bool = True
+    """False: held-out users are evaluated after the training, with noise."""
 
     @property
     def summary(self) -> dict[str, Any] | None:

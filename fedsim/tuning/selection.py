@@ -157,7 +157,8 @@ def outcomes_of(jobs: Sequence[Job]) -> Iterator[tuple[Job, FedsimError | None]]
                     job.privacy,
                     job.run,
                     console,
-                    purpose=job.purpose,
+                    purpose=Purpose.TRIAL,
+                    held_out=job.held_out,
                 )
             except FedsimError as error:
                 console.note(f"fedsim: error: {error}")
@@ -338,13 +339,12 @@ def _trials(jobs: Sequence[Job], priced: Priced, out: Path, key: SecretKey) -> l
     if not priced.all_once:
         drawn = rng.integers(0, len(jobs), draw_trials(priced.event, rng)).tolist()
     trials, public = [], priced.evaluations is None
-    purpose = Purpose.TRIAL if public else Purpose.TRIAL_WITHOUT_LOSSES
     for number, choice in enumerate(drawn):
         # Names do not reveal the order: the chosen settings are public, their number is not.
         name, job = key.seal(f"trial {number}")[:16], jobs[choice]
         run = changed_run(job.run, run_dir=(out / RUNS / name).absolute(), limit_epsilon=None)
         log = (out / LOGS / f"{name}.txt").absolute()
-        trials.append(dataclasses.replace(job, name=name, run=run, log=log, purpose=purpose))
+        trials.append(dataclasses.replace(job, name=name, run=run, log=log, held_out=public))
     return trials
 
 
