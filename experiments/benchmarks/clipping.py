@@ -1,4 +1,4 @@
-"""What clipping costs: every strategy, and peers, against the best plain gradient of the same rows.
+"""What clipping costs: every strategy, and jax_privacy, beside the best plain gradient of the rows.
 
     python -m experiments.benchmarks.clipping [--quick] [--json] [--sizes 1M 5M] [--groups 1 4]
                                                                    (an hour; quick: 2 min)
@@ -9,12 +9,11 @@ without any clipping, as JAX derives it, its micro-batch tuned, and `products` t
 layers' products of clipping/scan.py; `masked` is a strategy on rows half of whose tokens are
 trained on, to be compared with the same strategy on whole rows; `auto` is what a run would choose,
 its lane computed as a worker computes it. jax_privacy runs in the same process, its micro-batch
-tuned; Opacus (hooks and ghost clipping, examples only) in an environment of its own, beside
-PyTorch's own plain gradient.
+tuned. Rows of Opacus and PyTorch in the record are of a script that docs/lab/performance.md names.
 
 Everything runs on one thread, with the memory allocator set as in fedsim's workers, in turn; times
-are processor seconds, ratios are medians over turns. Memory is what a compiled program, or
-the peak of PyTorch's process, needs beside parameters and result.
+are processor seconds, ratios are medians over turns. Memory is what a compiled program needs beside
+parameters and result.
 """
 
 import functools
@@ -220,20 +219,13 @@ def median(values: list[float]) -> float:
     return statistics.median(values)
 
 
-def opacus(size: str, turns: int) -> dict[str, dict[str, float]]:
-    """Processor seconds and peak memory of PyTorch's plain gradient and of Opacus's ways, their
-    micro-batches tuned."""
-    width, layers, vocabulary = SIZES[size]
-    return run.clipping(width, layers, vocabulary, POSITIONS, 32, turns)
-
-
 def bars(rows: list[dict]) -> list[dict]:
     masked = max(ratio for row in rows for ratio in row["masked"].values())
     large = [row["ratios"]["auto"] for row in rows if row["parameters"] > 4.5e6]
     against = [
         row["seconds"]["auto"] / min(times)
         for row in rows
-        if (times := [s for n, s in row["seconds"].items() if n.startswith(("jax_p", "opacus"))])
+        if (times := [s for n, s in row["seconds"].items() if n.startswith("jax_p")])
     ]
     found = [at_most("masked / unmasked rows of one strategy, most", masked, 1.05)]
     found += (
@@ -257,8 +249,8 @@ def as_a_worker(module: str) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "the smallest cells, without peers")
-    parser.add_argument("--no-peers", action="store_true", help="leave the peers out")
+    parser = parser_of(__doc__, "the smallest cells, without jax_privacy")
+    parser.add_argument("--no-peers", action="store_true", help="leave jax_privacy out")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--groups", nargs="+", type=int, default=list(GROUPS))
     parser.add_argument("--turns", type=int, default=5)
@@ -269,12 +261,8 @@ def main() -> None:
         arguments.no_peers = True
     rows = []
     for size in arguments.sizes:
-        torch = {} if arguments.no_peers else opacus(size, arguments.turns)
         for group in arguments.groups:
             row = cell(size, group, arguments.turns, peers=not arguments.no_peers)
-            if group == 1:
-                for measure, found in torch.items():
-                    row[measure] |= found
             rows.append(row)
             print(summary(row), file=sys.stderr, flush=True)
     write(bars(rows), ("fedsim", "jax", "flax", "numpy"), arguments.json, rows=rows)
@@ -282,10 +270,8 @@ def main() -> None:
 
 def summary(row: dict) -> str:
     ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in row["ratios"].items())
-    extra = {name: s for name, s in row["seconds"].items() if name.startswith(("opacus", "torch"))}
-    torch = "".join(f", {name} {s:.2f} s" for name, s in extra.items())
     head = f"{row['size']} G {row['group']}: {row['best_plain']} {row['plain_s']:.3f} s"
-    return f"{head}; auto = {row['auto']}; {ratios}{torch}"
+    return f"{head}; auto = {row['auto']}; {ratios}"
 
 
 if __name__ == "__main__":

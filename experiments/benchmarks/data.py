@@ -1,4 +1,4 @@
-"""The data pipeline at the size of Stack Overflow, and beside other stores on a slice of it.
+"""The data pipeline at the size of Stack Overflow.
 
     python -m experiments.benchmarks.data [--quick] [--json]     (20 minutes; quick: 30 s)
 
@@ -6,11 +6,8 @@ A made-up source of 135,818,730 short texts of 342,477 users is written, built w
 `bytes` (17 tokens an example), and read by a process of its own. Times are warm: the files have
 just been written. Memory is what the processes hold themselves (RssAnon), with pages of mapped
 files beside it: those are the system's cache, shared by all processes. Needs 14 GB of disk; --quick
-takes a hundredth of everything, and no peers.
-
-The peers are SQLite (a blob per user as in FedJAX, a row per example as in TensorFlow Federated), a
-Parquet row group per user, an HDF5 group per user (pfl) and Dataset Grouper, the last two in an
-environment that is made for them. Rounds alternate between fedsim and a peer.
+takes a hundredth of everything. Rows of other stores in the record are of a script that
+docs/lab/performance.md names.
 """
 
 import argparse
@@ -21,26 +18,21 @@ import sys
 import tempfile
 import threading
 import time
-import venv
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from experiments.benchmarks.common import at_least, at_most, parser_of, write
+from experiments.benchmarks.common import at_most, parser_of, write
 from experiments.harness import synthetic
-from fedsim.data import UserStore, build
+from fedsim.data import UserStore
 from fedsim.keys import SecretKey
 from fedsim.sampling import draw_groups
 
 T = TypeVar("T")
 
 COHORT, GROUP, POOLED, LENGTH = 4_096, 64, 4_096, 128
-ROUNDS, USERS_A_ROUND, PEER_GROUP = 9, 40, 16
-PEERS = ("sqlite-blob", "sqlite-rows", "parquet-groups")
-PEERS_ELSEWHERE = ("hdf5", "dataset-grouper")
-PACKAGES = ("dataset-grouper==0.3.0", "tensorflow-metadata==1.14.0", "google-crc32c", "h5py")
 
 
 def write_source(directory: Path, shape: synthetic.Shape) -> dict:
@@ -155,65 +147,6 @@ def timed(call: Callable[[], T], repeats: int) -> tuple[float, T]:
     return statistics.median(seconds), values[0]
 
 
-def compare(directory: Path, share: float) -> list[dict]:
-    """A row for each peer: its build and its reads beside fedsim's."""
-    source = directory / "slice-source"
-    files = synthetic.write(source, synthetic.STACK_OVERFLOW.scaled(share))
-    start = time.perf_counter()
-    options = {"eval_users": 0.0, "eval_examples": False, "num_workers": 1}
-    dataset = build(files, directory / "slice", **options)
-    rate = dataset.train.num_examples / (time.perf_counter() - start)
-    store = dataset.train
-    lengths, values = (np.concatenate(part) for part in zip(*store.scan(), strict=True))
-    sliced = directory / "slice.npz"
-    np.savez(sliced, offsets=store.offsets, lengths=lengths, values=values)
-    rows = [compare_one(k, Path(sys.executable), store, rate, sliced, directory) for k in PEERS]
-    python = environment(directory / "environment")
-    rows += [compare_one(k, python, store, rate, sliced, directory) for k in PEERS_ELSEWHERE]
-    return rows
-
-
-def environment(directory: Path) -> Path:
-    """An environment for the peers that need other versions."""
-    venv.create(directory, with_pip=True)
-    python = directory / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES], check=True, stdout=2)
-    return python
-
-
-def compare_one(
-    kind: str, python: Path, store: UserStore, rate: float, sliced: Path, directory: Path
-) -> dict:
-    (directory / kind).mkdir()
-    script = Path(__file__).parent / "peers" / "data_stores.py"
-    command = [python, script, kind, sliced, directory / kind]
-    rng, key = np.random.default_rng(1), SecretKey.create(seed=1)
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as peer:
-        assert peer.stdin is not None and peer.stdout is not None
-        built = json.loads(peer.stdout.readline())
-        ours, theirs = [], []
-        for number in range(ROUNDS):
-            users = rng.choice(store.num_users, USERS_A_ROUND, replace=False)
-            start = time.perf_counter()
-            store.gather(draw_groups(store.offsets, users, PEER_GROUP, key, number).ravel(), LENGTH)
-            ours.append((time.perf_counter() - start) / len(users))
-            print(json.dumps(users.tolist()), file=peer.stdin, flush=True)
-            found = json.loads(peer.stdout.readline())
-            theirs.append(found["seconds"] / found["users"])
-        peer.stdin.close()
-    peer_rate = built["examples"] / built["build_s"]
-    return {
-        "name": kind,
-        "fedsim_us_per_user": 1e6 * statistics.median(ours),
-        "us_per_user": 1e6 * statistics.median(theirs),
-        "times_slower": statistics.median(b / a for a, b in zip(ours, theirs, strict=True)),
-        "build_examples_per_s": peer_rate,
-        "build_times_slower": rate / peer_rate,
-        "bytes_per_example": built["bytes"] / built["examples"],
-    }
-
-
 def bars(rows: list[dict], quick: bool) -> list[dict]:
     found = {row["name"]: row for row in rows}
     built, read = found["build"], found["read"]
@@ -227,13 +160,11 @@ def bars(rows: list[dict], quick: bool) -> list[dict]:
     ]
     if not quick:
         limits.append(at_most("store, GB", built["bytes"] / 1e9, 10))
-        slower = min(found[kind]["times_slower"] for kind in (*PEERS, *PEERS_ELSEWHERE))
-        limits.append(at_least("fastest peer, times slower", slower, 1))
     return limits
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "a hundredth of it, no peers")
+    parser = parser_of(__doc__, "a hundredth of it")
     parser.add_argument("--directory", help="where to work; default: a temporary directory")
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -246,12 +177,10 @@ def main() -> None:
         source, out = directory / "source", directory / "built"
         rows = [write_source(source, shape.scaled(0.01) if arguments.quick else shape)]
         rows += [build_store(source, out), read_store(out / "train")]
-        if not arguments.quick:
-            rows += compare(directory, 0.002)
     for row in rows:
         print(row, file=sys.stderr)
     found, packages = bars(rows, arguments.quick), ("numpy", "pyarrow")
-    write(found, packages, arguments.json, peers=list(PACKAGES), rows=rows)
+    write(found, packages, arguments.json, rows=rows)
 
 
 if __name__ == "__main__":

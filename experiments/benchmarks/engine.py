@@ -3,13 +3,13 @@
     python -m experiments.benchmarks.engine [--quick] [--json]     (15 minutes; quick: 45 s)
 
 overhead   a step with gradients that cost nothing: draw, lanes, parameters out, sums back and added
-peers      the same of pfl, FedJAX and Flower
 scaling    a transformer's step with one worker and with two, beside two processes without Ray
 large      a transformer of 100 MB: how much of a step is not gradient computation
-lm         pfl's Stack Overflow shape (`peers.shape`), clipped per user, beside pfl and FedJAX
-fault      a process exits in the second of five rounds, beside Flower
+lm         pfl's Stack Overflow shape (`shape.py`), clipped per user; and the parameters' hash after
+           private rounds with 1, 2 and 4 workers
+fault      a process exits in the second of five rounds
 
-`lm` gives the parameters' hash, too, after private rounds with 1, 2 and 4 workers and of pfl.
+The rows of pfl, FedJAX and Flower in the record are of scripts that docs/lab/performance.md names.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.benchmarks import shape
 from experiments.benchmarks.common import parser_of, write
-from experiments.benchmarks.peers import run, shape
 from experiments.harness.mean_task import MeanTask
 from fedsim.clipping import Clip
 from fedsim.engine import Stats, Task, Worker, ray_engine
@@ -266,13 +266,6 @@ def lm(quick: bool) -> list[dict]:
         seconds, digest = private_rounds(num_workers, rounds)
         rows.append({"engine": "fedsim", "processes": num_workers, "seconds": seconds})
         rows[-1]["sha256"] = digest
-    if not quick:
-        for processes in (1, 2):
-            core = 0 if processes == 1 else None
-            (found,) = run.rounds("pfl", "lm", rounds, processes=processes, core=core)
-            rows.append({"engine": "pfl", "processes": processes, **found})
-        (found,) = run.rounds("fedjax", "lm", rounds, core=0)
-        rows.append({"engine": "FedJAX", "processes": 1, **found})
     for row in rows:
         row |= {"name": "lm", "round_s": statistics.median(row["seconds"][1:])}
         show(row)
@@ -297,25 +290,6 @@ def private_rounds(num_workers: int, rounds: int) -> tuple[list[float], str]:
     return seconds, params_sha256(params)
 
 
-def peers(quick: bool) -> list[dict]:
-    """What `overhead` measures, of pfl, FedJAX and Flower."""
-    rows = []
-    for peer in ("pfl", "fedjax"):
-        for found in run.rounds(peer, "overhead", 1, core=0):
-            found["num_users"] = None  # their draw does not look at the users
-            rows.append({"name": f"overhead of {peer}", **found})
-    for nodes, model in ((1_000, "4 kB"), (1_000, "6.4 MB"), (20_000, "4 kB")):
-        found = run.rounds("flower", "overhead", nodes, shape.MODEL_FLOATS[model], 4)
-        part = {"num_users": nodes, "model": model, "cohort": found["cohort"]}
-        rows.append({"name": "overhead of flower", **part, "seconds": found["seconds"]})
-    for row in rows:
-        seconds = row.pop("seconds")
-        row["first_s"] = seconds[0]
-        row["ms_per_user"] = 1e3 * statistics.median(seconds[1:]) / row["cohort"]
-        show(row)
-    return rows
-
-
 def fault(quick: bool) -> list[dict]:
     """Answers of each of five rounds of 20 users, in the second of which a process exits."""
     results = []
@@ -335,12 +309,7 @@ def fault(quick: bool) -> list[dict]:
     (quiet, digest, _), (answers, found, redispatched) = results
     row = {"name": "fault", "engine": "fedsim", "answers": answers, "redispatched": redispatched}
     rows = [{**row, "same_parameters": found == digest and answers == quiet}]
-    if not quick:
-        found = run.rounds("flower", "fault", 20, 0, 5)
-        row = {"name": "fault", "engine": "Flower", "answers": found["answers"], "exit_code": 0}
-        rows.append({**row, "failures": found["failures"]})
-    for row in rows:
-        show(row)
+    show(rows[0])
     return rows
 
 
@@ -383,15 +352,15 @@ def show(row: dict) -> None:
     print(row["name"] + ":", *(f"{k} {v}" for k, v in shown.items()), file=sys.stderr, flush=True)
 
 
-SECTIONS = {f.__name__: f for f in (overhead, peers, scaling, large, lm, fault)}
+SECTIONS = {f.__name__: f for f in (overhead, scaling, large, lm, fault)}
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "small, and without the peers")
+    parser = parser_of(__doc__, "small")
     parser.add_argument("--only", choices=SECTIONS, nargs="*", default=list(SECTIONS))
     arguments = parser.parse_args()
     cluster, rows = Cluster(num_cpus=8), []
-    skipped = {"peers", "large", "lm"} if arguments.quick else set()
+    skipped = {"large", "lm"} if arguments.quick else set()
     for name in arguments.only:
         if name not in skipped:
             rows += SECTIONS[name](arguments.quick)

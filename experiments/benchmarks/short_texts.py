@@ -19,8 +19,8 @@ the longest. Of each, the number of texts of a pass that was best in a trial cou
 best strategy does. Opacus's ghost clipping refuses tied weights, so its head has weights of its own
 with --whole. PyTorch multiplies with MKL as it starts, and at full speed
 (`peers.run.mkl_says_intel`, which a C compiler makes), with --whole at full speed alone. What was
-best is timed in turn, with --whole that in one process, then each peer's on PyTorch: memory has no
-room for the models of all.
+best is timed in turn in one process, then each peer's on PyTorch: memory has no room for the models
+of all.
 """
 
 import ctypes
@@ -235,9 +235,8 @@ def measured(
         endings = ("", FULL) if peers and run.mkl_says_intel() else ("",) if peers else ()
         for ending in endings[-1:] if whole else endings:
             for name, passes in (WHOLE_IN_TORCH if whole else IN_TORCH).items():
-                if whole:  # there is no memory for the models of all peers
-                    time()
-                    stack.close()
+                time()  # memory has no room for the models of all peers
+                stack.close()
                 given = config, 0 if whole else RANK, LENGTHS, {name: passes}
                 peer = stack.enter_context(closing(run.Adapters(*given, mkl=ending == FULL)))
                 calls[f"products{ending or ', MKL'}"] = functools.partial(peer.seconds, "products")

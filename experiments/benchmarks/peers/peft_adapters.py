@@ -1,6 +1,6 @@
 """Gradients of LoRA adapters by PyTorch, transformers and PEFT; run by benchmarks.lora and others.
 
-Arguments: shape as `llama_model.llama` reads it, rank (0: all weights are trained, without PEFT),
+Arguments: shape as `run.shape_of` gives it, rank (0: all weights are trained, without PEFT),
 tokens of each row, ways with their rows of a pass; all JSON. Rows are sorted by length, and those
 of a pass padded to the longest. Prints a trial's processor seconds and peak memory in MiB by
 WAY:ROWS, as one line; then, for each line read, the processor seconds of the call of that name.
@@ -11,8 +11,8 @@ import sys
 
 import peft
 import torch
+import transformers
 from clipped_gradients import WAYS, give_back, seconds, trial
-from llama_model import llama
 from torch.nn import functional
 
 SHAPE, RANK, SIZES, ROWS = sys.argv[1], *map(json.loads, sys.argv[2:])
@@ -29,16 +29,22 @@ def losses(model, inputs, targets):
     return nats.sum(1) / (targets != IGNORED).sum(1)
 
 
+def llama():
+    """The model, with random weights; its head is its embedding."""
+    config = transformers.LlamaConfig(**json.loads(SHAPE), tie_word_embeddings=True)
+    return transformers.LlamaForCausalLM(config)
+
+
 def adapted(way):
     """The model with adapters in all its layers, which alone are trained; without any at rank 0."""
     torch.manual_seed(0)
     if RANK == 0:
-        model = llama(SHAPE)
+        model = llama()
         if way == "ghost":  # which refuses weights that two layers share
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
         return model
     how = peft.LoraConfig(r=RANK, lora_alpha=16, target_modules="all-linear")
-    return peft.get_peft_model(llama(SHAPE), how)
+    return peft.get_peft_model(llama(), how)
 
 
 def parts(rows, vocabulary):

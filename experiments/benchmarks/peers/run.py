@@ -1,5 +1,6 @@
 """Runs the peers, each in an environment of its own that is made here once (minutes)."""
 
+import contextlib
 import functools
 import json
 import os
@@ -16,16 +17,10 @@ from fedsim.models import TransformerConfig
 
 HERE = Path(__file__).parent
 REQUIREMENTS = {
-    "pfl": ["torch==2.13.0", "pfl[pytorch]==0.6.*", "h5py"],
     "transformers": ["torch==2.13.0", "transformers==5.24.0", "peft==0.21.2"],
     "clipping": [
         *("torch==2.13.0", "transformers==5.24.0", "peft==0.21.2"),
         *("opacus==1.6.*", "opake==0.16.*"),
-    ],
-    "flower": ["flwr[simulation]==1.41.*"],
-    "fedjax": [
-        *("fedjax==0.0.17", "jax==0.4.35", "numpy<2"),
-        *("dm-haiku==0.0.13", "optax==0.2.3", "chex==0.1.87"),
     ],
 }
 ONE_THREAD = {
@@ -33,23 +28,6 @@ ONE_THREAD = {
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
 }
 MKL_ASKS = ("cpu", "cpu_true")
-
-
-def rounds(peer: str, *arguments, processes: int = 1, core: int | None = None):
-    """What a peer's script prints, on as many cores as it has processes.
-
-    Args: core: keep it to this core; for comparisons with one worker.
-    """
-    script = [str(HERE / f"{peer}_rounds.py"), *map(str, arguments)]
-    if processes > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone"]
-        script = [*launcher, f"--nproc_per_node={processes}", *script]
-    return _printed(peer, script, core)
-
-
-def clipping(*arguments):
-    """What the script of Opacus's clipped gradients prints; on one thread."""
-    return _printed("clipping", [str(HERE / "opacus_clipping.py"), *map(str, arguments)])
 
 
 class Adapters:
@@ -98,17 +76,12 @@ class Adapters:
 
     def close(self) -> None:
         """End it."""
-        self._process.communicate()
+        with contextlib.suppress(BrokenPipeError):  # it was killed, as for memory
+            self._process.communicate()
 
 
 class Seconds(float):
     """Processor seconds that another process measured."""
-
-
-def decoding(config: TransformerConfig, *arguments):
-    """What the script of transformers' sampling prints; on one thread."""
-    script = [str(HERE / "transformers_decoding.py"), shape_of(config), *map(str, arguments)]
-    return _printed("transformers", script)
 
 
 def shape_of(config: TransformerConfig) -> str:
@@ -136,23 +109,16 @@ def mkl_says_intel() -> Path | None:
 
 
 def models(*arguments):
-    """What the script that makes and reads models with `transformers` prints."""
-    script = str(HERE / "transformers_models.py")
-    return _printed("transformers", [script, *map(str, arguments)])
-
-
-def _printed(peer: str, script: list[str], core: int | None = None):
-    """The last line that the script prints, JSON, with the peer's own packages."""
-    python = environment(peer) / "bin" / "python"
+    """What the script that makes and reads models with `transformers` prints, on one thread."""
+    python = environment("transformers") / "bin" / "python"
     found = subprocess.run(
-        [str(python), *script],
-        env={**os.environ, **(ONE_THREAD if peer != "flower" else {})},
-        preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
+        [str(python), str(HERE / "transformers_models.py"), *map(str, arguments)],
+        env={**os.environ, **ONE_THREAD},
         capture_output=True,
         text=True,
     )
     if found.returncode:
-        raise RuntimeError(f"{peer} {script}: exit code {found.returncode}: {found.stderr}")
+        raise RuntimeError(f"transformers: exit code {found.returncode}: {found.stderr}")
     return json.loads(found.stdout.strip().splitlines()[-1])
 
 

@@ -1,10 +1,12 @@
-"""The workloads that all engines run, in NumPy and plain JAX alone: peers' JAX is older.
+"""The language model and the users of the engine's benchmark.
 
-The language model has the shape of pfl's lm/configs/baseline.yaml: width 96, 8 heads, 3 layers,
+The model has the shape of pfl's lm/configs/baseline.yaml: width 96, 8 heads, 3 layers,
 inner width 1536, vocabulary 10,000, 20 tokens; users have 1 to 64 sentences of random tokens, 16 in
 the median.
 """
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 WIDTH, HEADS, LAYERS, INNER, VOCABULARY, LENGTH = 96, 8, 3, 1536, 10_000, 20
@@ -46,8 +48,6 @@ def initial() -> dict[str, np.ndarray]:
 
 def losses(params, tokens):
     """Mean cross entropy of each sentence in JAX, [sentences]; tokens [sentences, LENGTH + 1]."""
-    import jax
-    import jax.numpy as jnp
 
     def norm(x):
         x = x - x.mean(-1, keepdims=True)
