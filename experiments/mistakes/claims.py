@@ -92,7 +92,7 @@ CLAIMS = (
         "a stopped run that the budget counts only as far as it came",
         "budget/test_spending.py"
         "::test_a_run_that_was_stopped_counts_whole_where_one_may_have_looked",
-        (Patch("fedsim.budget.spending", "Charge.reserved", lambda _right, self: self.released),),
+        (Patch("fedsim.budget.spending", "RunCost.reserved", lambda _right, self: self.released),),
     ),
     Mistake(
         "an add-or-remove claim that hides what it takes as known",

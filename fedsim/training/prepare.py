@@ -60,7 +60,7 @@ from fedsim.training.optimizers import Noise, with_defaults
 from fedsim.training.private_evaluation import Booking
 from fedsim.uls import ULS
 
-SHORT_ROW = 3  # of `LanguageModelTask.made_up`: a quarter of max_length
+SHORT_ROW = 3  # of `LanguageModelTask.dummy_batch`: a quarter of max_length
 
 FITTED = ("num_steps", "participations", "epsilon")
 """Settings that --spend-rest changes."""

@@ -68,11 +68,11 @@ from fedsim import engine
 from fedsim.config import EngineConfig
 class Nothing(engine.Task):
     pass
-with engine.starting(EngineConfig(kind="local")) as create:
+with engine.start_cluster_early(EngineConfig(kind="local")) as create:
     create(Nothing())
 assert "ray" not in sys.modules
 try:
-    with engine.starting(EngineConfig(kind="ray", num_workers=1)) as create:
+    with engine.start_cluster_early(EngineConfig(kind="ray", num_workers=1)) as create:
         while not psutil.Process().children():
             time.sleep(0.01)
         neighbour = subprocess.Popen(["sleep", "100"])

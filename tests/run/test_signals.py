@@ -73,7 +73,7 @@ def test_a_signal_ends_what_takes_no_steps_where_it_looks_or_at_its_end(sent):
 
 COLLECTING = """
 import gc, sys, weakref
-from fedsim.signals import heed, terminated
+from fedsim.signals import raise_if_stopped, terminated
 
 class Thing: pass
 
@@ -88,7 +88,7 @@ for _ in range(int(sys.argv[1])):
                     each.itself = each
                     known.add(each)
                 gc.collect(0)
-                heed()
+                raise_if_stopped()
     except KeyboardInterrupt:
         ended += 1
 print(ended)

@@ -374,7 +374,7 @@ def test_a_run_without_a_footnote_says_so(texts, run_dir, capsys, algorithm, mor
 
 
 def hides_a_footnote(*args, **options):
-    completed, _ = defaults.complete(*args, **options)
+    completed, _ = defaults.fill_defaults(*args, **options)
     return completed, []
 
 
