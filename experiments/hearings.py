@@ -107,7 +107,7 @@ def run(settings: Settings) -> Rows:
         own = built["speaker"].train
         median = max(1, int(np.median(own.examples_per_user)))
         cases = [("owners", "els", {"group_size": size}) for size in settings.group_sizes]
-        cases += [("owners", "uls", {"max_changed": k}) for k in settings.max_changed]
+        cases += [("owners", "uls", {"max_shared_groups": k}) for k in settings.max_changed]
         cases += [("speaker", "els", {"group_size": median}), ("speaker", "uls", {})]
         for number, (name, algorithm, changes) in enumerate(cases):
             rows.append(
@@ -144,7 +144,7 @@ def _trained(
     return {
         "algorithm": algorithm.upper(),
         "group_size": summary["group_size"],
-        "max_changed": changes.get("max_changed", 0),
+        "max_changed": changes.get("max_shared_groups", 0),
         "users": summary["num_users"],
         "texts": summary["num_examples"],
         "texts_left_out": shared["left_out"],

@@ -106,7 +106,7 @@ def run(settings: Settings) -> Rows:
             how["tokenizer"] = smollm2.directory()
         data = fedsim.data.build(place / "chats.parquet", place / "data", **how)
         cases = [("els", {"group_size": size}) for size in settings.group_sizes]
-        cases += [("uls", {"max_changed": k}) for k in settings.max_changed]
+        cases += [("uls", {"max_shared_groups": k}) for k in settings.max_changed]
         return [
             _trained(settings, model, data, place / f"run{number}", algorithm, changes)
             for number, (algorithm, changes) in enumerate(cases)
@@ -127,7 +127,7 @@ def _trained(
     return {
         "algorithm": algorithm.upper(),
         "num_parameters": plan.num_parameters,
-        "max_changed": changes.get("max_changed", 0),
+        "max_changed": changes.get("max_shared_groups", 0),
         **{name: summary[name] for name in names},
         "texts_left_out": summary["shared"]["left_out"],
         "loss_before": summary["initial_eval_loss"],

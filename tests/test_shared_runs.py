@@ -141,7 +141,7 @@ def runs(chat, tmp_path_factory):
     """Finished runs of both algorithms, and what reports say of them."""
     where = tmp_path_factory.mktemp("runs")
     main(command("els", chat, where / "els", group_size=2))
-    main(command("uls", chat, where / "uls", group_size=2, max_changed=2))
+    main(command("uls", chat, where / "uls", group_size=2, max_shared_groups=2))
     return where
 
 
@@ -205,7 +205,7 @@ def test_recommendations_are_for_the_pool_and_the_groups(chat, tmp_path, capsys)
         "num-steps": 3,
         "batch_size": 8,
         "users": 8,
-        "max-changed": 2,
+        "max-shared-groups": 2,
     }
     flags |= {
         "model": "micro",
@@ -219,7 +219,7 @@ def test_recommendations_are_for_the_pool_and_the_groups(chat, tmp_path, capsys)
     assert found["els"]["sampling_prob"] > 8 / 240
     assert found["uls"]["sampling_prob"] >= 8 / 30  # not everyone has a group in every draw
     command = found["uls"]["command"]
-    assert command[command.index("--max-changed") + 1] == "2"
+    assert command[command.index("--max-shared-groups") + 1] == "2"
     assert not any("group_size (" in fact for fact in found["non_private"])
 
 
@@ -234,7 +234,7 @@ def test_a_seeded_run_has_the_pool_that_its_plan_says(chat, run_dir, capsys):
 def test_a_run_goes_on_with_its_pool_or_groups_or_not_at_all(
     algorithm, chat, run_dir, capsys, monkeypatch
 ):
-    flags = {"group_size": 2, "max_changed": 2}
+    flags = {"group_size": 2, "max_shared_groups": 2}
     arguments = command(algorithm, chat, run_dir, **flags)
     main(arguments)
     main([*arguments, "--resume"])  # those that it began with
@@ -248,8 +248,8 @@ def test_a_run_goes_on_with_its_pool_or_groups_or_not_at_all(
     monkeypatch.undo()
     if algorithm == "uls":
         with pytest.raises(SystemExit) as stop:
-            main([*command("uls", chat, run_dir, **{**flags, "max_changed": 3}), "--resume"])
-        assert stop.value.code == 2 and "max_changed" in capsys.readouterr().err
+            main([*command("uls", chat, run_dir, **{**flags, "max_shared_groups": 3}), "--resume"])
+        assert stop.value.code == 2 and "max_shared_groups" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_run_goes_on_with_its_pool_or_groups_or_not_at_all(
         ("els", {"adjacency": "add-or-remove"}, "adjacency=add-or-remove: expected zero-out where"),
         ("els", {"sampling": "cyclic", "bands": 2}, "sampling=cyclic: expected poisson where"),
         ("els", {"group_size_epsilon": 1}, "group_size_epsilon=1.0: expected none where"),
-        ("uls", {"max_changed": -1}, "max_changed=-1: expected >= 0"),
+        ("uls", {"max_shared_groups": -1}, "max_shared_groups=-1: expected >= 0"),
         ("uls", {"batch_size": 2**20}, "batch_size=1048576: expected <= "),
     ],
 )

@@ -189,7 +189,7 @@ def test_a_finished_run_is_not_run_again(texts, run_dir, finished):
 @pytest.mark.ci
 @pytest.mark.ray
 def test_ray_gives_the_same_parameters_as_one_process(texts, undisturbed, run_dir, ray_cluster):
-    main(command(texts, run_dir, engine="ray", **{"num-workers": 2, "num-lanes": 3}))
+    main(command(texts, run_dir, engine="ray", **{"num-workers": 2}))
     assert summary(run_dir)["params_sha256"] == undisturbed["uls"]["params_sha256"]
 
 

@@ -43,7 +43,7 @@ STACK_OVERFLOW = Recipe(
             "test_from": "2018-01-01",
             "eval_users": 0.1,
             "eval_examples": False,
-            "unowned": "drop",  # posts of deleted accounts
+            "rows_without_user": "drop",  # posts of deleted accounts
             **SEQUENCE,
         }
     ),
@@ -66,7 +66,7 @@ CC_NEWS = Recipe(
             "eval_users": 0.0,
             "eval_examples": True,
             "min_examples": 2,
-            "unowned": "drop",
+            "rows_without_user": "drop",
             **SEQUENCE,
         }
     ),
@@ -87,7 +87,7 @@ C4 = Recipe(
             "text_column": "text",
             "eval_users": 0.001,
             "eval_examples": False,
-            "unowned": "drop",
+            "rows_without_user": "drop",
             "screen": Screen(
                 against=(f"{STACK_OVERFLOW.source}#Body", CC_NEWS.source),
                 screen_url_column="url",

@@ -64,8 +64,8 @@ class BudgetRequest:
     run_dir: Path
     delta: float | None = None
     """The run's delta, if --delta was given."""
-    spend_rest: bool | None = None
-    """Value of --spend-rest; None for commands that do not have the flag."""
+    fit_limit: bool | None = None
+    """Value of --fit-limit; None for commands that do not have the flag."""
     adjacency: str = ""
     """See `Entry`."""
 
@@ -83,7 +83,7 @@ class BudgetRequest:
         if run.limit_epsilon is not None:
             assert delta is not None, "complete() comes first"
             limit = Limit(run.limit_epsilon, delta)
-        place, rest = place_of(run.budget_ledger), run.spend_rest if kind == "train" else None
+        place, rest = place_of(run.budget_ledger), run.fit_limit if kind == "train" else None
         return cls(place, users.user_ids(), kind, limit, run.run_dir, delta, rest, adjacency)
 
     def entry(self, run: str, planned: Released, slack: tuple[float, float], label: str) -> Entry:
@@ -136,7 +136,7 @@ class BudgetRequest:
         """
         with open_read_only(self.place) as ledger:
             without = "false: a run in the ledger hides who its users are (add-or-remove)"
-            expect("spend_rest", True, not ledger.hides_users, without)
+            expect("fit_limit", True, not ledger.hides_users, without)
             spent = books(ledger, self.ids, self.limit)
             return spent.steps_that_fit(lambda steps: _charge(ledger, entry(steps)), most)
 
@@ -156,7 +156,7 @@ class BudgetRequest:
             return f"{why} {would_be} (see fedsim budget)"
         before = _shown(spent.total(broken.delta).adaptive)
         why = f"{len(spent.charges)} runs on these users have spent {before} {would_be}"
-        rest = "; --spend-rest trains what fits" if self.spend_rest is False else ""
+        rest = "; --fit-limit trains what fits" if self.fit_limit is False else ""
         why = f"{why} (see fedsim budget{rest})"
         delta = self.delta or 0.0
         if delta > broken.delta and spent.total(delta, more=more).adaptive <= broken.epsilon:

@@ -36,7 +36,7 @@ class _Mechanism(MechanismConfig):
     """G_ELS: largest number of a user's examples in the pool. The epsilon of uls does not depend on
     it. In [1, 10000000]."""
 
-    max_changed: int = 0
+    max_shared_groups: int = 0
     """k: with uls and texts of several owners, the largest number of other users' groups that
     contain texts of one user. In [0, 10000000]."""
 
@@ -57,14 +57,17 @@ class _Mechanism(MechanismConfig):
         """
         from fedsim.accounting import MAX_CONTRIBUTIONS
 
-        within = 1 <= self.group_size <= MAX_CONTRIBUTIONS
-        expect("group_size", self.group_size, within, f"in [1, {MAX_CONTRIBUTIONS}]")
+        for name, least in (("group_size", 1), ("max_shared_groups", 0)):
+            within = least <= (value := getattr(self, name)) <= MAX_CONTRIBUTIONS
+            expect(name, value, within, f"in [{least}, {MAX_CONTRIBUTIONS}]")
         self.check_combination(num_steps)
         els = self.algorithm == "els" and self.sampling == ALLOCATION
         expect("sampling", self.sampling, not els, ONLY_USERS)
         changes = self.algorithm == "uls" and self.sampling_run == "poisson"
         why = f"0 with {self.algorithm} and {self.sampling_run} sampling"
-        expect("max_changed", self.max_changed, self.max_changed == 0 or changes, why)
+        expect(
+            "max_shared_groups", self.max_shared_groups, self.max_shared_groups == 0 or changes, why
+        )
         if sampling_prob is not None:
             expect("sampling_prob", sampling_prob, 0 < sampling_prob <= 1, "in (0, 1]")
             bands = self.bands or 1
@@ -90,7 +93,7 @@ class _Mechanism(MechanismConfig):
                 sampling_prob,
                 self.max_contributions,
                 self.bands or 1,
-                self.max_changed,
+                self.max_shared_groups,
             )
         steps = num_steps or 1  # of none, the accountant says that there are none
         count = self.participations or max(1, round(steps * sampling_prob))
@@ -250,7 +253,7 @@ class Calibrate(_Mechanism):
             noise_multiplier=self.noise_multiplier,
             sampling_prob=self.sampling_prob,
             max_contributions=self.max_contributions,
-            max_changed=self.max_changed,
+            max_changed=self.max_shared_groups,
             bands=self.bands or 1,
             progress=_progress,
         )

@@ -116,7 +116,7 @@ COMMON = frozenset(
     "--engine --epsilon --gradient-canaries --group-size --json --lora-rank --max-length "
     "--messages-column --model --no-eval-examples --noise-multiplier --num-texts --num-tokens "
     "--num-workers --out --owners --prompt --prompts --resume --run-dir --sampling-prob --seed "
-    "--set --text-column --tokenizer --unowned --user-column".split()
+    "--set --rows-without-user --text-column --tokenizer --user-column".split()
 )
 """Flags that `--help` shows for a command with many flags."""
 FEW = 14  # a command with at most so many flags shows all of them

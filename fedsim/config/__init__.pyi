@@ -5,6 +5,7 @@ from .load import (
     computed_by as computed_by,
     config_of as config_of,
     flags_of as flags_of,
+    new_names as new_names,
     original_names as original_names,
     read as read,
     run_config as run_config,

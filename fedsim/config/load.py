@@ -20,6 +20,12 @@ T = TypeVar("T")
 _GROUPS = {"data": ("source", DataConfig), "model": ("source", ModelConfig)}
 _GROUPS |= {"engine": ("kind", EngineConfig)}
 _FIRST_NAMES = {"batch_size": "budget", "lora_modules": "lora_layers"}
+_NEW_NAMES = {  # of settings in config.json of 0.4
+    "spend_rest": "fit_limit",
+    "max_changed": "max_shared_groups",
+    "chosen_on_data": "tuned_on_data",
+}
+_FIRST_NAMES |= {new: old for old, new in _NEW_NAMES.items()}
 
 
 def group_of(name: str) -> Any:
@@ -31,6 +37,11 @@ def original_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings under their original names, of which keys of seeds and names of runs are made: they
     stay the same when a setting is renamed."""
     return {_FIRST_NAMES.get(name, name): value for name, value in settings.items()}
+
+
+def new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of an earlier run's config.json under their present names."""
+    return {_NEW_NAMES.get(name, name): value for name, value in settings.items()}
 
 
 def unknown_setting(name: str, value: Any, known: Iterable[str]) -> ConfigError:

@@ -129,7 +129,7 @@ class PrivacyTarget:
     1/|g|), so that its norm is at most 1 (De et al. 2022). plain: g is multiplied by min(1, C/|g|),
     so that its norm is at most C."""
 
-    max_changed: int = 1
+    max_shared_groups: int = 1
     """With uls and texts of several owners: k, the largest number of other users' groups that may
     contain a user's texts. >= 0. Texts beyond it are left out; a larger k needs more noise."""
 
@@ -140,7 +140,7 @@ class PrivacyTarget:
         expect("batch_size", self.batch_size, self.batch_size >= 1, ">= 1")
         if self.delta is not None:
             expect("delta", self.delta, 0 < self.delta < 1, "in (0, 1)")
-        expect("max_changed", self.max_changed, self.max_changed >= 0, ">= 0")
+        expect("max_shared_groups", self.max_shared_groups, self.max_shared_groups >= 0, ">= 0")
 
 
 @group()
@@ -188,7 +188,7 @@ class PrivacyConfig(MechanismConfig, PrivacyTarget):
     """With eval_epsilon: bound at which a user's mean loss is cut off, in nats per token. > 0.
     Default: the loss of a uniform guess, log(vocabulary size)."""
 
-    chosen_on_data: str = ""
+    tuned_on_data: str = ""
     """Names of settings that were chosen by looking at this data without noise, such as
     group_size,clip_norm. The choice is not part of epsilon; the report says so. `fedsim recommend`
     fills this in."""
@@ -209,8 +209,8 @@ class PrivacyConfig(MechanismConfig, PrivacyTarget):
         holds = bound is None or self.eval_epsilon is not None
         expect("eval_loss_bound", bound, holds, "none without eval_epsilon")
         names = flags_of(PrivacyConfig) | flags_of(RunConfig)
-        for name in filter(None, self.chosen_on_data.split(",")):
-            expect("chosen_on_data", name, name in names, "names of settings with commas between")
+        for name in filter(None, self.tuned_on_data.split(",")):
+            expect("tuned_on_data", name, name in names, "names of settings with commas between")
 
 
 def configs_of(settings: Mapping[str, Any]) -> tuple[PrivacyConfig, RunConfig]:

@@ -17,7 +17,7 @@ from fedsim.files import expand_home
 OPERATIONAL = frozenset(
     {"data", "run_dir", "engine", "num_workers", "num_lanes", "resume"}
     | {"wait_for_workers", "worker_timeout"}
-    | {"checkpoint_every", "log_every", "output", "budget_ledger", "limit_epsilon", "spend_rest"}
+    | {"checkpoint_every", "log_every", "output", "budget_ledger", "limit_epsilon", "fit_limit"}
     | {"log_to", "log_non_private", "strict"}
 )
 
@@ -57,7 +57,7 @@ class BuildConfig:
     """Key of each turn of a chat that names who speaks, such as name. The chat belongs to all who
     speak in it. Turns of the assistant may name nobody. Instead of user_column."""
 
-    unowned: Literal["refuse", "drop"] = "refuse"
+    rows_without_user: Literal["refuse", "drop"] = "refuse"
     """Refuse data with rows without a user, or drop these rows."""
 
     text_column: Column = ()
@@ -253,7 +253,7 @@ class EngineConfig:
     """Number of worker processes. >= 1. Default: one per accelerator, or one per threads_per_worker
     CPUs."""
 
-    num_lanes: int = 8
+    num_lanes: Annotated[int, hidden] = 8
     """Number of parts that a step is split into; each worker computes one at a time. >= 1. Without
     noise, changes the bits of the result."""
 
@@ -400,7 +400,7 @@ class RunConfig(UpdateConfig):
     """Refuse the run if all runs on these users, including this one, could cost a user more than
     this epsilon at this run's delta. > 0. Default: the limits set in the budget ledger."""
 
-    spend_rest: bool = False
+    fit_limit: bool = False
     """With a limit: instead of refusing the run, train as many steps, up to num_steps, as the limit
     allows."""
 

@@ -270,7 +270,7 @@ class RunSettings(TypedDict, total=False):
     resume: bool
     budget_ledger: str | Path | None
     limit_epsilon: float | None
-    spend_rest: bool
+    fit_limit: bool
 
 
 class MechanismSettings(RunSettings, total=False):
@@ -279,7 +279,7 @@ class MechanismSettings(RunSettings, total=False):
     batch_size: int
     delta: float | None
     clipping: Literal["normalised", "plain"]
-    max_changed: int
+    max_shared_groups: int
     sampling: SamplingName | None
     participations: int | None
     noise: Literal["independent", "correlated"]
@@ -298,7 +298,7 @@ class TrainSettings(MechanismSettings, total=False):
     loss_bound: float | None
     eval_epsilon: float | None
     eval_loss_bound: float | None
-    chosen_on_data: str
+    tuned_on_data: str
 
 
 def train(

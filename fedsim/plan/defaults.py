@@ -125,7 +125,7 @@ def facts_of(privacy: PrivacyConfig, data: Dataset) -> list[Stated]:
     Args: privacy: as given, without defaults.
     """
     users, metadata = data.train, data.metadata
-    least_texts, chosen = min_examples_of(metadata), privacy.chosen_on_data.split(",")
+    least_texts, chosen = min_examples_of(metadata), privacy.tuned_on_data.split(",")
     facts = [*_public_counts(privacy, users)]
     if least_texts > 1:
         facts.append(Stated(Fact.MIN_EXAMPLES, str(least_texts)))
@@ -136,7 +136,7 @@ def facts_of(privacy: PrivacyConfig, data: Dataset) -> list[Stated]:
         facts.append(Stated(Fact.DELTA))
     if not tokenizer_is_public(metadata):
         facts.append(Stated(Fact.TOKENIZER))
-    return facts + [Stated(Fact.CHOSEN_ON_DATA, name) for name in chosen if name]
+    return facts + [Stated(Fact.TUNED_ON_DATA, name) for name in chosen if name]
 
 
 def _public_counts(privacy: PrivacyConfig, users: Users) -> list[Stated]:

@@ -56,9 +56,9 @@ class Fact(StrEnum):
         *("tokenizer", "the tokenizer (not said to be public)"),
         *("tokenizer", "bytes, a model's, or one that --tokenizer-is-public declares"),
     )
-    CHOSEN_ON_DATA = (
+    TUNED_ON_DATA = (
         *("chosen-on-data", "{} (chosen by looking at this data)"),
-        *("chosen_on_data", "none: settings that no data decided"),
+        *("tuned_on_data", "none: settings that no data decided"),
     )
     LOGGER = (
         *("logger", "metrics without noise, which {} gets (log_non_private)"),

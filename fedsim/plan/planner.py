@@ -75,7 +75,7 @@ def method_for(
     shared = graph_of(users) is not None
     kind, options = kind or METHODS[algorithm], {}
     if shared and kind is ULS:
-        kind, options = SharedULS, {"max_changed": privacy.max_changed}
+        kind, options = SharedULS, {"max_changed": privacy.max_shared_groups}
     return kind(
         users,
         batch_size=privacy.batch_size,

@@ -30,6 +30,7 @@ from fedsim.config import (
     PrivacyConfig,
     RunConfig,
     as_dict,
+    new_names,
     run_config,
 )
 from fedsim.data import TEMPLATE, is_table
@@ -126,9 +127,9 @@ class StoredRun:
         """
         identity = Identity(**record["identity"])
         Algorithm(identity.algorithm)
-        privacy = PrivacyConfig(**record["privacy"])
+        privacy = PrivacyConfig(**new_names(record["privacy"]))
         plan = Plan.from_dict(record["plan"])
-        run = run_config(**{**record["run"], "run_dir": run_dir})
+        run = run_config(**{**new_names(record["run"]), "run_dir": run_dir})
         names = ("model", "versions", "host", "strategy", "files", "tokenizer")
         rest = {name: record[name] for name in names if name in record}
         return cls(identity, privacy, run, plan=plan, **rest)

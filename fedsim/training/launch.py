@@ -231,11 +231,11 @@ def runnable(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
     """The settings to run with (`as_started`), after the checks that need no data.
 
     Raises: ConfigError: optimizer or strategy does not exist, or does not fit; a logger's packages
-      are missing; or spend_rest would tell who the users are.
+      are missing; or fit_limit would tell who the users are.
     """
     if privacy.adjacency != ZERO_OUT:  # how many steps fit depends on who the users are
         without = f"false with --adjacency {privacy.adjacency}"
-        expect("spend_rest", run.spend_rest, not run.spend_rest, without)
+        expect("fit_limit", run.fit_limit, not run.fit_limit, without)
     privacy = as_started(privacy, run)
     update_of(with_defaults(run, Noise(1.0, 1.0, 1)), privacy.num_steps)
     expect_loggers(run.log_to)
@@ -244,9 +244,9 @@ def runnable(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
 
 def as_started(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
     """The settings, with the number of steps that fitted a limit when a resumed run was started."""
-    if not (run.spend_rest and run.resume and (run.run_dir / directory.CONFIG).exists()):
+    if not (run.fit_limit and run.resume and (run.run_dir / directory.CONFIG).exists()):
         return privacy
     stored = directory.load(run.run_dir)
-    if not stored.run.spend_rest:
+    if not stored.run.fit_limit:
         return privacy  # what differs is refused where all settings are compared
     return dataclasses.replace(privacy, **{name: getattr(stored.privacy, name) for name in FITTED})

@@ -63,7 +63,7 @@ from fedsim.uls import ULS
 SHORT_ROW = 3  # of `LanguageModelTask.dummy_batch`: a quarter of max_length
 
 FITTED = ("num_steps", "participations", "epsilon")
-"""Settings that --spend-rest changes."""
+"""Settings that --fit-limit changes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ def prepare_run(
     else:
         with opened.console.phase("calibrating the noise"):
             completed, plan = _plan(opened, completed, facts, method, params, applicant)
-        if opened.run.spend_rest:
+        if opened.run.fit_limit:
             fitting = {name: getattr(completed, name) for name in FITTED}
             opened.settings = dataclasses.replace(opened.settings, **fitting)
     expect_known(callbacks, plan)
@@ -296,7 +296,7 @@ def _plan(
     params: Any,
     applicant: BudgetRequest,
 ) -> tuple[PrivacyConfig, Plan]:
-    """Settings and plan of a new run; with --spend-rest, with the steps that fit the limit.
+    """Settings and plan of a new run; with --fit-limit, with the steps that fit the limit.
 
     Raises: ConfigError: there is none; or the run is strict, and the plan has a footnote.
     """
@@ -315,7 +315,7 @@ def _plan(
         )
 
     plan = plan_of(completed)
-    if opened.run.spend_rest:
+    if opened.run.fit_limit:
         seal, before = opened.key.seal("ledger"), events_before(completed.group_size_epsilon)
         fewer = shortened(applicant, seal, method, completed, plan, before)
         if fewer is not completed:

@@ -131,7 +131,7 @@ class Booking:
                 limit=limit,
                 run_dir=applicant.run_dir / DIRECTORY,
                 delta=None,
-                spend_rest=None,
+                fit_limit=None,
             )
             label = Fact.KNOWN_SEED if plan.seeded else ""
             phases: list[tuple[Event, int]] = [*how.phases(how.count)]

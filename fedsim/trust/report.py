@@ -238,7 +238,7 @@ def _commands(released: Released, public: bool) -> list[str]:
             f"fedsim account {plan.algorithm} --num-steps {released.num_steps} "
             f"--sampling-prob {plan.sampling.prob!r} --noise-multiplier {plan.noise_multiplier!r} "
             f"--group-size {plan.group_size} --delta {plan.delta!r}"
-            + (f" --max-changed {event.max_changed}" if event and event.max_changed else "")
+            + (f" --max-shared-groups {event.max_changed}" if event and event.max_changed else "")
             + (f" --sampling {plan.sampling.kind}" if cell else "")
             + "".join(f" --{name} {value}" for name, value in cell.items())
             + "".join(f" --before {event.epsilon!r}" for event, _ in plan.before)

@@ -250,7 +250,7 @@ def to_train(
     if given.group_size is None and (algorithm == Algorithm.ELS or looked):
         looked.insert(0, "group_size")  # the median, or by norms
     if looked and from_data:
-        flags["chosen_on_data"] = ",".join(looked)
+        flags["tuned_on_data"] = ",".join(looked)
     usual |= settings_of(run_config(data=run.data.source, run_dir=run.run_dir))
     for name, value in {**settings_of(given), **settings_of(run)}.items():
         if name not in {*flags, "resume"} and value != usual[name]:

@@ -191,7 +191,7 @@ def units_of(privacy: PrivacyConfig, users: Users, key: SecretKey) -> Users:
     """
     if graph_of(users) is None:
         return users
-    return groups_of(users, privacy.max_changed, key)
+    return groups_of(users, privacy.max_shared_groups, key)
 
 
 def filled(privacy: PrivacyConfig, users: Users, group_size: int) -> float:

@@ -129,7 +129,7 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
     expect("data", source, num_users > 0, "data with held-out users")  # before anyone is counted
     for job in jobs:
         privacy, run = job.privacy, job.run
-        for name in ("strict", "spend_rest"):  # of the selection, not of a trial
+        for name in ("strict", "fit_limit"):  # of the selection, not of a trial
             given = getattr(run, name)
             expect(name, given, not given, "false in a private selection")
         runnable(privacy, run)

@@ -171,7 +171,7 @@ def _uls(
         settings.delta,
         settings.num_steps,
         users,
-        settings.max_changed if shared else 0,
+        settings.max_shared_groups if shared else 0,
     )
     first = doubling.Configuration(1, min(doubling.START.cohort_size, users))
     limits = doubling.Limits(max(1, int(sizes.max())), users)

@@ -178,7 +178,7 @@ def test_every_unknown_is_found_for_groups_that_change():
 
 
 def test_the_command_finds_the_noise_of_groups_that_change(capsys):
-    given = "--num-steps 50 --sampling-prob 0.1 --max-changed 1"
+    given = "--num-steps 50 --sampling-prob 0.1 --max-shared-groups 1"
     main(f"calibrate uls --epsilon 2 --delta 1e-5 {given} --json".split())
     found = json.loads(capsys.readouterr().out)["noise_multiplier"]
     spent = accounting.epsilon([(StepEvent(found, 0.1, 1, 1, 1), 50)], 1e-5)

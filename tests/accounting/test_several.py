@@ -182,7 +182,9 @@ def test_the_command_answers_for_several_users(capsys):
     assert json.loads(account(capsys, *flags, *allocated))["how"] == "group privacy"
     cyclic = ["--sampling", "cyclic", "--bands", "4", "--people", "3"]
     assert "by group privacy" not in account(capsys, *flags, *cyclic)
-    owned = json.loads(account(capsys, *flags, "--max-changed", "2", "--people", "3", "--json"))
+    owned = json.loads(
+        account(capsys, *flags, "--max-shared-groups", "2", "--people", "3", "--json")
+    )
     event = StepEvent(3.0, 0.05, 3, max_changed=6)
     assert owned["epsilon"] == pytest.approx(accounting.epsilon([(event, 20)], DELTA))
     correlated = ["--sampling", "cyclic", "--noise", "correlated", "--bands", "4"]

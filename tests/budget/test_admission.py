@@ -488,7 +488,7 @@ def test_a_run_that_promises_nothing_is_told_that_it_is_the_cause(planned, label
 @pytest.mark.parametrize(("rest", "hinted"), [(False, True), (True, False), (None, False)])
 def test_what_trains_what_fits_is_named_where_it_would(rest, hinted, place, tmp_path):
     set_limit(place, 0.9 * ONE)
-    assert ("--spend-rest trains what fits" in refused(place, tmp_path / "a", rest=rest)) == hinted
+    assert ("--fit-limit trains what fits" in refused(place, tmp_path / "a", rest=rest)) == hinted
 
 
 def test_a_limit_at_a_smaller_delta_than_the_runs_says_how_to_plan_for_it(place, tmp_path):

@@ -22,7 +22,7 @@ ODD = {
     "sampling_prob": (1e-12, 1.0, 1 - 2**-53, 0.0, 1.1, math.nan, 5e-324),
     "noise_multiplier": (1e-10, 1e10, 1e-5, 0.0, -1.0, math.inf, math.nan),
     "group_size": (0, 1, 2**20, 10**7, 9_999_999_999, 10**30),
-    "max_changed": (-1, 10**7, 10**10),
+    "max_shared_groups": (-1, 10**7, 10**10),
     "before": (0.0, 1e-300, 800.0, 1e4, 1e300, math.inf),
     "bands": (0, 1, 10**6, 10**9),
 }
@@ -33,7 +33,7 @@ USUAL = {
     "sampling_prob": (1e-4, 1),
     "noise_multiplier": (0.1, 100),
     "group_size": (1, 300),
-    "max_changed": (1, 30),
+    "max_shared_groups": (1, 30),
     "before": (1e-4, 20),
     "bands": (1, 30),
 }
@@ -50,7 +50,7 @@ def drawn(rng):
 
     algorithm = rng.choice(["els", "uls"])
     fields = {"algorithm": algorithm}
-    for name, share in (("group_size", 0.6), ("max_changed", 0.1), ("bands", 0.2)):
+    for name, share in (("group_size", 0.6), ("max_shared_groups", 0.1), ("bands", 0.2)):
         if rng.random() < share:
             fields[name] = value(name)
     if "bands" in fields or rng.random() < 0.2:
@@ -69,7 +69,7 @@ def drawn(rng):
         window, count = rng.randint(1, 200), rng.randint(1, 50)
         fields |= {"algorithm": "uls", "num_steps": window * count, "sampling_prob": 1 / window}
         fields |= {"noise": "independent"}
-        fields = {n: v for n, v in fields.items() if n not in ("bands", "max_changed")}
+        fields = {n: v for n, v in fields.items() if n not in ("bands", "max_shared_groups")}
     return command, fields
 
 
@@ -166,7 +166,7 @@ def test_a_delta_of_almost_one_has_an_answer_from_above(delta):
     "changed, what",
     [
         ({"group_size": 9_999_999_999}, "group_size=9999999999"),
-        ({"max_changed": 10**10, "algorithm": "uls"}, "max_changed=10000000000"),
+        ({"max_shared_groups": 10**10, "algorithm": "uls"}, "max_shared_groups=10000000000"),
     ],
 )
 def test_what_is_beyond_all_ranges_is_refused(changed, what):

@@ -18,8 +18,8 @@ WRONG = {  # settings of a training, and values that they refuse before any data
     "clip_norm": ["nan", "inf", 0.0, 1e-09],
     "clip_quantile": [1.0],
     "group_size_epsilon": [5.0],
-    "chosen_on_data": ["luck"],
-    "max_changed": [-1],
+    "tuned_on_data": ["luck"],
+    "max_shared_groups": [-1],
     "loss_bound": [0.0],
     "eval_epsilon": [-1.0],
     "eval_loss_bound": [1.0],
@@ -29,7 +29,6 @@ WRONG = {  # settings of a training, and values that they refuse before any data
     "warmup": [1.0],
     "ema": [1.0],
     "weight_decay": [-1.0],
-    "num_lanes": [0],
     "num_workers": [-1],
     "threads_per_worker": [0],
     "checkpoint_every": [0],
@@ -54,6 +53,7 @@ TYPES = [  # (a value of another type or no choice, what was expected)
     ("data", 7, "string"),
     ("log_to", ["loki"], "'tensorboard'"),
     ("lora_rnk", 8, "lora_rank"),
+    ("num_lanes", 0, ">= 1"),
 ]
 
 

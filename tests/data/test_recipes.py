@@ -47,7 +47,7 @@ EXPECTED = [
     [["ann", "a"], ["ann", "b"], ["ann", "c"]],
     [["ann", "a"], ["ann", "b"]],
 ]
-SETTINGS = [{"user_column": "owners"}, {"user_column": "site", "unowned": "drop"}]
+SETTINGS = [{"user_column": "owners"}, {"user_column": "site", "rows_without_user": "drop"}]
 SETTINGS += [{"user_column": "author"}, {"order_column": "posted"}, {"order_column": "posted"}]
 
 

@@ -51,7 +51,7 @@ def published(algorithm, data, place, monkeypatch, capfd, *, callbacks=(), **fla
         open.SecretKey, "create", lambda seed=None, *_: KEY if seed is None else real(seed)
     )
     run_names = {"strict", "seed", "log_to", "log_non_private", "tokenizer", "strategy"}
-    run_names |= {"rows_per_pass", "limit_epsilon", "spend_rest", "budget_ledger"}
+    run_names |= {"rows_per_pass", "limit_epsilon", "fit_limit", "budget_ledger"}
     of_run = {name: flags.pop(name) for name in run_names & flags.keys()}
     defaults_ = {"strategy": "scan", "rows_per_pass": 1, "log_to": ()}
     of_run = {**defaults_, "budget_ledger": place / "budget", **of_run}
@@ -141,11 +141,11 @@ REFUSED = {
     "no place for the ledger": ({"budget_ledger": Path("/dev/null/ledger")}, "budget_ledger"),
     "more than the limit": ({"limit_epsilon": 7.0}, "limit_epsilon"),
     "less than one step within the limit": (
-        {"limit_epsilon": 0.6, "spend_rest": True},
+        {"limit_epsilon": 0.6, "fit_limit": True},
         "limit_epsilon",
     ),
     "less than one turn of all groups within the limit": (
-        {"limit_epsilon": 4.0, "spend_rest": True, "noise": "correlated", "bands": 4},
+        {"limit_epsilon": 4.0, "fit_limit": True, "noise": "correlated", "bands": 4},
         "limit_epsilon",
     ),
     "a footnote": ({"strict": True, "seed": 3}, "seed"),
@@ -250,7 +250,7 @@ CAUSES = {
     Fact.COUNTS: {"adjacency": "add-or-remove", "delta": 1e-6},
     Fact.DELTA: {"adjacency": "add-or-remove"},
     Fact.GROUP_SIZE: {"epsilon": float("inf")},
-    Fact.CHOSEN_ON_DATA: {"chosen_on_data": "clip_norm"},
+    Fact.TUNED_ON_DATA: {"tuned_on_data": "clip_norm"},
     Fact.LOGGER: {"log_to": ["mlflow"], "log_non_private": True},
     Fact.CALLBACK: {"callbacks": [Reader()]},
     **dict.fromkeys(METADATA, {}),
@@ -383,7 +383,7 @@ def hides_a_footnote(*args, **options):
 @pytest.mark.parametrize(
     "name, planted, flags, says",
     [
-        ("fill_defaults", hides_a_footnote, {"chosen_on_data": "clip_norm"}, "clip_norm (chosen"),
+        ("fill_defaults", hides_a_footnote, {"tuned_on_data": "clip_norm"}, "clip_norm (chosen"),
         ("with_group_size", lambda _, privacy, __: dataclasses.replace(privacy, group_size=3), {},
          "group_size=3, which is neither private nor a default"),
     ],

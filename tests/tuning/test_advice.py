@@ -20,7 +20,7 @@ def test_a_command_has_what_was_found_and_what_was_given():
     privacy, run = train["privacy"], train["run"]
     assert train["algorithm"] == "uls" and run.data.source == "my posts"
     assert (privacy.batch_size, privacy.group_size, privacy.clip_norm) == (60, 3, 0.5)
-    assert privacy.chosen_on_data == "group_size,clip_norm"
+    assert privacy.tuned_on_data == "group_size,clip_norm"
     given = {"learning_rate": 0.3, "engine": "local", "resume": False}
     assert run == run_config(data="my posts", run_dir="runs/uls", **given)
 

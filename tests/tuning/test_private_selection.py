@@ -247,7 +247,7 @@ def test_a_strategy_that_there_is_not_is_refused_before_anything_is_paid(setting
     "changed, what",
     [
         ({"strict": True}, "strict=True"),
-        ({"spend_rest": True, "limit_epsilon": 9.0}, "spend_rest=True"),
+        ({"fit_limit": True, "limit_epsilon": 9.0}, "fit_limit=True"),
         ({"optimizer": "adamm"}, "optimizer=adamm"),
         ({"optimizer": "rmsprop", "learning_rate": None}, "learning_rate"),
         ({"model": "nowhere"}, "model=nowhere"),
@@ -265,14 +265,14 @@ def test_a_trial_that_would_be_refused_is_refused_before_anything_is_paid(
 @pytest.mark.privacy
 def test_what_no_candidate_covers_is_part_of_the_claim(settings, tmp_path):
     for each, chosen in zip(settings, ("clip_norm", "", "clip_norm,num_steps"), strict=True):
-        each |= {"algorithm": "els", "chosen_on_data": chosen, "group_size": None}
+        each |= {"algorithm": "els", "tuned_on_data": chosen, "group_size": None}
     how = Selection()
     with refuses("group_size=None", says="a number in a private selection"):
         priced(settings, tmp_path, how)
     for each in settings:
         each["group_size"] = 2
     found = priced(settings, tmp_path, how)
-    facts = [Stated(Fact.CHOSEN_ON_DATA, name) for name in ("clip_norm", "num_steps")]
+    facts = [Stated(Fact.TUNED_ON_DATA, name) for name in ("clip_norm", "num_steps")]
     assert list(found.non_private) == facts  # each once
     said = f"Not covered by the guarantee: {'; '.join(map(str, facts))}."
     assert said in sentences(found, 3, how)

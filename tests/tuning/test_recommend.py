@@ -90,7 +90,7 @@ def test_what_is_not_private_is_said_and_passed_on_to_training(advised):
     assert printed.count("not private: ") == len(result["non_private"])
     plan, _ = planned(result["uls"]["command"])
     for name in ("group_size", "clip_norm"):
-        assert Stated(Fact.CHOSEN_ON_DATA, name) in plan.non_private
+        assert Stated(Fact.TUNED_ON_DATA, name) in plan.non_private
 
 
 @pytest.mark.parametrize("els_noise, best", [(0.5, "els"), (2.0, "uls"), (1.0, "els")])
@@ -169,5 +169,5 @@ def test_a_plan_alone_computes_no_gradient_and_is_kept_by_training(texts, capsys
         assert each["sampling_prob"] == plan.sampling.prob
         for name in "group_size expected_count clip_norm noise_multiplier".split():
             assert each[name] == getattr(plan, name), name
-        assert "--chosen-on-data" not in each["command"]  # no text was read
+        assert "--tuned-on-data" not in each["command"]  # no text was read
     assert found["uls"]["group_size"] == 1

@@ -328,7 +328,7 @@ class _Build:
     def _survey(self, parts: Sequence[Part]) -> tuple[int, Counter[str]]:
         """(number of rows, counts of corrected user ids)."""
         settings, order = self.settings, self.columns.order
-        drop = settings.unowned == "drop"
+        drop = settings.rows_without_user == "drop"
         num_rows, id_counts, kind = survey(parts, self.columns, self.pool, drop)
         if settings.test_from is not None:
             check_bound(settings.test_from, order, kind)
@@ -459,7 +459,11 @@ class _Build:
             "splits": splits,
             "tokenizer": self._described(tokenizer),
             "columns": {name: value for name, value in columns if value or name in always},
-            "rules": {**rules, **asdict(settings.holdout), "unowned": settings.unowned},
+            "rules": {
+                **rules,
+                **asdict(settings.holdout),
+                "rows_without_user": settings.rows_without_user,
+            },
             "counts": counts,
             "sources": files,
             "hub": hubs,

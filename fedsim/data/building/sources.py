@@ -189,7 +189,7 @@ def survey(
         raise DataError(
             f"{columns.blamed}: {counts[file]} null or empty user {ids} in {file} "
             f"(rows {shown}); expected a user for every row, or "
-            "`fedsim data build --unowned drop`, which leaves such rows out"
+            "`fedsim data build --rows-without-user drop`, which leaves such rows out"
         )
     total = sum(rows for rows, *_ in surveys)
     if not total:

@@ -260,7 +260,7 @@ def test_every_split_is_whole(tmp_path, monkeypatch, rng):
     [
         {"max_length": 1},
         {"long_texts": "wrap"},
-        {"unowned": "keep"},
+        {"rows_without_user": "keep"},
         {"min_examples": 0},
         {"min_examples": 99},
         {"test_from": "2018-01-01"},

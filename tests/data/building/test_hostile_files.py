@@ -155,7 +155,7 @@ class Maker:
     def options(self, file: Path):
         every = {
             "order_column": "n",
-            "unowned": "drop",
+            "rows_without_user": "drop",
             "encoding": self.one(*ENCODINGS),
             "delimiter": self.one(";", "\t", "x", "\x1f"),
             "quoting": self.one("none", "minimal"),

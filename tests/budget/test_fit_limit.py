@@ -1,4 +1,4 @@
-"""`--spend-rest` trains as many steps as fit under the limit, and no more."""
+"""`--fit-limit` trains as many steps as fit under the limit, and no more."""
 
 import dataclasses
 import json
@@ -61,7 +61,7 @@ def test_where_users_take_part_once_in_a_window_whole_windows_are_trained(texts,
     main(flags)
     flags[flags.index("--run-dir") + 1] = str(tmp_path / "rest")
     capsys.readouterr()
-    main([*flags, "--limit-epsilon", str(LIMIT), "--spend-rest", "--json"])
+    main([*flags, "--limit-epsilon", str(LIMIT), "--fit-limit", "--json"])
     summary = json.loads(capsys.readouterr().out)
     steps, parts = summary["num_steps"], summary["sampling"]["participations"]
     assert 0 < steps == 3 * parts < STEPS and summary["steps_done"] == steps
@@ -70,7 +70,7 @@ def test_where_users_take_part_once_in_a_window_whole_windows_are_trained(texts,
     for path in sorted((tmp_path / "rest" / "checkpoints").glob("*"))[1:]:
         path.unlink()  # as if it had been killed
     capsys.readouterr()
-    main([*flags, "--limit-epsilon", str(LIMIT), "--spend-rest", "--json", "--resume"])
+    main([*flags, "--limit-epsilon", str(LIMIT), "--fit-limit", "--json", "--resume"])
     again = json.loads(capsys.readouterr().out)
     assert again["params_sha256"] == summary["params_sha256"]
     with open_locked(place_of(None)) as ledger:
@@ -90,7 +90,7 @@ def test_what_fits_leaves_room_for_noise_that_is_not_ideal(texts, tmp_path, monk
 
     monkeypatch.setattr(Plan, "slack_after", large)
     own = {"epsilon": 1.5, "limit-epsilon": LIMIT}
-    main(arguments(texts, tmp_path / "rest", "--spend-rest", **own))
+    main(arguments(texts, tmp_path / "rest", "--fit-limit", **own))
     with open_locked(place_of(None)) as ledger:
         known = books(ledger, Dataset.open(texts).train.user_ids(), Limit(LIMIT, DELTA))
         assert len(known.charges) == 2 and known.charges[-1].entry.slack[0] > 0.01
@@ -106,7 +106,7 @@ def test_as_many_steps_are_trained_as_fit_and_a_run_that_goes_on_keeps_them(
     own = {"epsilon": 1.5, "limit-epsilon": LIMIT, "checkpoint-every": 1}
     said = refused(arguments(texts, tmp_path / "rest", **own), capsys)
     assert "limit_epsilon=2: expected a run that fits" in said
-    args = arguments(texts, tmp_path / "rest", "--spend-rest", "--json", **own)
+    args = arguments(texts, tmp_path / "rest", "--fit-limit", "--json", **own)
     main(args)
     summary = json.loads(capsys.readouterr().out)
     steps, event = (
@@ -132,7 +132,7 @@ def test_as_many_steps_are_trained_as_fit_and_a_run_that_goes_on_keeps_them(
     same = ("params_sha256", "num_steps", "epsilon")
     assert [again[name] for name in same] == [summary[name] for name in same]
     own["epsilon"] = 1.0
-    said = refused(arguments(texts, tmp_path / "none", "--spend-rest", **own), capsys)
+    said = refused(arguments(texts, tmp_path / "none", "--fit-limit", **own), capsys)
     assert "expected a run that fits" in said and not (tmp_path / "none").exists()
 
 
@@ -140,7 +140,7 @@ def test_as_many_steps_are_trained_as_fit_and_a_run_that_goes_on_keeps_them(
 @pytest.mark.ci
 def test_a_run_that_was_started_without_it_keeps_its_settings(texts, tmp_path, capsys):
     main(arguments(texts, tmp_path / "run", epsilon=1.5, **{"num-steps": 2}))
-    other = arguments(texts, tmp_path / "run", "--spend-rest", "--resume", epsilon=1.5)
+    other = arguments(texts, tmp_path / "run", "--fit-limit", "--resume", epsilon=1.5)
     said = refused([*other, "--limit-epsilon", "9"], capsys)
     assert "num_steps=24: expected 2" in said
 
@@ -162,8 +162,8 @@ def test_what_earlier_runs_read_is_not_told_where_nobody_may_know_who_the_users_
 ):
     """It differs with one user: how many steps are left, and what all runs cost together."""
     hidden = {"adjacency": "add-or-remove", "epsilon": 1.5, "num-steps": 2}
-    said = refused(arguments(texts, tmp_path / "none", "--spend-rest", **hidden), capsys)
-    assert "spend_rest=True: expected false with --adjacency add-or-remove" in said
+    said = refused(arguments(texts, tmp_path / "none", "--fit-limit", **hidden), capsys)
+    assert "fit_limit=True: expected false with --adjacency add-or-remove" in said
     for number in (1, 2):
         main(arguments(texts, tmp_path / f"run{number}", **hidden))
     main(["report", str(tmp_path / "run2"), "--out", str(tmp_path / "page")])
@@ -175,9 +175,9 @@ def test_what_earlier_runs_read_is_not_told_where_nobody_may_know_who_the_users_
     main(["report", str(tmp_path / "run3"), "--out", str(tmp_path / "other")])
     told = "which together cost nobody more"
     assert told not in (tmp_path / "other" / "report.md").read_text()
-    rest = ["--spend-rest", "--limit-epsilon", "9"]
+    rest = ["--fit-limit", "--limit-epsilon", "9"]
     said = refused(arguments(texts, tmp_path / "none", *rest, **open_), capsys)
-    assert "spend_rest=True: expected false: a run in the ledger hides who its users are" in said
+    assert "fit_limit=True: expected false: a run in the ledger hides who its users are" in said
     alone = {**open_, "budget-ledger": tmp_path / "another"}
     main(arguments(texts, tmp_path / "run4", **alone))
     main(["report", str(tmp_path / "run4"), "--out", str(tmp_path / "alone")])
