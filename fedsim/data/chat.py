@@ -35,7 +35,7 @@ from fedsim.files import expand_home, read_object
 
 NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # that a template may name
 DATE = "2026-01-01"
-RULE = 3  # version of how chats become tokens: a change that gives others gets another number
+RULE = 4  # version of how chats become tokens: a change that gives others gets another number
 ROLES = ("system", "developer", USER, ASSISTANT)
 PRIVATE = re.compile("[\U000f0000-\U0010ffff]")  # characters for private use
 FIRST, LAST = 0xF0000, 0x10FFFD
@@ -298,6 +298,7 @@ class ChatTokenizer:
             for i in own:
                 start, stop = spans[i]
                 there = text[stop : stop + len(end)]
+                start -= self._written_before(text, start, private) if role == ASSISTANT else 0
                 spans[i] = start, stop + len(os.path.commonprefix([there, end]))
         return self._encoded(text, list(spans.values()), private)
 
@@ -321,6 +322,62 @@ class ChatTokenizer:
         after = (private.index(c) - ENDS - 1 for c in text[spans[1][1] :] if c in private)
         number = next(after, None)
         return None if number is None else self._special[number]["id"]
+
+    def notes(self) -> list[str]:
+        """Lines about what the template does not teach the model; none if all is well.
+
+        Raises: DataError: transformers makes other tokens of what the template writes.
+        """
+        assert self._template is not None, "has one"
+        asked = [Message(USER, "a"), Message(ASSISTANT, "b")]
+        found = []
+        try:
+            if self.end_of_turn() is None:
+                found += [
+                    "the chat template writes no special token after an answer, so that the "
+                    "model does not learn to stop"
+                ]
+            if self._opening is None:
+                found += [
+                    "the chat template asks for an answer otherwise than it begins one, so that "
+                    "the model is not trained on what serving asks: name another with "
+                    "--chat-template"
+                ]
+            plain = tokenizers.Tokenizer.from_str(self._json)
+            usual = plain.encode(self._template.render(asked), add_special_tokens=False).ids
+            alike = usual == self.encode(asked, "all").ids.tolist()
+        except BadChat:  # it shows no chat of two turns
+            return found
+        if not alike:
+            raise DataError(
+                "tokenizer: expected special tokens with `normalized` and `single_word` of false: "
+                "transformers does not find these in what the chat template writes",
+                field="tokenizer",
+            )
+        return found
+
+    @functools.cached_property
+    def _opening(self) -> tuple[str, str] | None:
+        """(what the template writes to ask for an answer, what it writes then before the last
+        answer, such as an empty block of reasoning); None if answers begin in another way."""
+        assert self._template is not None, "has one"
+        asked, sign = [Message(USER, "a")], chr(FIRST)
+        try:
+            closed, prompt = (self._template.render(asked, prompt=x) for x in (False, True))
+            whole = self._template.render([*asked, Message(ASSISTANT, sign)])
+        except BadChat:
+            return "", ""
+        before = whole.partition(sign)[0]
+        if not before.startswith(prompt):
+            return None
+        asks = prompt.removeprefix(closed)
+        return (asks, before[len(prompt) :]) if asks else ("", "")
+
+    def _written_before(self, text: str, start: int, private: str) -> int:
+        """Number of characters by which the template's own beginning of an answer, which serving
+        asks for, too, goes before what the answer says."""
+        opening = [self._tokens(self._written, x, private) for x in self._opening or ("", "")]
+        return len(opening[1]) if text.endswith("".join(opening), 0, start) else 0
 
     def _plain(self, messages: Sequence[Message]) -> tuple[Template, str, list[Message]]:
         """(template, characters for private use, the messages without special tokens)."""

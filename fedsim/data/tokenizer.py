@@ -204,6 +204,7 @@ class Tokenizer:
       vocab_size: upper bound of ids, exclusive.
       begin, end: the tokens around an example. begin_id, end_id: their ids.
       end_ids: ids of all tokens that end a generated text, end_id among them.
+      special_texts: the special tokens that a text could spell.
       json: the tokenizer.json that `save` writes. sha256: its hex digest.
     """
 
@@ -230,8 +231,9 @@ class Tokenizer:
         self.sha256 = hashlib.sha256(self.json.encode()).hexdigest()
         self._is_bytes = self.json == _bytes_json()
         unknown = unknown_token(record["model"])
-        special = (each for each in record["added_tokens"] if each.get("special"))
-        known = [each for each in special if each["content"] != unknown]
+        added = [each for each in record["added_tokens"] if each.get("special")]
+        self.special_texts = frozenset(t["content"] for t in added if len(t["content"]) > 1)
+        known = [each for each in added if each["content"] != unknown]
         pieces = inner.encode_batch_fast([t["content"] for t in known], add_special_tokens=False)
         self._left_out = [
             each["id"] for each, piece in zip(known, pieces, strict=True) if each["id"] in piece.ids

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from chats import CHATML, NAMED, START, STOP, tiny
 from hypothesis import example, given, settings, strategies as st
-from tokenizers import models
+from tokenizers import models, normalizers
 
 from fedsim.data import chat
 from fedsim.data.chat import ChatTokenizer, Message, Template
@@ -175,6 +175,42 @@ def test_a_template_may_strip_what_is_said():
     every, own = shown(encode(turns(" Hi\n", "\tHo \n", "Hum", "Ha"), STRIPPING))
     assert every == f"[INST] Hi [/INST] Ho{STOP}[INST] Hum [/INST] Ha{STOP}"
     assert own == f"Ho{STOP}Ha{STOP}"
+
+
+THINKING = (  # as Qwen 3's: before the last answer alone, and not in what asks for one
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ '<think>\n\n</think>\n\n' if loop.last and m.role == 'assistant' }}"
+    "{{ m.content }}<|im_end|>{% endfor %}"
+    "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
+)
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "completion"])
+def test_what_is_trained_on_follows_what_serving_asks(train_on):
+    said = turns("Hi", "Ho", "Hum", "\n Ha")
+    found, chats = encode(said, THINKING, train_on), chats_of(Template(THINKING))
+    last = f"<think>\n\n</think>\n\n\n Ha{STOP}"
+    assert shown(found)[1] == (f"Ho{STOP}" if train_on == "assistant" else "") + last
+    asked = chats.encode_prompt(said[:3])
+    assert found.ids[: len(asked)].tolist() == asked.tolist()
+    assert (
+        found.trained[len(asked) :].all()
+        and not found.trained[: chats.encode_prompt(said[:1]).size].any()
+    )
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_special_tokens_that_are_not_found_in_normalised_texts_are_refused(normalized):
+    inner = tokenizers.Tokenizer.from_str(tiny(special=["<s>"]).json)
+    inner.normalizer = normalizers.Prepend("_")
+    tokens = [tokenizers.AddedToken(x, normalized=normalized) for x in (START, STOP)]
+    inner.add_special_tokens(tokens)
+    chats = ChatTokenizer(Tokenizer(inner, "x", named=NAMED), Template(CHATML))
+    if normalized:
+        with pytest.raises(DataError, match="expected special tokens with `normalized`"):
+            chats.notes()
+    else:
+        assert chats.notes() == []
 
 
 def test_a_template_that_changes_what_is_said_is_refused():

@@ -9,7 +9,6 @@ leaves nothing; what one that was killed leaves is removed by the next build of 
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, fields
 from functools import cached_property, partial
 from pathlib import Path
@@ -48,7 +47,7 @@ from fedsim.data.chat import ChatTokenizer, template_of
 from fedsim.data.dataset import SUMS, Dataset, Holdout, SplitRows, divide, dropped, sums
 from fedsim.data.store import FORMAT, MARKED, close_store, decided_by_texts, is_shared, token_dtype
 from fedsim.data.tokenizer import TEMPLATE, TOKENIZER, Tokenizer, file_of
-from fedsim.errors import BadChat, DataError, FedsimError, expect
+from fedsim.errors import DataError, FedsimError, expect
 from fedsim.files import (
     DISK_FULL,
     TOO_MANY_FILES,
@@ -244,7 +243,9 @@ class _Build:
         parts, files, hubs = self._find_sources(named, split, revision)
         self.tokenizer = Tokenizer.named(self.settings.tokenizer_spec)
         self.chats = self.settings.chats(self.columns, self.tokenizer)
-        self._tell_of_template()
+        if self.chats is not None and self.chats.template is not None:
+            for line in ChatTokenizer(self.tokenizer, self.chats.template).notes():
+                self._say(line)
         num_rows, id_counts = self._survey(parts)
         tokenizer = self.tokenizer
         tokenizer.save(self.copy)  # for the workers
@@ -315,16 +316,6 @@ class _Build:
             self._say(f"read: {read}; not read, though people's texts may be there: {others}")
         return columns
 
-    def _tell_of_template(self) -> None:
-        """Say that a chat template ends no answer with a token by which serving could stop."""
-        if self.chats is not None and self.chats.template is not None:
-            with suppress(BadChat):  # of a template that shows no chat of two turns
-                if ChatTokenizer(self.tokenizer, self.chats.template).end_of_turn() is None:
-                    self._say(
-                        "the chat template writes no special token after an answer, so that the "
-                        "model does not learn to stop"
-                    )
-
     def _survey(self, parts: Sequence[Part]) -> tuple[int, Counter[str]]:
         """(number of rows, counts of corrected user ids)."""
         settings, order = self.settings, self.columns.order
@@ -385,6 +376,11 @@ class _Build:
         if self.chats is not None:
             counts["chats_without_trained_tokens_dropped"] = total("untrained")
             counts["chats_skipped"] = total("skipped")
+        if number := total("spelling"):
+            counts["texts_spelling_special_tokens"] = number
+            such = f"special tokens of the tokenizer, such as {self.tokenizer.end}"
+            line = f"{number:,} texts spell {such}; these stay text: chats belong in `messages`, "
+            self._say(f"{line}without special tokens")
         return counts
 
     def _note_ids(self, id_counts: Counter[str], ids: pa.Array) -> dict[str, int]:

@@ -6,6 +6,8 @@ pieces, because each thread of DuckDB holds 122,880 rows in memory, however long
 small files are bundled to limit the number of files.
 """
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -32,7 +34,7 @@ PIECE_BYTES = 512
 PLACES = 2**40  # more than the rows of a bundle
 GROUP_BYTES = 4 * 2**20  # of a row group, which a sorting thread reads at once
 COUNTS = ("examples", "unowned", "empty", "long", "no_order", "tokens", "tokens_cut")
-COUNTS += ("untrained", "skipped")
+COUNTS += ("untrained", "skipped", "spelling")
 BUNDLE_BYTES, MAX_BUNDLES = 4 * 2**20, 4096  # size of a bundle, and bundles of a build, about
 
 
@@ -151,8 +153,8 @@ def _tokenise(
     Returns:
       The rows, in pieces, and their COUNTS: rows; source rows without a user, without a text, with
       a long text, without an order; tokens of the texts, and tokens that were cut off; chats
-      without a trained token, and those that cannot be encoded. Of a huge text, only tokens that
-      were encoded are counted; see `Tokenizer.encode`.
+      without a trained token, and those that cannot be encoded; texts that spell special tokens.
+      Of a huge text, only tokens that were encoded are counted; see `Tokenizer.encode`.
     """
     unowned = is_blank(batch["user_id"])
     blank = unowned | is_blank(batch["text"])
@@ -180,8 +182,20 @@ def _tokenise(
         }
     columns["tokens"] = as_bytes(sizes, examples.values)
     unread = int(unowned.sum()), int((blank & ~unowned).sum())
-    counts = len(examples.lengths), *unread, long, no_order, tokens, num_cut, *unusable
+    spelling = 0 if is_token_list(kept["text"].type) else _spelling(kept["text"], encoding)
+    counts = len(examples.lengths), *unread, long, no_order, tokens, num_cut, *unusable, spelling
     return pa.table(columns), counts
+
+
+def _spelling(texts: pa.Array, encoding: Encoding) -> int:
+    """Number of texts, or JSON of chats, that spell a special token."""
+    spelled = _tokenizer(encoding.tokenizer).special_texts
+    if encoding.chats is not None:
+        spelled = {*spelled, *(json.dumps(text)[1:-1] for text in spelled)}
+    pattern = "|".join(map(re.escape, sorted(spelled)))
+    if not pattern:
+        return 0
+    return pc.match_substring_regex(texts, pattern).true_count  # pyright: ignore
 
 
 def _of_texts(rows: pa.RecordBatch, encoding: Encoding) -> tuple[Any, ...]:

@@ -164,13 +164,32 @@ def test_a_column_that_may_say_not_to_train_is_refused(column, tmp_path, model):
         built(tmp_path, model, [{"messages": ASKED, column: False}])
 
 
-def test_a_template_that_ends_no_answer_is_told(tmp_path):
-    endless = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+ENDLESS = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+THINKING = (
+    CHATML + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template, note",
+    [
+        (ENDLESS, "writes no special token after an answer"),
+        (THINKING, "asks for an answer otherwise than it begins one"),
+    ],
+)
+def test_what_a_template_does_not_teach_is_told(template, note, tmp_path):
+    said, model = [], model_files(tmp_path / "m", template)
+    built(tmp_path, model, [{"messages": ASKED}], progress=said.append)
+    assert sum(note in line for line in said) == 1
+
+
+def test_answers_that_spell_special_tokens_are_told(tmp_path, model):
     said = []
-    built(
-        tmp_path, model_files(tmp_path / "m", endless), [{"messages": ASKED}], progress=said.append
-    )
-    assert any("writes no special token after an answer" in line for line in said)
+    spelled = [ASKED[0], {**ASKED[1], "content": f"Ho{STOP}"}]
+    rows = [{"messages": spelled}, {"messages": ASKED}]
+    data = built(tmp_path, model, rows, progress=said.append)
+    assert data.metadata["counts"]["texts_spelling_special_tokens"] == 1
+    assert any("1 texts spell special tokens" in line and "`messages`" in line for line in said)
 
 
 @pytest.mark.parametrize("bad, message", BAD)
