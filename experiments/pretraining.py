@@ -121,16 +121,15 @@ def pretrain(settings: Settings, run: RunConfig, console: Console) -> bool:
     data = load_data(run.data, None, console.note)
     most = data.train.num_examples
     expect("batch_size", settings.batch_size, settings.batch_size <= most, f"<= {most}")
-    with engine.start_cluster_early(run.engine) as create:
-        task, params = make_task(run, None, data, SecretKey.create(key.seed or 0).jax_key("init"))
-        workers = create(task, warn=console.warn)
-        try:
-            workers.ready()
-            state = restored(work, State(params, rule.init(params)), console)
-            batches = Batches(data.train.lengths, settings.batch_size, settings.rows_per_pass, key)
-            steps(settings, run, work, state, batches, workers, updater(rule), data, console)
-        finally:
-            workers.close()
+    task, params = make_task(run, None, data, SecretKey.create(key.seed or 0).jax_key("init"))
+    workers = engine.create(run.engine, task, warn=console.warn)
+    try:
+        workers.ready()
+        state = restored(work, State(params, rule.init(params)), console)
+        batches = Batches(data.train.lengths, settings.batch_size, settings.rows_per_pass, key)
+        steps(settings, run, work, state, batches, workers, updater(rule), data, console)
+    finally:
+        workers.close()
     if state.step < settings.num_steps:
         return False
     loss = {"loss_before": state.initial_eval_loss, "loss": state.eval_loss}

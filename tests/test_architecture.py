@@ -21,7 +21,7 @@ LEVELS = (
     "library cli",
 )
 FOUNDATION = {f"fedsim.{name}" for name in "errors files installation signals".split()}
-FREE_OF_RAY = "engine preflight worker task strategy programs environment compiler_options"
+FREE_OF_RAY = "engine preflight worker task programs environment"
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names.split()}
 
 

@@ -167,7 +167,7 @@ def test_no_budget_is_refused_by_a_private_draw():
 def estimate(averaged=False, **engine):
     """What a dry run finds for adapters on a frozen model of 4,000 bytes."""
     task = SimpleNamespace(frozen={"w": np.zeros(1000, np.float32)})
-    tried = Trial(8.0, 16, unsupported=engine.pop("fault", ""))
+    tried = Trial(8.0, 16, fault=engine.pop("fault", ""))
     worker = SimpleNamespace(try_strategy=lambda *_, **__: tried)
     params = {"w": np.zeros(10, np.float32)}
     plain = {"optimizer": "sgd", "learning_rate": 0.1, "schedule": "constant"}

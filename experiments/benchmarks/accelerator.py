@@ -50,7 +50,7 @@ from fedsim.clipping import Clip, Strategy, clip_chunk, num_coordinates, zeros_l
 from fedsim.clipping.scan import in_one_product
 from fedsim.engine.environment import compiler_options
 from fedsim.engine.programs import check_arithmetic
-from fedsim.engine.strategy import free_memory
+from fedsim.engine.worker import free_memory
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.models import Transformer, TransformerConfig, lora, stacked

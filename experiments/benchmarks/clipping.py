@@ -36,7 +36,7 @@ from fedsim.clipping.scan import in_one_product
 from fedsim.clipping.strategy import Strategy
 from fedsim.config import EngineConfig
 from fedsim.engine import Task, choose_strategy
-from fedsim.engine.environment import ALLOCATOR
+from fedsim.engine.preflight import ALLOCATOR
 from fedsim.engine.worker import LocalEngine
 from fedsim.models import Transformer, TransformerConfig
 from fedsim.models.language_model import next_token_nats

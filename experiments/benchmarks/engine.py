@@ -34,6 +34,7 @@ from experiments.benchmarks import shape
 from experiments.benchmarks.common import parser_of, write
 from experiments.harness.mean_task import MeanTask
 from fedsim.clipping import Clip
+from fedsim.config import EngineConfig
 from fedsim.engine import Stats, Task, Worker, ray_engine
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.ray_engine import RayEngine
@@ -129,7 +130,7 @@ class Fused(MeanTask):
 
 def pool(task, num_workers: int, num_lanes: int = 8, worker: type = Worker) -> RayEngine:
     ray_engine.Worker = worker
-    engine = RayEngine(task, num_lanes=num_lanes, num_workers=num_workers, threads=1)
+    engine = RayEngine(task, EngineConfig("ray", num_lanes=num_lanes, num_workers=num_workers))
     engine.ready()
     return engine
 

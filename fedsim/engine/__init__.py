@@ -1,15 +1,12 @@
 """Engines, which compute clipped sums and losses in this process or on Ray workers.
 
-    engine, factory            the contract, the cut into lanes, and the choice of an engine
+    engine, factory            the contract, the cut into lanes, the choice of engine and strategy
     task                       the protocol of a model with its data
     worker, programs           a lane's clipped sum, and the compiled and checked programs
-    strategy                   the choice of the clipping strategy, and a trial of it
-    ray_engine, actors         the engine on Ray, and its workers
+    ray_engine, actors         the engine on Ray, its workers, and independent jobs
     cluster                    a Ray cluster joined, or started and ended
-    jobs                       independent jobs on Ray's workers
-    preflight                  the least that a machine must have, checked before JAX starts
-    environment                resources, threads, packages and compiled programs of processes
-    compiler_options           the options of XLA and JAX that a process may have
+    preflight                  the least that a machine must have, and the workers it has room for
+    environment                threads, options of XLA and JAX, packages, compiled programs
 
 Only this package imports Ray.
 """

@@ -1,20 +1,23 @@
 from . import ray_engine as ray_engine
+from .actors import on_workers as on_workers
 from .engine import Engine as Engine, EngineError as EngineError, Stats as Stats
 from .environment import (
     expect_usable_jax as expect_usable_jax,
     keep_memory as keep_memory,
-    place_workers as place_workers,
     remember_programs as remember_programs,
     versions as versions,
 )
 from .factory import (
+    TRIAL_UNITS as TRIAL_UNITS,
+    choose_strategy as choose_strategy,
     create as create,
     reduction as reduction,
-    start_cluster_early as start_cluster_early,
 )
-from .jobs import on_workers as on_workers
-from .preflight import exhausted as exhausted, set_threads as set_threads
-from .strategy import TRIAL_UNITS as TRIAL_UNITS, choose_strategy as choose_strategy
+from .preflight import (
+    exhausted as exhausted,
+    place_workers as place_workers,
+    set_threads as set_threads,
+)
 from .task import (
     MADE_UP as MADE_UP,
     Batch as Batch,

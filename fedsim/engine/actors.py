@@ -1,58 +1,47 @@
-"""Workers as Ray actors: their place, what is sent to them, and the cause of a failure."""
+"""Ray actors: the workers of an engine, what is sent to them, and independent jobs."""
 
 import re
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import ray
-from ray.exceptions import ObjectStoreFullError, OutOfDiskError
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError, RayTaskError
+from ray.util import ActorPool
 
 from fedsim.cgroups import cpus
+from fedsim.config import EngineConfig
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import EngineError
-from fedsim.engine.environment import (
-    Placement,
-    actor_options,
-    difference,
-    expect_room,
-    place_workers,
-    versions,
-)
+from fedsim.engine.environment import difference, keep_compiled, versions
+from fedsim.engine.preflight import Placement, actor_options, expect_room, place_workers
 from fedsim.engine.task import Task
+from fedsim.errors import FedsimError
+from fedsim.files import cache_dir
 from fedsim.signals import raise_if_stopped
+
+RETRIES = 2  # of a job whose process is lost
 
 
 class Actors:
     """Creates the workers of one engine, on a cluster that it joins or starts."""
 
-    def __init__(
-        self,
-        task: Task,
-        *,
-        num_workers: int | None,
-        threads: int,
-        accelerator: str = "auto",
-        wait_s: float = 0.0,
-        cache_dir: Path | None = None,
-    ):
+    def __init__(self, task: Task | None, config: EngineConfig, cache_dir: Path | None = None):
         """Connect to the cluster and place the workers.
 
         Args:
           task: the model and its data.
-          num_workers: requested number; None: as many as there is room for, now and later.
-          threads: CPU threads of a worker.
-          accelerator: auto, cpu, gpu or tpu.
-          wait_s: seconds to wait for room, as with an autoscaler.
+          config: number, threads and accelerator of the workers, and seconds to wait for room.
           cache_dir: directory of compiled programs.
         Raises: ConfigError: the cluster cannot be reached, or has no room for the workers.
         """
-        self._cluster = connect(num_workers, threads)
+        # A private cluster declares the machine's CPUs, or more if the workers need more.
+        self._cluster = Cluster(max(cpus(), (config.num_workers or 1) * config.threads_per_worker))
         try:
-            wanted = (num_workers, threads, accelerator)
-            self.placement: Placement = placed_in_time(self._cluster, *wanted, wait_s)
+            self.placement = placed_in_time(self._cluster, config)
             # An argument of methods: an argument of the constructor would have to exist when Ray
             # starts an actor again.
             self.task = _stored(task, "the task")
@@ -60,10 +49,11 @@ class Actors:
             self._cluster.close()
             raise
         self.warning = self._cluster.warning
+        self.facts: dict[str, Any] = {}
+        """Facts of the first worker that has answered; the others must be like it."""
         self._cache_dir = cache_dir
         self._versions = versions()
-        self._kind: str | None = None  # of the host of the first worker that has answered
-        self.fixed = num_workers is not None
+        self._is_fixed = config.num_workers is not None
 
     def create(self, worker_class: type) -> Any:
         """Start an actor, which has no task yet."""
@@ -73,7 +63,7 @@ class Actors:
     def wanted(self) -> int:
         """Return the number of workers that should run now: as requested, or as there is room."""
         room = self.placement.room(self._cluster.nodes())
-        return min(self.placement.num_workers, room) if self.fixed else room
+        return min(self.placement.num_workers, room) if self._is_fixed else room
 
     def why_incompatible(self, facts: dict[str, Any]) -> str:
         """Say why a worker must not compute: its bits might differ. Empty if it may.
@@ -83,11 +73,12 @@ class Actors:
         """
         if not (reason := difference(self._versions, facts["versions"])):
             self._versions |= facts["versions"]  # adds accelerators' packages, which it may lack
-        self._kind = self._kind or facts["kind"]
-        if not reason and facts["kind"] != self._kind:
+        self.facts = self.facts or facts
+        kind, first = facts["kind"], self.facts["kind"]
+        if not reason and kind != first:
             # Other processors and devices round differently. Which worker computes a unit may
             # depend on the other units drawn, so a missing unit would change more than its part.
-            reason = f"{facts['kind']} instead of {self._kind}: workers must be of one kind"
+            reason = f"{kind} instead of {first}: workers must be of one kind"
         return reason and f"the worker on {facts['host']} has {reason}"
 
     def close(self) -> None:
@@ -96,42 +87,28 @@ class Actors:
         self._cluster.close()
 
 
-def placed_in_time(
-    cluster: Cluster,
-    num_workers: int | None,
-    threads: int,
-    accelerator: str,
-    wait_s: float = 0.0,
-) -> Placement:
-    """Place workers as soon as there is room for them; arguments as of `Actors`.
+def placed_in_time(cluster: Cluster, config: EngineConfig) -> Placement:
+    """Place workers as soon as there is room for them.
 
     The placement is computed again while nodes join, because `auto` depends on the nodes.
     Raises: ConfigError: there is no room when the time is up.
     """
-    deadline, requested = time.monotonic() + wait_s, None
+    deadline, requested = time.monotonic() + config.wait_for_workers, None
     while True:
         nodes = cluster.nodes()
-        placement = place_workers(num_workers, threads, nodes, accelerator)
-        there = placement.room(nodes) >= placement.num_workers
-        if wait_s and there and requested is None:
-            # An earlier driver may have been killed with a request, which only another one ends.
-            cluster.ask_for([placement.needs] * placement.num_workers)
-        if there or time.monotonic() >= deadline:
-            expect_room(placement, nodes)
-            return placement
-        if placement != requested:
+        placement = place_workers(
+            config.num_workers, config.threads_per_worker, nodes, config.accelerator
+        )
+        if config.wait_for_workers and placement != requested:
+            # Also if there is room: an earlier driver may have been killed with a request, which
+            # only another one ends.
             cluster.ask_for([placement.needs] * placement.num_workers)
             requested = placement
+        if placement.room(nodes) >= placement.num_workers or time.monotonic() >= deadline:
+            expect_room(placement, nodes)
+            return placement
         raise_if_stopped()
         time.sleep(1)
-
-
-def connect(num_workers: int | None, threads: int) -> Cluster:
-    """Join a cluster, or start one for these workers; arguments as of `Actors`.
-
-    A private cluster declares the machine's CPUs, or more if the workers need more.
-    """
-    return Cluster(max(cpus(), (num_workers or 1) * threads))
 
 
 def _stored(value: Any, what: str) -> Any:
@@ -191,3 +168,48 @@ def cause(error: Exception) -> str:
 def _plain(text: str) -> str:
     """Remove terminal colours, which Ray adds."""
     return re.sub(r"\x1b\[\d*m", "", text)
+
+
+class Runner:
+    """A process that computes one job after another, with its compiled programs."""
+
+    def __init__(self, cache_dir: Path):
+        keep_compiled(cache_dir)
+
+    @ray.method(max_task_retries=RETRIES)
+    def run(self, function: Callable[..., Any], job: Any, *shared: Any) -> Any:
+        """Compute function(job, *shared) in this process."""
+        return function(job, *shared)
+
+
+def on_workers(
+    function: Callable[..., Any], jobs: Sequence[Any], *shared: Any, config: EngineConfig
+) -> Iterator[Any]:
+    """Yield function(job, *shared) for each job, in their order.
+
+    Args:
+      function: importable in the processes; a job whose process is lost is computed again.
+      shared: arguments of all jobs; each node stores them once.
+      config: number, threads and accelerator of the processes.
+
+    Raises:
+      ConfigError: the cluster cannot be reached, or has no room.
+      EngineError: a job failed, or its process was lost repeatedly.
+    """
+    actors, runners = Actors(None, config, cache_dir() / "compiled"), []
+    try:
+        count = min(actors.placement.num_workers, len(jobs))
+        runners += [actors.create(Runner) for _ in range(count)]
+        stored = [ray.put(each) for each in shared]
+        pool = ActorPool(runners)
+        yield from pool.map(lambda runner, job: runner.run.remote(function, job, *stored), [*jobs])
+    except RayTaskError as error:
+        if isinstance(error.cause, FedsimError):
+            raise error.cause from None
+        raise EngineError(cause(error), details=str(error)) from error
+    except RayError as error:
+        raise EngineError(f"a process was lost repeatedly: {cause(error)}") from error
+    finally:
+        for runner in runners:
+            ray.kill(runner)
+        actors.close()

@@ -11,7 +11,6 @@ short texts fill the rows of long ones.
 """
 
 import dataclasses
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -116,16 +115,10 @@ class Trial:
     """Estimated seconds for the units of the trial, to show: nothing is chosen by it."""
     memory: int = 0
     """Bytes that the compiled program needs beside parameters and sum."""
-    free: int = sys.maxsize
-    """Bytes that are free on the worker."""
     unsupported: str = ""
     """Reason for which the strategy does not support the model; empty if it does."""
-
-    @property
-    def fault(self) -> str:
-        """Reason for which the strategy cannot be used; empty if it can."""
-        needed = f"needs {self.memory / 2**20:.0f} MiB, and {self.free / 2**20:.0f} are free"
-        return self.unsupported or (needed if self.memory > self.free else "")
+    fault: str = ""
+    """Reason for which the strategy cannot be used; empty if it can."""
 
 
 def ignore(*args: Any) -> None:
@@ -168,14 +161,10 @@ class Engine(ABC):
             self.heard = ignore
 
     @abstractmethod
-    def _lanes(
-        self, method: str, params: Any, lanes: Sequence[np.ndarray], *args
-    ) -> Iterator[tuple[Any, Any]]:
+    def _lanes(self, method: str, params: Any, lanes: Sequence[np.ndarray], *args) -> Iterator[Any]:
         """Yield `Worker.<method>(version, params, lane, *args)` for every lane, in lane order."""
 
-    def _begin(
-        self, method: str, params: Any, lanes: Sequence[np.ndarray], *args
-    ) -> Iterator[tuple[Any, Any]]:
+    def _begin(self, method: str, params: Any, lanes: Sequence[np.ndarray], *args) -> Iterator[Any]:
         """Like `_lanes`, for results that are needed later.
 
         Work may begin at once; calls whose results are waited for take precedence.
@@ -187,20 +176,16 @@ class Engine(ABC):
         """Wait until workers can compute. Raises EngineError if they do not start."""
 
     @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Return `Worker.facts` of a worker, after `ready`; all workers are of one kind."""
+
+    @abstractmethod
     def close(self) -> None:
         """Release the workers, and end the processes that were started for them."""
 
     @abstractmethod
     def describe(self) -> str:
         """Describe the workers, for people."""
-
-    def host(self, params: Any) -> str:
-        """Name the kind of host and device of a worker, on which bits depend."""
-        return str(self._ask_one("host", params, np.zeros((1, 1), np.int64)))
-
-    def platform(self, params: Any) -> str:
-        """Name the kind of device of a worker: cpu, gpu or tpu."""
-        return str(self._ask_one("platform", params, np.zeros((1, 1), np.int64)))
 
     def try_strategy(self, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy) -> Trial:
         """Try a strategy on one worker.
@@ -211,11 +196,7 @@ class Engine(ABC):
           clip: the clip norm C.
           strategy: the strategy.
         """
-        return self._ask_one("try_strategy", params, rows, clip, strategy)
-
-    def _ask_one(self, method: str, params: Any, rows: np.ndarray, *args: Any) -> Any:
-        """Call a method of one worker."""
-        return next(iter(self._lanes(method, params, [rows], *args)))
+        return next(self._lanes("try_strategy", params, [rows], clip, strategy))
 
     def clipped_sum(
         self,
@@ -308,15 +289,6 @@ class Engine(ABC):
 
         return wait
 
-    def read_ahead(self, rows: np.ndarray) -> None:  # noqa: B027
-        """Have idle workers read the rows of the next `clipped_sum`."""
-
-    def prepare(self, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy) -> None:  # noqa: B027
-        """Have idle workers compile the programs of a `clipped_sum`; arguments as of that.
-
-        Work goes on after the return. Errors are ignored: they recur when a program is used.
-        """
-
     def measurements(self) -> dict[str, float]:
         """Return metrics of workers, by name."""
         return {"performance/redispatched_lanes": self.redispatched}
@@ -343,10 +315,10 @@ def cut(task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int) ->
       least: least units of a lane, if there are that many units.
     """
     num_lanes = max(1, min(num_lanes, len(rows) // least))
-    lengths = None if num_lanes == 1 else costs(task, split, rows)
-    if lengths is None:
+    found = None if num_lanes == 1 else _lengths_and_costs(task, split, rows)
+    if found is None:
         return _in_order([x for x in np.array_split(rows, num_lanes) if len(x)])
-    longest, cost = _lengths_and_costs(task, split, rows, lengths)
+    longest, cost = found
     order = np.argsort(-longest, kind="stable")
     block = max(least, min(len(rows) // num_lanes, AT_ONCE))
     costs_in_order = cost[order]
@@ -383,37 +355,10 @@ def cut_examples(task: Task, split: str, rows: np.ndarray, num_lanes: int, least
     return _in_order(np.split(rows, 1 + np.flatnonzero(np.diff(lane))))
 
 
-def one_of_each(task: Task, rows: np.ndarray) -> list[np.ndarray]:
-    """Return a unit [1, group] of each length among the units of a step, the shortest first.
-
-    Args:
-      rows: examples of the training split, int [units, group].
-    """
-    kinds, lengths = [np.zeros(len(rows), int)], costs(task, "train", rows)
-    if lengths is not None:
-        longest, cost = _lengths_and_costs(task, "train", rows, lengths)
-        kinds = [lengths.max(axis=1), longest, cost > longest]  # in rows of texts, and shared
-    kinds = np.unique(np.stack(kinds), axis=1, return_index=True)[1]
-    return [rows[[unit]] for unit in kinds]
-
-
 def _lengths_and_costs(
-    task: Task, split: str, rows: np.ndarray, lengths: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+    task: Task, split: str, rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray] | None:
     """Return (length of the rows, tokens with padding) of each unit, int [units] each.
-
-    Args: lengths: the result of `costs`.
-    """
-    shared = task.buckets.shared if task.buckets and lengths.shape[1] > 1 else ()
-    if not shared or (sizes := sizes_of(task, split, rows.ravel())) is None:
-        return lengths.max(axis=1), lengths.sum(axis=1)
-    sizes = np.where(rows >= 0, sizes.reshape(rows.shape), 0)
-    longest = shared_lengths(sizes, shared)
-    return longest, np.maximum(longest, sizes.sum(axis=1))
-
-
-def costs(task: Task, split: str, rows: np.ndarray) -> np.ndarray | None:
-    """Return the padded length of each example of the units, int64 [units, group], 0 for padding.
 
     None: all examples have the same length, or it is unknown.
     """
@@ -421,5 +366,12 @@ def costs(task: Task, split: str, rows: np.ndarray) -> np.ndarray | None:
         return None
     if (sizes := sizes_of(task, split, rows.ravel())) is None:
         return None
-    lengths = np.where(rows.ravel() >= 0, buckets.holding(sizes), 0)
-    return lengths.reshape(rows.shape if rows.ndim > 1 else (len(rows), 1))
+    shape = rows.shape if rows.ndim > 1 else (len(rows), 1)
+    is_real = rows.reshape(shape) >= 0
+    sizes = sizes.reshape(shape)
+    if not buckets.shared or shape[1] == 1:
+        lengths = np.where(is_real, buckets.holding(sizes), 0)
+        return lengths.max(axis=1), lengths.sum(axis=1)
+    sizes = np.where(is_real, sizes, 0)
+    longest = shared_lengths(sizes, buckets.shared)
+    return longest, np.maximum(longest, sizes.sum(axis=1))

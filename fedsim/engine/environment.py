@@ -1,27 +1,25 @@
-"""The environment of driver and workers: resources, threads, packages and compiled programs.
+"""The environment of a process that computes: threads, options of XLA and JAX, packages, programs.
 
 Versions, settings and kind of host make driver, workers and later runs comparable, because bits
-depend on them. `place_workers` turns a cluster's resources into workers; this module has all
-environment variables and compiler options with which their processes start.
+depend on them. Options of XLA and JAX have an allow-list.
 """
 
 import ctypes
-import dataclasses
 import hashlib
 import os
 import platform
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax._src import xla_bridge
+from jaxlib import xla_client
 
 from fedsim.config import EngineConfig
-from fedsim.engine.compiler_options import expect_allowed
-from fedsim.errors import ConfigError
+from fedsim.errors import ConfigError, expect
 from fedsim.files import NotOurs, cache_dir, own_directory
 from fedsim.installation import version
 
@@ -39,6 +37,75 @@ NO_BITS = r"dump|^glibc\.malloc"
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
+# An option can break what the guarantee rests on: XLA's fast math folds `isfinite` to true, and
+# JAX_DEBUG_NANS ends a run because of one user's numbers. So one that is not in these tables is
+# refused before anything is computed, in the driver and in every worker, whatever the run claims.
+ANY, NUMBER, SWITCH = r".*", r"\d+", r"|true|false|1|0"
+XLA: dict[str, str] = {
+    "xla_force_host_platform_device_count": NUMBER,  # each device computes as one alone does
+    "xla_cpu_max_isa": r"\w+",  # the proof holds with and without fused products and sums
+    "xla_cpu_multi_thread_eigen": SWITCH,  # threads of a product; its terms may have any order
+    "xla_cpu_use_fusion_emitters": SWITCH,  # another generator of code for the same operations
+    "xla_backend_optimization_level": r"[0-3]",  # LLVM keeps to IEEE 754 at every level
+    "xla_gpu_deterministic_ops": r"|true|1",  # as in `compiler_options`
+    "xla_gpu_cuda_data_dir": ANY,  # the place of CUDA
+    "xla_dump_to": ANY,  # writes programs, not the numbers that they compute
+    "xla_dump_hlo_as_text": SWITCH,
+}
+"""Options in XLA_FLAGS, each with a pattern of its values."""
+ALLOWED: dict[str, str] = {
+    "JAX_PLATFORMS": ANY,  # the device, whose arithmetic is checked
+    "JAX_PLATFORM_NAME": ANY,
+    "JAX_CUDA_VISIBLE_DEVICES": ANY,
+    "JAX_ROCM_VISIBLE_DEVICES": ANY,
+    "JAX_NUM_CPU_DEVICES": ANY,
+    "JAX_COMPILATION_CACHE_DIR": ANY,  # programs are kept by all options of their compilation
+    "JAX_COMPILATION_CACHE_MAX_SIZE": ANY,
+    "JAX_ENABLE_COMPILATION_CACHE": ANY,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": ANY,
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": ANY,
+    "JAX_DEFAULT_MATMUL_PRECISION": ANY,  # of the model; norms and sums ask for the highest
+    "JAX_THREEFRY_PARTITIONABLE": ANY,  # of the first parameters; draws and noise are not JAX's
+    "JAX_RANDOM_SEED_OFFSET": ANY,
+    "JAX_NUMPY_RANK_PROMOTION": ANY,  # a check of shapes, when a program is traced
+    "JAX_LOGGING_LEVEL": ANY,  # messages
+    "JAX_LOG_COMPILES": ANY,
+    "JAX_DEBUG_LOG_MODULES": ANY,
+    "JAX_EXPLAIN_CACHE_MISSES": ANY,
+    "JAX_TRACEBACK_FILTERING": ANY,
+    "LIBTPU_INIT_ARGS": "",  # no option of TPUs has been looked at
+    "NVIDIA_TF32_OVERRIDE": "0",  # 0: never TF32
+}
+"""Variables that start with JAX_ or LIBTPU_, or can reduce precision, each with a pattern of its
+values; those of IN_FORCE may be set, too."""
+IN_FORCE: dict[str, tuple] = {
+    # With other values, programs fail.
+    "jax_enable_x64": (False,),
+    "jax_numpy_dtype_promotion": ("standard",),
+    "jax_disable_jit": (False,),
+    "jax_transfer_guard": (None, "allow", "log"),
+    # With other values, one user's numbers can end a run.
+    "jax_debug_nans": (False,),
+    "jax_debug_infs": (False,),
+    "jax_error_checking_behavior_nan": ("ignore",),
+    "jax_error_checking_behavior_divide": ("ignore",),
+    "jax_error_checking_behavior_oob": ("ignore",),
+    # Further options of the compiler.
+    "jax_pjrt_client_create_options": (None, ""),
+    "jax_optimization_level": ("UNKNOWN",),
+    "jax_exec_time_optimization_effort": (0.0,),
+}
+"""Options of JAX whose other values are refused, wherever they were set, each with the values that
+are accepted: the default first."""
+COMPILED_WITH = {
+    "xla_cpu_enable_fast_math": False,
+    "xla_gpu_enable_fast_min_max": False,
+    "xla_disable_hlo_passes": "",
+}
+"""Values of options with which XLA must compile: it reads XLA_FLAGS once, and a program may have
+changed the variable since."""
+
+
 def set_threads(config: EngineConfig) -> bool:
     """Give this process the threads and platform of a run's driver, if JAX has not started.
 
@@ -49,17 +116,15 @@ def set_threads(config: EngineConfig) -> bool:
     Returns: true if the process has the threads and platform of the settings.
     Raises: ConfigError: JAX cannot compute with its settings; see `expect_usable_jax`.
     """
-    variables = driver_environment(config.threads_per_worker)
-    if config.kind == "local":  # this process computes, on whatever there is
-        del variables["JAX_PLATFORMS"]
-    if xla_bridge.backends_are_initialized():
-        expect_usable_jax()
-        return all(os.environ.get(name) == value for name, value in variables.items())
-    os.environ.update(variables)
-    if "JAX_PLATFORMS" in variables:  # JAX has read the variable when it was imported
-        jax.config.update("jax_platforms", variables["JAX_PLATFORMS"])
+    variables = {"NPROC": str(config.threads_per_worker)}
+    if config.kind != "local":  # workers compute: the driver must take no accelerator
+        variables["JAX_PLATFORMS"] = "cpu"
+    if not xla_bridge.backends_are_initialized():
+        os.environ.update(variables)
+        if config.kind != "local":  # JAX has read the variable when it was imported
+            jax.config.update("jax_platforms", "cpu")
     expect_usable_jax()
-    return True
+    return all(os.environ.get(name) == value for name, value in variables.items())
 
 
 def expect_usable_jax() -> None:
@@ -77,6 +142,38 @@ def expect_usable_jax() -> None:
         reason = " ".join(str(error).partition("(set JAX")[0].split())[:200] or "JAX finds none"
         expected = f"devices that this machine has ({reason}); unset it, or set it to cpu"
         raise ConfigError(f"{fields}: expected {expected}", field="JAX_PLATFORMS") from None
+
+
+def expect_allowed() -> None:
+    """Check the options of XLA and JAX in this process, without starting JAX.
+
+    Raises: ConfigError: one of them is not on the allow-list.
+    """
+    for word in os.environ.get("XLA_FLAGS", "").split():  # a word without -- names a file of them
+        name, _, value = word.removeprefix("--").partition("=")
+        known = word.startswith("--") and name in XLA and re.fullmatch(XLA[name], value)
+        _expect("XLA_FLAGS", word, bool(known), f"only {', '.join(XLA)}")
+    for name, value in os.environ.items():
+        ours = name in ALLOWED or name.startswith(("JAX_", "LIBTPU_"))
+        if value and ours and name.lower() not in IN_FORCE:
+            pattern = ALLOWED.get(name)
+            known = pattern is not None and re.fullmatch(pattern, value)
+            instead = f"only {', '.join(ALLOWED)}" if pattern is None else pattern or "unset"
+            _expect(name, value, bool(known), instead)
+    for name, usable in IN_FORCE.items():
+        value = jax.config.values.get(name, usable[0])
+        value = getattr(value, "value", value)  # of an enumeration
+        how = f"unset it, or jax.config.update({name!r}, {usable[0]!r}) in Python"
+        expect(name.upper(), value, value in usable, f"{usable[0]}, JAX's default: {how}")
+    in_force = xla_client.CompileOptions().executable_build_options.debug_options
+    for name, expected in COMPILED_WITH.items():
+        value = getattr(in_force, name, expected)
+        _expect("XLA_FLAGS", f"--{name}={value}", value == expected, f"--{name}={expected}")
+
+
+def _expect(variable: str, value: Any, holds: bool, allowed: str) -> None:
+    why = "the guarantee was not checked with other options"
+    expect(variable, value, holds, f"{allowed}: {why}")
 
 
 def keep_memory() -> bool:
@@ -176,142 +273,8 @@ def host_kind() -> str:
     return re.sub(r"\W+", "-", name).strip("-")
 
 
-Resources = Mapping[str, float]  # of a node, as Ray counts them: CPU, GPU, TPU, ...
-
-# Freed memory stays with the process, in large pages, for the next program. By default every call
-# gets fresh pages, which costs up to a tenth of a gradient's time.
-ALLOCATOR = ":".join(
-    f"glibc.malloc.{name}={value}"
-    for name, value in {
-        "mmap_threshold": 2**40,
-        "trim_threshold": 2**40,
-        "arena_max": 1,  # other arenas cannot hold large blocks
-        "hugetlb": 1,
-    }.items()
-)
-
-PLATFORMS = {None: "cpu", "GPU": "cuda,cpu", "TPU": "tpu,cpu"}  # by accelerator
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """The number of workers and the resources of each."""
-
-    num_workers: int
-    threads: int
-    """CPU threads of a worker."""
-    accelerator: str | None = None
-    """Ray's name of the workers' accelerator, GPU or TPU; None: CPU."""
-
-    @property
-    def needs(self) -> dict[str, float]:
-        """Resources of one worker, by Ray's names."""
-        accelerator: dict[str, float] = {self.accelerator: 1} if self.accelerator else {}
-        return {"CPU": self.threads, **accelerator}
-
-    def room(self, nodes: Iterable[Resources]) -> int:
-        """Return the number of workers that the nodes can hold."""
-        return sum(
-            min(int(node.get(name, 0) // need) for name, need in self.needs.items())
-            for node in nodes
-        )
-
-    def describe(self) -> str:
-        """Describe the device of one worker, for people."""
-        if self.accelerator:
-            return f"1 {self.accelerator}"
-        return f"{self.threads} CPU thread{'' if self.threads == 1 else 's'}"
-
-
-def place_workers(
-    num_workers: int | None,
-    threads: int,
-    nodes: Iterable[Resources],
-    accelerator: str = "auto",
-) -> Placement:
-    """Place as many workers as the nodes hold: by default one per GPU or TPU chip, or else one per
-    `threads` CPUs. Pure: reads nothing but its arguments.
-
-    Args:
-      num_workers: requested number of workers; None: as many as there is room for.
-      threads: CPU threads of a worker.
-      nodes: resources of each node.
-      accelerator: auto, cpu, gpu or tpu.
-    """
-    nodes = list(nodes)
-    if accelerator == "auto":
-        there = (name for name in ("GPU", "TPU") if any(node.get(name, 0) for node in nodes))
-        accelerator = next(there, "CPU")
-    name = accelerator.upper()
-    placement = Placement(1, threads, None if name == "CPU" else name)
-    return dataclasses.replace(placement, num_workers=num_workers or max(1, placement.room(nodes)))
-
-
-def expect_room(placement: Placement, nodes: Iterable[Resources]) -> None:
-    """Raise ConfigError if the nodes have no room for the workers: Ray would wait forever."""
-    nodes = list(nodes)
-    room = placement.room(nodes)
-    if not room and placement.accelerator:
-        raise ConfigError.of(
-            "accelerator",
-            placement.accelerator.lower(),
-            f"nodes with a {placement.accelerator} for each worker, found none",
-        )
-    if placement.num_workers > room:
-        each = ", ".join(f"{need:g} {name}" for name, need in placement.needs.items())
-        have = [
-            ", ".join(f"{node.get(name, 0):g} {name}" for name in placement.needs) for node in nodes
-        ]
-        raise ConfigError.of(
-            "num_workers",
-            placement.num_workers,
-            f"at most {room} (a worker needs {each}; nodes have {'; '.join(have) or 'nothing'})",
-        )
-
-
-def driver_environment(threads: int) -> dict[str, str]:
-    """Variables of a driver whose workers compute the gradients: it must take no accelerator."""
-    return {"NPROC": str(threads), "JAX_PLATFORMS": "cpu"}
-
-
 def compiler_options(platform: str) -> dict[str, str | bool] | None:
     """Options of XLA for each program whose bits matter."""
     # A unit's contribution must be a function of its rows: no atomics, whose order varies, and no
     # choice of kernels by timing, which would differ between workers.
     return {"xla_gpu_deterministic_ops": True} if platform == "gpu" else None
-
-
-def worker_environment(placement: Placement) -> dict[str, str]:
-    """Variables with which a worker's process starts: JAX and the C library read them then."""
-    # NPROC sizes XLA's thread pool; OMP_NUM_THREADS and XLA flags do not.
-    variables = {"NPROC": str(placement.threads)}
-    # Explicit, because workers inherit the driver's variables, and because an accelerator that JAX
-    # cannot use must be an error, not a slow run.
-    variables["JAX_PLATFORMS"] = PLATFORMS[placement.accelerator]
-    variables["JAX_PLATFORM_NAME"] = ""  # an older name, by which JAX would choose another device
-    if placement.accelerator == "GPU":
-        # A worker has its GPU to itself; the default leaves a quarter of the memory unused.
-        variables["XLA_CLIENT_MEM_FRACTION"] = "0.9"
-        variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = ""  # its older name: JAX takes one of the two
-        # For every program, also those without `compiler_options`.
-        variables["XLA_FLAGS"] = "--xla_gpu_deterministic_ops=true"
-    if placement.accelerator is None:
-        variables["JAX_NUM_CPU_DEVICES"] = "1"
-        variables["GLIBC_TUNABLES"] = ALLOCATOR
-    return variables
-
-
-def actor_options(placement: Placement) -> dict:
-    """Options of a worker's Ray actor.
-
-    The engine retries, not Ray, whose retry is silent and goes to the same actor.
-    """
-    needs = placement.needs
-    return {
-        "num_cpus": needs.pop("CPU"),
-        "num_gpus": needs.pop("GPU", 0),
-        "resources": needs,
-        "max_restarts": -1,
-        "max_task_retries": 0,
-        "runtime_env": {"env_vars": worker_environment(placement)},
-    }

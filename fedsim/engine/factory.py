@@ -1,20 +1,21 @@
-"""The choice of the engine by the settings."""
+"""The choice of the engine and of the clipping strategy by the settings."""
 
 import functools
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
+from fedsim.clipping import AUTO, Clip, Strategy, by_rule, num_coordinates
 from fedsim.config import EngineConfig
 from fedsim.engine.engine import Engine, ignore
 from fedsim.engine.environment import remember_programs
-from fedsim.engine.preflight import cluster_address
 from fedsim.engine.task import Task
-from fedsim.errors import expect
+from fedsim.errors import ConfigError, expect
 from fedsim.installation import optional
+
+TRIAL_UNITS = 32  # made-up units, of which a strategy is tried on the longest
 
 
 def create(config: EngineConfig, task: Task, *, warn: Callable[[str], None] = ignore) -> Engine:
@@ -36,50 +37,7 @@ def create(config: EngineConfig, task: Task, *, warn: Callable[[str], None] = ig
     with optional():
         from fedsim.engine.ray_engine import RayEngine
 
-    return RayEngine(
-        task,
-        num_lanes=config.num_lanes,
-        num_workers=config.num_workers,
-        threads=config.threads_per_worker,
-        accelerator=config.accelerator,
-        timeout_s=config.worker_timeout,
-        wait_s=config.wait_for_workers,
-        cache_dir=compiled,
-        warn=warn,
-    )
-
-
-@contextmanager
-def start_cluster_early(config: EngineConfig) -> Iterator[Callable[..., Engine]]:
-    """Start a private cluster, if the settings need one, while the caller goes on; it ends with
-    the context.
-
-    Yields: `create` for these settings, of the task and `warn`, which waits for the cluster.
-      Raises: EngineError: Ray does not start.
-    """
-    if config.kind == "local" or cluster_address():
-        yield functools.partial(create, config)
-        return
-
-    def create_there(task: Task, **how: Any) -> Engine:
-        cluster.result()
-        return create(config, task, **how)
-
-    with ThreadPoolExecutor(1) as thread:
-        cluster = thread.submit(_cluster, config)
-        try:
-            yield create_there
-        finally:
-            if cluster.exception() is None:
-                cluster.result().close()
-
-
-def _cluster(config: EngineConfig) -> Any:
-    """Import Ray and start a cluster of this process."""
-    with optional():
-        from fedsim.engine import actors
-
-    return actors.connect(config.num_workers, config.threads_per_worker)
+    return RayEngine(task, config, warn=warn, cache_dir=compiled)
 
 
 def expect_accelerator(config: EngineConfig) -> None:
@@ -98,3 +56,41 @@ def reduction(config: EngineConfig, *, exact: bool) -> str:
       exact: true if sums are of whole numbers, as with noise; then no order matters.
     """
     return "whole numbers" if exact else f"{config.num_lanes} lanes in order"
+
+
+def choose_strategy(
+    engine: Engine, params: Any, group: int, clip: Clip, config: EngineConfig
+) -> tuple[Strategy, str]:
+    """Choose the strategy for steps with units of `group` rows: the one of the settings, or of the
+    rule.
+
+    `ghost`, and `direct` with another number of rows, are tried on made-up rows first.
+    Args:
+      engine: tries the strategy, on one worker.
+      params: tree of float32 arrays.
+      group: rows of a unit.
+      clip: the clip norm C.
+      config: `strategy` and `rows_per_pass`.
+    Returns: (strategy, a line with the reason).
+    Raises: ConfigError: the requested strategy cannot be used.
+    """
+    task, name, rows = engine.task, config.strategy, config.rows_per_pass
+    take = functools.partial(
+        by_rule,
+        group=group,
+        num_parameters=num_coordinates(params),
+        adapters=task.frozen is not None,
+        on_cpu=engine.facts()["platform"] == "cpu",
+        length=task.buckets.lengths[-1] if task.buckets else None,
+    )
+    strategy, why = take(name, rows), "by rule" if name == AUTO else "as asked for"
+    if strategy.name == "ghost" or (strategy.name == "direct" and rows is not None):
+        made_up = np.arange(TRIAL_UNITS * group).reshape(TRIAL_UNITS, group)
+        trial = engine.try_strategy(params, made_up, clip, strategy)
+        if name == AUTO and trial.unsupported:  # which follows from the model alone
+            why = f"by rule, as {strategy} does not support the model: {trial.unsupported}"
+            return take("direct", rows), why
+        if trial.fault:
+            setting, value = ("strategy", name) if trial.unsupported else ("rows_per_pass", rows)
+            raise ConfigError.of(setting, value, f"another one: {strategy} {trial.fault}")
+    return strategy, why

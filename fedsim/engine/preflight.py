@@ -1,15 +1,15 @@
-"""What a machine must have before JAX or Ray start, said in one line where it lacks.
+"""What a machine and a cluster must have for a run, before JAX starts; does not import JAX.
 
 On a machine without enough memory, XLA aborts the process and Ray waits or ends with a traceback.
-So the least that both need is looked for first: free memory, here and in the container; the limit
-of address space; shared memory. The least is that of a small model. A larger one may need more,
-which `--dry-run` estimates.
-
-Does not import JAX.
+So the least that both need, with a small model, is looked for first: free memory, here and in the
+container; the limit of address space; shared memory. `place_workers` turns a cluster's resources
+into workers, and `actor_options` has the environment with which their processes start.
 """
 
+import dataclasses
 import os
 import resource
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fedsim.cgroups import cpus, free_memory
@@ -19,12 +19,26 @@ from fedsim.installation import expect_installed
 
 GB = 1e9
 SHARED = Path("/dev/shm")
-
-
 # Measured with the README's training on one and two cores, less a tenth; in bytes.
 LOCAL_MEMORY, LOCAL_SPACE = 0.42 * GB, 4 * GB
 RAY_MEMORY, RAY_SPACE = 0.6 * GB, 12 * GB
 WORKER_MEMORY = 0.25 * GB  # of each worker, beside RAY_MEMORY
+
+Resources = Mapping[str, float]  # of a node, as Ray counts them: CPU, GPU, TPU, ...
+
+# Freed memory stays with the process, in large pages, for the next program. By default every call
+# gets fresh pages, which costs up to a tenth of a gradient's time.
+ALLOCATOR = ":".join(
+    f"glibc.malloc.{name}={value}"
+    for name, value in {
+        "mmap_threshold": 2**40,
+        "trim_threshold": 2**40,
+        "arena_max": 1,  # other arenas cannot hold large blocks
+        "hugetlb": 1,
+    }.items()
+)
+
+PLATFORMS = {None: "cpu", "GPU": "cuda,cpu", "TPU": "tpu,cpu"}  # by accelerator
 
 
 def cluster_address() -> str:
@@ -74,6 +88,118 @@ def set_threads(config: EngineConfig) -> bool:
     from fedsim.engine import environment
 
     return environment.set_threads(config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The number of workers and the resources of each."""
+
+    num_workers: int
+    threads: int
+    """CPU threads of a worker."""
+    accelerator: str | None = None
+    """Ray's name of the workers' accelerator, GPU or TPU; None: CPU."""
+
+    @property
+    def needs(self) -> dict[str, float]:
+        """Resources of one worker, by Ray's names."""
+        accelerator: dict[str, float] = {self.accelerator: 1} if self.accelerator else {}
+        return {"CPU": self.threads, **accelerator}
+
+    def room(self, nodes: Iterable[Resources]) -> int:
+        """Return the number of workers that the nodes can hold."""
+        return sum(
+            min(int(node.get(name, 0) // need) for name, need in self.needs.items())
+            for node in nodes
+        )
+
+    def describe(self) -> str:
+        """Describe the device of one worker, for people."""
+        if self.accelerator:
+            return f"1 {self.accelerator}"
+        return f"{self.threads} CPU thread{'' if self.threads == 1 else 's'}"
+
+
+def place_workers(
+    num_workers: int | None,
+    threads: int,
+    nodes: Iterable[Resources],
+    accelerator: str = "auto",
+) -> Placement:
+    """Place as many workers as the nodes hold: by default one per GPU or TPU chip, or else one per
+    `threads` CPUs. Pure: reads nothing but its arguments.
+
+    Args:
+      num_workers: requested number of workers; None: as many as there is room for.
+      threads: CPU threads of a worker.
+      nodes: resources of each node.
+      accelerator: auto, cpu, gpu or tpu.
+    """
+    nodes = list(nodes)
+    if accelerator == "auto":
+        there = (name for name in ("GPU", "TPU") if any(node.get(name, 0) for node in nodes))
+        accelerator = next(there, "CPU")
+    name = accelerator.upper()
+    placement = Placement(1, threads, None if name == "CPU" else name)
+    return dataclasses.replace(placement, num_workers=num_workers or max(1, placement.room(nodes)))
+
+
+def expect_room(placement: Placement, nodes: Iterable[Resources]) -> None:
+    """Raise ConfigError if the nodes have no room for the workers: Ray would wait forever."""
+    nodes = list(nodes)
+    room = placement.room(nodes)
+    if not room and placement.accelerator:
+        raise ConfigError.of(
+            "accelerator",
+            placement.accelerator.lower(),
+            f"nodes with a {placement.accelerator} for each worker, found none",
+        )
+    if placement.num_workers > room:
+        each = ", ".join(f"{need:g} {name}" for name, need in placement.needs.items())
+        have = [
+            ", ".join(f"{node.get(name, 0):g} {name}" for name in placement.needs) for node in nodes
+        ]
+        raise ConfigError.of(
+            "num_workers",
+            placement.num_workers,
+            f"at most {room} (a worker needs {each}; nodes have {'; '.join(have) or 'nothing'})",
+        )
+
+
+def worker_environment(placement: Placement) -> dict[str, str]:
+    """Variables with which a worker's process starts: JAX and the C library read them then."""
+    # NPROC sizes XLA's thread pool; OMP_NUM_THREADS and XLA flags do not.
+    variables = {"NPROC": str(placement.threads)}
+    # Explicit, because workers inherit the driver's variables, and because an accelerator that JAX
+    # cannot use must be an error, not a slow run.
+    variables["JAX_PLATFORMS"] = PLATFORMS[placement.accelerator]
+    variables["JAX_PLATFORM_NAME"] = ""  # an older name, by which JAX would choose another device
+    if placement.accelerator == "GPU":
+        # A worker has its GPU to itself; the default leaves a quarter of the memory unused.
+        variables["XLA_CLIENT_MEM_FRACTION"] = "0.9"
+        variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = ""  # its older name: JAX takes one of the two
+        # For every program, also those without `compiler_options`.
+        variables["XLA_FLAGS"] = "--xla_gpu_deterministic_ops=true"
+    if placement.accelerator is None:
+        variables["JAX_NUM_CPU_DEVICES"] = "1"
+        variables["GLIBC_TUNABLES"] = ALLOCATOR
+    return variables
+
+
+def actor_options(placement: Placement) -> dict:
+    """Options of a worker's Ray actor.
+
+    The engine retries, not Ray, whose retry is silent and goes to the same actor.
+    """
+    needs = placement.needs
+    return {
+        "num_cpus": needs.pop("CPU"),
+        "num_gpus": needs.pop("GPU", 0),
+        "resources": needs,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "runtime_env": {"env_vars": worker_environment(placement)},
+    }
 
 
 def exhausted(error: BaseException) -> str:

@@ -15,6 +15,7 @@ import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,9 @@ from ray.exceptions import (
     RayTaskError,
 )
 
+from fedsim.config import EngineConfig
 from fedsim.engine.actors import Actors, Shared, cause, failure
-from fedsim.engine.engine import Engine, EngineError, ignore, one_of_each
+from fedsim.engine.engine import Engine, EngineError, ignore
 from fedsim.engine.task import Task
 from fedsim.engine.worker import NoTask, Worker
 from fedsim.signals import raise_if_stopped
@@ -104,34 +106,31 @@ class RayEngine(Engine):
     def __init__(
         self,
         task: Task,
+        config: EngineConfig,
         *,
-        num_lanes: int,
         warn: Callable[[str], None] = ignore,
-        timeout_s: float = 600.0,
-        wait_s: float = 0.0,
-        **actors: Any,
+        cache_dir: Path | None = None,
     ):
         """Start the workers; `ready` waits for them.
 
         Args:
           task: the model and its data.
-          num_lanes: most lanes of a step.
+          config: lanes, workers and their time limits.
           warn: receives warnings about workers.
-          timeout_s: seconds that a worker has for a call, and to start.
-          wait_s: seconds to wait for room, at the start and for workers that were lost.
-          actors: other arguments of `Actors`.
+          cache_dir: directory of compiled programs.
         Raises: ConfigError: the cluster cannot be reached, or has no room for the workers.
         """
-        super().__init__(task, num_lanes, warn)
-        self._actors = Actors(task, wait_s=wait_s, **actors)
+        super().__init__(task, config.num_lanes, warn)
+        self._actors = Actors(task, config, cache_dir)
         if self._actors.warning:
             warn(self._actors.warning)
-        self._timeout_s, self._start_s = timeout_s, max(timeout_s, wait_s)
+        self._timeout_s = config.worker_timeout
+        self._start_s = max(config.worker_timeout, config.wait_for_workers)
         self.num_workers = self._actors.placement.num_workers
-        if self.num_workers > num_lanes:
+        if (idle := self.num_workers - self.num_lanes) > 0:
             warn(
-                f"a step is cut in {num_lanes} parts, so {self.num_workers - num_lanes} of "
-                f"{self.num_workers} workers are idle: num_lanes={2 * self.num_workers} uses all"
+                f"a step is cut in {self.num_lanes} parts, so {idle} of {self.num_workers} workers "
+                f"are idle: num_lanes={2 * self.num_workers} uses all"
             )
         self._workers: dict[int, _Worker] = {}
         self._idle: deque[int] = deque()  # idle the longest first
@@ -155,6 +154,9 @@ class RayEngine(Engine):
             self._collect()
         self._started = True
 
+    def facts(self) -> dict[str, Any]:
+        return self._actors.facts
+
     def describe(self) -> str:
         count = "1 process" if self.num_workers == 1 else f"{self.num_workers} processes"
         return f"{count}, {self._actors.placement.describe()} each"
@@ -165,11 +167,6 @@ class RayEngine(Engine):
         self._flights.clear()
         self._shared.drop()
         self._actors.close()
-
-    def read_ahead(self, rows):
-        # Lanes go to idle workers in about this order, and pages are shared by a host's workers.
-        for worker, lane in zip(self._idle, self.cut(rows).rows, strict=False):
-            self._workers[worker].actor.read_ahead.remote("train", lane)
 
     def measurements(self) -> dict[str, float]:
         now, busy = time.monotonic(), self._busy_s
@@ -183,7 +180,8 @@ class RayEngine(Engine):
         }
 
     def _lanes(self, method, params, lanes, *args):
-        call = self._call(method, params, lanes, args)
+        self._shared.put(params)
+        call = _Call(method, self._shared.version, self._shared.ref, lanes, args)
         self._calls.append(call)
         return self._answers(call)
 
@@ -191,18 +189,6 @@ class RayEngine(Engine):
         answers = self._lanes(method, params, lanes, *args)
         self._dispatch()
         return answers
-
-    def prepare(self, params, rows, clip, strategy):
-        spare = list(self._idle)[1:]  # one is left for calls that are waited for
-        units = one_of_each(self.task, rows) if len(rows) else []
-        lanes = [np.concatenate(units[i :: len(spare)]) for i in range(len(spare)) if units[i:]]
-        call = self._call("prepare", params, lanes, (clip, strategy))
-        for lane in range(len(lanes)):
-            self._send(self._idle.pop(), call, lane)
-
-    def _call(self, method: str, params: Any, lanes: Sequence[np.ndarray], args: tuple) -> _Call:
-        self._shared.put(params)
-        return _Call(method, self._shared.version, self._shared.ref, lanes, args)
 
     def _answers(self, call: _Call) -> Iterator[Any]:
         """Yield answers in lane order, as soon as they arrive."""

@@ -3,18 +3,16 @@
 A lane's result is a function of (params, rows, clip): another worker can compute it again. A worker
 returns a sum over two units or more (one, if no more were drawn) and per-unit scalars.
 
-While a chunk is computed, a thread reads the next one; between steps, workers read the pages of the
-next step. Programs can be compiled before a lane needs them, by an idle worker or in a thread. In
-evaluations, short texts share rows and calls have few shapes, so that little is compiled.
+While a chunk is computed, a thread reads the next one. In evaluations, short texts share rows and
+calls have few shapes, so that little is compiled.
 """
 
-import contextlib
 import dataclasses
 import functools
 import os
 import socket
 import sys
-import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedsim import cgroups
 from fedsim.clipping import (
     Buckets,
     Chunk,
@@ -35,11 +34,9 @@ from fedsim.clipping import (
     num_coordinates,
     shared_lengths,
 )
-from fedsim.engine.compiler_options import expect_allowed
-from fedsim.engine.engine import Engine, Stats, one_of_each
-from fedsim.engine.environment import host_kind, keep_compiled, versions
+from fedsim.engine.engine import Engine, Stats, Trial
+from fedsim.engine.environment import expect_allowed, host_kind, keep_compiled, versions
 from fedsim.engine.programs import Programs, check_arithmetic, check_contributions, default_device
-from fedsim.engine.strategy import try_strategy
 from fedsim.engine.task import MADE_UP, Task, read_rows
 from fedsim.signals import raise_if_stopped
 
@@ -48,6 +45,9 @@ UNITS_PER_CALL = 32  # least units of a full call of `clip_chunk`
 EVAL_ROWS_PER_CHUNK = 16
 EVAL_FEW = 4  # rows of a length's last chunks: with a large model, padding costs more than calls
 EVAL_TOKENS_PER_CALL = 2048  # if short texts share rows
+
+FEW = 2  # least units of a trial
+SAME_NORMS = 0.02  # relative; strategies agree to 1e-5 in float32, and to less in bfloat16
 
 _fit = functools.cache(check_arithmetic)
 
@@ -74,8 +74,6 @@ class Worker:
             keep_compiled(cache_dir)
         self._task = task
         self._programs: Programs | None = None
-        self._background: threading.Thread | None = None
-        self._ending = threading.Event()
 
     def begin(self, task: Task) -> dict[str, Any]:
         """Take a task, unless the worker has one, and return `facts`."""
@@ -102,7 +100,8 @@ class Worker:
         return self.task.buckets
 
     def facts(self) -> dict[str, Any]:
-        """Return device, host, kind of host, process and versions, after a check of the process.
+        """Return device, platform, host, kind of host (on which bits depend), process and versions,
+        after a check of the process.
 
         Raises:
           ConfigError: an option of XLA or JAX is not allowed.
@@ -112,22 +111,12 @@ class Worker:
         _fit(default_device())
         return {
             "device": str(jax.local_devices()[0]),
+            "platform": jax.default_backend(),
             "host": socket.gethostname(),
             "kind": _kind_of_host(),
             "process": os.getpid(),
             "versions": versions(),
         }
-
-    def read_ahead(self, split: str, rows: np.ndarray) -> None:
-        """Read rows that will be needed soon into memory, in the background."""
-        if self._task is None:
-            return
-
-        def read() -> None:
-            for start in range(0, rows.size, ROWS_PER_READ):  # a lane may read in between
-                self._read(split, rows.ravel()[start : start + ROWS_PER_READ])
-
-        read_into_memory(read)
 
     def _read(self, split: str, rows: np.ndarray) -> Any:
         return read_rows(self.task, split, rows)
@@ -155,47 +144,6 @@ class Worker:
         _fit(default_device())
         for each in self.passes(strategy, rows.shape[1]):
             check_contributions(each, params)
-
-    def prepare(
-        self, version: int, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy
-    ) -> None:
-        """Compile the programs of a `lane_sum`. Errors are ignored: they recur there."""
-        with contextlib.suppress(Exception):
-            params = self.programs.on_device(version, params)
-            for _ in self._compile_in_turn(params, rows, clip, strategy):
-                pass
-
-    def prepare_in_background(
-        self, version: int, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy
-    ) -> None:
-        """`prepare` in a thread, until `be_alone`."""
-        self.be_alone()
-        self._ending.clear()
-        params = self.programs.on_device(version, params)
-        self.programs.frozen()
-
-        def run() -> None:
-            with contextlib.suppress(Exception):
-                for _ in self._compile_in_turn(params, rows, clip, strategy):
-                    if self._ending.is_set():
-                        return
-
-        self._background = threading.Thread(target=run, daemon=True)
-        self._background.start()
-
-    def be_alone(self) -> None:
-        """End the thread of `prepare_in_background` when it has compiled its present program."""
-        self._ending.set()
-        if self._background is not None:
-            self._background.join()
-
-    def _compile_in_turn(self, params, rows, clip, strategy) -> Iterator[None]:
-        """Compile a program at each step of the iterator."""
-        self._check_contributions(params, rows, clip, strategy)
-        total = self.programs.zeros(params, clip)
-        for chunk in self.lane_chunks(params, rows, clip, strategy):
-            yield
-            self.programs.compile(total, params, chunk, clip, strategy)
 
     def lane_nats(self, version: int, params: Any, rows: np.ndarray, split: str):
         """Compute (sum of nats, number of predicted tokens) over examples `rows` [n] of a split."""
@@ -225,20 +173,41 @@ class Worker:
             for batch in batches:
                 yield from in_calls(batch)
 
-    def host(self, version: int, params: Any, rows: np.ndarray) -> str:
-        """Name the kind of host, on which bits depend."""
-        return _kind_of_host()
+    def try_strategy(
+        self, version: int, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy
+    ) -> Trial:
+        """Try a strategy on the longest of some made-up units.
 
-    def platform(self, version: int, params: Any, rows: np.ndarray) -> str:
-        """Name the kind of device: cpu, gpu or tpu."""
-        return jax.default_backend()
+        The norms of `ghost` are compared with those of `scan`, as it forms no gradient for them.
+        Args: rows: numbers of made-up rows, int [units, group]; the others as of `lane_sum`.
+        """
+        params, group = self.programs.on_device(version, params), rows.shape[1]
+        lengths = self._made_up_lengths(rows, strategy)
+        length = int(lengths.max())
+        units = max(FEW, self.units_of_pass(strategy, group, length))
+        some = np.resize(rows[lengths == length], (units, group))
+        total = self.programs.zeros(params, clip)
+        try:
+            chunks = self.lane_chunks(params, some, clip, strategy, MADE_UP)
+            programs = [self.programs.compile(total, params, x, clip, strategy) for x in chunks]
+            analyses = [program.memory_analysis() for program in programs]
+            memory = max((x.temp_size_in_bytes for x in analyses if x), default=0)
+            if memory > (free := free_memory()):
+                fault = f"needs {memory / 2**20:.0f} MiB, and {free / 2**20:.0f} are free"
+                return Trial(memory=memory, fault=fault)
+            _, stats = self.add_lane(params, some, clip, strategy, MADE_UP)
+            if strategy.name == "ghost":
+                _, expected = self.add_lane(params, some, clip, Strategy("scan", 1), MADE_UP)
+                if not np.allclose(stats.norms, expected.norms, SAME_NORMS, equal_nan=True):
+                    raise UnsupportedModel("other norms than scan finds")
+        except UnsupportedModel as error:
+            return Trial(unsupported=str(error), fault=str(error))
+        start = time.perf_counter()
+        self.add_lane(params, some, clip, strategy, MADE_UP)  # again, as the first call compiled
+        seconds = time.perf_counter() - start
+        return Trial(seconds * float(lengths.sum()) / (units * length), memory)
 
-    def try_strategy(self, version: int, params: Any, rows: np.ndarray, *args: Any):
-        """Try a strategy; see `strategy.try_strategy` for the other arguments."""
-        params = self.programs.on_device(version, params)
-        return try_strategy(self, params, rows, *args)
-
-    def lengths(self, rows: np.ndarray, strategy: Strategy) -> np.ndarray:
+    def _made_up_lengths(self, rows: np.ndarray, strategy: Strategy) -> np.ndarray:
         """Return the bucket of each made-up unit's longest row, or the length of the rows that its
         texts share, int [units]; 1 without buckets."""
         if self.buckets is None or not len(rows):
@@ -312,7 +281,11 @@ class Worker:
                 f"strategy={strategy}: {at_once} units at once; expected one at a time on an "
                 "accelerator, where what a unit contributes depends on its place: auto does that"
             )
-        expect_fit(strategy, at_once, most)
+        if at_once > most:
+            raise UnsupportedModel(
+                f"strategy={strategy}: {at_once} units at once; expected at most {most}, which "
+                "int32 sums of this model hold"
+            )
 
         def units_per_call(at_once):
             # More units in a call need no more memory, and padding at the end costs no time.
@@ -401,19 +374,6 @@ def prefetched(read: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[tup
             yield last[0], last[1].result()
 
 
-def read_into_memory(read: Callable[[], Any]) -> None:
-    """Read in the background and drop the result, so that memory-mapped pages are in memory.
-
-    Errors are ignored: they recur when the rows are read for use.
-    """
-
-    def quietly() -> None:
-        with contextlib.suppress(Exception):
-            read()
-
-    threading.Thread(target=quietly, daemon=True).start()
-
-
 def flush(wide: Any, total: Any) -> Any:
     """Add an int32 sum to an int64 one (None: zero); NumPy."""
     if wide is None:
@@ -426,11 +386,13 @@ def sum_holds(params: Any, clip: Clip) -> int:
     return sys.maxsize if clip.in_float32 else lattice_capacity(num_coordinates(params))
 
 
-def expect_fit(strategy: Strategy, at_once: int, most: int) -> None:
-    """Raise UnsupportedModel if a pass has more units than a sum holds without overflow."""
-    if at_once > most:
-        expected = f"expected at most {most}, which int32 sums of this model hold"
-        raise UnsupportedModel(f"strategy={strategy}: {at_once} units at once; {expected}")
+def free_memory() -> int:
+    """Return the free bytes of a worker: of its accelerator, or its share of the host's memory."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    count = cgroups.cpus()
+    return cgroups.free_memory() * min(count, int(os.environ.get("NPROC", count))) // count
 
 
 class LocalEngine(Engine):
@@ -447,14 +409,11 @@ class LocalEngine(Engine):
     def ready(self) -> None:
         self._worker.facts()
 
-    def close(self) -> None:
-        self._worker.be_alone()
+    def facts(self) -> dict[str, Any]:
+        return self._worker.facts()
 
-    def prepare(self, params, rows, clip, strategy):
-        if len(rows):
-            units = np.concatenate(one_of_each(self.task, rows))
-            self._version += 1
-            self._worker.prepare_in_background(self._version, params, units, clip, strategy)
+    def close(self) -> None:
+        pass
 
     def describe(self) -> str:
         return f"this process ({self._worker.facts()['device']})"

@@ -80,7 +80,7 @@ def launch(prepared: PreparedRun) -> Trainer:
     stored = opened.begin(
         prepared.task,
         plan=prepared.plan,
-        host=engine.host(prepared.params),
+        host=engine.facts()["kind"],
         strategy={"name": str(prepared.strategy), "why": prepared.why},
     )
     drawing = directory.drawing_key(opened.key, stored)

@@ -34,24 +34,19 @@ class LoggedRun(NamedTuple):
     """Of the run, in hexadecimal digits; the same when it is resumed."""
     last_step: int
     """The step after which it continues; -1 for a new run."""
-    tables: Mapping[str, Mapping[str, Any]]
-    """Settings in named tables: plan, run and hparams."""
+    settings: Mapping[str, Any]
+    """Its plan and other public settings."""
 
     @property
     def name(self) -> str:
         """The name of the run for a service."""
         return f"{self.directory.absolute().name}-{self.identity[:6]}"
 
-    @property
-    def sent(self) -> dict[str, Any]:
-        """The settings that a service gets. Those of the table `run` name files."""
-        return {**self.tables.get("plan", {}), **self.tables.get("hparams", {})}
-
 
 class Logger(Callback):
     """A callback that gives metrics to a service.
 
-    A failure is told once and does not end the run, because `metrics.jsonl` has all metrics.
+    A failure is shown once and does not end the run, because `metrics.jsonl` has all metrics.
     """
 
     def __init__(
@@ -75,20 +70,16 @@ class Logger(Callback):
         raise NotImplementedError
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a step, without the loss of an earlier one."""
-        self._log(step, {name: value for name, value in metrics.items() if name != EVAL_LOSS})
+        # The loss of an evaluation, which may be of an earlier step, is logged when it has ended.
+        self.on_evaluate(step, {name: x for name, x in metrics.items() if name != EVAL_LOSS})
 
     def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the losses of an evaluation."""
-        self._log(step, dict(metrics))
+        if metrics:
+            self._try(lambda: self.log(step, dict(metrics)))
 
     def close(self) -> None:
         """Finish, unless it has failed before."""
         self._try(self.finish)
-
-    def _log(self, step: int, metrics: dict[str, float]) -> None:
-        if metrics:
-            self._try(lambda: self.log(step, metrics))
 
     def _try(self, act: Callable[[], None]) -> None:
         if self._failed:
@@ -104,33 +95,25 @@ class TensorBoard(Logger):
     """Event files in `tb/` of a run's directory."""
 
     def start(self) -> None:
-        """Continue the run; TensorBoard drops the events of later steps."""
         from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
-        from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._events = EventFileWriter(str(self.run.directory / BOARD))
+        # With it, TensorBoard drops the events of later steps.
         self._add(self.run.last_step + 1, session_log=SessionLog(status=SessionLog.START))
-        for name, values in self.run.tables.items():
-            if name == "hparams":
-                plain = {n: v if isinstance(v, int | float) else str(v) for n, v in values.items()}
-                self._add(0, summary=hparams_pb(plain))
-            else:
-                rows = "".join(f"| {key} | {value} |\n" for key, value in values.items())
-                table = "| setting | value |\n|---|---|\n" + rows
-                self._add(0, summary=text_pb(name, [table]))
+        values = self.run.settings.items()
+        plain = {name: x if isinstance(x, int | float) else str(x) for name, x in values}
+        self._add(0, summary=hparams_pb(plain))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write scalars, so that a board shows them at once."""
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
 
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._add(step, summary=Summary(value=scalars))
-        self._events.flush()
+        self._events.flush()  # a board shows them at once
 
     def finish(self) -> None:
-        """Close the file."""
         self._events.close()
 
     def _add(self, step: int, **content: Any) -> None:
@@ -144,7 +127,6 @@ class WandB(Logger):
     directory."""
 
     def start(self) -> None:
-        """Start or continue the run."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it sends tracebacks
         import wandb  # pyright: ignore
 
@@ -165,22 +147,19 @@ class WandB(Logger):
             id=self.run.identity[:16],
             name=self.run.name,
             resume="allow",
-            config=self.run.sent,
+            config=dict(self.run.settings),
             dir=self.run.directory,
             settings=how,
         )
         self._remove_links()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Log metrics; those of a repeated step are dropped."""
-        self._run.log(metrics, step=step)
+        self._run.log(metrics, step=step)  # those of a repeated step are dropped
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """Keep the run resumable."""
         self._try(self._remove_links)
 
     def finish(self) -> None:
-        """End the run, when everything is sent or written."""
         self._run.finish()
         self._remove_links()
 
@@ -195,37 +174,34 @@ class MLflow(Logger):
     """A run of MLflow, at MLFLOW_TRACKING_URI or else in `mlflow.db` of the run's directory."""
 
     def start(self) -> None:
-        """Start or continue the run."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         from mlflow import MlflowClient  # pyright: ignore
-        from mlflow.entities import Metric, Param  # pyright: ignore
 
         uri, place = os.environ.get("MLFLOW_TRACKING_URI"), self.run.directory.absolute()
-        self._metric, self._client = Metric, MlflowClient(uri or f"sqlite:///{place}/mlflow.db")
+        self._client = client = MlflowClient(uri or f"sqlite:///{place}/mlflow.db")
         title = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        if (experiment := self._client.get_experiment_by_name(title)) is not None:
+        if (experiment := client.get_experiment_by_name(title)) is not None:
             number = experiment.experiment_id
         else:
             artifacts = None if uri else str(place / "mlflow")
-            number = self._client.create_experiment(title, artifact_location=artifacts)
+            number = client.create_experiment(title, artifact_location=artifacts)
         tags = {"fedsim_run": self.run.identity}
-        earlier = self._client.search_runs([number], f"tags.fedsim_run = '{self.run.identity}'")
-        started = earlier or [self._client.create_run(number, run_name=self.run.name, tags=tags)]
+        earlier = client.search_runs([number], f"tags.fedsim_run = '{self.run.identity}'")
+        started = earlier or [client.create_run(number, run_name=self.run.name, tags=tags)]
         self._run = started[0].info.run_id
-        self._client.update_run(self._run, status="RUNNING")
-        if not earlier:
-            params = [Param(name, str(value)) for name, value in self.run.sent.items()]
-            self._client.log_batch(self._run, params=params)
+        client.update_run(self._run, status="RUNNING")
+        for name, value in {} if earlier else self.run.settings.items():
+            client.log_param(self._run, name, value)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Log metrics."""
+        from mlflow.entities import Metric  # pyright: ignore
+
         now = int(time.time() * 1000)
-        values = [self._metric(name, value, now, step) for name, value in metrics.items()]
+        values = [Metric(name, value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._run, metrics=values)
 
     def finish(self) -> None:
-        """End the run."""
         self._client.set_terminated(self._run)
 
 
@@ -234,7 +210,6 @@ class Trackio(Logger):
     default a directory in the user's cache."""
 
     def start(self) -> None:
-        """Start or continue the run."""
         import trackio  # pyright: ignore
 
         self._finish = trackio.finish
@@ -242,7 +217,7 @@ class Trackio(Logger):
             self._run = trackio.init(
                 os.environ.get("TRACKIO_PROJECT", PROJECT),
                 name=self.run.name,
-                config=self.run.sent,
+                config=dict(self.run.settings),
                 resume="allow",
                 embed=False,
                 auto_log_gpu=False,
@@ -250,13 +225,14 @@ class Trackio(Logger):
             )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Log metrics."""
         self._run.log(metrics, step=step)
 
     def finish(self) -> None:
-        """End the run, when everything is sent or written."""
         with contextlib.redirect_stdout(sys.stderr):
             self._finish()  # the run's own `finish` would be called again when the process ends
+
+
+CLASSES = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
 
 
 def expect_loggers(names: Iterable[str]) -> None:
@@ -280,7 +256,6 @@ def open_loggers(
       warn: receives a message if a logger is missing or fails later on.
     Raises: ConfigError: a logger does not start.
     """
-    classes = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
     opened: list[Logger] = []
     with contextlib.ExitStack() as stack:
         for kind in settings.log_to:
@@ -289,7 +264,7 @@ def open_loggers(
                 continue
             everything = settings.log_non_private or kind not in SENDING
             try:
-                logger = classes[kind](kind, run, warn, everything)
+                logger = CLASSES[kind](kind, run, warn, everything)
             except Exception as error:  # each package has errors of its own
                 expected = f"a logger that starts ({_reason(error)})"
                 raise ConfigError.of("log_to", kind, expected) from None

@@ -129,9 +129,6 @@ class OpenRun:
         Raises: ConfigError: data and model do not fit, or there is no room for the workers.
         """
         engine.remember_programs()
-        create = self._stack.enter_context(
-            engine.start_cluster_early(self.run.engine)
-        )  # meanwhile, the task
         fresh = SecretKey.create(self.key.seed or 0).jax_key("init")  # public, as theta^0 is
         if self.custom is not None:
             task, params = self.custom.start(self.data, self.run, fresh)
@@ -141,7 +138,7 @@ class OpenRun:
             expect_same_model(self.stored, task.describe())
         if self.audit is not None:
             task = self.audit.task(task, params)
-        workers = create(task, warn=self.console.warn)
+        workers = engine.create(self.run.engine, task, warn=self.console.warn)
         self._stack.callback(workers.close)
         return workers, task, params
 

@@ -148,8 +148,6 @@ def prepare_run(
     booking = _booking(opened, plan, method, applicant)
     if opened.purpose.is_counted:
         booking.expect_room()
-    if not (dry_run or opened.stored):
-        engine.prepare(params, method.draw(0), plan.clip, strategy)  # compiles meanwhile
     return PreparedRun(
         opened=opened,
         plan=plan,

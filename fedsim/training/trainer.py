@@ -73,7 +73,7 @@ class Trainer:
         self.run, self.data, self.key = opened.run, opened.data, opened.key
         self.console, self.audit = opened.console, opened.audit
         self.resumed, self.replays = opened.stored is not None, opened.purpose == Purpose.REPLAY
-        self.host = self.engine.host(self.params)
+        self.host = self.engine.facts()["kind"]
         self.first_host = stored.host or self.host
         # A repeated step may have other bits in this process, or had in one before.
         self.elsewhere = directory.other_bits(stored, versions(), self.host)
@@ -136,17 +136,10 @@ class Trainer:
 
     def _logged(self, last_step: int, identity: str) -> LoggedRun:
         """The run as loggers show it, after `last_step`."""
-        plan, run = self.plan.as_dict(), as_dict(self.run)
-        of_run = ("optimizer", "learning_rate")
-        of_plan = ("algorithm", "target_epsilon", "budget", "group_size", "clip_norm", "num_steps")
-        tables = {
-            "plan": plan,
-            "run": {name: value for name, value in run.items() if name != "seed"},
-            "hparams": {"model": model_name(self.run.model.source)}
-            | {n: run[n] for n in of_run}
-            | {n: plan[n] for n in of_plan},
-        }
-        return LoggedRun(self.run.run_dir, identity, last_step, tables)
+        run, model = as_dict(self.run), model_name(self.run.model.source)
+        settings = {name: run[name] for name in ("optimizer", "learning_rate")} | {"model": model}
+        settings = self.plan.as_dict() | settings
+        return LoggedRun(self.run.run_dir, identity, last_step, settings)
 
     def _steps(self, state: State, ledger: Ledger, metrics: Metrics) -> None:
         """Run the remaining steps, or as many as there is time for before a stop signal.
@@ -172,7 +165,6 @@ class Trainer:
                 phase = phase_of(self.engine, self.console, "first step")
                 with phase if state.step == first else nullcontext():
                     values = self._step(state, ledger, threads, drawn)
-                self.engine.read_ahead(rows.result())
                 finish()
                 metrics.log(state.step, values)
                 shown = {**values, "eval/loss": state.eval_loss}

@@ -217,11 +217,10 @@ def _started(run: RunConfig, console: Console, *, working: bool = True) -> Itera
     engine.remember_programs()
     fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
     with ExitStack() as stack:
-        create = stack.enter_context(engine.start_cluster_early(run.engine)) if working else None
         task, params = make_task(run, model, data, fresh)
         workers = None
-        if create is not None:
-            workers = create(task, warn=console.warn)
+        if working:
+            workers = engine.create(run.engine, task, warn=console.warn)
             stack.callback(workers.close)
             wait_for(workers, console)
         key = SecretKey.create(run.seed, "recommend")

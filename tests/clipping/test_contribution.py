@@ -32,6 +32,7 @@ from fedsim.clipping.contribution import (
     root_and_bound,
 )
 from fedsim.clipping.packing import chunks
+from fedsim.config import EngineConfig
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.engine.ray_engine import RayEngine
@@ -297,7 +298,7 @@ def test_workers_give_the_same_whole_numbers(
 ):
     rows, clip = cohort(rng, 21, 2), Clip(0.02)
     expected = whole(LocalEngine(task, num_lanes=1).clipped_sum(params, rows, clip)[0])
-    engine = RayEngine(task, num_lanes=num_lanes, num_workers=num_workers, threads=1)
+    engine = RayEngine(task, EngineConfig("ray", num_lanes=num_lanes, num_workers=num_workers))
     assert (whole(engine.clipped_sum(params, rows, clip)[0]) == expected).all()
     engine.close()
 

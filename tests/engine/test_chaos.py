@@ -18,6 +18,8 @@ import pytest
 from problems import softmax_problem
 
 from fedsim.clipping import Clip
+from fedsim.config import EngineConfig
+from fedsim.engine.engine import ignore
 from fedsim.engine.task import Task
 from fedsim.engine.worker import LocalEngine
 
@@ -59,10 +61,12 @@ def problem():
     return task, jax.numpy.asarray(theta)
 
 
-def ray_pool(task, **options):
+def ray_pool(task, warn=ignore, **options):
     from fedsim.engine.ray_engine import RayEngine
 
-    return RayEngine(task, **{"num_lanes": 6, "threads": 1, "timeout_s": 60, **options})
+    return RayEngine(
+        task, EngineConfig("ray", **{"num_lanes": 6, "worker_timeout": 60, **options}), warn=warn
+    )
 
 
 def processes(pool):
@@ -179,7 +183,9 @@ def storm():
         nodes = [cluster.add_node(**options)]
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         asked = num_workers if num_workers < 4 else None  # None: as many as there is room for
-        pool = ray_pool(SlowTask(task, 0.02), num_workers=asked, timeout_s=20, wait_s=120)
+        pool = ray_pool(
+            SlowTask(task, 0.02), num_workers=asked, worker_timeout=20, wait_for_workers=120
+        )
         pool.warn = lambda text: print(text, file=sys.stderr)
         pool.ready()
         killer = Killer(pool, 30, (1.0, 2.5)) if num_workers == 4 else None

@@ -11,7 +11,7 @@ from zoo import VOCAB, Tied
 from fedsim.clipping import Clip, Strategy, strategy
 from fedsim.config import EngineConfig
 from fedsim.engine.engine import Engine, Trial
-from fedsim.engine.strategy import choose_strategy
+from fedsim.engine.factory import choose_strategy
 from fedsim.engine.worker import LocalEngine
 
 CLIP = Clip(0.1)
@@ -65,7 +65,7 @@ def test_a_large_model_takes_ghost_for_examples_if_all_of_it_is_trained(large, m
     assert tried == [Strategy("ghost", 4)]
     assert choose_strategy(*local(), 2, CLIP, AUTO)[0] == Strategy("direct", 4)
     assert choose_strategy(*local(kind=Frozen), 1, CLIP, AUTO)[0] == Strategy("direct", 4)
-    monkeypatch.setattr(Engine, "platform", lambda *_: "gpu")
+    monkeypatch.setattr(LocalEngine, "facts", lambda *_: {"platform": "gpu"})
     assert choose_strategy(*local(), 1, CLIP, AUTO)[0] == Strategy("direct", 1)
 
 
@@ -79,9 +79,9 @@ def test_a_model_that_ghost_does_not_support_is_left_to_direct(large):
 
 def test_a_lack_of_memory_changes_no_strategy(large, monkeypatch):
     """It is the machine's: a seed would stand for other draws on a busy one."""
-    monkeypatch.setattr(Engine, "try_strategy", lambda *_, **__: Trial(memory=2**21, free=2**20))
+    monkeypatch.setattr(Engine, "try_strategy", lambda *_: Trial(fault="needs 2 MiB"))
     for asked in (AUTO, EngineConfig(strategy="ghost")):
-        with refuses("rows_per_pass", says="ghost:4 needs 2 MiB, and 1 are free"):
+        with refuses("rows_per_pass", says="ghost:4 needs 2 MiB"):
             choose_strategy(*local(), 1, CLIP, asked)
 
 
@@ -108,7 +108,8 @@ def test_engines_make_the_same_choice(ray_cluster):
     from fedsim.engine.ray_engine import RayEngine
 
     engine, params = local()
-    pool = RayEngine(engine.task, num_lanes=2, num_workers=1, threads=1)
+    pool = RayEngine(engine.task, EngineConfig("ray", num_workers=1))
+    pool.ready()
     found = choose_strategy(pool, params, 1, CLIP, AUTO)
     pool.close()
     assert found == choose_strategy(engine, params, 1, CLIP, AUTO)

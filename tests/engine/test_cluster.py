@@ -16,6 +16,7 @@ from problems import mean_problem
 from refused import refuses
 
 from fedsim.clipping import Clip
+from fedsim.config import EngineConfig
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset
 from fedsim.engine import actors, cluster, environment
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.ray
 def ray_pool(task, **options):
     from fedsim.engine.ray_engine import RayEngine
 
-    return RayEngine(task, **{"num_lanes": 4, "num_workers": 1, "threads": 1, **options})
+    return RayEngine(task, EngineConfig("ray", **{"num_lanes": 4, "num_workers": 1, **options}))
 
 
 def join(address, timeout):
@@ -62,26 +63,20 @@ def test_an_unreachable_address_is_refused_at_once(timeout):
 
 
 STARTING = """
-import os, subprocess, sys, time
+import subprocess, sys
 import psutil
 from fedsim import engine
 from fedsim.config import EngineConfig
 class Nothing(engine.Task):
     pass
-with engine.start_cluster_early(EngineConfig(kind="local")) as create:
-    create(Nothing())
+engine.create(EngineConfig(kind="local"), Nothing())
 assert "ray" not in sys.modules
-try:
-    with engine.start_cluster_early(EngineConfig(kind="ray", num_workers=1)) as create:
-        while not psutil.Process().children():
-            time.sleep(0.01)
-        neighbour = subprocess.Popen(["sleep", "100"])
-        create(Nothing())
-        import ray
-        print(ray.is_initialized(), end=" ")
-        raise RuntimeError
-except RuntimeError:
-    print(ray.is_initialized(), neighbour.poll(), end=" ")
+neighbour = subprocess.Popen(["sleep", "100"])
+workers = engine.create(EngineConfig(kind="ray", num_workers=1), Nothing())
+import ray
+print(ray.is_initialized(), end=" ")
+workers.close()
+print(ray.is_initialized(), neighbour.poll(), end=" ")
 print(len(psutil.Process().children()))
 neighbour.kill()
 """
@@ -89,7 +84,7 @@ neighbour.kill()
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_a_cluster_that_starts_meanwhile_ends_with_the_run_and_nothing_else_does():
+def test_a_private_cluster_ends_with_its_engine_and_nothing_else_does():
     words = [sys.executable, "-c", STARTING]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     options = {"env": environment, "text": True, "timeout": 300, "capture_output": True}
@@ -108,7 +103,7 @@ def test_no_room_for_the_workers_is_an_error(ray_cluster, rng):
     with refuses("num_workers=9", says="at most 8"):
         ray_pool(task, num_workers=9)
     with refuses("num_workers", says="a worker needs 9 CPU; nodes have 8 CPU"):
-        ray_pool(task, threads=9)
+        ray_pool(task, threads_per_worker=9)
 
 
 @pytest.mark.slow
@@ -176,7 +171,7 @@ def test_workers_have_the_same_packages_of_accelerators_also_where_the_driver_ha
     ray_cluster, rng
 ):
     _, task = mean_problem(rng, [5])
-    made = actors.Actors(task, num_workers=1, threads=1)
+    made = actors.Actors(task, EngineConfig("ray", num_workers=1))
     known = {"kind": "K", "host": "h", "versions": environment.versions()}
     ours, other = ({**known, "versions": known["versions"] | {"cublas": n}} for n in "12")
     assert [made.why_incompatible(facts) for facts in (ours, ours)] == ["", ""]
@@ -215,9 +210,9 @@ def test_what_an_autoscaler_was_asked_for_is_withdrawn(ray_cluster, rng, monkeyp
     monkeypatch.setattr(cluster, "request_resources", lambda bundles: asked.append(bundles))
     _, task = mean_problem(rng, [5])
     with refuses("num_workers=9", says="at most 8"):
-        actors.Actors(task, num_workers=9, threads=1, wait_s=0.01)
+        actors.Actors(task, EngineConfig("ray", num_workers=9, wait_for_workers=0.01))
     assert asked == [[{"CPU": 1}] * 9, []]
-    actors.Actors(task, num_workers=1, threads=1, wait_s=0.01).close()
+    actors.Actors(task, EngineConfig("ray", num_workers=1, wait_for_workers=0.01)).close()
     # There was room, perhaps by the request of a driver that was killed, which this one ends.
     assert asked[2:] == [[{"CPU": 1}], []]
 
@@ -238,6 +233,7 @@ def test_an_object_store_that_is_full_costs_time_and_nothing_else():
     code = """
     import numpy as np, ray
     from fedsim.clipping import Clip
+    from fedsim.config import EngineConfig
     from fedsim.engine.worker import LocalEngine
     from fedsim.engine.ray_engine import RayEngine
     from experiments.harness.mean_task import MeanTask
@@ -247,7 +243,7 @@ def test_an_object_store_that_is_full_costs_time_and_nothing_else():
     ray.init = lambda **options: init(**options, object_store_memory=80_000_000)
     task = MeanTask(np.random.default_rng(0).normal(size=(16, 6_000_000)))  # sums of 24 MB
     params, rows = np.zeros(6_000_000, np.float32), np.arange(16)[:, None]
-    pool = RayEngine(task, num_lanes=8, num_workers=2, threads=1)
+    pool = RayEngine(task, EngineConfig("ray", num_workers=2))
     pool.ready()
     expected, _ = LocalEngine(task, num_lanes=8).clipped_sum(params, rows, Clip(1.0))
     for _ in range(2):

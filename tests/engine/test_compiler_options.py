@@ -10,9 +10,10 @@ import pytest
 from problems import mean_problem
 from refused import refuses
 
-from fedsim.engine import environment
-from fedsim.engine.compiler_options import COMPILED_WITH, XLA, expect_allowed
+from fedsim.config import EngineConfig
+from fedsim.engine import environment, preflight
 from fedsim.engine.engine import EngineError
+from fedsim.engine.environment import COMPILED_WITH, XLA, expect_allowed
 from fedsim.engine.worker import Worker
 
 pytestmark = pytest.mark.privacy
@@ -74,8 +75,8 @@ def test_an_option_on_the_list_is_accepted(monkeypatch, variable, value):
 def test_what_the_tests_and_workers_set_is_accepted(monkeypatch):
     expect_allowed()
     for accelerator in (None, "GPU", "TPU"):
-        placement = environment.Placement(2, 1, accelerator)
-        for name, value in environment.worker_environment(placement).items():
+        placement = preflight.Placement(2, 1, accelerator)
+        for name, value in preflight.worker_environment(placement).items():
             monkeypatch.setenv(name, value)
         expect_allowed()
 
@@ -92,7 +93,7 @@ def test_options_that_xla_has_read_before_are_seen():
         import os, jax
         jax.devices()
         del os.environ["XLA_FLAGS"]
-        from fedsim.engine.compiler_options import expect_allowed
+        from fedsim.engine.environment import expect_allowed
         expect_allowed()
     """
     done = python(code, XLA_FLAGS=FAST)
@@ -153,11 +154,11 @@ def test_workers_on_ray_refuse_their_own_options(monkeypatch, rng, ray_cluster):
     from fedsim.engine.ray_engine import RayEngine
 
     _, task = mean_problem(rng, [1, 1])
-    of_workers = environment.worker_environment
+    of_workers = preflight.worker_environment
     for name, value in [("XLA_FLAGS", FAST), ("JAX_DEBUG_NANS", "1")]:
-        variables = {**of_workers(environment.Placement(1, 1)), name: value}
-        monkeypatch.setattr(environment, "worker_environment", lambda _: variables)  # noqa: B023
-        engine = RayEngine(task, num_lanes=2, num_workers=1, threads=1)
+        variables = {**of_workers(preflight.Placement(1, 1)), name: value}
+        monkeypatch.setattr(preflight, "worker_environment", lambda _: variables)  # noqa: B023
+        engine = RayEngine(task, EngineConfig("ray", num_workers=1))
         try:
             with pytest.raises(EngineError, match=f"{name}="):
                 engine.ready()

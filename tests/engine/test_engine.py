@@ -50,7 +50,7 @@ class TokensTask(Task):
 def ray_pool(task, **options):
     from fedsim.engine.ray_engine import RayEngine
 
-    return RayEngine(task, **{"num_lanes": 4, "num_workers": 2, "threads": 1, **options})
+    return RayEngine(task, EngineConfig("ray", **{"num_lanes": 4, "num_workers": 2, **options}))
 
 
 def process_of(pool, worker=0):

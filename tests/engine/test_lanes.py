@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from fedsim.clipping import Buckets, Clip, Strategy
 from fedsim.data.users import UserStore
-from fedsim.engine.engine import AT_ONCE, MIN_TOKENS, costs, cut, cut_examples
+from fedsim.engine.engine import AT_ONCE, MIN_TOKENS, cut, cut_examples
 from fedsim.engine.task import Task
 from fedsim.engine.worker import LocalEngine
 from fedsim.models.language_model import LanguageModelTask
@@ -28,6 +28,11 @@ class Sized(Task):
 
     def sizes(self, split, rows):
         return np.where(rows < 0, 0, self.of_example[rows])
+
+
+def costs(task, rows):
+    """Padded length of each example, 0 for padding."""
+    return np.where(rows < 0, 0, task.buckets.holding(task.sizes("train", rows)))
 
 
 @settings(deadline=None, max_examples=200)
@@ -49,7 +54,7 @@ def test_every_unit_is_in_one_lane_the_longest_first(units, group, num_lanes, le
     np.testing.assert_array_equal(np.concatenate([rows[:0], *lanes]), rows[order])
     if units >= least:
         assert min(map(len, lanes)) >= least
-    found = costs(task, "train", rows)
+    found = costs(task, rows)
     if len(lanes) > 1:
         longest = found[order].max(axis=1)
         assert (np.diff(longest) <= 0).all()
@@ -68,7 +73,7 @@ def test_lanes_of_short_and_long_texts_cost_what_the_texts_cost():
     sizes = np.where(np.arange(64) % 8 == 0, 32, 3)  # one long text in each eight
     rows = np.arange(64)[:, None]
     lanes = cut(Sized(sizes), "train", rows, 8, 2).rows
-    passes = [np.unique(costs(Sized(sizes), "train", lane)) for lane in lanes]
+    passes = [np.unique(costs(Sized(sizes), lane)) for lane in lanes]
     assert all(len(lengths) == 1 for lengths in passes)  # each lane has texts of one length
     assert len(lanes) > 2  # and the long ones do not share one
 
@@ -76,7 +81,7 @@ def test_lanes_of_short_and_long_texts_cost_what_the_texts_cost():
 def test_passes_over_units_of_one_length_are_full_but_for_the_last():
     rng = np.random.default_rng(0)
     task, rows = Sized(rng.integers(1, 33, 64)), np.arange(64)[:, None]
-    lanes = [costs(task, "train", lane).ravel() for lane in cut(task, "train", rows, 8, 2).rows]
+    lanes = [costs(task, lane).ravel() for lane in cut(task, "train", rows, 8, 2).rows]
     assert len(lanes) > 4
     for length in LENGTHS:
         counts = [np.sum(lane == length) for lane in lanes if (lane == length).any()]

@@ -14,6 +14,7 @@ import pytest
 from problems import mean_problem
 
 from fedsim.clipping import Clip
+from fedsim.config import EngineConfig
 
 SECURITY = Path(__file__).parents[2] / "SECURITY.md"
 LISTENS = "0A"
@@ -89,7 +90,7 @@ def test_what_listens_during_a_run_is_what_the_document_says(ray_cluster, rng):
         assert ("driver", "0.0.0.0") in listening()
     before = {name for name, address in listening() if address == "0.0.0.0"}
     assert not before, "something of this process listens on all interfaces already"
-    workers = RayEngine(task, num_lanes=4, num_workers=2, threads=1)
+    workers = RayEngine(task, EngineConfig("ray", num_workers=2))
     workers.ready()
     workers.clipped_sum(np.zeros(6, np.float32), np.arange(8)[:, None], Clip(1.0))
     expected, until = set(table().items()), time.monotonic() + WAIT_S

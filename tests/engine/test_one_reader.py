@@ -8,9 +8,9 @@ import pytest
 
 from experiments.harness.mean_task import MeanTask
 from fedsim.clipping import Clip, Strategy
-from fedsim.engine import worker as worker_module
+from fedsim.config import EngineConfig
 from fedsim.engine.task import MADE_UP, Task, read_rows, sizes_of
-from fedsim.engine.worker import LocalEngine, Worker
+from fedsim.engine.worker import LocalEngine
 
 pytestmark = pytest.mark.privacy
 ROWS, WIDTH = 600, 3
@@ -58,12 +58,10 @@ def task(tmp_path):
 
 
 def expect_own_rows(engine, task, rng):
-    """The loss of a unit at 0 is that of its row, also while the rows of a next step are read."""
+    """The loss of a unit at 0 is that of its row, also while the next rows are read."""
     params = task.init(None)
     for _ in range(4):
         rows = rng.choice(ROWS, ROWS // 2, replace=False)[:, None]
-        engine.prepare(params, rows, CLIP, SCAN)
-        engine.read_ahead(rows[::-1])
         _, stats = engine.clipped_sum(params, rows, CLIP, SCAN)
         assert np.array_equal(stats.losses, np.float32(WIDTH / 2) * rows[:, 0] ** 2)
 
@@ -79,22 +77,12 @@ def test_a_local_engine_reads_each_users_own_rows(task, rng):
 def test_workers_on_ray_read_each_users_own_rows(task, rng, ray_cluster):
     from fedsim.engine.ray_engine import RayEngine
 
-    engine = RayEngine(task, num_lanes=2, num_workers=1, threads=1)
+    engine = RayEngine(task, EngineConfig("ray", num_workers=1))
     try:
         engine.ready()
         expect_own_rows(engine, task, rng)
     finally:
         engine.close()
-
-
-def test_a_worker_that_reads_ahead_reads_each_users_own_rows(task, rng):
-    worker = Worker(task)
-    for step in range(4):
-        rows = rng.choice(ROWS, ROWS // 2, replace=False)[:, None]
-        worker.read_ahead("train", rows)
-        _, stats = worker.lane_sum(step, task.init(None), rows, CLIP, SCAN)
-        assert np.array_equal(stats.losses, np.float32(WIDTH / 2) * rows[:, 0] ** 2)
-    assert task.most == 1
 
 
 def test_one_thread_reads_at_a_time_whatever_it_asks_for(task):
@@ -109,13 +97,3 @@ def test_one_thread_reads_at_a_time_whatever_it_asks_for(task):
     assert task.most == 1
     assert all(np.array_equal(answer[:, 0], rows) for answer in answers[::3])
     assert all(np.array_equal(answer, rows) for answer in answers[2::3])
-
-
-def test_a_long_reading_ahead_leaves_room_for_a_lane(monkeypatch, task):
-    """Rows that are needed now do not wait for all rows that are read ahead."""
-    monkeypatch.setattr(worker_module, "ROWS_PER_READ", 10)
-    pieces = []
-    monkeypatch.setattr(task, "read", lambda split, rows: pieces.append(len(rows)))
-    monkeypatch.setattr(worker_module, "read_into_memory", lambda read: read())
-    Worker(task).read_ahead("train", np.arange(25)[:, None])
-    assert pieces == [10, 10, 5]

@@ -11,6 +11,7 @@ from problems import mean_problem
 from ray._private.runtime_env.packaging import create_package
 from refused import refuses
 
+from fedsim.config import EngineConfig
 from fedsim.engine import actors, cluster
 from fedsim.engine.cluster import Cluster
 from fedsim.keys import SecretKey
@@ -128,6 +129,6 @@ def test_a_run_on_a_cluster_that_asks_for_no_token_says_so(ray_cluster, rng, mon
 
     monkeypatch.setattr(actors, "Cluster", found_open)
     _, task = mean_problem(rng, [5])
-    pool = RayEngine(task, num_lanes=2, num_workers=1, threads=1, warn=notes.append)
+    pool = RayEngine(task, EngineConfig("ray", num_workers=1), warn=notes.append)
     pool.close()
     assert len(notes) == 1 and "RAY_ADDRESS=head:6379: this Ray cluster has no token" in notes[0]

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from fedsim.engine.worker import prefetched, read_into_memory
+from fedsim.engine.worker import prefetched
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
@@ -45,14 +45,3 @@ def test_an_error_comes_at_its_items_turn():
         for item, _ in prefetched(read, range(4)):
             read_until.append(item)
     assert read_until == [0, 1]
-
-
-def test_touching_reads_in_the_background_and_keeps_errors_for_later():
-    done = threading.Event()
-
-    def read():
-        done.set()
-        raise OSError("gone")
-
-    read_into_memory(read)
-    assert done.wait(10)

@@ -5,12 +5,12 @@ import time
 import pytest
 from refused import refuses
 
+from fedsim.config import EngineConfig
 from fedsim.engine.actors import placed_in_time
-from fedsim.engine.environment import (
+from fedsim.engine.preflight import (
     ALLOCATOR,
     Placement,
     actor_options,
-    driver_environment,
     expect_room,
     place_workers,
     worker_environment,
@@ -68,10 +68,10 @@ def test_a_worker_has_one_accelerator_where_there_are_any(node, gpus, others):
     assert options["resources"] == others
 
 
-def test_cpu_workers_and_drivers_take_no_accelerator():
-    assert driver_environment(3) == {"NPROC": "3", "JAX_PLATFORMS": "cpu"}
+def test_cpu_workers_take_no_accelerator():
     assert worker_environment(Placement(4, 3)) == {
-        **driver_environment(3),
+        "NPROC": "3",
+        "JAX_PLATFORMS": "cpu",
         "JAX_PLATFORM_NAME": "",
         "JAX_NUM_CPU_DEVICES": "1",
         "GLIBC_TUNABLES": ALLOCATOR,
@@ -82,7 +82,7 @@ def test_cpu_workers_and_drivers_take_no_accelerator():
 def test_accelerator_workers_do_not_inherit_the_drivers_platform(accelerator, platform):
     variables = worker_environment(Placement(4, 3, accelerator))
     assert variables["JAX_PLATFORMS"].split(",")[0] == platform
-    assert driver_environment(3).keys() <= variables.keys()  # each is the worker's own
+    assert variables["NPROC"] == "3"
     asked = "--xla_gpu_deterministic_ops=true" in variables.get("XLA_FLAGS", "")
     assert asked == (accelerator == "GPU")  # a contribution is a function of its rows
 
@@ -106,8 +106,9 @@ class Growing:
 def test_what_workers_compute_on_is_settled_when_there_are_nodes(monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     cluster = Growing([{"CPU": 0.0}], [{"CPU": 0.0}, {"CPU": 8.0, "GPU": 2.0}], [GPUS])
-    placement = placed_in_time(cluster, 4, 1, "auto", 60.0)
+    config = EngineConfig("ray", num_workers=4, wait_for_workers=60.0)
+    placement = placed_in_time(cluster, config)
     assert (placement.accelerator, placement.num_workers) == ("GPU", 4)
     assert cluster.asked == [4 * [{"CPU": 1}], 4 * [{"CPU": 1, "GPU": 1}]]
     with refuses("num_workers=4", says="at most 0"):
-        placed_in_time(Growing([{"CPU": 0.0}]), 4, 1, "auto", 0.0)
+        placed_in_time(Growing([{"CPU": 0.0}]), EngineConfig("ray", num_workers=4))

@@ -206,7 +206,7 @@ def test_rows_that_a_task_makes_up_differ_and_are_the_same_again():
 @several_at_once
 def test_a_strategy_is_timed():
     trial = tried("ghost")
-    assert not trial.fault and 0 < trial.seconds < np.inf and 0 < trial.memory < trial.free
+    assert not trial.fault and 0 < trial.seconds < np.inf and 0 < trial.memory
 
 
 @pytest.mark.slow
@@ -309,7 +309,7 @@ def test_the_device_is_measured_before_a_lane_is_added(monkeypatch):
 
 @several_at_once
 def test_what_does_not_fit_into_memory_is_not_run(monkeypatch):
-    monkeypatch.setattr("fedsim.engine.strategy.free_memory", lambda: 10)
+    monkeypatch.setattr("fedsim.engine.worker.free_memory", lambda: 10)
     monkeypatch.setattr(Worker, "add_lane", None)
     assert "MiB, and 0 are free" in tried("direct").fault
 
