@@ -85,8 +85,8 @@ def choose_strategy(
     )
     strategy, why = take(name, rows), "by rule" if name == AUTO else "as asked for"
     if strategy.name == "ghost" or (strategy.name == "direct" and rows is not None):
-        made_up = np.arange(TRIAL_UNITS * group).reshape(TRIAL_UNITS, group)
-        trial = engine.try_strategy(params, made_up, clip, strategy)
+        dummy = np.arange(TRIAL_UNITS * group).reshape(TRIAL_UNITS, group)
+        trial = engine.try_strategy(params, dummy, clip, strategy)
         if name == AUTO and trial.unsupported:  # which follows from the model alone
             why = f"by rule, as {strategy} does not support the model: {trial.unsupported}"
             return take("direct", rows), why

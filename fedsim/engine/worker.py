@@ -182,7 +182,7 @@ class Worker:
         Args: rows: numbers of made-up rows, int [units, group]; the others as of `lane_sum`.
         """
         params, group = self.programs.on_device(version, params), rows.shape[1]
-        lengths = self._made_up_lengths(rows, strategy)
+        lengths = self._dummy_lengths(rows, strategy)
         length = int(lengths.max())
         units = max(FEW, self.units_of_pass(strategy, group, length))
         some = np.resize(rows[lengths == length], (units, group))
@@ -207,7 +207,7 @@ class Worker:
         seconds = time.perf_counter() - start
         return Trial(seconds * float(lengths.sum()) / (units * length), memory)
 
-    def _made_up_lengths(self, rows: np.ndarray, strategy: Strategy) -> np.ndarray:
+    def _dummy_lengths(self, rows: np.ndarray, strategy: Strategy) -> np.ndarray:
         """Return the bucket of each made-up unit's longest row, or the length of the rows that its
         texts share, int [units]; 1 without buckets."""
         if self.buckets is None or not len(rows):
