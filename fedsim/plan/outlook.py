@@ -29,26 +29,23 @@ def noise_ratio(noise_on_sums: float, num_parameters: int, num_steps: int) -> fl
 
 
 def outlook(ratio: float, num_users: int) -> str:
-    """A sentence on how much a training can learn. Args: ratio: from `noise_ratio`."""
+    """Sentences on how much a training can learn. Args: ratio: from `noise_ratio`."""
     times = f"{ratio:.2g}" if ratio < 10 else f"{ratio:,.0f}"
-    noise = f"the noise is {times} times as long as all that the steps can add up to"
+    noise = f"The noise norm is {times} times the largest possible sum of updates"
     many = f"{num_users:,} users"
     if ratio < LEARNS:
-        return f"{many} are enough for this model to learn: {noise}"
-    help_ = "more users or steps, a larger --batch-size or a small --lora-rank help"
+        return f"{many} are enough for this model to learn. {noise}"
+    noise += "; more users or steps, a larger --batch-size or a small --lora-rank help"
     if ratio < HARDLY:
-        return f"expect the model to learn only in part from {many}: {noise}; {help_}"
-    return f"{many} are too few to learn anything: {noise}; {help_}"
+        return f"The model will learn only in part from {many}. {noise}"
+    return f"With {many} the noise dominates; the model will not learn. {noise}"
 
 
 def doubt(ratio: float, num_users: int) -> list[str]:
     """A warning that a training may learn little; empty if there is no reason. Args: as above."""
     sentence = outlook(ratio, num_users)
     if num_users < FEW_USERS:
-        return [
-            "few users: privacy hides what each of them adds, and that is much of what there is to "
-            f"learn. {sentence[0].upper()}{sentence[1:]}"
-        ]
+        return [f"With so few users, hiding one user hides most of the signal. {sentence}"]
     return [sentence] if ratio >= LEARNS else []
 
 

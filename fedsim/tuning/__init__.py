@@ -3,8 +3,7 @@
     recommend    algorithm, group size, sampling and noise for data, with Algorithm 3 (`doubling`)
     select       the best of several candidates, chosen privately
 
-`estimates` measures gradient norms and times, `advice` has what is recommended, and `pricing` the
-cost of a private selection.
+`estimates` measures gradient norms, and `advice` has what is recommended.
 """
 
 from lazy_loader import attach_stub

@@ -1,8 +1,9 @@
 from . import doubling as doubling
 from .advice import Advice as Advice, Cell as Cell, report as report
-from .pricing import Job as Job, Selection as Selection
 from .recommend import recommend as recommend
 from .selection import (
+    Job as Job,
+    Selection as Selection,
     expand as expand,
     jobs_of as jobs_of,
     outcomes_of as outcomes_of,

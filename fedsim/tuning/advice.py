@@ -24,6 +24,7 @@ from fedsim.config import (
     Algorithm,
     PrivacyConfig,
     RunConfig,
+    changed_run,
     run_config,
     settings_of,
     to_json,
@@ -36,18 +37,19 @@ from fedsim.training import Noise, with_defaults
 ADDING = ("momentum", "sgd")
 """Optimizers that add gradients up, which correlated noise is meant for."""
 MEMORY_SHARE = 1 / 4  # of this machine's, that rows of noise may take
-
+CELL = ("sampling", "noise", "bands", "participations")
+"""Settings of sampling and noise."""
 MAX_GRADIENTS = 9 / 8  # of the batch size, of random allocation, for K divides the number of steps
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
     """A way of sampling with a kind of noise, its noise and its cost."""
 
     sampling: str
     noise: str
-    bands: int | None
-    participations: int | None
+    bands: int | None = None
+    participations: int | None = None
     batch_size: int
     """Gradients per step, expected at most."""
     noise_multiplier: float
@@ -55,9 +57,9 @@ class Cell:
     ratio: float
     """Noise on sums of mean gradients, relative to Poisson sampling with independent noise: root
     mean squares over the steps."""
-    row_bytes: int
+    row_bytes: int = 0
     """Memory of the driver for the noise of earlier steps."""
-    against: str
+    against: str = ""
     """Reason why it must not be chosen, however little its noise; empty if it may be."""
 
     @property
@@ -65,8 +67,7 @@ class Cell:
         """Settings of a PrivacyConfig that differ from the defaults."""
         if self.sampling == POISSON:
             return {}
-        names = ("sampling", "noise", "bands", "participations", "batch_size")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*CELL, "batch_size")}
 
 
 def compare(
@@ -86,50 +87,35 @@ def compare(
     chosen = privacy.sampling is not None or privacy.noise != INDEPENDENT
     if chosen or graph_of(users) is not None:
         return []
-    assert privacy.delta is not None and privacy.group_size is not None, "fill_defaults comes first"
-    steps, group = privacy.num_steps, privacy.group_size if algorithm == Algorithm.ULS else 1
+    assert privacy.group_size is not None, "fill_defaults comes first"
+    group = privacy.group_size if algorithm == Algorithm.ULS else 1
     poisson, *cyclic = bands_predicted(algorithm, privacy, users)
 
-    def on_means(error: float, batch_size: int) -> float:
-        """An error, which is in units of the sensitivity, in units of the mean of a step."""
-        return error / (batch_size // group)
+    def cell(prediction: Prediction, batch_size: int = privacy.batch_size, **fields: Any) -> Cell:
+        # Errors are in units of the sensitivity; a step's mean is over batch_size // group units.
+        usual = poisson.error / (privacy.batch_size // group)
+        ratio = prediction.error / (batch_size // group) / usual
+        sigma = prediction.noise_multiplier
+        return Cell(batch_size=batch_size, noise_multiplier=sigma, ratio=ratio, **fields)
 
-    def cell(prediction: Prediction, sampling: str, noise: str, **changes: Any) -> Cell:
-        settings = {"bands": None, "participations": None, "batch_size": privacy.batch_size}
-        settings |= changes
-        usual = on_means(poisson.error, privacy.batch_size)
-        ratio = on_means(prediction.error, settings["batch_size"]) / usual
-        costs = {"row_bytes": 0, "against": "", **settings}
-        return Cell(
-            sampling, noise, noise_multiplier=prediction.noise_multiplier, ratio=ratio, **costs
-        )
-
-    cells = [cell(poisson, POISSON, INDEPENDENT)]
+    cells = [cell(poisson, sampling=POISSON, noise=INDEPENDENT)]
     if algorithm == Algorithm.ULS:
         settings = dataclasses.replace(privacy, sampling=ALLOCATION)
         settings = allocated(algorithm, settings, users.num_users)
         too_many = settings.batch_size > MAX_GRADIENTS * privacy.batch_size
-        cells.append(
-            cell(
-                _of_allocation(settings),
-                ALLOCATION,
-                INDEPENDENT,
-                participations=settings.participations,
-                batch_size=settings.batch_size,
-                against="more gradients than the batch size" if too_many else "",
-            )
-        )
-    optimizer = with_defaults(
-        dataclasses.replace(run, learning_rate=1.0), Noise(1.0, 1.0, 1)
-    ).optimizer
-    assert optimizer is not None, "it is settled"
+        against = "more gradients than the batch size" if too_many else ""
+        fields = {"participations": settings.participations, "against": against}
+        prediction, size = _of_allocation(settings), settings.batch_size
+        cells.append(cell(prediction, size, sampling=ALLOCATION, noise=INDEPENDENT, **fields))
+    optimizer = str(
+        with_defaults(changed_run(run, learning_rate=1.0), Noise(1.0, 1.0, 1)).optimizer
+    )
     for banded in cyclic:
         stddev = banded.noise_multiplier * 2.0 ** lattice_bits(num_parameters)
-        size = strategy(steps, banded.bands, stddev).bytes_per_number * num_parameters
-        against = _against(optimizer, size)
-        cells.append(
-            cell(banded, CYCLIC, CORRELATED, bands=banded.bands, row_bytes=size, against=against)
-        )
+        rows = strategy(privacy.num_steps, banded.bands, stddev)
+        size = rows.bytes_per_number * num_parameters
+        fields = {"bands": banded.bands, "row_bytes": size, "against": _against(optimizer, size)}
+        cells.append(cell(banded, sampling=CYCLIC, noise=CORRELATED, **fields))
     return cells
 
 
@@ -161,10 +147,6 @@ def least(cells: Sequence[Cell]) -> Cell:
 def _memory() -> float:
     """Memory of this machine in bytes."""
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-
-
-CELL = ("sampling", "noise", "bands", "participations")
-"""Settings of sampling and noise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,53 +271,46 @@ ROWS = [
     ("gradients in all", "{gradients:,.0f}"),
 ]
 """Rows of the table, with the shapes of their values."""
-MEASURED = "  95 % interval"  # known only where gradients were computed
 
 
 def report(result: dict[str, Any]) -> str:
     """The result of `recommend` as text: the answer, commands, and a table."""
     best, other = ("els", "uls") if result["recommended"] == "els" else ("uls", "els")
-    looked = result["looked_at"] is not None
-    lines = [
-        f"Use {best.upper()}: {result['reason']}.",
-        f"{result['outlook'][0].upper()}{result['outlook'][1:]}.",
-        "",
-        shlex.join(result[best]["command"]),
-        "",
-        f"# alternative ({other.upper()}):",
-        shlex.join(result[other]["command"]),
-        "",
-        f"{result['num_users']:,} users, {_examples(result)}; epsilon {result['epsilon']:g} at "
-        f"delta {at_most(result['delta'], '.3g')}; {result['epsilon_holds']}",
-        "",
-        *_settings_table(result, looked),
-        "",
-        'Lower "noise on sums of steps" means better training: compare the columns.',
-    ]
-    if looked:
-        lines.append(
+    median = f"{result['median_examples']:,}"
+    if result["looked_at"] is not None:
+        examples = f"{result['num_examples']:,} examples, the median user has {median}"
+        source = (
             "From the users' texts, without noise: how many examples there are, G, C and its "
             "interval, data used and gradients, and so the choice. --plan-only reads nothing."
         )
     else:
-        lines.append("Defaults used because no text was read: C = 1, G = 1 for ULS.")
-    lines += result["non_private"]
-    lines.append(
-        "To choose privately, within epsilon: --group-size-epsilon E replaces --group-size (els), "
-        "and --clip-quantile Q adapts --clip-norm."
+        examples = f"and {median} examples of each are assumed"
+        source = "Defaults used because no text was read: C = 1, G = 1 for ULS."
+    return "\n".join(
+        [
+            f"Use {best.upper()}: {result['reason']}.",
+            f"{result['outlook']}.",
+            "",
+            shlex.join(result[best]["command"]),
+            "",
+            f"# alternative ({other.upper()}):",
+            shlex.join(result[other]["command"]),
+            "",
+            f"{result['num_users']:,} users, {examples}; epsilon {result['epsilon']:g} at delta "
+            f"{at_most(result['delta'], '.3g')}; {result['epsilon_holds']}",
+            "",
+            *_settings_table(result),
+            "",
+            'Lower "noise on sums of steps" means better training: compare the columns.',
+            source,
+            *result["non_private"],
+            "To choose privately, within epsilon: --group-size-epsilon E replaces --group-size "
+            "(els), and --clip-quantile Q adapts --clip-norm.",
+        ]
     )
-    return "\n".join(lines)
 
 
-def _examples(result: dict[str, Any]) -> str:
-    """How many examples there are, in words that say how this is known."""
-    median = result["median_examples"]
-    if result["looked_at"] is None:
-        return f"and {median:,} examples of each are assumed"
-    return f"{result['num_examples']:,} examples, the median user has {median:,}"
-
-
-def _settings_table(result: dict[str, Any], looked: bool) -> list[str]:
+def _settings_table(result: dict[str, Any]) -> list[str]:
     """Lines of the table of both algorithms' settings."""
     columns = []
     for each in (result["els"], result["uls"]):
@@ -345,7 +320,7 @@ def _settings_table(result: dict[str, Any], looked: bool) -> list[str]:
     width = max(len(name) for name, _ in ROWS)
     lines = [f"{'':{width}} {'ELS':>15} {'ULS':>15}"]
     for name, shape in ROWS:
-        if looked or name != MEASURED:
+        if result["looked_at"] is not None or "between" not in shape:
             first, second = (shape.format(**each) for each in columns)
             lines.append(f"{name:{width}} {first:>15} {second:>15}")
     return lines

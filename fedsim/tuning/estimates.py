@@ -8,10 +8,9 @@ algorithms spend `batch_size` gradients per step, and their noise per coordinate
 (sigma_ELS L_ELS / B)^2 and (sigma_ULS L_ULS / M)^2, without the variance of the gradient itself.
 """
 
-import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,28 +31,6 @@ ANY_CLIP = Clip(1.0, normalised=True)
 STRATEGY = Strategy("scan", 2)  # one program for all group sizes, and little padding
 SINGLE = Strategy("direct", 4)
 BATCH = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class MadeUpUsers:
-    """Users of given sizes without texts, as samplers and accountants see them."""
-
-    offsets: np.ndarray
-
-    @classmethod
-    def of(cls, sizes: Sequence[int]) -> "MadeUpUsers":
-        """Users with so many examples each."""
-        return cls(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
-
-    @property
-    def num_users(self) -> int:
-        """The number of users."""
-        return len(self.offsets) - 1
-
-    @property
-    def num_examples(self) -> int:
-        """The number of examples of all users together."""
-        return int(self.offsets[-1])
 
 
 class GradientNorms:
@@ -87,12 +64,8 @@ class GradientNorms:
         self._engine, self._params, self._offsets, self._key = engine, params, offsets, key
         sizes = np.diff(offsets)
         owners = np.flatnonzero(sizes)
-        expect(
-            "offsets",
-            f"{len(sizes)} users without examples",
-            len(owners) > 0,
-            "a user with an example",
-        )
+        empty = f"{len(sizes)} users without examples"
+        expect("offsets", empty, len(owners) > 0, "a user with an example")
         rng = key.generator("norms: users")
         self._users = np.sort(rng.choice(owners, min(num_users, len(owners)), replace=False))
         # Padded to one width, groups of all sizes share a compiled program: passes over padding

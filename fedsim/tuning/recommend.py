@@ -14,6 +14,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,6 @@ from fedsim.tuning.advice import Advice, choose, command, compare, least, to_tra
 from fedsim.tuning.estimates import (
     NUM_USERS,
     GradientNorms,
-    MadeUpUsers,
     filled,
     noise_stddev,
     share_used,
@@ -108,7 +108,7 @@ def recommend(
         expect_enough_users(start.data.train.num_users, privacy.epsilon)
         norms = None
         if plan_only:
-            start = _seeing_nothing(start)
+            start = _without_texts(start)
         else:
             most = max(1, privacy.batch_size // (doubling.START.cohort_size // 2))
             norms = _norms(start, privacy, num_users, most)
@@ -120,12 +120,14 @@ def recommend(
             uls, uls_norm, turns, of_uls = _uls(start, privacy, norms)
         non_private = list(dict.fromkeys([*of_els, *of_uls]))
         if plan_only:
-            non_private = _not_read(non_private, start.data.train)
+            non_private = _facts_without_texts(non_private, start.data.train)
         advice = [
             _advice(Algorithm.ELS, els, els_norm, privacy, start, norms),
             _advice(Algorithm.ULS, uls, uls_norm, privacy, start, norms),
         ]
         best, reason = choose(*advice)
+        on_sums = best.noise_on_sums / best.clip_norm
+        ratio = noise_ratio(on_sums, num_coordinates(start.params), privacy.num_steps)
         return {
             **_about(start, privacy, norms),
             "delta": els.delta,
@@ -133,7 +135,7 @@ def recommend(
             "turns": [dataclasses.asdict(turn) for turn in turns],
             "recommended": str(best.algorithm),
             "reason": reason,
-            "outlook": _outlook(best, privacy.num_steps, start),
+            "outlook": outlook(ratio, start.data.train.num_users),
             "non_private": [fact.line for fact in non_private],
         }
 
@@ -243,15 +245,18 @@ def _norms(start: Start, privacy: PrivacyConfig, num_users: int, most: int) -> G
     )
 
 
-def _seeing_nothing(start: Start) -> Start:
+def _without_texts(start: Start) -> Start:
     """The start on users with an assumed number of texts, unless who owns which is public."""
     if graph_of(users := start.data.train) is not None:
         return start
-    stand_in: Any = MadeUpUsers.of([ASSUMED_EXAMPLES] * users.num_users)
-    return dataclasses.replace(start, data=dataclasses.replace(start.data, train=stand_in))
+    offsets = ASSUMED_EXAMPLES * np.arange(users.num_users + 1, dtype=np.int64)
+    assumed: Any = SimpleNamespace(
+        num_users=users.num_users, num_examples=int(offsets[-1]), offsets=offsets
+    )
+    return dataclasses.replace(start, data=dataclasses.replace(start.data, train=assumed))
 
 
-def _not_read(facts: list[Stated], users: Users) -> list[Stated]:
+def _facts_without_texts(facts: list[Stated], users: Users) -> list[Stated]:
     """Facts that the guarantee does not cover, without those of users who are made up."""
     if graph_of(users) is None:  # else none is made up; here only their number is that of the data
         known = Stated(Fact.USERS)
@@ -278,13 +283,6 @@ def _about(start: Start, privacy: PrivacyConfig, norms: GradientNorms | None) ->
     }
 
 
-def _outlook(best: Advice, num_steps: int, start: Start) -> str:
-    """A sentence on how much a training with this advice can learn."""
-    on_sums = best.noise_on_sums / best.clip_norm
-    ratio = noise_ratio(on_sums, num_coordinates(start.params), num_steps)
-    return outlook(ratio, start.data.train.num_users)
-
-
 def _advice(
     algorithm: Algorithm,
     settings: PrivacyConfig,
@@ -297,7 +295,8 @@ def _advice(
     users, run = start.data.train, start.run
     cells = compare(algorithm, settings, run, users, num_coordinates(start.params))
     changes = least(cells).changes if cells else {}
-    settings = dataclasses.replace(settings, clip_norm=_clip_norm(norm), **changes)
+    rounded = min(max(float(f"{norm:.4g}"), 1e-6), 1e6)  # to the number in the printed command
+    settings = dataclasses.replace(settings, clip_norm=rounded, **changes)
     method = method_for(algorithm, settings, users, start.key)
     sigma = calibrate(method, settings)
     count, prob = method.sampler.expected_count, method.sampler.sampling_prob
@@ -347,8 +346,3 @@ def _data_used(method: ELS | ULS, users: Users, num_steps: int) -> float:
     sizes = np.diff(units.offsets)
     used = share_used(algorithm, sizes, method.group_size, prob, num_steps)
     return float(used * (units.num_examples / users.num_examples))
-
-
-def _clip_norm(norm: float) -> float:
-    """A clip norm rounded to four digits, so that the printed command has the very same number."""
-    return min(max(float(f"{norm:.4g}"), 1e-6), 1e6)

@@ -18,7 +18,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from fedsim.accounting import SelectionEvent, draw_trials
+from fedsim import accounting
+from fedsim.accounting import (
+    Events,
+    SelectionEvent,
+    StepEvent,
+    at_most,
+    calibration,
+    draw_trials,
+    spent,
+)
 from fedsim.budget import BudgetRequest, Limit, admitted, close, place_of
 from fedsim.config import (
     OPERATIONAL,
@@ -26,7 +35,6 @@ from fedsim.config import (
     PrivacyConfig,
     RunConfig,
     as_dict,
-    changed,
     changed_run,
     configs_of,
     flags_of,
@@ -37,20 +45,45 @@ from fedsim.config import (
 from fedsim.data import Dataset
 from fedsim.errors import ConfigError, FedsimError, expect
 from fedsim.evaluate import last_model
-from fedsim.files import (
-    make_directory,
-    private_directory,
-    read_json,
-    sync_directory,
-    write_json,
-)
+from fedsim.files import make_directory, private_directory, read_json, sync_directory, write_json
 from fedsim.keys import FILE as KEY, SecretKey
 from fedsim.models import PRESETS, peft_files
-from fedsim.noise import noisy_mean_loss
-from fedsim.run import Console, directory, find_model, load_data, model_sha256, verbosity
-from fedsim.training import Diverged, Purpose, largest_loss, rehearse, train, user_losses
-from fedsim.tuning.pricing import METRIC, Job, Priced, Selection, price, sentences
+from fedsim.noise import noisy_mean_loss, slack
+from fedsim.plan import (
+    MAX_PARAMETERS,
+    TWO_HELD_OUT,
+    Plan,
+    Stated,
+    delta_of,
+    fill_defaults,
+    in_words,
+    make_plan,
+    method_for,
+    noise_of,
+    planned_phases,
+)
+from fedsim.run import (
+    RECEIPT,
+    Console,
+    directory,
+    find_model,
+    load_data,
+    model_sha256,
+    verbosity,
+)
+from fedsim.sampling import graph_of
+from fedsim.training import (
+    Diverged,
+    Purpose,
+    facts_of_start,
+    largest_loss,
+    rehearse,
+    runnable,
+    train,
+    user_losses,
+)
 
+METRIC = "eval/loss"
 RUNS, LOGS = "runs", "logs"
 BEST, RESULT, EVALUATIONS, CHOSEN = "best", "selection.json", "evaluations", "chosen.json"
 BEGAN = "began.json"
@@ -63,6 +96,32 @@ PLACES = ("model", "adapter", "tokenizer")
 Settings = Mapping[str, Any]
 _FLAGS = flags_of(PrivacyConfig) | flags_of(RunConfig)
 _DEFAULTS = {name: field.default for name, (_, field) in _FLAGS.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A candidate, or a trial of it."""
+
+    name: str
+    algorithm: Algorithm
+    privacy: PrivacyConfig
+    run: RunConfig
+    settings: dict[str, Any]
+    """The given settings, in JSON's types."""
+    log: Path
+    purpose: Purpose = Purpose.TRAIN
+    held_out: bool = True
+    """False: held-out users are evaluated after the training, with noise."""
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """Contents of `summary.json`; None if the run has not finished."""
+        try:
+            summary = json.loads((self.run.run_dir / directory.SUMMARY).read_text())
+        except (OSError, ValueError):
+            return None
+        steps = summary.get("steps_done"), summary.get("num_steps")
+        return summary if None not in steps and steps[0] == steps[1] else None
 
 
 def expand(spec: Settings) -> list[dict[str, Any]]:
@@ -115,17 +174,20 @@ def _job(settings: Settings, out: Path) -> Job:
     run = changed_run(run, data=_whole(run.data.source))
     read = settings_of(privacy) | settings_of(run)
     name = _name(algorithm, {name: read[name] for name in given})
-    places = {field: _whole(read[field]) for field in PLACES if read[field] is not None}
-    here = {"run_dir": out.absolute() / RUNS / name, "resume": True}
-    here["budget_ledger"] = place_of(run.budget_ledger)
-    run = changed_run(run, **places, **here)
+    run = changed_run(
+        run,
+        **{field: _whole(read[field]) for field in PLACES if read[field] is not None},
+        run_dir=out.absolute() / RUNS / name,
+        resume=True,
+        budget_ledger=place_of(run.budget_ledger),
+    )
     shown = {"algorithm": str(algorithm), **{n: to_json(settings[n]) for n in settings}}
     log = out.absolute() / LOGS / f"{name}.txt"
     return Job(name, Algorithm(algorithm), privacy, run, shown, log)
 
 
 def _whole(source: str) -> str:
-    """What a setting names, with the whole path of a file or directory."""
+    """The source, with the whole path of a file or directory."""
     is_path = source not in PRESETS and Path(source).exists()
     return str(Path(source).absolute()) if is_path else source
 
@@ -145,6 +207,7 @@ def outcomes_of(jobs: Sequence[Job]) -> Iterator[tuple[Job, FedsimError | None]]
     Raises: KeyboardInterrupt: a signal ended a run early; the current step is saved.
     """
     for job in jobs:
+        ended = None
         with (
             open(job.log, "a") as log,
             contextlib.redirect_stderr(log),
@@ -157,17 +220,180 @@ def outcomes_of(jobs: Sequence[Job]) -> Iterator[tuple[Job, FedsimError | None]]
                     job.privacy,
                     job.run,
                     console,
-                    purpose=Purpose.TRIAL,
+                    purpose=job.purpose,
                     held_out=job.held_out,
                 )
             except FedsimError as error:
                 console.note(f"fedsim: error: {error}")
                 ended = error
-            else:
-                ended = None
         if ended is None and job.summary is None:
             raise KeyboardInterrupt
         yield job, ended
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """Settings of a private selection."""
+
+    mean: float | None = None
+    """Expected number of trials. >= 1. Default: the number of candidates."""
+    shape: float = 0.0
+    """Shape of the distribution of the number of trials; see `SelectionEvent`."""
+    eval_epsilon: float | None = None
+    """Cost of all evaluations for the held-out users. > 0. Default: their texts are public."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluations:
+    """All evaluations of a selection, as released of the held-out users."""
+
+    noise_multiplier: float
+    """sigma of each evaluation."""
+    epsilon: float
+    delta: float
+    phases: Events
+    slack: tuple[float, float]
+    """Slack of the noise of evaluations; not included in `phases`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Priced:
+    """The price of a selection, known before it is run."""
+
+    event: SelectionEvent
+    delta: float
+    epsilon: float
+    """epsilon of the private selection."""
+    epsilon_of_all: float
+    """epsilon of training every candidate once and releasing all of them."""
+    epsilon_of_one: float
+    """epsilon of the most expensive candidate."""
+    reasons: str
+    """Values of facts that make it no guarantee."""
+    non_private: tuple[Stated, ...]
+    """Facts that the guarantee of one candidate or another does not cover."""
+    evaluations: Evaluations | None = None
+    """Evaluations of the held-out users with noise; None: they have no noise."""
+
+    @property
+    def all_once(self) -> bool:
+        """True if every candidate is trained once, because that costs less."""
+        return self.epsilon_of_all <= self.epsilon
+
+    @property
+    def phases(self) -> Events:
+        """Events released of the training users."""
+        if self.all_once:
+            return [phase for candidate in self.event.candidates for phase in candidate]
+        return [(self.event, 1)]
+
+
+def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
+    """Price of a selection among these candidates, before any of them runs.
+
+    Raises: ConfigError: a candidate is not allowed in a private selection.
+    """
+    one_owner = graph_of(data.train) is None  # else groups differ with the key of each trial
+    source = jobs[0].run.data.source
+    expect("data", source, one_owner, "texts with one owner each")
+    num_users = data.eval_users.num_users if data.eval_users is not None else 0
+    expect("data", source, num_users > 0, "data with held-out users")  # before anyone is counted
+    plans, candidates = zip(*(_planned(job, data) for job in jobs), strict=True)
+    deltas = {plan.delta for plan in plans}
+    expect("delta", sorted(deltas), len(deltas) == 1, "the same one for all candidates")
+    delta, mean = deltas.pop(), float(how.mean or len(jobs))
+    of_trial = (max(p.slack.epsilon for p in plans), max(p.slack.delta for p in plans))
+    event = SelectionEvent(candidates, mean, how.shape, of_trial)
+    together = [phase for candidate in candidates for phase in candidate]
+    priced = Priced(
+        event,
+        delta,
+        accounting.epsilon([(event, 1)], delta),
+        accounting.epsilon_with([of_trial] * len(jobs), together, delta),
+        max(accounting.epsilon(candidate, delta) for candidate in candidates),
+        "; ".join(sorted({plan.reasons for plan in plans} - {""})),
+        tuple(dict.fromkeys(fact for plan in plans for fact in (*plan.facts, *plan.given))),
+    )
+    if how.eval_epsilon is None:
+        return priced
+    expect("eval_epsilon", how.eval_epsilon, num_users > 1, TWO_HELD_OUT)
+    once = len(jobs) if priced.all_once else None
+    evaluations = evaluations_of(
+        how.eval_epsilon, delta_of(num_users, delta), mean, how.shape, once=once
+    )
+    return dataclasses.replace(priced, evaluations=evaluations)
+
+
+def _planned(job: Job, data: Dataset) -> tuple[Plan, tuple[Any, ...]]:
+    """A candidate's plan and events. Raises: ConfigError: it is not allowed in a selection."""
+    privacy, run = job.privacy, job.run
+    for name in ("strict", "fit_limit"):  # of the selection, not of a trial
+        value = getattr(run, name)
+        expect(name, value, not value, "false in a private selection")
+    runnable(privacy, run)
+    expect("epsilon", privacy.epsilon, math.isfinite(privacy.epsilon), "a finite one")
+    share = privacy.group_size_epsilon
+    expect("group_size_epsilon", share, share is None, "none in a private selection")
+    has_size = privacy.group_size is not None or job.algorithm == Algorithm.ULS
+    expect("group_size", None, has_size, "a number in a private selection of els")
+    none = "none of a trial, but of the selection"
+    expect("eval_epsilon", privacy.eval_epsilon, privacy.eval_epsilon is None, none)
+    key = SecretKey.create(run.seed)
+    privacy, non_private = fill_defaults(job.algorithm, privacy, data, key=key)
+    non_private += facts_of_start(run, fresh_model=run.model.source in PRESETS)
+    method = method_for(job.algorithm, privacy, data.train, key)
+    plan = make_plan(
+        job.algorithm, privacy, data.train, method, MAX_PARAMETERS, non_private, data_seal=""
+    )
+    return plan, tuple(planned_phases(plan, method) or ())
+
+
+def evaluations_of(
+    epsilon: float, delta: float, mean: float, shape: float, *, once: int | None = None
+) -> Evaluations:
+    """Evaluations that together cost every held-out user epsilon.
+
+    Args:
+      mean, shape: of the distribution of the number of trials.
+      once: number of trials where it is not secret.
+    """
+    if once is not None:
+        sigma, part = noise_of(epsilon, delta, once)
+        return Evaluations(sigma, epsilon, delta, [(StepEvent(sigma, 1.0), once)], part)
+    part = slack(1, epsilon, delta)
+
+    def event(sigma: float) -> SelectionEvent:
+        return SelectionEvent((((StepEvent(sigma, 1.0), 1),),), mean, shape, part)
+
+    def spend(sigma: float, accuracy: float) -> float:
+        return spent([(event(sigma), 1)], delta, accuracy)
+
+    sigma = calibration.calibrate("noise_multiplier", spend, epsilon, 5.0, (1e5, 0.1), None)
+    return Evaluations(sigma, epsilon, delta, [(event(sigma), 1)], (0.0, 0.0))
+
+
+def sentences(priced: Priced) -> list[str]:
+    """Sentences that state the price of a selection."""
+    count, noisy = len(priced.event.candidates), priced.evaluations
+    best = f"the best of {count} candidates, each trained once"
+    if not priced.all_once:
+        best = f"the best of a secret number of trials, {priced.event.mean:g} expected, of "
+        best += f"{count} candidates"
+    costs = (priced.epsilon, priced.epsilon_of_all, priced.epsilon_of_one)
+    selected, every, one = (at_most(cost, ".4g") for cost in costs)
+    label = f" (no guarantee: {in_words(priced.reasons)})" if priced.reasons else ""
+    metric = "was computed without noise: the texts of held-out users were said to be public."
+    if noisy is not None:
+        metric = "has noise: it costs every held-out user epsilon = "
+        metric += f"{at_most(noisy.epsilon, '.4g')} at delta = {at_most(noisy.delta, '.2e')}."
+    return [
+        f"What is released is {best}: epsilon = {every if priced.all_once else selected} at "
+        f"delta = {at_most(priced.delta, '.2e')}{label} for every training user.",
+        f"By private selection it costs {selected}, with every candidate trained once and all of "
+        f"them released {every}, and one alone {one}.",
+        f"Not covered by the guarantee: {'; '.join(map(str, priced.non_private)) or 'nothing'}.",
+        f"The metric, {METRIC}, {metric}",
+    ]
 
 
 def select(
@@ -184,44 +410,41 @@ def select(
     Raises: ConfigError: a setting is not allowed in a private selection, a limit would be broken,
       or `out` has a selection with other settings or data.
     """
-    ended = (out / RESULT).exists()
+    ended, began = (out / RESULT).exists(), (out / BEGAN).exists()
     expect("out", out, ended or not (out / BEST).exists(), "a directory without a chosen model")
     _expect_place(out)
     jobs = jobs_of(settings, out)
     data = _data(jobs, console)
     priced = price(jobs, data, how)
+    if not ended:
+        for line in sentences(priced):
+            console.note(line)
+        if not began:  # a trial that cannot be run would be paid for in vain
+            with console.phase("planning the candidates"):
+                for job in jobs:
+                    rehearse(job.algorithm, job.privacy, job.run)
+        private_directory("out", out)
+        for name in (RUNS, LOGS):
+            make_directory(out / name)
+        if not began and not (out / KEY).exists():
+            SecretKey.create().save(out)
+    key = SecretKey.load(out)
+    seals = _seals(jobs, data, priced, key)
+    if began:
+        _expect_same(out, seals)
     if ended:
-        if (out / BEGAN).exists():  # not one of an earlier version
-            key = SecretKey.load(out)
-            Began(jobs, data, priced.event, how.eval_epsilon, key).expect_same(out)
-        for counted in (out, out / EVALUATIONS):
-            close(counted)  # the command may have been interrupted there,
+        for place in (out, out / EVALUATIONS):
+            close(place)  # the command may have been interrupted there,
         _keep_best(out)  # or there
         return read_json(out / RESULT)
-    for line in sentences(priced, len(jobs), how):
-        console.note(line)
-    if not (out / BEGAN).exists():  # a trial that cannot be run would be paid for in vain
-        with console.phase("planning the candidates"):
-            for job in jobs:
-                rehearse(job.algorithm, job.privacy, job.run)
-    private_directory("out", out)
-    for name in (RUNS, LOGS):
-        make_directory(out / name)
-    if not any((out / name).exists() for name in (KEY, BEGAN)):
-        SecretKey.create().save(out)
-    key = SecretKey.load(out)
-    began = Began(jobs, data, priced.event, how.eval_epsilon, key)
-    began.expect_same(out)
     with _admitted(jobs[0], data, priced, out, key):
-        began.save(out)  # from here on there may be trials
+        write_json(out / BEGAN, seals, mode=0o600)  # from here on there may be trials
         trials = _trials(jobs, priced, out, key)
         _run(trials, console)
-        scores = [
-            _score(trial, number, data, priced, key, console) for number, trial in enumerate(trials)
-        ]
+        scores = [_score(trial, i, data, priced, key, console) for i, trial in enumerate(trials)]
         best = min(range(len(trials)), key=lambda number: scores[number])
         expect("settings", "", math.isfinite(scores[best]), "a trial that ends with a loss")
-        result = _result(out, trials[best], scores[best], priced, len(jobs), how)
+        result = _result(out, trials[best], scores[best], priced)
         # The choice is made once: from here on the same command only moves files into place. It is
         # written before the ledger says that it is released, and never made anew after that.
         write_json(out / CHOSEN, {"name": trials[best].name}, mode=0o600)
@@ -232,16 +455,13 @@ def select(
 
 def _run(trials: Sequence[Job], console: Console) -> None:
     """Train the trials that have not finished; an error leaves them to the same command."""
-    pending = [trial for trial in trials if trial.summary is None]
-    for trial, error in outcomes_of(pending):
+    for trial, error in outcomes_of([trial for trial in trials if trial.summary is None]):
         if error is not None and not isinstance(error, Diverged):
             raise error
         console.note(f"{trial.name} ended")
 
 
-def _result(
-    out: Path, best: Job, score: float, priced: Priced, candidates: int, how: Selection
-) -> dict[str, Any]:
+def _result(out: Path, best: Job, score: float, priced: Priced) -> dict[str, Any]:
     """Contents of `selection.json`: the chosen settings, and the cost of the choice."""
     return {
         "out": str(out),
@@ -254,26 +474,29 @@ def _result(
         "epsilon_of_selection": to_json(priced.epsilon),
         "epsilon_of_all": to_json(priced.epsilon_of_all),
         "epsilon_of_one": to_json(priced.epsilon_of_one),
-        "candidates": candidates,
+        "candidates": len(priced.event.candidates),
         "expected_trials": priced.event.mean,
         "shape": priced.event.shape,
-        "eval_epsilon": how.eval_epsilon,
+        "eval_epsilon": priced.evaluations and priced.evaluations.epsilon,
         "eval_delta": priced.evaluations and priced.evaluations.delta,
         "guarantee": not priced.reasons,
         "non_private": [fact.as_dict() for fact in priced.non_private],
-        "claim": "\n".join(sentences(priced, candidates, how)),
+        "claim": "\n".join(sentences(priced)),
     }
 
 
 def _expect_place(out: Path) -> None:
     """Raise ConfigError if `out` holds anything but a selection, since other trials are deleted."""
     expect("out", out, out.is_dir() or not out.exists(), "a directory")
-    names = {path.name for path in out.iterdir()} if out.exists() else set()
-    there = {name for name in names if not name.startswith(".") and not name.endswith(".toml")}
-    inside = [path for name in (RUNS, LOGS) if name in there for path in (out / name).iterdir()]
-    started = {KEY, RUNS} <= there or there & {BEGAN, CHOSEN, RESULT}
-    of_selection = bool(started) or (there <= {LOGS, RUNS} and not inside)
-    expect("out", out, of_selection, "a new or empty directory, or that of a selection")
+    if (out / BEGAN).exists() or not out.exists():
+        return
+    names = {path.name for path in out.iterdir()}
+    trials = [path for name in {RUNS, LOGS} & names for path in (out / name).iterdir()]
+    # Killed before any trial, it left these.
+    others = names - {RUNS, LOGS, KEY, RECEIPT, EVALUATIONS}
+    others = {name for name in others if not name.startswith(".") and not name.endswith(".toml")}
+    empty = f"an empty directory, or that of a selection, with no {RUNS} but those of {BEGAN}"
+    expect("out", out, not others and not trials, empty)
 
 
 def _keep_best(out: Path) -> None:
@@ -292,13 +515,15 @@ def _keep_best(out: Path) -> None:
 
 def _data(jobs: Sequence[Job], console: Console) -> Dataset:
     """The data of all candidates. Raises: ConfigError: they differ."""
-    places = {(job.run.data.source, str(job.run.data.options)) for job in jobs}
-    expect("data", sorted(places), len(places) == 1, "the same for all candidates")
-    run = jobs[0].run
-    for field in ("budget_ledger", "limit_epsilon"):  # the selection is counted once, with these
-        values = {str(getattr(job.run, field)) for job in jobs}
-        expect(field, sorted(values), len(values) == 1, "the same for all candidates")
-    return load_data(run.data, find_model(run.model.source), console.note)
+    runs = [job.run for job in jobs]
+    values = {
+        "data": {(run.data.source, str(run.data.options)) for run in runs},
+        # The selection is counted once, with these.
+        **{n: {str(getattr(run, n)) for run in runs} for n in ("budget_ledger", "limit_epsilon")},
+    }
+    for field, different in values.items():
+        expect(field, sorted(different), len(different) == 1, "the same for all candidates")
+    return load_data(runs[0].data, find_model(runs[0].model.source), console.note)
 
 
 def _admitted(job: Job, data: Dataset, priced: Priced, out: Path, key: SecretKey) -> ExitStack:
@@ -306,29 +531,22 @@ def _admitted(job: Job, data: Dataset, priced: Priced, out: Path, key: SecretKey
     place, limit = place_of(job.run.budget_ledger), job.run.limit_epsilon
     trials = len(priced.event.candidates) if priced.all_once else 0  # else part of the event
     part = (trials * priced.event.slack[0], trials * priced.event.slack[1])
-    counted = [("selection", data.train, priced.delta, priced.phases, part, priced.reasons, out)]
+    costs = [("selection", data.train, priced.delta, priced.phases, part, priced.reasons, out)]
     if (noisy := priced.evaluations) is not None and data.eval_users is not None:
-        place_of_receipt = out / EVALUATIONS
-        make_directory(place_of_receipt)
-        cost = (noisy.delta, noisy.phases, noisy.slack, "", place_of_receipt)
-        counted.append(("evaluation", data.eval_users, *cost))
-    applicants = []
-    for kind, users, delta, phases, part, label, directory_of in counted:
+        make_directory(out / EVALUATIONS)
+        cost = (noisy.delta, noisy.phases, noisy.slack, "", out / EVALUATIONS)
+        costs.append(("evaluation", data.eval_users, *cost))
+    requests = []
+    for kind, users, delta, phases, part, label, receipt in costs:
         bound = None if limit is None else Limit(limit, delta)
-        applicant = BudgetRequest(
-            place,
-            users.user_ids(),
-            kind,
-            bound,
-            directory_of,
-            adjacency=job.privacy.adjacency,
-        )
-        entry = applicant.entry(key.seal(kind), list(phases), part, label)
-        applicant.expect_room(entry)  # of all of them, before any is counted
-        applicants.append((applicant, entry))
+        adjacency = job.privacy.adjacency
+        request = BudgetRequest(place, users.user_ids(), kind, bound, receipt, adjacency=adjacency)
+        entry = request.entry(key.seal(kind), list(phases), part, label)
+        request.expect_room(entry)  # of all of them, before any is counted
+        requests.append((request, entry))
     with ExitStack() as stack:
-        for applicant, entry in applicants:
-            stack.enter_context(admitted(applicant, entry))
+        for request, entry in requests:
+            stack.enter_context(admitted(request, entry))
         return stack.pop_all()
 
 
@@ -344,7 +562,8 @@ def _trials(jobs: Sequence[Job], priced: Priced, out: Path, key: SecretKey) -> l
         name, job = key.seal(f"trial {number}")[:16], jobs[choice]
         run = changed_run(job.run, run_dir=(out / RUNS / name).absolute(), limit_epsilon=None)
         log = (out / LOGS / f"{name}.txt").absolute()
-        trials.append(dataclasses.replace(job, name=name, run=run, log=log, held_out=public))
+        about = {"purpose": Purpose.TRIAL, "held_out": public}
+        trials.append(dataclasses.replace(job, name=name, run=run, log=log, **about))
     return trials
 
 
@@ -360,79 +579,41 @@ def _score(
         return math.inf if math.isnan(loss) else loss  # nan would compare as no larger than any
     stored = directory.load(trial.run.run_dir)
     task, params, _, _ = last_model(stored, trial.run, console)
-    rng = key.generator("evaluation", number)
-    losses = user_losses(task, params, "eval_users")
     return noisy_mean_loss(
-        losses,
+        user_losses(task, params, "eval_users"),
         bound=largest_loss(data.train.vocab_size),
         count=data.eval_users.num_users,
         stddev=priced.evaluations.noise_multiplier,
-        rng=rng,
+        rng=key.generator("evaluation", number),
     )
 
 
-class Began:
-    """Candidates, data and price that a selection started with; a resumed one must have the same.
+def _seals(jobs: Sequence[Job], data: Dataset, priced: Priced, key: SecretKey) -> dict[str, str]:
+    """Keyed digests of candidates, data and price, by name."""
+    noisy, event = priced.evaluations, priced.event
+    models, adapters = ([getattr(job.run.model, n) for job in jobs] for n in ("source", "adapter"))
+    digests = {source: model_sha256(find_model(source)) for source in dict.fromkeys(models)}
+    contents = {
+        "candidates": [
+            {name: value for name, value in job.settings.items() if name not in OPERATIONAL}
+            for job in jobs
+        ],
+        "data": [users.fingerprint for users in (data.train, data.eval_users) if users is not None],
+        "model": [digests[source] for source in models],
+        "adapter": [peft_files.sha256(adapter) for adapter in adapters],
+        "trials": (event.mean, event.shape),
+        "eval_epsilon": noisy and noisy.epsilon,
+    }
+    return {name: key.seal(f"{name} {content!r}") for name, content in contents.items()}
 
-    Finished trials are reused. With other settings they would be released at a price that is not
-    theirs, and a metric computed without noise would be labelled as one with noise.
+
+def _expect_same(out: Path, seals: dict[str, str]) -> None:
+    """Raise ConfigError unless the selection in `out` began with these candidates, data and price.
+
+    Its trials are reused: with other settings they would be released at a price that is not theirs,
+    and a metric without noise would be labelled as one with noise.
     """
-
-    def __init__(
-        self,
-        jobs: Sequence[Job],
-        data: Dataset,
-        event: SelectionEvent,
-        eval_epsilon: float | None,
-        key: SecretKey,
-    ):
-        """Args: eval_epsilon: what evaluations cost; None: held-out users are public."""
-        settings = _settings(jobs)
-        source, models = jobs[0].run.data.source, settings.pop("model")
-        adapters = settings.pop("adapter", [None])
-        stores = [store for store in (data.train, data.eval_users) if store is not None]
-        facts = {
-            "candidates": (len(jobs), len(jobs)),
-            "data": (source, [store.fingerprint for store in stores]),
-            "model": (models, [models, _models_sha256(models)]),
-            "adapter": (adapters, [adapters, [*map(peft_files.sha256, adapters)]]),
-            **{name: (values, values) for name, values in settings.items()},
-            "trials": (event.mean, event.mean),
-            "shape": (event.shape, event.shape),
-            "eval_epsilon": (eval_epsilon, eval_epsilon),
-        }
-        self._shown = {name: shown for name, (shown, _) in facts.items()}
-        self._seals = {name: key.seal(f"{name} {meant!r}") for name, (_, meant) in facts.items()}
-
-    def expect_same(self, out: Path) -> None:
-        """Raise ConfigError unless the selection in `out` started with the same settings."""
-        if not (out / BEGAN).exists():
-            why = f"one without the trials in {out / RUNS}, which do not say what they began with"
-            expect("out", out, not any((out / RUNS).iterdir()), why)
-            return
-        was = read_json(out / BEGAN)
-        again = f"what the selection in {out} began with; another --out is for another selection"
-        for name in {**self._seals, **was}:
-            expect(name, self._shown.get(name), was.get(name) == self._seals.get(name), again)
-
-    def save(self, out: Path) -> None:
-        """Write the digests beside the key."""
-        write_json(out / BEGAN, self._seals, mode=0o600)
-
-
-def _settings(jobs: Sequence[Job]) -> dict[str, list[Any]]:
-    """Each setting that can change a trial, with its value in each candidate; None: its default."""
-    candidates = []
-    for job in jobs:
-        given = changed(PrivacyConfig, as_dict(job.privacy)) | changed(RunConfig, as_dict(job.run))
-        given |= {"algorithm": str(job.algorithm), "model": job.run.model.source}
-        # Without defaults, so that a new setting changes no earlier selection.
-        candidates.append({name: value for name, value in given.items() if name not in OPERATIONAL})
-    names = dict.fromkeys(name for given in candidates for name in given)
-    return {name: [given.get(name) for given in candidates] for name in names}
-
-
-def _models_sha256(sources: Sequence[str]) -> list[str | None]:
-    """Digest of each model; each model is read once."""
-    digests = {source: model_sha256(find_model(source)) for source in dict.fromkeys(sources)}
-    return [digests[source] for source in sources]
+    began = read_json(out / BEGAN)
+    same = f"those that the selection in {out} began with; another --out is for another selection"
+    for name in {**seals, **began}:
+        expect(name, "others", began.get(name) == seals.get(name), same)
