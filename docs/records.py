@@ -30,8 +30,8 @@ from docutils.parsers.rst import directives
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
+from experiments.harness.claims import NOT_SHOWN, claims_file
 from experiments.harness.records import RESULTS, read_rows
-from experiments.harness.verdicts import NOT_SHOWN
 
 VERDICTS = {True: "yes", False: "**no**", NOT_SHOWN: NOT_SHOWN, None: "not judged"}
 ROLE = re.compile(r"([\w/]+):((?:[^\[\s]|\[[^\]]*\])+)(?: / (\S+))?(?: (\S+))?")
@@ -84,7 +84,11 @@ def markdown_table(*rows: list[str]) -> str:
 
 def claims(record: dict) -> str:
     """The claims of an experiment, or the bars of a benchmark; and where the record comes from."""
-    rows = [[c["claim"], VERDICTS[c["held"]], c["numbers"]] for c in record.get("claims", ())]
+    tests = earlier(record)
+    rows = [
+        [c["claim"], VERDICTS[c["held"]], c["numbers"] + tests.get(c["claim"], "")]
+        for c in record.get("claims", ())
+    ]
     for bar in record.get("bars", ()):
         rows.append([bar["name"], VERDICTS[bar["holds"]], f"{bar['value']:.3g} ({bar['bound']:g})"])
     head = ["claim", "held?", "value (bound)" if "bars" in record else "numbers"]
@@ -102,6 +106,16 @@ def claims(record: dict) -> str:
         parts.append(f"{trained['number']} rows trained {dates} at {', '.join(trained['commits'])}")
         at = f"judged and drawn {at}"
     return table + "; ".join([*parts, at]) + "."
+
+
+def earlier(record: dict) -> dict[str, str]:
+    """By claim: what a test that was changed after the runs said, and what was wrong with it."""
+    file = record["file"]
+    found = {} if file.parent.name == "long" else claims_file()["earlier"].get(file.stem, {})
+    return {
+        claim: f". The first test said {VERDICTS[was['held']]}: {was['why']}"
+        for claim, was in found.items()
+    }
 
 
 def columns_of(text: str) -> list[tuple[str, str | None, str]]:

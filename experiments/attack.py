@@ -7,7 +7,7 @@ those who took part, against those who did not, by the area under the ROC curve.
 should tell them apart, or it says nothing of what noise is good for. ELS has all texts of a canary,
 ULS one at a time, so that secrets are drawn equally often.
 
-Claims (`attack_claims`) were committed before the runs. The settings were chosen by two trainings
+Claims (claims.toml) were committed before the runs. The settings were chosen by two trainings
 of ELS without noise and with another seed: among 120 users, with 80 steps and texts of at most 32
 tokens, the area was 0.68; among 60 users, with 160 steps and at most 16 tokens, 0.94. Rows are
 appended to attack.jsonl beside the results as they come; the same command goes on with what is
@@ -18,23 +18,29 @@ missing. The model's file and the real users are those of real_model.py.
 
 import dataclasses
 import functools
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from matplotlib.figure import Figure
 
 from experiments import real_model
-from experiments.attack_claims import check, plot
 from experiments.harness import common, smollm2
+from experiments.harness.claims import Claims, Quantity, judged
 from experiments.harness.processes import compute
 from experiments.harness.records import as_written, came_from
-from experiments.harness.rows import Row, Rows, kept, missing
-from experiments.real_model_claims import MODEL, interval
+from experiments.harness.rows import Row, Rows, by, kept, missing
+from experiments.real_model_views import MODEL, interval
 
 NAME = "attack"
+ALGORITHMS = ("els", "uls")
+TRAININGS = 2
+"""Of an epsilon and an algorithm, before an area is judged."""
+RESAMPLES = 1_000
 CARRIERS = (
     "My password is{}.",
     "Please remember:{}.",
@@ -101,6 +107,12 @@ class Cell:
         which = [self.seed, round(min(self.epsilon, 1e6) * 1e3), len(CARRIERS)]
         return np.random.default_rng([*which, self.algorithm == "els"])
 
+    def chosen(self, canaries: int) -> np.ndarray:
+        """Which of so many canaries take part, bool."""
+        chosen = np.zeros(canaries, bool)
+        chosen[self.rng.permutation(canaries)[: canaries // 2]] = True
+        return chosen
+
 
 def cells(settings: Settings) -> Iterator[Cell]:
     """All trainings, the first seed first."""
@@ -149,8 +161,7 @@ def dataset(cell: Cell, settings: Settings) -> tuple[Any, Any, np.ndarray]:
     from fedsim.data import UserStore
 
     model, data, real, canaries = texts(settings)
-    chosen = np.zeros(len(canaries), bool)
-    chosen[cell.rng.permutation(len(canaries))[: len(canaries) // 2]] = True
+    chosen = cell.chosen(len(canaries))
     inside = {name: canaries[name] for name, takes in zip(canaries, chosen, strict=True) if takes}
     limits = data.train.max_length, data.train.vocab_size
     train = UserStore.from_examples(real | inside, *limits)
@@ -220,6 +231,120 @@ def train(cell: Cell, settings: Settings) -> Row:
         "cpu_seconds": round(time.process_time() - used, 1),
         **came_from(),
     }
+
+
+def numbers_of(text: str) -> np.ndarray:
+    """What a row says of each canary."""
+    return np.array([float(each) for each in str(text).split()])
+
+
+def area(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[float, tuple[float, float]]:
+    """(Mean area of some trainings, its 95 % interval), of the scores of who took part and of who
+    did not: the canaries of a training are compared with each other alone."""
+    each = [interval(*pair) for pair in pairs]
+    mean = float(np.mean([middle for middle, *_ in each]))
+    off = math.sqrt(sum(((high - low) / 2) ** 2 for _, low, high in each)) / len(each)
+    return mean, (max(0.0, mean - off), min(1.0, mean + off))
+
+
+def falls_of(row: Row) -> tuple[np.ndarray, np.ndarray]:
+    """(Falls of the canaries who took part, of those who did not)."""
+    return numbers_of(row["falls_in"]), numbers_of(row["falls_out"])
+
+
+def calibrated(row: Row, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """As `falls_of`, less what a canary's loss falls by in the trainings of the other seeds at this
+    epsilon, where taking part counts as much as it does there on average (Watson et al. 2022)."""
+    chosen, falls = by_canary(row)
+    rest = []
+    for other in rows:
+        if other["epsilon"] == row["epsilon"] and other["seed"] != row["seed"]:
+            inside, found = by_canary(other)
+            rest.append(found - inside * (found[inside].mean() - found[~inside].mean()))
+    scores = falls - np.mean(rest, axis=0)
+    return scores[chosen], scores[~chosen]
+
+
+def by_canary(row: Row) -> tuple[np.ndarray, np.ndarray]:
+    """(Which canaries took part, the fall of each one's loss) of a training."""
+    inside, outside = falls_of(row)
+    cell = Cell(row["seed"], row["epsilon"], row["algorithm"])
+    chosen = cell.chosen(len(inside) + len(outside))
+    falls = np.empty(len(chosen))
+    falls[chosen], falls[~chosen] = inside, outside
+    return chosen, falls
+
+
+def quantities(rows: Rows) -> dict[str, Quantity]:
+    """Areas of the trainings of an epsilon, which have other canaries each; and how often a secret
+    was drawn at least, on average."""
+    found = {"drawn": Quantity({"times": min(row["texts_drawn"] for row in rows)})}
+    cells = by(rows, lambda row: (row["epsilon"], row["algorithm"]))
+    for (epsilon, algorithm), own in cells.items():
+        if len(own) == TRAININGS:
+            middle, ends = area([falls_of(row) for row in own])
+            found[f"area {epsilon:g} {algorithm}"] = Quantity({"": middle}, ends=[ends])
+    for epsilon, own in by(rows, lambda row: row["epsilon"]).items():
+        if len(own) == TRAININGS * len(ALGORITHMS):
+            for name, score in (
+                ("area", falls_of),
+                ("calibrated area", functools.partial(calibrated, rows=rows)),
+            ):
+                middle, ends = area([score(row) for row in own])
+                found[f"{name} {epsilon:g}"] = Quantity({"": middle}, ends=[ends])
+    return found
+
+
+def check(rows: Rows) -> Claims:
+    """Whether the attack sees what it should, and no more."""
+    return judged(NAME, quantities(rows))
+
+
+def roc(inside: np.ndarray, outside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(false, true) positive rates over all thresholds, from (0, 0) to (1, 1)."""
+    thresholds = np.unique(np.concatenate([inside, outside, [np.inf]]))[::-1]
+    above = [(side[:, None] >= thresholds).mean(axis=0) for side in (outside, inside)]
+    return above[0], above[1]
+
+
+def band(rows: Rows, at: np.ndarray) -> np.ndarray:
+    """[3, points]: 2.5 %, mean and 97.5 % of the ROC curve, the mean of the trainings', over
+    canaries that are drawn again."""
+
+    def at_rates(inside: np.ndarray, outside: np.ndarray) -> np.ndarray:
+        return np.interp(at, *roc(inside, outside))
+
+    rng = np.random.default_rng(0)
+    pairs = [falls_of(row) for row in rows]
+    again = np.array(
+        [
+            np.mean(
+                [at_rates(*(rng.choice(side, len(side)) for side in pair)) for pair in pairs], 0
+            )
+            for _ in range(RESAMPLES)
+        ]
+    )
+    low, high = np.quantile(again, (0.025, 0.975), axis=0)
+    return np.stack([low, np.mean([at_rates(*pair) for pair in pairs], axis=0), high])
+
+
+def plot(rows: Sequence[Row]) -> Figure:
+    """ROC curves, by epsilon, with 95 % bands."""
+    epsilons = by(rows, lambda row: row["epsilon"])
+    figure, axes = common.panels(1, len(epsilons), 3.3, 3.8, sharey=True)
+    at = np.linspace(0, 1, 101)
+    for axis, (epsilon, own) in zip(axes[0], epsilons.items(), strict=True):
+        for name, each in by(own, lambda row: row["algorithm"]).items():
+            low, middle, high = band(each, at)
+            (line,) = axis.plot(at, middle, label=name.upper())
+            axis.fill_between(at, low, high, alpha=0.2, color=line.get_color(), lw=0)
+        axis.plot([0, 1], [0, 1], color="0.6", lw=1, ls="--", label="chance")
+        title = "no noise" if math.isinf(epsilon) else f"ε = {epsilon:g}"
+        axis.set(title=title, xlabel="false positives", aspect="equal")
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("true positives")
+    axes[0, 0].legend(loc="lower right")
+    return figure
 
 
 @common.mistakes()

@@ -27,8 +27,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.harness import common
+from experiments.harness.claims import GAIN_SHARE, ahead, both, no_worse
 from experiments.harness.mean_task import MeanTask
-from experiments.harness.verdicts import GAIN_SHARE, ahead, both, no_worse
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.contribution import contribution
 from fedsim.config import Algorithm, PrivacyConfig

@@ -22,6 +22,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.harness import common, finetuning
+from experiments.harness.claims import both, cell_error, no_worse
 from experiments.harness.finetuning import (
     LONG_TRAINING,
     MEDIUM_TRAINING,
@@ -31,7 +32,6 @@ from experiments.harness.finetuning import (
     Training,
 )
 from experiments.harness.rows import by, rates_inside
-from experiments.harness.verdicts import both, cell_error, no_worse
 from fedsim.errors import DataError
 from fedsim.sampling import median_group_size
 

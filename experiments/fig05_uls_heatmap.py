@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from experiments.harness import common, finetuning
+from experiments.harness.claims import Verdict, ahead, both, cell_error, no_worse
 from experiments.harness.finetuning import STACK_OVERFLOW, ULS_GRIDS
 from experiments.harness.rows import StandardError, by, rates_inside
-from experiments.harness.verdicts import Verdict, ahead, both, cell_error, no_worse
 
 SETTINGS = ULS_GRIDS
 SHOWN = 4.0  # the epsilon whose diagonals are drawn

@@ -27,9 +27,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.harness import common, finetuning, heuristics
+from experiments.harness.claims import ahead, both, cell_error, mean_error, most, no_worse
 from experiments.harness.finetuning import STACK_OVERFLOW, stands_for
 from experiments.harness.rows import by, paired, rates_inside
-from experiments.harness.verdicts import ahead, both, cell_error, mean_error, most, no_worse
 
 SETTINGS = finetuning.COMPARISONS
 LOCAL = "ULS, local steps"

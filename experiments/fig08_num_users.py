@@ -19,9 +19,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.harness import common, finetuning, heuristics
+from experiments.harness.claims import ahead, cell_error
 from experiments.harness.finetuning import CC_NEWS, STACK_OVERFLOW, Comparison
 from experiments.harness.rows import by, rates_inside
-from experiments.harness.verdicts import ahead, cell_error
 
 EPSILON = 4.0
 

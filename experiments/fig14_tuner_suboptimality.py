@@ -17,6 +17,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.harness import common, finetuning
+from experiments.harness.claims import ahead, cell_error, most, no_worse
 from experiments.harness.finetuning import ULS_GRIDS
 from experiments.harness.rows import by
 from experiments.harness.strategies import (
@@ -25,7 +26,6 @@ from experiments.harness.strategies import (
     max_group_size,
     with_batch_size,
 )
-from experiments.harness.verdicts import ahead, cell_error, most, no_worse
 from fedsim.run import Console
 from fedsim.tuning import doubling
 from fedsim.tuning.doubling import Configuration

@@ -21,11 +21,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.harness import common, finetuning, heuristics
+from experiments.harness.claims import GAIN_SHARE, NOT_SHOWN, ahead, alike, both, no_worse
 from experiments.harness.finetuning import STACK_OVERFLOW, Comparison
 from experiments.harness.outcomes import side_by_side
 from experiments.harness.personalization import Personalization, personalize_run
 from experiments.harness.rows import by, middle, rates_inside
-from experiments.harness.verdicts import GAIN_SHARE, NOT_SHOWN, ahead, alike, both, no_worse
 from fedsim.config import changed_run
 from fedsim.run import Console, directory
 

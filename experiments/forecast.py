@@ -5,7 +5,7 @@ Beyond the paper. A few users of a corpus are what somebody has: a forecast says
 join, and each number is trained with three seeds, at the settings that were recommended for the
 few. Held-out users stay the same.
 
-Claims (forecast_claims.py) were committed before the runs. The first try was on reddit_links alone,
+Claims (claims.toml) were committed before the runs. The first try was on reddit_links alone,
 with probes of 16 examples a step; its rows are forecast_first.jsonl and forecast_first_said.jsonl.
 It was off by too much, so probes have a quarter of the batch size since; that was settled on
 reddit_links, and scotus was forecast by it unseen. What was forecast is kept in forecast_said.jsonl
@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from matplotlib.figure import Figure
 
 from experiments import starting_model
-from experiments.forecast_claims import check, plot
 from experiments.harness import common, finetuning
+from experiments.harness.claims import Claims, Quantity, cell_error, judged, mean_error
 from experiments.harness.processes import compute
 from experiments.harness.records import as_written, came_from
-from experiments.harness.rows import Row, Rows, kept, missing
+from experiments.harness.rows import Row, Rows, by, kept, missing, over_seeds
 
 NAME, SAID = "forecast", "forecast_said"
 MADE_UP = "made-up text"
@@ -59,6 +60,8 @@ SETTINGS = {
     "smoke": Settings(((MADE_UP, 30),), (1, 2), (8.0,), (0,), 2, 8, 24, 16),
     "small": Settings(),
 }
+TRAININGS = 24
+"""Of a corpus, before it is judged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,6 +239,70 @@ def train(cell: Cell, settings: Settings, advice: Mapping[tuple[str, float], Row
         "cpu_seconds": round(time.process_time() - used, 1),
         **came_from(),
     }
+
+
+def whole(rows: Rows) -> Rows:
+    """A row for each epsilon and number of users of a corpus: over the seeds, `loss` being minus
+    the gain."""
+    found = []
+    for own in by(rows, lambda row: (row["epsilon"], row["times"])).values():
+        came = over_seeds([-row["gain"] for row in sorted(own, key=lambda row: row["seed"])])
+        found.append({**own[0], **came, "gain": -came["loss"]})
+    return found
+
+
+def quantities(rows: Rows) -> dict[str, Quantity]:
+    """Of each corpus all of whose trainings are there. The seeds of a number of users share no draw
+    and no noise, but all gains of an epsilon are forecast by one curve, so they may be off
+    together."""
+    found = {}
+    for source, own in by(rows, lambda row: row["source"]).items():
+        if len(own) < TRAININGS:
+            continue
+        cells = whole(own)
+        inside = sum(row["low"] <= row["gain"] <= row["high"] for row in own)
+        off = float(np.mean([abs(cell["gain"] - cell["forecast"]) for cell in cells]))
+        gain, error = float(np.mean([cell["gain"] for cell in cells])), mean_error(cells)
+        more = {}
+        for epsilon, each in by(cells, lambda cell: cell["epsilon"]).items():
+            first, *_, last = sorted(each, key=lambda cell: cell["times"])
+            came, said = (last[name] - first[name] for name in ("gain", "forecast"))
+            more[f"at epsilon {epsilon:g} {came:.4f}, beyond the forecast"] = came - said
+        spread = float(np.sqrt(2)) * cell_error(cells, ("epsilon",))
+        found |= {
+            f"{source} inside": Quantity({f"of {TRAININGS}": inside}),
+            f"{source} off": Quantity({f"of {gain:.4f} nats the share": off / gain}, error / gain),
+            f"{source} more": Quantity(more, spread),
+        }
+    return found
+
+
+def check(rows: Rows) -> Claims:
+    """Whether the gains came as they were forecast, of each corpus by itself."""
+    return judged(NAME, quantities(rows))
+
+
+def plot(rows: Sequence[Row]) -> Figure:
+    """Gains against the number of users, on the forecast and its interval."""
+    corpora = by(rows, lambda row: row["source"])
+    figure, axes = common.panels(1, len(corpora), 5, 4)
+    for axis, (source, of_source) in zip(axes[0], corpora.items(), strict=True):
+        for epsilon, own in by(of_source, lambda row: row["epsilon"]).items():
+            by_users = {row["num_users"]: row for row in own}
+            cells = [by_users[number] for number in sorted(by_users)]
+            users, said, low, high = (
+                [cell[name] for cell in cells] for name in ("num_users", "forecast", "low", "high")
+            )
+            (line,) = axis.plot(users, said, label=f"ε = {epsilon:g}: forecast")
+            axis.fill_between(users, low, high, alpha=0.2, color=line.get_color(), lw=0)
+            gains = [row["num_users"] for row in own], [row["gain"] for row in own]
+            axis.plot(*gains, "o", ms=4, color=line.get_color(), label=f"ε = {epsilon:g}: trained")
+        axis.set(title=source, xlabel="users")
+        common.log2_axis(axis, [row["num_users"] for row in of_source])
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("fall of held-out loss (nats per token)")
+    common.legend_below(figure)
+    return figure
 
 
 @common.mistakes()

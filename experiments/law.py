@@ -2,7 +2,7 @@
 
 Beyond the paper. L(G) is the norm of a user's gradient of G texts, of ELS L(1), measured at the
 starting model before any training. The law was found in the trainings of regime.py: a curve of
-log x, frozen in law_claims.py. Here it predicts 20 cells, of which 18 are settings of the curve's
+log x, frozen here before any run. It predicts 20 cells, of which 18 are settings of the curve's
 own cells, with another starting model, tuned rates and new seeds. Then each is trained:
 at three learning rates with one seed, of which validation users choose one, and at that rate with
 two fresh seeds, whose gains on test users are held against the predictions.
@@ -22,19 +22,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
+from scipy import stats
 
-from experiments import regime
+from experiments import regime, regime_views
 from experiments.harness import common
+from experiments.harness.claims import Claims, Quantity, cell_error, judged, mean_error
 from experiments.harness.processes import compute
-from experiments.harness.records import as_written, came_from, read_rows
-from experiments.harness.rows import Row, Rows, kept, missing
-from experiments.law_claims import check, plot, predicted
-from experiments.regime_claims import ALL, FEW
+from experiments.harness.records import RESULTS, as_written, came_from, read_rows
+from experiments.harness.rows import Row, Rows, by, kept, missing
+from experiments.regime_views import ALL, FEW
 
 NAME, PREDICTIONS = "law", "law_predictions"
 PLACE = ("data", "epsilon", "algorithm", "group_size")
 """What trainings of a cell have in common."""
+CURVE = (-0.00156381, 0.12410020, 0.04361727)
+"""The gain in nats, as a polynomial of log x, the highest power first. In sample: R^2 0.991."""
+RESIDUAL = 0.01339
+"""Standard deviation of the 31 gains around the curve (28 degrees of freedom), in nats."""
+WITHOUT_NORMS = (-0.00223214, 0.12267278, -0.21659876)
+"""The same for M / sigma: the norms left out. In sample: R^2 0.870."""
+FREEDOM, CELLS, SEEDS = 28, 20, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +196,143 @@ def train(cell: Cell, settings: Settings) -> Row:
         "cpu_seconds": round(time.process_time() - used, 1),
         **came_from(),
     }
+
+
+def signal(expected_count: float, noise_multiplier: float, norm: float = 1.0) -> float:
+    """x = M / (sigma L(G)): of a step, the length of the sum of clipped gradients if all had one
+    direction, over the noise of a coordinate, in units of an unclipped gradient's norm."""
+    return expected_count / (noise_multiplier * norm)
+
+
+def gain(x: float, curve: Sequence[float] = CURVE) -> float:
+    """What a training is predicted to gain, in nats."""
+    return float(np.polyval(curve, math.log(x)))
+
+
+def half_width() -> float:
+    """Of the 95 % interval around a prediction, in nats: how far the 31 cells are from the curve.
+    That the curve itself was fitted is left out: it makes it longer by up to 13 %, where x is
+    small."""
+    return float(stats.t.ppf(0.975, FREEDOM)) * RESIDUAL
+
+
+def predicted(row: Row) -> Row:
+    """What is said of a cell before it is trained. Args: row: its count, noise multiplier, norm."""
+    x = signal(row["expected_count"], row["noise_multiplier"], row["norm"])
+    plain = signal(row["expected_count"], row["noise_multiplier"])
+    return {"x": x, "predicted": gain(x), "predicted_plain": gain(plain, WITHOUT_NORMS)}
+
+
+def whole(rows: Rows) -> Rows:
+    """A row for each cell with all of its fresh seeds: its gain, over the seeds, and its `loss`,
+    which is minus the gain, for the tests of verdicts.py."""
+    found = []
+    for own in by([row for row in rows if row["fresh"]], cell_of).values():
+        own = sorted(own, key=lambda row: row["seed"])
+        gains = [row["gain_test"] for row in own]
+        if len(gains) >= SEEDS:
+            each = {"by_seed": " ".join(f"{-gain:.6g}" for gain in gains), "seeds": len(gains)}
+            mean, std = float(np.mean(gains)), float(np.std(gains, ddof=1))
+            found.append({**own[0], **each, "gain": mean, "loss": -mean, "loss_std": std})
+    return found
+
+
+def cell_of(row: Row) -> tuple:
+    """Which of the 20 cells it is of."""
+    return tuple(row[name] for name in ("data", "epsilon", "algorithm", "group_size"))
+
+
+def quantities(rows: Rows) -> dict[str, Quantity]:
+    """Of all cells together, and of the settings that claims are made of; nothing before all cells
+    have their seeds."""
+    cells = whole(rows)
+    if len(cells) < CELLS:
+        return {}
+    # A gain's own error: seeds move all cells alike, so that many cells do not average it away.
+    error = mean_error(cells)
+    away, plain = off(cells), off(cells, "predicted_plain")
+    gains = [cell["gain"] for cell in cells]
+    rank, rank_plain = (
+        float(np.asarray(stats.spearmanr([cell[name] for cell in cells], gains))[0])
+        for name in ("x", "predicted_plain")
+    )
+    lead = float(np.abs(plain).mean() - 2 * np.abs(away).mean())
+    own = [row for row in rows if not row["fresh"] and row["power"] == 0]  # the curve's own rate
+    at_rule = np.array([row["gain_test"] - row["predicted"] for row in own])
+    found = {
+        "off": Quantity(
+            {f"on average {away.mean():+.4f}, without sign": np.abs(away).mean()}, error
+        ),
+        "inside": Quantity({f"within {half_width():.4f}": (np.abs(away) <= half_width()).sum()}),
+        "rank": Quantity({f"by M / sigma {rank_plain:.3f}, by x": rank}),
+        "without norms": Quantity({"beyond twice": lead}, math.sqrt(5) * error),
+        "off at the rule": Quantity(
+            {f"on average {at_rule.mean():+.4f}, without sign": np.abs(at_rule).mean()},
+            error * math.sqrt(SEEDS),
+        ),
+        "shift": shift(cells),
+    }
+    for (data, epsilon), each in by(cells, lambda cell: (cell["data"], cell["epsilon"])).items():
+        error = math.sqrt(2) * cell_error(each, ("data", "epsilon"))
+        chosen = best(each, "uls", "predicted")
+        others = [cell for cell in each if cell["algorithm"] == "uls" and cell is not chosen]
+        rival = best(others, "uls")
+        groups = f"G = {chosen['group_size']} ahead of G = {rival['group_size']}"
+        came, said = (
+            best(each, "uls", name)[name] - best(each, "els", name)[name]
+            for name in ("gain", "predicted")
+        )
+        where = f"{data}, epsilon {epsilon:g}:"
+        found |= {
+            f"{where} group": Quantity({groups: chosen["gain"] - rival["gain"]}, error),
+            f"{where} lead": Quantity({f"predicted {said:.4f}, found": came}, error),
+            f"{where} off": Quantity({f"{came:.4f}, beyond {said:.4f}": came - said}, error),
+        }
+    return found
+
+
+def off(cells: Rows, name: str = "predicted") -> np.ndarray:
+    """How far each gain is above its prediction, in nats."""
+    return np.array([cell["gain"] - cell[name] for cell in cells])
+
+
+def shift(cells: Rows) -> Quantity:
+    """How far the gains of settings that the curve was fitted to are above what the same settings
+    gained there, from another starting model, untuned."""
+    first = regime_views.averaged(read_rows(RESULTS / "small" / f"{regime.NAME}.csv"))
+    most = max(row["budget"] for row in first)  # as here
+    first = [row for row in first if (row["budget"], row["times"]) == (most, 1)]
+    before = {cell_of(row): row["loss_before"] - row["loss"] for row in first}
+    again = [cell["gain"] - before[cell_of(cell)] for cell in cells if cell_of(cell) in before]
+    values = {f"mean of {len(again)} settings": float(np.mean(again))}
+    return Quantity(values | {"the least": min(again), "the largest": max(again)})
+
+
+def best(cells: Rows, algorithm: str, name: str = "gain") -> Row:
+    """The cell of an algorithm with the largest gain, or prediction."""
+    return max((c for c in cells if c["algorithm"] == algorithm), key=lambda cell: cell[name])
+
+
+def check(rows: Rows) -> Claims:
+    """Whether the gains came as they were predicted."""
+    return judged(NAME, quantities(rows))
+
+
+def plot(rows: Rows) -> Figure:
+    """The law with its interval, and what came of the cells that it predicted."""
+    figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    reach = np.geomspace(0.7, 100, 200)
+    middle = np.array([gain(x) for x in reach])
+    axis.plot(reach, middle, color="black", lw=1, label="the law, frozen before")
+    axis.fill_between(reach, middle - half_width(), middle + half_width(), color="0.88")
+    for (data, algorithm), own in by(whole(rows), lambda r: (r["data"], r["algorithm"])).items():
+        name = f"{algorithm.upper()}, {'few users' if data == FEW else 'all users'}"
+        marker = "o" if algorithm == "uls" else "s"
+        axis.plot([c["x"] for c in own], [c["gain"] for c in own], marker, ms=5, label=name)
+    axis.set(xscale="log", xlabel="x = M / (σ L(G))", ylabel="gain of held-out loss (nats)")
+    axis.grid(alpha=0.3)
+    common.legend_below(figure)
+    return figure
 
 
 @common.mistakes()

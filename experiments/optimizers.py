@@ -29,6 +29,7 @@ import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
 from experiments.harness import common, smollm2
+from experiments.harness.claims import ahead, no_worse
 from experiments.harness.processes import compute
 from experiments.harness.records import as_written, came_from
 from experiments.harness.rows import Row, Rows, by, kept, missing
@@ -56,7 +57,6 @@ from experiments.harness.updates import (
     scaled,
     scaled_start,
 )
-from experiments.harness.verdicts import ahead, no_worse
 from fedsim import files
 from fedsim.config import RunConfig
 from fedsim.engine import Task

@@ -23,10 +23,10 @@ from matplotlib.figure import Figure
 
 from experiments import regime
 from experiments.harness import common
+from experiments.harness.claims import ahead, cell_error
 from experiments.harness.processes import compute
 from experiments.harness.records import as_written
 from experiments.harness.rows import Row, Rows, by, kept, over_seeds
-from experiments.harness.verdicts import ahead, cell_error
 from fedsim.config import Algorithm
 
 NAME, NORMS = "own_algorithm", "own_algorithm_norms"

@@ -31,7 +31,7 @@ from experiments.harness import common, smollm2
 from experiments.harness.processes import compute
 from experiments.harness.records import as_written, came_from
 from experiments.harness.rows import Row, kept, missing
-from experiments.real_model_claims import FIGURES, MODEL, check, interval
+from experiments.real_model_views import FIGURES, MODEL, check, interval
 from fedsim import files
 
 NAME = "real_model"

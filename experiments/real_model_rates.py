@@ -24,6 +24,14 @@ from matplotlib.figure import Figure
 
 from experiments import real_model
 from experiments.harness import common
+from experiments.harness.claims import (
+    GAIN_SHARE,
+    Verdict,
+    ahead,
+    cell_error,
+    mean_error,
+    no_worse,
+)
 from experiments.harness.processes import compute
 from experiments.harness.records import as_written
 from experiments.harness.rows import (
@@ -35,16 +43,8 @@ from experiments.harness.rows import (
     over_seeds,
     powers_to_try,
 )
-from experiments.harness.verdicts import (
-    GAIN_SHARE,
-    Verdict,
-    ahead,
-    cell_error,
-    mean_error,
-    no_worse,
-)
 from experiments.real_model import MEDIAN, SETTINGS, Settings
-from experiments.real_model_claims import at_epsilon
+from experiments.real_model_views import at_epsilon, in_words
 
 NAME = "real_model_rates"
 ALGORITHMS = ("els", "uls")
@@ -213,11 +213,6 @@ def pooled(found: Rows, source: str, epsilon: float) -> Rows:
         for row in found
         if row["source"] == source and math.isinf(row["epsilon"]) == math.isinf(epsilon)
     ]
-
-
-def in_words(group: int) -> str:
-    """A group's size."""
-    return "the median's G" if group == MEDIAN else f"G = {group}"
 
 
 def compared(groups: dict[str, int]) -> str:

@@ -6,7 +6,7 @@ texts and more, where a cohort of 512 is nearly everyone, so that only larger gr
 text. Measured norms of users' gradients, L_ULS(G), are beside (regime_norms.csv). The update is
 that of `fedsim train` where nothing is said of it: untuned, its rate follows from the noise alone.
 Without noise that is the largest rate of the rule. What is claimed of the losses is in
-regime_claims.py, which was committed before any run.
+claims.toml, which were committed before any run.
 
 Rows are appended to regime.jsonl beside the results as they come; the same command goes on with
 what is missing, also on another machine. Pre-training there may come to other bits, so to another
@@ -32,8 +32,7 @@ from experiments.harness import common
 from experiments.harness.processes import compute
 from experiments.harness.records import as_written, came_from
 from experiments.harness.rows import Row, Rows, kept, missing
-from experiments.regime_claims import ALL, FEW, SEEDS, check
-from experiments.regime_plots import FIGURES
+from experiments.regime_views import ALL, FEW, FIGURES, SEEDS, check
 
 NAME, NORMS = "regime", "regime_norms"
 FIRST_COHORT = 32  # of Estimate-and-Double, as in the paper

@@ -22,11 +22,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.harness import common, finetuning, heuristics
+from experiments.harness.claims import alike, both, cell_error
 from experiments.harness.comparison import shuffled
 from experiments.harness.finetuning import SMALL_TRAINING, SMOKE_TRAINING, STACK_OVERFLOW, Training
 from experiments.harness.outcomes import REPORTED
 from experiments.harness.rows import Row, by, over_seeds
-from experiments.harness.verdicts import alike, both, cell_error
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig, changed_run

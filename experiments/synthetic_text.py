@@ -3,7 +3,7 @@
 Beyond the paper. SmolLM2-135M-Instruct is fine-tuned on users' texts with privacy (ULS, G = 1), and
 texts are sampled from it. A small fresh model is trained on these texts and tested on held-out
 users' texts: against the same small model trained on the users' texts without privacy, trained on
-them with privacy at the same epsilon, and untrained. Claims (`synthetic_claims`) were committed
+them with privacy at the same epsilon, and untrained. Claims (claims.toml) were committed
 before the runs. SmolLM2 was trained on text from the web, so it may have seen these texts.
 
 The committed rows have more columns, of commit bd8366bf: distances of n-grams and lengths, the area
@@ -18,22 +18,25 @@ synthetic_text.jsonl beside the results as they come; the same command goes on w
 import dataclasses
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+from matplotlib.figure import Figure
 
 from experiments import real_model
 from experiments.harness import common, smollm2
+from experiments.harness.claims import Claims, Quantity, judged
 from experiments.harness.processes import compute
 from experiments.harness.records import as_written, came_from
-from experiments.harness.rows import Row, kept, missing
-from experiments.real_model_claims import MODEL
-from experiments.synthetic_claims import check, plot
+from experiments.harness.rows import Row, by, kept, missing
+from experiments.real_model_views import MODEL
 
 NAME = "synthetic_text"
+SEEDS = 2
+"""Of a source and an epsilon, before it is judged."""
 STUDENT_LENGTH, STUDENT_BATCH, STUDENT_RATE = 128, 32, 3e-3
 """Of the small model: most tokens of a text, texts of a step, peak of Adam's learning rate."""
 MAX_USERS, TEXTS_OF_USER, ROWS_AT_ONCE = 256, 4, 16
@@ -248,6 +251,49 @@ def loss_of(task: Any, params: Any) -> float:
     ends = np.cumsum([len(each) for each in texts])[:-1]
     sums = [[part.sum() for part in np.split(each, ends)] for each in (nats, tokens)]
     return float(np.mean(np.divide(sums[0], np.maximum(sums[1], 1))))
+
+
+def quantities(rows: Sequence[Row]) -> dict[str, Quantity]:
+    """By source and epsilon, where all seeds are there: differences of the small model's losses, by
+    seed."""
+    found = {"missing": Quantity({"": rows[0]["planned"] - len(rows)})}
+    for (source, epsilon), own in by(rows, lambda row: (row["source"], row["epsilon"])).items():
+        if len(own) < SEEDS:
+            continue
+        for name, above, below in (
+            ("learnt", "untrained", "synthetic"),
+            ("ahead", "real_with_privacy", "synthetic"),
+            ("behind", "synthetic", "real_without_privacy"),
+        ):
+            falls = {f"seed {row['seed']}": row[above] - row[below] for row in own}
+            found[f"{source} {epsilon:g} {name}"] = Quantity(falls)
+        if "alarm" in own[0]:  # rows of commit bd8366bf and before
+            p = {row["seed"]: f"seed {row['seed']}, p {row['p_value']:.2g}" for row in own}
+            alarms = {f"{p[row['seed']]}, alarms": int(row["alarm"]) for row in own}
+            found[f"{source} {epsilon:g} alarms"] = Quantity(alarms)
+    return found
+
+
+def check(rows: Sequence[Row]) -> Claims:
+    """What synthetic text is worth, source by source."""
+    return judged(NAME, quantities(rows))
+
+
+def plot(rows: Sequence[Row]) -> Figure:
+    """Held-out loss of the small model by what it was trained on, for each source."""
+    sources = by(rows, lambda row: row["source"])
+    figure, axes = common.panels(1, len(sources), 3.6, 3.4)
+    names = ("real_without_privacy", "synthetic", "real_with_privacy", "untrained")
+    for axis, (source, own) in zip(axes[0], sources.items(), strict=True):
+        for name in names:
+            points = sorted((row["epsilon"], row[name]) for row in own)
+            axis.plot(*zip(*points, strict=True), "o", label=name.replace("_", " "))
+        epsilons = sorted({row["epsilon"] for row in own})
+        axis.set(title=source, xlabel="ε", xticks=epsilons, xlim=(0, epsilons[-1] + epsilons[0]))
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("held-out loss (nats per token)")
+    common.legend_below(figure)
+    return figure
 
 
 @common.mistakes()

@@ -33,6 +33,7 @@ import pyarrow.parquet as pq
 from experiments import starting_model
 from experiments.data import Screen, prepare
 from experiments.harness import common
+from experiments.harness.claims import ahead, cell_error, mean_error, no_worse
 from experiments.harness.processes import compute
 from experiments.harness.records import as_written, came_from
 from experiments.harness.rows import (
@@ -45,7 +46,6 @@ from experiments.harness.rows import (
     over_seeds,
     powers_to_try,
 )
-from experiments.harness.verdicts import ahead, cell_error, mean_error, no_worse
 from experiments.pretraining import Settings as Pretraining, pretrain
 from fedsim import files
 from fedsim.config import ADD_OR_REMOVE, PrivacyConfig, run_config

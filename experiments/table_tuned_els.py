@@ -12,9 +12,9 @@ import dataclasses
 import json
 
 from experiments.harness import common
+from experiments.harness.claims import ahead, both
 from experiments.harness.records import RESULTS, read_rows
 from experiments.harness.rows import ERRORS, Rows, margin
-from experiments.harness.verdicts import ahead, both
 
 
 @dataclasses.dataclass(frozen=True)

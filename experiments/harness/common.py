@@ -26,6 +26,7 @@ from matplotlib.figure import Figure
 from experiments.benchmarks.common import circumstances
 from experiments.data import options_of
 from experiments.harness import synthetic
+from experiments.harness.claims import NOT_SHOWN, Verdict
 from experiments.harness.records import (
     as_claims,
     as_written,
@@ -39,7 +40,6 @@ from experiments.harness.records import (
     verdict,
 )
 from experiments.harness.rows import Rows
-from experiments.harness.verdicts import NOT_SHOWN, Verdict
 from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.data import Dataset, build
 from fedsim.errors import ConfigError, DataError, FedsimError

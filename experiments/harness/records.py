@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.harness.verdicts import NOT_SHOWN, Verdict
+from experiments.harness.claims import NOT_SHOWN, Verdict
 
 HERE = Path(__file__).parents[1]
 RESULTS = HERE / "results"

@@ -15,8 +15,8 @@ from experiments.mistakes import MISTAKES
 
 ROOT = Path(__file__).parents[2]
 HELPERS = (
-    "__init__ __main__ architecture pretraining attack_claims forecast_claims law_claims"
-    " real_model_claims regime_claims regime_plots stand_ins starting_model synthetic_claims"
+    "__init__ __main__ architecture pretraining real_model_views regime_views stand_ins"
+    " starting_model"
 )
 NAMES = sorted(p.stem for p in (ROOT / "experiments").glob("*.py") if p.stem not in HELPERS.split())
 

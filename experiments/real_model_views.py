@@ -1,7 +1,4 @@
-"""What real_model.py tests and draws. The tests were committed before any of its runs.
-
-A claim is judged when all of its cells have two seeds, and says until then how many are there.
-"""
+"""What is seen in the trainings of real_model.py: the quantities of its claims, and its figure."""
 
 import functools
 import math
@@ -14,28 +11,16 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from experiments.harness import common
+from experiments.harness.claims import Claims, Quantity, cell_error, judged, mean_error
 from experiments.harness.rows import Row, Rows, by, over_seeds
-from experiments.harness.verdicts import (
-    AREA,
-    GAIN_SHARE,
-    NOT_SHOWN,
-    Verdict,
-    ahead,
-    cell_error,
-    mean_error,
-    no_worse,
-)
 from fedsim import accounting
 
 MODEL = "SmolLM2-135M-Instruct"
-CLEAR = 0.1
-"""Nats by which the held-out loss has to fall for the rest to mean anything."""
 CONFIDENCE = 0.95
-SOURCES, EPSILONS, GROUPS, RANK, SEEDS = ("scotus", "reddit_links"), (math.inf, 8.0, 1.0), 5, 8, 2
+EPSILONS, GROUPS, RANK, SEEDS = (math.inf, 8.0, 1.0), 5, 8, 2
 KEY = ("source", "rank", "algorithm", "epsilon", "group")
 BLOCK = ("source", "rank", "epsilon")
 """Columns; cells that are alike in these have the same seeds."""
-Claim = tuple[str, Verdict, str]
 
 
 def interval(inside: np.ndarray, outside: np.ndarray) -> tuple[float, float, float]:
@@ -75,92 +60,80 @@ MARKERS = {1: "s", 4: "v", LARGEST: "d"}
 """By group; the median user's is a circle."""
 
 
-def check(rows: Sequence[Row]) -> list[Claim]:
-    """All claims, of adapters of the first rank."""
-    planned = rows[0]["planned"]
-    claims: list[Claim] = [
-        ("ours: all trainings were run", len(rows) == planned, f"{len(rows)} of {planned}")
-    ]
-    found = [row for row in averaged(rows) if row["rank"] == RANK and row["seeds"] >= SEEDS]
-    for source in SOURCES:
-        own = [row for row in found if row["source"] == source]
-        whole = len(own) == GROUPS * len(EPSILONS)
-        for what, test in TESTS.items():
-            held, numbers = None, f"{len(own)} of {GROUPS * len(EPSILONS)} cells are run"
-            if whole:
-                held, numbers = test(own)
-            claims.append((f"{source}: {what}", held, numbers))
-        for what, report in REPORTS.items():
-            if whole and (numbers := report([row for row in rows if row["source"] == source])):
-                claims.append((f"{source}, added after the runs: {what}", None, numbers))
-    return claims
+def check(rows: Sequence[Row]) -> Claims:
+    """All claims."""
+    return judged("real_model", quantities(rows))
 
 
-def falls(rows: Rows, epsilon: float) -> dict[str, float]:
-    """By how much the held-out loss fell with the best group of each algorithm."""
-    own = by([row for row in rows if row["epsilon"] == epsilon], lambda row: row["algorithm"])
-    return {name: max(r["loss_before"] - r["loss"] for r in each) for name, each in own.items()}
+def quantities(rows: Sequence[Row]) -> dict[str, Quantity]:
+    """Of adapters of the first rank, of each source all of whose cells are there."""
+    found = {"missing": Quantity({"": rows[0]["planned"] - len(rows)})}
+    cells = [row for row in averaged(rows) if row["rank"] == RANK and row["seeds"] >= SEEDS]
+    for source, own in by(cells, lambda row: row["source"]).items():
+        if len(own) == GROUPS * len(EPSILONS):
+            every = [row for row in rows if row["source"] == source]
+            each = {**of_cells(own), **of_trainings(every)}
+            found |= {f"{source}: {name}": quantity for name, quantity in each.items()}
+    return found
 
 
-def said(values: dict[str, float]) -> str:
-    return ", ".join(f"{name.upper()} by {value:.4f}" for name, value in values.items())
-
-
-def falls_without_noise(rows: Rows) -> tuple[bool, str]:
-    """That the training is one at all."""
-    found = falls(rows, math.inf)
-    return min(found.values()) >= CLEAR, said(found)
-
-
-def falls_at(rows: Rows, epsilon: float) -> tuple[Verdict, str]:
-    """That something is left of it."""
-    found, error = falls(rows, epsilon), mean_error(with_noise(rows))
-    return ahead([*found.values()], error), f"{said(found)}; standard error {error:.4f}"
-
-
-def with_noise(rows: Rows) -> Rows:
-    """Rows of private trainings that came to a number."""
-    return [row for row in rows if math.isfinite(row["epsilon"]) and math.isfinite(row["loss"])]
-
-
-def uls_is_as_good(rows: Rows) -> tuple[Verdict, str]:
-    """Both with their best group, at each finite epsilon."""
-    error = math.sqrt(2) * cell_error(with_noise(rows), BLOCK)
-    found = {epsilon: falls(rows, epsilon) for epsilon in EPSILONS[1:]}
-    leads = {epsilon: own["uls"] - own["els"] for epsilon, own in found.items()}
-    each = ", ".join(f"ahead by {lead:.4f} at {epsilon:g}" for epsilon, lead in leads.items())
-    held = no_worse([*leads.values()], error, [GAIN_SHARE * own["els"] for own in found.values()])
-    return held, f"{each}; standard error {error:.4f}"
-
-
-def attack_sees(rows: Rows, epsilon: float) -> dict[str, Row]:
-    """The model of each algorithm that the attack sees the most of."""
-    own = by([row for row in rows if row["epsilon"] == epsilon], lambda row: row["algorithm"])
-    return {name: max(each, key=lambda row: row["auc"]) for name, each in own.items()}
-
-
-def attacked(rows: Rows, epsilon: float) -> str:
-    return ", ".join(
-        f"{name.upper()} {row['auc']:.3f} ({row['auc_low']:.3f} to {row['auc_high']:.3f})"
-        for name, row in attack_sees(rows, epsilon).items()
+def of_cells(cells: Rows) -> dict[str, Quantity]:
+    """By epsilon: falls of the loss with the best group of each algorithm, and what the attack sees
+    of the model that it sees the most of."""
+    noisy = [row for row in cells if math.isfinite(row["epsilon"]) and math.isfinite(row["loss"])]
+    one, two = mean_error(noisy), math.sqrt(2) * cell_error(noisy, BLOCK)
+    found, leads, median, els_falls = {}, {}, {}, []
+    for epsilon in EPSILONS:
+        own = [row for row in cells if row["epsilon"] == epsilon]
+        by_name = sorted(by(own, lambda row: row["algorithm"]).items())
+        falls = {n.upper(): max(r["loss_before"] - r["loss"] for r in e) for n, e in by_name}
+        where = at_epsilon(epsilon)
+        found[f"falls {where}"] = Quantity(falls, one if math.isfinite(epsilon) else 0.0)
+        seen = {n.upper(): max(each, key=lambda row: row["auc"]) for n, each in by_name}
+        areas = {name: row["auc"] for name, row in seen.items()}
+        ends = [(row["auc_low"], row["auc_high"]) for row in seen.values()]
+        found[f"area {where}"] = Quantity(areas, ends=ends)
+        every = {f"{r['algorithm'].upper()}, {in_words(r['group'])}": r["auc"] for r in own}
+        ends = [(row["auc_low"], row["auc_high"]) for row in own]
+        found[f"areas {where}"] = Quantity(every, ends=ends)
+        if math.isfinite(epsilon):
+            leads[where] = (falls["ULS"] - falls["ELS"]) / falls["ELS"]
+            els_falls.append(falls["ELS"])
+            losses = {(row["algorithm"], row["group"]): row["loss"] for row in own}
+            least = min(loss for (name, _), loss in losses.items() if name == "uls")
+            median[where] = losses["els", -1] - least
+    found["lead, as a share"] = Quantity(leads, [two / fall for fall in els_falls])
+    found["lead of ULS over the median's ELS"] = Quantity(median)
+    uls = [row for row in cells if row["algorithm"] == "uls" and math.isfinite(row["epsilon"])]
+    uls = sorted(uls, key=lambda row: (row["epsilon"], row["group"]))
+    found["largest area of any attack"] = Quantity(
+        {f"{at_epsilon(row['epsilon'])}, G = {row['group']}": area_allowed(row) for row in uls}
     )
+    return found
 
 
-def seen_without_noise(rows: Rows) -> tuple[Verdict, str]:
-    """Of either algorithm: else the attack says nothing of what noise is good for."""
-    found = attack_sees(rows, math.inf).values()
-    seen = any(row["auc_low"] > 0.5 for row in found)
-    unseen = all(row["auc_high"] < 0.5 + AREA for row in found)
-    return True if seen else False if unseen else NOT_SHOWN, attacked(rows, math.inf)
-
-
-def unseen_at_one(rows: Rows) -> tuple[Verdict, str]:
-    """Of no model: all of their intervals end below a half and the margin. With five of them, up to
-    one no in eight errs, by each interval's one in 40 upwards."""
-    own = [row for row in rows if row["epsilon"] == min(EPSILONS)]
-    seen = any(row["auc_low"] > 0.5 for row in own)
-    unseen = all(row["auc_high"] < 0.5 + AREA for row in own)
-    return False if seen else True if unseen else NOT_SHOWN, attacked(rows, min(EPSILONS))
+def of_trainings(rows: Rows) -> dict[str, Quantity]:
+    """Means of pairs of trainings that differ in one thing, and the least and the largest. Pairs
+    share users, so that who happens to be in is not in their differences."""
+    few = [row for row in rows if row["rank"] == RANK and row["group"] != LARGEST]
+    hidden = changes(few, "auc", "epsilon", math.inf, min(EPSILONS))
+    ranks = {
+        at_epsilon(epsilon): changes(own, "loss", "rank", RANK, 32)
+        for epsilon, own in by(rows, lambda row: row["epsilon"]).items()
+    }
+    named = {
+        "what noise hides": {f"{len(hidden)} pairs without G = {LARGEST}": hidden},
+        "what rank 32 gains": {
+            f"{where}, {len(own)} pairs": own for where, own in ranks.items() if len(own)
+        },
+    }
+    return {
+        name: Quantity(
+            {what: float(own.mean()) for what, own in each.items()},
+            ends=[(own.min(), own.max()) for own in each.values()],
+        )
+        for name, each in named.items()
+    }
 
 
 def changes(rows: Rows, value: str, name: str, one: Any, other: Any) -> np.ndarray:
@@ -176,53 +149,9 @@ def changes(rows: Rows, value: str, name: str, one: Any, other: Any) -> np.ndarr
     return np.array([first[at] - second[at] for at in first if at in second])
 
 
-def spread(values: np.ndarray) -> str:
-    return f"{values.mean():.4f} on average ({values.min():.4f} to {values.max():.4f})"
-
-
-def what_noise_hides(rows: Rows) -> str:
-    """Pairs share users, so that who happens to be in, which moves all areas together, is not in
-    their differences."""
-    rows = [row for row in rows if row["rank"] == RANK and row["group"] != LARGEST]
-    found = changes(rows, "auc", "epsilon", math.inf, min(EPSILONS))
-    return f"{spread(found)} in {len(found)} pairs without G = {LARGEST}"
-
-
-def what_noise_allows(rows: Rows) -> str:
-    """Of ULS, whose groups are drawn from all users."""
-    own = [row for row in averaged(rows) if (row["rank"], row["algorithm"]) == (RANK, "uls")]
-    own = [row for row in own if not math.isinf(row["epsilon"])]
-    each = sorted((row["epsilon"], row["group"], area_allowed(row)) for row in own)
-    return ", ".join(f"{area:.3f} at {epsilon:g} with G = {group}" for epsilon, group, area in each)
-
-
-def what_rank_gains(rows: Rows) -> str:
-    """Nothing where one rank alone was trained."""
-    gains = {
-        epsilon: changes([r for r in rows if r["epsilon"] == epsilon], "loss", "rank", RANK, 32)
-        for epsilon in EPSILONS
-    }
-    each = [
-        f"by {spread(gain)} in {len(gain)} pairs {at_epsilon(epsilon)}"
-        for epsilon, gain in gains.items()
-        if len(gain)
-    ]
-    return "; ".join(each)
-
-
-def against_the_median(rows: Rows) -> str:
-    """With G = 1 the two algorithms are all but one: the same noise, each user one text a step."""
-    found = [row for row in averaged(rows) if row["rank"] == RANK]
-    leads = []
-    for epsilon in EPSILONS[1:]:
-        own = {
-            (row["algorithm"], row["group"]): row["loss"]
-            for row in found
-            if row["epsilon"] == epsilon
-        }
-        lead = own["els", -1] - min(loss for (name, _), loss in own.items() if name == "uls")
-        leads.append(f"{lead:.4f} at {epsilon:g}")
-    return f"ahead by {', '.join(leads)}"
+def in_words(group: int) -> str:
+    """A group's size."""
+    return f"G = {group}" if group > 0 else "the median's G"
 
 
 def at_epsilon(epsilon: float) -> str:
@@ -251,24 +180,6 @@ def area_allowed(row: Row) -> float:
     """What the noise of a training by ULS allows an attack."""
     prob = row["expected_count"] / row["num_users"]
     return largest_area(row["noise_multiplier"], prob, row["num_steps"])
-
-
-REPORTS = {
-    "the attack's area without noise less that at epsilon 1": what_noise_hides,
-    "the largest area of any attack on all noisy gradients of ULS": what_noise_allows,
-    "ULS with its best group, against ELS with the median's": against_the_median,
-    "adapters of rank 32 end lower than of rank 8": what_rank_gains,
-}
-"""Said of the rows beside the tests, and judged by none."""
-
-TESTS = {
-    f"without noise the held-out loss falls by {CLEAR:g} nats with both": falls_without_noise,
-    "at epsilon 8 it falls with both": lambda rows: falls_at(rows, 8.0),
-    "at epsilon 1 it falls with both": lambda rows: falls_at(rows, 1.0),
-    "ULS is at least as good as ELS, each with its best group": uls_is_as_good,
-    "without noise the attack tells users who are in": seen_without_noise,
-    "at epsilon 1 the attack is no better than chance": unseen_at_one,
-}
 
 
 def plot(rows: Sequence[Row]) -> Figure:
