@@ -14,6 +14,7 @@ import pytest
 from test_architecture import ROOT
 
 REPOSITORY = ROOT.parent
+BACKEND = "from setuptools import build_meta as b; b"
 
 
 def test_a_wheel_has_the_templates_of_pages_and_the_mark_of_types(tmp_path):
@@ -23,14 +24,27 @@ def test_a_wheel_has_the_templates_of_pages_and_the_mark_of_types(tmp_path):
     shutil.copytree(ROOT / "trust", tmp_path / "fedsim" / "trust")
     (tmp_path / "fedsim" / "__init__.py").touch()
     shutil.copy(ROOT / "py.typed", tmp_path / "fedsim")
-    build = "from setuptools import build_meta; build_meta.build_wheel('dist')"
-    done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    run([sys.executable, "-c", f"{BACKEND}.build_wheel('dist')"], tmp_path)
     with zipfile.ZipFile(next((tmp_path / "dist").glob("*.whl"))) as wheel:
         packed = set(wheel.namelist())
     templates = {path.name for path in (ROOT / "trust" / "templates").iterdir()}
     assert "report.md.jinja" in templates and "fedsim/py.typed" in packed
     assert {f"fedsim/trust/templates/{name}" for name in templates} <= packed
+
+
+def test_a_clone_in_the_current_directory_does_not_hide_the_package(tmp_path):
+    """A directory named fedsim that is no package is a namespace package, unless a path has one."""
+    clone = tmp_path / "fedsim"
+    (clone / "fedsim").mkdir(parents=True)
+    (clone / "fedsim" / "__init__.py").touch()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "fedsim_dp.py"):
+        shutil.copy(REPOSITORY / name, clone / name)
+    run([sys.executable, "-c", f"{BACKEND}.build_editable({str(tmp_path)!r})"], clone)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        wheel.extractall(tmp_path / "site")
+    find = "import site; site.addsitedir('site'); import fedsim; print(fedsim.__file__)"
+    found = run([sys.executable, "-S", "-c", find], tmp_path)
+    assert found == f"{clone / 'fedsim' / '__init__.py'}\n"
 
 
 @pytest.mark.slow
@@ -41,8 +55,7 @@ def test_the_light_core_of_the_wheel_accounts_outside_the_repository(tmp_path):
     for name in sources:
         shutil.copy(REPOSITORY / name, tmp_path / name)
     shutil.copytree(ROOT, tmp_path / "fedsim", ignore=shutil.ignore_patterns("__pycache__"))
-    build = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
-    run([sys.executable, "-c", build], tmp_path)
+    run([sys.executable, "-c", f"{BACKEND}.build_sdist('dist'); b.build_wheel('dist')"], tmp_path)
     (sdist,) = (tmp_path / "dist").glob("fedsim_dp-*.tar.gz")
     (wheel,) = (tmp_path / "dist").glob("fedsim_dp-*-py3-none-any.whl")
     with tarfile.open(sdist) as archive:
