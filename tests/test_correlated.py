@@ -221,7 +221,7 @@ def planned(key, **changes):
     users = users_of_sizes([4] * 100)
     data = type("Data", (), {"train": users, "metadata": {}})
     settings = {"epsilon": 8.0, "num_steps": 40, "batch_size": 5, "noise": "correlated", **changes}
-    privacy, non_private = fill_defaults(Algorithm.ULS, PrivacyConfig(**settings), data, key=key)
+    privacy, non_private = fill_defaults(Algorithm.ULS, PrivacyConfig(**settings), data)
     method = method_for(Algorithm.ULS, privacy, users, key)
     return make_plan(Algorithm.ULS, privacy, users, method, 1000, non_private, "abc")
 

@@ -1,5 +1,6 @@
 """What is said of a run before it costs anything."""
 
+import dataclasses
 import json
 import os
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from fedsim.engine import environment
 from fedsim.engine.engine import Trial
 from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
-from fedsim.plan import defaults, fill_defaults, method_for
+from fedsim.plan import defaults, fill_defaults, method_for, private_group_size
 from fedsim.run import directory
 from fedsim.run.console import Console
 from fedsim.training import prepare
@@ -157,7 +158,9 @@ def test_no_budget_is_refused_by_a_private_draw():
         for seed in range(30):
             privacy = PrivacyConfig(1.0, 10, budget, group_size_epsilon=0.1, delta=1e-3, **cell)
             key = SecretKey.create(seed)
-            done, _ = fill_defaults(Algorithm.ELS, privacy, Dataset(store), key=key)
+            drawn = private_group_size(privacy, store, key)
+            privacy = dataclasses.replace(privacy, group_size=drawn)
+            done, _ = fill_defaults(Algorithm.ELS, privacy, Dataset(store))
             method_for(Algorithm.ELS, done, store, key)
             assert done.group_size * len(sizes) >= budget
             found.add(done.group_size)

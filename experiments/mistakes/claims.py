@@ -220,12 +220,6 @@ COPIES = (
         "a group size drawn before it is paid for",
         "test_dry_run.py::"
         "test_a_private_draw_is_counted_before_anything_is_refused_that_follows_from_it",
-        (
-            Patch(
-                "fedsim.plan.defaults",
-                "fill_defaults",
-                lambda complete, *args, pay=None, **options: complete(*args, **options),
-            ),
-        ),
+        (Patch(PLANNED, "_pay", lambda _right, opened, settings, request: None),),
     ),
 )

@@ -6,7 +6,6 @@ Where a default looks at the data without noise, as in the paper, that is a fact
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import numpy as np
 
@@ -56,9 +55,13 @@ def with_group_size(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) 
     That is the private median, for the part of epsilon with which it misses by `MISS` at most, or,
     of too few users for that, the smallest group size that the batch size fits.
     """
-    fixed = privacy.group_size is not None or privacy.group_size_epsilon is not None
+    if (share := privacy.group_size_epsilon) is not None:
+        expect("group_size_epsilon", share, algorithm == Algorithm.ELS, "nothing with uls")
+        given = privacy.group_size
+        expect("group_size", given, given is None, "none, or no group_size_epsilon")
+        return privacy
     public = graph_of(users) is not None or math.isinf(privacy.epsilon)
-    if algorithm != Algorithm.ELS or fixed or public:
+    if algorithm != Algorithm.ELS or privacy.group_size is not None or public:
         return privacy
     least = rank_error(1.0) / (MISS * users.num_users)
     share = max(least, MIN_SHARE * privacy.epsilon)
@@ -87,18 +90,11 @@ def smallest_group_size(privacy: PrivacyConfig, users: Users) -> int:
 
 
 def fill_defaults(
-    algorithm: Algorithm,
-    privacy: PrivacyConfig,
-    data: Dataset,
-    *,
-    key: SecretKey | None = None,
-    pay: Callable[[float], None] | None = None,
+    algorithm: Algorithm, privacy: PrivacyConfig, data: Dataset
 ) -> tuple[PrivacyConfig, list[Stated]]:
     """Fill in delta, group size, participations and bands.
 
-    Args:
-      key: key of the run, from which a private group size is drawn.
-      pay: called with delta before a private group size is drawn.
+    Args: privacy: with the group size that was drawn, if it is private.
     Returns: the completed settings, and the facts of these settings and data that the guarantee
       does not cover.
     Raises: ConfigError: the settings do not fit the data or each other.
@@ -108,8 +104,13 @@ def fill_defaults(
         _expect_shared(privacy, data)
     facts = facts_of(privacy, data)
     delta = default_delta(users.num_users) if privacy.delta is None else privacy.delta
-    group_size, looked = _group_size(algorithm, privacy, users, delta, key, pay)
-    facts += looked
+    group_size = privacy.group_size
+    if group_size is None:
+        assert privacy.group_size_epsilon is None, "private_group_size() comes first"
+        els = algorithm == Algorithm.ELS
+        group_size = median_group_size(examples_per_user(users)) if els else 1
+        if els and graph_of(users) is None:  # else the median follows from the public graph
+            facts.append(Stated(Fact.GROUP_SIZE))
     privacy = dataclasses.replace(privacy, delta=delta, group_size=group_size)
     if privacy.sampling == ALLOCATION:
         privacy = allocated(algorithm, privacy, users.num_users)
@@ -144,33 +145,6 @@ def _public_counts(privacy: PrivacyConfig, users: Users) -> list[Stated]:
     if graph_of(users) is not None:
         return [Stated(Fact.OWNERS)]
     return [] if privacy.adjacency == ZERO_OUT else [Stated(Fact.COUNTS)]
-
-
-def _group_size(
-    algorithm: Algorithm,
-    privacy: PrivacyConfig,
-    users: Users,
-    delta: float,
-    key: SecretKey | None,
-    pay: Callable[[float], None] | None,
-) -> tuple[int, list[Stated]]:
-    """The group size: given, drawn privately, or the default; and what it reveals of the data."""
-    if (share := privacy.group_size_epsilon) is not None:
-        expect("group_size_epsilon", share, algorithm == Algorithm.ELS, "nothing with uls")
-        given = privacy.group_size
-        expect("group_size", given, given is None, "none, or no group_size_epsilon")
-        assert key is not None, "a private choice needs a key"
-        if pay is not None:
-            pay(delta)
-        return private_group_size(privacy, users, key), []
-    if privacy.group_size is not None:
-        return privacy.group_size, []
-    if algorithm == Algorithm.ULS:
-        return 1, []
-    median = median_group_size(examples_per_user(users))
-    if graph_of(users) is not None:  # the median follows from the public graph
-        return median, []
-    return median, [Stated(Fact.GROUP_SIZE)]
 
 
 def allocated(algorithm: Algorithm, privacy: PrivacyConfig, num_users: int) -> PrivacyConfig:

@@ -28,6 +28,7 @@ from fedsim.engine import Engine, Task, versions
 from fedsim.keys import SecretKey
 from fedsim.models import Pretrained, frozen, peft_files
 from fedsim.noise import AddNoise
+from fedsim.plan import Plan
 from fedsim.run import (
     Console,
     Identity,
@@ -121,6 +122,11 @@ class OpenRun:
     def algorithm(self) -> Algorithm:
         """The algorithm of a run of `train`."""
         return Algorithm(self.identity.algorithm)
+
+    @property
+    def stored_plan(self) -> Plan | None:
+        """The plan of a resumed run; None: the run is new."""
+        return self.stored.plan if self.stored else None
 
     def start_engine(self) -> tuple[Engine, Task, Any]:
         """Start the workers.

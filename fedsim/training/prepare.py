@@ -11,49 +11,37 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.accounting import Event
 from fedsim.budget import GROUP_SIZE, BudgetRequest, count_at_once, shortened
 from fedsim.clipping import Clip, Strategy, num_coordinates
-from fedsim.config import (
-    UPDATE,
-    ZERO_OUT,
-    Algorithm,
-    PrivacyConfig,
-    RunConfig,
-)
+from fedsim.config import UPDATE, ZERO_OUT, PrivacyConfig, RunConfig
 from fedsim.els import ELS
 from fedsim.engine import MADE_UP, Engine, Task, choose_strategy, versions
 from fedsim.errors import ConfigError, expect
 from fedsim.noise import predicted_error
 from fedsim.plan import (
-    ALL_COVERED,
     GIVEN,
     CorrelatedNoise,
     Evaluations,
     Fact,
     Plan,
     Stated,
+    as_planned,
     drawn_once,
     evaluations_of,
     events_before,
     expect_affordable,
     expect_enough_users,
-    facts_of,
     fill_defaults,
     make_plan,
     method_for,
     planned_phases,
+    private_group_size,
     sharing,
     smallest_group_size,
     voiding,
     with_group_size,
 )
-from fedsim.run import (
-    StoredRun,
-    directory,
-    facts_of_loggers,
-    model_name,
-)
+from fedsim.run import StoredRun, directory, facts_of_loggers, model_name
 from fedsim.training.callbacks import Callback, expect_known, facts_of_callbacks
 from fedsim.training.open import OpenRun, Purpose, wait_for
 from fedsim.training.optimizers import Noise, with_defaults
@@ -99,15 +87,18 @@ def prepare_run(
       EngineError: workers failed.
       LedgerError: a ledger is damaged or locked.
     """
+    users, is_new = opened.data.train, opened.stored_plan is None
     pays = opened.purpose.is_counted and not dry_run
 
     # 1. Settings: what they alone refuse is refused in a moment, before any worker starts.
-    settings = _settings(opened, callbacks, dry_run=dry_run)
-    public, facts = _without_draws(opened, settings)
-    facts += facts_of_run(opened, callbacks)
-    is_drawn = settings.group_size_epsilon is not None
-    method = None if is_drawn else _method(opened, public)
-    applicant = _applicant(opened, public)
+    settings = _settings(opened, dry_run=dry_run)
+    is_drawn = is_new and settings.group_size_epsilon is not None
+    completed, facts = _completed(opened, settings, callbacks)
+    method = None
+    if not is_drawn or settings.adjacency == ZERO_OUT:  # else the pool's size follows from the draw
+        method = method_for(opened.algorithm, completed, users, opened.key)
+    evaluations = _evaluations(opened, completed) if is_new else None
+    request = _request(opened, completed)
 
     # 2. The engine: starting workers is what fails most, so it comes before anything is paid.
     engine, task, params = opened.start_engine()
@@ -115,45 +106,48 @@ def prepare_run(
 
     # 3. Refusals, all of them here: after a draw even a refusal would tell of it, and would have
     #    been paid for in vain.
-    _expect_fit(opened, applicant, pays=pays)
-    if opened.stored is None and opened.custom is None:
-        expect_finite_loss(engine, params, opened.run.model.source)
-    strategy, why = _strategy(opened, engine, params, public, method)
-    if method is None:
-        _expect_plan_whatever_is_drawn(opened, settings, public, facts, params, applicant)
+    if pays:
+        _expect_readable(opened, request)
+    if is_new and opened.custom is None:
+        _expect_finite_loss(engine, params, opened.run.model.source)
+    strategy, why = _strategy(opened, engine, params, completed, method)
+    make = functools.partial(
+        _make_plan, opened, facts, evaluations, num_coordinates(params), request
+    )
+    if is_drawn and method is not None:  # a limit refuses by a plan, so it takes one to ask
+        with opened.console.phase("checking the settings"):
+            _booking(opened, make(completed, method)[1], method, request)
 
     # 4. Private draws: each is in the ledger of the data before it is made.
-    completed = public
-    if method is None:
-        pay = functools.partial(_pay, opened, settings) if pays else None
-        completed, _ = fill_defaults(
-            opened.algorithm, settings, opened.data, key=opened.key, pay=pay
-        )
-        method = _method(opened, completed)
+    if is_drawn:
+        if pays:
+            _pay(opened, completed, request)
+        drawn = private_group_size(settings, users, opened.key)
+        settings = dataclasses.replace(settings, group_size=drawn)
+        completed, _ = fill_defaults(opened.algorithm, settings, opened.data)
+        method = method_for(opened.algorithm, completed, users, opened.key)
 
     # 5. The plan: it has the draws, and from here on everything that it states is public.
-    if opened.stored:
-        plan = _plan_again(opened.stored, opened, method)
-    else:
+    assert method is not None, "made in stage 1 or 4"
+    if is_new:
         with opened.console.phase("calibrating the noise"):
-            completed, plan = _plan(opened, completed, facts, method, params, applicant)
+            completed, plan = make(completed, method)
         if opened.run.fit_limit:
             fitting = {name: getattr(completed, name) for name in FITTED}
             opened.settings = dataclasses.replace(opened.settings, **fitting)
-    expect_known(callbacks, plan)
+    else:
+        plan = _plan_as_stored(opened, method, callbacks)
     opened.run = with_plan(plan, opened.stored, opened.run, fresh=opened.model is None)
 
     # 6. The entry in the ledger of the data, for the whole run: the Trainer writes it under the
     #    ledger's lock, before the first step, in the place of the entry of a draw.
-    booking = _booking(opened, plan, method, applicant)
-    if opened.purpose.is_counted:
-        booking.expect_room()
+    booking = _booking(opened, plan, method, request)
     return PreparedRun(
         opened=opened,
         plan=plan,
         method=method,
         settings=completed,
-        booking=booking if opened.purpose.is_counted else None,
+        booking=booking,
         engine=engine,
         task=task,
         params=params,
@@ -163,64 +157,67 @@ def prepare_run(
     )
 
 
-def _settings(opened: OpenRun, callbacks: Sequence[Callback], *, dry_run: bool) -> PrivacyConfig:
+def _settings(opened: OpenRun, *, dry_run: bool) -> PrivacyConfig:
     """The settings, with a default for the group size; those of a resumed run as planned."""
-    expect_strict(opened, callbacks)
-    if opened.stored and (plan := opened.stored.plan) is not None:
-        kept = {"delta": plan.delta, "group_size": plan.group_size, "group_size_epsilon": None}
-        return dataclasses.replace(opened.settings, **kept)
+    if opened.stored_plan is not None:
+        return as_planned(opened.settings, opened.stored_plan)
     expect_enough_users(opened.data.train.num_users, opened.settings.epsilon)
     settings = with_group_size(opened.algorithm, opened.settings, opened.data.train)
     if settings.group_size_epsilon is not None:
         counts = "a value in a dry run, which pays for no draw; a run draws one privately"
         expect("group_size", None, not dry_run, counts)
-        given, els = settings.group_size, opened.algorithm == Algorithm.ELS
-        expect("group_size_epsilon", settings.group_size_epsilon, els, "nothing with uls")
-        expect("group_size", given, given is None, "none, or no group_size_epsilon")
     return settings
 
 
-def _without_draws(opened: OpenRun, settings: PrivacyConfig) -> tuple[PrivacyConfig, list[Stated]]:
-    """Completed settings, and their facts; with the smallest group size that can be drawn in the
-    place of one that is still to be drawn."""
-    public = settings
-    if settings.group_size_epsilon is not None:
-        least = smallest_group_size(settings, opened.data.train)
-        public = dataclasses.replace(settings, group_size=least, group_size_epsilon=None)
-    public, facts = fill_defaults(opened.algorithm, public, opened.data, key=opened.key)
-    share = settings.group_size_epsilon
-    if opened.stored and (plan := opened.stored.plan) is not None:
-        bands, share = plan.sampling.bands_given, plan.group_size_epsilon
-        public = dataclasses.replace(public, bands=bands)
-    return dataclasses.replace(public, group_size_epsilon=share), facts
+def _completed(
+    opened: OpenRun, settings: PrivacyConfig, callbacks: Sequence[Callback]
+) -> tuple[PrivacyConfig, list[Stated]]:
+    """The settings with nothing left to defaults, and what the guarantee does not cover.
+
+    The smallest group size that can be drawn stands in for one that is not drawn yet.
+    """
+    if opened.stored_plan is not None:
+        completed, facts = settings, [*opened.stored_plan.facts]
+    else:
+        if settings.group_size_epsilon is not None:
+            smallest = smallest_group_size(settings, opened.data.train)
+            settings = dataclasses.replace(settings, group_size=smallest)
+        completed, facts = fill_defaults(opened.algorithm, settings, opened.data)
+        facts += facts_of_run(opened, callbacks)
+    if opened.run.strict:
+        expect_covered(opened, facts)
+    return completed, facts
 
 
-def _method(opened: OpenRun, settings: PrivacyConfig) -> ELS | ULS:
-    """The algorithm. Args: settings: completed."""
-    return method_for(opened.algorithm, settings, opened.data.train, opened.key)
+def expect_covered(opened: OpenRun, facts: Sequence[Stated]) -> None:
+    """Raise ConfigError if the guarantee of a strict run does not cover one of the facts."""
+    settings, run = opened.settings, opened.run
+    values = {**vars(settings), **vars(run), **vars(run.data), "data": run.data.source}
+    values["task"] = type(opened.custom).__name__
+    void = voiding(settings.epsilon, seeded=opened.key.seed is not None)
+    for fact in [*void, *facts]:
+        if fact.fact not in GIVEN:
+            value = values.get(fact.fact.setting, fact.of)
+            expected = f"{fact.fact.instead}, with strict ({fact})"
+            raise ConfigError.of(fact.fact.setting, value, expected)
 
 
-def _applicant(opened: OpenRun, settings: PrivacyConfig) -> BudgetRequest:
+def _request(opened: OpenRun, settings: PrivacyConfig) -> BudgetRequest:
     """The run as the ledger of the data sees it. Args: settings: completed."""
     kind = "audit" if opened.purpose == Purpose.AUDIT else "train"
     users, adjacency = opened.data.train, settings.adjacency
     return BudgetRequest.of(opened.run, users, settings.delta, kind, adjacency)
 
 
-def _expect_fit(opened: OpenRun, applicant: BudgetRequest, *, pays: bool) -> None:
-    """Raise ConfigError or FileDamaged if data, evaluations or the place of the ledger do not
-    serve."""
-    if opened.stored is None:
-        _evaluations(opened, opened.settings)
-    if not pays:
-        return
-    applicant.expect_place()
+def _expect_readable(opened: OpenRun, request: BudgetRequest) -> None:
+    """Raise ConfigError if the ledger cannot be written, or FileDamaged for damaged data."""
+    request.expect_place()
     if opened.stored is None and opened.purpose == Purpose.TRAIN and opened.custom is None:
         for store in opened.data.splits().values():
             store.check()  # before epsilon is spent on what a disk has damaged
 
 
-def expect_finite_loss(engine: Engine, params: Any, source: str) -> None:
+def _expect_finite_loss(engine: Engine, params: Any, source: str) -> None:
     """Raise ConfigError if a language model's loss is not finite before the first step.
 
     The loss of users would tell of them by whether the run starts, so made-up tokens are tried.
@@ -250,145 +247,104 @@ def _strategy(
         return choose_strategy(engine, params, group, clip, opened.run.engine)
 
 
-def _expect_plan_whatever_is_drawn(
+def _make_plan(
     opened: OpenRun,
+    facts: Sequence[Stated],
+    evaluations: Evaluations | None,
+    num_parameters: int,
+    request: BudgetRequest,
     settings: PrivacyConfig,
-    public: PrivacyConfig,
-    facts: Sequence[Stated],
-    params: Any,
-    applicant: BudgetRequest,
-) -> None:
-    """Raise ConfigError if no plan, or none within the limits, is possible with the smallest group
-    size that can be drawn.
-
-    Where users are added or removed, no public group size has a pool of the right size.
-    """
-    if settings.adjacency != ZERO_OUT:
-        return
-    method = _method(opened, public)
-    with opened.console.phase("checking the settings"):
-        _, plan = _plan(opened, public, facts, method, params, applicant)
-    booking = _booking(opened, plan, method, applicant)
-    if opened.purpose.is_counted:
-        booking.expect_room()
-
-
-def _pay(opened: OpenRun, settings: PrivacyConfig, delta: float) -> None:
-    """Count the draw of a group size before anything that follows from it is seen.
-
-    When the whole run is counted later, its entry replaces this one.
-    Raises: ConfigError: a limit would be broken.
-    """
-    users, adjacency = opened.data.train, settings.adjacency
-    applicant = BudgetRequest.of(opened.run, users, delta, GROUP_SIZE, adjacency)
-    label = "" if opened.key.seed is None else Fact.KNOWN_SEED
-    drawn: list[tuple[Event, int]] = [*events_before(settings.group_size_epsilon)]
-    count_at_once(applicant, applicant.entry(opened.key.seal("ledger"), drawn, (0.0, 0.0), label))
-
-
-def _plan(
-    opened: OpenRun,
-    completed: PrivacyConfig,
-    facts: Sequence[Stated],
     method: ELS | ULS,
-    params: Any,
-    applicant: BudgetRequest,
 ) -> tuple[PrivacyConfig, Plan]:
-    """Settings and plan of a new run; with --fit-limit, with the steps that fit the limit.
+    """Settings and plan of a new run; with --fit-limit, with the steps that fit the limit."""
 
-    Raises: ConfigError: there is none; or the run is strict, and the plan has a footnote.
-    """
-
-    def plan_of(settings: PrivacyConfig) -> Plan:
+    def plan_of(settings: PrivacyConfig, evaluations: Evaluations | None) -> Plan:
         return make_plan(
             opened.algorithm,
             settings,
             opened.data.train,
             method,
-            num_coordinates(params),
+            num_parameters,
             facts,
             opened.identity.data_seal,
             trial=opened.purpose == Purpose.TRIAL,
-            evaluations=_evaluations(opened, settings),
+            evaluations=evaluations,
         )
 
-    plan = plan_of(completed)
-    if opened.run.fit_limit:
-        seal, before = opened.key.seal("ledger"), events_before(completed.group_size_epsilon)
-        fewer = shortened(applicant, seal, method, completed, plan, before)
-        if fewer is not completed:
-            completed, plan = fewer, plan_of(fewer)
-    if opened.run.strict:
-        expect_nothing_outside(plan)
-    return completed, plan
+    plan = plan_of(settings, evaluations)
+    if not opened.run.fit_limit:
+        return settings, plan
+    seal, before = opened.key.seal("ledger"), events_before(settings.group_size_epsilon)
+    fewer = shortened(request, seal, method, settings, plan, before)
+    if fewer is settings:
+        return settings, plan
+    return fewer, plan_of(fewer, _evaluations(opened, fewer))
 
 
-def _booking(opened: OpenRun, plan: Plan, method: ELS | ULS, applicant: BudgetRequest) -> Booking:
-    """The run's entries in the ledger of the data. Raises: ConfigError: its steps cost more than
-    planned."""
+def _booking(
+    opened: OpenRun, plan: Plan, method: ELS | ULS, request: BudgetRequest
+) -> Booking | None:
+    """The run's entries in the ledger of the data; None if it is not counted there.
+
+    Raises: ConfigError: its steps cost more than planned, or more than a limit leaves.
+    """
     phases = planned_phases(plan, method)
     expect_affordable(plan, phases)
-    entry = applicant.entry(opened.key.seal("ledger"), phases, plan.slack, plan.reasons)
-    return Booking.of(applicant, entry, plan, opened.data, opened.key)
+    if not opened.purpose.is_counted:
+        return None
+    entry = request.entry(opened.key.seal("ledger"), phases, plan.slack, plan.reasons)
+    booking = Booking.of(request, entry, plan, opened.data, opened.key)
+    booking.expect_room()
+    return booking
 
 
-def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
+def _pay(opened: OpenRun, settings: PrivacyConfig, request: BudgetRequest) -> None:
+    """Count the draw of a group size before anything that follows from it is seen.
+
+    When the whole run is counted later, its entry replaces this one.
+    Raises: ConfigError: a limit would be broken.
+    """
+    draw = dataclasses.replace(request, kind=GROUP_SIZE, fit_limit=None)
+    label = "" if opened.key.seed is None else Fact.KNOWN_SEED
+    events = events_before(settings.group_size_epsilon)
+    count_at_once(draw, draw.entry(opened.key.seal("ledger"), [*events], (0.0, 0.0), label))
+
+
+def _plan_as_stored(opened: OpenRun, method: ELS | ULS, callbacks: Sequence[Callback]) -> Plan:
     """The plan of a resumed run.
 
-    Raises: ConfigError: it would draw from other texts, users might take part again too soon, or
-      the held-out users are others.
+    Raises: ConfigError: it would draw from other texts, users might take part again too soon, the
+      held-out users are others, or more is shown of the run than its plan says.
     """
-    assert stored.plan is not None, "a run of train has one"
-    if opened.run.strict:
-        expect_nothing_outside(stored.plan)
-    same = sharing(opened.data.train, method, opened.key) == stored.plan.shared
+    stored, plan = opened.stored, opened.stored_plan
+    assert stored is not None and plan is not None, "of a resumed run"
+    same = sharing(opened.data.train, method, opened.key) == plan.shared
     again = "the pool or the groups that the run started with: resume with its package versions"
     expect("data", "other texts of the same ones", same, again)
-    told = {*facts_of_loggers(opened.run)} <= {*stored.plan.facts}
+    same = {*facts_of_loggers(opened.run)} <= {*plan.facts}
     again = "false, as at the start of the run, whose plan says what its loggers get"
-    expect("log_non_private", opened.run.log_non_private, told, again)
+    expect("log_non_private", opened.run.log_non_private, same, again)
+    expect_known(callbacks, plan)
     changed = directory.other_bits(stored, versions(), stored.host) or "as they were"
-    same = drawn_once(method, stored.plan.num_steps, opened.key) == stored.plan.drawn_once
+    same = drawn_once(method, plan.num_steps, opened.key) == plan.drawn_once
     again = "versions that draw the pool and users' turns as when the run started"
     expect("packages", changed, same, again)
-    if (how := stored.plan.evaluations) is not None:
+    if plan.evaluations is not None:
+        same = plan.evaluations.seal == _held_out_seal(opened)
         again = "the held-out users that the run started with"
-        expect("data", opened.run.data.source, how.seal == _held_out_seal(opened), again)
-    return stored.plan
+        expect("data", opened.run.data.source, same, again)
+    return plan
 
 
-def _evaluations(opened: OpenRun, privacy: PrivacyConfig) -> Evaluations | None:
-    """Evaluations with noise, sealed to the present held-out users."""
-    evaluations = evaluations_of(privacy, opened.run, opened.data.eval_users)
+def _evaluations(opened: OpenRun, settings: PrivacyConfig) -> Evaluations | None:
+    """Evaluations with noise, sealed to the present held-out users. Args: settings: completed."""
+    evaluations = evaluations_of(settings, opened.run, opened.data.eval_users)
     return evaluations and dataclasses.replace(evaluations, seal=_held_out_seal(opened))
 
 
 def _held_out_seal(opened: OpenRun) -> str:
     held_out = opened.data.eval_users
     return "" if held_out is None else opened.key.seal(held_out.fingerprint)
-
-
-def expect_strict(opened: OpenRun, callbacks: Sequence[Callback]) -> None:
-    """Raise ConfigError if the run is strict and needs a footnote, before anything is drawn."""
-    settings, run = opened.settings, opened.run
-    if not run.strict:
-        return
-    given = {**vars(settings), **vars(run), **vars(run.data), "data": run.data.source}
-    given["task"] = type(opened.custom).__name__
-    facts = voiding(settings.epsilon, seeded=opened.key.seed is not None)
-    facts += [*facts_of(settings, opened.data), *facts_of_run(opened, callbacks)]
-    for fact in facts:
-        if fact.fact not in GIVEN:
-            value = given.get(fact.fact.setting, fact.of)
-            expected = f"{fact.fact.instead}, with strict ({fact})"
-            raise ConfigError.of(fact.fact.setting, value, expected)
-
-
-def expect_nothing_outside(plan: Plan) -> None:
-    """Raise ConfigError if a strict run's plan has something outside the guarantee."""
-    if plan.facts:
-        expected = f"{ALL_COVERED}, and the plan has: {plan.outside}"
-        raise ConfigError.of("strict", True, expected)
 
 
 def facts_of_run(opened: OpenRun, callbacks: Sequence[Callback]) -> list[Stated]:

@@ -4,6 +4,7 @@ Each promise is a check of its own. Checks that need the key or the data report 
 missing. What no file can show is computed again by `replay`.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -329,8 +330,9 @@ def _outside(evidence: Evidence) -> str:
     found += facts_of(privacy, evidence.dataset) + facts_of_loggers(evidence.run)
     found += facts_of_start(evidence.run, fresh_model=evidence.stored.identity.model is None)
     outside = [str(fact) for fact in found if fact not in (*plan.facts, *plan.given)]
-    if plan.group_size_epsilon is not None:
-        drawn = private_group_size(as_planned(privacy, plan), users, evidence.key)
+    if (share := plan.group_size_epsilon) is not None:
+        settings = dataclasses.replace(privacy, group_size_epsilon=share)  # as before the draw
+        drawn = private_group_size(settings, users, evidence.key)
         same = plan.group_size == drawn
         require(same, f"group_size={plan.group_size}: the key draws {drawn} as the private median")
     elif plan.algorithm == Algorithm.ELS and privacy.group_size is None:

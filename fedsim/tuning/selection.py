@@ -339,7 +339,7 @@ def _planned(job: Job, data: Dataset) -> tuple[Plan, tuple[Any, ...]]:
     none = "none of a trial, but of the selection"
     expect("eval_epsilon", privacy.eval_epsilon, privacy.eval_epsilon is None, none)
     key = SecretKey.create(run.seed)
-    privacy, non_private = fill_defaults(job.algorithm, privacy, data, key=key)
+    privacy, non_private = fill_defaults(job.algorithm, privacy, data)
     non_private += facts_of_start(run, fresh_model=run.model.source in PRESETS)
     method = method_for(job.algorithm, privacy, data.train, key)
     plan = make_plan(

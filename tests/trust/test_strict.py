@@ -21,7 +21,7 @@ from fedsim.run import Console, directory
 from fedsim.sampling import median_group_size, rank_error
 from fedsim.training import Callback, open, prepare
 from fedsim.training.launch import launch as begin, show
-from fedsim.training.prepare import expect_nothing_outside, prepare_run
+from fedsim.training.prepare import prepare_run
 from fedsim.trust.claim import Released
 from fedsim.trust.evidence import Violated
 from fedsim.trust.report import card_of
@@ -325,14 +325,6 @@ def test_held_out_users_are_touched_for_a_price_or_not_at_all(tmp_path, monkeypa
         with open.open_run(Algorithm.ULS, privacy, run, Console()) as opened:
             seen.append(opened.data.eval_users is not None)
     assert seen == [True, True, False, True]
-
-
-def test_no_plan_with_a_footnote_is_strict(pair):
-    *_, plan = pair(Algorithm.ULS, [])
-    expect_nothing_outside(plan)
-    named = Stated(Fact.CALLBACK, "Reader")
-    with refuses("strict=True", says=str(named)):
-        expect_nothing_outside(dataclasses.replace(plan, non_private=(named,)))
 
 
 def trained(texts, run_dir, capsys, algorithm, *more, **flags):  # noqa: F811
