@@ -233,7 +233,7 @@ def loss_of(task: Any, params: Any) -> float:
     noise. The users and texts are always the same."""
     import jax
 
-    from fedsim.plan import rows_of_users
+    from fedsim.training.private_evaluation import rows_of_users
 
     offsets, split = task.dataset.eval_users.offsets, "eval_users"
     texts = rows_of_users(offsets, min(MAX_USERS, len(offsets) - 1), TEXTS_OF_USER)

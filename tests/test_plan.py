@@ -18,16 +18,13 @@ from fedsim.plan import (
     MAX_PARAMETERS,
     AllocatedSampling,
     Audit,
+    Caveat,
     CorrelatedNoise,
     CyclicSampling,
     Evaluations,
     Fact,
-    IndependentNoise,
     Plan,
     PoissonSampling,
-    Release,
-    SharedTexts,
-    Stated,
     Trial,
     calibrate,
     claimed_fields,
@@ -37,6 +34,7 @@ from fedsim.plan import (
     method_for,
     with_group_size,
 )
+from fedsim.plan.plan import IndependentNoise, Release, SharedTexts
 from fedsim.sampling import rank_error
 
 SIZES = [1, 2, 2, 3, 5, 9, 30, 4]  # median 3.5, 56 examples
@@ -70,17 +68,17 @@ def test_delta_is_a_millionth_or_a_power_of_the_number_of_users(algorithm, users
     for users, expected in ((users, 1e-6), (many, 10**-6.6)):  # noqa: B020
         completed, non_private = fill_defaults(algorithm, settings, data_of(users))
         assert completed.delta == pytest.approx(expected)
-        assert Stated(Fact.DELTA) not in non_private  # N is public
+        assert Caveat(Fact.DELTA) not in non_private  # N is public
         removed = dataclasses.replace(settings, adjacency=ADD_OR_REMOVE)
         completed, non_private = fill_defaults(algorithm, removed, data_of(users))
-        named = non_private.count(Stated(Fact.DELTA))
+        named = non_private.count(Caveat(Fact.DELTA))
         assert named == (expected < 1e-6)
 
 
 def test_the_group_size_of_els_is_the_median_users_and_named_as_not_private(users):
     completed, non_private = fill_defaults(Algorithm.ELS, privacy(), data_of(users))
     assert completed.group_size == 3
-    assert non_private == [Stated(Fact.GROUP_SIZE)]
+    assert non_private == [Caveat(Fact.GROUP_SIZE)]
 
 
 @pytest.mark.privacy
@@ -107,7 +105,7 @@ def test_the_group_size_of_els_is_private_by_default(num_users, epsilon, share, 
 def test_the_group_size_of_uls_is_one_whatever_the_data(users):
     completed, non_private = fill_defaults(Algorithm.ULS, privacy(), data_of(users))
     assert completed.group_size == 1
-    assert Stated(Fact.GROUP_SIZE) not in non_private
+    assert Caveat(Fact.GROUP_SIZE) not in non_private
 
 
 def test_the_group_size_is_at_least_one():
@@ -122,7 +120,7 @@ def test_what_the_user_says_is_kept_and_not_named(algorithm, users):
     assert completed == said
     assert non_private == []
     said = dataclasses.replace(said, adjacency=ADD_OR_REMOVE)
-    assert fill_defaults(algorithm, said, data_of(users))[1] == [Stated(Fact.COUNTS)]
+    assert fill_defaults(algorithm, said, data_of(users))[1] == [Caveat(Fact.COUNTS)]
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
@@ -167,7 +165,7 @@ def test_the_plan_says_what_is_run_and_what_is_accounted(sampling, users, key):
 def test_a_seeded_run_is_labelled(users, key):
     plan, *_ = planned(Algorithm.ULS, users, key)
     assert key.seed is not None and plan.seeded and not plan.guarantee
-    assert plan.epsilon_holds == "known-seed" and plan.facts == (Stated(Fact.KNOWN_SEED),)
+    assert plan.epsilon_holds == "known-seed" and plan.caveats == (Caveat(Fact.KNOWN_SEED),)
     plan, *_ = planned(Algorithm.ULS, users, SecretKey.create())
     assert plan.guarantee and not plan.seeded and plan.epsilon_holds == ADJACENCY[ZERO_OUT]
 
@@ -297,4 +295,4 @@ def test_what_else_the_guarantee_does_not_cover_is_named(users):
     data = data_of(users, public=False)
     _, plain = fill_defaults(Algorithm.ULS, privacy(), data_of(users))
     _, more = fill_defaults(Algorithm.ULS, privacy(), data)
-    assert [fact for fact in more if fact not in plain] == [Stated(Fact.TOKENIZER)]
+    assert [fact for fact in more if fact not in plain] == [Caveat(Fact.TOKENIZER)]

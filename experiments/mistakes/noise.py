@@ -152,7 +152,7 @@ NOISE_AND_SENSITIVITY = (
         "test_plan.py::test_the_adjacency_is_named",
         (
             Patch(
-                "fedsim.plan.options",
+                "fedsim.plan.plan",
                 "ADJACENCY",
                 lambda words: {**words, "add-or-remove": "replace one user"},
             ),

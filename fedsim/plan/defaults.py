@@ -1,4 +1,4 @@
-"""Defaults for the privacy settings that the user left out.
+"""Defaults for the privacy settings that the user left out, and warnings about settings.
 
 Where a default looks at the data without noise, as in the paper, that is a fact in
 `Plan.non_private`.
@@ -32,8 +32,8 @@ from fedsim.data import (
 from fedsim.errors import ConfigError, expect
 from fedsim.keys import SecretKey
 from fedsim.noise import Prediction, best, predictions
-from fedsim.plan.facts import Fact, Stated
-from fedsim.plan.plan import events_before
+from fedsim.plan.facts import Caveat, Fact
+from fedsim.plan.plan import Plan, events_before
 from fedsim.sampling import (
     Users,
     examples_per_user,
@@ -47,6 +47,10 @@ MISS = 1 / 4
 """Largest share of the users between the private median and the median, as a rule."""
 MIN_SHARE, MAX_SHARE = 0.02, 0.1
 """Parts of epsilon that the private median costs at least, and at most."""
+LEARNS, HARDLY = 0.5, 4.0
+"""Ratios of noise to signal from which on a training learns in part, or almost nothing."""
+MIN_USERS, FEW_USERS = 10, 1000
+"""A private run with fewer users is refused, or warned about."""
 
 
 def with_group_size(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) -> PrivacyConfig:
@@ -91,7 +95,7 @@ def smallest_group_size(privacy: PrivacyConfig, users: Users) -> int:
 
 def fill_defaults(
     algorithm: Algorithm, privacy: PrivacyConfig, data: Dataset
-) -> tuple[PrivacyConfig, list[Stated]]:
+) -> tuple[PrivacyConfig, list[Caveat]]:
     """Fill in delta, group size, participations and bands.
 
     Args: privacy: with the group size that was drawn, if it is private.
@@ -110,7 +114,7 @@ def fill_defaults(
         els = algorithm == Algorithm.ELS
         group_size = median_group_size(examples_per_user(users)) if els else 1
         if els and graph_of(users) is None:  # else the median follows from the public graph
-            facts.append(Stated(Fact.GROUP_SIZE))
+            facts.append(Caveat(Fact.GROUP_SIZE))
     privacy = dataclasses.replace(privacy, delta=delta, group_size=group_size)
     if privacy.sampling == ALLOCATION:
         privacy = allocated(algorithm, privacy, users.num_users)
@@ -120,7 +124,7 @@ def fill_defaults(
     return privacy, facts
 
 
-def facts_of(privacy: PrivacyConfig, data: Dataset) -> list[Stated]:
+def facts_of(privacy: PrivacyConfig, data: Dataset) -> list[Caveat]:
     """Facts of settings and data that the guarantee does not cover, whatever is drawn.
 
     Args: privacy: as given, without defaults.
@@ -129,22 +133,22 @@ def facts_of(privacy: PrivacyConfig, data: Dataset) -> list[Stated]:
     least_texts, chosen = min_examples_of(metadata), privacy.tuned_on_data.split(",")
     facts = [*_public_counts(privacy, users)]
     if least_texts > 1:
-        facts.append(Stated(Fact.MIN_EXAMPLES, str(least_texts)))
+        facts.append(Caveat(Fact.MIN_EXAMPLES, str(least_texts)))
     if left_out_rows(metadata):
-        facts.append(Stated(Fact.SKIP_UNKNOWN))
+        facts.append(Caveat(Fact.SKIP_UNKNOWN))
     small = privacy.delta is None and default_delta(users.num_users) < MAX_DELTA
     if small and privacy.adjacency != ZERO_OUT:  # else N is public
-        facts.append(Stated(Fact.DELTA))
+        facts.append(Caveat(Fact.DELTA))
     if not tokenizer_is_public(metadata):
-        facts.append(Stated(Fact.TOKENIZER))
-    return facts + [Stated(Fact.TUNED_ON_DATA, name) for name in chosen if name]
+        facts.append(Caveat(Fact.TOKENIZER))
+    return facts + [Caveat(Fact.TUNED_ON_DATA, name) for name in chosen if name]
 
 
-def _public_counts(privacy: PrivacyConfig, users: Users) -> list[Stated]:
+def _public_counts(privacy: PrivacyConfig, users: Users) -> list[Caveat]:
     """Counts of the data that the guarantee takes as public, beside N."""
     if graph_of(users) is not None:
-        return [Stated(Fact.OWNERS)]
-    return [] if privacy.adjacency == ZERO_OUT else [Stated(Fact.COUNTS)]
+        return [Caveat(Fact.OWNERS)]
+    return [] if privacy.adjacency == ZERO_OUT else [Caveat(Fact.COUNTS)]
 
 
 def allocated(algorithm: Algorithm, privacy: PrivacyConfig, num_users: int) -> PrivacyConfig:
@@ -208,3 +212,68 @@ def _expect_shared(privacy: PrivacyConfig, data: Dataset) -> None:
     expect(
         "group_size_epsilon", share, share is None, f"none {where}, for who owns which is public"
     )
+
+
+def noise_ratio(noise_on_sums: float, num_parameters: int, num_steps: int) -> float:
+    """Norm of the noise on the sum of all steps, relative to the largest sum of gradients.
+
+    If all steps agree, the sum of T mean gradients, each of norm C at most, has norm T C. The noise
+    on it has the same size in each of d directions. Where the noise is much larger, little is
+    learnt of what users have in common: a rule of thumb on public numbers, not a bound.
+    Args:
+      noise_on_sums: of a coordinate, in units of the clip norm.
+      num_parameters: number of coordinates with noise.
+    """
+    return noise_on_sums * math.sqrt(num_parameters) / num_steps
+
+
+def outlook(ratio: float, num_users: int) -> str:
+    """Sentences on how much a training can learn. Args: ratio: from `noise_ratio`."""
+    times = f"{ratio:.2g}" if ratio < 10 else f"{ratio:,.0f}"
+    noise = f"The noise norm is {times} times the largest possible sum of updates"
+    many = f"{num_users:,} users"
+    if ratio < LEARNS:
+        return f"{many} are enough for this model to learn. {noise}"
+    noise += "; more users or steps, a larger --batch-size or a small --lora-rank help"
+    if ratio < HARDLY:
+        return f"The model will learn only in part from {many}. {noise}"
+    return f"With {many} the noise dominates; the model will not learn. {noise}"
+
+
+def doubt(ratio: float, num_users: int) -> list[str]:
+    """A warning that a training may learn little; empty if there is no reason. Args: as above."""
+    sentence = outlook(ratio, num_users)
+    if num_users < FEW_USERS:
+        return [f"With so few users, hiding one user hides most of the signal. {sentence}"]
+    return [sentence] if ratio >= LEARNS else []
+
+
+def expect_enough_users(num_users: int, epsilon: float) -> None:
+    """Raise ConfigError for a private training with so few users that it can teach nothing."""
+    least = f"at least {MIN_USERS}: user-level privacy hides each user among the others, and "
+    least += "needs hundreds, better thousands; epsilon=inf trains without privacy"
+    enough = num_users >= MIN_USERS or math.isinf(epsilon)
+    expect("data", f"{num_users} training users", enough, least)
+
+
+def warnings_of(plan: Plan) -> list[str]:
+    """Warnings about plans that are valid but probably not intended."""
+    warnings = []
+    users, noise = plan.num_users, plan.gradient_noise_multiplier
+    if noise and plan.delta > 1 / users:
+        warnings.append(
+            f"delta={plan.delta:g} is above 1/{users}: it allows publishing all texts of one of "
+            f"{users:,} users; the default is {default_delta(users):.2g}"
+        )
+    if noise > plan.expected_count:
+        unit = "examples" if plan.algorithm == Algorithm.ELS else "users"
+        warnings.append(
+            "in every direction, the noise of a step is "
+            f"{noise / plan.expected_count:.1f} times as large as the gradient of "
+            f"{plan.expected_count} {unit} can be: the model will hardly learn without a larger "
+            "--batch-size or --epsilon"
+        )
+    elif noise and (error := plan.noise.predicted_error) is not None:
+        on_sums = error / plan.expected_count
+        warnings += doubt(noise_ratio(on_sums, plan.num_parameters, plan.num_steps), users)
+    return warnings

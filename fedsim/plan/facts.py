@@ -7,9 +7,19 @@ may be reworded at any time; a value never changes its meaning.
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Self
+from typing import Any, ClassVar, Self
 
-from fedsim.plan.options import Option
+
+class Option:
+    """Base class of a plan's parts: how pydantic reads and describes them."""
+
+    __pydantic_config__: ClassVar[Any] = {
+        "strict": True,
+        "extra": "forbid",
+        "use_attribute_docstrings": True,
+        "json_schema_serialization_defaults_required": True,
+    }
+
 
 ALL_COVERED = "nothing outside the guarantee"
 NO_GUARANTEE = "no guarantee: "
@@ -87,13 +97,13 @@ class Fact(StrEnum):
 
 PUBLIC = frozenset({Fact.COUNTS, Fact.USERS, Fact.OWNERS, Fact.MIN_EXAMPLES, Fact.SKIP_UNKNOWN})
 """What the guarantee takes as known to everyone."""
-GIVEN = frozenset({Fact.MODEL, Fact.ADAPTER})
-"""What the training starts from: the guarantee is about the data, so no footnote is needed."""
+ASSUMPTIONS = frozenset({Fact.MODEL, Fact.ADAPTER})
+"""What the training starts from: no caveats, since the guarantee is about the data alone."""
 
 
 @dataclass(frozen=True)
-class Stated(Option):
-    """A fact about one run."""
+class Caveat(Option):
+    """A fact about one run that its guarantee does not cover, or assumes."""
 
     fact: Fact
     of: str = ""
@@ -102,27 +112,27 @@ class Stated(Option):
     def __str__(self) -> str:
         """The fact in words."""
         start = "public by assumption: " if self.fact in PUBLIC else ""
-        start = "taken as given: " if self.fact in GIVEN else start
+        start = "taken as given: " if self.fact in ASSUMPTIONS else start
         return start + self.fact.text.format(self.of)
 
     @property
     def line(self) -> str:
         """The fact as a line of its own."""
-        return str(self) if self.fact in PUBLIC | GIVEN else f"not private: {self}"
+        return str(self) if self.fact in PUBLIC | ASSUMPTIONS else f"not private: {self}"
 
     def as_dict(self) -> dict[str, str]:
         """The fact in JSON, with its words beside it."""
         return {"fact": self.fact.value, "of": self.of, "text": str(self)}
 
 
-def voiding(epsilon: float, *, seeded: bool, trial: bool = False) -> list[Stated]:
+def voiding(epsilon: float, *, seeded: bool, trial: bool = False) -> list[Caveat]:
     """The facts with which an epsilon is no guarantee. Args: seeded: the key is of a seed."""
     caused = {
         Fact.NO_NOISE: math.isinf(epsilon),
         Fact.TRIAL: trial,
         Fact.KNOWN_SEED: seeded,
     }
-    return [Stated(fact) for fact, holds in caused.items() if holds]
+    return [Caveat(fact) for fact, holds in caused.items() if holds]
 
 
 def in_words(reasons: str) -> str:

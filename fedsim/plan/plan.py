@@ -1,7 +1,8 @@
 """The public constants of a run: fixed before its first step, never recomputed from a draw.
 
-Each option of a run is one field of the plan, an instance of a class of `options`; an option that
-is off is None. Pydantic reads, writes and describes plans in JSON.
+Each option of a run is one field of the plan, an instance of a class with its own constants; an
+option that is off is None. A plan has one of each of `AnySampling`, `AnyNoise` and `AnyPurpose`,
+told apart by `kind`. Pydantic reads, writes and describes plans in JSON.
 """
 
 import dataclasses
@@ -9,29 +10,214 @@ import functools
 import json
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, PlainSerializer, TypeAdapter, ValidationError, WithJsonSchema
 
-from fedsim.accounting import Event, PureEvent, Slack, StepEvent
+from fedsim.accounting import Event, PureEvent, Slack, StepEvent, allocated_event, cyclic_event
 from fedsim.clipping import AdaptiveClip, Clip, NoisyLoss, lattice_bits
-from fedsim.config import ADD_OR_REMOVE, Algorithm, to_json
+from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, to_json
 from fedsim.errors import first_fault
 from fedsim.noise import CELL_ERRORS, AddNoise, Correlated, Strategy, add_gaussian, slack, strategy
-from fedsim.plan.facts import ALL_COVERED, GIVEN, NO_GUARANTEE, Stated, in_words, voiding
-from fedsim.plan.options import (
-    AnyNoise,
-    AnyPurpose,
-    AnySampling,
-    Evaluations,
-    IndependentNoise,
-    Number,
-    Option,
-    Release,
-    SharedTexts,
-    Trial,
-    adjacency_in_words,
-)
+from fedsim.plan.facts import ASSUMPTIONS, NO_GUARANTEE, Caveat, Option, in_words, voiding
+
+SHARED = "shared"
+ADJACENCY = {
+    ZERO_OUT: "zero out one user's texts, the number of users being public",
+    ADD_OR_REMOVE: "add or remove one user",
+    SHARED: "zero out all texts that one user owns, alone or with others, who owns which being "
+    "public and fixed",
+}
+PROTECTS = {
+    ADJACENCY[ZERO_OUT]: "all texts of a user; that they are one of the users is not hidden",
+    ADJACENCY[ADD_OR_REMOVE]: "all texts of a user, and whether they are one of the users",
+    ADJACENCY[SHARED]: "all texts that a user owns, alone or with others; who owns which is not "
+    "hidden",
+}
+"""The same for people, by the adjacency in words."""
+
+Number = Annotated[
+    float,
+    Field(strict=False),
+    PlainSerializer(to_json, when_used="json"),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"const": "inf"}]}),
+]
+"""A number that may be infinite; JSON has infinity as the string 'inf'."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(Option):
+    """A way to draw the units of a step: fields and methods that all of them share."""
+
+    prob: float
+    """p or q: expected fraction of all units in a step."""
+    bands: int = 1
+    """b: number of groups of users that steps draw from in turn."""
+
+    def window(self, num_steps: int) -> int:
+        """Number of successive steps of which a user takes part in exactly one; 1: no such rule."""
+        return 1
+
+    def event(
+        self, noise_multiplier: float, *, num_steps: int, max_contributions: int
+    ) -> StepEvent:
+        """A step's event for the accountant."""
+        return cyclic_event(noise_multiplier, self.prob, max_contributions, self.bands)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoissonSampling(Sampling):
+    """Each unit takes part independently, with the same probability."""
+
+    kind: Literal["poisson"] = "poisson"
+    accounted: Literal["poisson"] = "poisson"
+    bands: Literal[1] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CyclicSampling(Sampling):
+    """Poisson sampling from one of several groups of users, in turn."""
+
+    kind: Literal["cyclic"] = "cyclic"
+    accounted: Literal["cyclic"] = "cyclic"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocatedSampling(Sampling):
+    """Random allocation: each user takes part in the same number of random steps."""
+
+    participations: int
+    """K: number of steps that each user takes part in."""
+    kind: Literal["allocation"] = "allocation"
+    accounted: Literal["allocation"] = "allocation"
+    bands: Literal[1] = 1
+
+    def window(self, num_steps: int) -> int:
+        """W = T / K."""
+        return num_steps // self.participations
+
+    def event(
+        self, noise_multiplier: float, *, num_steps: int, max_contributions: int
+    ) -> StepEvent:
+        """A step's event for the accountant."""
+        return allocated_event(noise_multiplier, self.window(num_steps))
+
+
+AnySampling = Annotated[
+    PoissonSampling | CyclicSampling | AllocatedSampling,
+    Field(discriminator="kind"),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndependentNoise(Option):
+    """Noise that is independent of that of all other steps."""
+
+    predicted_error: float | None = None
+    """Root mean square, over the steps, of the noise on the sum of all gradients so far, in units
+    of the sensitivity (`noise.correlated`)."""
+    kind: Literal["independent"] = "independent"
+    bands: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrelatedNoise(Option):
+    """Noise of which each step subtracts part of that of the steps before."""
+
+    predicted_error: float
+    """As for independent noise."""
+    kind: Literal["correlated"] = "correlated"
+    bands: int = 1
+    """b: number of steps over which noise is correlated, and of groups of users."""
+
+
+AnyNoise = Annotated[IndependentNoise | CorrelatedNoise, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True)
+class Trial(Option):
+    """The run is a trial of a private selection, which is counted and released in its place."""
+
+    kind: Literal["trial"] = "trial"
+
+
+@dataclass(frozen=True)
+class Audit(Option):
+    """The run has planted canaries, to measure its privacy loss; it is not for release."""
+
+    planted: dict[str, int]
+    """Number of canaries of each kind, before the coin that decides whether one is included."""
+    kind: Literal["audit"] = "audit"
+
+
+@dataclass(frozen=True)
+class Release(Option):
+    """The model of the run may be released."""
+
+    kind: Literal["release"] = "release"
+
+
+AnyPurpose = Annotated[Trial | Audit | Release, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True)
+class SharedTexts(Option):
+    """Texts with several owners, and their number in the training; all public."""
+
+    owner_sets: int
+    """Number of distinct sets of owners."""
+    with_several_owners: int
+    """Number of texts with several owners."""
+    kept: int
+    """Number of texts within the bounds on contributions."""
+    left_out: int
+    """Number of texts beyond these bounds."""
+    max_changed: int
+    """k: largest number of other users' groups that contain texts of one user; 0 with ELS."""
+    seal: str
+    """Keyed digest of the kept texts."""
+
+
+@dataclass(frozen=True)
+class Evaluations(Option):
+    """Evaluations with noise on held-out users while a run trains; all constants are public.
+
+    The mean loss per token of some texts of each user is cut off at L; the mean over users is
+    released with Gaussian noise, `count` times at most. Together they cost one epsilon, for users
+    whose texts the run does not train on.
+    """
+
+    epsilon: float
+    """Cost of all evaluations together, for every held-out user."""
+    delta: float
+    noise_multiplier: float
+    """sigma of each evaluation, for users who move the sum of losses by at most L / 2."""
+    every: int
+    """Steps between evaluations; one precedes the first step, one follows the last."""
+    count: int
+    """Largest number of evaluations."""
+    num_users: int
+    """Number of users in each evaluation, always the same ones."""
+    rows: int
+    """Largest number of texts of each user."""
+    loss_bound: float
+    """L: bound at which losses are cut off, in nats per token."""
+    seal: str = ""
+    """Keyed digest of the held-out users' data, which must not change during the run."""
+
+    @property
+    def stddev(self) -> float:
+        """Standard deviation of the noise on the released mean, in nats per token."""
+        return self.noise_multiplier * self.loss_bound / 2 / self.num_users
+
+    def phases(self, count: int) -> list[tuple[StepEvent, int]]:
+        """Events of `count` evaluations for the accountant."""
+        return [(StepEvent(self.noise_multiplier, 1.0), count)] if count else []
+
+    @property
+    def slack(self) -> Slack:
+        """(epsilon, delta) to be added for noise that is not ideal."""
+        return slack(self.count, self.epsilon, self.delta)
 
 
 @dataclass(frozen=True)
@@ -57,7 +243,7 @@ class Plan(Option):
     num_parameters: int
     data_seal: str
     """Keyed digest of the data's fingerprint: with the key one can check that data are the same."""
-    non_private: tuple[Stated, ...]
+    non_private: tuple[Caveat, ...]
     """Facts that the guarantee does not cover, beside those that this plan's own fields cause."""
     noise: AnyNoise = IndependentNoise()
     purpose: AnyPurpose = Release()
@@ -143,7 +329,7 @@ class Plan(Option):
     @property
     def compared(self) -> str:
         """The adjacency in words."""
-        return adjacency_in_words(self.adjacency, shared=self.shared is not None)
+        return ADJACENCY[SHARED if self.shared else self.adjacency]
 
     @property
     def reasons(self) -> str:
@@ -162,21 +348,16 @@ class Plan(Option):
         return bool(self.noise_multiplier) and not self.reasons
 
     @property
-    def facts(self) -> tuple[Stated, ...]:
-        """Everything outside the guarantee: a run without any needs no footnote."""
+    def caveats(self) -> tuple[Caveat, ...]:
+        """Everything that the guarantee does not cover."""
         epsilon = 0.0 if self.noise_multiplier else math.inf
         own = voiding(epsilon, seeded=self.seeded, trial=isinstance(self.purpose, Trial))
-        return (*own, *(fact for fact in self.non_private if fact.fact not in GIVEN))
+        return (*own, *(each for each in self.non_private if each.fact not in ASSUMPTIONS))
 
     @property
-    def given(self) -> tuple[Stated, ...]:
-        """Facts about what the training starts from."""
-        return tuple(fact for fact in self.non_private if fact.fact in GIVEN)
-
-    @property
-    def outside(self) -> str:
-        """What is outside the guarantee, in one line, for readers."""
-        return "; ".join(map(str, self.facts)) or ALL_COVERED
+    def assumptions(self) -> tuple[Caveat, ...]:
+        """The public model and adapter that the training starts from."""
+        return tuple(each for each in self.non_private if each.fact in ASSUMPTIONS)
 
     @property
     def slack(self) -> Slack:
@@ -299,7 +480,7 @@ def claimed_fields(plan: Plan, epsilon: float, chain: str) -> dict[str, Any]:
         "sampling_prob": plan.sampling.prob,
         "sampling_run": plan.sampling.kind,
         "sampling_accounted": plan.sampling.accounted,
-        "outside": [fact.as_dict() for fact in plan.facts],
+        "outside": [fact.as_dict() for fact in plan.caveats],
         "private_fields": private_fields(plan),
         "epsilon": to_json(epsilon),
         "epsilon_holds": plan.epsilon_holds,

@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -25,8 +24,8 @@ from fedsim.els import ELS
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.noise import predicted_error, slack
-from fedsim.plan.facts import Stated
-from fedsim.plan.options import (
+from fedsim.plan.facts import Caveat
+from fedsim.plan.plan import (
     AllocatedSampling,
     AnyNoise,
     AnySampling,
@@ -35,12 +34,13 @@ from fedsim.plan.options import (
     CyclicSampling,
     Evaluations,
     IndependentNoise,
+    Plan,
     PoissonSampling,
     Release,
     SharedTexts,
     Trial,
+    events_before,
 )
-from fedsim.plan.plan import Plan, events_before
 from fedsim.sampling import Sampling, Users, graph_of
 from fedsim.shared_uls import SharedULS
 from fedsim.uls import ULS
@@ -101,7 +101,7 @@ def as_planned(privacy: PrivacyConfig, plan: Plan) -> PrivacyConfig:
         group_size=plan.group_size,
         group_size_epsilon=plan.group_size_epsilon,
         batch_size=plan.budget,
-        bands=plan.sampling.bands_given,
+        bands=plan.sampling.bands if plan.sampling.bands > 1 else None,
         participations=getattr(plan.sampling, "participations", None),
     )
 
@@ -143,13 +143,7 @@ def expect_affordable(plan: Plan, phases: list[tuple[Event, int]] | None) -> Non
 
 
 def sampling_for(name: str, prob: float, privacy: PrivacyConfig) -> AnySampling:
-    """The plan's entry for the way of sampling.
-
-    Args:
-      name: name of the sampler.
-      prob: expected fraction of all units in a step.
-      privacy: from `fill_defaults`.
-    """
+    """The plan's entry for a sampler with this name and probability."""
     if name == ALLOCATION:
         assert privacy.participations is not None, "fill_defaults() comes first"
         return AllocatedSampling(prob=prob, participations=privacy.participations)
@@ -164,7 +158,7 @@ def make_plan(
     users: Users,
     method: ELS | ULS,
     num_parameters: int,
-    non_private: Sequence[Stated],
+    non_private: Sequence[Caveat],
     data_seal: str,
     *,
     trial: bool = False,
@@ -278,15 +272,8 @@ def sharing(users: Users, method: ELS | ULS, key: SecretKey) -> SharedTexts | No
     )
 
 
-class HeldOut(Protocol):
-    """The part of a store of held-out users that the plan needs."""
-
-    num_users: int
-    offsets: np.ndarray
-
-
 def evaluations_of(
-    privacy: PrivacyConfig, run: RunConfig, held_out: HeldOut | None
+    privacy: PrivacyConfig, run: RunConfig, held_out: Users | None
 ) -> Evaluations | None:
     """The evaluations with noise that the settings request; None if they request none.
 
@@ -298,7 +285,7 @@ def evaluations_of(
     total = held_out.num_users if held_out is not None else 0
     expect("eval_epsilon", privacy.eval_epsilon, total > 1, TWO_HELD_OUT)
     assert held_out is not None
-    one_owner = getattr(held_out, "owners", None) is None
+    one_owner = graph_of(held_out) is None
     expect("eval_epsilon", privacy.eval_epsilon, one_owner, "texts with one owner each")
     bound = privacy.eval_loss_bound or math.log(getattr(held_out, "vocab_size", 1))
     expect("eval_loss_bound", privacy.eval_loss_bound, bound > 0, "a bound on the loss of the task")
@@ -315,28 +302,21 @@ def delta_of(num_users: int, delta: float | None) -> float:
     return min(default_delta(num_users), delta or 1.0)
 
 
-def expect_more_than(part: Slack, setting: str, epsilon: float, delta: float) -> None:
-    """Raise ConfigError if the slack of the noise leaves nothing of epsilon, if it is tiny, or of
-    delta, if epsilon is huge. Args: setting: what the error calls epsilon."""
-    expected = f"a larger one: the slack of its noise is {part.epsilon:.1g}"
-    expect(setting, epsilon, part.epsilon < epsilon, expected)
-    expected = f"a smaller one: the slack of its noise, {part.delta:.1g}, is all of delta"
-    expect(setting, epsilon, part.delta < delta, expected)
+def noise_of(epsilon: float, delta: float, count: int = 1) -> tuple[float, Slack]:
+    """Noise multiplier of `count` evaluations that together cost epsilon, and its slack.
 
-
-def noise_of(epsilon: float, delta: float, count: int = 1) -> tuple[float, tuple[float, float]]:
-    """Noise multiplier of `count` evaluations that together cost epsilon.
-
-    Returns: (sigma, slack), with slack = (epsilon, delta) added for noise that is not ideal.
     Raises: ConfigError: the slack leaves nothing of epsilon, if it is tiny, or of delta, if epsilon
       is huge.
     """
     part = slack(count, epsilon, delta)
-    expect_more_than(part, "eval_epsilon", epsilon, delta)
+    expected = f"a larger one: the slack of its noise is {part.epsilon:.1g}"
+    expect("eval_epsilon", epsilon, part.epsilon < epsilon, expected)
+    expected = f"a smaller one: the slack of its noise, {part.delta:.1g}, is all of delta"
+    expect("eval_epsilon", epsilon, part.delta < delta, expected)
     sigma = accounting.noise_multiplier(
         epsilon=epsilon - part.epsilon,
         delta=delta - part.delta,
         num_steps=count,
         sampling_prob=1.0,
     )
-    return sigma, (part.epsilon, part.delta)
+    return sigma, part

@@ -77,9 +77,9 @@ class Console(Terminal):
                 "more than half of the texts are left out, by the bound on the texts of an owner: "
                 "an owner of nearly all, such as a bot, is better left out of the data"
             )
-        for fact in (*plan.facts, *plan.given):
+        for fact in (*plan.caveats, *plan.assumptions):
             self.note(fact.line)
-        if not plan.facts:
+        if not plan.caveats:
             losses = "losses that are shown have" if plan.evaluations is None else "train loss has"
             text = f"{ALL_COVERED} of model and ledger"
             self.note(f"{text}; the {losses} no noise: not to be published")

@@ -20,7 +20,7 @@ from fedsim.accounting import PureEvent, StepEvent
 from fedsim.config import SamplingName
 from fedsim.errors import first_fault
 from fedsim.files import make_directory, write_json
-from fedsim.plan import Number, Plan, Stated
+from fedsim.plan import Caveat, Number, Plan
 
 CHECKED: Any = {"strict": True, "extra": "forbid", "use_attribute_docstrings": True}
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -96,7 +96,7 @@ class StepLine:
 
 
 @dataclass(frozen=True)
-class FactInWords(Stated):
+class FactInWords(Caveat):
     """A fact, with its words beside it, which no check reads."""
 
     text: str = ""

@@ -12,7 +12,7 @@ from typing import Any
 from fedsim.config import RunConfig, to_json
 from fedsim.errors import FileDamaged
 from fedsim.files import named, whole_lines, write_atomically
-from fedsim.plan import Fact, Plan, Stated
+from fedsim.plan import Caveat, Fact, Plan
 
 FILE = "metrics.jsonl"
 BOARD = "tb"
@@ -79,7 +79,7 @@ def receivers(run: RunConfig) -> list[str]:
     return [name for name in run.log_to if name in SENDING]
 
 
-def facts_of_loggers(run: RunConfig) -> list[Stated]:
+def facts_of_loggers(run: RunConfig) -> list[Caveat]:
     """A fact for each logger that gets what the guarantee does not cover."""
     names = receivers(run) if run.log_non_private else ()
-    return [Stated(Fact.LOGGER, name) for name in names]
+    return [Caveat(Fact.LOGGER, name) for name in names]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.errors import ConfigError, expect
-from fedsim.plan import Fact, Plan, Stated, private_fields
+from fedsim.plan import Caveat, Fact, Plan, private_fields
 from fedsim.run import visible
 
 EVENTS = ("on_run_begin", "on_step", "on_evaluate", "on_checkpoint", "on_run_end")
@@ -98,16 +98,16 @@ def expect_callbacks(callbacks: Sequence[Callback]) -> None:
             raise ConfigError.of("callbacks", name, "objects of subclasses of fedsim.Callback")
 
 
-def facts_of_callbacks(callbacks: Sequence[Callback]) -> list[Stated]:
+def facts_of_callbacks(callbacks: Sequence[Callback]) -> list[Caveat]:
     """A fact for each callback that sees what the guarantee does not cover."""
-    return [Stated(Fact.CALLBACK, name_of(each)) for each in callbacks if each.reads_non_private]
+    return [Caveat(Fact.CALLBACK, name_of(each)) for each in callbacks if each.reads_non_private]
 
 
 def expect_known(callbacks: Sequence[Callback], plan: Plan) -> None:
     """Raise ConfigError if a callback of a resumed run sees more than its plan says."""
     again = "no callback with reads_non_private that the run was not started with"
     for fact in facts_of_callbacks(callbacks):
-        expect("callbacks", fact.of, fact in plan.facts, again)
+        expect("callbacks", fact.of, fact in plan.caveats, again)
 
 
 class Calls:

@@ -19,12 +19,12 @@ from fedsim.engine import MADE_UP, Engine, Task, choose_strategy, versions
 from fedsim.errors import ConfigError, expect
 from fedsim.noise import predicted_error
 from fedsim.plan import (
-    GIVEN,
+    ASSUMPTIONS,
+    Caveat,
     CorrelatedNoise,
     Evaluations,
     Fact,
     Plan,
-    Stated,
     as_planned,
     drawn_once,
     evaluations_of,
@@ -171,7 +171,7 @@ def _settings(opened: OpenRun, *, dry_run: bool) -> PrivacyConfig:
 
 def _completed(
     opened: OpenRun, settings: PrivacyConfig, callbacks: Sequence[Callback]
-) -> tuple[PrivacyConfig, list[Stated]]:
+) -> tuple[PrivacyConfig, list[Caveat]]:
     """The settings with nothing left to defaults, and what the guarantee does not cover.
 
     The smallest group size that can be drawn stands in for one that is not drawn yet.
@@ -189,14 +189,14 @@ def _completed(
     return completed, facts
 
 
-def expect_covered(opened: OpenRun, facts: Sequence[Stated]) -> None:
+def expect_covered(opened: OpenRun, facts: Sequence[Caveat]) -> None:
     """Raise ConfigError if the guarantee of a strict run does not cover one of the facts."""
     settings, run = opened.settings, opened.run
     values = {**vars(settings), **vars(run), **vars(run.data), "data": run.data.source}
     values["task"] = type(opened.custom).__name__
     void = voiding(settings.epsilon, seeded=opened.key.seed is not None)
     for fact in [*void, *facts]:
-        if fact.fact not in GIVEN:
+        if fact.fact not in ASSUMPTIONS:
             value = values.get(fact.fact.setting, fact.of)
             expected = f"{fact.fact.instead}, with strict ({fact})"
             raise ConfigError.of(fact.fact.setting, value, expected)
@@ -249,7 +249,7 @@ def _strategy(
 
 def _make_plan(
     opened: OpenRun,
-    facts: Sequence[Stated],
+    facts: Sequence[Caveat],
     evaluations: Evaluations | None,
     num_parameters: int,
     request: BudgetRequest,
@@ -321,7 +321,7 @@ def _plan_as_stored(opened: OpenRun, method: ELS | ULS, callbacks: Sequence[Call
     same = sharing(opened.data.train, method, opened.key) == plan.shared
     again = "the pool or the groups that the run started with: resume with its package versions"
     expect("data", "other texts of the same ones", same, again)
-    same = {*facts_of_loggers(opened.run)} <= {*plan.facts}
+    same = {*facts_of_loggers(opened.run)} <= {*plan.caveats}
     again = "false, as at the start of the run, whose plan says what its loggers get"
     expect("log_non_private", opened.run.log_non_private, same, again)
     expect_known(callbacks, plan)
@@ -347,22 +347,22 @@ def _held_out_seal(opened: OpenRun) -> str:
     return "" if held_out is None else opened.key.seal(held_out.fingerprint)
 
 
-def facts_of_run(opened: OpenRun, callbacks: Sequence[Callback]) -> list[Stated]:
+def facts_of_run(opened: OpenRun, callbacks: Sequence[Callback]) -> list[Caveat]:
     """Facts that the guarantee does not cover, beside those of `fill_defaults`."""
     run, own_task = opened.run, opened.custom is not None
     return [
         *facts_of_start(run, fresh_model=opened.model is None),
-        *([Stated(Fact.OWN_TASK)] if own_task else []),
+        *([Caveat(Fact.OWN_TASK)] if own_task else []),
         *facts_of_loggers(run),
         *facts_of_callbacks(callbacks),
     ]
 
 
-def facts_of_start(run: RunConfig, *, fresh_model: bool) -> list[Stated]:
+def facts_of_start(run: RunConfig, *, fresh_model: bool) -> list[Caveat]:
     """Facts on what the training starts from."""
     model = None if fresh_model else run.model.source
     given = {Fact.MODEL: model, Fact.ADAPTER: run.model.adapter}
-    return [Stated(fact, model_name(name)) for fact, name in given.items() if name is not None]
+    return [Caveat(fact, model_name(name)) for fact, name in given.items() if name is not None]
 
 
 def with_plan(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: bool) -> RunConfig:

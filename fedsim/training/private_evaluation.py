@@ -36,7 +36,6 @@ from fedsim.plan import (
     Evaluations,
     Fact,
     Plan,
-    rows_of_users,
 )
 from fedsim.run import note
 
@@ -88,7 +87,9 @@ def begin_noisy_evaluate(
     assert store is not None, "of a plan that has evaluations"
     if step in released.losses:
         return lambda: {VALIDATION[SPLIT]: released.losses[step]}
-    wait = workers.begin_group_losses(params, SPLIT, how.groups(store.offsets))
+    wait = workers.begin_group_losses(
+        params, SPLIT, rows_of_users(store.offsets, how.num_users, how.rows)
+    )
 
     def compute() -> float:
         return noisy_mean_loss(
@@ -160,6 +161,22 @@ class Booking:
         """Events released of held-out users so far."""
         assert self.evaluations is not None
         return [*self.evaluations.phases(len(Evaluated(self.run_dir).losses))]
+
+
+def rows_of_users(offsets: np.ndarray, num_users: int, limit: int) -> list[np.ndarray]:
+    """Example indices of users who have texts; users are evenly spaced, and so are a user's texts.
+
+    Args:
+      offsets: the store's, int64 [users + 1].
+      num_users: number of users, of whom those without texts are left out.
+      limit: largest number of texts of each user.
+    """
+    users = np.linspace(0, len(offsets) - 2, num_users).astype(np.int64)
+    groups = []
+    for low, high in zip(offsets[users], offsets[users + 1], strict=True):
+        count = min(limit, int(high - low))
+        groups.append(np.linspace(low, high - 1, count).astype(np.int64))
+    return [rows for rows in groups if len(rows)]
 
 
 def user_losses(task: Any, params: Any, split: str) -> np.ndarray:

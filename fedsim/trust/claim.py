@@ -313,7 +313,7 @@ def facts(released: Released) -> dict[str, Any]:
         "held_out": held_out(plan),
         "slack": slack(released),
         "all_runs": all_runs(released),
-        "tuning": [str(each) for each in plan.facts if each.fact == Fact.TUNED_ON_DATA],
+        "tuning": [str(each) for each in plan.caveats if each.fact == Fact.TUNED_ON_DATA],
     }
 
 

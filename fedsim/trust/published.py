@@ -190,7 +190,7 @@ def _model(folder: Folder) -> str:
     forms = (form for each in (whole, _without_zeros(whole)) for form in (each, unstacked(each)))
     if wanted in map(checkpoint.params_sha256, forms):
         return "the model has the fingerprint of the claim"
-    fresh = not any(each.fact == Fact.MODEL for each in folder.plan.given)
+    fresh = not any(each.fact == Fact.MODEL for each in folder.plan.assumptions)
     require(not fresh, f"{folder.run_dir / MODEL}: expected a model with the fingerprint {wanted}")
     raise Unknown(f"{kept}with adapters merged or weights rounded: its fingerprint is another")
 

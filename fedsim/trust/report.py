@@ -406,5 +406,5 @@ def claim_of_texts(source: str, model: Pretrained, console: Console) -> dict[str
         "adjacency": plan.compared,
         "params_sha256": released.fingerprint,
         "unit": unit(plan),
-        "outside": [fact.as_dict() for fact in (*plan.facts, *plan.given)],
+        "outside": [fact.as_dict() for fact in (*plan.caveats, *plan.assumptions)],
     }

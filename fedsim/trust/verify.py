@@ -24,9 +24,9 @@ from fedsim.plan import (
     ALL_COVERED,
     AllocatedSampling,
     Audit,
+    Caveat,
     Fact,
     Plan,
-    Stated,
     accounted_events,
     as_planned,
     claimed_fields,
@@ -329,7 +329,7 @@ def _outside(evidence: Evidence) -> str:
     found = voiding(privacy.epsilon, seeded=evidence.key.seed is not None)
     found += facts_of(privacy, evidence.dataset) + facts_of_loggers(evidence.run)
     found += facts_of_start(evidence.run, fresh_model=evidence.stored.identity.model is None)
-    outside = [str(fact) for fact in found if fact not in (*plan.facts, *plan.given)]
+    outside = [str(fact) for fact in found if fact not in (*plan.caveats, *plan.assumptions)]
     if (share := plan.group_size_epsilon) is not None:
         settings = dataclasses.replace(privacy, group_size_epsilon=share)  # as before the draw
         drawn = private_group_size(settings, users, evidence.key)
@@ -338,10 +338,12 @@ def _outside(evidence: Evidence) -> str:
     elif plan.algorithm == Algorithm.ELS and privacy.group_size is None:
         default = with_group_size(plan.algorithm, privacy, users)
         other = default.group_size_epsilon is not None or default.group_size != plan.group_size
-        if other and Stated(Fact.GROUP_SIZE) not in plan.facts:
+        if other and Caveat(Fact.GROUP_SIZE) not in plan.caveats:
             outside.append(f"group_size={plan.group_size}, which is neither private nor a default")
     require(not outside, f"{'; '.join(outside)}: expected {ALL_COVERED} but what the plan names")
-    return f"named in the plan: {plan.outside}" if plan.facts else ALL_COVERED
+    if not plan.caveats:
+        return ALL_COVERED
+    return f"named in the plan: {'; '.join(map(str, plan.caveats))}"
 
 
 def _where(evidence: Evidence) -> str:

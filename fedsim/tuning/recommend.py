@@ -36,9 +36,10 @@ from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.noise import predicted_error
 from fedsim.plan import (
+    ADJACENCY,
+    SHARED,
+    Caveat,
     Fact,
-    Stated,
-    adjacency_in_words,
     calibrate,
     expect_enough_users,
     fill_defaults,
@@ -142,7 +143,7 @@ def recommend(
 
 def _els(
     start: Start, privacy: PrivacyConfig, norms: GradientNorms | None
-) -> tuple[PrivacyConfig, float, list[Stated]]:
+) -> tuple[PrivacyConfig, float, list[Caveat]]:
     """Settings of ELS by the median heuristic, L_ELS, and the facts read off the data."""
     settings, non_private = fill_defaults(Algorithm.ELS, privacy, start.data)
     group_size = settings.group_size
@@ -153,12 +154,12 @@ def _els(
         return settings, privacy.clip_norm, non_private
     pool = pool_of(start.data.train, group_size, start.key, ADD_OR_REMOVE)
     norm = norms.example_norm(pool)
-    return settings, norm, [*non_private, Stated(Fact.SAMPLED_NORMS, "clip_norm")]
+    return settings, norm, [*non_private, Caveat(Fact.SAMPLED_NORMS, "clip_norm")]
 
 
 def _uls(
     start: Start, privacy: PrivacyConfig, norms: GradientNorms | None
-) -> tuple[PrivacyConfig, float, list[doubling.Doubling], list[Stated]]:
+) -> tuple[PrivacyConfig, float, list[doubling.Doubling], list[Caveat]]:
     """Settings of ULS by Estimate-and-Double, L_ULS, its turns, and the facts read off the data."""
     settings, non_private = fill_defaults(Algorithm.ULS, privacy, start.data)
     sizes = np.diff(units_of(privacy, start.data.train, start.key).offsets)
@@ -182,7 +183,7 @@ def _uls(
     # The paper's batch sizes are powers of two; for any other, as many users as it allows.
     cohort = max(1, min(batch_size // group, users))
     settings = dataclasses.replace(settings, group_size=group, batch_size=group * cohort)
-    fact = Stated(Fact.SAMPLED_NORMS, "group_size of ULS")
+    fact = Caveat(Fact.SAMPLED_NORMS, "group_size of ULS")
     return settings, norms.user_norm(group), turns, [*non_private, fact]
 
 
@@ -256,10 +257,10 @@ def _without_texts(start: Start) -> Start:
     return dataclasses.replace(start, data=dataclasses.replace(start.data, train=assumed))
 
 
-def _facts_without_texts(facts: list[Stated], users: Users) -> list[Stated]:
+def _facts_without_texts(facts: list[Caveat], users: Users) -> list[Caveat]:
     """Facts that the guarantee does not cover, without those of users who are made up."""
     if graph_of(users) is None:  # else none is made up; here only their number is that of the data
-        known = Stated(Fact.USERS)
+        known = Caveat(Fact.USERS)
         facts = [known if fact.fact == Fact.COUNTS else fact for fact in facts]
     return [fact for fact in facts if fact.fact not in (Fact.GROUP_SIZE, Fact.SAMPLED_NORMS)]
 
@@ -273,7 +274,7 @@ def _about(start: Start, privacy: PrivacyConfig, norms: GradientNorms | None) ->
         "num_examples": users.num_examples,
         "median_examples": int(np.median(examples_per_user(users))),
         "epsilon": privacy.epsilon,
-        "epsilon_holds": adjacency_in_words(privacy.adjacency, shared=graph_of(users) is not None),
+        "epsilon_holds": ADJACENCY[SHARED if graph_of(users) is not None else privacy.adjacency],
         "num_steps": privacy.num_steps,
         "batch_size": privacy.batch_size,
         "model": start.run.model.source,

@@ -52,8 +52,8 @@ from fedsim.noise import noisy_mean_loss, slack
 from fedsim.plan import (
     MAX_PARAMETERS,
     TWO_HELD_OUT,
+    Caveat,
     Plan,
-    Stated,
     delta_of,
     fill_defaults,
     in_words,
@@ -270,7 +270,7 @@ class Priced:
     """epsilon of the most expensive candidate."""
     reasons: str
     """Values of facts that make it no guarantee."""
-    non_private: tuple[Stated, ...]
+    non_private: tuple[Caveat, ...]
     """Facts that the guarantee of one candidate or another does not cover."""
     evaluations: Evaluations | None = None
     """Evaluations of the held-out users with noise; None: they have no noise."""
@@ -312,7 +312,7 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         accounting.epsilon_with([of_trial] * len(jobs), together, delta),
         max(accounting.epsilon(candidate, delta) for candidate in candidates),
         "; ".join(sorted({plan.reasons for plan in plans} - {""})),
-        tuple(dict.fromkeys(fact for plan in plans for fact in (*plan.facts, *plan.given))),
+        tuple(dict.fromkeys(fact for plan in plans for fact in (*plan.caveats, *plan.assumptions))),
     )
     if how.eval_epsilon is None:
         return priced

@@ -161,7 +161,7 @@ def test_a_run_goes_on_from_an_adapter(place, tmp_path, capsys):
     assert summary["initial_eval_loss"] == pytest.approx(before["final_eval_loss"], rel=1e-5)
     assert summary["num_parameters"] == before["num_parameters"]
     stored = directory.load(tmp_path / "run")
-    assert any("adapter=peft, with all texts" in str(fact) for fact in stored.plan.given)
+    assert any("adapter=peft, with all texts" in str(fact) for fact in stored.plan.assumptions)
     assert stored.identity.adapter == peft_files.sha256(str(adapter))
     file = adapter / "adapter_config.json"
     kept = file.read_text()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from fedsim.config import Algorithm, run_config
-from fedsim.plan import ADJACENCY, Evaluations, Fact, Plan, PoissonSampling, Stated
+from fedsim.plan import ADJACENCY, Caveat, Evaluations, Fact, Plan, PoissonSampling
 from fedsim.run.console import Console, guarantee_line, plan_rows
 
 WORKERS = SimpleNamespace(num_lanes=8, describe=lambda: "2 processes, 1 CPU thread each")
@@ -20,7 +20,7 @@ PLAN = Plan(
     budget=64, group_size=8, expected_count=64, sampling=PoissonSampling(prob=64 / 9000),
     clip_norm=0.5, clipping="normalised", target_epsilon=4.0, delta=1e-6, noise_multiplier=1.25,
     num_parameters=123_456, data_seal="abc",
-    non_private=(Stated(Fact.COUNTS), Stated(Fact.GROUP_SIZE)),
+    non_private=(Caveat(Fact.COUNTS), Caveat(Fact.GROUP_SIZE)),
 )  # fmt: skip
 SUMMARY = {
     **PLAN.as_dict(), "epsilon": 3.98766, "adjacency": "add or remove one user", "steps_done": 20,

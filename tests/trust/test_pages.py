@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 from test_console import PLAN
 
 from fedsim.accounting import StepEvent
-from fedsim.plan.facts import Fact, Stated
+from fedsim.plan.facts import Caveat, Fact
 from fedsim.trust.claim import Released, facts
 from fedsim.trust.pages import Chart, Series, as_html, as_markdown, escaped, fenced
 
@@ -120,7 +120,7 @@ def report_of(*names):
     every = " ".join(names)
     check = SimpleNamespace(promise=every, verdict="OK", found=every, holds=True)
     chart = Chart(every, every, "y", [Series(every, [0, 1, 2], [1.0, 2.5, 4.25])] * 2)
-    plan = dataclasses.replace(PLAN, non_private=[Stated(Fact.CALLBACK, name) for name in names])
+    plan = dataclasses.replace(PLAN, non_private=[Caveat(Fact.CALLBACK, name) for name in names])
     lines = [{"head": {"config_sha256": every}}, {"chain": every}]
     found = Released(
         plan=plan,

@@ -15,7 +15,7 @@ from fedsim.accounting.accountant import _one_direction
 from fedsim.accounting.composition import REMOVE
 from fedsim.config import Algorithm
 from fedsim.plan import CyclicSampling, accounted_events
-from fedsim.plan.options import PoissonSampling
+from fedsim.plan.plan import PoissonSampling
 
 GRID = 0.005
 RUN = dataclasses.replace(

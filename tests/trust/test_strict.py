@@ -16,7 +16,7 @@ from fedsim.data import Dataset, UserStore
 from fedsim.engine import EngineError
 from fedsim.errors import FedsimError, FileDamaged
 from fedsim.keys import SecretKey
-from fedsim.plan import ALL_COVERED, Fact, Plan, Stated, defaults, ledger_head, planner
+from fedsim.plan import ALL_COVERED, Caveat, Fact, Plan, defaults, ledger_head, planner
 from fedsim.run import Console, directory
 from fedsim.sampling import median_group_size, rank_error
 from fedsim.training import Callback, open, prepare
@@ -102,7 +102,7 @@ CELLS = [
 def test_a_user_changes_no_byte_before_the_first_noise(algorithm, sampling, pair):
     flags = {"group_size": 2, "sampling": sampling, "bands": 2 if sampling == "cyclic" else None}
     one, other, plan = pair(algorithm, PLANTED["many texts"], **flags)
-    assert one == other and ALL_COVERED in one and not plan.facts
+    assert one == other and ALL_COVERED in one and not plan.caveats
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_a_user_changes_no_byte_before_the_first_noise(algorithm, sampling, pair
 )
 def test_neither_do_other_texts_with_strict(rows, pair):
     one, other, plan = pair(Algorithm.ULS, rows, strict=True)
-    assert one == other and ALL_COVERED in one and not plan.facts
+    assert one == other and ALL_COVERED in one and not plan.caveats
 
 
 @pytest.mark.privacy
@@ -124,7 +124,7 @@ def test_els_draws_its_group_size_privately_by_default(pair, monkeypatch):
     monkeypatch.setattr(defaults, "private_median", lambda *_: 3)  # the first noisy number
     monkeypatch.setattr(defaults, "MAX_SHARE", 0.2)  # few users
     one, other, plan = pair(Algorithm.ELS, PLANTED["many texts"], strict=True)
-    assert one == other and plan.group_size == 3 and not plan.facts
+    assert one == other and plan.group_size == 3 and not plan.caveats
     assert plan.group_size_epsilon == rank_error(1.0) / (defaults.MISS * NUM_USERS)
 
 
@@ -224,7 +224,7 @@ def unkeyed_median(sizes, epsilon, rng):
         (
             defaults,
             "_public_counts",
-            lambda p, users: [Stated(Fact.LOGGER, str(users.num_examples))],
+            lambda p, users: [Caveat(Fact.LOGGER, str(users.num_examples))],
         ),
     ],
 )
@@ -297,7 +297,7 @@ def test_plan_verify_and_card_name_each_fact_whatever_its_words(
             monkeypatch.setattr(each, "text", f"{each.value}, in other words{{}}")
     stored = directory.load(tmp_path / "run")
     assert Plan.from_dict(json.loads(json.dumps(plan.as_dict()))) == plan
-    named = [each for each in plan.facts if each.fact == fact]
+    named = [each for each in plan.caveats if each.fact == fact]
     assert len(named) == 1 and (reworded or named[0].line in text)
     evidence = SimpleNamespace(
         plan=plan, privacy=stored.privacy, run=stored.run, stored=stored, dataset=data,
@@ -309,7 +309,7 @@ def test_plan_verify_and_card_name_each_fact_whatever_its_words(
     assert f"- {named[0]}" in card_of(released).replace("\\", "")
     if fact == Fact.CALLBACK:  # nothing in the files of a run can show it
         return
-    monkeypatch.setattr(Plan, "facts", tuple(each for each in plan.facts if each.fact != fact))
+    monkeypatch.setattr(Plan, "caveats", tuple(each for each in plan.caveats if each.fact != fact))
     with pytest.raises(Violated):
         _outside(evidence)
 

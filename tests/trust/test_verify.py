@@ -11,7 +11,7 @@ from chats import model_files
 from jsonschema import Draft202012Validator
 
 from fedsim.cli.main import main
-from fedsim.plan import Fact, Stated
+from fedsim.plan import Caveat, Fact
 from fedsim.run import checkpoint, directory, ledger
 from fedsim.run.formats import schemas
 from fedsim.run.ledger import LINK, link
@@ -303,7 +303,7 @@ def test_each_fact_outside_the_guarantee_is_asked_for(texts, run_dir, capsys):
     main(command(texts, run_dir, **more))
     code, found = verify(capsys, run_dir)
     assert code == 0 and found["outside"][0]
-    for fact in (Stated(Fact.TUNED_ON_DATA, "clip_norm"), Stated(Fact.COUNTS)):
+    for fact in (Caveat(Fact.TUNED_ON_DATA, "clip_norm"), Caveat(Fact.COUNTS)):
         changed = shutil.copytree(run_dir, run_dir.with_name(fact.fact.value))
         plan = json.loads((changed / "config.json").read_text())["plan"]
         plan["non_private"] = [each for each in plan["non_private"] if each["fact"] != fact.fact]

@@ -18,7 +18,7 @@ from fedsim.accounting import SelectionEvent
 from fedsim.budget import admission
 from fedsim.budget.ledger import open_locked, place_of
 from fedsim.data.building.build import build
-from fedsim.plan import Fact, Stated
+from fedsim.plan import Caveat, Fact
 from fedsim.run import checkpoint
 from fedsim.run.console import Console
 from fedsim.run.ledger import LedgerError
@@ -271,7 +271,7 @@ def test_what_no_candidate_covers_is_part_of_the_claim(settings, tmp_path):
     for each in settings:
         each["group_size"] = 2
     found = priced(settings, tmp_path, how)
-    facts = [Stated(Fact.TUNED_ON_DATA, name) for name in ("clip_norm", "num_steps")]
+    facts = [Caveat(Fact.TUNED_ON_DATA, name) for name in ("clip_norm", "num_steps")]
     assert list(found.non_private) == facts  # each once
     said = f"Not covered by the guarantee: {'; '.join(map(str, facts))}."
     assert said in sentences(found)

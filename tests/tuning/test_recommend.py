@@ -15,7 +15,7 @@ from fedsim.clipping import Clip
 from fedsim.config import Algorithm
 from fedsim.data import corpora
 from fedsim.keys import SecretKey
-from fedsim.plan import Fact, Stated, fill_defaults, make_plan, method_for
+from fedsim.plan import Caveat, Fact, fill_defaults, make_plan, method_for
 from fedsim.tuning.advice import choose
 from fedsim.tuning.estimates import share_used
 
@@ -90,7 +90,7 @@ def test_what_is_not_private_is_said_and_passed_on_to_training(advised):
     assert printed.count("not private: ") == len(result["non_private"])
     plan, _ = planned(result["uls"]["command"])
     for name in ("group_size", "clip_norm"):
-        assert Stated(Fact.TUNED_ON_DATA, name) in plan.non_private
+        assert Caveat(Fact.TUNED_ON_DATA, name) in plan.non_private
 
 
 @pytest.mark.parametrize("els_noise, best", [(0.5, "els"), (2.0, "uls"), (1.0, "els")])
