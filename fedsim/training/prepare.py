@@ -177,7 +177,7 @@ def _completed(
     The smallest group size that can be drawn stands in for one that is not drawn yet.
     """
     if opened.stored_plan is not None:
-        completed, facts = settings, [*opened.stored_plan.facts]
+        completed, facts = settings, [*opened.stored_plan.caveats]
     else:
         if settings.group_size_epsilon is not None:
             smallest = smallest_group_size(settings, opened.data.train)
