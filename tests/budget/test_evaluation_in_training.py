@@ -28,7 +28,7 @@ from fedsim.plan import Evaluations, evaluations_of
 from fedsim.run import metrics
 from fedsim.run.ledger import witness
 from fedsim.training import private_evaluation
-from fedsim.training.private_evaluation import FILE, begin_noisy_evaluate
+from fedsim.training.private_evaluation import FILE, begin_noisy_evaluate, rows_of_users
 
 SHOWN = "eval/loss"
 
@@ -50,7 +50,7 @@ def test_the_plan_pays_for_every_evaluation_that_there_can_be(num_steps, every):
     spent = accounting.epsilon([(StepEvent(found.noise_multiplier, 1.0), len(due))], 1e-6)
     assert 1 - 1e-3 < spent <= 1
     assert (found.num_users, found.rows) == (40, 2) and found.loss_bound == math.log(256)
-    groups = found.groups(users.offsets)
+    groups = rows_of_users(users.offsets, found.num_users, found.rows)
     assert [len(rows) for rows in groups] == [2] * 40 and groups[1].tolist() == [10, 19]
 
 
@@ -88,7 +88,7 @@ def test_what_is_released_has_the_noise_of_the_plan_and_a_user_moves_it_by_littl
         place.mkdir()
         return begin_noisy_evaluate(engine, theta, data, how, key, step, place)()[SHOWN]
 
-    groups = how.groups(data.eval_users.offsets)
+    groups = rows_of_users(data.eval_users.offsets, how.num_users, how.rows)
     task = engine._worker.task
     losses = [float(np.mean(task.losses(theta, task.read("train", rows)))) for rows in groups]
     clear = (sum(min(loss, 2.0) for loss in losses) + sizes.count(0) * 1.0) / len(sizes)
