@@ -16,8 +16,8 @@ import platform
 import re
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,29 +29,21 @@ import pyarrow.parquet as pq
 
 from fedsim import files
 from fedsim.data.building import hub, user_ids
-from fedsim.data.building.build import BuildSettings, build
-from fedsim.data.building.readers import names_in
+from fedsim.data.building.build import build
 from fedsim.data.building.sources import files_in, find_files, is_saved
 from fedsim.data.chat import RULE, source_of
 from fedsim.data.dataset import Dataset
 from fedsim.data.store import FORMAT
-from fedsim.data.tokenizer import Tokenizer, file_of
+from fedsim.data.tokenizer import HUB, Tokenizer, file_of
 from fedsim.errors import ConfigError, DataError, FedsimError
 from fedsim.installation import version
 
 PYDOCS = "pydocs"
-VERSIONS = (
-    "fedsim",
-    "datasets",
-    "duckdb",
-    "numpy",
-    "pyarrow",
-    "tokenizers",
-)  # which read or encode
+# Packages that read or encode.
+VERSIONS = ("fedsim", "datasets", "duckdb", "numpy", "pyarrow", "tokenizers")
 PACKAGES = ("numpy", "scipy", "jax")  # of pydocs, beside the standard library
 SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 MIN_WORDS = 5  # of a paragraph of pydocs
-BLOCKS = ("body", "handlers", "orelse", "finalbody")  # parts of a statement that hold definitions
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -80,13 +72,8 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
         return Dataset.open(source)
     sources = find_files(source)
     facts = [user_ids.RULE, *(fact for file in sources for fact in _facts(file))]
-    split = build_options.get("split")
     return _cached(
-        facts,
-        cache_dir,
-        build_options,
-        lambda out: build(sources, out, wait=True, **build_options),
-        lambda settings: names_in(sources, split, settings.text_format),
+        facts, cache_dir, build_options, lambda out: build(sources, out, wait=True, **build_options)
     )
 
 
@@ -100,14 +87,10 @@ def is_built(source: str | Path) -> bool:
     named = bool(str(source).strip())  # Path("") is the current directory
     if not named or not path.is_dir() or is_saved(path):
         return False
-    return _is_data_set(path) or not files_in(path)
-
-
-def _is_data_set(path: Path) -> bool:
     try:
-        return files.read_json(path / "metadata.json")["kind"] == "dataset"
+        return files.read_json(path / "metadata.json")["kind"] == "dataset" or not files_in(path)
     except (OSError, FedsimError, KeyError):
-        return False
+        return not files_in(path)
 
 
 def _facts(path: Path) -> list[tuple[str, int, int]]:
@@ -121,13 +104,7 @@ def _load_hub(source: str, cache_dir: str | Path | None, options: dict[str, Any]
     local = Path(pinned.name)
     facts = [user_ids.RULE, asdict(pinned), *(_facts(local) if local.exists() else [])]
     options = {**options, "revision": pinned.revision}
-    return _cached(
-        facts,
-        cache_dir,
-        options,
-        lambda out: build(source, out, wait=True, **options),
-        lambda settings: names_in(pinned.files(), None, settings.text_format),
-    )
+    return _cached(facts, cache_dir, options, lambda out: build(source, out, wait=True, **options))
 
 
 def _load_pydocs(cache_dir: str | Path | None, options: dict[str, Any]) -> Dataset:
@@ -140,9 +117,7 @@ def _load_pydocs(cache_dir: str | Path | None, options: dict[str, Any]) -> Datas
             file = harvest_pydocs(Path(scratch))
             return build([file], out, provenance={"packages": versions}, wait=True, **options)
 
-    return _cached(
-        [PYDOCS, versions], cache_dir, options, harvest_and_build, lambda _: ["user_id", "text"]
-    )
+    return _cached([PYDOCS, versions], cache_dir, options, harvest_and_build)
 
 
 def _cached(
@@ -150,34 +125,20 @@ def _cached(
     cache_dir: str | Path | None,
     options: dict[str, Any],
     make: Callable[[Path], Dataset],
-    names: Callable[[BuildSettings], Sequence[str]],
 ) -> Dataset:
-    """Open the data set under the key of `facts` and `options`, and make it if it is absent.
-
-    Args:
-      names: called for the names of the source's columns: the key of chats has their template.
-    """
+    """Open the data set under the key of `facts` and `options`, and make it if it is absent."""
     relevant = {n: v for n, v in options.items() if n not in ("progress", "num_workers")}
-    facts = [*facts, RULE, {name: version(name) for name in VERSIONS}]
-    spec = str(options.get("tokenizer", ""))
-    is_file = Path(spec).is_file()
-    tokenizer = Tokenizer.named(spec if is_file or spec.startswith("hf:") else "bytes")
-    if is_file or spec.startswith("hf:"):
-        name = Path(spec).name if is_file else spec
-        relevant["tokenizer"] = [name, tokenizer.sha256, tokenizer.is_given]
+    spec = str(options.get("tokenizer", "bytes"))
+    tokenizer = Tokenizer.named(spec)
+    name = spec if spec.startswith(HUB) else Path(spec).name
+    relevant["tokenizer"] = [name, tokenizer.sha256, tokenizer.is_given]
+    relevant["template"] = source_of(tokenizer, options.get("chat_template"))
+    facts = [FORMAT, RULE, *facts, {name: version(name) for name in VERSIONS}, relevant]
+    key = json.dumps(facts, sort_keys=True, default=str)
     cache = files.expand_home("cache_dir", cache_dir) if cache_dir else files.cache_dir()
     # The directory belongs to this user alone: nobody else can replace the text in it.
     directory = files.own_directory(Path(cache) / "data")
-
-    def place(**more: Any) -> Path:
-        key = json.dumps([FORMAT, facts, {**relevant, **more}], sort_keys=True, default=str)
-        return directory / hashlib.sha256(key.encode()).hexdigest()[:32]
-
-    out = place()
-    if not out.is_dir():  # else the data are texts
-        of_chats = place(chats=source_of(tokenizer, options.get("chat_template")))
-        if of_chats.is_dir() or _are_chats(options, names):
-            out = of_chats
+    out = directory / hashlib.sha256(key.encode()).hexdigest()[:32]
     if not out.is_dir():
         try:
             return make(out)
@@ -185,12 +146,6 @@ def _cached(
             if not out.is_dir():  # else another process built it meanwhile
                 raise
     return Dataset.open(out)
-
-
-def _are_chats(options: dict[str, Any], names: Callable[[BuildSettings], Sequence[str]]) -> bool:
-    known = {field.name for field in fields(BuildSettings)} & options.keys()
-    settings = BuildSettings(**{name: options[name] for name in known})
-    return bool(settings.recognised(lambda: names(settings)).form)
 
 
 def pydocs_versions() -> dict[str, str]:
@@ -243,18 +198,11 @@ def _paragraphs(file: Path) -> Iterator[str]:
             tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):  # templates and files for other versions of Python
         return
-    for docstring in _docstrings(tree):
-        for paragraph in re.split(r"\n\s*\n", docstring):
+    nodes = [node for node in ast.walk(tree) if isinstance(node, DOCUMENTED)]
+    for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
+        for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
             if len(paragraph.split()) >= MIN_WORDS:
                 yield paragraph.strip()
-
-
-def _docstrings(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, DOCUMENTED) and (docstring := ast.get_docstring(node)):
-        yield docstring
-    for block in BLOCKS:
-        for child in getattr(node, block, ()):
-            yield from _docstrings(child)
 
 
 def is_table(source: str) -> bool:
