@@ -99,15 +99,12 @@ def owner_sets(rows: np.ndarray, ids: pa.Array, num_rows: int) -> tuple[pa.Array
       rows: int64 [pairs], the row that ids[i] owns; pairs may repeat. A row without a pair gets "".
       ids: string [pairs].
     """
-    encoded = ids.dictionary_encode()
-    order = pc.sort_indices(encoded.dictionary)  # pyright: ignore
-    rank = np.empty(len(order), np.int64)
-    rank[order.to_numpy()] = np.arange(len(order))
-    pairs = np.unique(rows * len(order) + rank[encoded.indices.to_numpy()])
-    row, place = np.divmod(pairs, max(len(order), 1))
+    names, rank = _ranked(ids)
+    pairs = np.unique(rows * len(names) + rank)
+    row, place = np.divmod(pairs, max(len(names), 1))
     counts = np.bincount(row, minlength=num_rows)
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    named = encoded.dictionary.take(order).take(pa.array(place))
+    named = names.take(pa.array(place))
     lists = pa.ListArray.from_arrays(starts, named)
     return pc.binary_join(lists, SEPARATOR), counts  # pyright: ignore
 
@@ -132,17 +129,19 @@ def encode_owners(keys: pa.Array) -> tuple[pa.Buffer, pa.Buffer, int]:
       u, sorted; number of users).
     """
     lists = pc.split_pattern(keys, SEPARATOR)  # pyright: ignore
-    encoded = lists.values.dictionary_encode()
+    people, rank = _ranked(lists.values)
+    users = pa.ListArray.from_arrays(lists.offsets, rank.astype(np.int32))
+    owners = pa.table({"owners": users})
+    return _parquet(owners), _parquet(pa.table({"user_id": people})), len(people)
+
+
+def _ranked(ids: pa.Array) -> tuple[pa.Array, np.ndarray]:
+    """(the different ids, sorted; the place of each id among them, int64 [ids])."""
+    encoded = ids.dictionary_encode()
     order = pc.sort_indices(encoded.dictionary)  # pyright: ignore
-    rank = np.empty(len(order), np.int32)
-    rank[order.to_numpy()] = np.arange(len(order), dtype=np.int32)
-    users = pa.ListArray.from_arrays(lists.offsets, rank[encoded.indices.to_numpy()])
-    people = encoded.dictionary.take(order)
-    return (
-        _parquet(pa.table({"owners": users})),
-        _parquet(pa.table({"user_id": people})),
-        len(people),
-    )
+    rank = np.empty(len(order), np.int64)
+    rank[order.to_numpy()] = np.arange(len(order))
+    return encoded.dictionary.take(order), rank[encoded.indices.to_numpy()]
 
 
 def decode_owners(owners: pa.Buffer, num_users: int) -> Owners:
@@ -168,7 +167,10 @@ def _parquet(table: pa.Table) -> pa.Buffer:
 
 
 FORMAT = 2
-OFFSETS, TOKENS, TRAINED = "offsets.npy", "tokens.npy", "trained.npy"
+# The last two exist where texts have several owners.
+TABLES = ("users.parquet", "owners.parquet", "people.parquet")
+ARRAYS = OFFSETS, TOKENS, TRAINED = "offsets.npy", "tokens.npy", "trained.npy"
+SETS = "num_owner_sets"  # field in the metadata of a store whose texts have several owners
 HEADER_BYTES = 128  # of each array file
 KINDS = "<u2", "<u4"  # dtypes of token ids
 FLAGS = "|u1"  # dtype of trained.npy: 1 for a token that is trained on
@@ -190,6 +192,11 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype("<i8")
 
 
+def arrays_of(marked: bool) -> tuple[str, ...]:
+    """Names of the arrays of a store. Args: marked: True if only some tokens are trained on."""
+    return ARRAYS if marked else ARRAYS[:2]
+
+
 class TokenWriter:
     """Write the rows of a store to a directory in pieces. A context manager."""
 
@@ -204,8 +211,7 @@ class TokenWriter:
         """
         self._dtype, self._marked = np.dtype(dtype), marked
         self._rows = self._tokens = 0
-        names = (OFFSETS, TOKENS, TRAINED) if marked else (OFFSETS, TOKENS)
-        self._files = [(directory / name).open("wb") for name in names]
+        self._files = [(directory / name).open("wb") for name in arrays_of(marked)]
 
     def __enter__(self) -> "TokenWriter":
         self._write_headers()
@@ -290,11 +296,6 @@ class TokenReader:
         offsets, values = _mapped(directory / OFFSETS, ("<i8",)), _mapped(directory / TOKENS, KINDS)
         return cls(offsets, values, _mapped(directory / TRAINED, (FLAGS,)) if flagged else None)
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows."""
-        return len(self.offsets) - 1
-
     def gather(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Gather rows in any order, cut or zero-padded to `length` tokens.
 
@@ -324,14 +325,6 @@ class TokenReader:
             sizes[real] = size = np.minimum(self.offsets[rows[real] + 1] - begin, length)
             copy(values, begin, size, flat, real * length)
         return sizes
-
-    def slice(self, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows low:high as (lengths int64 [rows], view of their token ids end to end)."""
-        return self.lengths(low, high), self.values[self.offsets[low] : self.offsets[high]]
-
-    def lengths(self, low: int, high: int) -> np.ndarray:
-        """Tokens of the rows low:high, int64 [high - low]."""
-        return np.diff(self.offsets[low : high + 1])
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """Tokens of rows in any order, int64 [rows]; 0 for -1."""
@@ -371,25 +364,33 @@ def copy(source: np.ndarray, begin: np.ndarray, size: np.ndarray, target: np.nda
     target[inside] = source[where]
 
 
-def encode_users(
-    user_ids: Sequence[str] | pa.Array, num_examples: np.ndarray, offsets: np.ndarray
-) -> pa.Buffer:
-    """The table of users as Parquet: row i is user i, sorted by user_id.
+def encode_tables(
+    keys: pa.Array, num_examples: np.ndarray, offsets: np.ndarray
+) -> tuple[dict[str, pa.Buffer], dict[str, int]]:
+    """The tables of a store, and the numbers of its users for its metadata.
 
     Args:
-      num_examples: int64 [users].
+      keys: sorted ids of users, or owner sets as strings.
+      num_examples: int64 [users], or [sets].
       offsets: int64 [examples + 1], of `offsets_of`.
+    Returns:
+      (Parquet files by name; row i of the first is user i, or set i. Fields of metadata.json.)
     """
     first = np.concatenate([[0], np.cumsum(num_examples)])
     table = pa.table(
         {
-            "user_id": pa.array(user_ids, pa.string()),
+            "user_id": keys,
             "offset": pa.array(first[:-1], pa.int64()),
             "num_examples": pa.array(num_examples, pa.int32()),
             "num_tokens": pa.array(np.diff(offsets[first]), pa.int64()),
         }
     )
-    return _parquet(table)
+    tables, numbers = {TABLES[0]: _parquet(table)}, {"num_users": len(keys)}
+    if is_shared(keys):
+        owners, people, num_users = encode_owners(keys)
+        tables |= {TABLES[1]: owners, TABLES[2]: people}
+        numbers = {"num_users": num_users, SETS: len(keys)}
+    return tables, numbers
 
 
 def fingerprint(parts: Iterable[pa.Buffer | Path]) -> str:
@@ -406,58 +407,46 @@ def fingerprint(parts: Iterable[pa.Buffer | Path]) -> str:
 
 
 def seal(
-    about: dict[str, Any],
-    num_examples: np.ndarray,
-    num_tokens: int,
-    digest: str,
-    people: int | None = None,
-    flagged: bool = False,
+    about: dict[str, Any], num_examples: int, num_tokens: int, digest: str, marked: bool = False
 ) -> dict[str, Any]:
     """Metadata of a store: the entries of `about`, then totals and the fingerprint.
 
     Args:
-      flagged: True if it has trained.npy.
-      num_examples: int64 [users], or [sets] where texts have several owners.
-      people: number of users where texts have several owners, else None.
+      about: vocab_size, max_length and the numbers of users among them.
+      marked: True if only some tokens are trained on.
     """
-    shared = {} if people is None else {"num_users": people, "num_owner_sets": len(num_examples)}
     return {
         "kind": "users",
         "format": FORMAT,
         **about,
-        "num_users": len(num_examples),
-        "num_examples": int(num_examples.sum()),
+        "num_examples": num_examples,
         "num_tokens": num_tokens,
         "dtype": token_dtype(about["vocab_size"]).name,
         "fingerprint": digest,
-        **shared,
-        **({"trained": True} if flagged else {}),
+        **({"trained": True} if marked else {}),
     }
 
 
 def close_store(
     directory: Path,
-    user_ids: Sequence[str] | pa.Array,
+    keys: Sequence[str] | pa.Array,
     num_examples: np.ndarray,
     about: dict[str, Any],
-    flagged: bool = False,
+    marked: bool = False,
 ) -> None:
-    """Complete a directory of tokens and offsets with its table of users and metadata.json.
+    """Complete a directory of arrays with its tables and metadata.json.
 
     Args:
-      user_ids: sorted ids of users, or owner sets as strings.
+      keys: sorted ids of users, or owner sets as strings.
       num_examples: int64 [users], or [sets].
       about: entries of the metadata, vocab_size and max_length among them.
-      flagged: True if the directory has trained.npy.
+      marked: True if only some tokens are trained on.
     """
     offsets = TokenReader.open(directory).offsets
-    tables = {"users.parquet": encode_users(user_ids, num_examples, offsets)}
-    ids, people = pa.array(user_ids, pa.string()), None
-    if is_shared(ids):
-        tables["owners.parquet"], tables["people.parquet"], people = encode_owners(ids)
+    tables, numbers = encode_tables(pa.array(keys, pa.string()), num_examples, offsets)
     for name, table in tables.items():
         write_atomically(directory / name, table)
-    arrays = (OFFSETS, TOKENS, TRAINED) if flagged else (OFFSETS, TOKENS)
-    digest = fingerprint([directory / name for name in (*tables, *arrays)])
-    metadata = seal(about, num_examples, int(offsets[-1]), digest, people, flagged)
+    digest = fingerprint([directory / name for name in (*tables, *arrays_of(marked))])
+    num_rows, num_tokens = int(num_examples.sum()), int(offsets[-1])
+    metadata = seal(about | numbers, num_rows, num_tokens, digest, marked)
     write_json(directory / "metadata.json", metadata, sort_keys=True)

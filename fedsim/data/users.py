@@ -11,26 +11,26 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedsim.data.store import (
+    ARRAYS,
     FORMAT,
     MARKED,
     OFFSETS,
-    TOKENS,
-    TRAINED,
+    SETS,
+    TABLES,
     Owners,
     TokenReader,
+    arrays_of,
     decode_owners,
     encode_array,
-    encode_owners,
-    encode_users,
+    encode_tables,
     fingerprint,
-    is_shared,
     offsets_of,
     owner_key,
     seal,
@@ -42,39 +42,15 @@ from fedsim.files import expand_home
 SCAN_ROWS = 2**18
 BLOCK_TOKENS = 2**19
 Found = TypeVar("Found")
-# The last two exist where texts have several owners.
-TABLES = ("users.parquet", "owners.parquet", "people.parquet")
-ARRAYS = (OFFSETS, TOKENS, TRAINED)  # the last where not all tokens are trained on
-SETS = "num_owner_sets"  # field in the metadata of such a store
-
-
-class Block(NamedTuple):
-    """Some rows of a store, end to end."""
-
-    lengths: np.ndarray
-    """Tokens of each row, int64 [rows]."""
-    values: np.ndarray
-    """Token ids, uint16 or uint32."""
-    flags: np.ndarray | None
-    """uint8, 1 for tokens that are trained on; None if all are."""
-
-    @property
-    def marked(self) -> np.ndarray:
-        """The token ids as rows of a build have them; see `store.MARKED`."""
-        assert self.flags is not None, "of a store in which only some tokens are trained on"
-        return self.values.astype(MARKED) * 2 + self.flags
+NEEDED = ("max_length", "vocab_size", "fingerprint", "num_tokens", "num_examples", "num_users")
 
 
 def _reopened(path: Path, fingerprint: str) -> "UserStore":
-    """The store in a directory, in another process, perhaps on another machine.
-
-    Raises: DataError: there is another data set: rows would be those of other users.
-    """
+    """The store in a directory, in another process, perhaps on another machine."""
     store = UserStore.open(path)
-    if store.fingerprint != fingerprint:
-        raise DataError.of(
-            "data", path, "the data set of the driver, and there is another one here"
-        )
+    if store.fingerprint != fingerprint:  # rows would be those of other users
+        expected = "the data set of the driver, and there is another one here"
+        raise DataError.of("data", path, expected)
     return store
 
 
@@ -93,33 +69,28 @@ class UserStore:
     """
 
     def __init__(
-        self,
-        users: pa.Buffer,
-        rows: TokenReader,
-        metadata: dict[str, Any],
-        graph: tuple[pa.Buffer, pa.Buffer] | None = None,
+        self, tables: Mapping[str, pa.Buffer], rows: TokenReader, metadata: dict[str, Any]
     ):
-        """Open a table of users (Parquet) and the rows of all users.
+        """Open the tables of a store (Parquet, by their names), and the rows of all users.
 
-        Args:
-          graph: owners.parquet and people.parquet of `encode_owners`; None if texts have one owner.
         Raises:
           DataError: the files do not belong together.
         """
         self.path: Path | None = None
         self.metadata = metadata
-        _expect_names(metadata)
+        if missing := [name for name in NEEDED if name not in metadata]:
+            raise DataError(f"metadata.json: expected {missing[0]}")
         self.max_length: int = metadata["max_length"]
         self.vocab_size: int = metadata["vocab_size"]
         self.fingerprint: str = metadata["fingerprint"]
         self.num_tokens: int = metadata["num_tokens"]
-        self._users, self._reader, self._graph = users, rows, graph
-        column = self._users_column("num_examples")
+        self._tables, self._reader = tables, rows
+        column = self._column("num_examples")
         # Arrow's to_numpy imports pandas, which takes longer than the rest of this function.
         counts = np.concatenate([np.zeros(0, np.int32), *map(np.from_dlpack, column.chunks)])
         self.offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        self.num_users: int = len(counts) if graph is None else metadata["num_users"]
-        self.num_examples = self._reader.num_rows
+        self.num_users: int = metadata["num_users"] if SETS in metadata else len(counts)
+        self.num_examples = len(rows.offsets) - 1
         if not self.num_examples == self.offsets[-1] == metadata["num_examples"]:
             raise DataError.of(
                 "num_examples",
@@ -136,21 +107,18 @@ class UserStore:
         """
         path = Path(expand_home("data", directory)).absolute()
         metadata = read_metadata(path, "users")
-        _expect_names(metadata)
-        flagged = bool(metadata.get("trained"))
-        expected = [*TABLES[: 3 if SETS in metadata else 1], *(ARRAYS if flagged else ARRAYS[:2])]
+        arrays = arrays_of(bool(metadata.get("trained")))
+        tables = TABLES if SETS in metadata else TABLES[:1]
         existing = [name for name in (*TABLES, *ARRAYS) if (path / name).is_file()]
-        if existing != expected:
-            raise DataError.of(
-                "data", path, f"{', '.join(expected)}, got {', '.join(existing) or 'none'}"
-            )
-        tables = [name for name in expected if name in TABLES]
-        users, *graph = (pa.memory_map(str(path / name)).read_buffer() for name in tables)
+        if existing != [*tables, *arrays]:
+            expected = f"{', '.join((*tables, *arrays))}, got {', '.join(existing) or 'none'}"
+            raise DataError.of("data", path, expected)
+        mapped = {name: pa.memory_map(str(path / name)).read_buffer() for name in tables}
         try:
-            rows = TokenReader.open(path, flagged)
+            rows = TokenReader.open(path, arrays == ARRAYS)
         except ValueError as error:
             raise DataError(f"data={path}: {error}") from None
-        store = cls(users, rows, metadata, (graph[0], graph[1]) if graph else None)
+        store = cls(mapped, rows, metadata)
         store.path = path
         return store
 
@@ -187,27 +155,18 @@ class UserStore:
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
             raise DataError.of("token", bad, f"an id in [0, {vocab_size})")
-        counts = np.array([len(by_id[user]) for user in ids], np.int64)
-        ends = offsets_of(lengths)
-        users = encode_users(ids, counts, ends)
         flags = None
         if trained is not None:
             flags_of = {owner_key(user): rows for user, rows in trained.items()}
             every = [flag for user in ids for row in flags_of[user] for flag in row]
             flags = np.array(every, bool).astype(np.uint8)
-        reader = TokenReader(ends, tokens.astype(token_dtype(vocab_size)), flags)
-        keys, graph, people = pa.array(ids, pa.string()), None, None
-        if is_shared(keys):
-            *graph, people = encode_owners(keys)
-        metadata = seal(
-            {"max_length": max_length, "vocab_size": vocab_size},
-            counts,
-            len(tokens),
-            fingerprint([users, *(graph or ()), *_encoded(reader)]),
-            people,
-            flags is not None,
-        )
-        return cls(users, reader, metadata, (graph[0], graph[1]) if graph else None)
+        counts = np.array([len(by_id[user]) for user in ids], np.int64)
+        reader = TokenReader(offsets_of(lengths), tokens.astype(token_dtype(vocab_size)), flags)
+        tables, numbers = encode_tables(pa.array(ids, pa.string()), counts, reader.offsets)
+        digest = fingerprint([*tables.values(), *_encoded(reader)])
+        about = {"max_length": max_length, "vocab_size": vocab_size, **numbers}
+        metadata = seal(about, len(rows), len(tokens), digest, flags is not None)
+        return cls(tables, reader, metadata)
 
     def check(self) -> None:
         """Compare the bytes of the store with its fingerprint. Takes a second per gigabyte or two.
@@ -215,12 +174,11 @@ class UserStore:
         Raises:
           DataError: the store was changed since it was built.
         """
-        parts: list[Any] = [self._users, *(self._graph or ())]
-        if self.path is not None:
-            arrays = ARRAYS if self.is_flagged else ARRAYS[:2]
-            parts = [self.path / name for name in (*TABLES[: len(parts)], *arrays)]
+        parts: list[Any] = []
+        if self.path is None:
+            parts = [*self._tables.values(), *_encoded(self._reader)]
         else:
-            parts += _encoded(self._reader)
+            parts = [self.path / name for name in (*self._tables, *arrays_of(self.is_flagged))]
         if fingerprint(parts) != self.fingerprint:
             where = self.path or "memory"
             raise DataError(f"data={where}: changed since it was built: another fingerprint")
@@ -275,24 +233,16 @@ class UserStore:
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each row, int32 [num_examples]. Computed at each access."""
-        parts = (self._reader.lengths(low, high) for low, high in self._scan())
-        return np.concatenate([np.zeros(0, np.int32), *(p.astype(np.int32) for p in parts)])
+        return np.diff(self._reader.offsets).astype(np.int32)
 
     def length_counts(self) -> np.ndarray:
         """Number of rows of each length, int64 [max_length + 1]. Memory does not grow with rows."""
-        counts = np.zeros(self.max_length + 1, np.int64)
-        for low, high in self._scan():
-            counts += np.bincount(self._reader.lengths(low, high), minlength=len(counts))
-        return counts
-
-    def scan(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield all rows in order, SCAN_ROWS at a time: (lengths [rows], token ids end to end)."""
-        for low, high in self._scan():
-            yield self._reader.slice(low, high)
-
-    def _scan(self) -> Iterator[tuple[int, int]]:
+        counts, offsets = np.zeros(self.max_length + 1, np.int64), self._reader.offsets
         for low in range(0, self.num_examples, SCAN_ROWS):
-            yield low, min(low + SCAN_ROWS, self.num_examples)
+            counts += np.bincount(
+                np.diff(offsets[low : low + SCAN_ROWS + 1]), minlength=len(counts)
+            )
+        return counts
 
     @functools.cached_property
     def owners(self) -> Owners | None:
@@ -301,10 +251,10 @@ class UserStore:
         Raises:
           DataError: the graph is damaged, or of another store.
         """
-        if self._graph is None:
+        if SETS not in self.metadata:
             return None
         try:
-            graph = decode_owners(self._graph[0], self.num_users)
+            graph = decode_owners(self._tables[TABLES[1]], self.num_users)
         except (pa.ArrowException, KeyError, ValueError, OSError) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"owners.parquet: cut off or damaged ({reason})") from None
@@ -324,31 +274,35 @@ class UserStore:
 
     def user_ids(self) -> list[str]:
         """Ids of the users [num_users], in the order of the store. Reads the file at each call."""
-        if self._graph is not None:
-            return _column(self._graph[1], "user_id", TABLES[2]).to_pylist()
-        return self._users_column("user_id").to_pylist()
+        return self._column("user_id", TABLES[2 if SETS in self.metadata else 0]).to_pylist()
 
     def owner_sets(self) -> list[str]:
         """Ids of the users, or owner sets as strings, whose rows `offsets` bounds."""
-        return self._users_column("user_id").to_pylist()
+        return self._column("user_id").to_pylist()
 
-    def blocks(self, low: int, high: int) -> Iterator[Block]:
-        """Yield the rows low:high in order, at most about BLOCK_TOKENS tokens at a time."""
-        flags, offsets = self._reader.flags, self._reader.offsets
-        rows = max(1, BLOCK_TOKENS // self.max_length)
+    def blocks(self, low: int, high: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the rows low:high in order, as `TokenWriter` takes them, at most about BLOCK_TOKENS
+        tokens at a time: (tokens of each row, token ids end to end, or marked ids)."""
+        flags, rows = self._reader.flags, max(1, BLOCK_TOKENS // self.max_length)
         for start in range(low, high, rows):
-            end = min(start + rows, high)
-            lengths, values = self._reader.slice(start, end)
-            marks = None if flags is None else flags[offsets[start] : offsets[end]]
-            yield Block(lengths, values, marks)
+            offsets = self._reader.offsets[start : min(start + rows, high) + 1]
+            values = self._reader.values[offsets[0] : offsets[-1]]
+            if flags is not None:
+                values = values.astype(MARKED) * 2 + flags[offsets[0] : offsets[-1]]
+            yield np.diff(offsets), values
 
-    def _users_column(self, name: str) -> pa.ChunkedArray:
-        return _column(self._users, name, TABLES[0])
+    def _column(self, name: str, file: str = TABLES[0]) -> pa.ChunkedArray:
+        try:
+            with pq.ParquetFile(pa.BufferReader(self._tables[file])) as opened:
+                return opened.read([name])[name]
+        except (pa.ArrowException, KeyError, ValueError, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"{file}: cut off or damaged ({reason})") from None
 
     def __reduce__(self):
         if self.path is not None:
             return _reopened, (self.path, self.fingerprint)
-        return UserStore, (self._users, self._reader, self.metadata, self._graph)
+        return UserStore, (self._tables, self._reader, self.metadata)
 
     def __repr__(self) -> str:
         where = self.path or "memory"
@@ -360,23 +314,6 @@ def _encoded(reader: TokenReader) -> list[pa.Buffer]:
     return [encode_array(array) for array in arrays if array is not None]
 
 
-def _column(table: pa.Buffer, name: str, file: str) -> pa.ChunkedArray:
-    try:
-        with pq.ParquetFile(pa.BufferReader(table)) as opened:
-            return opened.read([name])[name]
-    except (pa.ArrowException, KeyError, ValueError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"{file}: cut off or damaged ({reason})") from None
-
-
-def _expect_names(metadata: dict[str, Any]) -> None:
-    names = ["max_length", "vocab_size", "fingerprint", "num_tokens", "num_examples"]
-    if SETS in metadata:
-        names.append("num_users")
-    if missing := [name for name in names if name not in metadata]:
-        raise DataError(f"metadata.json: expected {missing[0]}")
-
-
 def read_metadata(directory: Path, kind: str) -> dict[str, Any]:
     """Read metadata.json of a directory that fedsim built.
 
@@ -385,22 +322,18 @@ def read_metadata(directory: Path, kind: str) -> dict[str, Any]:
     Raises:
       DataError: the file is missing, not written by fedsim, or of another kind or format version.
     """
-    file = directory / "metadata.json"
     try:
-        metadata = json.loads(file.read_text(encoding="utf-8"))
-        found_kind, found_format = metadata["kind"], metadata["format"]
+        metadata = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))
+        found = metadata["kind"], metadata["format"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise DataError.of(
-            "data", directory, "a directory built by fedsim (with its metadata.json)"
-        ) from None
-    if found_kind == kind and found_format in range(1, FORMAT):
-        raise DataError.of(
-            "data",
-            directory,
-            f"format {FORMAT}, got format {found_format}, built by an earlier version of fedsim; "
-            "build it again with `fedsim data build`",
-        )
-    if (found_kind, found_format) != (kind, FORMAT):
-        got = (found_kind, found_format)
-        raise DataError.of("data", directory, f"kind {kind!r}, format {FORMAT}, got {got}")
+        expected = "a directory built by fedsim (with its metadata.json)"
+        raise DataError.of("data", directory, expected) from None
+    if found != (kind, FORMAT):
+        hint = ""
+        if found[0] == kind and found[1] in range(1, FORMAT):
+            hint = (
+                ", built by an earlier version of fedsim; build it again with `fedsim data build`"
+            )
+        expected = f"kind {kind!r}, format {FORMAT}, got {found}{hint}"
+        raise DataError.of("data", directory, expected)
     return metadata

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from fedsim.data.dataset import SUMS, Dataset, sums
-from fedsim.data.store import SEPARATOR, TokenWriter, close_store, token_dtype
+from fedsim.data.store import SEPARATOR, SETS, TokenWriter, close_store, token_dtype
 from fedsim.data.tokenizer import TEMPLATE, TOKENIZER
-from fedsim.data.users import SETS, UserStore
+from fedsim.data.users import UserStore
 from fedsim.errors import DataError
 from fedsim.files import keep_private, new_directory, write_atomically, write_json
 
@@ -87,11 +87,7 @@ def without(data: Dataset, users: Set[str], out: Path) -> dict[str, Any]:
 
 
 def _copy(store: UserStore, users: Set[str], out: Path) -> int:
-    """Write a store without the texts of some users, unless none is left.
-
-    Returns:
-      Number of texts that are left.
-    """
+    """Write a store without the texts of some users; returns the number of texts that are left."""
     sets = store.owner_sets()
     stays = np.array([users.isdisjoint(key.split(SEPARATOR)) for key in sets], bool)
     counts = np.diff(store.offsets)[stays]
@@ -101,8 +97,8 @@ def _copy(store: UserStore, users: Set[str], out: Path) -> int:
     edges = np.flatnonzero(np.diff(stays, prepend=False, append=False)).reshape(-1, 2)
     with TokenWriter(out, token_dtype(store.vocab_size), store.is_flagged) as writer:
         for first, end in store.offsets[edges].tolist():
-            for block in store.blocks(first, end):
-                writer.write(block.lengths, block.values if block.flags is None else block.marked)
+            for lengths, values in store.blocks(first, end):
+                writer.write(lengths, values)
     keys = [key for key, kept in zip(sets, stays, strict=True) if kept]
     about = {name: value for name, value in store.metadata.items() if name != SETS}
     close_store(out, keys, counts, about, store.is_flagged)

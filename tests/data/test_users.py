@@ -83,9 +83,9 @@ def test_disk_and_memory_hold_the_same(tmp_path, rng):
 def test_the_users_table_counts_tokens_per_user(tmp_path, rng):
     examples = random_examples(rng, 20, 5)
     store = write(tmp_path / "s", examples)
-    counted = store._users_column("num_tokens").to_pylist()
+    counted = store._column("num_tokens").to_pylist()
     assert counted == [sum(map(len, examples[user])) for user in sorted(examples)]
-    assert store._users_column("offset").to_pylist() == store.offsets[:-1].tolist()
+    assert store._column("offset").to_pylist() == store.offsets[:-1].tolist()
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(65_536, "uint16"), (65_537, "uint32")])
