@@ -179,7 +179,7 @@ def train(cell: Cell, settings: Settings) -> Row:
     from fedsim.trust.audit import losses
 
     began, used = time.monotonic(), time.process_time()
-    engine.remember_programs()
+    engine.keep_compiled()
     model, data, chosen = dataset(cell, settings)
     made_up = settings.source == "pydocs"
     run = run_config(

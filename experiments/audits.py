@@ -220,7 +220,7 @@ def claimed(
 
 def run(settings: Settings, file: Path, minutes: float) -> None:
     """Make the audits that are missing, until there is no time left."""
-    engine.remember_programs()
+    engine.keep_compiled()
     ends = time.monotonic() + 60 * minutes
     for cell in missing(cells(settings), file):
         if time.monotonic() >= ends:

@@ -205,7 +205,7 @@ def train(cell: Cell, settings: Settings, advice: Mapping[tuple[str, float], Row
     from fedsim.run import find_model, make_task
 
     began, used = time.monotonic(), time.process_time()
-    engine.remember_programs()
+    engine.keep_compiled()
     data = users(cell.source, cell.times, settings)
     own, start = advice[cell.source, cell.epsilon], model_of(cell.source)
     first = str(built(cell.source, settings)[0])

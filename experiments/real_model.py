@@ -215,7 +215,7 @@ def train(cell: Cell, settings: Settings, power: int = 0) -> Row:
     from fedsim.sampling import median_group_size
 
     began, used = time.monotonic(), time.process_time()
-    engine.remember_programs()
+    engine.keep_compiled()
     model, data = opened(cell.source, settings)
     run, users = run_of(cell, settings), data.train
     median = median_group_size(np.diff(users.offsets))

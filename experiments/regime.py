@@ -190,7 +190,7 @@ def started(data: str, settings: Settings, seed: int) -> tuple[Any, ...]:
     from fedsim.models import LanguageModelTask
     from fedsim.run import make_task
 
-    engine.remember_programs()
+    engine.keep_compiled()
     run, model, users = opened(data, settings)
     key = SecretKey.create(seed, "regime")
     task, params = make_task(run, model, users, key.jax_key("parameters"))

@@ -85,7 +85,7 @@ def model(size: str = MODEL) -> Path:
         seed=0,
         checkpoint_every=100,
     )
-    if not pretrain(STEPS, run, Console(log_every=100)):
+    if not pretrain(STEPS, run, Console()):
         raise KeyboardInterrupt
     return path
 

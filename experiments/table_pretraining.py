@@ -165,7 +165,7 @@ def make_start(settings: Settings, directory: Path) -> None:
         eval_examples=settings.eval_examples,
     )
     steps = Pretraining(settings.pretrain_steps, settings.batch_size, 8)
-    if not pretrain(steps, run, Console(log_every=10)):
+    if not pretrain(steps, run, Console()):
         raise KeyboardInterrupt
 
 
@@ -205,7 +205,7 @@ def train(cell: Cell, settings: Settings, directory: Path) -> Row:
     from fedsim.run import make_task, model_sha256
     from fedsim.sampling import median_group_size
 
-    engine.remember_programs()
+    engine.keep_compiled()
     model, data, untrained, before = at_start(settings, directory)
     used, users = time.process_time(), data.train
     group = median_group_size(np.diff(users.offsets)) if cell.group == MEDIAN else cell.group

@@ -86,7 +86,7 @@ def evaluate_run(stored: StoredRun, run: RunConfig, console: Console) -> dict[st
       console: receives messages.
     Raises: ConfigError: there is no checkpoint, or the data are not those of the run.
     """
-    engine.remember_programs()
+    engine.keep_compiled()
     task, params, data, path = last_model(stored, run, console)
     workers = engine.create(run.engine, task)
     try:

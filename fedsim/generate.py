@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from fedsim.config import EngineConfig, Sampling
 from fedsim.data import ASSISTANT, USER, ChatTokenizer, Message, Tokenizer, template_in
-from fedsim.engine import expect_usable_jax, on_workers, remember_programs
+from fedsim.engine import expect_usable_jax, keep_compiled, on_workers
 from fedsim.errors import BadChat, ConfigError, brief, expect
 from fedsim.files import expand_home, make_place, write_json, write_pieces, write_with
 from fedsim.models import HUB, TOKENIZER, Decoder, Pretrained, Prompt, key_of, lengths_up_to
@@ -109,7 +109,7 @@ def generate_texts(
     claim = claim_of_texts(source, model, console)
     given = [dataclasses.replace(texts.prompts[i % len(asked)], number=i) for i in range(num_texts)]
     blocks = [given[i : i + BLOCK] for i in range(0, num_texts, BLOCK)]
-    remember_programs()
+    keep_compiled()
     settings = texts.settings(how, seed)
     if engine.kind == "local":
         drawn = (draw(block, *settings, model.params) for block in blocks)

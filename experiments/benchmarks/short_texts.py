@@ -129,7 +129,7 @@ class Problem:
 
     def evaluation(self) -> float:
         """The loss of all texts."""
-        return self.engine.mean_nats(self.params, "train", np.arange(len(LENGTHS)))
+        return self.engine.begin_mean_nats(self.params, "train", np.arange(len(LENGTHS)))()
 
     def in_passes(self, function: Callable[..., Any], rows: int) -> tuple[Call, float]:
         """The sum of a function over passes of so many texts, and its memory in MiB."""

@@ -58,7 +58,7 @@ def train(
     from fedsim import training
     from fedsim.run import Console
 
-    console = Console(log_every=run.log_every)
+    console = Console()
     if dry_run:
         return training.dry_run(Algorithm(algorithm), privacy, run, console, asked)
     summary = training.train(Algorithm(algorithm), privacy, run, console)
@@ -96,7 +96,7 @@ def evaluate(
     if not json:
         for split, metric in SPLITS.items():
             if metric in result:
-                loss = loss_in_words(result[metric], result["loss_unit"])
+                loss = loss_in_words(result[metric], unit=result["loss_unit"])
                 print(wrapped(f"loss on {SPLIT_NAMES[split]}: {loss}"))
         print(f"of {result['checkpoint']}. No noise was added: do not publish this.")
     return result

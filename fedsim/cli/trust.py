@@ -46,7 +46,7 @@ def audit(
     from fedsim import trust
     from fedsim.run import Console
 
-    console = Console(log_every=run.log_every)
+    console = Console()
     result = trust.audit(Algorithm(algorithm), audit, privacy, run, console)
     if not json:
         print(wrapped(trust.sentence(result)))

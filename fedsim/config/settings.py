@@ -365,8 +365,7 @@ class RunConfig(UpdateConfig):
     minute, too."""
 
     log_every: int = 10
-    """Steps between computations of epsilon, and between progress lines in a log with output
-    verbose; otherwise a log has about ten such lines. >= 1."""
+    """Steps between computations of epsilon. >= 1."""
 
     output: Annotated[Literal["quiet", "normal", "verbose"], hidden] = "normal"
     """Messages on stderr. quiet: warnings and errors. normal: plan, progress and results. verbose:

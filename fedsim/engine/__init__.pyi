@@ -3,8 +3,8 @@ from .actors import on_workers as on_workers
 from .engine import Engine as Engine, EngineError as EngineError, Stats as Stats
 from .environment import (
     expect_usable_jax as expect_usable_jax,
+    keep_compiled as keep_compiled,
     keep_memory as keep_memory,
-    remember_programs as remember_programs,
     versions as versions,
 )
 from .factory import (

@@ -20,7 +20,6 @@ from fedsim.engine.environment import difference, keep_compiled, versions
 from fedsim.engine.preflight import Placement, actor_options, expect_room, place_workers
 from fedsim.engine.task import Task
 from fedsim.errors import FedsimError
-from fedsim.files import cache_dir
 from fedsim.signals import raise_if_stopped
 
 RETRIES = 2  # of a job whose process is lost
@@ -196,7 +195,7 @@ def on_workers(
       ConfigError: the cluster cannot be reached, or has no room.
       EngineError: a job failed, or its process was lost repeatedly.
     """
-    actors, runners = Actors(None, config, cache_dir() / "compiled"), []
+    actors, runners = Actors(None, config, keep_compiled()), []
     try:
         count = min(actors.placement.num_workers, len(jobs))
         runners += [actors.create(Runner) for _ in range(count)]

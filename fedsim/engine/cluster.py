@@ -39,7 +39,7 @@ OPEN = (
     "the run's files, including key and texts (start it with RAY_AUTH_MODE=token)"
 )
 FIXED_PORTS = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
-WITHOUT = "engine=local trains without it"
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
 class Cluster:
@@ -60,7 +60,7 @@ class Cluster:
         _expect_no_key(Path.cwd())
         try:
             with _own_handlers():
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+                ray.init(address=address, **QUIET)
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             reason = " ".join(str(error).split())[:300]
             raise ConfigError.of(
@@ -84,15 +84,15 @@ class Cluster:
                     address="local",
                     num_cpus=num_cpus,
                     include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
+                    **QUIET,
                     _temp_dir=str(within),
                     # The agent of a node shows its metrics without asking for a token.
                     _system_config={"enable_metrics_collection": False},
                 )
             except Exception as error:  # a plain Exception where one of its processes ends
                 reason = brief(" ".join(str(error).split()), 200)
-                raise EngineError(f"Ray does not start here ({reason}): {WITHOUT}") from error
+                without = "engine=local trains without it"
+                raise EngineError(f"Ray does not start here ({reason}): {without}") from error
 
     def nodes(self) -> list[dict[str, float]]:
         """Return the resources of each live node, by Ray's names."""
@@ -120,12 +120,9 @@ class Cluster:
 
 @contextmanager
 def _deaf() -> Iterator[None]:
-    """Block stop signals in processes that start in this context.
-
-    `timeout`, a closed terminal, systemd and Slurm signal all processes of a run. Without its
-    workers this process could not finish its step. Ray does the same for Ctrl-C only. This process
-    handles the signals and ends the cluster.
-    """
+    """Block stop signals in processes that start in this context."""
+    # `timeout`, a closed terminal, systemd and Slurm signal all processes of a run. Without its
+    # workers this process could not finish its step. Ray does the same for Ctrl-C only.
     heard = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGPIPE}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
     try:
@@ -145,11 +142,9 @@ def _own_handlers() -> Iterator[None]:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Have a cluster that starts in this context listen on 127.0.0.1 alone.
-
-    Otherwise gRPC, and the agents without a token, listen on all interfaces. And two processes of a
-    cluster have fixed ports, which collide with other clusters unless they may take any.
-    """
+    """Have a cluster that starts in this context listen on 127.0.0.1 alone."""
+    # Otherwise gRPC, and the agents without a token, listen on all interfaces. And two processes of
+    # a cluster have fixed ports, which collide with other clusters unless they may take any.
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     unset = [name for name in FIXED_PORTS if name not in os.environ]
@@ -163,8 +158,8 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _end_with(processes: list[subprocess.Popen]) -> None:
-    """Kill the processes of a private cluster once Ray has ended the first of them: they block the
-    signal by which Ray ends them, and Ray waits a second for each, one after another."""
+    """Kill the processes of a private cluster once Ray has ended the first of them."""
+    # They block the signal by which Ray ends them, and Ray waits a second for each, one by one.
     while all(process.poll() is None for process in processes):
         time.sleep(0.02)
     for process in processes:
@@ -173,29 +168,27 @@ def _end_with(processes: list[subprocess.Popen]) -> None:
 
 def _expect_reachable(address: str) -> None:
     """Raise ConfigError within seconds if no cluster answers: Ray retries for a minute."""
-    expect(
-        "RAY_ADDRESS",
-        address,
-        "://" not in address,
-        "host:port or auto; for a ray:// or http:// address, use `ray job submit`",
-    )
-    if not address.rpartition(":")[2].isdecimal():  # auto, local: Ray searches this machine
+    expected = "host:port or auto; for a ray:// or http:// address, use `ray job submit`"
+    expect("RAY_ADDRESS", address, "://" not in address, expected)
+    if not address.rpartition(":")[2].isdecimal():  # auto: Ray searches this machine
         return
-    if os.environ.get("RAY_USE_TLS", "0") != "0":  # only Ray has the certificates
+    if _has_tls():  # only Ray has the certificates
         return
-    channel = grpc.insecure_channel(address)
-    try:
-        grpc.channel_ready_future(channel).result(timeout=REACH_S)
-    except grpc.FutureTimeoutError:
-        reason = f"nothing there answered as Ray does within {REACH_S:.0f} s"
-        raise ConfigError.of("RAY_ADDRESS", address, f"a running cluster ({reason})") from None
-    finally:
-        channel.close()
+    with grpc.insecure_channel(address) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=REACH_S)
+        except grpc.FutureTimeoutError:
+            reason = f"nothing there answered as Ray does within {REACH_S:.0f} s"
+            raise ConfigError.of("RAY_ADDRESS", address, f"a running cluster ({reason})") from None
+
+
+def _has_tls() -> bool:
+    return os.environ.get("RAY_USE_TLS", "0") != "0"
 
 
 def _is_authenticated(address: str) -> bool:
     """True if a cluster refuses callers without a token or a certificate."""
-    if os.environ.get("RAY_USE_TLS", "0") != "0":
+    if _has_tls():
         return True
     with grpc.insecure_channel(address) as channel:
         try:
@@ -206,26 +199,20 @@ def _is_authenticated(address: str) -> bool:
 
 
 def _expect_no_key(directory: Path) -> None:
-    """Check that a job's package (`--working-dir`), which is copied to every node, has no key.
-
-    Raises: ConfigError: the directory is in such a package, and the key of a run is, too.
-    """
+    """Raise ConfigError if the key of a run is in a job's package (`--working-dir`), of which every
+    node has a copy."""
     for package in (directory, *directory.parents):
         if package.name.startswith("_ray_pkg_"):
             for key in package.rglob(keys.FILE):
-                raise ConfigError(
-                    f"working_dir={key.relative_to(package)}: the key of a run came with the job, "
-                    "so that all who use the cluster may have it; expected a package without "
-                    "run directories: name them in `excludes` of the runtime environment",
-                    field="working_dir",
-                )
+                why = "the key of a run came with the job, so that all who use the cluster may have"
+                expected = "a package without run directories: name them in `excludes` of the "
+                expected += f"runtime environment ({why} it)"
+                raise ConfigError.of("working_dir", key.relative_to(package), expected)
 
 
 def short_directory() -> Path:
-    """Make a private directory whose path leaves room for paths of Unix sockets (107 bytes).
-
-    It is removed when this process ends, unless it is killed.
-    """
+    """Make a private directory, removed when this process ends, whose path leaves room for paths of
+    Unix sockets (107 bytes)."""
     base = tempfile.gettempdir()
     directory = Path(tempfile.mkdtemp(prefix="fedsim-", dir=base if len(base) <= 25 else "/tmp"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
@@ -234,10 +221,7 @@ def short_directory() -> Path:
 
 @functools.cache
 def _token_file() -> Path:
-    """Write the token of this process's clusters, with mode 0600.
-
-    All clusters of a process share it, because Ray keeps the first token that it reads.
-    """
+    """Write the token of this process's clusters, with mode 0600: Ray keeps the first it reads."""
     path = short_directory() / "auth_token"
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))

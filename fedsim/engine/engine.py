@@ -80,26 +80,17 @@ class Stats:
         return cls(*(np.zeros(units, dtype) for dtype in (np.float32, np.float32, bool, np.int64)))
 
     @classmethod
-    def join(cls, parts: Sequence["Stats"]) -> "Stats":
-        """Concatenate the statistics of consecutive units."""
-        columns = zip(*(part.columns() for part in [cls.zeros(0), *parts]), strict=True)
-        return cls(*(np.concatenate(column) for column in columns))
+    def of_lanes(cls, lanes: Sequence["Stats"], order: np.ndarray) -> "Stats":
+        """Join the statistics of lanes, whose units have these numbers.
 
-    @classmethod
-    def of_all(cls, rows: np.ndarray, parts: Sequence["Stats"], order: np.ndarray) -> "Stats":
-        """Join the statistics of lanes, in the order of `rows`.
-
-        Args:
-          rows: of all units, [units, group].
-          parts: statistics of each lane.
-          order: number of the unit at each position of the concatenated parts.
         Raises: EngineError: units are missing.
         """
-        joined, stats = cls.join(parts), cls.zeros(len(rows))
-        if len(joined.norms) != len(rows):  # the mechanism divides by a public count
-            raise EngineError(f"{len(joined.norms)} units were computed of {len(rows)} drawn")
-        for column, values in zip(stats.columns(), joined.columns(), strict=True):
-            column[order] = values
+        computed = sum(len(lane.norms) for lane in lanes)
+        if computed != len(order):  # the mechanism divides by a public count
+            raise EngineError(f"{computed} units were computed of {len(order)} drawn")
+        stats = cls.zeros(len(order))
+        for column, *values in zip(stats.columns(), *(x.columns() for x in lanes), strict=True):
+            column[order] = np.concatenate([column[:0], *values])
         return stats
 
     def columns(self) -> tuple[np.ndarray, ...]:
@@ -219,19 +210,20 @@ class Engine(ABC):
         Raises: EngineError: a lane failed, or workers were lost.
         """
         dtype = self.sum_dtype(params, len(rows), clip)
-        total, stats, (order, lanes) = None, [], self.cut(rows)
+        total, stats = None, []
+        order, lanes = cut(self.task, "train", rows, self.num_lanes, self.least_units)
         for lane_sum, lane_stats in self._lanes("lane_sum", params, lanes, clip, strategy):
             stats.append(lane_stats)
             self.heard(len(stats), len(lanes))
-            if total is None:  # may be read-only views of shared memory
+            if total is None:
                 total = jax.tree.map(lambda leaf: leaf.astype(dtype, copy=False), lane_sum)
-            elif len(stats) == 2:
+            elif len(stats) == 2:  # the first sum may be a read-only view of shared memory
                 total = jax.tree.map(lambda t, x: np.asarray(np.add(t, x)), total, lane_sum)
             else:
                 jax.tree.map(lambda t, x: np.add(t, x, out=t), total, lane_sum)
         if total is None:
             total = jax.tree.map(lambda leaf: np.zeros(leaf.shape, dtype), params)
-        return total, Stats.of_all(rows, stats, order)
+        return total, Stats.of_lanes(stats, order)
 
     @staticmethod
     def sum_dtype(params: Any, units: int, clip: Clip) -> Any:
@@ -240,18 +232,15 @@ class Engine(ABC):
             return np.float32
         return np.int32 if units <= lattice_capacity(num_coordinates(params)) else np.int64
 
-    def mean_nats(self, params: Any, split: str, rows: np.ndarray) -> float:
-        """Compute the mean loss over examples of a split, in nats per predicted token.
+    def begin_mean_nats(self, params: Any, split: str, rows: np.ndarray) -> Callable[[], float]:
+        """Compute the mean loss over examples of a split, in nats per predicted token, when workers
+        are idle; the returned function waits for the result.
 
         Args:
           params: tree of float32 arrays.
           split: name of the split.
           rows: example indices, int [examples].
         """
-        return self.begin_mean_nats(params, split, rows)()
-
-    def begin_mean_nats(self, params: Any, split: str, rows: np.ndarray) -> Callable[[], float]:
-        """Like `mean_nats`, when workers are idle; the returned function waits for the result."""
         number = max(self.num_lanes, -(-len(rows) // MAX_EVALUATED))
         lanes = cut_examples(self.task, split, rows, number, self.least_units).rows
         answers = self._begin("lane_nats", params, lanes, split)
@@ -292,10 +281,6 @@ class Engine(ABC):
     def measurements(self) -> dict[str, float]:
         """Return metrics of workers, by name."""
         return {"performance/redispatched_lanes": self.redispatched}
-
-    def cut(self, rows: np.ndarray) -> Lanes:
-        """Cut the units of a sum into lanes, independently of the workers."""
-        return cut(self.task, "train", rows, self.num_lanes, self.least_units)
 
 
 def _in_order(parts: list[np.ndarray]) -> Lanes:

@@ -177,11 +177,10 @@ def _expect(variable: str, value: Any, holds: bool, allowed: str) -> None:
 
 
 def keep_memory() -> bool:
-    """Have this process reuse the memory that it frees, as workers do; see `ALLOCATOR`.
+    """Have a driver process reuse the memory that it frees, as workers do; see `ALLOCATOR`.
 
-    Fresh pages for the sums of a large model take longer than its noise.
-
-    For a driver process, not for a program that uses fedsim as a library.
+    Fresh pages for the sums of a large model take longer than its noise. Not for a program that
+    uses fedsim as a library.
     Returns: true if the C library supports it, which only glibc does.
     """
     try:
@@ -223,32 +222,25 @@ GENERATION = "vendor_id|cpu family|model|CPU implementer|CPU architecture|CPU pa
 NUMERIC = re.compile(r"\b(?:s?sse|avx|fma|f16c|amx|bmi|fp|asimd|neon|sve|sme|bf16|i8mm)\w*")
 
 
-def keep_compiled(cache_dir: Path) -> None:
+def keep_compiled(directory: Path | None = None) -> Path:
     """Keep this process's compiled programs in a directory, and use the programs that are there.
 
     Programs are run as they are read, so a directory that other users can write to is not used.
+    Args: directory: by default that of the cache.
+    Returns: the directory, which workers use, too.
     """
+    directory = directory or cache_dir() / "compiled"
     try:
-        place = own_directory(cache_dir / host_kind())
+        place = own_directory(directory / host_kind())
     except NotOurs as error:
         print(f"fedsim: compiled programs are not kept: {error}", file=sys.stderr)
-        return
+        return directory
     # Of a program that another process is writing, or was killed while writing: it is compiled.
     warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
     jax.config.update("jax_compilation_cache_dir", str(place))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def remember_programs() -> Path:
-    """Keep this process's compiled programs in the cache: the first parameters, the optimizer's
-    update, and everything with engine=local.
-
-    Returns: the directory, which workers use, too.
-    """
-    compiled = cache_dir() / "compiled"
-    keep_compiled(compiled)
-    return compiled
+    return directory
 
 
 def host_kind() -> str:

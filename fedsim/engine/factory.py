@@ -10,7 +10,7 @@ import numpy as np
 from fedsim.clipping import AUTO, Clip, Strategy, by_rule, num_coordinates
 from fedsim.config import EngineConfig
 from fedsim.engine.engine import Engine, ignore
-from fedsim.engine.environment import remember_programs
+from fedsim.engine.environment import keep_compiled
 from fedsim.engine.task import Task
 from fedsim.errors import ConfigError, expect
 from fedsim.installation import optional
@@ -28,7 +28,7 @@ def create(config: EngineConfig, task: Task, *, warn: Callable[[str], None] = ig
     Raises: ConfigError: the accelerator does not exist, or the cluster cannot be reached or has no
       room for the workers.
     """
-    compiled = remember_programs()
+    compiled = keep_compiled()
     if config.kind == "local":
         expect_accelerator(config)
         from fedsim.engine.worker import LocalEngine

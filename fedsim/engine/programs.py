@@ -9,7 +9,6 @@ programs without that property; they do not test every value.
 import dataclasses
 import functools
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -223,7 +222,6 @@ class Programs:
         self.task = task
         self.compiled: dict[tuple, Any] = {}
         """Programs by all on which they depend beside the task."""
-        self._compiling: dict[tuple, threading.Lock] = {}
         self._checked: set[int] = set()
         self._frozen: tuple[Any, ...] | None = None
         self._version, self._params = None, None
@@ -233,11 +231,17 @@ class Programs:
     ) -> tuple[Any, ...]:
         """Add a chunk's contributions to `total`, whose buffer is donated.
 
+        Units side by side are checked before the first use of a program.
         Returns: (total, norms [units], losses [units], dropped [units]).
         Raises: UnsupportedModel: a unit's contribution would depend on other units.
         """
-        program = self.checked(total, params, chunk, clip, strategy)
-        return program(total, params, *self._arguments(chunk, clip))
+        program = self.compile(total, params, chunk, clip, strategy)
+        arguments = (params, *self._arguments(chunk, clip))
+        if id(program) not in self._checked and not clip.in_float32:
+            fresh = functools.partial(self.zeros, params, clip)
+            if _checked_side_by_side(program, fresh, arguments, chunk, strategy.of(chunk)):
+                self._checked.add(id(program))
+        return program(total, *arguments)
 
     def compile(self, total: Any, params: Any, chunk: Chunk, clip: Clip, strategy: Strategy) -> Any:
         """Compile the program of a chunk.
@@ -270,19 +274,6 @@ class Programs:
         arguments = (total, params, *self._arguments(chunk, clip))
         check = ignore if clip.in_float32 else check_stored
         return self._compiled(key, add, *arguments, check=check, donate_argnums=0)
-
-    def checked(self, total: Any, params: Any, chunk: Chunk, clip: Clip, strategy: Strategy) -> Any:
-        """Compile the program of a chunk, and check units side by side before its first use.
-
-        Raises: UnsupportedModel: a unit's contribution depends on other units.
-        """
-        program = self.compile(total, params, chunk, clip, strategy)
-        if id(program) not in self._checked and not clip.in_float32:
-            fresh = functools.partial(self.zeros, params, clip)
-            arguments = (params, *self._arguments(chunk, clip))
-            if _checked_side_by_side(program, fresh, arguments, chunk, strategy.of(chunk)):
-                self._checked.add(id(program))
-        return program
 
     def nats(self, params: Any, batch: Any) -> tuple[np.ndarray, np.ndarray]:
         """Compute (nats, predicted tokens) of each row of a batch, [rows] each."""
@@ -322,15 +313,14 @@ class Programs:
         check: Callable[[Any], None] = ignore,
         **options: Any,
     ) -> Any:
-        """Compile `function` for arguments like these, once for each `key`, in any thread.
+        """Compile `function` for arguments like these, once for each `key`.
 
         Args: check: raises an error if the program must not be used.
         """
-        with self._compiling.setdefault(key, threading.Lock()):
-            if key not in self.compiled:
-                program = _compile(jax.jit(function, **options), *args)
-                check(program)
-                self.compiled[key] = program
+        if key not in self.compiled:
+            program = _compile(jax.jit(function, **options), *args)
+            check(program)
+            self.compiled[key] = program
         return self.compiled[key]
 
 

@@ -23,7 +23,6 @@ import numpy as np
 
 from fedsim import cgroups
 from fedsim.clipping import (
-    Buckets,
     Chunk,
     Clip,
     Strategy,
@@ -94,11 +93,6 @@ class Worker:
             self._programs = Programs(self.task)
         return self._programs
 
-    @property
-    def buckets(self) -> Buckets | None:
-        """Lengths to which texts of the task are padded, if they are."""
-        return self.task.buckets
-
     def facts(self) -> dict[str, Any]:
         """Return device, platform, host, kind of host (on which bits depend), process and versions,
         after a check of the process.
@@ -109,17 +103,15 @@ class Worker:
         """
         expect_allowed()
         _fit(default_device())
+        device, threads = jax.local_devices()[0], os.environ.get("NPROC", os.cpu_count())
         return {
-            "device": str(jax.local_devices()[0]),
+            "device": str(device),
             "platform": jax.default_backend(),
             "host": socket.gethostname(),
-            "kind": _kind_of_host(),
+            "kind": f"{host_kind()}, {device.device_kind}, {threads} threads",
             "process": os.getpid(),
             "versions": versions(),
         }
-
-    def _read(self, split: str, rows: np.ndarray) -> Any:
-        return read_rows(self.task, split, rows)
 
     def lane_sum(self, version: int, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy):
         """Compute the clipped sum of a lane.
@@ -135,15 +127,11 @@ class Worker:
         Raises: UnfitDevice, UnsupportedModel.
         """
         params = self.programs.on_device(version, params)
-        self._check_contributions(params, rows, clip, strategy)
+        if not clip.in_float32:
+            _fit(default_device())
+            for each in self.passes(strategy, rows.shape[1]):
+                check_contributions(each, params)
         return self.add_lane(params, rows, clip, strategy)
-
-    def _check_contributions(self, params, rows, clip, strategy) -> None:
-        if clip.in_float32:
-            return
-        _fit(default_device())
-        for each in self.passes(strategy, rows.shape[1]):
-            check_contributions(each, params)
 
     def lane_nats(self, version: int, params: Any, rows: np.ndarray, split: str):
         """Compute (sum of nats, number of predicted tokens) over examples `rows` [n] of a split."""
@@ -157,17 +145,16 @@ class Worker:
 
     def _evaluated(self, split: str, rows: np.ndarray) -> Iterator[tuple[Any, int]]:
         """Yield (batch of a call of `nats`, number of its real rows) for all examples `rows`."""
-        if self.buckets is None or (packed := self.buckets.packed) is None:
+        if self.task.buckets is None or (packed := self.task.buckets.packed) is None:
             size = EVAL_ROWS_PER_CHUNK
-            split_up = functools.partial(
-                chunks, units_per_chunk=size, buckets=self.buckets, few=EVAL_FEW
-            )
+            how = {"units_per_chunk": size, "buckets": self.task.buckets, "few": EVAL_FEW}
+            split_up = functools.partial(chunks, **how)
             for chunk in self._chunks(split, rows[:, None], size, split_up):
                 yield jax.tree.map(lambda leaf: leaf[:, 0], chunk.batch), len(chunk.units)
             return
 
         def read(start):
-            return packed(self._read(split, rows[start : start + ROWS_PER_READ]))
+            return packed(read_rows(self.task, split, rows[start : start + ROWS_PER_READ]))
 
         for _, batches in prefetched(read, range(0, len(rows), ROWS_PER_READ)):
             for batch in batches:
@@ -188,8 +175,8 @@ class Worker:
         some = np.resize(rows[lengths == length], (units, group))
         total = self.programs.zeros(params, clip)
         try:
-            chunks = self.lane_chunks(params, some, clip, strategy, MADE_UP)
-            programs = [self.programs.compile(total, params, x, clip, strategy) for x in chunks]
+            parts = self.lane_chunks(params, some, clip, strategy, MADE_UP)
+            programs = [self.programs.compile(total, params, x, clip, strategy) for x in parts]
             analyses = [program.memory_analysis() for program in programs]
             memory = max((x.temp_size_in_bytes for x in analyses if x), default=0)
             if memory > (free := free_memory()):
@@ -208,18 +195,18 @@ class Worker:
         return Trial(seconds * float(lengths.sum()) / (units * length), memory)
 
     def _dummy_lengths(self, rows: np.ndarray, strategy: Strategy) -> np.ndarray:
-        """Return the bucket of each made-up unit's longest row, or the length of the rows that its
-        texts share, int [units]; 1 without buckets."""
-        if self.buckets is None or not len(rows):
+        """Return the length of the rows of each made-up unit, int [units]; 1 without buckets."""
+        if (buckets := self.task.buckets) is None:
             return np.ones(len(rows), int)
-        sizes = self.buckets.sizes(self._read(MADE_UP, rows.ravel())).reshape(rows.shape)
+        batch = read_rows(self.task, MADE_UP, rows.ravel())
+        sizes = np.reshape(buckets.sizes(batch), rows.shape)
         if self._shares_rows(strategy, rows.shape[1]):
-            return shared_lengths(sizes, self.buckets.shared)
-        return self.buckets.holding(sizes.max(axis=1))
+            return shared_lengths(sizes, buckets.shared)
+        return buckets.holding(sizes.max(axis=1))
 
     def _shares_rows(self, strategy: Strategy, group: int) -> bool:
         """True if the texts of a unit share rows: where units may be side by side, too."""
-        return jax.default_backend() == "cpu" and strategy.shares_rows(group, self.buckets)
+        return jax.default_backend() == "cpu" and strategy.shares_rows(group, self.task.buckets)
 
     def units_of_pass(self, strategy: Strategy, group: int, length: int) -> int:
         """Return the units of a pass over rows of this length: those of the strategy, or as many
@@ -227,20 +214,20 @@ class Worker:
         more than those of the strategy's rows of the longest text."""
         rows_of_unit = 1 if self._shares_rows(strategy, group) else group
         units = strategy.units_at_once(rows_of_unit)
-        if self.buckets is None:
+        if self.task.buckets is None:
             return units
         tokens = length * rows_of_unit
-        if table := self.buckets.side_by_side:
+        if table := self.task.buckets.side_by_side:
             return min(units, next((most for up_to, most in table if tokens <= up_to), 1))
-        fit = max(1, strategy.rows * self.buckets.lengths[-1] // tokens)
+        fit = max(1, strategy.rows * self.task.buckets.lengths[-1] // tokens)
         return units if units <= fit else 1 << (fit.bit_length() - 1)
 
     def passes(self, strategy: Strategy, group: int) -> list[Strategy]:
         """Return the strategy for units of one row, for each number of units of a pass."""
-        if self.buckets is None:
+        if self.task.buckets is None:
             return [dataclasses.replace(strategy, rows=strategy.units_at_once(group))]
         shared = self._shares_rows(strategy, group)
-        lengths = self.buckets.shared if shared else self.buckets.lengths
+        lengths = self.task.buckets.shared if shared else self.task.buckets.lengths
         numbers = {self.units_of_pass(strategy, group, length) for length in lengths}
         if shared:  # units of several rows
             numbers.add(1)
@@ -274,7 +261,7 @@ class Worker:
           contribution might depend on its position there.
         """
         group, most = rows.shape[1], sum_holds(params, clip)
-        buckets = self.buckets
+        buckets = self.task.buckets
         at_once = max(each.units_at_once(1) for each in self.passes(strategy, group))
         if at_once > 1 and not clip.in_float32 and jax.default_backend() != "cpu":
             raise UnsupportedModel(
@@ -331,7 +318,7 @@ class Worker:
         starts = range(0, len(rows), units)
 
         def read(start):
-            return self._read(split, rows[start : start + units].ravel())
+            return read_rows(self.task, split, rows[start : start + units].ravel())
 
         for start, batch in prefetched(read, starts):
             part = rows[start : start + units]
@@ -339,13 +326,6 @@ class Worker:
             batch = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch)  # noqa: B023
             for chunk in split_up(batch, part >= 0):
                 yield chunk._replace(units=chunk.units + start)
-
-
-def _kind_of_host() -> str:
-    """Name all on which bits depend beside packages: the processor, the device and the number of
-    threads."""
-    threads = os.environ.get("NPROC", os.cpu_count())
-    return f"{host_kind()}, {jax.local_devices()[0].device_kind}, {threads} threads"
 
 
 def in_calls(batch: Any) -> Iterator[tuple[Any, int]]:

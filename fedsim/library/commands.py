@@ -173,7 +173,7 @@ def audit(
         set_threads(run.engine)
         from fedsim.trust import audit as attack_training
 
-        console = Console(log_every=run.log_every)
+        console = Console()
         found = attack_training(Algorithm(algorithm), attack, privacy, run, console)
     names = ("delta", "confidence", "holds", "verdict", "verdicts")
     return AuditResult(

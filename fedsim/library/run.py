@@ -374,7 +374,7 @@ def train(
         set_threads(run.engine)
         from fedsim.training import train as train_run  # imports JAX, which reads the threads
 
-        console = Console(log_every=run.log_every)
+        console = Console()
         summary = train_run(
             Algorithm(algorithm), privacy, run, console, custom=custom, callbacks=called
         )

@@ -9,7 +9,6 @@ from . import (
 from .console import (
     EVALUATED as EVALUATED,
     Console as Console,
-    change_of_loss as change_of_loss,
     guarantee_line as guarantee_line,
     loss_in_words as loss_in_words,
     spent as spent,

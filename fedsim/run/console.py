@@ -13,7 +13,6 @@ from rich.table import Column
 from fedsim.accounting import at_least, at_most
 from fedsim.config import ZERO_OUT, Algorithm, RunConfig
 from fedsim.data import NATS_PER_TOKEN
-from fedsim.noise import predicted_error
 from fedsim.plan import ALL_COVERED, PROTECTS, Evaluations, Plan, in_words
 from fedsim.run.metrics import BOARD
 from fedsim.run.terminal import Terminal, duration
@@ -54,11 +53,6 @@ def line(values: dict[str, float], *, verbose: bool = False) -> str:
 class Console(Terminal):
     """Shows a run to the person who started it, on stderr."""
 
-    def __init__(self, *, log_every: int = 10):
-        """Args: log_every: steps between progress lines in a log, if the level is verbose."""
-        super().__init__()
-        self._log_every = log_every
-
     def rows(self, rows: list[tuple[str, str]]) -> None:
         """Show pairs of name and value, one in each line."""
         for name, value in rows:
@@ -71,7 +65,7 @@ class Console(Terminal):
           workers: the engine.
           run: settings with the defaults of the recipe filled in.
         """
-        self.rows(plan_rows(plan, workers, run, verbose=self.verbose))
+        self.rows(plan_rows(plan, workers, run))
         if plan.shared and plan.shared.left_out > plan.shared.kept:
             self.warn(
                 "more than half of the texts are left out, by the bound on the texts of an owner: "
@@ -86,15 +80,7 @@ class Console(Terminal):
 
     @contextmanager
     def steps(self, first: int, last: int) -> Iterator[Show]:
-        """Show progress over the steps.
-
-        Args:
-          first: number of steps that were done before.
-          last: number of all steps.
-
-        Yields:
-          A function to call after each step, with its number and metrics.
-        """
+        """Show progress from step `first` to `last`; yield a function to call after each step."""
         if self._level == "quiet":
             yield lambda step, values: None
         elif self._out.is_terminal:
@@ -123,8 +109,7 @@ class Console(Terminal):
 
     def _in_lines(self, first: int, last: int) -> Show:
         """Progress as lines of a log, with the time that is left."""
-        fewest = 1 if self.verbose else -(-(last - first) // MAX_LINES)
-        every = max(self._log_every, fewest)
+        every = 1 if self.verbose else -(-(last - first) // MAX_LINES)
         early = first + EARLY if every > EARLY else None
         begin: tuple[int, float] | None = None  # the first step compiles programs: not measured
 
@@ -147,7 +132,7 @@ class Console(Terminal):
         is_evaluated = all(map(math.isfinite, losses))  # else it was stopped in between
         unit = summary.get("loss_unit", NATS_PER_TOKEN)
         noise = Evaluations(**how).stddev if (how := summary.get("evaluations")) else 0.0
-        change = change_of_loss(losses[0], losses[1], unit)
+        change = loss_in_words(*losses, unit=unit)
         if noise:  # of which a perplexity is no estimate
             change = f"{losses[0]:.4g} -> {losses[1]:.4g} {unit}, each with noise of {noise:.2g}"
         shown = f"held-out loss {change}; " if is_evaluated else ""
@@ -166,26 +151,11 @@ class Console(Terminal):
         self.note(f"written to {run_dir}{look if board.exists() else ''}")
 
 
-def change_of_loss(before: float, after: float, unit: str) -> str:
-    """A loss before and after in words, with its unit and perplexity.
-
-    Args:
-      unit: see `Dataset.loss_unit`.
-    """
-    change = f"{before:.4g} -> {after:.4g}"
-    if not unit:  # of a task of the user's own
-        return change
-    return f"{change} {unit} (perplexity {perplexity(before)} -> {perplexity(after)})"
-
-
-def loss_in_words(loss: float, unit: str) -> str:
-    """A loss in words, with its unit and perplexity; arguments as in `change_of_loss`."""
-    return f"{loss:.4g} {unit} (perplexity {perplexity(loss)})" if unit else f"{loss:.4g}"
-
-
-def perplexity(loss: float) -> str:
-    """exp(loss) to three digits."""
-    return f"{math.exp(min(loss, 700)):.3g}"
+def loss_in_words(*losses: float, unit: str) -> str:
+    """A loss, or one before and one after, with unit and perplexity, if the loss has a unit."""
+    shown = " -> ".join(f"{loss:.4g}" for loss in losses)
+    perplexities = " -> ".join(f"{math.exp(min(loss, 700)):.3g}" for loss in losses)
+    return f"{shown} {unit} (perplexity {perplexities})" if unit else shown
 
 
 def spent(summary: dict[str, Any]) -> float:
@@ -210,34 +180,27 @@ def guarantee_line(summary: dict[str, Any]) -> str:
     return f"user-level DP: {guarantee}; protects {PROTECTS.get(holds, holds)}"
 
 
-def plan_rows(
-    plan: Plan, workers: Any, run: RunConfig, *, verbose: bool = False
-) -> list[tuple[str, str]]:
-    """Names and values that describe a run to a person, before its first step.
-
-    Args:
-      workers: the engine.
-      run: settings with the defaults of the recipe filled in.
-      verbose: with technical details.
-    """
+def plan_rows(plan: Plan, workers: Any, run: RunConfig) -> list[tuple[str, str]]:
+    """Names and values that describe a run to a person, before its first step; arguments as of
+    `Console.plan`."""
     unit = "example" if plan.algorithm == Algorithm.ELS else "user"
     bands = plan.sampling.bands
     groups = f" from {bands} groups of users in turn" if bands > 1 else ""
     kind = plan.sampling.kind.replace("poisson", "Poisson")
     drawn = f"{unit}s are drawn by {kind} sampling{groups}"
+    examples = "" if plan.num_examples is None else f", {plan.num_examples:,} examples"
     prob, expected = at_least(plan.sampling.prob, ".3g"), f"{plan.expected_count:,} {unit}s"
     return [
         ("algorithm", f"DP-SGD-{plan.algorithm.upper()}: {drawn}"),
-        ("data", f"{plan.num_users:,} users" + _examples(plan)),
-        *shared_rows(plan),
+        ("data", f"{plan.num_users:,} users{examples}"),
+        *_shared_rows(plan),
         ("step", f"{expected} on average, each with probability {prob}"),
         ("per user", _per_user(plan)),
         *([("protects", PROTECTS[plan.compared])] if plan.guarantee else []),
         ("epsilon", _target(plan)),
         ("clipping", _clipping(plan, unit)),
         ("noise", _noise(plan)),
-        *(noise_rows(plan) if verbose else ()),
-        *evaluation_rows(plan),
+        *_evaluation_rows(plan),
         ("optimizer", _optimizer(run)),
         (
             "compute",
@@ -246,10 +209,6 @@ def plan_rows(
         ),
         ("workers", f"{workers.describe()}; a step is cut in {workers.num_lanes} parts"),
     ]
-
-
-def _examples(plan: Plan) -> str:
-    return "" if plan.num_examples is None else f", {plan.num_examples:,} examples"
 
 
 def _per_user(plan: Plan) -> str:
@@ -290,21 +249,6 @@ def _noise(plan: Plan) -> str:
     return f"{each} (noise multiplier {at_most(plan.noise_multiplier, '.4f')})"
 
 
-def noise_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Technical details of the noise; empty without noise."""
-    if not plan.noise_multiplier or (error := plan.noise.predicted_error) is None:
-        return []
-    row = f"{error:.4g} on sums of gradients, in clip norms"
-    if plan.strategy:
-        least = predicted_error(plan.noise_multiplier, plan.num_steps, 1)
-        size = plan.strategy.bytes_per_number * plan.num_parameters / 1e6
-        row += (
-            f" ({error / least:.3g} times that of independent noise of this multiplier); earlier "
-            f"noise takes {size:,.3g} MB of the driver"
-        )
-    return [("noise on sums", row)]
-
-
 def _optimizer(run: RunConfig) -> str:
     """Optimizer, learning rate and average."""
     average = f", weights averaged (EMA {run.ema:g})" if run.ema else ""
@@ -313,8 +257,8 @@ def _optimizer(run: RunConfig) -> str:
     return f"{name}, learning rate {run.learning_rate:g}{schedule}{average}"
 
 
-def evaluation_rows(plan: Plan) -> list[tuple[str, str]]:
-    """The row on evaluations with noise: cost for held-out users and noise; empty without them."""
+def _evaluation_rows(plan: Plan) -> list[tuple[str, str]]:
+    """The row on evaluations with noise, if there are any."""
     if (how := plan.evaluations) is None:
         return []
     cost = f"epsilon {how.epsilon:g} at delta {at_most(how.delta, '.2e')} of held-out users"
@@ -323,8 +267,8 @@ def evaluation_rows(plan: Plan) -> list[tuple[str, str]]:
     return [("evaluation", f"{how.count:,} times, {cost}; {noise}")]
 
 
-def shared_rows(plan: Plan) -> list[tuple[str, str]]:
-    """The row on texts with several owners; empty without such texts."""
+def _shared_rows(plan: Plan) -> list[tuple[str, str]]:
+    """The row on texts with several owners, if there are any."""
     if (shared := plan.shared) is None:
         return []
     several = f"{shared.with_several_owners:,} with several owners"

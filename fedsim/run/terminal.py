@@ -64,12 +64,7 @@ class Phase:
     """Progress of an operation that takes long."""
 
     def __init__(self, what: str, show: Callable[[str], None], first_s: float, factor: float):
-        """
-        Args:
-          what: the operation.
-          show: receives a line about it, first after `first_s` seconds.
-          factor: each line comes so many times the seconds after the one before it.
-        """
+        """Show `what` after `first_s` seconds, and again after `factor` times as many each time."""
         self.what, self._show, self._factor = what, show, factor
         self._done, self._of, self._began = 0, 0, time.monotonic()
         self._next, self._pause = self._began + first_s, first_s
@@ -118,11 +113,7 @@ class Terminal:
         self._write(f"warning: {text}")
 
     def note(self, text: str, *, indent: int = 0) -> None:
-        """Write a line, unless the level is quiet.
-
-        Args:
-          indent: columns before the second and later lines.
-        """
+        """Write a line, unless the level is quiet; `indent` is that of its later lines."""
         if self._level != "quiet":
             self._write(text, indent)
 
@@ -135,13 +126,7 @@ class Terminal:
         """Write a line, wrapped on a terminal. Words stay whole; control characters are escaped."""
         text = printable(self._wording(text))
         if self._out.is_terminal:
-            text = textwrap.fill(
-                text,
-                self._out.width,
-                subsequent_indent=" " * indent,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+            text = _fill(text, self._out.width, indent)
         self._out.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
@@ -180,23 +165,20 @@ def columns() -> int:
 
 def wrapped(text: str) -> str:
     """Sentences broken between words to fit stdout; tables and commands to be copied stay whole."""
-    fitted = textwrap.TextWrapper(columns(), break_on_hyphens=False)
-    return "\n".join(
-        line if "  " in line or "fedsim " in line else fitted.fill(line)
-        for line in text.splitlines()
-    )
+    lines = text.splitlines()
+    return "\n".join(x if "  " in x or "fedsim " in x else _fill(x, columns()) for x in lines)
 
 
 def hanging_indent(start: str, text: str) -> str:
     """A line, broken between words to fit stdout, with its later lines indented below `text`."""
-    return textwrap.fill(
-        text,
-        columns(),
-        initial_indent=start,
-        subsequent_indent=" " * len(start),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return _fill(start + text, columns(), len(start))
+
+
+def _fill(text: str, width: int, indent: int = 0) -> str:
+    """Break a line between words; later lines are indented."""
+    filler = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    filler.subsequent_indent = " " * indent
+    return filler.fill(text)
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:

@@ -134,7 +134,7 @@ class OpenRun:
         Returns: (engine, whose workers may still be starting; task; initial parameters).
         Raises: ConfigError: data and model do not fit, or there is no room for the workers.
         """
-        engine.remember_programs()
+        engine.keep_compiled()
         fresh = SecretKey.create(self.key.seed or 0).jax_key("init")  # public, as theta^0 is
         if self.custom is not None:
             task, params = self.custom.start(self.data, self.run, fresh)

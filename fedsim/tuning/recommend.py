@@ -217,7 +217,7 @@ def _started(run: RunConfig, console: Console, *, working: bool = True) -> Itera
     data = load_data(run.data, model, console.note)
     if working and (cut_off := data.cut_off()):
         console.warn(cut_off)
-    engine.remember_programs()
+    engine.keep_compiled()
     fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
     with ExitStack() as stack:
         task, params = make_task(run, model, data, fresh)

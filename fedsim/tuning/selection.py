@@ -213,7 +213,7 @@ def outcomes_of(jobs: Sequence[Job]) -> Iterator[tuple[Job, FedsimError | None]]
             contextlib.redirect_stderr(log),
             verbosity(job.run.output),
         ):
-            console = Console(log_every=job.run.log_every)
+            console = Console()
             try:
                 train(
                     job.algorithm,

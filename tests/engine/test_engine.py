@@ -136,7 +136,7 @@ def test_evaluation_is_a_mean_over_predictions(engine, rng, task, params):
     rows = rng.integers(200, size=45)
     nats, predictions = jax.jit(task.nats)(params, task.read("any", rows))
     expected = float(nats.sum() / predictions.sum())
-    assert engine.mean_nats(params, "any", rows) == pytest.approx(expected, rel=1e-6)
+    assert engine.begin_mean_nats(params, "any", rows)() == pytest.approx(expected, rel=1e-6)
 
 
 def test_cohorts_of_varying_size_compile_once(rng, task, params):
@@ -232,7 +232,7 @@ def test_an_answer_that_is_there_is_not_late_however_long_the_driver_was_away(po
     import ray
 
     pool.ready()  # one of them may still be starting
-    expected = pool.mean_nats(params, "any", np.arange(45))
+    expected = pool.begin_mean_nats(params, "any", np.arange(45))()
     before, answer = pool.redispatched, pool.begin_mean_nats(params, "any", np.arange(45))
     flights = list(pool._flights)
     assert len(flights) == 2

@@ -72,8 +72,8 @@ def test_losses_that_are_shown_are_not_within_what_the_guarantee_covers(capsys):
         assert last.endswith(f"the {says} no noise: not to be published")
 
 
-def rows_of(plan, **how):
-    return dict(plan_rows(plan, WORKERS, RUN, **how))
+def rows_of(plan):
+    return dict(plan_rows(plan, WORKERS, RUN))
 
 
 def test_the_plan_labels_an_epsilon_that_is_no_guarantee():

@@ -18,7 +18,7 @@ from fedsim import keys
 from fedsim.cli.main import main
 from fedsim.data.building.build import build
 from fedsim.els import ELS
-from fedsim.engine.worker import LocalEngine
+from fedsim.engine.engine import Engine, cut
 from fedsim.errors import FileDamaged
 from fedsim.keys import SecretKey
 from fedsim.sampling import Sampling
@@ -96,11 +96,11 @@ def test_a_training_that_fails_shows_no_key(tmp_path, monkeypatch, capfd, caplog
 def test_a_lane_has_two_units_or_more():
     """What leaves a worker is a lane's sum: of one unit, it would be its clipped gradient."""
     _, task = mean_problem(np.random.default_rng(0), [1])
-    engine = LocalEngine(task, num_lanes=8)
     for units in range(2, 40):
-        lanes = engine.cut(np.zeros((units, 1), int)).rows
+        lanes = cut(task, "train", np.zeros((units, 1), int), 8, Engine.least_units).rows
         assert min(map(len, lanes)) >= 2 and sum(map(len, lanes)) == units
-    assert [len(lane) for lane in engine.cut(np.zeros((1, 1), int)).rows] == [1]  # the whole draw
+    (lane,) = cut(task, "train", np.zeros((1, 1), int), 8, Engine.least_units).rows
+    assert len(lane) == 1  # the whole draw
 
 
 RUNS_CODE = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "torch", "yaml"}
