@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError, RayTaskError
 from ray.util import ActorPool
@@ -43,7 +41,7 @@ class Actors:
             self.placement = placed_in_time(self._cluster, config)
             # An argument of methods: an argument of the constructor would have to exist when Ray
             # starts an actor again.
-            self.task = _stored(task, "the task")
+            self.task = stored(task, "the task")
         except BaseException:
             self._cluster.close()
             raise
@@ -110,43 +108,16 @@ def placed_in_time(cluster: Cluster, config: EngineConfig) -> Placement:
         time.sleep(1)
 
 
-def _stored(value: Any, what: str) -> Any:
-    """Put a value into Ray's object store; returns its reference. Raises: EngineError: it is full.
+def stored(value: Any, what: str) -> Any:
+    """Put a value into Ray's object store and return its reference.
 
-    Args: what: the value, in words.
+    Raises: EngineError: there is no room for it.
     """
     try:
         return ray.put(value)
     except (ObjectStoreFullError, OutOfDiskError) as error:
         reason = f"no room for {what} in the object store: {cause(error)}"
         raise EngineError(reason) from error
-
-
-class Shared:
-    """The parameters in Ray's object store: stored once per version, read without copying."""
-
-    def __init__(self):
-        self.version, self.ref, self._leaves = 0, None, []
-
-    def put(self, params: Any) -> None:
-        """Store parameters, unless they are stored already.
-
-        Raises: EngineError: there is no room for them.
-        """
-        leaves = jax.tree.leaves(params)
-        same = len(leaves) == len(self._leaves) and all(
-            new is old and isinstance(new, jax.Array)  # immutable, so equal if identical
-            for new, old in zip(leaves, self._leaves, strict=True)
-        )
-        if same:
-            return
-        self.drop()  # first, so that the store does not hold two versions
-        self.ref = _stored(jax.tree.map(np.asarray, params), "the parameters")
-        self._leaves, self.version = leaves, self.version + 1
-
-    def drop(self) -> None:
-        """Release the parameters, in the object store and here."""
-        self.ref, self._leaves = None, []
 
 
 def failure(place: str, error: Exception) -> EngineError:
@@ -199,9 +170,11 @@ def on_workers(
     try:
         count = min(actors.placement.num_workers, len(jobs))
         runners += [actors.create(Runner) for _ in range(count)]
-        stored = [ray.put(each) for each in shared]
+        references = [stored(each, "arguments") for each in shared]
         pool = ActorPool(runners)
-        yield from pool.map(lambda runner, job: runner.run.remote(function, job, *stored), [*jobs])
+        yield from pool.map(
+            lambda runner, job: runner.run.remote(function, job, *references), [*jobs]
+        )
     except RayTaskError as error:
         if isinstance(error.cause, FedsimError):
             raise error.cause from None

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import ray
 from ray.exceptions import (
@@ -30,7 +31,7 @@ from ray.exceptions import (
 )
 
 from fedsim.config import EngineConfig
-from fedsim.engine.actors import Actors, Shared, cause, failure
+from fedsim.engine.actors import Actors, cause, failure, stored
 from fedsim.engine.engine import Engine, EngineError, ignore
 from fedsim.engine.task import Task
 from fedsim.engine.worker import NoTask, Worker
@@ -136,7 +137,7 @@ class RayEngine(Engine):
         self._idle: deque[int] = deque()  # idle the longest first
         self._flights: dict[Any, _Flight] = {}
         self._calls: list[_Call] = []
-        self._shared = Shared()
+        self._params, self._leaves, self._version = None, [], 0
         self._names = itertools.count()
         self._started, self._recruit_at = False, 0.0
         self._restarts, self._busy_s, self._looked_at = 0, 0.0, time.monotonic()
@@ -165,7 +166,7 @@ class RayEngine(Engine):
         for worker in self._workers.values():
             ray.kill(worker.actor)
         self._flights.clear()
-        self._shared.drop()
+        self._params, self._leaves = None, []
         self._actors.close()
 
     def measurements(self) -> dict[str, float]:
@@ -180,8 +181,8 @@ class RayEngine(Engine):
         }
 
     def _lanes(self, method, params, lanes, *args):
-        self._shared.put(params)
-        call = _Call(method, self._shared.version, self._shared.ref, lanes, args)
+        self._store(params)
+        call = _Call(method, self._version, self._params, lanes, args)
         self._calls.append(call)
         return self._answers(call)
 
@@ -189,6 +190,18 @@ class RayEngine(Engine):
         answers = self._lanes(method, params, lanes, *args)
         self._dispatch()
         return answers
+
+    def _store(self, params: Any) -> None:
+        """Put parameters into the object store, unless they are there already."""
+        leaves = jax.tree.leaves(params)
+        if len(leaves) == len(self._leaves) and all(
+            new is old and isinstance(new, jax.Array)  # immutable, so equal if identical
+            for new, old in zip(leaves, self._leaves, strict=True)
+        ):
+            return
+        self._params, self._leaves = None, []  # first: the store need not hold two versions
+        self._params = stored(jax.tree.map(np.asarray, params), "the parameters")
+        self._leaves, self._version = leaves, self._version + 1
 
     def _answers(self, call: _Call) -> Iterator[Any]:
         """Yield answers in lane order, as soon as they arrive."""
