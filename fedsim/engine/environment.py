@@ -110,7 +110,7 @@ def set_threads(config: EngineConfig) -> bool:
     """Give this process the threads and platform of a run's driver, if JAX has not started.
 
     JAX reads them when it starts to compute, so a process that has computed before keeps its own.
-    `Worker.host` records the number of threads of a run.
+    `Worker.facts` has the number of threads of a run.
     Args:
       config: kind of engine and threads.
     Returns: true if the process has the threads and platform of the settings.
