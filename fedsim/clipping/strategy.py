@@ -87,12 +87,12 @@ def clip_chunk(
     loss_fn = jax.named_scope(MODEL)(loss_fn)
     if total is None:
         total = scan.zeros_like(params, jnp.float32 if clip.in_float32 else jnp.int32)
-    given = loss_fn, params, batch, mask, clip
+    arguments = loss_fn, params, batch, mask, clip
     at_once = min(units, strategy.units_at_once(group))
     if strategy.name == "ghost":
-        return ghost.clip_chunk(*given, total=total, side_by_side=at_once)
+        return ghost.clip_chunk(*arguments, total=total, side_by_side=at_once)
     return scan.clip_chunk(
-        *given,
+        *arguments,
         total=total,
         rows_per_pass=strategy.rows,
         direct=strategy.name == "direct",

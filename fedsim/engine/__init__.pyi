@@ -19,7 +19,7 @@ from .preflight import (
     set_threads as set_threads,
 )
 from .task import (
-    MADE_UP as MADE_UP,
+    DUMMY as DUMMY,
     Batch as Batch,
     Params as Params,
     Task as Task,

@@ -38,7 +38,7 @@ class Actors:
         # A private cluster declares the machine's CPUs, or more if the workers need more.
         self._cluster = Cluster(max(cpus(), (config.num_workers or 1) * config.threads_per_worker))
         try:
-            self.placement = placed_in_time(self._cluster, config)
+            self.placement = wait_for_room(self._cluster, config)
             # An argument of methods: an argument of the constructor would have to exist when Ray
             # starts an actor again.
             self.task = stored(task, "the task")
@@ -84,7 +84,7 @@ class Actors:
         self._cluster.close()
 
 
-def placed_in_time(cluster: Cluster, config: EngineConfig) -> Placement:
+def wait_for_room(cluster: Cluster, config: EngineConfig) -> Placement:
     """Place workers as soon as there is room for them.
 
     The placement is computed again while nodes join, because `auto` depends on the nodes.

@@ -123,8 +123,8 @@ def _deaf() -> Iterator[None]:
     """Block stop signals in processes that start in this context."""
     # `timeout`, a closed terminal, systemd and Slurm signal all processes of a run. Without its
     # workers this process could not finish its step. Ray does the same for Ctrl-C only.
-    heard = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGPIPE}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
+    stops = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGPIPE}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
     try:
         yield
     finally:

@@ -134,22 +134,22 @@ class Engine(ABC):
         self.task = task
         self.num_lanes = num_lanes
         self.warn = warn
-        self.heard: Callable[[int, int], None] = ignore
+        self.on_progress: Callable[[int, int], None] = ignore
         self.redispatched = 0
         """Number of lanes computed again because a worker was lost, since the start."""
 
     @contextmanager
-    def telling(self, heard: Callable[[int, int], None]) -> Iterator[None]:
+    def show_progress(self, show: Callable[[int, int], None]) -> Iterator[None]:
         """Report progress while the context is open.
 
         Args:
-          heard: called with (lanes done, lanes) of a call, or with (workers up, workers).
+          show: called with (lanes done, lanes) of a call, or with (workers up, workers).
         """
-        self.heard = heard
+        self.on_progress = show
         try:
             yield
         finally:
-            self.heard = ignore
+            self.on_progress = ignore
 
     @abstractmethod
     def _lanes(self, method: str, params: Any, lanes: Sequence[np.ndarray], *args) -> Iterator[Any]:
@@ -214,7 +214,7 @@ class Engine(ABC):
         order, lanes = cut(self.task, "train", rows, self.num_lanes, self.least_units)
         for lane_sum, lane_stats in self._lanes("lane_sum", params, lanes, clip, strategy):
             stats.append(lane_stats)
-            self.heard(len(stats), len(lanes))
+            self.on_progress(len(stats), len(lanes))
             if total is None:
                 total = jax.tree.map(lambda leaf: leaf.astype(dtype, copy=False), lane_sum)
             elif len(stats) == 2:  # the first sum may be a read-only view of shared memory
@@ -249,7 +249,7 @@ class Engine(ABC):
             nats, predictions = 0.0, 0
             for number, (lane_nats, lane_predictions) in enumerate(answers, 1):
                 nats, predictions = nats + lane_nats, predictions + lane_predictions
-                self.heard(number, len(lanes))
+                self.on_progress(number, len(lanes))
             return nats / max(predictions, 1)
 
         return wait
@@ -273,7 +273,7 @@ class Engine(ABC):
             losses = np.zeros(len(groups))
             for number, (nats, predictions) in enumerate(answers):
                 losses[number] = nats / max(predictions, 1)
-                self.heard(number + 1, len(groups))
+                self.on_progress(number + 1, len(groups))
             return losses
 
         return wait

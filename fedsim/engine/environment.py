@@ -254,12 +254,12 @@ def host_kind() -> str:
     except OSError:
         info = ""
     model = re.search(r"^model name\s*: (.*)", info, re.M)
-    told = re.findall(r"--xla_(?:cpu|backend)\S+", os.environ.get("XLA_FLAGS", ""))
+    flags = re.findall(r"--xla_(?:cpu|backend)\S+", os.environ.get("XLA_FLAGS", ""))
     instructions = set(
         NUMERIC.findall(" ".join(re.findall(r"^(?:flags|Features)\s*:.*", info, re.M)))
     )
     generation = set(re.findall(rf"^(?:{GENERATION})\s*:.*", info, re.M))
-    facts = [*sorted(generation), *sorted(instructions), *told]
+    facts = [*sorted(generation), *sorted(instructions), *flags]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
     name = f"{model[1] if model else platform.machine()} {digest}"
     return re.sub(r"\W+", "-", name).strip("-")

@@ -151,7 +151,7 @@ class RayEngine(Engine):
 
     def ready(self) -> None:
         while (up := self.num_up) < self.num_workers:
-            self.heard(up, self.num_workers)
+            self.on_progress(up, self.num_workers)
             self._collect()
         self._started = True
 

@@ -18,7 +18,7 @@ Params = Any
 """A tree of float32 arrays."""
 Batch = Any
 """A tree of arrays [rows, ...]."""
-MADE_UP = "made-up"
+DUMMY = "dummy"
 """Split of the rows of `Task.dummy_batch`."""
 _reading = threading.RLock()
 
@@ -114,12 +114,12 @@ class Task(Protocol):
 
 
 def read_rows(task: Task, split: str, rows: np.ndarray) -> Batch:
-    """Call `Task.read`, or `dummy_batch` for MADE_UP rows, while no other thread reads.
+    """Call `Task.read`, or `dummy_batch` for DUMMY rows, while no other thread reads.
 
     Two calls at once of a task that seeks in a file could give a user the rows of another.
     """
     with _reading:
-        return task.dummy_batch(rows) if split == MADE_UP else task.read(split, rows)
+        return task.dummy_batch(rows) if split == DUMMY else task.read(split, rows)
 
 
 def sizes_of(task: Task, split: str, rows: np.ndarray) -> np.ndarray | None:

@@ -36,7 +36,7 @@ from fedsim.clipping import (
 from fedsim.engine.engine import Engine, Stats, Trial
 from fedsim.engine.environment import expect_allowed, host_kind, keep_compiled, versions
 from fedsim.engine.programs import Programs, check_arithmetic, check_contributions, default_device
-from fedsim.engine.task import MADE_UP, Task, read_rows
+from fedsim.engine.task import DUMMY, Task, read_rows
 from fedsim.signals import raise_if_stopped
 
 ROWS_PER_READ = 4096
@@ -175,22 +175,22 @@ class Worker:
         some = np.resize(rows[lengths == length], (units, group))
         total = self.programs.zeros(params, clip)
         try:
-            parts = self.lane_chunks(params, some, clip, strategy, MADE_UP)
+            parts = self.lane_chunks(params, some, clip, strategy, DUMMY)
             programs = [self.programs.compile(total, params, x, clip, strategy) for x in parts]
             analyses = [program.memory_analysis() for program in programs]
             memory = max((x.temp_size_in_bytes for x in analyses if x), default=0)
             if memory > (free := free_memory()):
                 fault = f"needs {memory / 2**20:.0f} MiB, and {free / 2**20:.0f} are free"
                 return Trial(memory=memory, fault=fault)
-            _, stats = self.add_lane(params, some, clip, strategy, MADE_UP)
+            _, stats = self.add_lane(params, some, clip, strategy, DUMMY)
             if strategy.name == "ghost":
-                _, expected = self.add_lane(params, some, clip, Strategy("scan", 1), MADE_UP)
+                _, expected = self.add_lane(params, some, clip, Strategy("scan", 1), DUMMY)
                 if not np.allclose(stats.norms, expected.norms, SAME_NORMS, equal_nan=True):
                     raise UnsupportedModel("other norms than scan finds")
         except UnsupportedModel as error:
             return Trial(unsupported=str(error), fault=str(error))
         start = time.perf_counter()
-        self.add_lane(params, some, clip, strategy, MADE_UP)  # again, as the first call compiled
+        self.add_lane(params, some, clip, strategy, DUMMY)  # again, as the first call compiled
         seconds = time.perf_counter() - start
         return Trial(seconds * float(lengths.sum()) / (units * length), memory)
 
@@ -198,7 +198,7 @@ class Worker:
         """Return the length of the rows of each made-up unit, int [units]; 1 without buckets."""
         if (buckets := self.task.buckets) is None:
             return np.ones(len(rows), int)
-        batch = read_rows(self.task, MADE_UP, rows.ravel())
+        batch = read_rows(self.task, DUMMY, rows.ravel())
         sizes = np.reshape(buckets.sizes(batch), rows.shape)
         if self._shares_rows(strategy, rows.shape[1]):
             return shared_lengths(sizes, buckets.shared)

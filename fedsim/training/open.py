@@ -175,7 +175,7 @@ class OpenRun:
 @contextmanager
 def phase_of(workers: Engine, console: Console, what: str) -> Iterator[None]:
     """Show a phase, and the workers' progress in it."""
-    with console.phase(what) as phase, workers.telling(phase.at):
+    with console.phase(what) as phase, workers.show_progress(phase.at):
         yield
 
 

@@ -15,7 +15,7 @@ from fedsim.budget import GROUP_SIZE, BudgetRequest, count_at_once, shortened
 from fedsim.clipping import Clip, Strategy, num_coordinates
 from fedsim.config import UPDATE, ZERO_OUT, PrivacyConfig, RunConfig
 from fedsim.els import ELS
-from fedsim.engine import MADE_UP, Engine, Task, choose_strategy, versions
+from fedsim.engine import DUMMY, Engine, Task, choose_strategy, versions
 from fedsim.errors import ConfigError, expect
 from fedsim.noise import predicted_error
 from fedsim.plan import (
@@ -222,7 +222,7 @@ def _expect_finite_loss(engine: Engine, params: Any, source: str) -> None:
 
     The loss of users would tell of them by whether the run starts, so made-up tokens are tried.
     """
-    (loss,) = engine.begin_group_losses(params, MADE_UP, [np.array([SHORT_ROW])])()
+    (loss,) = engine.begin_group_losses(params, DUMMY, [np.array([SHORT_ROW])])()
     expected = f"a model with a finite loss before the first step, got {loss:g} on made-up tokens"
     expect("model", source, np.isfinite(loss), expected)
 

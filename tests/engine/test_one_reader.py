@@ -9,7 +9,7 @@ import pytest
 from experiments.harness.mean_task import MeanTask
 from fedsim.clipping import Clip, Strategy
 from fedsim.config import EngineConfig
-from fedsim.engine.task import MADE_UP, Task, read_rows, sizes_of
+from fedsim.engine.task import DUMMY, Task, read_rows, sizes_of
 from fedsim.engine.worker import LocalEngine
 
 pytestmark = pytest.mark.privacy
@@ -89,7 +89,7 @@ def test_one_thread_reads_at_a_time_whatever_it_asks_for(task):
     rows = np.arange(40)
     calls = [
         lambda: read_rows(task, "train", rows),
-        lambda: read_rows(task, MADE_UP, rows),
+        lambda: read_rows(task, DUMMY, rows),
         lambda: sizes_of(task, "train", rows),
     ]
     with ThreadPoolExecutor(len(calls)) as threads:

@@ -6,7 +6,7 @@ import pytest
 from refused import refuses
 
 from fedsim.config import EngineConfig
-from fedsim.engine.actors import placed_in_time
+from fedsim.engine.actors import wait_for_room
 from fedsim.engine.preflight import (
     ALLOCATOR,
     Placement,
@@ -107,8 +107,8 @@ def test_what_workers_compute_on_is_settled_when_there_are_nodes(monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     cluster = Growing([{"CPU": 0.0}], [{"CPU": 0.0}, {"CPU": 8.0, "GPU": 2.0}], [GPUS])
     config = EngineConfig("ray", num_workers=4, wait_for_workers=60.0)
-    placement = placed_in_time(cluster, config)
+    placement = wait_for_room(cluster, config)
     assert (placement.accelerator, placement.num_workers) == ("GPU", 4)
     assert cluster.asked == [4 * [{"CPU": 1}], 4 * [{"CPU": 1, "GPU": 1}]]
     with refuses("num_workers=4", says="at most 0"):
-        placed_in_time(Growing([{"CPU": 0.0}]), EngineConfig("ray", num_workers=4))
+        wait_for_room(Growing([{"CPU": 0.0}]), EngineConfig("ray", num_workers=4))
