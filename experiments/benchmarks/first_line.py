@@ -102,7 +102,9 @@ def main() -> None:
     slowest = max(rows, key=lambda row: row["cpu"])
     bars = [at_most("seconds of computing before a first line", slowest["cpu"], BOUND_S)]
     if args.json:
-        print(json.dumps({**circumstances("fedsim", "tyro", "rich"), "rows": rows, "bars": bars}))
+        print(
+            json.dumps({**circumstances("fedsim", "pydantic", "rich"), "rows": rows, "bars": bars})
+        )
         return
     for row in rows:
         print(f"{row['command']:13} {row['seconds']:5.2f} s {row['cpu']:5.2f} s  {row['line']}")

@@ -3,11 +3,17 @@
 import dataclasses
 import math
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from tyro.conf import Positional
-
-from fedsim.config import ALLOCATION, CORRELATED, ONLY_USERS, MechanismConfig, group, to_json
+from fedsim.config import (
+    ALLOCATION,
+    CORRELATED,
+    ONLY_USERS,
+    MechanismConfig,
+    Positional,
+    group,
+    to_json,
+)
 from fedsim.errors import expect, expect_positive
 
 if TYPE_CHECKING:
@@ -20,7 +26,7 @@ NOISE = "noise_multiplier"
 class _Mechanism(MechanismConfig):
     """The mechanism, and what both commands compute from it."""
 
-    algorithm: Annotated[Literal["els", "uls"], Positional]
+    algorithm: Positional[Literal["els", "uls"]]
     """els or uls."""
 
     participations: int | None = None

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from tyro.conf import Positional
-
-from fedsim.config import BuildConfig
+from fedsim.config import BuildConfig, Positional
 from fedsim.errors import expect, expect_count, printable
 from fedsim.run import Terminal, columns
 

@@ -2,102 +2,88 @@
 all.
 
 A command is a function. Its parameters are flags, documented in its docstring; a parameter that is
-a group of settings stands for its fields. argparse lays a page out, as wide as the terminal.
+a group of settings stands for its fields.
 """
 
 import argparse
-import dataclasses
+import functools
 import inspect
 import shutil
 import textwrap
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import docstring_parser
-import tyro
+
+from fedsim.config import HIDDEN, POSITIONAL, REPEATED, Setting, flags_of
+from fedsim.errors import ConfigError
 
 METAVARS = {int: "INT", float: "FLOAT", Path: "PATH", str: "TEXT"}
 Command = Callable[..., dict[str, Any]]
 Commands = Mapping[str, "Command | Commands"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Flag:
-    """A flag or a positional argument."""
-
-    names: tuple[str, ...]
-    """As typed, such as --no-remat; empty for a positional argument."""
-    metavar: str
-    """Placeholder of the value; empty for a switch."""
-    text: str
-    required: bool
-    group: str
-    """The title of its section in --help-all."""
-    several: bool = False
-    """True if it takes several values."""
-
-    @property
-    def usage(self) -> str:
-        """The flag with the placeholder of its value."""
-        return " ".join(filter(None, [*self.names[:1], self.metavar]))
-
-
-def flags(command: Command) -> Iterator[Flag]:
-    """The flags of a command."""
+def flags(command: Command) -> dict[str, Setting]:
+    """The settings of a command by name, those that are no flags, too."""
     parsed = docstring_parser.parse(command.__doc__ or "")
     texts = {part.arg_name: part.description or "" for part in parsed.params}
     hints = typing.get_type_hints(command, include_extras=True)
+    found: dict[str, Setting] = {}
     for name, parameter in inspect.signature(command).parameters.items():
-        marked = typing.get_origin(hints[name]) is typing.Annotated
-        kind, *marks = typing.get_args(hints[name]) if marked else (hints[name],)
-        if dataclasses.is_dataclass(kind):
-            yield from _of_group(kind)
+        if is_dataclass(kind := hints[name]):
+            found |= flags_of(kind)
         else:
             default = ... if parameter.default is parameter.empty else parameter.default
-            positional, text = tyro.conf.Positional in marks, texts.get(name, "")
-            yield _flag(name, kind, default, positional, text, "flags")
+            found[name] = Setting(name, kind, default, texts.get(name, ""), "flags")
+    return found
 
 
-def _of_group(kind: Any) -> Iterator[Flag]:
-    """The flags of a group of settings, and of the groups in it."""
-    for name, about in kind.__pydantic_fields__.items():
-        if dataclasses.is_dataclass(about.annotation):
-            yield from _of_group(about.annotation)
-        elif tyro.conf.Suppress not in about.metadata:
-            named = (getattr(mark, "name", None) for mark in about.metadata)
-            flag = next(filter(None, named), name)
-            positional = tyro.conf.Positional in about.metadata
-            default, title = about.default, sentence(kind).partition(",")[0]
-            default = ... if about.is_required() else default
-            text = about.description or ""
-            yield _flag(flag, about.annotation, default, positional, text, title)
+def words_of(flag: Setting) -> list[str]:
+    """A flag as it is typed, such as --no-remat; none for a positional argument."""
+    if POSITIONAL in flag.marks:
+        return []
+    name = flag.name.replace("_", "-")
+    return [f"--{name}", f"--no-{name}"] if flag.default is True else [f"--{name}"]
 
 
-def _flag(name: str, kind: Any, default: Any, positional: bool, text: str, group: str) -> Flag:
-    """A flag. Args: default: ... if it is required."""
-    name, text = name.replace("_", "-"), " ".join(text.split())
-    required, metavar = default is ..., _metavar(kind)
-    if positional:
-        metavar = metavar if metavar.startswith("{") else name.upper()
-        metavar += " ..." if typing.get_origin(kind) is tuple else ""
-        return Flag((), metavar if required else f"[{metavar}]", text, required, group)
-    names = (f"--{name}", f"--no-{name}") if default is True else (f"--{name}",)
-    if metavar and default and not required and "efault: " not in text:
-        values = default if isinstance(default, tuple) else (default,)
-        text += f" Default: {' '.join(map(str, values))}."
-    origins = map(typing.get_origin, (kind, *typing.get_args(kind)))
-    several = any(origin in (tuple, Sequence) for origin in origins)
-    return Flag(names, metavar, text, required, group, several)
+def usage_of(flag: Setting) -> str:
+    """A flag with the placeholder of its value."""
+    return " ".join(filter(None, [*words_of(flag)[:1], _metavar(flag)]))
 
 
-def _metavar(kind: Any) -> str:
-    """Placeholder for a value of a type; empty for a switch."""
+def takes_several(flag: Setting) -> bool:
+    """True if several values may follow the flag."""
+    kinds = map(typing.get_origin, (flag.type, *typing.get_args(flag.type)))
+    return REPEATED not in flag.marks and any(kind in (tuple, Sequence) for kind in kinds)
+
+
+def _metavar(flag: Setting) -> str:
+    """Placeholder of the value; empty for a switch."""
+    metavar = _placeholder(flag.type)
+    if POSITIONAL not in flag.marks:
+        return metavar
+    metavar = metavar if metavar.startswith("{") else flag.name.upper()
+    metavar += " ..." if takes_several(flag) else ""
+    return metavar if flag.default is ... else f"[{metavar}]"
+
+
+def _placeholder(kind: Any) -> str:
     if typing.get_origin(kind) is Literal:
         return f"{{{','.join(map(str, typing.get_args(kind)))}}}"
     inner = [each for each in typing.get_args(kind) if each not in (type(None), ...)]
-    return _metavar(inner[0]) if inner else METAVARS.get(kind, "")
+    return _placeholder(inner[0]) if inner else METAVARS.get(kind, "")
+
+
+def _text(flag: Setting) -> str:
+    text, default = " ".join(flag.text.split()).replace("%", "%%"), flag.default
+    named = default not in (..., False, None, "", ()) and "efault: " not in text
+    if POSITIONAL in flag.marks or not named or not _placeholder(flag.type):
+        return text
+    values = default if isinstance(default, tuple) else (default,)
+    return f"{text} Default: {' '.join(map(str, values))}."
 
 
 def about(command: Any) -> str:
@@ -105,10 +91,9 @@ def about(command: Any) -> str:
     return (inspect.getdoc(command) or "").partition("\n\nArgs:")[0]
 
 
-def sentence(kind: Any) -> str:
-    """The first sentence of a docstring."""
-    first = " ".join(about(kind).partition("\n\n")[0].split())
-    return first.partition(". ")[0].rstrip(".")
+def sentence(command: Any) -> str:
+    """The first sentence of a command's docstring."""
+    return " ".join(about(command).partition("\n\n")[0].split()).partition(". ")[0].rstrip(".")
 
 
 COMMON = frozenset(
@@ -139,28 +124,63 @@ def page(name: str, command: "Command | Commands", *, whole: bool) -> str:
     """
     if isinstance(command, Mapping):
         parser = _parser(f"{name} COMMAND", [], GROUPS.get(name, ABOUT))
-        rows = {
-            word: GROUPS.get(f"{name} {word}") or sentence(one) for word, one in command.items()
-        }
-        inside = [Flag((), word, text, False, "") for word, text in rows.items()]
-        _section(parser, "commands", inside)
+        section = parser.add_argument_group("commands")
+        for word, one in command.items():
+            section.add_argument(word, help=GROUPS.get(f"{name} {word}") or sentence(one))
         parser.epilog = f"The flags of a command: {name} COMMAND --help\n{EVERYWHERE}"
         return parser.format_help()
-    every = list(flags(command))
-    words = [flag.usage for flag in every if flag.required or not flag.names]
-    parser = _parser(name, [*words, "[FLAGS]"], about(command))
-    _section(parser, "required", [flag for flag in every if flag.required])
-    rest = [flag for flag in every if not flag.required]
-    if whole:
-        for title in dict.fromkeys(flag.group for flag in rest):
-            _section(parser, title, [flag for flag in rest if flag.group == title])
-        return parser.format_help()
+    every = [x for x in flags(command).values() if HIDDEN not in x.marks]
+    needed, rest = ([x for x in every if (x.default is ...) == needed] for needed in (True, False))
+    named = [usage_of(x) for x in every if x.default is ... or not words_of(x)]
+    parser = _parser(name, [*named, "[FLAGS]"], about(command))
     few = len(every) <= FEW
-    shown = [flag for flag in rest if few or COMMON & set(flag.names) or not flag.names]
-    _section(parser, "flags" if few else "common flags", shown)
-    if len(shown) < len(rest):
+    shown = [x for x in rest if few or COMMON & {*words_of(x)} or not words_of(x)]
+    sections = {"required": needed, "flags" if few else "common flags": shown}
+    if whole:
+        titles = dict.fromkeys(x.title for x in rest)
+        sections = {title: [x for x in rest if x.title == title] for title in titles}
+        sections = {"required": needed, **sections}
+    elif len(shown) < len(rest):
         parser.epilog = f"{len(rest) - len(shown)} more flags: {name} --help-all"
+    for title, inside in sections.items():
+        _add(parser.add_argument_group(title), inside)
     return parser.format_help()
+
+
+def parse_words(name: str, words: Sequence[str], known: Iterable[Setting]) -> dict[str, Any]:
+    """The values that a command line gives, as typed, by the names of flags.
+
+    Raises: ConfigError: a flag has no value, or there is a word too many.
+    """
+    parser = argparse.ArgumentParser(prog=name, add_help=False, allow_abbrev=False)
+    parser.error = functools.partial(_refuse, name)
+    _add(parser, known)
+    return vars(parser.parse_intermixed_args(words))
+
+
+def _refuse(name: str, message: str) -> NoReturn:
+    raise ConfigError(f"{message}; its flags: {name} --help")
+
+
+def _add(section: Any, inside: Iterable[Setting]) -> None:
+    """Add flags to a parser or a section of one. What is not given has no value."""
+    for flag in inside:
+        words, metavar, several = words_of(flag), _metavar(flag), takes_several(flag)
+        how: dict[str, Any] = {"help": _text(flag), "default": argparse.SUPPRESS}
+        if not words:
+            nargs = "*" if several else "?"
+            section.add_argument(flag.name, metavar=metavar, nargs=nargs, **how)
+        elif metavar:
+            one = {"action": "append"} if REPEATED in flag.marks else {}
+            many = {"nargs": "+"} if several else {}
+            section.add_argument(*words, dest=flag.name, metavar=metavar, **one, **many, **how)
+        elif flag.default:
+            section.add_argument(*words[:1], action=argparse.BooleanOptionalAction, **how)
+        else:
+            section.add_argument(*words, dest=flag.name, action="store_true", **how)
+            how["help"] = argparse.SUPPRESS  # --no-resume, against resume = true in a file
+            word = words[0].replace("--", "--no-", 1)
+            section.add_argument(word, dest=flag.name, action="store_false", **how)
 
 
 def _parser(name: str, words: list[str], text: str) -> argparse.ArgumentParser:
@@ -174,22 +194,13 @@ def _parser(name: str, words: list[str], text: str) -> argparse.ArgumentParser:
     )
 
 
-def _section(parser: argparse.ArgumentParser, title: str, inside: list[Flag]) -> None:
-    section = parser.add_argument_group(title)
-    for flag in inside:
-        text = flag.text.replace("%", "%%")
-        if not flag.names:
-            section.add_argument(flag.metavar, help=text)
-        elif flag.metavar:
-            section.add_argument(*flag.names, metavar=flag.metavar, help=text)
-        else:
-            section.add_argument(*flag.names, action="store_true", help=text)
-
-
 class _Layout(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str):
         width = _width()
         super().__init__(prog, max_help_position=24 if width >= NARROW else 6, width=width)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return str(action.metavar or "")  # as often as it may be given, says the text
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return _filled(text, width).splitlines()

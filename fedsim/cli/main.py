@@ -1,35 +1,42 @@
 """The command line: `fedsim COMMAND`, each command a function whose parameters are its flags.
 
-A mistake in settings or data ends with exit code 2 and one line, `fedsim: error: ...`; a mistake in
-the command line itself (a missing flag, not a number) with exit code 2 and tyro's message. There is
-no traceback. With `--json`, stdout has one JSON object only; progress goes to stderr.
+A mistake in settings, data or the command line itself ends with exit code 2 and one line, `fedsim:
+error: ...`, without a traceback. With `--json`, stdout has one JSON object only; progress goes to
+stderr.
 """
 
 import contextlib
-import difflib
 import functools
 import inspect
 import io
-import itertools
 import json
 import os
-import re
 import resource
 import signal
 import sys
+import typing
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import tyro
-
 from fedsim.cli.account import account, calibrate
 from fedsim.cli.data import build, show, stats, without
-from fedsim.cli.help import Command, Commands, flags, page
+from fedsim.cli.help import Command, Commands, flags, page, parse_words, usage_of
 from fedsim.cli.models import evaluate, export, generate, train
 from fedsim.cli.trust import audit, budget, publish, report, verify
 from fedsim.cli.tuning import recommend, select
-from fedsim.config import RunConfig, read, to_json
+from fedsim.config import (
+    HIDDEN,
+    RunConfig,
+    Setting,
+    config_of,
+    flags_of,
+    read,
+    such_as,
+    to_json,
+    unknown_setting,
+)
 from fedsim.errors import ConfigError, FedsimError, expect, printable
 from fedsim.files import CACHE, DISK_FULL, LEDGER, directory_of, expand_home
 from fedsim.installation import optional, version
@@ -143,7 +150,11 @@ def _run(words: list[str]) -> None:
         words, level = _level_of(words)
         call = parse(words)
         given = call.keywords
-        with verbosity(level), terminated(end), optional():
+        with (
+            verbosity(level or getattr(given.get("run"), "output", "normal")),
+            terminated(end),
+            optional(),
+        ):
             result = call()
     except FedsimError as error:
         _say(error.details)
@@ -174,41 +185,34 @@ def _run(words: list[str]) -> None:
 
 
 def parse(words: list[str]) -> functools.partial[dict[str, Any]]:
-    """The call of a command, with all its arguments by name, that a command line describes.
+    """The call of a command, with its arguments by name, that a command line describes.
 
     Args: words: those after `fedsim`.
 
     Raises:
       ConfigError: a setting has no such value, or there is no such flag or command.
-      SystemExit: help was printed, or tyro printed what is wrong with the arguments.
+      SystemExit: help was printed.
     """
     path, command = _named(words)
     name, rest = " ".join(["fedsim", *path]), words[len(path) :]
     if isinstance(command, Mapping) and not HELP.intersection(rest[:1]):
-        word, known = (rest or [""])[0], ", ".join(command)
-        close = difflib.get_close_matches(word, command, 1)
-        hint = f", such as {close[0]}" if close else ""
-        raise ConfigError.of("command", word or None, f"one of {known}{hint}")
+        word = (rest or [""])[0]
+        known = f"one of {', '.join(command)}{such_as(word, command)}"
+        raise ConfigError.of("command", word or None, known)
     if HELP.intersection(rest):
         print(page(name, command, whole="--help-all" in rest), end="")
         raise SystemExit(0)
     assert not isinstance(command, Mapping)
-    _expect_known(command, rest)
-    rest = _with_file(rest) if command is train else rest
-    fancy = sys.stderr.isatty() and all(map(str.isprintable, rest))
-    tyro._experimental_options.update(ansi_codes=fancy, utf8_boxes=fancy)
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            how = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
-            return tyro.cli(_later(command), prog=name, args=rest, config=how)
-    except SystemExit as stop:
-        if (fault := _fault_of_setting(stop)) is not None:
-            raise fault from None
-        with contextlib.suppress(OSError):  # stderr is closed or full: the exit code remains
-            lines = map(str.rstrip, said.getvalue().rstrip().splitlines())
-            print(*(lines if fancy else map(printable, lines)), sep="\n", file=sys.stderr)
-        raise
+    known = flags(command)
+    visible = {name: one for name, one in known.items() if HIDDEN not in one.marks}
+    typed = parse_words(name, _spelt(rest, visible), visible.values())
+    path = typed.pop("config", None) if command is train else None
+    of_file = {} if path is None else _values(known, read(Path(expand_home("config", path))))
+    settings = of_file | _values(known, typed)
+    needed = [one for one in known.values() if one.default is ... and one.name not in settings]
+    if needed:
+        raise ConfigError(f"expected {', '.join(map(usage_of, needed))}; all flags: {name} --help")
+    return functools.partial(command, **_arguments(command, settings))
 
 
 def _named(words: list[str]) -> tuple[list[str], Command | Commands]:
@@ -223,75 +227,50 @@ def _named(words: list[str]) -> tuple[list[str], Command | Commands]:
     return path, command
 
 
-def _later(command: Command) -> Any:
-    """A function with the command's flags that returns its call, with ~ expanded in paths."""
-    names = list(inspect.signature(command).parameters)
+def _values(known: Mapping[str, Setting], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a file or of the command line, with their types."""
+    for name, value in given.items():
+        if name not in known:
+            raise unknown_setting(name, value, known)
+    return {name: known[name].read(value) for name, value in given.items()}
 
-    @functools.wraps(command)
-    def call(*values: Any, **named: Any) -> functools.partial[dict[str, Any]]:
-        named |= dict(zip(names, values, strict=False))
-        for name, value in named.items():
-            if isinstance(value, Path):  # no shell expands --out=~/x
-                named[name] = Path(expand_home(name, value))
-        return functools.partial(command, **named)
 
-    return call
+def _arguments(command: Command, settings: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a command, with its groups of settings."""
+    hints: dict[str, Any] = typing.get_type_hints(command)
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        if is_dataclass(hints[name]):
+            inside = {n: settings[n] for n in flags_of(hints[name]) if n in settings}
+            found[name] = config_of(hints[name], inside)
+        else:
+            found[name] = settings.get(name, parameter.default)
+    return found
 
 
 def _level_of(words: list[str]) -> tuple[list[str], str]:
-    """The words without --quiet and --verbose, and the level that these ask for.
+    """The words without --quiet and --verbose, and the level that these ask for, or "".
 
     Raises: ConfigError: both are given.
     """
     levels = {f"--{level}": level for level in ("quiet", "verbose")}
     asked = [levels[word] for word in words if word in levels]
     expect("quiet", True, len(set(asked)) < 2, "it alone, or verbose alone")
-    return [word for word in words if word not in levels], asked[0] if asked else "normal"
+    return [word for word in words if word not in levels], asked[0] if asked else ""
 
 
-def _expect_known(command: Command, words: list[str]) -> None:
-    """Raise ConfigError for the first flag that a command does not have, with the nearest one."""
-    names = {name for flag in flags(command) for name in flag.names}
-    known = names | {f"--no-{name[2:]}" for name in names}
+def _spelt(words: list[str], known: Mapping[str, Any]) -> list[str]:
+    """The words, each flag with hyphens. Raises: ConfigError: there is no such flag."""
+    found = []
     for word in words:
-        flag = word.partition("=")[0].replace("_", "-")
-        if word.startswith("--") and len(flag) > 2 and flag not in known:
-            close = difflib.get_close_matches(flag, names, 1, 0.75)
-            hint = f"; use {close[0]}" if close else ""
-            raise ConfigError(f"{flag}: there is no such flag here{hint}", field=flag[2:])
-
-
-def _fault_of_setting(error: BaseException | None) -> ConfigError | None:
-    """The ConfigError behind an exit of tyro, which would report it as one of a group of flags."""
-    while error is not None and not isinstance(error, ConfigError):
-        error = error.__context__
-    return error
-
-
-def _with_file(words: list[str]) -> list[str]:
-    """The words of `train`, with the settings of the file of --config before all other flags."""
-    after = itertools.pairwise([*words, ""])
-    named = [b if a == "--config" else a[9:] for a, b in after if re.match("--config(=|$)", a)]
-    if not named:
-        return words
-    path, of_file = Path(expand_home("config", named[-1])), []
-    known = {flag.names[0]: flag for flag in flags(train) if flag.names}
-    for name, value in read(path).items():
-        flag = f"--{name.replace('_', '-')}"
-        expect("config", path, flag in known, f"names of settings, found {name}")
-        if not known[flag].metavar:
-            holds = {"true": flag, "false": f"--no-{flag[2:]}"}.get(str(value).lower())
-            expect(name, value, holds is not None, f"true or false in {path}")
-            of_file.append(holds)
-        elif isinstance(value, list) and known[flag].several:
-            of_file += [flag, *map(str, value)]
-        else:
-            single = isinstance(value, int | float | str) and not isinstance(value, bool)
-            expect(name, value, single, f"one value in {path}")
-            of_file += [flag, str(value)]
-    # After the algorithm, which a flag with several values would take for one of them.
-    at = next(i for i, word in enumerate(words) if word.startswith("--"))
-    return words[:at] + of_file + words[at:]
+        flag, equals, value = word.partition("=")
+        if word.startswith("--") and len(flag) > 2:
+            name = flag[2:].replace("-", "_")
+            if name not in known and name.removeprefix("no_") not in known:
+                raise unknown_setting(name, value or None, known)
+            flag = f"--{name.replace('_', '-')}"
+        found.append(f"{flag}{equals}{value}")
+    return found
 
 
 def _interrupted(command: Command | Commands) -> tuple[str, int]:

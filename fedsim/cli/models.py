@@ -4,11 +4,10 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from tyro.conf import Positional
-
 from fedsim.config import (
     Algorithm,
     EngineConfig,
+    Positional,
     PrivacyConfig,
     RunConfig,
     Sampling,

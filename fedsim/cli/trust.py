@@ -6,13 +6,12 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-from tyro.conf import Positional
-
 from fedsim.config import (
     Algorithm,
     AuditConfig,
     DataConfig,
     EngineConfig,
+    Positional,
     PrivacyConfig,
     RunConfig,
     changed_run,

@@ -4,15 +4,15 @@ of them."""
 import math
 import tomllib
 from pathlib import Path
-from typing import Any
-
-from tyro.conf import Positional, UseAppendAction
+from typing import Annotated, Any
 
 from fedsim.config import (
+    REPEATED,
     DataConfig,
     EngineConfig,
     MechanismConfig,
     ModelConfig,
+    Positional,
     PrivacyConfig,
     PrivacyTarget,
     RunConfig,
@@ -65,7 +65,7 @@ def recommend(
 def select(
     out: Path,
     file: Positional[Path | None] = None,
-    set: UseAppendAction[tuple[str, ...]] = (),
+    set: Annotated[tuple[str, ...], REPEATED] = (),
     trials: float | None = None,
     shape: float = 0.0,
     eval_epsilon: float | None = None,

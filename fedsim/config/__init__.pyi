@@ -4,16 +4,25 @@ from .load import (
     changed_run as changed_run,
     computed_by as computed_by,
     config_of as config_of,
-    flags_of as flags_of,
     new_names as new_names,
     original_names as original_names,
     read as read,
     run_config as run_config,
     settings_of as settings_of,
+    such_as as such_as,
     to_json as to_json,
     unknown_setting as unknown_setting,
 )
-from .model import group as group
+from .model import (
+    HIDDEN as HIDDEN,
+    POSITIONAL as POSITIONAL,
+    REPEATED as REPEATED,
+    Positional as Positional,
+    Setting as Setting,
+    first_words as first_words,
+    flags_of as flags_of,
+    group as group,
+)
 from .plain_yaml import yaml_tree as yaml_tree
 from .privacy import (
     ADD_OR_REMOVE as ADD_OR_REMOVE,

@@ -1,36 +1,28 @@
 """Settings by the names of their flags: from Python and files, and to config.json."""
 
-import dataclasses
 import difflib
 import json
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
+from fedsim.config.model import flags_of
 from fedsim.config.plain_yaml import yaml_tree
-from fedsim.config.settings import DataConfig, EngineConfig, ModelConfig, RunConfig
+from fedsim.config.settings import RunConfig
 from fedsim.errors import ConfigError, expect
 
 T = TypeVar("T")
 
-# The groups of a RunConfig, each with the field whose flag is named like the group.
-_GROUPS = {"data": ("source", DataConfig), "model": ("source", ModelConfig)}
-_GROUPS |= {"engine": ("kind", EngineConfig)}
 _FIRST_NAMES = {"batch_size": "budget", "lora_modules": "lora_layers"}
-_NEW_NAMES = {  # of settings in config.json of 0.4
+_NEW_NAMES = {  # of settings of 0.4
+    "unowned": "rows_without_user",
     "spend_rest": "fit_limit",
     "max_changed": "max_shared_groups",
     "chosen_on_data": "tuned_on_data",
 }
 _FIRST_NAMES |= {new: old for old, new in _NEW_NAMES.items()}
-
-
-def group_of(name: str) -> Any:
-    """The class of a group of a RunConfig."""
-    return _GROUPS[name][1]
 
 
 def original_names(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,26 +38,29 @@ def new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def unknown_setting(name: str, value: Any, known: Iterable[str]) -> ConfigError:
     """The error of a setting that does not exist, with the nearest name."""
-    close = difflib.get_close_matches(name, list(known), 1, 0.75)
-    hint = f", such as {close[0]}" if close else ""
-    return ConfigError.of(name, value, f"the name of a setting{hint}")
+    return ConfigError.of(name, value, f"the name of a setting{such_as(name, known)}")
+
+
+def such_as(name: str, known: Iterable[str]) -> str:
+    """A hint at the name that a wrong one may stand for; empty if there is none."""
+    renamed = [_NEW_NAMES[name]] if _NEW_NAMES.get(name) in (known := list(known)) else []
+    close = renamed or difflib.get_close_matches(name, known, 1, 0.75)
+    return f", such as {close[0]}" if close else ""
 
 
 def config_of(kind: type[T], settings: Mapping[str, Any]) -> T:
-    """Make a config from settings by flag name: data, run_dir, lora_rank, seed, ...
+    """Make a config from settings by name: data, run_dir, lora_rank, seed, ...
 
     Raises: ConfigError: a name is unknown, a setting is missing, or a value is wrong.
     """
     flags = flags_of(kind)
-    groups: dict[str, dict[str, Any]] = {}
-    values: dict[str, Any] = {}
+    groups: dict[str | None, dict[str, Any]] = {None: {}}
     for name, value in settings.items():
         if name not in flags:
             raise unknown_setting(name, value, flags)
-        group, field = flags[name]
-        (groups.setdefault(group, {}) if group else values)[field.name] = value
-    made = {group: _GROUPS[group][1](**inner) for group, inner in groups.items()}
-    return kind(**values, **made)
+        groups.setdefault(flags[name].group, {})[flags[name].field] = value
+    values, hints = groups.pop(None), get_type_hints(kind)
+    return kind(**values, **{name: hints[name](**inner) for name, inner in groups.items() if name})
 
 
 def run_config(**settings: Any) -> RunConfig:
@@ -85,28 +80,11 @@ def computed_by(run: RunConfig, engine: str = "local", **settings: Any) -> RunCo
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """All settings of a config by flag name."""
+    """All settings of a config by name."""
     return {
-        name: getattr(getattr(config, group) if group else config, field.name)
-        for name, (group, field) in flags_of(type(config)).items()
+        name: getattr(getattr(config, one.group) if one.group else config, one.field)
+        for name, one in flags_of(type(config)).items()
     }
-
-
-def flags_of(kind: Any) -> dict[str, tuple[str | None, dataclasses.Field[Any]]]:
-    """Flags of a config class: name -> (group, field).
-
-    The group is the nested config (`data`, `model` or `engine`) that has the field; None: the class
-    itself.
-    """
-    flags: dict[str, tuple[str | None, dataclasses.Field[Any]]] = {}
-    for field in fields(kind):
-        if kind is not RunConfig or field.name not in _GROUPS:
-            flags[field.name] = None, field
-            continue
-        first, group = _GROUPS[field.name]
-        for inner in fields(group):
-            flags[field.name if inner.name == first else inner.name] = field.name, inner
-    return flags
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -116,8 +94,8 @@ def as_dict(config: Any) -> dict[str, Any]:
 
 def changed(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
     """The settings, in JSON's types, that differ from their defaults."""
-    defaults = {name: to_json(field.default) for name, (_, field) in flags_of(kind).items()}
-    return {name: value for name, value in settings.items() if value != defaults[name]}
+    flags = flags_of(kind)
+    return {name: x for name, x in settings.items() if x != to_json(flags[name].default)}
 
 
 def to_json(value: Any) -> Any:

@@ -3,16 +3,16 @@
 They are in the ledger and fixed for the life of a run.
 """
 
-import dataclasses
 import enum
 import math
+import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
 
-from fedsim.config.load import config_of, flags_of, group_of, to_json, unknown_setting
-from fedsim.config.model import group
+from fedsim.config.load import config_of, to_json, unknown_setting
+from fedsim.config.model import flags_of, group
 from fedsim.config.settings import RunConfig
 from fedsim.errors import expect, expect_least, expect_positive
 
@@ -232,13 +232,10 @@ def json_schema() -> dict[str, Any]:
     It describes files of --config, of `fedsim select`, and the settings in a run's config.json.
     """
     settings: dict[str, Any] = {}
-    kinds: tuple[Any, ...] = (PrivacyConfig, RunConfig)
-    for kind in kinds:
-        for name, (inside, field) in flags_of(kind).items():
-            info = (group_of(inside) if inside else kind).__pydantic_fields__[field.name]
-            number = float in (info.annotation, *getattr(info.annotation, "__args__", ()))
-            annotation = info.annotation | Literal["inf"] if number else info.annotation
-            default = None if field.default is dataclasses.MISSING else to_json(field.default)
-            settings[name] = annotation, pydantic.Field(default, description=info.description)
+    for name, one in (flags_of(PrivacyConfig) | flags_of(RunConfig)).items():
+        number = float in (one.type, *typing.get_args(one.type))
+        kind = one.type | Literal["inf"] if number else one.type
+        default = None if one.default is ... else to_json(one.default)
+        settings[name] = kind, pydantic.Field(default, description=one.text)
     strict = pydantic.ConfigDict(extra="forbid")
     return pydantic.create_model("fedsim train", __config__=strict, **settings).model_json_schema()

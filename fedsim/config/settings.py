@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Strict
 
-from fedsim.config.model import APath, Column, Names, flag, group, hidden
+from fedsim.config.model import HIDDEN, APath, Column, Names, group
 from fedsim.errors import DataError, expect, expect_least, expect_positive
 from fedsim.files import expand_home
 
@@ -143,7 +143,7 @@ class BuildConfig:
 class DataConfig:
     """The training text and its users."""
 
-    source: Annotated[str, _home("data"), flag(name="data")]
+    source: Annotated[str, _home("data")]
     """Data to train on: a directory made by `fedsim data build`, which has more settings; a
     Parquet, JSON or CSV file or a folder of them (of JSON: 'folder/*.json'), hf:NAME (a data set of
     the Hugging Face Hub), or for trials pydocs (docstrings)."""
@@ -186,7 +186,7 @@ def _joined(modules: str | Sequence[str]) -> str:
 class ModelConfig:
     """The model to train."""
 
-    source: Annotated[str, _home("model"), flag(name="model")] = "tiny"
+    source: Annotated[str, _home("model")] = "tiny"
     """Model to train. A new transformer: micro (to try a command), tiny, small, medium, paper (350
     M parameters) or large (1 B). Or a pretrained model: a Hugging Face directory, hf:NAME, or the
     directory of an earlier run."""
@@ -245,7 +245,7 @@ class ModelConfig:
 class EngineConfig:
     """The processes that compute gradients."""
 
-    kind: Annotated[Literal["ray", "local"], flag(name="engine")] = "ray"
+    kind: Literal["ray", "local"] = "ray"
     """ray: worker processes on the Ray cluster at RAY_ADDRESS, or on this machine. local: this
     process alone."""
 
@@ -253,7 +253,7 @@ class EngineConfig:
     """Number of worker processes. >= 1. Default: one per accelerator, or one per threads_per_worker
     CPUs."""
 
-    num_lanes: Annotated[int, hidden] = 8
+    num_lanes: Annotated[int, HIDDEN] = 8
     """Number of parts that a step is split into; each worker computes one at a time. >= 1. Without
     noise, changes the bits of the result."""
 
@@ -367,7 +367,7 @@ class RunConfig(UpdateConfig):
     log_every: int = 10
     """Steps between computations of epsilon. >= 1."""
 
-    output: Annotated[Literal["quiet", "normal", "verbose"], hidden] = "normal"
+    output: Annotated[Literal["quiet", "normal", "verbose"], HIDDEN] = "normal"
     """Messages on stderr. quiet: warnings and errors. normal: plan, progress and results. verbose:
     technical details as well. --quiet and --verbose are short for it."""
 

@@ -95,7 +95,6 @@ PLACES = ("model", "adapter", "tokenizer")
 
 Settings = Mapping[str, Any]
 _FLAGS = flags_of(PrivacyConfig) | flags_of(RunConfig)
-_DEFAULTS = {name: field.default for name, (_, field) in _FLAGS.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +193,7 @@ def _whole(source: str) -> str:
 
 def _name(algorithm: str, given: Settings) -> str:
     """Name of a run: a hash of its settings without those at their defaults."""
-    kept = {n: to_json(v) for n, v in given.items() if v != _DEFAULTS[n]}
+    kept = {n: to_json(v) for n, v in given.items() if v != _FLAGS[n].default}
     kept = {n: v for n, v in kept.items() if n not in OPERATIONAL or n == "data"}
     text = json.dumps([str(algorithm), original_names(kept)], sort_keys=True)
     return f"{algorithm}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"

@@ -63,18 +63,18 @@ def test_a_flag_wins_and_an_empty_list_is_none(read):
 @pytest.mark.parametrize(
     ("text", "what", "says"),
     [
-        ("resume: on", "resume=on", "true or false"),
-        ("resume: no", "resume=no", "true or false"),
-        ("delta: null", "delta=None", "one value"),
-        ("tokenizer: ~", "tokenizer=None", "one value"),
-        ("engine: {kind: ray}", "engine=None", "one value"),
-        ("seed: [1, 2]", "seed=['1', '2']", "one value"),
+        ("resume: on", "resume=on", "a valid boolean"),
+        ("resume: no", "resume=no", "a valid boolean"),
+        ("delta: null", "delta=None", "a value"),
+        ("tokenizer: ~", "tokenizer=None", "a value"),
+        ("engine: {kind: ray}", "engine=None", "a value"),
+        ("seed: [1, 2]", "seed=['1', '2']", "integer"),
         ("seed: 1\nseed: 2", "config", "seed is there twice"),
         ("? [a]\n: 3", "config", "twice"),
         ("- seed", "config", "lines such as `num_steps: 200`"),
         ("seed: [1", "config", "a TOML, YAML or JSON file"),
         ("seed: &s 1\nnum_steps: *s", "config", "an alias"),
-        ("lerning_rate: 1", "config", "names of settings, found lerning_rate"),
+        ("lerning_rate: 1", "lerning_rate=1", "such as learning_rate"),
     ],
 )
 def test_a_mistake_in_yaml_is_one_line(text, what, says, read):
@@ -96,7 +96,6 @@ def test_a_mistake_in_toml_is_one_line(text, what, read):
         read(text, "toml")
 
 
-def test_a_word_of_yaml_that_means_no_stays_a_word(read, capsys):
-    with pytest.raises(SystemExit):
+def test_a_word_of_yaml_that_means_no_stays_a_word(read):
+    with refuses("recipe=no"):
         read("recipe: no")
-    assert "'no'" in capsys.readouterr().err

@@ -1,16 +1,14 @@
 """Help as a person meets it: what a command needs, then what people use, then all of it."""
 
-import contextlib
-import io
 import re
 import subprocess
 import sys
 
 import pytest
-import tyro
+from refused import refuses
 
 from fedsim.cli import help
-from fedsim.cli.main import COMMANDS, main
+from fedsim.cli.main import COMMANDS, main, parse
 
 LEAVES = {name: command for name, command in COMMANDS.items() if name != "data"}
 LEAVES |= {f"data {name}": command for name, command in COMMANDS["data"].items()}
@@ -24,14 +22,23 @@ def shown(*words, capsys):
 
 
 @pytest.mark.parametrize("name", LEAVES)
-def test_all_flags_that_tyro_takes_are_in_the_whole_page_and_no_others(name, capsys):
+def test_all_flags_are_in_the_whole_page_with_a_text_each(name, capsys):
     page = shown(*name.split(), "--help-all", capsys=capsys)
-    theirs = io.StringIO()
-    with contextlib.redirect_stdout(theirs), contextlib.suppress(SystemExit):
-        tyro.cli(LEAVES[name], args=["--help"], prog="x", config=(tyro.conf.OmitArgPrefixes,))
-    taken = set(re.findall(r"^\W (--[a-z][a-z-]*)", theirs.getvalue(), re.MULTILINE))
-    told = set(re.findall(r"^  (--[a-z][a-z-]*)", page, re.MULTILINE))
-    assert taken and told == taken
+    told = set(re.findall(r"^  --([a-z][a-z-]*)", page, re.MULTILINE))
+    flags = help.flags(LEAVES[name]).values()
+    taken = {flag.name.replace("_", "-") for flag in flags if help.words_of(flag)}
+    assert taken - told == {"num-lanes", "output"} & taken and told <= taken
+    assert all(flag.text for flag in flags)
+
+
+def test_a_setting_that_is_no_flag_is_one_in_a_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('num_lanes = 3\noutput = "quiet"\n')
+    given = ["train", "uls", *"--data x --run-dir y --epsilon 1 --num-steps 2".split()]
+    run = parse([*given, "--config", str(file)]).keywords["run"]
+    assert (run.engine.num_lanes, run.output) == (3, "quiet")
+    with refuses("num_lanes"):
+        parse([*given, "--num-lanes", "3"])
 
 
 def test_the_first_page_lists_the_commands_with_a_sentence_each(capsys):

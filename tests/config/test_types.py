@@ -7,7 +7,15 @@ import jsonschema
 import numpy as np
 import pytest
 
-from fedsim.config import PrivacyConfig, RunConfig, as_dict, flags_of, json_schema, run_config
+from fedsim.config import (
+    PrivacyConfig,
+    RunConfig,
+    as_dict,
+    flags_of,
+    json_schema,
+    run_config,
+    settings_of,
+)
 
 FLAGS = {"data": "pydocs", "run_dir": "run"}
 
@@ -29,9 +37,7 @@ FLAGS = {"data": "pydocs", "run_dir": "run"}
     ],
 )
 def test_a_value_becomes_one_of_the_type(name, value, expected):
-    group, field = flags_of(RunConfig)[name]
-    run = run_config(**FLAGS, **{name: value})
-    found = getattr(getattr(run, group) if group else run, field.name)
+    found = settings_of(run_config(**FLAGS, **{name: value}))[name]
     assert found == expected and isinstance(found, type(expected))
 
 

@@ -12,7 +12,7 @@ WITHOUT = """
 import runpy, sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("datasets", "ray", "tyro"):
+        if name.partition(".")[0] in ("datasets", "ray"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
 module, *sys.argv[1:] = sys.argv[1:]
@@ -21,7 +21,7 @@ runpy.run_module(module, run_name="__main__" if sys.argv[1:] else "imported")
 
 
 def run(*arguments):
-    """A benchmark, in a process that has no datasets, no Ray and no tyro."""
+    """A benchmark, in a process that has no datasets and no Ray."""
     command = [sys.executable, "-c", WITHOUT, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -30,7 +30,7 @@ def run(*arguments):
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_it_needs_neither_datasets_nor_ray_nor_tyro():
+def test_it_needs_neither_datasets_nor_ray():
     run("experiments.benchmarks.accelerator")
     run("fedsim.trust.verify")
 

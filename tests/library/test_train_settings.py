@@ -34,9 +34,9 @@ def plain(kind):
 def test_it_has_every_setting_of_train_with_its_type():
     expected = {}
     for kind in (PrivacyConfig, RunConfig):
-        for name, (group, field) in flags_of(kind).items():
-            hints = get_type_hints(get_type_hints(kind)[group] if group else kind)
-            expected[name] = plain(hints[field.name])
+        for name, one in flags_of(kind).items():
+            hints = get_type_hints(get_type_hints(kind)[one.group] if one.group else kind)
+            expected[name] = plain(hints[one.field])
     for name in ARGUMENTS:
         del expected[name]
     assert get_type_hints(fedsim.TrainSettings) == expected

@@ -24,7 +24,7 @@ import pytest
 
 import fedsim
 from fedsim.cli import main as cli
-from fedsim.cli.help import EVERYWHERE, flags
+from fedsim.cli.help import EVERYWHERE, flags, words_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -85,8 +85,8 @@ def fedsim_commands(page: Path) -> list[list[str]]:
 def known_flags() -> set[str]:
     """Every flag of the commands."""
     one = [command for command in cli.COMMANDS.values() if not isinstance(command, dict)]
-    every = [flag for command in [*one, *cli.COMMANDS["data"].values()] for flag in flags(command)]
-    names = {name for flag in every for name in flag.names}
+    every = [flags(command).values() for command in [*one, *cli.COMMANDS["data"].values()]]
+    names = {word for known in every for flag in known for word in words_of(flag)}
     return names | {f"--no-{name[2:]}" for name in names}
 
 
