@@ -112,6 +112,8 @@ def status(name: str) -> list[str]:
             rows = records.read_rows(file.with_suffix(".csv"))
             if records.as_claims(check(rows)) != record["claims"]:
                 state = "out of date: python -m experiments judge has it again"
+            if records.derived(file) not in (None, rows):
+                state = f"out of date: other records give other rows: python -m experiments.{name}"
         lines.append(
             f"{file.stem} ({scale}, {record['date']}, {record['commit']}): {said}; {state}"
         )

@@ -28,6 +28,8 @@ class Settings:
 
 
 RUNS_OF = ("fig04_els_group_size", "fig05_uls_heatmap")
+DERIVED = True
+"""Its rows follow from other records, and have to be what they give."""
 SETTINGS = {scale: Settings() for scale in ("smoke", "small")}
 
 

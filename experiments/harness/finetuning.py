@@ -235,6 +235,10 @@ def parse_arguments(description: str | None, argv: Sequence[str] | None = None) 
     parser.add_argument("--data", metavar="NAME", help=what)
     given = parser.parse_args(argv)
     came_from()  # what is committed while it trains is not what trains
+    if given.data and given.scale == "smoke":
+        raise ConfigError.of(
+            "scale", "smoke", "small or more, with --data: smoke is on made-up text"
+        )
     if given.data and given.out is None:
         given.out = Path("results") / Path(given.data).name
     out = common.out_of(given)
@@ -262,6 +266,8 @@ def main(
         print("in all " + cost(arguments.tally.planned, arguments.scale))
     else:
         rows = as_written(named(rows, arguments.shown()))
+        if rows and all(r.get("loss", 0.0) >= r.get("loss_before", math.inf) for r in rows):
+            print("no training ends better than it began: more steps, or a model that has learnt")
         drawn = {f: titled(draw(rows), rows, arguments.scale) for f, draw in figures.items()}
         minutes = arguments.tally.run_minutes
         data, model = origins(rows, arguments)

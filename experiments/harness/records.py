@@ -135,6 +135,14 @@ def module_of(record: Path) -> Any:
     return importlib.import_module(f"experiments.{record.stem}")
 
 
+def derived(record: Path) -> list[dict[str, Any]] | None:
+    """The rows that other records give today, where the rows of a record follow from these."""
+    module = module_of(record)
+    if not getattr(module, "DERIVED", False):
+        return None
+    return as_written(module.run(module.SETTINGS[json.loads(record.read_text())["scale"]]))
+
+
 def check_of(record: Path) -> Callable[[list[dict[str, Any]]], Any] | None:
     """The tests of its claims; None if it has none. Those of a part of an experiment are among the
     `CHECKS` of its module, whose name the part's begins with."""

@@ -28,6 +28,13 @@ def test_verdicts_and_numbers_follow_from_the_rows(name):
 
 
 @pytest.mark.parametrize("name", sorted(RECORDS))
+def test_rows_that_follow_from_other_records_are_what_these_give(name):
+    found = records.derived(RECORDS[name])
+    assert found in (None, records.read_rows(RECORDS[name].with_suffix(".csv")))
+    assert found is not None or name != "table_tuned_els"
+
+
+@pytest.mark.parametrize("name", sorted(RECORDS))
 def test_a_record_says_where_it_came_from(name):
     file = RECORDS[name]
     record = json.loads(file.read_text())
