@@ -15,7 +15,6 @@ import io
 import re
 import shlex
 import shutil
-import tomllib
 import warnings
 from pathlib import Path
 
@@ -37,8 +36,6 @@ LINKED += [ROOT / folder / "README.md" for folder in ("cluster", "experiments")]
 BLOCK = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.M | re.S)
 NOT_RUN_MARK = re.compile(r"^<!-- not run here: (.*) -->\n```(\S*)\n", re.M)
 """Comment before a block that a test does not type, with the reason; readers do not see it."""
-LANGUAGES = {"python", "sh", "toml", "text", "console", "{eval-rst}", "{toctree}"}
-LANGUAGES |= {"{record}", "{record-table}", "sql"}
 NOT_RUN = {"pip", "pytest", "tensorboard", "sphinx-build", "python", "docker", "kubectl"}
 NOT_RUN |= {"export", "ray", "pgrep", "kill", "rm"}
 QUICK = ("account", "calibrate")
@@ -133,13 +130,6 @@ def test_the_site_builds_without_a_warning(tmp_path):
 # ---- Commands ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", LINKED, ids=name_of)
-def test_blocks_say_what_they_are(page):
-    assert {tag for tag, _ in BLOCK.findall(page.read_text())} <= LANGUAGES
-    for block in blocks(page, "toml"):
-        tomllib.loads(block)
-
-
 @pytest.mark.parametrize("page", [page for page in LINKED if commands(page)], ids=name_of)
 def test_commands_parse(page):
     for words in fedsim_commands(page):
@@ -158,23 +148,9 @@ def test_commands_parse(page):
 def test_quick_commands_run(capsys):
     typed = {tuple(words) for page in PAGES for words in fedsim_commands(page)}
     quick = [list(words) for words in sorted(typed) if words[0] in QUICK]
-    assert len(quick) >= 4
     for words in quick:
         cli.main(words)
-    assert len(capsys.readouterr().out.splitlines()) == len(quick)
-
-
-def test_every_command_is_in_the_list_and_helps(capsys):
-    rows = re.findall(r"^\| (`fedsim .*?) \|", (ROOT / "docs/commands.md").read_text(), re.M)
-    listed = {
-        tuple(re.findall("[a-z-]+", c)) for row in rows for c in re.findall("`fedsim (.*?)`", row)
-    }
-    assert {words[0] for words in listed} == cli.COMMANDS.keys()
-    for words in sorted({words[0] for words in listed}):
-        with pytest.raises(SystemExit) as stop:
-            cli.parse([words, "--help"])
-        assert not stop.value.code
-    assert "--epsilon" in capsys.readouterr().out
+    assert len(capsys.readouterr().out.splitlines()) == len(quick) >= 4
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -8,7 +8,6 @@ instead of one of the Hub. Before a block that cannot run here, a comment gives 
 
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -19,22 +18,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from pretrained_models import make_model
-from test_docs import BLOCK, GUIDE, NOT_RUN_MARK, ROOT, blocks, lines_of, name_of
+from test_docs import BLOCK, GUIDE, NOT_RUN_MARK, ROOT, lines_of, name_of
 
 from fedsim.cli.main import main
 
 HUB_MODEL = "hf:HuggingFaceTB/SmolLM2-135M"
-NOT_RUN_HERE = {
-    "clusters.md": [
-        "opens ports; tests/engine/test_job.py runs the same commands",
-        "ends processes",
-    ],
-    "first_run.md": ["pip, and .ci/run types this line in a new environment"],
-    "gpus.md": ["needs a GPU"],
-    "logging.md": ["needs wandb, mlflow and trackio"],
-    "install.md": ["pip, and .ci/run types the README's command in a new environment"],
-    "tuning.md": ["trains many models; tests/tuning/test_private_selection.py runs selections"],
-}
 TRAINING = {
     "--num-steps": "2",
     "--engine": "local",
@@ -51,27 +39,6 @@ SMALL = {
 ONLY_RAY = {"--num-workers"}
 LONG = "made-up/chats.jsonl"
 """Data that keep the length of their page: their first turns alone are longer than SMALL."""
-
-
-def test_every_page_is_in_the_contents():
-    contents = "\n".join(blocks(ROOT / "docs/index.md", "{toctree}"))
-    for folder in ("guide", "theory"):
-        pages = {f"{folder}/{page.stem}" for page in (ROOT / "docs" / folder).glob("*.md")}
-        assert pages == set(re.findall(rf"^{folder}/\w+$", contents, re.M))
-
-
-def test_blocks_that_do_not_run_here_are_these():
-    marked: dict[str, list[str]] = {}
-    for page in GUIDE:
-        text = page.read_text()
-        for reason, tag in NOT_RUN_MARK.findall(text):
-            assert tag == "sh"
-            marked.setdefault(page.name, []).append(reason)
-        assert text.count("not run here") == len(marked.get(page.name, [])), "a mark has a block"
-    assert marked == NOT_RUN_HERE
-
-
-# ---- Commands -----------------------------------------------------------------------------------
 
 
 def typed(page: Path) -> Iterator[list[str]]:

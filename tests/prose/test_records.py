@@ -2,21 +2,23 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from experiments.harness import records
-from experiments.harness.outcomes import FILE, KEPT
+from experiments.harness.outcomes import KEPT
 from experiments.harness.rows import kept
 
 RECORDS = {records.name_of(file): file for file in records.committed()}
 CHECKS = {name: check for name, file in RECORDS.items() if (check := records.check_of(file))}
 
 
-def test_every_record_is_judged_by_a_test_of_its_own():
-    # These claim nothing.
-    assert set(RECORDS) - set(CHECKS) == {"regime_norms", "law_predictions"}
-    assert len(CHECKS) > 25
+def test_every_record_is_judged_and_its_claims_are_on_a_page_of_the_lab():
+    assert set(RECORDS) - set(CHECKS) == {"regime_norms", "law_predictions"}  # which claim nothing
+    pages = [page.read_text() for page in (Path(__file__).parents[2] / "docs/lab").glob("*.md")]
+    shown = {name for page in pages for name in re.findall(r"^```\{record\} (\S+)$", page, re.M)}
+    assert CHECKS.keys() <= shown
 
 
 @pytest.mark.parametrize("name", sorted(RECORDS))
@@ -40,30 +42,15 @@ def test_a_record_says_where_it_came_from(name):
     record = json.loads(file.read_text())
     assert set(records.PROVENANCE) <= set(record)
     assert re.fullmatch(r"[0-9a-f]{7,12}(-dirty)?", record["commit"])
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
-    trainings = kept(file.with_suffix(".jsonl"))
-    if file.parent.name in KEPT:  # in one file for all experiments
-        of_all = records.trained_at(kept(file.with_name(FILE)))
-        assert record["trainings"]["number"] <= of_all["number"]
-        assert {*record["trainings"]["commits"]} <= {*of_all["commits"]}
-        trainings = []
-        del record["trainings"]
-    assert record["seeds"] == (records.seeds_run(trainings) or records.seeds_of(record["settings"]))
-    assert record.get("trainings", {}) == records.trained_at(trainings)
     folder = file.parent.name
     assert record["scale"] == (folder if folder in records.FOLDERS else "paper")
-    stand_ins = re.findall(r"scotus|reddit_links|allsides_news", json.dumps(record["data"]))
-    assert not (stand_ins and record["scale"] == "paper")
-    assert "Stack Overflow" not in record["data"] and "CC-News" not in record["data"]
-    of_files = [each for each in record["data"].values() if isinstance(each, dict)]
-    assert all(re.fullmatch(r"[0-9a-f]{64}", each["sha256"]) for each in of_files)
-    assert all(each.get("fingerprint", "not built") for each in of_files)
-    if record["model"] is not None:
-        sizes = [size for key, size in record["model"].items() if "parameters" in key]
-        assert sizes and all(sizes), record["model"]
-        assert record["model"].get("sha256", "made here") and record["model"].get(
-            "model", "no file"
-        )
+    for each in record["data"].values():
+        assert not isinstance(each, dict) or re.fullmatch(r"[0-9a-f]{64}", each["sha256"])
+    if folder not in KEPT:  # there trainings are in one file for all experiments
+        trainings = kept(file.with_suffix(".jsonl"))
+        seeds = records.seeds_run(trainings) or records.seeds_of(record["settings"])
+        assert record["seeds"] == seeds
+        assert record.get("trainings", {}) == records.trained_at(trainings)
 
 
 @pytest.mark.parametrize("name", ["regime", "real_model", "table_pretraining"])
