@@ -41,9 +41,14 @@ from fedsim.keys import SecretKey
 from fedsim.noise import add_gaussian
 from fedsim.sampling import Sampling
 from fedsim.trust.audit import SHARP
-from fedsim.trust.bounds import Claim, audit_curve, audit_independent, curve_claim
+from fedsim.trust.bounds import (
+    Claim,
+    audit_curve,
+    audit_independent,
+    audit_noise,
+    curve_claim,
+)
 from fedsim.trust.canaries import LENGTH, POOLS, CanaryTask, Planted, coins
-from fedsim.trust.noise_audit import audit_noise
 from fedsim.uls import ULS
 
 METHODS = {"els": ELS, "uls": ULS}

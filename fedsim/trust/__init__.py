@@ -4,8 +4,8 @@ verify       each promise of a run, checked against its files (`evidence`, `ledg
              `replay`
 report       privacy report, model card and published folder, from the `claim` of the ledger
 published    what a stranger can check of a folder that `fedsim publish` made
-audit        attacks: plants `canaries`, and bounds epsilon by guesses (`bounds`) and by the noise
-             in what was released (`noise_audit`)
+audit        attacks: plants `canaries`, and tests the claim by guesses and by the noise in what was
+             released (`bounds`)
 budget       the privacy budget of users, one and several together
 pages        Markdown and HTML from `templates/`, and charts
 """

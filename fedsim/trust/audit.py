@@ -1,10 +1,10 @@
 """Audit of a training: attacks that may refute the epsilon that it claims.
 
 The training is the user's own command, with canaries among its users, each included by the toss of
-a coin (`canaries`). Three tests compare what it released with the claim: guesses of the coins with
-the whole privacy curve, without an assumption (`curve`) and for gradient canaries that depend on
-their own coins alone (`independent`; both in `bounds`), and the length of the noise. Each has a
-verdict. A claim that is not refuted is not proven, because attacks only get better.
+a coin (`canaries`). Three tests compare the releases with the claim (`bounds`): guesses of the
+coins without an assumption (`curve`), guesses for gradient canaries that depend on their own coins
+alone (`independent`), and the length of the noise. Each has a verdict. A claim that is not refuted
+is not proven, because attacks only get better.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import Events
-from fedsim.config import Algorithm, AuditConfig, PrivacyConfig, RunConfig, changed_run
+from fedsim.config import Algorithm, AuditConfig, PrivacyConfig, RunConfig
 from fedsim.data import Dataset
 from fedsim.engine import read_rows
 from fedsim.errors import expect
@@ -24,12 +24,16 @@ from fedsim.files import write_json
 from fedsim.keys import SecretKey
 from fedsim.models import LanguageModelTask
 from fedsim.plan import ADJACENCY, Fact, accounted_events, in_words
-from fedsim.run import Console, checkpoint, directory, find_model, ledger, load_data
-from fedsim.sampling import examples_per_user, graph_of, median_group_size
+from fedsim.run import Console, checkpoint, directory, ledger
 from fedsim.training import Purpose, train
-from fedsim.trust.bounds import Claim, audit_curve, audit_independent, curve_claim
+from fedsim.trust.bounds import (
+    Claim,
+    audit_curve,
+    audit_independent,
+    audit_noise,
+    curve_claim,
+)
 from fedsim.trust.canaries import POOLS, Planted, coins
-from fedsim.trust.noise_audit import audit_noise
 
 NAME = "audit"
 ROWS_AT_ONCE = 16
@@ -39,14 +43,13 @@ SHARP = 0.01
 guessing; they find mistakes with as little."""
 REFUTED, NOT_REFUTED, TOO_FEW = "REFUTED", "not refuted", "INCONCLUSIVE"
 NOISE = "length of the noise"
+INDEPENDENT = "gradient canaries, if each tells of its own coin alone"
 TESTS = {
     "gradient canaries": ("gradient", "curve"),
     "text canaries": ("text", "curve"),
-    "gradient canaries, if each tells of its own coin alone": ("gradient", "independent"),
+    INDEPENDENT: ("gradient", "independent"),
 }
 """Tests by guesses, with their places in audit.json."""
-WITH_ASSUMPTION = {NOISE, "gradient canaries, if each tells of its own coin alone"}
-OF_PRIVACY = {"group_size", "group_size_epsilon"}  # settings of PrivacyConfig that are replaced
 OF_SUMMARY = ("epsilon", "epsilon_holds", "delta", "noise_multiplier", "sampling_run")
 OF_SUMMARY += ("sampling_prob", "num_steps", "steps_done")
 
@@ -68,19 +71,13 @@ def audit(
       The content of audit.json.
 
     Raises:
-      ConfigError: as `train`, and for a run that is resumed, or texts with several owners.
+      ConfigError: as `train`, and for a run that is resumed, ELS without a group size, or texts
+        with several owners.
       EngineError: the workers are lost.
     """
     expect("resume", run.resume, not run.resume, "a new run: what was planted is not kept")
-    data = load_data(run.data, find_model(run.model.source, console), console.note)
-    alone = graph_of(data.train) is None
-    expect("data", run.data.source, alone, "texts with one owner each: canaries share no texts")
-    replaced = replacements(algorithm, privacy, data)
-    for change in replaced:
-        console.note("the audit sets {setting}={used}: {why}".format(**change))
-    changes = {change["setting"]: change["used"] for change in replaced}
-    ours = {name: changes.pop(name) for name in OF_PRIVACY & changes.keys()}
-    privacy, run = dataclasses.replace(privacy, **ours), changed_run(run, **changes)
+    has_size = privacy.group_size is not None or algorithm == Algorithm.ULS
+    expect("group_size", None, has_size, "a number in an audit of els: its choice is not attacked")
     planted = plant(algorithm, settings, privacy, run.seed)
     summary = train(algorithm, privacy, run, console, purpose=Purpose.AUDIT, audit=planted)
     if summary["steps_done"] < summary["num_steps"]:
@@ -99,7 +96,6 @@ def audit(
         "algorithm": str(algorithm),
         **{name: summary[name] for name in OF_SUMMARY},
         "planted": summary["purpose"]["planted"],
-        "replaced": replaced,
         "confidence": settings.confidence,
         **attacks,
     }
@@ -130,22 +126,6 @@ def plant(
         included=coins(settings.gradient_canaries + settings.text_canaries, rng),
         rng=rng,
     )
-
-
-def replacements(
-    algorithm: Algorithm, privacy: PrivacyConfig, data: Dataset
-) -> list[dict[str, Any]]:
-    """Settings that an audit has to change, each a dict of setting, given, used and why."""
-    if privacy.group_size is not None or algorithm != Algorithm.ELS:
-        return []
-    median = median_group_size(examples_per_user(data.train))
-    share, why = privacy.group_size_epsilon, "what choosing the group size costs is not attacked"
-    replaced = [
-        ("group_size", None, median, "the median of the users without the canaries"),
-        ("group_size_epsilon", share, None, why),
-    ]
-    names = "setting", "given", "used", "why"
-    return [dict(zip(names, row, strict=True)) for row in replaced if row[1] != row[2]]
 
 
 def attack(
@@ -213,7 +193,7 @@ def error_probability(result: dict[str, Any]) -> float:
     Args:
       result: confidence, and the tests at their places.
     """
-    shares = [SHARP if name in WITH_ASSUMPTION else 1 for name in tests_of(result)]
+    shares = [SHARP if name in (NOISE, INDEPENDENT) else 1 for name in tests_of(result)]
     return round(sum(shares) * (1 - result["confidence"]), 12)
 
 
@@ -228,39 +208,35 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
       refuted it and did not; None if they could not, or if nothing is claimed. `verdict`: the same
       in words. `error_probability`: see there.
     """
-    claimed, label, tests = float(result["epsilon"]), result["epsilon_holds"], tests_of(result)
-    verdicts = {
-        name: REFUTED
-        if test["refuted"]
-        else NOT_REFUTED
-        if test.get("could_refute", True)
-        else TOO_FEW
-        for name, test in tests.items()
-    }
+    verdicts = {name: _verdict(test) for name, test in tests_of(result).items()}
     refuting = [name for name, verdict in verdicts.items() if verdict == REFUTED]
     guesses = [verdict for name, verdict in verdicts.items() if name != NOISE]
-    done, steps = result["steps_done"], result["num_steps"]
-    claims = label in (*ADJACENCY.values(), Fact.KNOWN_SEED)  # a seed does not weaken an attack
-    if math.isinf(claimed):
-        holds, verdict = None, "no privacy is claimed"
-    elif not claims:
-        holds, verdict = None, f"nothing is claimed of epsilon = {claimed:.3f}: {in_words(label)}"
-    elif refuting:
+    holds, verdict = True, NOT_REFUTED
+    if refuting:
         holds, verdict = False, f"THE CLAIM IS REFUTED, by: {'; '.join(refuting)}"
     elif NOT_REFUTED not in guesses:
-        holds, verdict = None, "INCONCLUSIVE: so few canaries could not refute it"
-    elif done < steps:
-        holds, verdict = None, f"INCONCLUSIVE: stopped after {done} of {steps} steps"
+        holds, verdict = None, f"{TOO_FEW}: so few canaries could not refute it"
+    elif (done := result["steps_done"]) < (steps := result["num_steps"]):
+        holds, verdict = None, f"{TOO_FEW}: stopped after {done} of {steps} steps"
+    epsilon, label = float(result["epsilon"]), result["epsilon_holds"]
+    if math.isinf(epsilon):
+        holds, verdict = None, "no privacy is claimed"
+    elif label not in (*ADJACENCY.values(), Fact.KNOWN_SEED):  # a seed does not weaken an attack
+        holds, verdict = None, f"nothing is claimed of epsilon = {epsilon:.3f}: {in_words(label)}"
     else:
-        holds, verdict = True, "not refuted"
-    if claims and not math.isinf(claimed):
-        verdict = f"at most {claimed:.3f} is claimed: {verdict}"
+        verdict = f"at most {epsilon:.3f} is claimed: {verdict}"
     return {
         "error_probability": error_probability(result),
         "verdicts": verdicts,
         "verdict": verdict,
         "holds": holds,
     }
+
+
+def _verdict(test: dict[str, Any]) -> str:
+    if test["refuted"]:
+        return REFUTED
+    return NOT_REFUTED if test.get("could_refute", True) else TOO_FEW
 
 
 def sentence(result: dict[str, Any]) -> str:

@@ -20,7 +20,6 @@ from fedsim.budget import (
     Entry,
     Limit,
     RunCost,
-    Total,
     books,
     open_locked,
     open_read_only,
@@ -79,10 +78,14 @@ def budget(
 def _found(
     ledger: BudgetLedger, accounts: Account, users: np.ndarray, delta: float
 ) -> dict[str, Any]:
-    spent = accounts.total(delta, sums=True)
-    sizes = [
-        int(np.isin(users, ledger.users_of(each.entry.users)).sum()) for each in accounts.charges
-    ]
+    spent, charges = accounts.total(delta, sums=True), accounts.charges
+    sizes = [int(np.isin(users, ledger.users_of(each.entry.users)).sum()) for each in charges]
+    several = []  # of k users, whoever they are; empty if a run has no guarantee
+    if charges and not math.isinf(spent.fixed):
+        several.append((1, spent.fixed, THEOREM))
+        for people in (k for k in PEOPLE if k <= len(users)):
+            counts = [min(people, size) for size in sizes]  # of k users, a run reads no more
+            several.append((people, *composed(charges, counts, people, delta)))
     return {
         "num_users": len(users),
         "delta": delta,
@@ -98,24 +101,9 @@ def _found(
             }
             for each in accounts.limits
         ],
-        "runs": [
-            _row(each, size, delta) for each, size in zip(accounts.charges, sizes, strict=True)
-        ],
-        "several": _several(accounts.charges, sizes, len(users), spent),
+        "runs": [_row(each, size, delta) for each, size in zip(charges, sizes, strict=True)],
+        "several": [{"people": k, "epsilon": to_json(e), "how": how} for k, e, how in several],
     }
-
-
-def _several(
-    charges: Sequence[RunCost], sizes: Sequence[int], num_users: int, spent: Total
-) -> list[dict[str, Any]]:
-    """Epsilon of k users together, whoever they are, over all runs; empty if one has none."""
-    if not charges or math.isinf(spent.fixed):
-        return []
-    found = [(1, spent.fixed, THEOREM)]
-    for people in (k for k in PEOPLE if k <= num_users):
-        counts = [min(people, size) for size in sizes]  # of k users, a run reads no more
-        found.append((people, *composed(charges, counts, people, spent.delta)))
-    return [{"people": k, "epsilon": to_json(epsilon), "how": how} for k, epsilon, how in found]
 
 
 def why_by_group(charge: RunCost) -> str:
@@ -211,10 +199,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     """Table rows of the runs, with the columns of HEAD; a star marks what is no guarantee."""
     return [
         (
-            each["run"],
-            each["kind"],
-            each["state"],
-            each["began"],
+            *(each[name] for name in ("run", "kind", "state", "began")),
             f"{each['users']:,}",
             "-" if each["releases"] is None else f"{each['releases']:,}",
             _shown(each["epsilon"]) + ("" if each["guarantee"] else "*"),
@@ -228,77 +213,69 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(aligned([HEAD, *rows(result)]))
 
 
+SENTENCES = {
+    "unlimited": "{total}the cost is unlimited, because {count} of them had no guarantee: {names}. "
+    "This is permanent: the released model may reveal these users' texts. For later trials use a "
+    "ledger of their own (--budget-ledger), and for a release other users.",
+    "cost": "{total}the total cost of each user is at most epsilon = {epsilon} at delta = {delta} "
+    "({added_up} if epsilons were added up).",
+    "adaptive": "If you looked at earlier results to decide on later runs (most people do), count "
+    "{adaptive}, for a limit that was fixed before the first run.",
+    "several": "Of several users together, all runs promise epsilon = {numbers}. {fixed}",
+    "unseen": "It also holds only if no run was chosen by looking at the releases of others.",
+    "by_group": "This is by group privacy, which is not tight, because of {why}.",
+    "exceeded": "The limit of {limit} is exceeded: {spent} is spent. No further run is allowed.",
+    "left": "The limit is {limit}: epsilon = {left} is left for one release with Gaussian noise. A "
+    "training, whose losses are not quite Gaussian, may fit only with a little less.",
+    "limits": "A run has to keep all of these limits: a later one does not lift an earlier.",
+    "alone": "'epsilon alone' is at delta = {delta} for every run, and differs from the --epsilon "
+    "of a run that was planned at another delta.",
+    "not counted": "Not counted: losses of held-out users that were computed without noise, as by "
+    "default (--eval-epsilon adds noise). No ledger has them.",
+}
+
+
 def sentences(result: dict[str, Any]) -> list[str]:
     """Sentences on the cost and on what the limits leave."""
-    delta = at_most(result["delta"], ".2e")
-    runs, users = len(result["runs"]), f"{result['num_users']:,} users"
-    total = f"Total over {runs} run{'' if runs == 1 else 's'} on texts of these {users}: "
-    bad = [each for each in result["runs"] if not each["guarantee"] and each["releases"] != 0]
-    lines = []
-    if result["epsilon"] == "inf" and bad:
-        names = ", ".join(
-            f"{each['run']} ({in_words(each['why_not'])})" for each in bad[:MAX_NAMED]
-        )
-        names += ", ..." if len(bad) > MAX_NAMED else ""
-        lines.append(
-            f"{total}unlimited, because {len(bad)} of them had no guarantee: {names}. This is "
-            "permanent: the released model may reveal these users' texts. For later trials use "
-            "a ledger of their own (--budget-ledger), and for a release other users."
-        )
+    lines, runs, several = [], result["runs"], result["several"][1:]
+
+    def say(name: str, **values: Any) -> None:
+        lines.append(SENTENCES[name].format(**values))
+
+    delta, epsilon = at_most(result["delta"], ".2e"), _shown(result["epsilon"])
+    plural = "" if len(runs) == 1 else "s"
+    total = f"Over {len(runs)} run{plural} on texts of these {result['num_users']:,} users, "
+    bad = [each for each in runs if not each["guarantee"] and each["releases"] != 0]
+    if epsilon == "inf" and bad:
+        names = [f"{each['run']} ({in_words(each['why_not'])})" for each in bad[:MAX_NAMED]]
+        names += ["..."] * (len(bad) > MAX_NAMED)
+        say("unlimited", total=total, count=len(bad), names=", ".join(names))
     else:
-        lines.append(
-            f"{total}the cost of each user is at most epsilon = {_shown(result['epsilon'])} at "
-            f"delta = {delta} ({_shown(result['sum_of_epsilons'])} if epsilons were added up)."
-        )
-        if runs > 1:
-            lines.append(
-                "If you looked at earlier results to decide on later runs (most people do), count "
-                f"{_shown(result['epsilon_adaptive'])}, for a limit that was fixed before the "
-                "first run."
-            )
-    lines += [f"Warning: {result['alike']}."] if result["alike"] else []
-    lines += _of_several(result)
-    for limit in result["limits"]:
-        at = f"The limit is {limit['epsilon']:g} at delta = {at_most(limit['delta'], '.2e')}"
-        if float(limit["spent"]) > limit["epsilon"]:
-            spent = f"{_shown(limit['spent'])} is spent"
-            lines.append(f"{at}. It is exceeded: {spent}. No further run is allowed.")
+        added_up = _shown(result["sum_of_epsilons"])
+        say("cost", total=total, epsilon=epsilon, delta=delta, added_up=added_up)
+        if len(runs) > 1:
+            say("adaptive", adaptive=_shown(result["epsilon_adaptive"]))
+    if result["alike"]:
+        lines.append(f"Warning: {result['alike']}.")
+    if several:
+        numbers = [f"{_shown(each['epsilon'])} for {each['people']:,}" for each in several]
+        say("several", numbers=", ".join(numbers), fixed=FIXED_USERS)
+        if len(runs) > 1:
+            say("unseen")
+        if reasons := {each["by_group"]: each["run"] for each in runs if each["by_group"]}:
+            say("by_group", why=", ".join(f"{run} ({why})" for why, run in reasons.items()))
+    for each in result["limits"]:
+        limit = f"{each['epsilon']:g} at delta = {at_most(each['delta'], '.2e')}"
+        if float(each["spent"]) > each["epsilon"]:
+            say("exceeded", limit=limit, spent=_shown(each["spent"]))
         else:
-            most = f"epsilon = {at_least(float(limit['left']), '.4g')}"
-            lines.append(
-                f"{at}: {most} is left for one release with Gaussian noise. A training, whose "
-                "losses are not quite Gaussian, may fit only with a little less."
-            )
+            say("left", limit=limit, left=at_least(float(each["left"]), ".4g"))
     if len(result["limits"]) > 1:
-        lines.append("A run has to keep all of these limits: a later one does not lift an earlier.")
+        say("limits")
     if runs:
-        lines.append(
-            f"'epsilon alone' is at delta = {delta} for every run, and differs from the --epsilon "
-            "of a run that was planned at another delta."
-        )
-        lines.append(
-            "Not counted: losses of held-out users that were computed without noise, as by default "
-            "(--eval-epsilon adds noise). No ledger has them."
-        )
-    if bad:
-        lines.append("* no guarantee")
-    return lines
-
-
-def _of_several(result: dict[str, Any]) -> list[str]:
-    """A sentence on several users together; none if there are no numbers."""
-    rows = [each for each in result["several"] if each["people"] > 1]
-    if not rows:
-        return []
-    numbers = ", ".join(f"{_shown(each['epsilon'])} for {each['people']:,}" for each in rows)
-    line = f"Of several users together, all runs promise epsilon = {numbers}."
-    line += f" {FIXED_USERS}"
-    if len(result["runs"]) > 1:
-        line += " It also holds only if no run was chosen by looking at the releases of others."
-    if reasons := {each["by_group"]: each["run"] for each in result["runs"] if each["by_group"]}:
-        why = ", ".join(f"{run} ({reason})" for reason, run in reasons.items())
-        line += f" This is by group privacy, which is not tight, because of {why}."
-    return [line]
+        say("alone", delta=delta)
+        say("not counted")
+    return [*lines, "* no guarantee"] if bad else lines
 
 
 def _shown(epsilon: float | str) -> str:

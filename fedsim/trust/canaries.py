@@ -19,12 +19,16 @@ from fedsim.clipping import Buckets, num_coordinates
 from fedsim.data import Dataset, Tokenizer, UserStore
 from fedsim.engine import Task, WrappedTask
 from fedsim.errors import expect
-from fedsim.noise import AddNoise
-from fedsim.trust.noise_audit import ReleasedNoise
+from fedsim.sampling import graph_of
+from fedsim.trust.bounds import ReleasedNoise
 
 CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxz", "aeiou"
 MAX_TOKENS = 32
 WORDS = 24  # more words than MAX_TOKENS tokens hold
+LENGTH = 1e3
+"""Length of a gradient canary's gradient, in clip norms, so that clipping matters."""
+POOLS = 4
+"""In ELS a canary wrote this many times its share of the pool, so that a missing cap shows."""
 
 
 def canary_text(rng: np.random.Generator) -> str:
@@ -51,13 +55,6 @@ def canary_tokens(data: Dataset, count: int, rng: np.random.Generator) -> list[l
     return [[tokenizer.begin_id, *ids][:length] for ids in texts]
 
 
-LENGTH = 1e3
-"""Length of a gradient canary's gradient, in clip norms, so that clipping matters."""
-
-POOLS = 4
-"""In ELS a canary wrote this many times its share of the pool, so that a missing cap shows."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Directions:
     """Orthogonal unit vectors, one for each gradient canary, which need no memory.
@@ -68,26 +65,22 @@ class Directions:
     count: int
     seed: int = 0
 
-    def _of_leaves(self, params: Any) -> list[tuple[jax.Array, jax.Array]]:
-        """(canary of each parameter, sign of each parameter) in the shapes of the leaves."""
+    def _of_leaves(self, params: Any) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+        """(leaf, canary of each of its parameters, sign of each)."""
         leaves, start = [], 0
         for number, leaf in enumerate(jax.tree.leaves(params)):
-            owner = (start + jnp.arange(leaf.size, dtype=jnp.int32).reshape(leaf.shape)) % (
-                self.count
-            )
+            places = start + jnp.arange(leaf.size, dtype=jnp.int32).reshape(leaf.shape)
             key = jax.random.fold_in(jax.random.key(self.seed), number)
-            leaves.append((owner, jax.random.rademacher(key, leaf.shape, jnp.float32)))
+            signs = jax.random.rademacher(key, leaf.shape, jnp.float32)
+            leaves.append((leaf, places % self.count, signs))
             start += leaf.size
         return leaves
 
     def along(self, params: Any, canary: jax.Array) -> jax.Array:
         """Inner product of params and the direction of `canary` (int scalar); differentiable."""
-        size = num_coordinates(params)
+        size, total = num_coordinates(params), jnp.float32(0)
         size_of_canary = size // self.count + (canary < size % self.count)
-        total = jnp.float32(0)
-        for leaf, (owner, sign) in zip(
-            jax.tree.leaves(params), self._of_leaves(params), strict=True
-        ):
+        for leaf, owner, sign in self._of_leaves(params):
             total += jnp.sum(jnp.where(owner == canary, sign, 0) * leaf.astype(jnp.float32))
         return total / jnp.sqrt(jnp.maximum(size_of_canary, 1).astype(jnp.float32))
 
@@ -97,15 +90,20 @@ class Directions:
         Raises:
           ConfigError: there are more canaries than parameters.
         """
-        size = num_coordinates(total)
-        expect("gradient_canaries", self.count, self.count <= size, f"<= {size} parameters")
+        expect_directions(self.count, total)
         products, sizes = np.zeros(self.count), np.zeros(self.count)
-        for leaf, (owner, sign) in zip(jax.tree.leaves(total), self._of_leaves(total), strict=True):
+        for leaf, owner, sign in self._of_leaves(total):
             owner = np.asarray(owner).ravel()
             values = (np.asarray(leaf, np.float64) * np.asarray(sign)).ravel()
             products += np.bincount(owner, values, self.count)
             sizes += np.bincount(owner, minlength=self.count)
         return products / np.sqrt(sizes)
+
+
+def expect_directions(count: int, params: Any) -> None:
+    """Raise ConfigError if there are more gradient canaries than parameters."""
+    size = num_coordinates(params)
+    expect("gradient_canaries", count, count <= size, f"<= {size} parameters")
 
 
 class CanaryTask(WrappedTask):
@@ -250,6 +248,7 @@ class Planted:
         self.total: Any = None
         """Sum of all privatised gradients."""
         self.noise = ReleasedNoise()
+        self.record_noise = self.noise.record_noise
 
     @property
     def gradient_included(self) -> np.ndarray:
@@ -262,8 +261,13 @@ class Planted:
         return self.included[self.num_gradient :]
 
     def data(self, data: Dataset) -> Dataset:
-        """The data, with the included canaries as the last users."""
+        """The data, with the included canaries as the last users.
+
+        Raises: ConfigError: texts have several owners.
+        """
         store = data.train
+        alone = graph_of(store) is None
+        expect("data", data.path, alone, "texts with one owner each: canaries share no texts")
         tokens = canary_tokens(data, len(self.included), self.rng)
         self.texts = UserStore.from_examples(
             {f"{i:08d}": [row] for i, row in enumerate(tokens[self.num_gradient :])},
@@ -281,25 +285,18 @@ class Planted:
     def task(self, task: Any, params: Any) -> Any:
         """The run's task, with the losses of canaries."""
         self.first, self.task_inner = params, task
-        size = num_coordinates(params)
-        expect("gradient_canaries", self.num_gradient, self.num_gradient <= size, f"<= {size}")
+        expect_directions(self.num_gradient, params)
         if not self.num_gradient:
             return task
         return CanaryTask(task, self.owners, self.directions, self.clip_norm)
-
-    def record_noise(self, add_noise: AddNoise) -> AddNoise:
-        """Wrap the run's noise; see `ReleasedNoise.record_noise`."""
-        return self.noise.record_noise(add_noise)
 
     def on_release(
         self, gradient: Any, unit: float, coefficients: np.ndarray | None = None
     ) -> None:
         """Record a step's privatised gradient, which is public; see `ReleasedNoise`."""
         self.noise.on_release(gradient, unit, coefficients)
-        if self.total is None:
-            self.total = gradient
-        else:
-            self.total = jax.tree.map(jnp.add, self.total, gradient)
+        first = self.total is None
+        self.total = gradient if first else jax.tree.map(jnp.add, self.total, gradient)
 
     def gradient_scores(self) -> np.ndarray:
         """Sum of all steps along each canary's direction, float64 [gradient canaries]."""

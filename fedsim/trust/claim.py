@@ -25,55 +25,63 @@ STEP_POINTS = 16
 SLACK_SHARE = 1e-3  # of delta, for the slack of several users together
 FALSE_ALARMS = (0.001, 0.01, 0.05)
 PEOPLE = (2, 5, 10, 100)
-FIXED_USERS = (
-    "This holds for users who were named before anybody saw a release: for those who were chosen "
-    "by looking at one, delta is to be multiplied by the number of sets that could be chosen."
-)
 WEAK_EPSILON, WEAK_DELTA = 10, 0.01  # largest values without a warning; of delta times users
 
 OWNERS = "owners"
 """Kind of neighbours: data whose texts may have several owners."""
+ONE_OWNER = {
+    "unit": "a user: all texts with the same id in the data, one person's or not",
+    "held_out": "users not trained on",
+    "texts": "all of their texts",
+}
 WORDS = {
     OWNERS: {
         "unit": "a user: what is in all texts that an id in the data owns, alone or with others",
         "adjacency": "data sets that differ in what is in the texts that one user owns; users, "
         "texts and who owns which are the same, and public",
         "held_out": "texts of held-out users",
-        "trained_els": "{kept} texts of {num_users} users ({own}; a text can have several owners)",
-        "trained_uls": "{kept} texts of {num_users} users ({own}; a text can have several owners)",
+        "els": "{kept} texts of {num_users} users ({own}; a text can have several owners)",
+        "uls": "{kept} texts of {num_users} users ({own}; a text can have several owners)",
         "known": "taking as known who the users are and who owns which text",
         "texts": "what is in all texts that they own, alone or with others,",
     },
     ZERO_OUT: {
-        "unit": "a user: all texts with the same id in the data, one person's or not",
+        **ONE_OWNER,
         "adjacency": "data sets that differ by all texts of one user; the users are the same, and "
         "public",
-        "held_out": "users not trained on",
-        "trained_els": "at most {group_size} texts of each of {num_users} users ({own})",
-        "trained_uls": "texts of {num_users} users ({own})",
+        "els": "at most {group_size} texts of each of {num_users} users ({own})",
+        "uls": "texts of {num_users} users ({own})",
         "known": "taking as known that they are among the users, and how many users there are",
-        "texts": "all of their texts",
     },
     ADD_OR_REMOVE: {
-        "unit": "a user: all texts with the same id in the data, one person's or not",
+        **ONE_OWNER,
         "adjacency": "data sets that differ by one user with all texts, added or removed",
-        "held_out": "users not trained on",
-        "trained_els": "{num_units} of the {num_examples} texts of {num_users} users ({own})",
-        "trained_uls": "{num_examples} texts of {num_users} users ({own})",
+        "els": "{num_units} of the {num_examples} texts of {num_users} users ({own})",
+        "uls": "{num_examples} texts of {num_users} users ({own})",
         "known": "taking as known how many users and texts there are",
-        "texts": "all of their texts",
     },
 }
 """Phrases of each kind of neighbouring data sets."""
 OWN = "each an id of its own in the data"
-PRIVATE = (
-    "{trained} with user-level differential privacy of epsilon = {epsilon} and delta = {delta}: "
-    "for every one of these users, {known}, whatever their texts say and whatever else is known, "
-    "including {texts} in the training multiplies the probability of any outcome by at most "
-    "{factor} and adds at most {delta}, in either direction."
+PRIVATE, OPEN, LABELLED = "private", "open", "labelled"
+CLAIMS = {
+    PRIVATE: "{trained} with user-level differential privacy of epsilon = {epsilon} and delta = "
+    "{delta}: for every one of these users, {known}, whatever their texts say and whatever else is "
+    "known, including {texts} in the training multiplies the probability of any outcome by at most "
+    "{factor} and adds at most {delta}, in either direction.",
+    OPEN: "{trained} without noise, so that no privacy is claimed for anyone.",
+    LABELLED: "{trained}; no privacy is claimed: epsilon = {epsilon} is {label}.",
+}
+"""Sentences of the claim, by what the run is."""
+FIXED_USERS = (
+    "This holds for users who were named before anybody saw a release: for those who were chosen "
+    "by looking at one, delta is to be multiplied by the number of sets that could be chosen."
 )
-OPEN = "{trained} without noise, so that no privacy is claimed for anyone."
-LABELLED = "{trained}; no privacy is claimed: epsilon = {epsilon} is {label}."
+ALL_RUNS = (
+    "{count}, which together cost nobody more than epsilon = {fixed} at delta = {delta}; "
+    "{adaptive} if runs were chosen by looking at earlier ones, for a limit that was fixed before "
+    "the first (`fedsim budget`)"
+)
 
 
 class ReportError(FedsimError):
@@ -130,6 +138,11 @@ class Claimed:
         """Reason why epsilon is no guarantee; empty if it is one."""
         return self.plan.label
 
+    @property
+    def kind(self) -> str:
+        """Key of CLAIMS."""
+        return OPEN if self.phases is None else LABELLED if self.label else PRIVATE
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Released(Claimed):
@@ -142,41 +155,32 @@ class Released(Claimed):
 
 def claim(released: Claimed) -> str:
     """The claim in one sentence that can be quoted."""
-    plan = released.plan
-    words, counted = WORDS[_kind(plan)], ("num_users", "num_examples", "num_units", "group_size")
-    counts = {name: f"{getattr(plan, name) or 0:,}" for name in counted}
+    plan, words = released.plan, words_of(released.plan)
+    names = ("num_users", "num_examples", "num_units", "group_size")
+    counts = {name: f"{getattr(plan, name) or 0:,}" for name in names}
     counts["kept"] = "" if plan.shared is None else f"{plan.shared.kept:,}"
-    trained = words[f"trained_{plan.algorithm}"].format(**counts, own=OWN)
-    model = f"The model with SHA-256 fingerprint {released.fingerprint}"
-    if released.phases is None:
-        sentence = OPEN
-    else:
-        sentence = LABELLED if released.label else PRIVATE
-    return sentence.format(
-        trained=f"{model} was trained on {trained}",
+    trained = words[plan.algorithm].format(**counts, own=OWN)
+    factor, model = math.exp(min(released.epsilon, 700)), released.fingerprint
+    return CLAIMS[released.kind].format(
+        trained=f"The model with SHA-256 fingerprint {model} was trained on {trained}",
         known=words["known"],
         texts=words["texts"],
         epsilon=at_most(released.epsilon, ".4f"),
         delta=at_most(plan.delta, ".2e"),
-        factor=_factor(released.epsilon),
+        factor=at_most(factor, ",.2f" if factor < 1e6 else ".2e"),
         label=released.label,
     )
 
 
-def _kind(plan: Plan) -> str:
-    """Key of WORDS."""
-    return OWNERS if plan.shared is not None else plan.adjacency
-
-
-def _factor(epsilon: float) -> str:
-    factor = math.exp(min(epsilon, 700))
-    return at_most(factor, ",.2f" if factor < 1e6 else ".2e")
+def words_of(plan: Plan) -> dict[str, str]:
+    """Phrases of the plan's kind of neighbouring data sets; see WORDS."""
+    return WORDS[OWNERS if plan.shared is not None else plan.adjacency]
 
 
 def recognised(released: Claimed) -> list[tuple[float, float]]:
     """Bounds on any attack: (false positive rate, largest true positive rate); empty without a
     claim."""
-    if released.phases is None or released.label or not released.num_steps:
+    if released.kind != PRIVATE or not released.num_steps:
         return []
     return [(alarms, most_recognised(released, alarms)) for alarms in FALSE_ALARMS]
 
@@ -210,7 +214,7 @@ def most_recognised(released: Claimed, false_alarms: float) -> float:
 def several(released: Claimed) -> list[tuple[int, float]]:
     """(k, epsilon of k users together) at the claim's delta, for each of PEOPLE; empty without a
     claim. Source: docs/theory/people.md."""
-    if released.phases is None or released.label or not released.num_steps:
+    if released.kind != PRIVATE or not released.num_steps:
         return []
     return [(people, epsilon_for(released, people)) for people in PEOPLE]
 
@@ -299,7 +303,9 @@ def over_steps(released: Claimed) -> tuple[list[int], list[float]]:
 
 def facts(released: Released) -> dict[str, Any]:
     """Values for the templates of report and model card."""
-    plan = released.plan
+    plan, words = released.plan, words_of(released.plan)
+    part = plan.slack_after(released.num_steps)
+    slack, missed = at_most(part.epsilon, ".1e"), at_most(part.delta, ".1e")
     return {
         "run": released,
         "plan": plan,
@@ -308,23 +314,12 @@ def facts(released: Released) -> dict[str, Any]:
         "label": released.label,
         "els": plan.algorithm == Algorithm.ELS,
         "prob": plan.sampling.prob * plan.sampling.bands,
-        "unit": unit(plan),
-        "adjacency": WORDS[_kind(plan)]["adjacency"],
-        "held_out": held_out(plan),
-        "slack": slack(released),
+        "unit": words["unit"],
+        "adjacency": words["adjacency"],
+        "slack": f"{slack} of epsilon, {missed} of delta",
         "all_runs": all_runs(released),
         "tuning": [str(each) for each in plan.caveats if each.fact == Fact.TUNED_ON_DATA],
     }
-
-
-def unit(plan: Plan) -> str:
-    """The privacy unit in words."""
-    return WORDS[_kind(plan)]["unit"]
-
-
-def held_out(plan: Plan) -> str:
-    """Source of held-out losses: a text is held out if any of its owners is."""
-    return WORDS[_kind(plan)]["held_out"]
 
 
 def all_runs(released: Released) -> str:
@@ -332,26 +327,18 @@ def all_runs(released: Released) -> str:
 
     Whom earlier runs read tells who is among the users, which add-or-remove hides.
     """
-    if released.plan.adjacency == ADD_OR_REMOVE:
+    plan = released.plan
+    if plan.adjacency == ADD_OR_REMOVE:
         return "not said here, for that depends on who the users are (`fedsim budget` shows it)"
     try:
-        runs = together(released.run_dir, released.plan.delta)
+        runs = together(released.run_dir, plan.delta)
     except FedsimError:  # its message has paths of this machine; `fedsim verify` shows it
         return "not known, for the ledger of the data is not what it was"
     if runs is None:
         return "not known: their epsilons add up with this one's, and their deltas, too"
-    (count, total), delta = runs, at_most(released.plan.delta, ".2e")
+    count, total = runs
     if math.isinf(total.fixed):
         return f"{count}, not all of which promise anything: together no epsilon holds"
-    return (
-        f"{count}, which together cost nobody more than epsilon = "
-        f"{at_most(total.fixed, '.4f')} at delta = {delta}; "
-        f"{at_most(total.adaptive, '.4f')} if runs were chosen by looking at earlier ones, for a "
-        "limit that was fixed before the first (`fedsim budget`)"
-    )
-
-
-def slack(released: Claimed) -> str:
-    """The parts of epsilon and delta for noise that is not ideal, in words."""
-    part = released.plan.slack_after(released.num_steps)
-    return f"{at_most(part.epsilon, '.1e')} of epsilon, {at_most(part.delta, '.1e')} of delta"
+    fixed, adaptive = at_most(total.fixed, ".4f"), at_most(total.adaptive, ".4f")
+    delta = at_most(plan.delta, ".2e")
+    return ALL_RUNS.format(count=count, fixed=fixed, adaptive=adaptive, delta=delta)

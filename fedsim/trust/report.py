@@ -29,7 +29,6 @@ from fedsim.models import TOKENIZER, Pretrained, weights
 from fedsim.plan import AllocatedSampling, Audit, CorrelatedNoise, in_words
 from fedsim.run import (
     Console,
-    StoredRun,
     base_name,
     checkpoint,
     directory,
@@ -48,13 +47,12 @@ from fedsim.trust.claim import (
     curve,
     facts,
     gaussian,
-    held_out,
     is_by_group,
     over_steps,
     recognised,
     several,
-    unit,
     warnings,
+    words_of,
 )
 from fedsim.trust.pages import Chart, Series, as_markdown, write
 from fedsim.trust.verify import verify
@@ -108,15 +106,13 @@ def read(run_dir: Path, console: Console) -> Released:
             error.public = f"the run breaks the promise {check.promise}"
             raise error
     stored, lines = directory.load(run_dir), ledger.read(run_dir)
-    plan = stored.plan
-    assert plan is not None, "verify() found one"
+    assert (plan := stored.plan) is not None, "verify() found one"
     if isinstance(plan.purpose, Audit):
         raise ReportError("nothing to report: an audit's run, some of whose users were made up")
     if (newest := checkpoint.latest(run_dir)) is None:
         raise ReportError(f"nothing to report: {run_dir} has no checkpoint, hence no model")
     fingerprint = checkpoint.params_sha256(checkpoint.load_params(newest))
-    about = {"run_dir": run_dir, "stored": stored, "checks": checks}
-    return Released.of(plan, lines, fingerprint, **about)
+    return Released.of(plan, lines, fingerprint, run_dir=run_dir, stored=stored, checks=checks)
 
 
 def compose(released: Released, *, public: bool = False) -> dict[str, Any]:
@@ -126,7 +122,10 @@ def compose(released: Released, *, public: bool = False) -> dict[str, Any]:
       public: leave out whatever must not be published.
     """
     summary = directory.summary_of(released.run_dir)
-    shown = facts(released) | {
+    noisy = released.phases is not None and released.num_steps > 0
+    bound = gaussian(released) if noisy else None
+    bound = bound if bound is not None and math.isfinite(bound.mu) else None
+    return facts(released) | {
         "title": f"Privacy report: {released.run_dir.resolve().name}",
         "subject": "this run",
         "recognised": recognised(released),
@@ -134,9 +133,9 @@ def compose(released: Released, *, public: bool = False) -> dict[str, Any]:
         "several": several(released),
         "by_group": is_by_group(released.plan),
         "fixed_users": FIXED_USERS,
-        "curve": None,
-        "steps": None,
-        "gaussian": None,
+        "gaussian": bound,
+        "curve": _curve(released, bound) if noisy else None,
+        "steps": _steps(released) if noisy else None,
         "public": public,
         "settings": _settings(released, public),
         "summary": summary,
@@ -144,22 +143,18 @@ def compose(released: Released, *, public: bool = False) -> dict[str, Any]:
         "fingerprints": _fingerprints(released),
         "commands": _commands(released, public),
     }
-    if released.phases is not None and released.num_steps:
-        bound = gaussian(released)
-        shown["gaussian"] = None if math.isinf(bound.mu) else bound
-        shown |= {"curve": _curve(released, shown["gaussian"]), "steps": _steps(released)}
-    return shown
 
 
 def _curve(released: Released, bound: Gaussian | None) -> Chart:
     """Chart of delta at each epsilon, with dashed lines for the Gaussian bound."""
     epsilons, deltas = curve(released)
-    lines = [Series("delta", epsilons.tolist(), deltas.tolist())]
+    x = epsilons.tolist()
+    lines = [Series("delta", x, deltas.tolist())]
     if bound is not None:
+        by_mu, by_rho = bound.deltas(epsilons)
         mu, rho = at_most(bound.mu, ".3g"), at_most(bound.rho, ".3g")
-        names = (f"mu-GDP, mu = {mu}", f"zCDP, rho = {rho}")
-        for name, above in zip(names, bound.deltas(epsilons), strict=True):
-            lines.append(Series(name, epsilons.tolist(), above.tolist(), dashed=True))
+        lines.append(Series(f"mu-GDP, mu = {mu}", x, by_mu.tolist(), dashed=True))
+        lines.append(Series(f"zCDP, rho = {rho}", x, by_rho.tolist(), dashed=True))
     title = f"Delta at each epsilon, after {released.num_steps} steps{_in_brackets(released)}"
     return Chart(title, "epsilon", "delta (logarithmic)", lines, log_y=True)
 
@@ -186,64 +181,71 @@ def _losses(released: Released, summary: dict[str, Any]) -> list[tuple[str, Any]
     if plan.evaluations is None:
         return []
     others = ", and other owners of them are trained on" if plan.shared else ""
-    about = f"({held_out(plan)}, with noise{others})"
+    about = f"({words_of(plan)['held_out']}, with noise{others})"
     names = ("initial_eval_loss", "final_eval_loss")
     return [(f"{n} {about}", summary[n]) for n in names if summary.get(n, "nan") != "nan"]
 
 
 def _settings(released: Released, public: bool) -> list[tuple[str, str]]:
     """Settings by name; of paths, the last part alone."""
-    run = settings_of(released.stored.run)
-    # Not public: the name of the data, which may be anything, and the strategy.
-    counts = ("num_units", "batch_size", "target_epsilon", "num_parameters", "clip_quantile")
+    plan, run = released.plan, settings_of(released.stored.run)
+    counts = {
+        "num_units": plan.num_units,
+        "batch_size": plan.budget,
+        "target_epsilon": plan.target_epsilon,
+        "num_parameters": plan.num_parameters,
+        "clip_quantile": plan.clip_quantile,
+    }
     names = ("lora_rank", "frozen_dtype", "optimizer", "learning_rate", "compute_dtype")
-    earlier = {"batch_size": "budget"}  # as the plan calls it
-    values = {name: getattr(released.plan, earlier.get(name, name)) for name in counts}
+    # Not public: the name of the data, which may be anything, and the strategy.
     strategy = ("strategy", str(released.stored.strategy.get("name")))
     return [
         *([] if public else [("data", Path(run["data"]).name), strategy]),
-        *((name, f"{value:,}") for name, value in values.items() if value is not None),
+        *((name, f"{value:,}") for name, value in counts.items() if value is not None),
         ("model", model_name(run["model"])),
         *((name, str(run.get(name))) for name in names),
     ]
 
 
 def _fingerprints(released: Released) -> list[tuple[str, str]]:
-    head, adapter = released.lines[0]["head"], released.stored.identity.adapter
+    head, identity = released.lines[0]["head"], released.stored.identity
     return [
         ("parameters, sha256", released.fingerprint),
         ("ledger, last link", released.lines[-1]["chain"]),
         ("settings (`config.json`), sha256", head["config_sha256"]),
         ("data, sealed with the key", released.plan.data_seal),
-        ("model trained from", str(released.stored.identity.model or "fresh parameters")),
-        *([("adapter trained from", adapter)] if adapter else []),
-        *((name, number) for name, number in released.stored.versions.items()),
+        ("model trained from", str(identity.model or "fresh parameters")),
+        *([("adapter trained from", identity.adapter)] if identity.adapter else []),
+        *released.stored.versions.items(),
     ]
 
 
 def _commands(released: Released, public: bool) -> list[str]:
     """Commands that verify the run, and that compute its epsilon from public constants."""
-    plan, path = released.plan, "." if public else shlex.quote(str(released.run_dir))
-    flags = ("",) if public else ("", " --replay", " --whole")
-    lines = [f"fedsim verify {path}{flag}" for flag in flags]
-    event, cell = plan.event(), {}
-    if isinstance(plan.noise, CorrelatedNoise):
-        cell["noise"] = plan.noise.kind
-    if plan.sampling.bands > 1 or cell:
-        cell["bands"] = plan.sampling.bands
-    if isinstance(plan.sampling, AllocatedSampling):
-        cell["participations"] = plan.sampling.participations
-    if released.phases is not None:
-        lines.append(
-            f"fedsim account {plan.algorithm} --num-steps {released.num_steps} "
-            f"--sampling-prob {plan.sampling.prob!r} --noise-multiplier {plan.noise_multiplier!r} "
-            f"--group-size {plan.group_size} --delta {plan.delta!r}"
-            + (f" --max-shared-groups {event.max_changed}" if event and event.max_changed else "")
-            + (f" --sampling {plan.sampling.kind}" if cell else "")
-            + "".join(f" --{name} {value}" for name, value in cell.items())
-            + "".join(f" --before {event.epsilon!r}" for event, _ in plan.before)
-        )
-    return lines
+    plan, sampling = released.plan, released.plan.sampling
+    path = "." if public else shlex.quote(str(released.run_dir))
+    lines = [f"fedsim verify {path}{flag}" for flag in ("", " --replay", " --whole")]
+    if public:
+        lines = lines[:1]
+    if released.phases is None:
+        return lines
+    event, correlated = plan.event(), isinstance(plan.noise, CorrelatedNoise)
+    allocated = isinstance(sampling, AllocatedSampling)
+    flags = {
+        "max-shared-groups": (event and event.max_changed) or None,
+        "sampling": sampling.kind if correlated or allocated or sampling.bands > 1 else None,
+        "noise": plan.noise.kind if correlated else None,
+        "bands": sampling.bands if correlated or sampling.bands > 1 else None,
+        "participations": sampling.participations if allocated else None,
+    }
+    line = (
+        f"fedsim account {plan.algorithm} --num-steps {released.num_steps} "
+        f"--sampling-prob {sampling.prob!r} --noise-multiplier {plan.noise_multiplier!r} "
+        f"--group-size {plan.group_size} --delta {plan.delta!r}"
+    )
+    words = [f" --{name} {value}" for name, value in flags.items() if value is not None]
+    before = [f" --before {event.epsilon!r}" for event, _ in plan.before]
+    return [*lines, "".join([line, *words, *before])]
 
 
 def model_card(run_dir: Path, console: Console, *, base: str | None = None) -> str:
@@ -306,14 +308,17 @@ def publish(
         released = read(run_dir, console)
         with new_directory(out) as temporary:
             _fill(temporary, released, form)
-            _expect_silent(temporary, stored)
+            sources = (stored.run.data.source, stored.run.model.source)
+            places = [stored.run.run_dir, *map(Path, filter(os.path.exists, sources))]
+            for file, place in named_places(temporary, places):
+                without = "published files without it; --form parameters leaves the model's out"
+                expect(file, place, False, without)
             record = _record(released, form, published.digests(temporary))
             write_json(temporary / published.NAME, record)
             for check in published.check_folder(temporary):
                 if check.holds is False:
                     raise ReportError(f"not published: {check.promise} violated: {check.found}")
-    names = ("claim", "epsilon", "delta")
-    about = {name: record[name] for name in names}
+    about = {name: record[name] for name in ("claim", "epsilon", "delta")}
     return {"out": str(out), "files": [published.NAME, *record["files"]], **about}
 
 
@@ -349,13 +354,6 @@ def _fill(folder: Path, released: Released, form: Form) -> None:
         save_model(str(run_dir), folder / published.MODEL, card, adapter=adapter)
 
 
-def _expect_silent(folder: Path, stored: StoredRun) -> None:
-    """Raise ConfigError if a file of text names a place of this machine."""
-    expected = "published files without it; --form parameters leaves the model's out"
-    for file, place in named_places(folder, _places(stored)):
-        expect(file, place, False, expected)
-
-
 def named_places(folder: Path, places: Iterable[Path]) -> Iterator[tuple[str, str]]:
     """Yield (file, place) for each file of text in a folder that names a place of this machine.
 
@@ -370,12 +368,6 @@ def named_places(folder: Path, places: Iterable[Path]) -> Iterator[tuple[str, st
             for place in sorted(wanted - ({home} if file.name in VOCABULARY else set())):
                 if place in text or json.dumps(place)[1:-1] in text:
                     yield file.relative_to(folder).as_posix(), place
-
-
-def _places(stored: StoredRun) -> list[Path]:
-    """Directories of this machine that the run has to do with."""
-    sources = (stored.run.data.source, stored.run.model.source)
-    return [stored.run.run_dir, *map(Path, filter(os.path.exists, sources))]
 
 
 def claim_of_texts(source: str, model: Pretrained, console: Console) -> dict[str, Any]:
@@ -405,6 +397,6 @@ def claim_of_texts(source: str, model: Pretrained, console: Console) -> dict[str
         "delta": plan.delta if plan.guarantee else None,
         "adjacency": plan.compared,
         "params_sha256": released.fingerprint,
-        "unit": unit(plan),
+        "unit": words_of(plan)["unit"],
         "outside": [fact.as_dict() for fact in (*plan.caveats, *plan.assumptions)],
     }

@@ -32,7 +32,7 @@ def said(spent, *limits, runs=1, several=()):
 
 
 def test_a_limit_that_is_broken_is_no_limit_that_is_used_up():
-    broken = "The limit is 5 at delta = 1.00e-3. It is exceeded: 5.318 is spent. No further run"
+    broken = "The limit of 5 at delta = 1.00e-3 is exceeded: 5.318 is spent. No further run"
     assert broken in said(5.318, 5)[1]
     assert ": epsilon = 3.681 is left for one" in said(5.3185, 9)[1]
     assert ": epsilon = 0.0 is left for one" in said(5.0, 5)[1]
@@ -58,9 +58,8 @@ def test_a_budget_without_bound_names_the_runs_that_made_it_so_and_what_to_do():
     free = {**seeded, "run": "free", "epsilon": "inf", "releases": None, "why_not": "without noise"}
     unstarted = {**seeded, "run": "early", "releases": 0}
     lines = said("inf", runs=[RUN, seeded, free, unstarted])
-    assert lines[0].startswith(
-        "Total over 4 runs on texts of these 150 users: unlimited, because 2"
-    )
+    total = "Over 4 runs on texts of these 150 users, the cost is unlimited, because 2 of"
+    assert lines[0].startswith(total)
     reasons = f"trial ({Fact.KNOWN_SEED.text}), free (without noise)"
     assert f"no guarantee: {reasons}. This is permanent" in lines[0]
     assert "--budget-ledger" in lines[0] and lines[-1] == "* no guarantee"
@@ -70,10 +69,10 @@ def test_a_budget_without_bound_names_the_runs_that_made_it_so_and_what_to_do():
 
 def test_several_users_together_have_a_sentence_with_the_reason_for_group_privacy():
     rows = [{"people": k, "epsilon": k * 2.0, "how": "theorem"} for k in (1, 2, 5)]
-    line = said(2.0, several=rows)[1]
-    assert "all runs promise epsilon = 4.0 for 2, 10.0 for 5." in line and "group" not in line
+    line = " ".join(said(2.0, several=rows))
+    assert "all runs promise epsilon = 4.0 for 2, 10.0 for 5." in line and "by group" not in line
     runs = [RUN, {**RUN, "run": "b", "by_group": "correlated noise"}]
-    line = said(2.0, several=rows, runs=runs)[2]
+    line = " ".join(said(2.0, several=rows, runs=runs))
     assert "not tight, because of b (correlated noise)" in line
     assert "only if no run was chosen by looking at the releases of others" in line
     assert not any("together" in line for line in said(2.0, several=rows[:1]))

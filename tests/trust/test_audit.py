@@ -179,7 +179,6 @@ def test_a_training_command_is_audited(texts, run_dir, capsys):
     flags = {"group-size": 2, "epsilon": 2}
     code, found = run(arguments(texts, run_dir, "els", **flags), capsys)
     assert code == 0 and found["holds"] is True and found["verdict"].endswith("not refuted")
-    assert found["replaced"] == []
     for file, section in (("config.json", "plan"), ("summary.json", None)):
         stored = json.loads((run_dir / file).read_text())
         purpose = (stored[section] if section else stored)["purpose"]
@@ -240,7 +239,7 @@ def test_a_refuted_claim_is_an_exit_code(texts, run_dir, capsys, monkeypatch):
 def test_a_claim_that_could_not_be_refuted_is_not_said_to_hold(texts, run_dir, capsys):
     flags = {"gradient-canaries": 0, "text-canaries": 4, "strategy": "auto"}
     code, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
-    assert code == 0 and found["holds"] is None and found["replaced"] == []
+    assert code == 0 and found["holds"] is None
     assert found["verdict"].endswith("INCONCLUSIVE: so few canaries could not refute it")
 
 
@@ -315,7 +314,7 @@ def test_the_command_with_its_own_canaries_refutes_a_tenth_of_the_noise_alone(
         return noisy_mean(grad_sum, noise_multiplier=noise * noise_multiplier, **options)
 
     monkeypatch.setattr(f"fedsim.{algorithm}.noisy_mean", with_less)
-    flags = {"epsilon": 1, "num-steps": 4, "batch_size": 260}
+    flags = {"epsilon": 1, "num-steps": 4, "batch_size": 260, "group-size": 3}
     args = arguments(texts, run_dir, algorithm, **flags)
     for name in ("--gradient-canaries", "--text-canaries"):
         at = args.index(name)
@@ -373,7 +372,11 @@ def test_texts_with_several_owners_are_not_audited(chat, run_dir, capsys):  # no
     assert stop.value.code == 2 and "expected texts with one owner each" in capsys.readouterr().err
 
 
-def test_an_audit_is_not_resumed(texts, run_dir, capsys):
+@pytest.mark.parametrize(
+    "algorithm, flags, said",
+    [("uls", ["--resume"], "resume=True: expected a new run"), ("els", [], "group_size=None")],
+)
+def test_what_is_not_attacked_is_refused(algorithm, flags, said, texts, run_dir, capsys):
     with pytest.raises(SystemExit) as stop:
-        main([*arguments(texts, run_dir, "uls"), "--resume"])
-    assert stop.value.code == 2 and "resume=True: expected a new run" in capsys.readouterr().err
+        main([*arguments(texts, run_dir, algorithm), *flags])
+    assert stop.value.code == 2 and said in capsys.readouterr().err

@@ -12,7 +12,7 @@ from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.noise import Correlated, add_gaussian
 from fedsim.noise.correlated import strategy
-from fedsim.trust.noise_audit import ReleasedNoise, audit_noise
+from fedsim.trust.bounds import ReleasedNoise, audit_noise
 
 WIDTH, STEPS, COUNT, SIGMA, DELTA, SIGNIFICANCE = 400, 12, 4, 1.5, 1e-6, 5e-4
 CLAIM = [(StepEvent(SIGMA, 0.1), STEPS)]
