@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from experiments.harness import common, finetuning
 from experiments.harness.claims import ahead, cell_error, most, no_worse
 from experiments.harness.finetuning import ULS_GRIDS
+from experiments.harness.heuristics import user_grad_norms
 from experiments.harness.rows import by
 from experiments.harness.strategies import (
     greedy_local_oracle,
@@ -26,10 +27,8 @@ from experiments.harness.strategies import (
     max_group_size,
     with_batch_size,
 )
-from fedsim.run import Console
 from fedsim.tuning import doubling
 from fedsim.tuning.doubling import Configuration
-from fedsim.tuning.recommend import user_grad_norms as measured_norms
 
 SETTINGS = ULS_GRIDS
 STRATEGIES = {  # wide ones first: strategies that choose alike lie on each other
@@ -50,7 +49,7 @@ def run(settings: finetuning.UlsGrid, arguments: finetuning.Arguments) -> list[d
         users = finetuning.assumed(name, training, arguments)
         delta = finetuning.delta_of(name, training, arguments)
         run_config = finetuning.run_of(name, arguments, training, training.seeds[0])
-        norms = measured_norms(run_config, settings.group_sizes, Console())
+        norms = user_grad_norms(run_config, tuple(settings.group_sizes))
         error = float(cell_error(own))
         for epsilon, cells in by(own, lambda row: row["epsilon"]).items():
             losses = {Configuration(r["group_size"], r["cohort_size"]): r["loss"] for r in cells}

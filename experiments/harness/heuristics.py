@@ -14,7 +14,8 @@ from fedsim.config import RunConfig
 from fedsim.run import Console
 from fedsim.sampling import median_group_size
 from fedsim.tuning import doubling
-from fedsim.tuning.recommend import user_grad_norms as measured_norms
+from fedsim.tuning.estimates import GradientNorms
+from fedsim.tuning.recommend import started
 
 
 def cells_of(
@@ -45,7 +46,11 @@ def cells_of(
 @functools.cache
 def user_grad_norms(run: RunConfig, groups: tuple[int, ...]) -> dict[int, float]:
     """L_ULS by group size, which depends on neither epsilon nor population."""
-    return measured_norms(run, groups, Console())
+    with started(run, Console()) as start:
+        users = start.data.train.offsets
+        assert start.workers is not None
+        norms = GradientNorms(start.workers, start.params, users, start.key, most=max(groups))
+        return {group: norms.user_norm(group) for group in groups}
 
 
 def groups_of(

@@ -44,6 +44,10 @@ guessing; they find mistakes with as little."""
 REFUTED, NOT_REFUTED, TOO_FEW = "REFUTED", "not refuted", "INCONCLUSIVE"
 NOISE = "length of the noise"
 INDEPENDENT = "gradient canaries, if each tells of its own coin alone"
+GUESSES_SEEN = (
+    "{correct} of {guesses} coins guessed, as a Gaussian mechanism of epsilon {epsilon:.3f} or more"
+)
+NOISE_SEEN = "noise multiplier at most {noise_multiplier:.4g}, {claimed:.4g} claimed"
 TESTS = {
     "gradient canaries": ("gradient", "curve"),
     "text canaries": ("text", "curve"),
@@ -78,7 +82,15 @@ def audit(
     expect("resume", run.resume, not run.resume, "a new run: what was planted is not kept")
     has_size = privacy.group_size is not None or algorithm == Algorithm.ULS
     expect("group_size", None, has_size, "a number in an audit of els: its choice is not attacked")
-    planted = plant(algorithm, settings, privacy, run.seed)
+    rng = SecretKey.create(run.seed, "audit").generator("canaries")
+    planted = Planted(
+        num_gradient=settings.gradient_canaries,
+        num_text=settings.text_canaries,
+        rows=(privacy.group_size or 1) * (POOLS if algorithm == Algorithm.ELS else 1),
+        clip_norm=privacy.clip_norm,
+        included=coins(settings.gradient_canaries + settings.text_canaries, rng),
+        rng=rng,
+    )
     summary = train(algorithm, privacy, run, console, purpose=Purpose.AUDIT, audit=planted)
     if summary["steps_done"] < summary["num_steps"]:
         console.note("an audit cannot be resumed: to finish it, start it again in a new directory")
@@ -104,30 +116,6 @@ def audit(
     return result
 
 
-def plant(
-    algorithm: Algorithm,
-    settings: AuditConfig,
-    privacy: PrivacyConfig,
-    seed: int | None,
-) -> Planted:
-    """The canaries of an audit, with the coins of who is included tossed.
-
-    Args:
-      privacy: with a group size, for els.
-      seed: of the run; None: the coins are secret.
-    """
-    pools = POOLS if algorithm == Algorithm.ELS else 1
-    rng = SecretKey.create(seed, "audit").generator("canaries")
-    return Planted(
-        num_gradient=settings.gradient_canaries,
-        num_text=settings.text_canaries,
-        rows=(privacy.group_size or 1) * pools,
-        clip_norm=privacy.clip_norm,
-        included=coins(settings.gradient_canaries + settings.text_canaries, rng),
-        rng=rng,
-    )
-
-
 def attack(
     planted: Planted, params: Any, settings: AuditConfig, delta: float, claim: Claim | None
 ) -> dict[str, Any]:
@@ -145,11 +133,11 @@ def attack(
     results: dict[str, Any] = {"gradient": None, "text": None}
     if planted.num_gradient:
         scores, included = planted.gradient_scores(), planted.gradient_included
-        found: dict[str, Any] = {"curve": audit_curve(scores, included, claim, delta, confidence)}
+        curve = audit_curve(scores, included, claim, delta, confidence)
+        results["gradient"] = {"curve": dataclasses.asdict(curve)}
         if claim is not None:
-            sharp = SHARP * (1 - confidence)
-            found["independent"] = audit_independent(scores, included, claim, delta, sharp)
-        results["gradient"] = {name: dataclasses.asdict(test) for name, test in found.items()}
+            alone = audit_independent(scores, included, claim, delta, SHARP * (1 - confidence))
+            results["gradient"]["independent"] = dataclasses.asdict(alone)
     if planted.num_text:
         task = LanguageModelTask(Dataset(train=planted.texts), inner.config, inner.frozen)
         rows = np.arange(planted.num_text)
@@ -243,12 +231,7 @@ def sentence(result: dict[str, Any]) -> str:
     """The verdict, and a line for each test."""
     lines = [f"epsilon: {result['verdict']}"]
     for name, test in tests_of(result).items():
-        if name == NOISE:
-            seen = f"noise multiplier at most {test['noise_multiplier']:.4g}, "
-            seen += f"{test['claimed']:.4g} claimed"
-        else:
-            seen = f"{test['correct']} of {test['guesses']} coins guessed, as a Gaussian mechanism "
-            seen += f"of epsilon {test['epsilon']:.3f} or more"
-        lines.append(f"{name}: {result['verdicts'][name]} ({seen})")
+        seen = GUESSES_SEEN if name != NOISE else NOISE_SEEN
+        lines.append(f"{name}: {result['verdicts'][name]} ({seen.format(**test)})")
     often = f"{result['error_probability']:g}"
     return "\n".join([*lines, f"A claim that holds is refuted with a probability <= {often}."])

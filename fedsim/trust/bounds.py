@@ -4,31 +4,13 @@ Each of many canaries was included or left out by the toss of a coin. More corre
 coins than the claimed curve allows refute it, and so does noise that is shorter than claimed.
 
 1. `audit_curve`: whatever the mechanism, and however the release about one canary depends on the
-   others (Mahloujifar, Melis and Chaudhuri 2024). Guessing 76 % of the coins is far from refuting
-   epsilon = 8 of randomised response, and refutes that of the Gaussian mechanism.
-2. `audit_independent`: where each canary's score depends on its own coin alone, which a claim about
-   one user does not say. Gradient canaries are independent by construction: their directions have
-   no coordinate in common, whether one is drawn is independent of the others, and so is the noise
-   on its coordinates. What is assumed is that other users' gradients, at parameters that canaries
-   have moved, do not pass on their coins.
-3. `audit_noise`: unlike an attacker, the audit records the sums before noise (`ReleasedNoise`) and
-   subtracts them from the releases. The rest is noise, whose squared length is chi-squared. Noise
-   plus anything independent of it has a square at least as large, in distribution (Anderson 1955),
-   so a rest that is shorter than the claimed noise has less noise, whatever the sums are.
-   Correlated noise is first combined to the fresh noise of each step. Sampling and clipping, on
-   which the claim also depends, are not tested.
+   others (Mahloujifar, Melis and Chaudhuri 2024).
+2. `audit_independent`: where each canary's score depends on its own coin alone, as with gradient
+   canaries: their directions have no coordinate in common.
+3. `audit_noise`: the releases minus the sums before noise, which `ReleasedNoise` records, are
+   noise, whose squared length is chi-squared. Sampling and clipping are not tested.
 
-Theorem (of 2). Let the coins be tossed independently with probability 1/2, and the scores be
-independent of each other, each depending on its own coin alone, by a mechanism for which the claim
-holds. Then however the guesses are made from all scores, the number of correct ones among m is, in
-distribution, at most that of heads among m tosses of a coin with probability (1 + a)/2, where a is
-the largest y - claim(y), the total variation distance that the claim allows.
-Proof. Given all scores, the coins are independent, and the distribution of coin i depends on score
-i alone; a guess of it is correct with at most the larger of its two probabilities. These are
-independent of each other, with means of at most (1 + a)/2 each.
-
-Agrawal et al. (2026, arXiv 2606.12733) approximate sums of canaries' signals by Gaussians, by a
-limit theorem; this needs neither that nor the scores' sizes.
+Assumptions, theorem and proofs: docs/theory/audits.md.
 """
 
 import dataclasses

@@ -179,14 +179,15 @@ class Chart:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Some points of each line, as (name, x, y), rounded up but for integers, for a table."""
-        rows = []
+
+        def shown(value: float) -> str:
+            return str(value) if isinstance(value, int) else at_most(value, ".4g")
+
+        rows, parts = [], range(POINTS_IN_TABLE + 1)
         for line in self.series:
             last = len(line.x) - 1
-            steps = range(POINTS_IN_TABLE + 1)
-            for i in sorted({round(step * last / POINTS_IN_TABLE) for step in steps}):
-                pair = line.x[i], line.y[i]
-                x, y = (str(v) if isinstance(v, int) else at_most(v, ".4g") for v in pair)
-                rows.append((line.name, x, y))
+            places = sorted({round(part * last / POINTS_IN_TABLE) for part in parts})
+            rows += [(line.name, shown(line.x[i]), shown(line.y[i])) for i in places]
         return rows
 
 
@@ -205,12 +206,11 @@ def svg(chart: Chart) -> bytes:
         FigureCanvasSVG(figure)
         axes = figure.subplots()
         for line in chart.series:
-            pairs = [
-                (x, y) for x, y in zip(line.x, line.y, strict=True) if y > 0 or not chart.log_y
-            ]
-            if pairs:
+            pairs = zip(line.x, line.y, strict=True)
+            shown = [(x, y) for x, y in pairs if y > 0 or not chart.log_y]
+            if shown:
                 style = "--" if line.dashed else "-"
-                axes.plot(*zip(*pairs, strict=True), style, label=brief(line.name))
+                axes.plot(*zip(*shown, strict=True), style, label=brief(line.name))
         axes.set(xlabel=brief(chart.x_label), ylabel=brief(chart.y_label))
         if chart.log_y:
             axes.set_yscale("log")

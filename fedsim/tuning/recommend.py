@@ -12,7 +12,7 @@ texts (`plan_only`): all but the number of users is then computed from users tha
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -105,7 +105,7 @@ def recommend(
     finite = privacy.epsilon < math.inf
     expect("epsilon", privacy.epsilon, finite, "a finite one: noise is compared")
     expect("users", num_users, num_users >= 1, ">= 1")
-    with _started(run, console, working=not plan_only) as start:
+    with started(run, console, working=not plan_only) as start:
         expect_enough_users(start.data.train.num_users, privacy.epsilon)
         norms = None
         if plan_only:
@@ -197,21 +197,8 @@ def _places(start: Start, privacy: PrivacyConfig, group_size: int) -> int:
     return int(np.minimum(np.diff(users.offsets), group_size).sum())
 
 
-def user_grad_norms(
-    run: RunConfig, group_sizes: Sequence[int], console: Console, *, num_users: int = NUM_USERS
-) -> dict[int, float]:
-    """L_ULS(G) at a run's starting model for each of the group sizes, without noise."""
-    with _started(run, console) as start:
-        assert start.workers is not None
-        users, most = start.data.train.offsets, max(group_sizes)
-        norms = GradientNorms(
-            start.workers, start.params, users, start.key, num_users=num_users, most=most
-        )
-        return {group: norms.user_norm(group) for group in group_sizes}
-
-
 @contextmanager
-def _started(run: RunConfig, console: Console, *, working: bool = True) -> Iterator[Start]:
+def started(run: RunConfig, console: Console, *, working: bool = True) -> Iterator[Start]:
     """Start a run up to its first step; with its workers, unless no gradient is computed."""
     model = find_model(run.model.source, console, as_stored=run.model.lora_rank > 0)
     data = load_data(run.data, model, console.note)
