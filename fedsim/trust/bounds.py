@@ -44,7 +44,7 @@ def options_of(count: int) -> list[tuple[int, int]]:
     return options
 
 
-def guessed(scores: np.ndarray, included: np.ndarray) -> list[tuple[int, int]]:
+def guess_counts(scores: np.ndarray, included: np.ndarray) -> list[tuple[int, int]]:
     """(guesses, correct ones) of each of the options. Args: as of `audit_curve`."""
     count, order = len(scores), np.argsort(-scores, kind="stable")
     took_part = included[order]
@@ -133,7 +133,7 @@ def audit_curve(
       delta: of the claim, for `CurveBound.epsilon`.
       confidence: of a refutation.
     """
-    count, tried = len(scores), guessed(scores, included)
+    count, tried = len(scores), guess_counts(scores, included)
     significance = (1 - confidence) / len(tried)
     largest = [(_largest_mu(count, r, v, significance), r, v) for r, v in tried]
     mu, guesses, correct = max(largest)
@@ -197,7 +197,7 @@ def audit_independent(
       delta: of the claim, for `IndependentBound.epsilon`.
       significance: the probability.
     """
-    count, (_, correct) = len(scores), guessed(scores, included)[-1]  # the option with all
+    count, (_, correct) = len(scores), guess_counts(scores, included)[-1]  # the option with all
     right = (1 + advantage(claim)) / 2
 
     def refuted(number: int) -> bool:

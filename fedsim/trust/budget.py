@@ -70,12 +70,12 @@ def budget(
             limited = None if ids is None else ledger.save_users(users)
             ledger.limit(Limit(limit_epsilon, delta, limited))
             accounts = books(ledger, ids)
-        result = {"ledger": str(place)} | _found(ledger, accounts, users, delta)
+        result = {"ledger": str(place)} | _statement(ledger, accounts, users, delta)
         result["alike"] = "" if ids is None else ledger.lookalike_warning(ids)
     return result
 
 
-def _found(
+def _statement(
     ledger: BudgetLedger, accounts: Account, users: np.ndarray, delta: float
 ) -> dict[str, Any]:
     spent, charges = accounts.total(delta, sums=True), accounts.charges
@@ -85,7 +85,7 @@ def _found(
         several.append((1, spent.fixed, THEOREM))
         for people in (k for k in PEOPLE if k <= len(users)):
             counts = [min(people, size) for size in sizes]  # of k users, a run reads no more
-            several.append((people, *composed(charges, counts, people, delta)))
+            several.append((people, *epsilon_together(charges, counts, people, delta)))
     return {
         "num_users": len(users),
         "delta": delta,
@@ -127,7 +127,7 @@ def why_by_group(charge: RunCost) -> str:
     return "" if independent else "correlated noise"
 
 
-def composed(
+def epsilon_together(
     charges: Sequence[RunCost], counts: Sequence[int], people: int, delta: float
 ) -> tuple[float, str]:
     """Epsilon of runs with a guarantee for several people together; inf if none is known.

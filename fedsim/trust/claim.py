@@ -177,12 +177,12 @@ def words_of(plan: Plan) -> dict[str, str]:
     return WORDS[OWNERS if plan.shared is not None else plan.adjacency]
 
 
-def recognised(released: Claimed) -> list[tuple[float, float]]:
+def attack_bounds(released: Claimed) -> list[tuple[float, float]]:
     """Bounds on any attack: (false positive rate, largest true positive rate); empty without a
     claim."""
     if released.kind != PRIVATE or not released.num_steps:
         return []
-    return [(alarms, most_recognised(released, alarms)) for alarms in FALSE_ALARMS]
+    return [(alarms, max_true_positives(released, alarms)) for alarms in FALSE_ALARMS]
 
 
 def warnings(released: Released) -> list[str]:
@@ -199,7 +199,7 @@ def warnings(released: Released) -> list[str]:
     return lines
 
 
-def most_recognised(released: Claimed, false_alarms: float) -> float:
+def max_true_positives(released: Claimed, false_alarms: float) -> float:
     """Largest true positive rate of any test at a false positive rate, by the whole curve.
 
     Every (epsilon, delta) of the curve bounds it: by e^epsilon f + delta, and from the other side

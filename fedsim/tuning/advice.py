@@ -139,7 +139,7 @@ def _of_allocation(privacy: PrivacyConfig) -> Prediction:
     return Prediction(1, sigma, predicted_error(sigma, steps, 1))
 
 
-def least(cells: Sequence[Cell]) -> Cell:
+def least_noisy(cells: Sequence[Cell]) -> Cell:
     """The candidate with the least noise on sums of gradients, among those that may be chosen."""
     return min((cell for cell in cells if not cell.against), key=lambda cell: cell.ratio)
 

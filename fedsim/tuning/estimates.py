@@ -167,7 +167,7 @@ def units_of(privacy: PrivacyConfig, users: Users, key: SecretKey) -> Users:
     return groups_of(users, privacy.max_shared_groups, key)
 
 
-def filled(privacy: PrivacyConfig, users: Users, group_size: int) -> float:
+def share_filled(privacy: PrivacyConfig, users: Users, group_size: int) -> float:
     """Fraction of the places in the pool of ELS that hold an example."""
     if privacy.adjacency != ZERO_OUT or graph_of(users) is not None:
         return 1.0

@@ -52,12 +52,12 @@ from fedsim.sampling import Groups, Users, examples_per_user, graph_of, pool_of
 from fedsim.shared_uls import SharedULS
 from fedsim.training import wait_for
 from fedsim.tuning import doubling
-from fedsim.tuning.advice import Advice, choose, command, compare, least, to_train
+from fedsim.tuning.advice import Advice, choose, command, compare, least_noisy, to_train
 from fedsim.tuning.estimates import (
     NUM_USERS,
     GradientNorms,
-    filled,
     noise_stddev,
+    share_filled,
     share_used,
     units_of,
 )
@@ -282,7 +282,7 @@ def _advice(
     """Advice for one algorithm, with the noise that training computes."""
     users, run = start.data.train, start.run
     cells = compare(algorithm, settings, run, users, num_coordinates(start.params))
-    changes = least(cells).changes if cells else {}
+    changes = least_noisy(cells).changes if cells else {}
     rounded = min(max(float(f"{norm:.4g}"), 1e-6), 1e6)  # to the number in the printed command
     settings = dataclasses.replace(settings, clip_norm=rounded, **changes)
     method = method_for(algorithm, settings, users, start.key)
@@ -294,7 +294,7 @@ def _advice(
         units = method.groups if isinstance(method, SharedULS) else users
         rows_per_unit = float(np.minimum(np.diff(units.offsets), method.group_size).mean())
     else:
-        filled_places = filled(settings, users, method.group_size)
+        filled_places = share_filled(settings, users, method.group_size)
     real_count = count * filled_places  # without the empty places of the pool
     bands = (settings.bands or 1) if settings.noise == CORRELATED else 1
     error = predicted_error(sigma, settings.num_steps, bands)

@@ -33,7 +33,7 @@ def test_nobody_recognises_more_than_the_gaussian_mechanism_allows(sigma):
     found = released([(StepEvent(sigma, 1.0), 1)], 1)
     for alarms in (0.001, 0.01, 0.05):
         best = norm.cdf(norm.ppf(alarms) + 1 / sigma)
-        assert best <= claim.most_recognised(found, alarms) <= best * 1.2 + 0.01
+        assert best <= claim.max_true_positives(found, alarms) <= best * 1.2 + 0.01
 
 
 def of_plan(monkeypatch, **changed):
@@ -86,7 +86,7 @@ def test_no_bound_in_the_sentences_is_rounded_down(delta, monkeypatch, tmp_path)
     rows = re.findall(r"^\| ([\d.]+)% .* at most ([\d.]+)% \|$", table, re.MULTILINE)
     assert [float(alarms) for alarms, _ in rows] == [100 * f for f in claim.FALSE_ALARMS]
     for (_, shown), alarms in zip(rows, claim.FALSE_ALARMS, strict=True):
-        assert claim.most_recognised(found, alarms) <= float(shown) / 100 + 1e-15
+        assert claim.max_true_positives(found, alarms) <= float(shown) / 100 + 1e-15
 
 
 def test_a_weak_claim_is_said_to_be_one(monkeypatch):
@@ -100,7 +100,7 @@ def test_a_weak_claim_is_said_to_be_one(monkeypatch):
 def test_what_is_no_guarantee_is_not_put_into_words(monkeypatch, tmp_path):
     found = of_plan(monkeypatch, seeded=True)
     assert "no privacy is claimed" in claim.claim(found)
-    assert claim.recognised(found) == [] and "recognises" not in in_words(found, tmp_path)
+    assert claim.attack_bounds(found) == [] and "recognises" not in in_words(found, tmp_path)
 
 
 @pytest.mark.privacy

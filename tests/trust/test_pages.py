@@ -135,7 +135,7 @@ def report_of(*names):
     return facts(found) | {
         "title": every,
         "subject": every,
-        "recognised": [],
+        "attack_bounds": [],
         "warnings": names,
         "several": [],
         "curve": chart,
