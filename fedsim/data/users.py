@@ -244,6 +244,10 @@ class UserStore:
             )
         return counts
 
+    def largest_id(self) -> int:
+        """Largest token id of all rows; 0 without rows. Memory does not grow with rows."""
+        return int(self._reader.values.max(initial=0))
+
     @functools.cached_property
     def owners(self) -> Owners | None:
         """Graph of users and owner sets; None if every text has one owner.

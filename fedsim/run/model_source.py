@@ -293,8 +293,7 @@ def check_fit(run: RunConfig, model: Pretrained, data: Dataset) -> None:
     )
     known = model.config.vocab_size
     if tokenizer.vocab_size > known:  # by special tokens that texts need not have, as Gemma 3 does
-        parts = (ids for store in data.splits().values() for _, ids in store.scan())
-        largest = max(int(ids.max(initial=0)) for ids in parts)
+        largest = max(store.largest_id() for store in data.splits().values())
         expect("data", f"{run.data.source} (token {largest})", largest < known, f"ids < {known}")
     length, longest = data.train.max_length, model.config.table
     expect("max_length", length, length <= longest, f"<= {longest}, the model's longest")
