@@ -64,13 +64,7 @@ def cpus(membership: Path = MEMBERSHIP, top: Path = GROUPS) -> int:
 
 
 def _groups(membership: str, top: Path, controller: str) -> Iterator[Path]:
-    """Yield the directories of this process's control groups of a controller, and those above.
-
-    Args:
-      membership: content of the file MEMBERSHIP.
-      top: the directory of all groups.
-      controller: memory or cpu.
-    """
+    """Yield the directories of this process's control groups of a controller, and those above."""
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):

@@ -104,12 +104,8 @@ def own_directory(path: Path) -> Path:
 
 
 def _expect_ours(directory: Path, *, alone: bool = False) -> None:
-    """Raise NotOurs if other users could replace a directory inside of this one.
-
-    Args:
-      directory: an existing directory.
-      alone: also if they could add files to it, as in /tmp and other sticky directories.
-    """
+    """Raise NotOurs if other users could replace a directory inside of this one, or (alone) add
+    files to it, as in /tmp and other sticky directories."""
     found = directory.lstat()
     writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not stat.S_ISDIR(found.st_mode):

@@ -94,16 +94,12 @@ def removed_at_end(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _at_first(act: Callable[[], None], *, again: bool) -> Iterator[None]:
-    """Call `act` at the first stop signal.
-
-    A signal that was ignored, as by `nohup`, stays ignored.
-    Args:
-      again: a second signal has its former effect; else none.
-    """
+    """Call `act` at the first stop signal. If `again`, a second one has its former effect."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     handlers = {number: signal.getsignal(number) for number in STOPS}
+    # A signal that was ignored, as by `nohup`, stays ignored.
     before = {n: then for n, then in handlers.items() if then not in (signal.SIG_IGN, None)}
     first = None
 

@@ -156,10 +156,7 @@ class Engine(ABC):
         """Yield `Worker.<method>(version, params, lane, *args)` for every lane, in lane order."""
 
     def _begin(self, method: str, params: Any, lanes: Sequence[np.ndarray], *args) -> Iterator[Any]:
-        """Like `_lanes`, for results that are needed later.
-
-        Work may begin at once; calls whose results are waited for take precedence.
-        """
+        """Like `_lanes`, for results that are needed later: work may begin at once."""
         return self._lanes(method, params, lanes, *args)
 
     @abstractmethod

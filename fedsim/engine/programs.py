@@ -172,11 +172,9 @@ def _of_layer():
 
 
 def _hostile_rows(shapes):
-    """Yield rows of one unit: x, y [last axis] and z [shape] for each array.
-
-    Coordinates beyond C add nothing (`contribution.whole`): it takes many that are rounded by less
-    to exceed C.
-    """
+    """Yield rows of one unit: x, y [last axis] and z [shape] for each array."""
+    # Coordinates beyond C add nothing (`contribution.whole`): it takes many that are rounded by
+    # less to exceed C.
     rng = np.random.default_rng(0)
     for large in LARGE:
         pairs = [large * rng.uniform(1, 2, (2, shape[-1])).astype(np.float32) for shape in shapes]
@@ -313,10 +311,7 @@ class Programs:
         check: Callable[[Any], None] = ignore,
         **options: Any,
     ) -> Any:
-        """Compile `function` for arguments like these, once for each `key`.
-
-        Args: check: raises an error if the program must not be used.
-        """
+        """Compile and check `function` for arguments like these, once for each `key`."""
         if key not in self.compiled:
             program = _compile(jax.jit(function, **options), *args)
             check(program)
@@ -325,16 +320,13 @@ class Programs:
 
 
 def _checked_side_by_side(program, no_sum, arguments, chunk, strategy):
-    """Check that a unit's contribution does not depend on its position in a pass or on other units.
-
-    Units side by side are mapped over by `jax.vmap`, so none is a function of another; but they
-    share matrix products, in which each has separate rows. The order in which a row's terms are
-    added depends on shapes, not on values, so one check with any values is enough: the sum over all
-    units equals the sum over every second unit plus that over the rest, at other positions. Norms
-    and losses are compared, too, because a step may release them.
-    Returns: true if the check was meaningful: units have rows and their numbers are not all zero.
-    Raises: UnsupportedModel: it does depend on them.
-    """
+    """Raise UnsupportedModel if a unit's contribution depends on its position in a pass or on other
+    units; true if the check was meaningful: units have rows and their numbers are not all zero."""
+    # Units side by side are mapped over by `jax.vmap`, so none is a function of another; but they
+    # share matrix products, in which each has separate rows. The order in which a row's terms are
+    # added depends on shapes, not on values, so one check with any values is enough: the sum over
+    # all units equals the sum over every second unit plus that over the rest, at other positions.
+    # Norms and losses are compared, too, because a step may release them.
     at_once = strategy.units_at_once(chunk.mask.shape[1])
     if at_once == 1:
         return True

@@ -309,11 +309,7 @@ class Worker:
         units_per_chunk: int,
         split_up: Callable[[Any, np.ndarray], Iterator[Chunk]],
     ) -> Iterator[Chunk]:
-        """Yield chunks of rows [units, group]; the next rows are read while the caller computes.
-
-        Args:
-          split_up: (batch [units, group, ...], mask) -> chunks.
-        """
+        """Yield chunks of rows [units, group]; the next rows are read while the caller computes."""
         units = max(units_per_chunk, ROWS_PER_READ // rows.shape[1])
         starts = range(0, len(rows), units)
 

@@ -59,15 +59,12 @@ class Logger(Callback):
 
     def start(self) -> None:
         """Start or continue the run."""
-        raise NotImplementedError
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Log metrics, by name. A step that is repeated has the same values."""
-        raise NotImplementedError
 
     def finish(self) -> None:
         """Write what is buffered, and end."""
-        raise NotImplementedError
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         # The loss of an evaluation, which may be of an earlier step, is logged when it has ended.
