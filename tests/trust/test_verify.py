@@ -299,7 +299,7 @@ def test_a_broken_promise_is_named(what, copy, capsys):
 
 def test_each_fact_outside_the_guarantee_is_asked_for(texts, run_dir, capsys):
     """Also where the plan has another one."""
-    more = {"adjacency": "add-or-remove", "chosen-on-data": "clip_norm", "num-steps": 1}
+    more = {"adjacency": "add-or-remove", "tuned-on-data": "clip_norm", "num-steps": 1}
     main(command(texts, run_dir, **more))
     code, found = verify(capsys, run_dir)
     assert code == 0 and found["outside"][0]
