@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import importlib
 import json
+import math
 import sys
 import tempfile
 import time
@@ -202,7 +203,7 @@ def followed(steps: Iterable[Any], first: Any, emas: Iterable[float]) -> tuple[A
 
     Steps whose parameters are no numbers are left out of the averages.
     """
-    from fedsim.training.optimizers import averaged, is_finite
+    from fedsim.training.optimizers import averaged
 
     params, averages = first, dict.fromkeys(emas, first)
     for step, params in enumerate(steps, 1):  # noqa: B020
@@ -217,7 +218,6 @@ def iterates(
     """The parameters after each step of a plan, without a run around it; they end where they are
     no numbers any more. Args: rule: the optimizer; rows: of one pass."""
     from fedsim.clipping import Strategy
-    from fedsim.training import optimizers
 
     options = {
         "clip": plan.clip_at(plan.clip_norm),
@@ -229,7 +229,33 @@ def iterates(
     def gradient(params: Any, step: int) -> Any:
         return method.gradient(params, step, engine, **options)[0]
 
-    return optimizers.iterates(gradient, rule, params, plan.num_steps)
+    return updated(gradient, rule, params, plan.num_steps)
+
+
+def updated(
+    gradient: Callable[[Any, int], Any], rule: Any, params: Any, num_steps: int
+) -> Iterator[Any]:
+    """The parameters after each step of an optimizer, until they are no numbers.
+
+    Args:
+      gradient: (parameters, step) -> `mechanism.NoisyMean`.
+      rule: from `optimizers.update_rule` or `update_of`.
+    """
+    from fedsim.training.optimizers import updater
+
+    update, state = updater(rule), rule.init(params)
+    for step in range(num_steps):
+        params, state = update(gradient(params, step).values(), state, params)
+        yield params
+        if not is_finite(params):
+            return
+
+
+def is_finite(params: Any) -> bool:
+    """True if all parameters, and their norm, are finite."""
+    import optax
+
+    return math.isfinite(float(optax.tree.norm(params)))
 
 
 def resumable(

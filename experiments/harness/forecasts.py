@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
+from experiments.harness.common import is_finite, updated
 from fedsim import accounting
 from fedsim.clipping import Clip, Strategy, num_coordinates
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig, default_delta
@@ -152,14 +153,14 @@ class Prober:
             return method.gradient(params, step, self.workers, **options)[0]
 
         average, update = self.params, optimizers.update_of(run, steps)
-        of_steps = optimizers.iterates(gradient, update, self.params, steps)
+        of_steps = updated(gradient, update, self.params, steps)
         for step, params in enumerate(of_steps, 1):
             average = optimizers.averaged(average, params, run.ema or 0.0, step)
         return average
 
     def _loss(self, params: Any) -> float:
         """Held-out loss, of users outside of training where there are any; nan: it diverged."""
-        if not optimizers.is_finite(params):
+        if not is_finite(params):
             return math.nan
         found = evaluate(self.workers, params, self.data, EVAL_EXAMPLES)
         return next(found[name] for name in VALIDATION.values() if name in found)

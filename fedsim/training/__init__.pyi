@@ -6,8 +6,8 @@ from .callbacks import (
 )
 from .launch import (
     dry_run as dry_run,
+    expect_runnable as expect_runnable,
     rehearse as rehearse,
-    runnable as runnable,
     train as train,
 )
 from .open import Purpose as Purpose, open_run as open_run, wait_for as wait_for

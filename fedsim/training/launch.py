@@ -27,7 +27,7 @@ from fedsim.training.callbacks import Callback
 from fedsim.training.loggers import expect_loggers
 from fedsim.training.open import AuditHooks, CustomTask, OpenRun, Purpose, open_run
 from fedsim.training.optimizers import Noise, update_of, with_defaults
-from fedsim.training.prepare import FITTED, PreparedRun, prepare_run
+from fedsim.training.prepare import PreparedRun, prepare_run
 from fedsim.training.private_evaluation import Booking
 from fedsim.training.trainer import Trainer
 
@@ -63,7 +63,7 @@ def train(
       EngineError: workers failed.
       LedgerError: a ledger is damaged or locked.
     """
-    privacy = runnable(privacy, run)
+    expect_runnable(privacy, run)
     if not purpose.is_counted:  # nobody else may learn how many trials there are
         sending = receivers(run)
         run = dataclasses.replace(run, log_to=[name for name in run.log_to if name not in sending])
@@ -140,7 +140,7 @@ def dry_run(
     Returns: fields of the plan, and those of `cost`.
     Raises: ConfigError, EngineError: as in a training.
     """
-    privacy = runnable(privacy, run)
+    expect_runnable(privacy, run)
     with open_run(algorithm, privacy, run, console) as opened:
         prepared = prepare_run(opened, dry_run=True)
         show(prepared)
@@ -155,7 +155,7 @@ def rehearse(algorithm: Algorithm, privacy: PrivacyConfig, run: RunConfig) -> No
 
     Raises: ConfigError, EngineError: as in a training.
     """
-    privacy = runnable(privacy, run)
+    expect_runnable(privacy, run)
     with verbosity("quiet"):
         console = Console()
     run = computed_by(run, strategy="scan")  # which is not tried
@@ -227,26 +227,11 @@ def _num_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def runnable(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
-    """The settings to run with (`as_started`), after the checks that need no data.
-
-    Raises: ConfigError: optimizer or strategy does not exist, or does not fit; a logger's packages
-      are missing; or fit_limit would tell who the users are.
-    """
+def expect_runnable(privacy: PrivacyConfig, run: RunConfig) -> None:
+    """Raise ConfigError if optimizer or strategy does not exist, or does not fit, if a logger's
+    packages are missing, or if fit_limit would tell who the users are."""
     if privacy.adjacency != ZERO_OUT:  # how many steps fit depends on who the users are
         without = f"false with --adjacency {privacy.adjacency}"
         expect("fit_limit", run.fit_limit, not run.fit_limit, without)
-    privacy = as_started(privacy, run)
     update_of(with_defaults(run, Noise(1.0, 1.0, 1)), privacy.num_steps)
     expect_loggers(run.log_to)
-    return privacy
-
-
-def as_started(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
-    """The settings, with the number of steps that fitted a limit when a resumed run was started."""
-    if not (run.fit_limit and run.resume and (run.run_dir / directory.CONFIG).exists()):
-        return privacy
-    stored = directory.load(run.run_dir)
-    if not stored.run.fit_limit:
-        return privacy  # what differs is refused where all settings are compared
-    return dataclasses.replace(privacy, **{name: getattr(stored.privacy, name) for name in FITTED})

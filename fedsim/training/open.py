@@ -41,6 +41,9 @@ from fedsim.run import (
     model_sha256,
 )
 
+FITTED = ("num_steps", "participations", "epsilon")
+"""Settings that --fit-limit changes."""
+
 
 class Purpose(StrEnum):
     """Purpose of a run, which decides what is counted and who may see metrics."""
@@ -209,6 +212,9 @@ def open_run(
     exact = math.isfinite(settings.epsilon)
     reduction = engine.reduction(run.engine, exact=exact)
     stored = directory.find(run.run_dir, resume=run.resume)
+    if stored and run.fit_limit and stored.run.fit_limit:  # the steps that fitted at its start
+        fitted = {name: getattr(stored.privacy, name) for name in FITTED}
+        settings = dataclasses.replace(settings, **fitted)
     as_stored = run.model.lora_rank > 0
     model = None if custom else find_model(run.model.source, console, as_stored=as_stored)
     with ExitStack() as stack:

@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -126,32 +126,6 @@ def updater(transformation: optax.GradientTransformation) -> Callable[[Any, Any,
         return optax.apply_updates(params, updates), opt_state
 
     return jax.jit(update)
-
-
-def iterates(
-    gradient: Callable[[Any, int], Any],
-    rule: optax.GradientTransformation,
-    params: Any,
-    num_steps: int,
-) -> Iterator[Any]:
-    """Yield the parameters after each step, without a run around it, until they are no numbers.
-
-    Args:
-      gradient: (parameters, step) -> `mechanism.NoisyMean`.
-      rule: from `update_rule` or `update_of`.
-    """
-    update, state = updater(rule), rule.init(params)
-    for step in range(num_steps):
-        params, state = update(gradient(params, step).values(), state, params)
-        yield params
-        if not is_finite(params):
-            return
-
-
-@jax.jit
-def is_finite(params: Any) -> jax.Array:
-    """True if all parameters, and their norm, are finite."""
-    return jnp.isfinite(optax.tree.norm(params))
 
 
 @jax.jit

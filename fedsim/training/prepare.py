@@ -43,15 +43,12 @@ from fedsim.plan import (
 )
 from fedsim.run import StoredRun, directory, facts_of_loggers, model_name
 from fedsim.training.callbacks import Callback, expect_known, facts_of_callbacks
-from fedsim.training.open import OpenRun, Purpose, wait_for
+from fedsim.training.open import FITTED, OpenRun, Purpose, wait_for
 from fedsim.training.optimizers import Noise, with_defaults
 from fedsim.training.private_evaluation import Booking
 from fedsim.uls import ULS
 
 SHORT_ROW = 3  # of `LanguageModelTask.dummy_batch`: a quarter of max_length
-
-FITTED = ("num_steps", "participations", "epsilon")
-"""Settings that --fit-limit changes."""
 
 
 @dataclasses.dataclass(frozen=True)

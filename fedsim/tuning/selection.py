@@ -75,10 +75,10 @@ from fedsim.sampling import graph_of
 from fedsim.training import (
     Diverged,
     Purpose,
+    expect_runnable,
     facts_of_start,
     largest_loss,
     rehearse,
-    runnable,
     train,
     user_losses,
 )
@@ -329,7 +329,7 @@ def _planned(job: Job, data: Dataset) -> tuple[Plan, tuple[Any, ...]]:
     for name in ("strict", "fit_limit"):  # of the selection, not of a trial
         value = getattr(run, name)
         expect(name, value, not value, "false in a private selection")
-    runnable(privacy, run)
+    expect_runnable(privacy, run)
     expect("epsilon", privacy.epsilon, math.isfinite(privacy.epsilon), "a finite one")
     share = privacy.group_size_epsilon
     expect("group_size_epsilon", share, share is None, "none in a private selection")
