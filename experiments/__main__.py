@@ -140,6 +140,26 @@ def is_of(recorded: Any, settings: Any) -> bool:
     return True
 
 
+def judge() -> None:
+    """Write verdicts and figures of all records again."""
+    from experiments.harness import common, finetuning, records
+
+    for file in records.committed():
+        if (check := records.check_of(file)) is None:
+            continue
+        print(records.name_of(file), flush=True)
+        module = records.module_of(file)
+        record, rows = json.loads(file.read_text()), records.read_rows(file.with_suffix(".csv"))
+        record["claims"] = records.as_claims(check(rows))
+        file.write_text(json.dumps(record, indent=1) + "\n")
+        _, figures = common.name_and_figures(vars(module)) if module else ("", {})
+        for name, draw in figures.items():
+            figure = draw(rows)
+            if hasattr(module, "finetuning"):
+                figure = finetuning.titled(figure, rows, record["scale"])
+            common.save_figure(figure, file.with_name(f"{name}.png"))
+
+
 def run(wanted: Sequence[str], flags: Sequence[str]) -> int:
     """One after another; the exit code of the first that fails."""
     for name in wanted:
@@ -178,9 +198,7 @@ def done(given: argparse.Namespace, flags: Sequence[str]) -> int:
     if given.verb == "run":
         return run(given.names, flags)
     if given.verb == "judge":
-        from experiments.harness import records
-
-        records.judge()
+        judge()
         return 0
     for name in getattr(given, "names", None) or names():
         print(listed(name) if given.verb == "list" else "\n".join(status(name)), flush=True)

@@ -217,4 +217,4 @@ def check(rows: Sequence[dict]) -> common.Claims:
 
 
 if __name__ == "__main__":
-    common.main("conjecture", __doc__, SETTINGS, run, check, {"conjecture": plot})
+    common.main(globals())

@@ -185,4 +185,4 @@ def _at_epsilon(rows: Sequence[dict]) -> list[dict]:
 
 
 if __name__ == "__main__":
-    common.main("fig01_accounting", __doc__, SETTINGS, run, check, {"fig01_accounting": plot})
+    common.main(globals())

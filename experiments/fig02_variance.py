@@ -187,4 +187,4 @@ def _powers_of_two(last: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    common.main("fig02_variance", __doc__, SETTINGS, run, check, {"fig02_variance": plot})
+    common.main(globals())

@@ -69,6 +69,7 @@ class Settings:
         return [(algorithm, group) for algorithm, own in groups.items() for group in own]
 
 
+JUDGED_AT_SMOKE = False
 SETTINGS = {
     "smoke": Settings(
         num_users=32,
@@ -369,12 +370,4 @@ def _best(rows, panel, value):
 
 
 if __name__ == "__main__":
-    common.main(
-        "fig03_mean_estimation",
-        __doc__,
-        SETTINGS,
-        run,
-        check,
-        {"fig03_mean_estimation": plot},
-        always=False,
-    )
+    common.main(globals())

@@ -138,11 +138,5 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
     return [*claims, *rates_inside(rows)]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    finetuning.main(
-        "fig04_els_group_size", __doc__, argv, SETTINGS, run, {"fig04_els_group_size": plot}, check
-    )
-
-
 if __name__ == "__main__":
-    main()
+    finetuning.main(globals())

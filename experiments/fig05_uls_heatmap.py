@@ -19,8 +19,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from experiments.harness import common, finetuning
+from experiments.harness.arguments import STACK_OVERFLOW
 from experiments.harness.claims import Verdict, ahead, both, cell_error, no_worse
-from experiments.harness.finetuning import STACK_OVERFLOW, ULS_GRIDS
+from experiments.harness.finetuning import ULS_GRIDS
 from experiments.harness.rows import StandardError, by, rates_inside
 
 SETTINGS = ULS_GRIDS
@@ -141,11 +142,5 @@ def best_is_small(
     return no_worse(min(large) - min(small), error) if small and large else None
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    finetuning.main(
-        "fig05_uls_heatmap", __doc__, argv, SETTINGS, run, {"fig05_uls_heatmap": plot}, check
-    )
-
-
 if __name__ == "__main__":
-    main()
+    finetuning.main(globals())

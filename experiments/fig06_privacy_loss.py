@@ -27,8 +27,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.harness import common, finetuning, heuristics
+from experiments.harness.arguments import STACK_OVERFLOW
 from experiments.harness.claims import ahead, both, cell_error, mean_error, most, no_worse
-from experiments.harness.finetuning import STACK_OVERFLOW, stands_for
+from experiments.harness.finetuning import stands_for
 from experiments.harness.rows import by, paired, rates_inside
 
 SETTINGS = finetuning.COMPARISONS
@@ -228,9 +229,5 @@ FIGURES = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    finetuning.main("fig06_privacy_loss", __doc__, argv, SETTINGS, run, FIGURES, check)
-
-
 if __name__ == "__main__":
-    main()
+    finetuning.main(globals())

@@ -19,8 +19,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.harness import common, finetuning, heuristics
+from experiments.harness.arguments import CC_NEWS, STACK_OVERFLOW
 from experiments.harness.claims import ahead, cell_error
-from experiments.harness.finetuning import CC_NEWS, STACK_OVERFLOW, Comparison
+from experiments.harness.finetuning import Comparison
 from experiments.harness.rows import by, rates_inside
 
 EPSILON = 4.0
@@ -109,11 +110,5 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
     return [*claims, *rates_inside(rows)]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    finetuning.main(
-        "fig08_num_users", __doc__, argv, SETTINGS, run, {"fig08_num_users": plot}, check
-    )
-
-
 if __name__ == "__main__":
-    main()
+    finetuning.main(globals())

@@ -80,6 +80,10 @@ def check(rows: list[dict[str, Any]]) -> common.Claims:
     return claims
 
 
+def origins(settings: Settings, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The files of the stand-ins."""
+    return common.files_of(settings.stand_ins)
+
+
 if __name__ == "__main__":
-    figures, data = {"fig10_dataset_sizes": plot}, lambda own, _: common.files_of(own.stand_ins)
-    common.main("fig10_dataset_sizes", __doc__, SETTINGS, run, check, figures, data=data)
+    common.main(globals())

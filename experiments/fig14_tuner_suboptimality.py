@@ -140,17 +140,5 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
     return claims
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    finetuning.main(
-        "fig14_tuner_suboptimality",
-        __doc__,
-        argv,
-        SETTINGS,
-        run,
-        {"fig14_tuner_suboptimality": plot},
-        check,
-    )
-
-
 if __name__ == "__main__":
-    main()
+    finetuning.main(globals())

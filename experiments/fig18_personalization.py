@@ -21,8 +21,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.harness import common, finetuning, heuristics
+from experiments.harness.arguments import STACK_OVERFLOW
 from experiments.harness.claims import GAIN_SHARE, NOT_SHOWN, ahead, alike, both, no_worse
-from experiments.harness.finetuning import STACK_OVERFLOW, Comparison
+from experiments.harness.finetuning import Comparison
 from experiments.harness.outcomes import side_by_side
 from experiments.harness.personalization import Personalization, personalize_run
 from experiments.harness.rows import by, middle, rates_inside
@@ -268,17 +269,5 @@ def error(row: dict[str, Any], name: str, rows: Sequence[dict[str, Any]]) -> flo
     return float(np.sqrt(row[f"{name}_error"] ** 2 + of_seeds))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    finetuning.main(
-        "fig18_personalization",
-        __doc__,
-        argv,
-        SETTINGS,
-        run,
-        {"fig18_personalization": plot},
-        check,
-    )
-
-
 if __name__ == "__main__":
-    main()
+    finetuning.main(globals())

@@ -62,6 +62,7 @@ class Settings:
     seed: int = 0
 
 
+JUDGED_AT_SMOKE = False
 SETTINGS = {
     "smoke": Settings(0, 2, (2,), (1,), model="micro", budget=8, max_length=24),
     "small": Settings(20, 60, (16, 64, 256), (0, 2, 8)),
@@ -235,13 +236,10 @@ def _used(row: Row) -> float:
     return (row["units"] if row["algorithm"] == "ELS" else kept) / row["texts"]
 
 
+def described(settings: Settings, rows: Rows) -> dict[str, Any]:
+    """The model, which is fresh."""
+    return {"source": f"{settings.model}, fresh", "num_parameters": rows[0]["num_parameters"]}
+
+
 if __name__ == "__main__":
-    common.main(
-        *("hearings", __doc__, SETTINGS, run, check, {"hearings": plot}),
-        always=False,
-        data=origins,
-        model=lambda own, rows: {
-            "source": f"{own.model}, fresh",
-            "num_parameters": rows[0]["num_parameters"],
-        },
-    )
+    common.main(globals())

@@ -51,6 +51,7 @@ class Settings:
     seed: int = 0
 
 
+JUDGED_AT_SMOKE = False
 SETTINGS = {
     "smoke": Settings(
         True, (1, 240), (16,), (4,), num_steps=2, batch_size=4, lora_rank=0, eval_examples=16
@@ -190,9 +191,4 @@ def described(settings: Settings, rows: Rows) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    common.main(
-        *(NAME, __doc__, SETTINGS, run, check, {NAME: plot}),
-        always=False,
-        data=origins,
-        model=described,
-    )
+    common.main(globals())

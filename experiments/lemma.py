@@ -87,4 +87,4 @@ def check(rows: Sequence[dict]) -> common.Claims:
 
 
 if __name__ == "__main__":
-    common.main("lemma", __doc__, SETTINGS, run, check, {"lemma": plot})
+    common.main(globals())

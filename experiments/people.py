@@ -224,4 +224,4 @@ def plot(rows: Rows) -> Figure:
 
 
 if __name__ == "__main__":
-    common.main(NAME, __doc__, SETTINGS, run, check, {NAME: plot})
+    common.main(globals())

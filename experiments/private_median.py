@@ -43,6 +43,7 @@ class Settings:
     batch_size: int = 256
 
 
+JUDGED_AT_SMOKE = False
 SETTINGS = {
     "smoke": Settings(("made up",), (4.0,), (DEFAULT, 0.1), num_steps=20),
     "small": Settings(),
@@ -166,4 +167,4 @@ def plot(rows: Rows) -> Figure:
 
 
 if __name__ == "__main__":
-    common.main(NAME, __doc__, SETTINGS, run, check, {NAME: plot}, always=False)
+    common.main(globals())

@@ -22,9 +22,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.harness import common, finetuning, heuristics
+from experiments.harness.arguments import STACK_OVERFLOW
 from experiments.harness.claims import alike, both, cell_error
 from experiments.harness.comparison import shuffled
-from experiments.harness.finetuning import SMALL_TRAINING, SMOKE_TRAINING, STACK_OVERFLOW, Training
+from experiments.harness.finetuning import SMALL_TRAINING, SMOKE_TRAINING, Training
 from experiments.harness.outcomes import REPORTED
 from experiments.harness.rows import Row, by, over_seeds
 from fedsim import accounting
@@ -191,9 +192,5 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
     return [losses, ("shuffling may only claim a larger epsilon", min(ratios) > 1, numbers)]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    finetuning.main("sampling", __doc__, argv, SETTINGS, run, {"sampling": plot}, check)
-
-
 if __name__ == "__main__":
-    main()
+    finetuning.main(globals())

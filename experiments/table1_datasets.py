@@ -111,6 +111,10 @@ def check(rows: list[dict[str, Any]]) -> common.Claims:
     ]
 
 
+def origins(settings: Settings, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The files of the stand-ins."""
+    return common.files_of(settings.stand_ins)
+
+
 if __name__ == "__main__":
-    data = lambda own, _: common.files_of(own.stand_ins)  # noqa: E731
-    common.main("table1_datasets", __doc__, SETTINGS, run, check, data=data)
+    common.main(globals())

@@ -116,10 +116,10 @@ def check(rows: Rows) -> common.Claims:
     return claims
 
 
-def data(settings: Settings, _: Rows) -> dict[str, dict[str, str]]:
+def origins(settings: Settings, _: Rows) -> dict[str, dict[str, str]]:
     """The real files that it looks at."""
     return common.files_of((SOURCE, *settings.against) if settings.against else ())
 
 
 if __name__ == "__main__":
-    common.main("table2_c4", __doc__, SETTINGS, run, check, data=data)
+    common.main(globals())

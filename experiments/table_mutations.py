@@ -206,4 +206,4 @@ def caught(row: dict[str, str]) -> bool:
 
 
 if __name__ == "__main__":
-    common.main("table_mutations", __doc__, SETTINGS, run, check)
+    common.main(globals())

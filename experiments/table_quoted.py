@@ -199,4 +199,4 @@ def check(rows: Rows) -> common.Claims:
 
 
 if __name__ == "__main__":
-    common.main("table_quoted", __doc__, SETTINGS, run, check)
+    common.main(globals())

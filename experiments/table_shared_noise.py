@@ -91,4 +91,4 @@ def check(rows: Rows) -> common.Claims:
 
 
 if __name__ == "__main__":
-    common.main("table_shared_noise", __doc__, SETTINGS, run, check)
+    common.main(globals())

@@ -10,6 +10,7 @@ a lead counts beyond what the seeds explain.
 
 import dataclasses
 import json
+from typing import Any
 
 from experiments.harness import common
 from experiments.harness.claims import ahead, both
@@ -30,6 +31,7 @@ class Settings:
 RUNS_OF = ("fig04_els_group_size", "fig05_uls_heatmap")
 DERIVED = True
 """Its rows follow from other records, and have to be what they give."""
+JUDGED_AT_SMOKE = False
 SETTINGS = {scale: Settings() for scale in ("smoke", "small")}
 
 
@@ -80,10 +82,15 @@ def of_figures(what: str) -> dict:
     return json.loads((RESULTS / "small" / f"{RUNS_OF[0]}.json").read_text())[what]
 
 
+def origins(settings: Settings, rows: Rows) -> dict[str, Any]:
+    """Of the data set."""
+    return {settings.dataset: of_figures("data")[settings.dataset]}
+
+
+def described(settings: Settings, rows: Rows) -> dict[str, Any]:
+    """The model of the figures."""
+    return {"runs_of": RUNS_OF, **of_figures("model")}
+
+
 if __name__ == "__main__":
-    common.main(
-        *("table_tuned_els", __doc__, SETTINGS, run, check),
-        always=False,
-        data=lambda own, _: {own.dataset: of_figures("data")[own.dataset]},
-        model=lambda own, rows: {"runs_of": RUNS_OF, **of_figures("model")},
-    )
+    common.main(globals())

@@ -305,50 +305,43 @@ def out_of(arguments: argparse.Namespace) -> Path:
     return out
 
 
+def name_and_figures(
+    module: Mapping[str, Any],
+) -> tuple[str, Mapping[str, Callable[[Rows], Figure]]]:
+    """(An experiment's name, its figures by their files' names). Args: module: its globals."""
+    name, plot = Path(module["__file__"]).stem, module.get("plot")
+    return name, module.get("FIGURES", {name: plot} if plot else {})
+
+
 @mistakes()
-def main(
-    name: str,
-    description: str | None,
-    settings: Mapping[str, Any],
-    run: Callable[[Any], Rows],
-    check: Callable[[Rows], Claims],
-    figures: Mapping[str, Callable[[Rows], Figure]] = NO_FIGURES,
-    *,
-    always: bool = True,
-    data: Callable[[Any, Rows], Mapping[str, Any]] | None = None,
-    model: Callable[[Any, Rows], Mapping[str, Any]] | None = None,
-) -> None:
+def main(module: Mapping[str, Any]) -> None:
     """An experiment, from its command line to its files; those that fine-tune language models have
     their own (finetuning.py).
 
-    Args:
-      always: see finish.
-      data: what it was run on, of the settings and the rows; model: what was trained, and its size.
+    Args: module: the experiment's globals: SETTINGS by scale, run(settings), check(rows),
+      plot(rows) or FIGURES, and where there are some origins and described, of settings and rows:
+      what it was run on, and what was trained. JUDGED_AT_SMOKE: see `always` of `finish`.
     """
+    name, figures = name_and_figures(module)
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=description, formatter_class=form)
+    parser = argparse.ArgumentParser(description=module["__doc__"], formatter_class=form)
     add_arguments(parser)
     arguments = parser.parse_args()
-    at_hand(arguments, settings)
-    own = settings[arguments.scale]
+    at_hand(arguments, module["SETTINGS"])
+    own = module["SETTINGS"][arguments.scale]
     if arguments.dry_run:
         for setting, value in dataclasses.asdict(own).items():
             print(f"{setting:18} {value}")
         print(last_time(name, arguments.scale))
         return
-    rows = as_written(run(own))
+    rows = as_written(module["run"](own))
     drawn = {file: draw(rows) for file, draw in figures.items()}
+    origins, described = module.get("origins"), module.get("described")
     finish(
-        name,
-        arguments.scale,
-        out_of(arguments),
-        own,
-        rows,
-        drawn,
-        check(rows),
-        always=always,
-        data=data(own, rows) if data else {},
-        model=model(own, rows) if model else None,
+        *(name, arguments.scale, out_of(arguments), own, rows, drawn, module["check"](rows)),
+        always=module.get("JUDGED_AT_SMOKE", True),
+        data=origins(own, rows) if origins else {},
+        model=described(own, rows) if described else None,
     )
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from experiments.harness import finetuning
-from experiments.harness.finetuning import Arguments, Training
+from experiments.harness.arguments import Arguments
+from experiments.harness.finetuning import Training
 from fedsim.config import RunConfig
 from fedsim.run import Console
 from fedsim.sampling import median_group_size

@@ -15,10 +15,11 @@ import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from experiments.benchmarks.common import processor
 from experiments.harness import processes
+from experiments.harness.arguments import Arguments
 from experiments.harness.records import came_from
 from experiments.harness.rows import Row, Rows, append, kept
 from fedsim import engine
@@ -29,9 +30,6 @@ from fedsim.evaluate import SPLITS, VALIDATION, evaluate, last_model
 from fedsim.keys import SecretKey
 from fedsim.run import Console, StoredRun, directory, find_model, make_task, metrics, model_sha256
 from fedsim.tuning import Job, jobs_of, outcomes_of
-
-if TYPE_CHECKING:
-    from experiments.harness.finetuning import Arguments
 
 FILE, KEPT = "runs.jsonl", ("long",)
 AT_ONCE = 16
@@ -52,7 +50,7 @@ class Evaluation:
 
 
 def outcomes(
-    settings: Sequence[Settings], most: int | None, arguments: "Arguments", *, tested: bool = False
+    settings: Sequence[Settings], most: int | None, arguments: Arguments, *, tested: bool = False
 ) -> Rows:
     """A row for each run, which is run if need be: `before` and `after`, its losses on validation
     data, the latter infinite if it diverged; `seconds`; `model` and `num_parameters`.
@@ -90,7 +88,7 @@ def outcomes(
     return [known[name] for name in names]
 
 
-def train_all(settings: Sequence[Settings], arguments: "Arguments") -> dict[str, str]:
+def train_all(settings: Sequence[Settings], arguments: Arguments) -> dict[str, str]:
     """Train the runs that have not finished. Returns: the errors of those that failed, by job."""
     jobs = [job for job in jobs_of(settings, arguments.runs) if job.summary is None]
     (arguments.runs / "logs").mkdir(parents=True, exist_ok=True)
@@ -106,7 +104,7 @@ def train_one(job: Job) -> str:
     return " ".join(str(error).split()) if error is not None else ""
 
 
-def name_of(settings: Settings, arguments: "Arguments", anywhere: bool) -> str:
+def name_of(settings: Settings, arguments: Arguments, anywhere: bool) -> str:
     """What a run is known by. Args: anywhere: not by where its data and model lie."""
     if not anywhere:
         return jobs_of([settings], arguments.runs)[0].name
@@ -140,7 +138,7 @@ def expect_same_start(settings: Sequence[Settings], known: dict[str, Row], file:
 def ended(
     settings: dict[str, Settings],
     most: int | None,
-    arguments: "Arguments",
+    arguments: Arguments,
     tested: bool,
     diverged: Collection[str] = (),
 ) -> dict[str, Row]:
@@ -218,7 +216,7 @@ def evaluate_one(asked: Evaluation) -> float:
 
 
 def side_by_side(
-    function: Callable[[Any], Any], jobs: Sequence[Any], arguments: "Arguments"
+    function: Callable[[Any], Any], jobs: Sequence[Any], arguments: Arguments
 ) -> list[Any]:
     """function(job) of each job: in a process for each; at the scale that tests use, and where a
     job has all workers of the cluster, one after another in this process."""

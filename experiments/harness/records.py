@@ -165,23 +165,3 @@ def _git(*arguments: str) -> str:
 
 def _today() -> str:
     return datetime.datetime.now(datetime.UTC).date().isoformat()
-
-
-def judge() -> None:
-    """Writes verdicts and figures of all records again."""
-    from experiments.harness import common, finetuning  # which import this
-
-    for file in committed():
-        if (check := check_of(file)) is None:
-            continue
-        print(name_of(file), flush=True)
-        module = module_of(file)
-        record, rows = json.loads(file.read_text()), read_rows(file.with_suffix(".csv"))
-        record["claims"] = as_claims(check(rows))
-        file.write_text(json.dumps(record, indent=1) + "\n")
-        plot = getattr(module, "plot", None)
-        for name, draw in getattr(module, "FIGURES", {file.stem: plot} if plot else {}).items():
-            figure = draw(rows)
-            if hasattr(module, "finetuning"):
-                figure = finetuning.titled(figure, rows, record["scale"])
-            common.save_figure(figure, file.with_name(f"{name}.png"))
