@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedsim.errors import ConfigError, brief
-from fedsim.models.rope import Linear, Llama3, LongRope, RopeScaling, Yarn
+from fedsim.models.rope import SCALINGS, Linear, Llama3, LongRope, RopeScaling, Yarn
 
 
 class UnsupportedArchitecture(ConfigError):
@@ -116,22 +116,14 @@ def scaling_of(f: Fields, rope: Mapping[str, Any], width: int) -> RopeScaling | 
     Raises:
       UnsupportedArchitecture: the scaling is unknown, or a number of it is missing or invalid.
     """
-    need(
-        "rope_type",
-        kind := rope.get("rope_type"),
-        "default",
-        "dynamic",
-        "linear",
-        "llama3",
-        "yarn",
-        "longrope",
-    )
+    need("rope_type", kind := rope.get("rope_type"), "default", "dynamic", *SCALINGS)
     if kind in ("default", "dynamic"):
         return None
     if kind == "linear":
         return Linear(number(rope, "factor", *FACTORS))
     longest = whole(f, "max_position_embeddings", LENGTH)
-    length = whole({**rope, **_original(f)}, ORIGINAL, LENGTH, longest)
+    beside = f.get(ORIGINAL)  # which `transformers` prefers
+    length = whole(rope if beside is None else f, ORIGINAL, LENGTH, longest)
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
         factor, low, high = (number(rope, name, *FACTORS) for name in names)
@@ -155,11 +147,6 @@ def scaling_of(f: Fields, rope: Mapping[str, Any], width: int) -> RopeScaling | 
 
 
 ORIGINAL = "original_max_position_embeddings"
-
-
-def _original(f: Fields) -> Fields:
-    """The original length beside the object of rotary positions, which `transformers` prefers."""
-    return {ORIGINAL: f[ORIGINAL]} if f.get(ORIGINAL) is not None else {}
 
 
 def _of_yarn(rope: Mapping[str, Any], factor: float) -> float:

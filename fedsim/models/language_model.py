@@ -43,19 +43,6 @@ def next_token_nats(
     return _summed(_nats(model, params, tokens_BL[:, 1:], tokens_BL[:, :-1]), real_BL)
 
 
-def packed_nats(
-    model: nn.Module, params: Any, batch: dict[str, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """`next_token_nats` of rows with several texts, as `clipping.packing.packed` makes them.
-
-    Args:
-      batch: tokens, targets (-1 is not predicted) and positions in the text, each int [B, L].
-    """
-    tokens_BL, targets_BL = batch["tokens"], batch["targets"]
-    inputs = tokens_BL, None, batch["positions"]
-    return _summed(_nats(model, params, jnp.maximum(targets_BL, 0), *inputs), targets_BL >= 0)
-
-
 def predicted(
     tokens_BL: jax.Array, sizes_B: jax.Array, trained_BL: jax.Array | None = None
 ) -> jax.Array:
@@ -78,9 +65,8 @@ def _nats(model: nn.Module, params: Any, targets_BL: jax.Array, *inputs: Any) ->
 
 
 def _cross_entropy_of(logits_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:
-    return cross_entropy(
-        logits_BLV.astype(jnp.promote_types(logits_BLV.dtype, jnp.float32)), targets_BL
-    )
+    dtype = jnp.promote_types(logits_BLV.dtype, jnp.float32)
+    return cross_entropy(logits_BLV.astype(dtype), targets_BL)
 
 
 def is_in_chunks(c: TransformerConfig, num_tokens: int) -> bool:
@@ -229,33 +215,30 @@ class LanguageModelTask:
         return np.minimum(sizes, self.config.max_length)
 
     def nats(self, params: Any, batch: Any, *frozen: Any) -> tuple[jax.Array, jax.Array]:
-        """(nats, number of predictions) of each row, for evaluation. Rows may have several texts;
-        see `packed_nats`.
-        """
-        if frozen:
-            params = lora.joined(frozen[0], params)
-        if "positions" in batch:
-            return packed_nats(Transformer(self.config), params, batch)
-        own = (batch[name] for name in ("tokens", "sizes", "trained") if name in batch)
-        return next_token_nats(Transformer(self.config), params, *own)
+        """(nats, number of predictions) of each row, for evaluation."""
+        return _summed(*self._each(params, batch, *frozen))
 
     def losses(self, params: Any, batch: Any, *frozen: Any) -> jax.Array:
         """Loss f(theta, z) of each row: mean nats per trained token of its own, float32 [rows].
 
         Of a row of several texts, as of `clipping.in_shared_rows`, the weighted sum.
         """
+        nats_BL, real_BL = self._each(params, batch, *frozen)
         if "weights" in batch:
-            return self._weighted(params, batch, *frozen)
-        nats, predictions = self.nats(params, batch, *frozen)
+            return jnp.sum(jnp.where(real_BL, nats_BL * batch["weights"], 0), axis=1)
+        nats, predictions = _summed(nats_BL, real_BL)
         return nats / jnp.maximum(predictions, 1)
 
-    def _weighted(self, params: Any, batch: Any, *frozen: Any) -> jax.Array:
-        if frozen:
-            params = lora.joined(frozen[0], params)
-        inputs = batch["tokens"], None, batch["positions"]
-        targets_BL = jnp.maximum(batch["targets"], 0)
-        nats_BL = _nats(Transformer(self.config), params, targets_BL, *inputs)
-        return jnp.sum(jnp.where(batch["targets"] >= 0, nats_BL * batch["weights"], 0), axis=1)
+    def _each(self, params: Any, batch: Any, *frozen: Any) -> tuple[jax.Array, jax.Array]:
+        """(nats of each target, True where it is predicted), each [B, L]."""
+        params = lora.joined(frozen[0], params) if frozen else params
+        model, tokens_BL = Transformer(self.config), batch["tokens"]
+        if "positions" in batch:  # rows of several texts, as `clipping.packing.packed` makes them
+            targets_BL = batch["targets"]
+            inputs = tokens_BL, None, batch["positions"]
+            return _nats(model, params, jnp.maximum(targets_BL, 0), *inputs), targets_BL >= 0
+        real_BL = predicted(tokens_BL, batch["sizes"], batch.get("trained"))
+        return _nats(model, params, tokens_BL[:, 1:], tokens_BL[:, :-1]), real_BL
 
 
 def lengths_up_to(longest: int, *, many: bool = False) -> tuple[int, ...]:

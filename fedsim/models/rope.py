@@ -91,20 +91,13 @@ class LongRope:
 
 
 RopeScaling = Linear | Llama3 | Yarn | LongRope
-SCALINGS: dict[str, type[RopeScaling]] = {
-    "linear": Linear,
-    "llama3": Llama3,
-    "yarn": Yarn,
-    "longrope": LongRope,
-}
+SCALINGS: dict[str, Any] = {each.kind: each for each in (Linear, Llama3, Yarn, LongRope)}
 
 
 def scaling_from_dict(fields: Mapping[str, Any]) -> RopeScaling:
-    """Make a scaling from its fields as JSON. Those of runs before 0.4 have no kind."""
-    given: dict[str, Any] = {
-        name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()
-    }
-    return SCALINGS[given.pop("kind", "llama3")](**given)
+    """Make a scaling from its fields as JSON."""
+    values = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+    return SCALINGS[values.pop("kind")](**values)
 
 
 def frequencies(width: int, base: float, scaling: RopeScaling | None) -> np.ndarray:

@@ -91,15 +91,14 @@ def read_directory(directory: Path) -> dict[str, Stored]:
             wanted = f"names of files beside it, got {brief(file)}"
             raise TensorError.of("model", index, wanted)
         tensors = read(directory / file)
-        for name in tensors:
-            if places.get(name) != file:
-                wanted = f"the array {brief(name)} of {brief(file)} in it"
-                raise TensorError.of("model", index, wanted)
-        found |= tensors
-    for name, file in places.items():
-        if name not in found:
-            wanted = f"'{brief(name)}' in the file it names, {brief(file)}"
+        listed = {name for name, place in places.items() if place == file}
+        if missing := sorted(listed - tensors.keys()):
+            wanted = f"'{brief(missing[0])}' in the file it names, {brief(file)}"
             raise TensorError.of("model", index, wanted)
+        if unlisted := sorted(tensors.keys() - listed):
+            wanted = f"the array {brief(unlisted[0])} of {brief(file)} in it"
+            raise TensorError.of("model", index, wanted)
+        found |= tensors
     return found
 
 
@@ -112,9 +111,8 @@ def read(file: Path) -> dict[str, Stored]:
     if not file.is_file():  # reading a pipe would wait
         raise TensorError.of("model", file, "a file that exists")
     try:
-        opened: Any = safe_open(
-            file, "numpy", backend="pread"
-        )  # a mapped file that is cut kills the process
+        # A mapped file that is cut would kill the process.
+        opened: Any = safe_open(file, "numpy", backend="pread")
         _expect_names_once(file)
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise _no_file(file, error) from None
@@ -287,9 +285,8 @@ def from_tensors(
         if place.columns is not None:
             array = array[..., place.first : place.first + shapes[path][-1]]
         expect_finite("model", source, place.name, array)
-        leaves[path] = np.ascontiguousarray(
-            array + np.float32(place.minus) if place.minus else array
-        )
+        array = array + np.float32(place.minus) if place.minus else array
+        leaves[path] = np.ascontiguousarray(array)
         if heard is not None:
             heard(number, len(arrays))
     return traverse_util.unflatten_dict(leaves)

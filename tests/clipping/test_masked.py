@@ -14,8 +14,8 @@ from fedsim.clipping import Clip, Strategy, clip_chunk
 from fedsim.clipping.packing import packed
 from fedsim.data import Dataset, UserStore
 from fedsim.engine.worker import Worker
-from fedsim.models.language_model import LanguageModelTask, next_token_nats, packed_nats
-from fedsim.models.transformer import Transformer, TransformerConfig
+from fedsim.models.language_model import LanguageModelTask, next_token_nats
+from fedsim.models.transformer import TransformerConfig
 from fedsim.trust.canaries import PlantedStore
 
 VOCAB, LENGTH, WIDTH, UNITS, GROUP = 11, 6, 3, 4, 2
@@ -165,8 +165,7 @@ def test_packing_keeps_what_is_trained_on():
     (rows,) = packed(batch, lambda sizes: np.full(len(sizes), 16))
     assert (rows["targets"] >= 0).sum() == batch["trained"][:, 1:].sum()
     expected = jax.jit(task.nats)(params, batch)
-    model = Transformer(CONFIG)
-    found = jax.jit(lambda p, b: packed_nats(model, p, b))(params, rows)
+    found = jax.jit(task.nats)(params, rows)
     np.testing.assert_allclose(np.sum(found[0]), np.sum(expected[0]), rtol=1e-5)
 
 

@@ -13,7 +13,7 @@ from fedsim.clipping.packing import packed
 from fedsim.data.users import UserStore
 from fedsim.engine.worker import EVAL_TOKENS_PER_CALL, Worker
 from fedsim.models import lora
-from fedsim.models.language_model import ROW, LanguageModelTask, next_token_nats, packed_nats
+from fedsim.models.language_model import ROW, LanguageModelTask, next_token_nats
 from fedsim.models.transformer import Transformer, TransformerConfig, stacked
 
 LENGTH = 12
@@ -76,7 +76,8 @@ def test_losses_are_those_of_texts_in_rows_of_their_own(family, in_one_tree, rng
         lambda p, b: next_token_nats(model, p, b["tokens"], b["sizes"])
     )(params, batch)
     (rows,) = packed(batch, lambda sizes: np.full(len(sizes), 20))
-    found, counts = jax.jit(lambda p, b: packed_nats(model, p, b))(params, rows)
+    task = LanguageModelTask(None, config)  # pyright: ignore
+    found, counts = jax.jit(task.nats)(params, rows)
     assert len(found) == 3 and int(counts.sum()) == int(predictions.sum()) == 41
     np.testing.assert_allclose(np.sum(found), np.sum(expected), rtol=1e-5)
     assert counts[0] == 20  # the longest text, and what fits behind it
