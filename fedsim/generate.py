@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedsim.config import EngineConfig, Sampling
-from fedsim.data import ASSISTANT, USER, ChatTokenizer, Message, Tokenizer, template_in
+from fedsim.data import ASSISTANT, TEMPLATE, USER, ChatTokenizer, Message, Tokenizer, template_of
 from fedsim.engine import expect_usable_jax, keep_compiled, on_workers
 from fedsim.errors import BadChat, ConfigError, brief, expect
 from fedsim.files import expand_home, make_place, write_json, write_pieces, write_with
@@ -166,7 +166,9 @@ class Texts:
         """
         assert model.tokenizer is not None
         self._config, self._tokenizer = model.config, Tokenizer.load(model.tokenizer)
-        template = template_in(model.files, self._tokenizer) if chats else None
+        own = model.files and model.files / TEMPLATE
+        own = own if own and own.is_file() else None
+        template = template_of(self._tokenizer, own) if chats else None
         chat, longest = ChatTokenizer(self._tokenizer, template), model.config.table
         self.is_chat, self._ends = template is not None, self._tokenizer.end_ids
         self._asked: list[Asked] = []

@@ -17,7 +17,6 @@ from .chat import (
     Message as Message,
     named_tokens as named_tokens,
     template_beside as template_beside,
-    template_in as template_in,
     template_of as template_of,
 )
 from .corpora import is_table as is_table, load as load

@@ -41,7 +41,6 @@ PRIVATE = re.compile("[\U000f0000-\U0010ffff]")  # characters for private use
 FIRST, LAST = 0xF0000, 0x10FFFD
 BREAK, BEGINS, ENDS = range(3)  # places of the marks among the private characters of a chat
 NO_MARKS = ("", "", "")
-REFUSAL = "Refusal"  # of `templates`, whose text says nothing of a chat
 
 
 class Message(NamedTuple):
@@ -147,12 +146,11 @@ class Template:
         try:
             limited.call("compile", self.source, self.date, seconds=limited.RENDER_S)
             return
-        except limited.LimitReached:
-            reason = f"compiled within {limited.RENDER_S:.0f} s and {limited.MEMORY:,} bytes"
+        except limited.LimitReached as error:
+            reason = f"that takes at most {error} to compile"
         except limited.Refused as error:
-            reason = error.reason if error.kind == REFUSAL else error.kind
-        expected = f"a Jinja template ({brief(reason, 200)})"
-        raise DataError(f"chat_template: expected {expected}", field="chat_template")
+            reason = f"({brief(str(error), 200)})"
+        raise DataError(f"chat_template: expected a Jinja template {reason}", field="chat_template")
 
     @property
     def sha256(self) -> str:
@@ -177,20 +175,15 @@ class Template:
           BadChat: the template refuses the chat, or takes too long.
         """
         turns = [{"role": each.role, "content": each.content} for each in messages]
-        given = {"messages": turns, "tools": None, "documents": None}
-        given |= {"add_generation_prompt": prompt, **dict(self.tokens)}
-        around = marks[BEGINS], marks[ENDS]
+        variables = {"messages": turns, "tools": None, "documents": None}
+        variables |= {"add_generation_prompt": prompt, **dict(self.tokens)}
+        program = self.source, self.date, variables, marks[BEGINS], marks[ENDS]
         try:
-            return limited.call(
-                "render", self.source, self.date, given, *around, seconds=limited.RENDER_S
-            )
-        except limited.LimitReached:
-            limits = f"{limited.RENDER_S:.0f} s, or {limited.MEMORY:,} bytes of memory"
-            raise SlowTemplate(f"its template takes more than {limits}") from None
+            return limited.call("render", *program, seconds=limited.RENDER_S)
+        except limited.LimitReached as error:
+            raise SlowTemplate(f"its template takes more than {error}") from None
         except limited.Refused as error:
-            known = error.kind == REFUSAL
-            reason = error.reason if known else f"its template fails with {error.kind}"
-            raise BadChat(brief(reason, 200)) from None
+            raise BadChat(brief(str(error), 200)) from None
 
 
 def template_of(
@@ -206,15 +199,6 @@ def template_of(
     """
     found = source_of(tokenizer, file)
     return None if found is None else Template(*found, date)
-
-
-def template_in(place: Path | None, tokenizer: Tokenizer) -> Template | None:
-    """The chat template of a model's or data set's directory, else the tokenizer's own, or None.
-
-    Raises: DataError: as `template_of`.
-    """
-    file = place and place / TEMPLATE
-    return template_of(tokenizer, file if file and file.is_file() else None)
 
 
 def source_of(
@@ -276,14 +260,14 @@ class ChatTokenizer:
           BadChat: there is no template, it refuses the chat, leaves out a turn, or does not say
             where a turn is.
         """
-        template, private, plain = self._plain(messages)
+        private, plain = self._plain(messages)
         if train_on == "all":
-            text, _ = self._unmarked(template.render(plain), private)
-            begin = self._begin_of(plain, told, template, private) if told else 0
+            text, _ = self._write(plain, private)
+            begin = self._begin_of(plain, told, private) if told else 0
             return self._encoded(text, [(begin, len(text))], private)
         turns = turns_of(messages, train_on)
-        if template.says_what_is_generated and train_on != USER:
-            text, places = self._unmarked(template.render(plain, private), private)
+        if train_on != USER and self._template and self._template.says_what_is_generated:
+            text, places = self._write(plain, private, private)
             spans = _spans(places)
             own = [i for i, each in enumerate(messages) if each.role == ASSISTANT]
             if spans is None or turns != own and len(spans) != len(own):
@@ -291,10 +275,10 @@ class ChatTokenizer:
             if len(spans) == len(own):
                 spans = [span for i, span in zip(own, spans, strict=True) if i in turns]
             return self._encoded(text, spans, private)
-        text, spans = self._rendered(plain, turns, template, private)
+        text, spans = self._rendered(plain, turns, private)
         for role in {messages[i].role for i in turns}:
             own = [i for i in turns if messages[i].role == role]
-            end = self._end_of_turn(plain, own, template, private, text, spans)
+            end = self._end_of_turn(plain, own, private, text, spans)
             for i in own:
                 start, stop = spans[i]
                 there = text[stop : stop + len(end)]
@@ -308,8 +292,8 @@ class ChatTokenizer:
         Raises:
           BadChat: there is no template, it refuses the chat, or leaves out a turn.
         """
-        template, private, plain = self._plain(messages)
-        text, _ = self._unmarked(template.render(plain, prompt=True), private)
+        private, plain = self._plain(messages)
+        text, _ = self._write(plain, private, prompt=True)
         return self._encoded(text, [], private).ids
 
     def end_of_turn(self) -> int | None:
@@ -317,8 +301,8 @@ class ChatTokenizer:
 
         Raises: BadChat: as `encode`.
         """
-        template, private, plain = self._plain([Message(USER, "a"), Message(ASSISTANT, "b")])
-        text, spans = self._rendered(plain, [1], template, private)
+        private, plain = self._plain([Message(USER, "a"), Message(ASSISTANT, "b")])
+        text, spans = self._rendered(plain, [1], private)
         after = (private.index(c) - ENDS - 1 for c in text[spans[1][1] :] if c in private)
         number = next(after, None)
         return None if number is None else self._special[number]["id"]
@@ -379,25 +363,25 @@ class ChatTokenizer:
         opening = [self._tokens(self._written, x, private) for x in self._opening or ("", "")]
         return len(opening[1]) if text.endswith("".join(opening), 0, start) else 0
 
-    def _plain(self, messages: Sequence[Message]) -> tuple[Template, str, list[Message]]:
-        """(template, characters for private use, the messages without special tokens)."""
-        template = self._template
-        if template is None:
+    def _plain(self, messages: Sequence[Message]) -> tuple[str, list[Message]]:
+        """(characters for private use, the messages without special tokens)."""
+        if self._template is None:
             raise BadChat("expected texts, or a tokenizer with a chat template")
-        for turn in self._left_out_of(tuple(each.role for each in messages), template):
+        for turn in self._left_out_of(tuple(each.role for each in messages)):
             if messages[turn].content.strip():
                 role = messages[turn].role
                 raise BadChat(f"its template leaves out turn {turn + 1}, of role {role}")
-        private = self._private_for("".join(each.content for each in messages) + template.source)
-        return template, private, [self._broken(each, private[BREAK]) for each in messages]
+        said = "".join(each.content for each in messages)
+        private = self._private_for(said + self._template.source)
+        return private, [self._broken(each, private[BREAK]) for each in messages]
 
-    def _left_out_of(self, roles: tuple[str, ...], template: Template) -> list[int]:
-        """Indices of turns that the template does not write, whatever they say. By the roles of a
-        chat alone, so that no row decides about another."""
-        if roles not in self._left_out:
+    def _left_out_of(self, roles: tuple[str, ...]) -> list[int]:
+        """Indices of turns that the template does not write, whatever they say."""
+        if roles not in self._left_out:  # by roles alone, so that no row decides about another
+            assert self._template is not None, "has one"
             signs = [chr(FIRST + i % (LAST - FIRST)) for i in range(len(roles))]
             try:
-                written = {*template.render([*map(Message, roles, signs)])}
+                written = {*self._template.render([*map(Message, roles, signs)])}
             except SlowTemplate:
                 raise
             except BadChat:
@@ -418,67 +402,60 @@ class ChatTokenizer:
         prompt, completion = (self._tokens(self._others, x, private) for x in (prompt, completion))
         text = prompt + completion
         answered = bool(completion.strip())  # else there is nothing to learn, not even silence
-        spans = {
-            "all": [(0, len(text))],
-            USER: [(0, len(prompt))],
-        }.get(train_on, [(len(prompt), len(text))] * answered)
-        found = self._encoded(text, spans, private)
+        spans = {"all": [(0, len(text))], USER: [(0, len(prompt))]}
+        completed = [(len(prompt), len(text))] * answered
+        found = self._encoded(text, spans.get(train_on, completed), private)
         ids = np.concatenate([[self.begin_id], found.ids, [self.end_id]])
         ends = train_on == "all" or train_on != USER and answered
         return Encoded(ids, np.concatenate([[False], found.trained, [ends]]))
 
     def _rendered(
-        self, plain: Sequence[Message], turns: Sequence[int], template: Template, private: str
+        self, plain: Sequence[Message], turns: Sequence[int], private: str
     ) -> tuple[str, dict[int, tuple[int, int]]]:
         """The text of a chat without marks, and the place of each of `turns` in it."""
-        spans: dict[int, tuple[int, int]] = {}
-        marked = list(plain)
-        for i in turns:
-            lead, core, trail = _parted(plain[i].content)
-            content = f"{lead}{private[BEGINS]}{core}{private[ENDS]}{trail}"
-            marked[i] = plain[i]._replace(content=content)
-        text, _ = self._unmarked(template.render(plain), private)
-        again, places = self._unmarked(template.render(marked), private)
+        parts = [_parted(plain[i].content) for i in turns]
+
+        def with_contents(contents: Iterable[str]) -> tuple[str, list[tuple[int, int]]]:
+            changed = list(plain)
+            for i, content in zip(turns, contents, strict=True):
+                changed[i] = plain[i]._replace(content=content)
+            return self._write(changed, private)
+
+        text, _ = self._write(plain, private)
+        begins, ends = private[BEGINS], private[ENDS]
+        again, places = with_contents(f"{a}{begins}{core}{ends}{b}" for a, core, b in parts)
         found = _spans(places)
         if text != again or found is None or len(found) != len(turns):
             raise BadChat(
                 "its template changes what a turn says, so that trained tokens cannot be told; "
                 "expected {% generation %} blocks in it"
             )
-        parts = [_parted(plain[i].content) for i in turns]
-
-        def strips(first: int, last: int) -> bool:
-            """True if the template writes the same where turns have parts[first:last] alone."""
-            fewer = list(plain)
-            for i, part in zip(turns, parts, strict=True):
-                fewer[i] = plain[i]._replace(content="".join(part[first:last]))
-            return text == self._unmarked(template.render(fewer), private)[0]
-
         # A template that strips the blanks of turns may write the same ones itself.
-        leads = any(lead for lead, _, _ in parts) and not strips(1, 3)
-        trails = any(trail for _, _, trail in parts) and not strips(0, 2)
+        leads = any(a for a, _, _ in parts) and text != with_contents(c + b for _, c, b in parts)[0]
+        trails = (
+            any(b for _, _, b in parts) and text != with_contents(a + c for a, c, _ in parts)[0]
+        )
+        spans: dict[int, tuple[int, int]] = {}
         for i, (start, end), (lead, _, trail) in zip(turns, found, parts, strict=True):
             start -= len(lead) if leads and text.endswith(lead, 0, start) else 0
             end += len(trail) if trails and text.startswith(trail, end) else 0
             spans[i] = start, end
         return text, spans
 
-    def _begin_of(
-        self, plain: Sequence[Message], turn: int, template: Template, private: str
-    ) -> int:
+    def _begin_of(self, plain: Sequence[Message], turn: int, private: str) -> int:
         """The place where the text of a turn begins."""
         marked = list(plain)
         marked[turn] = plain[turn]._replace(content=private[BEGINS] + plain[turn].content)
-        _, places = self._unmarked(template.render(marked), private)
+        _, places = self._write(marked, private)
         if not places:
             raise BadChat("its template leaves out a turn, so that trained tokens cannot be told")
         return places[0][0]
 
-    def _end_of_turn(self, plain, own, template, private, text, spans) -> str:
+    def _end_of_turn(self, plain, own, private, text, spans) -> str:
         """What the template writes after the last of the turns `own`, were it the end."""
         last = own[-1]
         if last < len(plain) - 1:
-            text, spans = self._rendered(plain[: last + 1], own[-1:], template, private)
+            text, spans = self._rendered(plain[: last + 1], own[-1:], private)
         return text[spans[last][1] :]
 
     def _private_for(self, text: str) -> str:
@@ -498,12 +475,12 @@ class ChatTokenizer:
         """A text with a private character for each token that is found in it."""
         return pattern.sub(lambda found: private[ENDS + 1 + self._number[found[0]]], text)
 
-    def _unmarked(self, text: str, private: str) -> tuple[str, list[tuple[int, int]]]:
-        """A rendered text, with a private character for each special token and without marks.
-
-        Returns:
-          (text, (place, kind) of marks).
-        """
+    def _write(
+        self, messages: Sequence[Message], private: str, marks: Sequence[str] = NO_MARKS, **options
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """(what the template writes, with private characters for special tokens; marks in it)."""
+        assert self._template is not None, "has one"
+        text = self._template.render(messages, marks, **options)
         if not set(private[ENDS + 1 :]).isdisjoint(PRIVATE.findall(text)):
             raise BadChat("its template writes a character for private use")
         text = self._tokens(self._written, text, private)
@@ -540,18 +517,13 @@ class ChatTokenizer:
             copy.no_padding()
             copy.no_truncation()
             copy.encode_special_tokens = True
-            specials = private[ENDS + 1 :]
-            copy.add_tokens(
-                [
-                    tokenizers.AddedToken(
-                        character, normalized=False, lstrip=token["lstrip"], rstrip=token["rstrip"]
-                    )
-                    for character, token in zip(specials, self._special, strict=True)
-                ]
-            )
+            specials = list(zip(private[ENDS + 1 :], self._special, strict=True))
+            for character, token in specials:
+                blanks = {name: token[name] for name in ("lstrip", "rstrip")}
+                copy.add_tokens([tokenizers.AddedToken(character, normalized=False, **blanks)])
             ids: Mapping[str, int] = copy.get_vocab(with_added_tokens=True)
             ids_of = np.arange(max(ids.values()) + 1)
-            for character, token in zip(specials, self._special, strict=True):
+            for character, token in specials:
                 ids_of[ids[character]] = token["id"]
             if len(self._copies) > 3:  # chats with such characters are rare
                 self._copies.clear()
@@ -597,11 +569,8 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 def turns_of(messages: Sequence[Message], train_on: str) -> list[int]:
     """Indices of the turns to train on. A turn that says nothing is none."""
     role = USER if train_on == USER else ASSISTANT
-    turns = [
-        i
-        for i, each in enumerate(messages)
-        if each.role == role and each.counts and each.content.strip()
-    ]
+    trained = (each.role == role and each.counts and each.content.strip() for each in messages)
+    turns = [i for i, counts in enumerate(trained) if counts]
     if train_on == "completion":
         return [i for i in turns if i == len(messages) - 1]
     return turns

@@ -28,20 +28,12 @@ MAIN = "from fedsim.data.limited import serve; serve()"
 
 
 class LimitReached(Exception):
-    """The child took too long or too much memory, or ended."""
+    """The child took too long or too much memory, or ended. The text names the limits."""
 
 
 class Refused(Exception):
-    """The child could not do it.
-
-    Attributes:
-      kind: name of the class of its error.
-      reason: text of its error.
-    """
-
-    def __init__(self, kind: str, reason: str):
-        super().__init__(f"{kind}: {reason}")
-        self.kind, self.reason = kind, reason
+    """The child could not do it. The text is that of its error, or the name of the error's class if
+    it has none."""
 
 
 class _Child:
@@ -76,7 +68,7 @@ class _Child:
             part = os.read(stdout.fileno(), 2**20) if ready else b""
             answer += part
             if not part or len(answer) > LARGEST:
-                raise LimitReached
+                raise LimitReached(f"{seconds:.0f} s, or {MEMORY:,} bytes of memory")
         return json.loads(answer)
 
     def end(self) -> None:
@@ -104,8 +96,8 @@ def call(name: str, *given: Any, seconds: float) -> Any:
             _child = _Child()
             _ask({"name": "ready", "given": []}, START_S)
         answer = _ask({"name": name, "given": given}, seconds)
-    if "kind" in answer:
-        raise Refused(answer["kind"], answer["reason"])
+    if "error" in answer:
+        raise Refused(answer["error"])
     return answer["result"]
 
 
@@ -138,7 +130,7 @@ def serve() -> NoReturn:
         except MemoryError:
             break  # its parent sees that it ended
         except BaseException as error:  # a panic of a library in Rust is no Exception
-            answer = {"kind": type(error).__name__, "reason": str(error)[:1000]}
+            answer = {"error": str(error)[:1000] or type(error).__name__}
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
     os._exit(0)
@@ -155,8 +147,8 @@ def _compile(source: str, day: str) -> None:
     _compiled(source, day)
 
 
-def _render(source: str, day: str, given: dict[str, Any], begins: str, ends: str) -> str:
-    return _compiled(source, day).render(given, begins, ends)
+def _render(source: str, day: str, variables: dict[str, Any], begins: str, ends: str) -> str:
+    return _compiled(source, day).render(variables, begins, ends)
 
 
 def _load_tokenizer(file: str) -> None:

@@ -23,24 +23,23 @@ class Compiled:
     """A compiled template."""
 
     def __init__(self, environment: "_Environment", source: str):
-        """Compile a template."""
+        """Compile a template. Raises: jinja2.TemplateSyntaxError: it is none."""
         self._environment = environment
         self._template = environment.from_string(source)
         constants = environment.parse(source).find_all(nodes.Const)
         self._words = {each.value for each in constants if isinstance(each.value, str)}
 
-    def render(self, given: dict[str, Any], begins: str, ends: str) -> str:
+    def render(self, variables: dict[str, Any], begins: str, ends: str) -> str:
         """Render the template.
 
         Args:
-          given: variables.
           begins, ends: put around what a `{% generation %}` block writes.
         Raises:
-          Refusal: it refuses what is given, fails, or writes too much.
+          Refusal: it refuses the variables, fails, or writes too much.
         """
         self._environment.marks = begins, ends
         try:
-            text = self._template.render(given)
+            text = self._template.render(variables)
         except MemoryError:
             raise
         except Exception as error:  # whatever a program may raise
@@ -63,6 +62,8 @@ def compiled(source: str, day: str) -> Compiled:
         return Compiled(_Environment(datetime.datetime.fromisoformat(day)), source)
     except jinja2.TemplateSyntaxError as error:
         raise Refusal(f"line {error.lineno}: {error.message}") from None
+    except Exception as error:
+        raise Refusal(type(error).__name__) from None
 
 
 class _Environment(sandbox.ImmutableSandboxedEnvironment):
@@ -98,18 +99,6 @@ def _refuse(reason: Any) -> None:
     raise jinja2.TemplateError(str(reason))
 
 
-def _as_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
+def _as_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """The filter `tojson` as templates expect it: without escapes for HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)

@@ -47,7 +47,6 @@ ID_FILES = ("generation_config.json", "config.json")
 BEGIN_TOKENS = ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|endoftext|>")
 END_TOKENS = ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
 BEGIN, END = "bos_token", "eos_token"
-"""Fact in a plan: users' texts may have been read to make the tokenizer."""
 NOTHING: Mapping[str, Sequence[str | int]] = {}
 
 
@@ -130,13 +129,11 @@ def special_tokens_of(
     begins = begins or valid(BEGIN_TOKENS) or ends or valid(END_TOKENS) or only
     ends = ends or valid(END_TOKENS) or begins
     if not begins:
-        common = ", ".join(dict.fromkeys(BEGIN_TOKENS + END_TOKENS))
-        raise DataError.of(
-            "tokenizer",
-            name,
-            f"a begin or end token: {BEGIN} and {END} in a {NAME_FILES[0]} beside {TOKENIZER}, "
-            f"or one of {common}",
+        expected = (
+            f"a begin or end token: {BEGIN} and {END} in a {NAME_FILES[0]} beside {TOKENIZER}"
         )
+        common = ", ".join(dict.fromkeys(BEGIN_TOKENS + END_TOKENS))
+        raise DataError.of("tokenizer", name, f"{expected}, or one of {common}")
     return SpecialTokens(begins[0], ends[0], frozenset([ends[0], *named_ends]))
 
 
@@ -253,11 +250,8 @@ class Tokenizer:
         """
         file = Path(expand_home("tokenizer", file))
         if not file.is_file():
-            raise DataError.of(
-                "tokenizer",
-                file,
-                "bytes, hf:NAME, or a tokenizer.json or vocab.txt file that exists",
-            )
+            expected = "bytes, hf:NAME, or a tokenizer.json or vocab.txt file that exists"
+            raise DataError.of("tokenizer", file, expected)
         try:
             beside = ((key, tuple(tokens)) for key, tokens in named_beside(file).items())
             content, is_vocab = file.read_text(encoding="utf-8"), file.suffix == ".txt"
@@ -270,9 +264,8 @@ class Tokenizer:
             raise
         except BaseException as error:  # the library raises bare Exception, and Rust's panics
             reason = brief(str(error) or type(error).__name__, 200)
-            raise DataError.of(
-                "tokenizer", file, f"a tokenizer.json or a vocab.txt ({reason})"
-            ) from None
+            expected = f"a tokenizer.json or a vocab.txt ({reason})"
+            raise DataError.of("tokenizer", file, expected) from None
 
     @classmethod
     def named(cls, spec: str | Path) -> "Tokenizer":
@@ -370,9 +363,7 @@ def _take_apart(text: str) -> Iterable[str]:
     """Yield pieces of at most PIECE characters that end before white space if possible."""
     start = 0
     while len(text) - start > PIECE:
-        space = max(
-            text.rfind(" ", start + 1, start + PIECE), text.rfind("\n", start + 1, start + PIECE)
-        )
+        space = max(text.rfind(blank, start + 1, start + PIECE) for blank in " \n")
         end = space if space > 0 else start + PIECE
         yield text[start:end]
         start = end
@@ -405,21 +396,15 @@ _harmless: set[str] = set()
 
 
 def _try_first(file: Path, content: str) -> None:
-    """Load a tokenizer.json of a stranger in another process, lest it end this one or fill memory.
-
-    Raises: DataError: it ended the other process, or takes too long.
-    """
+    """Load a stranger's tokenizer.json in another process, lest it end this one or fill memory."""
     digest = hashlib.sha256(content.encode()).hexdigest()
     if content == _bytes_json() or digest in _harmless:
         return
     try:
         limited.call("load_tokenizer", str(file.absolute()), seconds=limited.LOAD_S)
-    except limited.LimitReached:
-        limits = f"{limited.LOAD_S:.0f} s and {limited.MEMORY:,} bytes of memory"
-        expected = f"a tokenizer.json that can be loaded within {limits}"
+    except limited.LimitReached as error:
+        expected = f"a tokenizer.json that takes at most {error} to load"
         raise DataError.of("tokenizer", file, expected) from None
-    except limited.Refused as error:
-        raise ValueError(error.reason or error.kind) from None
     _harmless.add(digest)
 
 
@@ -427,12 +412,7 @@ def _try_first(file: Path, content: str) -> None:
 def _parsed(
     content: str, is_vocab: bool, name: str, beside: tuple[tuple[str, tuple[str | int, ...]], ...]
 ) -> Tokenizer:
-    """Parse a tokenizer, which takes most of a second where it is large; a run loads it many times.
-
-    Args:
-      content: text of a tokenizer.json, or of a vocab.txt if `is_vocab`.
-      beside: items of `named_beside`.
-    """
+    """Parse a tokenizer, which takes most of a second if it is large; a run loads it many times."""
     inner = _of_vocab(content) if is_vocab else tokenizers.Tokenizer.from_str(content)
     return Tokenizer(inner, name, named=dict(beside))
 

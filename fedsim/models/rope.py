@@ -97,7 +97,7 @@ SCALINGS: dict[str, Any] = {each.kind: each for each in (Linear, Llama3, Yarn, L
 def scaling_from_dict(fields: Mapping[str, Any]) -> RopeScaling:
     """Make a scaling from its fields as JSON."""
     values = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
-    return SCALINGS[values.pop("kind")](**values)
+    return SCALINGS[fields["kind"]](**{name: x for name, x in values.items() if name != "kind"})
 
 
 def frequencies(width: int, base: float, scaling: RopeScaling | None) -> np.ndarray:
