@@ -63,14 +63,13 @@ class Directions:
     """
 
     count: int
-    seed: int = 0
 
     def _of_leaves(self, params: Any) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
         """(leaf, canary of each of its parameters, sign of each)."""
         leaves, start = [], 0
         for number, leaf in enumerate(jax.tree.leaves(params)):
             places = start + jnp.arange(leaf.size, dtype=jnp.int32).reshape(leaf.shape)
-            key = jax.random.fold_in(jax.random.key(self.seed), number)
+            key = jax.random.fold_in(jax.random.key(0), number)
             signs = jax.random.rademacher(key, leaf.shape, jnp.float32)
             leaves.append((leaf, places % self.count, signs))
             start += leaf.size

@@ -290,7 +290,8 @@ def over_steps(released: Claimed) -> tuple[list[int], list[float]]:
     Returns:
       (numbers of steps, epsilons); empty lists without steps.
     """
-    *before, (event, count) = released.phases or []
+    assert released.phases
+    *before, (event, count) = released.phases
     if not isinstance(event, StepEvent):
         return [], []
     plan, last = released.plan, released.epsilon

@@ -22,7 +22,6 @@ from markupsafe import Markup  # which comes with Jinja2
 
 from fedsim.accounting import at_least, at_most
 from fedsim.errors import brief, printable
-from fedsim.files import make_place, write_atomically
 from fedsim.installation import optional
 
 if TYPE_CHECKING:  # loaded when a page is made
@@ -45,20 +44,6 @@ STYLE = {
     "svg.hashsalt": "fedsim",  # the same bytes each time
     "text.parse_math": False,
 }
-
-
-def write(out: Path, name: str, template: str, **facts: Any) -> dict[str, str]:
-    """Write NAME.html and NAME.md into a directory, which is created; returns their paths.
-
-    Args:
-      facts: all values that the template uses, `title` among them.
-    """
-    texts = {"html": as_html(template, **facts), "md": as_markdown(template, **facts)}
-    make_place(out)
-    files = {kind: out / f"{name}.{kind}" for kind in texts}
-    for kind, file in files.items():
-        write_atomically(file, texts[kind].encode())
-    return {"html": str(files["html"]), "markdown": str(files["md"])}
 
 
 def as_markdown(template: str, **facts: Any) -> str:

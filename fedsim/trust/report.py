@@ -24,7 +24,7 @@ from huggingface_hub import ModelCardData
 from fedsim.accounting import at_most
 from fedsim.config import settings_of, to_json
 from fedsim.errors import expect
-from fedsim.files import new_directory, write_atomically, write_json
+from fedsim.files import make_place, new_directory, write_atomically, write_json
 from fedsim.models import TOKENIZER, Pretrained, weights
 from fedsim.plan import AllocatedSampling, Audit, CorrelatedNoise, in_words
 from fedsim.run import (
@@ -54,7 +54,7 @@ from fedsim.trust.claim import (
     warnings,
     words_of,
 )
-from fedsim.trust.pages import Chart, Series, as_markdown, write
+from fedsim.trust.pages import Chart, Series, as_html, as_markdown
 from fedsim.trust.verify import verify
 
 NAME, FOLDER = "report", "public"
@@ -90,7 +90,12 @@ def report(run_dir: Path, out: Path, console: Console) -> dict[str, Any]:
 
 def write_report(released: Released, out: Path, *, public: bool = False) -> dict[str, str]:
     """Write the report of a run into `out`; returns its paths, as "html" and "markdown"."""
-    return write(out, NAME, "report.md.jinja", **compose(released, public=public))
+    values, template = compose(released, public=public), "report.md.jinja"
+    texts = {"html": as_html(template, **values), "md": as_markdown(template, **values)}
+    make_place(out)
+    for kind, text in texts.items():
+        write_atomically(out / f"{NAME}.{kind}", text.encode())
+    return {"html": str(out / f"{NAME}.html"), "markdown": str(out / f"{NAME}.md")}
 
 
 def read(run_dir: Path, console: Console) -> Released:
