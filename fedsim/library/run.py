@@ -323,11 +323,10 @@ def train(
 
     Args:
       algorithm: "els" samples and clips examples, "uls" samples and clips users.
-      data: a pandas or polars DataFrame, chunks of one, a Hugging Face `Dataset` or
-        `IterableDataset`, an Arrow table, dicts (a list or an iterator), files (a path, a pattern,
-        or a list of Parquet files), a directory made by `fedsim data build`, hf:NAME, or pydocs.
-        With `task`: the owner of each row, [rows], or a dict of that for the
-        splits train, eval_users, eval_examples and test.
+      data: a pandas or polars DataFrame, a Hugging Face `Dataset` or `IterableDataset`, an Arrow
+        table, dicts (a list or an iterator), a file or a pattern of files, a directory made by
+        `fedsim data build`, hf:NAME, or pydocs. With `task`: the owner of each row, [rows], or a
+        dict of that for the splits train, eval_users, eval_examples and test.
       epsilon: the target; math.inf trains without noise, and is not private.
       num_steps: T, the number of steps.
       run_dir: directory of the run. Default: a new one in runs/.

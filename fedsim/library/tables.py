@@ -8,9 +8,7 @@ import hmac
 import itertools
 import json
 import os
-import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,20 +26,13 @@ from fedsim.data import (
     normalise,
     plain,
     readers,
-    sources,
 )
-from fedsim.errors import DataError, FileDamaged, expect
-from fedsim.files import TABLES, cache_dir, own_directory, sha256_of
+from fedsim.errors import DataError, expect
+from fedsim.files import TABLES, cache_dir, own_directory, sha256_of, write_atomically
 
 ROWS = 10_000
 """Rows that are written at a time."""
-KEY, KEY_BYTES = "key", 32
-"""The file with the key of the tables' names."""
-MAX_S = 10.0  # that writing it takes
-
-
-CHECKED = ("user_column", "text_column")
-"""Settings that name columns of values; another names a column of chats, which the build checks."""
+MESSAGES = "messages_column"
 
 
 def source_of(
@@ -54,9 +45,9 @@ def source_of(
     """The setting `data` for data in memory or files.
 
     Args:
-      data: a path, a list of paths, a pandas DataFrame or chunks of one, a `datasets.Dataset` or
-        `IterableDataset`, dicts (a list or an iterator), or anything else that Arrow can read as a
-        table, such as a polars DataFrame. It is read in parts.
+      data: a path, a pandas DataFrame, a `datasets.Dataset` or `IterableDataset`, dicts (a list or
+        an iterator), or anything else that Arrow can read as a table, such as a polars DataFrame.
+        It is written in parts.
       user_column: column with the user of a row. Default: user_id.
       text_column: column with the text of a row. Default: text.
       messages_column: column with the chat of a row, instead of a text.
@@ -73,104 +64,54 @@ def source_of(
     expect("text_column", text_column, both, f"none beside messages_column={messages_column}")
     named = {"user_column": Columns.user[0] if user_column is None else user_column}
     if messages_column is not None:
-        named["messages_column"] = messages_column
+        named[MESSAGES] = messages_column
     else:
         named["text_column"] = Columns.text[0] if text_column is None else text_column
-    if isinstance(data, list | tuple) and all(isinstance(x, str | os.PathLike) for x in data):
-        return str(_joined([Path(file) for file in data], named))
     return str(_written(_batches(data, named), named))
 
 
-def _joined(files: list[Path], named: Mapping[str, str]) -> Path:
-    """One file with the rows of several Parquet files. Args: named: columns by their settings."""
-    others = [file for file in files if file.suffix != ".parquet"]
-    if others or not files:
-        paths = ", ".join(map(str, others)) or "none"
-        raise DataError.of("data", paths, "a list of Parquet files, or one pattern (*.csv)")
-    paths = [path for file in files for path in sources.find_files(str(file))]
-    tables = (pq.ParquetFile(file) for file in paths)
-    return _written((b for table in tables for b in table.iter_batches(ROWS)), named)
-
-
 def _batches(data: Any, named: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
-    """The rows of a table in memory; only the named columns of a DataFrame, as others may hold
-    anything."""
-    kind = f"{type(data).__module__}.{type(data).__name__}"
-    if kind.startswith("pandas."):
-        for table in _of_pandas(data, named):
-            yield from table.to_batches(ROWS)
-        return
-    if _are_rows(data):
-        for table in _of_rows(data, named):
-            yield from table.to_batches()
-        return
-    if kind.startswith("datasets."):
+    """The rows of a table. Args: named: columns by their settings; others may hold anything."""
+    name, module = type(data).__name__, type(data).__module__
+    if module.partition(".")[0] == "pandas":
+        if name != "DataFrame":
+            expected = "a DataFrame (reset_index() makes one of a Series), or the path of a file"
+            raise DataError.of("data", f"pandas {name}", expected)
+        tables: Iterable[pa.Table] = [_of_frame(data, named)]
+    elif isinstance(data, Iterator) or name == "IterableDataset" or _are_dicts(data):
+        # One by one: in Arrow's format, a data set would keep parts of itself in memory.
+        tables = _of_rows(data, named)
+    elif module.startswith("datasets."):
         if not hasattr(data, "iter"):
-            raise DataError.of("data", type(data).__name__, "one of its splits")
-        arrow = data.with_format("arrow")  # respects select() and shuffle()
-        for table in arrow.iter(batch_size=ROWS):
-            yield from table.to_batches()
-        return
-    try:
-        table = pa.table(data)
-    except (pa.ArrowException, TypeError, ValueError) as error:
-        expected = "a path, a DataFrame, a data set, an Arrow table or a list of dicts"
-        reason = readers.reason_of(error)
-        raise DataError.of("data", kind, f"{expected} ({reason})") from None
-    yield from table.to_batches(ROWS)
+            raise DataError.of("data", name, "one of its splits")
+        tables = data.with_format("arrow").iter(batch_size=ROWS)  # after select() and shuffle()
+    else:
+        try:
+            tables = [pa.table(data)]
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            expected = "a path, a DataFrame, a data set, an Arrow table or a list of dicts"
+            reason = readers.reason_of(error)
+            raise DataError.of("data", f"{module}.{name}", f"{expected} ({reason})") from None
+    for table in tables:
+        yield from table.to_batches(ROWS)
 
 
-def _are_rows(data: Any) -> bool:
-    """True for dicts, one by one; their data set in Arrow's format would keep parts in memory."""
-    if isinstance(data, list | tuple):
-        return bool(data) and isinstance(data[0], Mapping)
-    return isinstance(data, Iterator) or type(data).__name__ == "IterableDataset"
-
-
-def _of_pandas(data: Any, named: Mapping[str, str]) -> Iterator[pa.Table]:
-    """The columns of a DataFrame, or of each chunk of `read_csv(chunksize=...)`."""
-    name, first, user = type(data).__name__, None, named["user_column"]
-    column = next(iter(named.values()))  # the user's, if there is one
-    if name == "DataFrame":
-        yield _of_frame(data, named)
-        return
-    if not (name.endswith("Reader") and hasattr(data, "__next__")):
-        hint = "; reset_index() makes one of a Series"
-        raise DataError.of("data", f"pandas {name}", f"a DataFrame, or chunks of one{hint}")
-    try:
-        for chunk in data:  # pandas guesses types per chunk: 007 may be 7 in one
-            table = _of_frame(chunk, named)
-            kind = table.schema.field(column).type
-            first = first or kind
-            if kind != first:
-                got = f"{first} and {kind}; read them with dtype=str"
-                raise DataError.of("user_column", user, f"one type in all chunks, got {got}")
-            yield table
-    except DataError:
-        raise
-    except (OSError, ValueError) as error:  # its message may contain texts of the file
-        got = type(error).__name__
-        raise DataError.of("data", f"pandas {name}", f"chunks to read, got a {got}") from None
+def _are_dicts(data: Any) -> bool:
+    return isinstance(data, list | tuple) and bool(data) and isinstance(data[0], Mapping)
 
 
 def _of_frame(data: Any, named: Mapping[str, str]) -> pa.Table:
     """The columns of a DataFrame.
 
     Raises:
-      DataError: a column is missing, or has values of several kinds.
+      DataError: a column is missing or there twice, or has values of several kinds.
     """
-    columns = {}
-    names = list(map(str, data.columns))
+    names, columns = list(map(str, data.columns)), {}
     for field, name in named.items():
-        _expect_column(field, name, names, [*named.values()])
+        _expect_column(field, name, names, named)
         if names.count(name) > 1:
             raise DataError.of(field, name, "one column of that name")
-        values = data.iloc[:, names.index(name)]
-        if field == "user_column" and values.dtype == object:
-            values = values.map(_whole_as_text)
-        if field not in CHECKED:
-            values = values.astype(object).where(values.notna(), None)
-        columns[name] = _as_array(field, name, values)
+        columns[name] = _as_array(field, name, data.iloc[:, names.index(name)])
     return pa.table(columns)
 
 
@@ -182,24 +123,23 @@ def _of_rows(rows: Iterable[Any], named: Mapping[str, str]) -> Iterator[pa.Table
     """
     rows = iter(rows)
     while part := list(itertools.islice(rows, ROWS)):
-        columns = {}
         for row in part:
             if not isinstance(row, Mapping):
                 raise DataError.of("data", f"rows of type {type(row).__name__}", "rows as dicts")
         names = [*dict.fromkeys(key for row in part for key in row if isinstance(key, str))]
+        columns = {}
         for field, name in named.items():
-            _expect_column(field, name, names, [*named.values()])
-            values = [row.get(name) for row in part]  # as lines of JSON, which may lack a key
-            if field == "user_column":
-                values = [_whole_as_text(value) for value in values]
-            columns[name] = _as_array(field, name, values)
+            _expect_column(field, name, names, named)
+            columns[name] = _as_array(field, name, [row.get(name) for row in part])
         yield pa.table(columns)
 
 
 def _as_array(field: str, name: str, values: Any) -> pa.Array:
     """A column of a table. Raises: DataError: it has values of several kinds."""
-    if field not in CHECKED:
+    if field == MESSAGES:
         return _as_json(field, name, values)
+    if field == "user_column" and getattr(values, "dtype", "object") == "object":
+        values = [_whole_as_text(value) for value in values]
     try:
         return pa.array(values, from_pandas=True)
     except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
@@ -215,11 +155,9 @@ def _as_json(field: str, name: str, values: Iterable[Any]) -> pa.Array:
       DataError: bytes are not UTF-8.
     """
     try:
-        said = (None if is_missing(x) else x for x in values)
-        cells = [
-            x if x is None or isinstance(x, str) else json.dumps(x, default=_in_json) for x in said
-        ]
-        return pa.array(cells, pa.string())
+        cells = (None if is_missing(x) else x for x in values)
+        texts = [x if isinstance(x, str | None) else json.dumps(x, default=_in_json) for x in cells]
+        return pa.array(texts, pa.string())
     except UnicodeError:
         raise DataError.of(field, name, "UTF-8, got other characters") from None
 
@@ -246,9 +184,10 @@ def _whole_as_text(owner: Any) -> Any:
     return str(owner) if whole else owner
 
 
-def _expect_column(field: str, name: str, have: list[str], wanted: list[str]) -> None:
-    if name not in have:
-        raise DataError(f"{field}={name}: {expected_of(have, wanted)}", field=field)
+def _expect_column(field: str, name: str, names: list[str], named: Mapping[str, str]) -> None:
+    if name not in names:
+        expected = expected_of(names, [*named.values()])
+        raise DataError(f"{field}={name}: {expected}", field=field)
 
 
 def _written(batches: Iterator[pa.RecordBatch], named: Mapping[str, str]) -> Path:
@@ -259,28 +198,17 @@ def _written(batches: Iterator[pa.RecordBatch], named: Mapping[str, str]) -> Pat
       NotOurs: other users of the machine could change it.
     """
     home = own_directory(cache_dir() / TABLES)
-    temporary = home / f".{os.getpid()}-{os.urandom(8).hex()}.tmp"
+    temporary, key = home / f".{os.getpid()}-{os.urandom(8).hex()}.tmp", home / "key"
+    if not key.exists():
+        write_atomically(key, os.urandom(32), mode=0o600)
     try:
         _write(temporary, batches, named)
-        name = hmac.digest(_key(home), sha256_of(temporary).encode(), "sha256").hex()[:32]
-        os.replace(temporary, home / f"{name}.parquet")
+        digest = hmac.digest(key.read_bytes(), sha256_of(temporary).encode(), "sha256")
+        place = home / f"{digest.hex()[:32]}.parquet"
+        os.replace(temporary, place)
     finally:
         temporary.unlink(missing_ok=True)
-    return home / f"{name}.parquet"
-
-
-def _key(home: Path) -> bytes:
-    """256 bits from the operating system, which are kept."""
-    path = home / KEY
-    with suppress(FileExistsError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(os.urandom(KEY_BYTES))
-    while len(key := path.read_bytes()) < KEY_BYTES:  # another process is writing it
-        if time.time() - path.stat().st_mtime > MAX_S:
-            raise FileDamaged(f"{path}: expected {KEY_BYTES} bytes; remove it")
-        time.sleep(0.01)
-    return key
+    return place
 
 
 def _write(path: Path, batches: Iterator[pa.RecordBatch], named: Mapping[str, str]) -> None:
@@ -290,30 +218,10 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], named: Mapping[str, st
       DataError: as `normalise`, or a row has no owner.
     """
     writer, rows = None, 0
-    user, text = named["user_column"], named.get("text_column")
-    chats = {field: name for field, name in named.items() if field not in CHECKED}
     try:
         for batch in batches:
-            for field, name in named.items():
-                _expect_column(field, name, batch.schema.names, [*named.values()])
-            written = {}
-            for field, name in chats.items():
-                told = plain(batch[name])
-                texts = told if is_string(told.type) else _as_json(field, name, told.to_pylist())
-                written[name] = texts.cast(pa.string())
-            columns = Columns.of(user, text or Columns.text)
-            columns = columns if text else replace(columns, text=())
-            batch = readers.with_plain_types(batch.select([*filter(None, (user, text))]))
-            ids = normalise(batch, columns, rows)["user_id"]
-            unowned = np.flatnonzero(is_blank(ids))
-            if len(unowned):
-                reason = f"row {rows + 1 + int(unowned[0])} has a null or empty one"
-                raise DataError.of("user_column", user, f"a user id in every row; {reason}")
-            written[user] = _as_texts(plain(batch[user]), ids)
+            table = _as_read(batch, named, rows)
             rows += len(batch)
-            if text is not None:
-                written[text] = batch[text]
-            table = pa.table(written)
             if writer is None:
                 writer = pq.ParquetWriter(path, table.schema)
             writer.write_table(table.cast(writer.schema))
@@ -326,6 +234,28 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], named: Mapping[str, st
             writer.close()
     if writer is None:
         raise DataError("data: expected rows, found none", field="data")
+
+
+def _as_read(batch: pa.RecordBatch, named: Mapping[str, str], row: int) -> pa.Table:
+    """The named columns, owners and chats as texts. Args: row: number of rows before these."""
+    for field, name in named.items():
+        _expect_column(field, name, batch.schema.names, named)
+    user, text, chat = named["user_column"], named.get("text_column"), named.get(MESSAGES)
+    columns = replace(Columns.of(user, text or Columns.text), **({} if text else {"text": ()}))
+    values = readers.with_plain_types(batch.select([*filter(None, (user, text))]))
+    ids = normalise(values, columns, row)["user_id"]
+    blank = np.flatnonzero(is_blank(ids))
+    if len(blank):
+        reason = f"row {row + 1 + int(blank[0])} has a null or empty one"
+        raise DataError.of("user_column", user, f"a user id in every row; {reason}")
+    found = {user: _as_texts(plain(values[user]), ids)}
+    if text is not None:
+        found[text] = values[text]
+    if chat is not None:
+        told = plain(batch[chat])
+        texts = told if is_string(told.type) else _as_json(MESSAGES, chat, told.to_pylist())
+        found[chat] = texts.cast(pa.string())
+    return pa.table(found)
 
 
 def _as_texts(owners: pa.Array, ids: pa.Array) -> pa.Array:

@@ -35,21 +35,6 @@ def rows_of(data, user="author", text="body"):
 ROWS = list(FRAME.itertuples(index=False, name=None))
 
 
-def test_chunks_of_a_file_are_read_as_the_whole():
-    chunks = pd.read_csv(io.StringIO(FRAME.to_csv(index=False)), chunksize=7)
-    assert rows_of(chunks) == ROWS
-    lines = io.StringIO(FRAME.to_json(orient="records", lines=True))
-    assert rows_of(pd.read_json(lines, lines=True, chunksize=7)) == ROWS
-
-
-def test_chunks_whose_ids_pandas_reads_in_two_ways_are_refused():
-    text = "author,body\n007,a\n8,b\nx,c\n007,d\n"
-    with refuses("user_column=author"):
-        source_of(pd.read_csv(io.StringIO(text), chunksize=2), **COLUMNS)
-    found = rows_of(pd.read_csv(io.StringIO(text), chunksize=2, dtype=str))
-    assert [user for user, _ in found] == ["007", "8", "x", "007"]
-
-
 @pytest.mark.parametrize(
     "data, what",
     [
@@ -61,10 +46,8 @@ def test_chunks_whose_ids_pandas_reads_in_two_ways_are_refused():
         ([{"author": "ann", "body": "secret"}, {"author": "ben", "body": 3}], "text_column=body"),
         (datasets.IterableDatasetDict(), "data=IterableDatasetDict"),
         ({"author": ["a", "b"], "body": ["secret", 3]}, "data=builtins.dict"),
-        (
-            pd.read_csv(io.StringIO("author,body\na,secret\nb,c,d,e\n"), chunksize=1),
-            "data=pandas TextFileReader",
-        ),
+        (pd.read_csv(io.StringIO("author,body\na,secret\n"), chunksize=1), "data=pandas TextFileReader"),
+        (["one.parquet", "two.parquet"], "data=builtins.list"),
     ],
 )
 def test_what_is_no_table_is_one_line_without_what_is_in_it(data, what):
@@ -141,15 +124,6 @@ def test_a_key_that_only_later_turns_have_is_kept(monkeypatch):
     for data in (rows, iter(rows), pd.DataFrame(rows), datasets.Dataset.from_list(rows)):
         found = chats_in(data)
         assert found[-1][1]["weight"] == 0 and found[0][1]["content"] == "a"
-
-
-def test_the_order_of_files_drops_no_key_of_turns(tmp_path):
-    files = [tmp_path / "plain.parquet", tmp_path / "weighed.parquet"]
-    for file, said in zip(files, (SAID, {**SAID, "weight": 0}), strict=True):
-        pd.DataFrame({"author": [file.stem], "turns": [[ASKED, said]]}).to_parquet(file)
-    for order in (files, files[::-1]):
-        found = chats_in(order)
-        assert sorted(turns[1].get("weight", 1) for turns in found) == [0, 1]
 
 
 def test_contents_of_several_kinds_and_numpy_are_chats_too():
