@@ -187,8 +187,8 @@ SAMPLING = (
         (Patch(ORDERS, "keys_of", as_floats),),
     ),
     Mistake(
-        "ids of several files cast to the type of the first",
-        "library/test_lists_of_files.py::test_the_order_of_the_files_changes_nobodys_id",
+        "ids of several parts cast to the type of the first",
+        "library/test_tables.py::test_an_id_keeps_its_zeros_after_parts_with_numbers",
         (Patch("fedsim.library.tables", "_as_texts", lambda _right, owners, ids: owners),),
     ),
     Mistake(

@@ -46,7 +46,10 @@ ROWS = list(FRAME.itertuples(index=False, name=None))
         ([{"author": "ann", "body": "secret"}, {"author": "ben", "body": 3}], "text_column=body"),
         (datasets.IterableDatasetDict(), "data=IterableDatasetDict"),
         ({"author": ["a", "b"], "body": ["secret", 3]}, "data=builtins.dict"),
-        (pd.read_csv(io.StringIO("author,body\na,secret\n"), chunksize=1), "data=pandas TextFileReader"),
+        (
+            pd.read_csv(io.StringIO("author,body\na,secret\n"), chunksize=1),
+            "data=pandas TextFileReader",
+        ),
         (["one.parquet", "two.parquet"], "data=builtins.list"),
     ],
 )
@@ -84,6 +87,13 @@ def test_in_dicts_an_id_is_the_same_user_as_text_or_number():
         "7",
         "b",
     ]
+
+
+@pytest.mark.privacy
+def test_an_id_keeps_its_zeros_after_parts_with_numbers(monkeypatch):
+    monkeypatch.setattr(tables, "ROWS", 1)
+    found = rows_of([{"author": a, "body": "x"} for a in (8.0, "007", 7, "8")])
+    assert [user for user, _ in found] == ["8", "007", "7", "8"]
 
 
 def test_a_stream_is_not_held_whole(monkeypatch):
