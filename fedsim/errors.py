@@ -94,6 +94,19 @@ def expect_positive(config: Any, *names: str) -> None:
         expect(name, value, value is None or 0 < value < math.inf, "> 0 and finite")
 
 
+def may_pass(error: BaseException | None) -> bool:
+    """True if an error, or a cause of it, is the network's or a server's: a retry may succeed."""
+    while error is not None:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if isinstance(status, int):
+            return status in (408, 429) or status >= 500
+        library = type(error).__module__.partition(".")[0]
+        if isinstance(error, ConnectionError | TimeoutError) or library in ("httpx", "httpx2"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def first_fault(error: Any) -> str:
     """Return the first fault of pydantic's ValidationError as one line: field and fault, without
     the value."""

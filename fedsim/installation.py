@@ -17,7 +17,6 @@ EXTRAS = {
     "train": "duckdb flax huggingface_hub jax jaxlib jinja2 markupsafe optax pyarrow "
     "safetensors tokenizers yaml",
     "ray": "grpc ray",
-    "hub": "datasets",
     "report": "markdown_it matplotlib",
     "tensorboard": "tensorboard",
     "wandb": "wandb",

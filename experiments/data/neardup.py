@@ -50,7 +50,7 @@ def _index_part(item: tuple[int, tuple[Part, Columns]], *, directory: Path) -> N
     file = directory / f"{number:06d}.texts"
     kept, keys, seen = [], [], set()
     for _, batch in read(part, columns):
-        with complaints(part):
+        with complaints(part.source):
             refuse_tokens(batch["text"], columns)
         texts = batch["text"].filter(pa.array(~is_blank(batch["text"]))).to_pylist()
         digests = [xxhash.xxh3_128_digest(text.encode()) for text in texts]

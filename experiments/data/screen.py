@@ -29,7 +29,7 @@ from fedsim.errors import DataError, MissingColumn
 from fedsim.files import unfinished
 from fedsim.installation import version
 
-VERSIONS = ("fedsim", "datasets", "datasketch", "numpy", "pyarrow", "rapidfuzz", "xxhash")
+VERSIONS = ("fedsim", "datasketch", "numpy", "pyarrow", "rapidfuzz", "xxhash")
 
 
 @dataclass(frozen=True)
@@ -176,11 +176,8 @@ def _screen(
     pool: Pool,
 ) -> tuple[list[Path], dict[str, Any]]:
     """The files with what is left of the sources, and what there is to say of how they came."""
-    of_hub, others = hub.split_sources(sources)
-    if of_hub and others or len(of_hub) > 1:
-        raise DataError(f"data={sources}: expected files, or one hf: data set")
-    source = hub.HubSource.parse(of_hub[0], split, revision).pinned() if of_hub else None
-    files = [] if source else find_files(others)
+    source = hub.source_among(sources, split, revision)
+    files = [] if source else find_files(sources)
     against = screen.pinned()
     about = {**asdict(screen), "columns": asdict(columns)}
     about["source"] = source.identity() if source else [identify(file) for file in files]
@@ -256,7 +253,7 @@ def _read_known(
 def _urls_of(part: Part, column: str) -> Iterable[str]:
     try:
         for first_row, batch in raw(part, WithUrl(user=(), text=(), screen_url=column)):
-            with complaints(part):
+            with complaints(part.source):
                 urls = text_of(batch[column], f"screen_url_column={column}", first_row)
             yield from filter(None, map(normal_url, urls.to_pylist()))
     except MissingColumn:
@@ -279,7 +276,7 @@ def _screen_part(
     for first_row, batch in raw(part, wanted):
         for start in range(0, len(batch), TEXTS_AT_ONCE):
             piece = batch.slice(start, TEXTS_AT_ONCE)
-            with complaints(part):
+            with complaints(part.source):
                 _refuse_owners(piece, columns)
                 new = ~_duplicates(piece, wanted, first_row + start, known.texts)
                 stays = new & ~_known_urls(piece, url, first_row + start, known)

@@ -7,7 +7,7 @@ import numpy as np
 from experiments.harness.planting import Mistake, Patch
 
 CHAT, LOSS = "fedsim.data.chat", "fedsim.models.language_model"
-SPEAKERS = "fedsim.data.building.speakers"
+SPEAKERS = "fedsim.data.building.messages"
 
 
 def one_later(right, tokens_BL, sizes_B, trained_BL=None):

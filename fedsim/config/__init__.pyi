@@ -23,7 +23,7 @@ from .model import (
     flags_of as flags_of,
     group as group,
 )
-from .plain_yaml import yaml_tree as yaml_tree
+from .plain_yaml import yaml_values as yaml_values
 from .privacy import (
     ADD_OR_REMOVE as ADD_OR_REMOVE,
     ALLOCATION as ALLOCATION,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from fedsim.config.model import flags_of
-from fedsim.config.plain_yaml import yaml_tree
+from fedsim.config.plain_yaml import yaml_values
 from fedsim.config.settings import RunConfig
 from fedsim.errors import ConfigError, expect
 
@@ -125,27 +125,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _of_yaml(text: str) -> dict[str, Any]:
-    """Content of a YAML file with each value as it is written: 007 keeps its zeros, 1e-6 is a
-    number, and no is a word.
-
-    Raises: ValueError: it is no mapping, or has a name twice or an alias.
-    """
-    import yaml
-
-    node = yaml_tree(text)
-    if node is None:
+    """Content of a YAML file. Raises: ValueError: it is no mapping."""
+    found = yaml_values(text)
+    if found is None:
         return {}
-    if not isinstance(node, yaml.MappingNode):
+    if not isinstance(found, dict):
         raise ValueError("expected lines such as `num_steps: 200`")
-    names = [name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
-    if len(set(names)) < len(node.value):
-        twice = next((name for name in names if names.count(name) > 1), "a name that is none")
-        raise ValueError(f"{twice} is there twice")
-    return {name.value: _of_node(value) for name, value in node.value}
-
-
-def _of_node(node: Any) -> Any:
-    """A text, or a list of values; None for anything else."""
-    if isinstance(node.value, str):
-        return None if node.tag == "tag:yaml.org,2002:null" else node.value
-    return [_of_node(each) for each in node.value] if node.id == "sequence" else None
+    return found

@@ -28,7 +28,6 @@ import numpy as np
 import tokenizers
 
 from fedsim.data import limited
-from fedsim.data.building.speakers import ASSISTANT, USER
 from fedsim.data.tokenizer import NAME_FILES, TEMPLATE, Tokenizer, unknown_token
 from fedsim.errors import BadChat, ConfigError, DataError, SlowTemplate, brief
 from fedsim.files import expand_home, read_object
@@ -36,6 +35,7 @@ from fedsim.files import expand_home, read_object
 NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # that a template may name
 DATE = "2026-01-01"
 RULE = 4  # version of how chats become tokens: a change that gives others gets another number
+ASSISTANT, USER = "assistant", "user"
 ROLES = ("system", "developer", USER, ASSISTANT)
 PRIVATE = re.compile("[\U000f0000-\U0010ffff]")  # characters for private use
 FIRST, LAST = 0xF0000, 0x10FFFD

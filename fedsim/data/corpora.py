@@ -30,7 +30,8 @@ import pyarrow.parquet as pq
 from fedsim import files
 from fedsim.data.building import hub, user_ids
 from fedsim.data.building.build import build
-from fedsim.data.building.sources import files_in, find_files, is_saved
+from fedsim.data.building.readers import is_saved
+from fedsim.data.building.sources import files_in, find_files
 from fedsim.data.chat import RULE, source_of
 from fedsim.data.dataset import Dataset
 from fedsim.data.store import FORMAT
@@ -40,7 +41,7 @@ from fedsim.installation import version
 
 PYDOCS = "pydocs"
 # Packages that read or encode.
-VERSIONS = ("fedsim", "datasets", "duckdb", "numpy", "pyarrow", "tokenizers")
+VERSIONS = ("fedsim", "duckdb", "numpy", "pyarrow", "tokenizers")
 PACKAGES = ("numpy", "scipy", "jax")  # of pydocs, beside the standard library
 SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 MIN_WORDS = 5  # of a paragraph of pydocs

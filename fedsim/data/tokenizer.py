@@ -37,7 +37,7 @@ from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 
 from fedsim.data import limited
 from fedsim.data.store import token_dtype
-from fedsim.errors import ConfigError, DataError, Interrupted, brief
+from fedsim.errors import ConfigError, DataError, Interrupted, brief, may_pass
 from fedsim.files import expand_home, read_object, write_atomically
 
 TOKENIZER, HUB = "tokenizer.json", "hf:"
@@ -373,8 +373,6 @@ def _take_apart(text: str) -> Iterable[str]:
 def _download(spec: str) -> Path:
     """Download tokenizer.json of NAME[@REVISION] and the files that name its special tokens."""
     import huggingface_hub
-
-    from fedsim.data.building.hub import may_pass  # which takes longer to import than this
 
     name, _, revision = spec.partition("@")
     wanted = [TOKENIZER, *NAME_FILES, *ID_FILES, TEMPLATE]

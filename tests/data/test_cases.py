@@ -13,7 +13,12 @@ CASES = sorted(path.parent for path in (Path(__file__).parents[1] / "cases").glo
 SECRET = "xyzzy"  # in texts of refused files
 ALL_IN_TRAIN = {"eval_users": 0, "eval_examples": False, "num_workers": 1}
 SAID = ("user_ids_trimmed", "user_ids_without_fraction", "words_for_nobody", "owners_like_several")
-SAID += ("user_ids_like_exponents", "user_ids_like_fractions", "users_that_look_alike")
+SAID += (
+    "user_ids_like_nobody",
+    "user_ids_like_exponents",
+    "user_ids_like_fractions",
+    "users_that_look_alike",
+)
 SAID += ("rows_without_user_dropped", "empty_texts_dropped", "chats_skipped")
 SAID += ("texts_spelling_special_tokens",)
 

@@ -15,7 +15,7 @@ from fedsim import accounting
 from fedsim.clipping import Clip
 from fedsim.config import Algorithm
 from fedsim.data.building.build import build
-from fedsim.data.building.speakers import speakers_of
+from fedsim.data.building.messages import speakers_of
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.els import ELS
 from fedsim.engine.worker import LocalEngine

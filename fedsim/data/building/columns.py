@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fedsim.data.building.messages import ALPACA, COMPLETION, MESSAGES, BadRow, speakers_of
 from fedsim.data.building.orders import keys_of
-from fedsim.data.building.speakers import BadRow, speakers_of
 from fedsim.data.building.user_ids import Rows, as_ids, count_lists, refused
 from fedsim.data.store import SEPARATOR, owner_sets
 from fedsim.errors import DataError, MissingColumn
@@ -30,7 +30,6 @@ MAX_CHARACTERS, MAX_SHOWN = 40, 50  # of a name of a column, and names
 TEXT_JOINT = "\n"
 ID_JOINT = "/"
 MAX_OWNERS = 1000  # of one text
-MESSAGES, COMPLETION, ALPACA = "messages", "completion", "alpaca"  # forms of rows of chats
 # Columns by which a form is known where none is named.
 FORMS = (
     (MESSAGES, ("messages",)),
@@ -92,8 +91,7 @@ class Columns:
     owners_delimiter: str | None = None
     """Characters at each of which a cell of `owners` is split into several users."""
     form: str = ""
-    """What the text columns hold: texts, or rows of chats of one of FORMS, which are read as
-    JSON."""
+    """Form of rows of chats, one of FORMS, whose columns are read as JSON; "" for texts."""
 
     @classmethod
     def of(
@@ -101,59 +99,50 @@ class Columns:
         user: str | Sequence[str],
         text: str | Sequence[str],
         *,
-        owners: str | Sequence[str] = (),
-        form: str = "",
-        **others: str | None,
+        owners: Sequence[str] = (),
+        **others: Any,
     ) -> "Columns":
         """Make Columns from one name or several.
 
         Raises:
           DataError: a name is missing or has two roles, or a setting does not go with another.
         """
-        columns = cls(_names(user), _names(text), owners=_names(owners), form=form, **others)
+        user, text = ((x,) if isinstance(x, str) else tuple(x) for x in (user, text))
+        columns = cls(user, text, owners=tuple(owners), **others)
         columns._check()
         return columns
 
     def recognised(self, found: Sequence[str]) -> "Columns":
-        """These columns, or those of a form of chats if a file has no texts.
+        """These columns, or those of a form of chats if no text column is named and none is there.
 
         Args:
           found: columns of a file.
         """
-        if not set(self.text).isdisjoint(found):
-            return self
-        for form, names in FORMS:
-            if set(names) - set(MAY_LACK.get(form, ())) <= set(found):
-                return replace(self, form=form, text=names)
+        if self.text == Columns.text and not self.form and self.text[0] not in found:
+            for form, names in FORMS:
+                if set(names) - set(MAY_LACK.get(form, ())) <= set(found):
+                    return replace(self, form=form, text=names)
         return self
 
     def _check(self) -> None:
-        self._check_delimiter()
-        shown = ",".join(self.owners)
         for field, names in (("user_column", self.user), ("text_column", self.text)):
             if not names or len(set(names)) < len(names):
                 raise DataError.of(field, names, "at least one column, none twice")
+        owners, delimiter = ",".join(self.owners), self.owners_delimiter
         if len(set(self.owners)) < len(self.owners):
-            raise DataError.of("owners", shown, "no column twice")
-        if self.owner_key is not None:
-            user = None if self.user == Columns.user else ",".join(self.user)
-            others = {"user_column": user, "owners": shown or None}
-            for field, value in others.items():
-                if value is not None:
-                    raise DataError.of(field, value, f"none beside owner_key={self.owner_key}")
+            raise DataError.of("owners", owners, "no column twice")
+        if owners and self.owner_key is not None:
+            raise DataError.of("owners", owners, f"none beside owner_key={self.owner_key}")
+        if delimiter is not None:
+            if not delimiter or any(c.isalnum() or c == SEPARATOR for c in delimiter):
+                expected = "characters between ids, such as , or ;"
+                raise DataError.of("owners_delimiter", delimiter, expected)
+            if not owners:
+                raise DataError.of("owners_delimiter", delimiter, "it beside owners, or none")
         for name in self.owner:
             if name in self.text:
                 field = self.blamed.partition("=")[0]
                 raise DataError.of(field, name, "a column other than text_column")
-
-    def _check_delimiter(self) -> None:
-        given = self.owners_delimiter
-        if given is None:
-            return
-        if not given or any(c.isalnum() or c == SEPARATOR for c in given):
-            raise DataError.of("owners_delimiter", given, "characters between ids, such as , or ;")
-        if not self.owners:
-            raise DataError.of("owners_delimiter", given, "it beside owners, or none")
 
     @property
     def owner(self) -> tuple[str, ...]:
@@ -178,12 +167,6 @@ class Columns:
         """Columns to read from a file. Args: found: columns of the file."""
         optional = MAY_LACK.get(self.form, ())
         return [name for name in self.names if name in found or name not in optional]
-
-    def outer(self, found: Sequence[str]) -> list[str]:
-        """Columns of a file that contain the columns to read. Args: found: columns of the file."""
-        wanted = self.in_file(found)
-        names = [name if name in found else name.partition(".")[0] for name in wanted]
-        return list(dict.fromkeys(names))
 
     @property
     def blamed(self) -> str:
@@ -213,10 +196,6 @@ class Columns:
             if name in needed and name not in found:
                 line = f"{field}={name}: {expected_of(found, self.names)}"
                 raise MissingColumn(line, field=field)
-
-
-def _names(given: str | Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def paths(schema: pa.Schema) -> list[str]:
@@ -306,17 +285,27 @@ def _joined_json(columns: Sequence[pa.Array]) -> pa.Array:
 def _users(
     batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str]
 ) -> pa.Array:
-    """Owner of each row: an id, or an owner set as a string."""
+    """Owner of each row: an id, or an owner set as a string (see store.py); blank for nobody.
+
+    Raises:
+      DataError: a list has a null, an empty id or an id twice, or a row has too many owners.
+    """
     if columns.owner_key is not None:
-        return _owner_sets(batch, columns, first_row, tally)
-    lists = len(columns.user) == 1 and is_list(plain(batch[columns.owner[0]]).type)
-    if columns.owners or lists:
-        return _owner_sets(batch, columns, first_row, tally)
-    rows = range(first_row, first_row + len(batch))
-    parts = [ids_of(batch[name], f"user_column={name}", rows, tally) for name in columns.user]
-    for part in parts:
-        count_lists(part, tally)
-    return _join_ids(parts)
+        pairs = [_speaking(batch, columns, first_row, tally)]
+    elif columns.owners or len(columns.user) == 1 and is_list(batch[columns.user[0]].type):
+        pairs = [_owned(batch, name, columns, first_row, tally) for name in columns.owner]
+    else:
+        rows = range(first_row, first_row + len(batch))
+        parts = [ids_of(batch[name], f"user_column={name}", rows, tally) for name in columns.user]
+        for part in parts:
+            count_lists(part, tally)
+        return _join_ids(parts)
+    rows = np.concatenate([rows for rows, _ in pairs])
+    keys, counts = owner_sets(rows, pa.concat_arrays([ids for _, ids in pairs]), len(batch))
+    if len(bad := np.flatnonzero(counts > MAX_OWNERS)):
+        got = f"got {counts[bad[0]]} in row {first_row + bad[0] + 1}"
+        raise refused(columns.blamed, f"at most {MAX_OWNERS} owners of a text, {got}")
+    return keys
 
 
 def is_blank(column: pa.Array) -> np.ndarray:
@@ -370,31 +359,6 @@ def ids_of(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.
     return ids
 
 
-def _owner_sets(
-    batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str]
-) -> pa.Array:
-    """Owner set of each row as a string (see store.py), blank for a row without owners.
-
-    Raises:
-      DataError: a list has a null, an empty id or an id twice, or a row has too many owners.
-    """
-    parts = [_owned(batch, name, columns, first_row, tally) for name in columns.owner]
-    if columns.owner_key is not None:
-        parts = [_speaking(batch, columns, first_row, tally)]
-    rows = np.concatenate([rows for rows, _ in parts])
-    ids = pa.concat_arrays([ids for _, ids in parts])
-    keys, counts = owner_sets(rows, ids, len(batch))
-    _expect_few(counts, columns.blamed, first_row)
-    return keys
-
-
-def _expect_few(counts: np.ndarray, field: str, first_row: int) -> None:
-    """Raise DataError if a row has more than MAX_OWNERS owners. Args: counts: int [rows]."""
-    if len(bad := np.flatnonzero(counts > MAX_OWNERS)):
-        got = f"got {counts[bad[0]]} in row {first_row + bad[0] + 1}"
-        raise refused(field, f"at most {MAX_OWNERS} owners of a text, {got}")
-
-
 def _speaking(
     batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str]
 ) -> tuple[np.ndarray, pa.Array]:
@@ -429,7 +393,6 @@ def _owned(
         values = column.flatten()
     if pa.types.is_nested(values.type):
         raise refused(field, f"lists of strings or integers, got {column.type}")
-    _expect_few(sizes, field, first_row)
     rows = np.repeat(np.arange(len(column)), sizes)
     ids = ids_of(values, field, first_row + rows, tally)
     count_lists(ids, tally)

@@ -8,16 +8,15 @@ ones are: 007 is not 7.
 
 import glob
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from fedsim.config import yaml_tree
+from fedsim.config import yaml_values
 from fedsim.data.building.readers import is_known
 from fedsim.data.building.sources import identify
-from fedsim.errors import DataError, Interrupted
+from fedsim.errors import DataError, Interrupted, may_pass
 from fedsim.files import DISK_FULL, expand_home
 
 PREFIX, README, DEFAULT = "hf:", "README.md", "default"
@@ -95,31 +94,22 @@ class HubSource:
         return [root / name for name in chosen]
 
     def _info(self) -> Any:
-        import huggingface_hub
-
-        with self._failing():
-            return huggingface_hub.HfApi().dataset_info(self.name, revision=self.revision)
+        return self._of_hub(lambda hub: hub.HfApi().dataset_info(self.name, revision=self.revision))
 
     def _download(self, names: Sequence[str]) -> Path:
         """Download some files. Returns: the directory that they are in."""
-        import huggingface_hub
-
         if Path(self.name).exists():
             return Path(self.name)
-        with self._failing():
-            place = huggingface_hub.snapshot_download(
-                self.name,
-                repo_type="dataset",
-                revision=self.revision,
-                allow_patterns=[glob.escape(name) for name in names],
-            )
-        return Path(place)
+        wanted = {"allow_patterns": [glob.escape(name) for name in names]}
+        wanted |= {"repo_type": "dataset", "revision": self.revision}
+        return Path(self._of_hub(lambda hub: hub.snapshot_download(self.name, **wanted)))
 
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Raise errors of the Hub's library as DataError, or Interrupted if the network failed."""
+    def _of_hub(self, call: Callable[[Any], Any]) -> Any:
+        """Call the Hub's library. Raises: DataError, or Interrupted if the network failed."""
+        import huggingface_hub
+
         try:
-            yield
+            return call(huggingface_hub)
         except Exception as error:  # of many types
             if isinstance(error, OSError) and error.errno in DISK_FULL:
                 raise
@@ -131,18 +121,28 @@ class HubSource:
             raise kind(f"data={self} ({where}): expected {expected} ({reason})") from error
 
 
+def source_among(
+    sources: Sequence[str | Path], split: str | None, revision: str | None
+) -> HubSource | None:
+    """The pinned data set of the Hub that is the one source; None if the sources are files.
+
+    Raises:
+      DataError: there are several sources, some of the Hub.
+    """
+    of_hub = [str(source) for source in sources if str(source).startswith(PREFIX)]
+    if of_hub and len(sources) > 1:
+        raise DataError.of("data", sources, "files, or one hf: data set")
+    return HubSource.parse(of_hub[0], split, revision).pinned() if of_hub else None
+
+
 def _configs(readme: Path) -> list[dict[str, Any]]:
     """The configurations that a README.md lists. Raises: DataError: they are damaged."""
     parts = re.split(r"^---\s*$", readme.read_text(encoding="utf-8"), maxsplit=2, flags=re.M)
     if len(parts) < 3 or parts[0].strip():
         return []
-    import yaml
-
     try:
-        yaml_tree(parts[1])  # which refuses aliases
-        found = (yaml.load(parts[1], Loader=yaml.BaseLoader) or {}).get("configs") or []
-        return [dict(each) for each in found]
-    except (ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
+        return [dict(each) for each in (yaml_values(parts[1]) or {}).get("configs") or []]
+    except (ValueError, AttributeError, TypeError, RecursionError):
         raise DataError.of("data", readme, "a list of configurations in YAML") from None
 
 
@@ -201,22 +201,3 @@ def _by_path(names: Sequence[str], prefix: str) -> dict[str, list[str]]:
         word = re.compile(rf"(?<![a-z])(?:{'|'.join(words)})(?![a-z])")
         found[split] = [n for n in names if word.search(n.removeprefix(prefix).lower())]
     return found if any(found.values()) else {"train": [*names]}
-
-
-def split_sources(sources: Sequence[str | Path]) -> tuple[list[str], list[str | Path]]:
-    """(sources of the Hub, other sources)."""
-    of_hub = [str(source) for source in sources if str(source).startswith(PREFIX)]
-    return of_hub, [source for source in sources if not str(source).startswith(PREFIX)]
-
-
-def may_pass(error: BaseException | None) -> bool:
-    """True if an error, or a cause of it, is the network's or a server's: a retry may succeed."""
-    while error is not None:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if isinstance(status, int):
-            return status in (408, 429) or status >= 500
-        library = type(error).__module__.partition(".")[0]
-        if isinstance(error, ConnectionError | TimeoutError) or library in ("httpx", "httpx2"):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -13,6 +13,8 @@ from fedsim.cgroups import cpus
 from fedsim.errors import Interrupted
 from fedsim.signals import raise_if_stopped
 
+Say = Callable[[str], None] | None
+"""Function that shows a line to the user."""
 PROGRESS_EVERY_S = 5.0
 SMALL_BYTES = 32 * 2**20  # less is processed faster than processes start
 
@@ -22,15 +24,13 @@ class Pool:
 
     Functions and items must be importable by another process, and results must not depend on the
     process that they are computed in.
+
+    Args:
+      num_workers: number of processes. Default: one per CPU that this process may use.
+      say: shows a line of progress.
     """
 
-    def __init__(self, num_workers: int | None, say: Callable[[str], None] | None):
-        """Prepare the pool. No process is started.
-
-        Args:
-          num_workers: number of processes. Default: one per CPU that this process may use.
-          say: shows a line of progress.
-        """
+    def __init__(self, num_workers: int | None, say: Say):
         self.num_workers = num_workers or cpus()
         self._say = say
         self._executor: ProcessPoolExecutor | None = None
@@ -57,50 +57,42 @@ class Pool:
         Raises:
           Interrupted: a worker was killed. Any error that `call` raises.
         """
-        meter = Meter(stage, len(items), "parts", self._say)
+        count = progress_of(stage, len(items), "parts", self._say if stage else None)
         run = map if self._executor is None else self._executor.map
         results = []
         try:
             for result in run(call, items):
                 results.append(result)
-                meter.add(1)
+                count(1)
         except BrokenProcessPool:
             raise Interrupted(
                 f"num_workers={self.num_workers}: a worker process ended, expected enough memory "
                 "(fewer workers need less), and `if __name__ == '__main__':` around the work of a "
                 "script, which each worker imports"
             ) from None
-        meter.end()
         return results
 
 
-class Meter:
-    """Progress of a stage, shown every PROGRESS_EVERY_S seconds and at the end."""
+def progress_of(stage: str, total: int, unit: str, say: Say) -> Callable[[int], None]:
+    """Function that adds to what is done of a stage, and shows it every PROGRESS_EVERY_S seconds.
 
-    def __init__(self, stage: str, total: int, unit: str, say: Callable[[str], None] | None):
-        self.stage, self.total, self.unit = stage, total, unit
-        self.say = say if stage else None
-        self.done, self.started = 0, time.monotonic()
-        self.said_at = self.started
+    It raises KeyboardInterrupt if a stop signal came.
+    """
+    started = said_at = time.monotonic()
+    done = 0
 
-    def add(self, number: int) -> None:
-        """Count what was done since the last call.
-
-        Raises: KeyboardInterrupt: a stop signal came.
-        """
+    def count(number: int) -> None:
+        nonlocal done, said_at
         raise_if_stopped()
+        done += number
         now = time.monotonic()
-        self.done += number
-        if self.say and now - self.said_at > PROGRESS_EVERY_S:
-            self.said_at = now
-            left = (now - self.started) * (self.total / self.done - 1)
-            done = f"{self.stage} {self.done:,} of {self.total:,} {self.unit}"
-            self.say(f"{done}, {left:.0f} s left")
+        if say and (done == total or now - said_at > PROGRESS_EVERY_S):
+            said_at = now
+            left = (now - started) * (total / done - 1)
+            rest = f", {left:.0f} s left" if done < total else ""
+            say(f"{stage} {done:,} of {total:,} {unit}{rest}")
 
-    def end(self) -> None:
-        """Show that all is done."""
-        if self.say:
-            self.say(f"{self.stage} {self.total:,} of {self.total:,} {self.unit}")
+    return count
 
 
 def _start_worker() -> None:

@@ -26,69 +26,68 @@ MAX_THREADS = 4
 BLOCK_ROWS = 32_768  # rows, or pieces of rows, in a block
 
 
-class Rows:
-    """The tokenised rows in a directory. A context manager."""
+@contextmanager
+def tokenised_rows(directory: Path, threads: int) -> Iterator[Any]:
+    """Yield a connection of DuckDB with a view `rows` of the files of rows in a directory.
 
-    def __init__(self, directory: Path, threads: int, order: bool):
-        """Keep the settings. DuckDB starts when the context is entered.
+    Args:
+      threads: number of threads, of which at most MAX_THREADS are used.
+    Raises: as `owners_of`.
+    """
+    import duckdb  # takes a while
 
-        Args:
-          directory: directory of the files of rows.
-          threads: number of threads, of which at most MAX_THREADS are used.
-          order: True if rows have order keys.
-        """
-        self._directory, self._order = directory, order
-        self._threads = min(threads, MAX_THREADS)
-
-    def __enter__(self) -> "Rows":
-        import duckdb  # takes a while
-
-        files = glob.escape(str(self._directory)) + "/rows-*.parquet"
+    threads = min(threads, MAX_THREADS)
+    with plain_errors():
+        connection = duckdb.connect(
+            config={
+                "memory_limit": f"{MEMORY * max(2, threads)}B",
+                "threads": threads,
+                "temp_directory": str(directory / "spilled"),
+                "autoinstall_known_extensions": False,
+                "autoload_known_extensions": False,
+                "arrow_large_buffer_size": True,
+            }
+        )
+    with connection:
         with plain_errors():
-            self.connection = duckdb.connect(
-                config={
-                    "memory_limit": f"{MEMORY * max(2, self._threads)}B",
-                    "threads": self._threads,
-                    "temp_directory": str(self._directory / "spilled"),
-                    "autoinstall_known_extensions": False,
-                    "autoload_known_extensions": False,
-                    "arrow_large_buffer_size": True,
-                }
-            )
-            with suppress(duckdb.InvalidInputException):  # raised in a notebook without ipywidgets
-                self.connection.execute("SET enable_progress_bar = false")
-            self.connection.read_parquet(files, hive_partitioning=False).create_view("rows")
-        return self
+            with suppress(duckdb.InvalidInputException):  # in a notebook without ipywidgets
+                connection.execute("SET enable_progress_bar = false")
+            files = glob.escape(str(directory)) + "/rows-*.parquet"
+            connection.read_parquet(files, hive_partitioning=False).create_view("rows")
+        yield connection
 
-    def __exit__(self, *_) -> None:
-        self.connection.close()
 
-    def owners(self) -> pa.Table:
-        """Owners by group and user_id, with their numbers of rows (columns group, user_id, rows).
+def owners_of(connection: Any) -> pa.Table:
+    """Owners by group and user_id, with their numbers of rows (columns group, user_id, rows).
 
-        Raises:
-          OSError: the disk is full, or too many files are open.
-          Interrupted: DuckDB failed, or needs more memory.
-        """
-        with plain_errors():
-            table = self.connection.sql(
-                'SELECT "group", user_id, count(*) FILTER (first) AS rows FROM rows '
-                "GROUP BY ALL ORDER BY ALL"
-            ).to_arrow_table()
-        ids = table["user_id"].cast(pa.string())
-        return table.set_column(1, "user_id", ids).combine_chunks()
+    Raises:
+      OSError: the disk is full, or too many files are open.
+      Interrupted: DuckDB failed, or needs more memory.
+    """
+    with plain_errors():
+        table = connection.sql(
+            'SELECT "group", user_id, count(*) FILTER (first) AS rows FROM rows '
+            "GROUP BY ALL ORDER BY ALL"
+        ).to_arrow_table()
+    ids = table["user_id"].cast(pa.string())
+    return table.set_column(1, "user_id", ids).combine_chunks()
 
-    def blocks(self, dtype: np.dtype) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield all rows, sorted, in blocks: (lengths int64 [rows], token ids end to end).
 
-        Raises: as `owners`.
-        """
-        order = "COLUMNS('order.') NULLS LAST," if self._order else ""
-        with plain_errors():
-            reader = self.connection.sql(
-                f'SELECT first, tokens FROM rows ORDER BY "group", user_id, {order} place'
-            ).to_arrow_reader(BLOCK_ROWS)
-        return _joined(_pieces(reader, dtype))
+def sorted_blocks(
+    connection: Any, dtype: np.dtype, order: bool
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield all rows, sorted, in blocks: (lengths int64 [rows], token ids end to end).
+
+    Args:
+      order: True if rows have order keys.
+    Raises: as `owners_of`.
+    """
+    keys = "COLUMNS('order.') NULLS LAST," if order else ""
+    with plain_errors():
+        reader = connection.sql(
+            f'SELECT first, tokens FROM rows ORDER BY "group", user_id, {keys} place'
+        ).to_arrow_reader(BLOCK_ROWS)
+    return _joined(_pieces(reader, dtype))
 
 
 def _pieces(reader: Any, dtype: np.dtype) -> Iterator[list[np.ndarray]]:
@@ -158,7 +157,7 @@ def write_splits(
     """Write token ids and offsets of each split to the directory of its name in `directory`.
 
     Args:
-      blocks: all rows, sorted, as `Rows.blocks` yields them.
+      blocks: all rows, sorted, as `sorted_blocks` yields them.
       counts: int64 [owners], rows of each.
       splits: rows of each split.
       dtype: type of token ids on disk.

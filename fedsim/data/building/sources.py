@@ -1,33 +1,38 @@
 """Sources of a data set: files and globs, directories saved by `datasets`, files from the Hub.
 
-Sources are found, identified by their bytes and cut into parts, and every user id is checked before
-an hour is spent on tokenising. A row without a user is an error, for nothing protects it.
+Sources are found, identified by their bytes and cut into parts.
 """
 
 import glob
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from fedsim.data.building.columns import Columns, is_blank
-from fedsim.data.building.orders import common_kind, kind_of
+from fedsim.config import BuildConfig
+from fedsim.data.building.columns import Columns
 from fedsim.data.building.processes import Pool
-from fedsim.data.building.readers import SAVED, SUFFIXES, UTF8, Part, cut, is_known, read
-from fedsim.data.building.text_files import PACKED, TextFormat, kind_of as kind_of_file
+from fedsim.data.building.readers import (
+    DEFAULTS,
+    SUFFIXES,
+    Part,
+    cut,
+    is_known,
+    is_saved,
+    kind_of,
+)
+from fedsim.data.building.text_files import PACKED
 from fedsim.data.store import fingerprint
 from fedsim.errors import DataError
 from fedsim.files import expand_home
 
-SHOWN_ROWS = 5
-
-
-ARCHIVES = (".zip", ".bz2", ".xz", ".7z", ".rar", ".tar", ".tgz")
+REMEDIES = {  # of files of other kinds
+    **dict.fromkeys((".zip", ".bz2", ".xz", ".7z", ".rar", ".tar", ".tgz"), "unpack it first"),
+    **dict.fromkeys((".xls", ".xlsx", ".ods", ".numbers"), "save the sheet as CSV in UTF-8 first"),
+    ".js": "one of an archive of Twitter is .json without what stands before its [",
+}
 
 
 def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
@@ -60,13 +65,8 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
             files.setdefault(file.resolve(), file)
     for file in files.values():
         if not is_saved(file) and not is_known(file):
-            remedy = "rename one with tabs between its columns to .tsv, one with commas to .csv"
-            if file.suffix.lower() in ARCHIVES:
-                remedy = "unpack it first"
-            elif file.suffix.lower() in (".xls", ".xlsx", ".ods", ".numbers"):
-                remedy = "save the sheet as CSV in UTF-8 first"
-            elif file.suffix == ".js":
-                remedy = "one of an archive of Twitter is .json without what stands before its ["
+            other = "rename one with tabs between its columns to .tsv, one with commas to .csv"
+            remedy = REMEDIES.get(file.suffix.lower(), other)
             kinds = ", ".join(SUFFIXES)
             raise DataError.of("data", file, f"a file ending in {kinds}; {remedy}")
     for file in files.values():  # duplicate rows would count twice for their user
@@ -83,9 +83,8 @@ def files_in(directory: Path) -> list[Path]:
     Hidden files are skipped, such as those that macOS puts beside others, and .json files, which
     also hold settings, those of built data sets among them.
     """
-    readable = (path for path in directory.iterdir() if path.is_file() and is_known(path))
-    readable = (path for path in readable if kind_of_file(path) != "json")
-    return sorted(path for path in readable if not path.name.startswith("."))
+    files = sorted(path for path in directory.iterdir() if path.is_file() and is_known(path))
+    return [path for path in files if path.name[0] != "." and kind_of(path) != "json"]
 
 
 def left_out(sources: Iterable[str | Path], found: Collection[Path]) -> str | None:
@@ -99,15 +98,16 @@ def left_out(sources: Iterable[str | Path], found: Collection[Path]) -> str | No
     read = {file.resolve() for file in found}
     inside = (path for folder in folders for path in folder.iterdir() if path.name[0] != ".")
     rest = [path for path in inside if path.resolve() not in read]
-    kinds = Counter("folders" if path.is_dir() else _kind(path) for path in rest)
-    listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+
+    def kind(path: Path) -> str:  # a suffix, if it says what the file is and not whose
+        suffix = path.suffix if re.fullmatch(r"\.[A-Za-z0-9]{1,8}", path.suffix) else "others"
+        return "folders" if path.is_dir() else suffix
+
+    listed = ", ".join(
+        f"{count} {name}" for name, count in sorted(Counter(map(kind, rest)).items())
+    )
     hint = " (a glob such as '**/*.json' names them)"
     return f"of what is in the folder, this is not read: {listed}{hint}" if rest else None
-
-
-def _kind(path: Path) -> str:
-    """A file's suffix, if it says what it is and not whose."""
-    return path.suffix if re.fullmatch(r"\.[A-Za-z0-9]{1,8}", path.suffix) else "others"
 
 
 def size_of(files: Iterable[Path]) -> int:
@@ -116,43 +116,22 @@ def size_of(files: Iterable[Path]) -> int:
     return sum(file.stat().st_size for each in whole for file in each if file.is_file())
 
 
-def is_saved(path: Path) -> bool:
-    """True if `datasets.save_to_disk` wrote this directory."""
-    return path.is_dir() and any((path / name).is_file() for name in SAVED)
-
-
 def parts_of(
     files: Sequence[Path],
     columns: Columns,
     pool: Pool,
     scratch: Path,
     split: str | None = None,
-    text_format: TextFormat = UTF8,
-) -> tuple[Part, ...]:
-    """Cut files into parts, in order. Args: scratch: a directory for the rows of text files.
+    settings: BuildConfig = DEFAULTS,
+) -> list[Part]:
+    """Cut files into parts, in order. Args: as of `readers.cut`.
 
     Raises:
       DataError: a file cannot be read, or lacks a column.
     """
-    call = partial(_cut, columns=columns, scratch=scratch, split=split, text_format=text_format)
-    return tuple(part for parts in pool.map(call, list(enumerate(files))) for part in parts)
-
-
-def _cut(
-    item: tuple[int, Path],
-    *,
-    columns: Columns,
-    scratch: Path,
-    split: str | None,
-    text_format: TextFormat,
-) -> list[Part]:
-    number, file = item
-    return cut(file, columns, scratch / f"{number:06d}", split, text_format)
-
-
-def identities(files: Sequence[Path], pool: Pool) -> list[dict[str, Any]]:
-    """Name, bytes and sha256 of each file."""
-    return pool.map(identify, list(files))
+    scratch.mkdir(parents=True, exist_ok=True)
+    call = partial(cut, columns=columns, scratch=scratch, split=split, settings=settings)
+    return [part for parts in pool.map(call, files) for part in parts]
 
 
 def identify(file: Path) -> dict[str, Any]:
@@ -160,66 +139,3 @@ def identify(file: Path) -> dict[str, Any]:
     inside = sorted(p for p in file.rglob("*") if p.is_file()) if file.is_dir() else [file]
     size = sum(path.stat().st_size for path in inside)
     return {"name": file.name, "bytes": size, "sha256": fingerprint(inside)}
-
-
-def survey(
-    parts: Sequence[Part], columns: Columns, pool: Pool, allow_unowned: bool = False
-) -> tuple[int, Counter[str], int | None]:
-    """Check every user id and order.
-
-    Args:
-      allow_unowned: allow rows without a user.
-    Returns:
-      (number of rows, counts of corrected user ids, kind of the order column; see `orders`).
-    Raises:
-      DataError: a file cannot be read, has user ids that are null, empty or no whole numbers, or
-        orders of several kinds; or there are no rows.
-    """
-    surveys = pool.map(partial(_survey, columns=columns), parts)
-    bad: dict[Path, list[int]] = {}
-    counts: dict[Path, int] = {}
-    for part, (_, number, rows, *_) in zip(parts, surveys, strict=True):
-        if number and not allow_unowned:
-            counts[part.source] = counts.get(part.source, 0) + number
-            bad.setdefault(part.source, []).extend(rows)
-    for file, rows in bad.items():
-        shown = ", ".join(map(str, rows[:SHOWN_ROWS]))
-        ids = "id" if counts[file] == 1 else "ids"
-        shown += ", ..." if counts[file] > SHOWN_ROWS else ""
-        raise DataError(
-            f"{columns.blamed}: {counts[file]} null or empty user {ids} in {file} "
-            f"(rows {shown}); expected a user for every row, or "
-            "`fedsim data build --rows-without-user drop`, which leaves such rows out"
-        )
-    total = sum(rows for rows, *_ in surveys)
-    if not total:
-        raise DataError.of(
-            "data", parts[0].source if parts else "", "at least one row, got an empty data set"
-        )
-    field = f"order_column={columns.order}"
-    kind = common_kind(set().union(*(kinds for *_, kinds in surveys)), field)
-    tally = sum((tally for *_, tally, _ in surveys), Counter())
-    return total, tally, kind
-
-
-def _survey(
-    part: Part, *, columns: Columns
-) -> tuple[int, int, list[int], Counter[str], set[int | None]]:
-    """Survey a part.
-
-    Returns:
-      (number of rows, number of rows without a user, the first of these counted from 1, counts of
-      corrected user ids, kinds of orders).
-    """
-    if columns.owner_key is None:
-        columns = replace(columns, text=())
-    rows, bad, first, kinds = 0, 0, [], set()
-    tally: Counter[str] = Counter()
-    for before, batch in read(part, columns, tally):
-        where = np.flatnonzero(is_blank(batch["user_id"]))
-        bad += len(where)
-        first += [before + i + 1 for i in where[: SHOWN_ROWS - len(first)].tolist()]
-        if columns.order is not None:
-            kinds.add(kind_of(batch["order"]))
-        rows += len(batch)
-    return rows, bad, first, tally, kinds

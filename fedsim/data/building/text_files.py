@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fedsim.config import BuildConfig
 from fedsim.data.building.columns import Columns
-from fedsim.data.building.speakers import HALVED
+from fedsim.data.building.messages import HALVED
 from fedsim.data.building.user_ids import call, refused
 from fedsim.errors import DataError
 
@@ -59,40 +60,17 @@ REASONS = (  # of DuckDB's messages, and what is said instead
 )
 
 
-@dataclass(frozen=True)
-class TextFormat:
-    """Format of a text file that its name does not say.
-
-    Raises:
-      DataError: a setting is invalid.
-    """
-
-    delimiter: str | None = None
-    """Delimiter of columns. None: a comma, or a tab in a file named .tsv."""
-    encoding: str = "utf-8"
-    quoting: str | None = None
-    """Meaning of quotation marks in CSV. "none": characters like others. "minimal": they enclose
-    fields with delimiters or line ends. None: as "minimal", but a file that is also valid without
-    quoting, with different rows, is refused."""
-
-    def __post_init__(self):
-        one = self.delimiter is None or len(self.delimiter) == 1 and self.delimiter not in '"\r\n'
-        if not one:
-            raise DataError.of("delimiter", self.delimiter, "one character, such as ; or |")
-        if self.quoting not in (None, NONE, MINIMAL):
-            raise DataError.of("quoting", self.quoting, f"{NONE} or {MINIMAL}")
-        try:
-            "".encode(self.encoding)
-            codecs.getincrementaldecoder(self.encoding)().decode(pa.py_buffer(b""))  # as Arrow
-        except (AttributeError, LookupError, TypeError, ValueError):  # punycode takes only bytes
-            raise DataError.of(
-                "encoding", self.encoding, "an encoding of text that Python knows, such as cp1252"
-            ) from None
-
-    @property
-    def is_utf8(self) -> bool:
-        """True if DuckDB reads the encoding."""
-        return codecs.lookup(self.encoding).name in ("utf-8", "utf-8-sig")
+def check_format(settings: BuildConfig) -> None:
+    """Raise DataError if the delimiter or the encoding is invalid."""
+    delimiter, encoding = settings.delimiter, settings.encoding
+    if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
+        raise DataError.of("delimiter", delimiter, "one character, such as ; or |")
+    try:
+        "".encode(encoding)
+        codecs.getincrementaldecoder(encoding)().decode(pa.py_buffer(b""))  # as Arrow
+    except (AttributeError, LookupError, TypeError, ValueError):  # punycode takes only bytes
+        expected = "an encoding of text that Python knows, such as cp1252"
+        raise DataError.of("encoding", encoding, expected) from None
 
 
 def kind_of(file: Path) -> str:
@@ -102,7 +80,7 @@ def kind_of(file: Path) -> str:
     return "jsonl" if kind == "ndjson" else kind
 
 
-def names_of(file: Path, form: TextFormat, scratch: Path) -> list[str]:
+def names_of(file: Path, settings: BuildConfig, scratch: Path) -> list[str]:
     """Names of the columns of a file. Names of fields inside others have a dot.
 
     Raises:
@@ -111,14 +89,14 @@ def names_of(file: Path, form: TextFormat, scratch: Path) -> list[str]:
     for mended in (False, True):
         try:
             with _saying_why():
-                return _Reading(file, form, scratch, mended).names
+                return _Reading(file, settings, scratch, mended).names
         except Halved:
             continue
     return []
 
 
 def batches(
-    file: Path, columns: Columns, form: TextFormat, scratch: Path, mended: bool = False
+    file: Path, columns: Columns, settings: BuildConfig, scratch: Path, mended: bool = False
 ) -> Iterator[pa.RecordBatch]:
     """Yield the columns of a file in small batches, in the order of the file.
 
@@ -131,7 +109,7 @@ def batches(
       DataError: names the line and the reason. Halved: a copy can be read.
     """
     with _saying_why():
-        reading = _Reading(file, form, scratch, mended)
+        reading = _Reading(file, settings, scratch, mended)
         if reading.names:  # else there are no rows of JSON
             columns.check(reading.names)
         if reading.kind in ("csv", "tsv"):
@@ -144,17 +122,14 @@ class Halved(DataError):
     """A JSON file has halves of characters, or marks of byte order between lines."""
 
 
-class _saying_why:
-    """Context manager: one line instead of DuckDB's message, with the line of the file."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, UnicodeError):
-            raise DataError(ENCODING) from None
-        if not isinstance(error, duckdb.Error):
-            return
+@contextmanager
+def _saying_why() -> Iterator[None]:
+    """One line instead of DuckDB's message, with the line of the file."""
+    try:
+        yield
+    except UnicodeError:
+        raise DataError(ENCODING) from None
+    except duckdb.Error as error:
         said = str(error)
         known = ((re.search(pattern, said), line) for pattern, line in REASONS)
         known = (line.format(*found.groups()) for found, line in known if found)
@@ -170,41 +145,36 @@ class _saying_why:
 class _Reading:
     """One reading of a file."""
 
-    def __init__(self, file: Path, form: TextFormat, scratch: Path, mended: bool = False):
-        self.kind, self.form = kind_of(file), form
-        self.packed = PACKED.get(file.suffix, "none")
-        self.delimiter = form.delimiter or ("\t" if self.kind == "tsv" else ",")
+    def __init__(self, file: Path, settings: BuildConfig, scratch: Path, mended: bool = False):
+        self.kind, self.settings = kind_of(file), settings
+        self.packed = PACKED.get(file.suffix)
+        self.delimiter = settings.delimiter or ("\t" if self.kind == "tsv" else ",")
         self.connection = duckdb.connect(config={"threads": 1})
-        if form.is_utf8 and self._begins(file, 2) in (b"\xff\xfe", b"\xfe\xff"):
+        is_utf8 = codecs.lookup(settings.encoding).name in ("utf-8", "utf-8-sig")
+        if is_utf8 and self._begins(file, 2) in (b"\xff\xfe", b"\xfe\xff"):
             raise DataError("it is UTF-16: `fedsim data build --encoding utf-16`")
         self.path = scratch / "text"  # DuckDB would take the name of a file for a pattern
         self.path.unlink(missing_ok=True)
-        if form.is_utf8 and not mended:
+        if is_utf8 and not mended:
             self.path.symlink_to(file.resolve())
         else:
-            self._copy(file, mended)
-            self.packed = "none"
+            self._copy(file, "utf-8-sig" if is_utf8 else settings.encoding, mended)
+            self.packed = None
         self.mended = mended
         if self.kind in ("csv", "tsv"):
-            self.header = self._header()
-            self.names = self.header
+            self.names = self._header()
         else:
             self.is_list = self.kind == "json" and self._begins(self.path).lstrip()[:1] == b"["
             self.names = self._keys()
 
     def _begins(self, file: Path, size: int = PIECE) -> bytes:
-        with pa.input_stream(str(file), compression=self._unpacked) as stream:
+        with pa.input_stream(str(file), compression=self.packed) as stream:
             found = stream.read(size)
         return found.removeprefix(codecs.BOM_UTF8)
 
-    @property
-    def _unpacked(self) -> str | None:
-        return None if self.packed == "none" else self.packed
-
-    def _copy(self, file: Path, mend: bool) -> None:
+    def _copy(self, file: Path, encoding: str, mend: bool) -> None:
         """Write a copy in UTF-8; if `mend`, without halves of characters."""
-        encoding = "utf-8-sig" if self.form.is_utf8 else self.form.encoding
-        with pa.input_stream(str(file), compression=self._unpacked) as stream:
+        with pa.input_stream(str(file), compression=self.packed) as stream:
             text, rest = io.TextIOWrapper(stream, encoding, newline=""), ""  # pyright: ignore
             with self.path.open("w", encoding="utf-8", newline="") as copy:
                 while piece := text.read(PIECE):
@@ -215,7 +185,7 @@ class _Reading:
                 copy.write(_whole(rest) if mend else rest)
 
     def _header(self) -> list[str]:
-        quoting = csv.QUOTE_NONE if self.form.quoting == NONE else csv.QUOTE_MINIMAL
+        quoting = csv.QUOTE_NONE if self.settings.quoting == NONE else csv.QUOTE_MINIMAL
         before = csv.field_size_limit(sys.maxsize)
         try:
             lines = io.StringIO(self._begins(self.path).decode("utf-8", "replace"), newline="")
@@ -233,10 +203,10 @@ class _Reading:
         """The rows of a CSV file."""
         self._expect_short_end()
         # DuckDB would take Text for text, so columns are named by their places.
-        places = [f"c{i}" for i in range(len(self.header))]
+        places = [f"c{i}" for i in range(len(self.names))]
         several = " OR ".join(rf"regexp_matches({place}, '[\r\n]')" for place in places)
-        chosen = ", ".join(places[self.header.index(name)] for name in wanted)
-        quote = "" if self.form.quoting == NONE else '"'
+        chosen = ", ".join(places[self.names.index(name)] for name in wanted)
+        quote = "" if self.settings.quoting == NONE else '"'
         query = f"SELECT {chosen}, {several} FROM {self._csv('strict_mode=true')}"
         rows, lines = 0, False
         for batch in self._sql(query, columns=places, quote=quote).to_arrow_reader(BATCH_ROWS):
@@ -246,19 +216,19 @@ class _Reading:
             rows += len(batch)
             yield batch
         # Without quoting, marks in the first line would be in names of columns.
-        if lines and self.form.quoting is None and len(places) > 1 and not self.marked:
+        if lines and self.settings.quoting is None and len(places) > 1 and not self.marked:
             self._expect_quoted(rows)
 
     def _csv(self, rules: str) -> str:
         return (
             "read_csv($path, columns=$columns, delim=$delimiter, quote=$quote, escape=$quote, "
             f"{rules}, header=true, auto_detect=false, nullstr=$null, "
-            f"compression='{self.packed}', hive_partitioning=false, max_line_size={MAX_BYTES}, "
-            f"buffer_size={2 * MAX_BYTES})"
+            f"compression='{self.packed or 'none'}', hive_partitioning=false, "
+            f"max_line_size={MAX_BYTES}, buffer_size={2 * MAX_BYTES})"
         )
 
     def _expect_no_header(self, batch: pa.RecordBatch, rows: int) -> None:
-        if len(self.header) == 1:
+        if len(self.names) == 1:
             return
         same = [pc.equal(batch[name], name) for name in batch.schema.names]  # pyright: ignore
         again = np.logical_and.reduce([each.to_numpy(zero_copy_only=False) for each in same])
@@ -274,7 +244,7 @@ class _Reading:
         The reader that is not strict takes all kinds of line ends. A column more than there are
         shows rows with too many.
         """
-        places = [f"c{i}" for i in range(len(self.header) + 1)]
+        places = [f"c{i}" for i in range(len(self.names) + 1)]
         rows_of = self._csv("strict_mode=false, null_padding=true")
         query = f"SELECT count(*), count({places[-2]}), count({places[-1]}) FROM {rows_of}"
         try:
@@ -304,8 +274,8 @@ class _Reading:
     def _json(self) -> str:
         form = "array" if self.is_list else "newline_delimited"
         return (  # a directory named user_id=1 names no user
-            f"$path, format='{form}', compression='{self.packed}', hive_partitioning=false, "
-            f"maximum_object_size={MAX_BYTES}"
+            f"$path, format='{form}', compression='{self.packed or 'none'}', "
+            f"hive_partitioning=false, maximum_object_size={MAX_BYTES}"
         )
 
     def json(self, columns: Columns) -> Iterator[pa.RecordBatch]:
@@ -366,8 +336,8 @@ class _Reading:
 
     def _end(self) -> Iterator[bytes]:
         """Pieces of the end of the file, more than a row can have; of a packed file, all pieces."""
-        with pa.input_stream(str(self.path), compression=self._unpacked) as stream:
-            if self._unpacked is None:
+        with pa.input_stream(str(self.path), compression=self.packed) as stream:
+            if self.packed is None:
                 stream.seek(max(0, stream.size() - 4 * MAX_BYTES))
             while piece := stream.read(PIECE):
                 yield piece

@@ -8,33 +8,34 @@ small files are bundled to limit the number of files.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import tokenizers
 
-from fedsim.data.building.chats import Chats, chat_examples
+from fedsim.config import BuildConfig
 from fedsim.data.building.columns import Columns, is_blank, is_token_list
-from fedsim.data.building.orders import at_least
-from fedsim.data.building.readers import PART_BYTES, READ_ROWS, Part, read
-from fedsim.data.building.speakers import BadRow
+from fedsim.data.building.messages import BadRow, Chats, Examples, chat_examples
+from fedsim.data.building.orders import KINDS, at_least, kind_of
+from fedsim.data.building.readers import PART_BYTES, Part, read
 from fedsim.data.chat import ChatTokenizer, Template
 from fedsim.data.dataset import EVAL_USERS, TEST, TRAIN, Holdout
 from fedsim.data.store import copy, offsets_of, token_dtype
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import DataError
 
+SHOWN_ROWS = 5
 PIECE_BYTES = 512
 PLACES = 2**40  # more than the rows of a bundle
 GROUP_BYTES = 4 * 2**20  # of a row group, which a sorting thread reads at once
-COUNTS = ("examples", "unowned", "empty", "long", "no_order", "tokens", "tokens_cut")
-COUNTS += ("untrained", "skipped", "spelling")
 BUNDLE_BYTES, MAX_BUNDLES = 4 * 2**20, 4096  # size of a bundle, and bundles of a build, about
 
 
@@ -45,11 +46,10 @@ class Encoding:
     directory: Path
     """Directory of the files of rows."""
     tokenizer: Path
-    """Path of tokenizer.json."""
+    """Path of a tokenizer.json that another process has loaded without harm."""
     columns: Columns
     holdout: Holdout
-    max_length: int
-    long_texts: str
+    settings: BuildConfig
     chats: Chats | None = None
     """How rows of chats become examples; None if rows are texts."""
 
@@ -69,122 +69,91 @@ def bundled(parts: Sequence[Part]) -> list[list[Part]]:
     return bundles
 
 
-def write_rows(item: tuple[int, Sequence[Part]], *, encoding: Encoding) -> dict[str, int]:
-    """Write the rows of a bundle.
+def write_rows(item: tuple[int, Sequence[Part]], *, encoding: Encoding) -> Counter[str]:
+    """Write the rows of a bundle. Without rows, there is no file.
 
     Args:
       item: number of the bundle, and its parts.
     Returns:
-      The number of source rows, and COUNTS.
+      Counts of source rows; of those that are unowned, empty or without an order (no_order); of
+      batches with orders of each of KINDS; of examples; of texts that spell special tokens; of
+      corrected user ids; and those of `chat_examples`. Of a huge text, only tokens that were
+      encoded count.
     Raises:
-      DataError: a token id is not in the vocabulary, or `read` refuses a file.
+      DataError: a row has no user, a token id is not in the vocabulary, or `read` refuses a file.
     """
     number, parts = item
-    record = {"rows": 0, **dict.fromkeys(COUNTS, 0)}
-    with RowWriter(encoding.directory / f"rows-{number:06d}.parquet", number * PLACES) as rows:
+    place, writer = number * PLACES, None
+    counts: Counter[str] = Counter()
+    columns = encoding.columns
+    with ExitStack() as stack:
         for part in parts:
-            for first_row, batch in read(part, encoding.columns):
-                table, counts = _tokenise(batch, encoding, first_row, part.source)
-                rows.add(table)
-                record["rows"] += len(batch)
-                for name, count in zip(COUNTS, counts, strict=True):
-                    record[name] += count
-    return record
+            for first_row, batch in read(part, columns, counts):
+                unowned = is_blank(batch["user_id"])
+                if unowned.any() and encoding.settings.rows_without_user == "refuse":
+                    raise _without_user(np.flatnonzero(unowned) + first_row + 1, columns, part)
+                try:
+                    rows = _tokenise(batch, unowned, encoding, counts)
+                except BadRow as bad:
+                    named = f"{columns.text_fields[0]}={columns.text[0]}"
+                    where = f"in row {first_row + bad.row + 1} of {part.source}"
+                    raise DataError(f"{named}: {bad} {where}") from None
+                places = pa.array(place + np.arange(len(rows)))
+                rows, place = rows.append_column("place", places), place + len(rows)
+                if writer is None:
+                    writer = stack.enter_context(
+                        pq.ParquetWriter(
+                            encoding.directory / f"rows-{number:06d}.parquet",
+                            rows.schema,
+                            compression="lz4",
+                            use_dictionary=["user_id"],  # pyright: ignore
+                        )
+                    )
+                writer.write_table(rows, max(1, len(rows) * GROUP_BYTES // max(rows.nbytes, 1)))
+    return counts
 
 
-class RowWriter:
-    """Write tokenised rows to a Parquet file; without rows, to no file. A context manager."""
-
-    def __init__(self, file: Path, place: int):
-        """Keep the settings. The file is made with the first row group.
-
-        Args:
-          place: number of the first row among all rows; increases from bundle to bundle.
-        """
-        self._file, self._place = file, place
-        self._writer: pq.ParquetWriter | None = None
-        self._sink: pa.NativeFile | None = None
-        self._held: list[pa.Table] = []
-
-    def __enter__(self) -> "RowWriter":
-        return self
-
-    def add(self, table: pa.Table) -> None:
-        """Append rows. They are held until they make a row group."""
-        place = self._place + np.arange(len(table))
-        self._place += len(table)
-        self._held.append(table.append_column("place", pa.array(place)))
-        if (
-            sum(map(len, self._held)) >= READ_ROWS
-            or sum(t.nbytes for t in self._held) > GROUP_BYTES
-        ):
-            self._write()
-
-    def _write(self) -> None:
-        table = pa.concat_tables(self._held)
-        self._held = []
-        if self._writer is None:
-            self._sink = pa.OSFile(str(self._file), "wb")
-            keys = [name for name in table.column_names if name != "tokens"]
-            self._writer = pq.ParquetWriter(
-                self._sink,
-                table.schema,
-                compression="lz4",
-                use_dictionary=keys,  # pyright: ignore
-            )
-        self._writer.write_table(table, max(1, len(table) * GROUP_BYTES // max(table.nbytes, 1)))
-
-    def __exit__(self, error, *_) -> None:
-        try:
-            if error is None and sum(map(len, self._held)):
-                self._write()
-            if error is None and self._writer is not None:
-                self._writer.close()
-        finally:
-            if self._sink is not None:
-                self._sink.close()
+def _without_user(rows: np.ndarray, columns: Columns, part: Part) -> DataError:
+    """The error about rows without a user, whom nothing would protect."""
+    shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + ", ..." * (len(rows) > SHOWN_ROWS)
+    ids = "id" if len(rows) == 1 else "ids"
+    return DataError(
+        f"{columns.blamed}: {len(rows)} null or empty user {ids} in {part.source} (rows {shown}); "
+        "expected a user for every row, or `fedsim data build --rows-without-user drop`, which "
+        "leaves such rows out"
+    )
 
 
 def _tokenise(
-    batch: pa.RecordBatch, encoding: Encoding, first_row: int, file: Path
-) -> tuple[pa.Table, tuple[int, ...]]:
-    """Tokenise a batch.
+    batch: pa.RecordBatch, unowned: np.ndarray, encoding: Encoding, counts: Counter[str]
+) -> pa.Table:
+    """The rows of a batch, in pieces. Raises: BadRow: a row cannot be encoded.
 
-    Returns:
-      The rows, in pieces, and their COUNTS: rows; source rows without a user, without a text, with
-      a long text, without an order; tokens of the texts, and tokens that were cut off; chats
-      without a trained token, and those that cannot be encoded; texts that spell special tokens.
-      Of a huge text, only tokens that were encoded are counted; see `Tokenizer.encode`.
+    Args:
+      unowned: bool [rows], rows without a user.
+      counts: counts of `write_rows`.
     """
-    unowned = is_blank(batch["user_id"])
     blank = unowned | is_blank(batch["text"])
-    kept = batch.filter(pa.array(~blank)) if blank.any() else batch
+    filled = np.flatnonzero(~blank)
+    batch = batch.take(pa.array(filled))
     make = _of_texts if encoding.chats is None else _of_chats
     try:
-        examples, long, tokens, num_cut, *unusable = make(kept, encoding)
+        examples, of_rows = make(batch["text"], encoding)
     except BadRow as bad:
-        row, columns = int(np.flatnonzero(~blank)[bad.row]) + first_row + 1, encoding.columns
-        named = f"{columns.text_fields[0]}={columns.text[0]}"
-        raise DataError(f"{named}: {bad} in row {row} of {file}") from None
-    columns = {"user_id": kept["user_id"]}
-    no_order = 0
+        raise BadRow(int(filled[bad.row]), str(bad)) from None
+    counts.update(of_rows)
+    counts["rows"] += len(blank)
+    counts["unowned"] += int(unowned.sum())
+    counts["empty"] += int((blank & ~unowned).sum())
+    counts["examples"] += len(examples.lengths)
+    counts["spelling"] += _spelling(batch["text"], encoding)
+    columns = {"user_id": batch["user_id"], "group": _groups(batch, encoding.holdout)}
     if encoding.columns.order is not None:
-        no_order = kept["order"].null_count
-        columns |= {f"order{i}": key for i, key in enumerate(kept["order"].flatten()[1:])}
-    is_test = tests(kept, encoding.holdout)
-    columns["group"] = _groups(kept["user_id"], is_test, encoding.holdout)
-    row, sizes, columns["first"] = pieces(examples.lengths, examples.values.itemsize)
-    if encoding.chats is not None or len(row) > len(kept):
-        origin = pa.array(examples.origin[row])
-        columns = {
-            name: column if name == "first" else column.take(origin)
-            for name, column in columns.items()
-        }
-    columns["tokens"] = as_bytes(sizes, examples.values)
-    unread = int(unowned.sum()), int((blank & ~unowned).sum())
-    spelling = 0 if is_token_list(kept["text"].type) else _spelling(kept["text"], encoding)
-    counts = len(examples.lengths), *unread, long, no_order, tokens, num_cut, *unusable, spelling
-    return pa.table(columns), counts
+        counts["no_order"] += batch["order"].null_count
+        if (kind := kind_of(batch["order"])) is not None:
+            counts[KINDS[kind]] += 1
+        columns |= {f"order{i}": key for i, key in enumerate(batch["order"].flatten()[1:])}
+    return in_pieces(pa.table(columns).take(pa.array(examples.origin)), *examples[:2])
 
 
 def _spelling(texts: pa.Array, encoding: Encoding) -> int:
@@ -193,59 +162,40 @@ def _spelling(texts: pa.Array, encoding: Encoding) -> int:
     if encoding.chats is not None:
         spelled = {*spelled, *(json.dumps(text)[1:-1] for text in spelled)}
     pattern = "|".join(map(re.escape, sorted(spelled)))
-    if not pattern:
+    if not pattern or is_token_list(texts.type):
         return 0
     return pc.match_substring_regex(texts, pattern).true_count  # pyright: ignore
 
 
-def _of_texts(rows: pa.RecordBatch, encoding: Encoding) -> tuple[Any, ...]:
-    """(examples of texts, then their counts from "long" to "skipped" without "no_order").
-
-    Raises:
-      BadRow: a token id is not in the vocabulary.
-    """
-    tokenizer, texts = _tokenizer(encoding.tokenizer), rows["text"]
-    max_length = encoding.max_length
+def _of_texts(texts: pa.Array, encoding: Encoding) -> tuple[Examples, dict[str, int]]:
+    """Examples of texts, and their counts. Raises: BadRow: a token id is not in the vocabulary."""
+    tokenizer = _tokenizer(encoding.tokenizer)
+    settings, cuts = encoding.settings, encoding.settings.long_texts == "cut"
     if is_token_list(texts.type):
         lengths, values = _given_tokens(texts, tokenizer.vocab_size)
     else:
-        lengths, values = tokenizer.encode(texts, encoding.long_texts == "cut")
+        lengths, values = tokenizer.encode(texts, cuts)
     examples = frame(
         lengths,
         values.astype(token_dtype(tokenizer.vocab_size), copy=False),
         begin_id=tokenizer.begin_id,
         end_id=tokenizer.end_id,
-        max_length=max_length,
-        long_texts=encoding.long_texts,
+        max_length=settings.max_length,
+        long_texts=settings.long_texts,
     )
-    cut = np.maximum(lengths - (max_length - 1), 0)
-    num_cut = int(cut.sum()) if encoding.long_texts == "cut" else 0
-    long = int((lengths >= max_length).sum())
-    return examples, long, int(lengths.sum()), num_cut, 0, 0
+    body = settings.max_length - 1
+    return examples, {
+        "long": int((lengths > body).sum()),
+        "tokens": int(lengths.sum()),
+        "tokens_cut": int(np.maximum(lengths - body, 0).sum()) if cuts else 0,
+    }
 
 
-def _of_chats(rows: pa.RecordBatch, encoding: Encoding) -> tuple[Any, ...]:
-    """As `_of_texts`, of rows of chats. Raises: BadRow: one cannot be encoded."""
+def _of_chats(rows: pa.Array, encoding: Encoding) -> tuple[Examples, Counter[str]]:
+    """Examples of rows of chats, and their counts. Raises: BadRow: one cannot be encoded."""
     assert encoding.chats is not None, "of chats"
-
-    def refuse(row: int, reason: str) -> None:
-        raise BadRow(row, reason)
-
     tokenizer = _chat_tokenizer(encoding.tokenizer, encoding.chats.template)
-    texts = rows["text"].to_pylist()
-    found = chat_examples(texts, encoding.chats, tokenizer, refuse)
-    return found, found.long, found.tokens, found.cut, found.untrained, found.skipped
-
-
-class Examples(NamedTuple):
-    """Examples of texts."""
-
-    lengths: np.ndarray
-    """int64 [examples]: number of tokens of each."""
-    values: np.ndarray
-    """Token ids of all examples end to end."""
-    origin: np.ndarray
-    """int64 [examples]: index of the text that each comes from."""
+    return chat_examples(rows.to_pylist(), encoding.chats, tokenizer)
 
 
 def frame(
@@ -285,53 +235,42 @@ def frame(
     return Examples(counts, framed, origin)
 
 
-def pieces(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, pa.Array]:
-    """Cut rows into pieces of at most PIECE_BYTES.
+def in_pieces(rows: pa.Table, lengths: np.ndarray, values: np.ndarray) -> pa.Table:
+    """Rows with their token ids, in pieces of at most PIECE_BYTES.
 
     Args:
+      rows: columns of each row.
       lengths: int64 [rows], tokens of each row.
-      width: bytes of a token id.
+      values: token ids of all rows end to end.
     Returns:
-      Of each piece: the index of its row, its number of tokens, True if it is the first of its row.
+      The columns of each piece; `first`, True for the first piece of a row; and `tokens`, its ids
+      as one binary value, which sorts faster than a list of numbers.
     """
-    most = PIECE_BYTES // width
+    most = PIECE_BYTES // values.itemsize
     number = np.maximum(1, -(-lengths // most))
     ends = np.cumsum(number)
     sizes = np.full(int(number.sum()), most)
     sizes[ends - 1] = lengths - (number - 1) * most
     first = np.zeros(len(sizes), bool)
     first[ends - number] = True
-    return np.repeat(np.arange(len(lengths)), number), sizes, pa.array(first)
-
-
-def _groups(users: pa.Array, is_test: np.ndarray, holdout: Holdout) -> pa.Array:
-    """Group of each row, int8: TRAIN, EVAL_USERS or TEST of dataset.py."""
-    group = np.where(is_test, TEST, TRAIN)
-    if holdout.eval_users:
-        unique = users.dictionary_encode()
-        ids = unique.dictionary.to_pylist()
-        held_out = np.fromiter(map(_taken(holdout), ids), bool, len(ids))
-        group = np.where(held_out[unique.indices.to_numpy()], EVAL_USERS, group)
-    return pa.array(group, pa.int8())
-
-
-def as_bytes(lengths: np.ndarray, values: np.ndarray) -> pa.Array:
-    """Token ids of each row as one binary value, which sorts faster than a list of numbers.
-
-    Args:
-      lengths: int64 [rows], tokens of each row.
-      values: token ids of all rows end to end.
-    """
-    ends = pa.py_buffer(offsets_of(lengths * values.itemsize))
+    bounds = pa.py_buffer(offsets_of(sizes * values.itemsize))
     data = pa.py_buffer(np.ascontiguousarray(values))
-    return pa.Array.from_buffers(pa.large_binary(), len(lengths), [None, ends, data])
+    tokens = pa.Array.from_buffers(pa.large_binary(), len(sizes), [None, bounds, data])
+    rows = rows.take(pa.array(np.repeat(np.arange(len(lengths)), number)))
+    return rows.append_column("first", pa.array(first)).append_column("tokens", tokens)
 
 
-def tests(batch: pa.RecordBatch, holdout: Holdout) -> np.ndarray:
-    """True for rows of the split "test", bool [rows]."""
-    if holdout.test_from is None:
-        return np.zeros(len(batch), bool)
-    return at_least(batch["order"], holdout.test_from)
+def _groups(rows: pa.RecordBatch, holdout: Holdout) -> pa.Array:
+    """Group of each row, int8: TRAIN, EVAL_USERS or TEST of dataset.py."""
+    group = np.full(len(rows), TRAIN)
+    if holdout.test_from is not None:
+        group[at_least(rows["order"], holdout.test_from)] = TEST
+    if holdout.eval_users:
+        users = rows["user_id"].dictionary_encode()
+        ids = users.dictionary.to_pylist()
+        held_out = np.fromiter(map(_taken(holdout), ids), bool, len(ids))
+        group[held_out[users.indices.to_numpy()]] = EVAL_USERS
+    return pa.array(group, pa.int8())
 
 
 def _given_tokens(column: pa.Array, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -354,7 +293,7 @@ def _given_tokens(column: pa.Array, vocab_size: int) -> tuple[np.ndarray, np.nda
 
 @lru_cache(1)
 def _tokenizer(file: Path) -> Tokenizer:
-    return Tokenizer.load(file)
+    return Tokenizer(tokenizers.Tokenizer.from_file(str(file)), file.name)
 
 
 @lru_cache(1)

@@ -1,10 +1,10 @@
 """User ids: one rule for all files.
 
 Certain corrections are made: white space around an id is no part of it, words that stand for a
-missing value are nobody, and 7.0 is 7, as pandas writes whole numbers in a column with gaps. The
-float 0.5 and the rounded 1.23E18 are refused. Doubtful ids stay as they are and are counted: 007
-and 7, Ann and ann, the texts 3.1 and 3.10 are two users each. Only a person can say which other ids
-belong together.
+missing value (NULL, \\N) are nobody, and 7.0 is 7, as pandas writes whole numbers in a column with
+gaps. The float 0.5 and the rounded 1.23E18 are refused. Doubtful ids stay as they are and are
+counted: 007 and 7, Ann and ann, the texts 3.1 and 3.10 are two users each, and unknown is one. Only
+a person can say which other ids belong together.
 """
 
 import re
@@ -23,7 +23,12 @@ from fedsim.errors import DataError
 # Values that pandas.read_csv reads as missing, and NaT, which pandas writes.
 NOBODY = ["", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND"]
 NOBODY += ["1.#QNAN", "<NA>", "N/A", "NA", "NULL", "NaN", "NaT", "None", "n/a", "nan", "null"]
-RULE = 5  # version of the rule: a change that gives other users gets another number
+# Nulls of MySQL, Hive, PostgreSQL and their clients.
+NOBODY += ["\\N", "(null)", "(NULL)", "[null]", "[NULL]"]
+NAMELESS = ["-", "--", "?", "-1", "anon", "anonymous", "deleted", "[deleted]", "[removed]", "guest"]
+NAMELESS += ["n.a.", "undefined", "unknown"]
+"""Ids, in small letters, that often stand for several people. Each is one user."""
+RULE = 6  # version of the rule: a change that gives other users gets another number
 # By bits of a float: smaller whole numbers are certain.
 EXACT = {16: 2**11, 32: 2**24, 64: 2**53}
 CERTAIN = 2**52  # floats tell apart all numbers of digits that are less without their point
@@ -36,6 +41,15 @@ LIKE_ROUNDED = r"^[+-]?[0-9][eE]-?[0-9]+$"  # 5e18, which may also be a name
 # Differences of ids that look alike, beside those that `fold` removes: zeros in front or at the
 # end, and the decimal comma.
 ZEROS, COMMA = r"^0+([0-9])", r"^([0-9]+),([0-9]+)$"
+EXCEL = r'^="(.*)"$'  # a text that Excel must not take for a number
+GUID = r"^(?:urn:uuid:)?\{?" + r"([0-9a-f]{8})-?" + r"([0-9a-f]{4})-?" * 3 + r"([0-9a-f]{12})\}?$"
+PLUS = r"^\+([0-9])"  # of a telephone: +49, 0049
+# Letters of Cyrillic and Greek, and the Latin ones that they, or their capitals, look like.
+HOMOGLYPHS = str.maketrans(
+    "\u0430\u0432\u0435\u0456\u043a\u043c\u043d\u043e\u0440\u0441\u0442\u0443\u0445\u0455\u0458"
+    "\u03b1\u03b2\u03b5\u03b6\u03b7\u03b9\u03ba\u03bc\u03bd\u03bf\u03c1\u03c4\u03c5\u03c7",
+    "abeikmhopctyxsj" + "abezhikmnoptyx",
+)
 ZEROS_AFTER = r"^([0-9]+\.(?:[0-9]*[1-9])?)0+$"
 # Ignorable characters of Unicode that its categories Cf and Cc lack: variation selectors, fillers
 # and joiners that are letters or marks by their category; the blank of Braille.
@@ -48,13 +62,15 @@ PLAIN = "^[!-~]*$"  # texts in which `fold` changes only capitals
 
 TRIMMED, SHORTENED, WORDS = "user_ids_trimmed", "user_ids_without_fraction", "words_for_nobody"
 FRACTIONS, SEVERAL = "user_ids_like_fractions", "owners_like_several"
-EXPONENTS = "user_ids_like_exponents"
+EXPONENTS, OF_MANY = "user_ids_like_exponents", "user_ids_like_nobody"
 _SAID = {
     TRIMMED: "white space around the user id, which is no part of it",
     SHORTENED: "a user id like 7.0, which is 7",
     WORDS: "a word such as NA or None for a user, which is nobody",
     EXPONENTS: "a user id like 1E18, which stays a text: if a program rounded numbers so, it is "
     "several people",
+    OF_MANY: "a user such as unknown, [deleted] or -1, who counts as one user: if that is nobody, "
+    "leave such rows out",
     FRACTIONS: "a user id like 3.10, which stays a text: 3.1 is somebody else",
     SEVERAL: "an owner with a comma or semicolon inside, or a list as text, who is one user: if "
     "that is several, `fedsim data build --owners COLUMN --owners-delimiter ,` makes it so",
@@ -76,6 +92,8 @@ def as_ids(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.
       DataError: a float has a fraction, or a number so many digits that a float may have rounded
         it.
     """
+    lower = call("utf8_lower", call("utf8_trim_whitespace", column.cast(pa.string())))
+    tally[OF_MANY] += call("is_in", lower, value_set=pa.array(NAMELESS)).true_count
     if pa.types.is_floating(column.type):
         least = EXACT[column.type.bit_width]
         numbers = column.cast(pa.float64())
@@ -113,10 +131,11 @@ def _uncertain(text: pa.Array, number: pa.Array) -> pa.Array:
 
 
 def fold(text: str) -> str:
-    """Remove invisible characters and differences of width, form and capitals from a text."""
+    """Remove invisible characters and differences of width, form, script and capitals."""
     bare = (c for c in MARKS.sub("", text) if unicodedata.category(c) not in ("Cf", "Cc"))
     text = unicodedata.normalize("NFKC", "".join(bare)).casefold()
-    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    return text.translate(HOMOGLYPHS)
 
 
 def _folded(text: pa.Array) -> pa.Array:
@@ -163,8 +182,8 @@ def lookalike_warning(number: int, examples: Sequence[str], what: str = "user") 
 def look_alikes(ids: pa.Array) -> tuple[int, list[str]]:
     """Find users whose ids look like the id of another user.
 
-    Such ids differ only in what `fold` removes, in white space, in zeros in front or after a
-    point, or in a decimal comma.
+    Such ids differ only in what `fold` removes, in white space, in zeros or a plus in front, in
+    zeros after a point, in a decimal comma, or in how Excel or a GUID is written.
 
     Args:
       ids: different user ids, or owner sets as strings (see store.py).
@@ -187,6 +206,9 @@ def look_alike_keys(ids: pa.Array) -> pa.Array:
     for pattern, instead in (
         (r"[\s\pZ]+", ""),
         (MAIL, r"\1"),
+        (EXCEL, r"\1"),
+        (GUID, r"\1\2\3\4\5"),
+        (PLUS, r"\1"),
         (ZEROS, r"\1"),
         (COMMA, r"\1.\2"),
         (ZEROS_AFTER, r"\1"),

@@ -167,7 +167,7 @@ def test_users_ids_are_never_file_names(tmp_path):
 
 def cut_finely(monkeypatch):
     """Many row groups, many blocks, nothing at its usual size."""
-    sizes = {"readers.READ_ROWS": 64, "tokenised.READ_ROWS": 100, "sorting.BLOCK_ROWS": 50}
+    sizes = {"readers.READ_ROWS": 64, "sorting.BLOCK_ROWS": 50}
     for name, size in sizes.items():
         monkeypatch.setattr(f"fedsim.data.building.{name}", size)
 

@@ -11,9 +11,10 @@ import pytest
 from chats import CHATML, START, STOP, model_files
 from hypothesis import given, settings, strategies as st
 
+from fedsim.config import BuildConfig
 from fedsim.data import load
 from fedsim.data.building.build import build
-from fedsim.data.building.chats import Chats, chat_examples, messages_of
+from fedsim.data.building.messages import BadRow, Chats, chat_examples, messages_of
 from fedsim.data.chat import ChatTokenizer, Template
 from fedsim.data.dataset import stats
 from fedsim.data.tokenizer import Tokenizer
@@ -212,10 +213,9 @@ def test_a_bad_row_is_named_with_its_turn_or_left_out(bad, message, tmp_path):
 
 def test_a_row_that_takes_too_long_is_never_skipped(monkeypatch):
     monkeypatch.setattr("fedsim.data.limited.RENDER_S", -1.0)
-    reasons = []
-    chats = Chats("messages", "all", NUMBERED, 20, "cut", skip_unknown=True)
-    chat_examples([json.dumps([ASKED])], chats, CHATS, lambda _, reason: reasons.append(reason))
-    assert reasons == ["its template takes more than -1 s, or 4,294,967,296 bytes of memory"]
+    chats = Chats("messages", "all", NUMBERED, BuildConfig(max_length=20, skip_unknown=True))
+    with pytest.raises(BadRow, match="its template takes more than -1 s, or 4,294,967,296 bytes"):
+        chat_examples([json.dumps([ASKED])], chats, CHATS)
 
 
 def test_rows_without_a_trained_token_are_dropped_and_counted(tmp_path, model):
@@ -321,9 +321,10 @@ def test_a_long_chat_is_split_at_turns(turns, most, system, train_on):
         {"role": names[role], "content": f"{i:x}" * size} for i, (role, size) in enumerate(turns)
     ]
     head = [{"role": "system", "content": "S"}] if system else []
-    chats = Chats("messages", names[train_on], NUMBERED, most, "split", False)
+    how = BuildConfig(max_length=most, long_texts="split")
+    chats = Chats("messages", names[train_on], NUMBERED, how)
     row = json.dumps([head + messages])
-    found = chat_examples([row], chats, CHATS, lambda _, reason: pytest.fail(reason))
+    found, _ = chat_examples([row], chats, CHATS)
     assert (found.lengths <= most).all() and not found.origin.any()
     if not len(found.lengths):
         return

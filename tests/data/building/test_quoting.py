@@ -7,10 +7,10 @@ import re
 
 import pytest
 
+from fedsim.config import BuildConfig
 from fedsim.data.building import text_files
 from fedsim.data.building.build import build
 from fedsim.data.building.columns import Columns
-from fedsim.data.building.text_files import TextFormat
 from fedsim.errors import DataError
 
 
@@ -24,7 +24,7 @@ def dump(path, rows):
 def is_refused(path):
     columns = Columns.of("user_id", "text")
     try:
-        list(text_files.batches(path, columns, TextFormat(), path.parent))
+        list(text_files.batches(path, columns, BuildConfig(), path.parent))
         return False
     except DataError:
         return True

@@ -9,11 +9,12 @@ import threading
 import duckdb
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from fedsim.data.building import sorting, tokenised
 from fedsim.data.building.build import build
-from fedsim.data.building.sorting import Rows, plain_errors
+from fedsim.data.building.sorting import owners_of, plain_errors, sorted_blocks, tokenised_rows
 from fedsim.errors import Interrupted
 
 IDS = ["a", "a\0", "a\0b", "a b", "ab", "Z", "ä", "\u2028", "\U0001f600", "a" * 40 + "1", "a" * 40]
@@ -33,13 +34,10 @@ def written(directory, rng, num_rows, most=9):
         }
         lengths = rng.integers(1, most, num_rows)
         values = rng.integers(0, 2**16, lengths.sum()).astype(np.uint16)
-        row, sizes, first = tokenised.pieces(lengths, 2)
-        table = pa.table(found).take(pa.array(row)).append_column("first", first)
-        table = table.append_column("tokens", tokenised.as_bytes(sizes, values))
+        table = tokenised.in_pieces(pa.table(found), lengths, values)
+        places = number * tokenised.PLACES + np.arange(len(table))
         file = directory / f"rows-{number:06d}.parquet"
-        with tokenised.RowWriter(file, number * tokenised.PLACES) as writer:
-            writer.add(table.slice(0, num_rows // 3))
-            writer.add(table.slice(num_rows // 3))
+        pq.write_table(table.append_column("place", pa.array(places)), file, num_rows // 3)
         tokens = np.split(values, np.cumsum(lengths)[:-1])
         columns = [column.to_pylist() for column in found.values()]
         rows += zip(*columns, tokens, strict=True)
@@ -56,9 +54,9 @@ def test_rows_are_sorted_as_python_sorts_them(tmp_path, rng, monkeypatch, most):
         rows,
         key=lambda row: (row[3], row[0].encode(), last if row[1] is None else row[1], row[2] or 0),
     )
-    with Rows(tmp_path, 2, order=True) as found:
-        owners = found.owners()
-        blocks = [*found.blocks(np.dtype("<u2"))]
+    with tokenised_rows(tmp_path, 2) as found:
+        owners = owners_of(found)
+        blocks = [*sorted_blocks(found, np.dtype("<u2"), order=True)]
     lengths, values = (np.concatenate(part) for part in zip(*blocks, strict=True))
     assert lengths.tolist() == [len(row[4]) for row in expected]
     np.testing.assert_array_equal(values, np.concatenate([row[4] for row in expected]))
@@ -76,8 +74,8 @@ def test_threads_and_memory_change_nothing(tmp_path, rng, monkeypatch):
     for threads, memory in ((1, 2**29), (2, 2**29), (1, 2**25)):
         monkeypatch.setattr(sorting, "MEMORY", memory)
         digests = hashlib.sha256(), hashlib.sha256()
-        with Rows(tmp_path, threads, order=True) as rows:
-            for block in rows.blocks(np.dtype("<u2")):
+        with tokenised_rows(tmp_path, threads) as rows:
+            for block in sorted_blocks(rows, np.dtype("<u2"), order=True):
                 for digest, array in zip(digests, block, strict=True):
                     digest.update(array.tobytes())
                 spilled |= any(tmp_path.glob("spilled/*"))
@@ -96,9 +94,9 @@ def test_a_place_may_have_any_name(name, tmp_path):
 
 def test_nothing_is_loaded_from_a_network(tmp_path, rng):
     written(tmp_path, rng, 3)
-    with Rows(tmp_path, 1, order=False) as rows:
+    with tokenised_rows(tmp_path, 1) as rows:
         for name in ("autoinstall_known_extensions", "autoload_known_extensions"):
-            (found,) = rows.connection.sql(f"SELECT current_setting('{name}')").fetchall()
+            (found,) = rows.sql(f"SELECT current_setting('{name}')").fetchall()
             assert found == (False,)
 
 
@@ -132,7 +130,7 @@ def test_a_signal_while_duckdb_is_at_work_is_an_interruption(read, tmp_path, rng
     written(tmp_path, rng, 3)
     many = "range(1_000_000)"
     query = f"SELECT sum(hash(a.range + b.range))::VARCHAR FROM {many} a, {many} b"
-    with Rows(tmp_path, 1, order=False) as rows, pytest.raises(KeyboardInterrupt), plain_errors():
+    with tokenised_rows(tmp_path, 1) as rows, pytest.raises(KeyboardInterrupt), plain_errors():
         threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
-        found = getattr(rows.connection.sql(query), read)()
+        found = getattr(rows.sql(query), read)()
         found.read_next_batch()

@@ -5,19 +5,29 @@ messages), or Alpaca's instruction, input and output. Its examples depend on thi
 
 A chat of too many tokens is cut, or split at turns: then each example ends with a turn that is
 trained on, and has as much of what came before as fits. A token is trained on in one example.
+
+If a key of each turn names who speaks, the row belongs to all who do, and so does every example
+that is made of it. The context of a turn is read by the model and moves its gradient, so its author
+is an owner, trained on or not. Who owns an example must depend on no text, not even on its length:
+an owner is also who speaks in turns that are cut off, or says nothing.
 """
 
+import json
+import re
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
-from fedsim.data.building.columns import ALPACA, COMPLETION, MESSAGES
-from fedsim.data.building.speakers import ASSISTANT, HALF, USER, loads, role_of, turns_in
+from fedsim.config import BuildConfig
 from fedsim.data.chat import (
+    ASSISTANT,
     ROLES,
+    USER,
     ChatTokenizer,
     Encoded,
     Message,
@@ -27,7 +37,8 @@ from fedsim.data.chat import (
 from fedsim.data.store import MARKED
 from fedsim.errors import BadChat, SlowTemplate
 
-DEFAULTS = {MESSAGES: ASSISTANT, COMPLETION: COMPLETION, ALPACA: COMPLETION}
+MESSAGES, COMPLETION, ALPACA = "messages", "completion", "alpaca"  # forms of rows of chats
+TRAIN_ON = {MESSAGES: ASSISTANT, COMPLETION: COMPLETION, ALPACA: COMPLETION}  # by default
 CALLS = ("tool_calls", "function_call", "audio", "image", "images", "video", "videos")  # of a turn
 CALLS += ("attachments", "files")
 SAID = ("content", "value", "refusal")  # the last is OpenAI's, where the assistant refuses
@@ -37,6 +48,11 @@ MARKS = {"weight": 0, "train": False, "loss": False, "masked": True}
 DOUBTFUL = ("mask", "loss_mask", "trainable", "train_detail", "ignore", "label", "labels")
 """Marks of a turn that mean one thing in one program and another in the next."""
 BETWEEN = "\n\n"  # parts of Alpaca's prompt
+OTHER_NAMES = {"human": USER, "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bot": ASSISTANT}
+OTHER_NAMES |= {"model": ASSISTANT}
+HALF = re.compile("[\ud800-\udfff]")
+HALVED = r"expected whole characters, got half of a surrogate pair such as \ud83d"
+NAMES = (str, int, float)  # types of JSON that name a person; true is none
 
 
 @dataclass(frozen=True)
@@ -49,94 +65,93 @@ class Chats:
     """As `config.BuildConfig` has it."""
     template: Template | None
     """None if the form needs none."""
-    max_length: int
-    long_texts: str
-    skip_unknown: bool
-    """Leave out rows that cannot be encoded, and count them."""
+    settings: BuildConfig
+    """max_length, long_texts and skip_unknown."""
 
     def described(self) -> dict[str, Any]:
         """The settings for metadata.json."""
-        found = {"form": self.form, "train_on": self.train_on, "skip_unknown": self.skip_unknown}
+        skips = self.settings.skip_unknown
+        found = {"form": self.form, "train_on": self.train_on, "skip_unknown": skips}
         if self.template is not None:
             found |= {"template_sha256": self.template.sha256, "template_date": self.template.date}
         return found
 
 
-class ChatExamples(NamedTuple):
+class Examples(NamedTuple):
     """Examples of the rows of a batch."""
 
     lengths: np.ndarray
     """int64 [examples]: number of tokens of each."""
     values: np.ndarray
-    """Marked ids of all examples end to end; see `store.MARKED`."""
+    """Token ids of all examples end to end; of chats, marked ids (see `store.MARKED`)."""
     origin: np.ndarray
     """int64 [examples]: index of the row that each comes from."""
-    tokens: int
-    """Number of tokens of the rows."""
-    cut: int
-    """Number of tokens that were cut off; where rows are split, of trained ones alone."""
-    long: int
-    """Number of rows of too many tokens."""
-    untrained: int
-    """Number of rows without a trained token, which are left out."""
-    skipped: int
-    """Number of rows that cannot be encoded."""
+
+
+class BadRow(Exception):
+    """A row of a batch is invalid."""
+
+    def __init__(self, row: int, reason: str):
+        super().__init__(reason)
+        self.row = row
 
 
 def chat_examples(
-    rows: Sequence[str],
-    chats: Chats,
-    tokenizer: ChatTokenizer,
-    refuse: Callable[[int, str], None],
-) -> ChatExamples:
+    rows: Sequence[str], chats: Chats, tokenizer: ChatTokenizer
+) -> tuple[Examples, Counter[str]]:
     """Make the examples of rows.
 
     Args:
       rows: each a JSON list of the values of the columns of `chats.form`.
-      refuse: called with the index of a row that cannot be encoded, and the reason. It raises.
+    Returns:
+      (examples, counts): counts of tokens; of rows that are long, untrained (without a trained
+      token, which are left out) and skipped; and of tokens that are cut off, where rows are split
+      of trained ones alone.
+    Raises:
+      BadRow: a row cannot be encoded.
     """
     found: list[Encoded] = []
     origin: list[int] = []
-    tokens = cut = long = untrained = skipped = 0
+    counts: Counter[str] = Counter()
+    settings = chats.settings
     for index, row in enumerate(rows):
         try:
             chat = _Chat(loads(row), chats, tokenizer)
             whole = chat.whole()
             own = [each for each in chat.examples(whole) if each.trained[1:].any()]
         except (BadChat, RecursionError) as error:
-            if not chats.skip_unknown or isinstance(error, SlowTemplate):
-                refuse(index, str(error))
-            skipped += 1
+            if not settings.skip_unknown or isinstance(error, SlowTemplate):
+                raise BadRow(index, str(error)) from None
+            counts["skipped"] += 1
             continue
-        tokens += len(whole.ids)
-        if len(whole.ids) > chats.max_length:
-            long += 1
-            if chats.long_texts == "cut":
-                cut += len(whole.ids) - (chats.max_length if own else 0)
+        counts["tokens"] += len(whole.ids)
+        if len(whole.ids) > settings.max_length:
+            counts["long"] += 1
+            if settings.long_texts == "cut":
+                counts["tokens_cut"] += len(whole.ids) - (settings.max_length if own else 0)
             else:  # a turn may be longer than an example
-                kept = sum(int(each.trained.sum()) for each in own)
-                cut += max(0, int(whole.trained.sum()) - kept)
-        untrained += not own
+                trained = sum(int(each.trained.sum()) for each in own)
+                counts["tokens_cut"] += max(0, int(whole.trained.sum()) - trained)
+        counts["untrained"] += not own
         found += own
         origin += [index] * len(own)
     lengths = np.array([len(each.ids) for each in found], np.int64)
     values = [(2 * each.ids + each.trained).astype(MARKED) for each in found]
     joined = np.concatenate([np.zeros(0, MARKED), *values])
-    places = np.array(origin, np.int64)
-    return ChatExamples(lengths, joined, places, tokens, cut, long, untrained, skipped)
+    return Examples(lengths, joined, np.array(origin, np.int64)), counts
 
 
 class _Chat:
     """A row of a data set, read."""
 
     def __init__(self, values: list[Any], chats: Chats, tokenizer: ChatTokenizer):
-        self.settings, self.tokenizer = chats, tokenizer
+        self.settings, self.tokenizer = chats.settings, tokenizer
         self.pair: tuple[str, str] | None = None
         self.train_on = chats.train_on
         if chats.form == MESSAGES:
             self.messages = messages_of(values[0])
         elif chats.form == ALPACA:
-            self._read_alpaca(*values)
+            self._read_alpaca(chats.template is None, *values)
         else:
             self._read_pair(*values)
 
@@ -151,10 +166,10 @@ class _Chat:
             self.train_on = ASSISTANT
         self.messages = [*before, *after]
 
-    def _read_alpaca(self, instruction: Any, *others: Any) -> None:
+    def _read_alpaca(self, is_pair: bool, instruction: Any, *others: Any) -> None:
         asked = [_text(instruction, "an instruction"), *(_text(x, "an input") for x in others[:-1])]
         prompt, output = BETWEEN.join(filter(None, asked)), _text(others[-1], "an output")
-        if self.settings.template is None:
+        if is_pair:
             self.pair = prompt + BETWEEN, output
         self.messages = [Message(USER, prompt), Message(ASSISTANT, output)]
 
@@ -318,3 +333,90 @@ def _last(encoded: Encoded, most: int) -> Encoded:
         np.concatenate([ids[:1], ids[1 - most :]]),
         np.concatenate([trained[:1], trained[1 - most :]]),
     )
+
+
+def loads(text: str) -> Any:
+    """Read JSON. Raises: ValueError: it is none. BadChat: a key is twice in an object."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) < len(pairs):
+            raise BadChat("expected every key of an object once, got one twice")
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=once)
+
+
+def turns_in(value: Any) -> list[dict[str, Any]]:
+    """The turns of a chat, as objects.
+
+    Args:
+      value: a list of objects, a dict of lists, or the JSON of one.
+    Raises:
+      BadChat: it has another form.
+    """
+    if isinstance(value, str):
+        try:
+            value = loads(value)
+        except ValueError:
+            python = value.lstrip().startswith(("[{'", "{'")) or "'role'" in value
+            hint = "as Python writes it; json.dumps makes JSON" if python else "that is no JSON"
+            raise BadChat(f"expected a list of turns, got a text {hint}") from None
+    if isinstance(value, dict):
+        lists = [each for each in value.values() if isinstance(each, list)]
+        if not lists or len(lists) < len(value) or len({len(each) for each in lists}) > 1:
+            raise BadChat("expected a list of turns, got an object")
+        value = [dict(zip(value, each, strict=True)) for each in zip(*lists, strict=True)]
+    if not isinstance(value, list):
+        raise BadChat("expected a list of turns")
+    for number, turn in enumerate(value, 1):
+        if not isinstance(turn, dict):
+            raise BadChat(f"expected a role and a content in turn {number}")
+    return value
+
+
+def role_of(turn: dict[str, Any]) -> Any:
+    """The role of a turn, which may be none that a template knows."""
+    role = turn["role"] if turn.get("role") is not None else turn.get("from")
+    return OTHER_NAMES.get(role, role) if isinstance(role, str) else role
+
+
+class Spoken(NamedTuple):
+    """Turns of the rows of a batch, and who speaks."""
+
+    rows: np.ndarray
+    """int64 [turns]: index of the row of each."""
+    numbers: list[int]
+    """Number of each turn in its row, from 1."""
+    names: pa.Array
+    """string [turns]: who speaks; null for nobody."""
+    needed: np.ndarray
+    """bool [turns]: True if somebody has to be named."""
+
+
+def speakers_of(chats: pa.Array, key: str) -> Spoken:
+    """Read who speaks in chats.
+
+    A turn that says nothing counts, too. Only turns of a user have to name somebody.
+
+    Args:
+      chats: JSON of the turns of each row.
+      key: key of a turn that names its speaker.
+    Raises:
+      BadRow: a row has no turns.
+    """
+    rows, numbers, names, needed = [], [], [], []
+    for row, chat in enumerate(chats.to_pylist()):
+        try:
+            turns = [] if chat is None else turns_in(loads(chat) or [])
+        except BadChat as error:
+            raise BadRow(row, str(error)) from None
+        for number, turn in enumerate(turns, 1):
+            name = turn.get(key)
+            if isinstance(name, str) and (HALF.search(name) or "\ufffd" in name):
+                raise BadRow(row, f"{HALVED} in turn {number}")
+            rows.append(row)
+            numbers.append(number)
+            names.append(str(name) if type(name) in NAMES else None)
+            needed.append(role_of(turn) == USER or (name is not None and names[-1] is None))
+    texts = pa.array(names, pa.string())
+    return Spoken(np.array(rows, np.int64), numbers, texts, np.array(needed, bool))
