@@ -296,27 +296,16 @@ class TokenReader:
         offsets, values = _mapped(directory / OFFSETS, ("<i8",)), _mapped(directory / TOKENS, KINDS)
         return cls(offsets, values, _mapped(directory / TRAINED, (FLAGS,)) if flagged else None)
 
-    def gather(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Gather rows in any order, cut or zero-padded to `length` tokens.
+    def copy_rows(self, rows: np.ndarray, values: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Copy rows in any order, cut to the width of `out`.
 
         Args:
           rows: int64 [rows]; -1 is padding.
+          values: `values` or `flags`.
+          out: zeros [rows, length], to be filled.
         Returns:
-          (tokens int32 [rows, length], number of real tokens int32 [rows]).
+          Number of items of each, int32 [rows].
         """
-        tokens = np.zeros((len(rows), length), np.int32)
-        return tokens, self._gather(rows, self.values, tokens)
-
-    def trained(self, rows: np.ndarray, length: int) -> np.ndarray | None:
-        """Which tokens of `gather` are trained on, bool [rows, length]; None if all are."""
-        if self.flags is None:
-            return None
-        found = np.zeros((len(rows), length), bool)
-        self._gather(rows, self.flags, found)
-        return found
-
-    def _gather(self, rows: np.ndarray, values: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Copy the values of rows to the rows of `out`. Returns: their numbers, int32 [rows]."""
         length, flat = out.shape[1], out.reshape(-1)
         sizes = np.zeros(len(rows), np.int32)
         for low in range(0, len(rows), BLOCK_ROWS):

@@ -9,9 +9,9 @@ when a batch is gathered. Small data in memory has the same arrays and is read b
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -41,7 +41,6 @@ from fedsim.files import expand_home
 
 SCAN_ROWS = 2**18
 BLOCK_TOKENS = 2**19
-Found = TypeVar("Found")
 NEEDED = ("max_length", "vocab_size", "fingerprint", "num_tokens", "num_examples", "num_users")
 
 
@@ -195,23 +194,28 @@ class UserStore:
           IndexError: a row is not in [-1, num_examples).
           DataError: the offsets are damaged.
         """
-        return self._read(rows, lambda rows: self._reader.gather(rows, length))
+        tokens = np.zeros((len(rows), length), np.int32)
+        return tokens, self._copy_rows(rows, self._reader.values, tokens)
 
     def trained(self, rows: np.ndarray, length: int) -> np.ndarray | None:
         """Which tokens of `gather` are trained on, bool [rows, length]; None if all are.
 
         Args and Raises: as of `gather`.
         """
-        return self._read(rows, lambda rows: self._reader.trained(rows, length))
+        if self._reader.flags is None:
+            return None
+        found = np.zeros((len(rows), length), bool)
+        self._copy_rows(rows, self._reader.flags, found)
+        return found
 
-    def _read(self, rows: np.ndarray, reading: Callable[[np.ndarray], Found]) -> Found:
+    def _copy_rows(self, rows: np.ndarray, values: np.ndarray, out: np.ndarray) -> np.ndarray:
         rows = np.asarray(rows, np.int64)
         if rows.size and not -1 <= rows.min() <= rows.max() < self.num_examples:
             raise IndexError(
                 f"rows in [{rows.min()}, {rows.max()}]: expected [-1, {self.num_examples})"
             )
         try:
-            return reading(rows)
+            return self._reader.copy_rows(rows, values, out)
         except (ValueError, IndexError) as error:
             where = self.path or "memory"
             raise DataError(f"data={where}: {OFFSETS} is damaged ({error})") from None

@@ -351,13 +351,8 @@ def _gpt2_fields(c: TransformerConfig) -> dict[str, Any]:
 
 
 BUFFERS = re.compile(r"(^|\.)(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
-"""Constants beside parameters, which older versions of `transformers` wrote."""
+"""Constants beside parameters, which older versions of `transformers` wrote, and now ignores."""
 HEAD = "lm_head.weight"
-
-
-def is_buffer(name: str) -> bool:
-    """True for an array that is no parameter. `transformers` ignores it, too."""
-    return BUFFERS.search(name) is not None
 
 
 def places(c: TransformerConfig) -> Iterator[tuple[Path, Place]]:

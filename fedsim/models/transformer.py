@@ -259,8 +259,8 @@ class Block(nn.Module):
         if c.positions == "rope":
             at = _positions(x_BLD.shape[1], start) if positions_BL is None else positions_BL
             q_BLHK, k_BLHK = rotate(c, q_BLHK, at), rotate(c, k_BLHK, at)
-        how = {"window": c.window, "scale": c.attention_scale, "cap": c.attention_cap}
-        attend = functools.partial(attention.attend, **how)
+        scores = {"scale": c.attention_scale, "cap": c.attention_cap}
+        attend = functools.partial(attention.attend, window=c.window, **scores)
         if positions_BL is not None:
             own = attention.own_text(positions_BL, c.window)
             y_BLHK = attend(q_BLHK, k_BLHK, v_BLHK, own)
@@ -272,8 +272,7 @@ class Block(nn.Module):
             k_BHSK = self._remember("key_cache", k_BLHK, start)
             v_BHSK = self._remember("value_cache", v_BLHK, start)
             seen = attention.seen(_positions(x_BLD.shape[1], start), c.max_length, c.window)
-            own = {"scale": c.attention_scale, "cap": c.attention_cap}
-            y_BLHK = attention.attend_cached(q_BLHK, k_BHSK, v_BHSK, seen, **own)
+            y_BLHK = attention.attend_cached(q_BLHK, k_BHSK, v_BHSK, seen, **scores)
         y_BLD = y_BLHK.reshape(*x_BLD.shape[:2], c.num_heads * c.head)
         return _dense(c, "out", y_BLD, c.width, c.out_bias)
 

@@ -317,7 +317,7 @@ def _arrays_of(
         arrays[path] = array
         used.add(stored_name)
     embedding = arrays["embed", "embedding"]
-    unused = [name for name in tensors if name not in used and not families.is_buffer(name)]
+    unused = [name for name in tensors if name not in used and not families.BUFFERS.search(name)]
     why = ""
     if c.tied and families.HEAD in unused:
         if _same(tensors[families.HEAD], embedding):
