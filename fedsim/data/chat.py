@@ -22,15 +22,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
 
 from fedsim.data import limited
-from fedsim.data.tokenizer import NAME_FILES, TEMPLATE, Tokenizer, unknown_token
-from fedsim.errors import BadChat, ConfigError, DataError, SlowTemplate, brief
-from fedsim.files import expand_home, read_object
+from fedsim.data.tokenizer import NAME_FILES, TEMPLATE, Tokenizer, read_beside, unknown_token
+from fedsim.errors import BadChat, DataError, SlowTemplate, brief
+from fedsim.files import expand_home
 
 NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # that a template may name
 DATE = "2026-01-01"
@@ -73,7 +73,7 @@ def template_beside(tokenizer: str | Path) -> str | None:
     own = _beside(file, TEMPLATE)
     if own.is_file():
         return read_template(own)
-    found = _settings_beside(file).get("chat_template")
+    found = read_beside(_beside(file, NAME_FILES[0])).get("chat_template")
     if isinstance(found, list):  # of {name, template}
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
         found = named.get("default")
@@ -97,7 +97,7 @@ def named_tokens(tokenizer: str | Path) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for file in NAME_FILES:
-        settings = _settings_beside(Path(tokenizer), file)
+        settings = read_beside(_beside(Path(tokenizer), file))
         for name in (f"{kind}_token" for kind in NAMED_TOKENS):
             token = settings.get(name)
             token = token.get("content") if isinstance(token, dict) else token
@@ -110,16 +110,6 @@ def _beside(tokenizer: Path, name: str) -> Path:
     """Another file of a tokenizer's model, which a run has in a folder of its own."""
     own = tokenizer.with_name(name)
     return own if own.is_file() else tokenizer.parent / "model" / name
-
-
-def _settings_beside(tokenizer: Path, file: str = NAME_FILES[0]) -> dict[str, Any]:
-    path = _beside(tokenizer, file)
-    if not path.is_file():
-        return {}
-    try:
-        return read_object(path, "tokenizer")
-    except ConfigError as error:
-        raise DataError(str(error), field=error.field) from None
 
 
 @dataclass(frozen=True)
@@ -249,13 +239,13 @@ class ChatTokenizer:
             [token["id"] for token in self._special if token["content"] != unknown], np.int64
         )
 
-    def encode(self, messages: Sequence[Message], train_on: str, told: int = 0) -> Encoded:
+    def encode(self, messages: Sequence[Message], train_on: str, context: int = 0) -> Encoded:
         """Token ids of a chat.
 
         Args:
           train_on: "all", "assistant", "user", or "completion", the last turn if it is the
             assistant's.
-          told: number of first turns that "all" leaves out, with what opens the next one.
+          context: number of first turns that "all" leaves out, with what opens the next one.
         Raises:
           BadChat: there is no template, it refuses the chat, leaves out a turn, or does not say
             where a turn is.
@@ -263,7 +253,7 @@ class ChatTokenizer:
         private, plain = self._plain(messages)
         if train_on == "all":
             text, _ = self._write(plain, private)
-            begin = self._begin_of(plain, told, private) if told else 0
+            begin = self._begin_of(plain, context, private) if context else 0
             return self._encoded(text, [(begin, len(text))], private)
         turns = turns_of(messages, train_on)
         if train_on != USER and self._template and self._template.says_what_is_generated:

@@ -82,11 +82,11 @@ _child: _Child | None = None
 _lock = threading.Lock()
 
 
-def call(name: str, *given: Any, seconds: float) -> Any:
+def call(name: str, *arguments: Any, seconds: float) -> Any:
     """Result of a function of ACTIONS in the child.
 
     Args:
-      given: arguments, as JSON.
+      arguments: of the function, as JSON.
       seconds: limit of time.
     Raises: LimitReached, Refused.
     """
@@ -94,8 +94,8 @@ def call(name: str, *given: Any, seconds: float) -> Any:
     with _lock:
         if _child is None or _child.pid != os.getpid() or _child.process.poll() is not None:
             _child = _Child()
-            _ask({"name": "ready", "given": []}, START_S)
-        answer = _ask({"name": name, "given": given}, seconds)
+            _ask({"name": "ready", "arguments": []}, START_S)
+        answer = _ask({"name": name, "arguments": arguments}, seconds)
     if "error" in answer:
         raise Refused(answer["error"])
     return answer["result"]
@@ -126,7 +126,7 @@ def serve() -> NoReturn:
         if most == resource.RLIM_INFINITY or spent < most:
             resource.setrlimit(resource.RLIMIT_CPU, (int(spent) + 1, most))
         try:
-            answer = {"result": ACTIONS[request["name"]](*request["given"])}
+            answer = {"result": ACTIONS[request["name"]](*request["arguments"])}
         except MemoryError:
             break  # its parent sees that it ended
         except BaseException as error:  # a panic of a library in Rust is no Exception

@@ -70,16 +70,22 @@ def named_beside(file: Path) -> dict[str, list[str | int]]:
     found: dict[str, list[str | int]] = {}
     for name in (*NAME_FILES, *ID_FILES) if file.name == TOKENIZER else ():
         path = file.with_name(name)
-        if not path.exists():
-            continue
-        try:
-            record = read_object(path, "tokenizer")
-        except ConfigError as error:
-            raise DataError(str(error), field=error.field) from None
+        record = read_beside(path)
         for field in (BEGIN, END):
             key = field if name in NAME_FILES else f"{field}_id"
             found.setdefault(key, []).extend(_listed(path, key, record.get(key)))
     return found
+
+
+def read_beside(file: Path) -> dict[str, Any]:
+    """Read a JSON object beside a tokenizer; an empty one if there is no such file.
+
+    Raises: DataError: the file is not a JSON object.
+    """
+    try:
+        return read_object(file, "tokenizer") if file.exists() else {}
+    except ConfigError as error:
+        raise DataError(str(error), field=error.field) from None
 
 
 def _listed(path: Path, field: str, value: Any) -> Iterable[Any]:
