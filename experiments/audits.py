@@ -48,7 +48,7 @@ from fedsim.trust.bounds import (
     audit_noise,
     curve_claim,
 )
-from fedsim.trust.canaries import LENGTH, POOLS, CanaryTask, Planted, coins
+from fedsim.trust.canaries import LENGTH, POOLS, Canaries, CanaryTask, coins
 from fedsim.uls import ULS
 
 METHODS = {"els": ELS, "uls": ULS}
@@ -143,7 +143,7 @@ def attack(cell: Cell, settings: Settings) -> dict[str, Any]:
     rng = np.random.default_rng([cell.trial, *cell.mistake.encode(), *cell.algorithm.encode()])
     included = coins(settings.canaries, rng)
     own = settings.group_size * (POOLS if cell.algorithm == "els" else 1)
-    plant = Planted(settings.canaries, 0, own, 1.0, included, rng)
+    plant = Canaries(settings.canaries, 0, own, 1.0, included, rng)
     owners = np.repeat(np.flatnonzero(included), own).astype(np.int32)
     size = settings.num_users * own
     owners = np.concatenate([np.full(size - len(owners), -1, np.int32), owners])

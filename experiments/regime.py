@@ -243,7 +243,7 @@ def look(at: Users, settings: Settings) -> Row:
     _, model, data, key, task, params = started(at.data, settings, SEED_OF_LOOK)
     tried = [2**n for n in range(max(settings.uls_groups).bit_length())]
     engine = LocalEngine(task, num_lanes=1)
-    norms = GradientNorms(engine, params, data.train.offsets, key, most=tried[-1])
+    norms = GradientNorms(engine, params, data.train.offsets, key, max_group_size=tried[-1])
     found = {group: norms.user_norm(group) for group in tried}
     return {
         **dataclasses.asdict(at),

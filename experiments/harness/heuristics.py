@@ -50,7 +50,9 @@ def user_grad_norms(run: RunConfig, groups: tuple[int, ...]) -> dict[int, float]
     with started(run, Console()) as start:
         users = start.data.train.offsets
         assert start.workers is not None
-        norms = GradientNorms(start.workers, start.params, users, start.key, most=max(groups))
+        norms = GradientNorms(
+            start.workers, start.params, users, start.key, max_group_size=max(groups)
+        )
         return {group: norms.user_norm(group) for group in groups}
 
 

@@ -33,7 +33,7 @@ from fedsim.trust.bounds import (
     audit_noise,
     curve_claim,
 )
-from fedsim.trust.canaries import POOLS, Planted, coins
+from fedsim.trust.canaries import POOLS, Canaries, coins
 
 NAME = "audit"
 ROWS_AT_ONCE = 16
@@ -83,7 +83,7 @@ def audit(
     has_size = privacy.group_size is not None or algorithm == Algorithm.ULS
     expect("group_size", None, has_size, "a number in an audit of els: its choice is not attacked")
     rng = SecretKey.create(run.seed, "audit").generator("canaries")
-    planted = Planted(
+    planted = Canaries(
         num_gradient=settings.gradient_canaries,
         num_text=settings.text_canaries,
         rows=(privacy.group_size or 1) * (POOLS if algorithm == Algorithm.ELS else 1),
@@ -117,7 +117,7 @@ def audit(
 
 
 def attack(
-    planted: Planted, params: Any, settings: AuditConfig, delta: float, claim: Claim | None
+    planted: Canaries, params: Any, settings: AuditConfig, delta: float, claim: Claim | None
 ) -> dict[str, Any]:
     """Guess the coins of the canaries in a trained model.
 

@@ -158,7 +158,7 @@ class CanaryTask(WrappedTask):
         return jnp.where(canaries >= 0, scaled, self.inner.losses(params, batch["inner"], *frozen))
 
 
-class PlantedStore:
+class StoreWithCanaries:
     """A store of users, followed by the users of another store."""
 
     def __init__(
@@ -226,7 +226,7 @@ class PlantedStore:
 
 
 @dataclasses.dataclass
-class Planted:
+class Canaries:
     """The canaries of one audit: those in the data, and what the run reveals about them."""
 
     num_gradient: int
@@ -279,7 +279,7 @@ class Planted:
         own = np.flatnonzero(self.gradient_included)
         self.owners[store.num_examples :][: len(own) * self.rows] = np.repeat(own, self.rows)
         canaries = {"gradient": self.num_gradient, "text": self.num_text}
-        return dataclasses.replace(data, train=PlantedStore(store, planted, canaries))
+        return dataclasses.replace(data, train=StoreWithCanaries(store, planted, canaries))
 
     def task(self, task: Any, params: Any) -> Any:
         """The run's task, with the losses of canaries."""

@@ -47,7 +47,7 @@ class GradientNorms:
         key: SecretKey,
         *,
         num_users: int = NUM_USERS,
-        most: int = 1,
+        max_group_size: int = 1,
         examples: Callable[[np.ndarray], np.ndarray] | None = None,
         seconds: float = math.inf,
     ):
@@ -55,7 +55,7 @@ class GradientNorms:
         Args:
           params: theta, the starting model.
           offsets: int64 [users + 1]; user u owns the examples offsets[u]:offsets[u + 1].
-          most: the largest group size that will be needed.
+          max_group_size: the largest group size that will be needed.
           examples: from places among `offsets` to examples, where these are not the same.
           seconds: time limit of one estimate; fewer users are used where all would take longer.
         Raises: ConfigError: no user has an example.
@@ -70,7 +70,7 @@ class GradientNorms:
         self._users = np.sort(rng.choice(owners, min(num_users, len(owners)), replace=False))
         # Padded to one width, groups of all sizes share a compiled program: passes over padding
         # alone are skipped.
-        self._width = max(1, min(most, int(sizes[self._users].max())))
+        self._width = max(1, min(max_group_size, int(sizes[self._users].max())))
         self.gradients = 0
         self.intervals: dict[float, tuple[float, float] | None] = {}
         """By estimate, the 95 % confidence interval of the median over all users; None: fewer than

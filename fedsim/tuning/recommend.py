@@ -111,8 +111,8 @@ def recommend(
         if plan_only:
             start = _without_texts(start)
         else:
-            most = max(1, privacy.batch_size // (doubling.START.cohort_size // 2))
-            norms = _norms(start, privacy, num_users, most)
+            largest = max(1, privacy.batch_size // (doubling.START.cohort_size // 2))
+            norms = _norms(start, privacy, num_users, largest)
         with ExitStack() as stack:
             if norms is not None and start.workers is not None:
                 phase = console.phase(f"gradient norms of {norms.looked_at} users at most")
@@ -148,8 +148,8 @@ def _els(
     settings, non_private = fill_defaults(Algorithm.ELS, privacy, start.data)
     group_size = settings.group_size
     assert group_size is not None
-    most = _places(start, privacy, group_size)
-    settings = dataclasses.replace(settings, batch_size=min(settings.batch_size, most))
+    places = _places(start, privacy, group_size)
+    settings = dataclasses.replace(settings, batch_size=min(settings.batch_size, places))
     if norms is None:
         return settings, privacy.clip_norm, non_private
     pool = pool_of(start.data.train, group_size, start.key, ADD_OR_REMOVE)
@@ -217,8 +217,8 @@ def started(run: RunConfig, console: Console, *, working: bool = True) -> Iterat
         yield Start(run, task.dataset, params, key, workers)
 
 
-def _norms(start: Start, privacy: PrivacyConfig, num_users: int, most: int) -> GradientNorms:
-    """The estimator of gradient norms. Args: most: the largest group size that will be needed."""
+def _norms(start: Start, privacy: PrivacyConfig, num_users: int, largest: int) -> GradientNorms:
+    """The estimator of gradient norms. Args: largest: group size that will be needed."""
     assert start.workers is not None
     groups = units_of(privacy, start.data.train, start.key)
     return GradientNorms(
@@ -228,7 +228,7 @@ def _norms(start: Start, privacy: PrivacyConfig, num_users: int, most: int) -> G
         start.key,
         examples=groups.examples if isinstance(groups, Groups) else None,
         num_users=num_users,
-        most=most,
+        max_group_size=largest,
         seconds=NORMS_S,
     )
 

@@ -16,7 +16,7 @@ from fedsim.data import Dataset, UserStore
 from fedsim.engine.worker import Worker
 from fedsim.models.language_model import LanguageModelTask, next_token_nats
 from fedsim.models.transformer import TransformerConfig
-from fedsim.trust.canaries import PlantedStore
+from fedsim.trust.canaries import StoreWithCanaries
 
 VOCAB, LENGTH, WIDTH, UNITS, GROUP = 11, 6, 3, 4, 2
 STRATEGIES = ("scan", "direct", "ghost")
@@ -172,7 +172,7 @@ def test_packing_keeps_what_is_trained_on():
 def test_all_tokens_of_a_planted_canary_are_trained_on():
     task, _ = task_of()
     store = task.dataset.train
-    both = PlantedStore(store, UserStore.from_examples({"canary": [[1, 2, 3]]}, LENGTH, VOCAB))
+    both = StoreWithCanaries(store, UserStore.from_examples({"canary": [[1, 2, 3]]}, LENGTH, VOCAB))
     rows = np.array([store.num_examples, 3, -1])
     found = both.trained(rows, LENGTH)
     assert found is not None
@@ -181,4 +181,4 @@ def test_all_tokens_of_a_planted_canary_are_trained_on():
     assert expected is not None
     np.testing.assert_array_equal(found[1], expected[0])
     plain = UserStore.from_examples({"a": [[1]]}, LENGTH, VOCAB)
-    assert PlantedStore(plain, plain).trained(np.array([0, 1]), LENGTH) is None
+    assert StoreWithCanaries(plain, plain).trained(np.array([0, 1]), LENGTH) is None

@@ -22,7 +22,7 @@ from fedsim.plan import ADJACENCY
 from fedsim.sampling import Poisson, Sampling
 from fedsim.trust.audit import SHARP, error_probability, judge, sentence
 from fedsim.trust.bounds import audit_curve, audit_independent, curve_claim
-from fedsim.trust.canaries import POOLS, CanaryTask, Planted, coins
+from fedsim.trust.canaries import POOLS, Canaries, CanaryTask, coins
 from fedsim.uls import ULS
 
 CANARIES, OTHERS, STEPS, DELTA = 1500, 60, 4, 1e-5
@@ -54,7 +54,7 @@ def audited(
     rng = np.random.default_rng(trial)
     included = coins(CANARIES, rng)
     group_size, rows = (4, 4) if algorithm is ULS else (2, 2 * POOLS)
-    plant = Planted(CANARIES, 0, rows, 1.0, included, rng)
+    plant = Canaries(CANARIES, 0, rows, 1.0, included, rng)
     sizes = [rows] * (OTHERS + int(included.sum()))
     users = users_of_sizes(sizes)
     _, inner = mean_problem(rng, sizes, width=CANARIES)

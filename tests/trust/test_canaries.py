@@ -19,7 +19,7 @@ from fedsim.engine.task import Task, WrappedTask
 from fedsim.engine.worker import LocalEngine
 from fedsim.errors import ConfigError
 from fedsim.trust import canaries
-from fedsim.trust.canaries import CanaryTask, Directions, Planted, PlantedStore, canary_tokens
+from fedsim.trust.canaries import Canaries, CanaryTask, Directions, StoreWithCanaries, canary_tokens
 
 PARAMS = {"a": jnp.zeros((3, 5)), "b": jnp.zeros(8)}
 
@@ -90,7 +90,7 @@ def stores():
 
 def test_planted_users_come_after_the_others():
     store, planted = stores()
-    both = PlantedStore(store, planted)
+    both = StoreWithCanaries(store, planted)
     assert both.offsets.tolist() == [0, 1, 3, 6, 7, 9]
     assert (both.num_users, both.num_examples) == (5, 9)
     assert both.lengths.tolist() == [3] * 6 + [2, 1, 3]
@@ -104,7 +104,7 @@ def test_those_whose_coin_fell_are_in_the_data_and_no_others():
     store, _ = stores()
     rng = np.random.default_rng(0)
     included = np.array([True, False, True, False, True])
-    plant = Planted(3, 2, rows=2, clip_norm=1.0, included=included, rng=rng)
+    plant = Canaries(3, 2, rows=2, clip_norm=1.0, included=included, rng=rng)
     data = plant.data(Dataset(train=store))
     assert data.train.num_users == 3 + 3 and data.train.num_examples == 6 + 6
     assert plant.owners.tolist() == [-1] * 6 + [0, 0, 2, 2, -1, -1]

@@ -23,7 +23,7 @@ from fedsim.keys import SecretKey
 from fedsim.sampling import Sampling
 from fedsim.shared_uls import SharedULS
 from fedsim.trust.bounds import audit_curve, curve_claim
-from fedsim.trust.canaries import CanaryTask, Planted, coins
+from fedsim.trust.canaries import Canaries, CanaryTask, coins
 from fedsim.uls import ULS
 
 STEPS, DELTA, GROUP_SIZE = 4, 1e-5, 2
@@ -54,7 +54,7 @@ def audited_chats(algorithm, tmp_path, epsilon=2.0):
     row does is told by the untrained tokens of the data set that was built.
     """
     rng = np.random.default_rng(0)
-    plant = Planted(SPEAKING, 0, GROUP_SIZE, 1.0, coins(SPEAKING, rng), rng)
+    plant = Canaries(SPEAKING, 0, GROUP_SIZE, 1.0, coins(SPEAKING, rng), rng)
     rows = [
         [
             {"role": "user", "name": f"canary {i}", "content": f"[{i}]" if there else ""},

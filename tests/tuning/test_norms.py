@@ -35,7 +35,7 @@ def norms_of(task, offsets, key, **options):
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_the_norm_of_a_users_mean_gradient(share, key):
-    norms = norms_of(*users_sharing(share), key, num_users=16, most=8)
+    norms = norms_of(*users_sharing(share), key, num_users=16, max_group_size=8)
     for group in (1, 2, 4, 8, 32):
         expected = 3 * math.sqrt(share + (1 - share) / group)
         assert norms.user_norm(group) == pytest.approx(expected, rel=1e-6)
@@ -44,7 +44,7 @@ def test_the_norm_of_a_users_mean_gradient(share, key):
 @pytest.mark.parametrize("share, budget", [(0.0, 512), (0.02, 512), (0.3, 256), (1.0, 256)])
 def test_the_tuners_choice_is_the_analytic_optimum(share, budget, key):
     """Norms through an engine, noise from the accountant; the optimum from the formulas."""
-    norms = norms_of(*users_sharing(share), key, num_users=8, most=16)
+    norms = norms_of(*users_sharing(share), key, num_users=8, max_group_size=16)
     sigma = doubling.uls_noise(2.0, 1e-5, 100, 600)
     limits = doubling.Limits(32, 600)
     chosen, _ = doubling.estimate_and_double(budget, norms.user_norm, sigma, limits=limits)
@@ -78,7 +78,7 @@ def test_of_chats_recommend_reads_the_trained_tokens_of_training_users(key):
         expected.append(float(optax.tree.norm(gradient)))
     for each in (task, other):
         engine = LocalEngine(each, num_lanes=2)
-        norms = GradientNorms(engine, params, offsets, key, most=5)
+        norms = GradientNorms(engine, params, offsets, key, max_group_size=5)
         assert norms.user_norm(5) == pytest.approx(np.median(expected), rel=1e-4)
 
 
@@ -96,7 +96,7 @@ def test_short_users_and_users_without_examples(key):
     sizes = [0, 2, 0, 3]
     points = np.zeros((5, WIDTH))
     points[np.arange(5), np.arange(5)] = 6.0
-    norms = norms_of(MeanTask(points), users_of_sizes(sizes).offsets, key, most=64)
+    norms = norms_of(MeanTask(points), users_of_sizes(sizes).offsets, key, max_group_size=64)
     expected = np.median([6 / math.sqrt(2), 6 / math.sqrt(3)])
     assert norms.user_norm(64) == pytest.approx(expected)
     assert norms.gradients == 5
