@@ -239,7 +239,7 @@ class Engine(ABC):
           rows: example indices, int [examples].
         """
         number = max(self.num_lanes, -(-len(rows) // MAX_EVALUATED))
-        lanes = cut_examples(self.task, split, rows, number, self.least_units).rows
+        lanes = cut_examples(self.task, split, rows, number, self.least_units)
         answers = self._begin("lane_nats", params, lanes, split)
 
         def wait() -> float:
@@ -280,11 +280,6 @@ class Engine(ABC):
         return {"performance/redispatched_lanes": self.redispatched}
 
 
-def _in_order(parts: list[np.ndarray]) -> Lanes:
-    """Lanes of units that stay in their order."""
-    return Lanes(np.arange(sum(map(len, parts))), parts)
-
-
 def cut(task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int) -> Lanes:
     """Cut units into at most `num_lanes` lanes of about equal cost, the longest texts first.
 
@@ -299,7 +294,8 @@ def cut(task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int) ->
     num_lanes = max(1, min(num_lanes, len(rows) // least))
     found = None if num_lanes == 1 else _lengths_and_costs(task, split, rows)
     if found is None:
-        return _in_order([x for x in np.array_split(rows, num_lanes) if len(x)])
+        lanes = [lane for lane in np.array_split(rows, num_lanes) if len(lane)]
+        return Lanes(np.arange(len(rows)), lanes)
     longest, cost = found
     order = np.argsort(-longest, kind="stable")
     block = max(least, min(len(rows) // num_lanes, AT_ONCE))
@@ -322,7 +318,9 @@ def _starts_of_blocks(lengths: np.ndarray, size: int) -> np.ndarray:
     return np.flatnonzero(since % size == 0)
 
 
-def cut_examples(task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int) -> Lanes:
+def cut_examples(
+    task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int
+) -> list[np.ndarray]:
     """Cut the examples [n] of an evaluation into lanes; arguments as of `cut`.
 
     If texts share rows, lanes keep the order of the examples and have about as many tokens each.
@@ -330,11 +328,11 @@ def cut_examples(task: Task, split: str, rows: np.ndarray, num_lanes: int, least
     buckets = task.buckets
     sizes = sizes_of(task, split, rows) if buckets and buckets.packed and len(rows) else None
     if sizes is None:
-        return cut(task, split, rows, num_lanes, least)
+        return cut(task, split, rows, num_lanes, least).rows
     ends = np.cumsum(sizes)
     num_lanes = max(1, min(num_lanes, int(ends[-1]) // MIN_TOKENS))
     lane = np.minimum((ends - sizes) * num_lanes // max(1, ends[-1]), num_lanes - 1)
-    return _in_order(np.split(rows, 1 + np.flatnonzero(np.diff(lane))))
+    return np.split(rows, 1 + np.flatnonzero(np.diff(lane)))
 
 
 def _lengths_and_costs(

@@ -97,7 +97,7 @@ def test_examples_that_share_rows_come_in_lanes_of_as_many_tokens(examples, num_
     sizes = np.random.default_rng(examples).integers(0, longest, examples)
     task = Sized(sizes)
     task.buckets = dataclasses.replace(Sized.buckets, packed=lambda batch: [batch])
-    lanes = cut_examples(task, "eval_users", np.arange(examples), num_lanes, 2).rows
+    lanes = cut_examples(task, "eval_users", np.arange(examples), num_lanes, 2)
     np.testing.assert_array_equal(np.concatenate([np.arange(0), *lanes]), np.arange(examples))
     assert len(lanes) <= max(1, min(num_lanes, sizes.sum() // MIN_TOKENS))
     most = max((sizes[lane].sum() for lane in lanes), default=0)
