@@ -163,8 +163,9 @@ def run_library(event: StepEvent, num_steps: int, delta: float, sender: Connecti
     signal.setitimer(signal.ITIMER_PROF, 0)
     result = {"capped": False, "dp_accounting_epsilon": epsilon, "dp_accounting_s": seconds}
     with contextlib.suppress(composition.GridTooLargeError):
-        result["wide_epsilon"] = composition.epsilon_at(
-            composition.compose([(step, num_steps)]), delta
+        result["wide_epsilon"] = max(
+            composition.pmf_epsilon_at(composition.compose_pmfs([(pmf, num_steps)]), delta)
+            for pmf in composition.directions(step)
         )
     sender.send(result)
 

@@ -56,7 +56,9 @@ def _example_log_delta(
     """log delta as a function of epsilon, from the composed loss or, far out, from Renyi orders."""
     composed = accountant.composed_loss([(event, num_steps)], delta)
     floor = 10 * composition.COMPOSED_TAIL_MASS
-    resolved = composition.epsilon_at(composed, floor)
+    resolved = max(
+        composition.pmf_epsilon_at(pmf, floor) for pmf in composition.directions(composed)
+    )
     orders = np.unique(np.geomspace(2, 4096, 100).astype(int))
     renyi = dp_accounting.rdp.RdpAccountant(orders.tolist())
     renyi.compose(dp_accounting.SelfComposedDpEvent(event.to_dp_event(), num_steps))

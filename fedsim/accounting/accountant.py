@@ -29,6 +29,7 @@ RELATIVE_ACCURACY = 1e-4
 
 _FIRST_GRID = 1024  # points of the coarsest one-step grid
 _TRIAL_DELTA = 1e-9  # the delta for which the grid of a trial's loss is chosen
+_DIRECTIONS = composition.REMOVE, composition.ADD
 _SMALLEST_DELTA = composition.COMPOSED_TAIL_MASS  # nothing below is resolved
 
 
@@ -113,7 +114,8 @@ def privacy_curve(
 
 def composed_loss(phases: Events, delta: float) -> PrivacyLossDistribution:
     """The composed privacy loss of the phases, on the grid that epsilon() needs at this delta."""
-    return _compose(merge(phases), _refine(phases, _epsilon_query(delta))[1])
+    grid = _refine(phases, _epsilon_query(delta))[1]
+    return PrivacyLossDistribution(*(_compose(merge(phases), way, grid) for way in _DIRECTIONS))
 
 
 class RunningEpsilon:
@@ -175,8 +177,7 @@ def _answer(
                 "steps is too large to be added up, and protects nobody"
             ) from None
     expect("discretization", discretization, 0 < discretization <= 1, "in (0, 1]")
-    halves = composition.directions(_compose(merged, discretization))
-    return np.maximum(*map(query, halves))
+    return np.maximum(*(query(_compose(merged, way, discretization)) for way in _DIRECTIONS))
 
 
 def _refine(
@@ -191,8 +192,8 @@ def _refine(
     widest = max(_loss_range(event) for event, _ in merged)
     coarsest = min(1.0, 2.0 ** math.floor(math.log2(widest / _FIRST_GRID)))
     answer, finest = None, coarsest
-    for direction in (composition.REMOVE, composition.ADD):
-        compose = functools.partial(_compose_direction, merged, direction)
+    for direction in _DIRECTIONS:
+        compose = functools.partial(_compose, merged, direction)
         value, grid = composition.refine(compose, query, coarsest, accuracy, answer, report)
         answer = value if answer is None else np.maximum(value, answer)
         finest = min(finest, grid)
@@ -200,13 +201,7 @@ def _refine(
     return answer, finest
 
 
-def _compose(phases: Events, discretization: float) -> PrivacyLossDistribution:
-    return composition.compose(
-        [(_one_step(event, discretization), count) for event, count in phases]
-    )
-
-
-def _compose_direction(phases: Events, direction: int, discretization: float) -> DensePLDPmf:
+def _compose(phases: Events, direction: int, discretization: float) -> DensePLDPmf:
     steps = [(_one_direction(event, discretization, direction), count) for event, count in phases]
     return composition.compose_pmfs(steps)
 
@@ -221,15 +216,6 @@ def _one_direction(event: Event, discretization: float, direction: int) -> Dense
         noise, steps = event.noise_multiplier, event.cycle
         return allocation.one_window_pmf(noise, steps, discretization, direction)
     return mixture.one_step_pmf(_mixture(event), discretization, direction)
-
-
-@functools.lru_cache(maxsize=16)
-def _one_step(event: Event, discretization: float) -> PrivacyLossDistribution:
-    if isinstance(event, PureEvent | SelectionEvent):  # both directions are alike
-        return PrivacyLossDistribution(*[_one_direction(event, discretization, 0)] * 2)
-    if event.allocated:
-        return PrivacyLossDistribution(*[_one_direction(event, discretization, d) for d in (0, 1)])
-    return mixture.one_step_pld(_mixture(event), discretization)
 
 
 def pure_pmf(event: PureEvent, discretization: float) -> DensePLDPmf:

@@ -40,19 +40,11 @@ class GridTooLargeError(ConfigError):
     """A privacy loss that does not fit into MAX_GRID_POINTS at its discretization."""
 
 
-def compose(steps: Sequence[tuple[PrivacyLossDistribution, int]]) -> PrivacyLossDistribution:
-    """The loss of all steps together, each repeated its number of times.
-
-    Raises: GridTooLargeError: the composed grid would be longer than MAX_GRID_POINTS.
-    """
-    halves = [[(directions(pld)[way], count) for pld, count in steps] for way in (REMOVE, ADD)]
-    return PrivacyLossDistribution(*map(compose_pmfs, halves))
-
-
 def compose_pmfs(steps: Sequence[tuple[DensePLDPmf, int]]) -> DensePLDPmf:
     """The sum of losses, each repeated its number of times, by one FFT in extended precision.
 
     Mass outside the composed grid and the rounding of the FFT are bounded and go to infinite loss.
+    Raises: GridTooLargeError: the composed grid would be longer than MAX_GRID_POINTS.
     """
     grid = steps[0][0]._discretization
     if [count for _, count in steps] == [1]:
@@ -79,14 +71,6 @@ def compose_pmfs(steps: Sequence[tuple[DensePLDPmf, int]]) -> DensePLDPmf:
     )
 
 
-def epsilon_at(pld: PrivacyLossDistribution, delta: float) -> float:
-    """The smallest epsilon >= 0 at which both directions have at most delta; inf if there is none.
-
-    The library's own search underflows for losses above 700.
-    """
-    return max(pmf_epsilon_at(pmf, delta) for pmf in directions(pld))
-
-
 def directions(pld: PrivacyLossDistribution) -> tuple[DensePLDPmf, DensePLDPmf]:
     """The REMOVE and ADD halves; the library has no accessor."""
     return pld._pmf_remove.to_dense_pmf(), pld._pmf_add.to_dense_pmf()
@@ -109,7 +93,10 @@ def least_delta(num_steps: int) -> float:
 
 
 def pmf_epsilon_at(pmf: DensePLDPmf, delta: float) -> float:
-    """The smallest epsilon for this delta, in one direction."""
+    """The smallest epsilon >= 0 for this delta, in one direction; inf if there is none.
+
+    The library's own search underflows for losses above 700.
+    """
     delta = min(delta, LARGEST_DELTA)
     if pmf._infinity_mass > delta:
         return math.inf

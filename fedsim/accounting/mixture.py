@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import numpy as np
 from dp_accounting.pld.pld_pmf import DensePLDPmf
-from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from scipy import optimize, special, stats
 
 from fedsim.accounting.composition import COMPOSED_TAIL_MASS, check_size
@@ -147,17 +146,11 @@ def loss_range(mixture: Mixture) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def one_step_pld(mixture: Mixture, discretization: float) -> PrivacyLossDistribution:
-    """The discretised privacy loss of one step, an upper bound in both directions.
+def one_step_pmf(mixture: Mixture, discretization: float, direction: int) -> DensePLDPmf:
+    """The discretised privacy loss of one step in one direction, an upper bound.
 
     Raises: GridTooLargeError: the grid would be longer than MAX_GRID_POINTS.
     """
-    crossings = _crossings(mixture, discretization)
-    return PrivacyLossDistribution(_remove(crossings), _add(crossings))
-
-
-def one_step_pmf(mixture: Mixture, discretization: float, direction: int) -> DensePLDPmf:
-    """one_step_pld in one direction."""
     return (_remove, _add)[direction](_crossings(mixture, discretization))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_distribution
 from dp_accounting.privacy_accountant import NeighboringRelation
+from losses import compose, one_step
 from scipy import stats
 
 from fedsim import accounting
@@ -43,7 +44,7 @@ def test_one_step_is_the_integral_at_grid_points(setting):
     mix = mixture.changing_mixture(*setting)
     lowest, highest = mixture.loss_range(mix)
     grid = 2.0 ** math.floor(math.log2((highest - lowest) / 2000))
-    directions = composition.directions(mixture.one_step_pld(mix, grid))
+    directions = composition.directions(one_step(mix, grid))
     for epsilon in (0.0, 5 * grid, 100 * grid, 400 * grid):
         for pmf, (one, other) in zip(directions, ((p, q), (q, p)), strict=True):
             exact = np.maximum(one - math.exp(epsilon) * other, 0).sum() * step
@@ -56,8 +57,8 @@ def test_one_step_is_the_integral_at_grid_points(setting):
 )
 def test_one_unit_that_changes_is_dp_accountings_replacement(stddev, prob, steps):
     grid = 1e-3
-    one = mixture.one_step_pld(mixture.changing_mixture(stddev, 0, 1, prob), grid)
-    ours = composition.compose([(one, steps)])
+    one = one_step(mixture.changing_mixture(stddev, 0, 1, prob), grid)
+    ours = compose([(one, steps)])
     theirs = privacy_loss_distribution.from_gaussian_mechanism(
         stddev,
         value_discretization_interval=grid,

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from dp_accounting.pld.pld_pmf import DensePLDPmf
+from losses import compose, epsilon_at, one_step
 from scipy import stats
 
 from fedsim.accounting import composition, mixture
@@ -14,8 +15,8 @@ from fedsim.accounting import composition, mixture
 def test_composed_gaussian_is_its_closed_form(delta):
     """p = 1: T steps of sensitivity G are one Gaussian mechanism with sigma / (G sqrt(T))."""
     mix = mixture.binomial_mixture(40.0, 3, 1.0)
-    composed = composition.compose([(mixture.one_step_pld(mix, 2**-10), 400)])
-    epsilon = composition.epsilon_at(composed, delta)
+    composed = compose([(one_step(mix, 2**-10), 400)])
+    epsilon = epsilon_at(composed, delta)
     ratio = 3 * 20 / 40.0
     upper = stats.norm.cdf(ratio / 2 - epsilon / ratio)
     exact = upper - math.exp(epsilon + stats.norm.logcdf(-ratio / 2 - epsilon / ratio))
@@ -26,37 +27,37 @@ def test_composed_gaussian_is_its_closed_form(delta):
 
 def test_composition_of_different_steps_is_at_least_each_and_at_most_their_sum():
     grid = 2**-9
-    one = mixture.one_step_pld(mixture.binomial_mixture(1.0, 2, 0.1), grid)
-    other = mixture.one_step_pld(mixture.binomial_mixture(2.0, 1, 0.3), grid)
-    both = composition.compose([(one, 10), (other, 20)])
-    swapped = composition.compose([(other, 20), (one, 10)])
-    alone = [composition.compose([(one, 10)]), composition.compose([(other, 20)])]
-    epsilon = composition.epsilon_at(both, 2e-6)
-    parts = [composition.epsilon_at(pld, 1e-6) for pld in alone]
-    assert max(composition.epsilon_at(pld, 2e-6) for pld in alone) < epsilon < sum(parts)
-    assert epsilon == pytest.approx(composition.epsilon_at(swapped, 2e-6), rel=1e-9)
+    one = one_step(mixture.binomial_mixture(1.0, 2, 0.1), grid)
+    other = one_step(mixture.binomial_mixture(2.0, 1, 0.3), grid)
+    both = compose([(one, 10), (other, 20)])
+    swapped = compose([(other, 20), (one, 10)])
+    alone = [compose([(one, 10)]), compose([(other, 20)])]
+    epsilon = epsilon_at(both, 2e-6)
+    parts = [epsilon_at(pld, 1e-6) for pld in alone]
+    assert max(epsilon_at(pld, 2e-6) for pld in alone) < epsilon < sum(parts)
+    assert epsilon == pytest.approx(epsilon_at(swapped, 2e-6), rel=1e-9)
 
 
 @pytest.mark.parametrize("delta", [0.5, 1e-2, 1e-6, 1e-10])
 def test_epsilon_at_is_the_search_of_dp_accounting(delta):
-    one = mixture.one_step_pld(mixture.binomial_mixture(1.0, 4, 0.1), 2**-9)
+    one = one_step(mixture.binomial_mixture(1.0, 4, 0.1), 2**-9)
     for steps in (1, 30):
-        composed = composition.compose([(one, steps)])
+        composed = compose([(one, steps)])
         expected = composed.get_epsilon_for_delta(delta)
-        assert composition.epsilon_at(composed, delta) == pytest.approx(expected, rel=1e-9)
-    assert composition.epsilon_at(composed, 1e-17) == math.inf
+        assert epsilon_at(composed, delta) == pytest.approx(expected, rel=1e-9)
+    assert epsilon_at(composed, 1e-17) == math.inf
 
 
 def test_epsilon_at_does_not_underflow_at_huge_losses():
-    one = mixture.one_step_pld(mixture.binomial_mixture(1.0, 40, 1.0), 2**-7)
-    epsilon = composition.epsilon_at(one, 1e-6)
+    one = one_step(mixture.binomial_mixture(1.0, 40, 1.0), 2**-7)
+    epsilon = epsilon_at(one, 1e-6)
     assert epsilon > 900
     upper, lower = (stats.norm.logsf(epsilon / 40 + shift) for shift in (-20, 20))
     assert math.exp(upper) - math.exp(epsilon + lower) == pytest.approx(1e-6, rel=1e-4)
 
 
 def test_deltas_of_huge_epsilons_are_not_too_small():
-    one = mixture.one_step_pld(mixture.binomial_mixture(1.0, 40, 1.0), 2**-7)
+    one = one_step(mixture.binomial_mixture(1.0, 40, 1.0), 2**-7)
     epsilons = np.array([600.0, 690.0, 900.0, 2000.0])
     found = composition.deltas_at(one._pmf_remove, epsilons)
     exact = [one.get_delta_for_epsilon(epsilon) for epsilon in epsilons]
@@ -113,6 +114,6 @@ def test_truncated_mass_is_below_what_is_paid_for_it(steps):
 
 
 def test_a_composed_grid_beyond_the_memory_cap_is_refused():
-    one = mixture.one_step_pld(mixture.binomial_mixture(1.0, 4, 0.5), 1e-3)
+    one = one_step(mixture.binomial_mixture(1.0, 4, 0.5), 1e-3)
     with pytest.raises(ValueError, match="expected .* grid points, got"):
-        composition.compose([(one, 10**5)])
+        compose([(one, 10**5)])

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from dp_accounting.pld import pld_pmf
+from losses import one_step
 from scipy import integrate, stats
 
 from fedsim.accounting import composition, mixture
@@ -89,7 +90,7 @@ def test_one_step_is_the_integral_at_grid_points_and_above_it_between(setting):
     mix = mixture.binomial_mixture(*setting)
     lowest, highest = mixture.loss_range(mix)
     grid = 2.0 ** math.floor(math.log2((highest - lowest) / 2000))
-    remove, add = composition.directions(mixture.one_step_pld(mix, grid))
+    remove, add = composition.directions(one_step(mix, grid))
     for index in (0, 3, 40, 300):
         for pmf, at_point, between in zip(
             (remove, add),
@@ -124,7 +125,7 @@ def test_dropping_likely_counts_costs_delta_in_both_directions(monkeypatch):
     mix = mixture.binomial_mixture(*setting)
     assert mix.counts.size < 5
     monkeypatch.undo()
-    remove, add = composition.directions(mixture.one_step_pld(mix, 2**-9))
+    remove, add = composition.directions(one_step(mix, 2**-9))
     for epsilon in (0.0, 0.25, 0.375):
         exact_remove, exact_add = exact_deltas(*setting, epsilon)
         assert float(remove.get_delta_for_epsilon(epsilon)) >= exact_remove
@@ -136,7 +137,7 @@ def test_dropping_likely_counts_costs_delta_in_both_directions(monkeypatch):
 def test_no_probability_is_lost(setting):
     mix = mixture.binomial_mixture(*setting)
     lowest, highest = mixture.loss_range(mix)
-    for pmf in composition.directions(mixture.one_step_pld(mix, (highest - lowest) / 3000)):
+    for pmf in composition.directions(one_step(mix, (highest - lowest) / 3000)):
         assert pmf._probs.sum() + pmf._infinity_mass >= 1 - 1e-13
         assert pmf._probs.sum() + pmf._infinity_mass <= 1 + 1e-9
         assert pmf._infinity_mass >= mixture.TAIL_MASS  # what lies beyond the ends of the grid
@@ -147,7 +148,7 @@ def test_grids_beyond_the_memory_cap_are_refused_before_they_are_made():
     with pytest.raises(
         composition.GridTooLargeError, match="discretization=0.0001: expected .* points"
     ):
-        mixture.one_step_pld(mix, 1e-4)
+        one_step(mix, 1e-4)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -155,7 +156,7 @@ def test_one_direction_is_half_of_both(setting):
     mix = mixture.binomial_mixture(*setting)
     lowest, highest = mixture.loss_range(mix)
     grid = (highest - lowest) / 500
-    both = composition.directions(mixture.one_step_pld(mix, grid))
+    both = composition.directions(one_step(mix, grid))
     for direction in (composition.REMOVE, composition.ADD):
         half = mixture.one_step_pmf(mix, grid, direction)
         assert half._lower_loss == both[direction]._lower_loss
