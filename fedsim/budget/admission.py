@@ -81,7 +81,7 @@ class BudgetRequest:
         """
         limit = None
         if run.limit_epsilon is not None:
-            assert delta is not None, "complete() comes first"
+            assert delta is not None, "fill_defaults() comes first"
             limit = Limit(run.limit_epsilon, delta)
         place, rest = place_of(run.budget_ledger), run.fit_limit if kind == "train" else None
         return cls(place, users.user_ids(), kind, limit, run.run_dir, delta, rest, adjacency)

@@ -82,11 +82,6 @@ class StepFunction(Callback):
         self._function(step, dict(metrics))
 
 
-def name_of(callback: Callback) -> str:
-    """The name of a callback in plans and errors."""
-    return getattr(callback, "name", type(callback).__name__)
-
-
 def expect_callbacks(callbacks: Sequence[Callback]) -> None:
     """Raise ConfigError unless each has all methods."""
     listed = isinstance(callbacks, Sequence) and not isinstance(callbacks, str)
@@ -100,7 +95,11 @@ def expect_callbacks(callbacks: Sequence[Callback]) -> None:
 
 def facts_of_callbacks(callbacks: Sequence[Callback]) -> list[Caveat]:
     """A fact for each callback that sees what the guarantee does not cover."""
-    return [Caveat(Fact.CALLBACK, name_of(each)) for each in callbacks if each.reads_non_private]
+    return [
+        Caveat(Fact.CALLBACK, getattr(each, "name", type(each).__name__))
+        for each in callbacks
+        if each.reads_non_private
+    ]
 
 
 def expect_known(callbacks: Sequence[Callback], plan: Plan) -> None:

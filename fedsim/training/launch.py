@@ -116,11 +116,11 @@ def _warnings(opened: OpenRun, plan: Plan, booking: Booking | None) -> list[str]
     if opened.data.eval_users is None and not opened.run.strict:
         warnings.append("no users are held out, so there will be no held-out loss")
     if booking is not None:
-        applicant, _ = booking.applicants[0]
+        request, _ = booking.requests[0]
         if not plan.guarantee:
             reasons = in_words(plan.reasons)
-            warnings.append(NOTHING_PROMISED.format(reasons, applicant.place))
-        if alike := applicant.lookalike_warning():
+            warnings.append(NOTHING_PROMISED.format(reasons, request.place))
+        if alike := request.lookalike_warning():
             warnings.append(alike)
     return warnings
 

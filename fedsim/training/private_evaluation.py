@@ -112,49 +112,49 @@ def begin_noisy_evaluate(
 class Booking:
     """Entries of a run in the budget ledger: for its training users, and for its held-out users."""
 
-    applicants: list[tuple[BudgetRequest, Entry]]
+    requests: list[tuple[BudgetRequest, Entry]]
     run_dir: Path
     evaluations: Evaluations | None
 
     @classmethod
     def of(
-        cls, applicant: BudgetRequest, entry: Entry, plan: Plan, data: Dataset, key: SecretKey
+        cls, request: BudgetRequest, entry: Entry, plan: Plan, data: Dataset, key: SecretKey
     ) -> "Booking":
         """Make the entries of a run and of its evaluations. Args: key: the run's own."""
-        applicants, how = [(applicant, entry)], plan.evaluations
+        requests, how = [(request, entry)], plan.evaluations
         if how is not None:
             assert data.eval_users is not None, "evaluations_of() comes first"
-            limit = applicant.limit and Limit(applicant.limit.epsilon, how.delta)
+            limit = request.limit and Limit(request.limit.epsilon, how.delta)
             held_out = dataclasses.replace(
-                applicant,
+                request,
                 ids=data.eval_users.user_ids(),
                 kind="evaluation",
                 limit=limit,
-                run_dir=applicant.run_dir / DIRECTORY,
+                run_dir=request.run_dir / DIRECTORY,
                 delta=None,
                 fit_limit=None,
             )
             label = Fact.KNOWN_SEED if plan.seeded else ""
             phases: list[tuple[Event, int]] = [*how.phases(how.count)]
             entry = held_out.entry(key.seal("evaluation"), phases, how.slack, label)
-            applicants.append((held_out, entry))
-        return cls(applicants, applicant.run_dir, how)
+            requests.append((held_out, entry))
+        return cls(requests, request.run_dir, how)
 
     def expect_room(self) -> None:
         """Raise ConfigError if a limit of one of these users would be broken."""
-        for applicant, entry in self.applicants:
-            applicant.expect_room(entry)
+        for request, entry in self.requests:
+            request.expect_room(entry)
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
         """Count the run, and its releases when the block ends; see `admission`."""
         with ExitStack() as stack:
-            for applicant, entry in self.applicants:
-                of_evaluations = applicant.kind == "evaluation"
+            for request, entry in self.requests:
+                of_evaluations = request.kind == "evaluation"
                 if of_evaluations:
-                    make_directory(applicant.run_dir, 0o700)
+                    make_directory(request.run_dir, 0o700)
                 released = self._evaluated if of_evaluations else None
-                stack.enter_context(admitted(applicant, entry, released))
+                stack.enter_context(admitted(request, entry, released))
             yield
 
     def _evaluated(self) -> list[tuple[Event, int]]:
