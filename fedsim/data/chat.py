@@ -526,7 +526,7 @@ class _Spellings(NamedTuple):
 
     texts: tuple[str, ...]
     pattern: re.Pattern[str]
-    """Where one begins."""
+    """The character with which one begins."""
     starts: tuple[str, ...]
     rests: tuple[str, ...]
 
@@ -536,12 +536,12 @@ class _Spellings(NamedTuple):
         texts = tuple(tokens)
         starts = {text[:n] for text in texts for n in range(1, len(text))}
         rests = {text[n:] for text in texts for n in range(1, len(text))}
-        begins = re.compile(f"(?=(?:{_any_of(texts).pattern}))")
+        begins = re.compile(f"(?=(?:{_any_of(texts).pattern})).", re.DOTALL)
         return cls(texts, begins, tuple(starts), tuple(rests))
 
     def broken(self, content: str, mark: str) -> str:
         """A text in which tokens are broken up, also those it could be a part of."""
-        content = _inserted(content, [m.start() + 1 for m in self.pattern.finditer(content)], mark)
+        content = self.pattern.sub(lambda found: found[0] + mark, content)
         lead, core, trail = _parted(content)
         if core.startswith(self.rests) or any(core in text for text in self.texts):
             core = mark + core if core else core
@@ -571,11 +571,6 @@ def _parted(content: str) -> tuple[str, str, str]:
     rest = content.lstrip()
     core = rest.rstrip()
     return content[: len(content) - len(rest)], core, rest[len(core) :]
-
-
-def _inserted(text: str, places: Sequence[int], mark: str) -> str:
-    bounds = [0, *places, len(text)]
-    return mark.join(text[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True))
 
 
 def _spans(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]] | None:

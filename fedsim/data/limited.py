@@ -143,10 +143,6 @@ def _compiled(source: str, day: str) -> Any:
     return templates.compiled(source, day)
 
 
-def _compile(source: str, day: str) -> None:
-    _compiled(source, day)
-
-
 def _render(source: str, day: str, variables: dict[str, Any], begins: str, ends: str) -> str:
     return _compiled(source, day).render(variables, begins, ends)
 
@@ -169,7 +165,7 @@ def _load_tokenizer(file: str) -> None:
 
 ACTIONS = {
     "ready": lambda: None,
-    "compile": _compile,
+    "compile": lambda source, day: bool(_compiled(source, day)),
     "render": _render,
     "load_tokenizer": _load_tokenizer,
 }

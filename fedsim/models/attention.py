@@ -31,9 +31,7 @@ def attend(
     if cap is not None:
         length = q_BLHK.shape[1]
         mask = seen(jnp.arange(length)[None], length, window) if mask is None else mask
-        return _capped_attention(
-            q_BLHK, k_BSHK, v_BSHK, mask, scale or q_BLHK.shape[3] ** -0.5, cap
-        )
+        return _capped_attention(q_BLHK, k_BSHK, v_BSHK, mask, scale, cap)
     how: dict[str, Any] = {"mask": mask} if mask is not None else {"is_causal": True}
     if mask is None and window is not None:
         how["local_window_size"] = (window - 1, 0)
@@ -45,13 +43,13 @@ def soft_cap(cap: float | None, x: jax.Array) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def _capped_attention(q_BLHK, k_BSHK, v_BSHK, mask, scale: float, cap: float) -> jax.Array:
+def _capped_attention(q_BLHK, k_BSHK, v_BSHK, mask, scale: float | None, cap: float) -> jax.Array:
     """`jax.nn.dot_product_attention` with a soft cap, which that function lacks."""
     q_BLHGK = q_BLHK.reshape(*q_BLHK.shape[:2], k_BSHK.shape[2], -1, q_BLHK.shape[3])
     scores_BHGLS = jnp.einsum(
         "BLHGK,BSHK->BHGLS", q_BLHGK, k_BSHK, preferred_element_type=jnp.float32
     )
-    scores_BHGLS = soft_cap(cap, scores_BHGLS * scale)
+    scores_BHGLS = soft_cap(cap, scores_BHGLS * (scale or q_BLHK.shape[3] ** -0.5))
     weights_BHGLS = jax.nn.softmax(jnp.where(mask[:, :, None], scores_BHGLS, -jnp.inf))
     y_BLHGK = jnp.einsum("BHGLS,BSHK->BLHGK", weights_BHGLS.astype(v_BSHK.dtype), v_BSHK)
     return y_BLHGK.reshape(q_BLHK.shape)

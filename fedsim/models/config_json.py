@@ -142,8 +142,8 @@ def scaling_of(f: Fields, rope: Mapping[str, Any], width: int) -> RopeScaling | 
     if not isinstance(factors, list) or len(factors) != width // 2:
         raise odd("short_factor", factors, f"a list of {width // 2} numbers")
     numbers = tuple(number({"short_factor": x}, "short_factor", *FACTORS) for x in factors)
-    sharper = number(rope, "attention_factor", *FACTORS, _of_longrope(factor, length))
-    return LongRope(numbers, sharper, length)
+    usual = math.sqrt(1 + math.log(max(factor, 1)) / math.log(max(length, 2)))
+    return LongRope(numbers, number(rope, "attention_factor", *FACTORS, usual), length)
 
 
 ORIGINAL = "original_max_position_embeddings"
@@ -155,11 +155,6 @@ def _of_yarn(rope: Mapping[str, Any], factor: float) -> float:
     above, below = scales if all(scales) else (1.0, 0.0)
     log = math.log(max(factor, 1))
     return (0.1 * above * log + 1) / (0.1 * below * log + 1)
-
-
-def _of_longrope(factor: float, length: int) -> float:
-    """attention_factor of LongRoPE where it is not given."""
-    return math.sqrt(1 + math.log(max(factor, 1)) / math.log(max(length, 2)))
 
 
 def rope_fields(scaling: RopeScaling | None) -> dict[str, Any]:
