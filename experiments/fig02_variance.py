@@ -9,12 +9,14 @@ B. The text gives N, K, T, delta, L_ELS and M = 16; the values of epsilon and th
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from experiments.harness import common, noise_variance
-from experiments.harness.noise_variance import Setting
+from experiments.harness import common
+from fedsim import accounting
+from fedsim.tuning.estimates import noise_stddev
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,40 @@ def run(settings: Settings) -> list[dict]:
     return rows
 
 
+def els_variance(settings: Settings, epsilon: float, budget: int, group: int) -> float:
+    """(sigma_ELS L_ELS / B)^2 with p = B / (G_ELS N): Equation 7, of clip norms at the Lipschitz
+    constants. The variance of the gradient itself is not part of it.
+
+    Raises: ConfigError: the budget exceeds the pool of G_ELS N examples.
+    """
+    sigma = sigma_of(settings, epsilon, budget / (group * settings.num_users), group)
+    return noise_stddev(settings.example_grad_norm, sigma, budget) ** 2
+
+
+def uls_variance(
+    settings: Settings, epsilon: float, budget: int, group: int, user_grad_norm: float
+) -> float:
+    """(sigma_ULS L_ULS / M)^2 with M = B / G_ULS and q = M / N. Args: user_grad_norm: L_ULS, bound
+    on the norm of the mean of a user's G_ULS gradients.
+
+    Raises: ConfigError: the cohort exceeds the number of users.
+    """
+    cohort = budget / group
+    sigma = sigma_of(settings, epsilon, cohort / settings.num_users, 1)
+    return noise_stddev(user_grad_norm, sigma, cohort) ** 2
+
+
+def sigma_of(settings: Settings, epsilon: float, prob: float, contributions: int) -> float:
+    """The noise multiplier."""
+    return accounting.noise_multiplier(
+        epsilon=epsilon,
+        delta=settings.delta,
+        num_steps=settings.num_steps,
+        sampling_prob=prob,
+        max_contributions=contributions,
+    )
+
+
 def _row(
     settings: Settings,
     epsilon: float,
@@ -57,13 +93,8 @@ def _row(
     uls_group: int = 0,
     cohort: int = 0,
 ) -> dict:
-    setting = Setting(
-        num_users=settings.num_users,
-        num_steps=settings.num_steps,
-        epsilon=epsilon,
-        delta=settings.delta,
-        example_grad_norm=settings.example_grad_norm,
-    )
+    """Gradients of a user that all point one way have L_ULS = L_ELS, orthogonal ones L_ELS /
+    sqrt(G_ULS)."""
     els_group = els_group or settings.examples_per_user
     row = {
         "epsilon": epsilon,
@@ -71,19 +102,14 @@ def _row(
         "budget": budget,
         "els_group_size": els_group,
         "uls_group_size": uls_group or "",
-        "els": noise_variance.els_noise_variance(setting, batch_size=budget, group_size=els_group),
+        "els": els_variance(settings, epsilon, budget, els_group),
         "uls_aligned": "",
         "uls_orthogonal": "",
     }
-    for key, grad_norm in (
-        ("uls_aligned", noise_variance.aligned_grad_norm),
-        ("uls_orthogonal", noise_variance.orthogonal_grad_norm),
-    ):
-        if uls_group:
-            norm = grad_norm(settings.example_grad_norm, uls_group)
-            row[key] = noise_variance.uls_noise_variance(
-                setting, batch_size=budget, group_size=uls_group, user_grad_norm=norm
-            )
+    if uls_group:
+        norm, of_uls = settings.example_grad_norm, (settings, epsilon, budget, uls_group)
+        row["uls_aligned"] = uls_variance(*of_uls, norm)
+        row["uls_orthogonal"] = uls_variance(*of_uls, norm / math.sqrt(uls_group))
     return row
 
 
