@@ -54,8 +54,8 @@ CHATS = (
             Patch(
                 CHAT,
                 "ChatTokenizer.encode",
-                lambda encode, self, messages, train_on, told=0: encode(
-                    self, messages, "all", told
+                lambda encode, self, messages, train_on, context=0: encode(
+                    self, messages, "all", context
                 ),
             ),
         ),
