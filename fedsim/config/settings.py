@@ -294,26 +294,27 @@ class EngineConfig:
 class UpdateConfig:
     """The optimizer."""
 
-    recipe: Literal["default", "paper"] = "default"
+    recipe: Annotated[Literal["default", "paper"], HIDDEN] = "default"
     """Defaults for optimizer, learning_rate, schedule and ema. default: momentum with a learning
     rate computed from the noise, and parameter averaging. paper: adafactor at 0.1, constant,
     without averaging."""
 
     optimizer: str | None = None
     """momentum (SGD with momentum 0.9), or any optax optimizer by name, such as adafactor, adam or
-    sgd, optionally with its options: adam:b1=0.8,eps=1e-6. Default: by recipe."""
+    sgd, optionally with its options: adam:b1=0.8,eps=1e-6. Default: momentum."""
 
     learning_rate: float | None = None
-    """Learning rate, or its peak with warmup or a schedule. > 0. Default: by recipe."""
+    """Learning rate, or its peak with warmup or a schedule. > 0. Default: computed from the noise,
+    for momentum and sgd; 0.1 for adafactor, 0.01 for adam and adamw."""
 
     schedule: Literal["constant", "linear", "cosine"] | None = None
     """Learning rate over the steps: constant, or linear or cosine decay to zero at the last step.
-    Default: by recipe."""
+    Default: constant."""
 
     ema: float | None = None
     """Decay factor per step of an exponential moving average of the parameters, which is evaluated
-    and released at no privacy cost. In [0, 1); 0 uses the parameters of the last step. Default: by
-    recipe."""
+    and released at no privacy cost. In [0, 1); 0 uses the parameters of the last step. Default: 1 -
+    10 / num_steps, at least 0."""
 
     warmup: float = 0.0
     """Fraction of the steps in which the learning rate rises linearly. In [0, 1)."""

@@ -11,7 +11,12 @@ from .launch import (
     train as train,
 )
 from .open import Purpose as Purpose, open_run as open_run, wait_for as wait_for
-from .optimizers import Diverged as Diverged, Noise as Noise, with_defaults as with_defaults
+from .optimizers import (
+    PAPER as PAPER,
+    Diverged as Diverged,
+    Noise as Noise,
+    with_defaults as with_defaults,
+)
 from .prepare import facts_of_start as facts_of_start, with_plan as with_plan
 from .private_evaluation import (
     DIRECTORY as DIRECTORY,

@@ -19,12 +19,14 @@ from fedsim.config import (
     ALLOCATION,
     CORRELATED,
     CYCLIC,
+    HIDDEN,
     INDEPENDENT,
     POISSON,
     Algorithm,
     PrivacyConfig,
     RunConfig,
     changed_run,
+    flags_of,
     run_config,
     settings_of,
     to_json,
@@ -32,7 +34,7 @@ from fedsim.config import (
 from fedsim.noise import Prediction, predicted_error, strategy
 from fedsim.plan import allocated, bands_predicted
 from fedsim.sampling import Users, graph_of
-from fedsim.training import Noise, with_defaults
+from fedsim.training import PAPER, Noise, with_defaults
 
 ADDING = ("momentum", "sgd")
 """Optimizers that add gradients up, which correlated noise is meant for."""
@@ -243,8 +245,15 @@ def to_train(
 
 def command(algorithm: Algorithm, settings: dict[str, Any]) -> list[str]:
     """Words of the `fedsim train` command for the settings of `to_train`."""
-    words = ["fedsim", "train", str(algorithm)]
+    words, known = (
+        ["fedsim", "train", str(algorithm)],
+        flags_of(PrivacyConfig) | flags_of(RunConfig),
+    )
+    if settings.get("recipe") == "paper":
+        settings = PAPER | settings
     for name, value in settings.items():
+        if HIDDEN in known[name].marks:
+            continue
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")

@@ -27,7 +27,7 @@ def test_all_flags_are_in_the_whole_page_with_a_text_each(name, capsys):
     told = set(re.findall(r"^  --([a-z][a-z-]*)", page, re.MULTILINE))
     flags = help.flags(LEAVES[name]).values()
     taken = {flag.name.replace("_", "-") for flag in flags if help.words_of(flag)}
-    assert taken - told == {"num-lanes", "output"} & taken and told <= taken
+    assert taken - told == {"num-lanes", "output", "recipe"} & taken and told <= taken
     assert all(flag.text for flag in flags)
 
 
