@@ -3,7 +3,6 @@
 import argparse
 import csv
 import dataclasses
-import importlib
 import json
 import math
 import sys
@@ -43,7 +42,7 @@ from experiments.harness.records import (
 from experiments.harness.rows import Rows
 from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.data import Dataset, build
-from fedsim.errors import ConfigError, DataError, FedsimError
+from fedsim.errors import DataError, FedsimError
 from fedsim.files import sha256_of
 from fedsim.keys import SecretKey
 
@@ -95,27 +94,6 @@ def mistakes() -> Iterator[None]:
         sys.exit(75)  # EX_TEMPFAIL
 
 
-def algorithm_of(name: str) -> tuple[Algorithm, type | None]:
-    """(The algorithm of the paper that it is planned as, its class if it is another).
-
-    Args: name: els, uls, or MODULE:CLASS, a subclass of either with its own `event`, `draw` or
-      `gradient`; what such a class claims is its author's to prove.
-    Raises: ConfigError: there is no such class.
-    """
-    from fedsim.plan.planner import METHODS
-
-    if name in set(Algorithm):
-        return Algorithm(name), None
-    module, _, kind = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), kind)
-        return next((base, found) for base, of in METHODS.items() if issubclass(found, of))
-    except (ImportError, AttributeError, TypeError, ValueError, StopIteration):
-        raise ConfigError.of(
-            "algorithm", name, "els, uls, or MODULE:CLASS of a subclass of ELS or ULS"
-        ) from None
-
-
 def planned(
     algorithm: str,
     privacy: PrivacyConfig,
@@ -125,15 +103,14 @@ def planned(
     times: int = 1,
 ) -> tuple[Any, Any]:
     """(Plan, ELS or ULS) of a training of these parameters, without a run around it. Args:
-    algorithm: as of `algorithm_of`; times: see `comparison.assuming`."""
+    algorithm: els or uls; times: see `comparison.assuming`."""
     from experiments.harness.comparison import assuming
     from fedsim.clipping import num_coordinates
     from fedsim.plan import fill_defaults, make_plan, method_for
     from fedsim.plan.planner import METHODS
 
-    base, kind = algorithm_of(algorithm)
-    if times > 1:
-        kind = assuming(kind or METHODS[base], times)
+    base = Algorithm(algorithm)
+    kind = assuming(METHODS[base], times) if times > 1 else None
     privacy, _ = fill_defaults(base, privacy, data)
     method = method_for(base, privacy, data.train, key, kind=kind)
     facts = num_coordinates(params), [], ""

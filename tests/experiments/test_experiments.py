@@ -38,7 +38,7 @@ def out(tmp_path_factory):
 SLOW = dict.fromkeys(
     ("table_pretraining", "fig05_uls_heatmap", "fig06_privacy_loss", "fig08_num_users")
     + ("correlated", "real_model", "real_model_rates", "regime", "sampling")
-    + ("synthetic_text", "law", "attack", "own_algorithm"),
+    + ("synthetic_text", "law", "attack"),
     [pytest.mark.slow],
 )
 TRAIN = (
