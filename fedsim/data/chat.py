@@ -13,6 +13,7 @@ copy of the tokenizer has as a token. So a text is encoded once and as a whole, 
 are found by the positions of their characters.
 """
 
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -298,14 +299,9 @@ class ChatTokenizer:
         return None if number is None else self._special[number]["id"]
 
     def notes(self) -> list[str]:
-        """Lines about what the template does not teach the model; none if all is well.
-
-        Raises: DataError: transformers makes other tokens of what the template writes.
-        """
-        assert self._template is not None, "has one"
-        asked = [Message(USER, "a"), Message(ASSISTANT, "b")]
+        """Lines about what the template does not teach the model; none if all is well."""
         found = []
-        try:
+        with contextlib.suppress(BadChat):  # of a template that shows no chat of two turns
             if self.end_of_turn() is None:
                 found += [
                     "the chat template writes no special token after an answer, so that the "
@@ -317,18 +313,26 @@ class ChatTokenizer:
                     "the model is not trained on what serving asks: name another with "
                     "--chat-template"
                 ]
-            plain = tokenizers.Tokenizer.from_str(self._json)
-            usual = plain.encode(self._template.render(asked), add_special_tokens=False).ids
-            alike = usual == self.encode(asked, "all").ids.tolist()
-        except BadChat:  # it shows no chat of two turns
-            return found
-        if not alike:
-            raise DataError(
-                "tokenizer: expected special tokens with `normalized` and `single_word` of false: "
-                "transformers does not find these in what the chat template writes",
-                field="tokenizer",
-            )
         return found
+
+    @functools.cached_property
+    def _finds_special_tokens(self) -> bool:
+        """True if a template's special tokens are also found when its text is encoded plainly."""
+        assert self._template is not None, "has one"
+        asked = [Message(USER, "a"), Message(ASSISTANT, "b")]
+        private = self._private_for(self._template.source)
+        copy, ids_of = self._copy(private)
+        try:
+            text, plain = self._write(asked, private)[0], self._template.render(asked)
+        except SlowTemplate:
+            raise
+        except BadChat:  # it shows no chat of two turns
+            return True
+        own = ids_of[copy.encode(text, add_special_tokens=False).ids]
+        copy.encode_special_tokens = False
+        usual = copy.encode(plain, add_special_tokens=False).ids
+        copy.encode_special_tokens = True
+        return own.tolist() == usual
 
     @functools.cached_property
     def _opening(self) -> tuple[str, str] | None:
@@ -357,6 +361,11 @@ class ChatTokenizer:
         """(characters for private use, the messages without special tokens)."""
         if self._template is None:
             raise BadChat("expected texts, or a tokenizer with a chat template")
+        if not self._finds_special_tokens:
+            raise BadChat(
+                "its tokenizer does not find the special tokens of the chat template; expected "
+                "`normalized` and `single_word` of false for them in tokenizer.json"
+            )
         for turn in self._left_out_of(tuple(each.role for each in messages)):
             if messages[turn].content.strip():
                 role = messages[turn].role

@@ -207,10 +207,11 @@ def test_special_tokens_that_are_not_found_in_normalised_texts_are_refused(norma
     inner.add_special_tokens(tokens)
     chats = ChatTokenizer(Tokenizer(inner, "x", named=NAMED), Template(CHATML))
     if normalized:
-        with pytest.raises(DataError, match="expected special tokens with `normalized`"):
-            chats.notes()
+        with pytest.raises(BadChat, match="expected `normalized` and `single_word` of false"):
+            chats.encode(turns("Hi", "Ho"), "assistant")
     else:
-        assert chats.notes() == []
+        assert chats.encode(turns("Hi", "Ho"), "assistant").trained.any()
+    assert chats.encode_pair("Hi", "Ho", "all").trained.sum() > 2  # which needs no template
 
 
 def test_a_template_that_changes_what_is_said_is_refused():
