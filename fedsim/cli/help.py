@@ -65,7 +65,7 @@ def _metavar(flag: Setting) -> str:
     metavar = _placeholder(flag.type)
     if POSITIONAL not in flag.marks:
         return metavar
-    metavar = metavar if metavar.startswith("{") else flag.name.upper()
+    metavar = metavar if metavar.startswith("{") else flag.name.replace("_", "-").upper()
     metavar += " ..." if takes_several(flag) else ""
     return metavar if flag.default is ... else f"[{metavar}]"
 

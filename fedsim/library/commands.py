@@ -8,16 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from fedsim.config import Algorithm, AuditConfig, configs_of, unknown_setting
+from fedsim.config import Algorithm, AuditConfig, unknown_setting
 from fedsim.engine import set_threads
 from fedsim.errors import expect
 from fedsim.library.run import (
     MechanismSettings,
     TrainSettings,
-    columns_of,
+    configs_for,
     directory_of,
 )
-from fedsim.library.tables import source_of
 from fedsim.run import Console, verbosity
 from fedsim.tuning import Advice, Cell
 
@@ -109,18 +108,11 @@ def recommend(
         for name in settings.keys() - OF_MECHANISM:
             raise unknown_setting(name, settings[name], OF_MECHANISM)
         given = {"epsilon": epsilon, "num_steps": num_steps, "run_dir": run_dir, **settings}
-        of_data = columns_of(settings, user, text, messages)
-        privacy, run = configs_of(given | {"data": source_of(data, **of_data), **of_data})
+        privacy, run = configs_for(data, given, user, text, messages)
         set_threads(run.engine)
         from fedsim.tuning import recommend as advise  # imports JAX, which reads the threads
 
-        found = advise(
-            privacy,
-            run,
-            Console(),
-            num_users=users,
-            plan_only=plan_only,
-        )
+        found = advise(privacy, run, Console(), num_users=users, plan_only=plan_only)
     return Recommendation(
         found["recommended"],
         found["reason"],
@@ -168,8 +160,7 @@ def audit(
         attack = AuditConfig(gradient_canaries, text_canaries, confidence)
         place = directory_of(run_dir, f"audit-{algorithm}", {})
         given = {"epsilon": epsilon, "num_steps": num_steps, "run_dir": place, **settings}
-        of_data = columns_of(settings, user, text, messages)
-        privacy, run = configs_of(given | {"data": source_of(data, **of_data), **of_data})
+        privacy, run = configs_for(data, given, user, text, messages)
         set_threads(run.engine)
         from fedsim.trust import audit as attack_training
 

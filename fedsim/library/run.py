@@ -11,6 +11,8 @@ from fedsim.config import (
     Algorithm,
     EngineConfig,
     LoggerName,
+    PrivacyConfig,
+    RunConfig,
     Sampling,
     SamplingName,
     computed_by,
@@ -358,18 +360,18 @@ def train(
         called = [*callbacks, *([StepFunction(callback)] if callback is not None else [])]
         given: dict[str, Any] = {"epsilon": epsilon, "num_steps": num_steps, **settings}
         given["run_dir"] = directory_of(run_dir, algorithm, settings)
-        of_data = columns_of(settings, user, text, messages)
         custom = None
-        if task is not None:
-            for field in ("model", "tokenizer", "max_length", *of_data):
-                value = {**settings, **of_data}.get(field)
+        if task is None:
+            privacy, run = configs_for(data, given, user, text, messages)
+        else:
+            columns = columns_of(settings, user, text, messages)
+            for field in ("model", "tokenizer", "max_length", *columns):
+                value = {**settings, **columns}.get(field)
                 expect(field, value, value is None, "nothing beside task")
             custom = OwnTask(task, data)
             name = task.describe().get("task", type(task).__qualname__)
             given |= {"data": f"{name} (rows of its own)", "model": f"{name} (a task)"}
-        else:
-            given |= {"data": source_of(data, **of_data), **of_data}
-        privacy, run = configs_of(given)
+            privacy, run = configs_of(given)
         set_threads(run.engine)
         from fedsim.training import train as train_run  # imports JAX, which reads the threads
 
@@ -386,6 +388,14 @@ def directory_of(run_dir: str | Path | None, name: str, settings: Mapping[str, A
     new = not settings.get("resume")
     expect("run_dir", run_dir, new or run_dir is not None, "the directory of the run to resume")
     return Path(run_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def configs_for(
+    data: Any, settings: Mapping[str, Any], user: Any, text: Any, messages: Any
+) -> tuple[PrivacyConfig, RunConfig]:
+    """The configs of a training on data, whose columns the last arguments name for short."""
+    columns = columns_of(settings, user, text, messages)
+    return configs_of({**settings, "data": source_of(data, **columns), **columns})
 
 
 def columns_of(settings: Mapping[str, Any], user: Any, text: Any, messages: Any) -> dict[str, Any]:
