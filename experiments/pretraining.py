@@ -125,7 +125,9 @@ def pretrain(settings: Settings, run: RunConfig, console: Console) -> bool:
     workers = engine.create(run.engine, task, warn=console.warn)
     try:
         workers.ready()
-        state = restored(work, State(params, rule.init(params)), console)
+        state = restored(work, State(params, rule.init(params)))
+        if state.step:
+            console.note(f"resuming after step {state.step}")
         batches = Batches(data.train.lengths, settings.batch_size, settings.rows_per_pass, key)
         steps(settings, run, work, state, batches, workers, updater(rule), data, console)
     finally:

@@ -38,7 +38,6 @@ class ELS:
         group_size: int,
         sampling: Sampling,
         key: SecretKey,
-        drawing: SecretKey | None = None,
         adjacency: str = ZERO_OUT,
     ):
         """Fix the public constants of training.
@@ -48,8 +47,8 @@ class ELS:
           batch_size: the expected number of gradients of a step.
           group_size: the most examples of a user, in the pool (ELS) or in a step (ULS).
           sampling: how the units of a step are drawn.
-          key: secret key of the run; pool, draws and noise depend on it.
-          drawing: key of the draws and the noise of the steps; None: `key`.
+          key: secret key of the run; pool, draws and noise depend on it. A run sets `self.key`
+            to that of each segment.
           adjacency: zero-out or add-or-remove.
         Raises: ConfigError: batch_size does not fit group_size and the users.
         """
@@ -60,7 +59,7 @@ class ELS:
         self.expected_batch_size = batch_size  # ................................... B = p |D_sub|
         owners = partial(owners_of, users.offsets, self.pool, group_size)
         self.sampler = sampling.over(most, self.expected_batch_size, owners)  # .... p
-        self.key = drawing or key
+        self.key = key
 
     def event(self, noise_multiplier: float) -> StepEvent:
         """Return the accountant's event of one step: Theorem 1, Binomial(G_ELS, p)."""

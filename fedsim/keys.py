@@ -1,11 +1,12 @@
 """Stateless randomness: every draw is a function of (secret key, purpose, index).
 
-A running generator would have to be saved and restored, and a step that is run again after a crash
-would draw other units and release a second noise sample. Here a repeated step repeats its draw and
-its noise. Each stream is AES-128 in counter mode under a separate key, which HKDF (RFC 5869)
-derives from 256 secret bits: distinguishing a stream from random bits means breaking AES or
-SHA-256. The key is secret, because its holder can subtract the noise. No log, ledger or report
-contains it.
+A running generator would have to be saved and restored. What is drawn once for a whole run (a
+pool, groups, windows) follows from the key. What is drawn in a step follows from the key, the nonce
+of the step's segment and the step's index (`in_segment`): no two segments share a random number,
+whatever was copied or put back. Each stream is AES-128 in counter mode under a separate key, which
+HKDF (RFC 5869) derives from 256 secret bits: distinguishing a stream from random bits means
+breaking AES or SHA-256. The key is secret, because its holder can subtract the noise. No log,
+ledger or report contains it.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     import jax
 
 FILE = "secret.json"
-KEY_BYTES = 32
+KEY_BYTES, NONCE_BYTES = 32, 16
 
 
 class NoKey(FileDamaged, FileNotFoundError):
@@ -34,7 +35,13 @@ class NoKey(FileDamaged, FileNotFoundError):
 
 
 class SecretKey:
-    """256 secret bits, the streams derived from them, and the seed they came from, if any."""
+    """256 secret bits, the streams derived from them, and the seed they came from, if any.
+
+    Attributes:
+      seed: None for a key from the operating system.
+      fresh: the key of what is drawn in a step; this key itself where there are no segments.
+      first: index of the first step of the segment.
+    """
 
     def __init__(
         self,
@@ -42,7 +49,7 @@ class SecretKey:
         seed: int | None = None,
         sealing: bytes | None = None,
     ):
-        """Use `create`, `bound` or `load` instead.
+        """Use `create`, `in_segment` or `load` instead.
 
         Args:
           secret: 256 bits.
@@ -53,6 +60,7 @@ class SecretKey:
         self._secret = secret
         self._sealing = sealing or secrets.token_bytes(KEY_BYTES)
         self.seed = seed
+        self.fresh, self.first = self, 0
 
     @classmethod
     def create(cls, seed: int | None = None, context: str = "") -> "SecretKey":
@@ -67,11 +75,29 @@ class SecretKey:
             return cls(secrets.token_bytes(KEY_BYTES))
         return cls(hashlib.sha256(f"fedsim seed {seed} {context}".encode()).digest(), seed)
 
-    def bound(self, context: str) -> "SecretKey":
-        """Derive another key from this one and `context`; it has the same seals."""
-        info = b"bound/" + context.encode()
+    def in_segment(self, nonce: str, first: int = 0) -> "SecretKey":
+        """This key for the steps of one segment of a run.
+
+        Args:
+          nonce: of the segment; `fresh` is a function of this key and of the nonce.
+          first: index of the segment's first step.
+        """
+        info = b"segment/" + nonce.encode()
         secret = HKDFExpand(SHA256(), length=KEY_BYTES, info=info).derive(self._secret)
-        return SecretKey(secret, self.seed, self._sealing)
+        key = SecretKey(self._secret, self.seed, self._sealing)
+        key.fresh, key.first = SecretKey(secret, self.seed, self._sealing), first
+        return key
+
+    def nonce(self, context: str) -> str:
+        """Return a new nonce of 128 bits (hex) from the operating system.
+
+        Args:
+          context: with a seed, the nonce is a function of the seed and of this, so that a run that
+            nothing disturbs can be reproduced.
+        """
+        if self.seed is None:
+            return secrets.token_hex(NONCE_BYTES)
+        return self._derive(f"nonce {context}", ()).hex()
 
     def __repr__(self) -> str:
         return "SecretKey(hidden)"

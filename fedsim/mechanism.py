@@ -54,13 +54,13 @@ def noisy_mean(
     Guarantees: if one unit changes grad_sum by at most `clip.sensitivity` in L2 norm, as in a
       clipped sum of `clip`, the result is the Gaussian mechanism with noise multiplier sigma,
       rounded to a public lattice, up to `noise.slack`. Noise is independent across coordinates and,
-      with `add_gaussian`, across steps; a step that is run again gets the same noise.
+      with `add_gaussian`, across steps and segments.
     Args:
       grad_sum: tree of whole numbers in units of `clip.unit`; float32 with `clip.in_float32`.
       clip: the clipping that grad_sum was computed with.
       noise_multiplier: sigma; must be 0 with `clip.in_float32`.
       count: B or M, the *expected* number of units; must not depend on the draw.
-      key: secret key of the run; with `step` it determines the noise.
+      key: secret key of the run in its segment; with `step` it determines the noise.
       step: t, from 0.
       add_noise: kind of noise; `noise.Correlated` documents its own guarantee over all steps.
     Returns: the released gradient.

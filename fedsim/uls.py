@@ -37,7 +37,6 @@ class ULS:
         group_size: int,
         sampling: Sampling,
         key: SecretKey,
-        drawing: SecretKey | None = None,
         adjacency: str = ZERO_OUT,
     ):
         """Fix the public constants of training.
@@ -47,8 +46,8 @@ class ULS:
           batch_size: the expected number of gradients of a step.
           group_size: the most examples of a user, in the pool (ELS) or in a step (ULS).
           sampling: how the units of a step are drawn.
-          key: secret key of the run; pool, draws and noise depend on it.
-          drawing: key of the draws and the noise of the steps; None: `key`.
+          key: secret key of the run; pool, draws and noise depend on it. A run sets `self.key`
+            to that of each segment.
           adjacency: zero-out or add-or-remove.
         Raises: ConfigError: batch_size does not fit group_size and the users.
         """
@@ -60,7 +59,7 @@ class ULS:
         self.expected_cohort_size = batch_size // group_size  # ........................ M = q N
         self.sampler = sampling.over(users.num_users, self.expected_cohort_size)  # . q
         self.offsets = users.offsets
-        self.key = drawing or key
+        self.key = key
 
     def event(self, noise_multiplier: float) -> StepEvent:
         """Return the accountant's event of one step: Theorem 2, Bernoulli(q)."""

@@ -159,8 +159,7 @@ def test_a_run_is_accounted_verified_and_reported_so(texts, run_dir, capsys):  #
     summary = json.loads(capsys.readouterr().out)
     assert summary["sampling_run"] == summary["sampling_accounted"] == "cyclic"
     assert summary["sampling"]["bands"] == 2 and summary["epsilon_holds"].startswith("zero out")
-    head, *lines = ledger.read(run_dir)
-    events = [line["event"] for line in lines]
+    events = [line["event"] for line in ledger.steps_of(ledger.read(run_dir))]
     assert len(events) == 6 and {event["cycle"] for event in events} == {2}
     assert events[0]["sampling_prob"] == 2 * summary["sampling_prob"]
     names = ("num_steps", "sampling_prob", "noise_multiplier", "group_size", "delta")

@@ -73,6 +73,6 @@ def test_a_seal_is_of_the_key_and_the_text(key, tmp_path):
 
 
 def test_a_bound_key_follows_from_the_key_and_the_context(key):
-    first, again, other = key.bound("a"), key.bound("a"), key.bound("b")
+    first, again, other = (key.in_segment(nonce).fresh for nonce in "aab")
     assert first._secret == again._secret != other._secret != key._secret
     assert first.seal("ledger") != key.seal("ledger") and first.seed == key.seed

@@ -152,7 +152,7 @@ def test_a_training_that_diverges_ends_and_says_what_it_spent(
     assert ended.value.code == 3
     assert f"learning_rate={rate:g}: expected a smaller one: {why}" in line
     spent = float(line.split("epsilon ")[1].split()[0])
-    steps = len((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()) - 1
+    steps = len((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()) - 2
     assert 0 < spent <= 8 and steps < 12 and not (tmp_path / "run" / "summary.json").exists()
 
 

@@ -56,7 +56,7 @@ def test_a_run_is_accounted_verified_and_reported_so(texts, run_dir, capsys):  #
     assert summary["sampling_run"] == summary["sampling_accounted"] == "allocation"
     assert summary["sampling"]["participations"] == 2 and summary["sampling_prob"] == 1 / 3
     assert summary["expected_count"] == round(summary["num_users"] / 3)
-    assert all(line["event"]["allocated"] for line in ledger.read(run_dir)[1:])
+    assert all(line["event"]["allocated"] for line in ledger.read(run_dir)[2:])
     names = ("num_steps", "sampling_prob", "noise_multiplier", "delta")
     own = [str(x) for n in names for x in (f"--{n.replace('_', '-')}", summary[n])]
     own += ["--participations", str(summary["sampling"]["participations"])]

@@ -164,8 +164,8 @@ def test_a_run_says_what_it_protects_and_keeps_its_bounds(algorithm, runs, capsy
     assert summary["num_users"] == 30
     assert shared["kept"] + shared["left_out"] == summary["num_examples"]
     assert "alone or with others" in summary["adjacency"] and "alone" in summary["epsilon_holds"]
-    lines = ledger.read(run_dir)
-    event = StepEvent(**lines[1]["event"])
+    (line, *_) = ledger.steps_of(ledger.read(run_dir))
+    event = StepEvent(**line["event"])
     if algorithm == "els":
         assert (event.max_contributions, event.max_changed) == (2, 0)
         assert "texts of the pool for any one user, of 2" in found["owners"][1]

@@ -79,7 +79,7 @@ class Timeline:
         while self._process.poll() is None:
             self._cpu = max(self._cpu, cpu_seconds(self._process.pid))
             if not stepped and self._ledger.exists():
-                if stepped := self._ledger.read_bytes().count(b"\n") > 1:
+                if stepped := self._ledger.read_bytes().count(b"\n") > 2:
                     self.end("the first step is done")
             time.sleep(0.05)
 

@@ -135,7 +135,7 @@ class Prober:
         """Train once for each x, and yield what each gained."""
         before = self._loss(self.params)
         for number, signal in enumerate(signals):
-            key, size = self.key.bound(f"forecast {number}"), self.batch_for(signal)
+            key, size = self.key.in_segment(f"forecast {number}").fresh, self.batch_for(signal)
             settings = dataclasses.replace(self.settings, batch_size=size)
             method = method_for(self.algorithm, settings, self.data.train, key)
             yield Probe(signal, size, before - self._loss(self._trained(method, signal)))

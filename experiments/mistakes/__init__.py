@@ -9,5 +9,7 @@ from experiments.mistakes.claims import CLAIMS, COPIES
 from experiments.mistakes.clipping import CLIPPING
 from experiments.mistakes.noise import EVALUATIONS, NOISE_AND_SENSITIVITY
 from experiments.mistakes.sampling import SAMPLING
+from experiments.mistakes.segments import SEGMENT
 
-MISTAKES = (*NOISE_AND_SENSITIVITY, *CLIPPING, *SAMPLING, *CLAIMS, *COPIES, *EVALUATIONS, *CHATS)
+MISTAKES = (*NOISE_AND_SENSITIVITY, *CLIPPING, *SAMPLING, *SEGMENT, *CLAIMS, *COPIES, *EVALUATIONS)
+MISTAKES += CHATS

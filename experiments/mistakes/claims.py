@@ -12,7 +12,7 @@ MAKING, PLANNED, TRAINER = (
     "fedsim.training.prepare",
     "fedsim.training.trainer",
 )
-DIRECTORY, LEDGER = "fedsim.run.directory", "fedsim.run.ledger"
+DIRECTORY = "fedsim.run.directory"
 
 
 def of_half_the_steps(calibrate, method, privacy):
@@ -49,21 +49,6 @@ def shown(charge_of, entry, ledger):
         return charge
     released = run_ledger.phases(run_ledger.read(Path(entry.place)))
     return dataclasses.replace(charge, released=released)
-
-
-def if_as_long(expect_reached, self, chains, *places):
-    """Of a run that is not shorter."""
-    if len(chains) > self.steps:
-        expect_reached(self, chains, *places)
-
-
-def left_out_if_changed(release, self, ledger, step, what, epsilon):
-    """As it is now, where the bits are those that were released."""
-    from fedsim.run.released import digest
-
-    if step < ledger.num_steps and ledger.digest(step) == digest(what):
-        return what
-    return release(self, ledger, step, what, epsilon)
 
 
 CLAIMS = (
@@ -106,31 +91,12 @@ CLAIMS = (
         (Patch(MAKING, "expect_affordable", lambda _right, plan, phases: None),),
     ),
     Mistake(
-        "another gradient under the same noise after a crash",
-        "trust/test_replay.py::test_what_was_released_is_replayed_where_bits_would_be_others",
-        (
-            Patch(
-                TRAINER,
-                "Trainer._release",
-                lambda release, self, ledger, step, what, epsilon: (
-                    release(self, ledger, step, what, epsilon),
-                    what,
-                )[1],
-            ),
-        ),
-    ),
-    Mistake(
-        "a step that is left out only where its sum has changed",
-        "trust/test_replay.py::test_what_was_not_kept_is_left_out_and_paid_for",
-        (Patch(TRAINER, "Trainer._release", left_out_if_changed),),
-    ),
-    Mistake(
         "an older copy of a private selection that goes on",
         "budget/test_admission.py::test_what_has_no_ledger_of_its_own_is_released_once",
         (
             Patch(
                 "fedsim.budget.admission",
-                "_expect_newest",
+                "_expect_begins",
                 lambda right, applicant, ledger, entry, progress: (
                     None if progress.released is None else right(applicant, ledger, entry, progress)
                 ),
@@ -191,16 +157,6 @@ CLAIMS = (
 ADMISSION, DRAWS = "budget/test_admission.py::", "test_other_draws.py::"
 COPIES = (
     Mistake(
-        "an older copy of a killed run taken for the run",
-        ADMISSION + "test_an_older_copy_of_a_killed_run_is_refused",
-        (Patch("fedsim.budget.ledger", "Mark.expect_reached", if_as_long),),
-    ),
-    Mistake(
-        "a step shown before the ledger of the data has it",
-        DRAWS + "test_a_copy_of_a_killed_run_does_not_go_on_with_other_gradients",
-        (Patch(LEDGER, "note", lambda _right, directory, num_steps, chain: None),),
-    ),
-    Mistake(
         "a killed run counted with what its directory shows",
         ADMISSION + "test_a_killed_run_counts_whole_whatever_its_directory_shows",
         (Patch("fedsim.budget.spending", "charge_of", shown),),
@@ -210,11 +166,6 @@ COPIES = (
         DRAWS
         + "test_turns_that_other_packages_draw_otherwise_are_refused_and_the_same_ones_are_not",
         (Patch(PLANNED, "drawn_once", lambda _right, method, num_steps, key: mock.ANY),),
-    ),
-    Mistake(
-        "noise taken back that nobody added",
-        DRAWS + "test_rows_of_noise_that_would_be_others_are_refused",
-        (Patch(LEDGER, "Ledger.noise_row", lambda _right, self, step: None),),
     ),
     Mistake(
         "a group size drawn before it is paid for",

@@ -45,7 +45,7 @@ def from_a_new_pool(draw, self, step):
     """From a pool of the step's own."""
     from fedsim.sampling import pool_of
 
-    method, key = copy.copy(self), self.key.bound(f"pool {step}")
+    method, key = copy.copy(self), self.key.in_segment(f"pool {step}").fresh
     adjacency = self.settings.get("adjacency", "zero-out")
     method.pool = pool_of(self.users, self.group_size, key, adjacency)
     return draw(method, step)

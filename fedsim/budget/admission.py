@@ -4,7 +4,7 @@
 plans, into the ledger of the data under the ledger's lock: of two runs of which only one fits, the
 second is refused. When the run ends, what it released is noted; a killed run keeps counting with
 its plan.
-While it runs, marks note its progress, so that an older copy of it cannot be resumed.
+While it runs, marks note how far it has come, so that it is resumed only from there.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from fedsim.budget.ledger import (
     ELSEWHERE,
     BudgetLedger,
     Entry,
+    Head,
     Limit,
     Released,
     open_locked,
@@ -34,7 +35,7 @@ from fedsim.config import PrivacyConfig, RunConfig
 from fedsim.els import ELS
 from fedsim.errors import ConfigError, expect
 from fedsim.plan import AllocatedSampling, Plan, in_words
-from fedsim.run import RECEIPT, LedgerError, ledger as run_ledger
+from fedsim.run import RECEIPT, LedgerError, Reached, ledger as run_ledger
 from fedsim.uls import ULS
 
 ROOM = 1e-4
@@ -229,9 +230,14 @@ class Progress(NamedTuple):
     released: Released
     """Releases so far; None without noise, or if `is_noted` is false."""
     chains: list[str]
-    """Chain of its own ledger after 0, 1, ... steps; empty strings without one."""
+    """Chain after each line of its own ledger; without one, an empty string for each release."""
     is_noted: bool
     """True if the directory notes its releases."""
+
+    @property
+    def head(self) -> Head:
+        """How far the run has come."""
+        return Head(len(self.chains), self.chains[-1] if self.chains else "")
 
     @classmethod
     def of(cls, run_dir: Path, seen: Seen | None) -> "Progress":
@@ -242,7 +248,7 @@ class Progress(NamedTuple):
         """
         lines = run_ledger.read(run_dir)
         released = seen() if seen else run_ledger.phases(lines) if lines else None
-        chains = [line["chain"] for line in lines] or [""] * (1 + _count(released or []))
+        chains = [line["chain"] for line in lines] or [""] * _count(released)
         return cls(released, chains, bool(lines or seen))
 
 
@@ -259,7 +265,7 @@ def count_at_once(applicant: BudgetRequest, entry: Entry) -> None:
 
 
 @contextmanager
-def admitted(applicant: BudgetRequest, entry: Entry, seen: Seen | None = None) -> Iterator[None]:
+def admitted(applicant: BudgetRequest, entry: Entry, seen: Seen | None = None) -> Iterator[Reached]:
     """Count a run with its plan, its progress while the block runs, and at the end its releases.
 
     A release without a ledger of its own happens when the block ends; after an exception it may be
@@ -269,30 +275,34 @@ def admitted(applicant: BudgetRequest, entry: Entry, seen: Seen | None = None) -
       entry: the run with all that it plans.
       seen: says what was released, for a release without a ledger of its own.
 
+    Yields:
+      A function that notes how far the run has come, durably; to be called before a release.
+
     Raises:
       ConfigError: the run would exceed a limit.
-      LedgerError: the directory is an older copy, which would release steps a second time; or the
-        ledger has the run with other users or releases.
+      LedgerError: the directory does not begin with what the ledger knows of the run, as an older
+        copy; or the ledger has the run with other users or releases.
     """
     progress = Progress.of(applicant.run_dir, seen)
-    _expect_newest_elsewhere(applicant, entry, progress)
+    _expect_here(applicant, entry, progress)
     with ExitStack() as stack:
         with open_locked(applicant.place) as ledger:
-            _expect_newest(applicant, ledger, entry, progress)
+            _expect_receipt(applicant, ledger, entry)
+            _expect_begins(applicant, ledger, entry, progress)
             _expect_same(applicant, ledger, entry)
             applicant.expect_room_in(ledger, entry)
+            reached = _unnoted
             if promises := entry.planned is not None and not entry.label:
                 reached = stack.enter_context(ledger.marking(entry.run, applicant.run_dir))
                 # A crash may have come between a line of the run's ledger and its mark.
-                reached(len(progress.chains) - 1, progress.chains[-1])
-                stack.enter_context(run_ledger.witness(applicant.run_dir, reached))
-            people = ledger.save_people(applicant.ids)
-            ledger.begin(dataclasses.replace(entry, **people, marked=promises))
+                reached(*progress.head)
+            known = {**ledger.save_people(applicant.ids), "head": progress.head}
+            ledger.begin(dataclasses.replace(entry, **known, marked=promises))
             line, chain = ledger.num_lines, ledger.chain
             Receipt(applicant.run_dir, str(applicant.place), line, chain).write()
         finished = False
         try:
-            yield
+            yield reached
             finished = True
         finally:
             # An interrupted release without a ledger of its own may be resumed: it stays open.
@@ -313,57 +323,59 @@ def close(run_dir: Path) -> None:
     with open_locked(Path(receipt.ledger)) as ledger:
         run = receipt.line_in(ledger)["run"]
         if not ledger.entries[run].outcome:
-            ledger.end(run, ledger.entries[run].planned, RELEASED)
+            planned = ledger.entries[run].planned
+            ledger.end(run, planned, RELEASED, Head(_count(planned), ""))
 
 
 def _settle(applicant: BudgetRequest, run: str, progress: Progress) -> None:
     """Note what the run has released, by its directory, or all its plan if that notes nothing."""
     with open_locked(applicant.place) as ledger:
         planned = ledger.entries[run].planned
-        released = progress.released if progress.is_noted else planned
-        if progress.is_noted and (mark := ledger.mark(run)) is not None:
-            mark.expect_reached(progress.chains, applicant.run_dir, ledger.directory)
-        ledger.end(run, released, RELEASED if released == planned else STOPPED)
+        if not progress.is_noted:
+            ledger.end(run, planned, RELEASED, Head(_count(planned), ""))
+            return
+        ledger.head(run).expect_begins(progress.chains, applicant.run_dir, ledger.directory)
+        outcome = RELEASED if progress.released == planned else STOPPED
+        ledger.end(run, progress.released, outcome, progress.head)
 
 
-def _expect_newest_elsewhere(applicant: BudgetRequest, entry: Entry, progress: Progress) -> None:
-    """Check `_expect_newest` also with the ledger that the receipt names, if it is another one."""
+def _expect_here(applicant: BudgetRequest, entry: Entry, progress: Progress) -> None:
+    """Raise LedgerError if another ledger counts the run, as its receipt says, and knows more of
+    it; or knows a place where it still is."""
     receipt = Receipt.of(applicant.run_dir)
     if receipt is None or receipt.ledger == str(applicant.place) or receipt.away:
         return
     with open_locked(Path(receipt.ledger)) as ledger:
-        if entry.run in ledger.entries:  # else the ledger was moved, and another one took its place
-            _expect_newest(applicant, ledger, entry, progress)
+        if entry.run not in ledger.entries:  # it was moved, and another one took its place
+            return
+        _expect_receipt(applicant, ledger, entry)
+        _expect_begins(applicant, ledger, entry, progress)
+        place = Path(ledger.entries[entry.run].place)
+        same = not place.exists() or place.samefile(applicant.run_dir)
+        if not same and state_of(ledger.entries[entry.run], ledger) != GONE:
+            there = f"{place} has the same run, which {receipt.ledger} counts: go on there"
+            raise LedgerError(f"{applicant.run_dir}: is a copy: {there}, or remove it")
 
 
-def _expect_newest(
-    applicant: BudgetRequest, ledger: BudgetLedger, entry: Entry, progress: Progress
-) -> None:
-    """Raise LedgerError if the directory is older than the ledger, or another one has the run."""
-    run_dir, before = applicant.run_dir, ledger.entries.get(entry.run)
-    receipt = Receipt.of(run_dir)
+def _expect_receipt(applicant: BudgetRequest, ledger: BudgetLedger, entry: Entry) -> None:
+    """Raise LedgerError if the run has a receipt of this ledger, which has no such line."""
+    receipt = Receipt.of(applicant.run_dir)
     if receipt is not None and receipt.ledger == str(ledger.directory):
         try:
             receipt.line_in(ledger, entry.run)
         except LedgerError as error:
-            remedy = f"put the ledger back, or remove {run_dir / RECEIPT} to count the run anew"
+            remedy = f"put the ledger back, or remove {receipt.run_dir / RECEIPT} to count anew"
             raise LedgerError(f"{error}; {remedy}") from None
+
+
+def _expect_begins(
+    applicant: BudgetRequest, ledger: BudgetLedger, entry: Entry, progress: Progress
+) -> None:
+    """Raise LedgerError unless the directory begins with all that the ledger knows of the run."""
+    before = ledger.entries.get(entry.run)
     if before is None or before.kind == GROUP_SIZE or entry.planned is None or entry.label:
         return  # a new run, or one without a guarantee
-    count, released = _count(progress.released or []), _count(before.released or [])
-    if progress.released is not None and count == _count(entry.planned):
-        return  # nothing is left to release
-    if (mark := ledger.mark(entry.run)) is not None:
-        mark.expect_reached(progress.chains, run_dir, ledger.directory)
-    if count < released:
-        more = f"{ledger.directory} has {released} releases of it, and here are {count}"
-        raise LedgerError(f"{run_dir}: is an older copy of a run: {more}")
-    place = Path(before.place)
-    same = place.exists() and run_dir.exists() and place.samefile(run_dir)
-    if not same and (state := state_of(before, ledger)) != GONE:
-        there = f"{place} has the same run: go on there, or remove it"
-        there = "another process works on the same run" if state == RUNNING else there
-        raise LedgerError(f"{run_dir}: is a copy: {there}")
+    ledger.head(entry.run).expect_begins(progress.chains, applicant.run_dir, ledger.directory)
 
 
 def _expect_same(applicant: BudgetRequest, ledger: BudgetLedger, entry: Entry) -> None:
@@ -386,6 +398,10 @@ def _expect_same(applicant: BudgetRequest, ledger: BudgetLedger, entry: Entry) -
             )
 
 
-def _count(released: Sequence[tuple[Event, int]]) -> int:
+def _count(released: Released) -> int:
     """Total number of releases."""
-    return sum(count for _, count in released)
+    return sum(count for _, count in released or [])
+
+
+def _unnoted(count: int, chain: str) -> None:
+    """How far a run has come that promises nothing."""

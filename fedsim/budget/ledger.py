@@ -6,8 +6,8 @@
     users/         for each set of users, 64 bits of a keyed hash of each id: enough to see which
                    data sets overlap, and without the key nobody can try ids; and another such set
                    of what ids that look alike have in common
-    steps/         marks: for each run that has not ended, a line per step with the number of steps,
-                   the chain of the run's ledger after it, and a keyed digest of both
+    steps/         marks: for each run that has not ended, a line per line of the run's own ledger,
+                   with its number, its chain and a keyed digest of both
     secret.json    the key of chain, fingerprints and marks
     lock           held while a process reads and writes
 
@@ -15,10 +15,10 @@ Each line ends with a keyed digest of its bytes and all lines before it: without
 can be changed, inserted or removed. If an older copy of the whole ledger is restored, the receipts
 in the directories of runs show it.
 
-A mark is durable before anything of its step becomes visible. A run's directory with fewer steps
-than its mark is therefore an older copy: a step that it repeats, on another host or with other
-packages, could be another gradient under the same noise. The process that works on a run locks its
-marks, so that of two copies on hosts that share the ledger one is refused.
+A mark is durable before anything of its step becomes visible. A run is resumed only if its ledger
+begins with the last mark: an older copy would release steps that nobody counts, under noise of
+their own. Each start and resume is a line, with the head of the run's ledger then. The process that
+works on a run locks its marks, so that of two copies on hosts that share the ledger one is refused.
 
 The ledger belongs to the owner of the data, mode 0700: users, their number and the places of runs
 are private, and so is the output of `fedsim budget`. The events say no more than the ledgers of
@@ -77,6 +77,35 @@ Released = list[tuple[Event, int]] | None
 """Events of the accountant with their counts; None: released without noise."""
 
 
+class Head(NamedTuple):
+    """How far a run has come."""
+
+    count: int
+    """Number of lines of its own ledger; of releases, where it has none."""
+    chain: str
+    """Chain of its own ledger after these; empty where it has none."""
+
+    def expect_begins(self, chains: Sequence[str], run_dir: Path, ledger: Path) -> None:
+        """Check that what a run's directory has begins with this.
+
+        Args:
+          chains: after each line of the run's own ledger; empty strings where it has none.
+          ledger: directory of the ledger of the data, for the error.
+
+        Raises:
+          LedgerError: it is an older copy, or one that went another way.
+        """
+        if len(chains) < self.count:
+            more = f"{ledger} has {self.count} lines of its ledger, and here are {len(chains)}"
+            raise LedgerError(f"{run_dir}: is an older copy of a run: {more}")
+        if self.count and chains[self.count - 1] != self.chain:
+            other = f"{ledger} has another line {self.count} of its ledger than there is here"
+            raise LedgerError(f"{run_dir}: is a copy that went another way: {other}")
+
+
+NO_HEAD = Head(0, "")
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """A run in the ledger of its data."""
@@ -104,6 +133,8 @@ class Entry:
     began: str = ""
     marked: bool = False
     """True if the ledger keeps marks of its steps until it ends."""
+    head: Head = NO_HEAD
+    """How far it had come when it last began or ended."""
     adjacency: str = ""
     """Of its guarantee; empty if it has none of its own, and for runs of earlier versions."""
     looks: str = ""
@@ -123,31 +154,6 @@ class Limit:
     epsilon: float
     delta: float
     users: str | None = None
-
-
-class Mark(NamedTuple):
-    """The progress of a run."""
-
-    steps: int
-    chain: str
-    """Chain of the run's own ledger after these steps; empty if not known."""
-
-    def expect_reached(self, chains: Sequence[str], run_dir: Path, ledger: Path) -> None:
-        """Check that a run's directory is not an older copy, nor one that took other steps.
-
-        Args:
-          chains: of the run's own ledger after 0, 1, ... steps; empty where not known.
-          ledger: directory of the ledger, for the error.
-
-        Raises:
-          LedgerError: it is such a copy.
-        """
-        if (steps := len(chains) - 1) < self.steps:
-            more = f"{ledger} has {self.steps} steps of it, and here are {steps}"
-            raise LedgerError(f"{run_dir}: is an older copy of a run: {more}")
-        if self.chain and chains[self.steps] not in ("", self.chain):
-            other = f"{ledger} has another step {self.steps} of it than there is here"
-            raise LedgerError(f"{run_dir}: is a copy that went another way: {other}")
 
 
 def place_of(directory: str | Path | None) -> Path:
@@ -265,18 +271,19 @@ class BudgetLedger:
     def begin(self, entry: Entry) -> None:
         """Count a new or resumed run with all that it plans; durable when this returns."""
         planned = None if entry.planned is None else to_words(entry.planned)
-        names = ("run", "kind", "place", "users", "looks", "label", "marked", "adjacency")
+        names = ("run", "kind", "place", "users", "looks", "label", "marked", "head", "adjacency")
         fields = {name: getattr(entry, name) for name in names}
         self._append({"what": OPENED, **fields, "slack": [*entry.slack], "planned": planned})
 
-    def end(self, run: str, released: Released, outcome: str) -> None:
+    def end(self, run: str, released: Released, outcome: str, head: Head = NO_HEAD) -> None:
         """Note what a run released and how it ended, and remove its marks."""
         words = None if released is None else to_words(released)
-        self._append({"what": CLOSED, "run": run, "outcome": outcome, "released": words})
+        ended = {"what": CLOSED, "run": run, "outcome": outcome, "head": head}
+        self._append({**ended, "released": words})
         self._mark_path(run).unlink(missing_ok=True)
 
-    def mark(self, run: str) -> Mark | None:
-        """The last mark of a run that has not ended; None if it has no marks.
+    def head(self, run: str) -> Head:
+        """How far a run has come, by its last mark; if it has ended, by its last line.
 
         Raises:
           FileDamaged: the marks are missing or were changed.
@@ -285,15 +292,15 @@ class BudgetLedger:
         if not path.exists():
             if entry is not None and entry.marked and not entry.outcome:
                 raise FileDamaged(f"{path}: expected how far {entry.place} has come")
-            return None
+            return entry.head if entry else NO_HEAD
         *lines, _ = path.read_text(errors="replace").split("\n")  # the last may be cut off
         if not lines:  # killed before the first line, hence before the first step
-            return Mark(0, "")
-        steps, _, rest = lines[-1].partition(" ")
+            return NO_HEAD
+        count, _, rest = lines[-1].partition(" ")
         chain, _, digest = rest.partition(" ")
-        if not steps.isdecimal() or digest != self.key.seal(_mark_text(path, steps, chain)):
+        if not count.isdecimal() or digest != self.key.seal(_mark_text(path, count, chain)):
             raise FileDamaged(f"{path}: expected how far a run has come")
-        return Mark(int(steps), chain)
+        return Head(int(count), chain)
 
     @contextmanager
     def marking(self, run: str, run_dir: Path) -> Iterator[Reached]:
@@ -320,9 +327,9 @@ class BudgetLedger:
                 sync_directory(path.parent)
             remove_cut_off_line(path)
 
-            def reached(steps: int, chain: str) -> None:
-                digest = self.key.seal(_mark_text(path, str(steps), chain))
-                write_durably(file, f"{steps} {chain} {digest}\n".encode())
+            def reached(count: int, chain: str) -> None:
+                digest = self.key.seal(_mark_text(path, str(count), chain))
+                write_durably(file, f"{count} {chain} {digest}\n".encode())
 
             yield reached
 
@@ -390,8 +397,11 @@ class BudgetLedger:
             self.limits.append(Limit(line["epsilon"], line["delta"], line["users"]))
         elif line["what"] == CLOSED:
             was = self.entries[line["run"]]
-            changes = {"released": _phases(line["released"]), "outcome": line["outcome"]}
-            self.entries[was.run] = dataclasses.replace(was, **changes)
+            released = _phases(line["released"])
+            # Ledgers of earlier versions have no heads: a run has at least a line for each step.
+            least = [sum(count for _, count in released or []), ""]
+            changes = {"outcome": line["outcome"], "head": Head(*line.get("head", least))}
+            self.entries[was.run] = dataclasses.replace(was, released=released, **changes)
         else:
             before = self.entries.get(line["run"])
             fields = {n: line[n] for n in ("run", "kind", "place", "users", "label")}
@@ -402,6 +412,7 @@ class BudgetLedger:
                 slack=(float(line["slack"][0]), float(line["slack"][1])),
                 released=before.released if before else [],
                 marked=bool(line.get("marked")),  # missing in ledgers of earlier versions
+                head=Head(*line.get("head", (0, ""))),
                 adjacency=str(line.get("adjacency", "")),
                 looks=str(line.get("looks", "")),
                 began=before.began if before else line["time"],
@@ -514,5 +525,5 @@ def _check(line: dict[str, Any], number: int) -> None:
         raise ValueError(f"what={line['what']}")
 
 
-def _mark_text(path: Path, steps: str, chain: str) -> str:
-    return f"steps {path.name} {steps} {chain}"
+def _mark_text(path: Path, count: str, chain: str) -> str:
+    return f"steps {path.name} {count} {chain}"

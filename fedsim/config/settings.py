@@ -15,7 +15,7 @@ from fedsim.files import expand_home
 # May differ between a run and its resumption: they change neither the guarantee nor the bits. (That
 # the data is the same is checked by its fingerprint, wherever it lies.)
 OPERATIONAL = frozenset(
-    {"data", "run_dir", "engine", "num_workers", "num_lanes", "resume"}
+    {"data", "run_dir", "engine", "num_workers", "num_lanes", "threads_per_worker", "resume"}
     | {"wait_for_workers", "worker_timeout"}
     | {"checkpoint_every", "log_every", "output", "budget_ledger", "limit_epsilon", "fit_limit"}
     | {"log_to", "log_non_private", "strict"}
@@ -363,7 +363,8 @@ class RunConfig(UpdateConfig):
 
     checkpoint_every: int = 10
     """Steps between checkpoints. >= 1. If this takes longer than a minute, there is one every
-    minute, too."""
+    minute, too. A crash costs the steps since the last one: at most about twice as many, or two
+    minutes and a step. They are paid for, and no other steps take their place."""
 
     log_every: int = 10
     """Steps between computations of epsilon. >= 1."""

@@ -11,7 +11,6 @@ from .factory import (
     TRIAL_UNITS as TRIAL_UNITS,
     choose_strategy as choose_strategy,
     create as create,
-    reduction as reduction,
 )
 from .preflight import (
     exhausted as exhausted,

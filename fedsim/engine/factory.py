@@ -48,16 +48,6 @@ def expect_accelerator(config: EngineConfig) -> None:
         expect("accelerator", config.accelerator, config.accelerator == backend, expected)
 
 
-def reduction(config: EngineConfig, *, exact: bool) -> str:
-    """Describe the order of additions in sums: engines with equal descriptions give equal bits.
-
-    Args:
-      config: the settings of the engine.
-      exact: true if sums are of whole numbers, as with noise; then no order matters.
-    """
-    return "whole numbers" if exact else f"{config.num_lanes} lanes in order"
-
-
 def choose_strategy(
     engine: Engine, params: Any, group: int, clip: Clip, config: EngineConfig
 ) -> tuple[Strategy, str]:

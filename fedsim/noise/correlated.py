@@ -9,8 +9,9 @@ Given all x_s + w_s of the steps before, x_t + w_t is a Gaussian with mean x_t -
 rounded. If a user adds v to x_s and nothing to the b - 1 sums after it, an equal x_s + w_s has a
 w_s that is smaller by v, so the means of steps s, ..., s + b - 1 move by v, c_1 v, ..., c_(b-1) v:
 together by |c| |v|, and no other step's mean moves. With tau at least |c| times the noise that
-hides |v|, this is the Gaussian mechanism, once for every b steps. The w_t follow from the key
-alone: no row is stored, and a resumed run draws the rows again. The c_i are multiples of a power of
+hides |v|, this is the Gaussian mechanism, once for every b steps. A segment subtracts rows of its
+own steps alone, which moves fewer means: a row that another machine drew could be drawn otherwise
+here, and no row is stored. The c_i are multiples of a power of
 two, so that their sum is exact in float64. docs/theory/correlated.md has the proof.
 
 Which c is best: let S be the lower triangular Toeplitz matrix with bands s_0, ..., s_(b-1) and
@@ -272,9 +273,9 @@ def _first_half(number: float) -> float:
 class Correlated:
     """Correlated noise for consecutive steps; keeps the rows of the last bands - 1 steps.
 
-    Guarantees: the noise is a function of (key, step, coordinate). With one band it equals the
-      noise of `add_gaussian`, bit by bit. A step that does not follow the last one draws the rows
-      of the steps before it again.
+    Guarantees: the noise is a function of (key, segment, step, coordinate). With one band it equals
+      the noise of `add_gaussian`, bit by bit. A step that does not follow the last one draws the
+      rows of its segment's earlier steps again.
     """
 
     def __init__(self, num_steps: int, bands: int):
@@ -283,8 +284,6 @@ class Correlated:
         """w of the steps before, the newest first."""
         self._next: tuple[object, ...] = ()
         """(step, key, stddev, sizes) for which the rows are up to date; empty: for none."""
-        self.drawn: Callable[[int, list[np.ndarray]], None] | None = None
-        """Called with each step's row, also when it is drawn again and must be equal."""
 
     def __call__(
         self, sums: Sequence[np.ndarray], *, stddev: float, key: SecretKey, step: int
@@ -296,7 +295,7 @@ class Correlated:
         of = (key, stddev, sizes)
         if self._next != (step, *of):
             self._rows.clear()
-            for before in range(step):
+            for before in range(key.first, step):
                 self._advance(sizes, stddev, key, before)
         self._next = ()  # an interrupted step must not be continued from
         row = self._advance(sizes, stddev, key, step)
@@ -325,7 +324,7 @@ class Correlated:
                 local.room = np.empty(BLOCK), *np.empty((5, PIECE))
             fresh, *room = local.room
             out, rows = row[leaf][part], [each[leaf][part] for each in self._rows]
-            gaussian(key.generator("noise", step, leaf, number), fresh[: len(out)])
+            gaussian(key.fresh.generator("noise", step, leaf, number), fresh[: len(out)])
             for start in range(0, len(out), PIECE):
                 piece = slice(start, min(start + PIECE, len(out)))
                 back, term, *free = (each[: piece.stop - start] for each in room)
@@ -335,7 +334,5 @@ class Correlated:
                 out[piece] = difference(fresh[piece], plan.stddev, back, free)
 
         in_blocks(fill, row)
-        if self.drawn is not None:
-            self.drawn(step, row)
         self._rows.appendleft(row)
         return row

@@ -67,12 +67,12 @@ def add_gaussian(
 ) -> list[np.ndarray]:
     """round((sum + N(0, stddev^2 I)) / 2^release_shift(stddev)) for every array.
 
-    Guarantees: the noise of a number depends on (key, step, coordinate) alone and is independent of
-      the noise of every other number and step.
+    Guarantees: the noise of a number depends on (key, segment, step, coordinate) alone and is
+      independent of the noise of every other number, step and segment.
     Args:
       sums: arrays of whole numbers [n].
       stddev: standard deviation, in units of the sums; 0: no noise.
-      key: secret key of the run.
+      key: secret key of the run in its segment.
       step: t, from 0.
     Returns: an array [n] for each sum: int32, or int64 if there is little noise; the type does not
       depend on the sums.
@@ -85,7 +85,7 @@ def add_gaussian(
     local = threading.local()  # a thread reuses its buffer: fresh memory costs half of drawing
 
     def fill(leaf: int, number: int, part: slice) -> None:
-        rng = key.generator("noise", step, leaf, number)
+        rng = key.fresh.generator("noise", step, leaf, number)
         total, out = sums[leaf][part], released[leaf][part]
         if not hasattr(local, "room"):
             local.room = np.empty(BLOCK)

@@ -59,7 +59,6 @@ def method_for(
     privacy: PrivacyConfig,
     users: Users,
     key: SecretKey,
-    drawing: SecretKey | None = None,
     kind: type | None = None,
 ) -> ELS | ULS:
     """The algorithm, ready to draw its first step.
@@ -67,9 +66,6 @@ def method_for(
     Args:
       privacy: from `fill_defaults`.
       key: key of the run.
-      drawing: key with which steps are drawn, if not the run's own. Where texts have several
-        owners, the draw of the pool or the groups decides the number of units, which the plan
-        states before there is a drawing key; so these are drawn with `key`.
       kind: a subclass in the place of the algorithm's own class.
     """
     shared = graph_of(users) is not None
@@ -86,8 +82,7 @@ def method_for(
             privacy.adjacency == ZERO_OUT,
             privacy.num_steps // (privacy.participations or 1),
         ),
-        key=key if shared else drawing or key,
-        drawing=drawing,
+        key=key,
         adjacency=privacy.adjacency,
         **options,
     )

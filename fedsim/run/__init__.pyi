@@ -4,7 +4,6 @@ from . import (
     formats as formats,
     ledger as ledger,
     metrics as metrics,
-    released as released,
 )
 from .console import (
     EVALUATED as EVALUATED,
@@ -14,15 +13,16 @@ from .console import (
     spent as spent,
 )
 from .directory import RECEIPT as RECEIPT, Identity as Identity, StoredRun as StoredRun
+from .formats import Segment as Segment
 from .ledger import (
     ChainedLog as ChainedLog,
+    Differs as Differs,
     Ledger as Ledger,
     LedgerError as LedgerError,
-    OtherBits as OtherBits,
     Reached as Reached,
+    Replayed as Replayed,
     claimed_epsilon as claimed_epsilon,
     gradient_sha256 as gradient_sha256,
-    note as note,
 )
 from .metrics import (
     BOARD as BOARD,

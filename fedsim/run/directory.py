@@ -6,14 +6,12 @@ budget.json    where the ledger of the data counts the run
 tokenizer.json of the data, so that the model can be used without the data
 model/         files of the initial model that training does not change
 ledger.jsonl   metrics.jsonl   tb/   checkpoints/   summary.json
-released/      released numbers of the steps since the last checkpoint, mode 0700
 report.html   report.md   audit.json, by the commands report and audit
 """
 
 import dataclasses
 import fcntl
 import itertools
-import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -70,8 +68,6 @@ class Identity:
     """sha256 of the initial pretrained parameters; None for fresh ones."""
     data_seal: str
     """Keyed digest of the data's fingerprint."""
-    reduction: str
-    """The order in which sums are added; see `engine.reduction`."""
     adapter: str | None = None
     """sha256 of the adapter that the run started from; None without one."""
 
@@ -90,8 +86,6 @@ class StoredRun:
     """Versions of the packages at the start of the run."""
     plan: Plan | None = None
     """None before the run is planned."""
-    host: str = ""
-    """Kind of host that the workers ran on."""
     strategy: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """`name` of the clipping strategy, and `why` it was chosen."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -108,7 +102,6 @@ class StoredRun:
                 name: dict(getattr(self, name))
                 for name in ("versions", "model", "strategy", "files")
             },
-            "host": self.host,
             "tokenizer": self.tokenizer,
         }
         return {
@@ -130,7 +123,7 @@ class StoredRun:
         privacy = PrivacyConfig(**new_names(record["privacy"]))
         plan = Plan.from_dict(record["plan"])
         run = run_config(**{**new_names(record["run"]), "run_dir": run_dir})
-        names = ("model", "versions", "host", "strategy", "files", "tokenizer")
+        names = ("model", "versions", "strategy", "files", "tokenizer")
         rest = {name: record[name] for name in names if name in record}
         return cls(identity, privacy, run, plan=plan, **rest)
 
@@ -324,18 +317,6 @@ def stored_key(run: RunConfig) -> SecretKey:
     return key
 
 
-def drawing_key(key: SecretKey, stored: StoredRun) -> SecretKey:
-    """The key for drawing units and noise.
-
-    With a seed, it also depends on the strategy, the packages and the host, because bits of
-    gradients do: else two runs with one seed could add equal noise to slightly different gradients.
-    """
-    if key.seed is None:
-        return key
-    context = [stored.strategy["name"], dict(stored.versions), stored.host]
-    return key.bound(json.dumps(context, sort_keys=True))
-
-
 def expect_same(stored: StoredRun, now: StoredRun) -> None:
     """Raise ConfigError for the first setting that a resumed run would change, the data first."""
     run_dir = stored.run.run_dir
@@ -353,21 +334,6 @@ def expect_same(stored: StoredRun, now: StoredRun) -> None:
             left_out |= name == "data" and is_table(str(value)) and is_table(str(was))
             if name not in OPERATIONAL | {"seed"} and value != was and not left_out:
                 raise ConfigError.of(name, value, f"{was}, with which {run_dir} was started")
-
-
-def other_bits(stored: StoredRun, versions: Mapping[str, str], host: str) -> str:
-    """Why a step on `host` may differ from the run in its bits; empty if it does not.
-
-    Accelerators add numbers in no fixed order.
-    """
-    was, packages = stored.versions, dict.fromkeys((*stored.versions, *versions))
-    changed = [name for name in packages if versions.get(name) != was.get(name)]
-    other = [f"{name} {versions.get(name)}, not {was.get(name)}" for name in changed]
-    if other:
-        return "other packages: " + ", ".join(other)
-    if (stored.host or host) != host:
-        return f"another kind of host: {host}, not {stored.host}"
-    return "" if ", cpu," in host else f"{host} adds up in no fixed order"
 
 
 def config_sha256(run_dir: Path) -> str:

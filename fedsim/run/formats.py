@@ -24,6 +24,8 @@ from fedsim.plan import Caveat, Number, Plan
 
 CHECKED: Any = {"strict": True, "extra": "forbid", "use_attribute_docstrings": True}
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Nonce = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+Index = Annotated[int, Field(ge=0)]
 Loss = Annotated[
     float,
     Field(strict=False),
@@ -74,12 +76,37 @@ class FirstLine:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """A part of a run between its start, or a resume, and its end, or a crash."""
+
+    nonce: Nonce
+    """Random; what the segment's steps draw, noise too, is a function of the key and of it."""
+    after: Index
+    """Number of steps of the checkpoint that it went on from; 0 without one."""
+    first: Index
+    """Index of its first step: the number of steps of all segments before. Those from `after` on
+    were lost: they are paid for, and not applied."""
+    computed_on: str = ""
+    """Kind of host and device, and a digest of the versions of packages, on which bits depend."""
+
+
+@dataclass(frozen=True)
+class SegmentLine:
+    """The line of a segment in a ledger, before its first step."""
+
+    __pydantic_config__: ClassVar[Any] = CHECKED
+    segment: Segment
+    chain: Digest
+    """As of a step."""
+
+
+@dataclass(frozen=True)
 class StepLine:
     """The line of a step in a ledger; earlier versions left out some fields."""
 
     __pydantic_config__: ClassVar[Any] = CHECKED
     step: int
-    """Number of the step, from 0."""
+    """Index of the step, from 0; it is used once."""
     event: StepEvent | None
     """The accountant's event of the step; null without noise."""
     chain: Digest
@@ -91,8 +118,6 @@ class StepLine:
     """Epsilon of all steps so far, if it was shown; else null."""
     gradient_sha256: str | None = None
     """Digest of the numbers that the step released."""
-    noise_row: str | None = None
-    """Keyed digest of the step's row of correlated noise."""
 
 
 @dataclass(frozen=True)
@@ -136,15 +161,12 @@ class Summary:
     """Noise multiplier of the gradient alone, if a step releases more than its gradient."""
     ledger_chain: str = ""
     """Chain of the last line of the ledger."""
-    resumed_elsewhere: int = 0
-    """Number of times that a process resumed the run where its bits may differ."""
     final_clip_norm: float | None = None
     lost_steps: int = 0
     """Number of steps that count for epsilon, but whose gradient was lost to a crash."""
     params_sha256: str = ""
     gradients_computed: int | None = None
     wall_seconds: float | None = None
-    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -194,7 +216,7 @@ def schemas() -> dict[str, dict[str, Any]]:
     of_plan = {**plan, "properties": properties, "required": required}
     del of_plan["additionalProperties"]
     both = {"allOf": [of_plan, summary], "unevaluatedProperties": False, "$defs": parts}
-    ledger, whole = _described(FirstLine | StepLine), _described(Plan)
+    ledger, whole = _described(FirstLine | SegmentLine | StepLine), _described(Plan)
     ledger["$defs"] |= {**whole.pop("$defs"), "Plan": whole}
     ledger["$defs"]["Head"]["properties"]["plan"] = {"$ref": "#/$defs/Plan"}
     return {

@@ -1,9 +1,10 @@
 """The ledger of a run: what each step released; the only source of the run's epsilon.
 
 `ledger.jsonl` has a head (what is fixed for the life of the run, and in `before` what was released
-before the first step) and one line per step, written *before* anything of the step becomes visible,
-with a digest of the privatised gradient. A step that is repeated after a crash draws the same units
-and the same noise, so it is no second release: its line exists and must agree.
+before the first step), a line for each segment, and a line for each step, written *before* anything
+of the step becomes visible. An index is used once, ever: a run that is resumed begins a segment,
+with a fresh nonce in all that its steps draw, at the index after the last line. The steps after its
+checkpoint are lost: paid for, and not applied (docs/theory/segments.md).
 
 The file is a `ChainedLog`: JSON lines that are only appended, each with a digest of itself and all
 lines before it. A changed byte or a missing line shows, unless the last lines are missing: their
@@ -11,14 +12,15 @@ presence is checked against checkpoint, metrics and summary. A chain is no signa
 rewrites all of these files leaves no trace in them (`fedsim verify --whole` computes again).
 """
 
+import bisect
+import dataclasses
 import hashlib
 import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -128,13 +130,16 @@ FILE = "ledger.jsonl"
 PIECE = 2**20  # bytes that are hashed at a time
 
 Reached = Callable[[int, str], None]
-"""(steps, chain after them) -> None; notes durably how far a run has come."""
-
-_WITNESSES: dict[Path, Reached] = {}
+"""(number of lines, chain after them) -> None; notes durably how far a run has come."""
 
 
-class OtherBits(LedgerError):
-    """A repeated step differs from what it released before."""
+class Differs(LedgerError):
+    """A step that a replay computes again differs from what it released."""
+
+    def __init__(self, step: int, computed_on: str):
+        """Args: computed_on: as of a segment, of the replay."""
+        super().__init__(f"step={step}: expected what was released, of the same bits")
+        self.step, self.computed_on = step, computed_on
 
 
 class Ledger:
@@ -152,59 +157,58 @@ class Ledger:
         Raises:
           LedgerError: it was changed or cut, or ledger and checkpoint are of different runs.
         """
-        self._log = ChainedLog(directory / FILE, check)
-        self._directory = directory
+        self._log = ChainedLog(directory / FILE, Order())
+        self.reached: Reached = lambda num_lines, chain: None
+        """Called with each line, once it is durable and before it is visible."""
         path, lines = self._log.path, self._log.lines
-        if (steps := max(0, self.num_steps)) < least:
-            missing = f"{steps} steps, and the checkpoint has {least}"
+        self._steps = steps_of(lines)
+        self.segments = segments_of(lines)
+        if self.num_steps < least:
+            missing = f"{self.num_steps} steps, and the checkpoint has {least}"
             raise LedgerError(f"{path}: was cut: it has {missing}")
         if lines and lines[0]["head"] != head:
             raise LedgerError(f"{path}: was written by a run with other settings or data")
-        if least_chain and self.chain_after(least) != least_chain:
+        if lines and least_chain and self.chain_after(least) != least_chain:
             other = f"another chain after step {least} than the checkpoint"
             raise LedgerError(f"{path}: has {other}: one of the two is of another run")
         if not lines:
             self._log.append({"head": head})
 
+    def begin(self, segment: formats.Segment) -> None:
+        """Note a segment before its first step; durable when this returns.
+
+        Raises:
+          LedgerError: it does not go on where the ledger ends, or has the nonce of another one.
+        """
+        fault = out_of_order(segment, self.segments, self.num_steps)
+        if fault:
+            raise LedgerError(f"{self._log.path}: {fault}")
+        self._append({"segment": dataclasses.asdict(segment)})
+        self.segments.append(segment)
+
     def record(self, step: int, event: StepEvent | None, **fields: Any) -> None:
-        """Note that `step` (from 0) is about to be released; durable when this returns, also for
-        the `witness`.
+        """Note that `step` (from 0) is about to be released; durable when this returns.
 
         Args:
           event: the accountant's event of the step; None without noise.
           fields: other fields of `StepLine`.
 
         Raises:
-          LedgerError: it is not the next step, or was released with another event.
-          OtherBits: it was released with another `gradient_sha256`.
+          LedgerError: it is not the next step, or no segment has begun.
         """
-        line = {"step": step, "event": event and event_fields(event), **fields}
-        if step > self.num_steps:
-            raise LedgerError(f"step={step}: expected {self.num_steps}, the next one")
-        if step == self.num_steps:
-            self._log.append(line)
-            note(self._directory, self.num_steps, self.chain)
-            return
-        (was, digest), (now, new_digest) = map(_identity, (self._line(step), line))
-        if now != was:
-            raise LedgerError(f"step={step}: expected event {was}, as released before")
-        if digest and new_digest != digest:
-            raise OtherBits(
-                f"step={step}: expected the gradient that was released before, of the same bits: "
-                "go on with the packages, and on the kind of host, that the run was started with"
-            )
+        if step != self.num_steps or not self.segments:
+            expected = f"{self.num_steps}, the next index of a segment"
+            raise LedgerError(f"step={step}: expected {expected}")
+        self._append({"step": step, "event": event and event_fields(event), **fields})
+        self._steps.append(self._log.lines[-1])
 
-    def digest(self, step: int) -> str | None:
-        """The `gradient_sha256` of a released step."""
-        return self._line(step).get("gradient_sha256")
-
-    def noise_row(self, step: int) -> str | None:
-        """The seal of the row of correlated noise of a released step, if the ledger has it."""
-        return self._line(step).get("noise_row")
+    def _append(self, line: dict[str, Any]) -> None:
+        self._log.append(line)
+        self.reached(len(self._log.lines), self.chain)
 
     def chain_after(self, num_steps: int) -> str:
-        """The digest of the head and the lines of the first `num_steps` steps."""
-        return self._log.chain_after(1 + num_steps)
+        """The digest of all lines up to that of the last of `num_steps` steps."""
+        return self._steps[num_steps - 1]["chain"] if num_steps else self._log.chain_after(1)
 
     @property
     def chain(self) -> str:
@@ -213,36 +217,72 @@ class Ledger:
 
     @property
     def num_steps(self) -> int:
-        """Released steps."""
-        return len(self._log.lines) - 1
+        """Released steps: the next index."""
+        return len(self._steps)
+
+    @property
+    def released_sha256(self) -> str:
+        """The digest of all that the steps released."""
+        digests = [line.get("gradient_sha256") for line in self._steps]
+        return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
     def close(self) -> None:
         """Close the file."""
         self._log.close()
 
-    def _line(self, step: int) -> dict[str, Any]:
-        return self._log.lines[1 + step]
+
+class Replayed(Ledger):
+    """The ledger of a run whose steps are computed again: nothing is written."""
+
+    computed_on = ""
+    """As of a segment, of the replay."""
+
+    def record(self, step: int, event: StepEvent | None, **fields: Any) -> None:
+        """Compare a step with what it released.
+
+        Raises:
+          Differs: it had another event or another `gradient_sha256`.
+        """
+        now = event and event_fields(event), fields.get("gradient_sha256")
+        line = self._steps[step]
+        if now != (line["event"], line.get("gradient_sha256")):
+            raise Differs(step, self.computed_on)
 
 
-@contextmanager
-def witness(directory: Path, reached: Reached) -> Iterator[None]:
-    """Call `reached` for each step of the run in `directory`, before the step becomes visible.
+def steps_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of steps among those of a ledger."""
+    return [line for line in lines if "step" in line]
 
-    The registry is by directory, so that every ledger opened there reports its steps.
+
+def segments_of(lines: list[dict[str, Any]]) -> list[formats.Segment]:
+    """The segments in the lines of a ledger."""
+    return [formats.Segment(**line["segment"]) for line in lines if "segment" in line]
+
+
+def number_of(segments: Sequence[formats.Segment], step: int) -> int:
+    """Number, from 0, of the last segment whose first index is at most `step`."""
+    return bisect.bisect_right(segments, step, key=lambda segment: segment.first) - 1
+
+
+def lost_steps(segments: Sequence[formats.Segment], steps: int) -> int:
+    """Number of indices below `steps` that the state after them does not have.
+
+    A segment's state is that of a checkpoint of an earlier one, so losses add up along these.
     """
-    place = directory.absolute()
-    _WITNESSES[place] = reached
-    try:
-        yield
-    finally:
-        del _WITNESSES[place]
+    number = number_of(segments, steps)
+    if number < 1:
+        return 0
+    segment = segments[number]
+    return lost_steps(segments[:number], segment.after) + segment.first - segment.after
 
 
-def note(directory: Path, num_steps: int, chain: str) -> None:
-    """Report to the witness of the run in `directory`, if there is one, how far the run has
-    come."""
-    if (reached := _WITNESSES.get(directory.absolute())) is not None:
-        reached(num_steps, chain)
+def out_of_order(
+    segment: formats.Segment, before: Sequence[formats.Segment], num_steps: int
+) -> str:
+    """Why a segment cannot follow; empty if it can. Args: num_steps: released before it."""
+    if segment.first != num_steps or segment.after > num_steps:
+        return f"first={segment.first}, after={segment.after}: expected {num_steps}, and no more"
+    return "nonce: occurs twice" if segment.nonce in {each.nonce for each in before} else ""
 
 
 def gradient_sha256(gradient: Any) -> str:
@@ -271,13 +311,13 @@ def epsilon_of(released: list[tuple[Event, int]] | None, delta: float) -> float:
 
 def phases(lines: list[dict[str, Any]]) -> list[tuple[Event, int]] | None:
     """The accountant's events in the lines of a ledger, with their counts; None without noise."""
-    if any(line["event"] is None for line in lines[1:]):
+    events = [line["event"] for line in steps_of(lines)]
+    if None in events:
         return None
     before = [each for line in lines[:1] for each in line["head"].get("before", [])]
-    steps = itertools.groupby(line["event"] for line in lines[1:])
     return [
         *((PureEvent(each["epsilon"]), 1) for each in before),
-        *((event_of(event), len(list(same))) for event, same in steps),
+        *((event_of(event), len(list(same))) for event, same in itertools.groupby(events)),
     ]
 
 
@@ -287,7 +327,7 @@ def read(directory: Path) -> list[dict[str, Any]]:
     Raises:
       LedgerError: a byte was changed, or a line before the last one removed.
     """
-    return ChainedLog(directory / FILE, check).lines
+    return ChainedLog(directory / FILE, Order()).lines
 
 
 def head(directory: Path) -> dict[str, Any]:
@@ -301,7 +341,7 @@ def head(directory: Path) -> dict[str, Any]:
         return {}
     with open(path, "rb") as file:
         first = file.readline()
-    return next((line["head"] for line in parse(first, str(path), check)), {})
+    return next((line["head"] for line in parse(first, str(path), Order())), {})
 
 
 def head_of(directory: Path, run: str) -> dict[str, Any]:
@@ -317,13 +357,26 @@ def head_of(directory: Path, run: str) -> dict[str, Any]:
     return found if found.get("key_seal") == run else {}
 
 
-def _identity(line: dict[str, Any]) -> tuple[Any, str | None]:
-    """Fields of a step's line that must not change when the step is repeated."""
-    return line["event"], line.get("gradient_sha256")
+class Order:
+    """Validates the lines of a ledger one after another; see `Check`."""
 
+    def __init__(self):
+        self._num_steps = 0
+        self._segments: list[formats.Segment] = []
 
-def check(record: dict[str, Any], number: int) -> None:
-    """Validate a line, the head or a step; see `Check`."""
-    formats.check(formats.StepLine if number else formats.FirstLine, record)
-    if number and record["step"] != number - 1:
-        raise ValueError(f"step={record['step']}: expected {number - 1}")
+    def __call__(self, record: dict[str, Any], number: int) -> None:
+        if number == 0:
+            formats.check(formats.FirstLine, record)
+        elif "segment" in record:
+            formats.check(formats.SegmentLine, record)
+            segment = formats.Segment(**record["segment"])
+            if fault := out_of_order(segment, self._segments, self._num_steps):
+                raise ValueError(fault)
+            self._segments.append(segment)
+        else:
+            formats.check(formats.StepLine, record)
+            if not self._segments:
+                raise ValueError("a step before any segment, as versions before 0.4 write it")
+            if record["step"] != self._num_steps:
+                raise ValueError(f"step={record['step']}: expected {self._num_steps}")
+            self._num_steps += 1

@@ -23,7 +23,7 @@ WORKERS = re.compile(r"performance/(\w+_restarts|redispatched_lanes|workers)")
 
 
 class Metrics:
-    """Writes metrics to the file. Steps that are repeated after a crash replace their metrics."""
+    """Writes metrics to the file."""
 
     def __init__(self, run_dir: Path, last_step: int = -1):
         """Continue after `last_step`, and drop the metrics of later steps."""

@@ -13,7 +13,6 @@ from fedsim.config import to_json
 from fedsim.errors import FileDamaged
 from fedsim.files import read_json, write_json
 from fedsim.run import checkpoint
-from fedsim.run.console import Console
 
 PROGRESS = "progress.json"
 KEEP = checkpoint.KEEP + 1  # the last one's checkpoint may not be there yet
@@ -33,10 +32,9 @@ class State:
     average: Any = None
     """Running average of the parameters, which is released instead of them; None without one."""
     step: int = 0
+    """Number of indices that are used up, lost ones too."""
     lost_steps: int = 0
     """Number of steps that count for epsilon, but whose gradient was lost to a crash."""
-    resumed_elsewhere: int = 0
-    """Number of times that a process resumed the run where its bits may differ."""
     gradients_computed: int = 0
     wall_seconds: float = 0.0
     clip_norm: float = math.nan
@@ -54,7 +52,7 @@ class State:
         return checkpoint.released(vars(self))
 
 
-def restored(run_dir: Path, state: State, console: Console) -> State:
+def restored(run_dir: Path, state: State) -> State:
     """The state of the last checkpoint, or `state` if there is none.
 
     Raises:
@@ -74,7 +72,6 @@ def restored(run_dir: Path, state: State, console: Console) -> State:
     for name in fields.keys() - {"params", "opt_state", "average"}:
         fields[name] = fields[name].item()
     state = State(**fields, **private_part(run_dir, fields["step"]), chain=chain)
-    console.note(f"resuming after step {state.step}")
     return state
 
 
@@ -123,9 +120,7 @@ def results(state: dict[str, Any]) -> dict[str, Any]:
     counted = {name: state[name] for name in REALISED if name in state}
     if "wall_seconds" in counted:
         counted["wall_seconds"] = round(counted["wall_seconds"], 3)
-    elsewhere = "resumed_elsewhere"  # checkpoints of earlier versions lack it
     return {
-        **({elsewhere: int(state[elsewhere])} if elsewhere in state else {}),
         "final_clip_norm": float(state["clip_norm"]),
         "steps_done": int(state["step"]),
         "lost_steps": int(state["lost_steps"]),

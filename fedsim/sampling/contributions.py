@@ -1,7 +1,7 @@
 """The examples of a user that take part: contribution bounding, a step's group, and its size.
 
 `limit_contributions` is the pool of ELS, `draw_groups` the groups of ULS (Algorithms 1 and 2). All
-draws are pure functions of (key, purpose, step, user); see `keys`. The group size of ELS is the
+draws are pure functions of key, purpose, step and user; see `keys`. The group size of ELS is the
 median user's number of examples (Section 6), from the data as they are or by the exponential
 mechanism on a public grid; `accounting.PureEvent` composes that mechanism with training.
 """
@@ -134,8 +134,8 @@ def draw_groups(
 ) -> np.ndarray:
     """D_u^t: for each user of the cohort a fresh uniform subset of at most `group_size` examples.
 
-    Guarantees: no example appears twice in a group; a user's group depends on (key, step, user)
-      alone.
+    Guarantees: no example appears twice in a group; a user's group depends on (key, segment, step,
+      user) alone.
     Args:
       offsets: int64 [num_users + 1]; user u owns the examples offsets[u]:offsets[u + 1].
       cohort: U^t, numbers of users.
@@ -147,7 +147,8 @@ def draw_groups(
     Source: Charles et al. 2024, Algorithm 2.
     """
     users = [int(user) for user in cohort]
-    rows, streams = np.full((len(users), group_size), PADDING, np.int64), key.streams("group", step)
+    rows = np.full((len(users), group_size), PADDING, np.int64)
+    streams = key.fresh.streams("group", step)
     for group, user in zip(rows, users, strict=True):
         start, size = int(offsets[user]), int(offsets[user + 1] - offsets[user])
         if size <= group_size:

@@ -54,7 +54,7 @@ class Poisson:
         """Draw the units of a step.
 
         Args:
-          key: secret key of the run; with `step` it determines the draw.
+          key: secret key of the run in its segment; with `step` it determines the draw.
           step: t, from 0.
         Returns: numbers of units below num_units, int64 [drawn], ascending.
         """
@@ -73,8 +73,8 @@ class Poisson:
 def poisson_subset(num_units: int, prob: float, key: SecretKey, step: int) -> np.ndarray:
     """Draw each number below `num_units` with probability `prob`: int64 [drawn], ascending."""
     # k ~ Binomial(n, p), then a uniform k-subset: the same law as n independent coins.
-    rng = key.generator("units", step)
-    count = binomial(num_units, prob, rng, key.generator("sizes of draws", step))
+    rng = key.fresh.generator("units", step)
+    count = binomial(num_units, prob, rng, key.fresh.generator("sizes of draws", step))
     return np.sort(rng.choice(num_units, count, replace=False, shuffle=False))
 
 
@@ -126,9 +126,9 @@ class Cyclic(Poisson):
     into groups once, each unit with probability bands * sampling_prob.
 
     Guarantees: all units of a user are in one group, so two steps in which a user takes part are a
-      multiple of `bands` apart. A user's group depends on the key alone, not on whether another
-      user is present; with `balanced` it depends on the number of users, which zero-out adjacency
-      takes as public. One band is Poisson sampling, bit by bit.
+      multiple of `bands` apart, also in different segments. A user's group depends on the key
+      alone, not on whether another user is present; with `balanced` it depends on the number of
+      users, which zero-out adjacency takes as public. One band is Poisson sampling, bit by bit.
     Raises: ConfigError: `bands` groups of `expected_count` units do not exist.
     Source: Choquette-Choo et al. 2023, Algorithm 2 (arXiv 2306.08153).
     """
@@ -182,8 +182,8 @@ class Allocation(Poisson):
     """Random allocation: each user takes part in exactly one of every `window` successive steps,
     chosen uniformly.
 
-    Guarantees: a user's step depends on the key alone and is independent of other users' steps and
-      of other windows. No user is left out, and the size of a draw varies.
+    Guarantees: a user's step depends on the key alone, not on segments, and is independent of other
+      users' steps and of other windows. No user is left out, and the size of a draw varies.
     Source: Chua et al. 2024 (balls and bins).
     """
 

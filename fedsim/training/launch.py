@@ -15,10 +15,9 @@ from fedsim.cgroups import cpus
 from fedsim.config import ZERO_OUT, Algorithm, EngineConfig, PrivacyConfig, RunConfig, computed_by
 from fedsim.engine import TRIAL_UNITS, place_workers
 from fedsim.errors import ConfigError, expect
-from fedsim.plan import Plan, in_words, method_for, warnings_of
+from fedsim.plan import Plan, in_words, warnings_of
 from fedsim.run import (
     Console,
-    directory,
     duration,
     receivers,
     verbosity,
@@ -76,19 +75,9 @@ def train(
 
 def launch(prepared: PreparedRun) -> Trainer:
     """Write the run's directory if it is new, lock it, and return the Trainer of the run."""
-    opened, engine = prepared.opened, prepared.engine
-    stored = opened.begin(
-        prepared.task,
-        plan=prepared.plan,
-        host=engine.facts()["kind"],
-        strategy={"name": str(prepared.strategy), "why": prepared.why},
-    )
-    drawing = directory.drawing_key(opened.key, stored)
-    if drawing is not opened.key:  # of a seed; the pool of ELS takes seconds for many users
-        users, settings = opened.data.train, prepared.settings
-        method = method_for(opened.algorithm, settings, users, opened.key, drawing)
-        prepared = dataclasses.replace(prepared, method=method)
-    return Trainer(prepared, stored)
+    strategy = {"name": str(prepared.strategy), "why": prepared.why}
+    prepared.opened.begin(prepared.task, plan=prepared.plan, strategy=strategy)
+    return Trainer(prepared)
 
 
 def show(prepared: PreparedRun) -> None:

@@ -5,7 +5,6 @@ Checks come in the order of the time they take, and nothing is written before al
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
@@ -151,13 +150,13 @@ class OpenRun:
         self._stack.callback(workers.close)
         return workers, task, params
 
-    def begin(self, task: Task, **fields: Any) -> StoredRun:
-        """Create and lock the directory of a new run; return the run as it was started.
+    def begin(self, task: Task, **fields: Any) -> None:
+        """Create and lock the directory of a new run.
 
-        Args: fields: further fields of `StoredRun`: plan, host, strategy.
+        Args: fields: further fields of `StoredRun`: plan, strategy.
         """
         if self.stored is not None:
-            return self.stored
+            return
         stored = StoredRun(
             self.identity, self.settings, self.run, task.describe(), versions(), **fields
         )
@@ -172,7 +171,6 @@ class OpenRun:
                 template if template and template.is_file() else None,
             )
         )
-        return stored
 
 
 @contextmanager
@@ -209,8 +207,6 @@ def open_run(
     Raises: ConfigError: a mistake in the settings, or a resumed run would differ from its start.
       FileDamaged: what is there of the run, or its data, is not what it was.
     """
-    exact = math.isfinite(settings.epsilon)
-    reduction = engine.reduction(run.engine, exact=exact)
     stored = directory.find(run.run_dir, resume=run.resume)
     if stored and run.fit_limit and stored.run.fit_limit:  # the steps that fitted at its start
         fitted = {name: getattr(stored.privacy, name) for name in FITTED}
@@ -235,7 +231,7 @@ def open_run(
             weights = frozen.type_of(model.params) if model else "float32"
             context = key_context(algorithm, sha256, settings, run, data, weights, adapter)
             key = SecretKey.create(run.seed, context)
-        identity = Identity(algorithm, sha256, key.seal(data.train.fingerprint), reduction, adapter)
+        identity = Identity(algorithm, sha256, key.seal(data.train.fingerprint), adapter)
         if stored:
             directory.expect_same(stored, StoredRun(identity, settings, run))
         # A strict run touches held-out users for a price, or not at all.

@@ -5,10 +5,9 @@ released with Gaussian noise: around L / 2, one user moves the sum by at most L 
 without texts adds nothing (zero-out; the number of users is public). Each evaluation has its own
 noise and is one more release in the budget ledger.
 
-A run that is resumed after a crash evaluates some steps again. If their parameters had other bits
-(another host, other packages), a second loss under the same noise would reveal the difference of
-the two losses. So a loss is written to `evaluations.jsonl` before it is shown, and never computed
-twice.
+The evaluation after a step is released once, ever: its loss is written to `evaluations.jsonl`
+before it is shown. A run that lost the parameters of a step to a crash does not evaluate that step
+again.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,13 +36,17 @@ from fedsim.plan import (
     Fact,
     Plan,
 )
-from fedsim.run import note
+from fedsim.run import Reached
 
 FILE = "evaluations.jsonl"
 """Losses released while the run trains, one line each, never changed."""
 DIRECTORY = "evaluations/training"
 """Folder of the receipt that held-out users were counted while the run trained."""
 SPLIT = "eval_users"
+
+
+def ignored(num_lines: int, chain: str) -> None:
+    """How far a run has come that no ledger of the data counts."""
 
 
 class Evaluated:
@@ -60,13 +63,21 @@ class Evaluated:
             self.losses[step] = loss
 
     def release(self, step: int, compute: Callable[[], float]) -> float:
-        """The loss after `step`: the released one, or a new one, written to disk first."""
-        if step not in self.losses:
-            loss = compute()
-            with open_to_append(self._path) as file:
-                write_durably(file, json.dumps({"step": step, "loss": loss}).encode() + b"\n")
-            self.losses[step] = loss
-        return self.losses[step]
+        """Release the loss after `step`, which none was released for; written to disk first."""
+        assert step not in self.losses, f"the evaluation after step {step} was released"
+        loss = self.losses[step] = compute()
+        with open_to_append(self._path) as file:
+            write_durably(file, json.dumps({"step": step, "loss": loss}).encode() + b"\n")
+        return loss
+
+
+class Reported(NamedTuple):
+    """How far the ledger of the data is told, durably, that a run has come."""
+
+    run: Reached = ignored
+    """Called with the lines of the run's own ledger."""
+    evaluations: Reached = ignored
+    """Called with the number of evaluations."""
 
 
 def begin_noisy_evaluate(
@@ -77,16 +88,26 @@ def begin_noisy_evaluate(
     key: SecretKey,
     step: int,
     run_dir: Path,
-) -> Callable[[], dict[str, float]]:
+    reached: Reached,
+    *,
+    again: bool = False,
+) -> Callable[[], dict[str, float] | None]:
     """Like `evaluate.begin_evaluate`, for held-out users only and with the noise of the plan.
 
     Guarantees: each step's loss is released once, with its own noise. A user's loss is computed
       independently of all others, and moves the sum by at most L / 2 around L / 2.
+    Args:
+      key: of the run in its segment.
+      reached: called with the number of released losses, before one is shown.
+      again: if the loss after this step was released, it was for these parameters.
+    Returns: see `evaluate.begin_evaluate`; None instead of losses if that of the step was released
+      for other parameters.
     """
     store, released = data.eval_users, Evaluated(run_dir)
     assert store is not None, "of a plan that has evaluations"
     if step in released.losses:
-        return lambda: {VALIDATION[SPLIT]: released.losses[step]}
+        known = {VALIDATION[SPLIT]: released.losses[step]} if again else None
+        return lambda: known
     wait = workers.begin_group_losses(
         params, SPLIT, rows_of_users(store.offsets, how.num_users, how.rows)
     )
@@ -97,12 +118,12 @@ def begin_noisy_evaluate(
             bound=how.loss_bound,
             count=how.num_users,
             stddev=how.noise_multiplier,
-            rng=key.generator("held-out loss", step),
+            rng=key.fresh.generator("held-out loss", step),
         )
 
     def release() -> dict[str, float]:
         loss = released.release(step, compute)
-        note(run_dir / DIRECTORY, len(released.losses), "")
+        reached(len(released.losses), "")
         return {VALIDATION[SPLIT]: loss}
 
     return release
@@ -146,16 +167,17 @@ class Booking:
             request.expect_room(entry)
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
+    def admitted(self) -> Iterator[Reported]:
         """Count the run, and its releases when the block ends; see `admission`."""
+        reached: list[Reached] = []
         with ExitStack() as stack:
             for request, entry in self.requests:
                 of_evaluations = request.kind == "evaluation"
                 if of_evaluations:
                     make_directory(request.run_dir, 0o700)
                 released = self._evaluated if of_evaluations else None
-                stack.enter_context(admitted(request, entry, released))
-            yield
+                reached.append(stack.enter_context(admitted(request, entry, released)))
+            yield Reported(*reached)
 
     def _evaluated(self) -> list[tuple[Event, int]]:
         """Events released of held-out users so far."""

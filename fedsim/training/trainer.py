@@ -1,15 +1,16 @@
 """The training loop: gradient, ledger, update, evaluation and checkpoint of each step.
 
-A step is written into the ledger before anything of it becomes visible, and a step that is repeated
-after a crash is the same step: same units, same noise, same parameters.
+A step is written into the ledger before anything of it becomes visible, and none is computed again:
+a run that is resumed begins a segment at the next index, with draws and noise of its own.
 """
 
 import dataclasses
-import functools
+import hashlib
+import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from typing import Any
@@ -23,21 +24,20 @@ from fedsim.engine import Stats, versions
 from fedsim.errors import ConfigError
 from fedsim.evaluate import VALIDATION, begin_evaluate, headline
 from fedsim.files import write_json
-from fedsim.noise import Correlated
 from fedsim.plan import claimed_fields, ledger_head
 from fedsim.run import (
     EVALUATED,
     Ledger,
     Metrics,
-    OtherBits,
+    Replayed,
+    Segment,
     State,
-    StoredRun,
     checkpoint,
     claimed_epsilon,
     directory,
     gradient_sha256,
+    ledger as run_ledger,
     model_name,
-    released,
     restored,
     results,
     save,
@@ -55,7 +55,7 @@ from fedsim.training.optimizers import (
     updater,
 )
 from fedsim.training.prepare import PreparedRun
-from fedsim.training.private_evaluation import begin_noisy_evaluate
+from fedsim.training.private_evaluation import Reported, begin_noisy_evaluate
 
 MAX_LOSS = 1000.0  # times the first one, or nats: nothing comes of a training beyond
 MAX_GROWTH = 100.0  # times the largest parameter at the start, or 1; likewise
@@ -64,20 +64,16 @@ MAX_GROWTH = 100.0  # times the largest parameter at the start, or 1; likewise
 class Trainer:
     """One run, from its first or its next step to its last."""
 
-    def __init__(self, prepared: PreparedRun, stored: StoredRun):
-        """Args: stored: the run as it was started."""
+    def __init__(self, prepared: PreparedRun):
         opened = prepared.opened
         self.plan, self.method, self.engine = prepared.plan, prepared.method, prepared.engine
         self.strategy, self.params = prepared.strategy, prepared.params
         self.booking, self.calls = prepared.booking, Calls(prepared.callbacks, prepared.plan)
         self.run, self.data, self.key = opened.run, opened.data, opened.key
         self.console, self.audit = opened.console, opened.audit
-        self.resumed, self.replays = opened.stored is not None, opened.purpose == Purpose.REPLAY
-        self.host = self.engine.facts()["kind"]
-        self.first_host = stored.host or self.host
-        # A repeated step may have other bits in this process, or had in one before.
-        self.elsewhere = directory.other_bits(stored, versions(), self.host)
-        self.other_bits = self.elsewhere or released.elsewhere(self.run.run_dir)
+        self.replays = opened.purpose == Purpose.REPLAY
+        self.replayed: dict[int, State] = {}
+        """States from which later segments of a replay go on, by their steps."""
         self.written: deque[int] = deque()
         self.told_dropped = False
         sigma = self.plan.noise_multiplier
@@ -86,8 +82,7 @@ class Trainer:
             self.running_epsilon = accounting.RunningEpsilon(
                 self.event, self.plan.delta, self.plan.before
             )
-        self.own_noise = add_noise = self.plan.add_noise()
-        self.noise_row: dict[str, str] = {}
+        add_noise = self.plan.add_noise()
         self.add_noise = self.audit.record_noise(add_noise) if self.audit else add_noise
         evaluations = self.plan.evaluations
         every = evaluations.every if evaluations else self.run.eval_every
@@ -104,32 +99,33 @@ class Trainer:
             average=self.params if self.run.ema else None,
             clip_norm=self.plan.clip_norm,
         )
-        if self.resumed and self.other_bits:
-            self.console.warn(
-                f"a step that is run again may have other bits: {self.other_bits}: then what it "
-                "released is taken as it was kept, or left out"
-            )
-        state = restored(self.run.run_dir, state, self.console)
+        state = restored(self.run.run_dir, state)
         settings = directory.config_sha256(self.run.run_dir)
         seal = self.key.seal("ledger")
         first = ledger_head(self.plan, config_sha256=settings, key_seal=seal)
-        ledger = Ledger(self.run.run_dir, first, least=state.step, least_chain=state.chain)
-        if isinstance(self.own_noise, Correlated):
-            self.own_noise.drawn = functools.partial(self._row_drawn, ledger)
-        last_step = state.step or -1
+        kind = Replayed if self.replays else Ledger
+        ledger = kind(self.run.run_dir, first, least=state.step, least_chain=state.chain)
+        last_step = ledger.num_steps or -1
         with (
             closing(ledger),
             closing(Metrics(self.run.run_dir, last_step)) as metrics,
             open_loggers(self.run, self._logged(last_step, settings), self.console.warn) as loggers,
         ):
             self.calls.add(loggers)
-            self.calls.begin(state.step)
+            self.calls.begin(ledger.num_steps)
             # Everything that is there of the run is in order: now it is counted.
-            with self.booking.admitted() if self.booking else nullcontext():
+            with self.booking.admitted() if self.booking else nullcontext(Reported()) as reported:
+                ledger.reached, self.evaluated = reported
                 if state.step < self.plan.num_steps:  # a summary of fewer steps than released
                     (self.run.run_dir / directory.SUMMARY).unlink(missing_ok=True)
-                self._steps(state, ledger, metrics)
+                for part in self._segments(state, ledger):
+                    state, self.saved, end = part
+                    self._steps(state, ledger, metrics, end)
+                    if state.step < end:
+                        break
                 summary = self._summary(state, ledger.chain)
+                if isinstance(ledger, Replayed):
+                    return {**summary, "computed_on": ledger.computed_on}
                 write_json(self.run.run_dir / directory.SUMMARY, summary, mode=0o600)
         self.calls.end(summary)
         return summary
@@ -141,26 +137,82 @@ class Trainer:
         settings = self.plan.as_dict() | settings
         return LoggedRun(self.run.run_dir, identity, last_step, settings)
 
-    def _steps(self, state: State, ledger: Ledger, metrics: Metrics) -> None:
-        """Run the remaining steps, or as many as there is time for before a stop signal.
+    def _segments(self, state: State, ledger: Ledger) -> Iterator[tuple[State, int, int]]:
+        """(state to go on from, steps of its checkpoint, index of the end) of the segments to run:
+        a new one, or those of a replay. Nothing is left of a run that has ended."""
+        total, saved = self.plan.num_steps, state.step
+        lanes = "" if self.event else f"{self.run.engine.num_lanes} lanes"  # sums of float32
+        bits = computed_on(self.engine.facts()["kind"], lanes)
+        if isinstance(ledger, Replayed):
+            ledger.computed_on = bits
+            yield from self._recorded(state, ledger)
+        elif saved == total == state.evaluated:
+            yield state, saved, total
+        else:
+            # With a seed, no two histories share a nonce, nor do machines whose bits may differ.
+            where = [self.strategy, bits, len(ledger.segments), saved, ledger.released_sha256]
+            nonce = self.key.nonce(" ".join(map(str, where)))
+            segment = Segment(nonce, saved, ledger.num_steps, bits)
+            if ledger.segments:
+                self._tell_lost(segment)
+            ledger.begin(segment)
+            yield self._enter(segment, state, ledger), saved, total
+
+    def _recorded(self, state: State, ledger: Ledger) -> Iterator[tuple[State, int, int]]:
+        """As `_segments`, of a replay, from the checkpoint of `state` on."""
+        segments = ledger.segments
+        number = max(0, run_ledger.number_of(segments, state.step))
+        ends = [*(segment.first for segment in segments[1:]), ledger.num_steps]
+        self.replayed = {state.step: dataclasses.replace(state)}
+        self.keep = {segment.after for segment in segments}
+        self.method.key = self.key.in_segment(segments[number].nonce, segments[number].first)
+        yield state, state.step, ends[number]
+        for segment, end in zip(segments[number + 1 :], ends[number + 1 :], strict=True):
+            if segment.after not in self.replayed:
+                expected = f"the checkpoint after step {segment.after}, from which a segment began"
+                raise ConfigError(f"{self.run.run_dir}: expected {expected}", field="run")
+            state = self._enter(segment, self.replayed[segment.after], ledger)
+            self.replayed[state.step] = dataclasses.replace(state)
+            yield state, segment.after, end
+
+    def _enter(self, segment: Segment, state: State, ledger: Ledger) -> State:
+        """Draw by the nonce of a segment from here on. Returns the state, with what was lost."""
+        self.method.key = self.key.in_segment(segment.nonce, segment.first)
+        return dataclasses.replace(
+            state,
+            step=segment.first,
+            lost_steps=state.lost_steps + segment.first - segment.after,
+            chain=ledger.chain_after(segment.first),
+        )
+
+    def _tell_lost(self, segment: Segment) -> None:
+        """Say from where the run goes on, and what that costs."""
+        text = f"resuming after step {segment.after}"
+        if lost := segment.first - segment.after:
+            steps = f"the {lost} steps after it" if lost > 1 else "the step after it"
+            text += (
+                f": {steps} had no checkpoint and cannot be used; they are paid for, and "
+                f"{self.plan.num_steps - segment.first} of {self.plan.num_steps} are left"
+            )
+        self.console.note(text)
+
+    def _steps(self, state: State, ledger: Ledger, metrics: Metrics, end: int) -> None:
+        """Run the steps up to `end`, or as many as there is time for before a stop signal.
 
         Evaluation and checkpoint of a step start after it and finish during the next one.
         """
-        self.released_before = ledger.num_steps  # by other processes, perhaps elsewhere
         with (
             stop_signals() as stop,
             ThreadPoolExecutor(2) as threads,
-            checkpoint.Saver(self._write, state.step) as saver,
+            checkpoint.Saver(self._write, self.saved) as saver,
             self.console.steps(state.step, self.plan.num_steps) as show,
         ):
-            finish = self._after(state, metrics, saver, later=True)
+            pending = self._evaluates(self.saved) and state.evaluated != self.saved
+            loaded = self.saved if pending else state.step
+            finish = self._after(state, metrics, saver, loaded, later=True)
             rows = threads.submit(self.method.draw, state.step)
             first = state.step
-            while state.step < self.plan.num_steps and not (stop.is_set() or self.calls.stopped):
-                if state.step == first:  # hence a checkpoint will have it
-                    state.resumed_elsewhere += bool(self.resumed and self.other_bits)
-                    if self.resumed and self.elsewhere:
-                        released.note_elsewhere(self.run.run_dir, self.other_bits)
+            while state.step < end and not (stop.is_set() or self.calls.stopped):
                 drawn, rows = rows.result(), threads.submit(self.method.draw, state.step + 1)
                 phase = phase_of(self.engine, self.console, "first step")
                 with phase if state.step == first else nullcontext():
@@ -174,32 +226,53 @@ class Trainer:
                 if self.audit is not None:  # canaries have a loss of any size
                     shown.pop("non_private/loss", None)  # a step of nobody has none
                 show(state.step, {**shown, EVALUATED: state.evaluated})
-                finish = self._after(state, metrics, saver)
+                finish = self._after(state, metrics, saver, state.step)
+                if self.replays and state.step in self.keep:
+                    self.replayed[state.step] = dataclasses.replace(state)
             if state.step == self.plan.num_steps:
                 finish()
             saver.save(state.step, vars(state))
         self._tell_saved()
-        if state.step < self.plan.num_steps:
+        if state.step < end:
             then = "; --resume continues from there" if self.audit is None else ""
             self.console.note(f"stopped after step {state.step}{then}")
 
+    def _evaluates(self, step: int) -> bool:
+        """True if the state after `step` is evaluated."""
+        return not self.replays and (step == 0 or self._due(step, self.eval_every))
+
     def _after(
-        self, state: State, metrics: Metrics, saver: checkpoint.Saver, *, later: bool = False
+        self,
+        state: State,
+        metrics: Metrics,
+        saver: checkpoint.Saver,
+        step: int,
+        *,
+        later: bool = False,
     ) -> Callable[[], None]:
         """Start the evaluation and checkpoint due after a step; the result finishes them.
 
-        Args: later: start when the result is called, so that workers begin with the next step.
+        Args:
+          step: the step that gave the parameters.
+          later: start when the result is called, so that workers begin with the next step.
         """
-        step, due = state.step, self._due(state.step, self.eval_every) or state.step == 0
-        if not due or state.evaluated == step:
+        if not self._evaluates(step) or state.evaluated == step:
             self._save(state, saver)
             return lambda: None
         params = state.released
 
-        def begin() -> Callable[[], dict[str, float]]:
+        def begin() -> Callable[[], dict[str, float] | None]:
             if (how := self.plan.evaluations) is not None:
                 return begin_noisy_evaluate(
-                    self.engine, params, self.data, how, self.method.key, step, self.run.run_dir
+                    self.engine,
+                    params,
+                    self.data,
+                    how,
+                    self.method.key,
+                    step,
+                    self.run.run_dir,
+                    self.evaluated,
+                    again=step == self.saved,
                 )
             return begin_evaluate(self.engine, params, self.data, self.run.eval_examples)
 
@@ -208,6 +281,8 @@ class Trainer:
         def finish() -> None:
             with phase_of(self.engine, self.console, f"evaluation after step {step}"):
                 values = (losses or begin())()
+            if values is None:  # it was released for parameters that a crash lost
+                return self._save(then, saver)
             metrics.log(step, values)
             self.calls.evaluated(step, values)
             most = MAX_LOSS * max(1.0, state.initial_eval_loss) if step else math.inf
@@ -243,26 +318,32 @@ class Trainer:
             rows=rows,
         )
         values = self._private_values(stats, state.clip_norm)
-        what = released.Step(noisy, state.clip_norm)
+        beside = {"clip_norm": state.clip_norm}
         for extra in self.plan.releases:
-            rng = self.method.key.generator(extra.purpose, state.step)
-            what = what._replace(**extra.release(what.clip_norm, stats, rng))
+            rng = self.method.key.fresh.generator(extra.purpose, state.step)
+            beside |= extra.release(beside["clip_norm"], stats, rng)
         if self.plan.adaptive is not None:
             values["privacy/clip_norm"] = state.clip_norm
         epsilon = accounted.result()
-        if (release := self._release(ledger, state.step, what, epsilon)) is not None:
-            state.clip_norm = release.clip_norm
-            values |= {} if release.loss is None else {"privacy/loss": release.loss}
-            grad = release.noisy.values()
-            if self.audit is not None:
-                noise, unit = self.plan.strategy, clip.sensitivity / self.plan.expected_count
-                self.audit.on_release(grad, unit, noise and noise.coefficients)
-            state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
-            largest = float(largest_of(state.params))
-            if not largest <= self.most_param:  # also for nan
-                raise self._diverged(step, f"the largest parameter is {largest:g}")
-        else:
-            state.lost_steps += 1
+        ledger.record(
+            state.step,
+            self.event,
+            sampling_run=self.plan.sampling.kind,
+            sampling_accounted=self.plan.sampling.accounted,
+            epsilon=to_json(epsilon),
+            gradient_sha256=gradient_sha256((noisy.numbers, *map(np.float64, beside.values()))),
+        )
+        # It is released; from here on it may be seen.
+        state.clip_norm = beside["clip_norm"]
+        values |= {"privacy/loss": beside["loss"]} if "loss" in beside else {}
+        grad = noisy.values()
+        if self.audit is not None:
+            noise, unit = self.plan.strategy, clip.sensitivity / self.plan.expected_count
+            self.audit.on_release(grad, unit, noise and noise.coefficients)
+        state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
+        largest = float(largest_of(state.params))
+        if not largest <= self.most_param:  # also for nan
+            raise self._diverged(step, f"the largest parameter is {largest:g}")
         state.step, state.chain = step, ledger.chain_after(step)
         if self.run.ema:
             state.average = averaged(state.average, state.params, self.run.ema, step)
@@ -288,66 +369,6 @@ class Trainer:
         )
         return diverged(self.run, step, what, f"; {spent}")
 
-    def _release(
-        self,
-        ledger: Ledger,
-        step: int,
-        what: released.Step,
-        epsilon: float | None,
-    ) -> released.Step | None:
-        """Write a step to disk and ledger, and return what it releases.
-
-        Guarantees: a step with noise releases once. A repeated step releases what it released
-          before: the same bits, or, where bits may be others, the copy that was kept of them, or
-          nothing (None); it is paid for in any case.
-        Raises: OtherBits: the bits differ where they could be the same.
-        """
-        run_dir, noise = self.run.run_dir, self.plan.noise_multiplier
-        again = step < ledger.num_steps and bool(noise and self.other_bits) and not self.replays
-        if step == ledger.num_steps and noise:
-            released.keep(run_dir, step, what)
-        # Where bits may be others they are not compared: under the same noise they are the same
-        # where the sums are, so that a step that is left out would tell of its sum.
-        sha256 = str(ledger.digest(step)) if again else released.digest(what)
-        try:
-            ledger.record(
-                step,
-                self.event,
-                sampling_run=self.plan.sampling.kind,
-                sampling_accounted=self.plan.sampling.accounted,
-                epsilon=to_json(epsilon),
-                gradient_sha256=sha256,
-                **self.noise_row,
-            )
-        except OtherBits:
-            if not self.other_bits or (noise and not self.replays):
-                raise
-            again = bool(noise)
-        if not again:  # two gradients without noise give no noise away
-            return what
-        before = released.kept(run_dir, step, what.noisy, sha256)
-        outcome = "what it released is taken, as it was kept" if before else "is left out"
-        why = f"was released before, and bits may be others here ({self.other_bits})"
-        self.console.warn(f"step {step} {why}: {outcome}")
-        return before
-
-    def _row_drawn(self, ledger: Ledger, step: int, row: list[np.ndarray]) -> None:
-        """Seal a row of correlated noise for the ledger; compare it with that of a released step.
-
-        Raises:
-          OtherBits: it differs, so that later steps would subtract noise that was never added.
-          ConfigError: it differs because of other packages or another kind of host.
-        """
-        seal = self.key.seal(f"noise row {step} {gradient_sha256(row)}")
-        self.noise_row = {"noise_row": seal}
-        if step >= ledger.num_steps or ledger.noise_row(step) in (None, seal):
-            return
-        again = f"step={step}: expected the row of noise that was drawn before: resume with the "
-        again += "packages, and on the kind of host, that the run was started with"
-        if self.other_bits:
-            raise ConfigError(f"{again} ({self.other_bits})", field="step")
-        raise OtherBits(again)
-
     def _due(self, step: int, interval: int) -> bool:
         """True if an action of every `interval` steps, and of the last, is due after `step`."""
         return step % interval == 0 or step == self.plan.num_steps
@@ -359,10 +380,6 @@ class Trainer:
 
     def _write(self, step: int, state: dict[str, Any]) -> None:
         save(self.run.run_dir, step, state)
-        released.drop(self.run.run_dir, step)  # the checkpoint has it
-        others = self.elsewhere or step < self.released_before
-        if not others or step == self.plan.num_steps:
-            released.note_elsewhere(self.run.run_dir, "")
         self.written.append(step)
 
     def _tell_saved(self) -> None:
@@ -416,5 +433,10 @@ class Trainer:
             **results(vars(state)),
             "num_examples": self.data.train.num_examples,
             "loss_unit": self.data.loss_unit,
-            "host": self.host if state.resumed_elsewhere else self.first_host,
         }
+
+
+def computed_on(host: str, lanes: str) -> str:
+    """Kind of host, and a digest of all else on which bits depend: equal where bits can be."""
+    facts = json.dumps([lanes, versions()], sort_keys=True)
+    return f"{host}, packages {hashlib.sha256(facts.encode()).hexdigest()[:16]}"

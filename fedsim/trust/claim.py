@@ -124,7 +124,7 @@ class Claimed:
     @property
     def num_released(self) -> int:
         """Number of released steps."""
-        return len(self.lines) - 1
+        return len(ledger.steps_of(self.lines))
 
     @property
     def num_steps(self) -> int:

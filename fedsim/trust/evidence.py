@@ -22,7 +22,7 @@ from fedsim.errors import ConfigError, FedsimError
 from fedsim.evaluate import VALIDATION
 from fedsim.keys import SecretKey
 from fedsim.plan import Fact, Plan
-from fedsim.run import Console, directory, find_model, load_data, metrics
+from fedsim.run import Console, directory, find_model, ledger, load_data, metrics
 from fedsim.sampling import Groups
 from fedsim.training import DIRECTORY, FILE, SPLIT, Evaluated
 
@@ -94,7 +94,7 @@ class Record:
     @property
     def num_steps(self) -> int:
         """Number of steps in the ledger."""
-        return len(self.lines) - 1
+        return len(ledger.steps_of(self.lines))
 
 
 class Evidence(Record):

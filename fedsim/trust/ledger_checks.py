@@ -67,7 +67,7 @@ def check_events(evidence: Record) -> str:
         "sampling_accounted": plan.sampling.accounted,
     }
     path = evidence.run_dir / ledger.FILE
-    for line in evidence.lines[1:]:
+    for line in ledger.steps_of(evidence.lines):
         for name, value in demanded.items():
             noted = line.get(name)
             same = noted == value
@@ -95,7 +95,8 @@ def check_epsilon(evidence: Record) -> str:
     most = plan.target_epsilon * (1 + TOLERANCE)
     require(spent <= most, f"epsilon={spent}: expected at most {plan.target_epsilon}")
     path = evidence.run_dir / ledger.FILE
-    shown = [(step, line.get("epsilon")) for step, line in enumerate(evidence.lines)]
+    steps = ledger.steps_of(evidence.lines)
+    shown = [(step, line.get("epsilon")) for step, line in enumerate(steps, 1)]
     check_running(evidence, path, shown)
     epsilon, delta = at_most(spent, ".6g"), at_most(plan.delta, ".2e")
     return f"{epsilon} at delta {delta}, recomputed from the ledger's events{label_of(plan)}"

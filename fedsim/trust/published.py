@@ -153,7 +153,7 @@ def _ledger(folder: Folder) -> str:
     lines = ledger.read(folder.run_dir)
     check_head(path, lines[0]["head"], folder.plan)
     # Of no step it would claim epsilon 0, and its chain does not show what was cut off.
-    steps, released = len(lines) - 1, folder.published.num_steps
+    steps, released = len(ledger.steps_of(lines)), folder.published.num_steps
     require(steps == released, f"{path}: {steps} steps: expected {released}, as {NAME} says")
     require(steps > 0, f"{path}: {steps} steps: expected those that the model was trained with")
     folder.lines = lines

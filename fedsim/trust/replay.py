@@ -1,7 +1,7 @@
 """Replay: steps of a run computed again from its key and data, to compare every bit.
 
 No file can show that gradients were clipped and noise was added; a replay shows it for the steps
-that it repeats.
+that it repeats, segment by segment. Nothing new is released, and nothing is written to the run.
 """
 
 import contextlib
@@ -11,11 +11,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedsim.engine import versions
 from fedsim.errors import ConfigError
-from fedsim.run import checkpoint, directory, ledger
+from fedsim.run import Differs, checkpoint, directory, ledger
 from fedsim.signals import removed_at_end
-from fedsim.training import FILE as EVALUATIONS, Evaluated, Purpose, train
+from fedsim.training import Purpose, train
 from fedsim.trust.evidence import Evidence, Interrupted, Unknown, Violated
 
 
@@ -29,8 +28,8 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
       The finding in words.
 
     Raises:
-      Violated: the bits differ, although packages and host were the same during the whole run.
-      Unknown: something is missing, or the bits may differ for another reason.
+      Violated: the bits differ, although packages and kind of host were the same in each segment.
+      Unknown: something is missing, or the bits cannot be compared.
       Interrupted: a signal stopped the replay.
     """
     key, _ = evidence.key, evidence.users
@@ -39,17 +38,12 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
     if not kept or checkpoint.load_step(kept[-1]) != total:
         raise Unknown("the run has not ended")
     newest, older = kept[-1], [] if whole else kept[:-1]
-    if evidence.plan.evaluations is not None:
-        # A missing loss would be computed again: two losses under one noise.
-        losses = Evaluated(evidence.run_dir).losses
-        if len(losses) < evidence.plan.evaluations.count:
-            raise Unknown(f"{EVALUATIONS} does not have all that was released")
     first = checkpoint.load_step(older[-1]) if older else 0
     which = "all" if first == 0 else f"the last {total - first} of"
     steps = f"{which} {total} steps (from step {first}), computed again from key and data"
     with _scratch() as copy:
         key.save(copy)
-        for path in (directory.CONFIG, directory.TOKENIZER, ledger.FILE, EVALUATIONS):
+        for path in (directory.CONFIG, directory.TOKENIZER, ledger.FILE):
             if (evidence.run_dir / path).exists():
                 shutil.copyfile(evidence.run_dir / path, copy / path)
         for path in older[-1:]:
@@ -58,36 +52,35 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
         try:
             settings = evidence.plan.algorithm, evidence.privacy, run, evidence.console
             again = train(*settings, purpose=Purpose.REPLAY)
-        except ledger.OtherBits as error:
-            if moved := _moved(evidence):
-                raise Unknown(f"cannot tell: other bits than the ledger has, and {moved}") from None
+        except Differs as error:
+            _expect_comparable(evidence, first, error.step, error.computed_on, str(error))
             raise Violated(f"{evidence.run_dir / ledger.FILE}: {error}") from None
         except ConfigError as error:
             raise Unknown(f"cannot be computed again: {error}") from None
         if again["steps_done"] < total:
             raise Interrupted(f"interrupted after step {again['steps_done']} of {total}")
         same = _trained(checkpoint.kept(copy)[-1]) == _trained(newest)
-    if same:
-        return f"{steps}, give the same bits"
-    if why := directory.other_bits(evidence.stored, versions(), again["host"]):
-        raise Unknown(f"cannot tell: {steps}, give other bits, and so may {why}")
-    if moved := _moved(evidence):
-        raise Unknown(f"cannot tell: {steps}, give other bits, and {moved}")
-    raise Violated(f"{newest}: {steps}, give other parameters")
+    if not same:
+        found = f"{steps}, give other parameters"
+        _expect_comparable(evidence, first, total, again["computed_on"], found)
+        raise Violated(f"{newest}: {found}")
+    return f"{steps}, give the same bits"
 
 
-def _moved(evidence: Evidence) -> str:
-    """Reason in the last checkpoint why the run may have other bits; empty if there is none.
+def _expect_comparable(evidence: Evidence, first: int, last: int, here: str, found: str) -> None:
+    """Raise Unknown if steps from `first` to `last` were computed where bits may differ.
 
-    The checkpoint is trusted because it has the ledger's chain; `summary.json` is not used.
+    Args: here: where the replay computed them.
     """
-    if (newest := checkpoint.latest(evidence.run_dir)) is None:
-        return ""
-    state = checkpoint.load(newest)
-    elsewhere = "the run went on where bits may be others"
-    if lost := int(state["lost_steps"]):
-        return f"{elsewhere}, and lost {lost} steps"
-    return elsewhere if int(state.get("resumed_elsewhere", 0)) else ""
+    segments = ledger.segments_of(evidence.lines)
+    numbers = (max(0, ledger.number_of(segments, step)) for step in (first, last))
+    for number in range(next(numbers), next(numbers) + 1):
+        there = segments[number].computed_on
+        which = f"cannot be compared: {found}, and segment {number + 1} was computed on {there}"
+        if there != here:
+            raise Unknown(f"{which}, not on {here}")
+        if ", cpu," not in there:
+            raise Unknown(f"{which}, which adds up in no fixed order")
 
 
 def _trained(path: Path) -> str:

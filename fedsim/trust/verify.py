@@ -96,7 +96,7 @@ def verify(
     Args:
       data: where the data are now; None: where they were at the start of the run.
       again: steps to compute again, to compare bits: "" none, "last" those since the last
-        checkpoint but one, "whole" all.
+        checkpoint but one, "whole" all, segment by segment.
       engine: where to compute them; None: as in the run.
       console: shows the progress.
 
@@ -152,7 +152,9 @@ def _ledger(evidence: Evidence) -> str:
     require(head.get("plan") == planned, f"{path}: the head has another plan")
     check_head(path, head, evidence.plan)
     evidence.lines = lines
-    return f"{evidence.num_steps} steps, none missing, none twice; not a byte changed"
+    segments = len(ledger.segments_of(lines))
+    parts = f" in {segments} segments, each with a nonce of its own" if segments > 1 else ""
+    return f"{evidence.num_steps} steps, none missing, none twice{parts}; not a byte changed"
 
 
 def _settings(evidence: Evidence) -> str:
@@ -178,8 +180,10 @@ def _settings(evidence: Evidence) -> str:
 
 
 def _checkpoints(evidence: Evidence) -> str:
-    """Every checkpoint is unchanged, and of this run and a step in the ledger."""
-    kept = checkpoint.kept(evidence.run_dir)
+    """Every checkpoint is unchanged, of this run and of a step in the ledger, and has all steps
+    before it but those that its segments lost."""
+    kept, steps = checkpoint.kept(evidence.run_dir), ledger.steps_of(evidence.lines)
+    segments = ledger.segments_of(evidence.lines)
     for path in kept:
         state = checkpoint.load(path)
         step, chain = int(state["step"]), checkpoint.chain(state)
@@ -187,8 +191,11 @@ def _checkpoints(evidence: Evidence) -> str:
         require(named, f"{path}: holds step {step}")
         fits = step <= evidence.num_steps
         require(fits, f"{path}: step {step}, and the ledger has {evidence.num_steps}")
-        same = chain == evidence.lines[step]["chain"]
+        last = steps[step - 1] if step else evidence.lines[0]
+        same = chain == last["chain"]
         require(same, f"{path}: is of another run: the ledger has another chain after step {step}")
+        lost, stated = ledger.lost_steps(segments, step), int(state["lost_steps"])
+        require(lost == stated, f"{path}: lost_steps={stated}: expected {lost}, by the segments")
         # The slack of the noise follows from how many numbers have noise.
         count, planned = num_coordinates(state["params"]), evidence.plan.num_parameters
         require(
@@ -260,8 +267,6 @@ def _claims(evidence: Evidence) -> Iterator[tuple[str, Any]]:
         return
     state = checkpoint.load(newest)
     yield from results(state | private_part(evidence.run_dir, int(state["step"]))).items()
-    if not state.get("resumed_elsewhere"):  # else no file has the host of the last step
-        yield "host", evidence.stored.host
 
 
 def _key(evidence: Evidence) -> str:
@@ -358,7 +363,7 @@ def _owners(evidence: Evidence) -> str:
     where, owners = _where(evidence), users.owners
     if owners is None or plan.shared is None:
         raise Violated(f"{where}: expected texts with several owners")
-    method = _method(evidence, evidence.key)
+    method = _method(evidence)
     drawn = sharing(users, method, evidence.key)
     require(drawn == plan.shared, f"{where}: {drawn} is what the key draws, not {plan.shared}")
     if isinstance(method, ELS):
@@ -373,27 +378,30 @@ def _owners(evidence: Evidence) -> str:
     return f"at most {most} {what} for any one user, of {cap}; {share:.1%} of the texts left out"
 
 
-def _method(evidence: Evidence, drawing: SecretKey) -> ELS | ULS:
+def _method(evidence: Evidence) -> ELS | ULS:
     """The algorithm, as the run used it to draw units."""
     privacy = as_planned(evidence.privacy, evidence.plan)
-    return method_for(evidence.plan.algorithm, privacy, evidence.users, evidence.key, drawing)
+    return method_for(evidence.plan.algorithm, privacy, evidence.users, evidence.key)
 
 
 def _draws(evidence: Evidence) -> str:
-    """The units that took part are those that the key draws."""
-    plan = evidence.plan
-    method = _method(evidence, directory.drawing_key(evidence.key, evidence.stored))
+    """The units that took part are those that key and segment draw."""
+    plan, segments = evidence.plan, ledger.segments_of(evidence.lines)
+    method, current = _method(evidence), None
     units = method.sampler.num_units
     require(units == plan.num_units, f"num_units={plan.num_units}: not {units}")
     name, count = "non_private/cohort_size", 0
     for line in metrics.read(evidence.run_dir):
         if name in line:
-            step, drawn = line["step"] - 1, len(method.draw(line["step"] - 1))
+            step = line["step"] - 1
+            if (segment := segments[ledger.number_of(segments, step)]) is not current:
+                method.key, current = evidence.key.in_segment(segment.nonce, segment.first), segment
+            drawn = len(method.draw(step))
             same = line[name] == drawn
             require(same, f"step {step}: {line[name]} units took part, the key draws {drawn}")
             count += 1
     steps = _of_steps(evidence, count)
-    return f"how many were drawn in each step is what the secret key determines ({steps})"
+    return f"how many were drawn in each step is what key and segment determine ({steps})"
 
 
 CHECKS: list[tuple[str, Callable[[Evidence], str]]] = [

@@ -26,7 +26,6 @@ from fedsim.keys import SecretKey
 from fedsim.library.run import train
 from fedsim.plan import Evaluations, evaluations_of
 from fedsim.run import metrics
-from fedsim.run.ledger import witness
 from fedsim.training import private_evaluation
 from fedsim.training.private_evaluation import FILE, begin_noisy_evaluate, rows_of_users
 
@@ -86,7 +85,7 @@ def test_what_is_released_has_the_noise_of_the_plan_and_a_user_moves_it_by_littl
 
     def released(step, place):
         place.mkdir()
-        return begin_noisy_evaluate(engine, theta, data, how, key, step, place)()[SHOWN]
+        return begin_noisy_evaluate(engine, theta, data, how, key, step, place, print)()[SHOWN]
 
     groups = rows_of_users(data.eval_users.offsets, how.num_users, how.rows)
     task = engine._worker.task
@@ -110,17 +109,18 @@ def test_a_step_is_released_once(rng, tmp_path, monkeypatch):
     engine, data, theta = problem(rng, [2] * 6)
     args = Evaluations(1.0, 1e-3, 3.0, 1, 4, 6, 2, 5.0), SecretKey.create()
     noted = []
-    with witness(tmp_path / private_evaluation.DIRECTORY, lambda count, _: noted.append(count)):
-        first = begin_noisy_evaluate(engine, theta, data, *args, 5, tmp_path)()
+    about = (tmp_path, lambda count, chain: noted.append(count))
+    first = begin_noisy_evaluate(engine, theta, data, *args, 5, *about)()
     assert noted == [1]  # by which the ledger of the data knows an older copy
     monkeypatch.setattr(private_evaluation, "noisy_mean_loss", None)  # nothing is computed again
-    for params in (theta, theta + 1):  # other bits under the same noise would give both away
-        assert begin_noisy_evaluate(engine, params, data, *args, 5, tmp_path)() == first
+    for params, again in ((theta, True), (theta + 1, False)):  # those of the step may be lost
+        found = begin_noisy_evaluate(engine, params, data, *args, 5, *about, again=again)()
+        assert found == (first if again else None)
     (line,) = (tmp_path / FILE).read_text().splitlines()
     assert json.loads(line) == {"step": 5, "loss": first[SHOWN]}
     (tmp_path / FILE).write_text(line + "\n" + line + "\n")
     with pytest.raises(FileDamaged, match="once"):
-        begin_noisy_evaluate(engine, theta, data, *args, 6, tmp_path)
+        begin_noisy_evaluate(engine, theta, data, *args, 6, *about)
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +233,7 @@ def test_the_loss_as_it_is_goes_nowhere(texts, run_dir, capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.privacy
-def test_a_run_that_goes_on_shows_what_it_has_shown(texts, run_dir, capsys, monkeypatch):
+def test_a_run_that_goes_on_evaluates_no_step_again(texts, run_dir, capsys, monkeypatch):
     args = arguments(texts, run_dir, num_steps=6, checkpoint_every=1)
     main(args)
     before, lines = shown(run_dir), (run_dir / FILE).read_text()
@@ -243,7 +243,9 @@ def test_a_run_that_goes_on_shows_what_it_has_shown(texts, run_dir, capsys, monk
     main([*args, "--resume"])
     assert shown(run_dir) == before and (run_dir / FILE).read_text() == lines
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["final_eval_loss"] == before[6] and summary["steps_done"] == 6
+    # That of step 6 is of parameters that were lost; these have no loss that may be released.
+    assert (summary["lost_steps"], summary["steps_done"]) == (1, 6)
+    assert summary["final_eval_loss"] == "nan" and summary["initial_eval_loss"] == before[0]
     with pytest.raises(SystemExit) as stop:
         main([*arguments(texts, run_dir, num_steps=6, eval_epsilon=3), "--resume"])
     assert stop.value.code == 2 and "eval_epsilon=3.0: expected 1.5" in capsys.readouterr().err

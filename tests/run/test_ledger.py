@@ -1,5 +1,6 @@
 """The ledger: what it refuses, and the epsilon that follows from it."""
 
+import dataclasses
 import json
 import math
 
@@ -9,17 +10,21 @@ import pytest
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.run import ledger
-from fedsim.run.ledger import LINK, Ledger, LedgerError, OtherBits, link, parse
+from fedsim.run.formats import Segment
+from fedsim.run.ledger import LINK, Differs, Ledger, LedgerError, Order, Replayed, link, parse
 
 HEAD = {"plan": {"delta": 1e-6, "target_epsilon": "inf"}, "adjacency": "add or remove one user"}
 EVENT = StepEvent(2.0, 0.1, 1)
 OTHER = StepEvent(1.5, 0.1, 3)
+FIRST = Segment("0" * 32, 0, 0)
 
 
 def write(directory, events=(EVENT,) * 4, head=HEAD):
     """A ledger with these events; returns its path."""
     book = Ledger(directory, head)
-    for step, event in enumerate(events):
+    if not book.segments:
+        book.begin(FIRST)
+    for step, event in enumerate(events[book.num_steps :], book.num_steps):
         book.record(step, event, sampling_run="poisson")
     book.close()
     return directory / ledger.FILE
@@ -27,8 +32,8 @@ def write(directory, events=(EVENT,) * 4, head=HEAD):
 
 def test_the_ledger_says_what_was_recorded(tmp_path):
     write(tmp_path, [EVENT, OTHER, None])
-    head, *steps = ledger.read(tmp_path)
-    assert head["head"] == HEAD
+    head, segment, *steps = ledger.read(tmp_path)
+    assert head["head"] == HEAD and ledger.segments_of([segment]) == [FIRST]
     assert [line["step"] for line in steps] == [0, 1, 2]
     assert [line["event"] and StepEvent(**line["event"]) for line in steps] == [EVENT, OTHER, None]
     assert {line["sampling_run"] for line in steps} == {"poisson"}
@@ -36,6 +41,7 @@ def test_the_ledger_says_what_was_recorded(tmp_path):
 
 def test_a_step_is_in_the_file_when_record_returns(tmp_path):
     book = Ledger(tmp_path, HEAD)
+    book.begin(FIRST)
     for step in range(3):
         book.record(step, EVENT)
         assert json.loads((tmp_path / ledger.FILE).read_text().splitlines()[-1])["step"] == step
@@ -48,10 +54,10 @@ def test_a_ledger_is_continued_where_it_ends(tmp_path):
     assert book.num_steps == 4
     book.record(4, OTHER)
     book.close()
-    assert [line.get("step") for line in ledger.read(tmp_path)] == [None, 0, 1, 2, 3, 4]
-    undisturbed = tmp_path / "undisturbed"
-    undisturbed.mkdir()
+    assert [line["step"] for line in ledger.steps_of(ledger.read(tmp_path))] == [0, 1, 2, 3, 4]
+    (undisturbed := tmp_path / "undisturbed").mkdir()
     book = Ledger(undisturbed, HEAD)
+    book.begin(FIRST)
     for step, event in enumerate([EVENT] * 4):
         book.record(step, event, sampling_run="poisson")
     book.record(4, OTHER)
@@ -59,30 +65,21 @@ def test_a_ledger_is_continued_where_it_ends(tmp_path):
     assert (tmp_path / ledger.FILE).read_text() == (undisturbed / ledger.FILE).read_text()
 
 
-def test_a_step_that_is_run_again_is_no_second_release(tmp_path):
-    path = write(tmp_path)
-    before = path.read_bytes()
-    book = Ledger(tmp_path, HEAD)
-    for step in (0, 2, 3):
-        book.record(step, EVENT, sampling_run="poisson")
-    book.close()
-    assert path.read_bytes() == before
-
-
-def test_a_step_that_is_run_again_has_the_same_bits(tmp_path):
+@pytest.mark.privacy
+def test_a_replay_compares_every_bit_and_writes_nothing(tmp_path):
     gradient = {"a": np.arange(5, dtype=np.float32), "b": np.ones((2, 3), np.float32)}
     digest = ledger.gradient_sha256(gradient)
     book = Ledger(tmp_path, HEAD)
-    for _ in range(2):
-        book.record(0, EVENT, gradient_sha256=digest)
+    book.begin(FIRST)
+    book.record(0, EVENT, gradient_sha256=digest)
     before = (tmp_path / ledger.FILE).read_bytes()
     book.close()
-    book = Ledger(tmp_path, HEAD)
+    book = Replayed(tmp_path, HEAD)
     book.record(0, EVENT, gradient_sha256=digest)
     gradient["b"][1, 2] = np.nextafter(np.float32(1), np.float32(2))
-    with pytest.raises(OtherBits, match="^step=0: expected the gradient that was released before"):
-        book.record(0, EVENT, gradient_sha256=ledger.gradient_sha256(gradient))
-    book.close()
+    for event, other in ((EVENT, ledger.gradient_sha256(gradient)), (OTHER, digest)):
+        with pytest.raises(Differs, match="^step=0: expected what was released, of the same bits"):
+            book.record(0, event, gradient_sha256=other)
     assert (tmp_path / ledger.FILE).read_bytes() == before
 
 
@@ -124,6 +121,7 @@ def test_another_head_is_refused(head, tmp_path):
 TAMPERING = {
     "white space": lambda lines: [*lines[:-1], lines[-1].replace(": ", ":  ", 1)],
     "changed noise": lambda lines: [*lines[:2], lines[2].replace("2.0", "9.0"), *lines[3:]],
+    "changed nonce": lambda lines: [lines[0], lines[1].replace('"00', '"01'), *lines[2:]],
     "changed head": lambda lines: [lines[0].replace("1e-06", "1e-05"), *lines[1:]],
     "changed field": lambda lines: [*lines[:-1], lines[-1].replace("poisson", "cyclic")],
     "field put in": lambda lines: [*lines[:-1], lines[-1].replace("{", '{"x": 1, ', 1)],
@@ -154,7 +152,7 @@ def test_a_ledger_is_refused_with_a_line(how, tmp_path):
 def test_the_message_names_the_first_line_that_does_not_fit(tmp_path):
     path = write(tmp_path)
     path.write_text(path.read_text().replace('"step": 2', '"step": 7'))
-    with pytest.raises(LedgerError, match="ledger.jsonl: line 4 was changed"):
+    with pytest.raises(LedgerError, match="ledger.jsonl: line 5 was changed"):
         ledger.read(tmp_path)
 
 
@@ -169,10 +167,20 @@ def forged(lines):
 
 
 def test_a_renumbered_step_is_refused_even_with_a_chain_of_its_own():
-    lines = [{"head": HEAD}, {"step": 0, "event": None}, {"step": 2, "event": None}]
-    assert len(parse(forged(lines[:2]), "x", ledger.check)) == 2
-    with pytest.raises(LedgerError, match="^x: line 3 is none of a ledger: step=2: expected 1"):
-        parse(forged(lines), "x", ledger.check)
+    begun = [{"head": HEAD}, {"segment": dataclasses.asdict(FIRST)}, {"step": 0, "event": None}]
+    assert len(parse(forged(begun), "x", Order())) == 3
+    again = {**begun[1]["segment"], "nonce": "1" * 32}
+    for line, fault in (
+        ({"step": 2, "event": None}, "step=2: expected 1"),
+        ({"step": 0, "event": None}, "step=0: expected 1"),
+        ({"segment": again}, "first=0, after=0: expected 1"),
+        ({"segment": {**again, "first": 1, "nonce": "0" * 32}}, "nonce: occurs twice"),
+        ({"segment": {**again, "first": 1, "after": 2}}, "first=1, after=2"),
+    ):
+        with pytest.raises(LedgerError, match=f"^x: line 4 is none of a ledger: {fault}"):
+            parse(forged([*begun, line]), "x", Order())
+    with pytest.raises(LedgerError, match="^x: line 2 .*: a step before any segment"):
+        parse(forged([begun[0], begun[2]]), "x", Order())
 
 
 @pytest.mark.parametrize(
@@ -183,24 +191,24 @@ def test_a_renumbered_step_is_refused_even_with_a_chain_of_its_own():
 )
 def test_a_line_that_is_none_of_a_ledger_is_refused_even_with_a_chain(line):
     with pytest.raises(LedgerError, match="^x: line 2 "):
-        parse(forged([{"head": HEAD}, line]), "x", ledger.check)
+        parse(forged([{"head": HEAD}, line]), "x", Order())
 
 
 def test_a_change_shows_in_the_lines_after_it(tmp_path):
     path = write(tmp_path)
     lines = [{k: v for k, v in line.items() if k != "chain"} for line in ledger.read(tmp_path)]
     before = path.read_bytes().splitlines(keepends=True)
-    lines[2]["event"]["noise_multiplier"] = 9.0
+    lines[3]["event"]["noise_multiplier"] = 9.0
     changed = forged(lines).splitlines(keepends=True)  # as a forger would
-    path.write_bytes(b"".join(changed[:3] + before[3:]))
-    with pytest.raises(LedgerError, match="line 4 was changed"):
+    path.write_bytes(b"".join(changed[:4] + before[4:]))
+    with pytest.raises(LedgerError, match="line 5 was changed"):
         ledger.read(tmp_path)
 
 
 def test_any_byte_that_is_changed_shows(tmp_path):
     path = write(tmp_path, [EVENT, OTHER])
     whole = path.read_bytes()
-    assert len(parse(whole, "x", ledger.check)) == 3
+    assert len(parse(whole, "x", Order())) == 4
     for at, byte in enumerate(whole):
         for other in {
             byte ^ 1,
@@ -212,7 +220,7 @@ def test_any_byte_that_is_changed_shows(tmp_path):
             if other != byte:
                 damaged = whole[:at] + bytes([other]) + whole[at + 1 :]
                 with pytest.raises(LedgerError, match="^x: line "):
-                    parse(damaged, "x", ledger.check)
+                    parse(damaged, "x", Order())
 
 
 def test_any_byte_that_is_missing_or_put_in_shows_but_for_a_cut_off_end(tmp_path):
@@ -220,17 +228,17 @@ def test_any_byte_that_is_missing_or_put_in_shows_but_for_a_cut_off_end(tmp_path
     for at in range(len(whole)):
         for damaged in (whole[:at] + whole[at + 1 :], whole[:at] + b" " + whole[at:]):
             try:
-                read = parse(damaged, "x", ledger.check)
+                read = parse(damaged, "x", Order())
             except LedgerError:
                 continue
-            assert damaged == whole[:-1] and len(read) == 2  # what a crash may leave
+            assert damaged == whole[:-1] and len(read) == 3  # what a crash may leave
 
 
 def test_what_a_crash_leaves_of_a_line_is_not_read_and_not_refused(tmp_path):
     whole = write(tmp_path, [EVENT, OTHER]).read_bytes()
     ends = [at + 1 for at, byte in enumerate(whole) if byte == ord("\n")]
     for cut in range(len(whole)):
-        assert len(parse(whole[:cut], "x", ledger.check)) == sum(end <= cut for end in ends)
+        assert len(parse(whole[:cut], "x", Order())) == sum(end <= cut for end in ends)
 
 
 @pytest.mark.parametrize("cut", [1, 10])
@@ -238,8 +246,8 @@ def test_a_half_written_line_is_written_again(cut, tmp_path):
     path = write(tmp_path)
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
-    assert len(ledger.read(tmp_path)) == 4
-    write(tmp_path)  # a resumed run records all steps again
+    assert len(ledger.read(tmp_path)) == 5
+    write(tmp_path)
     assert path.read_bytes() == whole
 
 

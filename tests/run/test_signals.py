@@ -219,7 +219,7 @@ def test_a_run_that_nobody_hears_ends_as_it_does(streams, tmp_path, run_dir):
     assert json.loads((run_dir / "summary.json").read_text())["steps_done"] == 2
     assert "Traceback" not in done.stderr
     # What libraries write to the streams is in no file of the run that was opened in their place.
-    assert [line["step"] for line in ledger.read(run_dir)[1:]] == [0, 1]
+    assert [line["step"] for line in ledger.read(run_dir)[2:]] == [0, 1]
 
 
 def test_what_cannot_be_written_to_stdout_is_one_line():

@@ -20,7 +20,7 @@ from fedsim.trust.report import compose
 
 def released(phases, num_steps, delta=1e-5, plan=None):
     epsilon = accounting.epsilon(phases, delta)
-    about = {"plan": plan or PLAN, "lines": [{}] * (num_steps + 1), "phases": phases}
+    about = {"plan": plan or PLAN, "lines": [{}, *[{"step": 0}] * num_steps], "phases": phases}
     about |= {"epsilon": epsilon, "fingerprint": "f" * 64}
     return Released(**about, run_dir=None, stored=None, checks=[])
 
@@ -66,7 +66,7 @@ def in_words(found, run_dir):
         identity=SimpleNamespace(adapter=None, model=None),
         versions={},
     )
-    lines = [{"head": {"config_sha256": "0"}}] + [{"chain": "0"}] * found.num_released
+    lines = [{"head": {"config_sha256": "0"}}] + [{"step": 0, "chain": "0"}] * found.num_released
     found = dataclasses.replace(found, run_dir=run_dir, stored=stored, lines=lines)
     return as_markdown("report.md.jinja", **compose(found))
 

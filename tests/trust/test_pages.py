@@ -121,7 +121,7 @@ def report_of(*names):
     check = SimpleNamespace(promise=every, verdict="OK", found=every, holds=True)
     chart = Chart(every, every, "y", [Series(every, [0, 1, 2], [1.0, 2.5, 4.25])] * 2)
     plan = dataclasses.replace(PLAN, non_private=[Caveat(Fact.CALLBACK, name) for name in names])
-    lines = [{"head": {"config_sha256": every}}, {"chain": every}]
+    lines = [{"head": {"config_sha256": every}}, {"step": 0, "chain": every}]
     found = Released(
         plan=plan,
         lines=lines,

@@ -97,7 +97,7 @@ def test_a_run_keeps_its_promises_and_gives_the_same_bits_again(algorithm, train
         code, found = verify(capsys, trained[algorithm], flag)
         assert code == 0 and {holds for holds, _ in found.values()} == {True}, found
         assert found["replay"][1].startswith(says)
-    key_gives = "how many were drawn in each step is what the secret key determines"
+    key_gives = "how many were drawn in each step is what key and segment determine"
     assert f"{key_gives} ({NUM_STEPS} of {NUM_STEPS} steps)" in found["draws"][1]
     assert {p: p.read_bytes() for p in trained[algorithm].rglob("*") if p.is_file()} == before
 
@@ -143,7 +143,7 @@ def rewrite_ledger(run_dir, change):
 
 
 def more_noise(lines):
-    for line in lines[1:]:
+    for line in ledger.steps_of(lines):
         line["event"]["noise_multiplier"] *= 2
     return lines
 
@@ -154,8 +154,22 @@ def other_gradient(lines):
 
 
 def one_as_cyclic(lines):
-    lines[3]["sampling_run"] = "cyclic"
+    lines[4]["sampling_run"] = "cyclic"
     return lines
+
+
+def put_in(where, after=None, nonce="0" * 32):
+    """Another segment, at an index; None: with the nonce of the first one."""
+
+    def change(lines):
+        of = dict(lines[1]["segment"]) | {
+            "first": where,
+            "after": where if after is None else after,
+        }
+        of |= {"nonce": nonce} if nonce else {}
+        return [*lines[: 2 + where], {"segment": of}, *lines[2 + where :]]
+
+    return lambda run_dir: rewrite_ledger(run_dir, change)
 
 
 def another_plan(lines):
@@ -221,6 +235,10 @@ BROKEN = {
     "ledger of more noise": ("events", lambda r: rewrite_ledger(r, more_noise)),
     "ledger of another sampling": ("events", lambda r: rewrite_ledger(r, one_as_cyclic)),
     "ledger of another plan": ("ledger", lambda r: rewrite_ledger(r, another_plan)),
+    "an index twice": ("ledger", lambda r: rewrite_ledger(r, lambda x: [*x[:4], x[3], *x[4:]])),
+    "a nonce twice": ("ledger", put_in(NUM_STEPS, nonce=None)),
+    "a segment of a later checkpoint": ("ledger", put_in(4, 5)),
+    "steps that were lost, and are in a checkpoint": ("checkpoints", put_in(NUM_STEPS, 5)),
     "epsilon in the ledger's lines": (
         "epsilon",
         lambda r: rewrite_ledger(r, with_epsilon(0.01)),
@@ -280,7 +298,7 @@ def test_the_published_schemas_describe_a_run(algorithm, trained):
     valid = {name: Draft202012Validator(schema) for name, schema in schemas().items()}
     valid["plan"].validate(json.loads((run_dir / "config.json").read_text())["plan"])
     lines = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
-    assert len(lines) == 1 + NUM_STEPS
+    assert len(lines) == 2 + NUM_STEPS
     for line in lines:
         valid["ledger"].validate(line)
     summary = json.loads((run_dir / "summary.json").read_text())

@@ -36,7 +36,7 @@ def test_a_private_group_size_is_part_of_epsilon(texts, run_dir, capsys, monkeyp
     expected = accounting.epsilon([(PureEvent(0.5), 1), (step, 3)], summary["delta"])
     assert summary["epsilon"] == expected and 7.9 < expected <= 8
     assert summary["group_size_epsilon"] == 0.5
-    head, *steps = ledger.read(run_dir)
+    head, _, *steps = ledger.read(run_dir)
     assert head["head"]["before"] == [{"what": "group_size", "epsilon": 0.5}]
     logged = [
         line["privacy/epsilon"] for line in metrics.read(run_dir) if "privacy/epsilon" in line
