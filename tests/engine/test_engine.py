@@ -15,7 +15,6 @@ from refused import refuses
 
 from fedsim.clipping import Clip
 from fedsim.config import EngineConfig
-from fedsim.engine import reduction
 from fedsim.engine.engine import EngineError
 from fedsim.engine.task import Task
 from fedsim.engine.worker import LocalEngine
@@ -116,14 +115,6 @@ def test_no_worker_is_sent_what_noise_follows_from(pool, rng, params, key, monke
         noisy_mean(total, clip=CLIP, noise_multiplier=1.0, count=9, key=key, step=1)
     noise = keys_of_noise(key, [leaf.size for leaf in jax.tree.leaves(params)], 1)
     assert len(sent) > 2 and not found([*noise, *other_secrets(key, 1)], sent)
-
-
-def test_how_many_lanes_there_are_is_part_of_the_bits_of_float32_sums():
-    def of(exact=False, **options):
-        return reduction(EngineConfig(**options), exact=exact)
-
-    assert of(True, kind="local") == of(True, kind="ray", num_lanes=3, num_workers=2)
-    assert of(kind="local") == of(kind="ray", num_workers=3) != of(kind="ray", num_lanes=3)
 
 
 def test_no_units_give_a_sum_of_zero(engine, params):

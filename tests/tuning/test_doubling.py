@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from refused import refuses
 
-from experiments.harness import strategies
+from experiments import fig14_tuner_suboptimality as fig14
 from fedsim import accounting
 from fedsim.sampling import median_group_size
 from fedsim.tuning import doubling
@@ -31,7 +31,7 @@ def optimum(grad_norm, noise, budget):
     def objective(at):
         return grad_norm(at.group_size) * noise(at.cohort_size)
 
-    return min(strategies.with_batch_size(GRID, budget), key=objective)
+    return min(fig14.with_batch_size(GRID, budget), key=objective)
 
 
 def test_it_starts_with_one_example_of_32_users():
@@ -96,22 +96,22 @@ def test_limits_are_never_left():
 
 def test_the_oracle_follows_the_loss():
     losses = {(2, 32): 3.0, (1, 64): 2.0, (2, 64): 1.0, (1, 128): 1.5}
-    found = strategies.greedy_local_oracle(128, lambda at: losses[at.group_size, at.cohort_size])
+    found = fig14.greedy_local_oracle(128, lambda at: losses[at.group_size, at.cohort_size])
     assert found == Configuration(2, 64)
 
 
 def test_the_oracle_may_miss_the_optimum_as_any_local_strategy_may():
     losses = {(2, 32): 3.0, (1, 64): 2.0, (2, 64): 1.0, (1, 128): 1.5, (4, 32): 0.1}
-    found = strategies.greedy_local_oracle(128, lambda at: losses[at.group_size, at.cohort_size])
+    found = fig14.greedy_local_oracle(128, lambda at: losses[at.group_size, at.cohort_size])
     assert losses[found.group_size, found.cohort_size] > min(losses.values())
 
 
 def test_the_other_strategies_take_a_diagonal_of_the_grid():
-    assert strategies.max_cohort(GRID, 2**14) == Configuration(4, 2**12)
-    assert strategies.max_group_size(GRID, 2**14) == Configuration(2**8, 2**6)
-    assert len(strategies.with_batch_size(GRID, 2**14)) == 7
+    assert fig14.max_cohort(GRID, 2**14) == Configuration(4, 2**12)
+    assert fig14.max_group_size(GRID, 2**14) == Configuration(2**8, 2**6)
+    assert len(fig14.with_batch_size(GRID, 2**14)) == 7
     with refuses("batch_size=17"):
-        strategies.max_cohort(GRID, 17)
+        fig14.max_cohort(GRID, 17)
 
 
 def test_the_median_heuristic():
