@@ -156,7 +156,7 @@ def test_a_ledger_without_its_last_steps_is_found(left, folder, tmp_path, capsys
     """Also where every digest fits, and where no step is said to be released."""
     cut = shutil.copytree(folder, tmp_path / "cut")
     lines = (cut / "ledger.jsonl").read_bytes().splitlines(keepends=True)
-    (cut / "ledger.jsonl").write_bytes(b"".join(lines[: 1 + left]))
+    (cut / "ledger.jsonl").write_bytes(b"".join(lines[: 2 + left]))
     record = json.loads((cut / "published.json").read_text())
     record["files"] = published.digests(cut)
     for said, why in ((2, "expected 2, as published.json says"), (0, "expected")):
