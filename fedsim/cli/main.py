@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import io
+import itertools
 import json
 import os
 import resource
@@ -195,11 +196,10 @@ def parse(words: list[str]) -> functools.partial[dict[str, Any]]:
     """
     path, command = _named(words)
     name, rest = " ".join(["fedsim", *path]), words[len(path) :]
-    if isinstance(command, Mapping) and not HELP.intersection(rest[:1]):
-        word = (rest or [""])[0]
-        known = f"one of {', '.join(command)}{such_as(word, command)}"
-        raise ConfigError.of("command", word or None, known)
-    if HELP.intersection(rest):
+    if isinstance(command, Mapping) and rest and not HELP.intersection(rest[:1]):
+        known = f"one of {', '.join(command)}{such_as(rest[0], command)}"
+        raise ConfigError.of("command", rest[0], known)
+    if HELP.intersection(rest) or isinstance(command, Mapping):
         print(page(name, command, whole="--help-all" in rest), end="")
         raise SystemExit(0)
     assert not isinstance(command, Mapping)
@@ -262,12 +262,13 @@ def _level_of(words: list[str]) -> tuple[list[str], str]:
 def _spelt(words: list[str], known: Mapping[str, Any]) -> list[str]:
     """The words, each flag with hyphens. Raises: ConfigError: there is no such flag."""
     found = []
-    for word in words:
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue="--"):
         flag, equals, value = word.partition("=")
         if word.startswith("--") and len(flag) > 2:
             name = flag[2:].replace("-", "_")
             if name not in known and name.removeprefix("no_") not in known:
-                raise unknown_setting(name, value or None, known)
+                given = value or (None if following.startswith("--") else following)
+                raise unknown_setting(name, given, known)
             flag = f"--{name.replace('_', '-')}"
         found.append(f"{flag}{equals}{value}")
     return found

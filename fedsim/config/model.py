@@ -183,4 +183,5 @@ def _fault(
         return error.of(field, None, "a value")
     if fault["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return error.of(field, value, "the name of a setting")
-    return error.of(field, value, fault["msg"].removeprefix("Input should be "))
+    expected = fault["msg"].removeprefix("Input should be ").partition(", unable to parse")[0]
+    return error.of(field, value, expected)

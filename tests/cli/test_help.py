@@ -66,3 +66,14 @@ main.main(["generate", "nope"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "reading model=nope\n"
     assert not {"jax", "ray", "flax", "scipy", "pyarrow", "pandas"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("words", [[], ["data"]])
+def test_a_group_of_commands_alone_shows_its_help(words, capsys):
+    pages = []
+    for more in ([], ["--help"]):
+        with pytest.raises(SystemExit) as stop:
+            main([*words, *more])
+        assert not stop.value.code
+        pages.append(capsys.readouterr().out)
+    assert pages[0] == pages[1] != ""

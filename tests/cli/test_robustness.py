@@ -160,10 +160,10 @@ OTHERS = [  # (a command, the setting or value that it refuses)
     ),
 ]
 ARGUMENTS = {  # a fault of the command line, and what is said of it
-    "no such flag": ([*train(), "--epsilom", "1"], "epsilom=.* such as epsilon$"),
+    "no such flag": ([*train(), "--epsilom", "1"], "epsilom=1: .* such as epsilon$"),
     "an earlier name": ([*train(), "--spend-rest"], "spend_rest=.* such as fit_limit$"),
-    "no number": (train(epsilon="eight"), "epsilon=eight: expected a valid number"),
-    "no whole number": (train(num_steps=1.5), "num_steps=1.5: expected a valid integer"),
+    "no number": (train(epsilon="eight"), "epsilon=eight: expected a valid number$"),
+    "no whole number": (train(num_steps=1.5), "num_steps=1.5: expected a valid integer$"),
     "no value": ([*train(), "--seed"], "--seed: expected one argument"),
     "no choice": (train(clipping="hard"), "clipping=hard: expected 'normalised' or 'plain'"),
     "flags that are missing": (["train", "els"], "--epsilon .*--num-steps .*--data .*--run-dir "),
