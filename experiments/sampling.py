@@ -53,22 +53,7 @@ SETTINGS = {
     "paper": Settings(finetuning.PAPER_TRAINING.on(STACK_OVERFLOW), 2048),
 }
 SAMPLINGS = ("poisson", "shuffle")
-
-
-class ShuffledELS(shuffled(ELS)):
-    """ELS with shuffled draws, accounted as if they were Poisson samples."""
-
-
-class ShuffledULS(shuffled(ULS)):
-    """ULS with shuffled draws, accounted as if they were Poisson samples."""
-
-
-CLASSES = {
-    ("els", "poisson"): "els",
-    ("uls", "poisson"): "uls",
-    ("els", "shuffle"): "experiments.sampling:ShuffledELS",
-    ("uls", "shuffle"): "experiments.sampling:ShuffledULS",
-}
+SHUFFLED = {"els": shuffled(ELS), "uls": shuffled(ULS)}  # accounted as if they were Poisson samples
 
 
 def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
@@ -118,8 +103,9 @@ def trained(
         delta=finetuning.delta_of(name, training, arguments),
         adjacency=ADD_OR_REMOVE,  # the paper's
     )
-    kind = CLASSES[cell["algorithm"], cell["sampling"]]
-    at = common.prepared(kind, privacy, run, model, data, task, params, key)
+    algorithm, options = cell["algorithm"], (run, model, data, task, params, key)
+    kind = SHUFFLED[algorithm] if cell["sampling"] == "shuffle" else None
+    at = common.prepared(algorithm, privacy, *options, kind=kind)
     last = at.trained()[1]
     split = next(split for split in REPORTED if getattr(data, split) is not None)
     losses = {

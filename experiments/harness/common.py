@@ -101,16 +101,18 @@ def planned(
     key: SecretKey,
     params: Any,
     times: int = 1,
+    kind: type | None = None,
 ) -> tuple[Any, Any]:
     """(Plan, ELS or ULS) of a training of these parameters, without a run around it. Args:
-    algorithm: els or uls; times: see `comparison.assuming`."""
+    algorithm: els or uls; times: see `comparison.assuming`; kind: a subclass in its place."""
     from experiments.harness.comparison import assuming
     from fedsim.clipping import num_coordinates
     from fedsim.plan import fill_defaults, make_plan, method_for
     from fedsim.plan.planner import METHODS
 
     base = Algorithm(algorithm)
-    kind = assuming(METHODS[base], times) if times > 1 else None
+    if times > 1:
+        kind = assuming(kind or METHODS[base], times)
     privacy, _ = fill_defaults(base, privacy, data)
     method = method_for(base, privacy, data.train, key, kind=kind)
     facts = num_coordinates(params), [], ""
@@ -151,13 +153,14 @@ def prepared(
     params: Any,
     key: SecretKey,
     times: int = 1,
+    kind: type | None = None,
 ) -> Prepared:
-    """A training by the rule's optimizer settings. Args: model: None: it is fresh; times: see
-    `comparison.assuming`."""
+    """A training by the rule's optimizer settings. Args: model: None: it is fresh; times, kind: as
+    of `planned`."""
     from fedsim.engine.worker import LocalEngine
     from fedsim.training import with_plan
 
-    plan, method = planned(algorithm, privacy, data, key, params, times)
+    plan, method = planned(algorithm, privacy, data, key, params, times, kind)
     run = with_plan(plan, None, run, fresh=model is None)
     return Prepared(run, model, data, LocalEngine(task, num_lanes=1), plan, method, params)
 
