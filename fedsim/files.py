@@ -61,15 +61,16 @@ def cache_dir() -> Path:
 def directory_of(variable: str) -> Path:
     """Return the directory that CACHE or LEDGER names, or its default in the home directory.
 
-    Raises: ConfigError: there is no home directory, and the variable is not set; or the ledger's
-      place would depend on the working directory.
+    Raises: ConfigError: there is no home directory, and the variable is not set; or the place
+      would depend on the working directory.
     """
     base_variable, base, inside = _DEFAULT_PLACES[variable]
     for name, below in ((variable, ""), (base_variable, inside)):
         if value := os.environ.get(name):
             found = Path(expand_home(name, value)) / below
-            # A ledger per working directory would count only some of the runs.
-            expect(name, value, variable != LEDGER or found.is_absolute(), "a path from / or ~ on")
+            # A ledger per working directory would count only some of the runs, and a cache would
+            # leave people's texts in each.
+            expect(name, value, found.is_absolute(), "a path from / or ~ on")
             return found
     try:
         return Path(expand_home("HOME", base)) / inside

@@ -46,8 +46,8 @@ def source_of(
 
     Args:
       data: a path, a pandas DataFrame, a `datasets.Dataset` or `IterableDataset`, dicts (a list or
-        an iterator), or anything else that Arrow can read as a table, such as a polars DataFrame.
-        It is written in parts.
+        an iterator), or anything else that Arrow can read as a table, such as a polars
+        DataFrame or DuckDB's record batches. It is written in parts.
       user_column: column with the user of a row. Default: user_id.
       text_column: column with the text of a row. Default: text.
       messages_column: column with the chat of a row, instead of a text.
@@ -78,6 +78,11 @@ def _batches(data: Any, named: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
             expected = "a DataFrame (reset_index() makes one of a Series), or the path of a file"
             raise DataError.of("data", f"pandas {name}", expected)
         tables: Iterable[pa.Table] = [_of_frame(data, named)]
+    elif name == "LazyFrame":
+        raise DataError.of("data", "polars LazyFrame", "a DataFrame, which collect() makes of it")
+    elif isinstance(data, pa.RecordBatchReader) or module == "pyarrow._dataset":
+        batches = data if isinstance(data, pa.RecordBatchReader) else data.to_batches()
+        tables = (pa.Table.from_batches([batch]) for batch in batches)
     elif isinstance(data, Iterator) or name == "IterableDataset" or _are_dicts(data):
         # One by one: in Arrow's format, a data set would keep parts of itself in memory.
         tables = _of_rows(data, named)
@@ -142,9 +147,20 @@ def _as_array(field: str, name: str, values: Any) -> pa.Array:
         values = [_whole_as_text(value) for value in values]
     try:
         return pa.array(values, from_pandas=True)
+    except UnicodeEncodeError:  # half of a pair of surrogates
+        if field == "user_column":
+            raise DataError.of(field, name, "ids in UTF-8, got half of a surrogate pair") from None
+        return pa.array([_in_utf_8(value) for value in values], from_pandas=True)
     except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
         kinds = " and ".join(sorted({type(each).__name__ for each in values}))
         raise DataError.of(field, name, f"one kind of value, got {kinds}") from error
+
+
+def _in_utf_8(value: Any) -> Any:
+    """A text with U+FFFD for half of a surrogate pair, as in files."""
+    if not isinstance(value, str):
+        return value
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _as_json(field: str, name: str, values: Iterable[Any]) -> pa.Array:

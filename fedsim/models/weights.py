@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ DTYPES = {
 NAMED = 4  # arrays that an error names, at most
 SHARD_BYTES = 5_000_000_000
 LONGEST_NAME = 255  # bytes of a file's name
+POINTER = b"version https://git-lfs"  # beginning of what a clone without git-lfs has for a file
 FOR_OTHERS = {"format": "pt"}  # metadata that other tools expect
 ROWS = 4096  # that `_same` compares at a time
 OF_WEIGHTS = ("dtype", "torch_dtype", "auto_map")
@@ -133,6 +135,9 @@ def _expect_names_once(file: Path) -> None:
 
 def _no_file(file: Path, error: object) -> TensorError:
     reason = brief(" ".join(str(error).split()), 200)
+    with suppress(OSError), file.open("rb") as opened:
+        if opened.read(len(POINTER)) == POINTER:
+            reason = "this is a pointer of Git LFS: run `git lfs pull` where it was cloned"
     return TensorError.of("model", file, f"a safetensors file ({reason})")
 
 

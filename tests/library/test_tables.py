@@ -9,8 +9,10 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow.dataset import dataset
 from refused import refuses
 
 import fedsim
@@ -20,6 +22,7 @@ from fedsim.library.tables import source_of
 
 COLUMNS = {"user_column": "author", "text_column": "body"}
 FRAME = pd.DataFrame({"author": ["ann", "ben"] * 20, "body": ["a day", "old maps"] * 20})
+HALF = pd.DataFrame({"text": ["a \ud83d day", None], "other": ["ann", "ben"]}, dtype=object)
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +36,18 @@ def rows_of(data, user="author", text="body"):
 
 
 ROWS = list(FRAME.itertuples(index=False, name=None))
+
+
+def test_record_batches_of_other_tools_are_read(tmp_path):
+    table = pa.Table.from_pandas(FRAME)
+    pq.write_table(table, tmp_path / "table.parquet")
+    for data in (table.to_reader(7), dataset(tmp_path / "table.parquet")):
+        assert rows_of(data) == ROWS
+
+
+def test_half_of_a_surrogate_pair_in_a_text_is_the_replacement_character():
+    frame = HALF.rename(columns={"other": "author", "text": "body"})
+    assert rows_of(frame) == [("ann", "a \ufffd day"), ("ben", None)]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +66,7 @@ ROWS = list(FRAME.itertuples(index=False, name=None))
             "data=pandas TextFileReader",
         ),
         (["one.parquet", "two.parquet"], "data=builtins.list"),
+        (HALF.rename(columns={"text": "author", "other": "body"}), "user_column=author"),
     ],
 )
 def test_what_is_no_table_is_one_line_without_what_is_in_it(data, what):

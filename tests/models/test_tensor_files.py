@@ -109,6 +109,14 @@ def test_an_array_is_read_when_it_is_used_and_a_file_cut_until_then_is_one_line(
         np.asarray(found)
 
 
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    (tmp_path / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    )
+    with pytest.raises(TensorError, match="model.safetensors: .*pointer of Git LFS.*git lfs pull"):
+        weights.read_directory(tmp_path)
+
+
 def test_a_file_is_written_whole_or_not_at_all(monkeypatch, tmp_path):
     file = tmp_path / "x"
     weights.write(file, TENSORS)

@@ -64,11 +64,11 @@ def test_places_of_the_environment(home, monkeypatch):
     assert place_of("~/other") == place_of(Path("~/other")) == home / "other"
 
 
-@pytest.mark.parametrize("name", ["FEDSIM_BUDGET_LEDGER", "XDG_STATE_HOME"])
-def test_a_variable_names_no_ledger_for_each_working_directory(home, monkeypatch, name):
-    monkeypatch.setenv(name, "budget")
-    with refuses(f"{name}=budget"):
-        place_of(None)
+@pytest.mark.parametrize("name", VARIABLES)
+def test_a_variable_names_no_place_for_each_working_directory(home, monkeypatch, name):
+    monkeypatch.setenv(name, "here")
+    with refuses(f"{name}=here"):
+        place_of(None), cache_dir()
 
 
 @pytest.mark.slow

@@ -31,6 +31,10 @@ from fedsim.files import expand_home
 REMEDIES = {  # of files of other kinds
     **dict.fromkeys((".zip", ".bz2", ".xz", ".7z", ".rar", ".tar", ".tgz"), "unpack it first"),
     **dict.fromkeys((".xls", ".xlsx", ".ods", ".numbers"), "save the sheet as CSV in UTF-8 first"),
+    **dict.fromkeys(
+        (".arrow", ".feather", ".ipc"),
+        "read it with pyarrow.feather.read_table and write it with pyarrow.parquet.write_table",
+    ),
     ".js": "one of an archive of Twitter is .json without what stands before its [",
 }
 
