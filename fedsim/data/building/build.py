@@ -239,7 +239,7 @@ class _Build:
         if revision is not None:
             expected = "none: only data sets of the Hub have revisions"
             raise DataError.of("revision", revision, expected)
-        if line := left_out(named, found):
+        if line := left_out(named, found, split):
             self.say(line)
         return found
 

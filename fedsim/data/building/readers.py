@@ -198,13 +198,13 @@ def complaints(source: Path) -> Iterator[None]:
         yield
     except DataError as error:
         named = type(error)(printable(f"{error} (in {source})"))
-        named.field = error.field
+        named.field, named.value = error.field, error.value
         raise named from None
     except (*READING, RecursionError) as error:
         if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
             raise  # the file itself is not at fault
         what = f"data={source}: expected a readable {kind_of(source)} file ({reason_of(error)})"
-        raise DataError(printable(what)) from None
+        raise DataError(printable(what), field="data") from None
 
 
 def reason_of(error: Exception) -> str:
@@ -269,17 +269,24 @@ def _cut_parquet(whole: Part, columns: Columns) -> list[Part]:
     return parts or [whole]
 
 
+def splits_of(directory: Path) -> list[str]:
+    """Names of the splits in a directory that `datasets.save_to_disk` wrote; none if it is one."""
+    listed = read_json(directory / SPLITS)["splits"] if (directory / SPLITS).is_file() else []
+    return [str(name) for name in listed]
+
+
 def _saved_files(directory: Path, split: str | None) -> list[Path]:
     """The Arrow files of a directory that `datasets.save_to_disk` wrote."""
     try:
-        if (directory / SPLITS).is_file():
-            splits = [str(name) for name in read_json(directory / SPLITS)["splits"]]
+        if splits := splits_of(directory):
             split = split or ("train" if "train" in splits else None)
             if split is None or split not in splits:
                 raise DataError.of("split", split, f"one of {', '.join(splits)}")
             directory = directory / split
         state = read_json(directory / STATE)
         names = [Path(each["filename"]).name for each in state["_data_files"]]
+        if not names:
+            raise LookupError
     except (LookupError, TypeError):
         raise ValueError(f"{STATE} or {SPLITS} lists no files") from None
     if state.get("_indices_data_files"):  # of versions before 2.0

@@ -7,6 +7,7 @@ import glob
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,18 @@ from fedsim.data.building.columns import Columns
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import (
     DEFAULTS,
+    SPLITS,
     SUFFIXES,
     Part,
     cut,
     is_known,
     is_saved,
     kind_of,
+    splits_of,
 )
 from fedsim.data.building.text_files import PACKED
 from fedsim.data.store import fingerprint
-from fedsim.errors import DataError
+from fedsim.errors import DataError, FedsimError
 from fedsim.files import expand_home
 
 REMEDIES = {  # of files of other kinds
@@ -91,12 +94,19 @@ def files_in(directory: Path) -> list[Path]:
     return [path for path in files if path.name[0] != "." and kind_of(path) != "json"]
 
 
-def left_out(sources: Iterable[str | Path], found: Collection[Path]) -> str | None:
-    """Line about what is in the folders among the sources and is not read; None if all is.
+def left_out(
+    sources: Iterable[str | Path], found: Collection[Path], split: str | None = None
+) -> str | None:
+    """Line about what is in the folders among the sources and is not read; None if all is, or if a
+    split was asked for.
 
     Args:
       found: the files that are read.
     """
+    saved = [file for file in found if split is None and (file / SPLITS).is_file()]
+    with suppress(FedsimError, LookupError, TypeError):  # damaged: readers say so
+        if others := [name for file in saved for name in splits_of(file) if name != "train"]:
+            return f"of what is saved, these splits are not read: {', '.join(others)} (--split)"
     folders = (Path(expand_home("data", source)) for source in sources)
     folders = [folder for folder in folders if folder.is_dir() and not is_saved(folder)]
     read = {file.resolve() for file in found}
