@@ -65,7 +65,7 @@ def test_half_of_a_surrogate_pair_in_a_text_is_the_replacement_character():
             pd.read_csv(io.StringIO("author,body\na,secret\n"), chunksize=1),
             "data=pandas TextFileReader",
         ),
-        (["one.parquet", "two.parquet"], "data=builtins.list"),
+        (["one.parquet", "two.parquet"], "data=list"),
         (HALF.rename(columns={"text": "author", "other": "body"}), "user_column=author"),
     ],
 )
