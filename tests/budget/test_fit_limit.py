@@ -72,7 +72,9 @@ def test_where_users_take_part_once_in_a_window_whole_windows_are_trained(texts,
     capsys.readouterr()
     main([*flags, "--limit-epsilon", str(LIMIT), "--fit-limit", "--json", "--resume"])
     again = json.loads(capsys.readouterr().out)
-    assert again["params_sha256"] == summary["params_sha256"]
+    same = ("num_steps", "steps_done", "epsilon")
+    assert [again[name] for name in same] == [summary[name] for name in same]
+    assert again["lost_steps"] > 0
     with open_locked(place_of(None)) as ledger:
         known = books(ledger, Dataset.open(texts).train.user_ids(), Limit(LIMIT, DELTA))
         assert known.total(DELTA).adaptive <= LIMIT
@@ -129,8 +131,9 @@ def test_as_many_steps_are_trained_as_fit_and_a_run_that_goes_on_keeps_them(
         path.unlink()  # as if it had been killed
     main([*args, "--resume"])
     again = json.loads(capsys.readouterr().out)
-    same = ("params_sha256", "num_steps", "epsilon")
+    same = ("num_steps", "steps_done", "epsilon")
     assert [again[name] for name in same] == [summary[name] for name in same]
+    assert again["lost_steps"] > 0
     own["epsilon"] = 1.0
     said = refused(arguments(texts, tmp_path / "none", "--fit-limit", **own), capsys)
     assert "expected a run that fits" in said and not (tmp_path / "none").exists()
