@@ -52,7 +52,7 @@ def test_a_stopped_pretraining_goes_on_to_the_same_model_which_is_fine_tuned(tmp
         yield stop
 
     stop = threading.Event()
-    steps, is_finite = [], pretraining.is_finite
+    steps, is_finite = [], pretraining.common.is_finite
 
     def counted(params):
         steps.append(1)
@@ -62,7 +62,7 @@ def test_a_stopped_pretraining_goes_on_to_the_same_model_which_is_fine_tuned(tmp
 
     with monkeypatch.context() as patch:
         patch.setattr(pretraining, "stop_signals", stopped)
-        patch.setattr(pretraining, "is_finite", counted)
+        patch.setattr(pretraining.common, "is_finite", counted)
         assert not run("stopped") and len(steps) == 5
     assert not weights.is_directory(tmp_path / "stopped")
     assert run("stopped")
