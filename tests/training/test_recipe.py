@@ -112,7 +112,7 @@ def test_a_run_keeps_what_was_found_and_goes_on_with_it(run_dir, capsys):
     capsys.readouterr()
     for name, value, was in (
         ("learning_rate", "0.5", run.learning_rate),
-        ("recipe", "paper", "default"),
+        ("optimizer", "adam", "momentum"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main([*flags, "--resume", f"--{name.replace('_', '-')}", value])
