@@ -27,7 +27,7 @@ def built(tmp_path_factory):
 @settings(max_examples=200, deadline=None)
 def test_whatever_bytes_a_ledger_has_it_is_read_or_refused(data):
     try:
-        lines = ledger.parse(data, "fuzz", ledger.check)
+        lines = ledger.parse(data, "fuzz", ledger.Order())
     except LedgerError as error:
         assert str(error).startswith("fuzz: line ")
     else:
@@ -43,8 +43,14 @@ EVENT_LIKE = st.fixed_dictionaries(
     {"step": st.just(0) | JSON, "event": st.fixed_dictionaries({"noise_multiplier": JSON}) | JSON}
 )
 
+NUMBER = st.just(0) | JSON
+SEGMENT_LIKE = st.fixed_dictionaries(
+    {"segment": st.fixed_dictionaries({"nonce": JSON, "after": NUMBER, "first": NUMBER}) | JSON}
+)
+HEAD_LIKE = st.fixed_dictionaries({"head": JSON})
 
-@given(st.lists(JSON | EVENT_LIKE | st.fixed_dictionaries({"head": JSON}), max_size=3))
+
+@given(st.lists(JSON | EVENT_LIKE | SEGMENT_LIKE | HEAD_LIKE, max_size=3))
 @settings(max_examples=200, deadline=None)
 def test_whatever_a_forger_chains_is_a_ledger_or_refused(records):
     chain, data = "", b""
@@ -53,7 +59,7 @@ def test_whatever_a_forger_chains_is_a_ledger_or_refused(records):
         chain = link(chain, body)
         data += body + LINK.format(chain).encode() + b"\n"
     try:
-        lines = ledger.parse(data, "fuzz", ledger.check)
+        lines = ledger.parse(data, "fuzz", ledger.Order())
         ledger.phases(lines)
     except LedgerError as error:
         assert str(error).startswith("fuzz: line ")
