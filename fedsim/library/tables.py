@@ -78,7 +78,7 @@ def _batches(data: Any, named: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
             expected = "a DataFrame (reset_index() makes one of a Series), or the path of a file"
             raise DataError.of("data", f"pandas {name}", expected)
         tables: Iterable[pa.Table] = [_of_frame(data, named)]
-    elif isinstance(data, list | tuple) and not _are_dicts(data):
+    elif name in ("list", "tuple") and not _are_dicts(data):
         expected = "dicts in a list; several files are a pattern, such as 'posts/*.parquet'"
         raise DataError.of("data", name, expected)
     elif name == "LazyFrame":
