@@ -291,7 +291,7 @@ def admitted(applicant: BudgetRequest, entry: Entry, seen: Seen | None = None) -
             _expect_begins(applicant, ledger, entry, progress)
             _expect_same(applicant, ledger, entry)
             applicant.expect_room_in(ledger, entry)
-            reached = _unnoted
+            reached = run_ledger.unnoted
             if promises := entry.planned is not None and not entry.label:
                 reached = stack.enter_context(ledger.marking(entry.run, applicant.run_dir))
                 # A crash may have come between a line of the run's ledger and its mark.
@@ -401,7 +401,3 @@ def _expect_same(applicant: BudgetRequest, ledger: BudgetLedger, entry: Entry) -
 def _count(released: Released) -> int:
     """Total number of releases."""
     return sum(count for _, count in released or [])
-
-
-def _unnoted(count: int, chain: str) -> None:
-    """How far a run has come that promises nothing."""

@@ -133,6 +133,10 @@ Reached = Callable[[int, str], None]
 """(number of lines, chain after them) -> None; notes durably how far a run has come."""
 
 
+def unnoted(num_lines: int, chain: str) -> None:
+    """A `Reached` of a run that no ledger of the data counts."""
+
+
 class Differs(LedgerError):
     """A step that a replay computes again differs from what it released."""
 
@@ -158,7 +162,7 @@ class Ledger:
           LedgerError: it was changed or cut, or ledger and checkpoint are of different runs.
         """
         self._log = ChainedLog(directory / FILE, Order())
-        self.reached: Reached = lambda num_lines, chain: None
+        self.reached: Reached = unnoted
         """Called with each line, once it is durable and before it is visible."""
         path, lines = self._log.path, self._log.lines
         self._steps = steps_of(lines)

@@ -36,17 +36,13 @@ from fedsim.plan import (
     Fact,
     Plan,
 )
-from fedsim.run import Reached
+from fedsim.run import Reached, ledger
 
 FILE = "evaluations.jsonl"
 """Losses released while the run trains, one line each, never changed."""
 DIRECTORY = "evaluations/training"
 """Folder of the receipt that held-out users were counted while the run trained."""
 SPLIT = "eval_users"
-
-
-def ignored(num_lines: int, chain: str) -> None:
-    """How far a run has come that no ledger of the data counts."""
 
 
 class Evaluated:
@@ -74,9 +70,9 @@ class Evaluated:
 class Reported(NamedTuple):
     """How far the ledger of the data is told, durably, that a run has come."""
 
-    run: Reached = ignored
+    run: Reached = ledger.unnoted
     """Called with the lines of the run's own ledger."""
-    evaluations: Reached = ignored
+    evaluations: Reached = ledger.unnoted
     """Called with the number of evaluations."""
 
 

@@ -14,7 +14,6 @@ from fedsim.run import ledger, metrics
 from fedsim.run.console import Console
 from fedsim.sampling.contributions import GRID
 from fedsim.training import prepare, private_evaluation
-from fedsim.training.private_evaluation import ignored
 
 
 def trained(algorithm, texts, run_dir, capsys, *more, **flags):  # noqa: F811
@@ -47,7 +46,7 @@ def test_a_private_group_size_is_part_of_epsilon(texts, run_dir, capsys, monkeyp
         shown = []
         patch.setattr(Console, "plan", lambda *_: shown.append("plan"))
         patch.setattr(prepare, "count_at_once", lambda *_: shown.append("counted"))
-        patch.setattr(private_evaluation, "admitted", lambda *_: nullcontext(ignored))
+        patch.setattr(private_evaluation, "admitted", lambda *_: nullcontext(ledger.unnoted))
         trained("els", texts, run_dir.with_name("other"), capsys, group_size_epsilon=0.5)
         assert shown == ["counted", "plan"]
     again, _ = trained("els", texts, run_dir, capsys, "--resume", group_size_epsilon=0.5)
