@@ -34,16 +34,16 @@ _SMALLEST_DELTA = composition.COMPOSED_TAIL_MASS  # nothing below is resolved
 
 
 def epsilon(
-    phases: Events,
+    events: Events,
     delta: float,
     *,
     discretization: float | None = None,
     progress: Progress = None,
 ) -> float:
-    """The smallest epsilon for which the phases together are (epsilon, delta)-DP, from above.
+    """The smallest epsilon for which the events together are (epsilon, delta)-DP, from above.
 
     Args:
-      phases: events, each with its number of successive steps.
+      events: each with its number of successive steps.
       discretization: grid of the privacy loss; None chooses it by RELATIVE_ACCURACY.
       progress: called with a line about once a second while the grid is refined.
     Returns: inf where delta is too small to be resolved (1e-15, and 4e-19 per step).
@@ -52,11 +52,11 @@ def epsilon(
     0.954
     """
     expect("delta", delta, 0 < delta < 1, "in (0, 1)")
-    return float(_answer(phases, _epsilon_query(delta), 1, discretization, progress)[0])
+    return float(_answer(events, _epsilon_query(delta), 1, discretization, progress)[0])
 
 
 def epsilon_with(
-    parts: Sequence[tuple[float, float]], phases: Events, delta: float, aside: float = 0.0
+    parts: Sequence[tuple[float, float]], events: Events, delta: float, aside: float = 0.0
 ) -> float:
     """Epsilon of several mechanisms together, with the slack of each.
 
@@ -67,7 +67,7 @@ def epsilon_with(
     """
     left = delta - 2 * sum(part for _, part in parts)
     while left > aside:
-        ideal = epsilon(phases, left - aside)
+        ideal = epsilon(events, left - aside)
         more, missed = together(parts, ideal, left)
         if left + missed <= delta:
             return float(ideal + more)
@@ -77,28 +77,28 @@ def epsilon_with(
 
 
 def delta(
-    phases: Events,
+    events: Events,
     epsilon: float,
     *,
     discretization: float | None = None,
     progress: Progress = None,
 ) -> float:
-    """The smallest delta for which the phases together are (epsilon, delta)-DP, from above.
+    """The smallest delta for which the events together are (epsilon, delta)-DP, from above.
 
     Args: as for `epsilon`.
     """
-    curve = privacy_curve(phases, [epsilon], discretization=discretization, progress=progress)
+    curve = privacy_curve(events, [epsilon], discretization=discretization, progress=progress)
     return float(curve[0])
 
 
 def privacy_curve(
-    phases: Events,
+    events: Events,
     epsilons: Sequence[float] | np.ndarray,
     *,
     discretization: float | None = None,
     progress: Progress = None,
 ) -> np.ndarray:
-    """delta at each epsilon: the privacy curve of the phases, from above. Shape [epsilons].
+    """delta at each epsilon: the privacy curve of the events, from above. Shape [epsilons].
 
     Raises: ConfigError: an epsilon is negative.
     """
@@ -109,13 +109,13 @@ def privacy_curve(
         deltas = [float(pmf.get_delta_for_epsilon(float(value))) for value in epsilons]
         return np.clip(deltas, _SMALLEST_DELTA, 1.0)
 
-    return _answer(phases, query, len(epsilons), discretization, progress)
+    return _answer(events, query, len(epsilons), discretization, progress)
 
 
-def composed_loss(phases: Events, delta: float) -> PrivacyLossDistribution:
-    """The composed privacy loss of the phases, on the grid that epsilon() needs at this delta."""
-    grid = _refine(phases, _epsilon_query(delta))[1]
-    return PrivacyLossDistribution(*(_compose(merge(phases), way, grid) for way in _DIRECTIONS))
+def composed_loss(events: Events, delta: float) -> PrivacyLossDistribution:
+    """The composed privacy loss of the events, on the grid that epsilon() needs at this delta."""
+    grid = _refine(events, _epsilon_query(delta))[1]
+    return PrivacyLossDistribution(*(_compose(merge(events), way, grid) for way in _DIRECTIONS))
 
 
 class RunningEpsilon:
@@ -132,20 +132,20 @@ class RunningEpsilon:
 
     def __call__(self, num_steps: int) -> float:
         expect_count("num_steps", num_steps, 0)
-        phases = [*self._before, (self._event, num_steps)]
+        events = [*self._before, (self._event, num_steps)]
         if 0 < self._chosen_at <= num_steps < 2 * self._chosen_at:
-            return epsilon(phases, self._delta, discretization=self._discretization)
+            return epsilon(events, self._delta, discretization=self._discretization)
         if num_steps == 0:
             return epsilon(self._before, self._delta)
-        answer, self._discretization = _refine(phases, _epsilon_query(self._delta))
+        answer, self._discretization = _refine(events, _epsilon_query(self._delta))
         self._chosen_at = num_steps
         return float(answer[0])
 
 
-def spent(phases: Events, delta: float, accuracy: float) -> float:
+def spent(events: Events, delta: float, accuracy: float) -> float:
     """epsilon() to this relative accuracy; inf where no grid can hold the loss."""
     try:
-        return float(_refine(phases, _epsilon_query(delta), accuracy)[0][0])
+        return float(_refine(events, _epsilon_query(delta), accuracy)[0][0])
     except composition.GridTooLargeError:
         return math.inf
 
@@ -155,18 +155,18 @@ def _epsilon_query(delta: float) -> Query:
 
 
 def _answer(
-    phases: Events,
+    events: Events,
     query: Query,
     size: int,
     discretization: float | None,
     progress: Progress,
 ) -> np.ndarray:
-    merged = merge(phases)
+    merged = merge(events)
     if not merged or size == 0:
         return np.zeros(size)
     if discretization is None:
         try:
-            return _refine(phases, query, progress=progress)[0]
+            return _refine(events, query, progress=progress)[0]
         except composition.GridTooLargeError:
             steps = [event for event, _ in merged if isinstance(event, StepEvent)]
             if not steps:
@@ -181,14 +181,14 @@ def _answer(
 
 
 def _refine(
-    phases: Events, query: Query, accuracy: float = RELATIVE_ACCURACY, progress: Progress = None
+    events: Events, query: Query, accuracy: float = RELATIVE_ACCURACY, progress: Progress = None
 ) -> tuple[np.ndarray, float]:
     """The query's answer on an adaptive grid, and the grid that was fine enough for it.
 
     Any grid gives an upper bound. So a direction whose bound has fallen below the other's answer
     needs no finer grid, as soon happens to ADD.
     """
-    merged, report = merge(phases), throttled(progress)
+    merged, report = merge(events), throttled(progress)
     widest = max(_loss_range(event) for event, _ in merged)
     coarsest = min(1.0, 2.0 ** math.floor(math.log2(widest / _FIRST_GRID)))
     answer, finest = None, coarsest
@@ -201,8 +201,8 @@ def _refine(
     return answer, finest
 
 
-def _compose(phases: Events, direction: int, discretization: float) -> DensePLDPmf:
-    steps = [(_one_direction(event, discretization, direction), count) for event, count in phases]
+def _compose(events: Events, direction: int, discretization: float) -> DensePLDPmf:
+    steps = [(_one_direction(event, discretization, direction), count) for event, count in events]
     return composition.compose_pmfs(steps)
 
 

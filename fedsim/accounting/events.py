@@ -147,14 +147,14 @@ def event_of(fields: Mapping[str, Any]) -> StepEvent:
     return StepEvent(**fields)
 
 
-def merge(phases: Events) -> list[tuple[Event, int]]:
-    """Add up equal events, and leave out phases without a step.
+def merge(events: Events) -> list[tuple[Event, int]]:
+    """Add up equal events, and leave out those without a step.
 
     In a cycle, the steps after a user's own release nothing more of that user, whichever these are.
     So one event is composed for every cycle that was started.
     """
     counts: dict[Event, int] = {}
-    for event, count in phases:
+    for event, count in events:
         expect_count("num_steps", count, 0)
         expect("num_steps", count, count <= MAX_STEPS, f"at most {MAX_STEPS}")
         count = int(count)
@@ -169,14 +169,14 @@ KIND = "kind"
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}
 
 
-def to_words(phases: Events) -> list[list[Any]]:
+def to_words(events: Events) -> list[list[Any]]:
     """Events, each with its number of steps, as JSON.
 
     >>> from fedsim.accounting import PureEvent
     >>> to_words([(PureEvent(epsilon=0.5), 2)])
     [[{'kind': 'PureEvent', 'epsilon': 0.5}, 2]]
     """
-    return [[_to_words(event), int(count)] for event, count in phases]
+    return [[_to_words(event), int(count)] for event, count in events]
 
 
 def of_words(words: Any) -> list[tuple[Event, int]]:
@@ -184,11 +184,11 @@ def of_words(words: Any) -> list[tuple[Event, int]]:
 
     Raises: KeyError, TypeError, ValueError: the input is something else.
     """
-    phases = [(_of_words(event), count) for event, count in words]
-    for _, count in phases:
+    events = [(_of_words(event), count) for event, count in words]
+    for _, count in events:
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ValueError(f"count={count}: expected a whole number >= 0")
-    return phases
+    return events
 
 
 def _to_words(value: Any) -> Any:

@@ -27,8 +27,8 @@ LARGEST_EPSILON = 500.0
 LARGEST_MU = 1e3
 
 
-def gaussian_mu(phases: Events, set_aside: float) -> float:
-    """The smallest mu such that the phases together are mu-GDP but for a probability.
+def gaussian_mu(events: Events, set_aside: float) -> float:
+    """The smallest mu such that the events together are mu-GDP but for a probability.
 
     Guarantees: with d = set_aside, for every epsilon, in both directions, the delta of the steps is
       at most (1 - d) delta_mu(epsilon) + d. So they are a post-processing of this: with probability
@@ -39,7 +39,7 @@ def gaussian_mu(phases: Events, set_aside: float) -> float:
     """
     expect("set_aside", set_aside, 0 < set_aside < 1, "in (0, 1)")
     squares, steps = 0.0, []
-    for event, count in phases:
+    for event, count in events:
         if count and isinstance(event, PureEvent):
             # The corner of randomised response's trade-off lies on that of this mu.
             squares += count * (2 * special.ndtri(special.expit(-event.epsilon))) ** 2
@@ -82,8 +82,8 @@ def zcdp_delta(epsilon: float | np.ndarray, rho: float) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=1024)  # never on disk: claims and limits rest on it
-def _gaussian_mu(phases: tuple[tuple[Event, int], ...], set_aside: float) -> float:
-    loss = composed_loss(phases, set_aside)
+def _gaussian_mu(events: tuple[tuple[Event, int], ...], set_aside: float) -> float:
+    loss = composed_loss(events, set_aside)
     return max(_mu_of(pmf, set_aside) for pmf in composition.directions(loss))
 
 

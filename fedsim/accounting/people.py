@@ -19,10 +19,10 @@ MIN_DELTA = 1000 * COMPOSED_TAIL_MASS
 LEVELS = 256
 
 
-def for_people(phases: Events, people: int) -> list[tuple[Event, int]]:
+def for_people(events: Events, people: int) -> list[tuple[Event, int]]:
     """The same releases as they look to `people` users who are compared together.
 
-    Not for correlated noise, whose cyclic events look like those of independent noise.
+    Not for correlated noise, whose cyclic steps look like those of independent noise.
 
     Raises:
       ConfigError: there is no such event: of random allocation, or of a private selection.
@@ -32,7 +32,7 @@ def for_people(phases: Events, people: int) -> list[tuple[Event, int]]:
 max_changed=0, allocated=False), 100)]
     """
     expect_count("people", people, 1)
-    return [(_together(event, people), count) for event, count in phases]
+    return [(_together(event, people), count) for event, count in events]
 
 
 def _together(event: Event, people: int) -> Event:
@@ -48,7 +48,7 @@ def _together(event: Event, people: int) -> Event:
     return dataclasses.replace(event, max_contributions=own, max_changed=changed)
 
 
-def group_epsilon(phases: Events, delta: float, people: int) -> float:
+def group_epsilon(events: Events, delta: float, people: int) -> float:
     """Epsilon of `people` users together by group privacy, which any mechanism has.
 
     (e, d) for one user is (k e, d (e^(k e) - 1) / (e^e - 1)) for k. The best e of a grid is taken.
@@ -58,22 +58,22 @@ def group_epsilon(phases: Events, delta: float, people: int) -> float:
     """
     expect_count("people", people, 1)
     if people == 1:
-        return epsilon(phases, delta)
-    low, high = epsilon(phases, delta), epsilon(phases, min(delta, MIN_DELTA))
+        return epsilon(events, delta)
+    low, high = epsilon(events, delta), epsilon(events, min(delta, MIN_DELTA))
     if math.isinf(low):
         return low
     levels = np.linspace(low, high if high < math.inf else 2 * low, LEVELS)
     growth = log_group_growth(levels, people)
-    holds = np.flatnonzero(np.log(privacy_curve(phases, levels)) + growth <= math.log(delta))
+    holds = np.flatnonzero(np.log(privacy_curve(events, levels)) + growth <= math.log(delta))
     return people * float(levels[holds[0]]) if holds.size else math.inf
 
 
-def group_delta(phases: Events, epsilon: float, people: int) -> float:
+def group_delta(events: Events, epsilon: float, people: int) -> float:
     """Delta of `people` users together by group privacy; see `group_epsilon`."""
     expect_count("people", people, 1)
     level = epsilon / people
     growth = float(log_group_growth(np.array(level), people))
-    return min(1.0, delta_of(phases, level) * math.exp(min(700.0, growth)))
+    return min(1.0, delta_of(events, level) * math.exp(min(700.0, growth)))
 
 
 def log_group_growth(levels: np.ndarray, people: int) -> np.ndarray:

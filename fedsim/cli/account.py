@@ -160,22 +160,22 @@ class Account(_Mechanism):
         self.expect_accountable(self.num_steps, self.sampling_prob)
         self.expect_bands()
         event = self.event(self.noise_multiplier, self.sampling_prob, self.num_steps)
-        phases: Events = [(event, self.num_steps)]
+        events: Events = [(event, self.num_steps)]
         if self.before is not None:
-            phases = [(accounting.PureEvent(self.before), 1), *phases]
+            events = [(accounting.PureEvent(self.before), 1), *events]
         epsilon, delta = self.epsilon, self.delta
         by_group = self.people > 1 and (self.sampling == ALLOCATION or self.noise == CORRELATED)
-        together = phases if by_group else accounting.for_people(phases, self.people)
+        together = events if by_group else accounting.for_people(events, self.people)
         if delta is not None:
             epsilon = (
-                accounting.group_epsilon(phases, delta, self.people)
+                accounting.group_epsilon(events, delta, self.people)
                 if by_group
                 else accounting.epsilon(together, delta, progress=_progress)
             )
         else:
             assert epsilon is not None, "one of them is there"
             delta = (
-                accounting.group_delta(phases, epsilon, self.people)
+                accounting.group_delta(events, epsilon, self.people)
                 if by_group
                 else accounting.delta(together, epsilon, progress=_progress)
             )
@@ -324,12 +324,12 @@ def _shown(asked: Account | Calibrate, json: bool) -> dict[str, Any]:
     return answer
 
 
-def _least_delta(phases: "Events") -> str:
+def _least_delta(events: "Events") -> str:
     """Advice on a delta that the accountant resolves: with more steps, it resolves fewer."""
     from fedsim import accounting
 
     for power in range(-15, 0):
-        if accounting.epsilon(phases, 10.0**power) < math.inf:
+        if accounting.epsilon(events, 10.0**power) < math.inf:
             return f": nothing below about 1e{power} is resolved here; try delta=1e{power}"
     return ""
 

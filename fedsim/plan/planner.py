@@ -122,16 +122,16 @@ def planned_phases(plan: Plan, method: ELS | ULS) -> list[tuple[Event, int]] | N
     return [*plan.before, (method.event(plan.noise_multiplier), plan.num_steps)]
 
 
-def expect_affordable(plan: Plan, phases: list[tuple[Event, int]] | None) -> None:
+def expect_affordable(plan: Plan, events: list[tuple[Event, int]] | None) -> None:
     """Check once more that the steps of a plan cost at most its target epsilon.
 
     Calibration ensures that; this check holds wherever plan and noise come from.
-    Args: phases: from `planned_phases`.
+    Args: events: from `planned_phases`.
     Raises: ConfigError: they cost more.
     """
-    if phases is None:
+    if events is None:
         return
-    spent, sigma = accounting.epsilon(phases, plan.delta), plan.noise_multiplier
+    spent, sigma = accounting.epsilon(events, plan.delta), plan.noise_multiplier
     most = plan.target_epsilon * (1 + accounting.RELATIVE_ACCURACY)
     wanted = f"more: all steps cost epsilon = {spent:.6g} of {plan.target_epsilon:g}"
     expect("noise_multiplier", sigma, spent <= most, wanted)

@@ -96,12 +96,12 @@ def audit(
         console.note("an audit cannot be resumed: to finish it, start it again in a new directory")
     newest, plan = checkpoint.latest(run.run_dir), directory.load(run.run_dir).plan
     assert newest is not None and plan is not None, "a run that ended has both"
-    phases, delta = ledger.phases(ledger.read(run.run_dir)), summary["delta"]
-    claim = _claim(accounted_events(plan, phases), delta)
+    events, delta = ledger.phases(ledger.read(run.run_dir)), summary["delta"]
+    claim = _claim(accounted_events(plan, events), delta)
     with console.phase("attacking the model"):
         attacks = attack(planted, checkpoint.load_params(newest), settings, delta, claim)
-    if phases is not None:
-        bound = audit_noise(planted.noise, phases, delta, SHARP * (1 - settings.confidence))
+    if events is not None:
+        bound = audit_noise(planted.noise, events, delta, SHARP * (1 - settings.confidence))
         attacks["noise"] = dataclasses.asdict(bound)
     result = {
         "run_dir": str(run.run_dir),
@@ -160,12 +160,12 @@ def losses(task: Any, params: Any, split: str, rows: np.ndarray) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def _claim(phases: Events | None, delta: float) -> Claim | None:
+def _claim(events: Events | None, delta: float) -> Claim | None:
     """The whole trade-off curve that these releases claim; None without noise."""
-    if phases is None:
+    if events is None:
         return None
-    epsilons = np.linspace(0, 2 * accounting.epsilon(phases, delta) + 1, CURVE_POINTS)
-    return curve_claim(epsilons, accounting.privacy_curve(phases, epsilons))
+    epsilons = np.linspace(0, 2 * accounting.epsilon(events, delta) + 1, CURVE_POINTS)
+    return curve_claim(epsilons, accounting.privacy_curve(events, epsilons))
 
 
 def tests_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -280,7 +280,7 @@ class ReleasedNoise:
 
 
 def audit_noise(
-    seen: ReleasedNoise, phases: Events, delta: float, significance: float
+    seen: ReleasedNoise, events: Events, delta: float, significance: float
 ) -> NoiseBound:
     """Test whether the releases can have the claimed noise.
 
@@ -289,11 +289,11 @@ def audit_noise(
 
     Args:
       seen: the recorded releases.
-      phases: the claimed events; all steps have one noise multiplier.
+      events: the claimed events; all steps have one noise multiplier.
       delta: of the claim, for `NoiseBound.epsilon`.
       significance: the probability.
     """
-    claimed = max(e.noise_multiplier for e, _ in phases if isinstance(e, StepEvent))
+    claimed = max(e.noise_multiplier for e, _ in events if isinstance(e, StepEvent))
     least = float(stats.chi2.ppf(significance, seen.numbers))
     longest = math.sqrt(seen.squares) + math.sqrt(seen.numbers) * seen.rounded * claimed
     bound = longest / math.sqrt(least) if least > 0 else math.inf
@@ -302,7 +302,7 @@ def audit_noise(
         (dataclasses.replace(e, noise_multiplier=scale * e.noise_multiplier), count)
         if isinstance(e, StepEvent)
         else (e, count)
-        for e, count in phases
+        for e, count in events
     ]
     epsilon = accounting.epsilon(less, delta) if math.isfinite(scale) else 0.0
     return NoiseBound(bound < claimed, claimed, bound, seen.numbers, epsilon)
