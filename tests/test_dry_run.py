@@ -2,32 +2,24 @@
 
 import dataclasses
 import json
-import os
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from refused import refuses
-from test_console import PLAN
 from test_verify import command, write_texts
 
 from fedsim.accounting import PureEvent
 from fedsim.budget.ledger import open_locked
 from fedsim.budget.spending import charge_of
 from fedsim.cli.main import main
-from fedsim.clipping import Strategy
-from fedsim.config import Algorithm, EngineConfig, PrivacyConfig, run_config
+from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.engine import environment
-from fedsim.engine.engine import Trial
 from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
 from fedsim.plan import defaults, fill_defaults, method_for, private_group_size
 from fedsim.run import directory
 from fedsim.run.console import Console
 from fedsim.training import prepare
-from fedsim.training.launch import cost
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +50,8 @@ def test_a_dry_run_shows_the_plan_of_the_run_and_leaves_nothing(
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert not run_dir.exists()
-    for name in ("noise ", "time ", "memory ", "epsilon"):
+    for name in ("noise ", "size ", "epsilon"):
         assert sum(line.startswith(name) for line in err.splitlines()) == 1, err
-    assert found["seconds"] > 0 and found["worker_bytes"] > 8 * found["num_parameters"]
     main(command(texts, run_dir))
     plan = json.loads((run_dir / "config.json").read_text())["plan"]
     same = [name for name in plan if name not in ("data_seal", "seeded")]
@@ -167,47 +158,15 @@ def test_no_budget_is_refused_by_a_private_draw():
     assert len(found) > 3  # it is drawn
 
 
-def estimate(averaged=False, **engine):
-    """What a dry run finds for adapters on a frozen model of 4,000 bytes."""
-    task = SimpleNamespace(frozen={"w": np.zeros(1000, np.float32)})
-    tried = Trial(8.0, 16, fault=engine.pop("fault", ""))
-    worker = SimpleNamespace(try_strategy=lambda *_, **__: tried)
-    params = {"w": np.zeros(10, np.float32)}
-    plain = {"optimizer": "sgd", "learning_rate": 0.1, "schedule": "constant"}
-    run = run_config(data="x", run_dir="r", ema=0.9 if averaged else 0.0, **plain)
-    about = {"plan": PLAN, "params": params, "strategy": Strategy(), "task": task}
-    prepared = SimpleNamespace(engine=worker, opened=SimpleNamespace(run=run), **about)
-    return cost(prepared, EngineConfig(**engine))
-
-
-def test_a_dry_run_counts_the_frozen_model_and_the_average():
-    found = estimate(kind="local")
-    assert found["worker_bytes"] == 2 * 40 + 4000 + 16
-    assert found["driver_bytes"] == 4 * 40 + 4000
-    assert estimate(kind="local", averaged=True)["driver_bytes"] == 5 * 40 + 4000
-
-
-def test_a_dry_run_has_the_workers_of_the_engine(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    one = estimate(kind="ray", num_workers=1)
-    several = estimate(kind="ray", num_workers=4)
-    assert several["step_seconds"] == one["step_seconds"] / 4
-    assert several["worker_bytes"] == one["worker_bytes"]
-    assert estimate(kind="ray", threads_per_worker=3)["num_workers"] == 2
-
-
-def test_a_dry_run_of_what_does_not_fit_says_so():
-    with refuses("strategy", says="needs 9 MiB"):
-        estimate(kind="local", fault="needs 9 MiB, and 1 are free")
-
-
-def test_a_dry_run_asks_the_compiled_program(texts, run_dir, capsys):
-    # Of so few units that many steps have none.
-    args = command(texts, run_dir, engine="local", strategy="scan", batch_size=2)
+@pytest.mark.parametrize("strategy", ["scan", "ghost"])
+def test_a_dry_run_compiles_no_step(strategy, texts, run_dir, capsys, monkeypatch):
+    monkeypatch.setattr("fedsim.engine.worker.Worker.add_lane", None)
+    args = command(texts, run_dir, engine="local", strategy=strategy, batch_size=2)
     main([*args, "--dry-run", "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert not run_dir.exists() and found["seconds"] > 0
-    assert found["worker_bytes"] > 8 * found["num_parameters"]
+    assert not run_dir.exists()
+    assert found["gradients_per_step"] == 2 and found["tokens_per_step"] % 2 == 0
+    assert found["parameter_bytes"] == 4 * found["num_parameters"]
 
 
 @pytest.mark.parametrize(

@@ -379,7 +379,7 @@ def refused(args, capsys):
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.parametrize("algorithm", ["els", "uls"])
-def test_a_strategy_is_tried_on_made_up_rows(algorithm, texts, run_dir, monkeypatch):
+def test_ghost_is_checked_on_made_up_rows(algorithm, texts, run_dir, monkeypatch):
     rows, real = [], LanguageModelTask.dummy_batch
     monkeypatch.setattr(
         LanguageModelTask, "dummy_batch", lambda self, each: rows.append(each) or real(self, each)

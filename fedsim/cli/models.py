@@ -42,24 +42,22 @@ def train(
       algorithm: els or uls.
       config: A TOML, YAML or JSON file with defaults for any of these flags (num_steps = 200; in
         YAML num_steps: 200); flags override it.
-      dry_run: Show the plan, its noise, and estimates of time and memory, without training.
+      dry_run: Show the plan, its noise and the size of a step, without training.
       json: Print the content of summary.json on stdout; with --dry-run, the plan.
     """
     Terminal().note(f"reading data={run.data.source}, model={run.model.source}")
     from fedsim.engine import keep_memory, set_threads
 
-    asked = run.engine
-    if dry_run:  # in this process alone, on what there is here
-        device = asked.accelerator if asked.kind == "local" else "auto"
-        run = changed_run(run, engine="local", accelerator=device)
-    set_threads(run.engine)  # of the process that computes, in a dry run this one
+    if dry_run:  # which needs no worker
+        run = changed_run(run, engine="local", accelerator="auto")
+    set_threads(run.engine)
     keep_memory()
     from fedsim import training
     from fedsim.run import Console
 
     console = Console()
     if dry_run:
-        return training.dry_run(Algorithm(algorithm), privacy, run, console, asked)
+        return training.dry_run(Algorithm(algorithm), privacy, run, console)
     summary = training.train(Algorithm(algorithm), privacy, run, console)
     console.summary(summary, run.run_dir)
     return summary

@@ -8,7 +8,6 @@ from .environment import (
     versions as versions,
 )
 from .factory import (
-    TRIAL_UNITS as TRIAL_UNITS,
     choose_strategy as choose_strategy,
     create as create,
 )

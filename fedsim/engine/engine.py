@@ -98,20 +98,6 @@ class Stats:
         return self.norms, self.losses, self.dropped, self.num_rows
 
 
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """The result of a trial of a strategy."""
-
-    seconds: float = float("inf")
-    """Estimated seconds for the units of the trial, to show: nothing is chosen by it."""
-    memory: int = 0
-    """Bytes that the compiled program needs beside parameters and sum."""
-    unsupported: str = ""
-    """Reason for which the strategy does not support the model; empty if it does."""
-    fault: str = ""
-    """Reason for which the strategy cannot be used; empty if it can."""
-
-
 def ignore(*args: Any) -> None:
     """Do nothing: the default of callbacks."""
 
@@ -175,16 +161,12 @@ class Engine(ABC):
     def describe(self) -> str:
         """Describe the workers, for people."""
 
-    def try_strategy(self, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy) -> Trial:
-        """Try a strategy on one worker.
-
-        Args:
-          params: tree of float32 arrays.
-          rows: numbers of made-up rows to try it on, [units, group].
-          clip: the clip norm C.
-          strategy: the strategy.
-        """
-        return next(self._lanes("try_strategy", params, [rows], clip, strategy))
+    def ghost_fault(self, params: Any, group: int, clip: Clip, strategy: Strategy) -> str:
+        """Return the reason for which `ghost` cannot be used for units of `group` rows, found by
+        one worker on made-up rows; empty if it can be used."""
+        units = max(2, strategy.units_at_once(group))
+        rows = np.resize([0, 1], (units, group))
+        return next(self._lanes("ghost_fault", params, [rows], clip, strategy))
 
     def clipped_sum(
         self,

@@ -5,17 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from fedsim.clipping import AUTO, Clip, Strategy, by_rule, num_coordinates
 from fedsim.config import EngineConfig
 from fedsim.engine.engine import Engine, ignore
 from fedsim.engine.environment import keep_compiled
 from fedsim.engine.task import Task
-from fedsim.errors import ConfigError, expect
+from fedsim.errors import expect
 from fedsim.installation import optional
-
-TRIAL_UNITS = 32  # made-up units, of which a strategy is tried on the longest
 
 
 def create(config: EngineConfig, task: Task, *, warn: Callable[[str], None] = ignore) -> Engine:
@@ -49,20 +46,26 @@ def expect_accelerator(config: EngineConfig) -> None:
 
 
 def choose_strategy(
-    engine: Engine, params: Any, group: int, clip: Clip, config: EngineConfig
+    engine: Engine,
+    params: Any,
+    group: int,
+    clip: Clip,
+    config: EngineConfig,
+    *,
+    check: bool = True,
 ) -> tuple[Strategy, str]:
     """Choose the strategy for steps with units of `group` rows: the one of the settings, or of the
     rule.
 
-    `ghost`, and `direct` with another number of rows, are tried on made-up rows first.
     Args:
-      engine: tries the strategy, on one worker.
+      engine: its device decides, and one worker checks that `ghost` supports the model.
       params: tree of float32 arrays.
       group: rows of a unit.
       clip: the clip norm C.
       config: `strategy` and `rows_per_pass`.
+      check: false: do not check `ghost`, which compiles programs.
     Returns: (strategy, a line with the reason).
-    Raises: ConfigError: the requested strategy cannot be used.
+    Raises: ConfigError: the requested strategy does not support the model.
     """
     task, name, rows = engine.task, config.strategy, config.rows_per_pass
     take = functools.partial(
@@ -74,13 +77,10 @@ def choose_strategy(
         length=task.buckets.lengths[-1] if task.buckets else None,
     )
     strategy, why = take(name, rows), "by rule" if name == AUTO else "as asked for"
-    if strategy.name == "ghost" or (strategy.name == "direct" and rows is not None):
-        dummy = np.arange(TRIAL_UNITS * group).reshape(TRIAL_UNITS, group)
-        trial = engine.try_strategy(params, dummy, clip, strategy)
-        if name == AUTO and trial.unsupported:  # which follows from the model alone
-            why = f"by rule, as {strategy} does not support the model: {trial.unsupported}"
+    if check and strategy.name == "ghost":
+        fault = engine.ghost_fault(params, group, clip, strategy)
+        if fault and name == AUTO:
+            why = f"by rule, as {strategy} does not support the model: {fault}"
             return take("direct", rows), why
-        if trial.fault:
-            setting, value = ("strategy", name) if trial.unsupported else ("rows_per_pass", rows)
-            raise ConfigError.of(setting, value, f"another one: {strategy} {trial.fault}")
+        expect("strategy", name, not fault, f"another one: {strategy} {fault}")
     return strategy, why

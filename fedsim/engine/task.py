@@ -62,9 +62,10 @@ class Task(Protocol):
         return None
 
     def dummy_batch(self, rows: np.ndarray) -> Batch:
-        """Make up rows like those of `read`, to time strategies on; row i is always the same.
+        """Make up rows like those of `read`, for checks before the first step; row i is always the
+        same.
 
-        They must not depend on the data: what is chosen by their time is published. By default they
+        They must not depend on the data: the results of the checks are published. By default they
         are rows of padding with normal numbers in the place of all floats, so that they differ.
         """
 

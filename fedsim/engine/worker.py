@@ -12,7 +12,6 @@ import functools
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedsim import cgroups
 from fedsim.clipping import (
     Chunk,
     Clip,
@@ -31,9 +29,8 @@ from fedsim.clipping import (
     chunks_of_shared,
     lattice_capacity,
     num_coordinates,
-    shared_lengths,
 )
-from fedsim.engine.engine import Engine, Stats, Trial
+from fedsim.engine.engine import Engine, Stats
 from fedsim.engine.environment import expect_allowed, host_kind, keep_compiled, versions
 from fedsim.engine.programs import Programs, check_arithmetic, check_contributions, default_device
 from fedsim.engine.task import DUMMY, Task, read_rows
@@ -45,7 +42,6 @@ EVAL_ROWS_PER_CHUNK = 16
 EVAL_FEW = 4  # rows of a length's last chunks: with a large model, padding costs more than calls
 EVAL_TOKENS_PER_CALL = 2048  # if short texts share rows
 
-FEW = 2  # least units of a trial
 SAME_NORMS = 0.02  # relative; strategies agree to 1e-5 in float32, and to less in bfloat16
 
 _fit = functools.cache(check_arithmetic)
@@ -160,49 +156,24 @@ class Worker:
             for batch in batches:
                 yield from in_calls(batch)
 
-    def try_strategy(
+    def ghost_fault(
         self, version: int, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy
-    ) -> Trial:
-        """Try a strategy on the longest of some made-up units.
+    ) -> str:
+        """Return the reason for which `ghost` cannot be used, or an empty string.
 
-        The norms of `ghost` are compared with those of `scan`, as it forms no gradient for them.
-        Args: rows: numbers of made-up rows, int [units, group]; the others as of `lane_sum`.
+        It forms no gradient for a norm, so its norms of made-up units are compared with those of
+        `scan`. Args: rows: numbers of made-up rows, int [units, group]; others as of `lane_sum`.
         """
-        params, group = self.programs.on_device(version, params), rows.shape[1]
-        lengths = self._dummy_lengths(rows, strategy)
-        length = int(lengths.max())
-        units = max(FEW, self.units_of_pass(strategy, group, length))
-        some = np.resize(rows[lengths == length], (units, group))
-        total = self.programs.zeros(params, clip)
+        params = self.programs.on_device(version, params)
         try:
-            parts = self.lane_chunks(params, some, clip, strategy, DUMMY)
-            programs = [self.programs.compile(total, params, x, clip, strategy) for x in parts]
-            analyses = [program.memory_analysis() for program in programs]
-            memory = max((x.temp_size_in_bytes for x in analyses if x), default=0)
-            if memory > (free := free_memory()):
-                fault = f"needs {memory / 2**20:.0f} MiB, and {free / 2**20:.0f} are free"
-                return Trial(memory=memory, fault=fault)
-            _, stats = self.add_lane(params, some, clip, strategy, DUMMY)
-            if strategy.name == "ghost":
-                _, expected = self.add_lane(params, some, clip, Strategy("scan", 1), DUMMY)
-                if not np.allclose(stats.norms, expected.norms, SAME_NORMS, equal_nan=True):
-                    raise UnsupportedModel("other norms than scan finds")
+            norms, expected = (
+                self.add_lane(params, rows, clip, each, DUMMY)[1].norms
+                for each in (strategy, Strategy("scan", 1))
+            )
         except UnsupportedModel as error:
-            return Trial(unsupported=str(error), fault=str(error))
-        start = time.perf_counter()
-        self.add_lane(params, some, clip, strategy, DUMMY)  # again, as the first call compiled
-        seconds = time.perf_counter() - start
-        return Trial(seconds * float(lengths.sum()) / (units * length), memory)
-
-    def _dummy_lengths(self, rows: np.ndarray, strategy: Strategy) -> np.ndarray:
-        """Return the length of the rows of each made-up unit, int [units]; 1 without buckets."""
-        if (buckets := self.task.buckets) is None:
-            return np.ones(len(rows), int)
-        batch = read_rows(self.task, DUMMY, rows.ravel())
-        sizes = np.reshape(buckets.sizes(batch), rows.shape)
-        if self._shares_rows(strategy, rows.shape[1]):
-            return shared_lengths(sizes, buckets.shared)
-        return buckets.holding(sizes.max(axis=1))
+            return str(error)
+        same = np.allclose(norms, expected, SAME_NORMS, equal_nan=True)
+        return "" if same else "other norms than scan finds"
 
     def _shares_rows(self, strategy: Strategy, group: int) -> bool:
         """True if the texts of a unit share rows: where units may be side by side, too."""
@@ -360,15 +331,6 @@ def flush(wide: Any, total: Any) -> Any:
 def sum_holds(params: Any, clip: Clip) -> int:
     """Number of units that one sum holds without overflow."""
     return sys.maxsize if clip.in_float32 else lattice_capacity(num_coordinates(params))
-
-
-def free_memory() -> int:
-    """Return the free bytes of a worker: of its accelerator, or its share of the host's memory."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    count = cgroups.cpus()
-    return cgroups.free_memory() * min(count, int(os.environ.get("NPROC", count))) // count
 
 
 class LocalEngine(Engine):

@@ -58,7 +58,6 @@ from .terminal import (
     Terminal as Terminal,
     aligned as aligned,
     columns as columns,
-    duration as duration,
     hanging_indent as hanging_indent,
     verbosity as verbosity,
     wrapped as wrapped,

@@ -1,7 +1,7 @@
 """A run from its settings to its summary, for both algorithms.
 
     train      a run, or the rest of a resumed one (`launch`): open_run -> prepare_run -> launch
-    dry_run    the plan of a run with estimates of time and memory (`launch`)
+    dry_run    the plan of a run and the size of its steps (`launch`)
     open_run   directory, data, model, key and identity (`open`)
     prepare_run  refusals, private draws, plan, price, in this order (`prepare`)
     Trainer    the loop: gradient, ledger, update, evaluation, checkpoint (`trainer`)

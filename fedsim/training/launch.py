@@ -1,27 +1,15 @@
-"""From the settings of a run to its summary (`train`), or to an estimate of its cost (`dry_run`).
-
-Time and memory are measured on a few units in this process. Evaluations, checkpoints and noise come
-on top.
-"""
+"""From the settings of a run to its summary (`train`), or to its plan and size (`dry_run`)."""
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from fedsim.cgroups import cpus
-from fedsim.config import ZERO_OUT, Algorithm, EngineConfig, PrivacyConfig, RunConfig, computed_by
-from fedsim.engine import TRIAL_UNITS, place_workers
-from fedsim.errors import ConfigError, expect
+from fedsim.config import ZERO_OUT, Algorithm, PrivacyConfig, RunConfig
+from fedsim.errors import expect
 from fedsim.plan import Plan, in_words, warnings_of
-from fedsim.run import (
-    Console,
-    duration,
-    receivers,
-    verbosity,
-)
+from fedsim.run import Console, receivers, verbosity
 from fedsim.training.callbacks import Callback
 from fedsim.training.loggers import expect_loggers
 from fedsim.training.open import AuditHooks, CustomTask, OpenRun, Purpose, open_run
@@ -119,23 +107,29 @@ def dry_run(
     privacy: PrivacyConfig,
     run: RunConfig,
     console: Console,
-    config: EngineConfig,
 ) -> dict[str, Any]:
-    """Plan a run and estimate its cost; nothing is trained, written or paid for.
+    """Plan a run and compute its size; nothing is trained, written or paid for.
 
     Args:
       run: settings with engine `local`.
-      config: the engine to estimate for.
-    Returns: fields of the plan, and those of `cost`.
+    Returns: fields of the plan; gradients_per_step and the most tokens_per_step; parameter_bytes,
+      of trained and frozen parameters.
     Raises: ConfigError, EngineError: as in a training.
     """
     expect_runnable(privacy, run)
     with open_run(algorithm, privacy, run, console) as opened:
         prepared = prepare_run(opened, dry_run=True)
         show(prepared)
-        estimate = cost(prepared, config)
-        console.rows(cost_rows(estimate))
-        return {**prepared.plan.as_dict(), **estimate}
+        plan, leaves = prepared.plan, jax.tree.leaves((prepared.params, prepared.task.frozen))
+        size = {
+            "gradients_per_step": plan.budget,
+            "tokens_per_step": plan.budget * opened.data.train.max_length,
+            "parameter_bytes": sum(leaf.nbytes for leaf in leaves),
+        }
+        tokens, megabytes = size["tokens_per_step"], size["parameter_bytes"] / 1e6
+        text = f"at most {tokens:,} tokens in a step; the parameters take {megabytes:,.1f} MB"
+        console.rows([("size", text)])
+        return {**plan.as_dict(), **size}
 
 
 def rehearse(algorithm: Algorithm, privacy: PrivacyConfig, run: RunConfig) -> None:
@@ -147,73 +141,8 @@ def rehearse(algorithm: Algorithm, privacy: PrivacyConfig, run: RunConfig) -> No
     expect_runnable(privacy, run)
     with verbosity("quiet"):
         console = Console()
-    run = computed_by(run, strategy="scan")  # which is not tried
     with open_run(algorithm, privacy, run, console, purpose=Purpose.TRIAL) as opened:
         prepare_run(opened, dry_run=True)
-
-
-def cost(prepared: PreparedRun, config: EngineConfig) -> dict[str, Any]:
-    """Estimate seconds and bytes of the steps of a plan from a trial on made-up rows here.
-
-    Args:
-      prepared: a run with the engine of this process.
-      config: the engine to estimate for; its workers are assumed to be like this process.
-    Returns: num_workers; step_seconds, seconds; worker_bytes, driver_bytes.
-    Raises: ConfigError: not even a few units fit in memory here.
-    """
-    plan, params, run = prepared.plan, prepared.params, prepared.opened.run
-    transformation, averaged = update_of(run, plan.num_steps), bool(run.ema)
-    units = min(TRIAL_UNITS, plan.expected_count)
-    rows = np.arange(units * plan.budget // plan.expected_count).reshape(units, -1)
-    state = jax.eval_shape(transformation.init, params)
-    workers = _workers(config)
-    trial = prepared.engine.try_strategy(params, rows, plan.clip, prepared.strategy)
-    if trial.fault:
-        raise ConfigError.of("strategy", prepared.strategy, f"one that fits here: {trial.fault}")
-    step_s = trial.seconds / len(rows) * plan.expected_count / workers
-    trained, frozen = _num_bytes(params), _num_bytes(prepared.task.frozen)
-    return {
-        "num_workers": workers,
-        "step_seconds": step_s,
-        "seconds": step_s * plan.num_steps,
-        # Parameters, sum and program, and the model that adapters sit on.
-        "worker_bytes": 2 * trained + frozen + trial.memory,
-        # Parameters, sum, noise and gradient; the same model, to hand it out; the average.
-        "driver_bytes": (4 + averaged) * trained + frozen + _num_bytes(state),
-    }
-
-
-def _workers(config: EngineConfig) -> int:
-    """Number of workers that an engine would have on this machine."""
-    if config.kind == "local":
-        return 1
-    machine: dict[str, float] = {"CPU": cpus()}
-    if (name := jax.default_backend().upper()) in ("GPU", "TPU"):
-        machine[name] = jax.local_device_count()
-    placement = place_workers(
-        config.num_workers, config.threads_per_worker, [machine], config.accelerator
-    )
-    return placement.num_workers
-
-
-def cost_rows(estimate: dict[str, Any]) -> list[tuple[str, str]]:
-    """Names and values of an estimate of `cost` for display."""
-    step, steps = duration(estimate["step_seconds"]), duration(estimate["seconds"])
-    driver = _size(estimate["driver_bytes"])
-    worker = _size(estimate["worker_bytes"])
-    workers = f"{estimate['num_workers']} worker(s) like this process"
-    return [
-        ("time", f"about {step} a step, {steps} in all, for gradients on {workers}"),
-        ("memory", f"about {worker} a worker, {driver} here, beside what any process takes"),
-    ]
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.2g} MB" if num_bytes < 99e6 else f"{num_bytes / 1e6:,.0f} MB"
-
-
-def _num_bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def expect_runnable(privacy: PrivacyConfig, run: RunConfig) -> None:

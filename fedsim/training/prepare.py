@@ -107,7 +107,7 @@ def prepare_run(
         _expect_readable(opened, request)
     if is_new and opened.custom is None:
         _expect_finite_loss(engine, params, opened.run.model.source)
-    strategy, why = _strategy(opened, engine, params, completed, method)
+    strategy, why = _strategy(opened, engine, params, completed, method, check=not dry_run)
     make = functools.partial(
         _make_plan, opened, facts, evaluations, num_coordinates(params), request
     )
@@ -230,6 +230,8 @@ def _strategy(
     params: Any,
     settings: PrivacyConfig,
     method: ELS | ULS | None,
+    *,
+    check: bool,
 ) -> tuple[Strategy, str]:
     """The clipping strategy, and the reason for it; a resumed run keeps its own.
 
@@ -241,7 +243,7 @@ def _strategy(
     exact = math.isfinite(settings.epsilon)
     clip = Clip(settings.clip_norm, settings.clipping == "normalised", in_float32=not exact)
     with opened.console.phase("compiling"):
-        return choose_strategy(engine, params, group, clip, opened.run.engine)
+        return choose_strategy(engine, params, group, clip, opened.run.engine, check=check)
 
 
 def _make_plan(

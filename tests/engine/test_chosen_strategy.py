@@ -10,7 +10,7 @@ from zoo import VOCAB, Tied
 
 from fedsim.clipping import Clip, Strategy, strategy
 from fedsim.config import EngineConfig
-from fedsim.engine.engine import Engine, Trial
+from fedsim.engine.engine import Engine
 from fedsim.engine.factory import choose_strategy
 from fedsim.engine.worker import LocalEngine
 
@@ -49,18 +49,18 @@ def large(monkeypatch):
 
 
 @pytest.fixture
-def no_trial(monkeypatch):
-    monkeypatch.setattr(Engine, "try_strategy", None)
+def no_check(monkeypatch):
+    monkeypatch.setattr(Engine, "ghost_fault", None)
 
 
-def test_direct_is_taken_without_a_trial(no_trial):
+def test_direct_is_taken_without_a_check(no_check):
     for group in (1, 3):
         assert choose_strategy(*local(), group, CLIP, AUTO) == (Strategy("direct", 4), "by rule")
 
 
 def test_a_large_model_takes_ghost_for_examples_if_all_of_it_is_trained(large, monkeypatch):
     tried = []
-    monkeypatch.setattr(Engine, "try_strategy", lambda *a, **_: tried.append(a[-1]) or Trial())
+    monkeypatch.setattr(Engine, "ghost_fault", lambda *a: tried.append(a[-1]) or "")
     assert choose_strategy(*local(), 1, CLIP, AUTO) == (Strategy("ghost", 4), "by rule")
     assert tried == [Strategy("ghost", 4)]
     assert choose_strategy(*local(), 2, CLIP, AUTO)[0] == Strategy("direct", 4)
@@ -77,15 +77,7 @@ def test_a_model_that_ghost_does_not_support_is_left_to_direct(large):
         choose_strategy(*local(Unknown()), 1, CLIP, EngineConfig(strategy="ghost"))
 
 
-def test_a_lack_of_memory_changes_no_strategy(large, monkeypatch):
-    """It is the machine's: a seed would stand for other draws on a busy one."""
-    monkeypatch.setattr(Engine, "try_strategy", lambda *_: Trial(fault="needs 2 MiB"))
-    for asked in (AUTO, EngineConfig(strategy="ghost")):
-        with refuses("rows_per_pass", says="ghost:4 needs 2 MiB"):
-            choose_strategy(*local(), 1, CLIP, asked)
-
-
-def test_rows_are_those_that_are_asked_for():
+def test_rows_are_those_that_are_asked_for(no_check):
     asked = EngineConfig(strategy="scan", rows_per_pass=7)
     assert choose_strategy(*local(), 1, CLIP, asked) == (Strategy("scan", 7), "as asked for")
     found, _ = choose_strategy(*local(), 1, CLIP, EngineConfig(rows_per_pass=2))
@@ -117,7 +109,7 @@ def test_engines_make_the_same_choice(ray_cluster):
 
 @pytest.mark.slow
 @pytest.mark.privacy
-def test_trials_read_no_text(monkeypatch):
+def test_the_check_of_ghost_reads_no_text(monkeypatch):
     def read(self, split, rows):
         assert (rows == -1).all(), "a text was read"
         return right(self, split, np.zeros(len(rows), int))
