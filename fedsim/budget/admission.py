@@ -64,9 +64,9 @@ class BudgetRequest:
     limit: Limit | None
     run_dir: Path
     delta: float | None = None
-    """The run's delta, if --delta was given."""
+    """The run's delta, if it was set."""
     fit_limit: bool | None = None
-    """Value of --fit-limit; None for commands that do not have the flag."""
+    """Whether to train what fits the limit; None for commands without this setting."""
     adjacency: str = ""
     """See `Entry`."""
 
@@ -144,9 +144,9 @@ class BudgetRequest:
     def _why_not(self, spent: Account, more: RunCost, broken: Limit) -> str:
         """Explain why another charge exceeds a limit, and what to do."""
         if more.nothing:
-            remedy = "--budget-ledger names another ledger for trials"
+            remedy = "budget_ledger names another ledger for trials"
             if broken is self.limit:
-                remedy = "--limit-epsilon is for runs with a guarantee"
+                remedy = "limit_epsilon is for runs with a guarantee"
             why = in_words(more.nothing)
             return f"this run has no guarantee ({why}), so no limit can be kept: {remedy}"
         spent = spent.under(broken)
@@ -157,11 +157,11 @@ class BudgetRequest:
             return f"{why} {would_be} (see fedsim budget)"
         before = _shown(spent.total(broken.delta).adaptive)
         why = f"{len(spent.charges)} runs on these users have spent {before} {would_be}"
-        rest = "; --fit-limit trains what fits" if self.fit_limit is False else ""
+        rest = "; fit_limit trains what fits" if self.fit_limit is False else ""
         why = f"{why} (see fedsim budget{rest})"
         delta = self.delta or 0.0
         if delta > broken.delta and spent.total(delta, more=more).adaptive <= broken.epsilon:
-            plans = f"--delta {at_least(broken.delta, '.4g')} plans the run for it"
+            plans = f"delta={at_least(broken.delta, '.4g')} plans the run for it"
             why += f"; the limit is at a smaller delta than the run: {plans}"
         return why
 

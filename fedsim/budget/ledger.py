@@ -71,7 +71,7 @@ ALIKE = (
     "Ann and ann. If they are the same people, what they paid there is missing here, and no limit "
     "sees it: build the data with the ids of those runs"
 )
-ELSEWHERE = f"--budget-ledger or {LEDGER} names another one"
+ELSEWHERE = f"budget_ledger or {LEDGER} names another one"
 
 Released = list[tuple[Event, int]] | None
 """Events of the accountant with their counts; None: released without noise."""

@@ -277,7 +277,7 @@ def _spelt(words: list[str], known: Mapping[str, Any]) -> list[str]:
 def _interrupted(command: Command | Commands) -> tuple[str, int]:
     """(how a command that a signal ended can go on, its exit code)."""
     if command is train:  # before a step, or by two signals
-        return "interrupted; the same command with --resume goes on", UNFINISHED
+        return "interrupted; the same command with resume=true goes on", UNFINISHED
     if command is select:
         return "interrupted; the same command goes on", UNFINISHED
     if command is build:

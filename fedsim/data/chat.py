@@ -310,8 +310,7 @@ class ChatTokenizer:
             if self._opening is None:
                 found += [
                     "the chat template asks for an answer otherwise than it begins one, so that "
-                    "the model is not trained on what serving asks: name another with "
-                    "--chat-template"
+                    "the model is not trained on what serving asks: name another chat_template"
                 ]
         return found
 

@@ -86,10 +86,10 @@ class Dataset:
         longer, most = counts["long_texts"] / counts["rows"], rules["max_length"]
         # What is split and still loses tokens has turns that are longer than an example.
         kept = "more" if "chats" in self.metadata else "all"
-        split = f", `fedsim data build --long-texts split` keeps {kept}"
+        split = f", long_texts=split of a built data set keeps {kept}"
         return (
             f"{longer:.0%} of texts are longer than {most} tokens and were cut; {cut / tokens:.0%} "
-            "of all tokens are lost. A larger --max-length keeps more"
+            "of all tokens are lost. A larger max_length keeps more"
             f"{split if rules.get('long_texts') == 'cut' else ''}"
         )
 

@@ -236,7 +236,7 @@ def load(
     hub = source.startswith(HUB)
     directory = download(source, "model", WANTED) if hub else Path(source)
     if not (directory / CONFIG).is_file():
-        hint = "; adapters are for --adapter" if (directory / ADAPTER).is_file() else ""
+        hint = "; the setting adapter is for adapters" if (directory / ADAPTER).is_file() else ""
         raise ConfigError.of("model", directory, f"a directory with a {CONFIG}{hint}")
     config = families.config_of(read_object(directory / CONFIG, "model"))
     tensors = read_directory(directory)

@@ -234,7 +234,7 @@ def outlook(ratio: float, num_users: int) -> str:
     many = f"{num_users:,} users"
     if ratio < LEARNS:
         return f"{many} are enough for this model to learn. {noise}"
-    noise += "; more users or steps, a larger --batch-size or a small --lora-rank help"
+    noise += "; more users or steps, a larger batch_size or a small lora_rank help"
     if ratio < HARDLY:
         return f"The model will learn only in part from {many}. {noise}"
     return f"With {many} the noise dominates; the model will not learn. {noise}"
@@ -271,7 +271,7 @@ def warnings_of(plan: Plan) -> list[str]:
             "in every direction, the noise of a step is "
             f"{noise / plan.expected_count:.1f} times as large as the gradient of "
             f"{plan.expected_count} {unit} can be: the model will hardly learn without a larger "
-            "--batch-size or --epsilon"
+            "batch_size or epsilon"
         )
     elif noise and (error := plan.noise.predicted_error) is not None:
         on_sums = error / plan.expected_count

@@ -64,7 +64,7 @@ class Fact(StrEnum):
     SAMPLED_NORMS = "sampled-norms", "{} (gradient norms of a sample of users)"
     TOKENIZER = (
         *("tokenizer", "the tokenizer (not said to be public)"),
-        *("tokenizer", "bytes, a model's, or one that --tokenizer-is-public declares"),
+        *("tokenizer", "bytes, a model's, or one that tokenizer_is_public declares"),
     )
     TUNED_ON_DATA = (
         *("chosen-on-data", "{} (chosen by looking at this data)"),

@@ -143,7 +143,7 @@ class Console(Terminal):
         if is_evaluated and losses[1] - losses[0] > CLEARLY * noise:
             self.warn(
                 "the held-out loss rose: this model is worse than what it started from; "
-                "a smaller --learning-rate, a larger --batch-size or more steps may do better"
+                "a smaller learning_rate, a larger batch_size or more steps may do better"
             )
         self.note(guarantee_line(summary))
         board = run_dir / BOARD

@@ -184,9 +184,7 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
     """
     path = run_dir / CONFIG
     if path.exists() and not resume:
-        raise ConfigError.of(
-            "run_dir", run_dir, "a new directory, or --resume to go on with its run"
-        )
+        raise ConfigError.of("run_dir", run_dir, "a new directory, or resume=true for its run")
     if path.exists():
         _expect_ours(run_dir)
         stored, book = load(run_dir), run_dir / ledger.FILE

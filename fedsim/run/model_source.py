@@ -166,7 +166,7 @@ def model_sha256(model: Pretrained | None) -> str | None:
 
 
 def model_name(source: str) -> str:
-    """The value of `--model` for others to read: without the directories of this machine."""
+    """The setting `model` for others to read: without the directories of this machine."""
     return source if source.startswith(weights.HUB) else Path(source).name
 
 
@@ -242,7 +242,7 @@ def make_task(
     wanted, rank = run.model, run.model.lora_rank
     expect("lora_rank", rank, rank == 0 or model is not None, FRESH)
     there = model is not None or not wanted.adapter
-    expect("adapter", wanted.adapter, there, "the model of the adapter as --model")
+    expect("adapter", wanted.adapter, there, "none without its model")
     users = data.train
     if model is None:
         shape = (users.vocab_size, users.max_length, wanted.compute_dtype)
@@ -284,7 +284,7 @@ def check_fit(run: RunConfig, model: Pretrained, data: Dataset) -> None:
         raise ConfigError.of("model", run.model.source, expected)
     tokenizer = Tokenizer.load(model.tokenizer)
     stored = data.metadata.get("tokenizer", {})
-    build = f"fedsim data build ... --tokenizer {model.tokenizer}"
+    build = f"tokenizer={model.tokenizer} of `fedsim data build`"
     expect(
         "data",
         f"{run.data.source} (tokens of {stored.get('name', 'another tokenizer')})",

@@ -20,8 +20,7 @@ from fedsim.training.trainer import Trainer
 
 NOTHING_PROMISED = (
     "{}, so no privacy guarantee. The privacy budget of these users, in {}, will be infinite for "
-    "ever, and no limit can be kept. For trials use a ledger of their own: --budget-ledger "
-    "trial-ledger"
+    "ever, and no limit can be kept. For trials use a ledger of their own: budget_ledger=PATH"
 )
 
 
@@ -149,7 +148,7 @@ def expect_runnable(privacy: PrivacyConfig, run: RunConfig) -> None:
     """Raise ConfigError if optimizer or strategy does not exist, or does not fit, if a logger's
     packages are missing, or if fit_limit would tell who the users are."""
     if privacy.adjacency != ZERO_OUT:  # how many steps fit depends on who the users are
-        without = f"false with --adjacency {privacy.adjacency}"
+        without = f"false with adjacency={privacy.adjacency}"
         expect("fit_limit", run.fit_limit, not run.fit_limit, without)
     update_of(with_defaults(run, Noise(1.0, 1.0, 1)), privacy.num_steps)
     expect_loggers(run.log_to)

@@ -41,7 +41,7 @@ from fedsim.run import (
 )
 
 FITTED = ("num_steps", "participations", "epsilon")
-"""Settings that --fit-limit changes."""
+"""Settings that fit_limit changes."""
 
 
 class Purpose(StrEnum):

@@ -255,7 +255,7 @@ def _make_plan(
     settings: PrivacyConfig,
     method: ELS | ULS,
 ) -> tuple[PrivacyConfig, Plan]:
-    """Settings and plan of a new run; with --fit-limit, with the steps that fit the limit."""
+    """Settings and plan of a new run; with fit_limit, with the steps that fit the limit."""
 
     def plan_of(settings: PrivacyConfig, evaluations: Evaluations | None) -> Plan:
         return make_plan(

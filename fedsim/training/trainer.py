@@ -234,7 +234,7 @@ class Trainer:
             saver.save(state.step, vars(state))
         self._tell_saved()
         if state.step < end:
-            then = "; --resume continues from there" if self.audit is None else ""
+            then = "; resume=true continues from there" if self.audit is None else ""
             self.console.note(f"stopped after step {state.step}{then}")
 
     def _evaluates(self, step: int) -> bool:

@@ -216,7 +216,7 @@ def table(result: dict[str, Any]) -> str:
 SENTENCES = {
     "unlimited": "{total}the cost is unlimited, because {count} of them had no guarantee: {names}. "
     "This is permanent: the released model may reveal these users' texts. For later trials use a "
-    "ledger of their own (--budget-ledger), and for a release other users.",
+    "ledger of their own (budget_ledger), and for a release other users.",
     "cost": "{total}the total cost of each user is at most epsilon = {epsilon} at delta = {delta} "
     "({added_up} if epsilons were added up).",
     "adaptive": "If you looked at earlier results to decide on later runs (most people do), count "
@@ -228,10 +228,10 @@ SENTENCES = {
     "left": "The limit is {limit}: epsilon = {left} is left for one release with Gaussian noise. A "
     "training, whose losses are not quite Gaussian, may fit only with a little less.",
     "limits": "A run has to keep all of these limits: a later one does not lift an earlier.",
-    "alone": "'epsilon alone' is at delta = {delta} for every run, and differs from the --epsilon "
+    "alone": "'epsilon alone' is at delta = {delta} for every run, and differs from the epsilon "
     "of a run that was planned at another delta.",
     "not counted": "Not counted: losses of held-out users that were computed without noise, as by "
-    "default (--eval-epsilon adds noise). No ledger has them.",
+    "default (eval_epsilon adds noise). No ledger has them.",
 }
 
 

@@ -305,7 +305,7 @@ def publish(
         expect("out", out, new, "a folder that is not there yet")
         # Until then the ledger may have steps that the last checkpoint lacks, and get more.
         ended = directory.summary_of(run_dir) is not None
-        expect("run", run_dir, ended, "a run that has ended; --resume goes on with it")
+        expect("run", run_dir, ended, "a run that has ended; resume=true goes on with it")
         if (plan := stored.plan) is not None and not plan.guarantee:
             # A published folder is a promise: whoever looks for the label may look in vain.
             why = f"a run with a guarantee, and not one with {in_words(plan.reasons)}"
@@ -316,7 +316,7 @@ def publish(
             sources = (stored.run.data.source, stored.run.model.source)
             places = [stored.run.run_dir, *map(Path, filter(os.path.exists, sources))]
             for file, place in named_places(temporary, places):
-                without = "published files without it; --form parameters leaves the model's out"
+                without = "published files without it; form=parameters leaves the model's out"
                 expect(file, place, False, without)
             record = _record(released, form, published.digests(temporary))
             write_json(temporary / published.NAME, record)
@@ -391,7 +391,7 @@ def claim_of_texts(source: str, model: Pretrained, console: Console) -> dict[str
         about = {"model": model_name(source), "guarantee": False, "claim": NO_CLAIM, **nothing}
         return {**about, "params_sha256": checkpoint.params_sha256(model.params), "outside": []}
     ended = directory.summary_of(path) is not None
-    expect("model", source, ended, "a run that has ended; --resume goes on with it")
+    expect("model", source, ended, "a run that has ended; resume=true goes on with it")
     released = read(path, console)
     plan = released.plan
     return {

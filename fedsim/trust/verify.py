@@ -77,7 +77,7 @@ from fedsim.trust.replay import replay
 from fedsim.uls import ULS
 
 UNPROTECTED = (metrics.FILE, "progress.json", "tb/")
-ELSEWHERE = "; if they are elsewhere now, say so with --data"
+ELSEWHERE = "; if they are elsewhere now, the setting data says where"
 PLANNED = ("num_steps", "delta", "clip_norm", "adjacency", "clipping", "group_size")
 PLANNED += ("group_size_epsilon", "clip_quantile", "loss_bound")
 DRAWN = ("bands", "participations")  # settings of how units are drawn

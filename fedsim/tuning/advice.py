@@ -290,7 +290,7 @@ def report(result: dict[str, Any]) -> str:
         examples = f"{result['num_examples']:,} examples, the median user has {median}"
         source = (
             "From the users' texts, without noise: how many examples there are, G, C and its "
-            "interval, data used and gradients, and so the choice. --plan-only reads nothing."
+            "interval, data used and gradients, and so the choice. plan_only reads nothing."
         )
     else:
         examples = f"and {median} examples of each are assumed"
@@ -313,8 +313,8 @@ def report(result: dict[str, Any]) -> str:
             'Lower "noise on sums of steps" means better training: compare the columns.',
             source,
             *result["non_private"],
-            "To choose privately, within epsilon: --group-size-epsilon E replaces --group-size "
-            "(els), and --clip-quantile Q adapts --clip-norm.",
+            "To choose privately, within epsilon: group_size_epsilon replaces group_size (els), "
+            "and clip_quantile adapts clip_norm.",
         ]
     )
 

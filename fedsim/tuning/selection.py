@@ -167,7 +167,7 @@ def _job(settings: Settings, out: Path) -> Job:
     algorithm = given.pop("algorithm", None)
     expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
     missing = [name for name in ("data", "epsilon", "num_steps") if name not in given]
-    where = "a value in the file or as --set NAME=VALUE"
+    where = "a value in the file or in set"
     expect(", ".join(missing), None, not missing, where)
     privacy, run = configs_of({**given, "run_dir": out})
     run = changed_run(run, data=_whole(run.data.source))
@@ -613,6 +613,6 @@ def _expect_same(out: Path, seals: dict[str, str]) -> None:
     and a metric without noise would be labelled as one with noise.
     """
     began = read_json(out / BEGAN)
-    same = f"those that the selection in {out} began with; another --out is for another selection"
+    same = f"those that the selection in {out} began with; another out is for another selection"
     for name in {**seals, **began}:
         expect(name, "others", began.get(name) == seals.get(name), same)

@@ -450,23 +450,23 @@ def test_a_run_that_promises_nothing_is_told_that_it_is_the_cause(planned, label
     asked = {"planned": planned, "label": label, "rest": False}
     why = f"this run has no guarantee ({label or 'without noise'}), so no limit can be kept: "
     own = refused(place, tmp_path / "a", **asked, limit=Limit(5, DELTA))
-    assert own.endswith(f"{why}--limit-epsilon is for runs with a guarantee")
+    assert own.endswith(f"{why}limit_epsilon is for runs with a guarantee")
     set_limit(place, 5)
     theirs = refused(place, tmp_path / "a", **asked)
-    assert theirs.endswith(f"{why}--budget-ledger names another ledger for trials")
+    assert theirs.endswith(f"{why}budget_ledger names another ledger for trials")
 
 
 @pytest.mark.parametrize(("rest", "hinted"), [(False, True), (True, False), (None, False)])
 def test_what_trains_what_fits_is_named_where_it_would(rest, hinted, place, tmp_path):
     set_limit(place, 0.9 * ONE)
-    assert ("--fit-limit trains what fits" in refused(place, tmp_path / "a", rest=rest)) == hinted
+    assert ("fit_limit trains what fits" in refused(place, tmp_path / "a", rest=rest)) == hinted
 
 
 def test_a_limit_at_a_smaller_delta_than_the_runs_says_how_to_plan_for_it(place, tmp_path):
     target = {"epsilon": ONE, "num_steps": STEPS, "sampling_prob": STEP.sampling_prob}
     set_limit(place, ONE, delta := 0.5 * DELTA)
     said = refused(place, tmp_path / "a")
-    assert said.endswith("at a smaller delta than the run: --delta 5e-7 plans the run for it")
+    assert said.endswith("at a smaller delta than the run: delta=5e-7 plans the run for it")
     planned = [(StepEvent(noise_multiplier(**target, delta=delta), STEP.sampling_prob), STEPS)]
     applicant = BudgetRequest(place, PEOPLE, "train", None, tmp_path / "a", delta)
     applicant.expect_room(applicant.entry("", planned, (0.0, 0.0), ""))

@@ -1,4 +1,4 @@
-"""`--fit-limit` trains as many steps as fit under the limit, and no more."""
+"""`fit_limit` trains as many steps as fit under the limit, and no more."""
 
 import dataclasses
 import json
@@ -166,7 +166,7 @@ def test_what_earlier_runs_read_is_not_told_where_nobody_may_know_who_the_users_
     """It differs with one user: how many steps are left, and what all runs cost together."""
     hidden = {"adjacency": "add-or-remove", "epsilon": 1.5, "num-steps": 2}
     said = refused(arguments(texts, tmp_path / "none", "--fit-limit", **hidden), capsys)
-    assert "fit_limit=True: expected false with --adjacency add-or-remove" in said
+    assert "fit_limit=True: expected false with adjacency=add-or-remove" in said
     for number in (1, 2):
         main(arguments(texts, tmp_path / f"run{number}", **hidden))
     main(["report", str(tmp_path / "run2"), "--out", str(tmp_path / "page")])

@@ -122,7 +122,7 @@ def test_a_stopped_job_saves_its_step_and_is_resumed(client, texts, tmp_path):
     assert client.get_job_status(job) == JobStatus.STOPPED
     stopped = summary(run_dir)  # written after the checkpoint: the driver ended by itself
     assert 8 <= stopped["steps_done"] < 40
-    assert "--resume continues from there" in client.get_job_logs(job)
+    assert "resume=true continues from there" in client.get_job_logs(job)
     job = client.submit_job(entrypoint=f"{words} --resume")
     wait_until(lambda: client.get_job_status(job).is_terminal(), 200)
     assert client.get_job_status(job) == JobStatus.SUCCEEDED, client.get_job_logs(job)

@@ -195,6 +195,6 @@ def test_an_adapter_needs_its_model(place, capsys):
     with pytest.raises(SystemExit):
         run = {**flags, "model": "tiny", "run_dir": place / "none", "adapter": place / "peft"}
         command("train", "uls", **run)
-    assert "expected the model of the adapter as --model" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="adapters are for --adapter"):
+    assert "expected none without its model" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="the setting adapter is for adapters"):
         export(str(place / "peft"), place / "none")

@@ -84,7 +84,7 @@ def test_a_start_that_was_killed_may_be_repeated(resume, run_dir, key, monkeypat
 
 def test_a_run_is_not_overwritten(run_dir, key):
     start(run_dir, key)
-    with refuses(f"run_dir={run_dir}", says="--resume"):
+    with refuses(f"run_dir={run_dir}", says="resume=true"):
         directory.find(run_dir, resume=False)
 
 

@@ -71,7 +71,7 @@ def test_data_of_other_tokens_are_refused(place, capsys):
     other = learnt("bpe", ["some words"], 300, directory / "other.json")
     error = refused(place, capsys, tokenizer=other)
     assert "(tokens of other.json): expected tokens of model=" in error
-    assert f"as fedsim data build ... --tokenizer {model / 'tokenizer.json'} gives" in error
+    assert f"as tokenizer={model / 'tokenizer.json'} of `fedsim data build` gives" in error
     built = load(texts, tokenizer=other, max_length=32).path
     assert "expected tokens of model=" in refused(place, capsys, data=built, max_length=None)
 

@@ -157,7 +157,7 @@ def test_what_nohup_ignores_stays_ignored():
 
 
 ENDED = {
-    "train": (command("x.parquet", "r"), "; the same command with --resume goes on"),
+    "train": (command("x.parquet", "r"), "; the same command with resume=true goes on"),
     "select": ("select x.toml --out x".split(), "; the same command goes on"),
     "build": ("data build x.parquet --out x".split(), "; the same command starts again"),
     "account": (

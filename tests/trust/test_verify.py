@@ -366,7 +366,7 @@ def test_data_of_the_same_name_in_another_directory_are_named_by_their_whole_pat
     monkeypatch.chdir(tmp_path / "here")
     said = verify(capsys, run_dir)[1]["data"][1]
     assert f"data={tmp_path / 'here' / 'texts.parquet'}: other data than" in said
-    assert said.endswith("say so with --data")
+    assert said.endswith("the setting data says where")
     assert verify(capsys, run_dir, "--data", tmp_path / "there" / "texts.parquet")[0] == 0
 
 

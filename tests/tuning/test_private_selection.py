@@ -82,7 +82,7 @@ def test_a_selection_is_counted_once_and_nothing_but_the_best_is_kept(settings, 
     assert best["epsilon_holds"] == "trial" and found["eval/loss"] == best["final_eval_loss"]
     how = Selection(mean=2)
     assert select(settings, out, how, Console()) == found  # and no second time
-    with refuses("trials", says="another --out is for another selection"):
+    with refuses("trials", says="another out is for another selection"):
         select(settings, out, dataclasses.replace(how, mean=9.0), Console())
 
 
@@ -191,7 +191,7 @@ def test_a_selection_that_was_killed_goes_on_only_as_it_began(
         (settings, dataclasses.replace(KILLED, shape=1.0), "trials"),
         (settings, dataclasses.replace(KILLED, eval_epsilon=9.0), "eval_epsilon"),
     ):
-        said = "the same for all" if what == "limit_epsilon" else "another --out is for another"
+        said = "the same for all" if what == "limit_epsilon" else "another out is for another"
         with refuses(what, says=said):
             select(given, killed, how, Console())
     with open_locked(place_of(None)) as ledger:

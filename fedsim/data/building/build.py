@@ -109,8 +109,7 @@ class BuildSettings(BuildConfig):
             raise DataError.of(
                 "chat_template",
                 None,
-                f"a chat template among the files of tokenizer={self.tokenizer_spec}, or "
-                "`fedsim data build --chat-template FILE`",
+                f"a file, or one among the files of tokenizer={self.tokenizer_spec}",
             )
         return Chats(columns.form, self.train_on or TRAIN_ON[columns.form], template, self)
 

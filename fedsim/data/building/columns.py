@@ -61,10 +61,7 @@ def expected_of(found: Sequence[str], wanted: Sequence[str]) -> str:
     names = [name for name in found if inside or "." not in name]
     separated = len(found) == 1 and next((mark for mark in ";\t|" if mark in found[0]), "")
     if separated:
-        return (
-            f"no such column; the columns are separated by {separated!r}: `fedsim data build "
-            "--delimiter`"
-        )
+        return f"no such column; the columns are separated by {separated!r}, which delimiter names"
     if not all(len(name) <= MAX_CHARACTERS and NAME.fullmatch(name.strip()) for name in names):
         return (
             f"no such column among {len(names)}, whose names are not shown, for they may be a "

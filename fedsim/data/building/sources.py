@@ -106,7 +106,7 @@ def left_out(
     saved = [file for file in found if split is None and (file / SPLITS).is_file()]
     with suppress(FedsimError, LookupError, TypeError):  # damaged: readers say so
         if others := [name for file in saved for name in splits_of(file) if name != "train"]:
-            return f"of what is saved, these splits are not read: {', '.join(others)} (--split)"
+            return f"of what is saved, these splits are not read: {', '.join(others)} (see split)"
     folders = (Path(expand_home("data", source)) for source in sources)
     folders = [folder for folder in folders if folder.is_dir() and not is_saved(folder)]
     read = {file.resolve() for file in found}

@@ -37,7 +37,7 @@ PIECE = 2**20  # characters that are copied at a time
 ESCAPES = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\\."
 )
-ENCODING = "expected UTF-8; where it is of another encoding: `fedsim data build --encoding cp1252`"
+ENCODING = "expected UTF-8; where it is of another encoding: encoding=cp1252"
 TWICE = "expected every key of an object once, got one twice"
 REASONS = (  # of DuckDB's messages, and what is said instead
     (
@@ -47,7 +47,7 @@ REASONS = (  # of DuckDB's messages, and what is said instead
     (
         "unterminated quote",
         "expected every quotation to end where a column or a line does, so that it is certain "
-        "whose text follows; without quoting: `fedsim data build --quoting none`",
+        "whose text follows; without quoting: quoting=none",
     ),
     ("(?i)utf-8|unicode", ENCODING),
     ("state machine", "expected the same end of all lines, as `dos2unix` makes it"),
@@ -152,7 +152,7 @@ class _Reading:
         self.connection = duckdb.connect(config={"threads": 1})
         is_utf8 = codecs.lookup(settings.encoding).name in ("utf-8", "utf-8-sig")
         if is_utf8 and self._begins(file, 2) in (b"\xff\xfe", b"\xfe\xff"):
-            raise DataError("it is UTF-16: `fedsim data build --encoding utf-16`")
+            raise DataError("it is UTF-16: encoding=utf-16")
         self.path = scratch / "text"  # DuckDB would take the name of a file for a pattern
         self.path.unlink(missing_ok=True)
         if is_utf8 and not mended:
@@ -254,8 +254,8 @@ class _Reading:
         if count == full and not more and count != rows:
             raise DataError(
                 "expected a file that can be read in one way; with quotation marks around texts it "
-                f"has {rows:,} rows, and {count:,} if they are characters as others: `fedsim data "
-                "build --quoting minimal`, or `--quoting none`"
+                f"has {rows:,} rows, and {count:,} if they are characters as others: "
+                "quoting=minimal or none"
             )
 
     def _keys(self) -> list[str]:
@@ -405,7 +405,7 @@ def _as_column(
         inside = value if isinstance(value, list) else [] if value is None else [()]
         if not all(x is None or type(x) is int or type(x) is str and not is_text for x in inside):
             expected = "whole numbers, which are tokens," if is_text else "texts or whole numbers"
-            hint = " (of chats: --messages-column)" if is_text else ""
+            hint = " (of chats: messages_column)" if is_text else ""
             raise DataError(f"row {rows + i + 1}, {name}: expected {expected} in lists{hint}")
         values.append(value if is_text else [x if x is None else str(x) for x in inside])
     return pa.array(values, pa.list_(pa.int64() if is_text else pa.string()))

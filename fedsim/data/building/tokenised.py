@@ -119,8 +119,7 @@ def _without_user(rows: np.ndarray, columns: Columns, part: Part) -> DataError:
     ids = "id" if len(rows) == 1 else "ids"
     return DataError(
         f"{columns.blamed}: {len(rows)} null or empty user {ids} in {part.source} (rows {shown}); "
-        "expected a user for every row, or `fedsim data build --rows-without-user drop`, which "
-        "leaves such rows out"
+        "expected a user for every row, or rows_without_user=drop, which leaves such rows out"
     )
 
 

@@ -73,7 +73,7 @@ _SAID = {
     "leave such rows out",
     FRACTIONS: "a user id like 3.10, which stays a text: 3.1 is somebody else",
     SEVERAL: "an owner with a comma or semicolon inside, or a list as text, who is one user: if "
-    "that is several, `fedsim data build --owners COLUMN --owners-delimiter ,` makes it so",
+    "that is several, owners and owners_delimiter of `fedsim data build` make it so",
 }
 """Names of counts of rows, and the end of the line that tells the user about them."""
 

@@ -42,7 +42,7 @@ HEADERLESS += [b"my door code is 4711\n", b"user_id," + b"door" * 11]
 def test_a_first_line_that_is_no_header_is_not_shown(content, suffix, tmp_path):
     said = said_of(tmp_path / f"x.{suffix}", content)
     assert "ann" not in said and "door" not in said
-    assert "first line of CSV must have the names" in said or "--delimiter" in said
+    assert "first line of CSV must have the names" in said or "delimiter" in said
 
 
 def test_columns_are_shown_where_they_are_no_text():
