@@ -200,12 +200,14 @@ posts = pd.DataFrame({
 })
 
 def train(name, wait=0.0, **more):
-    def watch(step, metrics):
-        print("done", step, flush=True)
-        time.sleep(wait)
+    class Watch(fedsim.Callback):
+        def on_step(self, step, metrics):
+            print("done", step, flush=True)
+            time.sleep(wait)
     return fedsim.train(
         "uls", data=posts, epsilon=8, num_steps=20, batch_size=8, max_length=32, eval_examples=8,
-        seed=3, engine="local", strategy="scan", run_dir=f"runs/{name}", callback=watch, **more,
+        seed=3, engine="local", strategy="scan", run_dir=f"runs/{name}",
+        callbacks=[Watch()], **more,
     )
 """
 

@@ -43,6 +43,11 @@ class Mean(fedsim.Task):
 
 def train(run_dir, task=None, *, resume=False, at=None, algorithm="uls", **settings):
     """A run of this module. Args: at: called after each step."""
+
+    class Watch(fedsim.Callback):
+        def on_step(self, step, metrics):
+            at(step)
+
     data = np.arange(3 * NUM_USERS) % NUM_USERS
     settings = {**SETTINGS, **({"group_size": 2} if algorithm == "els" else {}), **settings}
     return fedsim.train(
@@ -51,7 +56,7 @@ def train(run_dir, task=None, *, resume=False, at=None, algorithm="uls", **setti
         data=data,
         run_dir=run_dir,
         resume=resume,
-        callback=at and (lambda step, _: at(step)),
+        callbacks=[Watch()] if at else [],
         **settings,
     )
 

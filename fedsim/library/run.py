@@ -3,7 +3,7 @@
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -32,7 +32,7 @@ from fedsim.run import (
     spent,
     verbosity,
 )
-from fedsim.training import Callback, StepFunction, expect_callbacks
+from fedsim.training import Callback
 from fedsim.trust import Check
 
 
@@ -315,7 +315,6 @@ def train(
     messages: str | None = None,
     task: Task | None = None,
     callbacks: Sequence[Callback] = (),
-    callback: Callable[[int, dict[str, float]], object] | None = None,
     **settings: Unpack[TrainSettings],
 ) -> Run:
     """Fine-tune a model with user-level differential privacy.
@@ -339,9 +338,6 @@ def train(
       task: your own model, instead of a language model.
       callbacks: called at the start and end of the run, and after its steps, evaluations and
         checkpoints; see `Callback`.
-      callback: a function called after every step with its number, from 1, and its metrics, among
-        them the latest eval/loss. It sees all metrics, those without noise, too, which the plan of
-        the run says, as for a `Callback` with `reads_non_private`.
       settings: other flags of `fedsim train`, with underscores: batch_size, group_size, model,
         lora_rank, engine, seed, resume, ...
 
@@ -354,10 +350,8 @@ def train(
     """
     with verbosity(settings.get("output", "normal")):
         expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
-        calls = callback is None or callable(callback)
-        expect("callback", callback, calls, "a function of a step's number and its metrics")
-        expect_callbacks(callbacks)
-        called = [*callbacks, *([StepFunction(callback)] if callback is not None else [])]
+        fits = all(isinstance(callback, Callback) for callback in callbacks)
+        expect("callbacks", callbacks, fits, "objects of subclasses of fedsim.Callback")
         given: dict[str, Any] = {"epsilon": epsilon, "num_steps": num_steps, **settings}
         given["run_dir"] = directory_of(run_dir, algorithm, settings)
         custom = None
@@ -377,7 +371,7 @@ def train(
 
         console = Console()
         summary = train_run(
-            Algorithm(algorithm), privacy, run, console, custom=custom, callbacks=called
+            Algorithm(algorithm), privacy, run, console, custom=custom, callbacks=callbacks
         )
         console.summary(summary, run.run_dir)
         return Run(run.run_dir)

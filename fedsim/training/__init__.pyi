@@ -1,9 +1,5 @@
 from . import optimizers as optimizers
-from .callbacks import (
-    Callback as Callback,
-    StepFunction as StepFunction,
-    expect_callbacks as expect_callbacks,
-)
+from .callbacks import Callback as Callback
 from .launch import (
     dry_run as dry_run,
     expect_runnable as expect_runnable,

@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedsim.errors import ConfigError, expect
+from fedsim.errors import brief
 from fedsim.plan import Caveat, Fact, Plan, private_fields
 from fedsim.run import visible
-
-EVENTS = ("on_run_begin", "on_step", "on_evaluate", "on_checkpoint", "on_run_end")
 
 
 class Callback:
@@ -68,89 +66,64 @@ class Callback:
         """
 
 
-class StepFunction(Callback):
-    """A function as a callback: it sees all metrics of a step, and the latest eval/loss."""
-
-    reads_non_private = True
-
-    def __init__(self, function: Callable[[int, dict[str, float]], object]):
-        """See `train`."""
-        self._function, self.name = function, getattr(function, "__name__", "callback")
-
-    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Call the function; what it returns has no effect."""
-        self._function(step, dict(metrics))
-
-
-def expect_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Raise ConfigError unless each has all methods."""
-    listed = isinstance(callbacks, Sequence) and not isinstance(callbacks, str)
-    expect("callbacks", callbacks, listed, "a list of callbacks")
-    for callback in callbacks:
-        has = all(callable(getattr(callback, event, None)) for event in EVENTS)
-        if not has or isinstance(callback, type):
-            name = getattr(callback, "__name__", type(callback).__name__)
-            raise ConfigError.of("callbacks", name, "objects of subclasses of fedsim.Callback")
-
-
 def facts_of_callbacks(callbacks: Sequence[Callback]) -> list[Caveat]:
     """A fact for each callback that sees what the guarantee does not cover."""
-    return [
-        Caveat(Fact.CALLBACK, getattr(each, "name", type(each).__name__))
-        for each in callbacks
-        if each.reads_non_private
-    ]
-
-
-def expect_known(callbacks: Sequence[Callback], plan: Plan) -> None:
-    """Raise ConfigError if a callback of a resumed run sees more than its plan says."""
-    again = "no callback with reads_non_private that the run was not started with"
-    for fact in facts_of_callbacks(callbacks):
-        expect("callbacks", fact.of, fact in plan.caveats, again)
+    seeing = [callback for callback in callbacks if callback.reads_non_private]
+    return [Caveat(Fact.CALLBACK, type(callback).__name__) for callback in seeing]
 
 
 class Calls:
-    """Calls the callbacks of a run, each with what it may see.
+    """Calls the callbacks and loggers of a run, each with what it may see.
 
     Attributes:
       stopped: a callback wants the run to end.
     """
 
-    def __init__(self, callbacks: Sequence[Callback], plan: Plan):
-        """Args: plan: of the run."""
-        self._callbacks, self._plan = list(callbacks), plan
-        self.stopped = False
-
-    def add(self, callbacks: Sequence[Callback]) -> None:
-        """Call these, too."""
-        self._callbacks += callbacks
+    def __init__(
+        self,
+        plan: Plan,
+        callbacks: Sequence[Callback],
+        loggers: Sequence[Callback],
+        warn: Callable[[str], None],
+    ):
+        """Args: loggers: callbacks of which a failure is one warning."""
+        self._plan, self._callbacks, self._loggers = plan, [*callbacks, *loggers], loggers
+        self._warn, self.stopped = warn, False
 
     def begin(self, step: int) -> None:
         """The run has done `step` steps and continues."""
-        for callback in self._callbacks:
-            callback.on_run_begin(self._plan.as_dict(), step)
+        self._each(lambda callback: callback.on_run_begin(self._plan.as_dict(), step))
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """A step has ended."""
-        for callback in self._callbacks:
-            self.stopped |= bool(callback.on_step(step, self._seen(callback, values)))
+        self._each(lambda callback: callback.on_step(step, self._seen(callback, values)))
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         """An evaluation has ended."""
-        for callback in self._callbacks:
-            self.stopped |= bool(callback.on_evaluate(step, self._seen(callback, values)))
+        self._each(lambda callback: callback.on_evaluate(step, self._seen(callback, values)))
 
     def saved(self, step: int, path: Path) -> None:
         """A checkpoint was written."""
-        for callback in self._callbacks:
-            callback.on_checkpoint(step, path)
+        self._each(lambda callback: callback.on_checkpoint(step, path))
 
     def end(self, summary: Mapping[str, Any]) -> None:
         """The run has ended."""
         hidden = private_fields(self._plan)
         public = {name: value for name, value in summary.items() if name not in hidden}
-        for callback in self._callbacks:
-            callback.on_run_end(dict(summary if callback.reads_non_private else public))
+        self._each(
+            lambda each: each.on_run_end(dict(summary if each.reads_non_private else public))
+        )
+
+    def _each(self, call: Callable[[Callback], bool | None]) -> None:
+        for callback in [*self._callbacks]:
+            try:
+                self.stopped |= bool(call(callback))
+            except Exception as error:
+                if callback not in self._loggers:
+                    raise
+                self._callbacks.remove(callback)
+                reason = brief(f"{type(error).__name__}: {error}", 200)
+                self._warn(f"no more metrics for {type(callback).__name__}: {reason}")
 
     def _seen(self, callback: Callback, values: Mapping[str, float]) -> dict[str, float]:
         return dict(values) if callback.reads_non_private else visible(self._plan, values)

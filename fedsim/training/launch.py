@@ -8,10 +8,10 @@ import jax
 
 from fedsim.config import ZERO_OUT, Algorithm, PrivacyConfig, RunConfig
 from fedsim.errors import expect
+from fedsim.installation import EXTRAS, expect_installed
 from fedsim.plan import Plan, in_words, warnings_of
 from fedsim.run import Console, receivers, verbosity
 from fedsim.training.callbacks import Callback
-from fedsim.training.loggers import expect_loggers
 from fedsim.training.open import AuditHooks, CustomTask, OpenRun, Purpose, open_run
 from fedsim.training.optimizers import Noise, update_of, with_defaults
 from fedsim.training.prepare import PreparedRun, prepare_run
@@ -151,4 +151,5 @@ def expect_runnable(privacy: PrivacyConfig, run: RunConfig) -> None:
         without = f"false with adjacency={privacy.adjacency}"
         expect("fit_limit", run.fit_limit, not run.fit_limit, without)
     update_of(with_defaults(run, Noise(1.0, 1.0, 1)), privacy.num_steps)
-    expect_loggers(run.log_to)
+    for name in receivers(run):
+        expect_installed(*EXTRAS[name].split())

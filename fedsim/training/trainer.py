@@ -19,7 +19,7 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import at_most
-from fedsim.config import as_dict, to_json
+from fedsim.config import to_json
 from fedsim.engine import Stats, versions
 from fedsim.errors import ConfigError
 from fedsim.evaluate import VALIDATION, begin_evaluate, headline
@@ -27,6 +27,7 @@ from fedsim.files import write_json
 from fedsim.plan import claimed_fields, ledger_head
 from fedsim.run import (
     EVALUATED,
+    SENDING,
     Ledger,
     Metrics,
     Replayed,
@@ -44,7 +45,7 @@ from fedsim.run import (
 )
 from fedsim.signals import stop_signals
 from fedsim.training.callbacks import Calls
-from fedsim.training.loggers import LoggedRun, open_loggers
+from fedsim.training.loggers import LOGGERS
 from fedsim.training.open import Purpose, phase_of
 from fedsim.training.optimizers import (
     Diverged,
@@ -68,7 +69,7 @@ class Trainer:
         opened = prepared.opened
         self.plan, self.method, self.engine = prepared.plan, prepared.method, prepared.engine
         self.strategy, self.params = prepared.strategy, prepared.params
-        self.booking, self.calls = prepared.booking, Calls(prepared.callbacks, prepared.plan)
+        self.booking, self.callbacks = prepared.booking, prepared.callbacks
         self.run, self.data, self.key = opened.run, opened.data, opened.key
         self.console, self.audit = opened.console, opened.audit
         self.replays = opened.purpose == Purpose.REPLAY
@@ -109,9 +110,8 @@ class Trainer:
         with (
             closing(ledger),
             closing(Metrics(self.run.run_dir, last_step)) as metrics,
-            open_loggers(self.run, self._logged(last_step, settings), self.console.warn) as loggers,
         ):
-            self.calls.add(loggers)
+            self.calls = self._calls(settings)
             self.calls.begin(ledger.num_steps)
             # Everything that is there of the run is in order: now it is counted.
             with self.booking.admitted() if self.booking else nullcontext(Reported()) as reported:
@@ -130,12 +130,16 @@ class Trainer:
         self.calls.end(summary)
         return summary
 
-    def _logged(self, last_step: int, identity: str) -> LoggedRun:
-        """The run as loggers show it, after `last_step`."""
-        run, model = as_dict(self.run), model_name(self.run.model.source)
-        settings = {name: run[name] for name in ("optimizer", "learning_rate")} | {"model": model}
-        settings = self.plan.as_dict() | settings
-        return LoggedRun(self.run.run_dir, identity, last_step, settings)
+    def _calls(self, identity: str) -> Calls:
+        """The callbacks and loggers of the run."""
+        run, loggers = self.run, []
+        update = {"optimizer": run.optimizer, "learning_rate": run.learning_rate}
+        shown = {**self.plan.as_dict(), **update, "model": model_name(run.model.source)}
+        for kind in run.log_to:
+            logger = LOGGERS[kind](run.run_dir, identity, shown)
+            logger.reads_non_private = run.log_non_private or kind not in SENDING
+            loggers.append(logger)
+        return Calls(self.plan, self.callbacks, loggers, self.console.warn)
 
     def _segments(self, state: State, ledger: Ledger) -> Iterator[tuple[State, int, int]]:
         """(state to go on from, steps of its checkpoint, index of the end) of the segments to run:

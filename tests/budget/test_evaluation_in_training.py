@@ -26,7 +26,7 @@ from fedsim.keys import SecretKey
 from fedsim.library.run import train
 from fedsim.plan import Evaluations, evaluations_of
 from fedsim.run import metrics
-from fedsim.training import private_evaluation
+from fedsim.training import Callback, private_evaluation
 from fedsim.training.private_evaluation import FILE, begin_noisy_evaluate, rows_of_users
 
 SHOWN = "eval/loss"
@@ -217,11 +217,18 @@ def test_the_loss_as_it_is_goes_nowhere(texts, run_dir, capsys, monkeypatch):
     """Were what is released always 1.25, nobody would see another loss."""
     monkeypatch.setattr(private_evaluation, "noisy_mean_loss", lambda losses, **_: 1.25)
     called = []
+
+    class Watch(Callback):
+        reads_non_private = True
+
+        def on_step(self, step, metrics):
+            called.append(metrics[SHOWN])
+
     result = train(
         "uls", data=texts, run_dir=run_dir, epsilon=1, delta=1e-3, num_steps=4, batch_size=12,
         model="micro", engine="local", strategy="scan", rows_per_pass=2,
         eval_epsilon=1.5, eval_every=2,
-        callback=lambda step, values: called.append(values[SHOWN]),
+        callbacks=[Watch()],
     )  # fmt: skip
     assert set(called) == set(shown(run_dir).values()) == {1.25}
     assert result.eval_loss == result.summary["initial_eval_loss"] == 1.25
@@ -254,16 +261,17 @@ def test_a_run_that_goes_on_evaluates_no_step_again(texts, run_dir, capsys, monk
 @pytest.mark.slow
 @pytest.mark.privacy
 def test_a_run_that_is_stopped_counts_what_it_released(texts, run_dir):
-    def stop(step, _):
-        if step == 3:
-            raise KeyboardInterrupt
+    class Stop(Callback):
+        def on_step(self, step, metrics):
+            if step == 3:
+                raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         train(
             "uls", data=texts, run_dir=run_dir, epsilon=1, delta=1e-3, num_steps=8, batch_size=12,
             model="micro", engine="local", strategy="scan", rows_per_pass=2,
             eval_epsilon=1.5, eval_every=2,
-            callback=stop,
+            callbacks=[Stop()],
         )  # fmt: skip
     with open_locked(place_of(None)) as ledger:
         (entry,) = (each for each in ledger.entries.values() if each.kind == "evaluation")

@@ -166,22 +166,15 @@ def test_adapters_name_their_base_as_the_hub_does(run, posts, tmp_path, monkeypa
     assert "base_model: some/model\n" in (adapters / "README.md").read_text()
 
 
-def test_a_callback_sees_every_step(posts, run_dir):
-    seen = []
-    train(posts, run_dir, callback=lambda step, metrics: seen.append((step, metrics)))
-    assert [step for step, _ in seen] == [1, 2, 3]
-    assert all({"non_private/loss", "eval/loss"} <= metrics.keys() for _, metrics in seen)
-    assert seen[-1][1]["privacy/epsilon"] == pytest.approx(8, rel=1e-3)
-
-
 @pytest.mark.slow
 @pytest.mark.ci
 def test_ctrl_c_ends_the_step_and_the_same_call_goes_on(run, posts, run_dir):
-    def interrupt(step, metrics):
-        if step == 1:
-            os.kill(os.getpid(), signal.SIGINT)
+    class Interrupt(fedsim.Callback):
+        def on_step(self, step, metrics):
+            if step == 1:
+                os.kill(os.getpid(), signal.SIGINT)
 
-    stopped = train(posts, run_dir, callback=interrupt)
+    stopped = train(posts, run_dir, callbacks=[Interrupt()])
     assert not stopped.finished and stopped.summary["steps_done"] < 3
     done = train(posts, run_dir, resume=True)
     assert done.finished and (done.summary["steps_done"], done.summary["lost_steps"]) == (3, 0)
@@ -199,12 +192,6 @@ def test_of_a_table_two_columns_are_read_and_an_id_is_the_same_user_as_text_or_n
     twice = pd.DataFrame([["a", "x", "b"]], columns=["author", "body", "author"])
     with refuses("user_column=author"):
         source_of(twice, user_column="author", text_column="body")
-
-
-def test_what_is_no_callback_is_found_before_a_step_is_paid_for(posts, run_dir):
-    with refuses("callback=3"):
-        train(posts, run_dir, callback=3)
-    assert not run_dir.exists()
 
 
 def test_a_run_to_resume_is_named(posts):

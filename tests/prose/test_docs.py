@@ -194,6 +194,11 @@ def tiny(tmp_path, monkeypatch, posts):
         "max_length": 32,
     }
     original, seen, source = fedsim.train, [], tmp_path / "tiny"
+
+    class Watch(fedsim.Callback):
+        def on_step(self, step, metrics):
+            seen.append((step, metrics))
+
     run = original(
         "uls",
         data=posts,
@@ -203,11 +208,11 @@ def tiny(tmp_path, monkeypatch, posts):
         num_steps=2,
         eval_examples=8,
         run_dir=source,
-        callback=lambda step, metrics: seen.append((step, metrics)),
+        callbacks=[Watch()],
         **settings,
     )
     assert run.summary["steps_done"] == len(seen) == 2
-    own = {"user", "text", "messages", "task", "callback", "callbacks", "data", "run_dir"}
+    own = {"user", "text", "messages", "task", "callbacks", "data", "run_dir"}
     known = own | {"epsilon", "num_steps"} | fedsim.TrainSettings.__annotations__.keys()
 
     def train(algorithm, **given):

@@ -8,22 +8,17 @@ from pathlib import Path
 
 import pytest
 from refused import refuses
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util import tensor_util
 
 import fedsim
 from fedsim.run import may_leave, visible
 from fedsim.training import loggers
 from fedsim.training.callbacks import Calls
-from fedsim.training.loggers import LoggedRun, Logger, open_loggers
 
 TINY = {"epsilon": 8.0, "num_steps": 2, "batch_size": 12, "max_length": 24, "model": "micro"}
-TINY |= {
-    "engine": "local",
-    "strategy": "scan",
-    "rows_per_pass": 2,
-    "eval_examples": 8,
-    "log_every": 1,
-}
-TINY |= {"user": "author", "text": "body"}
+TINY |= {"engine": "local", "strategy": "scan", "rows_per_pass": 2}
+TINY |= {"eval_examples": 8, "log_every": 1, "user": "author", "text": "body"}
 POSTS = [{"author": f"zeta{i % 40}", "body": f"quagmire {i} zeppelin"} for i in range(120)]
 PRIVATE = ["non_private/loss", "eval/loss", "performance/step_seconds"]
 PRIVATE += ["performance/tokens_per_second", "non_private/norm_median", "performance/busy_share"]
@@ -32,9 +27,8 @@ PRIVATE += ["performance/tokens_per_second", "non_private/norm_median", "perform
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
     """The plan and settings of a tiny run."""
-    return fedsim.train(
-        "uls", POSTS, run_dir=tmp_path_factory.mktemp("run") / "run", log_to=[], **TINY
-    ).stored
+    run_dir = tmp_path_factory.mktemp("run") / "run"
+    return fedsim.train("uls", POSTS, run_dir=run_dir, log_to=[], **TINY).stored
 
 
 # ---- What leaves --------------------------------------------------------------------------------
@@ -42,120 +36,86 @@ def stored(tmp_path_factory):
 
 @pytest.mark.privacy
 def test_only_what_anyone_may_see_leaves_the_machine(stored):
-    allows = may_leave(stored.plan)
-    assert not any(map(allows, PRIVATE))
-    for name in ("privacy/epsilon", "privacy/loss", "privacy/clip_norm", "performance/workers"):
-        assert allows(name)
-    assert allows("learning_rate")
+    public = ["privacy/epsilon", "privacy/loss", "privacy/clip_norm", "performance/workers"]
+    public += ["performance/worker_restarts", "performance/redispatched_lanes", "learning_rate"]
+    assert [*visible(stored.plan, dict.fromkeys([*public, *PRIVATE], 1.0))] == public
 
 
 @pytest.mark.privacy
 def test_without_noise_and_with_noisy_evaluations_other_metrics_leave(stored):
     fields = stored.plan.as_dict()
-    bare = type(stored.plan).from_dict({**fields, "noise_multiplier": 0.0})
-    assert may_leave(bare)("privacy/epsilon") and not may_leave(bare)("privacy/clip_norm")
-    noisy = types.SimpleNamespace(noise_multiplier=1.0)
-    noisy.evaluations = object()
-    assert may_leave(noisy)("eval/loss") and not may_leave(noisy)("non_private/eval_examples_loss")
-
-
-def test_what_a_cluster_shows_may_leave(stored):
-    names = ["privacy/epsilon", "privacy/loss", "performance/worker_restarts"]
-    names += ["performance/workers", "performance/redispatched_lanes"]
-    assert [*visible(stored.plan, dict.fromkeys([*names, *PRIVATE], 1.0))] == names
-
-
-@pytest.mark.privacy
-def test_a_clip_norm_that_follows_the_data_without_noise_is_not_seen(stored):
-    values = {"privacy/clip_norm": 0.3, "privacy/epsilon": math.inf}
-    bare = type(stored.plan).from_dict({**stored.plan.as_dict(), "noise_multiplier": 0.0})
-    assert visible(stored.plan, values) == values
-    assert visible(bare, values) == {"privacy/epsilon": math.inf}
+    bare = may_leave(type(stored.plan).from_dict({**fields, "noise_multiplier": 0.0}))
+    assert bare("privacy/epsilon") and not bare("privacy/clip_norm")
+    noisy = may_leave(types.SimpleNamespace(noise_multiplier=1.0, evaluations=object()))
+    assert noisy("eval/loss") and not noisy("non_private/eval_examples_loss")
 
 
 # ---- Loggers ------------------------------------------------------------------------------------
 
 
-class Recorder(Logger):
+class Recorder(loggers.Logger):
     """A logger that keeps what it gets, and fails at a step."""
 
-    fails_at = math.inf
+    seen, ends, fails_at = [], 0, math.inf
 
-    def start(self):
-        self.seen, self.closed = [], False
+    def on_run_begin(self, plan, step):
+        type(self).seen, type(self).ends = [], 0
 
-    def log(self, step, metrics):
+    def on_evaluate(self, step, metrics):
         if step == self.fails_at:
             raise OSError("no\nroute")
         self.seen.append((step, sorted(metrics)))
 
-    def finish(self):
-        self.closed = True
+    def on_run_end(self, summary):
+        type(self).ends += 1
 
 
-@pytest.fixture
-def recorder(monkeypatch):
-    """A class whose instances stand for a service, and the instance that was made last."""
-    made = []
+def test_a_logger_that_fails_is_named_and_left_out(stored, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(Recorder, "fails_at", 2)
+    logger = Recorder(stored.run.run_dir, "ab" * 32, {})
+    assert logger.name == "run-ababab"
+    calls = Calls(stored.plan, [], [logger], warnings.append)
+    calls.begin(0)
+    for step in range(1, 5):
+        calls.step(step, {"privacy/epsilon": 1.0})
+    assert logger.seen == [(1, ["privacy/epsilon"])]
+    assert warnings == ["no more metrics for Recorder: OSError: no route"]
 
-    class Kept(Recorder):
-        def start(self):
-            super().start()
-            made.append(self)
 
-    monkeypatch.setitem(loggers.CLASSES, "wandb", Kept)
-    return made
-
-
-def steps_of(stored, steps, notes, **changed):
-    """Call the loggers of a run as `Trainer` does."""
-    run = fedsim.config.changed_run(stored.run, log_to=["wandb"], **changed)
-    logged = LoggedRun(run.run_dir, "ab" * 32, -1, {"delta": 0.1})
-    with open_loggers(run, logged, notes.append) as opened:
-        calls = Calls([], stored.plan)
-        calls.add(opened)
-        for step, values in steps:
-            calls.step(step, values)
+def test_a_board_shows_every_value_of_a_run_and_of_its_rest(tmp_path):
+    for steps in (range(3), range(3, 5)):
+        logger = loggers.TensorBoard(tmp_path, "ab" * 32, {})
+        logger.on_run_begin({}, steps[0])
+        for step in steps:
+            logger.on_step(step, {"privacy/epsilon": step / 4, "eval/loss": 9.0})
+            logger.on_evaluate(step, {"eval/loss": math.inf})
+        board = EventAccumulator(str(tmp_path / "tb"), size_guidance={"tensors": 0}).Reload()
+        logger.on_run_end({})
+    values = {
+        tag: [
+            (event.step, tensor_util.make_ndarray(event.tensor_proto))
+            for event in board.Tensors(tag)
+        ]
+        for tag in board.Tags()["tensors"]
+    }
+    assert values["privacy/epsilon"] == [(step, step / 4) for step in range(5)]
+    assert values["eval/loss"] == [(step, math.inf) for step in range(5)]
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("non_private", [False, True])
-def test_a_logger_gets_the_plan_and_what_may_leave(non_private, stored, recorder):
-    steps = [(1, {"privacy/epsilon": 1.0, "non_private/loss": 2.0, "eval/loss": 3.0})]
-    steps += [(2, {"non_private/loss": 2.0})]
-    steps_of(stored, steps, [], log_non_private=non_private)
-    every = [(1, ["non_private/loss", "privacy/epsilon"]), (2, ["non_private/loss"])]
-    assert recorder[0].seen == (every if non_private else [(1, ["privacy/epsilon"])])
-    assert recorder[0].run.name == "run-ababab"
-
-
-def test_a_logger_that_fails_is_named_and_left_out(stored, recorder, monkeypatch):
-    notes = []
-    monkeypatch.setattr(Recorder, "fails_at", 2)
-    steps_of(stored, [(step, {"privacy/epsilon": 1.0}) for step in range(1, 5)], notes)
-    assert [step for step, _ in recorder[0].seen] == [1]
-    assert notes == ["wandb gets no more metrics: OSError: no route"]
-
-
 def test_of_weights_and_biases_all_that_looks_at_the_machine_is_off(tmp_path, monkeypatch):
     given = {}
-
-    def init(**settings):
-        given.update(settings)
-        (tmp_path / "wandb").mkdir()
-        (tmp_path / "wandb" / "log").symlink_to("/dev/null")
-        return types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
-
-    module = types.SimpleNamespace(Settings=lambda **settings: settings, init=init)
+    module = types.SimpleNamespace(Settings=dict, init=lambda **settings: given.update(settings))
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    run = LoggedRun(tmp_path, "ab" * 32, -1, {"delta": 0.1})
-    loggers.WandB("wandb", run, pytest.fail, False)
-    off = {name for name, value in given["settings"].items() if value is True}
-    assert {"disable_code", "disable_git", "x_disable_meta", "x_disable_stats"} <= off
-    assert "x_disable_machine_info" in off and given["settings"]["console"] == "off"
+    loggers.WandB(tmp_path, "ab" * 32, {"delta": 0.1}).on_run_begin({}, 0)
+    on = {name for name, value in given["settings"].items() if value is True}
+    assert {"disable_code", "disable_git", "x_disable_meta", "x_disable_stats"} <= on
+    assert "x_disable_machine_info" in on and given["settings"]["console"] == "off"
+    assert given["settings"]["symlink"] is False
     assert (given["id"], given["resume"], given["project"]) == ("ab" * 8, "allow", "fedsim")
-    assert not (tmp_path / "wandb" / "log").is_symlink()  # with a link, the run is not resumed
+    assert given["config"] == {"delta": 0.1}
 
 
 # ---- Runs ---------------------------------------------------------------------------------------
@@ -163,19 +123,19 @@ def test_of_weights_and_biases_all_that_looks_at_the_machine_is_off(tmp_path, mo
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("non_private", [False, True])
-def test_the_plan_says_what_a_logger_gets(non_private, run_dir, recorder, monkeypatch, capsys):
-    monkeypatch.setattr("fedsim.training.launch.expect_loggers", lambda _: None)
+def test_a_logger_gets_what_the_plan_says(non_private, run_dir, monkeypatch, capsys):
+    monkeypatch.setitem(loggers.LOGGERS, "wandb", Recorder)
+    monkeypatch.setattr("fedsim.training.launch.expect_installed", lambda *_: None)
     settings = {**TINY, "log_to": ["wandb"], "run_dir": run_dir}
     run = fedsim.train("uls", POSTS, log_non_private=non_private, **settings)
-    names = {name for _, values in recorder[0].seen for name in values}
-    fact = {"fact": "logger", "of": "wandb"}
-    assert (fact in run.summary["non_private"]) == non_private
-    assert any(name.startswith("non_private/") for name in names) == non_private
-    assert "privacy/epsilon" in names and recorder[0].closed and not (run_dir / "tb").exists()
+    names = {name for _, values in Recorder.seen for name in values}
+    assert ({"fact": "logger", "of": "wandb"} in run.summary["non_private"]) == non_private
+    assert non_private == any(name in names for name in PRIVATE)
+    assert "privacy/epsilon" in names and Recorder.ends == 1 and not (run_dir / "tb").exists()
     sent = "wandb: all metrics" if non_private else "wandb: the plan, epsilon, and metrics with"
     assert sent in capsys.readouterr().err
     if not non_private:
-        with refuses("log_non_private=True"):
+        with refuses("log_non_private=wandb"):
             fedsim.train("uls", POSTS, log_non_private=True, resume=True, **settings)
 
 
