@@ -16,7 +16,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.harness import common, synthetic
-from fedsim.data.dataset import histogram_bins
+
+BINS = 40  # at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,12 @@ def sizes_of(settings: Settings) -> dict[str, np.ndarray]:
             for stand_in in settings.stand_ins:
                 found[stand_in] = np.diff(common.prepare(stand_in, directory).train.offsets)
         return found
+
+
+def histogram_bins(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Edges of bins of equal ratio, and the number of users with examples in each bin."""
+    edges = np.unique(np.floor(np.geomspace(1, sizes.max() + 1, BINS + 1)).astype(np.int64))
+    return edges, np.histogram(sizes, edges)[0]
 
 
 def run(settings: Settings) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from experiments.harness.mean_task import MeanTask
 from fedsim.accounting import StepEvent
 from fedsim.cli.main import main
 from fedsim.clipping import Clip, Strategy
+from fedsim.data.dataset import sums
 from fedsim.data.users import UserStore
 from fedsim.els import ELS
 from fedsim.engine.worker import LocalEngine
@@ -190,7 +191,7 @@ def test_data_are_refused_in_which_what_a_text_says_decides_how_many_rows_there_
     metadata = json.loads(file.read_text())
     metadata["rules"]["long_texts"] = "split"  # as a build refuses to
     file.write_text(json.dumps(metadata))
-    (built / "SHA256SUMS").unlink()
+    (built / "SHA256SUMS").write_text(sums(built, metadata["splits"]))
     with pytest.raises(SystemExit) as end:
         main(command("els", built, tmp_path / "run", group_size=2))
     assert end.value.code == 2

@@ -44,22 +44,14 @@ def build(
     return _show_stats(built, json)
 
 
-def stats(
-    directory: Positional[str], histogram: Path | None = None, json: bool = False
-) -> dict[str, Any]:
+def stats(directory: Positional[str], json: bool = False) -> dict[str, Any]:
     """Count users, examples and tokens of a built directory, as in the paper's table of data sets.
 
     Args:
       directory: A directory made by `fedsim data build`, or pydocs.
-      histogram: PNG file to draw: the histogram of examples per user.
       json: Print one JSON object on stdout.
     """
-    dataset = _opened(directory)
-    if histogram is not None:
-        from fedsim.data import draw_histograms
-
-        draw_histograms(dataset.splits(), histogram)
-    return _show_stats(dataset, json)
+    return _show_stats(_opened(directory), json)
 
 
 def show(

@@ -23,10 +23,8 @@ from .corpora import is_table as is_table, load as load
 from .dataset import (
     NATS_PER_TOKEN as NATS_PER_TOKEN,
     SPLITS as SPLITS,
-    SUMS as SUMS,
     Dataset as Dataset,
     Holdout as Holdout,
-    draw_histograms as draw_histograms,
     left_out_rows as left_out_rows,
     min_examples_of as min_examples_of,
     shown as shown,

@@ -1,7 +1,4 @@
-"""A data set: a tokenizer and splits of users' text, the rules that divide it, and its statistics.
-
-The statistics are Table 1 and Figure 10 of the paper.
-"""
+"""A data set: a tokenizer and splits of users' text, the rules that divide it, and statistics."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -11,17 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.data.store import SEPARATOR, Owners
+from fedsim.data.store import SEPARATOR
 from fedsim.data.tokenizer import TEMPLATE, TOKENIZER, Tokenizer
 from fedsim.data.users import UserStore, read_metadata
 from fedsim.errors import DataError
 from fedsim.files import expand_home, sha256_of
-from fedsim.installation import optional
 
 WARN_SHARE = 0.01  # of all tokens: a build that cut off more is warned about
 SUMS = "SHA256SUMS"  # of the files that fingerprints of splits do not cover
 NATS_PER_TOKEN, NATS_PER_BYTE = "nats per token", "nats per byte"
-BINS = 40  # of a histogram, at most
 SPLITS = ("train", "eval_users", "eval_examples", "test")
 
 
@@ -52,14 +47,10 @@ class Dataset:
         """
         path = Path(expand_home("data", directory)).absolute()
         metadata = read_metadata(path, "dataset")
-        if not (path / "tokenizer.json").is_file():
-            raise DataError.of("data", path, "its tokenizer.json")
-        splits = metadata.get("splits")
-        if not isinstance(splits, list) or "train" not in splits or not set(splits) <= set(SPLITS):
-            raise DataError.of("data", f"{path}/metadata.json", "splits, train and perhaps others")
-        stores = {split: UserStore.open(path / split) for split in splits}
+        splits = [name for name in SPLITS if (path / name).is_dir()]
         _expect_sums(path, splits)
-        return cls(**stores, tokenizer_path=path / "tokenizer.json", metadata=metadata, path=path)
+        stores = {name: UserStore.open(path / name) for name in splits}
+        return cls(**stores, tokenizer_path=path / TOKENIZER, metadata=metadata, path=path)
 
     def people(self) -> list[str]:
         """Ids of all users of all splits, sorted."""
@@ -84,13 +75,10 @@ class Dataset:
         if not tokens or cut < WARN_SHARE * tokens:
             return None
         longer, most = counts["long_texts"] / counts["rows"], rules["max_length"]
-        # What is split and still loses tokens has turns that are longer than an example.
-        kept = "more" if "chats" in self.metadata else "all"
-        split = f", long_texts=split of a built data set keeps {kept}"
         return (
-            f"{longer:.0%} of texts are longer than {most} tokens and were cut; {cut / tokens:.0%} "
-            "of all tokens are lost. A larger max_length keeps more"
-            f"{split if rules.get('long_texts') == 'cut' else ''}"
+            f"{longer:.0%} of texts are longer than {most} tokens; {cut / tokens:.0%} of all "
+            "tokens are lost. A larger max_length, or long_texts=split of a built data set, keeps "
+            "more"
         )
 
 
@@ -106,15 +94,12 @@ def left_out_rows(metadata: Mapping[str, Any]) -> bool:
 
 
 def tokenizer_is_public(metadata: Mapping[str, Any]) -> bool:
-    """True if a data set's tokenizer is of a model, or said to be public.
-
-    Data of an earlier version note which tokenizers were trained on users' texts.
+    """True if a data set's tokenizer is of a model, or said to be public; rows without one are.
 
     Args:
       metadata: `Dataset.metadata`.
     """
-    about = metadata.get("tokenizer", {})
-    return bool(about.get("public", not about.get("trained_on_data")))
+    return "tokenizer" not in metadata or bool(metadata["tokenizer"].get("public"))
 
 
 def sums(directory: Path, splits: Iterable[str]) -> str:
@@ -125,18 +110,14 @@ def sums(directory: Path, splits: Iterable[str]) -> str:
 
 
 def _expect_sums(path: Path, splits: list[str]) -> None:
-    if not (path / SUMS).is_file():
-        return  # an earlier version of fedsim built it
-    recorded = (path / SUMS).read_bytes().split(b"\n")
     try:
+        recorded = (path / SUMS).read_bytes().split(b"\n")
         current = sums(path, splits).encode().split(b"\n")
     except OSError as error:
         raise DataError.of("data", error.filename, f"a file ({error.strerror})") from None
-    for line in current[:-1]:
-        if line not in recorded:
-            raise DataError(f"data={path / line.decode()[66:]}: changed since it was built")
     if recorded != current:
-        raise DataError(f"data={path / SUMS}: changed since it was built")
+        changed = [line.decode()[66:] for line in current if line not in recorded] or [SUMS]
+        raise DataError(f"data={path / changed[0]}: changed since it was built")
 
 
 def stats(store: UserStore) -> dict[str, Any]:
@@ -145,35 +126,31 @@ def stats(store: UserStore) -> dict[str, Any]:
     Quantiles are exact (the lower of two neighbours).
 
     Returns:
-      A JSON object. Its share_at_max_length is the share of rows with max_length tokens: an upper
-      bound on the share of texts that were cut. Stores of which not all tokens are trained on add
-      share_trained, the share of tokens that are. Stores whose texts have several owners add counts
-      of owner sets and of connected components of users.
+      A JSON object. Stores of which not all tokens are trained on add share_trained, the share of
+      tokens that are; those with texts of several owners, examples_with_several_owners.
     """
-    per_user = np.sort(store.examples_per_user)
-    lengths = store.length_counts()
-    up_to = np.cumsum(lengths)
-
-    def of_users(share: float) -> int:
-        return int(per_user[_place(share, len(per_user))]) if len(per_user) else 0
-
-    def of_lengths(share: float) -> int:
-        place = _place(share, store.num_examples)
-        return int(np.searchsorted(up_to, place, side="right")) if store.num_examples else 0
-
-    share_trained = store.num_trained() / max(store.num_tokens, 1)
     users = {"min": 0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1}
     tokens = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
-    return {
+    found = {
         "num_users": store.num_users,
         "num_examples": store.num_examples,
         "num_tokens": store.num_tokens,
-        "examples_per_user": {name: of_users(share) for name, share in users.items()},
-        "tokens_per_example": {name: of_lengths(share) for name, share in tokens.items()},
-        "share_at_max_length": float(lengths[-1] / max(store.num_examples, 1)),
-        **({"share_trained": share_trained} if store.is_flagged else {}),
-        **({} if store.owners is None else _of_owners(store.owners, np.diff(store.offsets))),
+        "examples_per_user": _quantiles(store.examples_per_user, users),
+        "tokens_per_example": _quantiles(store.lengths, tokens),
     }
+    if store.is_flagged:
+        found["share_trained"] = store.num_trained() / max(store.num_tokens, 1)
+    if store.owners is not None:
+        several = store.owners.sizes > 1
+        found["examples_with_several_owners"] = int(np.diff(store.offsets)[several].sum())
+    return found
+
+
+def _quantiles(values: np.ndarray, shares: Mapping[str, float]) -> dict[str, int]:
+    if not len(values):
+        return dict.fromkeys(shares, 0)
+    found = np.quantile(values, list(shares.values()), method="lower").tolist()
+    return dict(zip(shares, found, strict=True))
 
 
 def shown(dataset: Dataset, split: str, rows: int) -> list[dict[str, Any]]:
@@ -202,73 +179,6 @@ def shown(dataset: Dataset, split: str, rows: int) -> list[dict[str, Any]]:
         named = {"row": row, "owners": [ids[owner] for owner in owners], "tokens": size}
         found.append({**named, "trained_tokens": int(trained.sum()), "parts": parts})
     return found
-
-
-def _of_owners(owners: Owners, per_set: np.ndarray) -> dict[str, Any]:
-    """Owners per text, owner sets, and connected components of users."""
-    order = np.argsort(owners.sizes, kind="stable")
-    sizes, up_to = owners.sizes[order], np.cumsum(per_set[order])
-
-    def of_texts(share: float) -> int:
-        return int(sizes[np.searchsorted(up_to, _place(share, int(up_to[-1])), side="right")])
-
-    shares = {"min": 0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1}
-    components, largest = owners.components(per_set)
-    return {
-        "num_owner_sets": owners.num_sets,
-        "owners_per_example": {name: of_texts(share) for name, share in shares.items()},
-        "examples_with_several_owners": int(per_set[owners.sizes > 1].sum()),
-        "components": components,
-        "users_in_largest_component": largest,
-    }
-
-
-def _place(share: float, number: int) -> int:
-    """Index of a quantile among `number` sorted values: the lower of two neighbours."""
-    return int(np.floor(share * (number - 1)))
-
-
-def histogram_bins(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bins of equal ratio of examples per user.
-
-    Args:
-      sizes: int64 [users], examples of each user.
-    Returns:
-      (edges int64 [bins + 1], number of users int64 [bins]).
-    """
-    top = max(int(sizes.max(initial=1)), 1)
-    edges = np.unique(np.floor(np.geomspace(1, top + 1, BINS + 1)).astype(np.int64))
-    return edges, np.histogram(sizes, edges)[0]
-
-
-def draw_histograms(stores: Mapping[str, UserStore], file: Path) -> None:
-    """Draw examples per user (Figure 10 of the paper) as a PNG with a panel for each store.
-
-    Equal data give equal files.
-
-    Raises:
-      DataError: the name of the file does not end in .png, or its directory does not exist.
-    """
-    with optional():
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    if file.suffix != ".png":
-        raise DataError.of("histogram", file, "a file ending in .png")
-    figure = Figure(figsize=(4.5 * len(stores), 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(stores), squeeze=False)[0]
-    for axis, (name, store) in zip(panels, stores.items(), strict=True):
-        sizes = store.examples_per_user
-        edges, users = histogram_bins(sizes)
-        axis.stairs(users, edges, fill=True)
-        median = int(np.median(sizes)) if len(sizes) else 0
-        axis.axvline(median, color="black", linestyle="--", linewidth=1)
-        axis.set(xscale="log", xlabel="examples per user", ylabel="users")
-        axis.set(title=f"{name}: {store.num_users:,} users, median {median:,}")
-    if not file.absolute().parent.is_dir():
-        raise DataError.of("histogram", file, "a file in a directory that exists")
-    figure.savefig(file, dpi=120, metadata={"Software": None})
 
 
 EVAL_SHARE, EVAL_CAP = 10, 32
@@ -351,19 +261,10 @@ def divide(group: np.ndarray, counts: np.ndarray, holdout: Holdout) -> Mapping[s
         if len(owners):
             splits[name] = SplitRows(owners, low[owners], high[owners])
     if "train" not in splits:
-        raise DataError(_nothing_left(group, holdout))
+        dropping = "min_examples" if holdout.min_examples > 1 else "eval_users"
+        name = dropping if holdout.test_from is None else "test_from"
+        raise DataError.of(name, getattr(holdout, name), "a value that leaves rows for training")
     return splits
-
-
-def _nothing_left(group: np.ndarray, holdout: Holdout) -> str:
-    if (group == EVAL_USERS).all():
-        return (
-            f"eval_users={holdout.eval_users}: holds out all {len(group)} users, expected to leave "
-            "at least one for training"
-        )
-    if holdout.test_from is not None and not (group == TRAIN).any():
-        return f"test_from={holdout.test_from}: expected a value that leaves rows for training"
-    return f"min_examples={holdout.min_examples}: expected at most as many as the largest user has"
 
 
 def dropped(group: np.ndarray, counts: np.ndarray, holdout: Holdout) -> dict[str, Any]:

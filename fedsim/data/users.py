@@ -5,6 +5,7 @@ about users here are true of owner sets. A user owns the rows offsets[u]:offsets
 number alone names an example: samplers draw integers, and ids of users never leave the driver. Rows
 are ragged on disk (flat arrays, memory-mapped, shared by all processes of a machine) and padded
 when a batch is gathered. Small data in memory has the same arrays and is read by the same code.
+Reading keeps nothing per row and shares nothing between calls, so that threads may read at once.
 """
 
 import functools
@@ -19,37 +20,38 @@ import pyarrow.parquet as pq
 
 from fedsim.data.store import (
     ARRAYS,
+    FLAGS,
     FORMAT,
+    KINDS,
     MARKED,
     OFFSETS,
     SETS,
     TABLES,
     Owners,
-    TokenReader,
-    arrays_of,
-    decode_owners,
+    copy,
+    describe,
     encode_array,
-    encode_tables,
     fingerprint,
+    map_array,
     offsets_of,
     owner_key,
-    seal,
     token_dtype,
 )
 from fedsim.errors import DataError
 from fedsim.files import expand_home
 
-SCAN_ROWS = 2**18
+BLOCK_ROWS = 16_384  # rows copied at a time: as many as fit in a processor's cache
 BLOCK_TOKENS = 2**19
-NEEDED = ("max_length", "vocab_size", "fingerprint", "num_tokens", "num_examples", "num_users")
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+"""Offsets of rows int64 [rows + 1], token ids of all rows end to end, and flags uint8 [tokens], 1
+for tokens that are trained on; None if all are."""
 
 
 def _reopened(path: Path, fingerprint: str) -> "UserStore":
     """The store in a directory, in another process, perhaps on another machine."""
     store = UserStore.open(path)
     if store.fingerprint != fingerprint:  # rows would be those of other users
-        expected = "the data set of the driver, and there is another one here"
-        raise DataError.of("data", path, expected)
+        raise DataError.of("data", path, "the data set of the driver; there is another one here")
     return store
 
 
@@ -68,34 +70,35 @@ class UserStore:
     """
 
     def __init__(
-        self, tables: Mapping[str, pa.Buffer], rows: TokenReader, metadata: dict[str, Any]
+        self,
+        tables: Mapping[str, pa.Buffer],
+        arrays: Arrays,
+        metadata: dict[str, Any],
+        path: Path | None = None,
     ):
         """Open the tables of a store (Parquet, by their names), and the rows of all users.
 
         Raises:
           DataError: the files do not belong together.
         """
-        self.path: Path | None = None
-        self.metadata = metadata
-        if missing := [name for name in NEEDED if name not in metadata]:
-            raise DataError(f"metadata.json: expected {missing[0]}")
+        self.path, self.metadata = path, metadata
         self.max_length: int = metadata["max_length"]
         self.vocab_size: int = metadata["vocab_size"]
         self.fingerprint: str = metadata["fingerprint"]
         self.num_tokens: int = metadata["num_tokens"]
-        self._tables, self._reader = tables, rows
+        self._tables, self._arrays = tables, arrays
+        self._rows, self._values, self._flags = arrays
         column = self._column("num_examples")
         # Arrow's to_numpy imports pandas, which takes longer than the rest of this function.
         counts = np.concatenate([np.zeros(0, np.int32), *map(np.from_dlpack, column.chunks)])
         self.offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        self.num_users: int = metadata["num_users"] if SETS in metadata else len(counts)
-        self.num_examples = len(rows.offsets) - 1
-        if not self.num_examples == self.offsets[-1] == metadata["num_examples"]:
-            raise DataError.of(
-                "num_examples",
-                f"{metadata['num_examples']} in metadata.json",
-                f"the {self.offsets[-1]} of users.parquet and the {self.num_examples} of {OFFSETS}",
-            )
+        self.num_users: int = metadata["num_users"]
+        self.num_examples = len(self._rows) - 1
+        rows = {self.num_examples, self.offsets[-1], metadata["num_examples"]}
+        tokens = {self._rows[-1], self.num_tokens}
+        tokens |= {len(array) for array in arrays[1:] if array is not None}
+        if len(rows) > 1 or len(tokens) > 1:
+            raise DataError.of("data", path or "memory", "files of one store, got other sizes")
 
     @classmethod
     def open(cls, directory: str | Path) -> "UserStore":
@@ -106,20 +109,19 @@ class UserStore:
         """
         path = Path(expand_home("data", directory)).absolute()
         metadata = read_metadata(path, "users")
-        arrays = arrays_of(bool(metadata.get("trained")))
-        tables = TABLES if SETS in metadata else TABLES[:1]
+        names = TABLES if SETS in metadata else TABLES[:1]
+        arrays = ARRAYS if metadata.get("trained") else ARRAYS[:2]
         existing = [name for name in (*TABLES, *ARRAYS) if (path / name).is_file()]
-        if existing != [*tables, *arrays]:
-            expected = f"{', '.join((*tables, *arrays))}, got {', '.join(existing) or 'none'}"
+        if existing != [*names, *arrays]:
+            expected = f"{', '.join((*names, *arrays))}, got {', '.join(existing) or 'none'}"
             raise DataError.of("data", path, expected)
-        mapped = {name: pa.memory_map(str(path / name)).read_buffer() for name in tables}
+        tables = {name: pa.memory_map(str(path / name)).read_buffer() for name in names}
+        kinds = ("<i8",), KINDS, (FLAGS,)
         try:
-            rows = TokenReader.open(path, arrays == ARRAYS)
+            offsets, values, *flags = map(map_array, (path / name for name in arrays), kinds)
         except ValueError as error:
             raise DataError(f"data={path}: {error}") from None
-        store = cls(mapped, rows, metadata)
-        store.path = path
-        return store
+        return cls(tables, (offsets, values, flags[0] if flags else None), metadata, path)
 
     @classmethod
     def from_examples(
@@ -140,7 +142,7 @@ class UserStore:
           vocab_size: upper bound of token ids, exclusive.
           trained: which tokens are trained on, in the form of `examples`; None: all.
         Raises:
-          DataError: a sequence or a token id exceeds its bound, or two ids are equal as strings.
+          DataError: a token id exceeds its bound, or two ids are equal as strings.
         """
         by_id = {owner_key(user): rows for user, rows in examples.items()}
         if len(by_id) < len(examples):
@@ -149,8 +151,6 @@ class UserStore:
         rows = [row for user in ids for row in by_id[user]]
         lengths = np.fromiter(map(len, rows), np.int32, len(rows))
         tokens = np.fromiter((t for row in rows for t in row), np.int64, lengths.sum())
-        if lengths.max(initial=0) > max_length:
-            raise DataError.of("length", lengths.max(), f"at most max_length={max_length}")
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
             raise DataError.of("token", bad, f"an id in [0, {vocab_size})")
@@ -160,27 +160,23 @@ class UserStore:
             every = [flag for user in ids for row in flags_of[user] for flag in row]
             flags = np.array(every, bool).astype(np.uint8)
         counts = np.array([len(by_id[user]) for user in ids], np.int64)
-        reader = TokenReader(offsets_of(lengths), tokens.astype(token_dtype(vocab_size)), flags)
-        tables, numbers = encode_tables(pa.array(ids, pa.string()), counts, reader.offsets)
-        digest = fingerprint([*tables.values(), *_encoded(reader)])
-        about = {"max_length": max_length, "vocab_size": vocab_size, **numbers}
-        metadata = seal(about, len(rows), len(tokens), digest, flags is not None)
-        return cls(tables, reader, metadata)
+        arrays = offsets_of(lengths), tokens.astype(token_dtype(vocab_size)), flags
+        encoded = [encode_array(array) for array in arrays if array is not None]
+        about = {"max_length": max_length, "vocab_size": vocab_size}
+        keys = pa.array(ids, pa.string())
+        tables, metadata = describe(keys, counts, arrays[0], encoded, about)
+        return cls(tables, arrays, metadata)
 
     def check(self) -> None:
-        """Compare the bytes of the store with its fingerprint. Takes a second per gigabyte or two.
+        """Compare the files of the store with its fingerprint; a second per gigabyte or two.
 
-        Raises:
-          DataError: the store was changed since it was built.
+        Raises: DataError: the store was changed since it was built.
         """
-        parts: list[Any] = []
-        if self.path is None:
-            parts = [*self._tables.values(), *_encoded(self._reader)]
-        else:
-            parts = [self.path / name for name in (*self._tables, *arrays_of(self.is_flagged))]
-        if fingerprint(parts) != self.fingerprint:
-            where = self.path or "memory"
-            raise DataError(f"data={where}: changed since it was built: another fingerprint")
+        if self.path is not None:
+            names = (*self._tables, *ARRAYS[: 2 + self.is_flagged])
+            if fingerprint(self.path / name for name in names) != self.fingerprint:
+                reason = "changed since it was built: another fingerprint"
+                raise DataError(f"data={self.path}: {reason}")
 
     def gather(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Gather the tokens of rows in any order, cut or zero-padded to `length`.
@@ -190,89 +186,70 @@ class UserStore:
           length: tokens per row of the result.
         Returns:
           (tokens int32 [rows, length], number of real tokens int32 [rows]).
-        Raises:
-          IndexError: a row is not in [-1, num_examples).
-          DataError: the offsets are damaged.
         """
         tokens = np.zeros((len(rows), length), np.int32)
-        return tokens, self._copy_rows(rows, self._reader.values, tokens)
+        return tokens, self._copy_rows(rows, self._values, tokens)
 
     def trained(self, rows: np.ndarray, length: int) -> np.ndarray | None:
-        """Which tokens of `gather` are trained on, bool [rows, length]; None if all are.
-
-        Args and Raises: as of `gather`.
-        """
-        if self._reader.flags is None:
+        """Which tokens of `gather` are trained on, bool [rows, length]; None if all are."""
+        if self._flags is None:
             return None
-        found = np.zeros((len(rows), length), bool)
-        self._copy_rows(rows, self._reader.flags, found)
-        return found
+        flags = np.zeros((len(rows), length), bool)
+        self._copy_rows(rows, self._flags, flags)
+        return flags
 
     def _copy_rows(self, rows: np.ndarray, values: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Copy rows of `values` to `out`, zeros [rows, length]. Returns their sizes, int32."""
         rows = np.asarray(rows, np.int64)
-        if rows.size and not -1 <= rows.min() <= rows.max() < self.num_examples:
-            raise IndexError(
-                f"rows in [{rows.min()}, {rows.max()}]: expected [-1, {self.num_examples})"
-            )
+        length, flat, sizes = out.shape[1], out.reshape(-1), np.zeros(len(rows), np.int32)
         try:
-            return self._reader.copy_rows(rows, values, out)
+            for low in range(0, len(rows), BLOCK_ROWS):
+                real = low + np.flatnonzero(rows[low : low + BLOCK_ROWS] >= 0)
+                begin = self._rows[rows[real]]
+                sizes[real] = size = np.minimum(self._rows[rows[real] + 1] - begin, length)
+                copy(values, begin, size, flat, real * length)
         except (ValueError, IndexError) as error:
-            where = self.path or "memory"
-            raise DataError(f"data={where}: {OFFSETS} is damaged ({error})") from None
+            raise DataError(f"data={self.path}: no such rows in {OFFSETS} ({error})") from None
+        return sizes
 
     @property
     def is_flagged(self) -> bool:
         """True if only some tokens are trained on."""
-        return self._reader.flags is not None
+        return self._flags is not None
 
     def num_trained(self) -> int:
         """Number of tokens that are trained on. Reads the flags of all rows."""
-        flags = self._reader.flags
+        flags = self._flags
         return self.num_tokens if flags is None else int(flags.sum(dtype=np.int64))
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """Number of real tokens of rows in any order, int64 [rows]; 0 for -1. Reads no tokens."""
-        return self._reader.sizes(np.asarray(rows, np.int64))
+        rows = np.asarray(rows, np.int64)
+        return np.where(rows >= 0, self._rows[rows + 1] - self._rows[rows], 0)
 
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each row, int32 [num_examples]. Computed at each access."""
-        return np.diff(self._reader.offsets).astype(np.int32)
-
-    def length_counts(self) -> np.ndarray:
-        """Number of rows of each length, int64 [max_length + 1]. Memory does not grow with rows."""
-        counts, offsets = np.zeros(self.max_length + 1, np.int64), self._reader.offsets
-        for low in range(0, self.num_examples, SCAN_ROWS):
-            counts += np.bincount(
-                np.diff(offsets[low : low + SCAN_ROWS + 1]), minlength=len(counts)
-            )
-        return counts
+        return np.diff(self._rows).astype(np.int32)
 
     def largest_id(self) -> int:
         """Largest token id of all rows; 0 without rows. Memory does not grow with rows."""
-        return int(self._reader.values.max(initial=0))
+        return int(self._values.max(initial=0))
 
     @functools.cached_property
     def owners(self) -> Owners | None:
         """Graph of users and owner sets; None if every text has one owner.
 
-        Raises:
-          DataError: the graph is damaged, or of another store.
+        Raises: DataError: the graph is damaged, or of another store.
         """
         if SETS not in self.metadata:
             return None
-        try:
-            graph = decode_owners(self._tables[TABLES[1]], self.num_users)
-        except (pa.ArrowException, KeyError, ValueError, OSError) as error:
-            reason = " ".join(str(error).split())
-            raise DataError(f"owners.parquet: cut off or damaged ({reason})") from None
-        sets, users = len(self.offsets) - 1, graph.users
-        if graph.num_sets != sets or not 0 <= users.min() <= users.max() < self.num_users:
-            raise DataError(
-                f"owners.parquet: expected the owners of {sets} owner sets among "
-                f"{self.num_users} users"
-            )
-        return graph
+        lists = pa.concat_arrays(self._column("owners", TABLES[1]).chunks)
+        users, sets = lists.flatten().to_numpy(), len(self.offsets) - 1
+        if len(lists) != sets or not 0 <= users.min() <= users.max() < self.num_users:
+            expected = f"the owners of {sets} owner sets among {self.num_users} users"
+            raise DataError(f"{TABLES[1]}: expected {expected}")
+        return Owners(self.num_users, lists.offsets.to_numpy().astype(np.int64), users)
 
     @property
     def examples_per_user(self) -> np.ndarray:
@@ -291,12 +268,12 @@ class UserStore:
     def blocks(self, low: int, high: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the rows low:high in order, as `TokenWriter` takes them, at most about BLOCK_TOKENS
         tokens at a time: (tokens of each row, token ids end to end, or marked ids)."""
-        flags, rows = self._reader.flags, max(1, BLOCK_TOKENS // self.max_length)
+        rows = max(1, BLOCK_TOKENS // self.max_length)
         for start in range(low, high, rows):
-            offsets = self._reader.offsets[start : min(start + rows, high) + 1]
-            values = self._reader.values[offsets[0] : offsets[-1]]
-            if flags is not None:
-                values = values.astype(MARKED) * 2 + flags[offsets[0] : offsets[-1]]
+            offsets = self._rows[start : min(start + rows, high) + 1]
+            values = self._values[offsets[0] : offsets[-1]]
+            if self._flags is not None:
+                values = values.astype(MARKED) * 2 + self._flags[offsets[0] : offsets[-1]]
             yield np.diff(offsets), values
 
     def _column(self, name: str, file: str = TABLES[0]) -> pa.ChunkedArray:
@@ -310,16 +287,11 @@ class UserStore:
     def __reduce__(self):
         if self.path is not None:
             return _reopened, (self.path, self.fingerprint)
-        return UserStore, (self._tables, self._reader, self.metadata)
+        return UserStore, (self._tables, self._arrays, self.metadata)
 
     def __repr__(self) -> str:
         where = self.path or "memory"
         return f"UserStore({self.num_users} users, {self.num_examples} examples, {where})"
-
-
-def _encoded(reader: TokenReader) -> list[pa.Buffer]:
-    arrays = reader.offsets, reader.values, reader.flags
-    return [encode_array(array) for array in arrays if array is not None]
 
 
 def read_metadata(directory: Path, kind: str) -> dict[str, Any]:
@@ -337,11 +309,6 @@ def read_metadata(directory: Path, kind: str) -> dict[str, Any]:
         expected = "a directory built by fedsim (with its metadata.json)"
         raise DataError.of("data", directory, expected) from None
     if found != (kind, FORMAT):
-        hint = ""
-        if found[0] == kind and found[1] in range(1, FORMAT):
-            hint = (
-                ", built by an earlier version of fedsim; build it again with `fedsim data build`"
-            )
-        expected = f"kind {kind!r}, format {FORMAT}, got {found}{hint}"
+        expected = f"kind {kind!r}, format {FORMAT}, got {found}: `fedsim data build` builds one"
         raise DataError.of("data", directory, expected)
     return metadata

@@ -15,7 +15,6 @@ from fedsim import keys
 from fedsim.accounting import at_most
 from fedsim.clipping import Strategy, num_coordinates
 from fedsim.config import Algorithm
-from fedsim.data import SUMS
 from fedsim.els import ELS
 from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged, expect
 from fedsim.files import read_json
@@ -322,10 +321,7 @@ def _data(evidence: Evidence) -> str:
         same = claimed.get("num_examples") == users.num_examples
         require(same, f"{where}: another num_examples than in {directory.SUMMARY}")
     evidence.users = users
-    path = evidence.dataset.path
-    sealed = path is None or (path / SUMS).exists()
-    but = "" if sealed else f", but tokenizer and metadata: there is no {SUMS}"
-    return f"{users.num_users:,} users, every byte of their texts as it was{but}"
+    return f"{users.num_users:,} users, every byte of their texts as it was"
 
 
 def _outside(evidence: Evidence) -> str:

@@ -142,7 +142,6 @@ OTHERS = [  # (a command, the setting or value that it refuses)
     (["report", "run", "--out", "/proc/none"], "out=/proc/none"),
     (["export", "run", "--out", "built"], "out=built"),
     (["select", "none.toml", "--out", "s"], "config=none.toml"),
-    (["data", "stats", "built", "--histogram", "/proc/none/x.png"], "histogram=/proc/none/x.png"),
     ([*BUILD, "b", "--num-workers", "0"], "num_workers=0"),
     ([*BUILD, "b", "--eval-users", "1"], "eval_users=1.0"),
     ([*BUILD, "b", "--tokenizer", "nowhere.json"], "tokenizer=nowhere.json"),

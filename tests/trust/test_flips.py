@@ -107,17 +107,6 @@ def test_verify_says_what_is_not_protected(made):
         assert (made[1] / name).exists()
 
 
-def test_built_data_of_an_earlier_version_are_read_and_said_to_have_no_digest(made):
-    sums = made[0] / "SHA256SUMS"
-    whole = sums.read_bytes()
-    try:
-        sums.unlink()
-        found = {check.promise: check for check in verify(made[1], console=Console())}
-        assert found["data"].holds and "but tokenizer and metadata" in found["data"].found
-    finally:
-        sums.write_bytes(whole)
-
-
 @pytest.mark.parametrize("name", ["metadata.json", "tokenizer.json", "test/metadata.json"])
 def test_built_data_that_were_changed_are_not_opened(name, made):
     for _ in flips(made[0] / name, 9, seed=3):
