@@ -16,23 +16,22 @@ a folder or a file each:
     tuning              recommend, select: how to set it
     cli, library        what a person types, and what a person imports
 
-    installation        the packages that are optional, and the extra that installs each
-
 Names are loaded when they are first used: `import fedsim` takes no time, and needs only the core of
 the distribution `fedsim-dp`. A name whose packages are missing says which extra brings them.
 """
 
+from importlib import metadata
 from typing import Any
 
 from lazy_loader import attach_stub
 
-from fedsim.installation import optional, version
+from fedsim.errors import optional
 
 _of_stub, __dir__, __all__ = attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return version()
+        return metadata.version("fedsim-dp")
     with optional():
         return _of_stub(name)

@@ -2,7 +2,21 @@
 
 import math
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
+
+EXTRAS = {
+    "train": "duckdb flax huggingface_hub jax jaxlib jinja2 markupsafe optax pyarrow "
+    "safetensors tokenizers yaml",
+    "ray": "grpc ray",
+    "report": "markdown_it matplotlib",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "alembic mlflow sqlalchemy",
+    "trackio": "trackio",
+}
+"""Import names of the packages of each extra of pyproject.toml."""
 
 AGAIN = "if that passes, run the same command again"
 
@@ -37,6 +51,10 @@ class ConfigError(FedsimError, ValueError):
         return error
 
 
+class MissingPackage(ConfigError):
+    """An optional package is not installed."""
+
+
 class DataError(ConfigError):
     """A user's mistake about data."""
 
@@ -65,6 +83,21 @@ class Interrupted(DataError):
 
 class FileDamaged(FedsimError, ValueError):
     """A file that fedsim wrote was changed or truncated."""
+
+
+@contextmanager
+def optional() -> Iterator[None]:
+    """Turn the failed import of an optional package in this block into one line."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        extra = next((each for each, names in EXTRAS.items() if package in names.split()), None)
+        if extra is None:
+            raise
+        # Not by the distribution's name: whoever registered that on the index would be installed.
+        remedy = f"pip install -e '.[{extra}]' in a clone of fedsim"
+        raise MissingPackage(f"the package {package} is not installed: {remedy}") from None
 
 
 def expect(field: str, value: Any, holds: bool, expected: str) -> None:

@@ -13,14 +13,14 @@ import fedsim
 
 ROOT = Path(fedsim.__file__).parent
 LEVELS = (
-    "errors files installation cgroups signals",
+    "errors files cgroups signals",
     "config keys accounting",
     "sampling mechanism noise clipping models data",
     "els uls shared_uls plan evaluate run engine budget",
     "trust tuning training generate export",
     "library cli",
 )
-FOUNDATION = {f"fedsim.{name}" for name in "errors files installation signals".split()}
+FOUNDATION = {f"fedsim.{name}" for name in "errors files signals".split()}
 FREE_OF_RAY = "engine preflight worker task programs environment"
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names.split()}
 

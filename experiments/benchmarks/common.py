@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedsim.installation import version
+from fedsim.engine import version
 
 
 def parser_of(about: str | None, quick: str) -> argparse.ArgumentParser:

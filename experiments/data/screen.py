@@ -25,9 +25,9 @@ from fedsim.data.building.columns import Columns, is_blank, is_list, normalise, 
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import Part, complaints, raw
 from fedsim.data.building.sources import find_files, identify, parts_of
+from fedsim.engine import version
 from fedsim.errors import DataError, MissingColumn
 from fedsim.files import unfinished
-from fedsim.installation import version
 
 VERSIONS = ("fedsim", "datasketch", "numpy", "pyarrow", "rapidfuzz", "xxhash")
 

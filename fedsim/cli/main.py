@@ -21,6 +21,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import fedsim
 from fedsim.cli.account import account, calibrate
 from fedsim.cli.data import build, show, stats, without
 from fedsim.cli.help import Command, Commands, flags, page, parse_words, usage_of
@@ -38,9 +39,8 @@ from fedsim.config import (
     to_json,
     unknown_setting,
 )
-from fedsim.errors import ConfigError, FedsimError, expect, printable
+from fedsim.errors import ConfigError, FedsimError, expect, optional, printable
 from fedsim.files import CACHE, DISK_FULL, LEDGER, directory_of, expand_home
-from fedsim.installation import optional, version
 from fedsim.run import verbosity
 from fedsim.signals import terminated
 
@@ -134,7 +134,7 @@ def _in_json(value: Any) -> Any:
 def _run(words: list[str]) -> None:
     """Run a command line. Raises: SystemExit: unless it succeeds."""
     if words == ["--version"]:
-        print("fedsim", version())
+        print("fedsim", fedsim.__version__)
         return
     _, command = _named(words)
     given: dict[str, Any] = {}

@@ -37,11 +37,10 @@ from fedsim.data.dataset import Dataset
 from fedsim.data.store import FORMAT
 from fedsim.data.tokenizer import HUB, Tokenizer, file_of
 from fedsim.errors import ConfigError, DataError, FedsimError
-from fedsim.installation import version
 
 PYDOCS = "pydocs"
 # Packages that read or encode.
-VERSIONS = ("fedsim", "duckdb", "numpy", "pyarrow", "tokenizers")
+VERSIONS = ("fedsim-dp", "duckdb", "numpy", "pyarrow", "tokenizers")
 PACKAGES = ("numpy", "scipy", "jax")  # of pydocs, beside the standard library
 SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 MIN_WORDS = 5  # of a paragraph of pydocs
@@ -134,7 +133,7 @@ def _cached(
     name = spec if spec.startswith(HUB) else Path(spec).name
     relevant["tokenizer"] = [name, tokenizer.sha256, tokenizer.is_given]
     relevant["template"] = source_of(tokenizer, options.get("chat_template"))
-    facts = [FORMAT, RULE, *facts, {name: version(name) for name in VERSIONS}, relevant]
+    facts = [FORMAT, RULE, *facts, {name: metadata.version(name) for name in VERSIONS}, relevant]
     key = json.dumps(facts, sort_keys=True, default=str)
     cache = files.expand_home("cache_dir", cache_dir) if cache_dir else files.cache_dir()
     # The directory belongs to this user alone: nobody else can replace the text in it.

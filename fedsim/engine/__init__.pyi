@@ -5,6 +5,7 @@ from .environment import (
     expect_usable_jax as expect_usable_jax,
     keep_compiled as keep_compiled,
     keep_memory as keep_memory,
+    version as version,
     versions as versions,
 )
 from .factory import (

@@ -11,6 +11,7 @@ import platform
 import re
 import sys
 import warnings
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from jaxlib import xla_client
 from fedsim.config import EngineConfig
 from fedsim.errors import ConfigError, expect
 from fedsim.files import NotOurs, cache_dir, own_directory
-from fedsim.installation import version
 
 PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "randomgen", "ray")
 PACKAGES += ("dp-accounting", "scipy", "cryptography")
@@ -188,6 +188,14 @@ def keep_memory() -> bool:
     except (AttributeError, OSError, TypeError):
         return False
     return bool(tune(M_MMAP_MAX, 0) and tune(M_TRIM_THRESHOLD, -1))
+
+
+def version(package: str) -> str:
+    """Version of an installed package by the name that records have; "none" without."""
+    try:
+        return metadata.version("fedsim-dp" if package == "fedsim" else package)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def versions() -> dict[str, str]:

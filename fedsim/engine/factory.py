@@ -12,7 +12,6 @@ from fedsim.engine.engine import Engine, ignore
 from fedsim.engine.environment import keep_compiled
 from fedsim.engine.task import Task
 from fedsim.errors import expect
-from fedsim.installation import optional
 
 
 def create(config: EngineConfig, task: Task, *, warn: Callable[[str], None] = ignore) -> Engine:
@@ -31,8 +30,7 @@ def create(config: EngineConfig, task: Task, *, warn: Callable[[str], None] = ig
         from fedsim.engine.worker import LocalEngine
 
         return LocalEngine(task, num_lanes=config.num_lanes)
-    with optional():
-        from fedsim.engine.ray_engine import RayEngine
+    from fedsim.engine.ray_engine import RayEngine
 
     return RayEngine(task, config, warn=warn, cache_dir=compiled)
 

@@ -10,12 +10,12 @@ import dataclasses
 import os
 import resource
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from fedsim.cgroups import cpus, free_memory
 from fedsim.config import EngineConfig
-from fedsim.errors import ConfigError
-from fedsim.installation import expect_installed
+from fedsim.errors import ConfigError, expect
 
 GB = 1e9
 SHARED = Path("/dev/shm")
@@ -53,7 +53,7 @@ def expect_enough(config: EngineConfig) -> None:
     Raises: ConfigError: it has not; or Ray is not installed.
     """
     if config.kind == "ray":
-        expect_installed("ray", otherwise=", or engine=local")
+        expect("engine", "ray", find_spec("ray") is not None, "the extra ray, or engine=local")
     memory, space, who, instead = LOCAL_MEMORY, LOCAL_SPACE, "JAX", "give it more"
     if config.kind == "ray" and not cluster_address():
         if not os.access(SHARED, os.W_OK):

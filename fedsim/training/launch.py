@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import jax
 
 from fedsim.config import ZERO_OUT, Algorithm, PrivacyConfig, RunConfig
-from fedsim.errors import expect
-from fedsim.installation import EXTRAS, expect_installed
+from fedsim.errors import EXTRAS, expect, optional
 from fedsim.plan import Plan, in_words, warnings_of
 from fedsim.run import Console, receivers, verbosity
 from fedsim.training.callbacks import Callback
@@ -152,4 +152,6 @@ def expect_runnable(privacy: PrivacyConfig, run: RunConfig) -> None:
         expect("fit_limit", run.fit_limit, not run.fit_limit, without)
     update_of(with_defaults(run, Noise(1.0, 1.0, 1)), privacy.num_steps)
     for name in receivers(run):
-        expect_installed(*EXTRAS[name].split())
+        with optional():
+            for package in EXTRAS[name].split():
+                import_module(package)

@@ -22,7 +22,6 @@ from markupsafe import Markup  # which comes with Jinja2
 
 from fedsim.accounting import at_least, at_most
 from fedsim.errors import brief, printable
-from fedsim.installation import optional
 
 if TYPE_CHECKING:  # loaded when a page is made
     from jinja2 import Environment
@@ -119,8 +118,7 @@ def _environment() -> "Environment":
 @functools.cache
 def _parser() -> "MarkdownIt":
     """A parser of Markdown without HTML, links or images, so that no value can add them."""
-    with optional():
-        from markdown_it import MarkdownIt
+    from markdown_it import MarkdownIt
 
     made = MarkdownIt("commonmark", {"html": False}).enable("table")
     made.disable(["link", "image", "autolink", "reference", "html_block", "html_inline"])
@@ -180,10 +178,9 @@ def svg(chart: Chart) -> bytes:
     """The chart as an SVG file: equal charts give equal bytes."""
     import io
 
-    with optional():
-        import matplotlib.style
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
+    import matplotlib.style
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
 
     file = io.BytesIO()
     with matplotlib.style.context(["default", STYLE]):

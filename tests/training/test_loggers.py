@@ -125,7 +125,7 @@ def test_of_weights_and_biases_all_that_looks_at_the_machine_is_off(tmp_path, mo
 @pytest.mark.parametrize("non_private", [False, True])
 def test_a_logger_gets_what_the_plan_says(non_private, run_dir, monkeypatch, capsys):
     monkeypatch.setitem(loggers.LOGGERS, "wandb", Recorder)
-    monkeypatch.setattr("fedsim.training.launch.expect_installed", lambda *_: None)
+    monkeypatch.setattr("fedsim.training.launch.import_module", lambda *_: None)
     settings = {**TINY, "log_to": ["wandb"], "run_dir": run_dir}
     run = fedsim.train("uls", POSTS, log_non_private=non_private, **settings)
     names = {name for _, values in Recorder.seen for name in values}
