@@ -35,7 +35,7 @@ from fedsim.keys import SecretKey
 from fedsim.models import weights
 from fedsim.run import Console, State, checkpoint, load_data, make_task, restored, save
 from fedsim.signals import stop_signals
-from fedsim.training.optimizers import diverged, update_rule, updater
+from fedsim.training.optimizers import Diverged, update_rule, updater
 
 NO_CLIP = Clip(math.inf, in_float32=True)
 SETTINGS = "settings.json"
@@ -173,7 +173,7 @@ def steps(
             grad = jax.tree.map(lambda leaf: leaf / np.float32(len(rows)), total)  # noqa: B023
             state.params, state.opt_state = update(grad, state.opt_state, state.params)
             if not common.is_finite(state.params):
-                raise diverged(run, state.step + 1, "the parameters are not finite")
+                raise Diverged(f"the parameters are not finite after step {state.step + 1}")
             state.step += 1
             if state.step % every == 0 or state.step == last:
                 state.eval_loss = loss()

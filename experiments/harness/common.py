@@ -219,7 +219,7 @@ def updated(
 
     Args:
       gradient: (parameters, step) -> `mechanism.NoisyMean`.
-      rule: from `optimizers.update_rule` or `update_of`.
+      rule: from `optimizers.update_rule`.
     """
     from fedsim.training.optimizers import updater
 

@@ -152,7 +152,7 @@ class Prober:
             options = {"clip": clip, "noise_multiplier": sigma, "strategy": self.strategy}
             return method.gradient(params, step, self.workers, **options)[0]
 
-        average, update = self.params, optimizers.update_of(run, steps)
+        average, update = self.params, optimizers.update_rule(run, optimizers.rate_of(run, steps))
         of_steps = updated(gradient, update, self.params, steps)
         for step, params in enumerate(of_steps, 1):
             average = optimizers.averaged(average, params, run.ema or 0.0, step)

@@ -3,7 +3,6 @@ from .callbacks import Callback as Callback
 from .launch import (
     dry_run as dry_run,
     expect_runnable as expect_runnable,
-    rehearse as rehearse,
     train as train,
 )
 from .open import Purpose as Purpose, open_run as open_run, wait_for as wait_for
@@ -13,7 +12,11 @@ from .optimizers import (
     Noise as Noise,
     with_defaults as with_defaults,
 )
-from .prepare import facts_of_start as facts_of_start, with_plan as with_plan
+from .prepare import (
+    facts_of_start as facts_of_start,
+    prepare_run as prepare_run,
+    with_plan as with_plan,
+)
 from .private_evaluation import (
     DIRECTORY as DIRECTORY,
     FILE as FILE,

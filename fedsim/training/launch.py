@@ -10,10 +10,10 @@ import jax
 from fedsim.config import ZERO_OUT, Algorithm, PrivacyConfig, RunConfig
 from fedsim.errors import EXTRAS, expect, optional
 from fedsim.plan import Plan, in_words, warnings_of
-from fedsim.run import Console, receivers, verbosity
+from fedsim.run import Console, receivers
 from fedsim.training.callbacks import Callback
 from fedsim.training.open import AuditHooks, CustomTask, OpenRun, Purpose, open_run
-from fedsim.training.optimizers import Noise, update_of, with_defaults
+from fedsim.training.optimizers import Noise, rate_of, update_rule, with_defaults
 from fedsim.training.prepare import PreparedRun, prepare_run
 from fedsim.training.private_evaluation import Booking
 from fedsim.training.trainer import Trainer
@@ -131,26 +131,14 @@ def dry_run(
         return {**plan.as_dict(), **size}
 
 
-def rehearse(algorithm: Algorithm, privacy: PrivacyConfig, run: RunConfig) -> None:
-    """Prepare a trial of a private selection: what would refuse it refuses it here. Nothing is
-    trained, written or paid for.
-
-    Raises: ConfigError, EngineError: as in a training.
-    """
-    expect_runnable(privacy, run)
-    with verbosity("quiet"):
-        console = Console()
-    with open_run(algorithm, privacy, run, console, purpose=Purpose.TRIAL) as opened:
-        prepare_run(opened, dry_run=True)
-
-
 def expect_runnable(privacy: PrivacyConfig, run: RunConfig) -> None:
     """Raise ConfigError if optimizer or strategy does not exist, or does not fit, if a logger's
     packages are missing, or if fit_limit would tell who the users are."""
     if privacy.adjacency != ZERO_OUT:  # how many steps fit depends on who the users are
         without = f"false with adjacency={privacy.adjacency}"
         expect("fit_limit", run.fit_limit, not run.fit_limit, without)
-    update_of(with_defaults(run, Noise(1.0, 1.0, 1)), privacy.num_steps)
+    settled = with_defaults(run, Noise(1.0, 1.0, 1))
+    update_rule(settled, rate_of(settled, privacy.num_steps))
     for name in receivers(run):
         with optional():
             for package in EXTRAS[name].split():

@@ -6,6 +6,7 @@ that the user leaves open follow from a rule in public quantities, which was fit
 """
 
 import dataclasses
+import functools
 import inspect
 import json
 import math
@@ -30,22 +31,10 @@ class Diverged(FedsimError):
     exit_code = 3
 
 
-def diverged(run: RunConfig, step: int, what: str, spent: str = "") -> Diverged:
-    """The error of a diverged run.
-
-    Args:
-      run: settled.
-      step: the step after which `what` was observed.
-      spent: end of the message, with the privacy spent.
-    """
-    rate = f"learning_rate={run.learning_rate:g}: expected a smaller one"
-    return Diverged(f"{rate}: {what} after step {step}{spent}")
-
-
 def update_rule(
     run: RunConfig, learning_rate: float | optax.Schedule
 ) -> optax.GradientTransformation:
-    """The optimizer of a run, with its weight decay.
+    """The optimizer of a run, with decoupled weight decay (Loshchilov and Hutter 2019) of matrices.
 
     Args: run: from `with_defaults`.
     Raises: ConfigError: there is no such optimizer, or it does not take these options.
@@ -54,7 +43,13 @@ def update_rule(
     transformation = optimizer(run.optimizer, learning_rate)
     if not run.weight_decay:
         return transformation
-    return optax.chain(transformation, _decay(learning_rate, run.weight_decay))
+
+    def decay(step):
+        rate: Any = learning_rate(step) if callable(learning_rate) else learning_rate
+        return -rate * run.weight_decay
+
+    matrices = functools.partial(jax.tree.map_with_path, _is_matrix)
+    return optax.chain(transformation, optax.add_decayed_weights(decay, matrices))
 
 
 def rate_of(run: RunConfig, num_steps: int) -> float | optax.Schedule:
@@ -76,11 +71,6 @@ def rate_of(run: RunConfig, num_steps: int) -> float | optax.Schedule:
     return optax.join_schedules([rises, falls[run.schedule]], [rising])
 
 
-def update_of(run: RunConfig, num_steps: int) -> optax.GradientTransformation:
-    """The optimizer of a settled run, with its schedule."""
-    return update_rule(run, rate_of(run, num_steps))
-
-
 def optimizer(name: str, learning_rate: float | optax.Schedule) -> optax.GradientTransformation:
     """An optimizer by name: `momentum` (sgd with 0.9), or one of optax.
 
@@ -89,33 +79,23 @@ def optimizer(name: str, learning_rate: float | optax.Schedule) -> optax.Gradien
     Args: name: with options, such as `adam:b1=0.8,eps=1e-6`.
     Raises: ConfigError: there is no such optimizer, or it does not take these options.
     """
-    factory, options = _made_of(name)
+    factory, options = _parse(name)
     return factory(learning_rate=learning_rate, **options)
 
 
-def momentum_of(name: str) -> float:
-    """Decay factor per step of the momentum of an optimizer, in [0, 1); 0 if it has none.
-
-    Raises: ConfigError: as `optimizer`, or the factor is out of range.
-    """
-    momentum = _made_of(name)[1].get("momentum") or 0.0
-    expect("optimizer", name, 0 <= momentum < 1, "momentum in [0, 1)")
-    return momentum
-
-
-def _made_of(name: str) -> tuple[Callable, dict[str, Any]]:
+def _parse(name: str) -> tuple[Callable, dict[str, Any]]:
     """The factory of an optimizer and its options."""
     kind, _, text = name.partition(":")
     factory = optax.sgd if kind == "momentum" else getattr(optax, kind, None)
     # noisy_sgd adds noise of its own; scale_by_... are parts of
     excluded = kind == "noisy_sgd" or kind.startswith("scale_by")
-    if excluded or not inspect.isfunction(factory) or not _works(factory, {}):
-        expected = "momentum or an optax optimizer such as adafactor, adam, sgd"
-        raise ConfigError.of("optimizer", name, expected)
-    options = {"momentum": MOMENTUM} if kind == "momentum" else {}
-    options |= _options(name, text, factory)
-    expect("optimizer", name, _works(factory, options), f"options that {kind} can take")
-    return factory, options
+    if not excluded and inspect.isfunction(factory):
+        options = {"momentum": MOMENTUM} if kind == "momentum" else {}
+        options |= _options(name, text, factory)
+        if _works(factory, options):
+            return factory, options
+    expected = "momentum or an optax optimizer such as adafactor, adam, sgd, with options it takes"
+    raise ConfigError.of("optimizer", name, expected)
 
 
 def updater(transformation: optax.GradientTransformation) -> Callable[[Any, Any, Any], Any]:
@@ -139,46 +119,31 @@ def averaged(average: Any, params: Any, ema: float, step: int) -> Any:
 
     The weights add up to one and fall by the factor `ema` from each step to the one before.
     """
-    return _towards(average, params, (1 - ema) / (1 - ema**step))
+    return _moved(average, params, (1 - ema) / (1 - ema**step))
 
 
 @jax.jit
-def _towards(average, params, share):
+def _moved(average, params, share):
     return jax.tree.map(lambda a, p: a + (share * (p - a)).astype(a.dtype), average, params)
 
 
-def _decay(rate: float | optax.Schedule, share: float) -> optax.GradientTransformation:
-    """Decoupled weight decay (Loshchilov and Hutter 2019) of matrices.
-
-    Stacked layers count as the matrices of each layer.
-    """
-
-    def update(updates, state, params=None):
-        now = (rate(state.count) if callable(rate) else rate) * share
-
-        def less(path, change, leaf):
-            is_matrix = leaf.ndim - (path[:1] == STACKED) > 1
-            return change - (now * leaf).astype(change.dtype) if is_matrix else change
-
-        return jax.tree.map_with_path(less, updates, params), state._replace(count=state.count + 1)
-
-    start = optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
-    return optax.GradientTransformation(lambda params: start, update)
+def _is_matrix(path: tuple[Any, ...], leaf: jax.Array) -> bool:
+    """True for what decays. Stacked layers count as the matrices of each layer."""
+    return leaf.ndim - (path[:1] == STACKED) > 1
 
 
 def _options(name: str, text: str, factory: Callable) -> dict[str, Any]:
     """Parse the options after the name: numbers, true, false and null by parameter."""
-    names = set(inspect.signature(factory).parameters) - {"learning_rate"}
+    names = inspect.signature(factory).parameters.keys() - {"learning_rate"}
     options = {}
     for part in filter(None, text.split(",")):
-        key, equals, value = part.partition("=")
-        expect("optimizer", name, bool(equals) and key in names, f"options among {sorted(names)}")
+        key, _, value = part.partition("=")
+        expect("optimizer", name, key in names, f"options among {sorted(names)}")
         try:
-            options[key] = json.loads(value)
-            finite = not isinstance(options[key], float) or math.isfinite(options[key])
+            options[key] = json.loads(value, parse_constant=int)  # which refuses NaN and Infinity
         except ValueError:
-            finite = False
-        expect("optimizer", name, finite, f"{key}=a finite number, true, false or null")
+            expected = f"{key}=a number, true, false or null"
+            raise ConfigError.of("optimizer", name, expected) from None
     return options
 
 
@@ -234,21 +199,22 @@ def with_defaults(run: RunConfig, noise: Noise, *, fresh: bool = True) -> RunCon
         ema = max(0.0, 1 - AVERAGED / noise.num_steps)
         rate = run.learning_rate or _rate(kind, noise, *MOMENTUM_RATES[trained])
         usual = {"optimizer": kind, "learning_rate": rate, "schedule": "constant", "ema": ema}
-    given = {name: getattr(run, name) for name in UPDATE}
-    return dataclasses.replace(run, **{n: usual[n] if v is None else v for n, v in given.items()})
+    missing = {name: usual[name] for name in UPDATE if getattr(run, name) is None}
+    return dataclasses.replace(run, **missing)
 
 
 def _rate(optimizer: str, noise: Noise, usual: float, exponent: float, most: float) -> float:
+    """The learning rate by the rule. Args: usual, exponent, most: of `MOMENTUM_RATES`."""
     kind = optimizer.partition(":")[0]
     if kind in RATES:
         return RATES[kind]
-    if kind not in ("momentum", "sgd"):
-        _made_of(optimizer)  # the first mistake: there is none of that name
-        expected = f"a value: there is a rule for momentum, sgd, {', '.join(RATES)} alone"
-        raise ConfigError.of("learning_rate", None, f"{expected}, not for {kind}")
+    momentum = _parse(optimizer)[1].get("momentum") or 0.0
+    expected = f"a value: there is a rule for momentum, sgd, {', '.join(RATES)}, not for {kind}"
+    expect("learning_rate", None, kind in ("momentum", "sgd"), expected)
+    expect("optimizer", optimizer, 0 <= momentum < 1, "momentum in [0, 1)")
     # Noise moves each parameter by rate times stddev times the root of the number of steps.
     share = noise.bound / max(noise.stddev, 1e-12) * math.sqrt(STEPS / max(STEPS, noise.num_steps))
     rate = min(most, usual * (share / 100) ** exponent) / noise.bound
     # A gradient moves the parameters by 1 / (1 - momentum) times the rate, in all.
-    faded = (1 - momentum_of(optimizer)) / (1 - MOMENTUM)
+    faded = (1 - momentum) / (1 - MOMENTUM)
     return float(f"{rate * faded:.3g}")

@@ -50,9 +50,9 @@ from fedsim.training.open import Purpose, phase_of
 from fedsim.training.optimizers import (
     Diverged,
     averaged,
-    diverged,
     largest_of,
-    update_of,
+    rate_of,
+    update_rule,
     updater,
 )
 from fedsim.training.prepare import PreparedRun
@@ -89,7 +89,7 @@ class Trainer:
         every = evaluations.every if evaluations else self.run.eval_every
         self.eval_every = every or max(1, self.plan.num_steps // 10)
         self.most_param = MAX_GROWTH * max(1.0, float(largest_of(self.params)))
-        self.transformation = update_of(self.run, self.plan.num_steps)
+        self.transformation = update_rule(self.run, rate_of(self.run, self.plan.num_steps))
         self.update = updater(self.transformation)
 
     def fit(self) -> dict[str, Any]:
@@ -371,7 +371,8 @@ class Trainer:
             if math.isfinite(epsilon)
             else "no privacy is left"
         )
-        return diverged(self.run, step, what, f"; {spent}")
+        rate = f"learning_rate={self.run.learning_rate:g}: expected a smaller one"
+        return Diverged(f"{rate}: {what} after step {step}; {spent}")
 
     def _due(self, step: int, interval: int) -> bool:
         """True if an action of every `interval` steps, and of the last, is due after `step`."""

@@ -78,7 +78,8 @@ from fedsim.training import (
     expect_runnable,
     facts_of_start,
     largest_loss,
-    rehearse,
+    open_run,
+    prepare_run,
     train,
     user_losses,
 )
@@ -419,9 +420,11 @@ def select(
         for line in sentences(priced):
             console.note(line)
         if not began:  # a trial that cannot be run would be paid for in vain
-            with console.phase("planning the candidates"):
+            with console.phase("planning the candidates"), verbosity("quiet"):
                 for job in jobs:
-                    rehearse(job.algorithm, job.privacy, job.run)
+                    trial = (job.algorithm, job.privacy, job.run, Console())
+                    with open_run(*trial, purpose=Purpose.TRIAL) as opened:
+                        prepare_run(opened, dry_run=True)
         private_directory("out", out)
         for name in (RUNS, LOGS):
             make_directory(out / name)
