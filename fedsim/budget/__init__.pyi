@@ -4,7 +4,6 @@ from .admission import (
     admitted as admitted,
     close as close,
     count_at_once as count_at_once,
-    shortened as shortened,
 )
 from .ledger import (
     BudgetLedger as BudgetLedger,

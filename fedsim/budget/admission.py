@@ -16,8 +16,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from fedsim import accounting
-from fedsim.accounting import Event, Events, at_least, at_most
+from fedsim.accounting import at_least, at_most
 from fedsim.budget.ledger import (
     ELSEWHERE,
     BudgetLedger,
@@ -31,16 +30,10 @@ from fedsim.budget.ledger import (
 )
 from fedsim.budget.receipt import Receipt
 from fedsim.budget.spending import GONE, RUNNING, Account, RunCost, books, state_of
-from fedsim.config import PrivacyConfig, RunConfig
-from fedsim.els import ELS
+from fedsim.config import RunConfig
 from fedsim.errors import ConfigError, expect
-from fedsim.plan import AllocatedSampling, Plan, in_words
+from fedsim.plan import in_words
 from fedsim.run import RECEIPT, LedgerError, Reached, ledger as run_ledger
-from fedsim.uls import ULS
-
-ROOM = 1e-4
-"""Safety margin on the noise multiplier when counting how many steps fit a limit: calibrating the
-noise again for that number of steps may give slightly less."""
 
 
 class People(Protocol):
@@ -65,8 +58,6 @@ class BudgetRequest:
     run_dir: Path
     delta: float | None = None
     """The run's delta, if it was set."""
-    fit_limit: bool | None = None
-    """Whether to train what fits the limit; None for commands without this setting."""
     adjacency: str = ""
     """See `Entry`."""
 
@@ -84,8 +75,8 @@ class BudgetRequest:
         if run.limit_epsilon is not None:
             assert delta is not None, "fill_defaults() comes first"
             limit = Limit(run.limit_epsilon, delta)
-        place, rest = place_of(run.budget_ledger), run.fit_limit if kind == "train" else None
-        return cls(place, users.user_ids(), kind, limit, run.run_dir, delta, rest, adjacency)
+        place = place_of(run.budget_ledger)
+        return cls(place, users.user_ids(), kind, limit, run.run_dir, delta, adjacency)
 
     def entry(self, run: str, planned: Released, slack: tuple[float, float], label: str) -> Entry:
         """This run as an entry of the ledger.
@@ -129,18 +120,6 @@ class BudgetRequest:
                 f"a run that fits: {self._why_not(spent, more, broken)}",
             )
 
-    def steps_that_fit(self, entry: Callable[[int], Entry], most: int) -> int:
-        """Largest number of steps, up to `most`, that keeps every limit.
-
-        Args:
-          entry: the entry of a number of steps.
-        """
-        with open_read_only(self.place) as ledger:
-            without = "false: a run in the ledger hides who its users are (add-or-remove)"
-            expect("fit_limit", True, not ledger.hides_users, without)
-            spent = books(ledger, self.ids, self.limit)
-            return spent.steps_that_fit(lambda steps: _charge(ledger, entry(steps)), most)
-
     def _why_not(self, spent: Account, more: RunCost, broken: Limit) -> str:
         """Explain why another charge exceeds a limit, and what to do."""
         if more.nothing:
@@ -157,52 +136,12 @@ class BudgetRequest:
             return f"{why} {would_be} (see fedsim budget)"
         before = _shown(spent.total(broken.delta).adaptive)
         why = f"{len(spent.charges)} runs on these users have spent {before} {would_be}"
-        rest = "; fit_limit trains what fits" if self.fit_limit is False else ""
-        why = f"{why} (see fedsim budget{rest})"
+        why = f"{why} (see fedsim budget)"
         delta = self.delta or 0.0
         if delta > broken.delta and spent.total(delta, more=more).adaptive <= broken.epsilon:
             plans = f"delta={at_least(broken.delta, '.4g')} plans the run for it"
             why += f"; the limit is at a smaller delta than the run: {plans}"
         return why
-
-
-def shortened(
-    applicant: BudgetRequest,
-    run: str,
-    method: ELS | ULS,
-    privacy: PrivacyConfig,
-    plan: Plan,
-    before: Events,
-) -> PrivacyConfig:
-    """The settings with as many steps as fit, under the noise of all of them, and their epsilon.
-
-    Where users take part once in a window of steps, in whole windows.
-    Args: run: see `Entry`; plan: of all steps.
-    Raises: ConfigError: not even one fits, or fewer than there are bands.
-    """
-    if not plan.noise_multiplier:
-        return privacy
-    event = method.event(plan.noise_multiplier * (1 - ROOM))
-    window = plan.sampling.window(plan.num_steps)
-
-    def phases(windows: int) -> list[tuple[Event, int]]:
-        return [*before, (event, windows * window)]
-
-    def entry(windows: int) -> Entry:
-        spent = accounting.epsilon(phases(windows), plan.delta)
-        fewer = dataclasses.replace(plan, num_steps=windows * window, target_epsilon=spent)
-        return applicant.entry(run, phases(windows), fewer.slack, "")
-
-    windows = applicant.steps_that_fit(entry, plan.num_steps // window)
-    if (most := windows * window) == plan.num_steps:
-        return privacy
-    if most == 0:
-        applicant.expect_room(entry(1))
-    bands = privacy.bands or 1
-    expect("bands", bands, bands <= most, f"at most {most}, the steps that fit")
-    spent = accounting.epsilon(phases(windows), plan.delta)
-    part = windows if isinstance(plan.sampling, AllocatedSampling) else None
-    return dataclasses.replace(privacy, num_steps=most, participations=part, epsilon=spent)
 
 
 def _charge(ledger: BudgetLedger, entry: Entry) -> RunCost:

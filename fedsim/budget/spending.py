@@ -15,8 +15,7 @@ was stopped. Limits are compared with `adaptive`.
 
 import dataclasses
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -182,16 +181,6 @@ class Account:
     def fits(self, more: RunCost) -> bool:
         """True if another charge keeps every limit."""
         return self.broken_by(more) is None
-
-    def steps_that_fit(self, charge: Callable[[int], RunCost], most: int) -> int:
-        """Largest number of steps, up to `most`, whose charge keeps every limit.
-
-        Args:
-          charge: the charge of a number of steps.
-        """
-        if self.fits(charge(most)):
-            return most
-        return bisect_left(range(1, most), True, key=lambda n: not self.fits(charge(n)))
 
 
 def patterns(users: np.ndarray, sets: Mapping[str, np.ndarray]) -> list[frozenset[str]]:

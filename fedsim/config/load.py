@@ -18,7 +18,6 @@ T = TypeVar("T")
 _FIRST_NAMES = {"batch_size": "budget", "lora_modules": "lora_layers"}
 _NEW_NAMES = {  # of settings of 0.4
     "unowned": "rows_without_user",
-    "spend_rest": "fit_limit",
     "max_changed": "max_shared_groups",
     "chosen_on_data": "tuned_on_data",
 }

@@ -17,7 +17,7 @@ from fedsim.files import expand_home
 OPERATIONAL = frozenset(
     {"data", "run_dir", "engine", "num_workers", "num_lanes", "threads_per_worker", "resume"}
     | {"wait_for_workers", "worker_timeout"}
-    | {"checkpoint_every", "log_every", "output", "budget_ledger", "limit_epsilon", "fit_limit"}
+    | {"checkpoint_every", "log_every", "output", "budget_ledger", "limit_epsilon"}
     | {"log_to", "log_non_private", "strict"}
 )
 
@@ -400,10 +400,6 @@ class RunConfig(UpdateConfig):
     limit_epsilon: float | None = None
     """Refuse the run if all runs on these users, including this one, could cost a user more than
     this epsilon at this run's delta. > 0. Default: the limits set in the budget ledger."""
-
-    fit_limit: bool = False
-    """With a limit: instead of refusing the run, train as many steps, up to num_steps, as the limit
-    allows."""
 
     def __post_init__(self):
         super().__post_init__()

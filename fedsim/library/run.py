@@ -272,7 +272,6 @@ class RunSettings(TypedDict, total=False):
     resume: bool
     budget_ledger: str | Path | None
     limit_epsilon: float | None
-    fit_limit: bool
 
 
 class MechanismSettings(RunSettings, total=False):

@@ -40,9 +40,6 @@ from fedsim.run import (
     model_sha256,
 )
 
-FITTED = ("num_steps", "participations", "epsilon")
-"""Settings that fit_limit changes."""
-
 
 class Purpose(StrEnum):
     """Purpose of a run, which decides what is counted and who may see metrics."""
@@ -208,9 +205,6 @@ def open_run(
       FileDamaged: what is there of the run, or its data, is not what it was.
     """
     stored = directory.find(run.run_dir, resume=run.resume)
-    if stored and run.fit_limit and stored.run.fit_limit:  # the steps that fitted at its start
-        fitted = {name: getattr(stored.privacy, name) for name in FITTED}
-        settings = dataclasses.replace(settings, **fitted)
     as_stored = run.model.lora_rank > 0
     model = None if custom else find_model(run.model.source, console, as_stored=as_stored)
     with ExitStack() as stack:

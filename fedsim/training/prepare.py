@@ -4,14 +4,13 @@ The order of `prepare_run` is the safety of a private draw: nobody pays for a ru
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from fedsim.budget import GROUP_SIZE, BudgetRequest, count_at_once, shortened
+from fedsim.budget import GROUP_SIZE, BudgetRequest, count_at_once
 from fedsim.clipping import Clip, Strategy, num_coordinates
 from fedsim.config import UPDATE, ZERO_OUT, PrivacyConfig, RunConfig
 from fedsim.els import ELS
@@ -43,7 +42,7 @@ from fedsim.plan import (
 )
 from fedsim.run import StoredRun, facts_of_loggers, model_name
 from fedsim.training.callbacks import Callback, facts_of_callbacks
-from fedsim.training.open import FITTED, OpenRun, Purpose, wait_for
+from fedsim.training.open import OpenRun, Purpose, wait_for
 from fedsim.training.optimizers import Noise, with_defaults
 from fedsim.training.private_evaluation import Booking
 from fedsim.uls import ULS
@@ -108,12 +107,23 @@ def prepare_run(
     if is_new and opened.custom is None:
         _expect_finite_loss(engine, params, opened.run.model.source)
     strategy, why = _strategy(opened, engine, params, completed, method, check=not dry_run)
-    make = functools.partial(
-        _make_plan, opened, facts, evaluations, num_coordinates(params), request
-    )
+
+    def plan_of(settings: PrivacyConfig, method: ELS | ULS) -> Plan:
+        return make_plan(
+            opened.algorithm,
+            settings,
+            users,
+            method,
+            num_coordinates(params),
+            facts,
+            opened.identity.data_seal,
+            trial=opened.purpose == Purpose.TRIAL,
+            evaluations=evaluations,
+        )
+
     if is_drawn and method is not None:  # a limit refuses by a plan, so it takes one to ask
         with opened.console.phase("checking the settings"):
-            _booking(opened, make(completed, method)[1], method, request)
+            _booking(opened, plan_of(completed, method), method, request)
 
     # 4. Private draws: each is in the ledger of the data before it is made.
     if is_drawn:
@@ -128,10 +138,7 @@ def prepare_run(
     assert method is not None, "made in stage 1 or 4"
     if is_new:
         with opened.console.phase("calibrating the noise"):
-            completed, plan = make(completed, method)
-        if opened.run.fit_limit:
-            fitting = {name: getattr(completed, name) for name in FITTED}
-            opened.settings = dataclasses.replace(opened.settings, **fitting)
+            plan = plan_of(completed, method)
     else:
         plan = _plan_as_stored(opened, method, callbacks)
     opened.run = with_plan(plan, opened.stored, opened.run, fresh=opened.model is None)
@@ -246,40 +253,6 @@ def _strategy(
         return choose_strategy(engine, params, group, clip, opened.run.engine, check=check)
 
 
-def _make_plan(
-    opened: OpenRun,
-    facts: Sequence[Caveat],
-    evaluations: Evaluations | None,
-    num_parameters: int,
-    request: BudgetRequest,
-    settings: PrivacyConfig,
-    method: ELS | ULS,
-) -> tuple[PrivacyConfig, Plan]:
-    """Settings and plan of a new run; with fit_limit, with the steps that fit the limit."""
-
-    def plan_of(settings: PrivacyConfig, evaluations: Evaluations | None) -> Plan:
-        return make_plan(
-            opened.algorithm,
-            settings,
-            opened.data.train,
-            method,
-            num_parameters,
-            facts,
-            opened.identity.data_seal,
-            trial=opened.purpose == Purpose.TRIAL,
-            evaluations=evaluations,
-        )
-
-    plan = plan_of(settings, evaluations)
-    if not opened.run.fit_limit:
-        return settings, plan
-    seal, before = opened.key.seal("ledger"), events_before(settings.group_size_epsilon)
-    fewer = shortened(request, seal, method, settings, plan, before)
-    if fewer is settings:
-        return settings, plan
-    return fewer, plan_of(fewer, _evaluations(opened, fewer))
-
-
 def _booking(
     opened: OpenRun, plan: Plan, method: ELS | ULS, request: BudgetRequest
 ) -> Booking | None:
@@ -303,7 +276,7 @@ def _pay(opened: OpenRun, settings: PrivacyConfig, request: BudgetRequest) -> No
     When the whole run is counted later, its entry replaces this one.
     Raises: ConfigError: a limit would be broken.
     """
-    draw = dataclasses.replace(request, kind=GROUP_SIZE, fit_limit=None)
+    draw = dataclasses.replace(request, kind=GROUP_SIZE)
     label = "" if opened.key.seed is None else Fact.KNOWN_SEED
     events = events_before(settings.group_size_epsilon)
     count_at_once(draw, draw.entry(opened.key.seal("ledger"), [*events], (0.0, 0.0), label))

@@ -149,7 +149,6 @@ class Booking:
                 limit=limit,
                 run_dir=request.run_dir / DIRECTORY,
                 delta=None,
-                fit_limit=None,
             )
             label = Fact.KNOWN_SEED if plan.seeded else ""
             phases: list[tuple[Event, int]] = [*how.phases(how.count)]

@@ -327,9 +327,7 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
 def _planned(job: Job, data: Dataset) -> tuple[Plan, tuple[Any, ...]]:
     """A candidate's plan and events. Raises: ConfigError: it is not allowed in a selection."""
     privacy, run = job.privacy, job.run
-    for name in ("strict", "fit_limit"):  # of the selection, not of a trial
-        value = getattr(run, name)
-        expect(name, value, not value, "false in a private selection")
+    expect("strict", run.strict, not run.strict, "false in a private selection")
     expect_runnable(privacy, run)
     expect("epsilon", privacy.epsilon, math.isfinite(privacy.epsilon), "a finite one")
     share = privacy.group_size_epsilon

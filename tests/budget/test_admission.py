@@ -419,9 +419,9 @@ def test_after_a_run_that_promises_nothing_no_limit_can_be_kept(place, tmp_path)
         run(place, tmp_path / "b", limit=1e3)
 
 
-def refused(place, run_dir, *, planned=PLANNED, delta=DELTA, rest=None, label="", limit=None):
+def refused(place, run_dir, *, planned=PLANNED, delta=DELTA, label="", limit=None):
     """What is said of a run that does not fit."""
-    applicant = BudgetRequest(place, PEOPLE, "train", limit, run_dir, delta, rest)
+    applicant = BudgetRequest(place, PEOPLE, "train", limit, run_dir, delta)
     with pytest.raises(ConfigError) as error:
         applicant.expect_room(applicant.entry("", planned, (0.0, 0.0), label))
     return str(error.value)
@@ -431,11 +431,6 @@ def test_what_is_only_asked_leaves_no_ledger_behind(place, tmp_path):
     applicant = BudgetRequest(place, PEOPLE, "train", Limit(2 * ONE, DELTA), tmp_path / "a", DELTA)
     entry = applicant.entry("", PLANNED, (0.0, 0.0), "")
     applicant.expect_room(entry)
-
-    def some(steps):
-        return applicant.entry("", [(STEP, steps)], (0.0, 0.0), "")
-
-    assert applicant.steps_that_fit(some, STEPS) == STEPS
     assert "have spent 0.0 at" in refused(place, tmp_path / "a", limit=Limit(ONE / 2, DELTA))
     assert not place.exists()
 
@@ -447,19 +442,13 @@ def set_limit(place, most, delta=DELTA):
 
 @pytest.mark.parametrize(("planned", "label"), [(None, ""), (PLANNED, "of a seed")])
 def test_a_run_that_promises_nothing_is_told_that_it_is_the_cause(planned, label, place, tmp_path):
-    asked = {"planned": planned, "label": label, "rest": False}
+    asked = {"planned": planned, "label": label}
     why = f"this run has no guarantee ({label or 'without noise'}), so no limit can be kept: "
     own = refused(place, tmp_path / "a", **asked, limit=Limit(5, DELTA))
     assert own.endswith(f"{why}limit_epsilon is for runs with a guarantee")
     set_limit(place, 5)
     theirs = refused(place, tmp_path / "a", **asked)
     assert theirs.endswith(f"{why}budget_ledger names another ledger for trials")
-
-
-@pytest.mark.parametrize(("rest", "hinted"), [(False, True), (True, False), (None, False)])
-def test_what_trains_what_fits_is_named_where_it_would(rest, hinted, place, tmp_path):
-    set_limit(place, 0.9 * ONE)
-    assert ("fit_limit trains what fits" in refused(place, tmp_path / "a", rest=rest)) == hinted
 
 
 def test_a_limit_at_a_smaller_delta_than_the_runs_says_how_to_plan_for_it(place, tmp_path):

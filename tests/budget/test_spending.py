@@ -131,23 +131,3 @@ def test_a_limit_of_some_users_binds_them_alone():
     assert books.under(limit).charges == [own] and books.broken_by(own) is None
     mixed = Account.of(people, [own, others], sets, [limit])  # users 4 and 5 are in both
     assert mixed.broken_by(own) == limit
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_as_many_steps_fit_as_fit():
-    people = np.arange(3, dtype=np.uint64)
-    spent = total(charges(RUNS[:1]), DELTA).fixed
-    limits = [Limit(1.5 * spent, DELTA), Limit(9.0, DELTA, "others")]
-    sets = {"all": people, "others": people + np.uint64(9)}
-    known = Account.of(people, charges(RUNS[:1]), sets, limits)
-    assert known.limits == limits[:1]
-
-    def more(steps):
-        return charge(2, [(ELS, steps)])
-
-    steps = known.steps_that_fit(more, 100)
-    assert 0 < steps < 100 and known.fits(more(steps)) and not known.fits(more(steps + 1))
-    assert known.steps_that_fit(more, steps) == steps
-    tight = dataclasses.replace(known, limits=[Limit(spent / 2, DELTA)])
-    assert tight.steps_that_fit(more, 100) == 0

@@ -160,7 +160,10 @@ OTHERS = [  # (a command, the setting or value that it refuses)
 ]
 ARGUMENTS = {  # a fault of the command line, and what is said of it
     "no such flag": ([*train(), "--epsilom", "1"], "epsilom=1: .* such as epsilon$"),
-    "an earlier name": ([*train(), "--spend-rest"], "spend_rest=.* such as fit_limit$"),
+    "an earlier name": (
+        [*train(), "--chosen-on-data", "a"],
+        "such as tuned_on_data$",
+    ),
     "no number": (train(epsilon="eight"), "epsilon=eight: expected a valid number$"),
     "no whole number": (train(num_steps=1.5), "num_steps=1.5: expected a valid integer$"),
     "no value": ([*train(), "--seed"], "--seed: expected one argument"),

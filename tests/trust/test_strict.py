@@ -51,7 +51,7 @@ def published(algorithm, data, place, monkeypatch, capfd, *, callbacks=(), **fla
         open.SecretKey, "create", lambda seed=None, *_: KEY if seed is None else real(seed)
     )
     run_names = {"strict", "seed", "log_to", "log_non_private", "tokenizer", "strategy"}
-    run_names |= {"rows_per_pass", "limit_epsilon", "fit_limit", "budget_ledger"}
+    run_names |= {"rows_per_pass", "limit_epsilon", "budget_ledger"}
     of_run = {name: flags.pop(name) for name in run_names & flags.keys()}
     defaults_ = {"strategy": "scan", "rows_per_pass": 1, "log_to": ()}
     of_run = {**defaults_, "budget_ledger": place / "budget", **of_run}
@@ -140,14 +140,6 @@ REFUSED = {
     "too much memory": ({"strategy": "direct", "rows_per_pass": 999999}, "strategy"),
     "no place for the ledger": ({"budget_ledger": Path("/dev/null/ledger")}, "budget_ledger"),
     "more than the limit": ({"limit_epsilon": 7.0}, "limit_epsilon"),
-    "less than one step within the limit": (
-        {"limit_epsilon": 0.6, "fit_limit": True},
-        "limit_epsilon",
-    ),
-    "less than one turn of all groups within the limit": (
-        {"limit_epsilon": 4.0, "fit_limit": True, "noise": "correlated", "bands": 4},
-        "limit_epsilon",
-    ),
     "a footnote": ({"strict": True, "seed": 3}, "seed"),
 }
 BROKEN = {

@@ -246,7 +246,6 @@ def test_a_strategy_that_there_is_not_is_refused_before_anything_is_paid(setting
     "changed, what",
     [
         ({"strict": True}, "strict=True"),
-        ({"fit_limit": True, "limit_epsilon": 9.0}, "fit_limit=True"),
         ({"optimizer": "adamm"}, "optimizer=adamm"),
         ({"optimizer": "rmsprop", "learning_rate": None}, "learning_rate"),
         ({"model": "nowhere"}, "model=nowhere"),
