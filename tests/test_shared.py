@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-from experiments.benchmarks import shared as benchmark
 from fedsim.data.store import Owners
 from fedsim.keys import SecretKey
 from fedsim.sampling import shared
@@ -146,10 +145,3 @@ def test_every_text_may_be_kept(key, monkeypatch):
         for seed in range(60)
     ]
     assert {tuple(pool) for pool in pools} == {(0,), (1,), (2,)}
-
-
-def test_the_benchmarks_bound_on_any_pool_is_one():
-    """Linear programming says what the largest pool has, or more."""
-    for _, _, offsets, owners, most in graphs(40, 9):
-        best = largest_pool(np.diff(offsets), owners, most).sum()
-        assert best <= benchmark.most_kept(offsets, owners, most) + 1e-6

@@ -41,13 +41,6 @@ def at_least(name: str, value: float, bound: float) -> dict[str, Any]:
     return {"name": name, "value": value, "bound": bound, "holds": value >= bound}
 
 
-def peak_mib() -> float:
-    """The most memory that this process has had. What `getrusage` says is at least the memory of
-    the process that started this one."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
-
-
 def circumstances(*packages: str) -> dict[str, Any]:
     """The machine, how busy it was, and the versions of Python and of packages."""
     machine = {"cpu_count": os.cpu_count(), "architecture": platform.machine()}

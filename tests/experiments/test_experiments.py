@@ -14,10 +14,7 @@ from experiments.harness import common
 from experiments.mistakes import MISTAKES
 
 ROOT = Path(__file__).parents[2]
-HELPERS = (
-    "__init__ __main__ architecture pretraining real_model_views regime_views stand_ins"
-    " starting_model"
-)
+HELPERS = "__init__ __main__ architecture pretraining real_model_views stand_ins starting_model"
 NAMES = sorted(p.stem for p in (ROOT / "experiments").glob("*.py") if p.stem not in HELPERS.split())
 
 
@@ -37,13 +34,12 @@ def out(tmp_path_factory):
 # training from what was made there, are test_pretraining.py's.
 SLOW = dict.fromkeys(
     ("table_pretraining", "fig05_uls_heatmap", "fig06_privacy_loss", "fig08_num_users")
-    + ("correlated", "real_model", "real_model_rates", "regime", "sampling")
-    + ("synthetic_text", "law", "attack"),
+    + ("real_model", "sampling", "attack"),
     [pytest.mark.slow],
 )
 TRAIN = (
     *("table_mutations", "fig02_variance", "fig04_els_group_size", "fig14_tuner_suboptimality"),
-    *("fig18_personalization", "optimizers"),
+    "fig18_personalization",
 )
 SLOW |= dict.fromkeys(TRAIN, [pytest.mark.slow, pytest.mark.ci])
 
@@ -58,7 +54,7 @@ def test_smoke(name, out, monkeypatch):
     assert ({".csv"} if name.startswith("table") else {".csv", ".png"}) <= suffixes
 
 
-@pytest.mark.parametrize("name", ["fig04_els_group_size", "fig06_privacy_loss", "regime"])
+@pytest.mark.parametrize("name", ["fig04_els_group_size", "fig06_privacy_loss"])
 def test_real_text_that_is_not_there_is_a_line_that_says_where_it_comes_from(
     name, tmp_path, monkeypatch, capsys
 ):
