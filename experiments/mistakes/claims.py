@@ -88,7 +88,7 @@ CLAIMS = (
         "steps that begin, whatever their noise makes them cost",
         "test_train.py"
         "::test_noise_that_costs_more_than_was_asked_for_ends_a_run_before_its_first_step",
-        (Patch(MAKING, "expect_affordable", lambda _right, plan, phases: None),),
+        (Patch(MAKING, "expect_affordable", lambda _right, plan, events: None),),
     ),
     Mistake(
         "an older copy of a private selection that goes on",
