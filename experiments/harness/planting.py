@@ -80,8 +80,6 @@ class Mistake:
     test: str
     """Under tests/."""
     patches: tuple[Patch, ...]
-    flags: tuple[str, ...] = ()
-    """Of the training that shows it."""
 
     def hook(self) -> str:
         """The text of a sitecustomize.py that plants it in every Python with that on its path."""

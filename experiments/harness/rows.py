@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -138,18 +138,3 @@ def rates_inside(rows: Sequence[Row]) -> list[tuple[str, bool, str]]:
 def margin(rows: Sequence[Row]) -> float:
     """What the seeds explain of a difference of the losses of two cells among `rows`."""
     return (math.sqrt(2) * seed_error(rows)).times(ERRORS)
-
-
-def losses_by_power(rows: Iterable[Row]) -> dict[int, float]:
-    """The losses by the power at which the rate is tried; what diverged is infinite."""
-    found = {row["power"]: row["loss"] for row in rows}
-    return {power: loss if math.isfinite(loss) else math.inf for power, loss in found.items()}
-
-
-def powers_to_try(losses: Mapping[int, float], most: int) -> list[int]:
-    """-1, 0 and 1, and once these are there the best one's neighbours, up to `most`."""
-    powers = {-1, 0, 1}
-    if powers <= set(losses):
-        best = min(losses, key=losses.__getitem__)
-        powers |= {power for power in (best - 1, best + 1) if abs(power) <= most}
-    return sorted(powers)

@@ -30,10 +30,9 @@ def out(tmp_path_factory):
     return tmp_path_factory.mktemp("out")
 
 
-# Eight seconds and more; what CI runs always is in TRAIN. The parts of the table, pre-training and
-# training from what was made there, are test_pretraining.py's.
+# Eight seconds and more; what CI runs always is in TRAIN.
 SLOW = dict.fromkeys(
-    ("table_pretraining", "fig05_uls_heatmap", "fig06_privacy_loss", "fig08_num_users")
+    ("fig05_uls_heatmap", "fig06_privacy_loss", "fig08_num_users")
     + ("real_model", "sampling", "attack"),
     [pytest.mark.slow],
 )
