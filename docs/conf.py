@@ -231,7 +231,7 @@ def is_package(name: str) -> bool:
 def write_schemas(app, error: Exception | None) -> None:
     """The JSON Schemas of a run's files, to which api/schemas.md links."""
     if error is None and app.builder.format == "html":
-        from fedsim.run.formats import main
+        from schemas import main  # beside this file
 
         main(str(Path(app.outdir) / "api" / "schemas"))
 

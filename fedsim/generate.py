@@ -117,10 +117,10 @@ def generate_texts(
         params = jax.tree.map(np.asarray, model.params)
         drawn = on_workers(draw, blocks, *settings, params, config=engine)
     tokens: list[list[int]] = []
-    with console.phase(f"sampling {num_texts:,} texts") as phase:
+    with console.phase(f"sampling {num_texts:,} texts") as progress:
         for done, block in enumerate(drawn, 1):
             tokens += block
-            phase.at(done, len(blocks))
+            progress(done, len(blocks))
     told = {"num_tokens": num_tokens, **dataclasses.asdict(how), "seed": seed, "plain": plain}
     about = {"file": out.name, **claim, "prompts": PROMPTS if prompts else "none"}
     about |= {"num_texts": num_texts, "tokens": sum(map(len, tokens)), "settings": told}

@@ -14,11 +14,11 @@ from pretrained_models import make_model
 from safetensors.numpy import load_file, save_file
 from test_verify import command, write_texts
 
+from docs.schemas import schemas
 from fedsim import export as exporting
 from fedsim.cli.main import main
 from fedsim.keys import SecretKey
 from fedsim.run.console import Console
-from fedsim.run.formats import schemas
 from fedsim.trust import Check, published
 from fedsim.trust.report import named_places, publish
 

@@ -2,6 +2,7 @@
 them, and copy them without some users."""
 
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 from fedsim.config import BuildConfig, Positional
 from fedsim.errors import expect, expect_count, printable
-from fedsim.run import Terminal, columns
+from fedsim.run import Terminal
 
 MAX_NAMED = 20  # ids in a warning
 
@@ -145,7 +146,7 @@ def _show_stats(dataset: Any, as_json: bool) -> dict[str, Any]:
     counts = dataset.metadata.get("counts", {})
     if not as_json:
         tables = {split: dict(_flat(values)) for split, values in splits.items()}
-        room = columns()
+        room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
         lines = _table(tables)
         if max(map(len, lines)) > room:  # a table for each split, one under the other
             lines = [line for name in tables for line in _table({name: tables[name]})]

@@ -15,7 +15,7 @@ from fedsim.config import (
     computed_by,
 )
 from fedsim.errors import expect, printable
-from fedsim.run import Terminal, wrapped
+from fedsim.run import Terminal
 
 SPLIT_NAMES = {
     "eval_users": "held-out users",
@@ -87,14 +87,14 @@ def evaluate(
     run = computed_by(stored.run, engine, num_workers=num_workers)
     set_threads(run.engine)
     from fedsim.evaluate import SPLITS, evaluate_run
-    from fedsim.run import Console, loss_in_words
+    from fedsim.run import Console
 
     result = evaluate_run(stored, run, Console())
     if not json:
         for split, metric in SPLITS.items():
             if metric in result:
-                loss = loss_in_words(result[metric], unit=result["loss_unit"])
-                print(wrapped(f"loss on {SPLIT_NAMES[split]}: {loss}"))
+                loss = f"{result[metric]:.4g} {result['loss_unit']}"
+                print(f"loss on {SPLIT_NAMES[split]}: {loss}")
         print(f"of {result['checkpoint']}. No noise was added: do not publish this.")
     return result
 
@@ -172,11 +172,11 @@ def generate(
         plain=plain,
     )
     if not json:
-        print(wrapped(result["claim"]))
+        print(result["claim"])
         for fact in result["outside"]:
-            print(wrapped(f"Not covered by the guarantee: {fact['text']}."))
+            print(f"Not covered by the guarantee: {fact['text']}.")
         if prompts is not None:
-            print(wrapped(f"The prompts are {result['prompts']}."))
+            print(f"The prompts are {result['prompts']}.")
         print(f"{result['num_texts']:,} texts, written to {result['file']}")
     return result
 

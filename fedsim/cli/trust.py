@@ -17,7 +17,7 @@ from fedsim.config import (
     changed_run,
 )
 from fedsim.errors import expect
-from fedsim.run import Terminal, hanging_indent, wrapped
+from fedsim.run import Terminal
 
 
 def audit(
@@ -48,7 +48,7 @@ def audit(
     console = Console()
     result = trust.audit(Algorithm(algorithm), audit, privacy, run, console)
     if not json:
-        print(wrapped(trust.sentence(result)))
+        print(trust.sentence(result))
     return result
 
 
@@ -93,7 +93,7 @@ def budget(
     place = place_of(budget_ledger)
     result = trust.budget(place, ids, delta=delta, limit_epsilon=limit)
     if not json:
-        print(trust.table(result), wrapped("\n".join(trust.sentences(result))), sep="\n")
+        print(trust.table(result), "\n".join(trust.sentences(result)), sep="\n")
     return result
 
 
@@ -198,13 +198,13 @@ def verify(
     guarantee = holds and plan is not None and plan.guarantee
     if not json:
         for check in checks:
-            print(hanging_indent(f"{check.verdict:11} {check.promise:11} ", check.found))
+            print(f"{check.verdict:11} {check.promise:11} {check.found}")
         if plan is not None and not plan.guarantee:
             from fedsim.plan import in_words
 
-            print(wrapped(f"epsilon is no guarantee: {in_words(plan.reasons)}"))
+            print(f"epsilon is no guarantee: {in_words(plan.reasons)}")
         elif holds and unseen:
-            print(wrapped(f"No guarantee is confirmed: {', '.join(unseen)} could not be checked."))
+            print(f"No guarantee is confirmed: {', '.join(unseen)} could not be checked.")
     return {
         "run_dir": str(run_dir),
         "holds": holds,

@@ -20,7 +20,7 @@ from fedsim.config import (
     read,
 )
 from fedsim.errors import expect
-from fedsim.run import Terminal, aligned, wrapped
+from fedsim.run import Terminal, aligned
 
 
 def recommend(
@@ -58,7 +58,7 @@ def recommend(
 
     result = tuning.recommend(privacy, run, Console(), num_users=users, plan_only=plan_only)
     if not json:
-        print(wrapped(tuning.report(result)))
+        print(tuning.report(result))
     return result
 
 

@@ -2,7 +2,6 @@
 
 directory     settings and plan in config.json, the lock, who owns the files
 ledger        chained logs, and the ledger of what was released, by which epsilon is computed
-released      the released numbers of the steps since the last checkpoint
 checkpoint    the file of a state between two steps, in safetensors
 state         the state that a resumed run continues from
 metrics       metrics.jsonl, and which metrics may leave the machine

@@ -9,7 +9,6 @@ from .console import (
     EVALUATED as EVALUATED,
     Console as Console,
     guarantee_line as guarantee_line,
-    loss_in_words as loss_in_words,
     spent as spent,
 )
 from .directory import RECEIPT as RECEIPT, Identity as Identity, StoredRun as StoredRun
@@ -29,15 +28,12 @@ from .metrics import (
     SENDING as SENDING,
     Metrics as Metrics,
     facts_of_loggers as facts_of_loggers,
-    may_leave as may_leave,
-    receivers as receivers,
     visible as visible,
 )
 from .model_source import (
     base_name as base_name,
     expect_language_model as expect_language_model,
     expect_same_model as expect_same_model,
-    files_of_run as files_of_run,
     find_model as find_model,
     load_data as load_data,
     make_task as make_task,
@@ -47,7 +43,6 @@ from .model_source import (
     without_adapter as without_adapter,
 )
 from .state import (
-    REALISED as REALISED,
     State as State,
     private_part as private_part,
     restored as restored,
@@ -57,8 +52,5 @@ from .state import (
 from .terminal import (
     Terminal as Terminal,
     aligned as aligned,
-    columns as columns,
-    hanging_indent as hanging_indent,
     verbosity as verbosity,
-    wrapped as wrapped,
 )

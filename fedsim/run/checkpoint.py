@@ -11,7 +11,7 @@ runs apart.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from fedsim.models import weights
 DIRECTORY, SUFFIX = "checkpoints", ".safetensors"
 KEEP = 2
 LONGEST_S = 60.0  # between two checkpoints: the work that a crash may cost
-SLAB = 2**26  # bytes of a file that are read at a time
 ABOUT = "fedsim"  # key of the metadata: digest and state
 ARRAY = "array of"  # key in the state: type and shape of an array
 CHAIN = "chain"
@@ -51,7 +50,6 @@ def save(run_dir: Path, step: int, state: dict[str, Any], chain: str = "") -> Pa
     directory = run_dir / DIRECTORY
     make_directory(directory)
     remove_unfinished(directory, "step-*")
-    path = path_of(run_dir, step)
     arrays: dict[str, np.ndarray] = {}
 
     def placed(place: Any, leaf: Any) -> Any:
@@ -65,6 +63,7 @@ def save(run_dir: Path, step: int, state: dict[str, Any], chain: str = "") -> Pa
     digest = hashlib.sha256(text.encode())
     for _, array in sorted(arrays.items()):
         digest.update(_bytes(array))
+    path = path_of(run_dir, step)
     weights.write(path, arrays, {ABOUT: f"{digest.hexdigest()} {text}"})
     for old in kept(run_dir)[:-KEEP]:
         old.unlink()
@@ -122,6 +121,11 @@ class Saver:
             self._wait()
 
 
+def path_of(run_dir: Path, step: int) -> Path:
+    """The file of the checkpoint after `step` steps."""
+    return run_dir / DIRECTORY / f"step-{step:08d}{SUFFIX}"
+
+
 def latest(run_dir: Path) -> Path | None:
     """The newest checkpoint, if there is one."""
     return max(kept(run_dir), default=None)
@@ -132,19 +136,11 @@ def kept(run_dir: Path) -> list[Path]:
     return sorted((run_dir / DIRECTORY).glob(f"step-*{SUFFIX}"))
 
 
-def check(path: Path) -> None:
-    """Raise CheckpointError if a checkpoint was changed."""
-    _read(path, lambda shape, dtype: None)
-
-
-def _read(path: Path, new: Callable[[tuple[int, ...], np.dtype], Any]) -> Any:
-    """Read and check the state of a checkpoint.
-
-    Args:
-      new: (shape, dtype) -> an array to fill, or None to check only.
+def load(path: Path) -> dict[str, Any]:
+    """Read the state of a checkpoint as nested dicts of arrays.
 
     Raises:
-      CheckpointError: the file was changed.
+      CheckpointError: it was changed, or is no state of a run.
     """
     try:
         with safe_open(path, "numpy") as file:
@@ -154,24 +150,20 @@ def _read(path: Path, new: Callable[[tuple[int, ...], np.dtype], Any]) -> Any:
             stored = {_name(place): leaf[ARRAY] for place, leaf in leaves if _stands(leaf)}
             if stored.keys() != set(file.keys()):
                 raise ValueError
-            arrays = {}
-            for name, (dtype, *shape) in sorted(stored.items()):
-                part: Any = file.get_slice(name)
-                if part.get_shape() != shape:  # checked first: an array is no larger than the file
+            arrays = {name: file.get_tensor(name) for name in stored}
+            for name, array in sorted(arrays.items()):
+                if [str(array.dtype), *array.shape] != stored[name]:
                     raise ValueError
-                array = arrays[name] = new(tuple(shape), np.dtype(dtype))
-                for start, slab in _parts(part):
-                    if slab.dtype != dtype:
-                        raise ValueError
-                    digest.update(slab.tobytes())
-                    if array is not None:
-                        array[start] = slab
+                digest.update(_bytes(array))
             if digest.hexdigest() != sha256:
                 raise ValueError
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError):
         raise CheckpointError(f"{path}: was cut or changed since it was written") from None
     values = [arrays[_name(place)] if _stands(x) else _value(x) for place, x in leaves]
-    return jax.tree.unflatten(treedef, values)
+    state = jax.tree.unflatten(treedef, values)
+    if isinstance(state, dict) and "params" in state:
+        return state
+    raise CheckpointError(f"{path}: expected the state of a run")
 
 
 def _stands(leaf: Any) -> bool:
@@ -181,18 +173,6 @@ def _stands(leaf: Any) -> bool:
 
 def _value(leaf: Any) -> Any:
     return leaf if isinstance(leaf, str) else np.asarray(leaf)
-
-
-def _parts(stored: Any) -> Iterator[tuple[Any, np.ndarray]]:
-    """(index, values) of the parts, of about `SLAB` bytes, of an array in a file."""
-    shape = stored.get_shape()
-    if not shape:
-        yield (), np.asarray(stored[()])
-    elif all(shape):
-        rows = max(1, SLAB // stored[:1].nbytes)
-        for start in range(0, shape[0], rows):
-            place = slice(start, min(start + rows, shape[0]))
-            yield place, stored[place]
 
 
 def restore(path: Path, like: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -208,21 +188,9 @@ def restore(path: Path, like: dict[str, Any]) -> tuple[dict[str, Any], str]:
     try:
         restored = serialization.from_state_dict(like, state)
         jax.tree.map(lambda *_: None, restored, like)  # raises if their structures differ
-        return restored, chain(state)
     except (ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: expected the state of this run ({error})") from None
-
-
-def load(path: Path) -> dict[str, Any]:
-    """Read the state of a checkpoint as nested dicts of arrays.
-
-    Raises:
-      CheckpointError: it was changed, or is no state of a run.
-    """
-    state = _read(path, np.empty)
-    if isinstance(state, dict) and "params" in state:
-        return state
-    raise CheckpointError(f"{path}: expected the state of a run")
+    return restored, str(state.get(CHAIN, ""))
 
 
 def load_params(path: Path) -> Any:
@@ -234,36 +202,6 @@ def released(state: Mapping[str, Any]) -> Any:
     """The parameters that are evaluated and exported: the average, if the state has one."""
     average = state.get("average")
     return state["params"] if average is None else average
-
-
-def load_step(path: Path) -> int:
-    """The step that a checkpoint was written after."""
-    return int(load(path)["step"])
-
-
-def chain(state: Mapping[str, Any]) -> str:
-    """The chain of the ledger after the step of a loaded state; empty if the state has none."""
-    return str(state.get(CHAIN, ""))
-
-
-def name(step: int) -> str:
-    """The file name of the checkpoint after `step` steps."""
-    return stem(step) + SUFFIX
-
-
-def path_of(run_dir: Path, step: int) -> Path:
-    """The file of the checkpoint after `step` steps."""
-    return run_dir / DIRECTORY / name(step)
-
-
-def stem(step: int) -> str:
-    """File name, without suffix, of what is kept of a step."""
-    return f"step-{step:08d}"
-
-
-def state_sha256(state: Mapping[str, Any]) -> str:
-    """sha256 of parameters, average and optimizer state of a loaded state."""
-    return params_sha256({name: state.get(name) for name in ("params", "average", "opt_state")})
 
 
 def params_sha256(params: Any, dtype: Any = None) -> str:

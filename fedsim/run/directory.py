@@ -17,7 +17,6 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from fedsim import keys
@@ -52,6 +51,8 @@ TOKENIZER, MODEL = "tokenizer.json", "model"
 NOT_READ = ("0.1.", "0.2.", "0.3.")
 """Starts of versions whose runs are refused: they have other keys, checkpoints and adjacency."""
 ANOTHER_KEY = "another key than the ledger was begun with"
+REST = ("versions", "model", "strategy", "files", "tokenizer")
+"""Fields of a `StoredRun` that may be empty, beside the plan."""
 
 
 class Busy(ConfigError):
@@ -96,14 +97,9 @@ class StoredRun:
     def as_dict(self) -> dict[str, Any]:
         """The JSON object of config.json."""
         run = {name: value for name, value in as_dict(self.run).items() if name != "seed"}
-        rest = {
-            "plan": self.plan and self.plan.as_dict(),
-            **{
-                name: dict(getattr(self, name))
-                for name in ("versions", "model", "strategy", "files")
-            },
-            "tokenizer": self.tokenizer,
-        }
+        rest = {name: getattr(self, name) for name in ("plan", *REST)}
+        if self.plan is not None:
+            rest["plan"] = self.plan.as_dict()
         return {
             "identity": dataclasses.asdict(self.identity),
             "privacy": as_dict(self.privacy),
@@ -121,11 +117,9 @@ class StoredRun:
         identity = Identity(**record["identity"])
         Algorithm(identity.algorithm)
         privacy = PrivacyConfig(**new_names(record["privacy"]))
-        plan = Plan.from_dict(record["plan"])
         run = run_config(**{**new_names(record["run"]), "run_dir": run_dir})
-        names = ("model", "versions", "strategy", "files", "tokenizer")
-        rest = {name: record[name] for name in names if name in record}
-        return cls(identity, privacy, run, plan=plan, **rest)
+        rest = {name: record[name] for name in REST if name in record}
+        return cls(identity, privacy, run, plan=Plan.from_dict(record["plan"]), **rest)
 
 
 def load(run_dir: Path) -> StoredRun:
@@ -177,36 +171,29 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
     """The run in `run_dir`, or None if a new run may start there.
 
     Raises:
-      ConfigError: the directory holds a run and `resume` is false; or a run of an earlier version
-        that this version would plan differently; or something else; or it cannot be written, or
-        other users of the machine could write there.
+      ConfigError: the directory holds a run and `resume` is false, or something else; or it cannot
+        be written, or other users of the machine could write there.
       FileDamaged: the run's ledger is missing.
     """
-    path = run_dir / CONFIG
-    if path.exists() and not resume:
-        raise ConfigError.of("run_dir", run_dir, "a new directory, or resume=true for its run")
-    if path.exists():
+    there = (run_dir / CONFIG).exists()
+    expected = "a new directory, or resume=true for its run"
+    expect("run_dir", run_dir, resume or not there, expected)
+    if there:
         _expect_ours(run_dir)
         stored, book = load(run_dir), run_dir / ledger.FILE
         if (run_dir / RECEIPT).exists() and not book.exists():
             raise FileDamaged(f"{book}: expected what was released: {RECEIPT} says it was begun")
         return stored
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ConfigError.of("run_dir", run_dir, "a directory, found a file")
-    # A run that was killed before its first step leaves these files at most.
-    written = keys.FILE, TOKENIZER
-    leftovers = {LOCK, CONFIG + ".tmp", MODEL, *(n + end for n in written for end in ("", ".tmp"))}
-    if run_dir.exists() and {path.name for path in run_dir.iterdir()} - leftovers:
-        raise ConfigError.of("run_dir", run_dir, "a new or empty directory, or one with a run")
     if run_dir.exists():
+        expect("run_dir", run_dir, run_dir.is_dir(), "a directory, found a file")
+        # A run that was killed before its first step leaves these files at most.
+        names = {path.name.removesuffix(".tmp") for path in run_dir.iterdir()}
+        is_new = names <= {LOCK, CONFIG, MODEL, keys.FILE, TOKENIZER}
+        expect("run_dir", run_dir, is_new, "a new or empty directory, or one with a run")
         _expect_ours(run_dir)
         private_directory("run_dir", run_dir)
-    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
-    try:
-        TemporaryDirectory(dir=there).cleanup()
-    except OSError as error:
-        why = f"{there}: {error.strerror}"
-        raise ConfigError.of("run_dir", run_dir, f"a place to write to ({why})") from None
+    above = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    expect("run_dir", run_dir, os.access(above, os.W_OK | os.X_OK), "a place to write to")
     return None
 
 
@@ -252,8 +239,7 @@ def lock(run_dir: Path, *, to_read: bool = False) -> Iterator[None]:
             with named(run_dir / LOCK):
                 fcntl.flock(file, (fcntl.LOCK_SH if to_read else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
-            message = "expected a run that no other process is working on"
-            raise Busy(f"run_dir={run_dir}: {message}", field="run_dir") from None
+            raise Busy.of("run_dir", run_dir, "a run that no other process is working on") from None
         yield
 
 

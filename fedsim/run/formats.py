@@ -1,17 +1,12 @@
-"""Formats of plan, ledger, summary and `published.json`: pydantic checks files by them.
+"""Formats of ledger, summary and `published.json`: pydantic checks files by them.
 
-`python -m fedsim.run.formats DIR` writes plan.json, ledger.json, summary.json and published.json:
-JSON Schemas of a plan (in `config.json` and the ledger's first line), of each line of
-`ledger.jsonl`, of `summary.json` and of `published.json`, as this version writes them.
-docs/api/schemas.md describes how to verify with them.
+docs/schemas.py writes them as JSON Schemas; docs/api/schemas.md describes how to verify with them.
 """
 
 import dataclasses
 import functools
 import json
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, WithJsonSchema
@@ -19,8 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError, WithJsonSchema
 from fedsim.accounting import PureEvent, StepEvent
 from fedsim.config import SamplingName
 from fedsim.errors import first_fault
-from fedsim.files import make_directory, write_json
-from fedsim.plan import Caveat, Number, Plan
+from fedsim.plan import Number
 
 CHECKED: Any = {"strict": True, "extra": "forbid", "use_attribute_docstrings": True}
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -121,13 +115,6 @@ class StepLine:
 
 
 @dataclass(frozen=True)
-class FactInWords(Caveat):
-    """A fact, with its words beside it, which no check reads."""
-
-    text: str = ""
-
-
-@dataclass(frozen=True)
 class Summary:
     """Results and claim of a run, beside the fields of its plan."""
 
@@ -144,7 +131,7 @@ class Summary:
     final_eval_loss: Loss | None = None
     """Loss on held-out users, in `loss_unit`; nan if not evaluated after the last step."""
     initial_eval_loss: Loss | None = None
-    outside: list[FactInWords] = dataclasses.field(default_factory=list)
+    outside: list[dict[str, str]] = dataclasses.field(default_factory=list)
     """What the guarantee does not cover; empty if there is nothing."""
     private_fields: list[str] = dataclasses.field(default_factory=list)
     """Fields of this file that have no noise and are not to be published."""
@@ -203,40 +190,3 @@ def check(kind: type, record: Any) -> None:
 @functools.cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
-
-
-def schemas() -> dict[str, dict[str, Any]]:
-    """JSON Schemas by name: of plan, ledger (of each line), summary and published folders."""
-    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    plan, summary = (_described(kind) for kind in (Plan, Summary))
-    parts = plan.pop("$defs") | summary.pop("$defs")
-    # The summary has the plan's fields beside its own, and its adjacency in words.
-    required = [name for name in plan["required"] if name != "adjacency"]
-    properties = {name: of for name, of in plan["properties"].items() if name != "adjacency"}
-    of_plan = {**plan, "properties": properties, "required": required}
-    del of_plan["additionalProperties"]
-    both = {"allOf": [of_plan, summary], "unevaluatedProperties": False, "$defs": parts}
-    ledger, whole = _described(FirstLine | SegmentLine | StepLine), _described(Plan)
-    ledger["$defs"] |= {**whole.pop("$defs"), "Plan": whole}
-    ledger["$defs"]["Head"]["properties"]["plan"] = {"$ref": "#/$defs/Plan"}
-    return {
-        "plan": {**dialect, **_described(Plan)},
-        "ledger": {**dialect, **ledger, "title": "A line of ledger.jsonl"},
-        "summary": {**dialect, "title": "summary.json", **both},
-        "published": {**dialect, **_described(Published), "title": "published.json"},
-    }
-
-
-def _described(kind: Any) -> dict[str, Any]:
-    return _adapter(kind).json_schema(mode="serialization")
-
-
-def main(place: str) -> None:
-    """Write each schema to a file in the directory `place`."""
-    make_directory(Path(place))
-    for name, schema in schemas().items():
-        write_json(Path(place) / f"{name}.json", schema)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

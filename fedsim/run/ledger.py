@@ -39,8 +39,7 @@ LINK_SIZE = len(LINK.format("0" * 64))
 Link = Callable[[str, bytes], str]
 """(chain before a line, the line's bytes without its own chain) -> chain after the line."""
 Check = Callable[[dict[str, Any], int], None]
-"""(line, its number from 0) -> None; raises ValueError, TypeError or KeyError for a malformed
-line."""
+"""(line, its number from 0); raises ValueError, TypeError or KeyError for a malformed line."""
 
 
 class LedgerError(FedsimError):
@@ -63,7 +62,7 @@ class ChainedLog:
         """Read the file; without one the log is empty, and the first line creates it.
 
         Args:
-          check: validates each line.
+          check: validates each line, those that are appended too.
           link: `link`, or a keyed function.
           mode: of a new file; None: by the umask.
 
@@ -71,7 +70,7 @@ class ChainedLog:
           LedgerError: a byte was changed, or a line before the last one removed.
         """
         self.path = path
-        self._link, self._mode = link, mode
+        self._check, self._link, self._mode = check, link, mode
         self._file: IO[bytes] | None = None
         self.lines = parse(path.read_bytes() if path.exists() else b"", str(path), check, link)
 
@@ -85,13 +84,18 @@ class ChainedLog:
         return self.lines[num_lines - 1]["chain"] if num_lines else ""
 
     def append(self, line: dict[str, Any]) -> None:
-        """Append a line; it is durable when this returns."""
+        """Append a line; it is durable when this returns.
+
+        Raises:
+          LedgerError: it is malformed, or may not follow.
+        """
         body = json.dumps(line).encode()[:-1]
-        chain = self._link(self.chain, body)
+        line = {**line, "chain": self._link(self.chain, body)}
+        _expect_line(line, len(self.lines), str(self.path), self._check)
         if self._file is None:
             self._file = open_to_append(self.path, self._mode)
-        write_durably(self._file, body + LINK.format(chain).encode() + b"\n")
-        self.lines.append({**line, "chain": chain})
+        write_durably(self._file, body + LINK.format(line["chain"]).encode() + b"\n")
+        self.lines.append(line)
 
     def close(self) -> None:
         """Close the file."""
@@ -114,16 +118,22 @@ def parse(data: bytes, name: str, check: Check, link: Link = link) -> list[dict[
         chain = link(chain, line[:-LINK_SIZE])
         if line[-LINK_SIZE:] != LINK.format(chain).encode():
             raise LedgerError(f"{name}: line {number + 1} was changed, or one before it removed")
-        try:
-            check(record := json.loads(line), number)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise LedgerError(f"{name}: line {number + 1} is none of a ledger: {error}") from None
-        lines.append(record)
+        lines.append(_expect_line(line, number, name, check))
     # A crash leaves the beginning of a line, and nothing after a line's end.
     end = rest.rfind(LINK.partition("{")[0].encode())
     if end >= 0 and len(rest) > end + LINK_SIZE:
         raise LedgerError(f"{name}: line {len(whole) + 1} was changed")
     return lines
+
+
+def _expect_line(line: Any, number: int, name: str, check: Check) -> dict[str, Any]:
+    """Check a line, or parse and check its bytes. Raises LedgerError: it may not be there."""
+    try:
+        record = json.loads(line) if isinstance(line, bytes) else line
+        check(record, number)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise LedgerError(f"{name}: line {number + 1} is none of a ledger: {error}") from None
+    return record
 
 
 FILE = "ledger.jsonl"
@@ -161,12 +171,12 @@ class Ledger:
         Raises:
           LedgerError: it was changed or cut, or ledger and checkpoint are of different runs.
         """
-        self._log = ChainedLog(directory / FILE, Order())
+        order = Order()
+        self._log = ChainedLog(directory / FILE, order)
+        self.segments, self._steps = order.segments, order.steps
         self.reached: Reached = unnoted
         """Called with each line, once it is durable and before it is visible."""
         path, lines = self._log.path, self._log.lines
-        self._steps = steps_of(lines)
-        self.segments = segments_of(lines)
         if self.num_steps < least:
             missing = f"{self.num_steps} steps, and the checkpoint has {least}"
             raise LedgerError(f"{path}: was cut: it has {missing}")
@@ -184,11 +194,7 @@ class Ledger:
         Raises:
           LedgerError: it does not go on where the ledger ends, or has the nonce of another one.
         """
-        fault = out_of_order(segment, self.segments, self.num_steps)
-        if fault:
-            raise LedgerError(f"{self._log.path}: {fault}")
         self._append({"segment": dataclasses.asdict(segment)})
-        self.segments.append(segment)
 
     def record(self, step: int, event: StepEvent | None, **fields: Any) -> None:
         """Note that `step` (from 0) is about to be released; durable when this returns.
@@ -200,11 +206,7 @@ class Ledger:
         Raises:
           LedgerError: it is not the next step, or no segment has begun.
         """
-        if step != self.num_steps or not self.segments:
-            expected = f"{self.num_steps}, the next index of a segment"
-            raise LedgerError(f"step={step}: expected {expected}")
         self._append({"step": step, "event": event and event_fields(event), **fields})
-        self._steps.append(self._log.lines[-1])
 
     def _append(self, line: dict[str, Any]) -> None:
         self._log.append(line)
@@ -348,25 +350,12 @@ def head(directory: Path) -> dict[str, Any]:
     return next((line["head"] for line in parse(first, str(path), Order())), {})
 
 
-def head_of(directory: Path, run: str) -> dict[str, Any]:
-    """The head of the ledger in a directory; empty unless it can be read and is this run's.
-
-    Args:
-      run: the seal of the run's key.
-    """
-    try:
-        found = head(directory)
-    except (FedsimError, OSError):
-        return {}
-    return found if found.get("key_seal") == run else {}
-
-
 class Order:
     """Validates the lines of a ledger one after another; see `Check`."""
 
     def __init__(self):
-        self._num_steps = 0
-        self._segments: list[formats.Segment] = []
+        self.steps: list[dict[str, Any]] = []
+        self.segments: list[formats.Segment] = []
 
     def __call__(self, record: dict[str, Any], number: int) -> None:
         if number == 0:
@@ -374,13 +363,13 @@ class Order:
         elif "segment" in record:
             formats.check(formats.SegmentLine, record)
             segment = formats.Segment(**record["segment"])
-            if fault := out_of_order(segment, self._segments, self._num_steps):
+            if fault := out_of_order(segment, self.segments, len(self.steps)):
                 raise ValueError(fault)
-            self._segments.append(segment)
+            self.segments.append(segment)
         else:
             formats.check(formats.StepLine, record)
-            if not self._segments:
+            if not self.segments:
                 raise ValueError("a step before any segment, as versions before 0.4 write it")
-            if record["step"] != self._num_steps:
-                raise ValueError(f"step={record['step']}: expected {self._num_steps}")
-            self._num_steps += 1
+            if record["step"] != len(self.steps):
+                raise ValueError(f"step={record['step']}: expected {len(self.steps)}")
+            self.steps.append(record)

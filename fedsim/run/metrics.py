@@ -5,7 +5,7 @@ Metrics that are computed from private data without noise are named `non_private
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,30 +56,18 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def may_leave(plan: Plan) -> Callable[[str], bool]:
-    """A function of a metric's name: may everyone see it?
+def visible(plan: Plan, values: Mapping[str, float]) -> dict[str, float]:
+    """Those of a run's metrics that everyone may see.
 
-    They may if it follows from public numbers, was released with noise, or is about the workers
-    alone. The name of a loss on held-out users is the same with noise and without: the plan tells.
+    They follow from public numbers, were released with noise, or are about the workers alone. The
+    name of a loss on held-out users is the same with noise and without: the plan tells.
     """
     names = {"learning_rate", "privacy/epsilon"}
     names |= {"privacy/clip_norm", "privacy/loss"} if plan.noise_multiplier else set()
     names |= {"eval/loss"} if plan.evaluations else set()
-    return lambda name: name in names or WORKERS.fullmatch(name) is not None
-
-
-def visible(plan: Plan, values: Mapping[str, float]) -> dict[str, float]:
-    """Those of a run's metrics that everyone may see; see `may_leave`."""
-    allows = may_leave(plan)
-    return {name: value for name, value in values.items() if allows(name)}
-
-
-def receivers(run: RunConfig) -> list[str]:
-    """The loggers of a run that can send what they get to another machine."""
-    return [name for name in run.log_to if name in SENDING]
+    return {n: value for n, value in values.items() if n in names or WORKERS.fullmatch(n)}
 
 
 def facts_of_loggers(run: RunConfig) -> list[Caveat]:
-    """A fact for each logger that gets what the guarantee does not cover."""
-    names = receivers(run) if run.log_non_private else ()
-    return [Caveat(Fact.LOGGER, name) for name in names]
+    """A fact for each logger that sends what the guarantee does not cover to another machine."""
+    return [Caveat(Fact.LOGGER, n) for n in run.log_to if n in SENDING and run.log_non_private]

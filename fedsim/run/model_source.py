@@ -4,7 +4,7 @@ trains."""
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,31 +33,18 @@ from fedsim.run.terminal import Terminal
 
 DEEP = 6  # from so many layers on, a loop over stacked layers saves more in compiling than it costs
 # Frozen weights of other types than float32 are stacked in any case; see models/frozen.py.
-
-
-class FirstState(NamedTuple):
-    """A task, and its parameters before the first step."""
-
-    task: LanguageModelTask
-    params: Any
-    """The trained parameters: those of the whole model, or its adapters."""
-
-
 FRESH = "0: fresh models are trained whole; adapters take a pretrained model"
 
 
 def find_model(
     source: str, console: Terminal | None = None, *, as_stored: bool = False
 ) -> Pretrained | None:
-    """Load the model that `source` names.
+    """Load the model that `source` names; None for a size, whose parameters are fresh.
 
     Args:
       source: a size such as micro, hf:NAME, a directory, or a run's directory.
       console: shows the progress.
       as_stored: keep matrices in bfloat16 as they are stored, to be frozen.
-
-    Returns:
-      None for a size, whose parameters are fresh.
 
     Raises:
       ConfigError: there is no such model, or it cannot be used.
@@ -71,10 +58,8 @@ def find_model(
     if not path.exists() and not source.startswith(weights.HUB):
         expected = f"one of {', '.join(PRESETS)}, hf:NAME, or a directory that exists"
         raise ConfigError.of("model", source, expected)
-    if console is None:
-        return weights.load(source, as_stored=as_stored)
-    with console.phase(f"loading model={source}") as phase:
-        return weights.load(source, phase.at, as_stored=as_stored)
+    with (console or Terminal()).phase(f"loading model={source}") as progress:
+        return weights.load(source, progress, as_stored=as_stored)
 
 
 def model_of_run(run_dir: Path) -> Pretrained:
@@ -88,25 +73,21 @@ def model_of_run(run_dir: Path) -> Pretrained:
         config, params = lora.merged(config, base.params, params)
     else:
         params = unstacked(params)
-    files = files_of_run(run_dir, base)
-    places = [files / weights.TOKENIZER] if files else []
-    places += [run_dir / directory.TOKENIZER]
+    files = files_of_run(run_dir)
+    places = [*([files / weights.TOKENIZER] if files else []), run_dir / directory.TOKENIZER]
     tokenizer = next((path for path in places if path.is_file()), None)
     return Pretrained(config, params, tokenizer, files)
 
 
-def files_of_run(run_dir: Path, base: Pretrained | None) -> Path | None:
-    """Directory with the files of the model that a run started from.
-
-    Args:
-      base: the model of a run's adapters; runs of earlier versions have no copy of its files.
+def files_of_run(run_dir: Path) -> Path | None:
+    """Directory with the files of the model that a run started from, if it has any.
 
     Raises:
       FileDamaged: a file was changed.
     """
-    if not (stored := directory.load(run_dir)).files:
-        return base and base.files
-    serving_files.check_side_files(run_dir / directory.MODEL, stored.files)
+    if not (files := directory.load(run_dir).files):
+        return None
+    serving_files.check_side_files(run_dir / directory.MODEL, files)
     return run_dir / directory.MODEL
 
 
@@ -119,13 +100,11 @@ def parts_of_run(run_dir: Path) -> tuple[TransformerConfig, Any, Pretrained | No
     Raises:
       ConfigError: there is no checkpoint, or no language model in it.
     """
-    stored = directory.load(run_dir)
-    path = checkpoint.latest(run_dir)
+    stored, path = directory.load(run_dir), checkpoint.latest(run_dir)
     if path is None:
         raise ConfigError.of("run_dir", run_dir, "a run with a model and a checkpoint")
     expect_language_model(stored)
-    config = TransformerConfig.from_dict(dict(stored.model))
-    base = None
+    config, base = TransformerConfig.from_dict(dict(stored.model)), None
     if config.lora is not None:
         source = stored.run.model.source
         base = find_model(source, as_stored=True)
@@ -150,8 +129,7 @@ def save_model(source: str, out: Path, card: dict[str, str], *, adapter: bool = 
         config, params, base = parts_of_run(Path(source))
         expect("adapter", True, base is not None, f"a run with LoRA, and {source} is none")
         of_base = weights.named(directory.load(Path(source)).run.model.source)
-        files = files_of_run(Path(source), base)
-        peft_files.save(out, config, params, *of_base, files, card)
+        peft_files.save(out, config, params, *of_base, files_of_run(Path(source)), card)
         return
     model = find_model(source)
     expect("model", source, model is not None, "the directory of a run or a model")
@@ -187,14 +165,9 @@ def without_adapter(stored: StoredRun, run: RunConfig) -> RunConfig:
         return run
     made = TransformerConfig.from_dict(dict(stored.model)).lora
     assert made is not None
-    return changed_run(
-        run,
-        adapter=None,
-        lora_rank=made.rank,
-        lora_alpha=made.alpha,
-        lora_modules=made.layers,
-        lora_scaling="rslora" if made.rslora else "standard",
-    )
+    scaling = "rslora" if made.rslora else "standard"
+    shape = {"lora_rank": made.rank, "lora_alpha": made.alpha, "lora_modules": made.layers}
+    return changed_run(run, adapter=None, lora_scaling=scaling, **shape)
 
 
 def load_data(
@@ -230,8 +203,9 @@ def expect_language_model(stored: StoredRun) -> None:
 
 def make_task(
     run: RunConfig, model: Pretrained | None, data: Dataset, key: jax.Array
-) -> FirstState:
-    """The task of a run, and the parameters that it starts from.
+) -> tuple[LanguageModelTask, Any]:
+    """The task of a run, and the parameters that it trains, before the first step: those of the
+    whole model, or its adapters.
 
     Args:
       key: of fresh parameters.
@@ -239,16 +213,14 @@ def make_task(
     Raises:
       ConfigError: data and model do not fit, or there is no model to adapt.
     """
-    wanted, rank = run.model, run.model.lora_rank
-    expect("lora_rank", rank, rank == 0 or model is not None, FRESH)
-    there = model is not None or not wanted.adapter
-    expect("adapter", wanted.adapter, there, "none without its model")
-    users = data.train
+    wanted, users = run.model, data.train
     if model is None:
+        expect("lora_rank", wanted.lora_rank, wanted.lora_rank == 0, FRESH)
+        expect("adapter", wanted.adapter, not wanted.adapter, "none without its model")
         shape = (users.vocab_size, users.max_length, wanted.compute_dtype)
         config = dataclasses.replace(preset(wanted.source, *shape), remat=wanted.remat)
         task = LanguageModelTask(data, config)
-        return FirstState(task, task.init(key))
+        return task, task.init(key)
     check_fit(run, model, data)
     config = dataclasses.replace(
         model.config,
@@ -258,13 +230,13 @@ def make_task(
         remat=wanted.remat,
     )
     if not wanted.has_adapters:
-        return FirstState(LanguageModelTask(data, config), model.params)
+        return LanguageModelTask(data, config), model.params
     adapters = None
     if wanted.adapter is not None:
         config, adapters = peft_files.load(wanted.adapter, config)
     else:
-        rslora = wanted.lora_scaling == "rslora"
-        config = lora.adapted(config, rank, wanted.lora_alpha, str(wanted.lora_modules), rslora)
+        rslora, modules = wanted.lora_scaling == "rslora", str(wanted.lora_modules)
+        config = lora.adapted(config, wanted.lora_rank, wanted.lora_alpha, modules, rslora)
     assert config.lora is not None
     below = frozen.as_frozen(model.params, wanted.frozen_dtype)
     of_weights = dataclasses.replace(config.lora, frozen=frozen.type_of(below))
@@ -273,24 +245,19 @@ def make_task(
         adapters = lora.init(config, key)
     if config.num_layers >= DEEP or of_weights.frozen != "float32":
         below, adapters = (stacked(tree, config.num_layers) for tree in (below, adapters))
-    return FirstState(LanguageModelTask(data, config, below), adapters)
+    return LanguageModelTask(data, config, below), adapters
 
 
 def check_fit(run: RunConfig, model: Pretrained, data: Dataset) -> None:
     """Raise ConfigError if the data have another tokenizer than the model, tokens that it does not
     know, or too long examples."""
-    expected = f"a model with a {weights.TOKENIZER}"
     if model.tokenizer is None:
-        raise ConfigError.of("model", run.model.source, expected)
-    tokenizer = Tokenizer.load(model.tokenizer)
-    stored = data.metadata.get("tokenizer", {})
+        raise ConfigError.of("model", run.model.source, f"a model with a {weights.TOKENIZER}")
+    tokenizer, stored = Tokenizer.load(model.tokenizer), data.metadata.get("tokenizer", {})
+    found = f"{run.data.source} (tokens of {stored.get('name', 'another tokenizer')})"
     build = f"tokenizer={model.tokenizer} of `fedsim data build`"
-    expect(
-        "data",
-        f"{run.data.source} (tokens of {stored.get('name', 'another tokenizer')})",
-        stored.get("sha256") == tokenizer.sha256,
-        f"tokens of model={run.model.source}, as {build} gives",
-    )
+    expected = f"tokens of model={run.model.source}, as {build} gives"
+    expect("data", found, stored.get("sha256") == tokenizer.sha256, expected)
     known = model.config.vocab_size
     if tokenizer.vocab_size > known:  # by special tokens that texts need not have, as Gemma 3 does
         largest = max(store.largest_id() for store in data.splits().values())

@@ -63,7 +63,7 @@ def restored(run_dir: Path, state: State) -> State:
         return state
     *older, path = kept
     for each in older:
-        checkpoint.check(each)
+        checkpoint.load(each)  # a changed one is refused before it is needed
     try:
         fields, chain = checkpoint.restore(path, _published(vars(state)))
     except checkpoint.CheckpointError as error:
@@ -71,8 +71,7 @@ def restored(run_dir: Path, state: State) -> State:
         raise checkpoint.CheckpointError(f"{error}; remove it to go on from {before}") from None
     for name in fields.keys() - {"params", "opt_state", "average"}:
         fields[name] = fields[name].item()
-    state = State(**fields, **private_part(run_dir, fields["step"]), chain=chain)
-    return state
+    return State(**fields, **private_part(run_dir, fields["step"]), chain=chain)
 
 
 def save(run_dir: Path, step: int, state: dict[str, Any]) -> None:
@@ -108,23 +107,18 @@ def results(state: dict[str, Any]) -> dict[str, Any]:
     Args:
       state: the fields of a `State`, or those of a checkpoint and of `private_part`.
     """
-    losses: dict[str, Any] = {}
+    found = {name: state[name] for name in REALISED if name in state}
+    if "wall_seconds" in found:
+        found["wall_seconds"] = round(found["wall_seconds"], 3)
     if all(name in state for name in LOSSES):
-        evaluated = (
-            state["evaluated"] == state["step"]
-        )  # false for a run that was stopped in between
-        losses = {
-            "initial_eval_loss": to_json(float(state["initial_eval_loss"])),
-            "final_eval_loss": to_json(float(state["eval_loss"]) if evaluated else math.nan),
-        }
-    counted = {name: state[name] for name in REALISED if name in state}
-    if "wall_seconds" in counted:
-        counted["wall_seconds"] = round(counted["wall_seconds"], 3)
+        is_last = state["evaluated"] == state["step"]  # not if it was stopped in between
+        losses = (state["initial_eval_loss"], state["eval_loss"] if is_last else math.nan)
+        names = ("initial_eval_loss", "final_eval_loss")
+        found |= {n: to_json(float(loss)) for n, loss in zip(names, losses, strict=True)}
     return {
         "final_clip_norm": float(state["clip_norm"]),
         "steps_done": int(state["step"]),
         "lost_steps": int(state["lost_steps"]),
-        **losses,
         "params_sha256": checkpoint.params_sha256(checkpoint.released(state)),
-        **counted,
+        **found,
     }

@@ -10,7 +10,7 @@ import jax
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig
 from fedsim.errors import EXTRAS, optional
 from fedsim.plan import Plan, in_words, warnings_of
-from fedsim.run import Console, receivers
+from fedsim.run import SENDING, Console
 from fedsim.training.callbacks import Callback
 from fedsim.training.open import AuditHooks, CustomTask, OpenRun, Purpose, open_run
 from fedsim.training.optimizers import Noise, rate_of, update_rule, with_defaults
@@ -51,8 +51,8 @@ def train(
     """
     expect_runnable(privacy, run)
     if not purpose.is_counted:  # nobody else may learn how many trials there are
-        sending = receivers(run)
-        run = dataclasses.replace(run, log_to=[name for name in run.log_to if name not in sending])
+        here = [name for name in run.log_to if name not in SENDING]
+        run = dataclasses.replace(run, log_to=here)
     options: dict[str, Any] = {"purpose": purpose, "custom": custom, "audit": audit}
     with open_run(algorithm, privacy, run, console, held_out=held_out, **options) as opened:
         prepared = prepare_run(opened, callbacks=callbacks)
@@ -77,11 +77,6 @@ def show(prepared: PreparedRun) -> None:
         if cut := opened.data.cut_off():
             console.note(cut)
     console.plan(plan, prepared.engine, opened.run)
-    if names := receivers(opened.run):
-        private = opened.run.log_non_private
-        sent = "all metrics" if private else "the plan, epsilon, and metrics with noise"
-        rest = "" if private else f"; the others stay in {opened.run.run_dir}"
-        console.rows([("loggers", f"{', '.join(names)}: {sent}{rest}")])
     why = why if console.verbose else why.partition(":")[0]
     console.rows([("gradient method", f"{prepared.strategy} ({why})")])
 
@@ -135,7 +130,7 @@ def expect_runnable(privacy: PrivacyConfig, run: RunConfig) -> None:
     """Raise ConfigError if the optimizer does not exist, or MissingPackage for a logger's."""
     settled = with_defaults(run, Noise(1.0, 1.0, 1))
     update_rule(settled, rate_of(settled, privacy.num_steps))
-    for name in receivers(run):
+    for name in SENDING.intersection(run.log_to):
         with optional():
             for package in EXTRAS[name].split():
                 import_module(package)

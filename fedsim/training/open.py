@@ -173,7 +173,7 @@ class OpenRun:
 @contextmanager
 def phase_of(workers: Engine, console: Console, what: str) -> Iterator[None]:
     """Show a phase, and the workers' progress in it."""
-    with console.phase(what) as phase, workers.show_progress(phase.at):
+    with console.phase(what) as progress, workers.show_progress(progress):
         yield
 
 

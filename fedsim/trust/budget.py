@@ -26,7 +26,7 @@ from fedsim.budget import (
     union,
 )
 from fedsim.config import INDEPENDENT, default_delta, to_json
-from fedsim.errors import ConfigError
+from fedsim.errors import ConfigError, FedsimError
 from fedsim.plan import in_words
 from fedsim.run import aligned, ledger as run_ledger
 from fedsim.trust.claim import FIXED_USERS, PEOPLE, SLACK_SHARE
@@ -119,8 +119,11 @@ def why_by_group(charge: RunCost) -> str:
         return "a private selection"
     if all(event.cycle == 1 for event in steps):
         return ""
-    head = run_ledger.head_of(Path(charge.entry.place), charge.entry.run)
-    if not head:
+    try:
+        head = run_ledger.head(Path(charge.entry.place))
+    except (FedsimError, OSError):
+        head = {}
+    if head.get("key_seal") != charge.entry.run:
         return "cyclic sampling, perhaps with correlated noise, in a directory that is gone"
     noise = head["plan"].get("noise", INDEPENDENT)  # earlier versions wrote the kind alone
     independent = (noise["kind"] if isinstance(noise, dict) else noise) == INDEPENDENT

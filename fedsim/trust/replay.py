@@ -35,10 +35,10 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
     key, _ = evidence.key, evidence.users
     kept = checkpoint.kept(evidence.run_dir)
     total = evidence.plan.num_steps
-    if not kept or checkpoint.load_step(kept[-1]) != total:
+    if not kept or int(checkpoint.load(kept[-1])["step"]) != total:
         raise Unknown("the run has not ended")
     newest, older = kept[-1], [] if whole else kept[:-1]
-    first = checkpoint.load_step(older[-1]) if older else 0
+    first = int(checkpoint.load(older[-1])["step"]) if older else 0
     which = "all" if first == 0 else f"the last {total - first} of"
     steps = f"{which} {total} steps (from step {first}), computed again from key and data"
     with _scratch() as copy:
@@ -85,7 +85,9 @@ def _expect_comparable(evidence: Evidence, first: int, last: int, here: str, fou
 
 def _trained(path: Path) -> str:
     """Digest of a checkpoint's parameters, average and optimizer state."""
-    return checkpoint.state_sha256(checkpoint.load(path))
+    state = checkpoint.load(path)
+    parts = {name: state.get(name) for name in ("params", "average", "opt_state")}
+    return checkpoint.params_sha256(parts)
 
 
 @contextlib.contextmanager

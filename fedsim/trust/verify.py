@@ -185,8 +185,8 @@ def _checkpoints(evidence: Evidence) -> str:
     segments = ledger.segments_of(evidence.lines)
     for path in kept:
         state = checkpoint.load(path)
-        step, chain = int(state["step"]), checkpoint.chain(state)
-        named = path.stem == checkpoint.stem(step)
+        step, chain = int(state["step"]), str(state.get(checkpoint.CHAIN, ""))
+        named = path == checkpoint.path_of(evidence.run_dir, step)
         require(named, f"{path}: holds step {step}")
         fits = step <= evidence.num_steps
         require(fits, f"{path}: step {step}, and the ledger has {evidence.num_steps}")

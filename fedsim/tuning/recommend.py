@@ -116,7 +116,7 @@ def recommend(
         with ExitStack() as stack:
             if norms is not None and start.workers is not None:
                 phase = console.phase(f"gradient norms of {norms.looked_at} users at most")
-                stack.enter_context(start.workers.show_progress(stack.enter_context(phase).at))
+                stack.enter_context(start.workers.show_progress(stack.enter_context(phase)))
             els, els_norm, of_els = _els(start, privacy, norms)
             uls, uls_norm, turns, of_uls = _uls(start, privacy, norms)
         non_private = list(dict.fromkeys([*of_els, *of_uls]))

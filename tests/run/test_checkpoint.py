@@ -25,9 +25,7 @@ def state(step=0):
     return {"params": PARAMS, "opt_state": opt_state, "step": step, "loss": float("nan")}
 
 
-@pytest.mark.parametrize("slab", [checkpoint.SLAB, 8])
-def test_what_is_restored_is_what_was_saved_bit_for_bit(tmp_path, monkeypatch, slab):
-    monkeypatch.setattr(checkpoint, "SLAB", slab)
+def test_what_is_restored_is_what_was_saved_bit_for_bit(tmp_path):
     path = checkpoint.save(tmp_path, 3, state(3))
     blank = jax.tree.map(jnp.zeros_like, state())
     found, chain = checkpoint.restore(path, blank)
@@ -96,7 +94,7 @@ def test_what_killed_saves_left_behind_goes_with_the_next_one(tmp_path):
 def test_the_chain_of_the_ledger_comes_back(tmp_path):
     path = checkpoint.save(tmp_path, 3, state(3), "0af9" * 16)
     found, chain = checkpoint.restore(path, state())
-    assert chain == checkpoint.chain(checkpoint.load(path)) == "0af9" * 16
+    assert chain == "0af9" * 16
     assert found.keys() == state().keys()
 
 
@@ -134,15 +132,14 @@ def test_the_digest_is_that_of_the_values_wherever_they_lie():
     assert first == checkpoint.params_sha256({"a": np.asfortranarray(values), "b": values})
 
 
-@pytest.mark.parametrize("read", [checkpoint.check, checkpoint.load_params, checkpoint.load_step])
-def test_a_changed_byte_is_refused_by_the_name_of_the_file(read, tmp_path):
+def test_a_changed_byte_is_refused_by_the_name_of_the_file(tmp_path):
     path = checkpoint.save(tmp_path, 3, state(3))
     whole = path.read_bytes()
-    read(path)
+    checkpoint.load(path)
     for at in range(0, len(whole), 7):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :])
         with pytest.raises(CheckpointError, match=f"^{path}: was cut or changed"):
-            read(path)
+            checkpoint.load(path)
 
 
 def test_every_bit_that_flips_is_noticed(tmp_path):
@@ -153,7 +150,7 @@ def test_every_bit_that_flips_is_noticed(tmp_path):
     for at, bit in itertools.product(range(len(whole)), range(8)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
         with pytest.raises(CheckpointError, match="was cut or changed"):
-            checkpoint.check(path)
+            checkpoint.load(path)
 
 
 def test_a_checkpoint_is_a_file_that_other_tools_read(tmp_path):

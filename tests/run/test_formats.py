@@ -9,11 +9,11 @@ from test_console import PLAN
 from test_ledger import EVENT, OTHER, write
 from test_plan import WAYS
 
+from docs.schemas import main, schemas
 from fedsim.accounting import allocated_event
 from fedsim.errors import FileDamaged
 from fedsim.plan import CyclicSampling, ledger_head
 from fedsim.run import directory, ledger
-from fedsim.run.formats import main, schemas
 from fedsim.run.ledger import ChainedLog, LedgerError
 
 

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util import tensor_util
 
 import fedsim
-from fedsim.run import may_leave, visible
+from fedsim.run import visible
 from fedsim.training import loggers
 from fedsim.training.callbacks import Calls
 
@@ -44,10 +44,12 @@ def test_only_what_anyone_may_see_leaves_the_machine(stored):
 @pytest.mark.privacy
 def test_without_noise_and_with_noisy_evaluations_other_metrics_leave(stored):
     fields = stored.plan.as_dict()
-    bare = may_leave(type(stored.plan).from_dict({**fields, "noise_multiplier": 0.0}))
-    assert bare("privacy/epsilon") and not bare("privacy/clip_norm")
-    noisy = may_leave(types.SimpleNamespace(noise_multiplier=1.0, evaluations=object()))
-    assert noisy("eval/loss") and not noisy("non_private/eval_examples_loss")
+    bare = type(stored.plan).from_dict({**fields, "noise_multiplier": 0.0})
+    values = {"privacy/epsilon": 1.0, "privacy/clip_norm": 1.0}
+    assert visible(bare, values) == {"privacy/epsilon": 1.0}
+    noisy = types.SimpleNamespace(noise_multiplier=1.0, evaluations=object())
+    losses = {"eval/loss": 1.0, "non_private/eval_examples_loss": 1.0}
+    assert visible(noisy, losses) == {"eval/loss": 1.0}
 
 
 # ---- Loggers ------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ import pytest
 from chats import model_files
 from jsonschema import Draft202012Validator
 
+from docs.schemas import schemas
 from fedsim.cli.main import main
 from fedsim.plan import Caveat, Fact
 from fedsim.run import checkpoint, directory, ledger
-from fedsim.run.formats import schemas
 from fedsim.run.ledger import LINK, link
 
 NUM_STEPS = 6
@@ -452,7 +452,7 @@ def test_any_byte_that_is_changed_is_refused_by_verify_and_by_resume(name, texts
 
 
 def of_step(run_dir, step):
-    return run_dir / checkpoint.DIRECTORY / checkpoint.name(step)
+    return checkpoint.path_of(run_dir, step)
 
 
 @pytest.fixture(scope="module")
