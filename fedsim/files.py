@@ -18,9 +18,8 @@ from fedsim.errors import ConfigError, FileDamaged, brief, expect
 from fedsim.signals import removed_at_end
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError
-MAX_JSON = 2**26  # bytes of a user's JSON file: ten times the largest in use
-ELSEWHERE = "FEDSIM_CACHE_DIR can name another place"
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of an OSError: open or mapped files
+MAX_JSON = 2**26  # bytes of a user's JSON file: ten times the largest in use
 
 HIDDEN, MARKER = ".unfinished", ".of-fedsim"  # end of a hidden directory's name; a file in it
 RANDOM = "[0-9a-f]" * 16  # before that end: `out.part` is another name than `out`
@@ -36,20 +35,15 @@ _DEFAULT_PLACES = {
 def expand_home(field: str, path: str | Path) -> str:
     """Replace a leading ~ or ~NAME by that home directory, as a shell does.
 
-    Values from files, environment variables and Python did not pass through a shell; unexpanded,
-    they would name a directory called ~ in the working directory.
-    Args:
-      field: the setting, for errors.
-      path: any path.
+    Values from files, environment variables and Python did not pass through a shell.
+    Args: field: the setting, for errors.
     Raises: ConfigError: the home directory is unknown.
     """
     text = str(path)
-    if not text.startswith("~"):
-        return text
     expanded = os.path.expanduser(text)
-    known = os.path.isabs(expanded) and os.environ.get("HOME") != ""
-    name = text.partition("/")[0]
-    expect(field, text, known, f"a known home directory {name}, or the whole path, from / on")
+    if text.startswith("~"):
+        known = os.path.isabs(expanded) and os.environ.get("HOME") != ""
+        expect(field, text, known, "a known home directory, or the whole path, from / on")
     return expanded
 
 
@@ -72,11 +66,7 @@ def directory_of(variable: str) -> Path:
             # leave people's texts in each.
             expect(name, value, found.is_absolute(), "a path from / or ~ on")
             return found
-    try:
-        return Path(expand_home("HOME", base)) / inside
-    except ConfigError:
-        expected = f"a home directory; or set {CACHE} and {LEDGER} to directories to write to"
-        raise ConfigError.of("HOME", os.environ.get("HOME"), expected) from None
+    return Path(expand_home(variable, base)) / inside
 
 
 class NotOurs(ConfigError):
@@ -92,36 +82,32 @@ def own_directory(path: Path) -> Path:
     Raises: NotOurs: another user owns it or can write to it, or to a directory above it.
     """
     found = Path(os.path.realpath(path))
-    try:
-        for each in (*reversed(found.parents), found):
+    for each in (*reversed(found.parents), found):
+        try:
             if not each.exists():
                 with suppress(FileExistsError):
-                    each.mkdir(mode=0o700)  # whatever the umask
-            _expect_ours(each, alone=each == found)
-    except OSError as error:
-        expected = "a directory that can be written to"
-        raise NotOurs.of("cache", path, f"{expected} ({error.strerror}); {ELSEWHERE}") from None
+                    each.mkdir(mode=0o700)
+            why = _fault_of(each.lstat(), alone=each == found)
+        except OSError as error:
+            why = f"cannot be written to ({error.strerror})"
+        if why:
+            where = f"a directory of your own, in such directories; {CACHE} can name another place"
+            raise NotOurs.of("cache", each, f"{where}; this one {why}")
     return found
 
 
-def _expect_ours(directory: Path, *, alone: bool = False) -> None:
-    """Raise NotOurs if other users could replace a directory inside of this one, or (alone) add
-    files to it, as in /tmp and other sticky directories."""
-    found = directory.lstat()
+def _fault_of(found: os.stat_result, *, alone: bool) -> str:
+    """Why other users could replace a directory inside of this one, or (alone) add files to it, as
+    in /tmp and other sticky directories; empty if they cannot."""
+    owners = {os.getuid()} if alone else {os.getuid(), 0, _owner_of_all()}
     writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not stat.S_ISDIR(found.st_mode):
-        why = "is no directory"
-    elif found.st_uid not in ({os.getuid()} if alone else {os.getuid(), 0, _owner_of_all()}):
-        why = f"belongs to another user, {found.st_uid}"
-    elif writable and (alone or not found.st_mode & stat.S_ISVTX):
-        why = f"can be written to by others (mode {stat.S_IMODE(found.st_mode):o})"
-    else:
-        return
-    raise NotOurs(
-        f"cache={directory}: {why}; expected a directory of your own, in such directories; "
-        f"{ELSEWHERE}",
-        field="cache",
-    )
+        return "is no directory"
+    if found.st_uid not in owners:
+        return f"belongs to another user, {found.st_uid}"
+    if writable and (alone or not found.st_mode & stat.S_ISVTX):
+        return f"can be written to by others (mode {stat.S_IMODE(found.st_mode):o})"
+    return ""
 
 
 def _owner_of_all() -> int:
@@ -152,32 +138,18 @@ def named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
+        error.filename = error.filename or str(path)
         raise
-
-
-def make_place(out: Path) -> None:
-    """Make the directory `out` if it is missing. Raises ConfigError if it cannot be made."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError.of("out", out, f"a place to write to ({error.strerror})") from None
 
 
 def write_atomically(path: Path, *parts: bytes, mode: int = 0o644) -> None:
     """Write `path` so that a crash at any moment leaves the old file or the new one."""
-    write_pieces(path, parts, mode)
-
-
-def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o644) -> None:
-    """Like `write_atomically`, of pieces that are computed while the file is written."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with named(path), os.fdopen(descriptor, "wb") as file:
-            file.writelines(pieces)
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -188,10 +160,7 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0
 
 
 def write_with(path: Path, write: Callable[[Path], None]) -> None:
-    """Like `write_atomically`, by a library that takes a file name: `write(name)` writes it.
-
-    It writes in a temporary directory, which also takes other files that it may leave behind.
-    """
+    """Like `write_atomically`, by a library that takes a file name: `write(name)` writes it."""
     with unfinished(path) as directory:
         temporary = directory / path.name
         write(temporary)
@@ -222,9 +191,8 @@ def keep_private(directory: Path) -> None:
 def new_directory(out: Path, *, wait: bool = False) -> Iterator[Path]:
     """Yield an empty directory that becomes `out` when the context ends without an error.
 
-    Until then nothing is changed at `out`.
     Args:
-      out: absent, or an empty directory.
+      out: absent, or an empty directory; unchanged until then.
       wait: as of `unfinished`.
     Raises: ConfigError: `out` exists, cannot be written, or another process is writing it.
     """
@@ -232,22 +200,16 @@ def new_directory(out: Path, *, wait: bool = False) -> Iterator[Path]:
     with unfinished(out, wait=wait) as made:
         _expect_free(out)  # the process that was waited for may have written it
         yield made
-        try:
-            made.rename(out)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            _expect_free(out)
+        made.rename(out)
     sync_directory(out.parent)
 
 
 def _expect_free(out: Path) -> None:
     """Raise ConfigError unless a directory can become `out`."""
-    expected = "a directory that is not there yet"
-    replaceable = not out.is_symlink() and not os.path.ismount(out)
-    expect("out", out, replaceable, f"{expected}, not a link or a mounted one")
-    free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
-    expect("out", out, free, f"{expected}, or an empty one; it already exists")
+    is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    is_free &= not out.is_symlink() and not os.path.ismount(out)
+    expected = "a directory that is not there yet, or an empty one, and no link; it already exists"
+    expect("out", out, is_free, expected)
 
 
 @contextmanager
@@ -264,7 +226,6 @@ def unfinished(out: Path, *, wait: bool = False) -> Iterator[Path]:
     Raises: ConfigError: it cannot be made, or another process is writing `out`.
     """
     place = out.with_name(f".{out.name}.{secrets.token_hex(8)}{HIDDEN}")
-    made = place / "made"
     with ExitStack() as stack:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -277,6 +238,7 @@ def unfinished(out: Path, *, wait: bool = False) -> Iterator[Path]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             # Whoever sees the marker, and no lock, may remove the directory.
             (place / MARKER).touch(exist_ok=False)
+            made = place / "made"
             made.mkdir()  # with the usual mode, which what becomes `out` keeps
         except BlockingIOError:
             expected = "a place to which no other process is writing"
@@ -291,27 +253,23 @@ def remove_unfinished(parent: Path, pattern: str, *, wait: bool = False) -> None
     """Remove what `unfinished` made in `parent`, in processes that were killed.
 
     Only directories of this user with a marker are touched, and no link is followed.
-    Args:
-      pattern: glob pattern of names that were to be written.
+    Args: pattern: glob pattern of names that were to be written.
     Raises: BlockingIOError: another process is writing such a name, and `wait` is False.
     """
     for place in parent.glob(f".{pattern}.{RANDOM}{HIDDEN}"):
-        try:
-            descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # a link, a file, another user's, or gone meanwhile
-            continue
-        try:
-            marker = os.stat(MARKER, dir_fd=descriptor, follow_symlinks=False)
-            owners = {os.fstat(descriptor).st_uid, marker.st_uid}
-            if owners == {os.getuid()} and stat.S_ISREG(marker.st_mode):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-                _remove_place(place, descriptor)
-        except BlockingIOError:
-            raise
-        except OSError:  # no marker, or a file system without locks
-            continue
-        finally:
-            os.close(descriptor)
+        with ExitStack() as stack:
+            try:
+                descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                stack.callback(os.close, descriptor)
+                marker = os.stat(MARKER, dir_fd=descriptor, follow_symlinks=False)
+                owners = {os.fstat(descriptor).st_uid, marker.st_uid}
+                if owners == {os.getuid()} and stat.S_ISREG(marker.st_mode):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                    _remove_place(place, descriptor)
+            except BlockingIOError:
+                raise
+            except OSError:  # a link, a file, another user's, no marker, no locks, or gone
+                continue
 
 
 def _remove_place(place: Path, descriptor: int) -> None:
@@ -350,35 +308,31 @@ def write_json(
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read the object that `write_json` wrote. Raises FileDamaged if it is no JSON object."""
+    return _objects([path.read_bytes()], path)[0]
+
+
+def _objects(texts: Iterable[bytes], path: Path) -> list[dict[str, Any]]:
+    """Parse JSON objects of a file. Raises FileDamaged: one is something else."""
     try:
-        record = json.loads(path.read_bytes())
+        records = [json.loads(text) for text in texts]
     except (ValueError, RecursionError) as error:
         raise FileDamaged(f"{path}: expected JSON, cut or changed since ({error})") from None
-    if not isinstance(record, dict):
+    if not all(isinstance(record, dict) for record in records):
         raise FileDamaged(f"{path}: expected a JSON object")
-    return record
+    return records
 
 
 def read_object(path: Path, field: str) -> dict[str, Any]:
-    """Read the JSON object in a user's file.
+    """Read the JSON object in a user's file. Args: field: the setting that named it, for errors.
 
-    Args:
-      path: the file.
-      field: the setting that named it, for errors.
     Raises: ConfigError: it cannot be read, is larger than MAX_JSON, or is no JSON object.
     """
-    record = None
-    try:
-        if path.is_file() and path.stat().st_size <= MAX_JSON:  # reading a pipe would block
-            record = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError.of(field, path, f"a readable file ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError.of(field, path, f"JSON ({brief(str(error), 200)})") from None
-    if not isinstance(record, dict):
-        expected = f"a JSON object of at most {MAX_JSON} bytes"
-        raise ConfigError.of(field, path, expected)
-    return record
+    expected = f"a JSON object of at most {MAX_JSON} bytes"
+    try:  # reading a pipe would block
+        expect(field, path, path.is_file() and path.stat().st_size <= MAX_JSON, expected)
+        return read_json(path)
+    except (OSError, FileDamaged) as error:
+        raise ConfigError.of(field, path, f"{expected} ({brief(str(error), 200)})") from None
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
@@ -386,15 +340,11 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
 
     Raises: FileDamaged: a line is no JSON object.
     """
-    if not path.exists():
-        return []
-    try:
-        records = [json.loads(line) for line in _whole(path.read_bytes()).splitlines()]
-    except (ValueError, RecursionError) as error:
-        raise FileDamaged(f"{path}: expected JSON in every line ({error})") from None
-    if not all(isinstance(record, dict) for record in records):
-        raise FileDamaged(f"{path}: expected a JSON object in every line")
-    return records
+    return _objects(_whole(path.read_bytes()).splitlines(), path) if path.exists() else []
+
+
+def _whole(data: bytes) -> bytes:
+    return data[: data.rfind(b"\n") + 1]
 
 
 def remove_cut_off_line(path: Path) -> None:
@@ -404,13 +354,8 @@ def remove_cut_off_line(path: Path) -> None:
 
 
 def open_to_append(path: Path, mode: int | None = None) -> IO[bytes]:
-    """Open a file of lines to append; an incomplete last line is removed.
-
-    Its name is durable on return.
-    Args:
-      path: the file.
-      mode: of a new file; None: by the umask.
-    """
+    """Open a file of lines to append; an incomplete last line is removed. Its name is durable on
+    return. Args: mode: of a new file; None: by the umask."""
     is_new = not path.exists()
     remove_cut_off_line(path)
     file = open(path, "ab")
@@ -426,7 +371,3 @@ def write_durably(file: IO[bytes], data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _whole(data: bytes) -> bytes:
-    return data[: data.rfind(b"\n") + 1]

@@ -18,7 +18,7 @@ from fedsim.config import EngineConfig, Sampling
 from fedsim.data import ASSISTANT, TEMPLATE, USER, ChatTokenizer, Message, Tokenizer, template_of
 from fedsim.engine import expect_usable_jax, keep_compiled, on_workers
 from fedsim.errors import BadChat, ConfigError, brief, expect
-from fedsim.files import expand_home, make_place, write_json, write_pieces, write_with
+from fedsim.files import expand_home, write_atomically, write_json, write_with
 from fedsim.models import HUB, TOKENIZER, Decoder, Pretrained, Prompt, key_of, lengths_up_to
 from fedsim.run import Console, find_model
 from fedsim.trust import claim_of_texts
@@ -98,7 +98,7 @@ def generate_texts(
     expect("num_texts", num_texts, num_texts >= 1, ">= 1")
     kinds = "a file ending in .parquet or .jsonl"
     expect("out", out, out.suffix in (".parquet", ".jsonl"), kinds)
-    make_place(out.parent)
+    out.parent.mkdir(parents=True, exist_ok=True)
     for file in (out, out.with_name(out.name + ABOUT)):
         there = file.exists() or file.is_symlink()
         expect("out", file, not there, "a file that is not there yet")
@@ -132,7 +132,8 @@ def _write(out: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None
     """Write a data set; the record comes first, so that no set is without one."""
     write_json(out.with_name(out.name + ABOUT), about)
     if out.suffix == ".jsonl":
-        write_pieces(out, (json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
+        lines = (json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+        write_atomically(out, *lines)
     else:
         write_with(out, lambda path: pq.write_table(pa.Table.from_pylist(rows), path))
 

@@ -137,8 +137,8 @@ def test_a_place_that_is_taken_or_cannot_be_written_is_named(tmp_path):
     for name, expected in {
         "file": "it already exists",
         "file/out": "a place to write to",
-        "link": "not a link",
-        "nowhere": "not a link",
+        "link": "no link",
+        "nowhere": "no link",
     }.items():
         with pytest.raises(ConfigError, match=f"out=.*{expected}"):
             new_directory(tmp_path / name).__enter__()

@@ -24,7 +24,7 @@ from huggingface_hub import ModelCardData
 from fedsim.accounting import at_most
 from fedsim.config import settings_of, to_json
 from fedsim.errors import expect
-from fedsim.files import make_place, new_directory, write_atomically, write_json
+from fedsim.files import new_directory, write_atomically, write_json
 from fedsim.models import TOKENIZER, Pretrained, weights
 from fedsim.plan import AllocatedSampling, Audit, CorrelatedNoise, in_words
 from fedsim.run import (
@@ -92,7 +92,7 @@ def write_report(released: Released, out: Path, *, public: bool = False) -> dict
     """Write the report of a run into `out`; returns its paths, as "html" and "markdown"."""
     values, template = compose(released, public=public), "report.md.jinja"
     texts = {"html": as_html(template, **values), "md": as_markdown(template, **values)}
-    make_place(out)
+    out.mkdir(parents=True, exist_ok=True)
     for kind, text in texts.items():
         write_atomically(out / f"{NAME}.{kind}", text.encode())
     return {"html": str(out / f"{NAME}.html"), "markdown": str(out / f"{NAME}.md")}

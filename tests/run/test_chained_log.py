@@ -126,11 +126,17 @@ def test_a_full_disk_names_the_file_and_leaves_the_chain_where_it_was(tmp_path, 
     log.close()
 
 
-def test_a_line_that_does_not_pass_the_check_is_named_even_where_its_chain_fits(tmp_path):
-    log = ChainedLog(tmp_path / "log", in_order)
-    log.append({"n": 0})
-    log.append({"n": 7})
-    log.close()
+def test_a_line_that_does_not_pass_the_check_is_neither_written_nor_read(tmp_path):
+    def check(line, number):
+        if line["n"] == 7:
+            raise ValueError("n=7")
+
+    log = ChainedLog(tmp_path / "log", check)
+    log.append({"n": 1})
+    before = log.path.read_bytes()
     with pytest.raises(LedgerError, match="log: line 2 is none of a ledger: n=7"):
-        ChainedLog(tmp_path / "log", in_order)
-    assert json.loads((tmp_path / "log").read_text().splitlines()[1])["n"] == 7
+        log.append({"n": 7})
+    assert log.path.read_bytes() == before
+    ChainedLog(log.path, lambda *_: None).append({"n": 7})  # with a chain that fits
+    with pytest.raises(LedgerError, match="log: line 2 is none of a ledger: n=7"):
+        ChainedLog(log.path, check)

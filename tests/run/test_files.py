@@ -11,7 +11,6 @@ from fedsim.files import (
     whole_lines,
     write_atomically,
     write_json,
-    write_pieces,
 )
 
 
@@ -60,18 +59,6 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/c")
     assert str(cache_dir()) == "/c/.cache/fedsim"
-
-
-def test_what_could_not_be_written_leaves_nothing(tmp_path):
-    def pieces():
-        yield b"half"
-        raise OSError(errno.ENOSPC, "no space left")
-
-    (tmp_path / "file").write_bytes(b"old")
-    with pytest.raises(OSError, match="no space"):
-        write_pieces(tmp_path / "file", pieces())
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    assert (tmp_path / "file").read_bytes() == b"old"
 
 
 def test_a_cache_may_lie_where_root_is_unknown(monkeypatch, tmp_path):
