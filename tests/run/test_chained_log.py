@@ -1,7 +1,6 @@
 """The file under both ledgers: keyed or not, what it refuses, and what it makes of a crash."""
 
 import errno
-import json
 import os
 
 import pytest

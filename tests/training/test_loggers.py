@@ -134,8 +134,7 @@ def test_a_logger_gets_what_the_plan_says(non_private, run_dir, monkeypatch, cap
     assert ({"fact": "logger", "of": "wandb"} in run.summary["non_private"]) == non_private
     assert non_private == any(name in names for name in PRIVATE)
     assert "privacy/epsilon" in names and Recorder.ends == 1 and not (run_dir / "tb").exists()
-    sent = "wandb: all metrics" if non_private else "wandb: the plan, epsilon, and metrics with"
-    assert sent in capsys.readouterr().err
+    assert ("wandb" in capsys.readouterr().err) == non_private  # as a fact of the plan
     if not non_private:
         with refuses("log_non_private=wandb"):
             fedsim.train("uls", POSTS, log_non_private=True, resume=True, **settings)
