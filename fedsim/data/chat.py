@@ -135,7 +135,7 @@ class Template:
         except ValueError:
             raise DataError.of("template_date", self.date, "a day as YYYY-MM-DD") from None
         try:
-            limited.call("compile", self.source, self.date, seconds=limited.RENDER_S)
+            limited.call("check", self.source, self.date, seconds=limited.RENDER_S)
             return
         except limited.LimitReached as error:
             reason = f"that takes at most {error} to compile"

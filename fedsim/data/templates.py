@@ -2,10 +2,11 @@
 
 Templates have `break` and `continue`, `tojson` without escapes, `raise_exception`, `strftime_now`
 and `{% generation %}` blocks. They run in the process of `limited`, whose limits of time and memory
-hold for whatever they compute. An error says nothing that is not in the template's source.
+hold for whatever they compute. An error says why, and nothing that is not in the template's source.
 """
 
 import datetime
+import functools
 import json
 from typing import Any
 
@@ -15,55 +16,49 @@ from jinja2 import ext, nodes, sandbox
 MAX_CHARACTERS = 2**24  # of a chat
 
 
-class Refusal(Exception):
-    """A template refuses or cannot render a chat; the text says why, in words of its source."""
+def check(source: str, day: str) -> None:
+    """Compile a template. Raises: ValueError: it is none."""
+    _compiled(source, day)
 
 
-class Compiled:
-    """A compiled template."""
+def render(source: str, day: str, variables: dict[str, Any], begins: str, ends: str) -> str:
+    """Render a template.
 
-    def __init__(self, environment: "_Environment", source: str):
-        """Compile a template. Raises: jinja2.TemplateSyntaxError: it is none."""
-        self._environment = environment
-        self._template = environment.from_string(source)
-        constants = environment.parse(source).find_all(nodes.Const)
-        self._words = {each.value for each in constants if isinstance(each.value, str)}
-
-    def render(self, variables: dict[str, Any], begins: str, ends: str) -> str:
-        """Render the template.
-
-        Args:
-          begins, ends: put around what a `{% generation %}` block writes.
-        Raises:
-          Refusal: it refuses the variables, fails, or writes too much.
-        """
-        self._environment.marks = begins, ends
-        try:
-            text = self._template.render(variables)
-        except MemoryError:
-            raise
-        except Exception as error:  # whatever a program may raise
-            if type(error) is not jinja2.TemplateError:
-                raise Refusal(f"its template fails with {type(error).__name__}") from None
-            if str(error) not in self._words:  # it may have a person's text in it
-                raise Refusal("its template refuses it") from None
-            raise Refusal(f"its template says: {error}") from None
-        if len(text) > MAX_CHARACTERS:
-            raise Refusal(f"its template writes more than {MAX_CHARACTERS:,} characters")
-        return text
-
-
-def compiled(source: str, day: str) -> Compiled:
-    """Compile a template that takes `day`, YYYY-MM-DD, for today.
-
-    Raises: Refusal: it is no template.
+    Args:
+      day: what it takes for today, YYYY-MM-DD.
+      begins, ends: put around what a `{% generation %}` block writes.
+    Raises:
+      ValueError: it refuses the variables, fails, or writes too much.
     """
+    environment, template, words = _compiled(source, day)
+    environment.marks = begins, ends
     try:
-        return Compiled(_Environment(datetime.datetime.fromisoformat(day)), source)
+        text = template.render(variables)
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a program may raise
+        if type(error) is not jinja2.TemplateError:
+            raise ValueError(f"its template fails with {type(error).__name__}") from None
+        if str(error) not in words:  # it may have a person's text in it
+            raise ValueError("its template refuses it") from None
+        raise ValueError(f"its template says: {error}") from None
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"its template writes more than {MAX_CHARACTERS:,} characters")
+    return text
+
+
+@functools.lru_cache(4)
+def _compiled(source: str, day: str) -> tuple["_Environment", jinja2.Template, set[str]]:
+    """(environment, template, the constant texts of its source)."""
+    try:
+        environment = _Environment(datetime.datetime.fromisoformat(day))
+        constants = environment.parse(source).find_all(nodes.Const)
+        words = {each.value for each in constants if isinstance(each.value, str)}
+        return environment, environment.from_string(source), words
     except jinja2.TemplateSyntaxError as error:
-        raise Refusal(f"line {error.lineno}: {error.message}") from None
+        raise ValueError(f"line {error.lineno}: {error.message}") from None
     except Exception as error:
-        raise Refusal(type(error).__name__) from None
+        raise ValueError(type(error).__name__) from None
 
 
 class _Environment(sandbox.ImmutableSandboxedEnvironment):

@@ -11,7 +11,6 @@ from fedsim.errors import DataError
 
 TEXTS = ["Hello, world", "naïve café 日本 😀", " \n\ttabs ", "<|endoftext|> [SEP] \x00", ""]
 WORDS = ["the cat sat on the mat, the cat ran", "a mat is not a cat 日 é"] * 5
-VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "##s", ","]
 
 
 def test_bytes_are_bytes_and_survive_a_round_trip():
@@ -38,29 +37,6 @@ def test_a_saved_tokenizer_is_the_same_tokenizer(tmp_path):
         again = Tokenizer.load(tmp_path / "tokenizer.json")
         assert again.sha256 == tokenizer.sha256
         assert again.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
-
-
-def test_a_bert_vocabulary(tmp_path):
-    (tmp_path / "vocab.txt").write_text("\n".join(VOCAB) + "\n")
-    tokenizer = Tokenizer.load(tmp_path / "vocab.txt")
-    assert (tokenizer.begin_id, tokenizer.end_id, tokenizer.vocab_size) == (2, 3, 9)
-    assert tokenizer.encode_batch(["Hello, worlds"]) == [[5, 8, 6, 7]]
-    assert tokenizer.decode([2, 5, 8, 6, 7, 3]) == "hello, worlds"
-    assert 3 not in tokenizer.encode_batch(["hello [SEP] world"])[0]
-
-
-def test_a_piece_may_be_a_separator_of_lines_elsewhere(tmp_path):
-    at = VOCAB.index("world")
-    pieces = [*VOCAB[:at], "\u2028", "\x85", *VOCAB[at:]]
-    for end in ("\n", "\r\n"):
-        (tmp_path / "vocab.txt").write_bytes((end.join(pieces) + end).encode())
-        tokenizer = Tokenizer.load(tmp_path / "vocab.txt")
-        assert tokenizer.encode_batch(["world"]) == [[at + 2]] and tokenizer.vocab_size == 11
-
-
-def test_a_cased_vocabulary_keeps_capitals(tmp_path):
-    (tmp_path / "vocab.txt").write_text("\n".join([*VOCAB, "Hello"]) + "\n")
-    assert Tokenizer.load(tmp_path / "vocab.txt").encode_batch(["Hello"]) == [[9]]
 
 
 def test_padding_and_truncation_asked_for_by_a_file_are_ignored(tmp_path):

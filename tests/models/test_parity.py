@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from chats import PROMPTING, STOP, model_files as tokenizer_files, saying
+from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 from zoo import adapters_of, random_like
 
 from fedsim.data.chat import ChatTokenizer, Message, template_of
@@ -89,9 +90,9 @@ FIRST = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "phi3", "smoll
 )
 def test_transformers_has_the_same_tokens(name, kind, written, tmp_path):
     """Whatever the family's own tokenizer would be."""
-    file = tmp_path / "vocab.txt"
-    file.write_text("\n".join(WORDPIECE) + "\n")
-    own = Tokenizer.bytes() if kind == "bytes" else Tokenizer.load(file)
+    vocab = {piece: i for i, piece in enumerate(WORDPIECE)}
+    inner = BertWordPieceTokenizer(vocab)._tokenizer
+    own = Tokenizer.bytes() if kind == "bytes" else Tokenizer(inner, kind)
     own.save(tmp_path / "own.json")
     found = weights.load(str(written / name))
     config = dataclasses.replace(found.config, vocab_size=own.vocab_size)

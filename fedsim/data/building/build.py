@@ -27,7 +27,7 @@ from fedsim.data.building.sorting import owners_of, sorted_blocks, tokenised_row
 from fedsim.data.building.sources import find_files, identify, left_out, parts_of, size_of
 from fedsim.data.building.text_files import check_format
 from fedsim.data.building.tokenised import Encoding, bundled, write_rows
-from fedsim.data.chat import ChatTokenizer, template_of
+from fedsim.data.chat import template_of
 from fedsim.data.dataset import SUMS, Dataset, Holdout, SplitRows, divide, dropped, sums
 from fedsim.data.store import FORMAT, MARKED, close_store, decided_by_texts, is_shared, token_dtype
 from fedsim.data.tokenizer import TEMPLATE, TOKENIZER, Tokenizer, file_of
@@ -216,7 +216,6 @@ class _Build:
         parts = parts_of(found, self.columns, self.pool, scratch, split, settings)
         self.tokenizer = Tokenizer.named(settings.tokenizer_spec)
         self.chats = settings.chats(self.columns, self.tokenizer)
-        self._tell_of_tokenizer()
         rows = self.out.with_name("rows")
         counts = self._tokenise(parts, rows)
         with tokenised_rows(rows, self.pool.num_workers) as connection:
@@ -257,14 +256,6 @@ class _Build:
             read, others = ", ".join(columns.text), ", ".join(unread)
             self.say(f"read: {read}; not read, though people's texts may be there: {others}")
         return columns
-
-    def _tell_of_tokenizer(self) -> None:
-        """Say what is lost of texts, and what the chat template does not teach."""
-        if lost := self.tokenizer.lost:
-            self.say(f"this tokenizer does not keep {', '.join(lost)}; bytes keeps all")
-        if self.chats is not None and self.chats.template is not None:
-            for line in ChatTokenizer(self.tokenizer, self.chats.template).notes():
-                self.say(line)
 
     def _tokenise(self, parts: Sequence[Part], rows: Path) -> Counter[str]:
         """Write the rows of all parts. Returns: the counts of `write_rows`."""

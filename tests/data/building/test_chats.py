@@ -165,25 +165,6 @@ def test_a_column_that_may_say_not_to_train_is_refused(column, tmp_path, model):
         built(tmp_path, model, [{"messages": ASKED, column: False}])
 
 
-ENDLESS = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-THINKING = (
-    CHATML + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
-)
-
-
-@pytest.mark.parametrize(
-    "template, note",
-    [
-        (ENDLESS, "writes no special token after an answer"),
-        (THINKING, "asks for an answer otherwise than it begins one"),
-    ],
-)
-def test_what_a_template_does_not_teach_is_told(template, note, tmp_path):
-    said, model = [], model_files(tmp_path / "m", template)
-    built(tmp_path, model, [{"messages": ASKED}], progress=said.append)
-    assert sum(note in line for line in said) == 1
-
-
 def test_answers_that_spell_special_tokens_are_told(tmp_path, model):
     said = []
     spelled = [ASKED[0], {**ASKED[1], "content": f"Ho{STOP}"}]
