@@ -45,7 +45,6 @@ CHATS = (
         "a loss divided by the trained tokens of the cohort",
         "clipping/test_masked.py::test_the_loss_of_a_row_does_not_depend_on_what_others_train_on",
         (Patch(LOSS, "LanguageModelTask.losses", by_the_cohort),),
-        ("--strategy", "scan", "--rows-per-pass", "2"),
     ),
     Mistake(
         "prompts that are trained on",

@@ -146,7 +146,6 @@ CLIPPING = (
         "norms from products, taken for exact",
         "clipping/test_factors.py::test_the_bound_is_above_the_norm_of_what_is_formed",
         (Patch("fedsim.clipping.ghost", "Factors.squared_and_bound", exact),),
-        ("--strategy", "ghost", "--rows-per-pass", "4"),
     ),
     Mistake(
         "an id that no table has, one row for the norm and another for the sum",
@@ -158,13 +157,11 @@ CLIPPING = (
         "clipping parts of a user, before their sum",
         "clipping/test_clipping.py::test_a_users_gradient_is_complete_before_it_is_clipped",
         (Patch(SCAN, "_UnitGradient.__call__", part_by_part),),
-        ("--strategy", "scan", "--rows-per-pass", "1"),
     ),
     Mistake(
         "padding in a user's mean",
         "clipping/test_clipping.py::test_a_mean_is_over_the_real_rows",
         (Patch(SCAN, "_UnitGradient.__call__", over_padding),),
-        ("--group-size", "4"),
     ),
     Mistake(
         "a gradient that is not finite passes",
@@ -221,7 +218,6 @@ CLIPPING = (
         "a loss divided by the tokens of the batch",
         "models/test_transformer.py::test_the_loss_of_an_example_is_the_mean_over_its_predictions",
         (Patch("fedsim.models.language_model", "LanguageModelTask.losses", by_the_batch),),
-        ("--strategy", "scan", "--rows-per-pass", "2"),
     ),
     Mistake(
         "units side by side that are not looked at",

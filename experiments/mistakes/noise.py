@@ -139,7 +139,6 @@ NOISE_AND_SENSITIVITY = (
                 "fedsim.clipping.contribution", "Clip.sensitivity", lambda _right, self: self.norm
             ),
         ),
-        ("--clip-norm", "0.1"),
     ),
     Mistake(
         "noise of add-or-remove, called replace-one",
@@ -170,13 +169,11 @@ NOISE_AND_SENSITIVITY = (
                 lambda _right, self: self.noise_multiplier,
             ),
         ),
-        ("--clip-quantile", "0.5"),
     ),
     Mistake(
         "a clip norm that follows the count without noise",
         "clipping/test_adaptive.py::test_the_count_is_released_with_its_noise",
         (Patch(ADAPTIVE, "noisy_number", lambda _right, total, stddev, rng: total),),
-        ("--clip-quantile", "0.5"),
     ),
 )
 

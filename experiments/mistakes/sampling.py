@@ -97,7 +97,6 @@ SAMPLING = (
                 lambda limit, offsets, group_size, key: limit(offsets, 10**9, key),
             ),
         ),
-        ("--adjacency", "add-or-remove"),
     ),
     Mistake(
         "the cap on a user's examples not accounted",
@@ -117,7 +116,6 @@ SAMPLING = (
             Patch(ELS, "ELS.__init__", knowing_users),
             Patch(ELS, "ELS.event", of_the_largest_user),
         ),
-        ("--group-size", "12"),
     ),
     Mistake(
         "a user's pool drawn again in every step",
@@ -131,7 +129,6 @@ SAMPLING = (
         "a user's rows repeated to fill the group",
         "test_sampling.py::test_groups_are_a_users_own_examples_without_repeats",
         (Patch(CONTRIBUTIONS, "draw_groups", repeated),),
-        ("--group-size", "4"),
     ),
     Mistake(
         "draws of a fixed size, accounted as Poisson",
@@ -161,7 +158,6 @@ SAMPLING = (
         "users redrawn in every step, accounted as of a group in turn",
         "test_cyclic.py::test_no_user_takes_part_in_two_steps_of_a_cycle",
         (Patch("fedsim.sampling.sampler", "Cyclic.draw", from_all),),
-        ("--sampling", "cyclic", "--bands", "3"),
     ),
     Mistake(
         "shuffling, reported as Poisson",
@@ -173,7 +169,6 @@ SAMPLING = (
                 named_poisson,
             ),
         ),
-        ("--sampling", "cyclic", "--bands", "3"),
     ),
     Mistake(
         "one user's text among numbers, by which all are ordered as texts",
