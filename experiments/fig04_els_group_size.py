@@ -25,7 +25,6 @@ from experiments.harness import common, finetuning
 from experiments.harness.claims import both, cell_error, no_worse
 from experiments.harness.finetuning import (
     LONG_TRAINING,
-    MEDIUM_TRAINING,
     PAPER_TRAINING,
     SMALL_TRAINING,
     SMOKE_TRAINING,
@@ -52,7 +51,6 @@ SETTINGS = {
         (64, 256),
     ),
     "long": Settings(LONG_TRAINING, (1, 8, 64, 512), (256,)),
-    "medium": Settings(MEDIUM_TRAINING, (1, 16, 256), (128, 512)),
     "paper": Settings(PAPER_TRAINING, tuple(2**n for n in range(11)), (512, 2048, 8192)),
 }
 SHARE = 0.1  # of the best gain that may be lost: what "works well" means

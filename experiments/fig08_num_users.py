@@ -44,7 +44,6 @@ MODELS = {scale: _at_one_epsilon(own) for scale, own in finetuning.COMPARISONS.i
 SETTINGS = {
     "smoke": Settings(dataclasses.replace(MODELS["smoke"], budgets=(16,)), times=(1, 100)),
     "small": Settings(MODELS["small"]),
-    "medium": Settings(MODELS["medium"]),
     "paper": Settings(MODELS["paper"]),
 }
 

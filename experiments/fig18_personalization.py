@@ -56,10 +56,6 @@ SETTINGS = {
         MODELS["small"],
         Personalization(learning_rates=SMALLER_RATES, users=64, max_examples=32),
     ),
-    "medium": Settings(
-        MODELS["medium"],
-        Personalization(learning_rates=SMALLER_RATES, users=1_000, max_examples=128),
-    ),
     "paper": Settings(MODELS["paper"], Personalization(users=10_000, max_examples=512)),
 }
 

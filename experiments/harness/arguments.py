@@ -1,7 +1,7 @@
 """The command line of experiments that fine-tune: scales, data sets and starting models.
 
 `small` and `long`, which has ten times the steps and fewer cells, start from the model that
-starting_model.py makes, `medium` from SmolLM2, `paper` from a model of pretraining.py; `--model`
+starting_model.py makes, `paper` from a model of pretraining.py; `--model`
 names another one. `--data` takes one's own data set, which `fedsim data build` built, in the place
 of the experiment's: nothing is assumed of it, and the model is fresh where none is named.
 """
@@ -25,25 +25,21 @@ SHOWN = {
     "smoke": {STACK_OVERFLOW: "made-up text"},
     "small": {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"},
     "long": {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"},
-    "medium": {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"},
     "paper": {},
 }
 """What rows, figures and records call the data that were used, by what these stand for."""
 PAPER = {STACK_OVERFLOW: "stack-overflow", CC_NEWS: "cc-news"}  # built by these recipes
 PAPER_STEPS = {STACK_OVERFLOW: 10_000, CC_NEWS: 2_000}
 PAPER_MODEL = "models/c4"
-MEDIUM_MODEL = "hf:HuggingFaceTB/SmolLM2-135M"
 FRESH_MODEL = "tiny"  # for one's own data
-SCALES = ("smoke", "small", "long", "medium", "paper")
+SCALES = ("smoke", "small", "long", "paper")
 OF_STAND_INS = ("small", "long")
 """Scales whose data and starting model are made on the way."""
-MEDIUM_LENGTH = 64
-"""Tokens of a text at `medium`, whose data are made on the way as well."""
 
 # For estimates. Gradients of the model `tiny` with texts up to 64 tokens on one core, and what a
 # run takes beside them; of the paper's model, operations of a gradient, and of an accelerator.
 GRADIENTS_PER_CORE_SECOND, SECONDS_PER_RUN = 500.0, 5.0
-OPERATIONS, SPEED = {"paper": 6 * 350e6 * 128, "medium": 6 * 135e6 * 64}, 1e14
+OPERATIONS, SPEED = {"paper": 6 * 350e6 * 128}, 1e14
 
 
 @dataclasses.dataclass
@@ -87,7 +83,7 @@ class Arguments:
             return self.given_model or FRESH_MODEL
         if self.scale in OF_STAND_INS and not self.dry_run:
             return str(starting_model.model())
-        made = {"smoke": FRESH_MODEL, "medium": MEDIUM_MODEL, "paper": PAPER_MODEL}
+        made = {"smoke": FRESH_MODEL, "paper": PAPER_MODEL}
         return made.get(self.scale, "")
 
     def shown(self) -> Mapping[str, str]:

@@ -22,7 +22,6 @@ from experiments.harness import common
 from experiments.harness.arguments import (
     CC_NEWS,
     GRADIENTS_PER_CORE_SECOND,
-    MEDIUM_LENGTH,
     OF_STAND_INS,
     OPERATIONS,
     PAPER,
@@ -39,7 +38,6 @@ from experiments.harness.comparison import epsilon_that_holds
 from experiments.harness.outcomes import KEPT, outcomes
 from experiments.harness.records import as_written
 from experiments.harness.rows import CAME, Row, Rows, over_seeds
-from fedsim import files
 from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig, RunConfig, run_config
 from fedsim.data import Dataset, corpora
 from fedsim.errors import ConfigError, DataError
@@ -106,10 +104,6 @@ SMALL_TRAINING = Training(
 LONG_TRAINING = dataclasses.replace(
     SMALL_TRAINING, num_steps={STACK_OVERFLOW: 300, CC_NEWS: 300}, epsilons=(1.0, 4.0, 16.0)
 )
-MEDIUM_TRAINING = Training(
-    {STACK_OVERFLOW: 1_000, CC_NEWS: 1_000}, epsilons=(1.0, 4.0, 16.0), test_examples=4096
-)
-"""Half a day of one GPU for Figure 6, by the arithmetic of `cost`; never run."""
 PAPER_TRAINING = Training(
     PAPER_STEPS,
     learning_rates=(0.01, 0.03, 0.1, 0.3),
@@ -123,7 +117,6 @@ ULS_GRIDS = {
         (1, 2, 4, 8),
         (16, 32, 64, 128),
     ),
-    "medium": UlsGrid(MEDIUM_TRAINING, (1, 2, 4, 8), (32, 64, 128, 256)),
     "paper": UlsGrid(
         PAPER_TRAINING, tuple(2**n for n in range(9)), tuple(2**n for n in range(5, 13))
     ),
@@ -146,7 +139,6 @@ COMPARISONS = {
     "smoke": Comparison(SMOKE_TRAINING, (8, 16)),
     "small": Comparison(SMALL_TRAINING, (32, 128, 512)),
     "long": Comparison(LONG_TRAINING, (128, 512), els_groups=(1,)),
-    "medium": Comparison(MEDIUM_TRAINING, (128, 512), els_groups=(1,)),
     "paper": Comparison(PAPER_TRAINING, (512, 2048, 8192)),
 }
 """Of Figures 6, 7 and 16 to 18, which share runs."""
@@ -231,7 +223,7 @@ def origins(rows: Rows, arguments: Arguments) -> tuple[dict[str, Any], dict[str,
         where = data_of(stands_for(name), arguments)
         if corpora.is_built(where):
             data[name] = {"fingerprint": Dataset.open(where).train.fingerprint}
-            stand_ins = arguments.scale in (*OF_STAND_INS, "medium") and not arguments.data
+            stand_ins = arguments.scale in OF_STAND_INS and not arguments.data
             files = [name] if stand_ins else []
             data[name] |= common.files_of(files).get(name, {})
     model: dict[str, Any] = {"name": arguments.given_model or f"of the scale {arguments.scale}"}
@@ -251,13 +243,6 @@ def data_of(name: str, arguments: Arguments) -> str:
         return str(made_up(arguments.out / "texts.parquet"))
     if arguments.scale in OF_STAND_INS:
         return str(starting_model.users(SMALL[name]))
-    if arguments.scale == "medium":
-        directory = files.cache_dir() / "experiments" / "medium-data"
-        if not corpora.is_built(directory / SMALL[name]):
-            directory.mkdir(parents=True, exist_ok=True)
-            options = {"tokenizer": arguments.model, "max_length": MEDIUM_LENGTH}
-            common.prepare(SMALL[name], directory, **options)
-        return str(directory / SMALL[name])
     place, how = Path("data") / PAPER[name], f"python -m experiments.data {PAPER[name]}"
     if not corpora.is_built(place):
         raise DataError(f"data={place}: it is not there: {how} --out {place} builds it")
