@@ -176,7 +176,6 @@ def train(cell: Cell, settings: Settings) -> Row:
     from fedsim.evaluate import evaluate, headline
     from fedsim.keys import SecretKey
     from fedsim.run import make_task
-    from fedsim.trust.audit import losses
 
     began, used = time.monotonic(), time.process_time()
     engine.keep_compiled()
@@ -204,7 +203,8 @@ def train(cell: Cell, settings: Settings) -> Row:
     at = common.prepared(cell.algorithm, privacy, run, model, data, task, params, key)
 
     def measured(params: Any) -> tuple[float, np.ndarray]:
-        found = losses(task, params, "test", np.arange(data.test.num_examples))
+        rows = np.arange(data.test.num_examples)[:, None]
+        found = at.engine.begin_group_losses(params, "test", [*rows])()
         of_users = found.reshape(len(chosen), len(CARRIERS)).mean(axis=1)
         return headline(evaluate(at.engine, params, data, settings.eval_examples)), of_users
 

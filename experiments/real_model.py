@@ -184,13 +184,12 @@ def measured(task: Any, params: Any, settings: Settings) -> tuple[float, np.ndar
     """(Held-out loss, losses of attacked texts of users in and out, [users, texts])."""
     from fedsim.engine.worker import LocalEngine
     from fedsim.evaluate import evaluate, headline
-    from fedsim.trust.audit import losses
 
-    each = []
+    engine, each = LocalEngine(task, num_lanes=1), []
     for split in ("train", "eval_users"):
         rows = attacked(getattr(task.dataset, split).offsets, settings)
-        each.append(losses(task, params, split, rows.ravel()).reshape(rows.shape))
-    engine = LocalEngine(task, num_lanes=1)
+        found = engine.begin_group_losses(params, split, [*rows.reshape(-1, 1)])()
+        each.append(found.reshape(rows.shape))
     loss = headline(evaluate(engine, params, task.dataset, settings.eval_examples))
     return loss, each[0], each[1]
 

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from hashlib import sha256
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +19,7 @@ from fedsim.cli.main import main
 from fedsim.keys import SecretKey
 from fedsim.run.console import Console
 from fedsim.trust import Check, published
-from fedsim.trust.report import named_places, publish
+from fedsim.trust.report import publish
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
 
@@ -82,14 +81,10 @@ def test_a_folder_has_what_may_be_published_and_nothing_else(folder, trained):
     summary = json.loads((run / "summary.json").read_text())
     assert record["params_sha256"] == summary["params_sha256"]
     assert summary["epsilon"] < record["epsilon"] < summary["epsilon"] + 1e-4
-    main(["report", str(run)])
-    unpublished = (run / "report.md").read_text()
     for path in folder.rglob("*"):
         text = path.read_text(errors="replace") if path.is_file() else ""
         assert "_eval_loss" not in text and str(trained) not in text, path
-        for private in ("texts.parquet", "users, every byte of their texts"):
-            assert private not in text, path
-            assert private in unpublished
+        assert "texts.parquet" not in text and "secret.json:" not in text, path
 
 
 def test_a_stranger_verifies_it_as_far_as_can_be(folder, tmp_path, capsys):
@@ -207,9 +202,6 @@ def test_nothing_is_there_unless_all_of_it_is(trained, tmp_path, capsys, monkeyp
         planted.setitem(publish.__globals__, "write_report", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             publish(run, out, Console())
-    with monkeypatch.context() as planted:
-        planted.setitem(publish.__globals__, "named_places", lambda *_: [("report.md", "/there")])
-        assert "published files without it" in refused(["publish", run, out], capsys)
     assert not list(tmp_path.iterdir())
     mine = tmp_path / "out.tmp" / "mine"
     mine.parent.mkdir()
@@ -226,54 +218,42 @@ def test_nothing_is_there_unless_all_of_it_is(trained, tmp_path, capsys, monkeyp
     assert "not there yet" in refused(["publish", run, out], capsys)
 
 
-def test_a_piece_of_a_vocabulary_is_no_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", "/root")
-    for name in ("tokenizer.json", "config.json"):
-        (tmp_path / name).write_text('{"/root": 7, "/data/model": 8}')
-    found = {*named_places(tmp_path, [])}
-    assert found == {("config.json", "/root")}
-    found = {*named_places(tmp_path, [Path("/data/model")])} - found
-    assert found == {(name, "/data/model") for name in ("tokenizer.json", "config.json")}
-
-
-def test_a_place_is_found_however_json_spells_it(tmp_path):
-    place = Path("/data/jos\u00e9")
-    for name, kept in (("a.json", True), ("b.json", False)):
-        content = json.dumps({"base": str(place / "base")}, ensure_ascii=kept)
-        (tmp_path / name).write_text(content)
-    found = {*named_places(tmp_path, [place])}
-    assert found == {(name, str(place)) for name in ("a.json", "b.json")}
-
-
-def test_the_parameters_alone_have_the_fingerprint_of_the_claim(trained, tmp_path, capsys):
-    out = tmp_path / "out"
-    main(["publish", str(trained / "private"), str(out), "--form", "parameters"])
-    assert files_of(out) == ALL - OF_MODEL | {"parameters.safetensors", "published.json"}
-    code, result = verified(out, capsys)
-    found = {check["promise"]: check["found"] for check in result["checks"]}
-    assert code == 0 and found["model"] == "the parameters have the fingerprint of the claim"
+def test_the_settings_of_a_model_name_no_place_of_this_machine(tmp_path, capsys, trained):
+    model = make_model(tmp_path)
+    for name, field in (("config", "_name_or_path"), ("tokenizer_config", "tokenizer_file")):
+        file = model / f"{name}.json"
+        fields = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps({**fields, field: str(tmp_path / "model"), "kept": 1}))
+    flags = {"model": model, "lora-rank": 2, "num-steps": 1}
+    main(command(trained / "texts.parquet", tmp_path / "run", **flags))
+    for form in ("huggingface", "peft"):
+        out = tmp_path / form
+        main(["publish", str(tmp_path / "run"), str(out), "--form", form])
+        assert json.loads((out / "model/tokenizer_config.json").read_text())["kept"] == 1
+        for path in out.rglob("*.json*"):
+            assert str(tmp_path) not in path.read_text(), path
+        assert verified(out, capsys)[0] == 0
+    assert (
+        json.loads((out / "model/adapter_config.json").read_text())["base_model_name_or_path"]
+        == model.name
+    )
 
 
 def test_a_pretrained_model_and_its_adapters(trained, tmp_path, capsys, monkeypatch):
     """The model has the fingerprint of the claim; merged or in PEFT's form an adapter cannot."""
     monkeypatch.chdir(tmp_path)
     model = make_model(tmp_path)
-    for name, rank, source in (("whole", 0, model), ("adapted", 2, "model"), ("away", 2, model)):
+    for name, rank, source in (("whole", 0, model), ("adapted", 2, "model")):
         flags = {"model": source, "lora-rank": rank, "num-steps": 1}
         main(command(trained / "texts.parquet", name, **flags))
         main(["publish", name])
-    peft = ["--form", "peft"]
-    main(["publish", "adapted", "peft", *peft])
+    main(["publish", "adapted", "peft", "--form", "peft"])
     assert "model/adapter_model.safetensors" in files_of(tmp_path / "peft")
     verdicts = {"whole/public": True, "adapted/public": None, "peft": None}
     for name, holds in verdicts.items():
         code, result = verified(tmp_path / name, capsys)
         found = {check["promise"]: check["holds"] for check in result["checks"]}
         assert code == 0 and found["model"] is holds, name
-    said = refused(
-        ["publish", "away", "none", *peft], capsys
-    )  # its base is a place on this machine
-    assert f"model/adapter_config.json={model}" in said and not (tmp_path / "none").exists()
 
 
 # ---- One user's texts ---------------------------------------------------------------------------

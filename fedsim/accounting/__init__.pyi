@@ -40,7 +40,6 @@ from .gaussian_dp import (
     gaussian_delta as gaussian_delta,
     gaussian_epsilon as gaussian_epsilon,
     gaussian_mu as gaussian_mu,
-    zcdp_delta as zcdp_delta,
 )
 from .noise_slack import Errors as Errors, Slack as Slack, slack as slack, together as together
 from .people import (

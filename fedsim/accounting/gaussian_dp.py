@@ -69,18 +69,6 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return _root(excess, 0.0, high) if math.isfinite(mu) else math.inf
 
 
-def zcdp_delta(epsilon: float | np.ndarray, rho: float) -> np.ndarray:
-    """delta of rho-zCDP at each epsilon: the least over Renyi orders.
-
-    A mechanism that is mu-GDP is mu^2 / 2-zCDP.
-    Source: Canonne, Kamath and Steinke 2020, Corollary 13.
-    """
-    epsilon = np.asarray(epsilon, np.float64)
-    orders = 1 + np.geomspace(1e-4, 1e4, 4001)
-    logs = (orders - 1) * (orders * rho - epsilon[..., None]) - np.log(orders - 1)
-    return np.exp(np.minimum(0.0, (logs + orders * np.log1p(-1 / orders)).min(-1)))
-
-
 @functools.lru_cache(maxsize=1024)  # never on disk: claims and limits rest on it
 def _gaussian_mu(events: tuple[tuple[Event, int], ...], set_aside: float) -> float:
     loss = composed_loss(events, set_aside)

@@ -14,10 +14,7 @@ from .ledger import (
     open_read_only as open_read_only,
     place_of as place_of,
 )
-from .receipt import (
-    expect_receipt as expect_receipt,
-    together as together,
-)
+from .receipt import expect_receipt as expect_receipt
 from .spending import (
     Account as Account,
     RunCost as RunCost,

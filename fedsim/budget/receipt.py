@@ -1,4 +1,4 @@
-"""A run's receipt: the line of the ledger of the data that counts it, and the cost of all runs.
+"""A run's receipt: the line of the ledger of the data that counts it.
 
 The receipt is in the run's directory, so that a ledger that was replaced or cut shows.
 """
@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedsim.budget.ledger import OPENED, BudgetLedger, Released, is_in, open_locked
-from fedsim.budget.spending import Total, account_of
 from fedsim.errors import FileDamaged
 from fedsim.files import read_json, write_json
-from fedsim.run import RECEIPT, LedgerError, ledger as run_ledger
+from fedsim.run import RECEIPT, LedgerError
 
 
 class Receipt(NamedTuple):
@@ -68,26 +67,6 @@ class Receipt(NamedTuple):
         if line["what"] != OPENED or run not in (None, line["run"]):
             raise LedgerError(f"{name}: line {self.line} of {ledger.directory} is another run's")
         return line
-
-
-def together(run_dir: Path, delta: float) -> tuple[int, Total] | None:
-    """The number of all runs on a run's users, and their cost for the one who pays most.
-
-    Returns:
-      None if no ledger on this machine counts the run, or a run in it hides who its users are.
-
-    Raises:
-      LedgerError, FileDamaged: the ledger was changed, or the receipt is of another run.
-    """
-    receipt = Receipt.of(run_dir)
-    if receipt is None or receipt.away:
-        return None
-    with open_locked(Path(receipt.ledger)) as ledger:
-        if ledger.hides_users:
-            return None
-        line = receipt.line_in(ledger, str(run_ledger.head(run_dir).get("key_seal")))
-        spent = account_of(ledger, ledger.users_of(line["users"]))
-        return len(spent.charges), spent.total(delta)
 
 
 def expect_receipt(run_dir: Path, run: str, label: str, planned: Released) -> tuple[bool, str]:

@@ -123,7 +123,7 @@ def report(
 def publish(
     run_dir: Positional[Path],
     out: Positional[Path | None] = None,
-    form: Literal["huggingface", "peft", "parameters"] = "huggingface",
+    form: Literal["huggingface", "peft"] = "huggingface",
     json: bool = False,
 ) -> dict[str, Any]:
     """Write what may be published of a run into a folder of its own, and check it.
@@ -136,8 +136,8 @@ def publish(
     Args:
       run_dir: The run's directory.
       out: Folder to create. Default: public, in the run's directory.
-      form: The model in the format of Hugging Face, with adapters merged; the adapters of a LoRA
-        run in PEFT's format; or the parameters of the last checkpoint alone.
+      form: The model in the format of Hugging Face, with adapters merged, or the adapters of a LoRA
+        run in PEFT's format.
       json: Print one JSON object on stdout.
     """
     Terminal().note(f"reading run={run_dir}")

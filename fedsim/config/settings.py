@@ -414,20 +414,14 @@ class AuditConfig:
 
     gradient_canaries: int = 400
     """Number of made-up users whose gradient always points in a direction of their own; each is
-    included with probability 1/2. >= 0. More canaries can refute larger epsilons: 250 can refute 8
+    included with probability 1/2. >= 1. More canaries can refute larger epsilons: 250 can refute 8
     at delta 1e-6, of a nearly Gaussian training."""
-
-    text_canaries: int = 100
-    """Number of made-up users who wrote a line of made-up words; each is included with probability
-    1/2. >= 0."""
 
     confidence: float = 0.95
     """Confidence of a refutation by guesses. In [0.5, 1)."""
 
     def __post_init__(self):
-        expect_least(self, gradient_canaries=0, text_canaries=0)
-        total = self.gradient_canaries + self.text_canaries
-        expect("gradient_canaries", self.gradient_canaries, total > 0, "a canary of either kind")
+        expect_least(self, gradient_canaries=1)
         expect("confidence", self.confidence, 0.5 <= self.confidence < 1, "in [0.5, 1)")
 
 

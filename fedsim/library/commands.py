@@ -138,7 +138,6 @@ def audit(
     text: str | None = None,
     messages: str | None = None,
     gradient_canaries: int = 400,
-    text_canaries: int = 100,
     confidence: float = 0.95,
     **settings: Unpack[TrainSettings],
 ) -> AuditResult:
@@ -148,7 +147,7 @@ def audit(
       algorithm, data, epsilon, num_steps, user, text, messages, settings: the training; as for
         `train`, but output is quiet by default.
       run_dir: directory of the audited run. Default: a new one in runs/.
-      gradient_canaries, text_canaries: number of made-up users of each kind; see `AuditConfig`.
+      gradient_canaries: number of made-up users; see `AuditConfig`.
       confidence: of a refutation by guesses.
 
     Raises:
@@ -157,7 +156,7 @@ def audit(
     """
     with verbosity(settings.get("output", "quiet")):
         expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
-        attack = AuditConfig(gradient_canaries, text_canaries, confidence)
+        attack = AuditConfig(gradient_canaries, confidence)
         place = directory_of(run_dir, f"audit-{algorithm}", {})
         given = {"epsilon": epsilon, "num_steps": num_steps, "run_dir": place, **settings}
         privacy, run = configs_for(data, given, user, text, messages)

@@ -166,14 +166,13 @@ class Run:
         self,
         out: str | Path | None = None,
         *,
-        form: Literal["huggingface", "peft", "parameters"] = "huggingface",
+        form: Literal["huggingface", "peft"] = "huggingface",
     ) -> Path:
         """Write what may be published of the run into a new folder, checked; returns the folder.
 
         Args:
           out: the folder. Default: `public` in the run's directory.
-          form: the model in the format of Hugging Face, its adapters in PEFT's, or the parameters
-            of the last checkpoint alone.
+          form: the model in the format of Hugging Face, or its adapters in PEFT's.
 
         Raises:
           ConfigError: the run has not ended or has no guarantee, or the folder exists.

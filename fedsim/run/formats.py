@@ -172,9 +172,8 @@ class Published:
     """The adjacency in words."""
     params_sha256: Digest
     """sha256 of the parameters of the run's last checkpoint."""
-    model: Literal["huggingface", "peft", "parameters"]
-    """Form in which the model is here: model/ in the format of Hugging Face or of PEFT, or the
-    parameters alone, in parameters.safetensors."""
+    model: Literal["huggingface", "peft"]
+    """Format of model/."""
     files: dict[str, Digest]
     """sha256 of each other file, by its path in the folder."""
 

@@ -1,14 +1,8 @@
 """Three tests of a claimed privacy curve by a single run: two by guesses, one by the noise.
 
 Each of many canaries was included or left out by the toss of a coin. More correct guesses of the
-coins than the claimed curve allows refute it, and so does noise that is shorter than claimed.
-
-1. `audit_curve`: whatever the mechanism, and however the release about one canary depends on the
-   others (Mahloujifar, Melis and Chaudhuri 2024).
-2. `audit_independent`: where each canary's score depends on its own coin alone, as with gradient
-   canaries: their directions have no coordinate in common.
-3. `audit_noise`: the releases minus the sums before noise, which `ReleasedNoise` records, are
-   noise, whose squared length is chi-squared. Sampling and clipping are not tested.
+coins than the claimed curve allows refute it (`audit_curve`, `audit_independent`), and so does
+noise that is shorter than claimed (`audit_noise`).
 
 Assumptions, theorem and proofs: docs/theory/audits.md.
 """
@@ -22,7 +16,6 @@ import jax
 import numpy as np
 from scipy import optimize, special, stats
 
-from fedsim import accounting
 from fedsim.accounting import Events, StepEvent, gaussian_epsilon
 from fedsim.clipping import lattice_bits
 from fedsim.keys import SecretKey
@@ -32,37 +25,29 @@ SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)
 """Fractions of canaries to guess, most confident first; the rest are abstentions."""
 
 
-def options_of(count: int) -> list[tuple[int, int]]:
-    """Options decided before the run: (guesses of "included", guesses of "left out")."""
-    options = []
+def guess_counts(scores: np.ndarray, included: np.ndarray) -> list[tuple[int, int]]:
+    """(guesses, correct ones) of each way to guess; the ways are fixed before the run.
+
+    Args: as of `audit_curve`.
+    """
+    count, took_part = len(scores), included[np.argsort(-scores, kind="stable")]
+    counts = []
     for share in SHARES:
         guesses = max(1, round(share * count))
-        above = -(-guesses // 2)
-        options.append((above, guesses - above))
-        if share <= 1 / 2:
-            options.append((guesses, 0))  # guess "included" alone
-    return options
-
-
-def guess_counts(scores: np.ndarray, included: np.ndarray) -> list[tuple[int, int]]:
-    """(guesses, correct ones) of each of the options. Args: as of `audit_curve`."""
-    count, order = len(scores), np.argsort(-scores, kind="stable")
-    took_part = included[order]
-    return [
-        (above + below, int(took_part[:above].sum() + (~took_part[count - below :]).sum()))
-        for above, below in options_of(count)
-    ]
+        below = guesses // 2
+        for left_out in (below, 0) if share <= 1 / 2 else (below,):  # 0: guess "included" alone
+            correct = took_part[: guesses - left_out].sum() + (~took_part[count - left_out :]).sum()
+            counts.append((guesses, int(correct)))
+    return counts
 
 
 Claim = Callable[[float], float]
 """y -> the least probability, on one of two neighbouring data sets, of an event that has
 probability y on the other."""
 
-LARGEST_MU = 50.0
-
 
 @dataclasses.dataclass(frozen=True)
-class CurveBound:
+class GuessBound:
     """Result of testing a claimed trade-off curve by guesses."""
 
     refuted: bool
@@ -70,10 +55,6 @@ class CurveBound:
     """True if it would be refuted with every guess right."""
     guesses: int
     correct: int
-    mu: float
-    """Largest mu whose Gaussian curve is also refuted; 0 if none."""
-    epsilon: float
-    """Epsilon of the Gaussian mechanism with that mu, at the claim's delta."""
 
 
 def curve_claim(epsilons: np.ndarray, deltas: np.ndarray) -> Claim:
@@ -84,15 +65,6 @@ def curve_claim(epsilons: np.ndarray, deltas: np.ndarray) -> Claim:
         below = np.max((y - deltas) / grown, initial=0.0)
         above = np.max(1 - deltas - grown * (1 - y), initial=0.0)
         return float(max(below, above))
-
-    return least
-
-
-def gaussian_claim(mu: float) -> Claim:
-    """The claim that a mechanism is mu-GDP."""
-
-    def least(y: float) -> float:
-        return float(special.ndtr(special.ndtri(min(max(y, 0.0), 1.0)) - mu))
 
     return least
 
@@ -122,55 +94,31 @@ def refutes(canaries: int, guesses: int, correct: int, claim: Claim, significanc
 
 
 def audit_curve(
-    scores: np.ndarray, included: np.ndarray, claim: Claim | None, delta: float, confidence: float
-) -> CurveBound:
-    """Test a claimed curve with several numbers of guesses, which share the significance.
+    scores: np.ndarray, included: np.ndarray, claim: Claim, significance: float
+) -> GuessBound:
+    """Test a claimed curve by several numbers of guesses, which share the significance.
+
+    Guarantees: a claim that holds is refuted with at most this probability, however the release
+      about one canary depends on the others (Mahloujifar, Melis and Chaudhuri 2024).
 
     Args:
       scores: [canaries], larger if a canary seems included. Ties are broken by position.
       included: bool [canaries].
-      claim: the curve; None: nothing is claimed.
-      delta: of the claim, for `CurveBound.epsilon`.
-      confidence: of a refutation.
+      claim: the curve.
+      significance: the probability.
     """
     count, tried = len(scores), guess_counts(scores, included)
-    significance = (1 - confidence) / len(tried)
-    largest = [(_largest_mu(count, r, v, significance), r, v) for r, v in tried]
-    mu, guesses, correct = max(largest)
-    could, refuting = False, []
-    if claim is not None:
-        refuting = [(r, v) for r, v in tried if refutes(count, r, v, claim, significance)]
-        could = any(refutes(count, r, r, claim, significance) for r, _ in tried)
-    if refuting:
-        guesses, correct = refuting[0]
-    epsilon = gaussian_epsilon(mu, delta)
-    return CurveBound(bool(refuting), could, guesses, correct, mu, epsilon)
-
-
-def _largest_mu(canaries: int, guesses: int, correct: int, significance: float) -> float:
-    def excess(mu: float) -> float:
-        refuted = refutes(canaries, guesses, correct, gaussian_claim(mu), significance)
-        return 1.0 if refuted else -1.0
-
-    if excess(0.0) < 0:
-        return 0.0
-    if excess(LARGEST_MU) > 0:
-        return LARGEST_MU
-    return float(optimize.bisect(excess, 0.0, LARGEST_MU, xtol=1e-4)) - 1e-4  # pyright: ignore
+    share = significance / len(tried)
+    could = any(refutes(count, r, r, claim, share) for r, _ in tried)
+    refuting = [(r, v) for r, v in tried if refutes(count, r, v, claim, share)]
+    guesses, correct = refuting[0] if refuting else tried[-1]
+    return GuessBound(bool(refuting), could, guesses, correct)
 
 
 @dataclasses.dataclass(frozen=True)
-class IndependentBound:
-    """Result of testing a claimed curve by guesses, if canaries are independent."""
+class IndependentBound(GuessBound):
+    """Result of testing a claimed curve by guesses of all coins, if canaries are independent."""
 
-    refuted: bool
-    could_refute: bool
-    """True if it would be refuted with every guess right."""
-    guesses: int
-    """Number of canaries: every coin is guessed."""
-    correct: int
-    most_expected: float
-    """Largest expected number of correct guesses under the claim."""
     epsilon: float
     """Lower bound at the claim's delta, by the curve of the Gaussian mechanism."""
 
@@ -188,8 +136,9 @@ def audit_independent(
 ) -> IndependentBound:
     """Test a claimed curve by guessing that the canaries with the larger half of scores took part.
 
-    Guarantees: if canaries are independent (see above), a claim that holds is refuted with at most
-      this probability.
+    Guarantees: if each canary's score depends on its own coin alone, as with gradient canaries,
+      whose directions have no coordinate in common, a claim that holds is refuted with at most this
+      probability.
 
     Args:
       scores, included: as for `audit_curve`.
@@ -206,12 +155,7 @@ def audit_independent(
     share = float(stats.beta.ppf(significance, correct, count - correct + 1)) if correct else 0.0
     mu = max(0.0, 2 * float(special.ndtri(share)))
     epsilon = gaussian_epsilon(mu, delta) if mu else 0.0
-    expected = count * right
-    return IndependentBound(refuted(correct), refuted(count), count, correct, expected, epsilon)
-
-
-MIN_NOISE_SHARE = 1 / 4
-"""Smallest share of the claimed noise for which epsilon is computed."""
+    return IndependentBound(refuted(correct), refuted(count), count, correct, epsilon)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,8 +169,6 @@ class NoiseBound:
     """Upper bound on the noise multiplier that was used; below `claimed` if refuted."""
     numbers: int
     """Number of coordinates of all steps."""
-    epsilon: float
-    """Smallest epsilon of a training with so little noise, if the rest is as claimed."""
 
 
 class ReleasedNoise:
@@ -279,10 +221,8 @@ class ReleasedNoise:
         self.rounded = 2.0**-CELLS_BITS * float(np.abs(c).sum()) / length
 
 
-def audit_noise(
-    seen: ReleasedNoise, events: Events, delta: float, significance: float
-) -> NoiseBound:
-    """Test whether the releases can have the claimed noise.
+def audit_noise(seen: ReleasedNoise, events: Events, significance: float) -> NoiseBound:
+    """Test whether the releases minus the sums before noise can be the claimed noise.
 
     Guarantees: a training with the claimed noise is refuted with at most this probability, whatever
       its sums are, however they depend on earlier releases, and whether or not they were recorded.
@@ -290,19 +230,10 @@ def audit_noise(
     Args:
       seen: the recorded releases.
       events: the claimed events; all steps have one noise multiplier.
-      delta: of the claim, for `NoiseBound.epsilon`.
       significance: the probability.
     """
     claimed = max(e.noise_multiplier for e, _ in events if isinstance(e, StepEvent))
     least = float(stats.chi2.ppf(significance, seen.numbers))
     longest = math.sqrt(seen.squares) + math.sqrt(seen.numbers) * seen.rounded * claimed
     bound = longest / math.sqrt(least) if least > 0 else math.inf
-    scale = max(MIN_NOISE_SHARE, bound / claimed)
-    less = [
-        (dataclasses.replace(e, noise_multiplier=scale * e.noise_multiplier), count)
-        if isinstance(e, StepEvent)
-        else (e, count)
-        for e, count in events
-    ]
-    epsilon = accounting.epsilon(less, delta) if math.isfinite(scale) else 0.0
-    return NoiseBound(bound < claimed, claimed, bound, seen.numbers, epsilon)
+    return NoiseBound(bound < claimed, claimed, bound, seen.numbers)

@@ -1,8 +1,4 @@
-"""The privacy budget of users: the cost of all runs on their texts, and what limits leave.
-
-The numbers for several people together hold if no run was chosen by looking at the releases of
-others; docs/theory/people.md.
-"""
+"""The privacy budget of users: the cost of all runs on their texts, and what limits leave."""
 
 import dataclasses
 import math
@@ -13,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedsim import accounting
-from fedsim.accounting import SelectionEvent, StepEvent, at_least, at_most
+from fedsim.accounting import StepEvent, at_least, at_most
 from fedsim.budget import (
     Account,
     BudgetLedger,
@@ -25,15 +21,12 @@ from fedsim.budget import (
     open_read_only,
     union,
 )
-from fedsim.config import INDEPENDENT, default_delta, to_json
-from fedsim.errors import ConfigError, FedsimError
+from fedsim.config import default_delta, to_json
 from fedsim.plan import in_words
-from fedsim.run import aligned, ledger as run_ledger
-from fedsim.trust.claim import FIXED_USERS, PEOPLE, SLACK_SHARE
+from fedsim.run import aligned
 
 MAX_NAMED = 5
 HEAD = "run", "kind", "state", "began", "users", "releases", "epsilon alone"
-THEOREM, GROUP = "theorem", "group privacy"
 
 
 def budget(
@@ -80,12 +73,6 @@ def _statement(
 ) -> dict[str, Any]:
     spent, charges = accounts.total(delta, sums=True), accounts.charges
     sizes = [int(np.isin(users, ledger.users_of(each.entry.users)).sum()) for each in charges]
-    several = []  # of k users, whoever they are; empty if a run has no guarantee
-    if charges and not math.isinf(spent.fixed):
-        several.append((1, spent.fixed, THEOREM))
-        for people in (k for k in PEOPLE if k <= len(users)):
-            counts = [min(people, size) for size in sizes]  # of k users, a run reads no more
-            several.append((people, *epsilon_together(charges, counts, people, delta)))
     return {
         "num_users": len(users),
         "delta": delta,
@@ -102,61 +89,7 @@ def _statement(
             for each in accounts.limits
         ],
         "runs": [_row(each, size, delta) for each, size in zip(charges, sizes, strict=True)],
-        "several": [{"people": k, "epsilon": to_json(e), "how": how} for k, e, how in several],
     }
-
-
-def why_by_group(charge: RunCost) -> str:
-    """Reason why only group privacy is known for what a run releases; empty if the theorem is.
-
-    An event does not say whether the noise of cyclic sampling is correlated; the run's ledger does.
-    """
-    events = [event for event, _ in charge.reserved or []]
-    steps = [event for event in events if isinstance(event, StepEvent)]
-    if any(event.allocated for event in steps):
-        return "random allocation"
-    if any(isinstance(event, SelectionEvent) for event in events):
-        return "a private selection"
-    if all(event.cycle == 1 for event in steps):
-        return ""
-    try:
-        head = run_ledger.head(Path(charge.entry.place))
-    except (FedsimError, OSError):
-        head = {}
-    if head.get("key_seal") != charge.entry.run:
-        return "cyclic sampling, perhaps with correlated noise, in a directory that is gone"
-    noise = head["plan"].get("noise", INDEPENDENT)  # earlier versions wrote the kind alone
-    independent = (noise["kind"] if isinstance(noise, dict) else noise) == INDEPENDENT
-    return "" if independent else "correlated noise"
-
-
-def epsilon_together(
-    charges: Sequence[RunCost], counts: Sequence[int], people: int, delta: float
-) -> tuple[float, str]:
-    """Epsilon of runs with a guarantee for several people together; inf if none is known.
-
-    Args:
-      counts: the largest number of the people whom each run reads.
-      people: their number.
-    Returns:
-      Epsilon, and THEOREM or GROUP.
-    """
-    pairs = [pair for pair in zip(charges, counts, strict=True) if pair[0].released != []]
-    slacks, phases = [charge.entry.slack for charge, _ in pairs], list[tuple]()
-    by_group = any(count > 1 and why_by_group(charge) for charge, count in pairs)
-    try:
-        for charge, count in pairs:
-            of_run = charge.reserved or []
-            phases += of_run if by_group else accounting.for_people(of_run, max(1, count))
-        if not by_group:
-            return accounting.epsilon_with(slacks, phases, delta), THEOREM
-        left = delta * (1 - SLACK_SHARE)
-        ideal = accounting.group_epsilon(phases, left, people) if phases else 0.0
-        more, missed = accounting.together(slacks, ideal, left)
-        epsilon = float(ideal + more) if left + missed <= delta else math.inf
-    except ConfigError:  # the loss is too large to be added up
-        epsilon = math.inf
-    return epsilon, GROUP if by_group else THEOREM
 
 
 def left(accounts: Account, limit: Limit) -> float:
@@ -194,26 +127,18 @@ def _row(charge: RunCost, num_users: int, delta: float) -> dict[str, Any]:
         "epsilon": to_json(alone),
         "guarantee": released is not None and not entry.label,
         "why_not": "without noise" if released is None else entry.label,
-        "by_group": why_by_group(charge),
     }
 
 
-def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Table rows of the runs, with the columns of HEAD; a star marks what is no guarantee."""
-    return [
-        (
-            *(each[name] for name in ("run", "kind", "state", "began")),
-            f"{each['users']:,}",
-            "-" if each["releases"] is None else f"{each['releases']:,}",
-            _shown(each["epsilon"]) + ("" if each["guarantee"] else "*"),
-        )
-        for each in result["runs"]
-    ]
-
-
 def table(result: dict[str, Any]) -> str:
-    """The runs as a text table."""
-    return "\n".join(aligned([HEAD, *rows(result)]))
+    """The runs as a text table; a star marks what is no guarantee."""
+    rows = [HEAD]
+    for each in result["runs"]:
+        releases = "-" if each["releases"] is None else f"{each['releases']:,}"
+        epsilon = _shown(each["epsilon"]) + ("" if each["guarantee"] else "*")
+        about = (each[name] for name in ("run", "kind", "state", "began"))
+        rows.append((*about, f"{each['users']:,}", releases, epsilon))
+    return "\n".join(aligned(rows))
 
 
 SENTENCES = {
@@ -224,13 +149,9 @@ SENTENCES = {
     "({added_up} if epsilons were added up).",
     "adaptive": "If you looked at earlier results to decide on later runs (most people do), count "
     "{adaptive}, for a limit that was fixed before the first run.",
-    "several": "Of several users together, all runs promise epsilon = {numbers}. {fixed}",
-    "unseen": "It also holds only if no run was chosen by looking at the releases of others.",
-    "by_group": "This is by group privacy, which is not tight, because of {why}.",
     "exceeded": "The limit of {limit} is exceeded: {spent} is spent. No further run is allowed.",
     "left": "The limit is {limit}: epsilon = {left} is left for one release with Gaussian noise. A "
     "training, whose losses are not quite Gaussian, may fit only with a little less.",
-    "limits": "A run has to keep all of these limits: a later one does not lift an earlier.",
     "alone": "'epsilon alone' is at delta = {delta} for every run, and differs from the epsilon "
     "of a run that was planned at another delta.",
     "not counted": "Not counted: losses of held-out users that were computed without noise, as by "
@@ -240,7 +161,7 @@ SENTENCES = {
 
 def sentences(result: dict[str, Any]) -> list[str]:
     """Sentences on the cost and on what the limits leave."""
-    lines, runs, several = [], result["runs"], result["several"][1:]
+    lines, runs = [], result["runs"]
 
     def say(name: str, **values: Any) -> None:
         lines.append(SENTENCES[name].format(**values))
@@ -260,21 +181,12 @@ def sentences(result: dict[str, Any]) -> list[str]:
             say("adaptive", adaptive=_shown(result["epsilon_adaptive"]))
     if result["alike"]:
         lines.append(f"Warning: {result['alike']}.")
-    if several:
-        numbers = [f"{_shown(each['epsilon'])} for {each['people']:,}" for each in several]
-        say("several", numbers=", ".join(numbers), fixed=FIXED_USERS)
-        if len(runs) > 1:
-            say("unseen")
-        if reasons := {each["by_group"]: each["run"] for each in runs if each["by_group"]}:
-            say("by_group", why=", ".join(f"{run} ({why})" for why, run in reasons.items()))
     for each in result["limits"]:
         limit = f"{each['epsilon']:g} at delta = {at_most(each['delta'], '.2e')}"
         if float(each["spent"]) > each["epsilon"]:
             say("exceeded", limit=limit, spent=_shown(each["spent"]))
         else:
             say("left", limit=limit, left=at_least(float(each["left"]), ".4g"))
-    if len(result["limits"]) > 1:
-        say("limits")
     if runs:
         say("alone", delta=delta)
         say("not counted")

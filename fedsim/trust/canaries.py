@@ -1,9 +1,9 @@
-"""Canaries: made-up users that an audit plants in a run's data, and that are easy to notice.
+"""Gradient canaries: made-up users that an audit plants in the data, and that are easy to notice.
 
-A *gradient canary* has a linear loss, so that its gradient has the same direction in every step,
-and is far longer than the clip norm; directions of different canaries have no coordinate in common.
-A *text canary* is a user who wrote one line of made-up words. For sampling, clipping and noise both
-are ordinary users: their losses go through the engine, the strategy and the mechanism.
+A canary has a linear loss, so that its gradient has the same direction in every step, and is far
+longer than the clip norm; directions of different canaries have no coordinate in common. For
+sampling, clipping and noise a canary is an ordinary user: its losses go through the engine, the
+strategy and the mechanism.
 """
 
 import dataclasses
@@ -16,43 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim.clipping import Buckets, num_coordinates
-from fedsim.data import Dataset, Tokenizer, UserStore
+from fedsim.data import Dataset, UserStore
 from fedsim.engine import Task, WrappedTask
 from fedsim.errors import expect
 from fedsim.sampling import graph_of
 from fedsim.trust.bounds import ReleasedNoise
 
-CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxz", "aeiou"
-MAX_TOKENS = 32
-WORDS = 24  # more words than MAX_TOKENS tokens hold
 LENGTH = 1e3
-"""Length of a gradient canary's gradient, in clip norms, so that clipping matters."""
+"""Length of a canary's gradient, in clip norms, so that clipping matters."""
 POOLS = 4
 """In ELS a canary wrote this many times its share of the pool, so that a missing cap shows."""
-
-
-def canary_text(rng: np.random.Generator) -> str:
-    """A text of made-up words and numbers.
-
-    Unlike random token ids, a user could have written it, with any tokenizer.
-    """
-    words = []
-    for _ in range(WORDS):
-        letters = (rng.choice(list(kind)) for kind in (CONSONANTS, VOWELS) * 2 + (CONSONANTS,))
-        words.append("".join(letters) if rng.random() < 0.7 else str(rng.integers(10, 100_000)))
-    return " ".join(words)
-
-
-def canary_tokens(data: Dataset, count: int, rng: np.random.Generator) -> list[list[int]]:
-    """Tokens of the texts of `count` canaries, of equal lengths; random ones without a
-    tokenizer."""
-    store = data.train
-    length = min(store.max_length, MAX_TOKENS)
-    if data.tokenizer_path is None:
-        return rng.integers(0, store.vocab_size, (count, length)).tolist()
-    tokenizer = Tokenizer.load(data.tokenizer_path)
-    texts = tokenizer.encode_batch([canary_text(rng) for _ in range(count)])
-    return [[tokenizer.begin_id, *ids][:length] for ids in texts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,134 +132,94 @@ class CanaryTask(WrappedTask):
 
 
 class StoreWithCanaries:
-    """A store of users, followed by the users of another store."""
+    """A store of users, followed by canaries.
 
-    def __init__(
-        self, store: UserStore, planted: UserStore, canaries: dict[str, int] | None = None
-    ):
-        """Join the stores.
+    A canary's row has the tokens of the first row of the data; `CanaryTask` replaces its loss.
+    """
+
+    def __init__(self, store: UserStore, count: int, rows: int, planted: int):
+        """Add users to the store.
 
         Args:
-          canaries: number of tossed coins by kind, for the run's plan.
+          count: number of canaries in the data.
+          rows: examples of each.
+          planted: number of tossed coins, for the run's plan.
         """
-        self.store, self.planted, self.canaries = store, planted, canaries
-        self.num_users = store.num_users + planted.num_users
-        self.num_examples = store.num_examples + planted.num_examples
+        self.store, self.canaries = store, {"gradient": planted}
+        self.added = rows * np.arange(1, count + 1)
+        self.num_users = store.num_users + count
+        self.num_examples = store.num_examples + rows * count
         self.max_length, self.vocab_size = store.max_length, store.vocab_size
-        both = f"{store.fingerprint} {planted.fingerprint}"
+        self.is_flagged, self.metadata = store.is_flagged, store.metadata
+        both = f"{store.fingerprint} {count} canaries of {rows} rows"
         self.fingerprint = hashlib.sha256(both.encode()).hexdigest()
-        self.metadata, self.path, self.owners = store.metadata, None, None
+        self.path, self.owners = None, None
 
     @functools.cached_property
     def offsets(self) -> np.ndarray:
         """int64 [users + 1]; see `UserStore.offsets`."""
-        return np.concatenate(
-            [self.store.offsets, self.store.num_examples + self.planted.offsets[1:]]
-        )
+        return np.concatenate([self.store.offsets, self.store.num_examples + self.added])
 
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each row, int32 [examples]."""
-        return np.concatenate([self.store.lengths, self.planted.lengths])
+        lengths = self.store.lengths
+        return np.pad(lengths, (0, self.num_examples - len(lengths)), constant_values=lengths[0])
 
     def user_ids(self) -> list[str]:
         """Ids of the real users; made-up users are not counted in the ledger of the data."""
         return self.store.user_ids()
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Tokens of rows of both stores without padding, int64 [rows]; see `UserStore.sizes`."""
-        real, planted = self._parted(rows)
-        return self.store.sizes(real) + self.planted.sizes(planted)
+        """See `UserStore.sizes`."""
+        return self.store.sizes(self._in_store(rows))
 
     def gather(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of rows of both stores; see `UserStore.gather`."""
-        real, planted = self._parted(rows)
-        both = self.store.gather(real, length), self.planted.gather(planted, length)
-        tokens, sizes = (a + b for a, b in zip(*both, strict=True))  # padding is zero
-        return tokens, sizes
-
-    @property
-    def is_flagged(self) -> bool:
-        """True if only some tokens are trained on."""
-        return self.store.is_flagged
+        """See `UserStore.gather`."""
+        return self.store.gather(self._in_store(rows), length)
 
     def trained(self, rows: np.ndarray, length: int) -> np.ndarray | None:
-        """Which tokens of `gather` are trained on; of canaries all are. See `UserStore.trained`."""
-        real, planted = self._parted(rows)
-        trained = self.store.trained(real, length)
-        if trained is None:
-            return None
-        of_planted = np.arange(length) < self.planted.sizes(planted)[:, None]
-        return trained | of_planted
+        """See `UserStore.trained`."""
+        return self.store.trained(self._in_store(rows), length)
 
-    def _parted(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rows in the numbering of each store, -1 for rows of the other one."""
-        rows, first = np.asarray(rows, np.int64), self.store.num_examples
-        return np.where(rows < first, rows, -1), np.where(rows >= first, rows - first, -1)
+    def _in_store(self, rows: np.ndarray) -> np.ndarray:
+        rows = np.asarray(rows, np.int64)
+        return np.where(rows < self.store.num_examples, rows, 0)
 
 
-@dataclasses.dataclass
 class Canaries:
     """The canaries of one audit: those in the data, and what the run reveals about them."""
 
-    num_gradient: int
-    num_text: int
-    rows: int
-    """Number of examples of a canary, at least as many as a user may have in a step."""
-    clip_norm: float
-    included: np.ndarray
-    """The coins, bool [gradient canaries, then text canaries]."""
-    rng: np.random.Generator
-    """Draws the canaries' texts."""
+    def __init__(self, included: np.ndarray, rows: int, clip_norm: float):
+        """Plan canaries.
 
-    def __post_init__(self) -> None:
-        self.directions = Directions(max(1, self.num_gradient))
-        self.first: Any = None
-        """Parameters before the first step."""
-        self.task_inner: Any = None
+        Args:
+          included: the coins, bool [canaries].
+          rows: examples of a canary, at least as many as a user may have in a step.
+        """
+        self.included, self.rows, self.clip_norm = included, rows, clip_norm
+        self.directions = Directions(len(included))
         self.total: Any = None
         """Sum of all privatised gradients."""
         self.noise = ReleasedNoise()
         self.record_noise = self.noise.record_noise
-
-    @property
-    def gradient_included(self) -> np.ndarray:
-        """The coins of gradient canaries, bool."""
-        return self.included[: self.num_gradient]
-
-    @property
-    def text_included(self) -> np.ndarray:
-        """The coins of text canaries, bool."""
-        return self.included[self.num_gradient :]
 
     def data(self, data: Dataset) -> Dataset:
         """The data, with the included canaries as the last users.
 
         Raises: ConfigError: texts have several owners.
         """
-        store = data.train
+        store, canaries = data.train, np.flatnonzero(self.included)
         alone = graph_of(store) is None
         expect("data", data.path, alone, "texts with one owner each: canaries share no texts")
-        tokens = canary_tokens(data, len(self.included), self.rng)
-        self.texts = UserStore.from_examples(
-            {f"{i:08d}": [row] for i, row in enumerate(tokens[self.num_gradient :])},
-            store.max_length,
-            store.vocab_size,
-        )
-        examples = {f"{i:08d}": [tokens[i]] * self.rows for i in np.flatnonzero(self.included)}
-        planted = UserStore.from_examples(examples, store.max_length, store.vocab_size)
-        self.owners = np.full(store.num_examples + planted.num_examples, -1, np.int32)
-        own = np.flatnonzero(self.gradient_included)
-        self.owners[store.num_examples :][: len(own) * self.rows] = np.repeat(own, self.rows)
-        canaries = {"gradient": self.num_gradient, "text": self.num_text}
-        return dataclasses.replace(data, train=StoreWithCanaries(store, planted, canaries))
+        of_real = np.full(store.num_examples, -1, np.int32)
+        self.owners = np.concatenate([of_real, np.repeat(canaries, self.rows).astype(np.int32)])
+        train: Any = StoreWithCanaries(store, len(canaries), self.rows, len(self.included))
+        return dataclasses.replace(data, train=train)
 
     def task(self, task: Any, params: Any) -> Any:
         """The run's task, with the losses of canaries."""
-        self.first, self.task_inner = params, task
-        expect_directions(self.num_gradient, params)
-        if not self.num_gradient:
-            return task
+        expect_directions(len(self.included), params)
         return CanaryTask(task, self.owners, self.directions, self.clip_norm)
 
     def on_release(
@@ -297,8 +230,8 @@ class Canaries:
         first = self.total is None
         self.total = gradient if first else jax.tree.map(jnp.add, self.total, gradient)
 
-    def gradient_scores(self) -> np.ndarray:
-        """Sum of all steps along each canary's direction, float64 [gradient canaries]."""
+    def scores(self) -> np.ndarray:
+        """Sum of all steps along each canary's direction, float64 [canaries]."""
         return self.directions.scores(self.total)
 
 

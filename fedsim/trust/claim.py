@@ -11,8 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from fedsim import accounting
-from fedsim.accounting import Event, RunningEpsilon, StepEvent, at_most, zcdp_delta
-from fedsim.budget import together
+from fedsim.accounting import Event, StepEvent, at_most
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm
 from fedsim.errors import ConfigError, FedsimError
 from fedsim.plan import AllocatedSampling, Fact, Plan, accounted_events
@@ -20,8 +19,6 @@ from fedsim.run import StoredRun, ledger
 from fedsim.trust.evidence import Check
 
 CURVE_POINTS = 25
-SET_ASIDE = 0.1  # share of delta for tails that are not Gaussian
-STEP_POINTS = 16
 SLACK_SHARE = 1e-3  # of delta, for the slack of several users together
 FALSE_ALARMS = (0.001, 0.01, 0.05)
 PEOPLE = (2, 5, 10, 100)
@@ -73,15 +70,6 @@ CLAIMS = {
     LABELLED: "{trained}; no privacy is claimed: epsilon = {epsilon} is {label}.",
 }
 """Sentences of the claim, by what the run is."""
-FIXED_USERS = (
-    "This holds for users who were named before anybody saw a release: for those who were chosen "
-    "by looking at one, delta is to be multiplied by the number of sets that could be chosen."
-)
-ALL_RUNS = (
-    "{count}, which together cost nobody more than epsilon = {fixed} at delta = {delta}; "
-    "{adaptive} if runs were chosen by looking at earlier ones, for a limit that was fixed before "
-    "the first (`fedsim budget`)"
-)
 
 
 class ReportError(FedsimError):
@@ -134,14 +122,9 @@ class Claimed:
         return sum(count for event, count in self.phases if isinstance(event, StepEvent))
 
     @property
-    def label(self) -> str:
-        """Reason why epsilon is no guarantee; empty if it is one."""
-        return self.plan.label
-
-    @property
     def kind(self) -> str:
         """Key of CLAIMS."""
-        return OPEN if self.phases is None else LABELLED if self.label else PRIVATE
+        return OPEN if self.phases is None else LABELLED if self.plan.label else PRIVATE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,7 +151,7 @@ def claim(released: Claimed) -> str:
         epsilon=at_most(released.epsilon, ".4f"),
         delta=at_most(plan.delta, ".2e"),
         factor=at_most(factor, ",.2f" if factor < 1e6 else ".2e"),
-        label=released.label,
+        label=plan.label,
     )
 
 
@@ -254,54 +237,6 @@ def curve(released: Claimed) -> tuple[np.ndarray, np.ndarray]:
     return epsilons + slacks[:, 0], np.minimum(1, deltas + slacks[:, 1])
 
 
-@dataclasses.dataclass(frozen=True)
-class Gaussian:
-    """One Gaussian mechanism that is no more private than all releases together."""
-
-    mu: float
-    set_aside: float
-    """Probability with which the releases may be less private than the mechanism."""
-
-    @property
-    def rho(self) -> float:
-        """rho = mu^2 / 2 of zero-concentrated DP, except for the same probability."""
-        return self.mu**2 / 2
-
-    def deltas(self, epsilons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Upper bounds on delta at each epsilon: by mu, and by rho alone."""
-        bounds = accounting.gaussian_delta(epsilons, self.mu), zcdp_delta(epsilons, self.rho)
-        by_mu, by_rho = ((1 - self.set_aside) * each + self.set_aside for each in bounds)
-        return by_mu, by_rho
-
-
-def gaussian(released: Claimed) -> Gaussian:
-    """The Gaussian bound, with a tenth of delta set aside; mu is inf if none is close."""
-    assert released.phases is not None
-    set_aside = SET_ASIDE * released.plan.delta
-    return Gaussian(accounting.gaussian_mu(released.phases, set_aside), set_aside)
-
-
-def over_steps(released: Claimed) -> tuple[list[int], list[float]]:
-    """Epsilon of several numbers of steps, as if each were fixed beforehand.
-
-    The last one is the claim. For each the slack of all steps is set aside of delta, which is more
-    than it needs.
-
-    Returns:
-      (numbers of steps, epsilons); empty lists without steps.
-    """
-    assert released.phases
-    *before, (event, count) = released.phases
-    if not isinstance(event, StepEvent):
-        return [], []
-    plan, last = released.plan, released.epsilon
-    running = RunningEpsilon(event, plan.delta - plan.slack_after(released.num_steps).delta, before)
-    steps = sorted({round(i * count / STEP_POINTS) for i in range(STEP_POINTS + 1)})
-    slacks = [plan.slack_after(step).epsilon if step else 0.0 for step in steps[:-1]]
-    spent = [min(running(step) + slack, last) for step, slack in zip(steps, slacks, strict=False)]
-    return steps, [*spent, last]
-
-
 def facts(released: Released) -> dict[str, Any]:
     """Values for the templates of report and model card."""
     plan, words = released.plan, words_of(released.plan)
@@ -312,34 +247,11 @@ def facts(released: Released) -> dict[str, Any]:
         "plan": plan,
         "claim": claim(released),
         "private": released.phases is not None,
-        "label": released.label,
+        "label": plan.label,
         "els": plan.algorithm == Algorithm.ELS,
         "prob": plan.sampling.prob * plan.sampling.bands,
         "unit": words["unit"],
         "adjacency": words["adjacency"],
         "slack": f"{slack} of epsilon, {missed} of delta",
-        "all_runs": all_runs(released),
         "tuning": [str(each) for each in plan.caveats if each.fact == Fact.TUNED_ON_DATA],
     }
-
-
-def all_runs(released: Released) -> str:
-    """Cost of all runs on this run's users, by the ledger of the data, in words.
-
-    Whom earlier runs read tells who is among the users, which add-or-remove hides.
-    """
-    plan = released.plan
-    if plan.adjacency == ADD_OR_REMOVE:
-        return "not said here, for that depends on who the users are (`fedsim budget` shows it)"
-    try:
-        runs = together(released.run_dir, plan.delta)
-    except FedsimError:  # its message has paths of this machine; `fedsim verify` shows it
-        return "not known, for the ledger of the data is not what it was"
-    if runs is None:
-        return "not known: their epsilons add up with this one's, and their deltas, too"
-    count, total = runs
-    if math.isinf(total.fixed):
-        return f"{count}, not all of which promise anything: together no epsilon holds"
-    fixed, adaptive = at_most(total.fixed, ".4f"), at_most(total.adaptive, ".4f")
-    delta = at_most(plan.delta, ".2e")
-    return ALL_RUNS.format(count=count, fixed=fixed, adaptive=adaptive, delta=delta)

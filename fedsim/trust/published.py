@@ -15,10 +15,9 @@ import numpy as np
 from flax import traverse_util
 
 from fedsim.accounting import at_most
-from fedsim.clipping import num_coordinates
 from fedsim.errors import FedsimError, FileDamaged
 from fedsim.files import read_json, sha256_of
-from fedsim.models import serving_files, stacked, unstacked, weights
+from fedsim.models import serving_files, stacked, unstacked
 from fedsim.plan import Fact, Plan, in_words
 from fedsim.run import checkpoint, directory, find_model, formats, ledger
 from fedsim.trust.claim import Claimed, claim
@@ -32,13 +31,11 @@ from fedsim.trust.ledger_checks import (
 )
 
 NAME = "published.json"
-MODEL, PARAMETERS = "model", "parameters.safetensors"
+MODEL = "model"
 REPORTS = ("report.html", "report.md")
 CARD = "README.md"
 WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 OF_MODEL = {*serving_files.SIDE_FILES, CARD, "adapter_config.json"}
-ROOT = "params"
-"""Name of the tree of parameters in parameters.safetensors: `params/block_0/...`."""
 WITH_THE_RUN = {
     "settings": "the run's settings are not published",
     "key": "the key is secret",
@@ -120,19 +117,7 @@ def _may_be_published(name: str) -> bool:
         return file.endswith(".jinja")
     if place == MODEL:
         return file in OF_MODEL or WEIGHTS.fullmatch(file) is not None
-    return name in (ledger.FILE, *REPORTS, PARAMETERS)
-
-
-def save_parameters(path: Path, params: Any) -> None:
-    """Write a tree of parameters, nested dicts of arrays, into a folder."""
-    leaves: dict[str, Any] = traverse_util.flatten_dict({ROOT: params}, sep="/")
-    weights.write(path / PARAMETERS, {name: np.asarray(leaf) for name, leaf in leaves.items()})
-
-
-def load_parameters(path: Path) -> Any:
-    """The tree of parameters that `save_parameters` wrote."""
-    leaves = {n: np.asarray(x) for n, x in weights.read(path / PARAMETERS).items()}
-    return traverse_util.unflatten_dict(leaves, sep="/").get(ROOT)
+    return name in (ledger.FILE, *REPORTS)
 
 
 def _files(folder: Folder) -> str:
@@ -171,18 +156,9 @@ def _plan(folder: Folder) -> str:
 
 def _model(folder: Folder) -> str:
     """The parameters have the fingerprint of the claim."""
-    form, wanted = folder.published.model, folder.published.params_sha256
-    if form == "parameters":
-        path, params = folder.run_dir / PARAMETERS, load_parameters(folder.run_dir)
-        same = checkpoint.params_sha256(params) == wanted
-        require(same, f"{path}: expected the parameters {wanted}")
-        count, planned = num_coordinates(params), folder.plan.num_parameters
-        require(
-            count == planned, f"{path}: has {count:,} numbers: expected {planned:,}, as planned"
-        )
-        return "the parameters have the fingerprint of the claim"
+    wanted = folder.published.params_sha256
     kept = f"published as it is in {MODEL}/, but "
-    if form == "peft":
+    if folder.published.model == "peft":
         raise Unknown(f"{kept}an adapter's fingerprint is that of its form in the run")
     if (model := find_model(str(folder.run_dir / MODEL))) is None:
         raise Violated(f"{folder.run_dir / MODEL}: expected a model")

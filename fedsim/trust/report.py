@@ -11,21 +11,15 @@ stranger would (`published`).
 """
 
 import dataclasses
-import json
-import math
-import os
-import shlex
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import ModelCardData
 
-from fedsim.accounting import at_most
 from fedsim.config import settings_of, to_json
 from fedsim.errors import expect
-from fedsim.files import new_directory, write_atomically, write_json
-from fedsim.models import TOKENIZER, Pretrained, weights
+from fedsim.files import new_directory, read_object, write_atomically, write_json
+from fedsim.models import Pretrained, weights
 from fedsim.plan import AllocatedSampling, Audit, CorrelatedNoise, in_words
 from fedsim.run import (
     Console,
@@ -39,28 +33,23 @@ from fedsim.run import (
 )
 from fedsim.trust import published
 from fedsim.trust.claim import (
-    FIXED_USERS,
-    Gaussian,
     Released,
     ReportError,
     attack_bounds,
     claim,
     curve,
     facts,
-    gaussian,
-    is_by_group,
-    over_steps,
     several,
     warnings,
     words_of,
 )
-from fedsim.trust.pages import Chart, Series, as_html, as_markdown
+from fedsim.trust.pages import as_html, as_markdown, svg_of_curve
 from fedsim.trust.verify import verify
 
 NAME, FOLDER = "report", "public"
-Form = Literal["huggingface", "peft", "parameters"]
-VOCABULARY = {TOKENIZER, "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json"}
-"""Files in which a short path may be a piece of the vocabulary, as /root is."""
+Form = Literal["huggingface", "peft"]
+OF_PLACES, BASE = ("_path", "_file"), "base_model_name_or_path"
+"""Fields of a model's settings that may name places of this machine."""
 NO_CLAIM = "No guarantee is known: the model is not the directory of a private run."
 
 
@@ -88,14 +77,17 @@ def report(run_dir: Path, out: Path, console: Console) -> dict[str, Any]:
     }
 
 
-def write_report(released: Released, out: Path, *, public: bool = False) -> dict[str, str]:
+def write_report(released: Released, out: Path) -> dict[str, str]:
     """Write the report of a run into `out`; returns its paths, as "html" and "markdown"."""
-    values, template = compose(released, public=public), "report.md.jinja"
-    texts = {"html": as_html(template, **values), "md": as_markdown(template, **values)}
+    values = compose(released)
+    text = as_markdown("report.md.jinja", **values)
+    points = values["curve"]
+    picture = svg_of_curve(*zip(*points, strict=True)) if points else None
     out.mkdir(parents=True, exist_ok=True)
-    for kind, text in texts.items():
-        write_atomically(out / f"{NAME}.{kind}", text.encode())
-    return {"html": str(out / f"{NAME}.html"), "markdown": str(out / f"{NAME}.md")}
+    html, markdown = (out / f"{NAME}.{kind}" for kind in ("html", "md"))
+    write_atomically(html, as_html(text, values["title"], picture).encode())
+    write_atomically(markdown, text.encode())
+    return {"html": str(html), "markdown": str(markdown)}
 
 
 def read(run_dir: Path, console: Console) -> Released:
@@ -120,64 +112,23 @@ def read(run_dir: Path, console: Console) -> Released:
     return Released.of(plan, lines, fingerprint, run_dir=run_dir, stored=stored, checks=checks)
 
 
-def compose(released: Released, *, public: bool = False) -> dict[str, Any]:
-    """Values for the template report.md.jinja.
-
-    Args:
-      public: leave out whatever must not be published.
-    """
+def compose(released: Released) -> dict[str, Any]:
+    """Values for the template report.md.jinja: nothing that must not be published."""
     summary = directory.summary_of(released.run_dir)
     noisy = released.phases is not None and released.num_steps > 0
-    bound = gaussian(released) if noisy else None
-    bound = bound if bound is not None and math.isfinite(bound.mu) else None
     return facts(released) | {
         "title": f"Privacy report: {released.run_dir.resolve().name}",
         "subject": "this run",
         "attack_bounds": attack_bounds(released),
         "warnings": warnings(released),
         "several": several(released),
-        "by_group": is_by_group(released.plan),
-        "fixed_users": FIXED_USERS,
-        "gaussian": bound,
-        "curve": _curve(released, bound) if noisy else None,
-        "steps": _steps(released) if noisy else None,
-        "public": public,
-        "settings": _settings(released, public),
+        "curve": [*zip(*curve(released), strict=True)] if noisy else [],
+        "settings": _settings(released),
         "summary": summary,
         "losses": _losses(released, summary or {}),
         "fingerprints": _fingerprints(released),
-        "commands": _commands(released, public),
+        "commands": _commands(released),
     }
-
-
-def _curve(released: Released, bound: Gaussian | None) -> Chart:
-    """Chart of delta at each epsilon, with dashed lines for the Gaussian bound."""
-    epsilons, deltas = curve(released)
-    x = epsilons.tolist()
-    lines = [Series("delta", x, deltas.tolist())]
-    if bound is not None:
-        by_mu, by_rho = bound.deltas(epsilons)
-        mu, rho = at_most(bound.mu, ".3g"), at_most(bound.rho, ".3g")
-        lines.append(Series(f"mu-GDP, mu = {mu}", x, by_mu.tolist(), dashed=True))
-        lines.append(Series(f"zCDP, rho = {rho}", x, by_rho.tolist(), dashed=True))
-    title = f"Delta at each epsilon, after {released.num_steps} steps{_in_brackets(released)}"
-    return Chart(title, "epsilon", "delta (logarithmic)", lines, log_y=True)
-
-
-def _steps(released: Released) -> Chart | None:
-    """Chart of epsilon by the number of steps; None with fewer than two numbers."""
-    steps, spent = over_steps(released)
-    if len(steps) < 2:
-        return None
-    delta, target = at_most(released.plan.delta, ".2e"), released.plan.target_epsilon
-    target_line = Series("asked for", [steps[0], steps[-1]], [target, target], dashed=True)
-    title = f"Epsilon of each number of steps, fixed beforehand, at delta = {delta}"
-    lines = [Series("accounted", steps, spent), target_line]
-    return Chart(f"{title}{_in_brackets(released)}", "steps", "epsilon", lines)
-
-
-def _in_brackets(released: Released) -> str:
-    return f" ({released.label})" if released.label else ""
 
 
 def _losses(released: Released, summary: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -191,25 +142,17 @@ def _losses(released: Released, summary: dict[str, Any]) -> list[tuple[str, Any]
     return [(f"{n} {about}", summary[n]) for n in names if summary.get(n, "nan") != "nan"]
 
 
-def _settings(released: Released, public: bool) -> list[tuple[str, str]]:
-    """Settings by name; of paths, the last part alone."""
+def _settings(released: Released) -> dict[str, Any]:
+    """Settings by name; not that of the data, which may be anything, or the strategy."""
     plan, run = released.plan, settings_of(released.stored.run)
-    counts = {
-        "num_units": plan.num_units,
-        "batch_size": plan.budget,
-        "target_epsilon": plan.target_epsilon,
-        "num_parameters": plan.num_parameters,
-        "clip_quantile": plan.clip_quantile,
-    }
     names = ("lora_rank", "frozen_dtype", "optimizer", "learning_rate", "compute_dtype")
-    # Not public: the name of the data, which may be anything, and the strategy.
-    strategy = ("strategy", str(released.stored.strategy.get("name")))
-    return [
-        *([] if public else [("data", Path(run["data"]).name), strategy]),
-        *((name, f"{value:,}") for name, value in counts.items() if value is not None),
-        ("model", model_name(run["model"])),
-        *((name, str(run.get(name))) for name in names),
-    ]
+    return {
+        "num_units": f"{plan.num_units:,}",
+        "batch_size": f"{plan.budget:,}",
+        "num_parameters": f"{plan.num_parameters:,}",
+        "model": model_name(run["model"]),
+        **{name: run.get(name) for name in names},
+    }
 
 
 def _fingerprints(released: Released) -> list[tuple[str, str]]:
@@ -225,32 +168,30 @@ def _fingerprints(released: Released) -> list[tuple[str, str]]:
     ]
 
 
-def _commands(released: Released, public: bool) -> list[str]:
+def _commands(released: Released) -> list[str]:
     """Commands that verify the run, and that compute its epsilon from public constants."""
     plan, sampling = released.plan, released.plan.sampling
-    path = "." if public else shlex.quote(str(released.run_dir))
-    lines = [f"fedsim verify {path}{flag}" for flag in ("", " --replay", " --whole")]
-    if public:
-        lines = lines[:1]
-    if released.phases is None:
-        return lines
-    event, correlated = plan.event(), isinstance(plan.noise, CorrelatedNoise)
+    verify = "fedsim verify ."
+    if (event := plan.event()) is None:
+        return [verify]
+    correlated = isinstance(plan.noise, CorrelatedNoise)
     allocated = isinstance(sampling, AllocatedSampling)
+    unusual = correlated or allocated or sampling.bands > 1
     flags = {
-        "max-shared-groups": (event and event.max_changed) or None,
-        "sampling": sampling.kind if correlated or allocated or sampling.bands > 1 else None,
+        "num-steps": released.num_steps,
+        "sampling-prob": repr(sampling.prob),
+        "noise-multiplier": repr(plan.noise_multiplier),
+        "group-size": plan.group_size,
+        "delta": repr(plan.delta),
+        "max-shared-groups": event.max_changed or None,
+        "sampling": sampling.kind if unusual else None,
         "noise": plan.noise.kind if correlated else None,
-        "bands": sampling.bands if correlated or sampling.bands > 1 else None,
+        "bands": sampling.bands if unusual and not allocated else None,
         "participations": sampling.participations if allocated else None,
     }
-    line = (
-        f"fedsim account {plan.algorithm} --num-steps {released.num_steps} "
-        f"--sampling-prob {sampling.prob!r} --noise-multiplier {plan.noise_multiplier!r} "
-        f"--group-size {plan.group_size} --delta {plan.delta!r}"
-    )
     words = [f" --{name} {value}" for name, value in flags.items() if value is not None]
-    before = [f" --before {event.epsilon!r}" for event, _ in plan.before]
-    return [*lines, "".join([line, *words, *before])]
+    before = [f" --before {paid.epsilon!r}" for paid, _ in plan.before]
+    return [verify, "".join([f"fedsim account {plan.algorithm}", *words, *before])]
 
 
 def model_card(run_dir: Path, console: Console, *, base: str | None = None) -> str:
@@ -269,7 +210,7 @@ def model_card(run_dir: Path, console: Console, *, base: str | None = None) -> s
 
 def card_of(released: Released, *, base: str | None = None) -> str:
     """The model card of a run that keeps its promises."""
-    private = released.phases is not None and not released.label
+    private = released.phases is not None and not released.plan.label
     shown = facts(released) | {"title": released.run_dir.resolve().name, "problem": None}
     return _card(["differential-privacy"] if private else [], base, **shown)
 
@@ -288,8 +229,7 @@ def publish(
 
     Args:
       out: the folder; None: `public` in the run's directory.
-      form: the model in the format of Hugging Face, with adapters merged; adapters in PEFT's; or
-        the parameters of the last checkpoint alone.
+      form: the model in the format of Hugging Face, with adapters merged, or adapters in PEFT's.
 
     Returns:
       The folder, its files, the claim, epsilon and delta.
@@ -313,66 +253,42 @@ def publish(
         released = read(run_dir, console)
         with new_directory(out) as temporary:
             _fill(temporary, released, form)
-            sources = (stored.run.data.source, stored.run.model.source)
-            places = [stored.run.run_dir, *map(Path, filter(os.path.exists, sources))]
-            for file, place in named_places(temporary, places):
-                without = "published files without it; form=parameters leaves the model's out"
-                expect(file, place, False, without)
-            record = _record(released, form, published.digests(temporary))
-            write_json(temporary / published.NAME, record)
+            record = formats.Published(
+                claim=claim(released),
+                epsilon=released.epsilon,
+                num_steps=released.num_released,
+                delta=released.plan.delta,
+                adjacency=released.plan.compared,
+                params_sha256=released.fingerprint,
+                model=form,
+                files=published.digests(temporary),
+            )
+            write_json(temporary / published.NAME, dataclasses.asdict(record))
             for check in published.check_folder(temporary):
                 if check.holds is False:
                     raise ReportError(f"not published: {check.promise} violated: {check.found}")
-    about = {name: record[name] for name in ("claim", "epsilon", "delta")}
-    return {"out": str(out), "files": [published.NAME, *record["files"]], **about}
-
-
-def _record(released: Released, form: Form, files: dict[str, str]) -> dict[str, Any]:
-    """The content of published.json."""
-    plan = released.plan
-    about = formats.Published(
-        claim=claim(released),
-        epsilon=released.epsilon,
-        num_steps=released.num_released,
-        delta=plan.delta,
-        adjacency=plan.compared,
-        params_sha256=released.fingerprint,
-        model=form,
-        files=files,
-    )
-    return dataclasses.asdict(about)
+    return {
+        "out": str(out),
+        "files": [published.NAME, *record.files],
+        **{name: getattr(record, name) for name in ("claim", "epsilon", "delta")},
+    }
 
 
 def _fill(folder: Path, released: Released, form: Form) -> None:
     """Write all files of a published folder but its list."""
-    run_dir = released.run_dir
+    run_dir, adapter = released.run_dir, form == "peft"
     whole, _, _ = (run_dir / ledger.FILE).read_bytes().rpartition(b"\n")
     write_atomically(folder / ledger.FILE, whole + b"\n")
-    write_report(released, folder, public=True)
-    if form == "parameters":
-        newest = checkpoint.latest(run_dir)
-        assert newest is not None, "read() found one"
-        published.save_parameters(folder, checkpoint.load_params(newest))
-    else:
-        adapter = form == "peft"
-        card = {published.CARD: card_of(released, base=base_name(run_dir) if adapter else None)}
-        save_model(str(run_dir), folder / published.MODEL, card, adapter=adapter)
-
-
-def named_places(folder: Path, places: Iterable[Path]) -> Iterator[tuple[str, str]]:
-    """Yield (file, place) for each file of text in a folder that names a place of this machine.
-
-    Args:
-      places: those that are looked for, beside the home directory.
-    """
-    home = str(Path.home())
-    wanted = {home, *(str(place.absolute()) for place in places)} - {"/"}
-    for file in sorted(folder.rglob("*")):
-        if file.is_file() and file.suffix != ".safetensors":
-            text = file.read_text(encoding="utf-8", errors="replace")
-            for place in sorted(wanted - ({home} if file.name in VOCABULARY else set())):
-                if place in text or json.dumps(place)[1:-1] in text:
-                    yield file.relative_to(folder).as_posix(), place
+    write_report(released, folder)
+    card = {published.CARD: card_of(released, base=base_name(run_dir) if adapter else None)}
+    save_model(str(run_dir), folder / published.MODEL, card, adapter=adapter)
+    for file in (folder / published.MODEL).glob("*config.json"):
+        fields = read_object(file, "model")
+        shown = {name: value for name, value in fields.items() if not name.endswith(OF_PLACES)}
+        if BASE in fields:
+            shown[BASE] = model_name(fields[BASE])
+        if shown != fields:
+            write_json(file, shown)
 
 
 def claim_of_texts(source: str, model: Pretrained, console: Console) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from fedsim.accounting import (
     gaussian_delta,
     gaussian_epsilon,
     gaussian_mu,
-    zcdp_delta,
 )
 from fedsim.errors import ConfigError
 
@@ -109,15 +108,3 @@ def _hockey_stick(phases, grid):
         for x in grid[grid < 0]
     ]
     return np.concatenate([below, above])
-
-
-@pytest.mark.parametrize("mu", [0.3, 1.0, 3.0])
-def test_zcdp_is_what_dp_accounting_says_and_above_the_gaussian_it_is_of(mu):
-    from dp_accounting.rdp import rdp_privacy_accountant as rdp
-
-    epsilons = np.linspace(0, 8, 30)
-    found = zcdp_delta(epsilons, mu**2 / 2)
-    assert np.all(found >= gaussian_delta(epsilons, mu))
-    orders = 1 + np.geomspace(1e-3, 1e3, 4000)
-    expected = [rdp.compute_delta(orders, mu**2 / 2 * orders, each)[0] for each in epsilons]
-    assert found == pytest.approx(expected, rel=1e-2)

@@ -21,7 +21,7 @@ from fedsim.accounting import StepEvent, epsilon, noise_multiplier
 from fedsim.budget import admission
 from fedsim.budget.admission import BudgetRequest
 from fedsim.budget.ledger import FILE, Limit, open_locked
-from fedsim.budget.receipt import expect_receipt, together
+from fedsim.budget.receipt import expect_receipt
 from fedsim.budget.spending import books, charge_of
 from fedsim.errors import ConfigError, FileDamaged
 from fedsim.keys import SecretKey
@@ -520,8 +520,6 @@ def test_the_receipt_of_another_run_is_none(place, tmp_path):
     shutil.copy(tmp_path / "a" / RECEIPT, tmp_path / "b" / RECEIPT)
     with pytest.raises(LedgerError, match="line 5 of .*ledger is another run's"):
         receipt(tmp_path / "b")
-    with pytest.raises(LedgerError, match="is another run's"):
-        together(tmp_path / "b", DELTA)
 
 
 @pytest.mark.privacy

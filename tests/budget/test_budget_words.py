@@ -3,15 +3,15 @@
 import pytest
 
 from fedsim.plan import Fact
-from fedsim.trust.budget import budget, rows, sentences
+from fedsim.trust.budget import budget, sentences, table
 
 RUN = {
     "run": "a", "kind": "train", "state": "released", "began": "now", "releases": 20,
-    "epsilon": 1.0, "guarantee": True, "why_not": "", "users": 150, "by_group": "",
+    "epsilon": 1.0, "guarantee": True, "why_not": "", "users": 150,
 }  # fmt: skip
 
 
-def said(spent, *limits, runs=1, several=()):
+def said(spent, *limits, runs=1):
     left = [max(0.0, epsilon - spent) for epsilon in limits]
     return sentences(
         {
@@ -25,7 +25,6 @@ def said(spent, *limits, runs=1, several=()):
                 for epsilon, rest in zip(limits, left, strict=True)
             ],
             "runs": runs if isinstance(runs, list) else [RUN] * runs,
-            "several": several,
             "alike": "",
         }
     )
@@ -48,11 +47,6 @@ def test_to_look_at_a_budget_makes_no_ledger_and_to_limit_it_does(tmp_path):
     assert place.exists() and budget(place, ["b"])["limits"][0]["epsilon"] == 3.0
 
 
-def test_a_later_limit_does_not_lift_an_earlier_one():
-    assert not any("keep all of these limits" in line for line in said(1.0, 6))
-    assert "keep all of these limits" in said(1.0, 2, 6)[-3]
-
-
 def test_a_budget_without_bound_names_the_runs_that_made_it_so_and_what_to_do():
     seeded = {**RUN, "run": "trial", "guarantee": False, "why_not": "known-seed"}
     free = {**seeded, "run": "free", "epsilon": "inf", "releases": None, "why_not": "without noise"}
@@ -63,16 +57,5 @@ def test_a_budget_without_bound_names_the_runs_that_made_it_so_and_what_to_do():
     reasons = f"trial ({Fact.KNOWN_SEED.text}), free (without noise)"
     assert f"no guarantee: {reasons}. This is permanent" in lines[0]
     assert "--budget-ledger" in lines[0] and lines[-1] == "* no guarantee"
-    table = [row[-1] for row in rows({"runs": [RUN, seeded, free]})]
-    assert table == ["1.0", "1.0*", "inf*"]
-
-
-def test_several_users_together_have_a_sentence_with_the_reason_for_group_privacy():
-    rows = [{"people": k, "epsilon": k * 2.0, "how": "theorem"} for k in (1, 2, 5)]
-    line = " ".join(said(2.0, several=rows))
-    assert "all runs promise epsilon = 4.0 for 2, 10.0 for 5." in line and "by group" not in line
-    runs = [RUN, {**RUN, "run": "b", "by_group": "correlated noise"}]
-    line = " ".join(said(2.0, several=rows, runs=runs))
-    assert "not tight, because of b (correlated noise)" in line
-    assert "only if no run was chosen by looking at the releases of others" in line
-    assert not any("together" in line for line in said(2.0, several=rows[:1]))
+    rows = table({"runs": [RUN, seeded, free]}).splitlines()[1:]
+    assert [row.split()[-1] for row in rows] == ["1.0", "1.0*", "inf*"]

@@ -129,7 +129,7 @@ WRONG = {  # settings of `train` that are refused when the data are known; see t
 BUILD = ["data", "build", "texts.parquet", "--out"]
 ACCOUNT = {"num_steps": 1, "sampling_prob": 0.5, "noise_multiplier": 1, "delta": 1e-5}
 OTHERS = [  # (a command, the setting or value that it refuses)
-    (["audit", *train()[1:], *flags(gradient_canaries=0, text_canaries=0)], "gradient_canaries=0"),
+    (["audit", *train()[1:], *flags(gradient_canaries=0)], "gradient_canaries=0"),
     (["audit", *train()[1:], *flags(confidence=1)], "confidence=1.0"),
     ([*GENERATE, "--num-tokens", "0"], "num_tokens=0"),
     ([*GENERATE, "--temperature", "-1"], "temperature=-1.0"),

@@ -16,7 +16,6 @@ from fedsim.data import Dataset, UserStore
 from fedsim.engine.worker import Worker
 from fedsim.models.language_model import LanguageModelTask, next_token_nats
 from fedsim.models.transformer import TransformerConfig
-from fedsim.trust.canaries import StoreWithCanaries
 
 VOCAB, LENGTH, WIDTH, UNITS, GROUP = 11, 6, 3, 4, 2
 STRATEGIES = ("scan", "direct", "ghost")
@@ -167,18 +166,3 @@ def test_packing_keeps_what_is_trained_on():
     expected = jax.jit(task.nats)(params, batch)
     found = jax.jit(task.nats)(params, rows)
     np.testing.assert_allclose(np.sum(found[0]), np.sum(expected[0]), rtol=1e-5)
-
-
-def test_all_tokens_of_a_planted_canary_are_trained_on():
-    task, _ = task_of()
-    store = task.dataset.train
-    both = StoreWithCanaries(store, UserStore.from_examples({"canary": [[1, 2, 3]]}, LENGTH, VOCAB))
-    rows = np.array([store.num_examples, 3, -1])
-    found = both.trained(rows, LENGTH)
-    assert found is not None
-    assert found[0].tolist() == [True] * 3 + [False] * 3 and not found[2].any()
-    expected = store.trained(np.array([3]), LENGTH)
-    assert expected is not None
-    np.testing.assert_array_equal(found[1], expected[0])
-    plain = UserStore.from_examples({"a": [[1]]}, LENGTH, VOCAB)
-    assert StoreWithCanaries(plain, plain).trained(np.array([0, 1]), LENGTH) is None

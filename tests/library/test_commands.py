@@ -41,7 +41,7 @@ def test_a_recommendation_is_that_of_the_command_and_can_be_trained(tmp_path, ca
 @pytest.mark.ci
 def test_an_audit_says_what_it_found(tmp_path, capfd):
     given = {"epsilon": 4.0, "num_steps": 2, "batch_size": 12, "run_dir": tmp_path / "audit"}
-    found = fedsim.audit("uls", POSTS, gradient_canaries=20, text_canaries=4, **given, **TINY)
+    found = fedsim.audit("uls", POSTS, gradient_canaries=20, **given, **TINY)
     assert silent(capfd)
     written = json.loads((tmp_path / "audit/audit.json").read_text())
     assert found.verdict == written["verdict"] and found.holds is written["holds"]

@@ -5,7 +5,6 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pretrained_models import make_model
 from problems import mean_problem, users_of_sizes
 from test_shared_runs import chat, command  # noqa: F401 (a fixture)
 from test_verify import write_texts
@@ -18,9 +17,8 @@ from fedsim.engine.worker import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.noise import Correlated
-from fedsim.plan import ADJACENCY
 from fedsim.sampling import Poisson, Sampling
-from fedsim.trust.audit import SHARP, error_probability, judge, sentence
+from fedsim.trust.audit import SHARP, judge, sentence
 from fedsim.trust.bounds import audit_curve, audit_independent, curve_claim
 from fedsim.trust.canaries import POOLS, Canaries, CanaryTask, coins
 from fedsim.uls import ULS
@@ -54,7 +52,7 @@ def audited(
     rng = np.random.default_rng(trial)
     included = coins(CANARIES, rng)
     group_size, rows = (4, 4) if algorithm is ULS else (2, 2 * POOLS)
-    plant = Canaries(CANARIES, 0, rows, 1.0, included, rng)
+    plant = Canaries(included, rows, 1.0)
     sizes = [rows] * (OTHERS + int(included.sum()))
     users = users_of_sizes(sizes)
     _, inner = mean_problem(rng, sizes, width=CANARIES)
@@ -83,19 +81,9 @@ def audited(
     epsilons = np.linspace(0, 2 * epsilon + 1, 100)
     deltas = accounting.privacy_curve([(claimed, steps)], epsilons)
     claim = curve_claim(epsilons, deltas)
-    scores = plant.gradient_scores()
+    scores = plant.scores()
     alone = audit_independent(scores, included, claim, DELTA, 0.05 * SHARP)
-    return audit_curve(scores, included, claim, DELTA, 0.95), alone
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.parametrize("epsilon", [1.0, 4.0])
-def test_a_training_that_is_right_is_not_refuted(epsilon):
-    found = [test for trial in range(3) for test in audited(epsilon, trial)]
-    assert not any(test.refuted for test in found)
-    assert all(test.could_refute for test in found)
-    assert min(test.epsilon for test in found) > 0  # the attack is not asleep
+    return audit_curve(scores, included, claim, 0.05), alone
 
 
 @pytest.mark.parametrize("epsilon", [1.0, 4.0])
@@ -135,26 +123,16 @@ def test_twenty_of_twenty(algorithm, epsilon):
         pairs = [audited(epsilon, t, noise=noise, algorithm=algorithm) for t in range(20)]
         curves, alone = zip(*pairs, strict=True)
         assert [sum(t.refuted for t in tests) for tests in (curves, alone)] == [refuted] * 2
+        assert all(t.could_refute for t in curves) and min(t.epsilon for t in alone) > 0
 
 
 def arguments(texts, run_dir, algorithm, **flags):
-    flags = {
-        **{
-            "data": texts,
-            "run-dir": run_dir,
-            "epsilon": 4,
-            "delta": 1e-6,
-            "num-steps": 3,
-            "batch_size": 60,
-        },
-        **{"max-length": 24, "seed": 3, "engine": "local", "gradient-canaries": 60},
-        **{"model": "micro"},
-        **{"text-canaries": 20, **flags},
-    }
-    return [
-        *("audit", algorithm),
-        *(str(x) for name, value in flags.items() for x in (f"--{name}", value)),
-    ]
+    flags = {"data": texts, "run-dir": run_dir, "epsilon": 4, "delta": 1e-6, "num-steps": 3} | {
+        "batch_size": 60, "max-length": 24, "seed": 3, "engine": "local", "model": "micro",
+        "gradient-canaries": 60, **flags,
+    }  # fmt: skip
+    words = [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
+    return ["audit", algorithm, *words]
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +151,15 @@ def run(args, capsys):
     return code, json.loads(capsys.readouterr().out)
 
 
+def with_noise(monkeypatch, algorithm, share):
+    """Train with a share of the noise."""
+
+    def with_less(grad_sum, *, noise_multiplier, **options):
+        return noisy_mean(grad_sum, noise_multiplier=share * noise_multiplier, **options)
+
+    monkeypatch.setattr(f"fedsim.{algorithm}.noisy_mean", with_less)
+
+
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_training_command_is_audited(texts, run_dir, capsys):
@@ -182,124 +169,57 @@ def test_a_training_command_is_audited(texts, run_dir, capsys):
     for file, section in (("config.json", "plan"), ("summary.json", None)):
         stored = json.loads((run_dir / file).read_text())
         purpose = (stored[section] if section else stored)["purpose"]
-        assert purpose == {"kind": "audit", "planted": {"gradient": 60, "text": 20}}
+        assert purpose == {"kind": "audit", "planted": {"gradient": 60}}
     assert found["gradient"]["independent"]["guesses"] == 60
-    assert {"not refuted"} == {*found["verdicts"].values()} and len(found["verdicts"]) == 4
+    assert {"not refuted"} == {*found["verdicts"].values()} and len(found["verdicts"]) == 3
     assert json.loads((run_dir / "audit.json").read_text()) == found
     code, checked = run(["verify", run_dir], capsys)  # what it made up is not kept
     verdicts = {each["promise"]: each["holds"] for each in checked["checks"]}
-    assert code == 0 and verdicts["data"] is verdicts["draws"] is None
-    assert all(
-        holds for promise, holds in verdicts.items() if promise not in ("data", "outside", "draws")
-    )
+    unseen = {promise for promise, holds in verdicts.items() if holds is None}
+    assert code == 0 and unseen == {"data", "outside", "draws"}
     with pytest.raises(SystemExit):
         main(["report", str(run_dir)])
     assert "an audit's run" in capsys.readouterr().err and not (run_dir / "report.html").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.ci
-def test_training_without_noise_is_seen_through(texts, run_dir, capsys):
-    flags = {
-        "epsilon": "inf",
-        "gradient-canaries": 150,
-        "batch_size": 120,
-        "model": "tiny",
-    }  # all are drawn, in the end
-    code, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
-    assert code == 0 and found["holds"] is None
-    assert found["gradient"]["curve"]["epsilon"] > 2
-
-
-@pytest.mark.slow
-def test_text_canaries_are_recognised_in_a_pretrained_model_with_adapters(
-    texts, tmp_path, run_dir, capsys
-):
-    """Of a model and a tokenizer that come from elsewhere; without noise nearly all are found."""
-    flags = {"model": make_model(tmp_path), "lora-rank": 8, "epsilon": "inf", "num-steps": 240}
-    flags |= {"optimizer": "adam", "learning-rate": 0.01, "strategy": "scan", "rows_per_pass": 1}
-    flags |= {"gradient-canaries": 0, "text-canaries": 60}
-    _, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
-    assert found["gradient"] is None and found["text"]["curve"]["epsilon"] > 1
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_refuted_claim_is_an_exit_code(texts, run_dir, capsys, monkeypatch):
-    monkeypatch.setattr(ULS, "event", weaker(ULS.event))
-    flags = {"epsilon": 0.05, "gradient-canaries": 150, "text-canaries": 0}
-    flags["batch_size"] = 120  # nearly all are drawn in three steps
-    code, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
-    assert code == 1 and found["holds"] is False and "THE CLAIM IS REFUTED" in found["verdict"]
-    assert found["verdicts"]["gradient canaries"] == "REFUTED"
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_claim_that_could_not_be_refuted_is_not_said_to_hold(texts, run_dir, capsys):
-    flags = {"gradient-canaries": 0, "text-canaries": 4, "strategy": "auto"}
-    code, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
-    assert code == 0 and found["holds"] is None
-    assert found["verdict"].endswith("INCONCLUSIVE: so few canaries could not refute it")
-
-
 NO, YES, FEW = (False, True), (True, True), (False, False)
 
 
-def result(epsilon, curve=NO, label=ADJACENCY["zero-out"], independent=None, noise=None, done=9):
-    """The content of audit.json; tests as (refuted, could refute)."""
+def result(curve=NO, independent=FEW, noise=False, done=9):
+    """The content of audit.json; tests by guesses as (refuted, could refute)."""
     numbers = {"correct": 5, "guesses": 9, "epsilon": 1.0, "noise_multiplier": 1.0, "claimed": 1.0}
 
     def test(outcome):
         return numbers | dict(zip(("refuted", "could_refute"), outcome, strict=True))
 
-    gradient = {"curve": test(curve)}
-    if independent is not None:
-        gradient["independent"] = test(independent)
     return {
-        **{"epsilon": epsilon, "epsilon_holds": label, "confidence": 0.95, "num_steps": 9},
-        **{"gradient": gradient, "text": None, "steps_done": done},
-        **({} if noise is None else {"noise": numbers | {"refuted": noise}}),
+        **{"epsilon": 4.0, "confidence": 0.95, "num_steps": 9, "steps_done": done},
+        **{"gradient": {"curve": test(curve), "independent": test(independent)}},
+        **{"noise": numbers | {"refuted": noise}},
     }
-
-
-@pytest.mark.parametrize(
-    "given, holds, verdict",
-    [
-        (result(4.0, YES), False, "at most 4.000 is claimed: THE CLAIM IS REFUTED, by: gradient"),
-        (result(6.0), True, "at most 6.000 is claimed: not refuted"),
-        (result(6.0, done=2), None, "at most 6.000 is claimed: INCONCLUSIVE: stopped after 2 of 9"),
-        (result(4.0, YES, done=2), False, "at most 4.000 is claimed: THE CLAIM IS REFUTED"),
-        (result(9.5, FEW), None, "at most 9.500 is claimed: INCONCLUSIVE: so few canaries"),
-        (result(9.5, FEW, noise=False), None, "at most 9.500 is claimed: INCONCLUSIVE: so few"),
-        (result(9.5, FEW, noise=True), False, "at most 9.500 is claimed: THE CLAIM IS REFUTED, by"),
-        (result("inf"), None, "no privacy is claimed"),
-        (result(9.5, FEW, independent=NO), True, "at most 9.500 is claimed: not refuted"),
-        (result(9.5, FEW, independent=YES), False, "at most 9.500 is claimed: THE CLAIM IS"),
-        (result(4.0, label="trial"), None, "nothing is claimed of epsilon = 4.000: a trial"),
-    ],
-)  # fmt: skip
-def test_a_verdict_is_about_what_is_claimed(given, holds, verdict):
-    found = judge(given)
-    assert found["holds"] is holds and found["verdict"].startswith(verdict)
-    said = sentence({**given, **found})
-    assert found["verdict"] in said and f"probability <= {found['error_probability']}." in said
-    assert all(f"{name}: {each}" in said for name, each in found["verdicts"].items())
 
 
 @pytest.mark.privacy
 @pytest.mark.parametrize(
-    "attacks, total",
+    "given, holds, verdict",
     [
-        ({"gradient": "curve independent", "text": "curve", "noise": "refuted"}, 0.101),
-        ({"gradient": "curve independent", "noise": "refuted"}, 0.051),
-        ({"text": "curve"}, 0.05),
+        (result(YES), False, "THE CLAIM IS REFUTED, by: gradient canaries"),
+        (result(), True, "not refuted"),
+        (result(done=2), None, "INCONCLUSIVE: stopped after 2 of 9"),
+        (result(YES, done=2), False, "THE CLAIM IS REFUTED"),
+        (result(FEW), None, "INCONCLUSIVE: so few canaries"),
+        (result(FEW, noise=True), False, "THE CLAIM IS REFUTED, by: length of the noise"),
+        (result(FEW, NO), True, "not refuted"),
+        (result(FEW, YES), False, "THE CLAIM IS REFUTED"),
     ],
 )
-def test_an_audit_says_how_often_all_its_tests_together_refute_a_claim_that_holds(attacks, total):
-    whole = {"gradient": None, "text": None, "noise": None, "confidence": 0.95}
-    whole |= {name: dict.fromkeys(tests.split(), {"": 0}) for name, tests in attacks.items()}
-    assert error_probability(whole) == total
+def test_a_verdict_is_about_what_is_claimed(given, holds, verdict):
+    found = judge(given)
+    assert found["holds"] is holds and found["error_probability"] == 0.051
+    assert found["verdict"].startswith(f"at most 4.000 is claimed: {verdict}")
+    said = sentence({**given, **found})
+    assert found["verdict"] in said and "probability <= 0.051." in said
+    assert all(f"{name}: {each}" in said for name, each in found["verdicts"].items())
 
 
 @pytest.mark.slow
@@ -310,60 +230,36 @@ def test_an_audit_says_how_often_all_its_tests_together_refute_a_claim_that_hold
 def test_the_command_with_its_own_canaries_refutes_a_tenth_of_the_noise_alone(
     algorithm, noise, holds, texts, run_dir, capsys, monkeypatch
 ):
-    def with_less(grad_sum, *, noise_multiplier, **options):
-        return noisy_mean(grad_sum, noise_multiplier=noise * noise_multiplier, **options)
-
-    monkeypatch.setattr(f"fedsim.{algorithm}.noisy_mean", with_less)
-    flags = {"epsilon": 1, "num-steps": 4, "batch_size": 260}
+    with_noise(monkeypatch, algorithm, noise)
+    flags = {"epsilon": 1, "num-steps": 4, "batch_size": 260, "gradient-canaries": 400}
     flags |= {"group-size": 3} if algorithm == "els" else {}
-    args = arguments(texts, run_dir, algorithm, **flags)
-    for name in ("--gradient-canaries", "--text-canaries"):
-        at = args.index(name)
-        del args[at : at + 2]
-    code, found = run(args, capsys)
-    assert found["planted"] == {"gradient": 400, "text": 100}
+    code, found = run(arguments(texts, run_dir, algorithm, **flags), capsys)
     assert (code, found["holds"]) == (0 if holds else 1, holds), found["verdict"]
 
 
+@pytest.mark.slow
+@pytest.mark.privacy
 @pytest.mark.parametrize(
     "flags, noise, code",
     [
-        pytest.param({}, 0.5, 1, marks=[pytest.mark.slow, pytest.mark.privacy]),
-        pytest.param({}, 0.9, 1, marks=[pytest.mark.slow, pytest.mark.privacy]),
-        pytest.param(
-            {"noise": "correlated", "bands": 3}, 1.0, 0, marks=[pytest.mark.slow]
-        ),
-        pytest.param(
-            {"clip-quantile": 0.5, "loss-bound": 5}, 1.0, 0, marks=[pytest.mark.slow]
-        ),
+        ({}, 0.5, 1),
+        ({}, 0.9, 1),
+        ({"noise": "correlated", "bands": 3}, 1.0, 0),
+        ({"clip-quantile": 0.5, "loss-bound": 5}, 1.0, 0),
     ],
-)  # fmt: skip
+)
 def test_noise_that_is_missing_shows_in_the_length_of_what_is_released(
     flags, noise, code, texts, run_dir, capsys, monkeypatch
 ):
-    def with_less(grad_sum, *, noise_multiplier, **options):
-        return noisy_mean(grad_sum, noise_multiplier=noise * noise_multiplier, **options)
-
-    monkeypatch.setattr("fedsim.uls.noisy_mean", with_less)
-    few = {"gradient-canaries": 10, "text-canaries": 0, "batch_size": 12}
-    args = arguments(texts, run_dir, "uls", **few, **flags)
-    given, found = run(args, capsys)
+    with_noise(monkeypatch, "uls", noise)
+    few = {"gradient-canaries": 10, "batch_size": 12}
+    given, found = run(arguments(texts, run_dir, "uls", **few, **flags), capsys)
     sigma = found["noise_multiplier"]
     assert given == code and found["noise"]["refuted"] is bool(code)
     assert found["noise"]["claimed"] == sigma
     assert noise * sigma < found["noise"]["noise_multiplier"] < 1.1 * noise * sigma
     if code:
         assert found["verdict"].endswith("THE CLAIM IS REFUTED, by: length of the noise")
-
-
-def weaker(event):
-    """Accounts a thousandth of the sampling probability: far less noise for the same claim."""
-
-    def of(self, noise_multiplier):
-        found = event(self, noise_multiplier)
-        return type(found)(found.noise_multiplier, found.sampling_prob / 1000, 1)
-
-    return of
 
 
 def test_texts_with_several_owners_are_not_audited(chat, run_dir, capsys):  # noqa: F811
@@ -375,7 +271,11 @@ def test_texts_with_several_owners_are_not_audited(chat, run_dir, capsys):  # no
 
 @pytest.mark.parametrize(
     "algorithm, flags, said",
-    [("uls", ["--resume"], "resume=True: expected a new run"), ("els", [], "group_size=None")],
+    [
+        ("uls", ["--resume"], "resume=True: expected a new run"),
+        ("uls", ["--epsilon", "inf"], "epsilon=inf: expected a finite one"),
+        ("els", [], "group_size=None"),
+    ],
 )
 def test_what_is_not_attacked_is_refused(algorithm, flags, said, texts, run_dir, capsys):
     with pytest.raises(SystemExit) as stop:

@@ -31,7 +31,7 @@ SPEAKING, CHATS_OF_EACH = 100, 8
 
 
 def attacked(method, task, plant, epsilon):
-    """The attack on steps with the noise that their event asks for: `CurveBound`."""
+    """The attack on steps with the noise that their event asks for: `GuessBound`."""
     sigma = accounting.calibrate_noise(
         method.event, epsilon=epsilon, delta=DELTA, num_steps=STEPS, before=[]
     )
@@ -44,7 +44,7 @@ def attacked(method, task, plant, epsilon):
     claim = curve_claim(
         epsilons, accounting.privacy_curve([(method.event(sigma), STEPS)], epsilons)
     )
-    return audit_curve(plant.gradient_scores(), plant.included, claim, DELTA, 0.95)
+    return audit_curve(plant.scores(), plant.included, claim, 0.05)
 
 
 def audited_chats(algorithm, tmp_path, epsilon=2.0):
@@ -54,7 +54,7 @@ def audited_chats(algorithm, tmp_path, epsilon=2.0):
     row does is told by the untrained tokens of the data set that was built.
     """
     rng = np.random.default_rng(0)
-    plant = Canaries(SPEAKING, 0, GROUP_SIZE, 1.0, coins(SPEAKING, rng), rng)
+    plant = Canaries(coins(SPEAKING, rng), GROUP_SIZE, 1.0)
     rows = [
         [
             {"role": "user", "name": f"canary {i}", "content": f"[{i}]" if there else ""},
@@ -88,7 +88,7 @@ def audited_chats(algorithm, tmp_path, epsilon=2.0):
 @pytest.mark.privacy
 def test_canaries_in_the_context_of_others_are_below_the_claim(tmp_path):
     found = audited_chats(Algorithm.ELS, tmp_path)
-    assert not found.refuted and found.could_refute and found.epsilon > 0
+    assert not found.refuted and found.could_refute and found.correct > SPEAKING / 2
 
 
 @pytest.mark.privacy

@@ -73,18 +73,10 @@ def test_the_claim_is_what_the_ledger_says(trained, tmp_path, capsys):
     assert math.exp(summary["epsilon"]) <= factor < math.exp(summary["epsilon"]) + 0.02
 
 
-def test_nothing_says_where_the_ledger_of_the_data_is(trained, tmp_path, capsys):
-    shutil.copytree(trained / "private", tmp_path / "copy")
-    receipt = tmp_path / "copy" / "budget.json"
-    place = json.loads(receipt.read_text())["ledger"]
-    _, text, page = read(capsys, tmp_path / "copy", tmp_path / "whole")
-    assert "in the ledger of the data |" in text
-    elsewhere = {**json.loads(receipt.read_text()), "ledger": str(tmp_path / "gone")}
-    receipt.write_text(json.dumps(elsewhere))
-    _, *gone = read(capsys, tmp_path / "copy", tmp_path / "lost")
-    assert "which budget.json names, is not here" in gone[0]
-    for each in (text, page, *gone):
-        assert place not in each and str(tmp_path / "gone") not in each
+def test_a_report_names_no_place_of_this_machine(trained, tmp_path, capsys):
+    _, *texts = read(capsys, trained / "private", tmp_path)
+    for text in texts:
+        assert str(trained) not in text and "texts.parquet" not in text
 
 
 def test_a_report_says_what_is_not_covered_and_shows_no_key(trained, tmp_path, capsys):
@@ -98,7 +90,7 @@ def test_a_report_says_what_is_not_covered_and_shows_no_key(trained, tmp_path, c
 def test_no_noise_makes_no_claim(trained, tmp_path, capsys):
     found, text, page = read(capsys, trained / "open", tmp_path)
     assert found["epsilon"] == "inf" and "no privacy is claimed for anyone" in found["claim"]
-    assert "<img" not in page
+    assert "<img" not in page and "fedsim account" not in text
 
 
 def test_a_seeded_run_makes_no_claim(trained, tmp_path, capsys):
