@@ -244,12 +244,6 @@ class BudgetLedger:
             make_directory(place)
             place.chmod(0o770 if self._mode == SHARED else 0o700)
 
-    @property
-    def hides_users(self) -> bool:
-        """True if a run promises to hide who its users are: then no number that follows from whom
-        it read, such as the cost of all runs of somebody, may be published."""
-        return any(entry.adjacency == ADD_OR_REMOVE for entry in self.entries.values())
-
     def users_of(self, name: str) -> np.ndarray:
         """Load the fingerprints with this name.
 

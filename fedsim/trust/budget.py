@@ -132,7 +132,7 @@ def _row(charge: RunCost, num_users: int, delta: float) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """The runs as a text table; a star marks what is no guarantee."""
-    rows = [HEAD]
+    rows: list[tuple[str, ...]] = [HEAD]
     for each in result["runs"]:
         releases = "-" if each["releases"] is None else f"{each['releases']:,}"
         epsilon = _shown(each["epsilon"]) + ("" if each["guarantee"] else "*")

@@ -56,6 +56,6 @@ def test_a_budget_without_bound_names_the_runs_that_made_it_so_and_what_to_do():
     assert lines[0].startswith(total)
     reasons = f"trial ({Fact.KNOWN_SEED.text}), free (without noise)"
     assert f"no guarantee: {reasons}. This is permanent" in lines[0]
-    assert "--budget-ledger" in lines[0] and lines[-1] == "* no guarantee"
+    assert "budget_ledger" in lines[0] and lines[-1] == "* no guarantee"
     rows = table({"runs": [RUN, seeded, free]}).splitlines()[1:]
     assert [row.split()[-1] for row in rows] == ["1.0", "1.0*", "inf*"]
