@@ -42,7 +42,6 @@ import numpy as np
 import pyarrow as pa
 
 from fedsim.accounting import Event, of_words, to_words
-from fedsim.config import ADD_OR_REMOVE
 from fedsim.data import user_ids
 from fedsim.errors import ConfigError, FileDamaged, expect
 from fedsim.files import (
