@@ -6,11 +6,7 @@ from .engine import EngineError as EngineError, Task as Task
 from .errors import ConfigError as ConfigError, DataError as DataError, FedsimError as FedsimError
 from .keys import SecretKey as SecretKey
 from .library import (
-    AuditResult as AuditResult,
-    MechanismSettings as MechanismSettings,
-    Recommendation as Recommendation,
     Run as Run,
-    RunSettings as RunSettings,
     TrainSettings as TrainSettings,
     audit as audit,
     load as load,

@@ -182,9 +182,15 @@ SAMPLING = (
         (Patch(ORDERS, "keys_of", as_floats),),
     ),
     Mistake(
-        "ids of several parts cast to the type of the first",
-        "library/test_tables.py::test_an_id_keeps_its_zeros_after_parts_with_numbers",
-        (Patch("fedsim.library.tables", "_as_texts", lambda _right, owners, ids: owners),),
+        "ids of several types made texts",
+        "library/test_tables.py::test_an_id_is_nobody_elses",
+        (
+            Patch(
+                "fedsim.library.tables",
+                "_array",
+                lambda array, field, name, values: array(field, name, [*map(str, values)]),
+            ),
+        ),
     ),
     Mistake(
         "padding that holds somebody's row",

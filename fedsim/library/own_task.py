@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,61 +14,31 @@ from flax import linen as nn
 from flax.core import tracers
 
 from fedsim.config import RunConfig
-from fedsim.data import SPLITS, Dataset, user_ids
+from fedsim.data import SPLITS, Dataset, is_string, user_ids
 from fedsim.engine import Batch, Params, Task, WrappedTask, read_rows
-from fedsim.errors import ConfigError, DataError, FileDamaged, expect
-from fedsim.library.tables import is_missing
+from fedsim.errors import DataError, FileDamaged, expect
 
 ROWS = 4096
 """Rows that are read at a time to compute a fingerprint."""
 
 
-def owner_ids(split: str, owners: Sequence[Any], note: Callable[[str], None]) -> np.ndarray:
-    """Normalise the owners of rows by the rules for files; see `user_ids`.
+def owner_ids(split: str, owners: Sequence[Any]) -> np.ndarray:
+    """Normalise the owners of rows, [rows], by the rules for files; see `user_ids`.
 
-    Args:
-      owners: [rows], of any kind.
-      note: receives messages on ids that were normalised.
-
-    Returns:
-      The ids, [rows].
-
-    Raises:
-      DataError: a row has no owner, or an owner may have been rounded.
+    Raises: DataError: a row has no owner, or owners are of another type or of several.
     """
-    names = np.asarray(owners)
-    expect("data", f"{split} of shape {names.shape}", names.ndim == 1, "an owner for each row")
-    expect("data", f"{split} with 0 rows", len(names) > 0, "an owner for each row")
-    if names.dtype.kind in "iu":
-        return names  # integers need no rules
-    tally: Counter[str] = Counter()
-    column = _as_column(split, names)
-    ids = user_ids.as_ids(column, f"owners of {split}", range(len(names)), tally)
+    expected = "an owner for each row, all texts or all whole numbers"
+    try:
+        ids = pa.array(owners, from_pandas=True)
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        raise DataError.of("data", split, expected) from None
+    if is_string(ids.type):
+        ids = user_ids.as_ids(ids, f"owners of {split}", range(len(ids)), Counter())
+    elif not pa.types.is_integer(ids.type):
+        raise DataError.of("data", f"{split} with owners of type {ids.type}", expected)
     if ids.null_count:
-        row = 1 + ids.is_null().to_numpy(zero_copy_only=False).argmax()
-        line = f"data={split}: row {row} has no owner, expected one for each row"
-        raise DataError(line, field="data")
-    number, examples = user_ids.look_alikes(ids.unique())
-    messages = user_ids.summary_lines(tally)
-    if number:
-        messages.append(user_ids.lookalike_warning(number, examples))
-    for line in messages:
-        note(line)
+        raise DataError.of("data", f"{split} with {ids.null_count} rows without owner", expected)
     return np.asarray(ids.to_pylist())
-
-
-def _as_column(split: str, names: np.ndarray) -> pa.Array:
-    """The owners as floats or texts, with null for a missing owner."""
-    if names.dtype.kind == "f":
-        return pa.array(names)  # the width shows which ids may have been rounded
-    given = [None if is_missing(each) else each for each in names.tolist()]
-    kinds = {type(each) for each in given if each is not None}
-    if kinds == {float}:
-        return pa.array(given, pa.float64())
-    if any(issubclass(kind, float | np.floating) for kind in kinds):
-        names_of_kinds = " and ".join(sorted(kind.__name__ for kind in kinds))
-        raise DataError.of("data", split, f"owners of one kind, got {names_of_kinds}")
-    return pa.array([None if each is None else str(each) for each in given], pa.string())
 
 
 class OwnedRows:
@@ -80,18 +50,13 @@ class OwnedRows:
       order: int64 [num_examples]; the task's number of the row at each position.
     """
 
-    def __init__(self, task: Task, split: str, owners: Sequence[Any] | np.ndarray):
-        """Sort the rows.
-
-        Args:
-          owners: the id of each row's owner, [rows]; see `owner_ids`.
-        """
-        names = np.asarray(owners)
-        unique, codes, counts = np.unique(names, return_inverse=True, return_counts=True)
+    def __init__(self, task: Task, split: str, owners: np.ndarray):
+        """Sort the rows. Args: owners: the id of each row's owner, [rows]; see `owner_ids`."""
+        unique, codes, counts = np.unique(owners, return_inverse=True, return_counts=True)
         self._task, self._split, self._names = task, split, unique
         self.order = np.argsort(codes, kind="stable")
         self.offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        self.num_users, self.num_examples = len(unique), len(names)
+        self.num_users, self.num_examples = len(unique), len(owners)
         self.fingerprint = self._digest()
         self.metadata: dict[str, Any] = {}
 
@@ -149,7 +114,7 @@ class OwnedTask(WrappedTask):
 
 @dataclasses.dataclass
 class OwnTask:
-    """Source of data and initial parameters for a custom task; see `training.open.Source`.
+    """Source of data and initial parameters for a custom task; see `training.open.CustomTask`.
 
     Attributes:
       task: the model.
@@ -159,36 +124,21 @@ class OwnTask:
     task: Task
     owners: Sequence[Any] | Mapping[str, Sequence[Any]]
 
-    def __post_init__(self) -> None:
-        for name in ("init", "read", "losses", "nats", "describe"):
-            if not callable(getattr(self.task, name, None)):
-                kind = type(self.task).__name__
-                raise ConfigError.of("task", kind, f"a subclass of fedsim.Task with {name}()")
-
-    def data(self, note: Callable[[str], None]) -> Dataset:
+    def data(self) -> Dataset:
         """The rows of all splits, as users' examples.
 
-        Args:
-          note: receives messages on ids that were normalised.
-
-        Raises:
-          DataError: there is no split train, an unknown split, or a user of train in eval_users.
+        Raises: DataError: there is no split train, an unknown split, or a user of train in
+          eval_users.
         """
         owners = self.owners if isinstance(self.owners, Mapping) else {"train": self.owners}
-        for split in owners:
-            if split not in SPLITS:
-                raise DataError.of("data", split, f"one of the splits {', '.join(SPLITS)}")
-        if "train" not in owners:
-            raise DataError.of("data", ", ".join(owners), "the split train")
-        ids = {split: owner_ids(split, each, note) for split, each in owners.items()}
+        if "train" not in owners or not owners.keys() <= set(SPLITS):
+            expected = f"owners of the split train, and of others of {', '.join(SPLITS)}"
+            raise DataError.of("data", ", ".join(map(str, owners)), expected)
+        ids = {split: owner_ids(split, each) for split, each in owners.items()}
         both = np.intersect1d(ids["train"], ids.get("eval_users", ids["train"][:0]))
         if len(both):
-            raise DataError.of(
-                "data",
-                f"eval_users with the owner {both[0]}",
-                "owners of no row of train, since what is computed of them is not protected "
-                f"({len(both)} are in both)",
-            )
+            expected = "owners of no row of train, since what is computed of them is not protected"
+            raise DataError.of("data", f"eval_users with the owner {both[0]}", expected)
         stores = {split: OwnedRows(self.task, split, each) for split, each in ids.items()}
         return Dataset(**stores)  # type: ignore[arg-type]
 
@@ -208,18 +158,14 @@ def expect_known_ids(task: Task, params: Params, split: str, order: np.ndarray) 
     """Raise DataError if the model looks up an id of a row that is not in an `nn.Embed`'s table.
 
     JAX counts some such ids from the end and takes nan for others. All rows are read; of the model,
-    only what its ids depend on is computed.
-
-    Args:
-      order: the rows to read, int [rows].
+    only what its ids depend on is computed. Args: order: the rows to read, int [rows].
     """
-    frozen = () if task.frozen is None else (task.frozen,)
 
-    def is_unknown(row: Any, params: Params, *frozen: Any) -> jax.Array | None:
-        """True if an id of the row is in no table; None if the model looks up nothing."""
-        found, here = [], tracers.current_trace()
+    @jax.jit
+    def has_unknown(batch: Batch, params: Params, *frozen: Any) -> jax.Array:
+        found, here = [jnp.array(False)], tracers.current_trace()
 
-        def seen(next_fun, args, kwargs, context):
+        def seen(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
             module, is_call = context.module, context.method_name == "__call__"
             # Inside of a loop or of remat, a tracer would leak; there, nothing is checked.
             if isinstance(module, nn.Embed) and is_call and tracers.current_trace() == here:
@@ -228,26 +174,18 @@ def expect_known_ids(task: Task, params: Params, split: str, order: np.ndarray) 
             return next_fun(*args, **kwargs)
 
         with nn.intercept_methods(seen):
-            task.losses(params, jax.tree.map(lambda leaf: leaf[None], row), *frozen)
-        return jnp.stack(found).any() if found else None
+            task.losses(params, batch, *frozen)
+        return jnp.stack(found).any()
 
-    axes = (0, *[None] * (1 + len(frozen)))
-    are_unknown = jax.jit(jax.vmap(is_unknown, axes))
+    frozen = () if task.frozen is None else (task.frozen,)
     for low in range(0, len(order), ROWS):
-        rows = order[low : low + ROWS]
-        unknown = are_unknown(read_rows(task, split, rows), params, *frozen)
-        if unknown is None:
-            return
-        if np.any(unknown):
-            row = rows[np.argmax(unknown)]
+        if has_unknown(read_rows(task, split, order[low : low + ROWS]), params, *frozen):
             expected = "ids that are >= 0 and below num_embeddings of their nn.Embed"
-            raise DataError.of("data", f"{split} with an unknown id in row {row}", expected)
+            raise DataError.of("data", f"{split} with an unknown id", expected)
 
 
 def _float32(leaf: Any) -> np.ndarray:
     leaf = np.asarray(leaf)
-    holds = np.issubdtype(leaf.dtype, np.floating)
-    expect("task", f"init() with {leaf.dtype}", holds, "parameters that are numbers, float32")
-    finite = bool(np.isfinite(leaf).all())
-    expect("task", "init() with nan or infinity", finite, "parameters that are finite")
+    holds = np.issubdtype(leaf.dtype, np.floating) and bool(np.isfinite(leaf).all())
+    expect("task", f"init() with {leaf.dtype}", holds, "parameters that are finite floats")
     return leaf.astype(np.float32)

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, Required, TypedDict, Unpack
 
 from fedsim.config import (
     Algorithm,
@@ -16,6 +16,7 @@ from fedsim.config import (
     Sampling,
     SamplingName,
     computed_by,
+    config_of,
     configs_of,
 )
 from fedsim.engine import Task, set_threads
@@ -34,6 +35,9 @@ from fedsim.run import (
 )
 from fedsim.training import Callback
 from fedsim.trust import Check
+
+COLUMNS = {"user": "user_column", "text": "text_column", "messages": "messages_column"}
+"""Arguments of `train` that stand for a longer flag."""
 
 
 def load(run_dir: str | Path) -> "Run":
@@ -188,30 +192,24 @@ class Run:
         prompt: str = "",
         *,
         num_tokens: int = 64,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
         seed: int = 0,
         plain: bool = False,
+        **sampling: float,
     ) -> str:
         """Text that the model writes after a prompt.
 
         Args:
           prompt: the beginning of the text; for a model with a chat template, what the user says.
           num_tokens: largest number of tokens to write.
-          temperature: divides the logits; 0 always takes the likeliest token.
-          top_k: number of likeliest tokens to draw from; 0: all.
-          top_p: draw from the fewest likeliest tokens that have this probability together.
-          min_p: draw from tokens at least this many times as likely as the likeliest.
           seed: of the draw.
           plain: continue the prompt although there is a chat template.
+          sampling: temperature, top_k, top_p and min_p, as flags of `fedsim generate`.
         """
         from fedsim.generate import generate_text
 
-        how = Sampling(temperature, top_k, top_p, min_p)
-        drawn = {"num_tokens": num_tokens, "how": how, "seed": seed}
-        return generate_text(str(self.run_dir), prompt, **drawn, plain=plain)["text"]
+        how = config_of(Sampling, sampling)
+        drawn = {"num_tokens": num_tokens, "how": how, "seed": seed, "plain": plain}
+        return generate_text(str(self.run_dir), prompt, **drawn)["text"]
 
     def to_hf(self, out: str | Path) -> Path:
         """Write the model as a Hugging Face directory, adapters merged; returns the directory."""
@@ -226,9 +224,33 @@ class Run:
         return Path(export(str(self.run_dir), out, adapter=True)["out"])
 
 
-class RunSettings(TypedDict, total=False):
-    """Settings that do not change the guarantee, by the names of their flags; see `RunConfig`."""
+class TrainSettings(TypedDict, total=False):
+    """Keyword arguments of `train`: flags of `fedsim train`, which `PrivacyConfig` and `RunConfig`
+    describe, and user, text and messages for the flags that name columns."""
 
+    epsilon: Required[float]
+    num_steps: Required[int]
+    run_dir: str | Path | None
+    user: str | None
+    text: str | None
+    messages: str | None
+    batch_size: int
+    delta: float | None
+    clipping: Literal["normalised", "plain"]
+    max_shared_groups: int
+    sampling: SamplingName | None
+    participations: int | None
+    noise: Literal["independent", "correlated"]
+    bands: int | None
+    adjacency: Literal["zero-out", "add-or-remove"]
+    group_size: int | None
+    clip_norm: float
+    group_size_epsilon: float | None
+    clip_quantile: float | None
+    loss_bound: float | None
+    eval_epsilon: float | None
+    eval_loss_bound: float | None
+    tuned_on_data: str
     user_column: str | None
     text_column: str | None
     tokenizer: str | None
@@ -273,44 +295,10 @@ class RunSettings(TypedDict, total=False):
     limit_epsilon: float | None
 
 
-class MechanismSettings(RunSettings, total=False):
-    """And the settings that `recommend` compares algorithms by."""
-
-    batch_size: int
-    delta: float | None
-    clipping: Literal["normalised", "plain"]
-    max_shared_groups: int
-    sampling: SamplingName | None
-    participations: int | None
-    noise: Literal["independent", "correlated"]
-    bands: int | None
-
-
-class TrainSettings(MechanismSettings, total=False):
-    """Flags of `fedsim train` that `train` takes by name; `PrivacyConfig` and `RunConfig` describe
-    them."""
-
-    adjacency: Literal["zero-out", "add-or-remove"]
-    group_size: int | None
-    clip_norm: float
-    group_size_epsilon: float | None
-    clip_quantile: float | None
-    loss_bound: float | None
-    eval_epsilon: float | None
-    eval_loss_bound: float | None
-    tuned_on_data: str
-
-
 def train(
     algorithm: str,
     data: Any,
     *,
-    epsilon: float,
-    num_steps: int,
-    run_dir: str | Path | None = None,
-    user: str | None = None,
-    text: str | None = None,
-    messages: str | None = None,
     task: Task | None = None,
     callbacks: Sequence[Callback] = (),
     **settings: Unpack[TrainSettings],
@@ -322,22 +310,19 @@ def train(
 
     Args:
       algorithm: "els" samples and clips examples, "uls" samples and clips users.
-      data: a pandas or polars DataFrame, a Hugging Face `Dataset` or `IterableDataset`, an Arrow
-        table, dicts (a list or an iterator), a file or a pattern of files, a directory made by
-        `fedsim data build`, hf:NAME, or pydocs. With `task`: the owner of each row, [rows], or a
-        dict of that for the splits train, eval_users, eval_examples and test.
-      epsilon: the target; math.inf trains without noise, and is not private.
-      num_steps: T, the number of steps.
-      run_dir: directory of the run. Default: a new one in runs/.
-      user: column with the user of a row, or with a list of the users who own it together. Default:
-        user_id.
-      text: column with the text. Default: text.
-      messages: column with chats, lists of {"role": ..., "content": ...}, instead of texts.
+      data: a pandas or polars DataFrame, a Hugging Face `Dataset`, an Arrow table, a list of dicts,
+        a dict of lists, a file or a pattern of files, a directory made by `fedsim data build`,
+        hf:NAME, or pydocs. With `task`: the owner of each row, [rows], or a dict of that for the
+        splits train, eval_users, eval_examples and test.
       task: your own model, instead of a language model.
       callbacks: called at the start and end of the run, and after its steps, evaluations and
         checkpoints; see `Callback`.
-      settings: other flags of `fedsim train`, with underscores: batch_size, group_size, model,
-        lora_rank, engine, seed, resume, ...
+      settings: epsilon: the target; math.inf trains without noise, and is not private. num_steps:
+        T, the number of steps. run_dir: directory of the run; default: a new one in runs/. user:
+        column with the user of a row, or with a list of the users who own it together; default:
+        user_id. text: column with the text; default: text. messages: column with chats, lists of
+        {"role": ..., "content": ...}, instead of texts. Other flags of `fedsim train`, with
+        underscores: batch_size, group_size, model, lora_rank, engine, seed, resume, ...
 
     Returns:
       The run, finished or stopped by a signal.
@@ -350,20 +335,20 @@ def train(
         expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
         fits = all(isinstance(callback, Callback) for callback in callbacks)
         expect("callbacks", callbacks, fits, "objects of subclasses of fedsim.Callback")
-        given: dict[str, Any] = {"epsilon": epsilon, "num_steps": num_steps, **settings}
-        given["run_dir"] = directory_of(run_dir, algorithm, settings)
         custom = None
         if task is None:
-            privacy, run = configs_for(data, given, user, text, messages)
+            privacy, run = configs_for(data, settings, algorithm)
         else:
-            columns = columns_of(settings, user, text, messages)
-            for field in ("model", "tokenizer", "max_length", *columns):
-                value = {**settings, **columns}.get(field)
-                expect(field, value, value is None, "nothing beside task")
+            is_task = callable(getattr(task, "losses", None))
+            expect("task", type(task).__name__, is_task, "an object of a subclass of fedsim.Task")
+            for name in (*COLUMNS, *COLUMNS.values(), "model", "tokenizer", "max_length"):
+                expect(name, settings.get(name), settings.get(name) is None, "nothing beside task")
             custom = OwnTask(task, data)
             name = task.describe().get("task", type(task).__qualname__)
-            given |= {"data": f"{name} (rows of its own)", "model": f"{name} (a task)"}
-            privacy, run = configs_of(given)
+            model = {"model": f"{name} (a task)"}
+            privacy, run = configs_for(
+                f"{name} (rows of its own)", {**settings, **model}, algorithm
+            )
         set_threads(run.engine)
         from fedsim.training import train as train_run  # imports JAX, which reads the threads
 
@@ -375,25 +360,13 @@ def train(
         return Run(run.run_dir)
 
 
-def directory_of(run_dir: str | Path | None, name: str, settings: Mapping[str, Any]) -> Path:
-    """The directory of a run. Default: one in runs/ that is named for this second."""
-    new = not settings.get("resume")
-    expect("run_dir", run_dir, new or run_dir is not None, "the directory of the run to resume")
-    return Path(run_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-
-
 def configs_for(
-    data: Any, settings: Mapping[str, Any], user: Any, text: Any, messages: Any
+    data: Any, settings: Mapping[str, Any], name: str
 ) -> tuple[PrivacyConfig, RunConfig]:
-    """The configs of a training on data, whose columns the last arguments name for short."""
-    columns = columns_of(settings, user, text, messages)
-    return configs_of({**settings, "data": source_of(data, **columns), **columns})
-
-
-def columns_of(settings: Mapping[str, Any], user: Any, text: Any, messages: Any) -> dict[str, Any]:
-    """The settings that name columns, of which the arguments of `train` are short forms."""
-    columns = {"user_column": user, "text_column": text, "messages_column": messages}
-    given = {n: settings.get(n) if column is None else column for n, column in columns.items()}
-    # Columns of a DataFrame without names are numbered.
-    named = {n: str(column) if type(column) is int else column for n, column in given.items()}
-    return {name: column for name, column in named.items() if column is not None}
+    """The configs of a training. Without run_dir, it is one in runs/ of this name and second."""
+    settings = {COLUMNS.get(field, field): value for field, value in settings.items()}
+    columns = {n: settings[n] for n in COLUMNS.values() if settings.get(n) is not None}
+    if settings.get("run_dir") is None:
+        expect("run_dir", None, not settings.get("resume"), "the directory of the run to resume")
+        settings["run_dir"] = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return configs_of({**settings, "data": source_of(data, **columns)})

@@ -5,7 +5,7 @@ Checks come in the order of the time they take, and nothing is written before al
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from typing import Any, Protocol
@@ -62,7 +62,7 @@ class Purpose(StrEnum):
 class CustomTask(Protocol):
     """Data, task and first parameters of a run, in place of those that its settings name."""
 
-    def data(self, note: Callable[[str], None]) -> Dataset:
+    def data(self) -> Dataset:
         """The data to train on."""
         ...
 
@@ -211,7 +211,7 @@ def open_run(
         if stored:
             stack.enter_context(directory.lock(run.run_dir))
         if custom is not None:
-            data = custom.data(console.note)
+            data = custom.data()
         else:
             data = load_data(run.data, model, console.note)
         if stored:

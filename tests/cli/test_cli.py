@@ -158,6 +158,15 @@ def test_calibrate_meets_its_target(capsys):
         assert (json.loads(out)["epsilon"] <= 2) == holds
 
 
+@pytest.mark.parametrize(("holds", "code"), [(False, 1), (None, 0)])
+def test_an_audit_that_refutes_says_so_with_its_exit_code(holds, code, monkeypatch, capsys):
+    result = {"steps_done": 1, "num_steps": 2, "holds": holds}
+    monkeypatch.setattr("fedsim.trust.audit", lambda *_: result)
+    monkeypatch.setattr("fedsim.engine.set_threads", lambda _: None)
+    words = ["audit", "uls", "--data", "pydocs", "--epsilon", "1", "--num-steps", "2"]
+    assert run(*words, "--run-dir", "x", "--json", capsys=capsys)[0] == code
+
+
 @pytest.mark.parametrize("wanted", ["num_steps", "noise_multiplier"])
 def test_calibrate_finds_whichever_of_two_is_not_given(wanted, capsys):
     given = {"num_steps": 200, "sampling_prob": 0.01, "noise_multiplier": 1.5}

@@ -1,7 +1,5 @@
 """A model of one's own: trained by both algorithms, and every user's rows stay their own."""
 
-from uuid import UUID
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,7 @@ import fedsim
 from fedsim.clipping import Clip
 from fedsim.engine.worker import LocalEngine
 from fedsim.errors import FileDamaged
-from fedsim.library.own_task import OwnedRows, OwnedTask, OwnTask, expect_known_ids, owner_ids
+from fedsim.library.own_task import OwnedRows, OwnedTask, expect_known_ids, owner_ids
 
 SETTINGS = {"epsilon": 8, "num_steps": 6, "batch_size": 40, "optimizer": "momentum", "seed": 1}
 SETTINGS |= {"learning_rate": 0.5, "strategy": "scan", "rows_per_pass": 2, "delta": 1e-3}
@@ -110,19 +108,11 @@ def test_rows_are_sorted_by_owner_and_found_again(task):
 @pytest.mark.privacy
 def test_an_owner_is_the_same_one_whatever_column_it_comes_from(task):
     """Who is two users to the ledger of the data has twice the limit."""
-    told = []
-    ids = [
-        OwnedRows(task, "train", owner_ids("train", owners, told.append)).user_ids()
-        for owners in ([7, 7, 8], [7.0, 7.0, 8.0], [" 7", "7.0", "8"])
-    ]
-    assert ids[0] == ids[1] == ids[2] == ["7", "8"]
-    many = [np.array([2**64 - 1, 2**63], np.uint64), [2**70, 2**70 + 1], [UUID(int=1), UUID(int=2)]]
-    for owners in (*many, np.array([1, "a"], object)):
-        store = OwnedRows(task, "train", owner_ids("train", owners, told.append))
-        assert sorted(store.user_ids()) == sorted(map(str, list(owners)))
-    assert any("7.0, which is 7" in line for line in told) and any("white" in line for line in told)
-    owner_ids("train", ["Ann", "ann"], told.append)
-    assert "'Ann' and 'ann'" in told[-1] and "a user each" in told[-1]
+    for owners in ([7, 7, 8], np.array([7, 7, 8], np.uint8), [" 7", "7.0", "8"]):
+        assert OwnedRows(task, "train", owner_ids("train", owners)).user_ids() == ["7", "8"]
+    many = np.array([2**64 - 1, 2**63], np.uint64)
+    store = OwnedRows(task, "train", owner_ids("train", many))
+    assert store.user_ids() == [str(2**63), str(2**64 - 1)]
 
 
 @pytest.mark.parametrize("strategy", ["scan:2", "direct:16"])
@@ -146,29 +136,22 @@ def test_a_users_rows_reach_no_one_elses_unit_through_padding(task, strategy):
 
 
 @pytest.mark.parametrize(
-    "owners, message",
+    "owners, what",
     [
-        ({"eval_users": [1, 2]}, "data=eval_users: expected the split train"),
-        ({"train": [1], "dev": [1]}, "data=dev: expected one of the splits train"),
-        ([[1, 2], [3, 4]], r"data=train of shape \(2, 2\): expected an owner for each row"),
-        ([], "data=train with 0 rows: expected an owner"),
-        ([1.0, np.nan], "data=train: row 2 has no owner"),
-        (["a", "NA"], "data=train: row 2 has no owner"),
-        ([0.5, 1.0], "owners of train: expected text or whole numbers, got 0.5 in row 1"),
-        (
-            np.array([1.5, "a"], object),
-            "data=train: expected owners of one kind, got float and str",
-        ),
-        (pd.array(["a", None], "string"), "data=train: row 2 has no owner"),
-        (np.array([2.0**24 + 2, 1], np.float32), "owners of train: expected .* got 16777218"),
-        (
-            {"train": [7, 8], "eval_users": [9.0, 7.0]},
-            "data=eval_users with the owner 7: expected owners of no row of train",
-        ),
+        ({"eval_users": [1, 2]}, "data=eval_users"),
+        ({"train": [1], "dev": [1]}, "data=train, dev"),
+        (np.array([[1, 2], [3, 4]]), "data=train"),
+        ([], "data=train with owners of type null"),
+        ([1.0, 2.0], "data=train with owners of type double"),
+        ([2**70, 1], "data=train"),
+        ([7, "7"], "data=train"),
+        (["a", "NA"], "data=train with 1 rows without owner"),
+        (pd.array(["a", None], "string"), "data=train with 1 rows without owner"),
+        ({"train": [7, 8], "eval_users": ["9", "7"]}, "data=eval_users with the owner 7"),
     ],
 )
-def test_owners_that_are_none_are_named(owners, message, task, run_dir):
-    with pytest.raises(fedsim.ConfigError, match=f"^{message}"):
+def test_owners_that_are_none_are_named(owners, what, task, run_dir):
+    with refuses(what):
         fedsim.train("uls", owners, task=task, run_dir=run_dir, engine="local", **SETTINGS)
     assert not run_dir.exists()
 
@@ -192,7 +175,7 @@ def test_an_id_that_is_in_no_table_is_refused_before_anything_is_computed(
     monkeypatch.setattr("fedsim.engine.worker.LocalEngine", None)
     own = Lookups(task.x, task.y)
     own.y["train"][17] = wrong
-    with refuses("data=train with an unknown id in row 17", says="below num_embeddings"):
+    with refuses("data=train with an unknown id", says="below num_embeddings"):
         settings = {**SETTINGS, "strategy": strategy, "engine": "local", "group_size": 4}
         fedsim.train("uls", owners, task=own, run_dir=run_dir, **settings)
     assert not run_dir.exists()
@@ -208,18 +191,12 @@ def test_ids_of_few_bits_are_known_in_a_larger_table(task):
     expect_known_ids(own, params, "train", np.arange(2))
 
 
-@pytest.mark.parametrize(
-    "setting", [{"user": "who"}, {"model": "small"}, {"max_length": 9}, {"tokenizer": "bytes"}]
-)
-def test_settings_of_texts_are_refused_beside_a_task(setting, task, owners, run_dir):
-    (name,) = setting
-    with refuses({"user": "user_column"}.get(name, name), says="nothing beside task"):
-        fedsim.train("uls", owners, task=task, run_dir=run_dir, **SETTINGS, **setting)
-
-
-def test_something_that_is_no_task_is_named():
+@pytest.mark.parametrize("name", ["user", "model", "max_length", "tokenizer"])
+def test_settings_of_texts_are_refused_beside_a_task(name, task, owners, run_dir):
+    with refuses(f"{name}=9", says="nothing beside task"):
+        fedsim.train("uls", owners, task=task, run_dir=run_dir, **SETTINGS, **{name: 9})
     with refuses("task=dict"):
-        OwnTask({}, [1])
+        fedsim.train("uls", owners, task={}, run_dir=run_dir, **SETTINGS)
 
 
 def test_parameters_are_numbers(task, owners, run_dir):

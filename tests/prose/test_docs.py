@@ -8,7 +8,6 @@ commands of the guide, and `tests/data/test_recipes.py` the statements in SQL.
 """
 
 import contextlib
-import dataclasses
 import importlib.util
 import inspect
 import io
@@ -212,8 +211,7 @@ def tiny(tmp_path, monkeypatch, posts):
         **settings,
     )
     assert run.summary["steps_done"] == len(seen) == 2
-    own = {"user", "text", "messages", "task", "callbacks", "data", "run_dir"}
-    known = own | {"epsilon", "num_steps"} | fedsim.TrainSettings.__annotations__.keys()
+    known = {"task", "callbacks", "data"} | fedsim.TrainSettings.__annotations__.keys()
 
     def train(algorithm, **given):
         assert algorithm in ("els", "uls") and given.keys() <= known
@@ -227,8 +225,7 @@ def tiny(tmp_path, monkeypatch, posts):
 
     def audit(*args, **given):
         inspect.signature(library_audit).bind(*args, **given)
-        names = [field.name for field in dataclasses.fields(fedsim.AuditResult)]
-        return fedsim.AuditResult(**dict.fromkeys(names))
+        return dict.fromkeys(("holds", "verdict", "verdicts"))
 
     library_audit = fedsim.audit
     for function in (train, audit):
