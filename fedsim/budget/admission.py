@@ -3,8 +3,7 @@
 `BudgetRequest` checks the limits and writes nothing. `admitted` writes the run, with all that it
 plans, into the ledger of the data under the ledger's lock: of two runs of which only one fits, the
 second is refused. When the run ends, what it released is noted; a killed run keeps counting with
-its plan.
-While it runs, marks note how far it has come, so that it is resumed only from there.
+its plan. While it runs, marks note how far it has come, so that it is resumed only from there.
 """
 
 import dataclasses
@@ -16,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from fedsim.accounting import at_least, at_most
+from fedsim.accounting import at_most
 from fedsim.budget.ledger import (
     ELSEWHERE,
     BudgetLedger,
@@ -24,6 +23,7 @@ from fedsim.budget.ledger import (
     Head,
     Limit,
     Released,
+    num_releases,
     open_locked,
     open_read_only,
     place_of,
@@ -96,15 +96,11 @@ class BudgetRequest:
 
     def lookalike_warning(self) -> str:
         """A warning if its users look like users of counted runs under other ids; else empty."""
-        if not self.place.exists():
-            return ""
         with open_read_only(self.place) as ledger:
             return ledger.lookalike_warning(self.ids)
 
     def expect_room(self, entry: Entry) -> None:
         """Raise ConfigError if this run would exceed a limit."""
-        if self.limit is None and not self.place.exists():
-            return
         with open_read_only(self.place) as ledger:
             self.expect_room_in(ledger, entry)
 
@@ -114,33 +110,25 @@ class BudgetRequest:
             return
         spent, more = books(ledger, self.ids, self.limit), _charge(ledger, entry)
         if (broken := spent.broken_by(more)) is not None:
-            raise ConfigError.of(
-                "limit_epsilon",
-                f"{broken.epsilon:g}",
-                f"a run that fits: {self._why_not(spent, more, broken)}",
-            )
+            expected = f"a run that fits: {self._why_not(spent, more, broken)}"
+            raise ConfigError.of("limit_epsilon", f"{broken.epsilon:g}", expected)
 
     def _why_not(self, spent: Account, more: RunCost, broken: Limit) -> str:
         """Explain why another charge exceeds a limit, and what to do."""
         if more.nothing:
-            remedy = "budget_ledger names another ledger for trials"
-            if broken is self.limit:
-                remedy = "limit_epsilon is for runs with a guarantee"
-            why = in_words(more.nothing)
-            return f"this run has no guarantee ({why}), so no limit can be kept: {remedy}"
+            mine = "limit_epsilon is for runs with a guarantee"
+            remedy = mine if broken is self.limit else "budget_ledger names another for trials"
+            why = f"this run has no guarantee ({in_words(more.nothing)})"
+            return f"{why}, so no limit can be kept: {remedy}"
         spent = spent.under(broken)
-        at, after = at_most(broken.delta, ".2e"), spent.total(broken.delta, more=more).adaptive
-        would_be = f"at delta {at}, and with this one it would be {_shown(after)}"
+        before, after = (spent.total(broken.delta, more=m).adaptive for m in (None, more))
+        why = f"{len(spent.charges)} runs on these users have spent {at_most(before, '.4g')}"
         if first := next((charge for charge in spent.charges if charge.nothing), None):
             why = f"{first.entry.place} has no guarantee for them ({in_words(first.nothing)})"
-            return f"{why} {would_be} (see fedsim budget)"
-        before = _shown(spent.total(broken.delta).adaptive)
-        why = f"{len(spent.charges)} runs on these users have spent {before} {would_be}"
-        why = f"{why} (see fedsim budget)"
-        delta = self.delta or 0.0
-        if delta > broken.delta and spent.total(delta, more=more).adaptive <= broken.epsilon:
-            plans = f"delta={at_least(broken.delta, '.4g')} plans the run for it"
-            why += f"; the limit is at a smaller delta than the run: {plans}"
+        at = f"at delta {at_most(broken.delta, '.2e')}"
+        why += f" {at}, and with this one it would be {at_most(after, '.4g')} (see fedsim budget)"
+        if broken.delta < (self.delta or 0.0):
+            why += f"; the limit is at a smaller delta: plan for delta={broken.delta:.4g}"
         return why
 
 
@@ -149,10 +137,6 @@ def _charge(ledger: BudgetLedger, entry: Entry) -> RunCost:
     before, number = ledger.entries.get(entry.run), ledger.num_lines + 1
     number = before.number_again(number) if before else number
     return RunCost(dataclasses.replace(entry, number=number), entry.planned, RUNNING)
-
-
-def _shown(epsilon: float) -> str:
-    return at_most(epsilon, ".4g")
 
 
 RELEASED, STOPPED = "released", "stopped"
@@ -180,23 +164,16 @@ class Progress(NamedTuple):
 
     @classmethod
     def of(cls, run_dir: Path, seen: Seen | None) -> "Progress":
-        """Read the progress of a run.
-
-        Raises:
-          LedgerError: the run's ledger was changed.
-        """
+        """Read the progress of a run. Raises LedgerError: its ledger was changed."""
         lines = run_ledger.read(run_dir)
         released = seen() if seen else run_ledger.phases(lines) if lines else None
-        chains = [line["chain"] for line in lines] or [""] * _count(released)
+        chains = [line["chain"] for line in lines] or [""] * num_releases(released)
         return cls(released, chains, bool(lines or seen))
 
 
 def count_at_once(applicant: BudgetRequest, entry: Entry) -> None:
-    """Count a release that follows directly after this returns.
-
-    Raises:
-      ConfigError: it would exceed a limit.
-    """
+    """Count a release that follows directly after this returns. Raises ConfigError: it would exceed
+    a limit."""
     with open_locked(applicant.place) as ledger:
         applicant.expect_room_in(ledger, entry)
         ledger.begin(dataclasses.replace(entry, **ledger.save_people(applicant.ids)))
@@ -226,9 +203,7 @@ def admitted(applicant: BudgetRequest, entry: Entry, seen: Seen | None = None) -
     _expect_here(applicant, entry, progress)
     with ExitStack() as stack:
         with open_locked(applicant.place) as ledger:
-            _expect_receipt(applicant, ledger, entry)
-            _expect_begins(applicant, ledger, entry, progress)
-            _expect_same(applicant, ledger, entry)
+            _expect_goes_on(applicant, ledger, entry, progress)
             applicant.expect_room_in(ledger, entry)
             reached = run_ledger.unnoted
             if promises := entry.planned is not None and not entry.label:
@@ -262,8 +237,12 @@ def close(run_dir: Path) -> None:
     with open_locked(Path(receipt.ledger)) as ledger:
         run = receipt.line_in(ledger)["run"]
         if not ledger.entries[run].outcome:
-            planned = ledger.entries[run].planned
-            ledger.end(run, planned, RELEASED, Head(_count(planned), ""))
+            _end_as_planned(ledger, run)
+
+
+def _end_as_planned(ledger: BudgetLedger, run: str) -> None:
+    planned = ledger.entries[run].planned
+    ledger.end(run, planned, RELEASED, Head(num_releases(planned), ""))
 
 
 def _settle(applicant: BudgetRequest, run: str, progress: Progress) -> None:
@@ -271,7 +250,7 @@ def _settle(applicant: BudgetRequest, run: str, progress: Progress) -> None:
     with open_locked(applicant.place) as ledger:
         planned = ledger.entries[run].planned
         if not progress.is_noted:
-            ledger.end(run, planned, RELEASED, Head(_count(planned), ""))
+            _end_as_planned(ledger, run)
             return
         ledger.head(run).expect_begins(progress.chains, applicant.run_dir, ledger.directory)
         outcome = RELEASED if progress.released == planned else STOPPED
@@ -287,8 +266,7 @@ def _expect_here(applicant: BudgetRequest, entry: Entry, progress: Progress) -> 
     with open_locked(Path(receipt.ledger)) as ledger:
         if entry.run not in ledger.entries:  # it was moved, and another one took its place
             return
-        _expect_receipt(applicant, ledger, entry)
-        _expect_begins(applicant, ledger, entry, progress)
+        _expect_goes_on(applicant, ledger, entry, progress)
         place = Path(ledger.entries[entry.run].place)
         same = not place.exists() or place.samefile(applicant.run_dir)
         if not same and state_of(ledger.entries[entry.run], ledger) != GONE:
@@ -296,32 +274,22 @@ def _expect_here(applicant: BudgetRequest, entry: Entry, progress: Progress) -> 
             raise LedgerError(f"{applicant.run_dir}: is a copy: {there}, or remove it")
 
 
-def _expect_receipt(applicant: BudgetRequest, ledger: BudgetLedger, entry: Entry) -> None:
-    """Raise LedgerError if the run has a receipt of this ledger, which has no such line."""
-    receipt = Receipt.of(applicant.run_dir)
+def _expect_goes_on(
+    applicant: BudgetRequest, ledger: BudgetLedger, entry: Entry, progress: Progress
+) -> None:
+    """Raise LedgerError if a ledger has a run otherwise than its directory: without the line of its
+    receipt; further; or with other releases, users or guarantee."""
+    receipt, before = Receipt.of(applicant.run_dir), ledger.entries.get(entry.run)
     if receipt is not None and receipt.ledger == str(ledger.directory):
         try:
             receipt.line_in(ledger, entry.run)
         except LedgerError as error:
             remedy = f"put the ledger back, or remove {receipt.run_dir / RECEIPT} to count anew"
             raise LedgerError(f"{error}; {remedy}") from None
-
-
-def _expect_begins(
-    applicant: BudgetRequest, ledger: BudgetLedger, entry: Entry, progress: Progress
-) -> None:
-    """Raise LedgerError unless the directory begins with all that the ledger knows of the run."""
-    before = ledger.entries.get(entry.run)
-    if before is None or before.kind == GROUP_SIZE or entry.planned is None or entry.label:
-        return  # a new run, or one without a guarantee
-    ledger.head(entry.run).expect_begins(progress.chains, applicant.run_dir, ledger.directory)
-
-
-def _expect_same(applicant: BudgetRequest, ledger: BudgetLedger, entry: Entry) -> None:
-    """Raise LedgerError if the ledger has this run with other releases, users or guarantee."""
-    before = ledger.entries.get(entry.run)
-    if before is None or before.kind == GROUP_SIZE:  # the plan includes it
+    if before is None or before.kind == GROUP_SIZE:  # a new run, whose plan includes the draw
         return
+    if entry.planned is not None and not entry.label:
+        ledger.head(entry.run).expect_begins(progress.chains, applicant.run_dir, ledger.directory)
     users = ledger.users_of(before.users)
     same = {
         "other planned releases": before.planned == entry.planned,
@@ -332,11 +300,5 @@ def _expect_same(applicant: BudgetRequest, ledger: BudgetLedger, entry: Entry) -
     for what, holds in same.items():
         if not holds:
             again = "go on as it began, or begin another one in another directory"
-            raise LedgerError(
-                f"{applicant.run_dir}: {applicant.place} has the same run with {what}: {again}"
-            )
-
-
-def _count(released: Released) -> int:
-    """Total number of releases."""
-    return sum(count for _, count in released or [])
+            known = f"{ledger.directory} has the same run with {what}: {again}"
+            raise LedgerError(f"{applicant.run_dir}: {known}")

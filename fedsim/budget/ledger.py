@@ -1,11 +1,10 @@
 """The ledger of the data: every run on the texts of some users, in the order of their starts.
 
-    budget.jsonl   a line when a run starts (with all it plans to release) and one when it ends
-                   (with what it released); lines never change, so a deleted run stays counted
+    budget.jsonl   a line when a run starts or goes on (with all it plans to release) and one when
+                   it ends (with what it released); lines never change, so a deleted run counts
     last.json      number and chain of the last line, so that removed lines show
-    users/         for each set of users, 64 bits of a keyed hash of each id: enough to see which
-                   data sets overlap, and without the key nobody can try ids; and another such set
-                   of what ids that look alike have in common
+    users/         for each set of users, 64 bits of a keyed hash of each id, which show the overlap
+                   of data sets; and another such set of what ids that look alike have in common
     steps/         marks: for each run that has not ended, a line per line of the run's own ledger,
                    with its number, its chain and a keyed digest of both
     secret.json    the key of chain, fingerprints and marks
@@ -17,12 +16,11 @@ in the directories of runs show it.
 
 A mark is durable before anything of its step becomes visible. A run is resumed only if its ledger
 begins with the last mark: an older copy would release steps that nobody counts, under noise of
-their own. Each start and resume is a line, with the head of the run's ledger then. The process that
-works on a run locks its marks, so that of two copies on hosts that share the ledger one is refused.
+their own. The process that works on a run locks its marks, so that of two copies on hosts that
+share the ledger one is refused.
 
 The ledger belongs to the owner of the data, mode 0700: users, their number and the places of runs
-are private, and so is the output of `fedsim budget`. The events say no more than the ledgers of
-runs, which may be published.
+are private, and so is the output of `fedsim budget`.
 """
 
 import dataclasses
@@ -85,14 +83,12 @@ class Head(NamedTuple):
     """Chain of its own ledger after these; empty where it has none."""
 
     def expect_begins(self, chains: Sequence[str], run_dir: Path, ledger: Path) -> None:
-        """Check that what a run's directory has begins with this.
+        """Raise LedgerError unless a run's directory begins with this: if it is an older copy, or
+        one that went another way.
 
         Args:
           chains: after each line of the run's own ledger; empty strings where it has none.
           ledger: directory of the ledger of the data, for the error.
-
-        Raises:
-          LedgerError: it is an older copy, or one that went another way.
         """
         if len(chains) < self.count:
             more = f"{ledger} has {self.count} lines of its ledger, and here are {len(chains)}"
@@ -181,16 +177,11 @@ class BudgetLedger:
         if not (directory / KEY).exists() and not self._path.exists():
             SecretKey.create().save(directory)
             (directory / KEY).chmod(self._mode)
-        try:
-            self.key = SecretKey.load(directory)
-        except FileNotFoundError:
-            raise FileDamaged(f"{directory / KEY}: expected the key of {self._path}") from None
-        self._log = ChainedLog(self._path, _check, self._link, self._mode)
-        self._expect_whole()
+        self.key = SecretKey.load(directory)
         self.entries: dict[str, Entry] = {}
         self.limits: list[Limit] = []
-        for number, line in enumerate(self._log.lines, 1):
-            self._take(line, number)
+        self._log = ChainedLog(self._path, self._take, self._link, self._mode)
+        self._expect_whole()
 
     @property
     def chain(self) -> str:
@@ -276,11 +267,8 @@ class BudgetLedger:
         self._mark_path(run).unlink(missing_ok=True)
 
     def head(self, run: str) -> Head:
-        """How far a run has come, by its last mark; if it has ended, by its last line.
-
-        Raises:
-          FileDamaged: the marks are missing or were changed.
-        """
+        """How far a run has come, by its last mark; if it has ended, by its last line. Raises
+        FileDamaged: the marks are missing or were changed."""
         entry, path = self.entries.get(run), self._mark_path(run)
         if not path.exists():
             if entry is not None and entry.marked and not entry.outcome:
@@ -289,22 +277,20 @@ class BudgetLedger:
         *lines, _ = path.read_text(errors="replace").split("\n")  # the last may be cut off
         if not lines:  # killed before the first line, hence before the first step
             return NO_HEAD
-        count, _, rest = lines[-1].partition(" ")
-        chain, _, digest = rest.partition(" ")
-        if not count.isdecimal() or digest != self.key.seal(_mark_text(path, count, chain)):
+        mark, _, digest = lines[-1].rpartition(" ")
+        count, _, chain = mark.partition(" ")
+        if not count.isdecimal() or digest != self._seal_of(path, count, chain):
             raise FileDamaged(f"{path}: expected how far a run has come")
         return Head(int(count), chain)
 
+    def _seal_of(self, path: Path, count: int | str, chain: str) -> str:
+        """The keyed digest of a mark."""
+        return self.key.seal(f"steps {path.name} {count} {chain}")
+
     @contextmanager
     def marking(self, run: str, run_dir: Path) -> Iterator[Reached]:
-        """Lock a run's marks; yields a function that appends one.
-
-        Args:
-          run_dir: the run's directory, for errors.
-
-        Raises:
-          LedgerError: another process works on the run.
-        """
+        """Lock a run's marks; yields a function that appends one. Raises LedgerError: another
+        process works on the run. Args: run_dir: its directory, for errors."""
         self._make(STEPS)
         path = self._mark_path(run)
         is_new = not path.exists()
@@ -312,16 +298,15 @@ class BudgetLedger:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise LedgerError(
-                    f"{run_dir}: is a copy: another process works on the same run"
-                ) from None
+                why = "is a copy: another process works on the same run"
+                raise LedgerError(f"{run_dir}: {why}") from None
             if is_new:
                 path.chmod(self._mode)
                 sync_directory(path.parent)
             remove_cut_off_line(path)
 
             def reached(count: int, chain: str) -> None:
-                digest = self.key.seal(_mark_text(path, str(count), chain))
+                digest = self._seal_of(path, count, chain)
                 write_durably(file, f"{count} {chain} {digest}\n".encode())
 
             yield reached
@@ -356,7 +341,6 @@ class BudgetLedger:
             self._note_last()
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self._log.append({**fields, "time": now})
-        self._take(self._log.lines[-1], self.num_lines)
         self._note_last()
 
     def _note_last(self) -> None:
@@ -386,30 +370,32 @@ class BudgetLedger:
             self.expect_line(number, str(chain), str(path))
 
     def _take(self, line: dict[str, Any], number: int) -> None:
+        """Take account of a line; see `fedsim.run.ledger.Check`. Some fields are missing in ledgers
+        of earlier versions."""
         if line["what"] == LIMIT:
-            self.limits.append(Limit(line["epsilon"], line["delta"], line["users"]))
+            limit = Limit(float(line["epsilon"]), float(line["delta"]), line["users"])
+            self.limits.append(limit)
         elif line["what"] == CLOSED:
-            was = self.entries[line["run"]]
-            released = _phases(line["released"])
-            # Ledgers of earlier versions have no heads: a run has at least a line for each step.
-            least = [sum(count for _, count in released or []), ""]
-            changes = {"outcome": line["outcome"], "head": Head(*line.get("head", least))}
-            self.entries[was.run] = dataclasses.replace(was, released=released, **changes)
-        else:
-            before = self.entries.get(line["run"])
-            fields = {n: line[n] for n in ("run", "kind", "place", "users", "label")}
+            was, released = self.entries[line["run"]], _phases(line["released"])
+            # Without a head: a run has at least a line for each step.
+            head = Head(*line.get("head", (num_releases(released), "")))
+            ended = {"released": released, "outcome": str(line["outcome"]), "head": head}
+            self.entries[was.run] = dataclasses.replace(was, **ended)
+        elif line["what"] == OPENED:
+            before, (epsilon, delta) = self.entries.get(line["run"]), line["slack"]
             self.entries[line["run"]] = Entry(
-                **fields,
-                number=before.number_again(number) if before else number,
+                **{n: str(line[n]) for n in ("run", "kind", "place", "users", "label")},
+                **{n: str(line.get(n, "")) for n in ("adjacency", "looks")},
+                number=before.number_again(number + 1) if before else number + 1,
                 planned=_phases(line["planned"]),
-                slack=(float(line["slack"][0]), float(line["slack"][1])),
+                slack=(float(epsilon), float(delta)),
                 released=before.released if before else [],
-                marked=bool(line.get("marked")),  # missing in ledgers of earlier versions
-                head=Head(*line.get("head", (0, ""))),
-                adjacency=str(line.get("adjacency", "")),
-                looks=str(line.get("looks", "")),
-                began=before.began if before else line["time"],
+                marked=bool(line.get("marked")),
+                head=Head(*line.get("head", NO_HEAD)),
+                began=before.began if before else str(line["time"]),
             )
+        else:
+            raise ValueError(f"what={line['what']}")
 
 
 @contextmanager
@@ -503,20 +489,6 @@ def _phases(words: Any) -> Released:
     return None if words is None else of_words(words)
 
 
-def _check(line: dict[str, Any], number: int) -> None:
-    """Validate a line; see `fedsim.run.ledger.Check`."""
-    if line["what"] == OPENED:
-        _phases(line["planned"])
-        [float(each) for each in line["slack"]]
-        [str(line[name]) for name in ("run", "kind", "place", "users", "label", "time")]
-    elif line["what"] == CLOSED:
-        _phases(line["released"])
-        [str(line[name]) for name in ("run", "outcome")]
-    elif line["what"] == LIMIT:
-        Limit(float(line["epsilon"]), float(line["delta"]), line["users"])
-    else:
-        raise ValueError(f"what={line['what']}")
-
-
-def _mark_text(path: Path, count: str, chain: str) -> str:
-    return f"steps {path.name} {count} {chain}"
+def num_releases(released: Released) -> int:
+    """Total number of releases."""
+    return sum(count for _, count in released or [])

@@ -26,11 +26,7 @@ class Receipt(NamedTuple):
 
     @classmethod
     def of(cls, run_dir: Path) -> "Receipt | None":
-        """The receipt of a run; None if the run is not counted.
-
-        Raises:
-          FileDamaged: the file is malformed.
-        """
+        """The receipt of a run; None if it is not counted. Raises FileDamaged: it is malformed."""
         path = run_dir / RECEIPT
         if not path.exists():
             return None
@@ -53,13 +49,9 @@ class Receipt(NamedTuple):
         return "" if os.access(place, os.W_OK) else "cannot be locked here"
 
     def line_in(self, ledger: BudgetLedger, run: str | None = None) -> dict[str, Any]:
-        """The line that counts the run.
+        """The line that counts the run. Raises LedgerError: it is missing, or of another run.
 
-        Args:
-          run: the run's identifier in the ledger; None if it is not known.
-
-        Raises:
-          LedgerError: the line is missing, or of another run.
+        Args: run: the run's identifier in the ledger; None if it is not known.
         """
         name = str(self.run_dir / RECEIPT)
         ledger.expect_line(self.line, self.chain, name)

@@ -132,20 +132,18 @@ class Account:
         sets: Mapping[str, np.ndarray],
         limits: Sequence[Limit] = (),
     ) -> "Account":
-        """The account of users with these fingerprints.
+        """The account of users with these fingerprints, uint64 [users].
 
         Args:
-          users: uint64 [users].
-          charges: of all runs.
+          charges, limits: of all users.
           sets: fingerprints of all sets of users that charges and limits name, by name.
-          limits: of all users.
         """
         theirs = {name: others for name, others in sets.items() if np.isin(users, others).any()}
         kept = [charge for charge in charges if charge.entry.users in theirs]
         bounds = [limit for limit in limits if limit.users is None or limit.users in theirs]
         named = {charge.entry.users for charge in kept} | {limit.users for limit in bounds}
-        told_apart = {name: theirs[name] for name in named if name is not None}
-        return cls(kept, patterns(users, told_apart), bounds)
+        sets = {name: theirs[name] for name in named if name is not None}
+        return cls(kept, patterns(users, sets), bounds)
 
     def under(self, limit: Limit) -> "Account":
         """The account of those of the users whom a limit is for."""
@@ -177,10 +175,6 @@ class Account:
             if self.under(limit).total(limit.delta, more=more).adaptive > limit.epsilon:
                 return limit
         return None
-
-    def fits(self, more: RunCost) -> bool:
-        """True if another charge keeps every limit."""
-        return self.broken_by(more) is None
 
 
 def patterns(users: np.ndarray, sets: Mapping[str, np.ndarray]) -> list[frozenset[str]]:

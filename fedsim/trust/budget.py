@@ -105,11 +105,11 @@ def left(accounts: Account, limit: Limit) -> float:
     if limited.total(limit.delta).adaptive >= limit.epsilon:
         return 0.0
     low, high = 1e-3, 2 * limit.epsilon + 1
-    if not limited.fits(charge(low)):
+    if limited.broken_by(charge(low)):
         return 0.0
     while high / low > 1 + 1e-3:
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if limited.fits(charge(middle)) else (low, middle)
+        low, high = (low, middle) if limited.broken_by(charge(middle)) else (middle, high)
     return accounting.gaussian_epsilon(low, limit.delta)
 
 
