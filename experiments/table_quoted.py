@@ -1,8 +1,6 @@
 """Numbers that the documents quote and that follow from computing alone, without any training.
 
 Each row says which page quotes it and what it is of. The site takes the numbers from this table.
-What takes minutes or a training of its own is elsewhere: the story of a budget in
-tests/budget/test_story.py.
 
     python -m experiments.table_quoted --scale small      (seconds; smoke: without bands)
 """

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from fedsim.accounting import at_most
+from fedsim.accounting import at_least, at_most
 from fedsim.budget.ledger import (
     ELSEWHERE,
     BudgetLedger,
@@ -116,8 +116,9 @@ class BudgetRequest:
     def _why_not(self, spent: Account, more: RunCost, broken: Limit) -> str:
         """Explain why another charge exceeds a limit, and what to do."""
         if more.nothing:
-            mine = "limit_epsilon is for runs with a guarantee"
-            remedy = mine if broken is self.limit else "budget_ledger names another for trials"
+            remedy = "budget_ledger names another ledger for trials"
+            if broken is self.limit:
+                remedy = "limit_epsilon is for runs with a guarantee"
             why = f"this run has no guarantee ({in_words(more.nothing)})"
             return f"{why}, so no limit can be kept: {remedy}"
         spent = spent.under(broken)
@@ -128,7 +129,8 @@ class BudgetRequest:
         at = f"at delta {at_most(broken.delta, '.2e')}"
         why += f" {at}, and with this one it would be {at_most(after, '.4g')} (see fedsim budget)"
         if broken.delta < (self.delta or 0.0):
-            why += f"; the limit is at a smaller delta: plan for delta={broken.delta:.4g}"
+            smaller = at_least(broken.delta, ".4g")
+            why += f"; the limit is at a smaller delta: plan the run for delta={smaller}"
         return why
 
 

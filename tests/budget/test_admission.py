@@ -1,15 +1,10 @@
-"""A run is counted before it releases anything, whatever becomes of it, and refused at the limit.
-
-As a program, `python test_admission.py LEDGER RUN_DIR` is a run that is admitted and ends.
-"""
+"""A run is counted before it releases anything, and refused at the limit."""
 
 import dataclasses
 import fcntl
 import json
 import secrets
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +12,7 @@ from pathlib import Path
 import pytest
 from refused import refuses
 
-from fedsim.accounting import StepEvent, epsilon, noise_multiplier
+from fedsim.accounting import StepEvent, epsilon
 from fedsim.budget import admission
 from fedsim.budget.admission import BudgetRequest
 from fedsim.budget.ledger import FILE, Limit, open_locked
@@ -269,30 +264,6 @@ def test_a_mark_that_was_changed_or_is_gone_is_refused_and_one_that_was_cut_off_
 
 
 @pytest.mark.privacy
-def test_an_older_copy_of_a_run_is_refused(place, tmp_path):
-    run(place, tmp_path / "a", steps=5)
-    shutil.copytree(tmp_path / "a", tmp_path / "backup")
-    run(place, tmp_path / "a")
-    shutil.rmtree(tmp_path / "a")
-    shutil.move(tmp_path / "backup", tmp_path / "a")
-    with pytest.raises(LedgerError, match="a: is an older copy of a run: .* 23 .* here are 7"):
-        run(place, tmp_path / "a", steps=8)
-    assert states(place) == [("released", PLANNED)]
-
-
-@pytest.mark.privacy
-def test_a_run_goes_on_in_one_place_alone(place, tmp_path):
-    """Two would release more than the ledger counts."""
-    run(place, tmp_path / "a", steps=5, killed=True)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    run(place, tmp_path / "b", steps=6, killed=True)  # that is the run now
-    with pytest.raises(LedgerError, match="a: is an older copy of a run"):
-        run(place, tmp_path / "a")
-    run(place, tmp_path / "b")
-    assert states(place) == [("released", PLANNED)]
-
-
-@pytest.mark.privacy
 def test_another_ledger_does_not_let_a_copy_go_on(place, tmp_path):
     other = tmp_path / "other"
     run(place, tmp_path / "a", steps=5)
@@ -440,29 +411,6 @@ def set_limit(place, most, delta=DELTA):
         ledger.limit(Limit(most, delta, ledger.save_users(ledger.users(PEOPLE))))
 
 
-@pytest.mark.parametrize(("planned", "label"), [(None, ""), (PLANNED, "of a seed")])
-def test_a_run_that_promises_nothing_is_told_that_it_is_the_cause(planned, label, place, tmp_path):
-    asked = {"planned": planned, "label": label}
-    why = f"this run has no guarantee ({label or 'without noise'}), so no limit can be kept: "
-    own = refused(place, tmp_path / "a", **asked, limit=Limit(5, DELTA))
-    assert own.endswith(f"{why}limit_epsilon is for runs with a guarantee")
-    set_limit(place, 5)
-    theirs = refused(place, tmp_path / "a", **asked)
-    assert theirs.endswith(f"{why}budget_ledger names another ledger for trials")
-
-
-def test_a_limit_at_a_smaller_delta_than_the_runs_says_how_to_plan_for_it(place, tmp_path):
-    target = {"epsilon": ONE, "num_steps": STEPS, "sampling_prob": STEP.sampling_prob}
-    set_limit(place, ONE, delta := 0.5 * DELTA)
-    said = refused(place, tmp_path / "a")
-    assert said.endswith("at a smaller delta than the run: delta=5e-7 plans the run for it")
-    planned = [(StepEvent(noise_multiplier(**target, delta=delta), STEP.sampling_prob), STEPS)]
-    applicant = BudgetRequest(place, PEOPLE, "train", None, tmp_path / "a", delta)
-    applicant.expect_room(applicant.entry("", planned, (0.0, 0.0), ""))
-    # There another delta would not help.
-    assert "--delta" not in refused(place, tmp_path / "a", planned=[(STEP, 2 * STEPS)])
-
-
 @pytest.mark.privacy
 def test_an_older_copy_of_the_ledger_is_refused(place, tmp_path):
     run(place, tmp_path / "a")
@@ -534,28 +482,3 @@ def test_of_two_at_once_that_fit_alone_one_is_refused(place, tmp_path):
         said = list(threads.map(attempt, "ab"))
     assert sum(text is not None and "expected a run that fits" in text for text in said) == 1
     assert states(place) == [("released", PLANNED)]
-
-
-@pytest.mark.slow
-@pytest.mark.privacy
-def test_of_two_processes_that_fit_alone_one_is_refused(place, tmp_path):
-    command = [sys.executable, __file__, str(place), str(1.2 * ONE)]
-    both = [
-        subprocess.Popen([*command, str(tmp_path / name)], stderr=subprocess.PIPE, text=True)
-        for name in "ab"
-    ]
-    said = [process.communicate()[1] for process in both]
-    assert sorted(process.returncode for process in both) == [0, 2], said
-    assert sum("expected a run that fits" in text for text in said) == 1
-    assert states(place) == [("released", PLANNED)]
-    lines = (place / FILE).read_text().splitlines()
-    assert [json.loads(line)["what"] for line in lines] == ["opened", "closed"]
-
-
-if __name__ == "__main__":
-    ledger, most, run_dir = sys.argv[1:]
-    try:
-        run(Path(ledger), Path(run_dir), limit=float(most))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)

@@ -42,20 +42,6 @@ def test_runs_of_any_kind_compose_as_in_dp_accounting():
     assert found.added_up == pytest.approx(alone)
 
 
-def test_what_spends_without_a_bound_still_adds_up():
-    much = [(StepEvent(0.05, 1.0), 1)]
-    found = total(charges([RUNS[0], much]), DELTA, sums=True)
-    assert found.fixed < found.adaptive == math.inf
-    alone = sum(accounting.epsilon(run, DELTA) for run in (RUNS[0], much))
-    assert found.added_up == pytest.approx(alone)
-
-
-def test_one_run_costs_what_it_costs():
-    found = total(charges(RUNS[:1]), DELTA, sums=True)
-    assert found.fixed == found.adaptive == found.added_up == accounting.epsilon(RUNS[0], DELTA)
-    assert total([], DELTA).adaptive == 0
-
-
 @pytest.mark.privacy
 def test_a_run_that_was_stopped_counts_whole_where_one_may_have_looked():
     half = [(ULS, 30)]

@@ -5,7 +5,6 @@ import os
 
 import pytest
 
-from fedsim import files
 from fedsim.run.ledger import ChainedLog, LedgerError, link
 
 LINES = [{"n": 0}, {"n": 1, "text": 'ä", "chain": "0"'}, {"n": 2}]
@@ -57,15 +56,6 @@ def test_a_keyed_file_shows_every_byte_that_is_changed_and_every_line_that_is_cu
         assert len(ChainedLog(path, in_order, keyed).lines) == whole[:at].count(b"\n")
 
 
-def test_nothing_is_written_by_who_reads(tmp_path):
-    path = tmp_path / "log"
-    assert ChainedLog(path, in_order).lines == [] and not path.exists()
-    written(path)
-    path.write_bytes(before := path.read_bytes()[:-5])
-    ChainedLog(path, in_order).close()
-    assert path.read_bytes() == before
-
-
 def test_a_line_that_a_crash_has_cut_off_is_written_anew(tmp_path):
     path = tmp_path / "log"
     written(path)
@@ -92,20 +82,6 @@ def test_a_line_is_on_the_disk_when_append_returns_and_the_file_is_in_its_direct
     monkeypatch.setattr(os, "fsync", noted)
     written(path)
     assert synced == [(str(tmp_path), 0)] + [(str(path), n) for n in (1, 2, 3)]
-
-
-def test_its_mode_is_that_of_the_file_from_its_first_byte_on(tmp_path, monkeypatch):
-    path, right, modes = tmp_path / "log", files.write_durably, []
-
-    def noted(file, data):
-        modes.append(path.stat().st_mode & 0o777)
-        right(file, data)
-
-    monkeypatch.setattr("fedsim.run.ledger.write_durably", noted)
-    log = ChainedLog(path, in_order, mode=0o600)
-    log.append(LINES[0])
-    log.close()
-    assert modes == [0o600]
 
 
 def test_a_full_disk_names_the_file_and_leaves_the_chain_where_it_was(tmp_path, monkeypatch):

@@ -6,19 +6,11 @@ import pytest
 
 from fedsim import files
 from fedsim.files import (
-    cache_dir,
     remove_cut_off_line,
     whole_lines,
     write_atomically,
     write_json,
 )
-
-
-def test_a_file_is_replaced_whole(tmp_path):
-    path = tmp_path / "a"
-    write_atomically(path, b"old")
-    write_atomically(path, b"new")
-    assert path.read_bytes() == b"new" and [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -48,17 +40,6 @@ def test_a_line_cut_off_by_a_crash_is_not_read_and_removed_before_appending(tmp_
     remove_cut_off_line(path)
     assert path.read_text() == '{"a": 1}\n{"a": 2}\n'
     assert whole_lines(tmp_path / "none") == []
-
-
-def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
-    monkeypatch.setenv("FEDSIM_CACHE_DIR", "/a")
-    assert str(cache_dir()) == "/a"
-    monkeypatch.delenv("FEDSIM_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert str(cache_dir()) == "/b/fedsim"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/c")
-    assert str(cache_dir()) == "/c/.cache/fedsim"
 
 
 def test_a_cache_may_lie_where_root_is_unknown(monkeypatch, tmp_path):

@@ -11,9 +11,8 @@ from test_plan import WAYS
 
 from docs.schemas import main, schemas
 from fedsim.accounting import allocated_event
-from fedsim.errors import FileDamaged
 from fedsim.plan import CyclicSampling, ledger_head
-from fedsim.run import directory, ledger
+from fedsim.run import ledger
 from fedsim.run.ledger import ChainedLog, LedgerError
 
 
@@ -88,19 +87,3 @@ def test_a_line_of_something_else_is_refused_by_field_without_its_text(fault, sa
     with pytest.raises(LedgerError, match=f"line 2 is none of a ledger: {says}") as refusal:
         ledger.read(tmp_path)
     assert "my text" not in str(refusal.value) and "\n" not in str(refusal.value)
-
-
-SUMMARY = {"epsilon": "inf", "epsilon_holds": "a", "adjacency": "a", "delta": 1e-6}
-SUMMARY |= {"num_steps": 4, "steps_done": 0}
-
-
-@pytest.mark.parametrize("name, value", [("epsilon", "much"), ("steps_done", None), ("delta", [])])
-def test_a_damaged_summary_is_named(name, value, tmp_path):
-    path = tmp_path / directory.SUMMARY
-    assert directory.summary_of(tmp_path) is None
-    path.write_text(json.dumps(SUMMARY))
-    assert directory.summary_of(tmp_path) == SUMMARY
-    path.write_text(json.dumps({**SUMMARY, name: value}))
-    says = f"{path}: expected the summary of a run \\({name}: "
-    with pytest.raises(FileDamaged, match=f"^{says}"):
-        directory.summary_of(tmp_path)

@@ -39,15 +39,6 @@ def test_the_ledger_says_what_was_recorded(tmp_path):
     assert {line["sampling_run"] for line in steps} == {"poisson"}
 
 
-def test_a_step_is_in_the_file_when_record_returns(tmp_path):
-    book = Ledger(tmp_path, HEAD)
-    book.begin(FIRST)
-    for step in range(3):
-        book.record(step, EVENT)
-        assert json.loads((tmp_path / ledger.FILE).read_text().splitlines()[-1])["step"] == step
-    book.close()
-
-
 def test_a_ledger_is_continued_where_it_ends(tmp_path):
     write(tmp_path)
     book = Ledger(tmp_path, HEAD)
@@ -95,17 +86,6 @@ def test_a_digest_is_of_every_byte_of_every_array(rng):
     assert len(digests) == 9
 
 
-@pytest.mark.parametrize("step", [5, 40])
-def test_a_gap_is_refused(step, tmp_path):
-    path = write(tmp_path)
-    before = path.read_bytes()
-    book = Ledger(tmp_path, HEAD)
-    with pytest.raises(LedgerError, match=f"step={step}: expected 4"):
-        book.record(step, EVENT)
-    book.close()
-    assert path.read_bytes() == before
-
-
 @pytest.mark.parametrize(
     "head",
     [{}, {**HEAD, "adjacency": "replace one"}, {**HEAD, "plan": {"delta": 1e-5}}, {**HEAD, "x": 1}],
@@ -149,13 +129,6 @@ def test_a_ledger_is_refused_with_a_line(how, tmp_path):
             use()
 
 
-def test_the_message_names_the_first_line_that_does_not_fit(tmp_path):
-    path = write(tmp_path)
-    path.write_text(path.read_text().replace('"step": 2', '"step": 7'))
-    with pytest.raises(LedgerError, match="ledger.jsonl: line 5 was changed"):
-        ledger.read(tmp_path)
-
-
 def forged(lines):
     """Bytes of a ledger with these lines and a chain that fits."""
     chain, whole = "", b""
@@ -194,17 +167,6 @@ def test_a_line_that_is_none_of_a_ledger_is_refused_even_with_a_chain(line):
         parse(forged([{"head": HEAD}, line]), "x", Order())
 
 
-def test_a_change_shows_in_the_lines_after_it(tmp_path):
-    path = write(tmp_path)
-    lines = [{k: v for k, v in line.items() if k != "chain"} for line in ledger.read(tmp_path)]
-    before = path.read_bytes().splitlines(keepends=True)
-    lines[3]["event"]["noise_multiplier"] = 9.0
-    changed = forged(lines).splitlines(keepends=True)  # as a forger would
-    path.write_bytes(b"".join(changed[:4] + before[4:]))
-    with pytest.raises(LedgerError, match="line 5 was changed"):
-        ledger.read(tmp_path)
-
-
 def test_any_byte_that_is_changed_shows(tmp_path):
     path = write(tmp_path, [EVENT, OTHER])
     whole = path.read_bytes()
@@ -234,49 +196,14 @@ def test_any_byte_that_is_missing_or_put_in_shows_but_for_a_cut_off_end(tmp_path
             assert damaged == whole[:-1] and len(read) == 3  # what a crash may leave
 
 
-def test_what_a_crash_leaves_of_a_line_is_not_read_and_not_refused(tmp_path):
-    whole = write(tmp_path, [EVENT, OTHER]).read_bytes()
-    ends = [at + 1 for at, byte in enumerate(whole) if byte == ord("\n")]
-    for cut in range(len(whole)):
-        assert len(parse(whole[:cut], "x", Order())) == sum(end <= cut for end in ends)
-
-
-@pytest.mark.parametrize("cut", [1, 10])
-def test_a_half_written_line_is_written_again(cut, tmp_path):
-    path = write(tmp_path)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-cut])
-    assert len(ledger.read(tmp_path)) == 5
-    write(tmp_path)
-    assert path.read_bytes() == whole
-
-
-def test_a_half_written_head_is_written_again(tmp_path):
-    whole = write(tmp_path).read_bytes()
-    (tmp_path / ledger.FILE).write_bytes(whole[:20])
-    assert write(tmp_path).read_bytes() == whole
-
-
 def spent(run_dir, delta):
     return ledger.epsilon_of(ledger.phases(ledger.read(run_dir)), delta)
-
-
-def test_the_released_epsilon_is_that_of_the_recorded_steps(tmp_path):
-    write(tmp_path, [EVENT] * 7)
-    found = spent(tmp_path, 1e-5)
-    assert found == accounting.epsilon([(EVENT, 7)], 1e-5)
-    assert found > accounting.epsilon([(EVENT, 6)], 1e-5) > 0
 
 
 def test_the_released_epsilon_composes_steps_that_differ(tmp_path):
     write(tmp_path, [EVENT, OTHER, EVENT])
     expected = accounting.epsilon([(EVENT, 2), (OTHER, 1)], 1e-5)
     assert spent(tmp_path, 1e-5) == pytest.approx(expected, rel=1e-9)
-
-
-def test_nothing_is_spent_before_the_first_step(tmp_path):
-    write(tmp_path, [])
-    assert spent(tmp_path, 1e-5) == 0
 
 
 @pytest.mark.parametrize("events", [[None], [EVENT, None, EVENT]])

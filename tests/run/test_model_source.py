@@ -12,12 +12,11 @@ from pretrained_models import command, make_model, make_texts
 from refused import refuses
 from test_console import PLAN
 
-from fedsim.cli.main import main
 from fedsim.config import DataConfig, PrivacyConfig, run_config
 from fedsim.data import tokenizer_is_public
 from fedsim.data.corpora import load
 from fedsim.run.directory import Identity, StoredRun
-from fedsim.run.model_source import check_fit, find_model, load_data, make_task, model_of_run
+from fedsim.run.model_source import check_fit, find_model, load_data, model_of_run
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +39,6 @@ def test_a_model_is_trained_whole_on_its_own_tokens(place):
     # ... and a run is a model to start from.
     second = command("train", "uls", run_dir=directory / "2", model=directory / "run", data=texts)
     assert second["initial_eval_loss"] == pytest.approx(found["final_eval_loss"], rel=1e-5)
-
-
-@pytest.mark.parametrize("rank, asked, alpha", [(2, None, 4), (8, None, 16), (4, 3.0, 3)])
-def test_adapters_of_any_rank_add_as_much_unless_alpha_is_given(rank, asked, alpha, place):
-    model, texts, _ = place
-    run = run_config(
-        data=str(texts), run_dir="runs/x", model=str(model), lora_rank=rank, lora_alpha=asked
-    )
-    data = load(texts, tokenizer=model / "tokenizer.json", max_length=32)
-    task, _ = make_task(run, find_model(str(model)), data, jax.random.key(0))
-    assert task.config.lora.alpha == alpha
 
 
 def _leaves(tree):
@@ -103,21 +91,6 @@ def test_special_tokens_beyond_the_model_fit_unless_texts_have_them(place):
     smaller = model._replace(config=dataclasses.replace(model.config, vocab_size=last))
     with refuses("data", says=f"(token {last}): expected ids < {last}"):
         check_fit(run, smaller, data)
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_data_built_with_the_models_directory_as_tokenizer_fit(place):
-    model, texts, directory = place
-    main(
-        [
-            *f"data build {texts} --out {directory / 'built'} --max-length 16".split(),
-            "--tokenizer",
-            str(model),
-        ]
-    )
-    flags = {"data": directory / "built", "max_length": None, "num_steps": 1}
-    assert command("train", "uls", run_dir=directory / "3", model=model, **flags)["steps_done"] == 1
 
 
 @pytest.mark.parametrize(

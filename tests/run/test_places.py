@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 from refused import refuses
-from test_cli import WORDS
 
 from fedsim.budget.ledger import place_of
-from fedsim.cli.main import main
 from fedsim.config import DataConfig, run_config
 from fedsim.files import cache_dir, expand_home
 
-CACHE = str(cache_dir())  # of all tests, with what they have compiled
 VARIABLES = ("FEDSIM_CACHE_DIR", "FEDSIM_BUDGET_LEDGER", "XDG_CACHE_HOME", "XDG_STATE_HOME")
 
 
@@ -69,29 +66,6 @@ def test_a_variable_names_no_place_for_each_working_directory(home, monkeypatch,
     monkeypatch.setenv(name, "here")
     with refuses(f"{name}=here"):
         place_of(None), cache_dir()
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_two_working_directories_have_one_ledger(home, capfd, monkeypatch, tmp_path):
-    monkeypatch.setenv("FEDSIM_CACHE_DIR", CACHE)
-    (home / "run.toml").write_text(
-        'budget_ledger = "~/budget"\ndata = "~/texts.jsonl"\nrun_dir = "~/runs/first"\n'
-        'engine = "local"\nmodel = "micro"\nepsilon = 8\ndelta = 1e-3\nnum_steps = 1\n'
-        "batch_size = 4\nmax_length = 8\nlimit_epsilon = 10\neval_examples = 1\n"
-    )
-    rows = [f'{{"user_id": "u{n % 20}", "text": "{WORDS[n % 16]}"}}\n' for n in range(40)]
-    (home / "texts.jsonl").write_text("".join(rows))
-    command = ["train", "uls", "--config=~/run.toml"]
-    main(command)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--run-dir=~/runs/second"])
-    assert stop.value.code == 2
-    assert "limit_epsilon=10" in capfd.readouterr().err.splitlines()[-1]
-    assert [path.name for path in (home / "runs").iterdir()] == ["first"]
-    assert not [*(tmp_path / "work").iterdir(), *(tmp_path / "elsewhere").iterdir()]
 
 
 ENTRIES = [

@@ -16,18 +16,7 @@ from fedsim import signals
 from fedsim.cli import main as cli
 from fedsim.cli.main import main
 from fedsim.run import checkpoint, ledger
-from fedsim.run.console import Console
 from fedsim.signals import raise_if_stopped, stop_signals, terminated
-
-
-def test_a_signal_that_comes_twice_at_once_counts_once(monkeypatch):
-    with stop_signals() as stop:  # `timeout` sends it to the process and to its group
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.is_set()
-        monkeypatch.setattr(signals, "ECHO_S", 0.0)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("sent", sorted(signals.STOPS))
@@ -69,41 +58,6 @@ def test_a_signal_ends_what_takes_no_steps_where_it_looks_or_at_its_end(sent):
     with terminated(lambda: None), stop_signals() as stop:  # it is over
         assert not stop.is_set()
         raise_if_stopped()
-
-
-COLLECTING = """
-import gc, sys, weakref
-from fedsim.signals import raise_if_stopped, terminated
-
-class Thing: pass
-
-known, ended = weakref.WeakSet(), 0
-gc.callbacks.append(lambda *_: [Thing() for _ in range(20)])
-for _ in range(int(sys.argv[1])):
-    try:
-        with terminated(lambda: None):
-            print("ready", flush=True)
-            while True:  # nearly always in the callback of a weak reference or of the collector
-                for each in [Thing() for _ in range(50)]:
-                    each.itself = each
-                    known.add(each)
-                gc.collect(0)
-                raise_if_stopped()
-    except KeyboardInterrupt:
-        ended += 1
-print(ended)
-"""
-
-
-def test_a_signal_is_never_lost_while_garbage_is_collected():
-    """An exception that a handler raised would be: it ends in the callback without effect."""
-    words = [sys.executable, "-c", COLLECTING, "200"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    for number in range(200):
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(number / 1e5)
-        process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=60)[0] == "200\n"
 
 
 IN_C = """
@@ -192,13 +146,6 @@ def test_a_checkpoint_is_due_every_so_many_steps_and_every_minute(monkeypatch):
     assert saved == [11]
 
 
-def test_a_run_that_was_stopped_shows_no_loss_of_another_step(capsys, tmp_path):
-    found = {"initial_eval_loss": 5.568, "final_eval_loss": "nan", "epsilon": "inf"}
-    found |= {"steps_done": 7, "gradients_computed": 90, "wall_seconds": 12.0}
-    Console().summary(found, tmp_path)
-    assert capsys.readouterr().err.startswith("7 steps, 90 gradients, 12 s\n")
-
-
 AS_BY_HAND = """import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores both for what is in the
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # background
@@ -220,14 +167,6 @@ def test_a_run_that_nobody_hears_ends_as_it_does(streams, tmp_path, run_dir):
     assert "Traceback" not in done.stderr
     # What libraries write to the streams is in no file of the run that was opened in their place.
     assert [line["step"] for line in ledger.read(run_dir)[2:]] == [0, 1]
-
-
-def test_what_cannot_be_written_to_stdout_is_one_line():
-    with open("/dev/full", "w") as full:
-        words = [sys.executable, "-m", "fedsim.cli", "--version"]
-        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1
-    assert done.stderr == "fedsim: error: stdout: No space left on device\n"
 
 
 def endless(engine, tmp_path, run_dir):
