@@ -63,8 +63,6 @@ class Total:
     fixed: float
     adaptive: float
     delta: float
-    added_up: float = 0.0
-    """Sum of the epsilons of single runs at this delta, for comparison."""
 
     def __or__(self, other: "Total") -> "Total":
         """The larger of each number: the cost of the user who pays most."""
@@ -82,16 +80,12 @@ def set_aside(delta: float, number: int) -> float:
     return 2.0 ** math.floor(math.log2(share))
 
 
-def total(charges: Iterable[RunCost], delta: float, *, sums: bool = False) -> Total:
-    """The cost for a user who is in all of these runs.
-
-    Args:
-      sums: also compute `added_up`.
-    """
+def total(charges: Iterable[RunCost], delta: float) -> Total:
+    """The cost for a user who is in all of these runs."""
     ordered = sorted(charges, key=lambda charge: charge.entry.number)
     counted = [charge for charge in ordered if charge.released != []]
     if any(charge.nothing for charge in counted):
-        return Total(math.inf, math.inf, delta, math.inf)
+        return Total(math.inf, math.inf, delta)
     slacks = [charge.entry.slack for charge in counted]
     reserving = [charge for charge in counted if charge.reserved]
     fixed = [phase for charge in reserving for phase in charge.reserved or []]
@@ -108,10 +102,7 @@ def total(charges: Iterable[RunCost], delta: float, *, sums: bool = False) -> To
         # Set aside for all runs, also later ones: else it would depend on their number.
         aside = SET_ASIDE * delta if len(reserving) > 1 else 0.0
         reserved = accounting.epsilon_with(slacks, adaptive, delta, aside)
-    added = 0.0
-    if sums:
-        added = sum(accounting.epsilon(charge.reserved or [], delta) for charge in counted)
-    return Total(accounting.epsilon_with(slacks, fixed, delta), reserved, delta, added)
+    return Total(accounting.epsilon_with(slacks, fixed, delta), reserved, delta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,19 +145,18 @@ class Account:
         charges = [charge for charge in self.charges if charge.entry.users in read]
         return dataclasses.replace(self, charges=charges, patterns=theirs)
 
-    def total(self, delta: float, *, more: RunCost | None = None, sums: bool = False) -> Total:
+    def total(self, delta: float, *, more: RunCost | None = None) -> Total:
         """The cost for the user who pays most.
 
         Args:
           more: another charge for all users, which replaces an earlier one of the same run.
-          sums: also compute `added_up`.
         """
         result = Total(0.0, 0.0, delta)
         for pattern in self.patterns or [frozenset[str]()]:
             charges = [charge for charge in self.charges if charge.entry.users in pattern]
             if more is not None:
                 charges = [c for c in charges if c.entry.run != more.entry.run] + [more]
-            result |= total(charges, delta, sums=sums)
+            result |= total(charges, delta)
         return result
 
     def broken_by(self, more: RunCost) -> Limit | None:

@@ -107,7 +107,7 @@ COMMON = frozenset(
 FEW = 14  # a command with at most so many flags shows all of them
 NARROW = 70  # columns of a terminal below which texts stand under their flags
 WIDE = 100  # longest line
-EVERYWHERE = "With every command: --quiet (warnings and errors only), --verbose (all details)."
+EVERYWHERE = "With every command: --quiet (warnings and errors only)."
 GROUPS = {
     "fedsim data": "Build data sets, count and see what is in them, copy them without some users."
 }

@@ -39,7 +39,7 @@ from fedsim.config import (
     to_json,
     unknown_setting,
 )
-from fedsim.errors import ConfigError, FedsimError, expect, optional, printable
+from fedsim.errors import ConfigError, FedsimError, optional, printable
 from fedsim.files import CACHE, DISK_FULL, LEDGER, directory_of, expand_home
 from fedsim.run import verbosity
 from fedsim.signals import terminated
@@ -249,14 +249,8 @@ def _arguments(command: Command, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _level_of(words: list[str]) -> tuple[list[str], str]:
-    """The words without --quiet and --verbose, and the level that these ask for, or "".
-
-    Raises: ConfigError: both are given.
-    """
-    levels = {f"--{level}": level for level in ("quiet", "verbose")}
-    asked = [levels[word] for word in words if word in levels]
-    expect("quiet", True, len(set(asked)) < 2, "it alone, or verbose alone")
-    return [word for word in words if word not in levels], asked[0] if asked else ""
+    """The words without --quiet, and the level that it asks for, or ""."""
+    return [word for word in words if word != "--quiet"], "quiet" if "--quiet" in words else ""
 
 
 def _spelt(words: list[str], known: Mapping[str, Any]) -> list[str]:

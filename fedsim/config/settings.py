@@ -369,9 +369,9 @@ class RunConfig(UpdateConfig):
     log_every: int = 10
     """Steps between computations of epsilon. >= 1."""
 
-    output: Annotated[Literal["quiet", "normal", "verbose"], HIDDEN] = "normal"
-    """Messages on stderr. quiet: warnings and errors. normal: plan, progress and results. verbose:
-    technical details as well. --quiet and --verbose are short for it."""
+    output: Annotated[Literal["quiet", "normal"], HIDDEN] = "normal"
+    """Messages on stderr. quiet: warnings and errors. normal: plan, progress and results, too.
+    --quiet is short for it."""
 
     log_to: Annotated[tuple[LoggerName, ...], Strict(False), AfterValidator(_unique)] = (
         "tensorboard",

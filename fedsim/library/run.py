@@ -289,7 +289,7 @@ class TrainSettings(TypedDict, total=False):
     log_to: Sequence[LoggerName]
     log_non_private: bool
     strict: bool
-    output: Literal["quiet", "normal", "verbose"]
+    output: Literal["quiet", "normal"]
     resume: bool
     budget_ledger: str | Path | None
     limit_epsilon: float | None

@@ -19,22 +19,17 @@ SHOWN = {
     "non_private/loss": "train loss",
 }
 """Names of metrics in a step's line, the most important first."""
-SPEEDS = {
-    "non_private/gradients_per_second": "gradients/s",
-    "performance/tokens_per_second": "tokens/s",
-}
-"""Names of metrics that the line has only if the level is verbose."""
 EVALUATED = "eval/step"
 """Metric: the step after which the shown held-out loss was computed, as later steps may show it."""
-MAX_LINES = 10  # about steps in the log of a run, unless the level is verbose
+MAX_LINES = 10  # about steps in the log of a run
 
 Show = Callable[[int, dict[str, float]], None]
 
 
-def line(values: dict[str, float], *, verbose: bool = False) -> str:
+def line(values: dict[str, float]) -> str:
     """The metrics of a step that have a value, each with its name."""
     parts = []
-    for metric, name in (SHOWN | SPEEDS if verbose else SHOWN).items():
+    for metric, name in SHOWN.items():
         if (value := values.get(metric)) is None or math.isnan(value):
             continue
         shown = at_most(value, ".4g") if name == "epsilon" else f"{value:.4g}"
@@ -74,14 +69,14 @@ class Console(Terminal):
                 yield lambda step, values: update(
                     completed=step,
                     description=f"step {step}/{last}",
-                    text=line(values, verbose=self.verbose),
+                    text=line(values),
                 )
             return
-        every = 1 if self.verbose else -(-(last - first) // MAX_LINES)
+        every = -(-(last - first) // MAX_LINES)
 
         def show(step: int, values: dict[str, float]) -> None:
             if step % every == 0 or step == last:
-                self.note(f"step {step}/{last}  {line(values, verbose=self.verbose)}")
+                self.note(f"step {step}/{last}  {line(values)}")
 
         yield show
 

@@ -1,8 +1,7 @@
-"""Warnings, notes and progress on stderr, in three levels.
+"""Warnings, notes and progress on stderr.
 
-`quiet` shows warnings only, `normal` what a person decides on, `verbose` technical details as well.
-Where stderr is no terminal, progress is plain lines. Imports nothing slow, so that the first line
-of a command appears at once.
+At the level `quiet` there are warnings only. Where stderr is no terminal, progress is plain lines.
+Imports nothing slow, so that the first line of a command appears at once.
 """
 
 import functools
@@ -28,7 +27,7 @@ _LEVEL: ContextVar[str] = ContextVar("level", default="normal")
 
 @contextmanager
 def verbosity(level: str) -> Iterator[None]:
-    """Set the level of the terminals that are made in the block: quiet, normal or verbose."""
+    """Set the level of the terminals that are made in the block: quiet or normal."""
     before = _LEVEL.set(level)
     try:
         yield
@@ -62,11 +61,6 @@ class Terminal:
         self._out = RichConsole(file=file, highlight=False, emoji=False, force_jupyter=False)
         self._level = _LEVEL.get()
         self._bar: Progress | None = None
-
-    @property
-    def verbose(self) -> bool:
-        """True if technical details are shown."""
-        return self._level == "verbose"
 
     @property
     def has_bars(self) -> bool:

@@ -70,14 +70,14 @@ def launch(prepared: PreparedRun) -> Trainer:
 def show(prepared: PreparedRun) -> None:
     """Show the plan and what it warns of, before the first step."""
     opened, plan, booking = prepared.opened, prepared.plan, prepared.booking
-    console, why = opened.console, prepared.why
+    console = opened.console
     if opened.stored is None:
         for warning in _warnings(opened, plan, booking):
             console.warn(warning)
         if cut := opened.data.cut_off():
             console.note(cut)
     console.plan(plan, prepared.engine, opened.run)
-    why = why if console.verbose else why.partition(":")[0]
+    why = prepared.why.partition(":")[0]
     console.rows([("gradient method", f"{prepared.strategy} ({why})")])
 
 

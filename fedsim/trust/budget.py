@@ -71,14 +71,13 @@ def budget(
 def _statement(
     ledger: BudgetLedger, accounts: Account, users: np.ndarray, delta: float
 ) -> dict[str, Any]:
-    spent, charges = accounts.total(delta, sums=True), accounts.charges
+    spent, charges = accounts.total(delta), accounts.charges
     sizes = [int(np.isin(users, ledger.users_of(each.entry.users)).sum()) for each in charges]
     return {
         "num_users": len(users),
         "delta": delta,
         "epsilon": to_json(spent.fixed),
         "epsilon_adaptive": to_json(spent.adaptive),
-        "sum_of_epsilons": to_json(spent.added_up),
         "limits": [
             {
                 "epsilon": each.epsilon,
@@ -145,8 +144,7 @@ SENTENCES = {
     "unlimited": "{total}the cost is unlimited, because {count} of them had no guarantee: {names}. "
     "This is permanent: the released model may reveal these users' texts. For later trials use a "
     "ledger of their own (budget_ledger), and for a release other users.",
-    "cost": "{total}the total cost of each user is at most epsilon = {epsilon} at delta = {delta} "
-    "({added_up} if epsilons were added up).",
+    "cost": "{total}the total cost of each user is at most epsilon = {epsilon} at delta = {delta}.",
     "adaptive": "If you looked at earlier results to decide on later runs (most people do), count "
     "{adaptive}, for a limit that was fixed before the first run.",
     "exceeded": "The limit of {limit} is exceeded: {spent} is spent. No further run is allowed.",
@@ -175,8 +173,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
         names += ["..."] * (len(bad) > MAX_NAMED)
         say("unlimited", total=total, count=len(bad), names=", ".join(names))
     else:
-        added_up = _shown(result["sum_of_epsilons"])
-        say("cost", total=total, epsilon=epsilon, delta=delta, added_up=added_up)
+        say("cost", total=total, epsilon=epsilon, delta=delta)
         if len(runs) > 1:
             say("adaptive", adaptive=_shown(result["epsilon_adaptive"]))
     if result["alike"]:

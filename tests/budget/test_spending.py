@@ -35,11 +35,10 @@ def test_runs_of_any_kind_compose_as_in_dp_accounting():
     )
     for event, count in (phase for run in RUNS for phase in run):
         accountant.compose(event.to_dp_event(), count)
-    expected, found = accountant.get_epsilon(DELTA), total(charges(), DELTA, sums=True)
+    expected, found = accountant.get_epsilon(DELTA), total(charges(), DELTA)
     assert found.fixed == pytest.approx(expected, rel=2e-3)
-    assert found.fixed < found.adaptive < 1.1 * found.fixed < 0.7 * found.added_up
     alone = sum(accounting.epsilon(run, DELTA) for run in RUNS)
-    assert found.added_up == pytest.approx(alone)
+    assert found.fixed < found.adaptive < 1.1 * found.fixed < 0.7 * alone
 
 
 @pytest.mark.privacy
@@ -49,7 +48,6 @@ def test_a_run_that_was_stopped_counts_whole_where_one_may_have_looked():
     whole = [charge(1, RUNS[1]), charge(2, RUNS[0])]
     found, all_of_it = total(stopped, DELTA), total(whole, DELTA)
     assert found == all_of_it and found.fixed > accounting.epsilon([*RUNS[1], *half], DELTA)
-    assert total(stopped, DELTA, sums=True) == total(whole, DELTA, sums=True)
     nothing = [charge(1, RUNS[1]), charge(2, RUNS[0], released=[])]
     assert total(nothing, DELTA) == total(whole[:1], DELTA)
 
