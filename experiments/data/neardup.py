@@ -19,9 +19,9 @@ import xxhash
 from datasketch import MinHash
 from rapidfuzz.distance import Levenshtein
 
+from fedsim.data.building.build import Pool
 from fedsim.data.building.columns import Columns, is_blank, is_token_list
-from fedsim.data.building.processes import Pool
-from fedsim.data.building.readers import Part, complaints, read
+from fedsim.data.building.sources import Part, complaints, read
 from fedsim.errors import DataError
 
 NGRAM = 5

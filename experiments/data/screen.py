@@ -19,12 +19,19 @@ from experiments.data import wordpiece
 from experiments.data.neardup import TEXTS_AT_ONCE, NearDuplicates, build_index, refuse_tokens
 from experiments.data.urls import host_name, hosts_above, normal_url
 from fedsim.data import Dataset, build, expected_of
-from fedsim.data.building import hub
-from fedsim.data.building.build import BuildSettings
+from fedsim.data.building.build import BuildSettings, Pool
 from fedsim.data.building.columns import Columns, is_blank, is_list, normalise, text_of
-from fedsim.data.building.processes import Pool
-from fedsim.data.building.readers import Part, complaints, raw
-from fedsim.data.building.sources import find_files, identify, parts_of
+from fedsim.data.building.sources import (
+    HUB,
+    HubSource,
+    Part,
+    complaints,
+    cut,
+    find_files,
+    hub_source,
+    identify,
+    raw,
+)
 from fedsim.engine import version
 from fedsim.errors import DataError, MissingColumn
 from fedsim.files import unfinished
@@ -57,8 +64,8 @@ class Screen:
         found = []
         for named in self.against:
             source = named.partition("#")[0]
-            if source.startswith(hub.PREFIX):
-                of_hub = hub.HubSource.parse(source, None, None).pinned()
+            if source.startswith(HUB):
+                of_hub = HubSource.parse(source, None, None).pinned()
                 found.append(Against(named, of_hub=of_hub))
             else:
                 found.append(Against(named, files=tuple(find_files(source))))
@@ -94,7 +101,7 @@ class WithUrl(Columns):
     def check(self, found: Sequence[str]) -> None:
         super().check(found)
         if self.screen_url is not None and self.screen_url not in found:
-            expected = expected_of(found, self.names)
+            expected = expected_of(found)
             raise MissingColumn(f"screen_url_column={self.screen_url}: {expected}")
 
 
@@ -105,13 +112,13 @@ class Against:
     named: str
     """As in `Screen.against`."""
     files: tuple[Path, ...] = ()
-    of_hub: hub.HubSource | None = None
+    of_hub: HubSource | None = None
     """Instead of files, until it is fetched."""
 
     def columns(self, screened: Columns) -> Columns:
         """Its text, in a column of that name unless it says otherwise; whose does not matter."""
         column = self.named.partition("#")[2]
-        return Columns(user=(), text=(column,) if column else screened.text)
+        return Columns("", (column,) if column else screened.text)
 
     def fetched(self) -> "Against":
         """The same with files."""
@@ -150,8 +157,8 @@ def prepare(
     if options.get("owners"):
         raise DataError(f"owners={options['owners']}: expected none beside a screen")
     sources = [sources] if isinstance(sources, str | Path) else list(sources)
-    names = {"user": "user_id", "text": "text", "order": None}
-    columns = Columns.of(**{n: options.get(f"{n}_column", value) for n, value in names.items()})
+    text = options.get("text_column", "text")
+    columns = Columns(options.get("user_column", "user_id"), (text,), options.get("order_column"))
     out = Path(out).absolute()
     with unfinished(out.with_name(f"{out.name}.screened")) as directory:
         with Pool(num_workers, progress) as pool:
@@ -176,7 +183,7 @@ def _screen(
     pool: Pool,
 ) -> tuple[list[Path], dict[str, Any]]:
     """The files with what is left of the sources, and what there is to say of how they came."""
-    source = hub.source_among(sources, split, revision)
+    source = hub_source(sources, split, revision)
     files = [] if source else find_files(sources)
     against = screen.pinned()
     about = {**asdict(screen), "columns": asdict(columns)}
@@ -187,11 +194,20 @@ def _screen(
     if source:
         files, split = source.files(), None
     pool.grow(sum(path.stat().st_size for path in files))
-    parts = parts_of(files, wanted, pool, directory / "read", split)
+    parts = _parts_of(files, wanted, pool, directory / "read", split)
     against = [one.fetched() for one in against]
     pool.grow(sum(path.stat().st_size for one in against for path in one.files))
     left, counts = screen_parts(parts, columns, screen, against, directory / "rows", pool)
     return left, {**about, "counts": counts}
+
+
+def _parts_of(
+    files: Sequence[Path], columns: Columns, pool: Pool, scratch: Path, split: str | None = None
+) -> list[Part]:
+    """Raises: DataError: a file cannot be read, or lacks a column."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    call = partial(cut, columns=columns, scratch=scratch, split=split)
+    return [part for parts in pool.map(call, files) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -238,9 +254,9 @@ def _read_known(
     for number, source in enumerate(against):
         wanted, place = source.columns(columns), directory / f"read-{number}"
         try:
-            parts = parts_of(source.files, screen.with_urls(wanted), pool, place)
+            parts = _parts_of(source.files, screen.with_urls(wanted), pool, place)
         except MissingColumn:  # it may have no URLs
-            parts = parts_of(source.files, wanted, pool, place)
+            parts = _parts_of(source.files, wanted, pool, place)
         pieces += [(part, wanted) for part in parts]
         if screen.screen_url_column is not None:
             for part in parts:
@@ -252,7 +268,7 @@ def _read_known(
 
 def _urls_of(part: Part, column: str) -> Iterable[str]:
     try:
-        for first_row, batch in raw(part, WithUrl(user=(), text=(), screen_url=column)):
+        for first_row, batch in raw(part, WithUrl("", (), screen_url=column)):
             with complaints(part.source):
                 urls = text_of(batch[column], f"screen_url_column={column}", first_row)
             yield from filter(None, map(normal_url, urls.to_pylist()))

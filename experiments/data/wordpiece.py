@@ -10,7 +10,7 @@ from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 
 from fedsim.data import Holdout
 from fedsim.data.building.columns import Columns
-from fedsim.data.building.readers import cut, read
+from fedsim.data.building.sources import cut, read
 
 PREFIX = "wordpiece:"
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -8,7 +8,7 @@ import numpy as np
 from experiments.harness.planting import Mistake, Patch
 
 ELS, POISSON = "fedsim.els", "fedsim.sampling.sampler"
-CONTRIBUTIONS, ORDERS = "fedsim.sampling.contributions", "fedsim.data.building.orders"
+CONTRIBUTIONS, ORDERS = "fedsim.sampling.contributions", "fedsim.data.building.columns"
 
 
 def repeated(draw_groups, *args, **options):
@@ -80,7 +80,7 @@ def as_floats(keys_of, column, field, first_row):
 def _keys(*columns):
     import pyarrow as pa
 
-    from fedsim.data.building.orders import KEY
+    from fedsim.data.building.columns import KEY
 
     arrays = [pa.array(values).cast(field.type) for values, field in zip(columns, KEY, strict=True)]
     return pa.StructArray.from_arrays(arrays, fields=list(KEY))

@@ -48,7 +48,7 @@ def _is_list(value: Any) -> bool:
 
 
 Column = Annotated[tuple[str, ...], BeforeValidator(_several), REPEATED]
-"""A column, or several that make one value together."""
+"""A column. Given several times, it is refused, where the last one would be taken."""
 Names = Annotated[tuple[str, ...], BeforeValidator(_split), REPEATED]
 """Names, in a sequence or with commas between them."""
 

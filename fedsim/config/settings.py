@@ -42,16 +42,12 @@ class BuildConfig:
     With the sources, they determine the bytes of the data set."""
 
     user_column: Column = ()
-    """Column with the user of a row; repeat it if several columns together name the user. A column
-    of lists gives a text to several users. Default: user_id."""
+    """Column with the user of a row. A column of lists gives a text to several users. Default:
+    user_id."""
 
     owners: Names = ()
     """Columns, separated by commas, for texts with several owners: a text belongs to everyone who
     is in one of them, as in from,to,cc. Instead of user_column."""
-
-    owners_delimiter: str | None = None
-    """Characters that separate several users in a cell of owners, as in ',;' for the addresses of a
-    mail. Default: a cell is one user."""
 
     owner_key: str | None = None
     """Key of each turn of a chat that names who speaks, such as name. The chat belongs to all who
@@ -61,7 +57,7 @@ class BuildConfig:
     """Refuse data with rows without a user, or drop these rows."""
 
     text_column: Column = ()
-    """Column with the text; repeat it for several, which are joined by newlines. Default: text."""
+    """Column with the text. Default: text."""
 
     messages_column: str | None = None
     """Column with chats: lists of {role, content}, or of {from, value}. Columns named messages,
@@ -103,7 +99,8 @@ class BuildConfig:
     """Largest number of tokens of an example, the token at its beginning included. >= 2."""
 
     long_texts: Literal["cut", "split"] = "cut"
-    """Cut texts of more than max_length tokens, or split them into several examples of the user."""
+    """Cut texts of more than max_length tokens, or split them into several examples of the user. A
+    chat is never split: then it is its end, if all that is trained on is there."""
 
     eval_users: float = 0.05
     """Share of users held out of training, to evaluate on; chosen by a hash of their ids. In [0,
@@ -133,6 +130,9 @@ class BuildConfig:
         expect("max_length", self.max_length, self.max_length >= 2, "at least 2 tokens")
         expect("eval_users", self.eval_users, 0 <= self.eval_users < 1, "a fraction in [0, 1)")
         expect("min_examples", self.min_examples, self.min_examples >= 1, "at least 1")
+        for name in ("user_column", "text_column"):
+            shown, number = ",".join(getattr(self, name)), len(getattr(self, name))
+            expect(name, shown, number <= 1, "one column; a view in SQL makes one of several")
         owners = ",".join(self.owners)
         for name, value in {"owners": owners, "owner_key": self.owner_key}.items():
             alone = not value or not self.user_column

@@ -1,14 +1,10 @@
 from . import corpora as corpora
-from .building import readers as readers, sources as sources, user_ids as user_ids
+from .building import user_ids as user_ids
 from .building.build import BuildSettings as BuildSettings, build as build
 from .building.columns import (
     Columns as Columns,
     expected_of as expected_of,
-    is_blank as is_blank,
-    is_list as is_list,
     is_string as is_string,
-    normalise as normalise,
-    plain as plain,
 )
 from .chat import (
     ASSISTANT as ASSISTANT,

@@ -28,14 +28,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedsim import files
-from fedsim.data.building import hub, user_ids
+from fedsim.data.building import user_ids
 from fedsim.data.building.build import build
-from fedsim.data.building.readers import is_saved
-from fedsim.data.building.sources import files_in, find_files
+from fedsim.data.building.sources import HUB, HubSource, files_in, find_files, is_saved
 from fedsim.data.chat import RULE, source_of
 from fedsim.data.dataset import Dataset
 from fedsim.data.store import FORMAT
-from fedsim.data.tokenizer import HUB, Tokenizer, file_of
+from fedsim.data.tokenizer import Tokenizer, file_of
 from fedsim.errors import ConfigError, DataError, FedsimError
 
 PYDOCS = "pydocs"
@@ -63,7 +62,7 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
         build_options["tokenizer"] = file_of(build_options["tokenizer"])
     if source == PYDOCS:
         return _load_pydocs(cache_dir, build_options)
-    if source.startswith(hub.PREFIX):
+    if source.startswith(HUB):
         return _load_hub(source, cache_dir, build_options)
     if is_built(source):
         for name, value in build_options.items():
@@ -100,9 +99,8 @@ def _facts(path: Path) -> list[tuple[str, int, int]]:
 
 
 def _load_hub(source: str, cache_dir: str | Path | None, options: dict[str, Any]) -> Dataset:
-    pinned = hub.HubSource.parse(source, options.get("split"), options.get("revision")).pinned()
-    local = Path(pinned.name)
-    facts = [user_ids.RULE, asdict(pinned), *(_facts(local) if local.exists() else [])]
+    pinned = HubSource.parse(source, options.get("split"), options.get("revision")).pinned()
+    facts = [user_ids.RULE, asdict(pinned)]
     options = {**options, "revision": pinned.revision}
     return _cached(facts, cache_dir, options, lambda out: build(source, out, wait=True, **options))
 

@@ -46,7 +46,7 @@ def source_of(
         return os.fspath(data)
     both = text_column is None or messages_column is None
     expect("text_column", text_column, both, f"none beside messages_column={messages_column}")
-    named = {"user_column": user_column or Columns.user[0]}
+    named = {"user_column": user_column or Columns.user}
     if messages_column is not None:
         named["messages_column"] = messages_column
     else:
@@ -60,7 +60,7 @@ def _table(data: Any, named: Mapping[str, str]) -> pa.Table:
     columns = {}
     for field, name in named.items():
         if name not in names:
-            line = f"{field}={name}: {expected_of(names, [*named.values()])}"
+            line = f"{field}={name}: {expected_of(names)}"
             raise DataError(line, field=field)
         if names.count(name) > 1:
             raise DataError.of(field, name, "one column of that name")

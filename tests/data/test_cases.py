@@ -12,7 +12,7 @@ from fedsim.errors import DataError
 CASES = sorted(path.parent for path in (Path(__file__).parents[1] / "cases").glob("*/case.json"))
 SECRET = "xyzzy"  # in texts of refused files
 ALL_IN_TRAIN = {"eval_users": 0, "eval_examples": False, "num_workers": 1}
-SAID = ("user_ids_trimmed", "user_ids_without_fraction", "words_for_nobody", "owners_like_several")
+SAID = ("words_for_nobody", "owners_like_several")
 SAID += (
     "user_ids_like_nobody",
     "user_ids_like_exponents",

@@ -117,9 +117,6 @@ RECORDED = "c2b5ee4bc646c2e0c55e2d78c49450bbc420fd62154111799b0f40507c165673"
         ({"owners": ["to", "to"]}, "owners=to,to: expected no column twice"),
         ({"owners": ["text"]}, "owners=text: expected a column other than text_column"),
         ({"owners": ["to"], "owner_key": "u"}, "owners=to: expected none beside owner_key=u"),
-        ({"owners_delimiter": ","}, "owners_delimiter=,: expected it beside owners"),
-        ({"owners": ["to"], "owners_delimiter": ""}, "owners_delimiter=: expected characters"),
-        ({"owners": ["to"], "owners_delimiter": "and"}, "owners_delimiter=and: expected charac"),
         ({"owners": ["nobody"]}, "owners=nobody: no such column, expected one of to, text"),
         ({"user_column": "to", "min_examples": 2}, "min_examples=2: expected 1 where"),
         # One text's length would decide which texts of others are drawn.

@@ -1,1 +1,1 @@
-from . import readers as readers, sources as sources, user_ids as user_ids
+from . import user_ids as user_ids

@@ -6,9 +6,14 @@ of a user keep the order of the sources unless an order column sorts them. A bui
 leaves nothing; what one that was killed leaves is removed by the next build of the same data set.
 """
 
+import multiprocessing
 import os
+import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, fields
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,22 +21,40 @@ from typing import Any
 
 import pyarrow as pa
 
+from fedsim.cgroups import cpus
 from fedsim.config import BuildConfig
-from fedsim.data.building import hub, user_ids
-from fedsim.data.building.columns import BESIDE_CHATS, MARKS_OF_ROWS, TEXTS, TOKEN_IDS, Columns
+from fedsim.data.building.columns import (
+    BESIDE_CHATS,
+    EPOCHS,
+    KINDS,
+    MARKS_OF_ROWS,
+    TEXTS,
+    TOKEN_IDS,
+    Columns,
+    check_bound,
+    expect_one_kind,
+)
 from fedsim.data.building.messages import COMPLETION, MESSAGES, TRAIN_ON, Chats
-from fedsim.data.building.orders import KINDS, check_bound, common_kind
-from fedsim.data.building.processes import Pool, Say, progress_of
-from fedsim.data.building.readers import Part, is_saved, names_in
 from fedsim.data.building.sorting import owners_of, sorted_blocks, tokenised_rows, write_splits
-from fedsim.data.building.sources import find_files, identify, left_out, parts_of, size_of
+from fedsim.data.building.sources import (
+    Part,
+    cut,
+    find_files,
+    hub_source,
+    identify,
+    is_saved,
+    names_in,
+    size_of,
+    unread_splits,
+)
 from fedsim.data.building.text_files import check_format
 from fedsim.data.building.tokenised import Encoding, bundled, write_rows
+from fedsim.data.building.user_ids import remarks
 from fedsim.data.chat import template_of
 from fedsim.data.dataset import SUMS, Dataset, Holdout, SplitRows, divide, dropped, sums
 from fedsim.data.store import FORMAT, MARKED, close_store, decided_by_texts, is_shared, token_dtype
 from fedsim.data.tokenizer import TEMPLATE, TOKENIZER, Tokenizer, file_of
-from fedsim.errors import DataError, FedsimError, expect
+from fedsim.errors import DataError, FedsimError, Interrupted, expect
 from fedsim.files import (
     DISK_FULL,
     TOO_MANY_FILES,
@@ -41,6 +64,12 @@ from fedsim.files import (
     write_atomically,
     write_json,
 )
+from fedsim.signals import raise_if_stopped
+
+Say = Callable[[str], None] | None
+"""Function that shows a line to the user."""
+PROGRESS_EVERY_S = 5.0
+SMALL_BYTES = 32 * 2**20  # less is processed faster than processes start
 
 
 class BuildSettings(BuildConfig):
@@ -52,25 +81,25 @@ class BuildSettings(BuildConfig):
     def __post_init__(self):
         super().__post_init__()
         check_format(self)
-        ordered = self.test_from is None or self.columns.order is not None
+        ordered = self.test_from is None or self.order_column is not None
         expect("test_from", self.test_from, ordered, "an order_column to compare with")
+        _ = self.columns
 
     @cached_property
     def columns(self) -> Columns:
         """The columns to read, as they are named."""
         form, text = self._form
-        return Columns.of(
-            self.user_column or Columns.user,
-            text,
+        return Columns(
+            *(self.user_column or (Columns.user,)),
+            text=text,
             form=form,
             order=self.order_column,
             owners=self.owners,
             owner_key=self.owner_key,
-            owners_delimiter=self.owners_delimiter,
         )
 
     @property
-    def _form(self) -> tuple[str, str | Sequence[str]]:
+    def _form(self) -> tuple[str, tuple[str, ...]]:
         """The form of rows ("" of texts) and its columns."""
         pair = self.prompt_column, self.completion_column
         named = {"messages_column": self.messages_column, "prompt_column": pair[0] or pair[1]}
@@ -80,7 +109,7 @@ class BuildSettings(BuildConfig):
                 other = "text_column" if len(given) == 1 else given[1]
                 raise DataError.of(field, named[field], f"none beside {other}")
         if self.messages_column is not None:
-            return MESSAGES, self.messages_column
+            return MESSAGES, (self.messages_column,)
         if pair == (None, None):
             return "", self.text_column or Columns.text
         for field, other in (("prompt_column", pair[1]), ("completion_column", pair[0])):
@@ -189,10 +218,9 @@ def build(
 class _Build:
     """A build of the directory `out`, stage by stage. Other files are beside it until the end."""
 
-    def __init__(self, out: Path, settings: BuildSettings, pool: Pool, progress: Say):
+    def __init__(self, out: Path, settings: BuildSettings, pool: "Pool", progress: Say):
         self.out, self.settings, self.pool = out, settings, pool
         self.say = progress or (lambda line: None)
-        self.columns = settings.columns
 
     def run(
         self,
@@ -202,7 +230,7 @@ class _Build:
         provenance: dict[str, Any],
     ) -> None:
         """Run all stages; the data set is complete in self.out at the end."""
-        settings, source = self.settings, hub.source_among(named, split, revision)
+        settings, source = self.settings, hub_source(named, split, revision)
         if source is None:
             found = self._find_files(named, split, revision)
         else:
@@ -213,18 +241,22 @@ class _Build:
         about = {"sources": self.pool.map(identify, found), "provenance": provenance}
         about["hub"] = [] if source is None else [source.identity()]
         scratch = self.out.with_name("read")
-        parts = parts_of(found, self.columns, self.pool, scratch, split, settings)
+        scratch.mkdir(parents=True, exist_ok=True)
+        options = {"scratch": scratch, "split": split, "settings": settings}
+        parts = self.pool.map(partial(cut, columns=self.columns, **options), found)
         self.tokenizer = Tokenizer.named(settings.tokenizer_spec)
         self.chats = settings.chats(self.columns, self.tokenizer)
         rows = self.out.with_name("rows")
-        counts = self._tokenise(parts, rows)
+        counts = self._tokenise([part for each in parts for part in each], rows)
         with tokenised_rows(rows, self.pool.num_workers) as connection:
             owners = owners_of(connection)
             splits = self._divide(owners, counts)
             self._write_splits(connection, owners, splits)
         self.tokenizer.save(self.out / TOKENIZER)
-        ids = owners["user_id"].combine_chunks().unique()
-        about["counts"] = self._counts(counts, owners) | self._note_ids(counts, ids)
+        of_ids, lines = remarks(counts, owners["user_id"].combine_chunks().unique())
+        for line in lines:  # what looks like a mistake in the data
+            self.say(line)
+        about["counts"] = self._counts(counts, owners) | of_ids
         self._describe(about, list(splits))
 
     def _find_files(
@@ -237,8 +269,9 @@ class _Build:
         if revision is not None:
             expected = "none: only data sets of the Hub have revisions"
             raise DataError.of("revision", revision, expected)
-        if line := left_out(named, found, split):
-            self.say(line)
+        if others := unread_splits(found, split):
+            line = f"these splits are not read: {', '.join(others)} (see split)"
+            self.say(f"of what is saved, {line}")
         return found
 
     def _recognised(self, names: Sequence[str]) -> Columns:
@@ -262,21 +295,15 @@ class _Build:
         settings, copy = self.settings, self.out.with_name(TOKENIZER)
         self.tokenizer.save(copy)  # for the workers
         rows.mkdir()
-        encoding = Encoding(
-            rows,
-            copy,
-            self.columns,
-            settings.holdout,
-            settings,
-            self.chats,
-        )
+        encoding = Encoding(rows, copy, self.columns, settings.holdout, settings, self.chats)
         bundles = list(enumerate(bundled(parts)))
         records = self.pool.map(partial(write_rows, encoding=encoding), bundles, "tokenised")
         counts = sum(records, Counter())
-        order = f"order_column={self.columns.order}"
-        kind = common_kind((i for i, name in enumerate(KINDS) if counts[name]), order)
-        if settings.test_from is not None:
-            check_bound(settings.test_from, self.columns.order, kind)
+        if self.columns.order is not None:
+            kinds = {name for name in (*KINDS, *EPOCHS) if counts[name]}
+            expect_one_kind(kinds, f"order_column={self.columns.order}")
+            if settings.test_from is not None:
+                check_bound(settings.test_from, self.columns.order, kinds)
         if not counts["rows"]:
             expected = "at least one row, got an empty data set"
             raise DataError.of("data", parts[0].source, expected)
@@ -316,20 +343,6 @@ class _Build:
             line = f"{number:,} texts spell {such}; these stay text: chats belong in `messages`, "
             self.say(f"{line}without special tokens")
         return found
-
-    def _note_ids(self, row_counts: Counter[str], ids: pa.Array) -> dict[str, int]:
-        """Counts of corrected user ids, and of ids that may be of one person.
-
-        The user is told of both, for either may be a mistake in the data.
-        """
-        counts, notes = user_ids.counted(row_counts), user_ids.summary_lines(row_counts)
-        number, examples = user_ids.look_alikes(ids)
-        if number:
-            counts["users_that_look_alike"] = number
-            notes.append(user_ids.lookalike_warning(number, examples))
-        for line in notes:
-            self.say(line)
-        return counts
 
     def _divide(self, owners: pa.Table, row_counts: Counter[str]) -> dict[str, SplitRows]:
         """The rows of each split. Raises: DataError: a setting does not go with shared texts."""
@@ -371,7 +384,6 @@ class _Build:
         settings = self.settings
         always = ("user", "text", "order")
         columns = asdict(self.columns).items()
-        rules = {"max_length": settings.max_length, "long_texts": settings.long_texts}
         metadata = {
             "kind": "dataset",
             "format": FORMAT,
@@ -379,7 +391,8 @@ class _Build:
             "tokenizer": self._described_tokenizer,
             "columns": {name: value for name, value in columns if value or name in always},
             "rules": {
-                **rules,
+                "max_length": settings.max_length,
+                "long_texts": settings.long_texts,
                 **asdict(settings.holdout),
                 "rows_without_user": settings.rows_without_user,
             },
@@ -401,3 +414,90 @@ class _Build:
             "vocab_size": self.tokenizer.vocab_size,
             "public": self.settings.tokenizer_is_public or self.tokenizer.is_given,
         }
+
+
+class Pool:
+    """Worker processes of one build. A context manager.
+
+    Functions and items must be importable by another process, and results must not depend on the
+    process that they are computed in.
+
+    Args:
+      num_workers: number of processes. Default: one per CPU that this process may use.
+      say: shows a line of progress.
+    """
+
+    def __init__(self, num_workers: int | None, say: Say):
+        self.num_workers = num_workers or cpus()
+        self._say = say
+        self._executor: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+
+    def grow(self, num_bytes: float) -> None:
+        """Let `map` use processes if `num_bytes` of data are worth it."""
+        if self.num_workers > 1 and num_bytes > SMALL_BYTES and self._executor is None:
+            # A fork would copy the locks of JAX's and Arrow's threads as they are.
+            context = multiprocessing.get_context("spawn")
+            self._executor = ProcessPoolExecutor(self.num_workers, context, _start_worker)
+
+    def map(self, call: Callable[[Any], Any], items: Sequence[Any], stage: str = "") -> list[Any]:
+        """[call(item) for item in items]. The first error stops the rest.
+
+        Args:
+          stage: name of the stage in lines of progress; "" shows none.
+        Raises:
+          Interrupted: a worker was killed. Any error that `call` raises.
+        """
+        count = progress_of(stage, len(items), "parts", self._say if stage else None)
+        run = map if self._executor is None else self._executor.map
+        results = []
+        try:
+            for result in run(call, items):
+                results.append(result)
+                count(1)
+        except BrokenProcessPool:
+            raise Interrupted(
+                f"num_workers={self.num_workers}: a worker process ended, expected enough memory "
+                "(fewer workers need less), and `if __name__ == '__main__':` around the work of a "
+                "script, which each worker imports"
+            ) from None
+        return results
+
+
+def progress_of(stage: str, total: int, unit: str, say: Say) -> Callable[[int], None]:
+    """Function that adds to what is done of a stage, and shows it every PROGRESS_EVERY_S seconds.
+
+    It raises KeyboardInterrupt if a stop signal came.
+    """
+    said_at = time.monotonic()
+    done = 0
+
+    def count(number: int) -> None:
+        nonlocal done, said_at
+        raise_if_stopped()
+        done += number
+        if say and (done == total or time.monotonic() - said_at > PROGRESS_EVERY_S):
+            said_at = time.monotonic()
+            say(f"{stage} {done:,} of {total:,} {unit}")
+
+    return count
+
+
+def _start_worker() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    pa.set_cpu_count(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "of a worker"
+    parent.join()
+    os._exit(1)

@@ -1,34 +1,32 @@
-"""Columns of a source: their names, and their values as user ids, texts and order.
+"""Columns of a source: their names, and their values as user ids, texts and order keys.
 
 Rows of any file become record batches of `user_id` (string), `text` (string, or lists of token ids)
 and, if requested, `order`. Errors name the row, counted from 1.
 
 The first line of a CSV file without a header is somebody's text, so an error shows the names of
-columns only if all are as short as names are.
+columns only if all are as short as names are. Each value of an order is read by itself, so that no
+value decides how the value of another user is read.
 """
 
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedsim.data.building.messages import ALPACA, COMPLETION, MESSAGES, BadRow, speakers_of
-from fedsim.data.building.orders import keys_of
-from fedsim.data.building.user_ids import Rows, as_ids, count_lists, refused
+from fedsim.data.building.user_ids import Rows, as_ids, call, is_missing, refused
 from fedsim.data.store import SEPARATOR, owner_sets
 from fedsim.errors import DataError, MissingColumn
 
-NAME = re.compile(r"(?!.*[0-9]{3})[\w.:/#-]+")
-MAX_CHARACTERS, MAX_SHOWN = 40, 50  # of a name of a column, and names
-TEXT_JOINT = "\n"
-ID_JOINT = "/"
+NAME = re.compile(r"(?!.*[0-9]{3})[\w.:/#-]{1,40}")
+MAX_SHOWN = 50  # names in an error
 MAX_OWNERS = 1000  # of one text
 # Columns by which a form is known where none is named.
 FORMS = (
@@ -49,65 +47,84 @@ TEXTS = ("text", "messages", "conversations")
 """Columns that hold what people wrote, of which one is read."""
 NOTHING = ("", "null", '""', "[]")  # JSON of a value that says nothing
 
+KINDS = NUMBERS, TIMES, LOCAL = "numbers", "times with a zone", "times without a zone"
+EPOCHS = {"seconds since 1970": 1e9, "milliseconds since 1970": 1e12}
+"""Kinds of numbers, and the least of each: that of 2001. The largest is 4.2 times as much."""
+KEY = pa.struct([("kind", pa.int8()), ("major", pa.float64()), ("minor", pa.int64())])
+"""Key of an order. A number is a float, and the exact rest of a whole one. A time is seconds since
+1970 and nanoseconds. `kind` is an index of KINDS."""
+NUMBER = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(inf|Infinity)"
+ZONE = r"( ?(Z|UTC|[+-][0-9]{2}(:?[0-9]{2})?))$"
+CLOCK = r"([01][0-9]|2[0-3]):[0-9]{2}(:[0-9]{2}([.,][0-9]{1,9})?)?"
+TIME = rf"[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}([T ]{CLOCK}{ZONE[:-1]}?)?"
+ORDER_QUERY = f"""
+WITH known AS (FROM given SELECT *,
+  CASE WHEN regexp_full_match(value, '{NUMBER}') THEN 0
+    WHEN regexp_full_match(value, '{TIME}') THEN if(regexp_matches(value[11:], '{ZONE}'), 1, 2)
+    END AS kind,
+  kind = 0 AS number, kind > 0 AS time, regexp_replace(value, '[.,][0-9]+', '') ||
+    CASE WHEN kind = 1 THEN '' WHEN length(value) = 10 THEN ' 00:00Z' ELSE 'Z' END AS moment)
+SELECT kind::TINYINT AS kind, CASE WHEN number THEN value::DOUBLE + 0
+    WHEN time THEN epoch_us(TRY_CAST(moment AS TIMESTAMPTZ)) / 1e6 END AS major,
+  CASE WHEN time THEN rpad(regexp_extract(value, '[.,]([0-9]+)', 1), 9, '0')::BIGINT
+    WHEN regexp_full_match(value, '[+-]?[0-9]+') AND abs(value::DOUBLE) < 1e34
+    THEN (value::HUGEINT - value::DOUBLE::HUGEINT)::BIGINT ELSE 0 END AS minor
+FROM known
+"""
 
-def expected_of(found: Sequence[str], wanted: Sequence[str]) -> str:
+
+def expected_of(found: Sequence[str]) -> str:
     """Rest of the error line about a missing column: the columns of the file, if these are names.
 
     Args:
       found: columns of the file.
-      wanted: requested columns.
     """
-    inside = any("." in name for name in wanted)
-    names = [name for name in found if inside or "." not in name]
-    separated = len(found) == 1 and next((mark for mark in ";\t|" if mark in found[0]), "")
-    if separated:
-        return f"no such column; the columns are separated by {separated!r}, which delimiter names"
-    if not all(len(name) <= MAX_CHARACTERS and NAME.fullmatch(name.strip()) for name in names):
+    for mark in ";\t|":
+        if len(found) == 1 and mark in found[0]:
+            return f"no such column; the columns are separated by {mark!r}, which delimiter names"
+    if not all(NAME.fullmatch(name.strip()) for name in found):
         return (
-            f"no such column among {len(names)}, whose names are not shown, for they may be a "
+            f"no such column among {len(found)}, whose names are not shown, for they may be a "
             "person's text; the first line of CSV must have the names of the columns"
         )
-    shown = [name if name == name.strip() else repr(name) for name in names[:MAX_SHOWN]]
+    shown = [name if name == name.strip() else repr(name) for name in found[:MAX_SHOWN]]
     return f"no such column, expected one of {', '.join(shown)}"
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns. Several user columns make one id together, several text columns a text.
+    """Names of columns.
 
     A user column of lists, and the columns of `owners`, give a text to several users.
+
+    Raises:
+      DataError: a name has two roles, or a setting does not go with another.
     """
 
-    user: tuple[str, ...] = ("user_id",)
+    user: str = "user_id"
+    """"" if nobody asks who the user is."""
     text: tuple[str, ...] = ("text",)
+    """One column, or those of a form of chats."""
     order: str | None = None
     owners: tuple[str, ...] = ()
     """If given, a text belongs to the users in any of these columns, not to `user`."""
     owner_key: str | None = None
     """If given, a chat belongs to the users whom this key of its turns names, not to `user`."""
-    owners_delimiter: str | None = None
-    """Characters at each of which a cell of `owners` is split into several users."""
     form: str = ""
     """Form of rows of chats, one of FORMS, whose columns are read as JSON; "" for texts."""
 
-    @classmethod
-    def of(
-        cls,
-        user: str | Sequence[str],
-        text: str | Sequence[str],
-        *,
-        owners: Sequence[str] = (),
-        **others: Any,
-    ) -> "Columns":
-        """Make Columns from one name or several.
-
-        Raises:
-          DataError: a name is missing or has two roles, or a setting does not go with another.
-        """
-        user, text = ((x,) if isinstance(x, str) else tuple(x) for x in (user, text))
-        columns = cls(user, text, owners=tuple(owners), **others)
-        columns._check()
-        return columns
+    def __post_init__(self):
+        if len(set(self.text)) < len(self.text):
+            raise DataError.of(self.text_fields[-1], self.text[-1], "another column for each")
+        owners = ",".join(self.owners)
+        if len(set(self.owners)) < len(self.owners):
+            raise DataError.of("owners", owners, "no column twice")
+        if owners and self.owner_key is not None:
+            raise DataError.of("owners", owners, f"none beside owner_key={self.owner_key}")
+        for name in self.owner:
+            if name in self.text:
+                field = self.blamed.partition("=")[0]
+                raise DataError.of(field, name, "a column other than text_column")
 
     def recognised(self, found: Sequence[str]) -> "Columns":
         """These columns, or those of a form of chats if no text column is named and none is there.
@@ -121,38 +138,18 @@ class Columns:
                     return replace(self, form=form, text=names)
         return self
 
-    def _check(self) -> None:
-        for field, names in (("user_column", self.user), ("text_column", self.text)):
-            if not names or len(set(names)) < len(names):
-                raise DataError.of(field, names, "at least one column, none twice")
-        owners, delimiter = ",".join(self.owners), self.owners_delimiter
-        if len(set(self.owners)) < len(self.owners):
-            raise DataError.of("owners", owners, "no column twice")
-        if owners and self.owner_key is not None:
-            raise DataError.of("owners", owners, f"none beside owner_key={self.owner_key}")
-        if delimiter is not None:
-            if not delimiter or any(c.isalnum() or c == SEPARATOR for c in delimiter):
-                expected = "characters between ids, such as , or ;"
-                raise DataError.of("owners_delimiter", delimiter, expected)
-            if not owners:
-                raise DataError.of("owners_delimiter", delimiter, "it beside owners, or none")
-        for name in self.owner:
-            if name in self.text:
-                field = self.blamed.partition("=")[0]
-                raise DataError.of(field, name, "a column other than text_column")
-
     @property
     def owner(self) -> tuple[str, ...]:
         """Columns that name the owners of a row."""
-        if self.owner_key is not None:
+        if self.owner_key is not None or not (self.owners or self.user):
             return ()
-        return self.owners or self.user
+        return self.owners or (self.user,)
 
     @property
     def text_fields(self) -> tuple[str, ...]:
         """The setting that names each text column."""
         if self.form == COMPLETION:
-            return ("prompt_column", "completion_column")[: len(self.text)]
+            return "prompt_column", "completion_column"
         return ("messages_column" if self.form == MESSAGES else "text_column",) * len(self.text)
 
     @property
@@ -172,7 +169,7 @@ class Columns:
             return f"owner_key={self.owner_key}"
         if self.owners:
             return f"owners={','.join(self.owners)}"
-        return f"user_column={','.join(self.user)}"
+        return f"user_column={self.user}"
 
     def check(self, found: Sequence[str]) -> None:
         """Check that a file has all columns once.
@@ -182,38 +179,16 @@ class Columns:
         Raises:
           DataError: a column is there twice. MissingColumn: a column is not there.
         """
-        for name in self.names:
+        wanted = self.in_file(found)
+        fields = {name: "owners" if self.owners else "user_column" for name in self.owner}
+        fields |= {self.order: "order_column"}
+        fields |= dict(zip(self.text, self.text_fields, strict=True))
+        for name in wanted:
             if found.count(name) > 1:
                 raise DataError(f"column {name}: expected one of that name, got several")
-        named = [("owners" if self.owners else "user_column", name) for name in self.owner]
-        named += zip(self.text_fields, self.text, strict=True)
-        named += [("order_column", self.order)]
-        needed = self.in_file(found)
-        for field, name in named:
-            if name in needed and name not in found:
-                line = f"{field}={name}: {expected_of(found, self.names)}"
-                raise MissingColumn(line, field=field)
-
-
-def paths(schema: pa.Schema) -> list[str]:
-    """Names of columns. Names of fields inside columns have a dot: user.id."""
-    names = []
-    for field in schema:
-        names.append(field.name)
-        if pa.types.is_struct(field.type):
-            inner = paths(pa.schema(field.type.fields))
-            names += [f"{field.name}.{name}" for name in inner]
-    return names
-
-
-def pick(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
-    """Select columns, or fields inside columns, by the names that `paths` gives."""
-    picked = {}
-    for name in names:
-        outer, *inner = [name] if name in batch.schema.names else name.split(".")
-        column = batch[outer]
-        picked[name] = pc.struct_field(column, inner) if inner else column  # pyright: ignore
-    return pa.RecordBatch.from_pydict(picked)
+            if name not in found:
+                field = fields[name]
+                raise MissingColumn(f"{field}={name}: {expected_of(found)}", field=field)
 
 
 def normalise(
@@ -224,9 +199,9 @@ def normalise(
     The user_id of a row without owner is null or blank.
 
     Args:
-      batch: rows as in the file.
+      batch: rows as in the file, in columns that are `plain`; chats as JSON.
       first_row: number of rows of the file before the batch.
-      tally: counts corrected user ids; see `user_ids`.
+      tally: counts doubtful user ids; see `user_ids`.
     Raises:
       DataError: a column has the wrong type, or text that is not UTF-8.
     """
@@ -235,83 +210,70 @@ def normalise(
         tally = Counter() if tally is None else tally
         result["user_id"] = _users(batch, columns, first_row, tally)
     if columns.form and columns.text:
-        result["text"] = _joined_json([batch[name] for name in columns.text])
-        columns = replace(columns, text=())
-    texts = [text_of(batch[name], f"text_column={name}", first_row, True) for name in columns.text]
-    if len(texts) > 1 and any(is_token_list(text.type) for text in texts):
-        raise DataError.of("text_column", columns.text, "one column of token ids")
-    if len(texts) > 1:
-        result["text"] = reduce(_join_texts, texts)
-    elif texts:
-        result["text"] = texts[0]
+        rows = zip(*(batch[name].to_pylist() for name in columns.text), strict=True)
+        rows = [[value or "null" for value in row] for row in rows]
+        said = [None if set(row) <= set(NOTHING) else f"[{', '.join(row)}]" for row in rows]
+        result["text"] = pa.array(said, pa.string())
+    elif columns.text:
+        (name,) = columns.text
+        result["text"] = text_of(batch[name], f"text_column={name}", first_row, True)
     if columns.order is not None:
-        order, field = plain(batch[columns.order]), f"order_column={columns.order}"
-        result["order"] = keys_of(_validate(order, field, first_row), field, first_row)
+        field = f"order_column={columns.order}"
+        result["order"] = keys_of(batch[columns.order], field, first_row)
     return pa.RecordBatch.from_pydict(result)
 
 
-def as_json(values: Sequence[Any], field: str) -> pa.Array:
-    """Values as a column of JSON, null for null; bytes, which some files have for texts, as texts.
+def plain(column: Any, name: str) -> pa.Array:
+    """A column of values, or of lists of them, of a type that Arrow's functions take.
 
     Args:
-      field: the setting that names the column, and the column, for errors.
+      name: of the column, for errors.
+    Raises:
+      DataError: values have fields inside. Their names are not shown: they may be personal.
+    """
+    kind = column.type
+    if isinstance(column, pa.DictionaryArray):
+        return plain(column.dictionary, name).take(column.indices)
+    if isinstance(column, pa.ExtensionArray):
+        return plain(column.storage, name)
+    if pa.types.is_string_view(kind):  # which Parquet lacks
+        return column.cast(pa.large_string())
+    if pa.types.is_fixed_size_list(kind):
+        return column.cast(pa.list_(kind.value_type))
+    if pa.types.is_nested(kind.value_type if is_list(kind) else kind):
+        line = f"column {name}: expected values, or lists of them, got others inside"
+        raise DataError(line)
+    return column
+
+
+def chats_as_json(batch: pa.RecordBatch, columns: Columns) -> pa.RecordBatch:
+    """The batch with the columns of chats as JSON, with bytes, which some files have, as texts.
+
     Raises:
       DataError: bytes are not UTF-8.
     """
-    try:
-        cells = [None if x is None else json.dumps(x, default=_as_text) for x in values]
-    except UnicodeDecodeError:
-        raise refused(field, "UTF-8, got other bytes") from None
-    return pa.array(cells, pa.string())
+    found = {name: batch[name] for name in batch.schema.names}
+    for name, field in zip(columns.text, columns.text_fields, strict=True):
+        chats = found[name].to_pylist() if name in found else [None] * len(batch)
+        try:
+            cells = [None if x is None else json.dumps(x, default=_as_text) for x in chats]
+        except UnicodeDecodeError:
+            raise refused(f"{field}={name}", "UTF-8, got other bytes") from None
+        found[name] = pa.array(cells, pa.string())
+    return pa.RecordBatch.from_pydict(found)
 
 
 def _as_text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _joined_json(columns: Sequence[pa.Array]) -> pa.Array:
-    """The values of columns of JSON as one JSON list; null if none says anything."""
-    rows = zip(*(column.to_pylist() for column in columns), strict=True)
-    joined = []
-    for row in rows:
-        said = [value or "null" for value in row]
-        joined.append(None if set(said) <= set(NOTHING) else f"[{', '.join(said)}]")
-    return pa.array(joined, pa.string())
-
-
-def _users(
-    batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str]
-) -> pa.Array:
-    """Owner of each row: an id, or an owner set as a string (see store.py); blank for nobody.
-
-    Raises:
-      DataError: a list has a null, an empty id or an id twice, or a row has too many owners.
-    """
-    if columns.owner_key is not None:
-        pairs = [_speaking(batch, columns, first_row, tally)]
-    elif columns.owners or len(columns.user) == 1 and is_list(batch[columns.user[0]].type):
-        pairs = [_owned(batch, name, columns, first_row, tally) for name in columns.owner]
-    else:
-        rows = range(first_row, first_row + len(batch))
-        parts = [ids_of(batch[name], f"user_column={name}", rows, tally) for name in columns.user]
-        for part in parts:
-            count_lists(part, tally)
-        return _join_ids(parts)
-    rows = np.concatenate([rows for rows, _ in pairs])
-    keys, counts = owner_sets(rows, pa.concat_arrays([ids for _, ids in pairs]), len(batch))
-    if len(bad := np.flatnonzero(counts > MAX_OWNERS)):
-        got = f"got {counts[bad[0]]} in row {first_row + bad[0] + 1}"
-        raise refused(columns.blamed, f"at most {MAX_OWNERS} owners of a text, {got}")
-    return keys
-
-
 def is_blank(column: pa.Array) -> np.ndarray:
-    """True for null, empty and white-space texts and empty token lists, bool [rows]."""
+    """True for null, blank texts, the null \\N of databases and empty token lists, bool [rows]."""
     if is_token_list(column.type):
         blank = pc.equal(pc.list_value_length(column), 0)  # pyright: ignore
     else:
-        trimmed = pc.call_function("utf8_trim_whitespace", [column])
-        blank = pc.call_function("equal", [trimmed, pa.scalar("")])
+        trimmed = call("utf8_trim_whitespace", column)
+        blank = call("is_in", trimmed, value_set=pa.array(["", "\\N", None], column.type))
     return blank.fill_null(True).to_numpy(zero_copy_only=False)
 
 
@@ -325,15 +287,32 @@ def is_token_list(kind: pa.DataType) -> bool:
     return is_list(kind) and pa.types.is_integer(kind.value_type)  # pyright: ignore
 
 
-def plain(column: pa.Array) -> pa.Array:
-    """The column with a dictionary's numbers replaced by their values."""
-    return column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column
-
-
 def is_string(kind: pa.DataType) -> bool:
     """True for Arrow's string types."""
-    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-    return any(test(kind) for test in tests)
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _users(
+    batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str]
+) -> pa.Array:
+    """Owner of each row: an id, or an owner set as a string (see store.py); blank for nobody.
+
+    Raises:
+      DataError: a list has a null, an empty id or an id twice, or a row has too many owners.
+    """
+    if columns.owner_key is not None:
+        pairs = [_speaking(batch, columns, first_row, tally)]
+    elif columns.owners or is_list(batch[columns.user].type):
+        pairs = [_owned(batch[name], columns.blamed, first_row, tally) for name in columns.owner]
+    else:
+        rows = range(first_row, first_row + len(batch))
+        return ids_of(batch[columns.user], columns.blamed, rows, tally)
+    rows = np.concatenate([rows for rows, _ in pairs])
+    keys, counts = owner_sets(rows, pa.concat_arrays([ids for _, ids in pairs]), len(batch))
+    if len(bad := np.flatnonzero(counts > MAX_OWNERS)):
+        got = f"got {counts[bad[0]]} in row {first_row + bad[0] + 1}"
+        raise refused(columns.blamed, f"at most {MAX_OWNERS} owners of a text, {got}")
+    return keys
 
 
 def ids_of(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.Array:
@@ -342,7 +321,6 @@ def ids_of(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.
     Raises:
       DataError: the column has another type, or an id contains SEPARATOR.
     """
-    column = plain(column)
     kind = column.type
     numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     if not (is_string(kind) or numbers or pa.types.is_null(kind)):
@@ -360,9 +338,8 @@ def _speaking(
     batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str]
 ) -> tuple[np.ndarray, pa.Array]:
     """(rows, speakers) of chats. Raises: DataError: a turn of a user does not say who speaks."""
-    key, chats = columns.owner_key or "", columns.text[0]
     try:
-        turns = speakers_of(batch[chats], key)
+        turns = speakers_of(batch[columns.text[0]], columns.owner_key or "")
         ids = ids_of(turns.names, columns.blamed, first_row + turns.rows, tally)
         nobody = is_blank(ids)
         if len(bad := np.flatnonzero(nobody & turns.needed)):
@@ -370,29 +347,22 @@ def _speaking(
             raise BadRow(int(turns.rows[bad[0]]), f"{reason}{turns.numbers[bad[0]]}")
     except BadRow as error:
         field, row = columns.text_fields[0], first_row + error.row + 1
-        raise DataError(f"{field}={chats}: {error} in row {row}", field=field) from None
+        line = f"{field}={columns.text[0]}: {error} in row {row}"
+        raise DataError(line, field=field) from None
     return turns.rows[~nobody], ids.filter(pa.array(~nobody))
 
 
 def _owned(
-    batch: pa.RecordBatch, name: str, columns: Columns, first_row: int, tally: Counter[str]
+    column: pa.Array, field: str, first_row: int, tally: Counter[str]
 ) -> tuple[np.ndarray, pa.Array]:
-    """(rows, owners) of one column of lists, or of cells, of which empty ones are left out."""
-    column, field = plain(batch[name]), columns.blamed
+    """(rows, owners) of a column of lists, or of cells, of which empty ones are left out."""
     listed = is_list(column.type)
-    if columns.owners_delimiter is not None and is_string(column.type):
-        texts = _validate(column.cast(pa.string()), field, first_row)
-        pattern = f"\\s*[{re.escape(columns.owners_delimiter)}]\\s*"
-        column = pc.split_pattern_regex(pc.utf8_trim_whitespace(texts), pattern)  # pyright: ignore
     sizes, values = np.ones(len(column), np.int64), column
-    if is_list(column.type):
+    if listed:
         sizes = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)  # pyright: ignore
-        values = column.flatten()
-    if pa.types.is_nested(values.type):
-        raise refused(field, f"lists of strings or integers, got {column.type}")
+        values = plain(column.flatten(), field)  # pyright: ignore
     rows = np.repeat(np.arange(len(column)), sizes)
     ids = ids_of(values, field, first_row + rows, tally)
-    count_lists(ids, tally)
     blank = is_blank(ids)
     if listed and blank.any():
         row = first_row + rows[blank.argmax()] + 1
@@ -404,37 +374,12 @@ def _owned(
     return rows[~blank], ids.filter(pa.array(~blank))
 
 
-def _join_ids(parts: Sequence[pa.Array]) -> pa.Array:
-    """Join ids with slashes. Null if a part is null or blank.
-
-    Slashes inside the parts are escaped, so that different parts never make the same id.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    escaped = []
-    for part in parts:
-        part = pc.replace_substring(part, "\\", "\\\\")  # pyright: ignore
-        part = pc.replace_substring(part, ID_JOINT, "\\" + ID_JOINT)  # pyright: ignore
-        blank = pa.array(is_blank(part))
-        escaped.append(pc.if_else(blank, pa.scalar(None, pa.string()), part))  # pyright: ignore
-    return pc.binary_join_element_wise(*escaped, ID_JOINT)  # pyright: ignore
-
-
-def _join_texts(one: pa.Array, other: pa.Array) -> pa.Array:
-    """Join texts with newlines. Null and empty texts are skipped."""
-    one, other = one.fill_null(""), other.fill_null("")
-    both = pc.binary_join_element_wise(one, other, TEXT_JOINT)  # pyright: ignore
-    both = pc.if_else(pc.equal(other, ""), one, both)  # pyright: ignore
-    return pc.if_else(pc.equal(one, ""), other, both)  # pyright: ignore
-
-
 def text_of(column: pa.Array, field: str, first_row: int, tokens: bool = False) -> pa.Array:
     """Texts, or lists of token ids if `tokens`.
 
     Raises:
       DataError: the column has another type, or text that is not UTF-8.
     """
-    column = plain(column)
     if tokens and is_token_list(column.type):
         return column
     if not (is_string(column.type) or pa.types.is_null(column.type)):
@@ -452,3 +397,85 @@ def _validate(column: pa.Array, field: str, first_row: int) -> pa.Array:
         row = f" in row {first_row + int(where[1]) + 1}" if where else ""
         raise refused(field, f"UTF-8, got other bytes{row}") from None
     return column
+
+
+def keys_of(column: pa.Array, field: str, first_row: int) -> pa.StructArray:
+    """Order keys of the values of a column, of the type KEY; null for a missing value.
+
+    Args:
+      field: setting and column, such as "order_column=when", for errors.
+      first_row: number of rows of the file before the column, for errors.
+    Raises:
+      DataError: a value is of no kind, or values are of two kinds.
+    """
+    kind, tests = column.type, pa.types
+    if tests.is_timestamp(kind) and kind.tz:  # pyright: ignore
+        column = column.cast(pa.timestamp(kind.unit, "UTC"))  # pyright: ignore
+    numbers = (tests.is_integer, tests.is_floating, tests.is_decimal)
+    others = (is_string, tests.is_null, tests.is_date, tests.is_timestamp)
+    if not any(test(kind) for test in (*numbers, *others)):
+        raise refused(field, f"numbers, times or texts, got {kind}")
+    texts = call("utf8_trim_whitespace", _validate(column.cast(pa.string()), field, first_row))
+    texts = call("if_else", is_missing(texts), pa.scalar(None, pa.string()), texts)
+    with duckdb.connect(config={"threads": 1}) as connection:
+        given = connection.from_arrow(pa.table({"value": texts}))
+        found: Any = given.query("given", ORDER_QUERY)
+        found = found.to_arrow_table().cast(pa.schema(list(KEY)))
+    parts = [part.combine_chunks() for part in found.columns]
+    bad = call("and", texts.is_valid(), call("or", parts[0].is_null(), parts[1].is_null()))
+    if bad.true_count:  # it is not shown: it may be personal
+        row = first_row + bad.index(True).as_py() + 1
+        expected = "numbers or times as in 2020-01-31T10:00:00Z"
+        raise refused(field, f"{expected}, got another text in row {row}")
+    keys = pa.StructArray.from_arrays(parts, fields=list(KEY), mask=texts.is_null())
+    expect_one_kind(kinds_of(keys), field)
+    return keys
+
+
+def kinds_of(keys: pa.StructArray) -> set[str]:
+    """Kinds of the keys that are not missing: of KINDS, and of EPOCHS where numbers are such."""
+    keys = keys.drop_null()  # pyright: ignore
+    found = {KINDS[kind] for kind in keys.field("kind").unique().to_pylist()}
+    if found != {NUMBERS}:
+        return found
+    numbers = keys.field("major").to_numpy()
+    of_epoch = {name: (numbers >= e) & (numbers < 4.2 * e) for name, e in EPOCHS.items()}
+    other = (numbers > 0) & ~np.logical_or.reduce([*of_epoch.values()])
+    found = {name for name, each in of_epoch.items() if each.any()}
+    return found | {NUMBERS} if other.any() or not found else found
+
+
+def expect_one_kind(found: Collection[str], field: str) -> None:
+    """Raise DataError if values of several kinds are in an order, such as seconds and milliseconds.
+
+    Numbers of other sizes beside those show that none of them are times.
+    """
+    if NUMBERS in found:
+        found = {kind for kind in found if kind not in EPOCHS}
+    if len(found) > 1:
+        raise refused(field, f"values of one kind, got {' and '.join(sorted(found))}")
+
+
+def check_bound(bound: str, column: str, found: Collection[str]) -> None:
+    """Check that a bound can be compared with values of some kinds. Without a zone it is in UTC.
+
+    Raises:
+      DataError: it cannot.
+    """
+    own = kinds_of(keys_of(pa.array([bound]), "test_from", 0)) or {NUMBERS}
+    if (own, found) == ({LOCAL}, {TIMES}):
+        return
+    try:
+        expect_one_kind({*own, *found}, "test_from")
+    except DataError:
+        expected = f"a value of order_column={column}, which holds {' and '.join(found)}"
+        raise DataError.of("test_from", bound, expected) from None
+
+
+def at_least(keys: pa.StructArray, bound: str) -> np.ndarray:
+    """True for rows whose order is at least `bound`, bool [rows]; a missing order is not."""
+    _, first, second = keys_of(pa.array([bound]), "test_from", 0).flatten()
+    _, major, minor = keys.flatten()
+    later = call("and", call("equal", major, first[0]), call("greater_equal", minor, second[0]))
+    found = call("or", call("greater", major, first[0]), later)
+    return found.fill_null(False).to_numpy(zero_copy_only=False)

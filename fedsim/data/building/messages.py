@@ -1,22 +1,19 @@
 """Rows of chats, and of prompts with completions, become examples with their trained tokens.
 
 A row is `messages` (or ShareGPT's `conversations`), a prompt and a completion (texts, or lists of
-messages), or Alpaca's instruction, input and output. Its examples depend on this row alone.
+messages), or Alpaca's instruction, input and output. It gives one example, which depends on this
+row alone.
 
-A chat of too many tokens is cut, or split at turns: then each example ends with a turn that is
-trained on, and has as much of what came before as fits. A token is trained on in one example.
-
-If a key of each turn names who speaks, the row belongs to all who do, and so does every example
-that is made of it. The context of a turn is read by the model and moves its gradient, so its author
-is an owner, trained on or not. Who owns an example must depend on no text, not even on its length:
-an owner is also who speaks in turns that are cut off, or says nothing.
+If a key of each turn names who speaks, the row belongs to all who do. The context of a turn is read
+by the model and moves its gradient, so its author is an owner, trained on or not. Who owns an
+example must depend on no text, not even on its length: an owner is also who speaks in turns that
+are cut off, or says nothing.
 """
 
 import json
 import re
-from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,16 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from fedsim.config import BuildConfig
-from fedsim.data.chat import (
-    ASSISTANT,
-    ROLES,
-    USER,
-    ChatTokenizer,
-    Encoded,
-    Message,
-    Template,
-    turns_of,
-)
+from fedsim.data.chat import ASSISTANT, ROLES, USER, ChatTokenizer, Encoded, Message, Template
 from fedsim.data.store import MARKED
 from fedsim.errors import BadChat, SlowTemplate
 
@@ -105,8 +93,8 @@ def chat_examples(
       rows: each a JSON list of the values of the columns of `chats.form`.
     Returns:
       (examples, counts): counts of tokens; of rows that are long, untrained (without a trained
-      token, which are left out) and skipped; and of tokens that are cut off, where rows are split
-      of trained ones alone.
+      token, which are left out) and skipped; and of tokens that are cut off, of trained ones alone
+      where long_texts is split.
     Raises:
       BadRow: a row cannot be encoded.
     """
@@ -116,146 +104,61 @@ def chat_examples(
     settings = chats.settings
     for index, row in enumerate(rows):
         try:
-            chat = _Chat(loads(row), chats, tokenizer)
-            whole = chat.whole()
-            own = [each for each in chat.examples(whole) if each.trained[1:].any()]
+            whole = _encode(loads(row), chats, tokenizer)
         except (BadChat, RecursionError) as error:
             if not settings.skip_unknown or isinstance(error, SlowTemplate):
                 raise BadRow(index, str(error)) from None
             counts["skipped"] += 1
             continue
+        example = _shortened(whole, settings)
+        is_trained = bool(example.trained[1:].any())
         counts["tokens"] += len(whole.ids)
+        counts["untrained"] += not is_trained
         if len(whole.ids) > settings.max_length:
             counts["long"] += 1
-            if settings.long_texts == "cut":
-                counts["tokens_cut"] += len(whole.ids) - (settings.max_length if own else 0)
-            else:  # a turn may be longer than an example
-                trained = sum(int(each.trained.sum()) for each in own)
-                counts["tokens_cut"] += max(0, int(whole.trained.sum()) - trained)
-        counts["untrained"] += not own
-        found += own
-        origin += [index] * len(own)
+            sizes = [len(whole.ids), len(example.ids)]
+            if settings.long_texts == "split":
+                sizes = [int(whole.trained.sum()), int(example.trained.sum())]
+            counts["tokens_cut"] += sizes[0] - (sizes[1] if is_trained else 0)
+        if is_trained:
+            found.append(example)
+            origin.append(index)
     lengths = np.array([len(each.ids) for each in found], np.int64)
     values = [(2 * each.ids + each.trained).astype(MARKED) for each in found]
     joined = np.concatenate([np.zeros(0, MARKED), *values])
     return Examples(lengths, joined, np.array(origin, np.int64)), counts
 
 
-class _Chat:
-    """A row of a data set, read."""
-
-    def __init__(self, values: list[Any], chats: Chats, tokenizer: ChatTokenizer):
-        self.settings, self.tokenizer = chats.settings, tokenizer
-        self.pair: tuple[str, str] | None = None
-        self.train_on = chats.train_on
-        if chats.form == MESSAGES:
-            self.messages = messages_of(values[0])
-        elif chats.form == ALPACA:
-            self._read_alpaca(chats.template is None, *values)
-        else:
-            self._read_pair(*values)
-
-    def _read_pair(self, prompt: Any, completion: Any) -> None:
-        prompt, completion = _listed(prompt), _listed(completion)
-        if not isinstance(prompt, list) and not isinstance(completion, list):
-            self.pair = _text(prompt, "a prompt"), _text(completion, "a completion")
-            return
-        before, after = _turns_of(prompt, USER), _turns_of(completion, ASSISTANT)
-        if self.train_on == COMPLETION:
-            before = [each._replace(counts=False) for each in before]
-            self.train_on = ASSISTANT
-        self.messages = [*before, *after]
-
-    def _read_alpaca(self, is_pair: bool, instruction: Any, *others: Any) -> None:
-        asked = [_text(instruction, "an instruction"), *(_text(x, "an input") for x in others[:-1])]
-        prompt, output = BETWEEN.join(filter(None, asked)), _text(others[-1], "an output")
-        if is_pair:
-            self.pair = prompt + BETWEEN, output
-        self.messages = [Message(USER, prompt), Message(ASSISTANT, output)]
-
-    def whole(self) -> Encoded:
-        """The tokens of the whole row."""
-        if self.pair is None:
-            return self._encode(self.messages)
-        return self.tokenizer.encode_pair(*self.pair, self.train_on)
-
-    def examples(self, whole: Encoded) -> list[Encoded]:
-        """The examples of the row. Args: whole: the result of `whole`."""
-        most = self.settings.max_length
-        if len(whole.ids) <= most:
-            return [whole]
-        if self.settings.long_texts == "cut":
-            return [_first(whole, most)]
-        return self._split() if self.pair is None else [_last(whole, most)]
-
-    def _encode(self, messages: Sequence[Message], told: int = 0) -> Encoded:
-        return self.tokenizer.encode(messages, self.train_on, told)
-
-    def _split(self) -> list[Encoded]:
-        every = self.train_on == "all"
-        head = len([each for each in self.messages[:1] if each.role not in (USER, ASSISTANT)])
-        turns = turns_of(self.messages, ASSISTANT if every else self.train_on)
-        if every and len(self.messages) - 1 not in turns:
-            turns.append(len(self.messages) - 1)
-        begins = [
-            i
-            for i in range(head, len(self.messages))
-            if i == head or self.messages[i - 1].role == ASSISTANT
-        ]
-        found, done = [], head
-        for number, turn in enumerate(turns):
-            if turn >= done:
-                example, done = self._next(turns, number, begins, head, done)
-                found.append(example)
-        return found
-
-    def _next(
-        self, turns: Sequence[int], number: int, begins: Sequence[int], head: int, done: int
-    ) -> tuple[Encoded, int]:
-        """(example of turns[number] with all else that fits, number of messages up to its end)."""
-        most, every, turn = self.settings.max_length, self.train_on == "all", turns[number]
-
-        def window(start: int, end: int) -> Encoded:
-            told = [each._replace(counts=False) for each in self.messages[start:done]]
-            new = self.messages[max(start, done) : end + 1]
-            heard = head if done > head else 0  # in the first example it is trained on
-            return self._encode([*self.messages[:head], *told, *new], heard)
-
-        start = done if every else max(done, begins[bisect_right(begins, turn) - 1])
-        # Of several turns that ask, the last ones.
-        starts = [start] if every else range(max(start, turn - 1), start - 1, -1)
-        size, best = _longest(len(starts), lambda i: window(starts[i], turn), most)
-        if best is None:
-            return _first(window(starts[0], turn), most), turn + 1
-        start, rest = starts[size - 1], len(turns) - number - 1
-        size, longer = _longest(rest, lambda i: window(start, turns[number + 1 + i]), most)
-        best, end = longer or best, turns[number + size]
-        if not every:
-            before = bisect_left(begins, start)
-            _, longer = _longest(before, lambda i: window(begins[before - 1 - i], end), most)
-            best = longer or best
-        return best, end + 1
+def _encode(values: list[Any], chats: Chats, tokenizer: ChatTokenizer) -> Encoded:
+    """The tokens of a whole row."""
+    train_on = chats.train_on
+    if chats.form == MESSAGES:
+        return tokenizer.encode(messages_of(values[0]), train_on)
+    if chats.form == ALPACA:
+        instruction, *inputs, output = values
+        asked = [_text(instruction, "an instruction"), *(_text(x, "an input") for x in inputs)]
+        prompt, completion = BETWEEN.join(filter(None, asked)), _text(output, "an output")
+        if chats.template is None:
+            return tokenizer.encode_pair(prompt + BETWEEN, completion, train_on)
+        messages = [Message(USER, prompt), Message(ASSISTANT, completion)]
+        return tokenizer.encode(messages, train_on)
+    prompt, completion = map(_listed, values)
+    if not isinstance(prompt, list) and not isinstance(completion, list):
+        pair = _text(prompt, "a prompt"), _text(completion, "a completion")
+        return tokenizer.encode_pair(*pair, train_on)
+    before, after = _turns_of(prompt, USER), _turns_of(completion, ASSISTANT)
+    if train_on == COMPLETION:
+        before, train_on = [each._replace(counts=False) for each in before], ASSISTANT
+    return tokenizer.encode([*before, *after], train_on)
 
 
-def _longest(count: int, make: Callable[[int], Encoded], most: int) -> tuple[int, Encoded | None]:
-    """The longest of some examples, each longer than the one before, of at most `most` tokens.
-
-    Few are made: at steps of 1, 2, 4, ..., and by bisection where one is too long.
-    Args:
-      make: makes the example of an index below `count`.
-    Returns:
-      (number of examples that fit, the last of them).
-    """
-    best, size, bound, step = None, 0, count, 1
-    while size < bound:
-        at = min(size + step, bound) - 1
-        each = make(at)
-        if len(each.ids) <= most:
-            best, size = each, at + 1
-        else:
-            bound = at
-        step = 2 * step if bound == count else (bound - size + 1) // 2
-    return size, best
+def _shortened(whole: Encoded, settings: BuildConfig) -> Encoded:
+    """The beginning of a long row; where long_texts is split, its end with the first token, if all
+    that is trained on is there."""
+    most, (ids, trained) = settings.max_length, whole
+    if len(ids) > most and settings.long_texts == "split" and not trained[: 1 - most].any():
+        ids, trained = (np.concatenate([x[:1], x[1 - most :]]) for x in whole)
+    return Encoded(ids[:most], trained[:most])
 
 
 def messages_of(value: Any) -> list[Message]:
@@ -317,22 +220,9 @@ def _text(value: Any, what: str) -> str:
             value = "".join(_text(each.get("text"), what) for each in value)
     if not isinstance(value, str):
         raise BadChat(f"expected text as {what}")
-    return HALF.sub("\ufffd", value)
-
-
-def _first(encoded: Encoded, most: int) -> Encoded:
-    return Encoded(encoded.ids[:most], encoded.trained[:most])
-
-
-def _last(encoded: Encoded, most: int) -> Encoded:
-    """The begin token and the end of a row, if all that is trained on fits; else its beginning."""
-    if not encoded.trained[-most + 1 :].sum() == encoded.trained.sum():
-        return _first(encoded, most)
-    ids, trained = encoded.ids, encoded.trained
-    return Encoded(
-        np.concatenate([ids[:1], ids[1 - most :]]),
-        np.concatenate([trained[:1], trained[1 - most :]]),
-    )
+    if HALF.search(value):
+        raise BadChat(f"{HALVED} as {what}")
+    return value
 
 
 def loads(text: str) -> Any:
@@ -412,7 +302,7 @@ def speakers_of(chats: pa.Array, key: str) -> Spoken:
             raise BadRow(row, str(error)) from None
         for number, turn in enumerate(turns, 1):
             name = turn.get(key)
-            if isinstance(name, str) and (HALF.search(name) or "\ufffd" in name):
+            if isinstance(name, str) and HALF.search(name):
                 raise BadRow(row, f"{HALVED} in turn {number}")
             rows.append(row)
             numbers.append(number)

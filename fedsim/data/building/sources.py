@@ -1,45 +1,78 @@
-"""Sources of a data set: files and globs, directories saved by `datasets`, files from the Hub.
+"""Sources of a data set: files and globs, directories that `datasets` saved, files of the Hub.
 
-Sources are found, identified by their bytes and cut into parts.
+Each becomes parts of Parquet files, so that several processes can read them. Rows come in the order
+of the source as checked batches. Errors name the file, the row and the reason.
+
+Files of the Hub are downloaded into the cache of its library, and read as local ones are. A file
+belongs to the split that its path names (train-00000.parquet, validation/part.jsonl); where no path
+names one, all files are "train". CONFIG of `hf:NAME:CONFIG` is a folder.
 """
 
 import glob
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
-from fedsim.config import BuildConfig
-from fedsim.data.building.columns import Columns
-from fedsim.data.building.processes import Pool
-from fedsim.data.building.readers import (
-    DEFAULTS,
-    SPLITS,
-    SUFFIXES,
-    Part,
-    cut,
-    is_known,
-    is_saved,
-    kind_of,
-    splits_of,
-)
-from fedsim.data.building.text_files import PACKED
-from fedsim.data.store import fingerprint
-from fedsim.errors import DataError, FedsimError
-from fedsim.files import expand_home
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-REMEDIES = {  # of files of other kinds
-    **dict.fromkeys((".zip", ".bz2", ".xz", ".7z", ".rar", ".tar", ".tgz"), "unpack it first"),
-    **dict.fromkeys((".xls", ".xlsx", ".ods", ".numbers"), "save the sheet as CSV in UTF-8 first"),
-    **dict.fromkeys(
-        (".arrow", ".feather", ".ipc"),
-        "read it with pyarrow.feather.read_table and write it with pyarrow.parquet.write_table",
-    ),
-    ".js": "one of an archive of Twitter is .json without what stands before its [",
-}
+from fedsim.config import BuildConfig
+from fedsim.data.building.columns import Columns, chats_as_json, normalise, plain
+from fedsim.data.building.text_files import PACKED, TextFile
+from fedsim.data.store import fingerprint
+from fedsim.errors import DataError, FedsimError, Interrupted, may_pass, printable
+from fedsim.files import DISK_FULL, TOO_MANY_FILES, expand_home, read_json
+
+READ_ROWS, READ_BYTES = 65_536, 64 * 2**20  # of a batch, at most
+PART_ROWS, PART_BYTES = 2**20, 128 * 2**20  # of a part, about
+TEXTS = ("json", "jsonl", "ndjson", "csv", "tsv")
+SUFFIXES = (".parquet", *(f".{kind}{z}" for kind in TEXTS for z in ("", *PACKED)))
+DEFAULTS = BuildConfig()
+READING = pa.ArrowException, OSError, EOFError, ValueError, OverflowError, RecursionError
+"""Errors of libraries that read a damaged file."""
+STATE, SPLITS = "state.json", "dataset_dict.json"  # one of them is in a saved directory
+HUB = "hf:"
+SPLIT_WORDS = {"train": "train|training", "validation": "validation|valid|val|dev"}
+SPLIT_WORDS |= {"test": "test|testing|eval|evaluation"}
+ABOUT = re.compile(r"(dataset_infos?|dataset_dict|state|config)\.json", re.I)  # no rows
+
+
+@dataclass(frozen=True)
+class Part:
+    """Row groups of a Parquet file."""
+
+    file: Path
+    source: Path
+    """The file or directory that the user has named; `file` has its rows."""
+    start: int = 0
+    end: int = 0
+    """End of the row groups, exclusive."""
+    first_row: int = 0
+    """Number of rows of the source before the part."""
+
+
+def kind_of(file: Path) -> str:
+    """Format of a source: parquet, json, jsonl, csv, tsv, or saved; another suffix is no format."""
+    if file.is_dir():
+        return "saved"
+    name = file.name.removesuffix(file.suffix) if file.suffix in PACKED else file.name
+    kind = name.rpartition(".")[2].lower()
+    return "jsonl" if kind == "ndjson" else kind
+
+
+def is_known(file: Path) -> bool:
+    """True if a file's name says that it can be read. Capital letters are fine, but for .GZ."""
+    return file.name.lower().endswith(SUFFIXES) and not file.name.endswith((".GZ", ".ZST"))
+
+
+def is_saved(path: Path) -> bool:
+    """True if `datasets.save_to_disk` wrote this directory."""
+    return path.is_dir() and any((path / name).is_file() for name in (STATE, SPLITS))
 
 
 def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
@@ -62,21 +95,19 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
         found: list[Path] = []
         for path in matched:
             found += files_in(path) if path.is_dir() and not is_saved(path) else [path]
-        if not found and here.is_dir():
-            kinds = f"{', '.join(SUFFIXES)} (JSON: '{source}/*.json')"
-            raise DataError.of("data", source, f"files in it that end in {kinds}")
         found = [file for file in found if file.is_file() or is_saved(file)]
         if not found:
-            raise DataError.of("data", source, "a file or glob that exists")
+            kinds = f"{', '.join(SUFFIXES)} (JSON: '{source}/*.json')"
+            expected = f"files in it that end in {kinds}" if here.is_dir() else ""
+            raise DataError.of("data", source, expected or "a file or glob that exists")
         for file in found:
             files.setdefault(file.resolve(), file)
     for file in files.values():
         if not is_saved(file) and not is_known(file):
-            other = "rename one with tabs between its columns to .tsv, one with commas to .csv"
-            remedy = REMEDIES.get(file.suffix.lower(), other)
-            kinds = ", ".join(SUFFIXES)
-            raise DataError.of("data", file, f"a file ending in {kinds}; {remedy}")
-    for file in files.values():  # duplicate rows would count twice for their user
+            remedy = "unpack archives, and save other files as Parquet, .csv or .tsv"
+            expected = f"a file ending in {', '.join(SUFFIXES)}; {remedy}"
+            raise DataError.of("data", file, expected)
+        # Duplicate rows would count twice for their user.
         if file.suffix in PACKED and file.with_suffix("").resolve() in files:
             raise DataError.of("data", file, f"it or {file.stem}, got both; rename one of them")
     if not files:
@@ -94,58 +125,10 @@ def files_in(directory: Path) -> list[Path]:
     return [path for path in files if path.name[0] != "." and kind_of(path) != "json"]
 
 
-def left_out(
-    sources: Iterable[str | Path], found: Collection[Path], split: str | None = None
-) -> str | None:
-    """Line about what is in the folders among the sources and is not read; None if all is, or if a
-    split was asked for.
-
-    Args:
-      found: the files that are read.
-    """
-    saved = [file for file in found if split is None and (file / SPLITS).is_file()]
-    with suppress(FedsimError, LookupError, TypeError):  # damaged: readers say so
-        if others := [name for file in saved for name in splits_of(file) if name != "train"]:
-            return f"of what is saved, these splits are not read: {', '.join(others)} (see split)"
-    folders = (Path(expand_home("data", source)) for source in sources)
-    folders = [folder for folder in folders if folder.is_dir() and not is_saved(folder)]
-    read = {file.resolve() for file in found}
-    inside = (path for folder in folders for path in folder.iterdir() if path.name[0] != ".")
-    rest = [path for path in inside if path.resolve() not in read]
-
-    def kind(path: Path) -> str:  # a suffix, if it says what the file is and not whose
-        suffix = path.suffix if re.fullmatch(r"\.[A-Za-z0-9]{1,8}", path.suffix) else "others"
-        return "folders" if path.is_dir() else suffix
-
-    listed = ", ".join(
-        f"{count} {name}" for name, count in sorted(Counter(map(kind, rest)).items())
-    )
-    hint = " (a glob such as '**/*.json' names them)"
-    return f"of what is in the folder, this is not read: {listed}{hint}" if rest else None
-
-
 def size_of(files: Iterable[Path]) -> int:
     """Bytes of files, and of all that is in directories among them."""
     whole = (path.rglob("*") if path.is_dir() else [path] for path in files)
     return sum(file.stat().st_size for each in whole for file in each if file.is_file())
-
-
-def parts_of(
-    files: Sequence[Path],
-    columns: Columns,
-    pool: Pool,
-    scratch: Path,
-    split: str | None = None,
-    settings: BuildConfig = DEFAULTS,
-) -> list[Part]:
-    """Cut files into parts, in order. Args: as of `readers.cut`.
-
-    Raises:
-      DataError: a file cannot be read, or lacks a column.
-    """
-    scratch.mkdir(parents=True, exist_ok=True)
-    call = partial(cut, columns=columns, scratch=scratch, split=split, settings=settings)
-    return [part for parts in pool.map(call, files) for part in parts]
 
 
 def identify(file: Path) -> dict[str, Any]:
@@ -153,3 +136,319 @@ def identify(file: Path) -> dict[str, Any]:
     inside = sorted(p for p in file.rglob("*") if p.is_file()) if file.is_dir() else [file]
     size = sum(path.stat().st_size for path in inside)
     return {"name": file.name, "bytes": size, "sha256": fingerprint(inside)}
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A data set of the Hugging Face Hub."""
+
+    name: str
+    config: str | None
+    split: str
+    revision: str | None
+
+    @classmethod
+    def parse(cls, source: str, split: str | None, revision: str | None) -> "HubSource":
+        """Parse hf:NAME or hf:NAME:CONFIG. Default: split train, newest revision.
+
+        Raises:
+          DataError: NAME is empty.
+        """
+        name, _, config = source.removeprefix(HUB).partition(":")
+        if not name:
+            raise DataError.of("data", source, "hf:NAME or hf:NAME:CONFIG")
+        return cls(name, config or None, split or "train", revision)
+
+    def __str__(self) -> str:
+        return f"{HUB}{self.name}" + (f":{self.config}" if self.config else "")
+
+    def pinned(self) -> "HubSource":
+        """The same data set at the commit that its revision names now."""
+        if re.fullmatch("[0-9a-f]{40}", self.revision or ""):
+            return self
+        return replace(self, revision=self._info().sha)
+
+    def identity(self) -> dict[str, Any]:
+        """Identity of a pinned data set."""
+        return {**asdict(self), "source": str(self)}
+
+    def files(self) -> list[Path]:
+        """The files of the split, by name, downloaded unless they are in the cache.
+
+        Raises:
+          DataError: there is no such configuration or split, or its files cannot be read.
+          Interrupted: the Hub cannot be reached.
+        """
+        prefix = f"{self.config}/" if self.config else ""
+        names = [each.rfilename for each in self._info().siblings or ()]
+        inside = sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+        chosen = [prefix + name for name in self._of_split(inside)]
+        kinds = {PurePosixPath(re.sub(r"\.(gz|zst)$", "", name)).suffix for name in chosen}
+        if len(kinds) > 1:  # often the same rows twice
+            found = " and ".join(sorted(kinds))
+            expected = f"files of one kind, found {found}; download the files and build from them"
+            raise DataError.of("data", self, expected)
+        wanted = {"allow_patterns": [glob.escape(name) for name in chosen]}
+        wanted |= {"repo_type": "dataset", "revision": self.revision}
+        root = Path(self._of_hub(lambda hub: hub.snapshot_download(self.name, **wanted)))
+        return [root / name for name in chosen]
+
+    def _of_split(self, names: Sequence[str]) -> list[str]:
+        """Names of the files of the split, among those of the configuration."""
+        bases = {name: PurePosixPath(name).name for name in names}
+        names = [n for n, base in bases.items() if base[0] != "." and not ABOUT.fullmatch(base)]
+        names = [name for name in names if is_known(Path(name))]
+        splits = {
+            split: [n for n in names if re.search(f"(?<![a-z])({words})(?![a-z])", n.lower())]
+            for split, words in SPLIT_WORDS.items()
+        }
+        if not any(splits.values()):
+            splits = {"train": names}
+        chosen = splits.get(self.split, [])
+        if not chosen:
+            has = ", ".join(sorted(split for split, files in splits.items() if files)) or "none"
+            expected = f"a split of {self} with files, it has: {has}"
+            raise DataError.of("split", self.split, expected)
+        folders = {name.rpartition("/")[0].partition("/")[0] for name in chosen}
+        if "" in folders:
+            return [name for name in chosen if "/" not in name]
+        if len(folders) > 1:  # often the same rows twice
+            expected = f"{HUB}{self.name}:CONFIG, of the folders {', '.join(sorted(folders))}"
+            raise DataError.of("data", self, expected)
+        return chosen
+
+    def _info(self) -> Any:
+        return self._of_hub(lambda hub: hub.HfApi().dataset_info(self.name, revision=self.revision))
+
+    def _of_hub(self, call: Callable[[Any], Any]) -> Any:
+        """Call the Hub's library. Raises: DataError, or Interrupted if the network failed."""
+        import huggingface_hub
+
+        try:
+            return call(huggingface_hub)
+        except Exception as error:  # of many types
+            if isinstance(error, OSError) and error.errno in DISK_FULL:
+                raise
+            kind, expected = DataError, "a data set that can be downloaded"
+            if may_pass(error):
+                kind, expected = Interrupted, "to reach the Hugging Face Hub"
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            where = f"split {self.split}, revision {self.revision or 'newest'}"
+            raise kind(f"data={self} ({where}): expected {expected} ({reason})") from error
+
+
+def hub_source(
+    sources: Sequence[str | Path], split: str | None, revision: str | None
+) -> HubSource | None:
+    """The pinned data set of the Hub that is the one source; None if the sources are files.
+
+    Raises:
+      DataError: there are several sources, some of the Hub.
+    """
+    of_hub = [str(source) for source in sources if str(source).startswith(HUB)]
+    if of_hub and len(sources) > 1:
+        raise DataError.of("data", sources, "files, or one hf: data set")
+    return HubSource.parse(of_hub[0], split, revision).pinned() if of_hub else None
+
+
+def names_in(
+    files: Iterable[Path], split: str | None = None, settings: BuildConfig = DEFAULTS
+) -> list[str]:
+    """Names of the columns of the first file that has any; none if no file can be read."""
+    for file in files:
+        with suppress(DataError), complaints(file), TemporaryDirectory() as scratch:
+            if is_saved(file):
+                names = pa.ipc.open_stream(_saved_files(file, split)[0]).schema.names
+            elif kind_of(file) == "parquet":
+                names = pq.read_schema(file).names
+            else:
+                names = TextFile(file, kind_of(file), settings, Path(scratch)).names
+            if names:
+                return names
+    return []
+
+
+def cut(
+    file: Path,
+    columns: Columns,
+    scratch: Path,
+    split: str | None = None,
+    settings: BuildConfig = DEFAULTS,
+) -> list[Part]:
+    """Cut a file into parts, in order.
+
+    Args:
+      scratch: a directory for the rows of files that are not Parquet.
+      split: split of a saved dictionary of data sets.
+      settings: delimiter, encoding and quoting of text files.
+    Raises:
+      DataError: the file cannot be read, or lacks a column.
+    """
+    with complaints(file):
+        if kind_of(file) == "parquet":
+            return _cut_parquet(Part(file, file), columns)
+        place = Path(mkdtemp(dir=scratch))
+        if is_saved(file):
+            batches = _saved_batches(file, columns, split)
+        else:
+            batches = TextFile(file, kind_of(file), settings, place).batches(columns)
+        return _as_parquet(file, batches, columns, place)
+
+
+def _as_parquet(
+    source: Path, batches: Iterable[pa.RecordBatch], columns: Columns, place: Path
+) -> list[Part]:
+    """Write the rows of a source as Parquet. A column whose type changes begins another file."""
+    parts, rows, size, held = [], 0, 0, []
+
+    def write() -> None:
+        nonlocal rows, size, held
+        table = pa.Table.from_batches(held)
+        whole = Part(place / f"{rows:012d}.parquet", source, first_row=rows)
+        rows, size, held = rows + len(table), 0, []
+        pq.write_table(table, whole.file, row_group_size=READ_ROWS, compression="lz4")
+        parts.extend(_cut_parquet(whole, columns))
+
+    for batch in batches:
+        if columns.form and kind_of(source) not in ("json", "jsonl"):
+            batch = chats_as_json(batch, columns)
+        batch = with_plain_types(batch)
+        if held and (size >= PART_BYTES or batch.schema != held[0].schema):
+            write()
+        held.append(batch)
+        size += batch.nbytes
+    if not held and not parts:
+        nothing = {name: pa.nulls(0, pa.string()) for name in columns.names}
+        held.append(pa.RecordBatch.from_pydict(nothing))
+    if held:
+        write()
+    return parts
+
+
+def _cut_parquet(whole: Part, columns: Columns) -> list[Part]:
+    with pq.ParquetFile(whole.file) as parquet:
+        columns.check(parquet.schema_arrow.names)
+        about = parquet.metadata
+        parts, start, rows, size, before = [], 0, 0, 0, whole.first_row
+        for group in range(about.num_row_groups):
+            rows += about.row_group(group).num_rows
+            size += about.row_group(group).total_byte_size
+            if rows >= PART_ROWS or size >= PART_BYTES or group == about.num_row_groups - 1:
+                parts.append(replace(whole, start=start, end=group + 1, first_row=before))
+                start, before, rows, size = group + 1, before + rows, 0, 0
+    return parts or [whole]
+
+
+def read(
+    part: Part, columns: Columns, tally: Counter[str] | None = None
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Yield the rows of a part in order: (number of rows of the file before the batch, batch).
+
+    Batches have the columns user_id, text and perhaps order; see `columns.normalise`.
+
+    Args:
+      tally: counts doubtful user ids.
+    Raises:
+      DataError: names the file and the reason.
+    """
+    for first_row, batch in raw(part, columns):
+        with complaints(part.source):
+            batch = normalise(batch, columns, first_row, tally)
+        yield first_row, batch
+
+
+def raw(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Yield the rows of a part as `read` does, with the columns of the file; chats as JSON."""
+    with complaints(part.source), pq.ParquetFile(part.file) as parquet:
+        found = parquet.schema_arrow.names
+        columns.check(found)
+        names = columns.in_file(found)
+        groups = list(range(part.start, part.end))
+        about = [parquet.metadata.row_group(group) for group in groups]
+        size, rows = (sum(getattr(x, n) for x in about) for n in ("total_byte_size", "num_rows"))
+        fitting = max(1, min(READ_ROWS, READ_BYTES * rows // max(size, 1)))
+        row = part.first_row
+        for batch in parquet.iter_batches(fitting, row_groups=groups, columns=names):
+            batch = batch.select(names)
+            step = max(1, len(batch) * READ_BYTES // max(batch.nbytes, 1))
+            for start in range(0, len(batch), step):
+                piece = batch.slice(start, step)
+                if columns.form and part.file == part.source:
+                    piece = chats_as_json(piece, columns)
+                yield row + start, with_plain_types(piece)
+            row += len(batch)
+
+
+def with_plain_types(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch with `columns.plain` columns. Raises: DataError: a column has fields inside."""
+    columns = {name: plain(batch[name], name) for name in batch.schema.names}
+    return pa.RecordBatch.from_pydict(columns)
+
+
+@contextmanager
+def complaints(source: Path) -> Iterator[None]:
+    """Turn errors of readers into one line that names the file."""
+    try:
+        yield
+    except DataError as error:
+        named = type(error)(printable(f"{error} (in {source})"))
+        named.field, named.value = error.field, error.value
+        raise named from None
+    except READING as error:
+        if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
+            raise  # the file itself is not at fault
+        what = f"data={source}: expected a readable {kind_of(source)} file ({reason_of(error)})"
+        raise DataError(printable(what), field="data") from None
+
+
+def reason_of(error: Exception) -> str:
+    """First line of an error message of a library, without the values that it quotes."""
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if isinstance(error, pa.ArrowException):
+        reason = re.sub(r"'.*'|\".*\"|(?<=columns, got )(\d+).*", r"\1...", reason)
+        reason = re.sub(r"(?<=Could not convert ).* (?=with type)", "a value ", reason)
+    return reason
+
+
+def unread_splits(files: Iterable[Path], split: str | None) -> list[str]:
+    """Splits of saved data sets that are not read, where none was asked for."""
+    saved = [file for file in files if split is None and is_saved(file)]
+    with suppress(FedsimError, LookupError, TypeError):  # damaged: readers say so
+        return [name for file in saved for name in _splits_of(file) if name != "train"]
+    return []
+
+
+def _splits_of(directory: Path) -> list[str]:
+    """Names of the splits in a directory that `datasets.save_to_disk` wrote; none if it is one."""
+    listed = read_json(directory / SPLITS)["splits"] if (directory / SPLITS).is_file() else []
+    return [str(name) for name in listed]
+
+
+def _saved_files(directory: Path, split: str | None) -> list[Path]:
+    """The Arrow files of a directory that `datasets.save_to_disk` wrote."""
+    try:
+        if splits := _splits_of(directory):
+            split = split or ("train" if "train" in splits else None)
+            if split is None or split not in splits:
+                raise DataError.of("split", split, f"one of {', '.join(splits)}")
+            directory = directory / split
+        state = read_json(directory / STATE)
+        names = [Path(each["filename"]).name for each in state["_data_files"]]
+        if not names:
+            raise LookupError
+    except (LookupError, TypeError):
+        raise ValueError(f"{STATE} or {SPLITS} lists no files") from None
+    if state.get("_indices_data_files"):  # of versions before 2.0
+        raise ValueError("expected it as datasets 2.0 or later saves it")
+    return [directory / name for name in names]
+
+
+def _saved_batches(
+    directory: Path, columns: Columns, split: str | None
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a directory that `datasets.save_to_disk` wrote."""
+    for file in _saved_files(directory, split):
+        with pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as stream:
+            columns.check(stream.schema.names)
+            names = columns.in_file(stream.schema.names)
+            yield from (batch.select(names) for batch in stream)

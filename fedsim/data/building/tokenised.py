@@ -22,10 +22,9 @@ import pyarrow.parquet as pq
 import tokenizers
 
 from fedsim.config import BuildConfig
-from fedsim.data.building.columns import Columns, is_blank, is_token_list
+from fedsim.data.building.columns import Columns, at_least, is_blank, is_token_list, kinds_of
 from fedsim.data.building.messages import BadRow, Chats, Examples, chat_examples
-from fedsim.data.building.orders import KINDS, at_least, kind_of
-from fedsim.data.building.readers import PART_BYTES, Part, read
+from fedsim.data.building.sources import Part, read
 from fedsim.data.chat import ChatTokenizer, Template
 from fedsim.data.dataset import EVAL_USERS, TEST, TRAIN, Holdout
 from fedsim.data.store import copy, offsets_of, token_dtype
@@ -56,8 +55,7 @@ class Encoding:
 
 def bundled(parts: Sequence[Part]) -> list[list[Part]]:
     """Group parts, in order, so that small ones are together."""
-    files = [part.file for part in parts]
-    sizes = [PART_BYTES if f.is_dir() else min(f.stat().st_size, PART_BYTES) for f in files]
+    sizes = [part.file.stat().st_size for part in parts]
     enough = max(BUNDLE_BYTES, sum(sizes) // MAX_BUNDLES)
     bundles, held = [], enough
     for part, size in zip(parts, sizes, strict=True):
@@ -76,9 +74,8 @@ def write_rows(item: tuple[int, Sequence[Part]], *, encoding: Encoding) -> Count
       item: number of the bundle, and its parts.
     Returns:
       Counts of source rows; of those that are unowned, empty or without an order (no_order); of
-      batches with orders of each of KINDS; of examples; of texts that spell special tokens; of
-      corrected user ids; and those of `chat_examples`. Of a huge text, only tokens that were
-      encoded count.
+      batches with orders of each kind; of examples; of texts that spell special tokens; of doubtful
+      user ids; and those of `chat_examples`. Of a huge text, only tokens that were encoded count.
     Raises:
       DataError: a row has no user, a token id is not in the vocabulary, or `read` refuses a file.
     """
@@ -149,8 +146,7 @@ def _tokenise(
     columns = {"user_id": batch["user_id"], "group": _groups(batch, encoding.holdout)}
     if encoding.columns.order is not None:
         counts["no_order"] += batch["order"].null_count
-        if (kind := kind_of(batch["order"])) is not None:
-            counts[KINDS[kind]] += 1
+        counts.update(kinds_of(batch["order"]))
         columns |= {f"order{i}": key for i, key in enumerate(batch["order"].flatten()[1:])}
     return in_pieces(pa.table(columns).take(pa.array(examples.origin)), *examples[:2])
 

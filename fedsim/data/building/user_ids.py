@@ -28,7 +28,7 @@ NOBODY += ["\\N", "(null)", "(NULL)", "[null]", "[NULL]"]
 NAMELESS = ["-", "--", "?", "-1", "anon", "anonymous", "deleted", "[deleted]", "[removed]", "guest"]
 NAMELESS += ["n.a.", "undefined", "unknown"]
 """Ids, in small letters, that often stand for several people. Each is one user."""
-RULE = 6  # version of the rule: a change that gives other users gets another number
+RULE = 7  # version of the rule: a change that gives other users gets another number
 # By bits of a float: smaller whole numbers are certain.
 EXACT = {16: 2**11, 32: 2**24, 64: 2**53}
 CERTAIN = 2**52  # floats tell apart all numbers of digits that are less without their point
@@ -38,42 +38,42 @@ LISTED = r"[^\s,;]\s*[,;][\s,;]*[^\s,;]|^\[\s*[\"'].*\]$"
 # Large and small floats as programs write them, rounded: 1.5E18, 1,5E+18, 1e+18.
 ROUNDED = r"^[+-]?([0-9]+[.,][0-9]*[eEdD][+-]?|[.,][0-9]+[eEdD][+-]?|[0-9]+[eEdD]\+)[0-9]+$"
 LIKE_ROUNDED = r"^[+-]?[0-9][eE]-?[0-9]+$"  # 5e18, which may also be a name
-# Differences of ids that look alike, beside those that `fold` removes: zeros in front or at the
-# end, and the decimal comma.
-ZEROS, COMMA = r"^0+([0-9])", r"^([0-9]+),([0-9]+)$"
-EXCEL = r'^="(.*)"$'  # a text that Excel must not take for a number
-GUID = r"^(?:urn:uuid:)?\{?" + r"([0-9a-f]{8})-?" + r"([0-9a-f]{4})-?" * 3 + r"([0-9a-f]{12})\}?$"
-PLUS = r"^\+([0-9])"  # of a telephone: +49, 0049
 # Letters of Cyrillic and Greek, and the Latin ones that they, or their capitals, look like.
 HOMOGLYPHS = str.maketrans(
     "\u0430\u0432\u0435\u0456\u043a\u043c\u043d\u043e\u0440\u0441\u0442\u0443\u0445\u0455\u0458"
     "\u03b1\u03b2\u03b5\u03b6\u03b7\u03b9\u03ba\u03bc\u03bd\u03bf\u03c1\u03c4\u03c5\u03c7",
     "abeikmhopctyxsj" + "abezhikmnoptyx",
 )
-ZEROS_AFTER = r"^([0-9]+\.(?:[0-9]*[1-9])?)0+$"
 # Ignorable characters of Unicode that its categories Cf and Cc lack: variation selectors, fillers
 # and joiners that are letters or marks by their category; the blank of Braille.
 MARKS = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u2800\u3164\ufe00-\ufe0f\uffa0"
     "\ufff0-\ufff8\U000e0000-\U000e0fff]"
 )
-MAIL = r"^(?:mailto:|.*<)([^<>]+@[^<>]+)>?$"  # "Ann" <ann@x.org>, without white space: ann@x.org
+GUID = r"^(?:urn:uuid:)?\{?([0-9a-f]{8})-?" + r"([0-9a-f]{4})-?" * 3 + r"([0-9a-f]{12})\}?$"
+DIFFERENCES = (
+    (r"[\s\pZ]+", ""),
+    (r"^(?:mailto:|.*<)([^<>]+@[^<>]+)>?$", r"\1"),  # a name around an address
+    (r'^="(.*)"$', r"\1"),  # a text that Excel must not take for a number
+    (GUID, r"\1\2\3\4\5"),
+    (r"^\+([0-9])", r"\1"),  # of a telephone: +49, 0049
+    (r"^0+([0-9])", r"\1"),
+    (r"^([0-9]+),([0-9]+)$", r"\1.\2"),
+    (r"^([0-9]+\.(?:[0-9]*[1-9])?)0+$", r"\1"),
+    (r"^([0-9]+)\.$", r"\1"),
+)
+"""Patterns and replacements for ids that look alike, after what `fold` removes."""
 PLAIN = "^[!-~]*$"  # texts in which `fold` changes only capitals
 
-TRIMMED, SHORTENED, WORDS = "user_ids_trimmed", "user_ids_without_fraction", "words_for_nobody"
-FRACTIONS, SEVERAL = "user_ids_like_fractions", "owners_like_several"
-EXPONENTS, OF_MANY = "user_ids_like_exponents", "user_ids_like_nobody"
-_SAID = {
-    TRIMMED: "white space around the user id, which is no part of it",
-    SHORTENED: "a user id like 7.0, which is 7",
-    WORDS: "a word such as NA or None for a user, which is nobody",
-    EXPONENTS: "a user id like 1E18, which stays a text: if a program rounded numbers so, it is "
-    "several people",
-    OF_MANY: "a user such as unknown, [deleted] or -1, who counts as one user: if that is nobody, "
-    "leave such rows out",
-    FRACTIONS: "a user id like 3.10, which stays a text: 3.1 is somebody else",
-    SEVERAL: "an owner with a comma or semicolon inside, or a list as text, who is one user: if "
-    "that is several, owners and owners_delimiter of `fedsim data build` make it so",
+LINES = {
+    "words_for_nobody": "a word such as NA or None for a user, which is nobody",
+    "user_ids_like_exponents": "a user id like 1E18, which stays a text: if a program rounded "
+    "numbers so, it is several people",
+    "user_ids_like_nobody": "a user such as unknown, [deleted] or -1, who counts as one user: if "
+    "that is nobody, leave such rows out",
+    "user_ids_like_fractions": "a user id like 3.10, which stays a text: 3.1 is somebody else",
+    "owners_like_several": "an owner with a comma or semicolon inside, or a list as text, who is "
+    "one user: if that is several, a view in SQL makes a list of it",
 }
 """Names of counts of rows, and the end of the line that tells the user about them."""
 
@@ -87,38 +87,46 @@ def as_ids(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.
       column: strings, integers or floats.
       field: name of the setting and column, for errors.
       rows: number of each row, counted from 0, for errors.
-      tally: counts corrections and doubtful ids, by the names of `_SAID`.
+      tally: counts doubtful ids, by the names of `LINES`.
     Raises:
       DataError: a float has a fraction, or a number so many digits that a float may have rounded
         it.
     """
-    lower = call("utf8_lower", call("utf8_trim_whitespace", column.cast(pa.string())))
-    tally[OF_MANY] += call("is_in", lower, value_set=pa.array(NAMELESS)).true_count
     if pa.types.is_floating(column.type):
-        least = EXACT[column.type.bit_width]
         numbers = column.cast(pa.float64())
         numbers = pc.if_else(pc.is_nan(numbers), pa.scalar(None, pa.float64()), numbers)  # pyright: ignore
-        fits = call("less", call("abs", numbers), pa.scalar(float(least)))
+        least = float(EXACT[column.type.bit_width])
+        fits = call("less", call("abs", numbers), pa.scalar(least))
         whole = call("and", fits, call("equal", numbers, call("floor", numbers)))
         _refuse(call("invert", whole), numbers, field, rows)
-        tally[SHORTENED] += whole.true_count
-        return numbers.cast(pa.int64()).cast(pa.string())
-    given = column.cast(pa.string())
+        ids = numbers.cast(pa.int64()).cast(pa.string())
+    else:
+        ids = _of_texts(column.cast(pa.string()), field, rows, tally)
+    nameless = call("is_in", call("utf8_lower", ids), value_set=pa.array(NAMELESS))
+    tally["user_ids_like_nobody"] += nameless.true_count
+    tally["owners_like_several"] += _count(ids, LISTED)
+    return ids
+
+
+def _of_texts(given: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.Array:
     text = call("utf8_trim_whitespace", given)
     nobody = is_missing(text)
-    tally[TRIMMED] += call("and", call("not_equal", text, given), call("invert", nobody)).true_count
-    tally[WORDS] += call("and", nobody, call("not_equal", text, pa.scalar(""))).true_count
+    tally["words_for_nobody"] += call(
+        "and", nobody, call("not_equal", text, pa.scalar(""))
+    ).true_count
     text = call("if_else", nobody, pa.scalar(None, pa.string()), text)
     whole = call("match_substring_regex", text, pattern=WHOLE)
-    short = call("replace_substring_regex", text, pattern=r"\.0*$", replacement="")
     fraction = call("match_substring_regex", text, pattern=FRACTION)
     rounded = call("match_substring_regex", text, pattern=ROUNDED)
-    number = call("or", whole, fraction)
-    _refuse(call("or", rounded, _uncertain(short, number)), text, field, rows)
-    tally[SHORTENED] += whole.true_count
-    tally[FRACTIONS] += call("and", fraction, call("invert", whole)).true_count
-    tally[EXPONENTS] += call("match_substring_regex", text, pattern=LIKE_ROUNDED).true_count
+    short = call("replace_substring_regex", text, pattern=r"\.0*$", replacement="")
+    _refuse(call("or", rounded, _uncertain(short, call("or", whole, fraction))), text, field, rows)
+    tally["user_ids_like_fractions"] += call("and", fraction, call("invert", whole)).true_count
+    tally["user_ids_like_exponents"] += _count(text, LIKE_ROUNDED)
     return call("if_else", whole, short, text)
+
+
+def _count(texts: pa.Array, pattern: str) -> int:
+    return call("match_substring_regex", texts, pattern=pattern).true_count
 
 
 def _uncertain(text: pa.Array, number: pa.Array) -> pa.Array:
@@ -138,52 +146,33 @@ def fold(text: str) -> str:
     return text.translate(HOMOGLYPHS)
 
 
-def _folded(text: pa.Array) -> pa.Array:
-    """Fold each different text once."""
-    unique = text.dictionary_encode()
-    values = unique.dictionary
-    plain = call("match_substring_regex", values, pattern=PLAIN)
-    others = pa.array(
-        [fold(text) for text in values.filter(call("invert", plain)).to_pylist()], pa.string()
-    )
-    lower = call("ascii_lower", values)
-    return call("replace_with_mask", lower, call("invert", plain), others).take(unique.indices)
-
-
 def is_missing(texts: pa.Array | pa.ChunkedArray) -> Any:
     """True for texts that are empty or a word for a missing value."""
     return call("is_in", texts, value_set=pa.array(NOBODY))
 
 
-def count_lists(ids: pa.Array, tally: Counter[str]) -> None:
-    """Count ids that may be several in one cell, as addresses in the field To of a mail."""
-    tally[SEVERAL] += call("match_substring_regex", ids, pattern=LISTED).true_count
+def remarks(tally: Counter[str], ids: pa.Array) -> tuple[dict[str, int], list[str]]:
+    """Counts of doubtful ids that are not zero, and a line for the user about each.
 
-
-def summary_lines(tally: Counter[str]) -> list[str]:
-    """Lines for the user about corrected and doubtful ids."""
-    rows = {
-        name: "1 row has" if tally[name] == 1 else f"{tally[name]:,} rows have" for name in _SAID
-    }
-    return [f"{rows[name]} {what}" for name, what in _SAID.items() if tally[name]]
-
-
-def counted(tally: Counter[str]) -> dict[str, int]:
-    """Counts of corrected and doubtful ids that are not zero."""
-    return {name: tally[name] for name in _SAID if tally[name]}
-
-
-def lookalike_warning(number: int, examples: Sequence[str], what: str = "user") -> str:
-    """Line for the user about the result of `look_alikes`."""
-    names = " and ".join(map(repr, examples))
-    return f"{number:,} {what} ids look like another one, as {names} do: a {what} each"
+    Args:
+      tally: counts of `as_ids`.
+      ids: different ids, as of `look_alikes`.
+    """
+    counts = {name: tally[name] for name in LINES if tally[name]}
+    rows = {name: "1 row has" if n == 1 else f"{n:,} rows have" for name, n in counts.items()}
+    lines = [f"{rows[name]} {LINES[name]}" for name in counts]
+    number, examples = look_alikes(ids)
+    if number:
+        counts["users_that_look_alike"] = number
+        names = " and ".join(map(repr, examples))
+        lines.append(f"{number:,} user ids look like another one, as {names} do: a user each")
+    return counts, lines
 
 
 def look_alikes(ids: pa.Array) -> tuple[int, list[str]]:
     """Find users whose ids look like the id of another user.
 
-    Such ids differ only in what `fold` removes, in white space, in zeros or a plus in front, in
-    zeros after a point, in a decimal comma, or in how Excel or a GUID is written.
+    Such ids differ only in what `fold` removes and in DIFFERENCES.
 
     Args:
       ids: different user ids, or owner sets as strings (see store.py).
@@ -202,31 +191,22 @@ def look_alikes(ids: pa.Array) -> tuple[int, list[str]]:
 
 def look_alike_keys(ids: pa.Array) -> pa.Array:
     """For each id a text that ids which look alike have in common; see `look_alikes`."""
-    key = _folded(ids)
-    for pattern, instead in (
-        (r"[\s\pZ]+", ""),
-        (MAIL, r"\1"),
-        (EXCEL, r"\1"),
-        (GUID, r"\1\2\3\4\5"),
-        (PLUS, r"\1"),
-        (ZEROS, r"\1"),
-        (COMMA, r"\1.\2"),
-        (ZEROS_AFTER, r"\1"),
-        (r"^([0-9]+)\.$", r"\1"),
-    ):
+    unique = ids.dictionary_encode()
+    texts = unique.dictionary
+    others = call("invert", call("match_substring_regex", texts, pattern=PLAIN))
+    folded = pa.array(map(fold, texts.filter(others).to_pylist()), pa.string())
+    key = call("replace_with_mask", call("ascii_lower", texts), others, folded)
+    for pattern, instead in DIFFERENCES:
         key = call("replace_substring_regex", key, pattern=pattern, replacement=instead)
-    return key
+    return key.take(unique.indices)
 
 
 def _refuse(bad: pa.Array, values: pa.Array, field: str, rows: Rows) -> None:
-    if not bad.true_count:
-        return
-    place = bad.index(True).as_py()
-    raise refused(
-        field,
-        f"text or whole numbers, got {values[place].as_py()} in row {rows[place] + 1}; ids that "
-        "were read as floats are to be saved as text or integers",
-    )
+    if bad.true_count:
+        place = bad.index(True).as_py()
+        got = f"got {values[place].as_py()} in row {rows[place] + 1}"
+        hint = "ids that were read as floats are to be saved as text or integers"
+        raise refused(field, f"text or whole numbers, {got}; {hint}")
 
 
 def refused(column: str, expected: str) -> DataError:

@@ -167,7 +167,7 @@ def test_users_ids_are_never_file_names(tmp_path):
 
 def cut_finely(monkeypatch):
     """Many row groups, many blocks, nothing at its usual size."""
-    sizes = {"readers.READ_ROWS": 64, "sorting.BLOCK_ROWS": 50}
+    sizes = {"sources.READ_ROWS": 64, "sorting.BLOCK_ROWS": 50}
     for name, size in sizes.items():
         monkeypatch.setattr(f"fedsim.data.building.{name}", size)
 
@@ -358,14 +358,14 @@ def test_a_build_after_a_killed_one_starts_again_and_removes_what_it_left(tmp_pa
 
 KILLED = """
 import sys
-from fedsim.data.building import build, processes, tokenised
+from fedsim.data.building import build, tokenised
 import killing
 
 if __name__ == "__main__":
     if sys.argv[3] == "kill":
         build.write_rows = killing.write_rows
     tokenised.BUNDLE_BYTES = 0
-    processes.SMALL_BYTES = 0
+    build.SMALL_BYTES = 0
     build.build(sys.argv[1], sys.argv[2], num_workers=2)
 """
 

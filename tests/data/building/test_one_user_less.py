@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedsim.data.building.build import build
-from fedsim.data.building.orders import keys_of
+from fedsim.data.building.columns import keys_of
 from fedsim.errors import DataError
 
 pytestmark = pytest.mark.privacy

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from fedsim.data.building import processes
-from fedsim.data.building.processes import Pool
+from fedsim.data.building import build
+from fedsim.data.building.build import Pool
 from fedsim.errors import DataError, Interrupted
 
 
@@ -29,7 +29,7 @@ def die(item):
 @pytest.fixture(params=[1, 2])
 def workers(request, monkeypatch):
     """A pool of this process alone, and of two more."""
-    monkeypatch.setattr(processes, "SMALL_BYTES", 0)
+    monkeypatch.setattr(build, "SMALL_BYTES", 0)
     lines = []
     with Pool(request.param, lines.append) as found:
         found.grow(1)
@@ -37,10 +37,10 @@ def workers(request, monkeypatch):
 
 
 def test_results_are_in_order_and_progress_reaches_the_end(workers, monkeypatch):
-    monkeypatch.setattr(processes, "PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr(build, "PROGRESS_EVERY_S", 0.0)
     found, lines = workers
     assert found.map(square, range(20), "squared") == [i * i for i in range(20)]
-    assert lines[0].startswith("squared 1 of 20 parts, ")
+    assert lines[0].startswith("squared 1 of 20 parts")
     assert lines[-1] == "squared 20 of 20 parts"
     assert found.map(square, []) == []
 
@@ -48,7 +48,7 @@ def test_results_are_in_order_and_progress_reaches_the_end(workers, monkeypatch)
 @pytest.mark.slow
 @pytest.mark.ci
 def test_an_error_ends_it_without_the_parts_that_wait(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "SMALL_BYTES", 0)
+    monkeypatch.setattr(build, "SMALL_BYTES", 0)
     others = [tmp_path / str(number) for number in range(100)]
     with pytest.raises(DataError, match="field=0"), Pool(2, None) as found:
         found.grow(1)
@@ -60,7 +60,7 @@ def test_an_error_ends_it_without_the_parts_that_wait(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_worker_that_ends_is_one_clear_line(monkeypatch):
-    monkeypatch.setattr(processes, "SMALL_BYTES", 0)
+    monkeypatch.setattr(build, "SMALL_BYTES", 0)
     ended = "num_workers=2: a worker process ended, expected enough memory.*run the same command"
     with Pool(2, None) as found:
         found.grow(1)
@@ -70,5 +70,5 @@ def test_a_worker_that_ends_is_one_clear_line(monkeypatch):
 
 
 def test_there_are_no_more_processes_than_the_container_may_use(monkeypatch):
-    monkeypatch.setattr(processes, "cpus", lambda: 3)
+    monkeypatch.setattr(build, "cpus", lambda: 3)
     assert Pool(None, None).num_workers == 3

@@ -11,6 +11,7 @@ from fedsim.config import BuildConfig
 from fedsim.data.building import text_files
 from fedsim.data.building.build import build
 from fedsim.data.building.columns import Columns
+from fedsim.data.building.text_files import TextFile
 from fedsim.errors import DataError
 
 
@@ -22,9 +23,10 @@ def dump(path, rows):
 
 
 def is_refused(path):
-    columns = Columns.of("user_id", "text")
+    (path.parent / "text").unlink(missing_ok=True)
     try:
-        list(text_files.batches(path, columns, BuildConfig(), path.parent))
+        file = TextFile(path, path.suffix[1:], BuildConfig(), path.parent)
+        list(file.batches(Columns()))
         return False
     except DataError:
         return True

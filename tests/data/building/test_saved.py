@@ -29,7 +29,7 @@ def splits(tmp_path):
 def test_one_split_is_read_and_others_are_named(splits, tmp_path):
     train, lines = built(splits, tmp_path)
     assert (train.num_users, train.num_examples) == (2, 3)
-    assert "of what is saved, these splits are not read: test (--split)" in lines
+    assert "of what is saved, these splits are not read: test (see split)" in lines
 
 
 def test_a_split_that_was_asked_for_is_read_and_nothing_is_said(splits, tmp_path):

@@ -5,11 +5,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from experiments.data.neardup import are_similar, band_keys, build_index, shingles
+from fedsim.data.building.build import Pool
 from fedsim.data.building.columns import Columns
-from fedsim.data.building.processes import Pool
-from fedsim.data.building.readers import cut
+from fedsim.data.building.sources import cut
 
-COLUMNS = Columns(("text",), ("text",))
+COLUMNS = Columns("", ("text",))
 
 
 def article(rng, words=300):

@@ -47,7 +47,7 @@ def test_texts_are_those_of_users_who_are_not_held_out(tmp_path, monkeypatch):
     users = [f"u{i}" for i in range(100)]
     table = pa.table({"user_id": users, "text": [f"text of {user}" for user in users]})
     pq.write_table(table, tmp_path / "a.parquet")
-    given = [tmp_path / "a.parquet"], Columns.of(user="user_id", text="text"), 0.3, 100
+    given = [tmp_path / "a.parquet"], Columns(), 0.3, 100
     holdout = Holdout(0.3, True)
     kept = [f"text of {user}" for user in users if not holdout.takes_user(user)]
     assert [*wordpiece.texts_of(*given)] == kept and len(kept) < 90
