@@ -60,6 +60,7 @@ def saying(directory, text, files=None):
         mlp="swiglu",
         mlp_bias=False,
         tied=False,
+        family="llama",
     )
     rng, tokens = np.random.default_rng(0), np.zeros((1, 2), np.int32)
     shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens)["params"]

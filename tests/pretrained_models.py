@@ -21,6 +21,7 @@ CONFIG = TransformerConfig(
     positions="rope",
     mlp="swiglu",
     mlp_bias=False,
+    family="llama",
 )
 
 

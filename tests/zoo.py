@@ -1,5 +1,6 @@
 """Small `flax.linen` models that hold every layer the strategies know, and some that none does."""
 
+import json
 from typing import Any
 
 import jax
@@ -7,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn, traverse_util
 
-from fedsim.models import lora
-from fedsim.models.rope import LongRope, Yarn
+from fedsim.models import lora, weights
+from fedsim.models.rope import Llama3, Yarn
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 VOCAB, LENGTH = 29, 5
@@ -118,27 +119,23 @@ class ByHand(nn.Module):
         return total
 
 
-_FAMILY: dict[str, Any] = {
-    "norm": "rms",
-    "norm_epsilon": 1e-5,
-    "positions": "rope",
-    "mlp": "swiglu",
-}
-_FAMILY |= {"mlp_bias": False, "mlp_width": 20, "num_kv_heads": 2}
+SIZES = (VOCAB, 12, 16, 2, 4)
+_FAMILY: dict[str, Any] = {"norm": "rms", "norm_epsilon": 1e-5, "positions": "rope"}
+_FAMILY |= {"mlp": "swiglu", "mlp_bias": False, "mlp_width": 20, "num_kv_heads": 2}
 FAMILIES = {
-    "llama": TransformerConfig(VOCAB, 12, 16, 2, 4, **_FAMILY),
-    "mistral": TransformerConfig(VOCAB, 12, 16, 2, 4, **_FAMILY, tied=False, window=5),
-    "qwen2": TransformerConfig(VOCAB, 12, 16, 2, 4, **_FAMILY, query_bias=True, rope_base=1e6),
+    "llama": TransformerConfig(*SIZES, **_FAMILY, family="llama"),
+    "mistral": TransformerConfig(*SIZES, **_FAMILY, tied=False, window=5, family="mistral"),
+    "qwen2": TransformerConfig(*SIZES, **_FAMILY, query_bias=True, rope_base=1e6, family="qwen2"),
     "qwen3": TransformerConfig(
-        VOCAB, 12, 16, 2, 4, **_FAMILY, tied=False, query_key_norm=True, head_width=6
+        *SIZES, **_FAMILY, tied=False, query_key_norm=True, head_width=6, family="qwen3"
     ),
     "gpt2": TransformerConfig(
-        VOCAB, 12, 16, 2, 4, num_positions=15, query_bias=True, out_bias=True, norm_epsilon=1e-5
+        *SIZES, num_positions=15, query_bias=True, out_bias=True, norm_epsilon=1e-5
     ),
 }
 PARTS = FAMILIES | {  # two that have all options of the families beside them
     "capped": TransformerConfig(
-        *(VOCAB, 12, 16, 2, 4),
+        *SIZES,
         **_FAMILY | {"mlp": "geglu"},
         norms="both",
         query_key_norm=True,
@@ -146,21 +143,20 @@ PARTS = FAMILIES | {  # two that have all options of the families beside them
         window=5,
         window_blocks=(True, False),
         window_rope_base=100.0,
-        rope_scaling=Yarn(4.0, 1.2, 32.0, 1.0, True, 8),
+        rope_scaling=Yarn(4.0, 1.2, 32.0, 1.0, 8),
         attention_scale=0.3,
         attention_cap=2.0,
         embedding_multiplier=4.0,
         logit_cap=3.0,
     ),
     "turned": TransformerConfig(
-        *(VOCAB, 12, 16, 2, 4),
+        *SIZES,
         **_FAMILY,
         norms="after",
         query_key_norm=True,
         joint_query_key_norm=True,
         head_width=8,
-        rope_share=0.75,
-        rope_scaling=LongRope((1.0, 1.5, 3.0), 1.2, 12),
+        rope_scaling=Llama3(8.0, 1.0, 4.0, 64),
         rope_blocks=(True, False),
         attention_scale=0.3,
         residual_multiplier=0.5,
@@ -188,3 +184,13 @@ def random_like(config, rng):
         return rng.normal(0, scale, leaf.shape).astype(np.float32)
 
     return jax.tree.map_with_path(draw, shapes)
+
+
+def write_in_two(directory, tensors):
+    """Write arrays as two files and their index."""
+    names, places = sorted(tensors), {}
+    for number, own in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        weights.write(directory / file, {name: tensors[name] for name in own})
+        places |= dict.fromkeys(own, file)
+    (directory / weights.INDEX).write_text(json.dumps({"weight_map": places}))

@@ -52,8 +52,7 @@ from fedsim.engine.environment import compiler_options
 from fedsim.engine.programs import check_arithmetic
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
-from fedsim.models import Transformer, TransformerConfig, lora, stacked
-from fedsim.models.language_model import next_token_nats
+from fedsim.models import LanguageModelTask, Transformer, TransformerConfig, lora, stacked
 
 CLIP = Clip(1.0, normalised=True)
 PEAKS = {  # dense bfloat16 products a second, by what JAX calls the device
@@ -199,13 +198,12 @@ class Problem:
 
     def losses(self, length: int) -> Losses:
         """The losses of rows of `length` predicted tokens."""
-        model = Transformer(dataclasses.replace(self.config, max_length=length + 1))
+        task = LanguageModelTask(None, dataclasses.replace(self.config, max_length=length + 1))
 
         def losses(frozen: Any, params: Any, tokens: jax.Array) -> jax.Array:
             params = params if frozen is None else lora.joined(frozen, params)
             sizes = jnp.full(len(tokens), tokens.shape[1])
-            nats, predictions = next_token_nats(model, params, tokens, sizes)
-            return nats / predictions
+            return task.losses(params, {"tokens": tokens, "sizes": sizes})
 
         return losses
 

@@ -38,8 +38,7 @@ from fedsim.config import EngineConfig
 from fedsim.engine import Task, choose_strategy
 from fedsim.engine.preflight import ALLOCATOR
 from fedsim.engine.worker import LocalEngine
-from fedsim.models import Transformer, TransformerConfig
-from fedsim.models.language_model import next_token_nats
+from fedsim.models import LanguageModelTask, Transformer, TransformerConfig
 
 CLIP = Clip(1.0, normalised=True)
 POSITIONS = 64
@@ -75,9 +74,9 @@ class TokensTask(Task):
         return self.tokens[rows]
 
     def losses(self, params: Any, tokens: jax.Array, trained: Any = None) -> jax.Array:
-        sizes = jnp.full(len(tokens), POSITIONS + 1)
-        nats, predictions = next_token_nats(self.model, params, tokens, sizes, trained)
-        return nats / jnp.maximum(predictions, 1)
+        batch = {"tokens": tokens, "sizes": jnp.full(len(tokens), POSITIONS + 1)}
+        batch |= {} if trained is None else {"trained": trained}
+        return LanguageModelTask(None, self.config).losses(params, batch)
 
     def masked_losses(self, params: Any, tokens: jax.Array) -> jax.Array:
         """Losses over the tokens with odd ids, as if a mask had them."""

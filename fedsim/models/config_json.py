@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedsim.errors import ConfigError, brief
-from fedsim.models.rope import SCALINGS, Linear, Llama3, LongRope, RopeScaling, Yarn
+from fedsim.models.rope import SCALINGS, Linear, Llama3, RopeScaling, Yarn
 
 
 class UnsupportedArchitecture(ConfigError):
@@ -31,8 +31,7 @@ def whole(f: Fields, name: str, most: int, default: Any = NEEDED) -> Any:
     """A whole number in [1, most] of a config.json; `default` if it is absent or null.
 
     Raises:
-      KeyError: the field is absent, and there is no default.
-      UnsupportedArchitecture: the field has another value.
+      UnsupportedArchitecture: the field has another value, or neither it nor a default is there.
     """
     if (value := f.get(name)) is None:
         return _default(name, default)
@@ -71,7 +70,7 @@ def need(name: str, value: Any, *allowed: Any) -> None:
 
 def _default(name: str, default: Any) -> Any:
     if default is NEEDED:
-        raise KeyError(name)
+        raise odd(name, None, "a value in config.json")
     return default
 
 
@@ -91,70 +90,53 @@ def layer_flags(f: Fields, name: str, layers: int, yes: Any, no: Any) -> tuple[b
     return tuple(value == yes for value in values[:layers]) or None
 
 
-def rotary(f: Fields, *names: str) -> dict[str, Any]:
-    """The objects of rotary positions of these names in one.
+def as_object(f: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An object of a config.json; empty if it is absent or null.
 
     Raises:
-      UnsupportedArchitecture: one is no object.
+      UnsupportedArchitecture: the field has another value.
     """
-    rope: dict[str, Any] = {}
-    for name in names:
-        if (value := f.get(name)) is not None:
-            if not isinstance(value, dict):
-                raise odd(name, value, "an object, or null")
-            rope |= value
-    return rope
+    value = f.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise odd(name, value, "an object, or null")
+    return value or {}
 
 
-def scaling_of(f: Fields, rope: Mapping[str, Any], width: int) -> RopeScaling | None:
+def scaling_of(f: Fields, kind: str, rope: Mapping[str, Any]) -> RopeScaling | None:
     """Scaling of rotary positions; None if there is none up to the longest text.
 
     Args:
       f: the config.json.
-      rope: its object of rotary positions.
-      width: number of features that rotate.
+      kind: of ROPE_TYPES.
+      rope: the object of rotary positions in it.
     Raises:
-      UnsupportedArchitecture: the scaling is unknown, or a number of it is missing or invalid.
+      UnsupportedArchitecture: a number of the scaling is missing or invalid.
     """
-    need("rope_type", kind := rope.get("rope_type"), "default", "dynamic", *SCALINGS)
     if kind in ("default", "dynamic"):
         return None
     if kind == "linear":
         return Linear(number(rope, "factor", *FACTORS))
     longest = whole(f, "max_position_embeddings", LENGTH)
-    beside = f.get(ORIGINAL)  # which `transformers` prefers
-    length = whole(rope if beside is None else f, ORIGINAL, LENGTH, longest)
+    length = whole(rope, ORIGINAL, LENGTH, longest)
+    need(ORIGINAL, f.get(ORIGINAL), None, length)
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
         factor, low, high = (number(rope, name, *FACTORS) for name in names)
         if low >= high:
             raise odd("low_freq_factor", low, f"less than high_freq_factor={high}")
         return Llama3(factor, low, high, length)
+    need("truncate", rope.get("truncate"), None, True)
+    for name in ("mscale", "mscale_all_dim"):
+        need(name, rope.get(name), None)
     factor = number(rope, "factor", *FACTORS, longest / length)
-    if kind == "yarn":
-        fast, slow = (
-            number(rope, name, *FACTORS, default)
-            for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
-        )
-        sharper = number(rope, "attention_factor", *FACTORS, _of_yarn(rope, factor))
-        return Yarn(factor, sharper, fast, slow, flag(rope, "truncate", True), length)
-    factors = rope.get("short_factor")
-    if not isinstance(factors, list) or len(factors) != width // 2:
-        raise odd("short_factor", factors, f"a list of {width // 2} numbers")
-    numbers = tuple(number({"short_factor": x}, "short_factor", *FACTORS) for x in factors)
-    usual = math.sqrt(1 + math.log(max(factor, 1)) / math.log(max(length, 2)))
-    return LongRope(numbers, number(rope, "attention_factor", *FACTORS, usual), length)
+    usual = {"attention_factor": 0.1 * math.log(max(factor, 1)) + 1}
+    usual |= {"beta_fast": 32.0, "beta_slow": 1.0}
+    numbers = {name: number(rope, name, *FACTORS, x) for name, x in usual.items()}
+    return Yarn(factor, **numbers, original_length=length)
 
 
+ROPE_TYPES = ("default", "dynamic", *SCALINGS)
 ORIGINAL = "original_max_position_embeddings"
-
-
-def _of_yarn(rope: Mapping[str, Any], factor: float) -> float:
-    """attention_factor of YaRN where it is not given."""
-    scales = [number(rope, name, *FACTORS, None) for name in ("mscale", "mscale_all_dim")]
-    above, below = scales if all(scales) else (1.0, 0.0)
-    log = math.log(max(factor, 1))
-    return (0.1 * above * log + 1) / (0.1 * below * log + 1)
 
 
 def rope_fields(scaling: RopeScaling | None) -> dict[str, Any]:
@@ -165,6 +147,4 @@ def rope_fields(scaling: RopeScaling | None) -> dict[str, Any]:
     del fields["kind"]
     if "original_length" in fields:
         fields[ORIGINAL] = fields.pop("original_length")
-    if isinstance(scaling, LongRope):  # no text is so long that the other factors apply
-        fields["short_factor"] = fields["long_factor"] = list(scaling.short_factor)
     return fields

@@ -5,8 +5,7 @@ is read in one pass (continuous batching), so that slots are idle only at the en
 text has depends on its prompt, its key and, in the last bits of the logits, on the texts that are
 given together; never on the time that anything takes.
 
-Shape suffixes: B slots, V vocabulary, N blocks of the vocabulary, W width of a block, P length of a
-prompt, R prompts of a pass, S positions in the cache.
+Shape suffixes: B slots, V vocabulary, P length of a prompt, R prompts of a pass.
 """
 
 import dataclasses
@@ -23,9 +22,6 @@ from fedsim.config import Sampling
 from fedsim.errors import expect
 from fedsim.models.transformer import Transformer, TransformerConfig
 
-BLOCK = 192
-"""Tokens of a block of the vocabulary, within which a draw searches after it has found the block.
-Near the root of common sizes of vocabularies."""
 HALVINGS = 30
 """Of the interval with the least probability in the nucleus: to 1e-9 of the likeliest token's."""
 MAX_STEPS = 64
@@ -55,7 +51,7 @@ def draw(logits_BV: jax.Array, keys_B: jax.Array, how: Sampling) -> jax.Array:
         probs_BV = jnp.where(probs_BV < _least_of_nucleus(probs_BV, how.top_p), 0, probs_BV)
     if how.min_p > 0:
         probs_BV = jnp.where(probs_BV < how.min_p, 0, probs_BV)
-    return _pick(probs_BV, jax.vmap(jax.random.uniform)(keys_B))
+    return jax.vmap(jax.random.categorical)(keys_B, jnp.log(probs_BV)).astype(jnp.int32)
 
 
 def _least_of_nucleus(probs_BV: jax.Array, top_p: float) -> jax.Array:
@@ -72,29 +68,6 @@ def _least_of_nucleus(probs_BV: jax.Array, top_p: float) -> jax.Array:
 
     zero_B1 = jnp.zeros_like(target_B1)
     return jax.lax.fori_loop(0, HALVINGS, halve, (zero_B1, zero_B1 + 1))[0]
-
-
-def _pick(weights_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
-    """Draw an index in proportion to weights, int32 [B]: a block, then an index in it."""
-    padded_BV = jnp.pad(weights_BV, ((0, 0), (0, -weights_BV.shape[1] % BLOCK)))
-    weights_BNW = padded_BV.reshape(len(weights_BV), -1, BLOCK)
-    sums_BN = weights_BNW.sum(axis=-1)
-    ends_BN = jnp.cumsum(sums_BN, axis=-1)
-    at_B = uniform_B * ends_BN[:, -1]
-    block_B = _first_above(ends_BN, at_B, sums_BN)
-    rows_B = jnp.arange(len(at_B))
-    before_B = ends_BN[rows_B, block_B] - sums_BN[rows_B, block_B]
-    inside_BW = weights_BNW[rows_B, block_B]
-    ends_BW = before_B[:, None] + jnp.cumsum(inside_BW, axis=-1)
-    return (block_B * BLOCK + _first_above(ends_BW, at_B, inside_BW)).astype(jnp.int32)
-
-
-def _first_above(ends_BN: jax.Array, at_B: jax.Array, weights_BN: jax.Array) -> jax.Array:
-    """The first index whose cumulative weight is above `at`, never one without weight, int [B]."""
-    some_BN = weights_BN > 0
-    last_B = some_BN.shape[1] - 1 - jnp.argmax(some_BN[:, ::-1], axis=-1)
-    above_BN = some_BN & (ends_BN > at_B[:, None])
-    return jnp.where(above_BN.any(axis=-1), jnp.argmax(above_BN, axis=-1), last_B)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,19 +21,17 @@ from fedsim.models.config_json import (
     LAYER_TYPES,
     LAYERS,
     LENGTH,
-    ORIGINAL,
     SLIDING,
     TOKENS,
     WIDTH,
     Fields,
-    UnsupportedArchitecture,
+    as_object,
     flag,
     layer_flags,
     need,
     number,
     odd,
     rope_fields,
-    rotary,
     scaling_of,
     whole,
 )
@@ -47,7 +45,6 @@ from fedsim.models.family_table import (
     nowhere,
     rope_layers,
 )
-from fedsim.models.rope import LongRope
 from fedsim.models.transformer import TransformerConfig
 
 Path = tuple[str, ...]
@@ -70,7 +67,7 @@ GPT2 = "gpt2"
 TYPES = (*FAMILIES, GPT2)
 CLASSES = {kind: family.class_name for kind, family in FAMILIES.items()} | {GPT2: "GPT2LMHeadModel"}
 HEAD_COUNT = "num_attention_heads"
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+PARTIAL = "partial_rotary_factor"
 
 
 def config_of(fields: Fields) -> TransformerConfig:
@@ -79,41 +76,20 @@ def config_of(fields: Fields) -> TransformerConfig:
     Raises:
       UnsupportedArchitecture: no Transformer is like that, or a field is missing or invalid.
     """
-    kind = fields.get("model_type")
-    if kind not in TYPES:
-        if any(fields.get(name) is not None for name in EXPERTS):
-            expected = "a model without a mixture of experts, whose routing is not built"
-            raise odd("model_type", kind, expected)
-        raise odd("model_type", kind, f"one of {', '.join(TYPES)}")
-    if (quantised := fields.get("quantization_config")) is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        expected = "none: a model that is not quantised"
-        raise odd("quantization_config", method, expected)
+    need("model_type", kind := fields.get("model_type"), *TYPES)
+    need("quantization_config", fields.get("quantization_config"), None)
     if kind == "mistral" and fields.get("layer_types"):  # as `transformers` takes it
         kind = "ministral"
-    try:
-        config = _gpt2_config(fields) if kind == GPT2 else _llama_config(kind, fields)
-    except KeyError as error:
-        raise UnsupportedArchitecture.of("model_type", kind, f"{error} in config.json") from None
-    check_heads(config)
-    return config
-
-
-def check_heads(c: TransformerConfig) -> None:
-    """Check that heads, their groups and their widths fit together.
-
-    Raises:
-      UnsupportedArchitecture: they do not.
-    """
+    c = _gpt2_config(fields) if kind == GPT2 else _llama_config(str(kind), fields)
     if c.head_width is None and c.width % c.num_heads:
-        names = ("n_head", "n_embd") if c.positions == "learned" else (HEAD_COUNT, "hidden_size")
-        raise odd(names[0], c.num_heads, f"a divisor of {names[1]}={c.width}")
+        name = "n_head" if kind == GPT2 else HEAD_COUNT
+        raise odd(name, c.num_heads, f"a divisor of the width {c.width}")
     if c.num_heads % c.kv_heads:
         expected = f"a divisor of {HEAD_COUNT}={c.num_heads}"
         raise odd("num_key_value_heads", c.kv_heads, expected)
-    if c.positions == "rope" and (c.rotary % 2 or not c.rotary):
-        part = "" if c.rope_share == 1 else f" times partial_rotary_factor={c.rope_share:g}"
-        raise odd("head_dim", c.head, f"an even number{part}, for rotary positions")
+    if c.positions == "rope" and c.head % 2:
+        raise odd("head_dim", c.head, "an even number, for rotary positions")
+    return c
 
 
 def described(c: TransformerConfig) -> TransformerConfig:
@@ -124,42 +100,19 @@ def described(c: TransformerConfig) -> TransformerConfig:
 
 
 def fields_of(c: TransformerConfig) -> dict[str, Any]:
-    """Fields of a config.json for a config, in the first family that has its parts.
+    """Fields of a config.json for a config.
 
     Raises:
-      UnsupportedArchitecture: no family has them.
+      UnsupportedArchitecture: its family lacks a part of it.
     """
-    kind = family_of(c)
-    return _gpt2_fields(c) if kind == GPT2 else _llama_fields(kind, c)
-
-
-def family_of(c: TransformerConfig) -> str:
-    """Name of the family of a config: its own, or the first that has its parts.
-
-    Raises:
-      UnsupportedArchitecture: no family has them.
-    """
-    kinds = [c.family] if c.family in FAMILIES else []
-    for kind in (*kinds, *TYPES):
-        if _has_parts(kind, c):
-            return kind
-    raise UnsupportedArchitecture("model: expected parts that go together in a known family")
-
-
-def _has_parts(kind: str, c: TransformerConfig) -> bool:
-    """True if a config of the family has all parts of a config."""
-    try:
-        if kind == GPT2:  # biases that a model lacks are zeros there
-            c = dataclasses.replace(c, query_bias=True, out_bias=True)
-            return described(_gpt2_config(_gpt2_fields(c))) == described(c)
-        return described(_llama_config(kind, _llama_fields(kind, c))) == described(c)
-    except (KeyError, UnsupportedArchitecture):
-        return False
-
-
-def _shared_fields(kind: str, c: TransformerConfig) -> dict[str, Any]:
-    about = {"model_type": kind, "architectures": [CLASSES[kind]], "dtype": "float32"}
-    return about | {"vocab_size": c.vocab_size, "tie_word_embeddings": c.tied}
+    if c.family == GPT2:  # biases that a model lacks are zeros there
+        c = dataclasses.replace(c, query_bias=True, out_bias=True)
+    fields = {"model_type": c.family, "architectures": [CLASSES[c.family]], "dtype": "float32"}
+    fields |= {"vocab_size": c.vocab_size, "tie_word_embeddings": c.tied}
+    fields |= _gpt2_fields(c) if c.family == GPT2 else _llama_fields(FAMILIES[c.family], c)
+    if described(config_of(fields)) != described(c):
+        raise odd("family", c.family, "a family that has all parts of the model")
+    return fields
 
 
 def _llama_config(kind: str, f: Fields) -> TransformerConfig:
@@ -190,64 +143,45 @@ def _llama_config(kind: str, f: Fields) -> TransformerConfig:
     if "query_pre_attn_scalar" in family.defaults:
         scalar = number(f, "query_pre_attn_scalar", *FACTORS)
         parts["attention_scale"] = None if scalar == head else scalar**-0.5
-    parts |= _rotary(family, f, head) | _windows(family, f)
+    parts |= _rotary(family, f) | _windows(family, f)
     return TransformerConfig(**{**sizes, **parts, **family.parts}, family=kind)
 
 
-PARTIAL = "partial_rotary_factor"
-
-
-def _rotary(family: Family, f: Fields, head: int) -> dict[str, Any]:
+def _rotary(family: Family, f: Fields) -> dict[str, Any]:
     """Fields of TransformerConfig about rotary positions and the longest sequence."""
-    _expect_one_rope(family, f)
-    rope, parts = rotary(f, "rope_scaling", "rope_parameters"), {}
-    of_layers = {name: rotary(rope, name) for name in LAYER_TYPES if name in rope}
-    if LOCAL_BASE in family.defaults:
-        local = {"rope_theta": f[LOCAL_BASE], **of_layers.get(SLIDING, {})}
+    scaling, rope = as_object(f, "rope_scaling"), as_object(f, "rope_parameters")
+    by_layer, parts = LOCAL_BASE in family.defaults, {}
+    if rope and by_layer != any(kind in rope for kind in LAYER_TYPES):
+        expected = f"those of {FULL} and of {SLIDING}" if by_layer else "the same in all layers"
+        raise odd("rope_parameters", [*rope], expected)
+    if by_layer:
+        local = {"rope_theta": f[LOCAL_BASE], **as_object(rope, SLIDING)}
         need(f"rope_type of {SLIDING}", local.get("rope_type", "default"), "default")
         parts["window_rope_base"] = number(local, "rope_theta", *BASES)
-        rope |= of_layers.get(FULL, {})
-    elif of_layers:
-        raise odd("rope_parameters", [*of_layers], "the same in all layers")
-    share = number(rope, PARTIAL, 0, 1, number(f, PARTIAL, 0, 1, 1.0))
-    if not family.partial:
-        need(PARTIAL, share, 1.0)
+        rope = as_object(rope, FULL)
+    if rope and any(rope.get(name) != value for name, value in scaling.items()):
+        raise odd("rope_scaling", scaling, "the same as in rope_parameters: remove one of the two")
+    rope = rope or scaling
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if isinstance(kind, str):
-        kind = family.rope_kinds.get(kind, kind)
-    scaling = scaling_of(f, {**rope, "rope_type": kind}, int(head * share))
-    longest = whole(f, "max_position_embeddings", LENGTH)
-    if isinstance(scaling, LongRope):
-        longest = min(longest, scaling.original_length)
+    need("rope_type", kind, *family.rope_types)
+    for holder in (f, rope):
+        need(PARTIAL, holder.get(PARTIAL), None, 1)
     base = number(rope, "rope_theta", *BASES, number(f, "rope_theta", *BASES, 10_000.0))
-    parts |= {"rope_base": base, "rope_scaling": scaling, "rope_share": share}
+    parts |= {"rope_base": base, "rope_scaling": scaling_of(f, str(kind), rope)}
     if ROPE_INTERVAL in family.defaults:
         blocks = rope_layers(f, whole(f, "num_hidden_layers", LAYERS))
         parts["rope_blocks"] = None if all(blocks) else blocks
-    return parts | {"max_length": longest}
-
-
-def _expect_one_rope(family: Family, f: Fields) -> None:
-    """Raise UnsupportedArchitecture if the two objects of rotary positions differ."""
-    scaling, parameters = rotary(f, "rope_scaling"), rotary(f, "rope_parameters")
-    of_layers = any(name in parameters for name in LAYER_TYPES)
-    if LOCAL_BASE in family.defaults and parameters and not of_layers:
-        raise odd("rope_parameters", [*parameters], f"those of {FULL} and of {SLIDING}")
-    parameters = parameters.get(FULL, parameters)
-    if scaling and isinstance(parameters, dict) and parameters:
-        told = {name: scaling[name] for name in ("factor", "rope_theta") if name in scaling}
-        if kind := scaling.get("rope_type") or scaling.get("type"):
-            told["rope_type"] = kind
-        if any(parameters.get(name) != value for name, value in told.items()):
-            expected = "the same as in rope_parameters: remove one of the two"
-            raise odd("rope_scaling", scaling, expected)
+    return parts | {"max_length": whole(f, "max_position_embeddings", LENGTH)}
 
 
 def _windows(family: Family, f: Fields) -> dict[str, Any]:
     """Fields of TransformerConfig about windows of attention."""
     layers = whole(f, "num_hidden_layers", LAYERS)
     given = layer_flags(f, "layer_types", layers, SLIDING, FULL)
-    if family.windows is nowhere or (family.window_flag and not flag(f, family.window_flag)):
+    if family.windows is nowhere:
+        need("layer_types", SLIDING if given and any(given) else FULL, FULL)
+        return {}
+    if family.window_flag and not flag(f, family.window_flag):
         return {}
     blocks = given or tuple(family.windows(f, layers))
     window = whole(f, "sliding_window", LENGTH, None)
@@ -256,9 +190,8 @@ def _windows(family: Family, f: Fields) -> dict[str, Any]:
     return {"window": window, "window_blocks": None if all(blocks) else blocks}
 
 
-def _llama_fields(kind: str, c: TransformerConfig) -> dict[str, Any]:
-    family = FAMILIES[kind]
-    fields = _shared_fields(kind, c) | {
+def _llama_fields(family: Family, c: TransformerConfig) -> dict[str, Any]:
+    fields = {
         "hidden_size": c.width,
         "intermediate_size": c.hidden,
         "num_hidden_layers": c.num_layers,
@@ -280,17 +213,13 @@ def _llama_fields(kind: str, c: TransformerConfig) -> dict[str, Any]:
 
 
 def _rotary_fields(family: Family, c: TransformerConfig) -> dict[str, Any]:
-    rope = rope_fields(c.rope_scaling) | ({PARTIAL: c.rope_share} if family.partial else {})
+    rope = rope_fields(c.rope_scaling)
     based = {**rope, "rope_theta": c.rope_base}
     fields: dict[str, Any] = {
         "rope_theta": c.rope_base,
         "rope_scaling": rope if c.rope_scaling else None,
         "rope_parameters": based,
     }
-    if family.partial:
-        fields[PARTIAL] = c.rope_share
-    if isinstance(c.rope_scaling, LongRope):
-        fields[ORIGINAL] = c.rope_scaling.original_length
     if LOCAL_BASE in family.defaults:
         local = {"rope_type": "default", "rope_theta": c.window_rope_base}
         fields |= {LOCAL_BASE: c.window_rope_base, "rope_parameters": {FULL: based, SLIDING: local}}
@@ -335,7 +264,7 @@ def _gpt2_config(f: Fields) -> TransformerConfig:
 
 
 def _gpt2_fields(c: TransformerConfig) -> dict[str, Any]:
-    return _shared_fields(GPT2, c) | {
+    return {
         "n_positions": c.table,
         "n_embd": c.width,
         "n_layer": c.num_layers,
@@ -358,8 +287,7 @@ HEAD = "lm_head.weight"
 def places(c: TransformerConfig) -> Iterator[tuple[Path, Place]]:
     """Yield (path of a parameter, its place in a file) of all parameters of the family. Parts of
     one array come in the order of its columns."""
-    kind = c.family or family_of(c)
-    yield from _gpt2_places(c) if kind == GPT2 else _llama_places(FAMILIES[kind], c)
+    yield from _gpt2_places(c) if c.family == GPT2 else _llama_places(FAMILIES[c.family], c)
 
 
 def _llama_places(family: Family, c: TransformerConfig) -> Iterator[tuple[Path, Place]]:

@@ -7,7 +7,7 @@ the family have, a field of config.json and its default, or the names and layout
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fedsim.models.config_json import LAYERS, ORIGINAL, Fields, flag, layer_flags, number, whole
+from fedsim.models.config_json import LAYERS, ROPE_TYPES, Fields, layer_flags, number, whole
 
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 POST_NORMS = {
@@ -49,11 +49,6 @@ def rope_layers(f: Fields, layers: int) -> tuple[bool, ...]:
     return given or tuple((i + 1) % interval != 0 for i in range(layers))
 
 
-def _without_rope(f: Fields, layers: int) -> list[bool]:
-    wanted = flag(f, "use_sliding_window")  # which says nothing where layer_types are given
-    return [wanted and not rotates for rotates in rope_layers(f, layers)]
-
-
 class Family(NamedTuple):
     """How a family of models differs from Llama."""
 
@@ -79,10 +74,8 @@ class Family(NamedTuple):
     that is a field), and norms have their scale minus one in files: the habits of Gemma."""
     fused: bool = False
     """True: queries, keys and values are one array, and so are gate and up."""
-    rope_kinds: Mapping[str, str] = {}
-    """Other names of scalings of rotary positions."""
-    partial: bool = False
-    """True: some features of a head may not rotate."""
+    rope_types: tuple[str, ...] = ROPE_TYPES
+    """Scalings of rotary positions that it may have."""
 
 
 SILU: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
@@ -169,12 +162,11 @@ FAMILIES = {
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
-        defaults={"rms_norm_eps": 1e-5, ORIGINAL: 4096},
+        defaults={"rms_norm_eps": 1e-5},
         allowed=SILU | NO_TYPES,
         windows=_everywhere,
         fused=True,
-        rope_kinds={"su": "longrope", "yarn": "longrope"},
-        partial=True,
+        rope_types=("default",),  # some files call LongRoPE yarn
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -184,7 +176,7 @@ FAMILIES = {
             ROPE_INTERVAL: 4,
         },
         biases=("attention_bias", "mlp_bias"),
-        windows=_without_rope,
+        allowed=SILU | {"use_sliding_window": (False, None)},
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",

@@ -99,7 +99,7 @@ class Embed(nn.Embed):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         rows = _as(jnp.take(self.embedding, inputs, axis=0), self.dtype or jnp.float32)
-        if (scale := _scale_of(self)) is None:
+        if (scale := self.get_variable("params", SCALE)) is None:
             return rows
         return rows * jnp.take(scale, inputs).astype(rows.dtype)[..., None]
 
@@ -107,12 +107,9 @@ class Embed(nn.Embed):
         return _multiplied(self, query, self.embedding, OUTPUTS)
 
 
-def _scale_of(module: nn.Module) -> Any:
-    return module.get_variable("params", SCALE)
-
-
 def _multiplied(module: Any, x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
-    return product(x.astype(module.dtype or x.dtype), weight, _scale_of(module), contracted)
+    scale = module.get_variable("params", SCALE)
+    return product(x.astype(module.dtype or x.dtype), weight, scale, contracted)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 
 from fedsim.clipping import SHORT, Buckets, in_parts, layers_are_recorded, packed
 from fedsim.data import Dataset
@@ -23,50 +22,22 @@ CHUNK_LOGITS = 2**23
 """Logits of a chunk of tokens."""
 
 
-def next_token_nats(
-    model: nn.Module,
-    params: Any,
-    tokens_BL: jax.Array,
-    sizes_B: jax.Array,
-    trained_BL: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Cross entropy of predicting tokens[i + 1] from tokens[: i + 1], summed over each row.
+def predicted(
+    tokens_BL: jax.Array, sizes_B: jax.Array, trained_BL: jax.Array | None = None
+) -> jax.Array:
+    """Tokens after the first that are predicted, bool [B, L - 1].
 
     Args:
       tokens_BL: ids, starting with the begin token.
       sizes_B: number of real tokens of each row; the rest is padding, which is not predicted.
       trained_BL: bool, tokens to predict; None: all real ones. The first is never predicted.
-    Returns:
-      (nats float32 [B], number of predictions int [B]).
     """
-    real_BL = predicted(tokens_BL, sizes_B, trained_BL)
-    return _summed(_nats(model, params, tokens_BL[:, 1:], tokens_BL[:, :-1]), real_BL)
-
-
-def predicted(
-    tokens_BL: jax.Array, sizes_B: jax.Array, trained_BL: jax.Array | None = None
-) -> jax.Array:
-    """Tokens after the first that are predicted, bool [B, L - 1]; see `next_token_nats`."""
     real_BL = jnp.arange(1, tokens_BL.shape[1])[None] < sizes_B[:, None]
     return real_BL if trained_BL is None else real_BL & trained_BL[:, 1:]
 
 
 def _summed(nats_BL: jax.Array, real_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.sum(jnp.where(real_BL, nats_BL, 0), axis=1), real_BL.sum(axis=1)
-
-
-def _nats(model: nn.Module, params: Any, targets_BL: jax.Array, *inputs: Any) -> jax.Array:
-    """Cross entropy of every target, float32 [B, L]."""
-    if isinstance(model, Transformer) and is_in_chunks(model.config, targets_BL.size):
-        x_BLD: Any = model.apply({"params": params}, *inputs, head=False)
-        return nats_in_chunks(model.config, params, x_BLD, targets_BL)
-    logits_BLV: Any = model.apply({"params": params}, *inputs)
-    return _cross_entropy_of(logits_BLV, targets_BL)
-
-
-def _cross_entropy_of(logits_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:
-    dtype = jnp.promote_types(logits_BLV.dtype, jnp.float32)
-    return cross_entropy(logits_BLV.astype(dtype), targets_BL)
 
 
 def is_in_chunks(c: TransformerConfig, num_tokens: int) -> bool:
@@ -90,20 +61,24 @@ def nats_in_chunks(
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def nats(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return _cross_entropy_of(head_logits(c, params, chunk[0]), chunk[1])
+        return cross_entropy(head_logits(c, params, chunk[0]), chunk[1])
 
     tokens = x_BLD.reshape(count, -1), targets_BL.reshape(count)
     chunks = jax.tree.map(lambda leaf: in_parts(leaf, size)[:, None], tokens)  # rows of one
     return jax.lax.map(nats, chunks).reshape(-1)[:count].reshape(targets_BL.shape)
 
 
-@jax.custom_vjp
 def cross_entropy(logits_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:
-    """-log_softmax(logits)[targets], float32 [B, L], for targets in [0, V). Only in reverse mode.
+    """-log_softmax(logits)[targets], at least float32 [B, L], for targets in [0, V)."""
+    return _cross_entropy(
+        logits_BLV.astype(jnp.promote_types(logits_BLV.dtype, jnp.float32)), targets_BL
+    )
 
-    The gradient equals JAX's in float32, bit for bit, in a form that XLA does not compute twice,
-    which saves a twelfth of a small model's step.
-    """
+
+@jax.custom_vjp
+def _cross_entropy(logits_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:
+    """Only in reverse mode. The gradient equals JAX's in float32, bit for bit, in a form that XLA
+    does not compute twice, which saves a twelfth of a small model's step."""
     # Not _cross_entropy_forward's value: alone, XLA rounds that otherwise in the last bit.
     log_probs_BLV = jax.nn.log_softmax(logits_BLV)
     return -jnp.take_along_axis(log_probs_BLV, targets_BL[..., None], axis=-1)[..., 0]
@@ -126,7 +101,7 @@ def _cross_entropy_backward(residuals, cotangent_BL):
     return jnp.where(is_target_BLV, -cotangent_BL1, 0) + probs_BLV, None
 
 
-cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 LARGE = 10_000_000  # weights in blocks above which a program costs less than it saves
@@ -140,15 +115,15 @@ class LanguageModelTask:
     The protocol is `engine.task.Task`.
     """
 
-    def __init__(self, dataset: Dataset, config: TransformerConfig, frozen: Any = None):
+    def __init__(self, dataset: Dataset | None, config: TransformerConfig, frozen: Any = None):
         """Make a task.
 
         Args:
-          dataset: splits to read rows from.
+          dataset: splits to read rows from; None: losses alone are computed.
           config: the transformer.
           frozen: parameters of the model, if its adapters alone are trained.
         """
-        self.dataset = dataset
+        self.dataset: Any = dataset
         self.config = config
         self.frozen = frozen
 
@@ -231,14 +206,19 @@ class LanguageModelTask:
 
     def _each(self, params: Any, batch: Any, *frozen: Any) -> tuple[jax.Array, jax.Array]:
         """(nats of each target, True where it is predicted), each [B, L]."""
+        c, tokens_BL = self.config, batch["tokens"]
         params = lora.joined(frozen[0], params) if frozen else params
-        model, tokens_BL = Transformer(self.config), batch["tokens"]
         if "positions" in batch:  # rows of several texts, as `clipping.packing.packed` makes them
-            targets_BL = batch["targets"]
+            targets_BL, real_BL = jnp.maximum(batch["targets"], 0), batch["targets"] >= 0
             inputs = tokens_BL, None, batch["positions"]
-            return _nats(model, params, jnp.maximum(targets_BL, 0), *inputs), targets_BL >= 0
-        real_BL = predicted(tokens_BL, batch["sizes"], batch.get("trained"))
-        return _nats(model, params, tokens_BL[:, 1:], tokens_BL[:, :-1]), real_BL
+        else:
+            real_BL = predicted(tokens_BL, batch["sizes"], batch.get("trained"))
+            targets_BL, inputs = tokens_BL[:, 1:], (tokens_BL[:, :-1],)
+        whole = not is_in_chunks(c, targets_BL.size)
+        x: Any = Transformer(c).apply({"params": params}, *inputs, head=whole)
+        if whole:
+            return cross_entropy(x, targets_BL), real_BL
+        return nats_in_chunks(c, params, x, targets_BL), real_BL
 
 
 def lengths_up_to(longest: int, *, many: bool = False) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ that PEFT trained is read as one of each layer, with copies of A. Both compute t
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from fedsim.files import expand_home, new_directory, read_object, write_json
 from fedsim.models import serving_files, weights
 from fedsim.models.config_json import WIDTH, flag, number, whole
 from fedsim.models.families import Place
-from fedsim.models.lora import A, B, Module, in_a_block, is_called, modules_of
+from fedsim.models.lora import A, B, Module, in_a_block, modules_of
 from fedsim.models.transformer import DENSE, Lora, TransformerConfig, unstacked
 from fedsim.models.weights import ADAPTER, TensorError
 
@@ -31,7 +30,8 @@ IGNORED = frozenset(
     "target_modules task_type".split()
 )
 """Settings that change nothing of what adapters compute. The arrays tell where they are."""
-READ = frozenset("r lora_alpha use_rslora rank_pattern alpha_pattern".split())
+PATTERNS = ("rank_pattern", "alpha_pattern")
+READ = frozenset(("r", "lora_alpha", "use_rslora", *PATTERNS))
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -69,7 +69,7 @@ def save(
         write_json(temporary / ADAPTER, fields)
         if files is not None:
             serving_files.copy_side_files(files, temporary, but=(serving_files.CONFIG,))
-            serving_files.copy_missing(temporary)
+            serving_files.add_end_tokens(temporary)
         for name, text in (more or {}).items():
             (temporary / name).write_text(text, encoding="utf-8")
 
@@ -100,13 +100,11 @@ def _fields(c: TransformerConfig) -> dict[str, Any]:
         "init_lora_weights": True,
         "target_modules": sorted({called[name] for name, rank in ranks.items() if rank}),
         "rank_pattern": joint,
-        "alpha_pattern": {name: _alpha_at(lora, rank) for name, rank in joint.items()},
+        "alpha_pattern": {
+            name: lora.alpha * (rank / lora.rank) ** (0.5 if lora.rslora else 1)  # an equal scale
+            for name, rank in joint.items()
+        },
     }
-
-
-def _alpha_at(lora: Lora, rank: int) -> float:
-    """The alpha with which adapters of another rank have the same scale."""
-    return lora.alpha * (rank / lora.rank) ** (0.5 if lora.rslora else 1)
 
 
 def _tensors(c: TransformerConfig, adapters: Any) -> dict[str, np.ndarray]:
@@ -166,11 +164,16 @@ def load(source: str, c: TransformerConfig) -> tuple[TransformerConfig, Any]:
       ConfigError: there are none, they are of another model, or have a part that `Lora` lacks.
     """
     fields = read_object(_directory(source) / ADAPTER, "adapter")
-    lora = _lora(source, fields, c)
+    lora = _lora(source, fields)
     try:
-        return _read(source, lora, c)
+        config, params = _read(source, lora, c)
     except TensorError as error:
         raise TensorError.of("adapter", error.value, str(error.expected)) from None
+    usual, patterns = _fields(config), [fields.get(name) or {} for name in PATTERNS]
+    if patterns not in ([{}, {}], [usual[name] for name in PATTERNS]):
+        name = next(name for name in PATTERNS if fields.get(name))
+        raise _refused(source, fields, name, "of one rank and alpha")
+    return config, params
 
 
 def _directory(source: str) -> Path:
@@ -182,35 +185,21 @@ def _directory(source: str) -> Path:
     return Path(source)
 
 
-def _lora(source: str, fields: Mapping[str, Any], c: TransformerConfig) -> Lora:
+def _lora(source: str, fields: Mapping[str, Any]) -> Lora:
     """The settings of adapters, still without layers; ConfigError if `Lora` cannot have one."""
-
-    def refuse(name: str, expected: str) -> ConfigError:
-        found = f"{name}={brief(json.dumps(fields[name]))}"
-        return ConfigError.of("adapter", source, f"an adapter {expected}, got {found}")
-
     for name, value in fields.items():
         allowed = ALLOWED.get(name)
         if allowed is not None and value not in allowed:
-            raise refuse(name, f"with {name}={json.dumps(allowed[0])}")
+            raise _refused(source, fields, name, f"with {name}={json.dumps(allowed[0])}")
         if allowed is None and value and name not in IGNORED | READ:
-            raise refuse(name, f"without {name}")
+            raise _refused(source, fields, name, f"without {name}")
     sizes = whole(fields, "r", WIDTH, USUAL), number(fields, "lora_alpha", 2**-20, 2**20, USUAL)
-    lora = Lora(*sizes, (), flag(fields, "use_rslora"))
-    ranks, alphas = (fields.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
-    for name, rank in ranks.items() if isinstance(ranks, dict) else ():
-        held = [len(own) for module, own in in_a_block(c).items() if is_called(module, name)]
-        holds = type(rank) is int and rank % lora.rank == 0 and held
-        holds = holds and all(1 < rank // lora.rank <= layers for layers in held)
-        if not holds or not _is_near(alphas.get(name), _alpha_at(lora, rank)):
-            raise refuse("rank_pattern", "of one rank and alpha")
-    if not isinstance(ranks, dict) or not isinstance(alphas, dict) or alphas.keys() - ranks.keys():
-        raise refuse("alpha_pattern" if isinstance(ranks, dict) else "rank_pattern", "of one alpha")
-    return lora
+    return Lora(*sizes, (), flag(fields, "use_rslora"))
 
 
-def _is_near(value: Any, expected: float) -> bool:
-    return type(value) in (int, float) and math.isclose(value, expected, rel_tol=1e-6)
+def _refused(source: str, fields: Mapping[str, Any], name: str, expected: str) -> ConfigError:
+    found = f"{name}={brief(json.dumps(fields.get(name)))}"
+    return ConfigError.of("adapter", source, f"an adapter {expected}, got {found}")
 
 
 def _read(source: str, lora: Lora, c: TransformerConfig) -> tuple[TransformerConfig, Any]:
@@ -248,31 +237,18 @@ def _read(source: str, lora: Lora, c: TransformerConfig) -> tuple[TransformerCon
 
 
 def _apart(source: str, module: Module, pair: Pair, rank: int) -> Iterator[tuple[str, Pair]]:
-    """Adapters of the layers of a module; the reverse of `_jointly`."""
+    """Adapters of the layers of a module: of each, the part of B that is not zero."""
     a, b = pair
     if len(module.layers) == 1:
         yield next(iter(module.layers)), pair
         return
     places = list(module.layers.values())
-    width, parts = places[0].columns, a.shape[1] // rank
-    expected = f"{module.block}/{module.name} of rank {rank} and width {width}"
-    if a.shape[1] != b.shape[0] or b.shape[1] != width or a.shape[1] % rank:
-        raise TensorError.of("adapter", source, f"{expected}, got {a.shape} and {b.shape}")
-    ends = [*(place.first for place in places[1:]), width]
-    columns = {
-        layer: slice(place.first, end)
-        for (layer, place), end in zip(module.layers.items(), ends, strict=True)
-    }
-    if parts == 1:
-        used = [layer for layer, own in columns.items() if b[:, own].any()]
-        for layer in used or columns:
-            yield layer, (a, b[:, columns[layer]])
-        return
-    left = list(columns)
-    for row in range(0, len(b), rank):
-        rows = b[row : row + rank]
-        alone = (x for x in left if not np.delete(rows, columns[x], axis=1).any())
-        if (layer := next(alone, None)) is None:
-            raise TensorError.of("adapter", source, f"{expected}, got rank {a.shape[1]}")
-        del left[: left.index(layer) + 1]
-        yield layer, (a[:, row : row + rank], rows[:, columns[layer]])
+    ends = [*(place.first for place in places[1:]), places[0].columns]
+    for (layer, place), end in zip(module.layers.items(), ends, strict=True):
+        own = b[:, place.first : end]
+        blocks = [slice(i, i + rank) for i in range(0, len(own), rank) if own[i : i + rank].any()]
+        if len(blocks) > 1 or b.shape != (a.shape[1], places[0].columns) or len(b) % rank:
+            expected = f"{module.block}/{module.name} of rank {rank} and width {places[0].columns}"
+            raise TensorError.of("adapter", source, f"{expected}, got {a.shape} and {b.shape}")
+        for block in blocks:
+            yield layer, (a[:, block], own[block])

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsim.errors import expect
+
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
@@ -53,7 +55,6 @@ class Yarn:
     attention_factor: float
     beta_fast: float
     beta_slow: float
-    truncate: bool
     original_length: int
     kind: str = dataclasses.field(default="yarn", init=False)
 
@@ -64,40 +65,23 @@ class Yarn:
         def pair_with(turns: float) -> float:  # the pair that turns so often in the length
             return width * math.log(self.original_length / turns / math.tau) / math.log(base) / 2
 
-        first, last = pair_with(self.beta_fast), pair_with(self.beta_slow)
-        if self.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, width - 1)
+        first = max(math.floor(pair_with(self.beta_fast)), 0)
+        last = min(math.ceil(pair_with(self.beta_slow)), width - 1)
         divided = (np.arange(len(frequencies)) - first) / ((last - first) or 0.001)
         divided = np.clip(divided, 0, 1)
         return frequencies * (1 - divided + divided / self.factor)
 
 
-@dataclasses.dataclass(frozen=True)
-class LongRope:
-    """LongRoPE (Ding et al. 2024), for texts up to the original length: a factor for each pair.
-
-    Longer texts would have other factors, and the same text another meaning beside them.
-    """
-
-    short_factor: tuple[float, ...]
-    attention_factor: float
-    original_length: int
-    kind: str = dataclasses.field(default="longrope", init=False)
-
-    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Scale frequencies, float64 [pairs]."""
-        return frequencies / np.array(self.short_factor)
-
-
-RopeScaling = Linear | Llama3 | Yarn | LongRope
-SCALINGS: dict[str, Any] = {each.kind: each for each in (Linear, Llama3, Yarn, LongRope)}
+RopeScaling = Linear | Llama3 | Yarn
+SCALINGS: dict[str, Any] = {each.kind: each for each in (Linear, Llama3, Yarn)}
 
 
 def scaling_from_dict(fields: Mapping[str, Any]) -> RopeScaling:
     """Make a scaling from its fields as JSON."""
-    values = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
-    return SCALINGS[fields["kind"]](**{name: x for name, x in values.items() if name != "kind"})
+    kind, own = fields["kind"], {name: x for name, x in fields.items() if name != "kind"}
+    known = kind in SCALINGS and own.pop("truncate", True)  # as runs of earlier versions have it
+    expect("rope_scaling", kind, known, f"one of {', '.join(SCALINGS)}")
+    return SCALINGS[kind](**own)
 
 
 def frequencies(width: int, base: float, scaling: RopeScaling | None) -> np.ndarray:
@@ -107,23 +91,17 @@ def frequencies(width: int, base: float, scaling: RopeScaling | None) -> np.ndar
 
 
 def rotate(
-    x_BLHK: jax.Array, positions_BL: jax.Array, frequencies: np.ndarray, factor: float = 1.0
+    x_BLHK: jax.Array, positions_BL: jax.Array, base: float, scaling: RopeScaling | None
 ) -> jax.Array:
-    """Apply rotary positions. Pairs feature i with i + R/2 of the first R, as Hugging Face does.
+    """Apply rotary positions, int [B or 1, L], to queries or keys.
 
-    Args:
-      x_BLHK: queries or keys.
-      positions_BL: int [B, L] or [1, L].
-      frequencies: of R/2 pairs; the other features of a head stay as they are.
-      factor: multiplies the rotated features.
+    Pairs feature i with i + K/2, as Hugging Face does.
     """
-    rotary = 2 * len(frequencies)
-    angles_BLR = positions_BL[:, :, None].astype(jnp.float32) * frequencies[None, None]
+    of_pairs = frequencies(x_BLHK.shape[-1], base, scaling)
+    angles_BLR = positions_BL[:, :, None].astype(jnp.float32) * of_pairs[None, None]
     cos, sin = jnp.cos(angles_BLR)[:, :, None], jnp.sin(angles_BLR)[:, :, None]
-    if factor != 1:
-        cos, sin = cos * factor, sin * factor
-    first, second = jnp.split(x_BLHK[..., :rotary].astype(jnp.float32), 2, axis=-1)
+    if isinstance(scaling, Yarn):
+        cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
+    first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
-    if rotary < x_BLHK.shape[-1]:
-        turned.append(x_BLHK[..., rotary:].astype(jnp.float32))
     return jnp.concatenate(turned, axis=-1).astype(x_BLHK.dtype)

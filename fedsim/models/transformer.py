@@ -87,8 +87,6 @@ class TransformerConfig:
     positions: Literal["learned", "rope", "none"] = "learned"
     rope_base: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    rope_share: float = 1.0
-    """Share of the features of a head that rotate."""
     rope_blocks: tuple[bool, ...] | None = None
     """Blocks with rotary positions; the others have none. None: all blocks."""
     window: int | None = None
@@ -115,9 +113,9 @@ class TransformerConfig:
     logit_divisor: float = 1.0
     logit_cap: float | None = None
     """Soft cap of the logits, after the division. None: no cap."""
-    family: str | None = dataclasses.field(default=None, compare=False)
-    """Family of Hugging Face models whose names its files have; None: the first that has its parts.
-    It changes nothing of the computation."""
+    family: str = dataclasses.field(default="gpt2", compare=False)
+    """Family of Hugging Face models whose names its files have. It changes nothing of the
+    computation."""
     remat: bool = False
     """Compute each block again in the backward pass: less memory, more time, equal values."""
     lora: Lora | None = None
@@ -142,11 +140,6 @@ class TransformerConfig:
         """The longest sequence the model is made for."""
         return self.num_positions or self.max_length
 
-    @property
-    def rotary(self) -> int:
-        """Features of a head that rotate."""
-        return int(self.head * self.rope_share)
-
     def of_block(self, i: int) -> "TransformerConfig":
         """The config of block i, in which all blocks are alike."""
         own: dict[str, Any] = dict.fromkeys(("rope_blocks", "window_blocks", "window_rope_base"))
@@ -165,14 +158,17 @@ class TransformerConfig:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "TransformerConfig":
         """Make a config from the result of `as_dict`."""
-        scaling, lora = fields["rope_scaling"], fields["lora"]
-        blocks = {name: fields.get(name) for name in ("rope_blocks", "window_blocks")}
-        parts = {
-            **{name: value and tuple(value) for name, value in blocks.items()},
-            "rope_scaling": scaling and rope.scaling_from_dict(scaling),
-            "lora": lora and Lora(**{**lora, "layers": tuple(lora["layers"])}),
-        }
-        return cls(**{**fields, **parts})
+        own = dict(fields)
+        share = own.pop("rope_share", 1)  # of runs of earlier versions
+        expect("rope_share", share, share == 1, "1: all features of a head rotate")
+        for name in ("rope_blocks", "window_blocks"):
+            own[name] = own.get(name) and tuple(own[name])
+        if own["rope_scaling"]:
+            own["rope_scaling"] = rope.scaling_from_dict(own["rope_scaling"])
+        if own["lora"]:
+            own["lora"] = Lora(**{**own["lora"], "layers": tuple(own["lora"]["layers"])})
+        own["family"] = own.get("family") or cls.family  # as earlier versions left it
+        return cls(**own)
 
 
 # width, layers, heads. `paper` has the paper's 350 M parameters with a 30,522-piece WordPiece
@@ -187,13 +183,10 @@ PRESETS = {
 }
 
 
-def preset(
-    name: str, vocab_size: int, max_length: int, dtype: str = "float32"
-) -> TransformerConfig:
+def preset(name: str, vocab_size: int, max_length: int) -> TransformerConfig:
     """Config of the preset `name`. Raises: ConfigError: there is none of that name."""
     expect("model", name, name in PRESETS, "one of " + ", ".join(PRESETS))
-    compute_dtype = None if dtype == "float32" else dtype
-    return TransformerConfig(vocab_size, max_length, *PRESETS[name], compute_dtype)
+    return TransformerConfig(vocab_size, max_length, *PRESETS[name])
 
 
 def _norm(c: TransformerConfig, name: str) -> nn.Module:
@@ -245,7 +238,7 @@ class Block(nn.Module):
         y_BLD = part(x_BLD if c.norms == "after" else _norm(c, f"{name}_norm")(x_BLD))
         if c.norms != "before":
             y_BLD = _norm(c, f"{name}_post_norm")(y_BLD)
-        return x_BLD + _times(c.residual_multiplier, y_BLD)
+        return x_BLD + c.residual_multiplier * y_BLD
 
     @nn.nowrap
     def _attention(
@@ -258,7 +251,9 @@ class Block(nn.Module):
         )
         if c.positions == "rope":
             at = _positions(x_BLD.shape[1], start) if positions_BL is None else positions_BL
-            q_BLHK, k_BLHK = rotate(c, q_BLHK, at), rotate(c, k_BLHK, at)
+            q_BLHK, k_BLHK = (
+                rope.rotate(x, at, c.rope_base, c.rope_scaling) for x in (q_BLHK, k_BLHK)
+            )
         scores = {"scale": c.attention_scale, "cap": c.attention_cap}
         attend = functools.partial(attention.attend, window=c.window, **scores)
         if positions_BL is not None:
@@ -308,20 +303,9 @@ class Block(nn.Module):
         return cache.value
 
 
-def _times(multiplier: float, x: jax.Array) -> jax.Array:
-    return x if multiplier == 1 else multiplier * x
-
-
 def _positions(length: int, start: jax.Array | None) -> jax.Array:
     """Positions start ... start + length - 1, int [B or 1, L]. `start` defaults to 0."""
     return jnp.reshape(0 if start is None else start, (-1, 1)) + jnp.arange(length)[None]
-
-
-def rotate(c: TransformerConfig, x_BLHK: jax.Array, positions_BL: jax.Array) -> jax.Array:
-    """Apply the rotary positions of a config to queries or keys."""
-    frequencies = rope.frequencies(c.rotary, c.rope_base, c.rope_scaling)
-    factor = getattr(c.rope_scaling, "attention_factor", 1.0)
-    return rope.rotate(x_BLHK, positions_BL, frequencies, factor)
 
 
 def stacked(params: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
@@ -349,20 +333,18 @@ def _in_turn(
 ) -> jax.Array:
     configs = [c.of_block(i) for i in range(c.num_layers)]
     kinds = list(dict.fromkeys(configs))
-    branches = [functools.partial(_block, block(kind, parent=None), positions) for kind in kinds]
-    which = None if len(kinds) == 1 else jnp.array([kinds.index(own) for own in configs])
+
+    def of_kind(kind: TransformerConfig) -> Callable[..., Any]:
+        own = block(kind, parent=None)
+        return lambda x_BLD, params: own.apply({"params": params}, x_BLD, *positions)
 
     def through(x_BLD, layer) -> tuple[Any, None]:
-        params, kind = layer
-        if kind is None:
-            return branches[0](x_BLD, params), None
+        kind, params = layer
         return jax.lax.switch(kind, branches, x_BLD, params), None
 
-    return jax.lax.scan(through, x_BLD, (stacked, which))[0]
-
-
-def _block(block: nn.Module, positions: tuple[Any, ...], x_BLD: jax.Array, params: Any) -> Any:
-    return block.apply({"params": params}, x_BLD, *positions)
+    branches = [of_kind(kind) for kind in kinds]
+    which = jnp.array([kinds.index(own) for own in configs])
+    return jax.lax.scan(through, x_BLD, (which, stacked))[0]
 
 
 class Transformer(nn.Module):
@@ -387,9 +369,12 @@ class Transformer(nn.Module):
         head: bool = True,
     ) -> jax.Array:
         c = self.config
-        embed = _embed(c)
-        at = _positions(tokens_BL.shape[1], start) if positions_BL is None else positions_BL
-        x_BLD = _embedded(c, embed, tokens_BL, at)
+        embed = _embed(c, "embed", c.vocab_size)
+        x_BLD = c.embedding_multiplier * embed(tokens_BL)
+        if c.positions == "learned":
+            at = _positions(tokens_BL.shape[1], start) if positions_BL is None else positions_BL
+            at = jnp.broadcast_to(at, tokens_BL.shape)
+            x_BLD = x_BLD + _embed(c, "positions", c.table)(at)
         remat = c.remat and start is None and not layers_are_recorded()
         block: Any = nn.remat(Block) if remat else Block  # blocks have names of their own
         if (stacked := self.get_variable("params", BLOCKS)) is not None:
@@ -403,36 +388,28 @@ class Transformer(nn.Module):
         return _capped(c, embed.attend(x_BLD) if c.tied else _head(c)(x_BLD))
 
 
-def _embed(c: TransformerConfig, name: str = "embed", rows: int | None = None) -> nn.Embed:
-    init = nn.initializers.normal(0.02)
-    size = rows or c.vocab_size
-    return _kinds(c).Embed(size, c.width, embedding_init=init, dtype=c.dtype, name=name)
+INITIAL = nn.initializers.normal(0.02)
+"""Of embeddings and of an untied head."""
 
 
-def _embedded(
-    c: TransformerConfig, embed: nn.Embed, tokens_BL: jax.Array, positions_BL: jax.Array
-) -> jax.Array:
-    if c.positions != "learned":
-        return _times(c.embedding_multiplier, embed(tokens_BL))
-    positions_BL = jnp.broadcast_to(positions_BL, tokens_BL.shape)
-    return embed(tokens_BL) + _embed(c, "positions", c.table)(positions_BL)
+def _embed(c: TransformerConfig, name: str, rows: int) -> nn.Embed:
+    return _kinds(c).Embed(rows, c.width, embedding_init=INITIAL, dtype=c.dtype, name=name)
 
 
 def _head(c: TransformerConfig) -> nn.Dense:
-    init = nn.initializers.normal(0.02)
-    how: dict[str, Any] = {"kernel_init": init, "dtype": c.dtype, "name": "head"}
-    return _kinds(c).Dense(c.vocab_size, use_bias=False, **how)
+    own = {"kernel_init": INITIAL, "dtype": c.dtype, "name": "head"}
+    return _kinds(c).Dense(c.vocab_size, use_bias=False, **own)
 
 
 def _capped(c: TransformerConfig, logits: jax.Array) -> jax.Array:
-    logits = logits if c.logit_divisor == 1 else logits / c.logit_divisor
-    return attention.soft_cap(c.logit_cap, logits)
+    return attention.soft_cap(c.logit_cap, logits / c.logit_divisor)
 
 
 def head_logits(c: TransformerConfig, params: Any, x: jax.Array) -> jax.Array:
     """Logits [..., V] of what a `Transformer` without its head returns, [..., D]."""
     if c.tied:
-        logits: Any = _embed(c).apply({"params": params["embed"]}, x, method="attend")
+        embed = _embed(c, "embed", c.vocab_size)
+        logits: Any = embed.apply({"params": params["embed"]}, x, method="attend")
     else:
         logits = _head(c).apply({"params": params["head"]}, x)
     return _capped(c, logits)

@@ -7,12 +7,9 @@ the model that they were trained from (`serving_files`).
 """
 
 import dataclasses
-import json
-import os
-import re
+import errno
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,12 +37,8 @@ DTYPES = {
     **{"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "U8": np.dtype("u1"), "I8": np.dtype("i1")},
     **{"I16": np.dtype("<i2"), "BOOL": np.dtype("?")},
 }
-NAMED = 4  # arrays that an error names, at most
-SHARD_BYTES = 5_000_000_000
 LONGEST_NAME = 255  # bytes of a file's name
-POINTER = b"version https://git-lfs"  # beginning of what a clone without git-lfs has for a file
 FOR_OTHERS = {"format": "pt"}  # metadata that other tools expect
-ROWS = 4096  # that `_same` compares at a time
 OF_WEIGHTS = ("dtype", "torch_dtype", "auto_map")
 """Fields of config.json about the stored type of weights, and about code that is not copied."""
 
@@ -92,15 +85,10 @@ def read_directory(directory: Path) -> dict[str, Stored]:
         if Path(file).name != file or len(file.encode(errors="replace")) > LONGEST_NAME:
             wanted = f"names of files beside it, got {brief(file)}"
             raise TensorError.of("model", index, wanted)
-        tensors = read(directory / file)
-        listed = {name for name, place in places.items() if place == file}
-        if missing := sorted(listed - tensors.keys()):
-            wanted = f"'{brief(missing[0])}' in the file it names, {brief(file)}"
-            raise TensorError.of("model", index, wanted)
-        if unlisted := sorted(tensors.keys() - listed):
-            wanted = f"the array {brief(unlisted[0])} of {brief(file)} in it"
-            raise TensorError.of("model", index, wanted)
-        found |= tensors
+        found |= read(directory / file)
+    if others := sorted(found.keys() ^ places.keys()):
+        wanted = f"the arrays of its files, and {brief(others[0])} is in one of the two alone"
+        raise TensorError.of("model", index, wanted)
     return found
 
 
@@ -115,73 +103,34 @@ def read(file: Path) -> dict[str, Stored]:
     try:
         # A mapped file that is cut would kill the process.
         opened: Any = safe_open(file, "numpy", backend="pread")
-        _expect_names_once(file)
-    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:
         raise _no_file(file, error) from None
     return {name: Stored(file, opened, name) for name in opened.keys()}
 
 
-def _expect_names_once(file: Path) -> None:
-    """Raise ValueError if a name is there twice: the library reads the second."""
-
-    def once(pairs: list[tuple[str, Any]]) -> None:
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError("a name twice in the header")
-
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        json.loads(opened.read(size), object_pairs_hook=once)
-
-
 def _no_file(file: Path, error: object) -> TensorError:
     reason = brief(" ".join(str(error).split()), 200)
-    with suppress(OSError), file.open("rb") as opened:
-        if opened.read(len(POINTER)) == POINTER:
-            reason = "this is a pointer of Git LFS: run `git lfs pull` where it was cloned"
     return TensorError.of("model", file, f"a safetensors file ({reason})")
 
 
-def expect_none_left(source: str, names: Sequence[str], why: str = "") -> None:
+def expect_none_left(source: str, names: Sequence[str]) -> None:
     """Check that no arrays are left over: a model without them would be another model.
 
     Args:
       source: the file, for the error.
       names: arrays of the file that the model has no place for.
-      why: end of the error line.
     Raises:
       TensorError: there are such arrays.
     """
     if names:
-        shown = ", ".join(brief(name) for name in names[:NAMED])
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        expected = f"only arrays that its settings have a place for, and {shown}{more}"
-        verb = "have" if len(names) > 1 else "has"
-        raise TensorError.of("model", source, f"{expected} {verb} none{why}")
+        expected = f"only arrays that its settings have a place for, and {brief(names[0])} has none"
+        raise TensorError.of("model", source, expected)
 
 
 def expect_finite(field: str, source: str, name: str, array: np.ndarray) -> None:
     """Raise TensorError if an array has nan or infinity: nothing can be learned from there."""
     if not np.isfinite(array).all():
         raise TensorError.of(field, source, f"finite numbers in {name}, got nan or infinity")
-
-
-def write_directory(
-    directory: Path, tensors: Mapping[str, np.ndarray], shard_bytes: int = SHARD_BYTES
-) -> None:
-    """Write model.safetensors, or several files of at most `shard_bytes` and their index."""
-    from huggingface_hub import split_state_dict_into_shards_factory as split
-
-    shards = split(
-        dict(tensors),
-        get_storage_size=lambda tensor: tensor.nbytes,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=shard_bytes,
-    )
-    for file, names in shards.filename_to_tensors.items():
-        write(directory / file, {name: tensors[name] for name in names})
-    if shards.is_sharded:
-        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-        write_json(directory / INDEX, index)
 
 
 def write(
@@ -201,9 +150,7 @@ def write(
         try:
             save_file(rows_first, path, dict(about))
         except SafetensorError as error:
-            if number := re.search(r"\(os error (\d+)\)", str(error)):
-                raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from None
-            raise
+            raise OSError(errno.EIO, str(error), str(file)) from None
 
     write_with(file, save)
 
@@ -221,13 +168,10 @@ class Pretrained(NamedTuple):
     """Directory of its side files; see serving_files."""
 
 
-def load(
-    source: str, heard: Callable[[int, int], None] | None = None, *, as_stored: bool = False
-) -> Pretrained:
+def load(source: str, *, as_stored: bool = False) -> Pretrained:
     """Load a Hugging Face directory, or hf:NAME[@REVISION] from the Hub.
 
     Args:
-      heard: called with (number of arrays that are read, number of arrays).
       as_stored: keep matrices of a directory that are in bfloat16 as they are.
     Raises:
       ConfigError: there is no such model, its architecture is unsupported, or an array is missing.
@@ -240,7 +184,7 @@ def load(
         raise ConfigError.of("model", directory, f"a directory with a {CONFIG}{hint}")
     config = families.config_of(read_object(directory / CONFIG, "model"))
     tensors = read_directory(directory)
-    params = from_tensors(str(directory), config, tensors, heard, as_stored=as_stored)
+    params = from_tensors(str(directory), config, tensors, as_stored=as_stored)
     tokenizer = directory / TOKENIZER
     return Pretrained(config, params, tokenizer if tokenizer.is_file() else None, directory)
 
@@ -262,7 +206,6 @@ def from_tensors(
     source: str,
     c: TransformerConfig,
     tensors: Mapping[str, np.ndarray | Stored],
-    heard: Callable[[int, int], None] | None = None,
     *,
     as_stored: bool = False,
 ) -> Any:
@@ -273,7 +216,7 @@ def from_tensors(
 
     Args:
       source: the model, for errors.
-      heard, as_stored: as of `load`.
+      as_stored: as of `load`.
     Returns:
       Nested dicts of arrays.
     Raises:
@@ -282,7 +225,7 @@ def from_tensors(
     """
     arrays, shapes = _arrays_of(source, c, tensors), shapes_of(c)
     leaves = {}
-    for number, (path, place) in enumerate(families.places(c), 1):
+    for path, place in families.places(c):
         kept = as_stored and path[-1] in frozen.CONTRACTED and arrays[path].dtype == frozen.BFLOAT16
         with np.errstate(over="ignore"):  # of float64
             array = np.asarray(arrays[path], arrays[path].dtype if kept else np.float32)
@@ -292,8 +235,6 @@ def from_tensors(
         expect_finite("model", source, place.name, array)
         array = array + np.float32(place.minus) if place.minus else array
         leaves[path] = np.ascontiguousarray(array)
-        if heard is not None:
-            heard(number, len(arrays))
     return traverse_util.unflatten_dict(leaves)
 
 
@@ -317,29 +258,18 @@ def _arrays_of(
             expected = (*expected[:-1], place.columns)
         shape = array.shape[::-1] if place.transposed else array.shape
         if shape != expected:
-            message = f"{'/'.join(path)} has shape {shape}: expected {expected}"
-            raise TensorError(f"model={source}: {message}", field="model")
+            wanted = f"{'/'.join(path)} of shape {expected}, got {shape}"
+            raise TensorError.of("model", source, wanted)
         arrays[path] = array
         used.add(stored_name)
     embedding = arrays["embed", "embedding"]
     unused = [name for name in tensors if name not in used and not families.BUFFERS.search(name)]
-    why = ""
     if c.tied and families.HEAD in unused:
-        if _same(tensors[families.HEAD], embedding):
+        head = tensors[families.HEAD]
+        if head.dtype == embedding.dtype and np.array_equal(np.asarray(head), embedding):
             unused.remove(families.HEAD)
-        else:
-            why = f"; {families.HEAD} is not the embedding, as tie_word_embeddings would have it"
-    expect_none_left(source, unused, why)
+    expect_none_left(source, unused)
     return arrays
-
-
-def _same(a: np.ndarray | Stored, b: np.ndarray | Stored) -> bool:
-    """True if two arrays have equal bits. Compares some rows at a time: both may be large."""
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    a, b = (np.asarray(x).view(np.uint8) for x in (a, b))
-    rows = range(0, len(a), ROWS)
-    return all(np.array_equal(a[i : i + ROWS], b[i : i + ROWS]) for i in rows)
 
 
 def shapes_of(c: TransformerConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
@@ -377,12 +307,12 @@ def save(
     fields = _fields(c, files, tokenizer)
     tensors = to_tensors(dataclasses.replace(c, family=fields["model_type"]), params)
     with new_directory(directory) as temporary:
-        write_directory(temporary, tensors)
+        write(temporary / SINGLE, tensors)
         write_json(temporary / CONFIG, fields)
         copied = serving_files.copy_side_files(files, temporary, but=(CONFIG,)) if files else []
         if tokenizer is not None and TOKENIZER not in copied:
             shutil.copyfile(tokenizer, temporary / TOKENIZER)
-        serving_files.copy_missing(temporary)
+        serving_files.add_end_tokens(temporary)
         for name, text in (more or {}).items():
             (temporary / name).write_text(text, encoding="utf-8")
 

@@ -58,8 +58,8 @@ def find_model(
     if not path.exists() and not source.startswith(weights.HUB):
         expected = f"one of {', '.join(PRESETS)}, hf:NAME, or a directory that exists"
         raise ConfigError.of("model", source, expected)
-    with (console or Terminal()).phase(f"loading model={source}") as progress:
-        return weights.load(source, progress, as_stored=as_stored)
+    with (console or Terminal()).phase(f"loading model={source}"):
+        return weights.load(source, as_stored=as_stored)
 
 
 def model_of_run(run_dir: Path) -> Pretrained:
@@ -214,11 +214,12 @@ def make_task(
       ConfigError: data and model do not fit, or there is no model to adapt.
     """
     wanted, users = run.model, data.train
+    dtype = None if wanted.compute_dtype == "float32" else wanted.compute_dtype
     if model is None:
         expect("lora_rank", wanted.lora_rank, wanted.lora_rank == 0, FRESH)
         expect("adapter", wanted.adapter, not wanted.adapter, "none without its model")
-        shape = (users.vocab_size, users.max_length, wanted.compute_dtype)
-        config = dataclasses.replace(preset(wanted.source, *shape), remat=wanted.remat)
+        config = preset(wanted.source, users.vocab_size, users.max_length)
+        config = dataclasses.replace(config, dtype=dtype, remat=wanted.remat)
         task = LanguageModelTask(data, config)
         return task, task.init(key)
     check_fit(run, model, data)
@@ -226,7 +227,7 @@ def make_task(
         model.config,
         max_length=users.max_length,
         num_positions=model.config.table,
-        dtype=None if wanted.compute_dtype == "float32" else wanted.compute_dtype,
+        dtype=dtype,
         remat=wanted.remat,
     )
     if not wanted.has_adapters:

@@ -14,7 +14,7 @@ from fedsim.clipping import Clip, Strategy, clip_chunk
 from fedsim.clipping.packing import packed
 from fedsim.data import Dataset, UserStore
 from fedsim.engine.worker import Worker
-from fedsim.models.language_model import LanguageModelTask, next_token_nats
+from fedsim.models.language_model import LanguageModelTask, cross_entropy, predicted
 from fedsim.models.transformer import TransformerConfig
 
 VOCAB, LENGTH, WIDTH, UNITS, GROUP = 11, 6, 3, 4, 2
@@ -32,9 +32,9 @@ class Bigram(nn.Module):
 
 
 def losses(params, batch):
-    own = (batch[name] for name in ("tokens", "sizes", "trained"))
-    nats, predictions = next_token_nats(Bigram(), params, *own)
-    return nats / jnp.maximum(predictions, 1)
+    tokens, real = batch["tokens"], predicted(*(batch[x] for x in ("tokens", "sizes", "trained")))
+    nats = cross_entropy(Bigram().apply({"params": params}, tokens[:, :-1]), tokens[:, 1:])
+    return jnp.sum(jnp.where(real, nats, 0), axis=1) / jnp.maximum(real.sum(axis=1), 1)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from fedsim.clipping.packing import packed
 from fedsim.data.users import UserStore
 from fedsim.engine.worker import EVAL_TOKENS_PER_CALL, Worker
 from fedsim.models import lora
-from fedsim.models.language_model import ROW, LanguageModelTask, next_token_nats
+from fedsim.models.language_model import ROW, LanguageModelTask
 from fedsim.models.transformer import Transformer, TransformerConfig, stacked
 
 LENGTH = 12
@@ -71,13 +71,10 @@ def test_losses_are_those_of_texts_in_rows_of_their_own(family, in_one_tree, rng
         params = stacked(jax.tree.map(np.asarray, params), config.num_layers)
     sizes = [12, 11, 9, 5, 4, 3, 3, 2, 1, 0]
     batch = batch_of(rng, sizes)
-    model = Transformer(config)
-    expected, predictions = jax.jit(
-        lambda p, b: next_token_nats(model, p, b["tokens"], b["sizes"])
-    )(params, batch)
+    nats = jax.jit(LanguageModelTask(None, config).nats)
+    expected, predictions = nats(params, batch)
     (rows,) = packed(batch, lambda sizes: np.full(len(sizes), 20))
-    task = LanguageModelTask(None, config)  # pyright: ignore
-    found, counts = jax.jit(task.nats)(params, rows)
+    found, counts = nats(params, rows)
     assert len(found) == 3 and int(counts.sum()) == int(predictions.sum()) == 41
     np.testing.assert_allclose(np.sum(found), np.sum(expected), rtol=1e-5)
     assert counts[0] == 20  # the longest text, and what fits behind it
@@ -152,9 +149,9 @@ def test_a_text_longer_than_a_row_gets_one_that_holds_it():
 
 
 def test_a_large_model_has_more_lengths_than_a_small_one():
-    small = LanguageModelTask(None, TransformerConfig(31, 200, 16, 1, 2))  # pyright: ignore
-    large = LanguageModelTask(None, TransformerConfig(31, 200, 1024, 1, 2))  # pyright: ignore
+    small = LanguageModelTask(None, TransformerConfig(31, 200, 16, 1, 2))
+    large = LanguageModelTask(None, TransformerConfig(31, 200, 1024, 1, 2))
     assert small.buckets.lengths == (32, 64, 128, 200)
     assert large.buckets.lengths == (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 200)
     short = dataclasses.replace(large.config, max_length=12)
-    assert LanguageModelTask(None, short).buckets.lengths == (12,)  # pyright: ignore
+    assert LanguageModelTask(None, short).buckets.lengths == (12,)

@@ -14,7 +14,7 @@ import pytest
 from fedsim.clipping import Clip, Strategy, clip_chunk
 from fedsim.clipping.contribution import MODEL
 from fedsim.clipping.strategy import NAMES
-from fedsim.models.language_model import next_token_nats
+from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 pytestmark = pytest.mark.privacy
@@ -33,7 +33,7 @@ def lowered(strategy, dtype=None):
     params = jax.eval_shape(model.init, jax.random.key(0), first)["params"]
 
     def losses(params, batch):
-        return next_token_nats(model, params, batch["tokens"], batch["sizes"])[0]
+        return LanguageModelTask(None, model.config).nats(params, batch)[0]
 
     @jax.jit
     def total(params, batch, mask):

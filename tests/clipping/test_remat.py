@@ -9,18 +9,13 @@ import pytest
 from zoo import PARTS, random_like
 
 from fedsim.clipping import Clip, Strategy, clip_chunk
-from fedsim.models.language_model import next_token_nats
-from fedsim.models.transformer import Transformer
+from fedsim.models.language_model import LanguageModelTask
 
 UNITS, GROUP = 3, 2
 
 
 def losses_of(config):
-    def losses(params, batch):
-        nats, count = next_token_nats(Transformer(config), params, batch["tokens"], batch["sizes"])
-        return nats / count.clip(1)
-
-    return losses
+    return LanguageModelTask(None, config).losses
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from fedsim.engine.engine import EngineError
 from fedsim.engine.task import Task
 from fedsim.engine.worker import LocalEngine
 from fedsim.mechanism import noisy_mean
-from fedsim.models.language_model import next_token_nats
+from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 CLIP = Clip(0.5)
@@ -39,7 +39,7 @@ class TokensTask(Task):
         return {"tokens": self.tokens[rows], "sizes": np.full(len(rows), 12)}
 
     def nats(self, params, batch):
-        return next_token_nats(self.model, params, batch["tokens"], batch["sizes"])
+        return LanguageModelTask(None, self.model.config).nats(params, batch)
 
     def losses(self, params, batch):
         nats, predictions = self.nats(params, batch)

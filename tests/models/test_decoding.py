@@ -10,7 +10,7 @@ from zoo import PARTS, random_like
 
 from fedsim.config import Sampling
 from fedsim.models import Decoder, Prompt, Transformer
-from fedsim.models.decoding import BLOCK, draw
+from fedsim.models.decoding import draw
 
 KEY = jax.random.key(0)
 PROMPTS = [
@@ -70,12 +70,9 @@ def test_texts_of_every_family_are_those_without_a_cache(name):
     }
 
 
-SIZES = (4, BLOCK, 3 * BLOCK + 5)
-
-
 @pytest.mark.slow
 @pytest.mark.ci
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [4, 581])
 def test_draws_follow_the_logits(size):
     """A chi-squared test of each way to cut the distribution, and nothing beyond the cut."""
     rng = np.random.default_rng(size)
@@ -110,13 +107,3 @@ def test_draws_follow_the_logits(size):
             assert stats.chisquare(found, np.array(wanted) * count).pvalue > 1e-4, how
     zero = draw(jnp.asarray(logits[None]), keys[:1], Sampling(temperature=0))
     assert zero.tolist() == [int(order[0])]
-
-
-def test_a_token_without_probability_is_never_drawn():
-    """Neither at the ends of the unit interval, nor where sums are rounded."""
-    logits = np.full(3 * BLOCK + 5, -np.inf, np.float32)
-    logits[[0, BLOCK - 1, BLOCK, 2 * BLOCK]] = [0.0, -30.0, 2.0, 1e-3]
-    drawn = draw(
-        jnp.broadcast_to(logits, (5000, len(logits))), jax.random.split(KEY, 5000), Sampling()
-    )
-    assert {*np.asarray(drawn).tolist()} <= {0, BLOCK - 1, BLOCK, 2 * BLOCK}

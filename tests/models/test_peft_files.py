@@ -17,12 +17,7 @@ from fedsim.models import families, lora, peft_files, weights
 from fedsim.run import directory
 from fedsim.run.checkpoint import latest, load_params
 
-PHI3 = families.config_of(
-    {
-        **families.fields_of(FAMILIES["llama"]),
-        **{"model_type": "phi3", "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
-    }
-)
+PHI3 = families.config_of({**families.fields_of(FAMILIES["llama"]), "model_type": "phi3"})
 CONFIGS = {**FAMILIES, "phi3": PHI3}
 
 

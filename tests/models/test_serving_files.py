@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from chats import CHATML, START, STOP, model_files as tokenizer_files, tiny
+from chats import CHATML, STOP, model_files as tokenizer_files, tiny
 
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.models import serving_files
@@ -24,22 +24,6 @@ def ends(directory):
     return [tokenizer.decode([number], special=True) for number in ids]
 
 
-def test_the_template_is_where_programs_look_for_it(tmp_path):
-    model = tokenizer_files(tmp_path / "model")
-    serving_files.copy_missing(model)
-    assert read(model, "tokenizer_config.json")["chat_template"] == CHATML
-    (model / "chat_template.jinja").unlink()
-    serving_files.copy_missing(model)
-    assert (model / "chat_template.jinja").read_text() == CHATML
-    settings = {"eos_token": STOP, "chat_template": [{"name": "tools", "template": "{{ tools }}"}]}
-    (model / "tokenizer_config.json").write_text(json.dumps(settings))
-    serving_files.copy_missing(model)
-    named = {
-        x["name"]: x["template"] for x in read(model, "tokenizer_config.json")["chat_template"]
-    }
-    assert named == {"default": CHATML, "tools": "{{ tools }}"}
-
-
 def test_the_end_of_a_turn_ends_a_text(tmp_path):
     """Also where the model's own end token is another, as of a base model with a new template."""
     model = tokenizer_files(tmp_path / "model", GEMMA)
@@ -48,25 +32,24 @@ def test_the_end_of_a_turn_ends_a_text(tmp_path):
         json.dumps({"bos_token": "<s>", "eos_token": STOP})
     )
     (model / "generation_config.json").write_text('{"eos_token_id": 259, "top_p": 0.5}')
-    serving_files.copy_missing(model)
+    serving_files.add_end_tokens(model)
     assert ends(model) == [STOP, "<turn>"]
     assert read(model, "generation_config.json")["top_p"] == 0.5
-    assert read(model, "special_tokens_map.json") == {"bos_token": "<s>", "eos_token": STOP}
 
 
 def test_complete_files_keep_their_bytes(tmp_path):
     model = tokenizer_files(tmp_path / "model")
-    serving_files.copy_missing(model)
+    serving_files.add_end_tokens(model)
     before = {path.name: path.read_bytes() for path in model.iterdir()}
-    assert ends(model) == [STOP] and START in read(model, "special_tokens_map.json").values()
-    serving_files.copy_missing(model)
+    assert ends(model) == [STOP]
+    serving_files.add_end_tokens(model)
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
 
 
 @pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{% if %}", "{{ messages }}"])
 def test_a_template_that_shows_no_chat_adds_no_end(template, tmp_path):
     model = tokenizer_files(tmp_path / "model", template)
-    serving_files.copy_missing(model)
+    serving_files.add_end_tokens(model)
     assert ends(model) == [STOP]
 
 
@@ -77,5 +60,5 @@ def test_smollm2_stops_at_the_end_of_its_turns(tmp_path):
     model.mkdir()
     (model / "tokenizer.json").write_bytes(SMOLLM2.read_bytes())
     (model / "chat_template.jinja").write_text(CHATML)
-    serving_files.copy_missing(model)
+    serving_files.add_end_tokens(model)
     assert ends(model) == ["<|endoftext|>", "<|im_end|>"]

@@ -1,6 +1,5 @@
 """The safetensors format: arrays come back bit for bit, and a damaged file is one line."""
 
-import errno
 import json
 import os
 
@@ -8,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import SafetensorError
+from zoo import write_in_two
 
 from fedsim.errors import ConfigError
 from fedsim.models import weights
@@ -38,10 +38,11 @@ def test_the_bytes_are_those_of_the_format(tmp_path):
     assert data[8 + size :] == np.array([1, 2], "<f4").tobytes() and (8 + size) % 8 == 0
 
 
-@pytest.mark.parametrize("shard_bytes, files", [(1000, 1), (30, 2), (1, 5)])
-def test_arrays_come_back_from_one_file_or_several(shard_bytes, files, tmp_path):
-    weights.write_directory(tmp_path, TENSORS, shard_bytes)
-    assert len(list(tmp_path.glob("*.safetensors"))) == files
+def test_arrays_come_back_from_one_file_or_several(tmp_path):
+    weights.write(tmp_path / weights.SINGLE, TENSORS)
+    assert_same(weights.read_directory(tmp_path), TENSORS)
+    (tmp_path / weights.SINGLE).unlink()
+    write_in_two(tmp_path, TENSORS)
     assert_same(weights.read_directory(tmp_path), TENSORS)
 
 
@@ -50,46 +51,20 @@ def header(**about):
     return len(text).to_bytes(8, "little") + text.encode() + bytes(8)
 
 
-def two(first, second, size):
-    """A file of two arrays at these places."""
-    record = {}
-    for name, (begin, end) in (("v", first), ("w", second)):
-        record[name] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
-    text = json.dumps(record)
-    return len(text).to_bytes(8, "little") + text.encode() + bytes(size)
-
-
-def raw(text):
-    return len(text).to_bytes(8, "little") + text.encode()
-
-
-ONCE = json.dumps({"w": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}})
-
-
 @pytest.mark.parametrize(
     "data, message",
     [
         (b"", "header too small"),
-        (bytes(7), "header too small"),
         (header()[:20], "invalid header length"),
         ((2**63).to_bytes(8, "little") + bytes(99), "header too large"),
         (header()[:-1], "file not fully covered"),
         (header(shape=[3]), "invalid shape, data type, or offset"),
         (header(data_offsets=[-8, 0]), "expected usize"),
         (header(dtype="F8_E4M3", shape=[8]), "w has the type F8_E4M3"),
-        (header(shape=[-1, -2]), "expected usize"),
-        (header(shape=[2.0]), "expected usize"),
         (header(shape=[2**62, 4]), "overflow"),
-        (header(shape=[1] * 99), "invalid shape, data type, or offset"),
-        (header(data_offsets=[False, 8]), "expected usize"),
-        (header(dtype=[]), "expected a safetensors file"),
         (header(dtype="\n\x1b[2J" * 99), "expected a safetensors file"),
         (b"\2" + bytes(7) + b"[]", "expected a safetensors file"),
-        (raw("[" * 10**6), "expected a safetensors file"),
-        (raw(f"{ONCE[:-1]}, {ONCE[1:]}"), "a name twice in the header"),
-        (two((0, 4), (4, 8), 9), "file not fully covered"),
-        (two((0, 4), (5, 9), 9), "invalid offset for tensor `w`"),
-        (two((0, 4), (3, 9), 9), "invalid offset for tensor `w`"),
+        ((10**6).to_bytes(8, "little") + b"[" * 10**6, "expected a safetensors file"),
     ],
 )
 def test_a_damaged_file_is_one_line(data, message, tmp_path):
@@ -109,14 +84,6 @@ def test_an_array_is_read_when_it_is_used_and_a_file_cut_until_then_is_one_line(
         np.asarray(found)
 
 
-def test_a_pointer_of_git_lfs_is_named(tmp_path):
-    (tmp_path / "model.safetensors").write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-    )
-    with pytest.raises(TensorError, match="model.safetensors: .*pointer of Git LFS.*git lfs pull"):
-        weights.read_directory(tmp_path)
-
-
 def test_a_file_is_written_whole_or_not_at_all(monkeypatch, tmp_path):
     file = tmp_path / "x"
     weights.write(file, TENSORS)
@@ -130,7 +97,7 @@ def test_a_file_is_written_whole_or_not_at_all(monkeypatch, tmp_path):
     monkeypatch.setattr(weights, "save_file", full)
     with pytest.raises(OSError, match="No space left") as error:
         weights.write(file, {})
-    assert error.value.errno == errno.ENOSPC and error.value.filename == str(file)
+    assert error.value.filename == str(file)
     assert file.read_bytes() == before
     assert {path.name for path in tmp_path.iterdir()} == {"x", "plain"}
 
@@ -138,12 +105,12 @@ def test_a_file_is_written_whole_or_not_at_all(monkeypatch, tmp_path):
 def test_an_index_that_does_not_hold_is_refused(tmp_path):
     with pytest.raises(TensorError, match="expected model.safetensors or"):
         weights.read_directory(tmp_path)
-    weights.write_directory(tmp_path, TENSORS, 30)
+    write_in_two(tmp_path, TENSORS)
     index = tmp_path / weights.INDEX
     record = json.loads(index.read_text())
     for name, file, message in (
         ("a", "../x.safetensors", "names of files beside it"),
-        ("other", record["weight_map"]["a"], "expected 'other' in the file"),
+        ("other", record["weight_map"]["a"], "and other is in one of the two alone"),
         ("a", "gone.safetensors", "expected a file that exists"),
         ("a", "a" * 300 + ".safetensors", "names of files beside it"),
     ):
@@ -154,7 +121,7 @@ def test_an_index_that_does_not_hold_is_refused(tmp_path):
     places = dict(record["weight_map"])
     del places["a"]  # which nobody would read then
     index.write_text(json.dumps({"weight_map": places}))
-    with pytest.raises(TensorError, match="expected the array a of model-00001-of-00002"):
+    with pytest.raises(TensorError, match="and a is in one of the two alone"):
         weights.read_directory(tmp_path)
     for wrong in ("[]", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', "[" * 10**6):
         index.write_text(wrong)

@@ -16,7 +16,7 @@ from zoo import FAMILIES, PARTS, random_like
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.errors import ConfigError
-from fedsim.models.language_model import LanguageModelTask, cross_entropy, next_token_nats
+from fedsim.models.language_model import LanguageModelTask, cross_entropy
 from fedsim.models.rope import Llama3, frequencies
 from fedsim.models.transformer import (
     PRESETS,
@@ -48,7 +48,14 @@ def tokens():
 
 
 logits = jax.jit(lambda params, tokens: MODEL.apply({"params": params}, tokens))
-nats = jax.jit(lambda params, *batch: next_token_nats(MODEL, params, *batch))
+
+
+@jax.jit
+def nats(params, tokens, sizes):
+    batch = {"tokens": tokens, "sizes": sizes}
+    return LanguageModelTask(None, CONFIG).nats(params, batch)
+
+
 gradient = jax.jit(jax.grad(lambda params, *batch: nats(params, *batch)[0].sum()))
 init = jax.jit(MODEL.init)
 
@@ -272,9 +279,9 @@ def test_half_precision_stays_near_full_precision(rng):
     tokens = rng.integers(config.vocab_size, size=(2, config.max_length))
     sizes = np.full(2, config.max_length, np.int32)
     half = dataclasses.replace(config, dtype="bfloat16")
+    batch = {"tokens": tokens, "sizes": sizes}
     exact, found = (
-        jax.jit(lambda p, c=c: next_token_nats(Transformer(c), p, tokens, sizes)[0])(params)
-        for c in (config, half)
+        jax.jit(LanguageModelTask(None, c).nats)(params, batch)[0] for c in (config, half)
     )
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, exact, rtol=0.05)

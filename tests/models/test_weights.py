@@ -9,12 +9,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from zoo import FAMILIES, random_like
+from zoo import FAMILIES, random_like, write_in_two
 
 from experiments.harness import smollm2
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import ConfigError
 from fedsim.models import families, weights
+from fedsim.models.config_json import UnsupportedArchitecture
 from fedsim.models.rope import Llama3
 from fedsim.models.transformer import Transformer, preset
 
@@ -68,9 +69,8 @@ def test_large_models_are_read_from_several_files_in_half_precision(rng, tmp_pat
     config, params = FAMILIES["qwen3"], random_like(FAMILIES["qwen3"], rng)
     tensors = weights.to_tensors(config, params)
     halves = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in tensors.items()}
-    weights.write_directory(tmp_path, halves, shard_bytes=1000)
+    write_in_two(tmp_path, halves)
     (tmp_path / "config.json").write_text(json.dumps(families.fields_of(config)))
-    assert len(list(tmp_path.glob("*.safetensors"))) > 3
     found = weights.load(str(tmp_path)).params
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype("float32")}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-8), found, params)
@@ -85,29 +85,20 @@ def test_names_without_a_prefix_are_gpt2s_too(rng, tmp_path):
 
 
 FIELDS = families.fields_of(FAMILIES["llama"])
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}
 REFUSED = [
-    (
-        {"model_type": "bloom"},
-        "model_type=bloom: expected one of llama, mistral, qwen2, qwen3, gemma",
-    ),
-    (
-        {"model_type": "mixtral", "num_local_experts": 8},
-        "mixtral: expected a model without a mixture",
-    ),
-    ({"model_type": None}, "model_type=None: expected one of"),
+    ({"model_type": "mixtral"}, "model_type=mixtral: expected llama or mistral or qwen2"),
+    ({"model_type": "\x1b[2J" + "x" * 999}, r"^model_type=\\x1b\[2Jx{50,60}...: expected"),
     ({"hidden_act": "gelu"}, "hidden_act=gelu: expected silu"),
-    (
-        {"rope_parameters": {"rope_type": "axial"}},
-        "rope_type=axial: expected default or dynamic or",
-    ),
-    ({"rope_parameters": {"rope_type": "linear"}}, "expected 'factor' in config.json"),
-    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-    ({"hidden_size": ...}, "model_type=llama: expected 'hidden_size' in config.json"),
-    ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config=bitsandbytes"),
-]
-
-
-REFUSED += [
+    ({"rope_parameters": {"rope_type": "axial"}}, "rope_type=axial: expected default or dynamic"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "factor=None: expected a value in config.json"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5: expected"),
+    ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta=inf: expected a number"),
+    ({"rope_scaling": ["x"]}, r"rope_scaling=\['x'\]: expected an object, or null"),
+    ({"rope_parameters": LLAMA3}, "low_freq_factor=4.0: expected less than high_freq_factor=4.0"),
+    ({"rope_scaling": {"factor": 2.0}}, "rope_scaling=.*: expected the same as in rope_parameters"),
+    ({"hidden_size": ...}, "hidden_size=None: expected a value in config.json"),
+    ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config=.*bitsandbyt"),
     ({"num_hidden_layers": 10**9}, r"num_hidden_layers=1000000000: expected a whole number in \[1"),
     ({"vocab_size": 29.0}, "vocab_size=29.0: expected a whole number"),
     ({"hidden_size": True}, "hidden_size=True: expected a whole number"),
@@ -115,24 +106,15 @@ REFUSED += [
     ({"num_attention_heads": 6, "head_dim": None}, "num_attention_heads=6: expected a divisor of"),
     ({"head_dim": 5}, "head_dim=5: expected an even number"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: expected a number"),
-    ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta=inf: expected a number"),
-    ({"rope_scaling": ["x"]}, r"rope_scaling=\['x'\]: expected an object, or null"),
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings=false: expected true or false"),
-    ({"model_type": "mistral", "sliding_window": -1}, "sliding_window=-1: expected a whole number"),
     ({"model_type": "mistral", "layer_types": [[]]}, "layer_types="),
-    ({"model_type": "\x1b[2J" + "x" * 999}, r"^model_type=\\x1b\[2Jx{50,60}...: expected"),
-    (
-        {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4}}
-        | {"rope_scaling": {"high_freq_factor": 4, "original_max_position_embeddings": 64}},
-        "low_freq_factor=4.0: expected less than high_freq_factor=4.0",
-    ),
 ]
 
 
 @pytest.mark.parametrize("changed, message", REFUSED)
 def test_what_the_model_cannot_be_is_refused_by_name(changed, message):
     fields = {name: x for name, x in {**FIELDS, **changed}.items() if x is not ...}
-    with pytest.raises(families.UnsupportedArchitecture, match=message):
+    with pytest.raises(UnsupportedArchitecture, match=message):
         families.config_of(fields)
 
 
@@ -156,7 +138,7 @@ def test_a_tensor_that_is_missing_or_misshapen_is_named(rng, tmp_path):
     name = "model.layers.1.mlp.up_proj.weight"
     with pytest.raises(ConfigError, match=f"expected a tensor {name}, and there is none"):
         weights.from_tensors("x", config, {n: t for n, t in tensors.items() if n != name})
-    with pytest.raises(ConfigError, match=r"block_1/up/kernel has shape \(16, 19\): expected"):
+    with pytest.raises(ConfigError, match=r"block_1/up/kernel of shape .* got \(16, 19\)"):
         weights.from_tensors("x", config, {**tensors, name: tensors[name][1:]})
     whole = {**tensors, name: tensors[name].astype(np.int8)}  # whose scales nobody reads
     with pytest.raises(ConfigError, match=f"expected floating point numbers in {name}, got int8"):
@@ -174,16 +156,14 @@ def test_arrays_that_the_model_has_no_place_for_are_refused(rng, tmp_path):
     weights.from_tensors("x", config, {**tensors, **more})
     other = embedding.copy()
     other[-1, -1] = np.nextafter(other[-1, -1], 9)
-    with pytest.raises(ConfigError, match="lm_head.weight has none; lm_head.weight is not the emb"):
-        weights.from_tensors("x", config, {**tensors, head: other})
-    with pytest.raises(ConfigError, match="lm_head.weight has none"):
-        weights.from_tensors("x", config, {**tensors, head: embedding.astype(np.float16)})
-    biases = {f"model.layers.{i}.self_attn.q_proj.bias": np.ones(16, np.float32) for i in (0, 1)}
-    with pytest.raises(ConfigError, match=r"and .*0.*q_proj.bias, .*1.*q_proj.bias have none$"):
-        weights.from_tensors("x", config, {**tensors, **biases})
-    deep = {f"model.layers.{i}.x": np.ones(1, np.float32) for i in range(9)}
-    with pytest.raises(ConfigError, match="and 5 more have none"):
-        weights.from_tensors("x", config, {**tensors, **deep})
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    for name, array in (
+        (head, other),
+        (head, embedding.astype(np.float16)),
+        (bias, np.ones(16, np.float32)),
+    ):
+        with pytest.raises(ConfigError, match=f"and {name} has none"):
+            weights.from_tensors("x", config, {**tensors, name: array})
     fewer = dataclasses.replace(config, num_layers=1)
     with pytest.raises(ConfigError, match="model.layers.1"):
         weights.from_tensors("x", fewer, tensors)
@@ -194,15 +174,15 @@ def test_sizes_are_held_against_the_files_before_anything_is_copied(rng, tmp_pat
     tensors = weights.to_tensors(config, random_like(config, rng))
     monkeypatch.setattr(np, "ascontiguousarray", None)
     for changed, message in (
-        ({"vocab_size": families.TOKENS, "mlp_width": families.WIDTH}, "embed/embedding has shape"),
+        ({"vocab_size": families.TOKENS, "mlp_width": families.WIDTH}, "embed/embedding of shape"),
         ({"num_layers": families.LAYERS}, "expected a tensor transformer.h.2"),
-        ({"num_positions": families.LENGTH}, "positions/embedding has shape"),
-        ({"width": 18, "num_heads": 2}, "has shape"),
+        ({"num_positions": families.LENGTH}, "positions/embedding of shape"),
+        ({"width": 18, "num_heads": 2}, "of shape"),
     ):
         with pytest.raises(ConfigError, match=message):
             weights.from_tensors("x", dataclasses.replace(config, **changed), tensors)
     joint = "transformer.h.0.attn.c_attn.weight"
-    with pytest.raises(ConfigError, match=r"block_0/query/kernel has shape \(16, 47\)"):
+    with pytest.raises(ConfigError, match=r"block_0/query/kernel of shape .* got \(16, 47\)"):
         weights.from_tensors("x", config, {**tensors, joint: tensors[joint][:, 1:]})
 
 
@@ -320,10 +300,7 @@ def test_smollm2_gives_the_references_loss_and_survives_a_round_trip(tmp_path):
     module = reference("smollm2_numpy")
     about, weights = module.load(smollm2.file())
     theirs, tokenizer = module.to_hf(about, weights), module.tokenizer(about)
-    counts = []
-    directory = str(smollm2.directory())
-    found = weights.load(directory, lambda done, of: counts.append((done, of)))
-    assert counts[0] == (1, len(counts)) and counts[-1] == (len(counts), len(counts))
+    found = weights.load(str(smollm2.directory()))
     own, text = Tokenizer.load(found.tokenizer), module.TEXT[0]
     assert (own.begin, own.end) == ("<|im_start|>", "<|im_end|>")
     ids = np.array([0, *own.encode_batch([text])[0]])  # after <|endoftext|>

@@ -44,13 +44,6 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-LONG = {
-    "rope_type": "longrope",
-    "short_factor": [1.0, 1.5, 3.0],
-    "long_factor": [2.0, 4.0, 9.0],
-    "rope_theta": 10_000.0,
-    "partial_rotary_factor": 0.75,
-}
 GEMMA = {"head_dim": 12, "sliding_window": 6, "query_pre_attn_scalar": 16}
 MIXED = ["full_attention", "sliding_attention"]
 CONFIGS = {
@@ -105,14 +98,6 @@ CONFIGS = {
         {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
     ),
     "phi3": (transformers.Phi3Config, {"pad_token_id": None, "sliding_window": 6}),
-    "phi3_long": (
-        transformers.Phi3Config,
-        {
-            "pad_token_id": None,
-            "original_max_position_embeddings": 32,
-            "rope_parameters": LONG,
-        },
-    ),
     "smollm3": (
         transformers.SmolLM3Config,
         {"no_rope_layers": [1, 0], "pad_token_id": None},
