@@ -5,7 +5,7 @@ of protected users without noise: these metrics are `non_private`.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,25 +51,13 @@ def evaluate(
       max_examples: use this many evenly spaced examples of a split, always the same; None: all.
       splits: metric by split.
     """
-    return begin_evaluate(workers, params, dataset, max_examples, splits)()
-
-
-def begin_evaluate(
-    workers: Engine,
-    params,
-    dataset: Dataset,
-    max_examples: int | None = None,
-    splits: Mapping[str, str] = VALIDATION,
-) -> Callable[[], dict[str, float]]:
-    """Like `evaluate`, when workers are idle; the returned function waits for the losses."""
-    waits = {}
+    losses = {}
     for split, metric in splits.items():
-        store = getattr(dataset, split)
-        if store is not None:
+        if (store := getattr(dataset, split)) is not None:
             count = min(store.num_examples, max_examples or store.num_examples)
             rows = np.linspace(0, store.num_examples - 1, count).astype(np.int64)
-            waits[metric] = workers.begin_mean_nats(params, split, rows)
-    return lambda: {metric: wait() for metric, wait in waits.items()}
+            losses[metric] = workers.mean_nats(params, split, rows)
+    return losses
 
 
 def headline(losses: dict[str, float]) -> float:

@@ -1,10 +1,12 @@
-"""Files that are written whole or not at all, private directories, and places from variables."""
+"""Files that are written whole or not at all, private directories, places from variables, and
+values of the kernel for this process."""
 
 import errno
 import fcntl
 import glob
 import hashlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -24,6 +26,7 @@ MAX_JSON = 2**26  # bytes of a user's JSON file: ten times the largest in use
 HIDDEN, MARKER = ".unfinished", ".of-fedsim"  # end of a hidden directory's name; a file in it
 RANDOM = "[0-9a-f]" * 16  # before that end: `out.part` is another name than `out`
 
+CGROUP = Path("/sys/fs/cgroup")
 TABLES = "tables"  # in the cache: copies of tables from memory
 CACHE, LEDGER = "FEDSIM_CACHE_DIR", "FEDSIM_BUDGET_LEDGER"
 _DEFAULT_PLACES = {
@@ -371,3 +374,19 @@ def write_durably(file: IO[bytes], data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def cgroup_value(name: str) -> str:
+    """Return a value of this container's control group, of version 2; empty if there is none."""
+    try:
+        return (CGROUP / name).read_text().strip()
+    except OSError:
+        return ""
+
+
+def cpus() -> int:
+    """Return the number of CPUs that this process may use: those it may run on, or the quota of
+    its container, rounded up, if that is less."""
+    count = len(os.sched_getaffinity(0))
+    quota, _, period = cgroup_value("cpu.max").partition(" ")
+    return min(count, math.ceil(int(quota) / int(period))) if quota.isdecimal() else count

@@ -13,7 +13,7 @@ import fedsim
 
 ROOT = Path(fedsim.__file__).parent
 LEVELS = (
-    "errors files cgroups signals",
+    "errors files signals",
     "config keys accounting",
     "sampling mechanism noise clipping models data",
     "els uls shared_uls plan evaluate run engine budget",

@@ -36,7 +36,7 @@ from fedsim.clipping.scan import in_one_product
 from fedsim.clipping.strategy import Strategy
 from fedsim.config import EngineConfig
 from fedsim.engine import Task, choose_strategy
-from fedsim.engine.preflight import ALLOCATOR
+from fedsim.engine.environment import keep_memory
 from fedsim.engine.worker import LocalEngine
 from fedsim.models import LanguageModelTask, Transformer, TransformerConfig
 
@@ -240,13 +240,6 @@ def bars(rows: list[dict]) -> list[dict]:
     return found
 
 
-def as_a_worker(module: str) -> None:
-    """Start a module again with the allocator settings of a worker's process: all calls gain."""
-    if os.environ.get("GLIBC_TUNABLES") != ALLOCATOR:
-        os.environ["GLIBC_TUNABLES"] = ALLOCATOR
-        os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
-
-
 def main() -> None:
     parser = parser_of(__doc__, "the smallest cells, without jax_privacy")
     parser.add_argument("--no-peers", action="store_true", help="leave jax_privacy out")
@@ -254,7 +247,7 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", type=int, default=list(GROUPS))
     parser.add_argument("--turns", type=int, default=5)
     arguments = parser.parse_args()
-    as_a_worker(__spec__.name)
+    keep_memory()  # as workers do
     if arguments.quick:
         arguments.sizes, arguments.groups, arguments.turns = ["1M"], [1, 16], 3
         arguments.no_peers = True

@@ -35,11 +35,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.benchmarks.accelerator import SMOLLM2
-from experiments.benchmarks.clipping import as_a_worker, in_turn, median, temporary_mib
+from experiments.benchmarks.clipping import in_turn, median, temporary_mib
 from experiments.benchmarks.common import at_least, at_most, parser_of, write
 from experiments.benchmarks.peers import run
 from fedsim.clipping import Clip, Strategy, num_coordinates
 from fedsim.config import EngineConfig
+from fedsim.engine.environment import keep_memory
 from fedsim.engine.worker import LocalEngine
 from fedsim.models import LanguageModelTask, Transformer, TransformerConfig, lora, stacked
 
@@ -129,7 +130,7 @@ class Problem:
 
     def evaluation(self) -> float:
         """The loss of all texts."""
-        return self.engine.begin_mean_nats(self.params, "train", np.arange(len(LENGTHS)))()
+        return self.engine.mean_nats(self.params, "train", np.arange(len(LENGTHS)))
 
     def in_passes(self, function: Callable[..., Any], rows: int) -> tuple[Call, float]:
         """The sum of a function over passes of so many texts, and its memory in MiB."""
@@ -288,7 +289,7 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="leave peers on PyTorch out")
     parser.add_argument("--turns", type=int, default=3)
     given = parser.parse_args()
-    as_a_worker(__spec__.name)
+    keep_memory()  # as workers do
     turns, peers = (1, False) if given.quick else (given.turns, not given.no_peers)
     how = {"whole": given.whole, "quick": given.quick, "peers": peers}
     found = measured(CONFIGS[given.quick], turns, **how)

@@ -113,7 +113,7 @@ SEGMENT = (
         (
             Patch(
                 "fedsim.training.private_evaluation",
-                "begin_noisy_evaluate",
+                "noisy_evaluate",
                 lambda begin, *args, again=False: begin(
                     *args[:-1], lambda count, chain: None, again=again
                 ),

@@ -275,7 +275,7 @@ class EngineConfig:
 
     wait_for_workers: float = 0.0
     """Seconds to wait for nodes until num_workers fit, and later for workers that were lost, at
-    least worker_timeout; an autoscaler is asked for them. >= 0."""
+    least worker_timeout; Ray asks an autoscaler for nodes. >= 0. 0: they must fit at the start."""
 
     worker_timeout: float = 600.0
     """Seconds that a Ray worker has for one part of a step, its compilation included, and to start.

@@ -8,21 +8,13 @@ from .environment import (
     version as version,
     versions as versions,
 )
-from .factory import (
-    choose_strategy as choose_strategy,
-    create as create,
-)
-from .preflight import (
-    exhausted as exhausted,
-    place_workers as place_workers,
-    set_threads as set_threads,
-)
+from .factory import choose_strategy as choose_strategy, create as create
+from .preflight import exhausted as exhausted, set_threads as set_threads
 from .task import (
     DUMMY as DUMMY,
     Batch as Batch,
     Params as Params,
     Task as Task,
     WrappedTask as WrappedTask,
-    read_rows as read_rows,
 )
 from .worker import Worker as Worker

@@ -1,7 +1,6 @@
 """Ray actors: the workers of an engine, what is sent to them, and independent jobs."""
 
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,14 @@ import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError, RayTaskError
 from ray.util import ActorPool
 
-from fedsim.cgroups import cpus
 from fedsim.config import EngineConfig
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import EngineError
 from fedsim.engine.environment import difference, keep_compiled, versions
-from fedsim.engine.preflight import Placement, actor_options, expect_room, place_workers
+from fedsim.engine.preflight import actor_options, expect_room, place_workers
 from fedsim.engine.task import Task
 from fedsim.errors import FedsimError
-from fedsim.signals import raise_if_stopped
+from fedsim.files import cpus
 
 RETRIES = 2  # of a job whose process is lost
 
@@ -31,14 +29,18 @@ class Actors:
 
         Args:
           task: the model and its data.
-          config: number, threads and accelerator of the workers, and seconds to wait for room.
+          config: number, threads and accelerator of the workers. With `wait_for_workers`, they may
+            have no room yet: Ray starts them when there is, and asks an autoscaler for nodes.
           cache_dir: directory of compiled programs.
         Raises: ConfigError: the cluster cannot be reached, or has no room for the workers.
         """
         # A private cluster declares the machine's CPUs, or more if the workers need more.
         self._cluster = Cluster(max(cpus(), (config.num_workers or 1) * config.threads_per_worker))
         try:
-            self.placement = wait_for_room(self._cluster, config)
+            nodes = self._cluster.nodes()
+            self.placement = place_workers(config, nodes)
+            if not config.wait_for_workers:
+                expect_room(self.placement, nodes)
             # An argument of methods: an argument of the constructor would have to exist when Ray
             # starts an actor again.
             self.task = stored(task, "the task")
@@ -50,17 +52,11 @@ class Actors:
         """Facts of the first worker that has answered; the others must be like it."""
         self._cache_dir = cache_dir
         self._versions = versions()
-        self._is_fixed = config.num_workers is not None
 
     def create(self, worker_class: type) -> Any:
         """Start an actor, which has no task yet."""
         actor = ray.remote(worker_class).options(**actor_options(self.placement))
         return actor.remote(cache_dir=self._cache_dir)
-
-    def wanted(self) -> int:
-        """Return the number of workers that should run now: as requested, or as there is room."""
-        room = self.placement.room(self._cluster.nodes())
-        return min(self.placement.num_workers, room) if self._is_fixed else room
 
     def why_incompatible(self, facts: dict[str, Any]) -> str:
         """Say why a worker must not compute: its bits might differ. Empty if it may.
@@ -82,30 +78,6 @@ class Actors:
         """Disconnect from the cluster, and end it if it is a private one."""
         self.task = None
         self._cluster.close()
-
-
-def wait_for_room(cluster: Cluster, config: EngineConfig) -> Placement:
-    """Place workers as soon as there is room for them.
-
-    The placement is computed again while nodes join, because `auto` depends on the nodes.
-    Raises: ConfigError: there is no room when the time is up.
-    """
-    deadline, requested = time.monotonic() + config.wait_for_workers, None
-    while True:
-        nodes = cluster.nodes()
-        placement = place_workers(
-            config.num_workers, config.threads_per_worker, nodes, config.accelerator
-        )
-        if config.wait_for_workers and placement != requested:
-            # Also if there is room: an earlier driver may have been killed with a request, which
-            # only another one ends.
-            cluster.ask_for([placement.needs] * placement.num_workers)
-            requested = placement
-        if placement.room(nodes) >= placement.num_workers or time.monotonic() >= deadline:
-            expect_room(placement, nodes)
-            return placement
-        raise_if_stopped()
-        time.sleep(1)
 
 
 def stored(value: Any, what: str) -> Any:
@@ -140,7 +112,7 @@ def _plain(text: str) -> str:
     return re.sub(r"\x1b\[\d*m", "", text)
 
 
-class Runner:
+class _Runner:
     """A process that computes one job after another, with its compiled programs."""
 
     def __init__(self, cache_dir: Path):
@@ -148,7 +120,6 @@ class Runner:
 
     @ray.method(max_task_retries=RETRIES)
     def run(self, function: Callable[..., Any], job: Any, *shared: Any) -> Any:
-        """Compute function(job, *shared) in this process."""
         return function(job, *shared)
 
 
@@ -169,7 +140,7 @@ def on_workers(
     actors, runners = Actors(None, config, keep_compiled()), []
     try:
         count = min(actors.placement.num_workers, len(jobs))
-        runners += [actors.create(Runner) for _ in range(count)]
+        runners += [actors.create(_Runner) for _ in range(count)]
         references = [stored(each, "arguments") for each in shared]
         pool = ActorPool(runners)
         yield from pool.map(
@@ -178,7 +149,7 @@ def on_workers(
     except RayTaskError as error:
         if isinstance(error.cause, FedsimError):
             raise error.cause from None
-        raise EngineError(cause(error), details=str(error)) from error
+        raise failure("a job", error) from error
     except RayError as error:
         raise EngineError(f"a process was lost repeatedly: {cause(error)}") from error
     finally:

@@ -17,14 +17,13 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import ray
 from ray._private import ray_constants, worker as ray_worker
-from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 
 from fedsim import keys
@@ -48,7 +47,6 @@ class Cluster:
     def __init__(self, num_cpus: int):
         self._owned = not ray.is_initialized()
         self._directory: Path | None = None
-        self._asked = False
         self.warning = ""  # shown before anything is computed on the cluster
         if self._owned and (address := cluster_address()):
             self._join(address)
@@ -98,16 +96,8 @@ class Cluster:
         """Return the resources of each live node, by Ray's names."""
         return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
-    def ask_for(self, bundles: list[dict[str, float]]) -> None:
-        """Ask the autoscaler for room for all of these at once, until `close`."""
-        self._asked = True
-        request_resources(bundles=bundles)
-
     def close(self) -> None:
         """Disconnect; a private cluster ends and leaves nothing behind."""
-        if self._asked:  # or the autoscaler keeps nodes for the request
-            with suppress(Exception):  # a lost cluster has no request
-                request_resources(bundles=[])
         node: Any = ray_worker._global_node
         if self._directory is not None and node is not None:
             processes = [one.process for kind in node.all_processes.values() for one in kind]

@@ -14,13 +14,13 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from fedsim.clipping import Clip, Strategy, lattice_capacity, num_coordinates, shared_lengths
-from fedsim.engine.task import Task, sizes_of
+from fedsim.engine.task import Task
 from fedsim.errors import FedsimError
 
 AT_ONCE = 4  # units that most strategies compute side by side
@@ -35,15 +35,6 @@ class EngineError(FedsimError):
         """Take the message, and the worker's traceback if its code raised an exception."""
         super().__init__(message)
         self.details = details
-
-
-class Lanes(NamedTuple):
-    """The units of one call, cut into lanes. One worker computes a lane at a time."""
-
-    order: np.ndarray
-    """Number of the unit at each position of the concatenated lanes, int [units]."""
-    rows: list[np.ndarray]
-    """The rows of each lane's units, [units of the lane, ...]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,26 +94,21 @@ def ignore(*args: Any) -> None:
 
 
 class Engine(ABC):
-    """Computes sums over lanes. A subclass determines the processes that compute them."""
+    """Computes sums over lanes, for one call at a time. A subclass determines the processes."""
 
-    num_workers: int
     least_units = 2
     """Least units of a lane, if that many were drawn: a sum over one unit is its gradient."""
 
-    def __init__(self, task: Task, num_lanes: int, warn: Callable[[str], None] = ignore):
+    def __init__(self, task: Task, num_lanes: int):
         """Start an engine.
 
         Args:
           task: the model and its data.
           num_lanes: most lanes of a step.
-          warn: receives warnings about workers.
         """
         self.task = task
         self.num_lanes = num_lanes
-        self.warn = warn
         self.on_progress: Callable[[int, int], None] = ignore
-        self.redispatched = 0
-        """Number of lanes computed again because a worker was lost, since the start."""
 
     @contextmanager
     def show_progress(self, show: Callable[[int, int], None]) -> Iterator[None]:
@@ -140,10 +126,6 @@ class Engine(ABC):
     @abstractmethod
     def _lanes(self, method: str, params: Any, lanes: Sequence[np.ndarray], *args) -> Iterator[Any]:
         """Yield `Worker.<method>(version, params, lane, *args)` for every lane, in lane order."""
-
-    def _begin(self, method: str, params: Any, lanes: Sequence[np.ndarray], *args) -> Iterator[Any]:
-        """Like `_lanes`, for results that are needed later: work may begin at once."""
-        return self._lanes(method, params, lanes, *args)
 
     @abstractmethod
     def ready(self) -> None:
@@ -188,32 +170,19 @@ class Engine(ABC):
           `clip.in_float32`; per-unit statistics in the order of rows).
         Raises: EngineError: a lane failed, or workers were lost.
         """
-        dtype = self.sum_dtype(params, len(rows), clip)
-        total, stats = None, []
+        dtype = np.float32 if clip.in_float32 else np.int32
+        if not clip.in_float32 and len(rows) > lattice_capacity(num_coordinates(params)):
+            dtype = np.int64
+        total, stats = jax.tree.map(lambda leaf: np.zeros(leaf.shape, dtype), params), []
         order, lanes = cut(self.task, "train", rows, self.num_lanes, self.least_units)
         for lane_sum, lane_stats in self._lanes("lane_sum", params, lanes, clip, strategy):
             stats.append(lane_stats)
             self.on_progress(len(stats), len(lanes))
-            if total is None:
-                total = jax.tree.map(lambda leaf: leaf.astype(dtype, copy=False), lane_sum)
-            elif len(stats) == 2:  # the first sum may be a read-only view of shared memory
-                total = jax.tree.map(lambda t, x: np.asarray(np.add(t, x)), total, lane_sum)
-            else:
-                jax.tree.map(lambda t, x: np.add(t, x, out=t), total, lane_sum)
-        if total is None:
-            total = jax.tree.map(lambda leaf: np.zeros(leaf.shape, dtype), params)
+            jax.tree.map(lambda t, x: np.add(t, x, out=t), total, lane_sum)
         return total, Stats.of_lanes(stats, order)
 
-    @staticmethod
-    def sum_dtype(params: Any, units: int, clip: Clip) -> Any:
-        """Return the type that holds a sum over so many units without overflow."""
-        if clip.in_float32:
-            return np.float32
-        return np.int32 if units <= lattice_capacity(num_coordinates(params)) else np.int64
-
-    def begin_mean_nats(self, params: Any, split: str, rows: np.ndarray) -> Callable[[], float]:
-        """Compute the mean loss over examples of a split, in nats per predicted token, when workers
-        are idle; the returned function waits for the result.
+    def mean_nats(self, params: Any, split: str, rows: np.ndarray) -> float:
+        """Compute the mean loss over examples of a split, in nats per predicted token.
 
         Args:
           params: tree of float32 arrays.
@@ -222,22 +191,11 @@ class Engine(ABC):
         """
         number = max(self.num_lanes, -(-len(rows) // MAX_EVALUATED))
         lanes = cut_examples(self.task, split, rows, number, self.least_units)
-        answers = self._begin("lane_nats", params, lanes, split)
+        nats = self._nats(params, split, lanes).sum(axis=0)
+        return float(nats[0] / max(nats[1], 1))
 
-        def wait() -> float:
-            nats, predictions = 0.0, 0
-            for number, (lane_nats, lane_predictions) in enumerate(answers, 1):
-                nats, predictions = nats + lane_nats, predictions + lane_predictions
-                self.on_progress(number, len(lanes))
-            return nats / max(predictions, 1)
-
-        return wait
-
-    def begin_group_losses(
-        self, params: Any, split: str, groups: Sequence[np.ndarray]
-    ) -> Callable[[], np.ndarray]:
-        """Compute each group's mean loss per predicted token, float64 [groups], when workers are
-        idle; the returned function waits for the result.
+    def group_losses(self, params: Any, split: str, groups: Sequence[np.ndarray]) -> np.ndarray:
+        """Compute each group's mean loss per predicted token, float64 [groups].
 
         Guarantees: a group's loss is a function of params and of the group's examples, because each
           group is a lane.
@@ -246,23 +204,21 @@ class Engine(ABC):
           split: name of the split.
           groups: example indices of each group, int [examples].
         """
-        answers = self._begin("lane_nats", params, groups, split)
+        nats = self._nats(params, split, groups)
+        return nats[:, 0] / np.maximum(nats[:, 1], 1)
 
-        def wait() -> np.ndarray:
-            losses = np.zeros(len(groups))
-            for number, (nats, predictions) in enumerate(answers):
-                losses[number] = nats / max(predictions, 1)
-                self.on_progress(number + 1, len(groups))
-            return losses
-
-        return wait
-
-    def measurements(self) -> dict[str, float]:
-        """Return metrics of workers, by name."""
-        return {"performance/redispatched_lanes": self.redispatched}
+    def _nats(self, params: Any, split: str, lanes: Sequence[np.ndarray]) -> np.ndarray:
+        """Sum of nats and number of predictions of each lane, float64 [lanes, 2]."""
+        found = np.zeros((len(lanes), 2))
+        for number, pair in enumerate(self._lanes("lane_nats", params, lanes, split)):
+            found[number] = pair
+            self.on_progress(number + 1, len(lanes))
+        return found
 
 
-def cut(task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int) -> Lanes:
+def cut(
+    task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int
+) -> tuple[np.ndarray, list[np.ndarray]]:
     """Cut units into at most `num_lanes` lanes of about equal cost, the longest texts first.
 
     A function of its arguments, so independent of the workers.
@@ -272,12 +228,14 @@ def cut(task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int) ->
       rows: examples, int [units, group] or [units], -1 = padding.
       num_lanes: most lanes.
       least: least units of a lane, if there are that many units.
+    Returns: (number of the unit at each position of the concatenated lanes, int [units]; rows of
+      each lane's units, [units of the lane, ...]).
     """
     num_lanes = max(1, min(num_lanes, len(rows) // least))
     found = None if num_lanes == 1 else _lengths_and_costs(task, split, rows)
     if found is None:
         lanes = [lane for lane in np.array_split(rows, num_lanes) if len(lane)]
-        return Lanes(np.arange(len(rows)), lanes)
+        return np.arange(len(rows)), lanes
     longest, cost = found
     order = np.argsort(-longest, kind="stable")
     block = max(least, min(len(rows) // num_lanes, AT_ONCE))
@@ -289,7 +247,7 @@ def cut(task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int) ->
     for start in starts[1:][np.diff(share) > 0]:
         if min(start - bounds[-1], len(rows) - start) >= least:
             bounds.append(start)
-    return Lanes(order, np.split(rows[order], bounds[1:]))
+    return order, np.split(rows[order], bounds[1:])
 
 
 def _starts_of_blocks(lengths: np.ndarray, size: int) -> np.ndarray:
@@ -308,9 +266,9 @@ def cut_examples(
     If texts share rows, lanes keep the order of the examples and have about as many tokens each.
     """
     buckets = task.buckets
-    sizes = sizes_of(task, split, rows) if buckets and buckets.packed and len(rows) else None
+    sizes = task.sizes(split, rows) if buckets and buckets.packed and len(rows) else None
     if sizes is None:
-        return cut(task, split, rows, num_lanes, least).rows
+        return cut(task, split, rows, num_lanes, least)[1]
     ends = np.cumsum(sizes)
     num_lanes = max(1, min(num_lanes, int(ends[-1]) // MIN_TOKENS))
     lane = np.minimum((ends - sizes) * num_lanes // max(1, ends[-1]), num_lanes - 1)
@@ -326,7 +284,7 @@ def _lengths_and_costs(
     """
     if (buckets := task.buckets) is None:
         return None
-    if (sizes := sizes_of(task, split, rows.ravel())) is None:
+    if (sizes := task.sizes(split, rows.ravel())) is None:
         return None
     shape = rows.shape if rows.ndim > 1 else (len(rows), 1)
     is_real = rows.reshape(shape) >= 0

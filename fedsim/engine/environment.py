@@ -11,6 +11,7 @@ import platform
 import re
 import sys
 import warnings
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,43 +26,34 @@ from fedsim.files import NotOurs, cache_dir, own_directory
 
 PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "randomgen", "ray")
 PACKAGES += ("dp-accounting", "scipy", "cryptography")
-WHERE_INSTALLED = ("jax-cuda12-plugin", "nvidia-cublas-cu12", "jax-cuda13-plugin", "nvidia-cublas")
-JAX_SETTINGS = ("jax_threefry_partitionable", "jax_random_seed_offset", "jax_enable_x64")
+ACCELERATORS = ("jax-cuda12-plugin", "nvidia-cublas-cu12", "jax-cuda13-plugin", "nvidia-cublas")
+JAX_SETTINGS = ("jax_threefry_partitionable", "jax_random_seed_offset")
 JAX_SETTINGS += ("jax_default_matmul_precision",)
 """JAX options, from variables or the program, on which bits of parameters and gradients depend."""
-VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "GLIBC_TUNABLES")
-VARIABLES += ("NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES", "OPENBLAS_CORETYPE")
-"""Variables of the driver that choose how the compiler, NumPy and the C library compute."""
-NO_BITS = r"dump|^glibc\.malloc"
-"""Words in VARIABLES that change no bit; workers get other ones for the allocator."""
+VARIABLES = ("XLA_FLAGS", "NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES")
+VARIABLES += ("OPENBLAS_CORETYPE",)
+"""Variables that choose how the compiler and NumPy compute; workers on Ray have other ones."""
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 # An option can break what the guarantee rests on: XLA's fast math folds `isfinite` to true, and
 # JAX_DEBUG_NANS ends a run because of one user's numbers. So one that is not in these tables is
 # refused before anything is computed, in the driver and in every worker, whatever the run claims.
-ANY, NUMBER, SWITCH = r".*", r"\d+", r"|true|false|1|0"
+ANY, SWITCH = r".*", r"|true|false|1|0"
 XLA: dict[str, str] = {
-    "xla_force_host_platform_device_count": NUMBER,  # each device computes as one alone does
     "xla_cpu_max_isa": r"\w+",  # the proof holds with and without fused products and sums
-    "xla_cpu_multi_thread_eigen": SWITCH,  # threads of a product; its terms may have any order
     "xla_cpu_use_fusion_emitters": SWITCH,  # another generator of code for the same operations
     "xla_backend_optimization_level": r"[0-3]",  # LLVM keeps to IEEE 754 at every level
     "xla_gpu_deterministic_ops": r"|true|1",  # as in `compiler_options`
     "xla_gpu_cuda_data_dir": ANY,  # the place of CUDA
-    "xla_dump_to": ANY,  # writes programs, not the numbers that they compute
-    "xla_dump_hlo_as_text": SWITCH,
 }
 """Options in XLA_FLAGS, each with a pattern of its values."""
 ALLOWED: dict[str, str] = {
     "JAX_PLATFORMS": ANY,  # the device, whose arithmetic is checked
     "JAX_PLATFORM_NAME": ANY,
     "JAX_CUDA_VISIBLE_DEVICES": ANY,
-    "JAX_ROCM_VISIBLE_DEVICES": ANY,
     "JAX_NUM_CPU_DEVICES": ANY,
     "JAX_COMPILATION_CACHE_DIR": ANY,  # programs are kept by all options of their compilation
-    "JAX_COMPILATION_CACHE_MAX_SIZE": ANY,
-    "JAX_ENABLE_COMPILATION_CACHE": ANY,
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": ANY,
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": ANY,
     "JAX_DEFAULT_MATMUL_PRECISION": ANY,  # of the model; norms and sums ask for the highest
@@ -69,9 +61,6 @@ ALLOWED: dict[str, str] = {
     "JAX_RANDOM_SEED_OFFSET": ANY,
     "JAX_NUMPY_RANK_PROMOTION": ANY,  # a check of shapes, when a program is traced
     "JAX_LOGGING_LEVEL": ANY,  # messages
-    "JAX_LOG_COMPILES": ANY,
-    "JAX_DEBUG_LOG_MODULES": ANY,
-    "JAX_EXPLAIN_CACHE_MISSES": ANY,
     "JAX_TRACEBACK_FILTERING": ANY,
     "LIBTPU_INIT_ARGS": "",  # no option of TPUs has been looked at
     "NVIDIA_TF32_OVERRIDE": "0",  # 0: never TF32
@@ -106,25 +95,20 @@ COMPILED_WITH = {
 changed the variable since."""
 
 
-def set_threads(config: EngineConfig) -> bool:
+def set_threads(config: EngineConfig) -> None:
     """Give this process the threads and platform of a run's driver, if JAX has not started.
 
     JAX reads them when it starts to compute, so a process that has computed before keeps its own.
     `Worker.facts` has the number of threads of a run.
     Args:
       config: kind of engine and threads.
-    Returns: true if the process has the threads and platform of the settings.
     Raises: ConfigError: JAX cannot compute with its settings; see `expect_usable_jax`.
     """
-    variables = {"NPROC": str(config.threads_per_worker)}
-    if config.kind != "local":  # workers compute: the driver must take no accelerator
-        variables["JAX_PLATFORMS"] = "cpu"
     if not xla_bridge.backends_are_initialized():
-        os.environ.update(variables)
-        if config.kind != "local":  # JAX has read the variable when it was imported
+        os.environ["NPROC"] = str(config.threads_per_worker)
+        if config.kind != "local":  # workers compute: the driver must take no accelerator
             jax.config.update("jax_platforms", "cpu")
     expect_usable_jax()
-    return all(os.environ.get(name) == value for name, value in variables.items())
 
 
 def expect_usable_jax() -> None:
@@ -136,12 +120,10 @@ def expect_usable_jax() -> None:
     try:
         jax.local_devices()
     except (AssertionError, RuntimeError) as error:
-        asked = {"JAX_PLATFORMS": jax.config.values["jax_platforms"]}
-        asked["JAX_PLATFORM_NAME"] = os.environ.get("JAX_PLATFORM_NAME")  # which JAX reads, too
-        fields = ", ".join(f"{name}={value}" for name, value in asked.items() if value)
+        value = os.environ.get("JAX_PLATFORM_NAME") or jax.config.values["jax_platforms"]
         reason = " ".join(str(error).partition("(set JAX")[0].split())[:200] or "JAX finds none"
         expected = f"devices that this machine has ({reason}); unset it, or set it to cpu"
-        raise ConfigError(f"{fields}: expected {expected}", field="JAX_PLATFORMS") from None
+        raise ConfigError.of("JAX_PLATFORMS", value, expected) from None
 
 
 def expect_allowed() -> None:
@@ -176,18 +158,13 @@ def _expect(variable: str, value: Any, holds: bool, allowed: str) -> None:
     expect(variable, value, holds, f"{allowed}: {why}")
 
 
-def keep_memory() -> bool:
-    """Have a driver process reuse the memory that it frees, as workers do; see `ALLOCATOR`.
-
-    Fresh pages for the sums of a large model take longer than its noise. Not for a program that
-    uses fedsim as a library.
-    Returns: true if the C library supports it, which only glibc does.
-    """
-    try:
+def keep_memory() -> None:
+    """Have this process reuse the memory that it frees: fresh pages for the next sum take longer
+    than its noise. Not for a program that uses fedsim as a library."""
+    with suppress(AttributeError, OSError, TypeError):  # without glibc
         tune = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
-    return bool(tune(M_MMAP_MAX, 0) and tune(M_TRIM_THRESHOLD, -1))
+        tune(M_MMAP_MAX, 0)
+        tune(M_TRIM_THRESHOLD, -1)
 
 
 def version(package: str) -> str:
@@ -201,33 +178,26 @@ def version(package: str) -> str:
 def versions() -> dict[str, str]:
     """Return the versions, settings and variables of this process on which the draws, noise and
     bits of a run depend, by name."""
-    values = {"python": platform.python_version()}
-    values |= {name: version(name) for name in PACKAGES}
-    there = {name: version(name) for name in WHERE_INSTALLED}
-    values |= {name: number for name, number in there.items() if number != "none"}
-    values |= {name: str(getattr(jax.config, name, "none")) for name in JAX_SETTINGS}
-    for name in VARIABLES:
-        words = re.split(
-            r"[\s:]+" if name == "GLIBC_TUNABLES" else r"\s+", os.environ.get(name, "")
-        )
-        words = [word for word in words if word and not re.search(NO_BITS, word)]
-        values |= {name: " ".join(words)} if words else {}
-    return values
+    there = {name: version(name) for name in ACCELERATORS}
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in PACKAGES},
+        **{name: number for name, number in there.items() if number != "none"},
+        **{name: str(getattr(jax.config, name, "none")) for name in JAX_SETTINGS},
+        **{name: os.environ[name] for name in VARIABLES if os.environ.get(name)},
+    }
 
 
 def difference(driver: dict[str, str], worker: dict[str, str]) -> str:
-    """Describe the difference of two `versions`, for people; empty if there is none.
-
-    VARIABLES are not compared, because workers have other ones.
-    """
+    """Describe the difference of two `versions` but for VARIABLES; empty if there is none."""
     names = [name for name in driver if driver[name] != worker.get(name) and name not in VARIABLES]
     return ", ".join(f"{name} {worker.get(name)} instead of {driver[name]}" for name in names)
 
 
 # Fields of /proc/cpuinfo that equal hosts share. Steppings and microcode differ between them.
-GENERATION = "vendor_id|cpu family|model|CPU implementer|CPU architecture|CPU part"
+GENERATION = r"^(?:vendor_id|cpu family|model|CPU implementer|CPU architecture|CPU part)\s*:.*"
 # Instruction sets for numbers. The others depend on the kernel, too.
-NUMERIC = re.compile(r"\b(?:s?sse|avx|fma|f16c|amx|bmi|fp|asimd|neon|sve|sme|bf16|i8mm)\w*")
+NUMERIC = r"\b(?:s?sse|avx|fma|f16c|amx|bmi|fp|asimd|neon|sve|sme|bf16|i8mm)\w*"
 
 
 def keep_compiled(directory: Path | None = None) -> Path:
@@ -262,12 +232,9 @@ def host_kind() -> str:
     except OSError:
         info = ""
     model = re.search(r"^model name\s*: (.*)", info, re.M)
+    listed = " ".join(re.findall(r"^(?:flags|Features)\s*:.*", info, re.M))
     flags = re.findall(r"--xla_(?:cpu|backend)\S+", os.environ.get("XLA_FLAGS", ""))
-    instructions = set(
-        NUMERIC.findall(" ".join(re.findall(r"^(?:flags|Features)\s*:.*", info, re.M)))
-    )
-    generation = set(re.findall(rf"^(?:{GENERATION})\s*:.*", info, re.M))
-    facts = [*sorted(generation), *sorted(instructions), *flags]
+    facts = sorted({*re.findall(GENERATION, info, re.M), *re.findall(NUMERIC, listed), *flags})
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
     name = f"{model[1] if model else platform.machine()} {digest}"
     return re.sub(r"\W+", "-", name).strip("-")

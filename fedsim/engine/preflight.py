@@ -1,43 +1,28 @@
 """What a machine and a cluster must have for a run, before JAX starts; does not import JAX.
 
 On a machine without enough memory, XLA aborts the process and Ray waits or ends with a traceback.
-So the least that both need, with a small model, is looked for first: free memory, here and in the
-container; the limit of address space; shared memory. `place_workers` turns a cluster's resources
-into workers, and `actor_options` has the environment with which their processes start.
+So the least that both need, with a small model, is looked for first. `place_workers` turns a
+cluster's resources into workers, and `actor_options` has the environment of their processes.
 """
 
 import dataclasses
 import os
-import resource
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from fedsim.cgroups import cpus, free_memory
 from fedsim.config import EngineConfig
 from fedsim.errors import ConfigError, expect
+from fedsim.files import cgroup_value, cpus
 
 GB = 1e9
 SHARED = Path("/dev/shm")
 # Measured with the README's training on one and two cores, less a tenth; in bytes.
-LOCAL_MEMORY, LOCAL_SPACE = 0.42 * GB, 4 * GB
-RAY_MEMORY, RAY_SPACE = 0.6 * GB, 12 * GB
+LOCAL_MEMORY, RAY_MEMORY = 0.42 * GB, 0.6 * GB
 WORKER_MEMORY = 0.25 * GB  # of each worker, beside RAY_MEMORY
 
 Resources = Mapping[str, float]  # of a node, as Ray counts them: CPU, GPU, TPU, ...
-
-# Freed memory stays with the process, in large pages, for the next program. By default every call
-# gets fresh pages, which costs up to a tenth of a gradient's time.
-ALLOCATOR = ":".join(
-    f"glibc.malloc.{name}={value}"
-    for name, value in {
-        "mmap_threshold": 2**40,
-        "trim_threshold": 2**40,
-        "arena_max": 1,  # other arenas cannot hold large blocks
-        "hugetlb": 1,
-    }.items()
-)
-
 PLATFORMS = {None: "cpu", "GPU": "cuda,cpu", "TPU": "tpu,cpu"}  # by accelerator
 
 
@@ -47,6 +32,18 @@ def cluster_address() -> str:
     return "" if address == "local" else address
 
 
+def free_memory() -> int:
+    """Return the free bytes of memory: of the machine, or of its container if less."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if found := re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text()):
+        free = int(found[1]) * 1024
+    limit, used = cgroup_value("memory.max"), cgroup_value("memory.current")
+    if limit.isdecimal() and used.isdecimal():
+        cached = re.search(r"^inactive_file (\d+)$", cgroup_value("memory.stat"), re.M)
+        free = min(free, int(limit) - int(used) + int(cached[1] if cached else 0))
+    return free
+
+
 def expect_enough(config: EngineConfig) -> None:
     """Check that this machine has the least that a driver needs, and its Ray if it starts one.
 
@@ -54,40 +51,29 @@ def expect_enough(config: EngineConfig) -> None:
     """
     if config.kind == "ray":
         expect("engine", "ray", find_spec("ray") is not None, "the extra ray, or engine=local")
-    memory, space, who, instead = LOCAL_MEMORY, LOCAL_SPACE, "JAX", "give it more"
+    memory, who, instead = LOCAL_MEMORY, "JAX", "give it more"
     if config.kind == "ray" and not cluster_address():
         if not os.access(SHARED, os.W_OK):
             expected = "a directory for Ray's shared memory: start the container with it (docker "
             instead = "run --shm-size=1g), or engine=local"
             raise ConfigError.of("shared_memory", SHARED, expected + instead)
         workers = config.num_workers or max(1, cpus() // config.threads_per_worker)
-        memory, space = RAY_MEMORY + workers * WORKER_MEMORY, RAY_SPACE
-        who = f"Ray with {workers} worker{'s' * (workers != 1)}"
+        memory, who = RAY_MEMORY + workers * WORKER_MEMORY, f"Ray with {workers} workers"
         instead = "fewer workers (num_workers), or engine=local"
     if (free := free_memory()) < memory:
-        raise ConfigError.of(
-            "memory", _gb(free), f"at least {_gb(memory)} free for {who}: {instead}"
-        )
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY and limit < space:
-        expected = f"at least {_gb(space)} of address space for {who}: `ulimit -v unlimited`"
-        raise ConfigError.of("ulimit -v", _gb(limit), expected)
+        needed = f"at least {memory / GB:.2f} GB free for {who}: {instead}"
+        raise ConfigError.of("memory", f"{free / GB:.2f} GB", needed)
 
 
-def _gb(size: float) -> str:
-    return f"{size / GB:.2f} GB"
-
-
-def set_threads(config: EngineConfig) -> bool:
+def set_threads(config: EngineConfig) -> None:
     """Check the machine, then call `environment.set_threads`, which starts JAX.
 
-    Returns: true if the process has the threads and platform of the settings.
     Raises: ConfigError: the machine is too small, or JAX cannot compute with its settings.
     """
     expect_enough(config)
     from fedsim.engine import environment
 
-    return environment.set_threads(config)
+    environment.set_threads(config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,41 +106,26 @@ class Placement:
         return f"{self.threads} CPU thread{'' if self.threads == 1 else 's'}"
 
 
-def place_workers(
-    num_workers: int | None,
-    threads: int,
-    nodes: Iterable[Resources],
-    accelerator: str = "auto",
-) -> Placement:
+def place_workers(config: EngineConfig, nodes: Sequence[Resources]) -> Placement:
     """Place as many workers as the nodes hold: by default one per GPU or TPU chip, or else one per
-    `threads` CPUs. Pure: reads nothing but its arguments.
+    `threads_per_worker` CPUs.
 
     Args:
-      num_workers: requested number of workers; None: as many as there is room for.
-      threads: CPU threads of a worker.
+      config: number, threads and accelerator of the workers.
       nodes: resources of each node.
-      accelerator: auto, cpu, gpu or tpu.
     """
-    nodes = list(nodes)
-    if accelerator == "auto":
+    name = config.accelerator.upper()
+    if name == "AUTO":
         there = (name for name in ("GPU", "TPU") if any(node.get(name, 0) for node in nodes))
-        accelerator = next(there, "CPU")
-    name = accelerator.upper()
-    placement = Placement(1, threads, None if name == "CPU" else name)
-    return dataclasses.replace(placement, num_workers=num_workers or max(1, placement.room(nodes)))
+        name = next(there, "CPU")
+    placement = Placement(1, config.threads_per_worker, None if name == "CPU" else name)
+    count = config.num_workers or max(1, placement.room(nodes))
+    return dataclasses.replace(placement, num_workers=count)
 
 
-def expect_room(placement: Placement, nodes: Iterable[Resources]) -> None:
+def expect_room(placement: Placement, nodes: Sequence[Resources]) -> None:
     """Raise ConfigError if the nodes have no room for the workers: Ray would wait forever."""
-    nodes = list(nodes)
-    room = placement.room(nodes)
-    if not room and placement.accelerator:
-        raise ConfigError.of(
-            "accelerator",
-            placement.accelerator.lower(),
-            f"nodes with a {placement.accelerator} for each worker, found none",
-        )
-    if placement.num_workers > room:
+    if (room := placement.room(nodes)) < placement.num_workers:
         each = ", ".join(f"{need:g} {name}" for name, need in placement.needs.items())
         have = [
             ", ".join(f"{node.get(name, 0):g} {name}" for name in placement.needs) for node in nodes
@@ -167,7 +138,7 @@ def expect_room(placement: Placement, nodes: Iterable[Resources]) -> None:
 
 
 def worker_environment(placement: Placement) -> dict[str, str]:
-    """Variables with which a worker's process starts: JAX and the C library read them then."""
+    """Variables with which a worker's process starts, because JAX reads them then."""
     # NPROC sizes XLA's thread pool; OMP_NUM_THREADS and XLA flags do not.
     variables = {"NPROC": str(placement.threads)}
     # Explicit, because workers inherit the driver's variables, and because an accelerator that JAX
@@ -182,7 +153,6 @@ def worker_environment(placement: Placement) -> dict[str, str]:
         variables["XLA_FLAGS"] = "--xla_gpu_deterministic_ops=true"
     if placement.accelerator is None:
         variables["JAX_NUM_CPU_DEVICES"] = "1"
-        variables["GLIBC_TUNABLES"] = ALLOCATOR
     return variables
 
 
@@ -204,10 +174,10 @@ def actor_options(placement: Placement) -> dict:
 
 def exhausted(error: BaseException) -> str:
     """Describe an error by which Python or JAX report a lack of memory or threads; else empty."""
-    said = " ".join(str(error).split())
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in said or "std::bad_alloc" in said:
+    text = " ".join(str(error).split())
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "std::bad_alloc" in text:
         remedy = "strategy=scan and rows_per_pass=1, a smaller max_length or model need less"
-        return f"memory ran out ({said[:100] or 'MemoryError'}): {remedy}"
-    if isinstance(error, RuntimeError) and "can't start new thread" in said:
+        return f"memory ran out ({text[:100] or 'MemoryError'}): {remedy}"
+    if isinstance(error, RuntimeError) and "can't start new thread" in text:
         return "no more threads can be started: raise `ulimit -u`, or the container's --pids-limit"
     return ""

@@ -28,7 +28,6 @@ from fedsim.clipping import (
     num_coordinates,
     zeros_like,
 )
-from fedsim.engine.engine import ignore
 from fedsim.engine.environment import compiler_options
 from fedsim.engine.task import Task
 from fedsim.errors import FedsimError
@@ -220,7 +219,7 @@ class Programs:
         self.task = task
         self.compiled: dict[tuple, Any] = {}
         """Programs by all on which they depend beside the task."""
-        self._checked: set[int] = set()
+        self._checked: set[tuple] = set()
         self._frozen: tuple[Any, ...] | None = None
         self._version, self._params = None, None
 
@@ -229,33 +228,19 @@ class Programs:
     ) -> tuple[Any, ...]:
         """Add a chunk's contributions to `total`, whose buffer is donated.
 
-        Units side by side are checked before the first use of a program.
+        The program is checked before its first use.
         Returns: (total, norms [units], losses [units], dropped [units]).
-        Raises: UnsupportedModel: a unit's contribution would depend on other units.
-        """
-        program = self.compile(total, params, chunk, clip, strategy)
-        arguments = (params, *self._arguments(chunk, clip))
-        if id(program) not in self._checked and not clip.in_float32:
-            fresh = functools.partial(self.zeros, params, clip)
-            if _checked_side_by_side(program, fresh, arguments, chunk, strategy.of(chunk)):
-                self._checked.add(id(program))
-        return program(total, *arguments)
-
-    def compile(self, total: Any, params: Any, chunk: Chunk, clip: Clip, strategy: Strategy) -> Any:
-        """Compile the program of a chunk.
-
-        Raises: UnfitDevice: it does not store a gradient before it reads it.
+        Raises:
+          UnfitDevice: the program does not store a gradient before it reads it.
+          UnsupportedModel: a unit's contribution would depend on other units.
         """
         buckets, strategy = self.task.buckets, strategy.of(chunk)
         buckets = buckets.up_to(chunk.length) if buckets and not chunk.rows else None
 
         # The norm is an argument: an adaptive clip norm needs one program.
         def add(total, params, batch, mask, norm, *frozen):
-            def losses(params, batch):
-                return self.task.losses(params, batch, *frozen)
-
             return clip_chunk(
-                losses,
+                lambda params, batch: self.task.losses(params, batch, *frozen),
                 params,
                 batch,
                 mask,
@@ -269,9 +254,14 @@ class Programs:
         # A text in a row of its own and texts that share rows are different arrays.
         kind = jax.tree.structure(chunk.batch)
         key = ("sum", kind, *shapes, clip.normalised, clip.in_float32, strategy)
-        arguments = (total, params, *self._arguments(chunk, clip))
-        check = ignore if clip.in_float32 else check_stored
-        return self._compiled(key, add, *arguments, check=check, donate_argnums=0)
+        arguments = params, chunk.batch, chunk.mask, np.float32(clip.norm), *self.frozen()
+        program = self._compiled(key, add, total, *arguments, donate_argnums=0)
+        if not clip.in_float32 and key not in self._checked:
+            check_stored(program)
+            no_sum = functools.partial(self.zeros, params, clip)
+            if _checked_side_by_side(program, no_sum, arguments, strategy):
+                self._checked.add(key)
+        return program(total, *arguments)
 
     def nats(self, params: Any, batch: Any) -> tuple[np.ndarray, np.ndarray]:
         """Compute (nats, predicted tokens) of each row of a batch, [rows] each."""
@@ -299,27 +289,14 @@ class Programs:
             self._frozen = () if frozen is None else (jax.device_put(frozen),)
         return self._frozen
 
-    def _arguments(self, chunk: Chunk, clip: Clip) -> tuple[Any, ...]:
-        """Return the arguments of a chunk's program after the sum and the parameters."""
-        return chunk.batch, chunk.mask, np.float32(clip.norm), *self.frozen()
-
-    def _compiled(
-        self,
-        key: tuple,
-        function: Any,
-        *args: Any,
-        check: Callable[[Any], None] = ignore,
-        **options: Any,
-    ) -> Any:
-        """Compile and check `function` for arguments like these, once for each `key`."""
+    def _compiled(self, key: tuple, function: Any, *args: Any, **options: Any) -> Any:
+        """Compile `function` for arguments like these, once for each `key`."""
         if key not in self.compiled:
-            program = _compile(jax.jit(function, **options), *args)
-            check(program)
-            self.compiled[key] = program
+            self.compiled[key] = _compile(jax.jit(function, **options), *args)
         return self.compiled[key]
 
 
-def _checked_side_by_side(program, no_sum, arguments, chunk, strategy):
+def _checked_side_by_side(program, no_sum, arguments, strategy):
     """Raise UnsupportedModel if a unit's contribution depends on its position in a pass or on other
     units; true if the check was meaningful: units have rows and their numbers are not all zero."""
     # Units side by side are mapped over by `jax.vmap`, so none is a function of another; but they
@@ -327,11 +304,10 @@ def _checked_side_by_side(program, no_sum, arguments, chunk, strategy):
     # added depends on shapes, not on values, so one check with any values is enough: the sum over
     # all units equals the sum over every second unit plus that over the rest, at other positions.
     # Norms and losses are compared, too, because a step may release them.
-    at_once = strategy.units_at_once(chunk.mask.shape[1])
-    if at_once == 1:
-        return True
     params, batch, mask, *others = arguments
-    if not (real := np.flatnonzero(chunk.mask.any(axis=1))).size:
+    if (at_once := strategy.units_at_once(mask.shape[1])) == 1:
+        return True
+    if not (real := np.flatnonzero(mask.any(axis=1))).size:
         return False
     some = np.resize(real, at_once)
 

@@ -1,20 +1,20 @@
 """The engine on Ray: long-lived actors, one per accelerator or group of CPU threads.
 
-The driver stores the parameters in the object store once per version and sends lanes to idle
-workers. A lane lost with its worker is computed again, never dropped; a lane that is lost
-repeatedly ends the run. Sums are added in lane order while later lanes still run, and no worker
-runs further ahead than the driver has memory for.
+The driver stores the parameters in the object store once per call and sends lanes to idle workers.
+A lane lost with its worker is computed again, never dropped; a lane that is lost repeatedly ends
+the run. Sums are added in lane order while later lanes still run, and no worker runs further ahead
+than the driver has memory for.
 
 A worker has one time limit, `EngineConfig.worker_timeout`: for a call, and for its start, also
-after it was lost. It is the only way to find a worker that hangs.
+after it was lost. It is the only way to find a worker that hangs. A run goes on without workers
+that do not come back.
 """
 
 import dataclasses
 import heapq
-import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,7 @@ from fedsim.signals import raise_if_stopped
 
 MAX_LOSSES = 4  # of one lane, in one call
 PULL_S = 60.0  # seconds to fetch a sum from another node
-PAUSE_S = 0.2  # seconds between two probes of a worker that cannot be reached
-RECRUIT_S = 10.0  # seconds between two looks for room for more workers
-INCOMPATIBLE_S = 600.0  # the same after a worker of another kind of host: it may be the only room
+PAUSE_S = 0.2  # seconds between two calls of a worker that cannot be reached
 AHEAD = 2  # lanes per worker that may be done or in flight before the driver has added them
 
 
@@ -50,28 +48,17 @@ class _Call:
     """A method over lanes, and its progress."""
 
     method: str
-    version: int
-    shared: Any  # reference to the parameters in the object store
     lanes: Sequence[np.ndarray]
     args: tuple
+    version: int
+    params: Any  # a reference
     todo: list[int] = dataclasses.field(init=False)  # heap of lanes
     losses: Counter = dataclasses.field(default_factory=Counter)
     answers: dict[int, Any] = dataclasses.field(default_factory=dict)
-    upto: int = 0  # lanes whose answers were taken
+    next_lane: int = 0  # whose answer is waited for
 
     def __post_init__(self) -> None:
         self.todo = list(range(len(self.lanes)))
-
-    def take(self, window: int) -> int | None:
-        """Take the first waiting lane; None if there is none, or the driver must add sums first."""
-        if not self.todo or (self.returns_sum and self.todo[0] >= self.upto + window):
-            return None
-        return heapq.heappop(self.todo)
-
-    @property
-    def returns_sum(self) -> bool:
-        """True if answers are as large as the parameters, and are returned beside statistics."""
-        return self.method == "lane_sum"
 
 
 @dataclasses.dataclass
@@ -80,9 +67,7 @@ class _Worker:
 
     actor: Any
     give_up_at: float  # while it is not up
-    probe_at: float | None = 0.0  # time to send it the task; None: it was sent
     up: bool = False  # it has answered, and was not lost since
-    lost: bool = False  # it was up before
 
 
 @dataclasses.dataclass
@@ -93,15 +78,13 @@ class _Flight:
     sent: float
     call: _Call | None = None
     lane: int = 0
-    large: Any = None
 
 
 class RayEngine(Engine):
     """Computes on a pool of Ray actors.
 
     State outlives a call: a worker that hangs in one step gets no lane in the next, until it
-    answers. A worker that does not come back is given up, and another takes its place if there is
-    room. If the user named no number of workers, nodes that join get workers, too.
+    answers.
     """
 
     def __init__(
@@ -121,37 +104,36 @@ class RayEngine(Engine):
           cache_dir: directory of compiled programs.
         Raises: ConfigError: the cluster cannot be reached, or has no room for the workers.
         """
-        super().__init__(task, config.num_lanes, warn)
+        super().__init__(task, config.num_lanes)
+        self.warn = warn
+        self.redispatched = 0
+        """Number of lanes computed again because a worker was lost, since the start."""
         self._actors = Actors(task, config, cache_dir)
         if self._actors.warning:
             warn(self._actors.warning)
         self._timeout_s = config.worker_timeout
         self._start_s = max(config.worker_timeout, config.wait_for_workers)
-        self.num_workers = self._actors.placement.num_workers
-        if (idle := self.num_workers - self.num_lanes) > 0:
+        count = self._actors.placement.num_workers
+        if (idle := count - self.num_lanes) > 0:
             warn(
-                f"a step is cut in {self.num_lanes} parts, so {idle} of {self.num_workers} workers "
-                f"are idle: num_lanes={2 * self.num_workers} uses all"
+                f"a step is cut in {self.num_lanes} parts, so {idle} of {count} workers are idle: "
+                f"num_lanes={2 * count} uses all"
             )
-        self._workers: dict[int, _Worker] = {}
+        give_up_at = time.monotonic() + self._start_s
+        self._workers = {
+            number: _Worker(self._actors.create(Worker), give_up_at) for number in range(count)
+        }
         self._idle: deque[int] = deque()  # idle the longest first
         self._flights: dict[Any, _Flight] = {}
-        self._calls: list[_Call] = []
-        self._params, self._leaves, self._version = None, [], 0
-        self._names = itertools.count()
-        self._started, self._recruit_at = False, 0.0
-        self._restarts, self._busy_s, self._looked_at = 0, 0.0, time.monotonic()
-        for _ in range(self.num_workers):
-            self._hire()
-
-    @property
-    def num_up(self) -> int:
-        """Number of workers that have answered and were not lost since."""
-        return sum(worker.up for worker in self._workers.values())
+        self._call: _Call | None = None
+        self._version, self._started = 0, False
+        for number in self._workers:
+            self._begin(number)
 
     def ready(self) -> None:
-        while (up := self.num_up) < self.num_workers:
-            self.on_progress(up, self.num_workers)
+        count = len(self._workers)
+        while (up := sum(worker.up for worker in self._workers.values())) < count:
+            self.on_progress(up, count)
             self._collect()
         self._started = True
 
@@ -159,100 +141,54 @@ class RayEngine(Engine):
         return self._actors.facts
 
     def describe(self) -> str:
-        count = "1 process" if self.num_workers == 1 else f"{self.num_workers} processes"
-        return f"{count}, {self._actors.placement.describe()} each"
+        count = self._actors.placement.num_workers
+        processes = "1 process" if count == 1 else f"{count} processes"
+        return f"{processes}, {self._actors.placement.describe()} each"
 
     def close(self) -> None:
         for worker in self._workers.values():
             ray.kill(worker.actor)
         self._flights.clear()
-        self._params, self._leaves = None, []
+        self._call = None
         self._actors.close()
 
-    def measurements(self) -> dict[str, float]:
-        now, busy = time.monotonic(), self._busy_s
-        share = busy / max(1e-9, (now - self._looked_at) * self.num_workers)
-        self._looked_at, self._busy_s = now, 0.0
-        return {
-            **super().measurements(),
-            "performance/worker_restarts": self._restarts,
-            "performance/workers": self.num_up,
-            "performance/busy_share": min(1.0, share),
-        }
-
     def _lanes(self, method, params, lanes, *args):
-        self._store(params)
-        call = _Call(method, self._version, self._params, lanes, args)
-        self._calls.append(call)
-        return self._answers(call)
+        self._call, self._version = None, self._version + 1  # the store need not hold two versions
+        reference = stored(jax.tree.map(np.asarray, params), "the parameters")
+        call = self._call = _Call(method, lanes, args, self._version, reference)
+        while call.next_lane < len(lanes):
+            self._dispatch(call)
+            if call.next_lane not in call.answers:
+                self._collect()
+                continue
+            answer = call.answers.pop(call.next_lane)
+            call.next_lane += 1
+            self._dispatch(call)  # so that workers compute while the caller adds
+            yield answer
 
-    def _begin(self, method, params, lanes, *args):
-        answers = self._lanes(method, params, lanes, *args)
-        self._dispatch()
-        return answers
+    def _dispatch(self, call: _Call) -> None:
+        """Send lanes to idle workers, unless the driver must add sums first."""
+        window = AHEAD * len(self._workers)
+        while self._idle and call.todo and call.todo[0] < call.next_lane + window:
+            number, lane = self._idle.popleft(), heapq.heappop(call.todo)
+            method = getattr(self._workers[number].actor, call.method)
+            ref = method.remote(call.version, call.params, call.lanes[lane], *call.args)
+            self._flights[ref] = _Flight(number, time.monotonic(), call, lane)
 
-    def _store(self, params: Any) -> None:
-        """Put parameters into the object store, unless they are there already."""
-        leaves = jax.tree.leaves(params)
-        if len(leaves) == len(self._leaves) and all(
-            new is old and isinstance(new, jax.Array)  # immutable, so equal if identical
-            for new, old in zip(leaves, self._leaves, strict=True)
-        ):
-            return
-        self._params, self._leaves = None, []  # first: the store need not hold two versions
-        self._params = stored(jax.tree.map(np.asarray, params), "the parameters")
-        self._leaves, self._version = leaves, self._version + 1
-
-    def _answers(self, call: _Call) -> Iterator[Any]:
-        """Yield answers in lane order, as soon as they arrive."""
-        try:
-            while call.upto < len(call.lanes):
-                self._dispatch(call)
-                if call.upto not in call.answers:
-                    self._collect()
-                    continue
-                answer = call.answers.pop(call.upto)
-                call.upto += 1
-                self._dispatch(call)  # so that workers compute while the caller adds
-                yield answer
-        finally:
-            self._calls.remove(call)
-
-    def _dispatch(self, first: _Call | None = None) -> None:
-        """Send lanes to idle workers: of the call that is waited for, then of the other calls."""
-        for call in self._calls if first is None else [first, *self._calls]:
-            window = AHEAD * max(1, len(self._workers))
-            while self._idle and (lane := call.take(window)) is not None:
-                self._send(self._idle.popleft(), call, lane)
-
-    def _send(self, worker: int, call: _Call, lane: int) -> None:
-        method = getattr(self._workers[worker].actor, call.method)
-        arguments = (call.version, call.shared, call.lanes[lane], *call.args)
-        if call.returns_sum:  # two results: wait for the statistics, then fetch the sum once
-            large, ref = method.options(num_returns=2).remote(*arguments)
-        else:
-            large, ref = None, method.remote(*arguments)
-        self._flights[ref] = _Flight(worker, time.monotonic(), call, lane, large)
+    def _begin(self, number: int) -> None:
+        """Send the task to a worker that has started or was lost; it is up when it answers."""
+        ref = self._workers[number].actor.begin.remote(self._actors.task)
+        self._flights[ref] = _Flight(number, time.monotonic())
 
     def _collect(self) -> None:
         """Wait briefly for answers; handle those that came, and workers that are late."""
         raise_if_stopped()
-        self._probe()
-        self._recruit()
+        ray.wait(list(self._flights), timeout=1.0)
+        # All that are there: an answer is not late, however long the driver was suspended.
         refs = list(self._flights)
-        if not refs:
-            time.sleep(PAUSE_S)
-        else:
-            unreached = any(worker.probe_at for worker in self._workers.values())
-            ray.wait(refs, timeout=PAUSE_S if unreached else 1.0)
-            # All that are there: an answer is not late, however long the driver was suspended.
-            for ref in ray.wait(refs, num_returns=len(refs), timeout=0)[0]:
-                if (flight := self._flights.pop(ref, None)) is not None:
-                    self._answered(ref, flight)
-        self._end_late()
-
-    def _end_late(self) -> None:
-        """Start again the workers whose call took too long; give up those that do not come back."""
+        for ref in ray.wait(refs, num_returns=len(refs), timeout=0)[0]:
+            if (flight := self._flights.pop(ref, None)) is not None:
+                self._answered(ref, flight)
         now = time.monotonic()
         for ref, flight in list(self._flights.items()):
             if flight.call is not None and now > flight.sent + self._timeout_s:
@@ -266,87 +202,54 @@ class RayEngine(Engine):
 
     def _answered(self, ref: Any, flight: _Flight) -> None:
         try:
-            answer = ray.get(ref, timeout=PULL_S)
-            if flight.large is not None:
-                answer = (ray.get(flight.large, timeout=PULL_S), answer)
+            answer: Any = ray.get(ref, timeout=PULL_S)
         except (ActorUnavailableError, ObjectLostError, GetTimeoutError):
             self._lost(flight)
         except RayTaskError as error:
-            if flight.call is None and isinstance(error.cause, RaySystemError):
-                # The task arrived but cannot be unpickled: its data or a package are missing.
-                self._give_up(flight.worker, cause(error.cause))
-            # The arguments did not arrive, or the process was started again unnoticed.
-            elif isinstance(error.cause, RayError | NoTask):
+            # The arguments did not arrive, or the process was started again unnoticed. Of arguments
+            # that cannot be unpickled, data or a package are missing.
+            missing = isinstance(error.cause, RaySystemError)
+            if isinstance(error.cause, RayError | NoTask) and not missing:
                 self._lost(flight)
-            elif flight.call is None and self._started:
-                # A process that was started again cannot compute: its device may be broken.
-                self._recruit_at = time.monotonic() + INCOMPATIBLE_S
-                self._give_up(flight.worker, cause(error))
+            elif flight.call is None and (self._started or missing):
+                self._give_up(flight.worker, cause(error.cause if missing else error))
             else:
-                raise failure(self._name(flight), error) from error
+                raise failure(_name(flight), error) from error
         except RayError as error:  # died for good, or unknown
             self._give_up(flight.worker, cause(error))
-            self._lost(flight)
+            self._put_back(flight)
         else:
-            self._file(flight, answer)
-
-    def _file(self, flight: _Flight, answer: Any) -> None:
-        if flight.call is not None:
-            flight.call.answers[flight.lane] = answer
-            self._busy_s += time.monotonic() - flight.sent
-        elif reason := self._actors.why_incompatible(answer):
-            self._recruit_at = time.monotonic() + INCOMPATIBLE_S
-            self._give_up(flight.worker, reason)
-            return
-        else:
-            worker = self._workers[flight.worker]
-            self._restarts += worker.lost
-            worker.up = True
-        self._idle.append(flight.worker)
+            if flight.call is not None:
+                flight.call.answers[flight.lane] = answer
+            elif reason := self._actors.why_incompatible(answer):
+                return self._give_up(flight.worker, reason)
+            self._workers[flight.worker].up = True
+            self._idle.append(flight.worker)
 
     def _lost(self, flight: _Flight) -> None:
-        """Record a loss: the worker gets no lane until it answers; its lane is put back."""
-        now = time.monotonic()
-        if (worker := self._workers.get(flight.worker)) is not None:
-            worker.probe_at = now + PAUSE_S
-            if worker.up:
-                worker.up, worker.lost, worker.give_up_at = False, True, now + self._start_s
+        """Put a lane back, and give its worker no other one until it answers."""
+        self._put_back(flight)
+        worker = self._workers[flight.worker]
+        if worker.up:
+            worker.up, worker.give_up_at = False, time.monotonic() + self._start_s
+        time.sleep(PAUSE_S)
+        self._begin(flight.worker)
+
+    def _put_back(self, flight: _Flight) -> None:
         call = flight.call
-        if call is None or call not in self._calls:
+        if call is None or call is not self._call:
             return
         call.losses[flight.lane] += 1
         self.redispatched += 1
         if call.losses[flight.lane] >= MAX_LOSSES:
             raise EngineError(
-                f"{self._name(flight)} lost its worker, or took longer than worker_timeout="
+                f"{_name(flight)} lost its worker, or took longer than worker_timeout="
                 f"{self._timeout_s:g} s, {MAX_LOSSES} times"
             )
         heapq.heappush(call.todo, flight.lane)
 
-    def _hire(self) -> None:
-        """Start one more worker."""
-        actor = self._actors.create(Worker)
-        self._workers[next(self._names)] = _Worker(actor, time.monotonic() + self._start_s)
-
-    def _probe(self) -> None:
-        """Send the task to workers that were lost or have started; they are up when they answer."""
-        now = time.monotonic()
-        for number, worker in self._workers.items():
-            if worker.probe_at is not None and worker.probe_at <= now:
-                worker.probe_at = None
-                self._flights[worker.actor.begin.remote(self._actors.task)] = _Flight(number, now)
-
-    def _recruit(self) -> None:
-        """Start workers in the place of those given up, and on nodes that have joined."""
-        now = time.monotonic()
-        if now < self._recruit_at or not self._started:
-            return
-        self._recruit_at = now + RECRUIT_S
-        for _ in range(self._actors.wanted() - len(self._workers)):
-            self._hire()
-
     def _give_up(self, number: int, reason: str) -> None:
-        """End a worker for good. It has no lane: those of a lost worker were put back."""
+        """End a worker for good."""
         for ref in [ref for ref, flight in self._flights.items() if flight.worker == number]:
             del self._flights[ref]
         ray.kill(self._workers.pop(number).actor)
@@ -356,16 +259,14 @@ class RayEngine(Engine):
             raise EngineError(f"no worker is left: {reason}")
         self.warn(f"a worker was lost, and its work is repeated: {reason}")
 
-    def _name(self, flight: _Flight) -> str:
-        if flight.call is None:
-            return f"worker {flight.worker}"
-        rows = flight.call.lanes[flight.lane]
-        return f"lane {flight.lane} (examples {_short(np.unique(rows[rows >= 0]))})"
 
-
-def _short(rows: np.ndarray) -> str:
-    shown = ", ".join(map(str, rows[:8].tolist()))
-    return f"{shown}, ... {len(rows)} in all" if len(rows) > 8 else shown
+def _name(flight: _Flight) -> str:
+    if flight.call is None:
+        return f"worker {flight.worker}"
+    rows = np.unique(flight.call.lanes[flight.lane])
+    rows = rows[rows >= 0].tolist()
+    more = f", ... {len(rows)} in all" if len(rows) > 8 else ""
+    return f"lane {flight.lane} (examples {', '.join(map(str, rows[:8]))}{more})"
 
 
 def _free() -> str:

@@ -5,7 +5,6 @@ write `init`, `read` and `losses`; all other methods have defaults. A task is pi
 workers, so it should hold sizes and paths, or arrays that every worker may hold.
 """
 
-import threading
 from typing import Any, Protocol
 
 import jax
@@ -20,7 +19,6 @@ Batch = Any
 """A tree of arrays [rows, ...]."""
 DUMMY = "dummy"
 """Split of the rows of `Task.dummy_batch`."""
-_reading = threading.RLock()
 
 
 class Task(Protocol):
@@ -29,7 +27,7 @@ class Task(Protocol):
     Guarantees that an implementation must give: the loss of a row depends on the parameters and on
       this row alone. Normalisation over a batch, for example, breaks this and with it the privacy.
     Guarantees to an implementation: in a process, one call of `read`, `sizes` or `dummy_batch` ends
-      before the next one begins, so they may share an open file. Calls come from several threads.
+      before the next one begins, so they may share an open file.
     """
 
     def __repr__(self) -> str:
@@ -62,18 +60,16 @@ class Task(Protocol):
         return None
 
     def dummy_batch(self, rows: np.ndarray) -> Batch:
-        """Make up rows like those of `read`, for checks before the first step; row i is always the
-        same.
+        """Make up rows like those of `read`, for checks before the first step.
 
         They must not depend on the data: the results of the checks are published. By default they
-        are rows of padding with normal numbers in the place of all floats, so that they differ.
+        are rows of padding with normal numbers in the place of all floats.
         """
 
         def varied(leaf: Any) -> Any:
             if not np.issubdtype(leaf.dtype, np.floating):
                 return leaf
-            drawn = [np.random.default_rng(row).normal(size=leaf.shape[1:]) for row in rows]
-            return np.stack(drawn).astype(leaf.dtype)
+            return np.random.default_rng(0).normal(size=leaf.shape).astype(leaf.dtype)
 
         return jax.tree.map(varied, self.read("train", np.full(len(rows), -1)))
 
@@ -115,18 +111,8 @@ class Task(Protocol):
 
 
 def read_rows(task: Task, split: str, rows: np.ndarray) -> Batch:
-    """Call `Task.read`, or `dummy_batch` for DUMMY rows, while no other thread reads.
-
-    Two calls at once of a task that seeks in a file could give a user the rows of another.
-    """
-    with _reading:
-        return task.dummy_batch(rows) if split == DUMMY else task.read(split, rows)
-
-
-def sizes_of(task: Task, split: str, rows: np.ndarray) -> np.ndarray | None:
-    """Call `Task.sizes` while no other thread reads."""
-    with _reading:
-        return task.sizes(split, rows)
+    """Call `Task.read`, or `dummy_batch` for DUMMY rows."""
+    return task.dummy_batch(rows) if split == DUMMY else task.read(split, rows)
 
 
 class WrappedTask(Task):

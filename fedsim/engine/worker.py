@@ -1,10 +1,8 @@
 """Workers, which compute one lane's clipped sum or loss, without Ray; and the engine of one worker.
 
 A lane's result is a function of (params, rows, clip): another worker can compute it again. A worker
-returns a sum over two units or more (one, if no more were drawn) and per-unit scalars.
-
-While a chunk is computed, a thread reads the next one. In evaluations, short texts share rows and
-calls have few shapes, so that little is compiled.
+returns a sum over two units or more (one, if no more were drawn) and per-unit scalars. In
+evaluations, short texts share rows and calls have few shapes, so that little is compiled.
 """
 
 import dataclasses
@@ -12,8 +10,7 @@ import functools
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,13 @@ from fedsim.clipping import (
     num_coordinates,
 )
 from fedsim.engine.engine import Engine, Stats
-from fedsim.engine.environment import expect_allowed, host_kind, keep_compiled, versions
+from fedsim.engine.environment import (
+    expect_allowed,
+    host_kind,
+    keep_compiled,
+    keep_memory,
+    versions,
+)
 from fedsim.engine.programs import Programs, check_arithmetic, check_contributions, default_device
 from fedsim.engine.task import DUMMY, Task, read_rows
 from fedsim.signals import raise_if_stopped
@@ -67,27 +70,25 @@ class Worker:
         """
         if cache_dir is not None:
             keep_compiled(cache_dir)
-        self._task = task
-        self._programs: Programs | None = None
+            keep_memory()
+        self._programs = None if task is None else Programs(task)
 
     def begin(self, task: Task) -> dict[str, Any]:
         """Take a task, unless the worker has one, and return `facts`."""
-        self._task = self._task or task
+        self._programs = self._programs or Programs(task)
         return self.facts()
-
-    @property
-    def task(self) -> Task:
-        """The model and its data. Raises NoTask if there is none yet."""
-        if self._task is None:
-            raise NoTask("no task yet")
-        return self._task
 
     @property
     def programs(self) -> Programs:
         """The compiled programs of the task. Raises NoTask if there is none yet."""
         if self._programs is None:
-            self._programs = Programs(self.task)
+            raise NoTask("no task yet")
         return self._programs
+
+    @property
+    def task(self) -> Task:
+        """The model and its data. Raises NoTask if there is none yet."""
+        return self.programs.task
 
     def facts(self) -> dict[str, Any]:
         """Return device, platform, host, kind of host (on which bits depend), process and versions,
@@ -148,12 +149,8 @@ class Worker:
             for chunk in self._chunks(split, rows[:, None], size, split_up):
                 yield jax.tree.map(lambda leaf: leaf[:, 0], chunk.batch), len(chunk.units)
             return
-
-        def read(start):
-            return packed(read_rows(self.task, split, rows[start : start + ROWS_PER_READ]))
-
-        for _, batches in prefetched(read, range(0, len(rows), ROWS_PER_READ)):
-            for batch in batches:
+        for start in range(0, len(rows), ROWS_PER_READ):
+            for batch in packed(read_rows(self.task, split, rows[start : start + ROWS_PER_READ])):
                 yield from in_calls(batch)
 
     def ghost_fault(
@@ -208,19 +205,20 @@ class Worker:
         self, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy, split: str = "train"
     ) -> tuple[Any, Stats]:
         """Compute `lane_sum` with parameters that are on the device."""
-        stats, programs = Stats.zeros(len(rows)), self.programs
-        total, flushed = programs.zeros(params, clip), None
-        room = most = sum_holds(params, clip)
+        stats, programs, most = Stats.zeros(len(rows)), self.programs, sum_holds(params, clip)
+        sums, total, held = [], programs.zeros(params, clip), 0
         for chunk in self.lane_chunks(params, rows, clip, strategy, split):
-            room -= len(chunk.units)
-            if room < 0:
-                flushed = flush(flushed, total)
-                total, room = programs.zeros(params, clip), most - len(chunk.units)
+            if held + len(chunk.units) > most:
+                sums.append(jax.tree.map(np.asarray, total))
+                total, held = programs.zeros(params, clip), 0
+            held += len(chunk.units)
             total, *values = programs.clip_chunk(total, params, chunk, clip, strategy)
             values = [*values, (rows[chunk.units] >= 0).sum(axis=1)]
             for column, value in zip(stats.columns(), values, strict=True):
                 column[chunk.units] = np.asarray(value)[: len(chunk.units)]
-        total = jax.tree.map(np.asarray, total) if flushed is None else flush(flushed, total)
+        total = jax.tree.map(np.asarray, total)
+        if sums:
+            total = jax.tree.map(lambda *x: sum(leaf.astype(np.int64) for leaf in x), total, *sums)
         return total, stats
 
     def lane_chunks(
@@ -231,8 +229,7 @@ class Worker:
         Raises: UnsupportedModel: a sum might not hold the units of one pass, or a unit's
           contribution might depend on its position there.
         """
-        group, most = rows.shape[1], sum_holds(params, clip)
-        buckets = self.task.buckets
+        group, most, buckets = rows.shape[1], sum_holds(params, clip), self.task.buckets
         at_once = max(each.units_at_once(1) for each in self.passes(strategy, group))
         if at_once > 1 and not clip.in_float32 and jax.default_backend() != "cpu":
             raise UnsupportedModel(
@@ -249,9 +246,9 @@ class Worker:
             # More units in a call need no more memory, and padding at the end costs no time.
             return min(-(-UNITS_PER_CALL // at_once), most // at_once) * at_once
 
+        split_up: Callable[..., Iterator[Chunk]]
         units = units_per_call(at_once)
         units_of_pass = functools.partial(self.units_of_pass, strategy, group)
-        split_up: Callable[..., Iterator[Chunk]]
         if self._shares_rows(strategy, group):
             assert buckets is not None, "rows are shared"
             split_up = functools.partial(
@@ -260,16 +257,14 @@ class Worker:
                 units_of_pass=units_of_pass,
                 units_per_chunk=units_per_call,
             )
-        else:
-            splits = strategy.name != "ghost" and strategy.rows < group
-            if buckets is not None and splits:
+        elif strategy.name != "ghost" and strategy.rows < group:
+            if buckets is not None:
                 # The program chooses the length of each pass, so chunks keep the full length.
                 buckets = dataclasses.replace(buckets, lengths=buckets.lengths[-1:])
+            split_up = functools.partial(chunks, units_per_chunk=units, buckets=buckets)
+        else:
             split_up = functools.partial(
-                chunks,
-                units_per_chunk=units,
-                buckets=buckets,
-                units_of_pass=None if splits else units_of_pass,
+                chunks, units_per_chunk=units, buckets=buckets, units_of_pass=units_of_pass
             )
         return self._chunks(split, rows, units, split_up)
 
@@ -280,17 +275,12 @@ class Worker:
         units_per_chunk: int,
         split_up: Callable[[Any, np.ndarray], Iterator[Chunk]],
     ) -> Iterator[Chunk]:
-        """Yield chunks of rows [units, group]; the next rows are read while the caller computes."""
+        """Yield chunks of rows [units, group], which are read part by part."""
         units = max(units_per_chunk, ROWS_PER_READ // rows.shape[1])
-        starts = range(0, len(rows), units)
-
-        def read(start):
-            return read_rows(self.task, split, rows[start : start + units].ravel())
-
-        for start, batch in prefetched(read, starts):
+        for start in range(0, len(rows), units):
             part = rows[start : start + units]
-            shape = part.shape
-            batch = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch)  # noqa: B023
+            batch = read_rows(self.task, split, part.ravel())
+            batch = jax.tree.map(lambda leaf: leaf.reshape(*part.shape, *leaf.shape[1:]), batch)  # noqa: B023
             for chunk in split_up(batch, part >= 0):
                 yield chunk._replace(units=chunk.units + start)
 
@@ -305,29 +295,6 @@ def in_calls(batch: Any) -> Iterator[tuple[Any, int]]:
         start += rows
 
 
-def prefetched(read: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield (item, read(item)) in order; a thread reads the next item meanwhile.
-
-    Raises: the error of `read`, when it is that item's turn.
-    """
-    with ThreadPoolExecutor(1) as thread:
-        last = None
-        for item in items:
-            following = (item, thread.submit(read, item))
-            if last is not None:
-                yield last[0], last[1].result()
-            last = following
-        if last is not None:
-            yield last[0], last[1].result()
-
-
-def flush(wide: Any, total: Any) -> Any:
-    """Add an int32 sum to an int64 one (None: zero); NumPy."""
-    if wide is None:
-        return jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.int64), total)
-    return jax.tree.map(lambda w, leaf: np.add(w, np.asarray(leaf), out=w), wide, total)
-
-
 def sum_holds(params: Any, clip: Clip) -> int:
     """Number of units that one sum holds without overflow."""
     return sys.maxsize if clip.in_float32 else lattice_capacity(num_coordinates(params))
@@ -335,8 +302,6 @@ def sum_holds(params: Any, clip: Clip) -> int:
 
 class LocalEngine(Engine):
     """The engine in this process: one worker, one lane after another."""
-
-    num_workers = 1
 
     def __init__(self, task: Task, *, num_lanes: int):
         """Start the worker."""
@@ -358,7 +323,6 @@ class LocalEngine(Engine):
 
     def _lanes(self, method, params, lanes, *args):
         self._version += 1
-        version = self._version  # another call may come before this one has ended
         for lane in lanes:
             raise_if_stopped()
-            yield getattr(self._worker, method)(version, params, lane, *args)
+            yield getattr(self._worker, method)(self._version, params, lane, *args)

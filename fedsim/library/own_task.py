@@ -15,7 +15,7 @@ from flax.core import tracers
 
 from fedsim.config import RunConfig
 from fedsim.data import SPLITS, Dataset, is_string, user_ids
-from fedsim.engine import Batch, Params, Task, WrappedTask, read_rows
+from fedsim.engine import Batch, Params, Task, WrappedTask
 from fedsim.errors import DataError, FileDamaged, expect
 
 ROWS = 4096
@@ -75,7 +75,7 @@ class OwnedRows:
         digest.update(self.offsets.tobytes())
         for low in range(0, self.num_examples, ROWS):
             part = self.order[low : low + ROWS]
-            for leaf in jax.tree.leaves(read_rows(self._task, self._split, part)):
+            for leaf in jax.tree.leaves(self._task.read(self._split, part)):
                 digest.update(np.ascontiguousarray(leaf).tobytes())
         return digest.hexdigest()
 
@@ -179,7 +179,7 @@ def expect_known_ids(task: Task, params: Params, split: str, order: np.ndarray) 
 
     frozen = () if task.frozen is None else (task.frozen,)
     for low in range(0, len(order), ROWS):
-        if has_unknown(read_rows(task, split, order[low : low + ROWS]), params, *frozen):
+        if has_unknown(task.read(split, order[low : low + ROWS]), params, *frozen):
             expected = "ids that are >= 0 and below num_embeddings of their nn.Embed"
             raise DataError.of("data", f"{split} with an unknown id", expected)
 

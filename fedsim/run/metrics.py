@@ -4,7 +4,6 @@ Metrics that are computed from private data without noise are named `non_private
 """
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ BOARD = "tb"
 """Directory of TensorBoard's files in that of a run."""
 SENDING = frozenset({"wandb", "mlflow", "trackio"})
 """Loggers that can send what they get to another machine."""
-WORKERS = re.compile(r"performance/(\w+_restarts|redispatched_lanes|workers)")
 
 
 class Metrics:
@@ -59,13 +57,13 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
 def visible(plan: Plan, values: Mapping[str, float]) -> dict[str, float]:
     """Those of a run's metrics that everyone may see.
 
-    They follow from public numbers, were released with noise, or are about the workers alone. The
-    name of a loss on held-out users is the same with noise and without: the plan tells.
+    They follow from public numbers or were released with noise. The name of a loss on held-out
+    users is the same with noise and without: the plan tells.
     """
     names = {"learning_rate", "privacy/epsilon"}
     names |= {"privacy/clip_norm", "privacy/loss"} if plan.noise_multiplier else set()
     names |= {"eval/loss"} if plan.evaluations else set()
-    return {n: value for n, value in values.items() if n in names or WORKERS.fullmatch(n)}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def facts_of_loggers(run: RunConfig) -> list[Caveat]:

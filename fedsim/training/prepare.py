@@ -226,7 +226,7 @@ def _expect_finite_loss(engine: Engine, params: Any, source: str) -> None:
 
     The loss of users would tell of them by whether the run starts, so made-up tokens are tried.
     """
-    (loss,) = engine.begin_group_losses(params, DUMMY, [np.array([SHORT_ROW])])()
+    (loss,) = engine.group_losses(params, DUMMY, [np.array([SHORT_ROW])])
     expected = f"a model with a finite loss before the first step, got {loss:g} on made-up tokens"
     expect("model", source, np.isfinite(loss), expected)
 

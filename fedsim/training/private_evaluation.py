@@ -76,7 +76,7 @@ class Reported(NamedTuple):
     """Called with the number of evaluations."""
 
 
-def begin_noisy_evaluate(
+def noisy_evaluate(
     workers: Engine,
     params: Any,
     data: Dataset,
@@ -87,8 +87,8 @@ def begin_noisy_evaluate(
     reached: Reached,
     *,
     again: bool = False,
-) -> Callable[[], dict[str, float] | None]:
-    """Like `evaluate.begin_evaluate`, for held-out users only and with the noise of the plan.
+) -> dict[str, float] | None:
+    """Like `evaluate.evaluate`, for held-out users only and with the noise of the plan.
 
     Guarantees: each step's loss is released once, with its own noise. A user's loss is computed
       independently of all others, and moves the sum by at most L / 2 around L / 2.
@@ -96,33 +96,26 @@ def begin_noisy_evaluate(
       key: of the run in its segment.
       reached: called with the number of released losses, before one is shown.
       again: if the loss after this step was released, it was for these parameters.
-    Returns: see `evaluate.begin_evaluate`; None instead of losses if that of the step was released
-      for other parameters.
+    Returns: losses by metric; None if the loss of the step was released for other parameters.
     """
     store, released = data.eval_users, Evaluated(run_dir)
     assert store is not None, "of a plan that has evaluations"
     if step in released.losses:
-        known = {VALIDATION[SPLIT]: released.losses[step]} if again else None
-        return lambda: known
-    wait = workers.begin_group_losses(
-        params, SPLIT, rows_of_users(store.offsets, how.num_users, how.rows)
-    )
+        return {VALIDATION[SPLIT]: released.losses[step]} if again else None
 
     def compute() -> float:
+        rows = rows_of_users(store.offsets, how.num_users, how.rows)
         return noisy_mean_loss(
-            wait(),
+            workers.group_losses(params, SPLIT, rows),
             bound=how.loss_bound,
             count=how.num_users,
             stddev=how.noise_multiplier,
             rng=key.fresh.generator("held-out loss", step),
         )
 
-    def release() -> dict[str, float]:
-        loss = released.release(step, compute)
-        reached(len(released.losses), "")
-        return {VALIDATION[SPLIT]: loss}
-
-    return release
+    loss = released.release(step, compute)
+    reached(len(released.losses), "")
+    return {VALIDATION[SPLIT]: loss}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,11 +193,11 @@ def user_losses(task: Any, params: Any, split: str) -> np.ndarray:
     """Mean loss of each user of a split who has texts, in nats per token, float64 [such users].
 
     Guarantees: a user's loss is a function of the parameters and of that user's texts alone; see
-      `Engine.begin_group_losses`.
+      `Engine.group_losses`.
     """
     offsets = getattr(task.dataset, split).offsets
     rows = rows_of_users(offsets, len(offsets) - 1, MAX_ROWS)
-    return create(EngineConfig("local"), task).begin_group_losses(params, split, rows)()
+    return create(EngineConfig("local"), task).group_losses(params, split, rows)
 
 
 def largest_loss(vocab_size: int) -> float:

@@ -22,7 +22,7 @@ from fedsim.accounting import at_most
 from fedsim.config import to_json
 from fedsim.engine import Stats, versions
 from fedsim.errors import ConfigError
-from fedsim.evaluate import VALIDATION, begin_evaluate, headline
+from fedsim.evaluate import VALIDATION, evaluate, headline
 from fedsim.files import write_json
 from fedsim.plan import claimed_fields, ledger_head
 from fedsim.run import (
@@ -56,7 +56,7 @@ from fedsim.training.optimizers import (
     updater,
 )
 from fedsim.training.prepare import PreparedRun
-from fedsim.training.private_evaluation import Reported, begin_noisy_evaluate
+from fedsim.training.private_evaluation import Reported, noisy_evaluate
 
 MAX_LOSS = 1000.0  # times the first one, or nats: nothing comes of a training beyond
 MAX_GROWTH = 100.0  # times the largest parameter at the start, or 1; likewise
@@ -203,7 +203,7 @@ class Trainer:
     def _steps(self, state: State, ledger: Ledger, metrics: Metrics, end: int) -> None:
         """Run the steps up to `end`, or as many as there is time for before a stop signal.
 
-        Evaluation and checkpoint of a step start after it and finish during the next one.
+        A step is evaluated after the next one, and saved then.
         """
         with (
             stop_signals() as stop,
@@ -213,7 +213,7 @@ class Trainer:
         ):
             pending = self._evaluates(self.saved) and state.evaluated != self.saved
             loaded = self.saved if pending else state.step
-            finish = self._after(state, metrics, saver, loaded, later=True)
+            finish = self._after(state, metrics, saver, loaded)
             rows = threads.submit(self.method.draw, state.step)
             first = state.step
             while state.step < end and not (stop.is_set() or self.calls.stopped):
@@ -246,28 +246,20 @@ class Trainer:
         return not self.replays and (step == 0 or self._due(step, self.eval_every))
 
     def _after(
-        self,
-        state: State,
-        metrics: Metrics,
-        saver: checkpoint.Saver,
-        step: int,
-        *,
-        later: bool = False,
+        self, state: State, metrics: Metrics, saver: checkpoint.Saver, step: int
     ) -> Callable[[], None]:
-        """Start the evaluation and checkpoint due after a step; the result finishes them.
+        """Start the checkpoint due after a step; the result first evaluates the step, if due.
 
-        Args:
-          step: the step that gave the parameters.
-          later: start when the result is called, so that workers begin with the next step.
+        Args: step: the step that gave the parameters.
         """
         if not self._evaluates(step) or state.evaluated == step:
             self._save(state, saver)
             return lambda: None
-        params = state.released
+        params, then = state.released, dataclasses.replace(state)
 
-        def begin() -> Callable[[], dict[str, float] | None]:
+        def losses() -> dict[str, float] | None:
             if (how := self.plan.evaluations) is not None:
-                return begin_noisy_evaluate(
+                return noisy_evaluate(
                     self.engine,
                     params,
                     self.data,
@@ -278,13 +270,11 @@ class Trainer:
                     self.evaluated,
                     again=step == self.saved,
                 )
-            return begin_evaluate(self.engine, params, self.data, self.run.eval_examples)
-
-        losses, then = None if later else begin(), dataclasses.replace(state)
+            return evaluate(self.engine, params, self.data, self.run.eval_examples)
 
         def finish() -> None:
             with phase_of(self.engine, self.console, f"evaluation after step {step}"):
-                values = (losses or begin())()
+                values = losses()
             if values is None:  # it was released for parameters that a crash lost
                 return self._save(then, saver)
             metrics.log(step, values)
@@ -357,7 +347,6 @@ class Trainer:
         return {
             **({} if epsilon is None else {"privacy/epsilon": epsilon}),
             "performance/step_seconds": seconds,
-            **self.engine.measurements(),
             "non_private/gradients_per_second": int(stats.num_rows.sum()) / seconds,
             "non_private/units_per_second": len(stats.norms) / seconds,
             **values,

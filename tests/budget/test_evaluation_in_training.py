@@ -27,7 +27,7 @@ from fedsim.library.run import train
 from fedsim.plan import Evaluations, evaluations_of
 from fedsim.run import metrics
 from fedsim.training import Callback, private_evaluation
-from fedsim.training.private_evaluation import FILE, begin_noisy_evaluate, rows_of_users
+from fedsim.training.private_evaluation import FILE, noisy_evaluate, rows_of_users
 
 SHOWN = "eval/loss"
 
@@ -85,7 +85,7 @@ def test_what_is_released_has_the_noise_of_the_plan_and_a_user_moves_it_by_littl
 
     def released(step, place):
         place.mkdir()
-        return begin_noisy_evaluate(engine, theta, data, how, key, step, place, print)()[SHOWN]
+        return noisy_evaluate(engine, theta, data, how, key, step, place, print)[SHOWN]
 
     groups = rows_of_users(data.eval_users.offsets, how.num_users, how.rows)
     task = engine._worker.task
@@ -98,7 +98,7 @@ def test_what_is_released_has_the_noise_of_the_plan_and_a_user_moves_it_by_littl
         task.features[groups[0]] = scale * kept
         moved = abs(released(0, tmp_path / f"{scale}") - before)
         assert moved <= how.loss_bound / len(sizes) + 2.0**-8 * how.stddev
-    monkeypatch.setattr(engine, "begin_group_losses", lambda *_: lambda: np.array(losses))
+    monkeypatch.setattr(engine, "group_losses", lambda *_: np.array(losses))
     found = np.array([released(step, tmp_path / f"{step}") for step in range(400)])
     assert found[0] == pytest.approx(before, abs=1e-6)
     assert abs(found.mean() - clear) < 5 * how.stddev / 20
@@ -110,17 +110,17 @@ def test_a_step_is_released_once(rng, tmp_path, monkeypatch):
     args = Evaluations(1.0, 1e-3, 3.0, 1, 4, 6, 2, 5.0), SecretKey.create()
     noted = []
     about = (tmp_path, lambda count, chain: noted.append(count))
-    first = begin_noisy_evaluate(engine, theta, data, *args, 5, *about)()
+    first = noisy_evaluate(engine, theta, data, *args, 5, *about)
     assert noted == [1]  # by which the ledger of the data knows an older copy
     monkeypatch.setattr(private_evaluation, "noisy_mean_loss", None)  # nothing is computed again
     for params, again in ((theta, True), (theta + 1, False)):  # those of the step may be lost
-        found = begin_noisy_evaluate(engine, params, data, *args, 5, *about, again=again)()
+        found = noisy_evaluate(engine, params, data, *args, 5, *about, again=again)
         assert found == (first if again else None)
     (line,) = (tmp_path / FILE).read_text().splitlines()
     assert json.loads(line) == {"step": 5, "loss": first[SHOWN]}
     (tmp_path / FILE).write_text(line + "\n" + line + "\n")
     with pytest.raises(FileDamaged, match="once"):
-        begin_noisy_evaluate(engine, theta, data, *args, 6, *about)
+        noisy_evaluate(engine, theta, data, *args, 6, *about)
 
 
 @pytest.fixture(scope="module")

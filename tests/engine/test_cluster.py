@@ -19,7 +19,7 @@ from fedsim.clipping import Clip
 from fedsim.config import EngineConfig
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset
-from fedsim.engine import actors, cluster, environment
+from fedsim.engine import actors, environment
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import EngineError
 from fedsim.models.language_model import LanguageModelTask
@@ -47,18 +47,13 @@ def join(address, timeout):
     return process.stderr.strip().splitlines()[-1]
 
 
-# Half a minute is enough; on a machine that does much else, the slow test alone insists on it.
-TIMEOUTS = [300, pytest.param(30, marks=pytest.mark.slow)]
-
-
 @pytest.mark.slow
 @pytest.mark.ci
-@pytest.mark.parametrize("timeout", TIMEOUTS)
-def test_an_unreachable_address_is_refused_at_once(timeout):
+def test_an_unreachable_address_is_refused_within_minutes():
     with socket.socket() as unused:  # bound, so nobody else has it; not listening
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-        said = join(address, timeout)
+        said = join(address, timeout=300)
     assert f"RAY_ADDRESS={address}: expected a running cluster" in said
 
 
@@ -96,14 +91,6 @@ def test_a_private_cluster_ends_with_its_engine_and_nothing_else_does():
 def test_addresses_of_other_kinds_are_refused(address, monkeypatch):
     with refuses(f"RAY_ADDRESS={address}", says="use `ray job submit`"):
         Cluster._join(object.__new__(Cluster), address)
-
-
-def test_no_room_for_the_workers_is_an_error(ray_cluster, rng):
-    _, task = mean_problem(rng, [5])
-    with refuses("num_workers=9", says="at most 8"):
-        ray_pool(task, num_workers=9)
-    with refuses("num_workers", says="a worker needs 9 CPU; nodes have 8 CPU"):
-        ray_pool(task, threads_per_worker=9)
 
 
 @pytest.mark.slow
@@ -201,20 +188,8 @@ def test_a_stop_that_all_processes_hear_ends_none_of_the_cluster(ray_cluster, rn
         os.kill(each.pid, signal.SIGHUP)
     total, _ = pool.clipped_sum(params, rows, clip)
     assert np.array_equal(total, expected)
-    assert pool.measurements()["performance/worker_restarts"] == 0
+    assert pool.redispatched == 0
     pool.close()
-
-
-def test_what_an_autoscaler_was_asked_for_is_withdrawn(ray_cluster, rng, monkeypatch):
-    asked = []
-    monkeypatch.setattr(cluster, "request_resources", lambda bundles: asked.append(bundles))
-    _, task = mean_problem(rng, [5])
-    with refuses("num_workers=9", says="at most 8"):
-        actors.Actors(task, EngineConfig("ray", num_workers=9, wait_for_workers=0.01))
-    assert asked == [[{"CPU": 1}] * 9, []]
-    actors.Actors(task, EngineConfig("ray", num_workers=1, wait_for_workers=0.01)).close()
-    # There was room, perhaps by the request of a driver that was killed, which this one ends.
-    assert asked[2:] == [[{"CPU": 1}], []]
 
 
 def test_versions_that_differ_are_named():

@@ -21,7 +21,7 @@ FAST = "--xla_cpu_enable_fast_math=true"
 FASTER = f"{FAST} --xla_cpu_fast_math_honor_nans=false --xla_cpu_fast_math_honor_infs=false"
 REFUSED = {  # (variable, its value) -> the option that is named
     ("XLA_FLAGS", FAST): FAST,
-    ("XLA_FLAGS", f"--xla_dump_to=/x  {FAST}"): FAST,
+    ("XLA_FLAGS", f"--xla_gpu_cuda_data_dir=/x  {FAST}"): FAST,
     ("XLA_FLAGS", f"--xla_cpu_max_isa=AVX2\n{FAST}"): FAST,
     ("XLA_FLAGS", f"'{FAST}'"): f"'{FAST}'",
     ("XLA_FLAGS", "/a/file/of/options"): "/a/file/of/options",
@@ -39,17 +39,15 @@ REFUSED = {  # (variable, its value) -> the option that is named
     ("NVIDIA_TF32_OVERRIDE", "1"): "1",
 }
 ALLOWED = [
-    ("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_cpu_max_isa=SSE4_2"),
+    ("XLA_FLAGS", "--xla_cpu_max_isa=SSE4_2"),
     ("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"),
     ("XLA_FLAGS", "--xla_gpu_deterministic_ops --xla_gpu_cuda_data_dir=/usr/local/cuda"),
-    ("XLA_FLAGS", "--xla_dump_to=/somewhere --xla_dump_hlo_as_text"),
     ("XLA_FLAGS", ""),
     ("LIBTPU_INIT_ARGS", ""),
     ("NVIDIA_TF32_OVERRIDE", "0"),
     ("JAX_PLATFORMS", "cuda,cpu"),
     ("JAX_COMPILATION_CACHE_DIR", "/somewhere"),
     ("JAX_DEFAULT_MATMUL_PRECISION", "bfloat16"),
-    ("JAX_LOG_COMPILES", "1"),
     ("JAX_DEBUG_NANS", "0"),  # the value in force is looked at
     ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5"),  # memory
 ]

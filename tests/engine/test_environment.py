@@ -17,7 +17,7 @@ import numpy as np
 from fedsim.engine.environment import keep_memory
 
 if "keep" in sys.argv:
-    assert keep_memory()
+    keep_memory()
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -139,12 +139,5 @@ def test_devices_that_are_not_there_are_refused(error, monkeypatch):
 
     monkeypatch.setattr(jax, "local_devices", absent)
     monkeypatch.setenv("JAX_PLATFORM_NAME", "gpu")
-    with refuses("JAX_PLATFORMS", says="JAX_PLATFORM_NAME=gpu"):
+    with refuses("JAX_PLATFORMS=gpu", says="devices that this machine has"):
         environment.set_threads(EngineConfig("local"))
-
-
-def test_the_allocator_of_workers_is_nothing_that_bits_depend_on(monkeypatch):
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=1:glibc.malloc.hugetlb=1")
-    assert "GLIBC_TUNABLES" not in environment.versions()
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=1:glibc.cpu.hwcaps=-FMA")
-    assert environment.versions()["GLIBC_TUNABLES"] == "glibc.cpu.hwcaps=-FMA"

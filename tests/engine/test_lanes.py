@@ -72,7 +72,7 @@ def bounds_of(lanes):
 def test_lanes_of_short_and_long_texts_cost_what_the_texts_cost():
     sizes = np.where(np.arange(64) % 8 == 0, 32, 3)  # one long text in each eight
     rows = np.arange(64)[:, None]
-    lanes = cut(Sized(sizes), "train", rows, 8, 2).rows
+    lanes = cut(Sized(sizes), "train", rows, 8, 2)[1]
     passes = [np.unique(costs(Sized(sizes), lane)) for lane in lanes]
     assert all(len(lengths) == 1 for lengths in passes)  # each lane has texts of one length
     assert len(lanes) > 2  # and the long ones do not share one
@@ -81,7 +81,7 @@ def test_lanes_of_short_and_long_texts_cost_what_the_texts_cost():
 def test_passes_over_units_of_one_length_are_full_but_for_the_last():
     rng = np.random.default_rng(0)
     task, rows = Sized(rng.integers(1, 33, 64)), np.arange(64)[:, None]
-    lanes = [costs(task, lane).ravel() for lane in cut(task, "train", rows, 8, 2).rows]
+    lanes = [costs(task, lane).ravel() for lane in cut(task, "train", rows, 8, 2)[1]]
     assert len(lanes) > 4
     for length in LENGTHS:
         counts = [np.sum(lane == length) for lane in lanes if (lane == length).any()]
@@ -127,7 +127,7 @@ def test_sums_and_statistics_do_not_depend_on_lanes():
     np.testing.assert_array_equal(task.sizes("train", rows.ravel()), store.lengths[rows.ravel()])
     params = task.init(jax.random.key(0))
     one, many = (LocalEngine(task, num_lanes=lanes) for lanes in (1, 6))
-    assert (cut(task, "train", rows, 6, 2).order != np.arange(24)).any()
+    assert (cut(task, "train", rows, 6, 2)[0] != np.arange(24)).any()
     clip, strategy = Clip(1e-3), Strategy("direct", 4)
     (a, of_one), (b, of_many) = (
         engine.clipped_sum(params, rows, clip, strategy) for engine in (one, many)

@@ -1,101 +1,69 @@
-"""What a machine that is too small is told, before JAX or Ray start."""
+"""What a machine must have before JAX or Ray start, and the workers that a cluster has room for."""
 
 import functools
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+from refused import refuses
 
-from fedsim import cgroups
-from fedsim.cgroups import cpus, free_memory
+from fedsim import files
 from fedsim.cli import main as cli
 from fedsim.config import EngineConfig
 from fedsim.engine import preflight
-from fedsim.errors import ConfigError
+from fedsim.engine.preflight import (
+    Placement,
+    actor_options,
+    expect_room,
+    place_workers,
+    worker_environment,
+)
 
 TRAIN = "train uls --data nowhere --epsilon 1 --num-steps 2 --run-dir never --engine local".split()
-
-
-def of_kernel(tmp_path, membership, files):
-    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    8000000 kB\n")
-    (tmp_path / "cgroup").write_text(membership)
-    for name, content in files.items():
-        place = tmp_path / "cgroups" / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(content)
-    return free_memory(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "cgroups")
+GPUS = {"CPU": 64.0, "GPU": 8.0}
+TPUS = {"CPU": 64.0, "TPU": 4.0}
 
 
 @pytest.mark.parametrize(
-    "membership, files, free",
+    "values, free, count",
     [
-        ("0::/\n", {}, 8_000_000 * 1024),
-        ("0::/a\n", {"a/memory.max": "max\n", "a/memory.current": "5\n"}, 8_000_000 * 1024),
-        (  # of version 2, by the group above; cached files count as free
-            "0::/a/b\n",
+        ({}, 8_000_000 * 1024, 64),
+        ({"memory.max": "max", "memory.current": "5", "cpu.max": "max 100000"}, 8_192_000_000, 64),
+        (  # cached files count as free
             {
-                "a/memory.max": "2000\n",
-                "a/memory.current": "1500\n",
-                "a/memory.stat": "anon 1\ninactive_file 300\n",
-                "a/b/memory.max": "max\n",
+                "memory.max": "2000",
+                "memory.current": "1500",
+                "memory.stat": "anon 1\ninactive_file 300\n",
+                "cpu.max": "350000 100000",
             },
             800,
-        ),
-        (  # of version 1
-            "4:cpu:/x\n3:memory:/a\n",
-            {"memory/a/memory.limit_in_bytes": "2000", "memory/a/memory.usage_in_bytes": "500"},
-            1500,
-        ),
-        (  # inside a container, which sees its own group at the top
-            "3:memory:/docker/5f\n",
-            {"memory/memory.limit_in_bytes": "900", "memory/memory.usage_in_bytes": "500"},
-            400,
+            4,
         ),
     ],
 )
-def test_free_memory_is_that_of_the_container(membership, files, free, tmp_path):
-    assert of_kernel(tmp_path, membership, files) == free
-
-
-@pytest.mark.parametrize(
-    "membership, files, count",
-    [
-        ("0::/\n", {}, 64),
-        ("0::/a\n", {"a/cpu.max": "max 100000\n"}, 64),
-        ("0::/a/b\n", {"a/cpu.max": "350000 100000\n", "a/b/cpu.max": "max 100000\n"}, 4),
-        ("0::/a\n", {"a/cpu.max": "10000 100000\n"}, 1),
-        (
-            "4:cpu:/x\n3:memory:/a\n",
-            {"cpu/x/cpu.cfs_quota_us": "200000", "cpu/x/cpu.cfs_period_us": "100000"},
-            2,
-        ),
-        (
-            "4:cpu:/x\n",
-            {"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"},
-            64,
-        ),
-    ],
-)
-def test_cpus_are_those_of_the_container(membership, files, count, tmp_path, monkeypatch):
-    monkeypatch.setattr(cgroups.os, "sched_getaffinity", lambda _: range(64))
-    of_kernel(tmp_path, membership, files)
-    assert cpus(tmp_path / "cgroup", tmp_path / "cgroups") == count
+def test_memory_and_cpus_are_those_of_the_container(values, free, count, tmp_path, monkeypatch):
+    for name, value in values.items():
+        (tmp_path / name).write_text(value + "\n")
+    monkeypatch.setattr(files, "CGROUP", tmp_path)
+    monkeypatch.setattr(files.os, "sched_getaffinity", lambda _: range(64))
+    assert files.cpus() == count
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    8000000 kB\n")
+    monkeypatch.setattr(preflight, "Path", lambda _: tmp_path / "meminfo")
+    assert preflight.free_memory() == free
 
 
 def test_a_driver_of_a_cluster_needs_no_room_for_workers(monkeypatch):
     monkeypatch.setattr(preflight, "free_memory", lambda: preflight.LOCAL_MEMORY)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(ConfigError, match="^memory="):
+    with refuses("memory"):
         preflight.expect_enough(EngineConfig("ray", num_workers=2))
     monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
     preflight.expect_enough(EngineConfig("ray", num_workers=2))
 
 
-def test_ray_without_shared_memory_is_refused(monkeypatch, tmp_path):
+def test_ray_without_shared_memory_is_refused(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(preflight, "SHARED", tmp_path / "shm")
-    with pytest.raises(ConfigError, match=r"^shared_memory=\S+/shm: .* --shm-size=1g\), or engine"):
+    monkeypatch.setattr(preflight, "SHARED", Path("/nowhere/shm"))
+    with refuses("shared_memory=/nowhere/shm", says="--shm-size=1g), or engine"):
         preflight.expect_enough(EngineConfig("ray"))
     preflight.expect_enough(EngineConfig("local"))
 
@@ -121,15 +89,53 @@ def test_what_runs_out_later_is_one_line_too(error, line, monkeypatch, capsys):
     assert ended.value.code == 1 and last.startswith(f"fedsim: error: {line}")
 
 
-def test_a_process_with_little_address_space_is_refused_before_xla_aborts():
-    code = f"""
-import resource
-resource.setrlimit(resource.RLIMIT_AS, (2_000_000_000, 2_000_000_000))
-from fedsim.cli.main import main
-main({TRAIN!r})
-"""
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", code]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("fedsim: error: ulimit -v=2.00 GB: expected ")
+@pytest.mark.parametrize(
+    "nodes, threads, expected",
+    [
+        ([{"CPU": 8.0}], 1, 8),
+        ([{"CPU": 8.0}], 3, 2),
+        ([{"CPU": 3.0}, {"CPU": 3.0}], 2, 2),  # not three: none spans two nodes
+        ([{"CPU": 2.0}], 4, 1),  # refused by expect_room
+        ([GPUS, GPUS, {"CPU": 4.0}], 1, 16),
+        ([GPUS], 32, 2),  # so many have their threads
+        ([TPUS, TPUS], 8, 8),
+        ([{"CPU": 64.0, "GPU": 0.0}], 8, 8),
+    ],
+)
+def test_there_are_as_many_workers_as_the_nodes_hold(nodes, threads, expected):
+    config = EngineConfig("ray", threads_per_worker=threads)
+    assert place_workers(config, nodes).num_workers == expected
+
+
+@pytest.mark.parametrize("node", [{"CPU": 8.0}, GPUS, TPUS])
+def test_the_user_may_say_on_what_they_compute(node):
+    asked = {"num_workers": 2, "threads_per_worker": 3}
+    on_gpus = place_workers(EngineConfig("ray", accelerator="gpu", **asked), [node])
+    assert on_gpus.needs == {"CPU": 3, "GPU": 1}
+    on_cpus = place_workers(EngineConfig("ray", accelerator="cpu", **asked), [node])
+    assert on_cpus.accelerator is None
+
+
+def test_more_workers_than_there_is_room_for_are_refused():
+    with refuses("num_workers=1", says="(a worker needs 1 CPU, 1 GPU; nodes have 4 CPU, 0 GPU)"):
+        expect_room(Placement(1, 1, "GPU"), [{"CPU": 4.0}])
+    with refuses("num_workers=3", says="at most 2 (a worker needs 2 CPU; nodes have 4 CPU)"):
+        expect_room(Placement(3, 2), [{"CPU": 4.0}])
+    expect_room(Placement(3, 2), [{"CPU": 8.0}])
+
+
+@pytest.mark.parametrize(
+    "node, gpus, others, platform, asked",
+    [
+        ({"CPU": 4.0}, 0, {}, "cpu", None),
+        (GPUS, 1, {}, "cuda", "--xla_gpu_deterministic_ops=true"),  # a function of its rows
+        (TPUS, 0, {"TPU": 1}, "tpu", None),
+    ],
+)
+def test_a_worker_has_one_accelerator_where_there_are_any(node, gpus, others, platform, asked):
+    placement = place_workers(EngineConfig("ray", threads_per_worker=2), [node])
+    options, variables = actor_options(placement), worker_environment(placement)
+    assert (options["num_cpus"], options["num_gpus"]) == (2, gpus)
+    assert options["resources"] == others and options["runtime_env"]["env_vars"] == variables
+    assert variables["JAX_PLATFORMS"].split(",")[0] == platform and variables["NPROC"] == "2"
+    assert variables.get("XLA_FLAGS") == asked

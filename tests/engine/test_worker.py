@@ -192,17 +192,6 @@ def of_model():
     return LocalEngine(task, num_lanes=1), params
 
 
-def test_rows_that_a_task_makes_up_differ_and_are_the_same_again():
-    class Points(Task):
-        def read(self, split, rows):
-            return {"point": np.zeros((len(rows), 3), np.float32), "label": rows}
-
-    made = Points().dummy_batch(np.array([4, 7, 4]))
-    assert made["point"].dtype == np.float32 and (made["label"] == -1).all()
-    assert np.array_equal(made["point"][0], made["point"][2])
-    assert not np.array_equal(made["point"][0], made["point"][1])
-
-
 @pytest.mark.slow
 @several_at_once
 @pytest.mark.parametrize(

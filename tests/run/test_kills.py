@@ -30,7 +30,7 @@ PHASES = {
     "step": ("fedsim.engine.engine", "Engine.clipped_sum"),
     "checkpoint": ("fedsim.models.weights", "write_with"),
     "ledger": ("fedsim.run.ledger", "ChainedLog.append"),
-    "evaluation": ("fedsim.training.trainer", "begin_evaluate"),
+    "evaluation": ("fedsim.training.trainer", "evaluate"),
 }
 RUNS, LONGEST_DELAY = 9, 0.03
 NUM_STEPS, EVERY = 12, 2

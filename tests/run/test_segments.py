@@ -25,7 +25,7 @@ from fedsim.run.ledger import Ledger
 from fedsim.run.state import State
 from fedsim.sampling import Allocation, Cyclic, Poisson
 from fedsim.training import trainer
-from fedsim.training.private_evaluation import begin_noisy_evaluate
+from fedsim.training.private_evaluation import noisy_evaluate
 from fedsim.training.trainer import Trainer
 
 pytestmark = pytest.mark.privacy
@@ -100,7 +100,7 @@ class Run:
         host = f"host {world.rng.integers(3)}, cpu, {world.rng.integers(1, 9)} threads"
         self.engine = SimpleNamespace(
             facts=lambda: {"kind": host},
-            begin_group_losses=lambda params, split, groups: lambda: np.ones(5),
+            group_losses=lambda params, split, groups: np.ones(5),
         )
         kinds = [add_gaussian, Correlated(STEPS, BANDS)]
         self.add_noise = kinds[(directory.parent / "correlated").exists()]
@@ -142,7 +142,7 @@ class Run:
         state.step, state.chain = step + 1, lines.chain_after(step + 1)
         if state.step % 2 == 0:
             args = (state.params, self.data, self.how, key, state.step, self.directory)
-            loss = begin_noisy_evaluate(self.engine, *args, self.reached)()
+            loss = noisy_evaluate(self.engine, *args, self.reached)
             world.evaluated[self.book] += loss is not None
         if state.step % 3 == 0:
             save(self.directory, state.step, vars(state))

@@ -21,7 +21,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from fedsim.cgroups import cpus
 from fedsim.config import BuildConfig
 from fedsim.data.building.columns import (
     BESIDE_CHATS,
@@ -58,6 +57,7 @@ from fedsim.errors import DataError, FedsimError, Interrupted, expect
 from fedsim.files import (
     DISK_FULL,
     TOO_MANY_FILES,
+    cpus,
     expand_home,
     keep_private,
     new_directory,
