@@ -3,8 +3,9 @@
 import dataclasses
 import math
 import sys
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
+from fedsim.cli import Answer
 from fedsim.config import (
     ALLOCATION,
     CORRELATED,
@@ -17,26 +18,40 @@ from fedsim.config import (
 from fedsim.errors import expect, expect_positive
 
 if TYPE_CHECKING:
-    from fedsim.accounting import Events, StepEvent
+    from fedsim.accounting import StepEvent
 
-NOISE = "noise_multiplier"
+NOISE, STEPS = "noise_multiplier", "num_steps"
+TO_ACCOUNT, TO_CALIBRATE = ("delta", "epsilon"), (NOISE, STEPS)
+"""Settings of which a command finds the one that is not given."""
 
 
 @group(kw_only=True)
-class _Mechanism(MechanismConfig):
-    """The mechanism, and what both commands compute from it."""
+class Accounted(MechanismConfig):
+    """The mechanism, and all of num_steps, noise_multiplier, epsilon and delta but one."""
 
     algorithm: Positional[Literal["els", "uls"]]
     """els or uls."""
 
-    participations: int | None = None
-    """K: with random allocation, the number of steps that each user takes part in. Divides
-    num_steps. Default: sampling_prob * num_steps."""
+    sampling_prob: float
+    """p (els) or q (uls): expected share of all examples, or of all users, in a step. In
+    [1e-12, 1]."""
 
-    bands: int | None = None
-    """b: number of groups of users in cyclic sampling, which is also how many steps the noise of a
-    step affects. In [1, num_steps]; at most 1 / sampling_prob. Required with correlated noise,
-    except when the noise multiplier is to be found."""
+    num_steps: int | None = None
+    """T: number of steps. In [1, 10000000]."""
+
+    noise_multiplier: float | None = None
+    """sigma: standard deviation of the noise on the sum, in units of its sensitivity. In
+    [1e-10, 1e10]."""
+
+    epsilon: float | None = None
+    """Epsilon of the training. >= 0."""
+
+    delta: float | None = None
+    """Delta of the training. In (0, 1)."""
+
+    before: float | None = None
+    """Epsilon of a pure DP release before the first step, such as a privately chosen group size. It
+    is composed with the steps. > 0."""
 
     group_size: int = 1
     """G_ELS: largest number of a user's examples in the pool. The epsilon of uls does not depend on
@@ -52,40 +67,7 @@ class _Mechanism(MechanismConfig):
         accountant, because uls clips the mean gradient of a user's group as one unit."""
         return self.group_size if self.algorithm == "els" else 1
 
-    def expect_accountable(self, num_steps: int | None, sampling_prob: float | None) -> None:
-        """Check that the settings can be combined.
-
-        Args:
-          num_steps, sampling_prob: None for the one that is to be found.
-
-        Raises:
-          ConfigError: they cannot.
-        """
-        from fedsim.accounting import MAX_CONTRIBUTIONS
-
-        for name, least in (("group_size", 1), ("max_shared_groups", 0)):
-            within = least <= (value := getattr(self, name)) <= MAX_CONTRIBUTIONS
-            expect(name, value, within, f"in [{least}, {MAX_CONTRIBUTIONS}]")
-        self.check_combination(num_steps)
-        els = self.algorithm == "els" and self.sampling == ALLOCATION
-        expect("sampling", self.sampling, not els, ONLY_USERS)
-        changes = self.algorithm == "uls" and self.sampling_run == "poisson"
-        why = f"0 with {self.algorithm} and {self.sampling_run} sampling"
-        expect(
-            "max_shared_groups", self.max_shared_groups, self.max_shared_groups == 0 or changes, why
-        )
-        if sampling_prob is not None:
-            expect("sampling_prob", sampling_prob, 0 < sampling_prob <= 1, "in (0, 1]")
-            bands = self.bands or 1
-            most = f"<= {1 / bands:g}: a step draws from one of {bands} groups of users"
-            expect("sampling_prob", sampling_prob, sampling_prob * bands <= 1, most)
-
-    def expect_bands(self) -> None:
-        """Raise ConfigError for correlated noise without a number of bands."""
-        holds = self.noise != CORRELATED or self.bands is not None
-        expect("bands", self.bands, holds, "a number of bands with correlated noise")
-
-    def event(self, noise_multiplier: float, sampling_prob: float, num_steps: int) -> "StepEvent":
+    def event(self, noise_multiplier: float | None) -> "StepEvent":
         """The accountant's event of one step.
 
         Raises:
@@ -93,245 +75,159 @@ class _Mechanism(MechanismConfig):
         """
         from fedsim import accounting
 
+        assert noise_multiplier is not None, "given or tried"
+        prob, steps = self.sampling_prob, self.num_steps
         if self.sampling != ALLOCATION:
+            bands, shared = self.bands or 1, self.max_shared_groups
             return accounting.cyclic_event(
-                noise_multiplier,
-                sampling_prob,
-                self.max_contributions,
-                self.bands or 1,
-                self.max_shared_groups,
+                noise_multiplier, prob, self.max_contributions, bands, shared
             )
-        steps = num_steps or 1  # of none, the accountant says that there are none
-        count = self.participations or max(1, round(steps * sampling_prob))
-        whole = steps % count == 0 and math.isclose(count / steps, sampling_prob, rel_tol=1e-9)
+        assert steps is not None, "with allocation it is not searched for"
+        count = self.participations or max(1, round(steps * prob))
+        whole = steps % count == 0 and math.isclose(count / steps, prob, rel_tol=1e-9)
         expected = "participations / num_steps, of participations that divide num_steps"
-        expect("sampling_prob", sampling_prob, whole, expected)
+        expect("sampling_prob", prob, whole, expected)
         return accounting.allocated_event(noise_multiplier, steps // count)
 
-    def answer(self, num_steps: int, noise_multiplier: float, **found: Any) -> dict[str, Any]:
-        """The command's JSON object: settings, `found`, and the predicted error of sums of
-        gradients (see `noise.correlated`)."""
-        from fedsim.noise import predicted_error
 
-        bands = (self.bands or 1) if self.noise == CORRELATED else 1
-        error = predicted_error(noise_multiplier, num_steps, bands)
-        return {**vars(self), **found, "predicted_error": error}
+def solve(asked: Accounted, names: tuple[str, str], people: int = 1) -> dict[str, Any]:
+    """The settings with the one of `names` that is missing, the predicted error of sums of
+    gradients (see `noise.correlated`), and facts about the answer: the command's JSON object.
+
+    Args:
+      names: TO_ACCOUNT or TO_CALIBRATE.
+      people: number of users that epsilon and delta are for together.
+
+    Raises: ConfigError: the settings cannot be combined, or another number is missing.
+    """
+    from fedsim.noise import predicted_error
+
+    _check(asked, names)
+    if names == TO_ACCOUNT:
+        facts = {"people": people, **_spent(asked, people)}
+    elif asked.num_steps is None:
+        facts = _most_steps(asked)
+    else:
+        facts = _least_noise(asked)
+    found = {**vars(asked), **facts}
+    bands = (found["bands"] or 1) if asked.noise == CORRELATED else 1
+    return {**found, "predicted_error": predicted_error(found[NOISE], found[STEPS], bands)}
 
 
-@group(kw_only=True)
-class Account(_Mechanism):
-    """The training, and the answer of `fedsim account`."""
+def _check(asked: Accounted, names: tuple[str, str]) -> None:
+    from fedsim.accounting import MAX_CONTRIBUTIONS
 
-    num_steps: int
-    """T: number of steps. In [1, 10000000]."""
+    steps, prob, shared = asked.num_steps, asked.sampling_prob, asked.max_shared_groups
+    missing = [name for name in (*TO_ACCOUNT, *TO_CALIBRATE) if getattr(asked, name) is None]
+    for name in missing:
+        expect(name, None, name in names, "a value")
+    one = f"{names[0]} or {names[1]}, and not both"
+    expect(names[0], getattr(asked, names[0]), len(missing) == 1, one)
+    expect(STEPS, steps, steps is None or steps >= 1, ">= 1")
+    expect("sampling_prob", prob, 0 < prob <= 1, "in (0, 1]")
+    for name, least in (("group_size", 1), ("max_shared_groups", 0)):
+        within = least <= (value := getattr(asked, name)) <= MAX_CONTRIBUTIONS
+        expect(name, value, within, f"in [{least}, {MAX_CONTRIBUTIONS}]")
+    asked.check_combination(steps)
+    els = asked.algorithm == "els"
+    expect("sampling", asked.sampling, not els or asked.sampling != ALLOCATION, ONLY_USERS)
+    fits = shared == 0 or (not els and asked.sampling_run == "poisson")
+    expect("max_shared_groups", shared, fits, "0 but for uls with poisson sampling")
+    if (bands := asked.bands) is not None:
+        expect("sampling_prob", prob, prob * bands <= 1, f"<= 1 / {bands} bands")
+    chosen = bands is not None or asked.noise != CORRELATED or NOISE in missing
+    expect("bands", bands, chosen, "a number of bands with correlated noise")
+    expect_positive(asked, "before")
+    if asked.before is not None and names == TO_CALIBRATE:
+        within = NOISE in missing and asked.before < (asked.epsilon or 0)
+        expect("before", asked.before, within, "in (0, epsilon), to find the noise multiplier")
 
-    sampling_prob: float
-    """p (els) or q (uls): expected share of all examples, or of all users, in a step. In
-    [1e-12, 1]."""
 
-    noise_multiplier: float
-    """sigma: standard deviation of the noise on the sum, in units of its sensitivity. In
-    [1e-10, 1e10]."""
+def _spent(asked: Accounted, people: int) -> dict[str, Any]:
+    """Epsilon and delta of the steps, and how they were found for several people."""
+    from fedsim import accounting
 
-    before: float | None = None
-    """Epsilon of a pure DP release before the first step, such as a privately chosen group size. It
-    is composed with the steps. > 0."""
-
-    delta: float | None = None
-    """Print epsilon at this delta. In (0, 1)."""
-
-    epsilon: float | None = None
-    """Print delta at this epsilon. >= 0."""
-
-    people: int = 1
-    """k: number of users that the answer is for, all of them together, if they were named before
-    anybody saw a release. For users chosen by looking, multiply delta by the number of sets that
-    could be chosen. >= 1."""
-
-    def solve(self) -> tuple[dict[str, Any], str]:
-        """The JSON object, and a line about it."""
-        from fedsim import accounting
-        from fedsim.accounting import at_most
-
-        expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
-        one = (self.delta is None) != (self.epsilon is None)
-        expect("delta", self.delta, one, "a delta or an epsilon, and not both")
-        expect_positive(self, "before")
-        self.expect_accountable(self.num_steps, self.sampling_prob)
-        self.expect_bands()
-        event = self.event(self.noise_multiplier, self.sampling_prob, self.num_steps)
-        events: Events = [(event, self.num_steps)]
-        if self.before is not None:
-            events = [(accounting.PureEvent(self.before), 1), *events]
-        epsilon, delta = self.epsilon, self.delta
-        by_group = self.people > 1 and (self.sampling == ALLOCATION or self.noise == CORRELATED)
-        together = events if by_group else accounting.for_people(events, self.people)
+    phases: Any = [(asked.event(asked.noise_multiplier), asked.num_steps)]
+    if asked.before is not None:
+        phases = [(accounting.PureEvent(asked.before), 1), *phases]
+    epsilon, delta = asked.epsilon, asked.delta
+    if people > 1 and (asked.sampling == ALLOCATION or asked.noise == CORRELATED):
         if delta is not None:
-            epsilon = (
-                accounting.group_epsilon(events, delta, self.people)
-                if by_group
-                else accounting.epsilon(together, delta, progress=_progress)
-            )
-        else:
-            assert epsilon is not None, "one of them is there"
-            delta = (
-                accounting.group_delta(events, epsilon, self.people)
-                if by_group
-                else accounting.delta(together, epsilon, progress=_progress)
-            )
-        if epsilon == math.inf:
-            larger = "" if by_group else _least_delta(together)
-            _progress(f"delta={delta}: too small for an answer{larger}")
-        spent = f"epsilon {at_most(epsilon, '.6g')} at delta {at_most(delta, '.3e')}"
-        if self.people > 1:
-            spent += f" for {self.people:,} users together, named before any release"
-        spent += ", by group privacy, which is not tight" * by_group
-        found = {"epsilon": to_json(epsilon), "delta": delta}
-        if self.people > 1:
-            found["how"] = "group privacy" if by_group else "theorem"
-        return self.answer(self.num_steps, self.noise_multiplier, **found), spent
+            epsilon = accounting.group_epsilon(phases, delta, people)
+        elif epsilon is not None:
+            delta = accounting.group_delta(phases, epsilon, people)
+        return {"epsilon": to_json(epsilon), "delta": delta, "how": "group privacy"}
+    phases = accounting.for_people(phases, people)
+    if delta is not None:
+        epsilon = accounting.epsilon(phases, delta, progress=_progress)
+    elif epsilon is not None:
+        delta = accounting.delta(phases, epsilon, progress=_progress)
+    how = {"how": "theorem"} if people > 1 else {}
+    return {"epsilon": to_json(epsilon), "delta": delta, **how}
 
 
-@group(kw_only=True)
-class Calibrate(_Mechanism):
-    """The target, and the answer of `fedsim calibrate`."""
+def _most_steps(asked: Accounted) -> dict[str, Any]:
+    """The most steps, and whether more were not looked for."""
+    from fedsim import accounting
 
-    epsilon: float
-    """Target epsilon. > 0."""
-
-    delta: float
-    """Target delta. In (0, 1)."""
-
-    sampling_prob: float
-    """p (els) or q (uls): expected share of all examples, or of all users, in a step. In
-    [1e-12, 1]."""
-
-    num_steps: int | None = None
-    """T: number of steps. In [1, 10000000]."""
-
-    noise_multiplier: float | None = None
-    """sigma: standard deviation of the noise on the sum, in units of its sensitivity. In
-    [1e-10, 1e10]."""
-
-    before: float | None = None
-    """Part of epsilon that is spent before the first step, on the private median of els. In
-    (0, epsilon). Only to find the noise multiplier."""
-
-    def solve(self) -> tuple[dict[str, Any], str]:
-        """The JSON object, and a line about it."""
-        from fedsim.accounting import MAX_STEPS, at_most
-
-        wanted, share = self._unknown(), self.before
-        within = share is None or (0 < share < self.epsilon and wanted == NOISE)
-        expect("before", share, within, "in (0, epsilon), to find the noise multiplier")
-        self.expect_accountable(self.num_steps, self.sampling_prob)
-        solved, note = self._with_noise() if wanted == NOISE else (self._with_most_steps(), "")
-        steps, noise = solved.num_steps, solved.noise_multiplier
-        assert steps is not None and noise is not None, "one given, one found"
-        is_bound = wanted == "num_steps" and steps == MAX_STEPS
-        shown = {  # rounded so that a run by it claims no more than was asked for
-            "num_steps": f"{steps}{' or more (nothing above is looked for)' * is_bound}",
-            NOISE: f"{at_most(noise, '.6g')}{note}",
-        }
-        bound = {"at_least": is_bound} if wanted == "num_steps" else {}
-        line = f"{wanted.replace('_', ' ')} {shown[wanted]}"
-        return {**solved.answer(steps, noise), **bound}, line
-
-    def _unknown(self) -> str:
-        """The name of the one setting that is to be found."""
-        missing = [name for name in ("num_steps", NOISE) if getattr(self, name) is None]
-        wanted = missing[-1] if missing else NOISE
-        expected = "one of num_steps and noise_multiplier, to find the other"
-        expect(wanted, getattr(self, wanted), len(missing) == 1, expected)
-        return wanted
-
-    def _with_most_steps(self) -> Self:
-        """These settings with the most steps."""
-        from fedsim import accounting
-
-        self.expect_bands()
-        expected = "num_steps with allocation, to find the noise multiplier"
-        expect("num_steps", None, self.sampling != ALLOCATION, expected)
-        assert self.noise_multiplier is not None, "given"
-        steps = accounting.num_steps(
-            epsilon=self.epsilon,
-            delta=self.delta,
-            noise_multiplier=self.noise_multiplier,
-            sampling_prob=self.sampling_prob,
-            max_contributions=self.max_contributions,
-            max_changed=self.max_shared_groups,
-            bands=self.bands or 1,
-            progress=_progress,
-        )
-        return dataclasses.replace(self, num_steps=steps)
-
-    def _with_noise(self) -> tuple[Self, str]:
-        """These settings with the least noise, and a note on the bands if they were chosen here:
-        with correlated noise and no bands given, those of the least predicted error."""
-        from fedsim import accounting
-        from fedsim.noise import best, predictions
-
-        steps, prob = self.num_steps, self.sampling_prob
-        assert steps is not None, "given"
-
-        def least_noise(bands: int | None) -> float:
-            mechanism = dataclasses.replace(self, bands=bands)
-            return accounting.calibrate_noise(
-                lambda sigma: mechanism.event(sigma, prob, steps),
-                epsilon=self.epsilon,
-                delta=self.delta,
-                num_steps=steps,
-                before=[(accounting.PureEvent(self.before), 1)] if self.before else [],
-                progress=_progress,
-            )
-
-        if self.noise != CORRELATED or self.bands is not None:
-            return dataclasses.replace(self, noise_multiplier=least_noise(self.bands)), ""
-        expect("num_steps", steps, steps >= 1, ">= 1")
-        expect("sampling_prob", prob, prob <= 1, "in (0, 1]")
-        candidates = predictions(least_noise, steps, int(1 / prob))
-        chosen, independent = best(candidates), candidates[0]
-        ratio = chosen.error / independent.error
-        note = f" with {chosen.bands} bands: {ratio:.3g} times the error of independent noise"
-        return dataclasses.replace(
-            self, bands=chosen.bands, noise_multiplier=chosen.noise_multiplier
-        ), note
+    expected = "num_steps with allocation, to find the noise multiplier"
+    expect(STEPS, None, asked.sampling != ALLOCATION, expected)
+    names = ("epsilon", "delta", NOISE, "sampling_prob", "max_contributions")
+    given: dict[str, Any] = {name: getattr(asked, name) for name in names}
+    shared, bands = asked.max_shared_groups, asked.bands or 1
+    steps = accounting.num_steps(**given, max_changed=shared, bands=bands, progress=_progress)
+    return {STEPS: steps, "at_least": steps == accounting.MAX_STEPS}
 
 
-def account(asked: Account, json: bool = False) -> dict[str, Any]:
+def _least_noise(asked: Accounted) -> dict[str, Any]:
+    """The least noise; with correlated noise and no bands given, the bands of the least predicted
+    error, too."""
+    from fedsim import accounting
+    from fedsim.noise import best, predictions
+
+    given: Any = {name: getattr(asked, name) for name in ("epsilon", "delta", STEPS)}
+    if asked.before is not None:
+        given["before"] = [(accounting.PureEvent(asked.before), 1)]
+
+    def of_bands(bands: int | None) -> float:
+        event = dataclasses.replace(asked, bands=bands).event
+        return accounting.calibrate_noise(event, **given, progress=_progress)
+
+    if asked.noise != CORRELATED or asked.bands is not None:
+        return {NOISE: of_bands(asked.bands)}
+    chosen = best(predictions(of_bands, given[STEPS], int(1 / asked.sampling_prob)))
+    return {NOISE: chosen.noise_multiplier, "bands": chosen.bands}
+
+
+def account(asked: Accounted, people: int = 1) -> Answer:
     """Compute the user-level epsilon of a training at a delta, or its delta at an epsilon.
 
     Args:
-      json: Print one JSON object on stdout.
+      people: k: number of users that the answer is for, all of them together, if they were named
+        before anybody saw a release. For users chosen by looking, multiply delta by the number of
+        sets that could be chosen. >= 1.
     """
-    return _shown(asked, json)
+    from fedsim.accounting import at_most
+
+    answer = solve(asked, TO_ACCOUNT, people)
+    epsilon, delta = float(answer["epsilon"]), answer["delta"]
+    many = f" for {people:,} users together, by {answer['how']}" if people > 1 else ""
+    return answer, [f"epsilon {at_most(epsilon, '.6g')} at delta {at_most(delta, '.3e')}{many}"]
 
 
-def calibrate(asked: Calibrate, json: bool = False) -> dict[str, Any]:
+def calibrate(asked: Accounted) -> Answer:
     """Find the setting that meets a user-level (epsilon, delta): give num_steps or
     noise_multiplier. The answer is the smallest noise multiplier, or the largest number of steps.
-
-    Args:
-      json: Print one JSON object on stdout.
     """
-    return _shown(asked, json)
+    from fedsim.accounting import at_most
 
-
-def _shown(asked: Account | Calibrate, json: bool) -> dict[str, Any]:
-    answer, line = asked.solve()
-    if not json:
-        print(line)
-    return answer
-
-
-def _least_delta(events: "Events") -> str:
-    """Advice on a delta that the accountant resolves: with more steps, it resolves fewer."""
-    from fedsim import accounting
-
-    for power in range(-15, 0):
-        if accounting.epsilon(events, 10.0**power) < math.inf:
-            return f": nothing below about 1e{power} is resolved here; try delta=1e{power}"
-    return ""
+    answer = solve(asked, TO_CALIBRATE)
+    if asked.num_steps is None:
+        more = " or more (nothing above is looked for)" if answer["at_least"] else ""
+        return answer, [f"num steps {answer[STEPS]}{more}"]
+    bands = f" with {answer['bands']} bands" if answer["bands"] else ""
+    # Rounded so that a run by it claims no more than was asked for.
+    return answer, [f"noise multiplier {at_most(answer[NOISE], '.6g')}{bands}"]
 
 
 def _progress(text: str) -> None:

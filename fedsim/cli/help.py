@@ -1,5 +1,4 @@
-"""Flags of the commands, and the help pages: `--help` has required and common flags, `--help-all`
-all.
+"""Flags of the commands, and their help pages.
 
 A command is a function. Its parameters are flags, documented in its docstring; a parameter that is
 a group of settings stands for its fields.
@@ -8,8 +7,6 @@ a group of settings stands for its fields.
 import argparse
 import functools
 import inspect
-import shutil
-import textwrap
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -18,11 +15,17 @@ from typing import Any, Literal, NoReturn
 
 import docstring_parser
 
+from fedsim.cli import Answer
 from fedsim.config import HIDDEN, POSITIONAL, REPEATED, Setting, flags_of
 from fedsim.errors import ConfigError
 
 METAVARS = {int: "INT", float: "FLOAT", Path: "PATH", str: "TEXT"}
-Command = Callable[..., dict[str, Any]]
+EVERYWHERE = (
+    "With every command: --json (one object on stdout), --quiet (warnings), --verbose (all)."
+)
+ABOUT = "Fine-tune language models on people's texts, with differential privacy for each person."
+ABOUT_DATA = "Build data sets, count and see what is in them, copy them without some users."
+Command = Callable[..., Answer]
 Commands = Mapping[str, "Command | Commands"]
 
 
@@ -54,96 +57,33 @@ def usage_of(flag: Setting) -> str:
     return " ".join(filter(None, [*words_of(flag)[:1], _metavar(flag)]))
 
 
-def takes_several(flag: Setting) -> bool:
-    """True if several values may follow the flag."""
-    kinds = map(typing.get_origin, (flag.type, *typing.get_args(flag.type)))
-    return REPEATED not in flag.marks and any(kind in (tuple, Sequence) for kind in kinds)
-
-
-def _metavar(flag: Setting) -> str:
-    """Placeholder of the value; empty for a switch."""
-    metavar = _placeholder(flag.type)
-    if POSITIONAL not in flag.marks:
-        return metavar
-    metavar = metavar if metavar.startswith("{") else flag.name.replace("_", "-").upper()
-    metavar += " ..." if takes_several(flag) else ""
-    return metavar if flag.default is ... else f"[{metavar}]"
-
-
-def _placeholder(kind: Any) -> str:
-    if typing.get_origin(kind) is Literal:
-        return f"{{{','.join(map(str, typing.get_args(kind)))}}}"
-    inner = [each for each in typing.get_args(kind) if each not in (type(None), ...)]
-    return _placeholder(inner[0]) if inner else METAVARS.get(kind, "")
-
-
-def _text(flag: Setting) -> str:
-    text, default = " ".join(flag.text.split()).replace("%", "%%"), flag.default
-    named = default not in (..., False, None, "", ()) and "efault: " not in text
-    if POSITIONAL in flag.marks or not named or not _placeholder(flag.type):
-        return text
-    values = default if isinstance(default, tuple) else (default,)
-    return f"{text} Default: {' '.join(map(str, values))}."
-
-
-def about(command: Any) -> str:
-    """A command's docstring without the description of its arguments."""
-    return (inspect.getdoc(command) or "").partition("\n\nArgs:")[0]
-
-
 def sentence(command: Any) -> str:
     """The first sentence of a command's docstring."""
-    return " ".join(about(command).partition("\n\n")[0].split()).partition(". ")[0].rstrip(".")
+    return " ".join(_about(command).partition("\n\n")[0].split()).partition(". ")[0].rstrip(".")
 
 
-COMMON = frozenset(
-    "--batch-size --clip-norm --config --delimiter --delta --dry-run --encoding "
-    "--engine --epsilon --gradient-canaries --group-size --json --lora-rank --max-length "
-    "--messages-column --model --no-eval-examples --noise-multiplier --num-texts --num-tokens "
-    "--num-workers --out --owners --prompt --prompts --resume --run-dir --sampling-prob --seed "
-    "--set --rows-without-user --text-column --tokenizer --user-column".split()
-)
-"""Flags that `--help` shows for a command with many flags."""
-FEW = 14  # a command with at most so many flags shows all of them
-NARROW = 70  # columns of a terminal below which texts stand under their flags
-WIDE = 100  # longest line
-EVERYWHERE = "With every command: --quiet (warnings and errors only)."
-GROUPS = {
-    "fedsim data": "Build data sets, count and see what is in them, copy them without some users."
-}
-ABOUT = "Fine-tune language models on people's texts, with differential privacy for each person."
-
-
-def page(name: str, command: "Command | Commands", *, whole: bool) -> str:
-    """Help page of a command or a group of commands.
-
-    Args:
-      name: as typed, with fedsim in front.
-      command: its function, or the commands of a group.
-      whole: show all flags instead of the required and common ones.
-    """
+def page(name: str, command: "Command | Commands") -> str:
+    """Help page of a command or a group of commands. Args: name: as typed, with fedsim in front."""
+    sections: dict[str, list[Setting]] = {}
     if isinstance(command, Mapping):
-        parser = _parser(f"{name} COMMAND", [], GROUPS.get(name, ABOUT))
-        section = parser.add_argument_group("commands")
-        for word, one in command.items():
-            section.add_argument(word, help=GROUPS.get(f"{name} {word}") or sentence(one))
-        parser.epilog = f"The flags of a command: {name} COMMAND --help\n{EVERYWHERE}"
-        return parser.format_help()
-    every = [x for x in flags(command).values() if HIDDEN not in x.marks]
-    needed, rest = ([x for x in every if (x.default is ...) == needed] for needed in (True, False))
-    named = [usage_of(x) for x in every if x.default is ... or not words_of(x)]
-    parser = _parser(name, [*named, "[FLAGS]"], about(command))
-    few = len(every) <= FEW
-    shown = [x for x in rest if few or COMMON & {*words_of(x)} or not words_of(x)]
-    sections = {"required": needed, "flags" if few else "common flags": shown}
-    if whole:
-        titles = dict.fromkeys(x.title for x in rest)
-        sections = {title: [x for x in rest if x.title == title] for title in titles}
-        sections = {"required": needed, **sections}
-    elif len(shown) < len(rest):
-        parser.epilog = f"{len(rest) - len(shown)} more flags: {name} --help-all"
+        usage, about = f"{name} COMMAND", ABOUT_DATA if name == "fedsim data" else ABOUT
+    else:
+        every = [flag for flag in flags(command).values() if HIDDEN not in flag.marks]
+        named = [usage_of(flag) for flag in every if flag.default is ... or not words_of(flag)]
+        usage, about = " ".join([name, *named, "[FLAGS]"]), _about(command)
+        for flag in sorted(every, key=lambda flag: flag.default is not ...):
+            title = "required" if flag.default is ... else flag.title
+            sections.setdefault(title, []).append(flag)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        usage=usage, description=about, epilog=EVERYWHERE, formatter_class=layout, add_help=False
+    )
     for title, inside in sections.items():
         _add(parser.add_argument_group(title), inside)
+    if isinstance(command, Mapping):
+        section = parser.add_argument_group("commands (their flags: COMMAND --help)")
+        for word, one in command.items():
+            section.add_argument(word, help=ABOUT_DATA if word == "data" else sentence(one))
     return parser.format_help()
 
 
@@ -165,7 +105,7 @@ def _refuse(name: str, message: str) -> NoReturn:
 def _add(section: Any, inside: Iterable[Setting]) -> None:
     """Add flags to a parser or a section of one. What is not given has no value."""
     for flag in inside:
-        words, metavar, several = words_of(flag), _metavar(flag), takes_several(flag)
+        words, metavar, several = words_of(flag), _metavar(flag), _takes_several(flag)
         how: dict[str, Any] = {"help": _text(flag), "default": argparse.SUPPRESS}
         if not words:
             nargs = "*" if several else "?"
@@ -174,41 +114,37 @@ def _add(section: Any, inside: Iterable[Setting]) -> None:
             one = {"action": "append"} if REPEATED in flag.marks else {}
             many = {"nargs": "+"} if several else {}
             section.add_argument(*words, dest=flag.name, metavar=metavar, **one, **many, **how)
-        elif flag.default:
-            section.add_argument(*words[:1], action=argparse.BooleanOptionalAction, **how)
-        else:
-            section.add_argument(*words, dest=flag.name, action="store_true", **how)
-            how["help"] = argparse.SUPPRESS  # --no-resume, against resume = true in a file
-            word = words[0].replace("--", "--no-", 1)
-            section.add_argument(word, dest=flag.name, action="store_false", **how)
+        else:  # --no-resume is there against resume = true in a file
+            section.add_argument(words[0], action=argparse.BooleanOptionalAction, **how)
 
 
-def _parser(name: str, words: list[str], text: str) -> argparse.ArgumentParser:
-    usage = " ".join([name, *(word.replace(" ", "\0") for word in words)])  # a flag with its value
-    usage = _filled(usage, _width() - len("usage: "), subsequent_indent=" " * 4)
-    return argparse.ArgumentParser(
-        usage=usage.replace("\0", " "),
-        description="\n\n".join(_filled(part, _width()) for part in text.split("\n\n")),
-        formatter_class=_Layout,
-        add_help=False,
-    )
+def _about(command: Any) -> str:
+    """A command's docstring without the description of its arguments."""
+    return (inspect.getdoc(command) or "").partition("\n\nArgs:")[0]
 
 
-class _Layout(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str):
-        width = _width()
-        super().__init__(prog, max_help_position=24 if width >= NARROW else 6, width=width)
-
-    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        return str(action.metavar or "")  # as often as it may be given, says the text
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return _filled(text, width).splitlines()
+def _takes_several(flag: Setting) -> bool:
+    kinds = map(typing.get_origin, (flag.type, *typing.get_args(flag.type)))
+    return REPEATED not in flag.marks and any(kind in (tuple, Sequence) for kind in kinds)
 
 
-def _filled(text: str, width: int, **options: Any) -> str:
-    return textwrap.fill(text, width, break_on_hyphens=False, **options)
+def _metavar(flag: Setting) -> str:
+    """Placeholder of the value; empty for a switch."""
+    if POSITIONAL not in flag.marks or typing.get_origin(flag.type) is Literal:
+        return _placeholder(flag.type)
+    return flag.name.replace("_", "-").upper()
 
 
-def _width() -> int:
-    return min(WIDE, shutil.get_terminal_size().columns)
+def _placeholder(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return f"{{{','.join(map(str, typing.get_args(kind)))}}}"
+    inner = [each for each in typing.get_args(kind) if each not in (type(None), ...)]
+    return _placeholder(inner[0]) if inner else METAVARS.get(kind, "")
+
+
+def _text(flag: Setting) -> str:
+    text, default = " ".join(flag.text.split()).replace("%", "%%"), flag.default
+    if default in (..., False, None, "", ()) or "efault: " in text or not _metavar(flag):
+        return text
+    values = default if isinstance(default, tuple) else (default,)
+    return f"{text} Default: {' '.join(map(str, values))}."

@@ -8,10 +8,9 @@ stderr.
 import contextlib
 import functools
 import inspect
-import io
-import itertools
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -22,30 +21,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import fedsim
+from fedsim.cli import Answer
 from fedsim.cli.account import account, calibrate
 from fedsim.cli.data import build, show, stats, without
 from fedsim.cli.help import Command, Commands, flags, page, parse_words, usage_of
 from fedsim.cli.models import evaluate, export, generate, train
 from fedsim.cli.trust import audit, budget, publish, report, verify
 from fedsim.cli.tuning import recommend, select
-from fedsim.config import (
-    HIDDEN,
-    RunConfig,
-    Setting,
-    config_of,
-    flags_of,
-    read,
-    such_as,
-    to_json,
-    unknown_setting,
-)
+from fedsim.config import HIDDEN, Setting, config_of, flags_of, read, to_json, unknown_setting
 from fedsim.errors import ConfigError, FedsimError, optional, printable
-from fedsim.files import CACHE, DISK_FULL, LEDGER, directory_of, expand_home
+from fedsim.files import expand_home
 from fedsim.run import verbosity
 from fedsim.signals import terminated
 
 UNFINISHED = 75  # EX_TEMPFAIL: a signal stopped the run; the same command with --resume goes on
-HELP = {"-h", "--help", "--help-all"}
 COMMANDS: Commands = {
     "train": train,
     "evaluate": evaluate,
@@ -66,69 +55,26 @@ COMMANDS: Commands = {
 
 def main(args: list[str] | None = None) -> None:
     """Entry point of the command `fedsim`."""
-    _open_streams()
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:  # else the next file that is opened would get a library's messages
+            os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, open(os.devnull, "r+"))
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))  # a core dump would hold key and texts
-    if isinstance(sys.stdout, io.TextIOWrapper):  # escape what the terminal cannot encode
-        sys.stdout.reconfigure(errors="backslashreplace")
+    if reconfigure := getattr(sys.stdout, "reconfigure", None):
+        reconfigure(errors="backslashreplace")  # of what the terminal cannot encode
     try:
         try:
             _run(list(sys.argv[1:] if args is None else args))
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has ended: end silently, as SIGPIPE would
-        _drop(1, 2)
-        sys.exit(128 + signal.SIGPIPE)
-    except OSError as error:  # the flush failed: stdout is full
-        _drop(1)
+    except OSError as error:  # stdout is full, or `| head` has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # takes what is buffered
+        if isinstance(error, BrokenPipeError):
+            sys.exit(128 + signal.SIGPIPE)
         _fail(f"stdout: {error.strerror}", 1)
-    finally:
-        try:
-            sys.stderr.flush()
-        except OSError:
-            _drop(2)
-
-
-def _open_streams() -> None:
-    """Open standard streams that were closed.
-
-    Else the next file that is opened would take the number, and receive a library's messages.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
-    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))
-
-
-def _drop(*streams: int) -> None:
-    """Discard what is buffered for these file descriptors, and all that follows."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in streams:
-        os.dup2(nowhere, stream)
-    os.close(nowhere)
-
-
-def _answer(command: Command | Commands, result: dict[str, Any]) -> None:
-    """Print the result as JSON. A training ignores a closed stdout: its result is in the run."""
-    try:
-        print(json.dumps(_in_json(result), allow_nan=False), flush=True)
-    except OSError:
-        if command is not train:
-            raise
-        _drop(1)
-
-
-def _in_json(value: Any) -> Any:
-    """A result with infinite numbers and such as are none as strings, which JSON has not."""
-    if isinstance(value, dict):
-        return {name: _in_json(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [*map(_in_json, value)]
-    return to_json(value)
 
 
 def _run(words: list[str]) -> None:
@@ -137,7 +83,8 @@ def _run(words: list[str]) -> None:
         print("fedsim", fedsim.__version__)
         return
     _, command = _named(words)
-    given: dict[str, Any] = {}
+    as_json, quiet = "--json" in words, "--quiet" in words
+    words = [word for word in words if word not in ("--json", "--quiet")]
 
     def end() -> None:
         """End at once, from another thread, without what runs at a normal exit."""
@@ -148,26 +95,23 @@ def _run(words: list[str]) -> None:
         os._exit(code)
 
     try:
-        words, level = _level_of(words)
         call = parse(words)
-        given = call.keywords
-        with (
-            verbosity(level or getattr(given.get("run"), "output", "normal")),
-            terminated(end),
-            optional(),
-        ):
-            result = call()
+        level = getattr(call.keywords.get("run"), "output", "normal")
+        with verbosity("quiet" if quiet else level), terminated(end), optional():
+            result, lines = call()
+        if as_json:
+            lines = [json.dumps(to_json(result), allow_nan=False)]
     except FedsimError as error:
         _say(error.details)
         _fail(error, error.exit_code)
     except BrokenPipeError:
         raise
     except (OSError, json.JSONDecodeError) as error:  # a full disk, or a damaged or missing file
-        _fail(_next_step(error, given.get("run") if command is train else None), 1)
+        _fail(error, 1)
     except UnicodeEncodeError:
-        if not (other := [word for word in words if not word.isprintable()]):
+        if "".join(words).isascii():
             raise
-        _fail(f"{other[0]}: expected UTF-8, got other bytes", 2)
+        _fail("expected a command line in UTF-8", 2)
     except (MemoryError, RuntimeError) as error:
         from fedsim.engine import exhausted
 
@@ -176,8 +120,7 @@ def _run(words: list[str]) -> None:
         _fail(reason, 1)
     except KeyboardInterrupt:
         _fail(*_interrupted(command))
-    if given["json"]:
-        _answer(command, result)
+    print(*lines, sep="\n", end="\n" if lines else "")
     if result.get("holds") is False:
         sys.exit(1)
     stopped = "steps_done" in result and result["steps_done"] < result["num_steps"]
@@ -185,7 +128,7 @@ def _run(words: list[str]) -> None:
         sys.exit(UNFINISHED)
 
 
-def parse(words: list[str]) -> functools.partial[dict[str, Any]]:
+def parse(words: list[str]) -> functools.partial[Answer]:
     """The call of a command, with its arguments by name, that a command line describes.
 
     Args: words: those after `fedsim`.
@@ -196,16 +139,14 @@ def parse(words: list[str]) -> functools.partial[dict[str, Any]]:
     """
     path, command = _named(words)
     name, rest = " ".join(["fedsim", *path]), words[len(path) :]
-    if isinstance(command, Mapping) and rest and not HELP.intersection(rest[:1]):
-        known = f"one of {', '.join(command)}{such_as(rest[0], command)}"
-        raise ConfigError.of("command", rest[0], known)
-    if HELP.intersection(rest) or isinstance(command, Mapping):
-        print(page(name, command, whole="--help-all" in rest), end="")
+    if isinstance(command, Mapping) and rest and rest[0] not in ("-h", "--help"):
+        raise ConfigError.of("command", rest[0], f"one of {', '.join(command)}")
+    if isinstance(command, Mapping) or {"-h", "--help"}.intersection(rest):
+        print(page(name, command), end="")
         raise SystemExit(0)
-    assert not isinstance(command, Mapping)
     known = flags(command)
     visible = {name: one for name, one in known.items() if HIDDEN not in one.marks}
-    typed = parse_words(name, _spelt(rest, visible), visible.values())
+    typed = parse_words(name, [_spelt(word, visible) for word in rest], visible.values())
     path = typed.pop("config", None) if command is train else None
     of_file = {} if path is None else _values(known, read(Path(expand_home("config", path))))
     settings = of_file | _values(known, typed)
@@ -225,6 +166,17 @@ def _named(words: list[str]) -> tuple[list[str], Command | Commands]:
         path.append(word)
         command = command[word]
     return path, command
+
+
+def _spelt(word: str, known: Mapping[str, Any]) -> str:
+    """A word, its flag with hyphens. Raises: ConfigError: there is no such flag."""
+    if not re.match("--.", word):
+        return word
+    flag, equals, value = word.partition("=")
+    name = flag[2:].replace("-", "_")
+    if name not in known and name.removeprefix("no_") not in known:
+        raise unknown_setting(name, value or None, known)
+    return f"--{name.replace('_', '-')}{equals}{value}"
 
 
 def _values(known: Mapping[str, Setting], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,63 +200,12 @@ def _arguments(command: Command, settings: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _level_of(words: list[str]) -> tuple[list[str], str]:
-    """The words without --quiet, and the level that it asks for, or ""."""
-    return [word for word in words if word != "--quiet"], "quiet" if "--quiet" in words else ""
-
-
-def _spelt(words: list[str], known: Mapping[str, Any]) -> list[str]:
-    """The words, each flag with hyphens. Raises: ConfigError: there is no such flag."""
-    found = []
-    for word, following in itertools.zip_longest(words, words[1:], fillvalue="--"):
-        flag, equals, value = word.partition("=")
-        if word.startswith("--") and len(flag) > 2:
-            name = flag[2:].replace("-", "_")
-            if name not in known and name.removeprefix("no_") not in known:
-                given = value or (None if following.startswith("--") else following)
-                raise unknown_setting(name, given, known)
-            flag = f"--{name.replace('_', '-')}"
-        found.append(f"{flag}{equals}{value}")
-    return found
-
-
 def _interrupted(command: Command | Commands) -> tuple[str, int]:
     """(how a command that a signal ended can go on, its exit code)."""
-    if command is train:  # before a step, or by two signals
-        return "interrupted; the same command with resume=true goes on", UNFINISHED
-    if command is select:
-        return "interrupted; the same command goes on", UNFINISHED
-    if command is build:
-        return "interrupted; the same command starts again", UNFINISHED
-    return "interrupted", 130
-
-
-def _next_step(error: Exception, run: RunConfig | None) -> str:
-    """An error of the system with its path and a remedy. Args: run: of a training."""
-    if not isinstance(error, OSError) or error.strerror is None:
-        return str(error)
-    path = f"{error.filename}: " if error.filename else ""
-    if error.errno in DISK_FULL and run is not None:
-        then = f"; {run.run_dir} is safe up to its last checkpoint"
-        then += ": free space, and go on with --resume"
-    elif error.filename and (names := _variables_of(Path(error.filename))):
-        then = f"; set {' and '.join(names)} to a directory that can be written to"
-    else:
-        then = ""
-    return f"{path}{error.strerror}{then}"
-
-
-def _variables_of(path: Path) -> list[str]:
-    """Environment variables that move a directory which contains `path`, or lies below it."""
-    names = []
-    for name in (CACHE, LEDGER):
-        try:
-            place = directory_of(name)
-        except ConfigError:  # cannot be what failed
-            continue
-        if path.is_relative_to(place) or place.is_relative_to(path):
-            names.append(name)
-    return names
+    if command not in (train, select, build):
+        return "interrupted", 130
+    how = " with resume=true" * (command is train)  # before a step, or by two signals
+    return f"interrupted; the same command{how} goes on", UNFINISHED
 
 
 def _fail(reason: Any, code: int) -> NoReturn:

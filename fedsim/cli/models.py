@@ -2,8 +2,9 @@
 
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from fedsim.cli import Answer
 from fedsim.config import (
     Algorithm,
     EngineConfig,
@@ -12,7 +13,6 @@ from fedsim.config import (
     RunConfig,
     Sampling,
     changed_run,
-    computed_by,
 )
 from fedsim.errors import expect, printable
 from fedsim.run import Terminal
@@ -30,8 +30,7 @@ def train(
     run: RunConfig,
     config: Path | None = None,
     dry_run: bool = False,
-    json: bool = False,
-) -> dict[str, Any]:
+) -> Answer:
     """Fine-tune a model with user-level differential privacy.
 
     els samples and clips examples (DP-SGD-ELS), uls samples and clips users (DP-SGD-ULS); both
@@ -43,7 +42,6 @@ def train(
       config: A TOML, YAML or JSON file with defaults for any of these flags (num_steps = 200; in
         YAML num_steps: 200); flags override it.
       dry_run: Show the plan, its noise and the size of a step, without training.
-      json: Print the content of summary.json on stdout; with --dry-run, the plan.
     """
     Terminal().note(f"reading data={run.data.source}, model={run.model.source}")
     from fedsim.engine import keep_memory, set_threads
@@ -57,46 +55,37 @@ def train(
 
     console = Console()
     if dry_run:
-        return training.dry_run(Algorithm(algorithm), privacy, run, console)
+        return training.dry_run(Algorithm(algorithm), privacy, run, console), []
     summary = training.train(Algorithm(algorithm), privacy, run, console)
     console.summary(summary, run.run_dir)
-    return summary
+    return summary, []
 
 
-def evaluate(
-    run_dir: Positional[Path],
-    engine: Literal["ray", "local"] = "local",
-    num_workers: int | None = None,
-    json: bool = False,
-) -> dict[str, Any]:
+def evaluate(run_dir: Positional[Path]) -> Answer:
     """Compute the loss of a run's last checkpoint on all held-out texts, without noise.
 
     Do not publish it. Losses that may be published come from a training with --eval-epsilon.
 
     Args:
       run_dir: The run's directory.
-      engine: Where to compute, as in train.
-      num_workers: Number of worker processes of --engine ray, as in train.
-      json: Print one JSON object on stdout.
     """
     Terminal().note(f"reading run={run_dir}")
     from fedsim.engine import set_threads
     from fedsim.run import directory
 
     stored = directory.load(run_dir)
-    run = computed_by(stored.run, engine, num_workers=num_workers)
+    run = changed_run(stored.run, engine="local", accelerator="auto")
     set_threads(run.engine)
     from fedsim.evaluate import SPLITS, evaluate_run
     from fedsim.run import Console
 
     result = evaluate_run(stored, run, Console())
-    if not json:
-        for split, metric in SPLITS.items():
-            if metric in result:
-                loss = f"{result[metric]:.4g} {result['loss_unit']}"
-                print(f"loss on {SPLIT_NAMES[split]}: {loss}")
-        print(f"of {result['checkpoint']}. No noise was added: do not publish this.")
-    return result
+    lines = [
+        f"loss on {SPLIT_NAMES[split]}: {result[metric]:.4g} {result['loss_unit']}"
+        for split, metric in SPLITS.items()
+        if metric in result
+    ]
+    return result, [*lines, f"of {result['checkpoint']}. No noise was added: do not publish this."]
 
 
 def generate(
@@ -111,8 +100,7 @@ def generate(
     prompts: Path | None = None,
     engine: Literal["ray", "local"] = "ray",
     num_workers: int | None = None,
-    json: bool = False,
-) -> dict[str, Any]:
+) -> Answer:
     """Write text with a run's last checkpoint, or with a pretrained model.
 
     With --num-texts, write a data set of texts to --out. Sampling costs nothing beyond the run: the
@@ -135,7 +123,6 @@ def generate(
         whose texts became prompts. Default: none.
       engine: Data set: where to sample, as in train. The texts are the same.
       num_workers: Data set: number of worker processes of --engine ray, as in train.
-      json: Print one JSON object on stdout.
     """
     Terminal().note(f"reading model={model}")
     if num_texts is None:
@@ -145,9 +132,10 @@ def generate(
 
         drawn = {"num_tokens": num_tokens, "how": how, "seed": seed}
         result = generate_text(model, prompt, **drawn, plain=plain)
-        if not json:
-            _show_text(result)
-        return result
+        text = ("" if result["is_reply"] else result["prompt"]) + result["text"]
+        if result["stopped"] == "length":
+            Terminal().note(f"(the model's length is {result['max_length']} tokens)")
+        return result, [printable(text, "\n\t") if sys.stdout.isatty() else text]
     expect("out", out, out is not None, "a file to write, with num_texts")
     assert out is not None
     expect("prompt", prompt, not prompt, "prompts=FILE, with num_texts")
@@ -171,26 +159,14 @@ def generate(
         console=Console(),
         plain=plain,
     )
-    if not json:
-        print(result["claim"])
-        for fact in result["outside"]:
-            print(f"Not covered by the guarantee: {fact['text']}.")
-        if prompts is not None:
-            print(f"The prompts are {result['prompts']}.")
-        print(f"{result['num_texts']:,} texts, written to {result['file']}")
-    return result
+    outside = [f"Not covered by the guarantee: {fact['text']}." for fact in result["outside"]]
+    if prompts is not None:
+        outside.append(f"The prompts are {result['prompts']}.")
+    written = f"{result['num_texts']:,} texts, written to {result['file']}"
+    return result, [result["claim"], *outside, written]
 
 
-def _show_text(result: dict[str, Any]) -> None:
-    text = ("" if result["is_reply"] else result["prompt"]) + result["text"]
-    print(printable(text, "\n\t") if sys.stdout.isatty() else text)
-    if result["stopped"] == "length":
-        print(f"(the model's length is {result['max_length']} tokens)", file=sys.stderr)
-
-
-def export(
-    model: Positional[str], out: Path, adapter: bool = False, json: bool = False
-) -> dict[str, Any]:
+def export(model: Positional[str], out: Path, adapter: bool = False) -> Answer:
     """Write a model in Hugging Face's format: config.json, safetensors, tokenizer.json.
 
     Args:
@@ -198,12 +174,9 @@ def export(
       out: Directory to create.
       adapter: Write only the adapters of a LoRA run, in PEFT's format. Without this flag they are
         merged into the model.
-      json: Print one JSON object on stdout.
     """
     Terminal().note(f"reading model={model}")
     from fedsim.export import export as export_model
 
     result = export_model(model, out, adapter=adapter)
-    if not json:
-        print(*(f"{name} {value}" for name, value in result.items()), sep="\n")
-    return result
+    return result, [f"{name} {value}" for name, value in result.items()]

@@ -4,8 +4,9 @@
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from fedsim.cli import Answer
 from fedsim.config import (
     Algorithm,
     AuditConfig,
@@ -25,8 +26,7 @@ def audit(
     audit: AuditConfig,
     privacy: PrivacyConfig,
     run: RunConfig,
-    json: bool = False,
-) -> dict[str, Any]:
+) -> Answer:
     """Attack a training: plant made-up users (canaries), train, and try to tell which took part.
 
     Takes the flags of train and trains with them. Do not release the run: its data hold the made-up
@@ -36,7 +36,6 @@ def audit(
 
     Args:
       algorithm: els or uls.
-      json: Print one JSON object on stdout.
     """
     Terminal().note(f"reading data={run.data.source}, model={run.model.source}")
     from fedsim.engine import set_threads
@@ -47,9 +46,7 @@ def audit(
 
     console = Console()
     result = trust.audit(Algorithm(algorithm), audit, privacy, run, console)
-    if not json:
-        print(trust.sentence(result))
-    return result
+    return result, [trust.sentence(result)]
 
 
 def budget(
@@ -59,8 +56,7 @@ def budget(
     budget_ledger: Path | None = None,
     delta: float | None = None,
     limit_epsilon: float | None = None,
-    json: bool = False,
-) -> dict[str, Any]:
+) -> Answer:
     """Show the privacy budget of some users: what all runs on their texts cost, and what is left.
 
     The cost is that of the user who pays most. The ledger of the data counts every run before its
@@ -76,7 +72,6 @@ def budget(
       delta: Delta at which epsilons are computed. In (0, 1). Default: as in train.
       limit_epsilon: Set a limit for these users, at --delta: runs that could exceed it are refused
         from now on. It cannot be removed or raised. > 0.
-      json: Print one JSON object on stdout.
     """
     Terminal().note("reading the ledger of the data")
     limit = limit_epsilon
@@ -92,14 +87,10 @@ def budget(
         ids = corpora.load(data, progress=Terminal().note, **options).people()
     place = place_of(budget_ledger)
     result = trust.budget(place, ids, delta=delta, limit_epsilon=limit)
-    if not json:
-        print(trust.table(result), "\n".join(trust.sentences(result)), sep="\n")
-    return result
+    return result, [trust.table(result), *trust.sentences(result)]
 
 
-def report(
-    run_dir: Positional[Path], out: Path | None = None, json: bool = False
-) -> dict[str, Any]:
+def report(run_dir: Positional[Path], out: Path | None = None) -> Answer:
     """Write the privacy report of a run: one HTML page, and the same as Markdown.
 
     Epsilon is recomputed from the ledger. A run that breaks a promise gets no report; see `fedsim
@@ -108,24 +99,20 @@ def report(
     Args:
       run_dir: The run's directory.
       out: Directory for report.html and report.md. Default: the run's.
-      json: Print one JSON object on stdout.
     """
     Terminal().note(f"reading run={run_dir}")
     from fedsim import trust
     from fedsim.run import Console
 
     result = trust.report(run_dir, out or run_dir, Console())
-    if not json:
-        print(result["claim"], f"written to {result['html']} and {result['markdown']}", sep="\n")
-    return result
+    return result, [result["claim"], f"written to {result['html']} and {result['markdown']}"]
 
 
 def publish(
     run_dir: Positional[Path],
     out: Positional[Path | None] = None,
     form: Literal["huggingface", "peft"] = "huggingface",
-    json: bool = False,
-) -> dict[str, Any]:
+) -> Answer:
     """Write what may be published of a run into a folder of its own, and check it.
 
     The folder has the ledger, the report without losses that nothing protects, the model, and
@@ -138,17 +125,13 @@ def publish(
       out: Folder to create. Default: public, in the run's directory.
       form: The model in the format of Hugging Face, with adapters merged, or the adapters of a LoRA
         run in PEFT's format.
-      json: Print one JSON object on stdout.
     """
     Terminal().note(f"reading run={run_dir}")
     from fedsim import trust
     from fedsim.run import Console
 
     result = trust.publish(run_dir, out, Console(), form=form)
-    if not json:
-        print(result["claim"])
-        print(f"written to {result['out']}: {', '.join(result['files'])}")
-    return result
+    return result, [result["claim"], f"written to {result['out']}: {', '.join(result['files'])}"]
 
 
 def verify(
@@ -157,8 +140,7 @@ def verify(
     replay: bool = False,
     whole: bool = False,
     engine: Literal["ray", "local"] | None = None,
-    json: bool = False,
-) -> dict[str, Any]:
+) -> Answer:
     """Check a run's ledger against its settings, checkpoints, metrics, data and summary.
 
     Prints a line for each promise: OK, VIOLATED, or not checked. Exit code 1 if one is violated.
@@ -172,7 +154,6 @@ def verify(
         data.
       whole: Compute all steps again; this takes as long as the training.
       engine: Where --replay and --whole compute, as in train. Default: as in the run.
-      json: Print one JSON object on stdout.
     """
     Terminal().note(f"reading run={run_dir}")
     from fedsim.engine import set_threads
@@ -196,15 +177,13 @@ def verify(
     holds = all(check.holds is not False for check in checks)
     plan = trust.plan_of(run_dir)
     guarantee = holds and plan is not None and plan.guarantee
-    if not json:
-        for check in checks:
-            print(f"{check.verdict:11} {check.promise:11} {check.found}")
-        if plan is not None and not plan.guarantee:
-            from fedsim.plan import in_words
+    lines = [f"{check.verdict:11} {check.promise:11} {check.found}" for check in checks]
+    if plan is not None and not plan.guarantee:
+        from fedsim.plan import in_words
 
-            print(f"epsilon is no guarantee: {in_words(plan.reasons)}")
-        elif holds and unseen:
-            print(f"No guarantee is confirmed: {', '.join(unseen)} could not be checked.")
+        lines.append(f"epsilon is no guarantee: {in_words(plan.reasons)}")
+    elif holds and unseen:
+        lines.append(f"No guarantee is confirmed: {', '.join(unseen)} could not be checked.")
     return {
         "run_dir": str(run_dir),
         "holds": holds,
@@ -212,4 +191,4 @@ def verify(
         "guarantee": None if guarantee and unseen else guarantee,
         "interrupted": any(check.interrupted for check in checks),
         "checks": [dataclasses.asdict(check) for check in checks],
-    }
+    }, lines

@@ -98,10 +98,11 @@ def changed(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_json(value: Any) -> Any:
-    """Convert paths and non-finite floats to strings, and tuples to lists; return other values
-    unchanged."""
-    if isinstance(value, tuple):
-        return list(value)
+    """A value in JSON's types: paths and non-finite floats as strings, tuples as lists."""
+    if isinstance(value, Mapping):
+        return {name: to_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(each) for each in value]
     if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
     return value

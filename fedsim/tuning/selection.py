@@ -168,7 +168,7 @@ def _job(settings: Settings, out: Path) -> Job:
     algorithm = given.pop("algorithm", None)
     expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
     missing = [name for name in ("data", "epsilon", "num_steps") if name not in given]
-    where = "a value in the file or in set"
+    where = "a value in the file"
     expect(", ".join(missing), None, not missing, where)
     privacy, run = configs_of({**given, "run_dir": out})
     run = changed_run(run, data=_whole(run.data.source))

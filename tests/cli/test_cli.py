@@ -11,7 +11,7 @@ from refused import refuses
 
 from fedsim import accounting
 from fedsim.cli import main
-from fedsim.cli.account import Account, Calibrate
+from fedsim.cli.account import TO_ACCOUNT, TO_CALIBRATE, Accounted, solve
 from fedsim.config import PrivacyConfig
 
 
@@ -101,8 +101,8 @@ def test_all_commands_refuse_the_same_mechanisms(fault, field):
     words = ["--data", "pydocs", "--epsilon", 1, "--num-steps", 10, *as_flags(fault)]
     for ask in (
         lambda: PrivacyConfig(1.0, 10, **fault),
-        lambda: Account(**given, noise_multiplier=1.0).solve(),
-        lambda: Calibrate(**given, epsilon=1.0).solve(),
+        lambda: solve(Accounted(**given, noise_multiplier=1.0), TO_ACCOUNT),
+        lambda: solve(Accounted(**given, epsilon=1.0), TO_CALIBRATE),
         lambda: main.parse(["recommend", *map(str, words)])(),
     ):
         with refuses(field):
@@ -162,6 +162,7 @@ def test_calibrate_meets_its_target(capsys):
 def test_an_audit_that_refutes_says_so_with_its_exit_code(holds, code, monkeypatch, capsys):
     result = {"steps_done": 1, "num_steps": 2, "holds": holds}
     monkeypatch.setattr("fedsim.trust.audit", lambda *_: result)
+    monkeypatch.setattr("fedsim.trust.sentence", lambda _: "")
     monkeypatch.setattr("fedsim.engine.set_threads", lambda _: None)
     words = ["audit", "uls", "--data", "pydocs", "--epsilon", "1", "--num-steps", "2"]
     assert run(*words, "--run-dir", "x", "--json", capsys=capsys)[0] == code

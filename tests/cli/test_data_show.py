@@ -2,10 +2,8 @@
 
 import json
 
-import datasets
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pytest
 from chats import START, STOP, model_files
 
@@ -65,10 +63,9 @@ def test_statistics_have_the_share_of_trained_tokens(built, capsys):
     assert 0 < min(shares) <= max(shares) < 0.5
 
 
-@pytest.mark.parametrize("kind", [pd.DataFrame, datasets.Dataset.from_list, pa.Table.from_pylist])
-def test_chats_in_memory_are_those_of_the_file(kind, built, model, tmp_path):
+def test_chats_in_memory_are_those_of_the_file(built, model, tmp_path):
     columns = {"user_column": "customer", "messages_column": "turns"}
-    source = source_of(kind(ROWS), **columns)
+    source = source_of(pd.DataFrame(ROWS), **columns)
     data = load(source, tokenizer=str(model), cache_dir=tmp_path, **columns)
     assert data.train.fingerprint == UserStore.open(built / "train").fingerprint
 

@@ -1,20 +1,14 @@
-"""Bad inputs and faults, each with the one line that answers it, and nothing half-written.
-
-Beside the mistakes of test_cli.py. A case is a command, what is done to the files before it, and
-what its answer has to say.
-"""
+"""Bad inputs and faults, each with the one line that answers it, and nothing half-written."""
 
 import errno
 import io
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from test_verify import command, write_texts
@@ -159,18 +153,15 @@ OTHERS = [  # (a command, the setting or value that it refuses)
     ),
 ]
 ARGUMENTS = {  # a fault of the command line, and what is said of it
-    "no such flag": ([*train(), "--epsilom", "1"], "epsilom=1: .* such as epsilon$"),
-    "an earlier name": (
-        [*train(), "--chosen-on-data", "a"],
-        "such as tuned_on_data$",
-    ),
+    "no such flag": ([*train(), "--epsilom", "1"], "epsilom=.* such as epsilon$"),
     "no number": (train(epsilon="eight"), "epsilon=eight: expected a valid number$"),
     "no whole number": (train(num_steps=1.5), "num_steps=1.5: expected a valid integer$"),
     "no value": ([*train(), "--seed"], "--seed: expected one argument"),
     "no choice": (train(clipping="hard"), "clipping=hard: expected 'normalised' or 'plain'"),
     "flags that are missing": (["train", "els"], "--epsilon .*--num-steps .*--data .*--run-dir "),
-    "a command misspelt": (["tran", "uls"], "command=tran: expected one of train.*such as train"),
+    "a command misspelt": (["tran", "uls"], "command=tran: expected one of train"),
     "what would change a terminal": ([*train(), "\x1b[31mred"], r"\\x1b\[31mred"),
+    "other bytes": (train(run_dir="r\udcff"), "UTF-8"),
 }
 
 
@@ -321,27 +312,12 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_there(
         else:
             patch.setattr("fedsim.training.trainer.write_json", full)
         code, line = answer(train(seed=5, strategy="scan", rows_per_pass=1), capfd)
-    assert code == 1 and "No space left on device; new is safe up to its last checkpoint" in line
-    assert line.endswith("free space, and go on with --resume")
+    assert code == 1 and "No space left on device" in line
     main([*train(seed=5, strategy="scan", rows_per_pass=1), "--resume"])
     found = json.loads((here / "new" / "summary.json").read_text())
     assert found["steps_done"] == 2 and bool(found["lost_steps"]) == (written in LOSES_STEPS)
     assert (found["params_sha256"] == undisturbed) == (written not in LOSES_STEPS)
     main(["verify", "new"])
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_limit_of_file_sizes_names_the_file(here, capfd):
-    main(train(model="tiny", num_steps=1, run_dir="first"))  # its programs are kept, and large
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
-    try:
-        code, line = answer(train(model="tiny", num_steps=1, checkpoint_every=1), capfd)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert code == 1 and line.startswith(f"{files.Path('new')}/"), line
-    assert "File too large; new is safe up to its last checkpoint: free space" in line
 
 
 def test_a_damaged_checkpoint_names_the_one_before(here, capfd):
@@ -352,6 +328,17 @@ def test_a_damaged_checkpoint_names_the_one_before(here, capfd):
     (here / LAST).unlink()
     main(RESUME)
     assert json.loads((here / "run" / "summary.json").read_text())["steps_done"] == 4
+
+
+def test_no_control_bytes_of_names_or_files_reach_a_terminal(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    name = "x\x1b]0;title\x07\x9b2J.csv"
+    (tmp_path / name).write_text("user_id\x1b[31m,text\nann,a\n")
+    with pytest.raises(SystemExit):
+        main(["data", "build", name, "--out", "built"])
+    err = capsys.readouterr().err
+    assert "x\\x1b]0;title\\x07\\x9b2J.csv" in err
+    assert all(c.isprintable() or c == "\n" for c in err)
 
 
 def test_no_control_bytes_of_a_model_reach_a_terminal(monkeypatch):
@@ -377,16 +364,6 @@ def undisturbed(place):
     return json.loads((place / "undisturbed" / "summary.json").read_text())["params_sha256"]
 
 
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_clock_that_jumps_changes_nothing(here, monkeypatch, undisturbed):
-    times = iter(range(10**9, 0, -7919))
-    monkeypatch.setattr(time, "time", lambda: float(next(times)))
-    main(train(seed=5, strategy="scan", rows_per_pass=1))
-    found = json.loads((here / "new" / "summary.json").read_text())
-    assert found["params_sha256"] == undisturbed and found["wall_seconds"] >= 0
-
-
 @pytest.mark.parametrize("command", [RESUME, [*RESUME[:-1]]], ids=["resume", "anew"])
 def test_a_run_that_another_process_holds_is_refused(command, here, capfd):
     before = contents(here / "run")
@@ -394,15 +371,6 @@ def test_a_run_that_another_process_holds_is_refused(command, here, capfd):
         code, line = answer(command, capfd)
     assert code == 2 and "run_dir=" in line
     assert contents(here / "run") == before
-
-
-def test_a_directory_that_cannot_be_written_is_named(here, capfd):
-    (here / "file").touch()
-    code, line = answer(train(run_dir="file/run"), capfd)
-    assert code == 2 and "run_dir=file/run: expected a place to write to" in line
-    code, line = answer(train(run_dir="another", budget_ledger="file/ledger"), capfd)
-    assert code == 2 and "file/ledger: expected a place to write to" in line
-    assert not (here / "another").exists()
 
 
 IN_FRONT = """import signal, sys

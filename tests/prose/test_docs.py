@@ -39,8 +39,8 @@ NOT_RUN = {"pip", "pytest", "tensorboard", "sphinx-build", "python", "docker", "
 NOT_RUN |= {"export", "ray", "pgrep", "kill", "rm"}
 QUICK = ("account", "calibrate")
 OTHERS_FLAGS = set(
-    "--help --help-all --dist --scale --dry-run --quick --shm-size --pids-limit --version --logdir "
-    "--force-reinstall --no-deps --private".split()
+    "--help --dist --scale --dry-run --quick --shm-size --pids-limit --version --logdir "
+    "--force-reinstall --no-deps --private --json --quiet".split()
 )
 
 
