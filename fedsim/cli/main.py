@@ -75,6 +75,11 @@ def main(args: list[str] | None = None) -> None:
         if isinstance(error, BrokenPipeError):
             sys.exit(128 + signal.SIGPIPE)
         _fail(f"stdout: {error.strerror}", 1)
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _run(words: list[str]) -> None:
@@ -108,10 +113,6 @@ def _run(words: list[str]) -> None:
         raise
     except (OSError, json.JSONDecodeError) as error:  # a full disk, or a damaged or missing file
         _fail(error, 1)
-    except UnicodeEncodeError:
-        if "".join(words).isascii():
-            raise
-        _fail("expected a command line in UTF-8", 2)
     except (MemoryError, RuntimeError) as error:
         from fedsim.engine import exhausted
 

@@ -133,7 +133,6 @@ OTHERS = [  # (a command, the setting or value that it refuses)
     (["verify", "nowhere"], "run=nowhere"),
     (["verify", "run", "--data", "none"], "data=none"),
     (["report", "built"], "run=built"),
-    (["report", "run", "--out", "/proc/none"], "out=/proc/none"),
     (["export", "run", "--out", "built"], "out=built"),
     (["select", "none.toml", "--out", "s"], "config=none.toml"),
     ([*BUILD, "b", "--num-workers", "0"], "num_workers=0"),
@@ -161,7 +160,6 @@ ARGUMENTS = {  # a fault of the command line, and what is said of it
     "flags that are missing": (["train", "els"], "--epsilon .*--num-steps .*--data .*--run-dir "),
     "a command misspelt": (["tran", "uls"], "command=tran: expected one of train"),
     "what would change a terminal": ([*train(), "\x1b[31mred"], r"\\x1b\[31mred"),
-    "other bytes": (train(run_dir="r\udcff"), "UTF-8"),
 }
 
 

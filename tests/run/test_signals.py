@@ -96,7 +96,7 @@ def test_a_command_ends_within_seconds_while_it_is_in_c_code_but_not_while_it_en
         process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 75, said  # neither a signal's nor that of a fault
-    assert said.endswith("fedsim: error: interrupted; the same command starts again\n")
+    assert said.endswith("fedsim: error: interrupted; the same command goes on\n")
     assert hidden.exists() == bool(where)
 
 
@@ -113,7 +113,7 @@ def test_what_nohup_ignores_stays_ignored():
 ENDED = {
     "train": (command("x.parquet", "r"), "; the same command with resume=true goes on"),
     "select": ("select x.toml --out x".split(), "; the same command goes on"),
-    "build": ("data build x.parquet --out x".split(), "; the same command starts again"),
+    "build": ("data build x.parquet --out x".split(), "; the same command goes on"),
     "account": (
         "account uls --num-steps 1 --sampling-prob 1 --noise-multiplier 1 --delta 0.1".split(),
         "",
@@ -159,8 +159,10 @@ main()
 @pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>/dev/full", "2>&1 | true"])
 def test_a_run_that_nobody_hears_ends_as_it_does(streams, tmp_path, run_dir):
     texts = write_texts(tmp_path / "texts.parquet")
-    args = [*command(texts, run_dir, **{"num-steps": 2}), "--json"]
-    script = f"set -o pipefail; {shlex.join([sys.executable, '-m', 'fedsim.cli', *args])} {streams}"
+    args = command(texts, run_dir, **{"num-steps": 2})
+    script = (
+        f"set -o pipefail; {shlex.join([sys.executable, '-m', 'fedsim.cli.main', *args])} {streams}"
+    )
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads((run_dir / "summary.json").read_text())["steps_done"] == 2
@@ -180,7 +182,7 @@ def endless(engine, tmp_path, run_dir):
 def begun(args, *before, **options):
     """The process of a training whose first steps are done. Args: before: what starts it."""
     started = "-c" in before
-    words = [*before, *([] if started else [sys.executable, "-m", "fedsim.cli"]), *args]
+    words = [*before, *([] if started else [sys.executable, "-m", "fedsim.cli.main"]), *args]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **options)
     for line in process.stderr:
         assert not line.startswith("[2"), line  # as Ray's core writes: [2026-11-22 ...
