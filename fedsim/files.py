@@ -20,7 +20,6 @@ from fedsim.errors import ConfigError, FileDamaged, brief, expect
 from fedsim.signals import removed_at_end
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError
-TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of an OSError: open or mapped files
 MAX_JSON = 2**26  # bytes of a user's JSON file: ten times the largest in use
 
 HIDDEN, MARKER = ".unfinished", ".of-fedsim"  # end of a hidden directory's name; a file in it

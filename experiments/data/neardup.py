@@ -20,9 +20,8 @@ from datasketch import MinHash
 from rapidfuzz.distance import Levenshtein
 
 from fedsim.data.building.build import Pool
-from fedsim.data.building.columns import Columns, is_blank, is_token_list
-from fedsim.data.building.sources import Part, complaints, read
-from fedsim.errors import DataError
+from fedsim.data.building.columns import Columns, is_blank
+from fedsim.data.building.sources import Part, read
 
 NGRAM = 5
 BANDS, BAND_ROWS = 32, 8
@@ -50,8 +49,6 @@ def _index_part(item: tuple[int, tuple[Part, Columns]], *, directory: Path) -> N
     file = directory / f"{number:06d}.texts"
     kept, keys, seen = [], [], set()
     for _, batch in read(part, columns):
-        with complaints(part.source):
-            refuse_tokens(batch["text"], columns)
         texts = batch["text"].filter(pa.array(~is_blank(batch["text"]))).to_pylist()
         digests = [xxhash.xxh3_128_digest(text.encode()) for text in texts]
         new = []
@@ -78,12 +75,6 @@ def write_table(path: Path, table: pa.Table) -> None:
 def read_table(path: Path) -> pa.Table:
     """What `write_table` wrote, mapped."""
     return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-
-
-def refuse_tokens(texts: pa.Array, columns: Columns) -> None:
-    """Raises: DataError: what is to be compared are token ids."""
-    if is_token_list(texts.type):
-        raise DataError(f"text_column={columns.text[0]}: expected text to compare, got token ids")
 
 
 class NearDuplicates:

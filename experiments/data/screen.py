@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from experiments.data import wordpiece
-from experiments.data.neardup import TEXTS_AT_ONCE, NearDuplicates, build_index, refuse_tokens
+from experiments.data.neardup import TEXTS_AT_ONCE, NearDuplicates, build_index
 from experiments.data.urls import host_name, hosts_above, normal_url
 from fedsim.data import Dataset, build, expected_of
 from fedsim.data.building.build import BuildSettings, Pool
@@ -194,20 +194,11 @@ def _screen(
     if source:
         files, split = source.files(), None
     pool.grow(sum(path.stat().st_size for path in files))
-    parts = _parts_of(files, wanted, pool, directory / "read", split)
+    parts = [part for file in files for part in cut(file, wanted, split)]
     against = [one.fetched() for one in against]
     pool.grow(sum(path.stat().st_size for one in against for path in one.files))
     left, counts = screen_parts(parts, columns, screen, against, directory / "rows", pool)
     return left, {**about, "counts": counts}
-
-
-def _parts_of(
-    files: Sequence[Path], columns: Columns, pool: Pool, scratch: Path, split: str | None = None
-) -> list[Part]:
-    """Raises: DataError: a file cannot be read, or lacks a column."""
-    scratch.mkdir(parents=True, exist_ok=True)
-    call = partial(cut, columns=columns, scratch=scratch, split=split)
-    return [part for parts in pool.map(call, files) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -251,12 +242,9 @@ def _read_known(
     pool: Pool,
 ) -> _Known:
     pieces, urls = [], set()
-    for number, source in enumerate(against):
-        wanted, place = source.columns(columns), directory / f"read-{number}"
-        try:
-            parts = _parts_of(source.files, screen.with_urls(wanted), pool, place)
-        except MissingColumn:  # it may have no URLs
-            parts = _parts_of(source.files, wanted, pool, place)
+    for source in against:
+        wanted = source.columns(columns)
+        parts = [part for file in source.files for part in cut(file, wanted)]
         pieces += [(part, wanted) for part in parts]
         if screen.screen_url_column is not None:
             for part in parts:
@@ -269,7 +257,7 @@ def _read_known(
 def _urls_of(part: Part, column: str) -> Iterable[str]:
     try:
         for first_row, batch in raw(part, WithUrl("", (), screen_url=column)):
-            with complaints(part.source):
+            with complaints(part.file):
                 urls = text_of(batch[column], f"screen_url_column={column}", first_row)
             yield from filter(None, map(normal_url, urls.to_pylist()))
     except MissingColumn:
@@ -292,7 +280,7 @@ def _screen_part(
     for first_row, batch in raw(part, wanted):
         for start in range(0, len(batch), TEXTS_AT_ONCE):
             piece = batch.slice(start, TEXTS_AT_ONCE)
-            with complaints(part.source):
+            with complaints(part.file):
                 _refuse_owners(piece, columns)
                 new = ~_duplicates(piece, wanted, first_row + start, known.texts)
                 stays = new & ~_known_urls(piece, url, first_row + start, known)
@@ -344,7 +332,6 @@ def _duplicates(
     if known is None:
         return found
     texts = normalise(batch, replace(columns, order=None), first_row)["text"]
-    refuse_tokens(texts, columns)
     rows = np.flatnonzero(~is_blank(texts))
     found[rows] = known.found_in(texts.take(pa.array(rows)).to_pylist())
     return found

@@ -23,7 +23,7 @@ def texts_of(
 ) -> Iterator[str]:
     """Yield texts of Parquet files: MAX_TEXTS at most, of users who are not held out."""
     every, holdout, row = -(-num_rows // MAX_TEXTS), Holdout(eval_users, True), 0
-    for part in chain.from_iterable(cut(file, columns, file.parent) for file in files):
+    for part in chain.from_iterable(cut(file, columns) for file in files):
         for _, batch in read(part, columns):
             wanted = np.flatnonzero(np.arange(row, row + len(batch)) % every == 0)
             row += len(batch)

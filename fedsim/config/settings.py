@@ -118,9 +118,6 @@ class BuildConfig:
     delimiter: str | None = None
     """Character between the columns of CSV. Default: a comma, or a tab in files named .tsv."""
 
-    encoding: str = "utf-8"
-    """Encoding of CSV and JSON files, such as cp1252 (Excel's) or latin1."""
-
     quoting: Literal["none", "minimal"] | None = None
     """Meaning of quotation marks in CSV. minimal: they enclose values with delimiters or line ends.
     none: they are ordinary characters. Default: minimal, but a file that can be read either way is

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from fedsim.data.building.columns import (
     KINDS,
     MARKS_OF_ROWS,
     TEXTS,
-    TOKEN_IDS,
     Columns,
     check_bound,
     expect_one_kind,
@@ -46,7 +45,6 @@ from fedsim.data.building.sources import (
     size_of,
     unread_splits,
 )
-from fedsim.data.building.text_files import check_format
 from fedsim.data.building.tokenised import Encoding, bundled, write_rows
 from fedsim.data.building.user_ids import remarks
 from fedsim.data.chat import template_of
@@ -56,7 +54,6 @@ from fedsim.data.tokenizer import TEMPLATE, TOKENIZER, Tokenizer, file_of
 from fedsim.errors import DataError, FedsimError, Interrupted, expect
 from fedsim.files import (
     DISK_FULL,
-    TOO_MANY_FILES,
     cpus,
     expand_home,
     keep_private,
@@ -80,7 +77,9 @@ class BuildSettings(BuildConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_format(self)
+        delimiter = self.delimiter
+        fits = delimiter is None or (len(delimiter) == 1 and delimiter not in '"\r\n')
+        expect("delimiter", delimiter, fits, "one character, such as ; or |")
         ordered = self.test_from is None or self.order_column is not None
         expect("test_from", self.test_from, ordered, "an order_column to compare with")
         _ = self.columns
@@ -152,15 +151,6 @@ class BuildSettings(BuildConfig):
         """The tokenizer, with a directory replaced by the tokenizer.json in it."""
         return file_of(self.tokenizer)
 
-    def described(self) -> dict[str, Any]:
-        """The settings that are not the defaults, without the places of files."""
-        values = ((field, getattr(self, field.name)) for field in fields(self))
-        return {
-            field.name: value
-            for field, value in values
-            if value != field.default and field.name not in ("tokenizer", "chat_template")
-        }
-
 
 def build(
     sources: Sequence[str | Path] | str | Path,
@@ -191,7 +181,7 @@ def build(
       settings: the fields of `BuildSettings`.
     Raises:
       ConfigError: the input is invalid, or `out` exists or is being built.
-      FedsimError: the disk is full, or too many files are open.
+      FedsimError: the disk is full.
       Interrupted: a worker was killed, or the Hub cannot be reached.
     """
     if num_workers is not None and num_workers < 1:
@@ -206,11 +196,6 @@ def build(
     except OSError as error:
         if error.errno in DISK_FULL:
             raise FedsimError(f"out={out}: no space left on the disk; nothing was kept") from error
-        if error.errno in TOO_MANY_FILES:
-            raise FedsimError(
-                f"out={out}: expected to be allowed more open files (`ulimit -n`) or mappings of "
-                f"files (vm.max_map_count), got: {os.strerror(error.errno)}; nothing was kept"
-            ) from error
         raise
     return Dataset.open(out)
 
@@ -236,18 +221,18 @@ class _Build:
         else:
             self.say(f"fetching {source}, split {source.split}")
             found, split = source.files(), None
-        self.columns = self._recognised(names_in(found, split, settings))
+        names = names_in(found, split, settings)
+        self.columns = self._recognised(names)
+        if names:
+            self.columns.check(names)
         self.pool.grow(size_of(found))
         about = {"sources": self.pool.map(identify, found), "provenance": provenance}
         about["hub"] = [] if source is None else [source.identity()]
-        scratch = self.out.with_name("read")
-        scratch.mkdir(parents=True, exist_ok=True)
-        options = {"scratch": scratch, "split": split, "settings": settings}
-        parts = self.pool.map(partial(cut, columns=self.columns, **options), found)
+        parts = [part for file in found for part in cut(file, self.columns, split)]
         self.tokenizer = Tokenizer.named(settings.tokenizer_spec)
         self.chats = settings.chats(self.columns, self.tokenizer)
         rows = self.out.with_name("rows")
-        counts = self._tokenise([part for each in parts for part in each], rows)
+        counts = self._tokenise(parts, rows)
         with tokenised_rows(rows, self.pool.num_workers) as connection:
             owners = owners_of(connection)
             splits = self._divide(owners, counts)
@@ -277,17 +262,14 @@ class _Build:
     def _recognised(self, names: Sequence[str]) -> Columns:
         """The columns to read; says which others may hold texts or belong to chats."""
         columns = self.settings.columns.recognised(names)
-        may_be_marked = columns.form or columns.text == (TOKEN_IDS,)
-        if marks := [name for name in MARKS_OF_ROWS if name in names and may_be_marked]:
+        if marks := [name for name in MARKS_OF_ROWS if name in names and columns.form]:
             expected = "no such column, which may say what is not to be trained on: leave out such "
             expected += "rows, or mark turns with `train` of false, and drop or rename the column"
             raise DataError.of("column", marks[0], expected)
-        if unread := [name for name in BESIDE_CHATS if name in names and columns.form]:
-            self.say(f"not read, though they may belong to chats: columns {', '.join(unread)}")
-        unread = [name for name in TEXTS if name in names and name not in columns.text]
-        if unread and (may_be_marked or columns.text == Columns.text):
-            read, others = ", ".join(columns.text), ", ".join(unread)
-            self.say(f"read: {read}; not read, though people's texts may be there: {others}")
+        others = (*TEXTS, *BESIDE_CHATS) if columns.form else TEXTS
+        unread = [name for name in others if name in names and name not in columns.text]
+        if unread and (columns.form or columns.text == Columns.text):
+            self.say(f"read: {', '.join(columns.text)}; not read: {', '.join(unread)}")
         return columns
 
     def _tokenise(self, parts: Sequence[Part], rows: Path) -> Counter[str]:
@@ -306,7 +288,7 @@ class _Build:
                 check_bound(settings.test_from, self.columns.order, kinds)
         if not counts["rows"]:
             expected = "at least one row, got an empty data set"
-            raise DataError.of("data", parts[0].source, expected)
+            raise DataError.of("data", parts[0].file, expected)
         if not counts["examples"]:
             reason = "no user has text, expected at least one"
             if self.chats is not None and counts["untrained"]:
@@ -382,6 +364,9 @@ class _Build:
     def _describe(self, about: dict[str, Any], splits: list[str]) -> None:
         """Write metadata.json and the checksums of the data set."""
         settings = self.settings
+        described = asdict(settings)
+        for name in ("tokenizer", "chat_template"):  # places of files
+            described.pop(name)
         always = ("user", "text", "order")
         columns = asdict(self.columns).items()
         metadata = {
@@ -396,7 +381,7 @@ class _Build:
                 **asdict(settings.holdout),
                 "rows_without_user": settings.rows_without_user,
             },
-            "settings": settings.described(),
+            "settings": described,
             **about,
         }
         if self.chats is not None:

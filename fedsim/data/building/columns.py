@@ -1,7 +1,7 @@
 """Columns of a source: their names, and their values as user ids, texts and order keys.
 
-Rows of any file become record batches of `user_id` (string), `text` (string, or lists of token ids)
-and, if requested, `order`. Errors name the row, counted from 1.
+Rows of any file become record batches of `user_id`, `text` (strings) and, if requested, `order`.
+Errors name the row, counted from 1.
 
 The first line of a CSV file without a header is somebody's text, so an error shows the names of
 columns only if all are as short as names are. Each value of an order is read by itself, so that no
@@ -41,8 +41,7 @@ BESIDE_CHATS = ("tools", "functions", "system", "system_prompt", "system_message
 BESIDE_CHATS += ("image", "images", "video", "videos", "audio")
 """Columns that other programs give to a chat template or put before a prompt."""
 MARKS_OF_ROWS = ("label", "labels", "loss_mask", "completion_mask", "assistant_masks", "train")
-"""Columns beside chats and token ids that may say what is not to be trained on."""
-TOKEN_IDS = "input_ids"
+"""Columns beside chats that may say what is not to be trained on."""
 TEXTS = ("text", "messages", "conversations")
 """Columns that hold what people wrote, of which one is read."""
 NOTHING = ("", "null", '""', "[]")  # JSON of a value that says nothing
@@ -216,7 +215,7 @@ def normalise(
         result["text"] = pa.array(said, pa.string())
     elif columns.text:
         (name,) = columns.text
-        result["text"] = text_of(batch[name], f"text_column={name}", first_row, True)
+        result["text"] = text_of(batch[name], f"text_column={name}", first_row)
     if columns.order is not None:
         field = f"order_column={columns.order}"
         result["order"] = keys_of(batch[columns.order], field, first_row)
@@ -268,23 +267,15 @@ def _as_text(value: Any) -> str:
 
 
 def is_blank(column: pa.Array) -> np.ndarray:
-    """True for null, blank texts, the null \\N of databases and empty token lists, bool [rows]."""
-    if is_token_list(column.type):
-        blank = pc.equal(pc.list_value_length(column), 0)  # pyright: ignore
-    else:
-        trimmed = call("utf8_trim_whitespace", column)
-        blank = call("is_in", trimmed, value_set=pa.array(["", "\\N", None], column.type))
-    return blank.fill_null(True).to_numpy(zero_copy_only=False)
+    """True for null, blank texts and the null \\N of databases, bool [rows]."""
+    trimmed = call("utf8_trim_whitespace", column)
+    blank = call("is_in", trimmed, value_set=pa.array(["", "\\N", None], column.type))
+    return blank.to_numpy(zero_copy_only=False)
 
 
 def is_list(kind: pa.DataType) -> bool:
     """True for types of lists."""
     return pa.types.is_list(kind) or pa.types.is_large_list(kind)
-
-
-def is_token_list(kind: pa.DataType) -> bool:
-    """True for types of lists of token ids."""
-    return is_list(kind) and pa.types.is_integer(kind.value_type)  # pyright: ignore
 
 
 def is_string(kind: pa.DataType) -> bool:
@@ -374,17 +365,10 @@ def _owned(
     return rows[~blank], ids.filter(pa.array(~blank))
 
 
-def text_of(column: pa.Array, field: str, first_row: int, tokens: bool = False) -> pa.Array:
-    """Texts, or lists of token ids if `tokens`.
-
-    Raises:
-      DataError: the column has another type, or text that is not UTF-8.
-    """
-    if tokens and is_token_list(column.type):
-        return column
+def text_of(column: pa.Array, field: str, first_row: int) -> pa.Array:
+    """Texts. Raises: DataError: the column has another type, or text that is not UTF-8."""
     if not (is_string(column.type) or pa.types.is_null(column.type)):
-        expected = "strings, or lists of token ids" if tokens else "strings"
-        raise refused(field, f"{expected}, got {column.type}")
+        raise refused(field, f"strings, got {column.type}")
     return _validate(column.cast(pa.string()), field, first_row)
 
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 from fedsim.data.dataset import SplitRows
 from fedsim.data.store import TokenWriter
 from fedsim.errors import Interrupted
-from fedsim.files import DISK_FULL, TOO_MANY_FILES
+from fedsim.files import DISK_FULL
 
 MEMORY = 512 * 2**20  # bytes for each thread of a sort, and at least for two
 MAX_THREADS = 4
@@ -61,7 +61,7 @@ def owners_of(connection: Any) -> pa.Table:
     """Owners by group and user_id, with their numbers of rows (columns group, user_id, rows).
 
     Raises:
-      OSError: the disk is full, or too many files are open.
+      OSError: the disk is full.
       Interrupted: DuckDB failed, or needs more memory.
     """
     with plain_errors():
@@ -135,7 +135,7 @@ def plain_errors() -> Iterator[None]:
         # A signal that comes while rows are read raises an error of no special type.
         if isinstance(error, duckdb.InterruptException) or message == "Query interrupted":
             raise KeyboardInterrupt from None
-        for number in (*DISK_FULL, *TOO_MANY_FILES):
+        for number in DISK_FULL:
             if os.strerror(number) in message:
                 raise OSError(number, os.strerror(number)) from None
         if "temp_directory" in message or "offload" in message:

@@ -1,7 +1,7 @@
 """Sources of a data set: files and globs, directories that `datasets` saved, files of the Hub.
 
-Each becomes parts of Parquet files, so that several processes can read them. Rows come in the order
-of the source as checked batches. Errors name the file, the row and the reason.
+Rows come in the order of a file, in checked batches. Several processes can read a Parquet file; any
+other is read by one. Errors name the file, the row and the reason.
 
 Files of the Hub are downloaded into the cache of its library, and read as local ones are. A file
 belongs to the split that its path names (train-00000.parquet, validation/part.jsonl); where no path
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import pyarrow as pa
@@ -26,7 +25,7 @@ from fedsim.data.building.columns import Columns, chats_as_json, normalise, plai
 from fedsim.data.building.text_files import PACKED, TextFile
 from fedsim.data.store import fingerprint
 from fedsim.errors import DataError, FedsimError, Interrupted, may_pass, printable
-from fedsim.files import DISK_FULL, TOO_MANY_FILES, expand_home, read_json
+from fedsim.files import DISK_FULL, expand_home, read_json
 
 READ_ROWS, READ_BYTES = 65_536, 64 * 2**20  # of a batch, at most
 PART_ROWS, PART_BYTES = 2**20, 128 * 2**20  # of a part, about
@@ -44,16 +43,18 @@ ABOUT = re.compile(r"(dataset_infos?|dataset_dict|state|config)\.json", re.I)  #
 
 @dataclass(frozen=True)
 class Part:
-    """Row groups of a Parquet file."""
+    """A source, or some row groups of a Parquet file."""
 
     file: Path
-    source: Path
-    """The file or directory that the user has named; `file` has its rows."""
+    size: int
+    """Bytes, about."""
+    split: str | None = None
+    """Split of a saved dictionary of data sets."""
     start: int = 0
     end: int = 0
     """End of the row groups, exclusive."""
     first_row: int = 0
-    """Number of rows of the source before the part."""
+    """Number of rows of the file before the part."""
 
 
 def kind_of(file: Path) -> str:
@@ -254,93 +255,47 @@ def hub_source(
 def names_in(
     files: Iterable[Path], split: str | None = None, settings: BuildConfig = DEFAULTS
 ) -> list[str]:
-    """Names of the columns of the first file that has any; none if no file can be read."""
+    """Names of the columns of the first file that has any. Raises: DataError: one is damaged."""
     for file in files:
-        with suppress(DataError), complaints(file), TemporaryDirectory() as scratch:
+        with complaints(file):
             if is_saved(file):
                 names = pa.ipc.open_stream(_saved_files(file, split)[0]).schema.names
             elif kind_of(file) == "parquet":
                 names = pq.read_schema(file).names
             else:
-                names = TextFile(file, kind_of(file), settings, Path(scratch)).names
+                names = TextFile(file, kind_of(file), settings).names
             if names:
                 return names
     return []
 
 
-def cut(
-    file: Path,
-    columns: Columns,
-    scratch: Path,
-    split: str | None = None,
-    settings: BuildConfig = DEFAULTS,
-) -> list[Part]:
-    """Cut a file into parts, in order.
+def cut(file: Path, columns: Columns, split: str | None = None) -> list[Part]:
+    """Cut a source into parts, in order.
 
     Args:
-      scratch: a directory for the rows of files that are not Parquet.
       split: split of a saved dictionary of data sets.
-      settings: delimiter, encoding and quoting of text files.
     Raises:
-      DataError: the file cannot be read, or lacks a column.
+      DataError: a Parquet file cannot be read, or lacks a column.
     """
-    with complaints(file):
-        if kind_of(file) == "parquet":
-            return _cut_parquet(Part(file, file), columns)
-        place = Path(mkdtemp(dir=scratch))
-        if is_saved(file):
-            batches = _saved_batches(file, columns, split)
-        else:
-            batches = TextFile(file, kind_of(file), settings, place).batches(columns)
-        return _as_parquet(file, batches, columns, place)
-
-
-def _as_parquet(
-    source: Path, batches: Iterable[pa.RecordBatch], columns: Columns, place: Path
-) -> list[Part]:
-    """Write the rows of a source as Parquet. A column whose type changes begins another file."""
-    parts, rows, size, held = [], 0, 0, []
-
-    def write() -> None:
-        nonlocal rows, size, held
-        table = pa.Table.from_batches(held)
-        whole = Part(place / f"{rows:012d}.parquet", source, first_row=rows)
-        rows, size, held = rows + len(table), 0, []
-        pq.write_table(table, whole.file, row_group_size=READ_ROWS, compression="lz4")
-        parts.extend(_cut_parquet(whole, columns))
-
-    for batch in batches:
-        if columns.form and kind_of(source) not in ("json", "jsonl"):
-            batch = chats_as_json(batch, columns)
-        batch = with_plain_types(batch)
-        if held and (size >= PART_BYTES or batch.schema != held[0].schema):
-            write()
-        held.append(batch)
-        size += batch.nbytes
-    if not held and not parts:
-        nothing = {name: pa.nulls(0, pa.string()) for name in columns.names}
-        held.append(pa.RecordBatch.from_pydict(nothing))
-    if held:
-        write()
-    return parts
-
-
-def _cut_parquet(whole: Part, columns: Columns) -> list[Part]:
-    with pq.ParquetFile(whole.file) as parquet:
+    if kind_of(file) != "parquet":
+        return [Part(file, size_of([file]), split)]
+    parts, start, row, rows, size = [], 0, 0, 0, 0
+    with complaints(file), pq.ParquetFile(file) as parquet:
         columns.check(parquet.schema_arrow.names)
-        about = parquet.metadata
-        parts, start, rows, size, before = [], 0, 0, 0, whole.first_row
-        for group in range(about.num_row_groups):
-            rows += about.row_group(group).num_rows
-            size += about.row_group(group).total_byte_size
-            if rows >= PART_ROWS or size >= PART_BYTES or group == about.num_row_groups - 1:
-                parts.append(replace(whole, start=start, end=group + 1, first_row=before))
-                start, before, rows, size = group + 1, before + rows, 0, 0
-    return parts or [whole]
+        groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
+        for end, group in enumerate(groups, 1):
+            rows, size = rows + group.num_rows, size + group.total_byte_size
+            if rows >= PART_ROWS or size >= PART_BYTES or end == len(groups):
+                parts.append(Part(file, size, start=start, end=end, first_row=row))
+                start, row, rows, size = end, row + rows, 0, 0
+    return parts or [Part(file, 0)]
 
 
 def read(
-    part: Part, columns: Columns, tally: Counter[str] | None = None
+    part: Part,
+    columns: Columns,
+    tally: Counter[str] | None = None,
+    settings: BuildConfig = DEFAULTS,
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Yield the rows of a part in order: (number of rows of the file before the batch, batch).
 
@@ -348,41 +303,48 @@ def read(
 
     Args:
       tally: counts doubtful user ids.
+      settings: delimiter and quoting of text files.
     Raises:
       DataError: names the file and the reason.
     """
-    for first_row, batch in raw(part, columns):
-        with complaints(part.source):
+    for first_row, batch in raw(part, columns, settings):
+        with complaints(part.file):
             batch = normalise(batch, columns, first_row, tally)
         yield first_row, batch
 
 
-def raw(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
+def raw(
+    part: Part, columns: Columns, settings: BuildConfig = DEFAULTS
+) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Yield the rows of a part as `read` does, with the columns of the file; chats as JSON."""
-    with complaints(part.source), pq.ParquetFile(part.file) as parquet:
-        found = parquet.schema_arrow.names
-        columns.check(found)
-        names = columns.in_file(found)
-        groups = list(range(part.start, part.end))
-        about = [parquet.metadata.row_group(group) for group in groups]
-        size, rows = (sum(getattr(x, n) for x in about) for n in ("total_byte_size", "num_rows"))
-        fitting = max(1, min(READ_ROWS, READ_BYTES * rows // max(size, 1)))
-        row = part.first_row
-        for batch in parquet.iter_batches(fitting, row_groups=groups, columns=names):
-            batch = batch.select(names)
-            step = max(1, len(batch) * READ_BYTES // max(batch.nbytes, 1))
-            for start in range(0, len(batch), step):
-                piece = batch.slice(start, step)
-                if columns.form and part.file == part.source:
-                    piece = chats_as_json(piece, columns)
-                yield row + start, with_plain_types(piece)
+    kind, row = kind_of(part.file), part.first_row
+    with complaints(part.file):
+        if kind == "parquet":
+            batches = _parquet_batches(part, columns)
+        elif kind == "saved":
+            batches = _saved_batches(part, columns)
+        else:
+            batches = TextFile(part.file, kind, settings).batches(columns)
+        for batch in batches:
+            if columns.form and not kind.startswith("json"):
+                batch = chats_as_json(batch, columns)
+            found = {name: plain(batch[name], name) for name in batch.schema.names}
+            yield row, pa.RecordBatch.from_pydict(found)
             row += len(batch)
 
 
-def with_plain_types(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch with `columns.plain` columns. Raises: DataError: a column has fields inside."""
-    columns = {name: plain(batch[name], name) for name in batch.schema.names}
-    return pa.RecordBatch.from_pydict(columns)
+def _parquet_batches(part: Part, columns: Columns) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of row groups, in batches that fit in memory."""
+    with pq.ParquetFile(part.file) as parquet:
+        columns.check(parquet.schema_arrow.names)
+        names = columns.in_file(parquet.schema_arrow.names)
+        groups = list(range(part.start, part.end))
+        rows = sum(parquet.metadata.row_group(group).num_rows for group in groups)
+        fitting = max(1, min(READ_ROWS, READ_BYTES * rows // max(part.size, 1)))
+        for batch in parquet.iter_batches(fitting, row_groups=groups, columns=names):
+            batch = batch.select(names)
+            step = max(1, len(batch) * READ_BYTES // max(batch.nbytes, 1))
+            yield from (batch.slice(start, step) for start in range(0, len(batch), step))
 
 
 @contextmanager
@@ -395,8 +357,6 @@ def complaints(source: Path) -> Iterator[None]:
         named.field, named.value = error.field, error.value
         raise named from None
     except READING as error:
-        if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
-            raise  # the file itself is not at fault
         what = f"data={source}: expected a readable {kind_of(source)} file ({reason_of(error)})"
         raise DataError(printable(what), field="data") from None
 
@@ -443,11 +403,9 @@ def _saved_files(directory: Path, split: str | None) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _saved_batches(
-    directory: Path, columns: Columns, split: str | None
-) -> Iterator[pa.RecordBatch]:
+def _saved_batches(part: Part, columns: Columns) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a directory that `datasets.save_to_disk` wrote."""
-    for file in _saved_files(directory, split):
+    for file in _saved_files(part.file, part.split):
         with pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as stream:
             columns.check(stream.schema.names)
             names = columns.in_file(stream.schema.names)

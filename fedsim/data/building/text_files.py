@@ -7,6 +7,7 @@ a value of a file, for it may be personal; DuckDB's messages quote lines, and ar
 
 import codecs
 import csv
+import glob
 import io
 import json
 import re
@@ -32,7 +33,7 @@ MAX_BYTES = 2**26  # of a row: a file of a few hundred kB may unpack to one of m
 BATCH_ROWS = 2048
 HEAD_ROWS = 65_536  # of JSON, whose keys are looked at before it is read
 PIECE = 2**20  # bytes that are read at a time
-ENCODING = "expected UTF-8; where it is of another encoding: encoding=cp1252"
+ENCODING = "expected UTF-8, which `iconv -f cp1252 -t utf-8 FILE` makes of another encoding"
 REASONS = (  # of DuckDB's messages, and what is said instead
     (
         r"Expected Number of Columns: (\d+) Found: (\d+)",
@@ -54,27 +55,12 @@ REASONS = (  # of DuckDB's messages, and what is said instead
 )
 
 
-def check_format(settings: BuildConfig) -> None:
-    """Raise DataError if the delimiter or the encoding is invalid."""
-    delimiter, encoding = settings.delimiter, settings.encoding
-    if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
-        raise DataError.of("delimiter", delimiter, "one character, such as ; or |")
-    try:
-        "".encode(encoding)
-        codecs.getincrementaldecoder(encoding)().decode(pa.py_buffer(b""))  # as Arrow
-    except (AttributeError, LookupError, TypeError, ValueError):  # punycode takes only bytes
-        expected = "an encoding of text that Python knows, such as cp1252"
-        raise DataError.of("encoding", encoding, expected) from None
-
-
 class TextFile:
     """A CSV or JSON file that is read by DuckDB.
 
     Args:
-      file: path of the file.
       kind: csv, tsv, json or jsonl.
-      settings: delimiter, encoding and quoting.
-      scratch: an existing directory for a link or a copy.
+      settings: delimiter and quoting.
     Raises:
       DataError: the file cannot be read. The error names the line and the reason.
     """
@@ -82,22 +68,18 @@ class TextFile:
     names: list[str]
     """Names of the columns."""
 
-    def __init__(self, file: Path, kind: str, settings: BuildConfig, scratch: Path):
-        self.settings, self.packed = settings, PACKED.get(file.suffix)
+    def __init__(self, file: Path, kind: str, settings: BuildConfig):
+        self.file, self.settings, self.packed = file, settings, PACKED.get(file.suffix)
         self.is_csv = kind in ("csv", "tsv")
         self.delimiter = settings.delimiter or ("\t" if kind == "tsv" else ",")
         self.connection = duckdb.connect(config={"threads": 1})
         with _plain_reasons():
-            is_utf8 = codecs.lookup(settings.encoding).name in ("utf-8", "utf-8-sig")
-            if is_utf8 and self._begins(file, 2) in (b"\xff\xfe", b"\xfe\xff"):
-                raise DataError("it is UTF-16: encoding=utf-16")
-            self.path = scratch / "text"  # DuckDB would take the name of a file for a pattern
-            if is_utf8:
-                self.path.symlink_to(file.resolve())
-            else:
-                self._copy(file)
-            self.is_list = kind == "json" and self._begins(self.path).lstrip()[:1] == b"["
-            self.names = self._header() if self.is_csv else self._keys()
+            with pa.input_stream(str(file), compression=self.packed) as stream:
+                begin = stream.read(PIECE).removeprefix(codecs.BOM_UTF8)
+            if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise DataError(ENCODING)
+            self.is_list = kind == "json" and begin.lstrip()[:1] == b"["
+            self.names = self._header(begin) if self.is_csv else self._keys()
 
     def batches(self, columns: Columns) -> Iterator[pa.RecordBatch]:
         """Yield the columns in small batches, in the order of the file.
@@ -112,25 +94,11 @@ class TextFile:
                 columns.check(self.names)
             yield from self._csv(columns) if self.is_csv else self._json(columns)
 
-    def _begins(self, file: Path, size: int = PIECE) -> bytes:
-        with pa.input_stream(str(file), compression=self.packed) as stream:
-            found = stream.read(size)
-        return found.removeprefix(codecs.BOM_UTF8)
-
-    def _copy(self, file: Path) -> None:
-        """Write a copy in UTF-8."""
-        with pa.input_stream(str(file), compression=self.packed) as stream:
-            text = io.TextIOWrapper(stream, self.settings.encoding, newline="")  # pyright: ignore
-            with self.path.open("w", encoding="utf-8", newline="") as copy:
-                while piece := text.read(PIECE):
-                    copy.write(piece)
-        self.packed = None
-
-    def _header(self) -> list[str]:
+    def _header(self, begin: bytes) -> list[str]:
         quoting = csv.QUOTE_NONE if self.settings.quoting == "none" else csv.QUOTE_MINIMAL
         before = csv.field_size_limit(sys.maxsize)
         try:
-            lines = io.StringIO(self._begins(self.path).decode("utf-8", "replace"), newline="")
+            lines = io.StringIO(begin.decode("utf-8", "replace"), newline="")
             names = next(csv.reader(lines, delimiter=self.delimiter, quoting=quoting), [])
         finally:
             csv.field_size_limit(before)
@@ -259,7 +227,7 @@ class TextFile:
 
     def _end(self) -> Iterator[bytes]:
         """Pieces of the end of the file, more than a row can have; of a packed file, all pieces."""
-        with pa.input_stream(str(self.path), compression=self.packed) as stream:
+        with pa.input_stream(str(self.file), compression=self.packed) as stream:
             if self.packed is None:
                 stream.seek(max(0, stream.size() - 4 * MAX_BYTES))
             while piece := stream.read(PIECE):
@@ -269,7 +237,8 @@ class TextFile:
         self, query: str, *, columns: Sequence[str] = (), kind: str = "VARCHAR", quote: str = ""
     ) -> Any:
         known = {"columns": dict.fromkeys(columns, kind), "quote": quote, "null": "\0"}
-        known |= {"path": str(self.path), "delimiter": self.delimiter}
+        # DuckDB would take the name of a file for a pattern.
+        known |= {"path": glob.escape(str(self.file)), "delimiter": self.delimiter}
         used = {name: value for name, value in known.items() if f"${name}" in query}
         return self.connection.sql(query, params=used)
 
@@ -296,33 +265,29 @@ def _plain_reasons() -> Iterator[None]:
 def _as_column(
     texts: pa.Array, kinds: pa.Array, name: str, rows: int, columns: Columns
 ) -> pa.Array:
-    """Values of JSON as texts; lists of a text column as whole numbers, others as texts.
-
-    Raises:
-      DataError: a value is of another kind.
-    """
+    """Values of JSON as texts, or as lists of owners. Raises: DataError: they are others."""
     is_text = name in columns.text and name not in columns.owner
-    others = call("is_in", kinds, value_set=pa.array(["OBJECT", "BOOLEAN"])).to_numpy(False)
+    bad = ["OBJECT", "BOOLEAN", *(["ARRAY"] if is_text else ())]
+    others = call("is_in", kinds, value_set=pa.array(bad)).to_numpy(False)
     if others.any():
         i, expected = int(others.argmax()), "a text" if is_text else "a text or a number"
         raise DataError(f"row {rows + i + 1}, {name}: expected {expected}, got {kinds[i]}")
-    if not is_text:
-        whole = call("match_substring_regex", texts, pattern=r"^-?[0-9]+(\.0)?$")
-        rounded = call("and", call("equal", kinds, pa.scalar("DOUBLE")), call("invert", whole))
-        if rounded.true_count:
-            i = rounded.index(True).as_py()
-            line = f"text or whole numbers, got {texts[i].as_py()} in row {rows + i + 1}"
-            raise refused(columns.blamed, line)
+    if is_text:
+        return texts
+    whole = call("match_substring_regex", texts, pattern=r"^-?[0-9]+(\.0)?$")
+    rounded = call("and", call("equal", kinds, pa.scalar("DOUBLE")), call("invert", whole))
+    if rounded.true_count:
+        i = rounded.index(True).as_py()
+        line = f"text or whole numbers, got {texts[i].as_py()} in row {rows + i + 1}"
+        raise refused(columns.blamed, line)
     lists = call("equal", kinds, pa.scalar("ARRAY")).fill_null(False)
     if not lists.true_count:
         return texts
     values = []
     for i, (text, is_list) in enumerate(zip(texts.to_pylist(), lists.to_pylist(), strict=True)):
-        value = json.loads(text) if is_list else text if text is None or is_text else [text]
-        inside = value if isinstance(value, list) else [] if value is None else [()]
-        if not all(x is None or type(x) is int or type(x) is str and not is_text for x in inside):
-            expected = "whole numbers, which are tokens," if is_text else "texts or whole numbers"
-            hint = " (of chats: messages_column)" if is_text else ""
-            raise DataError(f"row {rows + i + 1}, {name}: expected {expected} in lists{hint}")
-        values.append(value if is_text else [x if x is None else str(x) for x in inside])
-    return pa.array(values, pa.list_(pa.int64() if is_text else pa.string()))
+        value = json.loads(text) if is_list else [] if text is None else [text]
+        if not all(x is None or type(x) in (int, str) for x in value):
+            expected = "texts or whole numbers in lists"
+            raise DataError(f"row {rows + i + 1}, {name}: expected {expected}")
+        values.append([x if x is None else str(x) for x in value])
+    return pa.array(values, pa.list_(pa.string()))

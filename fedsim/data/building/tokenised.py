@@ -2,29 +2,29 @@
 
 A row has its owner, which is a user within a group (see dataset.py), its order keys if any, its
 place among the rows of all sources, and its token ids as bytes. A long row is written in several
-pieces, because each thread of DuckDB holds 122,880 rows in memory, however long they are. Parts of
-small files are bundled to limit the number of files.
+pieces, because each thread of DuckDB holds 122,880 rows in memory, however long they are. Small
+parts are bundled to limit the number of files.
 """
 
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import tokenizers
 
 from fedsim.config import BuildConfig
-from fedsim.data.building.columns import Columns, at_least, is_blank, is_token_list, kinds_of
+from fedsim.data.building.columns import Columns, at_least, is_blank, kinds_of
 from fedsim.data.building.messages import BadRow, Chats, Examples, chat_examples
 from fedsim.data.building.sources import Part, read
+from fedsim.data.building.user_ids import call
 from fedsim.data.chat import ChatTokenizer, Template
 from fedsim.data.dataset import EVAL_USERS, TEST, TRAIN, Holdout
 from fedsim.data.store import copy, offsets_of, token_dtype
@@ -55,15 +55,14 @@ class Encoding:
 
 def bundled(parts: Sequence[Part]) -> list[list[Part]]:
     """Group parts, in order, so that small ones are together."""
-    sizes = [part.file.stat().st_size for part in parts]
-    enough = max(BUNDLE_BYTES, sum(sizes) // MAX_BUNDLES)
-    bundles, held = [], enough
-    for part, size in zip(parts, sizes, strict=True):
-        if held >= enough:
+    enough = max(BUNDLE_BYTES, sum(part.size for part in parts) // MAX_BUNDLES)
+    bundles, size = [], enough
+    for part in parts:
+        if size >= enough:
             bundles.append([])
-            held = 0
+            size = 0
         bundles[-1].append(part)
-        held += size
+        size += part.size
     return bundles
 
 
@@ -77,7 +76,7 @@ def write_rows(item: tuple[int, Sequence[Part]], *, encoding: Encoding) -> Count
       batches with orders of each kind; of examples; of texts that spell special tokens; of doubtful
       user ids; and those of `chat_examples`. Of a huge text, only tokens that were encoded count.
     Raises:
-      DataError: a row has no user, a token id is not in the vocabulary, or `read` refuses a file.
+      DataError: a row has no user or cannot be encoded, or `read` refuses a file.
     """
     number, parts = item
     place, writer = number * PLACES, None
@@ -85,7 +84,7 @@ def write_rows(item: tuple[int, Sequence[Part]], *, encoding: Encoding) -> Count
     columns = encoding.columns
     with ExitStack() as stack:
         for part in parts:
-            for first_row, batch in read(part, columns, counts):
+            for first_row, batch in read(part, columns, counts, encoding.settings):
                 unowned = is_blank(batch["user_id"])
                 if unowned.any() and encoding.settings.rows_without_user == "refuse":
                     raise _without_user(np.flatnonzero(unowned) + first_row + 1, columns, part)
@@ -93,19 +92,14 @@ def write_rows(item: tuple[int, Sequence[Part]], *, encoding: Encoding) -> Count
                     rows = _tokenise(batch, unowned, encoding, counts)
                 except BadRow as bad:
                     named = f"{columns.text_fields[0]}={columns.text[0]}"
-                    where = f"in row {first_row + bad.row + 1} of {part.source}"
+                    where = f"in row {first_row + bad.row + 1} of {part.file}"
                     raise DataError(f"{named}: {bad} {where}") from None
                 places = pa.array(place + np.arange(len(rows)))
                 rows, place = rows.append_column("place", places), place + len(rows)
                 if writer is None:
-                    writer = stack.enter_context(
-                        pq.ParquetWriter(
-                            encoding.directory / f"rows-{number:06d}.parquet",
-                            rows.schema,
-                            compression="lz4",
-                            use_dictionary=["user_id"],  # pyright: ignore
-                        )
-                    )
+                    file = encoding.directory / f"rows-{number:06d}.parquet"
+                    options = {"compression": "lz4", "use_dictionary": ["user_id"]}
+                    writer = stack.enter_context(pq.ParquetWriter(file, rows.schema, **options))
                 writer.write_table(rows, max(1, len(rows) * GROUP_BYTES // max(rows.nbytes, 1)))
     return counts
 
@@ -115,7 +109,7 @@ def _without_user(rows: np.ndarray, columns: Columns, part: Part) -> DataError:
     shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + ", ..." * (len(rows) > SHOWN_ROWS)
     ids = "id" if len(rows) == 1 else "ids"
     return DataError(
-        f"{columns.blamed}: {len(rows)} null or empty user {ids} in {part.source} (rows {shown}); "
+        f"{columns.blamed}: {len(rows)} null or empty user {ids} in {part.file} (rows {shown}); "
         "expected a user for every row, or rows_without_user=drop, which leaves such rows out"
     )
 
@@ -123,26 +117,30 @@ def _without_user(rows: np.ndarray, columns: Columns, part: Part) -> DataError:
 def _tokenise(
     batch: pa.RecordBatch, unowned: np.ndarray, encoding: Encoding, counts: Counter[str]
 ) -> pa.Table:
-    """The rows of a batch, in pieces. Raises: BadRow: a row cannot be encoded.
-
-    Args:
-      unowned: bool [rows], rows without a user.
-      counts: counts of `write_rows`.
-    """
+    """The rows of a batch, in pieces. Raises: BadRow: a row cannot be encoded."""
     blank = unowned | is_blank(batch["text"])
     filled = np.flatnonzero(~blank)
     batch = batch.take(pa.array(filled))
-    make = _of_texts if encoding.chats is None else _of_chats
-    try:
-        examples, of_rows = make(batch["text"], encoding)
-    except BadRow as bad:
-        raise BadRow(int(filled[bad.row]), str(bad)) from None
+    tokenizer = _tokenizer(encoding.tokenizer)
+    if encoding.chats is None:
+        examples, of_rows = _of_texts(batch["text"], tokenizer, encoding.settings)
+    else:
+        of_chats = _chat_tokenizer(encoding.tokenizer, encoding.chats.template)
+        try:
+            examples, of_rows = chat_examples(batch["text"].to_pylist(), encoding.chats, of_chats)
+        except BadRow as bad:
+            raise BadRow(int(filled[bad.row]), str(bad)) from None
     counts.update(of_rows)
     counts["rows"] += len(blank)
     counts["unowned"] += int(unowned.sum())
     counts["empty"] += int((blank & ~unowned).sum())
     counts["examples"] += len(examples.lengths)
-    counts["spelling"] += _spelling(batch["text"], encoding)
+    spelled = tokenizer.special_texts
+    if encoding.chats is not None:  # in JSON
+        spelled = {*spelled, *(json.dumps(text)[1:-1] for text in spelled)}
+    if pattern := "|".join(map(re.escape, sorted(spelled))):
+        spelling = call("match_substring_regex", batch["text"], pattern=pattern)
+        counts["spelling"] += spelling.true_count
     columns = {"user_id": batch["user_id"], "group": _groups(batch, encoding.holdout)}
     if encoding.columns.order is not None:
         counts["no_order"] += batch["order"].null_count
@@ -151,25 +149,12 @@ def _tokenise(
     return in_pieces(pa.table(columns).take(pa.array(examples.origin)), *examples[:2])
 
 
-def _spelling(texts: pa.Array, encoding: Encoding) -> int:
-    """Number of texts, or JSON of chats, that spell a special token."""
-    spelled = _tokenizer(encoding.tokenizer).special_texts
-    if encoding.chats is not None:
-        spelled = {*spelled, *(json.dumps(text)[1:-1] for text in spelled)}
-    pattern = "|".join(map(re.escape, sorted(spelled)))
-    if not pattern or is_token_list(texts.type):
-        return 0
-    return pc.match_substring_regex(texts, pattern).true_count  # pyright: ignore
-
-
-def _of_texts(texts: pa.Array, encoding: Encoding) -> tuple[Examples, dict[str, int]]:
-    """Examples of texts, and their counts. Raises: BadRow: a token id is not in the vocabulary."""
-    tokenizer = _tokenizer(encoding.tokenizer)
-    settings, cuts = encoding.settings, encoding.settings.long_texts == "cut"
-    if is_token_list(texts.type):
-        lengths, values = _given_tokens(texts, tokenizer.vocab_size)
-    else:
-        lengths, values = tokenizer.encode(texts, cuts)
+def _of_texts(
+    texts: pa.Array, tokenizer: Tokenizer, settings: BuildConfig
+) -> tuple[Examples, dict[str, int]]:
+    """Examples of texts, and their counts."""
+    cuts, body = settings.long_texts == "cut", settings.max_length - 1
+    lengths, values = tokenizer.encode(texts, cuts)
     examples = frame(
         lengths,
         values.astype(token_dtype(tokenizer.vocab_size), copy=False),
@@ -178,19 +163,11 @@ def _of_texts(texts: pa.Array, encoding: Encoding) -> tuple[Examples, dict[str, 
         max_length=settings.max_length,
         long_texts=settings.long_texts,
     )
-    body = settings.max_length - 1
     return examples, {
         "long": int((lengths > body).sum()),
         "tokens": int(lengths.sum()),
         "tokens_cut": int(np.maximum(lengths - body, 0).sum()) if cuts else 0,
     }
-
-
-def _of_chats(rows: pa.Array, encoding: Encoding) -> tuple[Examples, Counter[str]]:
-    """Examples of rows of chats, and their counts. Raises: BadRow: one cannot be encoded."""
-    assert encoding.chats is not None, "of chats"
-    tokenizer = _chat_tokenizer(encoding.tokenizer, encoding.chats.template)
-    return chat_examples(rows.to_pylist(), encoding.chats, tokenizer)
 
 
 def frame(
@@ -262,28 +239,14 @@ def _groups(rows: pa.RecordBatch, holdout: Holdout) -> pa.Array:
         group[at_least(rows["order"], holdout.test_from)] = TEST
     if holdout.eval_users:
         users = rows["user_id"].dictionary_encode()
-        ids = users.dictionary.to_pylist()
-        held_out = np.fromiter(map(_taken(holdout), ids), bool, len(ids))
+        held_out = np.array([_takes(holdout, id_) for id_ in users.dictionary.to_pylist()], bool)
         group[held_out[users.indices.to_numpy()]] = EVAL_USERS
     return pa.array(group, pa.int8())
 
 
-def _given_tokens(column: pa.Array, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths and ids of lists of token ids. Raises: BadRow: an id is null or out of range."""
-    lengths = pc.list_value_length(column).to_numpy().astype(np.int64)  # pyright: ignore
-    values = column.flatten()
-    ends = np.cumsum(lengths)
-    if values.null_count:
-        where = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
-        raise BadRow(int(np.searchsorted(ends, where, "right")), "a null token id")
-    ids = values.to_numpy()
-    bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    if len(bad):
-        raise BadRow(
-            int(np.searchsorted(ends, bad[0], "right")),
-            f"token id {ids[bad[0]]}, expected one in [0, {vocab_size})",
-        )
-    return lengths, ids
+@lru_cache(2**20)
+def _takes(holdout: Holdout, user_id: str) -> bool:
+    return holdout.takes_user(user_id)
 
 
 @lru_cache(1)
@@ -294,8 +257,3 @@ def _tokenizer(file: Path) -> Tokenizer:
 @lru_cache(1)
 def _chat_tokenizer(file: Path, template: Template | None) -> ChatTokenizer:
     return ChatTokenizer(_tokenizer(file), template)
-
-
-@cache
-def _taken(holdout: Holdout) -> Callable[[str], bool]:
-    return lru_cache(2**20)(holdout.takes_user)

@@ -1,7 +1,6 @@
 """Building from files: formats, splits, order, bytes, and every kind of bad input."""
 
 import csv
-import errno
 import gzip
 import hashlib
 import json
@@ -21,7 +20,7 @@ from learnt import learnt
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset, Holdout
 from fedsim.data.tokenizer import Tokenizer
-from fedsim.errors import ConfigError, DataError, FedsimError
+from fedsim.errors import ConfigError, DataError
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 ROWS = [(f"user {i % 17}", f"text {i} of it") for i in range(300)]
@@ -182,29 +181,6 @@ def test_the_same_input_gives_the_same_bytes(tmp_path, monkeypatch, kind):
     build(file, tmp_path / "two", tokenizer=tokenizer)
     assert digests(tmp_path / "one") == digests(tmp_path / "two")
     assert str(tmp_path) not in (tmp_path / "one" / "metadata.json").read_text()
-
-
-def test_a_build_that_can_open_no_more_files_says_so_and_leaves_nothing(tmp_path, monkeypatch):
-    file = parquet(tmp_path / "a.parquet")
-
-    def too_many(*_, **__):
-        raise OSError(errno.EMFILE, "too many")
-
-    monkeypatch.setattr("fedsim.data.building.build.write_splits", too_many)
-    with pytest.raises(FedsimError, match="more open files .`ulimit -n`.*nothing was kept"):
-        build(file, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_token_ids_are_taken_as_they_are(tmp_path):
-    rows = {"user_id": ["a", "b", "a"], "text": pa.array([[1, 2, 3, 4], [], [255]])}
-    file = tmp_path / "x.parquet"
-    pq.write_table(pa.table(rows), file)
-    options = {"max_length": 4, "long_texts": "split", **ALL_IN_TRAIN}
-    data = build(file, tmp_path / "out", **options)
-    tokens, sizes = data.train.gather(np.arange(3), 4)
-    assert tokens.tolist() == [[256, 1, 2, 3], [256, 4, 256, 0], [256, 255, 256, 0]]
-    assert data.train.user_ids() == ["a"] and data.metadata["counts"]["empty_texts_dropped"] == 1
 
 
 def test_duplicate_rows_are_kept(tmp_path):

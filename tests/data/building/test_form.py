@@ -1,14 +1,11 @@
 """Files as people have them: other delimiters and encodings, JSON lists, folders of all of it."""
 
-import gzip
 import json
 import shutil
 
-import pytest
 from test_build import texts_of
 
 from fedsim.data.building.build import build
-from fedsim.errors import DataError
 
 ROWS = [("ann", "caf\u00e9; or tea"), ("bob", 'say "\u00e7a"'), ("ann", "two\nlines")]
 
@@ -19,20 +16,6 @@ def built(source, tmp_path, **options):
     data = build(source, tmp_path / "out", **options)
     found = texts_of(data.train).items()
     return sorted((user, text) for user, texts in found for text in texts)
-
-
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
-@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.json"])
-def test_lines_of_json_are_read_in_any_encoding(name, encoding, tmp_path):
-    rows = [{"user_id": user, "text": text} for user, text in ROWS]
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    opener = gzip.open if name.endswith(".gz") else open
-    with opener(tmp_path / name, "wb") as file:
-        file.write(lines.encode(encoding))
-    assert built(tmp_path / name, tmp_path, encoding=encoding) == sorted(ROWS)
-    if encoding == "utf-16":
-        with pytest.raises(DataError, match="it is UTF-16: encoding=utf-16"):
-            build(tmp_path / name, tmp_path / "without")
 
 
 def test_a_folder_is_all_files_in_it_that_can_be_read(tmp_path):

@@ -23,9 +23,8 @@ def dump(path, rows):
 
 
 def is_refused(path):
-    (path.parent / "text").unlink(missing_ok=True)
     try:
-        file = TextFile(path, path.suffix[1:], BuildConfig(), path.parent)
+        file = TextFile(path, path.suffix[1:], BuildConfig())
         list(file.batches(Columns()))
         return False
     except DataError:

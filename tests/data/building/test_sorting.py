@@ -105,7 +105,6 @@ def test_nothing_is_loaded_from_a_network(tmp_path, rng):
     [
         (duckdb.IOException("Could not write all bytes: No space left on device"), errno.ENOSPC),
         (duckdb.IOException("could not write to file: File too large"), errno.EFBIG),
-        (duckdb.IOException('Cannot open file "x": Too many open files'), errno.EMFILE),
         (pa.ArrowInvalid("failed to offload data block of size 1 (temp_directory)"), errno.ENOSPC),
     ],
 )
