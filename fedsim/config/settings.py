@@ -77,9 +77,6 @@ class BuildConfig:
     chat_template: APath | None = None
     """File with the chat template. Default: the one in the directory of the tokenizer."""
 
-    template_date: str = "2026-01-01"
-    """Day that a chat template takes for today, so that equal data give equal tokens."""
-
     skip_unknown: bool = False
     """Leave out chats that cannot be read, with images or tool calls for example, and count them.
     Default: the first one is an error that names its row."""

@@ -1,9 +1,8 @@
-"""A process with limits of time and memory, in which files of strangers are tried and run.
+"""A process with limits of time and memory, in which chat templates run.
 
-A chat template is a program, and a tokenizer.json can make its library loop, abort or fill memory.
-Both come with models of strangers. This process has one child of its own for them, which ends when
-it takes too long, and the next call starts another. A template is sandboxed by Jinja besides; see
-`templates`.
+A template is a program of a stranger that comes with a model. This process has one child of its own
+for them, which ends when it takes too long, and the next call starts another. A template is
+sandboxed by Jinja besides; see `templates`.
 """
 
 import contextlib
@@ -16,10 +15,8 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-RENDER_S, LOAD_S = 10.0, 60.0  # of a template for one chat; of a tokenizer
-MEMORY = 4 * 2**30  # bytes of addresses: the largest tokenizers take a third
-PROBES = ("Aüが 12 \t\n<b>", "a" * 200, " " * 200, "(" * 50 + "word, word; " * 20)
-ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+RENDER_S = 10.0  # of a template for one chat
+MEMORY = 4 * 2**30  # bytes of addresses
 MAIN = "from fedsim.data.limited import serve; serve()"
 
 
@@ -28,24 +25,22 @@ class LimitReached(Exception):
 
 
 class Refused(Exception):
-    """The child could not do it. The text is that of its error, or the name of the error's class if
-    it has none."""
+    """The child could not do it. The text is that of its error."""
 
 
 _children: dict[int, subprocess.Popen[bytes]] = {}  # by process, for a fork starts its own
 _lock = threading.Lock()
 
 
-def call(name: str, *arguments: Any, seconds: float) -> Any:
-    """Result of `load_tokenizer`, or of a function of `templates`, in the child.
+def call(name: str, *arguments: Any) -> Any:
+    """Result of a function of `templates` in the child.
 
     Args:
       name: of the function.
       arguments: of the function, as JSON.
-      seconds: limit of time.
     Raises: LimitReached, Refused.
     """
-    request = {"name": name, "arguments": arguments, "seconds": seconds}
+    request = {"name": name, "arguments": arguments, "seconds": RENDER_S}
     with _lock:
         child, line = _children.pop(os.getpid(), None), b""
         if child is None or child.poll() is not None:
@@ -63,7 +58,7 @@ def call(name: str, *arguments: Any, seconds: float) -> Any:
                 child.kill()
                 child.communicate()
     if not line.endswith(b"\n"):
-        raise LimitReached(f"{seconds:.0f} s, or {MEMORY:,} bytes of memory")
+        raise LimitReached(f"{RENDER_S:.0f} s, or {MEMORY:,} bytes of memory")
     answer = json.loads(line)
     if "error" in answer:
         raise Refused(answer["error"])
@@ -78,13 +73,15 @@ def _start() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": places},
+        env={**os.environ, "PYTHONPATH": places},
         start_new_session=True,  # an interruption is for its parent
     )
 
 
 def serve() -> NoReturn:
     """Main function of the child: answer requests, one a line, until the input ends."""
+    from fedsim.data import templates  # which imports all of Jinja
+
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     memory = MEMORY if most == resource.RLIM_INFINITY else min(MEMORY, most)
     resource.setrlimit(resource.RLIMIT_AS, (memory, most))
@@ -95,34 +92,12 @@ def serve() -> NoReturn:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request["seconds"])
         try:
-            answer = {"result": _function(request["name"])(*request["arguments"])}
+            answer = {"result": getattr(templates, request["name"])(*request["arguments"])}
         except MemoryError:
             break  # its parent sees that it ended
-        except BaseException as error:  # a panic of a library in Rust is no Exception
-            answer = {"error": str(error)[:1000] or type(error).__name__}
+        except ValueError as error:
+            answer = {"error": str(error)}
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
     os._exit(0)
-
-
-def _function(name: str) -> Any:
-    if name == load_tokenizer.__name__:
-        return load_tokenizer
-    from fedsim.data import templates
-
-    return getattr(templates, name)
-
-
-def load_tokenizer(file: str) -> None:
-    """Do with a tokenizer.json what `fedsim.data.tokenizer` does with it, on texts of all kinds."""
-    import tokenizers
-
-    inner = tokenizers.Tokenizer.from_file(file)
-    inner.no_padding()
-    inner.no_truncation()
-    inner.get_vocab(with_added_tokens=True)
-    inner.encode_special_tokens = True
-    added = [token["content"] for token in json.loads(inner.to_str())["added_tokens"]]
-    for text in (*PROBES, *added):
-        inner.decode(inner.encode(text).ids)

@@ -34,7 +34,6 @@ import pyarrow as pa
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from fedsim.data import limited
 from fedsim.data.store import token_dtype
 from fedsim.errors import ConfigError, DataError, Interrupted, brief, may_pass
 from fedsim.files import expand_home, read_object, write_atomically
@@ -170,11 +169,9 @@ class Tokenizer:
         unknown = unknown_token(record["model"])
         added = [each for each in record["added_tokens"] if each.get("special")]
         self.special_texts = frozenset(t["content"] for t in added if len(t["content"]) > 1)
-        known = [each for each in added if each["content"] != unknown]
-        pieces = inner.encode_batch_fast([t["content"] for t in known], add_special_tokens=False)
-        self._left_out = [
-            each["id"] for each, piece in zip(known, pieces, strict=True) if each["id"] in piece.ids
-        ]
+        known = {t["id"]: t["content"] for t in added if t["content"] != unknown}
+        pieces = inner.encode_batch_fast([*known.values()], add_special_tokens=False)
+        self._left_out = known.keys() & {number for piece in pieces for number in piece.ids}
 
     @classmethod
     def bytes(cls) -> "Tokenizer":
@@ -194,7 +191,7 @@ class Tokenizer:
             raise DataError.of("tokenizer", name or file, expected)
         beside = json.dumps(named_beside(file))
         try:
-            tokenizer = copy(_parsed(file.read_text(encoding="utf-8"), str(file), beside))
+            tokenizer = copy(_parsed(file.read_text(encoding="utf-8"), file.name, beside))
         except (ConfigError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the library raises bare Exception, and Rust's panics
@@ -242,9 +239,10 @@ class Tokenizer:
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
         dtype = token_dtype(self.vocab_size)
         values = np.fromiter(chain.from_iterable(encoded), dtype, int(lengths.sum()))
-        if self._left_out and (gone := np.isin(values, self._left_out)).any():
+        if self._left_out:
+            stays = ~np.isin(values, list(self._left_out))
             text = np.repeat(np.arange(len(lengths)), lengths)
-            values, lengths = values[~gone], np.bincount(text[~gone], minlength=len(lengths))
+            values, lengths = values[stays], np.bincount(text[stays], minlength=len(lengths))
         return lengths, values
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
@@ -296,14 +294,9 @@ def _download(spec: str) -> Path:
 
 
 @lru_cache(2)
-def _parsed(content: str, file: str, beside: str) -> Tokenizer:
+def _parsed(content: str, name: str, beside: str) -> Tokenizer:
     """Parse a tokenizer, which takes most of a second if it is large; a run loads it many times."""
-    if content != _bytes_json():  # a stranger's may end the process that loads it, or fill memory
-        try:
-            limited.call("load_tokenizer", str(Path(file).absolute()), seconds=limited.LOAD_S)
-        except limited.LimitReached as error:
-            raise ValueError(f"it takes more than {error} to load") from None
-    return Tokenizer(tokenizers.Tokenizer.from_str(content), Path(file).name, json.loads(beside))
+    return Tokenizer(tokenizers.Tokenizer.from_str(content), name, json.loads(beside))
 
 
 @cache

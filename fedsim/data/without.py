@@ -22,23 +22,18 @@ from fedsim.data.users import UserStore
 from fedsim.errors import DataError
 from fedsim.files import keep_private, new_directory, write_atomically, write_json
 
-COPIED = (TOKENIZER, TEMPLATE)
-
 
 def read_ids(file: Path) -> set[str]:
     """Read the ids of users, one a line; white space around an id is no part of it.
 
-    Raises:
-      DataError: the file cannot be read, or has no ids.
+    Raises: DataError: the file cannot be read, or has no ids.
     """
     try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise DataError.of("users", file, f"a readable file ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise DataError.of("users", file, "text in UTF-8") from None
-    if not (ids := {line.strip() for line in lines} - {""}):
-        raise DataError.of("users", file, "at least one user id, got none")
+        ids = {line.strip() for line in file.read_text(encoding="utf-8-sig").split("\n")} - {""}
+    except (OSError, UnicodeDecodeError):
+        ids = set()
+    if not ids:
+        raise DataError.of("users", file, "a file of UTF-8 text with at least one user id")
     return ids
 
 
@@ -69,7 +64,7 @@ def without(data: Dataset, users: Set[str], out: Path) -> dict[str, Any]:
         splits = {name: number for name, number in left.items() if number}
         if "train" not in splits:
             raise DataError("users: expected to leave texts of somebody to train on", field="users")
-        for name in COPIED:
+        for name in (TOKENIZER, TEMPLATE):
             if (data.path / name).is_file():
                 write_atomically(made / name, (data.path / name).read_bytes())
         # A digest of the sources would confirm a guess of the texts that are gone.

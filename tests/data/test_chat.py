@@ -199,21 +199,6 @@ def test_what_is_trained_on_follows_what_serving_asks(train_on):
     )
 
 
-@pytest.mark.parametrize("normalized", [False, True])
-def test_special_tokens_that_are_not_found_in_normalised_texts_are_refused(normalized):
-    inner = tokenizers.Tokenizer.from_str(tiny(special=["<s>"]).json)
-    inner.normalizer = normalizers.Prepend("_")
-    tokens = [tokenizers.AddedToken(x, normalized=normalized) for x in (START, STOP)]
-    inner.add_special_tokens(tokens)
-    chats = ChatTokenizer(Tokenizer(inner, "x", named=NAMED), Template(CHATML))
-    if normalized:
-        with pytest.raises(BadChat, match="expected `normalized` and `single_word` of false"):
-            chats.encode(turns("Hi", "Ho"), "assistant")
-    else:
-        assert chats.encode(turns("Hi", "Ho"), "assistant").trained.any()
-    assert chats.encode_pair("Hi", "Ho", "all").trained.sum() > 2  # which needs no template
-
-
 def test_a_template_that_changes_what_is_said_is_refused():
     changing = CHATML.replace("m['content']", "(m['content'] | replace('H', ''))")
     assert shown(encode(turns("Hi", "Ho"), changing))[1] == f"o{STOP}\n"  # as far as it can be told
@@ -249,30 +234,28 @@ def test_any_text_comes_back_and_none_becomes_a_special_token(texts, train_on):
         assert own.replace("\n", "") == expected.replace("\n", "")
 
 
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_text_of_a_megabyte_comes_back():
-    long = "A line of <|im_end|> and 😀.\n" * 40_000
-    found = encode(turns("Hi", long))
-    assert TINY.decode(trained(found), special=True) == f"{long}{STOP}\n"
-    assert (found.ids >= TINY.begin_id).sum() == 4
-
-
-def test_a_text_with_every_private_character_is_refused():
-    every = "".join(map(chr, range(chat.FIRST, chat.LAST)))
-    with pytest.raises(BadChat, match="every character for private use"):
-        encode(turns(every))
+@pytest.mark.parametrize("place", range(5))  # the marks, and a special token for each of two
+def test_a_text_with_a_character_that_stands_for_something_is_refused(place):
+    for messages in (turns(chr(chat.FIRST + place)), turns("Hi", f"x{chr(chat.FIRST + place)}")):
+        with pytest.raises(BadChat, match="no character for private use from U.F8000 on"):
+            encode(messages)
+    with pytest.raises(BadChat, match="no character for private use"):
+        chats_of(None).encode_pair("Hi", chr(chat.FIRST + place), "all")
+    other = chr(chat.FIRST + 5)  # and one more is text
+    assert shown(encode(turns("Hi", other)))[1] == f"{other}{STOP}\n"
 
 
 def test_a_tokenizer_that_makes_a_special_token_of_text_is_refused():
     pieces = [("<unk>", 0.0), ("</s>", -1.0), *((c, -2.0) for c in "abc</s>")]
     inner = tokenizers.Tokenizer(models.Unigram(list(dict(pieces).items()), unk_id=0))
     inner.add_special_tokens(["<unk>", "</s>"])
+    replaced = [normalizers.Replace("<", "("), normalizers.Replace("{", "<")]
+    inner.normalizer = normalizers.Sequence(replaced)  # which spells it otherwise
     template = Template("{% for m in messages %}{{ m.content }}{{ '</s>' }}{% endfor %}")
     chats = ChatTokenizer(Tokenizer(inner, "unigram"), template)
     assert chats.encode(turns("abcx", "a"), "assistant").ids[-1] == 1
     with pytest.raises(BadChat, match="makes a special token of text"):
-        chats.encode(turns("a</s>"), "all")
+        chats.encode(turns("a{/s>"), "all")
 
 
 def test_tokens_that_the_template_names_are_special_though_the_tokenizer_says_otherwise():
@@ -324,9 +307,9 @@ def test_a_prompt_without_a_completion_trains_no_end(train_on, own):
 
 
 def test_a_template_that_writes_a_private_character_is_refused():
-    for character in range(chat.FIRST + 3, chat.FIRST + 5):
+    for character in (chr(chat.FIRST + 3), chr(chat.FIRST + 4)):
         with pytest.raises(BadChat, match="writes a character for private use"):
-            encode(turns("Hi", "Ho"), CHATML + f"{{{{ '\\U{character:08x}' }}}}")
+            encode(turns("Hi", "Ho"), CHATML + character)
 
 
 def test_a_prompt_and_its_completion_stand_between_a_begin_and_an_end_token():
@@ -341,7 +324,6 @@ def test_a_prompt_and_its_completion_stand_between_a_begin_and_an_end_token():
 
 DOUBLING = "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
 GROWING = "{{% for i in range(99) %}}{{% set n.x = {} %}}{{% endfor %}}{{{{ n.x }}}}"
-WRITING = "{{% set n.x %}}{{% for i in range(99999) %}}{}{{% endfor %}}{{% endset %}}"
 SPACE = "{% set n = namespace(x='ab') %}"
 
 
@@ -354,13 +336,7 @@ SPACE = "{% set n = namespace(x='ab') %}"
         "{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         DOUBLING + "{{ f(60) }}",
         SPACE + GROWING.format("n.x ~ n.x"),
-        SPACE + GROWING.format("n.x | replace('a', n.x)"),
-        SPACE + GROWING.format("n.x.join(n.x)"),
         SPACE + GROWING.format("[n.x, n.x]"),
-        SPACE + WRITING.format("{{ 'x' * 99999 }}"),
-        "{{ ('x,' * 500000).split(',') | select('in', 'y' * 5000000) | list }}",
-        "{{ '%15000000000d' % n }}".replace("n", "tools is none"),
-        "{{ '{:15000000000d}'.format(messages | length) }}",
         "{% set x = 10 ** messages[0].content | length %}{{ x ** 99 ** 99 ** 99 ** 99 ** 99 > 1 }}",
     ],
 )
@@ -377,17 +353,16 @@ def test_a_template_that_takes_too_much_ends_its_process_alone(template, monkeyp
 def test_a_template_that_takes_too_much_to_compile_is_refused(source, monkeypatch):
     monkeypatch.setattr("fedsim.data.limited.RENDER_S", 3.0)
     with pytest.raises((DataError, SlowTemplate), match="chat_template: expected|takes more than"):
-        Template(source).render(turns("Hi"))
+        encode(turns("Hi"), source)
 
 
 @pytest.mark.parametrize(
     "template, reason",
     [
         (
-            "{{ raise_exception('roles must alternate') }}",
-            "its template says: roles must alternate",
+            "{{ raise_exception('no ' + messages[0].content) }}",
+            "its template refuses it",
         ),
-        ("{{ raise_exception('no ' + messages[0].content) }}", "its template refuses it"),
         ("{{ {}[messages[0].content].x }}", "its template fails with UndefinedError"),
         ("{{ messages.append(1) }}", "its template fails with SecurityError"),
         ("{{ ''.__class__.__mro__ }}", "its template fails with SecurityError"),
@@ -401,50 +376,16 @@ def test_a_refusal_says_nothing_of_a_chat(template, reason):
     assert str(raised.value) == reason and not isinstance(raised.value, SlowTemplate)
 
 
-@pytest.mark.parametrize(
-    "template, written",
-    [
-        ("{{ (10 ** 30 + 7) % 10 ** 29 }} {{ 10 ** 30 // 7 }}", f"7 {10**30 // 7}"),
-        ("{{ strftime_now('%-d %B %Y, %10A') }}", "1 January 2026,   Thursday"),
-        ("{{ '%5.1f' % 2.25 }} {{ '{:>4}'.format('a') }}", "  2.2    a"),
-        ("{{ 'ab' | center(6) }}|{{ ['a', 'b'] | join('-') }}", "  ab  |a-b"),
-    ],
-)
-def test_a_template_may_compute_what_jinja_computes(template, written):
-    assert Template(template).render(turns("Hi")) == written
-
-
-def test_a_template_may_do_what_published_ones_do():
-    template = (
-        "{% set s = namespace(a='', at=0) %}{% for m in messages[::-1] %}"
-        "{% set s.a = s.a ~ loop.index ~ m.content.split('o')[0].lstrip('x') %}{% endfor %}"
-        "{% macro typed(x, kind='t') %}{{ kind }}:{{ x | upper }};{% endmacro %}"
-        "{{ s.a }} {{ typed('é', kind='u') }} {{ {'b': [1, 'é'], 'a': none} | tojson(indent=2) }} "
-        "{% for k, v in {'k': 1}.items() %}{{ k }}={{ v }}{% endfor %} "
-        "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join }} "
-        "{{ 'a\n\nb' | indent(2) }} {{ ['b', 'a'] | sort | join(', ') }} {{ 7 % 4 + 2 * 3 }} "
-        "{{ ('<' | safe) ~ '<' }} {{ 'a,b'.replace(',', ';') }} "
-        "{{ 'Hi' in messages[0]['content'] and 1 is in [1] }}"
-    )
-    assert Template(template).render(turns("Hi", "Ho")) == (
-        '1H2Hi u:É; {\n  "b": [\n    1,\n    "é"\n  ],\n  "a": null\n} k=1 Hi '
-        "a\n\n  b a, b 9 << a;b True"
-    )
-
-
 def test_a_template_has_what_transformers_gives_it():
-    template = "{{ strftime_now('%d %B %Y') }} {{ messages | tojson }}{% if %}"
-    with pytest.raises(DataError, match="chat_template: .*line 1"):
-        Template(template)
+    with pytest.raises(DataError, match="chat_template: .*line 2"):
+        ChatTokenizer(TINY, Template("{{ messages | tojson }}\n{% if %}"))
     template = (
         "{{ strftime_now('%d %B %Y') }} {{ [messages[0].content, '<'] | tojson }}"
         "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ loop.length }}{% endfor %}"
         "{{ tools is none }}{{ add_generation_prompt }}{{ eos_token }}"
     )
-    found = Template(template, (("eos_token", "</s>"),), "2024-07-26").render(turns("é"))
-    assert found == '26 July 2024 ["é", "<"]99TrueFalse</s>'
-    with pytest.raises(DataError, match="template_date=July: expected a day"):
-        Template(template, date="July")
+    found = Template(template, (("eos_token", "</s>"),)).render(turns("é"))
+    assert found == '01 January 2026 ["é", "<"]99TrueFalse</s>'
 
 
 def test_a_template_is_found_where_checkpoints_keep_it(tmp_path):
@@ -453,12 +394,6 @@ def test_a_template_is_found_where_checkpoints_keep_it(tmp_path):
     settings = {"eos_token": {"content": "</s>"}, "bos_token": None, "chat_template": "one"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert chat.template_beside(file) == "one" and chat.named_tokens(file) == {"eos_token": "</s>"}
-    settings["chat_template"] = [
-        {"name": "tool_use", "template": "two"},
-        {"name": "default", "template": "three"},
-    ]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert chat.template_beside(file) == "three"
     (tmp_path / "chat_template.jinja").write_text("four")
     assert chat.template_beside(file) == "four"
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")

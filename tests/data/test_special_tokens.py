@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from learnt import learnt
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
@@ -138,30 +137,15 @@ def test_no_text_has_a_special_token_where_the_vocabulary_has_it_as_a_piece():
     inner.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer = Ours(inner, "unigram")
     assert (tokenizer.begin, tokenizer.end) == ("<s>", "</s>")
-    lengths, ids = tokenizer.encode(pa.array(["a </s> b", "a b", "<s>"]))
-    assert not {tokenizer.begin_id, tokenizer.end_id} & {*ids.tolist()}
-    assert (
-        lengths.sum() == len(ids)
-        and tokenizer.encode_batch(["a b"])[0] == ids[lengths[0] : lengths[:2].sum()].tolist()
-    )
+    spelled, plain, alone = tokenizer.encode_batch(["a </s> b", "a b", "<s>"])
+    assert not {tokenizer.begin_id, tokenizer.end_id} & {*spelled, *alone}
+    assert plain == tokenizer.encode_batch(["a b"])[0]
 
 
-REPLACE = {"type": "Replace", "pattern": {"String": ""}, "content": "xx"}
-BACK = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
-HOSTILE = {
-    "a panic of Rust": {"normalizer": REPLACE},
-    "backtracking": {"pre_tokenizer": BACK},
-    "gigabytes of ids": {"model": {"type": "BPE", "vocab": {"a": 0, "b": 2**31}, "merges": []}},
-    "no tokens": {"added_tokens": {}},
-}
-
-
-@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
-def test_a_tokenizer_of_a_stranger_is_loaded_or_refused_in_one_line(change, tmp_path, monkeypatch):
-    """Some of these end the process that loads them, or never end themselves."""
-    monkeypatch.setattr("fedsim.data.limited.LOAD_S", 3.0)
-    file = tmp_path / "tokenizer.json"
-    file.write_text(json.dumps({**json.loads(Ours.bytes().json), "truncation": None, **change}))
+def test_a_panic_of_the_library_is_one_line(tmp_path):
+    replace = {"type": "Replace", "pattern": {"String": ""}, "content": "xx"}
+    record = {**json.loads(Ours.bytes().json), "normalizer": replace}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(record))
     with pytest.raises(DataError, match="tokenizer=.*expected a tokenizer.json") as raised:
-        Ours.load(file)
+        Ours.load(tmp_path / "tokenizer.json")
     assert "\n" not in str(raised.value)

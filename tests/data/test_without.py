@@ -179,8 +179,8 @@ def test_it_says_what_is_left_out(data, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"\n  \n", "at least one user id, got none"),
-        (b"\xff\xfe", "text in UTF-8"),
+        (b"\n  \n", "with at least one user id"),
+        (b"\xff\xfe", "a file of UTF-8 text"),
         (b"nobody\n", "the id of at least one user of"),
         ("".join(f"{row['user_id']}\n" for row in ROWS).encode(), "texts of somebody to train on"),
     ],

@@ -132,7 +132,7 @@ class BuildSettings(BuildConfig):
                 if value := getattr(self, field):
                     raise DataError.of(field, value, "none beside texts; it is for chats")
             return None
-        template = template_of(tokenizer, self.chat_template, self.template_date)
+        template = template_of(tokenizer, self.chat_template)
         if template is None and columns.form == MESSAGES:
             raise DataError.of(
                 "chat_template",

@@ -61,7 +61,7 @@ class Chats:
         skips = self.settings.skip_unknown
         found = {"form": self.form, "train_on": self.train_on, "skip_unknown": skips}
         if self.template is not None:
-            found |= {"template_sha256": self.template.sha256, "template_date": self.template.date}
+            found["template_sha256"] = self.template.sha256
         return found
 
 

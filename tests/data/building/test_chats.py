@@ -140,7 +140,7 @@ BAD = [
     ([{"role": "tool", "content": "secret"}], "turn 1"),
     ([*ASKED, {"role": "user", "content": 7}], "turn 3"),
     ([{**ASKED[1], "tool_calls": [{"secret": 1}]}], "tool_calls in turn 1"),
-    ([{"role": "system", "content": "no"}], "no system"),
+    ([{"role": "system", "content": "no"}], "its template refuses it"),
 ]
 
 
@@ -262,7 +262,6 @@ def test_chats_of_several_owners_are_not_dropped_by_what_they_say(tmp_path, mode
         ({"messages_column": "turns"}, "messages_column=turns"),
         ({"tokenizer": "bytes"}, "chat_template=None"),
         ({"chat_template": "nowhere"}, "chat_template=nowhere"),
-        ({"template_date": "today"}, "template_date=today"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options, what, tmp_path, model):
