@@ -53,9 +53,7 @@ CHATS = (
             Patch(
                 CHAT,
                 "ChatTokenizer.encode",
-                lambda encode, self, messages, train_on, context=0: encode(
-                    self, messages, "all", context
-                ),
+                lambda encode, self, messages, train_on: encode(self, messages, "all"),
             ),
         ),
     ),

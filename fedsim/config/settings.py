@@ -70,7 +70,7 @@ class BuildConfig:
     completion_column: str | None = None
     """Column with the completions of the prompts."""
 
-    train_on: Literal["all", "completion", "assistant", "user"] | None = None
+    train_on: Literal["all", "completion", "assistant"] | None = None
     """Tokens of chats to train on. completion: of a chat, the assistant's last turn. Default: the
     completion of a prompt, and the assistant's turns of a chat."""
 

@@ -223,22 +223,20 @@ class ChatTokenizer:
         for token in tokens:
             self._ids[ids[self._character[token["content"]]]] = token["id"]
 
-    def encode(self, messages: Sequence[Message], train_on: str, context: int = 0) -> Encoded:
+    def encode(self, messages: Sequence[Message], train_on: str) -> Encoded:
         """Token ids of a chat.
 
         Args:
-          train_on: "all", "assistant", "user", or "completion", the last turn if it is the
-            assistant's.
-          context: number of first turns that "all" leaves out, with what opens the next one.
+          train_on: "all", "assistant", or "completion", the last turn if it is the assistant's.
         Raises:
           BadChat: there is no template, it refuses the chat, leaves out a turn, or does not say
             where a turn is.
         """
         plain, turns = self._plain(messages), turns_of(messages, train_on)
         if train_on == "all":
-            text, spans = self._said(plain, [context] if context else [])
-            return self._encoded(text, [(spans[context][0] if context else 0, len(text))])
-        if train_on != USER and self._template and self._template.says_what_is_generated:
+            text, _ = self._write(plain)
+            return self._encoded(text, [(0, len(text))])
+        if self._template and self._template.says_what_is_generated:
             text, spans = self._write(plain, begin=BEGIN, end=END)
             own = [i for i, each in enumerate(messages) if each.role == ASSISTANT]
             if spans is None or turns != own and len(spans) != len(own):
@@ -247,19 +245,16 @@ class ChatTokenizer:
                 spans = [span for i, span in zip(own, spans, strict=True) if i in turns]
             return self._encoded(text, spans)
         text, spans = self._said(plain, turns)
-        for role in {messages[i].role for i in turns}:
-            own = [i for i in turns if messages[i].role == role]
-            last = own[-1]  # what the template writes after it, were it the end, is trained on, too
-            whole, places = text, spans
-            if last < len(plain) - 1:
-                whole, places = self._said(plain[: last + 1], [last])
-            after = whole[places[last][1] :]
-            for i in own:
-                start, end = spans[i]
-                end += len(os.path.commonprefix([text[end : end + len(after)], after]))
-                opening, size = self._opening if role == ASSISTANT else ("", 0)
-                spans[i] = start - size * text.endswith(opening, 0, start), end
-        return self._encoded(text, list(spans.values()))
+        whole, ends = text, spans
+        if turns and turns[-1] < len(plain) - 1:
+            whole, ends = self._said(plain[: turns[-1] + 1], turns[-1:])
+        # What the template writes after the last of these turns, were it the end, is trained on.
+        after = whole[ends[-1][1] :] if turns else ""
+        opening, size = self._opening
+        for i, (start, end) in enumerate(spans):
+            end += len(os.path.commonprefix([text[end : end + len(after)], after]))
+            spans[i] = start - size * text.endswith(opening, 0, start), end
+        return self._encoded(text, spans)
 
     def encode_prompt(self, messages: Sequence[Message]) -> np.ndarray:
         """Token ids of a chat up to the beginning of the assistant's next turn, int64 [tokens].
@@ -274,18 +269,17 @@ class ChatTokenizer:
         """Token ids of a prompt and its completion, between a begin and an end token.
 
         Args:
-          train_on: "all", "completion" (or "assistant"), or "user", the prompt.
+          train_on: "all", or "completion" (or "assistant").
         Raises: BadChat: a text has a character for private use.
         """
         self._expect_text(prompt + completion)
         # Nobody but the tokenizer says which texts are tokens here.
         prompt, completion = (self._tokens(self._others, text) for text in (prompt, completion))
-        text, answered = prompt + completion, bool(completion.strip())  # else nothing is to learn
-        spans = {"all": [(0, len(text))], USER: [(0, len(prompt))]}
-        found = self._encoded(text, spans.get(train_on, [(len(prompt), len(text))] * answered))
+        text, start = prompt + completion, 0 if train_on == "all" else len(prompt)
+        learns = train_on == "all" or bool(completion.strip())  # without an answer not even to end
+        found = self._encoded(text, [(start, len(text))] * learns)
         ids = np.concatenate([[self.begin_id], found.ids, [self.end_id]])
-        ends = train_on == "all" or train_on != USER and answered
-        return Encoded(ids, np.concatenate([[False], found.trained, [ends]]))
+        return Encoded(ids, np.concatenate([[False], found.trained, [learns]]))
 
     def end_of_turn(self) -> int | None:
         """Id of the token that the template writes after what the assistant says; None without one.
@@ -293,7 +287,7 @@ class ChatTokenizer:
         Raises: BadChat: as `encode`.
         """
         text, spans = self._said(self._plain([ASKED, Message(ASSISTANT, "b")]), [1])
-        written = self._private.search(text, spans[1][1])
+        written = self._private.search(text, spans[0][1])
         return None if written is None else int(self._ids[self._copy.token_to_id(written[0])])
 
     @functools.cached_property
@@ -336,7 +330,7 @@ class ChatTokenizer:
 
     def _said(
         self, plain: Sequence[Message], turns: Sequence[int]
-    ) -> tuple[str, dict[int, tuple[int, int]]]:
+    ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a chat without marks, and the place of each of `turns` in it."""
         parts = [_parted(plain[i].content) for i in turns]
 
@@ -348,7 +342,7 @@ class ChatTokenizer:
 
         text, _ = self._write(plain)
         if not turns:
-            return text, {}
+            return text, []
         again, places = with_contents(f"{a}{BEGIN}{core}{END}{b}" for a, core, b in parts)
         if text != again or places is None or len(places) != len(turns):
             changed = "its template changes what a turn says, so that trained tokens cannot be told"
@@ -356,12 +350,11 @@ class ChatTokenizer:
         # A template that strips the blanks of turns may write the same ones itself.
         leads = any(a for a, _, _ in parts) and text != with_contents(c + b for _, c, b in parts)[0]
         trails = any(b for *_, b in parts) and text != with_contents(a + c for a, c, _ in parts)[0]
-        spans: dict[int, tuple[int, int]] = {}
-        for i, (start, end), (lead, _, trail) in zip(turns, places, parts, strict=True):
+        for i, ((start, end), (lead, _, trail)) in enumerate(zip(places, parts, strict=True)):
             start -= len(lead) if leads and text.endswith(lead, 0, start) else 0
             end += len(trail) if trails and text.startswith(trail, end) else 0
-            spans[i] = start, end
-        return text, spans
+            places[i] = start, end
+        return text, places
 
     def _expect_text(self, text: str) -> None:
         if self._private.search(text):
@@ -434,12 +427,12 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 def turns_of(messages: Sequence[Message], train_on: str) -> list[int]:
     """Indices of the turns to train on. A turn that says nothing is none."""
-    role = USER if train_on == USER else ASSISTANT
-    trained = (each.role == role and each.counts and each.content.strip() for each in messages)
-    turns = [i for i, counts in enumerate(trained) if counts]
-    if train_on == "completion":
-        return [i for i in turns if i == len(messages) - 1]
-    return turns
+    first = len(messages) - 1 if train_on == "completion" else 0
+    return [
+        i
+        for i, each in enumerate(messages)
+        if i >= first and each.role == ASSISTANT and each.counts and each.content.strip()
+    ]
 
 
 def _parted(content: str) -> tuple[str, str, str]:

@@ -92,7 +92,6 @@ def test_the_assistants_turns_are_trained_on_with_what_ends_them():
 @pytest.mark.parametrize(
     "train_on, expected",
     [
-        ("user", f"Hi{STOP}\nHum{STOP}\n"),
         ("completion", f"Ha{STOP}\n"),
         ("all", None),
     ],
@@ -112,7 +111,7 @@ LEAVING_OUT = {  # as published templates of Qwen 2.5 and of Mistral do
 
 
 @pytest.mark.parametrize("template", LEAVING_OUT.values(), ids=LEAVING_OUT)
-@pytest.mark.parametrize("train_on", ["assistant", "all", "user", "completion"])
+@pytest.mark.parametrize("train_on", ["assistant", "all", "completion"])
 def test_a_turn_that_the_template_leaves_out_is_named(template, train_on):
     asked = [Message("developer", "Answer in French."), *turns("Hi", "Ho")]
     with pytest.raises(BadChat, match="leaves out turn 1, of role developer"):
@@ -167,7 +166,7 @@ def test_no_mark_of_what_is_generated_is_left_where_nothing_looks_for_it():
     assert template.render(said) == expected
     prompt = chats_of(template).encode_prompt(said)
     assert TINY.decode(prompt, special=True) == expected
-    for train_on in ("all", "assistant", "user"):
+    for train_on in ("all", "assistant"):
         assert chats_of(template).encode(said, train_on).ids.tolist() == prompt.tolist()
 
 
@@ -300,7 +299,7 @@ def test_blanks_that_the_template_writes_itself_are_not_the_turns(content, kept)
     assert own == f"{kept} {STOP}\n"
 
 
-@pytest.mark.parametrize("train_on, own", [("completion", ""), ("user", "p"), ("all", f"p {STOP}")])
+@pytest.mark.parametrize("train_on, own", [("completion", ""), ("all", f"p {STOP}")])
 def test_a_prompt_without_a_completion_trains_no_end(train_on, own):
     _, found = shown(chats_of(None).encode_pair("p", " ", train_on))
     assert found == own
@@ -318,7 +317,6 @@ def test_a_prompt_and_its_completion_stand_between_a_begin_and_an_end_token():
     assert found.ids[[0, -1]].tolist() == [TINY.begin_id, TINY.end_id]
     assert (found.ids >= TINY.begin_id).sum() == 2
     assert TINY.decode(trained(found), special=True) == f"A {STOP}{TINY.end}"
-    assert TINY.decode(trained(chats.encode_pair("Q: ", "A", "user"))) == "Q: "
     assert chats.encode_pair("Q: ", "A", "all").trained.tolist() == [False, *[True] * 5]
 
 

@@ -71,7 +71,7 @@ def test_a_chat_belongs_to_all_who_speak_in_it(kind, tmp_path, model):
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("train_on", ["all", "assistant", "user"])
+@pytest.mark.parametrize("train_on", ["all", "assistant"])
 def test_the_author_of_context_is_an_owner_whatever_is_trained_on(train_on, tmp_path, model):
     assert set(owners(built(tmp_path, model, train_on=train_on).train)) == OWNERS
 
