@@ -27,7 +27,7 @@ from fedsim.files import NotOurs, cache_dir, own_directory
 PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "randomgen", "ray")
 PACKAGES += ("dp-accounting", "scipy", "cryptography")
 ACCELERATORS = ("jax-cuda12-plugin", "nvidia-cublas-cu12", "jax-cuda13-plugin", "nvidia-cublas")
-JAX_SETTINGS = ("jax_threefry_partitionable", "jax_random_seed_offset")
+JAX_SETTINGS = ("jax_threefry_partitionable", "jax_random_seed_offset", "jax_enable_x64")
 JAX_SETTINGS += ("jax_default_matmul_precision",)
 """JAX options, from variables or the program, on which bits of parameters and gradients depend."""
 VARIABLES = ("XLA_FLAGS", "NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES")
@@ -234,7 +234,8 @@ def host_kind() -> str:
     model = re.search(r"^model name\s*: (.*)", info, re.M)
     listed = " ".join(re.findall(r"^(?:flags|Features)\s*:.*", info, re.M))
     flags = re.findall(r"--xla_(?:cpu|backend)\S+", os.environ.get("XLA_FLAGS", ""))
-    facts = sorted({*re.findall(GENERATION, info, re.M), *re.findall(NUMERIC, listed), *flags})
+    generation, instructions = re.findall(GENERATION, info, re.M), re.findall(NUMERIC, listed)
+    facts = [*sorted(set(generation)), *sorted(set(instructions)), *flags]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
     name = f"{model[1] if model else platform.machine()} {digest}"
     return re.sub(r"\W+", "-", name).strip("-")
