@@ -204,7 +204,7 @@ def train(cell: Cell, settings: Settings) -> Row:
 
     def measured(params: Any) -> tuple[float, np.ndarray]:
         rows = np.arange(data.test.num_examples)[:, None]
-        found = at.engine.begin_group_losses(params, "test", [*rows])()
+        found = at.engine.group_losses(params, "test", [*rows])
         of_users = found.reshape(len(chosen), len(CARRIERS)).mean(axis=1)
         return headline(evaluate(at.engine, params, data, settings.eval_examples)), of_users
 

@@ -188,7 +188,7 @@ def measured(task: Any, params: Any, settings: Settings) -> tuple[float, np.ndar
     engine, each = LocalEngine(task, num_lanes=1), []
     for split in ("train", "eval_users"):
         rows = attacked(getattr(task.dataset, split).offsets, settings)
-        found = engine.begin_group_losses(params, split, [*rows.reshape(-1, 1)])()
+        found = engine.group_losses(params, split, [*rows.reshape(-1, 1)])
         each.append(found.reshape(rows.shape))
     loss = headline(evaluate(engine, params, task.dataset, settings.eval_examples))
     return loss, each[0], each[1]

@@ -30,7 +30,7 @@ from fedsim.noise.correlated import (
     strategy,
 )
 from fedsim.noise.independent import FARTHEST
-from fedsim.plan import CyclicSampling, bands_predicted, fill_defaults, make_plan, method_for
+from fedsim.plan import bands_predicted, fill_defaults, make_plan, method_for
 from fedsim.run import checkpoint
 from fedsim.training import with_plan
 from fedsim.training.optimizers import MOMENTUM_RATES
@@ -228,10 +228,10 @@ def planned(key, **changes):
 
 def test_the_plan_chooses_the_bands_and_says_the_slack(key):
     plan = planned(key)
-    assert isinstance(plan.sampling, CyclicSampling) and plan.sampling.bands == plan.noise.bands > 1
+    assert plan.sampling.kind == "cyclic" and plan.sampling.bands == plan.noise.bands > 1
     assert type(plan).from_dict(plan.as_dict()) == plan
     independent = planned(key, noise="independent")
-    assert plan.noise.predicted_error < independent.noise.predicted_error
+    assert plan.predicted_error < independent.predicted_error
     assert independent.slack.epsilon < plan.slack.epsilon < 1e-4
     assert plan.slack.epsilon < dataclasses.replace(plan, num_parameters=10**6).slack.epsilon
     spent = accounting.epsilon([(plan.event(), 40)], plan.delta)
@@ -245,7 +245,7 @@ def test_the_rate_follows_the_noise_on_sums(key):
     plans = planned(key, noise="independent"), planned(key)
     rates = [with_plan(plan, None, run, fresh=True).learning_rate for plan in plans]
     assert plans[1].noise_multiplier > plans[0].noise_multiplier and rates[1] > rates[0]
-    less = plans[0].noise.predicted_error / plans[1].noise.predicted_error
+    less = plans[0].predicted_error / plans[1].predicted_error
     _, exponent, _ = MOMENTUM_RATES["fresh"]
     assert rates[1] / rates[0] == pytest.approx(less**exponent, rel=0.01)
 

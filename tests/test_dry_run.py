@@ -173,7 +173,7 @@ def test_a_dry_run_compiles_no_step(strategy, texts, run_dir, capsys, monkeypatc
     ("changed", "says"),
     [
         ({"optimizer": "other"}, "optimizer=other: expected momentum"),
-        ({"run-dir": "/proc/none/run"}, "expected a place to write to (/proc: "),
+        ({"run-dir": "/proc/none/run"}, "run_dir=/proc/none/run: expected a place to write to ("),
     ],
 )
 def test_what_can_be_refused_is_refused_before_workers_start(

@@ -16,16 +16,12 @@ from fedsim.noise import slack
 from fedsim.plan import (
     ADJACENCY,
     MAX_PARAMETERS,
-    AllocatedSampling,
-    Audit,
     Caveat,
-    CorrelatedNoise,
-    CyclicSampling,
     Evaluations,
     Fact,
+    NoisePlan,
     Plan,
-    PoissonSampling,
-    Trial,
+    SamplingPlan,
     calibrate,
     claimed_fields,
     fill_defaults,
@@ -34,7 +30,7 @@ from fedsim.plan import (
     method_for,
     with_group_size,
 )
-from fedsim.plan.plan import IndependentNoise, Release, SharedTexts
+from fedsim.plan.plan import SharedTexts
 from fedsim.sampling import rank_error
 
 SIZES = [1, 2, 2, 3, 5, 9, 30, 4]  # median 3.5, 56 examples
@@ -46,8 +42,8 @@ def users():
     return SimpleNamespace(**vars(found), fingerprint="abc")
 
 
-def data_of(users, **tokenizer):
-    return SimpleNamespace(train=users, metadata={"tokenizer": tokenizer})
+def data_of(users, *, public=True):
+    return SimpleNamespace(train=users, metadata={"tokenizer": {"public": public}})
 
 
 def privacy(**fields):
@@ -159,7 +155,7 @@ def test_the_plan_has_the_constants_of_the_paper(users, key):
 @pytest.mark.parametrize("sampling", ["poisson", "cyclic"])
 def test_the_plan_says_what_is_run_and_what_is_accounted(sampling, users, key):
     plan, *_ = planned(Algorithm.ULS, users, key, sampling=sampling, epsilon=math.inf)
-    assert (plan.sampling.kind, plan.sampling.accounted) == (sampling, sampling)
+    assert plan.sampling.kind == sampling
 
 
 def test_a_seeded_run_is_labelled(users, key):
@@ -194,7 +190,7 @@ def test_a_trial_trains_no_more_parameters_than_its_slack_was_paid_for(users, ke
     completed, facts = fill_defaults(Algorithm.ULS, privacy(), data_of(users))
     method = method_for(Algorithm.ULS, completed, users, key)
     given = (Algorithm.ULS, completed, users, method)
-    assert make_plan(*given, MAX_PARAMETERS, facts, "", trial=True).purpose == Trial()
+    assert make_plan(*given, MAX_PARAMETERS, facts, "", trial=True).purpose == "trial"
     make_plan(*given, MAX_PARAMETERS + 1, facts, "")  # outside a selection it pays by itself
     with refuses("num_parameters=1000000001", says="at most 1,000,000,000"):
         make_plan(*given, MAX_PARAMETERS + 1, facts, "", trial=True)
@@ -232,14 +228,15 @@ def test_a_plan_comes_back_from_json_as_it_was(algorithm, epsilon, users, key):
 
 WAYS = {
     "sampling": [
-        PoissonSampling(prob=0.25),
-        CyclicSampling(prob=0.25, bands=2),
-        CyclicSampling(prob=0.25),
-        AllocatedSampling(prob=0.25, participations=2),
+        SamplingPlan("poisson", prob=0.25),
+        SamplingPlan("cyclic", prob=0.25, bands=2),
+        SamplingPlan("cyclic", prob=0.25),
+        SamplingPlan("allocation", prob=0.25, participations=2),
     ],
-    "noise": [IndependentNoise(), CorrelatedNoise(predicted_error=0.5)],
-    "purpose": [Release(), Trial(), Audit({"gradient": 3, "text": 0})],
-    "shared": [None, SharedTexts(4, 3, 9, 1, 2, "seal")],
+    "noise": [NoisePlan(), NoisePlan("correlated", 3)],
+    "purpose": ["release", "trial", "audit"],
+    "planted": [None, {"gradient": 3, "text": 0}],
+    "shared": [None, SharedTexts(9, 2, "seal")],
     "evaluations": [None, Evaluations(1.0, 1e-5, 2.0, 5, 3, 8, 2, 4.5, "seal")],
     "drawn_once": ["", "seal"],
     "loss_bound": [None, 2.0],
@@ -262,8 +259,8 @@ ANOTHERS = [  # what belongs to another way of drawing, or is none of an option
     ("sampling", {"kind": "bernoulli", "prob": 0.5}),
     ("noise", {"kind": "white"}),
     ("noise", {"kind": "independent", "bands": 2}),
-    ("purpose", {"kind": "trial", "planted": {}}),
-    ("purpose", {"kind": "audit", "planted": {"text": "many"}}),
+    ("purpose", "rehearsal"),
+    ("planted", {"text": "many"}),
     ("non_private", ["no noise"]),
     ("non_private", [{"fact": "a fact"}]),
     ("shared", {"kept": 3}),

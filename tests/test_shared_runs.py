@@ -163,7 +163,7 @@ def test_a_run_says_what_it_protects_and_keeps_its_bounds(algorithm, runs, capsy
     summary = json.loads((run_dir / "summary.json").read_text())
     shared = summary["shared"]
     assert summary["num_users"] == 30
-    assert shared["kept"] + shared["left_out"] == summary["num_examples"]
+    assert 0 < shared["kept"] <= summary["num_examples"]
     assert "alone or with others" in summary["adjacency"] and "alone" in summary["epsilon_holds"]
     (line, *_) = ledger.steps_of(ledger.read(run_dir))
     event = StepEvent(**line["event"])

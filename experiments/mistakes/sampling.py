@@ -35,10 +35,10 @@ def of_the_largest_user(_right, self, noise_multiplier):
 
 def named_poisson(make_plan, *args, **options):
     """Whatever the draws are."""
-    from fedsim.plan import PoissonSampling
+    from fedsim.plan import SamplingPlan
 
     plan = make_plan(*args, **options)
-    return dataclasses.replace(plan, sampling=PoissonSampling(prob=plan.sampling.prob))
+    return dataclasses.replace(plan, sampling=SamplingPlan("poisson", plan.sampling.prob))
 
 
 def from_a_new_pool(draw, self, step):

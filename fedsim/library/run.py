@@ -315,8 +315,8 @@ def train(
         hf:NAME, or pydocs. With `task`: the owner of each row, [rows], or a dict of that for the
         splits train, eval_users, eval_examples and test.
       task: your own model, instead of a language model.
-      callbacks: called at the start and end of the run, and after its steps, evaluations and
-        checkpoints; see `Callback`.
+      callbacks: called at the start and end of the run, and after its steps and evaluations; see
+        `Callback`.
       settings: epsilon: the target; math.inf trains without noise, and is not private. num_steps:
         T, the number of steps. run_dir: directory of the run; default: a new one in runs/. user:
         column with the user of a row, or with a list of the users who own it together; default:

@@ -79,13 +79,11 @@ def private_group_size(privacy: PrivacyConfig, users: Users, key: SecretKey) -> 
     assert privacy.group_size_epsilon is not None, "of settings with a private group size"
     rng = key.generator("median")
     median = private_median(examples_per_user(users), privacy.group_size_epsilon, rng)
+    if privacy.adjacency != ZERO_OUT:
+        return median
     # Make room for the batch size whatever was drawn, so that no run is refused because of the
     # draw: a refused run would have paid for nothing.
-    return (
-        max(median, smallest_group_size(privacy, users))
-        if privacy.adjacency == ZERO_OUT
-        else median
-    )
+    return max(median, smallest_group_size(privacy, users))
 
 
 def smallest_group_size(privacy: PrivacyConfig, users: Users) -> int:
@@ -130,25 +128,19 @@ def facts_of(privacy: PrivacyConfig, data: Dataset) -> list[Caveat]:
     Args: privacy: as given, without defaults.
     """
     users, metadata = data.train, data.metadata
+    shared, hides_users = graph_of(users) is not None, privacy.adjacency != ZERO_OUT
     least_texts, chosen = min_examples_of(metadata), privacy.tuned_on_data.split(",")
-    facts = [*_public_counts(privacy, users)]
-    if least_texts > 1:
-        facts.append(Caveat(Fact.MIN_EXAMPLES, str(least_texts)))
-    if left_out_rows(metadata):
-        facts.append(Caveat(Fact.SKIP_UNKNOWN))
     small = privacy.delta is None and default_delta(users.num_users) < MAX_DELTA
-    if small and privacy.adjacency != ZERO_OUT:  # else N is public
-        facts.append(Caveat(Fact.DELTA))
-    if not tokenizer_is_public(metadata):
-        facts.append(Caveat(Fact.TOKENIZER))
-    return facts + [Caveat(Fact.TUNED_ON_DATA, name) for name in chosen if name]
-
-
-def _public_counts(privacy: PrivacyConfig, users: Users) -> list[Caveat]:
-    """Counts of the data that the guarantee takes as public, beside N."""
-    if graph_of(users) is not None:
-        return [Caveat(Fact.OWNERS)]
-    return [] if privacy.adjacency == ZERO_OUT else [Caveat(Fact.COUNTS)]
+    holding = {
+        Caveat(Fact.OWNERS): shared,
+        Caveat(Fact.COUNTS): hides_users and not shared,
+        Caveat(Fact.MIN_EXAMPLES, str(least_texts)): least_texts > 1,
+        Caveat(Fact.SKIP_UNKNOWN): bool(left_out_rows(metadata)),
+        Caveat(Fact.DELTA): small and hides_users,  # else N is public
+        Caveat(Fact.TOKENIZER): not tokenizer_is_public(metadata),
+        **{Caveat(Fact.TUNED_ON_DATA, name): bool(name) for name in chosen},
+    }
+    return [caveat for caveat, holds in holding.items() if holds]
 
 
 def allocated(algorithm: Algorithm, privacy: PrivacyConfig, num_users: int) -> PrivacyConfig:
@@ -203,15 +195,12 @@ def _expect_shared(privacy: PrivacyConfig, data: Dataset) -> None:
         "noise": (privacy.noise, INDEPENDENT),
         # In groups that take turns, a text would be in those of all its owners.
         "sampling": (privacy.sampling_run, POISSON),
+        # A text without content has a loss, where nobody would have none.
+        "loss_bound": (privacy.loss_bound, None),
+        "group_size_epsilon": (privacy.group_size_epsilon, None),  # who owns which is public
     }
     for name, (value, only) in required.items():
-        expect(name, value, value == only, f"{only} {where}")
-    bound = privacy.loss_bound  # a text without content has a loss, where nobody would have none
-    expect("loss_bound", bound, bound is None, f"none {where}")
-    share = privacy.group_size_epsilon
-    expect(
-        "group_size_epsilon", share, share is None, f"none {where}, for who owns which is public"
-    )
+        expect(name, value, value == only, f"{only or 'none'} {where}")
 
 
 def noise_ratio(noise_on_sums: float, num_parameters: int, num_steps: int) -> float:
@@ -240,14 +229,6 @@ def outlook(ratio: float, num_users: int) -> str:
     return f"With {many} the noise dominates; the model will not learn. {noise}"
 
 
-def doubt(ratio: float, num_users: int) -> list[str]:
-    """A warning that a training may learn little; empty if there is no reason. Args: as above."""
-    sentence = outlook(ratio, num_users)
-    if num_users < FEW_USERS:
-        return [f"With so few users, hiding one user hides most of the signal. {sentence}"]
-    return [sentence] if ratio >= LEARNS else []
-
-
 def expect_enough_users(num_users: int, epsilon: float) -> None:
     """Raise ConfigError for a private training with so few users that it can teach nothing."""
     least = f"at least {MIN_USERS}: user-level privacy hides each user among the others, and "
@@ -258,22 +239,16 @@ def expect_enough_users(num_users: int, epsilon: float) -> None:
 
 def warnings_of(plan: Plan) -> list[str]:
     """Warnings about plans that are valid but probably not intended."""
-    warnings = []
-    users, noise = plan.num_users, plan.gradient_noise_multiplier
-    if noise and plan.delta > 1 / users:
+    warnings, users, error = [], plan.num_users, plan.predicted_error
+    if not plan.noise_multiplier:
+        return []
+    if plan.delta > 1 / users:
         warnings.append(
             f"delta={plan.delta:g} is above 1/{users}: it allows publishing all texts of one of "
             f"{users:,} users; the default is {default_delta(users):.2g}"
         )
-    if noise > plan.expected_count:
-        unit = "examples" if plan.algorithm == Algorithm.ELS else "users"
-        warnings.append(
-            "in every direction, the noise of a step is "
-            f"{noise / plan.expected_count:.1f} times as large as the gradient of "
-            f"{plan.expected_count} {unit} can be: the model will hardly learn without a larger "
-            "batch_size or epsilon"
-        )
-    elif noise and (error := plan.noise.predicted_error) is not None:
-        on_sums = error / plan.expected_count
-        warnings += doubt(noise_ratio(on_sums, plan.num_parameters, plan.num_steps), users)
+    ratio = noise_ratio(error / plan.expected_count, plan.num_parameters, plan.num_steps)
+    few = "With so few users, hiding one user hides most of the signal. "
+    if users < FEW_USERS or ratio >= LEARNS:
+        warnings.append((few if users < FEW_USERS else "") + outlook(ratio, users))
     return warnings

@@ -127,11 +127,7 @@ class Caveat(Option):
 
 def voiding(epsilon: float, *, seeded: bool, trial: bool = False) -> list[Caveat]:
     """The facts with which an epsilon is no guarantee. Args: seeded: the key is of a seed."""
-    caused = {
-        Fact.NO_NOISE: math.isinf(epsilon),
-        Fact.TRIAL: trial,
-        Fact.KNOWN_SEED: seeded,
-    }
+    caused = {Fact.NO_NOISE: math.isinf(epsilon), Fact.TRIAL: trial, Fact.KNOWN_SEED: seeded}
     return [Caveat(fact) for fact, holds in caused.items() if holds]
 
 

@@ -1,8 +1,7 @@
 """The public constants of a run: fixed before its first step, never recomputed from a draw.
 
-Each option of a run is one field of the plan, an instance of a class with its own constants; an
-option that is off is None. A plan has one of each of `AnySampling`, `AnyNoise` and `AnyPurpose`,
-told apart by `kind`. Pydantic reads, writes and describes plans in JSON.
+Each option of a run is one field of the plan, with constants of its own; an option that is off is
+None. Pydantic reads, writes and describes plans in JSON.
 """
 
 import dataclasses
@@ -10,15 +9,33 @@ import functools
 import json
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainSerializer, TypeAdapter, ValidationError, WithJsonSchema
 
 from fedsim.accounting import Event, PureEvent, Slack, StepEvent, allocated_event, cyclic_event
 from fedsim.clipping import AdaptiveClip, Clip, NoisyLoss, lattice_bits
-from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, to_json
+from fedsim.config import (
+    ADD_OR_REMOVE,
+    ALLOCATION,
+    CYCLIC,
+    INDEPENDENT,
+    ZERO_OUT,
+    Algorithm,
+    SamplingName,
+    to_json,
+)
 from fedsim.errors import first_fault
-from fedsim.noise import CELL_ERRORS, AddNoise, Correlated, Strategy, add_gaussian, slack, strategy
+from fedsim.noise import (
+    CELL_ERRORS,
+    AddNoise,
+    Correlated,
+    Strategy,
+    add_gaussian,
+    predicted_error,
+    slack,
+    strategy,
+)
 from fedsim.plan.facts import ASSUMPTIONS, NO_GUARANTEE, Caveat, Option, in_words, voiding
 
 SHARED = "shared"
@@ -45,133 +62,54 @@ Number = Annotated[
 """A number that may be infinite; JSON has infinity as the string 'inf'."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling(Option):
-    """A way to draw the units of a step: fields and methods that all of them share."""
+@dataclass(frozen=True)
+class SamplingPlan(Option):
+    """How the units of a step are drawn."""
 
+    kind: SamplingName
+    """poisson: each unit takes part independently, with the same probability; cyclic: likewise, of
+    one of several groups of users in turn; allocation: each user takes part in the same number of
+    random steps."""
     prob: float
     """p or q: expected fraction of all units in a step."""
     bands: int = 1
     """b: number of groups of users that steps draw from in turn."""
+    participations: int | None = None
+    """K: number of steps that each user takes part in, with allocation."""
 
-    def window(self, num_steps: int) -> int:
-        """Number of successive steps of which a user takes part in exactly one; 1: no such rule."""
-        return 1
+    def __post_init__(self):
+        allocates = self.participations is not None
+        if allocates != (self.kind == ALLOCATION) or (self.bands > 1 and self.kind != CYCLIC):
+            raise ValueError("expected bands with cyclic alone, participations with allocation")
 
     def event(
         self, noise_multiplier: float, *, num_steps: int, max_contributions: int
     ) -> StepEvent:
         """A step's event for the accountant."""
+        if self.participations is not None:
+            return allocated_event(noise_multiplier, num_steps // self.participations)
         return cyclic_event(noise_multiplier, self.prob, max_contributions, self.bands)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PoissonSampling(Sampling):
-    """Each unit takes part independently, with the same probability."""
+@dataclass(frozen=True)
+class NoisePlan(Option):
+    """Noise of a step: independent of that of other steps, or less part of that of those before."""
 
-    kind: Literal["poisson"] = "poisson"
-    accounted: Literal["poisson"] = "poisson"
-    bands: Literal[1] = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class CyclicSampling(Sampling):
-    """Poisson sampling from one of several groups of users, in turn."""
-
-    kind: Literal["cyclic"] = "cyclic"
-    accounted: Literal["cyclic"] = "cyclic"
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllocatedSampling(Sampling):
-    """Random allocation: each user takes part in the same number of random steps."""
-
-    participations: int
-    """K: number of steps that each user takes part in."""
-    kind: Literal["allocation"] = "allocation"
-    accounted: Literal["allocation"] = "allocation"
-    bands: Literal[1] = 1
-
-    def window(self, num_steps: int) -> int:
-        """W = T / K."""
-        return num_steps // self.participations
-
-    def event(
-        self, noise_multiplier: float, *, num_steps: int, max_contributions: int
-    ) -> StepEvent:
-        """A step's event for the accountant."""
-        return allocated_event(noise_multiplier, self.window(num_steps))
-
-
-AnySampling = Annotated[
-    PoissonSampling | CyclicSampling | AllocatedSampling,
-    Field(discriminator="kind"),
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class IndependentNoise(Option):
-    """Noise that is independent of that of all other steps."""
-
-    predicted_error: float | None = None
-    """Root mean square, over the steps, of the noise on the sum of all gradients so far, in units
-    of the sensitivity (`noise.correlated`)."""
-    kind: Literal["independent"] = "independent"
-    bands: ClassVar[int] = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorrelatedNoise(Option):
-    """Noise of which each step subtracts part of that of the steps before."""
-
-    predicted_error: float
-    """As for independent noise."""
-    kind: Literal["correlated"] = "correlated"
+    kind: Literal["independent", "correlated"] = INDEPENDENT
     bands: int = 1
     """b: number of steps over which noise is correlated, and of groups of users."""
 
-
-AnyNoise = Annotated[IndependentNoise | CorrelatedNoise, Field(discriminator="kind")]
-
-
-@dataclass(frozen=True)
-class Trial(Option):
-    """The run is a trial of a private selection, which is counted and released in its place."""
-
-    kind: Literal["trial"] = "trial"
-
-
-@dataclass(frozen=True)
-class Audit(Option):
-    """The run has planted canaries, to measure its privacy loss; it is not for release."""
-
-    planted: dict[str, int]
-    """Number of canaries of each kind, before the coin that decides whether one is included."""
-    kind: Literal["audit"] = "audit"
-
-
-@dataclass(frozen=True)
-class Release(Option):
-    """The model of the run may be released."""
-
-    kind: Literal["release"] = "release"
-
-
-AnyPurpose = Annotated[Trial | Audit | Release, Field(discriminator="kind")]
+    def __post_init__(self):
+        if self.bands > 1 and self.kind == INDEPENDENT:
+            raise ValueError("expected bands with correlated noise alone")
 
 
 @dataclass(frozen=True)
 class SharedTexts(Option):
     """Texts with several owners, and their number in the training; all public."""
 
-    owner_sets: int
-    """Number of distinct sets of owners."""
-    with_several_owners: int
-    """Number of texts with several owners."""
     kept: int
     """Number of texts within the bounds on contributions."""
-    left_out: int
-    """Number of texts beyond these bounds."""
     max_changed: int
     """k: largest number of other users' groups that contain texts of one user; 0 with ELS."""
     seal: str
@@ -234,7 +172,7 @@ class Plan(Option):
     group_size: int
     expected_count: int
     """B (examples) for ELS, M (users) for ULS."""
-    sampling: AnySampling
+    sampling: SamplingPlan
     clip_norm: float
     clipping: Literal["normalised", "plain"]
     target_epsilon: Number
@@ -245,8 +183,12 @@ class Plan(Option):
     """Keyed digest of the data's fingerprint: with the key one can check that data are the same."""
     non_private: tuple[Caveat, ...]
     """Facts that the guarantee does not cover, beside those that this plan's own fields cause."""
-    noise: AnyNoise = IndependentNoise()
-    purpose: AnyPurpose = Release()
+    noise: NoisePlan = NoisePlan()
+    purpose: Literal["release", "trial", "audit"] = "release"
+    """release: the model may be released; trial: one of a private selection, which is counted and
+    released in its place; audit: canaries measure the privacy loss, so it is not for release."""
+    planted: dict[str, int] | None = None
+    """Canaries of an audit by kind, before the coin that decides whether one is included."""
     group_size_epsilon: float | None = None
     """Cost of choosing the group size privately; part of target_epsilon."""
     clip_quantile: float | None = None
@@ -300,6 +242,12 @@ class Plan(Option):
         return NoisyLoss(self.loss_bound, self.expected_count, self.noise_multiplier)
 
     @property
+    def predicted_error(self) -> float:
+        """Root mean square, over the steps, of the noise on the sum of all gradients so far, in
+        units of the sensitivity (`noise.correlated`)."""
+        return predicted_error(self.noise_multiplier, self.num_steps, self.noise.bands)
+
+    @property
     def releases(self) -> list[AdaptiveClip | NoisyLoss]:
         """Releases of each step beside its gradient, from the same draw."""
         return [release for release in (self.adaptive, self.noisy_loss) if release is not None]
@@ -334,7 +282,7 @@ class Plan(Option):
     @property
     def reasons(self) -> str:
         """Values of the facts that make a finite epsilon no guarantee; empty if it is one."""
-        facts = voiding(0.0, seeded=self.seeded, trial=isinstance(self.purpose, Trial))
+        facts = voiding(0.0, seeded=self.seeded, trial=self.purpose == "trial")
         return "; ".join(each.fact for each in facts)
 
     @property
@@ -351,7 +299,7 @@ class Plan(Option):
     def caveats(self) -> tuple[Caveat, ...]:
         """Everything that the guarantee does not cover."""
         epsilon = 0.0 if self.noise_multiplier else math.inf
-        own = voiding(epsilon, seeded=self.seeded, trial=isinstance(self.purpose, Trial))
+        own = voiding(epsilon, seeded=self.seeded, trial=self.purpose == "trial")
         return (*own, *(each for each in self.non_private if each.fact not in ASSUMPTIONS))
 
     @property
@@ -479,7 +427,7 @@ def claimed_fields(plan: Plan, epsilon: float, chain: str) -> dict[str, Any]:
         **of_plan,
         "sampling_prob": plan.sampling.prob,
         "sampling_run": plan.sampling.kind,
-        "sampling_accounted": plan.sampling.accounted,
+        "sampling_accounted": plan.sampling.kind,
         "outside": [fact.as_dict() for fact in plan.caveats],
         "private_fields": private_fields(plan),
         "epsilon": to_json(epsilon),

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
@@ -13,32 +14,25 @@ from fedsim.accounting import Event, Slack
 from fedsim.config import (
     ALLOCATION,
     CORRELATED,
-    POISSON,
+    CYCLIC,
     ZERO_OUT,
     Algorithm,
     PrivacyConfig,
     RunConfig,
+    SamplingName,
     default_delta,
 )
 from fedsim.els import ELS
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.noise import predicted_error, slack
+from fedsim.noise import slack
 from fedsim.plan.facts import Caveat
 from fedsim.plan.plan import (
-    AllocatedSampling,
-    AnyNoise,
-    AnySampling,
-    Audit,
-    CorrelatedNoise,
-    CyclicSampling,
     Evaluations,
-    IndependentNoise,
+    NoisePlan,
     Plan,
-    PoissonSampling,
-    Release,
+    SamplingPlan,
     SharedTexts,
-    Trial,
     events_before,
 )
 from fedsim.sampling import Sampling, Users, graph_of
@@ -97,7 +91,7 @@ def as_planned(privacy: PrivacyConfig, plan: Plan) -> PrivacyConfig:
         group_size_epsilon=plan.group_size_epsilon,
         batch_size=plan.budget,
         bands=plan.sampling.bands if plan.sampling.bands > 1 else None,
-        participations=getattr(plan.sampling, "participations", None),
+        participations=plan.sampling.participations,
     )
 
 
@@ -137,16 +131,6 @@ def expect_affordable(plan: Plan, events: list[tuple[Event, int]] | None) -> Non
     expect("noise_multiplier", sigma, spent <= most, wanted)
 
 
-def sampling_for(name: str, prob: float, privacy: PrivacyConfig) -> AnySampling:
-    """The plan's entry for a sampler with this name and probability."""
-    if name == ALLOCATION:
-        assert privacy.participations is not None, "fill_defaults() comes first"
-        return AllocatedSampling(prob=prob, participations=privacy.participations)
-    if name == POISSON:
-        return PoissonSampling(prob=prob)
-    return CyclicSampling(prob=prob, bands=privacy.bands or 1)
-
-
 def make_plan(
     algorithm: Algorithm,
     privacy: PrivacyConfig,
@@ -174,18 +158,23 @@ def make_plan(
     fits = not trial or num_parameters <= MAX_PARAMETERS
     most = f"at most {MAX_PARAMETERS:,} in a private selection"
     expect("num_parameters", num_parameters, fits, most)
-    sigma = calibrate(method, privacy)
-    planted = getattr(users, "canaries", None)
+    sigma, sampler = calibrate(method, privacy), method.sampler
+    bands, planted = privacy.bands or 1, getattr(users, "canaries", None)
     plan = Plan(
         algorithm=algorithm,
         num_users=users.num_users,
         num_examples=public_examples(privacy, users),
-        num_units=method.sampler.num_units,
+        num_units=sampler.num_units,
         num_steps=privacy.num_steps,
         budget=privacy.batch_size,
         group_size=method.group_size,
-        expected_count=method.sampler.expected_count,
-        sampling=sampling_for(method.sampler.name, method.sampler.sampling_prob, privacy),
+        expected_count=sampler.expected_count,
+        sampling=SamplingPlan(
+            cast(SamplingName, sampler.name),
+            sampler.sampling_prob,
+            bands if sampler.name == CYCLIC else 1,
+            privacy.participations if sampler.name == ALLOCATION else None,
+        ),
         clip_norm=privacy.clip_norm,
         clipping=privacy.clipping,
         target_epsilon=privacy.epsilon,
@@ -194,8 +183,9 @@ def make_plan(
         num_parameters=num_parameters,
         data_seal=data_seal,
         non_private=tuple(non_private),
-        noise=_noise_for(privacy, sigma),
-        purpose=Trial() if trial else Release() if planted is None else Audit(planted),
+        noise=NoisePlan(privacy.noise, bands if privacy.noise == CORRELATED else 1),
+        purpose="trial" if trial else "release" if planted is None else "audit",
+        planted=planted,
         group_size_epsilon=privacy.group_size_epsilon,
         clip_quantile=privacy.clip_quantile,
         loss_bound=privacy.loss_bound,
@@ -215,16 +205,6 @@ def public_examples(privacy: PrivacyConfig, users: Users) -> int | None:
     """The number of texts if the guarantee takes it as public; else None."""
     hidden = privacy.adjacency == ZERO_OUT and graph_of(users) is None
     return None if hidden else users.num_examples
-
-
-def _noise_for(privacy: PrivacyConfig, noise_multiplier: float) -> AnyNoise:
-    """The plan's entry for the noise. Args: privacy: from `fill_defaults`."""
-    correlated = privacy.noise == CORRELATED
-    bands = (privacy.bands or 1) if correlated else 1
-    error = predicted_error(noise_multiplier, privacy.num_steps, bands)
-    if correlated:
-        return CorrelatedNoise(predicted_error=error, bands=bands)
-    return IndependentNoise(predicted_error=error)
 
 
 def drawn_once(method: ELS | ULS, num_steps: int, key: SecretKey) -> str:
@@ -248,7 +228,7 @@ def sharing(users: Users, method: ELS | ULS, key: SecretKey) -> SharedTexts | No
     Its seal tells a resumed run whether it has the pool or the groups that it started with.
     Args: key: the run's own.
     """
-    if (owners := graph_of(users)) is None:
+    if graph_of(users) is None:
         return None
     if isinstance(method, ELS):
         used, changed, kept = method.pool, 0, [method.pool]
@@ -257,14 +237,7 @@ def sharing(users: Users, method: ELS | ULS, key: SecretKey) -> SharedTexts | No
         groups = method.groups
         used, changed, kept = groups.rows, groups.max_changed, [groups.rows, groups.offsets]
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in kept))
-    return SharedTexts(
-        owner_sets=owners.num_sets,
-        with_several_owners=int(np.diff(users.offsets)[owners.sizes > 1].sum()),
-        kept=len(used),
-        left_out=users.num_examples - len(used),
-        max_changed=changed,
-        seal=key.seal(digest.hexdigest()),
-    )
+    return SharedTexts(kept=len(used), max_changed=changed, seal=key.seal(digest.hexdigest()))
 
 
 def evaluations_of(

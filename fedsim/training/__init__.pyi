@@ -22,7 +22,6 @@ from .private_evaluation import (
     FILE as FILE,
     SPLIT as SPLIT,
     Evaluated as Evaluated,
-    largest_loss as largest_loss,
     user_losses as user_losses,
 )
 from .trainer import Trainer as Trainer

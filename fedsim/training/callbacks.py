@@ -7,7 +7,6 @@ the plan, and so the ledger and the report, say that.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from fedsim.errors import brief
@@ -54,9 +53,6 @@ class Callback:
           metrics: losses on held-out users, if they have noise (`eval_epsilon`).
         """
 
-    def on_checkpoint(self, step: int, path: Path) -> None:
-        """Called when the checkpoint of a step is on the disk."""
-
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
         """Called when `summary.json` is written, after the last step or the one that stopped the
         run.
@@ -101,10 +97,6 @@ class Calls:
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         """An evaluation has ended."""
         self._each(lambda callback: callback.on_evaluate(step, self._seen(callback, values)))
-
-    def saved(self, step: int, path: Path) -> None:
-        """A checkpoint was written."""
-        self._each(lambda callback: callback.on_checkpoint(step, path))
 
     def end(self, summary: Mapping[str, Any]) -> None:
         """The run has ended."""

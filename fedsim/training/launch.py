@@ -8,14 +8,15 @@ from typing import Any
 import jax
 
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig
+from fedsim.data import TEMPLATE
+from fedsim.engine import versions
 from fedsim.errors import EXTRAS, optional
-from fedsim.plan import Plan, in_words, warnings_of
-from fedsim.run import SENDING, Console
+from fedsim.plan import in_words, warnings_of
+from fedsim.run import SENDING, Console, StoredRun, directory
 from fedsim.training.callbacks import Callback
-from fedsim.training.open import AuditHooks, CustomTask, OpenRun, Purpose, open_run
+from fedsim.training.open import AuditHooks, CustomTask, Purpose, open_run
 from fedsim.training.optimizers import Noise, rate_of, update_rule, with_defaults
 from fedsim.training.prepare import PreparedRun, prepare_run
-from fedsim.training.private_evaluation import Booking
 from fedsim.training.trainer import Trainer
 
 NOTHING_PROMISED = (
@@ -62,18 +63,31 @@ def train(
 
 def launch(prepared: PreparedRun) -> Trainer:
     """Write the run's directory if it is new, lock it, and return the Trainer of the run."""
-    strategy = {"name": str(prepared.strategy), "why": prepared.why}
-    prepared.opened.begin(prepared.task, plan=prepared.plan, strategy=strategy)
+    opened, plan = prepared.opened, prepared.plan
+    if opened.stored is None:
+        given = (opened.identity, opened.settings, opened.run, prepared.task.describe())
+        strategy = {"name": str(prepared.strategy), "why": prepared.why}
+        stored = StoredRun(*given, versions=versions(), plan=plan, strategy=strategy)
+        template = opened.data.path and opened.data.path / TEMPLATE
+        template = template if template and template.is_file() else None
+        files = (opened.data.tokenizer_path, opened.model and opened.model.files, template)
+        created = directory.create(opened.run.run_dir, stored, opened.key, *files)
+        opened.until_end.enter_context(created)
     return Trainer(prepared)
 
 
 def show(prepared: PreparedRun) -> None:
     """Show the plan and what it warns of, before the first step."""
-    opened, plan, booking = prepared.opened, prepared.plan, prepared.booking
-    console = opened.console
+    opened, plan, console = prepared.opened, prepared.plan, prepared.opened.console
     if opened.stored is None:
-        for warning in _warnings(opened, plan, booking):
+        for warning in warnings_of(plan):
             console.warn(warning)
+        if prepared.booking is not None:
+            request, _ = prepared.booking.requests[0]
+            if not plan.guarantee:
+                console.warn(NOTHING_PROMISED.format(in_words(plan.reasons), request.place))
+            if alike := request.lookalike_warning():
+                console.warn(alike)
         if cut := opened.data.cut_off():
             console.note(cut)
     console.plan(plan, prepared.engine, opened.run)
@@ -81,26 +95,8 @@ def show(prepared: PreparedRun) -> None:
     console.rows([("gradient method", f"{prepared.strategy} ({why})")])
 
 
-def _warnings(opened: OpenRun, plan: Plan, booking: Booking | None) -> list[str]:
-    """Warnings about a new run."""
-    warnings = warnings_of(plan)
-    if opened.data.eval_users is None and not opened.run.strict:
-        warnings.append("no users are held out, so there will be no held-out loss")
-    if booking is not None:
-        request, _ = booking.requests[0]
-        if not plan.guarantee:
-            reasons = in_words(plan.reasons)
-            warnings.append(NOTHING_PROMISED.format(reasons, request.place))
-        if alike := request.lookalike_warning():
-            warnings.append(alike)
-    return warnings
-
-
 def dry_run(
-    algorithm: Algorithm,
-    privacy: PrivacyConfig,
-    run: RunConfig,
-    console: Console,
+    algorithm: Algorithm, privacy: PrivacyConfig, run: RunConfig, console: Console
 ) -> dict[str, Any]:
     """Plan a run and compute its size; nothing is trained, written or paid for.
 

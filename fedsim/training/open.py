@@ -22,8 +22,8 @@ from fedsim.config import (
     changed,
     original_names,
 )
-from fedsim.data import TEMPLATE, Dataset
-from fedsim.engine import Engine, Task, versions
+from fedsim.data import Dataset
+from fedsim.engine import Engine, Task
 from fedsim.keys import SecretKey
 from fedsim.models import Pretrained, frozen, peft_files
 from fedsim.noise import AddNoise
@@ -98,9 +98,9 @@ class AuditHooks(Protocol):
         ...
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class OpenRun:
-    """A run with its data, key and identity; call `start_engine` and then `begin`."""
+    """A run with its data, key and identity."""
 
     purpose: Purpose
     settings: PrivacyConfig
@@ -115,7 +115,8 @@ class OpenRun:
     console: Console
     custom: CustomTask | None
     audit: AuditHooks | None
-    _stack: ExitStack
+    until_end: ExitStack
+    """Contexts that last until the run is closed."""
 
     @property
     def algorithm(self) -> Algorithm:
@@ -144,30 +145,8 @@ class OpenRun:
         if self.audit is not None:
             task = self.audit.task(task, params)
         workers = engine.create(self.run.engine, task, warn=self.console.warn)
-        self._stack.callback(workers.close)
+        self.until_end.callback(workers.close)
         return workers, task, params
-
-    def begin(self, task: Task, **fields: Any) -> None:
-        """Create and lock the directory of a new run.
-
-        Args: fields: further fields of `StoredRun`: plan, strategy.
-        """
-        if self.stored is not None:
-            return
-        stored = StoredRun(
-            self.identity, self.settings, self.run, task.describe(), versions(), **fields
-        )
-        template = self.data.path and self.data.path / TEMPLATE
-        self._stack.enter_context(
-            directory.create(
-                self.run.run_dir,
-                stored,
-                self.key,
-                self.data.tokenizer_path,
-                self.model and self.model.files,
-                template if template and template.is_file() else None,
-            )
-        )
 
 
 @contextmanager
@@ -197,26 +176,19 @@ def open_run(
 ) -> Iterator[OpenRun]:
     """Find a run's data, model and key, and lock its directory if it exists, until the end.
 
-    Args:
-      custom: data and task, instead of those that the settings name.
-      audit: canaries of an audit.
-      held_out: evaluate held-out users during the training.
+    Args: see `train`.
     Raises: ConfigError: a mistake in the settings, or a resumed run would differ from its start.
       FileDamaged: what is there of the run, or its data, is not what it was.
     """
     stored = directory.find(run.run_dir, resume=run.resume)
     as_stored = run.model.lora_rank > 0
     model = None if custom else find_model(run.model.source, console, as_stored=as_stored)
-    with ExitStack() as stack:
+    with ExitStack() as until_end:
         if stored:
-            stack.enter_context(directory.lock(run.run_dir))
-        if custom is not None:
-            data = custom.data()
-        else:
-            data = load_data(run.data, model, console.note)
-        if stored:
-            for store in data.splits().values():
-                store.check()
+            until_end.enter_context(directory.lock(run.run_dir))
+        data = custom.data() if custom else load_data(run.data, model, console.note)
+        for store in data.splits().values() if stored else ():
+            store.check()
         data = audit.data(data) if audit else data
         sha256, adapter = model_sha256(model), peft_files.sha256(run.model.adapter)
         if stored:
@@ -233,7 +205,7 @@ def open_run(
         if unpriced or not held_out:
             data = dataclasses.replace(data, eval_users=None)
         about = (settings, run, data, model, key, identity, stored, console, custom, audit)
-        yield OpenRun(purpose, *about, stack)
+        yield OpenRun(purpose, *about, until_end)
 
 
 def key_context(
@@ -253,15 +225,14 @@ def key_context(
 
     Args: weights: type of the model's matrices, if they stay as they are stored.
     """
-    of_run = {n: v for n, v in as_dict(run).items() if n not in OPERATIONAL | {"seed", "adapter"}}
-    if model is not None:
-        del of_run["model"]
-    changes = [changed(PrivacyConfig, as_dict(settings)), changed(RunConfig, of_run)]
-    changes = [original_names(settings) for settings in changes]
-    if rows := changes[1].pop("rows_per_pass", None):  # earlier keys have both in one setting
-        changes[1]["strategy"] = f"{run.engine.strategy}:{rows}"
+    apart = OPERATIONAL | {"seed", "adapter"} | ({"model"} if model is not None else set())
+    of_run = {name: value for name, value in as_dict(run).items() if name not in apart}
+    of_privacy = original_names(changed(PrivacyConfig, as_dict(settings)))
+    of_run = original_names(changed(RunConfig, of_run))
+    if rows := of_run.pop("rows_per_pass", None):  # earlier keys have both in one setting
+        of_run["strategy"] = f"{run.engine.strategy}:{rows}"
     identity = {"algorithm": algorithm, "model": model}
-    if weights != "float32":
-        identity["weights"] = weights
+    identity |= {"weights": weights} if weights != "float32" else {}
     identity |= {"adapter": adapter} if adapter else {}
-    return json.dumps([identity, *changes, data.train.fingerprint], sort_keys=True)
+    facts = [identity, of_privacy, of_run, data.train.fingerprint]
+    return json.dumps(facts, sort_keys=True)

@@ -6,7 +6,6 @@ that the user leaves open follow from a rule in public quantities, which was fit
 """
 
 import dataclasses
-import functools
 import inspect
 import json
 import math
@@ -34,7 +33,7 @@ class Diverged(FedsimError):
 def update_rule(
     run: RunConfig, learning_rate: float | optax.Schedule
 ) -> optax.GradientTransformation:
-    """The optimizer of a run, with decoupled weight decay (Loshchilov and Hutter 2019) of matrices.
+    """The optimizer of a run, with its weight decay.
 
     Args: run: from `with_defaults`.
     Raises: ConfigError: there is no such optimizer, or it does not take these options.
@@ -43,13 +42,7 @@ def update_rule(
     transformation = optimizer(run.optimizer, learning_rate)
     if not run.weight_decay:
         return transformation
-
-    def decay(step):
-        rate: Any = learning_rate(step) if callable(learning_rate) else learning_rate
-        return -rate * run.weight_decay
-
-    matrices = functools.partial(jax.tree.map_with_path, _is_matrix)
-    return optax.chain(transformation, optax.add_decayed_weights(decay, matrices))
+    return optax.chain(transformation, _decay(learning_rate, run.weight_decay))
 
 
 def rate_of(run: RunConfig, num_steps: int) -> float | optax.Schedule:
@@ -127,9 +120,23 @@ def _moved(average, params, share):
     return jax.tree.map(lambda a, p: a + (share * (p - a)).astype(a.dtype), average, params)
 
 
-def _is_matrix(path: tuple[Any, ...], leaf: jax.Array) -> bool:
-    """True for what decays. Stacked layers count as the matrices of each layer."""
-    return leaf.ndim - (path[:1] == STACKED) > 1
+def _decay(rate: float | optax.Schedule, share: float) -> optax.GradientTransformation:
+    """Decoupled weight decay (Loshchilov and Hutter 2019) of matrices.
+
+    Stacked layers count as the matrices of each layer.
+    """
+
+    def update(updates, state, params=None):
+        now = (rate(state.count) if callable(rate) else rate) * share
+
+        def less(path, change, leaf):
+            is_matrix = leaf.ndim - (path[:1] == STACKED) > 1
+            return change - (now * leaf).astype(change.dtype) if is_matrix else change
+
+        return jax.tree.map_with_path(less, updates, params), state._replace(count=state.count + 1)
+
+    start = optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
+    return optax.GradientTransformation(lambda params: start, update)
 
 
 def _options(name: str, text: str, factory: Callable) -> dict[str, Any]:

@@ -20,8 +20,6 @@ from fedsim.noise import predicted_error
 from fedsim.plan import (
     ASSUMPTIONS,
     Caveat,
-    CorrelatedNoise,
-    Evaluations,
     Fact,
     Plan,
     as_planned,
@@ -55,10 +53,9 @@ class PreparedRun:
     """Everything that a `Trainer` needs for the first step."""
 
     opened: OpenRun
+    """With nothing left to defaults of the optimizer."""
     plan: Plan
     method: ELS | ULS
-    settings: PrivacyConfig
-    """With nothing left to defaults."""
     booking: Booking | None
     """The run's entries in the budget ledger; None: it is not counted there."""
     engine: Engine
@@ -83,7 +80,7 @@ def prepare_run(
       EngineError: workers failed.
       LedgerError: a ledger is damaged or locked.
     """
-    users, is_new = opened.data.train, opened.stored_plan is None
+    users, is_new, console = opened.data.train, opened.stored_plan is None, opened.console
     pays = opened.purpose.is_counted and not dry_run
 
     # 1. Settings: what they alone refuse is refused in a moment, before any worker starts.
@@ -93,12 +90,15 @@ def prepare_run(
     method = None
     if not is_drawn or settings.adjacency == ZERO_OUT:  # else the pool's size follows from the draw
         method = method_for(opened.algorithm, completed, users, opened.key)
-    evaluations = _evaluations(opened, completed) if is_new else None
-    request = _request(opened, completed)
+    evaluations = evaluations_of(completed, opened.run, opened.data.eval_users) if is_new else None
+    if evaluations is not None:
+        evaluations = dataclasses.replace(evaluations, seal=_held_out_seal(opened))
+    kind = "audit" if opened.purpose == Purpose.AUDIT else "train"
+    request = BudgetRequest.of(opened.run, users, completed.delta, kind, settings.adjacency)
 
     # 2. The engine: starting workers is what fails most, so it comes before anything is paid.
     engine, task, params = opened.start_engine()
-    wait_for(engine, opened.console)
+    wait_for(engine, console)
 
     # 3. Refusals, all of them here: after a draw even a refusal would tell of it, and would have
     #    been paid for in vain.
@@ -122,7 +122,7 @@ def prepare_run(
         )
 
     if is_drawn and method is not None:  # a limit refuses by a plan, so it takes one to ask
-        with opened.console.phase("checking the settings"):
+        with console.phase("checking the settings"):
             _booking(opened, plan_of(completed, method), method, request)
 
     # 4. Private draws: each is in the ledger of the data before it is made.
@@ -137,27 +137,18 @@ def prepare_run(
     # 5. The plan: it has the draws, and from here on everything that it states is public.
     assert method is not None, "made in stage 1 or 4"
     if is_new:
-        with opened.console.phase("calibrating the noise"):
+        with console.phase("calibrating the noise"):
             plan = plan_of(completed, method)
     else:
         plan = _plan_as_stored(opened, method, callbacks)
-    opened.run = with_plan(plan, opened.stored, opened.run, fresh=opened.model is None)
+    run = with_plan(plan, opened.stored, opened.run, fresh=opened.model is None)
+    opened = dataclasses.replace(opened, run=run)
 
     # 6. The entry in the ledger of the data, for the whole run: the Trainer writes it under the
     #    ledger's lock, before the first step, in the place of the entry of a draw.
     booking = _booking(opened, plan, method, request)
     return PreparedRun(
-        opened=opened,
-        plan=plan,
-        method=method,
-        settings=completed,
-        booking=booking,
-        engine=engine,
-        task=task,
-        params=params,
-        strategy=strategy,
-        why=why,
-        callbacks=callbacks,
+        opened, plan, method, booking, engine, task, params, strategy, why, callbacks
     )
 
 
@@ -187,7 +178,9 @@ def _completed(
             smallest = smallest_group_size(settings, opened.data.train)
             settings = dataclasses.replace(settings, group_size=smallest)
         completed, facts = fill_defaults(opened.algorithm, settings, opened.data)
-        facts += facts_of_run(opened, callbacks)
+        facts += facts_of_start(opened.run, fresh_model=opened.model is None)
+        facts += [Caveat(Fact.OWN_TASK)] if opened.custom is not None else []
+        facts += facts_of_loggers(opened.run) + facts_of_callbacks(callbacks)
     if opened.run.strict:
         expect_covered(opened, facts)
     return completed, facts
@@ -204,13 +197,6 @@ def expect_covered(opened: OpenRun, facts: Sequence[Caveat]) -> None:
             value = values.get(fact.fact.setting, fact.of)
             expected = f"{fact.fact.instead}, with strict ({fact})"
             raise ConfigError.of(fact.fact.setting, value, expected)
-
-
-def _request(opened: OpenRun, settings: PrivacyConfig) -> BudgetRequest:
-    """The run as the ledger of the data sees it. Args: settings: completed."""
-    kind = "audit" if opened.purpose == Purpose.AUDIT else "train"
-    users, adjacency = opened.data.train, settings.adjacency
-    return BudgetRequest.of(opened.run, users, settings.delta, kind, adjacency)
 
 
 def _expect_readable(opened: OpenRun, request: BudgetRequest) -> None:
@@ -260,11 +246,11 @@ def _booking(
 
     Raises: ConfigError: its steps cost more than planned, or more than a limit leaves.
     """
-    phases = planned_phases(plan, method)
-    expect_affordable(plan, phases)
+    planned = planned_phases(plan, method)
+    expect_affordable(plan, planned)
     if not opened.purpose.is_counted:
         return None
-    entry = request.entry(opened.key.seal("ledger"), phases, plan.slack, plan.reasons)
+    entry = request.entry(opened.key.seal("ledger"), planned, plan.slack, plan.reasons)
     booking = Booking.of(request, entry, plan, opened.data, opened.key)
     booking.expect_room()
     return booking
@@ -293,10 +279,8 @@ def _plan_as_stored(opened: OpenRun, method: ELS | ULS, callbacks: Sequence[Call
     same = sharing(opened.data.train, method, opened.key) == plan.shared
     again = "the pool or the groups that the run started with: resume with its package versions"
     expect("data", "other texts of the same ones", same, again)
+    again = "those at the start of the run alone to see metrics without noise"
     for fact in facts_of_loggers(opened.run) + facts_of_callbacks(callbacks):
-        again = (
-            "the loggers and callbacks that see metrics without noise as at the start of the run"
-        )
         expect(fact.fact.setting, fact.of, fact in plan.caveats, again)
     same = drawn_once(method, plan.num_steps, opened.key) == plan.drawn_once
     again = "versions that draw the pool and users' turns as when the run started"
@@ -308,26 +292,9 @@ def _plan_as_stored(opened: OpenRun, method: ELS | ULS, callbacks: Sequence[Call
     return plan
 
 
-def _evaluations(opened: OpenRun, settings: PrivacyConfig) -> Evaluations | None:
-    """Evaluations with noise, sealed to the present held-out users. Args: settings: completed."""
-    evaluations = evaluations_of(settings, opened.run, opened.data.eval_users)
-    return evaluations and dataclasses.replace(evaluations, seal=_held_out_seal(opened))
-
-
 def _held_out_seal(opened: OpenRun) -> str:
     held_out = opened.data.eval_users
     return "" if held_out is None else opened.key.seal(held_out.fingerprint)
-
-
-def facts_of_run(opened: OpenRun, callbacks: Sequence[Callback]) -> list[Caveat]:
-    """Facts that the guarantee does not cover, beside those of `fill_defaults`."""
-    run, own_task = opened.run, opened.custom is not None
-    return [
-        *facts_of_start(run, fresh_model=opened.model is None),
-        *([Caveat(Fact.OWN_TASK)] if own_task else []),
-        *facts_of_loggers(run),
-        *facts_of_callbacks(callbacks),
-    ]
 
 
 def facts_of_start(run: RunConfig, *, fresh_model: bool) -> list[Caveat]:
@@ -343,9 +310,7 @@ def with_plan(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: bo
         return dataclasses.replace(run, **{name: getattr(stored.run, name) for name in UPDATE})
     bound = plan.clip.sensitivity
     stddev = bound * plan.gradient_noise_multiplier / plan.expected_count
-    if isinstance(plan.noise, CorrelatedNoise) and plan.strategy:
+    if plan.strategy:
         # What steps add up to has noise of as much as independent noise of less.
-        stddev *= plan.noise.predicted_error / predicted_error(
-            plan.noise_multiplier, plan.num_steps, 1
-        )
+        stddev *= plan.predicted_error / predicted_error(plan.noise_multiplier, plan.num_steps, 1)
     return with_defaults(run, Noise(stddev, bound, plan.num_steps), fresh=fresh)

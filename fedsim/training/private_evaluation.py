@@ -12,8 +12,7 @@ again.
 
 import dataclasses
 import json
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,12 +29,7 @@ from fedsim.evaluate import VALIDATION
 from fedsim.files import make_directory, open_to_append, whole_lines, write_durably
 from fedsim.keys import SecretKey
 from fedsim.noise import noisy_mean_loss
-from fedsim.plan import (
-    MAX_ROWS,
-    Evaluations,
-    Fact,
-    Plan,
-)
+from fedsim.plan import MAX_ROWS, Evaluations, Fact, Plan
 from fedsim.run import Reached, ledger
 
 FILE = "evaluations.jsonl"
@@ -58,13 +52,11 @@ class Evaluated:
                 raise FileDamaged(f"{self._path}: expected a step, once, and its loss in each line")
             self.losses[step] = loss
 
-    def release(self, step: int, compute: Callable[[], float]) -> float:
-        """Release the loss after `step`, which none was released for; written to disk first."""
-        assert step not in self.losses, f"the evaluation after step {step} was released"
-        loss = self.losses[step] = compute()
+    def add(self, step: int, loss: float) -> None:
+        """Write the loss after a step, which is durable, and so released, when this returns."""
+        self.losses[step] = loss
         with open_to_append(self._path) as file:
             write_durably(file, json.dumps({"step": step, "loss": loss}).encode() + b"\n")
-        return loss
 
 
 class Reported(NamedTuple):
@@ -96,24 +88,21 @@ def noisy_evaluate(
       key: of the run in its segment.
       reached: called with the number of released losses, before one is shown.
       again: if the loss after this step was released, it was for these parameters.
-    Returns: losses by metric; None if the loss of the step was released for other parameters.
+    Returns: losses by metric; None if that of the step was released for other parameters.
     """
     store, released = data.eval_users, Evaluated(run_dir)
     assert store is not None, "of a plan that has evaluations"
     if step in released.losses:
         return {VALIDATION[SPLIT]: released.losses[step]} if again else None
-
-    def compute() -> float:
-        rows = rows_of_users(store.offsets, how.num_users, how.rows)
-        return noisy_mean_loss(
-            workers.group_losses(params, SPLIT, rows),
-            bound=how.loss_bound,
-            count=how.num_users,
-            stddev=how.noise_multiplier,
-            rng=key.fresh.generator("held-out loss", step),
-        )
-
-    loss = released.release(step, compute)
+    rows = rows_of_users(store.offsets, how.num_users, how.rows)
+    loss = noisy_mean_loss(
+        workers.group_losses(params, SPLIT, rows),
+        bound=how.loss_bound,
+        count=how.num_users,
+        stddev=how.noise_multiplier,
+        rng=key.fresh.generator("held-out loss", step),
+    )
+    released.add(step, loss)
     reached(len(released.losses), "")
     return {VALIDATION[SPLIT]: loss}
 
@@ -144,8 +133,8 @@ class Booking:
                 delta=None,
             )
             label = Fact.KNOWN_SEED if plan.seeded else ""
-            phases: list[tuple[Event, int]] = [*how.phases(how.count)]
-            entry = held_out.entry(key.seal("evaluation"), phases, how.slack, label)
+            planned: list[tuple[Event, int]] = [*how.phases(how.count)]
+            entry = held_out.entry(key.seal("evaluation"), planned, how.slack, label)
             requests.append((held_out, entry))
         return cls(requests, request.run_dir, how)
 
@@ -157,19 +146,18 @@ class Booking:
     @contextmanager
     def admitted(self) -> Iterator[Reported]:
         """Count the run, and its releases when the block ends; see `admission`."""
-        reached: list[Reached] = []
+        (request, entry), *held_out = self.requests
         with ExitStack() as stack:
-            for request, entry in self.requests:
-                of_evaluations = request.kind == "evaluation"
-                if of_evaluations:
-                    make_directory(request.run_dir, 0o700)
-                released = self._evaluated if of_evaluations else None
-                reached.append(stack.enter_context(admitted(request, entry, released)))
-            yield Reported(*reached)
+            of_run = stack.enter_context(admitted(request, entry))
+            of_evaluations = Reported().evaluations
+            for request, entry in held_out:
+                make_directory(request.run_dir, 0o700)
+                of_evaluations = stack.enter_context(admitted(request, entry, self._evaluated))
+            yield Reported(of_run, of_evaluations)
 
     def _evaluated(self) -> list[tuple[Event, int]]:
         """Events released of held-out users so far."""
-        assert self.evaluations is not None
+        assert self.evaluations is not None, "of a run with evaluations"
         return [*self.evaluations.phases(len(Evaluated(self.run_dir).losses))]
 
 
@@ -198,8 +186,3 @@ def user_losses(task: Any, params: Any, split: str) -> np.ndarray:
     offsets = getattr(task.dataset, split).offsets
     rows = rows_of_users(offsets, len(offsets) - 1, MAX_ROWS)
     return create(EngineConfig("local"), task).group_losses(params, split, rows)
-
-
-def largest_loss(vocab_size: int) -> float:
-    """L: loss of a uniform guess, in nats per token."""
-    return math.log(vocab_size)

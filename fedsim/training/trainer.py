@@ -5,12 +5,12 @@ a run that is resumed begins a segment at the next index, with draws and noise o
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from typing import Any
@@ -22,7 +22,7 @@ from fedsim.accounting import at_most
 from fedsim.config import to_json
 from fedsim.engine import Stats, versions
 from fedsim.errors import ConfigError
-from fedsim.evaluate import VALIDATION, evaluate, headline
+from fedsim.evaluate import evaluate, headline
 from fedsim.files import write_json
 from fedsim.plan import claimed_fields, ledger_head
 from fedsim.run import (
@@ -58,8 +58,7 @@ from fedsim.training.optimizers import (
 from fedsim.training.prepare import PreparedRun
 from fedsim.training.private_evaluation import Reported, noisy_evaluate
 
-MAX_LOSS = 1000.0  # times the first one, or nats: nothing comes of a training beyond
-MAX_GROWTH = 100.0  # times the largest parameter at the start, or 1; likewise
+MAX_GROWTH = 100.0  # times the largest parameter at the start, or 1: nothing is learnt beyond
 
 
 class Trainer:
@@ -73,16 +72,12 @@ class Trainer:
         self.run, self.data, self.key = opened.run, opened.data, opened.key
         self.console, self.audit = opened.console, opened.audit
         self.replays = opened.purpose == Purpose.REPLAY
-        self.replayed: dict[int, State] = {}
-        """States from which later segments of a replay go on, by their steps."""
-        self.written: deque[int] = deque()
-        self.told_dropped = False
-        sigma = self.plan.noise_multiplier
+        self.passed: dict[int, State | None] = {}
+        """States of a replay from which later segments began, by their steps."""
+        sigma, before = self.plan.noise_multiplier, self.plan.before
         self.event = self.method.event(sigma) if sigma else None
         if self.event is not None:
-            self.running_epsilon = accounting.RunningEpsilon(
-                self.event, self.plan.delta, self.plan.before
-            )
+            self.running_epsilon = accounting.RunningEpsilon(self.event, self.plan.delta, before)
         add_noise = self.plan.add_noise()
         self.add_noise = self.audit.record_noise(add_noise) if self.audit else add_noise
         evaluations = self.plan.evaluations
@@ -94,30 +89,19 @@ class Trainer:
 
     def fit(self) -> dict[str, Any]:
         """Run the remaining steps, write the summary and return it."""
-        state = State(
-            self.params,
-            self.transformation.init(self.params),
-            average=self.params if self.run.ema else None,
-            clip_norm=self.plan.clip_norm,
-        )
-        state = restored(self.run.run_dir, state)
-        settings = directory.config_sha256(self.run.run_dir)
-        seal = self.key.seal("ledger")
-        first = ledger_head(self.plan, config_sha256=settings, key_seal=seal)
+        run_dir, state = self.run.run_dir, self._start()
+        settings = directory.config_sha256(run_dir)
+        head = ledger_head(self.plan, config_sha256=settings, key_seal=self.key.seal("ledger"))
         kind = Replayed if self.replays else Ledger
-        ledger = kind(self.run.run_dir, first, least=state.step, least_chain=state.chain)
-        last_step = ledger.num_steps or -1
-        with (
-            closing(ledger),
-            closing(Metrics(self.run.run_dir, last_step)) as metrics,
-        ):
+        ledger = kind(run_dir, head, least=state.step, least_chain=state.chain)
+        with closing(ledger), closing(Metrics(run_dir, ledger.num_steps or -1)) as metrics:
             self.calls = self._calls(settings)
             self.calls.begin(ledger.num_steps)
             # Everything that is there of the run is in order: now it is counted.
             with self.booking.admitted() if self.booking else nullcontext(Reported()) as reported:
                 ledger.reached, self.evaluated = reported
                 if state.step < self.plan.num_steps:  # a summary of fewer steps than released
-                    (self.run.run_dir / directory.SUMMARY).unlink(missing_ok=True)
+                    (run_dir / directory.SUMMARY).unlink(missing_ok=True)
                 for part in self._segments(state, ledger):
                     state, self.saved, end = part
                     self._steps(state, ledger, metrics, end)
@@ -126,9 +110,16 @@ class Trainer:
                 summary = self._summary(state, ledger.chain)
                 if isinstance(ledger, Replayed):
                     return {**summary, "computed_on": ledger.computed_on}
-                write_json(self.run.run_dir / directory.SUMMARY, summary, mode=0o600)
+                write_json(run_dir / directory.SUMMARY, summary, mode=0o600)
         self.calls.end(summary)
         return summary
+
+    def _start(self) -> State:
+        """The state of the last checkpoint, or that before the first step."""
+        opt_state = self.transformation.init(self.params)
+        average = self.params if self.run.ema else None
+        state = State(self.params, opt_state, average, clip_norm=self.plan.clip_norm)
+        return restored(self.run.run_dir, state)
 
     def _calls(self, identity: str) -> Calls:
         """The callbacks and loggers of the run."""
@@ -144,155 +135,103 @@ class Trainer:
     def _segments(self, state: State, ledger: Ledger) -> Iterator[tuple[State, int, int]]:
         """(state to go on from, steps of its checkpoint, index of the end) of the segments to run:
         a new one, or those of a replay. Nothing is left of a run that has ended."""
-        total, saved = self.plan.num_steps, state.step
+        total, segments = self.plan.num_steps, ledger.segments
         lanes = "" if self.event else f"{self.run.engine.num_lanes} lanes"  # sums of float32
         bits = computed_on(self.engine.facts()["kind"], lanes)
         if isinstance(ledger, Replayed):
             ledger.computed_on = bits
             yield from self._recorded(state, ledger)
-        elif saved == total == state.evaluated:
-            yield state, saved, total
-        else:
+        elif not state.step == total == state.evaluated:
             # With a seed, no two histories share a nonce, nor do machines whose bits may differ.
-            where = [self.strategy, bits, len(ledger.segments), saved, ledger.released_sha256]
+            where = [self.strategy, bits, len(segments), state.step, ledger.released_sha256]
             nonce = self.key.nonce(" ".join(map(str, where)))
-            segment = Segment(nonce, saved, ledger.num_steps, bits)
-            if ledger.segments:
+            segment = Segment(nonce, state.step, ledger.num_steps, bits)
+            if segments:
                 self._tell_lost(segment)
             ledger.begin(segment)
-            yield self._enter(segment, state, ledger), saved, total
+            yield self._enter(segment, state, ledger), state.step, total
 
     def _recorded(self, state: State, ledger: Ledger) -> Iterator[tuple[State, int, int]]:
         """As `_segments`, of a replay, from the checkpoint of `state` on."""
         segments = ledger.segments
         number = max(0, run_ledger.number_of(segments, state.step))
         ends = [*(segment.first for segment in segments[1:]), ledger.num_steps]
-        self.replayed = {state.step: dataclasses.replace(state)}
-        self.keep = {segment.after for segment in segments}
-        self.method.key = self.key.in_segment(segments[number].nonce, segments[number].first)
-        yield state, state.step, ends[number]
+        self.passed = dict.fromkeys(segment.after for segment in segments)
+        self.passed[state.step] = start = dataclasses.replace(state)
+        yield self._enter(segments[number], start, ledger), state.step, ends[number]
         for segment, end in zip(segments[number + 1 :], ends[number + 1 :], strict=True):
-            if segment.after not in self.replayed:
+            if (start := self.passed[segment.after]) is None:
                 expected = f"the checkpoint after step {segment.after}, from which a segment began"
                 raise ConfigError(f"{self.run.run_dir}: expected {expected}", field="run")
-            state = self._enter(segment, self.replayed[segment.after], ledger)
-            self.replayed[state.step] = dataclasses.replace(state)
-            yield state, segment.after, end
+            yield self._enter(segment, start, ledger), start.step, end
 
     def _enter(self, segment: Segment, state: State, ledger: Ledger) -> State:
         """Draw by the nonce of a segment from here on. Returns the state, with what was lost."""
         self.method.key = self.key.in_segment(segment.nonce, segment.first)
-        return dataclasses.replace(
-            state,
-            step=segment.first,
-            lost_steps=state.lost_steps + segment.first - segment.after,
-            chain=ledger.chain_after(segment.first),
-        )
+        lost = max(0, segment.first - state.step)
+        step, lost_steps = state.step + lost, state.lost_steps + lost
+        chain = ledger.chain_after(step)
+        return dataclasses.replace(state, step=step, lost_steps=lost_steps, chain=chain)
 
     def _tell_lost(self, segment: Segment) -> None:
-        """Say from where the run goes on, and what that costs."""
+        """Say from where the run continues, and what that costs."""
+        lost, total = segment.first - segment.after, self.plan.num_steps
         text = f"resuming after step {segment.after}"
-        if lost := segment.first - segment.after:
-            steps = f"the {lost} steps after it" if lost > 1 else "the step after it"
-            text += (
-                f": {steps} had no checkpoint and cannot be used; they are paid for, and "
-                f"{self.plan.num_steps - segment.first} of {self.plan.num_steps} are left"
-            )
+        if lost:
+            text += f": steps that are paid for, but lost without a checkpoint: {lost}; "
+            text += f"{total - segment.first} of {total} are left"
         self.console.note(text)
 
     def _steps(self, state: State, ledger: Ledger, metrics: Metrics, end: int) -> None:
-        """Run the steps up to `end`, or as many as there is time for before a stop signal.
-
-        A step is evaluated after the next one, and saved then.
-        """
+        """Run the steps up to `end`, or as many as there is time for before a stop signal."""
         with (
             stop_signals() as stop,
             ThreadPoolExecutor(2) as threads,
-            checkpoint.Saver(self._write, self.saved) as saver,
+            checkpoint.Saver(functools.partial(save, self.run.run_dir), self.saved) as saver,
             self.console.steps(state.step, self.plan.num_steps) as show,
         ):
-            pending = self._evaluates(self.saved) and state.evaluated != self.saved
-            loaded = self.saved if pending else state.step
-            finish = self._after(state, metrics, saver, loaded)
-            rows = threads.submit(self.method.draw, state.step)
-            first = state.step
+            first, rows = state.step, threads.submit(self.method.draw, state.step)
+            self._evaluate(state, metrics, self.saved)
+            self._evaluate(state, metrics, state.step)  # of a run whose last steps are lost
             while state.step < end and not (stop.is_set() or self.calls.stopped):
                 drawn, rows = rows.result(), threads.submit(self.method.draw, state.step + 1)
                 phase = phase_of(self.engine, self.console, "first step")
                 with phase if state.step == first else nullcontext():
                     values = self._step(state, ledger, threads, drawn)
-                finish()
                 metrics.log(state.step, values)
-                shown = {**values, "eval/loss": state.eval_loss}
-                self._tell_saved()
-                self.calls.step(state.step, shown)
-                self._tell_dropped(state.step, values)
-                if self.audit is not None:  # canaries have a loss of any size
-                    shown.pop("non_private/loss", None)  # a step of nobody has none
-                show(state.step, {**shown, EVALUATED: state.evaluated})
-                finish = self._after(state, metrics, saver, state.step)
-                if self.replays and state.step in self.keep:
-                    self.replayed[state.step] = dataclasses.replace(state)
-            if state.step == self.plan.num_steps:
-                finish()
+                self.calls.step(state.step, {**values, "eval/loss": state.eval_loss})
+                self._evaluate(state, metrics, state.step)
+                evaluated = {"eval/loss": state.eval_loss, EVALUATED: state.evaluated}
+                show(state.step, {**values, **evaluated})
+                if saver.due(state.step, self.run.checkpoint_every):
+                    saver.save(state.step, vars(state))
+                if state.step in self.passed:
+                    self.passed[state.step] = dataclasses.replace(state)
             saver.save(state.step, vars(state))
-        self._tell_saved()
         if state.step < end:
-            then = "; resume=true continues from there" if self.audit is None else ""
+            then = "; --resume continues from there" if self.audit is None else ""
             self.console.note(f"stopped after step {state.step}{then}")
 
-    def _evaluates(self, step: int) -> bool:
-        """True if the state after `step` is evaluated."""
-        return not self.replays and (step == 0 or self._due(step, self.eval_every))
-
-    def _after(
-        self, state: State, metrics: Metrics, saver: checkpoint.Saver, step: int
-    ) -> Callable[[], None]:
-        """Start the checkpoint due after a step; the result first evaluates the step, if due.
-
-        Args: step: the step that gave the parameters.
-        """
-        if not self._evaluates(step) or state.evaluated == step:
-            self._save(state, saver)
-            return lambda: None
-        params, then = state.released, dataclasses.replace(state)
-
-        def losses() -> dict[str, float] | None:
+    def _evaluate(self, state: State, metrics: Metrics, step: int) -> None:
+        """Evaluate the parameters as those of `step`, if that is due and has not been done."""
+        due = step == 0 or self._due(step, self.eval_every)
+        if self.replays or not due or state.evaluated == step:
+            return
+        with phase_of(self.engine, self.console, f"evaluation after step {step}"):
+            model = (self.engine, state.released, self.data)
             if (how := self.plan.evaluations) is not None:
-                return noisy_evaluate(
-                    self.engine,
-                    params,
-                    self.data,
-                    how,
-                    self.method.key,
-                    step,
-                    self.run.run_dir,
-                    self.evaluated,
-                    again=step == self.saved,
-                )
-            return evaluate(self.engine, params, self.data, self.run.eval_examples)
-
-        def finish() -> None:
-            with phase_of(self.engine, self.console, f"evaluation after step {step}"):
-                values = losses()
-            if values is None:  # it was released for parameters that a crash lost
-                return self._save(then, saver)
-            metrics.log(step, values)
-            self.calls.evaluated(step, values)
-            most = MAX_LOSS * max(1.0, state.initial_eval_loss) if step else math.inf
-            # When a run ends is public, so a loss without noise may not end one with a guarantee.
-            # One with noise says nothing of it: it is cut off at its bound, and the rest is noise.
-            judged = not self.plan.noise_multiplier
-            loss = values.get(VALIDATION["eval_users"], 0.0) if judged else 0.0
-            if not loss <= most:  # also for nan
-                raise self._diverged(step, f"the loss is {loss:g}")
-            for copy in (state, then):
-                copy.eval_loss, copy.evaluated = headline(values), step
-                if step == 0:
-                    copy.initial_eval_loss = copy.eval_loss
-            self._save(then, saver)
-
-        return finish
+                place = (step, self.run.run_dir, self.evaluated)
+                again = step == self.saved
+                values = noisy_evaluate(*model, how, self.method.key, *place, again=again)
+            else:
+                values = evaluate(*model, self.run.eval_examples)
+        if values is None:  # it was released for parameters that a crash lost
+            return
+        metrics.log(step, values)
+        self.calls.evaluated(step, values)
+        state.eval_loss, state.evaluated = headline(values), step
+        if step == 0:
+            state.initial_eval_loss = state.eval_loss
 
     def _step(
         self, state: State, ledger: Ledger, thread: ThreadPoolExecutor, rows: np.ndarray
@@ -323,7 +262,7 @@ class Trainer:
             state.step,
             self.event,
             sampling_run=self.plan.sampling.kind,
-            sampling_accounted=self.plan.sampling.accounted,
+            sampling_accounted=self.plan.sampling.kind,
             epsilon=to_json(epsilon),
             gradient_sha256=gradient_sha256((noisy.numbers, *map(np.float64, beside.values()))),
         )
@@ -366,34 +305,6 @@ class Trainer:
     def _due(self, step: int, interval: int) -> bool:
         """True if an action of every `interval` steps, and of the last, is due after `step`."""
         return step % interval == 0 or step == self.plan.num_steps
-
-    def _save(self, state: State, saver: checkpoint.Saver) -> None:
-        last = state.step == self.plan.num_steps
-        if state.step and (last or saver.due(state.step, self.run.checkpoint_every)):
-            saver.save(state.step, vars(state))
-
-    def _write(self, step: int, state: dict[str, Any]) -> None:
-        save(self.run.run_dir, step, state)
-        self.written.append(step)
-
-    def _tell_saved(self) -> None:
-        """Call the callbacks for the checkpoints that another thread has written."""
-        while self.written:
-            step = self.written.popleft()
-            self.calls.saved(step, checkpoint.path_of(self.run.run_dir, step))
-
-    def _tell_dropped(self, step: int, values: dict[str, float]) -> None:
-        """Show once that nobody in a step had a finite gradient; where losses are not shown, as in
-        a trial, this is not."""
-        dropped = values["non_private/dropped_units"]
-        if self.told_dropped or not 0 < dropped == values["non_private/cohort_size"]:
-            return
-        self.told_dropped = True
-        self.console.note(
-            f"warning: no unit of step {step} had a finite gradient, so all {dropped:g} were "
-            "dropped and the step was noise alone; later ones are counted in "
-            "non_private/dropped_units, which has no noise: not to be published"
-        )
 
     def _private_values(self, stats: Stats, clip_norm: float) -> dict[str, float]:
         """Metrics of a step computed from private data without noise."""

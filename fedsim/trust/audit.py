@@ -83,7 +83,7 @@ def audit(
         "run_dir": str(run.run_dir),
         "algorithm": str(algorithm),
         **{name: summary[name] for name in OF_SUMMARY},
-        "planted": summary["purpose"]["planted"],
+        "planted": summary["planted"],
         "confidence": settings.confidence,
         **attacks,
     }

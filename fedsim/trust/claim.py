@@ -14,7 +14,7 @@ from fedsim import accounting
 from fedsim.accounting import Event, StepEvent, at_most
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm
 from fedsim.errors import ConfigError, FedsimError
-from fedsim.plan import AllocatedSampling, Fact, Plan, accounted_events
+from fedsim.plan import Fact, Plan, accounted_events
 from fedsim.run import StoredRun, ledger
 from fedsim.trust.evidence import Check
 
@@ -204,7 +204,7 @@ def several(released: Claimed) -> list[tuple[int, float]]:
 
 def is_by_group(plan: Plan) -> bool:
     """True if only group privacy bounds the loss of several users together."""
-    return isinstance(plan.sampling, AllocatedSampling) or plan.noise.bands > 1
+    return plan.sampling.participations is not None or plan.noise.bands > 1
 
 
 def epsilon_for(released: Claimed, people: int) -> float:

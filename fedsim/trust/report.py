@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 from huggingface_hub import ModelCardData
 
-from fedsim.config import settings_of, to_json
+from fedsim.config import CORRELATED, settings_of, to_json
 from fedsim.errors import expect
 from fedsim.files import new_directory, read_object, write_atomically, write_json
 from fedsim.models import Pretrained, weights
-from fedsim.plan import AllocatedSampling, Audit, CorrelatedNoise, in_words
+from fedsim.plan import in_words
 from fedsim.run import (
     Console,
     base_name,
@@ -104,7 +104,7 @@ def read(run_dir: Path, console: Console) -> Released:
             raise error
     stored, lines = directory.load(run_dir), ledger.read(run_dir)
     assert (plan := stored.plan) is not None, "verify() found one"
-    if isinstance(plan.purpose, Audit):
+    if plan.purpose == "audit":
         raise ReportError("nothing to report: an audit's run, some of whose users were made up")
     if (newest := checkpoint.latest(run_dir)) is None:
         raise ReportError(f"nothing to report: {run_dir} has no checkpoint, hence no model")
@@ -174,8 +174,8 @@ def _commands(released: Released) -> list[str]:
     verify = "fedsim verify ."
     if (event := plan.event()) is None:
         return [verify]
-    correlated = isinstance(plan.noise, CorrelatedNoise)
-    allocated = isinstance(sampling, AllocatedSampling)
+    correlated = plan.noise.kind == CORRELATED
+    allocated = sampling.participations is not None
     unusual = correlated or allocated or sampling.bands > 1
     flags = {
         "num-steps": released.num_steps,
@@ -187,7 +187,7 @@ def _commands(released: Released) -> list[str]:
         "sampling": sampling.kind if unusual else None,
         "noise": plan.noise.kind if correlated else None,
         "bands": sampling.bands if unusual and not allocated else None,
-        "participations": sampling.participations if allocated else None,
+        "participations": sampling.participations,
     }
     words = [f" --{name} {value}" for name, value in flags.items() if value is not None]
     before = [f" --before {paid.epsilon!r}" for paid, _ in plan.before]

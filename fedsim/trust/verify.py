@@ -21,8 +21,6 @@ from fedsim.files import read_json
 from fedsim.keys import SecretKey
 from fedsim.plan import (
     ALL_COVERED,
-    AllocatedSampling,
-    Audit,
     Caveat,
     Fact,
     Plan,
@@ -159,9 +157,9 @@ def _ledger(evidence: Evidence) -> str:
 def _settings(evidence: Evidence) -> str:
     """The plan is as the settings demand."""
     plan, privacy = evidence.plan, evidence.privacy
-    sampling, allocated = plan.sampling, isinstance(plan.sampling, AllocatedSampling)
+    sampling, allocated = plan.sampling, plan.sampling.participations is not None
     compared = {name: (getattr(privacy, name), getattr(plan, name)) for name in PLANNED}
-    compared |= {name: (getattr(privacy, name), getattr(sampling, name, None)) for name in DRAWN}
+    compared |= {name: (getattr(privacy, name), getattr(sampling, name)) for name in DRAWN}
     compared |= {
         "budget": (None if allocated else privacy.batch_size, plan.budget),
         "sampling": (privacy.sampling_run, plan.sampling.kind),
@@ -305,7 +303,7 @@ def _data(evidence: Evidence) -> str:
             store.check()
     except (DataError, OSError) as error:
         raise Violated(str(error)) from None
-    if isinstance(evidence.plan.purpose, Audit):
+    if evidence.plan.purpose == "audit":
         raise Unknown("an audit's run: the users it made up beside those of the data are not kept")
     same = key.seal(users.fingerprint) == evidence.plan.data_seal
     where = _where(evidence)
@@ -370,7 +368,7 @@ def _owners(evidence: Evidence) -> str:
         most, cap = most_entered(method.groups, users.offsets, owners), plan.shared.max_changed
         what = "groups of others"
     require(most <= cap, f"{most} {what} for one user: expected at most {cap}")
-    share = plan.shared.left_out / users.num_examples
+    share = 1 - plan.shared.kept / users.num_examples
     return f"at most {most} {what} for any one user, of {cap}; {share:.1%} of the texts left out"
 
 

@@ -77,7 +77,6 @@ from fedsim.training import (
     Purpose,
     expect_runnable,
     facts_of_start,
-    largest_loss,
     open_run,
     prepare_run,
     train,
@@ -581,7 +580,7 @@ def _score(
     task, params, _, _ = last_model(stored, trial.run, console)
     return noisy_mean_loss(
         user_losses(task, params, "eval_users"),
-        bound=largest_loss(data.train.vocab_size),
+        bound=math.log(data.train.vocab_size),
         count=data.eval_users.num_users,
         stddev=priced.evaluations.noise_multiplier,
         rng=key.generator("evaluation", number),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from fedsim.config import Algorithm, run_config
-from fedsim.plan import Caveat, Evaluations, Fact, Plan, PoissonSampling
+from fedsim.plan import Caveat, Evaluations, Fact, Plan, SamplingPlan
 from fedsim.run.console import Console, guarantee_line, plan_rows
 
 WORKERS = SimpleNamespace(num_lanes=8, describe=lambda: "2 processes, 1 CPU thread each")
@@ -17,7 +17,7 @@ RUN = run_config(
 )  # fmt: skip
 PLAN = Plan(
     algorithm=Algorithm.ELS, num_users=1200, num_examples=56_000, num_units=9000, num_steps=20,
-    budget=64, group_size=8, expected_count=64, sampling=PoissonSampling(prob=64 / 9000),
+    budget=64, group_size=8, expected_count=64, sampling=SamplingPlan("poisson", prob=64 / 9000),
     clip_norm=0.5, clipping="normalised", target_epsilon=4.0, delta=1e-6, noise_multiplier=1.25,
     num_parameters=123_456, data_seal="abc",
     non_private=(Caveat(Fact.COUNTS), Caveat(Fact.GROUP_SIZE)),

@@ -363,14 +363,14 @@ def test_a_killed_run_goes_on_at_the_next_index_with_what_its_checkpoint_has(
         patch.setattr(trainer, "versions", lambda: {**environment.versions(), "jax": "99"})
         train(run_dir, 7, resume=True, threads_per_worker=2, **settings)
     shown = capsys.readouterr().err
-    assert "resuming after step 3: the 2 steps after it had no checkpoint" in shown
-    assert "they are paid for, and 3 of 8 are left" in shown
+    assert "resuming after step 3: steps that are paid for, but lost" in shown
+    assert "without a checkpoint: 2; 3 of 8 are left" in shown
     run = train(run_dir, resume=True, **settings)
     assert run.finished and run.summary["steps_done"] == STEPS
     lines = ledger.read(run_dir)
     pairs = [(each.after, each.first) for each in ledger.segments_of(lines)]
-    assert pairs == [(0, 0), (3, 5), (3, 7)]  # that of step 6 would follow its evaluation
-    assert run.summary["lost_steps"] == 4 and len(ledger.steps_of(lines)) == STEPS
+    assert pairs == [(0, 0), (3, 5), (6, 7)]
+    assert run.summary["lost_steps"] == 3 and len(ledger.steps_of(lines)) == STEPS
     assert run.summary["epsilon"] == pytest.approx(4, rel=1e-3)
     assert [check for check in run.verify() if check.holds is False] == []
     again = train(run_dir, resume=True, **settings)  # nothing is left to do

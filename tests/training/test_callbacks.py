@@ -37,10 +37,6 @@ class Recorder(fedsim.Callback):
     def on_evaluate(self, step, metrics):
         self.calls.append(("evaluate", step, metrics))
 
-    def on_checkpoint(self, step, path):
-        assert path.exists()
-        self.calls.append(("checkpoint", step, path))
-
     def on_run_end(self, summary):
         self.calls.append(("end", summary["steps_done"], summary))
 
@@ -72,7 +68,6 @@ def test_every_event_is_told_in_its_order(watched):
     run, recorder = watched
     assert recorder.steps("begin") == [0] and recorder.steps("end") == [4]
     assert recorder.steps("step") == [1, 2, 3, 4] and recorder.steps("evaluate") == [0, 1, 2, 3, 4]
-    assert {2, 4} <= {*recorder.steps("checkpoint")}  # and one every minute
     order = [name for name, _, _ in recorder.calls]
     assert order[0] == "begin" and order[-1] == "end"
     assert recorder.seen("begin") == [run.stored.plan.as_dict()]

@@ -80,14 +80,11 @@ class Broken(fedsim.Task):
         return jnp.sqrt(jnp.sum(params["w"][None] * batch["x"], axis=1) - 1)
 
 
-@pytest.mark.parametrize("output, times", [("normal", 1), ("quiet", 0)])
-def test_a_step_in_which_nobody_counts_is_told_once(output, times, run_dir, capsys):
+def test_a_step_in_which_nobody_counts_is_in_the_metrics(run_dir):
     settings = {"epsilon": 8, "num_steps": 3, "batch_size": 20, "delta": 1e-3, "group_size": 2}
-    settings |= {"strategy": "scan", "engine": "local", "output": output, "learning_rate": 0.1}
+    settings |= {"strategy": "scan", "engine": "local", "learning_rate": 0.1}
     owners = {"train": np.arange(80) % 40}
     fedsim.train("uls", owners, task=Broken(), run_dir=run_dir, **settings)
-    text = " ".join(capsys.readouterr().err.split())
-    assert text.count("had a finite gradient, so all") == times
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     names = "non_private/dropped_units", "non_private/cohort_size"
     counts = [[line[name] for name in names] for line in lines if names[0] in line]

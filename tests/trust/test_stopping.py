@@ -14,14 +14,17 @@ from fedsim.accounting import StepEvent
 from fedsim.accounting.accountant import _one_direction
 from fedsim.accounting.composition import REMOVE
 from fedsim.config import Algorithm
-from fedsim.plan import CyclicSampling, accounted_events
-from fedsim.plan.plan import PoissonSampling
+from fedsim.plan import SamplingPlan, accounted_events
 
 GRID = 0.005
 RUN = dataclasses.replace(
     PLAN,
     **{"algorithm": Algorithm.ULS, "num_steps": 200, "noise_multiplier": 1.07998},
-    **{"num_units": 10_000, "sampling": PoissonSampling(prob=0.0426098), "expected_count": 426},
+    **{
+        "num_units": 10_000,
+        "sampling": SamplingPlan("poisson", 0.0426098),
+        "expected_count": 426,
+    },
 )
 EVENT = RUN.event()
 
@@ -79,7 +82,7 @@ def test_what_is_claimed_is_all_that_was_planned_once_anything_was_released():
 
 
 def test_steps_of_a_cycle_that_was_begun_are_not_counted_twice():
-    plan = dataclasses.replace(RUN, sampling=CyclicSampling(prob=0.01, bands=8), num_steps=40)
+    plan = dataclasses.replace(RUN, sampling=SamplingPlan("cyclic", 0.01, 8), num_steps=40)
     event = plan.event()
     assert event.cycle == 8
     stopped = accounting.epsilon(accounted_events(plan, [(event, 3)]), RUN.delta)

@@ -137,7 +137,6 @@ def test_of_too_few_users_els_takes_a_public_group_size(pair):
 REFUSED = {
     "no held-out users": ({"eval_epsilon": 1.0}, "eval_epsilon"),
     "noise that takes all of delta": ({"epsilon": 300.0}, "epsilon"),
-    "too much memory": ({"strategy": "direct", "rows_per_pass": 999999}, "strategy"),
     "no place for the ledger": ({"budget_ledger": Path("/dev/null/ledger")}, "budget_ledger"),
     "more than the limit": ({"limit_epsilon": 7.0}, "limit_epsilon"),
     "a footnote": ({"strict": True, "seed": 3}, "seed"),
@@ -215,8 +214,8 @@ def unkeyed_median(sizes, epsilon, rng):
         (defaults, "private_median", unkeyed_median),
         (
             defaults,
-            "_public_counts",
-            lambda p, users: [Caveat(Fact.LOGGER, str(users.num_examples))],
+            "facts_of",
+            lambda p, data: [Caveat(Fact.LOGGER, str(data.train.num_examples))],
         ),
     ],
 )

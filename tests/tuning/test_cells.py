@@ -40,7 +40,7 @@ def test_training_has_the_noise_that_is_said_of_each(algorithm):
         per_number = plan.strategy.bytes_per_number if plan.strategy else 0
         assert cell.row_bytes == per_number * PARAMETERS
         plans.append(plan)
-    errors = [plan.noise.predicted_error / plan.expected_count for plan in plans]
+    errors = [plan.predicted_error / plan.expected_count for plan in plans]
     ratios = [error / errors[0] for error in errors]
     assert [cell.ratio for cell in found] == pytest.approx(ratios)
     assert least_noisy(found).noise == "correlated" and least_noisy(found).ratio == pytest.approx(

@@ -64,7 +64,7 @@ def test_training_adds_exactly_the_noise_that_was_predicted(algorithm, advised):
     )  # flags are passed on
     assert 3.99 < accounting.epsilon([(plan.event(), 7)], plan.delta) <= 4
     assert (each["sampling"], each["noise"]) == (plan.sampling.kind, plan.noise.kind)
-    error = plan.noise.predicted_error * plan.clip_norm / plan.expected_count / real
+    error = plan.predicted_error * plan.clip_norm / plan.expected_count / real
     assert each["noise_on_sums"] == pytest.approx(error)
     chosen = min(each["cells"], key=lambda cell: cell["ratio"])
     assert (chosen["sampling"], chosen["bands"]) == (each["sampling"], each["bands"])
