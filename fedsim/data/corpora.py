@@ -60,8 +60,7 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
     source, options = files.expand_home("data", source), build_options
     sources: list[str | Path] = [source]
     if source == PYDOCS:
-        versions = pydocs_versions()
-        facts, options = [PYDOCS, versions], {"provenance": {"packages": versions}, **options}
+        facts = [PYDOCS, platform.python_version(), *map(metadata.version, PACKAGES)]
     elif source.startswith(HUB):
         pinned = HubSource.parse(source, options.get("split"), options.get("revision")).pinned()
         facts = [user_ids.RULE, asdict(pinned)]
@@ -126,33 +125,24 @@ def _key(facts: list[Any], options: dict[str, Any]) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
-def pydocs_versions() -> dict[str, str]:
-    """Versions of the packages and of Python, which determine the corpus."""
-    versions = {name: metadata.version(name) for name in PACKAGES}
-    return {**versions, "python": platform.python_version()}
-
-
 def harvest_pydocs(directory: Path) -> Path:
     """Write pydocs.parquet (user_id, text) into `directory`. Returns: the path of the file."""
-    rows = [(user, text) for user, file in _modules() for text in _paragraphs(file)]
-    users, texts = zip(*rows, strict=True)
-    path = directory / "pydocs.parquet"
-    pq.write_table(pa.table({"user_id": users, "text": texts}), path)
-    return path
-
-
-def _modules() -> Iterator[tuple[str, Path]]:
-    """Yield (user id, file) of each module that is no test, in a fixed order."""
     roots = {"": sysconfig.get_path("stdlib")}
     for package in PACKAGES:
         spec = find_spec(package)  # finds a top-level package without importing it
         assert spec is not None and spec.submodule_search_locations, "fedsim needs it"
         roots[f"{package}/"] = spec.submodule_search_locations[0]
+    users, texts = [], []
     for prefix, root in roots.items():
-        for name in sorted(file.relative_to(root).as_posix() for file in Path(root).rglob("*.py")):
-            *folders, module = name.split("/")
-            if SKIPPED.isdisjoint(folders) and not module.startswith(("test_", "conftest")):
-                yield prefix + name, Path(root, name)
+        for file in sorted(Path(root).rglob("*.py")):
+            name = file.relative_to(root)
+            if SKIPPED.isdisjoint(name.parts) and not name.name.startswith(("test_", "conftest")):
+                found = list(_paragraphs(file))
+                users += [prefix + name.as_posix()] * len(found)
+                texts += found
+    path = directory / "pydocs.parquet"
+    pq.write_table(pa.table({"user_id": users, "text": texts}), path)
+    return path
 
 
 def _paragraphs(file: Path) -> Iterator[str]:

@@ -126,8 +126,7 @@ def stats(store: UserStore) -> dict[str, Any]:
     Quantiles are exact (the lower of two neighbours).
 
     Returns:
-      A JSON object. Stores of which not all tokens are trained on add share_trained, the share of
-      tokens that are; those with texts of several owners, examples_with_several_owners.
+      A JSON object. Stores with texts of several owners add examples_with_several_owners.
     """
     users = {"min": 0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1}
     tokens = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
@@ -138,8 +137,6 @@ def stats(store: UserStore) -> dict[str, Any]:
         "examples_per_user": _quantiles(store.examples_per_user, users),
         "tokens_per_example": _quantiles(store.lengths, tokens),
     }
-    if store.is_flagged:
-        found["share_trained"] = store.num_trained() / max(store.num_tokens, 1)
     if store.owners is not None:
         several = store.owners.sizes > 1
         found["examples_with_several_owners"] = int(np.diff(store.offsets)[several].sum())

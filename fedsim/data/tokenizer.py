@@ -45,7 +45,6 @@ ID_FILES = ("generation_config.json", "config.json")
 BEGIN_TOKENS = ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|endoftext|>")
 END_TOKENS = ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
 BEGIN, END = "bos_token", "eos_token"
-MOST = 2**20  # characters of a text whose example is cut: more than an example has
 Named = Mapping[str, Sequence[Any]]
 """Names and ids of tokens, by the field of a file that names them."""
 
@@ -220,12 +219,11 @@ class Tokenizer:
         lengths, values = self.encode(pa.array(texts, pa.string()))
         return [ids.tolist() for ids in np.split(values, np.cumsum(lengths)[:-1])][: len(texts)]
 
-    def encode(self, texts: pa.Array, first_only: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, texts: pa.Array) -> tuple[np.ndarray, np.ndarray]:
         """Token ids of texts, without begin and end tokens.
 
         Args:
           texts: string [texts], without nulls.
-          first_only: encode only the first MOST characters, for callers that cut texts anyway.
         Returns:
           (lengths int64 [texts], ids of all texts end to end, uint8, uint16 or uint32).
         """
@@ -234,8 +232,8 @@ class Tokenizer:
             data = texts.buffers()[2] or b""
             values = np.frombuffer(data, np.uint8)[offsets[0] : offsets[-1]]
             return np.diff(offsets).astype(np.int64), values
-        strings = [text[: MOST if first_only else None] for text in texts.to_pylist()]
-        encoded = [e.ids for e in self._inner.encode_batch_fast(strings, add_special_tokens=False)]
+        whole = self._inner.encode_batch_fast(texts.to_pylist(), add_special_tokens=False)
+        encoded = [each.ids for each in whole]
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
         dtype = token_dtype(self.vocab_size)
         values = np.fromiter(chain.from_iterable(encoded), dtype, int(lengths.sum()))

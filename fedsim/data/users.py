@@ -217,11 +217,6 @@ class UserStore:
         """True if only some tokens are trained on."""
         return self._flags is not None
 
-    def num_trained(self) -> int:
-        """Number of tokens that are trained on. Reads the flags of all rows."""
-        flags = self._flags
-        return self.num_tokens if flags is None else int(flags.sum(dtype=np.int64))
-
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """Number of real tokens of rows in any order, int64 [rows]; 0 for -1. Reads no tokens."""
         rows = np.asarray(rows, np.int64)
@@ -288,10 +283,6 @@ class UserStore:
         if self.path is not None:
             return _reopened, (self.path, self.fingerprint)
         return UserStore, (self._tables, self._arrays, self.metadata)
-
-    def __repr__(self) -> str:
-        where = self.path or "memory"
-        return f"UserStore({self.num_users} users, {self.num_examples} examples, {where})"
 
 
 def read_metadata(directory: Path, kind: str) -> dict[str, Any]:

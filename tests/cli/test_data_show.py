@@ -57,12 +57,6 @@ def test_all_tokens_of_texts_but_the_first_are_trained_on(tmp_path, capsys):
     )
 
 
-def test_statistics_have_the_share_of_trained_tokens(built, capsys):
-    main.main(["data", "stats", str(built), "--json"])
-    shares = {s["share_trained"] for s in json.loads(capsys.readouterr().out)["splits"].values()}
-    assert 0 < min(shares) <= max(shares) < 0.5
-
-
 def test_chats_in_memory_are_those_of_the_file(built, model, tmp_path):
     columns = {"user_column": "customer", "messages_column": "turns"}
     source = source_of(pd.DataFrame(ROWS), **columns)

@@ -70,17 +70,6 @@ def test_pydocs_is_found_in_the_cache(corpus, monkeypatch):
     assert again.path == data.path and again.train.fingerprint == data.train.fingerprint
 
 
-def test_pydocs_records_versions(corpus):
-    packages = corpus[1].metadata["provenance"]["packages"]
-    assert packages == corpora.pydocs_versions()
-    assert set(packages) == {
-        "numpy",
-        "scipy",
-        "jax",
-        "python",
-    }
-
-
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_harvest_is_deterministic(tmp_path, monkeypatch):

@@ -10,7 +10,6 @@ import pytest
 from refused import refuses
 
 from fedsim.data import users
-from fedsim.data.dataset import stats
 from fedsim.data.store import (
     FORMAT,
     TokenWriter,
@@ -238,12 +237,10 @@ def test_a_store_knows_which_tokens_are_trained_on(tmp_path):
         assert found is not None and found.dtype == bool
         assert found.astype(int).tolist() == [[0, 1, 1, 0], [0] * 4, [0, 1, 0, 0]]
         assert store.trained(rows, 2).tolist() == found[:, :2].tolist()
-        assert store.num_trained() == 4 and stats(store)["share_trained"] == pytest.approx(4 / 6)
         store.check()
     plain = UserStore.from_examples(EXAMPLES, 8, 10)
     assert plain.fingerprint != memory.fingerprint and "trained" not in plain.metadata
-    assert plain.trained(np.array([0]), 4) is None and plain.num_trained() == 6
-    assert "share_trained" not in stats(plain)
+    assert plain.trained(np.array([0]), 4) is None
     (tmp_path / "disk" / "trained.npy").unlink()
     with pytest.raises(DataError, match="offsets.npy, tokens.npy, trained.npy, got "):
         UserStore.open(tmp_path / "disk")

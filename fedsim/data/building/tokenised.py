@@ -154,7 +154,7 @@ def _of_texts(
 ) -> tuple[Examples, dict[str, int]]:
     """Examples of texts, and their counts."""
     cuts, body = settings.long_texts == "cut", settings.max_length - 1
-    lengths, values = tokenizer.encode(texts, cuts)
+    lengths, values = tokenizer.encode(texts)
     examples = frame(
         lengths,
         values.astype(token_dtype(tokenizer.vocab_size), copy=False),
