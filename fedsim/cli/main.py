@@ -60,6 +60,7 @@ def main(args: list[str] | None = None) -> None:
             os.fstat(number)
         except OSError:  # else the next file that is opened would get a library's messages
             os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+"))
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))  # a core dump would hold key and texts
