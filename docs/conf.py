@@ -9,7 +9,6 @@ Pages are Markdown that reads well where it lies, too. Some things are done to t
 - Docstrings are plain text in this project; `docstrings.py` makes them valid reStructuredText.
 """
 
-import json
 import os
 import pkgutil
 import re
@@ -19,7 +18,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from docutils.nodes import literal_block
 from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
@@ -203,16 +201,6 @@ class Room(SphinxDirective):
         return [*lines, ""]
 
 
-class SettingsSchema(SphinxDirective):
-    """JSON Schema of the settings of train: `.. settings-schema::`."""
-
-    def run(self):
-        from fedsim.config import json_schema
-
-        text = json.dumps(json_schema(), indent=2)
-        return [literal_block(text, text, language="json")]
-
-
 def member_options(kind: str) -> list[str]:
     return ["   :members:"] if kind == "autoclass" else []
 
@@ -243,6 +231,5 @@ def setup(app):
     app.connect("autodoc-process-docstring", prepare_docstring, priority=400)
     app.connect("autodoc-process-docstring", finish_docstring, priority=600)
     app.add_directive("room", Room)
-    app.add_directive("settings-schema", SettingsSchema)
     app.connect("build-finished", write_schemas)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

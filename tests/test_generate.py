@@ -171,7 +171,7 @@ def test_a_set_says_what_is_promised_of_it(place, tmp_path, capsys):
     assert about["outside"] == []
     assert about["prompts"] == "none" and about["tokens"] <= 120
     assert about["settings"] == {
-        **{"num_tokens": 12, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+        **{"num_tokens": 12, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
         **{"seed": 0, "plain": False},
     }
     here = json.dumps([rows, about])

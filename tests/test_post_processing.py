@@ -30,7 +30,13 @@ SLOW = [pytest.mark.slow, pytest.mark.ci]
 
 
 def run_of(**settings):
-    given = {"data": "pydocs", "run_dir": "runs/x", "recipe": "paper", **settings}
+    given = {
+        "data": "pydocs",
+        "run_dir": "runs/x",
+        "optimizer": "adafactor",
+        "ema": 0.0,
+        **settings,
+    }
     return with_defaults(run_config(**given), Noise(1.0, 1.0, 100))
 
 

@@ -2,14 +2,11 @@ from .load import (
     as_dict as as_dict,
     changed as changed,
     changed_run as changed_run,
-    computed_by as computed_by,
     config_of as config_of,
-    new_names as new_names,
     original_names as original_names,
     read as read,
     run_config as run_config,
     settings_of as settings_of,
-    such_as as such_as,
     to_json as to_json,
     unknown_setting as unknown_setting,
 )
@@ -19,7 +16,6 @@ from .model import (
     REPEATED as REPEATED,
     Positional as Positional,
     Setting as Setting,
-    first_words as first_words,
     flags_of as flags_of,
     group as group,
 )
@@ -41,7 +37,6 @@ from .privacy import (
     SamplingName as SamplingName,
     configs_of as configs_of,
     default_delta as default_delta,
-    json_schema as json_schema,
 )
 from .settings import (
     ALL_LINEAR as ALL_LINEAR,

@@ -15,36 +15,25 @@ from fedsim.errors import ConfigError, expect
 
 T = TypeVar("T")
 
-_FIRST_NAMES = {"batch_size": "budget", "lora_modules": "lora_layers"}
-_NEW_NAMES = {  # of settings of 0.4
-    "unowned": "rows_without_user",
-    "max_changed": "max_shared_groups",
-    "chosen_on_data": "tuned_on_data",
+FIRST_NAMES = {
+    "batch_size": "budget",
+    "lora_modules": "lora_layers",
+    "max_shared_groups": "max_changed",
+    "tuned_on_data": "chosen_on_data",
 }
-_FIRST_NAMES |= {new: old for old, new in _NEW_NAMES.items()}
 
 
 def original_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings under their original names, of which keys of seeds and names of runs are made: they
     stay the same when a setting is renamed."""
-    return {_FIRST_NAMES.get(name, name): value for name, value in settings.items()}
-
-
-def new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of an earlier run's config.json under their present names."""
-    return {_NEW_NAMES.get(name, name): value for name, value in settings.items()}
+    return {FIRST_NAMES.get(name, name): value for name, value in settings.items()}
 
 
 def unknown_setting(name: str, value: Any, known: Iterable[str]) -> ConfigError:
     """The error of a setting that does not exist, with the nearest name."""
-    return ConfigError.of(name, value, f"the name of a setting{such_as(name, known)}")
-
-
-def such_as(name: str, known: Iterable[str]) -> str:
-    """A hint at the name that a wrong one may stand for; empty if there is none."""
-    renamed = [_NEW_NAMES[name]] if _NEW_NAMES.get(name) in (known := list(known)) else []
-    close = renamed or difflib.get_close_matches(name, known, 1, 0.75)
-    return f", such as {close[0]}" if close else ""
+    close = difflib.get_close_matches(name, list(known), 1, 0.75)
+    hint = f", such as {close[0]}" if close else ""
+    return ConfigError.of(name, value, f"the name of a setting{hint}")
 
 
 def config_of(kind: type[T], settings: Mapping[str, Any]) -> T:
@@ -72,12 +61,6 @@ def changed_run(run: RunConfig, **settings: Any) -> RunConfig:
     return run_config(**{**settings_of(run), **settings})
 
 
-def computed_by(run: RunConfig, engine: str = "local", **settings: Any) -> RunConfig:
-    """The settings of a run for computing with its model, on an engine and whatever devices there
-    are here."""
-    return changed_run(run, engine=engine, accelerator="auto", **settings)
-
-
 def settings_of(config: Any) -> dict[str, Any]:
     """All settings of a config by name."""
     return {
@@ -88,7 +71,7 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 def as_dict(config: Any) -> dict[str, Any]:
     """Settings by flag name in JSON's types; infinity is the string 'inf'."""
-    return {name: to_json(value) for name, value in settings_of(config).items()}
+    return to_json(settings_of(config))
 
 
 def changed(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
@@ -114,21 +97,11 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
       ConfigError: it cannot be read, or holds something else.
     """
-    readers = {".json": json.loads, ".yaml": _of_yaml, ".yml": _of_yaml}
+    readers = {".json": json.loads, ".yaml": yaml_values, ".yml": yaml_values}
     try:
-        found = readers.get(path.suffix, tomllib.loads)(path.read_text())
+        found = readers.get(path.suffix, tomllib.loads)(path.read_text()) or {}
     except (OSError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError.of("config", path, f"a TOML, YAML or JSON file ({reason})") from None
     expect("config", path, isinstance(found, dict), "lines such as num_steps = 200")
-    return found
-
-
-def _of_yaml(text: str) -> dict[str, Any]:
-    """Content of a YAML file. Raises: ValueError: it is no mapping."""
-    found = yaml_values(text)
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        raise ValueError("expected lines such as `num_steps: 200`")
     return found

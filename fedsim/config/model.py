@@ -1,20 +1,20 @@
 """Groups of settings: frozen dataclasses that pydantic checks, with docstrings that are the help.
 
-A group is written once. The command line, the files of --config, the library's keyword arguments,
-config.json and its JSON Schema are made from its fields. A fault is a ConfigError in the field's
-name.
+A group is written once. The command line, the files of --config, the library's keyword arguments
+and config.json are made from its fields. A fault is a ConfigError in the field's name.
 """
 
 import dataclasses
 import functools
+import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import pydantic
 import pydantic.dataclasses
-from pydantic import BeforeValidator, ConfigDict, Strict
+from pydantic import BeforeValidator, ConfigDict, Field, Strict
 
 from fedsim.errors import ConfigError, expect
 from fedsim.files import expand_home
@@ -30,6 +30,14 @@ CHECKED = ConfigDict(strict=True, use_attribute_docstrings=True, extra="forbid")
 
 APath = Annotated[Path, Strict(False)]
 """A path, or a text that names one."""
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, lt=math.inf)]
+NotNegative = Annotated[float, Field(ge=0, lt=math.inf)]
+Probability = Annotated[float, Field(gt=0, lt=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+BOUNDS = {"greater_than": "> {gt:g}", "greater_than_equal": ">= {ge:g}"}
+BOUNDS |= {"less_than": "< {lt:g}", "less_than_equal": "<= {le:g}"}
+"""Of pydantic's faults, what was expected."""
 
 
 def _several(value: Any) -> Any:
@@ -69,7 +77,10 @@ def group(
         made: Any = pydantic.dataclasses.dataclass(frozen=True, config=CHECKED, kw_only=kw_only)(
             kind
         )
-        _describe(made)
+        for name, about in made.__pydantic_fields__.items():  # of inherited ones, too
+            of_all = (getattr(base, "__pydantic_fields__", {}).get(name) for base in made.__mro__)
+            texts = [one.description for one in of_all if one and one.description]
+            about.description = texts[0] if texts else ""
         check, fields = made.__init__, dataclasses.fields(made)
         names = [field.name for field in fields if not field.kw_only]
         made.__renamed__ = flags = {fields[0].name: source} if source else {}
@@ -80,7 +91,7 @@ def group(
             try:
                 check(self, **{name: _plain(value) for name, value in named.items()})
             except pydantic.ValidationError as found:
-                raise _fault(found, error, lambda field: flags.get(field, field)) from None
+                raise _fault(found, error, flags) from None
 
         made.__init__ = init
         return made
@@ -130,7 +141,7 @@ class Setting:
         try:
             found = pydantic.TypeAdapter(self.kind).validate_python(value, strict=strict)
         except pydantic.ValidationError as error:
-            raise _fault(error, ConfigError, lambda _: self.name) from None
+            raise _fault(error, ConfigError, {}, self.name) from None
         return Path(expand_home(self.name, found)) if isinstance(found, Path) else found
 
 
@@ -138,7 +149,8 @@ class Setting:
 def flags_of(kind: Any) -> dict[str, Setting]:
     """The settings of a group, and of the groups in it, by name."""
     found: dict[str, Setting] = {}
-    hints, title = typing.get_type_hints(kind, include_extras=True), first_words(kind)
+    words = " ".join((kind.__doc__ or "").split()).partition(". ")[0]
+    hints = typing.get_type_hints(kind, include_extras=True)
     for field, about in kind.__pydantic_fields__.items():
         if dataclasses.is_dataclass(about.annotation):
             inner = flags_of(about.annotation).items()
@@ -146,20 +158,9 @@ def flags_of(kind: Any) -> dict[str, Setting]:
             continue
         name, default = kind.__renamed__.get(field, field), about.default
         default, text = ... if about.is_required() else default, about.description or ""
+        title = words.rstrip(".").partition(",")[0]
         found[name] = Setting(name, hints[field], default, text, title, field)
     return found
-
-
-def first_words(kind: Any) -> str:
-    """The beginning of a docstring, up to its first comma or the end of its first sentence."""
-    return " ".join((kind.__doc__ or "").split()).partition(". ")[0].rstrip(".").partition(",")[0]
-
-
-def _describe(kind: Any) -> None:
-    """Give inherited fields their docstrings, which pydantic takes from one class alone."""
-    for name, about in kind.__pydantic_fields__.items():
-        of_all = (getattr(base, "__pydantic_fields__", {}).get(name) for base in kind.__mro__)
-        about.description = next((one.description for one in of_all if one and one.description), "")
 
 
 def _plain(value: Any) -> Any:
@@ -168,20 +169,24 @@ def _plain(value: Any) -> Any:
 
 
 def _fault(
-    found: pydantic.ValidationError, error: type[ConfigError], name_of: Callable[[str], str]
+    found: pydantic.ValidationError,
+    kind: type[ConfigError],
+    names: Mapping[str, str],
+    name: str = "",
 ) -> ConfigError:
     """The first fault that pydantic found, as one line: field, value, what was expected."""
-    fault = found.errors(include_url=False)[0]
-    if isinstance(own := fault.get("ctx", {}).get("error"), ConfigError):
-        return (
-            own
-            if isinstance(own, error)
-            else error.of(str(own.field), own.value, str(own.expected))
-        )
-    field, value = name_of(str([*fault["loc"], ""][0])), fault["input"]
-    if fault["type"] in ("missing", "missing_argument"):
-        return error.of(field, None, "a value")
-    if fault["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return error.of(field, value, "the name of a setting")
+    fault: Any = found.errors(include_url=False)[0]
+    own, context = fault.get("ctx", {}).get("error"), fault.get("ctx", {})
+    if isinstance(own, kind):
+        return own
+    if isinstance(own, ConfigError):
+        return kind.of(str(own.field), own.value, str(own.expected))
+    field, value, about = str([*fault["loc"], ""][0]), fault["input"], fault["type"]
     expected = fault["msg"].removeprefix("Input should be ").partition(", unable to parse")[0]
-    return error.of(field, value, expected)
+    if about in BOUNDS:
+        expected = BOUNDS[about].format(**context)
+    elif about in ("missing", "missing_argument"):
+        value, expected = None, "a value"
+    elif about in ("unexpected_keyword_argument", "extra_forbidden"):
+        expected = "the name of a setting"
+    return kind.of(name or names.get(field, field), value, expected)

@@ -21,15 +21,13 @@ def yaml_values(text: str) -> Any:
             return None if node.tag == "tag:yaml.org,2002:null" else node.value
         if node.id == "sequence":
             return [value(each) for each in node.value]
-        names = [value(name) for name, _ in node.value]
-        if not all(isinstance(name, str) for name in names):
-            raise ValueError("expected names before each colon, found another value")
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"{twice[0]} is there twice")
-        return dict(zip(names, [value(each) for _, each in node.value], strict=True))
+        names = [str(value(name)) for name, _ in node.value]
+        if len({*names}) < len(names):
+            raise ValueError("a name is there twice")
+        return {name: value(each) for name, (_, each) in zip(names, node.value, strict=True)}
 
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        return None if root is None else value(root)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
+    return None if root is None else value(root)

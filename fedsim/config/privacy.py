@@ -5,16 +5,15 @@ They are in the ledger and fixed for the life of a run.
 
 import enum
 import math
-import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import pydantic
+from pydantic import BeforeValidator, Field
 
-from fedsim.config.load import config_of, to_json, unknown_setting
-from fedsim.config.model import flags_of, group
+from fedsim.config.load import config_of, unknown_setting
+from fedsim.config.model import Count, Positive, Probability, flags_of, group
 from fedsim.config.settings import RunConfig
-from fedsim.errors import expect, expect_least, expect_positive
+from fedsim.errors import expect
 
 POISSON, CYCLIC, ALLOCATION = "poisson", "cyclic", "allocation"
 ONLY_USERS = "poisson or cyclic with els: of several texts at random steps no tight bound is known"
@@ -107,19 +106,19 @@ class Algorithm(enum.StrEnum):
 class PrivacyTarget:
     """Privacy target of a training, and the compute that it may use."""
 
-    epsilon: Annotated[float, pydantic.BeforeValidator(lambda x: math.inf if x == "inf" else x)]
+    epsilon: Annotated[float, Field(gt=0), BeforeValidator(lambda x: math.inf if x == "inf" else x)]
     """Target epsilon of user-level differential privacy; smaller is more private. > 0. inf: train
     without noise and without any guarantee; the privacy budget then counts this run as infinite for
     its users (see budget_ledger)."""
 
-    num_steps: int
+    num_steps: Annotated[int, Field(ge=1, le=MAX_STEPS)]
     """T: number of training steps. In [1, 10000000]."""
 
-    batch_size: int = 128
+    batch_size: Count = 128
     """Expected number of gradients per step: examples (els; B, empty places in the pool count), or
     group_size times users (uls; G M). >= 1."""
 
-    delta: float | None = None
+    delta: Probability | None = None
     """delta of (epsilon, delta): roughly the probability with which epsilon may fail to hold. In
     (0, 1). It should be far below 1 / num_users. Default: 1e-6, or num_users^-1.1 if that is
     smaller."""
@@ -129,18 +128,9 @@ class PrivacyTarget:
     1/|g|), so that its norm is at most 1 (De et al. 2022). plain: g is multiplied by min(1, C/|g|),
     so that its norm is at most C."""
 
-    max_shared_groups: int = 1
+    max_shared_groups: Annotated[int, Field(ge=0)] = 1
     """With uls and texts of several owners: k, the largest number of other users' groups that may
     contain a user's texts. >= 0. Texts beyond it are left out; a larger k needs more noise."""
-
-    def __post_init__(self):
-        expect("epsilon", self.epsilon, self.epsilon > 0, "> 0, or inf for no noise")
-        expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
-        expect("num_steps", self.num_steps, self.num_steps <= MAX_STEPS, f"at most {MAX_STEPS}")
-        expect("batch_size", self.batch_size, self.batch_size >= 1, ">= 1")
-        if self.delta is not None:
-            expect("delta", self.delta, 0 < self.delta < 1, "in (0, 1)")
-        expect("max_shared_groups", self.max_shared_groups, self.max_shared_groups >= 0, ">= 0")
 
 
 @group()
@@ -153,13 +143,13 @@ class PrivacyConfig(MechanismConfig, PrivacyTarget):
     them empty. add-or-remove: one user is added or removed; the numbers of users and of examples
     are taken as public."""
 
-    group_size: int | None = None
+    group_size: Count | None = None
     """G: largest number of a user's examples in the whole training (els) or in one step (uls). >=
     1. Default: drawn privately as the median user's number of examples (els), 1 (uls)."""
 
-    clip_norm: float = 1.0
+    clip_norm: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
     """C: clip norm, the L2 norm to which an example's (els) or a user's (uls) gradient is limited.
-    In [1e-6, 1e6]."""
+    In [1e-6, 1e6]; far outside, float32 norms underflow or overflow."""
 
     group_size_epsilon: float | None = None
     """With els: part of epsilon spent on choosing group_size privately, as the median number of
@@ -167,24 +157,24 @@ class PrivacyConfig(MechanismConfig, PrivacyTarget):
     36 / num_users, if that is at most epsilon / 10; of fewer users group_size is the smallest that
     batch_size fits."""
 
-    clip_quantile: float | None = None
+    clip_quantile: Probability | None = None
     """Adapt the clip norm privately, within epsilon: start from clip_norm and move it towards this
     quantile of the gradients' norms (Andrew et al. 2021). In (0, 1). Default: clip_norm stays as it
     is."""
 
-    loss_bound: float | None = None
+    loss_bound: Positive | None = None
     """Release each step's mean training loss with noise, within epsilon, as the metric
     privacy/loss; a user's (uls) or an example's (els) loss is cut off at this bound, in nats per
     token. > 0. Default: the training loss is only among the non-private metrics."""
 
-    eval_epsilon: float | None = None
+    eval_epsilon: Positive | None = None
     """Evaluate on held-out users with noise: the epsilon that all evaluations of the run together
     cost each held-out user, separate from `epsilon`, which is for the training users. > 0. At the
     run's delta, or the default for the held-out users if that is smaller; counted in the budget
     ledger.
     Default: evaluations have no noise, and eval/loss must not be published."""
 
-    eval_loss_bound: float | None = None
+    eval_loss_bound: Positive | None = None
     """With eval_epsilon: bound at which a user's mean loss is cut off, in nats per token. > 0.
     Default: the loss of a uniform guess, log(vocabulary size)."""
 
@@ -194,17 +184,10 @@ class PrivacyConfig(MechanismConfig, PrivacyTarget):
     fills this in."""
 
     def __post_init__(self):
-        super().__post_init__()
         self.check_combination(self.num_steps)
-        # Far outside, float32 norms underflow or overflow, and clipping bounds nothing.
-        expect("clip_norm", self.clip_norm, 1e-6 <= self.clip_norm <= 1e6, "in [1e-6, 1e6]")
-        expect_least(self, group_size=1)
         if (share := self.group_size_epsilon) is not None:
             holds = 0 < share < self.epsilon
             expect("group_size_epsilon", share, holds, f"> 0 and below epsilon={self.epsilon}")
-        if self.clip_quantile is not None:
-            expect("clip_quantile", self.clip_quantile, 0 < self.clip_quantile < 1, "in (0, 1)")
-        expect_positive(self, "loss_bound", "eval_epsilon", "eval_loss_bound")
         bound = self.eval_loss_bound
         holds = bound is None or self.eval_epsilon is not None
         expect("eval_loss_bound", bound, holds, "none without eval_epsilon")
@@ -224,18 +207,3 @@ def configs_of(settings: Mapping[str, Any]) -> tuple[PrivacyConfig, RunConfig]:
     privacy = {name: value for name, value in settings.items() if name in of_privacy}
     run = {name: value for name, value in settings.items() if name in of_run}
     return config_of(PrivacyConfig, privacy), config_of(RunConfig, run)
-
-
-def json_schema() -> dict[str, Any]:
-    """JSON Schema of the settings of `fedsim train`: type, default and help text of each.
-
-    It describes files of --config, of `fedsim select`, and the settings in a run's config.json.
-    """
-    settings: dict[str, Any] = {}
-    for name, one in (flags_of(PrivacyConfig) | flags_of(RunConfig)).items():
-        number = float in (one.type, *typing.get_args(one.type))
-        kind = one.type | Literal["inf"] if number else one.type
-        default = None if one.default is ... else to_json(one.default)
-        settings[name] = kind, pydantic.Field(default, description=one.text)
-    strict = pydantic.ConfigDict(extra="forbid")
-    return pydantic.create_model("fedsim train", __config__=strict, **settings).model_json_schema()

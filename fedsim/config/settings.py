@@ -6,10 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Strict
+from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
-from fedsim.config.model import HIDDEN, APath, Column, Names, group
-from fedsim.errors import DataError, expect, expect_least, expect_positive
+from fedsim.config.model import (
+    HIDDEN,
+    APath,
+    Column,
+    Count,
+    Names,
+    NotNegative,
+    Positive,
+    Share,
+    group,
+)
+from fedsim.errors import DataError, expect
 from fedsim.files import expand_home
 
 # May differ between a run and its resumption: they change neither the guarantee nor the bits. (That
@@ -27,7 +37,10 @@ ALL_LINEAR = "all-linear"
 LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 UPDATE = ("optimizer", "learning_rate", "schedule", "ema")
-"""Settings of a RunConfig that are None where the recipe sets them."""
+"""Settings of a RunConfig that are None where the defaults depend on the noise."""
+
+
+Length = Annotated[int, Field(ge=2)]
 
 
 def _home(field: str) -> BeforeValidator:
@@ -92,21 +105,21 @@ class BuildConfig:
     """State that none of these texts was read to make the tokenizer. Without it, a tokenizer file
     is named as outside the guarantee. bytes and the tokenizers of models need no statement."""
 
-    max_length: int = 128
+    max_length: Length = 128
     """Largest number of tokens of an example, the token at its beginning included. >= 2."""
 
     long_texts: Literal["cut", "split"] = "cut"
     """Cut texts of more than max_length tokens, or split them into several examples of the user. A
     chat is never split: then it is its end, if all that is trained on is there."""
 
-    eval_users: float = 0.05
+    eval_users: Share = 0.05
     """Share of users held out of training, to evaluate on; chosen by a hash of their ids. In [0,
     1)."""
 
     eval_examples: bool = True
     """Also hold out a tenth of each training user's examples, at most 32."""
 
-    min_examples: int = 1
+    min_examples: Count = 1
     """Leave out users with fewer examples than this. >= 1."""
 
     test_from: str | None = None
@@ -121,9 +134,6 @@ class BuildConfig:
     refused."""
 
     def __post_init__(self):
-        expect("max_length", self.max_length, self.max_length >= 2, "at least 2 tokens")
-        expect("eval_users", self.eval_users, 0 <= self.eval_users < 1, "a fraction in [0, 1)")
-        expect("min_examples", self.min_examples, self.min_examples >= 1, "at least 1")
         for name in ("user_column", "text_column"):
             shown, number = ",".join(getattr(self, name)), len(getattr(self, name))
             expect(name, shown, number <= 1, "one column; a view in SQL makes one of several")
@@ -156,13 +166,12 @@ class DataConfig:
     """Tokenizer, where data names files: bytes, hf:NAME, or a tokenizer file. Default: the model's,
     or bytes for a new model."""
 
-    max_length: int | None = None
+    max_length: Length | None = None
     """Sequence length in tokens, where data names files; longer texts are truncated. >= 2. Default:
     128."""
 
     def __post_init__(self):
         expect("data", self.source, self.source != "", "a directory, files, or pydocs")
-        expect_least(self, max_length=2)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -171,9 +180,8 @@ class DataConfig:
 
 
 def _joined(modules: str | Sequence[str]) -> str:
-    """Names of modules with commas between them; "all", as of earlier versions, is ALL_LINEAR."""
-    names = modules if isinstance(modules, str) else ",".join(modules)
-    return ALL_LINEAR if names == "all" else names
+    """Names of modules with commas between them."""
+    return modules if isinstance(modules, str) else ",".join(modules)
 
 
 @group(source="model")
@@ -185,7 +193,7 @@ class ModelConfig:
     M parameters) or large (1 B). Or a pretrained model: a Hugging Face directory, hf:NAME, or the
     directory of an earlier run."""
 
-    lora_rank: int = 0
+    lora_rank: Annotated[int, Field(ge=0)] = 0
     """Rank of LoRA adapters, which are trained in place of the parameters of a pretrained model. >=
     0; 0 trains all parameters."""
 
@@ -193,7 +201,7 @@ class ModelConfig:
     """Modules of each block that get LoRA adapters, by PEFT's names, such as q_proj v_proj;
     all-linear: all of them."""
 
-    lora_alpha: float | None = None
+    lora_alpha: Positive | None = None
     """alpha of LoRA adapters, for their scale (see lora_scaling). > 0. Default: twice the rank;
     with rslora, 8."""
 
@@ -218,11 +226,9 @@ class ModelConfig:
     float32."""
 
     def __post_init__(self):
-        expect_least(self, lora_rank=0)
         dtype, trained = self.frozen_dtype, not self.has_adapters
         expected = "stored or float32 without lora_rank or adapter: trained parameters are float32"
         expect("frozen_dtype", dtype, not trained or dtype in ("stored", "float32"), expected)
-        expect_positive(self, "lora_alpha")
         if self.adapter is not None:
             for name in ("lora_rank", "lora_modules", "lora_alpha", "lora_scaling"):
                 value = getattr(self, name)
@@ -243,15 +249,15 @@ class EngineConfig:
     """ray: worker processes on the Ray cluster at RAY_ADDRESS, or on this machine. local: this
     process alone."""
 
-    num_workers: int | None = None
+    num_workers: Count | None = None
     """Number of worker processes. >= 1. Default: one per accelerator, or one per threads_per_worker
     CPUs."""
 
-    num_lanes: Annotated[int, HIDDEN] = 8
+    num_lanes: Annotated[Count, HIDDEN] = 8
     """Number of parts that a step is split into; each worker computes one at a time. >= 1. Without
     noise, changes the bits of the result."""
 
-    threads_per_worker: int = 1
+    threads_per_worker: Count = 1
     """CPU threads of each worker. >= 1. Changes the bits of the result: 1 thread gives others than
     several."""
 
@@ -259,7 +265,7 @@ class EngineConfig:
     """Method of computing clipped gradients. auto: ghost for ELS on CPUs if all parameters are
     trained and there are 10 million or more, else direct. Changes the bits of the result."""
 
-    rows_per_pass: int | None = None
+    rows_per_pass: Count | None = None
     """Rows of one forward and backward pass: more take more memory. >= 1. Changes the bits of the
     result. Default: 4 on CPUs; on accelerators those of one unit, of at most 4,096 tokens."""
 
@@ -267,37 +273,25 @@ class EngineConfig:
     """Hardware of the workers. auto: the accelerators present in the cluster when the workers
     start; name one if nodes are still to join."""
 
-    wait_for_workers: float = 0.0
+    wait_for_workers: NotNegative = 0.0
     """Seconds to wait for nodes until num_workers fit, and later for workers that were lost, at
     least worker_timeout; Ray asks an autoscaler for nodes. >= 0. 0: they must fit at the start."""
 
-    worker_timeout: float = 600.0
+    worker_timeout: Positive = 600.0
     """Seconds that a Ray worker has for one part of a step, its compilation included, and to start.
     A worker that takes longer counts as hung: it is ended and started again, and its part is
     computed again. A part that takes too long 4 times ends the run. > 0."""
-
-    def __post_init__(self):
-        expect_least(self, num_lanes=1, threads_per_worker=1, num_workers=1, rows_per_pass=1)
-        wait = self.wait_for_workers
-        expect("wait_for_workers", wait, 0 <= wait < math.inf, ">= 0 seconds")
-        limit = self.worker_timeout
-        expect("worker_timeout", limit, 0 < limit < math.inf, "> 0 seconds")
 
 
 @group(kw_only=True)
 class UpdateConfig:
     """The optimizer."""
 
-    recipe: Annotated[Literal["default", "paper"], HIDDEN] = "default"
-    """Defaults for optimizer, learning_rate, schedule and ema. default: momentum with a learning
-    rate computed from the noise, and parameter averaging. paper: adafactor at 0.1, constant,
-    without averaging."""
-
     optimizer: str | None = None
     """momentum (SGD with momentum 0.9), or any optax optimizer by name, such as adafactor, adam or
     sgd, optionally with its options: adam:b1=0.8,eps=1e-6. Default: momentum."""
 
-    learning_rate: float | None = None
+    learning_rate: Positive | None = None
     """Learning rate, or its peak with warmup or a schedule. > 0. Default: computed from the noise,
     for momentum and sgd; 0.1 for adafactor, 0.01 for adam and adamw."""
 
@@ -305,25 +299,17 @@ class UpdateConfig:
     """Learning rate over the steps: constant, or linear or cosine decay to zero at the last step.
     Default: constant."""
 
-    ema: float | None = None
+    ema: Share | None = None
     """Decay factor per step of an exponential moving average of the parameters, which is evaluated
     and released at no privacy cost. In [0, 1); 0 uses the parameters of the last step. Default: 1 -
     10 / num_steps, at least 0."""
 
-    warmup: float = 0.0
+    warmup: Share = 0.0
     """Fraction of the steps in which the learning rate rises linearly. In [0, 1)."""
 
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """Decoupled weight decay, applied to matrices only: each step subtracts this times the learning
     rate times the matrix. >= 0."""
-
-    def __post_init__(self):
-        expect_positive(self, "learning_rate")
-        for name in ("warmup", "ema"):
-            share = getattr(self, name)
-            expect(name, share, share is None or 0 <= share < 1, "in [0, 1)")
-        decay = self.weight_decay
-        expect("weight_decay", decay, 0 <= decay < math.inf, ">= 0 and finite")
 
 
 def _unique(names: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -349,18 +335,18 @@ class RunConfig(UpdateConfig):
 
     engine: EngineConfig = EngineConfig()
 
-    eval_every: int | None = None
+    eval_every: Count | None = None
     """Steps between evaluations. >= 1. Default: a tenth of the run."""
 
-    eval_examples: int = 512
+    eval_examples: Count = 512
     """Number of held-out examples per evaluation, the same each time. >= 1."""
 
-    checkpoint_every: int = 10
+    checkpoint_every: Count = 10
     """Steps between checkpoints. >= 1. If this takes longer than a minute, there is one every
     minute, too. A crash costs the steps since the last one: at most about twice as many, or two
     minutes and a step. They are paid for, and no other steps take their place."""
 
-    log_every: int = 10
+    log_every: Count = 10
     """Steps between computations of epsilon. >= 1."""
 
     output: Annotated[Literal["quiet", "normal"], HIDDEN] = "normal"
@@ -391,32 +377,22 @@ class RunConfig(UpdateConfig):
     """Directory of the budget ledger, which counts the privacy loss of all runs on the same users.
     Default: the environment variable FEDSIM_BUDGET_LEDGER, or ~/.local/state/fedsim/budget."""
 
-    limit_epsilon: float | None = None
+    limit_epsilon: Positive | None = None
     """Refuse the run if all runs on these users, including this one, could cost a user more than
     this epsilon at this run's delta. > 0. Default: the limits set in the budget ledger."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        expect_least(self, eval_examples=1, checkpoint_every=1)
-        expect_least(self, log_every=1, eval_every=1)
-        expect_positive(self, "limit_epsilon")
 
 
 @group()
 class AuditConfig:
     """Canaries that an audit plants, and the confidence of its tests."""
 
-    gradient_canaries: int = 400
+    gradient_canaries: Count = 400
     """Number of made-up users whose gradient always points in a direction of their own; each is
     included with probability 1/2. >= 1. More canaries can refute larger epsilons: 250 can refute 8
     at delta 1e-6, of a nearly Gaussian training."""
 
-    confidence: float = 0.95
+    confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
     """Confidence of a refutation by guesses. In [0.5, 1)."""
-
-    def __post_init__(self):
-        expect_least(self, gradient_canaries=1)
-        expect("confidence", self.confidence, 0.5 <= self.confidence < 1, "in [0.5, 1)")
 
 
 @group()
@@ -428,18 +404,12 @@ class Sampling:
     temperature: float = 1.0
     """Divides the logits. 0, which always takes the likeliest token, or >= 0.001."""
 
-    top_k: int = 0
+    top_k: Annotated[int, Field(ge=0)] = 0
     """Number of likeliest tokens to draw from. >= 0; 0: all."""
 
-    top_p: float = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Draw from the fewest likeliest tokens that have this probability together. In (0, 1]."""
-
-    min_p: float = 0.0
-    """Draw from tokens at least this many times as likely as the likeliest. In [0, 1]."""
 
     def __post_init__(self):
         heat = self.temperature
         expect("temperature", heat, heat == 0 or 1e-3 <= heat < math.inf, "0, or >= 0.001")
-        expect("top_k", self.top_k, self.top_k >= 0, ">= 0")
-        expect("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
-        expect("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")

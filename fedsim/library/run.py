@@ -15,7 +15,7 @@ from fedsim.config import (
     RunConfig,
     Sampling,
     SamplingName,
-    computed_by,
+    changed_run,
     config_of,
     configs_of,
 )
@@ -124,7 +124,7 @@ class Run:
         Returns:
           Losses by metric name, such as eval/loss.
         """
-        run = computed_by(self.stored.run)
+        run = changed_run(self.stored.run, engine="local", accelerator="auto")
         set_threads(run.engine)
         from fedsim.evaluate import evaluate_run
 
@@ -203,7 +203,7 @@ class Run:
           num_tokens: largest number of tokens to write.
           seed: of the draw.
           plain: continue the prompt although there is a chat template.
-          sampling: temperature, top_k, top_p and min_p, as flags of `fedsim generate`.
+          sampling: temperature, top_k and top_p, as flags of `fedsim generate`.
         """
         from fedsim.generate import generate_text
 
@@ -265,7 +265,6 @@ class TrainSettings(TypedDict, total=False):
     adapter: str | None
     remat: bool
     compute_dtype: Literal["float32", "bfloat16"]
-    recipe: Literal["default", "paper"]
     optimizer: str | None
     learning_rate: float | None
     schedule: Literal["constant", "linear", "cosine"] | None

@@ -49,8 +49,6 @@ def draw(logits_BV: jax.Array, keys_B: jax.Array, how: Sampling) -> jax.Array:
         probs_BV = jnp.where(probs_BV < least_B1, 0, probs_BV)
     if how.top_p < 1:
         probs_BV = jnp.where(probs_BV < _least_of_nucleus(probs_BV, how.top_p), 0, probs_BV)
-    if how.min_p > 0:
-        probs_BV = jnp.where(probs_BV < how.min_p, 0, probs_BV)
     return jax.vmap(jax.random.categorical)(keys_B, jnp.log(probs_BV)).astype(jnp.int32)
 
 

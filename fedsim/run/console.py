@@ -51,7 +51,7 @@ class Console(Terminal):
 
         Args:
           workers: the engine.
-          run: settings with the defaults of the recipe filled in.
+          run: settings with the optimizer's defaults filled in.
         """
         self.rows(plan_rows(plan, workers, run))
         for fact in (*plan.caveats, *plan.assumptions):

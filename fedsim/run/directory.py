@@ -27,7 +27,6 @@ from fedsim.config import (
     PrivacyConfig,
     RunConfig,
     as_dict,
-    new_names,
     run_config,
 )
 from fedsim.data import TEMPLATE, is_table
@@ -116,8 +115,8 @@ class StoredRun:
         """
         identity = Identity(**record["identity"])
         Algorithm(identity.algorithm)
-        privacy = PrivacyConfig(**new_names(record["privacy"]))
-        run = run_config(**{**new_names(record["run"]), "run_dir": run_dir})
+        privacy = PrivacyConfig(**record["privacy"])
+        run = run_config(**{**record["run"], "run_dir": run_dir})
         rest = {name: record[name] for name in REST if name in record}
         return cls(identity, privacy, run, plan=Plan.from_dict(record["plan"]), **rest)
 

@@ -7,7 +7,6 @@ from .launch import (
 )
 from .open import Purpose as Purpose, open_run as open_run, wait_for as wait_for
 from .optimizers import (
-    PAPER as PAPER,
     Diverged as Diverged,
     Noise as Noise,
     with_defaults as with_defaults,

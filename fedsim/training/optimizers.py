@@ -165,8 +165,6 @@ def _works(factory: Callable, options: dict[str, Any]) -> bool:
     return True
 
 
-PAPER: dict[str, Any] = dict(optimizer="adafactor", learning_rate=0.1, schedule="constant", ema=0.0)
-"""Charles et al. 2024 (Section 5), who tune the rate on a grid."""
 RATES = {"adafactor": 0.1, "adam": 0.01, "adamw": 0.01}
 """Learning rates of optimizers that divide by the size of the gradient, and so do not depend on the
 noise."""
@@ -198,14 +196,11 @@ def with_defaults(run: RunConfig, noise: Noise, *, fresh: bool = True) -> RunCon
       fresh: the trained model is not a pretrained one.
     Raises: ConfigError: there is no rule for the learning rate of this optimizer.
     """
-    named = (run.optimizer or PAPER["optimizer"]).partition(":")[0]
-    usual = PAPER | {"learning_rate": RATES.get(named, PAPER["learning_rate"])}
-    if run.recipe != "paper":
-        kind = run.optimizer or "momentum"
-        trained = "adapters" if run.model.has_adapters else "fresh" if fresh else "pretrained"
-        ema = max(0.0, 1 - AVERAGED / noise.num_steps)
-        rate = run.learning_rate or _rate(kind, noise, *MOMENTUM_RATES[trained])
-        usual = {"optimizer": kind, "learning_rate": rate, "schedule": "constant", "ema": ema}
+    kind = run.optimizer or "momentum"
+    trained = "adapters" if run.model.has_adapters else "fresh" if fresh else "pretrained"
+    ema = max(0.0, 1 - AVERAGED / noise.num_steps)
+    rate = run.learning_rate or _rate(kind, noise, *MOMENTUM_RATES[trained])
+    usual = {"optimizer": kind, "learning_rate": rate, "schedule": "constant", "ema": ema}
     missing = {name: usual[name] for name in UPDATE if getattr(run, name) is None}
     return dataclasses.replace(run, **missing)
 

@@ -305,7 +305,7 @@ def facts_of_start(run: RunConfig, *, fresh_model: bool) -> list[Caveat]:
 
 
 def with_plan(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: bool) -> RunConfig:
-    """The run with its optimizer settings as it was started, or by the recipe."""
+    """The run with its optimizer settings as it was started, or by the rule."""
     if stored is not None:
         return dataclasses.replace(run, **{name: getattr(stored.run, name) for name in UPDATE})
     bound = plan.clip.sensitivity

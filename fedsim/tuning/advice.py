@@ -34,7 +34,7 @@ from fedsim.config import (
 from fedsim.noise import Prediction, predicted_error, strategy
 from fedsim.plan import allocated, bands_predicted
 from fedsim.sampling import Users, graph_of
-from fedsim.training import PAPER, Noise, with_defaults
+from fedsim.training import Noise, with_defaults
 
 ADDING = ("momentum", "sgd")
 """Optimizers that add gradients up, which correlated noise is meant for."""
@@ -249,8 +249,6 @@ def command(algorithm: Algorithm, settings: dict[str, Any]) -> list[str]:
         ["fedsim", "train", str(algorithm)],
         flags_of(PrivacyConfig) | flags_of(RunConfig),
     )
-    if settings.get("recipe") == "paper":
-        settings = PAPER | settings
     for name, value in settings.items():
         if HIDDEN in known[name].marks:
             continue

@@ -54,7 +54,6 @@ def test_a_flag_wins_and_takes_one_value_or_several(read):
         ("engine: {kind: ray}", "engine={'kind': 'ray'}"),
         ("seed: [1, 2]", "seed=['1', '2']"),
         ("seed: 1\nseed: 2", "config"),
-        ("? [a]\n: 3", "config"),
         ("- seed", "config"),
         ("seed: [1", "config"),
         ("seed: &s 1\nnum_steps: *s", "config"),

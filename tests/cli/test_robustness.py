@@ -124,7 +124,7 @@ BUILD = ["data", "build", "texts.parquet", "--out"]
 ACCOUNT = {"num_steps": 1, "sampling_prob": 0.5, "noise_multiplier": 1, "delta": 1e-5}
 OTHERS = [  # (a command, the setting or value that it refuses)
     (["audit", *train()[1:], *flags(gradient_canaries=0)], "gradient_canaries=0"),
-    (["audit", *train()[1:], *flags(confidence=1)], "confidence=1.0"),
+    (["audit", *train()[1:], *flags(confidence=1)], "confidence=1"),
     ([*GENERATE, "--num-tokens", "0"], "num_tokens=0"),
     ([*GENERATE, "--temperature", "-1"], "temperature=-1.0"),
     ([*GENERATE, "--prompt", "x" * 999], "prompt="),
@@ -136,7 +136,7 @@ OTHERS = [  # (a command, the setting or value that it refuses)
     (["export", "run", "--out", "built"], "out=built"),
     (["select", "none.toml", "--out", "s"], "config=none.toml"),
     ([*BUILD, "b", "--num-workers", "0"], "num_workers=0"),
-    ([*BUILD, "b", "--eval-users", "1"], "eval_users=1.0"),
+    ([*BUILD, "b", "--eval-users", "1"], "eval_users=1"),
     ([*BUILD, "b", "--tokenizer", "nowhere.json"], "tokenizer=nowhere.json"),
     ([*BUILD, "run"], "out="),
     *(

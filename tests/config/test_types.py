@@ -3,16 +3,12 @@
 import math
 from pathlib import Path
 
-import jsonschema
 import numpy as np
 import pytest
 
 from fedsim.config import (
     PrivacyConfig,
-    RunConfig,
     as_dict,
-    flags_of,
-    json_schema,
     run_config,
     settings_of,
 )
@@ -44,17 +40,3 @@ def test_a_value_becomes_one_of_the_type(name, value, expected):
 def test_an_infinite_epsilon_is_read_as_json_has_it():
     assert PrivacyConfig("inf", 10).epsilon == math.inf
     assert as_dict(PrivacyConfig(math.inf, 10))["epsilon"] == "inf"
-
-
-def test_the_schema_takes_what_the_settings_are_and_nothing_else():
-    schema = json_schema()
-    jsonschema.Draft202012Validator.check_schema(schema)
-    names = flags_of(PrivacyConfig).keys() | flags_of(RunConfig).keys()
-    assert schema["properties"].keys() == names
-    assert all(about["description"] for about in schema["properties"].values())
-    settings = as_dict(PrivacyConfig(4.0, 10)) | as_dict(run_config(**FLAGS))
-    jsonschema.validate(settings, schema)
-    jsonschema.validate({**settings, "epsilon": "inf"}, schema)
-    for fault in ({"lora_rnk": 8}, {"lora_rank": "8"}, {"engine": "spmd"}, {"epsilon": "4"}):
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate({**settings, **fault}, schema)

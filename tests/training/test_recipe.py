@@ -8,7 +8,7 @@ from refused import refuses
 from fedsim.cli.main import main
 from fedsim.config import UPDATE, run_config
 from fedsim.run import directory
-from fedsim.training.optimizers import MOMENTUM_RATES, PAPER, Noise, with_defaults
+from fedsim.training.optimizers import MOMENTUM_RATES, Noise, with_defaults
 
 FLAGS = ["--engine", "local", "--model", "micro", "--max-length", "16", "--epsilon", "8"]
 FLAGS += [
@@ -81,16 +81,6 @@ def test_what_is_given_is_taken():
 @pytest.mark.parametrize("optimizer", ["adam:b1=0.8", "adafactor"])
 def test_rates_of_optimizers_that_rescale_do_not_depend_on_noise(optimizer):
     assert rate(0.01, optimizer=optimizer) == rate(0.1, optimizer=optimizer)
-
-
-def test_the_recipe_of_the_paper():
-    assert update(NOISE, recipe="paper") == PAPER
-    assert update(NOISE, recipe="paper", ema=0.5) == {**PAPER, "ema": 0.5}
-
-
-def test_the_rate_of_the_paper_is_that_of_its_optimizer():
-    """Adam diverges with Adafactor's."""
-    assert update(NOISE, recipe="paper", optimizer="adam")["learning_rate"] == 0.01
 
 
 def test_an_optimizer_without_a_rule_needs_a_rate():

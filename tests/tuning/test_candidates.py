@@ -69,7 +69,7 @@ def test_inf_and_whole_numbers_have_their_types(tmp_path):
         ({"epsilon": "four"}, "epsilon=four"),
         ({"num_steps": 2.5}, "num_steps=2.5"),
         ({"model": 3}, "model=3"),
-        ({"epsilon": -1}, "epsilon=-1.0"),
+        ({"epsilon": -1}, "epsilon=-1"),
     ],
 )
 def test_a_mistake_is_found_before_anything_is_run(changed, what, tmp_path):
