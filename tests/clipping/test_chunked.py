@@ -113,13 +113,6 @@ def test_a_unit_contributes_the_same_whole_numbers_alone(rng, monkeypatch):
     np.testing.assert_array_equal(of(3, 1, 0), z[0] + z[1] + z[3])
 
 
-def test_the_sizes_of_the_model_and_of_a_pass_alone_choose_chunks():
-    config = FAMILIES["llama"]
-    most = language_model.WHOLE_LOGITS // config.vocab_size
-    assert not language_model.is_in_chunks(config, most)
-    assert language_model.is_in_chunks(config, most + 1)
-
-
 @pytest.mark.parametrize("trained", ["bfloat16", "model"])
 def test_whole_logits_are_never_there(trained):
     """The compiled program of a long row of many words needs a fraction of their bytes."""

@@ -32,10 +32,8 @@ from fedsim.clipping.contribution import (
     root_and_bound,
 )
 from fedsim.clipping.packing import chunks
-from fedsim.config import EngineConfig
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
-from fedsim.engine.ray_engine import RayEngine
 from fedsim.engine.worker import LocalEngine
 from fedsim.models import lora
 from fedsim.models.frozen import as_frozen
@@ -120,13 +118,6 @@ def search(seconds, rng):
 def test_no_gradient_contributes_more_than_c(rng):
     tried, worst = search(8, rng)
     assert tried > 300 and 0.99 < worst <= 1
-
-
-@pytest.mark.slow
-def test_no_gradient_contributes_more_than_c_however_long_one_looks():
-    tried, worst = search(180, np.random.default_rng())
-    print(f"{tried} gradients tried, worst contribution / C = {worst:.9f}")
-    assert tried > 10_000 and 0.99 < worst <= 1
 
 
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
@@ -290,19 +281,6 @@ def test_of_a_drawn_cohort_every_unit_can_be_taken_away(text, group, task, param
     assert (added == total).all()
 
 
-@pytest.mark.ray
-@pytest.mark.slow  # of every kind of model; test_engine.py has one that is not
-@pytest.mark.parametrize("num_workers, num_lanes", [(2, 8), (1, 3)])
-def test_workers_give_the_same_whole_numbers(
-    num_workers, num_lanes, ray_cluster, task, params, rng
-):
-    rows, clip = cohort(rng, 21, 2), Clip(0.02)
-    expected = whole(LocalEngine(task, num_lanes=1).clipped_sum(params, rows, clip)[0])
-    engine = RayEngine(task, EngineConfig("ray", num_lanes=num_lanes, num_workers=num_workers))
-    assert (whole(engine.clipped_sum(params, rows, clip)[0]) == expected).all()
-    engine.close()
-
-
 @pytest.mark.slow
 def test_more_units_than_fit_into_int32_are_added_all_the_same(task, params, rng, monkeypatch):
     rows, clip = cohort(rng, 70, 1), Clip(0.02)
@@ -327,15 +305,6 @@ def test_a_units_length_is_its_own(rng):
             assert len(chunk.mask) == 8  # one shape, hence one program, for every chunk
 
 
-def test_norms_and_sums_need_no_product_of_reduced_precision(task, params):
-    """What bounds a contribution has no matrix product in it: no TF32, no bfloat16."""
-    text = str(jax.make_jaxpr(lambda g: contribution(g, jnp.bool_(True), Clip(1.0)))(params))
-    assert "dot_general" not in text and "bf16" not in text and "round" in text
-
-
-# ---- What was broken once ----------------------------------------------------------------------
-
-
 def test_a_long_sum_lacks_what_a_missing_user_added_and_nothing_else():
     """In float32, eight lanes of these users moved by 1.5 C when one was gone: half of them are too
     small for the sum they are added to, in one order and not in the other."""
@@ -352,24 +321,3 @@ def test_a_long_sum_lacks_what_a_missing_user_added_and_nothing_else():
 
     moved = total(rows) - total(rows[1:])
     assert (moved == total(rows[:1])).all() and ratio(moved) <= 1
-
-
-def test_a_gradient_whose_parts_cancel_contributes_no_more_than_c(rng):
-    """Book-keeping took a norm from Gram matrices that was too small by a twentieth here."""
-    tokens, width = 64, 256
-
-    def loss(params, batch):
-        return jnp.sum((batch["x"] @ params["kernel"]) * batch["g"], axis=(1, 2))
-
-    run = jax.jit(functools.partial(clip_chunk, loss, clip=Clip(1.0), strategy=Strategy("direct")))
-    params = {"kernel": jnp.zeros((width, width))}
-    worst = 0.0
-    for _ in range(20):
-        delta = 2 * np.sqrt(500 * 2.0**-23) * rng.uniform(1, 1.1)
-        value = 2 ** rng.uniform(0, 1)
-        x = np.full((1, 1, tokens, width), 2 ** rng.uniform(0, 1), np.float32)
-        g = np.empty_like(x)
-        g[0, 0, 0::2], g[0, 0, 1::2] = value, -value * (1 - delta)
-        z = whole(run(params, {"x": x, "g": g}, np.ones((1, 1), bool))[0])
-        worst = max(worst, ratio(z))
-    assert 0.99 < worst <= 1

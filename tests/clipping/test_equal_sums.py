@@ -84,28 +84,6 @@ def test_every_strategy_equals_scan(name, density, norm, seed):
         assert error <= 1e-5 * np.linalg.norm(flat(total))
 
 
-@pytest.mark.slow
-@pytest.mark.ci
-def test_half_precision_is_scan_up_to_its_rounding_and_sums_are_float32(rng):
-    batch, mask = random_batch(rng, UNITS, GROUP), np.ones((UNITS, GROUP), bool)
-    params = random_params(Tied(16), rng)
-
-    @functools.partial(jax.jit, static_argnums=(0, 1))
-    def run(name, dtype, params):
-        losses = losses_of(Tied(16, dtype))
-        return clip_chunk(losses, params, batch, mask, Clip(0.3, in_float32=True), Strategy(name))
-
-    batch, mask = jax.tree.map(jnp.asarray, (batch, mask))
-    exact = run("scan", None, params)
-    for name in ("scan", "ghost"):
-        total, norms, losses, _ = run(name, jnp.bfloat16, params)
-        assert {x.dtype for x in (*jax.tree.leaves(total), norms, losses)} == {jnp.dtype("float32")}
-        np.testing.assert_allclose(norms, exact[1], rtol=0.05)
-        np.testing.assert_allclose(losses, exact[2], rtol=0.05)
-        error = np.linalg.norm(flat(total) - flat(exact[0])) / np.linalg.norm(flat(exact[0]))
-        assert 1e-5 < error < 0.05
-
-
 class Own(nn.Module):
     """A model with one thing that `ghost` does not know."""
 
@@ -207,25 +185,6 @@ def test_units_keep_their_numbers_whatever_the_order_of_rows_depends_on(part, rn
         own, rest = (flat(run("ghost", mask)[0]) for mask in (alone, ~alone))
         np.testing.assert_array_equal(total - rest, own)
         assert 0.98 * most < np.sum(own**2) <= most
-
-
-def test_ids_of_few_bits_are_rows_of_a_larger_table(rng):
-    embed = nn.Embed(300, 64)
-    params = {"embedding": rng.normal(size=(300, 64)).astype(np.float32)}
-    ids, mask = np.array([[[3, 200, 3]], [[7, 255, 9]]]), np.ones((2, 1), bool)
-
-    def losses(params, rows):
-        return jnp.sum(jnp.tanh(embed.apply({"params": params}, rows["ids"])), axis=(1, 2))
-
-    def total(name, dtype):
-        batch, strategy = {"ids": ids.astype(dtype)}, Strategy(name, 2)
-        return flat(clip_chunk(losses, params, batch, mask, Clip(1.0), strategy)[0])
-
-    # Not scan with 8 bits: as tests compile, XLA loses rows there.
-    expected = total("scan", np.int32)
-    np.testing.assert_allclose(
-        total("ghost", np.uint8), expected, atol=0.01 * np.abs(expected).max()
-    )
 
 
 @pytest.mark.privacy

@@ -5,15 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import reference
 from flax import linen as nn
 from hypothesis import given, settings, strategies as st
 
 from fedsim.clipping import Clip, Strategy, clip_chunk
-from fedsim.clipping.packing import packed
 from fedsim.data import Dataset, UserStore
-from fedsim.engine.worker import Worker
 from fedsim.models.language_model import LanguageModelTask, cross_entropy, predicted
 from fedsim.models.transformer import TransformerConfig
 
@@ -103,25 +100,6 @@ def task_of():
     return task, jax.tree.map(lambda x: x + rng.normal(0, 0.3, x.shape).astype("f4"), params)
 
 
-def with_other_ends(task):
-    """(The task with other tokens after the last trained one of each row, number of these; all else
-    that it holds out)."""
-    store, ids = task.dataset.train, task.dataset.train.user_ids()
-    rows = np.arange(store.num_examples)
-    (tokens, sizes), trained = store.gather(rows, LENGTH), store.trained(rows, LENGTH)
-    ends = ~np.logical_or.accumulate(trained[:, ::-1], axis=1)[:, ::-1]
-    ends &= np.arange(LENGTH) < sizes[:, None]
-    tokens[ends] = (tokens[ends] + 1) % VOCAB
-    parts = [range(*store.offsets[u : u + 2]) for u in range(len(ids))]
-    made = [
-        {name: [values[i, : sizes[i]] for i in part] for name, part in zip(ids, parts, strict=True)}
-        for values in (tokens, trained)
-    ]
-    other = UserStore.from_examples(made[0], LENGTH, VOCAB, made[1])
-    held_out = UserStore.from_examples({"x": [[1, 2]]}, LENGTH, VOCAB)
-    return LanguageModelTask(Dataset(train=other, eval_users=held_out), CONFIG), int(ends.sum())
-
-
 def test_the_loss_of_a_row_is_that_of_the_plain_loops():
     task, params = task_of()
     batch = task.read("train", np.array([0, 3, 7, -1]))
@@ -146,23 +124,3 @@ def test_the_loss_of_a_row_does_not_depend_on_what_others_train_on():
     trained[1:] = ~trained[1:]
     after = jax.jit(task.losses)(params, batch | {"trained": trained})
     assert 0 < before[0] == after[0] and (before[1:] != after[1:]).any()
-
-
-def test_an_evaluation_adds_up_nats_and_trained_tokens():
-    task, params = task_of()
-    rows = np.arange(20)
-    batch = task.read("eval_users", rows)
-    nats, predictions = jax.jit(task.nats)(params, batch)
-    found, count = Worker(task).lane_nats(0, params, rows, "eval_users")  # which packs texts
-    assert count == int(predictions.sum()) == int(batch["trained"][:, 1:].sum())
-    assert found == pytest.approx(float(np.asarray(nats).sum(dtype=np.float64)), rel=1e-5)
-
-
-def test_packing_keeps_what_is_trained_on():
-    task, params = task_of()
-    batch = task.read("train", np.arange(9))
-    (rows,) = packed(batch, lambda sizes: np.full(len(sizes), 16))
-    assert (rows["targets"] >= 0).sum() == batch["trained"][:, 1:].sum()
-    expected = jax.jit(task.nats)(params, batch)
-    found = jax.jit(task.nats)(params, rows)
-    np.testing.assert_allclose(np.sum(found[0]), np.sum(expected[0]), rtol=1e-5)

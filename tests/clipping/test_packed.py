@@ -1,7 +1,5 @@
 """Texts that share a row have the losses that they have in rows of their own."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,12 +49,6 @@ def test_each_text_is_fed_once_and_rows_do_not_overlap(sizes, rows):
                 texts.append((*tokens[own], targets[own[-1]]))
     expected = [row[:size] for row, size in zip(batch["tokens"], sizes, strict=True) if size > 1]
     assert sorted(texts) == sorted(map(tuple, expected))
-
-
-def test_a_row_begins_only_where_no_other_has_room():
-    batch = batch_of(np.random.default_rng(0), [9, 7, 6, 4, 3, 3, 2])
-    (found,) = packed(batch, lambda sizes: np.full(len(sizes), LENGTH))
-    assert (found["targets"] >= 0).sum(axis=1).tolist() == [12, 11, 4]  # 8+3+1, 6+5, 2+2
 
 
 @pytest.mark.slow
@@ -131,27 +123,3 @@ def test_an_evaluation_is_that_of_texts_one_by_one(adapters, rng):
     assert {length for _, length in shapes} == {ROW, 200}
     assert max(rows * length for rows, length in shapes) <= EVAL_TOKENS_PER_CALL
     assert len(shapes) <= (EVAL_TOKENS_PER_CALL // ROW).bit_length() + 3  # of 200 there are three
-
-
-def test_an_evaluation_of_nothing_is_nothing():
-    task, _ = task_of([1, 1], adapters=False)
-    params = task.init(jax.random.key(0))
-    for rows in (np.arange(2), np.arange(0)):
-        assert Worker(task).lane_nats(0, params, rows, "eval_users") == (0.0, 0)
-
-
-def test_a_text_longer_than_a_row_gets_one_that_holds_it():
-    task, _ = task_of([2], adapters=False, length=300)
-    batch = {"tokens": np.ones((3, 300), np.int32), "sizes": np.array([300, 200, 128], np.int32)}
-    assert task.buckets.packed is not None
-    found = task.buckets.packed(batch)
-    assert [each["tokens"].shape for each in found] == [(1, ROW), (1, 256), (1, 300)]
-
-
-def test_a_large_model_has_more_lengths_than_a_small_one():
-    small = LanguageModelTask(None, TransformerConfig(31, 200, 16, 1, 2))
-    large = LanguageModelTask(None, TransformerConfig(31, 200, 1024, 1, 2))
-    assert small.buckets.lengths == (32, 64, 128, 200)
-    assert large.buckets.lengths == (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 200)
-    short = dataclasses.replace(large.config, max_length=12)
-    assert LanguageModelTask(None, short).buckets.lengths == (12,)

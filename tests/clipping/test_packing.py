@@ -64,46 +64,6 @@ def test_every_unit_is_in_one_chunk_and_no_row_is_cut(
             assert (np.diff(np.where(chunk.mask, chunk.batch["sizes"], -1), axis=1) <= 0).all()
 
 
-def test_short_units_are_cut_short(rng):
-    batch, mask = lane(rng, 40, 2, longest=4)
-    assert {chunk.length for chunk in chunks(batch, mask, 8, BUCKETS)} == {4}
-    longer, _ = lane(rng, 40, 2, longest=20)
-    mixed = {name: np.concatenate([batch[name], longer[name]]) for name in batch}
-    every = np.ones((80, 2), bool)
-    found = [chunk.length for chunk in chunks(mixed, every, 8, BUCKETS)]
-    assert found == sorted(found) and found.count(4) >= 5 and 1 <= found.count(20) < 5
-
-
-def test_the_same_lane_gives_the_same_chunks(rng):
-    batch, mask = lane(rng, 23, 3)
-    first, second = (list(chunks(batch, mask, 4, BUCKETS)) for _ in range(2))
-    for one, other in zip(first, second, strict=True):
-        np.testing.assert_array_equal(one.units, other.units)
-        np.testing.assert_array_equal(one.batch["tokens"], other.batch["tokens"])
-        assert one.length == other.length
-
-
-@pytest.mark.parametrize("buckets", [None, BUCKETS])
-def test_an_empty_lane_has_no_chunks(buckets, rng):
-    assert list(chunks(*lane(rng, 0, 3), 4, buckets)) == []
-
-
-@pytest.mark.parametrize("buckets", [None, BUCKETS])
-def test_units_without_rows_have_their_place(buckets, rng):
-    batch, mask = lane(rng, 5, 3, density=0)
-    (chunk,) = chunks(batch, mask, 8, buckets)
-    assert sorted(chunk.units) == list(range(5)) and not chunk.mask.any()
-
-
-def test_rows_of_the_longest_and_of_each_bucket_fit_exactly(rng):
-    batch, _ = lane(rng, 4, 1, density=1)
-    batch["sizes"] = np.array(LENGTHS)[:, None]
-    batch["tokens"] = np.where(np.arange(20) < batch["sizes"][..., None], 7, 0)
-    found = list(chunks(batch, np.ones((4, 1), bool), 1, BUCKETS))
-    assert [chunk.length for chunk in found] == list(LENGTHS)
-    assert [int((chunk.batch["tokens"] > 0).sum()) for chunk in found] == list(LENGTHS)
-
-
 def test_a_row_longer_than_the_last_bucket_is_refused(rng):
     batch, mask = lane(rng, 4, 1, density=1)
     batch["sizes"][2] = 21

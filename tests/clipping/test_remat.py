@@ -62,17 +62,6 @@ def test_every_strategy_gives_the_sum_of_scan_without_it(family, name, remat, ba
         np.testing.assert_allclose(a, b, atol=2e-5 * size)
 
 
-def test_blocks_are_computed_again_and_under_ghost_what_has_no_parameters(batch):
-    plain = dataclasses.replace(PARTS["qwen3"], num_layers=1)
-    params = random_like(plain, np.random.default_rng(0))
-    for name in ("scan", "ghost"):
-        without, with_it = (
-            str(jax.make_jaxpr(clipped(config, name))(params, batch))
-            for config in (plain, dataclasses.replace(plain, remat=True))
-        )
-        assert "remat2[" not in without and "remat2[" in with_it
-
-
 def test_less_is_kept_for_the_backward_pass(batch):
     """(Of XLA's programs for CPUs it cannot be told: they share what is computed twice.)"""
     config = PARTS["llama"]

@@ -62,15 +62,6 @@ def test_every_prediction_is_there_once_with_its_weight(units, group, longest, f
     assert sorted(seen) == list(range(units))
 
 
-def test_short_units_have_one_row_and_long_ones_few():
-    sizes = np.array([[30, 30, 4, 0], [100, 100, 57, 0], [100, 100, 58, 90], [300, 40, 200, 0]])
-    assert shared_lengths(sizes, LENGTHS).tolist() == [64, 256, 256, 300]
-    batch = {"tokens": np.ones((4, 4, 300), int), "sizes": sizes}
-    parts = list(in_shared_rows(batch, sizes > 0, LENGTHS))
-    assert [part[0].tolist() for part in parts] == [[0], [1], [2], [3]]
-    assert [part[2].sum() for part in parts] == [1, 1, 2, 2]
-
-
 @pytest.fixture(scope="module")
 def problem():
     """A task on users' texts of very different lengths, its parameters, and units of five."""
@@ -136,13 +127,3 @@ def test_sums_are_those_of_texts_in_rows_of_their_own(problem, name):
     assert stats.num_rows.tolist() == plain.num_rows.tolist() == [5, 5, 5, 2, 5, 0, *[5] * 6]
     difference = np.linalg.norm(flat(total) - flat(expected))
     assert difference < 1e-3 * np.linalg.norm(flat(expected))
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_one_worker_takes_single_texts_and_users_of_several(problem):
-    task, params, rows = problem
-    clip, strategy, worker = Clip(1.0, normalised=True), Strategy.parse("direct:4"), Worker(task)
-    worker.add_lane(params, rows.reshape(-1, 1), clip, strategy)
-    total, _ = worker.add_lane(params, rows, clip, strategy)
-    assert np.array_equal(flat(total), flat(Worker(task).add_lane(params, rows, clip, strategy)[0]))

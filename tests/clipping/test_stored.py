@@ -27,10 +27,11 @@ UNITS = 8
 LARGE = np.float32([2**8, 2**10, 2**11, 2**12, 1e5])
 """Sizes of the factors of a product: those in which a loss has roundings below C. Beyond C a number
 adds nothing, so it takes many below C to exceed it."""
+
+
 as_compiled = pytest.mark.skipif(
     not os.environ.get("FEDSIM_TEST_AS_COMPILED"), reason="compiled as programs of users are not"
 )
-
 on_processors = pytest.mark.skipif(
     os.environ["JAX_PLATFORMS"] != "cpu",
     reason="without the loop, too, the compiler for GPUs was not seen to add another gradient",

@@ -128,12 +128,3 @@ def test_the_rule_takes_ghost_for_examples_of_a_large_model_on_cpus(
     assert by_rule(AUTO, 9, **asked, on_cpu=True, length=64) == Strategy(expected.name, 9)
     for name in NAMES:
         assert by_rule(name, None, **asked, on_cpu=True, length=64) == Strategy(name, 4)
-
-
-@pytest.mark.parametrize("length, most", [(None, 32), (128, 32), (1024, 4), (8192, 1)])
-@pytest.mark.parametrize("group", [1, 3, 16, 64])
-def test_on_accelerators_a_pass_has_rows_of_one_unit(length, most, group):
-    asked = {"num_parameters": MANY_PARAMETERS, "adapters": False, "on_cpu": False}
-    strategy = by_rule(AUTO, None, group=group, length=length, **asked)
-    assert strategy == Strategy("direct", min(group, most))
-    assert strategy.units_at_once(group) == 1
