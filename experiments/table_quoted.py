@@ -133,14 +133,14 @@ def correlated(settings: Settings) -> Iterator[Row]:
 
 def slacks(settings: Settings) -> Iterator[Row]:
     """What is added to epsilon because correlated noise is not ideal."""
-    from fedsim import noise
+    from fedsim import accounting
     from fedsim.clipping import lattice_bits
     from fedsim.noise import strategy
 
     for parameters, steps, bands in settings.slacks:
         stddev = 1.3 * 2.0 ** lattice_bits(parameters)
         plan = strategy(steps, bands, stddev)
-        found = noise.slack(parameters * steps, 4.0, 1e-6, plan.cell_errors)
+        found = accounting.slack(parameters * steps, 4.0, 1e-6, plan.cell_errors)
         what = f"{parameters} parameters, {steps} steps, {bands} bands"
         yield row("theory/correlated.md", f"slack, {what}", found.epsilon)
         size = parameters * plan.bytes_per_number

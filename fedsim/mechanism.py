@@ -53,8 +53,8 @@ def noisy_mean(
 
     Guarantees: if one unit changes grad_sum by at most `clip.sensitivity` in L2 norm, as in a
       clipped sum of `clip`, the result is the Gaussian mechanism with noise multiplier sigma,
-      rounded to a public lattice, up to `noise.slack`. Noise is independent across coordinates and,
-      with `add_gaussian`, across steps and segments.
+      rounded to a public lattice, up to `accounting.slack`. Noise is independent across coordinates
+      and, with `add_gaussian`, across steps and segments.
     Args:
       grad_sum: tree of whole numbers in units of `clip.unit`; float32 with `clip.in_float32`.
       clip: the clipping that grad_sum was computed with.

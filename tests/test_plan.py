@@ -12,7 +12,7 @@ from refused import refuses
 from fedsim import accounting
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig
 from fedsim.keys import SecretKey
-from fedsim.noise import slack
+from fedsim.noise import CELL_ERRORS
 from fedsim.plan import (
     ADJACENCY,
     MAX_PARAMETERS,
@@ -168,9 +168,9 @@ def test_a_seeded_run_is_labelled(users, key):
 
 def test_the_slack_of_the_noise_is_that_of_all_numbers_drawn(users, key):
     plan, *_ = planned(Algorithm.ULS, users, key)
-    assert plan.slack == slack(
-        plan.num_steps * plan.num_parameters, plan.target_epsilon, plan.delta
-    )
+    numbers = plan.num_steps * plan.num_parameters
+    target = plan.target_epsilon, plan.delta
+    assert plan.slack == accounting.slack(numbers, *target, CELL_ERRORS)
     assert 0 < plan.slack_after(1).epsilon < plan.slack.epsilon < 1e-6
     moved = dataclasses.replace(plan, clip_quantile=0.5)
     assert moved.slack.epsilon > plan.slack.epsilon  # the count is a number, too

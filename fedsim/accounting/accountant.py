@@ -18,7 +18,7 @@ from dp_accounting.pld.pld_pmf import DensePLDPmf
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 from fedsim.accounting import allocation, composition, mixture
-from fedsim.accounting.composition import Progress, Query, throttled
+from fedsim.accounting.composition import Query
 from fedsim.accounting.events import Event, Events, PureEvent, StepEvent, merge
 from fedsim.accounting.noise_slack import together
 from fedsim.accounting.selection import SelectionEvent, loss_range as selection_range, selection_pmf
@@ -38,21 +38,19 @@ def epsilon(
     delta: float,
     *,
     discretization: float | None = None,
-    progress: Progress = None,
 ) -> float:
     """The smallest epsilon for which the events together are (epsilon, delta)-DP, from above.
 
     Args:
       events: each with its number of successive steps.
       discretization: grid of the privacy loss; None chooses it by RELATIVE_ACCURACY.
-      progress: called with a line about once a second while the grid is refined.
     Returns: inf where delta is too small to be resolved (1e-15, and 4e-19 per step).
     Raises: ConfigError: delta outside (0, 1), a negative count, or a grid beyond the memory cap.
     >>> round(epsilon([(StepEvent(noise_multiplier=1.0, sampling_prob=0.01), 100)], 1e-6), 3)
     0.954
     """
     expect("delta", delta, 0 < delta < 1, "in (0, 1)")
-    return float(_answer(events, _epsilon_query(delta), 1, discretization, progress)[0])
+    return float(_answer(events, _epsilon_query(delta), 1, discretization)[0])
 
 
 def epsilon_with(
@@ -76,19 +74,12 @@ def epsilon_with(
     return math.inf
 
 
-def delta(
-    events: Events,
-    epsilon: float,
-    *,
-    discretization: float | None = None,
-    progress: Progress = None,
-) -> float:
+def delta(events: Events, epsilon: float, *, discretization: float | None = None) -> float:
     """The smallest delta for which the events together are (epsilon, delta)-DP, from above.
 
     Args: as for `epsilon`.
     """
-    curve = privacy_curve(events, [epsilon], discretization=discretization, progress=progress)
-    return float(curve[0])
+    return float(privacy_curve(events, [epsilon], discretization=discretization)[0])
 
 
 def privacy_curve(
@@ -96,7 +87,6 @@ def privacy_curve(
     epsilons: Sequence[float] | np.ndarray,
     *,
     discretization: float | None = None,
-    progress: Progress = None,
 ) -> np.ndarray:
     """delta at each epsilon: the privacy curve of the events, from above. Shape [epsilons].
 
@@ -109,7 +99,7 @@ def privacy_curve(
         deltas = [float(pmf.get_delta_for_epsilon(float(value))) for value in epsilons]
         return np.clip(deltas, _SMALLEST_DELTA, 1.0)
 
-    return _answer(events, query, len(epsilons), discretization, progress)
+    return _answer(events, query, len(epsilons), discretization)
 
 
 def composed_loss(events: Events, delta: float) -> PrivacyLossDistribution:
@@ -154,47 +144,31 @@ def _epsilon_query(delta: float) -> Query:
     return lambda pmf: np.array([composition.pmf_epsilon_at(pmf, delta)])
 
 
-def _answer(
-    events: Events,
-    query: Query,
-    size: int,
-    discretization: float | None,
-    progress: Progress,
-) -> np.ndarray:
+def _answer(events: Events, query: Query, size: int, discretization: float | None) -> np.ndarray:
     merged = merge(events)
     if not merged or size == 0:
         return np.zeros(size)
     if discretization is None:
-        try:
-            return _refine(events, query, progress=progress)[0]
-        except composition.GridTooLargeError:
-            steps = [event for event, _ in merged if isinstance(event, StepEvent)]
-            if not steps:
-                raise
-            least = min(event.noise_multiplier for event in steps)
-            raise composition.GridTooLargeError(
-                f"noise_multiplier={least:g}: expected more noise: the privacy loss of so many "
-                "steps is too large to be added up, and protects nobody"
-            ) from None
+        return _refine(events, query)[0]
     expect("discretization", discretization, 0 < discretization <= 1, "in (0, 1]")
     return np.maximum(*(query(_compose(merged, way, discretization)) for way in _DIRECTIONS))
 
 
 def _refine(
-    events: Events, query: Query, accuracy: float = RELATIVE_ACCURACY, progress: Progress = None
+    events: Events, query: Query, accuracy: float = RELATIVE_ACCURACY
 ) -> tuple[np.ndarray, float]:
     """The query's answer on an adaptive grid, and the grid that was fine enough for it.
 
     Any grid gives an upper bound. So a direction whose bound has fallen below the other's answer
     needs no finer grid, as soon happens to ADD.
     """
-    merged, report = merge(events), throttled(progress)
+    merged = merge(events)
     widest = max(_loss_range(event) for event, _ in merged)
     coarsest = min(1.0, 2.0 ** math.floor(math.log2(widest / _FIRST_GRID)))
     answer, finest = None, coarsest
     for direction in _DIRECTIONS:
         compose = functools.partial(_compose, merged, direction)
-        value, grid = composition.refine(compose, query, coarsest, accuracy, answer, report)
+        value, grid = composition.refine(compose, query, coarsest, accuracy, answer)
         answer = value if answer is None else np.maximum(value, answer)
         finest = min(finest, grid)
     assert answer is not None

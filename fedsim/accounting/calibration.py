@@ -12,7 +12,7 @@ from typing import Any
 from scipy import optimize
 
 from fedsim.accounting.accountant import RELATIVE_ACCURACY, at_most, spent
-from fedsim.accounting.composition import Progress, least_delta, throttled
+from fedsim.accounting.composition import least_delta
 from fedsim.accounting.events import (
     MAX_STEPS,
     MIN_MEAN,
@@ -41,7 +41,6 @@ def calibrate_noise(
     delta: float,
     num_steps: int,
     before: Events = (),
-    progress: Progress = None,
 ) -> float:
     """The smallest sigma that keeps num_steps steps, and `before`, within (epsilon, delta).
 
@@ -49,7 +48,6 @@ def calibrate_noise(
     Args:
       event: sigma -> one step with this noise multiplier; `event` of a sampler or an algorithm.
       before: what is released before the first step, such as the draw of a group size.
-      progress: called with a line about once a second while the search goes on.
     Raises: ConfigError: an argument is out of range, or no sigma up to 1e6 is enough.
     """
     _expect_steps(num_steps)
@@ -68,7 +66,7 @@ def calibrate_noise(
     if asked not in _found:
         guess = max(0.5, mean * math.sqrt(2 * math.log(1.25 / delta)) / epsilon)
         limits = min(_MAX_NOISE, unit.sampling_prob / MIN_MEAN), _MIN_NOISE
-        _found[asked] = calibrate("noise_multiplier", spend, epsilon, guess, limits, progress)
+        _found[asked] = calibrate("noise_multiplier", spend, epsilon, guess, limits)
     return _found[asked]
 
 
@@ -82,7 +80,7 @@ def noise_multiplier(
 ) -> float:
     """`calibrate_noise` for Poisson sampling, or for cyclic sampling with several bands.
 
-    Args: target: epsilon, delta, num_steps and optionally before and progress, as there.
+    Args: target: epsilon, delta, num_steps and optionally before, as there.
     """
     unit = sampling_prob, max_contributions, bands, max_changed
     return calibrate_noise(lambda sigma: cyclic_event(sigma, *unit), **target)
@@ -97,7 +95,6 @@ def num_steps(
     max_contributions: int = 1,
     max_changed: int = 0,
     bands: int = 1,
-    progress: Progress = None,
 ) -> int:
     """The largest number of steps, up to 1e7, that stays within (epsilon, delta).
 
@@ -105,12 +102,9 @@ def num_steps(
     """
     _expect_target(epsilon, delta, 1)
     event = cyclic_event(noise_multiplier, sampling_prob, max_contributions, bands, max_changed)
-    report = throttled(progress)
 
     def spent_by(steps: int) -> float:
-        value = spent([(event, steps)], delta, RELATIVE_ACCURACY)
-        report(f"num_steps {steps}: epsilon {value:.6g}")
-        return value
+        return spent([(event, steps)], delta, RELATIVE_ACCURACY)
 
     least = spent_by(1)
     expect("epsilon", epsilon, least <= epsilon, f"at least {least:.4g}, spent by one step")
@@ -143,7 +137,6 @@ def calibrate(
     target: float,
     guess: float,
     limits: tuple[float, float],
-    progress: Progress,
 ) -> float:
     """The parameter within `limits` that spends nearly the target epsilon, and not more.
 
@@ -155,14 +148,12 @@ def calibrate(
       limits: (cheapest, most expensive) parameter.
     Raises: ConfigError: even the cheapest parameter spends more than the target.
     """
-    report = throttled(progress)
 
     def excess_on(accuracy: float) -> Callable[[float], float]:
         @functools.cache
         def excess(parameter: float) -> float:
-            spent = spend(parameter, accuracy)
-            report(f"{name} {parameter:.6g}: epsilon {spent:.6g}")
-            return math.log(min(max(spent, 1 / UNBOUNDED), UNBOUNDED)) - math.log(target)
+            spent = min(max(spend(parameter, accuracy), 1 / UNBOUNDED), UNBOUNDED)
+            return math.log(spent) - math.log(target)
 
         return excess
 

@@ -8,7 +8,6 @@ is independent of mechanisms: `accountant` passes the losses, and the query on t
 
 import functools
 import math
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -195,9 +194,6 @@ def _chernoff(losses: list[tuple[np.ndarray, np.ndarray, int]], order: float) ->
 
 _LARGEST = 2**18  # composed points: half a second or so
 
-Progress = Callable[[str], None] | None
-"""Shows a line of progress; None: nothing is shown."""
-
 Query = Callable[[DensePLDPmf], np.ndarray]
 """A question about a composed loss in one direction; the larger answer counts."""
 
@@ -208,7 +204,6 @@ def refine(
     grid: float,
     accuracy: float,
     enough: np.ndarray | None,
-    report: Callable[[str], None],
 ) -> tuple[np.ndarray, float]:
     """The query's answer, and the grid that was fine enough for it, starting from `grid`.
 
@@ -229,7 +224,6 @@ def refine(
         grid /= factor
         composed = compose(grid)
         before, answer = answer, query(composed)
-        report(f"discretization {grid:.1e}: {answer[-1]:.6g}")
         falls.append((factor, (before - answer) / np.maximum(answer, 1e-300)))
         error = _error_left(falls)
         if error <= accuracy:
@@ -254,16 +248,3 @@ def _error_left(falls: list[tuple[int, np.ndarray]]) -> float:
             seen = np.log(ratio) / math.log(factor_before)
         order = np.where((seen > 1) & (seen < 2.3), np.minimum(seen, 2), 1)
     return float(np.max(fall / (factor**order - 1)))
-
-
-def throttled(progress: Progress) -> Callable[[str], None]:
-    """`progress`, silent for two seconds and then at most once a second."""
-    quiet_until = time.monotonic() + 2
-
-    def report(message: str) -> None:
-        nonlocal quiet_until
-        if progress is not None and time.monotonic() >= quiet_until:
-            quiet_until = time.monotonic() + 1
-            progress(message)
-
-    return report

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import sys
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedsim.cli import Answer
@@ -159,9 +158,9 @@ def _spent(asked: Accounted, people: int) -> dict[str, Any]:
         return {"epsilon": to_json(epsilon), "delta": delta, "how": "group privacy"}
     phases = accounting.for_people(phases, people)
     if delta is not None:
-        epsilon = accounting.epsilon(phases, delta, progress=_progress)
+        epsilon = accounting.epsilon(phases, delta)
     elif epsilon is not None:
-        delta = accounting.delta(phases, epsilon, progress=_progress)
+        delta = accounting.delta(phases, epsilon)
     how = {"how": "theorem"} if people > 1 else {}
     return {"epsilon": to_json(epsilon), "delta": delta, **how}
 
@@ -175,7 +174,7 @@ def _most_steps(asked: Accounted) -> dict[str, Any]:
     names = ("epsilon", "delta", NOISE, "sampling_prob", "max_contributions")
     given: dict[str, Any] = {name: getattr(asked, name) for name in names}
     shared, bands = asked.max_shared_groups, asked.bands or 1
-    steps = accounting.num_steps(**given, max_changed=shared, bands=bands, progress=_progress)
+    steps = accounting.num_steps(**given, max_changed=shared, bands=bands)
     return {STEPS: steps, "at_least": steps == accounting.MAX_STEPS}
 
 
@@ -191,7 +190,7 @@ def _least_noise(asked: Accounted) -> dict[str, Any]:
 
     def of_bands(bands: int | None) -> float:
         event = dataclasses.replace(asked, bands=bands).event
-        return accounting.calibrate_noise(event, **given, progress=_progress)
+        return accounting.calibrate_noise(event, **given)
 
     if asked.noise != CORRELATED or asked.bands is not None:
         return {NOISE: of_bands(asked.bands)}
@@ -228,7 +227,3 @@ def calibrate(asked: Accounted) -> Answer:
     bands = f" with {answer['bands']} bands" if answer["bands"] else ""
     # Rounded so that a run by it claims no more than was asked for.
     return answer, [f"noise multiplier {at_most(answer[NOISE], '.6g')}{bands}"]
-
-
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr)

@@ -18,5 +18,4 @@ from .independent import (
     noisy_mean_loss as noisy_mean_loss,
     noisy_number as noisy_number,
     release_shift as release_shift,
-    slack as slack,
 )

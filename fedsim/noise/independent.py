@@ -13,14 +13,11 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from fedsim.keys import SecretKey
-
-if TYPE_CHECKING:
-    from fedsim.accounting import Errors, Slack
 
 BLOCK = 2**19  # numbers of one stream; with smaller blocks, threads wait for Python's lock
 TAIL = 3.6541528853610088  # beyond it, NumPy's ziggurat draws from the tail
@@ -169,22 +166,6 @@ def _tosses(rng: np.random.Generator, count: int) -> np.ndarray:
     if len(unfinished := np.flatnonzero(heads == 63)):
         heads[unfinished] += _tosses(rng, len(unfinished))
     return heads
-
-
-def slack(
-    count: float, epsilon: float, delta: float, cell_errors: "Errors" = CELL_ERRORS
-) -> "Slack":
-    """Return what `count` numbers drawn here, instead of ideal noise, add to epsilon and delta.
-
-    Args:
-      count: numbers drawn in all steps.
-      epsilon, delta: of the mechanism with ideal noise.
-      cell_errors: (probability, eta) pairs, as CELL_ERRORS.
-    Source: `accounting.slack` has the theorem.
-    """
-    from fedsim import accounting  # a second to import, which adding noise does not need
-
-    return accounting.slack(count, epsilon, delta, cell_errors)
 
 
 def noisy_mean_loss(

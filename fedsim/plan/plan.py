@@ -13,7 +13,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainSerializer, TypeAdapter, ValidationError, WithJsonSchema
 
-from fedsim.accounting import Event, PureEvent, Slack, StepEvent, allocated_event, cyclic_event
+from fedsim.accounting import (
+    Event,
+    PureEvent,
+    Slack,
+    StepEvent,
+    allocated_event,
+    cyclic_event,
+    slack,
+)
 from fedsim.clipping import AdaptiveClip, Clip, NoisyLoss, lattice_bits
 from fedsim.config import (
     ADD_OR_REMOVE,
@@ -33,7 +41,6 @@ from fedsim.noise import (
     Strategy,
     add_gaussian,
     predicted_error,
-    slack,
     strategy,
 )
 from fedsim.plan.facts import ASSUMPTIONS, NO_GUARANTEE, Caveat, Option, in_words, voiding
@@ -155,7 +162,7 @@ class Evaluations(Option):
     @property
     def slack(self) -> Slack:
         """(epsilon, delta) to be added for noise that is not ideal."""
-        return slack(self.count, self.epsilon, self.delta)
+        return slack(self.count, self.epsilon, self.delta, CELL_ERRORS)
 
 
 @dataclass(frozen=True)
@@ -315,7 +322,7 @@ class Plan(Option):
     def slack_after(
         self, num_steps: int, epsilon: float | None = None, delta: float | None = None
     ) -> Slack:
-        """The slack after `num_steps` steps; see `noise.slack`.
+        """The slack after `num_steps` steps; see `accounting.slack`.
 
         Args: epsilon, delta: guarantee with ideal noise; None: the plan's target.
         """

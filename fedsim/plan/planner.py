@@ -25,7 +25,7 @@ from fedsim.config import (
 from fedsim.els import ELS
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.noise import slack
+from fedsim.noise import CELL_ERRORS
 from fedsim.plan.facts import Caveat
 from fedsim.plan.plan import (
     Evaluations,
@@ -276,7 +276,7 @@ def noise_of(epsilon: float, delta: float, count: int = 1) -> tuple[float, Slack
     Raises: ConfigError: the slack leaves nothing of epsilon, if it is tiny, or of delta, if epsilon
       is huge.
     """
-    part = slack(count, epsilon, delta)
+    part = accounting.slack(count, epsilon, delta, CELL_ERRORS)
     expected = f"a larger one: the slack of its noise is {part.epsilon:.1g}"
     expect("eval_epsilon", epsilon, part.epsilon < epsilon, expected)
     expected = f"a smaller one: the slack of its noise, {part.delta:.1g}, is all of delta"

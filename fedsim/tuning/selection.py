@@ -48,7 +48,7 @@ from fedsim.evaluate import last_model
 from fedsim.files import make_directory, private_directory, read_json, sync_directory, write_json
 from fedsim.keys import FILE as KEY, SecretKey
 from fedsim.models import PRESETS, peft_files
-from fedsim.noise import noisy_mean_loss, slack
+from fedsim.noise import CELL_ERRORS, noisy_mean_loss
 from fedsim.plan import (
     MAX_PARAMETERS,
     TWO_HELD_OUT,
@@ -357,7 +357,7 @@ def evaluations_of(
     if once is not None:
         sigma, part = noise_of(epsilon, delta, once)
         return Evaluations(sigma, epsilon, delta, [(StepEvent(sigma, 1.0), once)], part)
-    part = slack(1, epsilon, delta)
+    part = accounting.slack(1, epsilon, delta, CELL_ERRORS)
 
     def event(sigma: float) -> SelectionEvent:
         return SelectionEvent((((StepEvent(sigma, 1.0), 1),),), mean, shape, part)
@@ -365,7 +365,7 @@ def evaluations_of(
     def spend(sigma: float, accuracy: float) -> float:
         return spent([(event(sigma), 1)], delta, accuracy)
 
-    sigma = calibration.calibrate("noise_multiplier", spend, epsilon, 5.0, (1e5, 0.1), None)
+    sigma = calibration.calibrate("noise_multiplier", spend, epsilon, 5.0, (1e5, 0.1))
     return Evaluations(sigma, epsilon, delta, [(event(sigma), 1)], (0.0, 0.0))
 
 

@@ -17,7 +17,7 @@ from scipy import optimize, stats
 from test_mixture import exact_deltas
 
 from fedsim import accounting
-from fedsim.accounting import StepEvent, composition, events, mixture
+from fedsim.accounting import StepEvent, events
 
 # Epsilons of dp_accounting 0.6.0's PLDAccountant, on the discretization of each row, and, where its
 # double precision shows (further than 1e-8 from us), of its one-step loss composed in extended
@@ -101,16 +101,6 @@ def test_recorded_values_are_still_what_dp_accounting_says(row):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("group, prob, steps", [(16, 0.01, 100), (4, 0.05, 1000), (8, 1e-4, 10000)])
-def test_adaptive_answer_is_dp_accounting_on_its_finest_default_grid(group, prob, steps):
-    event = StepEvent(2.0, prob, group)
-    library = library_epsilon(event, steps, 1e-6, 1e-4)
-    epsilon = accounting.epsilon([(event, steps)], 1e-6)
-    tighter = 2e-2 if prob < 1e-3 else 1e-4  # there the library's grid is coarse
-    assert -tighter <= epsilon / library - 1 <= 1e-4
-
-
 @pytest.mark.parametrize("prob, sigma, steps", [(0.01, 1.0, 1000), (0.5, 4.0, 50), (1.0, 8.0, 10)])
 def test_one_contribution_is_the_poisson_sampled_gaussian(prob, sigma, steps):
     """Theorem 2 is Theorem 1 at G = 1, and to_dp_event says so to the library."""
@@ -118,13 +108,6 @@ def test_one_contribution_is_the_poisson_sampled_gaussian(prob, sigma, steps):
     assert isinstance(event.to_dp_event(), dp_accounting.PoissonSampledDpEvent)
     library = library_epsilon(event, steps, 1e-7, 1e-4)
     assert accounting.epsilon([(event, steps)], 1e-7) == pytest.approx(library, rel=2e-4)
-
-
-def test_several_contributions_are_a_mixture_event():
-    event = StepEvent(2.0, 0.1, 3).to_dp_event()
-    assert event.sensitivities == (0, 1, 2, 3)
-    assert event.sampling_probs == pytest.approx((0.729, 0.243, 0.027, 0.001))
-    assert event.standard_deviation == 2.0
 
 
 @pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-11])
@@ -224,15 +207,6 @@ def test_privacy_curve_falls_and_agrees_with_epsilon():
     assert accounting.privacy_curve(phases, []).shape == (0,)
 
 
-def test_phases_compose():
-    event, other = StepEvent(1.0, 0.01, 4), StepEvent(2.0, 0.1)
-    whole = accounting.epsilon([(event, 300)], 1e-6)
-    assert accounting.epsilon([(event, 100), (event, 0), (event, 200)], 1e-6) == whole
-    both = accounting.epsilon([(event, 300), (other, 50)], 1e-6)
-    assert both == pytest.approx(accounting.epsilon([(other, 50), (event, 300)], 1e-6), rel=1e-6)
-    assert whole < both < whole + accounting.epsilon([(other, 50)], 1e-7)
-
-
 def test_nothing_released_costs_nothing():
     assert accounting.epsilon([], 1e-6) == 0.0
     assert accounting.epsilon([(StepEvent(1.0, 0.1), 0)], 1e-6) == 0.0
@@ -248,20 +222,6 @@ def test_running_epsilon_follows_epsilon():
     for steps in (10, 150, 400):
         exact = accounting.epsilon([(event, steps)], 1e-6)
         assert running(steps) == pytest.approx(exact, rel=3e-4)
-
-
-def test_running_epsilon_composes_once_a_call_but_for_choosing_the_grid(monkeypatch):
-    built, composed = [], []
-    step, compose = mixture.invert_log_ratio, composition.compose_pmfs
-    monkeypatch.setattr(mixture, "invert_log_ratio", lambda *args: built.append(1) or step(*args))
-    monkeypatch.setattr(composition, "compose_pmfs", lambda s: composed.append(1) or compose(s))
-    running = accounting.RunningEpsilon(StepEvent(1.01, 0.01, 8), 1e-6)
-    for steps in range(100, 1000, 10):
-        running(steps)
-    choices, each_choice = 4, 6
-    assert len(built) <= choices * each_choice
-    # Both directions of every call, but for the calls that choose.
-    assert 2 * (90 - choices) <= len(composed) <= 2 * 90 + choices * each_choice
 
 
 @pytest.mark.parametrize(
@@ -315,11 +275,6 @@ def test_step_event_refuses(field, value, expectation):
 def test_calls_refuse(call, message):
     with pytest.raises(ValueError, match=message):
         call(StepEvent(1.0, 0.1))
-
-
-def test_too_little_noise_for_the_memory_is_said():
-    with pytest.raises(ValueError, match="^noise_multiplier=0.3: expected more noise"):
-        accounting.epsilon([(StepEvent(0.3, 0.5, 4096), 10)], 1e-6)
 
 
 @pytest.mark.parametrize(

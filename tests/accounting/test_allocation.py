@@ -144,15 +144,6 @@ def test_so_little_noise_that_losses_are_too_large_for_numbers_is_refused():
     assert 0.03 < accounting.calibrate_noise(lambda sigma: allocated_event(sigma, 4), **few) < 0.034
 
 
-@pytest.mark.parametrize("epsilon", [1.0, 4.0])
-def test_it_takes_less_noise_than_poisson_sampling_of_the_same_share(epsilon):
-    target = {"epsilon": epsilon, "delta": 4.5e-5, "num_steps": 500}
-    poisson = accounting.noise_multiplier(sampling_prob=0.02, **target)
-    found = accounting.calibrate_noise(lambda sigma: allocated_event(sigma, 50), **target)
-    assert 0.93 < found / poisson < 0.98
-    assert accounting.epsilon([(allocated_event(found, 50), 500)], 4.5e-5) <= epsilon
-
-
 @pytest.mark.privacy
 def test_a_window_that_was_begun_is_paid_for():
     event = allocated_event(1.0, 5)

@@ -2,11 +2,10 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 from fedsim import accounting
-from fedsim.accounting import PureEvent, StepEvent, calibration, composition
+from fedsim.accounting import PureEvent, StepEvent, calibration
 
 CALIBRATIONS = [
     dict(epsilon=4.0, delta=1e-6, num_steps=100, sampling_prob=0.02, max_contributions=16),
@@ -63,15 +62,3 @@ def test_nothing_that_is_calibrated_is_on_a_disk(tmp_path, monkeypatch):
 def test_targets_out_of_reach_are_refused():
     with pytest.raises(ValueError, match="epsilon=0.01: expected at least .*, spent by one step"):
         accounting.num_steps(epsilon=0.01, delta=1e-6, noise_multiplier=0.5, sampling_prob=0.5)
-
-
-def test_progress_is_silent_at_first_and_then_at_most_once_a_second(monkeypatch):
-    now = iter(np.arange(0, 1000, 0.4))
-    monkeypatch.setattr(composition.time, "monotonic", lambda: float(next(now)))
-    said: list[str] = []
-    report = composition.throttled(said.append)
-    for index in range(20):
-        report(str(index))
-    assert said[0] == "4"
-    assert len(said) == 6
-    composition.throttled(None)("nobody listens")

@@ -25,19 +25,6 @@ def test_composed_gaussian_is_its_closed_form(delta):
     assert exact >= delta * (1 - 1e-3) - 2e-15
 
 
-def test_composition_of_different_steps_is_at_least_each_and_at_most_their_sum():
-    grid = 2**-9
-    one = one_step(mixture.binomial_mixture(1.0, 2, 0.1), grid)
-    other = one_step(mixture.binomial_mixture(2.0, 1, 0.3), grid)
-    both = compose([(one, 10), (other, 20)])
-    swapped = compose([(other, 20), (one, 10)])
-    alone = [compose([(one, 10)]), compose([(other, 20)])]
-    epsilon = epsilon_at(both, 2e-6)
-    parts = [epsilon_at(pld, 1e-6) for pld in alone]
-    assert max(epsilon_at(pld, 2e-6) for pld in alone) < epsilon < sum(parts)
-    assert epsilon == pytest.approx(epsilon_at(swapped, 2e-6), rel=1e-9)
-
-
 @pytest.mark.parametrize("delta", [0.5, 1e-2, 1e-6, 1e-10])
 def test_epsilon_at_is_the_search_of_dp_accounting(delta):
     one = one_step(mixture.binomial_mixture(1.0, 4, 0.1), 2**-9)

@@ -55,14 +55,6 @@ def test_the_curve_lies_below_that_of_the_gaussian(phases):
     assert np.any(curve > less)
 
 
-def test_delta_and_epsilon_of_mu_are_inverse():
-    for mu in (0.1, 1.0, 8.0):
-        for delta in (1e-3, 1e-9):
-            epsilon = gaussian_epsilon(mu, delta)
-            assert gaussian_delta(epsilon, mu) == pytest.approx(delta, rel=1e-6)
-    assert gaussian_epsilon(0.0, 1e-6) == gaussian_epsilon(0.01, 0.5) == 0
-
-
 def test_nothing_costs_nothing_and_a_probability_is_asked_for():
     assert gaussian_mu([], TAIL) == gaussian_mu([(StepEvent(1.0, 0.1), 0)], TAIL) == 0
     with pytest.raises(ConfigError, match="set_aside=0"):

@@ -17,7 +17,7 @@ def refined(law, accuracy=1e-4, enough=None, range_=1.0):
         return types.SimpleNamespace(size=int(range_ / grid), grid=grid)
 
     answer, grid = composition.refine(
-        compose, lambda pmf: np.array([2.0 + law(pmf.grid)]), 2**-10, accuracy, enough, print
+        compose, lambda pmf: np.array([2.0 + law(pmf.grid)]), 2**-10, accuracy, enough
     )
     assert grid == tried[-1]
     assert answer[0] == 2.0 + law(grid)

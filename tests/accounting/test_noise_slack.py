@@ -7,24 +7,16 @@ import pytest
 
 from fedsim import accounting
 from fedsim.accounting import StepEvent, together
-from fedsim.noise import slack
+from fedsim.noise import CELL_ERRORS
 
 RUN = [(StepEvent(1.0, 0.1), 20)]
 DELTA = 1e-6
 
 
-def test_the_slack_is_small_where_it_should_be_and_grows_with_the_run():
-    small = slack(124_000 * 100, 4.0, DELTA)
-    large = slack(350e6 * 2000, 4.0, DELTA)
-    assert 0 < small.epsilon < 1e-6 < large.epsilon < 1e-4
-    assert 0 < small.delta < 1e-10 and large.delta < 1e-10
-    assert slack(1e7, math.inf, DELTA) == (0.0, 0.0)
-
-
 def test_a_large_epsilon_leaves_almost_all_of_delta():
     """The paper's largest is 64; a bound on how far out numbers may lie takes its factor."""
     for epsilon in (16.0, 64.0, 128.0):
-        assert slack(350e6 * 2000, epsilon, DELTA).delta < 1e-4 * DELTA
+        assert accounting.slack(350e6 * 2000, epsilon, DELTA, CELL_ERRORS).delta < 1e-4 * DELTA
 
 
 def sums(parts, eta, count):
@@ -90,25 +82,17 @@ def test_rare_numbers_that_are_far_off_count():
 def test_slacks_of_several_runs_are_of_their_epsilon_together():
     """Each e with a probability that is as small as all of them together need."""
     runs, epsilon = [(1e7, 1.0), (2e8, 6.0)], 7.0
-    parts = [slack(count, own, DELTA) for count, own in runs]
+    parts = [accounting.slack(count, own, DELTA, CELL_ERRORS) for count, own in runs]
     more, missed = together(parts, epsilon, DELTA)
     needed = 0.0
     for (count, _), part in zip(runs, parts, strict=True):
         probability = part.delta * math.exp(-epsilon)
-        needed += slack(count, 0.0, probability * 1e6).epsilon
-    direct = slack(sum(count for count, _ in runs), epsilon, DELTA)
+        needed += accounting.slack(count, 0.0, probability * 1e6, CELL_ERRORS).epsilon
+    direct = accounting.slack(sum(count for count, _ in runs), epsilon, DELTA, CELL_ERRORS)
     assert direct.epsilon < needed <= more < 2 * needed
     assert sum(part.delta for part in parts) < missed < 1e-4 * DELTA
     assert together([(0.0, 0.0)], epsilon, DELTA) == (0.0, 0.0)
     assert together([*parts, (0.0, 1.0)], epsilon, DELTA) == (math.inf, 1.0)
-
-
-def test_slacks_are_those_of_each_point_of_a_curve():
-    epsilons, part = np.array([0.0, 2.0, 800.0]), slack(1e7, 2.0, DELTA)
-    more, missed = together([part], epsilons, 0.0)
-    for at in range(3):
-        assert (more[at], missed[at]) == pytest.approx(together([part], epsilons[at], 0.0))
-    assert (np.diff(more) > 0).all() and missed[2] == 1.0
 
 
 @pytest.mark.privacy

@@ -101,15 +101,6 @@ def test_a_loss_that_rounding_puts_on_a_grid_point_below_it_is_an_upper_bound():
     assert epsilon + math.log1p(-1e-6) <= found < epsilon + 0.1
 
 
-def test_calibration_leaves_room_for_what_is_released_before():
-    target = {"epsilon": 2.0, "delta": 1e-6, "num_steps": 60, "sampling_prob": 0.1}
-    before = [(PureEvent(0.5), 1)]
-    sigma = accounting.noise_multiplier(**target, before=before)
-    assert sigma > accounting.noise_multiplier(**target)
-    spent = accounting.epsilon([*before, (StepEvent(sigma, 0.1), 60)], 1e-6)
-    assert 1.999 < spent <= 2.0
-
-
 def test_the_running_epsilon_starts_with_what_was_released_before():
     before = [(PureEvent(0.5), 1)]
     running = accounting.RunningEpsilon(StepEvent(2.0, 0.1), 1e-6, before)
@@ -117,9 +108,3 @@ def test_the_running_epsilon_starts_with_what_was_released_before():
     for steps in (1, 10, 15, 60):
         expected = accounting.epsilon([*before, (StepEvent(2.0, 0.1), steps)], 1e-6)
         assert running(steps) == pytest.approx(expected, rel=1e-3)
-
-
-@pytest.mark.parametrize("epsilon", [0.0, -1.0, math.inf, math.nan])
-def test_a_bad_epsilon_is_named(epsilon):
-    with pytest.raises(ValueError, match=f"epsilon={epsilon}: expected > 0"):
-        PureEvent(epsilon)

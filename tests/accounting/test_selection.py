@@ -13,8 +13,6 @@ from fedsim.accounting import (
     SelectionEvent,
     StepEvent,
     composition,
-    of_words,
-    to_words,
     together,
 )
 from fedsim.accounting.selection import _trial, draw_trials, mean_of, selection_pmf
@@ -133,16 +131,6 @@ def test_a_law_whose_first_probability_is_next_to_nothing_has_its_mean(mean, sha
     assert abs(counts.mean() - mean) < 5 * counts.std() / math.sqrt(len(counts))
 
 
-@pytest.mark.parametrize(
-    "mean, shape",
-    [(10, -0.995), (5, -0.99), (1 + 1e-7, 0.0), (1 + 1e-7, -0.5), (3, 200.0), (1e9, 0.0)],
-)
-def test_a_mean_that_a_shape_can_have_is_the_mean(mean, shape):
-    event = selection(mean, shape)
-    assert 0 < event.gamma < 1
-    assert mean_of(event.gamma, shape) - 1 == pytest.approx(mean - 1, rel=1e-6)
-
-
 @pytest.mark.privacy
 def test_a_shape_next_to_minus_one_costs_no_less_than_its_trials():
     found = accounting.epsilon([(selection(10, -0.995), 1)], DELTA)
@@ -157,17 +145,6 @@ def test_one_trial_costs_what_a_trial_costs(mean):
     assert draw_trials(event, np.random.default_rng(0)) == 1
     found, alone = accounting.epsilon([(event, 1)], 1e-6), accounting.epsilon(RUN, 1e-6)
     assert alone * (1 - 1e-6) <= found < alone * 1.01
-
-
-@pytest.mark.privacy
-def test_it_composes_with_other_runs_and_candidates_may_differ():
-    weak, strong = ((StepEvent(8.0, 0.1), 200),), RUN
-    mixed = selection(4, 0.0, weak, strong)
-    spent = [accounting.epsilon([(selection(4, 0.0, each), 1)], 1e-6) for each in (weak, strong)]
-    assert spent[0] < accounting.epsilon([(mixed, 1)], 1e-6) <= spent[1]
-    together = accounting.epsilon([(mixed, 1), *RUN], 1e-6)
-    assert max(spent) < together < accounting.epsilon([(mixed, 1)], 1e-6) + spent[1]
-    assert of_words(to_words([(mixed, 1)])) == [(mixed, 1)]
 
 
 def test_the_loss_is_one_that_the_curve_asks_for():
@@ -219,8 +196,3 @@ def test_losses_beyond_the_range_of_floats_cost_neither_nothing_nor_everything(s
     assert accounting.epsilon(strong, 1e-6) < accounting.epsilon(
         [(SelectionEvent((strong,), 5, 1.0, slack), 1)], 1e-6
     )
-
-
-def test_a_loss_that_is_no_number_costs_everything():
-    pmf = composition.DensePLDPmf(0.1, 0, np.array([0.5, np.nan]), 0.0, True)
-    assert composition.pmf_epsilon_at(pmf, 1e-6) == math.inf

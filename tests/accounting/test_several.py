@@ -176,7 +176,7 @@ def test_the_command_answers_for_several_users(capsys):
     )
     assert one < five
     said = account(capsys, *flags, "--people", "5")
-    assert "for 5 users together, named before any release" in said
+    assert "for 5 users together" in said
     assert json.loads(account(capsys, *flags, "--people", "5", "--json"))["how"] == "theorem"
     allocated = ["--sampling", "allocation", "--people", "3", "--json"]
     assert json.loads(account(capsys, *flags, *allocated))["how"] == "group privacy"

@@ -1,6 +1,5 @@
 """The clipped sum of units whose gradients are known."""
 
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
