@@ -137,7 +137,7 @@ class BuildSettings(BuildConfig):
             raise DataError.of(
                 "chat_template",
                 None,
-                f"a file, or one among the files of tokenizer={self.tokenizer_spec}",
+                f"a file, or one among the files of tokenizer={self.tokenizer}",
             )
         return Chats(columns.form, self.train_on or TRAIN_ON[columns.form], template, self)
 
@@ -145,11 +145,6 @@ class BuildSettings(BuildConfig):
     def holdout(self) -> Holdout:
         """Rule that divides users and examples into splits."""
         return Holdout(self.eval_users, self.eval_examples, self.min_examples, self.test_from)
-
-    @cached_property
-    def tokenizer_spec(self) -> str:
-        """The tokenizer, with a directory replaced by the tokenizer.json in it."""
-        return file_of(self.tokenizer)
 
 
 def build(
@@ -229,7 +224,7 @@ class _Build:
         about = {"sources": self.pool.map(identify, found), "provenance": provenance}
         about["hub"] = [] if source is None else [source.identity()]
         parts = [part for file in found for part in cut(file, self.columns, split)]
-        self.tokenizer = Tokenizer.named(settings.tokenizer_spec)
+        self.tokenizer = Tokenizer.named(file_of(settings.tokenizer))
         self.chats = settings.chats(self.columns, self.tokenizer)
         rows = self.out.with_name("rows")
         counts = self._tokenise(parts, rows)
@@ -349,13 +344,11 @@ class _Build:
         """Write the store of each split."""
         counts, dtype = owners["rows"].to_numpy(), token_dtype(self.tokenizer.vocab_size)
         marked = self.chats is not None
-        count = progress_of("sorted", int(counts.sum()), "rows", self.say)
         ordered = self.columns.order is not None
         blocks = sorted_blocks(connection, MARKED if marked else dtype, ordered)
-        write_splits(blocks, counts, splits, self.out, dtype, count, marked)
-        tokenizer = self._described_tokenizer
-        about = {"max_length": self.settings.max_length, "tokenizer": tokenizer}
-        about["vocab_size"] = tokenizer["vocab_size"]
+        write_splits(blocks, counts, splits, self.out, dtype, marked)
+        about = {"max_length": self.settings.max_length, "tokenizer": self._described_tokenizer}
+        about["vocab_size"] = self.tokenizer.vocab_size
         ids = owners["user_id"].combine_chunks()
         for name, part in splits.items():
             users = ids.take(pa.array(part.owners))
@@ -437,15 +430,19 @@ class Pool:
         Args:
           stage: name of the stage in lines of progress; "" shows none.
         Raises:
-          Interrupted: a worker was killed. Any error that `call` raises.
+          Interrupted: a worker was killed. KeyboardInterrupt: a stop signal came. Any error that
+            `call` raises.
         """
-        count = progress_of(stage, len(items), "parts", self._say if stage else None)
         run = map if self._executor is None else self._executor.map
-        results = []
+        results, said_at = [], time.monotonic()
         try:
             for result in run(call, items):
+                raise_if_stopped()
                 results.append(result)
-                count(1)
+                is_due = time.monotonic() - said_at > PROGRESS_EVERY_S or len(results) == len(items)
+                if stage and is_due and self._say:
+                    said_at = time.monotonic()
+                    self._say(f"{stage} {len(results):,} of {len(items):,} parts")
         except BrokenProcessPool:
             raise Interrupted(
                 f"num_workers={self.num_workers}: a worker process ended, expected enough memory "
@@ -453,25 +450,6 @@ class Pool:
                 "script, which each worker imports"
             ) from None
         return results
-
-
-def progress_of(stage: str, total: int, unit: str, say: Say) -> Callable[[int], None]:
-    """Function that adds to what is done of a stage, and shows it every PROGRESS_EVERY_S seconds.
-
-    It raises KeyboardInterrupt if a stop signal came.
-    """
-    said_at = time.monotonic()
-    done = 0
-
-    def count(number: int) -> None:
-        nonlocal done, said_at
-        raise_if_stopped()
-        done += number
-        if say and (done == total or time.monotonic() - said_at > PROGRESS_EVERY_S):
-            said_at = time.monotonic()
-            say(f"{stage} {done:,} of {total:,} {unit}")
-
-    return count
 
 
 def _start_worker() -> None:

@@ -8,7 +8,7 @@ not shown, for they may quote a person's text.
 
 import glob
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from fedsim.data.dataset import SplitRows
 from fedsim.data.store import TokenWriter
 from fedsim.errors import Interrupted
 from fedsim.files import DISK_FULL
+from fedsim.signals import raise_if_stopped
 
 MEMORY = 512 * 2**20  # bytes for each thread of a sort, and at least for two
 MAX_THREADS = 4
@@ -151,7 +152,6 @@ def write_splits(
     splits: Mapping[str, SplitRows],
     directory: Path,
     dtype: np.dtype,
-    report: Callable[[int], None],
     marked: bool = False,
 ) -> None:
     """Write token ids and offsets of each split to the directory of its name in `directory`.
@@ -161,7 +161,6 @@ def write_splits(
       counts: int64 [owners], rows of each.
       splits: rows of each split.
       dtype: type of token ids on disk.
-      report: called with the number of rows that were written.
       marked: True if blocks have marked ids; see `store.MARKED`.
     """
     ends, start = np.cumsum(counts), 0
@@ -182,4 +181,4 @@ def write_splits(
             for name, (low, high) in spans.items():
                 inside = (place >= low[owner]) & (place < high[owner])
                 writers[name].write(lengths[inside], values[np.repeat(inside, lengths)])
-            report(len(lengths))
+            raise_if_stopped()
