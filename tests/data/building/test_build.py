@@ -23,7 +23,6 @@ from fedsim.data.dataset import Dataset, Holdout
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import ConfigError, DataError
 
-SHARED = Path(__file__).parents[4] / "shared" / "data"
 ROWS = [(f"user {i % 17}", f"text {i} of it") for i in range(300)]
 ALL_IN_TRAIN = {"eval_users": 0, "eval_examples": False}
 
@@ -95,41 +94,6 @@ def test_a_file_is_read_once_whatever_paths_lead_to_it(tmp_path, monkeypatch):
     assert [about["name"] for about in data.metadata["sources"]] == ["link.parquet"]
 
 
-def test_integer_ids_are_strings_and_mean_the_same_user_in_every_file(tmp_path):
-    first = parquet(tmp_path / "a.parquet", [(7, "one"), (10, "two")])
-    second = csv_file(tmp_path / "b.csv", [("7", "three"), ("007", "four")])
-    third = jsonl(tmp_path / "c.jsonl", [(7, "five"), ("10", "six")])
-    data = build([first, second, third], tmp_path / "out", **ALL_IN_TRAIN)
-    expected = {"007": ["four"], "10": ["two", "six"], "7": ["one", "three", "five"]}
-    assert texts_of(data.train) == expected
-
-
-def test_splits_follow_the_rules_and_lose_nothing(tmp_path):
-    rows = [(f"u{u:03d}", f"{u} {i}") for i in range(60) for u in range(200) if i <= u % 60]
-    rows += [("huge", str(i)) for i in range(500)]
-    data = build(parquet(tmp_path / "a.parquet", rows), tmp_path / "out", eval_users=0.2)
-    train, users, examples = map(texts_of, (data.train, data.eval_users, data.eval_examples))
-    expected, holdout = by_user(rows), Holdout(0.2, True)
-    assert 20 < len(users) < 60 and set(users) == set(filter(holdout.takes_user, expected))
-    assert not set(users) & set(train) and set(examples) < set(train)
-    for user, texts in expected.items():
-        if user in users:
-            assert users[user] == texts
-            continue
-        num_held = min(32, -(-len(texts) // 10)) if len(texts) >= 2 else 0
-        assert examples.get(user, []) == texts[:num_held]
-        assert train[user] == texts[num_held:]
-    assert "huge" in users or len(examples["huge"]) == 32
-    assert data.metadata["rules"]["eval_users"] == 0.2
-
-
-def test_eval_users_do_not_depend_on_the_other_users():
-    chosen = {u for u in map(str, range(2_000)) if Holdout(0.05, True).takes_user(u)}
-    assert 60 < len(chosen) < 140
-    assert chosen < {u for u in map(str, range(2_000)) if Holdout(0.1, True).takes_user(u)}
-    assert not any(Holdout(0, True).takes_user(u) for u in map(str, range(2_000)))
-
-
 @pytest.mark.privacy
 def test_users_keep_their_split_when_texts_and_users_are_added(tmp_path):
     old_rows = [(f"user {i % 23:02}", f"text {i}") for i in range(230)]
@@ -145,17 +109,6 @@ def test_users_keep_their_split_when_texts_and_users_are_added(tmp_path):
         assert set(after) & set(old.people()) == set(before)
     for user, texts in was[1].items():
         assert now[1][user][: len(texts)] == texts
-
-
-@pytest.mark.parametrize("long_texts, expected", [("cut", ["abc"]), ("split", ["abc", "def", "g"])])
-def test_long_texts_are_cut_or_split(tmp_path, long_texts, expected):
-    file = parquet(tmp_path / "a.parquet", [("a", "abcdefg"), ("b", "xy")])
-    options = {"max_length": 4, "long_texts": long_texts, **ALL_IN_TRAIN}
-    data = build(file, tmp_path / "out", **options)
-    assert texts_of(data.train) == {"a": expected, "b": ["xy"]}
-    assert data.train.max_length == 4 and data.train.lengths.max() == 4
-    counts = data.metadata["counts"]
-    assert (counts["rows"], counts["empty_texts_dropped"], counts["long_texts"]) == (2, 0, 1)
 
 
 def test_users_ids_are_never_file_names(tmp_path):
@@ -182,24 +135,6 @@ def test_the_same_input_gives_the_same_bytes(tmp_path, monkeypatch, kind):
     build(file, tmp_path / "two", tokenizer=tokenizer)
     assert digests(tmp_path / "one") == digests(tmp_path / "two")
     assert str(tmp_path) not in (tmp_path / "one" / "metadata.json").read_text()
-
-
-def test_duplicate_rows_are_kept(tmp_path):
-    rows = [("a", "same"), ("b", "same"), ("a", "same")] * 2
-    data = build(parquet(tmp_path / "a.parquet", rows), tmp_path / "out", **ALL_IN_TRAIN)
-    assert texts_of(data.train) == {"a": ["same"] * 4, "b": ["same"] * 2}
-
-
-@pytest.mark.parametrize("order_column", [None, "n"])
-def test_one_user_may_have_everything(tmp_path, monkeypatch, order_column):
-    cut_finely(monkeypatch)
-    rows = [("all", f"text {i}") for i in range(900)]
-    order = np.random.default_rng(0).permutation(900)
-    file = parquet(tmp_path / "a.parquet", rows, n=pa.array(order))
-    data = build(file, tmp_path / "out", order_column=order_column, eval_users=0)
-    found = [*texts_of(data.eval_examples)["all"], *texts_of(data.train)["all"]]
-    expected = [text for _, text in rows]
-    assert found == (expected if order_column is None else [expected[i] for i in order.argsort()])
 
 
 def test_every_split_is_whole(tmp_path, monkeypatch, rng):
@@ -385,17 +320,3 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path):
     assert done.stderr.splitlines()[-1].startswith("fedsim: error: out=")
     assert "no space left on the disk; nothing was kept" in done.stderr
     assert list(tmp_path.iterdir()) == [file]
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data is not here")
-def test_shakespeare_round_trip(tmp_path):
-    file = SHARED / "shakespeare.parquet"
-    data = build([file], tmp_path / "out", max_length=4_096)
-    table = pq.read_table(file)
-    users, texts = (table[name].to_pylist() for name in ("user_id", "text"))
-    expected = by_user(list(zip(users, texts, strict=True)))
-    found = [texts_of(store) for store in (data.eval_examples, data.train, data.eval_users)]
-    joined = {user: [t for split in found for t in split.get(user, [])] for user in expected}
-    assert list(data.splits()) == ["train", "eval_users", "eval_examples"]
-    assert joined == expected
-    assert data.train.num_users + data.eval_users.num_users == 295

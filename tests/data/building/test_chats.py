@@ -4,7 +4,6 @@ import csv
 import json
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,7 +19,6 @@ from fedsim.errors import DataError
 
 ALL_IN_TRAIN = {"eval_users": 0, "eval_examples": False, "max_length": 200}
 ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
-SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
 SAID = f"{START}user\nHi{STOP}\n{START}assistant\nHo{STOP}\n"
 
 
@@ -52,49 +50,6 @@ def built(tmp_path, model, rows, name="rows.jsonl", **options):
     return build(file, tmp_path / "out", tokenizer=model, **ALL_IN_TRAIN | options)
 
 
-FORMS = {
-    "messages": ({"messages": ASKED}, {}),
-    "their name": ({"chat": ASKED}, {"messages_column": "chat"}),
-    "conversations": ({"conversations": SHAREGPT}, {}),
-    "JSON in a text": ({"messages": json.dumps(ASKED)}, {}),
-    "parts": (
-        {"messages": [{**ASKED[0], "content": [{"type": "text", "text": "Hi"}]}, ASKED[1]]},
-        {},
-    ),
-    "lists": ({"prompt": ASKED[:1], "completion": ASKED[1:]}, {}),
-    "lists as JSON": ({"prompt": json.dumps(ASKED[:1]), "completion": json.dumps(ASKED[1:])}, {}),
-    "a refusal": (
-        {"messages": [ASKED[0], {"role": "assistant", "content": None, "refusal": "Ho"}]},
-        {},
-    ),
-    "a list and a text": ({"prompt": ASKED[:1], "completion": "Ho"}, {}),
-    "alpaca": ({"instruction": "Hi", "output": "Ho"}, {}),
-    "alpaca with nothing": ({"instruction": "Hi", "input": "", "output": "Ho"}, {}),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_chat_is_one_whatever_form_it_has(form, tmp_path, model):
-    row, options = FORMS[form]
-    data = built(tmp_path, model, [row], **options)
-    assert shown(data.train, model) == [("ann", SAID, f"Ho{STOP}\n")]
-    assert data.metadata["chats"]["train_on"] in ("assistant", "completion")
-    assert (data.path / "chat_template.jinja").read_text() == CHATML
-    assert "chat_template.jinja" in (data.path / "SHA256SUMS").read_text()
-    data.train.check()
-
-
-def test_a_prompt_and_a_completion_need_no_template(tmp_path):
-    model = model_files(tmp_path / "plain", template=None)
-    rows = [{"q": "Hi ", "a": "Ho"}, {"q": "x", "a": ""}, {"q": None, "a": None}]
-    options = {"prompt_column": "q", "completion_column": "a"}
-    data = built(tmp_path, model, rows, **options)
-    assert shown(data.train, model) == [("ann", f"{START}Hi Ho{STOP}", f"Ho{STOP}")]
-    counts = data.metadata["counts"]  # without an answer there is nothing to learn
-    assert counts["empty_texts_dropped"] == counts["chats_without_trained_tokens_dropped"] == 1
-    assert not (data.path / "chat_template.jinja").exists()
-
-
 def test_all_kinds_of_files_give_the_same_data(tmp_path, model):
     rows = [{"user_id": f"u{i}", "messages": ASKED * (i + 1)} for i in range(3)]
     files = [lines(tmp_path / "a.jsonl", rows), tmp_path / "b.json", tmp_path / "c.parquet"]
@@ -114,6 +69,8 @@ def test_all_kinds_of_files_give_the_same_data(tmp_path, model):
         digests.add(data.train.fingerprint)
         assert [user for user, *_ in shown(data.train, model)] == ["u0", "u1", "u2"]
     assert len(digests) == 1
+    assert (data.path / "chat_template.jinja").read_text() == CHATML
+    assert "chat_template.jinja" in (data.path / "SHA256SUMS").read_text()
 
 
 def test_data_of_texts_have_no_mark_of_chats(tmp_path, model):
@@ -127,19 +84,13 @@ def test_data_of_texts_have_no_mark_of_chats(tmp_path, model):
 
 
 BAD = [
-    ([None], "turn 1"),
-    ("Hi", "got a text"),
     (json.dumps(ASKED)[:-1], "got a text"),
     ([ASKED[0], {**ASKED[1], "weight": "0"}], "0 or 1 as weight in turn 2"),
     ([ASKED[0], {**ASKED[1], "weight": 0.5}], "0 or 1 as weight in turn 2"),
     ([ASKED[0], {**ASKED[1], "train": "no"}], "true or false as train in turn 2"),
     ([ASKED[0], {**ASKED[1], "mask": 1}], "instead of mask in turn 2"),
-    ([{**ASKED[0], "image": "x.png"}, ASKED[1]], "image in turn 1"),
-    ({"role": "user"}, "got an object"),
-    ([*ASKED, "Hi"], "turn 3"),
-    ([{"role": "tool", "content": "secret"}], "turn 1"),
-    ([*ASKED, {"role": "user", "content": 7}], "turn 3"),
     ([{**ASKED[1], "tool_calls": [{"secret": 1}]}], "tool_calls in turn 1"),
+    ([{"role": "user", "text": "secret"}], "expected a content in turn 1"),
     ([{"role": "system", "content": "no"}], "its template refuses it"),
 ]
 
@@ -153,6 +104,11 @@ def test_a_turn_that_is_marked_is_not_trained_on(mark):
     (name, value), *_ = mark.items()
     (unmarked,) = messages_of([{**ASKED[1], name: not value}])
     assert unmarked.counts
+
+
+def test_a_text_is_read_by_the_key_that_has_one():
+    (turn,) = messages_of([{"role": "user", "content": None, "value": "Hi"}])
+    assert turn.content == "Hi"
 
 
 @pytest.mark.parametrize("column", ["label", "labels", "loss_mask"])
@@ -211,36 +167,16 @@ def test_rows_without_a_trained_token_are_dropped_and_counted(tmp_path, model):
         )
 
 
-@pytest.mark.parametrize(
-    "turn, said",
-    [
-        ({"role": "user", "content": None, "from": "user", "value": "Hi"}, None),
-        ({"role": "user", "text": "Hi"}, "expected a content in turn 1"),
-    ],
-)
-def test_a_text_is_never_lost_with_its_key(turn, said, tmp_path, model):
-    rows = [{"messages": [turn, ASKED[1]]}]
-    if said:
-        with pytest.raises(DataError, match=said):
-            built(tmp_path, model, rows)
-    else:
-        assert shown(built(tmp_path, model, rows).train, model)[0][1] == SAID
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
-def test_an_input_that_only_later_files_have_is_read(kind, tmp_path):
+def test_an_input_that_only_later_files_have_is_read(tmp_path):
     """Alpaca's rows have it where there is something to work on."""
     model = model_files(tmp_path / "plain", template=None)
-    rows = [{"user_id": "ann", "instruction": "translate", "output": "hello"}]
-    rows.append({**rows[0], "input": "HALLO"})
-    for name, row in zip("ab", rows, strict=True):
-        pd.DataFrame([row]).to_json(tmp_path / f"{name}.jsonl", orient="records", lines=True)
-        pd.DataFrame([row]).to_parquet(tmp_path / f"{name}.parquet")
-        pd.DataFrame([row]).to_csv(tmp_path / f"{name}.csv", index=False)
-    files = [tmp_path / f"{name}.{kind}" for name in "ab"]
+    row = {"user_id": "ann", "instruction": "translate", "output": "hello"}
+    lines(tmp_path / "a.jsonl", [row])
+    pq.write_table(pa.Table.from_pylist([{**row, "input": "HALLO"}]), tmp_path / "b.parquet")
+    files = [tmp_path / "a.jsonl", tmp_path / "b.parquet"]
     data = build(files, tmp_path / "out", tokenizer=model, **ALL_IN_TRAIN)
     texts = [f"{START}translate\n\n{said}hello{STOP}" for said in ("", "HALLO\n\n")]
-    assert sorted(whole for _, whole, _ in shown(data.train, model)) == sorted(texts)
+    assert [whole for _, whole, _ in shown(data.train, model)] == texts
 
 
 def test_chats_of_several_owners_are_not_dropped_by_what_they_say(tmp_path, model):

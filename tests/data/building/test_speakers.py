@@ -10,7 +10,6 @@ import pytest
 from chats import model_files
 from test_chats import ALL_IN_TRAIN, lines
 
-from fedsim.cli import main
 from fedsim.data.building.build import build
 from fedsim.errors import DataError
 
@@ -106,23 +105,3 @@ def test_a_turn_that_does_not_say_who_speaks_is_one_line(chat, message, tmp_path
     with pytest.raises(DataError, match=message) as error:
         built(tmp_path, model, [BOT, chat], skip_unknown=True)
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
-
-
-def test_columns_of_a_customer_and_an_agent_own_a_chat_together(tmp_path, model):
-    rows = [{"customer": "ben", "agent": "dora", "messages": DESK}]
-    rows.append({"customer": "ann", "agent": None, "messages": BOT})
-    file = lines(tmp_path / "x.jsonl", rows)
-    how = {"tokenizer": model, "owners": ["customer", "agent"], **ALL_IN_TRAIN}
-    assert set(owners(build(file, tmp_path / "out", **how).train)) == {("ann",), ("ben", "dora")}
-
-
-def test_the_commands_show_and_count_the_owners(tmp_path, model, capsys):
-    file = lines(tmp_path / "chats.jsonl", [{"messages": each} for each in CHATS * 4])
-    words = ["data", "build", file, "--owner-key", "name", "--tokenizer", model]
-    words += ["--eval-users", "0", "--no-eval-examples", "--out", tmp_path / "out"]
-    main.main([str(word) for word in words])
-    printed = capsys.readouterr().out
-    assert "owners" in printed
-    main.main(["data", "show", str(tmp_path / "out"), "--rows", "12"])
-    printed = capsys.readouterr().out
-    assert all(f" of {', '.join(each)}: " in printed for each in OWNERS)
