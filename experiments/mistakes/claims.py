@@ -95,10 +95,10 @@ CLAIMS = (
         "budget/test_admission.py::test_what_has_no_ledger_of_its_own_is_released_once",
         (
             Patch(
-                "fedsim.budget.admission",
-                "_expect_begins",
-                lambda right, applicant, ledger, entry, progress: (
-                    None if progress.released is None else right(applicant, ledger, entry, progress)
+                "fedsim.budget.ledger",
+                "Head.expect_begins",
+                lambda right, head, chains, *places: (
+                    right(head, chains, *places) if chains else None
                 ),
             ),
         ),

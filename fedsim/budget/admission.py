@@ -58,25 +58,21 @@ class BudgetRequest:
     run_dir: Path
     delta: float | None = None
     """The run's delta, if it was set."""
-    adjacency: str = ""
-    """See `Entry`."""
 
     @classmethod
-    def of(
-        cls, run: RunConfig, users: People, delta: float | None, kind: str, adjacency: str = ""
-    ) -> "BudgetRequest":
+    def of(cls, run: RunConfig, users: People, delta: float | None, kind: str) -> "BudgetRequest":
         """The request of a run with these settings on these users.
 
         Args:
           delta: of the run, and of its own limit.
-          kind, adjacency: see `Entry`.
+          kind: see `Entry`.
         """
         limit = None
         if run.limit_epsilon is not None:
             assert delta is not None, "fill_defaults() comes first"
             limit = Limit(run.limit_epsilon, delta)
         place = place_of(run.budget_ledger)
-        return cls(place, users.user_ids(), kind, limit, run.run_dir, delta, adjacency)
+        return cls(place, users.user_ids(), kind, limit, run.run_dir, delta)
 
     def entry(self, run: str, planned: Released, slack: tuple[float, float], label: str) -> Entry:
         """This run as an entry of the ledger.
@@ -85,8 +81,7 @@ class BudgetRequest:
           run: the seal of its key; "" before there is a key.
         """
         place = str(self.run_dir.absolute())
-        about = {"label": label, "planned": planned, "slack": slack, "adjacency": self.adjacency}
-        return Entry(0, run, self.kind, place, "", **about)
+        return Entry(0, run, self.kind, place, "", label, planned, slack)
 
     def expect_place(self) -> None:
         """Raise ConfigError if the ledger cannot be written, before anything else is written."""

@@ -130,8 +130,6 @@ class Entry:
     """True if the ledger keeps marks of its steps until it ends."""
     head: Head = NO_HEAD
     """How far it had come when it last began or ended."""
-    adjacency: str = ""
-    """Of its guarantee; empty if it has none of its own, and for runs of earlier versions."""
     looks: str = ""
     """Name of the file with fingerprints of what its users look like; empty for runs of earlier
     versions."""
@@ -255,7 +253,7 @@ class BudgetLedger:
     def begin(self, entry: Entry) -> None:
         """Count a new or resumed run with all that it plans; durable when this returns."""
         planned = None if entry.planned is None else to_words(entry.planned)
-        names = ("run", "kind", "place", "users", "looks", "label", "marked", "head", "adjacency")
+        names = ("run", "kind", "place", "users", "looks", "label", "marked", "head")
         fields = {name: getattr(entry, name) for name in names}
         self._append({"what": OPENED, **fields, "slack": [*entry.slack], "planned": planned})
 
@@ -385,7 +383,7 @@ class BudgetLedger:
             before, (epsilon, delta) = self.entries.get(line["run"]), line["slack"]
             self.entries[line["run"]] = Entry(
                 **{n: str(line[n]) for n in ("run", "kind", "place", "users", "label")},
-                **{n: str(line.get(n, "")) for n in ("adjacency", "looks")},
+                looks=str(line.get("looks", "")),
                 number=before.number_again(number + 1) if before else number + 1,
                 planned=_phases(line["planned"]),
                 slack=(float(epsilon), float(delta)),

@@ -233,17 +233,10 @@ def books(ledger: BudgetLedger, ids: Sequence[str] | None, limit: Limit | None =
     Args:
       limit: another limit for them, beside those in the ledger.
     """
-    return account_of(ledger, None if ids is None else ledger.users(ids), limit)
-
-
-def account_of(
-    ledger: BudgetLedger, users: np.ndarray | None, limit: Limit | None = None
-) -> Account:
-    """The account of users with these fingerprints, or of all users in the ledger."""
     names = {entry.users for entry in ledger.entries.values()}
     names |= {limited.users for limited in ledger.limits if limited.users is not None}
     sets = {name: ledger.users_of(name) for name in names}
-    users = union(list(sets.values())) if users is None else users
+    users = union(list(sets.values())) if ids is None else ledger.users(ids)
     charges = [charge_of(entry, ledger) for entry in ledger.entries.values()]
     limits = [*ledger.limits, *([limit] if limit else [])]
     return Account.of(users, charges, sets, limits)

@@ -538,8 +538,7 @@ def _admitted(job: Job, data: Dataset, priced: Priced, out: Path, key: SecretKey
     requests = []
     for kind, users, delta, phases, part, label, receipt in costs:
         bound = None if limit is None else Limit(limit, delta)
-        adjacency = job.privacy.adjacency
-        request = BudgetRequest(place, users.user_ids(), kind, bound, receipt, adjacency=adjacency)
+        request = BudgetRequest(place, users.user_ids(), kind, bound, receipt)
         entry = request.entry(key.seal(kind), list(phases), part, label)
         request.expect_room(entry)  # of all of them, before any is counted
         requests.append((request, entry))
