@@ -27,7 +27,6 @@ from fedsim.run import (
     load_data,
     make_task,
     model_sha256,
-    without_adapter,
 )
 
 VALIDATION = {"eval_users": "eval/loss", "eval_examples": "non_private/eval_examples_loss"}
@@ -105,6 +104,6 @@ def last_model(
     same = model_sha256(model) == stored.identity.model
     expect("model", run.model.source, same, "the model of the run")
     key = SecretKey.create(0).jax_key("init")
-    task, _ = make_task(without_adapter(stored, run), model, data, key)
+    task, _ = make_task(run, model, data, key)
     path = checkpoint.latest(run.run_dir) or path  # a training may have written others meanwhile
     return task, checkpoint.load_params(path), data, path

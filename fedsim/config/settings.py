@@ -208,10 +208,6 @@ class ModelConfig:
     lora_scaling: Literal["standard", "rslora"] = "standard"
     """Factor of the output of LoRA adapters. standard: alpha / rank. rslora: alpha / sqrt(rank)."""
 
-    adapter: Annotated[str, _home("adapter")] | None = None
-    """LoRA adapters to go on from, of this model: a directory in PEFT's format, or hf:NAME. Rank,
-    alpha, scaling and modules are those of the adapters."""
-
     frozen_dtype: Literal["stored", "float32", "bfloat16", "int8"] = "stored"
     """Type of the matrices of the model beneath LoRA adapters. stored: as in its files, so that
     bfloat16 stays bfloat16. int8: 1 byte a weight, and a scale for each output channel. bfloat16
@@ -227,18 +223,13 @@ class ModelConfig:
 
     def __post_init__(self):
         dtype, trained = self.frozen_dtype, not self.has_adapters
-        expected = "stored or float32 without lora_rank or adapter: trained parameters are float32"
+        expected = "stored or float32 without lora_rank: trained parameters are float32"
         expect("frozen_dtype", dtype, not trained or dtype in ("stored", "float32"), expected)
-        if self.adapter is not None:
-            for name in ("lora_rank", "lora_modules", "lora_alpha", "lora_scaling"):
-                value = getattr(self, name)
-                unset = value == getattr(ModelConfig, name)
-                expect(name, value, unset, "nothing: the adapter has its own")
 
     @property
     def has_adapters(self) -> bool:
         """True if LoRA adapters are trained instead of the model."""
-        return self.lora_rank > 0 or self.adapter is not None
+        return self.lora_rank > 0
 
 
 @group(source="engine")

@@ -262,7 +262,6 @@ class TrainSettings(TypedDict, total=False):
     lora_alpha: float | None
     frozen_dtype: Literal["stored", "float32", "bfloat16", "int8"]
     lora_scaling: Literal["standard", "rslora"]
-    adapter: str | None
     remat: bool
     compute_dtype: Literal["float32", "bfloat16"]
     optimizer: str | None

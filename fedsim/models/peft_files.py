@@ -1,44 +1,23 @@
 """Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors in a directory.
 
 Some families have several layers in one module, as GPT-2 queries, keys and values. Their adapters
-are written as one of this module, whose rank is the sum of their ranks; an adapter of such a module
-that PEFT trained is read as one of each layer, with copies of A. Both compute the same.
+are written as one of this module, whose rank is the sum of their ranks, which computes the same.
 """
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedsim.errors import ConfigError, brief, expect
-from fedsim.files import expand_home, new_directory, read_object, write_json
+from fedsim.files import new_directory, write_json
 from fedsim.models import serving_files, weights
-from fedsim.models.config_json import WIDTH, flag, number, whole
 from fedsim.models.families import Place
-from fedsim.models.lora import A, B, Module, in_a_block, modules_of
-from fedsim.models.transformer import DENSE, Lora, TransformerConfig, unstacked
-from fedsim.models.weights import ADAPTER, TensorError
+from fedsim.models.lora import A, B, in_a_block, modules_of
+from fedsim.models.transformer import TransformerConfig, unstacked
+from fedsim.models.weights import ADAPTER
 
 TENSORS = "adapter_model.safetensors"
-IGNORED = frozenset(
-    "auto_mapping base_model_name_or_path exclude_modules fan_in_fan_out inference_mode "
-    "lora_dropout megatron_core peft_version qalora_group_size revision runtime_config "
-    "target_modules task_type".split()
-)
-"""Settings that change nothing of what adapters compute. The arrays tell where they are."""
-PATTERNS = ("rank_pattern", "alpha_pattern")
-READ = frozenset(("r", "lora_alpha", "use_rslora", *PATTERNS))
-ALLOWED: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none", None),
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
-}
-"""Values that a setting may have. Other initialisations change the model beneath the adapters."""
-USUAL = 8  # r and lora_alpha where a file has none
 Pair = tuple[np.ndarray, np.ndarray]
 """A [inputs, rank] and B [rank, outputs] of an adapter."""
 
@@ -138,117 +117,3 @@ def _jointly(parts: Mapping[Place, Pair]) -> Pair:
         b[row : row + rank, place.first : place.first + columns] = part_b
         row += rank
     return a, b
-
-
-def sha256(source: str | None) -> str | None:
-    """Digest of the files of adapters; None without any. Raises: as `load`."""
-    if source is None:
-        return None
-    digest = hashlib.sha256()
-    for name in (ADAPTER, TENSORS):
-        file = _directory(source) / name
-        expect("adapter", source, file.is_file(), f"a directory with a {name}")
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
-
-
-def load(source: str, c: TransformerConfig) -> tuple[TransformerConfig, Any]:
-    """Load adapters of a model.
-
-    Args:
-      source: a directory, or hf:NAME[@REVISION].
-      c: the model.
-    Returns:
-      The config with adapters, and the adapters, float32.
-    Raises:
-      ConfigError: there are none, they are of another model, or have a part that `Lora` lacks.
-    """
-    fields = read_object(_directory(source) / ADAPTER, "adapter")
-    lora = _lora(source, fields)
-    try:
-        config, params = _read(source, lora, c)
-    except TensorError as error:
-        raise TensorError.of("adapter", error.value, str(error.expected)) from None
-    usual, patterns = _fields(config), [fields.get(name) or {} for name in PATTERNS]
-    if patterns not in ([{}, {}], [usual[name] for name in PATTERNS]):
-        name = next(name for name in PATTERNS if fields.get(name))
-        raise _refused(source, fields, name, "of one rank and alpha")
-    return config, params
-
-
-def _directory(source: str) -> Path:
-    """The directory of adapters, downloaded if necessary."""
-    source = expand_home("adapter", source)
-    if source.startswith(weights.HUB):
-        return weights.download(source, "adapter", (ADAPTER, TENSORS))
-    expect("adapter", source, (Path(source) / ADAPTER).is_file(), f"a directory with a {ADAPTER}")
-    return Path(source)
-
-
-def _lora(source: str, fields: Mapping[str, Any]) -> Lora:
-    """The settings of adapters, still without layers; ConfigError if `Lora` cannot have one."""
-    for name, value in fields.items():
-        allowed = ALLOWED.get(name)
-        if allowed is not None and value not in allowed:
-            raise _refused(source, fields, name, f"with {name}={json.dumps(allowed[0])}")
-        if allowed is None and value and name not in IGNORED | READ:
-            raise _refused(source, fields, name, f"without {name}")
-    sizes = whole(fields, "r", WIDTH, USUAL), number(fields, "lora_alpha", 2**-20, 2**20, USUAL)
-    return Lora(*sizes, (), flag(fields, "use_rslora"))
-
-
-def _refused(source: str, fields: Mapping[str, Any], name: str, expected: str) -> ConfigError:
-    found = f"{name}={brief(json.dumps(fields.get(name)))}"
-    return ConfigError.of("adapter", source, f"an adapter {expected}, got {found}")
-
-
-def _read(source: str, lora: Lora, c: TransformerConfig) -> tuple[TransformerConfig, Any]:
-    """Read the arrays. Raises: TensorError: they are not those of adapters of the model."""
-    tensors: dict[str, Any] = dict(weights.read(_directory(source) / TENSORS))
-    params: dict[str, dict[str, Any]] = {f"block_{i}": {} for i in range(c.num_layers)}
-    for name, module in modules_of(c).items():
-        names = _names(name)
-        found = [tensors.pop(x) for x in names if x in tensors]
-        if not found:
-            continue
-        if len(found) == 1:
-            raise TensorError.of("adapter", source, f"both of {' and '.join(names)}")
-        a, b = (np.asarray(x, np.float32).T for x in found)
-        for x, array in zip(names, (a, b), strict=True):
-            weights.expect_finite("adapter", source, x, array)
-        for layer, (part_a, part_b) in _apart(source, module, (a, b), lora.rank):
-            params[module.block][layer + A] = {"kernel": np.ascontiguousarray(part_a)}
-            params[module.block][layer + B] = {"kernel": np.ascontiguousarray(part_b)}
-    weights.expect_none_left(source, [*tensors])
-    in_blocks = {frozenset(parts) for parts in params.values()}
-    same = len(in_blocks) == 1 and in_blocks != {frozenset()}
-    if not same:
-        raise TensorError.of("adapter", source, "adapters of the same modules in every block")
-    layers = tuple(layer for layer in DENSE if layer + A in params["block_0"])
-    config = replace(c, lora=replace(lora, layers=layers))
-    shapes = weights.shapes_of(config)
-    for block, parts in params.items():
-        for name, leaf in parts.items():
-            shape, path = leaf["kernel"].shape, (block, name, "kernel")
-            if shape != shapes[path]:
-                expected = f"{'/'.join(path)} of shape {shapes[path]} for this model, got {shape}"
-                raise TensorError.of("adapter", source, expected)
-    return config, params
-
-
-def _apart(source: str, module: Module, pair: Pair, rank: int) -> Iterator[tuple[str, Pair]]:
-    """Adapters of the layers of a module: of each, the part of B that is not zero."""
-    a, b = pair
-    if len(module.layers) == 1:
-        yield next(iter(module.layers)), pair
-        return
-    places = list(module.layers.values())
-    ends = [*(place.first for place in places[1:]), places[0].columns]
-    for (layer, place), end in zip(module.layers.items(), ends, strict=True):
-        own = b[:, place.first : end]
-        blocks = [slice(i, i + rank) for i in range(0, len(own), rank) if own[i : i + rank].any()]
-        if len(blocks) > 1 or b.shape != (a.shape[1], places[0].columns) or len(b) % rank:
-            expected = f"{module.block}/{module.name} of rank {rank} and width {places[0].columns}"
-            raise TensorError.of("adapter", source, f"{expected}, got {a.shape} and {b.shape}")
-        for block in blocks:
-            yield layer, (a[:, block], own[block])

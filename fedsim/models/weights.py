@@ -180,7 +180,7 @@ def load(source: str, *, as_stored: bool = False) -> Pretrained:
     hub = source.startswith(HUB)
     directory = download(source, "model", WANTED) if hub else Path(source)
     if not (directory / CONFIG).is_file():
-        hint = "; the setting adapter is for adapters" if (directory / ADAPTER).is_file() else ""
+        hint = "; merge adapters into their model first" if (directory / ADAPTER).is_file() else ""
         raise ConfigError.of("model", directory, f"a directory with a {CONFIG}{hint}")
     config = families.config_of(read_object(directory / CONFIG, "model"))
     tensors = read_directory(directory)

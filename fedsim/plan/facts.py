@@ -85,7 +85,6 @@ class Fact(StrEnum):
         *("task", "a model by name: its code is known"),
     )
     MODEL = "model", "model={}, with all texts that it was trained on before"
-    ADAPTER = "adapter", "adapter={}, with all texts that it was trained on before"
 
     def __new__(cls, value: str, text: str, setting: str = "", instead: str = "") -> Self:
         """A member, which equals its value."""
@@ -97,7 +96,7 @@ class Fact(StrEnum):
 
 PUBLIC = frozenset({Fact.COUNTS, Fact.USERS, Fact.OWNERS, Fact.MIN_EXAMPLES, Fact.SKIP_UNKNOWN})
 """What the guarantee takes as known to everyone."""
-ASSUMPTIONS = frozenset({Fact.MODEL, Fact.ADAPTER})
+ASSUMPTIONS = frozenset({Fact.MODEL})
 """What the training starts from: no caveats, since the guarantee is about the data alone."""
 
 

@@ -311,7 +311,7 @@ class Plan(Option):
 
     @property
     def assumptions(self) -> tuple[Caveat, ...]:
-        """The public model and adapter that the training starts from."""
+        """The public model that the training starts from."""
         return tuple(each for each in self.non_private if each.fact in ASSUMPTIONS)
 
     @property

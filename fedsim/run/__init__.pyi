@@ -40,7 +40,6 @@ from .model_source import (
     model_name as model_name,
     model_sha256 as model_sha256,
     save_model as save_model,
-    without_adapter as without_adapter,
 )
 from .state import (
     State as State,

@@ -68,8 +68,6 @@ class Identity:
     """sha256 of the initial pretrained parameters; None for fresh ones."""
     data_seal: str
     """Keyed digest of the data's fingerprint."""
-    adapter: str | None = None
-    """sha256 of the adapter that the run started from; None without one."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedsim.config import DataConfig, RunConfig, changed_run
+from fedsim.config import DataConfig, RunConfig
 from fedsim.data import Dataset, Tokenizer, corpora
 from fedsim.errors import ConfigError, expect
 from fedsim.files import expand_home
@@ -154,22 +154,6 @@ def base_name(run_dir: Path) -> str | None:
     return weights.named(source)[0] if source.startswith(weights.HUB) else None
 
 
-def without_adapter(stored: StoredRun, run: RunConfig) -> RunConfig:
-    """The settings of a run that need the adapter no more with which it was started.
-
-    Args:
-      stored: the run as it was started.
-      run: its settings now.
-    """
-    if run.model.adapter is None:
-        return run
-    made = TransformerConfig.from_dict(dict(stored.model)).lora
-    assert made is not None
-    scaling = "rslora" if made.rslora else "standard"
-    shape = {"lora_rank": made.rank, "lora_alpha": made.alpha, "lora_modules": made.layers}
-    return changed_run(run, adapter=None, lora_scaling=scaling, **shape)
-
-
 def load_data(
     config: DataConfig, model: Pretrained | None, progress: Callable[[str], None]
 ) -> Dataset:
@@ -217,7 +201,6 @@ def make_task(
     dtype = None if wanted.compute_dtype == "float32" else wanted.compute_dtype
     if model is None:
         expect("lora_rank", wanted.lora_rank, wanted.lora_rank == 0, FRESH)
-        expect("adapter", wanted.adapter, not wanted.adapter, "none without its model")
         config = preset(wanted.source, users.vocab_size, users.max_length)
         config = dataclasses.replace(config, dtype=dtype, remat=wanted.remat)
         task = LanguageModelTask(data, config)
@@ -232,18 +215,13 @@ def make_task(
     )
     if not wanted.has_adapters:
         return LanguageModelTask(data, config), model.params
-    adapters = None
-    if wanted.adapter is not None:
-        config, adapters = peft_files.load(wanted.adapter, config)
-    else:
-        rslora, modules = wanted.lora_scaling == "rslora", str(wanted.lora_modules)
-        config = lora.adapted(config, wanted.lora_rank, wanted.lora_alpha, modules, rslora)
+    rslora, modules = wanted.lora_scaling == "rslora", str(wanted.lora_modules)
+    config = lora.adapted(config, wanted.lora_rank, wanted.lora_alpha, modules, rslora)
     assert config.lora is not None
     below = frozen.as_frozen(model.params, wanted.frozen_dtype)
     of_weights = dataclasses.replace(config.lora, frozen=frozen.type_of(below))
     config = dataclasses.replace(config, lora=of_weights)
-    if adapters is None:
-        adapters = lora.init(config, key)
+    adapters = lora.init(config, key)
     if config.num_layers >= DEEP or of_weights.frozen != "float32":
         below, adapters = (stacked(tree, config.num_layers) for tree in (below, adapters))
     return LanguageModelTask(data, config, below), adapters

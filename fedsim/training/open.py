@@ -25,7 +25,7 @@ from fedsim.config import (
 from fedsim.data import Dataset
 from fedsim.engine import Engine, Task
 from fedsim.keys import SecretKey
-from fedsim.models import Pretrained, frozen, peft_files
+from fedsim.models import Pretrained, frozen
 from fedsim.noise import AddNoise
 from fedsim.plan import Plan
 from fedsim.run import (
@@ -190,14 +190,14 @@ def open_run(
         for store in data.splits().values() if stored else ():
             store.check()
         data = audit.data(data) if audit else data
-        sha256, adapter = model_sha256(model), peft_files.sha256(run.model.adapter)
+        sha256 = model_sha256(model)
         if stored:
             key = directory.stored_key(run)
         else:
             weights = frozen.type_of(model.params) if model else "float32"
-            context = key_context(algorithm, sha256, settings, run, data, weights, adapter)
+            context = key_context(algorithm, sha256, settings, run, data, weights)
             key = SecretKey.create(run.seed, context)
-        identity = Identity(algorithm, sha256, key.seal(data.train.fingerprint), adapter)
+        identity = Identity(algorithm, sha256, key.seal(data.train.fingerprint))
         if stored:
             directory.expect_same(stored, StoredRun(identity, settings, run))
         # A strict run touches held-out users for a price, or not at all.
@@ -215,17 +215,15 @@ def key_context(
     run: RunConfig,
     data: Dataset,
     weights: str = "float32",
-    adapter: str | None = None,
 ) -> str:
     """Everything that a key depends on beside the seed, so that no two different runs share a key.
 
     Settings at their defaults are left out, so that a new setting changes no earlier run. A
-    pretrained model and an adapter are identified by what is in them, as data are, wherever they
-    lie.
+    pretrained model is identified by what is in it, as data are, wherever it lies.
 
     Args: weights: type of the model's matrices, if they stay as they are stored.
     """
-    apart = OPERATIONAL | {"seed", "adapter"} | ({"model"} if model is not None else set())
+    apart = OPERATIONAL | {"seed"} | ({"model"} if model is not None else set())
     of_run = {name: value for name, value in as_dict(run).items() if name not in apart}
     of_privacy = original_names(changed(PrivacyConfig, as_dict(settings)))
     of_run = original_names(changed(RunConfig, of_run))
@@ -233,6 +231,5 @@ def key_context(
         of_run["strategy"] = f"{run.engine.strategy}:{rows}"
     identity = {"algorithm": algorithm, "model": model}
     identity |= {"weights": weights} if weights != "float32" else {}
-    identity |= {"adapter": adapter} if adapter else {}
     facts = [identity, of_privacy, of_run, data.train.fingerprint]
     return json.dumps(facts, sort_keys=True)

@@ -94,7 +94,7 @@ def prepare_run(
     if evaluations is not None:
         evaluations = dataclasses.replace(evaluations, seal=_held_out_seal(opened))
     kind = "audit" if opened.purpose == Purpose.AUDIT else "train"
-    request = BudgetRequest.of(opened.run, users, completed.delta, kind, settings.adjacency)
+    request = BudgetRequest.of(opened.run, users, completed.delta, kind)
 
     # 2. The engine: starting workers is what fails most, so it comes before anything is paid.
     engine, task, params = opened.start_engine()
@@ -299,9 +299,7 @@ def _held_out_seal(opened: OpenRun) -> str:
 
 def facts_of_start(run: RunConfig, *, fresh_model: bool) -> list[Caveat]:
     """Facts on what the training starts from."""
-    model = None if fresh_model else run.model.source
-    given = {Fact.MODEL: model, Fact.ADAPTER: run.model.adapter}
-    return [Caveat(fact, model_name(name)) for fact, name in given.items() if name is not None]
+    return [] if fresh_model else [Caveat(Fact.MODEL, model_name(run.model.source))]
 
 
 def with_plan(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: bool) -> RunConfig:

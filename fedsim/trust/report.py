@@ -163,7 +163,6 @@ def _fingerprints(released: Released) -> list[tuple[str, str]]:
         ("settings (`config.json`), sha256", head["config_sha256"]),
         ("data, sealed with the key", released.plan.data_seal),
         ("model trained from", str(identity.model or "fresh parameters")),
-        *([("adapter trained from", identity.adapter)] if identity.adapter else []),
         *released.stored.versions.items(),
     ]
 

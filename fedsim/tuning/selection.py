@@ -47,7 +47,7 @@ from fedsim.errors import ConfigError, FedsimError, expect
 from fedsim.evaluate import last_model
 from fedsim.files import make_directory, private_directory, read_json, sync_directory, write_json
 from fedsim.keys import FILE as KEY, SecretKey
-from fedsim.models import PRESETS, peft_files
+from fedsim.models import PRESETS
 from fedsim.noise import CELL_ERRORS, noisy_mean_loss
 from fedsim.plan import (
     MAX_PARAMETERS,
@@ -91,7 +91,7 @@ BEGAN = "began.json"
 data are among the settings."""
 OF_SELECTION = {"run_dir", "resume"}
 """Settings of a run that a selection sets itself."""
-PLACES = ("model", "adapter", "tokenizer")
+PLACES = ("model", "tokenizer")
 
 Settings = Mapping[str, Any]
 _FLAGS = flags_of(PrivacyConfig) | flags_of(RunConfig)
@@ -589,7 +589,7 @@ def _score(
 def _seals(jobs: Sequence[Job], data: Dataset, priced: Priced, key: SecretKey) -> dict[str, str]:
     """Keyed digests of candidates, data and price, by name."""
     noisy, event = priced.evaluations, priced.event
-    models, adapters = ([getattr(job.run.model, n) for job in jobs] for n in ("source", "adapter"))
+    models = [job.run.model.source for job in jobs]
     digests = {source: model_sha256(find_model(source)) for source in dict.fromkeys(models)}
     contents = {
         "candidates": [
@@ -598,7 +598,6 @@ def _seals(jobs: Sequence[Job], data: Dataset, priced: Priced, key: SecretKey) -
         ],
         "data": [users.fingerprint for users in (data.train, data.eval_users) if users is not None],
         "model": [digests[source] for source in models],
-        "adapter": [peft_files.sha256(adapter) for adapter in adapters],
         "trials": (event.mean, event.shape),
         "eval_epsilon": noisy and noisy.epsilon,
     }

@@ -117,27 +117,6 @@ def test_peft_reads_adapters(name, layers, written, tmp_path):
     np.testing.assert_allclose(found, expected, atol=2e-4)
 
 
-@pytest.mark.parametrize(
-    "name, modules, scaling",
-    [
-        ("llama", "q_proj,v_proj", []),
-        ("gemma2", "all-linear", ["rslora"]),
-        ("phi3", "qkv_proj,down_proj", ["rslora"]),
-        ("gpt2", "c_attn,c_fc", []),
-    ],
-)
-def test_adapters_that_peft_made_are_read(name, modules, scaling, written, tmp_path):
-    out = tmp_path / "peft"
-    found = run.models("adapt", written / name, out, modules, *scaling)
-    base = weights.load(str(written / name))
-    config, adapters = peft_files.load(str(out), base.config)
-    logits = logits_of(config, lora.joined(base.params, adapters))
-    assert np.abs(logits - np.load(written / f"{name}.npy")).max() > 0.1
-    np.testing.assert_allclose(logits, found["logits"], atol=2e-4)
-    merged = logits_of(*lora.merged(config, base.params, adapters))
-    np.testing.assert_allclose(merged, found["merged"], atol=2e-4)
-
-
 @pytest.mark.parametrize("kind", ["tiny", "smollm2"])
 def test_an_exported_chat_model_answers_and_stops_at_the_end_of_its_turn(kind, tmp_path):
     files = tokenizer_files(tmp_path / "files", PROMPTING)

@@ -63,7 +63,7 @@ def in_words(found, run_dir):
     stored = SimpleNamespace(
         run=RunConfig(data=DataConfig("texts"), run_dir=run_dir),
         strategy={},
-        identity=SimpleNamespace(adapter=None, model=None),
+        identity=SimpleNamespace(model=None),
         versions={},
     )
     lines = [{"head": {"config_sha256": "0"}}] + [{"step": 0, "chain": "0"}] * found.num_released

@@ -250,8 +250,7 @@ CAUSED_ELSEWHERE = {
     Fact.OWNERS: "tests/trust/test_shared_audit.py",
     Fact.OWN_TASK: "tests/library/test_own_task.py",
     Fact.TRIAL: "tests/tuning/test_private_selection.py",
-    Fact.MODEL: "tests/models/test_peft_files.py",
-    Fact.ADAPTER: "tests/models/test_peft_files.py",
+    Fact.MODEL: "tests/models/test_lora.py",
     Fact.USERS: "tests/tuning/test_recommend.py",
     Fact.SAMPLED_NORMS: "tests/tuning/test_recommend.py",
 }

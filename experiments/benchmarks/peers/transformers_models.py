@@ -4,8 +4,6 @@
     python transformers_models.py read DIRECTORY              NAME.npy of every NAME/ there
     python transformers_models.py logits DIRECTORY [ADAPTER]  logits of a model that fedsim wrote
     python transformers_models.py tokens DIRECTORY            tokens of TEXT there
-    python transformers_models.py adapt DIRECTORY OUT MODULES [rslora]
-                                                random adapters by PEFT: OUT, logits, logits merged
     python transformers_models.py reply DIRECTORY MESSAGE     what a chat model says to a message
     python transformers_models.py golden FILE                 tests/models/logits.json
 
@@ -194,23 +192,6 @@ def tokens(directory):
     return {"ids": ids, "ends": [tokenizer.bos_token_id, tokenizer.eos_token_id]}
 
 
-def adapt(directory, out, modules, scaling=None):
-    import peft
-
-    chosen = str(modules) if modules.name == "all-linear" else modules.name.split(",")
-    config = peft.LoraConfig(
-        r=3, lora_alpha=5, target_modules=chosen, use_rslora=scaling is not None, lora_dropout=0.1
-    )
-    torch.manual_seed(0)
-    model = peft.get_peft_model(read(directory), config)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data[:] = 0.3 * torch.randn_like(parameter)
-    model.save_pretrained(out)
-    apart = logits(model)
-    return {"logits": apart.tolist(), "merged": logits(model.merge_and_unload()).tolist()}
-
-
 def reply(directory, message):
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     chat = [{"role": "user", "content": str(message)}]
@@ -225,7 +206,7 @@ def reply(directory, message):
 def main():
     command, *paths = sys.argv[1], *map(Path, sys.argv[2:])
     commands = {"write": write, "read": read_each, "tokens": tokens, "golden": golden}
-    commands |= {"adapt": adapt, "reply": reply}
+    commands |= {"reply": reply}
     commands["logits"] = lambda *paths: {"logits": logits(read(*paths)).tolist()}
     print(json.dumps(commands[command](*paths)))
 
