@@ -121,7 +121,7 @@ def test_a_model_without_tokenizer_is_refused(place, capsys):
 
 def test_a_run_without_a_checkpoint_is_no_model(tmp_path):
     run = run_config(data="pydocs", run_dir=tmp_path)
-    identity = Identity("els", None, "abc", "lanes in order")
+    identity = Identity("els", None, "abc")
     stored = StoredRun(identity, PrivacyConfig(4.0, 2), run, model={"width": 8}, plan=PLAN)
     (tmp_path / "config.json").write_text(json.dumps(stored.as_dict()))
     with refuses(f"run_dir={tmp_path}"):
