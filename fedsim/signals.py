@@ -6,6 +6,7 @@ and loops look at the flag with `raise_if_stopped`. In the command line a thread
 signals, because Python runs no handler while the main thread is in C code, such as a compilation.
 """
 
+import math
 import os
 import shutil
 import signal
@@ -15,9 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Without SIGPIPE: Python ignores it, and a run whose reader has ended continues to train."""
-REPEATED = signal.SIGXCPU  # sent by the kernel for every second above the limit of processor time
 ECHO_S = 0.5  # `timeout` signals the process and its group: two signals at once are one
 GRACE_S = 5.0  # for a command without steps to look at the flag and to clean up
 
@@ -101,17 +101,14 @@ def _at_first(act: Callable[[], None], *, again: bool) -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in STOPS}
     # A signal that was ignored, as by `nohup`, stays ignored.
     before = {n: then for n, then in handlers.items() if then not in (signal.SIG_IGN, None)}
-    first = None
+    first = math.inf
 
     def handle(number, frame):
         nonlocal first
-        now = time.monotonic()
-        if number == REPEATED:  # else its next repetition would kill the process while it saves
-            signal.signal(number, signal.SIG_IGN)
-        if first is None:
-            first = now
+        if first == math.inf:
+            first = time.monotonic()
             act()
-        elif again and now - first > ECHO_S and number != REPEATED:
+        elif again and time.monotonic() - first > ECHO_S:
             signal.signal(number, before[number])
             signal.raise_signal(number)
 
@@ -121,8 +118,7 @@ def _at_first(act: Callable[[], None], *, again: bool) -> Iterator[None]:
         yield
     finally:
         for number, then in before.items():
-            if number != REPEATED or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, then)
+            signal.signal(number, then)
 
 
 def _watch(reader: int, end: Callable[[], object]) -> None:
@@ -134,14 +130,11 @@ def _watch(reader: int, end: Callable[[], object]) -> None:
         end()
 
     timer = threading.Timer(GRACE_S, lambda: _steps.is_set() or end_now())
-    timer.daemon, first = True, None
+    timer.daemon, first = True, math.inf
     while number := os.read(reader, 1)[0]:
-        now = time.monotonic()
-        if number not in STOPS:
-            continue
-        if first is None:
-            first = now
+        if number in STOPS and first == math.inf:
+            first = time.monotonic()
             timer.start()
-        elif now - first > ECHO_S and number != REPEATED:
+        elif number in STOPS and time.monotonic() - first > ECHO_S:
             end_now()
     timer.cancel()

@@ -113,7 +113,7 @@ def _deaf() -> Iterator[None]:
     """Block stop signals in processes that start in this context."""
     # `timeout`, a closed terminal, systemd and Slurm signal all processes of a run. Without its
     # workers this process could not finish its step. Ray does the same for Ctrl-C only.
-    stops = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGPIPE}
+    stops = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
     try:
         yield

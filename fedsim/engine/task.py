@@ -132,32 +132,21 @@ class WrappedTask(Task):
         """Read the inner task's rows."""
         return self.inner.read(split, rows)
 
-    def dummy_batch(self, rows: np.ndarray) -> Batch:
-        """Make up rows as the inner task does."""
-        return self.inner.dummy_batch(rows)
-
-    def sizes(self, split: str, rows: np.ndarray) -> np.ndarray | None:
-        """Return the inner task's lengths of examples."""
-        return self.inner.sizes(split, rows)
-
     def losses(self, params: Params, batch: Batch, *frozen: Any) -> jax.Array:
         """Compute the inner task's losses."""
         return self.inner.losses(params, batch, *frozen)
 
-    def nats(self, params: Params, batch: Batch, *frozen: Any) -> tuple[jax.Array, jax.Array]:
-        """Compute the inner task's losses and predictions."""
-        return self.inner.nats(params, batch, *frozen)
 
-    def describe(self) -> dict[str, Any]:
-        """Describe the inner task's model."""
-        return self.inner.describe()
+def _forward(name: str, default: Any) -> None:
+    """Have `WrappedTask` forward an attribute, so that none is left at the default of `Task`."""
 
-    @property
-    def frozen(self) -> Any:
-        """The inner task's frozen parameters."""
-        return self.inner.frozen
+    def forwarded(self: WrappedTask, *args: Any) -> Any:
+        value = getattr(self.inner, name)
+        return value if isinstance(default, property) else value(*args)
 
-    @property
-    def buckets(self) -> Buckets | None:
-        """The inner task's lengths."""
-        return self.inner.buckets
+    setattr(WrappedTask, name, property(forwarded) if isinstance(default, property) else forwarded)
+
+
+for _name, _default in [*vars(Task).items()]:
+    if not _name.startswith("_") and _name not in vars(WrappedTask):
+        _forward(_name, _default)

@@ -10,7 +10,7 @@ import functools
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ from fedsim.engine.programs import Programs, check_arithmetic, check_contributio
 from fedsim.engine.task import DUMMY, Task, read_rows
 from fedsim.signals import raise_if_stopped
 
-ROWS_PER_READ = 4096
 UNITS_PER_CALL = 32  # least units of a full call of `clip_chunk`
 EVAL_ROWS_PER_CHUNK = 16
 EVAL_FEW = 4  # rows of a length's last chunks: with a large model, padding costs more than calls
@@ -142,16 +141,19 @@ class Worker:
 
     def _evaluated(self, split: str, rows: np.ndarray) -> Iterator[tuple[Any, int]]:
         """Yield (batch of a call of `nats`, number of its real rows) for all examples `rows`."""
-        if self.task.buckets is None or (packed := self.task.buckets.packed) is None:
-            size = EVAL_ROWS_PER_CHUNK
-            how = {"units_per_chunk": size, "buckets": self.task.buckets, "few": EVAL_FEW}
-            split_up = functools.partial(chunks, **how)
-            for chunk in self._chunks(split, rows[:, None], size, split_up):
-                yield jax.tree.map(lambda leaf: leaf[:, 0], chunk.batch), len(chunk.units)
-            return
-        for start in range(0, len(rows), ROWS_PER_READ):
-            for batch in packed(read_rows(self.task, split, rows[start : start + ROWS_PER_READ])):
+        buckets = self.task.buckets
+        if buckets is not None and buckets.packed is not None:
+            for batch in buckets.packed(read_rows(self.task, split, rows)):
                 yield from in_calls(batch)
+            return
+        batch, mask = self._read(split, rows[:, None])
+        for chunk in chunks(batch, mask, EVAL_ROWS_PER_CHUNK, buckets, EVAL_FEW):
+            yield jax.tree.map(lambda leaf: leaf[:, 0], chunk.batch), len(chunk.units)
+
+    def _read(self, split: str, rows: np.ndarray) -> tuple[Any, np.ndarray]:
+        """Read rows [units, group]; return (batch [units, group, ...], mask of real rows)."""
+        batch = read_rows(self.task, split, rows.ravel())
+        return jax.tree.map(lambda x: x.reshape(*rows.shape, *x.shape[1:]), batch), rows >= 0
 
     def ghost_fault(
         self, version: int, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy
@@ -246,43 +248,17 @@ class Worker:
             # More units in a call need no more memory, and padding at the end costs no time.
             return min(-(-UNITS_PER_CALL // at_once), most // at_once) * at_once
 
-        split_up: Callable[..., Iterator[Chunk]]
-        units = units_per_call(at_once)
         units_of_pass = functools.partial(self.units_of_pass, strategy, group)
+        batch, mask = self._read(split, rows)
         if self._shares_rows(strategy, group):
             assert buckets is not None, "rows are shared"
-            split_up = functools.partial(
-                chunks_of_shared,
-                lengths=buckets.shared,
-                units_of_pass=units_of_pass,
-                units_per_chunk=units_per_call,
-            )
-        elif strategy.name != "ghost" and strategy.rows < group:
+            return chunks_of_shared(batch, mask, buckets.shared, units_of_pass, units_per_call)
+        if strategy.name != "ghost" and strategy.rows < group:
             if buckets is not None:
                 # The program chooses the length of each pass, so chunks keep the full length.
                 buckets = dataclasses.replace(buckets, lengths=buckets.lengths[-1:])
-            split_up = functools.partial(chunks, units_per_chunk=units, buckets=buckets)
-        else:
-            split_up = functools.partial(
-                chunks, units_per_chunk=units, buckets=buckets, units_of_pass=units_of_pass
-            )
-        return self._chunks(split, rows, units, split_up)
-
-    def _chunks(
-        self,
-        split: str,
-        rows: np.ndarray,
-        units_per_chunk: int,
-        split_up: Callable[[Any, np.ndarray], Iterator[Chunk]],
-    ) -> Iterator[Chunk]:
-        """Yield chunks of rows [units, group], which are read part by part."""
-        units = max(units_per_chunk, ROWS_PER_READ // rows.shape[1])
-        for start in range(0, len(rows), units):
-            part = rows[start : start + units]
-            batch = read_rows(self.task, split, part.ravel())
-            batch = jax.tree.map(lambda leaf: leaf.reshape(*part.shape, *leaf.shape[1:]), batch)  # noqa: B023
-            for chunk in split_up(batch, part >= 0):
-                yield chunk._replace(units=chunk.units + start)
+            units_of_pass = None
+        return chunks(batch, mask, units_per_call(at_once), buckets, units_of_pass=units_of_pass)
 
 
 def in_calls(batch: Any) -> Iterator[tuple[Any, int]]:

@@ -95,19 +95,6 @@ def test_ghost_is_compared_with_scan_before_it_is_taken():
 
 
 @pytest.mark.slow
-@pytest.mark.ray
-def test_engines_make_the_same_choice(ray_cluster):
-    from fedsim.engine.ray_engine import RayEngine
-
-    engine, params = local()
-    pool = RayEngine(engine.task, EngineConfig("ray", num_workers=1))
-    pool.ready()
-    found = choose_strategy(pool, params, 1, CLIP, AUTO)
-    pool.close()
-    assert found == choose_strategy(engine, params, 1, CLIP, AUTO)
-
-
-@pytest.mark.slow
 @pytest.mark.privacy
 def test_the_check_of_ghost_reads_no_text(monkeypatch):
     def read(self, split, rows):

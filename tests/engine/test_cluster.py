@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 
 import numpy as np
 import psutil
@@ -190,40 +189,3 @@ def test_a_stop_that_all_processes_hear_ends_none_of_the_cluster(ray_cluster, rn
     assert np.array_equal(total, expected)
     assert pool.redispatched == 0
     pool.close()
-
-
-def test_versions_that_differ_are_named():
-    mine = environment.versions()
-    assert environment.difference(mine, dict(mine)) == ""
-    theirs = {**mine, "python": "3.1.4", "jax": "0.1"}
-    assert environment.difference(mine, theirs) == (
-        f"python 3.1.4 instead of {mine['python']}, jax 0.1 instead of {mine['jax']}"
-    )
-    assert environment.difference(mine, {}) != ""
-
-
-@pytest.mark.slow
-def test_an_object_store_that_is_full_costs_time_and_nothing_else():
-    """In a process of its own: one Ray per process, and this one's store is large enough."""
-    code = """
-    import numpy as np, ray
-    from fedsim.clipping import Clip
-    from fedsim.config import EngineConfig
-    from fedsim.engine.worker import LocalEngine
-    from fedsim.engine.ray_engine import RayEngine
-    from experiments.harness.mean_task import MeanTask
-    from fedsim.engine import cluster
-
-    init = ray.init
-    ray.init = lambda **options: init(**options, object_store_memory=80_000_000)
-    task = MeanTask(np.random.default_rng(0).normal(size=(16, 6_000_000)))  # sums of 24 MB
-    params, rows = np.zeros(6_000_000, np.float32), np.arange(16)[:, None]
-    pool = RayEngine(task, EngineConfig("ray", num_workers=2))
-    pool.ready()
-    expected, _ = LocalEngine(task, num_lanes=8).clipped_sum(params, rows, Clip(1.0))
-    for _ in range(2):
-        total, _ = pool.clipped_sum(params.copy(), rows, Clip(1.0))
-        assert np.array_equal(total, expected)
-    pool.close()
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)

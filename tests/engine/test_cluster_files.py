@@ -3,9 +3,7 @@
 import os
 import re
 import shlex
-import signal
 import subprocess
-import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -103,33 +101,3 @@ def test_slurm_gets_flags_that_exist():
     assert "--accelerator gpu" in text  # nodes may join one by one, and auto would take any
     assert "\nexport SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK\n" in text
     assert len(text.splitlines()) < 80
-
-
-COMMANDS = {  # of a cluster whose head never starts
-    "scontrol": 'case $1 in show) echo node1 ;; *) echo "$@" >> "$SAID" ;; esac',
-    "srun": 'while [[ $1 == -* || $1 == node1 ]]; do shift; done; exec "$@"',
-    "hostname": "echo 10.0.0.1",
-    "ray": 'if [[ $1 == start ]]; then exec sleep 60; fi; touch "$SAID"; exit 1',
-    "fedsim": 'echo trained >> "$SAID"',
-}
-
-
-@pytest.mark.parametrize("sent, again", [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
-def test_a_slurm_job_is_queued_again_at_its_time_limit_alone(sent, again, tmp_path):
-    """SIGTERM is what `scancel` sends."""
-    for name, text in COMMANDS.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    said, number = tmp_path / "said", str(10**9 + os.getpid())
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SAID": str(said)}
-    env |= {"SLURM_JOB_ID": number, "SLURM_JOB_NODELIST": "node1", "SLURM_CPUS_PER_TASK": "1"}
-    command = ["bash", DIRECTORY / "slurm" / "fedsim.sbatch", "uls"]
-    with subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.DEVNULL) as job:
-        while not said.exists():  # the first check of the head's health
-            time.sleep(0.05)
-            assert job.poll() is None
-        job.send_signal(sent)
-        assert job.wait(30) == 75
-    assert said.read_text() == (f"requeue {number}\n" if again else "")
-    assert not Path(f"/tmp/fedsim-{number}").exists()
-    assert not (tmp_path / f".fedsim-{number}").exists()

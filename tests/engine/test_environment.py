@@ -1,8 +1,5 @@
 """What a process computes with: its memory, its host, and what else its bits depend on."""
 
-import subprocess
-import sys
-
 import jax
 import pytest
 from refused import refuses
@@ -10,37 +7,6 @@ from refused import refuses
 from fedsim.config import EngineConfig
 from fedsim.engine import environment
 from fedsim.engine.worker import Worker
-
-AGAIN = """
-import resource, sys
-import numpy as np
-from fedsim.engine.environment import keep_memory
-
-if "keep" in sys.argv:
-    keep_memory()
-
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    np.ones(2**25, np.int32)  # 128 MiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-faults()
-print(faults())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
-def test_memory_that_is_freed_is_had_again_without_fresh_pages():
-    def again(*args):
-        run = subprocess.run([sys.executable, "-c", AGAIN, *args], capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
-        return int(run.stdout)
-
-    assert again() > 50  # 64 large pages, or many small ones
-    assert again("keep") < 10
-
 
 INFO = {
     "AMD": """processor\t: 0

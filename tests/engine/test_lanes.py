@@ -69,25 +69,6 @@ def bounds_of(lanes):
     return zip(ends[:-1], ends[1:], strict=True)
 
 
-def test_lanes_of_short_and_long_texts_cost_what_the_texts_cost():
-    sizes = np.where(np.arange(64) % 8 == 0, 32, 3)  # one long text in each eight
-    rows = np.arange(64)[:, None]
-    lanes = cut(Sized(sizes), "train", rows, 8, 2)[1]
-    passes = [np.unique(costs(Sized(sizes), lane)) for lane in lanes]
-    assert all(len(lengths) == 1 for lengths in passes)  # each lane has texts of one length
-    assert len(lanes) > 2  # and the long ones do not share one
-
-
-def test_passes_over_units_of_one_length_are_full_but_for_the_last():
-    rng = np.random.default_rng(0)
-    task, rows = Sized(rng.integers(1, 33, 64)), np.arange(64)[:, None]
-    lanes = [costs(task, lane).ravel() for lane in cut(task, "train", rows, 8, 2)[1]]
-    assert len(lanes) > 4
-    for length in LENGTHS:
-        counts = [np.sum(lane == length) for lane in lanes if (lane == length).any()]
-        assert all(count % AT_ONCE == 0 for count in counts[:-1])
-
-
 @settings(deadline=None, max_examples=100)
 @given(
     examples=st.integers(0, 300), num_lanes=st.integers(1, 12), longest=st.sampled_from([1, 8, 33])

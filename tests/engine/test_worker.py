@@ -139,37 +139,6 @@ def test_long_texts_of_a_large_model_have_small_passes(text, group, table, expec
     assert {each.rows for each in worker.passes(strategy, group)} == set(expected.values())
 
 
-@pytest.mark.slow
-@pytest.mark.ci
-def test_more_units_need_no_larger_program(task, params, rng):
-    worker, strategy = Worker(task), Strategy("scan", 4)
-    sizes = []
-    for units in (8, 300):
-        worker.lane_sum(0, params, cohort(rng, units, 4), CLIP, strategy)
-        programs = worker.programs.compiled.values()
-        sizes.append(max(program.memory_analysis().temp_size_in_bytes for program in programs))
-    assert sizes[0] == sizes[1] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("direct", marks=pytest.mark.ci), "scan"])
-def test_memory_is_flat_in_units_and_in_their_rows(name):
-    config = TransformerConfig(256, 64, width=64, num_layers=2, num_heads=4)
-    task = LanguageModelTask(Dataset(train=UserStore.from_examples({}, 64, 256)), config)
-    params = jax.eval_shape(task.init, jax.random.key(0))
-
-    def temporary(units, group):
-        def shape(*rest, dtype=jnp.int32):
-            return jax.ShapeDtypeStruct((units, group, *rest), dtype)
-
-        batch, mask = {"tokens": shape(64), "sizes": shape()}, shape(dtype=bool)
-        run = jax.jit(lambda *args: clip_chunk(task.losses, *args, CLIP, Strategy(name, 8)))
-        found = run.lower(params, batch, mask).compile().memory_analysis()
-        return found.temp_size_in_bytes
-
-    assert 1e6 < temporary(64, 64) <= 1.1 * temporary(8, 8)
-
-
 class ModelTask(Task):
     """A model of the zoo as a task without data."""
 

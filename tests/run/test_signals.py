@@ -20,10 +20,7 @@ from fedsim.signals import raise_if_stopped, stop_signals, terminated
 
 
 @pytest.mark.parametrize("sent", sorted(signals.STOPS))
-def test_a_second_signal_does_what_it_would_have_done_but_for_the_one_that_the_kernel_repeats(
-    sent, monkeypatch
-):
-    """Above the soft limit of processor time SIGXCPU comes every second, while the step ends."""
+def test_a_second_signal_does_what_it_would_have_done(sent, monkeypatch):
     monkeypatch.setattr(signals, "ECHO_S", 0.0)
     then = []
     before = signal.signal(sent, lambda number, _: then.append(number))
@@ -31,9 +28,8 @@ def test_a_second_signal_does_what_it_would_have_done_but_for_the_one_that_the_k
         with stop_signals() as stop:
             signal.raise_signal(sent)
             assert stop.is_set() and not then
-            for _ in range(3):
-                signal.raise_signal(sent)
-        assert then == ([] if sent == signal.SIGXCPU else [sent] * 3)
+            signal.raise_signal(sent)
+        assert then == [sent]
     finally:
         signal.signal(sent, before)
 
@@ -51,8 +47,7 @@ def test_a_signal_ends_what_takes_no_steps_where_it_looks_or_at_its_end(sent):
                     pytest.fail("training went on")
                 if fails:
                     raise ImportError("half of an import")
-            repeated = sent == signal.SIGXCPU  # it comes every second
-            assert signal.getsignal(sent) == (signal.SIG_IGN if repeated else signal.SIG_DFL)
+            assert signal.getsignal(sent) == signal.SIG_DFL
     finally:
         signal.signal(sent, before)
     with terminated(lambda: None), stop_signals() as stop:  # it is over
