@@ -1,6 +1,5 @@
 """Errors that a person sees as one line, and the checks that raise most of them."""
 
-import math
 import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,21 +109,6 @@ def expect_count(field: str, value: Any, least: int) -> None:
     """Raise ConfigError unless `value` is a whole number of at least `least`."""
     whole = hasattr(value, "__index__") and not isinstance(value, bool)
     expect(field, value, whole and value >= least, f"a whole number >= {least}")
-
-
-def expect_least(config: Any, **least: int) -> None:
-    """Raise ConfigError unless each named setting is its default or at least the given number."""
-    for name, number in least.items():
-        value, default = getattr(config, name), getattr(type(config), name, number)
-        holds = value == default or (value is not None and value >= number)
-        expect(name, value, holds, f">= {number}")
-
-
-def expect_positive(config: Any, *names: str) -> None:
-    """Raise ConfigError unless each named setting is None, or positive and finite."""
-    for name in names:
-        value = getattr(config, name)
-        expect(name, value, value is None or 0 < value < math.inf, "> 0 and finite")
 
 
 def may_pass(error: BaseException | None) -> bool:

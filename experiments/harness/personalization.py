@@ -17,7 +17,7 @@ import numpy as np
 from fedsim.config import RunConfig
 from fedsim.data import UserStore
 from fedsim.engine import Worker
-from fedsim.errors import ConfigError, expect, expect_least
+from fedsim.errors import ConfigError, expect
 from fedsim.evaluate import last_model
 from fedsim.keys import SecretKey
 from fedsim.run import Console, StoredRun
@@ -48,7 +48,9 @@ class Personalization:
     for all models."""
 
     def __post_init__(self):
-        expect_least(self, num_epochs=1, batch_size=1, users=1, max_examples=1)
+        for name in ("num_epochs", "batch_size", "users", "max_examples"):
+            value = getattr(self, name)
+            expect(name, value, value is None or value >= 1, ">= 1")
         rates = self.learning_rates
         expect("learning_rates", rates, bool(rates) and min(rates) > 0, "numbers > 0")
 

@@ -2,19 +2,23 @@
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from fedsim.cli import Answer
 from fedsim.config import (
     ALLOCATION,
     CORRELATED,
     ONLY_USERS,
+    Count,
     MechanismConfig,
     Positional,
+    Positive,
     group,
     to_json,
 )
-from fedsim.errors import expect, expect_positive
+from fedsim.errors import expect
 
 if TYPE_CHECKING:
     from fedsim.accounting import StepEvent
@@ -31,11 +35,11 @@ class Accounted(MechanismConfig):
     algorithm: Positional[Literal["els", "uls"]]
     """els or uls."""
 
-    sampling_prob: float
+    sampling_prob: Annotated[float, Field(gt=0, le=1)]
     """p (els) or q (uls): expected share of all examples, or of all users, in a step. In
     [1e-12, 1]."""
 
-    num_steps: int | None = None
+    num_steps: Count | None = None
     """T: number of steps. In [1, 10000000]."""
 
     noise_multiplier: float | None = None
@@ -48,15 +52,15 @@ class Accounted(MechanismConfig):
     delta: float | None = None
     """Delta of the training. In (0, 1)."""
 
-    before: float | None = None
+    before: Positive | None = None
     """Epsilon of a pure DP release before the first step, such as a privately chosen group size. It
     is composed with the steps. > 0."""
 
-    group_size: int = 1
+    group_size: Annotated[int, Field(ge=1, le=10**7)] = 1
     """G_ELS: largest number of a user's examples in the pool. The epsilon of uls does not depend on
     it. In [1, 10000000]."""
 
-    max_shared_groups: int = 0
+    max_shared_groups: Annotated[int, Field(ge=0, le=10**7)] = 0
     """k: with uls and texts of several owners, the largest number of other users' groups that
     contain texts of one user. In [0, 10000000]."""
 
@@ -114,19 +118,12 @@ def solve(asked: Accounted, names: tuple[str, str], people: int = 1) -> dict[str
 
 
 def _check(asked: Accounted, names: tuple[str, str]) -> None:
-    from fedsim.accounting import MAX_CONTRIBUTIONS
-
     steps, prob, shared = asked.num_steps, asked.sampling_prob, asked.max_shared_groups
     missing = [name for name in (*TO_ACCOUNT, *TO_CALIBRATE) if getattr(asked, name) is None]
     for name in missing:
         expect(name, None, name in names, "a value")
     one = f"{names[0]} or {names[1]}, and not both"
     expect(names[0], getattr(asked, names[0]), len(missing) == 1, one)
-    expect(STEPS, steps, steps is None or steps >= 1, ">= 1")
-    expect("sampling_prob", prob, 0 < prob <= 1, "in (0, 1]")
-    for name, least in (("group_size", 1), ("max_shared_groups", 0)):
-        within = least <= (value := getattr(asked, name)) <= MAX_CONTRIBUTIONS
-        expect(name, value, within, f"in [{least}, {MAX_CONTRIBUTIONS}]")
     asked.check_combination(steps)
     els = asked.algorithm == "els"
     expect("sampling", asked.sampling, not els or asked.sampling != ALLOCATION, ONLY_USERS)
@@ -136,7 +133,6 @@ def _check(asked: Accounted, names: tuple[str, str]) -> None:
         expect("sampling_prob", prob, prob * bands <= 1, f"<= 1 / {bands} bands")
     chosen = bands is not None or asked.noise != CORRELATED or NOISE in missing
     expect("bands", bands, chosen, "a number of bands with correlated noise")
-    expect_positive(asked, "before")
     if asked.before is not None and names == TO_CALIBRATE:
         within = NOISE in missing and asked.before < (asked.epsilon or 0)
         expect("before", asked.before, within, "in (0, epsilon), to find the noise multiplier")

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedsim.cli import Answer
-from fedsim.config import BuildConfig, Positional
-from fedsim.errors import expect, expect_count, printable
+from fedsim.config import BuildConfig, Count, Positional
+from fedsim.errors import expect, printable
 from fedsim.run import Terminal, aligned
 
 MAX_NAMED = 20  # ids in a warning
@@ -19,7 +19,7 @@ def build(
     sources: Positional[tuple[str, ...]] = (),
     split: str | None = None,
     revision: str | None = None,
-    num_workers: int | None = None,
+    num_workers: Count | None = None,
 ) -> Answer:
     """Tokenise texts with a user column into a directory that train reads quickly.
 
@@ -51,7 +51,7 @@ def stats(directory: Positional[str]) -> Answer:
 
 def show(
     directory: Positional[str],
-    rows: int = 3,
+    rows: Count = 3,
     split: Literal["train", "eval_users", "eval_examples", "test"] = "train",
 ) -> Answer:
     """Show examples as the model gets them, with the tokens that are trained on.
@@ -63,7 +63,6 @@ def show(
       rows: Number of examples, evenly spaced. >= 1.
       split: Split to show examples of.
     """
-    expect_count("rows", rows, 1)
     dataset = _opened(directory)
     there = dataset.splits()
     expect("split", split, split in there, f"one of {', '.join(there)}")

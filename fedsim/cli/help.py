@@ -5,7 +5,6 @@ a group of settings stands for its fields.
 """
 
 import argparse
-import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,7 +53,7 @@ def words_of(flag: Setting) -> list[str]:
 
 def usage_of(flag: Setting) -> str:
     """A flag with the placeholder of its value."""
-    return " ".join(filter(None, [*words_of(flag)[:1], _metavar(flag)]))
+    return " ".join([*words_of(flag)[:1], _metavar(flag)])
 
 
 def sentence(command: Any) -> str:
@@ -93,13 +92,13 @@ def parse_words(name: str, words: Sequence[str], known: Iterable[Setting]) -> di
     Raises: ConfigError: a flag has no value, or there is a word too many.
     """
     parser = argparse.ArgumentParser(prog=name, add_help=False, allow_abbrev=False)
-    parser.error = functools.partial(_refuse, name)
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{message}; its flags: {name} --help")
+
+    parser.error = refuse
     _add(parser, known)
     return vars(parser.parse_intermixed_args(words))
-
-
-def _refuse(name: str, message: str) -> NoReturn:
-    raise ConfigError(f"{message}; its flags: {name} --help")
 
 
 def _add(section: Any, inside: Iterable[Setting]) -> None:

@@ -28,7 +28,7 @@ from fedsim.cli.help import Command, Commands, flags, page, parse_words, usage_o
 from fedsim.cli.models import evaluate, export, generate, train
 from fedsim.cli.trust import audit, budget, publish, report, verify
 from fedsim.cli.tuning import recommend, select
-from fedsim.config import HIDDEN, Setting, config_of, flags_of, read, to_json, unknown_setting
+from fedsim.config import HIDDEN, config_of, flags_of, read, to_json, unknown_setting
 from fedsim.errors import ConfigError, FedsimError, optional, printable
 from fedsim.files import expand_home
 from fedsim.run import verbosity
@@ -149,9 +149,11 @@ def parse(words: list[str]) -> functools.partial[Answer]:
     known = flags(command)
     visible = {name: one for name, one in known.items() if HIDDEN not in one.marks}
     typed = parse_words(name, [_spelt(word, visible) for word in rest], visible.values())
-    path = typed.pop("config", None) if command is train else None
-    of_file = {} if path is None else _values(known, read(Path(expand_home("config", path))))
-    settings = of_file | _values(known, typed)
+    if command is train and "config" in typed:
+        typed = read(Path(expand_home("config", typed.pop("config")))) | typed
+    for setting in typed.keys() - known.keys():
+        raise unknown_setting(setting, typed[setting], known)
+    settings = {name: known[name].read(value) for name, value in typed.items()}
     needed = [one for one in known.values() if one.default is ... and one.name not in settings]
     if needed:
         raise ConfigError(f"expected {', '.join(map(usage_of, needed))}; all flags: {name} --help")
@@ -179,14 +181,6 @@ def _spelt(word: str, known: Mapping[str, Any]) -> str:
     if name not in known and name.removeprefix("no_") not in known:
         raise unknown_setting(name, value or None, known)
     return f"--{name.replace('_', '-')}{equals}{value}"
-
-
-def _values(known: Mapping[str, Setting], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a file or of the command line, with their types."""
-    for name, value in given.items():
-        if name not in known:
-            raise unknown_setting(name, value, known)
-    return {name: known[name].read(value) for name, value in given.items()}
 
 
 def _arguments(command: Command, settings: dict[str, Any]) -> dict[str, Any]:

@@ -17,12 +17,6 @@ from fedsim.config import (
 from fedsim.errors import expect, printable
 from fedsim.run import Terminal
 
-SPLIT_NAMES = {
-    "eval_users": "held-out users",
-    "eval_examples": "held-out examples of training users",
-    "test": "the test split",
-}
-
 
 def train(
     algorithm: Positional[Literal["els", "uls"]],
@@ -80,11 +74,8 @@ def evaluate(run_dir: Positional[Path]) -> Answer:
     from fedsim.run import Console
 
     result = evaluate_run(stored, run, Console())
-    lines = [
-        f"loss on {SPLIT_NAMES[split]}: {result[metric]:.4g} {result['loss_unit']}"
-        for split, metric in SPLITS.items()
-        if metric in result
-    ]
+    metrics = [name for name in SPLITS.values() if name in result]
+    lines = [f"{name} {result[name]:.4g} {result['loss_unit']}" for name in metrics]
     return result, [*lines, f"of {result['checkpoint']}. No noise was added: do not publish this."]
 
 

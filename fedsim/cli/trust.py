@@ -2,7 +2,6 @@
 `verify`."""
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Literal
 
@@ -13,11 +12,12 @@ from fedsim.config import (
     DataConfig,
     EngineConfig,
     Positional,
+    Positive,
     PrivacyConfig,
+    Probability,
     RunConfig,
     changed_run,
 )
-from fedsim.errors import expect
 from fedsim.run import Terminal
 
 
@@ -54,8 +54,8 @@ def budget(
     user_column: str | None = None,
     text_column: str | None = None,
     budget_ledger: Path | None = None,
-    delta: float | None = None,
-    limit_epsilon: float | None = None,
+    delta: Probability | None = None,
+    limit_epsilon: Positive | None = None,
 ) -> Answer:
     """Show the privacy budget of some users: what all runs on their texts cost, and what is left.
 
@@ -74,9 +74,6 @@ def budget(
         from now on. It cannot be removed or raised. > 0.
     """
     Terminal().note("reading the ledger of the data")
-    limit = limit_epsilon
-    expect("limit_epsilon", limit, limit is None or 0 < limit < math.inf, "> 0 and finite")
-    expect("delta", delta, delta is None or 0 < delta < 1, "in (0, 1)")
     from fedsim import trust
     from fedsim.budget import place_of
     from fedsim.data import corpora
@@ -86,7 +83,7 @@ def budget(
         options = DataConfig(data, user_column, text_column).options
         ids = corpora.load(data, progress=Terminal().note, **options).people()
     place = place_of(budget_ledger)
-    result = trust.budget(place, ids, delta=delta, limit_epsilon=limit)
+    result = trust.budget(place, ids, delta=delta, limit_epsilon=limit_epsilon)
     return result, [trust.table(result), *trust.sentences(result)]
 
 
@@ -157,21 +154,16 @@ def verify(
     """
     Terminal().note(f"reading run={run_dir}")
     from fedsim.engine import set_threads
-    from fedsim.errors import FedsimError
     from fedsim.run import directory
 
-    try:
+    again, where = "whole" if whole else "last" if replay else "", EngineConfig("local")
+    if again:
         run = directory.load(run_dir).run
-    except FedsimError:
-        pass  # named below
-    else:
-        kind = engine or run.engine.kind
-        again = replay or whole
-        set_threads(changed_run(run, engine=kind).engine if again else EngineConfig("local"))
+        where = changed_run(run, engine=engine or run.engine.kind).engine
+    set_threads(where)
     from fedsim import trust
     from fedsim.run import Console
 
-    again = "whole" if whole else "last" if replay else ""
     checks = trust.verify(run_dir, data=data, again=again, engine=engine, console=Console())
     unseen = [check.promise for check in checks if check.holds is None]
     holds = all(check.holds is not False for check in checks)

@@ -3,6 +3,9 @@ of them."""
 
 import math
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from fedsim.cli import Answer
 from fedsim.config import (
@@ -11,6 +14,7 @@ from fedsim.config import (
     MechanismConfig,
     ModelConfig,
     Positional,
+    Positive,
     PrivacyConfig,
     PrivacyTarget,
     RunConfig,
@@ -59,9 +63,9 @@ def recommend(
 def select(
     file: Positional[Path],
     out: Path,
-    trials: float | None = None,
-    shape: float = 0.0,
-    eval_epsilon: float | None = None,
+    trials: Annotated[float, Field(ge=1, lt=math.inf)] | None = None,
+    shape: Annotated[float, Field(gt=-1, lt=math.inf)] = 0.0,
+    eval_epsilon: Positive | None = None,
     public_eval: bool = False,
     dry_run: bool = False,
 ) -> Answer:
@@ -96,10 +100,6 @@ def select(
         return {"out": str(out), "rows": rows}, lines
     one_of_two = (eval_epsilon is None) == public_eval
     expect("eval_epsilon", eval_epsilon, one_of_two, "a value, or public_eval, and not both")
-    positive = eval_epsilon is None or 0 < eval_epsilon < math.inf
-    expect("eval_epsilon", eval_epsilon, positive, "> 0 and finite")
-    expect("trials", trials, trials is None or 1 <= trials < math.inf, ">= 1")
-    expect("shape", shape, -1 < shape < math.inf, "> -1")
     set_threads(jobs[0].run.engine)
     from fedsim.run import Console
 

@@ -132,12 +132,9 @@ class Setting:
 
         Raises: ConfigError: it is not of this type.
         """
-        switch = self.type is bool
-        single = value is not None and (switch or not isinstance(value, bool))
+        single = value is not None and (self.type is bool or not isinstance(value, bool))
         expect(self.name, value, single, "a value")
-        if switch:
-            value = {"true": True, "false": False}.get(str(value).lower(), value)
-        strict = switch or not isinstance(value, str | list)
+        strict = not isinstance(value, str | list)
         try:
             found = pydantic.TypeAdapter(self.kind).validate_python(value, strict=strict)
         except pydantic.ValidationError as error:

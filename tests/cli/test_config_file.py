@@ -48,7 +48,7 @@ def test_a_flag_wins_and_takes_one_value_or_several(read):
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("resume: on", "resume=on"),
+        ("resume: often", "resume=often"),
         ("delta: null", "delta=None"),
         ("tokenizer: ~", "tokenizer=None"),
         ("engine: {kind: ray}", "engine={'kind': 'ray'}"),
