@@ -26,71 +26,48 @@ NO_GUARANTEE = "no guarantee: "
 
 
 class Fact(StrEnum):
-    """A kind of fact: its value in files, its text, the setting that causes it, and what to set
-    instead. {} in the text is the parameter."""
+    """A kind of fact: its value in files, its text, and the setting that causes it. {} in the text
+    is the parameter."""
 
     text: str
     setting: str
-    instead: str
 
-    NO_NOISE = "no-noise", "no noise", "epsilon", "a finite one"
+    NO_NOISE = "no-noise", "no noise", "epsilon"
     TRIAL = "trial", "a trial of a private selection, which costs more"
-    KNOWN_SEED = (
-        *("known-seed", "a known seed, with which anyone can remove the noise"),
-        *("seed", "none, so that the key is secret"),
-    )
+    KNOWN_SEED = "known-seed", "a known seed, with which anyone can remove the noise", "seed"
     COUNTS = (
         *("counts", "how many users and examples there are, and the size of the pool of ELS"),
-        *("adjacency", "zero-out, which hides how many texts there are"),
+        "adjacency",
     )
     USERS = "users", "how many users there are"
-    OWNERS = (
-        *("owners", "how many users and texts there are, and who owns which of them"),
-        *("data", "texts with one owner each"),
-    )
-    MIN_EXAMPLES = (
-        *("min-examples", "who has at least {} texts (min_examples)"),
-        *("data", "data built with min_examples=1: texts decide which users there are"),
-    )
-    SKIP_UNKNOWN = (
-        *("skip-unknown", "who has a row that was not left out (skip_unknown)"),
-        *("data", "data built without skip_unknown: texts decide which users there are"),
-    )
-    DELTA = "delta", "delta (N^-1.1 for the N users)", "delta", "a number"
-    GROUP_SIZE = (
-        *("group-size", "group_size (the median user's number of examples)"),
-        *("group_size", "a number"),
-    )
+    OWNERS = "owners", "how many users and texts there are, and who owns which of them", "data"
+    MIN_EXAMPLES = "min-examples", "who has at least {} texts (min_examples)", "data"
+    SKIP_UNKNOWN = "skip-unknown", "who has a row that was not left out (skip_unknown)", "data"
+    DELTA = "delta", "delta (N^-1.1 for the N users)", "delta"
+    GROUP_SIZE = "group-size", "group_size (the median user's number of examples)", "group_size"
     SAMPLED_NORMS = "sampled-norms", "{} (gradient norms of a sample of users)"
-    TOKENIZER = (
-        *("tokenizer", "the tokenizer (not said to be public)"),
-        *("tokenizer", "bytes, a model's, or one that tokenizer_is_public declares"),
-    )
-    TUNED_ON_DATA = (
-        *("chosen-on-data", "{} (chosen by looking at this data)"),
-        *("tuned_on_data", "none: settings that no data decided"),
-    )
+    TOKENIZER = "tokenizer", "the tokenizer (not said to be public)", "tokenizer"
+    TUNED_ON_DATA = "chosen-on-data", "{} (chosen by looking at this data)", "tuned_on_data"
     LOGGER = (
         *("logger", "metrics without noise, which {} gets (log_non_private)"),
-        *("log_non_private", "false"),
+        "log_non_private",
     )
     CALLBACK = (
         "callback",
         "metrics without noise, which the callback {} sees: if it stops the run, the number of "
         "steps tells of them",
-        *("callbacks", "none with reads_non_private"),
+        "callbacks",
     )
     OWN_TASK = (
         *("own-task", "the task's own code: its first parameters, and how it makes rows of texts"),
-        *("task", "a model by name: its code is known"),
+        "task",
     )
     MODEL = "model", "model={}, with all texts that it was trained on before"
 
-    def __new__(cls, value: str, text: str, setting: str = "", instead: str = "") -> Self:
+    def __new__(cls, value: str, text: str, setting: str = "") -> Self:
         """A member, which equals its value."""
         fact = str.__new__(cls, value)
-        fact._value_ = value
-        fact.text, fact.setting, fact.instead = text, setting, instead
+        fact._value_, fact.text, fact.setting = value, text, setting
         return fact
 
 

@@ -195,7 +195,7 @@ def expect_covered(opened: OpenRun, facts: Sequence[Caveat]) -> None:
     for fact in [*void, *facts]:
         if fact.fact not in ASSUMPTIONS:
             value = values.get(fact.fact.setting, fact.of)
-            expected = f"{fact.fact.instead}, with strict ({fact})"
+            expected = f"another value, with strict: the guarantee does not cover {fact}"
             raise ConfigError.of(fact.fact.setting, value, expected)
 
 
