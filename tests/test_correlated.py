@@ -7,17 +7,14 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from jax_privacy.matrix_factorization import toeplitz as reference
 from problems import users_of_sizes
 from refused import refuses
 from test_verify import command as train_command, texts, verify  # noqa: F401 (a fixture)
 
 from fedsim import accounting
 from fedsim.cli.main import main
-from fedsim.clipping import Clip
 from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.keys import SecretKey
-from fedsim.mechanism import noisy_mean
 from fedsim.noise import Correlated, add_gaussian, gaussian, release_shift
 from fedsim.noise.correlated import (
     best,
@@ -30,7 +27,7 @@ from fedsim.noise.correlated import (
     strategy,
 )
 from fedsim.noise.independent import FARTHEST
-from fedsim.plan import bands_predicted, fill_defaults, make_plan, method_for
+from fedsim.plan import fill_defaults, make_plan, method_for
 from fedsim.run import checkpoint
 from fedsim.training import with_plan
 from fedsim.training.optimizers import MOMENTUM_RATES
@@ -64,16 +61,6 @@ def test_strategies_are_as_good_as_those_of_jax_privacy(steps, bands):
     c = coefficients(steps, bands)
     assert np.linalg.norm(c) == pytest.approx(1) and (c > 0).all()
     assert prefix_error(c, steps) == pytest.approx(golden[steps, bands], rel=1e-9)
-
-
-def test_the_error_of_a_strategy_is_that_of_jax_privacy():
-    c = coefficients(50, 5)
-    errors = np.asarray(reference.per_query_error(strategy_coef=c, n=50), np.float64)
-    assert prefix_error(c, 50) == pytest.approx(np.sqrt(errors.mean()), rel=1e-5)
-    squared = reference.sensitivity_squared(c, 50)
-    assert float(squared) == pytest.approx(1, rel=1e-5)
-    s = np.array([[c[i - j] if 0 <= i - j < 5 else 0 for j in range(50)] for i in range(50)])
-    np.testing.assert_allclose(np.linalg.inv(s)[:, 0], inverse(c, 50), atol=1e-12)
 
 
 @pytest.mark.privacy
@@ -167,11 +154,6 @@ def test_one_band_is_independent_noise_bit_by_bit(rng, key):
         assert own.dtype == independent.dtype and (own == independent).all()
 
 
-def test_no_noise_is_none(key):
-    sums = np.arange(10)
-    assert (released(Correlated(STEPS, BANDS), sums, key, stddev=0.0) == sums).all()
-
-
 @pytest.mark.privacy
 def test_a_step_that_is_not_the_next_one_draws_the_same(key):
     """Resumed, run again, or after another key: the rows follow from the key alone."""
@@ -181,33 +163,6 @@ def test_a_step_that_is_not_the_next_one_draws_the_same(key):
     other = SecretKey.create(seed=8)
     assert not (released(noise, sums, other, [4])[0] == whole[4]).any()
     assert (released(noise, sums, key, [5])[0] == whole[5]).all()
-
-
-def test_a_step_that_failed_leaves_nothing_to_go_on_from(key, monkeypatch):
-    sums, noise = np.arange(1000), Correlated(STEPS, BANDS)
-    whole = released(noise, sums, key, range(5))
-    noise = Correlated(STEPS, BANDS)
-    released(noise, sums, key, range(3))
-    monkeypatch.setattr("fedsim.noise.correlated.release_shift", lambda stddev: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        released(noise, sums, key, [3])
-    monkeypatch.undo()
-    assert (released(noise, sums, key, [3, 4]) == np.array(whole)[3:]).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "num_users, steps, cohort, ratios",
-    [(8_876, 100, 128, (0.83, 0.64, 0.51)), (342_477, 2_000, 1_024, (0.74, 0.43, 0.34))],
-)
-def test_the_error_against_independent_noise_at_the_same_epsilon(num_users, steps, cohort, ratios):
-    for epsilon, ratio in zip((1, 4, 8), ratios, strict=True):
-        privacy = PrivacyConfig(
-            epsilon, steps, batch_size=cohort, delta=num_users**-1.1, group_size=1
-        )
-        privacy = dataclasses.replace(privacy, noise="correlated")
-        found = bands_predicted(Algorithm.ULS, privacy, users_of_sizes([1] * num_users))
-        assert best(found).error / found[0].error == pytest.approx(ratio, abs=0.01)
 
 
 def test_bands_are_tried_until_more_are_worse():
@@ -248,18 +203,6 @@ def test_the_rate_follows_the_noise_on_sums(key):
     less = plans[0].predicted_error / plans[1].predicted_error
     _, exponent, _ = MOMENTUM_RATES["fresh"]
     assert rates[1] / rates[0] == pytest.approx(less**exponent, rel=0.01)
-
-
-def test_a_mean_of_correlated_noise_is_that_of_the_sum_over_the_count(key):
-    zero, own = np.zeros(1000, np.int32), {"clip": Clip(1.0), "noise_multiplier": 2.0, "key": key}
-    noise = [
-        noisy_mean(zero, **own, count=5, step=step, add_noise=add).values()
-        for add in (Correlated(STEPS, BANDS), add_gaussian)
-        for step in (0,)
-    ]
-    assert np.std(noise[0]) == pytest.approx(
-        np.std(noise[1]) * strategy(STEPS, BANDS, 2.0 * 2**20).stddev / 2**21, rel=1e-4
-    )
 
 
 @pytest.mark.parametrize(

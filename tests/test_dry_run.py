@@ -182,8 +182,3 @@ def test_what_can_be_refused_is_refused_before_workers_start(
     monkeypatch.setattr("fedsim.engine.factory.create", None)
     args = command(texts, changed.pop("run-dir", run_dir), **changed)
     assert says in refusal(args, capsys)
-
-
-def test_an_accelerator_that_this_process_has_not_is_refused(texts, run_dir, capsys):
-    line = refusal(command(texts, run_dir, accelerator="gpu"), capsys)
-    assert "accelerator=gpu: expected auto, or cpu, which is what JAX finds" in line

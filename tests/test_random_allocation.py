@@ -69,9 +69,3 @@ def test_a_run_is_accounted_verified_and_reported_so(texts, run_dir, capsys):  #
     main(["report", str(run_dir)])
     report = (run_dir / "report.md").read_text()
     assert "--sampling allocation --participations 2" in report and "random allocation" in report
-
-
-def test_examples_are_not_allocated(texts, run_dir, capsys):  # noqa: F811
-    with pytest.raises(SystemExit) as stop:
-        main(train_command(texts, run_dir, "els", sampling="allocation"))
-    assert stop.value.code == 2 and "expected poisson or cyclic with els" in capsys.readouterr().err

@@ -124,12 +124,6 @@ def test_a_cohort_beyond_the_users_is_refused(rng, key):
         make(users, key, batch_size=24)
 
 
-def test_a_budget_that_the_group_size_does_not_divide_is_refused(rng, key):
-    users, _ = mean_problem(rng, SIZES)
-    with refuses("batch_size=10", says="group_size=4"):
-        make(users, key, batch_size=10)
-
-
 def test_with_one_example_per_user_the_two_algorithms_coincide(rng, key):
     users, task, theta = softmax_problem(rng, [1] * 30)
     engine = LocalEngine(task, num_lanes=3)

@@ -44,11 +44,6 @@ def test_more_noise_means_a_smaller_rate_and_none_a_bounded_one():
     assert rates[2] == pytest.approx(2**exponent * rates[3], rel=0.01)
 
 
-def test_more_steps_mean_smaller_ones():
-    assert rate(0.01, num_steps=10) == rate(0.01)
-    assert rate(0.01, num_steps=400) == rate(0.02) < rate(0.01)
-
-
 def test_pretrained_parameters_take_smaller_steps_than_fresh_ones_and_their_adapters():
     run, noise = run_config(data="pydocs", run_dir="runs/x"), Noise(0.02, 1.0, 100)
     adapters = run_config(data="pydocs", run_dir="runs/x", lora_rank=4)
@@ -70,17 +65,6 @@ def test_sgd_goes_as_far_as_momentum():
     assert half == pytest.approx(5 * rate(0.01), rel=0.01)
     with refuses("optimizer", says="momentum=1: expected momentum in"):
         rate(0.01, optimizer="sgd:momentum=1")
-
-
-def test_what_is_given_is_taken():
-    given = {"optimizer": "lion", "learning_rate": 0.5, "schedule": "cosine", "ema": 0.5}
-    assert update(NOISE, **given) == given
-    assert update(NOISE, ema=0.0)["ema"] == 0
-
-
-@pytest.mark.parametrize("optimizer", ["adam:b1=0.8", "adafactor"])
-def test_rates_of_optimizers_that_rescale_do_not_depend_on_noise(optimizer):
-    assert rate(0.01, optimizer=optimizer) == rate(0.1, optimizer=optimizer)
 
 
 def test_an_optimizer_without_a_rule_needs_a_rate():
