@@ -17,7 +17,6 @@ from fedsim.training.optimizers import (
     averaged,
     optimizer,
     rate_of,
-    update_rule,
     with_defaults,
 )
 
@@ -48,35 +47,6 @@ def test_schedules_fall_to_zero_after_the_last_step():
     np.testing.assert_allclose(rates(4, schedule="linear"), [2.0, 1.5, 1.0, 0.5])
     cosine = [1 + np.cos(np.pi * step / 4) for step in range(4)]
     np.testing.assert_allclose(rates(4, schedule="cosine"), cosine, rtol=1e-6)
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_warmup_rises_to_the_peak_from_above_zero(schedule):
-    found = rates(20, schedule=schedule, warmup=0.2)
-    np.testing.assert_allclose(found[:5], [0.4, 0.8, 1.2, 1.6, 2.0], rtol=1e-6)
-    assert found[5] == 2.0 if schedule == "constant" else found[5] < 2.0
-    assert (np.diff(found[4:]) <= 0).all() and found[-1] > 0
-
-
-def test_weight_decay_takes_a_share_of_matrices_alone():
-    params = {"w": jnp.full((2, 2), 3.0), "b": jnp.full(2, 3.0)}
-    run = run_of(optimizer="sgd", learning_rate=0.5, schedule="linear", weight_decay=0.1)
-    rule = update_rule(run, rate_of(run, 2))
-    state, zero = rule.init(params), jax.tree.map(jnp.zeros_like, params)
-    for rate in (0.5, 0.25):
-        updates, state = rule.update(zero, state, params)
-        np.testing.assert_allclose(updates["w"], -rate * 0.1 * 3.0, rtol=1e-6)
-        assert not updates["b"].any()
-
-
-def test_weight_decay_takes_what_it_would_of_each_layer_where_layers_are_stacked():
-    block = {"w": jnp.full((2, 2), 3.0), "b": jnp.full(2, 3.0)}
-    params = {"blocks": jax.tree.map(lambda leaf: jnp.stack([leaf] * 5), block), "e": block["w"]}
-    run = run_of(optimizer="sgd", learning_rate=0.5, weight_decay=0.1)
-    rule = update_rule(run, rate_of(run, 1))
-    updates, _ = rule.update(jax.tree.map(jnp.zeros_like, params), rule.init(params), params)
-    changed = jax.tree.map(lambda leaf: bool(leaf.any()), updates)
-    assert changed == {"blocks": {"w": True, "b": False}, "e": True}
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,7 @@ class UpdateConfig:
     sgd, optionally with its options: adam:b1=0.8,eps=1e-6. Default: momentum."""
 
     learning_rate: Positive | None = None
-    """Learning rate, or its peak with warmup or a schedule. > 0. Default: computed from the noise,
+    """Learning rate, or its peak with a schedule. > 0. Default: computed from the noise,
     for momentum and sgd; 0.1 for adafactor, 0.01 for adam and adamw."""
 
     schedule: Literal["constant", "linear", "cosine"] | None = None
@@ -294,13 +294,6 @@ class UpdateConfig:
     """Decay factor per step of an exponential moving average of the parameters, which is evaluated
     and released at no privacy cost. In [0, 1); 0 uses the parameters of the last step. Default: 1 -
     10 / num_steps, at least 0."""
-
-    warmup: Share = 0.0
-    """Fraction of the steps in which the learning rate rises linearly. In [0, 1)."""
-
-    weight_decay: NotNegative = 0.0
-    """Decoupled weight decay, applied to matrices only: each step subtracts this times the learning
-    rate times the matrix. >= 0."""
 
 
 def _unique(names: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -268,8 +268,6 @@ class TrainSettings(TypedDict, total=False):
     learning_rate: float | None
     schedule: Literal["constant", "linear", "cosine"] | None
     ema: float | None
-    warmup: float
-    weight_decay: float
     seed: int | None
     engine: Literal["ray", "local"]
     num_workers: int | None

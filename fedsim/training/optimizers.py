@@ -1,4 +1,4 @@
-"""The update after the privatised gradient: optimizers by name, schedules, weight decay, averages.
+"""The update after the privatised gradient: optimizers by name, schedules, averages.
 
 All of it is post-processing: it costs no privacy, and it determines the bits of a run. Settings
 that the user leaves open follow from a rule in public quantities, which was fitted on public text
@@ -18,10 +18,8 @@ import optax
 
 from fedsim.config import UPDATE, RunConfig
 from fedsim.errors import ConfigError, FedsimError, expect
-from fedsim.models import BLOCKS
 
 MOMENTUM = 0.9
-STACKED = (jax.tree_util.DictKey(BLOCKS),)  # where the path of a leaf [layers, ...] begins
 
 
 class Diverged(FedsimError):
@@ -33,35 +31,20 @@ class Diverged(FedsimError):
 def update_rule(
     run: RunConfig, learning_rate: float | optax.Schedule
 ) -> optax.GradientTransformation:
-    """The optimizer of a run, with its weight decay.
-
-    Args: run: from `with_defaults`.
-    Raises: ConfigError: there is no such optimizer, or it does not take these options.
-    """
+    """The optimizer of a run from `with_defaults`. Raises: ConfigError: as `optimizer`."""
     assert run.optimizer is not None, "settled"
-    transformation = optimizer(run.optimizer, learning_rate)
-    if not run.weight_decay:
-        return transformation
-    return optax.chain(transformation, _decay(learning_rate, run.weight_decay))
+    return optimizer(run.optimizer, learning_rate)
 
 
 def rate_of(run: RunConfig, num_steps: int) -> float | optax.Schedule:
-    """Learning rate of each step, from 0.
-
-    It rises linearly in the first `warmup` of the steps, then stays constant or falls so that it
-    would be zero after the last step.
-    """
-    peak, rising = run.learning_rate, math.ceil(run.warmup * num_steps)
-    assert peak is not None and run.schedule is not None, "settled"
-    falls = {
-        "constant": optax.constant_schedule(peak),
-        "linear": optax.linear_schedule(peak, 0.0, num_steps - rising),
-        "cosine": optax.cosine_decay_schedule(peak, max(1, num_steps - rising)),
-    }
-    if not rising:
-        return peak if run.schedule == "constant" else falls[run.schedule]
-    rises = optax.linear_schedule(peak / (rising + 1), peak, rising)
-    return optax.join_schedules([rises, falls[run.schedule]], [rising])
+    """Learning rate of each step, from 0: constant, or falling to zero after the last step."""
+    peak, schedule = run.learning_rate, run.schedule
+    assert peak is not None and schedule is not None, "settled"
+    if schedule == "constant":
+        return peak
+    if schedule == "linear":
+        return optax.linear_schedule(peak, 0.0, num_steps)
+    return optax.cosine_decay_schedule(peak, max(1, num_steps))
 
 
 def optimizer(name: str, learning_rate: float | optax.Schedule) -> optax.GradientTransformation:
@@ -118,25 +101,6 @@ def averaged(average: Any, params: Any, ema: float, step: int) -> Any:
 @jax.jit
 def _moved(average, params, share):
     return jax.tree.map(lambda a, p: a + (share * (p - a)).astype(a.dtype), average, params)
-
-
-def _decay(rate: float | optax.Schedule, share: float) -> optax.GradientTransformation:
-    """Decoupled weight decay (Loshchilov and Hutter 2019) of matrices.
-
-    Stacked layers count as the matrices of each layer.
-    """
-
-    def update(updates, state, params=None):
-        now = (rate(state.count) if callable(rate) else rate) * share
-
-        def less(path, change, leaf):
-            is_matrix = leaf.ndim - (path[:1] == STACKED) > 1
-            return change - (now * leaf).astype(change.dtype) if is_matrix else change
-
-        return jax.tree.map_with_path(less, updates, params), state._replace(count=state.count + 1)
-
-    start = optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
-    return optax.GradientTransformation(lambda params: start, update)
 
 
 def _options(name: str, text: str, factory: Callable) -> dict[str, Any]:
