@@ -88,8 +88,6 @@ def show(prepared: PreparedRun) -> None:
                 console.warn(NOTHING_PROMISED.format(in_words(plan.reasons), request.place))
             if alike := request.lookalike_warning():
                 console.warn(alike)
-        if cut := opened.data.cut_off():
-            console.note(cut)
     console.plan(plan, prepared.engine, opened.run)
     why = prepared.why.partition(":")[0]
     console.rows([("gradient method", f"{prepared.strategy} ({why})")])

@@ -83,18 +83,13 @@ class AuditHooks(Protocol):
         ...
 
     def record_noise(self, add_noise: AddNoise) -> AddNoise:
-        """Wrap the function that adds noise, so that the audit records the sums before noise."""
+        """Wrap the function that adds noise, to record the sums before noise."""
         ...
 
     def on_release(
         self, gradient: Any, unit: float, coefficients: np.ndarray | None = None
     ) -> None:
-        """Called with each step's privatised gradient.
-
-        Args:
-          unit: size of a contribution of one clip norm in it.
-          coefficients: 1, c_1, ... of correlated noise; None: noise is independent.
-        """
+        """See a step's privatised gradient. Args: unit: a contribution of one clip norm in it."""
         ...
 
 
