@@ -160,9 +160,8 @@ def _expect_reachable(address: str) -> None:
     """Raise ConfigError within seconds if no cluster answers: Ray retries for a minute."""
     expected = "host:port or auto; for a ray:// or http:// address, use `ray job submit`"
     expect("RAY_ADDRESS", address, "://" not in address, expected)
-    if not address.rpartition(":")[2].isdecimal():  # auto: Ray searches this machine
-        return
-    if _has_tls():  # only Ray has the certificates
+    # auto: Ray searches this machine. With TLS, only Ray has the certificates.
+    if _has_tls() or not address.rpartition(":")[2].isdecimal():
         return
     with grpc.insecure_channel(address) as channel:
         try:

@@ -96,12 +96,9 @@ changed the variable since."""
 
 
 def set_threads(config: EngineConfig) -> None:
-    """Give this process the threads and platform of a run's driver, if JAX has not started.
+    """Give this process the threads and platform of a run's driver, if JAX has not started: a
+    process that has computed before keeps its own.
 
-    JAX reads them when it starts to compute, so a process that has computed before keeps its own.
-    `Worker.facts` has the number of threads of a run.
-    Args:
-      config: kind of engine and threads.
     Raises: ConfigError: JAX cannot compute with its settings; see `expect_usable_jax`.
     """
     if not xla_bridge.backends_are_initialized():

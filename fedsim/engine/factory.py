@@ -26,21 +26,16 @@ def create(config: EngineConfig, task: Task, *, warn: Callable[[str], None] = ig
     """
     compiled = keep_compiled()
     if config.kind == "local":
-        expect_accelerator(config)
+        if config.accelerator != "auto":
+            backend = jax.default_backend()
+            expected = f"auto, or {backend}, which is what JAX finds on this machine"
+            expect("accelerator", config.accelerator, config.accelerator == backend, expected)
         from fedsim.engine.worker import LocalEngine
 
         return LocalEngine(task, num_lanes=config.num_lanes)
     from fedsim.engine.ray_engine import RayEngine
 
     return RayEngine(task, config, warn=warn, cache_dir=compiled)
-
-
-def expect_accelerator(config: EngineConfig) -> None:
-    """Raise ConfigError if this process has not the accelerator of the settings."""
-    if config.accelerator != "auto":
-        backend = jax.default_backend()
-        expected = f"auto, or {backend}, which is what JAX finds on this machine"
-        expect("accelerator", config.accelerator, config.accelerator == backend, expected)
 
 
 def choose_strategy(

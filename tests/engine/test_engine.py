@@ -178,20 +178,6 @@ def test_a_worker_that_ray_starts_again_gets_its_task_again(ray_cluster, rng, pa
     assert "object store" not in capfd.readouterr().err  # constructor arguments, that is
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_frozen_worker_is_replaced(ray_cluster, task, rng, params):
-    rows, pool = groups(rng, 200, 2), ray_pool(task)
-    expected, _ = pool.clipped_sum(params, rows, CLIP)
-    pool.clipped_sum(params, rows, CLIP)
-    pool._timeout_s = 4  # now that both have compiled
-    os.kill(process_of(pool), signal.SIGSTOP)
-    assert np.array_equal(pool.clipped_sum(params, rows, CLIP)[0], expected)
-    assert pool.redispatched >= 1
-    pool.close()
-
-
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.ray

@@ -39,14 +39,11 @@ def kind_of(monkeypatch, info):
     [
         ("AMD", " avx512f", "", False),
         ("AMD", ": 25", ": 26", False),
-        ("AMD", ": 17", ": 18", False),
         ("AMD", "fpu", "fpu ibrs", True),
         ("AMD", "stepping\t: 1", "stepping\t: 2", True),
-        ("AMD", "0x1000065", "0x1000066", True),
         ("AMD", "2596.138", "2600.000", True),
         ("ARM", " sve", "", False),
         ("ARM", "0xd40", "0xd0c", False),
-        ("ARM", "revision\t: 1", "revision\t: 2", True),
     ],
 )
 def test_a_kind_of_host_is_one_generation_with_its_instructions(monkeypatch, name, was, now, same):
@@ -71,15 +68,11 @@ def test_what_xla_is_told_about_processors_is_part_of_the_kind(monkeypatch):
     "option, value",
     [
         ("jax_enable_x64", True),
-        ("jax_numpy_dtype_promotion", "strict"),
-        ("jax_disable_jit", True),
         ("jax_transfer_guard", "disallow"),
         ("jax_debug_nans", True),
-        ("jax_debug_infs", True),
         ("jax_error_checking_behavior_nan", "raise"),
         ("jax_pjrt_client_create_options", "a:1"),
         ("jax_optimization_level", "O0"),
-        ("jax_exec_time_optimization_effort", -1.0),
     ],
 )
 def test_an_option_of_jax_that_was_set_in_python_is_refused(option, value):
