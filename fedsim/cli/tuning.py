@@ -34,18 +34,15 @@ def recommend(
     engine: EngineConfig,
     run_dir: Path = Path("runs"),
     users: int = 128,
-    plan_only: bool = False,
 ) -> Answer:
     """Recommend els or uls, and its settings, for some data, an epsilon and a batch size.
 
-    Takes flags of train, which the printed commands repeat. Without --plan-only it looks at the
-    data without protection, and says at what.
+    Takes flags of train, which the printed commands repeat. It looks at the data without
+    protection, and says at what.
 
     Args:
       run_dir: Directory of the runs of the printed commands.
       users: Number of users whose gradients are measured. >= 1.
-      plan_only: Read no text, and answer at once: for clip_norm 1, as if every user had 8 examples,
-        and with uls, for one example of each user in a step.
     """
     Terminal().note(f"reading data={data.source}, model={model.source}")
     from fedsim.engine import set_threads
@@ -56,7 +53,7 @@ def recommend(
     from fedsim import tuning
     from fedsim.run import Console
 
-    result = tuning.recommend(privacy, run, Console(), num_users=users, plan_only=plan_only)
+    result = tuning.recommend(privacy, run, Console(), num_users=users)
     return result, [tuning.report(result)]
 
 

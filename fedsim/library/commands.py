@@ -20,16 +20,13 @@ from fedsim.library.run import COLUMNS, TrainSettings, configs_for
 from fedsim.run import Console, verbosity
 
 
-def recommend(
-    data: Any, *, users: int = 128, plan_only: bool = False, **settings: Unpack[TrainSettings]
-) -> dict[str, Any]:
+def recommend(data: Any, *, users: int = 128, **settings: Unpack[TrainSettings]) -> dict[str, Any]:
     """Recommend els or uls, and its settings, for some data, an epsilon and a batch size.
 
-    Without `plan_only` it looks at the data without protection; "non_private" says at what.
+    It looks at the data without protection; "non_private" says at what.
 
     Args:
       users: number of users whose gradients are measured.
-      plan_only: read no text, and answer at once.
       data, settings: as for `train`; run_dir is the parent of the recommended directories, by
         default runs/.
 
@@ -49,7 +46,7 @@ def recommend(
         set_threads(run.engine)
         from fedsim.tuning import recommend as advise  # imports JAX, which reads the threads
 
-        return advise(privacy, run, Console(), num_users=users, plan_only=plan_only)
+        return advise(privacy, run, Console(), num_users=users)
 
 
 def audit(
@@ -57,7 +54,7 @@ def audit(
     data: Any,
     *,
     gradient_canaries: int = 400,
-    confidence: float = 0.95,
+    confidence: float = 0.999,
     **settings: Unpack[TrainSettings],
 ) -> dict[str, Any]:
     """Attack a training: plant made-up users (canaries), train, and guess which took part.
@@ -65,7 +62,7 @@ def audit(
     Args:
       algorithm, data, settings: the training, as for `train`.
       gradient_canaries: number of made-up users; see `AuditConfig`.
-      confidence: of a refutation by guesses.
+      confidence: of a refutation.
 
     Returns:
       The content of audit.json, which `fedsim audit --json` prints. "holds" is False if the claim

@@ -39,7 +39,6 @@ class Fact(StrEnum):
         *("counts", "how many users and examples there are, and the size of the pool of ELS"),
         "adjacency",
     )
-    USERS = "users", "how many users there are"
     OWNERS = "owners", "how many users and texts there are, and who owns which of them", "data"
     MIN_EXAMPLES = "min-examples", "who has at least {} texts (min_examples)", "data"
     SKIP_UNKNOWN = "skip-unknown", "who has a row that was not left out (skip_unknown)", "data"
@@ -71,7 +70,7 @@ class Fact(StrEnum):
         return fact
 
 
-PUBLIC = frozenset({Fact.COUNTS, Fact.USERS, Fact.OWNERS, Fact.MIN_EXAMPLES, Fact.SKIP_UNKNOWN})
+PUBLIC = frozenset({Fact.COUNTS, Fact.OWNERS, Fact.MIN_EXAMPLES, Fact.SKIP_UNKNOWN})
 """What the guarantee takes as known to everyone."""
 ASSUMPTIONS = frozenset({Fact.MODEL})
 """What the training starts from: no caveats, since the guarantee is about the data alone."""

@@ -1,10 +1,9 @@
 """Audit of a training: attacks that may refute the epsilon that it claims.
 
 The training is the user's own command, with canaries among its users, each included by the toss of
-a coin (`canaries`). Three tests compare the releases with the claim (`bounds`): guesses of the
-coins without an assumption, guesses if each canary tells of its own coin alone, and the length of
-the noise. Each has a verdict. A claim that is not refuted is not proven, because attacks only get
-better.
+a coin (`canaries`). Two tests compare the releases with the claim (`bounds`): guesses of the coins,
+and the length of the noise. Each has a verdict. A claim that is not refuted is not proven, because
+attacks only get better.
 """
 
 import dataclasses
@@ -22,22 +21,17 @@ from fedsim.keys import SecretKey
 from fedsim.plan import accounted_events
 from fedsim.run import Console, directory, ledger
 from fedsim.training import Purpose, train
-from fedsim.trust.bounds import Claim, audit_curve, audit_independent, audit_noise, curve_claim
+from fedsim.trust.bounds import audit_guesses, audit_noise, curve_claim
 from fedsim.trust.canaries import POOLS, Canaries, coins
 
 NAME = "audit"
 CURVE_POINTS = 400
-SHARP = 0.01
-"""Share of a test's error probability for each of the two tests with more assumptions than
-guessing; they find mistakes with as little."""
 REFUTED, NOT_REFUTED, TOO_FEW = "REFUTED", "not refuted", "INCONCLUSIVE"
-CURVE, NOISE = "gradient canaries", "length of the noise"
-INDEPENDENT = "gradient canaries, if each tells of its own coin alone"
 FINDINGS = {
-    CURVE: "{correct} of {guesses} coins guessed",
-    INDEPENDENT: "{correct} of {guesses} coins guessed, as with epsilon {epsilon:.3f} or more",
-    NOISE: "noise multiplier at most {noise_multiplier:.4g}, {claimed:.4g} claimed",
+    "guesses": "{correct} of {guesses} coins guessed, as with epsilon {epsilon:.3f} or more",
+    "noise": "noise multiplier at most {noise_multiplier:.4g}, {claimed:.4g} claimed",
 }
+"""Findings of the tests, by their names in audit.json."""
 OF_SUMMARY = ("epsilon", "epsilon_holds", "delta", "noise_multiplier", "sampling_run")
 OF_SUMMARY += ("sampling_prob", "num_steps", "steps_done")
 
@@ -76,9 +70,9 @@ def audit(
         console.note("an audit cannot be resumed: to finish it, start it again in a new directory")
     plan, events = directory.load(run.run_dir).plan, ledger.phases(ledger.read(run.run_dir))
     assert plan is not None and events is not None, "a run that ended has both"
-    claim = curve_of(accounted_events(plan, events) or [], plan.delta)
+    claimed = accounted_events(plan, events) or []
     with console.phase("attacking the model"):
-        attacks = attack(planted, claim, events, plan.delta, settings.confidence)
+        attacks = attack(planted, claimed, events, plan.delta, settings.confidence)
     result = {
         "run_dir": str(run.run_dir),
         "algorithm": str(algorithm),
@@ -92,61 +86,45 @@ def audit(
     return result
 
 
-def curve_of(events: Events, delta: float) -> Claim:
-    """The whole trade-off curve that these releases claim."""
-    epsilons = np.linspace(0, 2 * accounting.epsilon(events, delta) + 1, CURVE_POINTS)
-    return curve_claim(epsilons, accounting.privacy_curve(events, epsilons))
-
-
 def attack(
-    planted: Canaries, claim: Claim, events: Events, delta: float, confidence: float
+    planted: Canaries, claimed: Events, events: Events, delta: float, confidence: float
 ) -> dict[str, Any]:
-    """The three tests of a training, at their places in audit.json.
+    """The results of the tests of a training, by their names in FINDINGS.
 
     Args:
-      claim: the claimed trade-off curve.
+      claimed: the events that the claim accounts for.
       events: those of the releases.
       delta: of the claim.
+      confidence: of a refutation; each test has half of the probability of an error.
     """
-    scores, included, error = planted.scores(), planted.included, 1 - confidence
-    curve = audit_curve(scores, included, claim, error)
-    independent = audit_independent(scores, included, claim, delta, SHARP * error)
-    gradient = {"curve": curve, "independent": independent}
-    noise = audit_noise(planted.noise, events, SHARP * error)
-    return {
-        "gradient": {name: dataclasses.asdict(bound) for name, bound in gradient.items()},
-        "noise": dataclasses.asdict(noise),
-    }
-
-
-def tests_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The tests of an audit, by their names in FINDINGS."""
-    gradient = result["gradient"]
-    return {CURVE: gradient["curve"], INDEPENDENT: gradient["independent"], NOISE: result["noise"]}
+    epsilons = np.linspace(0, 2 * accounting.epsilon(claimed, delta) + 1, CURVE_POINTS)
+    claim = curve_claim(epsilons, accounting.privacy_curve(claimed, epsilons))
+    error = (1 - confidence) / len(FINDINGS)
+    guesses = audit_guesses(planted.scores(), planted.included, claim, delta, error)
+    noise = audit_noise(planted.noise, events, error)
+    return {"guesses": dataclasses.asdict(guesses), "noise": dataclasses.asdict(noise)}
 
 
 def judge(result: dict[str, Any]) -> dict[str, Any]:
     """Compare each test with the claim.
 
     Args:
-      result: epsilon, confidence, num_steps and steps_done, and the tests at their places.
+      result: epsilon, num_steps and steps_done, and the tests.
 
     Returns:
       `verdicts`: of each test. `holds`: False if one refutes the claim; True if guesses could have
       refuted it and did not; None if they could not. `verdict`: the same in words.
-      `error_probability`: largest probability that one of them refutes a claim that holds.
     """
-    verdicts = {name: _verdict(test) for name, test in tests_of(result).items()}
+    verdicts = {name: _verdict(result[name]) for name in FINDINGS}
     refuting = [name for name, verdict in verdicts.items() if verdict == REFUTED]
     holds, verdict = True, NOT_REFUTED
     if refuting:
         holds, verdict = False, f"THE CLAIM IS REFUTED, by: {'; '.join(refuting)}"
-    elif NOT_REFUTED not in (verdicts[CURVE], verdicts[INDEPENDENT]):
+    elif verdicts["guesses"] == TOO_FEW:
         holds, verdict = None, f"{TOO_FEW}: so few canaries could not refute it"
     elif (done := result["steps_done"]) < (steps := result["num_steps"]):
         holds, verdict = None, f"{TOO_FEW}: stopped after {done} of {steps} steps"
     return {
-        "error_probability": round((1 + 2 * SHARP) * (1 - result["confidence"]), 12),
         "verdicts": verdicts,
         "verdict": f"at most {result['epsilon']:.3f} is claimed: {verdict}",
         "holds": holds,
@@ -162,7 +140,7 @@ def _verdict(test: dict[str, Any]) -> str:
 def sentence(result: dict[str, Any]) -> str:
     """The verdict, and a line for each test."""
     lines = [f"epsilon: {result['verdict']}"]
-    for name, test in tests_of(result).items():
-        lines.append(f"{name}: {result['verdicts'][name]} ({FINDINGS[name].format(**test)})")
-    often = f"{result['error_probability']:g}"
+    for name, finding in FINDINGS.items():
+        lines.append(f"{name}: {result['verdicts'][name]} ({finding.format(**result[name])})")
+    often = f"{1 - result['confidence']:.3g}"
     return "\n".join([*lines, f"A claim that holds is refuted with a probability <= {often}."])

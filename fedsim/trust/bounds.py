@@ -1,8 +1,8 @@
-"""Three tests of a claimed privacy curve by a single run: two by guesses, one by the noise.
+"""Two tests of a claimed privacy curve by a single run: by guesses, and by the noise.
 
 Each of many canaries was included or left out by the toss of a coin. More correct guesses of the
-coins than the claimed curve allows refute it (`audit_curve`, `audit_independent`), and so does
-noise that is shorter than claimed (`audit_noise`).
+coins than the claimed curve allows refute it (`audit_guesses`), and so does noise that is shorter
+than claimed (`audit_noise`).
 
 Assumptions, theorem and proofs: docs/theory/audits.md.
 """
@@ -21,26 +21,6 @@ from fedsim.clipping import lattice_bits
 from fedsim.keys import SecretKey
 from fedsim.noise import CELLS_BITS, AddNoise
 
-SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)
-"""Fractions of canaries to guess, most confident first; the rest are abstentions."""
-
-
-def guess_counts(scores: np.ndarray, included: np.ndarray) -> list[tuple[int, int]]:
-    """(guesses, correct ones) of each way to guess; the ways are fixed before the run.
-
-    Args: as of `audit_curve`.
-    """
-    count, took_part = len(scores), included[np.argsort(-scores, kind="stable")]
-    counts = []
-    for share in SHARES:
-        guesses = max(1, round(share * count))
-        below = guesses // 2
-        for left_out in (below, 0) if share <= 1 / 2 else (below,):  # 0: guess "included" alone
-            correct = took_part[: guesses - left_out].sum() + (~took_part[count - left_out :]).sum()
-            counts.append((guesses, int(correct)))
-    return counts
-
-
 Claim = Callable[[float], float]
 """y -> the least probability, on one of two neighbouring data sets, of an event that has
 probability y on the other."""
@@ -48,13 +28,15 @@ probability y on the other."""
 
 @dataclasses.dataclass(frozen=True)
 class GuessBound:
-    """Result of testing a claimed trade-off curve by guesses."""
+    """Result of testing a claimed trade-off curve by guesses of all coins."""
 
     refuted: bool
     could_refute: bool
     """True if it would be refuted with every guess right."""
     guesses: int
     correct: int
+    epsilon: float
+    """Lower bound at the claim's delta, by the curve of the Gaussian mechanism."""
 
 
 def curve_claim(epsilons: np.ndarray, deltas: np.ndarray) -> Claim:
@@ -69,60 +51,6 @@ def curve_claim(epsilons: np.ndarray, deltas: np.ndarray) -> Claim:
     return least
 
 
-def refutes(canaries: int, guesses: int, correct: int, claim: Claim, significance: float) -> bool:
-    """True if so many correct guesses have less than this probability if the claim holds.
-
-    Args:
-      canaries: m; each was included with probability 1/2, independently.
-      guesses: r, decided before the run.
-      correct: v, how many of them were right.
-      significance: the probability.
-
-    Source: Mahloujifar et al. 2024, Algorithm 3, for coins of two sides.
-    """
-    right = significance * correct / canaries
-    wrong = significance * (guesses - correct) / canaries
-    for i in range(correct - 1, -1, -1):
-        grown = max(wrong, claim(right))
-        if grown == wrong:
-            break  # and so in all later steps
-        right += i / (guesses - i) * (grown - wrong)
-        wrong = grown
-        if right + wrong > guesses / canaries:
-            return True  # neither decreases
-    return right + wrong > guesses / canaries
-
-
-def audit_curve(
-    scores: np.ndarray, included: np.ndarray, claim: Claim, significance: float
-) -> GuessBound:
-    """Test a claimed curve by several numbers of guesses, which share the significance.
-
-    Guarantees: a claim that holds is refuted with at most this probability, however the release
-      about one canary depends on the others (Mahloujifar, Melis and Chaudhuri 2024).
-
-    Args:
-      scores: [canaries], larger if a canary seems included. Ties are broken by position.
-      included: bool [canaries].
-      claim: the curve.
-      significance: the probability.
-    """
-    count, tried = len(scores), guess_counts(scores, included)
-    share = significance / len(tried)
-    could = any(refutes(count, r, r, claim, share) for r, _ in tried)
-    refuting = [(r, v) for r, v in tried if refutes(count, r, v, claim, share)]
-    guesses, correct = refuting[0] if refuting else tried[-1]
-    return GuessBound(bool(refuting), could, guesses, correct)
-
-
-@dataclasses.dataclass(frozen=True)
-class IndependentBound(GuessBound):
-    """Result of testing a claimed curve by guesses of all coins, if canaries are independent."""
-
-    epsilon: float
-    """Lower bound at the claim's delta, by the curve of the Gaussian mechanism."""
-
-
 def advantage(claim: Claim) -> float:
     """Largest y - claim(y): the total variation distance that the claim allows."""
     minimum = optimize.minimize_scalar(
@@ -131,9 +59,9 @@ def advantage(claim: Claim) -> float:
     return min(1.0, 1e-9 - float(minimum.fun))  # pyright: ignore
 
 
-def audit_independent(
+def audit_guesses(
     scores: np.ndarray, included: np.ndarray, claim: Claim, delta: float, significance: float
-) -> IndependentBound:
+) -> GuessBound:
     """Test a claimed curve by guessing that the canaries with the larger half of scores took part.
 
     Guarantees: if each canary's score depends on its own coin alone, as with gradient canaries,
@@ -141,12 +69,15 @@ def audit_independent(
       probability.
 
     Args:
-      scores, included: as for `audit_curve`.
+      scores: [canaries], larger if a canary seems included. Ties are broken by position.
+      included: bool [canaries].
       claim: the curve.
-      delta: of the claim, for `IndependentBound.epsilon`.
+      delta: of the claim, for `GuessBound.epsilon`.
       significance: the probability.
     """
-    count, (_, correct) = len(scores), guess_counts(scores, included)[-1]  # the option with all
+    count, took_part = len(scores), included[np.argsort(-scores, kind="stable")]
+    half = -(-count // 2)
+    correct = int(took_part[:half].sum() + (~took_part[half:]).sum())
     right = (1 + advantage(claim)) / 2
 
     def refuted(number: int) -> bool:
@@ -155,7 +86,7 @@ def audit_independent(
     share = float(stats.beta.ppf(significance, correct, count - correct + 1)) if correct else 0.0
     mu = max(0.0, 2 * float(special.ndtri(share)))
     epsilon = gaussian_epsilon(mu, delta) if mu else 0.0
-    return IndependentBound(refuted(correct), refuted(count), count, correct, epsilon)
+    return GuessBound(refuted(correct), refuted(count), count, correct, epsilon)
 
 
 @dataclasses.dataclass(frozen=True)

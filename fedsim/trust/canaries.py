@@ -57,12 +57,7 @@ class Directions:
         return total / jnp.sqrt(jnp.maximum(size_of_canary, 1).astype(jnp.float32))
 
     def scores(self, total: Any) -> np.ndarray:
-        """Inner products of `total` and the direction of each canary, float64 [count].
-
-        Raises:
-          ConfigError: there are more canaries than parameters.
-        """
-        expect_directions(self.count, total)
+        """Inner products of `total` and the direction of each canary, float64 [count]."""
         products, sizes = np.zeros(self.count), np.zeros(self.count)
         for leaf, owner, sign in self._of_leaves(total):
             owner = np.asarray(owner).ravel()
@@ -70,12 +65,6 @@ class Directions:
             products += np.bincount(owner, values, self.count)
             sizes += np.bincount(owner, minlength=self.count)
         return products / np.sqrt(sizes)
-
-
-def expect_directions(count: int, params: Any) -> None:
-    """Raise ConfigError if there are more gradient canaries than parameters."""
-    size = num_coordinates(params)
-    expect("gradient_canaries", count, count <= size, f"<= {size} parameters")
 
 
 class CanaryTask(WrappedTask):
@@ -218,8 +207,12 @@ class Canaries:
         return dataclasses.replace(data, train=train)
 
     def task(self, task: Any, params: Any) -> Any:
-        """The run's task, with the losses of canaries."""
-        expect_directions(len(self.included), params)
+        """The run's task, with the losses of canaries.
+
+        Raises: ConfigError: there are more canaries than parameters.
+        """
+        count, size = len(self.included), num_coordinates(params)
+        expect("gradient_canaries", count, count <= size, f"<= {size} parameters")
         return CanaryTask(task, self.owners, self.directions, self.clip_norm)
 
     def on_release(

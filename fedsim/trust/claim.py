@@ -202,11 +202,6 @@ def several(released: Claimed) -> list[tuple[int, float]]:
     return [(people, epsilon_for(released, people)) for people in PEOPLE]
 
 
-def is_by_group(plan: Plan) -> bool:
-    """True if only group privacy bounds the loss of several users together."""
-    return plan.sampling.participations is not None or plan.noise.bands > 1
-
-
 def epsilon_for(released: Claimed, people: int) -> float:
     """Epsilon of so many users together, at the claim's delta; inf if none is known.
 
@@ -215,9 +210,10 @@ def epsilon_for(released: Claimed, people: int) -> float:
     """
     plan, phases = released.plan, released.phases
     assert phases is not None
+    by_group = plan.sampling.participations is not None or plan.noise.bands > 1
     left = plan.delta * (1 - SLACK_SHARE)
     try:
-        if is_by_group(plan):
+        if by_group:
             ideal = accounting.group_epsilon(phases, left, people)
         else:
             ideal = accounting.epsilon(accounting.for_people(phases, people), left)

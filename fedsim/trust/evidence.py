@@ -151,7 +151,7 @@ def checked(promise: str, look: Callable[[Any], str], evidence: Record) -> Check
     """
     try:
         return Check(promise, True, look(evidence))
-    except (Unknown, EngineError) as error:
+    except (Unknown, EngineError, OSError) as error:
         return Check(promise, None, str(error), isinstance(error, Interrupted))
     except FedsimError as error:
         return Check(promise, False, str(error))

@@ -93,12 +93,7 @@ def check_epsilon(evidence: Record) -> str:
     shown = [(step, line.get("epsilon")) for step, line in enumerate(steps, 1)]
     check_running(evidence, path, shown)
     epsilon, delta = at_most(spent, ".6g"), at_most(plan.delta, ".2e")
-    return f"{epsilon} at delta {delta}, recomputed from the ledger's events{label_of(plan)}"
-
-
-def label_of(plan: Plan) -> str:
-    """The label of a plan without a guarantee, to end a finding with."""
-    return f": {plan.label}" if plan.label else ""
+    return f"{epsilon} at delta {delta}, recomputed from the ledger's events"
 
 
 def check_running(evidence: Record, path: Path, shown: list[tuple[int, Any]]) -> None:

@@ -36,15 +36,8 @@ REPORTS = ("report.html", "report.md")
 CARD = "README.md"
 WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 OF_MODEL = {*serving_files.SIDE_FILES, CARD, "adapter_config.json"}
-WITH_THE_RUN = {
-    "settings": "the run's settings are not published",
-    "key": "the key is secret",
-    "budget": "the ledger of the data is its owner's",
-    "data": "the texts are their owners'",
-    "draws": "needs the key and the data",
-    "replay": "needs the key and the data: only this shows the noise and the clipping of each step",
-}
-"""Promises that need the run's own directory, and why."""
+WITH_THE_RUN = ("settings", "key", "budget", "data", "draws", "replay")
+"""Promises that need what is not published: settings, key and data."""
 
 
 class Folder(Record):
@@ -90,8 +83,8 @@ def check_folder(path: Path) -> list[Check]:
     except FedsimError as error:
         return [Check("files", False, str(error))]
     found = [checked(promise, look, folder) for promise, look in CHECKS]
-    away = "`fedsim verify RUN`, by whoever has it"
-    return [*found, *(Check(name, None, f"{why}; {away}") for name, why in WITH_THE_RUN.items())]
+    away = "needs the run's own directory, which is not published"
+    return [*found, *(Check(name, None, away) for name in WITH_THE_RUN)]
 
 
 def digests(path: Path) -> dict[str, str]:
@@ -190,19 +183,11 @@ def _claim(folder: Folder) -> str:
         stands = getattr(stated, name)
         require(stands == value, f"{path}: {name}={stands}: expected {value}")
     for name in REPORTS:
-        said = _text(folder.run_dir / name)
+        said = (folder.run_dir / name).read_text(encoding="utf-8")
         require(stated.claim in said, f"{folder.run_dir / name}: expected the claim of {NAME}")
     epsilon, delta = at_most(made.epsilon, ".6g"), at_most(made.plan.delta, ".2e")
     quoted = "the report quotes the claim, and what else it says was not compared"
     return f"epsilon {epsilon} at delta {delta}, as the ledger says; {quoted}"
-
-
-def _text(path: Path) -> str:
-    """The text of a file. Raises: Violated: there is none."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise Violated(f"{path}: expected a text ({type(error).__name__})") from None
 
 
 CHECKS: list[tuple[str, Callable[[Any], str]]] = [

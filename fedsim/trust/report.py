@@ -133,11 +133,9 @@ def compose(released: Released) -> dict[str, Any]:
 
 def _losses(released: Released, summary: dict[str, Any]) -> list[tuple[str, Any]]:
     """Losses on held-out users, by their names; only those with noise."""
-    plan = released.plan
-    if plan.evaluations is None:
+    if released.plan.evaluations is None:
         return []
-    others = ", and other owners of them are trained on" if plan.shared else ""
-    about = f"({words_of(plan)['held_out']}, with noise{others})"
+    about = f"({words_of(released.plan)['held_out']}, with noise)"
     names = ("initial_eval_loss", "final_eval_loss")
     return [(f"{n} {about}", summary[n]) for n in names if summary.get(n, "nan") != "nan"]
 
@@ -203,21 +201,18 @@ def model_card(run_dir: Path, console: Console, *, base: str | None = None) -> s
         with directory.lock(run_dir, to_read=True):
             return card_of(read(run_dir, console), base=base)
     except ReportError as error:
-        title = run_dir.resolve().name
-        return _card([], base, title=title, problem=error.public or str(error))
+        return _card(base, title=run_dir.resolve().name, problem=error.public or str(error))
 
 
 def card_of(released: Released, *, base: str | None = None) -> str:
     """The model card of a run that keeps its promises."""
-    private = released.phases is not None and not released.plan.label
-    shown = facts(released) | {"title": released.run_dir.resolve().name, "problem": None}
-    return _card(["differential-privacy"] if private else [], base, **shown)
+    return _card(base, problem=None, title=released.run_dir.resolve().name, **facts(released))
 
 
-def _card(tags: list[str], base: str | None, **shown: Any) -> str:
-    head = ModelCardData(
-        tags=["text-generation", *tags], base_model=base, pipeline_tag="text-generation"
-    ).to_yaml()
+def _card(base: str | None, **shown: Any) -> str:
+    kind, private = "text-generation", shown.get("private") and not shown["label"]
+    tags = [kind, "differential-privacy"] if private else [kind]
+    head = ModelCardData(tags=tags, base_model=base, pipeline_tag=kind).to_yaml()
     return f"---\n{head}\n---\n\n{as_markdown('card.md.jinja', subject='this model', **shown)}"
 
 
@@ -279,13 +274,14 @@ def _fill(folder: Path, released: Released, form: Form) -> None:
     whole, _, _ = (run_dir / ledger.FILE).read_bytes().rpartition(b"\n")
     write_atomically(folder / ledger.FILE, whole + b"\n")
     write_report(released, folder)
-    card = {published.CARD: card_of(released, base=base_name(run_dir) if adapter else None)}
+    base = base_name(run_dir) if adapter else None
+    card = {published.CARD: card_of(released, base=base)}
     save_model(str(run_dir), folder / published.MODEL, card, adapter=adapter)
     for file in (folder / published.MODEL).glob("*config.json"):
         fields = read_object(file, "model")
         shown = {name: value for name, value in fields.items() if not name.endswith(OF_PLACES)}
         if BASE in fields:
-            shown[BASE] = model_name(fields[BASE])
+            shown[BASE] = base or Path(fields[BASE]).name
         if shown != fields:
             write_json(file, shown)
 

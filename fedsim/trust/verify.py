@@ -16,7 +16,7 @@ from fedsim.accounting import at_most
 from fedsim.clipping import Strategy, num_coordinates
 from fedsim.config import Algorithm
 from fedsim.els import ELS
-from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged, expect
+from fedsim.errors import DataError, FedsimError, FileDamaged, expect
 from fedsim.files import read_json
 from fedsim.keys import SecretKey
 from fedsim.plan import (
@@ -67,7 +67,6 @@ from fedsim.trust.ledger_checks import (
     check_head,
     check_running,
     described,
-    label_of,
 )
 from fedsim.trust.published import check_folder, is_folder, plan_in
 from fedsim.trust.replay import replay
@@ -101,26 +100,19 @@ def verify(
       A `Check` for each promise, in an order in which each uses findings of those before.
 
     Raises:
-      ConfigError: `run_dir` is no run, another process is working on it, or `data` cannot be read.
+      ConfigError: `run_dir` is no run, or another process is working on it.
     """
     if is_folder(run_dir):
         expect("replay", again, not again, "the run's own directory: a published folder has no key")
         return check_folder(run_dir)
     try:
         with directory.lock(run_dir, to_read=True):
-            return _verify(Evidence(run_dir, data, engine, console), data, again)
+            return _verify(Evidence(run_dir, data, engine, console), again)
     except (Violated, FileDamaged, LedgerError) as error:
         return [Check("settings", False, str(error))]
 
 
-def _verify(evidence: Evidence, data: str | None, again: str) -> list[Check]:
-    if data is not None:
-        try:
-            _ = evidence.dataset
-        except Violated:
-            pass  # the check of the data reports it
-        except Unknown as error:
-            raise ConfigError(f"data={data}: {error}", field="data") from None
+def _verify(evidence: Evidence, again: str) -> list[Check]:
     looks = [look for look in CHECKS if evidence.plan.shared or look != ("owners", _owners)]
     if evidence.plan.evaluations is not None:
         looks.append(("evaluations", check_evaluations))
@@ -247,10 +239,8 @@ def _summary(evidence: Evidence) -> str:
     steps, released = claimed["steps_done"], evidence.num_steps
     # Fewer, if a run was killed, resumed, and stopped before it had caught up.
     require(steps <= released, f"{path}: steps_done={steps}, and the ledger has {released}")
-    of = "" if steps == released else f" of {released} that were released"
     epsilon = at_most(float(claimed["epsilon"]), ".6g")
-    message = f"epsilon {epsilon}, {steps} steps{of}, losses and parameters agree"
-    return f"{message}{label_of(evidence.plan)}"
+    return f"epsilon {epsilon}, {steps} steps, losses and parameters agree"
 
 
 def _claims(evidence: Evidence) -> Iterator[tuple[str, Any]]:

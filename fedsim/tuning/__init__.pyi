@@ -1,5 +1,5 @@
 from . import doubling as doubling
-from .advice import Advice as Advice, Cell as Cell, report as report
+from .advice import Advice as Advice, report as report
 from .recommend import recommend as recommend
 from .selection import (
     Job as Job,

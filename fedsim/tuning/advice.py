@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import os
 import shlex
-from collections.abc import Sequence
 from typing import Any
 
 from fedsim import accounting
@@ -21,7 +20,6 @@ from fedsim.config import (
     CYCLIC,
     HIDDEN,
     INDEPENDENT,
-    POISSON,
     Algorithm,
     PrivacyConfig,
     RunConfig,
@@ -33,6 +31,7 @@ from fedsim.config import (
 )
 from fedsim.noise import Prediction, predicted_error, strategy
 from fedsim.plan import allocated, bands_predicted
+from fedsim.run import aligned
 from fedsim.sampling import Users, graph_of
 from fedsim.training import Noise, with_defaults
 
@@ -44,32 +43,17 @@ CELL = ("sampling", "noise", "bands", "participations")
 MAX_GRADIENTS = 9 / 8  # of the batch size, of random allocation, for K divides the number of steps
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Cell:
-    """A way of sampling with a kind of noise, its noise and its cost."""
+    """A way of sampling with a kind of noise."""
 
-    sampling: str
-    noise: str
-    bands: int | None = None
-    participations: int | None = None
-    batch_size: int
-    """Gradients per step, expected at most."""
-    noise_multiplier: float
-    """sigma."""
     ratio: float
     """Noise on sums of mean gradients, relative to Poisson sampling with independent noise: root
     mean squares over the steps."""
-    row_bytes: int = 0
-    """Memory of the driver for the noise of earlier steps."""
-    against: str = ""
-    """Reason why it must not be chosen, however little its noise; empty if it may be."""
-
-    @property
-    def changes(self) -> dict[str, Any]:
-        """Settings of a PrivacyConfig that differ from the defaults."""
-        if self.sampling == POISSON:
-            return {}
-        return {name: getattr(self, name) for name in (*CELL, "batch_size")}
+    noise_multiplier: float
+    """sigma."""
+    changes: dict[str, Any]
+    """Settings of a PrivacyConfig that differ from the defaults."""
 
 
 def compare(
@@ -79,8 +63,10 @@ def compare(
     users: Users,
     num_parameters: int,
 ) -> list[Cell]:
-    """Candidate ways of sampling and kinds of noise, Poisson sampling first.
+    """Ways of sampling with a kind of noise that training can afford, Poisson sampling first.
 
+    Left out are random allocation where it takes more gradients than the batch size, and correlated
+    noise where the optimizer does not add gradients up, or rows of noise take too much memory.
     Empty if the user chose one, or texts have several owners.
     Args:
       privacy: from `fill_defaults`.
@@ -93,39 +79,29 @@ def compare(
     group = privacy.group_size if algorithm == Algorithm.ULS else 1
     poisson, *cyclic = bands_predicted(algorithm, privacy, users)
 
-    def cell(prediction: Prediction, batch_size: int = privacy.batch_size, **fields: Any) -> Cell:
+    def cell(prediction: Prediction, **changes: Any) -> Cell:
         # Errors are in units of the sensitivity; a step's mean is over batch_size // group units.
+        count = changes.get("batch_size", privacy.batch_size) // group
         usual = poisson.error / (privacy.batch_size // group)
-        ratio = prediction.error / (batch_size // group) / usual
-        sigma = prediction.noise_multiplier
-        return Cell(batch_size=batch_size, noise_multiplier=sigma, ratio=ratio, **fields)
+        return Cell(prediction.error / count / usual, prediction.noise_multiplier, changes)
 
-    cells = [cell(poisson, sampling=POISSON, noise=INDEPENDENT)]
+    cells = [cell(poisson)]
     if algorithm == Algorithm.ULS:
         settings = dataclasses.replace(privacy, sampling=ALLOCATION)
         settings = allocated(algorithm, settings, users.num_users)
-        too_many = settings.batch_size > MAX_GRADIENTS * privacy.batch_size
-        against = "more gradients than the batch size" if too_many else ""
-        fields = {"participations": settings.participations, "against": against}
-        prediction, size = _of_allocation(settings), settings.batch_size
-        cells.append(cell(prediction, size, sampling=ALLOCATION, noise=INDEPENDENT, **fields))
-    optimizer = str(
-        with_defaults(changed_run(run, learning_rate=1.0), Noise(1.0, 1.0, 1)).optimizer
-    )
+        if settings.batch_size <= MAX_GRADIENTS * privacy.batch_size:
+            names = ("sampling", "participations", "batch_size")
+            changes = {name: getattr(settings, name) for name in names}
+            cells.append(cell(_of_allocation(settings), **changes))
+    filled = with_defaults(changed_run(run, learning_rate=1.0), Noise(1.0, 1.0, 1))
+    if str(filled.optimizer).partition(":")[0] not in ADDING:
+        return cells
     for banded in cyclic:
         stddev = banded.noise_multiplier * 2.0 ** lattice_bits(num_parameters)
         rows = strategy(privacy.num_steps, banded.bands, stddev)
-        size = rows.bytes_per_number * num_parameters
-        fields = {"bands": banded.bands, "row_bytes": size, "against": _against(optimizer, size)}
-        cells.append(cell(banded, sampling=CYCLIC, noise=CORRELATED, **fields))
+        if rows.bytes_per_number * num_parameters <= MEMORY_SHARE * _memory():
+            cells.append(cell(banded, sampling=CYCLIC, noise=CORRELATED, bands=banded.bands))
     return cells
-
-
-def _against(optimizer: str, row_bytes: int) -> str:
-    """Reason against correlated noise with this optimizer and memory; empty if there is none."""
-    if optimizer.partition(":")[0] not in ADDING:
-        return f"{optimizer} does not add gradients up"
-    return "too much memory for this machine" if row_bytes > MEMORY_SHARE * _memory() else ""
 
 
 def _of_allocation(privacy: PrivacyConfig) -> Prediction:
@@ -139,11 +115,6 @@ def _of_allocation(privacy: PrivacyConfig) -> Prediction:
         num_steps=steps,
     )
     return Prediction(1, sigma, predicted_error(sigma, steps, 1))
-
-
-def least_noisy(cells: Sequence[Cell]) -> Cell:
-    """The candidate with the least noise on sums of gradients, among those that may be chosen."""
-    return min((cell for cell in cells if not cell.against), key=lambda cell: cell.ratio)
 
 
 def _memory() -> float:
@@ -171,10 +142,6 @@ class Advice:
     """sigma."""
     noise_per_step: float
     """C sigma / B or C sigma / M: standard deviation per coordinate, in the gradient's unit."""
-    added_stddev: float
-    """Standard deviation of the noise that training adds to each coordinate of a step's mean
-    clipped gradient. With normalised clipping, which divides gradients by C, sigma / B or sigma /
-    M; else noise_per_step."""
     sampling: str
     noise: str
     bands: int | None
@@ -182,13 +149,6 @@ class Advice:
     noise_on_sums: float
     """Standard deviation per coordinate of the noise on the sum of all mean gradients so far, in
     the gradient's unit: root mean square over the steps."""
-    cells: list[Cell]
-    """Ways of sampling with kinds of noise, of which that with the least noise on sums was chosen;
-    empty: they were given."""
-    data_used: float
-    """Expected fraction of the training examples that some step uses."""
-    gradients: float
-    """Expected number of gradients over all steps."""
     settings: dict[str, Any]
     """All settings of this training by name, in JSON's types: arguments of `fedsim.train`."""
     command: list[str]
@@ -210,19 +170,13 @@ def choose(els: Advice, uls: Advice) -> tuple[Advice, str]:
 
 
 def to_train(
-    algorithm: Algorithm,
-    settings: PrivacyConfig,
-    given: PrivacyConfig,
-    run: RunConfig,
-    *,
-    from_data: bool = True,
+    algorithm: Algorithm, settings: PrivacyConfig, given: PrivacyConfig, run: RunConfig
 ) -> dict[str, Any]:
     """The settings to train with, by name, without those at their defaults.
 
     Args:
       settings: recommended settings.
       given: settings as requested; a delta that is None there is left to its default.
-      from_data: settings were chosen by looking at the data without noise, as the run shall say.
     """
     flags: dict[str, Any] = {"data": run.data.source}
     for name in ("epsilon", "delta", "num_steps", "batch_size", "group_size", "clip_norm"):
@@ -233,7 +187,7 @@ def to_train(
     looked = ["clip_norm"] if settings.clip_norm != given.clip_norm else []
     if given.group_size is None and (algorithm == Algorithm.ELS or looked):
         looked.insert(0, "group_size")  # the median, or by norms
-    if looked and from_data:
+    if looked:
         flags["tuned_on_data"] = ",".join(looked)
     usual |= settings_of(run_config(data=run.data.source, run_dir=run.run_dir))
     for name, value in {**settings_of(given), **settings_of(run)}.items():
@@ -262,37 +216,26 @@ def command(algorithm: Algorithm, settings: dict[str, Any]) -> list[str]:
     return words
 
 
-ROWS = [
-    ("group size G", "{group_size:,}"),
-    ("examples (ELS) or users (ULS) per step", "{expected_count:,}"),
-    ("chance of each to be drawn", "{sampling_prob:.3g}"),
-    ("clip norm C", "{clip_norm:.4g}"),
-    ("  95 % interval", "{between}"),
-    ("noise multiplier", "{noise_multiplier:.4f}"),
-    ("sampling", "{sampling}"),
-    ("noise", "{noise}"),
-    ("noise per step", "{noise_per_step:.3g}"),
-    ("noise on sums of steps", "{noise_on_sums:.3g}"),
-    ("data used", "{data_used:.1%}"),
-    ("gradients per step", "{batch_size:,}"),
-    ("gradients in all", "{gradients:,.0f}"),
-]
+ROWS = {
+    "group size G": "{group_size:,}",
+    "examples (ELS) or users (ULS) per step": "{expected_count:,}",
+    "chance of each to be drawn": "{sampling_prob:.3g}",
+    "clip norm C": "{clip_norm:.4g}",
+    "noise multiplier": "{noise_multiplier:.4f}",
+    "sampling": "{sampling}",
+    "noise": "{noise}",
+    "noise per step": "{noise_per_step:.3g}",
+    "noise on sums of steps": "{noise_on_sums:.3g}",
+    "gradients per step": "{batch_size:,}",
+}
 """Rows of the table, with the shapes of their values."""
 
 
 def report(result: dict[str, Any]) -> str:
     """The result of `recommend` as text: the answer, commands, and a table."""
     best, other = ("els", "uls") if result["recommended"] == "els" else ("uls", "els")
-    median = f"{result['median_examples']:,}"
-    if result["looked_at"] is not None:
-        examples = f"{result['num_examples']:,} examples, the median user has {median}"
-        source = (
-            "From the users' texts, without noise: how many examples there are, G, C and its "
-            "interval, data used and gradients, and so the choice. plan_only reads nothing."
-        )
-    else:
-        examples = f"and {median} examples of each are assumed"
-        source = "Defaults used because no text was read: C = 1, G = 1 for ULS."
+    columns = result["els"], result["uls"]
+    rows = [(name, *(shape.format(**each) for each in columns)) for name, shape in ROWS.items()]
     return "\n".join(
         [
             f"Use {best.upper()}: {result['reason']}.",
@@ -303,31 +246,17 @@ def report(result: dict[str, Any]) -> str:
             f"# alternative ({other.upper()}):",
             shlex.join(result[other]["command"]),
             "",
-            f"{result['num_users']:,} users, {examples}; epsilon {result['epsilon']:g} at delta "
+            f"{result['num_users']:,} users, {result['num_examples']:,} examples, the median user "
+            f"has {result['median_examples']:,}; epsilon {result['epsilon']:g} at delta "
             f"{at_most(result['delta'], '.3g')}; {result['epsilon_holds']}",
             "",
-            *_settings_table(result),
+            *aligned([("", "ELS", "ULS"), *rows]),
             "",
             'Lower "noise on sums of steps" means better training: compare the columns.',
-            source,
+            "From the users' texts, without noise: how many examples there are, G, C, and so the "
+            "choice.",
             *result["non_private"],
             "To choose privately, within epsilon: group_size_epsilon replaces group_size (els), "
             "and clip_quantile adapts clip_norm.",
         ]
     )
-
-
-def _settings_table(result: dict[str, Any]) -> list[str]:
-    """Lines of the table of both algorithms' settings."""
-    columns = []
-    for each in (result["els"], result["uls"]):
-        interval = each["clip_norm_interval"]
-        between = "" if interval is None else "{:.3g} to {:.3g}".format(*interval)
-        columns.append({**each, "between": between})
-    width = max(len(name) for name, _ in ROWS)
-    lines = [f"{'':{width}} {'ELS':>15} {'ULS':>15}"]
-    for name, shape in ROWS:
-        if result["looked_at"] is not None or "between" not in shape:
-            first, second = (shape.format(**each) for each in columns)
-            lines.append(f"{name:{width}} {first:>15} {second:>15}")
-    return lines

@@ -1,4 +1,4 @@
-"""Estimates of `recommend` at the starting model: gradient norms, noise, use of data.
+"""Estimates of `recommend` at the starting model: gradient norms and noise.
 
 Norms: L_ULS(G) is the median over a sample of users of the norm of their mean gradient over at most
 G examples; L_ELS the same over single examples. They are not private: users' norms without noise.
@@ -8,8 +8,6 @@ algorithms spend `batch_size` gradients per step, and their noise per coordinate
 (sigma_ELS L_ELS / B)^2 and (sigma_ULS L_ULS / M)^2, without the variance of the gradient itself.
 """
 
-import math
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +15,7 @@ import numpy as np
 from scipy.stats import binom
 
 from fedsim.clipping import Clip, Strategy
-from fedsim.config import ZERO_OUT, Algorithm, PrivacyConfig
+from fedsim.config import ZERO_OUT, PrivacyConfig
 from fedsim.engine import Engine, EngineError
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
@@ -34,10 +32,7 @@ BATCH = 32
 
 
 class GradientNorms:
-    """Estimates of gradient norms from one sample of users, each computed once.
-
-    Attributes: gradients: number of gradients computed so far.
-    """
+    """Estimates of gradient norms from one sample of users, each computed once."""
 
     def __init__(
         self,
@@ -49,7 +44,6 @@ class GradientNorms:
         num_users: int = NUM_USERS,
         max_group_size: int = 1,
         examples: Callable[[np.ndarray], np.ndarray] | None = None,
-        seconds: float = math.inf,
     ):
         """
         Args:
@@ -57,7 +51,6 @@ class GradientNorms:
           offsets: int64 [users + 1]; user u owns the examples offsets[u]:offsets[u + 1].
           max_group_size: the largest group size that will be needed.
           examples: from places among `offsets` to examples, where these are not the same.
-          seconds: time limit of one estimate; fewer users are used where all would take longer.
         Raises: ConfigError: no user has an example.
         """
         self._examples = examples or (lambda places: places)
@@ -71,13 +64,11 @@ class GradientNorms:
         # Padded to one width, groups of all sizes share a compiled program: passes over padding
         # alone are skipped.
         self._width = max(1, min(max_group_size, int(sizes[self._users].max())))
-        self.gradients = 0
         self.intervals: dict[float, tuple[float, float] | None] = {}
         """By estimate, the 95 % confidence interval of the median over all users; None: fewer than
         six were sampled."""
-        self.looked_at = len(self._users)
-        """Number of users, or examples, of the estimate with the fewest."""
-        self._seconds, self._compiled = seconds, set()
+        self.num_users = len(self._users)
+        """Number of sampled users."""
         self._user_norms: dict[int, float] = {}
 
     def user_norm(self, group_size: int) -> float:
@@ -105,7 +96,6 @@ class GradientNorms:
 
     def _estimate(self, rows: np.ndarray, what: str) -> float:
         norms = np.concatenate(list(self._batches(rows)))
-        self.looked_at = min(self.looked_at, len(norms))
         norms = norms[np.isfinite(norms)]
         if not len(norms):
             raise EngineError(f"no gradient of {len(rows)} units ({what}) is finite")
@@ -114,20 +104,12 @@ class GradientNorms:
         return estimate
 
     def _batches(self, rows: np.ndarray) -> Iterator[np.ndarray]:
-        """Norms of the rows in random order, as many as there is time for."""
-        rows = self._key.generator("norms: order").permutation(rows)
+        """Norms of the rows; NaN where a gradient is not finite."""
         strategy = SINGLE if rows.shape[1] == 1 else STRATEGY
-        began = time.monotonic()
         for start in range(0, len(rows), BATCH):
             batch = rows[start : start + BATCH]
             _, stats = self._engine.clipped_sum(self._params, batch, ANY_CLIP, strategy)
-            self.gradients += int(stats.num_rows.sum())
             yield np.where(stats.dropped, np.nan, stats.norms)
-            if strategy not in self._compiled:  # the first batch includes compilation
-                self._compiled.add(strategy)
-                began = time.monotonic()
-            if time.monotonic() - began > self._seconds:
-                return
 
 
 def median_interval(values: np.ndarray) -> tuple[float, float] | None:
@@ -172,21 +154,3 @@ def share_filled(privacy: PrivacyConfig, users: Users, group_size: int) -> float
     if privacy.adjacency != ZERO_OUT or graph_of(users) is not None:
         return 1.0
     return float(np.minimum(np.diff(users.offsets), group_size).mean() / group_size)
-
-
-def share_used(
-    algorithm: Algorithm, sizes: np.ndarray, group_size: int, sampling_prob: float, num_steps: int
-) -> float:
-    """Expected fraction of the training examples that takes part in at least one step.
-
-    ELS: an example is in the pool with probability min(1, G / n_u), and then in each step with p.
-    ULS: it is in a step with probability q min(1, G / n_u), independently for each step.
-    Args: sizes: n_u, examples of each user.
-    """
-    sizes = sizes[sizes > 0]
-    kept = np.minimum(1, group_size / sizes)
-    if algorithm == Algorithm.ELS:
-        seen = kept * -np.expm1(num_steps * np.log1p(-min(sampling_prob, 1 - 1e-12)))
-    else:
-        seen = -np.expm1(num_steps * np.log1p(-np.minimum(sampling_prob * kept, 1 - 1e-12)))
-    return float((sizes * seen).sum() / sizes.sum())

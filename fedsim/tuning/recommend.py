@@ -5,22 +5,19 @@ ULS), clip norms from gradient norms at the starting model, noise from the accou
 choice from the noise per step (Section 3). Beyond the paper, the way of sampling and the kind of
 noise are chosen such that sums of steps get the least noise (`advice.compare`).
 
-It looks at the data without noise, as the paper does, and the result says so; or at none of the
-texts (`plan_only`): all but the number of users is then computed from users that are made up, of
-`ASSUMED_EXAMPLES` each.
+It looks at the data without noise, as the paper does, and the result says so.
 """
 
 import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from fedsim import engine
-from fedsim.clipping import Clip, num_coordinates
+from fedsim.clipping import num_coordinates
 from fedsim.config import (
     ADD_OR_REMOVE,
     CORRELATED,
@@ -30,7 +27,6 @@ from fedsim.config import (
     RunConfig,
 )
 from fedsim.data import Dataset
-from fedsim.els import ELS
 from fedsim.engine import Engine
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
@@ -48,24 +44,17 @@ from fedsim.plan import (
     outlook,
 )
 from fedsim.run import Console, find_model, load_data, make_task
-from fedsim.sampling import Groups, Users, examples_per_user, graph_of, pool_of
-from fedsim.shared_uls import SharedULS
+from fedsim.sampling import Groups, examples_per_user, graph_of, pool_of
 from fedsim.training import wait_for
 from fedsim.tuning import doubling
-from fedsim.tuning.advice import Advice, choose, command, compare, least_noisy, to_train
+from fedsim.tuning.advice import Advice, choose, command, compare, to_train
 from fedsim.tuning.estimates import (
     NUM_USERS,
     GradientNorms,
     noise_stddev,
     share_filled,
-    share_used,
     units_of,
 )
-from fedsim.uls import ULS
-
-ASSUMED_EXAMPLES = 8
-"""Examples of a user that `plan_only` assumes."""
-NORMS_S = 8.0  # of an estimate of gradient norms: fewer users are looked at where all take longer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +66,7 @@ class Start:
     params: Any
     key: SecretKey
     """Key of the samples."""
-    workers: Engine | None
-    """None: no gradient is computed."""
+    workers: Engine
 
 
 def recommend(
@@ -87,7 +75,6 @@ def recommend(
     console: Console,
     *,
     num_users: int = NUM_USERS,
-    plan_only: bool = False,
 ) -> dict[str, Any]:
     """Advice for both algorithms on a run's data at its starting model, and the better one.
 
@@ -95,7 +82,6 @@ def recommend(
       privacy: epsilon, delta, num_steps, batch_size, clipping and sampling; the rest is computed.
       run: data, model and workers; `run_dir` is the parent of the runs of the printed commands.
       num_users: number of users in the sample of gradients.
-      plan_only: read no text: compute no gradients, and assume the number of a user's examples.
     Returns: facts of the data and the model; advice for `els` and `uls` (fields of `Advice`); turns
       of Estimate-and-Double; `recommended`, `reason`, `outlook` and `non_private`.
     Raises:
@@ -105,23 +91,14 @@ def recommend(
     finite = privacy.epsilon < math.inf
     expect("epsilon", privacy.epsilon, finite, "a finite one: noise is compared")
     expect("users", num_users, num_users >= 1, ">= 1")
-    with started(run, console, working=not plan_only) as start:
+    with started(run, console) as start:
         expect_enough_users(start.data.train.num_users, privacy.epsilon)
-        norms = None
-        if plan_only:
-            start = _without_texts(start)
-        else:
-            largest = max(1, privacy.batch_size // (doubling.START.cohort_size // 2))
-            norms = _norms(start, privacy, num_users, largest)
-        with ExitStack() as stack:
-            if norms is not None and start.workers is not None:
-                phase = console.phase(f"gradient norms of {norms.looked_at} users at most")
-                stack.enter_context(start.workers.show_progress(stack.enter_context(phase)))
+        norms = _norms(start, privacy, num_users)
+        phase = console.phase(f"gradient norms of {norms.num_users} users")
+        with phase as progress, start.workers.show_progress(progress):
             els, els_norm, of_els = _els(start, privacy, norms)
             uls, uls_norm, turns, of_uls = _uls(start, privacy, norms)
         non_private = list(dict.fromkeys([*of_els, *of_uls]))
-        if plan_only:
-            non_private = _facts_without_texts(non_private, start.data.train)
         advice = [
             _advice(Algorithm.ELS, els, els_norm, privacy, start, norms),
             _advice(Algorithm.ULS, uls, uls_norm, privacy, start, norms),
@@ -142,7 +119,7 @@ def recommend(
 
 
 def _els(
-    start: Start, privacy: PrivacyConfig, norms: GradientNorms | None
+    start: Start, privacy: PrivacyConfig, norms: GradientNorms
 ) -> tuple[PrivacyConfig, float, list[Caveat]]:
     """Settings of ELS by the median heuristic, L_ELS, and the facts read off the data."""
     settings, non_private = fill_defaults(Algorithm.ELS, privacy, start.data)
@@ -150,23 +127,18 @@ def _els(
     assert group_size is not None
     places = _places(start, privacy, group_size)
     settings = dataclasses.replace(settings, batch_size=min(settings.batch_size, places))
-    if norms is None:
-        return settings, privacy.clip_norm, non_private
     pool = pool_of(start.data.train, group_size, start.key, ADD_OR_REMOVE)
-    norm = norms.example_norm(pool)
-    return settings, norm, [*non_private, Caveat(Fact.SAMPLED_NORMS, "clip_norm")]
+    fact = Caveat(Fact.SAMPLED_NORMS, "clip_norm")
+    return settings, norms.example_norm(pool), [*non_private, fact]
 
 
 def _uls(
-    start: Start, privacy: PrivacyConfig, norms: GradientNorms | None
+    start: Start, privacy: PrivacyConfig, norms: GradientNorms
 ) -> tuple[PrivacyConfig, float, list[doubling.Doubling], list[Caveat]]:
     """Settings of ULS by Estimate-and-Double, L_ULS, its turns, and the facts read off the data."""
     settings, non_private = fill_defaults(Algorithm.ULS, privacy, start.data)
     sizes = np.diff(units_of(privacy, start.data.train, start.key).offsets)
     batch_size, users = settings.batch_size, len(sizes)
-    if norms is None:
-        settings = dataclasses.replace(settings, group_size=1, batch_size=min(batch_size, users))
-        return settings, privacy.clip_norm, [], non_private
     assert settings.delta is not None
     shared = graph_of(start.data.train) is not None
     noise = doubling.uls_noise(
@@ -198,28 +170,25 @@ def _places(start: Start, privacy: PrivacyConfig, group_size: int) -> int:
 
 
 @contextmanager
-def started(run: RunConfig, console: Console, *, working: bool = True) -> Iterator[Start]:
-    """Start a run up to its first step; with its workers, unless no gradient is computed."""
+def started(run: RunConfig, console: Console) -> Iterator[Start]:
+    """Start a run, with its workers, up to its first step."""
     model = find_model(run.model.source, console, as_stored=run.model.lora_rank > 0)
     data = load_data(run.data, model, console.note)
-    if working and (cut_off := data.cut_off()):
+    if cut_off := data.cut_off():
         console.warn(cut_off)
     engine.keep_compiled()
     fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
     with ExitStack() as stack:
         task, params = make_task(run, model, data, fresh)
-        workers = None
-        if working:
-            workers = engine.create(run.engine, task, warn=console.warn)
-            stack.callback(workers.close)
-            wait_for(workers, console)
+        workers = engine.create(run.engine, task, warn=console.warn)
+        stack.callback(workers.close)
+        wait_for(workers, console)
         key = SecretKey.create(run.seed, "recommend")
         yield Start(run, task.dataset, params, key, workers)
 
 
-def _norms(start: Start, privacy: PrivacyConfig, num_users: int, largest: int) -> GradientNorms:
-    """The estimator of gradient norms. Args: largest: group size that will be needed."""
-    assert start.workers is not None
+def _norms(start: Start, privacy: PrivacyConfig, num_users: int) -> GradientNorms:
+    """The estimator of gradient norms."""
     groups = units_of(privacy, start.data.train, start.key)
     return GradientNorms(
         start.workers,
@@ -228,33 +197,13 @@ def _norms(start: Start, privacy: PrivacyConfig, num_users: int, largest: int) -
         start.key,
         examples=groups.examples if isinstance(groups, Groups) else None,
         num_users=num_users,
-        max_group_size=largest,
-        seconds=NORMS_S,
+        max_group_size=max(1, privacy.batch_size // (doubling.START.cohort_size // 2)),
     )
 
 
-def _without_texts(start: Start) -> Start:
-    """The start on users with an assumed number of texts, unless who owns which is public."""
-    if graph_of(users := start.data.train) is not None:
-        return start
-    offsets = ASSUMED_EXAMPLES * np.arange(users.num_users + 1, dtype=np.int64)
-    assumed: Any = SimpleNamespace(
-        num_users=users.num_users, num_examples=int(offsets[-1]), offsets=offsets
-    )
-    return dataclasses.replace(start, data=dataclasses.replace(start.data, train=assumed))
-
-
-def _facts_without_texts(facts: list[Caveat], users: Users) -> list[Caveat]:
-    """Facts that the guarantee does not cover, without those of users who are made up."""
-    if graph_of(users) is None:  # else none is made up; here only their number is that of the data
-        known = Caveat(Fact.USERS)
-        facts = [known if fact.fact == Fact.COUNTS else fact for fact in facts]
-    return [fact for fact in facts if fact.fact not in (Fact.GROUP_SIZE, Fact.SAMPLED_NORMS)]
-
-
-def _about(start: Start, privacy: PrivacyConfig, norms: GradientNorms | None) -> dict[str, Any]:
+def _about(start: Start, privacy: PrivacyConfig, norms: GradientNorms) -> dict[str, Any]:
     """Facts of the data, the model and the request for the result."""
-    users, workers = start.data.train, start.workers
+    users = start.data.train
     return {
         "data": start.run.data.source,
         "num_users": users.num_users,
@@ -266,8 +215,7 @@ def _about(start: Start, privacy: PrivacyConfig, norms: GradientNorms | None) ->
         "batch_size": privacy.batch_size,
         "model": start.run.model.source,
         "num_parameters": num_coordinates(start.params),
-        "workers": workers and workers.describe(),
-        "looked_at": norms and norms.looked_at,
+        "looked_at": norms.num_users,
     }
 
 
@@ -277,60 +225,38 @@ def _advice(
     norm: float,
     given: PrivacyConfig,
     start: Start,
-    norms: GradientNorms | None,
+    norms: GradientNorms,
 ) -> Advice:
     """Advice for one algorithm, with the noise that training computes."""
     users, run = start.data.train, start.run
     cells = compare(algorithm, settings, run, users, num_coordinates(start.params))
-    changes = least_noisy(cells).changes if cells else {}
+    changes = min(cells, key=lambda cell: cell.ratio).changes if cells else {}
     rounded = min(max(float(f"{norm:.4g}"), 1e-6), 1e6)  # to the number in the printed command
     settings = dataclasses.replace(settings, clip_norm=rounded, **changes)
     method = method_for(algorithm, settings, users, start.key)
     sigma = calibrate(method, settings)
     count, prob = method.sampler.expected_count, method.sampler.sampling_prob
-    clip = Clip(settings.clip_norm, normalised=settings.clipping == "normalised")
-    rows_per_unit = filled_places = 1.0
-    if algorithm == Algorithm.ULS:
-        units = method.groups if isinstance(method, SharedULS) else users
-        rows_per_unit = float(np.minimum(np.diff(units.offsets), method.group_size).mean())
-    else:
-        filled_places = share_filled(settings, users, method.group_size)
-    real_count = count * filled_places  # without the empty places of the pool
+    real_count = float(count)
+    if algorithm == Algorithm.ELS:  # without the empty places of the pool
+        real_count *= share_filled(settings, users, method.group_size)
     bands = (settings.bands or 1) if settings.noise == CORRELATED else 1
     error = predicted_error(sigma, settings.num_steps, bands)
-    flags = to_train(algorithm, settings, given, run, from_data=norms is not None)
+    flags = to_train(algorithm, settings, given, run)
     return Advice(
         algorithm=algorithm,
         group_size=method.group_size,
         batch_size=settings.batch_size,
         expected_count=count,
         sampling_prob=prob,
-        clip_norm=clip.norm,
-        clip_norm_interval=norms and norms.intervals[norm],
+        clip_norm=settings.clip_norm,
+        clip_norm_interval=norms.intervals[norm],
         noise_multiplier=sigma,
-        noise_per_step=noise_stddev(clip.norm, sigma, real_count),
-        added_stddev=noise_stddev(clip.sensitivity, sigma, count),
+        noise_per_step=noise_stddev(settings.clip_norm, sigma, real_count),
         sampling=method.sampler.name,
         noise=settings.noise,
         bands=settings.bands,
         participations=settings.participations,
-        noise_on_sums=noise_stddev(clip.norm, error, real_count),
-        cells=cells,
-        data_used=_data_used(method, users, settings.num_steps),
-        gradients=settings.num_steps * real_count * rows_per_unit,
+        noise_on_sums=noise_stddev(settings.clip_norm, error, real_count),
         settings=flags,
         command=command(algorithm, flags),
     )
-
-
-def _data_used(method: ELS | ULS, users: Users, num_steps: int) -> float:
-    """Expected fraction of the examples that some step uses."""
-    prob = method.sampler.sampling_prob
-    if isinstance(method, ELS) and graph_of(users) is not None:
-        kept = len(method.pool) / users.num_examples
-        return float(kept * -np.expm1(num_steps * np.log1p(-prob)))
-    algorithm = Algorithm.ELS if isinstance(method, ELS) else Algorithm.ULS
-    units = method.groups if isinstance(method, SharedULS) else users
-    sizes = np.diff(units.offsets)
-    used = share_used(algorithm, sizes, method.group_size, prob, num_steps)
-    return float(used * (units.num_examples / users.num_examples))

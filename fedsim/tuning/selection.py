@@ -1,9 +1,8 @@
 """Private selection: `fedsim select` chooses settings by a metric, at a price.
 
 Each trial draws one of the candidates and trains it. The number of trials is drawn, too, and stays
-secret; only the best model is kept (`accounting.selection`). Where running every candidate once
-costs less, that is done instead. Both are decided before anything is run. Trials run one after
-another, each as `fedsim train` would run it.
+secret; only the best model is kept (`accounting.selection`). The price is known before anything is
+run. Trials run one after another, each as `fedsim train` would run it.
 """
 
 import contextlib
@@ -42,13 +41,13 @@ from fedsim.config import (
     settings_of,
     to_json,
 )
-from fedsim.data import Dataset
+from fedsim.data import Dataset, UserStore
 from fedsim.errors import ConfigError, FedsimError, expect
 from fedsim.evaluate import last_model
 from fedsim.files import make_directory, private_directory, read_json, sync_directory, write_json
-from fedsim.keys import FILE as KEY, SecretKey
+from fedsim.keys import SecretKey
 from fedsim.models import PRESETS
-from fedsim.noise import CELL_ERRORS, noisy_mean_loss
+from fedsim.noise import noisy_mean_loss
 from fedsim.plan import (
     MAX_PARAMETERS,
     TWO_HELD_OUT,
@@ -62,15 +61,7 @@ from fedsim.plan import (
     noise_of,
     planned_phases,
 )
-from fedsim.run import (
-    RECEIPT,
-    Console,
-    directory,
-    find_model,
-    load_data,
-    model_sha256,
-    verbosity,
-)
+from fedsim.run import Console, directory, find_model, load_data, model_sha256, verbosity
 from fedsim.sampling import graph_of
 from fedsim.training import (
     Diverged,
@@ -85,10 +76,10 @@ from fedsim.training import (
 
 METRIC = "eval/loss"
 RUNS, LOGS = "runs", "logs"
-BEST, RESULT, EVALUATIONS, CHOSEN = "best", "selection.json", "evaluations", "chosen.json"
+BEST, RESULT, EVALUATIONS = "best", "selection.json", "evaluations"
 BEGAN = "began.json"
-"""File with a keyed digest of each setting, which only the owner of the key can compare: seeds and
-data are among the settings."""
+"""File with a keyed digest, which only the owner of the key can compare: seeds and data are among
+the settings."""
 OF_SELECTION = {"run_dir", "resume"}
 """Settings of a run that a selection sets itself."""
 PLACES = ("model", "tokenizer")
@@ -213,15 +204,9 @@ def outcomes_of(jobs: Sequence[Job]) -> Iterator[tuple[Job, FedsimError | None]]
             verbosity(job.run.output),
         ):
             console = Console()
+            options = {"purpose": job.purpose, "held_out": job.held_out}
             try:
-                train(
-                    job.algorithm,
-                    job.privacy,
-                    job.run,
-                    console,
-                    purpose=job.purpose,
-                    held_out=job.held_out,
-                )
+                train(job.algorithm, job.privacy, job.run, console, **options)
             except FedsimError as error:
                 console.note(f"fedsim: error: {error}")
                 ended = error
@@ -251,8 +236,6 @@ class Evaluations:
     epsilon: float
     delta: float
     phases: Events
-    slack: tuple[float, float]
-    """Slack of the noise of evaluations; not included in `phases`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,29 +245,14 @@ class Priced:
     event: SelectionEvent
     delta: float
     epsilon: float
-    """epsilon of the private selection."""
-    epsilon_of_all: float
-    """epsilon of training every candidate once and releasing all of them."""
     epsilon_of_one: float
     """epsilon of the most expensive candidate."""
     reasons: str
     """Values of facts that make it no guarantee."""
     non_private: tuple[Caveat, ...]
     """Facts that the guarantee of one candidate or another does not cover."""
-    evaluations: Evaluations | None = None
+    evaluations: Evaluations | None
     """Evaluations of the held-out users with noise; None: they have no noise."""
-
-    @property
-    def all_once(self) -> bool:
-        """True if every candidate is trained once, because that costs less."""
-        return self.epsilon_of_all <= self.epsilon
-
-    @property
-    def phases(self) -> Events:
-        """Events released of the training users."""
-        if self.all_once:
-            return [phase for candidate in self.event.candidates for phase in candidate]
-        return [(self.event, 1)]
 
 
 def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
@@ -303,24 +271,20 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
     delta, mean = deltas.pop(), float(how.mean or len(jobs))
     of_trial = (max(p.slack.epsilon for p in plans), max(p.slack.delta for p in plans))
     event = SelectionEvent(candidates, mean, how.shape, of_trial)
-    together = [phase for candidate in candidates for phase in candidate]
-    priced = Priced(
+    evaluations = None
+    if how.eval_epsilon is not None:
+        expect("eval_epsilon", how.eval_epsilon, num_users > 1, TWO_HELD_OUT)
+        of_held_out = delta_of(num_users, delta)
+        evaluations = evaluations_of(how.eval_epsilon, of_held_out, mean, how.shape)
+    return Priced(
         event,
         delta,
         accounting.epsilon([(event, 1)], delta),
-        accounting.epsilon_with([of_trial] * len(jobs), together, delta),
         max(accounting.epsilon(candidate, delta) for candidate in candidates),
         "; ".join(sorted({plan.reasons for plan in plans} - {""})),
         tuple(dict.fromkeys(fact for plan in plans for fact in (*plan.caveats, *plan.assumptions))),
+        evaluations,
     )
-    if how.eval_epsilon is None:
-        return priced
-    expect("eval_epsilon", how.eval_epsilon, num_users > 1, TWO_HELD_OUT)
-    once = len(jobs) if priced.all_once else None
-    evaluations = evaluations_of(
-        how.eval_epsilon, delta_of(num_users, delta), mean, how.shape, once=once
-    )
-    return dataclasses.replace(priced, evaluations=evaluations)
 
 
 def _planned(job: Job, data: Dataset) -> tuple[Plan, tuple[Any, ...]]:
@@ -329,12 +293,11 @@ def _planned(job: Job, data: Dataset) -> tuple[Plan, tuple[Any, ...]]:
     expect("strict", run.strict, not run.strict, "false in a private selection")
     expect_runnable(privacy, run)
     expect("epsilon", privacy.epsilon, math.isfinite(privacy.epsilon), "a finite one")
-    share = privacy.group_size_epsilon
-    expect("group_size_epsilon", share, share is None, "none in a private selection")
+    for name in ("group_size_epsilon", "eval_epsilon"):
+        value = getattr(privacy, name)
+        expect(name, value, value is None, "none of a trial in a private selection")
     has_size = privacy.group_size is not None or job.algorithm == Algorithm.ULS
     expect("group_size", None, has_size, "a number in a private selection of els")
-    none = "none of a trial, but of the selection"
-    expect("eval_epsilon", privacy.eval_epsilon, privacy.eval_epsilon is None, none)
     key = SecretKey.create(run.seed)
     privacy, non_private = fill_defaults(job.algorithm, privacy, data)
     non_private += facts_of_start(run, fresh_model=run.model.source in PRESETS)
@@ -345,19 +308,14 @@ def _planned(job: Job, data: Dataset) -> tuple[Plan, tuple[Any, ...]]:
     return plan, tuple(planned_phases(plan, method) or ())
 
 
-def evaluations_of(
-    epsilon: float, delta: float, mean: float, shape: float, *, once: int | None = None
-) -> Evaluations:
+def evaluations_of(epsilon: float, delta: float, mean: float, shape: float) -> Evaluations:
     """Evaluations that together cost every held-out user epsilon.
 
     Args:
       mean, shape: of the distribution of the number of trials.
-      once: number of trials where it is not secret.
+    Raises: ConfigError: the slack of their noise leaves nothing of epsilon or delta.
     """
-    if once is not None:
-        sigma, part = noise_of(epsilon, delta, once)
-        return Evaluations(sigma, epsilon, delta, [(StepEvent(sigma, 1.0), once)], part)
-    part = accounting.slack(1, epsilon, delta, CELL_ERRORS)
+    _, part = noise_of(epsilon, delta)
 
     def event(sigma: float) -> SelectionEvent:
         return SelectionEvent((((StepEvent(sigma, 1.0), 1),),), mean, shape, part)
@@ -366,28 +324,22 @@ def evaluations_of(
         return spent([(event(sigma), 1)], delta, accuracy)
 
     sigma = calibration.calibrate("noise_multiplier", spend, epsilon, 5.0, (1e5, 0.1))
-    return Evaluations(sigma, epsilon, delta, [(event(sigma), 1)], (0.0, 0.0))
+    return Evaluations(sigma, epsilon, delta, [(event(sigma), 1)])
 
 
 def sentences(priced: Priced) -> list[str]:
     """Sentences that state the price of a selection."""
     count, noisy = len(priced.event.candidates), priced.evaluations
-    best = f"the best of {count} candidates, each trained once"
-    if not priced.all_once:
-        best = f"the best of a secret number of trials, {priced.event.mean:g} expected, of "
-        best += f"{count} candidates"
-    costs = (priced.epsilon, priced.epsilon_of_all, priced.epsilon_of_one)
-    selected, every, one = (at_most(cost, ".4g") for cost in costs)
     label = f" (no guarantee: {in_words(priced.reasons)})" if priced.reasons else ""
     metric = "was computed without noise: the texts of held-out users were said to be public."
     if noisy is not None:
         metric = "has noise: it costs every held-out user epsilon = "
         metric += f"{at_most(noisy.epsilon, '.4g')} at delta = {at_most(noisy.delta, '.2e')}."
     return [
-        f"What is released is {best}: epsilon = {every if priced.all_once else selected} at "
-        f"delta = {at_most(priced.delta, '.2e')}{label} for every training user.",
-        f"By private selection it costs {selected}, with every candidate trained once and all of "
-        f"them released {every}, and one alone {one}.",
+        f"What is released is the best of a secret number of trials, {priced.event.mean:g} "
+        f"expected, of {count} candidates: epsilon = {at_most(priced.epsilon, '.4g')} at delta = "
+        f"{at_most(priced.delta, '.2e')}{label} for every training user; one candidate alone would "
+        f"cost {at_most(priced.epsilon_of_one, '.4g')}.",
         f"Not covered by the guarantee: {'; '.join(map(str, priced.non_private)) or 'nothing'}.",
         f"The metric, {METRIC}, {metric}",
     ]
@@ -398,118 +350,103 @@ def select(
 ) -> dict[str, Any]:
     """Run the trials, keep the best model in `out`/best, and return the cost of the choice.
 
-    A selection that was killed resumes with the same trials. All other trials are deleted: whoever
-    saw them would have to be counted for all of them.
+    The same command continues a selection that was killed, with the same trials; those that have
+    finished are not trained again. All trials but the best are deleted: whoever saw them would have
+    to be counted for all of them.
     Args:
       settings: settings of each candidate by flag name, and `algorithm`.
       out: directory of the selection.
     Returns: contents of `selection.json`.
     Raises: ConfigError: a setting is not allowed in a private selection, a limit would be broken,
-      or `out` has a selection with other settings or data.
+      or `out` has anything but a selection with these settings and data.
     """
-    ended, began = (out / RESULT).exists(), (out / BEGAN).exists()
+    began, ended = (out / BEGAN).exists(), (out / RESULT).exists()
+    new = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    expect("out", out, began or new, "an empty directory, or that of a selection")
     expect("out", out, ended or not (out / BEST).exists(), "a directory without a chosen model")
-    _expect_place(out)
     jobs = jobs_of(settings, out)
     data = _data(jobs, console)
     priced = price(jobs, data, how)
-    if not ended:
+    if not began:  # a trial that cannot be run would be paid for in vain
         for line in sentences(priced):
             console.note(line)
-        if not began:  # a trial that cannot be run would be paid for in vain
-            with console.phase("planning the candidates"), verbosity("quiet"):
-                for job in jobs:
-                    trial = (job.algorithm, job.privacy, job.run, Console())
-                    with open_run(*trial, purpose=Purpose.TRIAL) as opened:
-                        prepare_run(opened, dry_run=True)
+        with console.phase("planning the candidates"), verbosity("quiet"):
+            for job in jobs:
+                trial = (job.algorithm, job.privacy, job.run, Console())
+                with open_run(*trial, purpose=Purpose.TRIAL) as opened:
+                    prepare_run(opened, dry_run=True)
         private_directory("out", out)
+        key = SecretKey.create()
+        key.save(out)
+        write_json(out / BEGAN, {"seal": _seal(jobs, data, how, key)}, mode=0o600)
+    key = SecretKey.load(out)
+    # Trials are reused: with others they would be released at a price that is not theirs, and a
+    # metric without noise would be labelled as one with noise.
+    same = read_json(out / BEGAN).get("seal") == _seal(jobs, data, how, key)
+    began_with = "the candidates, data and price that it began with; another out is for others"
+    expect("out", out, same, began_with)
+    if ended:  # the command may have been interrupted at the end
+        for place in (out, out / EVALUATIONS):
+            close(place)
+        result = read_json(out / RESULT)
+    else:
+        result = _run(jobs, data, priced, out, key, console)
+    _keep_best(out, result["trial"])
+    return result
+
+
+def _run(
+    jobs: Sequence[Job], data: Dataset, priced: Priced, out: Path, key: SecretKey, console: Console
+) -> dict[str, Any]:
+    """Run the trials, and write selection.json."""
+    with _admitted(jobs[0], data, priced, out, key):
         for name in (RUNS, LOGS):
             make_directory(out / name)
-        if not began and not (out / KEY).exists():
-            SecretKey.create().save(out)
-    key = SecretKey.load(out)
-    seals = _seals(jobs, data, priced, key)
-    if began:
-        _expect_same(out, seals)
-    if ended:
-        for place in (out, out / EVALUATIONS):
-            close(place)  # the command may have been interrupted there,
-        _keep_best(out)  # or there
-        return read_json(out / RESULT)
-    with _admitted(jobs[0], data, priced, out, key):
-        write_json(out / BEGAN, seals, mode=0o600)  # from here on there may be trials
         trials = _trials(jobs, priced, out, key)
-        _run(trials, console)
+        for trial, error in outcomes_of([each for each in trials if each.summary is None]):
+            if error is not None and not isinstance(error, Diverged):
+                raise error  # the same command continues
+            console.note(f"{trial.name} ended")
         scores = [_score(trial, i, data, priced, key, console) for i, trial in enumerate(trials)]
         best = min(range(len(trials)), key=lambda number: scores[number])
         expect("settings", "", math.isfinite(scores[best]), "a trial that ends with a loss")
         result = _result(out, trials[best], scores[best], priced)
-        # The choice is made once: from here on the same command only moves files into place. It is
-        # written before the ledger says that it is released, and never made anew after that.
-        write_json(out / CHOSEN, {"name": trials[best].name}, mode=0o600)
+        # Written before the ledger says that the choice is released, which is never made anew.
         write_json(out / RESULT, result, mode=0o600)
-    _keep_best(out)
     return result
-
-
-def _run(trials: Sequence[Job], console: Console) -> None:
-    """Train the trials that have not finished; an error leaves them to the same command."""
-    for trial, error in outcomes_of([trial for trial in trials if trial.summary is None]):
-        if error is not None and not isinstance(error, Diverged):
-            raise error
-        console.note(f"{trial.name} ended")
 
 
 def _result(out: Path, best: Job, score: float, priced: Priced) -> dict[str, Any]:
     """Contents of `selection.json`: the chosen settings, and the cost of the choice."""
+    noisy = priced.evaluations
     return {
         "out": str(out),
         "best": str(out / BEST),
+        "trial": best.name,
         "settings": best.settings,
         METRIC: score,
-        "epsilon": to_json(priced.epsilon_of_all if priced.all_once else priced.epsilon),
+        "epsilon": to_json(priced.epsilon),
         "delta": priced.delta,
-        "all_once": priced.all_once,
-        "epsilon_of_selection": to_json(priced.epsilon),
-        "epsilon_of_all": to_json(priced.epsilon_of_all),
         "epsilon_of_one": to_json(priced.epsilon_of_one),
         "candidates": len(priced.event.candidates),
         "expected_trials": priced.event.mean,
         "shape": priced.event.shape,
-        "eval_epsilon": priced.evaluations and priced.evaluations.epsilon,
-        "eval_delta": priced.evaluations and priced.evaluations.delta,
+        "eval_epsilon": noisy and noisy.epsilon,
+        "eval_delta": noisy and noisy.delta,
         "guarantee": not priced.reasons,
         "non_private": [fact.as_dict() for fact in priced.non_private],
         "claim": "\n".join(sentences(priced)),
     }
 
 
-def _expect_place(out: Path) -> None:
-    """Raise ConfigError if `out` holds anything but a selection, since other trials are deleted."""
-    expect("out", out, out.is_dir() or not out.exists(), "a directory")
-    if (out / BEGAN).exists() or not out.exists():
-        return
-    names = {path.name for path in out.iterdir()}
-    trials = [path for name in {RUNS, LOGS} & names for path in (out / name).iterdir()]
-    # Killed before any trial, it left these.
-    others = names - {RUNS, LOGS, KEY, RECEIPT, EVALUATIONS}
-    others = {name for name in others if not name.startswith(".") and not name.endswith(".toml")}
-    empty = f"an empty directory, or that of a selection, with no {RUNS} but those of {BEGAN}"
-    expect("out", out, not others and not trials, empty)
-
-
-def _keep_best(out: Path) -> None:
-    """Move the chosen model to `best/` and delete the other trials; may be repeated."""
-    if not (out / CHOSEN).exists():
-        return
-    chosen = out / RUNS / read_json(out / CHOSEN)["name"]
-    if chosen.exists():
-        chosen.rename(out / BEST)
-        sync_directory(out)  # before what says that it is to be done is gone
+def _keep_best(out: Path, chosen: str) -> None:
+    """Move the chosen trial to `best/` and delete the others; may be repeated."""
+    if (out / RUNS / chosen).exists():
+        (out / RUNS / chosen).rename(out / BEST)
+        sync_directory(out)
     for name in (RUNS, LOGS):
         if (out / name).exists():
             shutil.rmtree(out / name)
-    (out / CHOSEN).unlink()
 
 
 def _data(jobs: Sequence[Job], console: Console) -> Dataset:
@@ -528,18 +465,19 @@ def _data(jobs: Sequence[Job], console: Console) -> Dataset:
 def _admitted(job: Job, data: Dataset, priced: Priced, out: Path, key: SecretKey) -> ExitStack:
     """Count the selection in the budget ledger, and its evaluations for held-out users."""
     place, limit = place_of(job.run.budget_ledger), job.run.limit_epsilon
-    trials = len(priced.event.candidates) if priced.all_once else 0  # else part of the event
-    part = (trials * priced.event.slack[0], trials * priced.event.slack[1])
-    costs = [("selection", data.train, priced.delta, priced.phases, part, priced.reasons, out)]
+    phases: Events = [(priced.event, 1)]
+    costs: list[tuple[str, UserStore, float, Events, str, Path]] = [
+        ("selection", data.train, priced.delta, phases, priced.reasons, out)
+    ]
     if (noisy := priced.evaluations) is not None and data.eval_users is not None:
         make_directory(out / EVALUATIONS)
-        cost = (noisy.delta, noisy.phases, noisy.slack, "", out / EVALUATIONS)
+        cost = (noisy.delta, noisy.phases, "", out / EVALUATIONS)
         costs.append(("evaluation", data.eval_users, *cost))
     requests = []
-    for kind, users, delta, phases, part, label, receipt in costs:
+    for kind, users, delta, released, label, receipt in costs:
         bound = None if limit is None else Limit(limit, delta)
         request = BudgetRequest(place, users.user_ids(), kind, bound, receipt)
-        entry = request.entry(key.seal(kind), list(phases), part, label)
+        entry = request.entry(key.seal(kind), list(released), (0.0, 0.0), label)
         request.expect_room(entry)  # of all of them, before any is counted
         requests.append((request, entry))
     with ExitStack() as stack:
@@ -550,12 +488,8 @@ def _admitted(job: Job, data: Dataset, priced: Priced, out: Path, key: SecretKey
 
 def _trials(jobs: Sequence[Job], priced: Priced, out: Path, key: SecretKey) -> list[Job]:
     """The trials in order, the same whenever they are drawn."""
-    rng = key.generator("trials")
-    drawn = list(range(len(jobs)))
-    if not priced.all_once:
-        drawn = rng.integers(0, len(jobs), draw_trials(priced.event, rng)).tolist()
-    trials, public = [], priced.evaluations is None
-    for number, choice in enumerate(drawn):
+    rng, trials, public = key.generator("trials"), [], priced.evaluations is None
+    for number, choice in enumerate(rng.integers(0, len(jobs), draw_trials(priced.event, rng))):
         # Names do not reveal the order: the chosen settings are public, their number is not.
         name, job = key.seal(f"trial {number}")[:16], jobs[choice]
         run = changed_run(job.run, run_dir=(out / RUNS / name).absolute(), limit_epsilon=None)
@@ -586,31 +520,13 @@ def _score(
     )
 
 
-def _seals(jobs: Sequence[Job], data: Dataset, priced: Priced, key: SecretKey) -> dict[str, str]:
-    """Keyed digests of candidates, data and price, by name."""
-    noisy, event = priced.evaluations, priced.event
-    models = [job.run.model.source for job in jobs]
-    digests = {source: model_sha256(find_model(source)) for source in dict.fromkeys(models)}
-    contents = {
-        "candidates": [
-            {name: value for name, value in job.settings.items() if name not in OPERATIONAL}
-            for job in jobs
-        ],
-        "data": [users.fingerprint for users in (data.train, data.eval_users) if users is not None],
-        "model": [digests[source] for source in models],
-        "trials": (event.mean, event.shape),
-        "eval_epsilon": noisy and noisy.epsilon,
-    }
-    return {name: key.seal(f"{name} {content!r}") for name, content in contents.items()}
-
-
-def _expect_same(out: Path, seals: dict[str, str]) -> None:
-    """Raise ConfigError unless the selection in `out` began with these candidates, data and price.
-
-    Its trials are reused: with other settings they would be released at a price that is not theirs,
-    and a metric without noise would be labelled as one with noise.
-    """
-    began = read_json(out / BEGAN)
-    same = f"those that the selection in {out} began with; another out is for another selection"
-    for name in {**seals, **began}:
-        expect(name, "others", began.get(name) == seals.get(name), same)
+def _seal(jobs: Sequence[Job], data: Dataset, how: Selection, key: SecretKey) -> str:
+    """A keyed digest of candidates, data and price."""
+    sources = {job.run.model.source for job in jobs}
+    models = {source: model_sha256(find_model(source)) for source in sources}
+    candidates = []
+    for job in jobs:
+        named = {n: value for n, value in job.settings.items() if n not in OPERATIONAL}
+        candidates.append((named, models[job.run.model.source]))
+    users = [store.fingerprint for store in (data.train, data.eval_users) if store is not None]
+    return key.seal(f"selection {candidates!r} {users!r} {how!r}")

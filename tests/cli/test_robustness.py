@@ -131,7 +131,6 @@ OTHERS = [  # (a command, the setting or value that it refuses)
     (["generate", "nope"], "model=nope"),
     (["evaluate", "nowhere"], "run=nowhere"),
     (["verify", "nowhere"], "run=nowhere"),
-    (["verify", "run", "--data", "none"], "data=none"),
     (["report", "built"], "run=built"),
     (["export", "run", "--out", "built"], "out=built"),
     (["select", "none.toml", "--out", "s"], "config=none.toml"),

@@ -18,8 +18,8 @@ from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.noise import Correlated
 from fedsim.sampling import Poisson, Sampling
-from fedsim.trust.audit import SHARP, judge, sentence
-from fedsim.trust.bounds import audit_curve, audit_independent, curve_claim
+from fedsim.trust.audit import judge, sentence
+from fedsim.trust.bounds import audit_guesses, curve_claim
 from fedsim.trust.canaries import POOLS, Canaries, CanaryTask, coins
 from fedsim.uls import ULS
 
@@ -41,7 +41,7 @@ def audited(
     steps=STEPS,
     redrawn=False,
 ):
-    """Both tests by guesses of mean estimation that claims epsilon, with `noise` times its noise.
+    """The test by guesses of mean estimation that claims epsilon, with `noise` times its noise.
 
     Args:
       share: of all units that is expected in a step.
@@ -82,14 +82,13 @@ def audited(
     deltas = accounting.privacy_curve([(claimed, steps)], epsilons)
     claim = curve_claim(epsilons, deltas)
     scores = plant.scores()
-    alone = audit_independent(scores, included, claim, DELTA, 0.05 * SHARP)
-    return audit_curve(scores, included, claim, 0.05), alone
+    return audit_guesses(scores, included, claim, DELTA, 5e-4)
 
 
 @pytest.mark.parametrize("epsilon", [1.0, 4.0])
 @pytest.mark.parametrize("algorithm", [ULS, ELS])
 def test_a_tenth_of_the_noise_is_refuted(algorithm, epsilon):
-    assert all(test.refuted for test in audited(epsilon, 0, noise=0.1, algorithm=algorithm))
+    assert audited(epsilon, 0, noise=0.1, algorithm=algorithm).refuted
 
 
 @pytest.mark.slow
@@ -110,8 +109,7 @@ def test_users_whose_turns_are_kept_are_not_refuted_and_users_redrawn_in_every_s
     own = {"algorithm": {"ULS": ULS, "ELS": ELS}[algorithm], "sampling": sampling}
     own |= {"correlated": correlated, "share": 0.12, "steps": 2 * BANDS}
     kept, redrawn = (audited(1.0, 0, **own, redrawn=each) for each in (False, True))
-    assert not any(test.refuted for test in kept)
-    assert any(test.refuted for test in redrawn)
+    assert not kept.refuted and redrawn.refuted
 
 
 @pytest.mark.slow
@@ -120,10 +118,9 @@ def test_users_whose_turns_are_kept_are_not_refuted_and_users_redrawn_in_every_s
 @pytest.mark.parametrize("epsilon", [1.0, 4.0])
 def test_twenty_of_twenty(algorithm, epsilon):
     for noise, refuted in ((1.0, 0), (0.1, 20)):
-        pairs = [audited(epsilon, t, noise=noise, algorithm=algorithm) for t in range(20)]
-        curves, alone = zip(*pairs, strict=True)
-        assert [sum(t.refuted for t in tests) for tests in (curves, alone)] == [refuted] * 2
-        assert all(t.could_refute for t in curves) and min(t.epsilon for t in alone) > 0
+        found = [audited(epsilon, t, noise=noise, algorithm=algorithm) for t in range(20)]
+        assert sum(each.refuted for each in found) == refuted
+        assert all(each.could_refute and each.epsilon > 0 for each in found)
 
 
 def arguments(texts, run_dir, algorithm, **flags):
@@ -168,10 +165,10 @@ def test_a_training_command_is_audited(texts, run_dir, capsys):
     assert code == 0 and found["holds"] is True and found["verdict"].endswith("not refuted")
     for file, section in (("config.json", "plan"), ("summary.json", None)):
         stored = json.loads((run_dir / file).read_text())
-        purpose = (stored[section] if section else stored)["purpose"]
-        assert purpose == {"kind": "audit", "planted": {"gradient": 60}}
-    assert found["gradient"]["independent"]["guesses"] == 60
-    assert {"not refuted"} == {*found["verdicts"].values()} and len(found["verdicts"]) == 3
+        about = stored[section] if section else stored
+        assert (about["purpose"], about["planted"]) == ("audit", {"gradient": 60})
+    assert found["guesses"]["guesses"] == 60
+    assert found["verdicts"] == {"guesses": "not refuted", "noise": "not refuted"}
     assert json.loads((run_dir / "audit.json").read_text()) == found
     code, checked = run(["verify", run_dir], capsys)  # what it made up is not kept
     verdicts = {each["promise"]: each["holds"] for each in checked["checks"]}
@@ -185,17 +182,13 @@ def test_a_training_command_is_audited(texts, run_dir, capsys):
 NO, YES, FEW = (False, True), (True, True), (False, False)
 
 
-def result(curve=NO, independent=FEW, noise=False, done=9):
-    """The content of audit.json; tests by guesses as (refuted, could refute)."""
+def result(guesses=NO, noise=False, done=9):
+    """The content of audit.json; the test by guesses as (refuted, could refute)."""
     numbers = {"correct": 5, "guesses": 9, "epsilon": 1.0, "noise_multiplier": 1.0, "claimed": 1.0}
-
-    def test(outcome):
-        return numbers | dict(zip(("refuted", "could_refute"), outcome, strict=True))
-
+    outcome = dict(zip(("refuted", "could_refute"), guesses, strict=True))
     return {
-        **{"epsilon": 4.0, "confidence": 0.95, "num_steps": 9, "steps_done": done},
-        **{"gradient": {"curve": test(curve), "independent": test(independent)}},
-        **{"noise": numbers | {"refuted": noise}},
+        **{"epsilon": 4.0, "confidence": 0.999, "num_steps": 9, "steps_done": done},
+        **{"guesses": numbers | outcome, "noise": numbers | {"refuted": noise}},
     }
 
 
@@ -203,22 +196,21 @@ def result(curve=NO, independent=FEW, noise=False, done=9):
 @pytest.mark.parametrize(
     "given, holds, verdict",
     [
-        (result(YES), False, "THE CLAIM IS REFUTED, by: gradient canaries"),
+        (result(YES), False, "THE CLAIM IS REFUTED, by: guesses"),
         (result(), True, "not refuted"),
         (result(done=2), None, "INCONCLUSIVE: stopped after 2 of 9"),
         (result(YES, done=2), False, "THE CLAIM IS REFUTED"),
         (result(FEW), None, "INCONCLUSIVE: so few canaries"),
-        (result(FEW, noise=True), False, "THE CLAIM IS REFUTED, by: length of the noise"),
-        (result(FEW, NO), True, "not refuted"),
-        (result(FEW, YES), False, "THE CLAIM IS REFUTED"),
+        (result(FEW, noise=True), False, "THE CLAIM IS REFUTED, by: noise"),
+        (result(YES, noise=True), False, "THE CLAIM IS REFUTED, by: guesses; noise"),
     ],
 )
 def test_a_verdict_is_about_what_is_claimed(given, holds, verdict):
     found = judge(given)
-    assert found["holds"] is holds and found["error_probability"] == 0.051
+    assert found["holds"] is holds
     assert found["verdict"].startswith(f"at most 4.000 is claimed: {verdict}")
     said = sentence({**given, **found})
-    assert found["verdict"] in said and "probability <= 0.051." in said
+    assert found["verdict"] in said and "probability <= 0.001." in said
     assert all(f"{name}: {each}" in said for name, each in found["verdicts"].items())
 
 
@@ -259,7 +251,7 @@ def test_noise_that_is_missing_shows_in_the_length_of_what_is_released(
     assert found["noise"]["claimed"] == sigma
     assert noise * sigma < found["noise"]["noise_multiplier"] < 1.1 * noise * sigma
     if code:
-        assert found["verdict"].endswith("THE CLAIM IS REFUTED, by: length of the noise")
+        assert found["verdict"].endswith("THE CLAIM IS REFUTED, by: noise")
 
 
 def test_texts_with_several_owners_are_not_audited(chat, run_dir, capsys):  # noqa: F811

@@ -38,7 +38,7 @@ def test_scores_are_products_with_the_directions(rng):
     found = Directions(4).scores(total)
     np.testing.assert_allclose(found, vectors(4) @ flat, rtol=1e-5)
     with pytest.raises(ConfigError, match="gradient_canaries=24: expected <= 23"):
-        Directions(24).scores(total)
+        Canaries(np.ones(24, bool), rows=1, clip_norm=1.0).task(None, PARAMS)
 
 
 def test_only_a_canarys_gradient_is_its_own_and_it_is_clipped(rng):

@@ -103,12 +103,6 @@ def test_what_is_no_guarantee_is_not_put_into_words(monkeypatch, tmp_path):
     assert claim.attack_bounds(found) == [] and "recognises" not in in_words(found, tmp_path)
 
 
-def test_the_curve_falls_and_goes_beyond_the_claim(monkeypatch):
-    found = of_plan(monkeypatch)
-    epsilons, deltas = claim.curve(found)
-    assert np.all(np.diff(deltas) <= 0) and epsilons[-1] > found.epsilon
-
-
 def rows_of(found):
     """The table of what was done, as {item: what is said of it}."""
     text = as_markdown("items.md.jinja", **facts(found), subject="this run")
@@ -152,10 +146,3 @@ def test_a_run_that_was_stopped_is_said_to_cost_all_of_its_steps(monkeypatch, tm
     assert rows_of(found)["steps accounted"] == "20 of 20 planned"
     stopped = rows_of(dataclasses.replace(found, lines=found.lines[:-5]))["steps accounted"]
     assert stopped.startswith("20 of 20 planned, of which 15 were released")
-
-
-def test_without_noise_no_item_has_an_epsilon(monkeypatch, tmp_path):
-    found = dataclasses.replace(of_plan(monkeypatch), run_dir=tmp_path, phases=None)
-    rows = rows_of(dataclasses.replace(found, epsilon=math.inf))
-    assert rows["noise multiplier"] == "none"
-    assert rows["epsilon, delta"].startswith("infinite: no noise")

@@ -22,7 +22,7 @@ from fedsim.engine.worker import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.sampling import Sampling
 from fedsim.shared_uls import SharedULS
-from fedsim.trust.bounds import audit_curve, curve_claim
+from fedsim.trust.bounds import audit_guesses, curve_claim
 from fedsim.trust.canaries import Canaries, CanaryTask, coins
 from fedsim.uls import ULS
 
@@ -44,7 +44,7 @@ def attacked(method, task, plant, epsilon):
     claim = curve_claim(
         epsilons, accounting.privacy_curve([(method.event(sigma), STEPS)], epsilons)
     )
-    return audit_curve(plant.scores(), plant.included, claim, 0.05)
+    return audit_guesses(plant.scores(), plant.included, claim, DELTA, 5e-4)
 
 
 def audited_chats(algorithm, tmp_path, epsilon=2.0):

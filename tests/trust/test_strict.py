@@ -247,11 +247,10 @@ CAUSES = {
     **dict.fromkeys(METADATA, {}),
 }
 CAUSED_ELSEWHERE = {
-    Fact.OWNERS: "tests/trust/test_shared_audit.py",
+    Fact.OWNERS: "tests/test_shared_runs.py",
     Fact.OWN_TASK: "tests/library/test_own_task.py",
     Fact.TRIAL: "tests/tuning/test_private_selection.py",
     Fact.MODEL: "tests/models/test_lora.py",
-    Fact.USERS: "tests/tuning/test_recommend.py",
     Fact.SAMPLED_NORMS: "tests/tuning/test_recommend.py",
 }
 

@@ -12,7 +12,6 @@ from jsonschema import Draft202012Validator
 
 from docs.schemas import schemas
 from fedsim.cli.main import main
-from fedsim.plan import Caveat, Fact
 from fedsim.run import checkpoint, directory, ledger
 from fedsim.run.ledger import LINK, link
 
@@ -283,18 +282,8 @@ BROKEN = {
 }
 
 
-def test_a_directory_that_hands_on_its_group_is_private(copy, capsys):
-    """As below one with `chmod g+s`, which new directories inherit."""
-    copy.chmod(0o2700)
-    code, found = verify(capsys, copy)
-    assert code == 0 and found["key"][0] is True
-    copy.chmod(0o2750)
-    assert verify(capsys, copy)[1]["key"][0] is False
-
-
-@pytest.mark.parametrize("algorithm", ["els", "uls"])
-def test_the_published_schemas_describe_a_run(algorithm, trained):
-    run_dir = trained[algorithm]
+def test_the_published_schemas_describe_a_run(trained):
+    run_dir = trained["uls"]
     valid = {name: Draft202012Validator(schema) for name, schema in schemas().items()}
     valid["plan"].validate(json.loads((run_dir / "config.json").read_text())["plan"])
     lines = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
@@ -315,32 +304,6 @@ def test_a_broken_promise_is_named(what, copy, capsys):
     assert code == 1 and found[promise][0] is False, found
 
 
-def test_each_fact_outside_the_guarantee_is_asked_for(texts, run_dir, capsys):
-    """Also where the plan has another one."""
-    more = {"adjacency": "add-or-remove", "tuned-on-data": "clip_norm", "num-steps": 1}
-    main(command(texts, run_dir, **more))
-    code, found = verify(capsys, run_dir)
-    assert code == 0 and found["outside"][0]
-    for fact in (Caveat(Fact.TUNED_ON_DATA, "clip_norm"), Caveat(Fact.COUNTS)):
-        changed = shutil.copytree(run_dir, run_dir.with_name(fact.fact.value))
-        plan = json.loads((changed / "config.json").read_text())["plan"]
-        plan["non_private"] = [each for each in plan["non_private"] if each["fact"] != fact.fact]
-        edit_json(changed / "config.json", plan=plan)
-        summary = json.loads((changed / "summary.json").read_text())
-        outside = [each for each in summary["outside"] if each["fact"] != fact.fact]
-        edit_json(changed / "summary.json", non_private=plan["non_private"], outside=outside)
-
-        def forged(lines, plan=plan, changed=changed):
-            digest = directory.config_sha256(changed)
-            lines[0]["head"] |= {"plan": plan, "config_sha256": digest}
-            return lines
-
-        rewrite_ledger(changed, forged)
-        code, found = verify(capsys, changed)
-        assert code == 1 and found["outside"][0] is False
-        assert found["outside"][1].startswith(f"{fact}: expected nothing")
-
-
 def test_changed_settings_are_named(copy, capsys):
     path = copy / "config.json"
     path.write_text(path.read_text().replace('"optimizer": "momentum"', '"optimizer": "sgd"'))
@@ -355,54 +318,25 @@ def test_other_data_are_named(copy, tmp_path, capsys):
     assert found["draws"] == (None, "needs the data that the run was started with")
 
 
-def test_data_of_the_same_name_in_another_directory_are_named_by_their_whole_path(
-    run_dir, tmp_path, monkeypatch, capsys
-):
-    for name, users in (("here", 39), ("there", 40)):
-        (tmp_path / name).mkdir()
-        write_texts(tmp_path / name / "texts.parquet", users)
-    monkeypatch.chdir(tmp_path / "there")
-    main(command("texts.parquet", run_dir, **{"num-steps": 1}))
-    monkeypatch.chdir(tmp_path / "here")
-    said = verify(capsys, run_dir)[1]["data"][1]
-    assert f"data={tmp_path / 'here' / 'texts.parquet'}: other data than" in said
-    assert said.endswith("the setting data says where")
-    assert verify(capsys, run_dir, "--data", tmp_path / "there" / "texts.parquet")[0] == 0
+def another_key(run_dir):
+    edit_json(run_dir / "secret.json", secret="00" * 32)
 
 
-def test_another_key_is_one_broken_promise_and_no_other_data(copy, capsys):
-    edit_json(copy / "secret.json", secret="00" * 32)
+@pytest.mark.parametrize(
+    "damage, unknown",
+    [
+        (lambda run: (run / "metrics.jsonl").unlink(), {"metrics", "draws"}),
+        (lambda run: (run / "secret.json").unlink(), {"key", "data", "outside", "draws"}),
+        (lambda run: (run / "summary.json").unlink(), {"summary"}),
+        (another_key, {"data", "outside", "draws"}),
+    ],
+)
+def test_what_cannot_be_checked_is_no_broken_promise(damage, unknown, copy, capsys):
+    damage(copy)
     code, found = verify(capsys, copy)
-    assert code == 1 and "secret.json: another key" in found["key"][1]
-    unknown = {promise for promise, (holds, _) in found.items() if holds is None}
-    assert unknown == {"data", "outside", "draws"}
-
-
-def test_a_byte_that_is_changed_in_built_data_is_noticed(texts, run_dir, tmp_path, capsys):
-    built = tmp_path / "built"
-    main(["data", "build", str(texts), "--out", str(built), "--max-length", "24"])
-    args = command(built, run_dir, **{"num-steps": 1, "max-length": None})
-    main(args)
-    assert verify(capsys, run_dir)[0] == 0
-    tokens = built / "train" / "tokens.npy"
-    whole = tokens.read_bytes()
-    at = whole.rfind(b"r\0e\0d")  # a token's id is its byte
-    assert at > 0
-    tokens.write_bytes(whole[: len(whole) // 2])
-    assert verify(capsys, run_dir)[1]["data"][0] is False
-    tokens.write_bytes(whole[:at] + b"R" + whole[at + 1 :])
-    code, found = verify(capsys, run_dir)
-    assert code == 1 and found["data"][0] is False and str(tokens.parent) in found["data"][1]
-    with pytest.raises(SystemExit) as stop:
-        main([*args, "--resume"])
-    *_, last = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and last.startswith(f"fedsim: error: data={tokens.parent}: changed")
-
-
-def test_metrics_that_are_gone_are_not_looked_at(copy, capsys):
-    (copy / "metrics.jsonl").unlink()
-    code, found = verify(capsys, copy)
-    assert code == 0 and found["metrics"] == found["draws"] == (None, f"0 of {NUM_STEPS} steps")
+    assert {promise for promise, (holds, _) in found.items() if holds is None} == unknown
+    broken = [promise for promise, (holds, _) in found.items() if holds is False]
+    assert broken == (["key"] if damage is another_key else []) and code == len(broken)
 
 
 @pytest.mark.parametrize("name", ["verify", "report"])
@@ -413,42 +347,6 @@ def test_a_run_that_is_going_on_is_not_looked_at(name, copy, capsys):
     assert "expected a run that no other process is working on" in capsys.readouterr().err
     with directory.lock(copy, to_read=True):
         assert verify(capsys, copy)[0] == 0
-
-
-def test_a_stranger_without_the_key_verifies_what_can_be(copy, capsys):
-    (copy / "secret.json").unlink()
-    code, found = verify(capsys, copy)
-    unknown = {promise for promise, (holds, _) in found.items() if holds is None}
-    assert code == 0 and unknown == {"key", "data", "outside", "draws"}
-
-
-def test_a_run_that_was_stopped_claims_nothing_yet(copy, capsys):
-    (copy / "summary.json").unlink()
-    code, found = verify(capsys, copy)
-    assert code == 0 and found["summary"][0] is None
-
-
-@pytest.mark.parametrize(
-    "name", ["ledger.jsonl", "checkpoints/step-00000004.safetensors", "latest"]
-)
-def test_any_byte_that_is_changed_is_refused_by_verify_and_by_resume(name, texts, copy, capsys):
-    path = checkpoint.latest(copy) if name == "latest" else copy / name
-    whole = path.read_bytes()
-    places = np.linspace(0, len(whole) - 1, 6).astype(int)
-    for at in places:
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
-        code, found = verify(capsys, copy)
-        broken = [says for holds, says in found.values() if holds is False]
-        assert code == 1 and any(str(path) in says for says in broken), (at, found)
-    for at in places[::3]:
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
-        with pytest.raises(SystemExit) as stop:
-            main([*command(texts, copy), "--resume"])
-        assert stop.value.code == 1
-        *_, last = capsys.readouterr().err.splitlines()
-        assert last.startswith("fedsim: error: ") and str(path) in last
-    path.write_bytes(whole)
-    assert verify(capsys, copy)[0] == 0
 
 
 def of_step(run_dir, step):

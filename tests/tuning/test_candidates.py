@@ -1,7 +1,6 @@
 """Candidates of a private selection: a grid or a list of settings, checked before any is run."""
 
 import json
-import math
 
 import pytest
 from refused import refuses
@@ -51,12 +50,6 @@ def test_runs_that_differ_in_what_is_no_part_of_their_names_are_refused(field, v
     with refuses(f"{field}={values[1]}"):
         jobs_of(settings, tmp_path)
     assert len(jobs_of([settings[0]] * 2, tmp_path)) == 1
-
-
-def test_inf_and_whole_numbers_have_their_types(tmp_path):
-    (job,) = jobs_of([{**BASE, "epsilon": "inf", "group_size": 2}], tmp_path)
-    assert job.privacy.epsilon == math.inf and job.privacy.group_size == 2
-    assert job.settings["epsilon"] == "inf" and job.run.resume
 
 
 @pytest.mark.parametrize(

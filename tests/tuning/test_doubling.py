@@ -1,16 +1,11 @@
 """Algorithm 3 against exhaustive search on objectives that are known, and its competitors."""
 
-import functools
 import itertools
 import math
 
-import numpy as np
 import pytest
-from refused import refuses
 
-from experiments import fig14_tuner_suboptimality as fig14
 from fedsim import accounting
-from fedsim.sampling import median_group_size
 from fedsim.tuning import doubling
 from fedsim.tuning.doubling import Configuration, Limits, estimate_and_double
 
@@ -28,10 +23,8 @@ def norms_with(shared):
 
 
 def optimum(grad_norm, noise, budget):
-    def objective(at):
-        return grad_norm(at.group_size) * noise(at.cohort_size)
-
-    return min(fig14.with_batch_size(GRID, budget), key=objective)
+    fitting = [at for at in GRID if at.batch_size == budget]
+    return min(fitting, key=lambda at: grad_norm(at.group_size) * noise(at.cohort_size))
 
 
 def test_it_starts_with_one_example_of_32_users():
@@ -94,45 +87,7 @@ def test_limits_are_never_left():
     assert chosen == Configuration(4, 64)
 
 
-def test_the_oracle_follows_the_loss():
-    losses = {(2, 32): 3.0, (1, 64): 2.0, (2, 64): 1.0, (1, 128): 1.5}
-    found = fig14.greedy_local_oracle(128, lambda at: losses[at.group_size, at.cohort_size])
-    assert found == Configuration(2, 64)
-
-
-def test_the_oracle_may_miss_the_optimum_as_any_local_strategy_may():
-    losses = {(2, 32): 3.0, (1, 64): 2.0, (2, 64): 1.0, (1, 128): 1.5, (4, 32): 0.1}
-    found = fig14.greedy_local_oracle(128, lambda at: losses[at.group_size, at.cohort_size])
-    assert losses[found.group_size, found.cohort_size] > min(losses.values())
-
-
-def test_the_other_strategies_take_a_diagonal_of_the_grid():
-    assert fig14.max_cohort(GRID, 2**14) == Configuration(4, 2**12)
-    assert fig14.max_group_size(GRID, 2**14) == Configuration(2**8, 2**6)
-    assert len(fig14.with_batch_size(GRID, 2**14)) == 7
-    with refuses("batch_size=17"):
-        fig14.max_cohort(GRID, 17)
-
-
-def test_the_median_heuristic():
-    assert median_group_size(np.array([1, 2, 3, 50])) == 2
-    assert median_group_size(np.array([0, 0, 0, 4])) == 1
-
-
 def test_the_noise_of_uls_is_theorem_2s_multiplier_over_the_cohort():
     noise = doubling.uls_noise(3.0, 1e-5, 10, 400)
     target = {"epsilon": 3.0, "delta": 1e-5, "num_steps": 10}
     assert noise(40) == accounting.noise_multiplier(**target, sampling_prob=0.1) / 40
-
-
-def test_read_literally_algorithm_3_would_never_enlarge_the_cohort():
-    """Theorem 2's multiplier grows with M at a fixed epsilon: why noise is that of the mean."""
-    multiplier = functools.partial(
-        accounting.noise_multiplier, epsilon=3.0, delta=1e-5, num_steps=10
-    )
-    literal = estimate_and_double(
-        128, norms_with(0.9), lambda cohort: multiplier(sampling_prob=cohort / 400)
-    )
-    assert literal[0] == Configuration(4, 32)
-    meant = estimate_and_double(128, norms_with(0.9), doubling.uls_noise(3.0, 1e-5, 10, 400))
-    assert meant[0] == Configuration(1, 128)

@@ -2,20 +2,17 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from problems import users_of_sizes
 from refused import refuses
-from test_masked import task_of, with_other_ends
 
 from experiments.harness.mean_task import MeanTask
 from fedsim.engine.engine import EngineError
 from fedsim.engine.worker import LocalEngine
 from fedsim.tuning import doubling
-from fedsim.tuning.estimates import BATCH, GradientNorms, median_interval
+from fedsim.tuning.estimates import GradientNorms, median_interval
 
 WIDTH = 40
 
@@ -60,28 +57,6 @@ def test_the_tuners_choice_is_the_analytic_optimum(share, budget, key):
     assert chosen == best
 
 
-@pytest.mark.slow
-@pytest.mark.ci
-def test_of_chats_recommend_reads_the_trained_tokens_of_training_users(key):
-    """And what stands before these, but nothing after them, and nobody who is held out."""
-    task, params = task_of()
-    other, changed = with_other_ends(task)
-    assert changed > 10
-
-    def mean_loss(params, batch):
-        nats, predictions = task.nats(params, batch)
-        return (nats / jnp.maximum(predictions, 1)).mean()
-
-    expected, offsets = [], task.dataset.train.offsets
-    for low, high in zip(offsets[:-1], offsets[1:], strict=True):
-        gradient = jax.grad(mean_loss)(params, task.read("train", np.arange(low, high)))
-        expected.append(float(optax.tree.norm(gradient)))
-    for each in (task, other):
-        engine = LocalEngine(each, num_lanes=2)
-        norms = GradientNorms(engine, params, offsets, key, max_group_size=5)
-        assert norms.user_norm(5) == pytest.approx(np.median(expected), rel=1e-4)
-
-
 def test_the_median_is_over_users(key):
     points = np.zeros((50, WIDTH))
     points[:, 0] = np.arange(50)  # user u's one example has norm u
@@ -99,9 +74,6 @@ def test_short_users_and_users_without_examples(key):
     norms = norms_of(MeanTask(points), users_of_sizes(sizes).offsets, key, max_group_size=64)
     expected = np.median([6 / math.sqrt(2), 6 / math.sqrt(3)])
     assert norms.user_norm(64) == pytest.approx(expected)
-    assert norms.gradients == 5
-    norms.user_norm(64)
-    assert norms.gradients == 5  # remembered
 
 
 def test_data_without_examples_and_gradients_that_are_not_finite_are_refused(key):
@@ -129,19 +101,3 @@ def test_the_interval_holds_the_median_as_often_as_it_says():
         least = int(found[0])
         assert found == (least, count - 1 - least)
         assert held(count, least + 1) < 0.95 <= held(count, least)
-
-
-def test_of_few_users_no_interval_is_given(key):
-    task, offsets = users_sharing(0.3, num_users=5)
-    norms = norms_of(task, offsets, key)
-    assert norms.intervals[norms.user_norm(1)] is None
-
-
-def test_fewer_users_are_looked_at_where_time_is_short(key):
-    task, offsets = users_sharing(0.3, num_users=200, size=2)
-    hurried = norms_of(task, offsets, key, num_users=200, seconds=-1.0)
-    assert hurried.user_norm(1) == pytest.approx(3, rel=1e-6)
-    assert hurried.looked_at == hurried.gradients == BATCH  # what was begun is finished
-    patient = norms_of(task, offsets, key, num_users=200)
-    patient.user_norm(1)
-    assert patient.looked_at == patient.gradients == 200
