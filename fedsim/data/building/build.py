@@ -87,34 +87,19 @@ class BuildSettings(BuildConfig):
     @cached_property
     def columns(self) -> Columns:
         """The columns to read, as they are named."""
-        form, text = self._form
-        return Columns(
-            *(self.user_column or (Columns.user,)),
-            text=text,
-            form=form,
-            order=self.order_column,
-            owners=self.owners,
-            owner_key=self.owner_key,
-        )
-
-    @property
-    def _form(self) -> tuple[str, tuple[str, ...]]:
-        """The form of rows ("" of texts) and its columns."""
-        pair = self.prompt_column, self.completion_column
-        named = {"messages_column": self.messages_column, "prompt_column": pair[0] or pair[1]}
-        given = [name for name, value in named.items() if value is not None]
-        for field in given:
-            if len(given) > 1 or self.text_column not in ((), Columns.text):
-                other = "text_column" if len(given) == 1 else given[1]
-                raise DataError.of(field, named[field], f"none beside {other}")
-        if self.messages_column is not None:
-            return MESSAGES, (self.messages_column,)
-        if pair == (None, None):
-            return "", self.text_column or Columns.text
-        for field, other in (("prompt_column", pair[1]), ("completion_column", pair[0])):
-            if getattr(self, field) is None:
-                raise DataError.of(field, None, f"it beside {other}")
-        return COMPLETION, (str(pair[0]), str(pair[1]))
+        form, text = "", self.text_column or Columns.text
+        prompt, completion, chats = self.prompt_column, self.completion_column, self.messages_column
+        if chats is not None:
+            alone = (prompt, completion, self.text_column) == (None, None, ())
+            expect("messages_column", chats, alone, "none beside columns of texts or prompts")
+            form, text = MESSAGES, (chats,)
+        elif prompt is not None or completion is not None:
+            expect("text_column", ",".join(text), not self.text_column, "none beside prompts")
+            expect("prompt_column", prompt, prompt is not None, f"it beside {completion}")
+            expect("completion_column", completion, completion is not None, f"it beside {prompt}")
+            form, text = COMPLETION, (str(prompt), str(completion))
+        user = "".join(self.user_column) or Columns.user
+        return Columns(user, text, self.order_column, self.owners, self.owner_key, form)
 
     def chats(self, columns: Columns, tokenizer: Tokenizer) -> Chats | None:
         """How rows of chats become examples; None if rows are texts.
@@ -134,11 +119,8 @@ class BuildSettings(BuildConfig):
             return None
         template = template_of(tokenizer, self.chat_template)
         if template is None and columns.form == MESSAGES:
-            raise DataError.of(
-                "chat_template",
-                None,
-                f"a file, or one among the files of tokenizer={self.tokenizer}",
-            )
+            expected = f"a file, or one among the files of tokenizer={self.tokenizer}"
+            raise DataError.of("chat_template", None, expected)
         return Chats(columns.form, self.train_on or TRAIN_ON[columns.form], template, self)
 
     @cached_property
@@ -227,6 +209,7 @@ class _Build:
         self.tokenizer = Tokenizer.named(file_of(settings.tokenizer))
         self.chats = settings.chats(self.columns, self.tokenizer)
         rows = self.out.with_name("rows")
+        rows.mkdir()
         counts = self._tokenise(parts, rows)
         with tokenised_rows(rows, self.pool.num_workers) as connection:
             owners = owners_of(connection)
@@ -271,7 +254,6 @@ class _Build:
         """Write the rows of all parts. Returns: the counts of `write_rows`."""
         settings, copy = self.settings, self.out.with_name(TOKENIZER)
         self.tokenizer.save(copy)  # for the workers
-        rows.mkdir()
         encoding = Encoding(rows, copy, self.columns, settings.holdout, settings, self.chats)
         bundles = list(enumerate(bundled(parts)))
         records = self.pool.map(partial(write_rows, encoding=encoding), bundles, "tokenised")

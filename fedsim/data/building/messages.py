@@ -165,7 +165,7 @@ def messages_of(value: Any) -> list[Message]:
     """Read the turns of a chat.
 
     Args:
-      value: a list of {role, content} or {from, value}, a dict of such lists, or its JSON.
+      value: a list of {role, content} or {from, value}, or its JSON.
     Raises:
       BadChat: it has another form, or a turn that no template knows.
     """
@@ -240,7 +240,7 @@ def turns_in(value: Any) -> list[dict[str, Any]]:
     """The turns of a chat, as objects.
 
     Args:
-      value: a list of objects, a dict of lists, or the JSON of one.
+      value: a list of objects, or its JSON.
     Raises:
       BadChat: it has another form.
     """
@@ -248,16 +248,11 @@ def turns_in(value: Any) -> list[dict[str, Any]]:
         try:
             value = loads(value)
         except ValueError:
-            python = value.lstrip().startswith(("[{'", "{'")) or "'role'" in value
-            hint = "as Python writes it; json.dumps makes JSON" if python else "that is no JSON"
-            raise BadChat(f"expected a list of turns, got a text {hint}") from None
-    if isinstance(value, dict):
-        lists = [each for each in value.values() if isinstance(each, list)]
-        if not lists or len(lists) < len(value) or len({len(each) for each in lists}) > 1:
-            raise BadChat("expected a list of turns, got an object")
-        value = [dict(zip(value, each, strict=True)) for each in zip(*lists, strict=True)]
+            got = "a text that json.dumps did not write"
+            raise BadChat(f"expected a list of turns, got {got}") from None
     if not isinstance(value, list):
-        raise BadChat("expected a list of turns")
+        got = "an object" if isinstance(value, dict) else "another value"
+        raise BadChat(f"expected a list of turns, got {got}")
     for number, turn in enumerate(value, 1):
         if not isinstance(turn, dict):
             raise BadChat(f"expected a role and a content in turn {number}")

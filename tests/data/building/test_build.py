@@ -19,9 +19,9 @@ from learnt import learnt
 
 from fedsim.data.building import build as building
 from fedsim.data.building.build import build
-from fedsim.data.dataset import Dataset, Holdout
+from fedsim.data.dataset import Holdout
 from fedsim.data.tokenizer import Tokenizer
-from fedsim.errors import ConfigError, DataError
+from fedsim.errors import DataError
 
 ROWS = [(f"user {i % 17}", f"text {i} of it") for i in range(300)]
 ALL_IN_TRAIN = {"eval_users": 0, "eval_examples": False}
@@ -205,17 +205,6 @@ def test_an_order_column_that_changes_its_type_is_refused(tmp_path):
             build([first, second], tmp_path / "out", order_column="n")
 
 
-def test_what_exists_is_never_overwritten(tmp_path):
-    file = parquet(tmp_path / "a.parquet")
-    (tmp_path / "out").mkdir()
-    build(file, tmp_path / "out")  # an empty directory is free
-    before = digests(tmp_path / "out")
-    for out in (tmp_path / "out", file):
-        with pytest.raises(ConfigError, match="not there yet.*already exists"):
-            build(file, out)
-    assert digests(tmp_path / "out") == before
-
-
 @pytest.mark.parametrize("name", ["write_rows", "write_splits"])
 def test_an_interrupted_build_leaves_nothing(tmp_path, name, monkeypatch):
     file = parquet(tmp_path / "a.parquet", ROWS * 5)
@@ -289,20 +278,6 @@ def write_rows(item, *, encoding):
         time.sleep(60)  # but they end with their parent
     return record
 """
-
-
-def test_a_directory_that_is_being_built_is_refused(tmp_path):
-    file, out = parquet(tmp_path / "a.parquet"), tmp_path / "out"
-    refused = []
-
-    def build_it_again(line):
-        if line.startswith("tokenised"):
-            with pytest.raises(ConfigError, match="no other process is writing") as error:
-                build(file, out)
-            refused.append(error)
-
-    build(file, out, progress=build_it_again)
-    assert refused and Dataset.open(out).train.num_examples
 
 
 @pytest.mark.slow

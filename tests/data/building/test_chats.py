@@ -59,10 +59,6 @@ def test_all_kinds_of_files_give_the_same_data(tmp_path, model):
     with files[3].open("w", newline="") as file:
         records = [(row["user_id"], json.dumps(row["messages"])) for row in rows]
         csv.writer(file).writerows([("user_id", "messages"), *records])
-    columnar = [{k: [turn[k] for turn in row["messages"]] for k in ASKED[0]} for row in rows]
-    files.append(tmp_path / "e.parquet")
-    users = [row["user_id"] for row in rows]
-    pq.write_table(pa.table({"user_id": users, "messages": columnar}), files[4])
     digests = set()
     for i, source in enumerate(files):
         data = build(source, tmp_path / f"out{i}", tokenizer=model, **ALL_IN_TRAIN)

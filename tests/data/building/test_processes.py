@@ -67,8 +67,3 @@ def test_a_worker_that_ends_is_one_clear_line(monkeypatch):
         for call in (die, square):  # the second finds them gone
             with pytest.raises(Interrupted, match=ended):
                 found.map(call, [1, 2])
-
-
-def test_there_are_no_more_processes_than_the_container_may_use(monkeypatch):
-    monkeypatch.setattr(build, "cpus", lambda: 3)
-    assert Pool(None, None).num_workers == 3

@@ -97,7 +97,7 @@ def test_owners_depend_on_no_text(tmp_path, model):
         ([turn("user", "Hi", "NA"), BOT[1]], "expected a name of who speaks .* in turn 1 in row 2"),
         ([turn("assistant", "Hi", True)], "expected a name of who speaks .* in turn 1 in row 2"),
         ([turn("user", "Hi", "a\x1fb")], "without the control character 1F"),
-        ("Hi", "expected a list of turns, got a text that is no JSON in row 2"),
+        ("Hi", "expected a list of turns, got a text that json.dumps did not write in row 2"),
         ([BOT[1]], "owner_key=name: 1 null or empty user id in .* .rows 2."),
     ],
 )
