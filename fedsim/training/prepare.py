@@ -252,7 +252,8 @@ def _booking(
         return None
     entry = request.entry(opened.key.seal("ledger"), planned, plan.slack, plan.reasons)
     booking = Booking.of(request, entry, plan, opened.data, opened.key)
-    booking.expect_room()
+    for each, entry in booking.requests:
+        each.expect_room(entry)
     return booking
 
 

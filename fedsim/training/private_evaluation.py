@@ -138,11 +138,6 @@ class Booking:
             requests.append((held_out, entry))
         return cls(requests, request.run_dir, how)
 
-    def expect_room(self) -> None:
-        """Raise ConfigError if a limit of one of these users would be broken."""
-        for request, entry in self.requests:
-            request.expect_room(entry)
-
     @contextmanager
     def admitted(self) -> Iterator[Reported]:
         """Count the run, and its releases when the block ends; see `admission`."""

@@ -107,7 +107,13 @@ class Trainer:
                     self._steps(state, ledger, metrics, end)
                     if state.step < end:
                         break
-                summary = self._summary(state, ledger.chain)
+                epsilon = claimed_epsilon(run_dir, self.plan)  # recomputed from the ledger
+                summary = {
+                    **claimed_fields(self.plan, epsilon, ledger.chain),
+                    **results(vars(state)),
+                    "num_examples": self.data.train.num_examples,
+                    "loss_unit": self.data.loss_unit,
+                }
                 if isinstance(ledger, Replayed):
                     return {**summary, "computed_on": ledger.computed_on}
                 write_json(run_dir / directory.SUMMARY, summary, mode=0o600)
@@ -276,7 +282,10 @@ class Trainer:
         state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
         largest = float(largest_of(state.params))
         if not largest <= self.most_param:  # also for nan
-            raise self._diverged(step, f"the largest parameter is {largest:g}")
+            epsilon = claimed_epsilon(self.run.run_dir, self.plan) + self.plan.slack.epsilon
+            rate = f"learning_rate={self.run.learning_rate:g}: expected a smaller one"
+            found = f"the largest parameter is {largest:g} after step {step}"
+            raise Diverged(f"{rate}: {found}; epsilon {at_most(epsilon, '.4f')} is spent")
         state.step, state.chain = step, ledger.chain_after(step)
         if self.run.ema:
             state.average = averaged(state.average, state.params, self.run.ema, step)
@@ -286,21 +295,8 @@ class Trainer:
         return {
             **({} if epsilon is None else {"privacy/epsilon": epsilon}),
             "performance/step_seconds": seconds,
-            "non_private/gradients_per_second": int(stats.num_rows.sum()) / seconds,
-            "non_private/units_per_second": len(stats.norms) / seconds,
             **values,
         }
-
-    def _diverged(self, step: int, what: str) -> Diverged:
-        """The error of a diverged run, whose reason is released already."""
-        epsilon = claimed_epsilon(self.run.run_dir, self.plan)
-        spent = (
-            f"epsilon {at_most(epsilon + self.plan.slack.epsilon, '.4f')} is spent"
-            if math.isfinite(epsilon)
-            else "no privacy is left"
-        )
-        rate = f"learning_rate={self.run.learning_rate:g}: expected a smaller one"
-        return Diverged(f"{rate}: {what} after step {step}; {spent}")
 
     def _due(self, step: int, interval: int) -> bool:
         """True if an action of every `interval` steps, and of the last, is due after `step`."""
@@ -319,7 +315,6 @@ class Trainer:
             values |= {
                 "loss": float(stats.losses[kept].mean()),
                 "norm_median": float(np.median(norms)),
-                "norm_p90": float(np.quantile(norms, 0.9)),
                 "clip_fraction": float((norms > clip_norm).mean()),
             }
         return {f"non_private/{name}": value for name, value in values.items()}
@@ -329,16 +324,6 @@ class Trainer:
         if self.event is None:
             return math.inf
         return self.running_epsilon(num_steps) if self._due(num_steps, self.run.log_every) else None
-
-    def _summary(self, state: State, chain: str) -> dict[str, Any]:
-        """Contents of `summary.json`; epsilon is recomputed from the ledger."""
-        epsilon = claimed_epsilon(self.run.run_dir, self.plan)
-        return {
-            **claimed_fields(self.plan, epsilon, chain),
-            **results(vars(state)),
-            "num_examples": self.data.train.num_examples,
-            "loss_unit": self.data.loss_unit,
-        }
 
 
 def computed_on(host: str, lanes: str) -> str:
