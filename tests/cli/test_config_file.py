@@ -69,7 +69,7 @@ def test_a_mistake_in_yaml_is_one_line(text, what, read):
 
 @pytest.mark.parametrize(
     ("text", "what"),
-    [("resume = 1", "resume=1"), ("epsilon = true", "epsilon=True"), ("seed = 2020-01-01", "seed")],
+    [("resume = 1", "resume=1"), ("warmup = true", "warmup=True"), ("seed = 2020-01-01", "seed")],
 )
 def test_a_mistake_in_toml_is_one_line(text, what, read):
     with refuses(what):
