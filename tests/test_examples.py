@@ -4,12 +4,10 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
 import runpy
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import dp_accounting
@@ -20,7 +18,6 @@ import optax
 import pytest
 from chats import model_files
 from dp_accounting.pld import PLDAccountant
-from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 from pretrained_models import CONFIG
 
@@ -189,61 +186,3 @@ def test_notebooks_run(file, tmp_path, tmp_path_factory):
     if file.stem == "quickstart":  # it trains twice in one kernel
         assert "49 users, epsilon 8.000" in said and "epsilon=-1" in said
     assert sorted(tmp_path.iterdir()) == before  # runs are in directories of their own
-
-
-TRAIN = """
-import time, fedsim, pandas as pd
-
-posts = pd.DataFrame({
-    "user_id": [f"user {i % 40}" for i in range(400)],
-    "text": [f"The court of the {i}th day is adjourned." for i in range(400)],
-})
-
-def train(name, wait=0.0, **more):
-    class Watch(fedsim.Callback):
-        def on_step(self, step, metrics):
-            print("done", step, flush=True)
-            time.sleep(wait)
-    return fedsim.train(
-        "uls", data=posts, epsilon=8, num_steps=20, batch_size=8, max_length=32, eval_examples=8,
-        seed=3, engine="local", strategy="scan", run_dir=f"runs/{name}",
-        callbacks=[Watch()], **more,
-    )
-"""
-
-
-@pytest.mark.slow
-def test_an_interrupt_in_a_notebook_ends_the_step_and_resume_goes_on(tmp_path):
-    """The same call with resume=True ends with the parameters of a run that nobody stopped."""
-    manager, client = start_new_kernel(cwd=str(tmp_path), env=dict(os.environ))
-    try:
-
-        def execute(code: str, *, interrupt_at: str = "") -> str:
-            printed = []
-
-            def hook(message):
-                content = message["content"]
-                printed.append(content.get("text", ""))
-                if interrupt_at and interrupt_at in printed[-1]:
-                    manager.interrupt_kernel()
-
-            reply = client.execute_interactive(code, timeout=300, output_hook=hook)
-            assert reply["content"]["status"] == "ok", reply["content"]
-            return "".join(printed)
-
-        execute(TRAIN)
-        started = time.monotonic()
-        execute("run = train('stopped', wait=0.5)", interrupt_at="done 3")
-        assert time.monotonic() - started < 300
-        facts = "print(run.summary['steps_done'], run.summary['params_sha256'], run.finished)"
-        steps, _, finished = execute(facts).split()
-        assert 3 <= int(steps) < 20 and finished == "False"
-
-        assert f"done {int(steps) + 1}\n" in execute("run = train('stopped', resume=True)")
-        resumed = execute(facts)
-        execute("run = train('whole')")
-        assert resumed == execute(facts)
-        assert resumed.startswith("20 ")
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)

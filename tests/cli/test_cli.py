@@ -121,21 +121,6 @@ def test_infinite_epsilon_is_labelled_non_private(texts, run_dir, capsys):
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_a_toml_file_gives_defaults_that_flags_override(texts, run_dir, capsys, tmp_path):
-    file = tmp_path / "run.toml"
-    file.write_text(
-        f'data = "{texts}"\nepsilon = 8\nnum_steps = 9\nengine = "local"\n'
-        "batch_size = 12\nmax_length = 24\ngroup_size = 1\nresume = false\n"
-    )
-    args = [f"--config={file}", "--run-dir", run_dir, "--num-steps", 2, "--json"]
-    code, out, err = run("train", "uls", *args, capsys=capsys)
-    assert code == 0, err
-    summary = json.loads(out)
-    assert (summary["num_steps"], summary["budget"], summary["group_size"]) == (2, 12, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.ci
 def test_build_then_stats_then_train(texts, run_dir, tmp_path, capsys):
     built = tmp_path / "built"
     code, out, err = run("data", "build", texts, "--out", built, "--max-length", 24, capsys=capsys)
