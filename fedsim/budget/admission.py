@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,14 +36,6 @@ from fedsim.plan import in_words
 from fedsim.run import RECEIPT, LedgerError, Reached, ledger as run_ledger
 
 
-class People(Protocol):
-    """A store of users, as the ledger of the data uses it."""
-
-    def user_ids(self) -> list[str]:
-        """Ids of the users whose texts a run reads."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class BudgetRequest:
     """A run that is to be counted: its users and its limit."""
@@ -60,10 +52,13 @@ class BudgetRequest:
     """The run's delta, if it was set."""
 
     @classmethod
-    def of(cls, run: RunConfig, users: People, delta: float | None, kind: str) -> "BudgetRequest":
-        """The request of a run with these settings on these users.
+    def of(
+        cls, run: RunConfig, ids: Sequence[str], delta: float | None, kind: str
+    ) -> "BudgetRequest":
+        """The request of a run with these settings.
 
         Args:
+          ids: of the users whose texts it reads.
           delta: of the run, and of its own limit.
           kind: see `Entry`.
         """
@@ -71,8 +66,7 @@ class BudgetRequest:
         if run.limit_epsilon is not None:
             assert delta is not None, "fill_defaults() comes first"
             limit = Limit(run.limit_epsilon, delta)
-        place = place_of(run.budget_ledger)
-        return cls(place, users.user_ids(), kind, limit, run.run_dir, delta)
+        return cls(place_of(run.budget_ledger), ids, kind, limit, run.run_dir, delta)
 
     def entry(self, run: str, planned: Released, slack: tuple[float, float], label: str) -> Entry:
         """This run as an entry of the ledger.

@@ -94,7 +94,7 @@ def prepare_run(
     if evaluations is not None:
         evaluations = dataclasses.replace(evaluations, seal=_held_out_seal(opened))
     kind = "audit" if opened.purpose == Purpose.AUDIT else "train"
-    request = BudgetRequest.of(opened.run, users, completed.delta, kind)
+    request = BudgetRequest.of(opened.run, users.user_ids(), completed.delta, kind)
 
     # 2. The engine: starting workers is what fails most, so it comes before anything is paid.
     engine, task, params = opened.start_engine()

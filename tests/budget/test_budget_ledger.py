@@ -12,7 +12,7 @@ from refused import refuses
 from fedsim.accounting import PureEvent, StepEvent
 from fedsim.budget.ledger import FILE, LAST, LOCK, USERS, BudgetLedger, Entry, Limit, open_locked
 from fedsim.errors import FileDamaged
-from fedsim.keys import FILE as KEY, SecretKey
+from fedsim.keys import FILE as KEY
 from fedsim.run.ledger import LINK, LedgerError, link
 from fedsim.trust import budget, sentences
 
@@ -147,26 +147,6 @@ def test_key_note_and_users_are_missed(place):
     path.unlink()
     with pytest.raises(FileDamaged, match="expected fingerprints"):
         read(place).users_of(users)
-
-
-def test_with_another_key_no_line_can_be_added(place):
-    (place / KEY).unlink()
-    SecretKey.create().save(place)
-    with pytest.raises(LedgerError, match="line 1 was changed"):
-        read(place)
-
-
-def test_an_older_copy_is_found_out_by_the_runs_receipts(place):
-    ledger = read(place)
-    ledger.expect_line(4, ledger.chain, "run")
-    for number, chain in ((5, "x"), (3, ledger.chain), (0, ledger.chain)):
-        with pytest.raises(LedgerError, match="was cut or replaced: run is line"):
-            ledger.expect_line(number, chain, "run")
-
-
-def test_ids_of_people_are_nowhere_in_it(place):
-    text = b"".join(path.read_bytes() for path in place.rglob("*") if path.is_file())
-    assert b"annabel" not in text
 
 
 def test_where_nothing_can_be_written_the_place_is_named(tmp_path):

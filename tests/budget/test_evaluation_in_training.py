@@ -322,17 +322,6 @@ def test_verify_sees_what_was_not_planned(texts, run_dir, capsys):
             (run_dir / name).write_text(text)
 
 
-@pytest.mark.slow
-@pytest.mark.ray
-def test_workers_of_a_cluster_come_to_the_same_losses(texts, tmp_path):
-    losses = []
-    for engine, flags in (("local", {}), ("ray", {"num_workers": 2})):
-        run = tmp_path / engine
-        main(arguments(texts, run, engine=engine, seed=3, **flags))
-        losses.append(shown(run))
-    assert losses[0] == losses[1]
-
-
 def test_without_users_or_a_bound_there_is_nothing_to_release(texts, rng):
     run = run_config(data="x", run_dir="x")
     users = SimpleNamespace(num_users=1, offsets=np.arange(2), vocab_size=256)

@@ -9,7 +9,6 @@ from refused import refuses
 from test_console import PLAN
 
 from fedsim.config import OPERATIONAL, PrivacyConfig, as_dict, changed_run, run_config
-from fedsim.errors import FileDamaged
 from fedsim.keys import SecretKey
 from fedsim.run import directory
 from fedsim.run.directory import Identity, StoredRun
@@ -136,13 +135,6 @@ def test_other_data_are_refused_by_their_place(run_dir):
         directory.expect_same(stored(run_dir), stored(run_dir, data_seal="abd"))
 
 
-@pytest.mark.parametrize(
-    "name, value", [("data", "elsewhere"), ("num_workers", 4), ("threads_per_worker", 4)]
-)
-def test_what_is_operational_may_change(name, value, run_dir):
-    directory.expect_same(stored(run_dir), stored(run_dir, **{name: value}))
-
-
 def test_what_is_written_is_read_again(run_dir):
     rest = {"versions": {"jax": "1"}, "model": {"width": 8}}
     rest["strategy"] = {"name": "scan:4", "why": "asked for"}
@@ -155,18 +147,6 @@ def test_what_is_written_is_read_again(run_dir):
     )
     record = json.loads(json.dumps(before.as_dict(), allow_nan=False))
     assert StoredRun.from_dict(record, run_dir) == before
-
-
-@pytest.mark.parametrize(
-    "path, value",
-    [("identity", None), ("run", {"data": "x", "what": 1}), ("privacy", {}), ("plan", {})],
-)
-def test_settings_that_are_none_are_named(path, value, run_dir, key):
-    start(run_dir, key)
-    file = run_dir / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), path: value}))
-    with pytest.raises(FileDamaged, match="config.json: expected the settings of a run"):
-        directory.load(run_dir)
 
 
 def test_of_two_processes_one_starts_the_run(run_dir, key):

@@ -1,6 +1,5 @@
 """Stopping: once, not by an echo, with the workers of a private cluster, and never without them."""
 
-import functools
 import json
 import os
 import shlex
@@ -13,8 +12,6 @@ import pytest
 from test_verify import command, write_texts
 
 from fedsim import signals
-from fedsim.cli import main as cli
-from fedsim.cli.main import main
 from fedsim.run import checkpoint, ledger
 from fedsim.signals import raise_if_stopped, stop_signals, terminated
 
@@ -103,30 +100,6 @@ def test_what_nohup_ignores_stays_ignored():
         assert not stop.is_set()
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-ENDED = {
-    "train": (command("x.parquet", "r"), "; the same command with resume=true goes on"),
-    "select": ("select x.toml --out x".split(), "; the same command goes on"),
-    "build": ("data build x.parquet --out x".split(), "; the same command goes on"),
-    "account": (
-        "account uls --num-steps 1 --sampling-prob 1 --noise-multiplier 1 --delta 0.1".split(),
-        "",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ENDED)
-def test_a_command_that_is_ended_says_whether_it_can_go_on(name, monkeypatch, capsys):
-    words, goes_on = ENDED[name]
-    ends = functools.wraps(getattr(cli, name))(lambda *_, **__: signal.raise_signal(signal.SIGTERM))
-    commands = cli.COMMANDS["data"] if name == "build" else cli.COMMANDS
-    monkeypatch.setitem(commands, name, ends)
-    monkeypatch.setattr(cli, name, ends)
-    with pytest.raises(SystemExit) as stop:
-        main(words)
-    assert stop.value.code == (75 if goes_on else 130)
-    assert capsys.readouterr().err.endswith(f"interrupted{goes_on}\n")
 
 
 def test_a_checkpoint_is_due_every_so_many_steps_and_every_minute(monkeypatch):
