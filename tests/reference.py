@@ -101,64 +101,6 @@ def _float64(*arrays):
     return [np.asarray(array, np.float64) for array in arrays]
 
 
-def family_logits(c, params, tokens):
-    """The open families' transformer (a TransformerConfig `c`), one position and head at a time.
-
-    RMS norms, rotary positions, shared heads of keys and values, a window, SwiGLU, biases, an
-    untied head; float64.
-    """
-    params = _tree64(params)
-
-    def rms(p, x):
-        return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + c.norm_epsilon) * p["scale"]
-
-    def dense(block, name, x):
-        return x @ block[name]["kernel"] + block[name].get("bias", 0)
-
-    def turned(x, position):
-        half = len(x) // 2
-        angles = position * c.rope_base ** (-np.arange(half) / half)
-        pairs = (x[:half] + 1j * x[half:]) * np.exp(1j * angles)
-        return np.concatenate([pairs.real, pairs.imag])
-
-    def attend(block, x):
-        q, k, v = (
-            dense(block, n, x).reshape(len(x), -1, c.head) for n in ("query", "key", "value")
-        )
-        if c.query_key_norm:
-            q, k = rms(block["query_norm"], q), rms(block["key_norm"], k)
-        out = np.zeros((len(x), c.num_heads, c.head))
-        for head in range(c.num_heads):
-            shared = head // (c.num_heads // c.kv_heads)
-            for i in range(len(x)):
-                seen = range(0 if c.window is None else max(0, i - c.window + 1), i + 1)
-                own = turned(q[i, head], i)
-                scores = np.array([own @ turned(k[j, shared], j) for j in seen]) / np.sqrt(c.head)
-                weights = np.exp(scores - scores.max())
-                out[i, head] = (weights / weights.sum()) @ v[list(seen), shared]
-        return dense(block, "out", out.reshape(len(x), -1))
-
-    logits = []
-    for row in tokens:
-        x = params["embed"]["embedding"][row]
-        for i in range(c.num_layers):
-            block = params[f"block_{i}"]
-            x = x + attend(block, rms(block["attention_norm"], x))
-            y = rms(block["mlp_norm"], x)
-            gate = dense(block, "gate", y)
-            x = x + dense(block, "down", gate / (1 + np.exp(-gate)) * dense(block, "up", y))
-        x = rms(params["final_norm"], x)
-        head = params["embed"]["embedding"].T if c.tied else params["head"]["kernel"]
-        logits.append(x @ head)
-    return np.stack(logits)
-
-
-def _tree64(tree):
-    if isinstance(tree, dict):
-        return {name: _tree64(leaf) for name, leaf in tree.items()}
-    return np.asarray(tree, np.float64)
-
-
 def bigram_gradient(params, tokens, trained):
     """Gradient of a row's loss under a model that predicts a token from the one before it alone.
 

@@ -56,17 +56,14 @@ def _layers_of(c: TransformerConfig, modules: str, have: tuple[str, ...]) -> lis
     inside, chosen = in_a_block(c), []
     for name in modules.split(","):
         layers = [name] if name in have else []
-        layers += [x for module, own in inside.items() if is_called(module, name) for x in own]
+        # PEFT takes q_proj for self_attn.q_proj, too.
+        named = (own for module, own in inside.items() if f".{module}".endswith(f".{name}"))
+        layers += [layer for own in named for layer in own]
         known = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in inside))
         expect("lora_modules", modules, layers != [], f"{ALL_LINEAR}, or some of {known}")
         chosen += layers
     expect("lora_modules", modules, len(set(chosen)) == len(chosen), "each module once")
     return chosen
-
-
-def is_called(module: str, name: str) -> bool:
-    """True if PEFT takes `name` for a module, such as q_proj for self_attn.q_proj."""
-    return module == name or module.endswith(f".{name}")
 
 
 class Module(NamedTuple):

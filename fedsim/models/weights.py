@@ -52,7 +52,7 @@ class Stored:
 
     def __init__(self, file: Path, opened: Any, name: str):
         """Read the shape and type. Raises: TensorError: models have no arrays of this type."""
-        self._file, self._opened, self._name = file, opened, name
+        self._opened, self._name = opened, name
         about = opened.get_slice(name)
         self.shape, code = tuple(about.get_shape()), about.get_dtype()
         if code not in DTYPES:
@@ -60,10 +60,7 @@ class Stored:
         self.dtype = DTYPES[code]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        try:
-            return np.asarray(self._opened.get_tensor(self._name), dtype)
-        except (OSError, SafetensorError) as error:  # the file was cut after it was opened
-            raise _no_file(self._file, error) from None
+        return np.asarray(self._opened.get_tensor(self._name), dtype)
 
 
 def read_directory(directory: Path) -> dict[str, Stored]:

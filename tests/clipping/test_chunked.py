@@ -91,28 +91,6 @@ def test_chunks_give_what_whole_logits_give(name, trained, strategy, batch, rng,
     jax.tree.map(lambda a, b: close(a, b, rtol=1e-4), total, whole_total)
 
 
-def test_a_unit_contributes_the_same_whole_numbers_alone(rng, monkeypatch):
-    """In chunks, too: units side by side, in another order, and one of them missing."""
-    in_chunks_of(4, monkeypatch)
-    task, params, _ = problem("turned", "model", rng)
-    tokens = rng.integers(11, size=(4, 1, LENGTH)).astype(np.int32)
-    batch = {"tokens": tokens, "sizes": np.full((4, 1), LENGTH, np.int32)}
-
-    @jax.jit
-    def total(batch, mask):
-        return clip_chunk(task.losses, params, batch, mask, Clip(0.1), Strategy("direct", 2))[0]
-
-    def of(*units):
-        rows = jax.tree.map(lambda leaf: leaf[np.resize(units, 4)], batch)
-        found = total(rows, np.arange(4)[:, None] < len(units))
-        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(found)]).astype(np.int64)
-
-    z = [of(unit) for unit in range(4)]
-    assert all(0 < (each**2).sum() <= 4**20 for each in z)
-    np.testing.assert_array_equal(of(0, 1, 2, 3), sum(z))
-    np.testing.assert_array_equal(of(3, 1, 0), z[0] + z[1] + z[3])
-
-
 @pytest.mark.parametrize("trained", ["bfloat16", "model"])
 def test_whole_logits_are_never_there(trained):
     """The compiled program of a long row of many words needs a fraction of their bytes."""

@@ -1,4 +1,4 @@
-"""The one-product gradients of layers, held against those that JAX derives."""
+"""What the one-product gradients of layers are for, and the layers that do not get them."""
 
 import jax
 import jax.numpy as jnp
@@ -20,53 +20,6 @@ def counted(monkeypatch):
 
     monkeypatch.setattr(scan, "product", count)
     return calls
-
-
-class Tied(nn.Module):
-    """A model with all that is intercepted."""
-
-    dtype: jnp.dtype = jnp.float32
-    remat: bool = False
-
-    @nn.compact
-    def __call__(self, ids):
-        embed = nn.Embed(19, 8, dtype=self.dtype, name="embed")
-        dense = nn.remat(nn.Dense) if self.remat else nn.Dense
-        x = nn.Dense(8, use_bias=False, dtype=self.dtype)(embed(ids))
-        return embed.attend(jnp.tanh(dense(8, dtype=self.dtype, name="second")(x)))
-
-
-def ids_of(rng, *shape):
-    return jnp.asarray(rng.integers(19, size=shape))
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.parametrize("shape", [(5,), (3, 7), (2, 3, 4)])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("remat", [False, True])
-def test_value_and_gradient_are_those_that_jax_derives(shape, dtype, remat, rng, monkeypatch):
-    model, ids = Tied(dtype, remat), ids_of(rng, *shape)
-    params = jax.jit(model.init)(jax.random.key(0), ids)["params"]
-    weights = jnp.asarray(rng.normal(size=(*shape, 19)), dtype)
-
-    def loss(params, ids):
-        return jnp.sum(weights * model.apply({"params": params}, ids))
-
-    expected = jax.jit(jax.value_and_grad(loss))(params, ids)
-    calls = counted(monkeypatch)
-    found = jax.jit(jax.value_and_grad(in_one_product(loss)))(params, ids)
-    assert set(calls) == {scan.INPUTS, scan.OUTPUTS}
-    calls.clear()
-    jax.eval_shape(in_one_product(loss), params, ids)
-    assert sorted(calls) == [scan.INPUTS, scan.INPUTS, scan.OUTPUTS]
-    tolerance = (
-        {"rtol": 1e-5, "atol": 1e-6} if dtype == jnp.float32 else {"rtol": 0.02, "atol": 0.1}
-    )
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), found, expected)
-    dtypes = [jax.tree.map(jnp.result_type, tree) for tree in (found, expected)]
-    assert dtypes[0] == dtypes[1]
 
 
 def test_no_cotangent_is_copied_into_another_order(rng):

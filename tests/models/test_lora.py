@@ -20,7 +20,7 @@ from fedsim.data.tokenizer import Tokenizer
 from fedsim.data.users import UserStore
 from fedsim.errors import ConfigError, FileDamaged
 from fedsim.export import export
-from fedsim.models import lora, peft_files, weights
+from fedsim.models import lora, weights
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import DENSE, Transformer, stacked, unstacked
 from fedsim.models.weights import CONFIG
@@ -151,42 +151,6 @@ def test_every_strategy_gives_the_adapters_part_of_the_whole_gradient(others, ta
     assert (norms > 0.1).all()  # they were clipped, by the norm of the adapters alone
 
 
-def test_no_gradient_of_the_frozen_model_is_computed(task, rng):
-    adapters = random_adapters(task.config, rng)
-    rows = task.read("train", np.arange(6))
-
-    def flops(function, *args):
-        return jax.jit(jax.grad(function)).lower(*args).compile().cost_analysis()["flops"]
-
-    def loss(adapters, frozen):
-        return task.losses(adapters, rows, frozen).sum()
-
-    def both(params):
-        return loss(*params)
-
-    assert flops(loss, adapters, task.frozen) < 0.85 * flops(both, (adapters, task.frozen))
-
-
-def test_gpt2s_joint_layer_gets_one_adapter_of_the_ranks_sum(rng, tmp_path):
-    _, adapted = one_layer("gpt2", "query,value,out", rank=3)
-    adapters = random_adapters(adapted, rng)
-    peft_files.save(tmp_path / "peft", adapted, adapters, "some/base")
-    about = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    assert about["target_modules"] == ["attn.c_proj", "c_attn"] and about["fan_in_fan_out"]
-    assert about["rank_pattern"] == {"c_attn": 6}
-    assert about["alpha_pattern"] == {"c_attn": 16.0}
-    tensors = load_file(tmp_path / "peft" / "adapter_model.safetensors")
-    prefix = "base_model.model.transformer.h.0.attn.c_attn.lora_"
-    joint = tensors[f"{prefix}B.weight"] @ tensors[f"{prefix}A.weight"]  # [outputs, inputs]
-    parts = {
-        n: adapters["block_0"][f"{n}_lora_a"]["kernel"]
-        @ adapters["block_0"][f"{n}_lora_b"]["kernel"]
-        for n in ("query", "value")
-    }
-    expected = np.concatenate([parts["query"], np.zeros((16, 16)), parts["value"]], axis=1)
-    np.testing.assert_allclose(joint.T, expected, atol=1e-5)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     directory = tmp_path_factory.mktemp("lora")
@@ -295,23 +259,6 @@ def test_a_file_of_the_model_that_was_changed_in_a_run_is_not_exported(trained, 
             assert not (tmp_path / "out").exists()
     finally:
         file.write_text(kept)
-
-
-@pytest.mark.slow
-def test_a_whole_model_keeps_the_files_of_the_model_before_it(trained, place, tmp_path):
-    """Of a run that started from a run; the first model is not needed any more."""
-    run_dir, model = trained[0], place[0]
-    flags = {"data": place[1], "model": run_dir, "num_steps": 1}
-    command("train", "uls", run_dir=tmp_path / "whole", **flags)
-    before = json.loads((model / CONFIG).read_text())
-    kept = {name: (model / name).read_text() for name in (*KEPT, "tokenizer.json")}
-    model.rename(tmp_path / "gone")
-    try:
-        export(str(tmp_path / "whole"), tmp_path / "out")
-    finally:
-        (tmp_path / "gone").rename(model)
-    assert_kept(tmp_path / "out", kept)
-    assert_settings(before, json.loads((tmp_path / "out" / CONFIG).read_text()))
 
 
 @pytest.mark.slow

