@@ -92,6 +92,7 @@ def test_draws_follow_the_logits(size):
         expected /= expected.sum()
         nucleus = int(np.searchsorted(np.cumsum(expected[order]), how.top_p)) + 1
         expected[order[nucleus:]] = 0
+        expected /= expected.sum()
         drawn = draw(jnp.broadcast_to(logits, (count, size)), keys, how)
         counts = np.bincount(np.asarray(drawn), minlength=size)
         assert len(counts) == size and counts[expected == 0].sum() == 0
