@@ -18,7 +18,7 @@ from fedsim.config import ADD_OR_REMOVE, ZERO_OUT
 from fedsim.els import ELS
 from fedsim.keys import SecretKey
 from fedsim.run import ledger
-from fedsim.sampling import PADDING, Cyclic, Sampling, owners_of, pool_of
+from fedsim.sampling import Cyclic, Sampling
 from fedsim.uls import ULS
 
 STEPS, BANDS = 6000, 4
@@ -57,18 +57,6 @@ def test_all_examples_of_a_user_are_in_one_group(key, adjacency):
             user = np.searchsorted(offsets, row, side="right") - 1
             groups[user].add(step % BANDS)
     assert {len(each) for each, size in zip(groups, SIZES, strict=True) if size} == {1}
-
-
-@pytest.mark.parametrize("adjacency", [ZERO_OUT, ADD_OR_REMOVE])
-def test_every_place_of_the_pool_has_its_owner(key, adjacency):
-    users = users_of_sizes(SIZES)
-    offsets, pool = users.offsets, pool_of(users, 3, key, adjacency)
-    owners, real = owners_of(offsets, pool, 3), pool != PADDING
-    assert np.bincount(owners, minlength=8).tolist() == [
-        3 if adjacency == ZERO_OUT else min(size, 3) for size in SIZES
-    ]
-    owned = (offsets[owners] <= pool) & (pool < offsets[owners + 1])
-    assert owned[real].all()
 
 
 def test_nobodys_group_depends_on_whether_another_user_is_there(key):

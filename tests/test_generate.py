@@ -5,8 +5,8 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
-from chats import CHATML, PROMPTING, START, STOP, model_files, saying
-from pretrained_models import command as run_command, make_model
+from chats import START, STOP, saying
+from pretrained_models import make_model
 from refused import refuses
 from test_verify import command, write_texts
 
@@ -14,7 +14,6 @@ from fedsim import generate as room
 from fedsim.cli.main import main
 from fedsim.config import Sampling
 from fedsim.data.tokenizer import Tokenizer
-from fedsim.export import export
 from fedsim.models import weights
 
 FEW = ["--num-texts", "10", "--num-tokens", "12"]
@@ -77,47 +76,6 @@ def test_nobody_writes_a_special_token_into_a_prompt(chatty):
     special = [tokenizer.decode([i], special=True) for i in prompt.ids if i >= tokenizer.end_id - 1]
     assert special == [START, STOP, START]
     assert asked[0] in tokenizer.decode(prompt.ids, special=True)
-
-
-def test_a_template_that_takes_no_such_chat_is_named(chatty, tmp_path):
-    strict = CHATML.replace("{% for", "{{ raise_exception('no users') }}{% for", 1)
-    files = model_files(tmp_path / "strict", strict)
-    model = weights.load(str(chatty))._replace(tokenizer=files / "tokenizer.json", files=files)
-    with refuses("prompt=Hello", says="no users"):
-        room.Texts(model, ["Hello"], 4, chats=True, field="prompt")
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_run_replies_in_the_template_of_its_data(tmp_path, capsys):
-    """Which the export has, too, also if the model came with another."""
-    model = saying(tmp_path / "model", "yes", model_files(tmp_path / "files", CHATML))
-    rows = [
-        {
-            "customer": f"c{i % 12}",
-            "messages": [
-                {"role": "user", "content": f"Question {i}"},
-                {"role": "assistant", "content": "yes"},
-            ],
-        }
-        for i in range(48)
-    ]
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "mine.jinja").write_text(PROMPTING)
-    how = ["--user-column", "customer", "--chat-template", str(tmp_path / "mine.jinja")]
-    how += ["--tokenizer", str(model), "--max-length", "64", "--out", str(tmp_path / "built")]
-    main(["data", "build", str(chats), *how])
-    flags = {"data": tmp_path / "built", "model": model, "max_length": None}
-    flags |= {"lora_rank": 1, "num_steps": 1}
-    run_command("train", "uls", run_dir=tmp_path / "run", **flags)
-    capsys.readouterr()
-    said = ("--prompt", "Hello", "--temperature", "0")
-    assert generate(tmp_path / "run", *said, capsys=capsys)["text"].startswith("y")
-    export(str(tmp_path / "run"), tmp_path / "out")
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == PROMPTING
-    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
-    assert settings["chat_template"] == PROMPTING
 
 
 # ---- Data sets ----------------------------------------------------------------------------------
@@ -196,20 +154,6 @@ def test_a_set_without_a_guarantee_claims_none(directory, tmp_path, capsys):
     assert len(about["params_sha256"]) == 64 and about["outside"] == []
 
 
-@pytest.mark.slow
-@pytest.mark.ci
-def test_texts_without_noise_claim_nothing(place, tmp_path):
-    flags = {"num-steps": 1, "epsilon": "inf"}
-    main(command(place / "texts.parquet", tmp_path / "open", **flags))
-    written(tmp_path / "open", tmp_path / "a.jsonl")
-    about = about_of(tmp_path / "a.jsonl")
-    assert not about["guarantee"] and about["epsilon"] is None
-    assert "no privacy is claimed" in about["claim"]
-    plan = json.loads((tmp_path / "open" / "config.json").read_text())["plan"]
-    named = [fact["fact"] for fact in plan["non_private"]]
-    assert [fact["fact"] for fact in about["outside"]] == ["no-noise", *named]
-
-
 def test_texts_of_a_batch_are_those_that_are_drawn_alone(directory):
     model = weights.load(str(directory))
     texts = room.Texts(model, ["red ", "green blue", "red"], 20, chats=False, field="prompts")
@@ -218,13 +162,6 @@ def test_texts_of_a_batch_are_those_that_are_drawn_alone(directory):
     together = room.draw(given, *settings, model.params)
     assert together == [room.draw([each], *settings, model.params)[0] for each in given]
     assert len({tuple(tokens) for tokens in together}) > 6
-
-
-def test_the_first_text_is_the_one_that_is_written_alone(directory, tmp_path, capsys):
-    rows = written(directory, tmp_path / "a.jsonl", "--seed", "5")
-    capsys.readouterr()
-    alone = generate(directory, "--num-tokens", "12", "--seed", "5", capsys=capsys)
-    assert rows[0] == {"text": alone["text"]}
 
 
 @pytest.mark.slow

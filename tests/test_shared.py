@@ -104,28 +104,6 @@ def test_the_largest_pool_is_that_of_trying_all():
         assert found.sum() == best and (found <= counts).all()
 
 
-def test_the_greedy_pool_has_most_of_the_largest():
-    """Half of it at least where texts have two owners, as of any maximal matching; in fact more."""
-    shares = []
-    for number, sets, offsets, owners, most in graphs(200, 6):
-        order = np.random.default_rng(number).permutation(int(offsets[-1]))
-        greedy = len(greedy_pool(order, offsets, owners, most))
-        best = largest_pool(np.diff(offsets), owners, most).sum()
-        widest = max(map(len, sets))
-        assert greedy * widest >= best
-        shares.append(greedy / max(best, 1))
-    assert np.mean(shares) > 0.9
-
-
-def test_a_search_that_is_given_up_leaves_the_greedy_pool(key, monkeypatch):
-    _, _, offsets, owners, most = next(graphs(1, 7))
-    greedy = greedy_pool(
-        key.generator("contributions").permutation(int(offsets[-1])), offsets, owners, most
-    )
-    monkeypatch.setattr(shared, "largest_pool", lambda *_: None)
-    np.testing.assert_array_equal(bounded_pool(offsets, owners, most, key), greedy)
-
-
 @pytest.mark.privacy
 def test_pool_and_groups_follow_from_the_graph_and_the_key(key):
     for _, _, offsets, owners, most in graphs(20, 8, most_texts=30):

@@ -199,36 +199,6 @@ def test_data_are_refused_in_which_what_a_text_says_decides_how_many_rows_there_
     assert said in capsys.readouterr().err
 
 
-def test_recommendations_are_for_the_pool_and_the_groups(chat, tmp_path, capsys):
-    flags = {
-        "data": chat,
-        "epsilon": 8,
-        "num-steps": 3,
-        "batch_size": 8,
-        "users": 8,
-        "max-shared-groups": 2,
-    }
-    flags |= {
-        "model": "micro",
-        "engine": "local",
-        "run-dir": tmp_path,
-        "strategy": "scan",
-        "rows_per_pass": 1,
-    }
-    main(["recommend", *(str(x) for n, v in flags.items() for x in (f"--{n}", v)), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["els"]["sampling_prob"] > 8 / 240
-    assert found["uls"]["sampling_prob"] >= 8 / 30  # not everyone has a group in every draw
-    command = found["uls"]["command"]
-    assert command[command.index("--max-shared-groups") + 1] == "2"
-    assert not any("group_size (" in fact for fact in found["non_private"])
-
-
-def test_a_seeded_run_has_the_pool_that_its_plan_says(chat, run_dir, capsys):
-    main(command("els", chat, run_dir, group_size=2, seed=3))
-    assert all(holds for holds, _ in verified(capsys, run_dir).values())
-
-
 @pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize("algorithm", ["els", "uls"])

@@ -118,11 +118,6 @@ def test_a_turn_that_the_template_leaves_out_is_named(template, train_on):
         encode(asked, template, train_on)
 
 
-def test_a_turn_that_says_nothing_may_be_left_out():
-    asked = [Message("developer", " "), *turns("Hi", "Ho")]
-    assert shown(encode(asked, LEAVING_OUT["of a role"]))[0] == f"Hi{STOP}Ho{STOP}"
-
-
 def test_a_turn_that_a_prompt_writes_is_not_left_out_of_it():
     asked = [Message("developer", "Answer in French."), *turns("Hi")]
     found = chats_of(Template(LEAVING_OUT["but before a last question"])).encode_prompt(asked)
@@ -343,15 +338,6 @@ def test_a_template_that_takes_too_much_ends_its_process_alone(template, monkeyp
     with pytest.raises(SlowTemplate, match="takes more than 3 s, or 4,294,967,296 bytes"):
         encode(turns("Hi"), template)
     assert len(encode(turns("Hi", "Ho")).ids) > 4  # the next one is served
-
-
-@pytest.mark.parametrize(
-    "source", ["{{ 10 ** (10 ** 10) }}", "{{ 'x' | center(30000000000) }}", "{{ m " + "(" * 9999]
-)
-def test_a_template_that_takes_too_much_to_compile_is_refused(source, monkeypatch):
-    monkeypatch.setattr("fedsim.data.limited.RENDER_S", 3.0)
-    with pytest.raises((DataError, SlowTemplate), match="chat_template: expected|takes more than"):
-        encode(turns("Hi"), source)
 
 
 @pytest.mark.parametrize(

@@ -70,25 +70,3 @@ def test_the_papers_split_of_stack_overflow(tmp_path):
     assert (data.train.num_users, data.train.num_examples) == (7_780, 1_820_330)
     assert (data.test.num_users, data.test.num_examples) == (1_798, 425_056)
     assert len(set(data.train.user_ids()) & set(data.test.user_ids())) == 254
-
-
-def test_a_document_of_100_megabytes(tmp_path):
-    import pyarrow as pa
-
-    words = "some words that are repeated " * 3_600_000
-    table = pa.table({"user_id": ["a", "b"], "text": ["short", words]})
-    pq.write_table(table, tmp_path / "a.parquet")
-    options = {"tokenizer": TOKENIZER, "max_length": 1_024, "long_texts": "split", **ALL_IN_TRAIN}
-    data = build(tmp_path / "a.parquet", tmp_path / "out", **options)
-    assert 15_000_000 < data.train.num_tokens < 25_000_000 and data.train.num_users == 2
-
-
-def test_a_million_users_with_one_example(tmp_path):
-    import pyarrow as pa
-
-    ids = np.random.default_rng(0).permutation(1_000_000)
-    table = pa.table({"user_id": ids, "text": [f"text {i}" for i in ids]})
-    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2**17)
-    data = build(tmp_path / "a.parquet", tmp_path / "out", **ALL_IN_TRAIN)
-    assert data.train.num_users == data.train.num_examples == 1_000_000
-    assert data.train.user_ids() == sorted(map(str, range(1_000_000)))

@@ -73,33 +73,6 @@ def test_texts_keep_their_owners(tmp_path, kind):
     store.check()
 
 
-def test_a_store_on_disk_is_the_one_in_memory(tmp_path):
-    disk = build_all(jsonl(tmp_path, MAIL), tmp_path / "out", user_column="who").train
-    by_owners = {}
-    for who, _ in MAIL:
-        ids = (who,) if isinstance(who, str) else tuple(sorted(who))
-        by_owners.setdefault(ids, []).append([1, 2])
-    memory = UserStore.from_examples(by_owners, 8, 9)
-    assert memory.user_ids() == disk.user_ids()
-    np.testing.assert_array_equal(memory.owners.users, disk.owners.users)
-    np.testing.assert_array_equal(memory.owners.starts, disk.owners.starts)
-
-
-def test_lists_of_one_owner_give_the_bits_of_no_lists(tmp_path):
-    rows = [(f"user {i % 7}", f"text {i}") for i in range(50)]
-    plain = build(jsonl(tmp_path, rows, "a.jsonl"), tmp_path / "a", user_column="who")
-    rows = [([who], text) for who, text in rows]
-    lists = build(jsonl(tmp_path, rows, "b.jsonl"), tmp_path / "b", user_column="who")
-    assert plain.train.owners is None and lists.train.owners is None
-    for split in ("train", "eval_examples"):
-        files = sorted(path.name for path in (plain.path / split).iterdir())
-        assert files == sorted(path.name for path in (lists.path / split).iterdir())
-        for name in files:
-            assert (plain.path / split / name).read_bytes() == (
-                lists.path / split / name
-            ).read_bytes()
-
-
 def test_the_bits_of_data_with_one_owner_are_those_they_always_were(tmp_path):
     # Recorded before texts could have several owners; a new format of stores changes it.
     rows = [(f"user {i % 7}", f"text {i}") for i in range(50)]

@@ -2,12 +2,10 @@
 
 import json
 
-import numpy as np
 import pytest
 from learnt import learnt
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
-from fedsim.data.building.build import build
 from fedsim.data.tokenizer import Tokenizer as Ours
 from fedsim.errors import DataError
 
@@ -75,26 +73,9 @@ def test_tokens_are_those_that_the_files_name(files, expected, tmp_path):
     assert again.sha256 == found.sha256 and again.encode_batch(["a"]) == found.encode_batch(["a"])
 
 
-def test_built_data_have_the_models_tokens_around_each_text(tmp_path):
-    config = {"bos_token_id": 1, "eos_token_id": [2, 0]}
-    file = make(tmp_path / "model", config=config)
-    rows = [{"user_id": f"u{i}", "text": "a"} for i in range(20)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = build(tmp_path / "rows.jsonl", tmp_path / "data", tokenizer=file.parent, num_workers=1)
-    tokens, sizes = data.train.gather(np.arange(1), 4)
-    assert tokens.tolist() == [[1, 3, 2, 0]] and sizes.tolist() == [3]
-    assert Ours.load(data.tokenizer_path).begin == BOS
-
-
 def test_several_special_tokens_that_nothing_names_are_asked_for(tmp_path):
     with pytest.raises(DataError, match="bos_token and eos_token in a tokenizer_config.json"):
         Ours.load(make(tmp_path))
-
-
-def test_only_a_tokenizer_json_has_files_beside_it(tmp_path):
-    file = make(tmp_path, LISTED, config={"bos_token_id": 2})
-    other = file.rename(tmp_path / "other.json")
-    assert Ours.load(other).begin_id == 0
 
 
 def test_the_hub_is_asked_for_the_files_that_name_them(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import json
 import pickle
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -89,33 +88,6 @@ def test_disk_and_memory_hold_the_same(vocab_size, piece, tmp_path, rng, monkeyp
         assert [t[:n].tolist() for t, n in zip(tokens, sizes, strict=True)] == [
             expected[row] for row in rows
         ]
-
-
-def test_threads_read_at_the_same_time(rng, tmp_path):
-    store = write(tmp_path / "s", random_examples(rng, 200, 5))
-    wanted = [rng.integers(0, store.num_examples, 3_000) for _ in range(8)]
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda rows: store.gather(rows, 8), wanted))
-    for rows, (tokens, sizes) in zip(wanted, found, strict=True):
-        again = store.gather(rows, 8)
-        np.testing.assert_array_equal(tokens, again[0])
-        np.testing.assert_array_equal(sizes, again[1])
-
-
-def test_the_users_table_counts_tokens_per_user(tmp_path, rng):
-    examples = random_examples(rng, 20, 5)
-    store = write(tmp_path / "s", examples)
-    counted = store._column("num_tokens").to_pylist()
-    assert counted == [sum(map(len, examples[user])) for user in sorted(examples)]
-    assert store._column("offset").to_pylist() == store.offsets[:-1].tolist()
-
-
-@pytest.mark.parametrize("vocab_size, dtype", [(65_536, "uint16"), (65_537, "uint32")])
-def test_ids_take_as_few_bytes_as_the_vocabulary_allows(tmp_path, vocab_size, dtype):
-    last = vocab_size - 1
-    store = write(tmp_path / "s", {"a": [[last, 0]]}, vocab_size)
-    assert store.metadata["dtype"] == dtype
-    assert store.gather(np.array([0]), 2)[0].tolist() == [[last, 0]]
 
 
 def test_an_opened_store_pickles_as_its_path(tmp_path, rng):

@@ -168,14 +168,6 @@ def test_ids_of_nobody_are_counted_and_up_to_20_are_named(data, tmp_path, capsys
     assert line.endswith("x0019 and 1,214 more")
 
 
-def test_it_says_what_is_left_out(data, tmp_path, capsys):
-    users = listed(tmp_path / "users", GONE)
-    main(["data", "without", str(data.path), "--users", str(users), "--out", str(tmp_path / "new")])
-    number = sum(row["user_id"] in GONE for row in ROWS)
-    line = f"left out 3 users and {number} texts; written to {tmp_path / 'new'}\n"
-    assert capsys.readouterr().out == line
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
