@@ -158,14 +158,14 @@ def texts(settings: Settings) -> tuple[Any, Any, dict[str, list], dict[str, list
 
 def dataset(cell: Cell, settings: Settings) -> tuple[Any, Any, np.ndarray]:
     """(Model, data whose `test` split has all canaries, which of them take part, bool)."""
-    from fedsim.data import UserStore
+    from experiments.harness.stores import store_of
 
     model, data, real, canaries = texts(settings)
     chosen = cell.chosen(len(canaries))
     inside = {name: canaries[name] for name, takes in zip(canaries, chosen, strict=True) if takes}
     limits = data.train.max_length, data.train.vocab_size
-    train = UserStore.from_examples(real | inside, *limits)
-    test = UserStore.from_examples(canaries, *limits)
+    train = store_of(real | inside, *limits)
+    test = store_of(canaries, *limits)
     return model, dataclasses.replace(data, train=train, test=test), chosen
 
 

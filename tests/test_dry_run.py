@@ -6,13 +6,13 @@ import json
 import pytest
 from test_verify import command, write_texts
 
+from experiments.harness.stores import store_of
 from fedsim.accounting import PureEvent
 from fedsim.budget.ledger import open_locked
 from fedsim.budget.spending import charge_of
 from fedsim.cli.main import main
 from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.data.dataset import Dataset
-from fedsim.data.users import UserStore
 from fedsim.engine import environment
 from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
@@ -142,7 +142,7 @@ def test_a_mistake_that_has_nothing_to_do_with_a_private_draw_costs_nothing(
 def test_no_budget_is_refused_by_a_private_draw():
     """Refusals are counted nowhere: whoever tries again and again would learn the median."""
     sizes = [1, 1, 2, 40]
-    store = UserStore.from_examples({f"u{n}": [[1]] * size for n, size in enumerate(sizes)}, 4, 9)
+    store = store_of({f"u{n}": [[1]] * size for n, size in enumerate(sizes)}, 4, 9)
     found = set()
     turns = {"noise": "correlated", "bands": 3}
     for budget, cell in ((1, {}), (10, {}), (1000, {}), (10, turns)):

@@ -1,7 +1,6 @@
 """The private median: its guarantee on neighbours, and its error on real and made-up sizes."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +17,6 @@ from fedsim.sampling.contributions import (
     rank_error,
     utility,
 )
-
-SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 1.0])

@@ -10,11 +10,11 @@ import reference
 from test_shared import owners_of, random_graph
 
 from experiments.harness.mean_task import MeanTask
+from experiments.harness.stores import store_of
 from fedsim.accounting import StepEvent
 from fedsim.cli.main import main
 from fedsim.clipping import Clip, Strategy
 from fedsim.data.dataset import sums
-from fedsim.data.users import UserStore
 from fedsim.els import ELS
 from fedsim.engine.worker import LocalEngine
 from fedsim.keys import SecretKey
@@ -272,6 +272,6 @@ def test_counts_of_verify_are_those_of_loops(rng, key):
     ],
 )
 def test_groups_that_break_the_rules_are_named(groups, message):
-    store = UserStore.from_examples({("a", "b"): [[1], [1]], "b": [[1]]}, 4, 9)
+    store = store_of({("a", "b"): [[1], [1]], "b": [[1]]}, 4, 9)
     with pytest.raises(Violated, match=message):
         most_entered(groups, store.offsets, store.owners)

@@ -110,7 +110,7 @@ def read_store(train: Path) -> dict:
 
 def reads(train: Path) -> dict:
     before = memory()
-    opened, store = timed(lambda: UserStore.open(train), 1)
+    opened, store = timed(lambda: UserStore(train), 1)
     rng, key = np.random.default_rng(0), SecretKey.create(seed=0)
     share = min(1.0, COHORT / store.num_users)
 

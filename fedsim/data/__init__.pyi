@@ -11,8 +11,6 @@ from .chat import (
     USER as USER,
     ChatTokenizer as ChatTokenizer,
     Message as Message,
-    named_tokens as named_tokens,
-    template_beside as template_beside,
     template_of as template_of,
 )
 from .corpora import is_table as is_table, load as load

@@ -62,23 +62,7 @@ class Encoded(NamedTuple):
 ASKED = Message(USER, "a")
 
 
-def template_beside(tokenizer: str | Path) -> str | None:
-    """The chat template among the files of a model.
-
-    Args:
-      tokenizer: path of its tokenizer.json.
-    Raises: DataError: a file is damaged.
-    """
-    file = Path(tokenizer)
-    own = _beside(file, TEMPLATE)
-    if own.is_file():
-        return read_template(own)
-    found = read_beside(_beside(file, NAME_FILES[0])).get("chat_template")
-    return found if isinstance(found, str) else None
-
-
-def read_template(file: str | Path) -> str:
-    """Read a template. Raises: DataError: the file is no text."""
+def _read_template(file: str | Path) -> str:
     try:
         return Path(expand_home("chat_template", file)).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
@@ -86,15 +70,11 @@ def read_template(file: str | Path) -> str:
         raise DataError.of("chat_template", file, f"a Jinja file ({reason})") from None
 
 
-def named_tokens(tokenizer: str | Path) -> dict[str, str]:
-    """The tokens that the files of NAME_FILES name, the first one first, as {"bos_token": "<s>"}.
-
-    Args:
-      tokenizer: path of a tokenizer.json.
-    """
+def _named_tokens(tokenizer: Path) -> dict[str, str]:
+    """The tokens that the files of NAME_FILES name, the first one first: {"bos_token": "<s>"}."""
     found: dict[str, str] = {}
     for file in NAME_FILES:
-        settings = read_beside(_beside(Path(tokenizer), file))
+        settings = read_beside(_beside(tokenizer, file))
         for name in (f"{kind}_token" for kind in NAMED_TOKENS):
             token = settings.get(name)
             token = token.get("content") if isinstance(token, dict) else token
@@ -169,13 +149,17 @@ def template_of(tokenizer: Tokenizer, file: str | Path | None = None) -> Templat
     Raises: DataError: a file is damaged.
     """
     beside = tokenizer.file
-    source = template_beside(beside) if file is None and beside else None
-    source = source if file is None else read_template(file)
-    if source is None:
-        return None
-    tokens = named_tokens(beside) if beside else {}
+    if file is None and beside and (own := _beside(beside, TEMPLATE)).is_file():
+        file = own
+    if file is not None:
+        source = _read_template(file)
+    else:
+        source = (
+            read_beside(_beside(beside, NAME_FILES[0])).get("chat_template") if beside else None
+        )
+    tokens = _named_tokens(beside) if beside else {}
     tokens = tokens or {"bos_token": str(tokenizer.begin), "eos_token": str(tokenizer.end)}
-    return Template(source, tuple(tokens.items()))
+    return Template(source, tuple(tokens.items())) if isinstance(source, str) else None
 
 
 class ChatTokenizer:

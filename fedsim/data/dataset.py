@@ -49,7 +49,7 @@ class Dataset:
         metadata = read_metadata(path, "dataset")
         splits = [name for name in SPLITS if (path / name).is_dir()]
         _expect_sums(path, splits)
-        stores = {name: UserStore.open(path / name) for name in splits}
+        stores = {name: UserStore(path / name) for name in splits}
         return cls(**stores, tokenizer_path=path / TOKENIZER, metadata=metadata, path=path)
 
     def people(self) -> list[str]:
@@ -126,21 +126,17 @@ def stats(store: UserStore) -> dict[str, Any]:
     Quantiles are exact (the lower of two neighbours).
 
     Returns:
-      A JSON object. Stores with texts of several owners add examples_with_several_owners.
+      A JSON object.
     """
     users = {"min": 0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1}
     tokens = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
-    found = {
+    return {
         "num_users": store.num_users,
         "num_examples": store.num_examples,
         "num_tokens": store.num_tokens,
         "examples_per_user": _quantiles(store.examples_per_user, users),
         "tokens_per_example": _quantiles(store.lengths, tokens),
     }
-    if store.owners is not None:
-        several = store.owners.sizes > 1
-        found["examples_with_several_owners"] = int(np.diff(store.offsets)[several].sum())
-    return found
 
 
 def _quantiles(values: np.ndarray, shares: Mapping[str, float]) -> dict[str, int]:

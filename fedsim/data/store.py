@@ -12,12 +12,11 @@ is a string: the sorted ids with SEPARATOR between them. The owner set of one us
 """
 
 import hashlib
-import io
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -109,12 +108,6 @@ def is_shared(keys: pa.Array | pa.ChunkedArray) -> bool:
     """True if an owner set has several owners. Args: keys: owner sets as strings."""
     several = pc.match_substring(keys, SEPARATOR)  # pyright: ignore
     return bool(pc.any(several).as_py())  # pyright: ignore
-
-
-def owner_key(owner: Any) -> str:
-    """The owner set of an id, or of a tuple of ids, as a string."""
-    ids: Sequence[Any] = owner if isinstance(owner, tuple) else (owner,)
-    return SEPARATOR.join(sorted(set(map(str, ids))))
 
 
 def encode_owners(keys: pa.Array) -> tuple[pa.Buffer, pa.Buffer, int]:
@@ -229,13 +222,6 @@ class TokenWriter:
             np.lib.format.write_array_header_1_0(file, header)
 
 
-def encode_array(array: np.ndarray) -> pa.Buffer:
-    """An array as a file in memory, in the bytes that TokenWriter writes."""
-    file = io.BytesIO()
-    np.save(file, array)
-    return pa.py_buffer(file.getvalue())
-
-
 def map_array(file: Path, kinds: Sequence[str]) -> np.ndarray:
     """Map the array in a file that TokenWriter wrote.
 
@@ -256,33 +242,38 @@ def map_array(file: Path, kinds: Sequence[str]) -> np.ndarray:
     raise ValueError(f"{file.name}: cut off or damaged (no array of its size)")
 
 
-def fingerprint(parts: Iterable[pa.Buffer | Path]) -> str:
-    """sha256 (hex) of buffers and files, end to end: tables, offsets, tokens, and flags if any."""
+def sha256_of_all(files: Iterable[Path]) -> str:
+    """sha256 (hex) of files, end to end."""
     digest = hashlib.sha256()
-    for part in parts:
-        file: IO[bytes] = part.open("rb") if isinstance(part, Path) else io.BytesIO(part)
-        with file:
+    for path in files:
+        with path.open("rb") as file:
             while block := file.read(2**20):
                 digest.update(block)
     return digest.hexdigest()
 
 
-def describe(
-    keys: pa.Array,
+def fingerprint(directory: Path, marked: bool) -> str:
+    """sha256 (hex) of the files of a store: its tables, offsets, tokens, and flags if any."""
+    files = [directory / name for name in (*TABLES, *ARRAYS[: 2 + marked])]
+    return sha256_of_all(file for file in files if file.is_file())
+
+
+def close_store(
+    directory: Path,
+    keys: Sequence[str] | pa.Array,
     num_examples: np.ndarray,
-    offsets: np.ndarray,
-    arrays: Sequence[pa.Buffer | Path],
     about: dict[str, Any],
-) -> tuple[dict[str, pa.Buffer], dict[str, Any]]:
-    """The tables of a store (Parquet, by name), and its metadata.
+    marked: bool = False,
+) -> None:
+    """Complete a directory of arrays with its tables and metadata.json.
 
     Args:
       keys: sorted ids of users, or owner sets as strings: row i of the first table.
       num_examples: int64 [users], or [sets].
-      offsets: int64 [examples + 1], of `offsets_of`.
-      arrays: the files of ARRAYS, two of them if all tokens are trained on.
       about: entries of the metadata, vocab_size and max_length among them.
+      marked: True if only some tokens are trained on.
     """
+    keys, offsets = pa.array(keys, pa.string()), map_array(directory / OFFSETS, ("<i8",))
     first = np.concatenate([[0], np.cumsum(num_examples)])
     table = pa.table(
         {
@@ -296,35 +287,17 @@ def describe(
     if is_shared(keys):
         tables[TABLES[1]], tables[TABLES[2]], about["num_users"] = encode_owners(keys)
         about[SETS] = len(keys)
-    if len(arrays) == len(ARRAYS):
+    if marked:
         about["trained"] = True
-    return tables, {
+    for name, content in tables.items():
+        write_atomically(directory / name, content)
+    metadata = {
         **about,
         "kind": "users",
         "format": FORMAT,
         "num_examples": len(offsets) - 1,
         "num_tokens": int(offsets[-1]),
         "dtype": token_dtype(about["vocab_size"]).name,
-        "fingerprint": fingerprint([*tables.values(), *arrays]),
+        "fingerprint": fingerprint(directory, marked),
     }
-
-
-def close_store(
-    directory: Path,
-    keys: Sequence[str] | pa.Array,
-    num_examples: np.ndarray,
-    about: dict[str, Any],
-    marked: bool = False,
-) -> None:
-    """Complete a directory of arrays with its tables and metadata.json.
-
-    Args:
-      keys, num_examples, about: as of `describe`.
-      marked: True if only some tokens are trained on.
-    """
-    files = [directory / name for name in ARRAYS[: 2 + marked]]
-    offsets = map_array(files[0], ("<i8",))
-    tables, metadata = describe(pa.array(keys, pa.string()), num_examples, offsets, files, about)
-    for name, table in tables.items():
-        write_atomically(directory / name, table)
     write_json(directory / "metadata.json", metadata, sort_keys=True)

@@ -4,13 +4,13 @@ If texts have several owners, rows are sorted by owner set instead (see store.py
 about users here are true of owner sets. A user owns the rows offsets[u]:offsets[u + 1], so a row
 number alone names an example: samplers draw integers, and ids of users never leave the driver. Rows
 are ragged on disk (flat arrays, memory-mapped, shared by all processes of a machine) and padded
-when a batch is gathered. Small data in memory has the same arrays and is read by the same code.
-Reading keeps nothing per row and shares nothing between calls, so that threads may read at once.
+when a batch is gathered. Reading keeps nothing per row and shares nothing between calls, so that
+threads may read at once.
 """
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,34 +29,26 @@ from fedsim.data.store import (
     TABLES,
     Owners,
     copy,
-    describe,
-    encode_array,
     fingerprint,
     map_array,
-    offsets_of,
-    owner_key,
-    token_dtype,
 )
 from fedsim.errors import DataError
 from fedsim.files import expand_home
 
 BLOCK_ROWS = 16_384  # rows copied at a time: as many as fit in a processor's cache
 BLOCK_TOKENS = 2**19
-Arrays = tuple[np.ndarray, np.ndarray, np.ndarray | None]
-"""Offsets of rows int64 [rows + 1], token ids of all rows end to end, and flags uint8 [tokens], 1
-for tokens that are trained on; None if all are."""
 
 
 def _reopened(path: Path, fingerprint: str) -> "UserStore":
     """The store in a directory, in another process, perhaps on another machine."""
-    store = UserStore.open(path)
+    store = UserStore(path)
     if store.fingerprint != fingerprint:  # rows would be those of other users
         raise DataError.of("data", path, "the data set of the driver; there is another one here")
     return store
 
 
 class UserStore:
-    """One split of users' tokenised text. Read-only; pickles as its path if it lies on disk.
+    """One split of users' tokenised text. Read-only; pickles as its path.
 
     Attributes:
       num_users, num_examples, num_tokens: totals.
@@ -66,117 +58,53 @@ class UserStore:
       vocab_size: upper bound of token ids, exclusive.
       fingerprint: sha256 (hex) of the table of users, offsets, tokens and flags.
       metadata: content of metadata.json.
-      path: directory of the store, or None in memory.
+      path: directory of the store.
     """
 
-    def __init__(
-        self,
-        tables: Mapping[str, pa.Buffer],
-        arrays: Arrays,
-        metadata: dict[str, Any],
-        path: Path | None = None,
-    ):
-        """Open the tables of a store (Parquet, by their names), and the rows of all users.
-
-        Raises:
-          DataError: the files do not belong together.
-        """
-        self.path, self.metadata = path, metadata
-        self.max_length: int = metadata["max_length"]
-        self.vocab_size: int = metadata["vocab_size"]
-        self.fingerprint: str = metadata["fingerprint"]
-        self.num_tokens: int = metadata["num_tokens"]
-        self._tables, self._arrays = tables, arrays
-        self._rows, self._values, self._flags = arrays
-        column = self._column("num_examples")
-        # Arrow's to_numpy imports pandas, which takes longer than the rest of this function.
-        counts = np.concatenate([np.zeros(0, np.int32), *map(np.from_dlpack, column.chunks)])
-        self.offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        self.num_users: int = metadata["num_users"]
-        self.num_examples = len(self._rows) - 1
-        rows = {self.num_examples, self.offsets[-1], metadata["num_examples"]}
-        tokens = {self._rows[-1], self.num_tokens}
-        tokens |= {len(array) for array in arrays[1:] if array is not None}
-        if len(rows) > 1 or len(tokens) > 1:
-            raise DataError.of("data", path or "memory", "files of one store, got other sizes")
-
-    @classmethod
-    def open(cls, directory: str | Path) -> "UserStore":
+    def __init__(self, directory: str | Path):
         """Open the store in `directory`, memory-mapped. Reads the table of users, not the text.
 
         Raises:
           DataError: `directory` is not a store, or its files do not belong together.
         """
-        path = Path(expand_home("data", directory)).absolute()
-        metadata = read_metadata(path, "users")
-        names = TABLES if SETS in metadata else TABLES[:1]
+        self.path = path = Path(expand_home("data", directory)).absolute()
+        self.metadata = metadata = read_metadata(path, "users")
+        tables = TABLES if SETS in metadata else TABLES[:1]
         arrays = ARRAYS if metadata.get("trained") else ARRAYS[:2]
         existing = [name for name in (*TABLES, *ARRAYS) if (path / name).is_file()]
-        if existing != [*names, *arrays]:
-            expected = f"{', '.join((*names, *arrays))}, got {', '.join(existing) or 'none'}"
+        if existing != [*tables, *arrays]:
+            expected = f"{', '.join((*tables, *arrays))}, got {', '.join(existing) or 'none'}"
             raise DataError.of("data", path, expected)
-        tables = {name: pa.memory_map(str(path / name)).read_buffer() for name in names}
         kinds = ("<i8",), KINDS, (FLAGS,)
         try:
-            offsets, values, *flags = map(map_array, (path / name for name in arrays), kinds)
+            mapped = [*map(map_array, (path / name for name in arrays), kinds)]
         except ValueError as error:
             raise DataError(f"data={path}: {error}") from None
-        return cls(tables, (offsets, values, flags[0] if flags else None), metadata, path)
-
-    @classmethod
-    def from_examples(
-        cls,
-        examples: Mapping[Any, Sequence[Sequence[int]]],
-        max_length: int,
-        vocab_size: int,
-        trained: Mapping[Any, Sequence[Sequence[bool]]] | None = None,
-    ) -> "UserStore":
-        """Make a store in memory.
-
-        Users are sorted by id, as on disk. A user without sequences keeps an empty slice.
-
-        Args:
-          examples: sequences of token ids of each user, by user id. The sequences of a tuple of ids
-            belong to all of these users.
-          max_length: maximum number of tokens of a sequence.
-          vocab_size: upper bound of token ids, exclusive.
-          trained: which tokens are trained on, in the form of `examples`; None: all.
-        Raises:
-          DataError: a token id exceeds its bound, or two ids are equal as strings.
-        """
-        by_id = {owner_key(user): rows for user, rows in examples.items()}
-        if len(by_id) < len(examples):
-            raise DataError("user_id: expected ids that differ as strings")
-        ids = sorted(by_id)
-        rows = [row for user in ids for row in by_id[user]]
-        lengths = np.fromiter(map(len, rows), np.int32, len(rows))
-        tokens = np.fromiter((t for row in rows for t in row), np.int64, lengths.sum())
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-            bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
-            raise DataError.of("token", bad, f"an id in [0, {vocab_size})")
-        flags = None
-        if trained is not None:
-            flags_of = {owner_key(user): rows for user, rows in trained.items()}
-            every = [flag for user in ids for row in flags_of[user] for flag in row]
-            flags = np.array(every, bool).astype(np.uint8)
-        counts = np.array([len(by_id[user]) for user in ids], np.int64)
-        arrays = offsets_of(lengths), tokens.astype(token_dtype(vocab_size)), flags
-        encoded = [encode_array(array) for array in arrays if array is not None]
-        about = {"max_length": max_length, "vocab_size": vocab_size}
-        keys = pa.array(ids, pa.string())
-        tables, metadata = describe(keys, counts, arrays[0], encoded, about)
-        return cls(tables, arrays, metadata)
+        self._rows, self._values, *flags = mapped
+        self._flags: np.ndarray | None = flags[0] if flags else None
+        self.max_length: int = metadata["max_length"]
+        self.vocab_size: int = metadata["vocab_size"]
+        self.fingerprint: str = metadata["fingerprint"]
+        self.num_tokens: int = metadata["num_tokens"]
+        self.num_users: int = metadata["num_users"]
+        column = self._column("num_examples")
+        # Arrow's to_numpy imports pandas, which takes longer than the rest of this function.
+        counts = np.concatenate([np.zeros(0, np.int32), *map(np.from_dlpack, column.chunks)])
+        self.offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self.num_examples = len(self._rows) - 1
+        rows = {self.num_examples, self.offsets[-1], metadata["num_examples"]}
+        tokens = {self._rows[-1], self.num_tokens, *map(len, mapped[1:])}
+        if len(rows) > 1 or len(tokens) > 1:
+            raise DataError.of("data", path, "files of one store, got other sizes")
 
     def check(self) -> None:
         """Compare the files of the store with its fingerprint; a second per gigabyte or two.
 
         Raises: DataError: the store was changed since it was built.
         """
-        if self.path is not None:
-            names = (*self._tables, *ARRAYS[: 2 + self.is_flagged])
-            if fingerprint(self.path / name for name in names) != self.fingerprint:
-                reason = "changed since it was built: another fingerprint"
-                raise DataError(f"data={self.path}: {reason}")
+        if fingerprint(self.path, self.is_flagged) != self.fingerprint:
+            reason = "changed since it was built: another fingerprint"
+            raise DataError(f"data={self.path}: {reason}")
 
     def gather(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Gather the tokens of rows in any order, cut or zero-padded to `length`.
@@ -273,16 +201,14 @@ class UserStore:
 
     def _column(self, name: str, file: str = TABLES[0]) -> pa.ChunkedArray:
         try:
-            with pq.ParquetFile(pa.BufferReader(self._tables[file])) as opened:
+            with pq.ParquetFile(self.path / file, memory_map=True) as opened:
                 return opened.read([name])[name]
         except (pa.ArrowException, KeyError, ValueError, OSError) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"{file}: cut off or damaged ({reason})") from None
 
     def __reduce__(self):
-        if self.path is not None:
-            return _reopened, (self.path, self.fingerprint)
-        return UserStore, (self._tables, self._arrays, self.metadata)
+        return _reopened, (self.path, self.fingerprint)
 
 
 def read_metadata(directory: Path, kind: str) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def test_chats_in_memory_are_those_of_the_file(built, model, tmp_path):
     columns = {"user_column": "customer", "messages_column": "turns"}
     source = source_of(pd.DataFrame(ROWS), **columns)
     data = load(source, tokenizer=str(model), cache_dir=tmp_path, **columns)
-    assert data.train.fingerprint == UserStore.open(built / "train").fingerprint
+    assert data.train.fingerprint == UserStore(built / "train").fingerprint
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from zoo import (
 )
 
 from experiments.harness.mean_task import MeanTask
+from experiments.harness.stores import store_of
 from fedsim.clipping import Buckets, Clip, Strategy, clip_chunk
 from fedsim.clipping.contribution import (
     contribution,
@@ -33,7 +34,6 @@ from fedsim.clipping.contribution import (
 )
 from fedsim.clipping.packing import chunks
 from fedsim.data.dataset import Dataset
-from fedsim.data.users import UserStore
 from fedsim.engine.worker import LocalEngine
 from fedsim.models import lora
 from fedsim.models.frozen import as_frozen
@@ -225,7 +225,7 @@ def task(request):
     rng = np.random.default_rng(5)
     sizes = np.concatenate([rng.integers(1, 33, 60), rng.integers(33, 65, 60)])
     examples = {"u": [rng.integers(29, size=size) for size in sizes]}
-    store = UserStore.from_examples(examples, max_length=64, vocab_size=29)
+    store = store_of(examples, max_length=64, vocab_size=29)
     config = TransformerConfig(29, 64, width=16, num_layers=1, num_heads=2)
     if request.param == "whole":
         return LanguageModelTask(Dataset(train=store), config)

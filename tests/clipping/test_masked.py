@@ -9,8 +9,9 @@ import reference
 from flax import linen as nn
 from hypothesis import given, settings, strategies as st
 
+from experiments.harness.stores import store_of
 from fedsim.clipping import Clip, Strategy, clip_chunk
-from fedsim.data import Dataset, UserStore
+from fedsim.data import Dataset
 from fedsim.models.language_model import LanguageModelTask, cross_entropy, predicted
 from fedsim.models.transformer import TransformerConfig
 
@@ -94,7 +95,7 @@ def task_of():
         rows[f"u{user}"] = [rng.integers(VOCAB, size=n) for n in sizes]
         trained[f"u{user}"] = [rng.random(n) < 0.5 for n in sizes]
     trained["u0"][0][:] = False
-    store = UserStore.from_examples(rows, LENGTH, VOCAB, trained)
+    store = store_of(rows, LENGTH, VOCAB, trained)
     task = LanguageModelTask(Dataset(train=store, eval_users=store), CONFIG)
     params = task.init(jax.random.key(1))
     return task, jax.tree.map(lambda x: x + rng.normal(0, 0.3, x.shape).astype("f4"), params)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from zoo import PARTS, VOCAB, random_like
 
+from experiments.harness.stores import store_of
 from fedsim.clipping.packing import packed
-from fedsim.data.users import UserStore
 from fedsim.engine.worker import EVAL_TOKENS_PER_CALL, Worker
 from fedsim.models import lora
 from fedsim.models.language_model import ROW, LanguageModelTask
@@ -93,7 +93,7 @@ def test_a_text_sees_nothing_of_those_beside_it(family, rng):
 def task_of(sizes, *, adapters, length=200):
     rng = np.random.default_rng(5)
     texts = {f"{i:03d}": [rng.integers(1, 31, size)] for i, size in enumerate(sizes)}
-    store = UserStore.from_examples(texts, max_length=length, vocab_size=31)
+    store = store_of(texts, max_length=length, vocab_size=31)
     config = TransformerConfig(31, length, width=16, num_layers=1, num_heads=2)
     frozen = None
     if adapters:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from experiments.harness.stores import store_of
 from fedsim.clipping import Clip, Strategy, in_shared_rows, shared_lengths
-from fedsim.data import UserStore
 from fedsim.engine.worker import LocalEngine, Worker
 from fedsim.models import LanguageModelTask, TransformerConfig, language_model
 
@@ -71,7 +71,7 @@ def problem():
         for user in range(12)
     }
     users["00"] = [[7]] * 5  # nothing to predict
-    store = UserStore.from_examples(users, 128, 60)
+    store = store_of(users, 128, 60)
     config = TransformerConfig(60, 128, 16, 2, 2)
     task = LanguageModelTask(SimpleNamespace(train=store), config)  # pyright: ignore
     rows = np.arange(60).reshape(12, 5)

@@ -373,16 +373,17 @@ def test_a_template_has_what_transformers_gives_it():
 
 
 def test_a_template_is_found_where_checkpoints_keep_it(tmp_path):
-    file = tmp_path / "tokenizer.json"
-    assert chat.template_beside(file) is None and chat.named_tokens(file) == {}
+    TINY.save(tmp_path / "tokenizer.json")
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert chat.template_of(tokenizer) is None
     settings = {"eos_token": {"content": "</s>"}, "bos_token": None, "chat_template": "one"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert chat.template_beside(file) == "one" and chat.named_tokens(file) == {"eos_token": "</s>"}
-    (tmp_path / "chat_template.jinja").write_text("four")
-    assert chat.template_beside(file) == "four"
-    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    assert chat.template_of(tokenizer) == Template("one", (("eos_token", "</s>"),))
+    (tmp_path / "chat_template.jinja").write_text("two")
+    assert chat.template_of(tokenizer).source == "two"
+    (tmp_path / "own.jinja").write_bytes(b"\xff")
     with pytest.raises(DataError, match="chat_template=.*expected a Jinja file"):
-        chat.template_beside(file)
+        chat.template_of(tokenizer, tmp_path / "own.jinja")
 
 
 def test_special_tokens_keep_their_rules_about_blanks():

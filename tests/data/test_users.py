@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from refused import refuses
 
+from experiments.harness.stores import store_of
 from fedsim.data import users
 from fedsim.data.store import (
     FORMAT,
     TokenWriter,
     close_store,
-    encode_array,
-    offsets_of,
     token_dtype,
 )
 from fedsim.data.users import UserStore
@@ -35,7 +34,7 @@ def write(directory, examples, vocab_size=300, max_length=64, piece=7):
     counts = np.array([len(examples[user]) for user in ids], int)
     about = {"max_length": max_length, "vocab_size": vocab_size}
     close_store(directory, ids, counts, about)
-    return UserStore.open(directory)
+    return UserStore(directory)
 
 
 def random_examples(rng, num_users, mean_rows, vocab_size=300):
@@ -50,16 +49,16 @@ def random_examples(rng, num_users, mean_rows, vocab_size=300):
 
 
 def test_users_are_sorted_and_own_contiguous_rows():
-    store = UserStore.from_examples(EXAMPLES, 8, 10)
+    store = store_of(EXAMPLES, 8, 10)
     assert store.user_ids() == ["amy", "bob", "eve"]
     assert store.offsets.tolist() == [0, 1, 3, 3] and store.offsets.dtype == np.int64
     assert (store.num_users, store.num_examples, store.num_tokens) == (3, 3, 6)
     assert store.lengths.tolist() == [2, 3, 1]
-    assert (store.max_length, store.vocab_size, store.path) == (8, 10, None)
+    assert (store.max_length, store.vocab_size) == (8, 10)
 
 
 def test_gather_pads_cuts_and_takes_rows_in_any_order():
-    store = UserStore.from_examples(EXAMPLES, 8, 10)
+    store = store_of(EXAMPLES, 8, 10)
     tokens, sizes = store.gather(np.array([1, -1, 0, 2, 1]), 2)
     assert tokens.tolist() == [[1, 2], [0, 0], [5, 6], [4, 0], [1, 2]]
     assert sizes.tolist() == [2, 0, 2, 1, 2]
@@ -70,24 +69,21 @@ def test_gather_pads_cuts_and_takes_rows_in_any_order():
 
 
 @pytest.mark.parametrize("vocab_size, piece", [(300, 1), (300, 7), (300, 10**6), (70_000, 7)])
-def test_disk_and_memory_hold_the_same(vocab_size, piece, tmp_path, rng, monkeypatch):
+def test_the_bytes_do_not_depend_on_the_pieces(vocab_size, piece, tmp_path, rng, monkeypatch):
     monkeypatch.setattr(users, "BLOCK_ROWS", 7)
     examples = random_examples(rng, 30, 4, vocab_size)
-    on_disk = write(tmp_path / "s", examples, vocab_size, piece=piece)
-    in_memory = UserStore.from_examples(examples, 64, vocab_size)
-    assert on_disk.fingerprint == in_memory.fingerprint
-    assert on_disk.user_ids() == in_memory.user_ids()
+    store = write(tmp_path / "s", examples, vocab_size, piece=piece)
+    assert store.fingerprint == store_of(examples, 64, vocab_size).fingerprint
     expected = [row for user in sorted(examples) for row in examples[user]]
-    offsets, dtype = offsets_of(np.array([*map(len, expected)])), token_dtype(vocab_size)
-    assert (tmp_path / "s" / "offsets.npy").read_bytes() == encode_array(offsets)
-    tokens = encode_array(np.concatenate(expected).astype(dtype))
-    assert (tmp_path / "s" / "tokens.npy").read_bytes() == tokens
-    rows = rng.permutation(on_disk.num_examples)
-    for store in (on_disk, in_memory):
-        tokens, sizes = store.gather(rows, 64)
-        assert [t[:n].tolist() for t, n in zip(tokens, sizes, strict=True)] == [
-            expected[row] for row in rows
-        ]
+    offsets, tokens = (np.load(tmp_path / "s" / f"{name}.npy") for name in ("offsets", "tokens"))
+    assert offsets.dtype == np.int64 and offsets.tolist() == [0, *np.cumsum([*map(len, expected)])]
+    assert tokens.dtype == (np.uint16 if vocab_size <= 2**16 else np.uint32)
+    np.testing.assert_array_equal(tokens, np.concatenate(expected))
+    rows = rng.permutation(store.num_examples)
+    tokens, sizes = store.gather(rows, 64)
+    assert [t[:n].tolist() for t, n in zip(tokens, sizes, strict=True)] == [
+        expected[row] for row in rows
+    ]
 
 
 def test_an_opened_store_pickles_as_its_path(tmp_path, rng):
@@ -111,27 +107,20 @@ def test_a_worker_refuses_another_data_set_at_the_same_path(tmp_path, rng):
 
 def test_the_fingerprint_tells_data_and_owners_apart():
     def print_of(examples):
-        return UserStore.from_examples(examples, 8, 10).fingerprint
+        return store_of(examples, 8, 10).fingerprint
 
     assert print_of({"a": [[1], [2]]}) == print_of({"a": [[1], [2]]})
     others = {"a": [[1], [3]]}, {"a": [[1]], "b": [[2]]}, {"b": [[1], [2]]}
     assert print_of({"a": [[1], [2]]}) not in map(print_of, others)
 
 
-def test_from_examples_refuses_what_does_not_fit():
-    with pytest.raises(DataError, match=r"token=10: expected an id in \[0, 10\)"):
-        UserStore.from_examples({"a": [[1, 10]]}, 2, 10)
-    with pytest.raises(DataError, match="differ as strings"):
-        UserStore.from_examples({1: [[1]], "1": [[2]]}, 2, 10)
-
-
 def test_open_refuses_what_is_not_a_store(tmp_path):
     with pytest.raises(DataError, match="expected a directory built by fedsim"):
-        UserStore.open(tmp_path)
+        UserStore(tmp_path)
     for found in ({"kind": "dataset", "format": FORMAT}, {"kind": "users", "format": FORMAT - 1}):
         (tmp_path / "metadata.json").write_text(json.dumps(found))
         with pytest.raises(DataError, match="expected kind 'users', format 2, got"):
-            UserStore.open(tmp_path)
+            UserStore(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["users.parquet", "offsets.npy", "tokens.npy"])
@@ -140,10 +129,10 @@ def test_open_refuses_files_that_do_not_belong_together(name, tmp_path, rng):
     write(tmp_path / "b", random_examples(rng, 9, 3))
     shutil.copy(tmp_path / "b" / name, tmp_path / "a")
     with refuses("data", DataError, says="files of one store"):
-        UserStore.open(tmp_path / "a")
+        UserStore(tmp_path / "a")
     (tmp_path / "b" / "tokens.npy").unlink()
     with pytest.raises(DataError, match="expected users.parquet, offsets.npy, tokens.npy, got"):
-        UserStore.open(tmp_path / "b")
+        UserStore(tmp_path / "b")
 
 
 DAMAGES = {
@@ -164,7 +153,7 @@ def test_open_refuses_a_damaged_file(damage, name, tmp_path, rng):
     store = write(tmp_path / "s", random_examples(rng, 5, 3))
     (store.path / name).write_bytes(damage((store.path / name).read_bytes()))
     with pytest.raises(DataError, match=f"data=.*/s: {name}: cut off or damaged .[a-z ]+.$"):
-        UserStore.open(store.path)
+        UserStore(store.path)
 
 
 def test_what_is_said_of_a_damaged_header_quotes_nothing_of_the_file(tmp_path):
@@ -174,7 +163,7 @@ def test_what_is_said_of_a_damaged_header_quotes_nothing_of_the_file(tmp_path):
     for at in range(128):
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         try:
-            UserStore.open(store.path)
+            UserStore(store.path)
         except DataError as error:
             assert "p\\x00e" not in str(error) and "NUMPY" not in str(error)
             assert len(str(error)) < len(str(store.path)) + 99
@@ -193,15 +182,15 @@ def test_a_byte_that_is_changed_since_is_found_by_reading_everything(name, tmp_p
 
 def test_a_store_knows_which_tokens_are_trained_on(tmp_path):
     trained = {"bob": [[False, True, True], [True]], "amy": [[False, True]], "eve": []}
-    memory = UserStore.from_examples(EXAMPLES, 8, 10, trained)
+    memory = store_of(EXAMPLES, 8, 10, trained)
     (tmp_path / "disk").mkdir()
     with TokenWriter(tmp_path / "disk", token_dtype(10), marked=True) as writer:
         for ids in ([10, 13], [2, 5, 7], [9]):  # of amy and bob: twice the id, + 1 if trained on
             writer.write(np.array([len(ids)]), np.array(ids, np.uint32))
     about = {"max_length": 8, "vocab_size": 10}
     close_store(tmp_path / "disk", ["amy", "bob", "eve"], np.array([1, 2, 0]), about, True)
-    disk = UserStore.open(tmp_path / "disk")
-    for store in (memory, disk, *(pickle.loads(pickle.dumps(each)) for each in (memory, disk))):
+    disk = UserStore(tmp_path / "disk")
+    for store in (memory, disk, pickle.loads(pickle.dumps(disk))):
         assert store.fingerprint == memory.fingerprint and store.is_flagged
         rows = np.array([1, -1, 0])
         assert store.gather(rows, 4)[0].tolist() == [[1, 2, 3, 0], [0] * 4, [5, 6, 0, 0]]
@@ -210,9 +199,9 @@ def test_a_store_knows_which_tokens_are_trained_on(tmp_path):
         assert found.astype(int).tolist() == [[0, 1, 1, 0], [0] * 4, [0, 1, 0, 0]]
         assert store.trained(rows, 2).tolist() == found[:, :2].tolist()
         store.check()
-    plain = UserStore.from_examples(EXAMPLES, 8, 10)
+    plain = store_of(EXAMPLES, 8, 10)
     assert plain.fingerprint != memory.fingerprint and "trained" not in plain.metadata
     assert plain.trained(np.array([0]), 4) is None
     (tmp_path / "disk" / "trained.npy").unlink()
     with pytest.raises(DataError, match="offsets.npy, tokens.npy, trained.npy, got "):
-        UserStore.open(tmp_path / "disk")
+        UserStore(tmp_path / "disk")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from experiments.harness.stores import store_of
 from fedsim.clipping import Buckets, Clip, Strategy
-from fedsim.data.users import UserStore
 from fedsim.engine.engine import AT_ONCE, MIN_TOKENS, cut, cut_examples
 from fedsim.engine.task import Task
 from fedsim.engine.worker import LocalEngine
@@ -101,7 +101,7 @@ def test_sums_and_statistics_do_not_depend_on_lanes():
     """Statistics are in the order of the rows, whatever the order of the lanes."""
     rng = np.random.default_rng(0)
     texts = {f"{i:02d}": [rng.integers(1, 31, rng.integers(2, 70))] for i in range(24)}
-    store = UserStore.from_examples(texts, max_length=72, vocab_size=31)
+    store = store_of(texts, max_length=72, vocab_size=31)
     config = TransformerConfig(31, 72, width=16, num_layers=1, num_heads=2)
     task = LanguageModelTask(type("Texts", (), {"train": store}), config)
     rows = rng.permutation(24)[:, None]

@@ -12,9 +12,9 @@ import pytest
 from zoo import Tied, losses_of
 
 from experiments.harness.mean_task import MeanTask
+from experiments.harness.stores import store_of
 from fedsim.clipping import Buckets, Clip, Strategy, UnsupportedModel, clip_chunk, ghost
 from fedsim.data.dataset import Dataset
-from fedsim.data.users import UserStore
 from fedsim.engine.programs import Programs, UnfitDevice
 from fedsim.engine.task import Task
 from fedsim.engine.worker import LocalEngine, Worker
@@ -38,7 +38,7 @@ def task():
     rng = np.random.default_rng(5)
     sizes = [rng.integers(*ends) for ends in ((1, 33), (33, 49)) for _ in range(100)]
     examples = {"u": [rng.integers(VOCAB, size=size) for size in sizes]}
-    store = UserStore.from_examples(examples, max_length=LENGTH, vocab_size=VOCAB)
+    store = store_of(examples, max_length=LENGTH, vocab_size=VOCAB)
     config = TransformerConfig(VOCAB, LENGTH, width=8, num_layers=1, num_heads=2)
     return LanguageModelTask(Dataset(train=store), config)
 

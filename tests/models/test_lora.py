@@ -13,11 +13,11 @@ from safetensors.numpy import load_file
 from test_weights import KEPT, assert_kept, assert_settings, with_files
 from zoo import FAMILIES, PARTS, adapters_of, random_like
 
+from experiments.harness.stores import store_of
 from fedsim.cli.main import main
 from fedsim.clipping import Clip, Strategy, clip_chunk
 from fedsim.data.dataset import Dataset
 from fedsim.data.tokenizer import Tokenizer
-from fedsim.data.users import UserStore
 from fedsim.errors import ConfigError, FileDamaged
 from fedsim.export import export
 from fedsim.models import lora, weights
@@ -104,7 +104,7 @@ def test_layers_that_there_are_not_are_refused(layers):
 def task(rng):
     _, adapted = one_layer("qwen3", "query,value,down")
     users = {f"u{u}": rng.integers(11, size=(2, 9)) for u in range(3)}
-    store = UserStore.from_examples(users, max_length=12, vocab_size=11)
+    store = store_of(users, max_length=12, vocab_size=11)
     frozen = random_like(dataclasses.replace(adapted, lora=None), rng)
     return LanguageModelTask(Dataset(train=store), adapted, frozen)
 

@@ -13,8 +13,8 @@ from reference import transformer_logits
 from refused import refuses
 from zoo import FAMILIES, PARTS
 
+from experiments.harness.stores import store_of
 from fedsim.data.dataset import Dataset
-from fedsim.data.users import UserStore
 from fedsim.errors import ConfigError
 from fedsim.models.language_model import LanguageModelTask, cross_entropy
 from fedsim.models.rope import Llama3
@@ -161,7 +161,7 @@ def test_an_unknown_preset_is_refused():
 def task():
     rng = np.random.default_rng(5)
     texts = {f"u{u}": [rng.integers(VOCAB, size=n) for n in (4, 10, 1, 0)] for u in range(3)}
-    store = UserStore.from_examples(texts, max_length=LENGTH, vocab_size=VOCAB)
+    store = store_of(texts, max_length=LENGTH, vocab_size=VOCAB)
     return LanguageModelTask(Dataset(train=store), CONFIG)
 
 
@@ -204,7 +204,7 @@ def test_a_config_comes_back_from_json():
 @pytest.mark.parametrize("token", [VOCAB, 2**31 + 5, 2**32 - VOCAB])  # as int32, two are negative
 def test_a_token_that_the_model_lacks_is_refused_where_it_is_read(token):
     texts = {"u": [[1, 2], [VOCAB - 1, token]]}
-    store = UserStore.from_examples(texts, max_length=LENGTH, vocab_size=2**32)
+    store = store_of(texts, max_length=LENGTH, vocab_size=2**32)
     task = LanguageModelTask(Dataset(train=store), CONFIG)
     assert task.read("train", np.array([0, -1]))["tokens"].max() == 2
     with refuses("data=train with a token that the model lacks", says=f"ids in [0, {VOCAB})"):

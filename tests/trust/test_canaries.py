@@ -7,9 +7,9 @@ import pytest
 import reference
 from problems import mean_problem
 
+from experiments.harness.stores import store_of
 from fedsim.clipping import Clip
 from fedsim.data.dataset import Dataset
-from fedsim.data.users import UserStore
 from fedsim.engine.task import Task, WrappedTask
 from fedsim.engine.worker import LocalEngine
 from fedsim.errors import ConfigError
@@ -81,7 +81,7 @@ def test_a_task_without_drawn_canaries_has_the_sums_of_the_inner_task(rng):
 def test_those_whose_coin_fell_come_after_the_others(flagged):
     texts = {f"u{u}": [[1 + u, 2, 3]] * (u + 1) for u in range(3)}
     flags = {user: [[False, True, True]] * len(rows) for user, rows in texts.items()}
-    store = UserStore.from_examples(texts, 4, 16, flags if flagged else None)
+    store = store_of(texts, 4, 16, flags if flagged else None)
     plant = Canaries(np.array([True, False, True, False]), rows=2, clip_norm=1.0)
     users = plant.data(Dataset(train=store)).train
     assert plant.owners.tolist() == [-1] * 6 + [0, 0, 2, 2]

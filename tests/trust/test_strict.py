@@ -10,9 +10,10 @@ import pytest
 from refused import refuses
 from test_cli import texts, train_args  # noqa: F401
 
+from experiments.harness.stores import store_of
 from fedsim.cli.main import main
 from fedsim.config import Algorithm, PrivacyConfig, run_config
-from fedsim.data import Dataset, UserStore
+from fedsim.data import Dataset
 from fedsim.engine import EngineError
 from fedsim.errors import FedsimError, FileDamaged
 from fedsim.keys import SecretKey
@@ -40,7 +41,7 @@ PLANTED = {
 def data_with(rows):
     """Users of 1 to 5 texts, and one with these."""
     users = {f"u{n}": [[1, 2, 3]] * (1 + n % 5) for n in range(NUM_USERS - 1)}
-    return Dataset(UserStore.from_examples({**users, "v": rows}, LENGTH, VOCAB))
+    return Dataset(store_of({**users, "v": rows}, LENGTH, VOCAB))
 
 
 def published(algorithm, data, place, monkeypatch, capfd, *, callbacks=(), **flags):

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from fedsim.config import BuildConfig
 from fedsim.data.building.columns import Columns, chats_as_json, normalise, plain
 from fedsim.data.building.text_files import PACKED, TextFile
-from fedsim.data.store import fingerprint
+from fedsim.data.store import sha256_of_all
 from fedsim.errors import DataError, FedsimError, Interrupted, may_pass, printable
 from fedsim.files import DISK_FULL, expand_home, read_json
 
@@ -136,7 +136,7 @@ def identify(file: Path) -> dict[str, Any]:
     """Name, bytes and sha256 of a file, or of all files of a directory."""
     inside = sorted(p for p in file.rglob("*") if p.is_file()) if file.is_dir() else [file]
     size = sum(path.stat().st_size for path in inside)
-    return {"name": file.name, "bytes": size, "sha256": fingerprint(inside)}
+    return {"name": file.name, "bytes": size, "sha256": sha256_of_all(inside)}
 
 
 @dataclass(frozen=True)
