@@ -165,8 +165,7 @@ def _most_steps(asked: Accounted) -> dict[str, Any]:
     """The most steps, and whether more were not looked for."""
     from fedsim import accounting
 
-    expected = "num_steps with allocation, to find the noise multiplier"
-    expect(STEPS, None, asked.sampling != ALLOCATION, expected)
+    expect(STEPS, None, asked.sampling != ALLOCATION, "a number of steps with allocation")
     names = ("epsilon", "delta", NOISE, "sampling_prob", "max_contributions")
     given: dict[str, Any] = {name: getattr(asked, name) for name in names}
     shared, bands = asked.max_shared_groups, asked.bands or 1

@@ -10,13 +10,11 @@ from fedsim.config import BuildConfig, Count, Positional
 from fedsim.errors import expect, printable
 from fedsim.run import Terminal, aligned
 
-MAX_NAMED = 20  # ids in a warning
-
 
 def build(
     out: Path,
     settings: BuildConfig,
-    sources: Positional[tuple[str, ...]] = (),
+    sources: Positional[tuple[str, ...]],
     split: str | None = None,
     revision: str | None = None,
     num_workers: Count | None = None,
@@ -31,8 +29,7 @@ def build(
       revision: Branch, tag or commit of an hf: data set to read. Default: the newest.
       num_workers: Number of processes; it does not change the result. Default: one per CPU.
     """
-    Terminal().note(f"reading {' '.join(sources) or 'no sources'}")
-    expect("sources", "", bool(sources), "files, or hf:NAME")
+    Terminal().note(f"reading {' '.join(sources)}")
     from fedsim import data
 
     of_source: dict[str, Any] = {"split": split, "revision": revision, "num_workers": num_workers}
@@ -89,9 +86,8 @@ def without(directory: Positional[str], users: Path, out: Path) -> Answer:
 
     result = data.without(_opened(directory), data.read_ids(users), out)
     if unknown := result["not_found"]:
-        named = ", ".join(map(printable, unknown[:MAX_NAMED]))
-        more = f" and {len(unknown) - MAX_NAMED:,} more" if len(unknown) > MAX_NAMED else ""
-        Terminal().warn(f"{len(unknown):,} ids are of no user of the data: {named}{more}")
+        ids = ", ".join(map(printable, unknown))
+        Terminal().warn(f"{len(unknown):,} ids are of no user of the data: {ids}")
     left_out = f"left out {result['users']:,} users and {result['texts']:,} texts"
     return result, [f"{left_out}; written to {result['path']}"]
 

@@ -124,8 +124,6 @@ def generate(
         drawn = {"num_tokens": num_tokens, "how": how, "seed": seed}
         result = generate_text(model, prompt, **drawn, plain=plain)
         text = ("" if result["is_reply"] else result["prompt"]) + result["text"]
-        if result["stopped"] == "length":
-            Terminal().note(f"(the model's length is {result['max_length']} tokens)")
         return result, [printable(text, "\n\t") if sys.stdout.isatty() else text]
     expect("out", out, out is not None, "a file to write, with num_texts")
     assert out is not None
