@@ -110,26 +110,6 @@ def _no_file(file: Path, error: object) -> TensorError:
     return TensorError.of("model", file, f"a safetensors file ({reason})")
 
 
-def expect_none_left(source: str, names: Sequence[str]) -> None:
-    """Check that no arrays are left over: a model without them would be another model.
-
-    Args:
-      source: the file, for the error.
-      names: arrays of the file that the model has no place for.
-    Raises:
-      TensorError: there are such arrays.
-    """
-    if names:
-        expected = f"only arrays that its settings have a place for, and {brief(names[0])} has none"
-        raise TensorError.of("model", source, expected)
-
-
-def expect_finite(field: str, source: str, name: str, array: np.ndarray) -> None:
-    """Raise TensorError if an array has nan or infinity: nothing can be learned from there."""
-    if not np.isfinite(array).all():
-        raise TensorError.of(field, source, f"finite numbers in {name}, got nan or infinity")
-
-
 def write(
     file: Path, tensors: Mapping[str, np.ndarray], about: Mapping[str, str] = FOR_OTHERS
 ) -> None:
@@ -229,7 +209,9 @@ def from_tensors(
         array = array.T if place.transposed else array
         if place.columns is not None:
             array = array[..., place.first : place.first + shapes[path][-1]]
-        expect_finite("model", source, place.name, array)
+        if not np.isfinite(array).all():  # nothing can be learned from there
+            wanted = f"finite numbers in {place.name}, got nan or infinity"
+            raise TensorError.of("model", source, wanted)
         array = array + np.float32(place.minus) if place.minus else array
         leaves[path] = np.ascontiguousarray(array)
     return traverse_util.unflatten_dict(leaves)
@@ -265,7 +247,9 @@ def _arrays_of(
         head = tensors[families.HEAD]
         if head.dtype == embedding.dtype and np.array_equal(np.asarray(head), embedding):
             unused.remove(families.HEAD)
-    expect_none_left(source, unused)
+    if unused:  # a model without them would be another model
+        wanted = f"only arrays that its settings have a place for, and {brief(unused[0])} has none"
+        raise TensorError.of("model", source, wanted)
     return arrays
 
 

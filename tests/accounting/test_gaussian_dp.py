@@ -14,7 +14,6 @@ from fedsim.accounting import (
     gaussian_epsilon,
     gaussian_mu,
 )
-from fedsim.errors import ConfigError
 
 TAIL = 1e-9
 
@@ -53,12 +52,6 @@ def test_the_curve_lies_below_that_of_the_gaussian(phases):
     assert np.all(curve <= (1 - TAIL) * gaussian_delta(epsilons, mu) + TAIL + 1e-14)
     less = (1 - TAIL) * gaussian_delta(epsilons, 0.98 * mu) + TAIL  # and not of a smaller one
     assert np.any(curve > less)
-
-
-def test_nothing_costs_nothing_and_a_probability_is_asked_for():
-    assert gaussian_mu([], TAIL) == gaussian_mu([(StepEvent(1.0, 0.1), 0)], TAIL) == 0
-    with pytest.raises(ConfigError, match="set_aside=0"):
-        gaussian_mu([(StepEvent(1.0, 0.1), 1)], 0.0)
 
 
 @pytest.mark.privacy
