@@ -90,7 +90,6 @@ def _run(words: list[str]) -> None:
         return
     _, command = _named(words)
     as_json, quiet = "--json" in words, "--quiet" in words
-    words = [word for word in words if word not in ("--json", "--quiet")]
 
     def end() -> None:
         """End at once, from another thread, without what runs at a normal exit."""
@@ -139,6 +138,7 @@ def parse(words: list[str]) -> functools.partial[Answer]:
       ConfigError: a setting has no such value, or there is no such flag or command.
       SystemExit: help was printed.
     """
+    words = [word for word in words if word not in ("--json", "--quiet")]
     path, command = _named(words)
     name, rest = " ".join(["fedsim", *path]), words[len(path) :]
     if isinstance(command, Mapping) and rest and rest[0] not in ("-h", "--help"):
