@@ -50,7 +50,7 @@ def steps(engine, params, count, between=ignore):
 def ray_pool(task, warn=ignore, **options):
     from fedsim.engine.ray_engine import RayEngine
 
-    options = {"num_lanes": 6, "worker_timeout": 20, **options}
+    options = {"num_lanes": 6, "worker_timeout": 120, **options}
     pool = RayEngine(task, EngineConfig("ray", **options), warn=warn)
     pool.ready()
     return pool
