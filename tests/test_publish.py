@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.ci]
 
 OF_MODEL = {f"model/{name}" for name in ("config.json", "model.safetensors", "README.md")}
 OF_MODEL |= {"model/tokenizer.json", "model/tokenizer_config.json"}
-OF_MODEL |= {"model/generation_config.json", "model/special_tokens_map.json"}
+OF_MODEL |= {"model/generation_config.json"}
 ALL = {"ledger.jsonl", "report.html", "report.md", *OF_MODEL}
 
 
@@ -96,7 +96,7 @@ def test_a_stranger_verifies_it_as_far_as_can_be(folder, tmp_path, capsys):
     away = ("settings", "key", "budget", "data", "draws", "replay")
     assert found == dict.fromkeys(held, True) | dict.fromkeys(away)
     assert code == 0 and result["holds"] and result["guarantee"] is None
-    assert "no key" in refused(["verify", elsewhere, "--replay"], capsys)
+    assert "directory of a run" in refused(["verify", elsewhere, "--replay"], capsys)
 
 
 @pytest.mark.parametrize("name", sorted(ALL | {"published.json"}))
