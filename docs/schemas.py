@@ -1,15 +1,18 @@
 """JSON Schemas of a run's files: `python docs/schemas.py DIR` writes one file for each.
 
 plan.json is of a plan (in `config.json` and the ledger's first line), ledger.json of each line of
-`ledger.jsonl`, summary.json of `summary.json`, published.json of `published.json`.
+`ledger.jsonl`, summary.json of `summary.json`, published.json of `published.json`; settings.json is
+of the settings of `fedsim train`: of files of --config, and those in a run's `config.json`.
 """
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter, create_model
 
+from fedsim.config import PrivacyConfig, RunConfig, flags_of
+from fedsim.config.load import to_json
 from fedsim.files import make_directory, write_json
 from fedsim.plan import Plan
 from fedsim.run.formats import FirstLine, Published, SegmentLine, StepLine, Summary
@@ -34,7 +37,20 @@ def schemas() -> dict[str, dict[str, Any]]:
         "ledger": {**dialect, **ledger, "title": "A line of ledger.jsonl"},
         "summary": {**dialect, "title": "summary.json", **both},
         "published": {**dialect, **described(Published), "title": "published.json"},
+        "settings": {**dialect, **settings()},
     }
+
+
+def settings() -> dict[str, Any]:
+    """The schema of the settings of `fedsim train`: type, default and help text of each."""
+    found: dict[str, Any] = {}
+    for name, one in (flags_of(PrivacyConfig) | flags_of(RunConfig)).items():
+        number = float in (one.type, *get_args(one.type))
+        kind = one.type | Literal["inf"] if number else one.type
+        default = None if one.default is ... else to_json(one.default)
+        found[name] = kind, Field(default, description=one.text)
+    strict = ConfigDict(extra="forbid")
+    return create_model("fedsim train", __config__=strict, **found).model_json_schema()
 
 
 def described(kind: Any) -> dict[str, Any]:

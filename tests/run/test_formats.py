@@ -11,6 +11,7 @@ from test_plan import WAYS
 
 from docs.schemas import main, schemas
 from fedsim.accounting import allocated_event
+from fedsim.config import PrivacyConfig, RunConfig, as_dict, flags_of, run_config
 from fedsim.plan import SamplingPlan, ledger_head
 from fedsim.run import ledger
 from fedsim.run.ledger import ChainedLog, LedgerError
@@ -86,3 +87,17 @@ def test_a_line_of_something_else_is_refused_by_field_without_its_text(fault, sa
     with pytest.raises(LedgerError, match=f"line 2 is none of a ledger: {says}") as refusal:
         ledger.read(tmp_path)
     assert "my text" not in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_the_schema_of_settings_takes_what_they_are_and_nothing_else():
+    schema = schemas()["settings"]
+    names = flags_of(PrivacyConfig).keys() | flags_of(RunConfig).keys()
+    assert schema["properties"].keys() == names
+    assert all(about["description"] for about in schema["properties"].values())
+    run = run_config(data="posts", run_dir="run", lora_rank=4)
+    settings = as_dict(PrivacyConfig(4.0, 10)) | as_dict(run)
+    jsonschema.validate(settings, schema)
+    jsonschema.validate({**settings, "epsilon": "inf"}, schema)
+    for fault in ({"lora_rnk": 8}, {"lora_rank": "8"}, {"engine": "spmd"}, {"epsilon": "4"}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**settings, **fault}, schema)
