@@ -280,7 +280,7 @@ def test_a_run_with_correlated_noise_is_replayed_and_its_rows_are_nowhere(
     flags = {"noise": "correlated", "bands": 3, "optimizer": "momentum", "algorithm": algorithm}
     main([*train_command(texts, run_dir, **flags), "--json"])
     whole = json.loads(capsys.readouterr().out)
-    assert whole["noise"]["kind"] == "correlated" and whole["sampling_run"] == "cyclic"
+    assert whole["noise"]["kind"] == "correlated" and whole["sampling"]["kind"] == "cyclic"
     for flag, steps in (("--replay", "the last 2 of 6 steps"), ("--whole", "all 6 steps")):
         code, found = verify(capsys, run_dir, flag)
         assert code == 0 and found["replay"][0] and found["settings"][0]

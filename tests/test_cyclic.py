@@ -126,7 +126,7 @@ def test_a_run_is_accounted_verified_and_reported_so(texts, run_dir, capsys):  #
     flags = {"sampling": "cyclic", "bands": 2, "epsilon": 8}
     main([*train_command(texts, run_dir, algorithm, **flags), "--json"])
     summary = json.loads(capsys.readouterr().out)
-    assert summary["sampling_run"] == summary["sampling_accounted"] == "cyclic"
+    assert summary["sampling"]["kind"] == "cyclic"
     assert summary["sampling"]["bands"] == 2 and summary["epsilon_holds"].startswith("zero out")
     events = [line["event"] for line in ledger.steps_of(ledger.read(run_dir))]
     assert len(events) == 6 and {event["cycle"] for event in events} == {2}

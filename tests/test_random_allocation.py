@@ -9,8 +9,9 @@ from test_verify import command as train_command, texts, verify  # noqa: F401 (a
 
 from fedsim.accounting import allocated_event
 from fedsim.cli.main import main
-from fedsim.config import PrivacyConfig
+from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.keys import SecretKey
+from fedsim.plan import allocated
 from fedsim.run import ledger
 from fedsim.sampling import Allocation
 
@@ -47,13 +48,18 @@ def test_cells_without_a_guarantee_are_refused(flags, what):
         PrivacyConfig(1.0, 10, **flags)
 
 
+def test_participations_are_required():
+    with refuses("participations=None"):
+        allocated(Algorithm.ULS, PrivacyConfig(1.0, 10, sampling="allocation"), num_users=100)
+
+
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_run_is_accounted_verified_and_reported_so(texts, run_dir, capsys):  # noqa: F811
     flags = {"sampling": "allocation", "participations": 2}
     main([*train_command(texts, run_dir, **flags), "--json"])
     summary = json.loads(capsys.readouterr().out)
-    assert summary["sampling_run"] == summary["sampling_accounted"] == "allocation"
+    assert summary["sampling"]["kind"] == "allocation"
     assert summary["sampling"]["participations"] == 2 and summary["sampling_prob"] == 1 / 3
     assert summary["expected_count"] == round(summary["num_users"] / 3)
     assert all(line["event"]["allocated"] for line in ledger.read(run_dir)[2:])

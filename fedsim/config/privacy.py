@@ -32,9 +32,8 @@ class MechanismConfig:
     num_steps / participations steps. Default: poisson, or cyclic with correlated noise."""
 
     participations: int | None = None
-    """With sampling=allocation: K, the number of steps that each user takes part in. >= 1; divides
-    num_steps, and determines the batch size. Default: the K whose batch size is nearest to
-    batch_size."""
+    """Required with sampling=allocation: K, the number of steps that each user takes part in. >= 1;
+    divides num_steps, and determines the batch size."""
 
     noise: Literal["independent", "correlated"] = "independent"
     """independent: fresh noise in each step. correlated: each step also subtracts part of the noise

@@ -4,8 +4,6 @@ from .defaults import (
     expect_enough_users as expect_enough_users,
     facts_of as facts_of,
     fill_defaults as fill_defaults,
-    noise_ratio as noise_ratio,
-    outlook as outlook,
     private_group_size as private_group_size,
     smallest_group_size as smallest_group_size,
     warnings_of as warnings_of,
@@ -21,7 +19,6 @@ from .facts import (
 )
 from .plan import (
     ADJACENCY as ADJACENCY,
-    PROTECTS as PROTECTS,
     SHARED as SHARED,
     Evaluations as Evaluations,
     NoisePlan as NoisePlan,

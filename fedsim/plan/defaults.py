@@ -47,10 +47,10 @@ MISS = 1 / 4
 """Largest share of the users between the private median and the median, as a rule."""
 MIN_SHARE, MAX_SHARE = 0.02, 0.1
 """Parts of epsilon that the private median costs at least, and at most."""
-LEARNS, HARDLY = 0.5, 4.0
-"""Ratios of noise to signal from which on a training learns in part, or almost nothing."""
-MIN_USERS, FEW_USERS = 10, 1000
-"""A private run with fewer users is refused, or warned about."""
+MUCH_NOISE = 0.5
+"""Ratio of noise to signal from which on a training learns in part at most."""
+MIN_USERS = 10
+"""A private run with fewer users is refused."""
 
 
 def with_group_size(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) -> PrivacyConfig:
@@ -94,7 +94,7 @@ def smallest_group_size(privacy: PrivacyConfig, users: Users) -> int:
 def fill_defaults(
     algorithm: Algorithm, privacy: PrivacyConfig, data: Dataset
 ) -> tuple[PrivacyConfig, list[Caveat]]:
-    """Fill in delta, group size, participations and bands.
+    """Fill in delta, group size, bands, and the batch size of random allocation.
 
     Args: privacy: with the group size that was drawn, if it is private.
     Returns: the completed settings, and the facts of these settings and data that the guarantee
@@ -144,18 +144,15 @@ def facts_of(privacy: PrivacyConfig, data: Dataset) -> list[Caveat]:
 
 
 def allocated(algorithm: Algorithm, privacy: PrivacyConfig, num_users: int) -> PrivacyConfig:
-    """Settings of random allocation, with participations and the batch size that follows from it.
+    """Settings of random allocation, with the batch size that follows from participations.
 
-    Raises: ConfigError: the algorithm is not ULS.
+    Raises: ConfigError: the algorithm is not ULS, or participations are missing.
     """
     expect("sampling", ALLOCATION, algorithm == Algorithm.ULS, ONLY_USERS)
-    steps, group_size = privacy.num_steps, privacy.group_size or 1
-    wanted = max(1, privacy.batch_size // group_size) / num_users * steps
-    divisors = [count for count in range(1, steps + 1) if steps % count == 0]
-    nearest = min(divisors, key=lambda count: abs(math.log(count / wanted)))
-    participations = privacy.participations or nearest
-    batch_size = group_size * max(1, round(num_users * participations / steps))
-    return dataclasses.replace(privacy, participations=participations, batch_size=batch_size)
+    steps, count = privacy.num_steps, privacy.participations
+    expect("participations", count, count is not None, f"a divisor of num_steps={steps}")
+    users = max(1, round(num_users * (count or 1) / steps))
+    return dataclasses.replace(privacy, batch_size=(privacy.group_size or 1) * users)
 
 
 def bands_predicted(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) -> list[Prediction]:
@@ -203,32 +200,6 @@ def _expect_shared(privacy: PrivacyConfig, data: Dataset) -> None:
         expect(name, value, value == only, f"{only or 'none'} {where}")
 
 
-def noise_ratio(noise_on_sums: float, num_parameters: int, num_steps: int) -> float:
-    """Norm of the noise on the sum of all steps, relative to the largest sum of gradients.
-
-    If all steps agree, the sum of T mean gradients, each of norm C at most, has norm T C. The noise
-    on it has the same size in each of d directions. Where the noise is much larger, little is
-    learnt of what users have in common: a rule of thumb on public numbers, not a bound.
-    Args:
-      noise_on_sums: of a coordinate, in units of the clip norm.
-      num_parameters: number of coordinates with noise.
-    """
-    return noise_on_sums * math.sqrt(num_parameters) / num_steps
-
-
-def outlook(ratio: float, num_users: int) -> str:
-    """Sentences on how much a training can learn. Args: ratio: from `noise_ratio`."""
-    times = f"{ratio:.2g}" if ratio < 10 else f"{ratio:,.0f}"
-    noise = f"The noise norm is {times} times the largest possible sum of updates"
-    many = f"{num_users:,} users"
-    if ratio < LEARNS:
-        return f"{many} are enough for this model to learn. {noise}"
-    noise += "; more users or steps, a larger batch_size or a small lora_rank help"
-    if ratio < HARDLY:
-        return f"The model will learn only in part from {many}. {noise}"
-    return f"With {many} the noise dominates; the model will not learn. {noise}"
-
-
 def expect_enough_users(num_users: int, epsilon: float) -> None:
     """Raise ConfigError for a private training with so few users that it can teach nothing."""
     least = f"at least {MIN_USERS}: user-level privacy hides each user among the others, and "
@@ -238,17 +209,24 @@ def expect_enough_users(num_users: int, epsilon: float) -> None:
 
 
 def warnings_of(plan: Plan) -> list[str]:
-    """Warnings about plans that are valid but probably not intended."""
-    warnings, users, error = [], plan.num_users, plan.predicted_error
+    """Warnings about plans that are valid but probably not intended.
+
+    If all steps agree, the sum of T mean gradients, each of norm C at most, has norm T C. The noise
+    on it has the same size in each of d directions; where it is larger, little is learnt.
+    """
     if not plan.noise_multiplier:
         return []
+    warnings, users = [], plan.num_users
     if plan.delta > 1 / users:
         warnings.append(
             f"delta={plan.delta:g} is above 1/{users}: it allows publishing all texts of one of "
             f"{users:,} users; the default is {default_delta(users):.2g}"
         )
-    ratio = noise_ratio(error / plan.expected_count, plan.num_parameters, plan.num_steps)
-    few = "With so few users, hiding one user hides most of the signal. "
-    if users < FEW_USERS or ratio >= LEARNS:
-        warnings.append((few if users < FEW_USERS else "") + outlook(ratio, users))
+    ratio = plan.predicted_error / plan.expected_count
+    ratio *= math.sqrt(plan.num_parameters) / plan.num_steps
+    if ratio >= MUCH_NOISE:
+        warnings.append(
+            f"the norm of the noise is {ratio:,.1f} times the largest possible sum of updates; "
+            "more users or steps, a larger batch_size or a small lora_rank help"
+        )
     return warnings

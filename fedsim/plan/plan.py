@@ -52,14 +52,6 @@ ADJACENCY = {
     SHARED: "zero out all texts that one user owns, alone or with others, who owns which being "
     "public and fixed",
 }
-PROTECTS = {
-    ADJACENCY[ZERO_OUT]: "all texts of a user; that they are one of the users is not hidden",
-    ADJACENCY[ADD_OR_REMOVE]: "all texts of a user, and whether they are one of the users",
-    ADJACENCY[SHARED]: "all texts that a user owns, alone or with others; who owns which is not "
-    "hidden",
-}
-"""The same for people, by the adjacency in words."""
-
 Number = Annotated[
     float,
     Field(strict=False),
@@ -433,8 +425,6 @@ def claimed_fields(plan: Plan, epsilon: float, chain: str) -> dict[str, Any]:
     return {
         **of_plan,
         "sampling_prob": plan.sampling.prob,
-        "sampling_run": plan.sampling.kind,
-        "sampling_accounted": plan.sampling.kind,
         "outside": [fact.as_dict() for fact in plan.caveats],
         "private_fields": private_fields(plan),
         "epsilon": to_json(epsilon),

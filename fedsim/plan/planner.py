@@ -273,14 +273,12 @@ def delta_of(num_users: int, delta: float | None) -> float:
 def noise_of(epsilon: float, delta: float, count: int = 1) -> tuple[float, Slack]:
     """Noise multiplier of `count` evaluations that together cost epsilon, and its slack.
 
-    Raises: ConfigError: the slack leaves nothing of epsilon, if it is tiny, or of delta, if epsilon
-      is huge.
+    Raises: ConfigError: the slack leaves nothing of epsilon or of delta.
     """
     part = accounting.slack(count, epsilon, delta, CELL_ERRORS)
-    expected = f"a larger one: the slack of its noise is {part.epsilon:.1g}"
-    expect("eval_epsilon", epsilon, part.epsilon < epsilon, expected)
-    expected = f"a smaller one: the slack of its noise, {part.delta:.1g}, is all of delta"
-    expect("eval_epsilon", epsilon, part.delta < delta, expected)
+    fits = part.epsilon < epsilon and part.delta < delta
+    slack = f"({part.epsilon:.1g}, {part.delta:.1g})"
+    expect("eval_epsilon", epsilon, fits, f"another one: the slack of its noise is {slack}")
     sigma = accounting.noise_multiplier(
         epsilon=epsilon - part.epsilon,
         delta=delta - part.delta,

@@ -9,7 +9,7 @@ from typing import Any
 from fedsim.accounting import at_least, at_most
 from fedsim.config import ZERO_OUT, Algorithm, RunConfig
 from fedsim.data import NATS_PER_TOKEN
-from fedsim.plan import ALL_COVERED, PROTECTS, Evaluations, Plan, in_words
+from fedsim.plan import ALL_COVERED, Evaluations, Plan, in_words
 from fedsim.run.metrics import BOARD
 from fedsim.run.terminal import Terminal
 
@@ -116,7 +116,7 @@ def guarantee_line(summary: dict[str, Any]) -> str:
         guarantee += f", what all {summary['num_steps']} planned steps cost"
     if (holds := summary["epsilon_holds"]) != summary["adjacency"]:
         return f"{guarantee}: no guarantee: {in_words(holds)}"
-    return f"user-level DP: {guarantee}; protects {PROTECTS.get(holds, holds)}"
+    return f"user-level DP: {guarantee}; neighbours: {holds}"
 
 
 def plan_rows(plan: Plan, workers: Any, run: RunConfig) -> list[tuple[str, str]]:
@@ -136,7 +136,7 @@ def plan_rows(plan: Plan, workers: Any, run: RunConfig) -> list[tuple[str, str]]
         ("workers", f"{workers.describe()}; a step is cut in {workers.num_lanes} parts"),
     ]
     if plan.guarantee:
-        rows.insert(4, ("protects", PROTECTS[plan.compared]))
+        rows.insert(4, ("neighbours", plan.compared))
     return rows
 
 

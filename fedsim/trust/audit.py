@@ -32,8 +32,8 @@ FINDINGS = {
     "noise": "noise multiplier at most {noise_multiplier:.4g}, {claimed:.4g} claimed",
 }
 """Findings of the tests, by their names in audit.json."""
-OF_SUMMARY = ("epsilon", "epsilon_holds", "delta", "noise_multiplier", "sampling_run")
-OF_SUMMARY += ("sampling_prob", "num_steps", "steps_done")
+OF_SUMMARY = ("epsilon", "epsilon_holds", "delta", "noise_multiplier", "sampling_prob")
+OF_SUMMARY += ("num_steps", "steps_done")
 
 
 def audit(

@@ -7,6 +7,7 @@ or memory for rows of noise. The comparison uses public quantities only.
 
 import dataclasses
 import functools
+import math
 import os
 import shlex
 from typing import Any
@@ -87,7 +88,11 @@ def compare(
 
     cells = [cell(poisson)]
     if algorithm == Algorithm.ULS:
-        settings = dataclasses.replace(privacy, sampling=ALLOCATION)
+        steps = privacy.num_steps
+        wanted = max(1, privacy.batch_size // group) / users.num_users * steps
+        divisors = [count for count in range(1, steps + 1) if steps % count == 0]
+        nearest = min(divisors, key=lambda count: abs(math.log(count / wanted)))
+        settings = dataclasses.replace(privacy, sampling=ALLOCATION, participations=nearest)
         settings = allocated(algorithm, settings, users.num_users)
         if settings.batch_size <= MAX_GRADIENTS * privacy.batch_size:
             names = ("sampling", "participations", "batch_size")
@@ -239,7 +244,6 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"Use {best.upper()}: {result['reason']}.",
-            f"{result['outlook']}.",
             "",
             shlex.join(result[best]["command"]),
             "",

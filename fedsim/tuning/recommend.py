@@ -40,8 +40,6 @@ from fedsim.plan import (
     expect_enough_users,
     fill_defaults,
     method_for,
-    noise_ratio,
-    outlook,
 )
 from fedsim.run import Console, find_model, load_data, make_task
 from fedsim.sampling import Groups, examples_per_user, graph_of, pool_of
@@ -83,7 +81,7 @@ def recommend(
       run: data, model and workers; `run_dir` is the parent of the runs of the printed commands.
       num_users: number of users in the sample of gradients.
     Returns: facts of the data and the model; advice for `els` and `uls` (fields of `Advice`); turns
-      of Estimate-and-Double; `recommended`, `reason`, `outlook` and `non_private`.
+      of Estimate-and-Double; `recommended`, `reason` and `non_private`.
     Raises:
       ConfigError: the settings do not fit the data or each other.
       EngineError: workers failed.
@@ -104,8 +102,6 @@ def recommend(
             _advice(Algorithm.ULS, uls, uls_norm, privacy, start, norms),
         ]
         best, reason = choose(*advice)
-        on_sums = best.noise_on_sums / best.clip_norm
-        ratio = noise_ratio(on_sums, num_coordinates(start.params), privacy.num_steps)
         return {
             **_about(start, privacy, norms),
             "delta": els.delta,
@@ -113,7 +109,6 @@ def recommend(
             "turns": [dataclasses.asdict(turn) for turn in turns],
             "recommended": str(best.algorithm),
             "reason": reason,
-            "outlook": outlook(ratio, start.data.train.num_users),
             "non_private": [fact.line for fact in non_private],
         }
 

@@ -101,7 +101,8 @@ CELLS = [
 @pytest.mark.privacy
 @pytest.mark.parametrize("algorithm, sampling", CELLS)
 def test_a_user_changes_no_byte_before_the_first_noise(algorithm, sampling, pair):
-    flags = {"group_size": 2, "sampling": sampling, "bands": 2 if sampling == "cyclic" else None}
+    options = {"poisson": {}, "cyclic": {"bands": 2}, "allocation": {"participations": 2}}[sampling]
+    flags = {"group_size": 2, "sampling": sampling, **options}
     one, other, plan = pair(algorithm, PLANTED["many texts"], **flags)
     assert one == other and ALL_COVERED in one and not plan.caveats
 

@@ -292,7 +292,7 @@ def test_the_published_schemas_describe_a_run(trained):
         valid["ledger"].validate(line)
     summary = json.loads((run_dir / "summary.json").read_text())
     valid["summary"].validate(summary)
-    for name in ("epsilon", "steps_done", "sampling_run", "delta"):
+    for name in ("epsilon", "steps_done", "sampling_prob", "delta"):
         assert not valid["summary"].is_valid({**summary, name: None})
 
 
