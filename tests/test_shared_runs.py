@@ -177,7 +177,8 @@ def test_a_run_says_what_it_protects_and_keeps_its_bounds(algorithm, runs, capsy
     main(["report", str(run_dir)])
     report = (run_dir / "report.md").read_text()
     assert "who the users are and who owns which text" in report
-    assert f"{shared['left_out']:,} of {summary['num_examples']:,}" in report
+    left_out = summary["num_examples"] - shared["kept"]
+    assert f"{left_out:,} of {summary['num_examples']:,}" in report
     assert "not hidden" in report
     assert "users not trained on" not in report  # other owners of held-out texts are
 
