@@ -275,6 +275,23 @@ class ChatTokenizer:
         return None if written is None else int(self._ids[self._copy.token_to_id(written[0])])
 
     @functools.cached_property
+    def _finds_special_tokens(self) -> bool:
+        """True if a template's special tokens are also found when its text is encoded plainly."""
+        assert self._template is not None, "has one"
+        asked = [ASKED, Message(ASSISTANT, "b")]
+        try:
+            text, plain = self._write(asked)[0], self._template.render(asked)
+        except SlowTemplate:
+            raise
+        except BadChat:  # it shows no chat of two turns
+            return True
+        own = self._ids[self._copy.encode(text, add_special_tokens=False).ids]
+        self._copy.encode_special_tokens = False
+        usual = self._copy.encode(plain, add_special_tokens=False).ids
+        self._copy.encode_special_tokens = True
+        return own.tolist() == usual
+
+    @functools.cached_property
     def _opening(self) -> tuple[str, int]:
         """(what the template writes before the last answer, from what asks for it on; by how many
         characters that is longer than what asks, such as by an empty block of reasoning)."""
@@ -293,6 +310,11 @@ class ChatTokenizer:
         """The messages without special tokens. Raises: BadChat: as `encode`."""
         if self._template is None:
             raise BadChat("expected texts, or a tokenizer with a chat template")
+        if not self._finds_special_tokens:
+            raise BadChat(
+                "its tokenizer does not find the special tokens of the chat template; expected "
+                "`normalized` and `single_word` of false for them in tokenizer.json"
+            )
         for turn in self._left_out(tuple(each.role for each in messages)):
             if messages[turn].content.strip():
                 role = messages[turn].role

@@ -1,8 +1,9 @@
-"""A process with limits of time and memory, in which chat templates run.
+"""A process with limits of time and memory, in which files of strangers are tried and run.
 
-A template is a program of a stranger that comes with a model. This process has one child of its own
-for them, which ends when it takes too long, and the next call starts another. A template is
-sandboxed by Jinja besides; see `templates`.
+A chat template is a program, and a tokenizer.json can make its library loop, abort or fill memory.
+Both come with models of strangers. This process has one child of its own for them, which ends when
+it takes too long, and the next call starts another. A template is sandboxed by Jinja besides; see
+`templates`.
 """
 
 import contextlib
@@ -15,8 +16,10 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-RENDER_S = 10.0  # of a template for one chat
-MEMORY = 4 * 2**30  # bytes of addresses
+RENDER_S, LOAD_S = 10.0, 60.0  # of a template for one chat; of a tokenizer
+MEMORY = 4 * 2**30  # bytes of addresses: the largest tokenizers take a third
+PROBES = ("Aüが 12 \t\n<b>", "a" * 200, " " * 200, "(" * 50 + "word, word; " * 20)
+ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 MAIN = "from fedsim.data.limited import serve; serve()"
 
 
@@ -33,14 +36,15 @@ _lock = threading.Lock()
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Result of a function of `templates` in the child.
+    """Result of a function of `templates`, or of `load_tokenizer`, in the child.
 
     Args:
       name: of the function.
       arguments: of the function, as JSON.
     Raises: LimitReached, Refused.
     """
-    request = {"name": name, "arguments": arguments, "seconds": RENDER_S}
+    seconds = LOAD_S if name == load_tokenizer.__name__ else RENDER_S
+    request = {"name": name, "arguments": arguments, "seconds": seconds}
     with _lock:
         child, line = _children.pop(os.getpid(), None), b""
         if child is None or child.poll() is not None:
@@ -58,7 +62,7 @@ def call(name: str, *arguments: Any) -> Any:
                 child.kill()
                 child.communicate()
     if not line.endswith(b"\n"):
-        raise LimitReached(f"{RENDER_S:.0f} s, or {MEMORY:,} bytes of memory")
+        raise LimitReached(f"{seconds:.0f} s, or {MEMORY:,} bytes of memory")
     answer = json.loads(line)
     if "error" in answer:
         raise Refused(answer["error"])
@@ -73,7 +77,7 @@ def _start() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": places},
+        env={**os.environ, **ONE_THREAD, "PYTHONPATH": places},
         start_new_session=True,  # an interruption is for its parent
     )
 
@@ -82,6 +86,9 @@ def serve() -> NoReturn:
     """Main function of the child: answer requests, one a line, until the input ends."""
     from fedsim.data import templates  # which imports all of Jinja
 
+    functions = {
+        each.__name__: each for each in (templates.check, templates.render, load_tokenizer)
+    }
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     memory = MEMORY if most == resource.RLIM_INFINITY else min(MEMORY, most)
     resource.setrlimit(resource.RLIMIT_AS, (memory, most))
@@ -92,7 +99,7 @@ def serve() -> NoReturn:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request["seconds"])
         try:
-            answer = {"result": getattr(templates, request["name"])(*request["arguments"])}
+            answer = {"result": functions[request["name"]](*request["arguments"])}
         except MemoryError:
             break  # its parent sees that it ended
         except ValueError as error:
@@ -101,3 +108,26 @@ def serve() -> NoReturn:
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
     os._exit(0)
+
+
+def load_tokenizer(content: str) -> None:
+    """Do with a tokenizer.json what `fedsim.data.tokenizer` does, on texts of all kinds.
+
+    Raises: ValueError: the library refuses it.
+    """
+    import tokenizers
+
+    try:
+        inner = tokenizers.Tokenizer.from_str(content)
+        inner.no_padding()
+        inner.no_truncation()
+        inner.get_vocab(with_added_tokens=True)
+        inner.encode("a")
+        inner.encode_special_tokens = True
+        added = [token["content"] for token in json.loads(inner.to_str())["added_tokens"]]
+        for text in (*PROBES, *added):
+            inner.decode(inner.encode(text, add_special_tokens=False).ids)
+    except MemoryError:
+        raise
+    except BaseException as error:  # a panic of a library in Rust is no Exception
+        raise ValueError(str(error)[:1000] or type(error).__name__) from None

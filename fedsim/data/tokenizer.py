@@ -34,6 +34,7 @@ import pyarrow as pa
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from fedsim.data import limited
 from fedsim.data.store import token_dtype
 from fedsim.errors import ConfigError, DataError, Interrupted, brief, may_pass
 from fedsim.files import expand_home, read_object, write_atomically
@@ -182,7 +183,8 @@ class Tokenizer:
         """Load a tokenizer.json.
 
         Raises:
-          DataError: the file is missing or of another kind, or no special tokens are named.
+          DataError: the file is missing or of another kind, takes too long or too much memory to
+            load, or no special tokens are named.
         """
         file = Path(expand_home("tokenizer", file))
         if not file.is_file():
@@ -193,6 +195,9 @@ class Tokenizer:
             tokenizer = copy(_parsed(file.read_text(encoding="utf-8"), file.name, beside))
         except (ConfigError, KeyboardInterrupt, SystemExit):
             raise
+        except limited.LimitReached as error:
+            expected = f"a tokenizer.json that takes at most {error} to load"
+            raise DataError.of("tokenizer", file, expected) from None
         except BaseException as error:  # the library raises bare Exception, and Rust's panics
             reason = brief(str(error) or type(error).__name__, 200)
             raise DataError.of("tokenizer", file, f"a tokenizer.json ({reason})") from None
@@ -293,7 +298,12 @@ def _download(spec: str) -> Path:
 
 @lru_cache(2)
 def _parsed(content: str, name: str, beside: str) -> Tokenizer:
-    """Parse a tokenizer, which takes most of a second if it is large; a run loads it many times."""
+    """Parse a tokenizer, which takes most of a second if it is large; a run loads it many times.
+
+    A stranger's is tried in another process first, lest it end this one or fill memory.
+    """
+    if content != _bytes_json():
+        limited.call(limited.load_tokenizer.__name__, content)
     return Tokenizer(tokenizers.Tokenizer.from_str(content), name, json.loads(beside))
 
 

@@ -193,6 +193,21 @@ def test_what_is_trained_on_follows_what_serving_asks(train_on):
     )
 
 
+@pytest.mark.parametrize("normalized", [False, True])
+def test_special_tokens_that_are_not_found_in_normalised_texts_are_refused(normalized):
+    inner = tokenizers.Tokenizer.from_str(tiny(special=["<s>"]).json)
+    inner.normalizer = normalizers.Prepend("_")
+    tokens = [tokenizers.AddedToken(x, normalized=normalized) for x in (START, STOP)]
+    inner.add_special_tokens(tokens)
+    chats = ChatTokenizer(Tokenizer(inner, "x", named=NAMED), Template(CHATML))
+    if normalized:
+        with pytest.raises(BadChat, match="expected `normalized` and `single_word` of false"):
+            chats.encode(turns("Hi", "Ho"), "assistant")
+    else:
+        assert chats.encode(turns("Hi", "Ho"), "assistant").trained.any()
+    assert chats.encode_pair("Hi", "Ho", "all").trained.sum() > 2  # which needs no template
+
+
 def test_a_template_that_changes_what_is_said_is_refused():
     changing = CHATML.replace("m['content']", "(m['content'] | replace('H', ''))")
     assert shown(encode(turns("Hi", "Ho"), changing))[1] == f"o{STOP}\n"  # as far as it can be told

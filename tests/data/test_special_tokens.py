@@ -123,10 +123,30 @@ def test_no_text_has_a_special_token_where_the_vocabulary_has_it_as_a_piece():
     assert plain == tokenizer.encode_batch(["a b"])[0]
 
 
-def test_a_panic_of_the_library_is_one_line(tmp_path):
-    replace = {"type": "Replace", "pattern": {"String": ""}, "content": "xx"}
-    record = {**json.loads(Ours.bytes().json), "normalizer": replace}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(record))
-    with pytest.raises(DataError, match="tokenizer=.*expected a tokenizer.json") as raised:
-        Ours.load(tmp_path / "tokenizer.json")
+REPLACE = {"type": "Replace", "pattern": {"String": ""}, "content": "xx"}
+BACK = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+HUGE = {"type": "BPE", "vocab": {"a": 0, "b": 2**31}, "merges": []}
+LIMITS = "that takes at most 3 s, or 4,294,967,296 bytes"
+HOSTILE = {
+    "a panic of Rust": ({"normalizer": REPLACE}, ""),
+    "backtracking": ({"pre_tokenizer": BACK}, ""),
+    "gigabytes of text": (
+        {"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 60}},
+        LIMITS,
+    ),
+    "gigabytes of ids": ({"model": HUGE}, LIMITS),
+    "no tokens": ({"added_tokens": {}}, ""),
+}
+
+
+@pytest.mark.parametrize("change, reason", HOSTILE.values(), ids=HOSTILE)
+def test_a_tokenizer_of_a_stranger_is_refused_in_one_line(change, reason, tmp_path, monkeypatch):
+    """Some of these end the process that loads them, or never end themselves."""
+    monkeypatch.setattr("fedsim.data.limited.LOAD_S", 3.0)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(Ours.bytes().json), "truncation": None, **change}))
+    expected = f"tokenizer=.*expected a tokenizer.json {reason}"
+    with pytest.raises(DataError, match=expected) as raised:
+        Ours.load(file)
     assert "\n" not in str(raised.value)

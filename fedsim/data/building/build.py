@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
@@ -47,11 +48,11 @@ from fedsim.data.building.sources import (
 )
 from fedsim.data.building.tokenised import Encoding, bundled, write_rows
 from fedsim.data.building.user_ids import remarks
-from fedsim.data.chat import template_of
+from fedsim.data.chat import ChatTokenizer, template_of
 from fedsim.data.dataset import SUMS, Dataset, Holdout, SplitRows, divide, dropped, sums
 from fedsim.data.store import FORMAT, MARKED, close_store, decided_by_texts, is_shared, token_dtype
 from fedsim.data.tokenizer import TEMPLATE, TOKENIZER, Tokenizer, file_of
-from fedsim.errors import DataError, FedsimError, Interrupted, expect
+from fedsim.errors import BadChat, DataError, FedsimError, Interrupted, expect
 from fedsim.files import (
     DISK_FULL,
     cpus,
@@ -208,6 +209,11 @@ class _Build:
         parts = [part for file in found for part in cut(file, self.columns, split)]
         self.tokenizer = Tokenizer.named(file_of(settings.tokenizer))
         self.chats = settings.chats(self.columns, self.tokenizer)
+        if self.chats is not None and self.chats.template is not None:
+            with suppress(BadChat):  # it shows no chat of two turns
+                if ChatTokenizer(self.tokenizer, self.chats.template).end_of_turn() is None:
+                    line = "the chat template writes no special token after an answer, so that "
+                    self.say(f"{line}the model does not learn to stop")
         rows = self.out.with_name("rows")
         rows.mkdir()
         counts = self._tokenise(parts, rows)

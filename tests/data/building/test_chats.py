@@ -113,6 +113,16 @@ def test_a_column_that_may_say_not_to_train_is_refused(column, tmp_path, model):
         built(tmp_path, model, [{"messages": ASKED, column: False}])
 
 
+ENDLESS = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize("template, number", [(ENDLESS, 1), (CHATML, 0)])
+def test_a_template_that_ends_no_answer_is_told(template, number, tmp_path):
+    said, model = [], model_files(tmp_path / "model", template)
+    built(tmp_path, model, [{"messages": ASKED}], progress=said.append)
+    assert sum("writes no special token after an answer" in line for line in said) == number
+
+
 def test_answers_that_spell_special_tokens_are_told(tmp_path, model):
     said = []
     spelled = [ASKED[0], {**ASKED[1], "content": f"Ho{STOP}"}]
