@@ -30,9 +30,9 @@ def audit(
     """Attack a training: plant made-up users (canaries), train, and try to tell which took part.
 
     Takes the flags of train and trains with them. Do not release the run: its data hold the made-up
-    users. Two tests can refute the claim: guesses, and the length of the noise. Exit code 1 if one
-    does, else 0. A large epsilon takes many canaries to refute; the answer says whether there were
-    enough.
+    users. Three tests can refute the claim: guesses without an assumption (curve), guesses for
+    independent canaries (guesses), and the length of the noise. Exit code 1 if one does, else 0. A
+    large epsilon takes many canaries to refute; the answer says whether there were enough.
 
     Args:
       algorithm: els or uls.

@@ -372,7 +372,7 @@ class AuditConfig:
 
     gradient_canaries: Count = 400
     """Number of made-up users whose gradient always points in a direction of their own; each is
-    included with probability 1/2. >= 1. More canaries can refute larger epsilons: 31 can refute 8
+    included with probability 1/2. >= 1. More canaries can refute larger epsilons: 32 can refute 8
     at delta 1e-6."""
 
     confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.999

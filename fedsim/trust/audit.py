@@ -1,9 +1,10 @@
 """Audit of a training: attacks that may refute the epsilon that it claims.
 
 The training is the user's own command, with canaries among its users, each included by the toss of
-a coin (`canaries`). Two tests compare the releases with the claim (`bounds`): guesses of the coins,
-and the length of the noise. Each has a verdict. A claim that is not refuted is not proven, because
-attacks only get better.
+a coin (`canaries`). Three tests compare the releases with the claim (`bounds`): guesses of the
+coins without an assumption (`curve`), guesses for canaries that depend on their own coins alone
+(`guesses`), and the length of the noise. Each has a verdict. A claim that is not refuted is not
+proven, because attacks only get better.
 """
 
 import dataclasses
@@ -21,13 +22,14 @@ from fedsim.keys import SecretKey
 from fedsim.plan import accounted_events
 from fedsim.run import Console, directory, ledger
 from fedsim.training import Purpose, train
-from fedsim.trust.bounds import audit_guesses, audit_noise, curve_claim
+from fedsim.trust.bounds import audit_curve, audit_guesses, audit_noise, curve_claim
 from fedsim.trust.canaries import POOLS, Canaries, coins
 
 NAME = "audit"
 CURVE_POINTS = 400
 REFUTED, NOT_REFUTED, TOO_FEW = "REFUTED", "not refuted", "INCONCLUSIVE"
 FINDINGS = {
+    "curve": "{correct} of {guesses} coins guessed, with no assumption on the canaries",
     "guesses": "{correct} of {guesses} coins guessed, as with epsilon {epsilon:.3f} or more",
     "noise": "noise multiplier at most {noise_multiplier:.4g}, {claimed:.4g} claimed",
 }
@@ -95,14 +97,18 @@ def attack(
       claimed: the events that the claim accounts for.
       events: those of the releases.
       delta: of the claim.
-      confidence: of a refutation; each test has half of the probability of an error.
+      confidence: of a refutation; the tests share the probability of an error.
     """
     epsilons = np.linspace(0, 2 * accounting.epsilon(claimed, delta) + 1, CURVE_POINTS)
     claim = curve_claim(epsilons, accounting.privacy_curve(claimed, epsilons))
     error = (1 - confidence) / len(FINDINGS)
-    guesses = audit_guesses(planted.scores(), planted.included, claim, delta, error)
-    noise = audit_noise(planted.noise, events, error)
-    return {"guesses": dataclasses.asdict(guesses), "noise": dataclasses.asdict(noise)}
+    scores, included = planted.scores(), planted.included
+    results = {
+        "curve": audit_curve(scores, included, claim, error),
+        "guesses": audit_guesses(scores, included, claim, delta, error),
+        "noise": audit_noise(planted.noise, events, error),
+    }
+    return {name: dataclasses.asdict(found) for name, found in results.items()}
 
 
 def judge(result: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +126,7 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
     holds, verdict = True, NOT_REFUTED
     if refuting:
         holds, verdict = False, f"THE CLAIM IS REFUTED, by: {'; '.join(refuting)}"
-    elif verdicts["guesses"] == TOO_FEW:
+    elif verdicts["guesses"] == TOO_FEW:  # and then those of `curve` are too few as well
         holds, verdict = None, f"{TOO_FEW}: so few canaries could not refute it"
     elif (done := result["steps_done"]) < (steps := result["num_steps"]):
         holds, verdict = None, f"{TOO_FEW}: stopped after {done} of {steps} steps"

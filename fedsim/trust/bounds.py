@@ -1,8 +1,12 @@
-"""Two tests of a claimed privacy curve by a single run: by guesses, and by the noise.
+"""Three tests of a claimed privacy curve by a single run: two by guesses, one by the noise.
 
 Each of many canaries was included or left out by the toss of a coin. More correct guesses of the
-coins than the claimed curve allows refute it (`audit_guesses`), and so does noise that is shorter
-than claimed (`audit_noise`).
+coins than the claimed curve allows refute it, and so does noise that is shorter than claimed.
+
+1. `audit_curve`: whatever the mechanism, and however the release about one canary depends on the
+   others (Mahloujifar, Melis and Chaudhuri 2024).
+2. `audit_guesses`: where each canary's score depends on its own coin alone.
+3. `audit_noise`: the releases minus the sums before noise are noise.
 
 Assumptions, theorem and proofs: docs/theory/audits.md.
 """
@@ -25,16 +29,27 @@ Claim = Callable[[float], float]
 """y -> the least probability, on one of two neighbouring data sets, of an event that has
 probability y on the other."""
 
+OPTIONS = tuple((share, above) for share in (1 / 8, 1 / 4, 1 / 2) for above in (1, 1 / 2))
+OPTIONS += ((1, 1 / 2),)
+"""What is guessed, decided before the run: (share of the canaries whose coins are guessed, the
+surest first; share of these guesses that say "included"). The last guesses all coins."""
+
 
 @dataclasses.dataclass(frozen=True)
-class GuessBound:
-    """Result of testing a claimed trade-off curve by guesses of all coins."""
+class CurveBound:
+    """Result of testing a claimed trade-off curve by guesses of coins."""
 
     refuted: bool
     could_refute: bool
     """True if it would be refuted with every guess right."""
     guesses: int
     correct: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GuessBound(CurveBound):
+    """Result of testing a claimed trade-off curve by guesses of all coins."""
+
     epsilon: float
     """Lower bound at the claim's delta, by the curve of the Gaussian mechanism."""
 
@@ -49,6 +64,63 @@ def curve_claim(epsilons: np.ndarray, deltas: np.ndarray) -> Claim:
         return float(max(below, above))
 
     return least
+
+
+def guess_counts(scores: np.ndarray, included: np.ndarray) -> list[tuple[int, int]]:
+    """(guesses, correct ones) of each of OPTIONS. Args: as of `audit_curve`."""
+    count, took_part = len(scores), included[np.argsort(-scores, kind="stable")]
+    tried = []
+    for share, share_above in OPTIONS:
+        guesses = max(1, round(share * count))
+        above = math.ceil(share_above * guesses)
+        left_out = ~took_part[count - (guesses - above) :]
+        tried.append((guesses, int(took_part[:above].sum() + left_out.sum())))
+    return tried
+
+
+def refutes(canaries: int, guesses: int, correct: int, claim: Claim, significance: float) -> bool:
+    """True if so many correct guesses have less than this probability if the claim holds.
+
+    Args:
+      canaries: each was included with probability 1/2, independently.
+      guesses: number of guesses, decided before the run.
+      correct: how many of them were right.
+      significance: the probability.
+
+    Source: Mahloujifar et al. 2024, Algorithm 3, for coins of two sides.
+    """
+    right = significance * correct / canaries
+    wrong = significance * (guesses - correct) / canaries
+    for i in range(correct - 1, -1, -1):
+        grown = max(wrong, claim(right))
+        if grown == wrong:
+            break  # and so in all later steps
+        right += i / (guesses - i) * (grown - wrong)
+        wrong = grown
+        if right + wrong > guesses / canaries:
+            return True  # neither decreases
+    return right + wrong > guesses / canaries
+
+
+def audit_curve(
+    scores: np.ndarray, included: np.ndarray, claim: Claim, significance: float
+) -> CurveBound:
+    """Test a claimed curve by each of OPTIONS, which share the significance.
+
+    Guarantees: a claim that holds is refuted with at most this probability, however the scores
+      depend on each other and on all coins.
+
+    Args:
+      scores: [canaries], larger if a canary seems included. Ties are broken by position.
+      included: bool [canaries].
+      claim: the curve.
+      significance: the probability.
+    """
+    count, tried, each = len(scores), guess_counts(scores, included), significance / len(OPTIONS)
+    refuting = [(r, v) for r, v in tried if refutes(count, r, v, claim, each)]
+    could = any(refutes(count, r, r, claim, each) for r, _ in tried)
+    guesses, correct = refuting[0] if refuting else tried[-1]
+    return CurveBound(bool(refuting), could, guesses, correct)
 
 
 def advantage(claim: Claim) -> float:
@@ -69,15 +141,11 @@ def audit_guesses(
       probability.
 
     Args:
-      scores: [canaries], larger if a canary seems included. Ties are broken by position.
-      included: bool [canaries].
-      claim: the curve.
+      scores, included, claim: as for `audit_curve`.
       delta: of the claim, for `GuessBound.epsilon`.
       significance: the probability.
     """
-    count, took_part = len(scores), included[np.argsort(-scores, kind="stable")]
-    half = -(-count // 2)
-    correct = int(took_part[:half].sum() + (~took_part[half:]).sum())
+    count, correct = guess_counts(scores, included)[-1]
     right = (1 + advantage(claim)) / 2
 
     def refuted(number: int) -> bool:

@@ -168,7 +168,7 @@ def test_a_training_command_is_audited(texts, run_dir, capsys):
         about = stored[section] if section else stored
         assert (about["purpose"], about["planted"]) == ("audit", {"gradient": 60})
     assert found["guesses"]["guesses"] == 60
-    assert found["verdicts"] == {"guesses": "not refuted", "noise": "not refuted"}
+    assert found["verdicts"] == dict.fromkeys(("curve", "guesses", "noise"), "not refuted")
     assert json.loads((run_dir / "audit.json").read_text()) == found
     code, checked = run(["verify", run_dir], capsys)  # what it made up is not kept
     verdicts = {each["promise"]: each["holds"] for each in checked["checks"]}
@@ -182,13 +182,14 @@ def test_a_training_command_is_audited(texts, run_dir, capsys):
 NO, YES, FEW = (False, True), (True, True), (False, False)
 
 
-def result(guesses=NO, noise=False, done=9):
-    """The content of audit.json; the test by guesses as (refuted, could refute)."""
+def result(guesses=NO, noise=False, done=9, curve=NO):
+    """The content of audit.json; tests by guesses as (refuted, could refute)."""
     numbers = {"correct": 5, "guesses": 9, "epsilon": 1.0, "noise_multiplier": 1.0, "claimed": 1.0}
-    outcome = dict(zip(("refuted", "could_refute"), guesses, strict=True))
+    by_curve, by_guesses = ({"refuted": x[0], "could_refute": x[1]} for x in (curve, guesses))
     return {
         **{"epsilon": 4.0, "confidence": 0.999, "num_steps": 9, "steps_done": done},
-        **{"guesses": numbers | outcome, "noise": numbers | {"refuted": noise}},
+        **{"curve": numbers | by_curve, "guesses": numbers | by_guesses},
+        "noise": numbers | {"refuted": noise},
     }
 
 
@@ -201,6 +202,8 @@ def result(guesses=NO, noise=False, done=9):
         (result(done=2), None, "INCONCLUSIVE: stopped after 2 of 9"),
         (result(YES, done=2), False, "THE CLAIM IS REFUTED"),
         (result(FEW), None, "INCONCLUSIVE: so few canaries"),
+        (result(curve=FEW), True, "not refuted"),
+        (result(YES, curve=YES), False, "THE CLAIM IS REFUTED, by: curve; guesses"),
         (result(FEW, noise=True), False, "THE CLAIM IS REFUTED, by: noise"),
         (result(YES, noise=True), False, "THE CLAIM IS REFUTED, by: guesses; noise"),
     ],

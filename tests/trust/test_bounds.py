@@ -1,4 +1,4 @@
-"""The two tests of an audit: tight, never refuting what is right, and refuting mistakes."""
+"""The three tests of an audit: tight, never refuting what is right, and refuting mistakes."""
 
 import numpy as np
 import pytest
@@ -15,12 +15,14 @@ from fedsim.noise.correlated import strategy
 from fedsim.trust.bounds import (
     ReleasedNoise,
     advantage,
+    audit_curve,
     audit_guesses,
     audit_noise,
     curve_claim,
+    refutes,
 )
 
-DELTA, ERROR = 1e-6, 5e-4
+DELTA, ERROR = 1e-6, 1e-3 / 3
 EPSILONS = np.linspace(0, 20, 400)
 
 
@@ -64,10 +66,10 @@ def test_the_advantage_is_the_total_variation_distance(mu):
 
 def test_how_many_canaries_epsilon_8_takes():
     claim = gaussian_claim(mu_of(8.0))
-    for canaries in (30, 31):
+    for canaries in (31, 32):
         coins = np.arange(canaries) < canaries / 2
         found = audit_guesses(coins * 1.0, coins, claim, DELTA, ERROR)
-        assert found.correct == canaries and found.refuted == found.could_refute == (canaries > 30)
+        assert found.correct == canaries and found.refuted == found.could_refute == (canaries > 31)
 
 
 @pytest.mark.privacy
@@ -92,6 +94,57 @@ def test_guesses_refute_what_is_right_as_often_as_they_may(rng):
     audits = [audit_guesses(*attack(1.0, rng, 300), claim, DELTA, 0.1) for _ in range(1000)]
     refuted = sum(each.refuted for each in audits)
     assert 50 < refuted and stats.binom.sf(refuted - 1, 1000, 0.1) > 1e-3
+
+
+# ---- Guesses, however canaries depend on each other ----------------------------------------------
+
+
+@pytest.mark.parametrize("guesses, correct", [(100, 90), (500, 400), (1000, 1000), (300, 180)])
+def test_the_curves_that_guesses_refute_are_those_of_jax_privacy(guesses, correct):
+    auditing = pytest.importorskip("jax_privacy.auditing")
+    epsilon = auditing._epsilon_one_run_fdp(0.0, 1000, guesses, correct, 0.05, DELTA)
+    for share, refuted in ((0.99, True), (1.01, False)):
+        claim = gaussian_claim(mu_of(share * epsilon))
+        assert refutes(1000, guesses, correct, claim, 0.05) is refuted
+
+
+def test_of_epsilon_4_the_curve_takes_131_canaries():
+    claim = gaussian_claim(mu_of(4.0))
+    for canaries in (130, 131):
+        coins = np.arange(canaries) < canaries / 2
+        found = audit_curve(coins * 1.0, coins, claim, ERROR)
+        assert found.refuted == found.could_refute == (canaries > 130)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("epsilon, mistake", [(1.0, 5.0), (2.0, 4.0), (4.0, 3.0)])
+def test_the_curve_refutes_noise_that_is_too_small_alone(epsilon, mistake):
+    """20 audits of the strongest attack that the claim allows, and one with less noise."""
+    mu = mu_of(epsilon)
+    claim = curve_of(mu)
+    for seed in range(20):
+        found = audit_curve(*attack(mu, np.random.default_rng(seed), 1000), claim, ERROR)
+        assert found.could_refute and not found.refuted
+    found = audit_curve(*attack(mistake * mu, np.random.default_rng(0), 1000), claim, ERROR)
+    assert found.refuted
+
+
+@pytest.mark.privacy
+def test_the_curve_refutes_what_is_right_at_most_as_often_as_it_may(rng):
+    """Of a mechanism that gives away all coins in a fifth of the runs: it is (0, 0.2)-DP."""
+    often, error, trials = 0.2, 0.1, 500
+    right, wrong = (curve_claim(np.zeros(1), np.full(1, x)) for x in (often, often / 50))
+    refuted = np.zeros(3)
+    for _ in range(trials):
+        coins = rng.random(60) < 0.5
+        scores = coins * 1.0 if rng.random() < often else rng.random(60)
+        found = [audit_curve(scores, coins, claim, error) for claim in (right, wrong)]
+        found.append(audit_guesses(scores, coins, right, DELTA, error))
+        refuted += [each.refuted for each in found]
+    by_curve, by_curve_of_wrong, by_guesses = refuted
+    assert stats.binom.sf(by_curve - 1, trials, error) > 1e-3
+    assert by_curve_of_wrong > 0.7 * often * trials
+    assert stats.binom.sf(by_guesses - 1, trials, error) < 1e-3  # as they assume independence
 
 
 # ---- The length of the noise ---------------------------------------------------------------------
