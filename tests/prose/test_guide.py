@@ -33,7 +33,7 @@ TRAINING = {
 SMALL = {
     "data build": {"--max-length": "32"},
     "train": TRAINING | {"--eval-examples": "8"},
-    "audit": TRAINING | {"--gradient-canaries": "20", "--text-canaries": "10"},
+    "audit": TRAINING | {"--gradient-canaries": "20"},
     "recommend": {"--num-steps": "2", "--engine": "local", "--batch-size": "8", "--users": "4"},
 }
 ONLY_RAY = {"--num-workers"}
