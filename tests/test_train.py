@@ -22,8 +22,7 @@ from fedsim.run import checkpoint, ledger
 from fedsim.run.console import Console, guarantee_line
 from fedsim.run.state import APART
 from fedsim.training.open import key_context
-from fedsim.trust.pages import as_markdown
-from fedsim.trust.report import compose, read
+from fedsim.trust.report import as_markdown, compose, read
 
 NUM_STEPS = 24
 

@@ -4,6 +4,7 @@ from .admission import (
     admitted as admitted,
     close as close,
     count_at_once as count_at_once,
+    expect_receipt as expect_receipt,
 )
 from .ledger import (
     BudgetLedger as BudgetLedger,
@@ -14,7 +15,6 @@ from .ledger import (
     open_read_only as open_read_only,
     place_of as place_of,
 )
-from .receipt import expect_receipt as expect_receipt
 from .spending import (
     Account as Account,
     RunCost as RunCost,

@@ -9,6 +9,7 @@ from .load import (
     settings_of as settings_of,
     to_json as to_json,
     unknown_setting as unknown_setting,
+    yaml_values as yaml_values,
 )
 from .model import (
     HIDDEN as HIDDEN,
@@ -22,7 +23,6 @@ from .model import (
     flags_of as flags_of,
     group as group,
 )
-from .plain_yaml import yaml_values as yaml_values
 from .privacy import (
     ADD_OR_REMOVE as ADD_OR_REMOVE,
     ALLOCATION as ALLOCATION,

@@ -1,4 +1,7 @@
-"""Settings by the names of their flags: from Python and files, and to config.json."""
+"""Settings by the names of their flags: from Python and files, and to config.json.
+
+YAML has values as they are written, without aliases.
+"""
 
 import difflib
 import json
@@ -9,9 +12,39 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from fedsim.config.model import flags_of
-from fedsim.config.plain_yaml import yaml_values
 from fedsim.config.settings import RunConfig
 from fedsim.errors import ConfigError, expect
+
+
+def yaml_values(text: str) -> Any:
+    """Values of YAML as they are written: 007 keeps its zeros, no is a word, and null is None.
+
+    Raises: ValueError: it is no YAML, or has a name twice, or an alias, by which a few lines stand
+      for gigabytes.
+    """
+    import yaml
+
+    seen: set[int] = set()
+
+    def value(node: Any) -> Any:
+        if id(node) in seen:
+            raise ValueError("expected values, found an alias (*name)")
+        seen.add(id(node))
+        if node.id == "scalar":
+            return None if node.tag == "tag:yaml.org,2002:null" else node.value
+        if node.id == "sequence":
+            return [value(each) for each in node.value]
+        names = [str(value(name)) for name, _ in node.value]
+        if len({*names}) < len(names):
+            raise ValueError("a name is there twice")
+        return {name: value(each) for name, (_, each) in zip(names, node.value, strict=True)}
+
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+    return None if root is None else value(root)
+
 
 T = TypeVar("T")
 

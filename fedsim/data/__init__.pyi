@@ -21,9 +21,11 @@ from .dataset import (
     Holdout as Holdout,
     left_out_rows as left_out_rows,
     min_examples_of as min_examples_of,
+    read_ids as read_ids,
     shown as shown,
     stats as stats,
     tokenizer_is_public as tokenizer_is_public,
+    without as without,
 )
 from .store import (
     Owners as Owners,
@@ -34,4 +36,3 @@ from .tokenizer import (
     Tokenizer as Tokenizer,
 )
 from .users import UserStore as UserStore
-from .without import read_ids as read_ids, without as without

@@ -1,5 +1,5 @@
 from . import ray_engine as ray_engine
-from .actors import on_workers as on_workers
+from .cluster import on_workers as on_workers
 from .engine import Engine as Engine, EngineError as EngineError, Stats as Stats
 from .environment import (
     expect_usable_jax as expect_usable_jax,

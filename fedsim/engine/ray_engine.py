@@ -31,7 +31,7 @@ from ray.exceptions import (
 )
 
 from fedsim.config import EngineConfig
-from fedsim.engine.actors import Actors, cause, failure, stored
+from fedsim.engine.cluster import Actors, cause, failure, stored
 from fedsim.engine.engine import Engine, EngineError, ignore
 from fedsim.engine.task import Task
 from fedsim.engine.worker import NoTask, Worker

@@ -1,10 +1,8 @@
-from .commands import (
-    audit as audit,
-    recommend as recommend,
-)
 from .run import (
     Run as Run,
     TrainSettings as TrainSettings,
+    audit as audit,
     load as load,
+    recommend as recommend,
     train as train,
 )

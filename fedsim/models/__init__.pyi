@@ -2,7 +2,6 @@ from . import (
     frozen as frozen,
     lora as lora,
     peft_files as peft_files,
-    serving_files as serving_files,
     weights as weights,
 )
 from .decoding import Decoder as Decoder, Prompt as Prompt, key_of as key_of

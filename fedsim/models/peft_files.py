@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.files import new_directory, write_json
-from fedsim.models import serving_files, weights
+from fedsim.models import weights
 from fedsim.models.families import Place
 from fedsim.models.lora import A, B, in_a_block, modules_of
 from fedsim.models.transformer import TransformerConfig, unstacked
@@ -47,8 +47,8 @@ def save(
         weights.write(temporary / TENSORS, tensors)
         write_json(temporary / ADAPTER, fields)
         if files is not None:
-            serving_files.copy_side_files(files, temporary, but=(serving_files.CONFIG,))
-            serving_files.add_end_tokens(temporary)
+            weights.copy_side_files(files, temporary, but=(weights.CONFIG,))
+            weights.add_end_tokens(temporary)
         for name, text in (more or {}).items():
             (temporary / name).write_text(text, encoding="utf-8")
 

@@ -41,7 +41,7 @@ from fedsim.files import (
     write_json,
 )
 from fedsim.keys import SecretKey
-from fedsim.models import serving_files
+from fedsim.models import weights
 from fedsim.plan import Plan
 from fedsim.run import formats, ledger
 
@@ -272,10 +272,10 @@ def create(
         if model is not None or template is not None:
             make_directory(run_dir / MODEL)
             if model is not None:
-                serving_files.copy_side_files(model, run_dir / MODEL)
+                weights.copy_side_files(model, run_dir / MODEL)
             if template is not None:
                 write_atomically(run_dir / MODEL / TEMPLATE, template.read_bytes())
-            digests = serving_files.side_file_digests(run_dir / MODEL)
+            digests = weights.side_file_digests(run_dir / MODEL)
             stored = dataclasses.replace(stored, files=digests)
         # The ledger has this file's digest. Without a secret part, whoever guesses the settings
         # would learn from it what follows from the data, such as its seal.

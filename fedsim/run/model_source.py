@@ -22,7 +22,6 @@ from fedsim.models import (
     lora,
     peft_files,
     preset,
-    serving_files,
     stacked,
     unstacked,
     weights,
@@ -87,7 +86,7 @@ def files_of_run(run_dir: Path) -> Path | None:
     """
     if not (files := directory.load(run_dir).files):
         return None
-    serving_files.check_side_files(run_dir / directory.MODEL, files)
+    weights.check_side_files(run_dir / directory.MODEL, files)
     return run_dir / directory.MODEL
 
 

@@ -17,17 +17,23 @@ from flax import traverse_util
 from fedsim.accounting import at_most
 from fedsim.errors import FedsimError, FileDamaged
 from fedsim.files import read_json, sha256_of
-from fedsim.models import serving_files, stacked, unstacked
+from fedsim.models import stacked, unstacked, weights
 from fedsim.plan import Fact, Plan, in_words
 from fedsim.run import checkpoint, directory, find_model, formats, ledger
 from fedsim.trust.claim import Claimed, claim
-from fedsim.trust.evidence import TOLERANCE, Check, Record, Unknown, Violated, checked, require
-from fedsim.trust.ledger_checks import (
+from fedsim.trust.evidence import (
+    TOLERANCE,
+    Check,
+    Record,
+    Unknown,
+    Violated,
     check_constants,
     check_epsilon,
     check_events,
     check_head,
+    checked,
     described,
+    require,
 )
 
 NAME = "published.json"
@@ -35,7 +41,7 @@ MODEL = "model"
 REPORTS = ("report.html", "report.md")
 CARD = "README.md"
 WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-OF_MODEL = {*serving_files.SIDE_FILES, CARD, "adapter_config.json"}
+OF_MODEL = {*weights.SIDE_FILES, CARD, "adapter_config.json"}
 WITH_THE_RUN = ("settings", "key", "budget", "data", "draws", "replay")
 """Promises that need what is not published: settings, key and data."""
 
@@ -106,7 +112,7 @@ def digests(path: Path) -> dict[str, str]:
 
 def _may_be_published(name: str) -> bool:
     place, _, file = name.rpartition("/")
-    if place == f"{MODEL}/{serving_files.TEMPLATES}":
+    if place == f"{MODEL}/{weights.TEMPLATES}":
         return file.endswith(".jinja")
     if place == MODEL:
         return file in OF_MODEL or WEIGHTS.fullmatch(file) is not None

@@ -53,20 +53,18 @@ from fedsim.trust.evidence import (
     Evidence,
     Unknown,
     Violated,
-    check_evaluations,
-    checked,
-    counted,
-    most_entered,
-    most_owned,
-    require,
-)
-from fedsim.trust.ledger_checks import (
     check_constants,
     check_epsilon,
+    check_evaluations,
     check_events,
     check_head,
     check_running,
+    checked,
+    counted,
     described,
+    most_entered,
+    most_owned,
+    require,
 )
 from fedsim.trust.published import check_folder, is_folder, plan_in
 from fedsim.trust.replay import replay

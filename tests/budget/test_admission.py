@@ -14,9 +14,8 @@ from refused import refuses
 
 from fedsim.accounting import StepEvent, epsilon
 from fedsim.budget import admission
-from fedsim.budget.admission import BudgetRequest
+from fedsim.budget.admission import BudgetRequest, expect_receipt
 from fedsim.budget.ledger import FILE, Limit, open_locked
-from fedsim.budget.receipt import expect_receipt
 from fedsim.budget.spending import books, charge_of
 from fedsim.errors import ConfigError, FileDamaged
 from fedsim.keys import SecretKey

@@ -18,7 +18,7 @@ from fedsim.clipping import Clip
 from fedsim.config import EngineConfig
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset
-from fedsim.engine import actors, environment
+from fedsim.engine import cluster, environment
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import EngineError
 from fedsim.models.language_model import LanguageModelTask
@@ -116,7 +116,7 @@ def test_a_worker_with_other_versions_is_refused(ray_cluster, rng, tmp_path, mon
     other = tmp_path / "jaxlib-9.9.dist-info"
     other.mkdir()
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: jaxlib\nVersion: 9.9\n")
-    options = actors.actor_options
+    options = cluster.actor_options
 
     def on_another_node(plan):
         found = options(plan)
@@ -124,7 +124,7 @@ def test_a_worker_with_other_versions_is_refused(ray_cluster, rng, tmp_path, mon
         found["runtime_env"]["env_vars"]["PYTHONPATH"] = path
         return found
 
-    monkeypatch.setattr(actors, "actor_options", on_another_node)
+    monkeypatch.setattr(cluster, "actor_options", on_another_node)
     _, task = mean_problem(rng, [5])
     pool = ray_pool(task)
     with pytest.raises(EngineError, match=r"the worker on .* has jaxlib 9.9 instead of "):
@@ -136,14 +136,14 @@ def test_a_worker_with_other_versions_is_refused(ray_cluster, rng, tmp_path, mon
 @pytest.mark.privacy
 def test_workers_of_two_kinds_are_refused(ray_cluster, rng, monkeypatch):
     """Who computes a unit may depend on who else was drawn; its bits may not."""
-    options, number = actors.actor_options, itertools.count(1)
+    options, number = cluster.actor_options, itertools.count(1)
 
     def with_other_threads(plan):
         found = options(plan)
         found["runtime_env"]["env_vars"]["NPROC"] = str(next(number))
         return found
 
-    monkeypatch.setattr(actors, "actor_options", with_other_threads)
+    monkeypatch.setattr(cluster, "actor_options", with_other_threads)
     _, task = mean_problem(rng, [5])
     pool = ray_pool(task, num_workers=2)
     kinds = r".*[12] threads instead of .*[12] threads: workers must be of one kind"
@@ -157,7 +157,7 @@ def test_workers_have_the_same_packages_of_accelerators_also_where_the_driver_ha
     ray_cluster, rng
 ):
     _, task = mean_problem(rng, [5])
-    made = actors.Actors(task, EngineConfig("ray", num_workers=1))
+    made = cluster.Actors(task, EngineConfig("ray", num_workers=1))
     known = {"kind": "K", "host": "h", "versions": environment.versions()}
     ours, other = ({**known, "versions": known["versions"] | {"cublas": n}} for n in "12")
     assert [made.why_incompatible(facts) for facts in (ours, ours)] == ["", ""]

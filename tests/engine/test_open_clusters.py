@@ -12,7 +12,7 @@ from ray._private.runtime_env.packaging import create_package
 from refused import refuses
 
 from fedsim.config import EngineConfig
-from fedsim.engine import actors, cluster
+from fedsim.engine import cluster
 from fedsim.engine.cluster import Cluster
 from fedsim.keys import SecretKey
 
@@ -115,14 +115,14 @@ def test_a_cluster_of_our_own_asks_for_the_token(ray_cluster):
 def test_a_run_on_a_cluster_that_asks_for_no_token_says_so(ray_cluster, rng, monkeypatch):
     from fedsim.engine.ray_engine import RayEngine
 
-    real, notes = actors.Cluster, []
+    real, notes = cluster.Cluster, []
 
     def found_open(num_cpus):
         joined = real(num_cpus)
         joined.warning = cluster.OPEN.format("head:6379")
         return joined
 
-    monkeypatch.setattr(actors, "Cluster", found_open)
+    monkeypatch.setattr(cluster, "Cluster", found_open)
     _, task = mean_problem(rng, [5])
     pool = RayEngine(task, EngineConfig("ray", num_workers=1), warn=notes.append)
     pool.close()

@@ -7,7 +7,7 @@ import pytest
 from chats import CHATML, STOP, model_files as tokenizer_files, tiny
 
 from fedsim.data.tokenizer import Tokenizer
-from fedsim.models import serving_files
+from fedsim.models import weights
 
 SMOLLM2 = Path(__file__).parents[3] / "shared" / "models" / "smollm2_tokenizer.json"
 GEMMA = CHATML.replace("<|im_start|>", "<s>").replace("<|im_end|>", "<turn>")
@@ -32,24 +32,24 @@ def test_the_end_of_a_turn_ends_a_text(tmp_path):
         json.dumps({"bos_token": "<s>", "eos_token": STOP})
     )
     (model / "generation_config.json").write_text('{"eos_token_id": 259, "top_p": 0.5}')
-    serving_files.add_end_tokens(model)
+    weights.add_end_tokens(model)
     assert ends(model) == [STOP, "<turn>"]
     assert read(model, "generation_config.json")["top_p"] == 0.5
 
 
 def test_complete_files_keep_their_bytes(tmp_path):
     model = tokenizer_files(tmp_path / "model")
-    serving_files.add_end_tokens(model)
+    weights.add_end_tokens(model)
     before = {path.name: path.read_bytes() for path in model.iterdir()}
     assert ends(model) == [STOP]
-    serving_files.add_end_tokens(model)
+    weights.add_end_tokens(model)
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
 
 
 @pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{% if %}", "{{ messages }}"])
 def test_a_template_that_shows_no_chat_adds_no_end(template, tmp_path):
     model = tokenizer_files(tmp_path / "model", template)
-    serving_files.add_end_tokens(model)
+    weights.add_end_tokens(model)
     assert ends(model) == [STOP]
 
 
@@ -60,5 +60,5 @@ def test_smollm2_stops_at_the_end_of_its_turns(tmp_path):
     model.mkdir()
     (model / "tokenizer.json").write_bytes(SMOLLM2.read_bytes())
     (model / "chat_template.jinja").write_text(CHATML)
-    serving_files.add_end_tokens(model)
+    weights.add_end_tokens(model)
     assert ends(model) == ["<|endoftext|>", "<|im_end|>"]

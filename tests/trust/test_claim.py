@@ -14,8 +14,7 @@ from fedsim.accounting import StepEvent
 from fedsim.config import DataConfig, RunConfig
 from fedsim.trust import claim
 from fedsim.trust.claim import Released, facts
-from fedsim.trust.pages import as_markdown
-from fedsim.trust.report import compose
+from fedsim.trust.report import as_markdown, compose
 
 
 def released(phases, num_steps, delta=1e-5, plan=None):

@@ -14,7 +14,7 @@ from test_console import PLAN
 from fedsim.accounting import StepEvent
 from fedsim.plan.facts import Caveat, Fact
 from fedsim.trust.claim import Released, facts
-from fedsim.trust.pages import as_html, as_markdown, escaped, fenced, svg_of_curve
+from fedsim.trust.report import as_html, as_markdown, escaped, fenced, svg_of_curve
 
 HOSTILE = (
     "<script>alert(1)</script>",

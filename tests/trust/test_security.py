@@ -108,7 +108,7 @@ RUNS_CODE = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "to
 
 def test_nothing_unpickles_but_rays_own_messages():
     users = {m for m in SOURCES if {name.split(".")[-1] for name in imported(m)} & RUNS_CODE}
-    assert users == {"fedsim.config.plain_yaml"}
+    assert users == {"fedsim.config.load"}
     code = "".join(SOURCES[module].read_text() for module in users)
     reads = re.findall(r"yaml\.\w*(?:load|compose|parse)\w*\(.*", code)
     assert len(reads) == 1
