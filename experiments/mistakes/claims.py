@@ -97,8 +97,8 @@ CLAIMS = (
             Patch(
                 "fedsim.budget.ledger",
                 "Head.expect_begins",
-                lambda right, head, chains, *places: (
-                    right(head, chains, *places) if chains else None
+                lambda right, self, chains, *places: (
+                    right(self, chains, *places) if chains else None
                 ),
             ),
         ),
