@@ -425,6 +425,8 @@ def claimed_fields(plan: Plan, epsilon: float, chain: str) -> dict[str, Any]:
     return {
         **of_plan,
         "sampling_prob": plan.sampling.prob,
+        "sampling_run": plan.sampling.kind,
+        "sampling_accounted": plan.sampling.kind,
         "outside": [fact.as_dict() for fact in plan.caveats],
         "private_fields": private_fields(plan),
         "epsilon": to_json(epsilon),

@@ -141,6 +141,9 @@ class Summary:
     slack: Distance | None = None
     privacy_unit: Literal["user"] = "user"
     sampling_prob: float = 0.0
+    sampling_run: SamplingName = "poisson"
+    """How units were drawn."""
+    sampling_accounted: SamplingName = "poisson"
     gradient_noise_multiplier: float | None = None
     """Noise multiplier of the gradient alone, if a step releases more than its gradient."""
     ledger_chain: str = ""

@@ -71,7 +71,7 @@ def test_train_writes_a_run_whose_epsilon_account_confirms(algorithm, texts, run
     summary = json.loads(out)
     assert summary == json.loads((run_dir / "summary.json").read_text())
     names = """algorithm epsilon delta adjacency noise_multiplier clip_norm group_size sampling_prob
-        num_steps steps_done num_users num_examples sampling
+        num_steps steps_done num_users num_examples sampling_run sampling_accounted
         initial_eval_loss final_eval_loss params_sha256 gradients_computed wall_seconds"""
     assert set(names.split()) <= set(summary)
     assert summary["delta"] == 1e-6
