@@ -127,6 +127,7 @@ DTYPES = {
     **{"I16": np.dtype("<i2"), "BOOL": np.dtype("?")},
 }
 LONGEST_NAME = 255  # bytes of a file's name
+POINTER = b"version https://git-lfs"  # beginning of what a clone without git-lfs has for a file
 FOR_OTHERS = {"format": "pt"}  # metadata that other tools expect
 OF_WEIGHTS = ("dtype", "torch_dtype", "auto_map")
 """Fields of config.json about the stored type of weights, and about code that is not copied."""
@@ -196,6 +197,9 @@ def read(file: Path) -> dict[str, Stored]:
 
 def _no_file(file: Path, error: object) -> TensorError:
     reason = brief(" ".join(str(error).split()), 200)
+    with suppress(OSError), file.open("rb") as opened:
+        if opened.read(len(POINTER)) == POINTER:
+            reason = "this is a pointer of Git LFS: run `git lfs pull` where it was cloned"
     return TensorError.of("model", file, f"a safetensors file ({reason})")
 
 

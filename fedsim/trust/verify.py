@@ -177,7 +177,8 @@ def _checkpoints(evidence: Evidence) -> str:
         named = path == checkpoint.path_of(evidence.run_dir, step)
         require(named, f"{path}: holds step {step}")
         fits = step <= evidence.num_steps
-        require(fits, f"{path}: step {step}, and the ledger has {evidence.num_steps}")
+        less = f"{evidence.run_dir / ledger.FILE} has {evidence.num_steps}"
+        require(fits, f"{path}: step {step}, and {less}")
         last = steps[step - 1] if step else evidence.lines[0]
         same = chain == last["chain"]
         require(same, f"{path}: is of another run: the ledger has another chain after step {step}")

@@ -116,3 +116,11 @@ def test_an_index_that_does_not_hold_is_refused(tmp_path):
         index.write_text(wrong)
         with pytest.raises(ConfigError, match=f"model={index}: expected"):
             weights.read_directory(tmp_path)
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    (tmp_path / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    )
+    with pytest.raises(TensorError, match="model.safetensors: .*pointer of Git LFS.*git lfs pull"):
+        weights.read_directory(tmp_path)
