@@ -144,3 +144,18 @@ def test_every_unknown_is_found_for_groups_that_change():
     spent = accounting.epsilon([(StepEvent(sigma, 0.02, 1, 1, 2), steps)], 1e-5)
     more = accounting.epsilon([(StepEvent(sigma, 0.02, 1, 1, 2), steps + 1)], 1e-5)
     assert spent <= 2.0 < more
+
+
+@pytest.mark.privacy
+def test_the_pair_with_twice_the_norm_on_one_side_does_not_dominate():
+    """Why the theorem is not a mixture with 2 C against one Gaussian."""
+    y = np.linspace(-12, 12, 200_001)
+    prob, alpha = 0.1, 0.3
+
+    def mixed(shift):
+        return (1 - prob) * stats.norm.pdf(y) + prob * stats.norm.pdf(y, shift)
+
+    step = y[1] - y[0]
+    changed = np.maximum(mixed(1) - alpha * mixed(-1), 0).sum() * step
+    one_sided = np.maximum(mixed(2) - alpha * stats.norm.pdf(y), 0).sum() * step
+    assert changed > one_sided + 1e-5

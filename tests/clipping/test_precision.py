@@ -71,3 +71,9 @@ def test_beside_a_model_in_bfloat16_all_arithmetic_is_float32(name):
     arithmetic = [each for each in beside_the_model(operations) if re.search(ARITHMETIC, each)]
     assert len(arithmetic) > 20
     assert [each for each in arithmetic if re.search(r"x(bf16|f16|f8\w*)>$", each)] == []
+
+
+def test_the_layers_of_a_model_in_bfloat16_add_up_in_float32():
+    operations = lowered(Strategy("direct", 4), "bfloat16")
+    layers = [each for each, scope in operations if "dot_general" in each and "BNT" not in scope]
+    assert len(layers) >= 3 * 7 and all(each.endswith("xf32>") for each in layers)

@@ -128,3 +128,16 @@ def test_a_stopped_job_saves_its_step_and_is_resumed(client, texts, tmp_path):
     assert client.get_job_info(job).driver_exit_code == 0
     assert f"resuming after step {stopped['steps_done']}" in client.get_job_logs(job)
     assert (summary(run_dir)["steps_done"], summary(run_dir)["lost_steps"]) == (40, 0)
+
+
+def test_a_client_without_the_token_is_turned_away(cluster, monkeypatch):
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    found = subprocess.run(
+        ["ray", "job", "list", "--address", f"http://127.0.0.1:{PORT + 1}"],
+        env={**os.environ, "HOME": "/nonexistent", "RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert found.returncode != 0 and "nauthorized" in found.stdout + found.stderr
