@@ -150,3 +150,17 @@ def test_a_tokenizer_of_a_stranger_is_refused_in_one_line(change, reason, tmp_pa
     with pytest.raises(DataError, match=expected) as raised:
         Ours.load(file)
     assert "\n" not in str(raised.value)
+
+
+def test_a_tokenizer_that_draws_its_tokens_is_refused(tmp_path):
+    file = make(tmp_path, special=[EOS])
+    record = json.loads(file.read_text())
+    record["model"] = {
+        "type": "BPE",
+        "dropout": 0.1,
+        "vocab": {EOS: 0, "a": 1, "b": 2},
+        "merges": [],
+    }
+    file.write_text(json.dumps(record))
+    with pytest.raises(DataError, match="dropout=0.1: expected one without dropout"):
+        Ours.load(file)
