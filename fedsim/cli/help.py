@@ -19,9 +19,7 @@ from fedsim.config import HIDDEN, POSITIONAL, REPEATED, Setting, flags_of
 from fedsim.errors import ConfigError
 
 METAVARS = {int: "INT", float: "FLOAT", Path: "PATH", str: "TEXT"}
-EVERYWHERE = (
-    "With every command: --json (one object on stdout), --quiet (warnings), --verbose (all)."
-)
+EVERYWHERE = "With every command: --json (one object on stdout), --quiet (warnings)."
 ABOUT = "Fine-tune language models on people's texts, with differential privacy for each person."
 ABOUT_DATA = "Build data sets, count and see what is in them, copy them without some users."
 Command = Callable[..., Answer]
