@@ -166,9 +166,7 @@ class Tokenizer:
         self.sha256 = hashlib.sha256(self.json.encode()).hexdigest()
         self._is_bytes = self.json == _bytes_json()
         record = json.loads(self.json)
-        if dropout := record["model"].get(
-            "dropout"
-        ):  # the ids of a text would be drawn anew each time
+        if dropout := record["model"].get("dropout"):  # a text would have other ids each time
             raise DataError.of("tokenizer", f"{name}, dropout={dropout}", "one without dropout")
         unknown = unknown_token(record["model"])
         added = [each for each in record["added_tokens"] if each.get("special")]
