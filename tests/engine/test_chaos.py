@@ -57,13 +57,14 @@ def ray_pool(task, warn=ignore, **options):
 
 
 def processes(pool):
-    """Of the workers that answer now."""
+    """Of the workers that answer now, or of the first that does: one that was killed starts again."""
     import ray
 
     found = []
-    for ref in [worker.actor.facts.remote() for worker in list(pool._workers.values())]:
-        with contextlib.suppress(ray.exceptions.RayError):
-            found.append(ray.get(ref, timeout=5)["process"])
+    while not found:
+        for ref in [worker.actor.facts.remote() for worker in list(pool._workers.values())]:
+            with contextlib.suppress(ray.exceptions.RayError):
+                found.append(ray.get(ref, timeout=5)["process"])
     return found
 
 
