@@ -27,7 +27,7 @@ from fedsim.files import expand_home
 OPERATIONAL = frozenset(
     {"data", "run_dir", "engine", "num_workers", "num_lanes", "threads_per_worker", "resume"}
     | {"wait_for_workers", "worker_timeout"}
-    | {"checkpoint_every", "log_every", "output", "budget_ledger", "limit_epsilon"}
+    | {"checkpoint_every", "output", "budget_ledger", "limit_epsilon"}
     | {"log_to", "log_non_private", "strict"}
 )
 
@@ -329,9 +329,6 @@ class RunConfig(UpdateConfig):
     """Steps between checkpoints. >= 1. If this takes longer than a minute, there is one every
     minute, too. A crash costs the steps since the last one: at most about twice as many, or two
     minutes and a step. They are paid for, and no other steps take their place."""
-
-    log_every: Count = 10
-    """Steps between computations of epsilon. >= 1."""
 
     output: Annotated[Literal["quiet", "normal"], HIDDEN] = "normal"
     """Messages on stderr. quiet: warnings and errors. normal: plan, progress and results, too.

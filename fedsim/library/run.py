@@ -289,7 +289,6 @@ class TrainSettings(TypedDict, total=False):
     eval_every: int | None
     eval_examples: int
     checkpoint_every: int
-    log_every: int
     log_to: Sequence[LoggerName]
     log_non_private: bool
     strict: bool

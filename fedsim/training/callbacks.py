@@ -41,7 +41,7 @@ class Callback:
 
         Args:
           step: number of the step, from 1.
-          metrics: of the step, by name. privacy/epsilon is there after every `log_every` steps.
+          metrics: of the step, by name. privacy/epsilon is there after each tenth of the run.
         """
 
     def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> bool | None:

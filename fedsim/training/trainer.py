@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,6 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import at_most
-from fedsim.config import to_json
 from fedsim.engine import Stats, versions
 from fedsim.errors import ConfigError
 from fedsim.evaluate import evaluate, headline
@@ -74,10 +72,9 @@ class Trainer:
         self.replays = opened.purpose == Purpose.REPLAY
         self.passed: dict[int, State | None] = {}
         """States of a replay from which later segments began, by their steps."""
-        sigma, before = self.plan.noise_multiplier, self.plan.before
+        sigma = self.plan.noise_multiplier
         self.event = self.method.event(sigma) if sigma else None
-        if self.event is not None:
-            self.running_epsilon = accounting.RunningEpsilon(self.event, self.plan.delta, before)
+        self.epsilons = self._epsilons()
         add_noise = self.plan.add_noise()
         self.add_noise = self.audit.record_noise(add_noise) if self.audit else add_noise
         evaluations = self.plan.evaluations
@@ -86,6 +83,16 @@ class Trainer:
         self.most_param = MAX_GROWTH * max(1.0, float(largest_of(self.params)))
         self.transformation = update_rule(self.run, rate_of(self.run, self.plan.num_steps))
         self.update = updater(self.transformation)
+
+    def _epsilons(self) -> dict[int, float]:
+        """{number of steps: epsilon after them}, a tenth of the run apart; empty without noise."""
+        if self.event is None:
+            return {}
+        plan, every = self.plan, max(1, self.plan.num_steps // 10)
+        running = accounting.RunningEpsilon(self.event, plan.delta, plan.before)
+        return {
+            step: running(step) for step in (*range(every, plan.num_steps, every), plan.num_steps)
+        }
 
     def fit(self) -> dict[str, Any]:
         """Run the remaining steps, write the summary and return it."""
@@ -192,7 +199,7 @@ class Trainer:
         """Run the steps up to `end`, or as many as there is time for before a stop signal."""
         with (
             stop_signals() as stop,
-            ThreadPoolExecutor(2) as threads,
+            ThreadPoolExecutor(1) as threads,
             checkpoint.Saver(functools.partial(save, self.run.run_dir), self.saved) as saver,
             self.console.steps(state.step, self.plan.num_steps) as show,
         ):
@@ -203,7 +210,7 @@ class Trainer:
                 drawn, rows = rows.result(), threads.submit(self.method.draw, state.step + 1)
                 phase = phase_of(self.engine, self.console, "first step")
                 with phase if state.step == first else nullcontext():
-                    values = self._step(state, ledger, threads, drawn)
+                    values = self._step(state, ledger, drawn)
                 metrics.log(state.step, values)
                 self.calls.step(state.step, {**values, "eval/loss": state.eval_loss})
                 self._evaluate(state, metrics, state.step)
@@ -239,12 +246,9 @@ class Trainer:
         if step == 0:
             state.initial_eval_loss = state.eval_loss
 
-    def _step(
-        self, state: State, ledger: Ledger, thread: ThreadPoolExecutor, rows: np.ndarray
-    ) -> dict[str, float]:
+    def _step(self, state: State, ledger: Ledger, rows: np.ndarray) -> dict[str, float]:
         """Run one step: gradient, ledger, update. Returns its metrics."""
         started, step = time.monotonic(), state.step + 1
-        accounted = thread.submit(self._epsilon_so_far, step)  # while workers compute
         clip = self.plan.clip_at(state.clip_norm)
         noisy, stats = self.method.gradient(
             state.params,
@@ -263,13 +267,13 @@ class Trainer:
             beside |= extra.release(beside["clip_norm"], stats, rng)
         if self.plan.adaptive is not None:
             values["privacy/clip_norm"] = state.clip_norm
-        epsilon = accounted.result()
+        epsilon = self.epsilons.get(step)
         ledger.record(
             state.step,
             self.event,
             sampling_run=self.plan.sampling.kind,
             sampling_accounted=self.plan.sampling.kind,
-            epsilon=to_json(epsilon),
+            epsilon=epsilon,
             gradient_sha256=gradient_sha256((noisy.numbers, *map(np.float64, beside.values()))),
         )
         # It is released; from here on it may be seen.
@@ -318,12 +322,6 @@ class Trainer:
                 "clip_fraction": float((norms > clip_norm).mean()),
             }
         return {f"non_private/{name}": value for name, value in values.items()}
-
-    def _epsilon_so_far(self, num_steps: int) -> float | None:
-        """Epsilon after num_steps steps, at each reporting interval; None in between."""
-        if self.event is None:
-            return math.inf
-        return self.running_epsilon(num_steps) if self._due(num_steps, self.run.log_every) else None
 
 
 def computed_on(host: str, lanes: str) -> str:

@@ -57,7 +57,7 @@ def ray_pool(task, warn=ignore, **options):
 
 
 def processes(pool):
-    """Of the workers that answer now, or of the first that does: one that was killed starts again."""
+    """Of the workers that answer now, at least one: those that were killed start again."""
     import ray
 
     found = []

@@ -70,7 +70,6 @@ def command(texts, run_dir, **flags):
             "seed": 3,
             "model": "micro",
             "num-workers": 2,
-            "log-every": 1,
         },
         **flags,
     }

@@ -142,7 +142,7 @@ def test_a_run_that_nobody_hears_ends_as_it_does(streams, tmp_path, run_dir):
 def endless(engine, tmp_path, run_dir):
     """A training that takes long, whose checkpoints are far apart."""
     texts = write_texts(tmp_path / "texts.parquet")
-    rare = {"checkpoint-every": 10**6, "eval-every": 10**6, "log-every": 1}
+    rare = {"checkpoint-every": 10**6, "eval-every": 10**6}
     flags = {"engine": engine, "num-workers": 2, "num-steps": 10**5, "batch_size": 12}
     return command(texts, run_dir, **rare, **flags)
 

@@ -18,7 +18,7 @@ from fedsim.training.callbacks import Calls
 
 TINY = {"epsilon": 8.0, "num_steps": 2, "batch_size": 12, "max_length": 24, "model": "micro"}
 TINY |= {"engine": "local", "strategy": "scan", "rows_per_pass": 2}
-TINY |= {"eval_examples": 8, "log_every": 1, "user": "author", "text": "body"}
+TINY |= {"eval_examples": 8, "user": "author", "text": "body"}
 POSTS = [{"author": f"zeta{i % 40}", "body": f"quagmire {i} zeppelin"} for i in range(120)]
 PRIVATE = ["non_private/loss", "eval/loss", "performance/step_seconds"]
 PRIVATE += ["performance/tokens_per_second", "non_private/norm_median"]
