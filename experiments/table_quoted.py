@@ -65,7 +65,7 @@ def several_runs() -> Iterator[Row]:
     charges = []
     for number in (1, 2, 3):
         entry = Entry(number, f"run {number}", "train", "", "all", "", phases, (0.0, 0.0))
-        charges.append(RunCost(entry, phases, "released"))
+        charges.append(RunCost(entry, phases))
     found, alone = total(charges, RUN_DELTA), accounting.epsilon(phases, RUN_DELTA)
     yield row("theory/budget.md", "three runs, added up", 3 * alone)
     yield row("theory/budget.md", "three runs, chosen by looking", found.adaptive)

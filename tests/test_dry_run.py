@@ -78,8 +78,10 @@ def test_a_private_draw_is_counted_before_anything_is_refused_that_follows_from_
         assert said.startswith("fedsim: error: batch_size=100000: expected <= ")
         assert not run_dir.exists()
         with open_locked(place) as ledger:
-            found = [charge_of(entry, ledger) for entry in ledger.entries.values()]
-        assert [(each.state, each.released) for each in found] == [("released", DRAWN)] * drawn
+            found = [charge_of(entry) for entry in ledger.entries.values()]
+        assert [(each.entry.outcome, each.released) for each in found] == [
+            ("released", DRAWN)
+        ] * drawn
         assert found[0].reserved == DRAWN
 
 
@@ -118,7 +120,7 @@ def test_a_run_with_a_private_draw_pays_for_it_once(texts, run_dir, tmp_path, mo
         (entry,) = ledger.entries.values()
         assert entry.kind == "train" and entry.planned == entry.released
         assert entry.planned == [*DRAWN, (plan.event(), plan.num_steps)]
-        assert [line["what"] for line in map(ledger.line, range(1, 5))] == ["opened", "closed"] * 2
+        assert [line["what"] for line in ledger._log.lines] == ["opened", "closed"] * 2
     (run_dir / "summary.json").unlink()
     main([*command(texts, run_dir, "els", **args), "--resume"])
     assert order.count("count_at_once") == 1  # the same draw

@@ -40,11 +40,11 @@ def without_what_is_known(claim, released):
     return re.sub("taking as known [^,]*", "of course", said) if hidden else said
 
 
-def shown(charge_of, entry, ledger):
+def shown(charge_of, entry):
     """Of a run that has not ended: what its directory says."""
     from fedsim.run import ledger as run_ledger
 
-    charge = charge_of(entry, ledger)
+    charge = charge_of(entry)
     if entry.outcome:
         return charge
     released = run_ledger.phases(run_ledger.read(Path(entry.place)))

@@ -4,7 +4,6 @@ ledger       the ledger of the data: every run, append-only, chained, locked; ke
              users; marks of how far running runs have come, by which older copies are refused
 spending     the composed cost for the user who pays most; a privacy filter
 admission    checks that a run fits the limits, and counts it before its first release
-receipt      the entry of a run in the ledger, from the run's side
 """
 
 from lazy_loader import attach_stub

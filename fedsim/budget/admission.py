@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedsim.accounting import at_least, at_most
+from fedsim.accounting import at_most
 from fedsim.budget.ledger import (
     ELSEWHERE,
     OPENED,
@@ -33,7 +33,7 @@ from fedsim.budget.ledger import (
     open_read_only,
     place_of,
 )
-from fedsim.budget.spending import GONE, RUNNING, Account, RunCost, books, state_of
+from fedsim.budget.spending import Account, RunCost, books
 from fedsim.config import RunConfig
 from fedsim.errors import ConfigError, FileDamaged, expect
 from fedsim.files import read_json, write_json
@@ -63,27 +63,16 @@ class Receipt(NamedTuple):
             raise FileDamaged(f"{path}: expected the ledger, a line and its link")
         return cls(run_dir, record["ledger"], record["line"], record["chain"])
 
-    def write(self) -> None:
-        """Write the receipt to the run's directory."""
-        record = {"ledger": self.ledger, "line": self.line, "chain": self.chain}
-        write_json(self.run_dir / RECEIPT, record, mode=0o600)
-
     @property
-    def away(self) -> str:
-        """Why the ledger, or what is left of it, cannot be read on this machine, or empty."""
-        place = Path(self.ledger)
-        if not (os.access(place, os.R_OK | os.X_OK) and is_in(place)):
-            return "is not here"
-        return "" if os.access(place, os.W_OK) else "cannot be locked here"
+    def is_here(self) -> bool:
+        """True if the ledger, or what is left of it, can be locked on this machine."""
+        return is_in(place := Path(self.ledger)) and os.access(place, os.R_OK | os.W_OK | os.X_OK)
 
     def line_in(self, ledger: BudgetLedger, run: str | None = None) -> dict[str, Any]:
-        """The line that counts the run. Raises LedgerError: it is missing, or of another run.
-
-        Args: run: the run's identifier in the ledger; None if it is not known.
-        """
+        """The line that counts the run, or any run without `run`. Raises LedgerError: it is
+        missing, or of another run."""
         name = str(self.run_dir / RECEIPT)
-        ledger.expect_line(self.line, self.chain, name)
-        line = ledger.line(self.line)
+        line = ledger.expect_line(self.line, self.chain, name)
         if line["what"] != OPENED or run not in (None, line["run"]):
             raise LedgerError(f"{name}: line {self.line} of {ledger.directory} is another run's")
         return line
@@ -91,9 +80,6 @@ class Receipt(NamedTuple):
 
 def expect_receipt(run_dir: Path, run: str, label: str, planned: Released) -> tuple[bool, str]:
     """Check that the ledger of the data counts a run with all that it planned.
-
-    Args:
-      run, label, planned: see `Entry`.
 
     Returns:
       Whether the ledger is on this machine and counts the run, and a message; it does not say where
@@ -106,19 +92,21 @@ def expect_receipt(run_dir: Path, run: str, label: str, planned: Released) -> tu
     receipt = Receipt.of(run_dir)
     if receipt is None:
         return False, "in no ledger of the data: what other runs on them spent is not known"
-    if receipt.away:
-        return False, f"the ledger of the data, which {RECEIPT} names, {receipt.away}"
+    if not receipt.is_here:
+        return False, f"the ledger of the data, which {RECEIPT} names, is not here"
     with open_locked(Path(receipt.ledger)) as ledger:
         receipt.line_in(ledger, run)
-        counted = ledger.entries[run]
-        same = {
-            f"epsilon as {'a' if label else 'no'} guarantee": bool(counted.label) == bool(label),
-            "other planned releases": counted.planned == planned,
-        }
-        for what, holds in same.items():
-            if not holds:
-                raise LedgerError(f"{run_dir}: {receipt.ledger} has {what}: the plan was changed")
+        if other := _difference(ledger.entries[run], planned, label):
+            raise LedgerError(f"{run_dir}: {receipt.ledger} has {other}: the plan was changed")
         return True, f"line {receipt.line} of {ledger.num_lines} in the ledger of the data"
+
+
+def _difference(counted: Entry, planned: Released, label: str) -> str:
+    """How an entry differs from a run; empty if it does not. Labels are compared as present or
+    absent, because their words depend on the version."""
+    if counted.planned != planned:
+        return "other planned releases"
+    return "" if bool(counted.label) == bool(label) else "another label"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,32 +121,20 @@ class BudgetRequest:
     """See `Entry`."""
     limit: Limit | None
     run_dir: Path
-    delta: float | None = None
-    """The run's delta, if it was set."""
 
     @classmethod
     def of(
         cls, run: RunConfig, ids: Sequence[str], delta: float | None, kind: str
     ) -> "BudgetRequest":
-        """The request of a run with these settings.
-
-        Args:
-          ids: of the users whose texts it reads.
-          delta: of the run, and of its own limit.
-          kind: see `Entry`.
-        """
+        """The request of a run with these settings. Args: delta: of its own limit."""
         limit = None
         if run.limit_epsilon is not None:
             assert delta is not None, "fill_defaults() comes first"
             limit = Limit(run.limit_epsilon, delta)
-        return cls(place_of(run.budget_ledger), ids, kind, limit, run.run_dir, delta)
+        return cls(place_of(run.budget_ledger), ids, kind, limit, run.run_dir)
 
     def entry(self, run: str, planned: Released, slack: tuple[float, float], label: str) -> Entry:
-        """This run as an entry of the ledger.
-
-        Args:
-          run: the seal of its key; "" before there is a key.
-        """
+        """This run as an entry of the ledger. Args: see `Entry`."""
         place = str(self.run_dir.absolute())
         return Entry(0, run, self.kind, place, "", label, planned, slack)
 
@@ -167,11 +143,6 @@ class BudgetRequest:
         made = next(p for p in (self.place, *self.place.parents) if os.path.exists(p))
         writes = made.is_dir() and os.access(made, os.W_OK | os.X_OK)
         expect("budget_ledger", self.place, writes, f"a place to write to; {ELSEWHERE}")
-
-    def lookalike_warning(self) -> str:
-        """A warning if its users look like users of counted runs under other ids; else empty."""
-        with open_read_only(self.place) as ledger:
-            return ledger.lookalike_warning(self.ids)
 
     def expect_room(self, entry: Entry) -> None:
         """Raise ConfigError if this run would exceed a limit."""
@@ -184,43 +155,33 @@ class BudgetRequest:
             return
         spent, more = books(ledger, self.ids, self.limit), _charge(ledger, entry)
         if (broken := spent.broken_by(more)) is not None:
-            expected = f"a run that fits: {self._why_not(spent, more, broken)}"
+            expected = f"a run that fits: {_why_not(spent, more, broken)}"
             raise ConfigError.of("limit_epsilon", f"{broken.epsilon:g}", expected)
 
-    def _why_not(self, spent: Account, more: RunCost, broken: Limit) -> str:
-        """Explain why another charge exceeds a limit, and what to do."""
-        if more.nothing:
-            remedy = "budget_ledger names another ledger for trials"
-            if broken is self.limit:
-                remedy = "limit_epsilon is for runs with a guarantee"
-            why = f"this run has no guarantee ({in_words(more.nothing)})"
-            return f"{why}, so no limit can be kept: {remedy}"
-        spent = spent.under(broken)
-        before, after = (spent.total(broken.delta, more=m).adaptive for m in (None, more))
-        why = f"{len(spent.charges)} runs on these users have spent {at_most(before, '.4g')}"
-        if first := next((charge for charge in spent.charges if charge.nothing), None):
-            why = f"{first.entry.place} has no guarantee for them ({in_words(first.nothing)})"
-        at = f"at delta {at_most(broken.delta, '.2e')}"
-        why += f" {at}, and with this one it would be {at_most(after, '.4g')} (see fedsim budget)"
-        if broken.delta < (self.delta or 0.0):
-            smaller = at_least(broken.delta, ".4g")
-            why += f"; the limit is at a smaller delta: plan the run for delta={smaller}"
-        return why
+
+def _why_not(spent: Account, more: RunCost, broken: Limit) -> str:
+    """Explain why another charge exceeds a limit."""
+    if more.nothing:
+        return f"this run has no guarantee ({in_words(more.nothing)}), so no limit can be kept"
+    spent = spent.under(broken)
+    before, after = (spent.total(broken.delta, more=m).adaptive for m in (None, more))
+    why = f"{len(spent.charges)} runs on these users have spent {at_most(before, '.4g')}"
+    if first := next((charge for charge in spent.charges if charge.nothing), None):
+        why = f"{first.entry.place} has no guarantee for them ({in_words(first.nothing)})"
+    at = f"at delta {at_most(broken.delta, '.2e')}, the limit's"
+    return f"{why} {at}, and with this one it would be {at_most(after, '.4g')}"
 
 
 def _charge(ledger: BudgetLedger, entry: Entry) -> RunCost:
     """The charge of a run, with the number that it has, or would get, in the ledger."""
     before, number = ledger.entries.get(entry.run), ledger.num_lines + 1
     number = before.number_again(number) if before else number
-    return RunCost(dataclasses.replace(entry, number=number), entry.planned, RUNNING)
+    return RunCost(dataclasses.replace(entry, number=number), entry.planned)
 
 
 RELEASED, STOPPED = "released", "stopped"
 GROUP_SIZE = "group size"
 """Kind of a run that has only drawn its group size privately so far."""
-
-Seen = Callable[[], Released]
-"""() -> what was released, for releases without a run's own ledger."""
 
 
 class Progress(NamedTuple):
@@ -239,7 +200,7 @@ class Progress(NamedTuple):
         return Head(len(self.chains), self.chains[-1] if self.chains else "")
 
     @classmethod
-    def of(cls, run_dir: Path, seen: Seen | None) -> "Progress":
+    def of(cls, run_dir: Path, seen: Callable[[], Released] | None) -> "Progress":
         """Read the progress of a run. Raises LedgerError: its ledger was changed."""
         lines = run_ledger.read(run_dir)
         released = seen() if seen else run_ledger.phases(lines) if lines else None
@@ -252,12 +213,15 @@ def count_at_once(applicant: BudgetRequest, entry: Entry) -> None:
     a limit."""
     with open_locked(applicant.place) as ledger:
         applicant.expect_room_in(ledger, entry)
-        ledger.begin(dataclasses.replace(entry, **ledger.save_people(applicant.ids)))
+        users = ledger.save_users(ledger.users(applicant.ids))
+        ledger.begin(dataclasses.replace(entry, users=users))
         ledger.end(entry.run, entry.planned, RELEASED)
 
 
 @contextmanager
-def admitted(applicant: BudgetRequest, entry: Entry, seen: Seen | None = None) -> Iterator[Reached]:
+def admitted(
+    applicant: BudgetRequest, entry: Entry, seen: Callable[[], Released] | None = None
+) -> Iterator[Reached]:
     """Count a run with its plan, its progress while the block runs, and at the end its releases.
 
     A release without a ledger of its own happens when the block ends; after an exception it may be
@@ -282,14 +246,15 @@ def admitted(applicant: BudgetRequest, entry: Entry, seen: Seen | None = None) -
             _expect_goes_on(applicant, ledger, entry, progress)
             applicant.expect_room_in(ledger, entry)
             reached = run_ledger.unnoted
-            if promises := entry.planned is not None and not entry.label:
+            if entry.marked:
                 reached = stack.enter_context(ledger.marking(entry.run, applicant.run_dir))
                 # A crash may have come between a line of the run's ledger and its mark.
                 reached(*progress.head)
-            known = {**ledger.save_people(applicant.ids), "head": progress.head}
-            ledger.begin(dataclasses.replace(entry, **known, marked=promises))
-            line, chain = ledger.num_lines, ledger.chain
-            Receipt(applicant.run_dir, str(applicant.place), line, chain).write()
+            users = ledger.save_users(ledger.users(applicant.ids))
+            ledger.begin(dataclasses.replace(entry, users=users, head=progress.head))
+            counted = {"line": ledger.num_lines, "chain": ledger.chain}
+            record = {"ledger": str(applicant.place), **counted}
+            write_json(applicant.run_dir / RECEIPT, record, mode=0o600)
         finished = False
         try:
             yield reached
@@ -302,13 +267,9 @@ def admitted(applicant: BudgetRequest, entry: Entry, seen: Seen | None = None) -
 
 
 def close(run_dir: Path) -> None:
-    """Note that a run released all that it planned, if a crash came before that was noted.
-
-    Raises:
-      LedgerError, FileDamaged: the ledger was changed.
-    """
+    """Note that a run released all that it planned, if a crash came before that was noted."""
     receipt = Receipt.of(run_dir)
-    if receipt is None or receipt.away:
+    if receipt is None or not receipt.is_here:
         return
     with open_locked(Path(receipt.ledger)) as ledger:
         run = receipt.line_in(ledger)["run"]
@@ -337,7 +298,7 @@ def _expect_here(applicant: BudgetRequest, entry: Entry, progress: Progress) -> 
     """Raise LedgerError if another ledger counts the run, as its receipt says, and knows more of
     it; or knows a place where it still is."""
     receipt = Receipt.of(applicant.run_dir)
-    if receipt is None or receipt.ledger == str(applicant.place) or receipt.away:
+    if receipt is None or receipt.ledger == str(applicant.place) or not receipt.is_here:
         return
     with open_locked(Path(receipt.ledger)) as ledger:
         if entry.run not in ledger.entries:  # it was moved, and another one took its place
@@ -345,7 +306,8 @@ def _expect_here(applicant: BudgetRequest, entry: Entry, progress: Progress) -> 
         _expect_goes_on(applicant, ledger, entry, progress)
         place = Path(ledger.entries[entry.run].place)
         same = not place.exists() or place.samefile(applicant.run_dir)
-        if not same and state_of(ledger.entries[entry.run], ledger) != GONE:
+        is_there = run_ledger.head(place).get("key_seal", entry.run) == entry.run
+        if not same and is_there and (place / RECEIPT).exists():
             there = f"{place} has the same run, which {receipt.ledger} counts: go on there"
             raise LedgerError(f"{applicant.run_dir}: is a copy: {there}, or remove it")
 
@@ -357,24 +319,15 @@ def _expect_goes_on(
     receipt; further; or with other releases, users or guarantee."""
     receipt, before = Receipt.of(applicant.run_dir), ledger.entries.get(entry.run)
     if receipt is not None and receipt.ledger == str(ledger.directory):
-        try:
-            receipt.line_in(ledger, entry.run)
-        except LedgerError as error:
-            remedy = f"put the ledger back, or remove {receipt.run_dir / RECEIPT} to count anew"
-            raise LedgerError(f"{error}; {remedy}") from None
+        receipt.line_in(ledger, entry.run)
     if before is None or before.kind == GROUP_SIZE:  # a new run, whose plan includes the draw
         return
-    if entry.planned is not None and not entry.label:
+    if entry.marked:
         ledger.head(entry.run).expect_begins(progress.chains, applicant.run_dir, ledger.directory)
-    users = ledger.users_of(before.users)
-    same = {
-        "other planned releases": before.planned == entry.planned,
-        "other users": np.array_equal(users, ledger.users(applicant.ids)),
-        # As present or absent, because their words depend on the version.
-        "another label": bool(before.label) == bool(entry.label),
-    }
-    for what, holds in same.items():
-        if not holds:
-            again = "go on as it began, or begin another one in another directory"
-            known = f"{ledger.directory} has the same run with {what}: {again}"
-            raise LedgerError(f"{applicant.run_dir}: {known}")
+    other = _difference(before, entry.planned, entry.label)
+    if not np.array_equal(ledger.users_of(before.users), ledger.users(applicant.ids)):
+        other = "other users"
+    if other:
+        again = "go on as it began, or begin another one in another directory"
+        known = f"{ledger.directory} has the same run with {other}: {again}"
+        raise LedgerError(f"{applicant.run_dir}: {known}")

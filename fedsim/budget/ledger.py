@@ -4,7 +4,7 @@
                    it ends (with what it released); lines never change, so a deleted run counts
     last.json      number and chain of the last line, so that removed lines show
     users/         for each set of users, 64 bits of a keyed hash of each id, which show the overlap
-                   of data sets; and another such set of what ids that look alike have in common
+                   of data sets
     steps/         marks: for each run that has not ended, a line per line of the run's own ledger,
                    with its number, its chain and a keyed digest of both
     secret.json    the key of chain, fingerprints and marks
@@ -28,7 +28,6 @@ import fcntl
 import hashlib
 import io
 import os
-import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,10 +36,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from fedsim.accounting import Event, of_words, to_words
-from fedsim.data import user_ids
 from fedsim.errors import ConfigError, FileDamaged, expect
 from fedsim.files import (
     LEDGER,
@@ -59,15 +56,8 @@ from fedsim.run import ChainedLog, LedgerError, Reached
 
 FILE, LAST, LOCK = "budget.jsonl", "last.json", "lock"
 USERS, STEPS = "users", "steps"
-SHARED = 0o660
+MODE = 0o600
 OPENED, CLOSED, LIMIT = "opened", "closed", "limit"
-IDS, CHECKS = "users", "looks of users"
-"""Purposes of fingerprints: of ids, and of what ids that look alike have in common."""
-ALIKE = (
-    "{:,} of these users look like users of counted runs ({:,}) that have other ids there, such as "
-    "Ann and ann. If they are the same people, what they paid there is missing here, and no limit "
-    "sees it: build the data with the ids of those runs"
-)
 ELSEWHERE = f"budget_ledger or {LEDGER} names another one"
 
 Released = list[tuple[Event, int]] | None
@@ -126,13 +116,13 @@ class Entry:
     outcome: str = ""
     """released or stopped; empty if it is running or was killed."""
     began: str = ""
-    marked: bool = False
-    """True if the ledger keeps marks of its steps until it ends."""
     head: Head = NO_HEAD
     """How far it had come when it last began or ended."""
-    looks: str = ""
-    """Name of the file with fingerprints of what its users look like; empty for runs of earlier
-    versions."""
+
+    @property
+    def marked(self) -> bool:
+        """True if the ledger keeps marks of its steps until it ends: it has a guarantee."""
+        return self.planned is not None and not self.label
 
     def number_again(self, number: int) -> int:
         """Its number when it goes on at the line `number`: the first one, unless it had ended
@@ -171,14 +161,12 @@ class BudgetLedger:
           LedgerError, FileDamaged: it was changed.
         """
         self.directory, self._path = directory, directory / FILE
-        self._mode = _mode(directory)
         if not (directory / KEY).exists() and not self._path.exists():
             SecretKey.create().save(directory)
-            (directory / KEY).chmod(self._mode)
         self.key = SecretKey.load(directory)
         self.entries: dict[str, Entry] = {}
         self.limits: list[Limit] = []
-        self._log = ChainedLog(self._path, self._take, self._link, self._mode)
+        self._log = ChainedLog(self._path, self._take, self._link, MODE)
         self._expect_whole()
 
     @property
@@ -191,46 +179,20 @@ class BudgetLedger:
         """Number of lines."""
         return len(self._log.lines)
 
-    def line(self, number: int) -> dict[str, Any]:
-        """The line with this number, from 1."""
-        return self._log.lines[number - 1]
-
     def users(self, ids: Sequence[str]) -> np.ndarray:
         """Fingerprints of users' ids; see `fingerprints`."""
         return fingerprints(ids, self.key)
 
     def save_users(self, users: np.ndarray) -> str:
         """Keep a set of fingerprints; returns its name, the digest of its content."""
-        self._make(USERS)
-        path = self._users_path(name := _digest(users))
+        make_directory(self.directory / USERS, 0o700)
+        name = _digest(users)
+        path = self.directory / USERS / f"{name}.npy"
         if not path.exists():
             content = io.BytesIO()
             np.save(content, users, allow_pickle=False)
-            write_atomically(path, content.getvalue(), mode=self._mode)
+            write_atomically(path, content.getvalue(), mode=MODE)
         return name
-
-    def save_people(self, ids: Sequence[str]) -> dict[str, str]:
-        """Keep fingerprints of users' ids and of their looks; returns fields of `Entry`."""
-        looks = np.unique(_hashes(_looks(ids), self.key, CHECKS))
-        return {"users": self.save_users(self.users(ids)), "looks": self.save_users(looks)}
-
-    def lookalike_warning(self, ids: Sequence[str]) -> str:
-        """A warning if users look like users of counted runs that have other ids; else empty."""
-        users, looks = _hashes(ids, self.key, IDS), _hashes(_looks(ids), self.key, CHECKS)
-        alike, runs = np.zeros(len(users), bool), 0
-        for entry in self.entries.values():
-            if not entry.looks or (entry.outcome and entry.released == []):
-                continue
-            known = np.isin(users, self.users_of(entry.users))
-            found = np.isin(looks, self.users_of(entry.looks)) & ~known
-            alike, runs = alike | found, runs + bool(found.any())
-        return ALIKE.format(int(alike.sum()), runs) if runs else ""
-
-    def _make(self, name: str) -> None:
-        place = self.directory / name
-        if not place.exists():
-            make_directory(place)
-            place.chmod(0o770 if self._mode == SHARED else 0o700)
 
     def users_of(self, name: str) -> np.ndarray:
         """Load the fingerprints with this name.
@@ -238,7 +200,7 @@ class BudgetLedger:
         Raises:
           FileDamaged: they are missing or were changed.
         """
-        path = self._users_path(name)
+        path = self.directory / USERS / f"{name}.npy"
         try:
             users = np.load(path, allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
@@ -247,13 +209,10 @@ class BudgetLedger:
             raise FileDamaged(f"{path}: was changed")
         return users
 
-    def _users_path(self, name: str) -> Path:
-        return self.directory / USERS / f"{name}.npy"
-
     def begin(self, entry: Entry) -> None:
         """Count a new or resumed run with all that it plans; durable when this returns."""
         planned = None if entry.planned is None else to_words(entry.planned)
-        names = ("run", "kind", "place", "users", "looks", "label", "marked", "head")
+        names = ("run", "kind", "place", "users", "label", "head")
         fields = {name: getattr(entry, name) for name in names}
         self._append({"what": OPENED, **fields, "slack": [*entry.slack], "planned": planned})
 
@@ -289,18 +248,16 @@ class BudgetLedger:
     def marking(self, run: str, run_dir: Path) -> Iterator[Reached]:
         """Lock a run's marks; yields a function that appends one. Raises LedgerError: another
         process works on the run. Args: run_dir: its directory, for errors."""
-        self._make(STEPS)
+        make_directory(self.directory / STEPS, 0o700)
         path = self._mark_path(run)
-        is_new = not path.exists()
         with open(path, "ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 why = "is a copy: another process works on the same run"
                 raise LedgerError(f"{run_dir}: {why}") from None
-            if is_new:
-                path.chmod(self._mode)
-                sync_directory(path.parent)
+            path.chmod(MODE)
+            sync_directory(path.parent)
             remove_cut_off_line(path)
 
             def reached(count: int, chain: str) -> None:
@@ -313,26 +270,16 @@ class BudgetLedger:
         """Path of the marks of a run; the name gives nothing of the key's seal away."""
         return self.directory / STEPS / hashlib.sha256(run.encode()).hexdigest()[:32]
 
-    def is_running(self, run: str) -> bool:
-        """True if a process works on a run that has a guarantee: it holds the run's marks."""
-        try:
-            with open(self._mark_path(run), "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except BlockingIOError:
-            return True
-        return False
-
     def limit(self, limit: Limit) -> None:
         """Append a limit for some users."""
         self._append({"what": LIMIT, **dataclasses.asdict(limit)})
 
-    def expect_line(self, number: int, chain: str, name: str) -> None:
-        """Raise LedgerError if the line that the file `name` refers to is missing or another
-        one."""
+    def expect_line(self, number: int, chain: str, name: str) -> dict[str, Any]:
+        """The line that the file `name` refers to, from 1. Raises LedgerError: it is missing, or
+        another one."""
         if not (0 < number <= self.num_lines and self._log.chain_after(number) == chain):
             raise LedgerError(f"{self._path}: was cut or replaced: {name} is line {number} of it")
+        return self._log.lines[number - 1]
 
     def _append(self, fields: dict[str, Any]) -> None:
         if not self.num_lines:  # so that a full disk cannot leave lines without this file
@@ -343,8 +290,7 @@ class BudgetLedger:
 
     def _note_last(self) -> None:
         last = {"lines": self.num_lines, "chain": self.chain}
-        write_json(self.directory / LAST, last, self._mode)
-        (self.directory / LAST).chmod(self._mode)
+        write_json(self.directory / LAST, last, MODE)
 
     def close(self) -> None:
         """Close the file."""
@@ -383,12 +329,10 @@ class BudgetLedger:
             before, (epsilon, delta) = self.entries.get(line["run"]), line["slack"]
             self.entries[line["run"]] = Entry(
                 **{n: str(line[n]) for n in ("run", "kind", "place", "users", "label")},
-                looks=str(line.get("looks", "")),
                 number=before.number_again(number + 1) if before else number + 1,
                 planned=_phases(line["planned"]),
                 slack=(float(epsilon), float(delta)),
                 released=before.released if before else [],
-                marked=bool(line.get("marked")),
                 head=Head(*line.get("head", NO_HEAD)),
                 began=before.began if before else str(line["time"]),
             )
@@ -408,31 +352,22 @@ def open_locked(directory: Path) -> Iterator[BudgetLedger]:
         make_directory(directory, 0o700)
         _expect_ours(directory)
         lock = open(directory / LOCK, "a")
+        fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
-        place = f"a place to write to ({error}); {ELSEWHERE}"
+        place = f"a place to write to, with locks ({error}); {ELSEWHERE}"
         raise ConfigError.of("budget_ledger", directory, place) from None
-    with lock:
-        if os.fstat(lock.fileno()).st_uid == os.getuid():
-            os.fchmod(lock.fileno(), _mode(directory))
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            place = f"a file system with locks ({error}); {ELSEWHERE}"
-            raise ConfigError.of("budget_ledger", directory, place) from None
-        with closing(BudgetLedger(directory)) as ledger:
-            yield ledger
+    with lock, closing(BudgetLedger(directory)) as ledger:
+        yield ledger
 
 
 def _expect_ours(directory: Path) -> None:
-    """Raise ConfigError unless directory and key are this user's, root's or of a group that shares
-    them: whoever has the key writes what others have spent. Root may use every user's."""
+    """Raise ConfigError unless directory and key are this user's or root's: whoever has the key
+    writes what others have spent. Root may use every user's."""
     for path in filter(Path.exists, (directory, directory / KEY)):
-        found = path.stat()
-        shared = found.st_mode & stat.S_IWGRP and not found.st_mode & stat.S_IWOTH
-        ours = os.getuid() in (0, found.st_uid) or found.st_uid == 0 or shared
-        whose = f"{path.name} belongs to another user, {found.st_uid}"
-        expected = f"a directory of your own, or one that a group shares (mode 770); {whose}"
-        expect("budget_ledger", directory, bool(ours), f"{expected}; {ELSEWHERE}")
+        owner = path.stat().st_uid
+        expected = f"a directory of your own; {path.name} belongs to another user, {owner}"
+        ours = os.getuid() in (0, owner) or owner == 0
+        expect("budget_ledger", directory, ours, f"{expected}; {ELSEWHERE}")
 
 
 @contextmanager
@@ -455,32 +390,16 @@ def is_in(directory: Path) -> bool:
 
 def fingerprints(ids: Iterable[str], key: SecretKey) -> np.ndarray:
     """Keyed hashes of ids, uint64 [users], ascending and without repeats."""
-    return np.unique(_hashes(ids, key, IDS))
-
-
-def _hashes(texts: Iterable[str], key: SecretKey, purpose: str) -> np.ndarray:
-    """Keyed hashes, uint64; those of one purpose say nothing about those of another."""
-    secret = bytes.fromhex(key.seal(purpose))
+    secret = bytes.fromhex(key.seal("users"))
     digests = b"".join(
         hashlib.blake2b(each.encode("utf-8", "surrogatepass"), digest_size=8, key=secret).digest()
-        for each in texts
+        for each in ids
     )
-    return np.frombuffer(digests, np.uint64)
-
-
-def _looks(ids: Sequence[str]) -> list[str]:
-    """For each id what ids that look alike have in common."""
-    readable = [each.encode("utf-8", "replace").decode() for each in ids]
-    return user_ids.look_alike_keys(pa.array(readable, pa.string())).to_pylist()
+    return np.unique(np.frombuffer(digests, np.uint64))
 
 
 def _digest(users: np.ndarray) -> str:
     return hashlib.sha256(users.astype("<u8").tobytes()).hexdigest()[:32]
-
-
-def _mode(directory: Path) -> int:
-    """Mode of the ledger's files: writable by the group if the directory is."""
-    return SHARED if directory.stat().st_mode & stat.S_IWGRP else 0o600
 
 
 def _phases(words: Any) -> Released:

@@ -16,18 +16,13 @@ was stopped. Limits are compared with `adaptive`.
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.budget.ledger import BudgetLedger, Entry, Limit, Released
-from fedsim.errors import FedsimError
-from fedsim.run import RECEIPT, directory, ledger as run_ledger
 
-RUNNING, KILLED, GONE = "running", "killed", "gone"
-"""States of a run that has not ended."""
 MAX_PATTERNS = 64
 SET_ASIDE = 0.1
 """Share of delta for the tails of all runs after the first; see `set_aside`."""
@@ -40,8 +35,6 @@ class RunCost:
     entry: Entry
     released: Released
     """Releases of the run, if they are known; else all that it planned."""
-    state: str
-    """released, stopped, running, killed or gone."""
 
     @property
     def reserved(self) -> Released:
@@ -62,12 +55,6 @@ class Total:
 
     fixed: float
     adaptive: float
-    delta: float
-
-    def __or__(self, other: "Total") -> "Total":
-        """The larger of each number: the cost of the user who pays most."""
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Total(*(max(pair) for pair in pairs))
 
 
 def set_aside(delta: float, number: int) -> float:
@@ -85,7 +72,7 @@ def total(charges: Iterable[RunCost], delta: float) -> Total:
     ordered = sorted(charges, key=lambda charge: charge.entry.number)
     counted = [charge for charge in ordered if charge.released != []]
     if any(charge.nothing for charge in counted):
-        return Total(math.inf, math.inf, delta)
+        return Total(math.inf, math.inf)
     slacks = [charge.entry.slack for charge in counted]
     reserving = [charge for charge in counted if charge.reserved]
     fixed = [phase for charge in reserving for phase in charge.reserved or []]
@@ -102,7 +89,7 @@ def total(charges: Iterable[RunCost], delta: float) -> Total:
         # Set aside for all runs, also later ones: else it would depend on their number.
         aside = SET_ASIDE * delta if len(reserving) > 1 else 0.0
         reserved = accounting.epsilon_with(slacks, adaptive, delta, aside)
-    return Total(accounting.epsilon_with(slacks, fixed, delta), reserved, delta)
+    return Total(accounting.epsilon_with(slacks, fixed, delta), reserved)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,13 +138,13 @@ class Account:
         Args:
           more: another charge for all users, which replaces an earlier one of the same run.
         """
-        result = Total(0.0, 0.0, delta)
+        totals = []
         for pattern in self.patterns or [frozenset[str]()]:
             charges = [charge for charge in self.charges if charge.entry.users in pattern]
             if more is not None:
                 charges = [c for c in charges if c.entry.run != more.entry.run] + [more]
-            result |= total(charges, delta)
-        return result
+            totals.append(total(charges, delta))
+        return Total(max(each.fixed for each in totals), max(each.adaptive for each in totals))
 
     def broken_by(self, more: RunCost) -> Limit | None:
         """The first limit that another charge exceeds; None if it exceeds none."""
@@ -193,38 +180,12 @@ def union(parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.unique(np.concatenate([np.zeros(0, np.uint64), *parts]))
 
 
-def charge_of(entry: Entry, ledger: BudgetLedger) -> RunCost:
+def charge_of(entry: Entry) -> RunCost:
     """The charge of a run: what it released when it ended; until then all that it planned.
 
     The directory of a killed run cannot tell more, as it may be a copy from before its last steps.
     """
-    if entry.outcome:
-        return RunCost(entry, entry.released, entry.outcome)
-    return RunCost(entry, entry.planned, state_of(entry, ledger))
-
-
-def state_of(entry: Entry, ledger: BudgetLedger) -> str:
-    """State of a run that has not ended: running, killed or gone.
-
-    Another run may lie in its directory now, so its key is compared.
-    """
-    if ledger.is_running(entry.run):
-        return RUNNING
-    place = Path(entry.place)
-    try:
-        seal = run_ledger.head(place).get("key_seal")
-        if seal not in (None, entry.run):
-            return GONE
-        if not entry.marked:  # without a guarantee: no marks, but a lock
-            with directory.lock(place, to_read=True):
-                pass
-    except directory.Busy:
-        return RUNNING
-    except (FedsimError, OSError):
-        return GONE
-    # Evaluations and the like have a receipt, and no settings and no ledger of their own.
-    beside = (place / RECEIPT).exists() and not (place / directory.CONFIG).exists()
-    return KILLED if seal or beside else GONE
+    return RunCost(entry, entry.released if entry.outcome else entry.planned)
 
 
 def books(ledger: BudgetLedger, ids: Sequence[str] | None, limit: Limit | None = None) -> Account:
@@ -237,6 +198,6 @@ def books(ledger: BudgetLedger, ids: Sequence[str] | None, limit: Limit | None =
     names |= {limited.users for limited in ledger.limits if limited.users is not None}
     sets = {name: ledger.users_of(name) for name in names}
     users = union(list(sets.values())) if ids is None else ledger.users(ids)
-    charges = [charge_of(entry, ledger) for entry in ledger.entries.values()]
+    charges = [charge_of(entry) for entry in ledger.entries.values()]
     limits = [*ledger.limits, *([limit] if limit else [])]
     return Account.of(users, charges, sets, limits)

@@ -82,12 +82,9 @@ def show(prepared: PreparedRun) -> None:
     if opened.stored is None:
         for warning in warnings_of(plan):
             console.warn(warning)
-        if prepared.booking is not None:
+        if prepared.booking is not None and not plan.guarantee:
             request, _ = prepared.booking.requests[0]
-            if not plan.guarantee:
-                console.warn(NOTHING_PROMISED.format(in_words(plan.reasons), request.place))
-            if alike := request.lookalike_warning():
-                console.warn(alike)
+            console.warn(NOTHING_PROMISED.format(in_words(plan.reasons), request.place))
     console.plan(plan, prepared.engine, opened.run)
     why = prepared.why.partition(":")[0]
     console.rows([("gradient method", f"{prepared.strategy} ({why})")])

@@ -130,7 +130,6 @@ class Booking:
                 kind="evaluation",
                 limit=limit,
                 run_dir=request.run_dir / DIRECTORY,
-                delta=None,
             )
             label = Fact.KNOWN_SEED if plan.seeded else ""
             planned: list[tuple[Event, int]] = [*how.phases(how.count)]

@@ -63,9 +63,7 @@ def budget(
             limited = None if ids is None else ledger.save_users(users)
             ledger.limit(Limit(limit_epsilon, delta, limited))
             accounts = books(ledger, ids)
-        result = {"ledger": str(place)} | _statement(ledger, accounts, users, delta)
-        result["alike"] = "" if ids is None else ledger.lookalike_warning(ids)
-    return result
+        return {"ledger": str(place)} | _statement(ledger, accounts, users, delta)
 
 
 def _statement(
@@ -99,7 +97,7 @@ def left(accounts: Account, limit: Limit) -> float:
         number = max((each.entry.number for each in accounts.charges), default=0) + 1
         planned: list[tuple[accounting.Event, int]] = [(StepEvent(1 / mu, 1.0), 1)]
         entry = Entry(number, "", "", "", "", "", planned, (0.0, 0.0))
-        return RunCost(entry, planned, "")
+        return RunCost(entry, planned)
 
     if limited.total(limit.delta).adaptive >= limit.epsilon:
         return 0.0
@@ -119,7 +117,7 @@ def _row(charge: RunCost, num_users: int, delta: float) -> dict[str, Any]:
         "run": Path(entry.place).name or entry.kind,
         "place": entry.place,
         "kind": entry.kind,
-        "state": charge.state,
+        "state": entry.outcome or "open",
         "began": entry.began,
         "users": num_users,
         "releases": None if released is None else sum(count for _, count in released),
@@ -176,8 +174,6 @@ def sentences(result: dict[str, Any]) -> list[str]:
         say("cost", total=total, epsilon=epsilon, delta=delta)
         if len(runs) > 1:
             say("adaptive", adaptive=_shown(result["epsilon_adaptive"]))
-    if result["alike"]:
-        lines.append(f"Warning: {result['alike']}.")
     for each in result["limits"]:
         limit = f"{each['epsilon']:g} at delta = {at_most(each['delta'], '.2e')}"
         if float(each["spent"]) > each["epsilon"]:

@@ -20,7 +20,7 @@ RUNS = ([(ULS, 60)], [(ELS, 40)], [(ODD, 2)])
 
 def charge(number, planned, *, released=(), users="all", label="", slack=(0.0, 0.0)):
     entry = Entry(number, f"run {number}", "train", "", users, label, planned, slack)
-    return RunCost(entry, planned if released == () else released, "released")
+    return RunCost(entry, planned if released == () else released)
 
 
 def charges(runs=RUNS):

@@ -205,7 +205,7 @@ def expect_promises(world):
             assert world.released[book] == world.evaluated[book] == 0
             continue
         with open_locked(world.place / book) as counted:
-            charges = [charge_of(entry, counted) for entry in counted.entries.values()]
+            charges = [charge_of(entry) for entry in counted.entries.values()]
         of = {"train": world.released[book], "evaluation": world.evaluated[book]}
         for charge in charges:
             charged = sum(count for _, count in charge.reserved)
