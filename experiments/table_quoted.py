@@ -77,7 +77,7 @@ def evaluations() -> Iterator[Row]:
     from fedsim.plan import noise_of
 
     for count in (1, 11):
-        sigma, _ = noise_of(1.0, 1000**-1.1, count)
+        sigma = noise_of(1.0, 1000**-1.1, count)
         stddev = sigma * math.log(256) / 2 / 1000
         yield row("theory/budget.md", f"noise on the loss, {count} evaluations", stddev)
 

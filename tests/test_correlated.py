@@ -15,7 +15,7 @@ from fedsim import accounting
 from fedsim.cli.main import main
 from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.keys import SecretKey
-from fedsim.noise import Correlated, add_gaussian, gaussian, release_shift
+from fedsim.noise import Correlated, add_gaussian, gaussian, predicted_error, release_shift
 from fedsim.noise.correlated import (
     best,
     coefficients,
@@ -181,12 +181,16 @@ def planned(key, **changes):
     return make_plan(Algorithm.ULS, privacy, users, method, 1000, non_private, "abc")
 
 
+def error_of(plan):
+    return predicted_error(plan.noise_multiplier, plan.num_steps, plan.noise.bands)
+
+
 def test_the_plan_chooses_the_bands_and_says_the_slack(key):
     plan = planned(key)
     assert plan.sampling.kind == "cyclic" and plan.sampling.bands == plan.noise.bands > 1
     assert type(plan).from_dict(plan.as_dict()) == plan
     independent = planned(key, noise="independent")
-    assert plan.predicted_error < independent.predicted_error
+    assert error_of(plan) < error_of(independent)
     assert independent.slack.epsilon < plan.slack.epsilon < 1e-4
     assert plan.slack.epsilon < dataclasses.replace(plan, num_parameters=10**6).slack.epsilon
     spent = accounting.epsilon([(plan.event(), 40)], plan.delta)
@@ -200,7 +204,7 @@ def test_the_rate_follows_the_noise_on_sums(key):
     plans = planned(key, noise="independent"), planned(key)
     rates = [with_plan(plan, None, run, fresh=True).learning_rate for plan in plans]
     assert plans[1].noise_multiplier > plans[0].noise_multiplier and rates[1] > rates[0]
-    less = plans[0].predicted_error / plans[1].predicted_error
+    less = error_of(plans[0]) / error_of(plans[1])
     _, exponent, _ = MOMENTUM_RATES["fresh"]
     assert rates[1] / rates[0] == pytest.approx(less**exponent, rel=0.01)
 

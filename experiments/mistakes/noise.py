@@ -195,7 +195,7 @@ EVALUATIONS = (
             Patch(
                 "fedsim.plan.planner",
                 "noise_of",
-                lambda noise_of, epsilon, delta, *_, **__: noise_of(epsilon, delta),
+                lambda noise_of, epsilon, delta, count: noise_of(epsilon, delta, 1),
             ),
         ),
     ),

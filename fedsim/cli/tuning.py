@@ -14,7 +14,6 @@ from fedsim.config import (
     MechanismConfig,
     ModelConfig,
     Positional,
-    Positive,
     PrivacyConfig,
     PrivacyTarget,
     RunConfig,
@@ -62,7 +61,6 @@ def select(
     out: Path,
     trials: Annotated[float, Field(ge=1, lt=math.inf)] | None = None,
     shape: Annotated[float, Field(gt=-1, lt=math.inf)] = 0.0,
-    eval_epsilon: Positive | None = None,
     public_eval: bool = False,
     dry_run: bool = False,
 ) -> Answer:
@@ -80,9 +78,8 @@ def select(
       trials: Expected number of trials. >= 1. Default: the number of candidates.
       shape: Shape of the distribution of the number of trials: 1 is geometric, 0 logarithmic. A
         smaller shape costs less, and more often gives a single trial. > -1.
-      eval_epsilon: Evaluate held-out users with noise; all evaluations together cost them this
-        epsilon. > 0. This or --public-eval.
-      public_eval: Evaluate held-out users without noise, because their texts are public.
+      public_eval: Required: held-out users are evaluated without noise, so their texts must be
+        public.
       dry_run: List the candidates without training.
     """
     Terminal().note(f"preparing the candidates of {out}")
@@ -95,11 +92,10 @@ def select(
         rows = [{"run": job.name, **job.settings} for job in jobs]
         lines = [" ".join(f"{name}={value}" for name, value in row.items()) for row in rows]
         return {"out": str(out), "rows": rows}, lines
-    one_of_two = (eval_epsilon is None) == public_eval
-    expect("eval_epsilon", eval_epsilon, one_of_two, "a value, or public_eval, and not both")
+    only = "true: held-out users are evaluated without noise, so their texts must be public"
+    expect("public_eval", public_eval, public_eval, only)
     set_threads(jobs[0].run.engine)
     from fedsim.run import Console
 
-    chosen = tuning.Selection(trials, shape, eval_epsilon)
-    result = tuning.select(settings, out, chosen, Console())
+    result = tuning.select(settings, out, Console(), mean=trials, shape=shape)
     return result, [result["claim"], f"the best one: {result['best']}"]

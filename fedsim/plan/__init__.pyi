@@ -35,10 +35,8 @@ from .plan import (
 from .planner import (
     MAX_PARAMETERS as MAX_PARAMETERS,
     MAX_ROWS as MAX_ROWS,
-    TWO_HELD_OUT as TWO_HELD_OUT,
     as_planned as as_planned,
     calibrate as calibrate,
-    delta_of as delta_of,
     drawn_once as drawn_once,
     evaluations_of as evaluations_of,
     expect_affordable as expect_affordable,

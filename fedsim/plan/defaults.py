@@ -31,7 +31,7 @@ from fedsim.data import (
 )
 from fedsim.errors import ConfigError, expect
 from fedsim.keys import SecretKey
-from fedsim.noise import Prediction, best, predictions
+from fedsim.noise import Prediction, best, predicted_error, predictions
 from fedsim.plan.facts import Caveat, Fact
 from fedsim.plan.plan import Plan, events_before
 from fedsim.sampling import (
@@ -222,8 +222,8 @@ def warnings_of(plan: Plan) -> list[str]:
             f"delta={plan.delta:g} is above 1/{users}: it allows publishing all texts of one of "
             f"{users:,} users; the default is {default_delta(users):.2g}"
         )
-    ratio = plan.predicted_error / plan.expected_count
-    ratio *= math.sqrt(plan.num_parameters) / plan.num_steps
+    error = predicted_error(plan.noise_multiplier, plan.num_steps, plan.noise.bands)
+    ratio = error / plan.expected_count * math.sqrt(plan.num_parameters) / plan.num_steps
     if ratio >= MUCH_NOISE:
         warnings.append(
             f"the norm of the noise is {ratio:,.1f} times the largest possible sum of updates; "

@@ -40,7 +40,6 @@ from fedsim.noise import (
     Correlated,
     Strategy,
     add_gaussian,
-    predicted_error,
     strategy,
 )
 from fedsim.plan.facts import ASSUMPTIONS, NO_GUARANTEE, Caveat, Option, in_words, voiding
@@ -239,12 +238,6 @@ class Plan(Option):
         if self.loss_bound is None or not self.noise_multiplier:
             return None
         return NoisyLoss(self.loss_bound, self.expected_count, self.noise_multiplier)
-
-    @property
-    def predicted_error(self) -> float:
-        """Root mean square, over the steps, of the noise on the sum of all gradients so far, in
-        units of the sensitivity (`noise.correlated`)."""
-        return predicted_error(self.noise_multiplier, self.num_steps, self.noise.bands)
 
     @property
     def releases(self) -> list[AdaptiveClip | NoisyLoss]:

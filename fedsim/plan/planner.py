@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 
 from fedsim import accounting
-from fedsim.accounting import Event, Slack
+from fedsim.accounting import Event
 from fedsim.config import (
     ALLOCATION,
     CORRELATED,
@@ -42,7 +42,6 @@ from fedsim.uls import ULS
 MAX_PARAMETERS = 10**9
 """Largest number of parameters in a private selection, whose slack of noise is paid for before any
 model is made."""
-TWO_HELD_OUT = "data with two held-out users at least"
 MAX_ROWS = 16
 """Largest number of texts per user in an evaluation with noise, evenly spaced."""
 METHODS = {Algorithm.ELS: ELS, Algorithm.ULS: ULS}
@@ -251,7 +250,8 @@ def evaluations_of(
     if privacy.eval_epsilon is None:
         return None
     total = held_out.num_users if held_out is not None else 0
-    expect("eval_epsilon", privacy.eval_epsilon, total > 1, TWO_HELD_OUT)
+    two = "data with two held-out users at least"
+    expect("eval_epsilon", privacy.eval_epsilon, total > 1, two)
     assert held_out is not None
     one_owner = graph_of(held_out) is None
     expect("eval_epsilon", privacy.eval_epsilon, one_owner, "texts with one owner each")
@@ -259,19 +259,15 @@ def evaluations_of(
     expect("eval_loss_bound", privacy.eval_loss_bound, bound > 0, "a bound on the loss of the task")
     every = run.eval_every or max(1, privacy.num_steps // 10)
     count = 1 + -(-privacy.num_steps // every)
-    users, delta = min(total, run.eval_examples), delta_of(total, privacy.delta)
-    sigma, _ = noise_of(privacy.eval_epsilon, delta, count)
+    users = min(total, run.eval_examples)
+    delta = min(default_delta(total), privacy.delta or 1.0)
+    sigma = noise_of(privacy.eval_epsilon, delta, count)
     rows = min(MAX_ROWS, max(1, run.eval_examples // users))
     return Evaluations(privacy.eval_epsilon, delta, sigma, every, count, users, rows, bound)
 
 
-def delta_of(num_users: int, delta: float | None) -> float:
-    """delta of evaluations of held-out users: their default, or the run's if that is smaller."""
-    return min(default_delta(num_users), delta or 1.0)
-
-
-def noise_of(epsilon: float, delta: float, count: int = 1) -> tuple[float, Slack]:
-    """Noise multiplier of `count` evaluations that together cost epsilon, and its slack.
+def noise_of(epsilon: float, delta: float, count: int) -> float:
+    """Noise multiplier of `count` evaluations that together cost epsilon, less its slack.
 
     Raises: ConfigError: the slack leaves nothing of epsilon or of delta.
     """
@@ -279,10 +275,9 @@ def noise_of(epsilon: float, delta: float, count: int = 1) -> tuple[float, Slack
     fits = part.epsilon < epsilon and part.delta < delta
     slack = f"({part.epsilon:.1g}, {part.delta:.1g})"
     expect("eval_epsilon", epsilon, fits, f"another one: the slack of its noise is {slack}")
-    sigma = accounting.noise_multiplier(
+    return accounting.noise_multiplier(
         epsilon=epsilon - part.epsilon,
         delta=delta - part.delta,
         num_steps=count,
         sampling_prob=1.0,
     )
-    return sigma, part

@@ -21,6 +21,5 @@ from .private_evaluation import (
     FILE as FILE,
     SPLIT as SPLIT,
     Evaluated as Evaluated,
-    user_losses as user_losses,
 )
 from .trainer import Trainer as Trainer

@@ -34,7 +34,6 @@ def train(
     purpose: Purpose = Purpose.TRAIN,
     custom: CustomTask | None = None,
     audit: AuditHooks | None = None,
-    held_out: bool = True,
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Train, or resume training; return the contents of `summary.json`.
@@ -43,7 +42,6 @@ def train(
     Args:
       custom: data and task, instead of those that the settings name.
       audit: canaries of an audit.
-      held_out: evaluate held-out users during the training.
       callbacks: called between the steps.
     Raises:
       ConfigError: the settings do not fit the data, the model or each other.
@@ -55,7 +53,7 @@ def train(
         here = [name for name in run.log_to if name not in SENDING]
         run = dataclasses.replace(run, log_to=here)
     options: dict[str, Any] = {"purpose": purpose, "custom": custom, "audit": audit}
-    with open_run(algorithm, privacy, run, console, held_out=held_out, **options) as opened:
+    with open_run(algorithm, privacy, run, console, **options) as opened:
         prepared = prepare_run(opened, callbacks=callbacks)
         show(prepared)
         return launch(prepared).fit()

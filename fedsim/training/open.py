@@ -167,7 +167,6 @@ def open_run(
     purpose: Purpose = Purpose.TRAIN,
     custom: CustomTask | None = None,
     audit: AuditHooks | None = None,
-    held_out: bool = True,
 ) -> Iterator[OpenRun]:
     """Find a run's data, model and key, and lock its directory if it exists, until the end.
 
@@ -196,8 +195,7 @@ def open_run(
         if stored:
             directory.expect_same(stored, StoredRun(identity, settings, run))
         # A strict run touches held-out users for a price, or not at all.
-        unpriced = run.strict and settings.eval_epsilon is None
-        if unpriced or not held_out:
+        if run.strict and settings.eval_epsilon is None:
             data = dataclasses.replace(data, eval_users=None)
         about = (settings, run, data, model, key, identity, stored, console, custom, audit)
         yield OpenRun(purpose, *about, until_end)

@@ -311,5 +311,6 @@ def with_plan(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: bo
     stddev = bound * plan.gradient_noise_multiplier / plan.expected_count
     if plan.strategy:
         # What steps add up to has noise of as much as independent noise of less.
-        stddev *= plan.predicted_error / predicted_error(plan.noise_multiplier, plan.num_steps, 1)
+        sigma, steps = plan.noise_multiplier, plan.num_steps
+        stddev *= predicted_error(sigma, steps, plan.noise.bands) / predicted_error(sigma, steps, 1)
     return with_defaults(run, Noise(stddev, bound, plan.num_steps), fresh=fresh)

@@ -13,20 +13,11 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from fedsim import accounting
-from fedsim.accounting import (
-    Events,
-    SelectionEvent,
-    StepEvent,
-    at_most,
-    calibration,
-    draw_trials,
-    spent,
-)
+from fedsim.accounting import SelectionEvent, at_most, draw_trials
 from fedsim.budget import BudgetRequest, Limit, admitted, close, place_of
 from fedsim.config import (
     OPERATIONAL,
@@ -41,24 +32,19 @@ from fedsim.config import (
     settings_of,
     to_json,
 )
-from fedsim.data import Dataset, UserStore
+from fedsim.data import Dataset
 from fedsim.errors import ConfigError, FedsimError, expect
-from fedsim.evaluate import last_model
 from fedsim.files import make_directory, private_directory, read_json, sync_directory, write_json
 from fedsim.keys import SecretKey
 from fedsim.models import PRESETS
-from fedsim.noise import noisy_mean_loss
 from fedsim.plan import (
     MAX_PARAMETERS,
-    TWO_HELD_OUT,
     Caveat,
     Plan,
-    delta_of,
     fill_defaults,
     in_words,
     make_plan,
     method_for,
-    noise_of,
     planned_phases,
 )
 from fedsim.run import Console, directory, find_model, load_data, model_sha256, verbosity
@@ -71,12 +57,11 @@ from fedsim.training import (
     open_run,
     prepare_run,
     train,
-    user_losses,
 )
 
 METRIC = "eval/loss"
 RUNS, LOGS = "runs", "logs"
-BEST, RESULT, EVALUATIONS = "best", "selection.json", "evaluations"
+BEST, RESULT = "best", "selection.json"
 BEGAN = "began.json"
 """File with a keyed digest, which only the owner of the key can compare: seeds and data are among
 the settings."""
@@ -100,8 +85,6 @@ class Job:
     """The given settings, in JSON's types."""
     log: Path
     purpose: Purpose = Purpose.TRAIN
-    held_out: bool = True
-    """False: held-out users are evaluated after the training, with noise."""
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -204,38 +187,14 @@ def outcomes_of(jobs: Sequence[Job]) -> Iterator[tuple[Job, FedsimError | None]]
             verbosity(job.run.output),
         ):
             console = Console()
-            options = {"purpose": job.purpose, "held_out": job.held_out}
             try:
-                train(job.algorithm, job.privacy, job.run, console, **options)
+                train(job.algorithm, job.privacy, job.run, console, purpose=job.purpose)
             except FedsimError as error:
                 console.note(f"fedsim: error: {error}")
                 ended = error
         if ended is None and job.summary is None:
             raise KeyboardInterrupt
         yield job, ended
-
-
-@dataclasses.dataclass(frozen=True)
-class Selection:
-    """Settings of a private selection."""
-
-    mean: float | None = None
-    """Expected number of trials. >= 1. Default: the number of candidates."""
-    shape: float = 0.0
-    """Shape of the distribution of the number of trials; see `SelectionEvent`."""
-    eval_epsilon: float | None = None
-    """Cost of all evaluations for the held-out users. > 0. Default: their texts are public."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Evaluations:
-    """All evaluations of a selection, as released of the held-out users."""
-
-    noise_multiplier: float
-    """sigma of each evaluation."""
-    epsilon: float
-    delta: float
-    phases: Events
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,13 +210,12 @@ class Priced:
     """Values of facts that make it no guarantee."""
     non_private: tuple[Caveat, ...]
     """Facts that the guarantee of one candidate or another does not cover."""
-    evaluations: Evaluations | None
-    """Evaluations of the held-out users with noise; None: they have no noise."""
 
 
-def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
+def price(jobs: Sequence[Job], data: Dataset, mean: float | None, shape: float) -> Priced:
     """Price of a selection among these candidates, before any of them runs.
 
+    Args: mean, shape: as for `select`.
     Raises: ConfigError: a candidate is not allowed in a private selection.
     """
     one_owner = graph_of(data.train) is None  # else groups differ with the key of each trial
@@ -268,14 +226,9 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
     plans, candidates = zip(*(_planned(job, data) for job in jobs), strict=True)
     deltas = {plan.delta for plan in plans}
     expect("delta", sorted(deltas), len(deltas) == 1, "the same one for all candidates")
-    delta, mean = deltas.pop(), float(how.mean or len(jobs))
+    delta = deltas.pop()
     of_trial = (max(p.slack.epsilon for p in plans), max(p.slack.delta for p in plans))
-    event = SelectionEvent(candidates, mean, how.shape, of_trial)
-    evaluations = None
-    if how.eval_epsilon is not None:
-        expect("eval_epsilon", how.eval_epsilon, num_users > 1, TWO_HELD_OUT)
-        of_held_out = delta_of(num_users, delta)
-        evaluations = evaluations_of(how.eval_epsilon, of_held_out, mean, how.shape)
+    event = SelectionEvent(candidates, float(mean or len(jobs)), shape, of_trial)
     return Priced(
         event,
         delta,
@@ -283,7 +236,6 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         max(accounting.epsilon(candidate, delta) for candidate in candidates),
         "; ".join(sorted({plan.reasons for plan in plans} - {""})),
         tuple(dict.fromkeys(fact for plan in plans for fact in (*plan.caveats, *plan.assumptions))),
-        evaluations,
     )
 
 
@@ -308,45 +260,28 @@ def _planned(job: Job, data: Dataset) -> tuple[Plan, tuple[Any, ...]]:
     return plan, tuple(planned_phases(plan, method) or ())
 
 
-def evaluations_of(epsilon: float, delta: float, mean: float, shape: float) -> Evaluations:
-    """Evaluations that together cost every held-out user epsilon.
-
-    Args:
-      mean, shape: of the distribution of the number of trials.
-    Raises: ConfigError: the slack of their noise leaves nothing of epsilon or delta.
-    """
-    _, part = noise_of(epsilon, delta)
-
-    def event(sigma: float) -> SelectionEvent:
-        return SelectionEvent((((StepEvent(sigma, 1.0), 1),),), mean, shape, part)
-
-    def spend(sigma: float, accuracy: float) -> float:
-        return spent([(event(sigma), 1)], delta, accuracy)
-
-    sigma = calibration.calibrate("noise_multiplier", spend, epsilon, 5.0, (1e5, 0.1))
-    return Evaluations(sigma, epsilon, delta, [(event(sigma), 1)])
-
-
 def sentences(priced: Priced) -> list[str]:
     """Sentences that state the price of a selection."""
-    count, noisy = len(priced.event.candidates), priced.evaluations
+    count = len(priced.event.candidates)
     label = f" (no guarantee: {in_words(priced.reasons)})" if priced.reasons else ""
-    metric = "was computed without noise: the texts of held-out users were said to be public."
-    if noisy is not None:
-        metric = "has noise: it costs every held-out user epsilon = "
-        metric += f"{at_most(noisy.epsilon, '.4g')} at delta = {at_most(noisy.delta, '.2e')}."
     return [
         f"What is released is the best of a secret number of trials, {priced.event.mean:g} "
         f"expected, of {count} candidates: epsilon = {at_most(priced.epsilon, '.4g')} at delta = "
         f"{at_most(priced.delta, '.2e')}{label} for every training user; one candidate alone would "
         f"cost {at_most(priced.epsilon_of_one, '.4g')}.",
         f"Not covered by the guarantee: {'; '.join(map(str, priced.non_private)) or 'nothing'}.",
-        f"The metric, {METRIC}, {metric}",
+        f"The metric, {METRIC}, was computed without noise: the texts of held-out users were said "
+        "to be public.",
     ]
 
 
 def select(
-    settings: Sequence[Settings], out: Path, how: Selection, console: Console
+    settings: Sequence[Settings],
+    out: Path,
+    console: Console,
+    *,
+    mean: float | None = None,
+    shape: float = 0.0,
 ) -> dict[str, Any]:
     """Run the trials, keep the best model in `out`/best, and return the cost of the choice.
 
@@ -356,6 +291,8 @@ def select(
     Args:
       settings: settings of each candidate by flag name, and `algorithm`.
       out: directory of the selection.
+      mean: expected number of trials, >= 1; None: the number of candidates.
+      shape: of the distribution of the number of trials; see `SelectionEvent`.
     Returns: contents of `selection.json`.
     Raises: ConfigError: a setting is not allowed in a private selection, a limit would be broken,
       or `out` has anything but a selection with these settings and data.
@@ -366,7 +303,7 @@ def select(
     expect("out", out, ended or not (out / BEST).exists(), "a directory without a chosen model")
     jobs = jobs_of(settings, out)
     data = _data(jobs, console)
-    priced = price(jobs, data, how)
+    priced = price(jobs, data, mean, shape)
     if not began:  # a trial that cannot be run would be paid for in vain
         for line in sentences(priced):
             console.note(line)
@@ -378,16 +315,14 @@ def select(
         private_directory("out", out)
         key = SecretKey.create()
         key.save(out)
-        write_json(out / BEGAN, {"seal": _seal(jobs, data, how, key)}, mode=0o600)
+        write_json(out / BEGAN, {"seal": _seal(jobs, data, priced, key)}, mode=0o600)
     key = SecretKey.load(out)
-    # Trials are reused: with others they would be released at a price that is not theirs, and a
-    # metric without noise would be labelled as one with noise.
-    same = read_json(out / BEGAN).get("seal") == _seal(jobs, data, how, key)
+    # Trials are reused: with others they would be released at a price that is not theirs.
+    same = read_json(out / BEGAN).get("seal") == _seal(jobs, data, priced, key)
     began_with = "the candidates, data and price that it began with; another out is for others"
     expect("out", out, same, began_with)
     if ended:  # the command may have been interrupted at the end
-        for place in (out, out / EVALUATIONS):
-            close(place)
+        close(out)
         result = read_json(out / RESULT)
     else:
         result = _run(jobs, data, priced, out, key, console)
@@ -399,7 +334,12 @@ def _run(
     jobs: Sequence[Job], data: Dataset, priced: Priced, out: Path, key: SecretKey, console: Console
 ) -> dict[str, Any]:
     """Run the trials, and write selection.json."""
-    with _admitted(jobs[0], data, priced, out, key):
+    run, delta = jobs[0].run, priced.delta
+    limit = None if run.limit_epsilon is None else Limit(run.limit_epsilon, delta)
+    place, ids = place_of(run.budget_ledger), data.train.user_ids()
+    request = BudgetRequest(place, ids, "selection", limit, out)
+    entry = request.entry(key.seal("selection"), [(priced.event, 1)], (0.0, 0.0), priced.reasons)
+    with admitted(request, entry):
         for name in (RUNS, LOGS):
             make_directory(out / name)
         trials = _trials(jobs, priced, out, key)
@@ -407,7 +347,7 @@ def _run(
             if error is not None and not isinstance(error, Diverged):
                 raise error  # the same command continues
             console.note(f"{trial.name} ended")
-        scores = [_score(trial, i, data, priced, key, console) for i, trial in enumerate(trials)]
+        scores = list(map(_score, trials))
         best = min(range(len(trials)), key=lambda number: scores[number])
         expect("settings", "", math.isfinite(scores[best]), "a trial that ends with a loss")
         result = _result(out, trials[best], scores[best], priced)
@@ -418,7 +358,6 @@ def _run(
 
 def _result(out: Path, best: Job, score: float, priced: Priced) -> dict[str, Any]:
     """Contents of `selection.json`: the chosen settings, and the cost of the choice."""
-    noisy = priced.evaluations
     return {
         "out": str(out),
         "best": str(out / BEST),
@@ -431,8 +370,6 @@ def _result(out: Path, best: Job, score: float, priced: Priced) -> dict[str, Any
         "candidates": len(priced.event.candidates),
         "expected_trials": priced.event.mean,
         "shape": priced.event.shape,
-        "eval_epsilon": noisy and noisy.epsilon,
-        "eval_delta": noisy and noisy.delta,
         "guarantee": not priced.reasons,
         "non_private": [fact.as_dict() for fact in priced.non_private],
         "claim": "\n".join(sentences(priced)),
@@ -462,65 +399,26 @@ def _data(jobs: Sequence[Job], console: Console) -> Dataset:
     return load_data(runs[0].data, find_model(runs[0].model.source), console.note)
 
 
-def _admitted(job: Job, data: Dataset, priced: Priced, out: Path, key: SecretKey) -> ExitStack:
-    """Count the selection in the budget ledger, and its evaluations for held-out users."""
-    place, limit = place_of(job.run.budget_ledger), job.run.limit_epsilon
-    phases: Events = [(priced.event, 1)]
-    costs: list[tuple[str, UserStore, float, Events, str, Path]] = [
-        ("selection", data.train, priced.delta, phases, priced.reasons, out)
-    ]
-    if (noisy := priced.evaluations) is not None and data.eval_users is not None:
-        make_directory(out / EVALUATIONS)
-        cost = (noisy.delta, noisy.phases, "", out / EVALUATIONS)
-        costs.append(("evaluation", data.eval_users, *cost))
-    requests = []
-    for kind, users, delta, released, label, receipt in costs:
-        bound = None if limit is None else Limit(limit, delta)
-        request = BudgetRequest(place, users.user_ids(), kind, bound, receipt)
-        entry = request.entry(key.seal(kind), list(released), (0.0, 0.0), label)
-        request.expect_room(entry)  # of all of them, before any is counted
-        requests.append((request, entry))
-    with ExitStack() as stack:
-        for request, entry in requests:
-            stack.enter_context(admitted(request, entry))
-        return stack.pop_all()
-
-
 def _trials(jobs: Sequence[Job], priced: Priced, out: Path, key: SecretKey) -> list[Job]:
     """The trials in order, the same whenever they are drawn."""
-    rng, trials, public = key.generator("trials"), [], priced.evaluations is None
+    rng, trials = key.generator("trials"), []
     for number, choice in enumerate(rng.integers(0, len(jobs), draw_trials(priced.event, rng))):
         # Names do not reveal the order: the chosen settings are public, their number is not.
         name, job = key.seal(f"trial {number}")[:16], jobs[choice]
         run = changed_run(job.run, run_dir=(out / RUNS / name).absolute(), limit_epsilon=None)
         log = (out / LOGS / f"{name}.txt").absolute()
-        about = {"purpose": Purpose.TRIAL, "held_out": public}
-        trials.append(dataclasses.replace(job, name=name, run=run, log=log, **about))
+        about = {"name": name, "run": run, "log": log, "purpose": Purpose.TRIAL}
+        trials.append(dataclasses.replace(job, **about))
     return trials
 
 
-def _score(
-    trial: Job, number: int, data: Dataset, priced: Priced, key: SecretKey, console: Console
-) -> float:
-    """A trial's loss on held-out users, with noise if they are protected; inf without a number."""
-    summary = trial.summary
-    if summary is None:
-        return math.inf
-    if priced.evaluations is None or data.eval_users is None:
-        loss = float(summary["final_eval_loss"])
-        return math.inf if math.isnan(loss) else loss  # nan would compare as no larger than any
-    stored = directory.load(trial.run.run_dir)
-    task, params, _, _ = last_model(stored, trial.run, console)
-    return noisy_mean_loss(
-        user_losses(task, params, "eval_users"),
-        bound=math.log(data.train.vocab_size),
-        count=data.eval_users.num_users,
-        stddev=priced.evaluations.noise_multiplier,
-        rng=key.generator("evaluation", number),
-    )
+def _score(trial: Job) -> float:
+    """A trial's loss on held-out users; inf without a number."""
+    loss = math.nan if trial.summary is None else float(trial.summary["final_eval_loss"])
+    return math.inf if math.isnan(loss) else loss  # nan would compare as no larger than any
 
 
-def _seal(jobs: Sequence[Job], data: Dataset, how: Selection, key: SecretKey) -> str:
+def _seal(jobs: Sequence[Job], data: Dataset, priced: Priced, key: SecretKey) -> str:
     """A keyed digest of candidates, data and price."""
     sources = {job.run.model.source for job in jobs}
     models = {source: model_sha256(find_model(source)) for source in sources}
@@ -529,4 +427,5 @@ def _seal(jobs: Sequence[Job], data: Dataset, how: Selection, key: SecretKey) ->
         named = {n: value for n, value in job.settings.items() if n not in OPERATIONAL}
         candidates.append((named, models[job.run.model.source]))
     users = [store.fingerprint for store in (data.train, data.eval_users) if store is not None]
-    return key.seal(f"selection {candidates!r} {users!r} {how!r}")
+    mean, shape = priced.event.mean, priced.event.shape
+    return key.seal(f"selection {candidates!r} {users!r} {mean!r} {shape!r}")

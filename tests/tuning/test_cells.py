@@ -8,6 +8,7 @@ from problems import users_of_sizes
 
 from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.keys import SecretKey
+from fedsim.noise import predicted_error
 from fedsim.plan import fill_defaults, make_plan, method_for
 from fedsim.tuning import advice
 from fedsim.tuning.advice import compare
@@ -43,7 +44,11 @@ def test_training_has_the_noise_that_is_said_of_each(algorithm):
         assert (plan.sampling.kind, plan.noise.bands) == (sampling, bands or 1)
         assert plan.noise_multiplier == cell.noise_multiplier
         plans.append(plan)
-    errors = [plan.predicted_error / plan.expected_count for plan in plans]
+    errors = [
+        predicted_error(plan.noise_multiplier, plan.num_steps, plan.noise.bands)
+        / plan.expected_count
+        for plan in plans
+    ]
     assert [cell.ratio for cell in found] == pytest.approx([each / errors[0] for each in errors])
     least = min(found, key=lambda cell: cell.ratio)
     assert least.changes["noise"] == "correlated" and least.ratio < 1

@@ -11,6 +11,7 @@ from fedsim.cli.main import parse
 from fedsim.config import Algorithm
 from fedsim.data import corpora
 from fedsim.keys import SecretKey
+from fedsim.noise import predicted_error
 from fedsim.plan import Caveat, Fact, fill_defaults, make_plan, method_for
 from fedsim.tuning.advice import choose
 
@@ -58,8 +59,9 @@ def test_training_adds_exactly_the_noise_that_was_predicted(algorithm, advised):
     )  # flags are passed on
     assert 3.99 < accounting.epsilon([(plan.event(), 7)], plan.delta) <= 4
     assert (each["sampling"], each["noise"]) == (plan.sampling.kind, plan.noise.kind)
-    error = plan.predicted_error * plan.clip_norm / plan.expected_count / real
-    assert each["noise_on_sums"] == pytest.approx(error)
+    error = predicted_error(plan.noise_multiplier, plan.num_steps, plan.noise.bands)
+    expected = error * plan.clip_norm / plan.expected_count / real
+    assert each["noise_on_sums"] == pytest.approx(expected)
 
 
 def test_the_group_sizes_are_those_of_the_heuristics(advised):
