@@ -105,7 +105,7 @@ def strategies(losses: dict[Configuration, float], budget: int, norms, noise) ->
     grid = list(losses)
     start = Configuration(min(at.group_size for at in grid), min(at.cohort_size for at in grid))
     limits = doubling.Limits(max(at.group_size for at in grid), max(at.cohort_size for at in grid))
-    chosen, _ = doubling.estimate_and_double(budget, norms.__getitem__, noise, start, limits)
+    chosen = doubling.estimate_and_double(budget, norms.__getitem__, noise, start, limits)
     oracle = greedy_local_oracle(budget, losses.__getitem__, start, limits)
     return {
         "estimate-and-double": losses[chosen],

@@ -79,8 +79,6 @@ def groups_of(
             epsilon, delta, training.num_steps[name], times * users.num_users
         )
         for budget in budgets:
-            chosen, _ = doubling.estimate_and_double(
-                budget, norms.__getitem__, noise, first, limits
-            )
+            chosen = doubling.estimate_and_double(budget, norms.__getitem__, noise, first, limits)
             found[epsilon, budget] = median, chosen.group_size
     return found

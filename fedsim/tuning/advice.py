@@ -141,8 +141,6 @@ class Advice:
     """p (ELS) or q (ULS)."""
     clip_norm: float
     """C: median gradient norm of a sample, L_ELS or L_ULS."""
-    clip_norm_interval: tuple[float, float] | None
-    """95 % confidence interval of the median over all users; None: fewer than six were sampled."""
     noise_multiplier: float
     """sigma."""
     noise_per_step: float

@@ -51,24 +51,13 @@ class Limits:
 NO_LIMITS = Limits()
 
 
-@dataclasses.dataclass(frozen=True)
-class Doubling:
-    """One turn of Algorithm 3's loop; a tau is inf where its doubling is beyond the limits."""
-
-    at: Configuration
-    tau_group: float
-    """L_ULS(2G) / L_ULS(G)."""
-    tau_cohort: float
-    """sigma(2M) / sigma(M), of the mean gradient's noise."""
-
-
 def estimate_and_double(
     batch_size: int,
     user_grad_norm: Callable[[int], float],
     noise: Callable[[int], float],
     start: Configuration = START,
     limits: Limits = NO_LIMITS,
-) -> tuple[Configuration, list[Doubling]]:
+) -> Configuration:
     """Algorithm 3: double G_ULS or M, whichever shrinks L_ULS(G) sigma(M) more, while G M < B.
 
     Args:
@@ -76,11 +65,10 @@ def estimate_and_double(
       noise: sigma(M), the mean gradient's noise that meets the privacy target with cohorts of M
         users; see the module's docstring, and `uls_noise`.
       limits: a doubling beyond them is not considered; where neither is left, the loop ends.
-    Returns: (the choice, every turn). G M >= batch_size, unless the limits were met.
+    Returns: the choice. G M >= batch_size, unless the limits were met.
     Raises: ConfigError: batch_size < 1, or the start is beyond the limits.
     Source: Charles et al. 2024, Algorithm 3.
     """
-    turns: list[Doubling] = []
 
     def prefer_group(at: Configuration) -> bool:
         group, cohort = twice(at)
@@ -89,10 +77,9 @@ def estimate_and_double(
             tau_group = user_grad_norm(group.group_size) / user_grad_norm(at.group_size)
         if cohort in limits:
             tau_cohort = noise(cohort.cohort_size) / noise(at.cohort_size)
-        turns.append(Doubling(at, tau_group, tau_cohort))
         return tau_group < tau_cohort
 
-    return double(batch_size, prefer_group, start, limits), turns
+    return double(batch_size, prefer_group, start, limits)
 
 
 def twice(at: Configuration) -> tuple[Configuration, Configuration]:

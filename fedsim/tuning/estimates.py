@@ -8,11 +8,10 @@ algorithms spend `batch_size` gradients per step, and their noise per coordinate
 (sigma_ELS L_ELS / B)^2 and (sigma_ULS L_ULS / M)^2, without the variance of the gradient itself.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from scipy.stats import binom
 
 from fedsim.clipping import Clip, Strategy
 from fedsim.config import ZERO_OUT, PrivacyConfig
@@ -64,9 +63,6 @@ class GradientNorms:
         # Padded to one width, groups of all sizes share a compiled program: passes over padding
         # alone are skipped.
         self._width = max(1, min(max_group_size, int(sizes[self._users].max())))
-        self.intervals: dict[float, tuple[float, float] | None] = {}
-        """By estimate, the 95 % confidence interval of the median over all users; None: fewer than
-        six were sampled."""
         self.num_users = len(self._users)
         """Number of sampled users."""
         self._user_norms: dict[int, float] = {}
@@ -76,16 +72,14 @@ class GradientNorms:
 
         Source: Charles et al. 2024, Appendix F.
         """
-        if group_size not in self._user_norms:
-            self._user_norms[group_size] = self._estimate_user_norm(group_size)
-        return self._user_norms[group_size]
-
-    def _estimate_user_norm(self, group_size: int) -> float:
+        if group_size in self._user_norms:
+            return self._user_norms[group_size]
         groups = draw_groups(self._offsets, self._users, group_size, self._key, group_size)
         width = max(self._width, int((groups >= 0).sum(axis=1).max(initial=0)))
         rows = np.full((len(groups), 1 if group_size == 1 else width), PADDING, np.int64)
         rows[:, : groups.shape[1]] = self._examples(groups[:, : rows.shape[1]])
-        return self._estimate(rows, f"group size {group_size}")
+        self._user_norms[group_size] = self._estimate(rows, f"group size {group_size}")
+        return self._user_norms[group_size]
 
     def example_norm(self, pool: np.ndarray) -> float:
         """L_ELS: psi over as many examples of `pool` (D_sub) of the norm of their gradients."""
@@ -95,34 +89,17 @@ class GradientNorms:
         return self._estimate(rows[:, None], "single examples")
 
     def _estimate(self, rows: np.ndarray, what: str) -> float:
-        norms = np.concatenate(list(self._batches(rows)))
-        norms = norms[np.isfinite(norms)]
-        if not len(norms):
-            raise EngineError(f"no gradient of {len(rows)} units ({what}) is finite")
-        estimate = float(np.median(norms))  # psi of Appendix F
-        self.intervals[estimate] = median_interval(norms)
-        return estimate
-
-    def _batches(self, rows: np.ndarray) -> Iterator[np.ndarray]:
-        """Norms of the rows; NaN where a gradient is not finite."""
-        strategy = SINGLE if rows.shape[1] == 1 else STRATEGY
+        """The median norm of the gradients of rows."""
+        strategy, norms = SINGLE if rows.shape[1] == 1 else STRATEGY, []
         for start in range(0, len(rows), BATCH):
             batch = rows[start : start + BATCH]
             _, stats = self._engine.clipped_sum(self._params, batch, ANY_CLIP, strategy)
-            yield np.where(stats.dropped, np.nan, stats.norms)
-
-
-def median_interval(values: np.ndarray) -> tuple[float, float] | None:
-    """A 95 % confidence interval of the median, by order statistics of `values`.
-
-    It holds for every distribution: each value lies below the median with probability 1/2. None:
-    fewer than six values are too few.
-    """
-    ordered, count = np.sort(values), len(values)
-    least = int(binom.ppf(0.025, count, 0.5))
-    # k values or fewer below the median: probability at most 1/40 on either side.
-    least -= binom.cdf(least, count, 0.5) > 0.025
-    return None if least < 0 else (float(ordered[least]), float(ordered[count - 1 - least]))
+            norms.append(stats.norms[~stats.dropped])
+        finite = np.concatenate(norms)
+        finite = finite[np.isfinite(finite)]
+        if not len(finite):
+            raise EngineError(f"no gradient of {len(rows)} units ({what}) is finite")
+        return float(np.median(finite))  # psi of Appendix F
 
 
 def noise_stddev(grad_norm: float, noise_multiplier: float, count: float) -> float:

@@ -80,8 +80,8 @@ def recommend(
       privacy: epsilon, delta, num_steps, batch_size, clipping and sampling; the rest is computed.
       run: data, model and workers; `run_dir` is the parent of the runs of the printed commands.
       num_users: number of users in the sample of gradients.
-    Returns: facts of the data and the model; advice for `els` and `uls` (fields of `Advice`); turns
-      of Estimate-and-Double; `recommended`, `reason` and `non_private`.
+    Returns: facts of the data and the model; advice for `els` and `uls` (fields of `Advice`);
+      `recommended`, `reason` and `non_private`.
     Raises:
       ConfigError: the settings do not fit the data or each other.
       EngineError: workers failed.
@@ -95,18 +95,17 @@ def recommend(
         phase = console.phase(f"gradient norms of {norms.num_users} users")
         with phase as progress, start.workers.show_progress(progress):
             els, els_norm, of_els = _els(start, privacy, norms)
-            uls, uls_norm, turns, of_uls = _uls(start, privacy, norms)
+            uls, uls_norm, of_uls = _uls(start, privacy, norms)
         non_private = list(dict.fromkeys([*of_els, *of_uls]))
         advice = [
-            _advice(Algorithm.ELS, els, els_norm, privacy, start, norms),
-            _advice(Algorithm.ULS, uls, uls_norm, privacy, start, norms),
+            _advice(Algorithm.ELS, els, els_norm, privacy, start),
+            _advice(Algorithm.ULS, uls, uls_norm, privacy, start),
         ]
         best, reason = choose(*advice)
         return {
             **_about(start, privacy, norms),
             "delta": els.delta,
             **{str(entry.algorithm): dataclasses.asdict(entry) for entry in advice},
-            "turns": [dataclasses.asdict(turn) for turn in turns],
             "recommended": str(best.algorithm),
             "reason": reason,
             "non_private": [fact.line for fact in non_private],
@@ -129,8 +128,8 @@ def _els(
 
 def _uls(
     start: Start, privacy: PrivacyConfig, norms: GradientNorms
-) -> tuple[PrivacyConfig, float, list[doubling.Doubling], list[Caveat]]:
-    """Settings of ULS by Estimate-and-Double, L_ULS, its turns, and the facts read off the data."""
+) -> tuple[PrivacyConfig, float, list[Caveat]]:
+    """Settings of ULS by Estimate-and-Double, L_ULS, and the facts read off the data."""
     settings, non_private = fill_defaults(Algorithm.ULS, privacy, start.data)
     sizes = np.diff(units_of(privacy, start.data.train, start.key).offsets)
     batch_size, users = settings.batch_size, len(sizes)
@@ -145,13 +144,13 @@ def _uls(
     )
     first = doubling.Configuration(1, min(doubling.START.cohort_size, users))
     limits = doubling.Limits(max(1, int(sizes.max())), users)
-    chosen, turns = doubling.estimate_and_double(batch_size, norms.user_norm, noise, first, limits)
+    chosen = doubling.estimate_and_double(batch_size, norms.user_norm, noise, first, limits)
     group = chosen.group_size
     # The paper's batch sizes are powers of two; for any other, as many users as it allows.
     cohort = max(1, min(batch_size // group, users))
     settings = dataclasses.replace(settings, group_size=group, batch_size=group * cohort)
     fact = Caveat(Fact.SAMPLED_NORMS, "group_size of ULS")
-    return settings, norms.user_norm(group), turns, [*non_private, fact]
+    return settings, norms.user_norm(group), [*non_private, fact]
 
 
 def _places(start: Start, privacy: PrivacyConfig, group_size: int) -> int:
@@ -210,7 +209,6 @@ def _about(start: Start, privacy: PrivacyConfig, norms: GradientNorms) -> dict[s
         "batch_size": privacy.batch_size,
         "model": start.run.model.source,
         "num_parameters": num_coordinates(start.params),
-        "looked_at": norms.num_users,
     }
 
 
@@ -220,7 +218,6 @@ def _advice(
     norm: float,
     given: PrivacyConfig,
     start: Start,
-    norms: GradientNorms,
 ) -> Advice:
     """Advice for one algorithm, with the noise that training computes."""
     users, run = start.data.train, start.run
@@ -244,7 +241,6 @@ def _advice(
         expected_count=count,
         sampling_prob=prob,
         clip_norm=settings.clip_norm,
-        clip_norm_interval=norms.intervals[norm],
         noise_multiplier=sigma,
         noise_per_step=noise_stddev(settings.clip_norm, sigma, real_count),
         sampling=method.sampler.name,

@@ -14,18 +14,17 @@ from fedsim.tuning import advice
 from fedsim.tuning.advice import compare
 
 USERS, PARAMETERS = users_of_sizes([3] * 400), 5000
+DATA = type("Data", (), {"train": USERS, "metadata": {}})
 
 
 def completed(algorithm, **changes):
-    """(settings, data)"""
     settings = {"epsilon": 8.0, "num_steps": 40, "batch_size": 20, "group_size": 2, **changes}
-    data = type("Data", (), {"train": USERS, "metadata": {}})
-    return fill_defaults(algorithm, PrivacyConfig(**settings), data)[0], data
+    return fill_defaults(algorithm, PrivacyConfig(**settings), DATA)[0]
 
 
 def compared(algorithm, *, run=None, **changes):
     run = run_config(data="posts", run_dir=Path("runs"), **(run or {}))
-    return compare(algorithm, completed(algorithm, **changes)[0], run, USERS, PARAMETERS)
+    return compare(algorithm, completed(algorithm, **changes), run, USERS, PARAMETERS)
 
 
 def kinds(cells):
@@ -35,20 +34,16 @@ def kinds(cells):
 
 @pytest.mark.parametrize("algorithm", Algorithm)
 def test_training_has_the_noise_that_is_said_of_each(algorithm):
-    found, plans = compared(algorithm), []
+    found, errors = compared(algorithm), []
     for cell, (sampling, bands) in zip(found, kinds(found), strict=True):
-        privacy, data = completed(algorithm)
-        privacy, _ = fill_defaults(algorithm, dataclasses.replace(privacy, **cell.changes), data)
+        privacy = dataclasses.replace(completed(algorithm), **cell.changes)
+        privacy, _ = fill_defaults(algorithm, privacy, DATA)
         method = method_for(algorithm, privacy, USERS, SecretKey.create(seed=1))
         plan = make_plan(algorithm, privacy, USERS, method, PARAMETERS, [], "")
         assert (plan.sampling.kind, plan.noise.bands) == (sampling, bands or 1)
         assert plan.noise_multiplier == cell.noise_multiplier
-        plans.append(plan)
-    errors = [
-        predicted_error(plan.noise_multiplier, plan.num_steps, plan.noise.bands)
-        / plan.expected_count
-        for plan in plans
-    ]
+        error = predicted_error(plan.noise_multiplier, plan.num_steps, plan.noise.bands)
+        errors.append(error / plan.expected_count)
     assert [cell.ratio for cell in found] == pytest.approx([each / errors[0] for each in errors])
     least = min(found, key=lambda cell: cell.ratio)
     assert least.changes["noise"] == "correlated" and least.ratio < 1
@@ -56,24 +51,14 @@ def test_training_has_the_noise_that_is_said_of_each(algorithm):
     assert sampled == {"poisson", "cyclic"} | ({"allocation"} if algorithm == "uls" else set())
 
 
-@pytest.mark.slow
-@pytest.mark.ci
-def test_correlated_noise_is_not_for_optimizers_that_undo_it():
-    found = compared(Algorithm.ULS, run={"optimizer": "adam"})
-    assert kinds(found) == [("poisson", None), ("allocation", None)]
-
-
-def test_rows_of_noise_that_do_not_fit_are_not_chosen(monkeypatch):
+def test_what_does_not_fit_is_not_chosen(monkeypatch):
+    adam = kinds(compared(Algorithm.ULS, run={"optimizer": "adam"}))
+    assert adam == [("poisson", None), ("allocation", None)]  # it undoes correlated noise
+    many_gradients = kinds(compared(Algorithm.ULS, num_steps=7))
+    assert ("allocation", None) not in many_gradients
     roomy = kinds(compared(Algorithm.ELS))
     monkeypatch.setattr(advice, "_memory", lambda: 8 * PARAMETERS / advice.MEMORY_SHARE)
     tight = kinds(compared(Algorithm.ELS))
     assert {bands for _, bands in tight} <= {None, 2, 3} and len(tight) < len(roomy)
-
-
-def test_allocation_that_takes_far_more_gradients_is_not_chosen():
-    assert ("allocation", None) not in kinds(compared(Algorithm.ULS, num_steps=7))
-
-
-def test_what_was_asked_for_is_not_chosen_anew():
-    assert compared(Algorithm.ULS, sampling="poisson") == []
-    assert compared(Algorithm.ULS, noise="correlated") == []
+    for asked in ({"sampling": "poisson"}, {"noise": "correlated"}):  # is not chosen anew
+        assert compared(Algorithm.ULS, **asked) == []
