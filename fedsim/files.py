@@ -12,7 +12,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,8 +22,9 @@ from fedsim.signals import removed_at_end
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError
 MAX_JSON = 2**26  # bytes of a user's JSON file: ten times the largest in use
 
-HIDDEN, MARKER = ".unfinished", ".of-fedsim"  # end of a hidden directory's name; a file in it
+HIDDEN, MADE = ".unfinished", "made"  # end of a hidden directory's name; a directory in it
 RANDOM = "[0-9a-f]" * 16  # before that end: `out.part` is another name than `out`
+TEMPORARY = ".tmp"  # end of the name of a file that is being written
 
 CGROUP = Path("/sys/fs/cgroup")
 TABLES = "tables"  # in the cache: copies of tables from memory
@@ -99,9 +100,9 @@ def own_directory(path: Path) -> Path:
 
 
 def _fault_of(found: os.stat_result, *, alone: bool) -> str:
-    """Why other users could replace a directory inside of this one, or (alone) add files to it, as
-    in /tmp and other sticky directories; empty if they cannot."""
-    owners = {os.getuid()} if alone else {os.getuid(), 0, _owner_of_all()}
+    """Why other users could replace a directory inside of this one, or (alone) add files to it."""
+    # In a user namespace without root, / belongs to the unknown user that root is there, too.
+    owners = {os.getuid()} if alone else {os.getuid(), 0, os.lstat("/").st_uid}
     writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not stat.S_ISDIR(found.st_mode):
         return "is no directory"
@@ -110,12 +111,6 @@ def _fault_of(found: os.stat_result, *, alone: bool) -> str:
     if writable and (alone or not found.st_mode & stat.S_ISVTX):
         return f"can be written to by others (mode {stat.S_IMODE(found.st_mode):o})"
     return ""
-
-
-def _owner_of_all() -> int:
-    """The owner of /: in a user namespace without root, as of rootless Apptainer, root is there
-    the same unknown user as all whom the namespace does not know."""
-    return os.lstat("/").st_uid
 
 
 def private_directory(field: str, path: Path) -> None:
@@ -146,30 +141,30 @@ def named(path: Path) -> Iterator[None]:
 
 def write_atomically(path: Path, *parts: bytes, mode: int = 0o644) -> None:
     """Write `path` so that a crash at any moment leaves the old file or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    try:
-        with named(path), os.fdopen(descriptor, "wb") as file:
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:
             file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
+
+    write_with(path, write, mode)
 
 
-def write_with(path: Path, write: Callable[[Path], None]) -> None:
+def write_with(path: Path, write: Callable[[Path], None], mode: int = 0o644) -> None:
     """Like `write_atomically`, by a library that takes a file name: `write(name)` writes it."""
-    with unfinished(path) as directory:
-        temporary = directory / path.name
-        write(temporary)
-        with named(path), temporary.open("rb") as file:
-            os.fchmod(file.fileno(), directory.stat().st_mode & 0o644)  # respects the umask
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+    temporary = path.with_name(path.name + TEMPORARY)
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL, mode)  # no link that others put there
+    mode = stat.S_IMODE(os.fstat(descriptor).st_mode)  # respects the umask
+    os.close(descriptor)
+    try:
+        with named(path):
+            write(temporary)
+            with temporary.open("rb") as file:
+                os.fchmod(file.fileno(), mode)  # some libraries make a file of their own
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
 
 
@@ -193,16 +188,39 @@ def keep_private(directory: Path) -> None:
 def new_directory(out: Path, *, wait: bool = False) -> Iterator[Path]:
     """Yield an empty directory that becomes `out` when the context ends without an error.
 
+    Until then it is in a hidden one beside `out`, whose name is random and whose mode is 0700, so
+    that nobody else can put a directory or link in its place beforehand, or read what is in it.
+    What processes of this user that were killed left there for the same `out` is removed first.
+
     Args:
       out: absent, or an empty directory; unchanged until then.
-      wait: as of `unfinished`.
+      wait: wait for another process that writes `out` instead of raising an error.
     Raises: ConfigError: `out` exists, cannot be written, or another process is writing it.
     """
     _expect_free(out)
-    with unfinished(out, wait=wait) as made:
-        _expect_free(out)  # the process that was waited for may have written it
-        yield made
-        made.rename(out)
+    place = out.with_name(f".{out.name}.{secrets.token_hex(8)}{HIDDEN}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _remove_unfinished(out, wait)
+        place.mkdir(mode=0o700)
+        descriptor = os.open(place, os.O_RDONLY)
+        with suppress(OSError):  # of file systems without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Whoever sees it, and no lock, may remove the directory.
+        (made := place / MADE).mkdir()  # with the usual mode, which it keeps
+    except BlockingIOError:
+        expected = "a place to which no other process is writing"
+        raise ConfigError.of("out", out, expected) from None
+    except OSError as error:
+        raise ConfigError.of("out", out, f"a place to write to ({error})") from None
+    try:
+        with removed_at_end(place):
+            _expect_free(out)  # the process that was waited for may have written it
+            yield made
+            made.rename(out)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+        os.close(descriptor)
     sync_directory(out.parent)
 
 
@@ -214,75 +232,23 @@ def _expect_free(out: Path) -> None:
     expect("out", out, is_free, expected)
 
 
-@contextmanager
-def unfinished(out: Path, *, wait: bool = False) -> Iterator[Path]:
-    """Yield an empty directory in a hidden one beside `out`, which is removed at the end.
-
-    The name of the hidden directory is random and its mode 0700, so that nobody else can put a
-    directory or link in its place beforehand, or read what is in it. What processes of this user
-    that were killed left there for the same `out` is removed first.
-
-    Args:
-      out: the file or directory that is written.
-      wait: wait for another process that writes `out` instead of raising an error.
-    Raises: ConfigError: it cannot be made, or another process is writing `out`.
-    """
-    place = out.with_name(f".{out.name}.{secrets.token_hex(8)}{HIDDEN}")
-    with ExitStack() as stack:
+def _remove_unfinished(out: Path, wait: bool) -> None:
+    """Remove what killed processes of this user left of `out`. No link is followed."""
+    for place in out.parent.glob(f".{glob.escape(out.name)}.{RANDOM}{HIDDEN}"):
         try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            remove_unfinished(out.parent, glob.escape(out.name), wait=wait)
-            place.mkdir(mode=0o700)
-            descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            stack.callback(os.close, descriptor)
-            stack.callback(_remove_place, place, descriptor)
-            with suppress(OSError):  # of file systems without locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # Whoever sees the marker, and no lock, may remove the directory.
-            (place / MARKER).touch(exist_ok=False)
-            made = place / "made"
-            made.mkdir()  # with the usual mode, which what becomes `out` keeps
-        except BlockingIOError:
-            expected = "a place to which no other process is writing"
-            raise ConfigError.of("out", out, expected) from None
-        except OSError as error:
-            raise ConfigError.of("out", out, f"a place to write to ({error})") from None
-        stack.enter_context(removed_at_end(place))
-        yield made
-
-
-def remove_unfinished(parent: Path, pattern: str, *, wait: bool = False) -> None:
-    """Remove what `unfinished` made in `parent`, in processes that were killed.
-
-    Only directories of this user with a marker are touched, and no link is followed.
-    Args: pattern: glob pattern of names that were to be written.
-    Raises: BlockingIOError: another process is writing such a name, and `wait` is False.
-    """
-    for place in parent.glob(f".{pattern}.{RANDOM}{HIDDEN}"):
-        with ExitStack() as stack:
-            try:
-                descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                stack.callback(os.close, descriptor)
-                marker = os.stat(MARKER, dir_fd=descriptor, follow_symlinks=False)
-                owners = {os.fstat(descriptor).st_uid, marker.st_uid}
-                if owners == {os.getuid()} and stat.S_ISREG(marker.st_mode):
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-                    _remove_place(place, descriptor)
-            except BlockingIOError:
-                raise
-            except OSError:  # a link, a file, another user's, no marker, no locks, or gone
+            found, made = place.lstat(), (place / MADE).lstat()
+            if {found.st_uid, made.st_uid} != {os.getuid()} or not stat.S_ISDIR(made.st_mode):
                 continue
-
-
-def _remove_place(place: Path, descriptor: int) -> None:
-    """Remove an open directory; whatever another process may have put at its name stays."""
-    with suppress(OSError):
-        for name in sorted(os.listdir(descriptor), key=MARKER.__eq__):  # the marker last
+            descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                os.unlink(name, dir_fd=descriptor)
-            except (IsADirectoryError, PermissionError):  # by system
-                shutil.rmtree(name, dir_fd=descriptor)
-        place.rmdir()
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                shutil.rmtree(place, ignore_errors=True)  # of a link: nothing
+            finally:
+                os.close(descriptor)
+        except BlockingIOError:
+            raise
+        except OSError:  # a link, without locks, or gone
+            continue
 
 
 def sync_directory(directory: Path) -> None:
@@ -314,7 +280,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _objects(texts: Iterable[bytes], path: Path) -> list[dict[str, Any]]:
-    """Parse JSON objects of a file. Raises FileDamaged: one is something else."""
     try:
         records = [json.loads(text) for text in texts]
     except (ValueError, RecursionError) as error:

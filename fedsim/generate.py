@@ -18,7 +18,7 @@ from fedsim.config import EngineConfig, Sampling
 from fedsim.data import ASSISTANT, TEMPLATE, USER, ChatTokenizer, Message, Tokenizer, template_of
 from fedsim.engine import expect_usable_jax, keep_compiled, on_workers
 from fedsim.errors import BadChat, ConfigError, brief, expect
-from fedsim.files import expand_home, write_atomically, write_json, write_with
+from fedsim.files import expand_home, write_json, write_with
 from fedsim.models import HUB, TOKENIZER, Decoder, Pretrained, Prompt, key_of, lengths_up_to
 from fedsim.run import Console, find_model
 from fedsim.trust import claim_of_texts
@@ -45,20 +45,16 @@ def generate_text(
       how: how they are drawn.
       seed: of the draws.
       plain: continue the prompt although there is a chat template.
-    Returns: the fields of --json. `stopped` is end (the model ended the text), num_tokens, or
-      length (prompt and text have max_length tokens, the most that the model reads); `is_reply`
-      says whether the text answers the prompt instead of continuing it.
+    Returns: the fields of --json; `is_reply` says whether the text answers the prompt instead of
+      continuing it.
     Raises: ConfigError: there is no such model, it has no tokenizer, the prompt is too long, or a
       number is out of range.
     """
     model = _model(expand_home("model", source), num_tokens, seed)
     texts = Texts(model, [prompt], num_tokens, chats=bool(prompt) and not plain, field="prompt")
     (tokens,) = draw(texts.prompts, *texts.settings(how, seed), model.params)
-    text, ended = texts.text(0, tokens)
-    whole = "num_tokens" if texts.prompts[0].most == num_tokens else "length"
-    about = {"stopped": "end" if ended else whole, "max_length": model.config.table}
-    about |= {"seed": seed, "is_reply": texts.is_chat}
-    return {"prompt": prompt, "text": text, "tokens": len(tokens) - ended, **about}
+    about = {"tokens": len(tokens), "seed": seed, "is_reply": texts.is_chat}
+    return {"prompt": prompt, "text": texts.text(0, tokens), **about}
 
 
 def generate_texts(
@@ -80,10 +76,9 @@ def generate_texts(
     there are.
 
     Args:
-      out: a new .parquet or .jsonl file. A row has a text; with prompts, a prompt and a completion,
-        or messages if the model has a chat template.
-      prompts: a .txt file with a prompt in each line, or a .jsonl file of objects with a prompt or
-        messages, which are used in turn.
+      out: a new .parquet file. A row has a text; with prompts, a prompt and a completion, or
+        messages if the model has a chat template.
+      prompts: a .jsonl file of objects with a prompt or messages, which are used in turn.
       num_tokens, how, seed, plain: of each text, as of `generate_text`.
       engine: where texts are drawn.
 
@@ -96,8 +91,7 @@ def generate_texts(
       EngineError: workers failed.
     """
     expect("num_texts", num_texts, num_texts >= 1, ">= 1")
-    kinds = "a file ending in .parquet or .jsonl"
-    expect("out", out, out.suffix in (".parquet", ".jsonl"), kinds)
+    expect("out", out, out.suffix == ".parquet", "a file ending in .parquet")
     out.parent.mkdir(parents=True, exist_ok=True)
     for file in (out, out.with_name(out.name + ABOUT)):
         there = file.exists() or file.is_symlink()
@@ -124,18 +118,10 @@ def generate_texts(
     told = {"num_tokens": num_tokens, **dataclasses.asdict(how), "seed": seed, "plain": plain}
     about = {"file": out.name, **claim, "prompts": PROMPTS if prompts else "none"}
     about |= {"num_texts": num_texts, "tokens": sum(map(len, tokens)), "settings": told}
-    _write(out, [texts.row(i % len(asked), ids) for i, ids in enumerate(tokens)], about)
+    rows = pa.Table.from_pylist([texts.row(i % len(asked), ids) for i, ids in enumerate(tokens)])
+    write_json(out.with_name(out.name + ABOUT), about)  # first, so that no set is without it
+    write_with(out, lambda path: pq.write_table(rows, path))
     return {**about, "file": str(out)}
-
-
-def _write(out: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    """Write a data set; the record comes first, so that no set is without one."""
-    write_json(out.with_name(out.name + ABOUT), about)
-    if out.suffix == ".jsonl":
-        lines = (json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
-        write_atomically(out, *lines)
-    else:
-        write_with(out, lambda path: pq.write_table(pa.Table.from_pylist(rows), path))
 
 
 def draw(
@@ -198,15 +184,14 @@ class Texts:
         length = next(n for n in lengths_up_to(self._config.table) if n >= most)
         return self._config, how, self._ends, length, seed
 
-    def text(self, i: int, ids: Sequence[int]) -> tuple[str, bool]:
-        """(what the model wrote after prompt i, whether it ended the text itself)."""
-        ended = ids[-1] in self._ends
+    def text(self, i: int, ids: Sequence[int]) -> str:
+        """What the model wrote after prompt i."""
         before = [] if self.is_chat else self.prompts[i].ids
-        return self._tokenizer.decode_after(before, ids[:-1] if ended else ids), ended
+        return self._tokenizer.decode_after(before, ids[:-1] if ids[-1] in self._ends else ids)
 
     def row(self, i: int, ids: Sequence[int]) -> dict[str, Any]:
         """The row of a text after prompt i in a data set."""
-        text, asked = self.text(i, ids)[0], self._asked[i]
+        text, asked = self.text(i, ids), self._asked[i]
         if isinstance(asked, str):
             return {"prompt": asked, "completion": text} if asked else {"text": text}
         turns = [*asked, Message(ASSISTANT, text)]
@@ -215,28 +200,25 @@ class Texts:
 
 def read_prompts(file: Path) -> list[Asked]:
     """Read a file of prompts. Raises: ConfigError: it cannot be read, or a line is no prompt."""
-    readers = {".txt": lambda line: line.removesuffix("\r"), ".jsonl": _asked}
-    kinds = "a .txt file with a prompt in each line, or a .jsonl file of objects"
-    expect("prompts", file, file.suffix in readers, kinds)
+    expect("prompts", file, file.suffix == ".jsonl", "a .jsonl file of objects")
+    found: list[Asked] = []
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        for line in file.read_text(encoding="utf-8").split("\n"):
+            found += [_asked(line)] if line.strip() else []
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError.of("prompts", file, f"a readable file in UTF-8 ({error})") from None
-    found: list[Asked] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            found += [readers[file.suffix](line)] if line.strip() else []
-        except (ValueError, RecursionError, TypeError, KeyError):
-            raise ConfigError.of("prompts", file, f"{OF_LINES}, in line {number}") from None
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        wanted = f"{OF_LINES}, as its prompt {len(found) + 1}"
+        raise ConfigError.of("prompts", file, wanted) from None
     expect("prompts", file, bool(found), "a file with a prompt at least")
     return found
 
 
 def _asked(line: str) -> Asked:
-    """The prompt in a line of JSON. Raises: ValueError, RecursionError, TypeError, KeyError."""
+    """The prompt in a line of JSON. Raises one of several errors if there is none."""
     record = json.loads(line)
     json.dumps(record, ensure_ascii=False).encode()  # refuses halves of characters
-    if "prompt" in record and isinstance(record["prompt"], str) and record["prompt"]:
+    if isinstance(record.get("prompt"), str) and record["prompt"]:
         return record["prompt"]
     messages = [Message(each["role"], each["content"]) for each in record["messages"]]
     texts = all(isinstance(part, str) for each in messages for part in each[:2])

@@ -39,11 +39,6 @@ def test_the_seed_decides_the_text(directory, capsys):
 def test_text_ends_where_the_model_does(directory, capsys):
     found = generate(directory, "--prompt", "x" * 60, "--num-tokens", "50", capsys=capsys)
     assert found["tokens"] <= 3  # of 64 positions
-    assert found["stopped"] == "length" and found["max_length"] == 64
-    few = generate(directory, "--prompt", "red ", "--num-tokens", "2", capsys=capsys)
-    assert few["stopped"] in ("num_tokens", "end")
-    main(["generate", str(directory), "--prompt", "red ", "--num-tokens", "2"])
-    assert "length" not in capsys.readouterr().err
 
 
 # ---- Replies ------------------------------------------------------------------------------------
@@ -57,7 +52,7 @@ def chatty(tmp_path_factory):
 def test_a_prompt_is_what_the_user_says_to_a_model_with_a_chat_template(chatty, capsys):
     said = ("--prompt", "Hello", "--temperature", "0")
     found = generate(chatty, *said, capsys=capsys)
-    assert found["text"] == "yes" and found["is_reply"] and found["stopped"] == "end"
+    assert found["text"] == "yes" and found["is_reply"]
     main(["generate", str(chatty), *said])
     assert capsys.readouterr().out == "yes\n"
     found = generate(chatty, *said, "--plain", capsys=capsys)
@@ -93,9 +88,7 @@ def written(model, out, *words):
 
 
 def rows_of(path):
-    if path.suffix == ".parquet":
-        return pq.read_table(path).to_pylist()
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return pq.read_table(path).to_pylist()
 
 
 def about_of(path):
@@ -132,9 +125,9 @@ def test_a_set_says_what_is_promised_of_it(place, tmp_path, capsys):
     }
     here = json.dumps([rows, about])
     assert str(tmp_path) not in here and str(place) not in here  # no place of this machine
-    assert written(place / "run", tmp_path / "again.jsonl") == rows
-    assert written(place / "run", tmp_path / "other.jsonl", "--seed", "1") != rows
-    names = ("new.parquet", "again.jsonl", "other.jsonl")
+    assert written(place / "run", tmp_path / "again.parquet") == rows
+    assert written(place / "run", tmp_path / "other.parquet", "--seed", "1") != rows
+    names = ("new.parquet", "again.parquet", "other.parquet")
     files = {f"{name}{end}" for name in names for end in ("", ".about.json")}
     assert {path.name for path in tmp_path.iterdir()} == files
     before = (tmp_path / "new.parquet").read_bytes()
@@ -145,9 +138,9 @@ def test_a_set_says_what_is_promised_of_it(place, tmp_path, capsys):
 
 
 def test_a_set_without_a_guarantee_claims_none(directory, tmp_path, capsys):
-    written(directory, tmp_path / "a.jsonl")
+    written(directory, tmp_path / "a.parquet")
     assert "No guarantee is known" in capsys.readouterr().out
-    about = about_of(tmp_path / "a.jsonl")
+    about = about_of(tmp_path / "a.parquet")
     assert not about["guarantee"] and about["epsilon"] is about["delta"] is None
     assert len(about["params_sha256"]) == 64 and about["outside"] == []
 
@@ -169,9 +162,9 @@ def test_the_texts_are_the_same_for_any_number_of_workers(
     directory, tmp_path, ray_cluster, monkeypatch
 ):
     monkeypatch.setattr(room, "BLOCK", 4)
-    expected = written(directory, tmp_path / "here.jsonl")
+    expected = written(directory, tmp_path / "here.parquet")
     for workers in ("1", "2"):
-        out = tmp_path / f"{workers}.jsonl"
+        out = tmp_path / f"{workers}.parquet"
         words = ["generate", str(directory), "--out", str(out), *FEW, "--num-workers", workers]
         main(words)
         assert rows_of(out) == expected and len(expected) == 10
@@ -191,15 +184,18 @@ def test_a_fault_of_a_job_keeps_its_kind(ray_cluster):
 
 
 def test_prompts_are_used_in_turn_and_not_protected(directory, tmp_path):
-    (tmp_path / "beginnings.txt").write_text("red \n\ngreen blue\r\n")
-    own = ["--prompts", tmp_path / "beginnings.txt"]
-    rows = written(directory, tmp_path / "a.parquet", *own)
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "red "}\n\n{"prompt": "green blue"}')
+    rows = written(directory, tmp_path / "a.parquet", "--prompts", tmp_path / "pairs.jsonl")
     assert [row["prompt"] for row in rows] == ["red ", "green blue"] * 5
     assert [*rows[0]] == ["prompt", "completion"]
     assert about_of(tmp_path / "a.parquet")["prompts"].startswith("not protected")
-    (tmp_path / "pairs.jsonl").write_text('{"prompt": "red "}\n{"prompt": "green blue"}')
-    own = ["--prompts", tmp_path / "pairs.jsonl"]
-    assert written(directory, tmp_path / "b.jsonl", *own) == rows
+
+
+@pytest.mark.parametrize("line", ["[]", "1", "x", "{}", '{"prompt": ""}', '{"messages": []}'])
+def test_a_line_that_is_no_prompt_is_refused(line, tmp_path):
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "red "}\n' + line)
+    with refuses("prompts", says="as its prompt 2"):
+        room.read_prompts(tmp_path / "pairs.jsonl")
 
 
 def test_replies_are_messages(chatty, tmp_path):
@@ -207,12 +203,11 @@ def test_replies_are_messages(chatty, tmp_path):
     lines = [json.dumps({"messages": asked}), json.dumps({"prompt": "Hello"})]
     (tmp_path / "asked.jsonl").write_text("\n".join(lines))
     words = ["--temperature", "0", "--prompts", tmp_path / "asked.jsonl"]
-    rows = written(chatty, tmp_path / "a.jsonl", *words)
+    rows = written(chatty, tmp_path / "a.parquet", *words)
     reply = {"role": "assistant", "content": "yes"}
     assert rows[0] == {"messages": [*asked, reply]} and rows[2] == rows[0]
     assert rows[1] == {"messages": [{"role": "user", "content": "Hello"}, reply]}
-    assert written(chatty, tmp_path / "b.parquet", *words) == rows
-    (tmp_path / "plain.txt").write_text("Hello")
-    words = ["--plain", "--prompts", tmp_path / "plain.txt"]
-    assert [*written(chatty, tmp_path / "c.jsonl", *words)[0]] == ["prompt", "completion"]
-    assert [*written(chatty, tmp_path / "d.jsonl")[0]] == ["text"]
+    (tmp_path / "asked.jsonl").write_text(lines[1])
+    words = ["--plain", "--prompts", tmp_path / "asked.jsonl"]
+    assert [*written(chatty, tmp_path / "c.parquet", *words)[0]] == ["prompt", "completion"]
+    assert [*written(chatty, tmp_path / "d.parquet")[0]] == ["text"]

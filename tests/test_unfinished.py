@@ -11,7 +11,7 @@ import pytest
 
 from fedsim import files
 from fedsim.errors import ConfigError
-from fedsim.files import new_directory, unfinished
+from fedsim.files import new_directory
 
 KILLED = """
 import os, sys, pathlib
@@ -62,23 +62,23 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("kind", ["link", "without a marker", "link as marker", "another user's"])
+@pytest.mark.parametrize("kind", ["link", "another's name", "link inside", "another user's"])
 def test_what_may_be_somebody_elses_is_neither_followed_nor_emptied(tmp_path, kind, monkeypatch):
     """A shared directory in which a stranger knows the name of what will be written."""
     home, place = tmp_path / "home", tmp_path / "shared" / f".out.{'0123' * 4}{files.HIDDEN}"
     home.mkdir()
     place.parent.mkdir()
     if kind == "link":
-        (home / files.MARKER).touch()
+        (home / files.MADE).mkdir()
         place.symlink_to(home)
     else:
         place.mkdir()
     kept = place / "letters"
     kept.write_text("dear")
-    if kind == "link as marker":
-        (place / files.MARKER).symlink_to(kept)
+    if kind == "link inside":
+        (place / files.MADE).symlink_to(home)
     if kind == "another user's":
-        (place / files.MARKER).touch()
+        (place / files.MADE).mkdir()
         us = os.getuid()
         monkeypatch.setattr(os, "getuid", lambda: us + 1)
     with new_directory(place.parent / "out") as made:
@@ -119,9 +119,9 @@ def test_a_file_system_without_locks_removes_nothing_of_others(tmp_path, monkeyp
         raise OSError("no locks here")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with unfinished(tmp_path / "out") as made:
+    with new_directory(tmp_path / "out") as made:
         assert made.is_dir() and len(list(tmp_path.iterdir())) == 2
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_place_that_is_taken_or_cannot_be_written_is_named(tmp_path):

@@ -107,11 +107,11 @@ def generate(
       num_tokens: Largest number of tokens to write. >= 1.
       seed: Seed of the draw: another seed gives another text.
       num_texts: Data set: number of texts. >= 1.
-      out: Data set: file to write, ending in .parquet or .jsonl. A row has a text; with --prompts,
-        a prompt and a completion, or messages if the model has a chat template.
-      prompts: Data set: file of prompts, which are used in turn. .txt: one in each line. .jsonl:
-        objects with a prompt, or with messages, which need a chat template. Nothing protects people
-        whose texts became prompts. Default: none.
+      out: Data set: file to write, ending in .parquet. A row has a text; with --prompts, a prompt
+        and a completion, or messages if the model has a chat template.
+      prompts: Data set: .jsonl file of prompts, which are used in turn: objects with a prompt, or
+        with messages, which need a chat template. Nothing protects people whose texts became
+        prompts. Default: none.
       engine: Data set: where to sample, as in train. The texts are the same.
       num_workers: Data set: number of worker processes of --engine ray, as in train.
     """

@@ -22,7 +22,7 @@ from flax import serialization
 from safetensors import SafetensorError, safe_open
 
 from fedsim.errors import FedsimError
-from fedsim.files import make_directory, remove_unfinished
+from fedsim.files import TEMPORARY, make_directory
 from fedsim.models import weights
 
 DIRECTORY, SUFFIX = "checkpoints", ".safetensors"
@@ -49,7 +49,8 @@ def save(run_dir: Path, step: int, state: dict[str, Any], chain: str = "") -> Pa
     """
     directory = run_dir / DIRECTORY
     make_directory(directory)
-    remove_unfinished(directory, "step-*")
+    for left in directory.glob(f"*{TEMPORARY}"):  # by a save that was killed
+        left.unlink()
     arrays: dict[str, np.ndarray] = {}
 
     def placed(place: Any, leaf: Any) -> Any:

@@ -310,7 +310,7 @@ def test_no_control_bytes_of_a_model_reach_a_terminal(monkeypatch):
         shown = io.StringIO()
         shown.isatty = lambda terminal=terminal: terminal
         monkeypatch.setattr(sys, "stdout", shown)
-        found = {"is_reply": False, "prompt": "a", "text": "\x1b[31mb\tc", "stopped": "end"}
+        found = {"is_reply": False, "prompt": "a", "text": "\x1b[31mb\tc"}
         monkeypatch.setattr("fedsim.generate.generate_text", lambda *_, found=found, **__: found)
         main(["generate", "run"])
         assert shown.getvalue() == text

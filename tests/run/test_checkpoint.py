@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedsim.files import HIDDEN, MARKER
+from fedsim.files import TEMPORARY
 from fedsim.run import checkpoint
 from fedsim.run.checkpoint import CheckpointError
 
@@ -64,10 +64,8 @@ def test_a_checkpoint_that_was_not_finished_does_not_count(tmp_path, monkeypatch
 
 def test_what_killed_saves_left_behind_goes_with_the_next_one(tmp_path):
     left = checkpoint.path_of(tmp_path, 3)
-    half = left.parent / f".{left.name}.{'0123' * 4}{HIDDEN}"
-    (half / "made").mkdir(parents=True)
-    (half / "made" / left.name).write_bytes(b"half")
-    (half / MARKER).touch()
+    left.parent.mkdir()
+    left.with_name(left.name + TEMPORARY).write_bytes(b"half")
     saved = checkpoint.save(tmp_path, 5, {"params": np.ones(2), "step": 5})
     assert [*left.parent.iterdir()] == [saved]
 

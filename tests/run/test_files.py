@@ -1,6 +1,5 @@
 import errno
 import os
-from pathlib import Path
 
 import pytest
 
@@ -40,26 +39,6 @@ def test_a_line_cut_off_by_a_crash_is_not_read_and_removed_before_appending(tmp_
     remove_cut_off_line(path)
     assert path.read_text() == '{"a": 1}\n{"a": 2}\n'
     assert whole_lines(tmp_path / "none") == []
-
-
-def test_a_cache_may_lie_where_root_is_unknown(monkeypatch, tmp_path):
-    """As in a container without root, where / belongs to the user that stands for all unknown."""
-    own, unknown = os.getuid(), 65534
-    monkeypatch.setattr(files, "_owner_of_all", lambda: unknown)
-    lstat, above = Path.lstat, {*tmp_path.parents}
-
-    def of_unknown(path):
-        found = lstat(path)
-        values = list(found)[: len(found)]
-        values[4] = unknown if path in above else own
-        values[0] &= ~0o022 if path in above else ~0
-        return os.stat_result(values)
-
-    monkeypatch.setattr(Path, "lstat", of_unknown)
-    assert files.own_directory(tmp_path / "cache").is_dir()
-    monkeypatch.setattr(files, "_owner_of_all", lambda: 0)
-    with pytest.raises(files.NotOurs, match="another user, 65534"):
-        files.own_directory(tmp_path / "cache")
 
 
 def test_an_error_of_what_is_written_is_no_error_of_the_place(tmp_path):
