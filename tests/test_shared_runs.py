@@ -230,7 +230,7 @@ def test_a_run_goes_on_with_its_pool_or_groups_or_not_at_all(
         ("els", {"adjacency": "add-or-remove"}, "adjacency=add-or-remove: expected zero-out where"),
         ("els", {"sampling": "cyclic", "bands": 2}, "sampling=cyclic: expected poisson where"),
         ("els", {"group_size_epsilon": 1}, "group_size_epsilon=1.0: expected none where"),
-        ("uls", {"max_shared_groups": -1}, "max_shared_groups=-1: expected >= 0"),
+        ("uls", {"max_shared_groups": -1}, "max_shared_groups=-1: expected greater"),
         ("uls", {"batch_size": 2**20}, "batch_size=1048576: expected <= "),
     ],
 )

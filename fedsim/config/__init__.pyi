@@ -9,7 +9,6 @@ from .load import (
     settings_of as settings_of,
     to_json as to_json,
     unknown_setting as unknown_setting,
-    yaml_values as yaml_values,
 )
 from .model import (
     HIDDEN as HIDDEN,

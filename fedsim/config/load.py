@@ -1,10 +1,6 @@
-"""Settings by the names of their flags: from Python and files, and to config.json.
-
-YAML has values as they are written, without aliases.
-"""
+"""Settings by the names of their flags: from Python and files, and to config.json."""
 
 import difflib
-import json
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -14,37 +10,6 @@ from typing import Any, TypeVar, get_type_hints
 from fedsim.config.model import flags_of
 from fedsim.config.settings import RunConfig
 from fedsim.errors import ConfigError, expect
-
-
-def yaml_values(text: str) -> Any:
-    """Values of YAML as they are written: 007 keeps its zeros, no is a word, and null is None.
-
-    Raises: ValueError: it is no YAML, or has a name twice, or an alias, by which a few lines stand
-      for gigabytes.
-    """
-    import yaml
-
-    seen: set[int] = set()
-
-    def value(node: Any) -> Any:
-        if id(node) in seen:
-            raise ValueError("expected values, found an alias (*name)")
-        seen.add(id(node))
-        if node.id == "scalar":
-            return None if node.tag == "tag:yaml.org,2002:null" else node.value
-        if node.id == "sequence":
-            return [value(each) for each in node.value]
-        names = [str(value(name)) for name, _ in node.value]
-        if len({*names}) < len(names):
-            raise ValueError("a name is there twice")
-        return {name: value(each) for name, (_, each) in zip(names, node.value, strict=True)}
-
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
-    return None if root is None else value(root)
-
 
 T = TypeVar("T")
 
@@ -125,15 +90,21 @@ def to_json(value: Any) -> Any:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Settings by name from a TOML, YAML or JSON file.
+    """Settings by name from a TOML, YAML or JSON file; those of the last two are texts, as they are
+    written: 007 keeps its zeros, and no is a word.
 
     Raises:
       ConfigError: it cannot be read, or holds something else.
     """
-    readers = {".json": json.loads, ".yaml": yaml_values, ".yml": yaml_values}
+    import yaml
+
     try:
-        found = readers.get(path.suffix, tomllib.loads)(path.read_text()) or {}
-    except (OSError, ValueError, RecursionError) as error:
+        text = path.read_text()
+        if path.suffix in (".yaml", ".yml", ".json"):
+            found = yaml.load(text, Loader=yaml.BaseLoader) or {}
+        else:
+            found = tomllib.loads(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError.of("config", path, f"a TOML, YAML or JSON file ({reason})") from None
     expect("config", path, isinstance(found, dict), "lines such as num_steps = 200")

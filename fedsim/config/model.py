@@ -16,7 +16,7 @@ import pydantic
 import pydantic.dataclasses
 from pydantic import BeforeValidator, ConfigDict, Field, Strict
 
-from fedsim.errors import ConfigError, expect
+from fedsim.errors import ConfigError
 from fedsim.files import expand_home
 
 POSITIONAL, REPEATED, HIDDEN = "positional", "repeated", "hidden"
@@ -32,44 +32,28 @@ APath = Annotated[Path, Strict(False)]
 """A path, or a text that names one."""
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, lt=math.inf)]
-NotNegative = Annotated[float, Field(ge=0, lt=math.inf)]
+Length = Annotated[int, Field(ge=2)]
 Probability = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-BOUNDS = {"greater_than": "> {gt:g}", "greater_than_equal": ">= {ge:g}"}
-BOUNDS |= {"less_than": "< {lt:g}", "less_than_equal": "<= {le:g}"}
-"""Of pydantic's faults, what was expected."""
-
-
-def _several(value: Any) -> Any:
-    """One name or several as a tuple."""
-    return (value,) if isinstance(value, str) else tuple(value) if _is_list(value) else value
 
 
 def _split(value: Any) -> Any:
     """Names, which may have commas between them, as a tuple."""
-    texts = _is_list(parts := _several(value)) and all(isinstance(part, str) for part in parts)
-    return tuple(name.strip() for part in parts for name in part.split(",")) if texts else value
+    parts = (value,) if isinstance(value, str) else value
+    texts = isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts)
+    return tuple(name for part in parts for name in part.split(",")) if texts else value
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
-
-
-Column = Annotated[tuple[str, ...], BeforeValidator(_several), REPEATED]
-"""A column. Given several times, it is refused, where the last one would be taken."""
 Names = Annotated[tuple[str, ...], BeforeValidator(_split), REPEATED]
-"""Names, in a sequence or with commas between them."""
+"""Names, in a sequence or with commas between them; given twice, both, and not the last one."""
 
 
 @dataclass_transform(frozen_default=True)
-def group(
-    *, source: str = "", error: type[ConfigError] = ConfigError, kw_only: bool = False
-) -> Callable[[T], T]:
+def group(*, source: str = "", kw_only: bool = False) -> Callable[[T], T]:
     """Decorator of a group of settings. To make one raises ConfigError.
 
     Args:
       source: flag of the first field, if it has another name.
-      error: kind of the errors.
       kw_only: as of `dataclasses.dataclass`.
     """
 
@@ -89,9 +73,9 @@ def group(
         def init(self: Any, *values: Any, **named: Any) -> None:
             named |= dict(zip(names, values, strict=False))
             try:
-                check(self, **{name: _plain(value) for name, value in named.items()})
+                check(self, **named)
             except pydantic.ValidationError as found:
-                raise _fault(found, error, flags) from None
+                raise _fault(found, flags) from None
 
         made.__init__ = init
         return made
@@ -132,13 +116,11 @@ class Setting:
 
         Raises: ConfigError: it is not of this type.
         """
-        single = value is not None and (self.type is bool or not isinstance(value, bool))
-        expect(self.name, value, single, "a value")
         strict = not isinstance(value, str | list)
         try:
             found = pydantic.TypeAdapter(self.kind).validate_python(value, strict=strict)
         except pydantic.ValidationError as error:
-            raise _fault(error, ConfigError, {}, self.name) from None
+            raise _fault(error, {}, self.name) from None
         return Path(expand_home(self.name, found)) if isinstance(found, Path) else found
 
 
@@ -160,30 +142,16 @@ def flags_of(kind: Any) -> dict[str, Setting]:
     return found
 
 
-def _plain(value: Any) -> Any:
-    """A scalar of NumPy or JAX as Python's."""
-    return value.item() if getattr(value, "shape", None) == () else value
-
-
 def _fault(
-    found: pydantic.ValidationError,
-    kind: type[ConfigError],
-    names: Mapping[str, str],
-    name: str = "",
+    found: pydantic.ValidationError, names: Mapping[str, str], name: str = ""
 ) -> ConfigError:
     """The first fault that pydantic found, as one line: field, value, what was expected."""
     fault: Any = found.errors(include_url=False)[0]
-    own, context = fault.get("ctx", {}).get("error"), fault.get("ctx", {})
-    if isinstance(own, kind):
-        return own
+    own = fault.get("ctx", {}).get("error")
     if isinstance(own, ConfigError):
-        return kind.of(str(own.field), own.value, str(own.expected))
+        return own
     field, value, about = str([*fault["loc"], ""][0]), fault["input"], fault["type"]
     expected = fault["msg"].removeprefix("Input should be ").partition(", unable to parse")[0]
-    if about in BOUNDS:
-        expected = BOUNDS[about].format(**context)
-    elif about in ("missing", "missing_argument"):
+    if about in ("missing", "missing_argument"):
         value, expected = None, "a value"
-    elif about in ("unexpected_keyword_argument", "extra_forbidden"):
-        expected = "the name of a setting"
-    return kind.of(name or names.get(field, field), value, expected)
+    return ConfigError.of(name or names.get(field, field), value, expected)

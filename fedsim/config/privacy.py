@@ -31,7 +31,7 @@ class MechanismConfig:
     users. allocation (uls): each user in exactly `participations` steps, one at random in every
     num_steps / participations steps. Default: poisson, or cyclic with correlated noise."""
 
-    participations: int | None = None
+    participations: Count | None = None
     """Required with sampling=allocation: K, the number of steps that each user takes part in. >= 1;
     divides num_steps, and determines the batch size."""
 
@@ -40,7 +40,7 @@ class MechanismConfig:
     of the last bands - 1 steps, so that sums of gradients get less noise. Correlated noise suits
     optimizers that add gradients up (momentum, sgd)."""
 
-    bands: int | None = None
+    bands: Count | None = None
     """b: number of groups of users in cyclic sampling, and number of steps over which noise is
     correlated. In [1, num_steps], and at most num_users / users per step. Default: 1; with
     correlated noise, the number up to 64 with the least predicted noise."""
@@ -51,27 +51,20 @@ class MechanismConfig:
         return self.sampling or (CYCLIC if self.noise == CORRELATED else POISSON)
 
     def check_combination(self, num_steps: int | None) -> None:
-        """Check that sampling, noise and their options go together.
-
-        Args: num_steps: None where it is still to be calibrated.
-        Raises: ConfigError: they do not; the message has the reason.
-        """
+        """Raise ConfigError unless sampling, noise and their options go together. Args: num_steps:
+        None where it is still to be calibrated."""
         sampling, noise = self.sampling_run, self.noise
-        if noise == CORRELATED and sampling == ALLOCATION:
-            why = f"{INDEPENDENT} with {ALLOCATION}: both together are bounded by Monte Carlo alone"
-            expect("noise", noise, False, why)
         if noise == CORRELATED:
-            unknown = "cyclic: for users drawn in any step no bound is proven"
+            unknown = "cyclic with correlated noise: of other sampling no bound is proven"
             expect("sampling", sampling, sampling == CYCLIC, unknown)
         if (count := self.participations) is not None:
             expect("participations", count, sampling == ALLOCATION, f"none with {sampling}")
-            divides = count >= 1 and (num_steps is None or num_steps % count == 0)
+            divides = num_steps is None or num_steps % count == 0
             expect("participations", count, divides, f"to divide num_steps={num_steps}")
         if (bands := self.bands) is not None:
             grouped = sampling == CYCLIC or noise == CORRELATED
             why = f"none with {sampling} sampling: users are in no groups"
             expect("bands", bands, grouped, why)
-            expect("bands", bands, bands >= 1, ">= 1")
             fits = num_steps is None or bands <= num_steps
             expect("bands", bands, fits, f"<= {num_steps}, the steps")
 
@@ -196,13 +189,12 @@ class PrivacyConfig(MechanismConfig, PrivacyTarget):
 
 
 def configs_of(settings: Mapping[str, Any]) -> tuple[PrivacyConfig, RunConfig]:
-    """The two configs that settings of a training describe.
-
-    Raises: ConfigError: as `config_of`.
-    """
-    of_privacy, of_run = flags_of(PrivacyConfig), flags_of(RunConfig)
-    for name in settings.keys() - of_privacy.keys() - of_run.keys():
-        raise unknown_setting(name, settings[name], of_privacy | of_run)
-    privacy = {name: value for name, value in settings.items() if name in of_privacy}
-    run = {name: value for name, value in settings.items() if name in of_run}
+    """The two configs that settings of a training describe. Raises: ConfigError: as `config_of`."""
+    known = flags_of(PrivacyConfig) | flags_of(RunConfig)
+    for name in settings.keys() - known.keys():
+        raise unknown_setting(name, settings[name], known)
+    privacy, run = (
+        {name: value for name, value in settings.items() if name in flags_of(kind)}
+        for kind in (PrivacyConfig, RunConfig)
+    )
     return config_of(PrivacyConfig, privacy), config_of(RunConfig, run)

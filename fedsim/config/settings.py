@@ -11,15 +11,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, Strict
 from fedsim.config.model import (
     HIDDEN,
     APath,
-    Column,
     Count,
+    Length,
     Names,
-    NotNegative,
     Positive,
     Share,
     group,
 )
-from fedsim.errors import DataError, expect
+from fedsim.errors import expect
 from fedsim.files import expand_home
 
 # May differ between a run and its resumption: they change neither the guarantee nor the bits. (That
@@ -28,7 +27,7 @@ OPERATIONAL = frozenset(
     {"data", "run_dir", "engine", "num_workers", "num_lanes", "threads_per_worker", "resume"}
     | {"wait_for_workers", "worker_timeout"}
     | {"checkpoint_every", "output", "budget_ledger", "limit_epsilon"}
-    | {"log_to", "log_non_private", "strict"}
+    | {"log_to", "strict"}
 )
 
 ALL_LINEAR = "all-linear"
@@ -40,21 +39,18 @@ UPDATE = ("optimizer", "learning_rate", "schedule", "ema")
 """Settings of a RunConfig that are None where the defaults depend on the noise."""
 
 
-Length = Annotated[int, Field(ge=2)]
-
-
 def _home(field: str) -> BeforeValidator:
     """~ of a path or name of a source as the home directory, which no file of settings expands."""
     return BeforeValidator(lambda x: expand_home(field, x) if isinstance(x, str | Path) else x)
 
 
-@group(error=DataError)
+@group()
 class BuildConfig:
     """Reading, owners and tokens of texts.
 
     With the sources, they determine the bytes of the data set."""
 
-    user_column: Column = ()
+    user_column: Names = ()
     """Column with the user of a row. A column of lists gives a text to several users. Default:
     user_id."""
 
@@ -69,7 +65,7 @@ class BuildConfig:
     rows_without_user: Literal["refuse", "drop"] = "refuse"
     """Refuse data with rows without a user, or drop these rows."""
 
-    text_column: Column = ()
+    text_column: Names = ()
     """Column with the text. Default: text."""
 
     messages_column: str | None = None
@@ -202,11 +198,8 @@ class ModelConfig:
     all-linear: all of them."""
 
     lora_alpha: Positive | None = None
-    """alpha of LoRA adapters, for their scale (see lora_scaling). > 0. Default: twice the rank;
-    with rslora, 8."""
-
-    lora_scaling: Literal["standard", "rslora"] = "standard"
-    """Factor of the output of LoRA adapters. standard: alpha / rank. rslora: alpha / sqrt(rank)."""
+    """alpha of LoRA adapters, whose output is multiplied by alpha / rank. > 0. Default: twice the
+    rank."""
 
     frozen_dtype: Literal["stored", "float32", "bfloat16", "int8"] = "stored"
     """Type of the matrices of the model beneath LoRA adapters. stored: as in its files, so that
@@ -222,14 +215,9 @@ class ModelConfig:
     float32."""
 
     def __post_init__(self):
-        dtype, trained = self.frozen_dtype, not self.has_adapters
+        dtype, trained = self.frozen_dtype, self.lora_rank == 0
         expected = "stored or float32 without lora_rank: trained parameters are float32"
         expect("frozen_dtype", dtype, not trained or dtype in ("stored", "float32"), expected)
-
-    @property
-    def has_adapters(self) -> bool:
-        """True if LoRA adapters are trained instead of the model."""
-        return self.lora_rank > 0
 
 
 @group(source="engine")
@@ -264,7 +252,7 @@ class EngineConfig:
     """Hardware of the workers. auto: the accelerators present in the cluster when the workers
     start; name one if nodes are still to join."""
 
-    wait_for_workers: NotNegative = 0.0
+    wait_for_workers: Annotated[float, Field(ge=0, lt=math.inf)] = 0.0
     """Seconds to wait for nodes until num_workers fit, and later for workers that were lost, at
     least worker_timeout; Ray asks an autoscaler for nodes. >= 0. 0: they must fit at the start."""
 
@@ -294,10 +282,6 @@ class UpdateConfig:
     """Decay factor per step of an exponential moving average of the parameters, which is evaluated
     and released at no privacy cost. In [0, 1); 0 uses the parameters of the last step. Default: 1 -
     10 / num_steps, at least 0."""
-
-
-def _unique(names: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(dict.fromkeys(names))
 
 
 @group(kw_only=True)
@@ -334,18 +318,11 @@ class RunConfig(UpdateConfig):
     """Messages on stderr. quiet: warnings and errors. normal: plan, progress and results, too.
     --quiet is short for it."""
 
-    log_to: Annotated[tuple[LoggerName, ...], Strict(False), AfterValidator(_unique)] = (
-        "tensorboard",
-    )
+    log_to: Annotated[tuple[LoggerName, ...], Strict(False)] = ("tensorboard",)
     """Loggers of the metrics, any of tensorboard, wandb, mlflow and trackio. tensorboard writes
     files into run_dir. The others can send what they get to another machine, so they get only the
     plan, epsilon and metrics that have noise. metrics.jsonl in run_dir has all metrics in any
     case."""
-
-    log_non_private: bool = False
-    """Give wandb, mlflow and trackio the metrics that are computed from private data without noise,
-    too: losses, norms, times and sizes of draws. The guarantee does not cover them, which the plan
-    says."""
 
     strict: bool = False
     """Refuse whatever would need a footnote to the guarantee, with the setting that needs none.

@@ -269,7 +269,6 @@ class TrainSettings(TypedDict, total=False):
     lora_modules: str | Sequence[str]
     lora_alpha: float | None
     frozen_dtype: Literal["stored", "float32", "bfloat16", "int8"]
-    lora_scaling: Literal["standard", "rslora"]
     remat: bool
     compute_dtype: Literal["float32", "bfloat16"]
     optimizer: str | None
@@ -290,7 +289,6 @@ class TrainSettings(TypedDict, total=False):
     eval_examples: int
     checkpoint_every: int
     log_to: Sequence[LoggerName]
-    log_non_private: bool
     strict: bool
     output: Literal["quiet", "normal"]
     resume: bool

@@ -22,9 +22,8 @@ from fedsim.models.transformer import DENSE, LORA_A, Lora, TransformerConfig, un
 from fedsim.models.weights import shapes_of
 
 A, B = "_lora_a", "_lora_b"
-SCALE, RSLORA_ALPHA = 2.0, 8.0
-"""Where nothing is said of alpha: alpha / rank, which is how fast adapters learn; and alpha with
-rslora, which gives this scale at rank 16."""
+SCALE = 2.0
+"""Where nothing is said of alpha: alpha / rank, which is how fast adapters learn."""
 
 
 def adapted(
@@ -32,12 +31,11 @@ def adapted(
     rank: int,
     alpha: float | None,
     modules: str = ALL_LINEAR,
-    rslora: bool = False,
 ) -> TransformerConfig:
     """Add adapters to a config.
 
     Args:
-      rank, alpha, rslora: see `Lora`; alpha None: by default.
+      rank, alpha: see `Lora`; alpha None: by default.
       modules: all-linear, or names with commas between them: those of PEFT, such as q_proj or
         self_attn.q_proj, or of DENSE.
     Raises:
@@ -45,9 +43,8 @@ def adapted(
     """
     have = tuple(name for name in DENSE if name != "gate" or c.mlp != "gelu")
     chosen = have if modules == ALL_LINEAR else _layers_of(c, modules, have)
-    if alpha is None:
-        alpha = RSLORA_ALPHA if rslora else SCALE * rank
-    lora = Lora(rank, alpha, tuple(name for name in have if name in chosen), rslora)
+    layers = tuple(name for name in have if name in chosen)
+    lora = Lora(rank, SCALE * rank if alpha is None else alpha, layers)
     return dataclasses.replace(c, lora=lora)
 
 

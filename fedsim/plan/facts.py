@@ -47,10 +47,6 @@ class Fact(StrEnum):
     SAMPLED_NORMS = "sampled-norms", "{} (gradient norms of a sample of users)"
     TOKENIZER = "tokenizer", "the tokenizer (not said to be public)", "tokenizer"
     TUNED_ON_DATA = "chosen-on-data", "{} (chosen by looking at this data)", "tuned_on_data"
-    LOGGER = (
-        *("logger", "metrics without noise, which {} gets (log_non_private)"),
-        "log_non_private",
-    )
     CALLBACK = (
         "callback",
         "metrics without noise, which the callback {} sees: if it stops the run, the number of "

@@ -27,7 +27,6 @@ from .metrics import (
     BOARD as BOARD,
     SENDING as SENDING,
     Metrics as Metrics,
-    facts_of_loggers as facts_of_loggers,
     visible as visible,
 )
 from .model_source import (

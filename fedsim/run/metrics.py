@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedsim.config import RunConfig, to_json
+from fedsim.config import to_json
 from fedsim.errors import FileDamaged
 from fedsim.files import named, whole_lines, write_atomically
-from fedsim.plan import Caveat, Fact, Plan
+from fedsim.plan import Plan
 
 FILE = "metrics.jsonl"
 BOARD = "tb"
@@ -64,8 +64,3 @@ def visible(plan: Plan, values: Mapping[str, float]) -> dict[str, float]:
     names |= {"privacy/clip_norm", "privacy/loss"} if plan.noise_multiplier else set()
     names |= {"eval/loss"} if plan.evaluations else set()
     return {name: value for name, value in values.items() if name in names}
-
-
-def facts_of_loggers(run: RunConfig) -> list[Caveat]:
-    """A fact for each logger that sends what the guarantee does not cover to another machine."""
-    return [Caveat(Fact.LOGGER, n) for n in run.log_to if n in SENDING and run.log_non_private]

@@ -212,10 +212,10 @@ def make_task(
         dtype=dtype,
         remat=wanted.remat,
     )
-    if not wanted.has_adapters:
+    if wanted.lora_rank == 0:
         return LanguageModelTask(data, config), model.params
-    rslora, modules = wanted.lora_scaling == "rslora", str(wanted.lora_modules)
-    config = lora.adapted(config, wanted.lora_rank, wanted.lora_alpha, modules, rslora)
+    modules = str(wanted.lora_modules)
+    config = lora.adapted(config, wanted.lora_rank, wanted.lora_alpha, modules)
     assert config.lora is not None
     below = frozen.as_frozen(model.params, wanted.frozen_dtype)
     of_weights = dataclasses.replace(config.lora, frozen=frozen.type_of(below))

@@ -2,8 +2,8 @@
 
 TensorBoard's files stay in the run's directory. The other three can send what they get to another
 machine, at once or when someone synchronises their files. So they get only the plan and the metrics
-that `run.visible` leaves, unless the run has `log_non_private`; and nothing else that these
-packages would collect: no output of the terminal, code, command line or use of the machine.
+that `run.visible` leaves, and nothing else that these packages would collect: no output of the
+terminal, code, command line or use of the machine.
 """
 
 import os

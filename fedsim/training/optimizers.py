@@ -161,7 +161,7 @@ def with_defaults(run: RunConfig, noise: Noise, *, fresh: bool = True) -> RunCon
     Raises: ConfigError: there is no rule for the learning rate of this optimizer.
     """
     kind = run.optimizer or "momentum"
-    trained = "adapters" if run.model.has_adapters else "fresh" if fresh else "pretrained"
+    trained = "adapters" if run.model.lora_rank else "fresh" if fresh else "pretrained"
     ema = max(0.0, 1 - AVERAGED / noise.num_steps)
     rate = run.learning_rate or _rate(kind, noise, *MOMENTUM_RATES[trained])
     usual = {"optimizer": kind, "learning_rate": rate, "schedule": "constant", "ema": ema}

@@ -38,7 +38,7 @@ from fedsim.plan import (
     voiding,
     with_group_size,
 )
-from fedsim.run import StoredRun, facts_of_loggers, model_name
+from fedsim.run import StoredRun, model_name
 from fedsim.training.callbacks import Callback, facts_of_callbacks
 from fedsim.training.open import OpenRun, Purpose, wait_for
 from fedsim.training.optimizers import Noise, with_defaults
@@ -180,7 +180,7 @@ def _completed(
         completed, facts = fill_defaults(opened.algorithm, settings, opened.data)
         facts += facts_of_start(opened.run, fresh_model=opened.model is None)
         facts += [Caveat(Fact.OWN_TASK)] if opened.custom is not None else []
-        facts += facts_of_loggers(opened.run) + facts_of_callbacks(callbacks)
+        facts += facts_of_callbacks(callbacks)
     if opened.run.strict:
         expect_covered(opened, facts)
     return completed, facts
@@ -281,7 +281,7 @@ def _plan_as_stored(opened: OpenRun, method: ELS | ULS, callbacks: Sequence[Call
     again = "the pool or the groups that the run started with: resume with its package versions"
     expect("data", "other texts of the same ones", same, again)
     again = "those at the start of the run alone to see metrics without noise"
-    for fact in facts_of_loggers(opened.run) + facts_of_callbacks(callbacks):
+    for fact in facts_of_callbacks(callbacks):
         expect(fact.fact.setting, fact.of, fact in plan.caveats, again)
     same = drawn_once(method, plan.num_steps, opened.key) == plan.drawn_once
     again = "versions that draw the pool and users' turns as when the run started"

@@ -141,7 +141,7 @@ class Trainer:
         shown = {**self.plan.as_dict(), **update, "model": model_name(run.model.source)}
         for kind in run.log_to:
             logger = LOGGERS[kind](run.run_dir, identity, shown)
-            logger.reads_non_private = run.log_non_private or kind not in SENDING
+            logger.reads_non_private = kind not in SENDING
             loggers.append(logger)
         return Calls(self.plan, self.callbacks, loggers, self.console.warn)
 

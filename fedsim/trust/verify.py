@@ -39,7 +39,6 @@ from fedsim.run import (
     LedgerError,
     checkpoint,
     directory,
-    facts_of_loggers,
     ledger,
     metrics,
     private_part,
@@ -315,7 +314,7 @@ def _outside(evidence: Evidence) -> str:
     """Nothing is outside the guarantee but what the plan names: settings, key and data are read."""
     plan, privacy, users = evidence.plan, evidence.privacy, evidence.users
     found = voiding(privacy.epsilon, seeded=evidence.key.seed is not None)
-    found += facts_of(privacy, evidence.dataset) + facts_of_loggers(evidence.run)
+    found += facts_of(privacy, evidence.dataset)
     found += facts_of_start(evidence.run, fresh_model=evidence.stored.identity.model is None)
     outside = [str(fact) for fact in found if fact not in (*plan.caveats, *plan.assumptions)]
     if (share := plan.group_size_epsilon) is not None:

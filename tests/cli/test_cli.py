@@ -87,7 +87,7 @@ def test_train_writes_a_run_whose_epsilon_account_confirms(algorithm, texts, run
 @pytest.mark.parametrize(
     "fault, field",
     [
-        ({"noise": "correlated", "sampling": "allocation"}, "noise"),
+        ({"noise": "correlated", "sampling": "allocation"}, "sampling"),
         ({"noise": "correlated", "sampling": "poisson"}, "sampling"),
         ({"participations": 2}, "participations"),
         ({"sampling": "allocation", "participations": 3}, "participations"),

@@ -51,7 +51,7 @@ TYPES = [  # (a value of another type or no choice, what was expected)
     ("data", 7, "string"),
     ("log_to", ["loki"], "'tensorboard'"),
     ("lora_rnk", 8, "lora_rank"),
-    ("num_lanes", 0, ">= 1"),
+    ("num_lanes", 0, "greater than or equal to 1"),
 ]
 
 

@@ -268,9 +268,3 @@ def test_two_workers_get_the_frozen_model_and_give_the_same_bits(trained, place,
     found = command("train", "uls", run_dir=place[2] / "ray", engine="ray", num_workers=2, **flags)
     expected = json.loads((run_dir / "summary.json").read_text())
     assert found["params_sha256"] == expected["params_sha256"]
-
-
-@pytest.mark.parametrize("rank, alpha, expected", [(4, 3.0, 1.5), (4, None, 4.0), (64, None, 1.0)])
-def test_rslora_divides_by_the_root_of_the_rank(rank, alpha, expected):
-    config = lora.adapted(FAMILIES["llama"], rank, alpha, "q_proj", True)
-    assert config.lora.scale == expected

@@ -12,7 +12,6 @@ from fedsim.models import families, lora, peft_files
 PHI3 = families.config_of({**families.fields_of(FAMILIES["llama"]), "model_type": "phi3"})
 
 
-@pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize(
     "config, modules, layers",
     [
@@ -22,14 +21,14 @@ PHI3 = families.config_of({**families.fields_of(FAMILIES["llama"]), "model_type"
     ids=["llama", "phi3"],
 )
 def test_a_module_has_the_products_of_its_layers_side_by_side(
-    config, modules, layers, rslora, rng, tmp_path
+    config, modules, layers, rng, tmp_path
 ):
-    config = lora.adapted(config, 2, 6.0, modules, rslora)
+    config = lora.adapted(config, 2, 6.0, modules)
     adapters = adapters_of(random_like(config, rng))
     peft_files.save(tmp_path / "peft", config, adapters, "some/base")
     tensors = load_file(tmp_path / "peft" / peft_files.TENSORS)
     fields = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    assert fields["target_modules"] == sorted(layers) and fields["use_rslora"] is rslora
+    assert fields["target_modules"] == sorted(layers)
     for (name, parts), i in ((each, i) for each in layers.items() for i in range(2)):
         path = f"base_model.model.model.layers.{i}.self_attn.{name}.lora_"
         a, b = (tensors.pop(f"{path}{x}.weight") for x in "AB")
@@ -41,5 +40,5 @@ def test_a_module_has_the_products_of_its_layers_side_by_side(
             block[f"{part}_lora_a"]["kernel"] @ block[f"{part}_lora_b"]["kernel"] for part in parts
         ]
         np.testing.assert_allclose((b @ a).T, np.concatenate(expected, axis=1), atol=1e-5)
-        assert alpha / (rank**0.5 if rslora else rank) == pytest.approx(config.lora.scale)
+        assert alpha / rank == pytest.approx(config.lora.scale)
     assert not tensors

@@ -246,4 +246,4 @@ def test_python_blocks_run(tmp_path, monkeypatch, posts, tiny, capsys):
             exec(compile(block, f"{name_of(page)}, Python block {i}", "exec"), names)
             ran += 1
     assert ran >= 10
-    assert "epsilon=-1: expected > 0" in capsys.readouterr().out
+    assert "epsilon=-1: expected greater than 0" in capsys.readouterr().out

@@ -103,8 +103,6 @@ def test_special_tokens_beyond_the_model_fit_unless_texts_have_them(place):
             {"lora_rank": 2, "lora_modules": "head"},
             "lora_modules=head: expected all-linear, or some of q_proj, k_proj, v_proj, o_proj",
         ),
-        ({"lora_rank": -1}, "lora_rank=-1: expected >= 0"),
-        ({"lora_alpha": 0, "lora_rank": 1}, "lora_alpha=0: expected > 0"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(flags, message, place, capsys):

@@ -51,7 +51,7 @@ def published(algorithm, data, place, monkeypatch, capfd, *, callbacks=(), **fla
     monkeypatch.setattr(
         open.SecretKey, "create", lambda seed=None, *_: KEY if seed is None else real(seed)
     )
-    run_names = {"strict", "seed", "log_to", "log_non_private", "tokenizer", "strategy"}
+    run_names = {"strict", "seed", "log_to", "tokenizer", "strategy"}
     run_names |= {"rows_per_pass", "limit_epsilon", "budget_ledger"}
     of_run = {name: flags.pop(name) for name in run_names & flags.keys()}
     defaults_ = {"strategy": "scan", "rows_per_pass": 1, "log_to": ()}
@@ -217,7 +217,7 @@ def unkeyed_median(sizes, epsilon, rng):
         (
             defaults,
             "facts_of",
-            lambda p, data: [Caveat(Fact.LOGGER, str(data.train.num_examples))],
+            lambda p, data: [Caveat(Fact.CALLBACK, str(data.train.num_examples))],
         ),
     ],
 )
@@ -244,7 +244,6 @@ CAUSES = {
     Fact.DELTA: {"adjacency": "add-or-remove"},
     Fact.GROUP_SIZE: {"epsilon": float("inf")},
     Fact.TUNED_ON_DATA: {"tuned_on_data": "clip_norm"},
-    Fact.LOGGER: {"log_to": ["mlflow"], "log_non_private": True},
     Fact.CALLBACK: {"callbacks": [Reader()]},
     **dict.fromkeys(METADATA, {}),
 }
