@@ -1,7 +1,6 @@
 from .defaults import (
     allocated as allocated,
     bands_predicted as bands_predicted,
-    expect_enough_users as expect_enough_users,
     facts_of as facts_of,
     fill_defaults as fill_defaults,
     private_group_size as private_group_size,

@@ -49,8 +49,6 @@ MIN_SHARE, MAX_SHARE = 0.02, 0.1
 """Parts of epsilon that the private median costs at least, and at most."""
 MUCH_NOISE = 0.5
 """Ratio of noise to signal from which on a training learns in part at most."""
-MIN_USERS = 10
-"""A private run with fewer users is refused."""
 
 
 def with_group_size(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) -> PrivacyConfig:
@@ -198,14 +196,6 @@ def _expect_shared(privacy: PrivacyConfig, data: Dataset) -> None:
     }
     for name, (value, only) in required.items():
         expect(name, value, value == only, f"{only or 'none'} {where}")
-
-
-def expect_enough_users(num_users: int, epsilon: float) -> None:
-    """Raise ConfigError for a private training with so few users that it can teach nothing."""
-    least = f"at least {MIN_USERS}: user-level privacy hides each user among the others, and "
-    least += "needs hundreds, better thousands; epsilon=inf trains without privacy"
-    enough = num_users >= MIN_USERS or math.isinf(epsilon)
-    expect("data", f"{num_users} training users", enough, least)
 
 
 def warnings_of(plan: Plan) -> list[str]:

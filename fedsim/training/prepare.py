@@ -27,7 +27,6 @@ from fedsim.plan import (
     evaluations_of,
     events_before,
     expect_affordable,
-    expect_enough_users,
     fill_defaults,
     make_plan,
     method_for,
@@ -156,7 +155,6 @@ def _settings(opened: OpenRun, *, dry_run: bool) -> PrivacyConfig:
     """The settings, with a default for the group size; those of a resumed run as planned."""
     if opened.stored_plan is not None:
         return as_planned(opened.settings, opened.stored_plan)
-    expect_enough_users(opened.data.train.num_users, opened.settings.epsilon)
     settings = with_group_size(opened.algorithm, opened.settings, opened.data.train)
     if settings.group_size_epsilon is not None:
         counts = "a value in a dry run, which pays for no draw; a run draws one privately"

@@ -37,7 +37,6 @@ from fedsim.plan import (
     Caveat,
     Fact,
     calibrate,
-    expect_enough_users,
     fill_defaults,
     method_for,
 )
@@ -90,7 +89,6 @@ def recommend(
     expect("epsilon", privacy.epsilon, finite, "a finite one: noise is compared")
     expect("users", num_users, num_users >= 1, ">= 1")
     with started(run, console) as start:
-        expect_enough_users(start.data.train.num_users, privacy.epsilon)
         norms = _norms(start, privacy, num_users)
         phase = console.phase(f"gradient norms of {norms.num_users} users")
         with phase as progress, start.workers.show_progress(progress):
