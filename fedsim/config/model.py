@@ -112,8 +112,7 @@ class Setting:
         return typing.get_args(self.kind)[0] if self.marks else self.kind
 
     def read(self, value: Any) -> Any:
-        """A value that is given as a text, or in a file: of this type, ~ expanded in a path. Raises:
-        ConfigError: it is not of this type."""
+        """A value that is given as a text, or in a file: of this type, ~ expanded in a path."""
         strict = not isinstance(value, str | list)
         try:
             found = pydantic.TypeAdapter(self.kind).validate_python(value, strict=strict)
