@@ -6,6 +6,7 @@ stderr.
 """
 
 import contextlib
+import difflib
 import functools
 import inspect
 import json
@@ -142,7 +143,8 @@ def parse(words: list[str]) -> functools.partial[Answer]:
     path, command = _named(words)
     name, rest = " ".join(["fedsim", *path]), words[len(path) :]
     if isinstance(command, Mapping) and rest and rest[0] not in ("-h", "--help"):
-        raise ConfigError.of("command", rest[0], f"one of {', '.join(command)}")
+        names = difflib.get_close_matches(rest[0], command) or command
+        raise ConfigError.of("command", rest[0], f"one of {', '.join(names)}")
     if isinstance(command, Mapping) or {"-h", "--help"}.intersection(rest):
         print(page(name, command), end="")
         raise SystemExit(0)

@@ -165,7 +165,7 @@ class Plan(Option):
     num_units: int
     """Sampling units: the |D_sub| places or examples of the pool for ELS, the users for ULS."""
     num_steps: int
-    budget: int
+    batch_size: int
     """Expected gradients per step."""
     group_size: int
     expected_count: int

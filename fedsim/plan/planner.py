@@ -88,7 +88,7 @@ def as_planned(privacy: PrivacyConfig, plan: Plan) -> PrivacyConfig:
         delta=plan.delta,
         group_size=plan.group_size,
         group_size_epsilon=plan.group_size_epsilon,
-        batch_size=plan.budget,
+        batch_size=plan.batch_size,
         bands=plan.sampling.bands if plan.sampling.bands > 1 else None,
         participations=plan.sampling.participations,
     )
@@ -165,7 +165,7 @@ def make_plan(
         num_examples=public_examples(privacy, users),
         num_units=sampler.num_units,
         num_steps=privacy.num_steps,
-        budget=privacy.batch_size,
+        batch_size=privacy.batch_size,
         group_size=method.group_size,
         expected_count=sampler.expected_count,
         sampling=SamplingPlan(
@@ -257,7 +257,7 @@ def evaluations_of(
     expect("eval_epsilon", privacy.eval_epsilon, one_owner, "texts with one owner each")
     bound = privacy.eval_loss_bound or math.log(getattr(held_out, "vocab_size", 1))
     expect("eval_loss_bound", privacy.eval_loss_bound, bound > 0, "a bound on the loss of the task")
-    every = run.eval_every or max(1, privacy.num_steps // 10)
+    every = run.eval_every or -(-privacy.num_steps // 10)
     count = 1 + -(-privacy.num_steps // every)
     users = min(total, run.eval_examples)
     delta = min(default_delta(total), privacy.delta or 1.0)

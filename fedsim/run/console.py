@@ -124,7 +124,7 @@ def plan_rows(plan: Plan, workers: Any, run: RunConfig) -> list[tuple[str, str]]
     unit = "example" if plan.algorithm == Algorithm.ELS else "user"
     prob, expected = at_least(plan.sampling.prob, ".3g"), f"{plan.expected_count:,} {unit}s"
     examples = "" if plan.num_examples is None else f", {plan.num_examples:,} examples"
-    gradients = f"{plan.budget:,} gradients of {plan.num_parameters:,} parameters"
+    gradients = f"{plan.batch_size:,} gradients of {plan.num_parameters:,} parameters"
     rows = [
         ("algorithm", f"DP-SGD-{plan.algorithm.upper()} with {plan.sampling.kind} sampling"),
         ("data", f"{plan.num_users:,} users{examples}"),

@@ -105,8 +105,8 @@ def dry_run(
         show(prepared)
         plan, leaves = prepared.plan, jax.tree.leaves((prepared.params, prepared.task.frozen))
         size = {
-            "gradients_per_step": plan.budget,
-            "tokens_per_step": plan.budget * opened.data.train.max_length,
+            "gradients_per_step": plan.batch_size,
+            "tokens_per_step": plan.batch_size * opened.data.train.max_length,
             "parameter_bytes": sum(leaf.nbytes for leaf in leaves),
         }
         tokens, megabytes = size["tokens_per_step"], size["parameter_bytes"] / 1e6

@@ -79,7 +79,7 @@ class Trainer:
         self.add_noise = self.audit.record_noise(add_noise) if self.audit else add_noise
         evaluations = self.plan.evaluations
         every = evaluations.every if evaluations else self.run.eval_every
-        self.eval_every = every or max(1, self.plan.num_steps // 10)
+        self.eval_every = every or -(-self.plan.num_steps // 10)
         self.most_param = MAX_GROWTH * max(1.0, float(largest_of(self.params)))
         self.transformation = update_rule(self.run, rate_of(self.run, self.plan.num_steps))
         self.update = updater(self.transformation)
@@ -88,7 +88,7 @@ class Trainer:
         """{number of steps: epsilon after them}, a tenth of the run apart; empty without noise."""
         if self.event is None:
             return {}
-        plan, every = self.plan, max(1, self.plan.num_steps // 10)
+        plan, every = self.plan, -(-self.plan.num_steps // 10)
         running = accounting.RunningEpsilon(self.event, plan.delta, plan.before)
         return {
             step: running(step) for step in (*range(every, plan.num_steps, every), plan.num_steps)

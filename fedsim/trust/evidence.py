@@ -282,7 +282,7 @@ def check_constants(plan: Plan) -> None:
         share = 1 / (plan.num_steps // sampling.participations)
     require(sampling.prob == share, f"sampling_prob={sampling.prob}: expected {share}")
     each = 1 if plan.algorithm == Algorithm.ELS else plan.group_size
-    count = plan.budget // each
+    count = plan.batch_size // each
     require(plan.expected_count == count, f"expected_count={plan.expected_count}: not {count}")
 
 

@@ -252,7 +252,7 @@ def _settings(released: Released) -> dict[str, Any]:
     names = ("lora_rank", "frozen_dtype", "optimizer", "learning_rate", "compute_dtype")
     return {
         "num_units": f"{plan.num_units:,}",
-        "batch_size": f"{plan.budget:,}",
+        "batch_size": f"{plan.batch_size:,}",
         "num_parameters": f"{plan.num_parameters:,}",
         "model": model_name(run["model"]),
         **{name: run.get(name) for name in names},

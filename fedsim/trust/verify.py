@@ -150,7 +150,7 @@ def _settings(evidence: Evidence) -> str:
     compared = {name: (getattr(privacy, name), getattr(plan, name)) for name in PLANNED}
     compared |= {name: (getattr(privacy, name), getattr(sampling, name)) for name in DRAWN}
     compared |= {
-        "budget": (None if allocated else privacy.batch_size, plan.budget),
+        "batch_size": (None if allocated else privacy.batch_size, plan.batch_size),
         "sampling": (privacy.sampling_run, plan.sampling.kind),
         "noise": (privacy.noise, plan.noise.kind),
         "epsilon": (privacy.epsilon, plan.target_epsilon),

@@ -1,6 +1,6 @@
 """Choice of settings before and by training.
 
-    recommend    algorithm, group size, sampling and noise for data, with Algorithm 3 (`doubling`)
+    recommend    algorithm and group size for data, with Algorithm 3 (`doubling`)
     select       the best of several candidates, chosen privately
 
 `estimates` measures gradient norms, and `advice` has what is recommended.

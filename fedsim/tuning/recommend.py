@@ -2,8 +2,7 @@
 
 Group sizes come from the heuristics of Section 6 (the median user for ELS, Estimate-and-Double for
 ULS), clip norms from gradient norms at the starting model, noise from the accountant, and the
-choice from the noise per step (Section 3). Beyond the paper, the way of sampling and the kind of
-noise are chosen such that sums of steps get the least noise (`advice.compare`).
+choice from the noise per step (Section 3).
 
 It looks at the data without noise, as the paper does, and the result says so.
 """
@@ -44,7 +43,7 @@ from fedsim.run import Console, find_model, load_data, make_task
 from fedsim.sampling import Groups, examples_per_user, graph_of, pool_of
 from fedsim.training import wait_for
 from fedsim.tuning import doubling
-from fedsim.tuning.advice import Advice, choose, command, compare, to_train
+from fedsim.tuning.advice import Advice, choose, command, to_train
 from fedsim.tuning.estimates import (
     NUM_USERS,
     GradientNorms,
@@ -219,10 +218,8 @@ def _advice(
 ) -> Advice:
     """Advice for one algorithm, with the noise that training computes."""
     users, run = start.data.train, start.run
-    cells = compare(algorithm, settings, run, users, num_coordinates(start.params))
-    changes = min(cells, key=lambda cell: cell.ratio).changes if cells else {}
     rounded = min(max(float(f"{norm:.4g}"), 1e-6), 1e6)  # to the number in the printed command
-    settings = dataclasses.replace(settings, clip_norm=rounded, **changes)
+    settings = dataclasses.replace(settings, clip_norm=rounded)
     method = method_for(algorithm, settings, users, start.key)
     sigma = calibrate(method, settings)
     count, prob = method.sampler.expected_count, method.sampler.sampling_prob
@@ -241,10 +238,6 @@ def _advice(
         clip_norm=settings.clip_norm,
         noise_multiplier=sigma,
         noise_per_step=noise_stddev(settings.clip_norm, sigma, real_count),
-        sampling=method.sampler.name,
-        noise=settings.noise,
-        bands=settings.bands,
-        participations=settings.participations,
         noise_on_sums=noise_stddev(settings.clip_norm, error, real_count),
         settings=flags,
         command=command(algorithm, flags),

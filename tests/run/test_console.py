@@ -17,7 +17,8 @@ RUN = run_config(
 )  # fmt: skip
 PLAN = Plan(
     algorithm=Algorithm.ELS, num_users=1200, num_examples=56_000, num_units=9000, num_steps=20,
-    budget=64, group_size=8, expected_count=64, sampling=SamplingPlan("poisson", prob=64 / 9000),
+    batch_size=64, group_size=8, expected_count=64,
+    sampling=SamplingPlan("poisson", prob=64 / 9000),
     clip_norm=0.5, clipping="normalised", target_epsilon=4.0, delta=1e-6, noise_multiplier=1.25,
     num_parameters=123_456, data_seal="abc",
     non_private=(Caveat(Fact.COUNTS), Caveat(Fact.GROUP_SIZE)),

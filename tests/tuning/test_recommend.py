@@ -44,7 +44,7 @@ def planned(command):
 def test_training_adds_exactly_the_noise_that_was_predicted(algorithm, advised):
     each = advised[0][algorithm]
     plan, config = planned(each["command"])
-    assert each["batch_size"] == plan.budget
+    assert each["batch_size"] == plan.batch_size
     assert each["sampling_prob"] == plan.sampling.prob
     for name in "group_size expected_count clip_norm noise_multiplier".split():
         assert each[name] == getattr(plan, name), name
@@ -54,7 +54,7 @@ def test_training_adds_exactly_the_noise_that_was_predicted(algorithm, advised):
     assert 0.5 < real < 1 if algorithm == "els" else real == pytest.approx(1)
     assert (config.learning_rate, config.engine.kind) == (0.3, "local")  # flags are passed on
     assert 3.99 < accounting.epsilon([(plan.event(), 7)], plan.delta) <= 4
-    assert (each["sampling"], each["noise"]) == (plan.sampling.kind, plan.noise.kind)
+    assert (plan.sampling.kind, plan.noise.kind) == ("poisson", "independent")  # none was asked for
     error = predicted_error(plan.noise_multiplier, plan.num_steps, plan.noise.bands)
     expected = error * plan.clip_norm / plan.expected_count / real
     assert each["noise_on_sums"] == pytest.approx(expected)
