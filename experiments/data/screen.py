@@ -192,9 +192,9 @@ def _screen(
     about["versions"] = {name: version(name) for name in VERSIONS}
     wanted = screen.with_urls(columns)
     if source:
-        files, split = source.files(), None
+        files = source.files()
     pool.grow(sum(path.stat().st_size for path in files))
-    parts = [part for file in files for part in cut(file, wanted, split)]
+    parts = [part for file in files for part in cut(file, wanted)]
     against = [one.fetched() for one in against]
     pool.grow(sum(path.stat().st_size for one in against for path in one.files))
     left, counts = screen_parts(parts, columns, screen, against, directory / "rows", pool)

@@ -24,8 +24,8 @@ def build(
     Args:
       out: Directory to create.
       sources: Parquet, JSON, JSONL, CSV or TSV files, folders of them (of JSON: 'folder/*.json'),
-        globs, a data set saved by `datasets`, or hf:NAME[:CONFIG].
-      split: Split of an hf: or saved data set to read. Default: train.
+        globs, or hf:NAME[:CONFIG].
+      split: Split of an hf: data set to read. Default: train.
       revision: Branch, tag or commit of an hf: data set to read. Default: the newest.
       num_workers: Number of processes; it does not change the result. Default: one per CPU.
     """

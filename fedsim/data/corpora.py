@@ -50,8 +50,8 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
     """Load the data set that `source` names, and build it first if necessary.
 
     Args:
-      source: a built directory (opened as it is, without build options), a file or glob, a
-        directory saved by `datasets`, hf:NAME[:CONFIG], or pydocs.
+      source: a built directory (opened as it is, without build options), a file, folder or
+        glob, hf:NAME[:CONFIG], or pydocs.
       cache_dir: directory of built data. Default: `files.cache_dir`.
       build_options: keyword arguments of `build`, the fields of `BuildSettings` among them.
     Raises:

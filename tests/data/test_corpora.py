@@ -171,7 +171,7 @@ def test_a_failed_build_leaves_no_entry(source, tmp_path):
     [
         ("hf:", "expected hf:NAME"),
         ("nowhere", "file or glob that exists"),
-        ("", "got an empty one"),
+        ("", "data=: expected a file or glob"),
     ],
 )
 def test_unknown_sources(name, message):

@@ -24,28 +24,15 @@ import pyarrow as pa
 
 from fedsim.config import BuildConfig
 from fedsim.data.building.columns import (
-    BESIDE_CHATS,
-    EPOCHS,
     KINDS,
     MARKS_OF_ROWS,
-    TEXTS,
     Columns,
     check_bound,
     expect_one_kind,
 )
 from fedsim.data.building.messages import COMPLETION, MESSAGES, TRAIN_ON, Chats
 from fedsim.data.building.sorting import owners_of, sorted_blocks, tokenised_rows, write_splits
-from fedsim.data.building.sources import (
-    Part,
-    cut,
-    find_files,
-    hub_source,
-    identify,
-    is_saved,
-    names_in,
-    size_of,
-    unread_splits,
-)
+from fedsim.data.building.sources import Part, cut, find_files, hub_source, identify, names_in
 from fedsim.data.building.tokenised import Encoding, bundled, write_rows
 from fedsim.data.building.user_ids import remarks
 from fedsim.data.chat import ChatTokenizer, template_of
@@ -148,9 +135,9 @@ def build(
     `if __name__ == "__main__":`.
 
     Args:
-      sources: files, globs, directories saved by `datasets`, or one hf:NAME[:CONFIG].
+      sources: files, folders, globs, or one hf:NAME[:CONFIG].
       out: a directory that does not exist.
-      split: split of an hf: or a saved data set. Default: train.
+      split: split of an hf: data set. Default: train.
       revision: branch, tag or commit of an hf: data set. Default: the newest.
       num_workers: number of processes. The result does not depend on it. Default: one per CPU.
       progress: called with a line of progress every few seconds, and with notes on the data.
@@ -194,19 +181,15 @@ class _Build:
     ) -> None:
         """Run all stages; the data set is complete in self.out at the end."""
         settings, source = self.settings, hub_source(named, split, revision)
-        if source is None:
-            found = self._find_files(named, split, revision)
-        else:
+        if source is not None:
             self.say(f"fetching {source}, split {source.split}")
-            found, split = source.files(), None
-        names = names_in(found, split, settings)
+        found = find_files(named) if source is None else source.files()
+        names = names_in(found, settings)
         self.columns = self._recognised(names)
-        if names:
-            self.columns.check(names)
-        self.pool.grow(size_of(found))
+        self.pool.grow(sum(file.stat().st_size for file in found))
         about = {"sources": self.pool.map(identify, found), "provenance": provenance}
         about["hub"] = [] if source is None else [source.identity()]
-        parts = [part for file in found for part in cut(file, self.columns, split)]
+        parts = [part for file in found for part in cut(file, self.columns)]
         self.tokenizer = Tokenizer.named(file_of(settings.tokenizer))
         self.chats = settings.chats(self.columns, self.tokenizer)
         if self.chats is not None and self.chats.template is not None:
@@ -228,32 +211,15 @@ class _Build:
         about["counts"] = self._counts(counts, owners) | of_ids
         self._describe(about, list(splits))
 
-    def _find_files(
-        self, named: Sequence[str | Path], split: str | None, revision: str | None
-    ) -> list[Path]:
-        found = find_files(named)
-        if split is not None and not all(map(is_saved, found)):
-            expected = "none: only data sets that are saved, or of the Hub, have splits"
-            raise DataError.of("split", split, expected)
-        if revision is not None:
-            expected = "none: only data sets of the Hub have revisions"
-            raise DataError.of("revision", revision, expected)
-        if others := unread_splits(found, split):
-            line = f"these splits are not read: {', '.join(others)} (see split)"
-            self.say(f"of what is saved, {line}")
-        return found
-
     def _recognised(self, names: Sequence[str]) -> Columns:
-        """The columns to read; says which others may hold texts or belong to chats."""
+        """The columns to read. Raises: DataError: others may say what is not to be trained on."""
         columns = self.settings.columns.recognised(names)
         if marks := [name for name in MARKS_OF_ROWS if name in names and columns.form]:
             expected = "no such column, which may say what is not to be trained on: leave out such "
             expected += "rows, or mark turns with `train` of false, and drop or rename the column"
             raise DataError.of("column", marks[0], expected)
-        others = (*TEXTS, *BESIDE_CHATS) if columns.form else TEXTS
-        unread = [name for name in others if name in names and name not in columns.text]
-        if unread and (columns.form or columns.text == Columns.text):
-            self.say(f"read: {', '.join(columns.text)}; not read: {', '.join(unread)}")
+        if names:
+            columns.check(names)
         return columns
 
     def _tokenise(self, parts: Sequence[Part], rows: Path) -> Counter[str]:
@@ -265,7 +231,7 @@ class _Build:
         records = self.pool.map(partial(write_rows, encoding=encoding), bundles, "tokenised")
         counts = sum(records, Counter())
         if self.columns.order is not None:
-            kinds = {name for name in (*KINDS, *EPOCHS) if counts[name]}
+            kinds = {name for name in KINDS if counts[name]}
             expect_one_kind(kinds, f"order_column={self.columns.order}")
             if settings.test_from is not None:
                 check_bound(settings.test_from, self.columns.order, kinds)
@@ -304,9 +270,9 @@ class _Build:
             found["chats_skipped"] = counts["skipped"]
         if number := counts["spelling"]:
             found["texts_spelling_special_tokens"] = number
-            such = f"special tokens of the tokenizer, such as {self.tokenizer.end}"
-            line = f"{number:,} texts spell {such}; these stay text: chats belong in `messages`, "
-            self.say(f"{line}without special tokens")
+            line = f"{number:,} texts spell special tokens of the tokenizer, such as "
+            line += f"{self.tokenizer.end}; these stay text: chats belong in `messages`, without "
+            self.say(f"{line}special tokens")
         return found
 
     def _divide(self, owners: pa.Table, row_counts: Counter[str]) -> dict[str, SplitRows]:
@@ -330,11 +296,10 @@ class _Build:
         self, connection: Any, owners: pa.Table, splits: dict[str, SplitRows]
     ) -> None:
         """Write the store of each split."""
-        counts, dtype = owners["rows"].to_numpy(), token_dtype(self.tokenizer.vocab_size)
-        marked = self.chats is not None
+        dtype, marked = token_dtype(self.tokenizer.vocab_size), self.chats is not None
         ordered = self.columns.order is not None
         blocks = sorted_blocks(connection, MARKED if marked else dtype, ordered)
-        write_splits(blocks, counts, splits, self.out, dtype, marked)
+        write_splits(blocks, owners["rows"].to_numpy(), splits, self.out, dtype, marked)
         about = {"max_length": self.settings.max_length, "tokenizer": self._described_tokenizer}
         about["vocab_size"] = self.tokenizer.vocab_size
         ids = owners["user_id"].combine_chunks()
@@ -345,23 +310,18 @@ class _Build:
     def _describe(self, about: dict[str, Any], splits: list[str]) -> None:
         """Write metadata.json and the checksums of the data set."""
         settings = self.settings
-        described = asdict(settings)
-        for name in ("tokenizer", "chat_template"):  # places of files
-            described.pop(name)
+        places = ("tokenizer", "chat_template")  # of files
+        described = {n: value for n, value in asdict(settings).items() if n not in places}
         always = ("user", "text", "order")
         columns = asdict(self.columns).items()
+        rules = ("max_length", "long_texts", "rows_without_user")
         metadata = {
             "kind": "dataset",
             "format": FORMAT,
             "splits": splits,
             "tokenizer": self._described_tokenizer,
             "columns": {name: value for name, value in columns if value or name in always},
-            "rules": {
-                "max_length": settings.max_length,
-                "long_texts": settings.long_texts,
-                **asdict(settings.holdout),
-                "rows_without_user": settings.rows_without_user,
-            },
+            "rules": {name: described[name] for name in rules} | asdict(settings.holdout),
             "settings": described,
             **about,
         }
@@ -384,9 +344,6 @@ class _Build:
 
 class Pool:
     """Worker processes of one build. A context manager.
-
-    Functions and items must be importable by another process, and results must not depend on the
-    process that they are computed in.
 
     Args:
       num_workers: number of processes. Default: one per CPU that this process may use.
@@ -418,8 +375,7 @@ class Pool:
         Args:
           stage: name of the stage in lines of progress; "" shows none.
         Raises:
-          Interrupted: a worker was killed. KeyboardInterrupt: a stop signal came. Any error that
-            `call` raises.
+          Interrupted: a worker was killed. KeyboardInterrupt: a stop signal came.
         """
         run = map if self._executor is None else self._executor.map
         results, said_at = [], time.monotonic()

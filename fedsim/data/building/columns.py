@@ -37,37 +37,34 @@ FORMS = (
 )
 MAY_LACK = {ALPACA: ("input",)}
 """Columns of a form that a file, or a record of JSON, may lack: null there."""
-BESIDE_CHATS = ("tools", "functions", "system", "system_prompt", "system_message", "history")
-BESIDE_CHATS += ("image", "images", "video", "videos", "audio")
-"""Columns that other programs give to a chat template or put before a prompt."""
 MARKS_OF_ROWS = ("label", "labels", "loss_mask", "completion_mask", "assistant_masks", "train")
 """Columns beside chats that may say what is not to be trained on."""
-TEXTS = ("text", "messages", "conversations")
-"""Columns that hold what people wrote, of which one is read."""
 NOTHING = ("", "null", '""', "[]")  # JSON of a value that says nothing
 
-KINDS = NUMBERS, TIMES, LOCAL = "numbers", "times with a zone", "times without a zone"
-EPOCHS = {"seconds since 1970": 1e9, "milliseconds since 1970": 1e12}
-"""Kinds of numbers, and the least of each: that of 2001. The largest is 4.2 times as much."""
+KINDS = "numbers", "times with a zone", "times without a zone", "seconds since 1970"
+KINDS += ("milliseconds since 1970",)
+NUMBERS, ZONED, LOCAL, *EPOCHS = KINDS
 KEY = pa.struct([("kind", pa.int8()), ("major", pa.float64()), ("minor", pa.int64())])
 """Key of an order. A number is a float, and the exact rest of a whole one. A time is seconds since
-1970 and nanoseconds. `kind` is an index of KINDS."""
+1970 and nanoseconds. `kind` is an index of KINDS; rows are not sorted by it."""
 NUMBER = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(inf|Infinity)"
 ZONE = r"( ?(Z|UTC|[+-][0-9]{2}(:?[0-9]{2})?))$"
 CLOCK = r"([01][0-9]|2[0-3]):[0-9]{2}(:[0-9]{2}([.,][0-9]{1,9})?)?"
 TIME = rf"[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}([T ]{CLOCK}{ZONE[:-1]}?)?"
 ORDER_QUERY = f"""
 WITH known AS (FROM given SELECT *,
-  CASE WHEN regexp_full_match(value, '{NUMBER}') THEN 0
+  if(regexp_full_match(value, '{NUMBER}'), value::DOUBLE + 0, NULL) AS number,
+  CASE WHEN number >= 1e9 AND number < 4.2e9 THEN 3
+    WHEN number >= 1e12 AND number < 4.2e12 THEN 4 WHEN number IS NOT NULL THEN 0
     WHEN regexp_full_match(value, '{TIME}') THEN if(regexp_matches(value[11:], '{ZONE}'), 1, 2)
     END AS kind,
-  kind = 0 AS number, kind > 0 AS time, regexp_replace(value, '[.,][0-9]+', '') ||
+  regexp_replace(value, '[.,][0-9]+', '') ||
     CASE WHEN kind = 1 THEN '' WHEN length(value) = 10 THEN ' 00:00Z' ELSE 'Z' END AS moment)
-SELECT kind::TINYINT AS kind, CASE WHEN number THEN value::DOUBLE + 0
-    WHEN time THEN epoch_us(TRY_CAST(moment AS TIMESTAMPTZ)) / 1e6 END AS major,
-  CASE WHEN time THEN rpad(regexp_extract(value, '[.,]([0-9]+)', 1), 9, '0')::BIGINT
-    WHEN regexp_full_match(value, '[+-]?[0-9]+') AND abs(value::DOUBLE) < 1e34
-    THEN (value::HUGEINT - value::DOUBLE::HUGEINT)::BIGINT ELSE 0 END AS minor
+SELECT kind::TINYINT AS kind, CASE WHEN kind IN (1, 2)
+    THEN epoch_us(TRY_CAST(moment AS TIMESTAMPTZ)) / 1e6 ELSE number END AS major,
+  CASE WHEN kind IN (1, 2) THEN rpad(regexp_extract(value, '[.,]([0-9]+)', 1), 9, '0')::BIGINT
+    WHEN regexp_full_match(value, '[+-]?[0-9]+') AND abs(number) < 1e34
+    THEN (value::HUGEINT - number::HUGEINT)::BIGINT ELSE 0 END AS minor
 FROM known
 """
 
@@ -78,16 +75,14 @@ def expected_of(found: Sequence[str]) -> str:
     Args:
       found: columns of the file.
     """
-    for mark in ";\t|":
-        if len(found) == 1 and mark in found[0]:
-            return f"no such column; the columns are separated by {mark!r}, which delimiter names"
+    if len(found) == 1 and (marks := re.findall("[;\t|]", found[0])):
+        return f"no such column; the columns are separated by {marks[0]!r}, which delimiter names"
     if not all(NAME.fullmatch(name.strip()) for name in found):
         return (
             f"no such column among {len(found)}, whose names are not shown, for they may be a "
             "person's text; the first line of CSV must have the names of the columns"
         )
-    shown = [name if name == name.strip() else repr(name) for name in found[:MAX_SHOWN]]
-    return f"no such column, expected one of {', '.join(shown)}"
+    return f"no such column, expected one of {', '.join(found[:MAX_SHOWN])}"
 
 
 @dataclass(frozen=True)
@@ -178,11 +173,10 @@ class Columns:
         Raises:
           DataError: a column is there twice. MissingColumn: a column is not there.
         """
-        wanted = self.in_file(found)
-        fields = {name: "owners" if self.owners else "user_column" for name in self.owner}
+        fields = dict.fromkeys(self.owner, self.blamed.partition("=")[0])
         fields |= {self.order: "order_column"}
         fields |= dict(zip(self.text, self.text_fields, strict=True))
-        for name in wanted:
+        for name in self.in_file(found):
             if found.count(name) > 1:
                 raise DataError(f"column {name}: expected one of that name, got several")
             if name not in found:
@@ -246,18 +240,11 @@ def plain(column: Any, name: str) -> pa.Array:
 
 
 def chats_as_json(batch: pa.RecordBatch, columns: Columns) -> pa.RecordBatch:
-    """The batch with the columns of chats as JSON, with bytes, which some files have, as texts.
-
-    Raises:
-      DataError: bytes are not UTF-8.
-    """
+    """The batch with the columns of chats as JSON, with bytes, which some files have, as texts."""
     found = {name: batch[name] for name in batch.schema.names}
-    for name, field in zip(columns.text, columns.text_fields, strict=True):
+    for name in columns.text:
         chats = found[name].to_pylist() if name in found else [None] * len(batch)
-        try:
-            cells = [None if x is None else json.dumps(x, default=_as_text) for x in chats]
-        except UnicodeDecodeError:
-            raise refused(f"{field}={name}", "UTF-8, got other bytes") from None
+        cells = [None if x is None else json.dumps(x, default=_as_text) for x in chats]
         found[name] = pa.array(cells, pa.string())
     return pa.RecordBatch.from_pydict(found)
 
@@ -417,16 +404,9 @@ def keys_of(column: pa.Array, field: str, first_row: int) -> pa.StructArray:
 
 
 def kinds_of(keys: pa.StructArray) -> set[str]:
-    """Kinds of the keys that are not missing: of KINDS, and of EPOCHS where numbers are such."""
+    """Kinds of the keys that are not missing: of KINDS."""
     keys = keys.drop_null()  # pyright: ignore
-    found = {KINDS[kind] for kind in keys.field("kind").unique().to_pylist()}
-    if found != {NUMBERS}:
-        return found
-    numbers = keys.field("major").to_numpy()
-    of_epoch = {name: (numbers >= e) & (numbers < 4.2 * e) for name, e in EPOCHS.items()}
-    other = (numbers > 0) & ~np.logical_or.reduce([*of_epoch.values()])
-    found = {name for name, each in of_epoch.items() if each.any()}
-    return found | {NUMBERS} if other.any() or not found else found
+    return {KINDS[kind] for kind in keys.field("kind").unique().to_pylist()}
 
 
 def expect_one_kind(found: Collection[str], field: str) -> None:
@@ -446,8 +426,8 @@ def check_bound(bound: str, column: str, found: Collection[str]) -> None:
     Raises:
       DataError: it cannot.
     """
-    own = kinds_of(keys_of(pa.array([bound]), "test_from", 0)) or {NUMBERS}
-    if (own, found) != ({LOCAL}, {TIMES}) and len(_different({*own, *found})) > 1:
+    own = kinds_of(keys_of(pa.array([bound]), "test_from", 0))
+    if (own, found) != ({LOCAL}, {ZONED}) and len(_different({*own, *found})) > 1:
         expected = f"a value of order_column={column}, which holds {' and '.join(found)}"
         raise DataError.of("test_from", bound, expected)
 

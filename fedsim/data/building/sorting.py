@@ -33,43 +33,35 @@ def tokenised_rows(directory: Path, threads: int) -> Iterator[Any]:
 
     Args:
       threads: number of threads, of which at most MAX_THREADS are used.
-    Raises: as `owners_of`.
+    Raises, also in its block:
+      OSError: the disk is full.
+      Interrupted: DuckDB failed, or needs more memory.
     """
     import duckdb  # takes a while
 
     threads = min(threads, MAX_THREADS)
-    with plain_errors():
-        connection = duckdb.connect(
-            config={
-                "memory_limit": f"{MEMORY * max(2, threads)}B",
-                "threads": threads,
-                "temp_directory": str(directory / "spilled"),
-                "autoinstall_known_extensions": False,
-                "autoload_known_extensions": False,
-                "arrow_large_buffer_size": True,
-            }
-        )
-    with connection:
-        with plain_errors():
-            with suppress(duckdb.InvalidInputException):  # in a notebook without ipywidgets
-                connection.execute("SET enable_progress_bar = false")
-            files = glob.escape(str(directory)) + "/rows-*.parquet"
-            connection.read_parquet(files, hive_partitioning=False).create_view("rows")
+    config = {
+        "memory_limit": f"{MEMORY * max(2, threads)}B",
+        "threads": threads,
+        "temp_directory": str(directory / "spilled"),
+        "autoinstall_known_extensions": False,
+        "autoload_known_extensions": False,
+        "arrow_large_buffer_size": True,
+    }
+    with plain_errors(), duckdb.connect(config=config) as connection:
+        with suppress(duckdb.InvalidInputException):  # in a notebook without ipywidgets
+            connection.execute("SET enable_progress_bar = false")
+        files = glob.escape(str(directory)) + "/rows-*.parquet"
+        connection.read_parquet(files, hive_partitioning=False).create_view("rows")
         yield connection
 
 
 def owners_of(connection: Any) -> pa.Table:
-    """Owners by group and user_id, with their numbers of rows (columns group, user_id, rows).
-
-    Raises:
-      OSError: the disk is full.
-      Interrupted: DuckDB failed, or needs more memory.
-    """
-    with plain_errors():
-        table = connection.sql(
-            'SELECT "group", user_id, count(*) FILTER (first) AS rows FROM rows '
-            "GROUP BY ALL ORDER BY ALL"
-        ).to_arrow_table()
+    """Owners by group and user_id, with their numbers of rows (columns group, user_id, rows)."""
+    table = connection.sql(
+        'SELECT "group", user_id, count(*) FILTER (first) AS rows FROM rows '
+        "GROUP BY ALL ORDER BY ALL"
+    ).to_arrow_table()
     ids = table["user_id"].cast(pa.string())
     return table.set_column(1, "user_id", ids).combine_chunks()
 
@@ -81,47 +73,33 @@ def sorted_blocks(
 
     Args:
       order: True if rows have order keys.
-    Raises: as `owners_of`.
     """
     keys = "COLUMNS('order.') NULLS LAST," if order else ""
-    with plain_errors():
-        reader = connection.sql(
-            f'SELECT first, tokens FROM rows ORDER BY "group", user_id, {keys} place'
-        ).to_arrow_reader(BLOCK_ROWS)
-    return _joined(_pieces(reader, dtype))
-
-
-def _pieces(reader: Any, dtype: np.dtype) -> Iterator[list[np.ndarray]]:
-    """Yield blocks of pieces: [True for the first of a row, lengths, token ids end to end]."""
-    while True:
-        with plain_errors():
-            try:
-                batch = reader.read_next_batch()
-            except StopIteration:
-                return
-        column: Any = batch["tokens"].cast(pa.large_binary())
-        _, bounds, data = column.buffers()
-        bounds = np.frombuffer(bounds, np.int64)[column.offset : column.offset + len(column) + 1]
-        values = np.frombuffer(data or b"", np.uint8)[bounds[0] : bounds[-1]]
-        first = batch["first"].to_numpy(zero_copy_only=False)
-        yield [first, np.diff(bounds) // dtype.itemsize, values.view(dtype)]
-
-
-def _joined(blocks: Iterator[list[np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield whole rows, of which a row may continue in the next block: (lengths, token ids)."""
+    query = f'SELECT first, tokens FROM rows ORDER BY "group", user_id, {keys} place'
     held = None
-    for block in blocks:
+    for batch in connection.sql(query).to_arrow_reader(BLOCK_ROWS):
+        block = _pieces(batch, dtype)
         if held is not None:
             block = [np.concatenate(pair) for pair in zip(held, block, strict=True)]
         first, lengths, values = block
         starts = np.flatnonzero(first)
-        last = int(starts[-1])  # this row may continue
+        last = int(starts[-1])  # this row may continue in the next block
         size = int(lengths[:last].sum())
         if last:
             yield np.add.reduceat(lengths[:last], starts[:-1]), values[:size]
         held = first[last:], lengths[last:], values[size:]
     if held is not None:
         yield held[1].sum(keepdims=True), held[2]
+
+
+def _pieces(batch: pa.RecordBatch, dtype: np.dtype) -> list[np.ndarray]:
+    """Pieces of rows: [True for the first of a row, lengths, token ids end to end]."""
+    column: Any = batch["tokens"].cast(pa.large_binary())
+    _, bounds, data = column.buffers()
+    bounds = np.frombuffer(bounds, np.int64)[column.offset : column.offset + len(column) + 1]
+    values = np.frombuffer(data or b"", np.uint8)[bounds[0] : bounds[-1]]
+    first = batch["first"].to_numpy(zero_copy_only=False)
+    return [first, np.diff(bounds) // dtype.itemsize, values.view(dtype)]
 
 
 @contextmanager
@@ -136,11 +114,10 @@ def plain_errors() -> Iterator[None]:
         # A signal that comes while rows are read raises an error of no special type.
         if isinstance(error, duckdb.InterruptException) or message == "Query interrupted":
             raise KeyboardInterrupt from None
-        for number in DISK_FULL:
-            if os.strerror(number) in message:
-                raise OSError(number, os.strerror(number)) from None
-        if "temp_directory" in message or "offload" in message:
-            raise OSError(DISK_FULL[0], os.strerror(DISK_FULL[0])) from None
+        full = [number for number in DISK_FULL if os.strerror(number) in message]
+        if full or "temp_directory" in message or "offload" in message:
+            number = (full or DISK_FULL)[0]
+            raise OSError(number, os.strerror(number)) from None
         if isinstance(error, duckdb.OutOfMemoryException) or "Out of Memory" in message:
             raise Interrupted("expected more memory to sort rows in") from None
         raise Interrupted(f"rows could not be sorted ({type(error).__name__})") from None
@@ -164,15 +141,13 @@ def write_splits(
       marked: True if blocks have marked ids; see `store.MARKED`.
     """
     ends, start = np.cumsum(counts), 0
-    spans = {name: np.zeros((2, len(counts)), np.int64) for name in splits}
-    for name, rows in splits.items():
-        spans[name][:, rows.owners] = rows.low, rows.high
-        (directory / name).mkdir(exist_ok=True)
     with ExitStack() as stack:
-        writers = {
-            name: stack.enter_context(TokenWriter(directory / name, dtype, marked))
-            for name in splits
-        }
+        spans, writers = {}, {}
+        for name, rows in splits.items():
+            spans[name] = np.zeros((2, len(counts)), np.int64)
+            spans[name][:, rows.owners] = rows.low, rows.high
+            (directory / name).mkdir()
+            writers[name] = stack.enter_context(TokenWriter(directory / name, dtype, marked))
         for lengths, values in blocks:
             row = np.arange(start, start + len(lengths))
             start += len(lengths)

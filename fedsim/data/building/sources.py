@@ -1,4 +1,4 @@
-"""Sources of a data set: files and globs, directories that `datasets` saved, files of the Hub.
+"""Sources of a data set: files, folders and globs, and data sets of the Hugging Face Hub.
 
 Rows come in the order of a file, in checked batches. Several processes can read a Parquet file; any
 other is read by one. Errors name the file, the row and the reason.
@@ -12,7 +12,7 @@ import glob
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,8 +24,8 @@ from fedsim.config import BuildConfig
 from fedsim.data.building.columns import Columns, chats_as_json, normalise, plain
 from fedsim.data.building.text_files import PACKED, TextFile
 from fedsim.data.store import sha256_of_all
-from fedsim.errors import DataError, FedsimError, Interrupted, may_pass, printable
-from fedsim.files import DISK_FULL, expand_home, read_json
+from fedsim.errors import DataError, Interrupted, may_pass, printable
+from fedsim.files import DISK_FULL, expand_home
 
 READ_ROWS, READ_BYTES = 65_536, 64 * 2**20  # of a batch, at most
 PART_ROWS, PART_BYTES = 2**20, 128 * 2**20  # of a part, about
@@ -34,7 +34,6 @@ SUFFIXES = (".parquet", *(f".{kind}{z}" for kind in TEXTS for z in ("", *PACKED)
 DEFAULTS = BuildConfig()
 READING = pa.ArrowException, OSError, EOFError, ValueError, OverflowError, RecursionError
 """Errors of libraries that read a damaged file."""
-STATE, SPLITS = "state.json", "dataset_dict.json"  # one of them is in a saved directory
 HUB = "hf:"
 SPLIT_WORDS = {"train": "train|training", "validation": "validation|valid|val|dev"}
 SPLIT_WORDS |= {"test": "test|testing|eval|evaluation"}
@@ -48,8 +47,6 @@ class Part:
     file: Path
     size: int
     """Bytes, about."""
-    split: str | None = None
-    """Split of a saved dictionary of data sets."""
     start: int = 0
     end: int = 0
     """End of the row groups, exclusive."""
@@ -58,9 +55,7 @@ class Part:
 
 
 def kind_of(file: Path) -> str:
-    """Format of a source: parquet, json, jsonl, csv, tsv, or saved; another suffix is no format."""
-    if file.is_dir():
-        return "saved"
+    """Format of a source: parquet, json, jsonl, csv or tsv; another suffix is no format."""
     name = file.name.removesuffix(file.suffix) if file.suffix in PACKED else file.name
     kind = name.rpartition(".")[2].lower()
     return "jsonl" if kind == "ndjson" else kind
@@ -71,40 +66,34 @@ def is_known(file: Path) -> bool:
     return file.name.lower().endswith(SUFFIXES) and not file.name.endswith((".GZ", ".ZST"))
 
 
-def is_saved(path: Path) -> bool:
-    """True if `datasets.save_to_disk` wrote this directory."""
-    return path.is_dir() and any((path / name).is_file() for name in (STATE, SPLITS))
-
-
 def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
     """Find the files of paths and globs, in the given order; files of a glob are sorted.
 
     Each file is there once, whatever paths lead to it. A directory stands for its files that can be
-    read; one that `datasets.save_to_disk` wrote counts as one file.
+    read.
 
     Raises:
       DataError: there is no such file, its extension is unknown, or it is there compressed, too.
     """
-    sources = [sources] if isinstance(sources, str | Path) else sources
     files: dict[Path, Path] = {}
-    for source in sources:
-        if not str(source).strip():  # such as an unset variable of the shell
-            raise DataError.of("data", "", "the name of a file or glob, got an empty one")
+    for source in [sources] if isinstance(sources, str | Path) else sources:
         source = expand_home("data", source)
         here = Path(source)
-        matched = [here] if here.exists() else map(Path, sorted(glob.glob(source, recursive=True)))
+        exists = here.exists() and source != ""  # such as an unset variable of the shell
+        matched = [here] if exists else map(Path, sorted(glob.glob(source, recursive=True)))
         found: list[Path] = []
         for path in matched:
-            found += files_in(path) if path.is_dir() and not is_saved(path) else [path]
-        found = [file for file in found if file.is_file() or is_saved(file)]
+            found += files_in(path) if path.is_dir() else [path]
         if not found:
-            kinds = f"{', '.join(SUFFIXES)} (JSON: '{source}/*.json')"
-            expected = f"files in it that end in {kinds}" if here.is_dir() else ""
-            raise DataError.of("data", source, expected or "a file or glob that exists")
+            expected = "a file or glob that exists"
+            if exists:
+                expected = f"files in it that end in {', '.join(SUFFIXES)} (JSON: '{source}/*.json'"
+                expected += "; what `datasets` saved: to_parquet writes such a file)"
+            raise DataError.of("data", source, expected)
         for file in found:
             files.setdefault(file.resolve(), file)
     for file in files.values():
-        if not is_saved(file) and not is_known(file):
+        if not is_known(file):
             remedy = "unpack archives, and save other files as Parquet, .csv or .tsv"
             expected = f"a file ending in {', '.join(SUFFIXES)}; {remedy}"
             raise DataError.of("data", file, expected)
@@ -126,17 +115,9 @@ def files_in(directory: Path) -> list[Path]:
     return [path for path in files if path.name[0] != "." and kind_of(path) != "json"]
 
 
-def size_of(files: Iterable[Path]) -> int:
-    """Bytes of files, and of all that is in directories among them."""
-    whole = (path.rglob("*") if path.is_dir() else [path] for path in files)
-    return sum(file.stat().st_size for each in whole for file in each if file.is_file())
-
-
 def identify(file: Path) -> dict[str, Any]:
-    """Name, bytes and sha256 of a file, or of all files of a directory."""
-    inside = sorted(p for p in file.rglob("*") if p.is_file()) if file.is_dir() else [file]
-    size = sum(path.stat().st_size for path in inside)
-    return {"name": file.name, "bytes": size, "sha256": sha256_of_all(inside)}
+    """Name, bytes and sha256 of a file."""
+    return {"name": file.name, "bytes": file.stat().st_size, "sha256": sha256_of_all([file])}
 
 
 @dataclass(frozen=True)
@@ -165,7 +146,7 @@ class HubSource:
 
     def pinned(self) -> "HubSource":
         """The same data set at the commit that its revision names now."""
-        if re.fullmatch("[0-9a-f]{40}", self.revision or ""):
+        if re.fullmatch("[0-9a-f]{40}", self.revision or ""):  # which needs no network
             return self
         return replace(self, revision=self._info().sha)
 
@@ -184,11 +165,9 @@ class HubSource:
         names = [each.rfilename for each in self._info().siblings or ()]
         inside = sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
         chosen = [prefix + name for name in self._of_split(inside)]
-        kinds = {PurePosixPath(re.sub(r"\.(gz|zst)$", "", name)).suffix for name in chosen}
-        if len(kinds) > 1:  # often the same rows twice
-            found = " and ".join(sorted(kinds))
-            expected = f"files of one kind, found {found}; download the files and build from them"
-            raise DataError.of("data", self, expected)
+        if len(kinds := {kind_of(Path(name)) for name in chosen}) > 1:  # often the same rows twice
+            expected = f"files of one kind, found {' and '.join(sorted(kinds))}"
+            raise DataError.of("data", self, f"{expected}; download the files and build from them")
         wanted = {"allow_patterns": [glob.escape(name) for name in chosen]}
         wanted |= {"repo_type": "dataset", "revision": self.revision}
         root = Path(self._of_hub(lambda hub: hub.snapshot_download(self.name, **wanted)))
@@ -196,9 +175,8 @@ class HubSource:
 
     def _of_split(self, names: Sequence[str]) -> list[str]:
         """Names of the files of the split, among those of the configuration."""
-        bases = {name: PurePosixPath(name).name for name in names}
-        names = [n for n, base in bases.items() if base[0] != "." and not ABOUT.fullmatch(base)]
-        names = [name for name in names if is_known(Path(name))]
+        files = [PurePosixPath(name) for name in names if is_known(Path(name))]
+        names = [str(f) for f in files if f.name[0] != "." and not ABOUT.fullmatch(f.name)]
         splits = {
             split: [n for n in names if re.search(f"(?<![a-z])({words})(?![a-z])", n.lower())]
             for split, words in SPLIT_WORDS.items()
@@ -244,23 +222,24 @@ def hub_source(
     """The pinned data set of the Hub that is the one source; None if the sources are files.
 
     Raises:
-      DataError: there are several sources, some of the Hub.
+      DataError: there are several sources, some of the Hub; or files have no split or revision.
     """
     of_hub = [str(source) for source in sources if str(source).startswith(HUB)]
     if of_hub and len(sources) > 1:
         raise DataError.of("data", sources, "files, or one hf: data set")
-    return HubSource.parse(of_hub[0], split, revision).pinned() if of_hub else None
+    if of_hub:
+        return HubSource.parse(of_hub[0], split, revision).pinned()
+    for field, value in {"split": split, "revision": revision}.items():
+        if value is not None:
+            raise DataError.of(field, value, "none: only data sets of the Hub have one")
+    return None
 
 
-def names_in(
-    files: Iterable[Path], split: str | None = None, settings: BuildConfig = DEFAULTS
-) -> list[str]:
+def names_in(files: Iterable[Path], settings: BuildConfig = DEFAULTS) -> list[str]:
     """Names of the columns of the first file that has any. Raises: DataError: one is damaged."""
     for file in files:
         with complaints(file):
-            if is_saved(file):
-                names = pa.ipc.open_stream(_saved_files(file, split)[0]).schema.names
-            elif kind_of(file) == "parquet":
+            if kind_of(file) == "parquet":
                 names = pq.read_schema(file).names
             else:
                 names = TextFile(file, kind_of(file), settings).names
@@ -269,16 +248,14 @@ def names_in(
     return []
 
 
-def cut(file: Path, columns: Columns, split: str | None = None) -> list[Part]:
+def cut(file: Path, columns: Columns) -> list[Part]:
     """Cut a source into parts, in order.
 
-    Args:
-      split: split of a saved dictionary of data sets.
     Raises:
       DataError: a Parquet file cannot be read, or lacks a column.
     """
     if kind_of(file) != "parquet":
-        return [Part(file, size_of([file]), split)]
+        return [Part(file, file.stat().st_size)]
     parts, start, row, rows, size = [], 0, 0, 0, 0
     with complaints(file), pq.ParquetFile(file) as parquet:
         columns.check(parquet.schema_arrow.names)
@@ -286,7 +263,7 @@ def cut(file: Path, columns: Columns, split: str | None = None) -> list[Part]:
         for end, group in enumerate(groups, 1):
             rows, size = rows + group.num_rows, size + group.total_byte_size
             if rows >= PART_ROWS or size >= PART_BYTES or end == len(groups):
-                parts.append(Part(file, size, start=start, end=end, first_row=row))
+                parts.append(Part(file, size, start, end, row))
                 start, row, rows, size = end, row + rows, 0, 0
     return parts or [Part(file, 0)]
 
@@ -321,8 +298,6 @@ def raw(
     with complaints(part.file):
         if kind == "parquet":
             batches = _parquet_batches(part, columns)
-        elif kind == "saved":
-            batches = _saved_batches(part, columns)
         else:
             batches = TextFile(part.file, kind, settings).batches(columns)
         for batch in batches:
@@ -342,14 +317,12 @@ def _parquet_batches(part: Part, columns: Columns) -> Iterator[pa.RecordBatch]:
         rows = sum(parquet.metadata.row_group(group).num_rows for group in groups)
         fitting = max(1, min(READ_ROWS, READ_BYTES * rows // max(part.size, 1)))
         for batch in parquet.iter_batches(fitting, row_groups=groups, columns=names):
-            batch = batch.select(names)
-            step = max(1, len(batch) * READ_BYTES // max(batch.nbytes, 1))
-            yield from (batch.slice(start, step) for start in range(0, len(batch), step))
+            yield batch.select(names)
 
 
 @contextmanager
 def complaints(source: Path) -> Iterator[None]:
-    """Turn errors of readers into one line that names the file."""
+    """Turn errors of readers into one line that names the file, without the values they quote."""
     try:
         yield
     except DataError as error:
@@ -357,56 +330,6 @@ def complaints(source: Path) -> Iterator[None]:
         named.field, named.value = error.field, error.value
         raise named from None
     except READING as error:
-        what = f"data={source}: expected a readable {kind_of(source)} file ({reason_of(error)})"
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        what = f"data={source}: expected a readable {kind_of(source)} file ({reason})"
         raise DataError(printable(what), field="data") from None
-
-
-def reason_of(error: Exception) -> str:
-    """First line of an error message of a library, without the values that it quotes."""
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if isinstance(error, pa.ArrowException):
-        reason = re.sub(r"'.*'|\".*\"|(?<=columns, got )(\d+).*", r"\1...", reason)
-        reason = re.sub(r"(?<=Could not convert ).* (?=with type)", "a value ", reason)
-    return reason
-
-
-def unread_splits(files: Iterable[Path], split: str | None) -> list[str]:
-    """Splits of saved data sets that are not read, where none was asked for."""
-    saved = [file for file in files if split is None and is_saved(file)]
-    with suppress(FedsimError, LookupError, TypeError):  # damaged: readers say so
-        return [name for file in saved for name in _splits_of(file) if name != "train"]
-    return []
-
-
-def _splits_of(directory: Path) -> list[str]:
-    """Names of the splits in a directory that `datasets.save_to_disk` wrote; none if it is one."""
-    listed = read_json(directory / SPLITS)["splits"] if (directory / SPLITS).is_file() else []
-    return [str(name) for name in listed]
-
-
-def _saved_files(directory: Path, split: str | None) -> list[Path]:
-    """The Arrow files of a directory that `datasets.save_to_disk` wrote."""
-    try:
-        if splits := _splits_of(directory):
-            split = split or ("train" if "train" in splits else None)
-            if split is None or split not in splits:
-                raise DataError.of("split", split, f"one of {', '.join(splits)}")
-            directory = directory / split
-        state = read_json(directory / STATE)
-        names = [Path(each["filename"]).name for each in state["_data_files"]]
-        if not names:
-            raise LookupError
-    except (LookupError, TypeError):
-        raise ValueError(f"{STATE} or {SPLITS} lists no files") from None
-    if state.get("_indices_data_files"):  # of versions before 2.0
-        raise ValueError("expected it as datasets 2.0 or later saves it")
-    return [directory / name for name in names]
-
-
-def _saved_batches(part: Part, columns: Columns) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a directory that `datasets.save_to_disk` wrote."""
-    for file in _saved_files(part.file, part.split):
-        with pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as stream:
-            columns.check(stream.schema.names)
-            names = columns.in_file(stream.schema.names)
-            yield from (batch.select(names) for batch in stream)

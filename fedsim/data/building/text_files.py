@@ -11,14 +11,12 @@ import glob
 import io
 import json
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import duckdb
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -46,11 +44,11 @@ REASONS = (  # of DuckDB's messages, and what is said instead
     ),
     ("(?i)utf-8|unicode", ENCODING),
     ("state machine", "expected the same end of all lines, as `dos2unix` makes it"),
-    ("(?i)maximum|object_size", f"expected rows of at most {MAX_BYTES:,} bytes"),
+    ("(?i)maximum|object_size|full read", f"expected rows of at most {MAX_BYTES:,} bytes"),
     ("duplicate key", "expected every key of an object once, got one twice"),
     ("Expected OBJECT", "expected an object"),
     ("surrogate", HALVED),
-    ("(?i)gzip|zstd|compress", "the packed file ends too early, or is damaged"),
+    ("(?i)gzip|zstd|compress|inflate", "the packed file ends too early, or is damaged"),
     ("JSON", "expected JSON; a file of one list is named .json"),
 )
 
@@ -69,13 +67,12 @@ class TextFile:
     """Names of the columns."""
 
     def __init__(self, file: Path, kind: str, settings: BuildConfig):
-        self.file, self.settings, self.packed = file, settings, PACKED.get(file.suffix)
+        self.file, self.quoting, self.packed = file, settings.quoting, PACKED.get(file.suffix)
         self.is_csv = kind in ("csv", "tsv")
         self.delimiter = settings.delimiter or ("\t" if kind == "tsv" else ",")
         self.connection = duckdb.connect(config={"threads": 1})
         with _plain_reasons():
-            with pa.input_stream(str(file), compression=self.packed) as stream:
-                begin = stream.read(PIECE).removeprefix(codecs.BOM_UTF8)
+            begin = next(self._pieces(), b"").removeprefix(codecs.BOM_UTF8)
             if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise DataError(ENCODING)
             self.is_list = kind == "json" and begin.lstrip()[:1] == b"["
@@ -94,14 +91,16 @@ class TextFile:
                 columns.check(self.names)
             yield from self._csv(columns) if self.is_csv else self._json(columns)
 
+    def _pieces(self) -> Iterator[bytes]:
+        with pa.input_stream(str(self.file), compression=self.packed) as stream:
+            while piece := stream.read(PIECE):
+                yield piece
+
     def _header(self, begin: bytes) -> list[str]:
-        quoting = csv.QUOTE_NONE if self.settings.quoting == "none" else csv.QUOTE_MINIMAL
-        before = csv.field_size_limit(sys.maxsize)
-        try:
-            lines = io.StringIO(begin.decode("utf-8", "replace"), newline="")
-            names = next(csv.reader(lines, delimiter=self.delimiter, quoting=quoting), [])
-        finally:
-            csv.field_size_limit(before)
+        quoting = csv.QUOTE_NONE if self.quoting == "none" else csv.QUOTE_MINIMAL
+        # At most as long as the module takes one name to be.
+        lines = io.StringIO(begin.decode("utf-8", "replace")[: csv.field_size_limit()], newline="")
+        names = next(csv.reader(lines, delimiter=self.delimiter, quoting=quoting), [])
         if "\ufffd" in "".join(names):
             raise DataError(f"line 1: {ENCODING}")
         if not names:
@@ -110,23 +109,20 @@ class TextFile:
         return names
 
     def _csv(self, columns: Columns) -> Iterator[pa.RecordBatch]:
-        self._expect_short_end()
         wanted = columns.in_file(self.names)
         # DuckDB would take Text for text, so columns are named by their places.
         places = [f"c{i}" for i in range(len(self.names))]
         several = " OR ".join(rf"regexp_matches({place}, '[\r\n]')" for place in places)
         chosen = ", ".join(places[self.names.index(name)] for name in wanted)
-        quote = "" if self.settings.quoting == "none" else '"'
+        quote = "" if self.quoting == "none" else '"'
         query = f"SELECT {chosen}, {several} FROM {self._csv_rows('strict_mode=true')}"
         rows, lines = 0, False
         for batch in self._sql(query, columns=places, quote=quote).to_arrow_reader(BATCH_ROWS):
             lines = lines or bool(pc.any(batch.column(len(wanted))).as_py())  # pyright: ignore
-            batch = pa.RecordBatch.from_arrays(batch.columns[:-1], list(wanted))
-            self._expect_no_header(batch, rows)
             rows += len(batch)
-            yield batch
+            yield pa.RecordBatch.from_arrays(batch.columns[:-1], list(wanted))
         # Without quoting, marks in the first line would be in names of columns.
-        if lines and self.settings.quoting is None and len(places) > 1 and not self.marked:
+        if lines and self.quoting is None and len(places) > 1 and not self.marked:
             self._expect_one_way(rows)
 
     def _csv_rows(self, rules: str) -> str:
@@ -136,15 +132,6 @@ class TextFile:
             f"compression='{self.packed or 'none'}', hive_partitioning=false, "
             f"max_line_size={MAX_BYTES}, buffer_size={2 * MAX_BYTES})"
         )
-
-    def _expect_no_header(self, batch: pa.RecordBatch, rows: int) -> None:
-        if len(self.names) == 1:
-            return
-        same = [pc.equal(batch[name], name) for name in batch.schema.names]  # pyright: ignore
-        again = np.logical_and.reduce([each.to_numpy(zero_copy_only=False) for each in same])
-        if again.any():
-            row = rows + int(again.argmax()) + 1
-            raise DataError(f"row {row}: expected the names of the columns in the first line alone")
 
     def _expect_one_way(self, rows: int) -> None:
         """Refuse a file that can be read without quoting, with another number of rows.
@@ -186,7 +173,7 @@ class TextFile:
 
     def _json(self, columns: Columns) -> Iterator[pa.RecordBatch]:
         last = b"]"
-        for piece in self._end() if self.is_list else ():
+        for piece in self._pieces() if self.is_list else ():
             last = piece.rstrip()[-1:] or last
         if last != b"]":
             raise DataError("expected ] after the last entry; is the file cut off?")
@@ -212,27 +199,6 @@ class TextFile:
             rows += len(batch)
             yield pa.RecordBatch.from_pydict(made)
 
-    def _expect_short_end(self) -> None:
-        """DuckDB leaves out a last row that its buffer does not hold, without an error."""
-        rest, last = 0, 0
-        for piece in self._end():
-            lines, end, after = piece.replace(b"\r", b"\n").rpartition(b"\n")
-            if end:
-                _, inner, line = lines.rstrip(b"\n").rpartition(b"\n")
-                last = len(line) if inner else (rest + len(line)) or last
-                rest = 0
-            rest += len(after)
-        if (rest or last) > MAX_BYTES:
-            raise DataError(f"last line: expected rows of at most {MAX_BYTES:,} bytes")
-
-    def _end(self) -> Iterator[bytes]:
-        """Pieces of the end of the file, more than a row can have; of a packed file, all pieces."""
-        with pa.input_stream(str(self.file), compression=self.packed) as stream:
-            if self.packed is None:
-                stream.seek(max(0, stream.size() - 4 * MAX_BYTES))
-            while piece := stream.read(PIECE):
-                yield piece
-
     def _sql(
         self, query: str, *, columns: Sequence[str] = (), kind: str = "VARCHAR", quote: str = ""
     ) -> Any:
@@ -250,7 +216,9 @@ def _plain_reasons() -> Iterator[None]:
         yield
     except UnicodeError:
         raise DataError(ENCODING) from None
-    except duckdb.Error as error:
+    except (duckdb.Error, pa.ArrowException, OSError) as error:
+        if getattr(error, "errno", None):  # of the system
+            raise
         said = str(error)
         known = ((re.search(pattern, said), line) for pattern, line in REASONS)
         known = (line.format(*found.groups()) for found, line in known if found)
@@ -268,9 +236,9 @@ def _as_column(
     """Values of JSON as texts, or as lists of owners. Raises: DataError: they are others."""
     is_text = name in columns.text and name not in columns.owner
     bad = ["OBJECT", "BOOLEAN", *(["ARRAY"] if is_text else ())]
-    others = call("is_in", kinds, value_set=pa.array(bad)).to_numpy(False)
-    if others.any():
-        i, expected = int(others.argmax()), "a text" if is_text else "a text or a number"
+    others = call("is_in", kinds, value_set=pa.array(bad))
+    if others.true_count:
+        i, expected = others.index(True).as_py(), "a text" if is_text else "a text or a number"
         raise DataError(f"row {rows + i + 1}, {name}: expected {expected}, got {kinds[i]}")
     if is_text:
         return texts

@@ -74,7 +74,7 @@ def write_rows(item: tuple[int, Sequence[Part]], *, encoding: Encoding) -> Count
     Returns:
       Counts of source rows; of those that are unowned, empty or without an order (no_order); of
       batches with orders of each kind; of examples; of texts that spell special tokens; of doubtful
-      user ids; and those of `chat_examples`. Of a huge text, only tokens that were encoded count.
+      user ids; and those of `chat_examples`.
     Raises:
       DataError: a row has no user or cannot be encoded, or `read` refuses a file.
     """
@@ -121,23 +121,22 @@ def _tokenise(
     blank = unowned | is_blank(batch["text"])
     filled = np.flatnonzero(~blank)
     batch = batch.take(pa.array(filled))
-    tokenizer = _tokenizer(encoding.tokenizer)
-    if encoding.chats is None:
-        examples, of_rows = _of_texts(batch["text"], tokenizer, encoding.settings)
+    chats, tokenizer = encoding.chats, _tokenizer(encoding.tokenizer)
+    spelled = tokenizer.special_texts
+    if chats is None:
+        examples = _of_texts(batch["text"], tokenizer, encoding.settings, counts)
     else:
-        of_chats = _chat_tokenizer(encoding.tokenizer, encoding.chats.template)
+        spelled = {*spelled, *(json.dumps(text)[1:-1] for text in spelled)}
+        of_chats = _chat_tokenizer(encoding.tokenizer, chats.template)
         try:
-            examples, of_rows = chat_examples(batch["text"].to_pylist(), encoding.chats, of_chats)
+            examples, of_rows = chat_examples(batch["text"].to_pylist(), chats, of_chats)
         except BadRow as bad:
             raise BadRow(int(filled[bad.row]), str(bad)) from None
-    counts.update(of_rows)
+        counts.update(of_rows)
     counts["rows"] += len(blank)
     counts["unowned"] += int(unowned.sum())
     counts["empty"] += int((blank & ~unowned).sum())
     counts["examples"] += len(examples.lengths)
-    spelled = tokenizer.special_texts
-    if encoding.chats is not None:  # in JSON
-        spelled = {*spelled, *(json.dumps(text)[1:-1] for text in spelled)}
     if pattern := "|".join(map(re.escape, sorted(spelled))):
         spelling = call("match_substring_regex", batch["text"], pattern=pattern)
         counts["spelling"] += spelling.true_count
@@ -150,12 +149,16 @@ def _tokenise(
 
 
 def _of_texts(
-    texts: pa.Array, tokenizer: Tokenizer, settings: BuildConfig
-) -> tuple[Examples, dict[str, int]]:
-    """Examples of texts, and their counts."""
-    cuts, body = settings.long_texts == "cut", settings.max_length - 1
+    texts: pa.Array, tokenizer: Tokenizer, settings: BuildConfig, counts: Counter[str]
+) -> Examples:
+    """Examples of texts, which are counted."""
     lengths, values = tokenizer.encode(texts)
-    examples = frame(
+    left = lengths - (settings.max_length - 1)
+    counts["long"] += int((left > 0).sum())
+    counts["tokens"] += int(lengths.sum())
+    if settings.long_texts == "cut":
+        counts["tokens_cut"] += int(np.maximum(left, 0).sum())
+    return frame(
         lengths,
         values.astype(token_dtype(tokenizer.vocab_size), copy=False),
         begin_id=tokenizer.begin_id,
@@ -163,11 +166,6 @@ def _of_texts(
         max_length=settings.max_length,
         long_texts=settings.long_texts,
     )
-    return examples, {
-        "long": int((lengths > body).sum()),
-        "tokens": int(lengths.sum()),
-        "tokens_cut": int(np.maximum(lengths - body, 0).sum()) if cuts else 0,
-    }
 
 
 def frame(
@@ -182,8 +180,7 @@ def frame(
     """Frame texts: a begin token before each, an end token if it fits; cut or split long texts.
 
     An example has at most max_length tokens, begin token included. "split" loses no token; "cut"
-    keeps the first max_length - 1 tokens of a text. A text without tokens gives one example. The
-    work is arithmetic on a whole batch, without a Python object per text or token.
+    keeps the first max_length - 1 tokens of a text. A text without tokens gives one example.
 
     Args:
       lengths: int64 [texts], tokens of each text.
@@ -210,10 +207,6 @@ def frame(
 def in_pieces(rows: pa.Table, lengths: np.ndarray, values: np.ndarray) -> pa.Table:
     """Rows with their token ids, in pieces of at most PIECE_BYTES.
 
-    Args:
-      rows: columns of each row.
-      lengths: int64 [rows], tokens of each row.
-      values: token ids of all rows end to end.
     Returns:
       The columns of each piece; `first`, True for the first piece of a row; and `tokens`, its ids
       as one binary value, which sorts faster than a list of numbers.

@@ -70,10 +70,7 @@ def test_all_kinds_of_files_give_the_same_data(tmp_path, model):
 
 
 def test_data_of_texts_have_no_mark_of_chats(tmp_path, model):
-    said = []
-    rows = [{"text": "Hi", "messages": ASKED}]  # texts, as ever
-    data = built(tmp_path, model, rows, progress=said.append)
-    assert "read: text; not read: messages" in said
+    data = built(tmp_path, model, [{"text": "Hi", "messages": ASKED}])  # texts, as ever
     assert data.train.trained(np.array([0]), 4) is None
     assert not list(data.path.glob("**/trained.npy")) and "chats" not in data.metadata
     assert not any("chat" in name for name in data.metadata["counts"])

@@ -96,7 +96,7 @@ def test_which_files_a_split_has(names, config, split, expected, publish):
     "names, options, refused, says",
     [
         ("train.jsonl test.jsonl", {"split": "dev"}, "split=dev", "it has: test, train"),
-        ("train.jsonl train.csv", {}, "data", "found .csv and .jsonl"),
+        ("train.jsonl train.csv", {}, "data", "found csv and jsonl"),
         ("en/train.jsonl de/train.jsonl", {}, "data", "of the folders de, en"),
         ("README.md", {}, "split=train", "it has: none"),
     ],

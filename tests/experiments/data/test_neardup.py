@@ -26,7 +26,7 @@ def edited(rng, words, share):
 
 def index_of(tmp_path, texts):
     pq.write_table(pa.table({"text": texts}), tmp_path / "known.parquet")
-    parts = [(part, COLUMNS) for part in cut(tmp_path / "known.parquet", COLUMNS, tmp_path)]
+    parts = [(part, COLUMNS) for part in cut(tmp_path / "known.parquet", COLUMNS)]
     with Pool(1, None) as pool:
         return build_index(parts, tmp_path / "index", pool)
 
