@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,6 @@ from fedsim.data.building.sources import (
 )
 from fedsim.engine import version
 from fedsim.errors import DataError, MissingColumn
-from fedsim.files import unfinished
 
 VERSIONS = ("fedsim", "datasketch", "numpy", "pyarrow", "rapidfuzz", "xxhash")
 
@@ -160,7 +160,8 @@ def prepare(
     text = options.get("text_column", "text")
     columns = Columns(options.get("user_column", "user_id"), (text,), options.get("order_column"))
     out = Path(out).absolute()
-    with unfinished(out.with_name(f"{out.name}.screened")) as directory:
+    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as made:
+        directory = Path(made)
         with Pool(num_workers, progress) as pool:
             files, about = _screen(sources, directory, screen, columns, split, revision, pool)
         spec = str(options.get("tokenizer", ""))
