@@ -17,7 +17,7 @@ from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.mechanism import NoisyMean, noisy_mean
 from fedsim.noise import AddNoise, add_gaussian
-from fedsim.sampling import Sampling, Users, owners_of, pool_of, without_padding
+from fedsim.sampling import Sampling, Users, owners_of, pool_of
 
 
 class ELS:
@@ -66,9 +66,9 @@ class ELS:
         return self.sampler.event(noise_multiplier, max_contributions=self.group_size)
 
     def draw(self, step: int) -> np.ndarray:
-        """Draw the sampling units of a step: example indices, int64 [examples, 1]."""
+        """Draw the sampling units of a step: example indices, int64 [places, 1]."""
         batch = self.sampler.draw(self.key, step)  # ............................... S^t
-        return without_padding(self.pool[batch])[:, None]  # ....................... z
+        return self.pool[batch][:, None]  # ........................................ z
 
     def gradient(
         self,

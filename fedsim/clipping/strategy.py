@@ -50,10 +50,9 @@ class Strategy:
     def units_at_once(self, group: int) -> int:
         """Units of one forward and backward pass, for groups of `group` rows.
 
-        More than one only on CPUs. On an NVIDIA H100 a unit's gradient was seen to depend on its
-        position among several, in float32 in a tenth to a half of the checks and in bfloat16 in
-        all, with deterministic kernels too. The texts of others determine the position, so they
-        would change the unit's contribution.
+        On an NVIDIA H100 a unit's gradient was seen to depend on its place among several, in
+        float32 in a tenth to a half of the checks and in bfloat16 in all, with deterministic
+        kernels too. So on accelerators places must not depend on texts: `Engine.keeps_places`.
         """
         return 1 if self.name == "scan" else max(1, self.rows // group)
 
@@ -110,6 +109,7 @@ def by_rule(
     adapters: bool,
     on_cpu: bool,
     length: int | None,
+    public_places: bool = False,
 ) -> Strategy:
     """Return the strategy of the settings, a function of public constants alone.
 
@@ -124,13 +124,14 @@ def by_rule(
       adapters: they are adapters on a model that is not trained.
       on_cpu: workers compute on CPUs.
       length: tokens of the longest row; None: unknown.
+      public_places: no text decides which units are drawn, nor their order.
     """
     if name == AUTO:
         large = on_cpu and group == 1 and not adapters and num_parameters >= MANY_PARAMETERS
         name = "ghost" if large else "direct"
     if rows is None:
-        # A CPU's cache holds the activations of few rows. An accelerator needs many, but of one
-        # unit: see `Strategy.units_at_once`.
+        # A CPU's cache holds the activations of few rows. An accelerator needs many; they are of
+        # one unit where places are not public: see `Strategy.units_at_once`.
         fit = max(1, TOKENS_OF_PASS // (length or LENGTH))
-        rows = ROWS_ON_CPU if on_cpu else min(group, fit)
+        rows = ROWS_ON_CPU if on_cpu else fit if public_places else min(group, fit)
     return Strategy(name, rows)

@@ -11,6 +11,7 @@ short texts fill the rows of long ones.
 """
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,15 +72,15 @@ class Stats:
         return cls(*(np.zeros(units, dtype) for dtype in (np.float32, np.float32, bool, np.int64)))
 
     @classmethod
-    def of_lanes(cls, lanes: Sequence["Stats"], order: np.ndarray) -> "Stats":
-        """Join the statistics of lanes, whose units have these numbers.
+    def of_lanes(cls, lanes: Sequence["Stats"], order: np.ndarray, units: int) -> "Stats":
+        """Join the statistics of lanes, whose units have these numbers; those of others are zero.
 
         Raises: EngineError: units are missing.
         """
         computed = sum(len(lane.norms) for lane in lanes)
         if computed != len(order):  # the mechanism divides by a public count
             raise EngineError(f"{computed} units were computed of {len(order)} drawn")
-        stats = cls.zeros(len(order))
+        stats = cls.zeros(units)
         for column, *values in zip(stats.columns(), *(x.columns() for x in lanes), strict=True):
             column[order] = np.concatenate([column[:0], *values])
         return stats
@@ -135,6 +136,11 @@ class Engine(ABC):
     def facts(self) -> dict[str, Any]:
         """Return `Worker.facts` of a worker, after `ready`; all workers are of one kind."""
 
+    @functools.cached_property
+    def platform(self) -> str:
+        """What JAX calls the workers' devices: cpu, gpu or tpu."""
+        return self.facts()["platform"]
+
     @abstractmethod
     def close(self) -> None:
         """Release the workers, and end the processes that were started for them."""
@@ -174,12 +180,24 @@ class Engine(ABC):
         if not clip.in_float32 and len(rows) > lattice_capacity(num_coordinates(params)):
             dtype = np.int64
         total, stats = jax.tree.map(lambda leaf: np.zeros(leaf.shape, dtype), params), []
-        order, lanes = cut(self.task, "train", rows, self.num_lanes, self.least_units)
+        if self.keeps_places(strategy, rows.shape[1]):
+            order, lanes = np.arange(len(rows)), in_order(rows, self.num_lanes, self.least_units)
+        else:
+            real = np.flatnonzero((rows >= 0).any(axis=1))  # the others would only add zero
+            place = self.task, "train", rows[real], self.num_lanes, self.least_units
+            order, lanes = cut(*place)
+            order = real[order]
         for lane_sum, lane_stats in self._lanes("lane_sum", params, lanes, clip, strategy):
             stats.append(lane_stats)
             self.on_progress(len(stats), len(lanes))
             jax.tree.map(lambda t, x: np.add(t, x, out=t), total, lane_sum)
-        return total, Stats.of_lanes(stats, order)
+        return total, Stats.of_lanes(stats, order, len(rows))
+
+    def keeps_places(self, strategy: Strategy, group: int) -> bool:
+        """True if units of `group` rows share passes on an accelerator, where a contribution
+        depends on the unit's place in its pass. Places are then those of the draw, and units
+        without rows keep theirs (docs/theory/arithmetic.md)."""
+        return strategy.units_at_once(group) > 1 and self.platform != "cpu"
 
     def mean_nats(self, params: Any, split: str, rows: np.ndarray) -> float:
         """Compute the mean loss over examples of a split, in nats per predicted token.
@@ -234,8 +252,7 @@ def cut(
     num_lanes = max(1, min(num_lanes, len(rows) // least))
     found = None if num_lanes == 1 else _lengths_and_costs(task, split, rows)
     if found is None:
-        lanes = [lane for lane in np.array_split(rows, num_lanes) if len(lane)]
-        return np.arange(len(rows)), lanes
+        return np.arange(len(rows)), in_order(rows, num_lanes, least)
     longest, cost = found
     order = np.argsort(-longest, kind="stable")
     block = max(least, min(len(rows) // num_lanes, AT_ONCE))
@@ -248,6 +265,13 @@ def cut(
         if min(start - bounds[-1], len(rows) - start) >= least:
             bounds.append(start)
     return order, np.split(rows[order], bounds[1:])
+
+
+def in_order(rows: np.ndarray, num_lanes: int, least: int) -> list[np.ndarray]:
+    """Cut units into lanes in the order of the draw, a function of their number alone; arguments
+    as of `cut`."""
+    num_lanes = max(1, min(num_lanes, len(rows) // least))
+    return [lane for lane in np.array_split(rows, num_lanes) if len(lane)]
 
 
 def _starts_of_blocks(lengths: np.ndarray, size: int) -> np.ndarray:

@@ -238,6 +238,11 @@ def host_kind() -> str:
     return re.sub(r"\W+", "-", name).strip("-")
 
 
+def on_accelerator() -> bool:
+    """True if programs run on a GPU or TPU."""
+    return jax.default_backend() != "cpu"
+
+
 def compiler_options(platform: str) -> dict[str, str | bool] | None:
     """Options of XLA for each program whose bits matter."""
     # A unit's contribution must be a function of its rows: no atomics, whose order varies, and no

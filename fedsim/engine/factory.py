@@ -45,6 +45,7 @@ def choose_strategy(
     clip: Clip,
     config: EngineConfig,
     *,
+    public_places: bool = False,
     check: bool = True,
 ) -> tuple[Strategy, str]:
     """Choose the strategy for steps with units of `group` rows: the one of the settings, or of the
@@ -56,9 +57,11 @@ def choose_strategy(
       group: rows of a unit.
       clip: the clip norm C.
       config: `strategy` and `rows_per_pass`.
+      public_places: as of `by_rule`.
       check: false: do not check `ghost`, which compiles programs.
     Returns: (strategy, a line with the reason).
-    Raises: ConfigError: the requested strategy does not support the model.
+    Raises: ConfigError: the requested strategy does not support the model, or texts would decide
+      the places of units in passes on an accelerator.
     """
     task, name, rows = engine.task, config.strategy, config.rows_per_pass
     take = functools.partial(
@@ -66,10 +69,14 @@ def choose_strategy(
         group=group,
         num_parameters=num_coordinates(params),
         adapters=task.frozen is not None,
-        on_cpu=engine.facts()["platform"] == "cpu",
+        on_cpu=engine.platform == "cpu",
         length=task.buckets.lengths[-1] if task.buckets else None,
+        public_places=public_places,
     )
     strategy, why = take(name, rows), "by rule" if name == AUTO else "as asked for"
+    single = "units one at a time on an accelerator, where others' texts would decide their places"
+    several = not (public_places or clip.in_float32) and engine.keeps_places(strategy, group)
+    expect("rows_per_pass", rows, not several, f"at most {group}: {single}")
     if check and strategy.name == "ghost":
         fault = engine.ghost_fault(params, group, clip, strategy)
         if fault and name == AUTO:

@@ -28,7 +28,7 @@ from fedsim.clipping import (
     num_coordinates,
     zeros_like,
 )
-from fedsim.engine.environment import compiler_options
+from fedsim.engine.environment import compiler_options, on_accelerator
 from fedsim.engine.task import Task
 from fedsim.errors import FedsimError
 
@@ -297,13 +297,15 @@ class Programs:
 
 
 def _checked_side_by_side(program, no_sum, arguments, strategy):
-    """Raise UnsupportedModel if a unit's contribution depends on its position in a pass or on other
-    units; true if the check was meaningful: units have rows and their numbers are not all zero."""
+    """Raise UnsupportedModel if a unit's contribution depends on other units of a pass, or on a CPU
+    on its place there; true if the check was meaningful: units have rows and their numbers are not
+    all zero."""
     # Units side by side are mapped over by `jax.vmap`, so none is a function of another; but they
     # share matrix products, in which each has separate rows. The order in which a row's terms are
     # added depends on shapes, not on values, so one check with any values is enough: the sum over
-    # all units equals the sum over every second unit plus that over the rest, at other positions.
-    # Norms and losses are compared, too, because a step may release them.
+    # all units equals the sum over every second unit plus that over the rest; at other places,
+    # unless places are the draw's (`Engine.keeps_places`). Norms and losses are compared, too,
+    # because a step may release them.
     params, batch, mask, *others = arguments
     if (at_once := strategy.units_at_once(mask.shape[1])) == 1:
         return True
@@ -319,14 +321,16 @@ def _checked_side_by_side(program, no_sum, arguments, strategy):
         added, norms, losses, _ = program(no_sum(), params, moved, real, *others)
         return jax.tree.map(np.asarray, added), np.stack([norms, losses])[:, places]
 
-    places = np.arange(at_once)
-    together, values = total(some, places)
-    apart = [total(some[half::2], (places[half::2] + 1) % at_once) for half in (0, 1)]
-    added = jax.tree.map(lambda *leaves: sum(leaves), *(half_sum for half_sum, _ in apart))
-    alike = map(np.array_equal, jax.tree.leaves(together), jax.tree.leaves(added))
-    # equal_nan: a loss or norm may be nan in both.
-    halves = ((values[:, half::2], apart[half][1]) for half in (0, 1))
-    same = (np.array_equal(*pair, equal_nan=True) for pair in halves)
-    if not (all(alike) and all(same)):
-        raise UnsupportedModel("side by side, units change what the others contribute")
+    places, moved_by = np.arange(at_once), 0 if on_accelerator() else 1
+    beside = [np.where(places % 2 == half, some, np.roll(some, 2)) for half in (0, 1)]
+    for units in (some, *beside) if on_accelerator() else (some,):
+        together, values = total(units, places)
+        apart = [total(units[half::2], (places[half::2] + moved_by) % at_once) for half in (0, 1)]
+        added = jax.tree.map(lambda *leaves: sum(leaves), *(half_sum for half_sum, _ in apart))
+        alike = map(np.array_equal, jax.tree.leaves(together), jax.tree.leaves(added))
+        # equal_nan: a loss or norm may be nan in both.
+        halves = ((values[:, half::2], apart[half][1]) for half in (0, 1))
+        same = (np.array_equal(*pair, equal_nan=True) for pair in halves)
+        if not (all(alike) and all(same)):
+            raise UnsupportedModel("side by side, units change what the others contribute")
     return any(leaf.any() for leaf in jax.tree.leaves(together))

@@ -33,6 +33,7 @@ from fedsim.engine.environment import (
     host_kind,
     keep_compiled,
     keep_memory,
+    on_accelerator,
     versions,
 )
 from fedsim.engine.programs import Programs, check_arithmetic, check_contributions, default_device
@@ -176,7 +177,11 @@ class Worker:
 
     def _shares_rows(self, strategy: Strategy, group: int) -> bool:
         """True if the texts of a unit share rows: where units may be side by side, too."""
-        return jax.default_backend() == "cpu" and strategy.shares_rows(group, self.task.buckets)
+        return not on_accelerator() and strategy.shares_rows(group, self.task.buckets)
+
+    def _keeps_places(self, strategy: Strategy, group: int) -> bool:
+        """See `Engine.keeps_places`."""
+        return strategy.units_at_once(group) > 1 and on_accelerator()
 
     def units_of_pass(self, strategy: Strategy, group: int, length: int) -> int:
         """Return the units of a pass over rows of this length: those of the strategy, or as many
@@ -194,7 +199,7 @@ class Worker:
 
     def passes(self, strategy: Strategy, group: int) -> list[Strategy]:
         """Return the strategy for units of one row, for each number of units of a pass."""
-        if self.task.buckets is None:
+        if self.task.buckets is None or self._keeps_places(strategy, group):
             return [dataclasses.replace(strategy, rows=strategy.units_at_once(group))]
         shared = self._shares_rows(strategy, group)
         lengths = self.task.buckets.shared if shared else self.task.buckets.lengths
@@ -228,16 +233,10 @@ class Worker:
     ) -> Iterator[Chunk]:
         """Yield a lane in chunks, each of which is one call of a program.
 
-        Raises: UnsupportedModel: a sum might not hold the units of one pass, or a unit's
-          contribution might depend on its position there.
+        Raises: UnsupportedModel: a sum might not hold the units of one pass.
         """
         group, most, buckets = rows.shape[1], sum_holds(params, clip), self.task.buckets
         at_once = max(each.units_at_once(1) for each in self.passes(strategy, group))
-        if at_once > 1 and not clip.in_float32 and jax.default_backend() != "cpu":
-            raise UnsupportedModel(
-                f"strategy={strategy}: {at_once} units at once; expected one at a time on an "
-                "accelerator, where what a unit contributes depends on its place: auto does that"
-            )
         if at_once > most:
             raise UnsupportedModel(
                 f"strategy={strategy}: {at_once} units at once; expected at most {most}, which "
@@ -253,9 +252,11 @@ class Worker:
         if self._shares_rows(strategy, group):
             assert buckets is not None, "rows are shared"
             return chunks_of_shared(batch, mask, buckets.shared, units_of_pass, units_per_call)
-        if strategy.name != "ghost" and strategy.rows < group:
+        keeps_places = self._keeps_places(strategy, group)
+        if keeps_places or (strategy.name != "ghost" and strategy.rows < group):
             if buckets is not None:
-                # The program chooses the length of each pass, so chunks keep the full length.
+                # Passes of several lengths would give a unit a place that others' texts decide; or
+                # the program chooses the length of each pass.
                 buckets = dataclasses.replace(buckets, lengths=buckets.lengths[-1:])
             units_of_pass = None
         return chunks(batch, mask, units_per_call(at_once), buckets, units_of_pass=units_of_pass)

@@ -13,7 +13,6 @@ from .contributions import (
     pool_of as pool_of,
     private_median as private_median,
     rank_error as rank_error,
-    without_padding as without_padding,
 )
 from .sampler import (
     Allocation as Allocation,

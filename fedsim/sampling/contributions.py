@@ -100,11 +100,6 @@ def examples_per_user(users: Users) -> np.ndarray:
     return counts if owners is None else owners.count(counts)
 
 
-def without_padding(rows: np.ndarray) -> np.ndarray:
-    """Remove PADDING from rows [n]; a row of padding would only add zero to the sum."""
-    return rows[rows != PADDING]
-
-
 def places(offsets: np.ndarray, pool: np.ndarray, group_size: int) -> np.ndarray:
     """Return D_sub with `group_size` places for every user, PADDING where a place is empty.
 

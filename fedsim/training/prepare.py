@@ -38,6 +38,7 @@ from fedsim.plan import (
     with_group_size,
 )
 from fedsim.run import StoredRun, model_name
+from fedsim.sampling import graph_of
 from fedsim.training.callbacks import Callback, facts_of_callbacks
 from fedsim.training.open import OpenRun, Purpose, wait_for
 from fedsim.training.optimizers import Noise, with_defaults
@@ -233,8 +234,12 @@ def _strategy(
     group = settings.batch_size // method.sampler.expected_count if method else 1
     exact = math.isfinite(settings.epsilon)
     clip = Clip(settings.clip_norm, settings.clipping == "normalised", in_float32=not exact)
+    # With several owners, the assignment of texts decides who is in a step.
+    public = settings.adjacency == ZERO_OUT and graph_of(opened.data.train) is None
     with opened.console.phase("compiling"):
-        return choose_strategy(engine, params, group, clip, opened.run.engine, check=check)
+        return choose_strategy(
+            engine, params, group, clip, opened.run.engine, public_places=public, check=check
+        )
 
 
 def _booking(

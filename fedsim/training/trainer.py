@@ -313,7 +313,7 @@ class Trainer:
             "gradients": int(stats.num_rows.sum()),
             "dropped_units": int(stats.dropped.sum()),
         }
-        kept = ~stats.dropped
+        kept = ~stats.dropped & (stats.num_rows > 0)
         if kept.any():
             norms = stats.norms[kept]
             values |= {

@@ -1,0 +1,126 @@
+"""Units side by side on an accelerator, where a contribution depends on the unit's place: places
+are the draw's. Devices that compute so are planted on a CPU."""
+
+from contextlib import nullcontext
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from refused import refuses
+from test_worker import CLIP, LENGTH, VOCAB, flat
+
+from experiments.harness.stores import store_of
+from fedsim.clipping import Clip, Strategy, UnsupportedModel, clip_chunk
+from fedsim.config import EngineConfig
+from fedsim.data.dataset import Dataset
+from fedsim.engine.factory import choose_strategy
+from fedsim.engine.worker import LocalEngine
+from fedsim.models.language_model import LanguageModelTask
+from fedsim.models.transformer import TransformerConfig
+
+UNITS, GROUP = 11, 2
+CONFIG = TransformerConfig(VOCAB, LENGTH, width=8, num_layers=1, num_heads=2)
+CELLS = [("direct", 1), ("direct", 2), ("ghost", 1), ("ghost", 2)]
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    for module in ("worker", "programs"):
+        monkeypatch.setattr(f"fedsim.engine.{module}.on_accelerator", lambda: True)
+    monkeypatch.setattr(LocalEngine, "facts", lambda self: {"platform": "gpu"})
+
+
+def planted(monkeypatch, bits):
+    """A device that adds bits(place of each unit, mask of units [units]) to sums and norms."""
+
+    def wrong(losses, params, batch, mask, clip, strategy, **options):
+        total, norms, *rest = clip_chunk(losses, params, batch, mask, clip, strategy, **options)
+        real, places = mask.any(axis=1), jnp.arange(len(mask))
+        more = jnp.where(real, bits(places % strategy.units_at_once(mask.shape[1]), real), 0)
+        total = jax.tree.map(lambda leaf: leaf + more.sum().astype(leaf.dtype), total)
+        return total, norms * (1 + more * 1e-3), *rest
+
+    monkeypatch.setattr("fedsim.engine.programs.clip_chunk", wrong)
+
+
+def by_place(place, real):
+    return place
+
+
+def by_neighbours(place, real):
+    return real[place ^ 1].astype(jnp.int32)
+
+
+def task_of(sizes):
+    """A task whose only user's text number i has sizes[i] tokens, drawn with the seed i."""
+    texts = [np.random.default_rng(i).integers(VOCAB, size=size) for i, size in enumerate(sizes)]
+    store = store_of({"u": texts}, max_length=LENGTH, vocab_size=VOCAB)
+    return LanguageModelTask(Dataset(train=store), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def sizes():
+    return np.random.default_rng(0).integers(2, LENGTH, UNITS * GROUP)
+
+
+@pytest.fixture(scope="module")
+def params(sizes):
+    return jax.jit(task_of(sizes).init)(jax.random.key(0))
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_others_texts_decide_no_place(accelerator, monkeypatch, sizes, params):
+    """With one user's texts longer, or gone, all else adds the same bits."""
+    planted(monkeypatch, by_place)
+    rows = np.arange(UNITS * GROUP).reshape(UNITS, GROUP)
+    rows[7] = -1  # drawn, but without texts
+
+    def sums(rows, sizes=sizes):
+        engine, strategy = LocalEngine(task_of(sizes), num_lanes=2), Strategy("direct", 4 * GROUP)
+        total, stats = engine.clipped_sum(params, rows, CLIP, strategy)
+        return flat(total), stats.norms
+
+    total, norms = sums(rows)
+    assert (norms > 0).sum() == UNITS - 1
+    for unit in (0, 3, 10):
+        is_unit = np.arange(UNITS)[:, None] == unit
+        without, norms_without = sums(np.where(is_unit, -1, rows))
+        np.testing.assert_array_equal(without + sums(np.where(is_unit, rows, -1))[0], total)
+        longer = sizes.copy()
+        longer[rows[unit]] = LENGTH
+        for found in (norms_without, sums(rows, longer)[1]):
+            np.testing.assert_array_equal(np.delete(found, unit), np.delete(norms, unit))
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.parametrize("name, group", CELLS)
+@pytest.mark.parametrize("bits", [by_place, by_neighbours])
+def test_a_device_that_lets_neighbours_in_is_refused(
+    name, group, bits, accelerator, monkeypatch, sizes, params
+):
+    planted(monkeypatch, bits)
+    refused = pytest.raises(UnsupportedModel, match="units change what the others contribute")
+    engine, rows = LocalEngine(task_of(sizes), num_lanes=1), np.arange(8 * group).reshape(8, group)
+    with refused if bits is by_neighbours else nullcontext():
+        engine.clipped_sum(params, rows, CLIP, Strategy(name, 4 * group))
+
+
+@pytest.mark.privacy
+def test_units_share_a_pass_only_where_no_text_decides_their_places(accelerator, sizes, params):
+    engine = LocalEngine(task_of(sizes), num_lanes=1)
+
+    def chosen(group, public, rows=None, clip=CLIP):
+        asked = EngineConfig(rows_per_pass=rows)
+        return choose_strategy(engine, params, group, clip, asked, public_places=public)[0]
+
+    assert chosen(1, public=True) == Strategy("direct", 4096 // LENGTH)
+    assert chosen(4, public=True).units_at_once(4) == 4096 // LENGTH // 4
+    assert chosen(1, public=False) == Strategy("direct", 1)
+    assert chosen(4, public=False) == Strategy("direct", 4)
+    not_private = Clip(0.1, in_float32=True)
+    assert chosen(1, public=False, rows=8, clip=not_private) == Strategy("direct", 8)
+    with refuses("rows_per_pass=8", says="at most 4: units one at a time on an accelerator"):
+        chosen(4, public=False, rows=8)
