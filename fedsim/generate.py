@@ -34,14 +34,14 @@ Asked = str | list[Message]
 
 
 def generate_text(
-    source: str, prompt: str, *, num_tokens: int, how: Sampling, seed: int, plain: bool = False
+    source: str, prompt: str, *, max_tokens: int, how: Sampling, seed: int, plain: bool = False
 ) -> dict[str, Any]:
     """Continue a prompt with a run's last checkpoint or a pretrained model, or answer it.
 
     Args:
       source: the directory of a run or of a Hugging Face model, or hf:NAME.
       prompt: text; for a model with a chat template, what the user says.
-      num_tokens: most tokens to generate.
+      max_tokens: most tokens to generate.
       how: how they are drawn.
       seed: of the draws.
       plain: continue the prompt although there is a chat template.
@@ -50,8 +50,8 @@ def generate_text(
     Raises: ConfigError: there is no such model, it has no tokenizer, the prompt is too long, or a
       number is out of range.
     """
-    model = _model(expand_home("model", source), num_tokens, seed)
-    texts = Texts(model, [prompt], num_tokens, chats=bool(prompt) and not plain, field="prompt")
+    model = _model(expand_home("model", source), max_tokens, seed)
+    texts = Texts(model, [prompt], max_tokens, chats=bool(prompt) and not plain, field="prompt")
     (tokens,) = draw(texts.prompts, *texts.settings(how, seed), model.params)
     about = {"tokens": len(tokens), "seed": seed, "is_reply": texts.is_chat}
     return {"prompt": prompt, "text": texts.text(0, tokens), **about}
@@ -63,7 +63,7 @@ def generate_texts(
     num_texts: int,
     *,
     prompts: Path | None = None,
-    num_tokens: int,
+    max_tokens: int,
     how: Sampling,
     seed: int,
     engine: EngineConfig,
@@ -79,7 +79,7 @@ def generate_texts(
       out: a new .parquet file. A row has a text; with prompts, a prompt and a completion, or
         messages if the model has a chat template.
       prompts: a .jsonl file of objects with a prompt or messages, which are used in turn.
-      num_tokens, how, seed, plain: of each text, as of `generate_text`.
+      max_tokens, how, seed, plain: of each text, as of `generate_text`.
       engine: where texts are drawn.
 
     Returns:
@@ -97,9 +97,9 @@ def generate_texts(
         there = file.exists() or file.is_symlink()
         expect("out", file, not there, "a file that is not there yet")
     asked = read_prompts(prompts) if prompts else [""]
-    model = _model(source := expand_home("model", source), num_tokens, seed)
+    model = _model(source := expand_home("model", source), max_tokens, seed)
     chats = prompts is not None and not plain
-    texts = Texts(model, asked, num_tokens, chats=chats, field="prompts")
+    texts = Texts(model, asked, max_tokens, chats=chats, field="prompts")
     claim = claim_of_texts(source, model, console)
     given = [dataclasses.replace(texts.prompts[i % len(asked)], number=i) for i in range(num_texts)]
     blocks = [given[i : i + BLOCK] for i in range(0, num_texts, BLOCK)]
@@ -115,7 +115,7 @@ def generate_texts(
         for done, block in enumerate(drawn, 1):
             tokens += block
             progress(done, len(blocks))
-    told = {"num_tokens": num_tokens, **dataclasses.asdict(how), "seed": seed, "plain": plain}
+    told = {"max_tokens": max_tokens, **dataclasses.asdict(how), "seed": seed, "plain": plain}
     about = {"file": out.name, **claim, "prompts": PROMPTS if prompts else "none"}
     about |= {"num_texts": num_texts, "tokens": sum(map(len, tokens)), "settings": told}
     rows = pa.Table.from_pylist([texts.row(i % len(asked), ids) for i, ids in enumerate(tokens)])
@@ -141,12 +141,12 @@ class Texts:
     """
 
     def __init__(
-        self, model: Pretrained, asked: Sequence[Asked], num_tokens: int, *, chats: bool, field: str
+        self, model: Pretrained, asked: Sequence[Asked], max_tokens: int, *, chats: bool, field: str
     ):
         """Tokenise prompts.
 
         Args:
-          num_tokens: most tokens of each text.
+          max_tokens: most tokens of each text.
           chats: whether prompts are messages if the model has a chat template.
           field: the setting that names prompts, for errors.
         Raises: ConfigError: a prompt is too long, or the model takes no such messages.
@@ -176,7 +176,7 @@ class Texts:
                 ids = [self._tokenizer.begin_id, *self._tokenizer.encode_batch([str(each)])[0]]
             self._asked.append(each)
             expect(field, f"{len(ids)} tokens", len(ids) < longest, f"fewer than {longest} tokens")
-            self.prompts.append(Prompt(ids, min(num_tokens, longest - len(ids))))
+            self.prompts.append(Prompt(ids, min(max_tokens, longest - len(ids))))
 
     def settings(self, how: Sampling, seed: int) -> tuple[Any, Sampling, Any, int, int]:
         """Arguments of `draw` between the prompts and the parameters."""
@@ -227,11 +227,11 @@ def _asked(line: str) -> Asked:
     return messages
 
 
-def _model(source: str, num_tokens: int, seed: int) -> Pretrained:
+def _model(source: str, max_tokens: int, seed: int) -> Pretrained:
     """The model that `source` names. Raises: ConfigError: there is none, it has no tokenizer, or
     no text can be drawn with these settings."""
     expect_usable_jax()
-    expect("num_tokens", num_tokens, num_tokens >= 1, ">= 1")
+    expect("max_tokens", max_tokens, max_tokens >= 1, ">= 1")
     key_of(seed)
     there = Path(source).exists() or source.startswith(HUB)
     kinds = "the directory of a run or of a Hugging Face model, or hf:NAME"

@@ -16,7 +16,7 @@ from fedsim.config import Sampling
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.models import weights
 
-FEW = ["--num-texts", "10", "--num-tokens", "12"]
+FEW = ["--num-texts", "10", "--max-tokens", "12"]
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +30,14 @@ def generate(directory, *args, capsys):
 
 
 def test_the_seed_decides_the_text(directory, capsys):
-    args = ("--prompt", "red ", "--num-tokens", "12")
+    args = ("--prompt", "red ", "--max-tokens", "12")
     first, again = (generate(directory, *args, capsys=capsys) for _ in range(2))
     other = generate(directory, *args, "--seed", "1", capsys=capsys)
     assert first == again and first["text"] != other["text"] and first["tokens"] <= 12
 
 
 def test_text_ends_where_the_model_does(directory, capsys):
-    found = generate(directory, "--prompt", "x" * 60, "--num-tokens", "50", capsys=capsys)
+    found = generate(directory, "--prompt", "x" * 60, "--max-tokens", "50", capsys=capsys)
     assert found["tokens"] <= 3  # of 64 positions
 
 
@@ -57,7 +57,7 @@ def test_a_prompt_is_what_the_user_says_to_a_model_with_a_chat_template(chatty, 
     assert capsys.readouterr().out == "yes\n"
     found = generate(chatty, *said, "--plain", capsys=capsys)
     assert not found["is_reply"] and found["text"] != "yes"
-    found = generate(chatty, "--num-tokens", "3", capsys=capsys)
+    found = generate(chatty, "--max-tokens", "3", capsys=capsys)
     assert not found["is_reply"] and found["prompt"] == ""
 
 
@@ -120,7 +120,7 @@ def test_a_set_says_what_is_promised_of_it(place, tmp_path, capsys):
     assert about["outside"] == []
     assert about["prompts"] == "none" and about["tokens"] <= 120
     assert about["settings"] == {
-        **{"num_tokens": 12, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
+        **{"max_tokens": 12, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
         **{"seed": 0, "plain": False},
     }
     here = json.dumps([rows, about])

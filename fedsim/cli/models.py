@@ -84,7 +84,7 @@ def generate(
     how: Sampling,
     prompt: str = "",
     plain: bool = False,
-    num_tokens: int = 64,
+    max_tokens: int = 64,
     seed: int = 0,
     num_texts: int | None = None,
     out: Path | None = None,
@@ -104,7 +104,7 @@ def generate(
       prompt: Beginning of the text; for a model with a chat template, what the user says. Default:
         none, plain text from its first token on.
       plain: Continue prompts as plain text although the model has a chat template.
-      num_tokens: Largest number of tokens to write. >= 1.
+      max_tokens: Largest number of tokens to write. >= 1.
       seed: Seed of the draw: another seed gives another text.
       num_texts: Data set: number of texts. >= 1.
       out: Data set: file to write, ending in .parquet. A row has a text; with --prompts, a prompt
@@ -121,7 +121,7 @@ def generate(
             expect(name, value, value is None, "num_texts beside it")
         from fedsim.generate import generate_text
 
-        drawn = {"num_tokens": num_tokens, "how": how, "seed": seed}
+        drawn = {"max_tokens": max_tokens, "how": how, "seed": seed}
         result = generate_text(model, prompt, **drawn, plain=plain)
         text = ("" if result["is_reply"] else result["prompt"]) + result["text"]
         return result, [printable(text, "\n\t") if sys.stdout.isatty() else text]
@@ -141,7 +141,7 @@ def generate(
         out,
         num_texts,
         prompts=prompts,
-        num_tokens=num_tokens,
+        max_tokens=max_tokens,
         how=how,
         seed=seed,
         engine=where,

@@ -199,7 +199,7 @@ class Run:
         self,
         prompt: str = "",
         *,
-        num_tokens: int = 64,
+        max_tokens: int = 64,
         seed: int = 0,
         plain: bool = False,
         **sampling: float,
@@ -208,7 +208,7 @@ class Run:
 
         Args:
           prompt: the beginning of the text; for a model with a chat template, what the user says.
-          num_tokens: largest number of tokens to write.
+          max_tokens: largest number of tokens to write.
           seed: of the draw.
           plain: continue the prompt although there is a chat template.
           sampling: temperature, top_k and top_p, as flags of `fedsim generate`.
@@ -216,7 +216,7 @@ class Run:
         from fedsim.generate import generate_text
 
         how = config_of(Sampling, sampling)
-        drawn = {"num_tokens": num_tokens, "how": how, "seed": seed, "plain": plain}
+        drawn = {"max_tokens": max_tokens, "how": how, "seed": seed, "plain": plain}
         return generate_text(str(self.run_dir), prompt, **drawn)["text"]
 
     def to_hf(self, out: str | Path) -> Path:

@@ -162,7 +162,7 @@ class Published:
 
     __pydantic_config__: ClassVar[Any] = CHECKED
     claim: str
-    """The claim in one sentence."""
+    """The claim in two sentences, with the digest of the model."""
     epsilon: float
     """Epsilon of all planned steps, with the slack of noise that is not ideal."""
     num_steps: int

@@ -62,12 +62,14 @@ WORDS = {
 OWN = "each an id of its own in the data"
 PRIVATE, OPEN, LABELLED = "private", "open", "labelled"
 CLAIMS = {
-    PRIVATE: "{trained} with user-level differential privacy of epsilon = {epsilon} and delta = "
-    "{delta}: for every one of these users, {known}, whatever their texts say and whatever else is "
-    "known, including {texts} in the training multiplies the probability of any outcome by at most "
-    "{factor} and adds at most {delta}, in either direction.",
-    OPEN: "{trained} without noise, so that no privacy is claimed for anyone.",
-    LABELLED: "{trained}; no privacy is claimed: epsilon = {epsilon} is {label}.",
+    PRIVATE: "The model was trained on {trained} with user-level differential privacy of epsilon = "
+    "{epsilon} and delta = {delta}. For every one of these users, {known}, whatever their texts "
+    "say and whatever else is known, including {texts} in the training multiplies the probability "
+    "of any outcome by at most {factor} and adds at most {delta}, in either direction. {digest}",
+    OPEN: "The model was trained on {trained} without noise, so that no privacy is claimed for "
+    "anyone. {digest}",
+    LABELLED: "The model was trained on {trained}; no privacy is claimed: epsilon = {epsilon} is "
+    "{label}. {digest}",
 }
 """Sentences of the claim, by what the run is."""
 
@@ -137,15 +139,16 @@ class Released(Claimed):
 
 
 def claim(released: Claimed) -> str:
-    """The claim in one sentence that can be quoted."""
+    """The claim in two sentences that can be quoted, and the digest of the model."""
     plan, words = released.plan, words_of(released.plan)
     names = ("num_users", "num_examples", "num_units", "group_size")
     counts = {name: f"{getattr(plan, name) or 0:,}" for name in names}
     counts["kept"] = "" if plan.shared is None else f"{plan.shared.kept:,}"
     trained = words[plan.algorithm].format(**counts, own=OWN)
-    factor, model = math.exp(min(released.epsilon, 700)), released.fingerprint
+    factor = math.exp(min(released.epsilon, 700))
     return CLAIMS[released.kind].format(
-        trained=f"The model with SHA-256 fingerprint {model} was trained on {trained}",
+        trained=trained,
+        digest=f"SHA-256 of the model: {released.fingerprint}.",
         known=words["known"],
         texts=words["texts"],
         epsilon=at_most(released.epsilon, ".4f"),

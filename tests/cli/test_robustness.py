@@ -114,7 +114,7 @@ ACCOUNT = {"num_steps": 1, "sampling_prob": 0.5, "noise_multiplier": 1, "delta":
 OTHERS = [  # (a command, the setting or value that it refuses)
     (["audit", *train()[1:], *flags(gradient_canaries=0)], "gradient_canaries=0"),
     (["audit", *train()[1:], *flags(confidence=1)], "confidence=1"),
-    ([*GENERATE, "--num-tokens", "0"], "num_tokens=0"),
+    ([*GENERATE, "--max-tokens", "0"], "max_tokens=0"),
     ([*GENERATE, "--prompt", "x" * 999], "prompt="),
     (["evaluate", "nowhere"], "run=nowhere"),
     (["verify", "nowhere"], "run=nowhere"),

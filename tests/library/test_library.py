@@ -104,8 +104,8 @@ def test_a_run_is_verified_reported_and_written_for_others(run, tmp_path):
     assert all(check.holds for check in checks)
     found = run.report(tmp_path)
     assert (tmp_path / "report.html").exists() and "epsilon = 8.0000" in found["claim"]
-    assert isinstance(run.generate("red ", num_tokens=3, temperature=0), str)
-    for name, value in {"num_tokens": -3, "top_k": -1}.items():
+    assert isinstance(run.generate("red ", max_tokens=3, temperature=0), str)
+    for name, value in {"max_tokens": -3, "top_k": -1}.items():
         with refuses(f"{name}={value}"):
             run.generate(**{name: value})
     assert (run.to_hf(tmp_path / "hf") / "model.safetensors").exists()

@@ -12,7 +12,13 @@ import fedsim
 from fedsim.clipping import Clip
 from fedsim.engine.worker import LocalEngine
 from fedsim.errors import FileDamaged
-from fedsim.library.own_task import OwnedRows, OwnedTask, expect_known_ids, owner_ids
+from fedsim.library.own_task import (
+    OwnedRows,
+    OwnedTask,
+    expect_known_ids,
+    owner_ids,
+    warn_of_coupled_rows,
+)
 
 SETTINGS = {"epsilon": 8, "num_steps": 6, "batch_size": 40, "optimizer": "momentum", "seed": 1}
 SETTINGS |= {"learning_rate": 0.5, "strategy": "scan", "rows_per_pass": 2, "delta": 1e-3}
@@ -63,6 +69,18 @@ def test_it_learns_and_its_claim_is_verified(algorithm, group, task, owners, run
     assert [fact["fact"] for fact in run.summary["outside"]] == ["known-seed", "own-task"]
     with refuses(f"run_dir={run_dir}", says="a language model"):
         run.generate("x")
+
+
+def test_a_loss_that_couples_rows_is_warned_of(task):
+    class Centred(Classifier):
+        def losses(self, params, batch):
+            losses = super().losses(params, batch)
+            return losses - losses.mean()
+
+    params, order = task.init(None), np.arange(ROWS)
+    warn_of_coupled_rows(task, params, order)
+    with pytest.warns(UserWarning, match="task=Centred: the loss of a row depends on the rows"):
+        warn_of_coupled_rows(Centred(task.x, task.y), params, order)
 
 
 @pytest.mark.slow
