@@ -5,7 +5,6 @@ Pages are Markdown that reads well where it lies, too. Some things are done to t
 - A link that leaves docs/ becomes a link to the page that holds that file, or a download of it.
 - A line `<!-- include: FILE -->` is replaced by that file, without its first heading.
 - Notebooks are copied from `examples` into `notebooks`, and shown without outputs, as kept.
-- Numbers come from the records of experiments; see `records.py`.
 - Docstrings are plain text in this project; `docstrings.py` makes them valid reStructuredText.
 """
 
@@ -226,7 +225,6 @@ def write_schemas(app, error: Exception | None) -> None:
 
 def setup(app):
     """Called by Sphinx."""
-    app.setup_extension("records")  # beside this file
     app.connect("source-read", prepare_page)
     app.connect("autodoc-process-docstring", prepare_docstring, priority=400)
     app.connect("autodoc-process-docstring", finish_docstring, priority=600)

@@ -1,44 +1,53 @@
-"""Numbers of the lab's pages, read from experiments/results/ when the site is built.
+"""Writes numbers of committed records, in experiments/results/, into the Markdown pages of docs/.
 
-    ```{record} NAME
-    ```                                       claims with their verdicts, and where they come from
-    ```{record-table} NAME
-    :where: epsilon == 4                      rows, as pandas' `query` has it
+    python docs/records.py          (a test says which pages do not follow from the records)
+
+    <!-- record NAME -->
+    <!-- end -->                    claims with their verdicts, and where they come from
+    <!-- record-table NAME
+    :where: epsilon == 4
     :columns: algorithm; loss (.3f) as held-out loss; bytes / 1e9 (.1f) as GB
-    ```                                       rows of the record (CSV), or of a benchmark (JSON)
-    ```{record-table} NAME
+    -->
+    <!-- end -->                    rows of the record (CSV), or of a benchmark (JSON)
+    <!-- record-table NAME
     :columns: algorithm; group_size as G
     :across: epsilon as ε
     :values: loss (.2f)
-    ```                                       a cell is the mean over rows that are otherwise equal
-    {record}`NAME:rows[epsilon=4][group_size=1].loss .3f`       one number; `/ 1e9` divides it
+    -->
+    <!-- end -->                    a cell is the mean over rows that are otherwise equal
+    0.52<!-- NAME:rows[epsilon=4][group_size=1].loss .3f -->      one number; `/ 1e9` divides it
 
-NAME is an experiment, with `long/` before it for the scale of that name, or a benchmark. A number
-in a sentence is a path into the JSON file: keys, and `[key=value]` for the one element that has
-this value. `rows` are those of the CSV file where there is one. A name, path or column that a
-record does not have is a warning, which fails the build under `sphinx-build -W`.
+`where` is an expression of pandas' `query`. NAME is an experiment, with `long/` before it for the
+scale of that name, or a benchmark. A number in a sentence is a path into the JSON file: keys, and
+`[key=value]` for the one element that has this value. `rows` are those of the CSV file where there
+is one.
 """
 
 import json
 import math
 import re
+import sys
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pandas
-from docutils import nodes
-from docutils.parsers.rst import directives
-from sphinx.util import logging
-from sphinx.util.docutils import SphinxDirective, SphinxRole
 
-from experiments.harness.claims import NOT_SHOWN, claims_file
-from experiments.harness.records import RESULTS, read_rows
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent))
+
+from experiments.harness.claims import NOT_SHOWN  # noqa: E402  (of the folder above)
+from experiments.harness.records import RESULTS, read_rows  # noqa: E402
 
 VERDICTS = {True: "yes", False: "**no**", NOT_SHOWN: NOT_SHOWN, None: "not judged"}
-ROLE = re.compile(r"([\w/]+):((?:[^\[\s]|\[[^\]]*\])+)(?: / (\S+))?(?: (\S+))?")
+BLOCK = re.compile(
+    r"^(<!-- (record|record-table) (\S+)\s((?::\w+: .*\n)*)-->\n)(?s:.*?)^(<!-- end -->)$", re.M
+)
+NUMBER = re.compile(
+    r"[\d.,∞-]*(<!-- ([\w/]+):((?:[^\[\s]|\[[^\]]*\])+)(?: / (\S+))?(?: (\S+))? -->)"
+)
 STEP = re.compile(r"\[([^=\]]+)=([^\]]*)\]|\.?([^.\[]+)")
 COLUMN = re.compile(r"(.+?)(?: \(([^)]*)\))?(?: as (.+))?")
-FAULTS = (OSError, LookupError, ValueError, TypeError, pandas.errors.UndefinedVariableError)
-logger = logging.getLogger(__name__)
 
 
 def load_record(name: str) -> dict:
@@ -111,7 +120,8 @@ def claims(record: dict) -> str:
 def earlier(record: dict) -> dict[str, str]:
     """By claim: what a test that was changed after the runs said, and what was wrong with it."""
     file = record["file"]
-    found = {} if file.parent.name == "long" else claims_file()["earlier"].get(file.stem, {})
+    every = tomllib.loads((RESULTS / "earlier.toml").read_text())
+    found = {} if file.parent.name == "long" else every.get(file.stem, {})
     return {
         claim: f". The first test said {VERDICTS[was['held']]}: {was['why']}"
         for claim, was in found.items()
@@ -152,51 +162,40 @@ def rows_table(record: dict, options: dict) -> str:
     return markdown_table([heading for *_, heading in columns], *cells)
 
 
-class RecordDirective(SphinxDirective):
-    """Claims of a record, or rows of it."""
-
-    required_arguments = 1
-    option_spec = dict.fromkeys(
-        ("where", "columns", "across", "values"), directives.unchanged_required
-    )
-
-    def run(self):
-        try:
-            record = load_record(self.arguments[0])
-            for file in (record["file"], record["file"].with_suffix(".csv")):
-                self.env.note_dependency(str(file))
-            table = self.name == "record-table"
-            return self.parse_text_to_nodes(
-                rows_table(record, self.options) if table else claims(record)
-            )
-        except FAULTS as error:
-            logger.warning("record: %s", error, location=self.get_location())
-            return []
+def block(found: re.Match) -> str:
+    """A block with its table."""
+    start, kind, name, lines, end = found.groups()
+    options = dict(re.findall(r"^:(\w+): (.*)$", lines, re.M))
+    record = load_record(name)
+    table = claims(record) if kind == "record" else rows_table(record, options)
+    return f"{start}\n{table}\n\n{end}"
 
 
-class RecordRole(SphinxRole):
-    """One number of a record, in a sentence."""
-
-    def run(self):
-        try:
-            match = ROLE.fullmatch(self.text)
-            if match is None:
-                raise ValueError(f"{self.text!r} is not NAME:PATH [/ NUMBER] [FORMAT]")
-            name, path, divisor, spec = match.groups()
-            record = load_record(name)
-            self.env.note_dependency(str(record["file"]))
-            value = look_up(record, path)
-            if spec and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise ValueError(f"{path!r} is no number")
-            return [nodes.Text(show(value / float(divisor) if divisor else value, spec))], []
-        except FAULTS as error:
-            logger.warning("record: %s", error, location=self.get_location())
-            return [nodes.literal(self.text, self.text)], []
+def number(found: re.Match) -> str:
+    """A number, before its comment."""
+    comment, name, path, divisor, spec = found.groups()
+    value = look_up(load_record(name), path)
+    return show(value / float(divisor) if divisor else value, spec) + comment
 
 
-def setup(app):
-    """Called by Sphinx."""
-    app.add_directive("record", RecordDirective)
-    app.add_directive("record-table", RecordDirective)
-    app.add_role("record", RecordRole())
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+def filled(text: str) -> str:
+    """A page with the numbers of the records. Raises: LookupError, ValueError: a record has no such
+    thing."""
+    return NUMBER.sub(number, BLOCK.sub(block, text))
+
+
+def pages() -> list[Path]:
+    """Those that may have numbers."""
+    return [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts]
+
+
+def main() -> None:
+    for page in pages():
+        before = page.read_text()
+        if (after := filled(before)) != before:
+            page.write_text(after)
+            print(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -32,7 +32,7 @@ ESTIMATES = ("seconds_per_gradient",)
 RATES = [0.0001, 0.001, 0.01, 0.1]
 GONE = {"sampling": "poisson", "local_steps": 1, "local_learning_rates": RATES}
 """Settings that old records have, and the value at which they changed nothing."""
-RUNS = re.compile(r"\b(common|finetuning)\.(main|resumable)\(")
+RUNS = re.compile(r"\b(common|finetuning)\.main\(")
 
 
 @functools.cache
@@ -62,23 +62,10 @@ def settings_of(name: str) -> dict[str, Any]:
     return getattr(importlib.import_module(f"experiments.{name}"), "SETTINGS", {})
 
 
-def stored(name: str) -> dict[str, dict[str, Any]]:
+def stored(name: str) -> dict[str, Path]:
     """The committed records of an experiment, by scale."""
     files = {scale: place_of(name, scale) for scale in RECORDED}
-    return {scale: json.loads(f.read_text()) for scale, f in files.items() if f.exists()}
-
-
-def files_of(name: str) -> list[tuple[str, Path]]:
-    """(scale, file) of the committed records of an experiment and of its parts."""
-    from experiments.harness import records
-
-    found = []
-    for scale in RECORDED:
-        own = place_of(name, scale)
-        parts = sorted(own.parent.glob(f"{name}_*.json"))
-        parts = [file for file in parts if not records.module_of(file) and records.check_of(file)]
-        found += [(scale, file) for file in (own, *parts) if file.exists()]
-    return found
+    return {scale: file for scale, file in files.items() if file.exists()}
 
 
 def place_of(name: str, scale: str) -> Path:
@@ -90,7 +77,8 @@ def listed(name: str) -> str:
     """A line of `list`."""
     from experiments.harness import records
 
-    minutes = [f"{records.took(record)} at {scale}" for scale, record in stored(name).items()]
+    read = {scale: json.loads(file.read_text()) for scale, file in stored(name).items()}
+    minutes = [f"{records.took(record)} at {scale}" for scale, record in read.items()]
     scales = ", ".join(settings_of(name)) or "small"
     return f"{name}: {question(name)} [{scales}; {', '.join(minutes) or 'no record'}]"
 
@@ -100,7 +88,7 @@ def status(name: str) -> list[str]:
     from experiments.harness import common, records
 
     lines = []
-    for scale, file in files_of(name):
+    for scale, file in stored(name).items():
         record = json.loads(file.read_text())
         counts = Counter(common.SAYS[each["held"]] for each in record["claims"])
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "no claims"
@@ -113,7 +101,7 @@ def status(name: str) -> list[str]:
             if records.as_claims(check(rows)) != record["claims"]:
                 state = "out of date: python -m experiments judge has it again"
             if records.derived(file) not in (None, rows):
-                state = f"out of date: other records give other rows: python -m experiments.{name}"
+                state = f"out of date: it computes other rows: python -m experiments.{name}"
         lines.append(
             f"{file.stem} ({scale}, {record['date']}, {record['commit']}): {said}; {state}"
         )

@@ -172,7 +172,7 @@ def steps(
             total, stats = workers.clipped_sum(state.params, rows, NO_CLIP, strategy)
             grad = jax.tree.map(lambda leaf: leaf / np.float32(len(rows)), total)  # noqa: B023
             state.params, state.opt_state = update(grad, state.opt_state, state.params)
-            if not common.is_finite(state.params):
+            if not math.isfinite(float(optax.tree.norm(state.params))):
                 raise Diverged(f"the parameters are not finite after step {state.step + 1}")
             state.step += 1
             if state.step % every == 0 or state.step == last:

@@ -111,7 +111,7 @@ def check(rows: list[dict[str, Any]]) -> common.Claims:
     ]
 
 
-def origins(settings: Settings, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def origins(settings: Settings) -> dict[str, Any]:
     """The files of the stand-ins."""
     return common.files_of(settings.stand_ins)
 

@@ -116,7 +116,7 @@ def check(rows: Rows) -> common.Claims:
     return claims
 
 
-def origins(settings: Settings, _: Rows) -> dict[str, dict[str, str]]:
+def origins(settings: Settings) -> dict[str, dict[str, str]]:
     """The real files that it looks at."""
     return common.files_of((SOURCE, *settings.against) if settings.against else ())
 

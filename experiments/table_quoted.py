@@ -17,6 +17,8 @@ from experiments.harness.rows import Row, Rows
 
 RUN_STEPS, RUN_DELTA = 500, 1e-6
 """Of the three runs of docs/theory/budget.md, q = 0.1 and sigma = 2; trials have other steps."""
+DERIVED = True
+"""`status` computes its rows again."""
 HOW = ("composed by losses", "chosen by looking", "added up")
 
 

@@ -1,6 +1,7 @@
 """What private training costs on the accelerator that is there, and whether it can be repeated.
 
     python -m experiments.benchmarks.accelerator [--quick] [--json] [--out FILE] [--at-once N]
+                                                 [--only PART ...]
                                               (half an hour; quick: two minutes)
 
 It was run on one NVIDIA H100, whose rows are in results/benchmark_accelerator.json, and in its
@@ -14,8 +15,7 @@ quick form on a CPU. It needs no Ray. Parts, in this order:
   `mfu` is the share of the device's peak in bfloat16: six times parameters times tokens (with
   adapters four times; products of attention are not counted) over seconds and peak. `at_once` is
   the units of a pass: runs on an accelerator take one (docs/lab/accelerator.md), more say what that
-  costs. `kernels` are deterministic in runs; `any` and `excluded` (XLA's
-  xla_gpu_exclude_nondeterministic_ops, which still times kernels to choose) say what that costs.
+  costs. `kernels` are deterministic in runs; `any` says what that costs.
 - `attention`: the gradient of one layer's attention by XLA and by cuDNN; whether twenty repeats
   have the same bits, and whether a row's bits depend on its place.
 
@@ -67,11 +67,7 @@ PEAKS = {  # dense bfloat16 products a second, by what JAX calls the device
 }
 SMOLLM2 = {"num_heads": 9, "num_kv_heads": 3, "mlp_width": 1536, "norm": "rms", "mlp": "swiglu"}
 SMOLLM2 |= {"positions": "rope", "rope_base": 1e5, "mlp_bias": False, "norm_epsilon": 1e-5}
-KERNELS: dict[str, Callable[[], Any]] = {  # options of the compiler; of programs of runs: the first
-    "deterministic": lambda: compiler_options(jax.default_backend()),
-    "excluded": lambda: {"xla_gpu_exclude_nondeterministic_ops": True},
-    "any": lambda: None,
-}
+PARTS = ("private", "memory", "attention", "speed", "noise")
 LONGEST = 4096
 STEPS = {False: 60, True: 4}  # of a private run; True: the quick form
 LAST_S = 900.0  # of times; no cell is begun after that
@@ -132,20 +128,18 @@ def cells(model: Model, quick: bool) -> Iterator[Cell]:
         fast = functools.partial(Cell, length, step, attention="cudnn")
         yield from (fast(rows), fast(1, 1), fast(rows, rows))
     yield Cell(128, 64, 16, 4) if whole else Cell(128, 64, 32, 1)  # not allowed in runs
-    for kernels in ("any", "excluded"):
-        yield Cell(128, 64, 64, kernels=kernels)
-        yield from (Cell(128, 64, g, g, kernels=kernels) for g in (1, 16))
+    yield Cell(128, 64, 64, kernels="any")
+    yield from (Cell(128, 64, g, g, kernels="any") for g in (1, 16))
 
 
 Losses = Callable[[Any, Any, jax.Array], jax.Array]  # of rows, for frozen and other parameters
 
 
-def plain_gradient(losses: Losses, rows: int, *, ordered: bool = True) -> Callable[..., Any]:
-    """The gradient of all rows, so many at a time; with products in fedsim's order or in JAX's."""
+def plain_gradient(losses: Losses, rows: int) -> Callable[..., Any]:
+    """The gradient of all rows, so many at a time, with products in fedsim's order."""
 
     def gradient(frozen, params, tokens):
-        each = functools.partial(losses, frozen)
-        each = in_one_product(each) if ordered else each
+        each = in_one_product(functools.partial(losses, frozen))
 
         def add(total, part):
             grad = jax.grad(lambda p: each(p, part).sum())(params)
@@ -166,6 +160,11 @@ def clipped_sum(losses: Losses, group: int, strategy: Strategy) -> Callable[...,
         return clip_chunk(each, params, units, mask, CLIP, strategy)
 
     return clipped
+
+
+def options_of(kernels: str) -> Any:
+    """Of the compiler: those of runs, or none."""
+    return None if kernels == "any" else compiler_options(jax.default_backend())
 
 
 class Problem:
@@ -259,12 +258,11 @@ def without_memory(error: Exception) -> bool:
 # ---- Parts that run in processes of their own ---------------------------------------------------
 
 
-def started(cache: str | None = None, **wanted: Any) -> subprocess.Popen:
+def started(**wanted: Any) -> subprocess.Popen:
     """Start this file for one child's part; it prints its result as the last line."""
-    variables = os.environ | ({"FEDSIM_CACHE_DIR": cache} if cache else {})
     command = [sys.executable, "-m", "experiments.benchmarks.accelerator", "--child"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*command, json.dumps(wanted)], env=variables, **pipes)
+    return subprocess.Popen([*command, json.dumps(wanted)], **pipes)
 
 
 def ended(child: subprocess.Popen) -> dict[str, Any]:
@@ -290,8 +288,8 @@ def private(place: str, algorithm: str, dtype: str, quick: bool, resume: bool) -
     start = time.perf_counter()
     kind = Algorithm.ELS if algorithm == "els" else Algorithm.ULS
     summary = train(kind, privacy, run_config(run_dir=run, **settings), console)
-    found = {"epsilon": summary["epsilon"], "params_sha256": summary["params_sha256"]}
-    found |= {"strategy": summary.get("strategy"), "train_s": time.perf_counter() - start}
+    found = {"epsilon": summary["epsilon"], "strategy": summary.get("strategy")}
+    found["train_s"] = time.perf_counter() - start
     start = time.perf_counter()
     checks = verify(run, again="whole", console=console)
     found |= {"verify": {check.promise: check.verdict for check in checks}}
@@ -310,7 +308,6 @@ def private_runs(quick: bool, algorithm: str, dtype: str) -> dict[str, Any]:
     """A run that is replayed, and its double that is killed halfway and resumed."""
     with tempfile.TemporaryDirectory() as scratch:
         one = {"part": "private", "algorithm": algorithm, "dtype": dtype, "quick": quick}
-        one["cache"] = f"{scratch}/cache"  # the choice of a strategy is kept there
         found = ended(started(**one, place=f"{scratch}/run", resume=False))
         again = {**one, "place": f"{scratch}/again", "resume": True}
         child, ledger = started(**again), Path(scratch) / "again" / "ledger.jsonl"
@@ -323,7 +320,6 @@ def private_runs(quick: bool, algorithm: str, dtype: str) -> dict[str, Any]:
         child.communicate()
         resumed = ended(started(**again))
         found |= {"killed": killed, "lines_when_killed": done}
-        found.pop("params_sha256", None)
         found["resumed_replays"] = resumed.get("verify", {}).get("replay") == "OK"
         if "fault" in resumed:
             found["fault"] = resumed["fault"]
@@ -335,7 +331,7 @@ def memory(model: str, cell: dict[str, Any], quick: bool) -> dict[str, Any]:
     own = Cell(**cell)
     problem = Problem(next(each for each in models(quick) if each.name == model))
     arguments = problem.arguments(own)
-    program = problem.lowered(own).compile(compiler_options(jax.default_backend()))
+    program = problem.lowered(own).compile(options_of(own.kernels))
     stats = jax.devices()[0].memory_stats() or {}
     before = stats.get("peak_bytes_in_use", 0)
     jax.block_until_ready(program(*arguments))
@@ -439,7 +435,7 @@ def attention(quick: bool) -> Iterator[dict[str, Any]]:
                 row |= {"rows": rows, "length": length}
                 try:
                     lowered = jax.jit(functools.partial(gradient, implementation)).lower(q, k, v, g)
-                    program = lowered.compile(KERNELS[kernels]())
+                    program = lowered.compile(options_of(kernels))
                     seconds, alike, found = timed(program, (q, k, v, g), 20)
                     row |= {"seconds": seconds, "same_bits": alike}
                     row["temporary_gib"] = temporary_gib(program)
@@ -463,6 +459,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", action="store_true", help="one object on standard output")
     parser.add_argument("--out", type=Path, help="a file for the same object")
     parser.add_argument("--at-once", type=int, default=1, help="processes beside each other")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="these parts alone")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.child:
@@ -479,22 +476,27 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         rows.append({key: value for key, value in row.items() if value is not None})
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
 
-    problems, compiled = {}, {}
+    problems, compiled, only = {}, {}, given.only
     with ThreadPoolExecutor(given.at_once) as processes, ThreadPoolExecutor() as compilers:
-        children = [processes.submit(private_runs, quick, *each) for each in settings(quick)]
-        children += [processes.submit(memory_row, quick, *each) for each in memory_cells(quick)]
-        for model in models(quick):
+        children = []
+        if "private" in only:
+            children += [processes.submit(private_runs, quick, *each) for each in settings(quick)]
+        if "memory" in only:
+            children += [processes.submit(memory_row, quick, *each) for each in memory_cells(quick)]
+        for model in models(quick) if {"speed", "noise"}.intersection(only) else ():
             problems[model.name] = Problem(model)
-            for cell in cells(model, quick):
-                lowered, options = problems[model.name].lowered(cell), KERNELS[cell.kernels]()
+            for cell in cells(model, quick) if "speed" in only else ():
+                lowered, options = problems[model.name].lowered(cell), options_of(cell.kernels)
                 compiled[model.name, cell] = compilers.submit(lowered.compile, options)
         for child in as_completed(children):
             note(child.result())
     # Nothing else runs from here on, so that times are those of an idle device.
     last = time.monotonic() + LAST_S
-    for row in itertools.chain(attention(quick), speed(compiled, problems, last, skipped)):
+    for row in attention(quick) if "attention" in only else ():
         note(row)
-    for name, problem in problems.items():
+    for row in speed(compiled, problems, last, skipped):
+        note(row)
+    for name, problem in problems.items() if "noise" in only else ():
         note({"model": name, **noise(problem)})
     found = circumstances("jax", "jaxlib", "flax", "numpy")
     found["machine"] |= {"device": device.device_kind, "platform": device.platform}

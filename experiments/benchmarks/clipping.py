@@ -30,7 +30,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.benchmarks.common import at_most, parser_of, write
-from experiments.benchmarks.peers import run
 from fedsim.clipping import Clip, clip_chunk, zeros_like
 from fedsim.clipping.scan import in_one_product
 from fedsim.clipping.strategy import Strategy
@@ -192,20 +191,17 @@ def automatic(task, params, num_rows, group):
     return lambda: engine.clipped_sum(params, rows, CLIP, strategy), str(strategy)
 
 
-def in_turn(calls: dict[str, Any], turns: int, *, warm: bool = False) -> dict[str, list[float]]:
-    """Processor seconds of each call in each turn; a turn before, unless `warm`, warms up.
-    The order changes from turn to turn: a call leaves caches and heap as the next one finds them.
-    A call may return seconds of another process, `run.Seconds`.
-    """
+def in_turn(calls: dict[str, Any], turns: int) -> dict[str, list[float]]:
+    """Processor seconds of each call in each turn; a turn before warms up. The order changes from
+    turn to turn: a call leaves caches and heap as the next one finds them."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     rng = np.random.default_rng(0)
-    for turn in range(warm, turns + 1):
+    for turn in range(turns + 1):
         for name in rng.permutation(list(calls)).tolist():
             start = time.process_time()
-            result = jax.block_until_ready(calls[name]())
-            ours = time.process_time() - start
+            jax.block_until_ready(calls[name]())
             if turn:
-                seconds[name].append(result if isinstance(result, run.Seconds) else ours)
+                seconds[name].append(time.process_time() - start)
     return seconds
 
 

@@ -10,8 +10,7 @@ noisier ones, lead to "not shown".
 
 Margins are fixed before records are judged by them: held-out losses of trainings `MARGIN`; losses
 of SmolLM2, and gains by personalization, `GAIN_SHARE` of the gain; the loss of mean estimation 5 %
-of the rival's; others are their claims' own. `claims.toml` has the claims of the studies, and of
-all records what earlier tests said.
+of the rival's; others are their claims' own. `claims.toml` has what earlier tests said.
 
 Seeds share draws and noise with all cells, so they are compared in pairs where rows have the losses
 by seed (`by_seed`): the variance is what is left of losses without the means of their cells and of
@@ -21,19 +20,13 @@ since two seeds alone say little; cells without noise, which may diverge, and ce
 pooled apart. One seed alone shows nothing.
 """
 
-import dataclasses
-import functools
 import math
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from experiments.harness.rows import ERRORS, Row, Rows, StandardError, by, seed_error
 
-FILE = Path(__file__).parents[1] / "claims.toml"
 MARGIN = 0.01
 """Nats."""
 GAIN_SHARE = 0.05
@@ -46,70 +39,6 @@ Claims = Sequence[tuple[str, Verdict, str]]
 """What is claimed, whether it held, and the numbers."""
 Numbers = float | Sequence[float] | np.ndarray
 Errors = Numbers | StandardError | Sequence[StandardError]
-
-
-@dataclasses.dataclass(frozen=True)
-class Quantity:
-    """What claims are about: values by what they are of, and one error of all or one of each; or
-    the ends of the interval of each."""
-
-    values: Mapping[str, float]
-    errors: Errors = 0.0
-    ends: Sequence[tuple[float, float]] | None = None
-
-    def intervals(self, count: float) -> tuple[np.ndarray, np.ndarray]:
-        """(Lower, upper) ends. Args: count: of standard errors to either side."""
-        if self.ends is not None:
-            low, high = np.transpose(self.ends)
-            return low, high
-        middle = np.array([*self.values.values()])
-        room = _room(self.errors, count)
-        return middle - room, middle + room
-
-    def text(self, count: float) -> str:
-        """The values with their intervals, where these have a width."""
-        low, high = (np.broadcast_to(end, len(self.values)) for end in self.intervals(count))
-        said = [
-            f"{label}: {value:.4g}"[2 * (not label) :] + f" ({a:.3g} to {b:.3g})" * bool(a < b)
-            for (label, value), a, b in zip(self.values.items(), low, high, strict=True)
-        ]
-        return "; ".join(said)
-
-
-@functools.cache
-def claims_file() -> dict[str, Any]:
-    """What claims.toml says."""
-    return tomllib.loads(FILE.read_text())
-
-
-def judged(record: str, quantities: Mapping[str, Quantity]) -> Claims:
-    """The claims of a record, by its quantities. One whose quantity is missing is not judged: not
-    all of its trainings are there."""
-    found = []
-    for claim in claims_file()[record]:
-        quantity = quantities.get(claim["of"])
-        if quantity is None:
-            found.append((claim["claim"], None, "not all of its trainings are there"))
-        else:
-            numbers = quantity.text(claim.get("errors", 0))
-            found.append((claim["claim"], verdict_on(claim, quantity), numbers))
-    return found
-
-
-def verdict_on(claim: Mapping[str, Any], quantity: Quantity) -> Verdict:
-    """By the claim's `at_least` and `at_most`; None without either. With `some` one value is
-    enough. `unless_below` and `unless_above` are bounds of a "no" other than those of a yes."""
-    low, high = quantity.intervals(claim.get("errors", 0))
-    parts = []
-    if (bound := claim.get("at_least")) is not None:
-        parts.append((low >= bound, high < claim.get("unless_below", bound)))
-    if (bound := claim.get("at_most")) is not None:
-        parts.append((high <= bound, low > claim.get("unless_above", bound)))
-    if claim.get("some"):
-        held = [True if yes.any() else False if no.all() else NOT_SHOWN for yes, no in parts]
-    else:
-        held = [False if no.any() else True if yes.all() else NOT_SHOWN for yes, no in parts]
-    return both(*held) if held else None
 
 
 def ahead(leads: Numbers, errors: Errors) -> Verdict:

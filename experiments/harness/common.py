@@ -4,7 +4,6 @@ import argparse
 import csv
 import dataclasses
 import json
-import math
 import sys
 import tempfile
 import time
@@ -31,31 +30,26 @@ from experiments.harness.records import (
     as_claims,
     as_written,
     came_from,
-    minutes_run,
     seeds_of,
-    seeds_run,
     short,
     took,
     trained_at,
     verdict,
 )
 from experiments.harness.rows import Rows
-from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.data import Dataset, build
-from fedsim.errors import DataError, FedsimError
+from fedsim.errors import DataError, FedsimError, expect
 from fedsim.files import sha256_of
-from fedsim.keys import SecretKey
 
 RESULTS = Path(__file__).parents[1] / "results"
 STARTED = time.time()
 SCALES = ("smoke", "small", "paper")
-DEFAULT_SCALE = "small"
 COLOURS = {"ELS": "tab:blue", "ULS": "tab:orange"}
 
 Claims = Sequence[tuple[str, Verdict, str]]
 """What is claimed, whether it held (None: that is not known yet), and the numbers."""
 SAYS = {True: "yes", False: "no", NOT_SHOWN: NOT_SHOWN, None: "not judged"}
-NO_FIGURES: Mapping[str, Any] = MappingProxyType({})
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 # Real data that stand in for the paper's: recipe, file, columns; not in the repository.
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -94,192 +88,21 @@ def mistakes() -> Iterator[None]:
         sys.exit(75)  # EX_TEMPFAIL
 
 
-def planned(
-    algorithm: str,
-    privacy: PrivacyConfig,
-    data: Dataset,
-    key: SecretKey,
-    params: Any,
-    times: int = 1,
-    kind: type | None = None,
-) -> tuple[Any, Any]:
-    """(Plan, ELS or ULS) of a training of these parameters, without a run around it. Args:
-    algorithm: els or uls; times: see `comparison.assuming`; kind: a subclass in its place."""
-    from experiments.harness.comparison import assuming
-    from fedsim.clipping import num_coordinates
-    from fedsim.plan import fill_defaults, make_plan, method_for
-    from fedsim.plan.planner import METHODS
-
-    base = Algorithm(algorithm)
-    if times > 1:
-        kind = assuming(kind or METHODS[base], times)
-    privacy, _ = fill_defaults(base, privacy, data)
-    method = method_for(base, privacy, data.train, key, kind=kind)
-    facts = num_coordinates(params), [], ""
-    return make_plan(base, privacy, data.train, method, *facts), method
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A training that can begin: settings of its run, the model's file, and what takes part."""
-
-    run: Any
-    model: Any
-    data: Any
-    engine: Any
-    plan: Any
-    method: Any
-    params: Any
-
-    def trained(self, rate: float = 1.0, rows: int = 8) -> tuple[Any, Any]:
-        """(The average of the last steps, the last) of the parameters. Args: rate: times that of
-        the rule; rows: of one pass."""
-        from fedsim.training.optimizers import update_rule
-
-        rule = update_rule(self.run, self.run.learning_rate * rate)
-        steps = iterates(self.plan, self.method, self.engine, self.params, rule, rows)
-        ema = self.run.ema or 0.0
-        last, averages = followed(steps, self.params, [ema])
-        return averages[ema], last
-
-
-def prepared(
-    algorithm: str,
-    privacy: PrivacyConfig,
-    run: Any,
-    model: Any,
-    data: Dataset,
-    task: Any,
-    params: Any,
-    key: SecretKey,
-    times: int = 1,
-    kind: type | None = None,
-) -> Prepared:
-    """A training by the rule's optimizer settings. Args: model: None: it is fresh; times, kind: as
-    of `planned`."""
-    from fedsim.engine.worker import LocalEngine
-    from fedsim.training import with_plan
-
-    plan, method = planned(algorithm, privacy, data, key, params, times, kind)
-    run = with_plan(plan, None, run, fresh=model is None)
-    return Prepared(run, model, data, LocalEngine(task, num_lanes=1), plan, method, params)
-
-
-def tokens_of(users: Any, user: int, most: int | None = None) -> list[Any]:
-    """Token ids of each text of a user, without padding. Args: most: so many texts, the first."""
-    low, high = int(users.offsets[user]), int(users.offsets[user + 1])
-    tokens, sizes = users.gather(np.arange(low, high)[:most], users.max_length)
-    return [each[:size] for each, size in zip(tokens, sizes, strict=True)]
-
-
-def facts_of(plan: Any) -> dict[str, Any]:
-    """What a row says of the plan that it was trained by."""
-    names = ("group_size", "num_users", "num_parameters", "expected_count", "noise_multiplier")
-    return {name: getattr(plan, name) for name in (*names, "delta")}
-
-
-def followed(steps: Iterable[Any], first: Any, emas: Iterable[float]) -> tuple[Any, dict]:
-    """(The last parameters, the average of all for each decay) of what `iterates` yields.
-
-    Steps whose parameters are no numbers are left out of the averages.
-    """
-    from fedsim.training.optimizers import averaged
-
-    params, averages = first, dict.fromkeys(emas, first)
-    for step, params in enumerate(steps, 1):  # noqa: B020
-        if is_finite(params):
-            averages = {ema: averaged(old, params, ema, step) for ema, old in averages.items()}
-    return params, averages
-
-
-def iterates(
-    plan: Any, method: Any, engine: Any, params: Any, rule: Any, rows: int = 8
-) -> Iterator[Any]:
-    """The parameters after each step of a plan, without a run around it; they end where they are
-    no numbers any more. Args: rule: the optimizer; rows: of one pass."""
-    from fedsim.clipping import Strategy
-
-    options = {
-        "clip": plan.clip_at(plan.clip_norm),
-        "noise_multiplier": plan.gradient_noise_multiplier,
-        "strategy": Strategy("direct", rows),
-        "add_noise": plan.add_noise(),
-    }
-
-    def gradient(params: Any, step: int) -> Any:
-        return method.gradient(params, step, engine, **options)[0]
-
-    return updated(gradient, rule, params, plan.num_steps)
-
-
-def updated(
-    gradient: Callable[[Any, int], Any], rule: Any, params: Any, num_steps: int
-) -> Iterator[Any]:
-    """The parameters after each step of an optimizer, until they are no numbers.
-
-    Args:
-      gradient: (parameters, step) -> `mechanism.NoisyMean`.
-      rule: from `optimizers.update_rule`.
-    """
-    from fedsim.training.optimizers import updater
-
-    update, state = updater(rule), rule.init(params)
-    for step in range(num_steps):
-        params, state = update(gradient(params, step).values(), state, params)
-        yield params
-        if not is_finite(params):
-            return
-
-
-def is_finite(params: Any) -> bool:
-    """True if all parameters, and their norm, are finite."""
-    import optax
-
-    return math.isfinite(float(optax.tree.norm(params)))
-
-
-def resumable(
-    description: str | None, what: str, *, processes: bool = False, **others: Mapping[str, Any]
-) -> argparse.Namespace:
-    """The arguments of an experiment that goes on with rows that were kept: those of
-    `add_arguments`, --minutes, after which no `what` is begun, --processes if asked for, and
-    others, with the options of each."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=description, formatter_class=form)
-    add_arguments(parser)
-    parser.add_argument("--minutes", type=float, default=60, help=f"begin no {what} after these")
-    if processes:
-        parser.add_argument("--processes", type=int, help="side by side; else one for each core")
-    for name, options in others.items():
-        parser.add_argument(f"--{name}", **options)
-    came_from()  # what is committed while it computes is not what it computes
-    return parser.parse_args()
-
-
 def add_arguments(parser: argparse.ArgumentParser, scales: Sequence[str] = SCALES) -> None:
     """--scale, --out and --dry-run, which all experiments have."""
-    parser.add_argument("--scale", choices=scales, default=DEFAULT_SCALE)
+    parser.add_argument("--scale", choices=scales, default="small")
     parser.add_argument("--out", type=Path, help="directory for the CSV, JSON and PNG files")
     parser.add_argument("--dry-run", action="store_true", help="say what would be run")
 
 
-def at_hand(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
-    """Take the scale small where there are no settings for the one that was asked for."""
-    if arguments.scale not in settings:
-        print("the paper's data are not at hand: this is the scale small, on stand-ins")
-        arguments.scale = "small"
-
-
-def place_of(arguments: argparse.Namespace) -> Path:
-    """Where results of a scale are; those of the smallest are in a temporary directory."""
-    elsewhere = Path(tempfile.gettempdir()) / "fedsim-experiments"
-    kept = {"smoke": elsewhere / "smoke", "paper": RESULTS}
-    return arguments.out or kept.get(arguments.scale) or RESULTS / arguments.scale
-
-
 def out_of(arguments: argparse.Namespace) -> Path:
-    """The directory for results, which is made if need be; not in a dry run."""
-    out = place_of(arguments)
+    """The directory for results, which is made if need be; not in a dry run. Those of the smallest
+    scale are in a temporary directory."""
+    places = {
+        "smoke": Path(tempfile.gettempdir()) / "fedsim-experiments" / "smoke",
+        "paper": RESULTS,
+    }
+    out = arguments.out or places.get(arguments.scale) or RESULTS / arguments.scale
     if not arguments.dry_run:
         out.mkdir(parents=True, exist_ok=True)
     return out
@@ -299,16 +122,15 @@ def main(module: Mapping[str, Any]) -> None:
     their own (finetuning.py).
 
     Args: module: the experiment's globals: SETTINGS by scale, run(settings), check(rows),
-      plot(rows) or FIGURES, and where there are some origins and described, of settings and rows:
-      what it was run on, and what was trained. JUDGED_AT_SMOKE: see `always` of `finish`.
+      plot(rows) or FIGURES, and where it reads real data origins(settings): their files.
+      JUDGED_AT_SMOKE: see `always` of `finish`.
     """
     name, figures = name_and_figures(module)
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=module["__doc__"], formatter_class=form)
     add_arguments(parser)
     arguments = parser.parse_args()
-    at_hand(arguments, module["SETTINGS"])
-    own = module["SETTINGS"][arguments.scale]
+    own = chosen(module["SETTINGS"], arguments.scale)
     if arguments.dry_run:
         for setting, value in dataclasses.asdict(own).items():
             print(f"{setting:18} {value}")
@@ -316,13 +138,18 @@ def main(module: Mapping[str, Any]) -> None:
         return
     rows = as_written(module["run"](own))
     drawn = {file: draw(rows) for file, draw in figures.items()}
-    origins, described = module.get("origins"), module.get("described")
+    origins = module.get("origins")
     finish(
         *(name, arguments.scale, out_of(arguments), own, rows, drawn, module["check"](rows)),
         always=module.get("JUDGED_AT_SMOKE", True),
-        data=origins(own, rows) if origins else {},
-        model=described(own, rows) if described else None,
+        data=origins(own) if origins else {},
     )
+
+
+def chosen(settings: Mapping[str, Any], scale: str) -> Any:
+    """The settings of a scale. Raises: ConfigError: there are none."""
+    expect("scale", scale, scale in settings, f"one of {', '.join(settings)}")
+    return settings[scale]
 
 
 def last_time(name: str, scale: str) -> str:
@@ -397,14 +224,14 @@ def finish(
     *,
     always: bool = False,
     run_minutes: float | None = None,
-    data: Mapping[str, Any] = NO_FIGURES,
+    data: Mapping[str, Any] = NONE,
     model: Mapping[str, Any] | None = None,
     trainings: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write rows (NAME.csv) and figures, say whether the claims held, and write that down with the
     settings, the commit, the date, and what it was run on (NAME.json). `minutes` are this
     process's, for which runs that were kept cost nothing; `run_minutes` are those of all its runs,
-    of one worker each, by default of its trainings.
+    of one worker each.
 
     Args:
       always: the claims hold at every scale: AssertionError, after everything was written. Those
@@ -418,13 +245,13 @@ def finish(
         save_figure(figure, out / f"{file}.png")
     record: dict[str, Any] = {"scale": scale, "settings": dataclasses.asdict(settings)}
     record["minutes"] = round((time.time() - STARTED) / 60, 1)
-    if (minutes := minutes_run(trainings) if run_minutes is None else run_minutes) is not None:
-        record["run_minutes"] = minutes
+    if run_minutes is not None:
+        record["run_minutes"] = run_minutes
     record["claims"] = as_claims(claims, judged)
     record |= {**came_from(), "data": dict(data), "model": model and dict(model)}
     if trained := trained_at(trainings):
         record["trainings"] = trained
-    record["seeds"] = seeds_run(trainings) or seeds_of(record["settings"])
+    record["seeds"] = seeds_of(record["settings"])
     record |= circumstances("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "dp-accounting")
     (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     for what, held, numbers in claims:
@@ -436,8 +263,7 @@ def shared(name: str) -> Path:
     """The file of some of the real data. Raises: DataError: it is not there."""
     file = SHARED / f"{name}.parquet"
     if not file.exists():
-        remedy = f"python -m experiments.stand_ins {name} --download builds it"
-        raise DataError(f"{file} is not there: {remedy}")
+        raise DataError(f"{file} is not there: experiments/README.md says where it comes from")
     return file
 
 
@@ -445,19 +271,9 @@ def files_of(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """The files of real data and their checksums, for a record; nothing where there are none."""
     found = {}
     for name in names if SHARED.is_dir() else ():
-        found[name] = checksum(shared(STAND_INS[name][1] if name in STAND_INS else name))
+        file = shared(STAND_INS[name][1] if name in STAND_INS else name)
+        found[name] = {"file": file.name, "sha256": sha256_of(file)}
     return found
-
-
-def checksum(file: Path) -> dict[str, str]:
-    """A file's name and sha256, for a record."""
-    return {"file": file.name, "sha256": sha256_of(file)}
-
-
-def origin(source: str, fingerprint: str) -> dict[str, str]:
-    """Of data that were built of a source, for a record: pydocs are no file."""
-    files_there = files_of([source] if source != "pydocs" else [])
-    return {"fingerprint": fingerprint, **files_there.get(source, {})}
 
 
 def prepare(name: str, directory: Path, **options: Any) -> Dataset:

@@ -7,9 +7,6 @@ its noise, and only rows and figures of experiments have the paper's.
 
 import dataclasses
 import math
-from typing import Any, ClassVar
-
-import numpy as np
 
 from fedsim import accounting
 from fedsim.config import Algorithm, PrivacyConfig
@@ -17,33 +14,6 @@ from fedsim.data import Dataset
 from fedsim.keys import SecretKey
 from fedsim.plan import fill_defaults, method_for
 from fedsim.plan.planner import METHODS
-from fedsim.sampling import Poisson
-
-
-@dataclasses.dataclass(frozen=True)
-class Shuffle(Poisson):
-    """Fixed-size draws in shuffled order, a new order every epoch; units that do not fill the last
-    batch of an epoch are left out of that epoch. `event` is that of Poisson samples, which these
-    draws do not have (Chua et al. 2024)."""
-
-    name: ClassVar[str] = "shuffle"
-
-    def draw(self, key: SecretKey, step: int) -> np.ndarray:
-        """Draw the units of a step: int64 [expected_count], ascending."""
-        epoch, batch = divmod(step, self.num_units // self.expected_count)
-        order = key.generator("shuffle", epoch).permutation(self.num_units)
-        return np.sort(order[batch * self.expected_count :][: self.expected_count])
-
-
-def shuffled(base: type) -> type:
-    """ELS or ULS with shuffled draws."""
-
-    class Shuffled(base):
-        def __init__(self, *args: Any, **options: Any):
-            super().__init__(*args, **options)
-            self.sampler = Shuffle(self.sampler.num_units, self.sampler.expected_count)
-
-    return Shuffled
 
 
 def assuming(base: type, times: int) -> type:

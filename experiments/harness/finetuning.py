@@ -40,7 +40,7 @@ from experiments.harness.records import as_written
 from experiments.harness.rows import CAME, Row, Rows, over_seeds
 from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig, RunConfig, run_config
 from fedsim.data import Dataset, corpora
-from fedsim.errors import ConfigError, DataError
+from fedsim.errors import DataError
 from fedsim.tuning import jobs_of
 from fedsim.tuning.doubling import Configuration
 
@@ -150,10 +150,7 @@ def main(module: Mapping[str, Any], argv: Sequence[str] | None = None) -> None:
     module: as of `common.main`; `run` takes the settings and these arguments."""
     arguments = parse_arguments(module["__doc__"], argv)
     name, figures = common.name_and_figures(module)
-    settings = module["SETTINGS"]
-    if arguments.scale not in settings:
-        raise ConfigError.of("scale", arguments.scale, f"one of {', '.join(settings)}")
-    chosen = settings[arguments.scale]
+    chosen = common.chosen(module["SETTINGS"], arguments.scale)
     chosen = on_one(chosen) if arguments.data else chosen
     rows = module["run"](chosen, arguments)
     if arguments.dry_run:

@@ -12,13 +12,15 @@ import dataclasses
 import functools
 import json
 import math
+import multiprocessing
+import os
 import re
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks.common import processor
-from experiments.harness import processes
 from experiments.harness.arguments import Arguments
 from experiments.harness.records import came_from
 from experiments.harness.rows import Row, Rows, append, kept
@@ -218,8 +220,13 @@ def evaluate_one(asked: Evaluation) -> float:
 def side_by_side(
     function: Callable[[Any], Any], jobs: Sequence[Any], arguments: Arguments
 ) -> list[Any]:
-    """function(job) of each job: in a process for each; at the scale that tests use, and where a
-    job has all workers of the cluster, one after another in this process."""
+    """function(job) of each job, in their order: in a process for each, as many at a time as there
+    are cores; at the scale that tests use, and where a job has all workers of the cluster, one
+    after another in this process. Args: function: of a module."""
     if arguments.scale == "smoke" or arguments.in_turn:
         return [function(job) for job in jobs]
-    return processes.side_by_side(function, jobs)
+    os.environ |= {"NPROC": "1", "JAX_PLATFORMS": "cpu"}
+    spawn = multiprocessing.get_context("spawn")
+    # The commit is that of when it begins, whatever is committed while it computes.
+    with ProcessPoolExecutor(os.cpu_count() or 1, spawn, initializer=came_from) as pool:
+        return list(pool.map(function, jobs))

@@ -92,17 +92,6 @@ def seeds_of(settings: Any) -> list[int]:
     return []
 
 
-def seeds_run(trainings: Iterable[Mapping[str, Any]]) -> list[int]:
-    """The seeds of trainings that were kept, which may be fewer than the settings'."""
-    return sorted({row["seed"] for row in trainings if "seed" in row})
-
-
-def minutes_run(trainings: Iterable[Mapping[str, Any]]) -> float | None:
-    """Of one worker: processor time where rows have it, else wall time; None: they have neither."""
-    seconds = [row.get("cpu_seconds", row.get("seconds")) for row in trainings]
-    return round(sum(seconds) / 60, 1) if seconds and None not in seconds else None
-
-
 def took(record: Mapping[str, Any]) -> str:
     """The minutes of a record: those of one core where runs were kept, each with its own."""
     if "run_minutes" in record:
@@ -129,14 +118,14 @@ def name_of(record: Path) -> str:
 
 
 def module_of(record: Path) -> Any:
-    """The experiment that made it; None if it is part of another one's."""
+    """The experiment that made it; None: its study is closed."""
     if not (HERE / f"{record.stem}.py").exists():
         return None
     return importlib.import_module(f"experiments.{record.stem}")
 
 
 def derived(record: Path) -> list[dict[str, Any]] | None:
-    """The rows that other records give today, where the rows of a record follow from these."""
+    """The rows that its experiment computes today, where that takes seconds."""
     module = module_of(record)
     if not getattr(module, "DERIVED", False):
         return None
@@ -144,12 +133,8 @@ def derived(record: Path) -> list[dict[str, Any]] | None:
 
 
 def check_of(record: Path) -> Callable[[list[dict[str, Any]]], Any] | None:
-    """The tests of its claims; None if it has none. Those of a part of an experiment are among the
-    `CHECKS` of its module, whose name the part's begins with."""
-    if (module := module_of(record)) is not None:
-        return getattr(module, "check", None)
-    whole = module_of(record.with_stem(record.stem.partition("_")[0]))
-    return getattr(whole, "CHECKS", {}).get(record.stem)
+    """The tests of its claims; None: its study is closed."""
+    return getattr(module_of(record), "check", None)
 
 
 @functools.cache

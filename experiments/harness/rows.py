@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -17,9 +17,6 @@ CAME = ("loss", "loss_std", "loss_before", "validation_loss", "seeds", "by_seed"
 """Of a row, what came of its cell."""
 ERRORS = 3.0
 """Standard errors beyond which a difference counts: figures ask about dozens of them."""
-
-
-Cell = TypeVar("Cell")
 
 
 def kept(file: Path) -> Rows:
@@ -42,16 +39,6 @@ def append(file: Path, rows: Iterable[Row]) -> None:
         out.write(text if whole else f"\n{text}")
         out.flush()
         os.fsync(out.fileno())
-
-
-def missing(cells: Iterable[Cell], file: Path) -> list[Cell]:
-    """The cells, dataclasses, of which no row is kept."""
-    rows = kept(file)
-    return [
-        cell
-        for cell in cells
-        if not any(dataclasses.asdict(cell).items() <= row.items() for row in rows)  # pyright: ignore
-    ]
 
 
 def by(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, Rows]:
@@ -133,8 +120,3 @@ def rates_inside(rows: Sequence[Row]) -> list[tuple[str, bool, str]]:
     found = [row["inside_grid"] for row in rows if row.get("inside_grid") is not None]
     what = "ours: no learning rate is at the edge of those that were tried"
     return [(what, all(found), f"{found.count(False)} of {len(found)} are")] if found else []
-
-
-def margin(rows: Sequence[Row]) -> float:
-    """What the seeds explain of a difference of the losses of two cells among `rows`."""
-    return (math.sqrt(2) * seed_error(rows)).times(ERRORS)

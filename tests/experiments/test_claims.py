@@ -1,26 +1,20 @@
 """The rule by which claims are judged: a worse experiment shows less, never more."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.__main__ import place_of
 from experiments.harness.claims import (
     NOT_SHOWN,
-    Quantity,
     ahead,
     alike,
     both,
     cell_error,
-    claims_file,
-    judged,
     losses_by_seed,
     most,
     no_worse,
-    verdict_on,
 )
 from experiments.harness.rows import StandardError, over_seeds
 
@@ -90,31 +84,3 @@ def test_few_degrees_of_freedom_take_more_standard_errors():
         wrong += no_worse(cells[0]["loss"] - cells[1]["loss"], errors[-1], 0.0) is True
     assert errors[0].freedom == 1
     assert wrong / 2_000 == pytest.approx(stats.norm.sf(2), abs=0.01)
-
-
-def verdict(values, error, **claim):
-    return verdict_on(claim, Quantity({str(i): v for i, v in enumerate(values)}, error))
-
-
-def test_a_claim_of_the_file_has_the_verdict_of_the_rule():
-    for error in (0.001, 0.006, 0.02):
-        for values in ([0.02, 0.03], [-0.005, 0.03], [-0.08, 0.03], [-0.03, -0.02]):
-            assert verdict(values, error, errors=3, at_least=0) == ahead(values, error)
-            assert verdict(values, error, errors=2, at_least=-0.01) == no_worse(values, error)
-            within = {"at_least": -0.01, "at_most": 0.01}
-            assert verdict(values, error, errors=2, **within) == alike(values, error)
-    assert verdict([0.1], 0.0) is None
-    assert verdict([0.1, 0.9], 0.05, errors=2, at_least=0.5, some=True) is True
-    assert verdict([0.52], 0.01, errors=1, at_most=0.55, unless_above=0.5) is False
-
-
-def test_a_claim_whose_quantity_is_missing_is_not_judged():
-    assert {held for _, held, _ in judged("attack", {})} == {None}
-    assert claims_file().keys() - {"earlier"} == {"attack", "real_model"}
-
-
-def test_earlier_tests_are_of_claims_that_there_are():
-    for name, tests in claims_file()["earlier"].items():
-        places = (place_of(name, scale) for scale in ("small", "paper"))
-        record = json.loads(next(file for file in places if file.exists()).read_text())
-        assert tests.keys() <= {claim["claim"] for claim in record["claims"]}

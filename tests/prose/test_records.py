@@ -1,59 +1,50 @@
-"""Committed records follow from their rows."""
+"""Committed records follow from their rows, and pages from the records."""
 
+import importlib.util
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from experiments.harness import records
-from experiments.harness.outcomes import KEPT
-from experiments.harness.rows import kept
 
+ROOT = Path(__file__).parents[2]
 RECORDS = {records.name_of(file): file for file in records.committed()}
-CHECKS = {name: check for name, file in RECORDS.items() if (check := records.check_of(file))}
-
-
-def test_every_record_is_judged_and_its_claims_are_on_a_page_of_the_lab():
-    pages = [page.read_text() for page in (Path(__file__).parents[2] / "docs/lab").glob("*.md")]
-    shown = {name for page in pages for name in re.findall(r"^```\{record\} (\S+)$", page, re.M)}
-    assert CHECKS.keys() <= shown
+spec = importlib.util.spec_from_file_location("records_of_pages", ROOT / "docs/records.py")
+in_pages = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(in_pages)
 
 
 @pytest.mark.parametrize("name", sorted(RECORDS))
 def test_verdicts_and_numbers_follow_from_the_rows(name):
     file = RECORDS[name]
     rows = records.read_rows(file.with_suffix(".csv"))
-    if name in CHECKS:  # those of closed studies stay as they were judged
-        assert records.as_claims(CHECKS[name](rows)) == json.loads(file.read_text())["claims"]
+    if check := records.check_of(file):  # those of closed studies stay as they were judged
+        assert records.as_claims(check(rows)) == json.loads(file.read_text())["claims"]
+        assert any(f"<!-- record {name} -->" in page.read_text() for page in in_pages.pages())
 
 
-@pytest.mark.parametrize("name", sorted(RECORDS))
-def test_rows_that_follow_from_other_records_are_what_these_give(name):
-    found = records.derived(RECORDS[name])
-    assert found in (None, records.read_rows(RECORDS[name].with_suffix(".csv")))
+@pytest.mark.parametrize("page", in_pages.pages(), ids=lambda page: page.stem)
+def test_numbers_of_a_page_are_those_of_the_records(page):
+    text = page.read_text()
+    assert in_pages.filled(text) == text, "python docs/records.py writes them"
+    assert "{record" not in text
 
 
 @pytest.mark.parametrize("name", sorted(RECORDS))
 def test_a_record_says_where_it_came_from(name):
-    file = RECORDS[name]
-    record = json.loads(file.read_text())
+    record = json.loads(RECORDS[name].read_text())
     assert set(records.PROVENANCE) <= set(record)
     assert re.fullmatch(r"[0-9a-f]{7,12}(-dirty)?", record["commit"])
-    folder = file.parent.name
+    folder = RECORDS[name].parent.name
     assert record["scale"] == (folder if folder in records.FOLDERS else "paper")
     for each in record["data"].values():
         assert not isinstance(each, dict) or re.fullmatch(r"[0-9a-f]{64}", each["sha256"])
-    if folder not in KEPT:  # there trainings are in one file for all experiments
-        trainings = kept(file.with_suffix(".jsonl"))
-        seeds = records.seeds_run(trainings) or records.seeds_of(record["settings"])
-        assert record["seeds"] == seeds
-        assert record.get("trainings", {}) == records.trained_at(trainings)
 
 
-def test_rows_of_trainings_are_those_that_were_kept():
-    file = RECORDS["real_model"]
-    kept_rows = records.as_written(kept(file.with_suffix(".jsonl")))
-    rows = records.read_rows(file.with_suffix(".csv"))
-    for row, kept_row in zip(rows, kept_rows, strict=True):
-        assert kept_row.items() <= row.items()
+def test_earlier_tests_are_of_claims_that_there_are():
+    for name, tests in tomllib.loads((records.RESULTS / "earlier.toml").read_text()).items():
+        claims = json.loads(RECORDS[name].read_text())["claims"]
+        assert tests.keys() <= {claim["claim"] for claim in claims}
