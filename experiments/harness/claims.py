@@ -10,7 +10,7 @@ noisier ones, lead to "not shown".
 
 Margins are fixed before records are judged by them: held-out losses of trainings `MARGIN`; losses
 of SmolLM2, and gains by personalization, `GAIN_SHARE` of the gain; the loss of mean estimation 5 %
-of the rival's; others are their claims' own. `claims.toml` has what earlier tests said.
+of the rival's; others are their claims' own. `results/earlier.toml` has what earlier tests said.
 
 Seeds share draws and noise with all cells, so they are compared in pairs where rows have the losses
 by seed (`by_seed`): the variance is what is left of losses without the means of their cells and of
