@@ -48,6 +48,11 @@ class _Stderr:
         with suppress(OSError, ValueError, AttributeError):
             sys.stderr.flush()
 
+    def isatty(self) -> bool:
+        with suppress(OSError, ValueError, AttributeError):
+            return sys.stderr.isatty()
+        return False
+
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stderr, name)
 
@@ -56,9 +61,10 @@ class Terminal:
     """Warnings, notes and phases on stderr, at the level of the enclosing `verbosity`."""
 
     def __init__(self):
-        # rich would make a separate output of every line in a notebook.
+        # rich would make a separate output of every line in a notebook, which sets FORCE_COLOR.
         file = cast(TextIO, _Stderr())
-        self._out = RichConsole(file=file, highlight=False, emoji=False, force_jupyter=False)
+        where: dict[str, Any] = {"force_jupyter": False, "force_terminal": file.isatty()}
+        self._out = RichConsole(file=file, highlight=False, emoji=False, **where)
         self._level = _LEVEL.get()
         self._bar: Progress | None = None
 

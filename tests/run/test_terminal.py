@@ -3,7 +3,9 @@
 from fedsim.run.terminal import Terminal, verbosity
 
 
-def test_levels_hold_for_the_terminals_of_a_block(capsys):
+def test_levels_hold_for_the_terminals_of_a_block(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a notebook, which is no terminal
+
     def speak():
         shown = Terminal()
         shown.warn("a --flag")
