@@ -12,7 +12,7 @@ from experiments.harness import common
 from experiments.mistakes import MISTAKES
 
 ROOT = Path(__file__).parents[2]
-HELPERS = "__init__ __main__ pretraining starting_model"
+HELPERS = "__init__ __main__ architecture pretraining starting_model"
 NAMES = sorted(p.stem for p in (ROOT / "experiments").glob("*.py") if p.stem not in HELPERS.split())
 
 
