@@ -6,6 +6,7 @@ from .building.columns import (
     expected_of as expected_of,
     is_string as is_string,
 )
+from .building.messages import TOOLS as TOOLS, messages_of as messages_of
 from .chat import (
     ASSISTANT as ASSISTANT,
     USER as USER,

@@ -11,6 +11,10 @@ begins and ends, and break up what spells a special token. In the rendered text,
 is the template's. It is replaced by a character for private use, which a copy of the tokenizer has
 as a token. So a text is encoded once and as a whole, and trained tokens are found by the positions
 of their characters. A chat that has one of these characters itself is refused.
+
+Tools and calls of tools go to the template as JSON. A turn that calls a tool is found by a mark in
+the name of its first call; it lasts from what asks for an answer to what the template writes after
+the calls.
 """
 
 import functools
@@ -19,10 +23,10 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -33,9 +37,10 @@ from fedsim.errors import BadChat, DataError, SlowTemplate, brief
 from fedsim.files import expand_home
 
 NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # that a template may name
-RULE = 4  # version of how chats become tokens: a change that gives others gets another number
-ASSISTANT, USER = "assistant", "user"
-ROLES = ("system", "developer", USER, ASSISTANT)
+RULE = 5  # version of how chats become tokens: a change that gives others gets another number
+ASSISTANT, USER, TOOL = "assistant", "user", "tool"
+ROLES = ("system", "developer", USER, ASSISTANT, TOOL)
+CALLS, CALL_ID = "tool_calls", "tool_call_id"
 FIRST = 0xF8000  # of the characters for private use: marks, then one for each special token
 BREAK, BEGIN, END = map(chr, range(FIRST, FIRST + 3))
 SIGNS, MOST_SIGNS = 0x100000, 2**16 - 2  # other ones, each for a turn of a chat that says nothing
@@ -48,6 +53,17 @@ class Message(NamedTuple):
     content: str
     counts: bool = True
     """False if it is not to be trained on, whoever speaks."""
+    fields: Mapping[str, Any] = {}
+    """What a template reads besides: tool_calls, tool_call_id and name."""
+
+    @property
+    def says_something(self) -> bool:
+        """True if it has a text that is not blank, or calls a tool."""
+        return bool(self.content.strip() or self.fields.get(CALLS))
+
+
+Tools = Sequence[Mapping[str, Any]] | None
+"""Descriptions of the tools that the assistant may call, as JSON."""
 
 
 class Encoded(NamedTuple):
@@ -60,6 +76,9 @@ class Encoded(NamedTuple):
 
 
 ASKED = Message(USER, "a")
+SOME_ID = "000000000"  # of a call, as long as Mistral's templates expect
+CHANGED = "its template changes what a turn says, so that trained tokens cannot be told; expected "
+CHANGED += "{% generation %} blocks in it"
 
 
 def _read_template(file: str | Path) -> str:
@@ -120,9 +139,15 @@ class Template:
             raise DataError(f"chat_template: {expected}", field="chat_template") from None
 
     def render(
-        self, messages: Sequence[Message], *, begin: str = "", end: str = "", prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Tools = None,
+        *,
+        begin: str = "",
+        end: str = "",
+        prompt: bool = False,
     ) -> str:
-        """The text of a chat. The template decides what it does with a role.
+        """The text of a chat. The template decides what it does with a role, and with tools.
 
         Args:
           begin, end: what to put around what the template says is generated.
@@ -130,8 +155,8 @@ class Template:
         Raises:
           BadChat: the template refuses the chat, or takes too long.
         """
-        turns = [{"role": each.role, "content": each.content} for each in messages]
-        variables = {"messages": turns, "tools": None, "documents": None}
+        turns = [{"role": each.role, "content": each.content, **each.fields} for each in messages]
+        variables = {"messages": turns, "tools": tools, "documents": None}
         variables |= {"add_generation_prompt": prompt, **dict(self.tokens)}
         try:
             return limited.call("render", self.source, variables, begin, end)
@@ -192,6 +217,9 @@ class ChatTokenizer:
         self._written, self._others = _any_of(texts), _any_of(others)
         self._spellings, self._of_assistant = _Spellings(texts), _Spellings(special)
         self._left_out = functools.lru_cache(1000)(self._find_left_out)
+        quoted = re.finditer(r"""(['"])(.*?)\1|\.(\w+)""", template.source if template else "")
+        found = {each[2] or each[3] for each in quoted}  # texts that it may look for
+        self._compared = found | {CALLS, CALL_ID, *_call("")["function"], "function"}
         unknown = unknown_token(record["model"])
         known = [token["id"] for token in tokens if token["content"] != unknown]
         self._reserved = np.array(known, np.int64)
@@ -207,36 +235,43 @@ class ChatTokenizer:
         for token in tokens:
             self._ids[ids[self._character[token["content"]]]] = token["id"]
 
-    def encode(self, messages: Sequence[Message], train_on: str) -> Encoded:
+    def encode(self, messages: Sequence[Message], train_on: str, tools: Tools = None) -> Encoded:
         """Token ids of a chat.
 
         Args:
           train_on: "all", "assistant", or "completion", the last turn if it is the assistant's.
+          tools: that the assistant may call.
         Raises:
           BadChat: there is no template, it refuses the chat, leaves out a turn, or does not say
             where a turn is.
         """
-        plain, turns = self._plain(messages), turns_of(messages, train_on)
+        plain, tools = self._plain(messages, tools)
+        turns = turns_of(messages, train_on)
         if train_on == "all":
-            text, _ = self._write(plain)
+            text, _ = self._write(plain, tools)
             return self._encoded(text, [(0, len(text))])
         if self._template and self._template.says_what_is_generated:
-            text, spans = self._write(plain, begin=BEGIN, end=END)
+            text, spans = self._write(plain, tools, begin=BEGIN, end=END)
             own = [i for i, each in enumerate(messages) if each.role == ASSISTANT]
             if spans is None or turns != own and len(spans) != len(own):
                 raise BadChat("its template does not say which turn it generates")
             if len(spans) == len(own):
                 spans = [span for i, span in zip(own, spans, strict=True) if i in turns]
             return self._encoded(text, spans)
-        text, spans = self._said(plain, turns)
+        calling = [i for i in turns if plain[i].fields.get(CALLS)]
+        turns = [i for i in turns if i not in calling]
+        text, spans = self._said(plain, tools, turns)
         whole, ends = text, spans
         if turns and turns[-1] < len(plain) - 1:
-            whole, ends = self._said(plain[: turns[-1] + 1], turns[-1:])
+            whole, ends = self._said(plain[: turns[-1] + 1], tools, turns[-1:])
         # What the template writes after the last of these turns, were it the end, is trained on.
-        after = whole[ends[-1][1] :] if turns else ""
+        after = [whole[ends[-1][1] :] if turns else ""] * len(turns)
+        if calling:
+            called, endings = self._called(plain, tools, calling, text)
+            spans, after = [*spans, *called], [*after, *endings]
         opening, size = self._opening
         for i, (start, end) in enumerate(spans):
-            end += len(os.path.commonprefix([text[end : end + len(after)], after]))
+            end += len(os.path.commonprefix([text[end : end + len(after[i])], after[i]]))
             spans[i] = start - size * text.endswith(opening, 0, start), end
         return self._encoded(text, spans)
 
@@ -246,7 +281,7 @@ class ChatTokenizer:
         Raises:
           BadChat: there is no template, it refuses the chat, or leaves out a turn.
         """
-        text, _ = self._write(self._plain(messages), prompt=True)
+        text, _ = self._write(self._plain(messages, None)[0], prompt=True)
         return self._encoded(text, []).ids
 
     def encode_pair(self, prompt: str, completion: str, train_on: str) -> Encoded:
@@ -270,9 +305,21 @@ class ChatTokenizer:
 
         Raises: BadChat: as `encode`.
         """
-        text, spans = self._said(self._plain([ASKED, Message(ASSISTANT, "b")]), [1])
+        plain, _ = self._plain([ASKED, Message(ASSISTANT, "b")], None)
+        text, spans = self._said(plain, None, [1])
         written = self._private.search(text, spans[0][1])
         return None if written is None else int(self._ids[self._copy.token_to_id(written[0])])
+
+    @functools.cached_property
+    def writes_tools(self) -> bool:
+        """False if the template leaves out the tools that it gets."""
+        assert self._template is not None, "has one"
+        sign = chr(SIGNS)
+        about = {"name": sign, "description": sign, "parameters": {"type": "object"}}
+        try:
+            return sign in self._template.render([ASKED], [{"type": "function", "function": about}])
+        except BadChat:  # it says so of each row
+            return True
 
     @functools.cached_property
     def _finds_special_tokens(self) -> bool:
@@ -306,8 +353,8 @@ class ChatTokenizer:
         asks = prompt.removeprefix(closed)
         return asks + before[len(prompt) :], len(before) - len(prompt)
 
-    def _plain(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages without special tokens. Raises: BadChat: as `encode`."""
+    def _plain(self, messages: Sequence[Message], tools: Tools) -> tuple[list[Message], Tools]:
+        """Messages and tools without special tokens. Raises: BadChat: as `encode`."""
         if self._template is None:
             raise BadChat("expected texts, or a tokenizer with a chat template")
         if not self._finds_special_tokens:
@@ -315,27 +362,63 @@ class ChatTokenizer:
                 "its tokenizer does not find the special tokens of the chat template; expected "
                 "`normalized` and `single_word` of false for them in tokenizer.json"
             )
-        for turn in self._left_out(tuple(each.role for each in messages)):
+        shape = tuple((each.role, len(each.fields.get(CALLS, ()))) for each in messages)
+        for turn, has_calls in self._left_out(shape):
+            role = messages[turn].role
+            if has_calls:
+                raise BadChat(f"its template leaves out a tool call in turn {turn + 1}")
             if messages[turn].content.strip():
-                role = messages[turn].role
                 raise BadChat(f"its template leaves out turn {turn + 1}, of role {role}")
-        self._expect_text("".join(each.content for each in messages))
-        return [self._broken(each) for each in messages]
+        said = [(each.content, each.fields) for each in messages]
+        self._expect_text(json.dumps([said, tools], ensure_ascii=False))
+        contents = [
+            each._replace(content=self._spellings_of(each).broken(each.content))
+            for each in messages
+        ]
+        plain = [
+            each._replace(fields=self._broken(each.fields, self._spellings_of(each)))
+            for each in contents
+        ]
+        plain_tools = self._broken(tools, self._spellings)
+        if (plain, plain_tools) != (contents, tools):
+            texts = (self._template.render(*x) for x in ((plain, plain_tools), (contents, tools)))
+            if len({text.replace(BREAK, "") for text in texts}) > 1:
+                changed = "its template changes what tools and their calls say"
+                raise BadChat(f"{changed}, so that special tokens cannot be told from texts")
+        return plain, plain_tools
 
-    def _find_left_out(self, roles: tuple[str, ...]) -> list[int]:
-        """Indices of turns that the template does not write, whatever they say."""
-        assert self._template is not None, "has one"  # by roles alone: no row decides about another
-        signs = [chr(SIGNS + i % MOST_SIGNS) for i in range(len(roles))]
+    def _find_left_out(self, shape: tuple[tuple[str, int], ...]) -> list[tuple[int, bool]]:
+        """(index of a turn, whether a call) of what the template does not write, whatever it says.
+
+        Args: shape: role and number of calls of each turn.
+        """
+        assert self._template is not None, "has one"  # by shape alone: no row decides about another
+        numbers = itertools.count()
+        signs = [
+            [chr(SIGNS + next(numbers) % MOST_SIGNS) for _ in range(1 + calls)]
+            for _, calls in shape
+        ]
+        chat = []
+        for (role, _), (content, *names) in zip(shape, signs, strict=True):
+            fields: dict[str, Any] = {CALL_ID: SOME_ID} if role == TOOL else {}
+            if names:
+                fields[CALLS] = [_call(name) for name in names]
+            chat.append(Message(role, content, fields=fields))
         try:
-            written = {*self._template.render([*map(Message, roles, signs)])}
+            written = {*self._template.render(chat)}
         except SlowTemplate:
             raise
         except BadChat:  # it may refuse the chat, too
             return []
-        return [i for i, sign in enumerate(signs) if sign not in written]
+        return [
+            (turn, bool(place))
+            for turn, of_turn in enumerate(signs)
+            for place, sign in enumerate(of_turn)
+            if sign not in written
+        ]
 
     def _said(
-        self, plain: Sequence[Message], turns: Sequence[int]
+        self, plain: Sequence[Message], tools: Tools, turns: Sequence[int]
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a chat without marks, and the place of each of `turns` in it."""
         parts = [_parted(plain[i].content) for i in turns]
@@ -344,15 +427,14 @@ class ChatTokenizer:
             changed = list(plain)
             for i, content in zip(turns, contents, strict=True):
                 changed[i] = plain[i]._replace(content=content)
-            return self._write(changed)
+            return self._write(changed, tools)
 
-        text, _ = self._write(plain)
+        text, _ = self._write(plain, tools)
         if not turns:
             return text, []
         again, places = with_contents(f"{a}{BEGIN}{core}{END}{b}" for a, core, b in parts)
         if text != again or places is None or len(places) != len(turns):
-            changed = "its template changes what a turn says, so that trained tokens cannot be told"
-            raise BadChat(f"{changed}; expected {{% generation %}} blocks in it")
+            raise BadChat(CHANGED)
         # A template that strips the blanks of turns may write the same ones itself.
         leads = any(a for a, _, _ in parts) and text != with_contents(c + b for _, c, b in parts)[0]
         trails = any(b for *_, b in parts) and text != with_contents(a + c for a, c, _ in parts)[0]
@@ -362,26 +444,68 @@ class ChatTokenizer:
             places[i] = start, end
         return text, places
 
+    def _called(
+        self, plain: Sequence[Message], tools: Tools, turns: Sequence[int], text: str
+    ) -> tuple[list[tuple[int, int]], list[str]]:
+        """(the place of each of `turns`, which call tools, in the text of a chat; what the template
+        writes after each, were it the end)."""
+        marked = list(plain)
+        for turn in turns:
+            marked[turn] = _marked(plain[turn])
+        again, names = self._write(marked, tools)
+        if text != again or names is None or len(names) != len(turns):
+            raise BadChat(CHANGED)
+        places, endings, sign = [], [], chr(SIGNS)
+        for turn, (name, _) in zip(turns, names, strict=True):
+            earlier = plain[:turn]
+            alone, own = self._write([*earlier, marked[turn]], tools)
+            other = self._write([*earlier, Message(ASSISTANT, sign)], tools)[0]
+            before, _, after = other.partition(sign)
+            prompt = ""
+            if earlier and self._opening[0]:
+                prompt = self._write(earlier, tools, prompt=True)[0]
+            start = len(os.path.commonprefix([alone, before]))
+            asks = bool(prompt) and alone.startswith(prompt) and start >= len(prompt)
+            end = len(alone) - len(os.path.commonprefix([alone[::-1], after[::-1]]))
+            if not own or not (asks or before[start:].isspace() or start == len(before)):
+                raise BadChat(CHANGED)
+            shift = name - own[0][0]
+            places.append((start + shift, end + shift))
+            endings.append(alone[end:])
+            if text[start + shift : end + shift] != alone[start:end]:
+                raise BadChat(CHANGED)
+        return places, endings
+
     def _expect_text(self, text: str) -> None:
         if self._private.search(text):
             raise BadChat(f"expected no character for private use from U+{FIRST:X} on")
 
-    def _broken(self, message: Message) -> Message:
-        """A message that spells no special token."""
-        own = self._of_assistant if message.role == ASSISTANT else self._spellings
-        return message._replace(content=own.broken(message.content))
+    def _spellings_of(self, message: Message) -> "_Spellings":
+        return self._of_assistant if message.role == ASSISTANT else self._spellings
+
+    def _broken(self, value: Any, spellings: "_Spellings") -> Any:
+        """JSON that spells no special token, but for texts that the template may look for."""
+        if isinstance(value, str):
+            is_word = value in self._compared and not self._written.search(value)
+            return value if is_word else spellings.broken(value)
+        if isinstance(value, Mapping):
+            parts = ([self._broken(x, spellings) for x in item] for item in value.items())
+            return {name: inner for name, inner in parts}
+        if isinstance(value, list):
+            return [self._broken(each, spellings) for each in value]
+        return value
 
     def _tokens(self, pattern: re.Pattern[str], text: str) -> str:
         """A text with a private character for each token that is found in it."""
         return pattern.sub(lambda found: self._character[found[0]], text)
 
     def _write(
-        self, messages: Sequence[Message], **options
+        self, messages: Sequence[Message], tools: Tools = None, **options
     ) -> tuple[str, list[tuple[int, int]] | None]:
         """(what the template writes, with private characters for special tokens; the places between
         marks, or None if these are not in pairs). Args: options: of `Template.render`."""
         assert self._template is not None, "has one"
-        text = self._template.render(messages, **options)
+        text = self._template.render(messages, tools, **options)
         if not {*text}.isdisjoint(self._character.values()):
             raise BadChat("its template writes a character for private use")
         parts = re.split(f"([{BEGIN}{END}])", self._tokens(self._written, text).replace(BREAK, ""))
@@ -437,7 +561,7 @@ def turns_of(messages: Sequence[Message], train_on: str) -> list[int]:
     return [
         i
         for i, each in enumerate(messages)
-        if i >= first and each.role == ASSISTANT and each.counts and each.content.strip()
+        if i >= first and each.role == ASSISTANT and each.counts and each.says_something
     ]
 
 
@@ -446,3 +570,16 @@ def _parted(content: str) -> tuple[str, str, str]:
     rest = content.lstrip()
     core = rest.rstrip()
     return content[: len(content) - len(rest)], core, rest[len(core) :]
+
+
+def _call(name: str) -> dict[str, Any]:
+    return {"id": SOME_ID, "type": "function", "function": {"name": name, "arguments": {}}}
+
+
+def _marked(message: Message) -> Message:
+    """A turn with the name of its first call between marks."""
+    first, *others = message.fields[CALLS]
+    inner = first.get("function", first)
+    inner = {**inner, "name": f"{BEGIN}{inner['name']}{END}"}
+    first = {**first, "function": inner} if "function" in first else inner
+    return message._replace(fields={**message.fields, CALLS: [first, *others]})

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedsim.data import Columns, expected_of
+from fedsim.data import TOOLS, Columns, expected_of
 from fedsim.errors import DataError, expect
 from fedsim.files import TABLES, cache_dir, own_directory, sha256_of, write_atomically
 
@@ -48,7 +48,7 @@ def source_of(
     expect("text_column", text_column, both, f"none beside messages_column={messages_column}")
     named = {"user_column": user_column or Columns.user}
     if messages_column is not None:
-        named["messages_column"] = messages_column
+        named |= {"messages_column": messages_column, TOOLS: TOOLS}
     else:
         named["text_column"] = text_column or Columns.text[0]
     return str(_written(_table(data, named)))
@@ -59,6 +59,8 @@ def _table(data: Any, named: Mapping[str, str]) -> pa.Table:
     names, column_of = _columns(data)
     columns = {}
     for field, name in named.items():
+        if name not in names and field == TOOLS:
+            continue
         if name not in names:
             line = f"{field}={name}: {expected_of(names)}"
             raise DataError(line, field=field)

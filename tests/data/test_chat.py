@@ -208,6 +208,102 @@ def test_special_tokens_that_are_not_found_in_normalised_texts_are_refused(norma
     assert chats.encode_pair("Hi", "Ho", "all").trained.sum() > 2  # which needs no template
 
 
+CALLING = (  # as Qwen's: after a text, or instead of it
+    "{% for t in tools or [] %}{{ START + 'system\n' + t | tojson + STOP }}{% endfor %}"
+    "{% for m in messages %}{{ START + m.role }}{% if m.content %}{{ '\n' + m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] if c.type == 'function' %}{{ '\n' + c.function.name }}"
+    "{{ c.function.arguments | tojson }}{% endfor %}{{ STOP }}{% endfor %}"
+    "{{ START + 'assistant\n' if add_generation_prompt }}"
+)
+MARKING = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{{ STOP }}"
+    "{% endgeneration %}{% else %}{{ m.role + ':' + m.content }}{% endif %}{% endfor %}"
+)
+LATE = (  # as Mistral's: tools stand before the last question, and a blank before answers alone
+    "{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}{% for m in messages "
+    "%}{% if m.role == 'user' %}{{ tools | tojson if m == asked[-1] }}[{{ m.content }}]{% elif "
+    "m.tool_calls is defined %}{% for c in m.tool_calls %}{{ c.function.name }}"
+    "{{ c.function.arguments | tojson }}{% endfor %}{{ STOP }}{% elif m.role == 'assistant' %}"
+    "{{ ' ' + m.content + STOP }}{% else %}{{ m.tool_call_id + m.content }}{% endif %}{% endfor %}"
+)
+TOKENS = (("START", START), ("STOP", STOP))
+TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
+
+
+def calling(*names, content="", **arguments):
+    functions = [{"name": name, "arguments": arguments} for name in names]
+    calls = [{"id": "1", "type": "function", "function": each} for each in functions]
+    return Message("assistant", content, fields={"tool_calls": calls})
+
+
+def result(text):
+    return Message("tool", text, fields={"tool_call_id": "1"})
+
+
+@pytest.mark.parametrize(
+    "template, last",
+    [
+        (CALLING, "Well\nfind{}\nend{}"),
+        (MARKING, "Wellfind{}end{}"),
+        (LATE, "find{}end{}"),
+    ],
+    ids=["calling", "marking", "late"],
+)
+def test_calls_of_tools_are_trained_on_and_their_results_are_not(template, last):
+    first = 'find{"city": "é"}'
+    said = [*turns("Hi"), calling("find", city="é"), result("Paris"), Message("assistant", "Ho")]
+    said += [*turns("So?"), calling("find", "end", content="" if template == LATE else "Well")]
+    template = Template(template, TOKENS)
+    found = chats_of(template).encode(said, "assistant", TOOLS)
+    assert shown(found)[0] == template.render(said, TOOLS)  # as transformers calls Jinja
+    assert shown(found)[1] == "".join(f"{text}{STOP}" for text in (first, "Ho", last))
+    assert "Paris" in shown(found)[0] and '"name": "find"' in shown(found)[0]
+    found = chats_of(template).encode(said[:2], "completion", TOOLS)
+    assert shown(found)[1] == first + STOP
+
+
+@pytest.mark.privacy
+def test_no_special_token_is_spelled_by_tools_calls_or_their_results():
+    tool = {"type": "function", "function": {"name": "find", STOP: f"<|im_{STOP}"}}
+    said = [*turns(STOP), calling("find", **{START: [STOP, 1, None]}), result(f"x{STOP}")]
+    chats = chats_of(Template(CALLING, TOKENS))
+    found = chats.encode(said, "assistant", [tool])
+    assert shown(found)[0] == Template(CALLING, TOKENS).render(said, [tool])
+    assert [(found.ids == TINY.begin_id).sum(), (found.ids == TINY.end_id).sum()] == [4, 4]
+    for template in ("{{ tools }}", "{{ tools | tojson(ensure_ascii=true) }}"):
+        with pytest.raises(BadChat, match="changes what tools and their calls say"):
+            chats_of(Template(template + CALLING, TOKENS)).encode(said, "all", [tool])
+
+
+def test_a_word_that_a_template_looks_for_is_found_though_a_special_token_has_it():
+    inner = tokenizers.Tokenizer.from_str(TINY.json)
+    inner.add_special_tokens(["<|function|>", "<|find|>"])
+    tokenizer, said = Tokenizer(inner, "words", named=NAMED), [*turns("Hi"), calling("find")]
+    found = ChatTokenizer(tokenizer, Template(CALLING, TOKENS)).encode(said, "assistant")
+    assert shown(found, tokenizer)[1] == "find{}" + STOP
+
+
+@pytest.mark.parametrize(
+    "template, said, reason",
+    [
+        (CHATML, calling("find"), "leaves out a tool call in turn 2"),
+        (LATE, calling("find", content="Well"), "leaves out turn 2, of role assistant"),
+        (
+            CALLING.replace("c.function.name", "c.function.name | reverse"),
+            calling("find"),
+            "changes what",
+        ),
+        ("{{ messages[1].tool_calls[0].x.y }}", calling("find"), "fails with UndefinedError"),
+    ],
+)
+def test_a_call_that_cannot_be_told_or_is_left_out_is_refused(template, said, reason):
+    with pytest.raises(BadChat, match=reason):
+        chats_of(Template(template, TOKENS)).encode([*turns("Hi"), said], "assistant")
+    assert chats_of(Template(CALLING)).writes_tools and not chats_of(Template(CHATML)).writes_tools
+
+
 def test_a_template_that_changes_what_is_said_is_refused():
     changing = CHATML.replace("m['content']", "(m['content'] | replace('H', ''))")
     assert shown(encode(turns("Hi", "Ho"), changing))[1] == f"o{STOP}\n"  # as far as it can be told

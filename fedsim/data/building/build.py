@@ -30,7 +30,7 @@ from fedsim.data.building.columns import (
     check_bound,
     expect_one_kind,
 )
-from fedsim.data.building.messages import COMPLETION, MESSAGES, TRAIN_ON, Chats
+from fedsim.data.building.messages import COMPLETION, MESSAGES, TOOLS, TRAIN_ON, Chats
 from fedsim.data.building.sorting import owners_of, sorted_blocks, tokenised_rows, write_splits
 from fedsim.data.building.sources import Part, cut, find_files, hub_source, identify, names_in
 from fedsim.data.building.tokenised import Encoding, bundled, write_rows
@@ -80,12 +80,12 @@ class BuildSettings(BuildConfig):
         if chats is not None:
             alone = (prompt, completion, self.text_column) == (None, None, ())
             expect("messages_column", chats, alone, "none beside columns of texts or prompts")
-            form, text = MESSAGES, (chats,)
+            form, text = MESSAGES, (chats, TOOLS)
         elif prompt is not None or completion is not None:
             expect("text_column", ",".join(text), not self.text_column, "none beside prompts")
             expect("prompt_column", prompt, prompt is not None, f"it beside {completion}")
             expect("completion_column", completion, completion is not None, f"it beside {prompt}")
-            form, text = COMPLETION, (str(prompt), str(completion))
+            form, text = COMPLETION, (str(prompt), str(completion), TOOLS)
         user = "".join(self.user_column) or Columns.user
         return Columns(user, text, self.order_column, self.owners, self.owner_key, form)
 
@@ -193,8 +193,11 @@ class _Build:
         self.tokenizer = Tokenizer.named(file_of(settings.tokenizer))
         self.chats = settings.chats(self.columns, self.tokenizer)
         if self.chats is not None and self.chats.template is not None:
+            chats = ChatTokenizer(self.tokenizer, self.chats.template)
+            if TOOLS in names and TOOLS in self.columns.text and not chats.writes_tools:
+                self.say(f"the chat template leaves out the column {TOOLS}")
             with suppress(BadChat):  # it shows no chat of two turns
-                if ChatTokenizer(self.tokenizer, self.chats.template).end_of_turn() is None:
+                if chats.end_of_turn() is None:
                     line = "the chat template writes no special token after an answer, so that "
                     self.say(f"{line}the model does not learn to stop")
         rows = self.out.with_name("rows")
@@ -249,7 +252,8 @@ class _Build:
     @property
     def _texts(self) -> str:
         """The setting that names the text columns, and the columns, for errors."""
-        return f"{self.columns.text_fields[0]}={','.join(self.columns.text)}"
+        names = [name for name in self.columns.text if name != TOOLS]
+        return f"{self.columns.text_fields[0]}={','.join(names)}"
 
     def _counts(self, counts: Counter[str], owners: pa.Table) -> dict[str, int]:
         """Rows, texts and tokens that were read, dropped and cut."""

@@ -20,7 +20,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fedsim.data.building.messages import ALPACA, COMPLETION, MESSAGES, BadRow, speakers_of
+from fedsim.data.building.messages import (
+    ALPACA,
+    COMPLETION,
+    MESSAGES,
+    SAID,
+    TOOLS,
+    BadRow,
+    speakers_of,
+)
 from fedsim.data.building.user_ids import Rows, as_ids, call, is_missing, refused
 from fedsim.data.store import SEPARATOR, owner_sets
 from fedsim.errors import DataError, MissingColumn
@@ -30,12 +38,12 @@ MAX_SHOWN = 50  # names in an error
 MAX_OWNERS = 1000  # of one text
 # Columns by which a form is known where none is named.
 FORMS = (
-    (MESSAGES, ("messages",)),
-    (MESSAGES, ("conversations",)),
-    (COMPLETION, ("prompt", "completion")),
+    (MESSAGES, ("messages", TOOLS)),
+    (MESSAGES, ("conversations", TOOLS)),
+    (COMPLETION, ("prompt", "completion", TOOLS)),
     (ALPACA, ("instruction", "input", "output")),
 )
-MAY_LACK = {ALPACA: ("input",)}
+MAY_LACK = {ALPACA: ("input",), MESSAGES: (TOOLS,), COMPLETION: (TOOLS,)}
 """Columns of a form that a file, or a record of JSON, may lack: null there."""
 MARKS_OF_ROWS = ("label", "labels", "loss_mask", "completion_mask", "assistant_masks", "train")
 """Columns beside chats that may say what is not to be trained on."""
@@ -143,8 +151,10 @@ class Columns:
     def text_fields(self) -> tuple[str, ...]:
         """The setting that names each text column."""
         if self.form == COMPLETION:
-            return "prompt_column", "completion_column"
-        return ("messages_column" if self.form == MESSAGES else "text_column",) * len(self.text)
+            return "prompt_column", "completion_column", TOOLS
+        if self.form == MESSAGES:
+            return "messages_column", TOOLS
+        return ("text_column",) * len(self.text)
 
     @property
     def names(self) -> list[str]:
@@ -205,7 +215,10 @@ def normalise(
     if columns.form and columns.text:
         rows = zip(*(batch[name].to_pylist() for name in columns.text), strict=True)
         rows = [[value or "null" for value in row] for row in rows]
-        said = [None if set(row) <= set(NOTHING) else f"[{', '.join(row)}]" for row in rows]
+        number = len(columns.text) - (TOOLS in columns.text)  # which say something
+        said = [
+            None if set(row[:number]) <= set(NOTHING) else f"[{', '.join(row)}]" for row in rows
+        ]
         result["text"] = pa.array(said, pa.string())
     elif columns.text:
         (name,) = columns.text
@@ -240,13 +253,24 @@ def plain(column: Any, name: str) -> pa.Array:
 
 
 def chats_as_json(batch: pa.RecordBatch, columns: Columns) -> pa.RecordBatch:
-    """The batch with the columns of chats as JSON, with bytes, which some files have, as texts."""
+    """The batch with the columns of chats as JSON, with bytes, which some files have, as texts, and
+    without nulls in objects, which Arrow has for keys of other rows."""
     found = {name: batch[name] for name in batch.schema.names}
     for name in columns.text:
         chats = found[name].to_pylist() if name in found else [None] * len(batch)
-        cells = [None if x is None else json.dumps(x, default=_as_text) for x in chats]
+        said = map(_without_nulls, chats)
+        cells = [None if x is None else json.dumps(x, default=_as_text) for x in said]
         found[name] = pa.array(cells, pa.string())
     return pa.RecordBatch.from_pydict(found)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    kept = (item for item in value.items() if item[0] in SAID or item[1] is not None)
+    return {name: _without_nulls(inner) for name, inner in kept}
 
 
 def _as_text(value: Any) -> str:

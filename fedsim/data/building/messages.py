@@ -21,14 +21,27 @@ import numpy as np
 import pyarrow as pa
 
 from fedsim.config import BuildConfig
-from fedsim.data.chat import ASSISTANT, ROLES, USER, ChatTokenizer, Encoded, Message, Template
+from fedsim.data.chat import (
+    ASSISTANT,
+    CALL_ID,
+    CALLS,
+    ROLES,
+    TOOL,
+    USER,
+    ChatTokenizer,
+    Encoded,
+    Message,
+    Template,
+    Tools,
+)
 from fedsim.data.store import MARKED
 from fedsim.errors import BadChat, SlowTemplate
 
 MESSAGES, COMPLETION, ALPACA = "messages", "completion", "alpaca"  # forms of rows of chats
 TRAIN_ON = {MESSAGES: ASSISTANT, COMPLETION: COMPLETION, ALPACA: COMPLETION}  # by default
-CALLS = ("tool_calls", "function_call", "audio", "image", "images", "video", "videos")  # of a turn
-CALLS += ("attachments", "files")
+TOOLS = "tools"  # column beside a chat
+OTHERS = ("function_call", "audio", "image", "images", "video", "videos", "attachments", "files")
+"""What a turn may have besides text that no template gets."""
 SAID = ("content", "value", "refusal")  # the last is OpenAI's, where the assistant refuses
 REASONING = ("reasoning_content", "reasoning", "thinking")  # which some templates write, too
 MARKS = {"weight": 0, "train": False, "loss": False, "masked": True}
@@ -133,7 +146,8 @@ def _encode(values: list[Any], chats: Chats, tokenizer: ChatTokenizer) -> Encode
     """The tokens of a whole row."""
     train_on = chats.train_on
     if chats.form == MESSAGES:
-        return tokenizer.encode(messages_of(values[0]), train_on)
+        said, *tools = values
+        return tokenizer.encode(messages_of(said), train_on, _tools_of(*tools))
     if chats.form == ALPACA:
         instruction, *inputs, output = values
         asked = [_text(instruction, "an instruction"), *(_text(x, "an input") for x in inputs)]
@@ -142,14 +156,17 @@ def _encode(values: list[Any], chats: Chats, tokenizer: ChatTokenizer) -> Encode
             return tokenizer.encode_pair(prompt + BETWEEN, completion, train_on)
         messages = [Message(USER, prompt), Message(ASSISTANT, completion)]
         return tokenizer.encode(messages, train_on)
-    prompt, completion = map(_listed, values)
+    prompt, completion = map(_listed, values[:2])
+    tools = _tools_of(*values[2:])
     if not isinstance(prompt, list) and not isinstance(completion, list):
+        if tools:
+            raise BadChat("expected lists of messages beside tools, got texts")
         pair = _text(prompt, "a prompt"), _text(completion, "a completion")
         return tokenizer.encode_pair(*pair, train_on)
     before, after = _turns_of(prompt, USER), _turns_of(completion, ASSISTANT)
     if train_on == COMPLETION:
         before, train_on = [each._replace(counts=False) for each in before], ASSISTANT
-    return tokenizer.encode([*before, *after], train_on)
+    return tokenizer.encode([*before, *after], train_on, tools)
 
 
 def _shortened(whole: Encoded, settings: BuildConfig) -> Encoded:
@@ -178,9 +195,10 @@ def _message(turn: dict[str, Any], number: int) -> Message:
     where, role = f"in turn {number}", role_of(turn)
     if role not in ROLES:
         raise BadChat(f"expected a role among {', '.join(ROLES)} {where}")
-    if called := [name for name in (*CALLS, *REASONING) if turn.get(name)]:
+    if called := [name for name in (*OTHERS, *REASONING) if turn.get(name)]:
         raise BadChat(f"expected text alone, got {called[0]} {where}")
-    if "content" not in turn and "value" not in turn:
+    fields = _fields(turn, role, where)
+    if "content" not in turn and "value" not in turn and CALLS not in fields:
         raise BadChat(f"expected a content {where}")
     # Arrow gives null for a key that other rows have.
     content = next((turn[name] for name in SAID if turn.get(name) is not None), None)
@@ -192,7 +210,60 @@ def _message(turn: dict[str, Any], number: int) -> Message:
     if doubtful := [name for name in DOUBTFUL if turn.get(name) is not None]:
         raise BadChat(f"expected `train` of true or false instead of {doubtful[0]} {where}")
     trained = all(value != MARKS[name] for name, value in marks.items())
-    return Message(role, _text(content, f"a content {where}"), trained)
+    return Message(role, _text(content, f"a content {where}"), trained, fields)
+
+
+def _fields(turn: dict[str, Any], role: str, where: str) -> dict[str, Any]:
+    """Calls of tools, with arguments as objects, and the call that a result belongs to."""
+    if role == TOOL:
+        return _json_of({name: turn[name] for name in (CALL_ID, "name") if turn.get(name)}, where)
+    if not (calls := turn.get(CALLS)):
+        return {}
+    if role != ASSISTANT:
+        raise BadChat(f"expected {CALLS} of the assistant alone, got some {where}")
+    calls = [_call(call, where) for call in _objects(calls, f"{CALLS} {where}")]
+    return _json_of({CALLS: calls}, where) if calls else {}
+
+
+def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    inner = call.get("function", call)
+    name = inner.get("name") if isinstance(inner, dict) else None
+    if not isinstance(name, str) or not name:
+        raise BadChat(f"expected a function with a name in each of {CALLS} {where}")
+    arguments = inner.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = loads(arguments) if arguments.strip() else {}
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise BadChat(f"expected arguments that are an object, or its JSON, {where}")
+    inner = {**inner, "arguments": arguments}
+    return {**call, "function": inner} if "function" in call else inner
+
+
+def _tools_of(value: Any = None) -> Tools:
+    """The tools beside a chat; None if there are none."""
+    return _json_of(_objects(value or [], TOOLS), f"as {TOOLS}") or None
+
+
+def _objects(value: Any, what: str) -> list[dict[str, Any]]:
+    """A list of objects, or its JSON."""
+    if isinstance(value, str):
+        try:
+            value = loads(value) or []
+        except ValueError:
+            value = None
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise BadChat(f"expected a list of objects as {what}")
+    return value
+
+
+def _json_of(value: Any, where: str) -> Any:
+    """The value, if all of its texts are whole."""
+    if HALF.search(json.dumps(value, ensure_ascii=False)):
+        raise BadChat(f"{HALVED} {where}")
+    return value
 
 
 def _listed(value: Any) -> Any:
@@ -203,7 +274,8 @@ def _listed(value: Any) -> Any:
         turns = turns_in(value)
     except BadChat:
         return value
-    said = all(role_of(each) in ROLES and ("content" in each or "value" in each) for each in turns)
+    keys = {"content", "value", CALLS}
+    said = all(role_of(each) in ROLES and keys & each.keys() for each in turns)
     return turns if turns and said else value
 
 

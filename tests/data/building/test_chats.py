@@ -4,6 +4,7 @@ import csv
 import json
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,6 +17,7 @@ from fedsim.data.building.messages import BadRow, Chats, chat_examples, messages
 from fedsim.data.chat import ChatTokenizer, Template
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import DataError
+from fedsim.library.tables import source_of
 
 ALL_IN_TRAIN = {"eval_users": 0, "eval_examples": False, "max_length": 200}
 ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
@@ -69,6 +71,61 @@ def test_all_kinds_of_files_give_the_same_data(tmp_path, model):
     assert "chat_template.jinja" in (data.path / "SHA256SUMS").read_text()
 
 
+CALLING = (
+    "{{ tools | tojson }}{% for m in messages %}{{ m.role }}{{ m.content }}{% for c in m.tool_calls"
+    " or [] %}{{ c.function | tojson }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
+)
+
+
+def test_calls_and_tools_are_the_same_in_all_kinds_of_files(tmp_path):
+    """Arguments may be JSON; Arrow has nulls for keys of other rows."""
+    model = model_files(tmp_path / "model", CALLING)
+    calls = [
+        {"function": {"name": "find", "arguments": '{"city": null}'}},
+        {"function": {"name": "find", "arguments": "{}", "strict": True}},
+    ]
+    rows = [
+        {
+            "user_id": f"u{i}",
+            "messages": [ASKED[0], {"role": "assistant", "content": None, "tool_calls": [call]}],
+            "tools": [{"function": {"name": "find"}}] if i else None,
+        }
+        for i, call in enumerate(calls)
+    ]
+    files = [lines(tmp_path / "a.jsonl", rows), tmp_path / "b.parquet", tmp_path / "c.csv"]
+    pq.write_table(pa.Table.from_pylist(rows), files[1])
+    with files[2].open("w", newline="") as file:
+        cells = [[row["user_id"], *map(json.dumps, [*row.values()][1:])] for row in rows]
+        csv.writer(file).writerows([[*rows[0]], *cells])
+    sources = [*files, source_of(pd.DataFrame(rows), messages_column="messages")]
+    for i, source in enumerate(sources):
+        data = build(source, tmp_path / f"out{i}", tokenizer=model, **ALL_IN_TRAIN)
+        first, second = (f'{{"name": "find", "arguments": {x}}}' for x in ('{"city": null}', "{}"))
+        second = second.replace("}}", '}, "strict": true}')
+        assert shown(data.train, model) == [
+            ("u0", f"nulluserHi{STOP}assistant{first}{STOP}", f"{first}{STOP}"),
+            (
+                "u1",
+                f'[{{"function": {{"name": "find"}}}}]userHi{STOP}assistant{second}{STOP}',
+                f"{second}{STOP}",
+            ),
+        ]
+
+
+def test_a_template_that_leaves_out_tools_is_told_and_bad_tools_are_refused(tmp_path, model):
+    said, tools = [], [{"name": "find"}]
+    built(tmp_path, model, [{"messages": ASKED, "tools": tools}], progress=said.append)
+    assert sum("leaves out the column tools" in line for line in said) == 1
+    for bad in ([3], "secret", {"secret": 1}):
+        with pytest.raises(DataError, match="a list of objects as tools in row 1 of") as error:
+            build(
+                lines(tmp_path / "x.jsonl", [{"user_id": "a", "messages": ASKED, "tools": bad}]),
+                tmp_path / "bad",
+                tokenizer=model,
+            )
+        assert "secret" not in str(error.value)
+
+
 def test_data_of_texts_have_no_mark_of_chats(tmp_path, model):
     data = built(tmp_path, model, [{"text": "Hi", "messages": ASKED}])  # texts, as ever
     assert data.train.trained(np.array([0]), 4) is None
@@ -82,7 +139,12 @@ BAD = [
     ([ASKED[0], {**ASKED[1], "weight": 0.5}], "0 or 1 as weight in turn 2"),
     ([ASKED[0], {**ASKED[1], "train": "no"}], "true or false as train in turn 2"),
     ([ASKED[0], {**ASKED[1], "mask": 1}], "instead of mask in turn 2"),
-    ([{**ASKED[1], "tool_calls": [{"secret": 1}]}], "tool_calls in turn 1"),
+    ([{**ASKED[1], "tool_calls": [{"secret": 1}]}], "a name in each of tool_calls in turn 1"),
+    ([{**ASKED[1], "tool_calls": "[secret"}], "a list of objects as tool_calls in turn 1"),
+    ([{**ASKED[1], "tool_calls": [{"name": "f", "arguments": "[3]"}]}], "an object, or its JSON"),
+    ([{**ASKED[0], "tool_calls": [{"name": "secret"}]}], "of the assistant alone, got some in tu"),
+    ([ASKED[0], {**ASKED[1], "tool_calls": [{"name": "secret"}]}], "leaves out a tool call in t"),
+    ([{"role": "tool", "content": {"secret": 1}}], "text as a content in turn 1"),
     ([{"role": "user", "text": "secret"}], "expected a content in turn 1"),
     ([{"role": "system", "content": "no"}], "its template refuses it"),
 ]
