@@ -72,14 +72,11 @@ def _function(whole: Any) -> Any:
     return whole.fget if isinstance(whole, property) else getattr(whole, "__func__", whole)
 
 
-@dataclasses.dataclass(frozen=True)
 class Mistake:
-    """A mistake: the patches that make it, and the test that should notice."""
+    """A mistake: the patches that make it, and the test under tests/ that should notice."""
 
-    name: str
-    test: str
-    """Under tests/."""
-    patches: tuple[Patch, ...]
+    def __init__(self, name: str, test: str, *patches: Patch):
+        self.name, self.test, self.patches = name, test, patches
 
     def hook(self) -> str:
         """The text of a sitecustomize.py that plants it in every Python with that on its path."""

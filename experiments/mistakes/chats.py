@@ -11,14 +11,12 @@ SPEAKERS = "fedsim.data.building.messages"
 
 
 def one_later(right, tokens_BL, sizes_B, trained_BL=None):
-    """The flags of the tokens that are fed, taken for those of the tokens to predict."""
     if trained_BL is not None:
         trained_BL = jnp.roll(trained_BL, 1, axis=1)
     return right(tokens_BL, sizes_B, trained_BL)
 
 
 def by_the_cohort(_right, self, params, batch, *frozen):
-    """Nats of a row, divided by the mean number of trained tokens of all rows."""
     nats, predictions = self.nats(params, batch, *frozen)
     return nats / jnp.maximum(predictions.mean(), 1)
 
@@ -39,32 +37,30 @@ CHATS = (
     Mistake(
         "the token after a trained one is trained on",
         "clipping/test_masked.py::test_the_loss_of_a_row_is_that_of_the_plain_loops",
-        (Patch(LOSS, "predicted", one_later),),
+        Patch(LOSS, "predicted", one_later),
     ),
     Mistake(
         "a loss divided by the trained tokens of the cohort",
         "clipping/test_masked.py::test_the_loss_of_a_row_does_not_depend_on_what_others_train_on",
-        (Patch(LOSS, "LanguageModelTask.losses", by_the_cohort),),
+        Patch(LOSS, "LanguageModelTask.losses", by_the_cohort),
     ),
     Mistake(
         "prompts that are trained on",
         "data/test_chat.py::test_the_assistants_turns_are_trained_on_with_what_ends_them",
-        (
-            Patch(
-                CHAT,
-                "ChatTokenizer.encode",
-                lambda encode, self, messages, train_on: encode(self, messages, "all"),
-            ),
+        Patch(
+            CHAT,
+            "ChatTokenizer.encode",
+            lambda encode, self, messages, train_on: encode(self, messages, "all"),
         ),
     ),
     Mistake(
         "special tokens that a person spells",
         "data/test_chat.py::test_any_text_comes_back_and_none_becomes_a_special_token",
-        (Patch(CHAT, "ChatTokenizer._broken", lambda _right, self, message: message),),
+        Patch(CHAT, "ChatTokenizer._broken", lambda _right, self, message: message),
     ),
     Mistake(
         "an author of context who is no owner",
         "trust/test_context_audit.py::test_canaries_in_the_context_of_others_are_below_the_claim",
-        (Patch(SPEAKERS, "speakers_of", without_context),),
+        Patch(SPEAKERS, "speakers_of", without_context),
     ),
 )

@@ -32,7 +32,6 @@ def after_the_sum(clipped_sum, self, params, rows, clip, *args, **options):
 
 
 def exact(squared_and_bound, self):
-    """As if the norm were what its computed square says."""
     squared, _ = squared_and_bound(self)
     return squared, jnp.sqrt(squared)
 
@@ -65,17 +64,14 @@ def part_by_part(mean, self, params, rows, real):
 
 
 def over_padding(mean, self, params, rows, real):
-    """The sum over a unit's rows, divided by their number with those that are padding."""
     return jax.tree.map(lambda leaf: leaf * real.mean(), mean(self, params, rows, real))
 
 
 def repaired(contribution, grad, real, clip):
-    """Of a gradient without what is not finite in it."""
     return contribution(jax.tree.map(jnp.nan_to_num, grad), real, clip)
 
 
 def as_it_is(_right, tree):
-    """Squares in the precision of the numbers."""
     from fedsim.clipping.contribution import _sum_of_squares
 
     return sum(map(_sum_of_squares, jax.tree.leaves(tree)), start=jnp.float32(0))
@@ -98,7 +94,6 @@ def whole_length(factor, bound, real, clip, dimensions):
 
 
 def by_the_batch(_right, self, params, batch, *frozen):
-    """Nats of an example, divided by the predictions of all."""
     nats, predictions = self.nats(params, batch, *frozen)
     return nats / jnp.maximum(predictions.sum(), 1)
 
@@ -108,134 +103,110 @@ CLIPPING = (
         "norms and sums of products that accelerators round to 8 bits",
         "clipping/test_precision.py::"
         "test_norms_and_sums_have_no_product_of_reduced_precision[ghost]",
-        (
-            Patch(
-                "fedsim.clipping.contribution",
-                "matmul",
-                lambda _right, a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32),
-            ),
+        Patch(
+            "fedsim.clipping.contribution",
+            "matmul",
+            lambda _right, a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32),
         ),
     ),
     Mistake(
         "no clipping",
         "clipping/test_clipping.py::"
         "test_plain_clipping_leaves_small_gradients_alone_and_normalised_clipping_divides_by_c",
-        (
-            Patch(
-                CONTRIBUTION,
-                "factor",
-                with_bound(lambda bound: jnp.where(jnp.isfinite(bound), 0, bound)),
-            ),
-        ),
+        Patch(CONTRIBUTION, "factor", with_bound(lambda x: jnp.where(jnp.isfinite(x), 0, x))),
     ),
     Mistake(
         "clipping after the sum over users",
         "test_uls.py::test_a_step_equals_the_oracle",
-        (Patch("fedsim.engine.engine", "Engine.clipped_sum", after_the_sum),),
+        Patch("fedsim.engine.engine", "Engine.clipped_sum", after_the_sum),
     ),
     Mistake(
         "clipping a user's examples, not the user",
         "test_uls.py::test_a_step_equals_the_oracle",
-        (
-            Patch(
-                "fedsim.uls", "ULS.draw", lambda draw, self, step: draw(self, step).reshape(-1, 1)
-            ),
-        ),
+        Patch("fedsim.uls", "ULS.draw", lambda draw, self, step: draw(self, step).reshape(-1, 1)),
     ),
     Mistake(
         "norms from products, taken for exact",
         "clipping/test_factors.py::test_the_bound_is_above_the_norm_of_what_is_formed",
-        (Patch("fedsim.clipping.ghost", "Factors.squared_and_bound", exact),),
+        Patch("fedsim.clipping.ghost", "Factors.squared_and_bound", exact),
     ),
     Mistake(
         "an id that no table has, one row for the norm and another for the sum",
         "clipping/test_equal_sums.py"
         "::test_an_id_that_no_table_has_is_one_row_for_the_norm_and_for_the_sum",
-        (Patch("fedsim.clipping.ghost", "matrix", from_the_end_twice),),
+        Patch("fedsim.clipping.ghost", "matrix", from_the_end_twice),
     ),
     Mistake(
         "clipping parts of a user, before their sum",
         "clipping/test_clipping.py::test_a_users_gradient_is_complete_before_it_is_clipped",
-        (Patch(SCAN, "_UnitGradient.__call__", part_by_part),),
+        Patch(SCAN, "_UnitGradient.__call__", part_by_part),
     ),
     Mistake(
         "padding in a user's mean",
         "clipping/test_clipping.py::test_a_mean_is_over_the_real_rows",
-        (Patch(SCAN, "_UnitGradient.__call__", over_padding),),
+        Patch(SCAN, "_UnitGradient.__call__", over_padding),
     ),
     Mistake(
         "a gradient that is not finite passes",
         "clipping/test_clipping.py::"
         "test_a_unit_without_a_finite_norm_contributes_exactly_zero_and_is_counted",
-        (
-            Patch(
-                CONTRIBUTION,
-                "factor",
-                with_bound(lambda bound: jnp.where(jnp.isfinite(bound), bound, 0)),
-            ),
-        ),
+        Patch(CONTRIBUTION, "factor", with_bound(lambda x: jnp.where(jnp.isfinite(x), x, 0))),
     ),
     Mistake(
         "finite is what a compiler may assume",
         "clipping/test_finite.py::test_a_compiler_that_takes_all_numbers_for_finite_lets_none_pass",
-        (Patch(CONTRIBUTION, "is_finite", lambda _right, x: jnp.isfinite(x)),),
+        Patch(CONTRIBUTION, "is_finite", lambda _right, x: jnp.isfinite(x)),
     ),
     Mistake(
         "a gradient that is not finite repaired, number by number",
         "clipping/test_clipping.py::"
         "test_a_unit_without_a_finite_norm_contributes_exactly_zero_and_is_counted",
-        (Patch(CONTRIBUTION, "contribution", repaired),),
+        Patch(CONTRIBUTION, "contribution", repaired),
     ),
     Mistake(
         "a norm in half precision underflows",
         "clipping/test_clipping.py::test_norms_do_not_underflow_in_half_precision",
-        (Patch(CONTRIBUTION, "sum_of_squares", as_it_is),),
+        Patch(CONTRIBUTION, "sum_of_squares", as_it_is),
     ),
     Mistake(
         "a norm of other numbers than are added",
         "clipping/test_stored.py::test_a_program_without_its_loop_is_not_used",
-        (Patch(SCAN, "stored", lambda _right, compute, i, some, before: compute(i)),),
+        Patch(SCAN, "stored", lambda _right, compute, i, some, before: compute(i)),
     ),
     Mistake(
         "a running sum in float32",
         "clipping/test_contribution.py::"
         "test_a_long_sum_lacks_what_a_missing_user_added_and_nothing_else",
-        (Patch(SCAN, "clip_chunk", in_float32),),
+        Patch(SCAN, "clip_chunk", in_float32),
     ),
     Mistake(
         "a norm without its bound",
         "clipping/test_contribution.py::test_no_gradient_contributes_more_than_c",
-        (
-            Patch(
-                CONTRIBUTION,
-                "root_and_bound",
-                lambda _right, squares, additions: (jnp.sqrt(squares), jnp.sqrt(squares)),
-            ),
-            Patch(CONTRIBUTION, "factor", whole_length),
+        Patch(
+            CONTRIBUTION,
+            "root_and_bound",
+            lambda _right, squares, additions: (jnp.sqrt(squares), jnp.sqrt(squares)),
         ),
+        Patch(CONTRIBUTION, "factor", whole_length),
     ),
     Mistake(
         "a loss divided by the tokens of the batch",
         "models/test_transformer.py::test_the_loss_of_an_example_is_the_mean_over_its_predictions",
-        (Patch("fedsim.models.language_model", "LanguageModelTask.losses", by_the_batch),),
+        Patch("fedsim.models.language_model", "LanguageModelTask.losses", by_the_batch),
     ),
     Mistake(
         "units side by side that are not looked at",
         "engine/test_worker.py"
         "::test_units_that_change_what_others_contribute_are_not_computed_side_by_side",
-        (Patch("fedsim.engine.programs", "_checked_side_by_side", lambda _right, *_args: True),),
+        Patch("fedsim.engine.programs", "_checked_side_by_side", lambda _right, *_args: True),
     ),
     Mistake(
         "a lane with one user's gradient",
         "trust/test_security.py::test_a_lane_has_two_units_or_more",
-        (
-            Patch(
-                "fedsim.engine.engine",
-                "cut",
-                lambda cut, task, split, rows, num_lanes, least: cut(
-                    task, split, rows, num_lanes, 1
-                ),
-            ),
+        Patch(
+            "fedsim.engine.engine",
+            "cut",
+            lambda cut, task, split, rows, num_lanes, least: cut(task, split, rows, num_lanes, 1),
         ),
     ),
 )

@@ -19,20 +19,17 @@ def of_the_run(key):
 
 
 def across_segments(call, self, sums, *, stddev, key, step):
-    """With the rows of the segment before."""
     if self._next:
         self._next = (step, key, *self._next[2:])
     return call(self, sums, stddev=stddev, key=key, step=step)
 
 
 def if_as_long(expect_begins, self, chains, *places):
-    """Of a run that is not shorter."""
     if len(chains) > self.count:
         expect_begins(self, chains, *places)
 
 
 def forgetful(init, self, run_dir):
-    """As if nothing had been released."""
     init(self, run_dir)
     self.losses = {}
 
@@ -41,82 +38,72 @@ SEGMENT = (
     Mistake(
         "an index, or a nonce, that is used again",
         REFUSED,
-        (Patch(LEDGER, "out_of_order", lambda _right, segment, before, num_steps: ""),),
+        Patch(LEDGER, "out_of_order", lambda _right, segment, before, num_steps: ""),
     ),
     Mistake(
         "noise of the key and the index alone after a crash",
         SEGMENTS + "test_two_copies_that_two_ledgers_count_share_no_noise",
-        (Patch(KEYS, "SecretKey.in_segment", lambda _right, self, nonce, first=0: self),),
+        Patch(KEYS, "SecretKey.in_segment", lambda _right, self, nonce, first=0: self),
     ),
     Mistake(
         "a nonce that is the same in every copy",
         SEGMENTS + "test_two_copies_that_two_ledgers_count_share_no_noise",
-        (Patch(KEYS, "SecretKey.nonce", lambda _right, self, context: f"{len(context):032x}"),),
+        Patch(KEYS, "SecretKey.nonce", lambda _right, self, context: f"{len(context):032x}"),
     ),
     Mistake(
         "Poisson draws that do not take the nonce",
         DRAWN,
-        (
-            Patch(
-                SAMPLER,
-                "poisson_subset",
-                lambda draw, num_units, prob, key, step: draw(
-                    num_units, prob, of_the_run(key), step
-                ),
-            ),
+        Patch(
+            SAMPLER,
+            "poisson_subset",
+            lambda draw, num_units, prob, key, step: draw(num_units, prob, of_the_run(key), step),
         ),
     ),
     Mistake(
         "groups that are drawn anew in each segment",
         DRAWN,
-        (Patch(SAMPLER, "_groups", lambda draw, sampler, key: draw(sampler, key.fresh)),),
+        Patch(SAMPLER, "_groups", lambda draw, sampler, key: draw(sampler, key.fresh)),
     ),
     Mistake(
         "turns of a window that are drawn anew in each segment",
         DRAWN,
-        (
-            Patch(
-                SAMPLER,
-                "_places",
-                lambda draw, sampler, key, number: draw(sampler, key.fresh, number),
-            ),
+        Patch(
+            SAMPLER, "_places", lambda draw, sampler, key, number: draw(sampler, key.fresh, number)
         ),
     ),
     Mistake(
         "noise taken back that another segment added",
         SEGMENTS + "test_correlated_noise_takes_back_rows_of_its_own_segment_alone",
-        (Patch("fedsim.noise.correlated", "Correlated.__call__", across_segments),),
+        Patch("fedsim.noise.correlated", "Correlated.__call__", across_segments),
     ),
     Mistake(
         "lost steps that nobody counts",
         SEGMENTS + "test_what_is_lost_adds_up_along_the_checkpoints",
-        (Patch(LEDGER, "lost_steps", lambda _right, segments, steps: 0),),
+        Patch(LEDGER, "lost_steps", lambda _right, segments, steps: 0),
     ),
     Mistake(
         "a step shown before the ledger of the data has its mark",
         HISTORIES,
-        (Patch(LEDGER, "Ledger._append", lambda _right, self, line: self._log.append(line)),),
+        Patch(LEDGER, "Ledger._append", lambda _right, self, line: self._log.append(line)),
     ),
     Mistake(
         "an older copy of a killed run taken for the run",
         ADMISSION + "test_an_older_copy_of_a_killed_run_is_refused",
-        (Patch("fedsim.budget.ledger", "Head.expect_begins", if_as_long),),
+        Patch("fedsim.budget.ledger", "Head.expect_begins", if_as_long),
     ),
     Mistake(
         "another held-out loss for the same step after a crash",
         HELD_OUT + "test_a_step_is_released_once",
-        (Patch("fedsim.training.private_evaluation", "Evaluated.__init__", forgetful),),
+        Patch("fedsim.training.private_evaluation", "Evaluated.__init__", forgetful),
     ),
     Mistake(
         "an evaluation shown before the ledger of the data has it",
         HELD_OUT + "test_a_step_is_released_once",
-        (
-            Patch(
-                "fedsim.training.private_evaluation",
-                "noisy_evaluate",
-                lambda begin, *args, again=False: begin(
-                    *args[:-1], lambda count, chain: None, again=again
-                ),
+        Patch(
+            "fedsim.training.private_evaluation",
+            "noisy_evaluate",
+            lambda begin, *args, again=False: begin(
+                *args[:-1], lambda count, chain: None, again=again
             ),
         ),
     ),
