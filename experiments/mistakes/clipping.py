@@ -117,12 +117,12 @@ CLIPPING = (
     ),
     Mistake(
         "clipping after the sum over users",
-        "test_uls.py::test_a_step_equals_the_oracle",
+        "test_algorithms.py::test_a_step_equals_the_oracle",
         Patch("fedsim.engine.engine", "Engine.clipped_sum", after_the_sum),
     ),
     Mistake(
         "clipping a user's examples, not the user",
-        "test_uls.py::test_a_step_equals_the_oracle",
+        "test_algorithms.py::test_a_step_equals_the_oracle",
         Patch("fedsim.uls", "ULS.draw", lambda draw, self, step: draw(self, step).reshape(-1, 1)),
     ),
     Mistake(

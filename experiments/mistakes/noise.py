@@ -98,12 +98,12 @@ NOISE_AND_SENSITIVITY = (
     ),
     Mistake(
         "the same noise in every step",
-        "test_uls.py::test_the_noise_is_fresh_in_every_step_and_repeated_when_a_step_is",
+        "test_algorithms.py::test_the_noise_is_fresh_in_every_step_and_repeated_when_a_step_is",
         Patch(MECHANISM, "noisy_mean", with_option("step", lambda _: 0)),
     ),
     Mistake(
         "fresh noise when a step is run again",
-        "test_uls.py::test_the_noise_is_fresh_in_every_step_and_repeated_when_a_step_is",
+        "test_algorithms.py::test_the_noise_is_fresh_in_every_step_and_repeated_when_a_step_is",
         Patch(MECHANISM, "noisy_mean", with_option("step", lambda _: time.time_ns())),
     ),
     Mistake(
@@ -113,7 +113,7 @@ NOISE_AND_SENSITIVITY = (
     ),
     Mistake(
         "sensitivity C after scaling to norm 1",
-        "test_uls.py::test_the_noise_has_the_standard_deviation_c_sigma_over_m",
+        "test_algorithms.py::test_the_noise_has_the_standard_deviation_c_sigma_over_the_expected_count",
         Patch("fedsim.clipping.contribution", "Clip.sensitivity", lambda _right, self: self.norm),
     ),
     Mistake(
@@ -127,7 +127,7 @@ NOISE_AND_SENSITIVITY = (
     ),
     Mistake(
         "division by the realised number",
-        "test_uls.py::test_the_sum_is_divided_by_the_expected_count_whatever_was_drawn",
+        "test_algorithms.py::test_the_sum_is_divided_by_the_expected_count_whatever_was_drawn",
         Patch("fedsim.els", "ELS.gradient", over_realised("expected_batch_size")),
         Patch("fedsim.uls", "ULS.gradient", over_realised("expected_cohort_size")),
     ),

@@ -93,7 +93,7 @@ SAMPLING = (
     ),
     Mistake(
         "the cap on a user's examples not accounted",
-        "test_els.py::test_the_event_is_theorem_1_with_the_cap_as_contributions",
+        "test_algorithms.py::test_the_event_of_els_is_theorem_1_with_the_cap_as_contributions",
         Patch(
             ELS,
             "ELS.event",
@@ -102,13 +102,13 @@ SAMPLING = (
     ),
     Mistake(
         "the largest user's number of examples accounted, not the cap",
-        "test_els.py::test_the_event_is_theorem_1_with_the_cap_as_contributions",
+        "test_algorithms.py::test_the_event_of_els_is_theorem_1_with_the_cap_as_contributions",
         Patch(ELS, "ELS.__init__", knowing_users),
         Patch(ELS, "ELS.event", of_the_largest_user),
     ),
     Mistake(
         "a user's pool drawn again in every step",
-        "test_els.py::test_a_step_equals_the_oracle",
+        "test_algorithms.py::test_a_step_equals_the_oracle",
         Patch(ELS, "ELS.__init__", knowing_users),
         Patch(ELS, "ELS.draw", from_a_new_pool),
     ),
@@ -135,7 +135,7 @@ SAMPLING = (
     ),
     Mistake(
         "users redrawn in every step, accounted as of a group in turn",
-        "test_cyclic.py::test_no_user_takes_part_in_two_steps_of_a_cycle",
+        "test_turns.py::test_no_user_takes_part_in_two_steps_of_a_cycle",
         Patch("fedsim.sampling.sampler", "Cyclic.draw", from_all),
     ),
     Mistake(
