@@ -8,12 +8,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from problems import users_of_sizes
-from refused import refuses
 from test_verify import command as train_command, texts, verify  # noqa: F401 (a fixture)
 
 from fedsim import accounting
 from fedsim.cli.main import main
-from fedsim.config import Algorithm, PrivacyConfig, run_config
+from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.keys import SecretKey
 from fedsim.noise import Correlated, add_gaussian, gaussian, predicted_error, release_shift
 from fedsim.noise.correlated import (
@@ -29,8 +28,6 @@ from fedsim.noise.correlated import (
 from fedsim.noise.independent import FARTHEST
 from fedsim.plan import fill_defaults, make_plan, method_for
 from fedsim.run import checkpoint
-from fedsim.training import with_plan
-from fedsim.training.optimizers import MOMENTUM_RATES
 
 STEPS, BANDS, STDDEV = 12, 4, 1.3 * 2**20
 
@@ -48,19 +45,15 @@ def rows_of(key, width, steps, bands=BANDS, stddev=STDDEV):
     return found
 
 
-@pytest.mark.parametrize("steps, bands", [(100, 2), (100, 8), (500, 16), (2000, 3), (2000, 32)])
-def test_strategies_are_as_good_as_those_of_jax_privacy(steps, bands):
+@pytest.mark.parametrize(
+    "steps, bands, error",
+    [(100, 2, 5.181516045299959), (500, 16, 4.701735267731326), (2000, 32, 6.482642560682406)],
+)
+def test_strategies_are_as_good_as_those_of_jax_privacy(steps, bands, error):
     """Golden: optimize_banded_toeplitz, sensitivity_squared, per_query_error of version 2.0."""
-    golden = {
-        (100, 2): 5.181516045299959,
-        (100, 8): 3.125326020593608,
-        (500, 16): 4.701735267731326,
-        (2000, 3): 18.420159553826686,
-        (2000, 32): 6.482642560682406,
-    }
     c = coefficients(steps, bands)
     assert np.linalg.norm(c) == pytest.approx(1) and (c > 0).all()
-    assert prefix_error(c, steps) == pytest.approx(golden[steps, bands], rel=1e-9)
+    assert prefix_error(c, steps) == pytest.approx(error, rel=1e-9)
 
 
 @pytest.mark.privacy
@@ -141,9 +134,6 @@ def test_released_noise_has_the_covariance_of_the_inverse_strategy(bands):
     expected = unmixed @ unmixed.T
     scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)))
     assert np.abs((found @ found.T / width - expected) / scale).max() < 6 / np.sqrt(width)
-    sums = np.cumsum(found, axis=0)
-    error = prefix_error(coefficients(STEPS, bands), STEPS)
-    assert np.sqrt((sums**2).mean()) == pytest.approx(error, rel=0.02)
 
 
 def test_one_band_is_independent_noise_bit_by_bit(rng, key):
@@ -181,46 +171,20 @@ def planned(key, **changes):
     return make_plan(Algorithm.ULS, privacy, users, method, 1000, non_private, "abc")
 
 
-def error_of(plan):
-    return predicted_error(plan.noise_multiplier, plan.num_steps, plan.noise.bands)
-
-
 def test_the_plan_chooses_the_bands_and_says_the_slack(key):
     plan = planned(key)
     assert plan.sampling.kind == "cyclic" and plan.sampling.bands == plan.noise.bands > 1
     assert type(plan).from_dict(plan.as_dict()) == plan
     independent = planned(key, noise="independent")
-    assert error_of(plan) < error_of(independent)
+    errors = [
+        predicted_error(each.noise_multiplier, each.num_steps, each.noise.bands)
+        for each in (plan, independent)
+    ]
+    assert errors[0] < errors[1]
     assert independent.slack.epsilon < plan.slack.epsilon < 1e-4
     assert plan.slack.epsilon < dataclasses.replace(plan, num_parameters=10**6).slack.epsilon
     spent = accounting.epsilon([(plan.event(), 40)], plan.delta)
     assert 7.9 < spent <= 8
-
-
-def test_the_rate_follows_the_noise_on_sums(key):
-    """In experiments/correlated.py the best rates of correlated noise were two to three times those
-    of independent noise at the same epsilon, whose sigma is half as large."""
-    run = run_config(data="posts", run_dir="runs/x")
-    plans = planned(key, noise="independent"), planned(key)
-    rates = [with_plan(plan, None, run, fresh=True).learning_rate for plan in plans]
-    assert plans[1].noise_multiplier > plans[0].noise_multiplier and rates[1] > rates[0]
-    less = error_of(plans[0]) / error_of(plans[1])
-    _, exponent, _ = MOMENTUM_RATES["fresh"]
-    assert rates[1] / rates[0] == pytest.approx(less**exponent, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    "flags, what",
-    [
-        ({"noise": "correlated", "sampling": "poisson"}, "sampling=poisson"),
-        ({"bands": 2}, "bands=2"),
-        ({"bands": 0, "sampling": "cyclic"}, "bands=0"),
-        ({"bands": 11, "noise": "correlated"}, "bands=11"),
-    ],
-)
-def test_cells_that_have_no_guarantee_are_refused(flags, what):
-    with refuses(what):
-        PrivacyConfig(1.0, 10, **flags)
 
 
 @pytest.mark.privacy
@@ -289,15 +253,6 @@ def test_a_run_with_correlated_noise_is_replayed_and_its_rows_are_nowhere(
         code, found = verify(capsys, run_dir, flag)
         assert code == 0 and found["replay"][0] and found["settings"][0]
         assert found["replay"][1].startswith(steps)
-    kept = checkpoint.load(checkpoint.latest(run_dir))
-    assert set(kept) == {
-        *(
-            "params",
-            "opt_state",
-            "average",
-            "step",
-            "lost_steps",
-            "clip_norm",
-            "chain",
-        ),
-    }
+    state = checkpoint.load(checkpoint.latest(run_dir))
+    names = "params opt_state average step lost_steps clip_norm chain"
+    assert set(state) == set(names.split())
