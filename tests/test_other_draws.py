@@ -21,15 +21,12 @@ NUM_USERS, STEPS = 60, 8
 SETTINGS = {"epsilon": 4, "delta": 1e-3, "num_steps": STEPS, "batch_size": 10, "optimizer": "sgd"}
 SETTINGS |= {"learning_rate": 0.1, "engine": "local", "strategy": "scan", "checkpoint_every": 1}
 CYCLIC = {"sampling": "cyclic", "bands": 3}
-ALLOCATION = {"sampling": "allocation", "participations": 2}
-CORRELATED = {"noise": "correlated", "bands": 3}
 
 
 class Mean(fedsim.Task):
     """Squared distances from rows of eight numbers."""
 
     rows = np.random.default_rng(0).normal(size=(3 * NUM_USERS, 8)).astype(np.float32)
-    factor = 1.0
 
     def init(self, key):
         return {"w": np.zeros(8, np.float32)}
@@ -38,61 +35,53 @@ class Mean(fedsim.Task):
         return {"x": self.rows[rows]}
 
     def losses(self, params, batch):
-        return 0.5 * self.factor * jnp.sum((params["w"][None] - batch["x"]) ** 2, axis=1)
+        return 0.5 * jnp.sum((params["w"][None] - batch["x"]) ** 2, axis=1)
 
 
-def train(run_dir, task=None, *, resume=False, at=None, algorithm="uls", **settings):
-    """A run of this module. Args: at: called after each step."""
+class Watch(fedsim.Callback):
+    def __init__(self, look):
+        self.look = look
 
-    class Watch(fedsim.Callback):
-        def on_step(self, step, metrics):
-            at(step)
-
-    data = np.arange(3 * NUM_USERS) % NUM_USERS
-    settings = {**SETTINGS, **({"group_size": 2} if algorithm == "els" else {}), **settings}
-    return fedsim.train(
-        algorithm,
-        task=task or Mean(),
-        data=data,
-        run_dir=run_dir,
-        resume=resume,
-        callbacks=[Watch()] if at else [],
-        **settings,
-    )
+    def on_step(self, step, metrics):
+        self.look(step)
 
 
-def stopped(run_dir, step, **settings):
-    """A run that a signal stops after a step."""
+def train(run_dir, algorithm="uls", **settings):
+    settings = {"data": np.arange(3 * NUM_USERS) % NUM_USERS, **SETTINGS, **settings}
+    return fedsim.train(algorithm, task=Mean(), run_dir=run_dir, **settings)
 
-    def stop(now):
-        if now == step:
-            os.kill(os.getpid(), signal.SIGTERM)
 
-    train(run_dir, at=stop, **settings)
+def stop(step):
+    if step == 4:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.privacy
 @pytest.mark.parametrize(
-    ("algorithm", "settings"),
+    "settings",
     [
-        ("uls", CYCLIC),
+        {"algorithm": "uls", **CYCLIC},
         *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in [("els", CYCLIC), ("uls", ALLOCATION), ("els", {})]
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (
+                {"algorithm": "els", "group_size": 2, **CYCLIC},
+                {"algorithm": "uls", "sampling": "allocation", "participations": 2},
+                {"algorithm": "els", "group_size": 2},
+            )
         ),
     ],
 )
 def test_turns_that_other_packages_draw_otherwise_are_refused_and_the_same_ones_are_not(
-    algorithm, settings, run_dir, monkeypatch
+    settings, run_dir, monkeypatch
 ):
     """A user could take part in two steps of a cycle, or of a window."""
-    stopped(run_dir, 4, algorithm=algorithm, **settings)
+    train(run_dir, callbacks=[Watch(stop)], **settings)
     at = keys.Streams.at
     with monkeypatch.context() as patch:
         patch.setattr(keys.Streams, "at", lambda self, index: at(self, index + 1))
         with refuses("packages", says="draw the pool and users' turns"):
-            train(run_dir, resume=True, algorithm=algorithm, **settings)
-    assert train(run_dir, resume=True, algorithm=algorithm, **settings).finished
+            train(run_dir, resume=True, **settings)
+    assert train(run_dir, resume=True, **settings).finished
 
 
 @pytest.mark.privacy
@@ -155,7 +144,7 @@ def test_the_name_of_every_file_is_durable(run_dir, tmp_path, monkeypatch):
         there = [*run_dir.rglob("*"), run_dir, *place.rglob("*"), place, place.parent]
         shown.append({path for path in there if not path.name.endswith(".tmp")} - durable)
 
-    train(run_dir / "inner", at=look, budget_ledger=place, num_steps=2)
+    train(run_dir / "inner", callbacks=[Watch(look)], budget_ledger=place, num_steps=2)
     # No promise depends on these, and a thread may be writing them: without a checkpoint a run
     # takes its steps again, with the same bits.
     left_out = {"lock", "metrics.jsonl", "tb", "progress.json", "checkpoints"}
@@ -165,7 +154,7 @@ def test_the_name_of_every_file_is_durable(run_dir, tmp_path, monkeypatch):
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("settings", [{}, CORRELATED])
+@pytest.mark.parametrize("settings", [{}, {"noise": "correlated", "bands": 3}])
 def test_no_two_draws_of_a_run_share_their_noise(settings, run_dir, monkeypatch):
     """Of gradients, clip norms, training losses and evaluations, in any two steps."""
     real, drawn = independent.gaussian, []
@@ -178,6 +167,5 @@ def test_no_two_draws_of_a_run_share_their_noise(settings, run_dir, monkeypatch)
         monkeypatch.setattr(module, "gaussian", noted)
     extras = {"loss_bound": 9.0, "clip_quantile": 0.5, "eval_epsilon": 1.0, "eval_loss_bound": 9.0}
     data = {"train": np.arange(3 * NUM_USERS) % 50, "eval_users": 50 + np.arange(10) % 5}
-    settings = {**SETTINGS, **settings, **extras, "eval_every": 1, "run_dir": run_dir}
-    assert fedsim.train("uls", task=Mean(), data=data, **settings).finished
+    assert train(run_dir, data=data, eval_every=1, **settings, **extras).finished
     assert len(drawn) == STEPS * 4 + 1 and len(set(drawn)) == len(drawn)
