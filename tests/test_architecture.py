@@ -49,10 +49,10 @@ DOORS = {
 }
 
 
-def imported(module):
+def imported(module, nodes=ast.walk):
     """Absolute names a module imports anywhere, inside functions too, and where they are from."""
     names = set()
-    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+    for node in nodes(ast.parse(SOURCES[module].read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -64,9 +64,9 @@ def imported(module):
     return names
 
 
-def packages(module):
+def packages(module, nodes=ast.walk):
     """Top-level packages a module imports."""
-    return {name.partition(".")[0] for name in imported(module)}
+    return {name.partition(".")[0] for name in imported(module, nodes)}
 
 
 # Modules of fedsim that a module names in its imports; `from fedsim import x` is of x.
@@ -181,16 +181,10 @@ def test_what_draws_and_writes_pages_is_loaded_when_one_is_made():
     """Not when a module is imported, for which every command would wait."""
     own = {"matplotlib", "jinja2", "markdown_it"}
     assert own <= set().union(*map(packages, SOURCES))
-    waits = {"fedsim.data.templates"}  # imported when it is needed, for it is all of Jinja
-    for module, path in SOURCES.items():
-        names = set()
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                names.add(node.module)
-        assert not waits & names, module
-        assert module in waits or not own & {name.partition(".")[0] for name in names}, module
+    waits, top = "fedsim.data.templates", lambda tree: tree.body  # the first is all of Jinja
+    for module in SOURCES:
+        assert waits not in imported(module, top), module
+        assert module == waits or not own & packages(module, top), module
 
 
 def test_the_two_algorithms_differ_in_few_lines():
