@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import functools
+import json
 import math
 from pathlib import Path
 
@@ -12,17 +13,22 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from dp_accounting import pld
+from refused import refuses
 from scipy import optimize, stats
-from test_mixture import exact_deltas
 
 from fedsim import accounting
-from fedsim.accounting import StepEvent, events
+from fedsim.accounting import PureEvent, StepEvent, events, of_words, to_words
 
 # Epsilons of dp_accounting 0.6.0's PLDAccountant, on the discretization of each row, and, where its
 # double precision shows (further than 1e-8 from us), of its one-step loss composed in extended
 # precision. When the library changes: run -m slow, see which rows differ, and record them anew.
 with (Path(__file__).parent / "recorded_epsilons.csv").open(newline="") as file:
     RECORDED = list(csv.DictReader(file))
+
+
+ONE = [(StepEvent(1.0, 0.1), 10)]
+TARGET = {"epsilon": 1.0, "delta": 1e-6, "num_steps": 1, "sampling_prob": 0.1}
+MANY = {**TARGET, "delta": 1e-14, "num_steps": 10**5}
 
 
 def library_epsilon(event, num_steps, delta, grid):
@@ -94,15 +100,6 @@ def test_recorded_values_are_still_what_dp_accounting_says(row):
     )
 
 
-@pytest.mark.parametrize("prob, sigma, steps", [(0.01, 1.0, 1000), (0.5, 4.0, 50), (1.0, 8.0, 10)])
-def test_one_contribution_is_the_poisson_sampled_gaussian(prob, sigma, steps):
-    """Theorem 2 is Theorem 1 at G = 1, and to_dp_event says so to the library."""
-    event = StepEvent(sigma, prob)
-    assert isinstance(event.to_dp_event(), dp_accounting.PoissonSampledDpEvent)
-    library = library_epsilon(event, steps, 1e-7, 1e-4)
-    assert accounting.epsilon([(event, steps)], 1e-7) == pytest.approx(library, rel=2e-4)
-
-
 @pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-11])
 @pytest.mark.parametrize("group, sigma, steps", [(1, 10.0, 100), (4, 30.0, 25), (16, 5.0, 1)])
 def test_everyone_every_step_is_the_gaussian_mechanism(group, sigma, steps, delta):
@@ -115,21 +112,6 @@ def test_everyone_every_step_is_the_gaussian_mechanism(group, sigma, steps, delt
     epsilon = accounting.epsilon([(StepEvent(sigma, 1.0, group), steps)], delta)
     truth = optimize.brentq(lambda e: exact(e) - delta, 0, 500)
     assert truth <= epsilon <= truth * (1 + 2e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-12])
-@pytest.mark.parametrize("setting", [(1.0, 1, 0.01), (1.0, 1, 1e-5), (2.0, 8, 0.3), (1.0, 8, 1e-3)])
-def test_one_step_is_the_integral(setting, delta):
-    sigma, group, prob = setting
-
-    def excess(epsilon):
-        return max(exact_deltas(sigma, group, prob, epsilon)) - delta
-
-    epsilon = accounting.epsilon([(StepEvent(sigma, prob, group), 1)], delta)
-    truth = optimize.brentq(excess, 0, 100, xtol=1e-13, rtol=1e-12) if excess(0) > 0 else 0.0
-    assert truth * (1 - 1e-9) <= epsilon <= truth * (1 + 5e-4)
 
 
 @pytest.mark.parametrize("group, sigma, prob, steps", [(4, 2.0, 0.1, 20), (1, 1.0, 0.05, 50)])
@@ -181,15 +163,6 @@ def test_epsilon_is_monotone_in_every_argument(event, steps, log_delta):
     assert epsilon(log_delta=log_delta + 0.1) <= base
 
 
-@hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
-@hypothesis.given(event=EVENTS, steps=st.integers(1, 300))
-def test_delta_undoes_epsilon(event, steps):
-    phases = [(event, steps)]
-    epsilon = accounting.epsilon(phases, 1e-6)
-    if epsilon > 0:
-        assert accounting.delta(phases, epsilon) == pytest.approx(1e-6, rel=2e-2)
-
-
 def test_privacy_curve_falls_and_agrees_with_epsilon():
     phases = [(StepEvent(1.0, 0.02, 4), 300)]
     epsilons = np.linspace(0, 12, 25)
@@ -198,6 +171,7 @@ def test_privacy_curve_falls_and_agrees_with_epsilon():
     assert np.all(np.diff(curve) < 0)
     assert accounting.epsilon(phases, float(curve[10])) == pytest.approx(epsilons[10], rel=1e-3)
     assert accounting.privacy_curve(phases, []).shape == (0,)
+    assert accounting.delta([(StepEvent(1.0, 0.02), 1)], 600.0) == 1e-15  # none is resolved below
 
 
 def test_nothing_released_costs_nothing():
@@ -207,67 +181,42 @@ def test_nothing_released_costs_nothing():
     assert accounting.RunningEpsilon(StepEvent(1.0, 0.1), 1e-6)(0) == 0.0
 
 
-def test_running_epsilon_follows_epsilon():
-    event = StepEvent(1.0, 0.01, 8)
-    running = accounting.RunningEpsilon(event, 1e-6)
-    values = [running(steps) for steps in range(10, 410, 10)]
-    assert np.all(np.diff(values) > 0)
-    for steps in (10, 150, 400):
-        exact = accounting.epsilon([(event, steps)], 1e-6)
-        assert running(steps) == pytest.approx(exact, rel=3e-4)
-
-
 @pytest.mark.parametrize(
-    "field, value, expectation",
+    "what, call",
     [
-        ("noise_multiplier", 0.0, r"in \[1e-10, 1e\+10\]"),
-        ("noise_multiplier", -1.0, r"in \[1e-10, 1e\+10\]"),
-        ("noise_multiplier", math.nan, r"in \[1e-10, 1e\+10\]"),
-        ("noise_multiplier", math.inf, r"in \[1e-10, 1e\+10\]"),
-        ("sampling_prob", 0.0, r"in \(0, 1\]"),
-        ("sampling_prob", 1.5, r"in \(0, 1\]"),
-        ("max_contributions", 0, "a whole number >= 1"),
-        ("max_contributions", 2.5, "a whole number >= 1"),
+        ("noise_multiplier=0.0", lambda: StepEvent(0.0, 0.1)),
+        ("noise_multiplier=nan", lambda: StepEvent(math.nan, 0.1)),
+        ("noise_multiplier=inf", lambda: StepEvent(math.inf, 0.1)),
+        ("noise_multiplier=1000.0", lambda: StepEvent(1000.0, 1e-11)),
+        ("sampling_prob=0.0", lambda: StepEvent(1.0, 0.0)),
+        ("sampling_prob=1.5", lambda: StepEvent(1.0, 1.5)),
+        ("max_contributions=0", lambda: StepEvent(1.0, 0.1, 0)),
+        ("max_contributions=2.5", lambda: StepEvent(1.0, 0.1, 2.5)),
+        ("delta=0.0", lambda: accounting.epsilon(ONE, 0.0)),
+        ("delta=1.0", lambda: accounting.epsilon(ONE, 1.0)),
+        ("num_steps=-1", lambda: accounting.epsilon([(ONE[0][0], -1)], 0.1)),
+        ("num_steps=1.5", lambda: accounting.epsilon([(ONE[0][0], 1.5)], 0.1)),
+        ("epsilon=-1.0", lambda: accounting.delta(ONE, -1.0)),
+        ("discretization=-1.0", lambda: accounting.epsilon(ONE, 0.1, discretization=-1.0)),
+        ("delta=2.0", lambda: accounting.RunningEpsilon(ONE[0][0], 2.0)),
+        ("num_steps=0", lambda: accounting.noise_multiplier(**{**TARGET, "num_steps": 0})),
+        ("delta=9e-16", lambda: accounting.noise_multiplier(**{**TARGET, "delta": 9e-16})),
+        ("delta=1e-14", lambda: accounting.noise_multiplier(**MANY)),
+        ("epsilon=0.0", lambda: accounting.noise_multiplier(**{**TARGET, "epsilon": 0.0})),
     ],
 )
-def test_step_event_refuses(field, value, expectation):
-    with pytest.raises(ValueError, match=f"{field}={value}: expected .*{expectation}"):
-        dataclasses.replace(StepEvent(1.0, 0.1, 2), **{field: value})
+def test_what_is_no_event_or_question_is_refused(what, call):
+    with refuses(what):
+        call()
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda e: accounting.epsilon([(e, 10)], 0.0), r"delta=0.0: expected in \(0, 1\)"),
-        (lambda e: accounting.epsilon([(e, 10)], 1.0), r"delta=1.0: expected in \(0, 1\)"),
-        (
-            lambda e: accounting.epsilon([(e, -1)], 0.1),
-            "num_steps=-1: expected a whole number >= 0",
-        ),
-        (lambda e: accounting.epsilon([(e, 1.5)], 0.1), "num_steps=1.5: expected a whole number"),
-        (lambda e: accounting.delta([(e, 10)], -1.0), "epsilon=-1.0: expected >= 0"),
-        (
-            lambda e: accounting.epsilon([(e, 1)], 0.1, discretization=-1.0),
-            "discretization=-1.0: expected",
-        ),
-        (lambda e: accounting.RunningEpsilon(e, 2.0), "delta=2.0: expected"),
-        (
-            lambda e: accounting.noise_multiplier(
-                epsilon=1.0, delta=1e-6, num_steps=0, sampling_prob=0.1
-            ),
-            "num_steps=0: expected a whole number >= 1",
-        ),
-        (
-            lambda e: accounting.noise_multiplier(
-                epsilon=0.0, delta=1e-6, num_steps=1, sampling_prob=0.1
-            ),
-            "epsilon=0.0: expected > 0",
-        ),
-    ],
-)
-def test_calls_refuse(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(StepEvent(1.0, 0.1))
+def test_events_are_read_as_they_are_written():
+    phases = [(StepEvent(1.25, 0.1, 4), 30), (PureEvent(0.5), 1)]
+    assert of_words(json.loads(json.dumps(to_words(phases)))) == phases
+    kind = {"kind": "PureEvent", "epsilon": 1.0}
+    for wrong in ({"kind": "X"}, 1), ({**kind, "epsilon": -1.0}, 1), (kind, -1), (kind, True):
+        with pytest.raises((KeyError, ValueError)):
+            of_words([wrong])
 
 
 def test_delta_below_what_is_resolved_is_infinite_not_wrong():
@@ -279,11 +228,10 @@ def test_delta_below_what_is_resolved_is_infinite_not_wrong():
 @pytest.mark.parametrize(
     ("sigma", "prob", "steps"),
     [
-        pytest.param(1e10, 1.0, 10**4, marks=pytest.mark.ci),
-        pytest.param(1e10, 1e-3, 10**4, marks=pytest.mark.ci),
-        pytest.param(10.0, 1e-12, 10**4, marks=pytest.mark.ci),
-        pytest.param(1e-3, 1.0, 1, marks=pytest.mark.ci),
-        pytest.param(1e4, 1e-9, 1, marks=pytest.mark.ci),
+        *(
+            pytest.param(*each, marks=pytest.mark.ci)
+            for each in [(1e10, 1.0, 10**4), (10.0, 1e-12, 10**4), (1e-3, 1.0, 1), (1e4, 1e-9, 1)]
+        ),
         (1e10, 1e-3, events.MAX_STEPS),
         (1.0, 1e-4, events.MAX_STEPS),
     ],

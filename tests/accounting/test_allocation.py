@@ -86,42 +86,6 @@ def test_monte_carlo_lies_at_the_bound_and_not_above(sigma, steps, count, rng):
         assert max(means) - 4 * error <= claimed <= 1.01 * max(means) + 4 * error
 
 
-def contracted(sigma, steps, cells):
-    """(values, masses) of a law of S that is less spread out: every cell at its mean."""
-    root = 1 / sigma
-    ends = np.concatenate([[-np.inf], np.linspace(-8, 8 + root, cells), [np.inf]])
-    mass = np.diff(stats.norm.cdf(ends))
-    mean = np.diff(stats.norm.cdf(ends - root))
-    keep = mass > 0
-    values, masses = (mean[keep] / mass[keep]), mass[keep]
-    terms, found = 1, (values, masses)
-    while terms < steps:
-        value = np.add.outer(found[0], found[0]).ravel()
-        both = np.multiply.outer(found[1], found[1]).ravel()
-        edges = np.exp(np.linspace(math.log(value.min()), math.log(value.max() * 1.001), 4 * cells))
-        index = np.searchsorted(edges, value, side="right")
-        own = np.bincount(index, both, edges.size + 1)
-        mean = np.bincount(index, both * value, edges.size + 1)
-        keep = own > 0
-        found, terms = (mean[keep] / own[keep], own[keep]), 2 * terms
-    return found
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("sigma, steps", [(0.7, 8), (1.2, 16)])
-def test_the_bound_is_within_a_hundredth_of_a_rigorous_one_from_below(sigma, steps):
-    """In epsilon, as it is asked for: at the delta that the law from below has."""
-    values, masses = contracted(sigma, steps, 300)
-    for epsilon in (0.3, 1.0, 2.0):
-        below = max(
-            (np.maximum(values / steps - math.exp(epsilon), 0) * masses).sum(),
-            (np.maximum(1 - math.exp(epsilon) * values / steps, 0) * masses).sum(),
-        )
-        if below > 1e-12:
-            found = accounting.epsilon([(allocated_event(sigma, steps), steps)], below)
-            assert epsilon * (1 - 1e-6) <= found <= epsilon * 1.01
-
-
 @pytest.mark.parametrize("sigma, steps", [(0.4, 100), (1.0, 7), (3.0, 1000), (10.0, 37)])
 def test_the_law_keeps_its_mean_and_its_mass(sigma, steps):
     law = allocation._window(sigma, steps)
@@ -129,6 +93,7 @@ def test_the_law_keeps_its_mean_and_its_mass(sigma, steps):
     mean = law.masses @ np.exp(law.points()) + law.lost
     assert mean / steps == pytest.approx(1, abs=1e-11)
     assert law.zero < 1e-16 and law.lost / steps < 1e-16
+    assert 0 <= accounting.epsilon([(allocated_event(1e9, steps), steps)], 1e-6) < 1e-3
     variance = law.masses @ np.exp(2 * law.points()) / steps - steps
     assert 1 <= variance / math.expm1(1 / sigma**2) < 1.01
 
@@ -142,13 +107,6 @@ def test_so_little_noise_that_losses_are_too_large_for_numbers_is_refused():
     assert accountant.spent([(allocated_event(0.03, 4), 4)], 1e-6, 1e-2) == math.inf
     few = {"epsilon": 1000.0, "delta": 1e-6, "num_steps": 4}  # calibration comes past these
     assert 0.03 < accounting.calibrate_noise(lambda sigma: allocated_event(sigma, 4), **few) < 0.034
-
-
-@pytest.mark.privacy
-def test_a_window_that_was_begun_is_paid_for():
-    event = allocated_event(1.0, 5)
-    spent = [accounting.epsilon([(event, steps)], 1e-6) for steps in (1, 5, 6, 10)]
-    assert spent[0] == spent[1] < spent[2] == spent[3]
 
 
 def test_a_user_is_one_unit():

@@ -29,10 +29,11 @@ def test_calibrated_noise_meets_the_target_and_hardly_more(target):
     assert spent(1 - 1e-3) > target["epsilon"]
 
 
-def test_calibrated_steps_meet_the_target():
+@pytest.mark.parametrize("max_changed", [0, 2])
+def test_calibrated_steps_meet_the_target(max_changed):
     given = dict(epsilon=3.0, delta=1e-6, noise_multiplier=1.0, max_contributions=2)
-    steps = accounting.num_steps(**given, sampling_prob=0.01)
-    event = StepEvent(1.0, 0.01, 2)
+    steps = accounting.num_steps(**given, sampling_prob=0.01, max_changed=max_changed)
+    event = StepEvent(1.0, 0.01, 2, 1, max_changed)
     assert accounting.epsilon([(event, steps)], 1e-6) <= 3.0
     assert accounting.epsilon([(event, steps + 1)], 1e-6) > 3.0
 

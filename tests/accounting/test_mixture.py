@@ -123,11 +123,3 @@ def test_no_probability_is_lost(setting):
         assert pmf._probs.sum() + pmf._infinity_mass >= 1 - 1e-13
         assert pmf._probs.sum() + pmf._infinity_mass <= 1 + 1e-9
         assert pmf._infinity_mass >= mixture.TAIL_MASS  # what lies beyond the ends of the grid
-
-
-def test_grids_beyond_the_memory_cap_are_refused_before_they_are_made():
-    mix = mixture.binomial_mixture(0.1, 64, 0.5)
-    with pytest.raises(
-        composition.GridTooLargeError, match="discretization=0.0001: expected .* points"
-    ):
-        one_step(mix, 1e-4)

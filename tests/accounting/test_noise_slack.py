@@ -90,6 +90,7 @@ def test_slacks_of_several_runs_are_of_their_epsilon_together():
         needed += accounting.slack(count, 0.0, probability * 1e6, CELL_ERRORS).epsilon
     direct = accounting.slack(sum(count for count, _ in runs), epsilon, DELTA, CELL_ERRORS)
     assert direct.epsilon < needed <= more < 2 * needed
+    assert direct.delta > math.expm1(direct.epsilon / 2) * DELTA
     assert sum(part.delta for part in parts) < missed < 1e-4 * DELTA
     assert together([(0.0, 0.0)], epsilon, DELTA) == (0.0, 0.0)
     assert together([*parts, (0.0, 1.0)], epsilon, DELTA) == (math.inf, 1.0)

@@ -2,21 +2,14 @@
 
 import math
 
-import dp_accounting
 import numpy as np
 import pytest
-from dp_accounting import rdp
+from refused import refuses
 from scipy import stats
 
 from fedsim import accounting
-from fedsim.accounting import (
-    SelectionEvent,
-    StepEvent,
-    composition,
-    together,
-)
-from fedsim.accounting.selection import _trial, draw_trials, mean_of, selection_pmf
-from fedsim.errors import ConfigError
+from fedsim.accounting import SelectionEvent, StepEvent, together
+from fedsim.accounting.selection import _trial, draw_trials, mean_of
 
 DELTA = 1e-4
 GAUSSIAN = ((StepEvent(1.0, 1.0), 1),)
@@ -93,30 +86,14 @@ def test_an_attack_on_many_selections_stays_below_the_bound(rng):
     assert 1.5 < lower <= accounting.epsilon([(event, 1)], DELTA)
 
 
-@pytest.mark.privacy
-@pytest.mark.parametrize("mean, shape", [law for law in LAWS if law[1] >= 0])
-def test_it_is_less_than_papernot_and_steinke_and_than_all_trials(mean, shape):
-    """dp_accounting has their Theorem 2, in Renyi divergences."""
-    step, count = RUN[0]
-    trial = dp_accounting.SelfComposedDpEvent(step.to_dp_event(), count)
-    accountant = rdp.RdpAccountant(
-        neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-    )
-    accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(trial, mean, shape))
-    found = accounting.epsilon([(selection(mean, shape, RUN), 1)], 1e-6)
-    assert found < accountant.get_epsilon(1e-6)
-    assert accounting.epsilon(RUN, 1e-6) < found
-    assert found < accounting.epsilon([(step, mean * count)], 1e-6)
-
-
-@pytest.mark.parametrize("mean, shape", LAWS)
+@pytest.mark.parametrize("mean, shape", [*LAWS, (100, 20.0), (2000, 1000.0)])
 def test_the_number_of_trials_has_its_law(mean, shape, rng):
-    event, size = selection(mean, shape), 4000
+    event, size = selection(mean, shape), 4000 if shape < 2 else 500
     assert mean_of(event.gamma, shape) == pytest.approx(mean)
     counts = np.array([draw_trials(event, rng) for _ in range(size)])
-    assert counts.min() == 1
     assert abs(counts.mean() - mean) < 5 * counts.std() / math.sqrt(size)
-    for x in (0.3, 0.9):  # the generating function
+    assert counts.min() == 1 or shape > 2  # the first probability is next to nothing
+    for x in (0.3, 0.9) if shape < 2 else ():  # the generating function
         gamma = event.gamma
         expected = math.log1p(-(1 - gamma) * x) / math.log(gamma)
         if shape:
@@ -125,18 +102,13 @@ def test_the_number_of_trials_has_its_law(mean, shape, rng):
         assert abs(seen.mean() - expected) < 5 * seen.std() / math.sqrt(size)
 
 
-@pytest.mark.parametrize("mean, shape", [(100, 20.0), (1000, 20.0), (2000, 1000.0)])
-def test_a_law_whose_first_probability_is_next_to_nothing_has_its_mean(mean, shape, rng):
-    counts = np.array([draw_trials(selection(mean, shape), rng) for _ in range(500)])
-    assert abs(counts.mean() - mean) < 5 * counts.std() / math.sqrt(len(counts))
-
-
 @pytest.mark.privacy
 def test_a_shape_next_to_minus_one_costs_no_less_than_its_trials():
     found = accounting.epsilon([(selection(10, -0.995), 1)], DELTA)
     assert accounting.epsilon([*GAUSSIAN], DELTA / 10) < found < math.inf
-    with pytest.raises(ConfigError, match="shape=-0.9999: expected one .* mean can be 10"):
-        selection(10, -0.9999)
+    for field, value in {"shape": -0.9999, "mean": 0.5, "candidates": ()}.items():
+        with refuses(field):
+            SelectionEvent(**{"candidates": (RUN,), "mean": 10.0, field: value})
 
 
 @pytest.mark.parametrize("mean", [1, 1 + 1e-10])
@@ -145,23 +117,6 @@ def test_one_trial_costs_what_a_trial_costs(mean):
     assert draw_trials(event, np.random.default_rng(0)) == 1
     found, alone = accounting.epsilon([(event, 1)], 1e-6), accounting.epsilon(RUN, 1e-6)
     assert alone * (1 - 1e-6) <= found < alone * 1.01
-
-
-def test_the_loss_is_one_that_the_curve_asks_for():
-    event = selection(10, 0.0, RUN)
-    trial = accounting.composed_loss(RUN, 1e-9)
-    pmf = selection_pmf(event, [trial], 0.01)
-    assert pmf._probs.sum() + pmf._infinity_mass == pytest.approx(1, abs=1e-9)
-    assert pmf._probs.min() >= 0
-    finer = selection_pmf(event, [trial], 0.001)
-    epsilons = [composition.pmf_epsilon_at(each, 1e-6) for each in (pmf, finer)]
-    assert epsilons[1] <= epsilons[0] < epsilons[1] * 1.01
-
-
-def test_slack_of_a_trial_is_paid_for():
-    plain = accounting.epsilon([(selection(5, 0.0, RUN), 1)], 1e-6)
-    slack = SelectionEvent((RUN,), 5, 0.0, (0.01, 1e-8))
-    assert plain + 0.01 <= accounting.epsilon([(slack, 1)], 1e-6) < plain + 0.1
 
 
 @pytest.mark.privacy
@@ -174,12 +129,6 @@ def test_a_trial_has_a_slack_of_its_own_at_every_epsilon():
     found = _trial(event, [trial], epsilons)
     ideal = accounting.privacy_curve(RUN, epsilons - more)
     assert found == pytest.approx(ideal * np.exp(more / 2) + missed, rel=1e-3)
-
-
-@pytest.mark.parametrize("changed", [{"mean": 0.5}, {"shape": -1.0}, {"candidates": ()}])
-def test_what_is_no_selection_is_refused(changed):
-    with pytest.raises(ConfigError, match=f"{next(iter(changed))}="):
-        SelectionEvent(**{"candidates": (RUN,), "mean": 2.0, **changed})
 
 
 @pytest.mark.privacy
