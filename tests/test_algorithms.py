@@ -54,23 +54,6 @@ def test_a_step_equals_the_oracle(algorithm, clip, rng, key):
     np.testing.assert_allclose(grad.values(), expected, atol=1.5 * grad.unit)
 
 
-@pytest.mark.parametrize(
-    "algorithm, sizes, group_size",
-    [(ELS, SIZES, 30), (ULS, [3] * 7, 3)],  # of equal users the mean of means is the mean
-)
-def test_without_clipping_noise_and_sampling_it_is_gradient_descent(
-    algorithm, sizes, group_size, rng, key
-):
-    users, task = mean_problem(rng, sizes)
-    method = make(algorithm, users, key, users.num_examples, group_size)
-    engine, how = (
-        LocalEngine(task, num_lanes=2),
-        {"theta": np.ones(6), "clip": Clip(1e6, in_float32=True)},
-    )
-    found = release(method, engine, 0, **how)[0].values()
-    np.testing.assert_allclose(found, 1 - task.points.mean(axis=0), rtol=1e-5, atol=1e-6)
-
-
 @BOTH
 def test_the_sum_is_divided_by_the_expected_count_whatever_was_drawn(algorithm, rng, key):
     users, task = mean_problem(rng, [1] * 40)
@@ -132,15 +115,6 @@ def test_the_event_of_uls_is_theorem_2_and_does_not_know_the_group_size(rng, key
     users, _ = mean_problem(rng, SIZES)
     for batch_size, group_size in ((8, 4), (16, 8)):
         assert make(ULS, users, key, batch_size, group_size).event(1.5) == StepEvent(1.5, 2 / 5, 1)
-
-
-def test_the_pool_is_the_same_in_every_step(rng, key):
-    users, _ = mean_problem(rng, SIZES)
-    els = make(ELS, users, key)
-    pool = els.pool.copy()
-    drawn = np.concatenate([els.pool[els.sampler.draw(key, step)] for step in range(300)])
-    np.testing.assert_array_equal(np.unique(drawn), pool)
-    np.testing.assert_array_equal(make(ELS, users, key).pool, pool)
 
 
 @pytest.mark.parametrize("algorithm, batch_size, most", [(ELS, 16, 15), (ULS, 24, 20)])

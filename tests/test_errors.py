@@ -17,12 +17,6 @@ def test_an_error_has_what_its_line_says_in_other_processes_too(kind):
         assert each.exit_code == 2
 
 
-def test_a_line_of_another_form_has_a_field_too():
-    error = pickle.loads(pickle.dumps(DataError("data: expected rows, found none", field="data")))
-    assert (error.field, error.value, error.expected) == ("data", None, None)
-    assert ConfigError("fedsim trian: no such command").field is None
-
-
 def test_what_holds_is_not_refused():
     expect("delta", 0.5, True, "in (0, 1)")
     expect_count("num_steps", 1, 1)

@@ -1,10 +1,15 @@
-"""fedsim without its optional packages, and beside the other distribution with its import."""
+"""fedsim as it is built and installed: alone, and beside another package of its name."""
 
+import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import venv
+import zipfile
 
 import pytest
 from test_architecture import ROOT, SOURCES, packages
@@ -17,6 +22,7 @@ PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
 IMPORT_OF = {"dp-accounting": "dp_accounting", "grpcio": "grpc", "markdown-it-py": "markdown_it"}
 IMPORT_OF |= {"mlflow-skinny": "mlflow", "pyyaml": "yaml"}
 WITH = {"jax": "jaxlib", "jinja2": "markupsafe"}  # which come with them
+TEMPLATE = "fedsim/trust/templates/report.md.jinja"
 BLOCKER = """
 import sys
 
@@ -45,6 +51,8 @@ def test_fedsim_imports_the_core_and_packages_that_have_the_extra_of_pyproject()
 
 def test_epsilon_needs_the_core_alone():
     code = """
+import pytest
+
 import fedsim
 print(fedsim.__version__)
 step = fedsim.StepEvent(noise_multiplier=1.0, sampling_prob=0.01)
@@ -67,12 +75,10 @@ main("train uls --data pydocs --epsilon 1 --num-steps 2 --run-dir never".split()
     assert done.stderr.splitlines()[-1] == f"fedsim: error: {line}"
 
 
-@pytest.mark.parametrize("content", ["'Federated simulations.'\n", None])
-def test_an_import_that_is_not_ours_ends_with_the_remedy(content, tmp_path):
+def test_an_import_that_is_not_ours_ends_with_the_remedy(tmp_path):
     shutil.copy(fedsim_dp.__file__, tmp_path)
     (tmp_path / "fedsim").mkdir()
-    if content is not None:  # else what a removal of the other leaves behind
-        (tmp_path / "fedsim/__init__.py").write_text(content)
+    (tmp_path / "fedsim/__init__.py").write_text("'Federated simulations.'\n")
     words = [sys.executable, "-S", "-c", "import fedsim_dp; fedsim_dp.main()"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
@@ -80,3 +86,39 @@ def test_an_import_that_is_not_ours_ends_with_the_remedy(content, tmp_path):
         "fedsim: error: `import fedsim` is not fedsim-dp: pip uninstall fedsim && pip install "
         "--force-reinstall --no-deps -e . in a clone of fedsim-dp\n"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_the_light_core_of_the_wheel_accounts_outside_the_repository(tmp_path):
+    """Both distributions are built; the wheel is installed alone, in a clean environment."""
+    for name in ("pyproject.toml", "README.md", "LICENSE", "fedsim_dp.py"):
+        shutil.copy(ROOT.parent / name, tmp_path / name)
+    shutil.copytree(ROOT, tmp_path / "fedsim", ignore=shutil.ignore_patterns("__pycache__"))
+    build = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+    run([sys.executable, "-c", build], tmp_path)
+    (sdist,) = (tmp_path / "dist").glob("fedsim_dp-*.tar.gz")
+    (wheel,) = (tmp_path / "dist").glob("fedsim_dp-*-py3-none-any.whl")
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    for names in (packed, zipfile.ZipFile(wheel).namelist()):
+        assert {"fedsim_dp.py", "fedsim/py.typed", TEMPLATE} <= set(names)
+    environment, outside = tmp_path / "environment", tmp_path / "outside"
+    outside.mkdir()
+    venv.create(environment, with_pip=True)
+    pip = [environment / "bin" / "python", "-m", "pip", "install", "--quiet"]
+    run([*pip, wheel, "-c", ROOT.parent / "constraints.txt"], outside)
+    program = environment / "bin" / "fedsim"
+    assert run([program, "--version"], outside) == f"fedsim {PROJECT['version']}\n"
+    words = "account uls --num-steps 9 --sampling-prob 0.01 --noise-multiplier 1 --delta 1e-6"
+    assert 0 < json.loads(run([program, *words.split(), "--json"], outside))["epsilon"] < 1
+    absent = "import fedsim, importlib.util as u; print([u.find_spec(n) for n in ('jax', 'ray')])"
+    assert run([environment / "bin" / "python", "-c", absent], outside) == "[None, None]\n"
+
+
+def run(words, directory):
+    """Run a command without this environment's paths. Returns: its stdout."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(words, cwd=directory, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

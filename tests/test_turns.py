@@ -1,12 +1,9 @@
 """Cyclic sampling and random allocation: who can take part when, and what it costs."""
 
 import json
-import math
 
-import dp_accounting
 import numpy as np
 import pytest
-from dp_accounting import pld
 from problems import users_of_sizes
 from refused import refuses
 from test_verify import command as train_command, texts, verify  # noqa: F401 (a fixture)
@@ -18,8 +15,8 @@ from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig
 from fedsim.els import ELS
 from fedsim.keys import SecretKey
 from fedsim.plan import allocated
-from fedsim.run import ledger
-from fedsim.sampling import Allocation, Cyclic, Sampling
+from fedsim.run import checkpoint, ledger
+from fedsim.sampling import Allocation, Cyclic, Poisson, Sampling
 from fedsim.uls import ULS
 
 STEPS, BANDS = 6000, 4
@@ -86,13 +83,9 @@ def test_nobodys_group_depends_on_whether_another_user_is_there(key):
     assert groups[0].items() <= groups[1].items() and max(groups[0]) < 20
 
 
-def test_groups_do_not_change_between_versions():
-    """Golden; see test_sampling.py."""
-    sampler = Cyclic(1000, 5, 10)
-    assert sampler.draw(SecretKey.create(seed=0), 3).tolist() == [315, 596, 784, 875, 940]
-
-
 def test_the_event_is_of_the_group_and_of_every_cycle_or_window_once():
+    assert Poisson(100, 5).event(1.5) == StepEvent(1.5, 0.05, 1)
+    assert Poisson(100, 5).event(1.5, max_contributions=8) == StepEvent(1.5, 0.05, 8)
     assert Cyclic(100, 5, 4).event(1.5) == StepEvent(1.5, 0.2, 1, 4)
     assert Cyclic(100, 5, 4).event(1.5, max_contributions=8) == StepEvent(1.5, 0.2, 8, 4)
     assert Cyclic(21, 3, 7).event(1.0).sampling_prob == 1.0
@@ -124,21 +117,6 @@ def test_what_cannot_be_drawn_is_refused():
         allocated(Algorithm.ULS, PrivacyConfig(1.0, 10, sampling="allocation"), num_users=100)
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    "cap, sigma, prob, bands, steps", [(1, 1.1, 0.01, 8, 100), (4, 2.0, 0.02, 3, 40)]
-)
-def test_epsilon_is_dp_accountings_of_one_event_for_each_cycle(cap, sigma, prob, bands, steps):
-    step = StepEvent(sigma, bands * prob, cap)
-    accountant = pld.PLDAccountant(value_discretization_interval=1e-3)
-    blocks = dp_accounting.SelfComposedDpEvent(step.to_dp_event(), math.ceil(steps / bands))
-    accountant.compose(blocks)
-    event = cyclic_event(sigma, prob, cap, bands)
-    found = accounting.epsilon([(event, steps)], 1e-6, discretization=1e-3)
-    assert found == pytest.approx(accountant.get_epsilon(1e-6), rel=1e-6)
-
-
 @pytest.mark.privacy
 @pytest.mark.parametrize("event", [cyclic_event(1.0, 0.01, 1, 4), allocated_event(1.0, 4)])
 def test_a_cycle_or_window_that_was_begun_is_paid_for(event):
@@ -146,15 +124,16 @@ def test_a_cycle_or_window_that_was_begun_is_paid_for(event):
     assert spent[0] == 0 and spent[1] == spent[4] < spent[5] == spent[8] < spent[9]
     running = accounting.RunningEpsilon(event, 1e-6)
     assert [running(steps) for steps in range(10)] == pytest.approx(spent, rel=1e-3)
-
-
-@pytest.mark.privacy
-def test_two_runs_cycles_are_not_taken_for_one():
-    """A user of two runs takes part in ceil(3 / 4) + ceil(5 / 4) cycles, not in 8 / 4."""
-    event = cyclic_event(1.0, 0.01, 1, 4)
+    # A user of two runs takes part in ceil(3 / 4) + ceil(5 / 4) cycles, not in 8 / 4.
     both = accounting.epsilon([(event, 3), (event, 5)], 1e-6)
     assert both == accounting.epsilon([(event, 12)], 1e-6)
     assert accounting.composed_loss([(event, 5)], 1e-6).get_epsilon_for_delta(1e-6) <= both
+
+
+@pytest.mark.privacy
+def test_a_cycle_costs_one_step_with_the_probability_of_the_group():
+    one = accounting.epsilon([(cyclic_event(2.0, 0.02, 4, 3), 40)], 1e-6)
+    assert one == accounting.epsilon([(StepEvent(2.0, 0.06, 4), 14)], 1e-6)
 
 
 @pytest.mark.slow
@@ -164,6 +143,7 @@ def test_two_runs_cycles_are_not_taken_for_one():
     [
         ("els", {"sampling": "cyclic", "bands": 2}, {"cycle": 2}),
         ("uls", {"sampling": "allocation", "participations": 2}, {"allocated": True, "cycle": 3}),
+        ("uls", {"sampling": "cyclic", "bands": 3, "noise": "correlated"}, {"cycle": 3}),
     ],
 )
 def test_a_run_is_accounted_verified_and_reported_so(
@@ -176,17 +156,23 @@ def test_a_run_is_accounted_verified_and_reported_so(
 ):
     main([*train_command(texts, run_dir, algorithm, epsilon=8, **flags), "--json"])
     summary = json.loads(capsys.readouterr().out)
-    kind, number = flags
-    assert [summary["sampling"][name] for name in ("kind", number)] == [*flags.values()]
+    _, number, *noise = flags
+    assert summary["sampling"].items() >= {"kind": flags["sampling"], number: flags[number]}.items()
+    assert summary["noise"]["kind"] == ("correlated" if noise else "independent")
     events = [line["event"] for line in ledger.steps_of(ledger.read(run_dir))]
     assert len(events) == 6 and all(event.items() <= each.items() for each in events)
     names = ["num_steps", "sampling_prob", "noise_multiplier", "delta"]
     names += ["group_size"] if algorithm == "els" else []
     own = [str(x) for n in names for x in (f"--{n.replace('_', '-')}", summary[n])]
-    own += ["--sampling", flags[kind], f"--{number}", str(flags[number])]
+    own += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     main(["account", algorithm, *own, "--json"])
     assert json.loads(capsys.readouterr().out)["epsilon"] == summary["epsilon"] <= 8
-    code, found = verify(capsys, run_dir, "--whole")
-    assert code == 0 and found["replay"][0] and found["draws"][0] and found["settings"][0]
+    for flag, steps in (("--replay", "the last 2 of 6 steps"), ("--whole", "all 6 steps")):
+        code, found = verify(capsys, run_dir, flag)
+        assert code == 0 and found["replay"][0] and found["draws"][0] and found["settings"][0]
+        assert found["replay"][1].startswith(steps)
+    state = set(checkpoint.load(checkpoint.latest(run_dir)))  # no rows of noise
+    assert state <= set("params opt_state average step lost_steps clip_norm chain".split())
     main(["report", str(run_dir)])
-    assert f"--sampling {flags[kind]} --{number} 2" in (run_dir / "report.md").read_text()
+    report = (run_dir / "report.md").read_text()
+    assert all(f"--{name} {value}" in report for name, value in flags.items())
