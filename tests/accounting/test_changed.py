@@ -47,6 +47,12 @@ def test_one_step_is_the_integral_at_grid_points(setting):
             exact = np.maximum(one - math.exp(epsilon) * other, 0).sum() * step
             bound = float(pmf.get_delta_for_epsilon(epsilon))
             assert exact * (1 - 1e-8) - 1e-14 <= bound <= exact * (1 + 1e-6) + 1e-14
+    stddev, most, changed, prob = setting
+    if most:
+        found = accounting.delta([(StepEvent(stddev, prob, most, 1, changed), 1)], 0.25)
+        ways = (p - math.exp(0.25) * q, q - math.exp(0.25) * p)
+        exact = max(np.maximum(way, 0).sum() * step for way in ways)
+        assert exact * (1 - 1e-8) - 1e-14 <= found <= exact * (1 + 1e-2) + 1e-14
 
 
 @pytest.mark.parametrize(
