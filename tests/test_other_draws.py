@@ -102,9 +102,9 @@ def test_every_draw_that_is_made_once_is_in_the_seal(key):
                 order, starts = seen
                 assert units <= set(order[starts[step % 4] : starts[step % 4 + 1]])
     assert not list(Poisson(40, 5).drawn_once(key, 12))
-    method, keys = type("Method", (), {"sampler": sampler}), (SecretKey.create(1) for _ in range(2))
-    seals = {drawn_once(method, 8, key) for key in keys}
-    assert len(seals) == 2  # of two keys from one seed, which has the same groups
+    keys = SecretKey.create(1), SecretKey.create(1)  # of one seed, which has the same groups
+    methods = [type("Method", (), {"sampler": sampler, "key": each}) for each in keys]
+    assert len({drawn_once(each, 8, each.key) for each in methods}) == 2
 
 
 @pytest.mark.privacy

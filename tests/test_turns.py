@@ -102,7 +102,7 @@ def test_the_event_is_of_the_group_and_of_every_cycle_or_window_once():
         ({"bands": 11, "noise": "correlated"}, "bands=11"),
         ({"participations": 2}, "participations=2"),
         ({"sampling": "allocation", "participations": 3}, "participations=3"),
-        ({"sampling": "allocation", "noise": "correlated"}, "noise=correlated"),
+        ({"sampling": "allocation", "noise": "correlated"}, "sampling=allocation"),
     ],
 )
 def test_cells_that_have_no_guarantee_are_refused(flags, what):

@@ -75,7 +75,6 @@ def test_units_of_all_are_those_of_one():
         ("", "theorem"),
         ("--sampling cyclic --bands 4", "theorem"),
         ("--max-shared-groups 2", "theorem"),
-        ("--sampling allocation", "group privacy"),
         ("--sampling cyclic --noise correlated --bands 4", "group privacy"),
     ],
 )
@@ -114,7 +113,7 @@ def test_group_privacy_is_that_of_the_curve(people):
 
 def test_what_one_user_gets_for_nothing_several_pay_for():
     """(0, delta) for one is (0, k delta) for k, and no more."""
-    phases = [(allocated_event(200.0, 1000), 1000)]
+    phases = [(StepEvent(30.0, 0.1), 1)]
     one = accounting.delta(phases, 0.0)
     assert accounting.epsilon(phases, 2 * one) == 0 < accounting.group_epsilon(phases, 2 * one, 10)
     assert accounting.group_epsilon(phases, 10.1 * one, 10) == 0
