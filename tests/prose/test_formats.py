@@ -1,6 +1,7 @@
 """The snippets and the commands of docs/formats.md make rows of small files in these formats."""
 
 import re
+import runpy
 import shutil
 
 import pytest
@@ -48,7 +49,10 @@ def made(tmp_path_factory):
             exec(compile(block, f"{PAGE.name}, block {number}", "exec"), {})
         for block in blocks(PAGE, "sh"):
             for words in lines_of(block):
-                main(words[1:])
+                if words[0] == "python":
+                    runpy.run_path(str(ROOT / words[1]))
+                else:
+                    main(words[1:])
     return place
 
 
