@@ -4,7 +4,7 @@ Pages are Markdown that reads well where it lies, too. Some things are done to t
 
 - A link that leaves docs/ becomes a link to the page that holds that file, or a download of it.
 - A line `<!-- include: FILE -->` is replaced by that file, without its first heading.
-- Notebooks are copied from `examples` into `notebooks`, and shown without outputs, as kept.
+- Notebooks are copied from `examples` into `notebooks`, and shown with the outputs that are kept.
 - Docstrings are plain text in this project; `docstrings.py` makes them valid reStructuredText.
 """
 
