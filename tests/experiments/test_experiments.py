@@ -28,21 +28,9 @@ def out(tmp_path_factory):
     return tmp_path_factory.mktemp("out")
 
 
-# Eight seconds and more; what CI runs always is in TRAIN.
-SLOW = dict.fromkeys(
-    ("fig05_uls_heatmap", "fig06_privacy_loss", "fig08_num_users"),
-    [pytest.mark.slow],
-)
-TRAIN = (
-    *("table_mutations", "fig02_variance", "fig04_els_group_size", "fig14_tuner_suboptimality"),
-    "fig18_personalization",
-)
-SLOW |= dict.fromkeys(TRAIN, [pytest.mark.slow, pytest.mark.ci])
-
-
 @pytest.mark.slow
 @pytest.mark.ci
-@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_smoke(name, out, monkeypatch):
     before = set(out.iterdir())
     run(name, monkeypatch, "--scale", "smoke", "--out", str(out))
@@ -50,14 +38,13 @@ def test_smoke(name, out, monkeypatch):
     assert ({".csv"} if name.startswith("table") else {".csv", ".png"}) <= suffixes
 
 
-@pytest.mark.parametrize("name", ["fig04_els_group_size", "fig06_privacy_loss"])
 def test_real_text_that_is_not_there_is_a_line_that_says_where_it_comes_from(
-    name, tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(common, "SHARED", tmp_path / "none")
     with pytest.raises(SystemExit) as stop:
-        run(name, monkeypatch, "--scale", "small", "--out", str(tmp_path))
+        run("fig06_privacy_loss", monkeypatch, "--scale", "small", "--out", str(tmp_path))
     said = capsys.readouterr().err
     assert f"{tmp_path}/none/debian_desc.parquet is not there: experiments/README.md" in said
     assert stop.value.code == 2
