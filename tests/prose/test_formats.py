@@ -1,6 +1,5 @@
 """The snippets and the commands of docs/formats.md make rows of small files in these formats."""
 
-import re
 import runpy
 import shutil
 
@@ -22,19 +21,13 @@ OWNERS = {
     "zendesk": [("507", "9001", "9002"), ("612", "9001")],
     "threads": [("ann@home.example", "ben@home.example"), ("eve@work.example",)],
 }
-TRAINED = {
-    "openai": {"It arrives on Monday.", "A scarf, too.", "We send a new one."},
-    "sharegpt": {"A cat, a hat.", "4"},
-    "zendesk": {
-        "Good morning,\nwhat is your order number?",
-        "We will send a new one.",
-        "It is cancelled.",
-    },
-    "threads": {
-        *("It left our store today.", "Here it is."),
-        *("Another one, for  salt & pepper .", "(no text)"),  # of HTML, and of an image
-    },
-}
+ANSWERS = (
+    "It left our store today.",
+    "Here it is.",
+    "Another one, for  salt & pepper .",
+    "(no text)",
+)
+"""Of the mails; the third is of HTML, the last of an image."""
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +54,11 @@ def test_a_format_becomes_rows_with_their_owners(name, made):
     data = Dataset.open(made / name)
     found = [each for store in data.splits().values() for each in owners(store)]
     assert sorted(found) == OWNERS[name]
-    if name in TRAINED:
-        texts = [
-            part["text"].removesuffix("\n").removesuffix("<|im_end|>")
-            for split, store in data.splits().items()
-            for example in shown(data, split, store.num_examples)
-            for part in example["parts"]
-            if part["trained"]
-        ]
-        assert {re.sub(r"^assistant\n", "", text) for text in texts} == TRAINED[name]
+
+
+def test_answers_of_mails_are_texts_whatever_their_form(made):
+    data = Dataset.open(made / "threads")
+    rows = [row for split, store in data.splits().items() for row in shown(data, split, 10)]
+    trained = {part["text"] for row in rows for part in row["parts"] if part["trained"]}
+    assert len(trained) == len(ANSWERS)
+    assert all(any(answer in text for text in trained) for answer in ANSWERS)

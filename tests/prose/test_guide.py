@@ -94,9 +94,6 @@ def prepared(tmp_path_factory) -> Path:
     (place / "mail/one.jsonl").write_text("\n".join(map(json.dumps, rows)))
     mail = pd.DataFrame(pairs, columns=["from", "to"]).assign(cc="", body=posts)
     mail.to_csv(place / "mail.csv", index=False)
-    turns = {"doc": [str(i // 10) for i in range(400)], "turn": range(400)}
-    hearings = pd.DataFrame({"user_id": people, "text": posts, **turns})
-    hearings.to_parquet(place / "scotus.parquet")
     shutil.copytree(make_model(place), place / "instruct")
     template = "{% for m in messages %}{{ m.role[0] + m.content + '.' }}{% endfor %}"
     (place / "instruct/chat_template.jinja").write_text(template)
@@ -105,7 +102,8 @@ def prepared(tmp_path_factory) -> Path:
     (place / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     script = str(ROOT / "examples/support_chats.py")
     subprocess.run([sys.executable, script, place / "made-up"], check=True)
-    os.environ["FEDSIM_BUDGET_LEDGER"], ledger = str(place / "ledger"), _ledger()
+    ledger = os.environ["FEDSIM_BUDGET_LEDGER"]
+    os.environ["FEDSIM_BUDGET_LEDGER"] = str(place / "ledger")
     try:
         before = Path.cwd()
         os.chdir(place)
@@ -116,10 +114,6 @@ def prepared(tmp_path_factory) -> Path:
     finally:
         os.environ["FEDSIM_BUDGET_LEDGER"] = ledger
     return place
-
-
-def _ledger() -> str:
-    return os.environ["FEDSIM_BUDGET_LEDGER"]
 
 
 @pytest.mark.slow
