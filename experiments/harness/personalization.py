@@ -47,13 +47,6 @@ class Personalization:
     """Seed for the draw of users, for halving their texts and for the order of examples; the same
     for all models."""
 
-    def __post_init__(self):
-        for name in ("num_epochs", "batch_size", "users", "max_examples"):
-            value = getattr(self, name)
-            expect(name, value, value is None or value >= 1, ">= 1")
-        rates = self.learning_rates
-        expect("learning_rates", rates, bool(rates) and min(rates) > 0, "numbers > 0")
-
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
