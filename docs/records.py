@@ -44,7 +44,7 @@ BLOCK = re.compile(
     r"^(<!-- (record|record-table) (\S+)\s((?::\w+: .*\n)*)-->\n)(?s:.*?)^(<!-- end -->)$", re.M
 )
 NUMBER = re.compile(
-    r"[\d.,∞-]*(<!-- ([\w/]+):((?:[^\[\s]|\[[^\]]*\])+)(?: / (\S+))?(?: (\S+))? -->)"
+    r"[\d.,∞-]*(<!--\s+([\w/]+):((?:[^\[\s]|\[[^\]]*\])+)(?:\s+/\s+(\S+))?(?:\s+(\S+))?\s+-->)"
 )
 STEP = re.compile(r"\[([^=\]]+)=([^\]]*)\]|\.?([^.\[]+)")
 COLUMN = re.compile(r"(.+?)(?: \(([^)]*)\))?(?: as (.+))?")
@@ -174,7 +174,7 @@ def block(found: re.Match) -> str:
 def number(found: re.Match) -> str:
     """A number, before its comment."""
     comment, name, path, divisor, spec = found.groups()
-    value = look_up(load_record(name), path)
+    value = look_up(load_record(name), " ".join(path.split()))  # a page may have wrapped it
     return show(value / float(divisor) if divisor else value, spec) + comment
 
 
