@@ -50,13 +50,15 @@ CHATS = (
         Patch(
             CHAT,
             "ChatTokenizer.encode",
-            lambda encode, self, messages, train_on: encode(self, messages, "all"),
+            lambda encode, self, messages, train_on, tools=None: encode(
+                self, messages, "all", tools
+            ),
         ),
     ),
     Mistake(
         "special tokens that a person spells",
         "data/test_chat.py::test_any_text_comes_back_and_none_becomes_a_special_token",
-        Patch(CHAT, "ChatTokenizer._broken", lambda _right, self, message: message),
+        Patch(CHAT, "ChatTokenizer._broken", lambda _right, self, value, spellings: value),
     ),
     Mistake(
         "an author of context who is no owner",
