@@ -65,7 +65,7 @@ class Screen:
         for named in self.against:
             source = named.partition("#")[0]
             if source.startswith(HUB):
-                of_hub = HubSource.parse(source, None, None).pinned()
+                of_hub = HubSource.parse(source).pinned()
                 found.append(Against(named, of_hub=of_hub))
             else:
                 found.append(Against(named, files=tuple(find_files(source))))
@@ -127,7 +127,7 @@ class Against:
     def identity(self) -> dict[str, Any]:
         """What its texts are: the bytes of its files, or its commit."""
         if self.of_hub is not None:
-            return {"against": self.named, **self.of_hub.identity()}
+            return {"against": self.named, **asdict(self.of_hub)}
         return {"against": self.named, "files": [identify(file) for file in self.files]}
 
 
@@ -136,8 +136,6 @@ def prepare(
     out: str | Path,
     *,
     screen: Screen | None = None,
-    split: str | None = None,
-    revision: str | None = None,
     num_workers: int | None = None,
     progress: Callable[[str], None] | None = None,
     **options: Any,
@@ -152,7 +150,7 @@ def prepare(
     """
     own: dict[str, Any] = {"num_workers": num_workers, "progress": progress}
     if screen is None or screen.is_idle:
-        return build(sources, out, split=split, revision=revision, **own, **options)
+        return build(sources, out, **own, **options)
     screen.check()
     if options.get("owners"):
         raise DataError(f"owners={options['owners']}: expected none beside a screen")
@@ -163,7 +161,7 @@ def prepare(
     with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as made:
         directory = Path(made)
         with Pool(num_workers, progress) as pool:
-            files, about = _screen(sources, directory, screen, columns, split, revision, pool)
+            files, about = _screen(sources, directory, screen, columns, pool)
         spec = str(options.get("tokenizer", ""))
         if spec.startswith(wordpiece.PREFIX):
             rows = about["counts"]["deduplicated_and_url_filtered"]
@@ -179,16 +177,14 @@ def _screen(
     directory: Path,
     screen: Screen,
     columns: Columns,
-    split: str | None,
-    revision: str | None,
     pool: Pool,
 ) -> tuple[list[Path], dict[str, Any]]:
     """The files with what is left of the sources, and what there is to say of how they came."""
-    source = hub_source(sources, split, revision)
+    source = hub_source(sources)
     files = [] if source else find_files(sources)
     against = screen.pinned()
     about = {**asdict(screen), "columns": asdict(columns)}
-    about["source"] = source.identity() if source else [identify(file) for file in files]
+    about["source"] = asdict(source) if source else [identify(file) for file in files]
     about["sources"] = [one.identity() for one in against]
     about["versions"] = {name: version(name) for name in VERSIONS}
     wanted = screen.with_urls(columns)

@@ -15,8 +15,6 @@ def build(
     out: Path,
     settings: BuildConfig,
     sources: Positional[tuple[str, ...]],
-    split: str | None = None,
-    revision: str | None = None,
     num_workers: Count | None = None,
 ) -> Answer:
     """Tokenise texts with a user column into a directory that train reads quickly.
@@ -24,16 +22,14 @@ def build(
     Args:
       out: Directory to create.
       sources: Parquet, JSON, JSONL, CSV or TSV files, folders of them (of JSON: 'folder/*.json'),
-        globs, or hf:NAME[:CONFIG].
-      split: Split of an hf: data set to read. Default: train.
-      revision: Branch, tag or commit of an hf: data set to read. Default: the newest.
+        globs, or hf:NAME[@REVISION][:FILES]: by default those with train in their names.
       num_workers: Number of processes; it does not change the result. Default: one per CPU.
     """
     Terminal().note(f"reading {' '.join(sources)}")
     from fedsim import data
 
-    of_source: dict[str, Any] = {"split": split, "revision": revision, "num_workers": num_workers}
-    built = data.build(sources, out, progress=Terminal().note, **vars(settings), **of_source)
+    note = Terminal().note
+    built = data.build(sources, out, progress=note, num_workers=num_workers, **vars(settings))
     return _stats(built)
 
 

@@ -51,7 +51,7 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
 
     Args:
       source: a built directory (opened as it is, without build options), a file, folder or
-        glob, hf:NAME[:CONFIG], or pydocs.
+        glob, hf:NAME[@REVISION][:FILES], or pydocs.
       cache_dir: directory of built data. Default: `files.cache_dir`.
       build_options: keyword arguments of `build`, the fields of `BuildSettings` among them.
     Raises:
@@ -62,17 +62,19 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
     if source == PYDOCS:
         facts = [PYDOCS, platform.python_version(), *map(metadata.version, PACKAGES)]
     elif source.startswith(HUB):
-        pinned = HubSource.parse(source, options.get("split"), options.get("revision")).pinned()
-        facts = [user_ids.RULE, asdict(pinned)]
-        options = {**options, "revision": pinned.revision}
+        pinned = HubSource.parse(source).pinned()
+        facts, files_of = [user_ids.RULE, asdict(pinned)], pinned.pattern
+        sources = [f"{HUB}{pinned.name}@{pinned.revision}" + (f":{files_of}" if files_of else "")]
     elif is_built(source):
         for name, value in options.items():
             if name != "progress":
                 raise DataError.of(name, value, f"nothing, {source} is built already")
         return Dataset.open(source)
     else:
-        sources = [*find_files(source)]
-        facts = [user_ids.RULE, *(fact for file in sources for fact in _facts(Path(file)))]
+        found = find_files(source)
+        about = [(file.resolve(), file.stat()) for file in found]
+        facts = [user_ids.RULE, *((str(file), s.st_size, s.st_mtime_ns) for file, s in about)]
+        sources = [*found]
     if "tokenizer" in options:
         options["tokenizer"] = file_of(options["tokenizer"])
     cache = files.expand_home("cache_dir", cache_dir) if cache_dir else files.cache_dir()
@@ -104,12 +106,6 @@ def is_table(source: str) -> bool:
     """True for the file of a table from memory."""
     path = Path(source)
     return path.parent.name == files.TABLES and path.suffix == ".parquet"
-
-
-def _facts(path: Path) -> list[tuple[str, int, int]]:
-    """Name, size and time of a file, or of all files of a directory."""
-    inside = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    return [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in inside]
 
 
 def _key(facts: list[Any], options: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -77,16 +77,13 @@ class Dataset:
 
     def cut_off(self) -> str | None:
         """Warning about tokens that the build cut off long texts; None if they are below 1 %."""
-        counts, rules = (self.metadata.get(name, {}) for name in ("counts", "rules"))
+        counts = self.metadata.get("counts", {})
         cut, tokens = counts.get("tokens_cut", 0), counts.get("tokens_of_texts", 0)
         if not tokens or cut < WARN_SHARE * tokens:
             return None
-        longer, most = counts["long_texts"] / counts["rows"], rules["max_length"]
-        return (
-            f"{longer:.0%} of texts are longer than {most} tokens; {cut / tokens:.0%} of all "
-            "tokens are lost. A larger max_length, or long_texts=split of a built data set, keeps "
-            "more"
-        )
+        longer, most = counts["long_texts"] / counts["rows"], self.metadata["rules"]["max_length"]
+        line = f"{longer:.0%} of texts are longer than {most} tokens; {cut / tokens:.0%} of all "
+        return f"{line}tokens are lost. A larger max_length, or long_texts=split, keeps more"
 
 
 def min_examples_of(metadata: Mapping[str, Any]) -> int:
@@ -101,11 +98,7 @@ def left_out_rows(metadata: Mapping[str, Any]) -> bool:
 
 
 def tokenizer_is_public(metadata: Mapping[str, Any]) -> bool:
-    """True if a data set's tokenizer is of a model, or said to be public; rows without one are.
-
-    Args:
-      metadata: `Dataset.metadata`.
-    """
+    """True if a data set's tokenizer is of a model, or said to be public; rows without one are."""
     return "tokenizer" not in metadata or bool(metadata["tokenizer"].get("public"))
 
 
@@ -118,12 +111,12 @@ def sums(directory: Path, splits: Iterable[str]) -> str:
 
 def _expect_sums(path: Path, splits: list[str]) -> None:
     try:
-        recorded = (path / SUMS).read_bytes().split(b"\n")
-        current = sums(path, splits).encode().split(b"\n")
+        recorded = (path / SUMS).read_text("utf-8", "replace").split("\n")
+        current = sums(path, splits).split("\n")
     except OSError as error:
         raise DataError.of("data", error.filename, f"a file ({error.strerror})") from None
     if recorded != current:
-        changed = [line.decode()[66:] for line in current if line not in recorded] or [SUMS]
+        changed = [line[66:] for line in current if line not in recorded] or [SUMS]
         raise DataError(f"data={path / changed[0]}: changed since it was built")
 
 
@@ -147,8 +140,6 @@ def stats(store: UserStore) -> dict[str, Any]:
 
 
 def _quantiles(values: np.ndarray, shares: Mapping[str, float]) -> dict[str, int]:
-    if not len(values):
-        return dict.fromkeys(shares, 0)
     found = np.quantile(values, list(shares.values()), method="lower").tolist()
     return dict(zip(shares, found, strict=True))
 
@@ -222,19 +213,12 @@ class Holdout:
         return np.where((num_examples >= 2) & self.eval_examples, tenth, 0)
 
 
-@dataclass(frozen=True)
-class SplitRows:
+class SplitRows(NamedTuple):
     """Rows of a split: of the owner owners[i], the rows low[i] to high[i] in the owner's order."""
 
     owners: np.ndarray
-    """int64 [users], ascending."""
     low: np.ndarray
     high: np.ndarray
-
-    @property
-    def counts(self) -> np.ndarray:
-        """Number of rows of each owner, int64 [users]."""
-        return self.high - self.low
 
 
 def divide(group: np.ndarray, counts: np.ndarray, holdout: Holdout) -> Mapping[str, SplitRows]:
@@ -247,17 +231,16 @@ def divide(group: np.ndarray, counts: np.ndarray, holdout: Holdout) -> Mapping[s
       DataError: no rows are left for training.
     """
     large = (counts >= holdout.min_examples) | (group == TEST)
-    held = np.where(group == TRAIN, holdout.num_eval_examples(counts), 0)
-    none = np.zeros_like(counts)
+    held, none = holdout.num_eval_examples(counts), np.zeros_like(counts)
     spans = {
-        "train": (group == TRAIN, held, counts),
-        "eval_users": (group == EVAL_USERS, none, counts),
-        "eval_examples": (group == TRAIN, none, held),
-        "test": (group == TEST, none, counts),
+        "train": (TRAIN, held, counts),
+        "eval_users": (EVAL_USERS, none, counts),
+        "eval_examples": (TRAIN, none, held),
+        "test": (TEST, none, counts),
     }
     splits = {}
     for name, (chosen, low, high) in spans.items():
-        owners = np.flatnonzero(chosen & large & (high > low))
+        owners = np.flatnonzero((group == chosen) & large & (high > low))
         if len(owners):
             splits[name] = SplitRows(owners, low[owners], high[owners])
     if "train" not in splits:
@@ -288,11 +271,10 @@ def read_ids(file: Path) -> set[str]:
 
 
 def without(data: Dataset, users: Set[str], out: Path) -> dict[str, Any]:
-    """Write the texts of all other users into a new directory.
+    """Write the texts of all other users into a new directory, which appears whole or not at all.
 
     Args:
       users: ids, as the data set has them.
-      out: the directory; it appears whole or not at all.
     Returns:
       JSON object: path; users and texts, the numbers that are left out; splits, the number of texts
       that each split of the copy has; not_found, the ids that no user of `data` has, sorted.
@@ -304,9 +286,8 @@ def without(data: Dataset, users: Set[str], out: Path) -> dict[str, Any]:
     assert data.path is not None, "of a directory"
     people, stores = set(data.people()), data.splits()
     if not people & users:
-        raise DataError.of(
-            "users", f"{len(users)} ids", f"the id of at least one user of {data.path}"
-        )
+        expected = f"the id of at least one user of {data.path}"
+        raise DataError.of("users", f"{len(users)} ids", expected)
     for store in stores.values():
         store.check()
     with new_directory(out) as made:

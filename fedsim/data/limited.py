@@ -86,9 +86,8 @@ def serve() -> NoReturn:
     """Main function of the child: answer requests, one a line, until the input ends."""
     from fedsim.data import templates  # which imports all of Jinja
 
-    functions = {
-        each.__name__: each for each in (templates.check, templates.render, load_tokenizer)
-    }
+    known = templates.check, templates.render, load_tokenizer
+    functions = {function.__name__: function for function in known}
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     memory = MEMORY if most == resource.RLIM_INFINITY else min(MEMORY, most)
     resource.setrlimit(resource.RLIMIT_AS, (memory, most))

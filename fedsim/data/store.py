@@ -13,7 +13,7 @@ is a string: the sorted ids with SEPARATOR between them. The owner set of one us
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,7 @@ class Owners:
     Attributes:
       num_users: number of users of all sets.
       starts: int64 [sets + 1].
-      users: int32 [memberships]. The users of set s are users[starts[s]:starts[s + 1]], sorted,
-        without duplicates.
+      users: int32 [memberships]; set s is users[starts[s]:starts[s + 1]], sorted, none twice.
     """
 
     num_users: int
@@ -72,21 +71,16 @@ class Owners:
         return self.users[self.starts[number] : self.starts[number + 1]]
 
     def count(self, per_set: np.ndarray) -> np.ndarray:
-        """Number of texts that each user owns, int64 [users].
-
-        Args:
-          per_set: int64 [sets], texts of each set.
-        """
+        """Number of texts that each user owns, int64 [users]. Args: per_set: those of each set."""
         weights = np.repeat(per_set, self.sizes)
         return np.bincount(self.users, weights, self.num_users).astype(np.int64)
 
 
-def owner_sets(rows: np.ndarray, ids: pa.Array, num_rows: int) -> tuple[pa.Array, np.ndarray]:
-    """Owner sets of rows as strings, and the number of owners of each row, int64 [num_rows].
+def owner_sets(rows: np.ndarray, ids: pa.Array, num_rows: int) -> pa.Array:
+    """Owner sets of rows as strings.
 
     Args:
       rows: int64 [pairs], the row that ids[i] owns; pairs may repeat. A row without a pair gets "".
-      ids: string [pairs].
     """
     names, rank = _ranked(ids)
     pairs = np.unique(rows * len(names) + rank)
@@ -95,7 +89,7 @@ def owner_sets(rows: np.ndarray, ids: pa.Array, num_rows: int) -> tuple[pa.Array
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     named = names.take(pa.array(place))
     lists = pa.ListArray.from_arrays(starts, named)
-    return pc.binary_join(lists, SEPARATOR), counts  # pyright: ignore
+    return pc.binary_join(lists, SEPARATOR)  # pyright: ignore
 
 
 def decided_by_texts(long_texts: str) -> str:
@@ -113,9 +107,7 @@ def is_shared(keys: pa.Array | pa.ChunkedArray) -> bool:
 def encode_owners(keys: pa.Array) -> tuple[pa.Buffer, pa.Buffer, int]:
     """Encode owner sets, given as strings, as two Parquet files.
 
-    Returns:
-      (owners.parquet: row i has the user numbers of set i; people.parquet: row u has the id of user
-      u, sorted; number of users).
+    Returns: (owners.parquet: users of each set; people.parquet: their ids, sorted; their number).
     """
     lists = pc.split_pattern(keys, SEPARATOR)  # pyright: ignore
     people, rank = _ranked(lists.values)
@@ -145,11 +137,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """Offsets of rows laid end to end, int64 [rows + 1]; the last is their total length.
-
-    Args:
-      lengths: int [rows], tokens of each row.
-    """
+    """Offsets of rows of these lengths laid end to end, int64 [rows + 1]; the last is the total."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype("<i8")
 
 
@@ -172,8 +160,6 @@ class TokenWriter:
         Args:
           dtype: type of token ids on disk.
           marked: True if rows come as marked ids; see MARKED.
-        Raises:
-          OSError: the files cannot be made.
         """
         self._dtype, self._marked = np.dtype(dtype), marked
         self._rows = self._tokens = 0
@@ -190,8 +176,6 @@ class TokenWriter:
         Args:
           lengths: int [rows], tokens of each row.
           values: token ids of all rows end to end, or marked ids.
-        Raises:
-          OSError: the disk is full.
         """
         self._files[0].write((self._tokens + offsets_of(lengths)[1:]).data)
         if self._marked:
@@ -212,10 +196,7 @@ class TokenWriter:
                 file.close()
 
     def _write_headers(self) -> None:
-        sizes, dtypes = (
-            (self._rows + 1, self._tokens, self._tokens),
-            ("<i8", self._dtype.str, FLAGS),
-        )
+        sizes, dtypes = (self._rows + 1, *[self._tokens] * 2), ("<i8", self._dtype.str, FLAGS)
         for file, size, dtype in zip(self._files, sizes, dtypes, strict=False):
             file.seek(0)
             header = {"descr": dtype, "fortran_order": False, "shape": (size,)}
@@ -227,35 +208,29 @@ def map_array(file: Path, kinds: Sequence[str]) -> np.ndarray:
 
     Args:
       kinds: dtypes that the items may have.
-    Raises:
-      ValueError: the file cannot be read, is cut off or damaged. The line quotes nothing of it.
+    Raises: ValueError: the file is cut off or damaged. The line quotes nothing of it.
     """
     try:
         mapped = np.lib.format.open_memmap(file, mode="r")
         if (mapped.dtype.str, mapped.ndim) in ((kind, 1) for kind in kinds):
             if mapped.offset + mapped.nbytes == file.stat().st_size:
                 return mapped.view(np.ndarray)
-    except OSError as error:
-        raise ValueError(f"{file.name}: cannot be read ({error.strerror})") from None
     except Exception:  # whatever NumPy raises about a damaged header
         pass
     raise ValueError(f"{file.name}: cut off or damaged (no array of its size)")
 
 
-def sha256_of_all(files: Iterable[Path]) -> str:
-    """sha256 (hex) of files, end to end."""
-    digest = hashlib.sha256()
-    for path in files:
+def fingerprint(directory: Path, marked: bool) -> str:
+    """sha256 (hex) of the files of a store: its tables, offsets, tokens, and flags if any."""
+    files, digest = (
+        [directory / name for name in (*TABLES, *ARRAYS[: 2 + marked])],
+        hashlib.sha256(),
+    )
+    for path in filter(Path.is_file, files):
         with path.open("rb") as file:
             while block := file.read(2**20):
                 digest.update(block)
     return digest.hexdigest()
-
-
-def fingerprint(directory: Path, marked: bool) -> str:
-    """sha256 (hex) of the files of a store: its tables, offsets, tokens, and flags if any."""
-    files = [directory / name for name in (*TABLES, *ARRAYS[: 2 + marked])]
-    return sha256_of_all(file for file in files if file.is_file())
 
 
 def close_store(
@@ -283,13 +258,13 @@ def close_store(
             "num_tokens": pa.array(np.diff(offsets[first]), pa.int64()),
         }
     )
-    tables, about = {TABLES[0]: _parquet(table)}, {**about, "num_users": len(keys)}
+    tables, about = [_parquet(table)], {**about, "num_users": len(keys)}
     if is_shared(keys):
-        tables[TABLES[1]], tables[TABLES[2]], about["num_users"] = encode_owners(keys)
-        about[SETS] = len(keys)
+        *others, about["num_users"] = encode_owners(keys)
+        tables, about[SETS] = [*tables, *others], len(keys)
     if marked:
         about["trained"] = True
-    for name, content in tables.items():
+    for name, content in zip(TABLES, tables, strict=False):
         write_atomically(directory / name, content)
     metadata = {
         **about,

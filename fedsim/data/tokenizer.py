@@ -96,9 +96,7 @@ def special_tokens_of(
     text = [i for i, is_special in enumerate(framed.special_tokens_mask) if not is_special]
     before, after = (framed.ids[: text[0]], framed.ids[text[-1] + 1 :]) if text else ([], [])
     named_ends = valid(named.get(f"{END}_id", ()))
-    special = [
-        number for number, token in inner.get_added_tokens_decoder().items() if token.special
-    ]
+    special = [i for i, token in inner.get_added_tokens_decoder().items() if token.special]
     begins = [*valid(named.get(BEGIN, ())), *before, *valid(named.get(f"{BEGIN}_id", ()))]
     ends = [*valid(named.get(END, ())), *after, *named_ends]
     only = special if len(special) == 1 else []
@@ -128,9 +126,7 @@ def with_template(inner: tokenizers.Tokenizer, begin: int, end: int) -> tokenize
         "type": "TemplateProcessing",
         "single": [parts[0], first, parts[1]],
         "pair": [parts[0], first, second, parts[1]],
-        "special_tokens": {
-            token: {"id": token, "ids": [number], "tokens": [token]} for number, token in around
-        },
+        "special_tokens": {t: {"id": t, "ids": [number], "tokens": [t]} for number, t in around},
     }
     record = {**json.loads(inner.to_str()), "post_processor": template}
     return tokenizers.Tokenizer.from_str(json.dumps(record))
@@ -195,14 +191,13 @@ class Tokenizer:
         beside = json.dumps(named_beside(file))
         try:
             tokenizer = copy(_parsed(file.read_text(encoding="utf-8"), file.name, beside))
-        except (ConfigError, KeyboardInterrupt, SystemExit):
+        except ConfigError:
             raise
-        except limited.LimitReached as error:
-            expected = f"a tokenizer.json that takes at most {error} to load"
-            raise DataError.of("tokenizer", file, expected) from None
-        except BaseException as error:  # the library raises bare Exception, and Rust's panics
-            reason = brief(str(error) or type(error).__name__, 200)
-            raise DataError.of("tokenizer", file, f"a tokenizer.json ({reason})") from None
+        except Exception as error:  # the library raises bare ones
+            reason = f"({brief(str(error) or type(error).__name__, 200)})"
+            if isinstance(error, limited.LimitReached):
+                reason = f"that takes at most {error} to load"
+            raise DataError.of("tokenizer", file, f"a tokenizer.json {reason}") from None
         tokenizer.file, tokenizer.name = file, name or file.name
         return tokenizer
 
@@ -215,11 +210,9 @@ class Tokenizer:
           Interrupted: the Hub cannot be reached.
         """
         spec = str(spec)
-        if spec == "bytes":
-            return cls.bytes()
         if spec.startswith(HUB):
             return cls.load(_download(spec.removeprefix(HUB)), spec)
-        return cls.load(spec)
+        return cls.bytes() if spec == "bytes" else cls.load(spec)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without begin and end tokens."""

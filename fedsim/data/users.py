@@ -40,7 +40,6 @@ BLOCK_TOKENS = 2**19
 
 
 def _reopened(path: Path, fingerprint: str) -> "UserStore":
-    """The store in a directory, in another process, perhaps on another machine."""
     store = UserStore(path)
     if store.fingerprint != fingerprint:  # rows would be those of other users
         raise DataError.of("data", path, "the data set of the driver; there is another one here")
@@ -80,8 +79,8 @@ class UserStore:
             mapped = [*map(map_array, (path / name for name in arrays), kinds)]
         except ValueError as error:
             raise DataError(f"data={path}: {error}") from None
-        self._rows, self._values, *flags = mapped
-        self._flags: np.ndarray | None = flags[0] if flags else None
+        self._rows, self._values = mapped[:2]
+        self._flags: np.ndarray | None = mapped[2] if len(mapped) > 2 else None
         self.max_length: int = metadata["max_length"]
         self.vocab_size: int = metadata["vocab_size"]
         self.fingerprint: str = metadata["fingerprint"]
@@ -103,17 +102,12 @@ class UserStore:
         Raises: DataError: the store was changed since it was built.
         """
         if fingerprint(self.path, self.is_flagged) != self.fingerprint:
-            reason = "changed since it was built: another fingerprint"
-            raise DataError(f"data={self.path}: {reason}")
+            raise DataError(f"data={self.path}: changed since it was built: another fingerprint")
 
     def gather(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Gather the tokens of rows in any order, cut or zero-padded to `length`.
+        """Gather the tokens of rows in any order, cut or zero-padded to `length`; -1 is padding.
 
-        Args:
-          rows: int [rows]; -1 is padding.
-          length: tokens per row of the result.
-        Returns:
-          (tokens int32 [rows, length], number of real tokens int32 [rows]).
+        Returns: (tokens int32 [rows, length], number of real tokens int32 [rows]).
         """
         tokens = np.zeros((len(rows), length), np.int32)
         return tokens, self._copy_rows(rows, self._values, tokens)
@@ -212,12 +206,9 @@ class UserStore:
 
 
 def read_metadata(directory: Path, kind: str) -> dict[str, Any]:
-    """Read metadata.json of a directory that fedsim built.
+    """Read metadata.json of a directory that fedsim built, of a kind: "users" or "dataset".
 
-    Args:
-      kind: "users" (a store) or "dataset".
-    Raises:
-      DataError: the file is missing, not written by fedsim, or of another kind or format version.
+    Raises: DataError: the file is missing, not written by fedsim, or of another kind or format.
     """
     try:
         metadata = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))

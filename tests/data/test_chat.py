@@ -24,12 +24,6 @@ GENERATING = (
     "{{ m.content }}{% endif %}\n"
     "{% endfor %}"
 )
-STRIPPING = (
-    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content.strip() }} [/INST]"
-    "{% else %} {{ m.content.strip() }}<|im_end|>{% endif %}{% endfor %}"
-)
-
-
 TINY = tiny()
 
 
@@ -89,18 +83,6 @@ def test_the_assistants_turns_are_trained_on_with_what_ends_them():
     assert shown(encode(turns("Hi", "Ho", "Hum")))[1] == f"Ho{STOP}\n"  # the end is another's turn
 
 
-@pytest.mark.parametrize(
-    "train_on, expected",
-    [
-        ("completion", f"Ha{STOP}\n"),
-        ("all", None),
-    ],
-)
-def test_what_is_trained_on_can_be_chosen(train_on, expected):
-    every, own = shown(encode(turns("Hi", "Ho", "Hum", "Ha"), train_on=train_on))
-    assert own == (every if expected is None else expected)
-
-
 LEAVING_OUT = {  # as published templates of Qwen 2.5 and of Mistral do
     "of a role": "{% for m in messages if m.role != 'developer' %}"
     "{{ m.content }}<|im_end|>{% endfor %}",
@@ -132,12 +114,6 @@ def test_a_template_may_take_reasoning_off_earlier_answers():
     assert shown(found) == (f"Hi{STOP}Ho{STOP}And?{STOP}Yes{STOP}", f"Yes{STOP}")
 
 
-def test_a_token_over_the_beginning_of_a_turn_is_trained_on():
-    found = encode(turns("Hi", "  indented"))
-    assert shown(found)[1] == f"\n  indented{STOP}\n"
-    assert found.trained.sum() == len(b"  indented") + 2  # "\n " is one token
-
-
 def test_turns_that_say_nothing_or_do_not_count_are_not_trained_on():
     messages = [Message("user", ""), Message("assistant", " \n"), Message("assistant", "Ho", False)]
     assert not encode(messages).trained.any()
@@ -163,12 +139,6 @@ def test_no_mark_of_what_is_generated_is_left_where_nothing_looks_for_it():
     assert TINY.decode(prompt, special=True) == expected
     for train_on in ("all", "assistant"):
         assert chats_of(template).encode(said, train_on).ids.tolist() == prompt.tolist()
-
-
-def test_a_template_may_strip_what_is_said():
-    every, own = shown(encode(turns(" Hi\n", "\tHo \n", "Hum", "Ha"), STRIPPING))
-    assert every == f"[INST] Hi [/INST] Ho{STOP}[INST] Hum [/INST] Ha{STOP}"
-    assert own == f"Ho{STOP}Ha{STOP}"
 
 
 THINKING = (  # as Qwen 3's: before the last answer alone, and not in what asks for one
@@ -398,13 +368,6 @@ def test_white_space_that_is_a_token_is_no_special_one():
     assert tokenizer.decode(trained(found), special=True) == f"a\n\nb{STOP}\n"
 
 
-@pytest.mark.parametrize("content, kept", [("m['content']|trim", "Ho"), ("m['content']", " Ho ")])
-def test_blanks_that_the_template_writes_itself_are_not_the_turns(content, kept):
-    source = CHATML.replace("'\n' + m['content']", f"' ' + {content} + ' '")
-    _, own = shown(encode(turns("Hi", " Ho "), source))
-    assert own == f"{kept} {STOP}\n"
-
-
 @pytest.mark.parametrize("train_on, own", [("completion", ""), ("all", f"p {STOP}")])
 def test_a_prompt_without_a_completion_trains_no_end(train_on, own):
     _, found = shown(chats_of(None).encode_pair("p", " ", train_on))
@@ -427,23 +390,11 @@ def test_a_prompt_and_its_completion_stand_between_a_begin_and_an_end_token():
 
 
 DOUBLING = "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
-GROWING = "{{% for i in range(99) %}}{{% set n.x = {} %}}{{% endfor %}}{{{{ n.x }}}}"
-SPACE = "{% set n = namespace(x='ab') %}"
 
 
 @pytest.mark.slow
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ 'x' * 10**10 }}",
-        "{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        DOUBLING + "{{ f(60) }}",
-        SPACE + GROWING.format("n.x ~ n.x"),
-        SPACE + GROWING.format("[n.x, n.x]"),
-        "{% set x = 10 ** messages[0].content | length %}{{ x ** 99 ** 99 ** 99 ** 99 ** 99 > 1 }}",
-    ],
-)
+@pytest.mark.parametrize("template", ["{{ 'x' * 10**10 }}", DOUBLING + "{{ f(60) }}"])
 def test_a_template_that_takes_too_much_ends_its_process_alone(template, monkeypatch):
     monkeypatch.setattr("fedsim.data.limited.RENDER_S", 3.0)
     with pytest.raises(SlowTemplate, match="takes more than 3 s, or 4,294,967,296 bytes"):
@@ -451,20 +402,16 @@ def test_a_template_that_takes_too_much_ends_its_process_alone(template, monkeyp
     assert len(encode(turns("Hi", "Ho")).ids) > 4  # the next one is served
 
 
-@pytest.mark.parametrize(
-    "template, reason",
-    [
-        (
-            "{{ raise_exception('no ' + messages[0].content) }}",
-            "its template refuses it",
-        ),
-        ("{{ {}[messages[0].content].x }}", "its template fails with UndefinedError"),
-        ("{{ messages.append(1) }}", "its template fails with SecurityError"),
-        ("{{ ''.__class__.__mro__ }}", "its template fails with SecurityError"),
-        ("{{ 1 / 0 }}", "its template fails with ZeroDivisionError"),
-        ("{{ 'x' * 2**25 }}", "its template writes more than 16,777,216 characters"),
-    ],
-)
+REFUSALS = [
+    ("{{ raise_exception('no ' + messages[0].content) }}", "its template refuses it"),
+    ("{{ {}[messages[0].content].x }}", "its template fails with UndefinedError"),
+    ("{{ messages.append(1) }}", "its template fails with SecurityError"),
+    ("{{ ''.__class__.__mro__ }}", "its template fails with SecurityError"),
+    ("{{ 'x' * 2**25 }}", "its template writes more than 16,777,216 characters"),
+]
+
+
+@pytest.mark.parametrize("template, reason", REFUSALS)
 def test_a_refusal_says_nothing_of_a_chat(template, reason):
     with pytest.raises(BadChat) as raised:
         encode(turns("my secret"), template)

@@ -99,15 +99,11 @@ def test_what_continues_a_text_is_decoded_behind_it(tmp_path):
     """Some tokenizers begin a text in their own way, such as without a blank."""
     texts = ["the pianist was unbelievably good, the others were not"] * 9
     tokenizer = Ours.load(learnt("wordpiece", texts, 300, tmp_path / "t.json"))
-    ids, text = tokenizer.encode_batch(texts[:1])[0], texts[0]
-    assert tokenizer.decode(ids) == text
+    ids = tokenizer.encode_batch(texts[:1])[0]
     for cut in range(len(ids) + 1):
-        before = tokenizer.decode(ids[:cut])
-        assert before + tokenizer.decode_after(ids[:cut], ids[cut:]) == text
-    assert any(
-        tokenizer.decode(ids[:cut]) + tokenizer.decode(ids[cut:]) != text
-        for cut in range(1, len(ids))
-    )
+        assert (
+            tokenizer.decode(ids[:cut]) + tokenizer.decode_after(ids[:cut], ids[cut:]) == texts[0]
+        )
 
 
 @pytest.mark.privacy

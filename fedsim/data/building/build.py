@@ -33,7 +33,7 @@ from fedsim.data.building.columns import (
 from fedsim.data.building.messages import COMPLETION, MESSAGES, TOOLS, TRAIN_ON, Chats
 from fedsim.data.building.sorting import owners_of, sorted_blocks, tokenised_rows, write_splits
 from fedsim.data.building.sources import Part, cut, find_files, hub_source, identify, names_in
-from fedsim.data.building.tokenised import Encoding, bundled, write_rows
+from fedsim.data.building.tokenised import Encoding, write_rows
 from fedsim.data.building.user_ids import remarks
 from fedsim.data.chat import ChatTokenizer, template_of
 from fedsim.data.dataset import SUMS, Dataset, Holdout, SplitRows, divide, dropped, sums
@@ -92,11 +92,8 @@ class BuildSettings(BuildConfig):
     def chats(self, columns: Columns, tokenizer: Tokenizer) -> Chats | None:
         """How rows of chats become examples; None if rows are texts.
 
-        Args:
-          columns: columns of the rows, as named or recognised.
-          tokenizer: the tokenizer.
-        Raises:
-          DataError: there is no template, or a setting needs chats.
+        Args: columns: of the rows, as named or recognised.
+        Raises: DataError: there is no template, or a setting needs chats.
         """
         if columns.owner_key is not None and columns.form != MESSAGES:
             raise DataError.of("owner_key", columns.owner_key, "chats, lists of turns")
@@ -121,8 +118,6 @@ def build(
     sources: Sequence[str | Path] | str | Path,
     out: str | Path,
     *,
-    split: str | None = None,
-    revision: str | None = None,
     num_workers: int | None = None,
     progress: Say = None,
     provenance: dict[str, Any] | None = None,
@@ -135,10 +130,8 @@ def build(
     `if __name__ == "__main__":`.
 
     Args:
-      sources: files, folders, globs, or one hf:NAME[:CONFIG].
+      sources: files, folders, globs, or one hf:NAME[@REVISION][:FILES].
       out: a directory that does not exist.
-      split: split of an hf: data set. Default: train.
-      revision: branch, tag or commit of an hf: data set. Default: the newest.
       num_workers: number of processes. The result does not depend on it. Default: one per CPU.
       progress: called with a line of progress every few seconds, and with notes on the data.
       provenance: recorded in the metadata, as JSON.
@@ -156,7 +149,7 @@ def build(
     sources = [sources] if isinstance(sources, str | Path) else list(sources)
     try:
         with new_directory(out, wait=wait) as made, Pool(num_workers, progress) as pool:
-            _Build(made, rules, pool, progress).run(sources, split, revision, provenance or {})
+            _Build(made, rules, pool, progress).run(sources, provenance or {})
             keep_private(made)  # texts of people
     except OSError as error:
         if error.errno in DISK_FULL:
@@ -172,23 +165,17 @@ class _Build:
         self.out, self.settings, self.pool = out, settings, pool
         self.say = progress or (lambda line: None)
 
-    def run(
-        self,
-        named: Sequence[str | Path],
-        split: str | None,
-        revision: str | None,
-        provenance: dict[str, Any],
-    ) -> None:
+    def run(self, named: Sequence[str | Path], provenance: dict[str, Any]) -> None:
         """Run all stages; the data set is complete in self.out at the end."""
-        settings, source = self.settings, hub_source(named, split, revision)
+        settings, source = self.settings, hub_source(named)
         if source is not None:
-            self.say(f"fetching {source}, split {source.split}")
+            self.say(f"fetching {source}")
         found = find_files(named) if source is None else source.files()
         names = names_in(found, settings)
         self.columns = self._recognised(names)
         self.pool.grow(sum(file.stat().st_size for file in found))
         about = {"sources": self.pool.map(identify, found), "provenance": provenance}
-        about["hub"] = [] if source is None else [source.identity()]
+        about["hub"] = [] if source is None else [asdict(source) | {"source": str(source)}]
         parts = [part for file in found for part in cut(file, self.columns)]
         self.tokenizer = Tokenizer.named(file_of(settings.tokenizer))
         self.chats = settings.chats(self.columns, self.tokenizer)
@@ -230,8 +217,8 @@ class _Build:
         settings, copy = self.settings, self.out.with_name(TOKENIZER)
         self.tokenizer.save(copy)  # for the workers
         encoding = Encoding(rows, copy, self.columns, settings.holdout, settings, self.chats)
-        bundles = list(enumerate(bundled(parts)))
-        records = self.pool.map(partial(write_rows, encoding=encoding), bundles, "tokenised")
+        call = partial(write_rows, encoding=encoding)
+        records = self.pool.map(call, list(enumerate(parts)), "tokenised")
         counts = sum(records, Counter())
         if self.columns.order is not None:
             kinds = {name for name in KINDS if counts[name]}
@@ -309,7 +296,9 @@ class _Build:
         ids = owners["user_id"].combine_chunks()
         for name, part in splits.items():
             users = ids.take(pa.array(part.owners))
-            close_store(self.out / name, users, part.counts, {**about, "split": name}, marked)
+            close_store(
+                self.out / name, users, part.high - part.low, {**about, "split": name}, marked
+            )
 
     def _describe(self, about: dict[str, Any], splits: list[str]) -> None:
         """Write metadata.json and the checksums of the data set."""

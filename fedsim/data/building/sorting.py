@@ -22,9 +22,8 @@ from fedsim.errors import Interrupted
 from fedsim.files import DISK_FULL
 from fedsim.signals import raise_if_stopped
 
-MEMORY = 512 * 2**20  # bytes for each thread of a sort, and at least for two
-MAX_THREADS = 4
-BLOCK_ROWS = 32_768  # rows, or pieces of rows, in a block
+MAX_THREADS = 4  # each holds at least 122,880 rows in memory
+BLOCK_ROWS = 32_768
 
 
 @contextmanager
@@ -39,10 +38,8 @@ def tokenised_rows(directory: Path, threads: int) -> Iterator[Any]:
     """
     import duckdb  # takes a while
 
-    threads = min(threads, MAX_THREADS)
     config = {
-        "memory_limit": f"{MEMORY * max(2, threads)}B",
-        "threads": threads,
+        "threads": min(threads, MAX_THREADS),
         "temp_directory": str(directory / "spilled"),
         "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,
@@ -58,10 +55,8 @@ def tokenised_rows(directory: Path, threads: int) -> Iterator[Any]:
 
 def owners_of(connection: Any) -> pa.Table:
     """Owners by group and user_id, with their numbers of rows (columns group, user_id, rows)."""
-    table = connection.sql(
-        'SELECT "group", user_id, count(*) FILTER (first) AS rows FROM rows '
-        "GROUP BY ALL ORDER BY ALL"
-    ).to_arrow_table()
+    query = 'SELECT "group", user_id, count(*) AS rows FROM rows GROUP BY ALL ORDER BY ALL'
+    table = connection.sql(query).to_arrow_table()
     ids = table["user_id"].cast(pa.string())
     return table.set_column(1, "user_id", ids).combine_chunks()
 
@@ -75,31 +70,13 @@ def sorted_blocks(
       order: True if rows have order keys.
     """
     keys = "COLUMNS('order.') NULLS LAST," if order else ""
-    query = f'SELECT first, tokens FROM rows ORDER BY "group", user_id, {keys} place'
-    held = None
+    query = f'SELECT tokens FROM rows ORDER BY "group", user_id, {keys} place'
     for batch in connection.sql(query).to_arrow_reader(BLOCK_ROWS):
-        block = _pieces(batch, dtype)
-        if held is not None:
-            block = [np.concatenate(pair) for pair in zip(held, block, strict=True)]
-        first, lengths, values = block
-        starts = np.flatnonzero(first)
-        last = int(starts[-1])  # this row may continue in the next block
-        size = int(lengths[:last].sum())
-        if last:
-            yield np.add.reduceat(lengths[:last], starts[:-1]), values[:size]
-        held = first[last:], lengths[last:], values[size:]
-    if held is not None:
-        yield held[1].sum(keepdims=True), held[2]
-
-
-def _pieces(batch: pa.RecordBatch, dtype: np.dtype) -> list[np.ndarray]:
-    """Pieces of rows: [True for the first of a row, lengths, token ids end to end]."""
-    column: Any = batch["tokens"].cast(pa.large_binary())
-    _, bounds, data = column.buffers()
-    bounds = np.frombuffer(bounds, np.int64)[column.offset : column.offset + len(column) + 1]
-    values = np.frombuffer(data or b"", np.uint8)[bounds[0] : bounds[-1]]
-    first = batch["first"].to_numpy(zero_copy_only=False)
-    return [first, np.diff(bounds) // dtype.itemsize, values.view(dtype)]
+        column = batch["tokens"].cast(pa.large_binary())
+        _, bounds, data = column.buffers()
+        bounds = np.frombuffer(bounds, np.int64)[column.offset : column.offset + len(column) + 1]
+        values = np.frombuffer(data or b"", np.uint8)[bounds[0] : bounds[-1]]
+        yield np.diff(bounds) // dtype.itemsize, values.view(dtype)
 
 
 @contextmanager

@@ -3,18 +3,18 @@
 Rows come in the order of a file, in checked batches. Several processes can read a Parquet file; any
 other is read by one. Errors name the file, the row and the reason.
 
-Files of the Hub are downloaded into the cache of its library, and read as local ones are. A file
-belongs to the split that its path names (train-00000.parquet, validation/part.jsonl); where no path
-names one, all files are "train". CONFIG of `hf:NAME:CONFIG` is a folder.
+Files of the Hub are downloaded into the cache of its library, and read as local ones are. FILES of
+`hf:NAME:FILES` is a pattern of their paths; without it, those with the word train are read.
 """
 
+import fnmatch
 import glob
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -23,9 +23,8 @@ import pyarrow.parquet as pq
 from fedsim.config import BuildConfig
 from fedsim.data.building.columns import Columns, chats_as_json, normalise, plain
 from fedsim.data.building.text_files import PACKED, TextFile
-from fedsim.data.store import sha256_of_all
 from fedsim.errors import DataError, Interrupted, may_pass, printable
-from fedsim.files import DISK_FULL, expand_home
+from fedsim.files import DISK_FULL, expand_home, sha256_of
 
 READ_ROWS, READ_BYTES = 65_536, 64 * 2**20  # of a batch, at most
 PART_ROWS, PART_BYTES = 2**20, 128 * 2**20  # of a part, about
@@ -35,9 +34,9 @@ DEFAULTS = BuildConfig()
 READING = pa.ArrowException, OSError, EOFError, ValueError, OverflowError, RecursionError
 """Errors of libraries that read a damaged file."""
 HUB = "hf:"
-SPLIT_WORDS = {"train": "train|training", "validation": "validation|valid|val|dev"}
-SPLIT_WORDS |= {"test": "test|testing|eval|evaluation"}
-ABOUT = re.compile(r"(dataset_infos?|dataset_dict|state|config)\.json", re.I)  # no rows
+SHOWN = 20  # files in an error
+HUB_FORM = re.compile(r"hf:([^@:]+)(?:@([^@:]+))?(?::(.+))?")
+TRAIN = re.compile("(?<![a-z])train(ing)?(?![a-z])")
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
     read.
 
     Raises:
-      DataError: there is no such file, its extension is unknown, or it is there compressed, too.
+      DataError: there is no such file, or its extension is unknown.
     """
     files: dict[Path, Path] = {}
     for source in [sources] if isinstance(sources, str | Path) else sources:
@@ -97,9 +96,6 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
             remedy = "unpack archives, and save other files as Parquet, .csv or .tsv"
             expected = f"a file ending in {', '.join(SUFFIXES)}; {remedy}"
             raise DataError.of("data", file, expected)
-        # Duplicate rows would count twice for their user.
-        if file.suffix in PACKED and file.with_suffix("").resolve() in files:
-            raise DataError.of("data", file, f"it or {file.stem}, got both; rename one of them")
     if not files:
         raise DataError.of("data", "[]", "at least one file")
     return list(files.values())
@@ -117,32 +113,28 @@ def files_in(directory: Path) -> list[Path]:
 
 def identify(file: Path) -> dict[str, Any]:
     """Name, bytes and sha256 of a file."""
-    return {"name": file.name, "bytes": file.stat().st_size, "sha256": sha256_of_all([file])}
+    return {"name": file.name, "bytes": file.stat().st_size, "sha256": sha256_of(file)}
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """A data set of the Hugging Face Hub."""
+    """Files of a data set of the Hugging Face Hub."""
 
     name: str
-    config: str | None
-    split: str
     revision: str | None
+    pattern: str | None
+    """Pattern of the paths of the files; None: those with the word train."""
 
     @classmethod
-    def parse(cls, source: str, split: str | None, revision: str | None) -> "HubSource":
-        """Parse hf:NAME or hf:NAME:CONFIG. Default: split train, newest revision.
-
-        Raises:
-          DataError: NAME is empty.
-        """
-        name, _, config = source.removeprefix(HUB).partition(":")
-        if not name:
-            raise DataError.of("data", source, "hf:NAME or hf:NAME:CONFIG")
-        return cls(name, config or None, split or "train", revision)
+    def parse(cls, source: str) -> "HubSource":
+        """Parse hf:NAME[@REVISION][:FILES]. Raises: DataError: it is another text."""
+        found = HUB_FORM.fullmatch(source)
+        if found is None:
+            raise DataError.of("data", source, "hf:NAME, hf:NAME@REVISION or hf:NAME:FILES")
+        return cls(*found.groups())
 
     def __str__(self) -> str:
-        return f"{HUB}{self.name}" + (f":{self.config}" if self.config else "")
+        return f"{HUB}{self.name}" + (f":{self.pattern}" if self.pattern else "")
 
     def pinned(self) -> "HubSource":
         """The same data set at the commit that its revision names now."""
@@ -150,51 +142,29 @@ class HubSource:
             return self
         return replace(self, revision=self._info().sha)
 
-    def identity(self) -> dict[str, Any]:
-        """Identity of a pinned data set."""
-        return {**asdict(self), "source": str(self)}
-
     def files(self) -> list[Path]:
-        """The files of the split, by name, downloaded unless they are in the cache.
+        """The files, by name, downloaded unless they are in the cache.
 
         Raises:
-          DataError: there is no such configuration or split, or its files cannot be read.
+          DataError: there are no such files, or they cannot be read.
           Interrupted: the Hub cannot be reached.
         """
-        prefix = f"{self.config}/" if self.config else ""
-        names = [each.rfilename for each in self._info().siblings or ()]
-        inside = sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
-        chosen = [prefix + name for name in self._of_split(inside)]
-        if len(kinds := {kind_of(Path(name)) for name in chosen}) > 1:  # often the same rows twice
-            expected = f"files of one kind, found {' and '.join(sorted(kinds))}"
-            raise DataError.of("data", self, f"{expected}; download the files and build from them")
+        names = sorted(each.rfilename for each in self._info().siblings or ())
+        names = [name for name in names if is_known(Path(name))]
+        if self.pattern is not None:
+            chosen = fnmatch.filter(names, self.pattern)
+        else:
+            chosen = [name for name in names if TRAIN.search(name.lower())]
+        forms = {
+            (name.rpartition("/")[0].partition("/")[0], kind_of(Path(name))) for name in chosen
+        }
+        if not chosen or (len(forms) > 1 and self.pattern is None):  # often the same rows twice
+            expected = f"{HUB}{self.name}:FILES with a pattern of its files: "
+            raise DataError.of("data", self, expected + (", ".join(names[:SHOWN]) or "none"))
         wanted = {"allow_patterns": [glob.escape(name) for name in chosen]}
         wanted |= {"repo_type": "dataset", "revision": self.revision}
         root = Path(self._of_hub(lambda hub: hub.snapshot_download(self.name, **wanted)))
         return [root / name for name in chosen]
-
-    def _of_split(self, names: Sequence[str]) -> list[str]:
-        """Names of the files of the split, among those of the configuration."""
-        files = [PurePosixPath(name) for name in names if is_known(Path(name))]
-        names = [str(f) for f in files if f.name[0] != "." and not ABOUT.fullmatch(f.name)]
-        splits = {
-            split: [n for n in names if re.search(f"(?<![a-z])({words})(?![a-z])", n.lower())]
-            for split, words in SPLIT_WORDS.items()
-        }
-        if not any(splits.values()):
-            splits = {"train": names}
-        chosen = splits.get(self.split, [])
-        if not chosen:
-            has = ", ".join(sorted(split for split, files in splits.items() if files)) or "none"
-            expected = f"a split of {self} with files, it has: {has}"
-            raise DataError.of("split", self.split, expected)
-        folders = {name.rpartition("/")[0].partition("/")[0] for name in chosen}
-        if "" in folders:
-            return [name for name in chosen if "/" not in name]
-        if len(folders) > 1:  # often the same rows twice
-            expected = f"{HUB}{self.name}:CONFIG, of the folders {', '.join(sorted(folders))}"
-            raise DataError.of("data", self, expected)
-        return chosen
 
     def _info(self) -> Any:
         return self._of_hub(lambda hub: hub.HfApi().dataset_info(self.name, revision=self.revision))
@@ -212,27 +182,19 @@ class HubSource:
             if may_pass(error):
                 kind, expected = Interrupted, "to reach the Hugging Face Hub"
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-            where = f"split {self.split}, revision {self.revision or 'newest'}"
+            where = f"revision {self.revision or 'newest'}"
             raise kind(f"data={self} ({where}): expected {expected} ({reason})") from error
 
 
-def hub_source(
-    sources: Sequence[str | Path], split: str | None, revision: str | None
-) -> HubSource | None:
+def hub_source(sources: Sequence[str | Path]) -> HubSource | None:
     """The pinned data set of the Hub that is the one source; None if the sources are files.
 
-    Raises:
-      DataError: there are several sources, some of the Hub; or files have no split or revision.
+    Raises: DataError: there are several sources, some of the Hub.
     """
     of_hub = [str(source) for source in sources if str(source).startswith(HUB)]
     if of_hub and len(sources) > 1:
         raise DataError.of("data", sources, "files, or one hf: data set")
-    if of_hub:
-        return HubSource.parse(of_hub[0], split, revision).pinned()
-    for field, value in {"split": split, "revision": revision}.items():
-        if value is not None:
-            raise DataError.of(field, value, "none: only data sets of the Hub have one")
-    return None
+    return HubSource.parse(of_hub[0]).pinned() if of_hub else None
 
 
 def names_in(files: Iterable[Path], settings: BuildConfig = DEFAULTS) -> list[str]:

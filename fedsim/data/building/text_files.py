@@ -46,7 +46,7 @@ REASONS = (  # of DuckDB's messages, and what is said instead
     ("state machine", "expected the same end of all lines, as `dos2unix` makes it"),
     ("(?i)maximum|object_size|full read", f"expected rows of at most {MAX_BYTES:,} bytes"),
     ("duplicate key", "expected every key of an object once, got one twice"),
-    ("Expected OBJECT", "expected an object"),
+    ("Expected OBJECT", "expected a list of objects, or an object in each line"),
     ("surrogate", HALVED),
     ("(?i)gzip|zstd|compress|inflate", "the packed file ends too early, or is damaged"),
     ("JSON", "expected JSON; a file of one list is named .json"),
@@ -73,8 +73,6 @@ class TextFile:
         self.connection = duckdb.connect(config={"threads": 1})
         with _plain_reasons():
             begin = next(self._pieces(), b"").removeprefix(codecs.BOM_UTF8)
-            if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                raise DataError(ENCODING)
             self.is_list = kind == "json" and begin.lstrip()[:1] == b"["
             self.names = self._header(begin) if self.is_csv else self._keys()
 
@@ -154,15 +152,9 @@ class TextFile:
             )
 
     def _keys(self) -> list[str]:
-        query = f"SELECT json FROM read_json_objects({self._objects()}) LIMIT {HEAD_ROWS}"
-        names: dict[str, None] = {}
-        for batch in self._sql(query).to_arrow_reader(BATCH_ROWS):
-            for text in batch.column(0).to_pylist():
-                record = json.loads(text)
-                if not isinstance(record, dict):
-                    raise DataError("expected a list of objects, or an object in each line")
-                names |= dict.fromkeys(record)
-        return list(names)
+        head = f"SELECT json FROM read_json_objects({self._objects()}) LIMIT {HEAD_ROWS}"
+        found = self._sql(f"SELECT DISTINCT unnest(json_keys(json)) FROM ({head}) ORDER BY ALL")
+        return [name for (name,) in found.fetchall()]
 
     def _objects(self) -> str:
         form = "array" if self.is_list else "newline_delimited"

@@ -1,15 +1,12 @@
 """First half of a build: parts of the sources become tokenised rows on disk, in scratch Parquet.
 
 A row has its owner, which is a user within a group (see dataset.py), its order keys if any, its
-place among the rows of all sources, and its token ids as bytes. A long row is written in several
-pieces, because each thread of DuckDB holds 122,880 rows in memory, however long they are. Small
-parts are bundled to limit the number of files.
+place among the rows of all sources, and its token ids as bytes, which sort faster than lists.
 """
 
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,10 +29,8 @@ from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import DataError
 
 SHOWN_ROWS = 5
-PIECE_BYTES = 512
-PLACES = 2**40  # more than the rows of a bundle
+PLACES = 2**40  # more than the rows of a part
 GROUP_BYTES = 4 * 2**20  # of a row group, which a sorting thread reads at once
-BUNDLE_BYTES, MAX_BUNDLES = 4 * 2**20, 4096  # size of a bundle, and bundles of a build, about
 
 
 @dataclass(frozen=True)
@@ -53,24 +48,11 @@ class Encoding:
     """How rows of chats become examples; None if rows are texts."""
 
 
-def bundled(parts: Sequence[Part]) -> list[list[Part]]:
-    """Group parts, in order, so that small ones are together."""
-    enough = max(BUNDLE_BYTES, sum(part.size for part in parts) // MAX_BUNDLES)
-    bundles, size = [], enough
-    for part in parts:
-        if size >= enough:
-            bundles.append([])
-            size = 0
-        bundles[-1].append(part)
-        size += part.size
-    return bundles
-
-
-def write_rows(item: tuple[int, Sequence[Part]], *, encoding: Encoding) -> Counter[str]:
-    """Write the rows of a bundle. Without rows, there is no file.
+def write_rows(item: tuple[int, Part], *, encoding: Encoding) -> Counter[str]:
+    """Write the rows of a part. Without rows, there is no file.
 
     Args:
-      item: number of the bundle, and its parts.
+      item: number of the part, and the part.
     Returns:
       Counts of source rows; of those that are unowned, empty or without an order (no_order); of
       batches with orders of each kind; of examples; of texts that spell special tokens; of doubtful
@@ -78,38 +60,36 @@ def write_rows(item: tuple[int, Sequence[Part]], *, encoding: Encoding) -> Count
     Raises:
       DataError: a row has no user or cannot be encoded, or `read` refuses a file.
     """
-    number, parts = item
+    number, part = item
     place, writer = number * PLACES, None
     counts: Counter[str] = Counter()
     columns = encoding.columns
     with ExitStack() as stack:
-        for part in parts:
-            for first_row, batch in read(part, columns, counts, encoding.settings):
-                unowned = is_blank(batch["user_id"])
-                if unowned.any() and encoding.settings.rows_without_user == "refuse":
-                    raise _without_user(np.flatnonzero(unowned) + first_row + 1, columns, part)
-                try:
-                    rows = _tokenise(batch, unowned, encoding, counts)
-                except BadRow as bad:
-                    named = f"{columns.text_fields[0]}={columns.text[0]}"
-                    where = f"in row {first_row + bad.row + 1} of {part.file}"
-                    raise DataError(f"{named}: {bad} {where}") from None
-                places = pa.array(place + np.arange(len(rows)))
-                rows, place = rows.append_column("place", places), place + len(rows)
-                if writer is None:
-                    file = encoding.directory / f"rows-{number:06d}.parquet"
-                    options = {"compression": "lz4", "use_dictionary": ["user_id"]}
-                    writer = stack.enter_context(pq.ParquetWriter(file, rows.schema, **options))
-                writer.write_table(rows, max(1, len(rows) * GROUP_BYTES // max(rows.nbytes, 1)))
+        for first_row, batch in read(part, columns, counts, encoding.settings):
+            unowned = is_blank(batch["user_id"])
+            if unowned.any() and encoding.settings.rows_without_user == "refuse":
+                raise _without_user(np.flatnonzero(unowned) + first_row + 1, columns, part)
+            try:
+                rows = _tokenise(batch, unowned, encoding, counts)
+            except BadRow as bad:
+                named = f"{columns.text_fields[0]}={columns.text[0]}"
+                where = f"in row {first_row + bad.row + 1} of {part.file}"
+                raise DataError(f"{named}: {bad} {where}") from None
+            places = pa.array(place + np.arange(len(rows)))
+            rows, place = rows.append_column("place", places), place + len(rows)
+            if writer is None:
+                file = encoding.directory / f"rows-{number:06d}.parquet"
+                options = {"compression": "lz4", "use_dictionary": ["user_id"]}
+                writer = stack.enter_context(pq.ParquetWriter(file, rows.schema, **options))
+            writer.write_table(rows, max(1, len(rows) * GROUP_BYTES // max(rows.nbytes, 1)))
     return counts
 
 
 def _without_user(rows: np.ndarray, columns: Columns, part: Part) -> DataError:
     """The error about rows without a user, whom nothing would protect."""
     shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + ", ..." * (len(rows) > SHOWN_ROWS)
-    ids = "id" if len(rows) == 1 else "ids"
     return DataError(
-        f"{columns.blamed}: {len(rows)} null or empty user {ids} in {part.file} (rows {shown}); "
+        f"{columns.blamed}: {len(rows)} null or empty user ids in {part.file} (rows {shown}); "
         "expected a user for every row, or rows_without_user=drop, which leaves such rows out"
     )
 
@@ -117,14 +97,15 @@ def _without_user(rows: np.ndarray, columns: Columns, part: Part) -> DataError:
 def _tokenise(
     batch: pa.RecordBatch, unowned: np.ndarray, encoding: Encoding, counts: Counter[str]
 ) -> pa.Table:
-    """The rows of a batch, in pieces. Raises: BadRow: a row cannot be encoded."""
+    """The rows of a batch. Raises: BadRow: a row cannot be encoded."""
     blank = unowned | is_blank(batch["text"])
     filled = np.flatnonzero(~blank)
     batch = batch.take(pa.array(filled))
     chats, tokenizer = encoding.chats, _tokenizer(encoding.tokenizer)
     spelled = tokenizer.special_texts
     if chats is None:
-        examples = _of_texts(batch["text"], tokenizer, encoding.settings, counts)
+        encoded = tokenizer.encode(batch["text"])
+        examples = frame(*encoded, tokenizer, encoding.settings, counts)
     else:
         spelled = {*spelled, *(json.dumps(text)[1:-1] for text in spelled)}
         of_chats = _chat_tokenizer(encoding.tokenizer, chats.template)
@@ -145,37 +126,18 @@ def _tokenise(
         counts["no_order"] += batch["order"].null_count
         counts.update(kinds_of(batch["order"]))
         columns |= {f"order{i}": key for i, key in enumerate(batch["order"].flatten()[1:])}
-    return in_pieces(pa.table(columns).take(pa.array(examples.origin)), *examples[:2])
-
-
-def _of_texts(
-    texts: pa.Array, tokenizer: Tokenizer, settings: BuildConfig, counts: Counter[str]
-) -> Examples:
-    """Examples of texts, which are counted."""
-    lengths, values = tokenizer.encode(texts)
-    left = lengths - (settings.max_length - 1)
-    counts["long"] += int((left > 0).sum())
-    counts["tokens"] += int(lengths.sum())
-    if settings.long_texts == "cut":
-        counts["tokens_cut"] += int(np.maximum(left, 0).sum())
-    return frame(
-        lengths,
-        values.astype(token_dtype(tokenizer.vocab_size), copy=False),
-        begin_id=tokenizer.begin_id,
-        end_id=tokenizer.end_id,
-        max_length=settings.max_length,
-        long_texts=settings.long_texts,
-    )
+    rows = pa.table(columns).take(pa.array(examples.origin))
+    bounds = pa.py_buffer(offsets_of(examples.lengths * examples.values.itemsize))
+    data = [None, bounds, pa.py_buffer(np.ascontiguousarray(examples.values))]
+    return rows.append_column("tokens", pa.Array.from_buffers(pa.large_binary(), len(rows), data))
 
 
 def frame(
     lengths: np.ndarray,
     values: np.ndarray,
-    *,
-    begin_id: int,
-    end_id: int,
-    max_length: int,
-    long_texts: str,
+    tokenizer: Tokenizer,
+    settings: BuildConfig,
+    counts: Counter[str],
 ) -> Examples:
     """Frame texts: a begin token before each, an end token if it fits; cut or split long texts.
 
@@ -186,9 +148,13 @@ def frame(
       lengths: int64 [texts], tokens of each text.
       values: token ids of all texts end to end.
     """
-    body = max_length - 1
+    body, cuts = settings.max_length - 1, settings.long_texts == "cut"
+    counts["long"] += int((lengths > body).sum())
+    counts["tokens"] += int(lengths.sum())
+    counts["tokens_cut"] += int(np.maximum(lengths - body, 0).sum()) if cuts else 0
+    values = values.astype(token_dtype(tokenizer.vocab_size), copy=False)
     number = np.maximum(1, -(-lengths // body))
-    if long_texts == "cut":
+    if cuts:
         number = np.minimum(number, 1)
     origin = np.repeat(np.arange(len(lengths)), number)
     start = (np.arange(len(origin)) - np.repeat(np.cumsum(number) - number, number)) * body
@@ -199,30 +165,9 @@ def frame(
     first = np.cumsum(counts) - counts
     framed = np.empty(int(counts.sum()), values.dtype)
     copy(values, (np.cumsum(lengths) - lengths)[origin] + start, taken, framed, first + 1)
-    framed[first] = begin_id
-    framed[(first + counts - 1)[ends]] = end_id
+    framed[first] = tokenizer.begin_id
+    framed[(first + counts - 1)[ends]] = tokenizer.end_id
     return Examples(counts, framed, origin)
-
-
-def in_pieces(rows: pa.Table, lengths: np.ndarray, values: np.ndarray) -> pa.Table:
-    """Rows with their token ids, in pieces of at most PIECE_BYTES.
-
-    Returns:
-      The columns of each piece; `first`, True for the first piece of a row; and `tokens`, its ids
-      as one binary value, which sorts faster than a list of numbers.
-    """
-    most = PIECE_BYTES // values.itemsize
-    number = np.maximum(1, -(-lengths // most))
-    ends = np.cumsum(number)
-    sizes = np.full(int(number.sum()), most)
-    sizes[ends - 1] = lengths - (number - 1) * most
-    first = np.zeros(len(sizes), bool)
-    first[ends - number] = True
-    bounds = pa.py_buffer(offsets_of(sizes * values.itemsize))
-    data = pa.py_buffer(np.ascontiguousarray(values))
-    tokens = pa.Array.from_buffers(pa.large_binary(), len(sizes), [None, bounds, data])
-    rows = rows.take(pa.array(np.repeat(np.arange(len(lengths)), number)))
-    return rows.append_column("first", pa.array(first)).append_column("tokens", tokens)
 
 
 def _groups(rows: pa.RecordBatch, holdout: Holdout) -> pa.Array:

@@ -48,7 +48,6 @@ DIFFERENCES = (
 PLAIN = "^[!-~]*$"  # texts in which `fold` changes only capitals
 
 LINES = {
-    "words_for_nobody": "a word such as NA or None for a user, which is nobody",
     "user_ids_like_nobody": "a user such as unknown, [deleted] or -1, who counts as one user: if "
     "that is nobody, leave such rows out",
     "owners_like_several": "an owner with a comma or semicolon inside, or a list as text, who is "
@@ -91,7 +90,6 @@ def as_ids(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.
 def _of_texts(given: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.Array:
     text = call("utf8_trim_whitespace", given)
     nobody = is_missing(text)
-    tally["words_for_nobody"] += call("and", nobody, call("greater", text, "")).true_count
     text = call("if_else", nobody, pa.scalar(None, pa.string()), text)
     whole = call("match_substring_regex", text, pattern=WHOLE)
     fraction = call("match_substring_regex", text, pattern=FRACTION)
@@ -127,41 +125,25 @@ def remarks(tally: Counter[str], ids: pa.Array) -> tuple[dict[str, int], list[st
 
     Args:
       tally: counts of `as_ids`.
-      ids: different ids, as of `look_alikes`.
+      ids: different user ids, or owner sets as strings (see store.py).
     """
     counts = {name: tally[name] for name in LINES if tally[name]}
-    rows = {name: "1 row has" if n == 1 else f"{n:,} rows have" for name, n in counts.items()}
-    lines = [f"{rows[name]} {LINES[name]}" for name in counts]
-    number, examples = look_alikes(ids)
-    if number:
-        counts["users_that_look_alike"] = number
-        names = " and ".join(map(repr, examples))
+    lines = [f"{number:,} rows have {LINES[name]}" for name, number in counts.items()]
+    people = call("split_pattern", ids, SEPARATOR).flatten().unique()
+    keys = look_alike_keys(people)
+    found = keys.value_counts()
+    several = found.filter(call("greater", found.field("counts"), 1))
+    if len(several):
+        number = counts["users_that_look_alike"] = call("sum", several.field("counts")).as_py()
+        alike = people.filter(call("equal", keys, several.field("values")[0]))
+        names = " and ".join(map(repr, alike[:2].to_pylist()))
         lines.append(f"{number:,} user ids look like another one, as {names} do: a user each")
     return counts, lines
 
 
-def look_alikes(ids: pa.Array) -> tuple[int, list[str]]:
-    """Find users whose ids look like the id of another user.
-
-    Such ids differ only in what `fold` removes and in DIFFERENCES.
-
-    Args:
-      ids: different user ids, or owner sets as strings (see store.py).
-    Returns:
-      (number of such users, two of them that look alike).
-    """
-    people = pc.split_pattern(ids, SEPARATOR).flatten().unique()  # pyright: ignore
-    key = look_alike_keys(people)
-    counts = key.value_counts()
-    several = counts.filter(pc.greater(counts.field("counts"), 1))  # pyright: ignore
-    if not len(several):
-        return 0, []
-    alike = people.filter(call("equal", key, several.field("values")[0]))
-    return int(pc.sum(several.field("counts")).as_py()), alike[:2].to_pylist()  # pyright: ignore
-
-
 def look_alike_keys(ids: pa.Array) -> pa.Array:
-    """For each id a text that ids which look alike have in common; see `look_alikes`."""
+    """For each id a text that ids have in common which differ only in what `fold` removes and in
+    DIFFERENCES."""
     unique = ids.dictionary_encode()
     texts = unique.dictionary
     others = call("invert", call("match_substring_regex", texts, pattern=PLAIN))

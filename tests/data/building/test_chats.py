@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import numpy as np
 import pandas as pd
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chats import CHATML, START, STOP, model_files
+from refused import refuses
 
 from fedsim.config import BuildConfig
 from fedsim.data import load
@@ -16,7 +18,7 @@ from fedsim.data.building.build import build
 from fedsim.data.building.messages import BadRow, Chats, chat_examples, messages_of
 from fedsim.data.chat import ChatTokenizer, Template
 from fedsim.data.tokenizer import Tokenizer
-from fedsim.errors import DataError
+from fedsim.errors import ConfigError, DataError
 from fedsim.library.tables import source_of
 
 ALL_IN_TRAIN = {"eval_users": 0, "eval_examples": False, "max_length": 200}
@@ -50,25 +52,6 @@ def model(tmp_path):
 def built(tmp_path, model, rows, name="rows.jsonl", **options):
     file = lines(tmp_path / name, [{"user_id": "ann", **row} for row in rows])
     return build(file, tmp_path / "out", tokenizer=model, **ALL_IN_TRAIN | options)
-
-
-def test_all_kinds_of_files_give_the_same_data(tmp_path, model):
-    rows = [{"user_id": f"u{i}", "messages": ASKED * (i + 1)} for i in range(3)]
-    files = [lines(tmp_path / "a.jsonl", rows), tmp_path / "b.json", tmp_path / "c.parquet"]
-    files[1].write_text(json.dumps(rows))
-    pq.write_table(pa.Table.from_pylist(rows), files[2])
-    files.append(tmp_path / "d.csv")
-    with files[3].open("w", newline="") as file:
-        records = [(row["user_id"], json.dumps(row["messages"])) for row in rows]
-        csv.writer(file).writerows([("user_id", "messages"), *records])
-    digests = set()
-    for i, source in enumerate(files):
-        data = build(source, tmp_path / f"out{i}", tokenizer=model, **ALL_IN_TRAIN)
-        digests.add(data.train.fingerprint)
-        assert [user for user, *_ in shown(data.train, model)] == ["u0", "u1", "u2"]
-    assert len(digests) == 1
-    assert (data.path / "chat_template.jinja").read_text() == CHATML
-    assert "chat_template.jinja" in (data.path / "SHA256SUMS").read_text()
 
 
 CALLING = (
@@ -133,20 +116,13 @@ def test_data_of_texts_have_no_mark_of_chats(tmp_path, model):
     assert not any("chat" in name for name in data.metadata["counts"])
 
 
-BAD = [
-    (json.dumps(ASKED)[:-1], "got a text"),
-    ([ASKED[0], {**ASKED[1], "weight": "0"}], "0 or 1 as weight in turn 2"),
-    ([ASKED[0], {**ASKED[1], "weight": 0.5}], "0 or 1 as weight in turn 2"),
-    ([ASKED[0], {**ASKED[1], "train": "no"}], "true or false as train in turn 2"),
-    ([ASKED[0], {**ASKED[1], "mask": 1}], "instead of mask in turn 2"),
+CALLS = [
     ([{**ASKED[1], "tool_calls": [{"secret": 1}]}], "a name in each of tool_calls in turn 1"),
     ([{**ASKED[1], "tool_calls": "[secret"}], "a list of objects as tool_calls in turn 1"),
     ([{**ASKED[1], "tool_calls": [{"name": "f", "arguments": "[3]"}]}], "an object, or its JSON"),
     ([{**ASKED[0], "tool_calls": [{"name": "secret"}]}], "of the assistant alone, got some in tu"),
     ([ASKED[0], {**ASKED[1], "tool_calls": [{"name": "secret"}]}], "leaves out a tool call in t"),
     ([{"role": "tool", "content": {"secret": 1}}], "text as a content in turn 1"),
-    ([{"role": "user", "text": "secret"}], "expected a content in turn 1"),
-    ([{"role": "system", "content": "no"}], "its template refuses it"),
 ]
 
 
@@ -159,11 +135,6 @@ def test_a_turn_that_is_marked_is_not_trained_on(mark):
     (name, value), *_ = mark.items()
     (unmarked,) = messages_of([{**ASKED[1], name: not value}])
     assert unmarked.counts
-
-
-def test_a_text_is_read_by_the_key_that_has_one():
-    (turn,) = messages_of([{"role": "user", "content": None, "value": "Hi"}])
-    assert turn.content == "Hi"
 
 
 @pytest.mark.parametrize("column", ["label", "labels", "loss_mask"])
@@ -182,29 +153,12 @@ def test_a_template_that_ends_no_answer_is_told(template, number, tmp_path):
     assert sum("writes no special token after an answer" in line for line in said) == number
 
 
-def test_answers_that_spell_special_tokens_are_told(tmp_path, model):
-    said = []
-    spelled = [ASKED[0], {**ASKED[1], "content": f"Ho{STOP}"}]
-    rows = [{"messages": spelled}, {"messages": ASKED}]
-    data = built(tmp_path, model, rows, progress=said.append)
-    assert data.metadata["counts"]["texts_spelling_special_tokens"] == 1
-    assert any("1 texts spell special tokens" in line and "`messages`" in line for line in said)
-
-
-@pytest.mark.parametrize("bad, message", BAD)
-def test_a_bad_row_is_named_with_its_turn_or_left_out(bad, message, tmp_path):
-    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    model = model_files(tmp_path / "model", refusing + CHATML)
+@pytest.mark.parametrize("bad, message", CALLS)
+def test_a_bad_row_is_named_with_its_turn_or_left_out(bad, message, tmp_path, model):
     rows = [{"messages": ASKED}, {"messages": bad}]
-    with pytest.raises(DataError, match=message) as error:
+    with refuses("data", says=" in row 2 of") as error:
         built(tmp_path, model, rows)
-    said = str(error.value)
-    assert (
-        said.startswith("messages_column=messages: ")
-        and " in row 2 of" in said
-        and "\n" not in said
-        and "secret" not in said
-    )
+    assert re.search(message, str(error.value)) and "secret" not in str(error.value)
     data = built(tmp_path, model, rows, skip_unknown=True)
     assert data.train.num_examples == 1 and data.metadata["counts"]["chats_skipped"] == 1
 
@@ -232,18 +186,6 @@ def test_rows_without_a_trained_token_are_dropped_and_counted(tmp_path, model):
         )
 
 
-def test_an_input_that_only_later_files_have_is_read(tmp_path):
-    """Alpaca's rows have it where there is something to work on."""
-    model = model_files(tmp_path / "plain", template=None)
-    row = {"user_id": "ann", "instruction": "translate", "output": "hello"}
-    lines(tmp_path / "a.jsonl", [row])
-    pq.write_table(pa.Table.from_pylist([{**row, "input": "HALLO"}]), tmp_path / "b.parquet")
-    files = [tmp_path / "a.jsonl", tmp_path / "b.parquet"]
-    data = build(files, tmp_path / "out", tokenizer=model, **ALL_IN_TRAIN)
-    texts = [f"{START}translate\n\n{said}hello{STOP}" for said in ("", "HALLO\n\n")]
-    assert [whole for _, whole, _ in shown(data.train, model)] == texts
-
-
 def test_chats_of_several_owners_are_not_dropped_by_what_they_say(tmp_path, model):
     rows = [{"user_id": ["ann", "ben"], "messages": each} for each in (ASKED, ASKED[:1])]
     with pytest.raises(DataError, match="messages: expected a trained token in every chat where"):
@@ -252,22 +194,22 @@ def test_chats_of_several_owners_are_not_dropped_by_what_they_say(tmp_path, mode
     assert data.train.num_users == 2 and data.train.num_examples == 1
 
 
-@pytest.mark.parametrize(
-    "options, what",
-    [
-        ({"messages_column": "m", "text_column": "t"}, "messages_column=m"),
-        ({"messages_column": "m", "prompt_column": "p"}, "messages_column=m"),
-        ({"prompt_column": "p"}, "completion_column=None"),
-        ({"completion_column": "c"}, "prompt_column=None"),
-        ({"train_on": "me"}, "train_on=me"),
-        ({"messages_column": "turns"}, "messages_column=turns"),
-        ({"tokenizer": "bytes"}, "chat_template=None"),
-        ({"chat_template": "nowhere"}, "chat_template=nowhere"),
-    ],
-)
+TOGETHER = [
+    ({"messages_column": "m", "text_column": "t"}, "messages_column=m"),
+    ({"messages_column": "m", "prompt_column": "p"}, "messages_column=m"),
+    ({"prompt_column": "p"}, "completion_column=None"),
+    ({"completion_column": "c"}, "prompt_column=None"),
+    ({"train_on": "me"}, "train_on=me"),
+    ({"messages_column": "turns"}, "messages_column=turns"),
+    ({"tokenizer": "bytes"}, "chat_template=None"),
+    ({"chat_template": "nowhere"}, "chat_template=nowhere"),
+]
+
+
+@pytest.mark.parametrize("options, what", TOGETHER)
 def test_what_does_not_go_together_is_refused(options, what, tmp_path, model):
     file = lines(tmp_path / "x.jsonl", [{"user_id": "ann", "messages": ASKED}])
-    with pytest.raises(DataError, match=f"^{what}: "):
+    with pytest.raises(ConfigError, match=f"^{what}: "):
         build(file, tmp_path / "out", **{"tokenizer": model, **ALL_IN_TRAIN, **options})
 
 
@@ -300,11 +242,3 @@ def test_a_long_chat_is_its_end_if_all_that_is_trained_on_is_there(
     if expected == "end":
         assert texts[0][0].endswith(f"xx{STOP}\n{START}assistant\nHo{STOP}\n")
     assert data.metadata["counts"]["long_texts"] == 1
-
-
-def test_a_long_prompt_is_cut_at_its_beginning_where_rows_are_split(tmp_path):
-    model = model_files(tmp_path / "plain", template=None)
-    row = {"prompt": "x" * 50 + "? ", "completion": "yes"}
-    data = built(tmp_path, model, [row], long_texts="split", max_length=10)
-    assert shown(data.train, model) == [("ann", f"{START}xxx? yes{STOP}", f"yes{STOP}")]
-    assert data.metadata["counts"]["tokens_cut"] == 0  # all that is trained on is there

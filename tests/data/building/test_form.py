@@ -7,8 +7,6 @@ from test_build import texts_of
 
 from fedsim.data.building.build import build
 
-ROWS = [("ann", "caf\u00e9; or tea"), ("bob", 'say "\u00e7a"'), ("ann", "two\nlines")]
-
 
 def built(source, tmp_path, **options):
     """(user, text) of what is built of it."""
@@ -25,6 +23,7 @@ def test_a_folder_is_all_files_in_it_that_can_be_read(tmp_path):
     (folder / "settings.json").write_text("{}")
     (folder / "b.tsv").write_text("user_id\ttext\nbob\ttwo\n")
     (folder / "notes.md").write_text("not data")
+    (folder / "._a.csv").write_bytes(b"\0\5\x16\7")
     (folder / "more").mkdir()
     (folder / "C.NDJSON").write_text(json.dumps({"user_id": "cid", "text": "three"}))
     assert built(folder, tmp_path) == [("ann", "one"), ("bob", "two"), ("cid", "three")]

@@ -1,10 +1,14 @@
 """Examples of texts: begin and end tokens, cutting and splitting."""
 
+from collections import Counter
+from types import SimpleNamespace
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
 
+from fedsim.config import BuildConfig
 from fedsim.data.building.tokenised import frame
 
 BEGIN, END = 256, 257
@@ -14,8 +18,9 @@ def framed(texts, max_length, long_texts):
     """The examples of `texts` (lists of ids) as lists, and the text of each."""
     lengths = np.array([len(ids) for ids in texts], np.int64)
     values = np.array([i for ids in texts for i in ids], np.uint16)
-    options = {"begin_id": BEGIN, "end_id": END, "max_length": max_length}
-    found = frame(lengths, values, long_texts=long_texts, **options)
+    tokenizer = SimpleNamespace(begin_id=BEGIN, end_id=END, vocab_size=258)
+    settings = BuildConfig(max_length=max_length, long_texts=long_texts)
+    found = frame(lengths, values, tokenizer, settings, Counter())
     ends = np.cumsum(found.lengths)
     assert len(found.values) == (ends[-1] if len(ends) else 0)
     return [v.tolist() for v in np.split(found.values, ends[:-1])], found.origin.tolist()

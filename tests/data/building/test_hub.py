@@ -44,89 +44,53 @@ def publish(tmp_path, monkeypatch):
     return published
 
 
-@pytest.mark.parametrize("revision", [None, "v1"])
-def test_a_split_is_that_of_its_files_at_one_commit(revision, tmp_path, publish):
-    files = {f"data/train-{i}.jsonl": row("ann", str(i)) for i in range(3)}
+@pytest.mark.privacy
+@pytest.mark.parametrize("revision", ["", "@v1"])
+def test_a_split_is_that_of_its_files_at_one_commit(revision, tmp_path, publish, monkeypatch):
+    """Read as local files are: no type is guessed of an id."""
+    files = {f"data/train-{i}.jsonl": row(i, "NA") for i in ("007", 7, "1e1")}
     place, asked = publish({**files, "data/test.jsonl": row(), "README.md": "# about"})
-    found = build("hf:org/name", tmp_path / "a", revision=revision, **OPTIONS)
-    read = build(place / "data" / "train-*", tmp_path / "b", **OPTIONS)
-    assert found.train.num_examples == 3
-    assert found.train.fingerprint == read.train.fingerprint
-    (about,) = found.metadata["hub"]
-    assert (about["split"], about["config"], about["revision"]) == ("train", None, NEWEST)
-    assert asked == [("org/name", revision), ("org/name", NEWEST)]
-
-
-def test_only_the_files_of_the_split_are_downloaded(tmp_path, publish, monkeypatch):
-    publish({"small/train.jsonl": row(), "small/test.jsonl": row(), "[1]/train.jsonl": row()})
-    download, asked = huggingface_hub.snapshot_download, []
+    download, patterns = huggingface_hub.snapshot_download, []
 
     def noted(name, *, allow_patterns, **options):
-        asked.append((allow_patterns, options["revision"]))
+        patterns.extend(allow_patterns)
         return download(name, allow_patterns=allow_patterns, **options)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", noted)
-    build("hf:org/name:small", tmp_path / "a", **OPTIONS)
-    build("hf:org/name:[1]", tmp_path / "b", **OPTIONS)
-    assert asked == [(["small/train.jsonl"], NEWEST), (["[[]1]/train.jsonl"], NEWEST)]
+    found = build(f"hf:org/name{revision}", tmp_path / "a", **OPTIONS)
+    read = build(place / "data" / "train-*", tmp_path / "b", **OPTIONS)
+    assert found.train.user_ids() == ["007", "1e1", "7"] and patterns == sorted(files)
+    assert found.train.fingerprint == read.train.fingerprint
+    (about,) = found.metadata["hub"]
+    assert (about["name"], about["revision"]) == ("org/name", NEWEST)
+    assert asked == [("org/name", revision[1:] or None), ("org/name", NEWEST)]
 
 
-@pytest.mark.parametrize(
-    "names, config, split, expected",
-    [
-        ("train.csv test.csv README.md", "", "test", "test.csv"),
-        ("d/train-00.csv d/train-01.csv d/dev.csv", "", "train", "d/train-00.csv d/train-01.csv"),
-        ("data/train-00.csv data/dev.csv", "", "validation", "data/dev.csv"),
-        ("train/1/a.csv train/2/a.csv test/a.csv", "", "train", "train/1/a.csv train/2/a.csv"),
-        ("constraint.csv contest.csv", "", "train", "constraint.csv contest.csv"),
-        ("en/train.csv de/train.csv", "de", "train", "de/train.csv"),
-        ("a/en/train.csv a/de/train.csv", "a/de", "train", "a/de/train.csv"),
-        ("a.csv old/a.csv .a.csv", "", "train", "a.csv"),
-        ("train.json dataset_infos.json", "", "train", "train.json"),
-    ],
-)
-def test_which_files_a_split_has(names, config, split, expected, publish):
+FILES = [
+    ("train.csv test.csv README.md", None, "train.csv"),
+    ("data/train-00.csv data/train-01.csv data/dev.csv", "data/dev*", "data/dev.csv"),
+    ("train/1/a.csv train/2/a.csv test/a.csv", None, "train/1/a.csv train/2/a.csv"),
+    ("a/[de]/train.csv a/en/train.csv", "a/[[]de]/*", "a/[de]/train.csv"),
+    ("a.csv a.jsonl old/a.csv", "*.csv", "a.csv old/a.csv"),
+    ("train.json dataset_infos.json constrain.csv", None, "train.json"),
+]
+
+
+@pytest.mark.parametrize("names, pattern, expected", FILES)
+def test_which_files_are_read(names, pattern, expected, publish):
     place, _ = publish(dict.fromkeys(names.split(), ""))
-    found = HubSource.parse(f"hf:org/name:{config}", split, NEWEST).files()
+    found = HubSource("org/name", NEWEST, pattern).files()
     assert [path.relative_to(place).as_posix() for path in found] == expected.split()
 
 
 @pytest.mark.privacy
 @pytest.mark.parametrize(
-    "names, options, refused, says",
-    [
-        ("train.jsonl test.jsonl", {"split": "dev"}, "split=dev", "it has: test, train"),
-        ("train.jsonl train.csv", {}, "data", "found csv and jsonl"),
-        ("en/train.jsonl de/train.jsonl", {}, "data", "of the folders de, en"),
-        ("README.md", {}, "split=train", "it has: none"),
-    ],
+    "names", ["train.jsonl train.csv", "en/train.jsonl de/train.jsonl", "README.md", "a.csv"]
 )
-def test_what_may_be_the_same_rows_twice_or_is_not_there_is_refused(
-    names, options, refused, says, tmp_path, publish
-):
+def test_what_may_be_the_same_rows_twice_or_is_not_there_is_refused(names, tmp_path, publish):
     publish(dict.fromkeys(names.split(), row()))
-    with refuses(refused, says=says):
-        build("hf:org/name", tmp_path / "out", **options)
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl"])
-def test_text_files_of_the_hub_are_read_as_local_ones(kind, tmp_path, publish):
-    """Ids and texts that readers which guess at types change, some of them in a later file."""
-    files = {}
-    rows = [(7, "first"), (10, "second")], [("007", "None"), ("07", "2020-01-01"), ("1e1", "NA")]
-    for number, some in enumerate(rows):
-        lines = [row(*each) for each in some]
-        if kind != "jsonl":
-            between = "\t" if kind == "tsv" else ","
-            lines = [f"{a}{between}{b}\n" for a, b in [("user_id", "text"), *some]]
-        files[f"train-{number}.{kind}"] = "".join(lines)
-    place, _ = publish(files)
-    found = build("hf:org/name", tmp_path / "a", **OPTIONS)
-    read = build(place, tmp_path / "b", **OPTIONS)
-    assert found.train.user_ids() == ["007", "07", "10", "1e1", "7"]
-    assert found.train.fingerprint == read.train.fingerprint
-    assert found.metadata["counts"] == read.metadata["counts"]
+    with refuses("data", says="hf:org/name:FILES"):
+        build("hf:org/name", tmp_path / "out")
 
 
 def test_a_hub_out_of_reach_is_no_mistake_and_leaves_nothing(tmp_path, monkeypatch):

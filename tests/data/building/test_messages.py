@@ -3,13 +3,11 @@
 import gzip
 import json
 
-import pyarrow as pa
 import pytest
-from test_build import ALL_IN_TRAIN, texts_of
 
 from fedsim.data.building import text_files
 from fedsim.data.building.build import build
-from fedsim.data.building.columns import expected_of, plain
+from fedsim.data.building.columns import expected_of
 from fedsim.errors import DataError
 
 
@@ -48,41 +46,6 @@ def test_columns_are_shown_where_they_are_no_text():
         assert expected_of(names).endswith(f"expected one of {', '.join(names)}")
     for text in ("I am ill", "x" * 41, "last message to the whole group"):
         assert "text" not in expected_of(["text", text]).partition("person")[0]
-
-
-def test_hidden_files_are_no_sources_of_a_folder(tmp_path):
-    folder = tmp_path / "posts"
-    folder.mkdir()
-    (folder / "a.csv").write_text("user_id,text\nann,x\n")
-    (folder / "._a.csv").write_bytes(b"\0\5\x16\7")
-    (folder / ".b.csv").write_text("user_id,text\nben,y\n")
-    assert texts_of(build(folder, tmp_path / "out", **ALL_IN_TRAIN).train) == {"ann": ["x"]}
-
-
-@pytest.mark.parametrize("source", ["", "*.csv*", "both"])
-def test_a_file_beside_its_packed_copy_is_refused(source, tmp_path):
-    (tmp_path / "a.csv").write_text("user_id,text\nann,x\n")
-    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"user_id,text\nann,x\n"))
-    both = [tmp_path / "a.csv.gz", tmp_path / "a.csv"]
-    with pytest.raises(DataError, match="a.csv.gz: expected it or a.csv, got both"):
-        build(both if source == "both" else tmp_path / source, tmp_path / "out")
-
-
-TEXTS = pa.array(["one", "two", None])
-KINDS = {
-    "categories": TEXTS.dictionary_encode(),
-    "categories of views": pa.DictionaryArray.from_arrays(
-        pa.array([0, 1, None], pa.uint32()), pa.array(["one", "two"], pa.string_view())
-    ),
-    "views": TEXTS.cast(pa.string_view()),
-    "large": TEXTS.cast(pa.large_string()),
-    "an extension": pa.ExtensionArray.from_storage(pa.json_(), TEXTS),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_texts_and_ids_are_read_whatever_holds_them(kind):
-    assert plain(KINDS[kind], "text").to_pylist() == ["one", "two", None]
 
 
 @pytest.mark.slow

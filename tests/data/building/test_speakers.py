@@ -1,11 +1,6 @@
 """Chats whose turns say who speaks: their rows belong to all who do, whatever is trained on."""
 
-import csv
-import json
-
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from chats import model_files
 from test_chats import ALL_IN_TRAIN, lines
@@ -46,33 +41,10 @@ def built(tmp_path, model, chats=CHATS, **options):
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv", "ShareGPT"])
-def test_a_chat_belongs_to_all_who_speak_in_it(kind, tmp_path, model):
-    if kind == "jsonl":
-        store = built(tmp_path, model).train
-    else:
-        file = tmp_path / f"chats.{kind}"
-        if kind == "parquet":
-            pq.write_table(pa.table({"messages": CHATS}), file)
-        elif kind == "csv":
-            numbered = json.loads(json.dumps(CHATS).replace('"7"', "7"))
-            with file.open("w", newline="") as out:
-                csv.writer(out).writerows([["messages"], *([json.dumps(x)] for x in numbered)])
-        else:
-            renamed = [
-                [{"from": t["role"], "value": t["content"], "name": t.get("name")} for t in chat]
-                for chat in CHATS
-            ]
-            file = lines(tmp_path / "x.jsonl", [{"conversations": each} for each in renamed])
-        how = {"tokenizer": model, "owner_key": "name", **ALL_IN_TRAIN}
-        store = build(file, tmp_path / "out", **how).train
-    assert set(owners(store)) == OWNERS and store.num_examples == 3
-
-
-@pytest.mark.privacy
 @pytest.mark.parametrize("train_on", ["all", "assistant"])
-def test_the_author_of_context_is_an_owner_whatever_is_trained_on(train_on, tmp_path, model):
-    assert set(owners(built(tmp_path, model, train_on=train_on).train)) == OWNERS
+def test_a_chat_belongs_to_all_who_speak_in_it_whatever_is_trained_on(train_on, tmp_path, model):
+    store = built(tmp_path, model, train_on=train_on).train
+    assert set(owners(store)) == OWNERS and store.num_examples == 3
 
 
 @pytest.mark.privacy
@@ -87,20 +59,18 @@ def test_owners_depend_on_no_text(tmp_path, model):
         built(tmp_path / "again", model, [first], max_length=40, long_texts="split")
 
 
-@pytest.mark.parametrize(
-    "chat, message",
-    [
-        (
-            [BOT[0], turn("user", "more")],
-            "expected a name of who speaks .owner_key=name. in turn 2",
-        ),
-        ([turn("user", "Hi", "NA"), BOT[1]], "expected a name of who speaks .* in turn 1 in row 2"),
-        ([turn("assistant", "Hi", True)], "expected a name of who speaks .* in turn 1 in row 2"),
-        ([turn("user", "Hi", "a\x1fb")], "without the control character 1F"),
-        ("Hi", "expected a list of turns, got a text that json.dumps did not write in row 2"),
-        ([BOT[1]], "owner_key=name: 1 null or empty user id in .* .rows 2."),
-    ],
-)
+WHO = "expected a name of who speaks .owner_key=name. in turn "
+BAD = [
+    ([BOT[0], turn("user", "more")], f"{WHO}2"),
+    ([turn("user", "Hi", "NA"), BOT[1]], f"{WHO}1 in row 2"),
+    ([turn("assistant", "Hi", True)], f"{WHO}1 in row 2"),
+    ([turn("user", "Hi", "a\x1fb")], "without the control character 1F"),
+    ("Hi", "expected a list of turns, got a text that json.dumps did not write in row 2"),
+    ([BOT[1]], "owner_key=name: 1 null or empty user ids in .* .rows 2."),
+]
+
+
+@pytest.mark.parametrize("chat, message", BAD)
 def test_a_turn_that_does_not_say_who_speaks_is_one_line(chat, message, tmp_path, model):
     with pytest.raises(DataError, match=message) as error:
         built(tmp_path, model, [BOT, chat], skip_unknown=True)
