@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 
-from fedsim.data import Holdout
+from fedsim.data import is_held_out
 from fedsim.data.building.columns import Columns
 from fedsim.data.building.sources import cut, read
 
@@ -22,14 +22,14 @@ def texts_of(
     files: Sequence[Path], columns: Columns, eval_users: float, num_rows: int
 ) -> Iterator[str]:
     """Yield texts of Parquet files: MAX_TEXTS at most, of users who are not held out."""
-    every, holdout, row = -(-num_rows // MAX_TEXTS), Holdout(eval_users, True), 0
+    every, row = -(-num_rows // MAX_TEXTS), 0
     for part in chain.from_iterable(cut(file, columns) for file in files):
         for _, batch in read(part, columns):
             wanted = np.flatnonzero(np.arange(row, row + len(batch)) % every == 0)
             row += len(batch)
             rows = batch.take(wanted)
             pairs = zip(rows["user_id"].to_pylist(), rows["text"].to_pylist(), strict=True)
-            yield from (t for user, t in pairs if user and t and not holdout.takes_user(user))
+            yield from (t for user, t in pairs if user and t and not is_held_out(user, eval_users))
 
 
 def learn(texts: Callable[[], Iterable[str]], size: int, out: Path) -> Path:

@@ -19,7 +19,7 @@ from .dataset import (
     NATS_PER_TOKEN as NATS_PER_TOKEN,
     SPLITS as SPLITS,
     Dataset as Dataset,
-    Holdout as Holdout,
+    is_held_out as is_held_out,
     left_out_rows as left_out_rows,
     min_examples_of as min_examples_of,
     read_ids as read_ids,

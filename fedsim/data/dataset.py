@@ -3,11 +3,13 @@
 import hashlib
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedsim.config import BuildConfig
 from fedsim.data.store import SEPARATOR, SETS, TokenWriter, close_store, token_dtype
 from fedsim.data.tokenizer import TEMPLATE, TOKENIZER, Tokenizer
 from fedsim.data.users import UserStore, read_metadata
@@ -49,8 +51,7 @@ class Dataset:
     def open(cls, directory: str | Path) -> "Dataset":
         """Open a directory that `build` made. Stores are memory-mapped.
 
-        Raises:
-          DataError: the directory was not built by fedsim, or its files do not belong together.
+        Raises: DataError: it was not built by fedsim, or its files do not belong together.
         """
         path = Path(expand_home("data", directory)).absolute()
         metadata = read_metadata(path, "dataset")
@@ -172,45 +173,21 @@ def shown(dataset: Dataset, split: str, rows: int) -> list[dict[str, Any]]:
     return found
 
 
-EVAL_SHARE, EVAL_CAP = 10, 32
 # Groups of owners. A user with rows before and after test_from is an owner in two groups.
 TRAIN, EVAL_USERS, TEST = range(3)
 
 
-@dataclass(frozen=True)
-class Holdout:
-    """Rule that holds out users and examples of training for evaluation."""
+@lru_cache(2**20)
+def is_held_out(user_id: str, share: float) -> bool:
+    """True if all examples of a user are held out: by a fixed hash of the id, in every build alike.
 
-    eval_users: float
-    """Fraction of users, selected by a fixed hash of the id: the same users in every build."""
-    eval_examples: bool
-    """Also the first min(32, ceil(n / 10)) of the n >= 2 examples of a training user, as the paper
-    does for CC-News."""
-    min_examples: int = 1
-    """Users with fewer examples are dropped from training and evaluation."""
-    test_from: str | None = None
-    """Rows whose order column is at least this value are tests, as the paper does for Stack
-    Overflow, unless their user is held out."""
-
-    def takes_user(self, user_id: str) -> bool:
-        """True if all examples of a user are held out.
-
-        An owner set is held out if any of its users is, so that no text of a held-out user is
-        trained on.
-        """
-        if SEPARATOR in user_id:
-            return any(map(self.takes_user, user_id.split(SEPARATOR)))
-        digest = hashlib.sha256(b"fedsim eval user\0" + user_id.encode()).digest()
-        return int.from_bytes(digest[:8], "big") < self.eval_users * 2**64
-
-    def num_eval_examples(self, num_examples: np.ndarray) -> np.ndarray:
-        """Number of first examples of each training user that are held out, int64 [users].
-
-        Args:
-          num_examples: int64 [users].
-        """
-        tenth = np.minimum(EVAL_CAP, -(-num_examples // EVAL_SHARE))
-        return np.where((num_examples >= 2) & self.eval_examples, tenth, 0)
+    An owner set is held out if any of its users is, so that no text of a held-out user is trained
+    on. Args: share: of the users.
+    """
+    if SEPARATOR in user_id:
+        return any(is_held_out(each, share) for each in user_id.split(SEPARATOR))
+    digest = hashlib.sha256(b"fedsim eval user\0" + user_id.encode()).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
 class SplitRows(NamedTuple):
@@ -221,8 +198,11 @@ class SplitRows(NamedTuple):
     high: np.ndarray
 
 
-def divide(group: np.ndarray, counts: np.ndarray, holdout: Holdout) -> Mapping[str, SplitRows]:
+def divide(group: np.ndarray, counts: np.ndarray, rules: BuildConfig) -> dict[str, SplitRows]:
     """Divide rows into splits. Splits without rows are left out.
+
+    Of the n >= 2 examples of a training user the first min(32, ceil(n / 10)) are held out, as the
+    paper does for CC-News, if rules.eval_examples.
 
     Args:
       group: int8 [owners], TRAIN, EVAL_USERS or TEST.
@@ -230,8 +210,9 @@ def divide(group: np.ndarray, counts: np.ndarray, holdout: Holdout) -> Mapping[s
     Raises:
       DataError: no rows are left for training.
     """
-    large = (counts >= holdout.min_examples) | (group == TEST)
-    held, none = holdout.num_eval_examples(counts), np.zeros_like(counts)
+    large = (counts >= rules.min_examples) | (group == TEST)
+    none, tenth = np.zeros_like(counts), np.minimum(32, -(-counts // 10))
+    held = np.where((counts >= 2) & rules.eval_examples, tenth, 0)
     spans = {
         "train": (TRAIN, held, counts),
         "eval_users": (EVAL_USERS, none, counts),
@@ -244,15 +225,15 @@ def divide(group: np.ndarray, counts: np.ndarray, holdout: Holdout) -> Mapping[s
         if len(owners):
             splits[name] = SplitRows(owners, low[owners], high[owners])
     if "train" not in splits:
-        dropping = "min_examples" if holdout.min_examples > 1 else "eval_users"
-        name = dropping if holdout.test_from is None else "test_from"
-        raise DataError.of(name, getattr(holdout, name), "a value that leaves rows for training")
+        dropping = "min_examples" if rules.min_examples > 1 else "eval_users"
+        name = dropping if rules.test_from is None else "test_from"
+        raise DataError.of(name, getattr(rules, name), "a value that leaves rows for training")
     return splits
 
 
-def dropped(group: np.ndarray, counts: np.ndarray, holdout: Holdout) -> dict[str, Any]:
-    """Counts of the users and examples that min_examples drops. Args: as of `divide`."""
-    small = (counts < holdout.min_examples) & (group != TEST)
+def dropped(group: np.ndarray, counts: np.ndarray, least: int) -> dict[str, Any]:
+    """Counts of the users and examples that min_examples (`least`) drops; see `divide`."""
+    small = (counts < least) & (group != TEST)
     return {"users_dropped": int(small.sum()), "examples_dropped": int(counts[small].sum())}
 
 

@@ -36,12 +36,8 @@ _lock = threading.Lock()
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Result of a function of `templates`, or of `load_tokenizer`, in the child.
-
-    Args:
-      name: of the function.
-      arguments: of the function, as JSON.
-    Raises: LimitReached, Refused.
+    """Result of a function of `templates`, or of `load_tokenizer`, in the child. Arguments and
+    result are JSON. Raises: LimitReached, Refused.
     """
     seconds = LOAD_S if name == load_tokenizer.__name__ else RENDER_S
     request = {"name": name, "arguments": arguments, "seconds": seconds}

@@ -171,12 +171,7 @@ class TokenWriter:
         return self
 
     def write(self, lengths: np.ndarray, values: np.ndarray) -> None:
-        """Append rows.
-
-        Args:
-          lengths: int [rows], tokens of each row.
-          values: token ids of all rows end to end, or marked ids.
-        """
+        """Append rows of these lengths; `values`: their token ids, or marked ids, end to end."""
         self._files[0].write((self._tokens + offsets_of(lengths)[1:]).data)
         if self._marked:
             self._files[2].write((values & 1).astype(FLAGS).data)
@@ -204,10 +199,8 @@ class TokenWriter:
 
 
 def map_array(file: Path, kinds: Sequence[str]) -> np.ndarray:
-    """Map the array in a file that TokenWriter wrote.
+    """Map the array of one of these dtypes in a file that TokenWriter wrote.
 
-    Args:
-      kinds: dtypes that the items may have.
     Raises: ValueError: the file is cut off or damaged. The line quotes nothing of it.
     """
     try:

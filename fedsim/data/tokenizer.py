@@ -76,14 +76,10 @@ def special_tokens_of(
 ) -> tuple[int, int, frozenset[int]]:
     """Select the begin and end tokens of a tokenizer.
 
-    Args:
-      name: name of the tokenizer, for the error.
-      named: result of `named_beside`.
-    Returns:
-      (id of the begin token, id of the end token, ids of all tokens that end a generated text: a
-      chat model has several).
-    Raises:
-      DataError: no file names such a token, and the vocabulary has none that is in wide use.
+    Args: name: of the tokenizer, for the error. named: result of `named_beside`.
+    Returns: (id of the begin token, id of the end token, ids of all tokens that end a generated
+      text: a chat model has several).
+    Raises: DataError: no file names such a token, and the vocabulary has none in wide use.
     """
     vocab = inner.get_vocab(with_added_tokens=True)
     ids = set(vocab.values())
@@ -180,9 +176,8 @@ class Tokenizer:
     def load(cls, file: str | Path, name: str | None = None) -> "Tokenizer":
         """Load a tokenizer.json.
 
-        Raises:
-          DataError: the file is missing or of another kind, takes too long or too much memory to
-            load, or no special tokens are named.
+        Raises: DataError: the file is missing or of another kind, takes too long or too much memory
+          to load, or no special tokens are named.
         """
         file = Path(expand_home("tokenizer", file))
         if not file.is_file():
@@ -205,9 +200,7 @@ class Tokenizer:
     def named(cls, spec: str | Path) -> "Tokenizer":
         """The tokenizer that `bytes`, `hf:NAME` (its newest revision) or a file names.
 
-        Raises:
-          DataError: the tokenizer cannot be loaded.
-          Interrupted: the Hub cannot be reached.
+        Raises: DataError: it cannot be loaded. Interrupted: the Hub cannot be reached.
         """
         spec = str(spec)
         if spec.startswith(HUB):
@@ -220,12 +213,9 @@ class Tokenizer:
         return [ids.tolist() for ids in np.split(values, np.cumsum(lengths)[:-1])][: len(texts)]
 
     def encode(self, texts: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids of texts, without begin and end tokens.
+        """Token ids of texts, without begin and end tokens. Args: texts: string, without nulls.
 
-        Args:
-          texts: string [texts], without nulls.
-        Returns:
-          (lengths int64 [texts], ids of all texts end to end, uint8, uint16 or uint32).
+        Returns: (lengths int64 [texts], ids of all texts end to end, uint8, uint16 or uint32).
         """
         if self._is_bytes:  # the library's result, without an object per text
             offsets = np.frombuffer(texts.buffers()[1], np.int32, len(texts) + 1, texts.offset * 4)
@@ -281,9 +271,8 @@ def _download(spec: str) -> Path:
     name, _, revision = spec.partition("@")
     wanted = [TOKENIZER, *NAME_FILES, *ID_FILES, TEMPLATE]
     try:
-        snapshot = huggingface_hub.snapshot_download(
-            name, revision=revision or None, allow_patterns=wanted
-        )
+        options = {"revision": revision or None, "allow_patterns": wanted}
+        snapshot = huggingface_hub.snapshot_download(name, **options)
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         reason = " ".join(str(error).split())[:200]
         expected = f"tokenizer=hf:{spec}: expected a repository with a tokenizer.json ({reason})"

@@ -63,8 +63,7 @@ class UserStore:
     def __init__(self, directory: str | Path):
         """Open the store in `directory`, memory-mapped. Reads the table of users, not the text.
 
-        Raises:
-          DataError: `directory` is not a store, or its files do not belong together.
+        Raises: DataError: `directory` is not a store, or its files do not belong together.
         """
         self.path = path = Path(expand_home("data", directory)).absolute()
         self.metadata = metadata = read_metadata(path, "users")
@@ -155,10 +154,8 @@ class UserStore:
 
     @functools.cached_property
     def owners(self) -> Owners | None:
-        """Graph of users and owner sets; None if every text has one owner.
-
-        Raises: DataError: the graph is damaged, or of another store.
-        """
+        """Graph of users and owner sets; None if every text has one owner. Raises: DataError: it is
+        damaged, or of another store."""
         if SETS not in self.metadata:
             return None
         lists = pa.concat_arrays(self._column("owners", TABLES[1]).chunks)

@@ -36,7 +36,7 @@ from fedsim.data.building.sources import Part, cut, find_files, hub_source, iden
 from fedsim.data.building.tokenised import Encoding, write_rows
 from fedsim.data.building.user_ids import remarks
 from fedsim.data.chat import ChatTokenizer, template_of
-from fedsim.data.dataset import SUMS, Dataset, Holdout, SplitRows, divide, dropped, sums
+from fedsim.data.dataset import SUMS, Dataset, SplitRows, divide, dropped, sums
 from fedsim.data.store import FORMAT, MARKED, close_store, decided_by_texts, is_shared, token_dtype
 from fedsim.data.tokenizer import TEMPLATE, TOKENIZER, Tokenizer, file_of
 from fedsim.errors import BadChat, DataError, FedsimError, Interrupted, expect
@@ -107,11 +107,6 @@ class BuildSettings(BuildConfig):
             expected = f"a file, or one among the files of tokenizer={self.tokenizer}"
             raise DataError.of("chat_template", None, expected)
         return Chats(columns.form, self.train_on or TRAIN_ON[columns.form], template, self)
-
-    @cached_property
-    def holdout(self) -> Holdout:
-        """Rule that divides users and examples into splits."""
-        return Holdout(self.eval_users, self.eval_examples, self.min_examples, self.test_from)
 
 
 def build(
@@ -216,7 +211,7 @@ class _Build:
         """Write the rows of all parts. Returns: the counts of `write_rows`."""
         settings, copy = self.settings, self.out.with_name(TOKENIZER)
         self.tokenizer.save(copy)  # for the workers
-        encoding = Encoding(rows, copy, self.columns, settings.holdout, settings, self.chats)
+        encoding = Encoding(rows, copy, self.columns, settings, self.chats)
         call = partial(write_rows, encoding=encoding)
         records = self.pool.map(call, list(enumerate(parts)), "tokenised")
         counts = sum(records, Counter())
@@ -244,7 +239,7 @@ class _Build:
 
     def _counts(self, counts: Counter[str], owners: pa.Table) -> dict[str, int]:
         """Rows, texts and tokens that were read, dropped and cut."""
-        holdout = self.settings.holdout
+        least = self.settings.min_examples
         found = {
             "rows": counts["rows"],
             "rows_without_user_dropped": counts["unowned"],
@@ -252,9 +247,9 @@ class _Build:
             "long_texts": counts["long"],
             "tokens_of_texts": counts["tokens"],
             "tokens_cut": counts["tokens_cut"],
-            **dropped(owners["group"].to_numpy(), owners["rows"].to_numpy(), holdout),
+            **dropped(owners["group"].to_numpy(), owners["rows"].to_numpy(), least),
         }
-        if holdout.test_from is not None:
+        if self.settings.test_from is not None:
             found["texts_without_order"] = counts["no_order"]
         if self.chats is not None:
             found["chats_without_trained_tokens_dropped"] = counts["untrained"]
@@ -281,7 +276,7 @@ class _Build:
                 why = "nobody answers there, or no turn that is trained on fits in max_length"
                 raise DataError(f"{self._texts}: expected {expected}: {why}")
         group, counts = owners["group"].to_numpy(), owners["rows"].to_numpy()
-        return dict(divide(group, counts, settings.holdout))
+        return divide(group, counts, settings)
 
     def _write_splits(
         self, connection: Any, owners: pa.Table, splits: dict[str, SplitRows]
@@ -295,10 +290,8 @@ class _Build:
         about["vocab_size"] = self.tokenizer.vocab_size
         ids = owners["user_id"].combine_chunks()
         for name, part in splits.items():
-            users = ids.take(pa.array(part.owners))
-            close_store(
-                self.out / name, users, part.high - part.low, {**about, "split": name}, marked
-            )
+            users, sizes = ids.take(pa.array(part.owners)), part.high - part.low
+            close_store(self.out / name, users, sizes, {**about, "split": name}, marked)
 
     def _describe(self, about: dict[str, Any], splits: list[str]) -> None:
         """Write metadata.json and the checksums of the data set."""
@@ -308,13 +301,14 @@ class _Build:
         always = ("user", "text", "order")
         columns = asdict(self.columns).items()
         rules = ("max_length", "long_texts", "rows_without_user")
+        rules += ("eval_users", "eval_examples", "min_examples", "test_from")
         metadata = {
             "kind": "dataset",
             "format": FORMAT,
             "splits": splits,
             "tokenizer": self._described_tokenizer,
             "columns": {name: value for name, value in columns if value or name in always},
-            "rules": {name: described[name] for name in rules} | asdict(settings.holdout),
+            "rules": {name: described[name] for name in rules},
             "settings": described,
             **about,
         }
@@ -336,12 +330,8 @@ class _Build:
 
 
 class Pool:
-    """Worker processes of one build. A context manager.
-
-    Args:
-      num_workers: number of processes. Default: one per CPU that this process may use.
-      say: shows a line of progress.
-    """
+    """Worker processes of one build: by default one per CPU that this process may use. A context
+    manager."""
 
     def __init__(self, num_workers: int | None, say: Say):
         self.num_workers = num_workers or cpus()

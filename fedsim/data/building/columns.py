@@ -181,9 +181,8 @@ class Columns:
 def normalise(
     batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str] | None = None
 ) -> pa.RecordBatch:
-    """Convert a batch to the columns user_id, text and order, as `columns` names them.
-
-    The user_id of a row without owner is null or blank.
+    """Convert a batch to the columns user_id, text and order, as `columns` names them. The user_id
+    of a row without owner is null or blank.
 
     Args:
       batch: rows as in the file, in columns that are `plain`; chats as JSON.
@@ -365,9 +364,8 @@ def keys_of(column: pa.Array, field: str, first_row: int) -> pa.StructArray:
     kind, tests = column.type, pa.types
     if tests.is_timestamp(kind) and kind.tz:  # pyright: ignore
         column = column.cast(pa.timestamp(kind.unit, "UTC"))  # pyright: ignore
-    numbers = (tests.is_integer, tests.is_floating, tests.is_decimal)
-    others = (is_string, tests.is_null, tests.is_date, tests.is_timestamp)
-    if not any(test(kind) for test in (*numbers, *others)):
+    known = (tests.is_integer, tests.is_floating, tests.is_decimal, tests.is_date)
+    if not any(test(kind) for test in (*known, is_string, tests.is_null, tests.is_timestamp)):
         raise refused(field, f"numbers, times or texts, got {kind}")
     texts = call("utf8_trim_whitespace", _validate(column.cast(pa.string()), field, first_row))
     texts = call("if_else", is_missing(texts), pa.scalar(None, pa.string()), texts)

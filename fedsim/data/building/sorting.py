@@ -64,11 +64,8 @@ def owners_of(connection: Any) -> pa.Table:
 def sorted_blocks(
     connection: Any, dtype: np.dtype, order: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield all rows, sorted, in blocks: (lengths int64 [rows], token ids end to end).
-
-    Args:
-      order: True if rows have order keys.
-    """
+    """Yield all rows, sorted, in blocks: (lengths int64 [rows], token ids end to end). Args: order:
+    True if rows have order keys."""
     keys = "COLUMNS('order.') NULLS LAST," if order else ""
     query = f'SELECT tokens FROM rows ORDER BY "group", user_id, {keys} place'
     for batch in connection.sql(query).to_arrow_reader(BLOCK_ROWS):

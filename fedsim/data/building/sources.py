@@ -69,10 +69,7 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
     """Find the files of paths and globs, in the given order; files of a glob are sorted.
 
     Each file is there once, whatever paths lead to it. A directory stands for its files that can be
-    read.
-
-    Raises:
-      DataError: there is no such file, or its extension is unknown.
+    read. Raises: DataError: there is no such file, or its extension is unknown.
     """
     files: dict[Path, Path] = {}
     for source in [sources] if isinstance(sources, str | Path) else sources:
@@ -145,9 +142,7 @@ class HubSource:
     def files(self) -> list[Path]:
         """The files, by name, downloaded unless they are in the cache.
 
-        Raises:
-          DataError: there are no such files, or they cannot be read.
-          Interrupted: the Hub cannot be reached.
+        Raises: DataError: there are no such files. Interrupted: the Hub cannot be reached.
         """
         names = sorted(each.rfilename for each in self._info().siblings or ())
         names = [name for name in names if is_known(Path(name))]
@@ -201,21 +196,15 @@ def names_in(files: Iterable[Path], settings: BuildConfig = DEFAULTS) -> list[st
     """Names of the columns of the first file that has any. Raises: DataError: one is damaged."""
     for file in files:
         with complaints(file):
-            if kind_of(file) == "parquet":
-                names = pq.read_schema(file).names
-            else:
-                names = TextFile(file, kind_of(file), settings).names
-            if names:
-                return names
+            is_parquet = kind_of(file) == "parquet"
+            opened = pq.read_schema(file) if is_parquet else TextFile(file, kind_of(file), settings)
+            if opened.names:
+                return opened.names
     return []
 
 
 def cut(file: Path, columns: Columns) -> list[Part]:
-    """Cut a source into parts, in order.
-
-    Raises:
-      DataError: a Parquet file cannot be read, or lacks a column.
-    """
+    """Cut a source into parts, in order. Raises: DataError: it is damaged, or lacks a column."""
     if kind_of(file) != "parquet":
         return [Part(file, file.stat().st_size)]
     parts, start, row, rows, size = [], 0, 0, 0, 0
@@ -240,11 +229,8 @@ def read(
 
     Batches have the columns user_id, text and perhaps order; see `columns.normalise`.
 
-    Args:
-      tally: counts doubtful user ids.
-      settings: delimiter and quoting of text files.
-    Raises:
-      DataError: names the file and the reason.
+    Args: tally: counts doubtful user ids. settings: delimiter and quoting of text files.
+    Raises: DataError: names the file and the reason.
     """
     for first_row, batch in raw(part, columns, settings):
         with complaints(part.file):

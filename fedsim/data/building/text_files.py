@@ -79,10 +79,7 @@ class TextFile:
     def batches(self, columns: Columns) -> Iterator[pa.RecordBatch]:
         """Yield the columns in small batches, in the order of the file.
 
-        Values are texts, or lists of texts or whole numbers; chats are JSON.
-
-        Raises:
-          DataError: names the line and the reason.
+        Values are texts, or lists of texts or whole numbers; chats are JSON. Raises: DataError.
         """
         with _plain_reasons():
             if self.names:  # else there are no rows of JSON

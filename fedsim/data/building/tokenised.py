@@ -23,7 +23,7 @@ from fedsim.data.building.messages import BadRow, Chats, Examples, chat_examples
 from fedsim.data.building.sources import Part, read
 from fedsim.data.building.user_ids import call
 from fedsim.data.chat import ChatTokenizer, Template
-from fedsim.data.dataset import EVAL_USERS, TEST, TRAIN, Holdout
+from fedsim.data.dataset import EVAL_USERS, TEST, TRAIN, is_held_out
 from fedsim.data.store import copy, offsets_of, token_dtype
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import DataError
@@ -42,23 +42,18 @@ class Encoding:
     tokenizer: Path
     """Path of a tokenizer.json that another process has loaded without harm."""
     columns: Columns
-    holdout: Holdout
     settings: BuildConfig
     chats: Chats | None = None
     """How rows of chats become examples; None if rows are texts."""
 
 
 def write_rows(item: tuple[int, Part], *, encoding: Encoding) -> Counter[str]:
-    """Write the rows of a part. Without rows, there is no file.
+    """Write the rows of a part, whose number comes first. Without rows, there is no file.
 
-    Args:
-      item: number of the part, and the part.
-    Returns:
-      Counts of source rows; of those that are unowned, empty or without an order (no_order); of
-      batches with orders of each kind; of examples; of texts that spell special tokens; of doubtful
-      user ids; and those of `chat_examples`.
-    Raises:
-      DataError: a row has no user or cannot be encoded, or `read` refuses a file.
+    Returns: counts of source rows; of those that are unowned, empty or without an order (no_order);
+      of batches with orders of each kind; of examples; of texts that spell special tokens; of
+      doubtful user ids; and those of `chat_examples`.
+    Raises: DataError: a row has no user or cannot be encoded, or `read` refuses a file.
     """
     number, part = item
     place, writer = number * PLACES, None
@@ -121,7 +116,7 @@ def _tokenise(
     if pattern := "|".join(map(re.escape, sorted(spelled))):
         spelling = call("match_substring_regex", batch["text"], pattern=pattern)
         counts["spelling"] += spelling.true_count
-    columns = {"user_id": batch["user_id"], "group": _groups(batch, encoding.holdout)}
+    columns = {"user_id": batch["user_id"], "group": _groups(batch, encoding.settings)}
     if encoding.columns.order is not None:
         counts["no_order"] += batch["order"].null_count
         counts.update(kinds_of(batch["order"]))
@@ -137,7 +132,7 @@ def frame(
     values: np.ndarray,
     tokenizer: Tokenizer,
     settings: BuildConfig,
-    counts: Counter[str],
+    tally: Counter[str],
 ) -> Examples:
     """Frame texts: a begin token before each, an end token if it fits; cut or split long texts.
 
@@ -149,9 +144,9 @@ def frame(
       values: token ids of all texts end to end.
     """
     body, cuts = settings.max_length - 1, settings.long_texts == "cut"
-    counts["long"] += int((lengths > body).sum())
-    counts["tokens"] += int(lengths.sum())
-    counts["tokens_cut"] += int(np.maximum(lengths - body, 0).sum()) if cuts else 0
+    tally["long"] += int((lengths > body).sum())
+    tally["tokens"] += int(lengths.sum())
+    tally["tokens_cut"] += int(np.maximum(lengths - body, 0).sum()) if cuts else 0
     values = values.astype(token_dtype(tokenizer.vocab_size), copy=False)
     number = np.maximum(1, -(-lengths // body))
     if cuts:
@@ -170,21 +165,17 @@ def frame(
     return Examples(counts, framed, origin)
 
 
-def _groups(rows: pa.RecordBatch, holdout: Holdout) -> pa.Array:
+def _groups(rows: pa.RecordBatch, rules: BuildConfig) -> pa.Array:
     """Group of each row, int8: TRAIN, EVAL_USERS or TEST of dataset.py."""
     group = np.full(len(rows), TRAIN)
-    if holdout.test_from is not None:
-        group[at_least(rows["order"], holdout.test_from)] = TEST
-    if holdout.eval_users:
+    if rules.test_from is not None:
+        group[at_least(rows["order"], rules.test_from)] = TEST
+    if rules.eval_users:
         users = rows["user_id"].dictionary_encode()
-        held_out = np.array([_takes(holdout, id_) for id_ in users.dictionary.to_pylist()], bool)
+        ids = users.dictionary.to_pylist()
+        held_out = np.array([is_held_out(id_, rules.eval_users) for id_ in ids], bool)
         group[held_out[users.indices.to_numpy()]] = EVAL_USERS
     return pa.array(group, pa.int8())
-
-
-@lru_cache(2**20)
-def _takes(holdout: Holdout, user_id: str) -> bool:
-    return holdout.takes_user(user_id)
 
 
 @lru_cache(1)

@@ -66,9 +66,7 @@ def as_ids(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.
       field: name of the setting and column, for errors.
       rows: number of each row, counted from 0, for errors.
       tally: counts doubtful ids, by the names of `LINES`.
-    Raises:
-      DataError: a float has a fraction, or a number so many digits that a float may have rounded
-        it.
+    Raises: DataError: a float has a fraction, or so many digits that it may have been rounded.
     """
     if pa.types.is_floating(column.type):
         numbers = column.cast(pa.float64())

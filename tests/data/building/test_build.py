@@ -17,7 +17,7 @@ from refused import refuses
 
 from fedsim.data.building import build as building
 from fedsim.data.building.build import build
-from fedsim.data.dataset import Holdout
+from fedsim.data.dataset import is_held_out
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import DataError
 
@@ -116,7 +116,6 @@ def test_every_split_is_whole(tmp_path, monkeypatch, rng):
     file = parquet(tmp_path / "a.parquet", rows, day=pa.array(days))
     options = {"order_column": "day", "test_from": "80", "eval_users": 0.2, "min_examples": 3}
     data = build(file, tmp_path / "out", **options)
-    holdout = Holdout(0.2, True)
     expected = {name: {} for name in ("train", "eval_users", "eval_examples", "test")}
     numbered = list(enumerate(zip(rows, days, strict=True)))
     for user in {user for user, _ in rows}:
@@ -124,7 +123,7 @@ def test_every_split_is_whole(tmp_path, monkeypatch, rng):
         texts = [text for *_, text in sorted(own)]
         late = [text for day, _, text in sorted(own) if day >= 80]
         early = [text for text in texts if text not in late]
-        if holdout.takes_user(user):
+        if is_held_out(user, 0.2):
             late, early = [], []
             expected["eval_users"][user] = texts if len(texts) >= 3 else []
         held = min(32, -(-len(early) // 10))

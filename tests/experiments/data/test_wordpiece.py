@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from experiments.data import wordpiece
-from fedsim.data import Holdout, Tokenizer
+from fedsim.data import Tokenizer, is_held_out
 from fedsim.data.building.columns import Columns
 
 WORDS = ["the cat sat on the mat, the cat ran", "a mat is not a cat \u65e5 \xe9"] * 5
@@ -41,6 +41,5 @@ def test_texts_are_those_of_users_who_are_not_held_out(tmp_path):
     table = pa.table({"user_id": users, "text": [f"text of {user}" for user in users]})
     pq.write_table(table, tmp_path / "a.parquet")
     given = [tmp_path / "a.parquet"], Columns(), 0.3, 100
-    holdout = Holdout(0.3, True)
-    kept = [f"text of {user}" for user in users if not holdout.takes_user(user)]
+    kept = [f"text of {user}" for user in users if not is_held_out(user, 0.3)]
     assert [*wordpiece.texts_of(*given)] == kept and len(kept) < 90
