@@ -149,14 +149,8 @@ def test_a_tokenizer_of_a_stranger_is_refused_in_one_line(change, reason, tmp_pa
 
 
 def test_a_tokenizer_that_draws_its_tokens_is_refused(tmp_path):
-    file = make(tmp_path, special=[EOS])
-    record = json.loads(file.read_text())
-    record["model"] = {
-        "type": "BPE",
-        "dropout": 0.1,
-        "vocab": {EOS: 0, "a": 1, "b": 2},
-        "merges": [],
-    }
-    file.write_text(json.dumps(record))
+    record = json.loads(Ours.bytes().json)
+    record["model"]["dropout"] = 0.1
+    (tmp_path / "x.json").write_text(json.dumps(record))
     with pytest.raises(DataError, match="dropout=0.1: expected one without dropout"):
-        Ours.load(file)
+        Ours.load(tmp_path / "x.json")

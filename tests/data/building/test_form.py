@@ -1,4 +1,4 @@
-"""Files as people have them: other delimiters and encodings, JSON lists, folders of all of it."""
+"""Folders and globs, and what is shown of the columns of a file."""
 
 import json
 import shutil
@@ -6,6 +6,7 @@ import shutil
 from test_build import texts_of
 
 from fedsim.data.building.build import build
+from fedsim.data.building.columns import expected_of
 
 
 def built(source, tmp_path, **options):
@@ -41,3 +42,10 @@ def test_a_glob_takes_folders_as_the_shell_would_and_looks_below_them(tmp_path):
     (tmp_path / "g" / "file.csv").write_text("user_id,text\ndan,two\n")
     shutil.rmtree(tmp_path / "out")
     assert built(tmp_path / "g" / "*.csv", tmp_path) == [("ben", "two"), ("dan", "two")]
+
+
+def test_columns_are_shown_where_they_are_no_text():
+    for names in (["author", "body"], ["x1", "text"]):
+        assert expected_of(names).endswith(f"expected one of {', '.join(names)}")
+    for text in ("I am ill", "x" * 41, "last message to the whole group"):
+        assert "text" not in expected_of(["text", text]).partition("person")[0]
