@@ -192,15 +192,10 @@ def result(text):
     return Message("tool", text, fields={"tool_call_id": "1"})
 
 
-@pytest.mark.parametrize(
-    "template, last",
-    [
-        (CALLING, "Well\nfind{}\nend{}"),
-        (MARKING, "Wellfind{}end{}"),
-        (LATE, "find{}end{}"),
-    ],
-    ids=["calling", "marking", "late"],
-)
+CALLED = [(CALLING, "Well\nfind{}\nend{}"), (MARKING, "Wellfind{}end{}"), (LATE, "find{}end{}")]
+
+
+@pytest.mark.parametrize("template, last", CALLED, ids=["calling", "marking", "late"])
 def test_calls_of_tools_are_trained_on_and_their_results_are_not(template, last):
     first = 'find{"city": "é"}'
     said = [*turns("Hi"), calling("find", city="é"), result("Paris"), Message("assistant", "Ho")]
@@ -235,19 +230,16 @@ def test_a_word_that_a_template_looks_for_is_found_though_a_special_token_has_it
     assert shown(found, tokenizer)[1] == "find{}" + STOP
 
 
-@pytest.mark.parametrize(
-    "template, said, reason",
-    [
-        (CHATML, calling("find"), "leaves out a tool call in turn 2"),
-        (LATE, calling("find", content="Well"), "leaves out turn 2, of role assistant"),
-        (
-            CALLING.replace("c.function.name", "c.function.name | reverse"),
-            calling("find"),
-            "changes what",
-        ),
-        ("{{ messages[1].tool_calls[0].x.y }}", calling("find"), "fails with UndefinedError"),
-    ],
-)
+REVERSING = CALLING.replace("c.function.name", "c.function.name | reverse")
+LEFT_OUT = [
+    (CHATML, calling("find"), "leaves out a tool call in turn 2"),
+    (LATE, calling("find", content="Well"), "leaves out turn 2, of role assistant"),
+    (REVERSING, calling("find"), "changes what"),
+    ("{{ messages[1].tool_calls[0].x.y }}", calling("find"), "fails with UndefinedError"),
+]
+
+
+@pytest.mark.parametrize("template, said, reason", LEFT_OUT)
 def test_a_call_that_cannot_be_told_or_is_left_out_is_refused(template, said, reason):
     with pytest.raises(BadChat, match=reason):
         chats_of(Template(template, TOKENS)).encode([*turns("Hi"), said], "assistant")

@@ -13,13 +13,12 @@ from fedsim.data.building.build import build
 from fedsim.data.corpora import load
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import DataError
-from fedsim.files import cache_dir
 
 
 @pytest.fixture(scope="module")
 def corpus():
-    """pydocs, built once for all tests; (cache directory, data set)."""
-    return cache_dir(), load("pydocs")
+    """pydocs, built once for all tests."""
+    return load("pydocs")
 
 
 @pytest.fixture
@@ -37,19 +36,11 @@ def entries(cache):
 
 
 def test_pydocs_has_users_of_many_sizes(corpus):
-    data = corpus[1]
+    data = corpus
     sizes = np.diff(data.train.offsets)
     assert data.train.num_users > 500 and data.train.num_examples > 20_000
     assert sizes.min() == 1 and 5 <= np.median(sizes) <= 30 and sizes.max() > 500
     assert data.eval_users.num_users > 20 and data.eval_examples.num_examples > 1_000
-
-
-def test_pydocs_is_found_in_the_cache(corpus, monkeypatch):
-    cache, data = corpus
-    monkeypatch.setattr(corpora, "build", None)  # neither built again ...
-    monkeypatch.setattr(corpora, "harvest_pydocs", None)  # ... nor read again
-    again = load("pydocs", cache_dir=cache)
-    assert again.path == data.path and again.train.fingerprint == data.train.fingerprint
 
 
 def test_paragraphs_of_a_module(tmp_path):

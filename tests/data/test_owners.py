@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from fedsim.data.building.build import build
@@ -69,24 +68,6 @@ def test_the_bits_of_data_with_one_owner_are_those_they_always_were(tmp_path):
 
 
 RECORDED = "c2b5ee4bc646c2e0c55e2d78c49450bbc420fd62154111799b0f40507c165673"
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"owners": ["text"]}, "owners=text: expected a column other than text_column"),
-        ({"owners": ["to"], "owner_key": "u"}, "owners=to: expected none beside owner_key=u"),
-        ({"owners": ["nobody"]}, "owners=nobody: no such column, expected one of to, text"),
-        ({"user_column": "to", "min_examples": 2}, "min_examples=2: expected 1 where"),
-        # One text's length would decide which texts of others are drawn.
-        ({"user_column": "to", "long_texts": "split"}, "long_texts=split: expected cut where"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(tmp_path, options, message):
-    table = {"to": [["a", "b"]], "text": ["x"]}
-    pq.write_table(pa.table(table), tmp_path / "mail.parquet")
-    with pytest.raises(DataError, match=message):
-        build_all(tmp_path / "mail.parquet", tmp_path / "out", **options)
 
 
 def test_nothing_that_a_held_out_user_owns_is_trained_on(tmp_path, rng):

@@ -45,14 +45,9 @@ ann,"ben; cat,ben",1
 ben,,2
 cat," ann ; ",3
 """
-PAGES = [
-    ("chat.csv", CHAT),
-    ("accounts.jsonl", ACCOUNTS),
-    ("mail.csv", MAIL),
-    ("pages.parquet", URLS),
-    ("posts.csv", POSTS),
-    ("tweets.csv", TIMED),
-]
+PAGES = [("chat.csv", CHAT), ("accounts.jsonl", ACCOUNTS), ("mail.csv", MAIL)]
+PAGES += [("pages.parquet", URLS), ("posts.csv", POSTS), ("tweets.csv", TIMED)]
+PAGES += [("zones.csv", ZONES)]
 EXPECTED = [
     [
         *([["007"], "b1"], [["amy"], "a1"], [["amy"], "a2"]),
@@ -66,10 +61,7 @@ EXPECTED = [
     [["ann", "a"], ["ann", "b"]],
 ]
 SETTINGS = [{"user_column": "owners"}, {"user_column": "owner", "rows_without_user": "drop"}]
-SETTINGS += [
-    {"owners": ("sender", "receivers")},
-    {"user_column": "site", "rows_without_user": "drop"},
-]
+SETTINGS += [{"owners": ("sender", "receivers")}, SETTINGS[1] | {"user_column": "site"}]
 SETTINGS += [{"user_column": "author"}, {"order_column": "posted"}, {"order_column": "posted"}]
 
 
@@ -77,7 +69,7 @@ SETTINGS += [{"user_column": "author"}, {"order_column": "posted"}, {"order_colu
 @pytest.mark.parametrize("number", range(len(VIEWS)))
 def test_a_view_of_the_guide_makes_the_users_and_orders_that_it_says(number, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    name, given = [*PAGES, ("zones.csv", ZONES)][number]
+    name, given = PAGES[number]
     if isinstance(given, str):
         Path(name).write_text(given)
     else:
@@ -85,8 +77,6 @@ def test_a_view_of_the_guide_makes_the_users_and_orders_that_it_says(number, tmp
     duckdb.sql(VIEWS[number])
     (made,) = (path for path in tmp_path.iterdir() if path.name != name)
     found = rows_of(build(made, "out", **ALL_IN_TRAIN, **SETTINGS[number]).train)
-    assert (
-        sorted(found, key=str) == sorted(EXPECTED[number], key=str)
-        if number < 5
-        else found == EXPECTED[number]
-    )
+    if number < 5:  # in any order
+        found, EXPECTED[number] = (sorted(rows, key=str) for rows in (found, EXPECTED[number]))
+    assert found == EXPECTED[number]

@@ -22,25 +22,20 @@ def test_bytes_are_bytes_and_survive_a_round_trip():
         assert tokenizer.decode([256, *ids, 256]) == text
 
 
-def test_bytes_are_what_the_library_gives(tmp_path):
-    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
-    library = Library.from_file(str(tmp_path / "tokenizer.json"))
+def test_a_saved_tokenizer_is_the_same_and_bytes_are_what_the_library_gives(tmp_path):
+    saved = tmp_path / "tokenizer.json"
+    file = learnt("wordpiece", WORDS, 300, tmp_path / "learnt.json")
+    for tokenizer in (Tokenizer.load(file), Tokenizer.bytes()):
+        tokenizer.save(saved)
+        again, expected = Tokenizer.load(saved), tokenizer.encode_batch(TEXTS)
+        assert again.sha256 == tokenizer.sha256 and again.encode_batch(TEXTS) == expected
+    library = Library.from_file(str(saved))
     library.encode_special_tokens = True
-    expected = [e.ids for e in library.encode_batch(TEXTS, add_special_tokens=False)]
-    assert Tokenizer.bytes().encode_batch(TEXTS) == expected
+    assert [e.ids for e in library.encode_batch(TEXTS, add_special_tokens=False)] == expected
     library.enable_truncation(2)  # which a file may ask for, as for padding
     library.enable_padding(length=9)
-    library.save(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer.load(tmp_path / "tokenizer.json").encode_batch(TEXTS) == expected
-
-
-def test_a_saved_tokenizer_is_the_same_tokenizer(tmp_path):
-    file = learnt("wordpiece", WORDS, 300, tmp_path / "learnt.json")
-    for tokenizer in (Tokenizer.bytes(), Tokenizer.load(file)):
-        tokenizer.save(tmp_path / "tokenizer.json")
-        again = Tokenizer.load(tmp_path / "tokenizer.json")
-        assert again.sha256 == tokenizer.sha256
-        assert again.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
+    library.save(str(saved))
+    assert Tokenizer.load(saved).encode_batch(TEXTS) == expected
 
 
 def test_a_tokenizer_without_begin_or_end_is_refused(tmp_path):

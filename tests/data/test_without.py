@@ -155,11 +155,7 @@ def test_files_of_users_that_are_refused(data, tmp_path, content, says):
     assert os.listdir(tmp_path) == ["users"]
 
 
-def test_a_place_that_exists_and_data_that_were_changed_are_refused(data, tmp_path):
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "letters").touch()
-    with refuses("out"):
-        without(data, GONE, tmp_path / "there")
+def test_data_that_were_changed_are_refused(data, tmp_path):
     copy, _ = copied(data, GONE, tmp_path / "copy")
     tokens = copy.path / "train" / "tokens.npy"
     whole = bytearray(tokens.read_bytes())

@@ -1,12 +1,8 @@
 """Rows of chats become examples with their trained tokens, whatever form and file they come in."""
 
-import csv
 import json
 
 import numpy as np
-import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from chats import CHATML, START, STOP, model_files
 
@@ -17,7 +13,6 @@ from fedsim.data.building.messages import BadRow, Chats, chat_examples, messages
 from fedsim.data.chat import ChatTokenizer, Template
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import ConfigError, DataError
-from fedsim.library.tables import source_of
 
 ALL_IN_TRAIN = {"eval_users": 0, "eval_examples": False, "max_length": 200}
 ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
@@ -52,59 +47,10 @@ def built(tmp_path, model, rows, name="rows.jsonl", **options):
     return build(file, tmp_path / "out", tokenizer=model, **ALL_IN_TRAIN | options)
 
 
-CALLING = (
-    "{{ tools | tojson }}{% for m in messages %}{{ m.role }}{{ m.content }}{% for c in m.tool_calls"
-    " or [] %}{{ c.function | tojson }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
-)
-
-
-def test_calls_and_tools_are_the_same_in_all_kinds_of_files(tmp_path):
-    """Arguments may be JSON; Arrow has nulls for keys of other rows."""
-    model = model_files(tmp_path / "model", CALLING)
-    calls = [
-        {"function": {"name": "find", "arguments": '{"city": null}'}},
-        {"function": {"name": "find", "arguments": "{}", "strict": True}},
-    ]
-    rows = [
-        {
-            "user_id": f"u{i}",
-            "messages": [ASKED[0], {"role": "assistant", "content": None, "tool_calls": [call]}],
-            "tools": [{"function": {"name": "find"}}] if i else None,
-        }
-        for i, call in enumerate(calls)
-    ]
-    files = [lines(tmp_path / "a.jsonl", rows), tmp_path / "b.parquet", tmp_path / "c.csv"]
-    pq.write_table(pa.Table.from_pylist(rows), files[1])
-    with files[2].open("w", newline="") as file:
-        cells = [[row["user_id"], *map(json.dumps, [*row.values()][1:])] for row in rows]
-        csv.writer(file).writerows([[*rows[0]], *cells])
-    sources = [*files, source_of(pd.DataFrame(rows), messages_column="messages")]
-    for i, source in enumerate(sources):
-        data = build(source, tmp_path / f"out{i}", tokenizer=model, **ALL_IN_TRAIN)
-        first, second = (f'{{"name": "find", "arguments": {x}}}' for x in ('{"city": null}', "{}"))
-        second = second.replace("}}", '}, "strict": true}')
-        assert shown(data.train, model) == [
-            ("u0", f"nulluserHi{STOP}assistant{first}{STOP}", f"{first}{STOP}"),
-            (
-                "u1",
-                f'[{{"function": {{"name": "find"}}}}]userHi{STOP}assistant{second}{STOP}',
-                f"{second}{STOP}",
-            ),
-        ]
-
-
-def test_a_template_that_leaves_out_tools_is_told_and_bad_tools_are_refused(tmp_path, model):
+def test_a_template_that_leaves_out_tools_is_told(tmp_path, model):
     said, tools = [], [{"name": "find"}]
     built(tmp_path, model, [{"messages": ASKED, "tools": tools}], progress=said.append)
     assert sum("leaves out the column tools" in line for line in said) == 1
-    for bad in ([3], "secret", {"secret": 1}):
-        with pytest.raises(DataError, match="a list of objects as tools in row 1 of") as error:
-            build(
-                lines(tmp_path / "x.jsonl", [{"user_id": "a", "messages": ASKED, "tools": bad}]),
-                tmp_path / "bad",
-                tokenizer=model,
-            )
-        assert "secret" not in str(error.value)
 
 
 def test_data_of_texts_have_no_mark_of_chats(tmp_path, model):
@@ -112,16 +58,6 @@ def test_data_of_texts_have_no_mark_of_chats(tmp_path, model):
     assert data.train.trained(np.array([0]), 4) is None
     assert not list(data.path.glob("**/trained.npy")) and "chats" not in data.metadata
     assert not any("chat" in name for name in data.metadata["counts"])
-
-
-CALLS = [
-    ([{**ASKED[1], "tool_calls": [{"secret": 1}]}], "a name in each of tool_calls in turn 1"),
-    ([{**ASKED[1], "tool_calls": "[secret"}], "a list of objects as tool_calls in turn 1"),
-    ([{**ASKED[1], "tool_calls": [{"name": "f", "arguments": "[3]"}]}], "an object, or its JSON"),
-    ([{**ASKED[0], "tool_calls": [{"name": "secret"}]}], "of the assistant alone, got some in tu"),
-    ([ASKED[0], {**ASKED[1], "tool_calls": [{"name": "secret"}]}], "leaves out a tool call in t"),
-    ([{"role": "tool", "content": {"secret": 1}}], "text as a content in turn 1"),
-]
 
 
 @pytest.mark.privacy
@@ -135,12 +71,6 @@ def test_a_turn_that_is_marked_is_not_trained_on(mark):
     assert unmarked.counts
 
 
-@pytest.mark.parametrize("column", ["label", "labels", "loss_mask"])
-def test_a_column_that_may_say_not_to_train_is_refused(column, tmp_path, model):
-    with pytest.raises(DataError, match=f"column={column}: expected no such column"):
-        built(tmp_path, model, [{"messages": ASKED, column: False}])
-
-
 ENDLESS = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
 
@@ -149,16 +79,6 @@ def test_a_template_that_ends_no_answer_is_told(template, number, tmp_path):
     said, model = [], model_files(tmp_path / "model", template)
     built(tmp_path, model, [{"messages": ASKED}], progress=said.append)
     assert sum("writes no special token after an answer" in line for line in said) == number
-
-
-@pytest.mark.parametrize("bad, message", CALLS)
-def test_a_bad_row_is_named_with_its_turn_or_left_out(bad, message, tmp_path, model):
-    rows = [{"messages": ASKED}, {"messages": bad}]
-    with pytest.raises(DataError, match=f"{message}.* in row 2 of") as error:
-        built(tmp_path, model, rows)
-    assert "secret" not in str(error.value)
-    data = built(tmp_path, model, rows, skip_unknown=True)
-    assert data.train.num_examples == 1 and data.metadata["counts"]["chats_skipped"] == 1
 
 
 def test_a_row_that_takes_too_long_is_never_skipped(monkeypatch):
@@ -182,14 +102,6 @@ def test_rows_without_a_trained_token_are_dropped_and_counted(tmp_path, model):
             tmp_path / "none",
             tokenizer=model,
         )
-
-
-def test_chats_of_several_owners_are_not_dropped_by_what_they_say(tmp_path, model):
-    rows = [{"user_id": ["ann", "ben"], "messages": each} for each in (ASKED, ASKED[:1])]
-    with pytest.raises(DataError, match="messages: expected a trained token in every chat where"):
-        built(tmp_path, model, rows)
-    data = built(tmp_path, model, rows[:1])
-    assert data.train.num_users == 2 and data.train.num_examples == 1
 
 
 TOGETHER = [

@@ -6,7 +6,6 @@ from chats import model_files
 from test_chats import ALL_IN_TRAIN, lines
 
 from fedsim.data.building.build import build
-from fedsim.errors import DataError
 
 
 def turn(role, content, name=None):
@@ -54,24 +53,3 @@ def test_owners_depend_on_no_text(tmp_path, model):
     silent = [turn("user", "", "zoe"), *BOT]
     found = owners(built(tmp_path, model, [first, silent], max_length=40).train)
     assert set(found) == {("ann", "dora", "eve"), ("ann", "zoe")}
-    tmp_path.joinpath("again").mkdir()
-    with pytest.raises(DataError, match="long_texts=split: expected cut where texts have several"):
-        built(tmp_path / "again", model, [first], max_length=40, long_texts="split")
-
-
-WHO = "expected a name of who speaks .owner_key=name. in turn "
-BAD = [
-    ([BOT[0], turn("user", "more")], f"{WHO}2"),
-    ([turn("user", "Hi", "NA"), BOT[1]], f"{WHO}1 in row 2"),
-    ([turn("assistant", "Hi", True)], f"{WHO}1 in row 2"),
-    ([turn("user", "Hi", "a\x1fb")], "without the control character 1F"),
-    ("Hi", "expected a list of turns, got a text that json.dumps did not write in row 2"),
-    ([BOT[1]], "owner_key=name: 1 null or empty user ids in .* .rows 2."),
-]
-
-
-@pytest.mark.parametrize("chat, message", BAD)
-def test_a_turn_that_does_not_say_who_speaks_is_one_line(chat, message, tmp_path, model):
-    with pytest.raises(DataError, match=message) as error:
-        built(tmp_path, model, [BOT, chat], skip_unknown=True)
-    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
