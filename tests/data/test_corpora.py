@@ -15,12 +15,6 @@ from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import DataError
 
 
-@pytest.fixture(scope="module")
-def corpus():
-    """pydocs, built once for all tests."""
-    return load("pydocs")
-
-
 @pytest.fixture
 def source(tmp_path):
     rows = {
@@ -35,8 +29,8 @@ def entries(cache):
     return sorted(path.name for path in (cache / "data").iterdir())
 
 
-def test_pydocs_has_users_of_many_sizes(corpus):
-    data = corpus
+def test_pydocs_has_users_of_many_sizes():
+    data = load("pydocs")
     sizes = np.diff(data.train.offsets)
     assert data.train.num_users > 500 and data.train.num_examples > 20_000
     assert sizes.min() == 1 and 5 <= np.median(sizes) <= 30 and sizes.max() > 500

@@ -26,23 +26,17 @@ def die(item):
     os._exit(3)
 
 
-@pytest.fixture(params=[1, 2])
-def workers(request, monkeypatch):
-    """A pool of this process alone, and of two more."""
-    monkeypatch.setattr(build, "SMALL_BYTES", 0)
-    lines = []
-    with Pool(request.param, lines.append) as found:
-        found.grow(1)
-        yield found, lines
-
-
+@pytest.mark.parametrize("workers", [1, 2])
 def test_results_are_in_order_and_progress_reaches_the_end(workers, monkeypatch):
     monkeypatch.setattr(build, "PROGRESS_EVERY_S", 0.0)
-    found, lines = workers
-    assert found.map(square, range(20), "squared") == [i * i for i in range(20)]
+    monkeypatch.setattr(build, "SMALL_BYTES", 0)
+    lines = []
+    with Pool(workers, lines.append) as found:
+        found.grow(1)
+        assert found.map(square, range(20), "squared") == [i * i for i in range(20)]
+        assert found.map(square, []) == []
     assert lines[0].startswith("squared 1 of 20 parts")
     assert lines[-1] == "squared 20 of 20 parts"
-    assert found.map(square, []) == []
 
 
 @pytest.mark.slow
