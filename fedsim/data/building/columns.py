@@ -222,6 +222,8 @@ def plain(column: Any, name: str) -> pa.Array:
         return plain(column.dictionary, name).take(column.indices)
     if pa.types.is_string_view(kind):  # which Parquet lacks
         return column.cast(pa.large_string())
+    if pa.types.is_fixed_size_list(kind):
+        return column.cast(pa.list_(kind.value_type))
     if pa.types.is_nested(kind.value_type if is_list(kind) else kind):
         raise DataError(f"column {name}: expected values, or lists of them, got others inside")
     return column
