@@ -9,17 +9,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedsim.config import EngineConfig, Sampling
 from fedsim.data import ASSISTANT, TEMPLATE, USER, ChatTokenizer, Message, Tokenizer, template_of
-from fedsim.engine import expect_usable_jax, keep_compiled, on_workers
+from fedsim.engine import create, expect_usable_jax
 from fedsim.errors import BadChat, ConfigError, brief, expect
 from fedsim.files import expand_home, write_json, write_with
-from fedsim.models import HUB, TOKENIZER, Decoder, Pretrained, Prompt, key_of, lengths_up_to
+from fedsim.models import (
+    HUB,
+    TOKENIZER,
+    Decoder,
+    LanguageModelTask,
+    Pretrained,
+    Prompt,
+    key_of,
+    lengths_up_to,
+)
 from fedsim.run import Console, find_model
 from fedsim.trust import claim_of_texts
 
@@ -52,7 +59,7 @@ def generate_text(
     """
     model = _model(expand_home("model", source), max_tokens, seed)
     texts = Texts(model, [prompt], max_tokens, chats=bool(prompt) and not plain, field="prompt")
-    (tokens,) = draw(texts.prompts, *texts.settings(how, seed), model.params)
+    (tokens,) = draw(texts.prompts, model.params, *texts.settings(how, seed))
     about = {"tokens": len(tokens), "seed": seed, "is_reply": texts.is_chat}
     return {"prompt": prompt, "text": texts.text(0, tokens), **about}
 
@@ -103,18 +110,17 @@ def generate_texts(
     claim = claim_of_texts(source, model, console)
     given = [dataclasses.replace(texts.prompts[i % len(asked)], number=i) for i in range(num_texts)]
     blocks = [given[i : i + BLOCK] for i in range(0, num_texts, BLOCK)]
-    keep_compiled()
-    settings = texts.settings(how, seed)
-    if engine.kind == "local":
-        drawn = (draw(block, *settings, model.params) for block in blocks)
-    else:
-        params = jax.tree.map(np.asarray, model.params)
-        drawn = on_workers(draw, blocks, *settings, params, config=engine)
     tokens: list[list[int]] = []
-    with console.phase(f"sampling {num_texts:,} texts") as progress:
-        for done, block in enumerate(drawn, 1):
-            tokens += block
-            progress(done, len(blocks))
+    workers = create(engine, LanguageModelTask(None, model.config))
+    try:
+        workers.ready()
+        drawn = workers.compute(draw, model.params, blocks, *texts.settings(how, seed))
+        with console.phase(f"sampling {num_texts:,} texts") as progress:
+            for done, block in enumerate(drawn, 1):
+                tokens += block
+                progress(done, len(blocks))
+    finally:
+        workers.close()
     told = {"max_tokens": max_tokens, **dataclasses.asdict(how), "seed": seed, "plain": plain}
     about = {"file": out.name, **claim, "prompts": PROMPTS if prompts else "none"}
     about |= {"num_texts": num_texts, "tokens": sum(map(len, tokens)), "settings": told}
@@ -125,7 +131,7 @@ def generate_texts(
 
 
 def draw(
-    prompts: Sequence[Prompt], config: Any, how: Sampling, ends: Any, length: int, seed: int, params
+    prompts: Sequence[Prompt], params: Any, config: Any, how: Sampling, ends: Any, length: int, seed
 ) -> list[list[int]]:
     """Draw the tokens after each prompt. Equal arguments give equal ones on hosts of one kind."""
     decoder = Decoder(config, params, how, ends)
@@ -179,7 +185,7 @@ class Texts:
             self.prompts.append(Prompt(ids, min(max_tokens, longest - len(ids))))
 
     def settings(self, how: Sampling, seed: int) -> tuple[Any, Sampling, Any, int, int]:
-        """Arguments of `draw` between the prompts and the parameters."""
+        """Arguments of `draw` after the prompts and the parameters."""
         most = max(len(prompt.ids) + prompt.most for prompt in self.prompts)
         length = next(n for n in lengths_up_to(self._config.table) if n >= most)
         return self._config, how, self._ends, length, seed

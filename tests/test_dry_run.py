@@ -13,7 +13,7 @@ from fedsim.budget.spending import charge_of
 from fedsim.cli.main import main
 from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.data.dataset import Dataset
-from fedsim.engine import environment
+from fedsim.engine import preflight
 from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
 from fedsim.plan import defaults, fill_defaults, method_for, private_group_size
@@ -39,7 +39,7 @@ def refusal(args, capsys):
 def test_a_dry_run_shows_the_plan_of_the_run_and_leaves_nothing(
     texts, run_dir, capsys, monkeypatch
 ):
-    computing, set_threads = [], environment.set_threads
+    computing, set_threads = [], preflight.set_threads
     monkeypatch.setattr(
         "fedsim.engine.set_threads",
         lambda config: computing.append(config) or set_threads(config),

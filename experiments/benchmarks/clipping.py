@@ -35,7 +35,6 @@ from fedsim.clipping.scan import in_one_product
 from fedsim.clipping.strategy import Strategy
 from fedsim.config import EngineConfig
 from fedsim.engine import Task, choose_strategy
-from fedsim.engine.environment import keep_memory
 from fedsim.engine.worker import LocalEngine
 from fedsim.models import LanguageModelTask, Transformer, TransformerConfig
 
@@ -243,7 +242,6 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", type=int, default=list(GROUPS))
     parser.add_argument("--turns", type=int, default=5)
     arguments = parser.parse_args()
-    keep_memory()  # as workers do
     if arguments.quick:
         arguments.sizes, arguments.groups, arguments.turns = ["1M"], [1, 16], 3
         arguments.no_peers = True

@@ -19,7 +19,6 @@ import numpy as np
 
 from experiments.benchmarks.common import at_most, circumstances, parser_of
 from fedsim.clipping import Clip, lattice_bits
-from fedsim.engine import keep_memory
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.noise import independent
@@ -105,7 +104,6 @@ def draws() -> dict[str, float]:
 def main() -> None:
     """Measure and print."""
     arguments = parser_of(__doc__, "less of it").parse_args()
-    keep_memory()
     sizes = QUICK if arguments.quick else SIZES
     rows = [measure(name, size, 3 if size == PAPER else 9) for name, size in sizes.items()]
     one = draws()

@@ -206,7 +206,7 @@ CLIPPING = (
         Patch(
             "fedsim.engine.engine",
             "cut",
-            lambda cut, task, split, rows, num_lanes, least: cut(task, split, rows, num_lanes, 1),
+            lambda cut, task, rows, num_lanes, least: cut(task, rows, num_lanes, 1),
         ),
     ),
 )

@@ -3,7 +3,7 @@
     engine, factory            the contract, the cut into lanes, the choice of engine and strategy
     task                       the protocol of a model with its data
     worker, programs           a lane's clipped sum, and the compiled and checked programs
-    ray_engine, actors         the engine on Ray, its workers, and independent jobs
+    ray_engine                 the engine on Ray
     cluster                    a Ray cluster joined, or started and ended
     preflight                  the least that a machine must have, and the workers it has room for
     environment                threads, options of XLA and JAX, packages, compiled programs

@@ -1,10 +1,8 @@
 from . import ray_engine as ray_engine
-from .cluster import on_workers as on_workers
 from .engine import Engine as Engine, EngineError as EngineError, Stats as Stats
 from .environment import (
     expect_usable_jax as expect_usable_jax,
     keep_compiled as keep_compiled,
-    keep_memory as keep_memory,
     version as version,
     versions as versions,
 )

@@ -2,24 +2,22 @@
 
 A private cluster has a separate directory, free ports and token authentication. It ends with the
 process that started it. After a SIGKILL, Ray ends its processes by itself, within about a minute.
-
-Actors are the workers of an engine, with what is sent to them, and independent jobs.
 """
 
 import atexit
 import functools
 import logging
 import os
-import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,17 +25,12 @@ from typing import Any
 import grpc
 import ray
 from ray._private import ray_constants, worker as ray_worker
-from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError, RayTaskError
-from ray.util import ActorPool
+from ray.exceptions import RayError
 
 from fedsim import keys
-from fedsim.config import EngineConfig
 from fedsim.engine.engine import EngineError
-from fedsim.engine.environment import difference, keep_compiled, versions
-from fedsim.engine.preflight import actor_options, cluster_address, expect_room, place_workers
-from fedsim.engine.task import Task
-from fedsim.errors import ConfigError, FedsimError, brief, expect
-from fedsim.files import cpus
+from fedsim.engine.preflight import cluster_address
+from fedsim.errors import ConfigError, brief, expect
 
 REACH_S = 5.0  # seconds to connect to a cluster's head
 ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # needs the token, like all of Ray's calls
@@ -62,16 +55,19 @@ class Cluster:
             self._start(num_cpus)
 
     def _join(self, address: str) -> None:
-        _expect_reachable(address)
+        expected = "host:port or auto; for a ray:// or http:// address, use `ray job submit`"
+        expect("RAY_ADDRESS", address, "://" not in address, expected)
         _expect_no_key(Path.cwd())
+        host, _, port = address.rpartition(":")
         try:
+            if port.isdecimal():  # Ray would retry for minutes; auto: it searches this machine
+                socket.create_connection((host, int(port)), REACH_S).close()
             with _own_handlers():
                 ray.init(address=address, **QUIET)
-        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        except (OSError, OverflowError, RuntimeError, ValueError, RayError) as error:
             reason = " ".join(str(error).split())[:300]
-            raise ConfigError.of(
-                "RAY_ADDRESS", address, f"a cluster that can be joined ({reason})"
-            ) from error
+            expected = f"a running cluster that can be joined ({reason})"
+            raise ConfigError.of("RAY_ADDRESS", address, expected) from error
         if not _is_authenticated(ray.get_runtime_context().gcs_address):
             self.warning = OPEN.format(address)
 
@@ -99,10 +95,6 @@ class Cluster:
                 reason = brief(" ".join(str(error).split()), 200)
                 without = "engine=local trains without it"
                 raise EngineError(f"Ray does not start here ({reason}): {without}") from error
-
-    def nodes(self) -> list[dict[str, float]]:
-        """Return the resources of each live node, by Ray's names."""
-        return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
     def close(self) -> None:
         """Disconnect; a private cluster ends and leaves nothing behind."""
@@ -164,28 +156,9 @@ def _end_with(processes: list[subprocess.Popen]) -> None:
         process.kill()
 
 
-def _expect_reachable(address: str) -> None:
-    """Raise ConfigError within seconds if no cluster answers: Ray retries for a minute."""
-    expected = "host:port or auto; for a ray:// or http:// address, use `ray job submit`"
-    expect("RAY_ADDRESS", address, "://" not in address, expected)
-    # auto: Ray searches this machine. With TLS, only Ray has the certificates.
-    if _has_tls() or not address.rpartition(":")[2].isdecimal():
-        return
-    with grpc.insecure_channel(address) as channel:
-        try:
-            grpc.channel_ready_future(channel).result(timeout=REACH_S)
-        except grpc.FutureTimeoutError:
-            reason = f"nothing there answered as Ray does within {REACH_S:.0f} s"
-            raise ConfigError.of("RAY_ADDRESS", address, f"a running cluster ({reason})") from None
-
-
-def _has_tls() -> bool:
-    return os.environ.get("RAY_USE_TLS", "0") != "0"
-
-
 def _is_authenticated(address: str) -> bool:
     """True if a cluster refuses callers without a token or a certificate."""
-    if _has_tls():
+    if os.environ.get("RAY_USE_TLS", "0") != "0":
         return True
     with grpc.insecure_channel(address) as channel:
         try:
@@ -223,143 +196,3 @@ def _token_file() -> Path:
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))
     return path
-
-
-RETRIES = 2  # of a job whose process is lost
-
-
-class Actors:
-    """Creates the workers of one engine, on a cluster that it joins or starts."""
-
-    def __init__(self, task: Task | None, config: EngineConfig, cache_dir: Path | None = None):
-        """Connect to the cluster and place the workers.
-
-        Args:
-          task: the model and its data.
-          config: number, threads and accelerator of the workers. With `wait_for_workers`, they may
-            have no room yet: Ray starts them when there is, and asks an autoscaler for nodes.
-          cache_dir: directory of compiled programs.
-        Raises: ConfigError: the cluster cannot be reached, or has no room for the workers.
-        """
-        # A private cluster declares the machine's CPUs, or more if the workers need more.
-        self._cluster = Cluster(max(cpus(), (config.num_workers or 1) * config.threads_per_worker))
-        try:
-            nodes = self._cluster.nodes()
-            self.placement = place_workers(config, nodes)
-            if not config.wait_for_workers:
-                expect_room(self.placement, nodes)
-            # An argument of methods: an argument of the constructor would have to exist when Ray
-            # starts an actor again.
-            self.task = stored(task, "the task")
-        except BaseException:
-            self._cluster.close()
-            raise
-        self.warning = self._cluster.warning
-        self.facts: dict[str, Any] = {}
-        """Facts of the first worker that has answered; the others must be like it."""
-        self._cache_dir = cache_dir
-        self._versions = versions()
-
-    def create(self, worker_class: type) -> Any:
-        """Start an actor, which has no task yet."""
-        actor = ray.remote(worker_class).options(**actor_options(self.placement))
-        return actor.remote(cache_dir=self._cache_dir)
-
-    def why_incompatible(self, facts: dict[str, Any]) -> str:
-        """Say why a worker must not compute: its bits might differ. Empty if it may.
-
-        Args:
-          facts: the answer of `Worker.begin`.
-        """
-        if not (reason := difference(self._versions, facts["versions"])):
-            self._versions |= facts["versions"]  # adds accelerators' packages, which it may lack
-        self.facts = self.facts or facts
-        kind, first = facts["kind"], self.facts["kind"]
-        if not reason and kind != first:
-            # Other processors and devices round differently. Which worker computes a unit may
-            # depend on the other units drawn, so a missing unit would change more than its part.
-            reason = f"{kind} instead of {first}: workers must be of one kind"
-        return reason and f"the worker on {facts['host']} has {reason}"
-
-    def close(self) -> None:
-        """Disconnect from the cluster, and end it if it is a private one."""
-        self.task = None
-        self._cluster.close()
-
-
-def stored(value: Any, what: str) -> Any:
-    """Put a value into Ray's object store and return its reference.
-
-    Raises: EngineError: there is no room for it.
-    """
-    try:
-        return ray.put(value)
-    except (ObjectStoreFullError, OutOfDiskError) as error:
-        reason = f"no room for {what} in the object store: {cause(error)}"
-        raise EngineError(reason) from error
-
-
-def failure(place: str, error: Exception) -> EngineError:
-    """Report an exception of a worker's code in one line, with its traceback in `details`."""
-    return EngineError(f"{place}: {cause(error)}", details=_plain(str(error)) + "\n")
-
-
-def cause(error: Exception) -> str:
-    """Return the exception of the worker's code as one line, without Ray's frames."""
-    inner = getattr(error, "cause", None)
-    if inner is not None:
-        return _plain(f"{type(inner).__name__}: {inner}")
-    lines = [line.strip() for line in _plain(str(error)).strip().splitlines()]
-    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b.*:", line)]
-    return (named or lines or [type(error).__name__])[-1]
-
-
-def _plain(text: str) -> str:
-    """Remove terminal colours, which Ray adds."""
-    return re.sub(r"\x1b\[\d*m", "", text)
-
-
-class _Runner:
-    """A process that computes one job after another, with its compiled programs."""
-
-    def __init__(self, cache_dir: Path):
-        keep_compiled(cache_dir)
-
-    @ray.method(max_task_retries=RETRIES)
-    def run(self, function: Callable[..., Any], job: Any, *shared: Any) -> Any:
-        return function(job, *shared)
-
-
-def on_workers(
-    function: Callable[..., Any], jobs: Sequence[Any], *shared: Any, config: EngineConfig
-) -> Iterator[Any]:
-    """Yield function(job, *shared) for each job, in their order.
-
-    Args:
-      function: importable in the processes; a job whose process is lost is computed again.
-      shared: arguments of all jobs; each node stores them once.
-      config: number, threads and accelerator of the processes.
-
-    Raises:
-      ConfigError: the cluster cannot be reached, or has no room.
-      EngineError: a job failed, or its process was lost repeatedly.
-    """
-    actors, runners = Actors(None, config, keep_compiled()), []
-    try:
-        count = min(actors.placement.num_workers, len(jobs))
-        runners += [actors.create(_Runner) for _ in range(count)]
-        references = [stored(each, "arguments") for each in shared]
-        pool = ActorPool(runners)
-        yield from pool.map(
-            lambda runner, job: runner.run.remote(function, job, *references), [*jobs]
-        )
-    except RayTaskError as error:
-        if isinstance(error.cause, FedsimError):
-            raise error.cause from None
-        raise failure("a job", error) from error
-    except RayError as error:
-        raise EngineError(f"a process was lost repeatedly: {cause(error)}") from error
-    finally:
-        for runner in runners:
-            ray.kill(runner)
-        actors.close()

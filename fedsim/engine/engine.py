@@ -6,8 +6,8 @@ are exact, so the result does not depend on lanes, on the number, speed or failu
 
 Lanes have texts of about one length, so that little is computed for padding. A worker computes some
 units side by side, trimmed to one length; mixed lengths would pad each lane's passes of every
-length. In evaluations where short texts share a row, lanes keep the order of the examples, so that
-short texts fill the rows of long ones.
+length. In evaluations lanes keep the order of the examples: texts that share rows fill those of
+longer ones.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from fedsim.errors import FedsimError
 
 AT_ONCE = 4  # units that most strategies compute side by side
 MAX_EVALUATED = 512  # examples of a lane: a worker that takes too long is started again
-MIN_TOKENS = 512  # of a lane of examples that share rows: several rows at once cost less each
+MIN_EVALUATED = 16  # several rows at once cost less each
 
 
 class EngineError(FedsimError):
@@ -125,7 +125,7 @@ class Engine(ABC):
             self.on_progress = ignore
 
     @abstractmethod
-    def _lanes(self, method: str, params: Any, lanes: Sequence[np.ndarray], *args) -> Iterator[Any]:
+    def _lanes(self, method: str, params: Any, lanes: Sequence[Any], *args) -> Iterator[Any]:
         """Yield `Worker.<method>(version, params, lane, *args)` for every lane, in lane order."""
 
     @abstractmethod
@@ -156,6 +156,10 @@ class Engine(ABC):
         rows = np.resize([0, 1], (units, group))
         return next(self._lanes("ghost_fault", params, [rows], clip, strategy))
 
+    def compute(self, function: Callable[..., Any], params: Any, parts: Sequence[Any], *args: Any):
+        """Yield function(part, params, *args) for each part, in their order; it is importable."""
+        return self._lanes("run", params, parts, function, *args)
+
     def clipped_sum(
         self,
         params: Any,
@@ -184,8 +188,7 @@ class Engine(ABC):
             order, lanes = np.arange(len(rows)), in_order(rows, self.num_lanes, self.least_units)
         else:
             real = np.flatnonzero((rows >= 0).any(axis=1))  # the others would only add zero
-            place = self.task, "train", rows[real], self.num_lanes, self.least_units
-            order, lanes = cut(*place)
+            order, lanes = cut(self.task, rows[real], self.num_lanes, self.least_units)
             order = real[order]
         for lane_sum, lane_stats in self._lanes("lane_sum", params, lanes, clip, strategy):
             stats.append(lane_stats)
@@ -207,8 +210,8 @@ class Engine(ABC):
           split: name of the split.
           rows: example indices, int [examples].
         """
-        number = max(self.num_lanes, -(-len(rows) // MAX_EVALUATED))
-        lanes = cut_examples(self.task, split, rows, number, self.least_units)
+        number = min(self.num_lanes, len(rows) // MIN_EVALUATED)
+        lanes = np.array_split(rows, max(1, number, -(-len(rows) // MAX_EVALUATED)))
         nats = self._nats(params, split, lanes).sum(axis=0)
         return float(nats[0] / max(nats[1], 1))
 
@@ -235,22 +238,21 @@ class Engine(ABC):
 
 
 def cut(
-    task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int
+    task: Task, rows: np.ndarray, num_lanes: int, least: int
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Cut units into at most `num_lanes` lanes of about equal cost, the longest texts first.
 
     A function of its arguments, so independent of the workers.
     Args:
       task: says how long examples are.
-      split: name of the split.
-      rows: examples, int [units, group] or [units], -1 = padding.
+      rows: examples of the split train, int [units, group], -1 = padding.
       num_lanes: most lanes.
       least: least units of a lane, if there are that many units.
     Returns: (number of the unit at each position of the concatenated lanes, int [units]; rows of
       each lane's units, [units of the lane, ...]).
     """
     num_lanes = max(1, min(num_lanes, len(rows) // least))
-    found = None if num_lanes == 1 else _lengths_and_costs(task, split, rows)
+    found = None if num_lanes == 1 else _lengths_and_costs(task, rows)
     if found is None:
         return np.arange(len(rows)), in_order(rows, num_lanes, least)
     longest, cost = found
@@ -282,40 +284,14 @@ def _starts_of_blocks(lengths: np.ndarray, size: int) -> np.ndarray:
     return np.flatnonzero(since % size == 0)
 
 
-def cut_examples(
-    task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int
-) -> list[np.ndarray]:
-    """Cut the examples [n] of an evaluation into lanes; arguments as of `cut`.
-
-    If texts share rows, lanes keep the order of the examples and have about as many tokens each.
-    """
-    buckets = task.buckets
-    sizes = task.sizes(split, rows) if buckets and buckets.packed and len(rows) else None
-    if sizes is None:
-        return cut(task, split, rows, num_lanes, least)[1]
-    ends = np.cumsum(sizes)
-    num_lanes = max(1, min(num_lanes, int(ends[-1]) // MIN_TOKENS))
-    lane = np.minimum((ends - sizes) * num_lanes // max(1, ends[-1]), num_lanes - 1)
-    return np.split(rows, 1 + np.flatnonzero(np.diff(lane)))
-
-
-def _lengths_and_costs(
-    task: Task, split: str, rows: np.ndarray
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return (length of the rows, tokens with padding) of each unit, int [units] each.
-
-    None: all examples have the same length, or it is unknown.
-    """
-    if (buckets := task.buckets) is None:
+def _lengths_and_costs(task: Task, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """(Length of the rows, tokens with padding) of each unit, int [units] each, if it is known."""
+    if (buckets := task.buckets) is None or (sizes := task.sizes("train", rows.ravel())) is None:
         return None
-    if (sizes := task.sizes(split, rows.ravel())) is None:
-        return None
-    shape = rows.shape if rows.ndim > 1 else (len(rows), 1)
-    is_real = rows.reshape(shape) >= 0
-    sizes = sizes.reshape(shape)
-    if not buckets.shared or shape[1] == 1:
-        lengths = np.where(is_real, buckets.holding(sizes), 0)
+    sizes = sizes.reshape(rows.shape)
+    if not buckets.shared or rows.shape[1] == 1:
+        lengths = np.where(rows >= 0, buckets.holding(sizes), 0)
         return lengths.max(axis=1), lengths.sum(axis=1)
-    sizes = np.where(is_real, sizes, 0)
+    sizes = np.where(rows >= 0, sizes, 0)
     longest = shared_lengths(sizes, buckets.shared)
     return longest, np.maximum(longest, sizes.sum(axis=1))

@@ -4,23 +4,19 @@ Versions, settings and kind of host make driver, workers and later runs comparab
 depend on them. Options of XLA and JAX have an allow-list.
 """
 
-import ctypes
 import hashlib
 import os
 import platform
 import re
 import sys
 import warnings
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import xla_bridge
 from jaxlib import xla_client
 
-from fedsim.config import EngineConfig
 from fedsim.errors import ConfigError, expect
 from fedsim.files import NotOurs, cache_dir, own_directory
 
@@ -33,7 +29,6 @@ JAX_SETTINGS += ("jax_default_matmul_precision",)
 VARIABLES = ("XLA_FLAGS", "NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES")
 VARIABLES += ("OPENBLAS_CORETYPE",)
 """Variables that choose how the compiler and NumPy compute; workers on Ray have other ones."""
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 # An option can break what the guarantee rests on: XLA's fast math folds `isfinite` to true, and
@@ -58,11 +53,8 @@ ALLOWED: dict[str, str] = {
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": ANY,
     "JAX_DEFAULT_MATMUL_PRECISION": ANY,  # of the model; norms and sums ask for the highest
     "JAX_THREEFRY_PARTITIONABLE": ANY,  # of the first parameters; draws and noise are not JAX's
-    "JAX_RANDOM_SEED_OFFSET": ANY,
-    "JAX_NUMPY_RANK_PROMOTION": ANY,  # a check of shapes, when a program is traced
     "JAX_LOGGING_LEVEL": ANY,  # messages
     "JAX_TRACEBACK_FILTERING": ANY,
-    "LIBTPU_INIT_ARGS": "",  # no option of TPUs has been looked at
     "NVIDIA_TF32_OVERRIDE": "0",  # 0: never TF32
 }
 """Variables that start with JAX_ or LIBTPU_, or can reduce precision, each with a pattern of its
@@ -93,19 +85,6 @@ COMPILED_WITH = {
 }
 """Values of options with which XLA must compile: it reads XLA_FLAGS once, and a program may have
 changed the variable since."""
-
-
-def set_threads(config: EngineConfig) -> None:
-    """Give this process the threads and platform of a run's driver, if JAX has not started: a
-    process that has computed before keeps its own.
-
-    Raises: ConfigError: JAX cannot compute with its settings; see `expect_usable_jax`.
-    """
-    if not xla_bridge.backends_are_initialized():
-        os.environ["NPROC"] = str(config.threads_per_worker)
-        if config.kind != "local":  # workers compute: the driver must take no accelerator
-            jax.config.update("jax_platforms", "cpu")
-    expect_usable_jax()
 
 
 def expect_usable_jax() -> None:
@@ -153,15 +132,6 @@ def expect_allowed() -> None:
 def _expect(variable: str, value: Any, holds: bool, allowed: str) -> None:
     why = "the guarantee was not checked with other options"
     expect(variable, value, holds, f"{allowed}: {why}")
-
-
-def keep_memory() -> None:
-    """Have this process reuse the memory that it frees: fresh pages for the next sum take longer
-    than its noise. Not for a program that uses fedsim as a library."""
-    with suppress(AttributeError, OSError, TypeError):  # without glibc
-        tune = ctypes.CDLL(None).mallopt
-        tune(M_MMAP_MAX, 0)
-        tune(M_TRIM_THRESHOLD, -1)
 
 
 def version(package: str) -> str:

@@ -17,7 +17,6 @@ from fedsim.errors import ConfigError, expect
 from fedsim.files import cgroup_value, cpus
 
 GB = 1e9
-SHARED = Path("/dev/shm")
 # Measured with the README's training on one and two cores, less a tenth; in bytes.
 LOCAL_MEMORY, RAY_MEMORY = 0.42 * GB, 0.6 * GB
 WORKER_MEMORY = 0.25 * GB  # of each worker, beside RAY_MEMORY
@@ -53,27 +52,30 @@ def expect_enough(config: EngineConfig) -> None:
         expect("engine", "ray", find_spec("ray") is not None, "the extra ray, or engine=local")
     memory, who, instead = LOCAL_MEMORY, "JAX", "give it more"
     if config.kind == "ray" and not cluster_address():
-        if not os.access(SHARED, os.W_OK):
-            expected = "a directory for Ray's shared memory: start the container with it (docker "
-            instead = "run --shm-size=1g), or engine=local"
-            raise ConfigError.of("shared_memory", SHARED, expected + instead)
         workers = config.num_workers or max(1, cpus() // config.threads_per_worker)
         memory, who = RAY_MEMORY + workers * WORKER_MEMORY, f"Ray with {workers} workers"
         instead = "fewer workers (num_workers), or engine=local"
-    if (free := free_memory()) < memory:
-        needed = f"at least {memory / GB:.2f} GB free for {who}: {instead}"
-        raise ConfigError.of("memory", f"{free / GB:.2f} GB", needed)
+    needed, free = f"at least {memory / GB:.2f} GB free for {who}: {instead}", free_memory()
+    expect("memory", f"{free / GB:.2f} GB", free >= memory, needed)
 
 
 def set_threads(config: EngineConfig) -> None:
-    """Check the machine, then call `environment.set_threads`, which starts JAX.
+    """Check the machine, and give this process the threads and platform of a run's driver, if JAX
+    has not started: a process that has computed before keeps its own.
 
     Raises: ConfigError: the machine is too small, or JAX cannot compute with its settings.
     """
     expect_enough(config)
-    from fedsim.engine import environment
+    import jax
+    from jax._src import xla_bridge
 
-    environment.set_threads(config)
+    from fedsim.engine.environment import expect_usable_jax
+
+    if not xla_bridge.backends_are_initialized():
+        os.environ["NPROC"] = str(config.threads_per_worker)
+        if config.kind != "local":  # workers compute: the driver must take no accelerator
+            jax.config.update("jax_platforms", "cpu")
+    expect_usable_jax()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +100,6 @@ class Placement:
             min(int(node.get(name, 0) // need) for name, need in self.needs.items())
             for node in nodes
         )
-
-    def describe(self) -> str:
-        """Describe the device of one worker, for people."""
-        if self.accelerator:
-            return f"1 {self.accelerator}"
-        return f"{self.threads} CPU thread{'' if self.threads == 1 else 's'}"
 
 
 def place_workers(config: EngineConfig, nodes: Sequence[Resources]) -> Placement:

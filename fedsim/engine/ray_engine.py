@@ -12,6 +12,7 @@ that do not come back.
 
 import dataclasses
 import heapq
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -25,16 +26,21 @@ from ray.exceptions import (
     ActorUnavailableError,
     GetTimeoutError,
     ObjectLostError,
+    ObjectStoreFullError,
+    OutOfDiskError,
     RayError,
     RaySystemError,
     RayTaskError,
 )
 
 from fedsim.config import EngineConfig
-from fedsim.engine.cluster import Actors, cause, failure, stored
+from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import Engine, EngineError, ignore
+from fedsim.engine.environment import difference, versions
+from fedsim.engine.preflight import actor_options, expect_room, place_workers
 from fedsim.engine.task import Task
 from fedsim.engine.worker import NoTask, Worker
+from fedsim.files import cpus
 from fedsim.signals import raise_if_stopped
 
 MAX_LOSSES = 4  # of one lane, in one call
@@ -48,7 +54,7 @@ class _Call:
     """A method over lanes, and its progress."""
 
     method: str
-    lanes: Sequence[np.ndarray]
+    lanes: Sequence[Any]
     args: tuple
     version: int
     params: Any  # a reference
@@ -99,7 +105,8 @@ class RayEngine(Engine):
 
         Args:
           task: the model and its data.
-          config: lanes, workers and their time limits.
+          config: lanes, workers and their time limits. With `wait_for_workers`, they may have no
+            room yet: Ray starts them when there is, and asks an autoscaler for nodes.
           warn: receives warnings about workers.
           cache_dir: directory of compiled programs.
         Raises: ConfigError: the cluster cannot be reached, or has no room for the workers.
@@ -108,20 +115,30 @@ class RayEngine(Engine):
         self.warn = warn
         self.redispatched = 0
         """Number of lanes computed again because a worker was lost, since the start."""
-        self._actors = Actors(task, config, cache_dir)
-        if self._actors.warning:
-            warn(self._actors.warning)
+        self._facts: dict[str, Any] = {}  # of the first worker; the others must be like it
+        self._versions = versions()
         self._timeout_s = config.worker_timeout
         self._start_s = max(config.worker_timeout, config.wait_for_workers)
-        count = self._actors.placement.num_workers
-        if (idle := count - self.num_lanes) > 0:
-            warn(
-                f"a step is cut in {self.num_lanes} parts, so {idle} of {count} workers are idle: "
-                f"num_lanes={2 * count} uses all"
-            )
+        # A private cluster declares the machine's CPUs, or more if the workers need more.
+        self._cluster = Cluster(max(cpus(), (config.num_workers or 1) * config.threads_per_worker))
+        if self._cluster.warning:
+            warn(self._cluster.warning)
+        try:
+            nodes = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+            self._placement = place_workers(config, nodes)
+            if not config.wait_for_workers:
+                expect_room(self._placement, nodes)
+            # An argument of methods: an argument of the constructor would have to exist when Ray
+            # starts an actor again.
+            self._task = stored(task, "the task")
+        except BaseException:
+            self._cluster.close()
+            raise
+        actors = ray.remote(Worker).options(**actor_options(self._placement))
         give_up_at = time.monotonic() + self._start_s
         self._workers = {
-            number: _Worker(self._actors.create(Worker), give_up_at) for number in range(count)
+            number: _Worker(actors.remote(cache_dir=cache_dir), give_up_at)
+            for number in range(self._placement.num_workers)
         }
         self._idle: deque[int] = deque()  # idle the longest first
         self._flights: dict[Any, _Flight] = {}
@@ -138,19 +155,21 @@ class RayEngine(Engine):
         self._started = True
 
     def facts(self) -> dict[str, Any]:
-        return self._actors.facts
+        return self._facts
 
     def describe(self) -> str:
-        count = self._actors.placement.num_workers
-        processes = "1 process" if count == 1 else f"{count} processes"
-        return f"{processes}, {self._actors.placement.describe()} each"
+        count, threads = self._placement.num_workers, self._placement.threads
+        device = f"{threads} CPU thread{'s' * (threads > 1)}"
+        if self._placement.accelerator:
+            device = f"1 {self._placement.accelerator}"
+        return f"{count} process{'es' * (count > 1)}, {device} each"
 
     def close(self) -> None:
         for worker in self._workers.values():
             ray.kill(worker.actor)
         self._flights.clear()
-        self._call = None
-        self._actors.close()
+        self._call = self._task = None
+        self._cluster.close()
 
     def _lanes(self, method, params, lanes, *args):
         self._call, self._version = None, self._version + 1  # the store need not hold two versions
@@ -177,7 +196,7 @@ class RayEngine(Engine):
 
     def _begin(self, number: int) -> None:
         """Send the task to a worker that has started or was lost; it is up when it answers."""
-        ref = self._workers[number].actor.begin.remote(self._actors.task)
+        ref = self._workers[number].actor.begin.remote(self._task)
         self._flights[ref] = _Flight(number, time.monotonic())
 
     def _collect(self) -> None:
@@ -214,17 +233,30 @@ class RayEngine(Engine):
             elif flight.call is None and (self._started or missing):
                 self._give_up(flight.worker, cause(error.cause if missing else error))
             else:
-                raise failure(_name(flight), error) from error
+                details = _plain(str(error)) + "\n"
+                raise EngineError(f"{_name(flight)}: {cause(error)}", details=details) from error
         except RayError as error:  # died for good, or unknown
             self._give_up(flight.worker, cause(error))
             self._put_back(flight)
         else:
             if flight.call is not None:
                 flight.call.answers[flight.lane] = answer
-            elif reason := self._actors.why_incompatible(answer):
+            elif reason := self._why_incompatible(answer):
                 return self._give_up(flight.worker, reason)
             self._workers[flight.worker].up = True
             self._idle.append(flight.worker)
+
+    def _why_incompatible(self, facts: dict[str, Any]) -> str:
+        """Say why a worker must not compute: its bits might differ. Empty if it may."""
+        if not (reason := difference(self._versions, facts["versions"])):
+            self._versions |= facts["versions"]  # adds accelerators' packages, which it may lack
+        self._facts = self._facts or facts
+        kind, first = facts["kind"], self._facts["kind"]
+        if not reason and kind != first:
+            # Other processors and devices round differently. Which worker computes a unit may
+            # depend on the other units drawn, so a missing unit would change more than its part.
+            reason = f"{kind} instead of {first}: workers must be of one kind"
+        return reason and f"the worker on {facts['host']} has {reason}"
 
     def _lost(self, flight: _Flight) -> None:
         """Put a lane back, and give its worker no other one until it answers."""
@@ -263,7 +295,9 @@ class RayEngine(Engine):
 def _name(flight: _Flight) -> str:
     if flight.call is None:
         return f"worker {flight.worker}"
-    rows = np.unique(flight.call.lanes[flight.lane])
+    if not isinstance(rows := flight.call.lanes[flight.lane], np.ndarray):
+        return f"part {flight.lane}"
+    rows = np.unique(rows)
     rows = rows[rows >= 0].tolist()
     more = f", ... {len(rows)} in all" if len(rows) > 8 else ""
     return f"lane {flight.lane} (examples {', '.join(map(str, rows[:8]))}{more})"
@@ -272,3 +306,30 @@ def _name(flight: _Flight) -> str:
 def _free() -> str:
     have = ray.available_resources()
     return ", ".join(f"{have.get(name, 0):g} {name}" for name in ("CPU", "GPU", "TPU"))
+
+
+def stored(value: Any, what: str) -> Any:
+    """Put a value into Ray's object store and return its reference.
+
+    Raises: EngineError: there is no room for it.
+    """
+    try:
+        return ray.put(value)
+    except (ObjectStoreFullError, OutOfDiskError) as error:
+        reason = f"no room for {what} in the object store: {cause(error)}"
+        raise EngineError(reason) from error
+
+
+def cause(error: Exception) -> str:
+    """Return the exception of the worker's code as one line, without Ray's frames."""
+    inner = getattr(error, "cause", None)
+    if inner is not None:
+        return _plain(f"{type(inner).__name__}: {inner}")
+    lines = [line.strip() for line in _plain(str(error)).strip().splitlines()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b.*:", line)]
+    return (named or lines or [type(error).__name__])[-1]
+
+
+def _plain(text: str) -> str:
+    """Remove terminal colours, which Ray adds."""
+    return re.sub(r"\x1b\[\d*m", "", text)

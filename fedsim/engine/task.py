@@ -5,7 +5,7 @@ write `init`, `read` and `losses`; all other methods have defaults. A task is pi
 workers, so it should hold sizes and paths, or arrays that every worker may hold.
 """
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +115,7 @@ def read_rows(task: Task, split: str, rows: np.ndarray) -> Batch:
     return task.dummy_batch(rows) if split == DUMMY else task.read(split, rows)
 
 
-class WrappedTask(Task):
+class WrappedTask(Any if TYPE_CHECKING else object):
     """A task that forwards everything to an inner task, except for what a subclass overrides."""
 
     def __init__(self, inner: Task):
@@ -124,29 +124,7 @@ class WrappedTask(Task):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner})"
 
-    def init(self, key: jax.Array) -> Params:
-        """Create the inner task's parameters."""
-        return self.inner.init(key)
-
-    def read(self, split: str, rows: np.ndarray) -> Batch:
-        """Read the inner task's rows."""
-        return self.inner.read(split, rows)
-
-    def losses(self, params: Params, batch: Batch, *frozen: Any) -> jax.Array:
-        """Compute the inner task's losses."""
-        return self.inner.losses(params, batch, *frozen)
-
-
-def _forward(name: str, default: Any) -> None:
-    """Have `WrappedTask` forward an attribute, so that none is left at the default of `Task`."""
-
-    def forwarded(self: WrappedTask, *args: Any) -> Any:
-        value = getattr(self.inner, name)
-        return value if isinstance(default, property) else value(*args)
-
-    setattr(WrappedTask, name, property(forwarded) if isinstance(default, property) else forwarded)
-
-
-for _name, _default in [*vars(Task).items()]:
-    if not _name.startswith("_") and _name not in vars(WrappedTask):
-        _forward(_name, _default)
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner" or name.startswith("__"):  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.inner, name)

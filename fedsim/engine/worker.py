@@ -10,7 +10,7 @@ import functools
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from fedsim.engine.environment import (
     expect_allowed,
     host_kind,
     keep_compiled,
-    keep_memory,
     on_accelerator,
     versions,
 )
@@ -70,7 +69,6 @@ class Worker:
         """
         if cache_dir is not None:
             keep_compiled(cache_dir)
-            keep_memory()
         self._programs = None if task is None else Programs(task)
 
     def begin(self, task: Task) -> dict[str, Any]:
@@ -109,6 +107,10 @@ class Worker:
             "process": os.getpid(),
             "versions": versions(),
         }
+
+    def run(self, version: int, params: Any, part: Any, function: Callable[..., Any], *args: Any):
+        """Compute function(part, params, *args)."""
+        return function(part, params, *args)
 
     def lane_sum(self, version: int, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy):
         """Compute the clipped sum of a lane.

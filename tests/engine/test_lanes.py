@@ -1,7 +1,5 @@
 """Lanes hold every unit once, of texts about as long, and cost about the same."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from experiments.harness.stores import store_of
 from fedsim.clipping import Buckets, Clip, Strategy
-from fedsim.engine.engine import AT_ONCE, MIN_TOKENS, cut, cut_examples
+from fedsim.engine.engine import AT_ONCE, cut
 from fedsim.engine.task import Task
 from fedsim.engine.worker import LocalEngine
 from fedsim.models.language_model import LanguageModelTask
@@ -49,7 +47,7 @@ def test_every_unit_is_in_one_lane_the_longest_first(units, group, num_lanes, le
     rows = rng.permutation(units * group).reshape(units, group)
     rows[rng.random((units, group)) >= density] = -1
     task = Sized(rng.integers(1, 33, units * group))
-    order, lanes = cut(task, "train", rows, num_lanes, least)
+    order, lanes = cut(task, rows, num_lanes, least)
     assert sorted(order) == list(range(units)) and len(lanes) <= num_lanes
     np.testing.assert_array_equal(np.concatenate([rows[:0], *lanes]), rows[order])
     if units >= least:
@@ -69,29 +67,13 @@ def bounds_of(lanes):
     return zip(ends[:-1], ends[1:], strict=True)
 
 
-@settings(deadline=None, max_examples=100)
-@given(
-    examples=st.integers(0, 300), num_lanes=st.integers(1, 12), longest=st.sampled_from([1, 8, 33])
-)
-def test_examples_that_share_rows_come_in_lanes_of_as_many_tokens(examples, num_lanes, longest):
-    """In their order, so that short ones and long ones meet."""
-    sizes = np.random.default_rng(examples).integers(0, longest, examples)
-    task = Sized(sizes)
-    task.buckets = dataclasses.replace(Sized.buckets, packed=lambda batch: [batch])
-    lanes = cut_examples(task, "eval_users", np.arange(examples), num_lanes, 2)
-    np.testing.assert_array_equal(np.concatenate([np.arange(0), *lanes]), np.arange(examples))
-    assert len(lanes) <= max(1, min(num_lanes, sizes.sum() // MIN_TOKENS))
-    most = max((sizes[lane].sum() for lane in lanes), default=0)
-    assert most <= sizes.sum() / max(1, len(lanes)) + longest
-
-
 @pytest.mark.parametrize("task", [Sized(np.arange(9)), Task.sizes], ids=["one lane", "unknown"])
 def test_where_nothing_is_gained_units_stay_in_order(task):
     rows, lanes = np.arange(9)[:, None], 1
     if task is Task.sizes:
         task, lanes = Sized(np.arange(9)), 3
         task.sizes = lambda split, rows: None
-    order, *_ = cut(task, "train", rows, lanes, 2)
+    order, *_ = cut(task, rows, lanes, 2)
     np.testing.assert_array_equal(order, np.arange(9))
 
 
@@ -108,7 +90,7 @@ def test_sums_and_statistics_do_not_depend_on_lanes():
     np.testing.assert_array_equal(task.sizes("train", rows.ravel()), store.lengths[rows.ravel()])
     params = task.init(jax.random.key(0))
     one, many = (LocalEngine(task, num_lanes=lanes) for lanes in (1, 6))
-    assert (cut(task, "train", rows, 6, 2)[0] != np.arange(24)).any()
+    assert (cut(task, rows, 6, 2)[0] != np.arange(24)).any()
     clip, strategy = Clip(1e-3), Strategy("direct", 4)
     (a, of_one), (b, of_many) = (
         engine.clipped_sum(params, rows, clip, strategy) for engine in (one, many)

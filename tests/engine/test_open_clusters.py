@@ -62,7 +62,6 @@ def test_a_run_does_not_start_from_a_package_with_a_key(tmp_path, monkeypatch):
     cluster._expect_no_key(package / "code")
     SecretKey.create().save(package / "runs" / "posts")
     monkeypatch.chdir(package / "code")
-    monkeypatch.setattr(cluster, "_expect_reachable", lambda address: None)
     with refuses("working_dir", says="=runs/posts/secret.json"):
         Cluster._join(object.__new__(Cluster), "127.0.0.1:6379")
     cluster._expect_no_key(tmp_path)
@@ -111,19 +110,17 @@ def test_a_cluster_of_our_own_asks_for_the_token(ray_cluster):
     assert ray_cluster.warning == ""
 
 
+class Open(Cluster):
+    def __init__(self, num_cpus):
+        super().__init__(num_cpus)
+        self.warning = cluster.OPEN.format("head:6379")
+
+
 @pytest.mark.ray
 def test_a_run_on_a_cluster_that_asks_for_no_token_says_so(ray_cluster, rng, monkeypatch):
-    from fedsim.engine.ray_engine import RayEngine
+    from fedsim.engine import ray_engine
 
-    real, notes = cluster.Cluster, []
-
-    def found_open(num_cpus):
-        joined = real(num_cpus)
-        joined.warning = cluster.OPEN.format("head:6379")
-        return joined
-
-    monkeypatch.setattr(cluster, "Cluster", found_open)
-    _, task = mean_problem(rng, [5])
-    pool = RayEngine(task, EngineConfig("ray", num_workers=1), warn=notes.append)
-    pool.close()
+    notes, (_, task) = [], mean_problem(rng, [5])
+    monkeypatch.setattr(ray_engine, "Cluster", Open)
+    ray_engine.RayEngine(task, EngineConfig("ray", num_workers=1), warn=notes.append).close()
     assert len(notes) == 1 and "RAY_ADDRESS=head:6379: this Ray cluster has no token" in notes[0]

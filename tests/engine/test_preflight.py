@@ -1,7 +1,6 @@
 """What a machine must have before JAX or Ray start, and the workers that a cluster has room for."""
 
 import functools
-from pathlib import Path
 
 import pytest
 from refused import refuses
@@ -58,14 +57,6 @@ def test_a_driver_of_a_cluster_needs_no_room_for_workers(monkeypatch):
         preflight.expect_enough(EngineConfig("ray", num_workers=2))
     monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
     preflight.expect_enough(EngineConfig("ray", num_workers=2))
-
-
-def test_ray_without_shared_memory_is_refused(monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(preflight, "SHARED", Path("/nowhere/shm"))
-    with refuses("shared_memory=/nowhere/shm", says="--shm-size=1g), or engine"):
-        preflight.expect_enough(EngineConfig("ray"))
-    preflight.expect_enough(EngineConfig("local"))
 
 
 @pytest.mark.parametrize(

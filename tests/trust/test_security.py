@@ -97,9 +97,9 @@ def test_a_lane_has_two_units_or_more():
     """What leaves a worker is a lane's sum: of one unit, it would be its clipped gradient."""
     _, task = mean_problem(np.random.default_rng(0), [1])
     for units in range(2, 40):
-        lanes = cut(task, "train", np.zeros((units, 1), int), 8, Engine.least_units)[1]
+        lanes = cut(task, np.zeros((units, 1), int), 8, Engine.least_units)[1]
         assert min(map(len, lanes)) >= 2 and sum(map(len, lanes)) == units
-    (lane,) = cut(task, "train", np.zeros((1, 1), int), 8, Engine.least_units)[1]
+    (lane,) = cut(task, np.zeros((1, 1), int), 8, Engine.least_units)[1]
     assert len(lane) == 1  # the whole draw
 
 
