@@ -99,23 +99,3 @@ def _layer_norm(params, x):
 
 def _float64(*arrays):
     return [np.asarray(array, np.float64) for array in arrays]
-
-
-def bigram_gradient(params, tokens, trained):
-    """Gradient of a row's loss under a model that predicts a token from the one before it alone.
-
-    The loss is the mean cross-entropy over the row's own trained tokens; without any it is 0.
-    `params` is {"embed": [V, width], "head": [width, V]}.
-    """
-    embed, head = _float64(params["embed"], params["head"])
-    total = {"embed": np.zeros_like(embed), "head": np.zeros_like(head)}
-    places = [i for i in range(1, len(tokens)) if trained[i]]
-    for i in places:
-        before, target = tokens[i - 1], tokens[i]
-        scores = embed[before] @ head
-        error = np.exp(scores - scores.max())
-        error /= error.sum()
-        error[target] -= 1
-        total["embed"][before] += head @ error / len(places)
-        total["head"] += np.outer(embed[before], error) / len(places)
-    return np.concatenate([total["embed"].ravel(), total["head"].ravel()])

@@ -47,14 +47,14 @@ def from_the_end_twice(matrix, module, calls, own):
     return found
 
 
-def part_by_part(mean, self, params, rows, real):
+def part_by_part(mean, loss_fn, size, *given):
     """The mean of a unit's gradients, in parts that are clipped to norm 1."""
-    size = self.rows_per_pass
-    total, loss = jax.tree.map(jnp.zeros_like, mean(self, params, rows, real))
+    *how, rows, real = given
+    total, loss = jax.tree.map(jnp.zeros_like, mean(loss_fn, size, *given))
     for start in range(0, len(real), size):
         own = real[start : start + size]
         part = jax.tree.map(lambda leaf: leaf[start : start + size], rows)  # noqa: B023
-        grad, some = mean(self, params, part, own)
+        grad, some = mean(loss_fn, size, *how, part, own)
         share = own.sum() / jnp.maximum(real.sum(), 1)
         norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grad)))
         factor = share * jnp.minimum(1, 1 / norm)
@@ -63,8 +63,8 @@ def part_by_part(mean, self, params, rows, real):
     return total, loss
 
 
-def over_padding(mean, self, params, rows, real):
-    return jax.tree.map(lambda leaf: leaf * real.mean(), mean(self, params, rows, real))
+def over_padding(mean, *given):
+    return jax.tree.map(lambda leaf: leaf * given[-1].mean(), mean(*given))
 
 
 def repaired(contribution, grad, real, clip):
@@ -139,12 +139,12 @@ CLIPPING = (
     Mistake(
         "clipping parts of a user, before their sum",
         "clipping/test_clipping.py::test_a_users_gradient_is_complete_before_it_is_clipped",
-        Patch(SCAN, "_UnitGradient.__call__", part_by_part),
+        Patch(SCAN, "_unit_gradient", part_by_part),
     ),
     Mistake(
         "padding in a user's mean",
         "clipping/test_clipping.py::test_a_mean_is_over_the_real_rows",
-        Patch(SCAN, "_UnitGradient.__call__", over_padding),
+        Patch(SCAN, "_unit_gradient", over_padding),
     ),
     Mistake(
         "a gradient that is not finite passes",

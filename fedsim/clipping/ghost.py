@@ -74,10 +74,10 @@ def clip_chunk(
     total: Any,
     side_by_side: int,
 ) -> scan.Sums:
-    """Compute the sum of `scan.clip_chunk`; arguments and results are the same.
+    """`strategy.clip_chunk` by this strategy.
 
     Memory: the activations of all rows of a pass, small layers' gradients, and one tile.
-    Guarantees: those of `scan.clip_chunk`. The upper bound on norms is a little less tight: a
+    Guarantees: those of `strategy.clip_chunk`. The upper bound on norms is a little less tight: a
       clipped unit may be shorter than C by a few thousandths.
     Raises: UnsupportedModel: the loss uses a parameter beside the calls of a layer of `LAYERS`.
     """

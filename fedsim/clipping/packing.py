@@ -74,7 +74,6 @@ def chunks(
     mask: np.ndarray,
     units_per_chunk: int,
     buckets: Buckets | None,
-    few: int | None = None,
     units_of_pass: Callable[[int], int] | None = None,
 ) -> Iterator[Chunk]:
     """Split a lane into chunks, each unit in one of them; a pure function of its arguments.
@@ -84,46 +83,35 @@ def chunks(
       mask: bool [units, group], true where a row is real.
       units_per_chunk: units of a full chunk.
       buckets: lengths to which chunks are trimmed; None: not trimmed.
-      few: units of each chunk of the rest that does not fill a chunk; None: one padded chunk.
       units_of_pass: bucket -> units of a pass; None: those of the strategy.
     Raises: ConfigError: a row is longer than the last bucket.
     """
-    units, sizes_of_chunks = np.arange(len(mask)), (units_per_chunk, few or units_per_chunk)
+    units = np.arange(len(mask))
     if buckets is None:
-        return (_chunk(batch, mask, *part) for part in _parts(units, *sizes_of_chunks))
+        yield from _chunks(batch, mask, units, units_per_chunk)
+        return
     sizes = np.where(mask, np.asarray(buckets.sizes(batch)), -1)
     order = np.argsort(-sizes, axis=1, kind="stable")  # the longest rows first, padding last
     rows = units[:, None]
-    batch = jax.tree.map(lambda leaf: leaf[rows, order], batch)
-    mask, longest = mask[rows, order], sizes.max(axis=1, initial=0)
-    return _by_length(batch, mask, longest, sizes_of_chunks, buckets, units_of_pass)
-
-
-def _by_length(batch, mask, longest, sizes_of_chunks, buckets, units_of_pass):
-    """Yield the chunks of each length. A unit's length does not depend on other units."""
-    needed = buckets.holding(longest)
+    batch, mask = jax.tree.map(lambda leaf: leaf[rows, order], (batch, mask))
+    needed = buckets.holding(sizes.max(axis=1, initial=0))  # of a unit, whoever the others are
     for length in buckets.lengths:
-        rows = units_of_pass(length) * mask.shape[1] if units_of_pass else 0
-        for part in _parts(np.flatnonzero(needed == length), *sizes_of_chunks):
-            chunk = _chunk(batch, mask, *part)
+        at_once = units_of_pass(length) * mask.shape[1] if units_of_pass else 0
+        for chunk in _chunks(batch, mask, np.flatnonzero(needed == length), units_per_chunk):
             trimmed = buckets.trim(chunk.batch, length)
-            yield chunk._replace(batch=trimmed, length=length, rows=rows)
+            yield chunk._replace(batch=trimmed, length=length, rows=at_once)
 
 
-def _parts(units: np.ndarray, size: int, few: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield (units, size of their chunk): full chunks, then the rest in chunks of `few`."""
-    full = len(units) // size * size
-    for part, step in ((units[:full], size), (units[full:], few)):
-        for start in range(0, len(part), step):
-            yield part[start : start + step], step
+def _chunks(batch: Any, mask: np.ndarray, units: np.ndarray, size: int) -> Iterator[Chunk]:
+    """Yield some units in chunks of `size`, the last with padding."""
+    for start in range(0, len(units), size):
+        own = units[start : start + size]
 
+        def take(leaf, own=own):
+            padding = [(0, size - len(own))] + [(0, 0)] * (leaf.ndim - 1)
+            return np.pad(leaf[own], padding)
 
-def _chunk(batch, mask, units, size) -> Chunk:
-    def take(leaf):
-        padding = [(0, size - len(units))] + [(0, 0)] * (leaf.ndim - 1)
-        return np.pad(leaf[units], padding)
-
-    return Chunk(units, jax.tree.map(take, batch), take(mask), 0)
+        yield Chunk(own, jax.tree.map(take, batch), take(mask), 0)
 
 
 def chunks_of_shared(
@@ -143,49 +131,37 @@ def chunks_of_shared(
     for units, made, real in in_shared_rows(batch, mask, lengths):
         length = made["tokens"].shape[-1]
         rows = units_of_pass(length) if real.shape[1] == 1 else 1
-        size = units_per_chunk(rows)
-        for part in _parts(np.arange(len(units)), size, size):
-            chunk = _chunk(made, real, *part)
+        for chunk in _chunks(made, real, np.arange(len(units)), units_per_chunk(rows)):
             yield chunk._replace(units=units[chunk.units], length=length, rows=rows)
 
 
-def packed(
-    batch: dict[str, Any], length_for: Callable[[np.ndarray], np.ndarray]
-) -> list[dict[str, np.ndarray]]:
+def packed(batch: dict[str, Any], lengths: np.ndarray) -> list[dict[str, np.ndarray]]:
     """Pack the texts of a batch into rows: each into the first row with room, longest first.
 
     Args:
       batch: {tokens [texts, any], sizes [texts]}, NumPy; padding has size 0. And perhaps trained,
         bool [texts, any]: tokens to predict; the others are only fed.
-      length_for: (sizes of texts) -> the length of a row that such a text begins, >= size - 1.
+      lengths: of the row of each text, int [texts], >= size - 1.
     Returns: for each length of rows {tokens, targets, positions}, int32 [rows, length]: the fed
       token, the token to predict (-1: none), and its position in its text.
     """
-    fed = np.maximum(np.asarray(batch["sizes"]) - 1, 0)
-    row, first, lengths = _first_fit(fed, length_for(batch["sizes"]))
-    made = []
-    for length in np.unique(lengths):
-        rows = np.flatnonzero(lengths == length)
-        own = np.flatnonzero((fed > 0) & np.isin(row, rows))
+    fed, made = np.maximum(np.asarray(batch["sizes"]) - 1, 0), []
+    for length in np.unique(lengths[fed > 0]):
+        own = np.flatnonzero((fed > 0) & (lengths == length))
         texts = {name: np.asarray(leaf)[own] for name, leaf in batch.items()}
-        places = np.searchsorted(rows, row[own]), first[own]
-        made.append(_filled(texts, fed[own], *places, (len(rows), int(length)))[0])
+        row, first = _first_fit(fed[own], length)
+        made.append(_filled(texts, fed[own], row, first, (row.max() + 1, length))[0])
     return made
 
 
-def _first_fit(fed: np.ndarray, begun: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (row and first place in it of each text [n], lengths of the rows): the longest texts
-    first. begun [n]: length of the row that a text begins, if it begins one."""
-    row, first = np.zeros_like(fed), np.zeros_like(fed)
-    lengths, used, rows = np.zeros(len(fed), int), np.zeros(len(fed), int), 0
+def _first_fit(fed: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row of each text [n] and its first place there, the longest texts first."""
+    row, first, used = np.zeros_like(fed), np.zeros_like(fed), np.zeros_like(fed)
     for text in np.argsort(-fed, kind="stable")[: np.count_nonzero(fed)]:
-        fits = used[:rows] + fed[text] <= lengths[:rows]
-        place = int(np.argmax(fits)) if fits.any() else rows
-        if place == rows:
-            lengths[rows], rows = begun[text], rows + 1
-        row[text], first[text] = place, used[place]
-        used[place] += fed[text]
-    return row, first, lengths[:rows]
+        row[text] = np.argmax(used + fed[text] <= length)
+        first[text] = used[row[text]]
+        used[row[text]] += fed[text]
+    return row, first
 
 
 def _filled(batch, fed, row, first, shape):
@@ -251,7 +227,7 @@ def in_shared_rows(
     row, first = np.zeros_like(fed), np.cumsum(fed, axis=1) - fed
     several = fed.sum(axis=1) > length
     for unit in np.flatnonzero(several):
-        row[unit], first[unit], _ = _first_fit(fed[unit], np.full(len(fed[unit]), length[unit]))
+        row[unit], first[unit] = _first_fit(fed[unit], length[unit])
     for rows, kind in ((1, ~several), (mask.shape[1], several)):
         for each in np.unique(length[kind]):
             units = np.flatnonzero(kind & (length == each))

@@ -13,7 +13,6 @@ one axis of positions instead of rows and positions: XLA adds over two axes, one
 one, ten times as slowly.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -41,33 +40,20 @@ def clip_chunk(
     clip: Clip,
     *,
     total: Any,
-    rows_per_pass: int = 8,
-    direct: bool = False,
-    side_by_side: int = 1,
-    buckets: Buckets | None = None,
+    side_by_side: int,
+    rows_per_pass: int,
+    direct: bool,
+    buckets: Buckets | None,
 ) -> Sums:
-    """sum over units of clip(mean over the unit's rows of grad loss, C), in whole numbers.
+    """`strategy.clip_chunk` by these strategies, with all arguments.
 
-    Guarantees: a unit's contribution depends on (params, its rows, C) alone and has an L2 norm of
-      at most `clip.sensitivity`, and the sum is exact; see contribution.py. A unit's gradient is
-      complete before it is clipped; a unit without rows, or with a non-finite gradient, contributes
-      exactly zero. With `clip.in_float32` only the last sentence holds.
     Args:
-      loss_fn: (params, rows of a batch) -> one loss per row, float32 [rows]; rows are independent.
-      params: tree of float32 arrays.
-      batch: tree of arrays [units, group, ...].
-      mask: bool [units, group], true where a row is real.
-      clip: the clip norm C.
-      total: a sum to add to; one holds at most `lattice_capacity` units.
       rows_per_pass: rows of one forward and backward pass.
       direct: take the gradient of each layer's weights in one product.
       side_by_side: units of one pass; more than 1 only if all rows of each fit into the pass.
-      buckets: lengths to which the rows of a pass may be trimmed: the least that holds all of them.
-    Returns: (sum, int32 tree like params, in units of `clip.unit`, or float32; norms [units];
-      losses [units]; dropped bool [units]).
-    Source: Charles et al. 2024, Algorithms 1 and 2.
     """
-    gradient = functools.partial(_UnitGradient(loss_fn, rows_per_pass, direct, buckets), params)
+    how = loss_fn, rows_per_pass, direct, buckets
+    gradient = functools.partial(_unit_gradient, *how, params)
     clipped = functools.partial(scaled if clip.in_float32 else contribution, clip=clip)
     each = jax.vmap if side_by_side > 1 else alone
 
@@ -162,49 +148,40 @@ def zeros_like(params: Any, dtype: Any = jnp.float32) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), params)
 
 
-@dataclasses.dataclass(frozen=True)
-class _UnitGradient:
+def _unit_gradient(loss_fn, rows_per_pass, direct, buckets, params, rows, real):
     """Gradient and value of sum(mask * loss) / max(1, sum(mask)) of one unit."""
+    count = jnp.maximum(real.sum(), 1).astype(jnp.float32)
+    loss_fn = in_one_product(loss_fn) if direct else loss_fn
 
-    loss_fn: LossFn
-    rows_per_pass: int
-    direct: bool
-    buckets: Buckets | None
+    def part_loss(params, part):
+        rows, real = part
+        return jnp.sum(jnp.where(real, loss_fn(params, rows), 0)) / count
 
-    def __call__(self, params, rows, real):
-        count = jnp.maximum(real.sum(), 1).astype(jnp.float32)
-        loss_fn = in_one_product(self.loss_fn) if self.direct else self.loss_fn
+    def gradient(part):
+        derived = jax.value_and_grad(part_loss)
+        if len(part[1]) >= MANY_ROWS and not direct:
+            derived = _over_one(derived)
+        loss, grad = derived(params, part)
+        return jax.tree.map(lambda g: g.astype(jnp.float32), grad), loss
 
-        def part_loss(params, part):
-            rows, real = part
-            return jnp.sum(jnp.where(real, loss_fn(params, rows), 0)) / count
+    parts = jax.tree.map(lambda leaf: in_parts(leaf, rows_per_pass), (rows, real))
+    if len(parts[1]) == 1:  # always in ELS: no loop, no second copy of the gradient
+        return gradient(jax.tree.map(lambda leaf: leaf[0], parts))
 
-        def gradient(part):
-            derived = jax.value_and_grad(part_loss)
-            if len(part[1]) >= MANY_ROWS and not self.direct:
-                derived = _over_one(derived)
-            loss, grad = derived(params, part)
-            return jax.tree.map(lambda g: g.astype(jnp.float32), grad), loss
+    def cut_to(length):
+        return lambda part: gradient((buckets.trim(part[0], length), part[1]))
 
-        parts = jax.tree.map(lambda leaf: in_parts(leaf, self.rows_per_pass), (rows, real))
-        if len(parts[1]) == 1:  # always in ELS: no loop, no second copy of the gradient
-            return gradient(jax.tree.map(lambda leaf: leaf[0], parts))
+    def add_part(i, carry):
+        part = rows, real = jax.tree.map(lambda leaf: leaf[i], parts)
+        if buckets is None or len(buckets.lengths) == 1:
+            return jax.tree.map(jnp.add, carry, gradient(part))
+        longest = jnp.max(jnp.where(real, buckets.sizes(rows), 0))
+        number = jnp.searchsorted(jnp.array(buckets.lengths), longest)
+        ways = [cut_to(length) for length in buckets.lengths]
+        return jax.tree.map(jnp.add, carry, jax.lax.switch(number, ways, part))
 
-        def cut_to(length, buckets):
-            return lambda part: gradient((buckets.trim(part[0], length), part[1]))
-
-        def add_part(i, carry):
-            part = rows, real = jax.tree.map(lambda leaf: leaf[i], parts)
-            buckets = self.buckets
-            if buckets is None or len(buckets.lengths) == 1:
-                return jax.tree.map(jnp.add, carry, gradient(part))
-            longest = jnp.max(jnp.where(real, buckets.sizes(rows), 0))
-            number = jnp.searchsorted(jnp.array(buckets.lengths), longest)
-            ways = [cut_to(length, buckets) for length in buckets.lengths]
-            return jax.tree.map(jnp.add, carry, jax.lax.switch(number, ways, part))
-
-        start = (zeros_like(params), jnp.float32(0))
-        return jax.lax.fori_loop(0, _reach(parts[1].any(axis=1)), add_part, start)
+    start = (zeros_like(params), jnp.float32(0))
+    return jax.lax.fori_loop(0, _reach(parts[1].any(axis=1)), add_part, start)
 
 
 def _over_one(function):
@@ -254,13 +231,10 @@ def _intercept(next_fun, args, kwargs, context):
     if ordinary and type(module) is nn.Embed and method == "attend":
         x, _ = module.promote_dtype(*args, module.embedding, dtype=module.dtype)
         return product(x, module.embedding, OUTPUTS)
-    if ordinary and type(module) in (nn.LayerNorm, nn.RMSNorm) and _is_of_last_axis(module):
-        return next_fun(args[0].reshape(-1, args[0].shape[-1])).reshape(args[0].shape)
+    if ordinary and type(module) in (nn.LayerNorm, nn.RMSNorm):
+        if (module.reduction_axes, module.feature_axes, module.axis_name) == (-1, -1, None):
+            return next_fun(args[0].reshape(-1, args[0].shape[-1])).reshape(args[0].shape)
     return next_fun(*args, **kwargs)
-
-
-def _is_of_last_axis(norm):
-    return (norm.reduction_axes, norm.feature_axes, norm.axis_name) == (-1, -1, None)
 
 
 def _dense(module, x):

@@ -13,7 +13,7 @@ quantile is over users in ULS and over examples in ELS.
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -28,16 +28,6 @@ noise on the count of `AdaptiveClip` does."""
 
 PER_HALF = 2**20  # parts of 1/2, the sensitivity of the count
 SMALLEST, LARGEST = 1e-6, 1e6  # norms outside overflow or underflow float32
-
-
-class StepStats(Protocol):
-    """Per-unit statistics from which a release is computed; see `engine.Stats`."""
-
-    @property
-    def counted_norms(self) -> np.ndarray: ...
-
-    @property
-    def counted_losses(self) -> np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +62,14 @@ class AdaptiveClip:
     purpose = "clip quantile"
     """Purpose of its randomness: `SecretKey.generator(purpose, step)`."""
 
-    def release(
-        self, clip_norm: float, stats: StepStats, rng: np.random.Generator
-    ) -> dict[str, float]:
+    def release(self, clip_norm: float, stats: Any, rng: np.random.Generator) -> dict[str, float]:
         """Release the next step's clip norm.
 
         Guarantees: one unit changes the count by at most 1/2, whatever its norm; nan is not within
           C.
         Args:
           clip_norm: C of this step.
-          stats: per-unit statistics of this step.
+          stats: per-unit statistics of this step, `engine.Stats`.
           rng: generator of (`purpose`, step) alone.
         """
         # In whole numbers, like the sum of gradients; see noise/independent.py.
@@ -113,9 +101,7 @@ class NoisyLoss:
     purpose = "loss"
     """Purpose of its randomness: `SecretKey.generator(purpose, step)`."""
 
-    def release(
-        self, clip_norm: float, stats: StepStats, rng: np.random.Generator
-    ) -> dict[str, float]:
+    def release(self, clip_norm: float, stats: Any, rng: np.random.Generator) -> dict[str, float]:
         """Release the step's mean loss; arguments as of `AdaptiveClip.release`.
 
         Guarantees: one unit changes the sum by at most L / 2, whatever its loss; see

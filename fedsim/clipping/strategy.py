@@ -4,6 +4,7 @@ A strategy changes the time and memory of a clipped sum, not its guarantee.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -77,27 +78,36 @@ def clip_chunk(
     buckets: Buckets | None = None,
     total: Any = None,
 ) -> scan.Sums:
-    """sum over units of clip(mean over the unit's rows of grad loss, C), by any strategy.
+    """sum over units of clip(mean over the unit's rows of grad loss, C), in whole numbers.
 
-    Arguments, results and guarantees are those of `scan.clip_chunk`; total may be None: zeros.
+    Guarantees: a unit's contribution depends on (params, its rows, C) alone and has an L2 norm of
+      at most `clip.sensitivity`, and the sum is exact; see contribution.py. A unit's gradient is
+      complete before it is clipped; a unit without rows, or with a non-finite gradient, contributes
+      exactly zero. With `clip.in_float32` only the last sentence holds.
+    Args:
+      loss_fn: (params, rows of a batch) -> one loss per row, float32 [rows]; rows are independent.
+      params: tree of float32 arrays.
+      batch: tree of arrays [units, group, ...].
+      mask: bool [units, group], true where a row is real.
+      clip: the clip norm C.
+      strategy: how the sum is computed.
+      buckets: lengths to which the rows of a pass may be trimmed: the least that holds all of them.
+      total: a sum to add to; one holds at most `lattice_capacity` units. None: zeros.
+    Returns: (sum, int32 tree like params, in units of `clip.unit`, or float32; norms [units];
+      losses [units]; dropped bool [units]).
     Raises: UnsupportedModel: the strategy does not support the model.
+    Source: Charles et al. 2024, Algorithms 1 and 2.
     """
     units, group = mask.shape
     loss_fn = jax.named_scope(MODEL)(loss_fn)
     if total is None:
         total = scan.zeros_like(params, jnp.float32 if clip.in_float32 else jnp.int32)
-    arguments = loss_fn, params, batch, mask, clip
+    add = ghost.clip_chunk
+    if strategy.name != "ghost":
+        how = {"rows_per_pass": strategy.rows, "direct": strategy.name == "direct"}
+        add = functools.partial(scan.clip_chunk, **how, buckets=buckets)
     at_once = min(units, strategy.units_at_once(group))
-    if strategy.name == "ghost":
-        return ghost.clip_chunk(*arguments, total=total, side_by_side=at_once)
-    return scan.clip_chunk(
-        *arguments,
-        total=total,
-        rows_per_pass=strategy.rows,
-        direct=strategy.name == "direct",
-        side_by_side=at_once,
-        buckets=buckets,
-    )
+    return add(loss_fn, params, batch, mask, clip, total=total, side_by_side=at_once)
 
 
 def by_rule(

@@ -41,7 +41,6 @@ from fedsim.signals import raise_if_stopped
 
 UNITS_PER_CALL = 32  # least units of a full call of `clip_chunk`
 EVAL_ROWS_PER_CHUNK = 16
-EVAL_FEW = 4  # rows of a length's last chunks: with a large model, padding costs more than calls
 EVAL_TOKENS_PER_CALL = 2048  # if short texts share rows
 
 SAME_NORMS = 0.02  # relative; strategies agree to 1e-5 in float32, and to less in bfloat16
@@ -150,7 +149,7 @@ class Worker:
                 yield from in_calls(batch)
             return
         batch, mask = self._read(split, rows[:, None])
-        for chunk in chunks(batch, mask, EVAL_ROWS_PER_CHUNK, buckets, EVAL_FEW):
+        for chunk in chunks(batch, mask, EVAL_ROWS_PER_CHUNK, buckets):
             yield jax.tree.map(lambda leaf: leaf[:, 0], chunk.batch), len(chunk.units)
 
     def _read(self, split: str, rows: np.ndarray) -> tuple[Any, np.ndarray]:
@@ -261,7 +260,7 @@ class Worker:
                 # the program chooses the length of each pass.
                 buckets = dataclasses.replace(buckets, lengths=buckets.lengths[-1:])
             units_of_pass = None
-        return chunks(batch, mask, units_per_call(at_once), buckets, units_of_pass=units_of_pass)
+        return chunks(batch, mask, units_per_call(at_once), buckets, units_of_pass)
 
 
 def in_calls(batch: Any) -> Iterator[tuple[Any, int]]:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from zoo import FAMILIES, PARTS, VOCAB, adapters_of, random_like
@@ -64,11 +63,8 @@ def in_chunks_of(tokens, monkeypatch):
 CASES = [  # tied with a soft cap; untied with a divisor; each also frozen
     pytest.param("capped", "int8", "direct", marks=pytest.mark.ci),
     pytest.param("turned", "model", "scan", marks=pytest.mark.ci),
-    ("capped", "model", "direct"),
     ("capped", "model", "ghost"),
-    ("qwen3", "model", "scan"),
     ("gpt2", "bfloat16", "scan"),
-    ("turned", "model", "direct"),
 ]
 
 
@@ -91,23 +87,11 @@ def test_chunks_give_what_whole_logits_give(name, trained, strategy, batch, rng,
     jax.tree.map(lambda a, b: close(a, b, rtol=1e-4), total, whole_total)
 
 
-@pytest.mark.parametrize("trained", ["bfloat16", "model"])
-def test_whole_logits_are_never_there(trained):
+def test_whole_logits_are_never_there():
     """The compiled program of a long row of many words needs a fraction of their bytes."""
     config = dataclasses.replace(FAMILIES["llama"], vocab_size=80_000, max_length=513)
     task = LanguageModelTask(None, dataclasses.replace(config, num_layers=1, remat=True))
-    weights = ()
-    params = jax.eval_shape(task.init, jax.random.key(0))
-    if trained == "bfloat16":
-        adapted = lora.adapted(task.config, 2, 8.0, "query")
-        bits = {1: jnp.float32, 2: jnp.uint16}
-        weights = (jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, bits[x.ndim]), params),)
-        params = jax.eval_shape(functools.partial(lora.init, adapted), jax.random.key(0))
-        task = LanguageModelTask(None, adapted)
     rows = {"tokens": np.zeros((1, 513), np.int32), "sizes": np.full(1, 513, np.int32)}
-
-    def gradient(params, *weights):
-        return jax.grad(lambda p: task.losses(p, rows, *weights).sum())(params)
-
-    program = jax.jit(gradient).lower(params, *weights).compile()
+    gradient = jax.grad(lambda params: task.losses(params, rows).sum())
+    program = jax.jit(gradient).lower(jax.eval_shape(task.init, jax.random.key(0))).compile()
     assert program.memory_analysis().temp_size_in_bytes < 4 * 512 * 80_000 / 1.5

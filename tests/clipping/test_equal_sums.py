@@ -1,5 +1,6 @@
 """The other strategies are scan, only faster; what `ghost` does not know it refuses."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,50 +8,44 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from hypothesis import given, settings, strategies as st
-from zoo import LENGTH, VOCAB, Tied, Untied, losses_of, random_batch, random_params
+from zoo import (
+    LENGTH,
+    PARTS,
+    VOCAB,
+    Tied,
+    Untied,
+    losses_of,
+    random_batch,
+    random_like,
+    random_params,
+)
 
-from fedsim.clipping import Buckets, Clip, Strategy, clip_chunk
+from fedsim.clipping import Buckets, Clip, Strategy, clip_chunk, scan
 from fedsim.clipping.contribution import lattice_bits
 from fedsim.clipping.ghost import UnsupportedModel
+from fedsim.clipping.scan import in_one_product
+from fedsim.models.language_model import LanguageModelTask
 
 UNITS, GROUP = 4, 2
-BUCKETS = Buckets(
-    (2, LENGTH), lambda b: b["sizes"], lambda b, n: b | {"tokens": b["tokens"][:, :n]}
-)
-OTHERS = {
-    "ghost": (Strategy("ghost"), None),
-    "ghost:1": (Strategy("ghost", 1), None),  # units without rows have passes of their own
-    "direct, row by row": (Strategy("direct", 1), None),
-    "direct": (Strategy("direct"), None),
-    "scan, row by row in buckets": (Strategy("scan", 1), BUCKETS),
-}
 # Wide enough for Grams, also where a layer has seen twice the tokens; narrow enough for none.
 MODELS = {"tied wide": Tied(48), "tied": Tied(4), "untied wide": Untied(32), "untied": Untied(4)}
+REMAT = {"qwen3": True, "capped": True, "gpt2": False, "turned": False}  # these have all parts
+OTHERS = ["ghost:8", "ghost:1", "direct:1", "direct:8", "scan:1"]
 
 
-def quick_is(quick):
-    """The names of models for `parametrize`: all others take seconds to compile."""
-    return [
-        name if name == quick else pytest.param(name, marks=pytest.mark.slow) for name in MODELS
-    ]
-
-
-@functools.cache
-def compiled(model, normalised):
-    """(params, batch, mask, C) -> results of scan and of the other strategies."""
-    strategies = {"scan": (Strategy("scan", 8), None)} | OTHERS
-    if isinstance(model, Untied):  # a mean over a row's padding too: rows cannot be cut
-        strategies["scan, row by row in buckets"] = (Strategy("scan", 1), None)
-
-    def run(params, batch, mask, norm):
-        clip = Clip(norm, normalised, in_float32=True)  # to compare all digits
-        return {
-            name: clip_chunk(losses_of(model), params, batch, mask, clip, how, buckets=buckets)
-            for name, (how, buckets) in strategies.items()
-        }
-
-    return jax.jit(run)
+def problem(name, rng):
+    """(losses, those that the other strategies see, parameters, rows, buckets)."""
+    batch = random_batch(rng, UNITS, GROUP)
+    if name in MODELS:
+        losses, params = losses_of(MODELS[name]), random_params(MODELS[name], rng)
+        cut = lambda batch, length: batch | {"tokens": batch["tokens"][..., :length]}  # noqa: E731
+        buckets = Buckets((2, LENGTH), lambda batch: batch["sizes"], cut)
+        # A mean over a row's padding, too: rows cannot be cut.
+        return losses, losses, params, batch, buckets if name.startswith("tied") else None
+    config = dataclasses.replace(PARTS[name], num_layers=1)
+    again = dataclasses.replace(config, remat=REMAT[name])
+    losses = [LanguageModelTask(None, each).losses for each in (config, again)]
+    return *losses, random_like(config, rng), batch, None
 
 
 def flat(tree):
@@ -59,29 +54,45 @@ def flat(tree):
 
 @pytest.mark.slow
 @pytest.mark.ci
-@pytest.mark.parametrize("name", quick_is("tied wide"))
-@settings(deadline=None, max_examples=25)
-@given(
-    density=st.sampled_from([0.0, 0.5, 1.0]),
-    norm=st.sampled_from([1e-3, 0.3, 1.0, 1e4]),
-    seed=st.integers(0, 2**32),
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("name", [*MODELS, *REMAT])
+def test_every_strategy_equals_scan(name, normalised, rng):
+    losses, again, params, batch, buckets = problem(name, rng)
+
+    @jax.jit
+    def run(mask, norm):
+        clip = Clip(norm, normalised, in_float32=True)  # to compare all digits
+        given, how = (params, batch, mask, clip), map(Strategy.parse, OTHERS)
+        others = [clip_chunk(again, *given, each, buckets=buckets) for each in how]
+        return clip_chunk(losses, *given, Strategy("scan", 8)), others
+
+    for density, norm in ((0.0, 1.0), (0.5, 1e-3), (0.5, 0.3), (1.0, 1.0), (1.0, 1e4)):
+        expected, others = run(rng.random((UNITS, GROUP)) < density, norm)
+        assert not expected[3].any()
+        for found in others:
+            for own, other in zip(expected[1:], found[1:], strict=True):
+                np.testing.assert_allclose(other, own, rtol=2e-5, atol=1e-7)
+            assert {leaf.dtype for leaf in jax.tree.leaves(found[0])} == {jnp.dtype("float32")}
+            error = np.linalg.norm(flat(found[0]) - flat(expected[0]))
+            assert error <= 2e-5 * np.linalg.norm(flat(expected[0]))
+
+
+def own_product(x, kernel, dimensions, precision=None):
+    return 2 * jax.lax.dot_general(x, kernel, dimensions, precision)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"dot_general": own_product}, {"precision": "highest"}, {"dot_general_cls": 1}]
 )
-def test_every_strategy_equals_scan(name, density, norm, seed):
-    normalised = name in ("tied wide", "untied")
-    rng = np.random.default_rng(seed)
-    model, batch = MODELS[name], random_batch(rng, UNITS, GROUP)
-    params, mask = random_params(model, rng), rng.random((UNITS, GROUP)) < density
-    found = compiled(model, normalised)(params, batch, mask, norm)
-    total, norms, losses, dropped = found.pop("scan")
-    assert not dropped.any()
-    for other_total, other_norms, other_losses, other_dropped in found.values():
-        np.testing.assert_allclose(other_norms, norms, rtol=1e-5, atol=1e-7)
-        np.testing.assert_allclose(other_losses, losses, rtol=1e-5, atol=1e-7)
-        np.testing.assert_array_equal(other_dropped, dropped)
-        assert jax.tree.structure(other_total) == jax.tree.structure(total)
-        assert {leaf.dtype for leaf in jax.tree.leaves(other_total)} == {jnp.dtype("float32")}
-        error = np.linalg.norm(flat(other_total) - flat(total))
-        assert error <= 1e-5 * np.linalg.norm(flat(total))
+def test_a_layer_with_a_product_of_its_own_keeps_it(fields, rng, monkeypatch):
+    if "dot_general_cls" in fields:
+        fields = {"dot_general_cls": lambda: own_product}
+    model, x = nn.Dense(3, **fields), jnp.asarray(rng.normal(size=(4, 5)), jnp.float32)
+    variables = model.init(jax.random.key(0), x)
+    monkeypatch.setattr(scan, "product", None)
+    np.testing.assert_array_equal(
+        in_one_product(model.apply)(variables, x), model.apply(variables, x)
+    )
 
 
 class Own(nn.Module):

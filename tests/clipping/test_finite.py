@@ -40,14 +40,6 @@ def test_a_compiler_that_takes_all_numbers_for_finite_lets_none_pass(flags):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_finite_is_what_ieee_754_calls_finite(rng):
-    bits = rng.integers(0, 2**32, 2**16, np.uint32)
-    edges = np.array([0, 1, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000], np.uint32)
-    x = np.concatenate([bits, edges, edges | np.uint32(2**31)]).view(np.float32)
-    finite = np.asarray(contribution.is_finite(jnp.asarray(x)))
-    assert np.array_equal(finite, np.isfinite(x)) and not finite.all()
-
-
 def test_a_coordinate_that_is_too_large_for_a_finite_gradient_is_zero():
     dimensions = 4
     most = 2.0 ** contribution.lattice_bits(dimensions)

@@ -52,6 +52,9 @@ def test_every_unit_is_in_one_chunk_and_no_row_is_cut(
         assert not chunk.mask[len(chunk.units) :].any()
         for place, unit in enumerate(chunk.units):
             own = chunk.mask[place]
+            if buckets:  # its length is its own, whoever else is there
+                longest = np.where(mask[unit], batch["sizes"][unit], 0).max()
+                assert chunk.length == BUCKETS.holding(longest)
             expected = rows_of(batch["tokens"][unit], mask[unit])
             assert rows_of(chunk.batch["tokens"][place], own) == expected
             np.testing.assert_array_equal(
@@ -75,15 +78,3 @@ def test_a_row_longer_than_the_last_bucket_is_refused(rng):
             cut()
     batch["sizes"][2], mask[2] = 21, False  # of padding it does not matter
     assert len(list(chunks(batch, mask, 4, BUCKETS)))
-
-
-def test_what_does_not_fill_a_chunk_goes_into_chunks_of_few(rng):
-    batch, mask = lane(rng, 11, 1)
-    found = list(chunks(batch, mask, 4, None, few=2))
-    assert [(len(chunk.units), len(chunk.mask)) for chunk in found] == [
-        (4, 4),
-        (4, 4),
-        (2, 2),
-        (1, 2),
-    ]
-    assert np.concatenate([chunk.units for chunk in found]).tolist() == list(range(11))

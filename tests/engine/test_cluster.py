@@ -1,27 +1,30 @@
 """Where a cluster is not what was asked for, there is one clear line, and soon: never a hang."""
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import grpc
 import numpy as np
 import psutil
 import pytest
+import yaml
 from problems import mean_problem
+from ray._private.runtime_env.packaging import create_package
+from refused import refuses
 
 from fedsim.clipping import Clip
 from fedsim.config import EngineConfig
-from fedsim.data.building.build import build
-from fedsim.data.dataset import Dataset
-from fedsim.engine import environment, preflight, ray_engine
+from fedsim.engine import cluster, environment, preflight, ray_engine
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import EngineError
 from fedsim.errors import ConfigError
-from fedsim.models.language_model import LanguageModelTask
-from fedsim.models.transformer import preset
+from fedsim.keys import SecretKey
 
 pytestmark = pytest.mark.ray
 
@@ -73,24 +76,6 @@ def test_a_private_cluster_ends_with_its_engine_and_nothing_else_does():
     options = {"env": environment, "text": True, "timeout": 300, "capture_output": True}
     process = subprocess.run(words, **options)
     assert process.stdout.split() == ["True", "False", "None", "1"], process.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_worker_that_cannot_see_the_data_says_so(ray_cluster, tmp_path):
-    source = tmp_path / "texts.jsonl"
-    rows = [{"user_id": f"u{i % 5}", "text": "some words"} for i in range(40)]
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    built = tmp_path / "built"
-    build([str(source)], out=built, max_length=16)
-    dataset = Dataset.open(built)
-    task = LanguageModelTask(dataset, preset("tiny", dataset.train.vocab_size, 16))
-    built.rename(tmp_path / "elsewhere")  # as on a node without the shared file system
-    pool = ray_pool(task)
-    with pytest.raises(EngineError, match="a worker could not start: .*built") as raised:
-        pool.ready()
-    assert len(str(raised.value).splitlines()) == 1
-    pool.close()
 
 
 class Unlike(ray_engine.Worker):
@@ -164,3 +149,96 @@ def test_a_stop_that_all_processes_hear_ends_none_of_the_cluster(ray_cluster, rn
     assert np.array_equal(total, expected)
     assert pool.redispatched == 0
     pool.close()
+
+
+# ---- Clusters that others use, too: what is sent to them, and whom they let in
+
+ENVIRONMENT = Path(__file__).parents[2] / "cluster" / "runtime_env.yaml"
+CODE = "train.py lib/tokens.py lib/settings.toml notes.md requirements.txt a/b/c.py".split()
+CODE += ["own/data/read.py", "own/data/page.jinja"]  # of a package of that name
+SECRETS = "runs/x/secret.json secret.json old/secret.json auth_token .fedsim-token".split()
+SECRETS += "runs/x/ledger.jsonl runs/x/tb/events.out data/texts own/data/a.csv".split()
+ENDINGS = (
+    "json jsonl.gz ndjson csv tsv.gz txt parquet arrow xlsx db zip npz pkl safetensors".split()
+)
+TEXTS = [f"{place}posts.{ending}" for place in ("", "my/own/") for ending in ENDINGS]
+
+
+def test_a_package_takes_no_keys_texts_or_tables_along(tmp_path):
+    source = tmp_path / "source"
+    for name in (*CODE, *SECRETS, *TEXTS):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text("x")
+    excludes = yaml.safe_load(ENVIRONMENT.read_text())["excludes"]
+    create_package(str(source), tmp_path / "sent.zip", False, excludes=excludes)
+    with zipfile.ZipFile(tmp_path / "sent.zip") as sent:
+        names = {name for name in sent.namelist() if not name.endswith("/")}
+    assert names == {*CODE}
+
+
+def test_a_run_does_not_start_from_a_package_with_a_key(tmp_path, monkeypatch):
+    package = tmp_path / "_ray_pkg_0123456789abcdef"
+    (package / "code").mkdir(parents=True)
+    (package / "runs" / "posts").mkdir(parents=True)
+    SecretKey.create().save(tmp_path)  # beside the package: not in it
+    cluster._expect_no_key(package / "code")
+    SecretKey.create().save(package / "runs" / "posts")
+    monkeypatch.chdir(package / "code")
+    with refuses("working_dir", says="=runs/posts/secret.json"):
+        Cluster._join(object.__new__(Cluster), "127.0.0.1:6379")
+    cluster._expect_no_key(tmp_path)
+
+
+@pytest.fixture
+def head():
+    """A server that answers as a cluster's head does, with a status."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    state = {}
+
+    class Answer(grpc.GenericRpcHandler):
+        def service(self, call):
+            def answer(request, context):
+                if (status := state["status"]) is not None:
+                    context.abort(status, "no")
+                return b""
+
+            return grpc.unary_unary_rpc_method_handler(answer)
+
+    server.add_generic_rpc_handlers((Answer(),))
+    server.start()
+    yield f"127.0.0.1:{port}", state
+    server.stop(None)
+
+
+def test_a_cluster_that_asks_for_no_token_is_known(head, monkeypatch):
+    address, state = head
+    for status, authenticated in (
+        (None, False),
+        (grpc.StatusCode.UNAUTHENTICATED, True),
+        (grpc.StatusCode.UNIMPLEMENTED, False),
+    ):
+        state["status"] = status
+        assert cluster._is_authenticated(address) == authenticated
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    assert cluster._is_authenticated(address)  # nobody gets in without a certificate
+
+
+def test_a_cluster_of_our_own_asks_for_the_token(ray_cluster):
+    import ray
+
+    assert cluster._is_authenticated(ray.get_runtime_context().gcs_address)
+    assert ray_cluster.warning == ""
+
+
+class Open(Cluster):
+    def __init__(self, num_cpus):
+        super().__init__(num_cpus)
+        self.warning = cluster.OPEN.format("head:6379")
+
+
+def test_a_run_on_a_cluster_that_asks_for_no_token_says_so(ray_cluster, rng, monkeypatch):
+    notes, (_, task) = [], mean_problem(rng, [5])
+    monkeypatch.setattr(ray_engine, "Cluster", Open)
+    ray_engine.RayEngine(task, EngineConfig("ray", num_workers=1), warn=notes.append).close()
+    assert len(notes) == 1 and "RAY_ADDRESS=head:6379: this Ray cluster has no token" in notes[0]

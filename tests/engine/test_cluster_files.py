@@ -14,7 +14,6 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 import fedsim
 from fedsim.cli.main import parse
 from fedsim.cli.models import train
-from fedsim.config import RunConfig, flags_of
 
 DIRECTORY = Path(__file__).parents[2] / "cluster"
 SCRIPTS = sorted([*DIRECTORY.glob("*.sh"), *DIRECTORY.glob("slurm/*")])
@@ -91,13 +90,3 @@ def test_a_local_cluster_removes_what_it_made_and_nothing_else(tmp_path):
     for name in ("start.log", "jobs.log", "token"):
         (own / name).touch()
     assert local("stop", own).returncode == 0 and list(own.iterdir()) == [kept]
-
-
-def test_slurm_gets_flags_that_exist():
-    text = (DIRECTORY / "slurm" / "fedsim.sbatch").read_text()
-    flags = set(re.findall(r"--([a-z-]+)", text[text.index("fedsim train") :].split("&")[0]))
-    known = {name.replace("_", "-") for name in flags_of(RunConfig)}
-    assert flags and flags <= known
-    assert "--accelerator gpu" in text  # nodes may join one by one, and auto would take any
-    assert "\nexport SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK\n" in text
-    assert len(text.splitlines()) < 80

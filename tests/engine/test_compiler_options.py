@@ -1,4 +1,4 @@
-"""Options of XLA and JAX that are not on the list are refused before anything is computed."""
+"""Options and devices with which the guarantee does not hold are refused before a step."""
 
 import json
 import os
@@ -6,14 +6,16 @@ import subprocess
 import sys
 import textwrap
 
+import jax
+import jax.numpy as jnp
 import pytest
 from problems import mean_problem
 from refused import refuses
 
 from fedsim.config import EngineConfig
-from fedsim.engine import environment, preflight
+from fedsim.engine import environment, preflight, programs
 from fedsim.engine.engine import EngineError
-from fedsim.engine.environment import COMPILED_WITH, XLA, expect_allowed
+from fedsim.engine.environment import COMPILED_WITH, XLA, compiler_options, expect_allowed
 from fedsim.engine.worker import Worker
 
 pytestmark = pytest.mark.privacy
@@ -153,3 +155,35 @@ def test_workers_on_ray_refuse_their_own_options(monkeypatch, rng, ray_cluster):
                 engine.ready()
         finally:
             engine.close()
+
+
+def rounded_to_bfloat16(x, y):
+    return (x.astype(jnp.bfloat16) * y.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def without_three_bits(x, _):
+    return jnp.sqrt(x) * jnp.float32(1 + 2**-21)
+
+
+def test_a_processor_is_fit():
+    programs.check_arithmetic(jax.local_devices()[0])
+
+
+@pytest.mark.parametrize(
+    "name, wrong", [("products", rounded_to_bfloat16), ("roots", without_three_bits)]
+)
+def test_arithmetic_of_less_precision_is_refused(monkeypatch, name, wrong):
+    _, exact, roundings = programs.OPERATIONS[name]
+    monkeypatch.setitem(programs.OPERATIONS, name, (wrong, exact, roundings))
+    with pytest.raises(programs.UnfitDevice, match=f"{name} err by .*the guarantee does not"):
+        programs.check_arithmetic(jax.local_devices()[0])
+
+
+def test_xla_knows_what_it_is_told_of_programs_for_gpus():
+    assert compiler_options("cpu") is None and compiler_options("tpu") is None
+    options = compiler_options("gpu")
+    assert options
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    lowered.compile(options)  # a name that it does not know is an error, also here
+    with pytest.raises(Exception, match="No such compile option"):
+        lowered.compile({f"{name}_": value for name, value in options.items()})

@@ -67,16 +67,6 @@ def bounds_of(lanes):
     return zip(ends[:-1], ends[1:], strict=True)
 
 
-@pytest.mark.parametrize("task", [Sized(np.arange(9)), Task.sizes], ids=["one lane", "unknown"])
-def test_where_nothing_is_gained_units_stay_in_order(task):
-    rows, lanes = np.arange(9)[:, None], 1
-    if task is Task.sizes:
-        task, lanes = Sized(np.arange(9)), 3
-        task.sizes = lambda split, rows: None
-    order, *_ = cut(task, rows, lanes, 2)
-    np.testing.assert_array_equal(order, np.arange(9))
-
-
 @pytest.mark.slow
 @pytest.mark.ci
 def test_sums_and_statistics_do_not_depend_on_lanes():

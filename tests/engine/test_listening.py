@@ -17,12 +17,8 @@ from fedsim.clipping import Clip
 from fedsim.config import EngineConfig
 
 SECURITY = Path(__file__).parents[2] / "SECURITY.md"
-LISTENS = "0A"
 WAIT_S = 60
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="/proc"),
-]
+pytestmark = pytest.mark.ray
 
 
 def table():
@@ -30,21 +26,6 @@ def table():
     section = SECURITY.read_text().split("## What listens")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (\w+) \| ([\d.:]+) \|", section, re.MULTILINE)
     return dict(rows)
-
-
-def bound():
-    """{inode: address} of all TCP sockets of this machine on which something listens."""
-    found = {}
-    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        path = Path("/proc/net") / name
-        for line in path.read_text().splitlines()[1:] if path.exists() else ():
-            _, local, _, state, *_, inode = line.split()[:10]
-            if state == LISTENS:
-                raw = bytes.fromhex(local.split(":")[0])
-                raw = b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))
-                address = socket.inet_ntop(family, raw)
-                found[inode] = address.removeprefix("::ffff:")
-    return found
 
 
 def name_of(pid):
@@ -59,22 +40,14 @@ def name_of(pid):
     return next((program for program in programs if program != "python"), "one that just forked")
 
 
-def sockets_of(pid):
-    """The inodes of a process's sockets; none where it has just ended."""
-    found = set()
-    with suppress(FileNotFoundError):
-        for path in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(FileNotFoundError):  # closed meanwhile
-                found |= set(re.findall(r"^socket:\[(\d+)\]", os.readlink(path)))
-    return found
-
-
 def listening():
     """{(process, address)} of this process and all that it has started."""
-    sockets, found = bound(), set()
+    found = set()
     for each in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-        for inode in sockets_of(each.pid) & sockets.keys():
-            found.add((name_of(each.pid), sockets[inode]))
+        with suppress(psutil.NoSuchProcess, FileNotFoundError):  # it has just ended
+            sockets = [x for x in each.net_connections("tcp") if x.status == psutil.CONN_LISTEN]
+            addresses = {x.laddr.ip.removeprefix("::ffff:") for x in sockets}
+            found |= {(name_of(each.pid), address) for address in addresses}
     return found
 
 

@@ -1,4 +1,4 @@
-"""What one worker does: every unit counted once, few programs, flat memory, checks of them."""
+"""What one worker looks at before it adds a unit."""
 
 import contextlib
 import dataclasses
@@ -9,113 +9,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import Tied, losses_of
+from flax import linen as nn
+from refused import refuses
+from zoo import VOCAB, Tied, losses_of
 
 from experiments.harness.mean_task import MeanTask
-from experiments.harness.stores import store_of
-from fedsim.clipping import Buckets, Clip, Strategy, UnsupportedModel, clip_chunk, ghost
-from fedsim.data.dataset import Dataset
+from fedsim.clipping import (
+    Buckets,
+    Clip,
+    Strategy,
+    UnsupportedModel,
+    clip_chunk,
+    ghost,
+    strategy,
+)
+from fedsim.config import EngineConfig
+from fedsim.engine.engine import Engine
+from fedsim.engine.factory import choose_strategy
 from fedsim.engine.programs import UnfitDevice
 from fedsim.engine.task import Task
 from fedsim.engine.worker import LocalEngine, Worker
-from fedsim.models.language_model import LanguageModelTask
-from fedsim.models.transformer import TransformerConfig
 
-VOCAB, LENGTH = 40, 48  # buckets of 32 and 48 tokens
 CLIP = Clip(0.1)
 ALL_DIGITS = Clip(0.1, in_float32=True)  # whole numbers are those of a slightly shorter gradient
-SEVERAL_AT_ONCE = ["ghost:4"]  # takes seconds to compile
-STRATEGIES = ["scan:4", "direct:2", "direct:9", "scan:2"]
-STRATEGIES += [pytest.param(text, marks=pytest.mark.slow) for text in SEVERAL_AT_ONCE]
 several_at_once = pytest.mark.skipif(
     os.environ["JAX_PLATFORMS"] != "cpu", reason="on an accelerator units keep their places"
 )
-
-
-@pytest.fixture(scope="module")
-def task():
-    """One user's 200 examples: 100 short and 100 long, in this order."""
-    rng = np.random.default_rng(5)
-    sizes = [rng.integers(*ends) for ends in ((1, 33), (33, 49)) for _ in range(100)]
-    examples = {"u": [rng.integers(VOCAB, size=size) for size in sizes]}
-    store = store_of(examples, max_length=LENGTH, vocab_size=VOCAB)
-    config = TransformerConfig(VOCAB, LENGTH, width=8, num_layers=1, num_heads=2)
-    return LanguageModelTask(Dataset(train=store), config)
-
-
-@pytest.fixture(scope="module")
-def params(task):
-    rng = np.random.default_rng(6)
-    fresh = jax.jit(task.init)(jax.random.key(0))
-    return jax.tree.map(
-        lambda p: np.asarray(p) + rng.normal(0, 0.2, p.shape).astype(np.float32), fresh
-    )
-
-
-def cohort(rng, units, group, low=0, high=200):
-    rows = rng.integers(low, high, size=(units, group))
-    return np.where(rng.random((units, group)) < 0.2, -1, rows)
-
-
-def flat(tree):
-    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]).astype(np.float64)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "text, group, cohorts",
-    [
-        pytest.param("scan:4", 1, 60, marks=pytest.mark.ci),
-        pytest.param("direct:2", 4, 60, marks=pytest.mark.ci),
-        *((*case, 200) for case in [("scan:2", 4), ("ghost:4", 1), ("ghost:4", 4)]),
-    ],
-)
-def test_random_cohorts_compile_nothing_new(text, group, cohorts, task, params, rng, compiled):
-    worker, strategy = Worker(task), Strategy.parse(text)
-    for low in (0, 100):  # one bucket after the other
-        worker.lane_sum(0, params, cohort(rng, 40, group, low, low + 100), CLIP, strategy)
-    worker.lane_sum(0, params, cohort(rng, 40, group), CLIP, strategy)
-    known = set(worker.programs.compiled)
-    most = len(task.buckets.lengths)
-    if strategy.shares_rows(group, task.buckets):  # one row or several, in each length
-        most = 2 * len(task.buckets.shared)
-    assert compiled and len(known) <= most
-    compiled.clear()
-    for step in range(cohorts):
-        rows = cohort(rng, rng.integers(41 if step % 20 == 0 else 9), group)
-        total, stats = worker.lane_sum(step, params, rows, CLIP, strategy)
-        assert len(stats.norms) == len(rows)
-        if not step % 50:
-            moved = jax.tree.map(lambda p, t: p - np.float32(0.01) * t, params, total)
-            assert jax.tree.structure(moved) == jax.tree.structure(params)
-            params = moved
-    assert not compiled and set(worker.programs.compiled) == known
-
-
-@pytest.fixture(scope="module", params=[1, 4])
-def lane(request, task, params):
-    """Rows of units, and what one call of `clip_chunk` finds for them."""
-    group = request.param
-    rows = cohort(np.random.default_rng(0), 37, group)
-    rows[5] = -1
-    batch = jax.tree.map(
-        lambda leaf: leaf.reshape(37, group, *leaf.shape[1:]), task.read("train", rows.ravel())
-    )
-    run = jax.jit(lambda *args: clip_chunk(task.losses, *args, ALL_DIGITS, Strategy("scan", 4)))
-    return rows, run(params, batch, rows >= 0)
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.parametrize("text", STRATEGIES)
-def test_a_lane_is_the_sum_of_its_units_in_their_order(text, lane, task, params):
-    rows, (expected, norms, losses, _) = lane
-    total, stats = Worker(task).lane_sum(0, params, rows, ALL_DIGITS, Strategy.parse(text))
-    assert np.linalg.norm(flat(total) - flat(expected)) <= 1e-5 * np.linalg.norm(flat(expected))
-    np.testing.assert_allclose(stats.norms, norms, rtol=1e-5)
-    np.testing.assert_allclose(stats.losses, losses, rtol=1e-5)
-    np.testing.assert_array_equal(stats.num_rows, (rows >= 0).sum(axis=1))
-    assert not stats.dropped.any() and (stats.norms > 0).sum() > 20
 
 
 @pytest.mark.parametrize(
@@ -261,3 +180,71 @@ def test_no_call_adds_more_units_than_int32_holds(monkeypatch):
     total, stats = worker.lane_sum(0, np.zeros(1), rows, CLIP, Strategy("direct", 2))
     assert total == expected and total.dtype == np.int64 and stats.norms.all()
     assert {shape for _, _, _, shape, *_ in worker.programs.compiled} == {(4, 1)}
+
+
+# ---- The strategy of a run: by rule or as asked for, checked on made-up rows
+
+AUTO = EngineConfig()
+
+
+class Unknown(nn.Module):
+    """Has a parameter in no layer that `ghost` knows."""
+
+    @nn.compact
+    def __call__(self, batch):
+        x = nn.Embed(VOCAB, VOCAB)(batch["tokens"])
+        return x * self.param("gain", nn.initializers.ones, (1, 1, VOCAB))
+
+
+class Frozen(ModelTask):
+    """Has a model beneath the parameters that are trained."""
+
+    @property
+    def frozen(self):
+        return np.ones(1, np.float32)
+
+
+def local(model=None, kind=ModelTask):
+    task = kind(model or Tied(4))
+    fresh = jax.jit(task.model.init)
+    params = fresh(jax.random.key(0), task.read("train", np.arange(2)))["params"]
+    return LocalEngine(task, num_lanes=2), params
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Every model is large."""
+    monkeypatch.setattr(strategy, "MANY_PARAMETERS", 1)
+
+
+def test_a_large_model_takes_ghost_for_examples_if_all_of_it_is_trained(large, monkeypatch):
+    tried = []
+    monkeypatch.setattr(Engine, "ghost_fault", lambda *a: tried.append(a[-1]) or "")
+    assert choose_strategy(*local(), 1, CLIP, AUTO) == (Strategy("ghost", 4), "by rule")
+    assert tried == [Strategy("ghost", 4)]
+    assert choose_strategy(*local(), 2, CLIP, AUTO)[0] == Strategy("direct", 4)
+    assert choose_strategy(*local(kind=Frozen), 1, CLIP, AUTO)[0] == Strategy("direct", 4)
+    monkeypatch.setattr(LocalEngine, "facts", lambda *_: {"platform": "gpu"})
+    assert choose_strategy(*local(), 1, CLIP, AUTO)[0] == Strategy("direct", 1)
+
+
+def test_a_model_that_ghost_does_not_support_is_left_to_direct(large):
+    found, why = choose_strategy(*local(Unknown()), 1, CLIP, AUTO)
+    assert found == Strategy("direct", 4)
+    assert why.startswith("by rule, as ghost:4 does not support the model: parameter gain: ")
+    with refuses("strategy=ghost", says="ghost:4 parameter gain: expected to be used by"):
+        choose_strategy(*local(Unknown()), 1, CLIP, EngineConfig(strategy="ghost"))
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_the_check_of_ghost_reads_no_text(monkeypatch):
+    def read(self, split, rows):
+        assert (rows == -1).all(), "a text was read"
+        return right(self, split, np.zeros(len(rows), int))
+
+    right = ModelTask.read
+    engine, params = local()
+    monkeypatch.setattr(ModelTask, "read", read)
+    asked = EngineConfig(strategy="ghost")
+    assert choose_strategy(engine, params, 1, CLIP, asked)[0] == Strategy("ghost", 4)

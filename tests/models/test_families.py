@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from refused import refuses
 
-from fedsim.models import families, lora, peft_files, weights
+from fedsim.models import families, weights
 from fedsim.models.config_json import UnsupportedArchitecture
 from fedsim.models.transformer import Transformer, TransformerConfig
 
@@ -125,27 +125,3 @@ def test_what_a_family_cannot_be_is_one_line(name, field, value):
     changed = {"rope_parameters": rope | {field: value}} if there else {field: value}
     with refuses(field, UnsupportedArchitecture):
         config_of(name, **changed)
-
-
-def test_adapters_of_layers_in_one_array_become_one(tmp_path):
-    config = lora.adapted(config_of("phi3"), 2, 8.0, "query,value,up")
-    rng = np.random.default_rng(0)
-    adapters = jax.tree.map(
-        lambda x: rng.normal(size=x.shape).astype(np.float32), lora.init(config, jax.random.key(0))
-    )
-    peft_files.save(tmp_path / "peft", config, adapters, "some/base")
-    about = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    assert about["target_modules"] == ["gate_up_proj", "qkv_proj"]
-    assert about["rank_pattern"] == {"qkv_proj": 4} and not about["fan_in_fan_out"]
-    tensors = weights.read(tmp_path / "peft" / "adapter_model.safetensors")
-    there, block = "base_model.model.model.layers.1", adapters["block_1"]
-    for name, layer, first, width, columns in (
-        ("mlp.gate_up_proj", "up", 44, 44, 88),
-        ("self_attn.qkv_proj", "value", 48, 16, 64),
-    ):
-        a, b = (np.asarray(tensors[f"{there}.{name}.lora_{x}.weight"]) for x in "AB")
-        joint = (b @ a).T
-        expected = block[f"{layer}_lora_a"]["kernel"] @ block[f"{layer}_lora_b"]["kernel"]
-        assert joint.shape == (32, columns)
-        np.testing.assert_allclose(joint[:, first : first + width], expected, atol=1e-5)
-    assert not joint[:, 32:48].any()  # keys have no adapter

@@ -1,7 +1,6 @@
-"""Random search: changed files of a model load, or are refused in one line, in bounded time.
+"""Random search: a model whose config.json has another value loads, or is refused in one line.
 
-Of config.json one field gets another value, of the other files bytes or values change. What loads
-must be a model that can be applied.
+What loads must be a model that can be applied. Damaged arrays: test_tensor_files.py.
 """
 
 import dataclasses
@@ -98,57 +97,19 @@ def change_config(rng, directory):
     file.write_text(json.dumps(fields))
 
 
-def change_bytes(rng, data):
-    """Flips, cuts, doubles or inserts some of the first bytes."""
-    at = rng.randrange(min(len(data), 400))
-    more = [b"[" * 100_000, b"9" * 5000, b"\xff\xfe", b"\0", b"1e999", data[: rng.randrange(40)]]
-    flipped = bytes([data[at] ^ 1 << rng.randrange(8)])
-    middle = rng.choice([flipped + data[at + 1 :], b"", rng.choice(more) + data[at:]])
-    return data[:at] + middle
-
-
-def change_json(rng, text):
-    """Gives one value somewhere in JSON another one."""
-    record = json.loads(text)
-    at, key = record, rng.choice([*record])
-    while isinstance(at[key], dict | list) and at[key] and rng.random() < 0.85:
-        at = at[key]
-        key = rng.choice([*at] if isinstance(at, dict) else range(len(at)))
-    at[key] = rng.choice(ODD)
-    return json.dumps(record).encode()
-
-
-def change_header(rng, data):
-    """Changes the header of a safetensors file, whose length is its first 8 bytes."""
-    size = int.from_bytes(data[:8], "little")
-    header = change_json(rng, data[8 : 8 + size])
-    return len(header).to_bytes(8, "little") + header + data[8 + size :]
-
-
-def change_other(rng, directory):
-    """One change to one other file."""
-    side = json.dumps({"eos_token_id": [0, 1], "bos_token": "a", "bos_token_id": 3})
-    for name in ("tokenizer_config.json", "generation_config.json"):
-        (directory / name).write_text(side)
-    file = rng.choice(sorted({*directory.iterdir()} - {directory / "config.json"}))
-    by_value = change_header if file.suffix == ".safetensors" else change_json
-    file.write_bytes(rng.choice([by_value, change_bytes])(rng, file.read_bytes()))
-
-
 SEARCHES = [(0, 40), *(pytest.param(seed, 300, marks=[pytest.mark.slow]) for seed in (1, 2, 3))]
 
 
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("change", [change_config, change_other])
 @pytest.mark.parametrize("seed, cases", SEARCHES)
-def test_a_changed_model_is_a_line_or_a_model(seed, cases, change, models, tmp_path):
+def test_a_changed_model_is_a_line_or_a_model(seed, cases, models, tmp_path):
     rng, found = random.Random(seed), []
     for number in range(cases):
         directory = tmp_path / str(number)
         shutil.copytree(models[rng.choice(KINDS)], directory)
-        change(rng, directory)
+        change_config(rng, directory)
         found.append(outcome(directory))
         shutil.rmtree(directory)
     assert 0.05 < found.count("loaded") / cases < 0.9

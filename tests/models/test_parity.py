@@ -11,14 +11,13 @@ import jax
 import numpy as np
 import pytest
 from chats import PROMPTING, STOP, model_files as tokenizer_files, saying
-from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 from zoo import adapters_of, random_like
 
 from fedsim.data.chat import ChatTokenizer, Message, template_of
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.export import export
 from fedsim.models import lora, peft_files, weights
-from fedsim.models.transformer import Transformer, preset
+from fedsim.models.transformer import Transformer
 
 sys.path.append(str(Path(__file__).parents[2]))
 
@@ -45,14 +44,6 @@ def logits_of(config, params):
     return jax.jit(lambda p: Transformer(config).apply({"params": p}, TOKENS))(params)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_model_that_transformers_wrote_has_its_logits(name, written):
-    found = weights.load(str(written / name))
-    expected = np.load(written / f"{name}.npy")
-    assert expected.std() > 0.3
-    np.testing.assert_allclose(logits_of(found.config, found.params), expected, atol=1e-4)
-
-
 @pytest.fixture(scope="module")
 def reread(written, tmp_path_factory):
     directory = tmp_path_factory.mktemp("fedsim")
@@ -67,40 +58,6 @@ def reread(written, tmp_path_factory):
 def test_transformers_reads_what_fedsim_wrote(name, written, reread):
     expected = np.load(written / f"{name}.npy")
     np.testing.assert_allclose(np.load(reread / f"{name}.npy"), expected, atol=1e-5)
-
-
-def test_transformers_reads_the_papers_kind(tmp_path):
-    config = preset("tiny", 61, 20)
-    params = random_like(config, np.random.default_rng(0))
-    weights.save(tmp_path / "model", config, params)
-    found = run.models("logits", tmp_path / "model")["logits"]
-    np.testing.assert_allclose(logits_of(config, params), found, atol=2e-4)
-
-
-WORDPIECE = [*"[PAD] [UNK] [CLS] [SEP] [MASK] hello world it ' s deja vu x , 1 ##2 ##3 ##4".split()]
-
-
-FIRST = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "phi3", "smollm3", "gpt2"]
-
-
-# `transformers` 5 reads what belongs to a Qwen as a BPE, whatever it is told.
-@pytest.mark.parametrize(
-    "name, kind",
-    [*((name, "bytes") for name in FIRST), ("gpt2", "wordpiece"), ("llama", "wordpiece")],
-)
-def test_transformers_has_the_same_tokens(name, kind, written, tmp_path):
-    """Whatever the family's own tokenizer would be."""
-    vocab = {piece: i for i, piece in enumerate(WORDPIECE)}
-    inner = BertWordPieceTokenizer(vocab)._tokenizer
-    own = Tokenizer.bytes() if kind == "bytes" else Tokenizer(inner, kind)
-    own.save(tmp_path / "own.json")
-    found = weights.load(str(written / name))
-    config = dataclasses.replace(found.config, vocab_size=own.vocab_size)
-    params = random_like(config, np.random.default_rng(0))
-    weights.save(tmp_path / "model", config, params, tmp_path / "own.json")
-    there = run.models("tokens", tmp_path / "model")
-    assert there["ids"] == own.encode_batch(["Hello world 1234, it's déjà vu  x"])[0]
-    assert there["ends"] == [own.begin_id, own.end_id]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "gemma2"])
