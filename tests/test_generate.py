@@ -150,8 +150,8 @@ def test_texts_of_a_batch_are_those_that_are_drawn_alone(directory):
     texts = room.Texts(model, ["red ", "green blue", "red"], 20, chats=False, field="prompts")
     given = [dataclasses.replace(texts.prompts[i % 3], number=i) for i in range(9)]
     settings = texts.settings(Sampling(top_k=50), 3)
-    together = room.draw(given, *settings, model.params)
-    assert together == [room.draw([each], *settings, model.params)[0] for each in given]
+    together = room.draw(given, model.params, *settings)
+    assert together == [room.draw([each], model.params, *settings)[0] for each in given]
     assert len({tuple(tokens) for tokens in together}) > 6
 
 
@@ -168,19 +168,6 @@ def test_the_texts_are_the_same_for_any_number_of_workers(
         words = ["generate", str(directory), "--out", str(out), *FEW, "--num-workers", workers]
         main(words)
         assert rows_of(out) == expected and len(expected) == 10
-
-
-@pytest.mark.ray
-def test_a_fault_of_a_job_keeps_its_kind(ray_cluster):
-    from fedsim.config import EngineConfig
-    from fedsim.engine import EngineError, on_workers
-
-    two = EngineConfig(num_workers=2)
-    with pytest.raises(EngineError, match="ZeroDivisionError"):
-        list(on_workers(divmod, [(1)], 0, config=two))
-    with refuses("seed"):
-        list(on_workers(room.key_of, [2**63], config=two))
-    assert list(on_workers(divmod, [7, 8, 9], 2, config=two)) == [(3, 1), (4, 0), (4, 1)]
 
 
 def test_prompts_are_used_in_turn_and_not_protected(directory, tmp_path):
