@@ -15,7 +15,7 @@ from zoo import FAMILIES, adapters_of, random_like
 
 from experiments.harness.mean_task import MeanTask
 from experiments.harness.stores import store_of
-from fedsim.clipping import Clip, Strategy, clip_chunk
+from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.contribution import (
     contribution,
     lattice_bits,
@@ -234,24 +234,3 @@ def test_a_long_sum_lacks_what_a_missing_user_added_and_nothing_else():
 
     moved = total(rows) - total(rows[1:])
     assert (moved == total(rows[:1])).all() and ratio(moved) <= 1
-
-
-def test_a_gradient_whose_parts_cancel_contributes_no_more_than_c(rng):
-    """Book-keeping took a norm from Gram matrices that was too small by a twentieth here."""
-    tokens, width = 64, 256
-
-    def loss(params, batch):
-        return jnp.sum((batch["x"] @ params["kernel"]) * batch["g"], axis=(1, 2))
-
-    run = jax.jit(functools.partial(clip_chunk, loss, clip=Clip(1.0), strategy=Strategy("direct")))
-    params = {"kernel": jnp.zeros((width, width))}
-    worst = 0.0
-    for _ in range(20):
-        delta = 2 * np.sqrt(500 * 2.0**-23) * rng.uniform(1, 1.1)
-        value = 2 ** rng.uniform(0, 1)
-        x = np.full((1, 1, tokens, width), 2 ** rng.uniform(0, 1), np.float32)
-        g = np.empty_like(x)
-        g[0, 0, 0::2], g[0, 0, 1::2] = value, -value * (1 - delta)
-        z = whole(run(params, {"x": x, "g": g}, np.ones((1, 1), bool))[0])
-        worst = max(worst, ratio(z))
-    assert 0.99 < worst <= 1

@@ -10,16 +10,14 @@ import pytest
 from pretrained_models import command, make_model, make_texts
 from refused import refuses
 from safetensors.numpy import load_file
-from test_weights import KEPT, assert_kept, assert_settings, with_files
+from test_weights import with_files
 from zoo import FAMILIES, PARTS, adapters_of, random_like
 
 from fedsim.cli.main import main
-from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import ConfigError, FileDamaged
 from fedsim.export import export
 from fedsim.models import lora, weights
 from fedsim.models.transformer import DENSE, Transformer, stacked, unstacked
-from fedsim.models.weights import CONFIG
 from fedsim.run.checkpoint import latest, load_params
 from fedsim.run.directory import load
 from fedsim.run.model_source import expect_same_model, model_of_run
@@ -160,21 +158,6 @@ def test_a_run_is_exported_merged_or_as_adapters(trained, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["export", str(run_dir), "--out", str(tmp_path / "peft"), "--adapter"])
     assert "expected a directory that is not there yet" in capsys.readouterr().err
-
-
-def test_exports_have_the_files_of_the_model_that_was_adapted(trained, place, tmp_path):
-    run_dir, model = trained[0], place[0]
-    kept = {name: (model / name).read_text() for name in (*KEPT, "tokenizer.json")}
-    export(str(run_dir), tmp_path / "merged")
-    export(str(run_dir), tmp_path / "peft", adapter=True)
-    assert_kept(tmp_path / "merged", kept)
-    assert_kept(tmp_path / "peft", kept)
-    assert_settings(*(json.loads((d / CONFIG).read_text()) for d in (model, tmp_path / "merged")))
-    assert not (tmp_path / "peft" / CONFIG).exists()
-    found = Tokenizer.load(model_of_run(run_dir).tokenizer)
-    assert (found.begin_id, found.end_id, found.end_ids) == (5, 256, {256, 7})
-    data = Tokenizer.load(run_dir / "tokenizer.json")
-    assert (data.begin_id, data.end_id) == (5, 256)
 
 
 def test_a_file_of_the_model_that_was_changed_in_a_run_is_not_exported(trained, tmp_path):

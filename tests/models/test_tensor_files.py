@@ -28,15 +28,6 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(found[name], tensor)
 
 
-def test_the_bytes_are_those_of_the_format(tmp_path):
-    weights.write(tmp_path / "x", {"w": np.array([[1, 2]], np.float32)})
-    data = (tmp_path / "x").read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    assert header["w"] == {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 8]}
-    assert data[8 + size :] == np.array([1, 2], "<f4").tobytes() and (8 + size) % 8 == 0
-
-
 def test_arrays_come_back_from_one_file_or_several(tmp_path):
     weights.write(tmp_path / weights.SINGLE, TENSORS)
     assert_same(weights.read_directory(tmp_path), TENSORS)

@@ -100,20 +100,6 @@ def test_what_the_model_cannot_be_is_refused_by_name(changed, message):
         families.config_of(fields)
 
 
-def test_old_and_new_places_of_rotary_positions_are_read():
-    names = ("rope_theta", "rope_scaling", "rope_parameters")
-    bare = {name: x for name, x in FIELDS.items() if name not in names}
-    old = {
-        "rope_theta": 5e5,
-        "rope_scaling": {"type": "llama3", **dataclasses.asdict(SCALED.rope_scaling)},
-    }
-    old["rope_scaling"]["original_max_position_embeddings"] = 64
-    assert families.config_of(bare | old).rope_scaling == SCALED.rope_scaling
-    assert families.config_of(bare | old).rope_base == 5e5
-    assert families.config_of(bare | {"rope_parameters": {"rope_theta": 5e5}}).rope_base == 5e5
-    assert families.config_of(bare).rope_base == 10_000
-
-
 def test_a_tensor_that_is_missing_or_misshapen_is_named(rng, tmp_path):
     config = FAMILIES["llama"]
     tensors = weights.to_tensors(config, random_like(config, rng))
@@ -226,18 +212,6 @@ def test_settings_of_another_model_are_not_taken(rng, tmp_path):
     weights.save(tmp_path / "model", first, random_like(first, rng))
     weights.save(tmp_path / "x", other, random_like(other, rng), files=tmp_path / "model")
     assert weights.load(str(tmp_path / "x")).config.query_key_norm
-
-
-def test_a_written_model_says_which_tokens_it_has_and_that_they_are_taken_as_they_are(tmp_path):
-    config = dataclasses.replace(FAMILIES["llama"], vocab_size=257)
-    Tokenizer.bytes().save(tmp_path / "bytes.json")
-    params = random_like(config, np.random.default_rng(0))
-    weights.save(tmp_path / "model", config, params, tmp_path / "bytes.json")
-    fields = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert (fields["bos_token_id"], fields["eos_token_id"]) == (256, 256)
-    found = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
-    assert found["tokenizer_class"] == "PreTrainedTokenizerFast"  # not the family's own
-    assert found["bos_token"] == found["eos_token"] == "<|endoftext|>"
 
 
 def test_the_hub_is_asked_for_the_files_that_are_needed(rng, tmp_path, monkeypatch):
