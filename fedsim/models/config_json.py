@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fedsim.errors import ConfigError, brief
@@ -33,11 +33,8 @@ def whole(f: Fields, name: str, most: int, default: Any = NEEDED) -> Any:
     Raises:
       UnsupportedArchitecture: the field has another value, or neither it nor a default is there.
     """
-    if (value := f.get(name)) is None:
-        return _default(name, default)
-    if type(value) is not int or not 1 <= value <= most:
-        raise odd(name, value, f"a whole number in [1, {most}]")
-    return value
+    expected = f"a whole number in [1, {most}]"
+    return _field(f, name, default, lambda x: type(x) is int and 1 <= x <= most, expected)
 
 
 def number(f: Fields, name: str, least: float, most: float, default: Any = NEEDED) -> Any:
@@ -45,20 +42,23 @@ def number(f: Fields, name: str, least: float, most: float, default: Any = NEEDE
 
     Raises: as `whole`.
     """
-    if (value := f.get(name)) is None:
-        return _default(name, default)
-    if type(value) not in (int, float) or not least <= value <= most:
-        raise odd(name, value, f"a number in [{least:g}, {most:g}]")
-    return float(value)
+    expected = f"a number in [{least:g}, {most:g}]"
+    kinds = (int, float)
+    value = _field(f, name, default, lambda x: type(x) in kinds and least <= x <= most, expected)
+    return value if value is None else float(value)
 
 
 def flag(f: Fields, name: str, default: bool = False) -> bool:
     """True or false of a config.json; `default` if it is absent or null. Raises: as `whole`."""
-    if (value := f.get(name)) is None:
-        return default
-    if type(value) is not bool:
-        raise odd(name, value, "true or false")
-    return value
+    return _field(f, name, default, lambda x: type(x) is bool, "true or false")
+
+
+def _field(f: Fields, name: str, default: Any, holds: Callable[[Any], bool], expected: str) -> Any:
+    if (value := f.get(name)) is not None and not holds(value):
+        raise odd(name, value, expected)
+    if value is None and default is NEEDED:
+        raise odd(name, None, "a value in config.json")
+    return default if value is None else value
 
 
 def need(name: str, value: Any, *allowed: Any) -> None:
@@ -66,12 +66,6 @@ def need(name: str, value: Any, *allowed: Any) -> None:
     if value not in allowed:
         shown = ("null" if value is None else str(value) for value in allowed)
         raise odd(name, value, " or ".join(shown))
-
-
-def _default(name: str, default: Any) -> Any:
-    if default is NEEDED:
-        raise odd(name, None, "a value in config.json")
-    return default
 
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -91,15 +85,8 @@ def layer_flags(f: Fields, name: str, layers: int, yes: Any, no: Any) -> tuple[b
 
 
 def as_object(f: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """An object of a config.json; empty if it is absent or null.
-
-    Raises:
-      UnsupportedArchitecture: the field has another value.
-    """
-    value = f.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise odd(name, value, "an object, or null")
-    return value or {}
+    """An object of a config.json; empty if it is absent or null. Raises: as `whole`."""
+    return _field(f, name, {}, lambda x: isinstance(x, dict), "an object, or null")
 
 
 def scaling_of(f: Fields, kind: str, rope: Mapping[str, Any]) -> RopeScaling | None:

@@ -156,15 +156,12 @@ class TransformerConfig:
     def from_dict(cls, fields: Mapping[str, Any]) -> "TransformerConfig":
         """Make a config from the result of `as_dict`."""
         own = dict(fields)
-        share = own.pop("rope_share", 1)  # of runs of earlier versions
-        expect("rope_share", share, share == 1, "1: all features of a head rotate")
         for name in ("rope_blocks", "window_blocks"):
             own[name] = own.get(name) and tuple(own[name])
         if own["rope_scaling"]:
             own["rope_scaling"] = rope.scaling_from_dict(own["rope_scaling"])
         if own["lora"]:
             own["lora"] = Lora(**{**own["lora"], "layers": tuple(own["lora"]["layers"])})
-        own["family"] = own.get("family") or cls.family  # as earlier versions left it
         return cls(**own)
 
 
