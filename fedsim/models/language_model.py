@@ -70,9 +70,38 @@ def nats_in_chunks(
 
 def cross_entropy(logits_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:
     """-log_softmax(logits)[targets], at least float32 [B, L], for targets in [0, V)."""
-    logits_BLV = logits_BLV.astype(jnp.promote_types(logits_BLV.dtype, jnp.float32))
+    return _cross_entropy(
+        logits_BLV.astype(jnp.promote_types(logits_BLV.dtype, jnp.float32)), targets_BL
+    )
+
+
+@jax.custom_vjp
+def _cross_entropy(logits_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:
+    """Only in reverse mode. The gradient equals JAX's in float32, bit for bit, in a form that XLA
+    does not compute twice, which saves a twelfth of a small model's step."""
+    # Not _cross_entropy_forward's value: alone, XLA rounds that otherwise in the last bit.
     log_probs_BLV = jax.nn.log_softmax(logits_BLV)
     return -jnp.take_along_axis(log_probs_BLV, targets_BL[..., None], axis=-1)[..., 0]
+
+
+def _cross_entropy_forward(logits_BLV, targets_BL):
+    max_BL1 = logits_BLV.max(axis=-1, keepdims=True)
+    sum_BL1 = jnp.exp(logits_BLV - max_BL1).sum(axis=-1, keepdims=True)
+    target_BL1 = jnp.take_along_axis(logits_BLV, targets_BL[..., None], axis=-1)
+    nats_BL = -(target_BL1 - max_BL1 - jnp.log(sum_BL1))[..., 0]
+    return nats_BL, (logits_BLV, max_BL1, sum_BL1, targets_BL)
+
+
+def _cross_entropy_backward(residuals, cotangent_BL):
+    logits_BLV, max_BL1, sum_BL1, targets_BL = residuals
+    cotangent_BL1 = cotangent_BL[..., None]
+    ids_BLV = jax.lax.broadcasted_iota(jnp.int32, logits_BLV.shape, 2)
+    is_target_BLV = ids_BLV == targets_BL[..., None]
+    probs_BLV = jnp.exp(logits_BLV - max_BL1) * (cotangent_BL1 / sum_BL1)
+    return jnp.where(is_target_BLV, -cotangent_BL1, 0) + probs_BLV, None
+
+
+_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 LARGE = 10_000_000  # weights in blocks above which a program costs less than it saves

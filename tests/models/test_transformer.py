@@ -15,7 +15,7 @@ from zoo import FAMILIES, PARTS
 
 from experiments.harness.stores import store_of
 from fedsim.data.dataset import Dataset
-from fedsim.models.language_model import LanguageModelTask
+from fedsim.models.language_model import LanguageModelTask, cross_entropy
 from fedsim.models.rope import Llama3
 from fedsim.models.transformer import (
     Lora,
@@ -92,6 +92,30 @@ def test_a_row_without_a_prediction_has_no_loss_and_no_gradient(size, params, to
     np.testing.assert_array_equal(predictions, 0)
     grads = gradient(params, tokens, sizes)
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("scale", [1, 1e4, np.inf])
+def test_the_gradient_of_the_loss_is_bit_for_bit_what_jax_derives(scale, rng):
+    logits = jnp.asarray(rng.normal(size=(3, 5, 17)), jnp.float32)
+    logits = logits.at[0, 1, 2].set(scale).at[1, 1].multiply(scale)
+    targets = jnp.asarray(rng.integers(17, size=(3, 5))).at[2, 3].set(16)
+    weights = jnp.asarray(rng.normal(size=(3, 5)), jnp.float32).at[0].set(0)
+
+    def derived(logits, targets):
+        log_probs = jax.nn.log_softmax(logits)
+        return -jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
+
+    def gradient(loss):
+        @jax.jit
+        def run(logits, weights):
+            nats, back = jax.vjp(lambda logits: loss(logits, targets), logits)
+            return nats, back(weights)
+
+        return run(logits, weights)
+
+    expected, found = gradient(derived), gradient(cross_entropy)
+    assert np.isfinite(found[1]).all() == np.isfinite(scale)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_the_paper_preset_has_350_million_parameters():
