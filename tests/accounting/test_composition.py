@@ -58,6 +58,9 @@ def test_infinite_losses_of_all_steps_are_infinite_in_the_composition():
         (DensePLDPmf(0.5, -1, (1 - mass) * np.array([0.25, 0.5, 0.25]), mass, True), count)
         for mass, count in zip(masses, counts, strict=True)
     ]
+    levels = np.array([0.1, 0.3, 0.45])  # below the largest loss
+    expected = [steps[0][0].get_delta_for_epsilon(each) for each in levels]
+    assert composition.deltas_at(steps[0][0], levels) == pytest.approx(expected)
     composed, mass = composition.compose_pmfs(steps), 1 - 0.99**3 * 0.8
     assert mass <= composed._infinity_mass <= mass + 1e-14
     assert composed._probs.sum() == pytest.approx(1 - mass)
