@@ -10,6 +10,7 @@ from scipy import stats
 
 from fedsim.keys import SecretKey
 from fedsim.sampling import PADDING, Cyclic, Poisson, draw_groups, limit_contributions, places
+from fedsim.sampling.contributions import GRID, utility
 from fedsim.sampling.sampler import UNIFORM, _cumulative, binomial
 
 STEPS = 4000
@@ -134,3 +135,7 @@ def test_places_are_the_pool_with_padding_where_a_user_lacks_examples(key):
     assert found[0].tolist() == [0, 1, PADDING] and (found[1] == PADDING).all()
     assert (found[2] != PADDING).all() and found[3].tolist() == [7, PADDING, PADDING]
     assert found[found != PADDING].tolist() == pool.tolist()
+
+
+def test_of_users_of_one_size_this_size_alone_is_the_median():
+    assert GRID[utility(np.full(9, 4)) == 0].tolist() == [4]
