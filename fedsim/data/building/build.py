@@ -185,7 +185,7 @@ class _Build:
         rows = self.out.with_name("rows")
         rows.mkdir()
         counts = self._tokenise(parts, rows)
-        with tokenised_rows(rows, self.pool.num_workers) as connection:
+        with tokenised_rows(rows, self.pool.num_workers, 4 * settings.max_length) as connection:
             owners = owners_of(connection)
             splits = self._divide(owners, counts)
             self._write_splits(connection, owners, splits)

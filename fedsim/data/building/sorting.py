@@ -22,24 +22,26 @@ from fedsim.errors import Interrupted
 from fedsim.files import DISK_FULL
 from fedsim.signals import raise_if_stopped
 
-MAX_THREADS = 4  # each holds at least 122,880 rows in memory
+MAX_THREADS = 4
+MEMORY, ROWS = 512 * 2**20, 2**19  # bytes and rows of a thread, in which DuckDB holds 122,880 rows
 BLOCK_ROWS = 32_768
 
 
 @contextmanager
-def tokenised_rows(directory: Path, threads: int) -> Iterator[Any]:
+def tokenised_rows(directory: Path, threads: int, row_bytes: int = 0) -> Iterator[Any]:
     """Yield a connection of DuckDB with a view `rows` of the files of rows in a directory.
 
-    Args:
-      threads: number of threads, of which at most MAX_THREADS are used.
+    Args: threads: at most MAX_THREADS are used. row_bytes: of the tokens of a row, at most.
     Raises, also in its block:
       OSError: the disk is full.
       Interrupted: DuckDB failed, or needs more memory.
     """
     import duckdb  # takes a while
 
+    threads = min(threads, MAX_THREADS)
     config = {
-        "threads": min(threads, MAX_THREADS),
+        "memory_limit": f"{max(MEMORY, ROWS * row_bytes) * max(2, threads)}B",
+        "threads": threads,
         "temp_directory": str(directory / "spilled"),
         "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,
