@@ -38,30 +38,11 @@ def texts(tmp_path_factory):
 
 
 def command(texts, run_dir, algorithm="uls", engine="local", **flags):
-    flags = {
-        **{
-            "data": texts,
-            "run-dir": run_dir,
-            "epsilon": 4,
-            "num-steps": NUM_STEPS,
-            "batch_size": 24,
-        },
-        **{
-            "group-size": 2,
-            "max-length": 24,
-            "seed": 3,
-            "model": "micro",
-            "engine": engine,
-            "checkpoint-every": 5,
-        },
-        **{"strategy": "scan", "rows_per_pass": 2},
-        **flags,
-    }
-    return [
-        "train",
-        algorithm,
-        *(str(x) for name, value in flags.items() for x in (f"--{name}", value)),
-    ]
+    flags = {"data": texts, "run-dir": run_dir, "epsilon": 4, "num-steps": NUM_STEPS} | flags
+    flags = {"group-size": 2, "max-length": 24, "seed": 3, "model": "micro"} | flags
+    flags = {"engine": engine, "checkpoint-every": 5, "batch_size": 24} | flags
+    flags = {"strategy": "scan", "rows_per_pass": 2} | flags
+    return ["train", algorithm, *(str(x) for n, value in flags.items() for x in (f"--{n}", value))]
 
 
 def summary(run_dir):
@@ -179,26 +160,12 @@ def test_a_stop_signal_ends_the_step_and_saves_it(texts, undisturbed, stopped_ru
     assert segments[1].after == segments[1].first == stopped["steps_done"]
 
 
-def test_a_finished_run_is_not_run_again(texts, run_dir, finished):
-    shutil.copytree(finished / "uls", run_dir)
-    before = summary(run_dir)
-    main([*command(texts, run_dir), "--resume"])
-    assert summary(run_dir) == before and len(lines(run_dir, "ledger.jsonl")) == NUM_STEPS + 2
-
-
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.ray
 def test_ray_gives_the_same_parameters_as_one_process(texts, undisturbed, run_dir, ray_cluster):
     main(command(texts, run_dir, engine="ray", **{"num-workers": 2}))
     assert summary(run_dir)["params_sha256"] == undisturbed["uls"]["params_sha256"]
-
-
-CHANGES = {
-    **{"epsilon": 5, "batch_size": 36, "group-size": 3, "num-steps": 13, "delta": 1e-5},
-    **{"clip-norm": 0.5, "clipping": "plain", "sampling": "cyclic", "model": "small"},
-    **{"learning-rate": 0.2, "optimizer": "adam", "seed": 4},
-}
 
 
 @pytest.mark.privacy
@@ -212,18 +179,6 @@ def test_noise_that_costs_more_than_was_asked_for_ends_a_run_before_its_first_st
     assert stop.value.code == 2 and not run_dir.exists()
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("fedsim: error: noise_multiplier=0.01: expected more: all steps cost")
-
-
-@pytest.mark.parametrize("name, value", CHANGES.items())
-def test_a_changed_setting_is_refused_on_resume(name, value, texts, stopped_run, capsys):
-    args = [*command(texts, stopped_run, **{name: value}), "--resume"]
-    before = {path: path.read_bytes() for path in stopped_run.rglob("*") if path.is_file()}
-    with pytest.raises(SystemExit) as stop:
-        main(args)
-    assert stop.value.code == 2
-    field = name.replace("-", "_")
-    assert f"{field}={value}" in capsys.readouterr().err.replace(f"{value}.0", f"{value}")
-    assert {path: path.read_bytes() for path in stopped_run.rglob("*") if path.is_file()} == before
 
 
 def test_other_data_is_refused_on_resume(texts, stopped_run, tmp_path, capsys):
@@ -274,16 +229,6 @@ def test_epsilon_comes_from_the_ledger(finished):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_summary_of_fewer_steps_does_not_outlive_a_resumption(texts, stopped_run, run_dir):
-    shutil.copytree(stopped_run, run_dir)
-    args = command(texts, run_dir)
-    done = summary(run_dir)["steps_done"]
-    kill_after([*args, "--resume"], run_dir, done + 4)
-    assert not (run_dir / "summary.json").exists()
-
-
 def test_a_seeds_key_depends_on_neither_defaults_nor_places():
     data = SimpleNamespace(train=SimpleNamespace(fingerprint="abc"))
     settings = {"epsilon": 4.0, "num_steps": 3}
@@ -305,41 +250,8 @@ def test_a_seeds_key_depends_on_neither_defaults_nor_places():
     assert len({first, *others}) == 6
 
 
-@pytest.mark.slow
-@pytest.mark.ci
-def test_runs_with_other_settings_share_no_noise_though_they_share_a_seed(texts, tmp_path):
-    changes = {"a": {}, "b": {"learning-rate": 0.2}, "c": {"num-workers": 2}}
-    for name, flags in changes.items():
-        main(command(texts, tmp_path / name, **{"num-steps": 1, **flags}))
-    a, b, c = (json.loads((tmp_path / n / "secret.json").read_text())["secret"] for n in changes)
-    assert a != b and a == c  # the number of workers changes nothing
-
-
 def config(run_dir):
     return json.loads((run_dir / "config.json").read_text())
-
-
-def refused(args, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(args)
-    assert stop.value.code == 2
-    return capsys.readouterr().err.strip().splitlines()[-1]
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_run_in_half_precision_learns_the_same_and_stays_so(texts, tmp_path, capsys):
-    for dtype in ("float32", "bfloat16"):
-        # At 0.05, this seed's draws end 0.4 apart on processors that multiply bfloat16 themselves.
-        flags = {"compute-dtype": dtype, "num-steps": 12, "epsilon": "inf", "learning-rate": 0.02}
-        main(command(texts, tmp_path / dtype, **flags))
-    exact, half = (summary(tmp_path / dtype) for dtype in ("float32", "bfloat16"))
-    assert half["params_sha256"] != exact["params_sha256"]
-    assert exact["final_eval_loss"] < exact["initial_eval_loss"] - 0.5
-    assert half["final_eval_loss"] == pytest.approx(exact["final_eval_loss"], rel=0.05)
-    args = command(texts, tmp_path / "float32", **{**flags, "compute-dtype": "bfloat16"})
-    message = refused([*args, "--resume"], capsys)
-    assert "compute_dtype=bfloat16: expected float32" in message
 
 
 @pytest.mark.slow
@@ -358,7 +270,7 @@ def test_a_resumed_run_keeps_its_strategy_whatever_the_rule_is(texts, run_dir, m
         main(args)
     assert stop.value.code == 75 and summary(run_dir)["steps_done"] == 3
     recorded = config(run_dir)["strategy"]
-    assert recorded == {"name": "direct:2", "why": "by rule"}
+    assert recorded == "direct:2"
     monkeypatch.setattr("fedsim.clipping.strategy.MANY_PARAMETERS", 0)
     main([*args, "--resume"])
     assert config(run_dir)["strategy"] == recorded

@@ -1,6 +1,5 @@
 """Hidden places of what is being written: private, whole or absent, removed, never a stranger's."""
 
-import fcntl
 import os
 import signal
 import stat
@@ -96,32 +95,6 @@ def test_a_name_that_another_process_writes_is_refused_or_waited_for(tmp_path):
     with pytest.raises(ConfigError, match="not there yet.*already exists"):
         new_directory(out, wait=True).__enter__()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_waiting_process_finds_what_the_other_wrote(tmp_path):
-    code = (
-        "import sys, time, pathlib\nfrom fedsim.files import new_directory\n"
-        "with new_directory(pathlib.Path(sys.argv[1])) as made:\n"
-        "    (made / 'file').touch()\n    print('writing', flush=True)\n    time.sleep(0.5)\n"
-    )
-    command = [sys.executable, "-c", code, tmp_path / "out"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None and other.stdout.readline() == "writing\n"
-        with pytest.raises(ConfigError, match="already exists"):
-            new_directory(tmp_path / "out", wait=True).__enter__()
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "file"]
-
-
-def test_a_file_system_without_locks_removes_nothing_of_others(tmp_path, monkeypatch):
-    kill_one(tmp_path / "out")
-
-    def refuse(*_):
-        raise OSError("no locks here")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with new_directory(tmp_path / "out") as made:
-        assert made.is_dir() and len(list(tmp_path.iterdir())) == 2
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_place_that_is_taken_or_cannot_be_written_is_named(tmp_path):

@@ -186,7 +186,7 @@ def automatic(task, params, num_rows, group):
     """What a run would choose, and its lane as a worker computes it."""
     engine = LocalEngine(task, num_lanes=1)
     rows = np.arange(num_rows).reshape(-1, group)
-    strategy, _ = choose_strategy(engine, params, group, CLIP, EngineConfig())
+    strategy = choose_strategy(engine, params, group, CLIP, EngineConfig())
     return lambda: engine.clipped_sum(params, rows, CLIP, strategy), str(strategy)
 
 

@@ -47,7 +47,7 @@ def choose_strategy(
     *,
     public_places: bool = False,
     check: bool = True,
-) -> tuple[Strategy, str]:
+) -> Strategy:
     """Choose the strategy for steps with units of `group` rows: the one of the settings, or of the
     rule.
 
@@ -59,7 +59,6 @@ def choose_strategy(
       config: `strategy` and `rows_per_pass`.
       public_places: as of `by_rule`.
       check: false: do not check `ghost`, which compiles programs.
-    Returns: (strategy, a line with the reason).
     Raises: ConfigError: the requested strategy does not support the model, or texts would decide
       the places of units in passes on an accelerator.
     """
@@ -73,14 +72,13 @@ def choose_strategy(
         length=task.buckets.lengths[-1] if task.buckets else None,
         public_places=public_places,
     )
-    strategy, why = take(name, rows), "by rule" if name == AUTO else "as asked for"
+    strategy = take(name, rows)
     single = "units one at a time on an accelerator, where others' texts would decide their places"
     several = not (public_places or clip.in_float32) and engine.keeps_places(strategy, group)
     expect("rows_per_pass", rows, not several, f"at most {group}: {single}")
     if check and strategy.name == "ghost":
         fault = engine.ghost_fault(params, group, clip, strategy)
         if fault and name == AUTO:
-            why = f"by rule, as {strategy} does not support the model: {fault}"
-            return take("direct", rows), why
+            return take("direct", rows)
         expect("strategy", name, not fault, f"another one: {strategy} {fault}")
-    return strategy, why
+    return strategy

@@ -365,14 +365,11 @@ def events_before(group_size_epsilon: float | None) -> list[tuple[PureEvent, int
 
 def ledger_head(plan: Plan, *, config_sha256: str, key_seal: str) -> dict[str, Any]:
     """The first line of a run's ledger: facts that are fixed for its life."""
-    before = [{"what": "group_size", **dataclasses.asdict(event)} for event, _ in plan.before]
     return {
         "plan": plan.as_dict(),
         "adjacency": plan.compared,
-        "slack": plan.slack._asdict(),
         "key_seal": key_seal,
         "config_sha256": config_sha256,
-        **({"before": before} if before else {}),
     }
 
 

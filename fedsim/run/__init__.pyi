@@ -6,7 +6,6 @@ from . import (
     metrics as metrics,
 )
 from .console import (
-    EVALUATED as EVALUATED,
     Console as Console,
     guarantee_line as guarantee_line,
     spent as spent,

@@ -1,16 +1,14 @@
 """Plan, progress and results of a run for a person, on stderr."""
 
 import math
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from fedsim.accounting import at_least, at_most
-from fedsim.config import ZERO_OUT, Algorithm, RunConfig
+from fedsim.config import Algorithm, RunConfig
 from fedsim.data import NATS_PER_TOKEN
-from fedsim.plan import ALL_COVERED, Evaluations, Plan, in_words
-from fedsim.run.metrics import BOARD
+from fedsim.plan import ALL_COVERED, Plan, in_words
 from fedsim.run.terminal import Terminal
 
 SHOWN = {
@@ -19,8 +17,6 @@ SHOWN = {
     "non_private/loss": "train loss",
 }
 """Names of metrics in a step's line, the most important first."""
-EVALUATED = "eval/step"
-"""Metric: the step after which the shown held-out loss was computed, as later steps may show it."""
 MAX_LINES = 10  # about steps in the log of a run
 
 Show = Callable[[int, dict[str, float]], None]
@@ -32,9 +28,7 @@ def line(values: dict[str, float]) -> str:
     for metric, name in SHOWN.items():
         if (value := values.get(metric)) is None or math.isnan(value):
             continue
-        shown = at_most(value, ".4g") if name == "epsilon" else f"{value:.4g}"
-        of_step = f" (at step {values[EVALUATED]:g})" if EVALUATED in values else ""
-        parts.append(f"{name} {shown}{of_step if metric == 'eval/loss' else ''}")
+        parts.append(f"{name} {at_most(value, '.4g') if name == 'epsilon' else f'{value:.4g}'}")
     return "  ".join(parts)
 
 
@@ -47,12 +41,8 @@ class Console(Terminal):
             self.note(f"{name:17} {value}")
 
     def plan(self, plan: Plan, workers: Any, run: RunConfig) -> None:
-        """Show the plan, before the first step, and what its guarantee does not cover.
-
-        Args:
-          workers: the engine.
-          run: settings with the optimizer's defaults filled in.
-        """
+        """Show the plan, before the first step, and what its guarantee does not cover. Args: run:
+        with the optimizer's defaults filled in."""
         self.rows(plan_rows(plan, workers, run))
         for fact in (*plan.caveats, *plan.assumptions):
             self.note(fact.line)
@@ -84,17 +74,10 @@ class Console(Terminal):
         """Show results, claim and directory of a run."""
         losses = [float(summary[name]) for name in ("initial_eval_loss", "final_eval_loss")]
         unit = summary.get("loss_unit", NATS_PER_TOKEN)
-        noise = ""
-        if how := summary.get("evaluations"):
-            noise = f", each with noise of {Evaluations(**how).stddev:.2g}"
         if all(map(math.isfinite, losses)):  # else it was stopped between two evaluations
-            self.note(f"held-out loss {losses[0]:.4g} -> {losses[1]:.4g} {unit}{noise}")
-        computed = f"{summary['steps_done']} steps, {summary['gradients_computed']:,} gradients"
-        self.note(f"{computed}, {summary['wall_seconds']:,.0f} s")
+            self.note(f"held-out loss {losses[0]:.4g} -> {losses[1]:.4g} {unit}")
         self.note(guarantee_line(summary))
-        board = run_dir / BOARD
-        look = f"; look at it with: tensorboard --logdir {shlex.quote(str(board))}"
-        self.note(f"written to {run_dir}{look if board.exists() else ''}")
+        self.note(f"written to {run_dir}")
 
 
 def spent(summary: dict[str, Any]) -> float:
@@ -125,45 +108,21 @@ def plan_rows(plan: Plan, workers: Any, run: RunConfig) -> list[tuple[str, str]]
     prob, expected = at_least(plan.sampling.prob, ".3g"), f"{plan.expected_count:,} {unit}s"
     examples = "" if plan.num_examples is None else f", {plan.num_examples:,} examples"
     gradients = f"{plan.batch_size:,} gradients of {plan.num_parameters:,} parameters"
+    drawn = f", drawn for epsilon {plan.group_size_epsilon:g}" if plan.group_size_epsilon else ""
+    target = "infinite: no noise, so no privacy"
+    if plan.noise_multiplier:
+        label = f" ({plan.label})" if plan.label else ""
+        target = f"{plan.target_epsilon:g} at delta {at_most(plan.delta, '.2e')}{label}"
     rows = [
         ("algorithm", f"DP-SGD-{plan.algorithm.upper()} with {plan.sampling.kind} sampling"),
         ("data", f"{plan.num_users:,} users{examples}"),
         ("step", f"{expected} on average, each with probability {prob}"),
-        ("per user", _per_user(plan)),
-        ("epsilon", _target(plan)),
-        ("noise", _noise(plan)),
+        ("group size", f"{plan.group_size:,}{drawn}"),
+        ("epsilon", target),
+        ("noise multiplier", at_most(plan.noise_multiplier, ".4f")),
         ("compute", f"{plan.num_steps:,} steps x {gradients}, learning rate {run.learning_rate:g}"),
         ("workers", f"{workers.describe()}; a step is cut in {workers.num_lanes} parts"),
     ]
     if plan.guarantee:
         rows.insert(4, ("neighbours", plan.compared))
     return rows
-
-
-def _per_user(plan: Plan) -> str:
-    """The bound on a user's examples."""
-    median = plan.group_size_epsilon
-    chosen = f"; a private median, for epsilon {median:g} of it" if median else ""
-    most = f"at most {plan.group_size:,} example{'s' if plan.group_size > 1 else ''}"
-    if plan.algorithm == Algorithm.ULS:
-        return f"{most} in a step{chosen}"
-    empty = plan.adjacency == ZERO_OUT and plan.shared is None
-    pool = f"{plan.num_units:,} {'places' if empty else 'examples'}"
-    return f"{most} in the whole training (a pool of {pool}){chosen}"
-
-
-def _target(plan: Plan) -> str:
-    """The target epsilon, and the reason if it is no guarantee."""
-    if not plan.noise_multiplier:
-        return "infinite: no noise, so no privacy"
-    label = f" ({plan.label})" if plan.label else ""
-    return f"{plan.target_epsilon:g} at delta {at_most(plan.delta, '.2e')}{label}"
-
-
-def _noise(plan: Plan) -> str:
-    """The noise of a step."""
-    if not plan.noise_multiplier:
-        return "none"
-    stddev = plan.clip.sensitivity * plan.gradient_noise_multiplier / plan.expected_count
-    each = f"each coordinate of the average gradient gets noise of {at_most(stddev, '.2g')}"
-    return f"{each} (noise multiplier {at_most(plan.noise_multiplier, '.4f')})"

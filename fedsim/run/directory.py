@@ -11,7 +11,6 @@ report.html   report.md   audit.json, by the commands report and audit
 
 import dataclasses
 import fcntl
-import itertools
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -54,10 +53,6 @@ REST = ("versions", "model", "strategy", "files", "tokenizer")
 """Fields of a `StoredRun` that may be empty, beside the plan."""
 
 
-class Busy(ConfigError):
-    """Another process is working on the run."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Identity:
     """Algorithm, model and data of a run, which must not change when it is resumed."""
@@ -84,8 +79,8 @@ class StoredRun:
     """Versions of the packages at the start of the run."""
     plan: Plan | None = None
     """None before the run is planned."""
-    strategy: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """`name` of the clipping strategy, and `why` it was chosen."""
+    strategy: str = ""
+    """The clipping strategy, such as direct:4."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """sha256 of each file in model/."""
     tokenizer: str = ""
@@ -106,11 +101,8 @@ class StoredRun:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any], run_dir: Path) -> "StoredRun":
-        """Parse the JSON object of config.json.
-
-        Raises:
-          KeyError, TypeError, ValueError: it is malformed.
-        """
+        """Parse the JSON object of config.json. Raises KeyError, TypeError or ValueError: it is
+        malformed."""
         identity = Identity(**record["identity"])
         Algorithm(identity.algorithm)
         privacy = PrivacyConfig(**record["privacy"])
@@ -134,8 +126,8 @@ def load(run_dir: Path) -> StoredRun:
     was = str(versions.get("fedsim", "")) if isinstance(versions, dict) else ""
     if was.startswith(NOT_READ):
         raise ConfigError.of("run", run_dir, f"a run of fedsim 0.4 or later; {was} reads this one")
-    recorded = ledger.head(run_dir).get("config_sha256", config_sha256(run_dir))
-    if recorded != config_sha256(run_dir):
+    sha256 = sha256_of(path)
+    if ledger.head(run_dir).get("config_sha256", sha256) != sha256:
         raise FileDamaged(f"{path}: was changed since the run was started")
     try:
         stored = StoredRun.from_dict(record, run_dir)
@@ -148,11 +140,8 @@ def load(run_dir: Path) -> StoredRun:
 
 
 def summary_of(run_dir: Path) -> dict[str, Any] | None:
-    """The content of summary.json; None if the run has not ended.
-
-    Raises:
-      FileDamaged: the file is malformed.
-    """
+    """The content of summary.json; None if the run has not ended. Raises FileDamaged: it is
+    malformed."""
     path = run_dir / SUMMARY
     if not path.exists():
         return None
@@ -170,17 +159,13 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
     Raises:
       ConfigError: the directory holds a run and `resume` is false, or something else; or it cannot
         be written, or other users of the machine could write there.
-      FileDamaged: the run's ledger is missing.
     """
     there = (run_dir / CONFIG).exists()
     expected = "a new directory, or resume=true for its run"
     expect("run_dir", run_dir, resume or not there, expected)
     if there:
         _expect_ours(run_dir)
-        stored, book = load(run_dir), run_dir / ledger.FILE
-        if (run_dir / RECEIPT).exists() and not book.exists():
-            raise FileDamaged(f"{book}: expected what was released: {RECEIPT} says it was begun")
-        return stored
+        return load(run_dir)
     if run_dir.exists():
         expect("run_dir", run_dir, run_dir.is_dir(), "a directory, found a file")
         # A run that was killed before its first step leaves these files at most.
@@ -199,8 +184,7 @@ def of_others(run_dir: Path) -> str:
 
     Through a link, a run would read and write where someone else decides.
     """
-    below = (Path(at, name) for at, *names in os.walk(run_dir) for name in itertools.chain(*names))
-    for path in (run_dir, *sorted(below)):
+    for path in (run_dir, *sorted(run_dir.rglob("*"))):
         try:
             status = path.lstat()
         except FileNotFoundError:  # of a process that writes to the run now
@@ -226,7 +210,7 @@ def lock(run_dir: Path, *, to_read: bool = False) -> Iterator[None]:
       to_read: share the lock with other readers; a copy without a lock file is read without one.
 
     Raises:
-      Busy: another process holds the lock.
+      ConfigError: another process holds the lock.
     """
     if to_read and not (run_dir / LOCK).exists():
         yield
@@ -236,7 +220,8 @@ def lock(run_dir: Path, *, to_read: bool = False) -> Iterator[None]:
             with named(run_dir / LOCK):
                 fcntl.flock(file, (fcntl.LOCK_SH if to_read else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Busy.of("run_dir", run_dir, "a run that no other process is working on") from None
+            expected = "a run that no other process is working on"
+            raise ConfigError.of("run_dir", run_dir, expected) from None
         yield
 
 
@@ -275,8 +260,7 @@ def create(
                 weights.copy_side_files(model, run_dir / MODEL)
             if template is not None:
                 write_atomically(run_dir / MODEL / TEMPLATE, template.read_bytes())
-            digests = weights.side_file_digests(run_dir / MODEL)
-            stored = dataclasses.replace(stored, files=digests)
+            stored = dataclasses.replace(stored, files=weights.side_file_digests(run_dir / MODEL))
         # The ledger has this file's digest. Without a secret part, whoever guesses the settings
         # would learn from it what follows from the data, such as its seal.
         write_json(run_dir / CONFIG, {**stored.as_dict(), "blind": key.seal(CONFIG)})
@@ -315,8 +299,3 @@ def expect_same(stored: StoredRun, now: StoredRun) -> None:
             left_out |= name == "data" and is_table(str(value)) and is_table(str(was))
             if name not in OPERATIONAL | {"seed"} and value != was and not left_out:
                 raise ConfigError.of(name, value, f"{was}, with which {run_dir} was started")
-
-
-def config_sha256(run_dir: Path) -> str:
-    """sha256 of config.json."""
-    return sha256_of(run_dir / CONFIG)

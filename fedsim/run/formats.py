@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, WithJsonSchema
 
-from fedsim.accounting import PureEvent, StepEvent
+from fedsim.accounting import StepEvent
 from fedsim.config import SamplingName
 from fedsim.errors import first_fault
 from fedsim.plan import Number
@@ -25,14 +25,6 @@ Loss = Annotated[
     Field(strict=False),
     WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["nan", "inf"]}]}),
 ]
-
-
-@dataclass(frozen=True)
-class GroupSizeChoice(PureEvent):
-    """The cost of choosing the group size privately, before the first step."""
-
-    __pydantic_config__: ClassVar[Any] = CHECKED
-    what: Literal["group_size"] = "group_size"
 
 
 @dataclass(frozen=True)
@@ -51,12 +43,10 @@ class Head:
     """The plan: not checked here, for budgets also read what runs of earlier versions released."""
     adjacency: str
     """The adjacency in words."""
-    slack: Distance | None = None
     key_seal: str = ""
     """Keyed digest, by which the owner of a key recognises its runs."""
     config_sha256: str = ""
     """sha256 of config.json."""
-    before: list[GroupSizeChoice] = dataclasses.field(default_factory=list)
 
 
 @dataclass(frozen=True)

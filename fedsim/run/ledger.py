@@ -1,10 +1,10 @@
 """The ledger of a run: what each step released; the only source of the run's epsilon.
 
-`ledger.jsonl` has a head (what is fixed for the life of the run, and in `before` what was released
-before the first step), a line for each segment, and a line for each step, written *before* anything
-of the step becomes visible. An index is used once, ever: a run that is resumed begins a segment,
-with a fresh nonce in all that its steps draw, at the index after the last line. The steps after its
-checkpoint are lost: paid for, and not applied (docs/theory/segments.md).
+`ledger.jsonl` has a head (what is fixed for the life of the run), a line for each segment, and a
+line for each step, written *before* anything of the step becomes visible. An index is used once,
+ever: a run that is resumed begins a segment, with a fresh nonce in all that its steps draw, at the
+index after the last line. The steps after its checkpoint are lost: paid for, and not applied
+(docs/theory/segments.md).
 
 The file is a `ChainedLog`: JSON lines that are only appended, each with a digest of itself and all
 lines before it. A changed byte or a missing line shows, unless the last lines are missing: their
@@ -27,10 +27,10 @@ from typing import IO, Any
 import numpy as np
 from jax.tree import leaves
 
-from fedsim.accounting import Event, PureEvent, StepEvent, epsilon, event_fields, event_of
+from fedsim.accounting import Event, StepEvent, epsilon, event_fields, event_of
 from fedsim.errors import FedsimError
 from fedsim.files import open_to_append, write_durably
-from fedsim.plan import Plan, accounted_events
+from fedsim.plan import Plan, accounted_events, events_before
 from fedsim.run import formats
 
 LINK = ', "chain": "{}"}}'
@@ -320,9 +320,9 @@ def phases(lines: list[dict[str, Any]]) -> list[tuple[Event, int]] | None:
     events = [line["event"] for line in steps_of(lines)]
     if None in events:
         return None
-    before = [each for line in lines[:1] for each in line["head"].get("before", [])]
+    draws = [line["head"]["plan"].get("group_size_epsilon") for line in lines[:1]]
     return [
-        *((PureEvent(each["epsilon"]), 1) for each in before),
+        *(event for share in draws for event in events_before(share)),
         *((event_of(event), len(list(same))) for event, same in itertools.groupby(events)),
     ]
 
@@ -337,11 +337,7 @@ def read(directory: Path) -> list[dict[str, Any]]:
 
 
 def head(directory: Path) -> dict[str, Any]:
-    """The head of a run's ledger; empty if there is none yet.
-
-    Raises:
-      LedgerError: it was changed.
-    """
+    """The head of a run's ledger, or empty without one. Raises LedgerError: it was changed."""
     path = directory / FILE
     if not path.exists():
         return {}

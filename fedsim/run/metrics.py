@@ -43,11 +43,7 @@ class Metrics:
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
-    """All records of metrics.jsonl, each with its `step`.
-
-    Raises:
-      FileDamaged: a line is damaged.
-    """
+    """All records of metrics.jsonl, each with its `step`. Raises FileDamaged: a line is damaged."""
     lines = whole_lines(run_dir / FILE)
     if not all(isinstance(line.get("step"), int) for line in lines):
         raise FileDamaged(f"{run_dir / FILE}: expected a step in every line")

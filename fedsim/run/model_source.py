@@ -62,11 +62,8 @@ def find_model(
 
 
 def model_of_run(run_dir: Path) -> Pretrained:
-    """The model of a run's last checkpoint, with adapters merged.
-
-    Raises:
-      ConfigError: there is no checkpoint, or the model of the adapters has changed.
-    """
+    """The model of a run's last checkpoint, with adapters merged. Raises ConfigError: there is no
+    checkpoint, or the model of the adapters has changed."""
     config, params, base = parts_of_run(run_dir)
     if base is not None:
         config, params = lora.merged(config, base.params, params)
@@ -79,11 +76,8 @@ def model_of_run(run_dir: Path) -> Pretrained:
 
 
 def files_of_run(run_dir: Path) -> Path | None:
-    """Directory with the files of the model that a run started from, if it has any.
-
-    Raises:
-      FileDamaged: a file was changed.
-    """
+    """Directory with the files of the model that a run started from, if it has any. Raises
+    FileDamaged: a file was changed."""
     if not (files := directory.load(run_dir).files):
         return None
     weights.check_side_files(run_dir / directory.MODEL, files)
@@ -91,17 +85,9 @@ def files_of_run(run_dir: Path) -> Path | None:
 
 
 def parts_of_run(run_dir: Path) -> tuple[TransformerConfig, Any, Pretrained | None]:
-    """The model of a run in parts.
-
-    Returns:
-      Its configuration; the parameters of the last checkpoint; the model that they adapt, or None.
-
-    Raises:
-      ConfigError: there is no checkpoint, or no language model in it.
-    """
-    stored, path = directory.load(run_dir), checkpoint.latest(run_dir)
-    if path is None:
-        raise ConfigError.of("run_dir", run_dir, "a run with a model and a checkpoint")
+    """The configuration of a run's model; the parameters of the last checkpoint; the model that
+    they adapt, or None. Raises ConfigError: there is no checkpoint, or no language model in it."""
+    stored = directory.load(run_dir)
     expect_language_model(stored)
     config, base = TransformerConfig.from_dict(dict(stored.model)), None
     if config.lora is not None:
@@ -111,7 +97,8 @@ def parts_of_run(run_dir: Path) -> tuple[TransformerConfig, Any, Pretrained | No
         expect("model", source, same, f"the model with which {run_dir} was started")
         assert base is not None
         base = base._replace(params=frozen.as_frozen(base.params, stored.run.model.frozen_dtype))
-    path = checkpoint.latest(run_dir) or path  # a training may have written others meanwhile
+    if (path := checkpoint.latest(run_dir)) is None:
+        raise ConfigError.of("run_dir", run_dir, "a run with a model and a checkpoint")
     return config, checkpoint.load_params(path), base
 
 

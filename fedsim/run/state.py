@@ -53,11 +53,8 @@ class State:
 
 
 def restored(run_dir: Path, state: State) -> State:
-    """The state of the last checkpoint, or `state` if there is none.
-
-    Raises:
-      CheckpointError: a checkpoint was changed, or is of another run.
-    """
+    """The state of the last checkpoint, or `state` if there is none. Raises CheckpointError: a
+    checkpoint was changed, or is of another run."""
     kept = checkpoint.kept(run_dir)
     if not kept:
         return state
@@ -108,8 +105,6 @@ def results(state: dict[str, Any]) -> dict[str, Any]:
       state: the fields of a `State`, or those of a checkpoint and of `private_part`.
     """
     found = {name: state[name] for name in REALISED if name in state}
-    if "wall_seconds" in found:
-        found["wall_seconds"] = round(found["wall_seconds"], 3)
     if all(name in state for name in LOSSES):
         is_last = state["evaluated"] == state["step"]  # not if it was stopped in between
         losses = (state["initial_eval_loss"], state["eval_loss"] if is_last else math.nan)

@@ -6,7 +6,6 @@ Imports nothing slow, so that the first line of a command appears at once.
 
 import functools
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -20,7 +19,6 @@ from fedsim.errors import printable
 from fedsim.signals import raise_if_stopped
 
 BAR = 10  # columns of the bar
-LOG_S = 30.0  # between two lines of a log about one phase
 
 _LEVEL: ContextVar[str] = ContextVar("level", default="normal")
 
@@ -108,23 +106,19 @@ class Terminal:
 
     @contextmanager
     def phase(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """Show an operation while the block runs; a log gets lines only if it takes long.
+        """Show an operation on a terminal while the block runs.
 
         Yields:
           (done, of) -> None; reports progress. Raises KeyboardInterrupt if a stop signal came.
         """
-        what, shown_at = printable(what), time.monotonic()
+        what = printable(what)
         with self.bar(what) if self.has_bars else nullcontext() as update:
 
             def at(done: int, of: int) -> None:
-                nonlocal shown_at
                 raise_if_stopped()
-                line = f"{what}: {done} of {of} done" if of else f"{what}: {done} done"
                 if update is not None:
+                    line = f"{what}: {done} of {of} done" if of else f"{what}: {done} done"
                     update(completed=done, total=of or None, description=line)
-                elif time.monotonic() - shown_at >= LOG_S:
-                    shown_at = time.monotonic()
-                    self.note(line)
 
             yield at
 

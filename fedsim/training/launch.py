@@ -2,15 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
-
-import jax
 
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig
 from fedsim.data import TEMPLATE
 from fedsim.engine import versions
-from fedsim.errors import EXTRAS, optional
 from fedsim.plan import in_words, warnings_of
 from fedsim.run import SENDING, Console, StoredRun, directory
 from fedsim.training.callbacks import Callback
@@ -52,8 +48,8 @@ def train(
     if not purpose.is_counted:  # nobody else may learn how many trials there are
         here = [name for name in run.log_to if name not in SENDING]
         run = dataclasses.replace(run, log_to=here)
-    options: dict[str, Any] = {"purpose": purpose, "custom": custom, "audit": audit}
-    with open_run(algorithm, privacy, run, console, **options) as opened:
+    hooks: dict[str, Any] = {"custom": custom, "audit": audit}
+    with open_run(algorithm, privacy, run, console, purpose=purpose, **hooks) as opened:
         prepared = prepare_run(opened, callbacks=callbacks)
         show(prepared)
         return launch(prepared).fit()
@@ -64,8 +60,7 @@ def launch(prepared: PreparedRun) -> Trainer:
     opened, plan = prepared.opened, prepared.plan
     if opened.stored is None:
         given = (opened.identity, opened.settings, opened.run, prepared.task.describe())
-        strategy = {"name": str(prepared.strategy), "why": prepared.why}
-        stored = StoredRun(*given, versions=versions(), plan=plan, strategy=strategy)
+        stored = StoredRun(*given, versions=versions(), plan=plan, strategy=str(prepared.strategy))
         template = opened.data.path and opened.data.path / TEMPLATE
         template = template if template and template.is_file() else None
         files = (opened.data.tokenizer_path, opened.model and opened.model.files, template)
@@ -84,42 +79,22 @@ def show(prepared: PreparedRun) -> None:
             request, _ = prepared.booking.requests[0]
             console.warn(NOTHING_PROMISED.format(in_words(plan.reasons), request.place))
     console.plan(plan, prepared.engine, opened.run)
-    why = prepared.why.partition(":")[0]
-    console.rows([("gradient method", f"{prepared.strategy} ({why})")])
+    console.rows([("gradient method", str(prepared.strategy))])
 
 
 def dry_run(
     algorithm: Algorithm, privacy: PrivacyConfig, run: RunConfig, console: Console
 ) -> dict[str, Any]:
-    """Plan a run and compute its size; nothing is trained, written or paid for.
-
-    Args:
-      run: settings with engine `local`.
-    Returns: fields of the plan; gradients_per_step and the most tokens_per_step; parameter_bytes,
-      of trained and frozen parameters.
-    Raises: ConfigError, EngineError: as in a training.
-    """
+    """Plan a run, with the engine `local`; nothing is trained, written or paid for. Returns the
+    plan. Raises: ConfigError, EngineError: as in a training."""
     expect_runnable(privacy, run)
     with open_run(algorithm, privacy, run, console) as opened:
         prepared = prepare_run(opened, dry_run=True)
         show(prepared)
-        plan, leaves = prepared.plan, jax.tree.leaves((prepared.params, prepared.task.frozen))
-        size = {
-            "gradients_per_step": plan.batch_size,
-            "tokens_per_step": plan.batch_size * opened.data.train.max_length,
-            "parameter_bytes": sum(leaf.nbytes for leaf in leaves),
-        }
-        tokens, megabytes = size["tokens_per_step"], size["parameter_bytes"] / 1e6
-        text = f"at most {tokens:,} tokens in a step; the parameters take {megabytes:,.1f} MB"
-        console.rows([("size", text)])
-        return {**plan.as_dict(), **size}
+        return prepared.plan.as_dict()
 
 
 def expect_runnable(privacy: PrivacyConfig, run: RunConfig) -> None:
-    """Raise ConfigError if the optimizer does not exist, or MissingPackage for a logger's."""
+    """Raise ConfigError if the optimizer does not exist."""
     settled = with_defaults(run, Noise(1.0, 1.0, 1))
     update_rule(settled, rate_of(settled, privacy.num_steps))
-    for name in SENDING.intersection(run.log_to):
-        with optional():
-            for package in EXTRAS[name].split():
-                import_module(package)

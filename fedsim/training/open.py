@@ -181,8 +181,8 @@ def open_run(
         if stored:
             until_end.enter_context(directory.lock(run.run_dir))
         data = custom.data() if custom else load_data(run.data, model, console.note)
-        for store in data.splits().values() if stored else ():
-            store.check()
+        for store in data.splits().values():
+            store.check()  # before epsilon is spent on what a disk has damaged
         data = audit.data(data) if audit else data
         sha256 = model_sha256(model)
         if stored:

@@ -31,9 +31,14 @@ class Diverged(FedsimError):
 def update_rule(
     run: RunConfig, learning_rate: float | optax.Schedule
 ) -> optax.GradientTransformation:
-    """The optimizer of a run from `with_defaults`. Raises: ConfigError: as `optimizer`."""
-    assert run.optimizer is not None, "settled"
-    return optimizer(run.optimizer, learning_rate)
+    """The optimizer of a run from `with_defaults`: momentum (sgd with 0.9), or one of optax.
+
+    It must need nothing but a learning rate or its schedule.
+
+    Raises: ConfigError: there is no such optimizer, or it does not take its options.
+    """
+    factory, options = _parse(str(run.optimizer))
+    return factory(learning_rate=learning_rate, **options)
 
 
 def rate_of(run: RunConfig, num_steps: int) -> float | optax.Schedule:
@@ -45,18 +50,6 @@ def rate_of(run: RunConfig, num_steps: int) -> float | optax.Schedule:
     if schedule == "linear":
         return optax.linear_schedule(peak, 0.0, num_steps)
     return optax.cosine_decay_schedule(peak, max(1, num_steps))
-
-
-def optimizer(name: str, learning_rate: float | optax.Schedule) -> optax.GradientTransformation:
-    """An optimizer by name: `momentum` (sgd with 0.9), or one of optax.
-
-    It must need nothing but a learning rate or its schedule.
-
-    Args: name: with options, such as `adam:b1=0.8,eps=1e-6`.
-    Raises: ConfigError: there is no such optimizer, or it does not take these options.
-    """
-    factory, options = _parse(name)
-    return factory(learning_rate=learning_rate, **options)
 
 
 def _parse(name: str) -> tuple[Callable, dict[str, Any]]:

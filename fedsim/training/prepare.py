@@ -62,8 +62,6 @@ class PreparedRun:
     task: Task
     params: Any
     strategy: Strategy
-    why: str
-    """The reason for this strategy, for display."""
     callbacks: Sequence[Callback]
 
 
@@ -103,10 +101,10 @@ def prepare_run(
     # 3. Refusals, all of them here: after a draw even a refusal would tell of it, and would have
     #    been paid for in vain.
     if pays:
-        _expect_readable(opened, request)
+        request.expect_place()
     if is_new and opened.custom is None:
         _expect_finite_loss(engine, params, opened.run.model.source)
-    strategy, why = _strategy(opened, engine, params, completed, method, check=not dry_run)
+    strategy = _strategy(opened, engine, params, completed, method, check=not dry_run)
 
     def plan_of(settings: PrivacyConfig, method: ELS | ULS) -> Plan:
         return make_plan(
@@ -147,9 +145,7 @@ def prepare_run(
     # 6. The entry in the ledger of the data, for the whole run: the Trainer writes it under the
     #    ledger's lock, before the first step, in the place of the entry of a draw.
     booking = _booking(opened, plan, method, request)
-    return PreparedRun(
-        opened, plan, method, booking, engine, task, params, strategy, why, callbacks
-    )
+    return PreparedRun(opened, plan, method, booking, engine, task, params, strategy, callbacks)
 
 
 def _settings(opened: OpenRun, *, dry_run: bool) -> PrivacyConfig:
@@ -187,23 +183,12 @@ def _completed(
 
 def expect_covered(opened: OpenRun, facts: Sequence[Caveat]) -> None:
     """Raise ConfigError if the guarantee of a strict run does not cover one of the facts."""
-    settings, run = opened.settings, opened.run
-    values = {**vars(settings), **vars(run), **vars(run.data), "data": run.data.source}
-    values["task"] = type(opened.custom).__name__
-    void = voiding(settings.epsilon, seeded=opened.key.seed is not None)
+    void = voiding(opened.settings.epsilon, seeded=opened.key.seed is not None)
     for fact in [*void, *facts]:
         if fact.fact not in ASSUMPTIONS:
-            value = values.get(fact.fact.setting, fact.of)
-            expected = f"another value, with strict: the guarantee does not cover {fact}"
-            raise ConfigError.of(fact.fact.setting, value, expected)
-
-
-def _expect_readable(opened: OpenRun, request: BudgetRequest) -> None:
-    """Raise ConfigError if the ledger cannot be written, or FileDamaged for damaged data."""
-    request.expect_place()
-    if opened.stored is None and opened.purpose == Purpose.TRAIN and opened.custom is None:
-        for store in opened.data.splits().values():
-            store.check()  # before epsilon is spent on what a disk has damaged
+            name, expected = fact.fact.setting, "expected another value, with strict"
+            text = f"{name}: {expected}: the guarantee does not cover {fact}"
+            raise ConfigError(text, field=name)
 
 
 def _expect_finite_loss(engine: Engine, params: Any, source: str) -> None:
@@ -224,13 +209,13 @@ def _strategy(
     method: ELS | ULS | None,
     *,
     check: bool,
-) -> tuple[Strategy, str]:
-    """The clipping strategy, and the reason for it; a resumed run keeps its own.
+) -> Strategy:
+    """The clipping strategy; a resumed run keeps its own.
 
     Args: method: None: ELS, whose group size is still to be drawn, and whose units are examples.
     """
     if opened.stored:
-        return Strategy.parse(opened.stored.strategy["name"]), "as the run was started"
+        return Strategy.parse(opened.stored.strategy)
     group = settings.batch_size // method.sampler.expected_count if method else 1
     exact = math.isfinite(settings.epsilon)
     clip = Clip(settings.clip_norm, settings.clipping == "normalised", in_float32=not exact)

@@ -15,21 +15,20 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from fedsim.accounting import Event
 from fedsim.budget import BudgetRequest, Entry, Limit, admitted
-from fedsim.config import EngineConfig
 from fedsim.data import Dataset
-from fedsim.engine import Engine, create
+from fedsim.engine import Engine
 from fedsim.errors import FileDamaged
 from fedsim.evaluate import VALIDATION
 from fedsim.files import make_directory, open_to_append, whole_lines, write_durably
 from fedsim.keys import SecretKey
 from fedsim.noise import noisy_mean_loss
-from fedsim.plan import MAX_ROWS, Evaluations, Fact, Plan
+from fedsim.plan import Evaluations, Fact, Plan
 from fedsim.run import Reached, ledger
 
 FILE = "evaluations.jsonl"
@@ -57,15 +56,6 @@ class Evaluated:
         self.losses[step] = loss
         with open_to_append(self._path) as file:
             write_durably(file, json.dumps({"step": step, "loss": loss}).encode() + b"\n")
-
-
-class Reported(NamedTuple):
-    """How far the ledger of the data is told, durably, that a run has come."""
-
-    run: Reached = ledger.unnoted
-    """Called with the lines of the run's own ledger."""
-    evaluations: Reached = ledger.unnoted
-    """Called with the number of evaluations."""
 
 
 def noisy_evaluate(
@@ -138,16 +128,17 @@ class Booking:
         return cls(requests, request.run_dir, how)
 
     @contextmanager
-    def admitted(self) -> Iterator[Reported]:
-        """Count the run, and its releases when the block ends; see `admission`."""
+    def admitted(self) -> Iterator[tuple[Reached, Reached]]:
+        """Count the run, and its releases when the block ends; see `admission`. Yields: what is
+        called with the lines of the run's own ledger, and with the number of evaluations."""
         (request, entry), *held_out = self.requests
         with ExitStack() as stack:
             of_run = stack.enter_context(admitted(request, entry))
-            of_evaluations = Reported().evaluations
+            of_evaluations = ledger.unnoted
             for request, entry in held_out:
                 make_directory(request.run_dir, 0o700)
                 of_evaluations = stack.enter_context(admitted(request, entry, self._evaluated))
-            yield Reported(of_run, of_evaluations)
+            yield of_run, of_evaluations
 
     def _evaluated(self) -> list[tuple[Event, int]]:
         """Events released of held-out users so far."""
@@ -169,14 +160,3 @@ def rows_of_users(offsets: np.ndarray, num_users: int, limit: int) -> list[np.nd
         count = min(limit, int(high - low))
         groups.append(np.linspace(low, high - 1, count).astype(np.int64))
     return [rows for rows in groups if len(rows)]
-
-
-def user_losses(task: Any, params: Any, split: str) -> np.ndarray:
-    """Mean loss of each user of a split who has texts, in nats per token, float64 [such users].
-
-    Guarantees: a user's loss is a function of the parameters and of that user's texts alone; see
-      `Engine.group_losses`.
-    """
-    offsets = getattr(task.dataset, split).offsets
-    rows = rows_of_users(offsets, len(offsets) - 1, MAX_ROWS)
-    return create(EngineConfig("local"), task).group_losses(params, split, rows)

@@ -21,10 +21,9 @@ from fedsim.accounting import at_most
 from fedsim.engine import Stats, versions
 from fedsim.errors import ConfigError
 from fedsim.evaluate import evaluate, headline
-from fedsim.files import write_json
+from fedsim.files import sha256_of, write_json
 from fedsim.plan import claimed_fields, ledger_head
 from fedsim.run import (
-    EVALUATED,
     SENDING,
     Ledger,
     Metrics,
@@ -54,7 +53,7 @@ from fedsim.training.optimizers import (
     updater,
 )
 from fedsim.training.prepare import PreparedRun
-from fedsim.training.private_evaluation import Reported, noisy_evaluate
+from fedsim.training.private_evaluation import noisy_evaluate
 
 MAX_GROWTH = 100.0  # times the largest parameter at the start, or 1: nothing is learnt beyond
 
@@ -97,7 +96,7 @@ class Trainer:
     def fit(self) -> dict[str, Any]:
         """Run the remaining steps, write the summary and return it."""
         run_dir, state = self.run.run_dir, self._start()
-        settings = directory.config_sha256(run_dir)
+        settings = sha256_of(run_dir / directory.CONFIG)
         head = ledger_head(self.plan, config_sha256=settings, key_seal=self.key.seal("ledger"))
         kind = Replayed if self.replays else Ledger
         ledger = kind(run_dir, head, least=state.step, least_chain=state.chain)
@@ -105,7 +104,8 @@ class Trainer:
             self.calls = self._calls(settings)
             self.calls.begin(ledger.num_steps)
             # Everything that is there of the run is in order: now it is counted.
-            with self.booking.admitted() if self.booking else nullcontext(Reported()) as reported:
+            nobody = nullcontext((run_ledger.unnoted, run_ledger.unnoted))
+            with self.booking.admitted() if self.booking else nobody as reported:
                 ledger.reached, self.evaluated = reported
                 if state.step < self.plan.num_steps:  # a summary of fewer steps than released
                     (run_dir / directory.SUMMARY).unlink(missing_ok=True)
@@ -189,11 +189,8 @@ class Trainer:
     def _tell_lost(self, segment: Segment) -> None:
         """Say from where the run continues, and what that costs."""
         lost, total = segment.first - segment.after, self.plan.num_steps
-        text = f"resuming after step {segment.after}"
-        if lost:
-            text += f": steps that are paid for, but lost without a checkpoint: {lost}; "
-            text += f"{total - segment.first} of {total} are left"
-        self.console.note(text)
+        text = f"resuming after step {segment.after}: {lost} steps are paid for, but lost; "
+        self.console.note(f"{text}{total - segment.first} of {total} are left")
 
     def _steps(self, state: State, ledger: Ledger, metrics: Metrics, end: int) -> None:
         """Run the steps up to `end`, or as many as there is time for before a stop signal."""
@@ -214,16 +211,14 @@ class Trainer:
                 metrics.log(state.step, values)
                 self.calls.step(state.step, {**values, "eval/loss": state.eval_loss})
                 self._evaluate(state, metrics, state.step)
-                evaluated = {"eval/loss": state.eval_loss, EVALUATED: state.evaluated}
-                show(state.step, {**values, **evaluated})
+                show(state.step, {**values, "eval/loss": state.eval_loss})
                 if saver.due(state.step, self.run.checkpoint_every):
                     saver.save(state.step, vars(state))
                 if state.step in self.passed:
                     self.passed[state.step] = dataclasses.replace(state)
             saver.save(state.step, vars(state))
         if state.step < end:
-            then = "; --resume continues from there" if self.audit is None else ""
-            self.console.note(f"stopped after step {state.step}{then}")
+            self.console.note(f"stopped after step {state.step}")
 
     def _evaluate(self, state: State, metrics: Metrics, step: int) -> None:
         """Evaluate the parameters as those of `step`, if that is due and has not been done."""

@@ -17,7 +17,7 @@ from fedsim.clipping import Strategy, num_coordinates
 from fedsim.config import Algorithm
 from fedsim.els import ELS
 from fedsim.errors import DataError, FedsimError, FileDamaged, expect
-from fedsim.files import read_json
+from fedsim.files import read_json, sha256_of
 from fedsim.keys import SecretKey
 from fedsim.plan import (
     ALL_COVERED,
@@ -132,7 +132,7 @@ def _ledger(evidence: Evidence) -> str:
     lines = ledger.read(evidence.run_dir)
     require(len(lines) > 0, f"{path}: expected a ledger, found nothing")
     head = lines[0]["head"]
-    same = head.get("config_sha256") == directory.config_sha256(evidence.run_dir)
+    same = head.get("config_sha256") == sha256_of(evidence.run_dir / directory.CONFIG)
     require(same, f"{evidence.run_dir / directory.CONFIG}: was changed since the run was started")
     planned = read_json(evidence.run_dir / directory.CONFIG)["plan"]  # as its version wrote it
     require(head.get("plan") == planned, f"{path}: the head has another plan")
@@ -161,7 +161,7 @@ def _settings(evidence: Evidence) -> str:
         same = wanted is None or wanted == planned
         require(same, f"{name}={planned} in the plan: expected {wanted}, as in the settings")
     check_constants(plan)
-    Strategy.parse(str(evidence.stored.strategy.get("name")))
+    Strategy.parse(str(evidence.stored.strategy))
     return described(plan)
 
 

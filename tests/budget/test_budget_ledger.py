@@ -1,18 +1,16 @@
 """The ledger of the data: nothing that was written is lost, changed or forged without a word."""
 
-import math
 import os
 
 import numpy as np
 import pytest
 from refused import refuses
 
-from fedsim.accounting import PureEvent, StepEvent
+from fedsim.accounting import StepEvent
 from fedsim.budget.ledger import FILE, LAST, USERS, Entry, Limit, open_locked
 from fedsim.errors import FileDamaged
 from fedsim.keys import FILE as KEY
 from fedsim.run.ledger import LINK, LedgerError, link
-from fedsim.trust import budget
 
 PHASES = [(StepEvent(2.0, 0.1), 10)]
 LESS = [(StepEvent(2.0, 0.1), 3)]
@@ -49,35 +47,6 @@ def test_what_was_written_is_there(place):
     assert oct(place.stat().st_mode)[-3:] == "700"
     for path in (FILE, LAST, KEY, f"users/{a.users}.npy"):
         assert oct((place / path).stat().st_mode)[-3:] == "600"
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    "kind, events",
-    [
-        ("labels", [(PureEvent(0.5), 1)]),
-        ("recommend", [(StepEvent(40.0, 1.0), 1), (StepEvent(4.0, 0.1), 3)]),
-    ],
-)
-def test_releases_that_are_made_no_longer_still_count(kind, events, tmp_path):
-    """Histograms of labels, and of what `recommend` once read with noise: people paid for them."""
-    place, spent = tmp_path / "ledger", []
-    for run, fields in (("a", {}), ("b", {"kind": kind, "planned": events})):
-        with open_locked(place) as ledger:
-            users = ledger.save_users(ledger.users(["annabel", "ben"]))
-            ledger.begin(entry(run, users=users, **fields))
-            ledger.end(run, fields.get("planned", PHASES), "released")
-        spent.append(budget(place, None, delta=1e-6))
-    assert read(place).entries["b"].released == events
-    assert [run["kind"] for run in spent[1]["runs"]] == ["train", kind]
-    assert spent[0]["epsilon"] < spent[1]["epsilon"] < math.inf
-
-
-def test_a_run_that_goes_on_is_one_run_and_counts_whole_again(place):
-    with open_locked(place) as ledger:
-        ledger.begin(entry("a"))
-    found = read(place).entries["a"]
-    assert (found.number, found.outcome, found.released) == (1, "", LESS)
 
 
 @pytest.mark.privacy
@@ -145,12 +114,6 @@ def test_key_note_and_users_are_missed(place):
     path.unlink()
     with pytest.raises(FileDamaged, match="expected fingerprints"):
         read(place).users_of(users)
-
-
-def test_where_nothing_can_be_written_the_place_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with refuses("budget_ledger", says="file/x: "):
-        read(tmp_path / "file" / "x")
 
 
 @pytest.mark.privacy

@@ -3,11 +3,10 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from refused import refuses
 
 from fedsim import accounting
 from fedsim.accounting import StepEvent
-from fedsim.budget import BudgetRequest, Entry, Limit, open_locked
+from fedsim.budget import Entry, open_locked
 from fedsim.data import Dataset, build
 from fedsim.trust import budget
 
@@ -61,30 +60,3 @@ def test_old_people_pay_for_both_runs_and_new_ones_for_theirs(tmp_path, place):
         assert found["epsilon"] == pytest.approx(expected, rel=1e-6)
         assert [run["users"] for run in found["runs"]] == sizes
     assert max(OLD_ALONE, NEW_ALONE) < BOTH < OLD_ALONE + NEW_ALONE
-
-
-def test_a_run_on_the_new_data_is_refused_by_who_has_paid_most(tmp_path, place):
-    """New people alone could pay for it, and a run on them is let in."""
-    old, new = (Dataset.open(tmp_path / name) for name in ("old", "new"))
-    came = sorted(set(new.people()) - set(old.people()))
-
-    def asks(ids, limit):
-        applicant = BudgetRequest(place, ids, "train", limit, tmp_path / "run")
-        applicant.expect_room(applicant.entry("run 3", OF_NEW, (0.0, 0.0), ""))
-
-    with refuses("limit_epsilon", says="a run that fits"):
-        asks(new.train.user_ids(), Limit(BOTH, DELTA))
-    with refuses("limit_epsilon", says="a run that fits"):
-        asks([*came, old.train.user_ids()[0]], Limit(BOTH, DELTA))
-    asks(came, Limit(BOTH, DELTA))
-    asks(new.train.user_ids(), Limit(2 * BOTH, DELTA))
-
-
-def test_who_was_left_out_and_comes_back_still_pays_for_the_past(tmp_path, place):
-    without = built(tmp_path / "without", [user for user in range(20) if user != 7])
-    with open_locked(place) as ledger:
-        counted(ledger, 3, without, OF_NEW)
-    back = built(tmp_path / "back", [7, 30])
-    assert of(place, ["user 7"])["epsilon"] == pytest.approx(BOTH, rel=1e-6)
-    assert of(place, back.people())["epsilon"] == pytest.approx(BOTH, rel=1e-6)
-    assert of(place, ["user 8"])["epsilon"] > 1.01 * BOTH

@@ -10,7 +10,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from problems import SoftmaxTask
-from refused import refuses
 from test_verify import write_texts
 
 from fedsim import accounting
@@ -143,13 +142,8 @@ def ledger(tmp_path, monkeypatch):
 def arguments(texts, run_dir, **flags):
     flags = {"data": texts, "run_dir": run_dir, "epsilon": 1, "delta": 1e-3, **flags}
     flags = {"num_steps": 4, "eval_every": 2, "batch_size": 12, "model": "micro", **flags}
-    flags = {
-        "engine": "local",
-        "strategy": "scan",
-        "rows_per_pass": 2,
-        "eval_epsilon": 1.5,
-        **flags,
-    }
+    flags = {"engine": "local", "strategy": "scan", "rows_per_pass": 2, **flags}
+    flags = {"eval_epsilon": 1.5, **flags}
     return ["train", "uls", *(str(x) for n, v in flags.items() for x in (f"--{n}", v))]
 
 
@@ -256,42 +250,6 @@ def test_a_run_that_goes_on_evaluates_no_step_again(texts, run_dir, capsys, monk
     assert stop.value.code == 2 and "eval_epsilon=3.0: expected 1.5" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
-def test_a_run_that_is_stopped_counts_what_it_released(texts, run_dir):
-    class Stop(Callback):
-        def on_step(self, step, metrics):
-            if step == 3:
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(
-            "uls", data=texts, run_dir=run_dir, epsilon=1, delta=1e-3, num_steps=8, batch_size=12,
-            model="micro", engine="local", strategy="scan", rows_per_pass=2,
-            eval_epsilon=1.5, eval_every=2,
-            callbacks=[Stop()],
-        )  # fmt: skip
-    with open_locked(place_of(None)) as ledger:
-        (entry,) = (each for each in ledger.entries.values() if each.kind == "evaluation")
-    ((event, planned),) = entry.planned
-    assert planned == 5 and entry.outcome == "stopped"
-    assert entry.released == [(event, len((run_dir / FILE).read_text().splitlines()))] != []
-
-
-@pytest.mark.slow
-@pytest.mark.privacy
-def test_a_limit_of_held_out_users_is_kept(texts, run_dir, capsys, monkeypatch):
-    monkeypatch.setattr("fedsim.config.privacy.MAX_DELTA", 1.0)  # the numbers are of delta N^-1.1
-    for flags in ({"limit_epsilon": 1.2}, {}):
-        if not flags:
-            main(["budget", "--limit-epsilon", "1.2", "--delta", "0.001"])
-        with pytest.raises(SystemExit) as stop:
-            main(arguments(texts, run_dir, **flags))
-        assert stop.value.code == 2 and not run_dir.exists()
-        assert "limit_epsilon=1.2: expected a run that fits" in capsys.readouterr().err
-    main(arguments(texts, run_dir, eval_epsilon=0.5))
-
-
 def broken(run_dir, what):
     lines = (run_dir / FILE).read_text()
     if what == "another loss is shown":
@@ -322,15 +280,15 @@ def test_verify_sees_what_was_not_planned(texts, run_dir, capsys):
             (run_dir / name).write_text(text)
 
 
-def test_without_users_or_a_bound_there_is_nothing_to_release(texts, rng):
-    run = run_config(data="x", run_dir="x")
-    users = SimpleNamespace(num_users=1, offsets=np.arange(2), vocab_size=256)
-    for held in (None, users):
-        with refuses("eval_epsilon=1.0"):
-            evaluations_of(private(), run, held)
-    own = SimpleNamespace(num_users=9, offsets=np.arange(10))  # a task of the user's own
-    with refuses("eval_loss_bound=None"):
-        evaluations_of(private(), run, own)
-    assert evaluations_of(private(eval_loss_bound=2.0), run, own).loss_bound == 2.0
-    with refuses("eval_loss_bound=2.0"):
-        private(eval_epsilon=None, eval_loss_bound=2.0)
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_a_limit_of_held_out_users_is_kept(texts, run_dir, capsys, monkeypatch):
+    monkeypatch.setattr("fedsim.config.privacy.MAX_DELTA", 1.0)  # the numbers are of delta N^-1.1
+    for flags in ({"limit_epsilon": 1.2}, {}):
+        if not flags:
+            main(["budget", "--limit-epsilon", "1.2", "--delta", "0.001"])
+        with pytest.raises(SystemExit) as stop:
+            main(arguments(texts, run_dir, **flags))
+        assert stop.value.code == 2 and not run_dir.exists()
+        assert "limit_epsilon=1.2: expected a run that fits" in capsys.readouterr().err
+    main(arguments(texts, run_dir, eval_epsilon=0.5))

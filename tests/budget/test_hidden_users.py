@@ -25,14 +25,8 @@ def ledger(tmp_path, monkeypatch):
 
 def arguments(texts, run_dir, **flags):
     flags = {"data": texts, "run-dir": run_dir, "delta": DELTA, "num-steps": STEPS, **flags}
-    flags = {
-        "batch_size": 8,
-        "model": "micro",
-        "engine": "local",
-        "strategy": "scan",
-        "rows_per_pass": 1,
-        **flags,
-    }
+    flags = {"batch_size": 8, "model": "micro", "engine": "local", **flags}
+    flags = {"strategy": "scan", "rows_per_pass": 1, **flags}
     return ["train", "uls", *(str(x) for n, v in flags.items() for x in (f"--{n}", v))]
 
 

@@ -1,7 +1,6 @@
 """Losses with noise: a Gaussian mechanism, of losses that each follow from one user's texts."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +8,11 @@ from problems import SoftmaxTask
 
 from fedsim import accounting
 from fedsim.budget import Entry, open_locked
+from fedsim.engine.worker import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.noise import noisy_mean_loss
-from fedsim.training.private_evaluation import MAX_ROWS, user_losses
+from fedsim.plan import MAX_ROWS
+from fedsim.training.private_evaluation import rows_of_users
 from fedsim.trust import budget
 
 
@@ -50,18 +51,18 @@ def test_a_users_loss_is_their_own(rng):
         kept = np.concatenate([np.arange(ends[u], ends[u + 1]) for u in users])
         task = SoftmaxTask(features[kept], labels[kept], 4)
         offsets = np.concatenate([[0], np.cumsum([sizes[u] for u in users])])
-        vars(task)["dataset"] = SimpleNamespace(eval_users=SimpleNamespace(offsets=offsets))
-        return task, offsets, user_losses(task, theta, "eval_users")
+        rows = rows_of_users(offsets, len(users), MAX_ROWS)
+        return task, LocalEngine(task, num_lanes=1).group_losses(theta, "eval_users", rows)
 
-    task, offsets, everybody = found(range(5))
+    task, everybody = found(range(5))
     assert len(everybody) == 4
     losses = np.asarray(task.losses(theta, task.read("eval_users", np.arange(sum(sizes)))))
     few = np.linspace(4, 4 + 3 * MAX_ROWS - 1, MAX_ROWS).astype(int)
     expected = [losses[:3].mean(), losses[3], losses[few].mean(), losses[-2:].mean()]
     assert everybody == pytest.approx(expected, rel=1e-5)
-    assert found([0, 2, 3, 4])[2].tolist() == everybody.tolist()
-    assert found([3, 4])[2].tolist() == everybody[2:].tolist()
-    assert found([2, 0])[2].tolist() == everybody[[1, 0]].tolist()
+    assert found([0, 2, 3, 4])[1].tolist() == everybody.tolist()
+    assert found([3, 4])[1].tolist() == everybody[2:].tolist()
+    assert found([2, 0])[1].tolist() == everybody[[1, 0]].tolist()
 
 
 @pytest.mark.privacy

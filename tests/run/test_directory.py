@@ -75,12 +75,6 @@ def test_a_start_that_was_killed_may_be_repeated(resume, run_dir, key, monkeypat
     assert sorted(path.name for path in run_dir.iterdir()) == ["config.json", "lock", "secret.json"]
 
 
-def test_a_run_is_not_overwritten(run_dir, key):
-    start(run_dir, key)
-    with refuses(f"run_dir={run_dir}", says="resume=true"):
-        directory.find(run_dir, resume=False)
-
-
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_directory_of_something_else_is_refused(resume, run_dir):
     run_dir.mkdir()
@@ -128,25 +122,6 @@ def test_a_changed_setting_is_refused_by_name(name, value, was, run_dir):
 def test_the_seed_is_not_stored_and_not_compared(run_dir):
     assert "seed" not in stored(run_dir, seed=3).as_dict()["run"]
     directory.expect_same(stored(run_dir), stored(run_dir, seed=3))
-
-
-def test_other_data_are_refused_by_their_place(run_dir):
-    with refuses("data=pydocs", says=str(run_dir)):
-        directory.expect_same(stored(run_dir), stored(run_dir, data_seal="abd"))
-
-
-def test_what_is_written_is_read_again(run_dir):
-    rest = {"versions": {"jax": "1"}, "model": {"width": 8}}
-    rest["strategy"] = {"name": "scan:4", "why": "asked for"}
-    before = StoredRun(
-        IDENTITY,
-        PRIVACY,
-        run_config(data="pydocs", run_dir=run_dir, engine="local", lora_alpha=2.0),
-        plan=PLAN,
-        **rest,
-    )
-    record = json.loads(json.dumps(before.as_dict(), allow_nan=False))
-    assert StoredRun.from_dict(record, run_dir) == before
 
 
 def test_of_two_processes_one_starts_the_run(run_dir, key):

@@ -7,7 +7,6 @@ from fedsim import files
 from fedsim.files import (
     remove_cut_off_line,
     whole_lines,
-    write_atomically,
     write_json,
 )
 
@@ -23,12 +22,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write_json(path, {"x": 2})
     assert path.read_text() == '{\n  "x": 1\n}\n'
-
-
-def test_what_a_crash_left_behind_is_overwritten(tmp_path):
-    (tmp_path / "a.tmp").write_bytes(b"half")
-    write_atomically(tmp_path / "a", b"whole")
-    assert (tmp_path / "a").read_bytes() == b"whole"
 
 
 def test_a_line_cut_off_by_a_crash_is_not_read_and_removed_before_appending(tmp_path):

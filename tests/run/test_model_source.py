@@ -1,22 +1,16 @@
 """A pretrained model in a run: its tokens, its length, fine-tuned whole; what does not fit."""
 
-import dataclasses
 import json
-import shutil
 
 import jax
 import pytest
-import tokenizers
 from learnt import learnt
 from pretrained_models import command, make_model, make_texts
-from refused import refuses
-from test_console import PLAN
 
-from fedsim.config import DataConfig, PrivacyConfig, run_config
+from fedsim.config import DataConfig
 from fedsim.data import tokenizer_is_public
 from fedsim.data.corpora import load
-from fedsim.run.directory import Identity, StoredRun
-from fedsim.run.model_source import check_fit, find_model, load_data, model_of_run
+from fedsim.run.model_source import find_model, load_data, model_of_run
 
 
 @pytest.fixture(scope="module")
@@ -76,23 +70,6 @@ def test_a_tokenizer_file_stays_outside_the_guarantee_in_models_that_follow(plac
     assert not tokenizer_is_public(load_data(config, of_run, print).metadata)
 
 
-def test_special_tokens_beyond_the_model_fit_unless_texts_have_them(place):
-    """As one of images, which Gemma 3 has and no text can spell."""
-    texts, path = place[1], shutil.copytree(place[0], place[2] / "with images")
-    inner = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    inner.add_special_tokens(["<image>"])
-    inner.save(str(path / "tokenizer.json"))
-    run = run_config(data=str(texts), run_dir="runs/x", model=str(path))
-    data = load(texts, tokenizer=path / "tokenizer.json", max_length=32)
-    model = find_model(str(path))
-    last = model.config.vocab_size - 1
-    assert data.train.vocab_size == last + 2
-    check_fit(run, model, data)
-    smaller = model._replace(config=dataclasses.replace(model.config, vocab_size=last))
-    with refuses("data", says=f"(token {last}): expected ids < {last}"):
-        check_fit(run, smaller, data)
-
-
 @pytest.mark.parametrize(
     "flags, message",
     [
@@ -107,20 +84,3 @@ def test_special_tokens_beyond_the_model_fit_unless_texts_have_them(place):
 )
 def test_what_does_not_fit_is_refused_in_one_line(flags, message, place, capsys):
     assert message in refused(place, capsys, **flags)
-
-
-def test_a_model_without_tokenizer_is_refused(place, capsys):
-    (place[0] / "tokenizer.json").rename(place[0] / "kept")
-    try:
-        assert "expected a model with a tokenizer.json" in refused(place, capsys)
-    finally:
-        (place[0] / "kept").rename(place[0] / "tokenizer.json")
-
-
-def test_a_run_without_a_checkpoint_is_no_model(tmp_path):
-    run = run_config(data="pydocs", run_dir=tmp_path)
-    identity = Identity("els", None, "abc")
-    stored = StoredRun(identity, PrivacyConfig(4.0, 2), run, model={"width": 8}, plan=PLAN)
-    (tmp_path / "config.json").write_text(json.dumps(stored.as_dict()))
-    with refuses(f"run_dir={tmp_path}"):
-        find_model(str(tmp_path))

@@ -92,16 +92,6 @@ def test_a_command_ends_within_seconds_while_it_is_in_c_code_but_not_while_it_en
     assert hidden.exists() == bool(where)
 
 
-def test_what_nohup_ignores_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with stop_signals() as stop, terminated(lambda: None):
-            signal.raise_signal(signal.SIGHUP)
-        assert not stop.is_set()
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_a_checkpoint_is_due_every_so_many_steps_and_every_minute(monkeypatch):
     saved = []
     with checkpoint.Saver(lambda step, _: saved.append(step), 0) as saver:

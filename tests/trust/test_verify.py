@@ -12,6 +12,7 @@ from jsonschema import Draft202012Validator
 
 from docs.schemas import schemas
 from fedsim.cli.main import main
+from fedsim.files import sha256_of
 from fedsim.run import checkpoint, directory, ledger
 from fedsim.run.ledger import LINK, link
 
@@ -219,10 +220,10 @@ def other_average(run_dir):
 
 def unproven_strategy(run_dir):
     """Settings of a strategy without a bound, of which the plan says nothing."""
-    edit_json(run_dir / "config.json", strategy={"name": "vmap:8", "why": "as before"})
+    edit_json(run_dir / "config.json", strategy="vmap:8")
 
     def other_settings(lines):
-        lines[0]["head"]["config_sha256"] = directory.config_sha256(run_dir)
+        lines[0]["head"]["config_sha256"] = sha256_of(run_dir / directory.CONFIG)
         return lines
 
     rewrite_ledger(run_dir, other_settings)

@@ -39,7 +39,7 @@ def test_a_private_group_size_is_part_of_epsilon(texts, run_dir, capsys):
     expected = accounting.epsilon([(PureEvent(0.5), 1), (step, 3)], summary["delta"])
     assert summary["epsilon"] == expected and 7.9 < expected <= 8
     assert summary["group_size_epsilon"] == 0.5
-    assert ledger.head(run_dir)["before"] == [{"what": "group_size", "epsilon": 0.5}]
+    assert ledger.head(run_dir)["plan"]["group_size_epsilon"] == 0.5
     assert logged(run_dir, "privacy/epsilon")[-1] == pytest.approx(expected, rel=1e-3)
     again, _ = trained("els", texts, run_dir, capsys, "--resume", **flags)
     assert again["group_size"] == summary["group_size"]  # the same draw, no second release
