@@ -248,29 +248,3 @@ def test_a_seeds_key_depends_on_neither_defaults_nor_places():
     others = [context(settings, ema=0.5), context({**settings, "num_steps": 4})]
     others += [context(settings, model="small"), *(context(settings, s, model="x") for s in "ab")]
     assert len({first, *others}) == 6
-
-
-def config(run_dir):
-    return json.loads((run_dir / "config.json").read_text())
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_resumed_run_keeps_its_strategy_whatever_the_rule_is(texts, run_dir, monkeypatch):
-    record = ledger.Ledger.record
-
-    def stop_after_three(book, step, *args, **fields):
-        record(book, step, *args, **fields)
-        if step == 2:
-            signal.raise_signal(signal.SIGTERM)
-
-    args = command(texts, run_dir, "els", strategy="auto")
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr(ledger.Ledger, "record", stop_after_three)
-        main(args)
-    assert stop.value.code == 75 and summary(run_dir)["steps_done"] == 3
-    recorded = config(run_dir)["strategy"]
-    assert recorded == "direct:2"
-    monkeypatch.setattr("fedsim.clipping.strategy.MANY_PARAMETERS", 0)
-    main([*args, "--resume"])
-    assert config(run_dir)["strategy"] == recorded

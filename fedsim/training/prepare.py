@@ -210,10 +210,8 @@ def _strategy(
     *,
     check: bool,
 ) -> Strategy:
-    """The clipping strategy; a resumed run keeps its own.
-
-    Args: method: None: ELS, whose group size is still to be drawn, and whose units are examples.
-    """
+    """The clipping strategy; a resumed run keeps its own. Without a `method` ELS has still to draw
+    its group size, and units are examples."""
     if opened.stored:
         return Strategy.parse(opened.stored.strategy)
     group = settings.batch_size // method.sampler.expected_count if method else 1
@@ -246,11 +244,8 @@ def _booking(
 
 
 def _pay(opened: OpenRun, settings: PrivacyConfig, request: BudgetRequest) -> None:
-    """Count the draw of a group size before anything that follows from it is seen.
-
-    When the whole run is counted later, its entry replaces this one.
-    Raises: ConfigError: a limit would be broken.
-    """
+    """Count the draw of a group size before anything that follows from it is seen; the whole run's
+    entry replaces this one. Raises: ConfigError: a limit would be broken."""
     draw = dataclasses.replace(request, kind=GROUP_SIZE)
     label = "" if opened.key.seed is None else Fact.KNOWN_SEED
     events = events_before(settings.group_size_epsilon)

@@ -91,14 +91,6 @@ def test_a_crash_while_a_line_is_written_leaves_the_lines_before(place):
     assert read(place).entries["b"].outcome == "released"
 
 
-def test_a_crash_between_a_line_and_the_note_of_it_is_none(place):
-    before = (place / LAST).read_bytes()
-    with open_locked(place) as ledger:
-        ledger.end("b", None, "released")
-    (place / LAST).write_bytes(before)
-    assert read(place).num_lines == 5
-
-
 def test_key_note_and_users_are_missed(place):
     users = read(place).entries["a"].users
     path = place / USERS / f"{users}.npy"

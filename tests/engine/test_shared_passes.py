@@ -115,7 +115,7 @@ def test_units_share_a_pass_only_where_no_text_decides_their_places(accelerator,
 
     def chosen(group, public, rows=None, clip=CLIP):
         asked = EngineConfig(rows_per_pass=rows)
-        return choose_strategy(engine, params, group, clip, asked, public_places=public)[0]
+        return choose_strategy(engine, params, group, clip, asked, public_places=public)
 
     assert chosen(1, public=True) == Strategy("direct", 4096 // LENGTH)
     assert chosen(4, public=True).units_at_once(4) == 4096 // LENGTH // 4

@@ -41,11 +41,6 @@ def test_sgd_goes_as_far_as_momentum():
         rate(0.01, optimizer="sgd:momentum=1")
 
 
-def test_an_optimizer_without_a_rule_needs_a_rate():
-    with refuses("learning_rate=None", says="not for lion"):
-        rate(0.01, optimizer="lion")
-
-
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_run_keeps_what_was_found_and_goes_on_with_it(run_dir, capsys):
