@@ -223,7 +223,7 @@ def test_epsilon_comes_from_the_ledger(finished):
     steps = ledger.steps_of(lines(run_dir, "ledger.jsonl"))
     recorded = [line["epsilon"] for line in steps if line["epsilon"]]
     assert (
-        len(recorded) == 3
+        len(recorded) == 8  # a tenth of the run apart
         and recorded == sorted(recorded)
         and recorded[-1] == pytest.approx(found["epsilon"], rel=1e-3)
     )

@@ -320,9 +320,9 @@ def phases(lines: list[dict[str, Any]]) -> list[tuple[Event, int]] | None:
     events = [line["event"] for line in steps_of(lines)]
     if None in events:
         return None
-    draws = [line["head"]["plan"].get("group_size_epsilon") for line in lines[:1]]
+    plan = lines[0]["head"].get("plan", {}) if lines else {}
     return [
-        *(event for share in draws for event in events_before(share)),
+        *events_before(plan.get("group_size_epsilon")),
         *((event_of(event), len(list(same))) for event, same in itertools.groupby(events)),
     ]
 
