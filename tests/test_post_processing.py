@@ -13,7 +13,7 @@ from refused import refuses
 from fedsim.cli.main import main
 from fedsim.config import run_config
 from fedsim.run import checkpoint
-from fedsim.training.optimizers import Noise, averaged, optimizer, rate_of, with_defaults
+from fedsim.training.optimizers import Noise, averaged, rate_of, update_rule, with_defaults
 
 FLAGS = "--engine local --model micro --max-length 16 --epsilon 8 --num-steps 12 --batch-size 8"
 FLAGS += " --eval-examples 8 --seed 1 --strategy scan --rows-per-pass 1 --checkpoint-every"
@@ -49,7 +49,7 @@ def test_schedules_fall_to_zero_after_the_last_step(schedule, factors):
 )
 def test_other_options_are_refused_in_one_line(name):
     with refuses(f"optimizer={name}"):
-        optimizer(name, 0.1)
+        update_rule(run_config(data="x", run_dir="x", optimizer=name), 0.1)
 
 
 def test_the_average_is_the_weighted_mean_of_all_steps(rng):
