@@ -23,20 +23,14 @@ from test_docs import BLOCK, GUIDE, NOT_RUN_MARK, ROOT, lines_of, name_of
 from fedsim.cli.main import main
 
 HUB_MODEL = "hf:HuggingFaceTB/SmolLM2-135M"
-TRAINING = {
-    "--num-steps": "2",
-    "--engine": "local",
-    "--strategy": "scan",
-    "--rows-per-pass": "1",
-    "--batch-size": "8",
-}
+TRAINING = {"--num-steps": "2", "--engine": "local", "--batch-size": "8"}
+TRAINING |= {"--strategy": "scan", "--rows-per-pass": "1"}
 SMALL = {
     "data build": {"--max-length": "32"},
     "train": TRAINING | {"--eval-examples": "8"},
     "audit": TRAINING | {"--gradient-canaries": "20"},
     "recommend": {"--num-steps": "2", "--engine": "local", "--batch-size": "8", "--users": "4"},
 }
-ONLY_RAY = {"--num-workers"}
 LONG = "made-up/chats.jsonl"
 """Data that keep the length of their page: their first turns alone are longer than SMALL."""
 
@@ -57,15 +51,9 @@ def typed(page: Path) -> Iterator[list[str]]:
 
 def small(words: list[str]) -> list[str]:
     """A command with the settings of SMALL, on posts and with a model that are here."""
-    here = {
-        HUB_MODEL: "model",
-        f"{HUB_MODEL}-Instruct": "instruct",
-        "pydocs": "posts",
-        "medium": "micro",
-    }
+    here = {HUB_MODEL: "model", f"{HUB_MODEL}-Instruct": "instruct"}
+    here |= {"pydocs": "posts", "medium": "micro"}
     words = [here.get(word, word) for word in words]
-    for flag in ONLY_RAY.intersection(words):
-        del words[words.index(flag) : words.index(flag) + 2]
     name = " ".join(words[:2]) if words[0] == "data" else words[0]
     for flag, value in SMALL.get(name, {}).items():
         if LONG in words and flag == "--max-length":
