@@ -1,11 +1,13 @@
 """Export of a run's last checkpoint, or of any model, as a Hugging Face directory."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 from fedsim.engine import expect_usable_jax
 from fedsim.files import expand_home
-from fedsim.run import Console, base_name, ledger, save_model
+from fedsim.models import weights
+from fedsim.run import Console, directory, ledger, save_model
 from fedsim.trust import CARD, model_card
 
 
@@ -16,14 +18,25 @@ def export(source: str, out: str | Path, *, adapter: bool = False) -> dict[str, 
       source: the directory of a run or of a model, or hf:NAME.
       out: the new directory.
       adapter: write only the adapters of a run, in PEFT's format, instead of merging them.
-    Returns: the directory and the format, as --json shows them.
+    Returns: what --json shows: the directory and the format; whether the card claims a guarantee,
+      None without a card, and why not; and a command to go on with.
     Raises: ConfigError: there is no such model, `out` exists, or no known family has its parts.
     """
     expect_usable_jax()
     source, out = expand_home("model", source), Path(expand_home("out", out))
-    card = {}
-    if (Path(source) / ledger.FILE).exists():  # of a model that no private training made: none
-        base = base_name(Path(source)) if adapter else None
-        card[CARD] = model_card(Path(source), Console(), base=base)
+    card, reason = {}, None
+    if is_run := (Path(source) / ledger.FILE).exists():  # no private training made other models
+        card[CARD], reason = model_card(Path(source), Console(), adapter=adapter)
     save_model(source, out, card, adapter=adapter)
-    return {"out": str(out), "format": "PEFT adapters" if adapter else "Hugging Face"}
+    following = f"fedsim generate {shlex.quote(str(out))} --prompt Hello"
+    if adapter:
+        base = weights.named(directory.load(Path(source)).run.model.source)[0]
+        modules = f"--enable-lora --lora-modules adapted={shlex.quote(str(out))}"
+        following = f"vllm serve {shlex.quote(base)} {modules}"
+    return {
+        "out": str(out),
+        "format": "PEFT adapters" if adapter else "Hugging Face",
+        "guarantee": reason is None if is_run else None,
+        "reason": reason,
+        "next": following,
+    }

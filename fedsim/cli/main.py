@@ -123,7 +123,7 @@ def _run(words: list[str]) -> None:
     except KeyboardInterrupt:
         _fail(*_interrupted(command))
     print(*lines, sep="\n", end="\n" if lines else "")
-    if result.get("holds") is False:
+    if result.get("holds") is False or (command is export and result["guarantee"] is False):
         sys.exit(1)
     stopped = "steps_done" in result and result["steps_done"] < result["num_steps"]
     if (stopped and command is train) or result.get("interrupted"):  # --resume continues the run

@@ -157,6 +157,9 @@ def generate(
 def export(model: Positional[str], out: Path, adapter: bool = False) -> Answer:
     """Write a model in Hugging Face's format: config.json, safetensors, tokenizer.json.
 
+    Weights have the type of the model that the run started from. Exit code 1 if the model card of a
+    run claims no privacy; the files are written, and the reason is printed.
+
     Args:
       model: The directory of a run, a Hugging Face directory, or hf:NAME.
       out: Directory to create.
@@ -167,4 +170,6 @@ def export(model: Positional[str], out: Path, adapter: bool = False) -> Answer:
     from fedsim.export import export as export_model
 
     result = export_model(model, out, adapter=adapter)
-    return result, [f"{name} {value}" for name, value in result.items()]
+    if result["reason"]:
+        Terminal().warn(f"the model card claims no privacy: {result['reason']}")
+    return result, [f"{name} {result[name]}" for name in ("out", "format", "next")]

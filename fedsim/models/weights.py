@@ -2,8 +2,8 @@
 
 A directory has config.json, model.safetensors (or several, and their index) and tokenizer.json.
 Arrays have names, and nothing in a file is code. Loaded parameters are float32, whatever they were,
-or as stored, to be frozen. Saved models can be read by `transformers`, and have the side files of
-the model that they were trained from.
+or as stored, to be frozen. Saved models can be read by `transformers`, and have the side files and
+the type of weights of the model that they were trained from.
 """
 
 import dataclasses
@@ -131,6 +131,7 @@ POINTER = b"version https://git-lfs"  # beginning of what a clone without git-lf
 FOR_OTHERS = {"format": "pt"}  # metadata that other tools expect
 OF_WEIGHTS = ("dtype", "torch_dtype", "auto_map")
 """Fields of config.json about the stored type of weights, and about code that is not copied."""
+FLOATS = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": frozen.BFLOAT16}
 
 
 class TensorError(ConfigError):
@@ -366,20 +367,27 @@ def save(
     tokenizer: Path | None = None,
     files: Path | None = None,
     more: Mapping[str, str] | None = None,
+    *,
+    exact: bool = False,
 ) -> None:
     """Write a model in Hugging Face's format into a new directory, completely or not at all.
 
     Args:
       tokenizer: its tokenizer.json.
-      files: directory of the model that it was trained from, whose side files are copied. Of its
-        config.json, only the type of the weights changes.
+      files: directory of the model that it was trained from, whose side files are copied. Weights
+        are rounded to the type that its config.json names.
       more: texts of further files, by name.
+      exact: keep weights in float32 instead.
     Raises:
       ConfigError: the directory exists, or no family has the parts of the model.
       DataError: the tokenizer is invalid.
     """
     fields = _fields(c, files, tokenizer)
+    if exact:
+        fields["dtype"] = "float32"
     tensors = to_tensors(dataclasses.replace(c, family=fields["model_type"]), params)
+    dtype = FLOATS[fields["dtype"]]
+    tensors = {name: tensor.astype(dtype, copy=False) for name, tensor in tensors.items()}
     with new_directory(directory) as temporary:
         write(temporary / SINGLE, tensors)
         write_json(temporary / CONFIG, fields)
@@ -399,7 +407,9 @@ def _fields(c: TransformerConfig, files: Path | None, tokenizer: Path | None) ->
         known = kind in families.TYPES
         if known and families.described(families.config_of(fields)) == families.described(c):
             kept = {name: value for name, value in fields.items() if name not in OF_WEIGHTS}
-            return {**kept, "architectures": [families.CLASSES[kind]], "dtype": "float32"}
+            dtype = str(fields.get("dtype") or fields.get("torch_dtype"))
+            dtype = dtype if dtype in FLOATS else "float32"
+            return {**kept, "architectures": [families.CLASSES[kind]], "dtype": dtype}
     fields = families.fields_of(c)
     if tokenizer is not None:
         loaded = Tokenizer.load(tokenizer)

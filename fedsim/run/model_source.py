@@ -102,12 +102,15 @@ def parts_of_run(run_dir: Path) -> tuple[TransformerConfig, Any, Pretrained | No
     return config, checkpoint.load_params(path), base
 
 
-def save_model(source: str, out: Path, card: dict[str, str], *, adapter: bool = False) -> None:
+def save_model(
+    source: str, out: Path, card: dict[str, str], *, adapter: bool = False, exact: bool = False
+) -> None:
     """Write a model, or only the adapters of a run, into the new directory `out`.
 
     Args:
       source: the directory of a run or of a model, or hf:NAME.
       card: the model card, by its name; empty for none.
+      exact: as of `weights.save`.
 
     Raises: ConfigError: there is no such model, `out` exists, or no known family has its parts.
     """
@@ -120,7 +123,7 @@ def save_model(source: str, out: Path, card: dict[str, str], *, adapter: bool = 
     model = find_model(source)
     expect("model", source, model is not None, "the directory of a run or a model")
     assert model is not None
-    weights.save(out, model.config, model.params, model.tokenizer, model.files, card)
+    weights.save(out, model.config, model.params, model.tokenizer, model.files, card, exact=exact)
 
 
 def model_sha256(model: Pretrained | None) -> str | None:

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from markupsafe import Markup  # which comes with Jinja2
 
 from fedsim.accounting import at_least, at_most
@@ -37,6 +37,7 @@ from fedsim.models import Pretrained, weights
 from fedsim.plan import in_words
 from fedsim.run import (
     Console,
+    StoredRun,
     base_name,
     checkpoint,
     directory,
@@ -154,6 +155,7 @@ def _parser() -> Any:
 
 NAME, FOLDER = "report", "public"
 Form = Literal["huggingface", "peft"]
+LICENCE = ("license", "license_name", "license_link")
 OF_PLACES, BASE = ("_path", "_file"), "base_model_name_or_path"
 """Fields of a model's settings that may name places of this machine."""
 NO_CLAIM = "No guarantee is known: the model is not the directory of a private run."
@@ -297,29 +299,51 @@ def _commands(released: Released) -> list[str]:
     return [verify, "".join([f"fedsim account {plan.algorithm}", *words, *before])]
 
 
-def model_card(run_dir: Path, console: Console, *, base: str | None = None) -> str:
-    """The model card of an exported run: README.md with the privacy claim, or why there is none.
-
-    Args:
-      base: the model that adapters belong to.
-    """
+def model_card(run_dir: Path, console: Console, *, adapter: bool = False) -> tuple[str, str | None]:
+    """(the model card of an exported run, README.md with the privacy claim; why it claims nothing,
+    if so). Args: adapter: the card is of adapters alone."""
     try:
         with directory.lock(run_dir, to_read=True):
-            return card_of(read(run_dir, console), base=base)
+            released = read(run_dir, console)
     except ReportError as error:
-        return _card(base, title=run_dir.resolve().name, problem=error.public or str(error))
+        problem = error.public or str(error)
+        return _card(run_dir, adapter, problem=problem), problem
+    plan = released.plan
+    return card_of(released, adapter=adapter), None if plan.guarantee else in_words(plan.reasons)
 
 
-def card_of(released: Released, *, base: str | None = None) -> str:
+def card_of(released: Released, *, adapter: bool = False) -> str:
     """The model card of a run that keeps its promises."""
-    return _card(base, problem=None, title=released.run_dir.resolve().name, **facts(released))
+    return _card(released.run_dir, adapter, problem=None, **facts(released))
 
 
-def _card(base: str | None, **shown: Any) -> str:
+def _card(run_dir: Path, adapter: bool, **shown: Any) -> str:
     kind, private = "text-generation", shown.get("private") and not shown["label"]
     tags = [kind, "differential-privacy"] if private else [kind]
-    head = ModelCardData(tags=tags, base_model=base, pipeline_tag=kind).to_yaml()
-    return f"---\n{head}\n---\n\n{as_markdown('card.md.jinja', subject='this model', **shown)}"
+    library = "peft" if adapter else "transformers"
+    about = ModelCardData(
+        tags=tags,
+        pipeline_tag=kind,
+        library_name=library,
+        base_model=base_name(run_dir),
+        **_licence(directory.load(run_dir)),
+    )
+    shown |= {"title": run_dir.resolve().name, "library": library, "subject": "this model"}
+    return f"---\n{about.to_yaml()}\n---\n\n{as_markdown('card.md.jinja', **shown)}"
+
+
+def _licence(stored: StoredRun) -> dict[str, Any]:
+    """Fields about the licence in the card of the model that a run started from."""
+    source = stored.run.model.source
+    if not stored.files:  # of a fresh model
+        return {}
+    try:
+        hub = source.startswith(weights.HUB)
+        folder = weights.download(source, "model", (published.CARD,)) if hub else Path(source)
+        fields = ModelCard((folder / published.CARD).read_text(encoding="utf-8")).data.to_dict()
+    except Exception:  # there is none, or it is a stranger's file that cannot be read
+        return {}
+    return {name: fields[name] for name in LICENCE if name in fields}
 
 
 def publish(
@@ -381,8 +405,8 @@ def _fill(folder: Path, released: Released, form: Form) -> None:
     write_atomically(folder / ledger.FILE, whole + b"\n")
     write_report(released, folder)
     base = base_name(run_dir) if adapter else None
-    card = {published.CARD: card_of(released, base=base)}
-    save_model(str(run_dir), folder / published.MODEL, card, adapter=adapter)
+    card = {published.CARD: card_of(released, adapter=adapter)}
+    save_model(str(run_dir), folder / published.MODEL, card, adapter=adapter, exact=True)
     for file in (folder / published.MODEL).glob("*config.json"):
         fields = read_object(file, "model")
         shown = {name: value for name, value in fields.items() if not name.endswith(OF_PLACES)}

@@ -145,18 +145,25 @@ def test_a_model_that_is_read_as_another_function_is_not_trained_on(trained):
         expect_same_model(stored, {**stored.model, "norm_epsilon": 0.5})
 
 
-def test_a_run_is_exported_merged_or_as_adapters(trained, tmp_path, capsys):
+def test_a_run_is_exported_merged_or_as_adapters(trained, place, tmp_path, capsys):
     run_dir, _ = trained
-    main(["export", str(run_dir), "--out", str(tmp_path / "merged")])
-    assert "## Privacy" in (tmp_path / "merged" / "README.md").read_text()
+    (place[0] / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    for adapter in (False, True):
+        found = export(str(run_dir), tmp_path / f"{adapter}", adapter=adapter)
+        card = (tmp_path / f"{adapter}" / "README.md").read_text()
+        assert "## Privacy" in card and "license: apache-2.0\n" in card
+        assert f"library_name: {'peft' if adapter else 'transformers'}\n" in card
+        assert str(tmp_path / f"{adapter}") in found["next"] and found["guarantee"] is False
+    with pytest.raises(SystemExit) as stop:
+        main(["export", str(run_dir), "--out", str(tmp_path / "merged")])
+    assert stop.value.code == 1
     merged, run = weights.load(str(tmp_path / "merged")), model_of_run(run_dir)
     jax.tree.map(np.testing.assert_array_equal, merged.params, run.params)
     assert merged.config.max_length == 64  # not the data's 32
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
-    main(["export", str(run_dir), "--out", str(tmp_path / "peft"), "--adapter"])
-    assert len(load_file(tmp_path / "peft" / "adapter_model.safetensors")) == 4
+    assert len(load_file(tmp_path / "True" / "adapter_model.safetensors")) == 4
     with pytest.raises(SystemExit):
-        main(["export", str(run_dir), "--out", str(tmp_path / "peft"), "--adapter"])
+        main(["export", str(run_dir), "--out", str(tmp_path / "True"), "--adapter"])
     assert "expected a directory that is not there yet" in capsys.readouterr().err
 
 

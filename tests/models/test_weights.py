@@ -10,7 +10,7 @@ from zoo import FAMILIES, random_like
 
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import ConfigError
-from fedsim.models import families, weights
+from fedsim.models import families, frozen, weights
 from fedsim.models.config_json import UnsupportedArchitecture
 from fedsim.models.rope import Llama3
 from fedsim.models.transformer import Transformer, preset
@@ -204,6 +204,27 @@ def test_a_saved_model_has_the_files_of_the_one_it_came_from(name, rng, tmp_path
     assert again.config == found.config
     jax.tree.map(np.testing.assert_array_equal, again.params, found.params)
     assert Tokenizer.load(again.tokenizer).end_ids == {256, 7}
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_saved_model_has_the_type_of_the_one_it_came_from(key, rng, tmp_path):
+    config = FAMILIES["llama"]
+    params = random_like(config, rng)
+    weights.save(tmp_path / "model", config, params)
+    file = tmp_path / "model" / "config.json"
+    fields = json.loads(file.read_text())
+    del fields["dtype"]
+    file.write_text(json.dumps({**fields, key: "bfloat16"}))
+    weights.save(tmp_path / "out", config, params, files=tmp_path / "model")
+    found = weights.read_directory(tmp_path / "out")
+    assert {str(each.dtype) for each in found.values()} == {"bfloat16"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    rounded = jax.tree.map(lambda leaf: leaf.astype(frozen.BFLOAT16), params)
+    loaded = weights.load(str(tmp_path / "out")).params
+    jax.tree.map(np.testing.assert_array_equal, loaded, rounded)
+    weights.save(tmp_path / "exact", config, params, files=tmp_path / "model", exact=True)
+    exact = weights.load(str(tmp_path / "exact")).params
+    jax.tree.map(np.testing.assert_array_equal, exact, params)
 
 
 def test_settings_of_another_model_are_not_taken(rng, tmp_path):

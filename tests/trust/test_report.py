@@ -171,10 +171,11 @@ def test_a_run_without_a_model_gets_no_report(trained, run_dir, tmp_path, capsys
 
 def test_a_model_card_claims_what_the_report_does(trained, tmp_path, capsys):
     found, *_ = read(capsys, trained / "private", tmp_path)
-    card = model_card(trained / "private", Console(), base="someone/model")
+    card, reason = model_card(trained / "private", Console())
+    assert reason is None
     _, head, body = card.split("---\n", 2)
     assert yaml.safe_load(head) == {
-        "base_model": "someone/model",
+        "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["text-generation", "differential-privacy"],
     }
@@ -182,10 +183,14 @@ def test_a_model_card_claims_what_the_report_does(trained, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["seeded", "open", "damaged"])
-def test_the_card_of_a_model_that_claims_nothing_says_so(name, trained, run_dir):
+def test_the_card_of_a_model_that_claims_nothing_says_so(name, trained, run_dir, capsys):
     shutil.copytree(trained / ("private" if name == "damaged" else name), run_dir)
     if name == "damaged":
         edit_json(run_dir / "summary.json", epsilon=0.1)
-    card = model_card(run_dir, Console())
+    card, reason = model_card(run_dir, Console())
+    with pytest.raises(SystemExit) as stop:
+        main(["export", str(run_dir), "--out", str(run_dir / "out")])
+    assert stop.value.code == 1 and (run_dir / "out" / "model.safetensors").exists()
+    assert reason and " ".join(reason.split()) in " ".join(capsys.readouterr().err.split())
     assert "no privacy is claimed" in card.lower() and "differential-privacy" not in card
     assert ("the run breaks the promise summary" in card) == (name == "damaged")
