@@ -2,43 +2,75 @@
 
 import json
 
+import jax
 import numpy as np
+import optax
 import pytest
 from safetensors.numpy import load_file
 from zoo import FAMILIES, adapters_of, random_like
 
-from fedsim.models import families, lora, peft_files
+from fedsim.models import families, lora, peft_files, weights
+from fedsim.models.transformer import Transformer
 
 PHI3 = families.config_of({**families.fields_of(FAMILIES["llama"]), "model_type": "phi3"})
 
 
-@pytest.mark.parametrize(
-    "config, modules, layers",
-    [
-        (FAMILIES["llama"], "q_proj,v_proj", {"q_proj": ["query"], "v_proj": ["value"]}),
-        (PHI3, "qkv_proj", {"qkv_proj": ["query", "key", "value"]}),
-    ],
-    ids=["llama", "phi3"],
-)
-def test_a_module_has_the_products_of_its_layers_side_by_side(
-    config, modules, layers, rng, tmp_path
-):
-    config = lora.adapted(config, 2, 6.0, modules)
-    adapters = adapters_of(random_like(config, rng))
-    peft_files.save(tmp_path / "peft", config, adapters, "some/base")
-    tensors = load_file(tmp_path / "peft" / peft_files.TENSORS)
-    fields = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    assert fields["target_modules"] == sorted(layers)
-    for (name, parts), i in ((each, i) for each in layers.items() for i in range(2)):
-        path = f"base_model.model.model.layers.{i}.self_attn.{name}.lora_"
-        a, b = (tensors.pop(f"{path}{x}.weight") for x in "AB")
-        rank = fields["rank_pattern"].get(name, fields["r"])
-        alpha = fields["alpha_pattern"].get(name, fields["lora_alpha"])
+def merged_by_peft(directory, tensors):
+    """Arrays of a model with adapters: W + alpha / r B A, by the settings of each module."""
+    fields = json.loads((directory / "adapter_config.json").read_text())
+    found, adapters = dict(tensors), load_file(directory / peft_files.TENSORS)
+    assert not fields.get("use_rslora")
+    names = {name.removesuffix(".lora_A.weight") for name in adapters if "lora_A" in name}
+    assert len(adapters) == 2 * len(names)
+    for name in names:
+        a, b = (adapters[f"{name}.lora_{x}.weight"] for x in "AB")
+        whole = name.removeprefix("base_model.model.")
+
+        def of_module(pattern, default, whole=whole):
+            own = [
+                value for key, value in fields[pattern].items() if f".{whole}".endswith(f".{key}")
+            ]
+            return own[0] if own else default
+
+        rank, alpha = of_module("rank_pattern", fields["r"]), fields["lora_alpha"]
         assert a.shape[0] == b.shape[1] == rank
-        block = adapters[f"block_{i}"]
-        expected = [
-            block[f"{part}_lora_a"]["kernel"] @ block[f"{part}_lora_b"]["kernel"] for part in parts
-        ]
-        np.testing.assert_allclose((b @ a).T, np.concatenate(expected, axis=1), atol=1e-5)
-        assert alpha / rank == pytest.approx(config.lora.scale)
-    assert not tensors
+        assert any(f".{whole}".endswith(f".{each}") for each in fields["target_modules"])
+        update = of_module("alpha_pattern", alpha) / rank * (b @ a)
+        found[f"{whole}.weight"] += update.T if fields["fan_in_fan_out"] else update
+    return found
+
+
+@pytest.mark.parametrize(
+    "config, modules, number",
+    [
+        (FAMILIES["llama"], "q_proj,v_proj", 4),
+        (PHI3, "qkv_proj", 2),
+        (PHI3, "all-linear", 8),
+        (FAMILIES["gpt2"], "all-linear", 8),
+    ],
+    ids=["llama", "joint", "all of phi3", "gpt2"],
+)
+def test_adapters_learn_and_have_their_loss_as_peft_reads_them(
+    config, modules, number, rng, tmp_path
+):
+    params = random_like(config, rng)
+    tokens = rng.integers(0, config.vocab_size, (4, 9))
+
+    def loss(config, params):
+        logits = Transformer(config).apply({"params": params}, tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    adapted, optimizer = lora.adapted(config, 2, 6.0, modules), optax.adam(0.05)
+    adapters = jax.tree.map(lambda leaf: 0.1 * leaf, adapters_of(random_like(adapted, rng)))
+    state = optimizer.init(adapters)
+    gradient = jax.jit(jax.grad(lambda own: loss(adapted, lora.joined(params, own))))
+    for _ in range(40):
+        updates, state = optimizer.update(gradient(adapters), state)
+        adapters = optax.apply_updates(adapters, updates)
+    learnt = loss(adapted, lora.joined(params, adapters))
+    assert learnt < loss(config, params) - 1
+    peft_files.save(tmp_path / "peft", adapted, adapters, "some/base")
+    tensors = merged_by_peft(tmp_path / "peft", weights.to_tensors(config, params))
+    assert len(load_file(tmp_path / "peft" / peft_files.TENSORS)) == 2 * number
+    read = weights.from_tensors("merged", config, tensors)
+    np.testing.assert_allclose(loss(config, read), learnt, rtol=1e-5)
