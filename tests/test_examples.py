@@ -10,14 +10,12 @@ import shutil
 import sys
 from pathlib import Path
 
-import dp_accounting
 import jax
 import nbformat
 import numpy as np
 import optax
 import pytest
 from chats import model_files
-from dp_accounting.pld import PLDAccountant
 from nbclient import NotebookClient
 from pretrained_models import CONFIG
 
@@ -78,21 +76,6 @@ def test_own_model_learns(monkeypatch, capsys, algorithm):
     assert accuracy > commonest + 0.05
 
 
-def test_account_agrees_with_another_accountant(monkeypatch, capsys):
-    run(monkeypatch, "account.py")
-    printed = capsys.readouterr().out
-    other = PLDAccountant(value_discretization_interval=1e-3)
-    step = dp_accounting.PoissonSampledDpEvent(0.01, dp_accounting.GaussianDpEvent(1.0))
-    other.compose(step, 1000)
-    epsilon = float(re.search(r"epsilon (\S+) at delta 1e-06", printed)[1])
-    assert epsilon == pytest.approx(other.get_epsilon(1e-6), rel=0.01)
-    assert other.get_delta(2.0) == pytest.approx(
-        float(re.search(r"delta +(\S+) at epsilon 2", printed)[1]), rel=0.05
-    )
-    # ULS gains from compute, as the paper has it.
-    assert re.findall(r"\d  (ELS|ULS)$", printed, re.M) == ["ELS", "ULS", "ULS"]
-
-
 CHATS = "a208cbdd64862de3c62f89a528898ee676100725316c6d401097253d64b60666"
 """Digest of the made-up chats, as JSON."""
 
@@ -110,18 +93,6 @@ def test_support_chats_are_the_same_everywhere(monkeypatch, tmp_path):
         assert roles == ["user", "assistant"] * (len(roles) // 2)
     lines = (tmp_path / "chats.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == rows
-
-
-def test_support_chats_have_a_template_for_models_without_one(monkeypatch, tmp_path):
-    run(monkeypatch, "support_chats.py", str(tmp_path))
-    template = tmp_path / "chat_template.jinja"
-    how = {"chat_template": template, "max_length": 384, "cache_dir": tmp_path / "cache"}
-    data = fedsim.data.load(tmp_path / "chats.jsonl", **how)
-    assert data.train.num_users > 500 and data.cut_off() is None
-    (example,) = fedsim.data.shown(data, "train", 1)
-    assert example["parts"][0]["text"].startswith("<|endoftext|>user: ")
-    answers = [part["text"] for part in example["parts"] if part["trained"]]
-    assert len(answers) >= 2 and all(text.endswith("<|endoftext|>\n") for text in answers)
 
 
 @pytest.mark.slow

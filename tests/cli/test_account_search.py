@@ -9,9 +9,6 @@ import warnings
 import pytest
 from refused import refuses
 
-from fedsim import accounting
-from fedsim.accounting import StepEvent
-from fedsim.accounting.gaussian_dp import gaussian_epsilon
 from fedsim.cli.account import TO_ACCOUNT, TO_CALIBRATE, Accounted, solve
 from fedsim.errors import ConfigError
 
@@ -100,35 +97,8 @@ def search(seed, count):
     return answers
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_two_hundred_random_settings_end_in_an_answer_or_in_one_line():
-    assert search(0, 200) > 60
-
-
 def test_a_few_random_settings_end_in_an_answer_or_in_one_line():
     assert search(3, 8) > 3
-
-
-@pytest.mark.parametrize(
-    "sigma, steps, group",
-    [(1.0, 2, 120), (0.01, 2, 1), (0.0295144, 3, 1), (0.05, 40, 3), (0.004, 87, 1), (9.0, 7, 500)],
-)
-def test_losses_far_from_zero_add_up_to_what_a_gaussian_mechanism_costs(sigma, steps, group):
-    """With everybody in every step all of it is one Gaussian mechanism, whose epsilon is known."""
-    event = StepEvent(sigma, 1.0, group)
-    exact = gaussian_epsilon(group * math.sqrt(steps) / sigma, 1e-6)
-    found = accounting.epsilon([(event, steps)], 1e-6)
-    assert exact * (1 - 1e-9) <= found <= exact * (1 + 1e-3)
-
-
-def test_calibration_of_a_large_epsilon_finds_the_gaussian_mechanism():
-    found = run(
-        TO_CALIBRATE,
-        dict(algorithm="uls", epsilon=2000, num_steps=3, sampling_prob=1.0, delta=1e-6),
-    )
-    exact = gaussian_epsilon(math.sqrt(3) / found["noise_multiplier"], 1e-6)
-    assert 2000 * (1 - 1e-3) < exact <= 2000
 
 
 @pytest.mark.privacy
@@ -143,13 +113,6 @@ def test_noise_is_found_beside_a_private_median():
     assert 4 * (1 - 1e-3) < spent <= 4 < spent + 0.4
     with refuses("before=4.0", says="in (0, epsilon)"):
         solve(Accounted(**given, epsilon=4.0, before=4.0), TO_CALIBRATE)
-
-
-@pytest.mark.parametrize("delta", [1 - 1e-5, 1 - 1e-9, 1 - 1e-14, 1 - 2**-53])
-def test_a_delta_of_almost_one_has_an_answer_from_above(delta):
-    event = StepEvent(0.05, 1.0)
-    found = accounting.epsilon([(event, 4)], delta)
-    assert gaussian_epsilon(40.0, min(delta, 1 - 1e-6)) * (1 - 1e-9) <= found < 900
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,10 @@
 
 import json
 
-import numpy as np
 import pandas as pd
 import pytest
 from chats import START, STOP, model_files
 
-import fedsim
 from fedsim.cli import main
 from fedsim.data import UserStore, build, load
 from fedsim.library.tables import source_of
@@ -62,29 +60,3 @@ def test_chats_in_memory_are_those_of_the_file(built, model, tmp_path):
     source = source_of(pd.DataFrame(ROWS), **columns)
     data = load(source, tokenizer=str(model), cache_dir=tmp_path, **columns)
     assert data.train.fingerprint == UserStore(built / "train").fingerprint
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_training_on_chats_learns_what_the_assistant_says(model, tmp_path):
-    run = fedsim.train(
-        "uls",
-        pd.DataFrame(ROWS),
-        user="customer",
-        messages="turns",
-        tokenizer=str(model),
-        model="micro",
-        epsilon=float("inf"),
-        num_steps=12,
-        batch_size=16,
-        group_size=2,
-        clip_norm=10.0,
-        learning_rate=0.3,
-        engine="local",
-        seed=1,
-        run_dir=tmp_path / "run",
-    )
-    assert run.eval_loss < run.summary["initial_eval_loss"] - 1
-    data = load(run.stored.run.data.source, tokenizer=str(model), user_column="customer",
-                messages_column="turns")  # fmt: skip
-    assert np.asarray(data.train.trained(np.arange(2), 128)).any()

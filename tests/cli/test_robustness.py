@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 
 import pytest
@@ -69,30 +67,12 @@ def damage(name, change):
     return apply
 
 
-def flip(data, at=None):
-    at = len(data) // 2 if at is None else at
-    return data[:at] + bytes([data[at] ^ 0x15]) + data[at + 1 :]
-
-
 def cut(data):
     return data[: len(data) // 2]
 
 
-def noise(data):
-    return bytes((i * 37 + 11) % 256 for i in range(len(data)))
-
-
-def change_json(**changes):
-    def apply(data):
-        return json.dumps({**json.loads(data), **changes}).encode()
-
-    return apply
-
-
 RESUME = [*command("texts.parquet", "run", **{"num-steps": 4}), "--resume"]
 LAST = "run/checkpoints/step-00000004.safetensors"
-LEDGER, CONFIG, SECRET = "run/ledger.jsonl", "run/config.json", "run/secret.json"
-EVALUATE, VERIFY = ["evaluate", "run"], ["verify", "run"]
 GENERATE, EXPORT = ["generate", "run"], ["export", "run", "--out", "exported"]
 
 
@@ -147,46 +127,6 @@ ARGUMENTS = {  # a fault of the command line, and what is said of it
 }
 
 
-def built(name, change):
-    return damage(f"built/{name}", change)
-
-
-SOURCES = {  # what is done to the data, and how the line begins
-    "metadata of nothing": (built("metadata.json", lambda _: b"{}"), "data="),
-    "a split's metadata empty": (built("train/metadata.json", lambda _: b""), "data="),
-    **{
-        f"{name} {what}": (built(f"train/{name}.npy", change), "data=")
-        for name in ("tokens", "offsets")
-        for what, change in {"cut": cut, "of noise": noise}.items()
-    },
-    "tokens gone": (lambda: files.Path("built/train/tokens.npy").unlink(), "data="),
-    "users cut": (built("train/users.parquet", cut), "users.parquet: "),
-    "tokenizer gone": (lambda: files.Path("built/tokenizer.json").unlink(), "data="),
-}
-
-DAMAGED = {
-    **{
-        f"{what}, {name}": (command, damage(path, change), path)
-        for what, change in {"cut": cut, "flipped": flip}.items()
-        for name, path, command in (
-            ("checkpoint, resume", LAST, RESUME),
-            ("checkpoint, evaluate", LAST, EVALUATE),
-            ("settings, resume", CONFIG, RESUME),
-            ("settings, report", CONFIG, ["report", "run"]),
-            ("ledger, report", LEDGER, ["report", "run"]),
-        )
-    },
-    "ledger gone, resume": (RESUME, lambda: files.Path(LEDGER).unlink(), "ledger"),
-    "settings a list": (RESUME, damage(CONFIG, lambda _: b"[1]"), CONFIG),
-    "settings nested too deep": (RESUME, damage(CONFIG, lambda _: b"[" * 99999), CONFIG),
-    "another key": (RESUME, damage(SECRET, change_json(secret="00" * 32)), SECRET),
-    "key that is a number": (EVALUATE, damage(SECRET, change_json(secret=1)), SECRET),
-    "metrics of noise": (RESUME, damage("run/metrics.jsonl", lambda _: b"{[\n"), "metrics"),
-    "summary of noise": (["report", "run"], damage("run/summary.json", noise), "summary.json"),
-    "checkpoints gone": (EVALUATE, lambda: shutil.rmtree("run/checkpoints"), "checkpoint"),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
 )
@@ -216,28 +156,6 @@ def test_a_fault_of_the_command_line_is_answered_in_plain_text(name, here, capfd
     assert re.search(says, " ".join(err.split())), err
     assert err.isascii() and "\x1b" not in err and "Traceback" not in err, err
     assert sorted(here.rglob("*")) == before
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_built_data_that_are_damaged_are_named(name, here, capfd):
-    fault, says = SOURCES[name]
-    fault()
-    before = sorted(here.rglob("*"))
-    code, line = answer(train(), capfd)
-    assert code == 2 and line.startswith(says), line
-    assert sorted(here.rglob("*")) == before
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_run_is_refused_and_the_file_is_named(name, here, capfd):
-    args, fault, says = DAMAGED[name]
-    fault()
-    before = contents(here / "run")
-    code, line = answer(args, capfd)
-    assert code in (1, 2) and says in line, line
-    assert contents(here / "run") == before
 
 
 def contents(run_dir):
@@ -335,27 +253,3 @@ def test_a_run_that_another_process_holds_is_refused(command, here, capfd):
         code, line = answer(command, capfd)
     assert code == 2 and "run_dir=" in line
     assert contents(here / "run") == before
-
-
-IN_FRONT = """import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
-from fedsim.cli.main import main
-main()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "sent", [pytest.param(signal.SIGTERM, marks=pytest.mark.ci), signal.SIGINT]
-)
-def test_a_signal_before_the_first_step_leaves_what_can_be_started_again(sent, here):
-    process = subprocess.Popen(
-        [sys.executable, "-c", IN_FRONT, *train()], stderr=subprocess.PIPE, text=True
-    )
-    assert any(line.startswith("algorithm  ") for line in iter(process.stderr.readline, ""))
-    process.send_signal(sent)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode in (130, 75, -sent) and "Traceback" not in err, err
-    if not (here / "new" / "summary.json").exists():  # it was not faster than the signal
-        main([*train(), "--resume"])
-    assert json.loads((here / "new" / "summary.json").read_text())["num_steps"] == 2

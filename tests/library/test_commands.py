@@ -4,7 +4,6 @@ import importlib
 import json
 from types import SimpleNamespace
 
-import pytest
 from refused import refuses
 
 import fedsim
@@ -40,15 +39,3 @@ def test_a_recommendation_is_that_of_the_command_and_can_be_trained(tmp_path, ca
     assert run.finished and run.run_dir == tmp_path / "runs" / best
     with refuses("clip_norm=2.0"):
         fedsim.recommend(POSTS, clip_norm=2.0, **given, **TINY)
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_an_audit_returns_what_it_found(tmp_path, capfd):
-    given = {"epsilon": 4.0, "num_steps": 2, "batch_size": 12, "run_dir": tmp_path / "audit"}
-    found = fedsim.audit("uls", POSTS, gradient_canaries=20, **given, **TINY)
-    assert silent(capfd)
-    written = json.loads((tmp_path / "audit/audit.json").read_text())
-    assert all(found[name] == written[name] for name in ("verdict", "holds", "verdicts"))
-    assert 0 < found["epsilon"] <= 4
-    assert found["verdicts"]["noise"] == "not refuted"

@@ -15,7 +15,6 @@ from fedsim.errors import FileDamaged
 from fedsim.library.own_task import (
     OwnedRows,
     OwnedTask,
-    expect_known_ids,
     owner_ids,
     warn_of_coupled_rows,
 )
@@ -81,18 +80,6 @@ def test_a_loss_that_couples_rows_is_warned_of(task):
     warn_of_coupled_rows(task, params, order)
     with pytest.warns(UserWarning, match="task=Centred: the loss of a row depends on the rows"):
         warn_of_coupled_rows(Centred(task.x, task.y), params, order)
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.ray
-def test_ray_gives_the_same_bits(task, owners, tmp_path):
-    def sha256(name, **how):
-        where = {"run_dir": tmp_path / name, "group_size": 4}
-        run = fedsim.train("uls", owners, task=task, **{**SETTINGS, **where, **how})
-        return run.summary["params_sha256"]
-
-    assert sha256("ray", num_workers=2) == sha256("local", engine="local")
 
 
 def test_it_goes_on_where_it_stopped_and_not_with_other_rows(task, owners, tmp_path):
@@ -197,16 +184,6 @@ def test_an_id_that_is_in_no_table_is_refused_before_anything_is_computed(
         settings = {**SETTINGS, "strategy": strategy, "engine": "local", "group_size": 4}
         fedsim.train("uls", owners, task=own, run_dir=run_dir, **settings)
     assert not run_dir.exists()
-
-
-def test_ids_of_few_bits_are_known_in_a_larger_table(task):
-    class Large(Lookups):
-        def losses(self, params, batch):
-            return nn.Embed(300, 3).apply({"params": params}, batch["y"]).sum(axis=-1)
-
-    own = Large(task.x, {"train": np.array([0, 255], np.uint8)})
-    params = {"embedding": np.zeros((300, 3), np.float32)}
-    expect_known_ids(own, params, "train", np.arange(2))
 
 
 @pytest.mark.parametrize("name", ["user", "model", "max_length", "tokenizer"])

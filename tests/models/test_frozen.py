@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from zoo import PARTS, adapters_of, random_like
 
 from fedsim.cli.main import main
+from fedsim.export import export
 from fedsim.models import frozen, lora, weights
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import stacked
@@ -150,6 +151,6 @@ def test_a_run_with_frozen_weights_is_evaluated_and_exported_as_it_was_trained(
     assert frozen.type_of(merged.params) == "float32"
     base = frozen.as_float32(frozen.as_frozen(find_model(str(model)).params, dtype))
     np.testing.assert_array_equal(merged.params["embed"]["embedding"], base["embed"]["embedding"])
-    main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "merged")])
+    export(str(tmp_path / "run"), tmp_path / "merged")
     exported = weights.load(str(tmp_path / "merged"))
     jax.tree.map(np.testing.assert_array_equal, exported.params, merged.params)
