@@ -85,12 +85,6 @@ def test_support_chats_are_the_same_everywhere(monkeypatch, tmp_path):
     rows = found["support_chats"]()
     written = json.dumps(rows).encode()
     assert hashlib.sha256(written).hexdigest() == CHATS and b"{thing}" not in written
-    assert len({row["user_id"] for row in rows}) == 600
-    texts = {turn["content"] for row in rows for turn in row["messages"]}
-    assert len(rows) > 1_500 and len(texts) > 3_000
-    for row in rows:
-        roles = [turn["role"] for turn in row["messages"]]
-        assert roles == ["user", "assistant"] * (len(roles) // 2)
     lines = (tmp_path / "chats.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == rows
 

@@ -108,17 +108,6 @@ def test_all_commands_refuse_the_same_mechanisms(fault, field):
             ask()
 
 
-def test_calibrate_meets_its_target(capsys):
-    settings = ["--delta", 1e-6, "--num-steps", 50, "--sampling-prob", 0.02, "--group-size", 3]
-    code, out, _ = run("calibrate", "els", "--epsilon", 2, *settings, "--json", capsys=capsys)
-    assert code == 0
-    sigma = json.loads(out)["noise_multiplier"]
-    for factor, holds in ((1.0, True), (0.98, False)):
-        noise = ["--noise-multiplier", repr(sigma * factor)]
-        _, out, _ = run("account", "els", *noise, *settings, "--json", capsys=capsys)
-        assert (json.loads(out)["epsilon"] <= 2) == holds
-
-
 @pytest.mark.parametrize(("holds", "code"), [(False, 1), (None, 0)])
 def test_an_audit_that_refutes_says_so_with_its_exit_code(holds, code, monkeypatch, capsys):
     result = {"steps_done": 1, "num_steps": 2, "holds": holds}

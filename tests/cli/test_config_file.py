@@ -62,12 +62,3 @@ def test_a_mistake_in_yaml_is_one_line(text, what, read):
     with refuses(what) as raised:
         read(text)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [("resume = 1", "resume=1"), ("warmup = true", "warmup=True"), ("seed = 2020-01-01", "seed")],
-)
-def test_a_mistake_in_toml_is_one_line(text, what, read):
-    with refuses(what):
-        read(text, "toml")

@@ -2,13 +2,11 @@
 
 import json
 
-import pandas as pd
 import pytest
 from chats import START, STOP, model_files
 
 from fedsim.cli import main
-from fedsim.data import UserStore, build, load
-from fedsim.library.tables import source_of
+from fedsim.data import build
 
 ASKED = [{"role": "user", "content": "Hi\x1b[31m"}, {"role": "assistant", "content": "Ho 😀"}]
 ROWS = [{"customer": f"c{i % 20:02}", "turns": ASKED} for i in range(60)]
@@ -53,10 +51,3 @@ def test_all_tokens_of_texts_but_the_first_are_trained_on(tmp_path, capsys):
     assert (
         out == "row 0 of ben, u0: 4 tokens, 3 trained on (75%)\n<|endoftext|>⟦Hi<|endoftext|>⟧\n\n"
     )
-
-
-def test_chats_in_memory_are_those_of_the_file(built, model, tmp_path):
-    columns = {"user_column": "customer", "messages_column": "turns"}
-    source = source_of(pd.DataFrame(ROWS), **columns)
-    data = load(source, tokenizer=str(model), cache_dir=tmp_path, **columns)
-    assert data.train.fingerprint == UserStore(built / "train").fingerprint
