@@ -13,7 +13,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedsim.config import EngineConfig, Sampling
-from fedsim.data import ASSISTANT, TEMPLATE, USER, ChatTokenizer, Message, Tokenizer, template_of
+from fedsim.data import (
+    ASSISTANT,
+    CALLS,
+    TEMPLATE,
+    USER,
+    ChatTokenizer,
+    Message,
+    Tokenizer,
+    template_of,
+)
 from fedsim.engine import create, expect_usable_jax
 from fedsim.errors import BadChat, ConfigError, brief, expect
 from fedsim.files import expand_home, write_json, write_with
@@ -34,7 +43,7 @@ ABOUT = ".about.json"
 TEXTS_AT_ONCE, BLOCK = 64, 128
 """Texts that a process draws at a time, and texts that it draws before it takes others."""
 PROMPTS = "not protected: nothing is promised to people whose texts became prompts"
-OF_LINES = "an object with a prompt, or with messages of which the last one is the user's"
+OF_LINES = "an object with a prompt, or with messages, no tools, and the user's message at the end"
 
 Asked = str | list[Message]
 """What a text begins with: its beginning, or the turns before the assistant's."""
@@ -228,7 +237,8 @@ def _asked(line: str) -> Asked:
         return record["prompt"]
     messages = [Message(each["role"], each["content"]) for each in record["messages"]]
     texts = all(isinstance(part, str) for each in messages for part in each[:2])
-    if not texts or not messages or messages[-1].role != USER:
+    has_tools = record.get("tools") or any(each.get(CALLS) for each in record["messages"])
+    if has_tools or not texts or not messages or messages[-1].role != USER:
         raise ValueError
     return messages
 

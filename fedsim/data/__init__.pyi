@@ -6,9 +6,10 @@ from .building.columns import (
     expected_of as expected_of,
     is_string as is_string,
 )
-from .building.messages import TOOLS as TOOLS, messages_of as messages_of
+from .building.messages import TOOLS as TOOLS
 from .chat import (
     ASSISTANT as ASSISTANT,
+    CALLS as CALLS,
     USER as USER,
     ChatTokenizer as ChatTokenizer,
     Message as Message,
