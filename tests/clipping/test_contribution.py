@@ -6,6 +6,7 @@ All is compared in whole numbers of any size (Python's): nothing here is allowed
 import dataclasses
 import functools
 import time
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from experiments.harness.stores import store_of
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.contribution import (
     contribution,
+    factor,
     lattice_bits,
     lattice_capacity,
     norm_and_bound,
@@ -234,3 +236,11 @@ def test_a_long_sum_lacks_what_a_missing_user_added_and_nothing_else():
 
     moved = total(rows) - total(rows[1:])
     assert (moved == total(rows[:1])).all() and ratio(moved) <= 1
+
+
+def test_the_scale_leaves_room_for_the_rounding_of_itself_and_of_each_product():
+    room = (1 + Fraction(1, 2**24)) ** 4
+    for bound in np.random.default_rng(0).uniform(1, 1000, 100).astype(np.float32):
+        scale, _ = factor(jnp.asarray(bound), jnp.asarray(True), Clip(1.0), 4)
+        longest = Fraction(float(scale)) * Fraction(float(bound)) * room + 1  # sqrt(4) / 2
+        assert longest <= 2 ** lattice_bits(4)
