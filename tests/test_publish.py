@@ -204,40 +204,24 @@ def test_nothing_is_there_unless_all_of_it_is(trained, tmp_path, capsys, monkeyp
     assert "not there yet" in refused(["publish", run, out], capsys)
 
 
-def test_the_settings_of_a_model_name_no_place_of_this_machine(tmp_path, capsys, trained):
+def test_a_pretrained_model_and_its_adapters(trained, tmp_path, capsys, monkeypatch):
+    """The model has the fingerprint of the claim; with merged adapters it cannot. Its settings name
+    no place of this machine."""
+    monkeypatch.chdir(tmp_path)
     model = make_model(tmp_path)
     for name, field in (("config", "_name_or_path"), ("tokenizer_config", "tokenizer_file")):
         file = model / f"{name}.json"
         fields = json.loads(file.read_text()) if file.exists() else {}
         file.write_text(json.dumps({**fields, field: str(tmp_path / "model"), "kept": 1}))
-    flags = {"model": model, "lora-rank": 2, "num-steps": 1}
-    main(command(trained / "texts.parquet", tmp_path / "run", **flags))
-    for form in ("huggingface", "peft"):
-        out = tmp_path / form
-        main(["publish", str(tmp_path / "run"), str(out), "--form", form])
+    for name, rank, holds in (("whole", 0, True), ("adapted", 2, None)):
+        flags = {"model": model, "lora-rank": rank, "num-steps": 1}
+        main(command(trained / "texts.parquet", name, **flags))
+        main(["publish", name])
+        out = tmp_path / name / "public"
         assert json.loads((out / "model/tokenizer_config.json").read_text())["kept"] == 1
         for path in out.rglob("*.json*"):
             assert str(tmp_path) not in path.read_text(), path
-        assert verified(out, capsys)[0] == 0
-    assert (
-        json.loads((out / "model/adapter_config.json").read_text())["base_model_name_or_path"]
-        == model.name
-    )
-
-
-def test_a_pretrained_model_and_its_adapters(trained, tmp_path, capsys, monkeypatch):
-    """The model has the fingerprint of the claim; merged or in PEFT's form an adapter cannot."""
-    monkeypatch.chdir(tmp_path)
-    model = make_model(tmp_path)
-    for name, rank, source in (("whole", 0, model), ("adapted", 2, "model")):
-        flags = {"model": source, "lora-rank": rank, "num-steps": 1}
-        main(command(trained / "texts.parquet", name, **flags))
-        main(["publish", name])
-    main(["publish", "adapted", "peft", "--form", "peft"])
-    assert "model/adapter_model.safetensors" in files_of(tmp_path / "peft")
-    verdicts = {"whole/public": True, "adapted/public": None, "peft": None}
-    for name, holds in verdicts.items():
-        code, result = verified(tmp_path / name, capsys)
+        code, result = verified(out, capsys)
         found = {check["promise"]: check["holds"] for check in result["checks"]}
         assert code == 0 and found["model"] is holds, name
 

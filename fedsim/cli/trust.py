@@ -57,7 +57,7 @@ def budget(
     delta: Probability | None = None,
     limit_epsilon: Positive | None = None,
 ) -> Answer:
-    """Show the privacy budget of some users: what all runs on their texts cost, and what is left.
+    """Show the privacy budget of some users: what all runs on their texts cost, and the limits.
 
     The cost is that of the user who pays most. The ledger of the data counts every run before its
     first release, and keeps those that were killed, stopped or deleted. It recognises data by their
@@ -108,7 +108,6 @@ def report(run_dir: Positional[Path], out: Path | None = None) -> Answer:
 def publish(
     run_dir: Positional[Path],
     out: Positional[Path | None] = None,
-    form: Literal["huggingface", "peft"] = "huggingface",
 ) -> Answer:
     """Write what may be published of a run into a folder of its own, and check it.
 
@@ -120,14 +119,12 @@ def publish(
     Args:
       run_dir: The run's directory.
       out: Folder to create. Default: public, in the run's directory.
-      form: The model in the format of Hugging Face, with adapters merged, or the adapters of a LoRA
-        run in PEFT's format.
     """
     Terminal().note(f"reading run={run_dir}")
     from fedsim import trust
     from fedsim.run import Console
 
-    result = trust.publish(run_dir, out, Console(), form=form)
+    result = trust.publish(run_dir, out, Console())
     return result, [result["claim"], f"written to {result['out']}: {', '.join(result['files'])}"]
 
 

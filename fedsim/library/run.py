@@ -172,17 +172,11 @@ class Run:
 
         return report(self.run_dir, Path(expand_home("out", out or self.run_dir)), Console())
 
-    def publish(
-        self,
-        out: str | Path | None = None,
-        *,
-        form: Literal["huggingface", "peft"] = "huggingface",
-    ) -> Path:
+    def publish(self, out: str | Path | None = None) -> Path:
         """Write what may be published of the run into a new folder, checked; returns the folder.
 
         Args:
           out: the folder. Default: `public` in the run's directory.
-          form: the model in the format of Hugging Face, or its adapters in PEFT's.
 
         Raises:
           ConfigError: the run has not ended or has no guarantee, or the folder exists.
@@ -191,7 +185,7 @@ class Run:
         from fedsim.trust import publish
 
         place = None if out is None else Path(expand_home("out", out))
-        return Path(publish(self.run_dir, place, Console(), form=form)["out"])
+        return Path(publish(self.run_dir, place, Console())["out"])
 
     def generate(
         self,

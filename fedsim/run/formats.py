@@ -162,8 +162,6 @@ class Published:
     """The adjacency in words."""
     params_sha256: Digest
     """sha256 of the parameters of the run's last checkpoint."""
-    model: Literal["huggingface", "peft"]
-    """Format of model/."""
     files: dict[str, Digest]
     """sha256 of each other file, by its path in the folder."""
 

@@ -22,7 +22,6 @@ CURVE_POINTS = 25
 SLACK_SHARE = 1e-3  # of delta, for the slack of several users together
 FALSE_ALARMS = (0.001, 0.01, 0.05)
 PEOPLE = (2, 5, 10, 100)
-WEAK_EPSILON, WEAK_DELTA = 10, 0.01  # largest values without a warning; of delta times users
 
 OWNERS = "owners"
 """Kind of neighbours: data whose texts may have several owners."""
@@ -169,20 +168,6 @@ def attack_bounds(released: Claimed) -> list[tuple[float, float]]:
     if released.kind != PRIVATE or not released.num_steps:
         return []
     return [(alarms, max_true_positives(released, alarms)) for alarms in FALSE_ALARMS]
-
-
-def warnings(released: Released) -> list[str]:
-    """Warnings about a claim that holds but is weak."""
-    plan, lines = released.plan, []
-    if released.epsilon > WEAK_EPSILON:
-        lines.append(f"Mind: an epsilon above {WEAK_EPSILON} promises little.")
-    if (product := plan.delta * plan.num_users) > WEAK_DELTA:
-        lines.append(
-            f"Mind: delta times the number of users is {at_most(product, '.2g')}. A method that "
-            "gives one user's texts away with that probability would meet such a delta; it should "
-            f"be well below {WEAK_DELTA:g}."
-        )
-    return lines
 
 
 def max_true_positives(released: Claimed, false_alarms: float) -> float:

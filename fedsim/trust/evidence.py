@@ -1,8 +1,5 @@
 """Evidence for the checks of `verify`: a run's directory, and findings that checks share.
 
-Bounds on users of texts with several owners are counted over all owners of all texts here,
-independently of `sampling.shared`, which drew the pool and the groups.
-
 Checks of a ledger against the plan in its head need neither key, data nor settings.
 """
 
@@ -11,28 +8,26 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
-
-import numpy as np
+from typing import Any
 
 from fedsim import accounting
-from fedsim.accounting import RunningEpsilon, at_least, at_most, event_fields
+from fedsim.accounting import RunningEpsilon, at_most, event_fields
 from fedsim.budget import Released, expect_receipt
 from fedsim.config import Algorithm, changed_run
-from fedsim.data import Dataset, Owners, UserStore
+from fedsim.data import Dataset, UserStore
 from fedsim.engine import EngineError
 from fedsim.errors import ConfigError, FedsimError
 from fedsim.evaluate import VALIDATION
 from fedsim.keys import SecretKey
 from fedsim.plan import Fact, Plan, accounted_events
 from fedsim.run import Console, directory, find_model, ledger, load_data, metrics
-from fedsim.sampling import Groups
 from fedsim.training import DIRECTORY, FILE, SPLIT, Evaluated
 
-T = TypeVar("T")
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors of reading a file that somebody else wrote."""
 TOLERANCE = 1e-9  # relative: other versions of packages may round differently
+RUNNING_TOLERANCE = 10 * accounting.RELATIVE_ACCURACY  # grids depend on the step
+LOOKED_AT = 12  # epsilons of steps that are computed again; others must lie between them
 
 
 class Violated(FedsimError):
@@ -65,34 +60,27 @@ class Check:
         return {True: "OK", False: "VIOLATED", None: "not checked"}[self.holds]
 
 
-class cached_check(Generic[T]):
-    """Attribute that one check sets and later checks use; reading it before raises Unknown."""
-
-    def __init__(self, what: str):
-        self.what = what
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = "_" + name
-
-    def __get__(self, holder: Any, kind: type | None = None) -> T:
-        if self.name not in vars(holder):
-            raise Unknown(f"needs {self.what}")
-        return vars(holder)[self.name]
-
-    def __set__(self, holder: Any, value: T) -> None:
-        vars(holder)[self.name] = value
+NEEDED = {
+    "lines": "a ledger that is whole",
+    "key": "the run's own key",
+    "users": "the data that the run was started with",
+}
+"""Attributes of a record that one check sets and later checks use."""
 
 
 class Record:
     """A ledger and the plan in it, for checks that need nothing else."""
 
-    lines = cached_check[list[dict[str, Any]]]("a ledger that is whole")
+    lines: list[dict[str, Any]]
 
     def __init__(self, run_dir: Path, plan: Plan):
         """Args:
         run_dir: the directory with the ledger.
         """
         self.run_dir, self.plan = run_dir, plan
+
+    def __getattr__(self, name: str) -> Any:
+        raise Unknown(f"needs {NEEDED[name]}") if name in NEEDED else AttributeError(name)
 
     @property
     def num_steps(self) -> int:
@@ -103,8 +91,8 @@ class Record:
 class Evidence(Record):
     """A run's directory, for its checks."""
 
-    key = cached_check[SecretKey]("the run's own key")
-    users = cached_check[UserStore]("the data that the run was started with")
+    key: SecretKey
+    users: UserStore
 
     def __init__(self, run_dir: Path, data: str | None, engine: str | None, console: Console):
         """Load the settings of the run.
@@ -134,7 +122,6 @@ class Evidence(Record):
           Violated: they cannot be read.
           Unknown: they, or the model whose tokens they are, are missing.
         """
-        exists = Path(self.run.data.source).exists()
         try:
             model = find_model(self.run.model.source)
         except (FedsimError, OSError) as error:
@@ -142,8 +129,8 @@ class Evidence(Record):
         try:
             return load_data(self.run.data, model, self.console.note)
         except (FedsimError, OSError) as error:
-            message = f"the data cannot be read: {error}"
-            raise (Violated if exists else Unknown)(message) from None
+            kind = Violated if Path(self.run.data.source).exists() else Unknown
+            raise kind(f"the data cannot be read: {error}") from None
 
 
 def checked(promise: str, look: Callable[[Any], str], evidence: Record) -> Check:
@@ -181,47 +168,6 @@ def require(holds: bool, message: str) -> None:
         raise Violated(message)
 
 
-def most_owned(rows: np.ndarray, offsets: np.ndarray, owners: Owners) -> int:
-    """Largest number of texts among `rows` that one user owns.
-
-    Args:
-      rows: int64 [texts].
-      offsets: int64 [sets + 1], the rows of each set of owners.
-
-    Raises:
-      Violated: a text occurs twice.
-    """
-    require(len(np.unique(rows)) == len(rows), "a text is in the pool twice")
-    sets = np.searchsorted(offsets, rows, side="right") - 1
-    return int(owners.count(np.bincount(sets, minlength=owners.num_sets)).max())
-
-
-def most_entered(groups: Groups, offsets: np.ndarray, owners: Owners) -> int:
-    """Largest number of other users' groups that contain texts of one user.
-
-    Args:
-      offsets: int64 [sets + 1], the rows of each set of owners.
-
-    Raises:
-      Violated: a text is in two groups, a user has two groups, or a group has a text that its user
-        does not own.
-    """
-    require(len(np.unique(groups.rows)) == len(groups.rows), "a text is in two groups")
-    require(len(np.unique(groups.users)) == groups.num_users, "a user has two groups")
-    group = np.repeat(np.arange(groups.num_users), np.diff(groups.offsets))
-    sets = np.searchsorted(offsets, groups.rows, side="right") - 1
-    group, sets = np.divmod(np.unique(group * owners.num_sets + sets), owners.num_sets)
-    counts = owners.sizes[sets]
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    user = owners.users[np.repeat(owners.starts[sets], counts) + within]
-    group = np.repeat(group, counts)
-    is_own = user == groups.users[group]
-    require(int(is_own.sum()) == len(sets), "a group has a text that its user does not own")
-    pairs = np.unique(user[~is_own].astype(np.int64) * groups.num_users + group[~is_own])
-    entered = np.bincount(pairs // groups.num_users, minlength=1)
-    return int(entered.max())
-
-
 def check_evaluations(evidence: Evidence) -> str:
     """Check that evaluations cost at most what was planned, and that no other loss was shown.
 
@@ -255,16 +201,12 @@ def check_evaluations(evidence: Evidence) -> str:
     return f"{len(losses)} of {how.count}, epsilon {at_most(how.epsilon, '.4g')}; {message}"
 
 
-RUNNING_TOLERANCE = 10 * accounting.RELATIVE_ACCURACY  # grids depend on the step
-LOOKED_AT = 12  # epsilons of steps that are computed again; others must lie between them
-
-
 def check_head(path: Path, head: dict[str, Any], plan: Plan) -> None:
     """The adjacency follows from the plan. Args: path: of the ledger, for errors."""
     require(head.get("adjacency") == plan.compared, f"{path}: the head has another adjacency")
 
 
-def check_constants(plan: Plan) -> None:
+def check_constants(plan: Plan) -> str:
     """The constants of a plan follow from each other."""
     sampling = plan.sampling
     share = plan.expected_count / plan.num_units
@@ -275,10 +217,6 @@ def check_constants(plan: Plan) -> None:
     each = 1 if plan.algorithm == Algorithm.ELS else plan.group_size
     count = plan.batch_size // each
     require(plan.expected_count == count, f"expected_count={plan.expected_count}: not {count}")
-
-
-def described(plan: Plan) -> str:
-    """Algorithm, steps and noise of a plan."""
     noise = f"noise multiplier {at_most(plan.noise_multiplier, '.6g')}"
     return f"{plan.algorithm}, {plan.num_steps} steps, {noise}"
 
@@ -300,55 +238,36 @@ def check_events(evidence: Record) -> str:
             require(same, f"{path}: step {line['step']}: {name}={noted}: expected {value}")
     most = f"{evidence.num_steps} steps: expected at most {plan.num_steps}"
     require(evidence.num_steps <= plan.num_steps, f"{path}: {most}")
-    if event is None:
-        return "no noise in every step"
-    cycle = f", in one of {event.cycle} successive steps" if event.cycle > 1 else ""
-    return (
-        f"in every step noise multiplier {at_most(event.noise_multiplier, '.6g')}, "
-        f"sampling probability {at_least(event.sampling_prob, '.6g')}, "
-        f"at most {event.max_contributions} drawn per user{cycle}"
-    )
+    return "sampling and noise of every step are as planned"
 
 
 def check_epsilon(evidence: Record) -> str:
-    """All planned steps together cost no more than the target epsilon."""
-    plan = evidence.plan
+    """All planned steps together cost no more than the target epsilon.
+
+    Some epsilons after a step are computed again, and the others must lie between them.
+    """
+    plan, event = evidence.plan, evidence.plan.event()
+    path, steps = evidence.run_dir / ledger.FILE, ledger.steps_of(evidence.lines)
+    shown = [(step, line.get("epsilon")) for step, line in enumerate(steps, 1)]
+    shown = [(step, epsilon) for step, epsilon in shown if epsilon is not None]
     claimed = accounted_events(plan, ledger.phases(evidence.lines))
-    if claimed is None:
+    if claimed is None or event is None:
         require(math.isinf(plan.target_epsilon), "steps without noise: epsilon is infinite")
+        require(not shown, f"{path}: expected no epsilon of steps without noise")
         return "no noise: epsilon is infinite, as asked for"
     spent = accounting.epsilon(claimed, plan.delta)
     most = plan.target_epsilon * (1 + TOLERANCE)
     require(spent <= most, f"epsilon={spent}: expected at most {plan.target_epsilon}")
-    path = evidence.run_dir / ledger.FILE
-    steps = ledger.steps_of(evidence.lines)
-    shown = [(step, line.get("epsilon")) for step, line in enumerate(steps, 1)]
-    check_running(evidence, path, shown)
-    epsilon, delta = at_most(spent, ".6g"), at_most(plan.delta, ".2e")
-    return f"{epsilon} at delta {delta}, recomputed from the ledger's events"
-
-
-def check_running(evidence: Record, path: Path, shown: list[tuple[int, Any]]) -> None:
-    """Recompute some reported epsilons, and check that the rest are monotone between them.
-
-    Args:
-      path: of the file, for errors.
-      shown: (number of steps, reported epsilon or None).
-    """
-    plan, event = evidence.plan, evidence.plan.event()
-    shown = sorted((steps, epsilon) for steps, epsilon in shown if epsilon is not None)
-    if event is None:
-        for steps, epsilon in shown:
-            require(epsilon == "inf", f"{path}: epsilon={epsilon} after step {steps}: expected inf")
-        return
-    running = RunningEpsilon(event, plan.delta, plan.before)
+    running, least = RunningEpsilon(event, plan.delta, plan.before), 0.0
     every, last = max(1, len(shown) // LOOKED_AT), len(shown) - 1
-    least = 0.0
-    for place, (steps, epsilon) in enumerate(shown):
-        fault = f"{path}: epsilon={epsilon} after step {steps}: expected"
+    for place, (step, epsilon) in enumerate(shown):
+        fault = f"{path}: epsilon={epsilon} after step {step}: expected"
         require(isinstance(epsilon, int | float), f"{fault} a number")
         require(epsilon >= least * (1 - RUNNING_TOLERANCE), f"{fault} at least {least}, as before")
         if place % every == 0 or place == last:
-            same = math.isclose(epsilon, spent := running(steps), rel_tol=RUNNING_TOLERANCE)
-            require(same, f"{fault} {spent}")
+            again = running(step)
+            same = math.isclose(epsilon, again, rel_tol=RUNNING_TOLERANCE)
+            require(same, f"{fault} {again}")
         least = max(least, epsilon)
+    epsilon, delta = at_most(spent, ".6g"), at_most(plan.delta, ".2e")
+    return f"{epsilon} at delta {delta}, recomputed from the ledger's events"

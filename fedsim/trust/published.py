@@ -6,7 +6,6 @@ that was computed from users' texts without noise, but what the plan names; so s
 only be checked by whoever has the run's own directory.
 """
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from fedsim.trust.evidence import (
     check_events,
     check_head,
     checked,
-    described,
     require,
 )
 
@@ -40,8 +38,7 @@ NAME = "published.json"
 MODEL = "model"
 REPORTS = ("report.html", "report.md")
 CARD = "README.md"
-WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-OF_MODEL = {*weights.SIDE_FILES, CARD, "adapter_config.json"}
+OF_MODEL = {*weights.SIDE_FILES, CARD, "model.safetensors"}
 WITH_THE_RUN = ("settings", "key", "budget", "data", "draws", "replay")
 """Promises that need what is not published: settings, key and data."""
 
@@ -115,7 +112,7 @@ def _may_be_published(name: str) -> bool:
     if place == f"{MODEL}/{weights.TEMPLATES}":
         return file.endswith(".jinja")
     if place == MODEL:
-        return file in OF_MODEL or WEIGHTS.fullmatch(file) is not None
+        return file in OF_MODEL
     return name in (ledger.FILE, *REPORTS)
 
 
@@ -149,16 +146,12 @@ def _plan(folder: Folder) -> str:
     """The plan has a guarantee, and its constants follow from each other."""
     why = f"the plan has no guarantee: {in_words(folder.plan.reasons)}"
     require(folder.plan.guarantee, why)
-    check_constants(folder.plan)
-    return described(folder.plan)
+    return check_constants(folder.plan)
 
 
 def _model(folder: Folder) -> str:
     """The parameters have the fingerprint of the claim."""
     wanted = folder.published.params_sha256
-    kept = f"published as it is in {MODEL}/, but "
-    if folder.published.model == "peft":
-        raise Unknown(f"{kept}an adapter's fingerprint is that of its form in the run")
     if (model := find_model(str(folder.run_dir / MODEL))) is None:
         raise Violated(f"{folder.run_dir / MODEL}: expected a model")
     whole = stacked(model.params, model.config.num_layers)
@@ -167,7 +160,7 @@ def _model(folder: Folder) -> str:
         return "the model has the fingerprint of the claim"
     fresh = not any(each.fact == Fact.MODEL for each in folder.plan.assumptions)
     require(not fresh, f"{folder.run_dir / MODEL}: expected a model with the fingerprint {wanted}")
-    raise Unknown(f"{kept}with adapters merged or weights rounded: its fingerprint is another")
+    raise Unknown("with adapters merged or weights rounded, a model has another fingerprint")
 
 
 def _without_zeros(params: Any) -> Any:

@@ -22,15 +22,15 @@ import functools
 import html
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from markupsafe import Markup  # which comes with Jinja2
 
 from fedsim.accounting import at_least, at_most
-from fedsim.config import CORRELATED, settings_of, to_json
+from fedsim.config import to_json
 from fedsim.errors import expect, printable
 from fedsim.files import new_directory, read_object, write_atomically, write_json
 from fedsim.models import Pretrained, weights
@@ -38,7 +38,6 @@ from fedsim.plan import in_words
 from fedsim.run import (
     Console,
     StoredRun,
-    base_name,
     checkpoint,
     directory,
     formats,
@@ -55,7 +54,6 @@ from fedsim.trust.claim import (
     curve,
     facts,
     several,
-    warnings,
     words_of,
 )
 from fedsim.trust.verify import verify
@@ -113,14 +111,6 @@ def escaped(value: Any) -> Markup:
     return Markup(AT_START.sub(r"\1\\\2", "".join(parts)))
 
 
-def fenced(lines: Iterable[str]) -> Markup:
-    """Commands as a block of code, with a fence longer than any backticks in them."""
-    text = printable("\n".join(lines), kept="\n\t")
-    longest = max(map(len, re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return Markup(f"{fence}sh\n{text}\n{fence}")
-
-
 @functools.cache
 def _environment() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -135,7 +125,7 @@ def _environment() -> Any:
         keep_trailing_newline=True,
     )
     made.filters |= {"at_most": at_most, "at_least": at_least, "commas": "{:,}".format}
-    made.filters |= {"fenced": fenced, "code": lambda value: escaped(f"`{value}`")}
+    made.filters["code"] = lambda value: escaped(f"`{value}`")
     made.filters["one_line"] = lambda text: Markup(" ".join(text.split()))
     return made
 
@@ -154,10 +144,9 @@ def _parser() -> Any:
 
 
 NAME, FOLDER = "report", "public"
-Form = Literal["huggingface", "peft"]
 LICENCE = ("license", "license_name", "license_link")
-OF_PLACES, BASE = ("_path", "_file"), "base_model_name_or_path"
-"""Fields of a model's settings that may name places of this machine."""
+OF_PLACES = ("_path", "_file")
+"""Ends of names of fields of a model's settings that may name places of this machine."""
 NO_CLAIM = "No guarantee is known: the model is not the directory of a private run."
 
 
@@ -228,14 +217,11 @@ def compose(released: Released) -> dict[str, Any]:
         "title": f"Privacy report: {released.run_dir.resolve().name}",
         "subject": "this run",
         "attack_bounds": attack_bounds(released),
-        "warnings": warnings(released),
         "several": several(released),
         "curve": [*zip(*curve(released), strict=True)] if noisy else [],
-        "settings": _settings(released),
         "summary": summary,
         "losses": _losses(released, summary or {}),
         "fingerprints": _fingerprints(released),
-        "commands": _commands(released),
     }
 
 
@@ -248,19 +234,6 @@ def _losses(released: Released, summary: dict[str, Any]) -> list[tuple[str, Any]
     return [(f"{n} {about}", summary[n]) for n in names if summary.get(n, "nan") != "nan"]
 
 
-def _settings(released: Released) -> dict[str, Any]:
-    """Settings by name; not that of the data, which may be anything, or the strategy."""
-    plan, run = released.plan, settings_of(released.stored.run)
-    names = ("lora_rank", "frozen_dtype", "optimizer", "learning_rate", "compute_dtype")
-    return {
-        "num_units": f"{plan.num_units:,}",
-        "batch_size": f"{plan.batch_size:,}",
-        "num_parameters": f"{plan.num_parameters:,}",
-        "model": model_name(run["model"]),
-        **{name: run.get(name) for name in names},
-    }
-
-
 def _fingerprints(released: Released) -> list[tuple[str, str]]:
     head, identity = released.lines[0]["head"], released.stored.identity
     return [
@@ -271,32 +244,6 @@ def _fingerprints(released: Released) -> list[tuple[str, str]]:
         ("model trained from", str(identity.model or "fresh parameters")),
         *released.stored.versions.items(),
     ]
-
-
-def _commands(released: Released) -> list[str]:
-    """Commands that verify the run, and that compute its epsilon from public constants."""
-    plan, sampling = released.plan, released.plan.sampling
-    verify = "fedsim verify ."
-    if (event := plan.event()) is None:
-        return [verify]
-    correlated = plan.noise.kind == CORRELATED
-    allocated = sampling.participations is not None
-    unusual = correlated or allocated or sampling.bands > 1
-    flags = {
-        "num-steps": released.num_steps,
-        "sampling-prob": repr(sampling.prob),
-        "noise-multiplier": repr(plan.noise_multiplier),
-        "group-size": plan.group_size,
-        "delta": repr(plan.delta),
-        "max-shared-groups": event.max_changed or None,
-        "sampling": sampling.kind if unusual else None,
-        "noise": plan.noise.kind if correlated else None,
-        "bands": sampling.bands if unusual and not allocated else None,
-        "participations": sampling.participations,
-    }
-    words = [f" --{name} {value}" for name, value in flags.items() if value is not None]
-    before = [f" --before {paid.epsilon!r}" for paid, _ in plan.before]
-    return [verify, "".join([f"fedsim account {plan.algorithm}", *words, *before])]
 
 
 def model_card(run_dir: Path, console: Console, *, adapter: bool = False) -> tuple[str, str | None]:
@@ -346,14 +293,11 @@ def _licence(stored: StoredRun) -> dict[str, Any]:
     return {name: fields[name] for name in LICENCE if name in fields}
 
 
-def publish(
-    run_dir: Path, out: Path | None, console: Console, *, form: Form = "huggingface"
-) -> dict[str, Any]:
+def publish(run_dir: Path, out: Path | None, console: Console) -> dict[str, Any]:
     """Write what may be published of a run into the new folder `out`, completely or not at all.
 
     Args:
       out: the folder; None: `public` in the run's directory.
-      form: the model in the format of Hugging Face, with adapters merged, or adapters in PEFT's.
 
     Returns:
       The folder, its files, the claim, epsilon and delta.
@@ -376,7 +320,7 @@ def publish(
             expect("run", run_dir, False, f"{why}; fedsim report and export label it")
         released = read(run_dir, console)
         with new_directory(out) as temporary:
-            _fill(temporary, released, form)
+            _fill(temporary, released)
             record = formats.Published(
                 claim=claim(released),
                 epsilon=released.epsilon,
@@ -384,7 +328,6 @@ def publish(
                 delta=released.plan.delta,
                 adjacency=released.plan.compared,
                 params_sha256=released.fingerprint,
-                model=form,
                 files=published.digests(temporary),
             )
             write_json(temporary / published.NAME, dataclasses.asdict(record))
@@ -398,20 +341,17 @@ def publish(
     }
 
 
-def _fill(folder: Path, released: Released, form: Form) -> None:
+def _fill(folder: Path, released: Released) -> None:
     """Write all files of a published folder but its list."""
-    run_dir, adapter = released.run_dir, form == "peft"
+    run_dir = released.run_dir
     whole, _, _ = (run_dir / ledger.FILE).read_bytes().rpartition(b"\n")
     write_atomically(folder / ledger.FILE, whole + b"\n")
     write_report(released, folder)
-    base = base_name(run_dir) if adapter else None
-    card = {published.CARD: card_of(released, adapter=adapter)}
-    save_model(str(run_dir), folder / published.MODEL, card, adapter=adapter, exact=True)
+    card = {published.CARD: card_of(released)}
+    save_model(str(run_dir), folder / published.MODEL, card, exact=True)
     for file in (folder / published.MODEL).glob("*config.json"):
         fields = read_object(file, "model")
         shown = {name: value for name, value in fields.items() if not name.endswith(OF_PLACES)}
-        if BASE in fields:
-            shown[BASE] = base or Path(fields[BASE]).name
         if shown != fields:
             write_json(file, shown)
 

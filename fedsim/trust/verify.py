@@ -15,7 +15,6 @@ from fedsim import keys
 from fedsim.accounting import at_most
 from fedsim.clipping import Strategy, num_coordinates
 from fedsim.config import Algorithm
-from fedsim.els import ELS
 from fedsim.errors import DataError, FedsimError, FileDamaged, expect
 from fedsim.files import read_json, sha256_of
 from fedsim.keys import SecretKey
@@ -44,7 +43,6 @@ from fedsim.run import (
     private_part,
     results,
 )
-from fedsim.shared_uls import SharedULS
 from fedsim.training import facts_of_start
 from fedsim.trust.evidence import (
     TOLERANCE,
@@ -57,17 +55,12 @@ from fedsim.trust.evidence import (
     check_evaluations,
     check_events,
     check_head,
-    check_running,
     checked,
     counted,
-    described,
-    most_entered,
-    most_owned,
     require,
 )
 from fedsim.trust.published import check_folder, is_folder, plan_in
 from fedsim.trust.replay import replay
-from fedsim.uls import ULS
 
 UNPROTECTED = (metrics.FILE, "progress.json", "tb/")
 ELSEWHERE = "; if they are elsewhere now, the setting data says where"
@@ -104,18 +97,14 @@ def verify(
         return check_folder(run_dir)
     try:
         with directory.lock(run_dir, to_read=True):
-            return _verify(Evidence(run_dir, data, engine, console), again)
+            evidence, looks = Evidence(run_dir, data, engine, console), list(CHECKS)
+            if evidence.plan.evaluations is not None:
+                looks.append(("evaluations", check_evaluations))
+            if again:
+                looks.append(("replay", functools.partial(replay, whole=again == "whole")))
+            return [checked(promise, look, evidence) for promise, look in looks]
     except (Violated, FileDamaged, LedgerError) as error:
         return [Check("settings", False, str(error))]
-
-
-def _verify(evidence: Evidence, again: str) -> list[Check]:
-    looks = [look for look in CHECKS if evidence.plan.shared or look != ("owners", _owners)]
-    if evidence.plan.evaluations is not None:
-        looks.append(("evaluations", check_evaluations))
-    if again:
-        looks.append(("replay", functools.partial(replay, whole=again == "whole")))
-    return [checked(promise, look, evidence) for promise, look in looks]
 
 
 def plan_of(run_dir: Path) -> Plan | None:
@@ -160,9 +149,8 @@ def _settings(evidence: Evidence) -> str:
     for name, (wanted, planned) in compared.items():
         same = wanted is None or wanted == planned
         require(same, f"{name}={planned} in the plan: expected {wanted}, as in the settings")
-    check_constants(plan)
     Strategy.parse(str(evidence.stored.strategy))
-    return described(plan)
+    return check_constants(plan)
 
 
 def _checkpoints(evidence: Evidence) -> str:
@@ -199,14 +187,15 @@ def _checkpoints(evidence: Evidence) -> str:
 def _metrics(evidence: Evidence) -> str:
     """Metrics are of steps in the ledger, and show no other epsilon."""
     path, name = evidence.run_dir / metrics.FILE, "privacy/epsilon"
+    epsilons = [None, *(line.get("epsilon") for line in ledger.steps_of(evidence.lines))]
     lines = metrics.read(evidence.run_dir)
     last = max((line["step"] for line in lines), default=0)
     fits = last <= evidence.num_steps
     require(fits, f"{path}: has step {last}, and the ledger {evidence.num_steps}")
     for line in lines:
-        others = {n for n in line if n.startswith("privacy/") and "epsilon" in n} - {name}
-        require(not others, f"{path}: step {line['step']}: {min(others, default='')}: not {name}")
-    check_running(evidence, path, [(line["step"], line.get(name)) for line in lines])
+        step, shown = line["step"], line.get(name)
+        same = shown in (None, epsilons[step])
+        require(same, f"{path}: step {step}: {name}={shown}: not in {ledger.FILE}")
     steps = _of_steps(evidence, len({line["step"] for line in lines} - {0}))
     return f"{steps}; no digest covers {', '.join(UNPROTECTED)}: another number there may pass"
 
@@ -294,7 +283,8 @@ def _data(evidence: Evidence) -> str:
     if evidence.plan.purpose == "audit":
         raise Unknown("an audit's run: the users it made up beside those of the data are not kept")
     same = key.seal(users.fingerprint) == evidence.plan.data_seal
-    where = _where(evidence)
+    source = evidence.run.data.source  # the recorded one may be relative to another directory
+    where = f"data={Path(source).absolute() if Path(source).exists() else source}"
     require(same, f"{where}: other data than the run was started with{ELSEWHERE}")
     if how is not None:
         same = held_out is not None and key.seal(held_out.fingerprint) == how.seal
@@ -303,9 +293,6 @@ def _data(evidence: Evidence) -> str:
     for name, count in counts.items():
         if (planned := getattr(evidence.plan, name)) is not None:
             require(count == planned, f"{where}: {name}={count}: not {planned}")
-    if (claimed := directory.summary_of(evidence.run_dir)) is not None:
-        same = claimed.get("num_examples") == users.num_examples
-        require(same, f"{where}: another num_examples than in {directory.SUMMARY}")
     evidence.users = users
     return f"{users.num_users:,} users, every byte of their texts as it was"
 
@@ -333,43 +320,13 @@ def _outside(evidence: Evidence) -> str:
     return f"named in the plan: {'; '.join(map(str, plan.caveats))}"
 
 
-def _where(evidence: Evidence) -> str:
-    """The absolute path of the data; the recorded one may be relative to another directory."""
-    source = evidence.run.data.source
-    return f"data={Path(source).absolute() if Path(source).exists() else source}"
-
-
-def _owners(evidence: Evidence) -> str:
-    """No user is in the pool, or in other users' groups, more often than accounted for."""
-    plan, users = evidence.plan, evidence.users
-    where, owners = _where(evidence), users.owners
-    if owners is None or plan.shared is None:
-        raise Violated(f"{where}: expected texts with several owners")
-    method = _method(evidence)
-    drawn = sharing(users, method, evidence.key)
-    require(drawn == plan.shared, f"{where}: {drawn} is what the key draws, not {plan.shared}")
-    if isinstance(method, ELS):
-        most, cap = most_owned(method.pool, users.offsets, owners), plan.group_size
-        what = "texts of the pool"
-    else:
-        assert isinstance(method, SharedULS), "of texts with several owners"
-        most, cap = most_entered(method.groups, users.offsets, owners), plan.shared.max_changed
-        what = "groups of others"
-    require(most <= cap, f"{most} {what} for one user: expected at most {cap}")
-    share = 1 - plan.shared.kept / users.num_examples
-    return f"at most {most} {what} for any one user, of {cap}; {share:.1%} of the texts left out"
-
-
-def _method(evidence: Evidence) -> ELS | ULS:
-    """The algorithm, as the run used it to draw units."""
-    privacy = as_planned(evidence.privacy, evidence.plan)
-    return method_for(evidence.plan.algorithm, privacy, evidence.users, evidence.key)
-
-
 def _draws(evidence: Evidence) -> str:
     """The units that took part are those that key and segment draw."""
     plan, segments = evidence.plan, ledger.segments_of(evidence.lines)
-    method, current = _method(evidence), None
+    privacy, current = as_planned(evidence.privacy, plan), None
+    method = method_for(plan.algorithm, privacy, evidence.users, evidence.key)
+    shared = sharing(evidence.users, method, evidence.key)
+    require(shared == plan.shared, f"shared={plan.shared}: the key draws {shared}")
     units = method.sampler.num_units
     require(units == plan.num_units, f"num_units={plan.num_units}: not {units}")
     name, count = "non_private/cohort_size", 0
@@ -398,6 +355,5 @@ CHECKS: list[tuple[str, Callable[[Evidence], str]]] = [
     ("budget", _budget),
     ("data", _data),
     ("outside", _outside),
-    ("owners", _owners),
     ("draws", _draws),
 ]

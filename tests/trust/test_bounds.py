@@ -64,12 +64,16 @@ def test_the_advantage_is_the_total_variation_distance(mu):
     assert exact <= advantage(curve_of(mu)) <= exact + 1e-3
 
 
-def test_how_many_canaries_epsilon_8_takes():
-    claim = gaussian_claim(mu_of(8.0))
-    for canaries in (31, 32):
+@pytest.mark.parametrize("audit, epsilon, least", [("guesses", 8.0, 32), ("curve", 4.0, 131)])
+def test_how_many_canaries_an_epsilon_takes(audit, epsilon, least):
+    claim = gaussian_claim(mu_of(epsilon))
+    for canaries in (least - 1, least):
         coins = np.arange(canaries) < canaries / 2
-        found = audit_guesses(coins * 1.0, coins, claim, DELTA, ERROR)
-        assert found.correct == canaries and found.refuted == found.could_refute == (canaries > 31)
+        if audit == "curve":
+            found = audit_curve(coins * 1.0, coins, claim, ERROR)
+        else:
+            found = audit_guesses(coins * 1.0, coins, claim, DELTA, ERROR)
+        assert found.refuted == found.could_refute == (canaries == least)
 
 
 @pytest.mark.privacy
@@ -88,35 +92,6 @@ def test_what_is_right_is_not_refuted_and_less_noise_is(epsilon):
 
 
 @pytest.mark.privacy
-def test_guesses_refute_what_is_right_as_often_as_they_may(rng):
-    """Of the strongest attack that is claimed, at an error that can be seen."""
-    claim = gaussian_claim(1.0)
-    audits = [audit_guesses(*attack(1.0, rng, 300), claim, DELTA, 0.1) for _ in range(1000)]
-    refuted = sum(each.refuted for each in audits)
-    assert 50 < refuted and stats.binom.sf(refuted - 1, 1000, 0.1) > 1e-3
-
-
-# ---- Guesses, however canaries depend on each other ----------------------------------------------
-
-
-@pytest.mark.parametrize("guesses, correct", [(100, 90), (500, 400), (1000, 1000), (300, 180)])
-def test_the_curves_that_guesses_refute_are_those_of_jax_privacy(guesses, correct):
-    auditing = pytest.importorskip("jax_privacy.auditing")
-    epsilon = auditing._epsilon_one_run_fdp(0.0, 1000, guesses, correct, 0.05, DELTA)
-    for share, refuted in ((0.99, True), (1.01, False)):
-        claim = gaussian_claim(mu_of(share * epsilon))
-        assert refutes(1000, guesses, correct, claim, 0.05) is refuted
-
-
-def test_of_epsilon_4_the_curve_takes_131_canaries():
-    claim = gaussian_claim(mu_of(4.0))
-    for canaries in (130, 131):
-        coins = np.arange(canaries) < canaries / 2
-        found = audit_curve(coins * 1.0, coins, claim, ERROR)
-        assert found.refuted == found.could_refute == (canaries > 130)
-
-
-@pytest.mark.privacy
 @pytest.mark.parametrize("epsilon, mistake", [(1.0, 5.0), (2.0, 4.0), (4.0, 3.0)])
 def test_the_curve_refutes_noise_that_is_too_small_alone(epsilon, mistake):
     """20 audits of the strongest attack that the claim allows, and one with less noise."""
@@ -127,6 +102,24 @@ def test_the_curve_refutes_noise_that_is_too_small_alone(epsilon, mistake):
         assert found.could_refute and not found.refuted
     found = audit_curve(*attack(mistake * mu, np.random.default_rng(0), 1000), claim, ERROR)
     assert found.refuted
+
+
+@pytest.mark.privacy
+def test_guesses_refute_what_is_right_as_often_as_they_may(rng):
+    """Of the strongest attack that is claimed, at an error that can be seen."""
+    claim = gaussian_claim(1.0)
+    audits = [audit_guesses(*attack(1.0, rng, 300), claim, DELTA, 0.1) for _ in range(1000)]
+    refuted = sum(each.refuted for each in audits)
+    assert 50 < refuted and stats.binom.sf(refuted - 1, 1000, 0.1) > 1e-3
+
+
+@pytest.mark.parametrize("guesses, correct", [(100, 90), (500, 400), (1000, 1000), (300, 180)])
+def test_the_curves_that_guesses_refute_are_those_of_jax_privacy(guesses, correct):
+    auditing = pytest.importorskip("jax_privacy.auditing")
+    epsilon = auditing._epsilon_one_run_fdp(0.0, 1000, guesses, correct, 0.05, DELTA)
+    for share, refuted in ((0.99, True), (1.01, False)):
+        claim = gaussian_claim(mu_of(share * epsilon))
+        assert refutes(1000, guesses, correct, claim, 0.05) is refuted
 
 
 @pytest.mark.privacy
@@ -146,8 +139,6 @@ def test_the_curve_refutes_what_is_right_at_most_as_often_as_it_may(rng):
     assert by_curve_of_wrong > 0.7 * often * trials
     assert stats.binom.sf(by_guesses - 1, trials, error) < 1e-3  # as they assume independence
 
-
-# ---- The length of the noise ---------------------------------------------------------------------
 
 WIDTH, STEPS, COUNT, SIGMA = 400, 12, 4, 1.5
 CLAIM = [(StepEvent(SIGMA, 0.1), STEPS)]
@@ -175,21 +166,18 @@ def released(trial, *, noise=1.0, bands=1, pull=0.0, heard=True):
 @pytest.mark.privacy
 @pytest.mark.parametrize("bands", [1, 4])
 def test_the_noise_that_is_claimed_is_never_refuted_and_nine_tenths_are(bands):
-    for trial in range(20):
-        found = audit_noise(released(trial, bands=bands), CLAIM, ERROR)
+    levels = []
+    for trial in range(40):
+        seen = released(trial, bands=bands, pull=50.0 * (trial % 2))
+        found = audit_noise(seen, CLAIM, ERROR)
         assert not found.refuted and found.noise_multiplier > SIGMA
+        levels.append(stats.chi2.cdf(seen.squares / SIGMA**2, found.numbers))
         assert found.numbers == WIDTH * STEPS
+    # The squares of all steps together are chi-squared, also where noise is correlated.
+    assert stats.kstest(levels, "uniform").pvalue > 1e-3
     for noise, pull in ((0.0, 0.0), (0.5, 100.0), (0.9, 100.0)):
         found = audit_noise(released(0, bands=bands, noise=noise, pull=pull), CLAIM, ERROR)
         assert found.refuted and noise * SIGMA <= found.noise_multiplier < SIGMA
-
-
-@pytest.mark.parametrize("bands", [1, 4])
-def test_the_square_of_released_noise_is_chi_squared(bands):
-    """That of all steps together, each with noise of its own, also where it is correlated."""
-    seen = [released(trial, bands=bands, pull=50.0) for trial in range(40)]
-    levels = [stats.chi2.cdf(each.squares / SIGMA**2, each.numbers) for each in seen]
-    assert stats.kstest(levels, "uniform").pvalue > 1e-3
 
 
 def test_sums_that_are_not_heard_make_what_is_released_longer_only():
@@ -201,18 +189,8 @@ def test_sums_that_are_not_heard_make_what_is_released_longer_only():
     assert SIGMA < bounds[1] < bounds[2] < bounds[3]
 
 
-def test_the_noise_refutes_what_is_right_as_often_as_it_may(rng):
-    refuted = 0
-    for square in rng.chisquare(50, 2000):
-        seen = ReleasedNoise()
-        seen.squares, seen.numbers = square * SIGMA**2, 50
-        refuted += audit_noise(seen, CLAIM, 0.1).refuted
-    assert stats.binom.sf(refuted - 1, 2000, 0.1) > 1e-3 and refuted > 150
-
-
 def test_the_curve_of_a_training_is_a_claim():
-    phases = [(StepEvent(2.0, 0.2), 30)]
-    claim = curve_claim(EPSILONS, accounting.privacy_curve(phases, EPSILONS))
+    claim = curve_claim(EPSILONS, accounting.privacy_curve([(StepEvent(2.0, 0.2), 30)], EPSILONS))
     scores, coins = attack(0.0, np.random.default_rng(0), 400)
     assert not audit_guesses(scores, coins, claim, DELTA, ERROR).refuted
-    assert audit_guesses(np.where(coins, 1.0, 0.0), coins, claim, DELTA, ERROR).refuted
+    assert audit_guesses(coins * 1.0, coins, claim, DELTA, ERROR).refuted

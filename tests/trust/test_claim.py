@@ -88,14 +88,6 @@ def test_no_bound_in_the_sentences_is_rounded_down(delta, monkeypatch, tmp_path)
         assert claim.max_true_positives(found, alarms) <= float(shown) / 100 + 1e-15
 
 
-def test_a_weak_claim_is_said_to_be_one(monkeypatch):
-    assert claim.warnings(of_plan(monkeypatch)) == []
-    (said,) = claim.warnings(of_plan(monkeypatch, delta=1e-5))
-    assert "delta times the number of users is 0.012." in said
-    (said,) = claim.warnings(of_plan(monkeypatch, noise_multiplier=0.3))
-    assert said == "Mind: an epsilon above 10 promises little."
-
-
 def test_what_is_no_guarantee_is_not_put_into_words(monkeypatch, tmp_path):
     found = of_plan(monkeypatch, seeded=True)
     assert "no privacy is claimed" in claim.claim(found)

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shlex
 import shutil
 
 import pytest
@@ -83,7 +82,7 @@ def test_a_report_names_no_place_of_this_machine_and_shows_no_key(trained, tmp_p
 def test_no_noise_makes_no_claim(trained, tmp_path, capsys):
     found, text, page = read(capsys, trained / "open", tmp_path)
     assert found["epsilon"] == "inf" and "no privacy is claimed for anyone" in found["claim"]
-    assert "<img" not in page and "fedsim account" not in text
+    assert "<img" not in page
 
 
 def test_a_seeded_run_makes_no_claim(trained, tmp_path, capsys):
@@ -103,16 +102,6 @@ def test_verify_says_what_is_no_guarantee(trained, capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["holds"] is True and told["guarantee"] is False
     assert told["epsilon_holds"] == "known-seed"
-
-
-@pytest.mark.parametrize("name", ["private", "els", "median", "correlated"])
-def test_the_printed_command_gives_the_epsilon_again(name, trained, tmp_path, capsys):
-    found, text, _ = read(capsys, trained / name, tmp_path)
-    (line,) = re.findall(r"^fedsim (account .*)$", text, re.MULTILINE)
-    assert ("--before 0.5" in line) == (name == "median")
-    main([*shlex.split(line), "--json"])
-    ideal = json.loads(capsys.readouterr().out)["epsilon"]
-    assert ideal < found["epsilon"] < ideal + 1e-4  # the claim has the slack of the noise, too
 
 
 def test_the_claim_says_what_is_taken_as_known(trained, tmp_path, capsys):

@@ -17,6 +17,9 @@ from fedsim.run import checkpoint, directory, ledger
 from fedsim.run.ledger import LINK, link
 
 NUM_STEPS = 6
+FLAGS = {"epsilon": 4, "num-steps": NUM_STEPS, "batch_size": 12, "group-size": 2, "max-length": 24}
+FLAGS |= {"model": "micro", "engine": "local", "strategy": "scan", "rows_per_pass": 2}
+FLAGS |= {"checkpoint-every": 2, "eval-every": 3}
 
 
 def write_texts(path, num_users=40):
@@ -33,28 +36,9 @@ def texts(tmp_path_factory):
 
 
 def command(texts, run_dir, algorithm="uls", **flags):
-    flags = {
-        **{
-            "data": texts,
-            "run-dir": run_dir,
-            "epsilon": 4,
-            "num-steps": NUM_STEPS,
-            "batch_size": 12,
-        },
-        **{
-            "group-size": 2,
-            "max-length": 24,
-            "model": "micro",
-            "engine": "local",
-            "checkpoint-every": 2,
-        },
-        **{"strategy": "scan", "rows_per_pass": 2, "eval-every": 3, **flags},
-    }
-    return [
-        "train",
-        algorithm,
-        *(str(x) for n, value in flags.items() if value is not None for x in (f"--{n}", value)),
-    ]
+    flags = {"data": texts, "run-dir": run_dir, **FLAGS, **flags}
+    words = [str(x) for n, value in flags.items() if value is not None for x in (f"--{n}", value)]
+    return ["train", algorithm, *words]
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +81,7 @@ def test_a_run_keeps_its_promises_and_gives_the_same_bits_again(algorithm, train
         code, found = verify(capsys, trained[algorithm], flag)
         assert code == 0 and {holds for holds, _ in found.values()} == {True}, found
         assert found["replay"][1].startswith(says)
-    key_gives = "how many were drawn in each step is what key and segment determine"
-    assert f"{key_gives} ({NUM_STEPS} of {NUM_STEPS} steps)" in found["draws"][1]
+    assert f"({NUM_STEPS} of {NUM_STEPS} steps)" in found["draws"][1]
     assert {p: p.read_bytes() for p in trained[algorithm].rglob("*") if p.is_file()} == before
 
 
@@ -106,19 +89,17 @@ def test_a_run_keeps_its_promises_and_gives_the_same_bits_again(algorithm, train
 def test_a_run_on_data_without_unknown_rows_claims_what_it_promised(tmp_path, run_dir, capsys):
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     rows = [{"user_id": f"user{u}", "messages": chat} for u in range(60)]
-    rows[7] = {"user_id": "user7", "messages": [{"role": "critic", "content": "?"}]}
+    rows[7]["messages"] = [{"role": "critic", "content": "?"}]
     data = tmp_path / "chats.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = model_files(tmp_path / "files")
-    build = ["data", "build", str(data), "--tokenizer", str(files), "--skip-unknown"]
-    main([*build, "--out", str(tmp_path / "built")])
+    build = ["--tokenizer", model_files(tmp_path / "files"), "--out", tmp_path / "built"]
+    main(["data", "build", str(data), "--skip-unknown", *map(str, build)])
     main(command(tmp_path / "built", run_dir, **{"max-length": None, "num-steps": 2}))
     code, found = verify(capsys, run_dir)
     assert code == 0 and "(skip_unknown)" in found["outside"][1]
     main(["export", str(run_dir), "--out", str(tmp_path / "model")])
     card = (tmp_path / "model" / "README.md").read_text()
-    assert "epsilon = 4.0000" in card
-    assert "(skip_unknown)" in card
+    assert "epsilon = 4.0000" in card and "(skip_unknown)" in card
 
 
 def edit_json(path, **changes):
@@ -158,31 +139,20 @@ def one_as_cyclic(lines):
     return lines
 
 
-def put_in(where, after=None, nonce="0" * 32):
-    """Another segment, at an index; None: with the nonce of the first one."""
-
-    def change(lines):
-        of = dict(lines[1]["segment"]) | {
-            "first": where,
-            "after": where if after is None else after,
-        }
-        of |= {"nonce": nonce} if nonce else {}
-        return [*lines[: 2 + where], {"segment": of}, *lines[2 + where :]]
-
-    return lambda run_dir: rewrite_ledger(run_dir, change)
-
-
 def another_plan(lines):
     lines[0]["head"]["plan"]["delta"] = 1e-3
     return lines
 
 
-def summary(**changes):
-    return lambda run_dir: edit_json(run_dir / "summary.json", **changes)
+def put_in(where, after=None, nonce="0" * 32):
+    """Another segment, at an index; None: with the nonce of the first one."""
 
+    def change(lines):
+        own = {"first": where, "after": where if after is None else after}
+        own |= {"nonce": nonce} if nonce else {}
+        return [*lines[: 2 + where], {"segment": lines[1]["segment"] | own}, *lines[2 + where :]]
 
-def metrics(change):
-    return lambda run_dir: edit_lines(run_dir / "metrics.jsonl", change)
+    return change
 
 
 def with_epsilon(value, key="epsilon"):
@@ -191,30 +161,17 @@ def with_epsilon(value, key="epsilon"):
 
 
 def another_cohort(lines):
-    return [
-        {**line, "non_private/cohort_size": 1 + line["non_private/cohort_size"]}
-        if "non_private/cohort_size" in line
-        else line
-        for line in lines
-    ]
+    name = "non_private/cohort_size"
+    return [{**line, name: 1 + line[name]} if name in line else line for line in lines]
 
 
-def other_params(run_dir):
+def other_params(run_dir, of="params"):
     """A checkpoint of something else, whole in itself, and a summary that knows of it."""
     path = checkpoint.latest(run_dir)
     state = checkpoint.load(path)
-    state["params"]["embed"]["embedding"] = state["params"]["embed"]["embedding"] + 1
+    state[of]["embed"]["embedding"] = state[of]["embed"]["embedding"] + 1
     checkpoint.save(run_dir, NUM_STEPS, state)
     digest = checkpoint.params_sha256(checkpoint.load_params(path))
-    edit_json(run_dir / "summary.json", params_sha256=digest)
-
-
-def other_average(run_dir):
-    """The same, of what is released in the place of the last parameters."""
-    state = checkpoint.load(checkpoint.latest(run_dir))
-    state["average"]["embed"]["embedding"] = state["average"]["embed"]["embedding"] + 1
-    checkpoint.save(run_dir, NUM_STEPS, state)
-    digest = checkpoint.params_sha256(state["average"])
     edit_json(run_dir / "summary.json", params_sha256=digest)
 
 
@@ -229,58 +186,66 @@ def unproven_strategy(run_dir):
     rewrite_ledger(run_dir, other_settings)
 
 
-BROKEN = {
+LEDGER = {  # forged ledgers
+    "cut": ("summary", lambda lines: lines[:-1]),
+    "of more noise": ("events", more_noise),
+    "of another sampling": ("events", one_as_cyclic),
+    "of another plan": ("ledger", another_plan),
+    "with an index twice": ("ledger", lambda lines: [*lines[:4], lines[3], *lines[4:]]),
+    "with a nonce twice": ("ledger", put_in(NUM_STEPS, nonce=None)),
+    "with a segment of a later checkpoint": ("ledger", put_in(4, 5)),
+    "with lost steps that a checkpoint has": ("checkpoints", put_in(NUM_STEPS, 5)),
+    "with another epsilon": ("epsilon", with_epsilon(0.01)),
+    "with other bits": ("replay", other_gradient),
+}
+METRICS = {
+    "another epsilon": ("metrics", with_epsilon(0.01, "privacy/epsilon")),
+    "a step too many": ("metrics", lambda lines: [*lines, {**lines[-1], "step": NUM_STEPS + 1}]),
+    "other draws": ("draws", another_cohort),
+}
+SUMMARY = {"final_eval_loss": 0.1, "initial_eval_loss": 9.9, "outside": "nothing"}
+SUMMARY |= {"non_private": ["a fact"], "privacy_unit": "example", "gradient_noise_multiplier": 9.0}
+SUMMARY |= {"final_clip_norm": 0.5, "epsilon": 0.5, "adjacency": "replace one", "delta": 1e-9}
+SUMMARY |= {"steps_done": NUM_STEPS - 1, "params_sha256": "0" * 64}
+OTHERS = {
     "a strategy without a bound": ("settings", unproven_strategy),
-    "ledger cut": ("summary", lambda r: rewrite_ledger(r, lambda lines: lines[:-1])),
-    "ledger of more noise": ("events", lambda r: rewrite_ledger(r, more_noise)),
-    "ledger of another sampling": ("events", lambda r: rewrite_ledger(r, one_as_cyclic)),
-    "ledger of another plan": ("ledger", lambda r: rewrite_ledger(r, another_plan)),
-    "an index twice": ("ledger", lambda r: rewrite_ledger(r, lambda x: [*x[:4], x[3], *x[4:]])),
-    "a nonce twice": ("ledger", put_in(NUM_STEPS, nonce=None)),
-    "a segment of a later checkpoint": ("ledger", put_in(4, 5)),
-    "steps that were lost, and are in a checkpoint": ("checkpoints", put_in(NUM_STEPS, 5)),
-    "epsilon in the ledger's lines": (
-        "epsilon",
-        lambda r: rewrite_ledger(r, with_epsilon(0.01)),
-    ),
-    "epsilon in the metrics": ("metrics", metrics(with_epsilon(0.01, "privacy/epsilon"))),
-    "epsilon under another name": (
-        "metrics",
-        metrics(lambda lines: [*lines, {"step": 1, "privacy/epsilon_of_another_accountant": 1}]),
-    ),
-    "a better loss": ("summary", summary(final_eval_loss=0.1)),
-    "a better loss before": ("summary", summary(initial_eval_loss=9.9)),
-    "something left out": ("summary", summary(outside="nothing")),
-    "something more": ("summary", summary(non_private=["a fact"])),
-    "another unit of privacy": ("summary", summary(privacy_unit="example")),
-    "more noise claimed": ("summary", summary(gradient_noise_multiplier=9.0)),
-    "another clip norm at the end": ("summary", summary(final_clip_norm=0.5)),
     "no checkpoints": ("checkpoints", lambda r: shutil.rmtree(r / "checkpoints")),
-    "a step of other bits": ("replay", lambda r: rewrite_ledger(r, other_gradient)),
-    "no ledger": ("ledger", lambda r: (r / "ledger.jsonl").unlink()),
-    "a smaller epsilon": ("summary", summary(epsilon=0.5)),
-    "another adjacency": ("summary", summary(adjacency="replace one")),
-    "another delta": ("summary", summary(delta=1e-9)),
-    "fewer steps": ("summary", summary(steps_done=NUM_STEPS - 1)),
-    "other parameters claimed": ("summary", summary(params_sha256="0" * 64)),
-    "steps that are not in the ledger": (
-        "metrics",
-        metrics(lambda lines: [*lines, {**lines[-1], "step": NUM_STEPS + 1}]),
-    ),
-    "other draws": ("draws", metrics(another_cohort)),
-    "a key that others can read": ("key", lambda r: (r / "secret.json").chmod(0o644)),
-    "a directory that others can read": ("key", lambda r: r.chmod(0o755)),
-    "another key": (
-        "key",
-        lambda r: edit_json(r / "secret.json", secret="00" * 32),
-    ),
-    "parameters that were not trained so": ("replay", other_params),
-    "an average of other parameters": ("replay", other_average),
     "a checkpoint under another name": (
         "checkpoints",
         lambda r: checkpoint.latest(r).rename(r / "checkpoints" / "step-00000005.safetensors"),
     ),
+    "no ledger": ("ledger", lambda r: (r / "ledger.jsonl").unlink()),
+    "a key that others can read": ("key", lambda r: (r / "secret.json").chmod(0o644)),
+    "a directory that others can read": ("key", lambda r: r.chmod(0o755)),
+    "another key": ("key", lambda r: edit_json(r / "secret.json", secret="00" * 32)),
+    "parameters that were not trained so": ("replay", other_params),
+    "an average of other parameters": ("replay", lambda r: other_params(r, "average")),
 }
+
+
+BROKEN = {
+    **{
+        f"a ledger {what}": (promise, lambda run, c=change: rewrite_ledger(run, c))
+        for what, (promise, change) in LEDGER.items()
+    },
+    **{
+        f"metrics: {what}": (promise, lambda run, c=change: edit_lines(run / "metrics.jsonl", c))
+        for what, (promise, change) in METRICS.items()
+    },
+    **{
+        f"summary: {name}": ("summary", lambda run, c=c: edit_json(run / "summary.json", **c))
+        for name, c in ((name, {name: value}) for name, value in SUMMARY.items())
+    },
+    **OTHERS,
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_promise_is_named(what, copy, capsys):
+    promise, damage = BROKEN[what]
+    damage(copy)
+    code, found = verify(capsys, copy, *(["--replay"] if promise == "replay" else []))
+    assert code == 1 and found[promise][0] is False, found
 
 
 def test_the_published_schemas_describe_a_run(trained):
@@ -297,15 +262,10 @@ def test_the_published_schemas_describe_a_run(trained):
         assert not valid["summary"].is_valid({**summary, name: None})
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_promise_is_named(what, copy, capsys):
-    promise, damage = BROKEN[what]
-    damage(copy)
-    code, found = verify(capsys, copy, *(["--replay"] if promise == "replay" else []))
-    assert code == 1 and found[promise][0] is False, found
-
-
-def test_changed_settings_are_named(copy, capsys):
+def test_changed_settings_and_other_data_are_named(copy, tmp_path, capsys):
+    code, found = verify(capsys, copy, "--data", write_texts(tmp_path / "other.parquet", 39))
+    assert code == 1 and found["data"][0] is False and "other data" in found["data"][1]
+    assert found["draws"] == (None, "needs the data that the run was started with")
     path = copy / "config.json"
     path.write_text(path.read_text().replace('"optimizer": "momentum"', '"optimizer": "sgd"'))
     code, found = verify(capsys, copy)
@@ -313,31 +273,19 @@ def test_changed_settings_are_named(copy, capsys):
     assert code == 1 and found == {"settings": (False, says)}
 
 
-def test_other_data_are_named(copy, tmp_path, capsys):
-    code, found = verify(capsys, copy, "--data", write_texts(tmp_path / "other.parquet", 39))
-    assert code == 1 and found["data"][0] is False and "other data" in found["data"][1]
-    assert found["draws"] == (None, "needs the data that the run was started with")
-
-
-def another_key(run_dir):
-    edit_json(run_dir / "secret.json", secret="00" * 32)
-
-
 @pytest.mark.parametrize(
-    "damage, unknown",
+    "file, unknown",
     [
-        (lambda run: (run / "metrics.jsonl").unlink(), {"metrics", "draws"}),
-        (lambda run: (run / "secret.json").unlink(), {"key", "data", "outside", "draws"}),
-        (lambda run: (run / "summary.json").unlink(), {"summary"}),
-        (another_key, {"data", "outside", "draws"}),
+        ("metrics.jsonl", {"metrics", "draws"}),
+        ("secret.json", {"key", "data", "outside", "draws"}),
+        ("summary.json", {"summary"}),
     ],
 )
-def test_what_cannot_be_checked_is_no_broken_promise(damage, unknown, copy, capsys):
-    damage(copy)
+def test_what_cannot_be_checked_is_no_broken_promise(file, unknown, copy, capsys):
+    (copy / file).unlink()
     code, found = verify(capsys, copy)
     assert {promise for promise, (holds, _) in found.items() if holds is None} == unknown
-    broken = [promise for promise, (holds, _) in found.items() if holds is False]
-    assert broken == (["key"] if damage is another_key else []) and code == len(broken)
+    assert code == 0 and False not in {holds for holds, _ in found.values()}
 
 
 @pytest.mark.parametrize("name", ["verify", "report"])
@@ -350,28 +298,15 @@ def test_a_run_that_is_going_on_is_not_looked_at(name, copy, capsys):
         assert verify(capsys, copy)[0] == 0
 
 
-def of_step(run_dir, step):
-    return checkpoint.path_of(run_dir, step)
-
-
-@pytest.fixture(scope="module")
-def another_run(texts, tmp_path_factory):
-    """A run of the same shape with another epsilon, and other parameters."""
-    run_dir = tmp_path_factory.mktemp("another") / "run"
-    main(command(texts, run_dir, ema=0.5, epsilon=50))
-    return run_dir
-
-
-def test_a_checkpoint_of_another_run_is_named(texts, another_run, copy, capsys):
+def test_a_checkpoint_of_another_run_is_named(texts, tmp_path, copy, capsys):
+    main(command(texts, tmp_path / "another", ema=0.5, epsilon=50))
     (copy / "summary.json").unlink()
     checkpoint.latest(copy).unlink()
-    shutil.copyfile(of_step(another_run, 4), path := of_step(copy, 4))
+    path = checkpoint.path_of(copy, 4)
+    shutil.copyfile(checkpoint.path_of(tmp_path / "another", 4), path)
     code, found = verify(capsys, copy)
-    assert code == 1
-    assert found["checkpoints"] == (
-        False,
-        f"{path}: is of another run: the ledger has another chain after step 4",
-    )
+    says = f"{path}: is of another run: the ledger has another chain after step 4"
+    assert code == 1 and found["checkpoints"] == (False, says)
     with pytest.raises(SystemExit) as stop:
         main([*command(texts, copy, ema=0.5), "--resume"])
     *_, last = capsys.readouterr().err.splitlines()
