@@ -1,20 +1,11 @@
 """The report: what it claims follows from the ledger, whatever else the directory says."""
 
 import json
-import math
-import re
 import shutil
 
 import pytest
 import yaml
-from test_verify import (
-    another_cohort,
-    command,
-    edit_json,
-    edit_lines,
-    rewrite_ledger,
-    write_texts,
-)
+from test_verify import another_cohort, command, edit_json, edit_lines, write_texts
 
 from fedsim.cli.main import main
 from fedsim.plan import Fact
@@ -23,24 +14,22 @@ from fedsim.trust.report import model_card
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
 
+RUNS = {
+    "private": ("uls", {}),
+    "open": ("uls", {"epsilon": "inf"}),
+    "seeded": ("uls", {"seed": 3}),
+    "els": ("els", {}),
+    "removed": ("els", {"adjacency": "add-or-remove"}),
+}
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Directories of finished runs by name; not to be changed."""
     directory = tmp_path_factory.mktemp("trained")
     texts = write_texts(directory / "texts.parquet")
-    flags = {
-        **{"private": {}, "open": {"epsilon": "inf"}},
-        **{"els": {}},
-        **{"median": {"group-size": None, "group-size-epsilon": 0.5}, "seeded": {}},
-        **{"removed": {"adjacency": "add-or-remove"}},
-        **{"correlated": {"noise": "correlated", "bands": 2}},
-    }
-    for name, changed in flags.items():
-        algorithm = "els" if name in ("els", "median", "removed") else "uls"
-        seed = 3 if name == "seeded" else None
-        flags = {"num-steps": 3, "seed": seed, **changed}
-        main(command(texts, directory / name, algorithm, **flags))
+    for name, (algorithm, flags) in RUNS.items():
+        main(command(texts, directory / name, algorithm, **{"num-steps": 3, **flags}))
     return directory
 
 
@@ -52,56 +41,34 @@ def read(capsys, run_dir, out):
     return found, (out / "report.md").read_text(), (out / "report.html").read_text()
 
 
-def test_the_claim_is_what_the_ledger_says(trained, tmp_path, capsys):
-    found, text, page = read(capsys, trained / "private", tmp_path)
+def test_the_claim_is_what_the_ledger_says_and_names_no_place_or_key(trained, tmp_path, capsys):
+    found, *texts = read(capsys, trained / "private", tmp_path)
     summary = json.loads((trained / "private" / "summary.json").read_text())
     slack = summary["slack"]["epsilon"]
     assert 0 < slack < 1e-6
     assert summary["epsilon"] + slack <= found["epsilon"] < summary["epsilon"] + 1e-4
-    shown = float(re.search(r"epsilon = ([\d.]+)", found["claim"])[1])
-    assert summary["epsilon"] <= shown < summary["epsilon"] + 1e-3  # an upper bound is rounded up
-    for delta in re.findall(r"(?:delta =|adds at most) (\d\.\d\de-\d)", found["claim"]):
-        assert summary["delta"] <= float(delta) < summary["delta"] * 1.01
     assert summary["params_sha256"] in found["claim"]
-    assert found["claim"] in text and found["claim"] in page
-    factor = float(
-        re.search(r"outcome by at most ([\d.,]+) and", found["claim"])[1].replace(",", "")
-    )
-    assert math.exp(summary["epsilon"]) <= factor < math.exp(summary["epsilon"]) + 0.02
-
-
-def test_a_report_names_no_place_of_this_machine_and_shows_no_key(trained, tmp_path, capsys):
-    _, *texts = read(capsys, trained / "private", tmp_path)
     secret = json.loads((trained / "private" / "secret.json").read_text())["secret"]
     for text in texts:
+        assert found["claim"] in text and "does not cover" in text
         assert str(trained) not in text and "texts.parquet" not in text and secret not in text
-        for words in ("unit of privacy", "sampling that was accounted", "does not cover"):
-            assert words in text, words
 
 
 def test_no_noise_makes_no_claim(trained, tmp_path, capsys):
-    found, text, page = read(capsys, trained / "open", tmp_path)
+    found, _, page = read(capsys, trained / "open", tmp_path)
     assert found["epsilon"] == "inf" and "no privacy is claimed for anyone" in found["claim"]
     assert "<img" not in page
 
 
 def test_a_seeded_run_makes_no_claim(trained, tmp_path, capsys):
-    found, text, page = read(capsys, trained / "seeded", tmp_path)
+    found, text, _ = read(capsys, trained / "seeded", tmp_path)
     label = f"no guarantee: {Fact.KNOWN_SEED.text}"
     assert "no privacy is claimed" in found["claim"] and label in found["claim"]
     assert found["epsilon_holds"] == "known-seed" and found["guarantee"] is False
     assert text.count(label) >= 3 and "recognises" not in text
-    assert f"- {Fact.KNOWN_SEED.text}" in text
-
-
-def test_verify_says_what_is_no_guarantee(trained, capsys):
-    capsys.readouterr()
-    main(["verify", str(trained / "seeded")])
-    assert "epsilon is no guarantee: a known seed" in capsys.readouterr().out
     main(["verify", str(trained / "seeded"), "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert told["holds"] is True and told["guarantee"] is False
-    assert told["epsilon_holds"] == "known-seed"
+    verified = json.loads(capsys.readouterr().out)
+    assert verified["holds"] is True and verified["guarantee"] is False
 
 
 def test_the_claim_says_what_is_taken_as_known(trained, tmp_path, capsys):
@@ -120,41 +87,29 @@ def test_the_claim_says_what_is_taken_as_known(trained, tmp_path, capsys):
     assert "public by assumption: how many users and examples there are" in text
 
 
-def _noisier(lines):
-    for line in lines:
-        if "event" in line:
-            line["event"]["noise_multiplier"] += 1
-    return lines
+def without_model(run_dir):
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "summary.json").unlink()
 
 
 @pytest.mark.parametrize(
-    "promise, damage",
+    "says, damage",
     [
-        ("summary", lambda run: edit_json(run / "summary.json", epsilon=0.1)),
-        ("events", lambda run: rewrite_ledger(run, _noisier)),
-        ("draws", lambda run: edit_lines(run / "metrics.jsonl", another_cohort)),
-        ("key", lambda run: (run / "secret.json").chmod(0o644)),
+        ("summary violated", lambda run: edit_json(run / "summary.json", epsilon=0.1)),
+        ("draws violated", lambda run: edit_lines(run / "metrics.jsonl", another_cohort)),
+        ("key violated", lambda run: (run / "secret.json").chmod(0o644)),
+        (" has no checkpoint", without_model),
     ],
 )
 def test_a_run_that_is_not_what_it_says_gets_no_report(
-    promise, damage, trained, run_dir, tmp_path, capsys
+    says, damage, trained, run_dir, tmp_path, capsys
 ):
     shutil.copytree(trained / "private", run_dir)
     damage(run_dir)
     with pytest.raises(SystemExit) as stop:
         main(["report", str(run_dir), "--out", str(tmp_path / "out")])
     error = capsys.readouterr().err.splitlines()[-1]
-    assert stop.value.code == 1 and f"nothing to report: {promise} violated" in error
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_run_without_a_model_gets_no_report(trained, run_dir, tmp_path, capsys):
-    shutil.copytree(trained / "private", run_dir)
-    shutil.rmtree(run_dir / "checkpoints")
-    (run_dir / "summary.json").unlink()
-    with pytest.raises(SystemExit) as stop:
-        main(["report", str(run_dir), "--out", str(tmp_path / "out")])
-    assert stop.value.code == 1 and "has no checkpoint" in capsys.readouterr().err
+    assert stop.value.code == 1 and "nothing to report: " in error and says in error
     assert not (tmp_path / "out").exists()
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: F401, F811
 """The run without a footnote: before its first noisy number, no byte depends on a user's texts."""
 
 import dataclasses
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from refused import refuses
-from test_cli import texts, train_args  # noqa: F401
+from test_cli import texts, train_args
 
 from experiments.harness.stores import store_of
 from fedsim.cli.main import main
@@ -18,7 +19,7 @@ from fedsim.engine import EngineError
 from fedsim.errors import FedsimError, FileDamaged
 from fedsim.keys import SecretKey
 from fedsim.plan import ALL_COVERED, Caveat, Fact, Plan, defaults, ledger_head, planner
-from fedsim.run import Console, directory
+from fedsim.run import Console, directory, ledger
 from fedsim.sampling import median_group_size, rank_error
 from fedsim.training import Callback, open, prepare
 from fedsim.training.launch import launch as begin, show
@@ -51,12 +52,11 @@ def published(algorithm, data, place, monkeypatch, capfd, *, callbacks=(), **fla
     monkeypatch.setattr(
         open.SecretKey, "create", lambda seed=None, *_: KEY if seed is None else real(seed)
     )
-    run_names = {"strict", "seed", "log_to", "tokenizer", "strategy"}
-    run_names |= {"rows_per_pass", "limit_epsilon", "budget_ledger"}
-    of_run = {name: flags.pop(name) for name in run_names & flags.keys()}
-    defaults_ = {"strategy": "scan", "rows_per_pass": 1, "log_to": ()}
-    of_run = {**defaults_, "budget_ledger": place / "budget", **of_run}
-    run = run_config(data="made up", run_dir=place / "run", model="micro", engine="local", **of_run)
+    of_run = {"data": "made up", "run_dir": place / "run", "model": "micro", "engine": "local"}
+    of_run |= {"strategy": "scan", "rows_per_pass": 1, "log_to": ()}
+    of_run["budget_ledger"] = place / "budget"
+    names = {*of_run, "strict", "seed", "limit_epsilon"} & flags.keys()
+    run = run_config(**of_run | {name: flags.pop(name) for name in names})
     privacy = PrivacyConfig(**{"epsilon": 8.0, "num_steps": 4, "batch_size": 8, **flags})
     capfd.readouterr()
     with open.open_run(algorithm, privacy, run, Console()) as opened:
@@ -122,18 +122,16 @@ def test_neither_do_other_texts_with_strict(rows, pair):
 
 
 @pytest.mark.privacy
-def test_els_draws_its_group_size_privately_by_default(pair, monkeypatch):
+@pytest.mark.parametrize("share, group_size", [(0.2, 3), (defaults.MAX_SHARE, 2)])
+def test_els_draws_its_group_size_privately_or_takes_a_public_one(
+    share, group_size, pair, monkeypatch
+):
     monkeypatch.setattr(defaults, "private_median", lambda *_: 3)  # the first noisy number
-    monkeypatch.setattr(defaults, "MAX_SHARE", 0.2)  # few users
-    one, other, plan = pair(Algorithm.ELS, PLANTED["many texts"], strict=True)
-    assert one == other and plan.group_size == 3 and not plan.caveats
-    assert plan.group_size_epsilon == rank_error(1.0) / (defaults.MISS * NUM_USERS)
-
-
-@pytest.mark.privacy
-def test_of_too_few_users_els_takes_a_public_group_size(pair):
-    one, other, plan = pair(Algorithm.ELS, PLANTED["many texts"], batch_size=50)
-    assert one == other and plan.group_size == 2 and plan.group_size_epsilon is None
+    monkeypatch.setattr(defaults, "MAX_SHARE", share)  # these are few users
+    one, other, plan = pair(Algorithm.ELS, PLANTED["many texts"], strict=True, batch_size=50)
+    assert one == other and plan.group_size == group_size and not plan.caveats
+    cost = rank_error(1.0) / (defaults.MISS * NUM_USERS)
+    assert plan.group_size_epsilon == (cost if group_size == 3 else None)
 
 
 REFUSED = {
@@ -144,11 +142,11 @@ REFUSED = {
     "a footnote": ({"strict": True, "seed": 3}, "seed"),
 }
 BROKEN = {
-    "damaged data": ("fedsim.data.UserStore.check", FileDamaged),
-    "workers that do not start": ("fedsim.training.prepare.wait_for", EngineError),
-    "workers that end": ("fedsim.training.prepare.choose_strategy", EngineError),
-    "more steps' cost than planned": ("fedsim.training.prepare.expect_affordable", FedsimError),
-    "no plan": ("fedsim.training.prepare.make_plan", FedsimError),
+    "fedsim.data.UserStore.check": FileDamaged,
+    "fedsim.training.prepare.wait_for": EngineError,
+    "fedsim.training.prepare.choose_strategy": EngineError,
+    "fedsim.training.prepare.expect_affordable": FedsimError,
+    "fedsim.training.prepare.make_plan": FedsimError,
 }
 
 
@@ -173,15 +171,13 @@ def test_who_is_refused_has_paid_for_no_draw(case, tmp_path, monkeypatch, capfd)
 
 @pytest.mark.privacy
 @pytest.mark.usefixtures("nothing_is_drawn")
-@pytest.mark.parametrize("case", BROKEN)
-def test_neither_has_a_run_that_something_else_ends(case, tmp_path, monkeypatch, capfd):
-    name, error = BROKEN[case]
-
+@pytest.mark.parametrize("name, error", BROKEN.items())
+def test_neither_has_a_run_that_something_else_ends(name, error, tmp_path, monkeypatch, capfd):
     def broken(*_, **__):
-        raise error(case)
+        raise error(name)
 
     monkeypatch.setattr(name, broken)
-    with pytest.raises(error, match=case):
+    with pytest.raises(error, match=name):
         data = data_with([[7, 8]])
         published("els", data, tmp_path, monkeypatch, capfd, group_size_epsilon=0.5)
 
@@ -200,27 +196,15 @@ def test_a_draw_is_paid_before_it_is_made(tmp_path, monkeypatch, capfd):
         published("els", data, tmp_path, monkeypatch, capfd, group_size_epsilon=0.5)
 
 
-def count_of_texts(privacy, users):
-    return users.num_examples
-
-
-def unkeyed_median(sizes, epsilon, rng):
-    return median_group_size(sizes) + int(sizes.max() > 100)
+PUT_BACK = [
+    (planner, "public_examples", lambda privacy, users: users.num_examples),
+    (defaults, "private_median", lambda sizes, *_: median_group_size(sizes) + (sizes.max() > 100)),
+    (defaults, "facts_of", lambda _, data: [Caveat(Fact.CALLBACK, str(data.train.num_examples))]),
+]
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize(
-    "where, name, planted",
-    [
-        (planner, "public_examples", count_of_texts),
-        (defaults, "private_median", unkeyed_median),
-        (
-            defaults,
-            "facts_of",
-            lambda p, data: [Caveat(Fact.CALLBACK, str(data.train.num_examples))],
-        ),
-    ],
-)
+@pytest.mark.parametrize("where, name, planted", PUT_BACK)
 def test_a_footnote_that_is_put_back_is_noticed(where, name, planted, pair, monkeypatch):
     monkeypatch.setattr(where, name, planted)
     monkeypatch.setattr(defaults, "MAX_SHARE", 0.2)
@@ -317,11 +301,10 @@ def test_held_out_users_are_touched_for_a_price_or_not_at_all(tmp_path, monkeypa
     assert seen == [True, True, False, True]
 
 
-def trained(texts, run_dir, capsys, algorithm, *more, **flags):  # noqa: F811
+def trained(texts, run_dir, capsys, algorithm, *more, **flags):
     """What a run of a few steps says; its budget ledger is a directory of the test."""
-    ledger = run_dir.parent / "budget"
     flags = {"seed": None, "group_size": None, "strategy": "scan", "rows_per_pass": 2, **flags}
-    args = train_args(texts, run_dir, budget_ledger=ledger, **flags)
+    args = train_args(texts, run_dir, budget_ledger=run_dir.parent / "budget", **flags)
     main(["train", algorithm, *map(str, args), *more])
     return capsys.readouterr().err
 
@@ -336,7 +319,7 @@ def outside(run_dir):
 @pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize("algorithm, more", [("els", ["--strict"]), ("uls", [])])
-def test_a_run_without_a_footnote_says_so(texts, run_dir, capsys, algorithm, more):  # noqa: F811
+def test_a_run_without_a_footnote_says_so(texts, run_dir, capsys, algorithm, more):
     err = trained(texts, run_dir, capsys, algorithm, *more, epsilon=40)
     assert ALL_COVERED in err and "not covered" not in err and "not private" not in err
     assert ("held-out loss" in err) == (not more)
@@ -344,54 +327,41 @@ def test_a_run_without_a_footnote_says_so(texts, run_dir, capsys, algorithm, mor
     assert summary["outside"] == [] and summary["num_examples"] > 60
     assert "num_examples" in summary["private_fields"] and summary["non_private"] == []
     assert (summary["final_eval_loss"] == "nan") == bool(more)
-    head = json.loads((run_dir / "ledger.jsonl").read_text().splitlines()[0])["head"]
-    assert head["plan"]["num_examples"] is None
+    assert ledger.head(run_dir)["plan"]["num_examples"] is None
     check = outside(run_dir)
     assert check.holds and check.found == ALL_COVERED
     main(["report", str(run_dir), "--out", str(run_dir.parent / "out")])
     page = (run_dir.parent / "out" / "report.md").read_text()
-    assert "nothing outside the guarantee" in page and "eval_loss" not in page
-    assert f"{summary['num_examples']} examples" not in page
-    assert f"{summary['num_examples']} texts" not in page
+    assert ALL_COVERED in page and "eval_loss" not in page
+    for what in ("examples", "texts"):
+        assert f"{summary['num_examples']} {what}" not in page
 
 
 def hides_a_footnote(*args, **options):
-    completed, _ = defaults.fill_defaults(*args, **options)
-    return completed, []
+    return defaults.fill_defaults(*args, **options)[0], []
+
+
+def public_size(_, privacy, __):
+    return dataclasses.replace(privacy, group_size=3)
+
+
+HIDDEN = [
+    (prepare, "fill_defaults", hides_a_footnote, "clip_norm (chosen"),
+    (prepare, "with_group_size", public_size, "group_size=3, which is neither private nor a defau"),
+    (defaults, "private_median", lambda *_: 7, "group_size=7: the key draws"),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.privacy
-@pytest.mark.parametrize(
-    "name, planted, flags, says",
-    [
-        ("fill_defaults", hides_a_footnote, {"tuned_on_data": "clip_norm"}, "clip_norm (chosen"),
-        ("with_group_size", lambda _, privacy, __: dataclasses.replace(privacy, group_size=3), {},
-         "group_size=3, which is neither private nor a default"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("where, name, planted, says", HIDDEN)
 def test_verify_looks_for_footnotes_itself(
-    name,
-    planted,
-    flags,
-    says,
-    texts,  # noqa: F811
-    run_dir,
-    capsys,
-    monkeypatch,
+    where, name, planted, says, texts, run_dir, capsys, monkeypatch
 ):
+    flags = {"tuned_on_data": "clip_norm"} if name == "fill_defaults" else {}
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, name, planted)
-        assert ALL_COVERED in trained(texts, run_dir, capsys, "els", epsilon=40, **flags)
+        patch.setattr(where, name, planted)
+        err = trained(texts, run_dir, capsys, "els", epsilon=40, **flags)
+        assert ALL_COVERED in err
     check = outside(run_dir)
     assert check.holds is False and says in check.found
-
-
-@pytest.mark.slow
-@pytest.mark.privacy
-def test_verify_draws_the_private_median_again(texts, run_dir, capsys, monkeypatch):  # noqa: F811
-    with monkeypatch.context() as patch:
-        patch.setattr(defaults, "private_median", lambda *_: 7)
-        trained(texts, run_dir, capsys, "els", epsilon=40)
-    check = outside(run_dir)
-    assert check.holds is False and "group_size=7: the key draws" in check.found
