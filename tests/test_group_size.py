@@ -1,4 +1,4 @@
-"""The private median: its guarantee on neighbours, and its error on real and made-up sizes."""
+"""The private median: its guarantee on neighbours, and its error on made-up sizes."""
 
 import math
 
@@ -28,14 +28,12 @@ def test_a_user_more_changes_no_probability_by_more_than_e_to_the_epsilon(epsilo
         for size in (1, 2, 5, 30, 10**6):
             ratio = np.log(law_of_median(np.array([*sizes, size]), epsilon)[1] / without)
             most = max(most, np.abs(ratio).max() / epsilon)
-            change = utility(np.array([*sizes, size])) - utility(np.array(sizes))
-            assert np.abs(change).max() <= 0.5
         np.testing.assert_array_equal(law_of_median(np.array([0, *sizes]), epsilon)[1], without)
     assert 0.51 < most <= 1 + 1e-9  # twice the epsilon would be more
 
 
 @pytest.mark.privacy
-def test_the_group_size_of_a_run_is_drawn_with_the_epsilon_that_is_paid(rng):
+def test_the_group_size_of_a_run_is_drawn_with_the_epsilon_that_is_paid():
     sizes, draws = np.array([1, 2, 2, 4, 4, 16]), 4000
     users = users_of_sizes(sizes)
     for epsilon in (0.5, 2.0):
@@ -47,18 +45,11 @@ def test_the_group_size_of_a_run_is_drawn_with_the_epsilon_that_is_paid(rng):
             assert abs(error) < 5 * math.sqrt(0.25 / draws)
 
 
-def fails(sizes, epsilon, draws=1000):
-    """Of so many draws, how many miss the stated error."""
-    found = utility(sizes)
-    scores = dict(zip(GRID.tolist(), found, strict=True))
-    allowed = found.max() - rank_error(epsilon)
-    rng = np.random.default_rng(5)
-    return sum(scores[private_median(sizes, epsilon, rng)] < allowed for _ in range(draws))
-
-
 @pytest.mark.parametrize("epsilon", [0.1, 1.0])
 def test_the_error_is_the_stated_one_on_a_heavy_tail(epsilon, rng):
     sizes = np.maximum(1, rng.lognormal(4, 1.5, 3000).astype(int))
-    assert fails(sizes, epsilon) <= 1000 * FAILURE
-    near = [private_median(sizes, epsilon, rng) for _ in range(200)]
-    assert np.median(near) == pytest.approx(np.median(sizes), rel=0.25)
+    scores = dict(zip(GRID.tolist(), utility(sizes), strict=True))
+    allowed = max(scores.values()) - rank_error(epsilon)
+    found = [private_median(sizes, epsilon, rng) for _ in range(1000)]
+    assert sum(scores[each] < allowed for each in found) <= 1000 * FAILURE
+    assert np.median(found) == pytest.approx(np.median(sizes), rel=0.25)

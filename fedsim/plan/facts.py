@@ -35,10 +35,7 @@ class Fact(StrEnum):
     NO_NOISE = "no-noise", "no noise", "epsilon"
     TRIAL = "trial", "a trial of a private selection, which costs more"
     KNOWN_SEED = "known-seed", "a known seed, with which anyone can remove the noise", "seed"
-    COUNTS = (
-        *("counts", "how many users and examples there are, and the size of the pool of ELS"),
-        "adjacency",
-    )
+    COUNTS = "counts", "how many users and examples there are, and the size of a pool", "adjacency"
     OWNERS = "owners", "how many users and texts there are, and who owns which of them", "data"
     MIN_EXAMPLES = "min-examples", "who has at least {} texts (min_examples)", "data"
     SKIP_UNKNOWN = "skip-unknown", "who has a row that was not left out (skip_unknown)", "data"
@@ -47,16 +44,8 @@ class Fact(StrEnum):
     SAMPLED_NORMS = "sampled-norms", "{} (gradient norms of a sample of users)"
     TOKENIZER = "tokenizer", "the tokenizer (not said to be public)", "tokenizer"
     TUNED_ON_DATA = "chosen-on-data", "{} (chosen by looking at this data)", "tuned_on_data"
-    CALLBACK = (
-        "callback",
-        "metrics without noise, which the callback {} sees: if it stops the run, the number of "
-        "steps tells of them",
-        "callbacks",
-    )
-    OWN_TASK = (
-        *("own-task", "the task's own code: its first parameters, and how it makes rows of texts"),
-        "task",
-    )
+    CALLBACK = "callback", "metrics without noise, by which {} can stop the run", "callbacks"
+    OWN_TASK = "own-task", "the task's own code, which makes parameters and rows of texts", "task"
     MODEL = "model", "model={}, with all texts that it was trained on before"
 
     def __new__(cls, value: str, text: str, setting: str = "") -> Self:

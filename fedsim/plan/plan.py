@@ -80,14 +80,6 @@ class SamplingPlan(Option):
         if allocates != (self.kind == ALLOCATION) or (self.bands > 1 and self.kind != CYCLIC):
             raise ValueError("expected bands with cyclic alone, participations with allocation")
 
-    def event(
-        self, noise_multiplier: float, *, num_steps: int, max_contributions: int
-    ) -> StepEvent:
-        """A step's event for the accountant."""
-        if self.participations is not None:
-            return allocated_event(noise_multiplier, num_steps // self.participations)
-        return cyclic_event(noise_multiplier, self.prob, max_contributions, self.bands)
-
 
 @dataclass(frozen=True)
 class NoisePlan(Option):
@@ -253,11 +245,12 @@ class Plan(Option):
         """A step's event for the accountant, from the plan alone; None without noise."""
         if not self.noise_multiplier:
             return None
-        event = self.sampling.event(
-            self.noise_multiplier,
-            num_steps=self.num_steps,
-            max_contributions=self.group_size if self.algorithm == Algorithm.ELS else 1,
-        )
+        sigma, how = self.noise_multiplier, self.sampling
+        if how.participations is not None:
+            event = allocated_event(sigma, self.num_steps // how.participations)
+        else:
+            drawn = self.group_size if self.algorithm == Algorithm.ELS else 1
+            event = cyclic_event(sigma, how.prob, drawn, how.bands)
         changed = self.shared.max_changed if self.shared else 0
         return dataclasses.replace(event, max_changed=changed)
 
