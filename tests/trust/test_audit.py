@@ -143,26 +143,6 @@ def with_noise(monkeypatch, algorithm, share):
     monkeypatch.setattr(f"fedsim.{algorithm}.noisy_mean", with_less)
 
 
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_training_command_is_audited(texts, run_dir, capsys):
-    flags = {"group-size": 2, "epsilon": 2}
-    code, found = run(arguments(texts, run_dir, "els", **flags), capsys)
-    assert code == 0 and found["holds"] is True and found["verdict"].endswith("not refuted")
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert (summary["purpose"], summary["planted"]) == ("audit", {"gradient": 60})
-    assert found["guesses"]["guesses"] == 60
-    assert found["verdicts"] == dict.fromkeys(("curve", "guesses", "noise"), "not refuted")
-    assert json.loads((run_dir / "audit.json").read_text()) == found
-    code, checked = run(["verify", run_dir], capsys)  # what it made up is not kept
-    verdicts = {each["promise"]: each["holds"] for each in checked["checks"]}
-    unseen = {promise for promise, holds in verdicts.items() if holds is None}
-    assert code == 0 and unseen == {"data", "outside", "draws"}
-    with pytest.raises(SystemExit):
-        main(["report", str(run_dir)])
-    assert "an audit's run" in capsys.readouterr().err and not (run_dir / "report.html").exists()
-
-
 NO, YES, FEW = (False, True), (True, True), (False, False)
 
 
@@ -184,12 +164,10 @@ def result(guesses=NO, noise=False, done=9, curve=NO):
         (result(YES), False, "THE CLAIM IS REFUTED, by: guesses"),
         (result(), True, "not refuted"),
         (result(done=2), None, "INCONCLUSIVE: stopped after 2 of 9"),
-        (result(YES, done=2), False, "THE CLAIM IS REFUTED"),
         (result(FEW), None, "INCONCLUSIVE: so few canaries"),
         (result(curve=FEW), True, "not refuted"),
         (result(YES, curve=YES), False, "THE CLAIM IS REFUTED, by: curve; guesses"),
         (result(FEW, noise=True), False, "THE CLAIM IS REFUTED, by: noise"),
-        (result(YES, noise=True), False, "THE CLAIM IS REFUTED, by: guesses; noise"),
     ],
 )
 def test_a_verdict_is_about_what_is_claimed(given, holds, verdict):
@@ -214,6 +192,16 @@ def test_the_command_with_its_own_canaries_refutes_a_tenth_of_the_noise_alone(
     flags |= {"group-size": 3} if algorithm == "els" else {}
     code, found = run(arguments(texts, run_dir, algorithm, **flags), capsys)
     assert (code, found["holds"]) == (0 if holds else 1, holds), found["verdict"]
+    assert json.loads((run_dir / "audit.json").read_text()) == found
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["purpose"], summary["planted"]) == ("audit", {"gradient": 400})
+    code, checked = run(["verify", run_dir], capsys)  # what it made up is not kept
+    verdicts = {each["promise"]: each["holds"] for each in checked["checks"]}
+    unseen = {promise for promise, kept in verdicts.items() if kept is None}
+    assert code == 0 and unseen == {"data", "outside", "draws"}
+    with pytest.raises(SystemExit):
+        main(["report", str(run_dir)])
+    assert "an audit's run" in capsys.readouterr().err and not (run_dir / "report.html").exists()
 
 
 @pytest.mark.slow

@@ -71,17 +71,6 @@ def test_everything_of_a_task_is_forwarded():
     assert all(getattr(task, name) is getattr(task.inner, name) for name in wanted)
 
 
-def test_a_task_without_drawn_canaries_has_the_sums_of_the_inner_task(rng):
-    users, inner = mean_problem(rng, [4] * 6)
-    task = CanaryTask(inner, np.full(24, -1, np.int32), Directions(2), 0.5)
-    rows, params, clip = np.arange(24).reshape(6, 4), jnp.ones(6), Clip(0.5)
-    plain, planted = (
-        LocalEngine(each, num_lanes=2).clipped_sum(params, rows, clip)[0] for each in (inner, task)
-    )
-    assert np.abs(plain).max() > 0
-    np.testing.assert_array_equal(planted, plain)
-
-
 @pytest.mark.parametrize("flagged", [False, True])
 def test_those_whose_coin_fell_come_after_the_others(flagged):
     texts = {f"u{u}": [[1 + u, 2, 3]] * (u + 1) for u in range(3)}

@@ -35,7 +35,7 @@ def test_nobody_recognises_more_than_the_gaussian_mechanism_allows(sigma):
         assert best <= claim.max_true_positives(found, alarms) <= best * 1.2 + 0.01
 
 
-def of_plan(monkeypatch, **changed):
+def of_plan(**changed):
     """What a run of a plan has released after its 20 steps."""
     plan = claim.Plan.from_dict({**PLAN.as_dict(), **changed})
     event = StepEvent(plan.noise_multiplier, plan.sampling.prob, plan.group_size)
@@ -73,8 +73,8 @@ def in_words(found, run_dir):
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.parametrize("delta", [1.2301e-6, 9.991e-7, 1e-6])
-def test_no_bound_in_the_sentences_is_rounded_down(delta, monkeypatch, tmp_path):
-    found = of_plan(monkeypatch, delta=delta)
+def test_no_bound_in_the_sentences_is_rounded_down(delta, tmp_path):
+    found = of_plan(delta=delta)
     text = claim.claim(found)
     assert float(re.search(r"epsilon = ([\d.]+)", text)[1]) >= found.epsilon
     deltas = re.findall(r"\d\.\d\de-\d+", text)
@@ -88,8 +88,8 @@ def test_no_bound_in_the_sentences_is_rounded_down(delta, monkeypatch, tmp_path)
         assert claim.max_true_positives(found, alarms) <= float(shown) / 100 + 1e-15
 
 
-def test_what_is_no_guarantee_is_not_put_into_words(monkeypatch, tmp_path):
-    found = of_plan(monkeypatch, seeded=True)
+def test_what_is_no_guarantee_is_not_put_into_words(tmp_path):
+    found = of_plan(seeded=True)
     assert "no privacy is claimed" in claim.claim(found)
     assert claim.attack_bounds(found) == [] and "recognises" not in in_words(found, tmp_path)
 
@@ -127,13 +127,13 @@ ALLOCATED = {"sampling": {"kind": "allocation", "prob": 0.007, "participations":
         ({"seeded": True}, "epsilon, delta", "(no guarantee: a known seed"),
     ],
 )
-def test_what_was_done_follows_from_the_plan(changed, item, words, monkeypatch, tmp_path):
-    found = dataclasses.replace(of_plan(monkeypatch, **changed), run_dir=tmp_path)
+def test_what_was_done_follows_from_the_plan(changed, item, words, tmp_path):
+    found = dataclasses.replace(of_plan(**changed), run_dir=tmp_path)
     assert words in rows_of(found)[item]
 
 
-def test_a_run_that_was_stopped_is_said_to_cost_all_of_its_steps(monkeypatch, tmp_path):
-    found = dataclasses.replace(of_plan(monkeypatch), run_dir=tmp_path)
+def test_a_run_that_was_stopped_is_said_to_cost_all_of_its_steps(tmp_path):
+    found = dataclasses.replace(of_plan(), run_dir=tmp_path)
     assert rows_of(found)["steps accounted"] == "20 of 20 planned"
     stopped = rows_of(dataclasses.replace(found, lines=found.lines[:-5]))["steps accounted"]
     assert stopped.startswith("20 of 20 planned, of which 15 were released")

@@ -63,6 +63,7 @@ def audited_chats(algorithm, tmp_path, epsilon=2.0):
         for i, there in enumerate(plant.included)
         for j in range(CHATS_OF_EACH)
     ]
+    tmp_path.mkdir(exist_ok=True)
     file, model = tmp_path / "chats.jsonl", model_files(tmp_path / "model")
     file.write_text("".join(json.dumps({"messages": each}) + "\n" for each in rows))
     how = {"tokenizer": model, "owner_key": "name", "eval_users": 0, "eval_examples": False}
@@ -86,14 +87,10 @@ def audited_chats(algorithm, tmp_path, epsilon=2.0):
 
 
 @pytest.mark.privacy
-def test_canaries_in_the_context_of_others_are_below_the_claim(tmp_path):
+def test_canaries_in_the_context_of_others_are_below_the_claim(tmp_path, monkeypatch):
     found = audited_chats(Algorithm.ELS, tmp_path)
     assert not found.refuted and found.could_refute and found.correct > SPEAKING / 2
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("algorithm", list(Algorithm))
-def test_a_build_that_leaves_the_author_of_context_out_is_refuted(algorithm, tmp_path, monkeypatch):
-    wrong = functools.partial(without_context, speakers_of)
+    wrong = functools.partial(without_context, speakers_of)  # no author of context is an owner
     monkeypatch.setattr("fedsim.data.building.columns.speakers_of", wrong)
-    assert audited_chats(algorithm, tmp_path).refuted
+    for algorithm in Algorithm:
+        assert audited_chats(algorithm, tmp_path / algorithm).refuted

@@ -97,29 +97,20 @@ def test_a_value_is_one_cell(value):
 def report_of(*names):
     """Values of a report in which every name, path and reason is one of these."""
     every = " ".join(names)
-    check = SimpleNamespace(promise=every, verdict="OK", found=every, holds=True)
     plan = dataclasses.replace(PLAN, non_private=[Caveat(Fact.CALLBACK, name) for name in names])
-    lines = [{"head": {"config_sha256": every}}, {"step": 0, "chain": every}]
     found = Released(
         plan=plan,
-        lines=lines,
+        lines=[{"head": {"config_sha256": every}}, {"step": 0, "chain": every}],
         phases=[(StepEvent(1.0, 0.1), 1)],
         epsilon=1.0,
         fingerprint="f" * 64,
         run_dir=Path("run"),
         stored=None,
-        checks=[check],
+        checks=[SimpleNamespace(promise=every, verdict="OK", found=every, holds=True)],
     )
-    return facts(found) | {
-        "title": every,
-        "subject": every,
-        "attack_bounds": [],
-        "several": [],
-        "curve": [(0.0, 0.5), (1.00001, 2.50001e-7)],
-        "summary": None,
-        "losses": [],
-        "fingerprints": [(name, name) for name in names],
-    }
+    own = {"title": every, "subject": every, "curve": [(0.0, 0.5), (1.00001, 2.50001e-7)]}
+    own |= {"fingerprints": [(name, name) for name in names], "summary": None, "losses": []}
+    return facts(found) | {"attack_bounds": [], "several": [], **own}
 
 
 def page_of(*names):

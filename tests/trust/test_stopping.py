@@ -19,12 +19,12 @@ from fedsim.plan import SamplingPlan, accounted_events
 GRID = 0.005
 RUN = dataclasses.replace(
     PLAN,
-    **{"algorithm": Algorithm.ULS, "num_steps": 200, "noise_multiplier": 1.07998},
-    **{
-        "num_units": 10_000,
-        "sampling": SamplingPlan("poisson", 0.0426098),
-        "expected_count": 426,
-    },
+    algorithm=Algorithm.ULS,
+    num_steps=200,
+    noise_multiplier=1.07998,
+    num_units=10_000,
+    sampling=SamplingPlan("poisson", 0.0426098),
+    expected_count=426,
 )
 EVENT = RUN.event()
 

@@ -89,35 +89,19 @@ def pair(tmp_path, monkeypatch, capfd):
     return compare
 
 
-CELLS = [
-    (algorithm, sampling)
-    for algorithm in Algorithm
-    for sampling in ("poisson", "cyclic", "allocation")
-    if (algorithm, sampling) != (Algorithm.ELS, "allocation")
-]
+OPTIONS = {"poisson": {}, "cyclic": {"bands": 2}, "allocation": {"participations": 2}}
+CELLS = [(algorithm, sampling, "many texts") for algorithm in Algorithm for sampling in OPTIONS]
+CELLS.remove((Algorithm.ELS, "allocation", "many texts"))
+CELLS += [(Algorithm.ULS, "poisson", name) for name in PLANTED]
 
 
 @pytest.mark.slow
 @pytest.mark.privacy
-@pytest.mark.parametrize("algorithm, sampling", CELLS)
-def test_a_user_changes_no_byte_before_the_first_noise(algorithm, sampling, pair):
-    options = {"poisson": {}, "cyclic": {"bands": 2}, "allocation": {"participations": 2}}[sampling]
-    flags = {"group_size": 2, "sampling": sampling, **options}
-    one, other, plan = pair(algorithm, PLANTED["many texts"], **flags)
-    assert one == other and ALL_COVERED in one and not plan.caveats
-
-
-@pytest.mark.slow
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    "rows",
-    [
-        *(pytest.param(rows, id=name) for name, rows in PLANTED.items()),
-        pytest.param([[3] * LENGTH] * 2_100_000, id="100 MB", marks=pytest.mark.slow),
-    ],
-)
-def test_neither_do_other_texts_with_strict(rows, pair):
-    one, other, plan = pair(Algorithm.ULS, rows, strict=True)
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("algorithm, sampling, rows", CELLS)
+def test_a_user_changes_no_byte_before_the_first_noise(algorithm, sampling, rows, strict, pair):
+    flags = {"group_size": 2, "sampling": sampling, "strict": strict, **OPTIONS[sampling]}
+    one, other, plan = pair(algorithm, PLANTED[rows], **flags)
     assert one == other and ALL_COVERED in one and not plan.caveats
 
 

@@ -11,9 +11,11 @@ from chats import model_files
 from jsonschema import Draft202012Validator
 
 from docs.schemas import schemas
+from fedsim import trust
 from fedsim.cli.main import main
+from fedsim.errors import FedsimError
 from fedsim.files import sha256_of
-from fedsim.run import checkpoint, directory, ledger
+from fedsim.run import Console, checkpoint, directory, ledger
 from fedsim.run.ledger import LINK, link
 
 NUM_STEPS = 6
@@ -246,6 +248,30 @@ def test_a_broken_promise_is_named(what, copy, capsys):
     damage(copy)
     code, found = verify(capsys, copy, *(["--replay"] if promise == "replay" else []))
     assert code == 1 and found[promise][0] is False, found
+
+
+RUN = ["config.json", "tokenizer.json", "ledger.jsonl", "summary.json", "secret.json"]
+RUN += [f"checkpoints/step-{NUM_STEPS:08}.safetensors"]
+STORM = pytest.param(40, marks=[pytest.mark.slow, pytest.mark.privacy])
+
+
+@pytest.mark.parametrize("number", [2, STORM])
+@pytest.mark.parametrize("name", RUN)
+def test_a_bit_that_flips_in_any_file_is_noticed(name, number, copy):
+    def broken():
+        try:
+            checks = trust.verify(copy, console=Console())
+        except FedsimError:
+            return True
+        return any(check.holds is False for check in checks)
+
+    whole, rng = (copy / name).read_bytes(), np.random.default_rng(len(name))
+    for place in [0, 8 * len(whole) - 1, *rng.integers(0, 8 * len(whole), number - 2).tolist()]:
+        at, bit = divmod(place, 8)
+        (copy / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+        assert broken(), (at, bit)
+    (copy / name).write_bytes(whole)
+    assert not broken()
 
 
 def test_the_published_schemas_describe_a_run(trained):
