@@ -152,7 +152,7 @@ def test_the_adjacency_is_named():
 WAYS = [
     {"sampling": SamplingPlan("cyclic", prob=0.25, bands=2), "noise": NoisePlan("correlated", 3)},
     {"sampling": SamplingPlan("allocation", prob=0.25, participations=2), "loss_bound": 2.0},
-    {"purpose": "audit", "planted": {"gradient": 3}, "shared": SharedTexts(9, 2, "seal")},
+    {"purpose": "audit", "planted": {"gradient": 3}, "shared": SharedTexts(9, 2)},
     {"evaluations": Evaluations(1.0, 1e-5, 2.0, 5, 3, 8, 2, 4.5, "seal"), "drawn_once": "seal"},
 ]
 

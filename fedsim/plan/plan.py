@@ -102,8 +102,6 @@ class SharedTexts(Option):
     """Number of texts within the bounds on contributions."""
     max_changed: int
     """k: largest number of other users' groups that contain texts of one user; 0 with ELS."""
-    seal: str
-    """Keyed digest of the kept texts."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +191,7 @@ class Plan(Option):
     evaluations: Evaluations | None = None
     """Evaluations of held-out users with noise while the run trains; None: there are none."""
     drawn_once: str = ""
-    """Seal of the pool and of turns, which are drawn once; see `planner.drawn_once`."""
+    """Seal of pool, groups and turns, which are drawn once; see `planner.drawn_once`."""
     num_examples: int | None = None
     """Number of texts, where the guarantee takes it as public; None: it is published nowhere."""
 

@@ -190,7 +190,7 @@ def make_plan(
         loss_bound=privacy.loss_bound,
         adjacency=privacy.adjacency,
         seeded=method.key.seed is not None,
-        shared=sharing(users, method, method.key),
+        shared=sharing(users, method),
         evaluations=evaluations,
         drawn_once=drawn_once(method, privacy.num_steps, method.key),
     )
@@ -207,36 +207,30 @@ def public_examples(privacy: PrivacyConfig, users: Users) -> int | None:
 
 
 def drawn_once(method: ELS | ULS, num_steps: int, key: SecretKey) -> str:
-    """Seal what is drawn once for several steps: the pool of ELS, users' turns or windows.
+    """Seal what is drawn once for several steps: a pool or groups, users' turns or windows.
 
     With it a resumed run can tell whether other package versions draw the same. Returns "" if
     nothing is drawn once.
     Args: key: the run's own.
     """
-    pools = [method.pool] if isinstance(method, ELS) else []
+    arrays = [method.pool] if isinstance(method, ELS) else []
+    if isinstance(method, SharedULS):
+        arrays = [method.groups.rows, method.groups.offsets]
     digest, drawn = hashlib.sha256(), False
-    for array in itertools.chain(pools, method.sampler.drawn_once(method.key, num_steps)):
+    for array in itertools.chain(arrays, method.sampler.drawn_once(method.key, num_steps)):
         digest.update(np.ascontiguousarray(array).data)
         drawn = True
     return key.seal(f"drawn once {digest.hexdigest()}") if drawn else ""
 
 
-def sharing(users: Users, method: ELS | ULS, key: SecretKey) -> SharedTexts | None:
-    """The plan's entry for texts with several owners; None if each text has one.
-
-    Its seal tells a resumed run whether it has the pool or the groups that it started with.
-    Args: key: the run's own.
-    """
+def sharing(users: Users, method: ELS | ULS) -> SharedTexts | None:
+    """The plan's entry for texts with several owners; None if each text has one."""
     if graph_of(users) is None:
         return None
     if isinstance(method, ELS):
-        used, changed, kept = method.pool, 0, [method.pool]
-    else:
-        assert isinstance(method, SharedULS), "of texts with several owners"
-        groups = method.groups
-        used, changed, kept = groups.rows, groups.max_changed, [groups.rows, groups.offsets]
-    digest = hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in kept))
-    return SharedTexts(kept=len(used), max_changed=changed, seal=key.seal(digest.hexdigest()))
+        return SharedTexts(len(method.pool), 0)
+    assert isinstance(method, SharedULS), "of texts with several owners"
+    return SharedTexts(len(method.groups.rows), method.groups.max_changed)
 
 
 def evaluations_of(

@@ -32,7 +32,6 @@ from fedsim.plan import (
     method_for,
     planned_phases,
     private_group_size,
-    sharing,
     smallest_group_size,
     voiding,
     with_group_size,
@@ -260,14 +259,11 @@ def _plan_as_stored(opened: OpenRun, method: ELS | ULS, callbacks: Sequence[Call
     """
     stored, plan = opened.stored, opened.stored_plan
     assert stored is not None and plan is not None, "of a resumed run"
-    same = sharing(opened.data.train, method, opened.key) == plan.shared
-    again = "the pool or the groups that the run started with: resume with its package versions"
-    expect("data", "other texts of the same ones", same, again)
     again = "those at the start of the run alone to see metrics without noise"
     for fact in facts_of_callbacks(callbacks):
         expect(fact.fact.setting, fact.of, fact in plan.caveats, again)
     same = drawn_once(method, plan.num_steps, opened.key) == plan.drawn_once
-    again = "versions that draw the pool and users' turns as when the run started"
+    again = "versions that draw the pool, the groups and users' turns as when the run started"
     expect("packages", "others than at the start", same, again)
     if plan.evaluations is not None:
         same = plan.evaluations.seal == _held_out_seal(opened)

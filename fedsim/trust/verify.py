@@ -26,6 +26,7 @@ from fedsim.plan import (
     accounted_events,
     as_planned,
     claimed_fields,
+    drawn_once,
     facts_of,
     method_for,
     private_group_size,
@@ -325,8 +326,10 @@ def _draws(evidence: Evidence) -> str:
     plan, segments = evidence.plan, ledger.segments_of(evidence.lines)
     privacy, current = as_planned(evidence.privacy, plan), None
     method = method_for(plan.algorithm, privacy, evidence.users, evidence.key)
-    shared = sharing(evidence.users, method, evidence.key)
+    shared = sharing(evidence.users, method)
     require(shared == plan.shared, f"shared={plan.shared}: the key draws {shared}")
+    same = drawn_once(method, plan.num_steps, evidence.key) == plan.drawn_once
+    require(same, "the key draws another pool, other groups or other turns")
     units = method.sampler.num_units
     require(units == plan.num_units, f"num_units={plan.num_units}: not {units}")
     name, count = "non_private/cohort_size", 0

@@ -102,7 +102,7 @@ def rows_of(found):
     return dict(cells[2:])
 
 
-SHARED = {"kept": 900, "max_changed": 3, "seal": "abc"}
+SHARED = {"kept": 900, "max_changed": 3}
 CYCLIC = {"sampling": {**PLAN.as_dict()["sampling"], "kind": "cyclic"}}
 CYCLIC["sampling"]["bands"] = 3
 CORRELATED = {**CYCLIC, "noise": {"kind": "correlated", "bands": 3}}
