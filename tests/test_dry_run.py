@@ -131,10 +131,9 @@ def test_no_budget_is_refused_by_a_private_draw():
     assert len(found) > 3  # it is drawn
 
 
-@pytest.mark.parametrize("strategy", ["scan", "ghost"])
-def test_a_dry_run_compiles_no_step(strategy, texts, run_dir, capsys, monkeypatch):
+def test_a_dry_run_compiles_no_step(texts, run_dir, capsys, monkeypatch):
     monkeypatch.setattr("fedsim.engine.worker.Worker.add_lane", None)
-    args = command(texts, run_dir, engine="local", strategy=strategy, batch_size=2)
+    args = command(texts, run_dir, batch_size=2)
     main([*args, "--dry-run", "--json"])
     assert not run_dir.exists() and json.loads(capsys.readouterr().out)["batch_size"] == 2
 

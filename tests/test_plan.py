@@ -112,13 +112,6 @@ def test_the_plan_says_what_is_run_and_what_is_accounted(sampling, key):
     assert plan.sampling.kind == sampling
 
 
-def test_a_seeded_run_is_labelled(key):
-    plan = planned(Algorithm.ULS, key)
-    assert key.seed is not None and plan.seeded and not plan.guarantee
-    assert plan.epsilon_holds == "known-seed" and plan.caveats == (Caveat(Fact.KNOWN_SEED),)
-    assert planned(Algorithm.ULS, SecretKey.create()).guarantee
-
-
 def test_the_slack_of_the_noise_is_that_of_all_numbers_drawn(key):
     plan = planned(Algorithm.ULS, key)
     numbers = plan.num_steps * plan.num_parameters

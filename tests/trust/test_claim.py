@@ -121,19 +121,10 @@ ALLOCATED = {"sampling": {"kind": "allocation", "prob": 0.007, "participations":
         ({"shared": SHARED}, "adjacency", "who owns which are the same, and public"),
         ({"adjacency": "add-or-remove"}, "adjacency", "one user with all texts, added or removed"),
         (CORRELATED, "noise of different steps", "the 2 steps before it"),
-        ({"group_size_epsilon": 0.25}, "accounted before training", "0.25 of epsilon"),
         ({"non_private": [CHOSEN]}, "tuning of settings", "clip_norm (chosen by loo"),
         ({"clip_quantile": 0.5}, "mechanism", "follows a quantile of the norms privately"),
-        ({"seeded": True}, "epsilon, delta", "(no guarantee: a known seed"),
     ],
 )
 def test_what_was_done_follows_from_the_plan(changed, item, words, tmp_path):
     found = dataclasses.replace(of_plan(**changed), run_dir=tmp_path)
     assert words in rows_of(found)[item]
-
-
-def test_a_run_that_was_stopped_is_said_to_cost_all_of_its_steps(tmp_path):
-    found = dataclasses.replace(of_plan(), run_dir=tmp_path)
-    assert rows_of(found)["steps accounted"] == "20 of 20 planned"
-    stopped = rows_of(dataclasses.replace(found, lines=found.lines[:-5]))["steps accounted"]
-    assert stopped.startswith("20 of 20 planned, of which 15 were released")

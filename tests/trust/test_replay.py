@@ -167,8 +167,7 @@ def test_a_run_that_is_stopped_at_once_again_keeps_its_promises(
     assert found["steps_done"] == 4 and found["lost_steps"] == 2
     code, checks = verify(capsys, run_dir)
     assert code == 0, checks
-    less = 0.9 * found["epsilon"]  # than the plan's, which is what a stopped run claims
-    for name, value in (("epsilon", less), ("steps_done", 3), ("lost_steps", 0)):
+    for name, value in (("epsilon", 0.9 * found["epsilon"]), ("lost_steps", 0)):
         edit_json(run_dir / "summary.json", **{**found, name: value})
         code, checks = verify(capsys, run_dir)
         assert code == 1 and name in checks["summary"][1], checks
