@@ -25,7 +25,6 @@ from fedsim.training import Purpose, train
 from fedsim.trust.bounds import audit_curve, audit_guesses, audit_noise, curve_claim
 from fedsim.trust.canaries import POOLS, Canaries, coins
 
-NAME = "audit"
 CURVE_POINTS = 400
 REFUTED, NOT_REFUTED, TOO_FEW = "REFUTED", "not refuted", "INCONCLUSIVE"
 FINDINGS = {
@@ -84,7 +83,7 @@ def audit(
         **attacks,
     }
     result |= judge(result)
-    write_json(run.run_dir / f"{NAME}.json", result)
+    write_json(run.run_dir / "audit.json", result)
     return result
 
 

@@ -21,8 +21,6 @@ from fedsim.config import default_delta, to_json
 from fedsim.plan import in_words
 from fedsim.run import aligned
 
-HEAD = "run", "kind", "state", "began", "users", "releases", "epsilon alone"
-
 
 def budget(
     place: Path,
@@ -100,7 +98,8 @@ def _row(charge: RunCost, num_users: int, delta: float) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """The runs as a text table; a star marks what is no guarantee."""
-    rows: list[tuple[str, ...]] = [HEAD]
+    head = "run", "kind", "state", "began", "users", "releases", "epsilon alone"
+    rows: list[tuple[str, ...]] = [head]
     for each in result["runs"]:
         releases = "-" if each["releases"] is None else f"{each['releases']:,}"
         epsilon = _shown(each["epsilon"]) + ("" if each["guarantee"] else "*")
