@@ -182,7 +182,11 @@ def test_a_draw_is_paid_before_it_is_made(tmp_path, monkeypatch, capfd):
 
 PUT_BACK = [
     (planner, "public_examples", lambda privacy, users: users.num_examples),
-    (defaults, "private_median", lambda sizes, *_: median_group_size(sizes) + (sizes.max() > 100)),
+    (
+        defaults,
+        "private_median",
+        lambda sizes, *_: median_group_size(sizes) + int(sizes.max() > 100),
+    ),
     (defaults, "facts_of", lambda _, data: [Caveat(Fact.CALLBACK, str(data.train.num_examples))]),
 ]
 
