@@ -198,7 +198,7 @@ def test_a_run_goes_on_with_its_pool_or_groups_or_not_at_all(
     with pytest.raises(SystemExit) as stop:
         main([*arguments, "--resume"])
     assert stop.value.code == 2
-    assert "versions that draw the pool, the groups and users' turns" in capsys.readouterr().err
+    assert "versions that draw the pool and users' turns" in capsys.readouterr().err
     monkeypatch.undo()
     if algorithm == "uls":
         with pytest.raises(SystemExit) as stop:

@@ -263,7 +263,7 @@ def _plan_as_stored(opened: OpenRun, method: ELS | ULS, callbacks: Sequence[Call
     for fact in facts_of_callbacks(callbacks):
         expect(fact.fact.setting, fact.of, fact in plan.caveats, again)
     same = drawn_once(method, plan.num_steps, opened.key) == plan.drawn_once
-    again = "versions that draw the pool, the groups and users' turns as when the run started"
+    again = "versions that draw the pool and users' turns as when the run started"
     expect("packages", "others than at the start", same, again)
     if plan.evaluations is not None:
         same = plan.evaluations.seal == _held_out_seal(opened)

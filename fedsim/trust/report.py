@@ -38,6 +38,7 @@ from fedsim.plan import in_words
 from fedsim.run import (
     Console,
     StoredRun,
+    base_name,
     checkpoint,
     directory,
     formats,
