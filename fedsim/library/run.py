@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fedsim.config import (
     Algorithm,
