@@ -58,7 +58,7 @@ CHATS = (
     Mistake(
         "special tokens that a person spells",
         "data/test_chat.py::test_any_text_comes_back_and_none_becomes_a_special_token",
-        Patch(CHAT, "ChatTokenizer._broken", lambda _right, self, value, spellings: value),
+        Patch(CHAT, "_Spellings.broken", lambda _right, self, content: content),
     ),
     Mistake(
         "an author of context who is no owner",
