@@ -78,7 +78,6 @@ def as_it_is(_right, tree):
 
 
 def in_float32(clip_chunk, *args, total, **options):
-    """The units' sum, added to that of earlier ones as floating-point numbers."""
     added, *values = clip_chunk(*args, total=jax.tree.map(jnp.zeros_like, total), **options)
     floats = jax.tree.map(lambda t, z: t.astype(jnp.float32) + z.astype(jnp.float32), total, added)
     return jax.tree.map(lambda t, x: x.astype(t.dtype), total, floats), *values

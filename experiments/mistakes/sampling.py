@@ -54,7 +54,6 @@ def from_all(_right, self, key, step):
 
 
 def all_as_texts(keys_of, column, field, first_row):
-    """Where one is no number and no time, all as texts."""
     import pyarrow as pa
 
     from fedsim.errors import DataError
