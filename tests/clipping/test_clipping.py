@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from problems import SoftmaxTask
 
 from fedsim.clipping import Clip, Strategy, clip_chunk
 from fedsim.clipping.contribution import norm_and_bound
@@ -70,3 +71,22 @@ def test_norms_do_not_underflow_in_half_precision():
     assert abs(float(norm_and_bound({"w": gradient})[0]) - 0.1) < 1e-4
     total, norms, _, _ = summed(np.full((1, 1, 10**6), 1e-4), Clip(0.01), jnp.float16)
     assert abs(np.linalg.norm(np.asarray(total, np.float64)) - 0.01) < 2e-5
+
+
+@pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")  # theirs
+def test_it_agrees_with_jax_privacy():
+    jax_privacy = pytest.importorskip("jax_privacy")
+    rng = np.random.default_rng(3)
+    x, y = rng.normal(size=(6, 4, 5)).astype(np.float32), rng.integers(3, size=(6, 4))
+    theta, task = jnp.asarray(rng.normal(size=(5, 3)), jnp.float32), SoftmaxTask(x, y, 3)
+    batch = {"x": jnp.asarray(x), "y": jnp.asarray(y)}
+
+    def user_loss(params, batch):
+        return task.losses(params, batch).mean()
+
+    clipped = jax_privacy.clipped_grad(
+        user_loss, l2_clip_norm=0.5, batch_argnums=1, keep_batch_dim=False
+    )
+    ours = clip_chunk(task.losses, theta, batch, jnp.ones((6, 4), bool), Clip(0.5))[0]
+    ours, theirs = reference.floats(ours, Clip(0.5)), clipped(theta, batch)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=6 * Clip(0.5).unit(15))

@@ -52,7 +52,7 @@ def cluster():
 def command(texts, run_dir, *more):
     words = f"fedsim train uls --data {texts} --run-dir {run_dir} --epsilon 4 --num-steps 40"
     words += " --batch-size 24 --group-size 2 --max-length 24 --seed 3 --model micro"
-    return [*f"{words} --num-workers 2 --log-every 1".split(), *more]
+    return [*f"{words} --num-workers 2".split(), *more]
 
 
 def summary(run_dir):
@@ -78,3 +78,17 @@ def test_a_job_shows_its_log_and_ends_with_the_commands_exit_code(
     assert summary(tmp_path / "run")["params_sha256"] == expected
     failed = cluster("submit", *command(texts, tmp_path / "run"), check=False)  # no --resume
     assert failed.returncode == 1 and "fedsim: error: run_dir=" in failed.stdout
+
+
+@pytest.mark.ci
+def test_a_client_without_the_token_is_turned_away(cluster, monkeypatch):
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    found = subprocess.run(
+        ["ray", "job", "list", "--address", f"http://127.0.0.1:{PORT + 1}"],
+        env={**os.environ, "HOME": "/nonexistent", "RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert found.returncode != 0 and "nauthorized" in found.stdout + found.stderr
