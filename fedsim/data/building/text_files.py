@@ -86,10 +86,26 @@ class TextFile:
                 columns.check(self.names)
             yield from self._csv(columns) if self.is_csv else self._json(columns)
 
-    def _pieces(self) -> Iterator[bytes]:
+    def _pieces(self, end: bool = False) -> Iterator[bytes]:
+        """The file, or its end, which is more than a row may have; of a packed file all of it."""
         with pa.input_stream(str(self.file), compression=self.packed) as stream:
+            if end and not self.packed:
+                stream.seek(max(0, stream.size() - 4 * MAX_BYTES))
             while piece := stream.read(PIECE):
                 yield piece
+
+    def _expect_short_end(self) -> None:
+        """DuckDB leaves out a last row that its buffer does not hold, without an error."""
+        rest, last = 0, 0
+        for piece in self._pieces(end=True):
+            lines, end, after = piece.replace(b"\r", b"\n").rpartition(b"\n")
+            if end:
+                _, inner, line = lines.rstrip(b"\n").rpartition(b"\n")
+                last = len(line) if inner else (rest + len(line)) or last
+                rest = 0
+            rest += len(after)
+        if (rest or last) > MAX_BYTES:
+            raise DataError(f"last line: expected rows of at most {MAX_BYTES:,} bytes")
 
     def _header(self, begin: bytes) -> list[str]:
         quoting = csv.QUOTE_NONE if self.quoting == "none" else csv.QUOTE_MINIMAL
@@ -116,6 +132,7 @@ class TextFile:
             lines = lines or bool(pc.any(batch.column(len(wanted))).as_py())  # pyright: ignore
             rows += len(batch)
             yield pa.RecordBatch.from_arrays(batch.columns[:-1], list(wanted))
+        self._expect_short_end()
         # Without quoting, marks in the first line would be in names of columns.
         if lines and self.quoting is None and len(places) > 1 and not self.marked:
             self._expect_one_way(rows)
@@ -162,7 +179,7 @@ class TextFile:
 
     def _json(self, columns: Columns) -> Iterator[pa.RecordBatch]:
         last = b"]"
-        for piece in self._pieces() if self.is_list else ():
+        for piece in self._pieces(end=True) if self.is_list else ():
             last = piece.rstrip()[-1:] or last
         if last != b"]":
             raise DataError("expected ] after the last entry; is the file cut off?")

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import random
 import re
 
@@ -51,7 +52,8 @@ def test_a_random_dump_is_refused_or_every_row_has_its_user(suffix, alphabet, tm
 
 def test_a_record_that_never_ends_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "MAX_BYTES", 1000)
-    for text in ("a" * 1500, "a" * 5000, '"' + "a\n" * 1000):
-        file = dump(tmp_path / "x.csv", [("ann", "fine"), ("ben", text), ("cy", "last")])
+    texts = ("a" * 1500, "a" * 5000, '"' + "a\n" * 1000)
+    for text, after in itertools.product(texts, ([], [("cy", "last")])):
+        file = dump(tmp_path / "x.csv", [("ann", "fine"), ("ben", text), *after])
         with pytest.raises(DataError, match="expected (rows of at most|every quotation)"):
             build(file, tmp_path / "out")
