@@ -48,8 +48,7 @@ import numpy as np
 from experiments.benchmarks.common import at_least, circumstances
 from fedsim.clipping import Clip, Strategy, clip_chunk, num_coordinates, zeros_like
 from fedsim.clipping.scan import in_one_product
-from fedsim.engine.environment import compiler_options
-from fedsim.engine.programs import check_arithmetic
+from fedsim.engine.programs import check_arithmetic, compiler_options
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.models import LanguageModelTask, Transformer, TransformerConfig, lora, stacked

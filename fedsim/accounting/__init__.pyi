@@ -21,6 +21,7 @@ from .calibration import (
     noise_multiplier as noise_multiplier,
     num_steps as num_steps,
 )
+from .composition import Errors as Errors, Slack as Slack, slack as slack, together as together
 from .events import (
     MAX_CONTRIBUTIONS as MAX_CONTRIBUTIONS,
     MAX_NOISE as MAX_NOISE,
@@ -41,7 +42,6 @@ from .gaussian_dp import (
     gaussian_epsilon as gaussian_epsilon,
     gaussian_mu as gaussian_mu,
 )
-from .noise_slack import Errors as Errors, Slack as Slack, slack as slack, together as together
 from .people import (
     for_people as for_people,
     group_delta as group_delta,

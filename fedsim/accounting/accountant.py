@@ -18,9 +18,8 @@ from dp_accounting.pld.pld_pmf import DensePLDPmf
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 from fedsim.accounting import allocation, composition, mixture
-from fedsim.accounting.composition import Query
+from fedsim.accounting.composition import Query, together
 from fedsim.accounting.events import Event, Events, PureEvent, StepEvent, merge
-from fedsim.accounting.noise_slack import together
 from fedsim.accounting.selection import SelectionEvent, loss_range as selection_range, selection_pmf
 from fedsim.errors import expect, expect_count
 

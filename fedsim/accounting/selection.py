@@ -27,7 +27,7 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from scipy import optimize
 
 from fedsim.accounting import composition
-from fedsim.accounting.noise_slack import together
+from fedsim.accounting.composition import together
 from fedsim.errors import expect
 
 FLOOR = 1e-15  # smaller deltas are not resolved

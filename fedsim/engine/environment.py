@@ -206,15 +206,3 @@ def host_kind() -> str:
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
     name = f"{model[1] if model else platform.machine()} {digest}"
     return re.sub(r"\W+", "-", name).strip("-")
-
-
-def on_accelerator() -> bool:
-    """True if programs run on a GPU or TPU."""
-    return jax.default_backend() != "cpu"
-
-
-def compiler_options(platform: str) -> dict[str, str | bool] | None:
-    """Options of XLA for each program whose bits matter."""
-    # A unit's contribution must be a function of its rows: no atomics, whose order varies, and no
-    # choice of kernels by timing, which would differ between workers.
-    return {"xla_gpu_deterministic_ops": True} if platform == "gpu" else None

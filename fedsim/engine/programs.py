@@ -28,7 +28,6 @@ from fedsim.clipping import (
     num_coordinates,
     zeros_like,
 )
-from fedsim.engine.environment import compiler_options, on_accelerator
 from fedsim.engine.task import Task
 from fedsim.errors import FedsimError
 
@@ -202,6 +201,18 @@ def sum_of_squares(tree: Any) -> int:
         return (int(high @ high) << 32) + (int(high @ low) << 17) + int(low @ low)
 
     return sum(map(of, jax.tree.leaves(tree)))
+
+
+def on_accelerator() -> bool:
+    """True if programs run on a GPU or TPU."""
+    return jax.default_backend() != "cpu"
+
+
+def compiler_options(platform: str) -> dict[str, str | bool] | None:
+    """Options of XLA for each program whose bits matter."""
+    # A unit's contribution must be a function of its rows: no atomics, whose order varies, and no
+    # choice of kernels by timing, which would differ between workers.
+    return {"xla_gpu_deterministic_ops": True} if platform == "gpu" else None
 
 
 def _compile(function: Any, *args: Any) -> Any:

@@ -110,11 +110,6 @@ class Task(Protocol):
         return None
 
 
-def read_rows(task: Task, split: str, rows: np.ndarray) -> Batch:
-    """Call `Task.read`, or `dummy_batch` for DUMMY rows."""
-    return task.dummy_batch(rows) if split == DUMMY else task.read(split, rows)
-
-
 class WrappedTask(Any if TYPE_CHECKING else object):
     """A task that forwards everything to an inner task, except for what a subclass overrides."""
 

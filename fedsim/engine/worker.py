@@ -32,11 +32,16 @@ from fedsim.engine.environment import (
     expect_allowed,
     host_kind,
     keep_compiled,
-    on_accelerator,
     versions,
 )
-from fedsim.engine.programs import Programs, check_arithmetic, check_contributions, default_device
-from fedsim.engine.task import DUMMY, Task, read_rows
+from fedsim.engine.programs import (
+    Programs,
+    check_arithmetic,
+    check_contributions,
+    default_device,
+    on_accelerator,
+)
+from fedsim.engine.task import DUMMY, Task
 from fedsim.signals import raise_if_stopped
 
 UNITS_PER_CALL = 32  # least units of a full call of `clip_chunk`
@@ -145,16 +150,19 @@ class Worker:
         """Yield (batch of a call of `nats`, number of its real rows) for all examples `rows`."""
         buckets = self.task.buckets
         if buckets is not None and buckets.packed is not None:
-            for batch in buckets.packed(read_rows(self.task, split, rows)):
+            for batch in buckets.packed(self._rows(split, rows)):
                 yield from in_calls(batch)
             return
         batch, mask = self._read(split, rows[:, None])
         for chunk in chunks(batch, mask, EVAL_ROWS_PER_CHUNK, buckets):
             yield jax.tree.map(lambda leaf: leaf[:, 0], chunk.batch), len(chunk.units)
 
+    def _rows(self, split: str, rows: np.ndarray) -> Any:
+        return self.task.dummy_batch(rows) if split == DUMMY else self.task.read(split, rows)
+
     def _read(self, split: str, rows: np.ndarray) -> tuple[Any, np.ndarray]:
         """Read rows [units, group]; return (batch [units, group, ...], mask of real rows)."""
-        batch = read_rows(self.task, split, rows.ravel())
+        batch = self._rows(split, rows.ravel())
         return jax.tree.map(lambda x: x.reshape(*rows.shape, *x.shape[1:]), batch), rows >= 0
 
     def ghost_fault(

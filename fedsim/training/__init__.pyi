@@ -1,10 +1,5 @@
 from . import optimizers as optimizers
 from .callbacks import Callback as Callback
-from .launch import (
-    dry_run as dry_run,
-    expect_runnable as expect_runnable,
-    train as train,
-)
 from .open import Purpose as Purpose, open_run as open_run, wait_for as wait_for
 from .optimizers import (
     Diverged as Diverged,
@@ -22,4 +17,9 @@ from .private_evaluation import (
     SPLIT as SPLIT,
     Evaluated as Evaluated,
 )
-from .trainer import Trainer as Trainer
+from .trainer import (
+    Trainer as Trainer,
+    dry_run as dry_run,
+    expect_runnable as expect_runnable,
+    train as train,
+)

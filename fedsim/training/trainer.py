@@ -2,6 +2,8 @@
 
 A step is written into the ledger before anything of it becomes visible, and none is computed again:
 a run that is resumed begins a segment at the next index, with draws and noise of its own.
+
+`train` goes from settings to a summary, `dry_run` to a plan.
 """
 
 import dataclasses
@@ -9,7 +11,7 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from typing import Any
@@ -18,18 +20,22 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import at_most
+from fedsim.config import Algorithm, PrivacyConfig, RunConfig
+from fedsim.data import TEMPLATE
 from fedsim.engine import Stats, versions
 from fedsim.errors import ConfigError
 from fedsim.evaluate import evaluate, headline
 from fedsim.files import sha256_of, write_json
-from fedsim.plan import claimed_fields, ledger_head
+from fedsim.plan import claimed_fields, in_words, ledger_head, warnings_of
 from fedsim.run import (
     SENDING,
+    Console,
     Ledger,
     Metrics,
     Replayed,
     Segment,
     State,
+    StoredRun,
     checkpoint,
     claimed_epsilon,
     directory,
@@ -41,18 +47,19 @@ from fedsim.run import (
     save,
 )
 from fedsim.signals import stop_signals
-from fedsim.training.callbacks import Calls
-from fedsim.training.loggers import LOGGERS
-from fedsim.training.open import Purpose, phase_of
+from fedsim.training.callbacks import LOGGERS, Callback, Calls
+from fedsim.training.open import AuditHooks, CustomTask, Purpose, open_run, phase_of
 from fedsim.training.optimizers import (
     Diverged,
+    Noise,
     averaged,
     largest_of,
     rate_of,
     update_rule,
     updater,
+    with_defaults,
 )
-from fedsim.training.prepare import PreparedRun
+from fedsim.training.prepare import PreparedRun, prepare_run
 from fedsim.training.private_evaluation import noisy_evaluate
 
 MAX_GROWTH = 100.0  # times the largest parameter at the start, or 1: nothing is learnt beyond
@@ -323,3 +330,88 @@ def computed_on(host: str, lanes: str) -> str:
     """Kind of host, and a digest of all else on which bits depend: equal where bits can be."""
     facts = json.dumps([lanes, versions()], sort_keys=True)
     return f"{host}, packages {hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+
+
+NOTHING_PROMISED = (
+    "{}, so no privacy guarantee. The privacy budget of these users, in {}, will be infinite for "
+    "ever, and no limit can be kept. For trials use a ledger of their own: budget_ledger=PATH"
+)
+
+
+def train(
+    algorithm: Algorithm,
+    privacy: PrivacyConfig,
+    run: RunConfig,
+    console: Console,
+    *,
+    purpose: Purpose = Purpose.TRAIN,
+    custom: CustomTask | None = None,
+    audit: AuditHooks | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, Any]:
+    """Train, or resume training; return the contents of `summary.json`.
+
+    Nothing is written to the run directory before all checks have passed.
+    Args:
+      custom: data and task, instead of those that the settings name.
+      audit: canaries of an audit.
+      callbacks: called between the steps.
+    Raises:
+      ConfigError: the settings do not fit the data, the model or each other.
+      EngineError: workers failed.
+      LedgerError: a ledger is damaged or locked.
+    """
+    expect_runnable(privacy, run)
+    if not purpose.is_counted:  # nobody else may learn how many trials there are
+        here = [name for name in run.log_to if name not in SENDING]
+        run = dataclasses.replace(run, log_to=here)
+    hooks: dict[str, Any] = {"custom": custom, "audit": audit}
+    with open_run(algorithm, privacy, run, console, purpose=purpose, **hooks) as opened:
+        prepared = prepare_run(opened, callbacks=callbacks)
+        show(prepared)
+        return launch(prepared).fit()
+
+
+def launch(prepared: PreparedRun) -> Trainer:
+    """Write the run's directory if it is new, lock it, and return the Trainer of the run."""
+    opened, plan = prepared.opened, prepared.plan
+    if opened.stored is None:
+        given = (opened.identity, opened.settings, opened.run, prepared.task.describe())
+        stored = StoredRun(*given, versions=versions(), plan=plan, strategy=str(prepared.strategy))
+        template = opened.data.path and opened.data.path / TEMPLATE
+        template = template if template and template.is_file() else None
+        files = (opened.data.tokenizer_path, opened.model and opened.model.files, template)
+        created = directory.create(opened.run.run_dir, stored, opened.key, *files)
+        opened.until_end.enter_context(created)
+    return Trainer(prepared)
+
+
+def show(prepared: PreparedRun) -> None:
+    """Show the plan and what it warns of, before the first step."""
+    opened, plan, console = prepared.opened, prepared.plan, prepared.opened.console
+    if opened.stored is None:
+        for warning in warnings_of(plan):
+            console.warn(warning)
+        if prepared.booking is not None and not plan.guarantee:
+            request, _ = prepared.booking.requests[0]
+            console.warn(NOTHING_PROMISED.format(in_words(plan.reasons), request.place))
+    console.plan(plan, prepared.engine, opened.run)
+    console.rows([("gradient method", str(prepared.strategy))])
+
+
+def dry_run(
+    algorithm: Algorithm, privacy: PrivacyConfig, run: RunConfig, console: Console
+) -> dict[str, Any]:
+    """Plan a run, with the engine `local`; nothing is trained, written or paid for. Returns the
+    plan. Raises: ConfigError, EngineError: as in a training."""
+    expect_runnable(privacy, run)
+    with open_run(algorithm, privacy, run, console) as opened:
+        prepared = prepare_run(opened, dry_run=True)
+        show(prepared)
+        return prepared.plan.as_dict()
+
+
+def expect_runnable(privacy: PrivacyConfig, run: RunConfig) -> None:
+    """Raise ConfigError if the optimizer does not exist."""
+    settled = with_defaults(run, Noise(1.0, 1.0, 1))
+    update_rule(settled, rate_of(settled, privacy.num_steps))

@@ -15,7 +15,8 @@ from refused import refuses
 from fedsim.config import EngineConfig
 from fedsim.engine import environment, preflight, programs
 from fedsim.engine.engine import EngineError
-from fedsim.engine.environment import COMPILED_WITH, XLA, compiler_options, expect_allowed
+from fedsim.engine.environment import COMPILED_WITH, XLA, expect_allowed
+from fedsim.engine.programs import compiler_options
 from fedsim.engine.worker import Worker
 
 pytestmark = pytest.mark.privacy

@@ -20,7 +20,7 @@ import pytest
 
 import fedsim
 from fedsim.cli import main as cli
-from fedsim.cli.help import EVERYWHERE, flags, words_of
+from fedsim.cli.main import EVERYWHERE, flags, words_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))

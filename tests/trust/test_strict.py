@@ -22,8 +22,8 @@ from fedsim.plan import ALL_COVERED, Caveat, Fact, Plan, defaults, ledger_head, 
 from fedsim.run import Console, directory, ledger
 from fedsim.sampling import median_group_size, rank_error
 from fedsim.training import Callback, open, prepare
-from fedsim.training.launch import launch as begin, show
 from fedsim.training.prepare import prepare_run
+from fedsim.training.trainer import launch as begin, show
 from fedsim.trust.claim import Released
 from fedsim.trust.evidence import Violated
 from fedsim.trust.report import card_of
