@@ -7,6 +7,7 @@ from .errors import ConfigError as ConfigError, DataError as DataError, FedsimEr
 from .keys import SecretKey as SecretKey
 from .library import (
     Run as Run,
+    TrainSettings as TrainSettings,
     audit as audit,
     load as load,
     recommend as recommend,

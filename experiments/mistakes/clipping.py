@@ -47,9 +47,9 @@ def from_the_end_twice(matrix, module, calls, own):
     return found
 
 
-def part_by_part(mean, loss_fn, size, *given):
+def part_by_part(mean, loss_fn, rows_per_pass, *given):
     """The mean of a unit's gradients, in parts that are clipped to norm 1."""
-    *how, rows, real = given
+    (*how, rows, real), size = given, rows_per_pass
     total, loss = jax.tree.map(jnp.zeros_like, mean(loss_fn, size, *given))
     for start in range(0, len(real), size):
         own = real[start : start + size]

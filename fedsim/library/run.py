@@ -8,17 +8,19 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Required, TypedDict, Unpack
 
 from fedsim.config import (
     Algorithm,
     AuditConfig,
     EngineConfig,
+    LoggerName,
     MechanismConfig,
     PrivacyConfig,
     PrivacyTarget,
     RunConfig,
     Sampling,
+    SamplingName,
     changed_run,
     config_of,
     configs_of,
@@ -224,13 +226,77 @@ class Run:
         return Path(export(str(self.run_dir), out, adapter=True)["out"])
 
 
+class TrainSettings(TypedDict, total=False):
+    """Keyword arguments of `train`: flags of `fedsim train`, which `PrivacyConfig` and `RunConfig`
+    describe, and user, text and messages for the flags that name columns."""
+
+    epsilon: Required[float]
+    num_steps: Required[int]
+    run_dir: str | Path | None
+    user: str | None
+    text: str | None
+    messages: str | None
+    batch_size: int
+    delta: float | None
+    clipping: Literal["normalised", "plain"]
+    max_shared_groups: int
+    sampling: SamplingName | None
+    participations: int | None
+    noise: Literal["independent", "correlated"]
+    bands: int | None
+    adjacency: Literal["zero-out", "add-or-remove"]
+    group_size: int | None
+    clip_norm: float
+    group_size_epsilon: float | None
+    clip_quantile: float | None
+    loss_bound: float | None
+    eval_epsilon: float | None
+    eval_loss_bound: float | None
+    tuned_on_data: str
+    user_column: str | None
+    text_column: str | None
+    tokenizer: str | None
+    max_length: int | None
+    messages_column: str | None
+    model: str
+    lora_rank: int
+    lora_modules: str | Sequence[str]
+    lora_alpha: float | None
+    frozen_dtype: Literal["stored", "float32", "bfloat16", "int8"]
+    remat: bool
+    compute_dtype: Literal["float32", "bfloat16"]
+    optimizer: str | None
+    learning_rate: float | None
+    schedule: Literal["constant", "linear", "cosine"] | None
+    ema: float | None
+    seed: int | None
+    engine: Literal["ray", "local"]
+    num_workers: int | None
+    num_lanes: int
+    threads_per_worker: int
+    strategy: Literal["auto", "scan", "direct", "ghost"]
+    rows_per_pass: int | None
+    accelerator: Literal["auto", "cpu", "gpu", "tpu"]
+    wait_for_workers: float
+    worker_timeout: float
+    eval_every: int | None
+    eval_examples: int
+    checkpoint_every: int
+    log_to: Sequence[LoggerName]
+    strict: bool
+    output: Literal["quiet", "normal"]
+    resume: bool
+    budget_ledger: str | Path | None
+    limit_epsilon: float | None
+
+
 def train(
     algorithm: str,
     data: Any,
     *,
     task: Task | None = None,
     callbacks: Sequence[Callback] = (),
-    **settings: Any,
+    **settings: Unpack[TrainSettings],
 ) -> Run:
     """Fine-tune a model with user-level differential privacy.
 
@@ -301,7 +367,7 @@ def configs_for(
     return configs_of({**settings, "data": source_of(data, **columns)})
 
 
-def recommend(data: Any, *, users: int = 128, **settings: Any) -> dict[str, Any]:
+def recommend(data: Any, *, users: int = 128, **settings: Unpack[TrainSettings]) -> dict[str, Any]:
     """Recommend els or uls, and its settings, for some data, an epsilon and a batch size.
 
     It looks at the data without protection; "non_private" says at what.
@@ -336,7 +402,7 @@ def audit(
     *,
     gradient_canaries: int = 400,
     confidence: float = 0.999,
-    **settings: Any,
+    **settings: Unpack[TrainSettings],
 ) -> dict[str, Any]:
     """Attack a training: plant made-up users (canaries), train, and guess which took part.
 

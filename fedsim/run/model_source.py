@@ -137,9 +137,8 @@ def model_name(source: str) -> str:
     return source if source.startswith(weights.HUB) else Path(source).name
 
 
-def base_name(run_dir: Path) -> str | None:
-    """Name on the Hub of the model that a run's adapters belong to; None if it is a directory."""
-    source = directory.load(run_dir).run.model.source
+def base_name(source: str) -> str | None:
+    """Name on the Hub of the model that a run started from; None if it is a directory."""
     return weights.named(source)[0] if source.startswith(weights.HUB) else None
 
 

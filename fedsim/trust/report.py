@@ -255,17 +255,18 @@ def model_card(run_dir: Path, console: Console, *, adapter: bool = False) -> tup
             released = read(run_dir, console)
     except ReportError as error:
         problem = error.public or str(error)
-        return _card(run_dir, adapter, problem=problem), problem
+        return _card(run_dir, directory.load(run_dir), adapter, problem=problem), problem
     plan = released.plan
     return card_of(released, adapter=adapter), None if plan.guarantee else in_words(plan.reasons)
 
 
 def card_of(released: Released, *, adapter: bool = False) -> str:
     """The model card of a run that keeps its promises."""
-    return _card(released.run_dir, adapter, problem=None, **facts(released))
+    of_run = released.run_dir, released.stored
+    return _card(*of_run, adapter, problem=None, **facts(released))
 
 
-def _card(run_dir: Path, adapter: bool, **shown: Any) -> str:
+def _card(run_dir: Path, stored: StoredRun, adapter: bool, **shown: Any) -> str:
     kind, private = "text-generation", shown.get("private") and not shown["label"]
     tags = [kind, "differential-privacy"] if private else [kind]
     library = "peft" if adapter else "transformers"
@@ -273,8 +274,8 @@ def _card(run_dir: Path, adapter: bool, **shown: Any) -> str:
         tags=tags,
         pipeline_tag=kind,
         library_name=library,
-        base_model=base_name(run_dir),
-        **_licence(directory.load(run_dir)),
+        base_model=base_name(stored.run.model.source),
+        **_licence(stored),
     )
     shown |= {"title": run_dir.resolve().name, "library": library, "subject": "this model"}
     return f"---\n{about.to_yaml()}\n---\n\n{as_markdown('card.md.jinja', **shown)}"

@@ -163,7 +163,7 @@ def tiny(tmp_path, monkeypatch, posts):
 
     source = tmp_path / "tiny"
     original("uls", data=posts, run_dir=source, callbacks=[Watch()], **how)
-    known = {"task", "callbacks", "user", "text", "messages", *flags(cli.COMMANDS["train"])}
+    known = {"task", "callbacks", "data"} | fedsim.TrainSettings.__annotations__.keys()
 
     def train(algorithm, **given):
         assert algorithm in ("els", "uls") and given.keys() <= known

@@ -87,7 +87,7 @@ def test_one_that_sees_more_is_named_in_the_plan_and_cannot_come_later(watched, 
     assert "eval/loss" in curious.seen("evaluate")[0]
     (fact,) = (fact for fact in run.summary["non_private"] if fact["of"] == "Curious")
     report = run.report(tmp_path)
-    assert "callback Curious" in (tmp_path / "report.md").read_text() and report["claim"]
+    assert "Curious" in (tmp_path / "report.md").read_text() and report["claim"]
     assert train(run_dir, Curious(), resume=True).finished  # known to the plan
     with refuses("callbacks=Curious"):
         train(watched[0].run_dir, Curious(), resume=True)
