@@ -64,7 +64,7 @@ try:
     fedsim.train
 except fedsim.ConfigError as error:
     print(error)
-main("train uls --data pydocs --epsilon 1 --num-steps 2 --run-dir never".split())
+main("train uls --data pydocs --epsilon 1 --num-steps 2 --engine local --run-dir never".split())
 """
     words = [sys.executable, "-c", BLOCKER.format(names=" ".join(EXTRAS.values())) + code]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)

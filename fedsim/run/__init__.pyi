@@ -7,11 +7,8 @@ from . import (
 )
 from .console import (
     Console as Console,
-    Terminal as Terminal,
-    aligned as aligned,
     guarantee_line as guarantee_line,
     spent as spent,
-    verbosity as verbosity,
 )
 from .directory import RECEIPT as RECEIPT, Identity as Identity, StoredRun as StoredRun
 from .formats import Segment as Segment
@@ -48,4 +45,9 @@ from .state import (
     restored as restored,
     results as results,
     save as save,
+)
+from .terminal import (
+    Terminal as Terminal,
+    aligned as aligned,
+    verbosity as verbosity,
 )

@@ -27,8 +27,8 @@ from fedsim.models import (
     weights,
 )
 from fedsim.run import checkpoint, directory
-from fedsim.run.console import Terminal
 from fedsim.run.directory import StoredRun
+from fedsim.run.terminal import Terminal
 
 DEEP = 6  # from so many layers on, a loop over stacked layers saves more in compiling than it costs
 # Frozen weights of other types than float32 are stacked in any case; see models/frozen.py.

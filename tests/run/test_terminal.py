@@ -1,6 +1,6 @@
 """What a person sees while they wait."""
 
-from fedsim.run.console import Terminal, verbosity
+from fedsim.run.terminal import Terminal, verbosity
 
 
 def test_levels_hold_for_the_terminals_of_a_block(capsys, monkeypatch):
