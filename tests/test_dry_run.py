@@ -148,6 +148,6 @@ def test_a_dry_run_compiles_no_step(texts, run_dir, capsys, monkeypatch):
 def test_what_can_be_refused_is_refused_before_workers_start(
     changed, says, texts, run_dir, monkeypatch, capsys
 ):
-    monkeypatch.setattr("fedsim.engine.engine.create", None)
+    monkeypatch.setattr("fedsim.engine.factory.create", None)
     args = command(texts, changed.pop("run-dir", run_dir), **changed)
     assert says in refusal(args, capsys)

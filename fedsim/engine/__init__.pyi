@@ -1,17 +1,12 @@
 from . import ray_engine as ray_engine
-from .engine import (
-    Engine as Engine,
-    EngineError as EngineError,
-    Stats as Stats,
-    choose_strategy as choose_strategy,
-    create as create,
-)
+from .engine import Engine as Engine, EngineError as EngineError, Stats as Stats
 from .environment import (
     expect_usable_jax as expect_usable_jax,
     keep_compiled as keep_compiled,
     version as version,
     versions as versions,
 )
+from .factory import choose_strategy as choose_strategy, create as create
 from .preflight import exhausted as exhausted, set_threads as set_threads
 from .task import (
     DUMMY as DUMMY,

@@ -14,7 +14,7 @@ from experiments.harness.stores import store_of
 from fedsim.clipping import Clip, Strategy, UnsupportedModel, clip_chunk
 from fedsim.config import EngineConfig
 from fedsim.data.dataset import Dataset
-from fedsim.engine.engine import choose_strategy
+from fedsim.engine.factory import choose_strategy
 from fedsim.engine.worker import LocalEngine
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import TransformerConfig

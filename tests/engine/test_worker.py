@@ -24,7 +24,8 @@ from fedsim.clipping import (
     strategy,
 )
 from fedsim.config import EngineConfig
-from fedsim.engine.engine import Engine, choose_strategy
+from fedsim.engine.engine import Engine
+from fedsim.engine.factory import choose_strategy
 from fedsim.engine.programs import UnfitDevice
 from fedsim.engine.task import Task
 from fedsim.engine.worker import LocalEngine, Worker
