@@ -1,6 +1,7 @@
 """Plan, progress and results of a run for a person, on stderr."""
 
 import math
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from fedsim.accounting import at_least, at_most
 from fedsim.config import Algorithm, RunConfig
 from fedsim.data import NATS_PER_TOKEN
 from fedsim.plan import ALL_COVERED, Plan, in_words
+from fedsim.run.metrics import BOARD
 from fedsim.run.terminal import Terminal
 
 SHOWN = {
@@ -77,7 +79,9 @@ class Console(Terminal):
         if all(map(math.isfinite, losses)):  # else it was stopped between two evaluations
             self.note(f"held-out loss {losses[0]:.4g} -> {losses[1]:.4g} {unit}")
         self.note(guarantee_line(summary))
-        self.note(f"written to {run_dir}")
+        board = run_dir / BOARD
+        look = f"; look at it with: tensorboard --logdir {shlex.quote(str(board))}"
+        self.note(f"written to {run_dir}{look if board.exists() else ''}")
 
 
 def spent(summary: dict[str, Any]) -> float:

@@ -225,7 +225,8 @@ class Trainer:
                     self.passed[state.step] = dataclasses.replace(state)
             saver.save(state.step, vars(state))
         if state.step < end:
-            self.console.note(f"stopped after step {state.step}")
+            then = "; --resume continues from there" if self.audit is None else ""
+            self.console.note(f"stopped after step {state.step}{then}")
 
     def _evaluate(self, state: State, metrics: Metrics, step: int) -> None:
         """Evaluate the parameters as those of `step`, if that is due and has not been done."""
