@@ -294,6 +294,9 @@ def _data(evidence: Evidence) -> str:
     for name, count in counts.items():
         if (planned := getattr(evidence.plan, name)) is not None:
             require(count == planned, f"{where}: {name}={count}: not {planned}")
+    if (claimed := directory.summary_of(evidence.run_dir)) is not None:
+        same = claimed.get("num_examples") == users.num_examples
+        require(same, f"{where}: another num_examples than in {directory.SUMMARY}")
     evidence.users = users
     return f"{users.num_users:,} users, every byte of their texts as it was"
 
