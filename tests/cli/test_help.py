@@ -7,8 +7,7 @@ import sys
 import pytest
 from refused import refuses
 
-from fedsim.cli import help
-from fedsim.cli.main import COMMANDS, main, parse
+from fedsim.cli.main import COMMANDS, flags as flags_of_command, main, parse, sentence, words_of
 
 LEAVES = {name: command for name, command in COMMANDS.items() if name != "data"}
 LEAVES |= {f"data {name}": command for name, command in COMMANDS["data"].items()}
@@ -25,8 +24,8 @@ def shown(*words, capsys):
 def test_all_flags_are_on_the_page_with_a_text_each(name, capsys):
     page = shown(*name.split(), "--help", capsys=capsys)
     listed = set(re.findall(r"^  --([a-z][a-z-]*)", page, re.MULTILINE))
-    flags = help.flags(LEAVES[name]).values()
-    taken = {flag.name.replace("_", "-") for flag in flags if help.words_of(flag)}
+    flags = flags_of_command(LEAVES[name]).values()
+    taken = {flag.name.replace("_", "-") for flag in flags if words_of(flag)}
     assert taken - listed == {"num-lanes", "output"} & taken and listed <= taken
     assert all(flag.text for flag in flags)
 
@@ -35,7 +34,7 @@ def test_the_first_page_lists_the_commands_and_groups_alone_show_their_help(caps
     page = shown("--help", capsys=capsys)
     for name, command in LEAVES.items():
         if " " not in name:
-            assert re.search(rf"\n  {name} +{help.sentence(command).split()[0]}", page), name
+            assert re.search(rf"\n  {name} +{sentence(command).split()[0]}", page), name
     assert shown(capsys=capsys) == page
     assert "build" in shown("data", capsys=capsys) == shown("data", "-h", capsys=capsys)
 

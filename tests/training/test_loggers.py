@@ -10,7 +10,7 @@ import pytest
 
 import fedsim
 from fedsim.run import visible
-from fedsim.training import loggers
+from fedsim.training import callbacks as loggers
 from fedsim.training.callbacks import Calls
 
 TINY = {"epsilon": 8.0, "num_steps": 2, "batch_size": 12, "max_length": 24, "model": "micro"}
