@@ -49,7 +49,7 @@ def test_a_dry_run_shows_the_plan_of_the_run_and_leaves_nothing(
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert not run_dir.exists()
-    for name in ("noise ", "size ", "epsilon"):
+    for name in ("noise ", "step ", "epsilon"):
         assert sum(line.startswith(name) for line in err.splitlines()) == 1, err
     main(command(texts, run_dir))
     plan = json.loads((run_dir / "config.json").read_text())["plan"]
