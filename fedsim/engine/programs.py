@@ -332,9 +332,11 @@ def _checked_side_by_side(program, no_sum, arguments, strategy):
         added, norms, losses, _ = program(no_sum(), params, moved, real, *others)
         return jax.tree.map(np.asarray, added), np.stack([norms, losses])[:, places]
 
-    places, moved_by = np.arange(at_once), 0 if on_accelerator() else 1
-    beside = [np.where(places % 2 == half, some, np.roll(some, 2)) for half in (0, 1)]
-    for units in (some, *beside) if on_accelerator() else (some,):
+    places, moved_by, passes = np.arange(at_once), 1, [some]
+    if on_accelerator():  # a unit's place is kept, and the units beside it change
+        moved_by = 0
+        passes += [np.where(places % 2 == half, some, np.roll(some, 2)) for half in (0, 1)]
+    for units in passes:
         together, values = total(units, places)
         apart = [total(units[half::2], (places[half::2] + moved_by) % at_once) for half in (0, 1)]
         added = jax.tree.map(lambda *leaves: sum(leaves), *(half_sum for half_sum, _ in apart))

@@ -63,6 +63,10 @@ from fedsim.training.prepare import PreparedRun, prepare_run
 from fedsim.training.private_evaluation import noisy_evaluate
 
 MAX_GROWTH = 100.0  # times the largest parameter at the start, or 1: nothing is learnt beyond
+NOTHING_PROMISED = (
+    "{}, so no privacy guarantee. The privacy budget of these users, in {}, will be infinite for "
+    "ever, and no limit can be kept. For trials use a ledger of their own: budget_ledger=PATH"
+)
 
 
 class Trainer:
@@ -331,12 +335,6 @@ def computed_on(host: str, lanes: str) -> str:
     """Kind of host, and a digest of all else on which bits depend: equal where bits can be."""
     facts = json.dumps([lanes, versions()], sort_keys=True)
     return f"{host}, packages {hashlib.sha256(facts.encode()).hexdigest()[:16]}"
-
-
-NOTHING_PROMISED = (
-    "{}, so no privacy guarantee. The privacy budget of these users, in {}, will be infinite for "
-    "ever, and no limit can be kept. For trials use a ledger of their own: budget_ledger=PATH"
-)
 
 
 def train(

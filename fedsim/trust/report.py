@@ -262,8 +262,7 @@ def model_card(run_dir: Path, console: Console, *, adapter: bool = False) -> tup
 
 def card_of(released: Released, *, adapter: bool = False) -> str:
     """The model card of a run that keeps its promises."""
-    of_run = released.run_dir, released.stored
-    return _card(*of_run, adapter, problem=None, **facts(released))
+    return _card(released.run_dir, released.stored, adapter, problem=None, **facts(released))
 
 
 def _card(run_dir: Path, stored: StoredRun, adapter: bool, **shown: Any) -> str:
