@@ -198,8 +198,11 @@ class ModelConfig:
     all-linear: all of them."""
 
     lora_alpha: Positive | None = None
-    """alpha of LoRA adapters, whose output is multiplied by alpha / rank. > 0. Default: twice the
-    rank."""
+    """alpha of LoRA adapters, for their scale (see lora_scaling). > 0. Default: twice the rank;
+    with rslora, 8."""
+
+    lora_scaling: Literal["standard", "rslora"] = "standard"
+    """Factor of the output of LoRA adapters. standard: alpha / rank. rslora: alpha / sqrt(rank)."""
 
     frozen_dtype: Literal["stored", "float32", "bfloat16", "int8"] = "stored"
     """Type of the matrices of the model beneath LoRA adapters. stored: as in its files, so that

@@ -262,6 +262,7 @@ class TrainSettings(TypedDict, total=False):
     lora_rank: int
     lora_modules: str | Sequence[str]
     lora_alpha: float | None
+    lora_scaling: Literal["standard", "rslora"]
     frozen_dtype: Literal["stored", "float32", "bfloat16", "int8"]
     remat: bool
     compute_dtype: Literal["float32", "bfloat16"]

@@ -22,8 +22,9 @@ from fedsim.models.transformer import DENSE, LORA_A, Lora, TransformerConfig, un
 from fedsim.models.weights import shapes_of
 
 A, B = "_lora_a", "_lora_b"
-SCALE = 2.0
-"""Where nothing is said of alpha: alpha / rank, which is how fast adapters learn."""
+SCALE, RSLORA_ALPHA = 2.0, 8.0
+"""Where nothing is said of alpha: alpha / rank, which is how fast adapters learn; and alpha with
+rslora, which gives this scale at rank 16."""
 
 
 def adapted(
@@ -31,11 +32,12 @@ def adapted(
     rank: int,
     alpha: float | None,
     modules: str = ALL_LINEAR,
+    rslora: bool = False,
 ) -> TransformerConfig:
     """Add adapters to a config.
 
     Args:
-      rank, alpha: see `Lora`; alpha None: by default.
+      rank, alpha, rslora: see `Lora`; alpha None: by default.
       modules: all-linear, or names with commas between them: those of PEFT, such as q_proj or
         self_attn.q_proj, or of DENSE.
     Raises:
@@ -44,7 +46,9 @@ def adapted(
     have = tuple(name for name in DENSE if name != "gate" or c.mlp != "gelu")
     chosen = have if modules == ALL_LINEAR else _layers_of(c, modules, have)
     layers = tuple(name for name in have if name in chosen)
-    lora = Lora(rank, SCALE * rank if alpha is None else alpha, layers)
+    if alpha is None:
+        alpha = RSLORA_ALPHA if rslora else SCALE * rank
+    lora = Lora(rank, alpha, layers, rslora)
     return dataclasses.replace(c, lora=lora)
 
 

@@ -71,6 +71,7 @@ def _fields(c: TransformerConfig) -> dict[str, Any]:
         "task_type": "CAUSAL_LM",
         "r": lora.rank,
         "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": c.positions == "learned",
@@ -79,7 +80,7 @@ def _fields(c: TransformerConfig) -> dict[str, Any]:
         "target_modules": sorted({called[name] for name, rank in ranks.items() if rank}),
         "rank_pattern": joint,
         "alpha_pattern": {
-            name: lora.alpha * rank / lora.rank  # an equal scale
+            name: lora.alpha * (rank / lora.rank) ** (0.5 if lora.rslora else 1)  # an equal scale
             for name, rank in joint.items()
         },
     }

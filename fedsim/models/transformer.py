@@ -11,6 +11,7 @@ Shape suffixes: B rows, L positions, D width, H heads, K head width, S keys, V v
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -33,13 +34,15 @@ class Lora:
     alpha: float
     layers: tuple[str, ...]
     """Names of DENSE: layers that have adapters, in every block."""
+    rslora: bool = False
+    """True: the scale is alpha / sqrt(rank) (Kalajdzievski 2023) instead of alpha / rank."""
     frozen: str = dataclasses.field(default="float32", compare=False)
     """Type of the matrices beneath. It does not change what is computed, only its rounding."""
 
     @property
     def scale(self) -> float:
         """Factor of what an adapter adds."""
-        return self.alpha / self.rank
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 DENSE = ("query", "key", "value", "out", "gate", "up", "down")

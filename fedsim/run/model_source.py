@@ -203,8 +203,8 @@ def make_task(
     )
     if wanted.lora_rank == 0:
         return LanguageModelTask(data, config), model.params
-    modules = str(wanted.lora_modules)
-    config = lora.adapted(config, wanted.lora_rank, wanted.lora_alpha, modules)
+    rslora, modules = wanted.lora_scaling == "rslora", str(wanted.lora_modules)
+    config = lora.adapted(config, wanted.lora_rank, wanted.lora_alpha, modules, rslora)
     assert config.lora is not None
     below = frozen.as_frozen(model.params, wanted.frozen_dtype)
     of_weights = dataclasses.replace(config.lora, frozen=frozen.type_of(below))

@@ -106,6 +106,7 @@ def place(tmp_path_factory):
 def trained(place):
     model, texts, directory = place
     flags = {"model": model, "data": texts, "lora_rank": 2, "lora_modules": "q_proj,down_proj"}
+    flags["lora_scaling"] = "rslora"
     command("train", "uls", run_dir=directory / "run", **flags)
     return directory / "run", flags
 
@@ -162,6 +163,8 @@ def test_a_run_is_exported_merged_or_as_adapters(trained, place, tmp_path, capsy
     assert merged.config.max_length == 64  # not the data's 32
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
     assert len(load_file(tmp_path / "True" / "adapter_model.safetensors")) == 4
+    fields = json.loads((tmp_path / "True" / "adapter_config.json").read_text())
+    assert fields["use_rslora"] and fields["lora_alpha"] == 8
     with pytest.raises(SystemExit):
         main(["export", str(run_dir), "--out", str(tmp_path / "True"), "--adapter"])
     assert "expected a directory that is not there yet" in capsys.readouterr().err

@@ -61,10 +61,10 @@ def test_transformers_reads_what_fedsim_wrote(name, written, reread):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "gemma2"])
-@pytest.mark.parametrize("layers", ["all-linear", "query,value,down"])
-def test_peft_reads_adapters(name, layers, written, tmp_path):
+@pytest.mark.parametrize("layers, rslora", [("all-linear", True), ("query,value,down", False)])
+def test_peft_reads_adapters(name, layers, rslora, written, tmp_path):
     base = weights.load(str(written / name))
-    adapted = lora.adapted(base.config, 3, 8.0, layers)
+    adapted = lora.adapted(base.config, 3, 8.0, layers, rslora)
     shapes = dataclasses.replace(adapted, max_length=20)
     adapters = adapters_of(random_like(shapes, np.random.default_rng(0)))
     peft_files.save(tmp_path / "peft", adapted, adapters, str(written / name))

@@ -16,10 +16,9 @@ PHI3 = families.config_of({**families.fields_of(FAMILIES["llama"]), "model_type"
 
 
 def merged_by_peft(directory, tensors):
-    """Arrays of a model with adapters: W + alpha / r B A, by the settings of each module."""
+    """Arrays of a model with adapters: W + scale B A, by the settings of each module."""
     fields = json.loads((directory / "adapter_config.json").read_text())
     found, adapters = dict(tensors), load_file(directory / peft_files.TENSORS)
-    assert not fields.get("use_rslora")
     names = {name.removesuffix(".lora_A.weight") for name in adapters if "lora_A" in name}
     assert len(adapters) == 2 * len(names)
     for name in names:
@@ -35,23 +34,26 @@ def merged_by_peft(directory, tensors):
         rank, alpha = of_module("rank_pattern", fields["r"]), fields["lora_alpha"]
         assert a.shape[0] == b.shape[1] == rank
         assert any(f".{whole}".endswith(f".{each}") for each in fields["target_modules"])
-        update = of_module("alpha_pattern", alpha) / rank * (b @ a)
+        root = rank**0.5 if fields["use_rslora"] else rank
+        update = of_module("alpha_pattern", alpha) / root * (b @ a)
         found[f"{whole}.weight"] += update.T if fields["fan_in_fan_out"] else update
     return found
 
 
 @pytest.mark.parametrize(
-    "config, modules, number",
+    "config, modules, rslora, number",
     [
-        (FAMILIES["llama"], "q_proj,v_proj", 4),
-        (PHI3, "qkv_proj", 2),
-        (PHI3, "all-linear", 8),
-        (FAMILIES["gpt2"], "all-linear", 8),
+        (FAMILIES["llama"], "q_proj,v_proj", False, 4),
+        (FAMILIES["llama"], "q_proj,v_proj", True, 4),
+        (PHI3, "qkv_proj", False, 2),
+        (PHI3, "qkv_proj", True, 2),
+        (PHI3, "all-linear", False, 8),
+        (FAMILIES["gpt2"], "all-linear", False, 8),
     ],
-    ids=["llama", "joint", "all of phi3", "gpt2"],
+    ids=["llama", "rslora", "joint", "joint rslora", "all of phi3", "gpt2"],
 )
 def test_adapters_learn_and_have_their_loss_as_peft_reads_them(
-    config, modules, number, rng, tmp_path
+    config, modules, rslora, number, rng, tmp_path
 ):
     params = random_like(config, rng)
     tokens = rng.integers(0, config.vocab_size, (4, 9))
@@ -60,7 +62,7 @@ def test_adapters_learn_and_have_their_loss_as_peft_reads_them(
         logits = Transformer(config).apply({"params": params}, tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-    adapted, optimizer = lora.adapted(config, 2, 6.0, modules), optax.adam(0.05)
+    adapted, optimizer = lora.adapted(config, 2, 6.0, modules, rslora), optax.adam(0.05)
     adapters = jax.tree.map(lambda leaf: 0.1 * leaf, adapters_of(random_like(adapted, rng)))
     state = optimizer.init(adapters)
     gradient = jax.jit(jax.grad(lambda own: loss(adapted, lora.joined(params, own))))
