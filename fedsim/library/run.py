@@ -292,7 +292,7 @@ class TrainSettings(TypedDict, total=False):
 
 
 def train(
-    algorithm: str,
+    algorithm: str | type,
     data: Any,
     *,
     task: Task | None = None,
@@ -305,7 +305,9 @@ def train(
     finishes the step and saves it; the same call with its `run_dir` and `resume=True` resumes it.
 
     Args:
-      algorithm: "els" samples and clips examples, "uls" samples and clips users.
+      algorithm: "els" samples and clips examples, "uls" samples and clips users. Or a subclass of
+        `fedsim.ELS` or `fedsim.ULS` with its own event, draw or gradient, which gets the settings
+        of its base; that its event holds is for its author to prove.
       data: a pandas or polars DataFrame, a Hugging Face `Dataset`, an Arrow table, a list of dicts,
         a dict of lists, a file or a pattern of files, a directory made by `fedsim data build`,
         hf:NAME, or pydocs. With `task`: the owner of each row, [rows], or a dict of that for the
@@ -328,12 +330,12 @@ def train(
       EngineError: the workers are lost.
     """
     with verbosity(settings.get("output", "normal")):
-        expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
+        base, kind = algorithm_of(algorithm)
         fits = all(isinstance(callback, Callback) for callback in callbacks)
         expect("callbacks", callbacks, fits, "objects of subclasses of fedsim.Callback")
         custom = None
         if task is None:
-            privacy, run = configs_for(data, settings, algorithm)
+            privacy, run = configs_for(data, settings, base)
         else:
             is_task = callable(getattr(task, "losses", None))
             expect("task", type(task).__name__, is_task, "an object of a subclass of fedsim.Task")
@@ -342,18 +344,30 @@ def train(
             custom = OwnTask(task, data)
             name = task.describe().get("task", type(task).__qualname__)
             model = {"model": f"{name} (a task)"}
-            privacy, run = configs_for(
-                f"{name} (rows of its own)", {**settings, **model}, algorithm
-            )
+            privacy, run = configs_for(f"{name} (rows of its own)", {**settings, **model}, base)
         set_threads(run.engine)
         from fedsim.training import train as train_run  # imports JAX, which reads the threads
 
         console = Console()
         summary = train_run(
-            Algorithm(algorithm), privacy, run, console, custom=custom, callbacks=callbacks
+            base, privacy, run, console, custom=custom, callbacks=callbacks, kind=kind
         )
         console.summary(summary, run.run_dir)
         return Run(run.run_dir)
+
+
+def algorithm_of(algorithm: str | type) -> tuple[Algorithm, type | None]:
+    """(The algorithm of the paper whose settings it has, its class if it is one of one's own)."""
+    if isinstance(algorithm, type):
+        from fedsim.plan.planner import METHODS  # imports JAX, as the class's module did
+
+        for base, kind in METHODS.items():
+            if issubclass(algorithm, kind):
+                return base, algorithm if algorithm is not kind else None
+        algorithm = algorithm.__qualname__
+    known = "els, uls or a subclass of fedsim.ELS or fedsim.ULS"
+    expect("algorithm", algorithm, algorithm in list(Algorithm), known)
+    return Algorithm(algorithm), None
 
 
 def configs_for(

@@ -30,6 +30,7 @@ from .plan import (
     ledger_head as ledger_head,
     plans as plans,
     private_fields as private_fields,
+    step_event as step_event,
 )
 from .planner import (
     MAX_PARAMETERS as MAX_PARAMETERS,

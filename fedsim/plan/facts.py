@@ -46,6 +46,7 @@ class Fact(StrEnum):
     TUNED_ON_DATA = "chosen-on-data", "{} (chosen by looking at this data)", "tuned_on_data"
     CALLBACK = "callback", "metrics without noise, by which {} can stop the run", "callbacks"
     OWN_TASK = "own-task", "the task's own code, which makes parameters and rows of texts", "task"
+    OWN_ALGORITHM = "own-algorithm", "the event of {}, which its author has to prove", "algorithm"
     MODEL = "model", "model={}, with all texts that it was trained on before"
 
     def __new__(cls, value: str, text: str, setting: str = "") -> Self:
@@ -59,6 +60,8 @@ PUBLIC = frozenset({Fact.COUNTS, Fact.OWNERS, Fact.MIN_EXAMPLES, Fact.SKIP_UNKNO
 """What the guarantee takes as known to everyone."""
 ASSUMPTIONS = frozenset({Fact.MODEL})
 """What the training starts from: no caveats, since the guarantee is about the data alone."""
+GIVEN = ASSUMPTIONS | {Fact.OWN_ALGORITHM}
+"""What the guarantee rests on."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,13 @@ class Caveat(Option):
     def __str__(self) -> str:
         """The fact in words."""
         start = "public by assumption: " if self.fact in PUBLIC else ""
-        start = "taken as given: " if self.fact in ASSUMPTIONS else start
+        start = "taken as given: " if self.fact in GIVEN else start
         return start + self.fact.text.format(self.of)
 
     @property
     def line(self) -> str:
         """The fact as a line of its own."""
-        return str(self) if self.fact in PUBLIC | ASSUMPTIONS else f"not private: {self}"
+        return str(self) if self.fact in PUBLIC | GIVEN else f"not private: {self}"
 
     def as_dict(self) -> dict[str, str]:
         """The fact in JSON, with its words beside it."""

@@ -42,7 +42,15 @@ from fedsim.noise import (
     add_gaussian,
     strategy,
 )
-from fedsim.plan.facts import ASSUMPTIONS, NO_GUARANTEE, Caveat, Option, in_words, voiding
+from fedsim.plan.facts import (
+    ASSUMPTIONS,
+    NO_GUARANTEE,
+    Caveat,
+    Fact,
+    Option,
+    in_words,
+    voiding,
+)
 
 SHARED = "shared"
 ADJACENCY = {
@@ -253,6 +261,11 @@ class Plan(Option):
         return dataclasses.replace(event, max_changed=changed)
 
     @property
+    def own_algorithm(self) -> str:
+        """module:class of an algorithm of one's own, whose event the ledger alone has; or empty."""
+        return next((each.of for each in self.non_private if each.fact == Fact.OWN_ALGORITHM), "")
+
+    @property
     def epsilon_holds(self) -> str:
         """The adjacency in words, or the values of the facts that make epsilon no guarantee."""
         return self.reasons or self.compared
@@ -364,6 +377,17 @@ def ledger_head(plan: Plan, *, config_sha256: str, key_seal: str) -> dict[str, A
     }
 
 
+def step_event(plan: Plan, released: list[tuple[Event, int]] | None) -> StepEvent | None:
+    """A step's event: the plan's; of an algorithm of one's own, that of the last released step.
+
+    Returns None without noise, or before such an algorithm has released a step.
+    """
+    if not plan.own_algorithm:
+        return plan.event()
+    steps = (event for event, _ in reversed(released or []) if isinstance(event, StepEvent))
+    return next(steps, None)
+
+
 def accounted_events(
     plan: Plan, released: list[tuple[Event, int]] | None
 ) -> list[tuple[Event, int]] | None:
@@ -375,7 +399,7 @@ def accounted_events(
     (docs/theory/budget.md).
     Args: released: events of the ledger; None: without noise. If it is empty, nothing counts.
     """
-    event = plan.event()
+    event = step_event(plan, released)
     if not released or event is None:
         return released
     done = sum(count for step, count in released if isinstance(step, StepEvent))

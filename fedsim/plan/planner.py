@@ -60,8 +60,10 @@ def method_for(
       privacy: from `fill_defaults`.
       key: key of the run.
       kind: a subclass in the place of the algorithm's own class.
+    Raises: ConfigError: batch_size does not fit, or `kind` gets texts with several owners.
     """
     shared = graph_of(users) is not None
+    expect("algorithm", kind, not (shared and kind), f"{algorithm}, for texts with several owners")
     kind, options = kind or METHODS[algorithm], {}
     if shared and kind is ULS:
         kind, options = SharedULS, {"max_changed": privacy.max_shared_groups}

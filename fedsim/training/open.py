@@ -24,6 +24,7 @@ from fedsim.config import (
 )
 from fedsim.data import Dataset
 from fedsim.engine import Engine, Task
+from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.models import Pretrained, frozen
 from fedsim.noise import AddNoise
@@ -110,6 +111,8 @@ class OpenRun:
     console: Console
     custom: CustomTask | None
     audit: AuditHooks | None
+    kind: type | None
+    """Class of an algorithm of one's own."""
     until_end: ExitStack
     """Contexts that last until the run is closed."""
 
@@ -157,6 +160,11 @@ def wait_for(workers: Engine, console: Console) -> None:
         workers.ready()
 
 
+def class_name(kind: type | None) -> str:
+    """module:class of an algorithm of one's own; empty for those of the paper."""
+    return f"{kind.__module__}:{kind.__qualname__}" if kind else ""
+
+
 @contextmanager
 def open_run(
     algorithm: str,
@@ -167,6 +175,7 @@ def open_run(
     purpose: Purpose = Purpose.TRAIN,
     custom: CustomTask | None = None,
     audit: AuditHooks | None = None,
+    kind: type | None = None,
 ) -> Iterator[OpenRun]:
     """Find a run's data, model and key, and lock its directory if it exists, until the end.
 
@@ -174,7 +183,11 @@ def open_run(
     Raises: ConfigError: a mistake in the settings, or a resumed run would differ from its start.
       FileDamaged: what is there of the run, or its data, is not what it was.
     """
-    stored = directory.find(run.run_dir, resume=run.resume)
+    stored, own = directory.find(run.run_dir, resume=run.resume), class_name(kind)
+    if stored is not None and stored.plan is not None:
+        was = stored.plan.own_algorithm
+        again = f"{was or stored.identity.algorithm}, with which {run.run_dir} was started"
+        expect("algorithm", own or algorithm, own == was, again)
     as_stored = run.model.lora_rank > 0
     model = None if custom else find_model(run.model.source, console, as_stored=as_stored)
     with ExitStack() as until_end:
@@ -189,7 +202,7 @@ def open_run(
             key = directory.stored_key(run)
         else:
             weights = frozen.type_of(model.params) if model else "float32"
-            context = key_context(algorithm, sha256, settings, run, data, weights)
+            context = key_context(own or algorithm, sha256, settings, run, data, weights)
             key = SecretKey.create(run.seed, context)
         identity = Identity(algorithm, sha256, key.seal(data.train.fingerprint))
         if stored:
@@ -198,7 +211,7 @@ def open_run(
         if run.strict and settings.eval_epsilon is None:
             data = dataclasses.replace(data, eval_users=None)
         about = (settings, run, data, model, key, identity, stored, console, custom, audit)
-        yield OpenRun(purpose, *about, until_end)
+        yield OpenRun(purpose, *about, kind, until_end)
 
 
 def key_context(

@@ -39,7 +39,7 @@ from fedsim.plan import (
 from fedsim.run import StoredRun, model_name
 from fedsim.sampling import graph_of
 from fedsim.training.callbacks import Callback, facts_of_callbacks
-from fedsim.training.open import OpenRun, Purpose, wait_for
+from fedsim.training.open import OpenRun, Purpose, class_name, wait_for
 from fedsim.training.optimizers import Noise, with_defaults
 from fedsim.training.private_evaluation import Booking
 from fedsim.uls import ULS
@@ -86,7 +86,7 @@ def prepare_run(
     completed, facts = _completed(opened, settings, callbacks)
     method = None
     if not is_drawn or settings.adjacency == ZERO_OUT:  # else the pool's size follows from the draw
-        method = method_for(opened.algorithm, completed, users, opened.key)
+        method = method_for(opened.algorithm, completed, users, opened.key, opened.kind)
     evaluations = evaluations_of(completed, opened.run, opened.data.eval_users) if is_new else None
     if evaluations is not None:
         evaluations = dataclasses.replace(evaluations, seal=_held_out_seal(opened))
@@ -129,7 +129,7 @@ def prepare_run(
         drawn = private_group_size(settings, users, opened.key)
         settings = dataclasses.replace(settings, group_size=drawn)
         completed, _ = fill_defaults(opened.algorithm, settings, opened.data)
-        method = method_for(opened.algorithm, completed, users, opened.key)
+        method = method_for(opened.algorithm, completed, users, opened.key, opened.kind)
 
     # 5. The plan: it has the draws, and from here on everything that it states is public.
     assert method is not None, "made in stage 1 or 4"
@@ -174,6 +174,7 @@ def _completed(
         completed, facts = fill_defaults(opened.algorithm, settings, opened.data)
         facts += facts_of_start(opened.run, fresh_model=opened.model is None)
         facts += [Caveat(Fact.OWN_TASK)] if opened.custom is not None else []
+        facts += [Caveat(Fact.OWN_ALGORITHM, class_name(opened.kind))] if opened.kind else []
         facts += facts_of_callbacks(callbacks)
     if opened.run.strict:
         expect_covered(opened, facts)

@@ -347,6 +347,7 @@ def train(
     custom: CustomTask | None = None,
     audit: AuditHooks | None = None,
     callbacks: Sequence[Callback] = (),
+    kind: type | None = None,
 ) -> dict[str, Any]:
     """Train, or resume training; return the contents of `summary.json`.
 
@@ -355,6 +356,7 @@ def train(
       custom: data and task, instead of those that the settings name.
       audit: canaries of an audit.
       callbacks: called between the steps.
+      kind: a subclass in the place of the algorithm's own class.
     Raises:
       ConfigError: the settings do not fit the data, the model or each other.
       EngineError: workers failed.
@@ -364,7 +366,7 @@ def train(
     if not purpose.is_counted:  # nobody else may learn how many trials there are
         here = [name for name in run.log_to if name not in SENDING]
         run = dataclasses.replace(run, log_to=here)
-    hooks: dict[str, Any] = {"custom": custom, "audit": audit}
+    hooks: dict[str, Any] = {"custom": custom, "audit": audit, "kind": kind}
     with open_run(algorithm, privacy, run, console, purpose=purpose, **hooks) as opened:
         prepared = prepare_run(opened, callbacks=callbacks)
         show(prepared)

@@ -184,8 +184,8 @@ def max_true_positives(released: Claimed, false_alarms: float) -> float:
 
 def several(released: Claimed) -> list[tuple[int, float]]:
     """(k, epsilon of k users together) at the claim's delta, for each of PEOPLE; empty without a
-    claim. Source: docs/theory/people.md."""
-    if released.kind != PRIVATE or not released.num_steps:
+    claim, or of an algorithm of one's own. Source: docs/theory/people.md."""
+    if released.kind != PRIVATE or not released.num_steps or released.plan.own_algorithm:
         return []
     return [(people, epsilon_for(released, people)) for people in PEOPLE]
 

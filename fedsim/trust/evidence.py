@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import accounting
-from fedsim.accounting import RunningEpsilon, at_most, event_fields
+from fedsim.accounting import RunningEpsilon, StepEvent, at_most, event_fields
 from fedsim.budget import Released, expect_receipt
 from fedsim.config import Algorithm, changed_run
 from fedsim.data import Dataset, UserStore
@@ -19,7 +19,7 @@ from fedsim.engine import EngineError
 from fedsim.errors import ConfigError, FedsimError
 from fedsim.evaluate import VALIDATION
 from fedsim.keys import SecretKey
-from fedsim.plan import Fact, Plan, accounted_events
+from fedsim.plan import Fact, Plan, accounted_events, step_event
 from fedsim.run import Console, directory, find_model, ledger, load_data, metrics
 from fedsim.training import DIRECTORY, FILE, SPLIT, Evaluated
 
@@ -86,6 +86,14 @@ class Record:
     def num_steps(self) -> int:
         """Number of steps in the ledger."""
         return len(ledger.steps_of(self.lines))
+
+    @property
+    def event(self) -> StepEvent | None:
+        """A step's event; None without noise. Raises Unknown: only a step in the ledger has it."""
+        event = step_event(self.plan, ledger.phases(self.lines))
+        if event is None and self.plan.noise_multiplier:
+            raise Unknown("no step is released, which has the event of its algorithm")
+        return event
 
 
 class Evidence(Record):
@@ -224,7 +232,7 @@ def check_constants(plan: Plan) -> str:
 def check_events(evidence: Record) -> str:
     """Every line is as the plan demands."""
     plan = evidence.plan
-    event = plan.event()
+    event = evidence.event
     demanded = {
         "event": event and event_fields(event),
         "sampling_run": plan.sampling.kind,
@@ -246,7 +254,7 @@ def check_epsilon(evidence: Record) -> str:
 
     Some epsilons after a step are computed again, and the others must lie between them.
     """
-    plan, event = evidence.plan, evidence.plan.event()
+    plan, event = evidence.plan, evidence.event
     path, steps = evidence.run_dir / ledger.FILE, ledger.steps_of(evidence.lines)
     shown = [(step, line.get("epsilon")) for step, line in enumerate(steps, 1)]
     shown = [(step, epsilon) for step, epsilon in shown if epsilon is not None]

@@ -267,7 +267,7 @@ def _key(evidence: Evidence) -> str:
 def _budget(evidence: Evidence) -> str:
     """The run is counted in the ledger of the data."""
     run = str(evidence.lines[0]["head"].get("key_seal"))
-    plan, event = evidence.plan, evidence.plan.event()
+    plan, event = evidence.plan, evidence.event
     planned = None if event is None else [*plan.before, (event, plan.num_steps)]
     return counted(evidence.run_dir, run, plan.reasons, planned)
 
@@ -327,6 +327,8 @@ def _outside(evidence: Evidence) -> str:
 def _draws(evidence: Evidence) -> str:
     """The units that took part are those that key and segment draw."""
     plan, segments = evidence.plan, ledger.segments_of(evidence.lines)
+    if plan.own_algorithm:
+        raise Unknown(f"{plan.own_algorithm} draws, which is not part of fedsim")
     privacy, current = as_planned(evidence.privacy, plan), None
     method = method_for(plan.algorithm, privacy, evidence.users, evidence.key)
     shared = sharing(evidence.users, method)

@@ -222,6 +222,7 @@ CAUSES = {
 CAUSED_ELSEWHERE = {
     Fact.OWNERS: "tests/test_shared_runs.py",
     Fact.OWN_TASK: "tests/library/test_own_task.py",
+    Fact.OWN_ALGORITHM: "tests/library/test_own_algorithm.py",
     Fact.TRIAL: "tests/tuning/test_private_selection.py",
     Fact.MODEL: "tests/models/test_lora.py",
     Fact.SAMPLED_NORMS: "tests/tuning/test_recommend.py",
