@@ -359,7 +359,7 @@ def train(
 def algorithm_of(algorithm: str | type) -> tuple[Algorithm, type | None]:
     """(The algorithm of the paper whose settings it has, its class if it is one of one's own)."""
     if isinstance(algorithm, type):
-        from fedsim.plan.planner import METHODS  # imports JAX, as the class's module did
+        from fedsim.plan import METHODS  # imports JAX, as the module of the class did
 
         for base, kind in METHODS.items():
             if issubclass(algorithm, kind):

@@ -35,6 +35,7 @@ from .plan import (
 from .planner import (
     MAX_PARAMETERS as MAX_PARAMETERS,
     MAX_ROWS as MAX_ROWS,
+    METHODS as METHODS,
     as_planned as as_planned,
     calibrate as calibrate,
     drawn_once as drawn_once,
