@@ -145,16 +145,3 @@ def test_empty_places_are_drawn_and_contribute_nothing(rng, key):
     els, engine = make(ELS, users, key, 40, 4, adjacency=ZERO_OUT), LocalEngine(task, num_lanes=2)
     drawn = [np.count_nonzero(release(els, engine, step)[1].num_rows) for step in range(40)]
     assert abs(np.mean(drawn) - 10) < 5 * np.sqrt(7.5 / 40)  # a quarter of 40 places has a text
-
-
-def test_with_one_example_per_user_the_two_algorithms_coincide(rng, key):
-    users, task, theta = softmax_problem(rng, [1] * 30)
-    engine, how = LocalEngine(task, num_lanes=2), {"theta": theta, "clip": Clip(0.5), "sigma": 1.0}
-    for group_size in (1, 2):
-        methods = (
-            make(ELS, users, key, 8, group_size),
-            make(ULS, users, key, 8 * group_size, group_size),
-        )
-        for step in range(3):
-            first, second = (release(method, engine, step, **how)[0].numbers for method in methods)
-            np.testing.assert_array_equal(first, second)

@@ -136,18 +136,3 @@ def test_a_dry_run_compiles_no_step(texts, run_dir, capsys, monkeypatch):
     args = command(texts, run_dir, batch_size=2)
     main([*args, "--dry-run", "--json"])
     assert not run_dir.exists() and json.loads(capsys.readouterr().out)["batch_size"] == 2
-
-
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ({"optimizer": "other"}, "optimizer=other: expected momentum"),
-        ({"run-dir": "/proc/none/run"}, "run_dir=/proc/none/run: expected a place to write to ("),
-    ],
-)
-def test_what_can_be_refused_is_refused_before_workers_start(
-    changed, says, texts, run_dir, monkeypatch, capsys
-):
-    monkeypatch.setattr("fedsim.engine.factory.create", None)
-    args = command(texts, changed.pop("run-dir", run_dir), **changed)
-    assert says in refusal(args, capsys)

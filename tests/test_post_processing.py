@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pretrained_models import make_texts
-from refused import refuses
 
 from fedsim.cli.main import main
 from fedsim.config import run_config
 from fedsim.run import checkpoint
-from fedsim.training.optimizers import Noise, averaged, rate_of, update_rule, with_defaults
+from fedsim.training.optimizers import Noise, averaged, rate_of, with_defaults
 
 FLAGS = "--engine local --model micro --max-length 16 --epsilon 8 --num-steps 12 --batch-size 8"
 FLAGS += " --eval-examples 8 --seed 1 --strategy scan --rows-per-pass 1 --checkpoint-every"
@@ -41,15 +40,6 @@ def test_schedules_fall_to_zero_after_the_last_step(schedule, factors):
     run = with_defaults(run_config(data="posts", run_dir="x", **given), Noise(1.0, 1.0, 100))
     rate = rate_of(run, 4)
     np.testing.assert_allclose([rate(step) / 2.0 for step in range(4)], factors, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["adam:b3=1", "adam:b1", "adam:b1=x", "momentum:learning_rate=3", "sgd:momentum=true,x=1"],
-)
-def test_other_options_are_refused_in_one_line(name):
-    with refuses(f"optimizer={name}"):
-        update_rule(run_config(data="x", run_dir="x", optimizer=name), 0.1)
 
 
 def test_the_average_is_the_weighted_mean_of_all_steps(rng):

@@ -124,14 +124,7 @@ def without_steps(left, said):
 
 DAMAGES = {
     "another file": ("files", lambda folder: (folder / "secret.json").write_text("")),
-    "another file of a model": (
-        "files",
-        lambda folder: (folder / "model/train.log").write_text(""),
-    ),
-    "several files of weights": (
-        "files",
-        lambda folder: (folder / "model/model-00001-of-00002.safetensors").write_text(""),
-    ),
+    "another file of a model": ("files", lambda folder: (folder / "model/a.log").write_text("")),
     "a link": ("files", lambda folder: (folder / "a").symlink_to(folder / "ledger.jsonl")),
     "no report": ("files", lambda folder: (folder / "report.md").unlink()),
     "a smaller epsilon": (

@@ -10,10 +10,9 @@ import sys
 import time
 from types import SimpleNamespace
 
-import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from test_verify import write_texts
 
 from fedsim.cli.main import main
 from fedsim.config import PrivacyConfig, run_config
@@ -29,12 +28,7 @@ NUM_STEPS = 24
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    rng = np.random.default_rng(0)
-    users = [f"user{u}" for u in range(50) for _ in range(rng.integers(1, 9))]
-    sentences = [" ".join(rng.choice(["red", "green", "blue", "grey"], 6)) for _ in users]
-    path = tmp_path_factory.mktemp("texts") / "texts.parquet"
-    pq.write_table(pa.table({"user_id": users, "text": sentences}), path)
-    return path
+    return write_texts(tmp_path_factory.mktemp("texts") / "texts.parquet", num_users=50)
 
 
 def command(texts, run_dir, algorithm="uls", engine="local", **flags):
@@ -209,9 +203,7 @@ def test_the_key_is_in_no_file_but_its_own(texts, run_dir, capfd):
 def test_private_values_are_named_so(finished):
     names = {name for line in lines(finished / "uls", "metrics.jsonl") for name in line}
     public = {name for name in names if not name.startswith("non_private/")}
-    assert public == {
-        *("step", "eval/loss", "privacy/epsilon", "performance/step_seconds"),
-    }
+    assert public == {"step", "eval/loss", "privacy/epsilon", "performance/step_seconds"}
     assert {"non_private/loss", "non_private/cohort_size", "non_private/clip_fraction"} <= names
 
 
@@ -222,11 +214,8 @@ def test_epsilon_comes_from_the_ledger(finished):
     assert ledger.epsilon_of(released, found["delta"]) == found["epsilon"]
     steps = ledger.steps_of(lines(run_dir, "ledger.jsonl"))
     recorded = [line["epsilon"] for line in steps if line["epsilon"]]
-    assert (
-        len(recorded) == 8  # a tenth of the run apart
-        and recorded == sorted(recorded)
-        and recorded[-1] == pytest.approx(found["epsilon"], rel=1e-3)
-    )
+    assert len(recorded) == 8 and recorded == sorted(recorded)  # a tenth of the run apart
+    assert recorded[-1] == pytest.approx(found["epsilon"], rel=1e-3)
 
 
 def test_a_seeds_key_depends_on_neither_defaults_nor_places():

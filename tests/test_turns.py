@@ -93,23 +93,6 @@ def test_the_event_is_of_the_group_and_of_every_cycle_or_window_once():
     assert Allocation(30, 8, 4).sampling_prob == 0.25
 
 
-@pytest.mark.parametrize(
-    "flags, what",
-    [
-        ({"noise": "correlated", "sampling": "poisson"}, "sampling=poisson"),
-        ({"bands": 2}, "bands=2"),
-        ({"bands": 0, "sampling": "cyclic"}, "bands=0"),
-        ({"bands": 11, "noise": "correlated"}, "bands=11"),
-        ({"participations": 2}, "participations=2"),
-        ({"sampling": "allocation", "participations": 3}, "participations=3"),
-        ({"sampling": "allocation", "noise": "correlated"}, "sampling=allocation"),
-    ],
-)
-def test_cells_that_have_no_guarantee_are_refused(flags, what):
-    with refuses(what):
-        PrivacyConfig(1.0, 10, **flags)
-
-
 def test_what_cannot_be_drawn_is_refused():
     with refuses("bands=8", says="<= 7"):
         Cyclic(23, 3, 8)

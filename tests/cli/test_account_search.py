@@ -2,8 +2,6 @@
 
 import contextlib
 import io
-import math
-import random
 import warnings
 
 import pytest
@@ -11,63 +9,6 @@ from refused import refuses
 
 from fedsim.cli.account import TO_ACCOUNT, TO_CALIBRATE, Accounted, solve
 from fedsim.errors import ConfigError
-
-ODD = {
-    "delta": (1e-15, 1.000001e-15, 5e-324, 0.5, 1e-14, 0.0, 1.0, math.nan, 1 - 2**-53, 1 - 1e-14),
-    "epsilon": (0.0, 1e-300, 700.0, 710.0, 1e9, 1e300, math.inf, math.nan, -1.0),
-    "num_steps": (-1, 0, 1, 2, 10**7, 10**7 + 1, 10**20),
-    "sampling_prob": (1e-12, 1.0, 1 - 2**-53, 0.0, 1.1, math.nan, 5e-324),
-    "noise_multiplier": (1e-10, 1e10, 1e-5, 0.0, -1.0, math.inf, math.nan),
-    "group_size": (0, 1, 2**20, 10**7, 9_999_999_999, 10**30),
-    "max_shared_groups": (-1, 10**7, 10**10),
-    "before": (0.0, 1e-300, 800.0, 1e4, 1e300, math.inf),
-    "bands": (0, 1, 10**6, 10**9),
-}
-USUAL = {
-    "delta": (1e-12, 1e-2),
-    "epsilon": (1e-3, 1e3),
-    "num_steps": (1, 3000),
-    "sampling_prob": (1e-4, 1),
-    "noise_multiplier": (0.1, 100),
-    "group_size": (1, 300),
-    "max_shared_groups": (1, 30),
-    "before": (1e-4, 20),
-    "bands": (1, 30),
-}
-
-
-def drawn(rng):
-    """A command with settings from all ranges, and now and then from beyond."""
-
-    def value(name):
-        if rng.random() < 0.12:
-            return rng.choice(ODD[name])
-        found = math.exp(rng.uniform(*map(math.log, USUAL[name])))
-        return int(found) if isinstance(ODD[name][0], int) else found
-
-    algorithm = rng.choice(["els", "uls"])
-    fields = {"algorithm": algorithm}
-    for name, share in (("group_size", 0.6), ("max_shared_groups", 0.1), ("bands", 0.2)):
-        if rng.random() < share:
-            fields[name] = value(name)
-    if "bands" in fields or rng.random() < 0.2:
-        fields["sampling"] = rng.choice(["cyclic", "allocation", "poisson", None])
-        fields["noise"] = rng.choice(["correlated", "independent"])
-    names = ["num_steps", "sampling_prob", "noise_multiplier"]
-    command = rng.choice([TO_ACCOUNT, TO_ACCOUNT, TO_CALIBRATE])
-    if command is TO_ACCOUNT:
-        fields |= {name: value(name) for name in (*names, rng.choice(["delta", "epsilon"]))}
-        if rng.random() < 0.2:
-            fields["before"] = value("before")
-    else:
-        names.remove(rng.choice(["num_steps", "noise_multiplier"]))
-        fields |= {name: value(name) for name in (*names, "epsilon", "delta")}
-    if fields.get("sampling") == "allocation" and rng.random() < 0.9:
-        window, count = rng.randint(1, 200), rng.randint(1, 50)
-        fields |= {"algorithm": "uls", "num_steps": window * count, "sampling_prob": 1 / window}
-        fields |= {"noise": "independent"}
-        fields = {n: v for n, v in fields.items() if n not in ("bands", "max_shared_groups")}
-    return command, fields
 
 
 def run(command, fields):
@@ -79,26 +20,6 @@ def run(command, fields):
         except ConfigError as error:
             assert "\n" not in str(error) and "=" in str(error), error
             return str(error)
-
-
-def search(seed, count):
-    rng, answers = random.Random(seed), 0
-    for _ in range(count):
-        command, fields = drawn(rng)
-        try:
-            found = run(command, fields)
-        except Exception as error:
-            raise AssertionError(f"{command}: {fields}") from error
-        if isinstance(found, str):
-            continue
-        answers += 1
-        for name in ("epsilon", "delta", "noise_multiplier", "sampling_prob", "num_steps"):
-            assert float(found[name]) >= 0, (name, command, fields, found)
-    return answers
-
-
-def test_a_few_random_settings_end_in_an_answer_or_in_one_line():
-    assert search(3, 8) > 3
 
 
 @pytest.mark.privacy

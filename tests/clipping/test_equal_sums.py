@@ -20,10 +20,9 @@ from zoo import (
     random_params,
 )
 
-from fedsim.clipping import Buckets, Clip, Strategy, clip_chunk, scan
+from fedsim.clipping import Buckets, Clip, Strategy, clip_chunk
 from fedsim.clipping.contribution import lattice_bits
 from fedsim.clipping.ghost import UnsupportedModel
-from fedsim.clipping.scan import in_one_product
 from fedsim.models.language_model import LanguageModelTask
 
 UNITS, GROUP = 4, 2
@@ -75,24 +74,6 @@ def test_every_strategy_equals_scan(name, normalised, rng):
             assert {leaf.dtype for leaf in jax.tree.leaves(found[0])} == {jnp.dtype("float32")}
             error = np.linalg.norm(flat(found[0]) - flat(expected[0]))
             assert error <= 2e-5 * np.linalg.norm(flat(expected[0]))
-
-
-def own_product(x, kernel, dimensions, precision=None):
-    return 2 * jax.lax.dot_general(x, kernel, dimensions, precision)
-
-
-@pytest.mark.parametrize(
-    "fields", [{"dot_general": own_product}, {"precision": "highest"}, {"dot_general_cls": 1}]
-)
-def test_a_layer_with_a_product_of_its_own_keeps_it(fields, rng, monkeypatch):
-    if "dot_general_cls" in fields:
-        fields = {"dot_general_cls": lambda: own_product}
-    model, x = nn.Dense(3, **fields), jnp.asarray(rng.normal(size=(4, 5)), jnp.float32)
-    variables = model.init(jax.random.key(0), x)
-    monkeypatch.setattr(scan, "product", None)
-    np.testing.assert_array_equal(
-        in_one_product(model.apply)(variables, x), model.apply(variables, x)
-    )
 
 
 class Own(nn.Module):

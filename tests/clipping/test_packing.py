@@ -13,7 +13,6 @@ from experiments.harness.stores import store_of
 from fedsim.clipping import Buckets, Clip, Strategy, in_shared_rows, shared_lengths
 from fedsim.clipping.packing import chunks, packed
 from fedsim.engine.worker import EVAL_TOKENS_PER_CALL, LocalEngine, Worker
-from fedsim.errors import ConfigError
 from fedsim.models import language_model, lora
 from fedsim.models.language_model import ROW, LanguageModelTask
 from fedsim.models.transformer import Transformer, TransformerConfig, stacked
@@ -75,19 +74,6 @@ def test_every_unit_is_in_one_chunk_and_no_row_is_cut(
         assert {chunk.length for chunk in found} <= set(LENGTHS)
         for chunk in found:  # rows of a kind stand together, padding last
             assert (np.diff(np.where(chunk.mask, chunk.batch["sizes"], -1), axis=1) <= 0).all()
-
-
-def test_a_row_longer_than_the_last_bucket_is_refused(rng):
-    batch, mask = lane(rng, 4, 1, density=1)
-    batch["sizes"][2] = 21
-    for cut in (
-        lambda: list(chunks(batch, mask, 4, BUCKETS)),
-        lambda: BUCKETS.holding(batch["sizes"]),
-    ):
-        with pytest.raises(ConfigError, match="^sizes=21: expected <= 20, the last of `lengths`$"):
-            cut()
-    batch["sizes"][2], mask[2] = 21, False  # of padding it does not matter
-    assert len(list(chunks(batch, mask, 4, BUCKETS)))
 
 
 LENGTH = 12

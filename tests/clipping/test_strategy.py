@@ -10,7 +10,6 @@ from zoo import ByHand
 
 from fedsim.clipping import Clip, Strategy, clip_chunk
 from fedsim.clipping.contribution import lattice_bits
-from fedsim.clipping.strategy import AUTO, MANY_PARAMETERS, NAMES, by_rule
 from fedsim.errors import ConfigError
 
 EXTREME = [0.0, -0.0, 1.0, 1e-45, -1e-38, 1e-20, 1e20, -3e38, np.inf, -np.inf, np.nan]
@@ -95,12 +94,6 @@ def test_one_unit_changes_the_sum_by_at_most_the_sensitivity(strategy, dtype, no
     assert (change[dropped[:, 2]] < 1e-5).all() and not dropped[kind == 0].any()
 
 
-@pytest.mark.parametrize("text", ["scan:1", "direct:16", "ghost:4"])
-def test_a_strategy_is_written_as_it_is_read(text):
-    strategy = Strategy.parse(text)
-    assert str(strategy) == text and Strategy.parse(str(strategy)) == strategy
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -113,18 +106,3 @@ def test_what_is_no_strategy_is_refused_in_one_line(text):
         ConfigError, match=f"^strategy={text}: expected scan, direct or ghost, then :ROWS .*$"
     ):
         Strategy.parse(text)
-
-
-@pytest.mark.parametrize("group", [1, 3, 16, 64, 128])
-@pytest.mark.parametrize("num_parameters", [100, MANY_PARAMETERS - 1, MANY_PARAMETERS])
-@pytest.mark.parametrize("adapters", [False, True])
-def test_the_rule_takes_ghost_for_examples_of_a_large_model_on_cpus(
-    group, num_parameters, adapters
-):
-    asked = {"group": group, "num_parameters": num_parameters, "adapters": adapters}
-    large = num_parameters == MANY_PARAMETERS and group == 1 and not adapters
-    expected = Strategy("ghost" if large else "direct", 4)
-    assert by_rule(AUTO, None, **asked, on_cpu=True, length=None) == expected
-    assert by_rule(AUTO, 9, **asked, on_cpu=True, length=64) == Strategy(expected.name, 9)
-    for name in NAMES:
-        assert by_rule(name, None, **asked, on_cpu=True, length=64) == Strategy(name, 4)

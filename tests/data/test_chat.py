@@ -4,7 +4,6 @@ import json
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tokenizers
 from chats import CHATML, NAMED, START, STOP, tiny
@@ -222,14 +221,6 @@ def test_no_special_token_is_spelled_by_tools_calls_or_their_results():
             chats_of(Template(template + CALLING, TOKENS)).encode(said, "all", [tool])
 
 
-def test_a_word_that_a_template_looks_for_is_found_though_a_special_token_has_it():
-    inner = tokenizers.Tokenizer.from_str(TINY.json)
-    inner.add_special_tokens(["<|function|>", "<|find|>"])
-    tokenizer, said = Tokenizer(inner, "words", named=NAMED), [*turns("Hi"), calling("find")]
-    found = ChatTokenizer(tokenizer, Template(CALLING, TOKENS)).encode(said, "assistant")
-    assert shown(found, tokenizer)[1] == "find{}" + STOP
-
-
 REVERSING = CALLING.replace("c.function.name", "c.function.name | reverse")
 LEFT_OUT = [
     (CHATML, calling("find"), "leaves out a tool call in turn 2"),
@@ -402,16 +393,3 @@ def test_a_template_is_found_where_checkpoints_keep_it(tmp_path):
     (tmp_path / "own.jinja").write_bytes(b"\xff")
     with pytest.raises(DataError, match="chat_template=.*expected a Jinja file"):
         chat.template_of(tokenizer, tmp_path / "own.jinja")
-
-
-def test_special_tokens_keep_their_rules_about_blanks():
-    """As <|assistant|> of Phi 3, which takes the blanks after it."""
-    inner = tokenizers.Tokenizer.from_str(TINY.json)
-    inner.add_special_tokens([tokenizers.AddedToken("<|eats|>", special=True, rstrip=True)])
-    tokenizer = Tokenizer(inner, "eating", named=NAMED)
-    template = Template("{% for m in messages %}{{ '<|eats|>\n' + m.content }}{% endfor %}")
-    inner.encode_special_tokens = False
-    expected = inner.encode("<|eats|>\nHi<|eats|>\nHo", add_special_tokens=False).ids
-    found = ChatTokenizer(tokenizer, template).encode(turns("Hi", "Ho"), "assistant")
-    assert found.ids.tolist() == expected
-    np.testing.assert_array_equal(found.trained, [False] * 4 + [True] * 2)

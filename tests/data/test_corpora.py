@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from learnt import learnt
 
-from fedsim.data import corpora, tokenizer_is_public
+from fedsim.data import tokenizer_is_public
 from fedsim.data.building.build import build
 from fedsim.data.corpora import load
 from fedsim.data.tokenizer import Tokenizer
@@ -35,24 +35,6 @@ def test_pydocs_has_users_of_many_sizes():
     assert data.train.num_users > 500 and data.train.num_examples > 20_000
     assert sizes.min() == 1 and 5 <= np.median(sizes) <= 30 and sizes.max() > 500
     assert data.eval_users.num_users > 20 and data.eval_examples.num_examples > 1_000
-
-
-def test_paragraphs_of_a_module(tmp_path):
-    (tmp_path / "m.py").write_text(
-        '"""First paragraph has five words.\n\nToo short.\n"""\n'
-        "if True:\n    class A:\n        '''Inside a branch and class.'''\n"
-        "        def f(self):\n            '''One two three four five.\n\n"
-        "            Six seven eight nine ten.\n            '''\n"
-        "x = '''no docstring but five words'''\n"
-    )
-    assert list(corpora._paragraphs(tmp_path / "m.py")) == [
-        "First paragraph has five words.",
-        "Inside a branch and class.",
-        "One two three four five.",
-        "Six seven eight nine ten.",
-    ]
-    (tmp_path / "bad.py").write_text("def (:")
-    assert list(corpora._paragraphs(tmp_path / "bad.py")) == []
 
 
 def test_what_changes_the_result_is_built_anew_and_all_else_once(source, tmp_path):
@@ -92,16 +74,3 @@ def test_a_built_directory_is_opened(source, tmp_path):
     assert load(tmp_path / "out").train.fingerprint == built.train.fingerprint
     with pytest.raises(DataError, match="data=.*empty: expected"):
         load(tmp_path / "empty")
-
-
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("hf:", "expected hf:NAME"),
-        ("nowhere", "file or glob that exists"),
-        ("", "data=: expected a file or glob"),
-    ],
-)
-def test_unknown_sources(name, message):
-    with pytest.raises(DataError, match=message):
-        load(name)

@@ -3,14 +3,9 @@
 import json
 
 import numpy as np
-import pyarrow as pa
-import pytest
 
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset, stats
-from fedsim.data.store import encode_owners
-from fedsim.data.users import UserStore
-from fedsim.errors import DataError
 
 MAIL = [
     (["bob", "amy"], "hello"),
@@ -81,16 +76,3 @@ def test_nothing_that_a_held_out_user_owns_is_trained_on(tmp_path, rng):
     assert data.train.num_examples + held.num_examples == 400
     assert outside and not train & outside
     assert all(outside & set(who) for who in texts(held))
-
-
-def test_a_graph_of_another_store_is_found_out(tmp_path):
-    store = build_all(jsonl(tmp_path, MAIL), tmp_path / "out", user_column="who").train
-    file = store.path / "owners.parquet"
-    file.write_bytes(bytes(encode_owners(pa.array(["a", "a\x1fb"]))[0]))
-    with pytest.raises(DataError, match="changed since it was built"):
-        UserStore(store.path).check()
-    with pytest.raises(DataError, match="owners.parquet: expected the owners of 4 owner sets"):
-        _ = UserStore(store.path).owners
-    file.unlink()
-    with pytest.raises(DataError, match="expected users.parquet, owners.parquet, people.parquet"):
-        UserStore(store.path)

@@ -20,7 +20,7 @@ from refused import refuses
 
 from fedsim.clipping import Clip
 from fedsim.config import EngineConfig
-from fedsim.engine import cluster, environment, preflight, ray_engine
+from fedsim.engine import cluster, environment, ray_engine
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import EngineError
 from fedsim.errors import ConfigError
@@ -93,22 +93,6 @@ def test_workers_of_two_kinds_are_refused(ray_cluster, rng, monkeypatch):
     pool = ray_pool(mean_problem(rng, [5])[1], num_workers=2)
     kinds = r"process \d+ instead of process \d+: workers must be of one kind"
     with pytest.raises(EngineError, match=rf"the worker on .* has {kinds}"):
-        pool.ready()
-    pool.close()
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_worker_with_other_versions_is_refused(ray_cluster, rng, tmp_path, monkeypatch):
-    other = tmp_path / "jaxlib-9.9.dist-info"
-    other.mkdir()
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: jaxlib\nVersion: 9.9\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
-    variables = preflight.worker_environment(preflight.Placement(1, 1))
-    variables["PYTHONPATH"] = os.environ["PYTHONPATH"]
-    monkeypatch.setattr(preflight, "worker_environment", lambda _: variables)
-    pool = ray_pool(mean_problem(rng, [5])[1])
-    with pytest.raises(EngineError, match=r"the worker on .* has jaxlib 9.9 instead of "):
         pool.ready()
     pool.close()
 

@@ -6,10 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from test_verify import write_texts
 
 LOCAL = Path(__file__).parents[2] / "cluster" / "local.sh"
 PORT = 21000
@@ -18,12 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    rng = np.random.default_rng(0)
-    users = [f"user{u}" for u in range(50) for _ in range(rng.integers(1, 9))]
-    sentences = [" ".join(rng.choice(["red", "green", "blue", "grey"], 6)) for _ in users]
-    path = tmp_path_factory.mktemp("texts") / "texts.parquet"
-    pq.write_table(pa.table({"user_id": users, "text": sentences}), path)
-    return path
+    return write_texts(tmp_path_factory.mktemp("texts") / "texts.parquet", num_users=50)
 
 
 @pytest.fixture(scope="module")

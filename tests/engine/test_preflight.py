@@ -1,15 +1,12 @@
 """What a machine must have before JAX or Ray start, and the workers that a cluster has room for."""
 
 import pytest
-from refused import refuses
 
 from fedsim import files
 from fedsim.config import EngineConfig
 from fedsim.engine import preflight
 from fedsim.engine.preflight import (
-    Placement,
     actor_options,
-    expect_room,
     place_workers,
     worker_environment,
 )
@@ -46,28 +43,6 @@ def test_memory_and_cpus_are_those_of_the_container(values, free, count, tmp_pat
     assert preflight.free_memory() == free
 
 
-def test_a_driver_of_a_cluster_needs_no_room_for_workers(monkeypatch):
-    monkeypatch.setattr(preflight, "free_memory", lambda: preflight.LOCAL_MEMORY)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with refuses("memory"):
-        preflight.expect_enough(EngineConfig("ray", num_workers=2))
-    monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
-    preflight.expect_enough(EngineConfig("ray", num_workers=2))
-
-
-@pytest.mark.parametrize(
-    "error, line",
-    [
-        (MemoryError(), "memory ran out (MemoryError): strategy=scan and rows_per_pass=1"),
-        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "memory ran out (RESOURCE_EXHAUSTED"),
-        (RuntimeError("can't start new thread"), "no more threads can be started: raise"),
-    ],
-)
-def test_what_runs_out_later_is_one_line_too(error, line):
-    assert preflight.exhausted(error).startswith(line)
-    assert not preflight.exhausted(RuntimeError("another fault"))
-
-
 @pytest.mark.parametrize(
     "nodes, threads, expected",
     [
@@ -84,14 +59,6 @@ def test_what_runs_out_later_is_one_line_too(error, line):
 def test_there_are_as_many_workers_as_the_nodes_hold(nodes, threads, expected):
     config = EngineConfig("ray", threads_per_worker=threads)
     assert place_workers(config, nodes).num_workers == expected
-
-
-def test_more_workers_than_there_is_room_for_are_refused():
-    with refuses("num_workers=1", says="(a worker needs 1 CPU, 1 GPU; nodes have 4 CPU, 0 GPU)"):
-        expect_room(Placement(1, 1, "GPU"), [{"CPU": 4.0}])
-    with refuses("num_workers=3", says="at most 2 (a worker needs 2 CPU; nodes have 4 CPU)"):
-        expect_room(Placement(3, 2), [{"CPU": 4.0}])
-    expect_room(Placement(3, 2), [{"CPU": 8.0}])
 
 
 @pytest.mark.parametrize(

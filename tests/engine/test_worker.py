@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from zoo import VOCAB, Tied, losses_of
 
 from experiments.harness.mean_task import MeanTask
 from fedsim.clipping import (
-    Buckets,
     Clip,
     Strategy,
     UnsupportedModel,
@@ -35,25 +33,6 @@ ALL_DIGITS = Clip(0.1, in_float32=True)  # whole numbers are those of a slightly
 several_at_once = pytest.mark.skipif(
     os.environ["JAX_PLATFORMS"] != "cpu", reason="on an accelerator units keep their places"
 )
-
-
-@pytest.mark.parametrize(
-    "text, group, table, expected",
-    [
-        ("direct:4", 1, ((16, 4), (32, 2)), {16: 4, 32: 2, 48: 1, 64: 1}),
-        ("direct:8", 1, ((32, 8), (64, 4)), {16: 8, 32: 8, 48: 4, 64: 4}),
-        ("direct:6", 1, (), {16: 6, 64: 6}),  # no fewer than asked for
-        ("direct:2", 1, ((16, 4), (32, 2)), {16: 2, 32: 2, 48: 1}),  # nor more
-        ("ghost:4", 2, ((32, 4), (64, 2)), {16: 2, 32: 2, 48: 1}),  # units of two rows
-        ("scan:8", 1, ((64, 8),), {16: 1, 64: 1}),
-    ],
-)
-def test_long_texts_of_a_large_model_have_small_passes(text, group, table, expected):
-    buckets = Buckets((16, 32, 48, 64), lambda batch: batch, lambda batch, length: batch)
-    buckets = dataclasses.replace(buckets, side_by_side=table)
-    worker, strategy = Worker(SimpleNamespace(buckets=buckets)), Strategy.parse(text)  # pyright: ignore
-    assert expected == {n: worker.units_of_pass(strategy, group, n) for n in expected}
-    assert {each.rows for each in worker.passes(strategy, group)} == set(expected.values())
 
 
 class ModelTask(Task):

@@ -1,7 +1,6 @@
 """Exported models are served as they were trained: template, end tokens, special tokens."""
 
 import json
-from pathlib import Path
 
 import pytest
 from chats import CHATML, STOP, model_files as tokenizer_files, tiny
@@ -9,7 +8,6 @@ from chats import CHATML, STOP, model_files as tokenizer_files, tiny
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.models import weights
 
-SMOLLM2 = Path(__file__).parents[3] / "shared" / "models" / "smollm2_tokenizer.json"
 GEMMA = CHATML.replace("<|im_start|>", "<s>").replace("<|im_end|>", "<turn>")
 
 
@@ -51,14 +49,3 @@ def test_a_template_that_shows_no_chat_adds_no_end(template, tmp_path):
     model = tokenizer_files(tmp_path / "model", template)
     weights.add_end_tokens(model)
     assert ends(model) == [STOP]
-
-
-@pytest.mark.skipif(not SMOLLM2.is_file(), reason="needs ../shared/models")
-def test_smollm2_stops_at_the_end_of_its_turns(tmp_path):
-    """The tokenizer.json of the base model names <|endoftext|> alone."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "tokenizer.json").write_bytes(SMOLLM2.read_bytes())
-    (model / "chat_template.jinja").write_text(CHATML)
-    weights.add_end_tokens(model)
-    assert ends(model) == ["<|endoftext|>", "<|im_end|>"]

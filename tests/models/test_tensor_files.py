@@ -45,15 +45,9 @@ def header(**about):
     "data, message",
     [
         (b"", "header too small"),
-        (header()[:20], "invalid header length"),
-        ((2**63).to_bytes(8, "little") + bytes(99), "header too large"),
         (header()[:-1], "file not fully covered"),
-        (header(shape=[3]), "invalid shape, data type, or offset"),
-        (header(data_offsets=[-8, 0]), "expected usize"),
         (header(dtype="F8_E4M3", shape=[8]), "w has the type F8_E4M3"),
-        (header(shape=[2**62, 4]), "overflow"),
         (header(dtype="\n\x1b[2J" * 99), "expected a safetensors file"),
-        (b"\2" + bytes(7) + b"[]", "expected a safetensors file"),
         ((10**6).to_bytes(8, "little") + b"[" * 10**6, "expected a safetensors file"),
     ],
 )

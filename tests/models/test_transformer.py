@@ -1,7 +1,5 @@
 """The model against a plain NumPy forward pass, and what user-level privacy asks of its loss."""
 
-import dataclasses
-import json
 import math
 import pickle
 
@@ -11,14 +9,11 @@ import numpy as np
 import pytest
 from reference import transformer_logits
 from refused import refuses
-from zoo import FAMILIES, PARTS
 
 from experiments.harness.stores import store_of
 from fedsim.data.dataset import Dataset
 from fedsim.models.language_model import LanguageModelTask, cross_entropy
-from fedsim.models.rope import Llama3
 from fedsim.models.transformer import (
-    Lora,
     Transformer,
     TransformerConfig,
     preset,
@@ -153,16 +148,6 @@ def test_a_task_starts_from_the_same_parameters_wherever_it_is_unpickled(task):
     expected = init(jax.random.key(2), jnp.zeros((5, LENGTH), jnp.int32))["params"]
     assert params_sha256(found) == params_sha256(expected)
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}
-
-
-def test_a_config_comes_back_from_json():
-    config = dataclasses.replace(
-        FAMILIES["llama"],
-        rope_scaling=Llama3(8.0, 1.0, 4.0, 64),
-        lora=Lora(2, 16.0, ("query", "down")),
-    )
-    for each in (config, CONFIG, *PARTS.values()):
-        assert TransformerConfig.from_dict(json.loads(json.dumps(each.as_dict()))) == each
 
 
 @pytest.mark.privacy

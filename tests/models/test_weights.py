@@ -76,20 +76,15 @@ REFUSED = [
     ({"rope_parameters": {"rope_type": "linear"}}, "factor=None: expected a value in config.json"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5: expected"),
     ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta=inf: expected a number"),
-    ({"rope_scaling": ["x"]}, r"rope_scaling=\['x'\]: expected an object, or null"),
     ({"rope_parameters": LLAMA3}, "low_freq_factor=4.0: expected less than high_freq_factor=4.0"),
     ({"rope_scaling": {"factor": 2.0}}, "rope_scaling=.*: expected the same as in rope_parameters"),
     ({"hidden_size": ...}, "hidden_size=None: expected a value in config.json"),
     ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config=.*bitsandbyt"),
     ({"num_hidden_layers": 10**9}, r"num_hidden_layers=1000000000: expected a whole number in \[1"),
-    ({"vocab_size": 29.0}, "vocab_size=29.0: expected a whole number"),
     ({"hidden_size": True}, "hidden_size=True: expected a whole number"),
     ({"num_attention_heads": 3}, "num_key_value_heads=2: expected a divisor of num_attention"),
-    ({"num_attention_heads": 6, "head_dim": None}, "num_attention_heads=6: expected a divisor of"),
     ({"head_dim": 5}, "head_dim=5: expected an even number"),
-    ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: expected a number"),
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings=false: expected true or false"),
-    ({"model_type": "mistral", "layer_types": [[]]}, "layer_types="),
 ]
 
 
@@ -132,26 +127,6 @@ def test_arrays_that_the_model_has_no_place_for_are_refused(rng, tmp_path):
     ):
         with pytest.raises(ConfigError, match=f"and {name} has none"):
             weights.from_tensors("x", config, {**tensors, name: array})
-    fewer = dataclasses.replace(config, num_layers=1)
-    with pytest.raises(ConfigError, match="model.layers.1"):
-        weights.from_tensors("x", fewer, tensors)
-
-
-def test_sizes_are_held_against_the_files_before_anything_is_copied(rng, tmp_path, monkeypatch):
-    config = FAMILIES["gpt2"]
-    tensors = weights.to_tensors(config, random_like(config, rng))
-    monkeypatch.setattr(np, "ascontiguousarray", None)
-    for changed, message in (
-        ({"vocab_size": families.TOKENS, "mlp_width": families.WIDTH}, "embed/embedding of shape"),
-        ({"num_layers": families.LAYERS}, "expected a tensor transformer.h.2"),
-        ({"num_positions": families.LENGTH}, "positions/embedding of shape"),
-        ({"width": 18, "num_heads": 2}, "of shape"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            weights.from_tensors("x", dataclasses.replace(config, **changed), tensors)
-    joint = "transformer.h.0.attn.c_attn.weight"
-    with pytest.raises(ConfigError, match=r"block_0/query/kernel of shape .* got \(16, 47\)"):
-        weights.from_tensors("x", config, {**tensors, joint: tensors[joint][:, 1:]})
 
 
 KEPT = {
@@ -164,42 +139,26 @@ KEPT = {
 }
 
 
-def with_files(model):
-    """Puts files beside the weights that training does not change; returns them by name."""
-    (model / "additional_chat_templates").mkdir()
-    for name, text in KEPT.items():
-        (model / name).write_text(text)
-    fields = json.loads((model / "config.json").read_text())
-    fields |= {"bos_token_id": 5, "eos_token_id": [256, 7], "pad_token_id": 9, "x": [1]}
-    fields |= {"torch_dtype": "bfloat16", "auto_map": {"AutoModel": "code.Model"}}
-    (model / "config.json").write_text(json.dumps(fields))
-    return {**KEPT, "tokenizer.json": (model / "tokenizer.json").read_text()}
-
-
-def assert_kept(out, kept):
-    assert {name: (out / name).read_text() for name in kept} == kept
-
-
-def assert_settings(before, after):
-    """That of config.json only what is about the weights is new."""
-    changed = {"dtype", "torch_dtype", "auto_map"}
-    assert after["dtype"] == "float32" and not {"torch_dtype", "auto_map"} & {*after}
-    rest = [{n: x for n, x in fields.items() if n not in changed} for fields in (before, after)]
-    assert rest[0] == rest[1] and rest[0]["bos_token_id"] == 5
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2 with windows", "qwen3", "gpt2"])
 def test_a_saved_model_has_the_files_of_the_one_it_came_from(name, rng, tmp_path):
     config = dataclasses.replace(CONFIGS[name], vocab_size=257)
     Tokenizer.bytes().save(tmp_path / "bytes.json")
     model, out = tmp_path / "model", tmp_path / "out"
     weights.save(model, config, random_like(config, rng), tmp_path / "bytes.json")
-    kept = with_files(model)
+    (model / "additional_chat_templates").mkdir()
+    for name, text in KEPT.items():  # which training does not change
+        (model / name).write_text(text)
+    own = {"bos_token_id": 5, "eos_token_id": [256, 7], "pad_token_id": 9, "x": [1]}
+    old = {"torch_dtype": "bfloat16", "auto_map": {"AutoModel": "code.Model"}}
+    before = json.loads((model / "config.json").read_text()) | own
+    (model / "config.json").write_text(json.dumps(before | old))
     found = weights.load(str(model))
     trained = dataclasses.replace(found.config, max_length=8, num_positions=found.config.table)
     weights.save(out, trained, found.params, found.tokenizer, found.files)
-    assert_kept(out, kept)
-    assert_settings(*(json.loads((x / "config.json").read_text()) for x in (model, out)))
+    assert {name: (out / name).read_text() for name in KEPT} == KEPT
+    assert (out / "tokenizer.json").read_text() == (model / "tokenizer.json").read_text()
+    after = json.loads((out / "config.json").read_text())
+    assert after == before | {"dtype": "float32"}  # what is about the weights alone is new
     again = weights.load(str(out))
     assert again.config == found.config
     jax.tree.map(np.testing.assert_array_equal, again.params, found.params)
@@ -225,14 +184,6 @@ def test_a_saved_model_has_the_type_of_the_one_it_came_from(key, rng, tmp_path):
     weights.save(tmp_path / "exact", config, params, files=tmp_path / "model", exact=True)
     exact = weights.load(str(tmp_path / "exact")).params
     jax.tree.map(np.testing.assert_array_equal, exact, params)
-
-
-def test_settings_of_another_model_are_not_taken(rng, tmp_path):
-    """As where a tokenizer's directory was put beside other weights."""
-    first, other = FAMILIES["llama"], FAMILIES["qwen3"]
-    weights.save(tmp_path / "model", first, random_like(first, rng))
-    weights.save(tmp_path / "x", other, random_like(other, rng), files=tmp_path / "model")
-    assert weights.load(str(tmp_path / "x")).config.query_key_norm
 
 
 def test_the_hub_is_asked_for_the_files_that_are_needed(rng, tmp_path, monkeypatch):

@@ -74,19 +74,3 @@ def test_a_line_is_on_the_disk_when_append_returns_and_the_file_is_in_its_direct
     monkeypatch.setattr(os, "fsync", noted)
     written(path)
     assert synced == [(str(tmp_path), 0)] + [(str(path), n) for n in (1, 2, 3)]
-
-
-def test_a_line_that_does_not_pass_the_check_is_neither_written_nor_read(tmp_path):
-    def check(line, number):
-        if line["n"] == 7:
-            raise ValueError("n=7")
-
-    log = ChainedLog(tmp_path / "log", check)
-    log.append({"n": 1})
-    before = log.path.read_bytes()
-    with pytest.raises(LedgerError, match="log: line 2 is none of a ledger: n=7"):
-        log.append({"n": 7})
-    assert log.path.read_bytes() == before
-    ChainedLog(log.path, lambda *_: None).append({"n": 7})  # with a chain that fits
-    with pytest.raises(LedgerError, match="log: line 2 is none of a ledger: n=7"):
-        ChainedLog(log.path, check)

@@ -3,7 +3,6 @@ import os
 
 import pytest
 
-from fedsim import files
 from fedsim.files import (
     remove_cut_off_line,
     whole_lines,
@@ -32,9 +31,3 @@ def test_a_line_cut_off_by_a_crash_is_not_read_and_removed_before_appending(tmp_
     remove_cut_off_line(path)
     assert path.read_text() == '{"a": 1}\n{"a": 2}\n'
     assert whole_lines(tmp_path / "none") == []
-
-
-def test_an_error_of_what_is_written_is_no_error_of_the_place(tmp_path):
-    with pytest.raises(OSError, match="full"), files.new_directory(tmp_path / "new"):
-        raise OSError(errno.ENOSPC, "full")
-    assert not [*tmp_path.iterdir()]

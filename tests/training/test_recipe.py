@@ -12,7 +12,6 @@ from fedsim.training.optimizers import MOMENTUM_RATES, Noise, with_defaults
 
 FLAGS = ["--engine", "local", "--model", "micro", "--max-length", "16", "--epsilon", "8"]
 FLAGS += "--num-steps 4 --batch-size 8 --eval-examples 8 --strategy scan --rows-per-pass 1".split()
-NOISE = Noise(0.01, 1.0, 100)
 
 
 def rate(stddev, bound=1.0, num_steps=100, **settings):

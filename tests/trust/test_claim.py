@@ -105,7 +105,6 @@ def rows_of(found):
 SHARED = {"kept": 900, "max_changed": 3}
 CYCLIC = {"sampling": {**PLAN.as_dict()["sampling"], "kind": "cyclic"}}
 CYCLIC["sampling"]["bands"] = 3
-CORRELATED = {**CYCLIC, "noise": {"kind": "correlated", "bands": 3}}
 CHOSEN = {"fact": "chosen-on-data", "of": "clip_norm"}
 ALLOCATED = {"sampling": {"kind": "allocation", "prob": 0.007, "participations": 2}}
 
@@ -120,9 +119,7 @@ ALLOCATED = {"sampling": {"kind": "allocation", "prob": 0.007, "participations":
         ({"algorithm": "uls", "shared": SHARED}, "accountant", "removes one and changes 3 "),
         ({"shared": SHARED}, "adjacency", "who owns which are the same, and public"),
         ({"adjacency": "add-or-remove"}, "adjacency", "one user with all texts, added or removed"),
-        (CORRELATED, "noise of different steps", "the 2 steps before it"),
         ({"non_private": [CHOSEN]}, "tuning of settings", "clip_norm (chosen by loo"),
-        ({"clip_quantile": 0.5}, "mechanism", "follows a quantile of the norms privately"),
     ],
 )
 def test_what_was_done_follows_from_the_plan(changed, item, words, tmp_path):

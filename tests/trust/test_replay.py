@@ -145,29 +145,3 @@ def test_a_whole_replay_goes_from_segment_to_segment(flags, texts, run_dir, caps
     for segment, holds in ((1, False), (0, None)):  # the step is of the first one
         elsewhere(run_dir, segment)
         assert verify(capsys, run_dir, "--whole")[1]["replay"][0] is holds
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_run_that_is_stopped_at_once_again_keeps_its_promises(
-    texts, run_dir, monkeypatch, capsys
-):
-    crashed(run_dir, texts, 3)
-    right = checkpoint.Saver
-
-    def stopped(*args, **options):
-        signal.raise_signal(signal.SIGTERM)
-        return right(*args, **options)
-
-    monkeypatch.setattr(checkpoint, "Saver", stopped)
-    with pytest.raises(SystemExit) as stop:
-        main([*command(texts, run_dir), "--resume"])
-    assert stop.value.code == 75
-    found = json.loads((run_dir / "summary.json").read_text())
-    assert found["steps_done"] == 4 and found["lost_steps"] == 2
-    code, checks = verify(capsys, run_dir)
-    assert code == 0, checks
-    for name, value in (("epsilon", 0.9 * found["epsilon"]), ("lost_steps", 0)):
-        edit_json(run_dir / "summary.json", **{**found, name: value})
-        code, checks = verify(capsys, run_dir)
-        assert code == 1 and name in checks["summary"][1], checks

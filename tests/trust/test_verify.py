@@ -324,21 +324,6 @@ def test_a_run_that_is_going_on_is_not_looked_at(name, copy, capsys):
         assert verify(capsys, copy)[0] == 0
 
 
-def test_a_checkpoint_of_another_run_is_named(texts, tmp_path, copy, capsys):
-    main(command(texts, tmp_path / "another", ema=0.5, epsilon=50))
-    (copy / "summary.json").unlink()
-    checkpoint.latest(copy).unlink()
-    path = checkpoint.path_of(copy, 4)
-    shutil.copyfile(checkpoint.path_of(tmp_path / "another", 4), path)
-    code, found = verify(capsys, copy)
-    says = f"{path}: is of another run: the ledger has another chain after step 4"
-    assert code == 1 and found["checkpoints"] == (False, says)
-    with pytest.raises(SystemExit) as stop:
-        main([*command(texts, copy, ema=0.5), "--resume"])
-    *_, last = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 1 and "than the checkpoint: one of the two is of another run" in last
-
-
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["verify", str(tmp_path)])

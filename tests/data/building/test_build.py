@@ -191,20 +191,3 @@ def write_rows(item, *, encoding):
         time.sleep(60)  # but they end with their parent
     return record
 """
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path):
-    """A limit on the size of a file stands for a full disk: the same error on the same path."""
-    file = parquet(tmp_path / "a.parquet", [(f"u{i}", "x" * 2_000) for i in range(300)])
-    code = (
-        "import resource, sys; from fedsim.cli.main import main; "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); main(sys.argv[1:])"
-    )
-    flags = ["data", "build", file, "--out", tmp_path / "out", "--max-length", "4000"]
-    done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("fedsim: error: out=")
-    assert "no space left on the disk; nothing was kept" in done.stderr
-    assert list(tmp_path.iterdir()) == [file]
