@@ -13,12 +13,13 @@ import argparse
 import ast
 import dataclasses
 import functools
+import importlib
 import json
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ ESTIMATES = ("seconds_per_gradient",)
 RATES = [0.0001, 0.001, 0.01, 0.1]
 GONE = {"sampling": "poisson", "local_steps": 1, "local_learning_rates": RATES}
 """Settings that old records have, and the value at which they changed nothing."""
-RUNS = re.compile(r"\b(common|finetuning)\.main\(")
+RUNS = re.compile(r"\b(experiment|finetuning)\.main\(")
 
 
 @functools.cache
@@ -57,8 +58,6 @@ def question(name: str) -> str:
 
 def settings_of(name: str) -> dict[str, Any]:
     """By scale; nothing where a module has none."""
-    import importlib
-
     return getattr(importlib.import_module(f"experiments.{name}"), "SETTINGS", {})
 
 
@@ -85,27 +84,49 @@ def listed(name: str) -> str:
 
 def status(name: str) -> list[str]:
     """A line for each record of an experiment."""
-    from experiments.harness import common, records
+    from experiments.harness import claims, records
 
     lines = []
     for scale, file in stored(name).items():
         record = json.loads(file.read_text())
-        counts = Counter(common.SAYS[each["held"]] for each in record["claims"])
+        counts = Counter(claims.SAYS[each["held"]] for each in record["claims"])
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "no claims"
         settings = settings_of(name).get(scale)
         state = "up to date"
         if settings is not None and not is_of(record["settings"], settings):
             state = "out of date: the settings were changed"
-        if check := records.check_of(file):
+        if check := check_of(file):
             rows = records.read_rows(file.with_suffix(".csv"))
             if records.as_claims(check(rows)) != record["claims"]:
                 state = "out of date: python -m experiments judge has it again"
-            if records.derived(file) not in (None, rows):
+            if derived(file) not in (None, rows):
                 state = f"out of date: it computes other rows: python -m experiments.{name}"
         lines.append(
             f"{file.stem} ({scale}, {record['date']}, {record['commit']}): {said}; {state}"
         )
     return lines or [f"{name}: no record; python -m experiments run {name}"]
+
+
+def module_of(record: Path) -> Any:
+    """The experiment that made it; None: its study is closed."""
+    if not (HERE / f"{record.stem}.py").exists():
+        return None
+    return importlib.import_module(f"experiments.{record.stem}")
+
+
+def derived(record: Path) -> list[dict[str, Any]] | None:
+    """The rows that its experiment computes today, where that takes seconds."""
+    from experiments.harness import records
+
+    module = module_of(record)
+    if not getattr(module, "DERIVED", False):
+        return None
+    return records.as_written(module.run(module.SETTINGS[json.loads(record.read_text())["scale"]]))
+
+
+def check_of(record: Path) -> Callable[[list[dict[str, Any]]], Any] | None:
+    """The tests of its claims; None: its study is closed."""
+    return getattr(module_of(record), "check", None)
 
 
 def is_of(recorded: Any, settings: Any) -> bool:
@@ -130,22 +151,23 @@ def is_of(recorded: Any, settings: Any) -> bool:
 
 def judge() -> None:
     """Write verdicts and figures of all records again."""
-    from experiments.harness import common, finetuning, records
+    from experiments import finetuning
+    from experiments.harness import experiment, plots, records
 
     for file in records.committed():
-        if (check := records.check_of(file)) is None:
+        if (check := check_of(file)) is None:
             continue
         print(records.name_of(file), flush=True)
-        module = records.module_of(file)
+        module = module_of(file)
         record, rows = json.loads(file.read_text()), records.read_rows(file.with_suffix(".csv"))
         record["claims"] = records.as_claims(check(rows))
         file.write_text(json.dumps(record, indent=1) + "\n")
-        _, figures = common.name_and_figures(vars(module)) if module else ("", {})
+        _, figures = experiment.name_and_figures(vars(module))
         for name, draw in figures.items():
             figure = draw(rows)
             if hasattr(module, "finetuning"):
                 figure = finetuning.titled(figure, rows, record["scale"])
-            common.save_figure(figure, file.with_name(f"{name}.png"))
+            plots.save_figure(figure, file.with_name(f"{name}.png"))
 
 
 def run(wanted: Sequence[str], flags: Sequence[str]) -> int:

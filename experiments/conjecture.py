@@ -28,7 +28,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import optimize, special, stats
 
-from experiments.harness import common
+from experiments.harness import experiment
+from experiments.harness.claims import Claims
 from fedsim import accounting
 
 
@@ -180,7 +181,7 @@ def plot(rows: Sequence[dict]) -> Figure:
     return figure
 
 
-def check(rows: Sequence[dict]) -> common.Claims:
+def check(rows: Sequence[dict]) -> Claims:
     """Where the conjecture is false, and where it holds."""
 
     def false(rows: Sequence[dict]) -> int:
@@ -217,4 +218,4 @@ def check(rows: Sequence[dict]) -> common.Claims:
 
 
 if __name__ == "__main__":
-    common.main(globals())
+    experiment.main(globals())

@@ -19,7 +19,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import optimize
 
-from experiments.harness import common
+from experiments.harness import experiment
+from experiments.harness.claims import Claims
 from fedsim import accounting
 from fedsim.accounting import StepEvent, accountant, composition, log_group_growth
 from fedsim.errors import expect, expect_count
@@ -192,7 +193,7 @@ def plot(rows: Sequence[dict]) -> Figure:
     return figure
 
 
-def check(rows: Sequence[dict]) -> common.Claims:
+def check(rows: Sequence[dict]) -> Claims:
     """How epsilon grows with G, for ELS and for black-box group privacy."""
     powers, below, behind, exploded = [], [], [], []
     for sigma, series in _by_noise(rows).items():
@@ -250,4 +251,4 @@ def _at_epsilon(rows: Sequence[dict]) -> list[dict]:
 
 
 if __name__ == "__main__":
-    common.main(globals())
+    experiment.main(globals())

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from experiments.harness import common
+from experiments.harness import experiment, plots
+from experiments.harness.claims import Claims
 from fedsim import accounting
 from fedsim.tuning.estimates import noise_stddev
 
@@ -117,7 +118,7 @@ def plot(rows: Sequence[dict]) -> Figure:
     grid, fixed_budget = _grid(rows), _fixed_budget(rows)
     epsilons = sorted({row["epsilon"] for row in rows})
     cohorts = sorted({row["cohort_size"] for row in grid})
-    figure, axes = common.panels(len(cohorts) + 1, len(epsilons), 2.6, 2.3, sharey="row")
+    figure, axes = plots.panels(len(cohorts) + 1, len(epsilons), 2.6, 2.3, sharey="row")
     wide, narrow = {"lw": 4, "ms": 7, "alpha": 0.6}, {"lw": 1.3, "ms": 3.5}
     lines = (  # the wide one first: the next one may lie on it
         ("els", "ELS", "-o", "ELS", wide),
@@ -128,14 +129,14 @@ def plot(rows: Sequence[dict]) -> Figure:
         here = [row for row in fixed_budget if row["epsilon"] == epsilon]
         axis = axes[0, column]
         groups = [row["els_group_size"] for row in here]
-        axis.plot(groups, [row["els"] for row in here], "-o", color=common.COLOURS["ELS"])
+        axis.plot(groups, [row["els"] for row in here], "-o", color=plots.COLOURS["ELS"])
         axis.set(yscale="log", xlabel="$G_{ELS}$")
         axis.set_title(rf"$\varepsilon$ = {epsilon:g}")
         for index, cohort in enumerate(cohorts):
             here = [r for r in grid if (r["epsilon"], r["cohort_size"]) == (epsilon, cohort)]
             axis = axes[index + 1, column]
             for key, algorithm, style, label, look in lines:
-                own = {"color": common.COLOURS[algorithm], "label": label, **look}
+                own = {"color": plots.COLOURS[algorithm], "label": label, **look}
                 budgets = [row["budget"] for row in here]
                 axis.plot(budgets, [row[key] for row in here], style, **own)
             axis.set(yscale="log", xlabel="$B$")
@@ -150,7 +151,7 @@ def plot(rows: Sequence[dict]) -> Figure:
     return figure
 
 
-def check(rows: Sequence[dict]) -> common.Claims:
+def check(rows: Sequence[dict]) -> Claims:
     """Where ELS has less noise, and where ULS."""
     epsilons = sorted({row["epsilon"] for row in rows})
     spread = []
@@ -213,4 +214,4 @@ def _powers_of_two(last: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    common.main(globals())
+    experiment.main(globals())

@@ -26,9 +26,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.harness import common
-from experiments.harness.claims import GAIN_SHARE, ahead, both, no_worse
-from experiments.harness.mean_task import MeanTask
+from experiments.harness import experiment, plots
+from experiments.harness.claims import GAIN_SHARE, Claims, ahead, both, no_worse
+from experiments.mean_task import MeanTask
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.contribution import contribution
 from fedsim.config import Algorithm, PrivacyConfig
@@ -283,20 +283,20 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
             x = np.array([row[panel] for row in own]) * 1.03 ** (number - len(methods) / 2)
             loss, spread = np.array([[row["loss"], row["loss_std"]] for row in own]).T
             error = spread / np.sqrt([row["trials"] for row in own])
-            colour = common.COLOURS["ELS"] if name == "ELS" else shades[groups.index(group)]
+            colour = plots.COLOURS["ELS"] if name == "ELS" else shades[groups.index(group)]
             style = "-s" if name == "ELS" else "-o"
             text = f"{name}, $G$ = {group}"
             axis.errorbar(
                 x, loss, error, fmt=style, color=colour, label=text, capsize=2, markersize=4, lw=1.2
             )
-        common.log2_axis(axis, [row[panel] for row in _panel(rows, panel)])
+        plots.log2_axis(axis, [row[panel] for row in _panel(rows, panel)])
         axis.set_yscale("log")
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(r"loss $\frac{1}{2}|\theta - \mu|^2$")
     title = f"bars: standard errors over {rows[0]['trials']} trials"
     figure.suptitle(title, fontsize="small", color="dimgray")
-    common.legend_below(figure)
+    plots.legend_below(figure)
     return figure
 
 
@@ -308,7 +308,7 @@ def _is(row, algorithm, group):
     return (row["algorithm"], row["group_size"]) == (algorithm, group)
 
 
-def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
+def check(rows: Sequence[dict[str, Any]]) -> Claims:
     """Section 4's claims: (what, whether it holds, the numbers)."""
     assert all(np.isfinite(row["loss"]) for row in rows)
     whole = max(row["group_size"] for row in rows)
@@ -370,4 +370,4 @@ def _best(rows, panel, value):
 
 
 if __name__ == "__main__":
-    common.main(globals())
+    experiment.main(globals())

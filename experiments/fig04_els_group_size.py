@@ -21,15 +21,16 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.harness import common, finetuning
-from experiments.harness.claims import both, cell_error, no_worse
-from experiments.harness.finetuning import (
+from experiments import finetuning
+from experiments.finetuning import (
     LONG_TRAINING,
     PAPER_TRAINING,
     SMALL_TRAINING,
     SMOKE_TRAINING,
     Training,
 )
+from experiments.harness import plots
+from experiments.harness.claims import Claims, both, cell_error, no_worse
 from experiments.harness.rows import by, rates_inside
 from fedsim.errors import DataError
 from fedsim.sampling import median_group_size
@@ -93,7 +94,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     """A panel for each data set (rows) and epsilon (columns); the median user in red."""
     names = list(dict.fromkeys(row["dataset"] for row in rows))
     epsilons = sorted({row["epsilon"] for row in rows})
-    figure, axes = common.panels(len(names), len(epsilons), 3, 2.6, sharey="row")
+    figure, axes = plots.panels(len(names), len(epsilons), 3, 2.6, sharey="row")
     budgets = sorted({row["budget"] for row in rows})
     for (name, epsilon), own in by(rows, lambda r: (r["dataset"], r["epsilon"])).items():
         axis = axes[names.index(name), epsilons.index(epsilon)]
@@ -104,18 +105,18 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
             axis.errorbar(*values, fmt="-o", color=colour, capsize=2, label=f"B = {budget}")
         median = own[0]["median_examples"]
         axis.axvline(median, color="tab:red", linestyle="--", label="median user")
-        common.log2_axis(axis, [row["group_size"] for row in own])
+        plots.log2_axis(axis, [row["group_size"] for row in own])
         title = rf"{name}, $\varepsilon$ = {epsilon:g}" + "\n" + finetuning.assumption(name)
         axis.set_title(title.strip(), fontsize="medium")
         axis.set(xlabel="$G_{ELS}$")
         axis.grid(alpha=0.3)
     for axis in axes[:, 0]:
         axis.set(ylabel="validation loss\n(nats per token)")
-    common.legend_below(figure)
+    plots.legend_below(figure)
     return figure
 
 
-def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
+def check(rows: Sequence[dict[str, Any]]) -> Claims:
     """The median's group size against the best one, at every budget and epsilon."""
     assert not any(np.isnan(row["loss"]) for row in rows)  # of one that diverged it is infinite
     claims = []

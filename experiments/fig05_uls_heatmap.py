@@ -18,10 +18,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from experiments.harness import common, finetuning
-from experiments.harness.arguments import STACK_OVERFLOW
-from experiments.harness.claims import Verdict, ahead, both, cell_error, no_worse
-from experiments.harness.finetuning import ULS_GRIDS
+from experiments import finetuning
+from experiments.finetuning import STACK_OVERFLOW, ULS_GRIDS
+from experiments.harness import plots
+from experiments.harness.claims import Claims, Verdict, ahead, both, cell_error, no_worse
 from experiments.harness.rows import StandardError, by, rates_inside
 
 SETTINGS = ULS_GRIDS
@@ -37,7 +37,7 @@ def run(settings: finetuning.UlsGrid, arguments: finetuning.Arguments) -> list[d
 def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     """A heat map for each epsilon, the best of each budget framed; and the diagonals of one."""
     panels = by(rows, lambda row: row["epsilon"])
-    figure, axes = common.panels(1, len(panels) + 1, 4, 3.4)
+    figure, axes = plots.panels(1, len(panels) + 1, 4, 3.4)
     groups = sorted({row["group_size"] for row in rows})
     cohorts = sorted({row["cohort_size"] for row in rows})
     limits = [pick(row["loss"] for row in rows) for pick in (min, max)]
@@ -70,7 +70,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         values = [[row[key] for row in series] for key in ("group_size", "loss", "loss_std")]
         look = {"color": colour, "label": f"$B$ = {budget}"}
         axes[0, -1].errorbar(*values, fmt="-o", capsize=2, **look)
-    common.log2_axis(axes[0, -1], groups)
+    plots.log2_axis(axes[0, -1], groups)
     axes[0, -1].set(xlabel="group size $G_{ULS}$", ylabel="validation loss (nats per token)")
     axes[0, -1].set_title(rf"by budget, $\varepsilon$ = {shown[0]['epsilon']:g}")
     axes[0, -1].grid(alpha=0.3)
@@ -84,7 +84,7 @@ def best_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [min(series, key=lambda row: row["loss"]) for series in budgets if len(series) > 1]
 
 
-def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
+def check(rows: Sequence[dict[str, Any]]) -> Claims:
     """Where the best of each budget is; budgets with one configuration have no choice."""
     assert all(np.isfinite(row["loss"]) for row in rows)
     error, small, doublings = np.sqrt(2) * cell_error(rows), [], []

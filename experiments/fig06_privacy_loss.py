@@ -26,16 +26,16 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.harness import common, finetuning, heuristics
-from experiments.harness.arguments import STACK_OVERFLOW
-from experiments.harness.claims import ahead, both, cell_error, mean_error, most, no_worse
-from experiments.harness.finetuning import stands_for
+from experiments import finetuning, heuristics
+from experiments.finetuning import STACK_OVERFLOW, stands_for
+from experiments.harness import plots
+from experiments.harness.claims import Claims, ahead, both, cell_error, mean_error, most, no_worse
 from experiments.harness.rows import by, paired, rates_inside
 
 SETTINGS = finetuning.COMPARISONS
 LOCAL = "ULS, local steps"
 BEST = "ELS, best group"
-COLOURS = {**common.COLOURS, LOCAL: "tab:green", BEST: "tab:cyan"}
+COLOURS = {**plots.COLOURS, LOCAL: "tab:green", BEST: "tab:cyan"}
 
 
 def run(settings: finetuning.Comparison, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ def plot(rows: Sequence[dict[str, Any]], along: str = "epsilon", across: str = "
     rows = [row for row in rows if not math.isinf(row["epsilon"])]
     names = list(dict.fromkeys(row["dataset"] for row in rows))
     columns = sorted({row[across] for row in rows})
-    figure, axes = common.panels(len(names), len(columns), 3.2, 2.6, sharey="row")
+    figure, axes = plots.panels(len(names), len(columns), 3.2, 2.6, sharey="row")
     label = {"epsilon": r"$\varepsilon$", "budget": "$B$"}
     for (name, column), own in by(rows, lambda r: (r["dataset"], r[across])).items():
         axis = axes[names.index(name), columns.index(column)]
@@ -109,14 +109,14 @@ def plot(rows: Sequence[dict[str, Any]], along: str = "epsilon", across: str = "
             if (row["dataset"], row["budget"]) == (name, column):
                 label_of = f"{_curve(row)} without noise"
                 axis.axhline(row["loss"], color=COLOURS[_curve(row)], ls="--", label=label_of)
-        common.log2_axis(axis, [row[along] for row in own])
+        plots.log2_axis(axis, [row[along] for row in own])
         title = f"{name}, {label[across]} = {column:g}\n{finetuning.assumption(name)}"
         axis.set_title(title.strip(), fontsize="medium")
         axis.set(xlabel=label[along])
         axis.grid(alpha=0.3)
     for axis in axes[:, 0]:
         axis.set(ylabel="test loss (nats per token)")
-    common.legend_below(figure)
+    plots.legend_below(figure)
     return figure
 
 
@@ -129,7 +129,7 @@ def _has_local_steps(row):
     return row.get("local_steps", 1) > 1
 
 
-def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
+def check(rows: Sequence[dict[str, Any]]) -> Claims:
     """The paper's claims, by data set."""
     assert not any(np.isnan(row["loss"]) for row in rows)  # of one that diverged it is infinite
     rows = [row for row in rows if not math.isinf(row["epsilon"])]

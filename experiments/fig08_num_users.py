@@ -1,6 +1,6 @@
 """Figure 8 (Section 6): what more users would be worth, on CC-News at epsilon = 4.
 
-The number of users is varied in the accounting alone (`harness/comparison.py`): the users there
+The number of users is varied in the accounting alone (`assumed_users.py`): the users there
 are, ten and a hundred times as many; delta is that of ten times, as in the paper's other
 experiments.
 Both algorithms are set by the heuristics. Claims: ULS gains more from a larger budget throughout,
@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.harness import common, finetuning, heuristics
-from experiments.harness.arguments import CC_NEWS, STACK_OVERFLOW
-from experiments.harness.claims import ahead, cell_error
-from experiments.harness.finetuning import Comparison
+from experiments import finetuning, heuristics
+from experiments.finetuning import CC_NEWS, STACK_OVERFLOW, Comparison
+from experiments.harness import plots
+from experiments.harness.claims import Claims, ahead, cell_error
 from experiments.harness.rows import by, rates_inside
 
 EPSILON = 4.0
@@ -68,24 +68,24 @@ def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, A
 def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     """A panel for each population; bars are deviations over seeds."""
     panels = by(rows, lambda row: row["times"])
-    figure, axes = common.panels(1, len(panels), 3.2, 2.9, sharey=True)
+    figure, axes = plots.panels(1, len(panels), 3.2, 2.9, sharey=True)
     for axis, (times, own) in zip(axes[0], panels.items(), strict=True):
         for algorithm, series in by(own, lambda row: row["algorithm"].upper()).items():
             values = [[row[key] for row in series] for key in ("budget", "loss", "loss_std")]
-            colour = common.COLOURS[algorithm]
+            colour = plots.COLOURS[algorithm]
             axis.errorbar(*values, fmt="-o", color=colour, capsize=2, label=algorithm)
         axis.axhline(own[0]["loss_before"], color="black", linestyle=":", label="pre-trained")
-        common.log2_axis(axis, [row["budget"] for row in own])
+        plots.log2_axis(axis, [row["budget"] for row in own])
         axis.set(xlabel="compute budget $B$")
         whose = f"as if {times} x the users" if times > 1 else "the users there are"
         axis.set_title(rf"{whose}, $\varepsilon$ = {own[0]['epsilon']:g}", fontsize="medium")
         axis.grid(alpha=0.3)
     axes[0, 0].set(ylabel="test loss (nats per token)")
-    common.legend_below(figure)
+    plots.legend_below(figure)
     return figure
 
 
-def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
+def check(rows: Sequence[dict[str, Any]]) -> Claims:
     """What the largest budget gains over the smallest, and the most users over the fewest."""
     assert all(np.isfinite(row["loss"]) for row in rows)
     by_cell = {(row["times"], row["budget"], row["algorithm"]): row["loss"] for row in rows}

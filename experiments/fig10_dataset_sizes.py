@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.harness import common, synthetic
+from experiments.data import stand_ins, synthetic
+from experiments.harness import experiment
+from experiments.harness.claims import Claims
 
 BINS = 40  # at most
 
@@ -38,12 +40,12 @@ def sizes_of(settings: Settings) -> dict[str, np.ndarray]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         if settings.share < 1.0:
-            dataset = common.synthetic_stack_overflow(settings.share, directory)
+            dataset = stand_ins.made_up(settings.share, directory)
             return {"Stack Overflow's shape": np.diff(dataset.train.offsets)}
         found = {"Stack Overflow (fitted)": synthetic.sizes(synthetic.STACK_OVERFLOW)}
-        if common.SHARED.is_dir():
+        if stand_ins.SHARED.is_dir():
             for stand_in in settings.stand_ins:
-                found[stand_in] = np.diff(common.prepare(stand_in, directory).train.offsets)
+                found[stand_in] = np.diff(stand_ins.prepare(stand_in, directory).train.offsets)
         return found
 
 
@@ -74,7 +76,7 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
     return figure
 
 
-def check(rows: list[dict[str, Any]]) -> common.Claims:
+def check(rows: list[dict[str, Any]]) -> Claims:
     """By data set: how far apart the sizes of its smallest and largest users are, by bins."""
     claims = []
     for name in dict.fromkeys(row["dataset"] for row in rows):
@@ -89,8 +91,8 @@ def check(rows: list[dict[str, Any]]) -> common.Claims:
 
 def origins(settings: Settings) -> dict[str, Any]:
     """The files of the stand-ins."""
-    return common.files_of(settings.stand_ins)
+    return stand_ins.files_of(settings.stand_ins)
 
 
 if __name__ == "__main__":
-    common.main(globals())
+    experiment.main(globals())

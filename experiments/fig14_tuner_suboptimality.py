@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.harness import common, finetuning
-from experiments.harness.claims import ahead, cell_error, most, no_worse
-from experiments.harness.finetuning import ULS_GRIDS
-from experiments.harness.heuristics import user_grad_norms
+from experiments import finetuning
+from experiments.finetuning import ULS_GRIDS
+from experiments.harness import plots
+from experiments.harness.claims import Claims, ahead, cell_error, most, no_worse
 from experiments.harness.rows import by
+from experiments.heuristics import user_grad_norms
 from fedsim.errors import expect
 from fedsim.tuning import doubling
 from fedsim.tuning.doubling import NO_LIMITS, START, Configuration, Limits, double, twice
@@ -130,7 +131,7 @@ def averaged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     panels = by(averaged(rows), lambda row: row["dataset"])
-    figure, axes = common.panels(1, len(panels), 4.5, 3.4)
+    figure, axes = plots.panels(1, len(panels), 4.5, 3.4)
     for axis, (name, own) in zip(axes[0], panels.items(), strict=True):
         by_strategy = by(own, lambda row: row["strategy"])
         for strategy, look in STRATEGIES.items():
@@ -140,15 +141,15 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
             )
             axis.plot(budgets, means, label=strategy, markersize=5, **look)
             axis.fill_between(budgets, means - stds, means + stds, color=look["color"], alpha=0.12)
-        common.log2_axis(axis, [row["budget"] for row in own])
+        plots.log2_axis(axis, [row["budget"] for row in own])
         axis.set(xlabel="compute budget $B$", ylabel="suboptimality (nats per token)")
         axis.set_title(f"{name} {finetuning.assumption(name)}", fontsize="medium")
         axis.grid(alpha=0.3)
-    common.legend_below(figure)
+    plots.legend_below(figure)
     return figure
 
 
-def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
+def check(rows: Sequence[dict[str, Any]]) -> Claims:
     """Estimate-and-Double against the oracle, and against random choices, by data set."""
     assert all(row["suboptimality"] >= -1e-9 for row in rows)
     claims = []

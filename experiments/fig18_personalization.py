@@ -7,31 +7,165 @@ within 5 %), and leaves their order as it was. The paper tunes the learning rate
 is not said; here it is tuned for each algorithm on held-out users at the middle epsilon and budget.
 The models are Figure 6's, of all seeds; bars are deviations over seeds. The paper
 takes every test user; here they are drawn: 10,000 at `paper`, 64 at `small`, with at most 512 and
-32 examples of a half.
+32 examples of a half. Users of the test split may have earlier examples in training. Nothing of
+personalization is private, and no personal model is kept.
 
     python -m experiments.fig18_personalization --scale small      (--dry-run: its cost)
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.harness import common, finetuning, heuristics
-from experiments.harness.arguments import STACK_OVERFLOW
-from experiments.harness.claims import GAIN_SHARE, NOT_SHOWN, ahead, alike, both, no_worse
-from experiments.harness.finetuning import Comparison
-from experiments.harness.outcomes import side_by_side
-from experiments.harness.personalization import Personalization, personalize_run
+from experiments import finetuning, heuristics
+from experiments.finetuning import STACK_OVERFLOW, Comparison
+from experiments.harness import plots
+from experiments.harness.claims import GAIN_SHARE, NOT_SHOWN, Claims, ahead, alike, both, no_worse
 from experiments.harness.rows import by, middle, rates_inside
 from fedsim.config import changed_run
+from fedsim.data import UserStore
+from fedsim.engine import Worker
+from fedsim.errors import ConfigError, expect
+from fedsim.evaluate import last_model
+from fedsim.keys import SecretKey
 from fedsim.run import Console, directory
+from fedsim.sampling import graph_of
 
 SMALLER_RATES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 """Of the users' own steps; of an earlier grid from 0.01 to 0.3 the smallest was the best."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Personalization:
+    """SGD on one user's texts. The defaults are those of the paper where it states them."""
+
+    num_epochs: int = 4
+    """Epochs of SGD over a user's training half. >= 1."""
+
+    batch_size: int = 8
+    """Examples per SGD step. >= 1."""
+
+    learning_rates: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3)
+    """Learning rates to try; the best one is reported. > 0."""
+
+    users: int = 256
+    """Number of users, drawn at random. >= 1."""
+
+    max_examples: int = 64
+    """Largest number of examples in each half of a user's texts. >= 1."""
+
+    seed: int = 0
+    """Seed for the draw of users, for halving their texts and for the order of examples; the same
+    for all models."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """Rows of one user's examples, in two halves."""
+
+    user: int
+    own: np.ndarray
+    """Rows to personalize with."""
+    reserved: np.ndarray
+    """Rows to evaluate on."""
+
+
+def halves(store: UserStore, settings: Personalization, key: SecretKey) -> list[Halves]:
+    """Draw users with at least two examples, without replacement, and halve their examples.
+
+    Guarantees: a user's halves share no row and depend on (key, user) only.
+    Args: store: anything with the users' `offsets`.
+    """
+    sizes = np.diff(store.offsets)
+    owners = np.flatnonzero(sizes >= 2)
+    count = min(settings.users, len(owners))
+    chosen = np.sort(key.generator("personalize: users").choice(owners, count, replace=False))
+    pairs = []
+    for user in map(int, chosen):
+        rows = key.generator("personalize: halves", user).permutation(sizes[user])
+        rows = store.offsets[user] + rows
+        half = min(len(rows) // 2, settings.max_examples)
+        pairs.append(Halves(user, rows[:half], rows[half:][: settings.max_examples]))
+    return pairs
+
+
+class Personalizer:
+    """Personalizes a model to one user at a time, in this process."""
+
+    def __init__(self, task: Any, params: Any, split: str, settings: Personalization):
+        """Args: split: split of the data that the users are from."""
+        self._task, self._split, self._settings = task, split, settings
+        self._params = jax.tree.map(jnp.asarray, params)
+        self._worker = Worker(task)
+        self._version = 0
+        self._step = jax.jit(self._descend)
+
+    def loss(self, params: Any, rows: np.ndarray) -> float:
+        """Mean loss over rows [n], nats per predicted token."""
+        self._version += 1  # other parameters
+        nats, predictions = self._worker.lane_nats(self._version, params, rows, self._split)
+        return nats / max(predictions, 1)
+
+    def before(self, user: Halves) -> float:
+        """Loss of the model itself on a user's reserved half."""
+        return self.loss(self._params, user.reserved)
+
+    def after(self, user: Halves, learning_rate: float, key: SecretKey) -> float:
+        """Loss on the reserved half after SGD on the other half."""
+        return self.loss(self.personal(user, learning_rate, key), user.reserved)
+
+    def personal(self, user: Halves, learning_rate: float, key: SecretKey) -> Any:
+        """Parameters after SGD on a user's own half; batches are drawn anew in each epoch."""
+        params, rate = self._params, jnp.float32(learning_rate)
+        for rows in self._batches(user, key):
+            batch = self._task.read(self._split, rows)
+            params = self._step(params, batch, rows >= 0, rate, *self._worker.programs.frozen())
+        return params
+
+    def _batches(self, user: Halves, key: SecretKey) -> Iterator[np.ndarray]:
+        """Rows [batch_size] of each step, -1 = padding."""
+        size = self._settings.batch_size
+        for epoch in range(self._settings.num_epochs):
+            rows = key.generator("personalize: order", user.user, epoch).permutation(user.own)
+            rows = np.pad(rows, (0, -len(rows) % size), constant_values=-1)
+            yield from rows.reshape(-1, size)
+
+    def _descend(self, params, batch, real, rate, *frozen):
+        def mean_loss(params):
+            losses = jnp.where(real, self._task.losses(params, batch, *frozen), 0)
+            return losses.sum() / jnp.maximum(real.sum(), 1)
+
+        return jax.tree.map(lambda p, g: p - rate * g, params, jax.grad(mean_loss)(params))
+
+
+def personalized(
+    task: Any, params: Any, store: UserStore, split: str, settings: Personalization
+) -> dict[str, Any]:
+    """A model's losses before and after personalization to users of a split.
+
+    Returns: learning_rate, the best on average; per_user, an array [users, 2] of losses without
+      personalization and gains.
+    Raises: ConfigError: no user has two examples.
+    """
+    key = SecretKey.create(settings.seed, "personalize")
+    users = halves(store, settings, key)
+    expect(split, f"{store.num_users} users", bool(users), "a user with two examples at least")
+    personalizer = Personalizer(task, params, split, settings)
+    before = np.array([personalizer.before(user) for user in users])
+    gains = [
+        before - [personalizer.after(user, rate, key) for user in users]
+        for rate in settings.learning_rates
+    ]
+    means = [each.mean() for each in gains]
+    best = int(np.argmax([mean if np.isfinite(mean) else -np.inf for mean in means]))
+    per_user = np.stack([before, gains[best]], axis=1)
+    return {"learning_rate": settings.learning_rates[best], "per_user": per_user}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +229,7 @@ def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, A
         for row, own in zip(rows, models, strict=True)
         for model in own
     ]
-    found = side_by_side(personalize_one, jobs, arguments)
+    found = arguments.runs.side_by_side(personalize_one, jobs)
     per_user = np.array([each["per_user"] for each in found])
     per_user = per_user.reshape(len(rows), len(seeds), -1, 2)  # losses before, gains
     own = {
@@ -158,9 +292,8 @@ def tuned(settings: Settings, rows, models, arguments) -> dict[str, Personalizat
         return dict.fromkeys(algorithms, how)
     own = [[row for row in rows if row["algorithm"] == each] for each in algorithms]
     at = [rows.index(middle(each)) for each in own]
-    found = side_by_side(
-        personalize_one, [Job(models[i], how, "eval_users") for i in at], arguments
-    )
+    jobs = [Job(models[i], how, "eval_users") for i in at]
+    found = arguments.runs.side_by_side(personalize_one, jobs)
     return {
         algorithm: dataclasses.replace(how, learning_rates=(each["learning_rate"],))
         for algorithm, each in zip(algorithms, found, strict=True)
@@ -168,34 +301,42 @@ def tuned(settings: Settings, rows, models, arguments) -> dict[str, Personalizat
 
 
 def personalize_one(job: Job) -> dict[str, Any]:
-    """Runs in a process apart."""
+    """Runs in a process apart. Raises: ConfigError: there is no checkpoint or no such split, or
+    texts have several owners."""
     stored = directory.load(job.run_dir)
     run = changed_run(stored.run, engine="local")
-    return personalize_run(stored, run, Console(), split=job.split, settings=job.how)
+    task, params, data, _ = last_model(stored, run, Console())
+    store = getattr(data, job.split)
+    if store is None:
+        found = ", ".join(data.splits())
+        raise ConfigError.of("split", job.split, f"data with {job.split}, found {found}")
+    alone = graph_of(store) is None
+    expect("data", run.data.source, alone, "texts with one owner each")
+    return personalized(task, params, store, job.split, job.how)
 
 
 def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     """A panel for each budget; dashed with personalization."""
     panels = by(rows, lambda row: row["budget"])
-    figure, axes = common.panels(1, len(panels), 3.4, 3, sharey=True)
+    figure, axes = plots.panels(1, len(panels), 3.4, 3, sharey=True)
     for axis, (budget, own) in zip(axes[0], panels.items(), strict=True):
         for algorithm, series in by(own, lambda row: row["algorithm"].upper()).items():
-            colour = common.COLOURS[algorithm]
+            colour = plots.COLOURS[algorithm]
             for name, style, label in (
                 ("loss", "-o", algorithm),
                 ("personalized_loss", "--s", f"{algorithm}, personalized"),
             ):
                 values = [[row[key] for row in series] for key in ("epsilon", name, f"{name}_std")]
                 axis.errorbar(*values, fmt=style, color=colour, capsize=2, label=label)
-        common.log2_axis(axis, [row["epsilon"] for row in own])
+        plots.log2_axis(axis, [row["epsilon"] for row in own])
         axis.set(xlabel=r"$\varepsilon$", title=f"$B$ = {budget}")
         axis.grid(alpha=0.3)
     axes[0, 0].set(ylabel="test users' loss (nats per token)")
-    common.legend_below(figure)
+    plots.legend_below(figure)
     return figure
 
 
-def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
+def check(rows: Sequence[dict[str, Any]]) -> Claims:
     """Errors are of users, who are the same for all models, and of seeds, pooled over cells."""
     assert all(np.isfinite(row["personalized_loss"]) for row in rows)
     lower = [ahead(row["gain"], error(row, "gain", rows)) for row in rows]

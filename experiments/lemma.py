@@ -15,7 +15,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import special, stats
 
-from experiments.harness import common
+from experiments.harness import experiment
+from experiments.harness.claims import Claims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +81,11 @@ def plot(rows: Sequence[dict]) -> Figure:
     return figure
 
 
-def check(rows: Sequence[dict]) -> common.Claims:
+def check(rows: Sequence[dict]) -> Claims:
     """In every cell, but for the error of the integration."""
     kept = [row["els_divergence"] <= row["uls_divergence"] * (1 + 1e-9) + 1e-12 for row in rows]
     return [("Lemma 3.2", all(kept), f"in {sum(kept)} of {len(kept)} cells")]
 
 
 if __name__ == "__main__":
-    common.main(globals())
+    experiment.main(globals())

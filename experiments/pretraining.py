@@ -25,7 +25,7 @@ import jax
 import numpy as np
 import optax
 
-from experiments.harness import common
+from experiments.harness import experiment
 from fedsim import engine, files
 from fedsim.clipping import Clip, Strategy
 from fedsim.config import RunConfig, run_config
@@ -184,7 +184,7 @@ def steps(
         saver.save(state.step, vars(state))
 
 
-@common.mistakes()
+@experiment.mistakes()
 def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)

@@ -16,8 +16,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from experiments.data import Screen, prepare
-from experiments.harness import common
+from experiments.data import Screen, prepare, stand_ins
+from experiments.harness import experiment
 from experiments.pretraining import Settings, pretrain
 from fedsim import files
 from fedsim.config import run_config
@@ -39,7 +39,7 @@ def directory() -> Path:
 
 def write_public_text(file: Path) -> None:
     """The public texts as one Parquet file."""
-    texts = [pq.read_table(common.shared(name), columns=["text"])["text"] for name in PUBLIC]
+    texts = [pq.read_table(stand_ins.shared(name), columns=["text"])["text"] for name in PUBLIC]
     joined = pa.chunked_array([chunk for text in texts for chunk in text.chunks])
     owners = pa.array([f"{i // 16:08d}" for i in range(len(joined))])  # whose plays no part
     pq.write_table(pa.table({"user_id": owners, "text": joined}), file)
@@ -51,7 +51,7 @@ def public() -> Path:
     if not path.is_dir():
         directory().mkdir(parents=True, exist_ok=True)
         write_public_text(directory() / "public.parquet")
-        against = tuple(str(common.shared(name)) + "#text" for name in SCREENED)
+        against = tuple(str(stand_ins.shared(name)) + "#text" for name in SCREENED)
         options = {"max_length": MAX_LENGTH, "long_texts": "split", "screen": Screen(against)}
         tokenizer = f"wordpiece:{VOCABULARY}"
         prepare(
@@ -69,7 +69,7 @@ def users(name: str) -> Path:
     path = directory() / name
     if not path.is_dir():
         own = {"tokenizer": public() / "tokenizer.json", "tokenizer_is_public": True}
-        common.prepare(name, directory(), max_length=MAX_LENGTH, **own)
+        stand_ins.prepare(name, directory(), max_length=MAX_LENGTH, **own)
     return path
 
 
@@ -90,7 +90,7 @@ def model(size: str = MODEL) -> Path:
     return path
 
 
-@common.mistakes()
+@experiment.mistakes()
 def main() -> None:
     print(f"public text: {public()}")
     for name in USERS:

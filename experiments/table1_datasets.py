@@ -13,8 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from experiments.data import RECIPES
-from experiments.harness import common, synthetic
+from experiments.data import RECIPES, stand_ins, synthetic
+from experiments.harness import experiment
+from experiments.harness.claims import Claims
 from fedsim.data import Dataset, stats
 
 
@@ -27,7 +28,7 @@ class Settings:
 
 SETTINGS = {
     "smoke": Settings(0.002),
-    "small": Settings(0.02, tuple(common.STAND_INS)),
+    "small": Settings(0.02, tuple(stand_ins.STAND_INS)),
 }
 MADE_UP, ASKED_FOR = "Stack Overflow's shape", "Stack Overflow's shape, as asked for"
 
@@ -76,16 +77,16 @@ def asked_for(share: float) -> dict[str, Any]:
 def run(settings: Settings) -> list[dict[str, Any]]:
     rows = [*papers_rows(), asked_for(settings.share)]
     with tempfile.TemporaryDirectory() as directory:
-        made_up = common.synthetic_stack_overflow(settings.share, Path(directory))
+        made_up = stand_ins.made_up(settings.share, Path(directory))
         rows += rows_of(MADE_UP, "", made_up)
-        if common.SHARED.is_dir():
+        if stand_ins.SHARED.is_dir():
             for name in settings.stand_ins:
-                recipe, *_ = common.STAND_INS[name]
-                rows += rows_of(name, recipe, common.prepare(name, Path(directory)))
+                recipe, *_ = stand_ins.STAND_INS[name]
+                rows += rows_of(name, recipe, stand_ins.prepare(name, Path(directory)))
     return rows
 
 
-def check(rows: list[dict[str, Any]]) -> common.Claims:
+def check(rows: list[dict[str, Any]]) -> Claims:
     """The made-up shape is the table's, and the recipes' splits are as described."""
     (made_up,), (shape,) = (
         [row for row in rows if row["dataset"] == name] for name in (MADE_UP, ASKED_FOR)
@@ -113,8 +114,8 @@ def check(rows: list[dict[str, Any]]) -> common.Claims:
 
 def origins(settings: Settings) -> dict[str, Any]:
     """The files of the stand-ins."""
-    return common.files_of(settings.stand_ins)
+    return stand_ins.files_of(settings.stand_ins)
 
 
 if __name__ == "__main__":
-    common.main(globals())
+    experiment.main(globals())

@@ -18,8 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from experiments.data import RECIPES, Screen, options_of, prepare
-from experiments.harness import common
+from experiments.data import RECIPES, Screen, options_of, prepare, stand_ins
+from experiments.harness import experiment
+from experiments.harness.claims import Claims
 from experiments.harness.rows import Rows
 
 C4 = RECIPES["c4"]
@@ -84,15 +85,15 @@ def run(settings: Settings) -> Rows:
         (pages, articles), planted = plant(directory, settings.num_pages)
         found = screened(pages, directory / "planted", [articles])
         rows += [{"dataset": "planted", **planted}, {"dataset": "planted, found", **found}]
-        if settings.against and common.SHARED.is_dir():
-            against = [common.shared(name) for name in settings.against]
-            source = common.shared(SOURCE)
+        if settings.against and stand_ins.SHARED.is_dir():
+            against = [stand_ins.shared(name) for name in settings.against]
+            source = stand_ins.shared(SOURCE)
             found = screened(source, directory / "debian", against, user_column="user_id")
             rows.append({"dataset": SOURCE, **found})
     return rows
 
 
-def check(rows: Rows) -> common.Claims:
+def check(rows: Rows) -> Claims:
     """What was planted is found, and little else."""
     by_name = {row["dataset"]: row for row in rows}
     planted, found = by_name["planted"], by_name["planted, found"]
@@ -118,8 +119,8 @@ def check(rows: Rows) -> common.Claims:
 
 def origins(settings: Settings) -> dict[str, dict[str, str]]:
     """The real files that it looks at."""
-    return common.files_of((SOURCE, *settings.against) if settings.against else ())
+    return stand_ins.files_of((SOURCE, *settings.against) if settings.against else ())
 
 
 if __name__ == "__main__":
-    common.main(globals())
+    experiment.main(globals())

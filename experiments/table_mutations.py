@@ -15,9 +15,10 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from experiments.harness import common
-from experiments.harness.planting import Mistake
+from experiments.harness import experiment
+from experiments.harness.claims import Claims
 from experiments.mistakes import MISTAKES, NOISE_AND_SENSITIVITY, SAMPLING
+from experiments.planting import Mistake
 
 ROOT = Path(__file__).parents[1]
 AT_ONCE = 2
@@ -95,7 +96,7 @@ def run(settings: Settings) -> list[dict[str, str]]:
         return [*threads.map(row, [m for m in MISTAKES if m.name in settings.mistakes])]
 
 
-def check(rows: list[dict[str, str]]) -> common.Claims:
+def check(rows: list[dict[str, str]]) -> Claims:
     """Every mistake is caught by its test."""
     missed = [row["mistake"] for row in rows if row["test"] in ("-", "not asked")]
     numbers = f"{len(rows) - len(missed)} of {len(rows)}" + "".join(f"; not: {m}" for m in missed)
@@ -103,4 +104,4 @@ def check(rows: list[dict[str, str]]) -> common.Claims:
 
 
 if __name__ == "__main__":
-    common.main(globals())
+    experiment.main(globals())

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.harness import common
+from experiments.harness import experiment
+from experiments.harness.claims import Claims
 from experiments.harness.rows import Row, Rows
 
 RUN_STEPS, RUN_DELTA = 500, 1e-6
@@ -174,7 +175,7 @@ def papers_delta() -> Iterator[Row]:
             yield row(page, less, 1 - ours / papers)
 
 
-def check(rows: Rows) -> common.Claims:
+def check(rows: Rows) -> Claims:
     """What pages say of these numbers in words."""
     value = {each["what"]: each["value"] for each in rows}
     runs = [value[f"three runs, {how}"] for how in HOW]
@@ -199,4 +200,4 @@ def check(rows: Rows) -> common.Claims:
 
 
 if __name__ == "__main__":
-    common.main(globals())
+    experiment.main(globals())

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.harness.mean_task import MeanTask
+from experiments.mean_task import MeanTask
 from fedsim.engine.task import Task
 
 

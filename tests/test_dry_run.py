@@ -4,9 +4,9 @@ import dataclasses
 import json
 
 import pytest
+from stores import store_of
 from test_verify import command, write_texts
 
-from experiments.harness.stores import store_of
 from fedsim.accounting import PureEvent
 from fedsim.budget.ledger import open_locked
 from fedsim.budget.spending import charge_of

@@ -9,7 +9,7 @@ import pytest
 import reference
 from test_shared import owners_of, random_graph
 
-from experiments.harness.mean_task import MeanTask
+from experiments.mean_task import MeanTask
 from fedsim.accounting import StepEvent
 from fedsim.cli.main import main
 from fedsim.clipping import Clip, Strategy

@@ -25,7 +25,7 @@ from typing import TypeVar
 import numpy as np
 
 from experiments.benchmarks.common import at_most, parser_of, write
-from experiments.harness import synthetic
+from experiments.data import synthetic
 from fedsim.data import UserStore
 from fedsim.keys import SecretKey
 from fedsim.sampling import draw_groups

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from experiments.data import RECIPES, Screen, options_of, prepare
-from experiments.harness.common import mistakes
+from experiments.harness.experiment import mistakes
 from fedsim.run import Console
 
 

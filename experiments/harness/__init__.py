@@ -1,1 +1,1 @@
-"""What experiments share: their command line, data and trainings, and records and verdicts."""
+"""What all experiments share: one main, many runs, records of them, plots, and verdicts."""

@@ -37,6 +37,7 @@ Verdict = bool | str | None
 """Whether a claim holds, or NOT_SHOWN. None: not judged."""
 Claims = Sequence[tuple[str, Verdict, str]]
 """What is claimed, whether it held, and the numbers."""
+SAYS = {True: "yes", False: "no", NOT_SHOWN: NOT_SHOWN, None: "not judged"}
 Numbers = float | Sequence[float] | np.ndarray
 Errors = Numbers | StandardError | Sequence[StandardError]
 
@@ -59,6 +60,13 @@ def no_worse(leads: Numbers, errors: Errors, margin: Numbers = MARGIN) -> Verdic
 def alike(differences: Numbers, errors: Errors, margin: Numbers = MARGIN) -> Verdict:
     """Whether all differences are within the margin, either way. Args: as of `ahead`."""
     return no_worse(-np.abs(differences), errors, margin)
+
+
+def verdict(held: Verdict, judged: bool = True) -> Verdict:
+    """In JSON's types: whether a claim held, that this is not shown, or None."""
+    if held is None or not judged:
+        return None
+    return NOT_SHOWN if held == NOT_SHOWN else bool(held)
 
 
 def _room(errors: Errors, count: float) -> np.ndarray:

@@ -10,14 +10,12 @@ when the site is built (`docs/records.py`).
 import csv
 import datetime
 import functools
-import importlib
-import json
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.harness.claims import NOT_SHOWN, Verdict
+from experiments.harness.claims import Verdict, verdict
 
 HERE = Path(__file__).parents[1]
 RESULTS = HERE / "results"
@@ -57,6 +55,18 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         return [{name: read_value(text) for name, text in row.items()} for row in rows]
 
 
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """The rows under the keys of all, empty where a row has none; floats with six significant
+    digits."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=names, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({key: short(value) for key, value in row.items()})
+    print(f"wrote {path}")
+
+
 def as_claims(
     found: Iterable[tuple[str, Verdict, str]], judged: bool = True
 ) -> list[dict[str, Any]]:
@@ -65,13 +75,6 @@ def as_claims(
         {"claim": what, "held": verdict(held, judged), "numbers": numbers}
         for what, held, numbers in found
     ]
-
-
-def verdict(held: Verdict, judged: bool = True) -> Verdict:
-    """In JSON's types: whether a claim held, that this is not shown, or None."""
-    if held is None or not judged:
-        return None
-    return NOT_SHOWN if held == NOT_SHOWN else bool(held)
 
 
 def came_from() -> dict[str, Any]:
@@ -115,26 +118,6 @@ def committed() -> list[Path]:
 def name_of(record: Path) -> str:
     """What pages call a committed record: its experiment, and the scale if there is another."""
     return f"long/{record.stem}" if record.parent.name == "long" else record.stem
-
-
-def module_of(record: Path) -> Any:
-    """The experiment that made it; None: its study is closed."""
-    if not (HERE / f"{record.stem}.py").exists():
-        return None
-    return importlib.import_module(f"experiments.{record.stem}")
-
-
-def derived(record: Path) -> list[dict[str, Any]] | None:
-    """The rows that its experiment computes today, where that takes seconds."""
-    module = module_of(record)
-    if not getattr(module, "DERIVED", False):
-        return None
-    return as_written(module.run(module.SETTINGS[json.loads(record.read_text())["scale"]]))
-
-
-def check_of(record: Path) -> Callable[[list[dict[str, Any]]], Any] | None:
-    """The tests of its claims; None: its study is closed."""
-    return getattr(module_of(record), "check", None)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ special tokens."""
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.harness.planting import Mistake, Patch
+from experiments.planting import Mistake, Patch
 
 CHAT, LOSS = "fedsim.data.chat", "fedsim.models.language_model"
 SPEAKERS = "fedsim.data.building.messages"

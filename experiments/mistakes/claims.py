@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from unittest import mock
 
-from experiments.harness.planting import Mistake, Patch
+from experiments.planting import Mistake, Patch
 
 MAKING, PLANNED, TRAINER = (
     "fedsim.plan.planner",

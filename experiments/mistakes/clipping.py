@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.harness.planting import Mistake, Patch
+from experiments.planting import Mistake, Patch
 
 CONTRIBUTION, SCAN = "fedsim.clipping.contribution", "fedsim.clipping.scan"
 

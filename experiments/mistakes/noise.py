@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 
-from experiments.harness.planting import Mistake, Patch
+from experiments.planting import Mistake, Patch
 
 KEYS, MECHANISM = "fedsim.keys", "fedsim.mechanism"
 INDEPENDENT, ADAPTIVE = "fedsim.noise.independent", "fedsim.clipping.step_releases"

@@ -5,7 +5,7 @@ import dataclasses
 
 import numpy as np
 
-from experiments.harness.planting import Mistake, Patch
+from experiments.planting import Mistake, Patch
 
 ELS, POISSON = "fedsim.els", "fedsim.sampling.sampler"
 CONTRIBUTIONS, ORDERS = "fedsim.sampling.contributions", "fedsim.data.building.columns"

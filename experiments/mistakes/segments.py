@@ -1,7 +1,7 @@
 """What a run that is resumed, copied or killed gives away: a mistake for each sentence of
 docs/theory/segments.md."""
 
-from experiments.harness.planting import Mistake, Patch
+from experiments.planting import Mistake, Patch
 
 KEYS, LEDGER, SAMPLER = "fedsim.keys", "fedsim.run.ledger", "fedsim.sampling.sampler"
 SEGMENTS, ADMISSION = "run/test_segments.py::", "budget/test_admission.py::"

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from stores import store_of
 from zoo import FAMILIES, adapters_of, random_like
 
-from experiments.harness.mean_task import MeanTask
-from experiments.harness.stores import store_of
+from experiments.mean_task import MeanTask
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.contribution import (
     contribution,

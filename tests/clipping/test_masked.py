@@ -5,8 +5,8 @@ import functools
 import jax
 import numpy as np
 import reference
+from stores import store_of
 
-from experiments.harness.stores import store_of
 from fedsim.data import Dataset
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import TransformerConfig

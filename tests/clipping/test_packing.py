@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from stores import store_of
 from zoo import PARTS, VOCAB, random_like
 
-from experiments.harness.stores import store_of
 from fedsim.clipping import Buckets, Clip, Strategy, in_shared_rows, shared_lengths
 from fedsim.clipping.packing import chunks, packed
 from fedsim.engine.worker import EVAL_TOKENS_PER_CALL, LocalEngine, Worker

@@ -7,8 +7,8 @@ import shutil
 import numpy as np
 import pytest
 from refused import refuses
+from stores import store_of
 
-from experiments.harness.stores import store_of
 from fedsim.data import users
 from fedsim.data.store import FORMAT, TokenWriter, close_store, token_dtype
 from fedsim.data.users import UserStore

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from stores import store_of
 
-from experiments.harness.stores import store_of
 from fedsim.clipping import Buckets, Clip, Strategy
 from fedsim.engine.engine import AT_ONCE, cut
 from fedsim.engine.task import Task

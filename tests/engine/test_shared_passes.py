@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from refused import refuses
+from stores import store_of
 from test_worker import CLIP
 
-from experiments.harness.stores import store_of
 from fedsim.clipping import Clip, Strategy, UnsupportedModel, clip_chunk
 from fedsim.config import EngineConfig
 from fedsim.data.dataset import Dataset

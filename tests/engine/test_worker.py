@@ -12,7 +12,7 @@ from flax import linen as nn
 from refused import refuses
 from zoo import VOCAB, Tied, losses_of
 
-from experiments.harness.mean_task import MeanTask
+from experiments.mean_task import MeanTask
 from fedsim.clipping import (
     Clip,
     Strategy,

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from experiments import table_mutations
-from experiments.harness import common
+from experiments.__main__ import names
+from experiments.data import stand_ins
 from experiments.mistakes import MISTAKES
 
 ROOT = Path(__file__).parents[2]
-HELPERS = "__init__ __main__ architecture pretraining starting_model"
-NAMES = sorted(p.stem for p in (ROOT / "experiments").glob("*.py") if p.stem not in HELPERS.split())
 
 
 def run(name, monkeypatch, *flags):
@@ -30,7 +29,7 @@ def out(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.ci
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names())
 def test_smoke(name, out, monkeypatch):
     before = set(out.iterdir())
     run(name, monkeypatch, "--scale", "smoke", "--out", str(out))
@@ -42,7 +41,7 @@ def test_real_text_that_is_not_there_is_a_line_that_says_where_it_comes_from(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(common, "SHARED", tmp_path / "none")
+    monkeypatch.setattr(stand_ins, "SHARED", tmp_path / "none")
     with pytest.raises(SystemExit) as stop:
         run("fig06_privacy_loss", monkeypatch, "--scale", "small", "--out", str(tmp_path))
     said = capsys.readouterr().err

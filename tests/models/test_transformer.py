@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from reference import transformer_logits
 from refused import refuses
+from stores import store_of
 
-from experiments.harness.stores import store_of
 from fedsim.data.dataset import Dataset
 from fedsim.models.language_model import LanguageModelTask, cross_entropy
 from fedsim.models.transformer import (

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.__main__ import check_of
 from experiments.harness import records
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +22,7 @@ spec.loader.exec_module(in_pages)
 def test_verdicts_and_numbers_follow_from_the_rows(name):
     file = RECORDS[name]
     rows = records.read_rows(file.with_suffix(".csv"))
-    if check := records.check_of(file):  # those of closed studies stay as they were judged
+    if check := check_of(file):  # those of closed studies stay as they were judged
         assert records.as_claims(check(rows)) == json.loads(file.read_text())["claims"]
         assert any(f"<!-- record {name} -->" in page.read_text() for page in in_pages.pages())
 

@@ -5,8 +5,8 @@ import importlib
 import pytest
 
 from experiments.__main__ import stored
-from experiments.harness import common
-from experiments.harness.records import as_written
+from experiments.data import stand_ins
+from experiments.harness.records import as_written, write_csv
 
 COMPUTED = (
     *("fig01_accounting", "fig02_variance", "conjecture", "lemma", "table_quoted"),
@@ -17,11 +17,11 @@ COMPUTED = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(not common.SHARED.is_dir(), reason="needs the stand-ins")
+@pytest.mark.skipif(not stand_ins.SHARED.is_dir(), reason="needs the stand-ins")
 @pytest.mark.parametrize("name", COMPUTED)
 def test_a_table_without_trainings_is_what_its_command_computes(name, tmp_path):
     module = importlib.import_module(f"experiments.{name}")
     scale, record = next(iter(stored(name).items()))
     rows = as_written(module.run(module.SETTINGS[scale]))
-    common.write_csv(tmp_path / "again.csv", rows)
+    write_csv(tmp_path / "again.csv", rows)
     assert (tmp_path / "again.csv").read_bytes() == record.with_suffix(".csv").read_bytes()

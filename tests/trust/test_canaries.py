@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import reference
 from problems import mean_problem
+from stores import store_of
 
-from experiments.harness.stores import store_of
 from fedsim.clipping import Clip
 from fedsim.data.dataset import Dataset
 from fedsim.engine.task import Task, WrappedTask

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from chats import model_files
 
-from experiments.harness.mean_task import MeanTask
+from experiments.mean_task import MeanTask
 from experiments.mistakes.chats import without_context
 from fedsim import accounting
 from fedsim.clipping import Clip

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 from refused import refuses
+from stores import store_of
 from test_cli import texts, train_args
 
-from experiments.harness.stores import store_of
 from fedsim.cli.main import main
 from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.data import Dataset

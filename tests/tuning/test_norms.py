@@ -8,7 +8,7 @@ import pytest
 from problems import users_of_sizes
 from refused import refuses
 
-from experiments.harness.mean_task import MeanTask
+from experiments.mean_task import MeanTask
 from fedsim.engine.engine import EngineError
 from fedsim.engine.worker import LocalEngine
 from fedsim.tuning.estimates import GradientNorms

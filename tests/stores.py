@@ -1,37 +1,23 @@
-"""Stores of given token ids, in a directory that lasts as long as the process."""
+"""Stores of token ids, in a directory that lasts as long as the process."""
 
 import itertools
 import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from fedsim.data import UserStore
 from fedsim.data.store import MARKED, SEPARATOR, TokenWriter, close_store, token_dtype
 
-_PLACE, _NUMBERS = tempfile.TemporaryDirectory(), itertools.count()
+PLACE, NUMBERS = tempfile.TemporaryDirectory(), itertools.count()
 
 
-def store_of(
-    examples: Mapping[Any, Sequence[Sequence[int]]],
-    max_length: int,
-    vocab_size: int,
-    trained: Mapping[Any, Sequence[Sequence[bool]]] | None = None,
-) -> UserStore:
-    """Write a store, and open it. Users are sorted by id, and may have no sequences.
-
-    Args:
-      examples: sequences of token ids of each user, by user id. The sequences of a tuple of ids
-        belong to all of these users.
-      max_length: maximum number of tokens of a sequence.
-      vocab_size: upper bound of token ids, exclusive.
-      trained: which tokens are trained on, in the form of `examples`; None: all.
-    """
-    users = {_key(user): user for user in examples}
+def store_of(examples, max_length, vocab_size, trained=None):
+    """A store of lists of ids by user id, or by a tuple of those who own them. Args: trained: which
+    tokens are, in the form of `examples`; None: all."""
+    users = {owner_set(user): user for user in examples}
     assert len(users) == len(examples), "ids that differ as strings"
-    directory = Path(_PLACE.name, str(next(_NUMBERS)))
+    directory = Path(PLACE.name, str(next(NUMBERS)))
     directory.mkdir()
     with TokenWriter(directory, token_dtype(vocab_size), trained is not None) as writer:
         for user in (users[key] for key in sorted(users)):
@@ -47,6 +33,5 @@ def store_of(
     return UserStore(directory)
 
 
-def _key(owner: Any) -> str:
-    """The owner set of an id, or of a tuple of ids, as a string."""
+def owner_set(owner):
     return SEPARATOR.join(sorted(set(map(str, owner if isinstance(owner, tuple) else (owner,)))))

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.harness import finetuning
-from experiments.harness.arguments import Arguments
-from experiments.harness.finetuning import Training
+from experiments import finetuning
+from experiments.finetuning import Arguments, Training
 from fedsim.config import RunConfig
 from fedsim.run import Console
 from fedsim.sampling import median_group_size

@@ -1,4 +1,4 @@
-"""What came of runs: losses before and after training, on validation and on test data.
+"""Many runs, and what came of them: losses before and after training, on validation and test data.
 
 Test losses are what the paper reports after tuning on validation data. Stack Overflow's test split
 are the later examples; CC-News has none, and its reserved examples stand in, as in the paper.
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks.common import processor
-from experiments.harness.arguments import Arguments
 from experiments.harness.records import came_from
 from experiments.harness.rows import Row, Rows, append, kept
 from fedsim import engine
@@ -33,12 +32,45 @@ from fedsim.keys import SecretKey
 from fedsim.run import Console, StoredRun, directory, find_model, make_task, metrics, model_sha256
 from fedsim.tuning import Job, jobs_of, outcomes_of
 
-FILE, KEPT = "runs.jsonl", ("long",)
 AT_ONCE = 16
 """Runs after which what came of them is kept."""
 DIVERGED = re.compile("(the loss|the largest parameter) is .* after step")
 REPORTED = ("test", "eval_users", "eval_examples")  # the first that there is
 Settings = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Runs:
+    """The runs of an experiment: where they are kept, how they are computed, what came of them."""
+
+    directory: Path
+    file: Path | None = None
+    """To which what came of them is appended."""
+    in_turn: bool = False
+    """They have all workers of the cluster, one after another; else each is a process of one
+    thread."""
+    here: bool = False
+    """One after another in this process, as tests have them."""
+    known: dict[str, Row] = dataclasses.field(default_factory=dict)
+    """What came of runs, by their names."""
+    asked: set[str] = dataclasses.field(default_factory=set)
+    """The names of those that results are of."""
+
+    @property
+    def minutes(self) -> float:
+        """Of one worker, runs that were kept included."""
+        return round(sum(self.known[name]["seconds"] for name in self.asked) / 60, 1)
+
+    def side_by_side(self, function: Callable[[Any], Any], jobs: Sequence[Any]) -> list[Any]:
+        """function(job) of each job, in their order: in a process for each, as many at a time as
+        there are cores, unless they are to be `here` or `in_turn`. Args: function: of a module."""
+        if self.here or self.in_turn:
+            return [function(job) for job in jobs]
+        os.environ |= {"NPROC": "1", "JAX_PLATFORMS": "cpu"}
+        spawn = multiprocessing.get_context("spawn")
+        # The commit is that of when it begins, whatever is committed while it computes.
+        with ProcessPoolExecutor(os.cpu_count() or 1, spawn, initializer=came_from) as pool:
+            return list(pool.map(function, jobs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +83,8 @@ class Evaluation:
     """The model that the run started from, instead of the one it made."""
 
 
-def outcomes(
-    settings: Sequence[Settings], most: int | None, arguments: Arguments, *, tested: bool = False
+def run_many(
+    settings: Sequence[Settings], most: int | None, runs: Runs, *, tested: bool = False
 ) -> Rows:
     """A row for each run, which is run if need be: `before` and `after`, its losses on validation
     data, the latter infinite if it diverged; `seconds`; `model` and `num_parameters`.
@@ -62,12 +94,12 @@ def outcomes(
       tested: with `test_before` and `test`, the losses on test data.
     Raises: SystemExit: a run failed. ConfigError: runs that were kept began elsewhere.
     """
-    known, file = arguments.tally.known, None
-    if arguments.scale in KEPT and not arguments.data:
-        file, tested = arguments.out / FILE, True
+    known, file = runs.known, runs.file
+    if file:
+        tested = True
         known.update({row["run"]: row for row in kept(file)})
         expect_same_start(settings, known, file)
-    names = [name_of(each, arguments, file is not None) for each in settings]
+    names = [name_of(each, runs) for each in settings]
     wanted = "test" if tested else "after"
     each = zip(names, settings, strict=True)
     todo = {name: own for name, own in each if wanted not in known.get(name, {})}
@@ -77,26 +109,26 @@ def outcomes(
         part, waiting = {name: todo[name] for name in waiting[:size]}, waiting[size:]
         failed: dict[str, str] = {}
         try:
-            failed = train_all(list(part.values()), arguments)
+            failed = train_all(list(part.values()), runs)
         finally:
             diverged = {name for name, error in failed.items() if DIVERGED.search(error)}
-            found = ended(part, most, arguments, tested, diverged)
+            found = ended(part, most, runs, tested, diverged)
             known.update(found)
             if file:
                 append(file, found.values())
         if faults := [error for name, error in failed.items() if name not in diverged]:
             raise SystemExit(f"{len(faults)} runs failed, the first: {faults[0]}")
-    arguments.tally.asked.update(names)
+    runs.asked.update(names)
     return [known[name] for name in names]
 
 
-def train_all(settings: Sequence[Settings], arguments: Arguments) -> dict[str, str]:
+def train_all(settings: Sequence[Settings], runs: Runs) -> dict[str, str]:
     """Train the runs that have not finished. Returns: the errors of those that failed, by job."""
-    jobs = [job for job in jobs_of(settings, arguments.runs) if job.summary is None]
-    (arguments.runs / "logs").mkdir(parents=True, exist_ok=True)
-    engine = "ray" if arguments.in_turn else "local"
+    jobs = [job for job in jobs_of(settings, runs.directory) if job.summary is None]
+    (runs.directory / "logs").mkdir(parents=True, exist_ok=True)
+    engine = "ray" if runs.in_turn else "local"
     jobs = [dataclasses.replace(job, run=changed_run(job.run, engine=engine)) for job in jobs]
-    errors = zip(jobs, side_by_side(train_one, jobs, arguments), strict=True)
+    errors = zip(jobs, runs.side_by_side(train_one, jobs), strict=True)
     return {job.name: error for job, error in errors if error}
 
 
@@ -106,10 +138,10 @@ def train_one(job: Job) -> str:
     return " ".join(str(error).split()) if error is not None else ""
 
 
-def name_of(settings: Settings, arguments: Arguments, anywhere: bool) -> str:
-    """What a run is known by. Args: anywhere: not by where its data and model lie."""
-    if not anywhere:
-        return jobs_of([settings], arguments.runs)[0].name
+def name_of(settings: Settings, runs: Runs) -> str:
+    """What a run is known by; in a file not by where its data and model lie."""
+    if not runs.file:
+        return jobs_of([settings], runs.directory)[0].name
     own = {"data": fingerprint(settings["data"]), "model": sha256(settings["model"])}
     return json.dumps({**settings, **own}, sort_keys=True)
 
@@ -140,12 +172,12 @@ def expect_same_start(settings: Sequence[Settings], known: dict[str, Row], file:
 def ended(
     settings: dict[str, Settings],
     most: int | None,
-    arguments: Arguments,
+    runs: Runs,
     tested: bool,
     diverged: Collection[str] = (),
 ) -> dict[str, Row]:
     """The rows of those runs that have ended, by their names. Args: diverged: jobs' names."""
-    every = {name: jobs_of([each], arguments.runs)[0] for name, each in settings.items()}
+    every = {name: jobs_of([each], runs.directory)[0] for name, each in settings.items()}
     jobs = {name: job for name, job in every.items() if job.summary}
     origin = {**came_from(), "cpu": processor()}
     found = {name: {"run": name, **came_of(job), **origin} for name, job in jobs.items()}
@@ -158,7 +190,7 @@ def ended(
         first = {starts[name]: job for name, job in jobs.items()}
         asked = [Evaluation(job.run.run_dir, most) for job in jobs.values()]
         asked += [Evaluation(job.run.run_dir, most, before=True) for job in first.values()]
-        losses = side_by_side(evaluate_one, asked, arguments)
+        losses = runs.side_by_side(evaluate_one, asked)
         before = dict(zip(first, losses[len(jobs) :], strict=True))
         for name, loss in zip(jobs, losses[: len(jobs)], strict=True):
             found[name] |= {"test_before": before[starts[name]], "test": loss}
@@ -215,18 +247,3 @@ def evaluate_one(asked: Evaluation) -> float:
     workers = engine.create(run.engine, task)
     losses = evaluate(workers, params, data, asked.max_examples, {split: SPLITS[split]})
     return losses[SPLITS[split]]
-
-
-def side_by_side(
-    function: Callable[[Any], Any], jobs: Sequence[Any], arguments: Arguments
-) -> list[Any]:
-    """function(job) of each job, in their order: in a process for each, as many at a time as there
-    are cores; at the scale that tests use, and where a job has all workers of the cluster, one
-    after another in this process. Args: function: of a module."""
-    if arguments.scale == "smoke" or arguments.in_turn:
-        return [function(job) for job in jobs]
-    os.environ |= {"NPROC": "1", "JAX_PLATFORMS": "cpu"}
-    spawn = multiprocessing.get_context("spawn")
-    # The commit is that of when it begins, whatever is committed while it computes.
-    with ProcessPoolExecutor(os.cpu_count() or 1, spawn, initializer=came_from) as pool:
-        return list(pool.map(function, jobs))

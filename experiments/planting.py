@@ -72,6 +72,17 @@ def _function(whole: Any) -> Any:
     return whole.fget if isinstance(whole, property) else getattr(whole, "__func__", whole)
 
 
+HOOK = """from experiments.planting import watch
+
+def patches():
+    from experiments.mistakes import MISTAKES  # not before: it imports JAX
+
+    return next(each for each in MISTAKES if each.name == {name!r}).patches
+
+watch(patches, {modules!r})
+"""
+
+
 class Mistake:
     """A mistake: the patches that make it, and the test under tests/ that should notice."""
 
@@ -81,19 +92,17 @@ class Mistake:
     def hook(self) -> str:
         """The text of a sitecustomize.py that plants it in every Python with that on its path."""
         modules = sorted({patch.module for patch in self.patches})
-        return (
-            f"from experiments.harness.planting import watch\n\nwatch({self.name!r}, {modules!r})\n"
-        )
+        return HOOK.format(name=self.name, modules=modules)
 
 
-def watch(name: str, modules: Sequence[str]) -> None:
-    """Plant a mistake of `experiments.mistakes` in its modules, when they are imported."""
-    sys.meta_path.insert(0, _Planter(name, modules))
+def watch(patches: Callable[[], Sequence[Patch]], modules: Sequence[str]) -> None:
+    """Plant the patches of a mistake in its modules, when they are imported."""
+    sys.meta_path.insert(0, _Planter(patches, modules))
 
 
 class _Planter(MetaPathFinder):
-    def __init__(self, name: str, modules: Sequence[str]):
-        self.name, self.modules = name, modules
+    def __init__(self, patches: Callable[[], Sequence[Patch]], modules: Sequence[str]):
+        self.patches, self.modules = patches, modules
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -113,9 +122,6 @@ class _Planter(MetaPathFinder):
         return spec
 
     def _plant(self, module: str) -> None:
-        from experiments.mistakes import MISTAKES  # not before: it imports JAX
-
-        (mistake,) = (each for each in MISTAKES if each.name == self.name)
-        for patch in mistake.patches:
+        for patch in self.patches():
             if patch.module == module:
                 patch.plant()

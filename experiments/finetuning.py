@@ -1,16 +1,23 @@
-"""What the fine-tuning experiments share: data sets, the model, many runs, the grid of ULS.
+"""What the fine-tuning experiments share: their command line, data sets, the model, cells of many
+runs with tuned learning rates, and the grid of ULS.
+
+`small` and `long`, which has ten times the steps and fewer cells, start from the model that
+starting_model.py makes, `paper` from a model of pretraining.py; `--model`
+names another one. `--data` takes one's own data set, which `fedsim data build` built, in the place
+of the experiment's: nothing is assumed of it, and the model is fresh where none is named.
 
 Runs are kept in one place under the user's cache by their settings, so an experiment that is run
-again, or that shares runs with another, computes only what is new (outcomes.py).
+again, or that shares runs with another, computes only what is new (harness/run_many.py).
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -18,31 +25,40 @@ import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
 from experiments import starting_model
-from experiments.harness import common
-from experiments.harness.arguments import (
-    CC_NEWS,
-    GRADIENTS_PER_CORE_SECOND,
-    OF_STAND_INS,
-    OPERATIONS,
-    PAPER,
-    PAPER_STEPS,
-    SECONDS_PER_RUN,
-    SHOWN,
-    SMALL,
-    SPEED,
-    STACK_OVERFLOW,
-    Arguments,
-    parse_arguments,
-)
-from experiments.harness.comparison import epsilon_that_holds
-from experiments.harness.outcomes import KEPT, outcomes
-from experiments.harness.records import as_written
+from experiments.assumed_users import epsilon_that_holds
+from experiments.data.stand_ins import files_of
+from experiments.harness import experiment
+from experiments.harness.records import as_written, came_from
 from experiments.harness.rows import CAME, Row, Rows, over_seeds
+from experiments.harness.run_many import Runs, run_many
+from fedsim import files
 from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig, RunConfig, run_config
 from fedsim.data import Dataset, corpora
-from fedsim.errors import DataError
+from fedsim.errors import ConfigError, DataError
 from fedsim.tuning import jobs_of
 from fedsim.tuning.doubling import Configuration
+
+STACK_OVERFLOW, CC_NEWS = "Stack Overflow", "CC-News"
+SMALL: dict[str, str] = dict(zip((STACK_OVERFLOW, CC_NEWS), starting_model.USERS, strict=True))
+SHOWN = {
+    "smoke": {STACK_OVERFLOW: "made-up text"},
+    "small": {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"},
+    "long": {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"},
+    "paper": {},
+}
+"""What rows, figures and records call the data that were used, by what these stand for."""
+PAPER = {STACK_OVERFLOW: "stack-overflow", CC_NEWS: "cc-news"}  # built by these recipes
+PAPER_STEPS = {STACK_OVERFLOW: 10_000, CC_NEWS: 2_000}
+PAPER_MODEL = "models/c4"
+FRESH_MODEL = "tiny"  # for one's own data
+OF_STAND_INS = ("small", "long")
+"""Scales whose data and starting model are made on the way."""
+
+# For estimates. Gradients of the model `tiny` with texts up to 64 tokens on one core, and what a
+# run takes beside them; of the paper's model, operations of a gradient, and of an accelerator.
+GRADIENTS_PER_CORE_SECOND, SECONDS_PER_RUN = 500.0, 5.0
+OPERATIONS, SPEED = {"paper": 6 * 350e6 * 128}, 1e14
+
 
 EPSILONS = (1.0, 4.0, 16.0, 64.0)
 
@@ -144,30 +160,90 @@ COMPARISONS = {
 """Of Figures 6, 7 and 16 to 18, which share runs."""
 
 
-@common.mistakes()
+@dataclasses.dataclass(frozen=True)
+class Arguments(experiment.Arguments):
+    """Of the command line: with the starting model, and one's own data set."""
+
+    given_model: str | None = None
+    data: str | None = None
+    """One's own, instead of the experiment's."""
+    planned: list[dict[str, Any]] = dataclasses.field(default_factory=list, compare=False)
+    """The runs that there would be, in a dry run."""
+
+    @classmethod
+    def parse(cls, description: str | None, argv: Sequence[str] | None = None) -> Self:
+        """What all experiments have, --model and --data."""
+        parser = experiment.parser_of(description, ("smoke", "small", "long", "paper"))
+        parser.add_argument("--model", help="a size, or a model to start from")
+        what = "your own data set, built by `fedsim data build`, or pydocs; results go to "
+        parser.add_argument("--data", metavar="NAME", help=f"{what}results/NAME")
+        given = parser.parse_args(argv)
+        came_from()  # what is committed while it trains is not what trains
+        if given.data and given.scale == "smoke":
+            expected = "small or more, with --data: smoke is on made-up text"
+            raise ConfigError.of("scale", "smoke", expected)
+        if given.data and given.out is None:
+            given.out = Path("results") / Path(given.data).name
+        out = experiment.out_of(given)
+        return cls(given.scale, out, given.dry_run, given.model, given.data)
+
+    @functools.cached_property
+    def runs(self) -> Runs:
+        """Kept for good, but at the scale that tests use."""
+        directory = files.cache_dir() / "experiments" / self.scale
+        if self.scale == "smoke":
+            return Runs(self.out / "runs", here=True)
+        file = self.out / "runs.jsonl" if self.scale == "long" and not self.data else None
+        return Runs(directory, file, in_turn=self.scale in OPERATIONS)
+
+    @property
+    def model(self) -> str:
+        """What is started from; at `small` it is made if need be."""
+        if self.given_model or self.data:
+            return self.given_model or FRESH_MODEL
+        if self.scale in OF_STAND_INS and not self.dry_run:
+            return str(starting_model.model())
+        made = {"smoke": FRESH_MODEL, "paper": PAPER_MODEL}
+        return made.get(self.scale, "")
+
+    def shown(self) -> Mapping[str, str]:
+        """What rows, figures and records call the data, by what these stand for."""
+        if not self.data:
+            return SHOWN[self.scale]
+        name = Path(self.data).name
+        taken = {*PAPER}.union(*(own.values() for own in SHOWN.values()))
+        return {STACK_OVERFLOW: f"{name} (own)" if name in taken else name}
+
+    def chosen(self, settings: Mapping[str, Any]) -> Any:
+        """The settings of the scale; of one's own data on these alone."""
+        return on_one(super().chosen(settings)) if self.data else super().chosen(settings)
+
+    def rows(self, module: Mapping[str, Any], settings: Any) -> Rows:
+        """What the experiment finds; in a dry run nothing, and the cost is printed."""
+        rows = module["run"](settings, self)
+        if self.dry_run:
+            print("in all " + cost(self.planned, self.scale))
+            return []
+        rows = as_written(named(rows, self.shown()))
+        if rows and all(r.get("loss", 0.0) >= r.get("loss_before", math.inf) for r in rows):
+            print("no training ends better than it began: more steps, or a model that has learnt")
+        return rows
+
+    def titled(self, figure: Figure, rows: Rows) -> Figure:
+        """With the scale and what stands for what."""
+        return titled(figure, rows, self.scale)
+
+    def about(self, module: Mapping[str, Any], settings: Any, rows: Rows) -> dict[str, Any]:
+        """The data, the model, and of runs that were kept each."""
+        data, model = origins(rows, self)
+        runs = self.runs
+        each = [runs.known[name] for name in sorted(runs.asked)] if runs.file else []
+        return {"run_minutes": runs.minutes, "data": data, "model": model, "trainings": each}
+
+
 def main(module: Mapping[str, Any], argv: Sequence[str] | None = None) -> None:
-    """An experiment, from its command line to its files; with --dry-run it ends before them. Args:
-    module: as of `common.main`; `run` takes the settings and these arguments."""
-    arguments = parse_arguments(module["__doc__"], argv)
-    name, figures = common.name_and_figures(module)
-    chosen = common.chosen(module["SETTINGS"], arguments.scale)
-    chosen = on_one(chosen) if arguments.data else chosen
-    rows = module["run"](chosen, arguments)
-    if arguments.dry_run:
-        print("in all " + cost(arguments.tally.planned, arguments.scale))
-        return
-    rows = as_written(named(rows, arguments.shown()))
-    if rows and all(r.get("loss", 0.0) >= r.get("loss_before", math.inf) for r in rows):
-        print("no training ends better than it began: more steps, or a model that has learnt")
-    drawn = {file: titled(draw(rows), rows, arguments.scale) for file, draw in figures.items()}
-    minutes = arguments.tally.run_minutes
-    data, model = origins(rows, arguments)
-    asked = [arguments.tally.known[each] for each in sorted(arguments.tally.asked)]
-    trainings = asked if arguments.scale in KEPT else []
-    common.finish(
-        *(name, arguments.scale, arguments.out, chosen, rows, drawn, module["check"](rows)),
-        **{"run_minutes": minutes, "data": data, "model": model, "trainings": trainings},
-    )
+    """`experiment.main` with these arguments, which the experiment's `run` is given, too."""
+    experiment.main(module, argv, Arguments)
 
 
 def on_one(settings: Any) -> Any:
@@ -215,16 +291,15 @@ def titled(figure: Figure, rows: Rows, scale: str) -> Figure:
 
 def origins(rows: Rows, arguments: Arguments) -> tuple[dict[str, Any], dict[str, Any]]:
     """The data sets of rows with their fingerprints, and the model that the runs started from."""
-    data, tally = {}, arguments.tally
+    data, runs = {}, arguments.runs
     for name in dict.fromkeys(row["dataset"] for row in rows if "dataset" in row):
         where = data_of(stands_for(name), arguments)
         if corpora.is_built(where):
             data[name] = {"fingerprint": Dataset.open(where).train.fingerprint}
             stand_ins = arguments.scale in OF_STAND_INS and not arguments.data
-            files = [name] if stand_ins else []
-            data[name] |= common.files_of(files).get(name, {})
+            data[name] |= files_of([name] if stand_ins else []).get(name, {})
     model: dict[str, Any] = {"name": arguments.given_model or f"of the scale {arguments.scale}"}
-    for row in [tally.known[name] for name in sorted(tally.asked)[:1]]:
+    for row in [runs.known[name] for name in sorted(runs.asked)[:1]]:
         model |= {"sha256": row["model"], "num_parameters": row["num_parameters"]}
     return data, model
 
@@ -276,9 +351,9 @@ def losses(cells: Iterable[Row], training: Training, arguments: Arguments) -> Ro
     if arguments.dry_run:
         what = plan_of(named(cells, arguments.shown()))
         print(what, cost(settings, arguments.scale), sep="\n")
-        arguments.tally.planned += settings
+        arguments.planned.extend(settings)
         return []
-    found = outcomes(settings, training.test_examples, arguments)
+    found = run_many(settings, training.test_examples, arguments.runs)
     return [
         {
             **cell,
@@ -433,7 +508,7 @@ def settings_of(cell: Row, training: Training, arguments: Arguments, seed: int) 
         "strategy": "scan",
         "rows_per_pass": 4,
     }
-    if not arguments.in_turn:
+    if arguments.scale not in OPERATIONS:
         common_["num_lanes"] = 1  # a run computes in one process: no more pieces than need be
     if training.max_length is not None:
         common_["max_length"] = training.max_length
@@ -472,7 +547,7 @@ def with_test_losses(rows: Rows, training: Training, arguments: Arguments) -> Ro
         for row in rows  # none at a dry run
         for seed in training.seeds
     ]
-    runs = outcomes(settings, training.test_examples, arguments, tested=True)
+    runs = run_many(settings, training.test_examples, arguments.runs, tested=True)
     found = []
     for row, own in zip(rows, in_turns(runs, training), strict=True):
         after = over_seeds([run["test"] for run in own])
@@ -490,7 +565,7 @@ def cell_of(row: Row) -> Row:
 def run_dir_of(row: Row, training: Training, arguments: Arguments, seed: int) -> Path:
     """The run directory of a row of `losses`, for one of its seeds."""
     settings = settings_of(cell_of(row), training, arguments, seed)
-    return jobs_of([settings], arguments.runs)[0].run.run_dir
+    return jobs_of([settings], arguments.runs.directory)[0].run.run_dir
 
 
 def made_up(file: Path) -> Path:
