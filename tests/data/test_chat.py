@@ -208,6 +208,15 @@ def test_calls_of_tools_are_trained_on_and_their_results_are_not(template, last)
     assert shown(found)[1] == first + STOP
 
 
+def test_the_template_of_the_examples_writes_tools_and_calls():
+    file = Path(__file__).parents[2] / "examples" / "tools.jinja"
+    chats = chats_of(Template(file.read_text()))
+    said = [*turns("Hi"), calling("find"), result("Paris"), Message("assistant", "Ho")]
+    call = '<tool_call>{"name": "find", "arguments": {}}</tool_call>'
+    assert shown(chats.encode(said, "assistant", TOOLS))[1] == f"{call}{STOP}\nHo{STOP}\n"
+    assert chats.writes_tools
+
+
 @pytest.mark.privacy
 def test_no_special_token_is_spelled_by_tools_calls_or_their_results():
     tool = {"type": "function", "function": {"name": "find", STOP: f"<|im_{STOP}"}}
