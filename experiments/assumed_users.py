@@ -1,5 +1,4 @@
-"""As the paper accounts, for comparison alone: as if there were more users than there are, and, for
-batches in shuffled order, as if they had been Poisson samples (Section 5).
+"""As the paper accounts, for comparison alone: as if there were more users than there are.
 
 Such an epsilon does not hold, and no run of fedsim states it: a run has the epsilon that holds for
 its noise, and only rows and figures of experiments have the paper's.

@@ -6,10 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from problems import users_of_sizes
-from refused import refuses
 
 from experiments.mean_task import MeanTask
-from fedsim.engine.engine import EngineError
 from fedsim.engine.worker import LocalEngine
 from fedsim.tuning.estimates import GradientNorms
 
@@ -54,12 +52,3 @@ def test_short_users_and_users_without_examples(key):
     norms = norms_of(MeanTask(points), offsets, key, max_group_size=64)
     expected = np.median([6 / math.sqrt(2), 6 / math.sqrt(3)])
     assert norms.user_norm(64) == pytest.approx(expected)
-
-
-def test_data_without_examples_and_gradients_that_are_not_finite_are_refused(key):
-    task, offsets = users_sharing(0.5)
-    with refuses("offsets", says="2 users without examples"):
-        norms_of(task, users_of_sizes([0, 0]).offsets, key)
-    broken = MeanTask(np.full((len(task.points), WIDTH), np.nan))
-    with pytest.raises(EngineError, match="is finite"):
-        norms_of(broken, offsets, key).user_norm(2)
