@@ -20,6 +20,7 @@ AUTO = "auto"
 MANY_PARAMETERS = 10_000_000  # a gradient of this size is far larger than a CPU's cache
 ROWS_ON_CPU = 4
 TOKENS_OF_PASS = 4096  # on accelerators; 350 M parameters need 11 GiB for 32 rows of 128 tokens
+GRADIENTS_OF_PASS = 2**32  # numbers, on accelerators: `direct` holds two gradients of each unit
 LENGTH = 128  # of rows of unknown length
 
 
@@ -51,9 +52,7 @@ class Strategy:
     def units_at_once(self, group: int) -> int:
         """Units of one forward and backward pass, for groups of `group` rows.
 
-        On an NVIDIA H100 a unit's gradient was seen to depend on its place among several, in
-        float32 in a tenth to a half of the checks and in bfloat16 in all, with deterministic
-        kernels too. So on accelerators places must not depend on texts: `Engine.keeps_places`.
+        On accelerators a contribution depends on its place among them: `Engine.keeps_places`.
         """
         return 1 if self.name == "scan" else max(1, self.rows // group)
 
@@ -143,5 +142,7 @@ def by_rule(
         # A CPU's cache holds the activations of few rows. An accelerator needs many; they are of
         # one unit where places are not public: see `Strategy.units_at_once`.
         fit = max(1, TOKENS_OF_PASS // (length or LENGTH))
+        if name == "direct":
+            fit = min(fit, group * max(1, GRADIENTS_OF_PASS // num_parameters))
         rows = ROWS_ON_CPU if on_cpu else fit if public_places else min(group, fit)
     return Strategy(name, rows)

@@ -315,10 +315,10 @@ def _checked_side_by_side(program, no_sum, arguments, strategy):
     # share matrix products, in which each has separate rows. The order in which a row's terms are
     # added depends on shapes, not on values, so one check with any values is enough: the sum over
     # all units equals the sum over every second unit plus that over the rest; at other places,
-    # unless places are the draw's (`Engine.keeps_places`). Norms and losses are compared, too,
-    # because a step may release them.
+    # unless places are the draw's (`Engine.keeps_places`). A lone unit is computed again there, as
+    # kernels may add in varying order. Norms and losses are compared, as a step may release them.
     params, batch, mask, *others = arguments
-    if (at_once := strategy.units_at_once(mask.shape[1])) == 1:
+    if (at_once := strategy.units_at_once(mask.shape[1])) == 1 and not on_accelerator():
         return True
     if not (real := np.flatnonzero(mask.any(axis=1))).size:
         return False
@@ -345,5 +345,5 @@ def _checked_side_by_side(program, no_sum, arguments, strategy):
         halves = ((values[:, half::2], apart[half][1]) for half in (0, 1))
         same = (np.array_equal(*pair, equal_nan=True) for pair in halves)
         if not (all(alike) and all(same)):
-            raise UnsupportedModel("side by side, units change what the others contribute")
+            raise UnsupportedModel("side by side, or computed again, units contribute other bits")
     return any(leaf.any() for leaf in jax.tree.leaves(together))

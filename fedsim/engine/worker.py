@@ -93,8 +93,8 @@ class Worker:
         return self.programs.task
 
     def facts(self) -> dict[str, Any]:
-        """Return device, platform, host, kind of host (on which bits depend), process and versions,
-        after a check of the process.
+        """Return device, platform, host, kind of host (on which bits depend), kernels, process and
+        versions, after a check of the process.
 
         Raises:
           ConfigError: an option of XLA or JAX is not allowed.
@@ -103,11 +103,13 @@ class Worker:
         expect_allowed()
         _fit(default_device())
         device, threads = jax.local_devices()[0], os.environ.get("NPROC", os.cpu_count())
+        kernels = getattr(self._programs and self._programs.task, "kernels", "")
         return {
             "device": str(device),
             "platform": jax.default_backend(),
             "host": socket.gethostname(),
-            "kind": f"{host_kind()}, {device.device_kind}, {threads} threads",
+            "kind": f"{host_kind()}, {device.device_kind}, {threads} threads{kernels}",
+            "kernels": kernels,
             "process": os.getpid(),
             "versions": versions(),
         }
@@ -188,10 +190,6 @@ class Worker:
         """True if the texts of a unit share rows: where units may be side by side, too."""
         return not on_accelerator() and strategy.shares_rows(group, self.task.buckets)
 
-    def _keeps_places(self, strategy: Strategy, group: int) -> bool:
-        """See `Engine.keeps_places`."""
-        return strategy.units_at_once(group) > 1 and on_accelerator()
-
     def units_of_pass(self, strategy: Strategy, group: int, length: int) -> int:
         """Return the units of a pass over rows of this length: those of the strategy, or as many
         as `Buckets.side_by_side` says, or of their powers of two the largest whose tokens are no
@@ -208,8 +206,9 @@ class Worker:
 
     def passes(self, strategy: Strategy, group: int) -> list[Strategy]:
         """Return the strategy for units of one row, for each number of units of a pass."""
-        if self.task.buckets is None or self._keeps_places(strategy, group):
-            return [dataclasses.replace(strategy, rows=strategy.units_at_once(group))]
+        at_once = strategy.units_at_once(group)
+        if self.task.buckets is None or (at_once > 1 and on_accelerator()):
+            return [dataclasses.replace(strategy, rows=at_once)]
         shared = self._shares_rows(strategy, group)
         lengths = self.task.buckets.shared if shared else self.task.buckets.lengths
         numbers = {self.units_of_pass(strategy, group, length) for length in lengths}
@@ -222,17 +221,19 @@ class Worker:
     ) -> tuple[Any, Stats]:
         """Compute `lane_sum` with parameters that are on the device."""
         stats, programs, most = Stats.zeros(len(rows)), self.programs, sum_holds(params, clip)
-        sums, total, held = [], programs.zeros(params, clip), 0
+        sums, total, held, found = [], programs.zeros(params, clip), 0, []
         for chunk in self.lane_chunks(params, rows, clip, strategy, split):
             if held + len(chunk.units) > most:
-                sums.append(jax.tree.map(np.asarray, total))
+                sums.append(jax.device_get(total))
                 total, held = programs.zeros(params, clip), 0
             held += len(chunk.units)
             total, *values = programs.clip_chunk(total, params, chunk, clip, strategy)
-            values = [*values, (rows[chunk.units] >= 0).sum(axis=1)]
+            found.append((chunk.units, values))
+        for units, values in found:  # nothing is fetched before, so that the device never waits
+            values = [*values, (rows[units] >= 0).sum(axis=1)]
             for column, value in zip(stats.columns(), values, strict=True):
-                column[chunk.units] = np.asarray(value)[: len(chunk.units)]
-        total = jax.tree.map(np.asarray, total)
+                column[units] = np.asarray(value)[: len(units)]
+        total = jax.device_get(total)
         if sums:
             total = jax.tree.map(lambda *x: sum(leaf.astype(np.int64) for leaf in x), total, *sums)
         return total, stats
@@ -261,7 +262,7 @@ class Worker:
         if self._shares_rows(strategy, group):
             assert buckets is not None, "rows are shared"
             return chunks_of_shared(batch, mask, buckets.shared, units_of_pass, units_per_call)
-        keeps_places = self._keeps_places(strategy, group)
+        keeps_places = strategy.units_at_once(group) > 1 and on_accelerator()
         if keeps_places or (strategy.name != "ghost" and strategy.rows < group):
             if buckets is not None:
                 # Passes of several lengths would give a unit a place that others' texts decide; or

@@ -4,6 +4,7 @@ Shape suffixes: B rows, L positions, H heads (of keys and values), G heads of qu
 them, K head width, S keys.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ def attend(
     scale: float | None,
     cap: float | None,
 ) -> jax.Array:
-    """Attention, causal unless a mask is given.
+    """Attention, causal unless a mask is given; where `is_fused`, by cuDNN.
 
     Args:
       mask: positions that are seen, bool [B or 1, 1, L, S]; takes the place of `window`.
@@ -32,10 +33,41 @@ def attend(
         length = q_BLHK.shape[1]
         mask = seen(jnp.arange(length)[None], length, window) if mask is None else mask
         return _capped_attention(q_BLHK, k_BSHK, v_BSHK, mask, scale, cap)
-    how: dict[str, Any] = {"mask": mask} if mask is not None else {"is_causal": True}
-    if mask is None and window is not None:
-        how["local_window_size"] = (window - 1, 0)
-    return jax.nn.dot_product_attention(q_BLHK, k_BSHK, v_BSHK, scale=scale, **how)
+    if mask is not None:
+        return jax.nn.dot_product_attention(q_BLHK, k_BSHK, v_BSHK, mask=mask, scale=scale)
+    fused = is_fused(q_BLHK.shape[1:], k_BSHK.shape[2], str(q_BLHK.dtype), window)
+    return _causal((q_BLHK, k_BSHK, v_BSHK), window, scale, fused)
+
+
+def _causal(qkv: Any, window: int | None, scale: float | None, fused: bool) -> jax.Array:
+    length = qkv[0].shape[1]
+    how: dict[str, Any] = {"is_causal": True, "local_window_size": window and (window - 1, 0)}
+    if not fused:
+        return jax.nn.dot_product_attention(*qkv, scale=scale, **how)
+    # cuDNN takes an even number of positions. The others do not see one more at the end.
+    qkv = [jnp.pad(x, ((0, 0), (0, length % 2), (0, 0), (0, 0))) for x in qkv]
+    how["implementation"] = "cudnn"
+    return jax.nn.dot_product_attention(*qkv, scale=scale, **how)[:, :length]
+
+
+@functools.cache
+def is_fused(queries: tuple[int, ...], kv_heads: int, dtype: str, window: int | None) -> bool:
+    """True if cuDNN computes causal attention here, without a matrix of scores.
+
+    JAX, XLA and cuDNN know what they take: they are asked to compile its gradient, with kernels
+    that repeat their bits. Args: queries: L, H G and K; window: as of `attend`.
+    """
+    if jax.default_backend() != "gpu":
+        return False
+    L, H, K = queries
+    qkv = [jax.ShapeDtypeStruct((1, L, heads, K), dtype) for heads in (H, kv_heads, kv_heads)]
+    gradient = jax.jit(jax.grad(lambda qkv: _causal(qkv, window, None, fused=True).sum()))
+    try:
+        lowered = gradient.trace(qkv).lower(lowering_platforms=("cuda",))
+        lowered.compile({"xla_gpu_deterministic_ops": True})  # as `engine.programs` compiles
+    except Exception:  # noqa: BLE001 (each of the three has exceptions of its own)
+        return False
+    return True
 
 
 def soft_cap(cap: float | None, x: jax.Array) -> jax.Array:
@@ -98,8 +130,5 @@ def own_text(positions_BL: jax.Array, window: int | None) -> jax.Array:
     """
     here_L = jnp.arange(positions_BL.shape[1])
     back_LS = here_L[:, None] - here_L[None, :]
-    farthest_BL = positions_BL
-    if window is not None:
-        farthest_BL = jnp.minimum(positions_BL, window - 1)
-    seen_BLS = (back_LS >= 0)[None] & (back_LS[None] <= farthest_BL[:, :, None])
-    return seen_BLS[:, None]
+    own_BLS = back_LS[None] <= positions_BL[:, :, None]
+    return seen(here_L[None], len(here_L), window) & own_BLS[:, None]

@@ -14,6 +14,7 @@ from fedsim.clipping import SHORT, Buckets, in_parts, layers_are_recorded, packe
 from fedsim.data import Dataset
 from fedsim.errors import DataError
 from fedsim.models import lora
+from fedsim.models.attention import is_fused
 from fedsim.models.transformer import Transformer, TransformerConfig, head_logits
 
 WHOLE_LOGITS = 2**24
@@ -150,6 +151,16 @@ class LanguageModelTask:
 
     def _packed(self, batch: Any) -> Any:
         return packed(batch, np.maximum(ROW, self.buckets.holding(batch["sizes"])))
+
+    @property
+    def kernels(self) -> str:
+        """What computes the attention of the longest rows, on a GPU."""
+        c = self.config
+        own = (c.max_length - 1, c.num_heads, c.head), c.kv_heads, c.dtype or "float32"
+        windows = {c.of_block(i).window for i in range(c.num_layers)}
+        names = {"XLA" if c.attention_cap or not is_fused(*own, w) else "cuDNN" for w in windows}
+        by = f", attention by {' and '.join(sorted(names))}"
+        return by if jax.default_backend() == "gpu" else ""
 
     def init(self, key: jax.Array) -> Any:
         """Initial parameters, float32."""

@@ -397,7 +397,7 @@ def show(prepared: PreparedRun) -> None:
             request, _ = prepared.booking.requests[0]
             console.warn(NOTHING_PROMISED.format(in_words(plan.reasons), request.place))
     console.plan(plan, prepared.engine, opened.run)
-    console.rows([("gradient method", str(prepared.strategy))])
+    console.rows([("gradient method", f"{prepared.strategy}{prepared.engine.facts()['kernels']}")])
 
 
 def dry_run(

@@ -10,6 +10,7 @@ from zoo import ByHand
 
 from fedsim.clipping import Clip, Strategy, clip_chunk
 from fedsim.clipping.contribution import lattice_bits
+from fedsim.clipping.strategy import by_rule
 from fedsim.errors import ConfigError
 
 EXTREME = [0.0, -0.0, 1.0, 1e-45, -1e-38, 1e-20, 1e20, -3e38, np.inf, -np.inf, np.nan]
@@ -106,3 +107,10 @@ def test_what_is_no_strategy_is_refused_in_one_line(text):
         ConfigError, match=f"^strategy={text}: expected scan, direct or ghost, then :ROWS .*$"
     ):
         Strategy.parse(text)
+
+
+@pytest.mark.parametrize("name, rows", [("direct", 12), ("ghost", 32), ("scan", 32)])
+def test_on_accelerators_a_pass_holds_the_gradients_of_its_units(name, rows):
+    asked = {"num_parameters": 350_000_000, "adapters": False, "on_cpu": False, "length": 128}
+    assert by_rule(name, None, group=1, public_places=True, **asked) == Strategy(name, rows)
+    assert by_rule("direct", None, group=4, public_places=True, **asked).units_at_once(4) == 8

@@ -1,12 +1,14 @@
 """Units side by side on an accelerator, where a contribution depends on the unit's place: places
 are the draw's. Devices that compute so are planted on a CPU."""
 
+import itertools
 from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 from refused import refuses
 from stores import store_of
 from test_worker import CLIP
@@ -15,14 +17,20 @@ from fedsim.clipping import Clip, Strategy, UnsupportedModel, clip_chunk
 from fedsim.config import EngineConfig
 from fedsim.data.dataset import Dataset
 from fedsim.engine.factory import choose_strategy
-from fedsim.engine.worker import LocalEngine
+from fedsim.engine.worker import LocalEngine, Worker
+from fedsim.models import lora
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import TransformerConfig
 
 UNITS, GROUP = 11, 2
 VOCAB, LENGTH = 40, 48
-CONFIG = TransformerConfig(VOCAB, LENGTH, width=8, num_layers=1, num_heads=2)
-CELLS = [("direct", 1), ("direct", 2), ("ghost", 1), ("ghost", 2)]
+CELLS = [  # strategy, rows of a unit, rank of adapters, max_length
+    ("direct", 1, 0, LENGTH),
+    ("direct", 2, 0, LENGTH // 2),
+    ("direct", 2, 2, LENGTH),
+    ("ghost", 1, 0, LENGTH // 2),
+    ("ghost", 2, 0, LENGTH),
+]
 
 
 @pytest.fixture
@@ -53,11 +61,19 @@ def by_neighbours(place, real):
     return real[place ^ 1].astype(jnp.int32)
 
 
-def task_of(sizes):
+def by_repetition(place, real, calls=itertools.count()):  # noqa: B008 (of all calls)
+    return io_callback(lambda: np.int32(next(calls)), jax.ShapeDtypeStruct((), np.int32))
+
+
+def task_of(sizes, rank=0, length=LENGTH):
     """A task whose only user's text number i has sizes[i] tokens, drawn with the seed i."""
     texts = [np.random.default_rng(i).integers(VOCAB, size=size) for i, size in enumerate(sizes)]
     store = store_of({"u": texts}, max_length=LENGTH, vocab_size=VOCAB)
-    return LanguageModelTask(Dataset(train=store), CONFIG)
+    config = TransformerConfig(VOCAB, length, width=8, num_layers=1, num_heads=2)
+    if not rank:
+        return LanguageModelTask(Dataset(train=store), config)
+    frozen = jax.jit(LanguageModelTask(None, config).init)(jax.random.key(0))
+    return LanguageModelTask(Dataset(train=store), lora.adapted(config, rank, 16.0), frozen)
 
 
 @pytest.fixture(scope="module")
@@ -97,16 +113,36 @@ def test_others_texts_decide_no_place(accelerator, monkeypatch, sizes, params):
 
 @pytest.mark.slow
 @pytest.mark.privacy
-@pytest.mark.parametrize("name, group", CELLS)
+@pytest.mark.parametrize("name, group, rank, length", CELLS)
 @pytest.mark.parametrize("bits", [by_place, by_neighbours])
 def test_a_device_that_lets_neighbours_in_is_refused(
-    name, group, bits, accelerator, monkeypatch, sizes, params
+    name, group, rank, length, bits, accelerator, monkeypatch, sizes
 ):
     planted(monkeypatch, bits)
-    refused = pytest.raises(UnsupportedModel, match="units change what the others contribute")
-    engine, rows = LocalEngine(task_of(sizes), num_lanes=1), np.arange(8 * group).reshape(8, group)
+    task = task_of(sizes, rank, length)
+    params = lora.init(task.config, jax.random.key(1)) if rank else task.init(jax.random.key(0))
+    refused = pytest.raises(UnsupportedModel, match="units contribute other bits")
+    engine, rows = LocalEngine(task, num_lanes=1), np.arange(8 * group).reshape(8, group)
     with refused if bits is by_neighbours else nullcontext():
         engine.clipped_sum(params, rows, CLIP, Strategy(name, 4 * group))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [Strategy("scan", 2), Strategy("direct", 2)])
+def test_a_device_whose_bits_vary_is_refused_where_units_are_alone(
+    strategy, accelerator, monkeypatch, sizes, params
+):
+    planted(monkeypatch, by_repetition)
+    monkeypatch.setattr("fedsim.engine.worker.check_contributions", lambda *_: None)
+    engine, rows = LocalEngine(task_of(sizes), num_lanes=1), np.arange(8).reshape(4, 2)
+    with pytest.raises(UnsupportedModel, match="units contribute other bits"):
+        engine.clipped_sum(params, rows, CLIP, strategy)
+
+
+def test_texts_share_no_row_where_units_keep_their_places(accelerator, sizes, params):
+    worker, rows = Worker(task_of(sizes)), np.arange(UNITS * GROUP).reshape(UNITS, GROUP)
+    for chunk in worker.lane_chunks(params, rows, CLIP, Strategy("direct", 4 * GROUP)):
+        assert "positions" not in chunk.batch and chunk.length == LENGTH
 
 
 @pytest.mark.privacy

@@ -99,7 +99,7 @@ def test_units_that_change_what_others_contribute_are_not_computed_side_by_side(
 
     monkeypatch.setattr("fedsim.engine.programs.clip_chunk", wrong)
     changed = moved not in ("", "nan")
-    refusal = pytest.raises(UnsupportedModel, match="side by side, units change what the others")
+    refusal = pytest.raises(UnsupportedModel, match="units contribute other bits")
     engine, params = of_model()
     with refusal if changed else contextlib.nullcontext():
         engine.clipped_sum(params, np.arange(10).reshape(-1, 1), CLIP, Strategy("direct", 4))
@@ -117,7 +117,7 @@ def test_units_that_add_nothing_do_not_tell_whether_others_change_each_other(fir
     monkeypatch.setattr("fedsim.engine.programs.clip_chunk", wrong)
     points = np.repeat([0.0, 1.0], (32 - first, 40))[:, None]  # of zero the gradient is zero
     rows = np.concatenate([np.full(first, -1), np.arange(len(points))])[:, None]
-    with pytest.raises(UnsupportedModel, match="side by side, units change"):
+    with pytest.raises(UnsupportedModel, match="units contribute other bits"):
         Worker(MeanTask(points)).lane_sum(0, np.zeros(1), rows, CLIP, Strategy("direct", 4))
 
 
