@@ -29,13 +29,14 @@ print("  delta  ", *(f"{value:9.1e}" for value in deltas))
 phases = [(PureEvent(0.2), 1), (step, NUM_STEPS)]
 print(f"  epsilon {accounting.epsilon(phases, DELTA):.3f} with a private group size before it\n")
 
-# ---- Calibration: noise or steps are given, the other is found ---------------------------------
+# ---- Calibration: noise for steps, and steps for noise -----------------------------------------
 target = {"epsilon": 2.0, "delta": DELTA}
 sigma = accounting.noise_multiplier(sampling_prob=0.01, num_steps=NUM_STEPS, **target)
-steps = accounting.num_steps(noise_multiplier=1.0, sampling_prob=0.01, **target)
+spent = [accounting.epsilon([(step, 100 * n)], DELTA) for n in range(1, 30)]
+steps = 100 * sum(epsilon <= target["epsilon"] for epsilon in spent)
 print(f"For epsilon 2 at delta {DELTA:g}")
 print(f"  the least noise:          sigma {sigma:.4f} (q 0.01, 1000 steps)")
-print(f"  the most steps:           {steps} (sigma 1, q 0.01)\n")
+print(f"  the most hundreds of steps: {steps // 100} (sigma 1, q 0.01)\n")
 
 # ---- ELS against ULS, at the same number of gradients ------------------------------------------
 # ELS draws examples. A user with G of them in the pool can be in a step G times: Theorem 1. ULS

@@ -19,6 +19,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import optimize
 
+from experiments.benchmarks.accounting import dp_event_of
 from experiments.harness import experiment
 from experiments.harness.claims import Claims
 from fedsim import accounting
@@ -95,7 +96,7 @@ def _example_log_delta(
     )
     orders = np.unique(np.geomspace(2, 4096, 100).astype(int))
     renyi = dp_accounting.rdp.RdpAccountant(orders.tolist())
-    renyi.compose(dp_accounting.SelfComposedDpEvent(event.to_dp_event(), num_steps))
+    renyi.compose(dp_accounting.SelfComposedDpEvent(dp_event_of(event), num_steps))
     divergences = np.asarray(renyi._rdp)
 
     def log_delta(levels: np.ndarray) -> np.ndarray:

@@ -32,6 +32,7 @@ from pathlib import Path
 
 import dp_accounting
 from dp_accounting import pld
+from scipy import stats
 
 from experiments.benchmarks.common import at_least, at_most, parser_of, write
 from fedsim import accounting
@@ -170,6 +171,19 @@ def run_library(event: StepEvent, num_steps: int, delta: float, sender: Connecti
     sender.send(result)
 
 
+def dp_event_of(event: StepEvent) -> dp_accounting.DpEvent:
+    """The same step as an event of dp_accounting: it knows no changed units and no allocation."""
+    assert not event.allocated and not event.max_changed
+    if event.max_contributions == 1:
+        gaussian = dp_accounting.GaussianDpEvent(event.noise_multiplier)
+        return dp_accounting.PoissonSampledDpEvent(event.sampling_prob, gaussian)
+    counts = range(event.max_contributions + 1)
+    probs = stats.binom.pmf(counts, event.max_contributions, event.sampling_prob)
+    return dp_accounting.dp_event.MixtureOfGaussiansDpEvent(
+        event.noise_multiplier, tuple(counts), tuple(probs.tolist())
+    )
+
+
 def library_step(event: StepEvent):
     """dp_accounting's own loss of one step."""
     losses = pld.privacy_loss_distribution
@@ -179,7 +193,7 @@ def library_step(event: StepEvent):
             sampling_prob=event.sampling_prob,
             value_discretization_interval=GRID,
         )
-    dp_event = event.to_dp_event()
+    dp_event = dp_event_of(event)
     assert isinstance(dp_event, dp_accounting.dp_event.MixtureOfGaussiansDpEvent)
     return losses.from_mixture_gaussian_mechanism(
         event.noise_multiplier,

@@ -1,13 +1,10 @@
-"""Chats of which other tokens are trained on, or whose context has no owner, and persons who write
-special tokens."""
+"""Chats of which other tokens are trained on, and persons who write special tokens."""
 
 import jax.numpy as jnp
-import numpy as np
 
 from experiments.planting import Mistake, Patch
 
 CHAT, LOSS = "fedsim.data.chat", "fedsim.models.language_model"
-SPEAKERS = "fedsim.data.building.messages"
 
 
 def one_later(right, tokens_BL, sizes_B, trained_BL=None):
@@ -19,18 +16,6 @@ def one_later(right, tokens_BL, sizes_B, trained_BL=None):
 def by_the_cohort(_right, self, params, batch, *frozen):
     nats, predictions = self.nats(params, batch, *frozen)
     return nats / jnp.maximum(predictions.mean(), 1)
-
-
-def without_context(right, chats, key):
-    """Those who speak in turns of the assistant, as if context came from nobody."""
-    turns = right(chats, key)
-    kept = np.flatnonzero(~turns.needed)
-    return turns._replace(
-        rows=turns.rows[kept],
-        numbers=[turns.numbers[i] for i in kept],
-        names=turns.names.take(kept),
-        needed=turns.needed[kept],
-    )
 
 
 CHATS = (
@@ -59,10 +44,5 @@ CHATS = (
         "special tokens that a person spells",
         "data/test_chat.py::test_any_text_comes_back_and_none_becomes_a_special_token",
         Patch(CHAT, "_Spellings.broken", lambda _right, self, content: content),
-    ),
-    Mistake(
-        "an author of context who is no owner",
-        "trust/test_context_audit.py::test_canaries_in_the_context_of_others_are_below_the_claim",
-        Patch(SPEAKERS, "speakers_of", without_context),
     ),
 )

@@ -19,7 +19,6 @@ from .accountant import (
 from .calibration import (
     calibrate_noise as calibrate_noise,
     noise_multiplier as noise_multiplier,
-    num_steps as num_steps,
 )
 from .composition import Errors as Errors, Slack as Slack, slack as slack, together as together
 from .events import (

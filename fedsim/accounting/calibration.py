@@ -1,6 +1,6 @@
-"""Search for the noise or the number of steps that spends a privacy budget.
+"""Search for the noise that spends a privacy budget.
 
-Each search uses the accountant's own epsilon: that of the returned value was computed on a fine
+The search uses the accountant's own epsilon: that of the returned value was computed on a fine
 grid and is at most the target. A process remembers the noise it found. SciPy finds the roots.
 """
 
@@ -84,38 +84,6 @@ def noise_multiplier(
     """
     unit = sampling_prob, max_contributions, bands, max_changed
     return calibrate_noise(lambda sigma: cyclic_event(sigma, *unit), **target)
-
-
-def num_steps(
-    *,
-    epsilon: float,
-    delta: float,
-    noise_multiplier: float,
-    sampling_prob: float,
-    max_contributions: int = 1,
-    max_changed: int = 0,
-    bands: int = 1,
-) -> int:
-    """The largest number of steps, up to 1e7, that stays within (epsilon, delta).
-
-    Raises: ConfigError: an argument is out of range, or even one step is too much.
-    """
-    _expect_target(epsilon, delta, 1)
-    event = cyclic_event(noise_multiplier, sampling_prob, max_contributions, bands, max_changed)
-
-    def spent_by(steps: int) -> float:
-        return spent([(event, steps)], delta, RELATIVE_ACCURACY)
-
-    least = spent_by(1)
-    expect("epsilon", epsilon, least <= epsilon, f"at least {least:.4g}, spent by one step")
-    low, high = 1, 2
-    while high <= MAX_STEPS and spent_by(high) <= epsilon:
-        low, high = high, 4 * high
-    high = min(high, MAX_STEPS + 1)
-    while high - low > 1:
-        middle = max(low + 1, min(high - 1, round(math.sqrt(low * high))))
-        low, high = (middle, high) if spent_by(middle) <= epsilon else (low, middle)
-    return low
 
 
 def _expect_steps(num_steps: int) -> None:

@@ -5,9 +5,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-import dp_accounting
-from scipy import stats
-
 from fedsim.accounting.selection import SelectionEvent
 from fedsim.errors import expect, expect_count
 
@@ -72,22 +69,6 @@ class StepEvent:
     @property
     def _is_one(self) -> bool:
         return self.max_contributions == 1 and not self.max_changed
-
-    def to_dp_event(self) -> dp_accounting.DpEvent:
-        """The same step as an event of dp_accounting, for other accountants to check.
-
-        Raises: ConfigError: it has no event for changed units or random allocation.
-        """
-        expect("allocated", self.allocated, not self.allocated, "false for dp_accounting")
-        expect("max_changed", self.max_changed, not self.max_changed, "0 for dp_accounting")
-        if self.max_contributions == 1:
-            gaussian = dp_accounting.GaussianDpEvent(self.noise_multiplier)
-            return dp_accounting.PoissonSampledDpEvent(self.sampling_prob, gaussian)
-        counts = range(self.max_contributions + 1)
-        probs = stats.binom.pmf(counts, self.max_contributions, self.sampling_prob)
-        return dp_accounting.dp_event.MixtureOfGaussiansDpEvent(
-            self.noise_multiplier, tuple(counts), tuple(probs.tolist())
-        )
 
 
 @dataclasses.dataclass(frozen=True)

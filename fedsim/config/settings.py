@@ -58,10 +58,6 @@ class BuildConfig:
     """Columns, separated by commas, for texts with several owners: a text belongs to everyone who
     is in one of them, as in from,to,cc. Instead of user_column."""
 
-    owner_key: str | None = None
-    """Key of each turn of a chat that names who speaks, such as name. The chat belongs to all who
-    speak in it. Turns of the assistant may name nobody. Instead of user_column."""
-
     rows_without_user: Literal["refuse", "drop"] = "refuse"
     """Refuse data with rows without a user, or drop these rows."""
 
@@ -121,9 +117,6 @@ class BuildConfig:
     test_from: str | None = None
     """Put rows whose order_column is at least this (such as 2018-01-01) into the split test."""
 
-    delimiter: str | None = None
-    """Character between the columns of CSV. Default: a comma, or a tab in files named .tsv."""
-
     quoting: Literal["none", "minimal"] | None = None
     """Meaning of quotation marks in CSV. minimal: they enclose values with delimiters or line ends.
     none: they are ordinary characters. Default: minimal, but a file that can be read either way is
@@ -133,10 +126,9 @@ class BuildConfig:
         for name in ("user_column", "text_column"):
             shown, number = ",".join(getattr(self, name)), len(getattr(self, name))
             expect(name, shown, number <= 1, "one column; a view in SQL makes one of several")
-        owners = ",".join(self.owners)
-        for name, value in {"owners": owners, "owner_key": self.owner_key}.items():
-            alone = not value or not self.user_column
-            expect("user_column", ",".join(self.user_column), alone, f"none beside {name}={value}")
+        alone = not self.owners or not self.user_column
+        beside = f"none beside owners={','.join(self.owners)}"
+        expect("user_column", ",".join(self.user_column), alone, beside)
 
 
 @group(source="data")

@@ -43,7 +43,7 @@ ROLES = ("system", "developer", USER, ASSISTANT, TOOL)
 CALLS, CALL_ID = "tool_calls", "tool_call_id"
 FIRST = 0xF8000  # of the characters for private use: marks, then one for each special token
 BREAK, BEGIN, END = map(chr, range(FIRST, FIRST + 3))
-SIGNS, MOST_SIGNS = 0x100000, 2**16 - 2  # other ones, each for a turn of a chat that says nothing
+SIGN = chr(0x100000)  # another one, for what an assistant says
 
 
 class Message(NamedTuple):
@@ -76,7 +76,6 @@ class Encoded(NamedTuple):
 
 
 ASKED = Message(USER, "a")
-SOME_ID = "000000000"  # of a call, as long as Mistral's templates expect
 CHANGED = "its template changes what a turn says, so that trained tokens cannot be told; expected "
 CHANGED += "{% generation %} blocks in it"
 
@@ -216,10 +215,9 @@ class ChatTokenizer:
         self._private = re.compile(f"[{BREAK}-{chr(FIRST + 2 + len(tokens))}]")
         self._written, self._others = _any_of(texts), _any_of(others)
         self._spellings, self._of_assistant = _Spellings(texts), _Spellings(special)
-        self._left_out = functools.lru_cache(1000)(self._find_left_out)
         quoted = re.finditer(r"""(['"])(.*?)\1|\.(\w+)""", template.source if template else "")
         found = {each[2] or each[3] for each in quoted}  # texts that it may look for
-        self._compared = found | {CALLS, CALL_ID, *_call("")["function"], "function"}
+        self._compared = found | {CALLS, CALL_ID, "function", "name", "arguments"}
         unknown = unknown_token(record["model"])
         known = [token["id"] for token in tokens if token["content"] != unknown]
         self._reserved = np.array(known, np.int64)
@@ -242,8 +240,7 @@ class ChatTokenizer:
           train_on: "all", "assistant", or "completion", the last turn if it is the assistant's.
           tools: that the assistant may call.
         Raises:
-          BadChat: there is no template, it refuses the chat, leaves out a turn, or does not say
-            where a turn is.
+          BadChat: there is no template, it refuses the chat, or does not say where a turn is.
         """
         plain, tools = self._plain(messages, tools)
         turns = turns_of(messages, train_on)
@@ -279,7 +276,7 @@ class ChatTokenizer:
         """Token ids of a chat up to the beginning of the assistant's next turn, int64 [tokens].
 
         Raises:
-          BadChat: there is no template, it refuses the chat, or leaves out a turn.
+          BadChat: there is no template, or it refuses the chat.
         """
         text, _ = self._write(self._plain(messages, None)[0], prompt=True)
         return self._encoded(text, []).ids
@@ -314,10 +311,9 @@ class ChatTokenizer:
     def writes_tools(self) -> bool:
         """False if the template leaves out the tools that it gets."""
         assert self._template is not None, "has one"
-        sign = chr(SIGNS)
-        about = {"name": sign, "description": sign, "parameters": {"type": "object"}}
+        about = {"name": SIGN, "description": SIGN, "parameters": {"type": "object"}}
         try:
-            return sign in self._template.render([ASKED], [{"type": "function", "function": about}])
+            return SIGN in self._template.render([ASKED], [{"type": "function", "function": about}])
         except BadChat:  # it says so of each row
             return True
 
@@ -342,10 +338,9 @@ class ChatTokenizer:
     def _opening(self) -> tuple[str, int]:
         """(what the template writes before the last answer, from what asks for it on; by how many
         characters that is longer than what asks, such as by an empty block of reasoning)."""
-        sign = chr(SIGNS)
         try:
             closed, prompt = (self._write([ASKED], prompt=x)[0] for x in (False, True))
-            before = self._write([ASKED, Message(ASSISTANT, sign)])[0].partition(sign)[0]
+            before = self._write([ASKED, Message(ASSISTANT, SIGN)])[0].partition(SIGN)[0]
         except BadChat:
             return "", 0
         if prompt == closed or not before.startswith(prompt):
@@ -362,13 +357,6 @@ class ChatTokenizer:
                 "its tokenizer does not find the special tokens of the chat template; expected "
                 "`normalized` and `single_word` of false for them in tokenizer.json"
             )
-        shape = tuple((each.role, len(each.fields.get(CALLS, ()))) for each in messages)
-        for turn, has_calls in self._left_out(shape):
-            role = messages[turn].role
-            if has_calls:
-                raise BadChat(f"its template leaves out a tool call in turn {turn + 1}")
-            if messages[turn].content.strip():
-                raise BadChat(f"its template leaves out turn {turn + 1}, of role {role}")
         said = [(each.content, each.fields) for each in messages]
         self._expect_text(json.dumps([said, tools], ensure_ascii=False))
         contents = [
@@ -386,36 +374,6 @@ class ChatTokenizer:
                 changed = "its template changes what tools and their calls say"
                 raise BadChat(f"{changed}, so that special tokens cannot be told from texts")
         return plain, plain_tools
-
-    def _find_left_out(self, shape: tuple[tuple[str, int], ...]) -> list[tuple[int, bool]]:
-        """(index of a turn, whether a call) of what the template does not write, whatever it says.
-
-        Args: shape: role and number of calls of each turn.
-        """
-        assert self._template is not None, "has one"  # by shape alone: no row decides about another
-        numbers = itertools.count()
-        signs = [
-            [chr(SIGNS + next(numbers) % MOST_SIGNS) for _ in range(1 + calls)]
-            for _, calls in shape
-        ]
-        chat = []
-        for (role, _), (content, *names) in zip(shape, signs, strict=True):
-            fields: dict[str, Any] = {CALL_ID: SOME_ID} if role == TOOL else {}
-            if names:
-                fields[CALLS] = [_call(name) for name in names]
-            chat.append(Message(role, content, fields=fields))
-        try:
-            written = {*self._template.render(chat)}
-        except SlowTemplate:
-            raise
-        except BadChat:  # it may refuse the chat, too
-            return []
-        return [
-            (turn, bool(place))
-            for turn, of_turn in enumerate(signs)
-            for place, sign in enumerate(of_turn)
-            if sign not in written
-        ]
 
     def _said(
         self, plain: Sequence[Message], tools: Tools, turns: Sequence[int]
@@ -455,12 +413,12 @@ class ChatTokenizer:
         again, names = self._write(marked, tools)
         if text != again or names is None or len(names) != len(turns):
             raise BadChat(CHANGED)
-        places, endings, sign = [], [], chr(SIGNS)
+        places, endings = [], []
         for turn, (name, _) in zip(turns, names, strict=True):
             earlier = plain[:turn]
             alone, own = self._write([*earlier, marked[turn]], tools)
-            other = self._write([*earlier, Message(ASSISTANT, sign)], tools)[0]
-            before, _, after = other.partition(sign)
+            other = self._write([*earlier, Message(ASSISTANT, SIGN)], tools)[0]
+            before, _, after = other.partition(SIGN)
             prompt = ""
             if earlier and self._opening[0]:
                 prompt = self._write(earlier, tools, prompt=True)[0]
@@ -570,10 +528,6 @@ def _parted(content: str) -> tuple[str, str, str]:
     rest = content.lstrip()
     core = rest.rstrip()
     return content[: len(content) - len(rest)], core, rest[len(core) :]
-
-
-def _call(name: str) -> dict[str, Any]:
-    return {"id": SOME_ID, "type": "function", "function": {"name": name, "arguments": {}}}
 
 
 def _marked(message: Message) -> Message:

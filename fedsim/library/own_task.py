@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,7 +33,7 @@ def owner_ids(split: str, owners: Sequence[Any]) -> np.ndarray:
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
         raise DataError.of("data", split, expected) from None
     if is_string(ids.type):
-        ids = user_ids.as_ids(ids, f"owners of {split}", range(len(ids)), Counter())
+        ids = user_ids.as_ids(ids, f"owners of {split}", range(len(ids)))
     elif not pa.types.is_integer(ids.type):
         raise DataError.of("data", f"{split} with owners of type {ids.type}", expected)
     if ids.null_count:

@@ -16,6 +16,7 @@ from dp_accounting import pld
 from refused import refuses
 from scipy import optimize, stats
 
+from experiments.benchmarks.accounting import dp_event_of
 from fedsim import accounting
 from fedsim.accounting import PureEvent, StepEvent, events, of_words, to_words
 
@@ -33,7 +34,7 @@ MANY = {**TARGET, "delta": 1e-14, "num_steps": 10**5}
 
 def library_epsilon(event, num_steps, delta, grid):
     accountant = pld.PLDAccountant(value_discretization_interval=grid)
-    accountant.compose(dp_accounting.SelfComposedDpEvent(event.to_dp_event(), num_steps))
+    accountant.compose(dp_accounting.SelfComposedDpEvent(dp_event_of(event), num_steps))
     return accountant.get_epsilon(delta)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
 
+from experiments.benchmarks.accounting import dp_event_of
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.budget.ledger import Entry, Limit
@@ -34,7 +35,7 @@ def test_runs_of_any_kind_compose_as_in_dp_accounting():
         dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=1e-3
     )
     for event, count in (phase for run in RUNS for phase in run):
-        accountant.compose(event.to_dp_event(), count)
+        accountant.compose(dp_event_of(event), count)
     expected, found = accountant.get_epsilon(DELTA), total(charges(), DELTA)
     assert found.fixed == pytest.approx(expected, rel=2e-3)
     alone = sum(accounting.epsilon(run, DELTA) for run in RUNS)

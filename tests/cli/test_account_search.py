@@ -7,7 +7,7 @@ import warnings
 import pytest
 from refused import refuses
 
-from fedsim.cli.account import TO_ACCOUNT, TO_CALIBRATE, Accounted, solve
+from fedsim.cli.account import Accounted, account, calibrate
 from fedsim.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ def run(command, fields):
     with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            return solve(Accounted(**fields), command)
+            return command(Accounted(**fields))[0]
         except ConfigError as error:
             assert "\n" not in str(error) and "=" in str(error), error
             return str(error)
@@ -26,14 +26,14 @@ def run(command, fields):
 def test_noise_is_found_beside_a_private_median():
     given = dict(algorithm="els", num_steps=100, sampling_prob=0.01, group_size=8, delta=1e-6)
     alone, beside = (
-        run(TO_CALIBRATE, {**given, "epsilon": 4.0, **more})["noise_multiplier"]
+        run(calibrate, {**given, "epsilon": 4.0, **more})["noise_multiplier"]
         for more in ({}, {"before": 0.4})
     )
     assert alone < beside < 1.1 * alone
-    spent = run(TO_ACCOUNT, {**given, "noise_multiplier": beside, "before": 0.4})["epsilon"]
+    spent = run(account, {**given, "noise_multiplier": beside, "before": 0.4})["epsilon"]
     assert 4 * (1 - 1e-3) < spent <= 4 < spent + 0.4
     with refuses("before=4.0", says="in (0, epsilon)"):
-        solve(Accounted(**given, epsilon=4.0, before=4.0), TO_CALIBRATE)
+        calibrate(Accounted(**given, epsilon=4.0, before=4.0))
 
 
 @pytest.mark.parametrize(
@@ -41,16 +41,12 @@ def test_noise_is_found_beside_a_private_median():
     [
         ({"group_size": 9_999_999_999}, "group_size=9999999999"),
         ({"max_shared_groups": 10**10, "algorithm": "uls"}, "max_shared_groups=10000000000"),
-        ({"delta": 1.5e-15, "num_steps": 10**7, "noise_multiplier": None}, "delta=1.5e-15"),
-        ({"epsilon": 3.0, "num_steps": None, "noise_multiplier": 1e-10}, "epsilon=3.0"),
-        ({"epsilon": 3.0, "num_steps": None, "noise_multiplier": None}, "noise_multiplier"),
-        ({"delta": None, "noise_multiplier": None}, "delta=None"),
+        ({"delta": 1.5e-15, "num_steps": 10**7}, "delta=1.5e-15"),
+        ({"noise_multiplier": 1.0}, "noise_multiplier=1.0"),
+        ({"delta": None}, "delta=None"),
     ],
 )
 def test_what_is_beyond_all_ranges_is_refused_before_a_search(changed, what):
     given = dict(algorithm="els", epsilon=3.0, sampling_prob=0.01, delta=1e-6, num_steps=2)
-    given |= changed
-    if "noise_multiplier" not in given:
-        given["noise_multiplier"] = None
     with refuses(what):
-        solve(Accounted(**given), TO_CALIBRATE)
+        calibrate(Accounted(**given | changed))

@@ -12,8 +12,7 @@ from fedsim.errors import DataError
 CASES = sorted(path.parent for path in (Path(__file__).parents[1] / "cases").glob("*/case.json"))
 SECRET = "xyzzy"  # in texts of refused files
 ALL_IN_TRAIN = {"eval_users": 0, "eval_examples": False, "num_workers": 1}
-SAID = ("owners_like_several", "user_ids_like_nobody", "users_that_look_alike")
-SAID += ("rows_without_user_dropped", "empty_texts_dropped", "chats_skipped")
+SAID = ("user_ids_like_nobody", "rows_without_user_dropped", "empty_texts_dropped", "chats_skipped")
 SAID += ("texts_spelling_special_tokens",)
 
 

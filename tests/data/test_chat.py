@@ -90,27 +90,6 @@ def test_the_assistants_turns_are_trained_on_with_what_ends_them():
     assert shown(found) == (f"Hi{STOP}Ho{STOP}And?{STOP}Yes{STOP}", f"Yes{STOP}")
 
 
-LEAVING_OUT = {  # as published templates of Qwen 2.5 and of Mistral do
-    "of a role": "{% for m in messages if m.role != 'developer' %}"
-    "{{ m.content }}<|im_end|>{% endfor %}",
-    "but before a last question": "{% for m in messages %}{% if m.role != 'developer' %}"
-    "{% if m.role == 'user' and loop.last %}{{ messages[0].content }}{% endif %}"
-    "{{ m.content }}<|im_end|>{% endif %}{% endfor %}",
-}
-
-
-def test_a_turn_that_the_template_leaves_out_is_named():
-    asked = [Message("developer", "Answer in French."), *turns("Hi")]
-    found = chats_of(Template(LEAVING_OUT["but before a last question"])).encode_prompt(asked)
-    assert "French.Hi" in TINY.decode(found)
-    with pytest.raises(BadChat, match="leaves out turn 1, of role developer"):
-        chats_of(Template(LEAVING_OUT["of a role"])).encode_prompt(asked)
-    for template in LEAVING_OUT.values():
-        for train_on in ("assistant", "all", "completion"):
-            with pytest.raises(BadChat, match="leaves out turn 1, of role developer"):
-                encode([*asked, Message("assistant", "Ho")], template, train_on)
-
-
 def test_blocks_of_what_is_generated_decide():
     found = encode(turns("Hi", " Ho ", "Hum", "Ha"), GENERATING, tokens=(("bos_token", START),))
     every, own = shown(found)
@@ -231,19 +210,17 @@ def test_no_special_token_is_spelled_by_tools_calls_or_their_results():
 
 
 REVERSING = CALLING.replace("c.function.name", "c.function.name | reverse")
-LEFT_OUT = [
-    (CHATML, calling("find"), "leaves out a tool call in turn 2"),
-    (LATE, calling("find", content="Well"), "leaves out turn 2, of role assistant"),
+UNCLEAR = [
+    (CHATML, calling("find"), "changes what a turn says"),
     (REVERSING, calling("find"), "changes what"),
     ("{{ messages[1].tool_calls[0].x.y }}", calling("find"), "fails with UndefinedError"),
 ]
 
 
-@pytest.mark.parametrize("template, said, reason", LEFT_OUT)
-def test_a_call_that_cannot_be_told_or_is_left_out_is_refused(template, said, reason):
+@pytest.mark.parametrize("template, said, reason", UNCLEAR)
+def test_a_call_that_cannot_be_told_is_refused(template, said, reason):
     with pytest.raises(BadChat, match=reason):
         chats_of(Template(template, TOKENS)).encode([*turns("Hi"), said], "assistant")
-    assert chats_of(Template(CALLING)).writes_tools and not chats_of(Template(CHATML)).writes_tools
 
 
 def test_a_template_that_changes_what_is_said_is_refused():

@@ -10,12 +10,10 @@ import pytest
 from chats import model_files
 
 from experiments.mean_task import MeanTask
-from experiments.mistakes.chats import without_context
 from fedsim import accounting
 from fedsim.clipping import Clip
 from fedsim.config import Algorithm
 from fedsim.data.building.build import build
-from fedsim.data.building.messages import speakers_of
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.els import ELS
 from fedsim.engine.worker import LocalEngine
@@ -47,26 +45,31 @@ def attacked(method, task, plant, epsilon):
     return audit_guesses(plant.scores(), plant.included, claim, DELTA, 5e-4)
 
 
-def audited_chats(algorithm, tmp_path, epsilon=2.0):
+def audited_chats(algorithm, tmp_path, context_owns, epsilon=2.0):
     """The audit of chats in which canaries speak before others' turns, which are trained on.
 
     A canary asks, each time somebody else. The coin decides whether its turns say anything. What a
     row does is told by the untrained tokens of the data set that was built.
+
+    Args: context_owns: authors of context are owners, too.
     """
     rng = np.random.default_rng(0)
     plant = Canaries(coins(SPEAKING, rng), GROUP_SIZE, 1.0)
     rows = [
-        [
-            {"role": "user", "name": f"canary {i}", "content": f"[{i}]" if there else ""},
-            {"role": "assistant", "name": f"desk {i}-{j}", "content": "Yes."},
-        ]
+        {
+            "messages": [
+                {"role": "user", "content": f"[{i}]" if there else ""},
+                {"role": "assistant", "content": "Yes."},
+            ],
+            "people": [*[f"canary {i}"] * context_owns, f"desk {i}-{j}"],
+        }
         for i, there in enumerate(plant.included)
         for j in range(CHATS_OF_EACH)
     ]
     tmp_path.mkdir(exist_ok=True)
     file, model = tmp_path / "chats.jsonl", model_files(tmp_path / "model")
-    file.write_text("".join(json.dumps({"messages": each}) + "\n" for each in rows))
-    how = {"tokenizer": model, "owner_key": "name", "eval_users": 0, "eval_examples": False}
+    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    how = {"tokenizer": model, "user_column": "people", "eval_users": 0, "eval_examples": False}
     users = build(file, tmp_path / "out", **how).train
     tokens, sizes = users.gather(np.arange(len(rows)), users.max_length)
     context = ~users.trained(np.arange(len(rows)), users.max_length)
@@ -87,10 +90,8 @@ def audited_chats(algorithm, tmp_path, epsilon=2.0):
 
 
 @pytest.mark.privacy
-def test_canaries_in_the_context_of_others_are_below_the_claim(tmp_path, monkeypatch):
-    found = audited_chats(Algorithm.ELS, tmp_path)
+def test_canaries_in_the_context_of_others_are_below_the_claim(tmp_path):
+    found = audited_chats(Algorithm.ELS, tmp_path, True)
     assert not found.refuted and found.could_refute and found.correct > SPEAKING / 2
-    wrong = functools.partial(without_context, speakers_of)  # no author of context is an owner
-    monkeypatch.setattr("fedsim.data.building.columns.speakers_of", wrong)
     for algorithm in Algorithm:
-        assert audited_chats(algorithm, tmp_path / algorithm).refuted
+        assert audited_chats(algorithm, tmp_path / algorithm, False).refuted

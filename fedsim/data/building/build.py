@@ -34,7 +34,6 @@ from fedsim.data.building.messages import COMPLETION, MESSAGES, TOOLS, TRAIN_ON,
 from fedsim.data.building.sorting import owners_of, sorted_blocks, tokenised_rows, write_splits
 from fedsim.data.building.sources import Part, cut, find_files, hub_source, identify, names_in
 from fedsim.data.building.tokenised import Encoding, write_rows
-from fedsim.data.building.user_ids import remarks
 from fedsim.data.chat import ChatTokenizer, template_of
 from fedsim.data.dataset import SUMS, Dataset, SplitRows, divide, dropped, sums
 from fedsim.data.store import FORMAT, MARKED, close_store, decided_by_texts, is_shared, token_dtype
@@ -65,9 +64,6 @@ class BuildSettings(BuildConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        delimiter = self.delimiter
-        fits = delimiter is None or (len(delimiter) == 1 and delimiter not in '"\r\n')
-        expect("delimiter", delimiter, fits, "one character, such as ; or |")
         ordered = self.test_from is None or self.order_column is not None
         expect("test_from", self.test_from, ordered, "an order_column to compare with")
         _ = self.columns
@@ -87,7 +83,7 @@ class BuildSettings(BuildConfig):
             expect("completion_column", completion, completion is not None, f"it beside {prompt}")
             form, text = COMPLETION, (str(prompt), str(completion), TOOLS)
         user = "".join(self.user_column) or Columns.user
-        return Columns(user, text, self.order_column, self.owners, self.owner_key, form)
+        return Columns(user, text, self.order_column, self.owners, form)
 
     def chats(self, columns: Columns, tokenizer: Tokenizer) -> Chats | None:
         """How rows of chats become examples; None if rows are texts.
@@ -95,8 +91,6 @@ class BuildSettings(BuildConfig):
         Args: columns: of the rows, as named or recognised.
         Raises: DataError: there is no template, or a setting needs chats.
         """
-        if columns.owner_key is not None and columns.form != MESSAGES:
-            raise DataError.of("owner_key", columns.owner_key, "chats, lists of turns")
         if not columns.form:
             for field in ("train_on", "chat_template", "skip_unknown"):
                 if value := getattr(self, field):
@@ -190,10 +184,7 @@ class _Build:
             splits = self._divide(owners, counts)
             self._write_splits(connection, owners, splits)
         self.tokenizer.save(self.out / TOKENIZER)
-        of_ids, lines = remarks(counts, owners["user_id"].combine_chunks().unique())
-        for line in lines:  # what looks like a mistake in the data
-            self.say(line)
-        about["counts"] = self._counts(counts, owners) | of_ids
+        about["counts"] = self._counts(counts, owners)
         self._describe(about, list(splits))
 
     def _recognised(self, names: Sequence[str]) -> Columns:
@@ -254,6 +245,10 @@ class _Build:
         if self.chats is not None:
             found["chats_without_trained_tokens_dropped"] = counts["untrained"]
             found["chats_skipped"] = counts["skipped"]
+        if number := counts["user_ids_like_nobody"]:
+            found["user_ids_like_nobody"] = number
+            line = f"{number:,} rows have a user such as unknown, [deleted] or -1, who counts as "
+            self.say(f"{line}one user: if that is nobody, leave such rows out")
         if number := counts["spelling"]:
             found["texts_spelling_special_tokens"] = number
             line = f"{number:,} texts spell special tokens of the tokenizer, such as "

@@ -10,7 +10,6 @@ value decides how the value of another user is read.
 
 import json
 import re
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,15 +18,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from fedsim.data.building.messages import (
-    ALPACA,
-    COMPLETION,
-    MESSAGES,
-    SAID,
-    TOOLS,
-    BadRow,
-    speakers_of,
-)
+from fedsim.data.building.messages import ALPACA, COMPLETION, MESSAGES, SAID, TOOLS
 from fedsim.data.building.user_ids import Rows, as_ids, call, is_missing, refused
 from fedsim.data.store import SEPARATOR, owner_sets
 from fedsim.errors import DataError, MissingColumn
@@ -47,9 +38,7 @@ MARKS_OF_ROWS = ("label", "labels", "loss_mask", "completion_mask", "assistant_m
 """Columns beside chats that may say what is not to be trained on."""
 NOTHING = ("", "null", '""', "[]")  # JSON of a value that says nothing
 
-KINDS = "numbers", "times with a zone", "times without a zone", "seconds since 1970"
-KINDS += ("milliseconds since 1970",)
-NUMBERS, ZONED, LOCAL, *EPOCHS = KINDS
+KINDS = NUMBERS, ZONED, LOCAL = "numbers", "times with a zone", "times without a zone"
 KEY = pa.struct([("kind", pa.int8()), ("major", pa.float64()), ("minor", pa.int64())])
 """Key of an order. A number is a float, and the exact rest of a whole one. A time is seconds since
 1970 and nanoseconds. `kind` is an index of KINDS; rows are not sorted by it."""
@@ -60,8 +49,7 @@ TIME = rf"[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}([T ]{CLOCK}{ZONE[:-1]}?)?"
 ORDER_QUERY = f"""
 WITH known AS (FROM given SELECT *,
   if(regexp_full_match(value, '{NUMBER}'), value::DOUBLE + 0, NULL) AS number,
-  CASE WHEN number >= 1e9 AND number < 4.2e9 THEN 3
-    WHEN number >= 1e12 AND number < 4.2e12 THEN 4 WHEN number IS NOT NULL THEN 0
+  CASE WHEN number IS NOT NULL THEN 0
     WHEN regexp_full_match(value, '{TIME}') THEN if(regexp_matches(value[11:], '{ZONE}'), 1, 2)
     END AS kind,
   regexp_replace(value, '[.,][0-9]+', '') ||
@@ -78,7 +66,10 @@ FROM known
 def expected_of(found: Sequence[str]) -> str:
     """Rest of the error line about a missing column: the columns that a file has, if names."""
     if len(found) == 1 and (marks := re.findall("[;\t|]", found[0])):
-        return f"no such column; the columns are separated by {marks[0]!r}, which delimiter names"
+        remedy = "DuckDB reads such a file (read_csv with delim) and writes Parquet"
+        return (
+            f"no such column; the columns are separated by {marks[0]!r}, not by a comma; {remedy}"
+        )
     if not all(NAME.fullmatch(name.strip()) for name in found):
         return (
             f"no such column among {len(found)}, whose names are not shown, for they may be a "
@@ -104,15 +95,10 @@ class Columns:
     order: str | None = None
     owners: tuple[str, ...] = ()
     """If given, a text belongs to the users in any of these columns, not to `user`."""
-    owner_key: str | None = None
-    """If given, a chat belongs to the users whom this key of its turns names, not to `user`."""
     form: str = ""
     """Form of rows of chats, one of FORMS, whose columns are read as JSON; "" for texts."""
 
     def __post_init__(self):
-        if self.owners and self.owner_key is not None:
-            expected = f"none beside owner_key={self.owner_key}"
-            raise DataError.of("owners", ",".join(self.owners), expected)
         for name in self.owner:
             if name in self.text:
                 field = self.blamed.partition("=")[0]
@@ -130,9 +116,7 @@ class Columns:
     @property
     def owner(self) -> tuple[str, ...]:
         """Columns that name the owners of a row."""
-        if self.owner_key is not None or not (self.owners or self.user):
-            return ()
-        return self.owners or (self.user,)
+        return self.owners or ((self.user,) if self.user else ())
 
     @property
     def text_fields(self) -> tuple[str, ...]:
@@ -156,8 +140,6 @@ class Columns:
     @property
     def blamed(self) -> str:
         """Setting and value to name in an error about the user of a row."""
-        if self.owner_key is not None:
-            return f"owner_key={self.owner_key}"
         if self.owners:
             return f"owners={','.join(self.owners)}"
         return f"user_column={self.user}"
@@ -178,23 +160,19 @@ class Columns:
                 raise MissingColumn(f"{field}={name}: {expected_of(found)}", field=field)
 
 
-def normalise(
-    batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str] | None = None
-) -> pa.RecordBatch:
+def normalise(batch: pa.RecordBatch, columns: Columns, first_row: int) -> pa.RecordBatch:
     """Convert a batch to the columns user_id, text and order, as `columns` names them. The user_id
     of a row without owner is null or blank.
 
     Args:
       batch: rows as in the file, in columns that are `plain`; chats as JSON.
       first_row: number of rows of the file before the batch.
-      tally: counts doubtful user ids; see `user_ids`.
     Raises:
       DataError: a column has the wrong type, or text that is not UTF-8.
     """
     result = {}
-    if columns.owner or columns.owner_key is not None:
-        tally = Counter() if tally is None else tally
-        result["user_id"] = _users(batch, columns, first_row, tally)
+    if columns.owner:
+        result["user_id"] = _users(batch, columns, first_row)
     if columns.form and columns.text:
         rows = zip(*(batch[name].to_pylist() for name in columns.text), strict=True)
         rows = [[value or "null" for value in row] for row in rows]
@@ -271,23 +249,19 @@ def is_string(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
-def _users(
-    batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str]
-) -> pa.Array:
+def _users(batch: pa.RecordBatch, columns: Columns, first_row: int) -> pa.Array:
     """Owner of each row: an id, or an owner set as a string (see store.py); blank for nobody."""
     field, number = columns.blamed, len(batch)
-    if columns.owner_key is not None:
-        pairs = [_speaking(batch, columns, first_row, tally)]
-    elif columns.owners or is_list(batch[columns.user].type):
-        pairs = [_owned(batch[name], field, first_row, tally) for name in columns.owner]
+    if columns.owners or is_list(batch[columns.user].type):
+        pairs = [_owned(batch[name], field, first_row) for name in columns.owner]
     else:
         rows = range(first_row, first_row + number)
-        return ids_of(batch[columns.user], field, rows, tally)
+        return ids_of(batch[columns.user], field, rows)
     rows = np.concatenate([rows for rows, _ in pairs])
     return owner_sets(rows, pa.concat_arrays([ids for _, ids in pairs]), number)
 
 
-def ids_of(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.Array:
+def ids_of(column: pa.Array, field: str, rows: Rows) -> pa.Array:
     """User ids as strings; see `user_ids.as_ids`.
 
     Raises: DataError: the column has another type, or an id contains SEPARATOR.
@@ -297,7 +271,7 @@ def ids_of(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.
     if not (is_string(kind) or numbers or pa.types.is_null(kind)):
         raise refused(field, f"strings or integers, got {kind}")
     column = _validate(column, field, rows[0] if len(rows) else 0)
-    ids = as_ids(column, field, rows, tally)
+    ids = as_ids(column, field, rows)
     joined = call("match_substring", ids, pattern=SEPARATOR)
     if joined.true_count:
         row = rows[joined.index(True).as_py()] + 1
@@ -305,33 +279,13 @@ def ids_of(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.
     return ids
 
 
-def _speaking(
-    batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str]
-) -> tuple[np.ndarray, pa.Array]:
-    """(rows, speakers) of chats."""
-    try:
-        turns = speakers_of(batch[columns.text[0]], columns.owner_key or "")
-        ids = ids_of(turns.names, columns.blamed, first_row + turns.rows, tally)
-        nobody = is_blank(ids)
-        if len(bad := np.flatnonzero(nobody & turns.needed)):
-            reason = f"expected a name of who speaks ({columns.blamed}) in turn "
-            raise BadRow(int(turns.rows[bad[0]]), f"{reason}{turns.numbers[bad[0]]}")
-    except BadRow as error:
-        field, row = columns.text_fields[0], first_row + error.row + 1
-        line = f"{field}={columns.text[0]}: {error} in row {row}"
-        raise DataError(line, field=field) from None
-    return turns.rows[~nobody], ids.filter(pa.array(~nobody))
-
-
-def _owned(
-    column: pa.Array, field: str, first_row: int, tally: Counter[str]
-) -> tuple[np.ndarray, pa.Array]:
+def _owned(column: pa.Array, field: str, first_row: int) -> tuple[np.ndarray, pa.Array]:
     """(rows, owners) of a column of lists, or of cells, of which empty ones are left out."""
     rows, values = np.arange(len(column)), column
     if listed := is_list(column.type):
         sizes = call("fill_null", call("list_value_length", column), 0)
         rows, values = np.repeat(rows, sizes.to_numpy()), plain(call("list_flatten", column), field)
-    ids = ids_of(values, field, first_row + rows, tally)
+    ids = ids_of(values, field, first_row + rows)
     blank = is_blank(ids)
     if listed and blank.any():
         row = first_row + rows[blank.argmax()] + 1
@@ -393,21 +347,16 @@ def kinds_of(keys: pa.StructArray) -> set[str]:
 
 
 def expect_one_kind(found: Collection[str], field: str) -> None:
-    """Raise DataError if an order has values of several kinds, such as seconds and milliseconds."""
-    if len(kinds := _different(found)) > 1:
-        raise refused(field, f"values of one kind, got {' and '.join(sorted(kinds))}")
-
-
-def _different(kinds: Collection[str]) -> set[str]:
-    """Kinds that cannot be compared; beside numbers of other sizes, those of EPOCHS are numbers."""
-    return {kind for kind in kinds if NUMBERS not in kinds or kind not in EPOCHS}
+    """Raise DataError if an order has values of several kinds."""
+    if len(found) > 1:
+        raise refused(field, f"values of one kind, got {' and '.join(sorted(found))}")
 
 
 def check_bound(bound: str, column: str, found: Collection[str]) -> None:
     """Raise DataError if a bound cannot be compared with values of some kinds. Without a zone it is
     in UTC."""
     own = kinds_of(keys_of(pa.array([bound]), "test_from", 0))
-    if (own, found) != ({LOCAL}, {ZONED}) and len(_different({*own, *found})) > 1:
+    if (own, found) != ({LOCAL}, {ZONED}) and len({*own, *found}) > 1:
         expected = f"a value of order_column={column}, which holds {' and '.join(found)}"
         raise DataError.of("test_from", bound, expected)
 

@@ -3,11 +3,6 @@
 A row is `messages` (or ShareGPT's `conversations`), a prompt and a completion (texts, or lists of
 messages), or Alpaca's instruction, input and output. It gives one example, which depends on this
 row alone.
-
-If a key of each turn names who speaks, the row belongs to all who do. The context of a turn is read
-by the model and moves its gradient, so its author is an owner, trained on or not. Who owns an
-example must depend on no text, not even on its length: an owner is also who speaks in turns that
-are cut off, or says nothing.
 """
 
 import json
@@ -18,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from fedsim.config import BuildConfig
 from fedsim.data.chat import (
@@ -53,7 +47,6 @@ OTHER_NAMES = {"human": USER, "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bot": ASS
 OTHER_NAMES |= {"model": ASSISTANT}
 HALF = re.compile("[\ud800-\udfff]")
 HALVED = r"expected whole characters, got half of a surrogate pair such as \ud83d"
-NAMES = (str, int, float)  # types of JSON that name a person; true is none
 
 
 @dataclass(frozen=True)
@@ -335,45 +328,3 @@ def role_of(turn: dict[str, Any]) -> Any:
     """The role of a turn, which may be none that a template knows."""
     role = turn["role"] if turn.get("role") is not None else turn.get("from")
     return OTHER_NAMES.get(role, role) if isinstance(role, str) else role
-
-
-class Spoken(NamedTuple):
-    """Turns of the rows of a batch, and who speaks."""
-
-    rows: np.ndarray
-    """int64 [turns]: index of the row of each."""
-    numbers: list[int]
-    """Number of each turn in its row, from 1."""
-    names: pa.Array
-    """string [turns]: who speaks; null for nobody."""
-    needed: np.ndarray
-    """bool [turns]: True if somebody has to be named."""
-
-
-def speakers_of(chats: pa.Array, key: str) -> Spoken:
-    """Read who speaks in chats.
-
-    A turn that says nothing counts, too. Only turns of a user have to name somebody.
-
-    Args:
-      chats: JSON of the turns of each row.
-      key: key of a turn that names its speaker.
-    Raises:
-      BadRow: a row has no turns.
-    """
-    rows, numbers, names, needed = [], [], [], []
-    for row, chat in enumerate(chats.to_pylist()):
-        try:
-            turns = [] if chat is None else turns_in(loads(chat) or [])
-        except BadChat as error:
-            raise BadRow(row, str(error)) from None
-        for number, turn in enumerate(turns, 1):
-            name = turn.get(key)
-            if isinstance(name, str) and HALF.search(name):
-                raise BadRow(row, f"{HALVED} in turn {number}")
-            rows.append(row)
-            numbers.append(number)
-            names.append(str(name) if type(name) in NAMES else None)
-            needed.append(role_of(turn) == USER or (name is not None and names[-1] is None))
-    texts = pa.array(names, pa.string())
-    return Spoken(np.array(rows, np.int64), numbers, texts, np.array(needed, bool))

@@ -10,7 +10,6 @@ Files of the Hub are downloaded into the cache of its library, and read as local
 import fnmatch
 import glob
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -220,21 +219,18 @@ def cut(file: Path, columns: Columns) -> list[Part]:
 
 
 def read(
-    part: Part,
-    columns: Columns,
-    tally: Counter[str] | None = None,
-    settings: BuildConfig = DEFAULTS,
+    part: Part, columns: Columns, settings: BuildConfig = DEFAULTS
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Yield the rows of a part in order: (number of rows of the file before the batch, batch).
 
     Batches have the columns user_id, text and perhaps order; see `columns.normalise`.
 
-    Args: tally: counts doubtful user ids. settings: delimiter and quoting of text files.
+    Args: settings: quoting of text files.
     Raises: DataError: names the file and the reason.
     """
     for first_row, batch in raw(part, columns, settings):
         with complaints(part.file):
-            batch = normalise(batch, columns, first_row, tally)
+            batch = normalise(batch, columns, first_row)
         yield first_row, batch
 
 

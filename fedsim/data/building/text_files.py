@@ -58,7 +58,7 @@ class TextFile:
 
     Args:
       kind: csv, tsv, json or jsonl.
-      settings: delimiter and quoting.
+      settings: quoting.
     Raises:
       DataError: the file cannot be read. The error names the line and the reason.
     """
@@ -69,7 +69,7 @@ class TextFile:
     def __init__(self, file: Path, kind: str, settings: BuildConfig):
         self.file, self.quoting, self.packed = file, settings.quoting, PACKED.get(file.suffix)
         self.is_csv = kind in ("csv", "tsv")
-        self.delimiter = settings.delimiter or ("\t" if kind == "tsv" else ",")
+        self.delimiter = "\t" if kind == "tsv" else ","
         self.connection = duckdb.connect(config={"threads": 1})
         with _plain_reasons():
             begin = next(self._pieces(), b"").removeprefix(codecs.BOM_UTF8)

@@ -21,7 +21,7 @@ from fedsim.config import BuildConfig
 from fedsim.data.building.columns import Columns, at_least, is_blank, kinds_of
 from fedsim.data.building.messages import BadRow, Chats, Examples, chat_examples
 from fedsim.data.building.sources import Part, read
-from fedsim.data.building.user_ids import call
+from fedsim.data.building.user_ids import call, like_nobody
 from fedsim.data.chat import ChatTokenizer, Template
 from fedsim.data.dataset import EVAL_USERS, TEST, TRAIN, is_held_out
 from fedsim.data.store import copy, offsets_of, token_dtype
@@ -51,8 +51,8 @@ def write_rows(item: tuple[int, Part], *, encoding: Encoding) -> Counter[str]:
     """Write the rows of a part, whose number comes first. Without rows, there is no file.
 
     Returns: counts of source rows; of those that are unowned, empty or without an order (no_order);
-      of batches with orders of each kind; of examples; of texts that spell special tokens; of
-      doubtful user ids; and those of `chat_examples`.
+      of batches with orders of each kind; of examples; of texts that spell special tokens; of users
+      like nobody; and those of `chat_examples`.
     Raises: DataError: a row has no user or cannot be encoded, or `read` refuses a file.
     """
     number, part = item
@@ -60,7 +60,7 @@ def write_rows(item: tuple[int, Part], *, encoding: Encoding) -> Counter[str]:
     counts: Counter[str] = Counter()
     columns = encoding.columns
     with ExitStack() as stack:
-        for first_row, batch in read(part, columns, counts, encoding.settings):
+        for first_row, batch in read(part, columns, encoding.settings):
             unowned = is_blank(batch["user_id"])
             if unowned.any() and encoding.settings.rows_without_user == "refuse":
                 raise _without_user(np.flatnonzero(unowned) + first_row + 1, columns, part)
@@ -113,6 +113,7 @@ def _tokenise(
     counts["unowned"] += int(unowned.sum())
     counts["empty"] += int((blank & ~unowned).sum())
     counts["examples"] += len(examples.lengths)
+    counts["user_ids_like_nobody"] += like_nobody(batch["user_id"])
     if pattern := "|".join(map(re.escape, sorted(spelled))):
         spelling = call("match_substring_regex", batch["text"], pattern=pattern)
         counts["spelling"] += spelling.true_count

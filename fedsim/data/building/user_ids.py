@@ -2,13 +2,11 @@
 
 Certain corrections are made: white space around an id is no part of it, words that stand for a
 missing value (NULL, \\N) are nobody, and 7.0 is 7, as pandas writes whole numbers in a column with
-gaps. The float 0.5 and the rounded 1.23E18 are refused. Doubtful ids stay as they are and are
-counted: 007 and 7, Ann and ann, the texts 3.1 and 3.10 are two users each, and unknown is one. Only
-a person can say which other ids belong together.
+gaps. The float 0.5 and the rounded 1.23E18 are refused. All other ids stay as they are: unknown is
+one user; 007 and 7, Ann and ann, the texts 3.1 and 3.10 are two users each. Only a person can say
+which ids belong together.
 """
 
-import unicodedata
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fedsim.data.store import SEPARATOR
 from fedsim.errors import DataError
 
 # Values that pandas.read_csv reads as missing, and NaT, which pandas writes.
@@ -32,40 +29,18 @@ RULE = 7  # version of the rule: a change that gives other users gets another nu
 EXACT = {16: 2**11, 32: 2**24, 64: 2**53}
 CERTAIN = 2**52  # floats tell apart all numbers of digits that are less without their point
 WHOLE, FRACTION = r"^[+-]?[0-9]+\.0*$", r"^[+-]?[0-9]*\.[0-9]+$"
-# A comma or semicolon between two parts, or a list of texts with one of them.
-LISTED = r"[^\s,;]\s*[,;][\s,;]*[^\s,;]|^\[\s*[\"'].*\]$"
 # Large and small floats as programs write them, rounded: 1.5E18, 1,5E+18, 1e+18.
 ROUNDED = r"^[+-]?([0-9]+[.,][0-9]*[eEdD][+-]?|[.,][0-9]+[eEdD][+-]?|[0-9]+[eEdD]\+)[0-9]+$"
-GUID = r"^(?:urn:uuid:)?\{?([0-9a-f]{8})-?" + r"([0-9a-f]{4})-?" * 3 + r"([0-9a-f]{12})\}?$"
-DIFFERENCES = (
-    (r"[\s\pZ]+", ""),
-    (GUID, r"\1\2\3\4\5"),
-    (r"^0+([0-9])", r"\1"),
-    (r"^([0-9]+\.(?:[0-9]*[1-9])?)0+$", r"\1"),
-    (r"^([0-9]+)\.$", r"\1"),
-)
-"""Patterns and replacements for ids that look alike, after what `fold` removes."""
-PLAIN = "^[!-~]*$"  # texts in which `fold` changes only capitals
-
-LINES = {
-    "user_ids_like_nobody": "a user such as unknown, [deleted] or -1, who counts as one user: if "
-    "that is nobody, leave such rows out",
-    "owners_like_several": "an owner with a comma or semicolon inside, or a list as text, who is "
-    "one user: if that is several, a view in SQL makes a list of it",
-}
-"""Names of counts of rows, and the end of the line that tells the user about them."""
-
 Rows = Sequence[int] | np.ndarray
 
 
-def as_ids(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.Array:
+def as_ids(column: pa.Array, field: str, rows: Rows) -> pa.Array:
     """User ids as strings; null for a row without user.
 
     Args:
       column: strings, integers or floats.
       field: name of the setting and column, for errors.
       rows: number of each row, counted from 0, for errors.
-      tally: counts doubtful ids, by the names of `LINES`.
     Raises: DataError: a float has a fraction, or so many digits that it may have been rounded.
     """
     if pa.types.is_floating(column.type):
@@ -75,18 +50,8 @@ def as_ids(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.
         fits = call("less", call("abs", numbers), pa.scalar(least))
         whole = call("and", fits, call("equal", numbers, call("floor", numbers)))
         _refuse(call("invert", whole), numbers, field, rows)
-        ids = numbers.cast(pa.int64()).cast(pa.string())
-    else:
-        ids = _of_texts(column.cast(pa.string()), field, rows, tally)
-    nameless = call("is_in", call("utf8_lower", ids), value_set=pa.array(NAMELESS))
-    listed = call("match_substring_regex", ids, pattern=LISTED)
-    tally["user_ids_like_nobody"] += nameless.true_count
-    tally["owners_like_several"] += listed.true_count
-    return ids
-
-
-def _of_texts(given: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.Array:
-    text = call("utf8_trim_whitespace", given)
+        return numbers.cast(pa.int64()).cast(pa.string())
+    text = call("utf8_trim_whitespace", column.cast(pa.string()))
     nobody = is_missing(text)
     text = call("if_else", nobody, pa.scalar(None, pa.string()), text)
     whole = call("match_substring_regex", text, pattern=WHOLE)
@@ -106,50 +71,14 @@ def _uncertain(text: pa.Array, number: pa.Array) -> pa.Array:
     return call("greater_equal", first.cast(pa.int64()), pa.scalar(CERTAIN))
 
 
-def fold(text: str) -> str:
-    """Remove invisible characters and differences of width, form and capitals."""
-    bare = (c for c in text if unicodedata.category(c) not in ("Cf", "Cc"))
-    text = unicodedata.normalize("NFKC", "".join(bare)).casefold()
-    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+def like_nobody(ids: pa.Array) -> int:
+    """Number of ids that often stand for several people."""
+    return call("is_in", call("utf8_lower", ids), value_set=pa.array(NAMELESS)).true_count
 
 
 def is_missing(texts: pa.Array | pa.ChunkedArray) -> Any:
     """True for texts that are empty or a word for a missing value."""
     return call("is_in", texts, value_set=pa.array(NOBODY))
-
-
-def remarks(tally: Counter[str], ids: pa.Array) -> tuple[dict[str, int], list[str]]:
-    """Counts of doubtful ids that are not zero, and a line for the user about each.
-
-    Args:
-      tally: counts of `as_ids`.
-      ids: different user ids, or owner sets as strings (see store.py).
-    """
-    counts = {name: tally[name] for name in LINES if tally[name]}
-    lines = [f"{number:,} rows have {LINES[name]}" for name, number in counts.items()]
-    people = call("split_pattern", ids, SEPARATOR).flatten().unique()
-    keys = look_alike_keys(people)
-    found = keys.value_counts()
-    several = found.filter(call("greater", found.field("counts"), 1))
-    if len(several):
-        number = counts["users_that_look_alike"] = call("sum", several.field("counts")).as_py()
-        alike = people.filter(call("equal", keys, several.field("values")[0]))
-        names = " and ".join(map(repr, alike[:2].to_pylist()))
-        lines.append(f"{number:,} user ids look like another one, as {names} do: a user each")
-    return counts, lines
-
-
-def look_alike_keys(ids: pa.Array) -> pa.Array:
-    """For each id a text that ids have in common which differ only in what `fold` removes and in
-    DIFFERENCES."""
-    unique = ids.dictionary_encode()
-    texts = unique.dictionary
-    others = call("invert", call("match_substring_regex", texts, pattern=PLAIN))
-    folded = pa.array(map(fold, texts.filter(others).to_pylist()), pa.string())
-    key = call("replace_with_mask", call("ascii_lower", texts), others, folded)
-    for pattern, instead in DIFFERENCES:
-        key = call("replace_substring_regex", key, pattern=pattern, replacement=instead)
-    return key.take(unique.indices)
 
 
 def _refuse(bad: pa.Array, values: pa.Array, field: str, rows: Rows) -> None:
