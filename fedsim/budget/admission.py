@@ -144,6 +144,11 @@ class BudgetRequest:
         writes = made.is_dir() and os.access(made, os.W_OK | os.X_OK)
         expect("budget_ledger", self.place, writes, f"a place to write to; {ELSEWHERE}")
 
+    def lookalike_warning(self) -> str:
+        """A warning if its users look like users of counted runs under other ids; else empty."""
+        with open_read_only(self.place) as ledger:
+            return ledger.lookalike_warning(self.ids)
+
     def expect_room(self, entry: Entry) -> None:
         """Raise ConfigError if this run would exceed a limit."""
         with open_read_only(self.place) as ledger:
@@ -213,8 +218,7 @@ def count_at_once(applicant: BudgetRequest, entry: Entry) -> None:
     a limit."""
     with open_locked(applicant.place) as ledger:
         applicant.expect_room_in(ledger, entry)
-        users = ledger.save_users(ledger.users(applicant.ids))
-        ledger.begin(dataclasses.replace(entry, users=users))
+        ledger.begin(dataclasses.replace(entry, **ledger.save_people(applicant.ids)))
         ledger.end(entry.run, entry.planned, RELEASED)
 
 
@@ -250,8 +254,8 @@ def admitted(
                 reached = stack.enter_context(ledger.marking(entry.run, applicant.run_dir))
                 # A crash may have come between a line of the run's ledger and its mark.
                 reached(*progress.head)
-            users = ledger.save_users(ledger.users(applicant.ids))
-            ledger.begin(dataclasses.replace(entry, users=users, head=progress.head))
+            people = ledger.save_people(applicant.ids)
+            ledger.begin(dataclasses.replace(entry, **people, head=progress.head))
             counted = {"line": ledger.num_lines, "chain": ledger.chain}
             record = {"ledger": str(applicant.place), **counted}
             write_json(applicant.run_dir / RECEIPT, record, mode=0o600)

@@ -4,7 +4,7 @@
                    it ends (with what it released); lines never change, so a deleted run counts
     last.json      number and chain of the last line, so that removed lines show
     users/         for each set of users, 64 bits of a keyed hash of each id, which show the overlap
-                   of data sets
+                   of data sets; and another such set of what ids that look alike have in common
     steps/         marks: for each run that has not ended, a line per line of the run's own ledger,
                    with its number, its chain and a keyed digest of both
     secret.json    the key of chain, fingerprints and marks
@@ -36,8 +36,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from fedsim.accounting import Event, of_words, to_words
+from fedsim.data import user_ids
 from fedsim.errors import ConfigError, FileDamaged, expect
 from fedsim.files import (
     LEDGER,
@@ -58,6 +60,13 @@ FILE, LAST, LOCK = "budget.jsonl", "last.json", "lock"
 USERS, STEPS = "users", "steps"
 MODE = 0o600
 OPENED, CLOSED, LIMIT = "opened", "closed", "limit"
+IDS, LOOKS = "users", "looks of users"
+"""Purposes of fingerprints: of ids, and of what ids that look alike have in common."""
+ALIKE = (
+    "{:,} of these users look like users of {:,} counted runs that have other ids there, such as "
+    "Ann and ann. If they are the same people, what they spent there is missing here, and no limit "
+    "sees it: build the data with the ids of those runs"
+)
 ELSEWHERE = f"budget_ledger or {LEDGER} names another one"
 
 Released = list[tuple[Event, int]] | None
@@ -116,6 +125,8 @@ class Entry:
     outcome: str = ""
     """released or stopped; empty if it is running or was killed."""
     began: str = ""
+    looks: str = ""
+    """Name of the file with fingerprints of what its users look like."""
     head: Head = NO_HEAD
     """How far it had come when it last began or ended."""
 
@@ -194,6 +205,23 @@ class BudgetLedger:
             write_atomically(path, content.getvalue(), mode=MODE)
         return name
 
+    def save_people(self, ids: Sequence[str]) -> dict[str, str]:
+        """Keep fingerprints of users' ids and of their looks; returns fields of `Entry`."""
+        looks = np.unique(_hashes(_looks(ids), self.key, LOOKS))
+        return {"users": self.save_users(self.users(ids)), "looks": self.save_users(looks)}
+
+    def lookalike_warning(self, ids: Sequence[str]) -> str:
+        """A warning if users look like users of counted runs that have other ids; else empty."""
+        users, looks = _hashes(ids, self.key, IDS), _hashes(_looks(ids), self.key, LOOKS)
+        alike, runs = np.zeros(len(users), bool), 0
+        for entry in self.entries.values():
+            if not entry.looks or (entry.outcome and entry.released == []):
+                continue
+            known = np.isin(users, self.users_of(entry.users))
+            found = np.isin(looks, self.users_of(entry.looks)) & ~known
+            alike, runs = alike | found, runs + bool(found.any())
+        return ALIKE.format(int(alike.sum()), runs) if runs else ""
+
     def users_of(self, name: str) -> np.ndarray:
         """Load the fingerprints with this name.
 
@@ -212,7 +240,7 @@ class BudgetLedger:
     def begin(self, entry: Entry) -> None:
         """Count a new or resumed run with all that it plans; durable when this returns."""
         planned = None if entry.planned is None else to_words(entry.planned)
-        names = ("run", "kind", "place", "users", "label", "head")
+        names = ("run", "kind", "place", "users", "looks", "label", "head")
         fields = {name: getattr(entry, name) for name in names}
         self._append({"what": OPENED, **fields, "slack": [*entry.slack], "planned": planned})
 
@@ -329,6 +357,7 @@ class BudgetLedger:
             before, (epsilon, delta) = self.entries.get(line["run"]), line["slack"]
             self.entries[line["run"]] = Entry(
                 **{n: str(line[n]) for n in ("run", "kind", "place", "users", "label")},
+                looks=str(line.get("looks", "")),  # ledgers of earlier versions have none
                 number=before.number_again(number + 1) if before else number + 1,
                 planned=_phases(line["planned"]),
                 slack=(float(epsilon), float(delta)),
@@ -390,12 +419,23 @@ def is_in(directory: Path) -> bool:
 
 def fingerprints(ids: Iterable[str], key: SecretKey) -> np.ndarray:
     """Keyed hashes of ids, uint64 [users], ascending and without repeats."""
-    secret = bytes.fromhex(key.seal("users"))
+    return np.unique(_hashes(ids, key, IDS))
+
+
+def _hashes(texts: Iterable[str], key: SecretKey, purpose: str) -> np.ndarray:
+    """Keyed hashes, uint64 [texts]; those of one purpose say nothing about those of another."""
+    secret = bytes.fromhex(key.seal(purpose))
     digests = b"".join(
         hashlib.blake2b(each.encode("utf-8", "surrogatepass"), digest_size=8, key=secret).digest()
-        for each in ids
+        for each in texts
     )
-    return np.unique(np.frombuffer(digests, np.uint64))
+    return np.frombuffer(digests, np.uint64)
+
+
+def _looks(ids: Sequence[str]) -> list[str]:
+    """For each id what ids that look alike have in common."""
+    readable = [each.encode("utf-8", "replace").decode() for each in ids]
+    return user_ids.look_alike_keys(pa.array(readable, pa.string())).to_pylist()
 
 
 def _digest(users: np.ndarray) -> str:

@@ -393,9 +393,12 @@ def show(prepared: PreparedRun) -> None:
     if opened.stored is None:
         for warning in warnings_of(plan):
             console.warn(warning)
-        if prepared.booking is not None and not plan.guarantee:
+        if prepared.booking is not None:
             request, _ = prepared.booking.requests[0]
-            console.warn(NOTHING_PROMISED.format(in_words(plan.reasons), request.place))
+            if not plan.guarantee:
+                console.warn(NOTHING_PROMISED.format(in_words(plan.reasons), request.place))
+            if alike := request.lookalike_warning():
+                console.warn(alike)
     console.plan(plan, prepared.engine, opened.run)
     console.rows([("gradient method", f"{prepared.strategy}{prepared.engine.facts()['kernels']}")])
 

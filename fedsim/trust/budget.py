@@ -60,6 +60,7 @@ def budget(
             _row(each, int(np.isin(users, ledger.users_of(each.entry.users)).sum()), delta)
             for each in accounts.charges
         ]
+        alike = "" if ids is None else ledger.lookalike_warning(ids)
     spent = accounts.total(delta)
     return {
         "ledger": str(place),
@@ -76,6 +77,7 @@ def budget(
             for each in accounts.limits
         ],
         "runs": rows,
+        "alike": alike,
     }
 
 
@@ -130,6 +132,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
     for each in result["limits"]:
         limit = f"{each['epsilon']:g} at delta = {at_most(each['delta'], '.2e')}"
         lines.append(f"Of the limit of {limit}, {_shown(each['spent'])} is spent.")
+    lines += [f"Warning: {result['alike']}."] if result["alike"] else []
     if runs:
         lines.append(
             "Not counted: losses of held-out users that were computed without noise, as by default "

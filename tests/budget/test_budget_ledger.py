@@ -1,5 +1,6 @@
 """The ledger of the data: nothing that was written is lost, changed or forged without a word."""
 
+import hashlib
 import os
 
 import numpy as np
@@ -11,6 +12,7 @@ from fedsim.budget.ledger import FILE, LAST, USERS, Entry, Limit, open_locked
 from fedsim.errors import FileDamaged
 from fedsim.keys import FILE as KEY
 from fedsim.run.ledger import LINK, LedgerError, link
+from fedsim.trust.budget import budget, sentences
 
 PHASES = [(StepEvent(2.0, 0.1), 10)]
 LESS = [(StepEvent(2.0, 0.1), 3)]
@@ -120,3 +122,28 @@ def test_a_ledger_of_another_user_is_refused(place, monkeypatch, mode):
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     with refuses("budget_ledger", says=f"belongs to another user, {owner}"):
         read(place)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("other", ["ANNABEL", "anna\u200bbel", "ａｎｎａｂｅｌ", "anna bel"])
+def test_users_who_look_like_those_of_a_counted_run_are_named(other, tmp_path):
+    with open_locked(tmp_path / "ledger") as ledger:
+        ledger.begin(entry("a", **ledger.save_people(["annabel", "ben"])))
+        assert ledger.lookalike_warning(["annabel", "ben", "carl"]) == ""
+        hashed = hashlib.sha256(b"annabel").hexdigest()
+        assert ledger.lookalike_warning([hashed]) == ""  # as the guide says
+    found = budget(tmp_path / "ledger", [other, "ben", "carl"], delta=1e-6)
+    said = "Warning: 1 of these users look like users of 1 counted runs"
+    assert any(line.startswith(said) for line in sentences(found))
+    with open_locked(tmp_path / "ledger") as ledger:
+        ledger.end("a", [], "stopped")  # it released nothing
+        assert ledger.lookalike_warning([other]) == ""
+
+
+@pytest.mark.privacy
+def test_fingerprints_of_looks_say_nothing_of_ids(tmp_path):
+    """`ann` looks like itself: without a key of its own its fingerprint would be in both files."""
+    with open_locked(tmp_path / "ledger") as ledger:
+        names = ledger.save_people(["ann", "ben\ud800"])
+        ids, looks = (set(ledger.users_of(name).tolist()) for name in names.values())
+        assert len(ids) == len(looks) == 2 and not ids & looks
