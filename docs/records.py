@@ -3,7 +3,8 @@
     python docs/records.py          (a test says which pages do not follow from the records)
 
     <!-- record NAME -->
-    <!-- end -->                    claims with their verdicts, and where they come from
+    <!-- end -->                    claims with their verdicts, and where they come from; with a
+                                    line `:numbers: none` without the numbers of the record
     <!-- record-table NAME
     :where: epsilon == 4
     :columns: algorithm; loss (.3f) as held-out loss; bytes / 1e9 (.1f) as GB
@@ -91,41 +92,43 @@ def markdown_table(*rows: list[str]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
-def claims(record: dict) -> str:
+def claims(record: dict, options: dict) -> str:
     """The claims of an experiment, or the bars of a benchmark; and where the record comes from."""
     tests = earlier(record)
-    rows = [
-        [c["claim"], VERDICTS[c["held"]], c["numbers"] + tests.get(c["claim"], "")]
-        for c in record.get("claims", ())
-    ]
+    reasons = list(dict.fromkeys(was["why"] for was in tests.values()))
+    letters = dict(zip(reasons, "abcdefgh", strict=False))
+    rows = []
+    for c in record.get("claims", ()):
+        if c["held"] is True and c["claim"].startswith("ours: "):
+            continue  # a check of the runs: the record has it
+        first = ""
+        if was := tests.get(c["claim"]):
+            first = f"; first test: {VERDICTS[was['held']]} ({letters[was['why']]})"
+        numbers = first[2:] if "numbers" in options else c["numbers"] + first
+        rows.append([c["claim"], VERDICTS[c["held"]], numbers])
     for bar in record.get("bars", ()):
         rows.append([bar["name"], VERDICTS[bar["holds"]], f"{bar['value']:.3g} ({bar['bound']:g})"])
-    head = ["claim", "held?", "value (bound)" if "bars" in record else "numbers"]
+    last = "value (bound)" if "bars" in record else "" if "numbers" in options else "numbers"
+    head = ["claim", "held?", last]
     table = markdown_table(head, *rows) + "\n\n" if rows else ""
+    table += "".join(f"({letter}) {why}.\n\n" for why, letter in letters.items())
     if "commit" not in record:
         circumstances = {**record["machine"], **record["versions"]}
         return table + ", ".join(f"{name} {show(it)}" for name, it in circumstances.items()) + "."
     parts = [f"Scale `{record['scale']}`"]
     if count := (record["model"] or {}).get("num_parameters"):
-        parts.append(f"a model of {count:,} parameters")
-    parts += [f"{n} {', '.join(map(str, record[n]))}" for n in ("seeds", "data") if record[n]]
+        parts.append(f"{count:,} parameters")
+    if seeds := record["seeds"]:
+        parts.append(f"seeds {', '.join(map(str, seeds))}")
     at = f"{record['date']}, commit {record['commit']}"
-    if trained := record.get("trainings"):
-        dates = " to ".join(dict.fromkeys((trained["dates"][0], trained["dates"][-1])))
-        parts.append(f"{trained['number']} rows trained {dates} at {', '.join(trained['commits'])}")
-        at = f"judged and drawn {at}"
     return table + "; ".join([*parts, at]) + "."
 
 
-def earlier(record: dict) -> dict[str, str]:
+def earlier(record: dict) -> dict[str, dict]:
     """By claim: what a test that was changed after the runs said, and what was wrong with it."""
     file = record["file"]
     every = tomllib.loads((RESULTS / "earlier.toml").read_text())
-    found = {} if file.parent.name == "long" else every.get(file.stem, {})
-    return {
-        claim: f". The first test said {VERDICTS[was['held']]}: {was['why']}"
-        for claim, was in found.items()
-    }
+    return {} if file.parent.name == "long" else every.get(file.stem, {})
 
 
 def columns_of(text: str) -> list[tuple[str, str | None, str]]:
@@ -167,7 +170,7 @@ def block(found: re.Match) -> str:
     start, kind, name, lines, end = found.groups()
     options = dict(re.findall(r"^:(\w+): (.*)$", lines, re.M))
     record = load_record(name)
-    table = claims(record) if kind == "record" else rows_table(record, options)
+    table = claims(record, options) if kind == "record" else rows_table(record, options)
     return f"{start}\n{table}\n\n{end}"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedsim.data import TOOLS, Columns, expected_of
+from fedsim.data import TOOLS, Columns
 from fedsim.errors import DataError, expect
 from fedsim.files import TABLES, cache_dir, own_directory, sha256_of, write_atomically
 
@@ -62,8 +62,7 @@ def _table(data: Any, named: Mapping[str, str]) -> pa.Table:
         if name not in names and field == TOOLS:
             continue
         if name not in names:
-            line = f"{field}={name}: {expected_of(names)}"
-            raise DataError(line, field=field)
+            raise DataError.of(field, name, f"one of the columns {', '.join(map(str, names))}")
         if names.count(name) > 1:
             raise DataError.of(field, name, "one column of that name")
         columns[name] = _array(field, name, column_of(name))

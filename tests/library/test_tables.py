@@ -82,8 +82,10 @@ def test_an_id_is_nobody_elses(kind):
     assert data.people() == ["7"]
 
 
-def test_columns_without_names_are_numbered():
+def test_columns_without_names_are_numbered_and_names_of_any_kind_are_shown():
     frame = pd.DataFrame([["a", "x"]])
+    with refuses("text_column=body", says="author, What is it?"):
+        source_of(pd.DataFrame([["ann", "x"]], columns=["author", "What is it?"]), **COLUMNS)
     assert read(frame, user_column="0", text_column="1") == {"0": ["a"], "1": ["x"]}
 
 
