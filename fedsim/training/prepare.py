@@ -101,7 +101,7 @@ def prepare_run(
     #    been paid for in vain.
     if pays:
         request.expect_place()
-    if is_new and opened.custom is None:
+    if is_new and opened.custom is None and not dry_run:
         _expect_finite_loss(engine, params, opened.run.model.source)
     strategy = _strategy(opened, engine, params, completed, method, check=not dry_run)
 
