@@ -88,8 +88,8 @@ def show(value, spec: str | None = None) -> str:
 def markdown_table(*rows: list[str]) -> str:
     """The first row is the head."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    cells.insert(1, ["---"] * len(rows[0]))
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    return "\n".join([lines[0], f"|{'---|' * len(rows[0])}", *lines[1:]])
 
 
 def claims(record: dict, options: dict) -> str:
