@@ -139,6 +139,12 @@ def test_an_older_copy_of_a_killed_run_is_refused(place, tmp_path, ended):
         put_back(tmp_path / "a", step)
         with pytest.raises(LedgerError, match="a: is an older copy of a run"):
             run(place, tmp_path / "a", steps=8)
+    elsewhere = begun(tmp_path / "a", SecretKey.load(tmp_path / "a"))
+    for step in range(4, 8):
+        elsewhere.record(step, STEP)
+    elsewhere.close()
+    with pytest.raises(LedgerError, match="a: is a copy that went another way"):
+        run(place, tmp_path / "a")
     put_back(tmp_path / "a", 5)
     run(place, tmp_path / "a", steps=6, killed=True)
     put_back(tmp_path / "a", 5)
