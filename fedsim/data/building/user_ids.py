@@ -7,6 +7,7 @@ one user; 007 and 7, Ann and ann, the texts 3.1 and 3.10 are two users each. Onl
 which ids belong together.
 """
 
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,16 @@ CERTAIN = 2**52  # floats tell apart all numbers of digits that are less without
 WHOLE, FRACTION = r"^[+-]?[0-9]+\.0*$", r"^[+-]?[0-9]*\.[0-9]+$"
 # Large and small floats as programs write them, rounded: 1.5E18, 1,5E+18, 1e+18.
 ROUNDED = r"^[+-]?([0-9]+[.,][0-9]*[eEdD][+-]?|[.,][0-9]+[eEdD][+-]?|[0-9]+[eEdD]\+)[0-9]+$"
+GUID = r"^(?:urn:uuid:)?\{?([0-9a-f]{8})-?" + r"([0-9a-f]{4})-?" * 3 + r"([0-9a-f]{12})\}?$"
+DIFFERENCES = (
+    (r"[\s\pZ]+", ""),
+    (GUID, r"\1\2\3\4\5"),
+    (r"^0+([0-9])", r"\1"),
+    (r"^([0-9]+\.(?:[0-9]*[1-9])?)0+$", r"\1"),
+    (r"^([0-9]+)\.$", r"\1"),
+)
+"""Patterns and replacements for ids that look alike, after what `fold` removes."""
+PLAIN = "^[!-~]*$"  # texts in which `fold` changes only capitals
 Rows = Sequence[int] | np.ndarray
 
 
@@ -76,9 +87,29 @@ def like_nobody(ids: pa.Array) -> int:
     return call("is_in", call("utf8_lower", ids), value_set=pa.array(NAMELESS)).true_count
 
 
+def fold(text: str) -> str:
+    """Remove invisible characters and differences of width, form and capitals."""
+    bare = (c for c in text if unicodedata.category(c) not in ("Cf", "Cc"))
+    text = unicodedata.normalize("NFKC", "".join(bare)).casefold()
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+
+
 def is_missing(texts: pa.Array | pa.ChunkedArray) -> Any:
     """True for texts that are empty or a word for a missing value."""
     return call("is_in", texts, value_set=pa.array(NOBODY))
+
+
+def look_alike_keys(ids: pa.Array) -> pa.Array:
+    """For each id a text that ids have in common which differ only in what `fold` removes and in
+    DIFFERENCES."""
+    unique = ids.dictionary_encode()
+    texts = unique.dictionary
+    others = call("invert", call("match_substring_regex", texts, pattern=PLAIN))
+    folded = pa.array(map(fold, texts.filter(others).to_pylist()), pa.string())
+    key = call("replace_with_mask", call("ascii_lower", texts), others, folded)
+    for pattern, instead in DIFFERENCES:
+        key = call("replace_substring_regex", key, pattern=pattern, replacement=instead)
+    return key.take(unique.indices)
 
 
 def _refuse(bad: pa.Array, values: pa.Array, field: str, rows: Rows) -> None:
