@@ -19,23 +19,23 @@ PAGE = (Path(__file__).parents[2] / "docs/guide/python.md").read_text()
 
 COHORT = "non_private/cohort_size"
 namespace = {"fedsim": fedsim, "__name__": __name__}
-exec(re.search(r"^```python\n([^`]*class FixedSize.*?)^```$", PAGE, re.M | re.S)[1], namespace)
-FixedSize, NAME = namespace["FixedSize"], f"{__name__}:FixedSize"
+exec(re.search(r"^```python\n([^`]*class InTurn.*?)^```$", PAGE, re.M | re.S)[1], namespace)
+InTurn, NAME = namespace["InTurn"], f"{__name__}:InTurn"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return fedsim.train(FixedSize, DATA, run_dir=tmp_path_factory.mktemp("own") / "run", **SETTINGS)
+    return fedsim.train(InTurn, DATA, run_dir=tmp_path_factory.mktemp("own") / "run", **SETTINGS)
 
 
 def test_its_event_is_what_epsilon_is_of_and_what_it_rests_on_is_stated(run):
     noise = run.summary["noise_multiplier"]
-    event = fedsim.StepEvent(noise / 2, run.summary["sampling_prob"])
+    event = fedsim.StepEvent(noise, 1.0, cycle=38 // 6)  # users, and those of a step
     assert fedsim.accounting.epsilon([(event, 2)], run.delta) == pytest.approx(8, rel=1e-3)
     assert run.epsilon == pytest.approx(8, rel=1e-3)
     lines = map(json.loads, (run.run_dir / "metrics.jsonl").read_text().splitlines())
     drawn = [line[COHORT] for line in lines if COHORT in line]
-    assert drawn == [SETTINGS["batch_size"] // SETTINGS["group_size"]] * 2
+    assert drawn == [6, 6]
     (fact,) = run.summary["outside"]
     assert (fact["fact"], fact["of"]) == ("own-algorithm", NAME)
     found = {check.promise: check for check in run.verify()}
@@ -47,11 +47,11 @@ def test_its_event_is_what_epsilon_is_of_and_what_it_rests_on_is_stated(run):
 
 
 def test_only_the_same_class_goes_on(run, capsys):
-    class Another(FixedSize):
+    class Another(InTurn):
         pass
 
     again = {"run_dir": run.run_dir, "resume": True, **SETTINGS}
-    assert fedsim.train(FixedSize, DATA, **again).summary == run.summary
+    assert fedsim.train(InTurn, DATA, **again).summary == run.summary
     for other in ("uls", Another):
         with refuses("algorithm", says=NAME):
             fedsim.train(other, DATA, **again)
@@ -69,6 +69,6 @@ def test_texts_with_several_owners_and_strict_runs_have_none(run_dir):
     shared = {"user_id": [["a", "b"], ["b"], ["c"]] * 20, "text": ["red sky"] * 60}
     few = {**SETTINGS, "batch_size": 2, "engine": "local"}
     with refuses("algorithm", says="several owners"):
-        fedsim.train(FixedSize, shared, run_dir=run_dir, **few)
+        fedsim.train(InTurn, shared, run_dir=run_dir, **few)
     with refuses("algorithm", says=NAME):
-        fedsim.train(FixedSize, DATA, run_dir=run_dir, strict=True, delta=1e-6, **SETTINGS)
+        fedsim.train(InTurn, DATA, run_dir=run_dir, strict=True, delta=1e-6, **SETTINGS)
