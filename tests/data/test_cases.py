@@ -13,7 +13,7 @@ CASES = sorted(path.parent for path in (Path(__file__).parents[1] / "cases").glo
 SECRET = "xyzzy"  # in texts of refused files
 ALL_IN_TRAIN = {"eval_users": 0, "eval_examples": False, "num_workers": 1}
 SAID = ("user_ids_like_nobody", "rows_without_user_dropped", "empty_texts_dropped", "chats_skipped")
-SAID += ("texts_spelling_special_tokens",)
+SAID += ("texts_spelling_special_tokens", "users_that_look_alike")
 
 
 def text_of(tokens):

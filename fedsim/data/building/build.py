@@ -34,9 +34,18 @@ from fedsim.data.building.messages import COMPLETION, MESSAGES, TOOLS, TRAIN_ON,
 from fedsim.data.building.sorting import owners_of, sorted_blocks, tokenised_rows, write_splits
 from fedsim.data.building.sources import Part, cut, find_files, hub_source, identify, names_in
 from fedsim.data.building.tokenised import Encoding, write_rows
+from fedsim.data.building.user_ids import call, look_alikes
 from fedsim.data.chat import ChatTokenizer, template_of
 from fedsim.data.dataset import SUMS, Dataset, SplitRows, divide, dropped, sums
-from fedsim.data.store import FORMAT, MARKED, close_store, decided_by_texts, is_shared, token_dtype
+from fedsim.data.store import (
+    FORMAT,
+    MARKED,
+    SEPARATOR,
+    close_store,
+    decided_by_texts,
+    is_shared,
+    token_dtype,
+)
 from fedsim.data.tokenizer import TEMPLATE, TOKENIZER, Tokenizer, file_of
 from fedsim.errors import BadChat, DataError, FedsimError, Interrupted, expect
 from fedsim.files import (
@@ -249,6 +258,12 @@ class _Build:
             found["user_ids_like_nobody"] = number
             line = f"{number:,} rows have a user such as unknown, [deleted] or -1, who counts as "
             self.say(f"{line}one user: if that is nobody, leave such rows out")
+        people = call("split_pattern", owners["user_id"].combine_chunks().unique(), SEPARATOR)
+        number, two = look_alikes(people.flatten().unique())
+        if number:
+            found["users_that_look_alike"] = number
+            names = " and ".join(map(repr, two))
+            self.say(f"{number:,} user ids look like another one, as {names} do: a user each")
         if number := counts["spelling"]:
             found["texts_spelling_special_tokens"] = number
             line = f"{number:,} texts spell special tokens of the tokenizer, such as "

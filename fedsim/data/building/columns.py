@@ -38,7 +38,9 @@ MARKS_OF_ROWS = ("label", "labels", "loss_mask", "completion_mask", "assistant_m
 """Columns beside chats that may say what is not to be trained on."""
 NOTHING = ("", "null", '""', "[]")  # JSON of a value that says nothing
 
-KINDS = NUMBERS, ZONED, LOCAL = "numbers", "times with a zone", "times without a zone"
+KINDS = "numbers", "times with a zone", "times without a zone", "seconds since 1970"
+KINDS += ("milliseconds since 1970",)
+NUMBERS, ZONED, LOCAL, *EPOCHS = KINDS
 KEY = pa.struct([("kind", pa.int8()), ("major", pa.float64()), ("minor", pa.int64())])
 """Key of an order. A number is a float, and the exact rest of a whole one. A time is seconds since
 1970 and nanoseconds. `kind` is an index of KINDS; rows are not sorted by it."""
@@ -49,7 +51,8 @@ TIME = rf"[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}([T ]{CLOCK}{ZONE[:-1]}?)?"
 ORDER_QUERY = f"""
 WITH known AS (FROM given SELECT *,
   if(regexp_full_match(value, '{NUMBER}'), value::DOUBLE + 0, NULL) AS number,
-  CASE WHEN number IS NOT NULL THEN 0
+  CASE WHEN number >= 1e9 AND number < 4.2e9 THEN 3
+    WHEN number >= 1e12 AND number < 4.2e12 THEN 4 WHEN number IS NOT NULL THEN 0
     WHEN regexp_full_match(value, '{TIME}') THEN if(regexp_matches(value[11:], '{ZONE}'), 1, 2)
     END AS kind,
   regexp_replace(value, '[.,][0-9]+', '') ||
@@ -347,16 +350,21 @@ def kinds_of(keys: pa.StructArray) -> set[str]:
 
 
 def expect_one_kind(found: Collection[str], field: str) -> None:
-    """Raise DataError if an order has values of several kinds."""
-    if len(found) > 1:
-        raise refused(field, f"values of one kind, got {' and '.join(sorted(found))}")
+    """Raise DataError if an order has values of several kinds, such as seconds and milliseconds."""
+    if len(kinds := _different(found)) > 1:
+        raise refused(field, f"values of one kind, got {' and '.join(sorted(kinds))}")
+
+
+def _different(kinds: Collection[str]) -> set[str]:
+    """Kinds that cannot be compared; beside numbers of other sizes, those of EPOCHS are numbers."""
+    return {kind for kind in kinds if NUMBERS not in kinds or kind not in EPOCHS}
 
 
 def check_bound(bound: str, column: str, found: Collection[str]) -> None:
     """Raise DataError if a bound cannot be compared with values of some kinds. Without a zone it is
     in UTC."""
     own = kinds_of(keys_of(pa.array([bound]), "test_from", 0))
-    if (own, found) != ({LOCAL}, {ZONED}) and len({*own, *found}) > 1:
+    if (own, found) != ({LOCAL}, {ZONED}) and len(_different({*own, *found})) > 1:
         expected = f"a value of order_column={column}, which holds {' and '.join(found)}"
         raise DataError.of("test_from", bound, expected)
 

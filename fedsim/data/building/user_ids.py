@@ -3,8 +3,8 @@
 Certain corrections are made: white space around an id is no part of it, words that stand for a
 missing value (NULL, \\N) are nobody, and 7.0 is 7, as pandas writes whole numbers in a column with
 gaps. The float 0.5 and the rounded 1.23E18 are refused. All other ids stay as they are: unknown is
-one user; 007 and 7, Ann and ann, the texts 3.1 and 3.10 are two users each. Only a person can say
-which ids belong together.
+one user; 007 and 7, Ann and ann, the texts 3.1 and 3.10 are two users each, and counted as ids that
+look alike. Only a person can say which ids belong together.
 """
 
 import unicodedata
@@ -40,8 +40,8 @@ DIFFERENCES = (
     (r"^([0-9]+\.(?:[0-9]*[1-9])?)0+$", r"\1"),
     (r"^([0-9]+)\.$", r"\1"),
 )
-"""Patterns and replacements for ids that look alike, after what `fold` removes."""
-PLAIN = "^[!-~]*$"  # texts in which `fold` changes only capitals
+"""Patterns and replacements for ids that look alike, after what `_fold` removes."""
+PLAIN = "^[!-~]*$"  # texts in which `_fold` changes only capitals
 Rows = Sequence[int] | np.ndarray
 
 
@@ -87,29 +87,38 @@ def like_nobody(ids: pa.Array) -> int:
     return call("is_in", call("utf8_lower", ids), value_set=pa.array(NAMELESS)).true_count
 
 
-def fold(text: str) -> str:
+def is_missing(texts: pa.Array | pa.ChunkedArray) -> Any:
+    """True for texts that are empty or a word for a missing value."""
+    return call("is_in", texts, value_set=pa.array(NOBODY))
+
+
+def _fold(text: str) -> str:
     """Remove invisible characters and differences of width, form and capitals."""
     bare = (c for c in text if unicodedata.category(c) not in ("Cf", "Cc"))
     text = unicodedata.normalize("NFKC", "".join(bare)).casefold()
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
 
 
-def is_missing(texts: pa.Array | pa.ChunkedArray) -> Any:
-    """True for texts that are empty or a word for a missing value."""
-    return call("is_in", texts, value_set=pa.array(NOBODY))
-
-
 def look_alike_keys(ids: pa.Array) -> pa.Array:
-    """For each id a text that ids have in common which differ only in what `fold` removes and in
+    """For each id a text that ids have in common which differ only in what `_fold` removes and in
     DIFFERENCES."""
-    unique = ids.dictionary_encode()
-    texts = unique.dictionary
-    others = call("invert", call("match_substring_regex", texts, pattern=PLAIN))
-    folded = pa.array(map(fold, texts.filter(others).to_pylist()), pa.string())
-    key = call("replace_with_mask", call("ascii_lower", texts), others, folded)
+    others = call("invert", call("match_substring_regex", ids, pattern=PLAIN))
+    folded = pa.array(map(_fold, ids.filter(others).to_pylist()), pa.string())
+    key = call("replace_with_mask", call("ascii_lower", ids), others, folded)
     for pattern, instead in DIFFERENCES:
         key = call("replace_substring_regex", key, pattern=pattern, replacement=instead)
-    return key.take(unique.indices)
+    return key
+
+
+def look_alikes(ids: pa.Array) -> tuple[int, list[str]]:
+    """(Number of ids that look like another one, two that look alike). Args: ids: all different."""
+    keys = look_alike_keys(ids)
+    found = keys.value_counts()
+    several = found.filter(call("greater", found.field("counts"), 1))
+    if not len(several):
+        return 0, []
+    alike = ids.filter(call("equal", keys, several.field("values")[0]))
+    return call("sum", several.field("counts")).as_py(), alike[:2].to_pylist()
 
 
 def _refuse(bad: pa.Array, values: pa.Array, field: str, rows: Rows) -> None:

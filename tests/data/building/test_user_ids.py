@@ -30,7 +30,10 @@ LOOK_ALIKE += [["STRASSE", "stra\u00dfe"], ["ab", "a\u2028b"], ["a\0b", "ab"]]
 
 
 @pytest.mark.parametrize("ids", LOOK_ALIKE)
-def test_ids_that_look_alike_stay_apart(ids, tmp_path):
+def test_ids_that_look_alike_stay_apart_and_are_counted(ids, tmp_path):
     file = tmp_path / "x.jsonl"
     file.write_text("".join(json.dumps({"who": one, "text": "x"}) + "\n" for one in ids))
-    assert build(file, tmp_path / "out", user_column="who", **ALL_IN_TRAIN).train.num_users == 2
+    told = []
+    data = build(file, tmp_path / "out", user_column="who", progress=told.append, **ALL_IN_TRAIN)
+    assert data.train.num_users == 2 == data.metadata["counts"]["users_that_look_alike"]
+    assert any(f"as {ids[0]!r} and {ids[1]!r} do" in line for line in told)
