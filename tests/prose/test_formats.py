@@ -3,10 +3,10 @@
 import runpy
 import shutil
 
+import numpy as np
 import pytest
 from chats import model_files
 from test_docs import ROOT, blocks, lines_of
-from test_speakers import owners
 
 from fedsim.cli.main import main
 from fedsim.data.dataset import Dataset, shown
@@ -28,6 +28,15 @@ ANSWERS = (
     "(no text)",
 )
 """Of the mails; the third is of HTML, the last of an image."""
+
+
+def owners(store):
+    """The owners of every example."""
+    ids, graph = store.user_ids(), store.owners
+    if graph is None:
+        return [(ids[u],) for u in np.repeat(np.arange(store.num_users), store.examples_per_user)]
+    sets = np.repeat(np.arange(graph.num_sets), np.diff(store.offsets))
+    return [tuple(ids[u] for u in graph.users_of(number)) for number in sets]
 
 
 @pytest.fixture(scope="module")
