@@ -192,7 +192,6 @@ class Engine(ABC):
             order = real[order]
         for lane_sum, lane_stats in self._lanes("lane_sum", params, lanes, clip, strategy):
             stats.append(lane_stats)
-            self.on_progress(len(stats), len(lanes))
             jax.tree.map(lambda t, x: np.add(t, x, out=t), total, lane_sum)
         return total, Stats.of_lanes(stats, order, len(rows))
 

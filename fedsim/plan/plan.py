@@ -206,11 +206,8 @@ class Plan(Option):
     @property
     def clip(self) -> Clip:
         """The clip function of the first step, with its sensitivity."""
-        return self.clip_at(self.clip_norm)
-
-    def clip_at(self, clip_norm: float) -> Clip:
-        """The clip function for another clip norm."""
-        return Clip(clip_norm, self.clipping == "normalised", in_float32=not self.noise_multiplier)
+        normalised = self.clipping == "normalised"
+        return Clip(self.clip_norm, normalised, in_float32=not self.noise_multiplier)
 
     @property
     def adaptive(self) -> AdaptiveClip | None:

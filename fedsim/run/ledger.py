@@ -27,7 +27,7 @@ from typing import IO, Any
 import numpy as np
 from jax.tree import leaves
 
-from fedsim.accounting import Event, StepEvent, epsilon, event_fields, event_of
+from fedsim.accounting import Event, epsilon, event_of
 from fedsim.errors import FedsimError
 from fedsim.files import open_to_append, write_durably
 from fedsim.plan import Plan, accounted_events, events_before
@@ -58,19 +58,28 @@ class ChainedLog:
     Only one process may write at a time; the caller holds a lock.
     """
 
-    def __init__(self, path: Path, check: Check, link: Link = link, mode: int | None = None):
+    def __init__(
+        self,
+        path: Path,
+        check: Check,
+        link: Link = link,
+        mode: int | None = None,
+        *,
+        own: Check | None = None,
+    ):
         """Read the file; without one the log is empty, and the first line creates it.
 
         Args:
-          check: validates each line, those that are appended too.
+          check: validates each line.
           link: `link`, or a keyed function.
           mode: of a new file; None: by the umask.
+          own: `check` of lines that are appended, which their writer has built; None: the same.
 
         Raises:
           LedgerError: a byte was changed, or a line before the last one removed.
         """
         self.path = path
-        self._check, self._link, self._mode = check, link, mode
+        self._own, self._link, self._mode = own or check, link, mode
         self._file: IO[bytes] | None = None
         self.lines = parse(path.read_bytes() if path.exists() else b"", str(path), check, link)
 
@@ -91,7 +100,7 @@ class ChainedLog:
         """
         body = json.dumps(line).encode()[:-1]
         line = {**line, "chain": self._link(self.chain, body)}
-        _expect_line(line, len(self.lines), str(self.path), self._check)
+        _expect_line(line, len(self.lines), str(self.path), self._own)
         if self._file is None:
             self._file = open_to_append(self.path, self._mode)
         write_durably(self._file, body + LINK.format(line["chain"]).encode() + b"\n")
@@ -172,7 +181,7 @@ class Ledger:
           LedgerError: it was changed or cut, or ledger and checkpoint are of different runs.
         """
         order = Order()
-        self._log = ChainedLog(directory / FILE, order)
+        self._log = ChainedLog(directory / FILE, order, own=order.follow)
         self.segments, self._steps = order.segments, order.steps
         self.reached: Reached = unnoted
         """Called with each line, once it is durable and before it is visible."""
@@ -196,17 +205,16 @@ class Ledger:
         """
         self._append({"segment": dataclasses.asdict(segment)})
 
-    def record(self, step: int, event: StepEvent | None, **fields: Any) -> None:
+    def record(self, step: int, **fields: Any) -> None:
         """Note that `step` (from 0) is about to be released; durable when this returns.
 
         Args:
-          event: the accountant's event of the step; None without noise.
-          fields: other fields of `StepLine`.
+          fields: the other fields of `StepLine`; the event as of `event_fields`.
 
         Raises:
           LedgerError: it is not the next step, or no segment has begun.
         """
-        self._append({"step": step, "event": event and event_fields(event), **fields})
+        self._append({"step": step, **fields})
 
     def _append(self, line: dict[str, Any]) -> None:
         self._log.append(line)
@@ -243,15 +251,14 @@ class Replayed(Ledger):
     computed_on = ""
     """As of a segment, of the replay."""
 
-    def record(self, step: int, event: StepEvent | None, **fields: Any) -> None:
+    def record(self, step: int, **fields: Any) -> None:
         """Compare a step with what it released.
 
         Raises:
           Differs: it had another event or another `gradient_sha256`.
         """
-        now = event and event_fields(event), fields.get("gradient_sha256")
         line = self._steps[step]
-        if now != (line["event"], line.get("gradient_sha256")):
+        if any(fields[name] != line.get(name) for name in ("event", "gradient_sha256")):
             raise Differs(step, self.computed_on)
 
 
@@ -354,16 +361,18 @@ class Order:
         self.segments: list[formats.Segment] = []
 
     def __call__(self, record: dict[str, Any], number: int) -> None:
-        if number == 0:
-            formats.check(formats.FirstLine, record)
-        elif "segment" in record:
-            formats.check(formats.SegmentLine, record)
+        rest = formats.SegmentLine if "segment" in record else formats.StepLine
+        formats.check(rest if number else formats.FirstLine, record)
+        self.follow(record, number)
+
+    def follow(self, record: dict[str, Any], number: int) -> None:
+        """Take a line of the right format. Raises ValueError: it may not be the next one."""
+        if "segment" in record:
             segment = formats.Segment(**record["segment"])
             if fault := out_of_order(segment, self.segments, len(self.steps)):
                 raise ValueError(fault)
             self.segments.append(segment)
-        else:
-            formats.check(formats.StepLine, record)
+        elif number:
             if not self.segments:
                 raise ValueError("a step before any segment, as versions before 0.4 write it")
             if record["step"] != len(self.steps):

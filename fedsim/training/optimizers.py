@@ -67,14 +67,18 @@ def _parse(name: str) -> tuple[Callable, dict[str, Any]]:
     raise ConfigError.of("optimizer", name, expected)
 
 
-def updater(transformation: optax.GradientTransformation) -> Callable[[Any, Any, Any], Any]:
-    """(gradient, optimizer state, parameters) -> (parameters, optimizer state), compiled."""
+def updater(
+    transformation: optax.GradientTransformation, params: Any
+) -> Callable[[Any, Any, Any], Any]:
+    """(gradient, optimizer state, parameters) -> (parameters, optimizer state), compiled for
+    parameters like these."""
 
     def update(grad, opt_state, params):
         updates, opt_state = transformation.update(grad, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    return jax.jit(update)
+    opt_state = jax.eval_shape(transformation.init, params)
+    return jax.jit(update).lower(params, opt_state, params).compile()
 
 
 @jax.jit

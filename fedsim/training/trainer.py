@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from fedsim import accounting
-from fedsim.accounting import at_most
+from fedsim.accounting import at_most, event_fields
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig
 from fedsim.data import TEMPLATE
 from fedsim.engine import Stats, versions
@@ -85,14 +85,27 @@ class Trainer:
         sigma = self.plan.noise_multiplier
         self.event = self.method.event(sigma) if sigma else None
         self.epsilons = self._epsilons()
+        self.clip, self.releases = self.plan.clip, self.plan.releases
         add_noise = self.plan.add_noise()
-        self.add_noise = self.audit.record_noise(add_noise) if self.audit else add_noise
+        self.how = {
+            "noise_multiplier": self.plan.gradient_noise_multiplier,
+            "strategy": self.strategy,
+            "add_noise": self.audit.record_noise(add_noise) if self.audit else add_noise,
+        }
+        """Arguments of each step's `gradient`."""
+        kind = self.plan.sampling.kind
+        self.line = {
+            "event": self.event and event_fields(self.event),
+            "sampling_run": kind,
+            "sampling_accounted": kind,
+        }
+        """Fields of each step's line in the ledger."""
         evaluations = self.plan.evaluations
         every = evaluations.every if evaluations else self.run.eval_every
         self.eval_every = every or -(-self.plan.num_steps // 10)
         self.most_param = MAX_GROWTH * max(1.0, float(largest_of(self.params)))
         self.transformation = update_rule(self.run, rate_of(self.run, self.plan.num_steps))
-        self.update = updater(self.transformation)
+        self.update = updater(self.transformation, self.params)
 
     def _epsilons(self) -> dict[int, float]:
         """{number of steps: epsilon after them}, a tenth of the run apart; empty without noise."""
@@ -216,8 +229,7 @@ class Trainer:
             self._evaluate(state, metrics, state.step)  # of a run whose last steps are lost
             while state.step < end and not (stop.is_set() or self.calls.stopped):
                 drawn, rows = rows.result(), threads.submit(self.method.draw, state.step + 1)
-                phase = phase_of(self.engine, self.console, "first step")
-                with phase if state.step == first else nullcontext():
+                with self.console.phase("first step") if state.step == first else nullcontext():
                     values = self._step(state, ledger, drawn)
                 metrics.log(state.step, values)
                 self.calls.step(state.step, {**values, "eval/loss": state.eval_loss})
@@ -256,30 +268,21 @@ class Trainer:
     def _step(self, state: State, ledger: Ledger, rows: np.ndarray) -> dict[str, float]:
         """Run one step: gradient, ledger, update. Returns its metrics."""
         started, step = time.monotonic(), state.step + 1
-        clip = self.plan.clip_at(state.clip_norm)
+        clip = dataclasses.replace(self.clip, norm=state.clip_norm)
         noisy, stats = self.method.gradient(
-            state.params,
-            state.step,
-            self.engine,
-            clip=clip,
-            noise_multiplier=self.plan.gradient_noise_multiplier,
-            strategy=self.strategy,
-            add_noise=self.add_noise,
-            rows=rows,
+            state.params, state.step, self.engine, clip=clip, rows=rows, **self.how
         )
         values = self._private_values(stats, state.clip_norm)
         beside = {"clip_norm": state.clip_norm}
-        for extra in self.plan.releases:
+        for extra in self.releases:
             rng = self.method.key.fresh.generator(extra.purpose, state.step)
             beside |= extra.release(beside["clip_norm"], stats, rng)
-        if self.plan.adaptive is not None:
+        if self.plan.clip_quantile is not None:
             values["privacy/clip_norm"] = state.clip_norm
         epsilon = self.epsilons.get(step)
         ledger.record(
             state.step,
-            self.event,
-            sampling_run=self.plan.sampling.kind,
-            sampling_accounted=self.plan.sampling.kind,
+            **self.line,
             epsilon=epsilon,
             gradient_sha256=gradient_sha256((noisy.numbers, *map(np.float64, beside.values()))),
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from refused import refuses
 
-from fedsim.accounting import StepEvent, epsilon
+from fedsim.accounting import StepEvent, epsilon, event_fields
 from fedsim.budget import admission
 from fedsim.budget.admission import BudgetRequest, expect_receipt
 from fedsim.budget.ledger import FILE, Limit, open_locked
@@ -68,7 +68,7 @@ def run(place, run_dir, *, limit=None, steps=STEPS, killed=False, kind="train", 
         for step in range(book.num_steps, steps):
             if at is not None:
                 at(step)
-            book.record(step, STEP)
+            book.record(step, event=event_fields(STEP))
         if at is not None:
             at(steps)
         book.close()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedsim import accounting
-from fedsim.accounting import StepEvent
+from fedsim.accounting import StepEvent, event_fields
 from fedsim.run import ledger
 from fedsim.run.formats import Segment
 from fedsim.run.ledger import LINK, Differs, Ledger, LedgerError, Order, Replayed, link, parse
@@ -25,7 +25,7 @@ def write(directory, events=(EVENT,) * 4, head=HEAD):
     if not book.segments:
         book.begin(FIRST)
     for step, event in enumerate(events[book.num_steps :], book.num_steps):
-        book.record(step, event, sampling_run="poisson")
+        book.record(step, event=event and event_fields(event), sampling_run="poisson")
     book.close()
     return directory / ledger.FILE
 
@@ -45,15 +45,15 @@ def test_a_replay_compares_every_bit_and_writes_nothing(tmp_path):
     digest = ledger.gradient_sha256(gradient)
     book = Ledger(tmp_path, HEAD)
     book.begin(FIRST)
-    book.record(0, EVENT, gradient_sha256=digest)
+    book.record(0, event=event_fields(EVENT), gradient_sha256=digest)
     before = (tmp_path / ledger.FILE).read_bytes()
     book.close()
     book = Replayed(tmp_path, HEAD)
-    book.record(0, EVENT, gradient_sha256=digest)
+    book.record(0, event=event_fields(EVENT), gradient_sha256=digest)
     gradient["b"][1, 2] = np.nextafter(np.float32(1), np.float32(2))
     for event, other in ((EVENT, ledger.gradient_sha256(gradient)), (OTHER, digest)):
         with pytest.raises(Differs, match="^step=0: expected what was released, of the same bits"):
-            book.record(0, event, gradient_sha256=other)
+            book.record(0, event=event_fields(event), gradient_sha256=other)
     assert (tmp_path / ledger.FILE).read_bytes() == before
 
 

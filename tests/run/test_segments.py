@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fedsim
-from fedsim.accounting import StepEvent
+from fedsim.accounting import StepEvent, event_fields
 from fedsim.budget import BudgetRequest, admission, admitted, ledger as budget_ledger, open_locked
 from fedsim.budget.spending import charge_of
 from fedsim.engine import environment
@@ -136,7 +136,8 @@ class Run:
         world.drawn.append(key.fresh.generator("units", step).bytes(16))
         sums = [np.zeros(4, np.int64)]
         noisy = self.add_noise(sums, stddev=STDDEV, key=key, step=step)[0]
-        lines.record(step, EVENT, gradient_sha256=ledger.gradient_sha256(noisy))
+        digest = ledger.gradient_sha256(noisy)
+        lines.record(step, event=event_fields(EVENT), gradient_sha256=digest)
         world.released[self.book] += 1  # here it becomes visible
         state.params = {"w": state.params["w"] + noisy[:3]}
         state.step, state.chain = step + 1, lines.chain_after(step + 1)
@@ -226,7 +227,7 @@ def begun(directory, first=0, after=0, nonce="0" * 32):
     book = Ledger(directory, {"plan": {}, "adjacency": ""})
     book.begin(Segment("f" * 32, 0, 0))
     for step in range(4):
-        book.record(step, EVENT)
+        book.record(step, event=event_fields(EVENT))
     book.begin(Segment(nonce, after, first))
     return book
 
