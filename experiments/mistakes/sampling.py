@@ -8,7 +8,7 @@ import numpy as np
 from experiments.planting import Mistake, Patch
 
 ELS, POISSON = "fedsim.els", "fedsim.sampling.sampler"
-CONTRIBUTIONS, ORDERS = "fedsim.sampling.contributions", "fedsim.data.building.columns"
+ORDERS = "fedsim.data.building.columns"
 
 
 def repeated(draw_groups, *args, **options):
@@ -85,7 +85,7 @@ SAMPLING = (
         "the cap on a user's examples ignored",
         "test_sampling.py::test_contributions_are_limited_to_the_group_size",
         Patch(
-            CONTRIBUTIONS,
+            "fedsim.sampling.contributions",
             "limit_contributions",
             lambda limit, offsets, group_size, key: limit(offsets, 10**9, key),
         ),
@@ -114,7 +114,7 @@ SAMPLING = (
     Mistake(
         "a user's rows repeated to fill the group",
         "test_sampling.py::test_groups_are_a_users_own_examples_without_repeats",
-        Patch(CONTRIBUTIONS, "draw_groups", repeated),
+        Patch(POISSON, "draw_groups", repeated),
     ),
     Mistake(
         "draws of a fixed size, accounted as Poisson",

@@ -141,16 +141,6 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype("<i8")
 
 
-def copy(source: np.ndarray, begin: np.ndarray, size: np.ndarray, target: np.ndarray, at) -> None:
-    """Copy source[begin[i]:begin[i] + size[i]] to target[at[i]:at[i] + size[i]] for every i."""
-    skipped = np.cumsum(size) - size
-    inside = np.arange(int(size.sum()))
-    where = np.repeat(begin - skipped, size)
-    where += inside
-    inside += np.repeat(at - skipped, size)
-    target[inside] = source[where]
-
-
 class TokenWriter:
     """Write the rows of a store to a directory in pieces. A context manager."""
 

@@ -28,7 +28,6 @@ from fedsim.data.store import (
     SETS,
     TABLES,
     Owners,
-    copy,
     fingerprint,
     map_array,
 )
@@ -37,6 +36,16 @@ from fedsim.files import expand_home
 
 BLOCK_ROWS = 16_384  # rows copied at a time: as many as fit in a processor's cache
 BLOCK_TOKENS = 2**19
+
+
+def copy(source: np.ndarray, begin: np.ndarray, size: np.ndarray, target: np.ndarray, at) -> None:
+    """Copy source[begin[i]:begin[i] + size[i]] to target[at[i]:at[i] + size[i]] for every i."""
+    skipped = np.cumsum(size) - size
+    inside = np.arange(int(size.sum()))
+    where = np.repeat(begin - skipped, size)
+    where += inside
+    inside += np.repeat(at - skipped, size)
+    target[inside] = source[where]
 
 
 def _reopened(path: Path, fingerprint: str) -> "UserStore":

@@ -1,7 +1,7 @@
 """Sampling of a step's units, contribution bounding, and each user's group of examples.
 
-    sampler         Poisson sampling, cyclic sampling, and random allocation
-    contributions   the pool of ELS, a user's examples in a step of ULS, the median group size
+    sampler         of a step: Poisson, cyclic sampling or random allocation, and groups of ULS
+    contributions   before the first step: the pool of ELS, and the median group size
     shared          pool and groups for examples with several owners
 
 All draws are pure functions of (key, purpose, step, user); see `keys`. The object that draws the

@@ -1,7 +1,5 @@
 from .contributions import (
-    PADDING as PADDING,
     Users as Users,
-    draw_groups as draw_groups,
     examples_per_user as examples_per_user,
     graph_of as graph_of,
     groups_of as groups_of,
@@ -15,9 +13,11 @@ from .contributions import (
     rank_error as rank_error,
 )
 from .sampler import (
+    PADDING as PADDING,
     Allocation as Allocation,
     Cyclic as Cyclic,
     Poisson as Poisson,
     Sampling as Sampling,
+    draw_groups as draw_groups,
 )
 from .shared import Groups as Groups

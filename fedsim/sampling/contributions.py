@@ -1,13 +1,11 @@
-"""The examples of a user that take part: contribution bounding, a step's group, and its size.
+"""What is drawn once, before the first step: the pool of ELS, and the group size.
 
-`limit_contributions` is the pool of ELS, `draw_groups` the groups of ULS (Algorithms 1 and 2). All
-draws are pure functions of key, purpose, step and user; see `keys`. The group size of ELS is the
-median user's number of examples (Section 6), from the data as they are or by the exponential
-mechanism on a public grid; `accounting.PureEvent` composes that mechanism with training.
+The pool bounds the contributions of a user (Algorithm 1). The group size of ELS is the median
+user's number of examples (Section 6), from the data as they are or by the exponential mechanism on
+a public grid; `accounting.PureEvent` composes that mechanism with training.
 """
 
 import math
-from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
@@ -15,9 +13,9 @@ import numpy as np
 from fedsim.config import ZERO_OUT
 from fedsim.data import Owners
 from fedsim.keys import SecretKey
+from fedsim.sampling.sampler import PADDING
 from fedsim.sampling.shared import Groups, bounded_pool, owners_groups
 
-PADDING = -1
 POOL = "contributions"
 """Purpose of the streams that draw the pool of ELS, once for all of training."""
 
@@ -122,36 +120,6 @@ def owners_of(offsets: np.ndarray, pool: np.ndarray, group_size: int) -> np.ndar
     if len(pool) == (len(offsets) - 1) * group_size:
         return np.arange(len(pool)) // group_size
     return np.searchsorted(offsets, pool, side="right") - 1
-
-
-def draw_groups(
-    offsets: np.ndarray, cohort: Iterable[int], group_size: int, key: SecretKey, step: int
-) -> np.ndarray:
-    """D_u^t: for each user of the cohort a fresh uniform subset of at most `group_size` examples.
-
-    Guarantees: no example appears twice in a group; a user's group depends on (key, segment, step,
-      user) alone.
-    Args:
-      offsets: int64 [num_users + 1]; user u owns the examples offsets[u]:offsets[u + 1].
-      cohort: U^t, numbers of users.
-      group_size: G_ULS.
-      key: secret key of the run.
-      step: t, from 0.
-    Returns: example indices, int64 [cohort, group_size]; PADDING fills the groups of users with
-      fewer examples.
-    Source: Charles et al. 2024, Algorithm 2.
-    """
-    users = [int(user) for user in cohort]
-    rows = np.full((len(users), group_size), PADDING, np.int64)
-    streams = key.fresh.streams("group", step)
-    for group, user in zip(rows, users, strict=True):
-        start, size = int(offsets[user]), int(offsets[user + 1] - offsets[user])
-        if size <= group_size:
-            group[:size] = np.arange(start, start + size)
-        else:
-            rng = streams.at(user)
-            group[:] = start + np.sort(rng.choice(size, group_size, replace=False, shuffle=False))
-    return rows
 
 
 def median_group_size(sizes: np.ndarray) -> int:

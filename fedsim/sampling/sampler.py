@@ -1,14 +1,15 @@
-"""Samplers: which units take part in a step, and the accountant's event of that draw.
+"""What is drawn in a step: the units that take part, and in ULS each user's group of examples.
 
-`Poisson` is the default. `Cyclic` and `Allocation` restrict in which steps a user can take part.
-`Sampling` holds the settings of a sampler before the number of units is known.
+A sampler draws the units, and has the accountant's event of that draw. `Poisson` is the default.
+`Cyclic` and `Allocation` restrict in which steps a user can take part. `Sampling` holds the
+settings of a sampler before the number of units is known.
 """
 
 import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal, localcontext
 from typing import ClassVar
 
@@ -18,6 +19,7 @@ from fedsim.accounting import StepEvent, allocated_event, cyclic_event
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 
+PADDING = -1
 MAX_INVERTED = 29  # expected successes of a part, beyond which tables would grow long
 FLOAT_BITS, MORE_BYTES = 53, 32
 UNIFORM = 2 ** (FLOAT_BITS + 8 * MORE_BYTES)
@@ -216,6 +218,36 @@ class Allocation(Poisson):
 def _places(sampler: Allocation, key: SecretKey, number: int) -> np.ndarray:
     """Draw the step of a window in which each user takes part, int64 [users]."""
     return key.generator("allocation", number).integers(0, sampler.window, sampler.num_units)
+
+
+def draw_groups(
+    offsets: np.ndarray, cohort: Iterable[int], group_size: int, key: SecretKey, step: int
+) -> np.ndarray:
+    """D_u^t: for each user of the cohort a fresh uniform subset of at most `group_size` examples.
+
+    Guarantees: no example appears twice in a group; a user's group depends on (key, segment, step,
+      user) alone.
+    Args:
+      offsets: int64 [num_users + 1]; user u owns the examples offsets[u]:offsets[u + 1].
+      cohort: U^t, numbers of users.
+      group_size: G_ULS.
+      key: secret key of the run.
+      step: t, from 0.
+    Returns: example indices, int64 [cohort, group_size]; PADDING fills the groups of users with
+      fewer examples.
+    Source: Charles et al. 2024, Algorithm 2.
+    """
+    users = [int(user) for user in cohort]
+    rows = np.full((len(users), group_size), PADDING, np.int64)
+    streams = key.fresh.streams("group", step)
+    for group, user in zip(rows, users, strict=True):
+        start, size = int(offsets[user]), int(offsets[user + 1] - offsets[user])
+        if size <= group_size:
+            group[:size] = np.arange(start, start + size)
+        else:
+            rng = streams.at(user)
+            group[:] = start + np.sort(rng.choice(size, group_size, replace=False, shuffle=False))
+    return rows
 
 
 @dataclasses.dataclass(frozen=True)

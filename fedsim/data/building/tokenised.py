@@ -24,8 +24,9 @@ from fedsim.data.building.sources import Part, read
 from fedsim.data.building.user_ids import call, like_nobody
 from fedsim.data.chat import ChatTokenizer, Template
 from fedsim.data.dataset import EVAL_USERS, TEST, TRAIN, is_held_out
-from fedsim.data.store import copy, offsets_of, token_dtype
+from fedsim.data.store import offsets_of, token_dtype
 from fedsim.data.tokenizer import Tokenizer
+from fedsim.data.users import copy
 from fedsim.errors import DataError
 
 SHOWN_ROWS = 5
