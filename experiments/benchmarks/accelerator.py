@@ -47,7 +47,7 @@ import numpy as np
 
 from experiments.benchmarks.common import at_least, circumstances
 from fedsim.clipping import Clip, Strategy, clip_chunk, num_coordinates, zeros_like
-from fedsim.clipping.scan import in_one_product
+from fedsim.clipping.strategy import in_one_product
 from fedsim.engine.programs import check_arithmetic, compiler_options
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean

@@ -6,7 +6,7 @@
 A cell is a transformer and a group size: G = 1 is ELS, more rows of a user are ULS. All rows have
 the same 64 positions, so nothing is gained by buckets. `plain` is the sum of the rows' gradients
 without any clipping, as JAX derives it, its micro-batch tuned, and `products` the same sum with the
-layers' products of clipping/scan.py; `masked` is a strategy on rows half of whose tokens are
+layers' products of clipping/strategy.py; `masked` is a strategy on rows half of whose tokens are
 trained on, to be compared with the same strategy on whole rows; `auto` is what a run would choose,
 its lane computed as a worker computes it. jax_privacy runs in the same process, its micro-batch
 tuned. Rows of Opacus and PyTorch in the record are of a script that docs/lab/performance.md names.
@@ -31,8 +31,7 @@ import numpy as np
 
 from experiments.benchmarks.common import at_most, parser_of, write
 from fedsim.clipping import Clip, clip_chunk, zeros_like
-from fedsim.clipping.scan import in_one_product
-from fedsim.clipping.strategy import Strategy
+from fedsim.clipping.strategy import Strategy, in_one_product
 from fedsim.config import EngineConfig
 from fedsim.engine import Task, choose_strategy
 from fedsim.engine.worker import LocalEngine

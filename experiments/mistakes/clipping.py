@@ -8,7 +8,7 @@ import numpy as np
 
 from experiments.planting import Mistake, Patch
 
-CONTRIBUTION, SCAN = "fedsim.clipping.contribution", "fedsim.clipping.scan"
+CONTRIBUTION, STRATEGY = "fedsim.clipping.contribution", "fedsim.clipping.strategy"
 
 
 def with_bound(value):
@@ -77,8 +77,8 @@ def as_it_is(_right, tree):
     return sum(map(_sum_of_squares, jax.tree.leaves(tree)), start=jnp.float32(0))
 
 
-def in_float32(clip_chunk, *args, total, **options):
-    added, *values = clip_chunk(*args, total=jax.tree.map(jnp.zeros_like, total), **options)
+def in_float32(add_formed, *args, total, **options):
+    added, *values = add_formed(*args, total=jax.tree.map(jnp.zeros_like, total), **options)
     floats = jax.tree.map(lambda t, z: t.astype(jnp.float32) + z.astype(jnp.float32), total, added)
     return jax.tree.map(lambda t, x: x.astype(t.dtype), total, floats), *values
 
@@ -138,12 +138,12 @@ CLIPPING = (
     Mistake(
         "clipping parts of a user, before their sum",
         "clipping/test_clipping.py::test_a_users_gradient_is_complete_before_it_is_clipped",
-        Patch(SCAN, "_unit_gradient", part_by_part),
+        Patch(STRATEGY, "_unit_gradient", part_by_part),
     ),
     Mistake(
         "padding in a user's mean",
         "clipping/test_clipping.py::test_a_mean_is_over_the_real_rows",
-        Patch(SCAN, "_unit_gradient", over_padding),
+        Patch(STRATEGY, "_unit_gradient", over_padding),
     ),
     Mistake(
         "a gradient that is not finite passes",
@@ -170,13 +170,13 @@ CLIPPING = (
     Mistake(
         "a norm of other numbers than are added",
         "clipping/test_stored.py::test_a_program_without_its_loop_is_not_used",
-        Patch(SCAN, "stored", lambda _right, compute, i, some, before: compute(i)),
+        Patch(CONTRIBUTION, "stored", lambda _right, compute, i, some, before: compute(i)),
     ),
     Mistake(
         "a running sum in float32",
         "clipping/test_contribution.py::"
         "test_a_long_sum_lacks_what_a_missing_user_added_and_nothing_else",
-        Patch(SCAN, "clip_chunk", in_float32),
+        Patch(STRATEGY, "_add_formed", in_float32),
     ),
     Mistake(
         "a norm without its bound",

@@ -1,8 +1,7 @@
 """Clipped sums of units' gradients, in whole numbers, each contribution of a proven norm.
 
-contribution    the clip function, its sensitivity, and the proof of a contribution's norm
-strategy        `clip_chunk`, which computes a clipped sum by one of three strategies
-scan            the strategies `scan`, the oracle of the others, and `direct`
+contribution    the clip function, its sensitivity, the proof of a contribution's norm, and passes
+strategy        `clip_chunk`: by `scan`, the oracle of the others, `direct` or `ghost`
 ghost           the strategy `ghost`, which forms no gradient of a large matrix
 packing         units in few static shapes, and short texts in shared rows
 step_releases   an adaptive clip norm and a noisy loss, released beside the gradient

@@ -4,6 +4,7 @@ from .contribution import (
     lattice_bits as lattice_bits,
     lattice_capacity as lattice_capacity,
     num_coordinates as num_coordinates,
+    zeros_like as zeros_like,
 )
 from .ghost import (
     UnsupportedModel as UnsupportedModel,
@@ -19,7 +20,6 @@ from .packing import (
     packed as packed,
     shared_lengths as shared_lengths,
 )
-from .scan import in_parts as in_parts, zeros_like as zeros_like
 from .step_releases import AdaptiveClip as AdaptiveClip, NoisyLoss as NoisyLoss
 from .strategy import (
     AUTO as AUTO,
@@ -27,4 +27,5 @@ from .strategy import (
     Strategy as Strategy,
     by_rule as by_rule,
     clip_chunk as clip_chunk,
+    in_parts as in_parts,
 )

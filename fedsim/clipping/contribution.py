@@ -1,5 +1,7 @@
 """A unit's contribution to the sum: its clipped gradient in whole numbers, of a proven norm.
 
+`in_passes` adds the contributions of units, a pass at a time.
+
 The proof holds for any float32 gradient g of d coordinates, and for arithmetic that rounds each
 result by a factor of at most 1 +- u, u = 2^-24, adds in any order, and may flush numbers below
 2^-126 to zero.
@@ -15,8 +17,8 @@ result by a factor of at most 1 +- u, u = 2^-24, adds in any order, and may flus
 The proof has three premises beside the arithmetic:
 
 - The norm and z read the same array g in memory. A compiler may recompute s, a square or a z for
-  each reader, all within the bounds above, but not g. `scan.stored` enforces this; before a program
-  is used, `engine.programs` checks that its loop is there and what hostile units contribute to
+  each reader, all within the bounds above, but not g. `stored` enforces this; before a program is
+  used, `engine.programs` checks that its loop is there and what hostile units contribute to
   programs like it.
 - Sums are added in the order given. XLA merges sums of sums unless a barrier is between them, and
   drops barriers only after that; LLVM changes no order.
@@ -32,7 +34,9 @@ changes a sum by its z and by nothing else.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -44,6 +48,10 @@ MODEL = "model"
 """Name scope of the model's operations in a program. The guarantee depends on the precision of all
 other operations, which compute norms and sums."""
 HIGHEST = jax.lax.Precision.HIGHEST
+LossFn = Callable[[Any, Any], jax.Array]
+"""(params, rows of a batch) -> one loss per row, float32 [rows]."""
+Sums = tuple[Any, jax.Array, jax.Array, jax.Array]
+"""(Sum; norms, losses and dropped of the units, [units] each.)"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,3 +236,86 @@ def scaled(grad: Any, real: jax.Array, clip: Clip) -> tuple[Any, jax.Array, jax.
     scale, finite = clip.scale(norm), is_finite(norm)
     added = jax.tree.map(lambda leaf: jnp.where(finite & real, leaf * scale, 0), grad)
     return added, norm, ~finite
+
+
+def in_passes(
+    compute: Callable[..., Any],
+    add: Callable[..., Sums],
+    nothing: Any,
+    batch: Any,
+    mask: jax.Array,
+    side_by_side: int,
+    total: Any,
+) -> Sums:
+    """Compute units a pass at a time, and add what is in memory then to a sum.
+
+    Args:
+      compute: (rows [side_by_side, group, ...], mask) -> gradients, or numbers that they are made
+        of; `stored`.
+      add: (these numbers, mask, total) -> (total, norms, losses, dropped), [side_by_side] each.
+      nothing: zeros in the shapes of these numbers.
+    """
+    units = len(mask)
+    batch, mask = jax.tree.map(
+        lambda leaf: to_multiple(jnp.asarray(leaf), side_by_side), (batch, mask)
+    )
+
+    def at(i):
+        cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=side_by_side)
+        return jax.tree.map(lambda leaf: cut(leaf, i * side_by_side), (batch, mask))
+
+    def add_pass(i, carry):
+        total, found, *values = carry
+        mask = at(i)[1]
+        found = stored(lambda j: compute(*at(j)), i, mask.any(), found)
+        total, *new = add(found, mask, total)
+        first, update = (i * side_by_side,), jax.lax.dynamic_update_slice
+        values = (update(old, some, first) for old, some in zip(values, new, strict=True))
+        return total, found, *values
+
+    # A loop of dynamic length costs less than a loop with a branch: a branch copies its operands.
+    number = -(-reach(mask.any(axis=1)) // side_by_side)
+    values = (jnp.zeros(len(mask), dtype) for dtype in (jnp.float32, jnp.float32, bool))
+    total, _, *values = jax.lax.fori_loop(0, number, add_pass, (total, nothing, *values))
+    return total, *(value[:units] for value in values)
+
+
+def stored(compute: Callable[[jax.Array], Any], i: jax.Array, some: jax.Array, before: Any) -> Any:
+    """Compute compute(i) and write it to memory once, before anything reads it.
+
+    XLA recomputes each number of an elementwise gradient for every reader, and LLVM may fuse a
+    product and a sum into one rounding for one of the readers: then the norm would not be that of
+    the added gradient. On CPUs `optimization_barrier` does not prevent this. The result of a loop
+    whose length is unknown at compile time must be in memory when the loop ends.
+    Args:
+      compute: the computation, a function of the loop's index.
+      i: the index; the body must depend on it, or XLA moves it out of the loop.
+      some: bool, false if there is nothing to compute; then the result is `before`.
+      before: arrays in the shapes of the result, which overwrites them.
+    """
+    return jax.lax.fori_loop(i, i + some.astype(i.dtype), lambda j, _: compute(j), before)
+
+
+def alone(function):
+    """Like vmap over an axis of length one, without the axis, which makes XLA on CPUs slower."""
+
+    def run(*arguments):
+        result = function(*jax.tree.map(lambda leaf: leaf[0], arguments))
+        return jax.tree.map(lambda leaf: leaf[None], result)
+
+    return run
+
+
+def reach(real: jax.Array) -> jax.Array:
+    """Number of entries up to the last true one, int32."""
+    return jnp.max(jnp.where(real, jnp.arange(1, len(real) + 1), 0), initial=0)
+
+
+def to_multiple(leaf: jax.Array, size: int) -> jax.Array:
+    """Pad [n, ...] with zeros to a multiple of `size`."""
+    return jnp.pad(leaf, [(0, -len(leaf) % size)] + [(0, 0)] * (leaf.ndim - 1))
+
+
+def zeros_like(params: Any, dtype: Any = jnp.float32) -> Any:
+    """Return a tree of zeros with the shapes of `params`."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), params)

@@ -25,12 +25,15 @@ from flax import linen as nn, traverse_util
 from flax.core import tracers
 from jax.interpreters import partial_eval
 
-from fedsim.clipping import scan
 from fedsim.clipping.contribution import (
     ROUNDING,
     TINY,
     Clip,
+    LossFn,
+    Sums,
+    alone,
     factor,
+    in_passes,
     matmul,
     norm_and_bound,
     num_coordinates,
@@ -65,7 +68,7 @@ def layers_are_recorded() -> bool:
 
 
 def clip_chunk(
-    loss_fn: scan.LossFn,
+    loss_fn: LossFn,
     params: Any,
     batch: Any,
     mask: jax.Array,
@@ -73,7 +76,7 @@ def clip_chunk(
     *,
     total: Any,
     side_by_side: int,
-) -> scan.Sums:
+) -> Sums:
     """`strategy.clip_chunk` by this strategy.
 
     Memory: the activations of all rows of a pass, small layers' gradients, and one tile.
@@ -85,10 +88,10 @@ def clip_chunk(
     one_pass = jax.tree.map(lambda leaf: leaf[:side_by_side], rows)
     nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(model.run, *one_pass))
     add = functools.partial(_added, model, clip)
-    return scan.in_passes(model.run, add, nothing, *rows, side_by_side, total)
+    return in_passes(model.run, add, nothing, *rows, side_by_side, total)
 
 
-def _added(model: "Observed", clip: Clip, found: Any, mask: jax.Array, total: Any) -> scan.Sums:
+def _added(model: "Observed", clip: Clip, found: Any, mask: jax.Array, total: Any) -> Sums:
     """Add the units of a pass to total; return (total, norms, losses, dropped)."""
     inputs, cotangents, losses, formed = found
     _, factors = model.gradients(inputs, cotangents)
@@ -142,7 +145,7 @@ class Observed:
         count = jnp.maximum(mask.sum(axis=1, keepdims=True), 1).astype(jnp.float32)
         rows = jax.tree.map(lambda leaf: leaf.reshape(units * group, *leaf.shape[2:]), batch)
         observe = functools.partial(self._observe, self.params)
-        observe = (jax.vmap if units * group > 1 else scan.alone)(observe)
+        observe = (jax.vmap if units * group > 1 else alone)(observe)
 
         def run(taps):
             losses, inputs, outputs = observe(rows, taps)

@@ -81,7 +81,7 @@ def check_arithmetic(device: Any) -> None:
 
 
 def check_stored(program: Any) -> None:
-    """Check that a compiled program stores a gradient before it reads it, as `scan.stored` asks.
+    """Check that a compiled program stores a gradient before it reads it; see `stored`.
 
     Raises: UnfitDevice: the loop that stores it, inside of the loop over units, is gone.
     """

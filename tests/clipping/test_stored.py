@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from fedsim.clipping import Clip, Strategy, clip_chunk, scan
+from fedsim.clipping import Clip, Strategy, clip_chunk, contribution
 from fedsim.clipping.contribution import lattice_bits, num_coordinates
 from fedsim.engine import programs
 from fedsim.engine.task import Task
@@ -177,7 +177,7 @@ def test_a_program_without_its_loop_is_not_used(monkeypatch):
         return LocalEngine(task, num_lanes=1).clipped_sum(task.params, rows, Clip(1.0), strategy)
 
     total(Strategy("scan", 1))  # as it is, it is used
-    monkeypatch.setattr(scan, "stored", at_once)
+    monkeypatch.setattr(contribution, "stored", at_once)
     monkeypatch.setattr(programs, "_check_contributions", lambda *_: None)
     with pytest.raises(programs.UnfitDevice, match="has lost the loop that stores gradients"):
         total(Strategy("scan", 1))
@@ -191,7 +191,7 @@ def test_hostile_units_contribute_c_at_most(name):
 @as_compiled
 @pytest.mark.parametrize("name", ["scan:1", "direct:4", "ghost:4"])
 def test_a_norm_of_something_else_is_seen(monkeypatch, name):
-    monkeypatch.setattr(scan, "stored", at_once)
+    monkeypatch.setattr(contribution, "stored", at_once)
     programs._check_contributions.cache_clear()
     with pytest.raises(programs.UnfitDevice, match="contributes .* C, expected at most C"):
         programs.check_contributions(Strategy.parse(name), Heads().params)
