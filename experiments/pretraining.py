@@ -129,7 +129,7 @@ def pretrain(settings: Settings, run: RunConfig, console: Console) -> bool:
         if state.step:
             console.note(f"resuming after step {state.step}")
         batches = Batches(data.train.lengths, settings.batch_size, settings.rows_per_pass, key)
-        steps(settings, run, work, state, batches, workers, updater(rule), data, console)
+        steps(settings, run, work, state, batches, workers, updater(rule, params), data, console)
     finally:
         workers.close()
     if state.step < settings.num_steps:

@@ -141,7 +141,7 @@ def test_an_older_copy_of_a_killed_run_is_refused(place, tmp_path, ended):
             run(place, tmp_path / "a", steps=8)
     elsewhere = begun(tmp_path / "a", SecretKey.load(tmp_path / "a"))
     for step in range(4, 8):
-        elsewhere.record(step, STEP)
+        elsewhere.record(step, event=event_fields(STEP))
     elsewhere.close()
     with pytest.raises(LedgerError, match="a: is a copy that went another way"):
         run(place, tmp_path / "a")
