@@ -51,10 +51,12 @@ def test_that_of_accelerators_needs_no_datasets_and_no_ray_and_replays_private_r
     assert not found["skipped"] and found["machine"]["platform"] == "cpu"
     (private,) = (row for row in found["rows"] if row["part"] == "private")
     assert private["verify"]["replay"] == "OK" and private["epsilon"] <= 8
-    assert private["resumed_replays"]
     cells = [row for row in found["rows"] if row["part"] == "speed"]
     assert {row["model"] for row in cells} == {"tiny", "tiny, LoRA"}
     assert {"ULS G=4", "ELS", "plain:4"} == {row["cell"] for row in cells}
     assert all(row["same_bits"] for row in cells if row["group"])
+    assert all(row["others_change_nothing"] for row in found["rows"] if row["part"] == "places")
+    for row in (row for row in found["rows"] if row["part"] == "padding"):
+        assert min(row["one_length"], row["several_lengths"], row["sorted"]) >= 1
     parts = {row["part"] for row in found["rows"] if "fault" not in row}
-    assert parts == {"private", "memory", "attention", "speed", "noise"}
+    assert parts == {"private", "speed", "places", "noise", "padding"}
