@@ -50,7 +50,7 @@ Asked = str | list[Message]
 
 
 def generate_text(
-    source: str, prompt: str, *, max_tokens: int, how: Sampling, seed: int, plain: bool = False
+    source: str, prompt: str, *, max_tokens: int, how: Sampling, seed: int
 ) -> dict[str, Any]:
     """Continue a prompt with a run's last checkpoint or a pretrained model, or answer it.
 
@@ -60,14 +60,13 @@ def generate_text(
       max_tokens: most tokens to generate.
       how: how they are drawn.
       seed: of the draws.
-      plain: continue the prompt although there is a chat template.
     Returns: the fields of --json; `is_reply` says whether the text answers the prompt instead of
       continuing it.
     Raises: ConfigError: there is no such model, it has no tokenizer, the prompt is too long, or a
       number is out of range.
     """
     model = _model(expand_home("model", source), max_tokens, seed)
-    texts = Texts(model, [prompt], max_tokens, chats=bool(prompt) and not plain, field="prompt")
+    texts = Texts(model, [prompt], max_tokens, chats=bool(prompt), field="prompt")
     (tokens,) = draw(texts.prompts, model.params, *texts.settings(how, seed))
     about = {"tokens": len(tokens), "seed": seed, "is_reply": texts.is_chat}
     return {"prompt": prompt, "text": texts.text(0, tokens), **about}
@@ -84,7 +83,6 @@ def generate_texts(
     seed: int,
     engine: EngineConfig,
     console: Console,
-    plain: bool = False,
 ) -> dict[str, Any]:
     """Sample a data set from a model, and write it with a record of what is promised of it.
 
@@ -95,7 +93,7 @@ def generate_texts(
       out: a new .parquet file. A row has a text; with prompts, a prompt and a completion, or
         messages if the model has a chat template.
       prompts: a .jsonl file of objects with a prompt or messages, which are used in turn.
-      max_tokens, how, seed, plain: of each text, as of `generate_text`.
+      max_tokens, how, seed: of each text, as of `generate_text`.
       engine: where texts are drawn.
 
     Returns:
@@ -114,8 +112,7 @@ def generate_texts(
         expect("out", file, not there, "a file that is not there yet")
     asked = read_prompts(prompts) if prompts else [""]
     model = _model(source := expand_home("model", source), max_tokens, seed)
-    chats = prompts is not None and not plain
-    texts = Texts(model, asked, max_tokens, chats=chats, field="prompts")
+    texts = Texts(model, asked, max_tokens, chats=prompts is not None, field="prompts")
     claim = claim_of_texts(source, model, console)
     given = [dataclasses.replace(texts.prompts[i % len(asked)], number=i) for i in range(num_texts)]
     blocks = [given[i : i + BLOCK] for i in range(0, num_texts, BLOCK)]
@@ -130,7 +127,7 @@ def generate_texts(
                 progress(done, len(blocks))
     finally:
         workers.close()
-    told = {"max_tokens": max_tokens, **dataclasses.asdict(how), "seed": seed, "plain": plain}
+    told = {"max_tokens": max_tokens, **dataclasses.asdict(how), "seed": seed}
     about = {"file": out.name, **claim, "prompts": PROMPTS if prompts else "none"}
     about |= {"num_texts": num_texts, "tokens": sum(map(len, tokens)), "settings": told}
     rows = pa.Table.from_pylist([texts.row(i % len(asked), ids) for i, ids in enumerate(tokens)])
@@ -145,8 +142,7 @@ def draw(
     """Draw the tokens after each prompt. Equal arguments give equal ones on hosts of one kind."""
     decoder = Decoder(config, params, how, ends)
     slots = min(TEXTS_AT_ONCE, len(prompts))
-    texts = dict(decoder.texts(prompts, key_of(seed), slots=slots, length=length))
-    return [texts[i] for i in range(len(prompts))]
+    return decoder.texts(prompts, key_of(seed), slots=slots, length=length)
 
 
 class Texts:

@@ -40,8 +40,6 @@ def test_a_prompt_is_what_the_user_says_to_a_model_with_a_chat_template(chatty, 
     assert found["text"] == "yes" and found["is_reply"]
     main(["generate", str(chatty), *said])
     assert capsys.readouterr().out == "yes\n"
-    found = generate(chatty, *said, "--plain", capsys=capsys)
-    assert not found["is_reply"] and found["text"] != "yes"
     found = generate(chatty, "--max-tokens", "3", capsys=capsys)
     assert not found["is_reply"] and found["prompt"] == ""
 
@@ -173,7 +171,4 @@ def test_replies_are_messages(chatty, tmp_path):
     reply = {"role": "assistant", "content": "yes"}
     assert rows[0] == {"messages": [*asked, reply]} and rows[2] == rows[0]
     assert rows[1] == {"messages": [{"role": "user", "content": "Hello"}, reply]}
-    (tmp_path / "asked.jsonl").write_text(lines[1])
-    words = ["--plain", "--prompts", tmp_path / "asked.jsonl"]
-    assert [*written(chatty, tmp_path / "c.parquet", *words)[0]] == ["prompt", "completion"]
     assert [*written(chatty, tmp_path / "d.parquet")[0]] == ["text"]

@@ -82,7 +82,6 @@ def generate(
     model: Positional[str],
     how: Sampling,
     prompt: str = "",
-    plain: bool = False,
     max_tokens: int = 64,
     seed: int = 0,
     num_texts: int | None = None,
@@ -102,7 +101,6 @@ def generate(
       how: how tokens are drawn.
       prompt: Beginning of the text; for a model with a chat template, what the user says. Default:
         none, plain text from its first token on.
-      plain: Continue prompts as plain text although the model has a chat template.
       max_tokens: Largest number of tokens to write. >= 1.
       seed: Seed of the draw: another seed gives another text.
       num_texts: Data set: number of texts. >= 1.
@@ -121,7 +119,7 @@ def generate(
         from fedsim.generate import generate_text
 
         drawn = {"max_tokens": max_tokens, "how": how, "seed": seed}
-        result = generate_text(model, prompt, **drawn, plain=plain)
+        result = generate_text(model, prompt, **drawn)
         text = ("" if result["is_reply"] else result["prompt"]) + result["text"]
         return result, [printable(text, "\n\t") if sys.stdout.isatty() else text]
     expect("out", out, out is not None, "a file to write, with num_texts")
@@ -145,7 +143,6 @@ def generate(
         seed=seed,
         engine=where,
         console=Console(),
-        plain=plain,
     )
     outside = [f"Not covered by the guarantee: {fact['text']}." for fact in result["outside"]]
     if prompts is not None:

@@ -195,7 +195,6 @@ class Run:
         *,
         max_tokens: int = 64,
         seed: int = 0,
-        plain: bool = False,
         **sampling: float,
     ) -> str:
         """Text that the model writes after a prompt.
@@ -204,13 +203,12 @@ class Run:
           prompt: the beginning of the text; for a model with a chat template, what the user says.
           max_tokens: largest number of tokens to write.
           seed: of the draw.
-          plain: continue the prompt although there is a chat template.
           sampling: temperature, top_k and top_p, as flags of `fedsim generate`.
         """
         from fedsim.generate import generate_text
 
         how = config_of(Sampling, sampling)
-        drawn = {"max_tokens": max_tokens, "how": how, "seed": seed, "plain": plain}
+        drawn = {"max_tokens": max_tokens, "how": how, "seed": seed}
         return generate_text(str(self.run_dir), prompt, **drawn)["text"]
 
     def to_hf(self, out: str | Path) -> Path:

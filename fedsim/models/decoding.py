@@ -1,17 +1,15 @@
 """Decoding: texts from a transformer, many at a time, with cached keys and values.
 
-A batch has a fixed number of slots. A text that ends leaves its slot to the next one, whose prompt
-is read in one pass (continuous batching), so that slots are idle only at the end. Which tokens a
-text has depends on its prompt, its key and, in the last bits of the logits, on the texts that are
-given together; never on the time that anything takes.
+A batch has a fixed number of slots. Its prompts are read in one pass, and it ends with its longest
+text. Which tokens a text has depends on its prompt, its key and, in the last bits of the logits, on
+the texts that are given together; never on the time that anything takes.
 
-Shape suffixes: B slots, V vocabulary, P length of a prompt, R prompts of a pass.
+Shape suffixes: B slots, V vocabulary, P length of a prompt.
 """
 
 import dataclasses
 import functools
-from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -24,10 +22,8 @@ from fedsim.models.transformer import Transformer, TransformerConfig
 
 HALVINGS = 30
 """Of the interval with the least probability in the nucleus: to 1e-9 of the likeliest token's."""
-MAX_STEPS = 64
-"""Tokens of a text that a call of a program draws, unless slots are to be filled before."""
-PROMPTS, MIN_WIDTH = 8, 8
-"""Prompts that are read in one pass, and the least length to which they are padded."""
+MIN_WIDTH = 8
+"""Least length to which prompts are padded."""
 
 
 def key_of(seed: int) -> jax.Array:
@@ -99,8 +95,8 @@ class Decoder:
 
     def texts(
         self, prompts: Sequence[Prompt], key: jax.Array, *, slots: int, length: int
-    ) -> Iterator[tuple[int, list[int]]]:
-        """Yield (index of a prompt, tokens after it) as texts end; an end token is their last.
+    ) -> list[list[int]]:
+        """The tokens after each prompt; an end token is the last of a text.
 
         Args:
           key: of all draws. Token i of a text has the key folded with its number and with i.
@@ -108,55 +104,25 @@ class Decoder:
           length: positions of a slot; a prompt and the tokens drawn after it have at most as many.
         """
         config = dataclasses.replace(self._config, max_length=length)
-        cache = _empty_cache(config, self._params, slots)
-        state = {name: np.zeros(slots, np.int32) for name in ("token", "at", "count", "most")}
-        state |= {"number": np.zeros(slots, np.int32), "running": np.zeros(slots, bool)}
-        waiting, owners = deque(enumerate(prompts)), np.full(slots, -1)
-        drawn: dict[int, list[int]] = defaultdict(list)
-        unread = any(len(prompt.ids) > 1 for prompt in prompts)
-        # A pass over prompts reads all parameters, as a step does: slots wait for each other.
-        patience = max(1, slots // 8) if unread else 1
-        while True:
-            new: dict[int, Prompt] = {}
-            for slot in np.flatnonzero(owners < 0)[: len(waiting)].tolist():
-                owners[slot], new[slot] = waiting.popleft()
-                _fill(state, slot, new[slot])
-            cache = self._read(config, cache, new, slots)
-            if not state["running"].any():
-                return
-            least = slots - patience if waiting else 0
-            tokens, cache, state = _decode(
-                *(config, self._how, self._ends, self._params, cache, key, state, least)
-            )
-            tokens, state = np.asarray(tokens), jax.tree.map(np.array, state)
-            for slot in np.flatnonzero(owners >= 0).tolist():
-                index, own = int(owners[slot]), tokens[slot]
-                drawn[index] += own[own >= 0].tolist()
-                if not state["running"][slot]:
-                    yield index, drawn.pop(index)
-                    owners[slot] = -1
+        batches = [prompts[i : i + slots] for i in range(0, len(prompts), slots)]
+        return [text for batch in batches for text in self._batch(config, batch, key, slots)]
 
-    def _read(
-        self, config: TransformerConfig, cache: Any, new: Mapping[int, Prompt], slots: int
-    ) -> Any:
-        """Add all tokens of new prompts but the last, which the first step reads, to the cache."""
-        unread = [(slot, prompt.ids[:-1]) for slot, prompt in new.items() if len(prompt.ids) > 1]
-        for group in (unread[i : i + PROMPTS] for i in range(0, len(unread), PROMPTS)):
-            longest = max(len(ids) for _, ids in group)
-            width = min(max(MIN_WIDTH, 1 << (longest - 1).bit_length()), config.max_length)
-            tokens = np.zeros((PROMPTS, width), np.int32)
-            into = np.full(PROMPTS, slots, np.int32)  # beyond the last slot: dropped
-            for row, (slot, ids) in enumerate(group):
-                tokens[row, : len(ids)], into[row] = ids, slot
-            cache = _read_prompts(config, self._params, cache, tokens, into)
-        return cache
-
-
-def _fill(state: Mapping[str, np.ndarray], slot: int, prompt: Prompt) -> None:
-    """Put a prompt into a slot of the state."""
-    own = {"token": prompt.ids[-1], "at": len(prompt.ids) - 1, "count": 0, "most": prompt.most}
-    for name, value in (own | {"number": prompt.number, "running": True}).items():
-        state[name][slot] = value
+    def _batch(
+        self, config: TransformerConfig, prompts: Sequence[Prompt], key: jax.Array, slots: int
+    ) -> list[list[int]]:
+        unread = [prompt.ids[:-1] for prompt in prompts]  # the first step reads the last token
+        longest = max(1, *map(len, unread))
+        width = min(max(MIN_WIDTH, 1 << (longest - 1).bit_length()), config.max_length)
+        before = np.zeros((slots, width), np.int32)
+        state = {name: np.zeros(slots, np.int32) for name in ("token", "at", "most", "number")}
+        for slot, prompt in enumerate(prompts):
+            before[slot, : len(unread[slot])] = unread[slot]
+            own = {"token": prompt.ids[-1], "at": len(unread[slot]), "most": prompt.most}
+            for name, value in (own | {"number": prompt.number}).items():
+                state[name][slot] = value
+        state |= {"count": np.zeros(slots, np.int32), "running": state["most"] > 0}
+        tokens = _decode(config, self._how, self._ends, self._params, before, key, state)
+        return [own[own >= 0].tolist() for own in np.asarray(tokens)[: len(prompts)]]
 
 
 def _apply(
@@ -168,35 +134,15 @@ def _apply(
     return logits, state["cache"]
 
 
-def _empty_cache(config: TransformerConfig, params: Any, slots: int) -> Any:
-    first = jax.ShapeDtypeStruct((slots, 1), jnp.int32), jax.ShapeDtypeStruct((slots,), jnp.int32)
-    apply = functools.partial(_apply, config)
-    _, cache = jax.eval_shape(lambda *inputs: apply(inputs[0], None, *inputs[1:]), params, *first)
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cache)
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _read_prompts(config, params, cache, tokens_RP, into_R):
-    """Write the keys and values of prompts into their slots."""
-    # Those of padding are replaced before attention reads them.
-    short = dataclasses.replace(config, max_length=tokens_RP.shape[1])
-    _, new = _apply(short, params, None, tokens_RP, jnp.zeros(len(tokens_RP), jnp.int32))
-    width = tokens_RP.shape[1]
-
-    def put(old, leaf):
-        return old.at[into_R, :, :width].set(leaf, mode="drop")
-
-    return jax.tree.map(put, cache, new)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
-def _decode(config, how, ends, params, cache, key, state, least):
-    """Draw until no more than `least` texts go on: (tokens [B, MAX_STEPS] or -1, cache, state)."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _decode(config, how, ends, params, before_BP, key, state):
+    """Draw until all texts have ended: tokens [B, max_length], or -1. Args: before_BP: prompts but
+    their last tokens. Keys and values of padding are replaced before attention reads them."""
+    cache = _apply(config, params, None, before_BP, jnp.zeros(len(before_BP), jnp.int32))[1]
     keys_B = jax.vmap(functools.partial(jax.random.fold_in, key))(state["number"])
 
     def goes_on(loop):
-        step, _, state, _ = loop
-        return (step < MAX_STEPS) & (state["running"].sum() > least)
+        return loop[2]["running"].any()
 
     def draw_one(loop):
         step, cache, state, tokens = loop
@@ -215,6 +161,5 @@ def _decode(config, how, ends, params, cache, key, state, least):
         }
         return step + 1, cache, state, tokens
 
-    tokens = jnp.full((len(state["at"]), MAX_STEPS), -1, jnp.int32)
-    loop = jax.lax.while_loop(goes_on, draw_one, (jnp.int32(0), cache, state, tokens))
-    return loop[3], loop[1], loop[2]
+    tokens = jnp.full((len(state["at"]), config.max_length), -1, jnp.int32)
+    return jax.lax.while_loop(goes_on, draw_one, (jnp.int32(0), cache, state, tokens))[3]
