@@ -9,7 +9,7 @@ import numpy as np
 from flax import linen as nn, traverse_util
 
 from fedsim.models import lora, weights
-from fedsim.models.rope import Llama3, Yarn
+from fedsim.models.rope import Linear, Llama3
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 VOCAB, LENGTH = 29, 5
@@ -143,7 +143,7 @@ PARTS = FAMILIES | {  # two that have all options of the families beside them
         window=5,
         window_blocks=(True, False),
         window_rope_base=100.0,
-        rope_scaling=Yarn(4.0, 1.2, 32.0, 1.0, 8),
+        rope_scaling=Linear(4.0),
         attention_scale=0.3,
         attention_cap=2.0,
         embedding_multiplier=4.0,

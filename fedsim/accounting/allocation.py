@@ -85,10 +85,7 @@ def _pmf(discretization: float, first: int, probs: np.ndarray, infinite: float) 
 
 @functools.lru_cache(maxsize=64)
 def _window(noise_multiplier: float, steps: int) -> Law:
-    """The law of S, more spread out than it is: by doubling, from the first binary digit on.
-
-    Raises: GridTooLargeError: there is so little noise that S may be too large for a number.
-    """
+    """The law of S, more spread out than it is: by doubling, from the first binary digit on."""
     noise_multiplier = min(noise_multiplier, MAX_NOISE / math.sqrt(steps))  # less costs more
     spread = 1 / noise_multiplier**2
     highest = spread / 2 + REACH * math.sqrt(spread) + math.log(steps)

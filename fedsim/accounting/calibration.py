@@ -147,10 +147,7 @@ def calibrate(
 def _from_sketch(
     excess: Callable[[float], float], sketch: dict[float, float], limits: tuple[float, float]
 ) -> float | None:
-    """The parameter by Newton's method with the sketch's slope, mostly in two evaluations.
-
-    None: it did not converge.
-    """
+    """The parameter by Newton's method with the sketch's slope; None: it did not converge."""
     if len(sketch) < 2:
         return None
     (one, at_one), (other, at_other) = sorted(sketch.items(), key=lambda pair: abs(pair[1]))[:2]

@@ -143,10 +143,8 @@ def _power(spectrum: np.ndarray, exponent: int) -> np.ndarray:
 
 
 def _composed_range(steps: Sequence[tuple[DensePLDPmf, int]]) -> tuple[int, int]:
-    """Indices that contain the composed loss but for COMPOSED_TAIL_MASS, by Chernoff bounds.
-
-    A sketch of each loss tells which order is best; the bound is that of the whole loss.
-    """
+    """Indices that contain the composed loss but for COMPOSED_TAIL_MASS, by Chernoff bounds."""
+    # A sketch of each loss tells which order is best; the bound is that of the whole loss.
     upper = sum(count * (pmf.size - 1) for pmf, count in steps)
     whole = [(np.arange(pmf.size), pmf._probs, count) for pmf, count in steps]
     sketches = [(*_sketch(positions, probs), count) for positions, probs, count in whole]
@@ -181,10 +179,7 @@ def _sketch(positions: np.ndarray, probs: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _chernoff(losses: list[tuple[np.ndarray, np.ndarray, int]], order: float) -> float:
-    """A bound that the sum of `count` draws of each loss rarely crosses: from below if order < 0.
-
-    Args: losses: positions, logarithms of their probabilities, and the count of each.
-    """
+    """A bound that sums of `count` draws of each loss rarely cross, from below if order < 0."""
     total = math.log(2 / COMPOSED_TAIL_MASS)
     for positions, logs, count in losses:
         terms = logs + order * positions

@@ -225,10 +225,8 @@ def _add(at: _Crossings) -> DensePLDPmf:
 def _gained(
     shifts: np.ndarray, probs: np.ndarray, y: np.ndarray, above: np.ndarray, below: np.ndarray
 ) -> np.ndarray:
-    """sum_k probs[k] (P(Z + shifts[k] > y) - P(Z > y)), Z ~ N(0, 1), as differences of small tails.
-
-    Args: above, below: P(Z > y) and P(Z < y).
-    """
+    """sum_k probs[k] (P(Z + shifts[k] > y) - P(Z > y)), Z ~ N(0, 1), by differences of small
+    tails."""
     gained = np.zeros_like(y)
     finite = np.flatnonzero(np.isfinite(y))
     for block in _blocks(finite.size, shifts.size):

@@ -34,7 +34,9 @@ from .store import (
     decided_by_texts as decided_by_texts,
 )
 from .tokenizer import (
+    HUB as HUB,
     TEMPLATE as TEMPLATE,
     Tokenizer as Tokenizer,
+    download as download,
 )
 from .users import UserStore as UserStore

@@ -204,7 +204,8 @@ class Tokenizer:
         """
         spec = str(spec)
         if spec.startswith(HUB):
-            return cls.load(_download(spec.removeprefix(HUB)), spec)
+            wanted = [TOKENIZER, *NAME_FILES, *ID_FILES, TEMPLATE]
+            return cls.load(download(spec, "tokenizer", wanted) / TOKENIZER, spec)
         return cls.bytes() if spec == "bytes" else cls.load(spec)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -264,30 +265,33 @@ def file_of(spec: str | Path) -> str:
     return str(file if file.is_file() else spec)
 
 
-def _download(spec: str) -> Path:
-    """Download tokenizer.json of NAME[@REVISION] and the files that name its special tokens."""
+def download(source: str, field: str, files: Sequence[str]) -> Path:
+    """Directory of files of a model of the Hub, downloaded unless they are in the cache.
+
+    Args:
+      source: hf:NAME[@REVISION].
+      field: the setting that names it.
+      files: names or patterns; the first says what the repository must have.
+    Raises:
+      ConfigError: there are no such files. Interrupted: the Hub cannot be reached.
+    """
     import huggingface_hub
 
-    name, _, revision = spec.partition("@")
-    wanted = [TOKENIZER, *NAME_FILES, *ID_FILES, TEMPLATE]
+    name, _, revision = source.removeprefix(HUB).partition("@")
     try:
-        options = {"revision": revision or None, "allow_patterns": wanted}
-        snapshot = huggingface_hub.snapshot_download(name, **options)
+        options = {"revision": revision or None, "allow_patterns": list(files)}
+        return Path(huggingface_hub.snapshot_download(name, **options))
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         reason = " ".join(str(error).split())[:200]
-        expected = f"tokenizer=hf:{spec}: expected a repository with a tokenizer.json ({reason})"
-        raise (Interrupted if may_pass(error) else DataError)(expected) from None
-    return Path(snapshot) / TOKENIZER
+        line = f"{field}={source}: expected a repository with {files[0]} ({reason})"
+        raise Interrupted(line) if may_pass(error) else ConfigError(line, field=field) from None
 
 
 @lru_cache(2)
 def _parsed(content: str, name: str, beside: str) -> Tokenizer:
-    """Parse a tokenizer, which takes most of a second if it is large; a run loads it many times.
-
-    A stranger's is tried in another process first, lest it end this one or fill memory.
-    """
+    """Parse a tokenizer, which takes most of a second if it is large; a run loads it many times."""
     if content != _bytes_json():
-        limited.call(limited.load_tokenizer.__name__, content)
+        limited.call(limited.load_tokenizer.__name__, content)  # lest it end this process
     return Tokenizer(tokenizers.Tokenizer.from_str(content), name, json.loads(beside))
 
 

@@ -102,12 +102,8 @@ def _array(field: str, name: str, values: Any) -> Any:
 
 
 def _written(table: pa.Table) -> Path:
-    """Write a table to a file that is named by its digest, with a key of the cache's own: names are
-    in settings, and a plain digest would confirm a guess of someone's text.
-
-    Raises:
-      NotOurs: other users of the machine could change it.
-    """
+    """Write a table to a file that is named by its digest, with a key of the cache's own."""
+    # Names are in settings, and a plain digest would confirm a guess of someone's text.
     home = own_directory(cache_dir() / TABLES)
     temporary, key = home / f".{os.getpid()}-{os.urandom(8).hex()}.tmp", home / "key"
     if not key.exists():

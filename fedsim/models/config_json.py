@@ -1,12 +1,11 @@
 """Checked reading of a config.json: numbers, flags, kinds of layers and rotary positions."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from fedsim.errors import ConfigError, brief
-from fedsim.models.rope import SCALINGS, Linear, Llama3, RopeScaling, Yarn
+from fedsim.models.rope import SCALINGS, Linear, Llama3, RopeScaling
 
 
 class UnsupportedArchitecture(ConfigError):
@@ -106,20 +105,11 @@ def scaling_of(f: Fields, kind: str, rope: Mapping[str, Any]) -> RopeScaling | N
     longest = whole(f, "max_position_embeddings", LENGTH)
     length = whole(rope, ORIGINAL, LENGTH, longest)
     need(ORIGINAL, f.get(ORIGINAL), None, length)
-    if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor")
-        factor, low, high = (number(rope, name, *FACTORS) for name in names)
-        if low >= high:
-            raise odd("low_freq_factor", low, f"less than high_freq_factor={high}")
-        return Llama3(factor, low, high, length)
-    need("truncate", rope.get("truncate"), None, True)
-    for name in ("mscale", "mscale_all_dim"):
-        need(name, rope.get(name), None)
-    factor = number(rope, "factor", *FACTORS, longest / length)
-    usual = {"attention_factor": 0.1 * math.log(max(factor, 1)) + 1}
-    usual |= {"beta_fast": 32.0, "beta_slow": 1.0}
-    numbers = {name: number(rope, name, *FACTORS, x) for name, x in usual.items()}
-    return Yarn(factor, **numbers, original_length=length)
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    factor, low, high = (number(rope, name, *FACTORS) for name in names)
+    if low >= high:
+        raise odd("low_freq_factor", low, f"less than high_freq_factor={high}")
+    return Llama3(factor, low, high, length)
 
 
 ROPE_TYPES = ("default", "dynamic", *SCALINGS)

@@ -166,7 +166,7 @@ FAMILIES = {
         allowed=SILU | NO_TYPES,
         windows=_everywhere,
         fused=True,
-        rope_types=("default",),  # some files call LongRoPE yarn
+        rope_types=("default",),
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",

@@ -22,7 +22,7 @@ class Linear:
     factor: float
     kind: str = dataclasses.field(default="linear", init=False)
 
-    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+    def scaled(self, frequencies: np.ndarray) -> np.ndarray:
         """Scale frequencies, float64 [pairs]."""
         return frequencies / self.factor
 
@@ -37,7 +37,7 @@ class Llama3:
     original_length: int
     kind: str = dataclasses.field(default="llama3", init=False)
 
-    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+    def scaled(self, frequencies: np.ndarray) -> np.ndarray:
         """Scale frequencies, float64 [pairs]."""
         turns = self.original_length * frequencies / (2 * math.pi)  # within the original length
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
@@ -45,33 +45,8 @@ class Llama3:
         return frequencies * (kept + (1 - kept) / self.factor)
 
 
-@dataclasses.dataclass(frozen=True)
-class Yarn:
-    """YaRN (Peng et al. 2023): low frequencies divided, and sharper attention."""
-
-    factor: float
-    attention_factor: float
-    beta_fast: float
-    beta_slow: float
-    original_length: int
-    kind: str = dataclasses.field(default="yarn", init=False)
-
-    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Scale frequencies, float64 [pairs]."""
-        width = 2 * len(frequencies)
-
-        def pair_with(turns: float) -> float:  # the pair that turns so often in the length
-            return width * math.log(self.original_length / turns / math.tau) / math.log(base) / 2
-
-        first = max(math.floor(pair_with(self.beta_fast)), 0)
-        last = min(math.ceil(pair_with(self.beta_slow)), width - 1)
-        divided = (np.arange(len(frequencies)) - first) / ((last - first) or 0.001)
-        divided = np.clip(divided, 0, 1)
-        return frequencies * (1 - divided + divided / self.factor)
-
-
-RopeScaling = Linear | Llama3 | Yarn
-SCALINGS: dict[str, Any] = {each.kind: each for each in (Linear, Llama3, Yarn)}
+RopeScaling = Linear | Llama3
+SCALINGS: dict[str, Any] = {each.kind: each for each in (Linear, Llama3)}
 
 
 def scaling_from_dict(fields: Mapping[str, Any]) -> RopeScaling:
@@ -82,7 +57,7 @@ def scaling_from_dict(fields: Mapping[str, Any]) -> RopeScaling:
 def frequencies(width: int, base: float, scaling: RopeScaling | None) -> np.ndarray:
     """Radians per position of each pair of `width` features, float32 [width / 2]."""
     plain = base ** (-np.arange(0, width, 2) / width)
-    return (plain if scaling is None else scaling.scaled(plain, base)).astype(np.float32)
+    return (plain if scaling is None else scaling.scaled(plain)).astype(np.float32)
 
 
 def rotate(
@@ -95,8 +70,6 @@ def rotate(
     of_pairs = frequencies(x_BLHK.shape[-1], base, scaling)
     angles_BLR = positions_BL[:, :, None].astype(jnp.float32) * of_pairs[None, None]
     cos, sin = jnp.cos(angles_BLR)[:, :, None], jnp.sin(angles_BLR)[:, :, None]
-    if isinstance(scaling, Yarn):
-        cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
     first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(turned, axis=-1).astype(x_BLHK.dtype)

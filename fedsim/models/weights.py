@@ -9,7 +9,7 @@ the type of weights of the model that they were trained from.
 import dataclasses
 import errno
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from flax import traverse_util
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fedsim.data import ChatTokenizer, Tokenizer, template_of
+from fedsim.data import HUB, ChatTokenizer, Tokenizer, download, template_of
 from fedsim.errors import BadChat, ConfigError, DataError, FileDamaged, brief
 from fedsim.files import (
     MAX_JSON,
@@ -45,8 +45,6 @@ SIDE_FILES = (
     *("chat_template.jinja", "chat_template.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("tokenizer.model", "spiece.model"),
 )
-TEMPLATES = "additional_chat_templates"
-PATTERNS = (*SIDE_FILES, f"{TEMPLATES}/*.jinja")
 
 
 def side_files(directory: Path) -> list[str]:
@@ -55,8 +53,7 @@ def side_files(directory: Path) -> list[str]:
     Raises:
       ConfigError: a file is larger than MAX_JSON.
     """
-    more = (f"{TEMPLATES}/{path.name}" for path in directory.glob(f"{TEMPLATES}/*.jinja"))
-    names = [name for name in (*SIDE_FILES, *sorted(more)) if (directory / name).is_file()]
+    names = [name for name in SIDE_FILES if (directory / name).is_file()]
     for path in (directory / name for name in names):
         if (size := path.stat().st_size) > MAX_JSON:
             raise ConfigError.of("model", path, f"at most {MAX_JSON} bytes, got {size}")
@@ -84,7 +81,6 @@ def copy_side_files(directory: Path, out: Path, but: tuple[str, ...] = ()) -> li
     """Copy side files, except `but`, into the directory `out`. Returns: their names."""
     names = [name for name in side_files(directory) if name not in but]
     for name in names:
-        (out / name).parent.mkdir(exist_ok=True)
         write_atomically(out / name, (directory / name).read_bytes())
     return names
 
@@ -117,9 +113,8 @@ def add_end_tokens(directory: Path) -> None:
         write_json(file, {**fields, "eos_token_id": [*ids, *missing]})
 
 
-HUB = "hf:"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-WANTED = (*PATTERNS, INDEX, "model*.safetensors")
+WANTED = (*SIDE_FILES, INDEX, "model*.safetensors")
 DTYPES = {
     **{"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")},
     "BF16": np.dtype(jnp.bfloat16),
@@ -436,26 +431,3 @@ def to_tensors(c: TransformerConfig, params: Any) -> dict[str, np.ndarray]:
         array = np.concatenate(arrays, axis=-1)
         tensors[place.name] = np.ascontiguousarray(array.T if place.transposed else array)
     return tensors
-
-
-def download(source: str, field: str, files: Sequence[str]) -> Path:
-    """Download files of hf:NAME[@REVISION], unless they are in the cache.
-
-    Args:
-      field: the setting that names the source.
-      files: names or patterns; the first says what the repository must have.
-    Raises:
-      ConfigError: they cannot be downloaded.
-    """
-    import huggingface_hub
-
-    name, revision = named(source)
-    try:
-        snapshot = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=list(files)
-        )
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
-        reason = " ".join(str(error).split())[:200]
-        wanted = f"a repository with {files[0]} and safetensors ({reason})"
-        raise ConfigError.of(field, source, wanted) from None
-    return Path(snapshot)

@@ -109,8 +109,6 @@ def digests(path: Path) -> dict[str, str]:
 
 def _may_be_published(name: str) -> bool:
     place, _, file = name.rpartition("/")
-    if place == f"{MODEL}/{weights.TEMPLATES}":
-        return file.endswith(".jinja")
     if place == MODEL:
         return file in OF_MODEL
     return name in (ledger.FILE, *REPORTS)

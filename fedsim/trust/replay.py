@@ -68,10 +68,7 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
 
 
 def _expect_comparable(evidence: Evidence, first: int, last: int, here: str, found: str) -> None:
-    """Raise Unknown if steps from `first` to `last` were computed where bits may differ.
-
-    Args: here: where the replay computed them.
-    """
+    """Raise Unknown if the steps were computed where bits may differ from those `here`."""
     segments = ledger.segments_of(evidence.lines)
     numbers = (max(0, ledger.number_of(segments, step)) for step in (first, last))
     for number in range(next(numbers), next(numbers) + 1):

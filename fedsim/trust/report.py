@@ -31,6 +31,7 @@ from markupsafe import Markup  # which comes with Jinja2
 
 from fedsim.accounting import at_least, at_most
 from fedsim.config import to_json
+from fedsim.data import HUB, download
 from fedsim.errors import expect, printable
 from fedsim.files import new_directory, read_object, write_atomically, write_json
 from fedsim.models import Pretrained, weights
@@ -286,8 +287,8 @@ def _licence(stored: StoredRun) -> dict[str, Any]:
     if not stored.files:  # of a fresh model
         return {}
     try:
-        hub = source.startswith(weights.HUB)
-        folder = weights.download(source, "model", (published.CARD,)) if hub else Path(source)
+        hub = source.startswith(HUB)
+        folder = download(source, "model", (published.CARD,)) if hub else Path(source)
         fields = ModelCard((folder / published.CARD).read_text(encoding="utf-8")).data.to_dict()
     except Exception:  # there is none, or it is a stranger's file that cannot be read
         return {}

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 from fedsim import accounting
 from fedsim.errors import expect, expect_count
@@ -91,24 +92,18 @@ def twice(at: Configuration) -> tuple[Configuration, Configuration]:
 
 
 def uls_noise(
-    epsilon: float, delta: float, num_steps: int, num_users: int, max_changed: int = 0
+    epsilon: float, delta: float, num_steps: int, num_users: int
 ) -> Callable[[int], float]:
     """Noise of the mean gradient at clip norm 1, by cohort size: sigma_ULS(M) / M (Theorem 2).
 
-    Args: max_changed: k, where texts have several owners.
     Returns: a function that computes each value once.
     """
+    target: Any = {"epsilon": epsilon, "delta": delta, "num_steps": num_steps}
 
     @functools.cache
     def noise(cohort_size: int) -> float:
-        multiplier = accounting.noise_multiplier(
-            epsilon=epsilon,
-            delta=delta,
-            num_steps=num_steps,
-            sampling_prob=cohort_size / num_users,
-            max_changed=max_changed,
-        )
-        return multiplier / cohort_size
+        share = cohort_size / num_users
+        return accounting.noise_multiplier(**target, sampling_prob=share) / cohort_size
 
     return noise
 

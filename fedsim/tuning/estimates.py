@@ -8,7 +8,6 @@ algorithms spend `batch_size` gradients per step, and their noise per coordinate
 (sigma_ELS L_ELS / B)^2 and (sigma_ULS L_ULS / M)^2, without the variance of the gradient itself.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from fedsim.config import ZERO_OUT, PrivacyConfig
 from fedsim.engine import Engine, EngineError
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.sampling import PADDING, Users, draw_groups, graph_of, groups_of
+from fedsim.sampling import PADDING, Users, draw_groups
 
 NUM_USERS = 128
 """Size of the sample of users in the paper."""
@@ -42,17 +41,14 @@ class GradientNorms:
         *,
         num_users: int = NUM_USERS,
         max_group_size: int = 1,
-        examples: Callable[[np.ndarray], np.ndarray] | None = None,
     ):
         """
         Args:
           params: theta, the starting model.
           offsets: int64 [users + 1]; user u owns the examples offsets[u]:offsets[u + 1].
           max_group_size: the largest group size that will be needed.
-          examples: from places among `offsets` to examples, where these are not the same.
         Raises: ConfigError: no user has an example.
         """
-        self._examples = examples or (lambda places: places)
         self._engine, self._params, self._offsets, self._key = engine, params, offsets, key
         sizes = np.diff(offsets)
         owners = np.flatnonzero(sizes)
@@ -77,7 +73,7 @@ class GradientNorms:
         groups = draw_groups(self._offsets, self._users, group_size, self._key, group_size)
         width = max(self._width, int((groups >= 0).sum(axis=1).max(initial=0)))
         rows = np.full((len(groups), 1 if group_size == 1 else width), PADDING, np.int64)
-        rows[:, : groups.shape[1]] = self._examples(groups[:, : rows.shape[1]])
+        rows[:, : groups.shape[1]] = groups[:, : rows.shape[1]]
         self._user_norms[group_size] = self._estimate(rows, f"group size {group_size}")
         return self._user_norms[group_size]
 
@@ -114,20 +110,8 @@ def noise_stddev(grad_norm: float, noise_multiplier: float, count: float) -> flo
     return grad_norm * noise_multiplier / count
 
 
-def units_of(privacy: PrivacyConfig, users: Users, key: SecretKey) -> Users:
-    """The sampling units of ULS, with their examples: users.
-
-    Where texts have several owners, only users with a group.
-
-    Args: key: key with which groups are drawn.
-    """
-    if graph_of(users) is None:
-        return users
-    return groups_of(users, privacy.max_shared_groups, key)
-
-
 def share_filled(privacy: PrivacyConfig, users: Users, group_size: int) -> float:
     """Fraction of the places in the pool of ELS that hold an example."""
-    if privacy.adjacency != ZERO_OUT or graph_of(users) is not None:
+    if privacy.adjacency != ZERO_OUT:
         return 1.0
     return float(np.minimum(np.diff(users.offsets), group_size).mean() / group_size)

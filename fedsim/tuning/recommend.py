@@ -32,7 +32,6 @@ from fedsim.keys import SecretKey
 from fedsim.noise import predicted_error
 from fedsim.plan import (
     ADJACENCY,
-    SHARED,
     Caveat,
     Fact,
     calibrate,
@@ -40,7 +39,7 @@ from fedsim.plan import (
     method_for,
 )
 from fedsim.run import Console, find_model, load_data, make_task
-from fedsim.sampling import Groups, examples_per_user, graph_of, pool_of
+from fedsim.sampling import examples_per_user, graph_of, pool_of
 from fedsim.training import wait_for
 from fedsim.tuning import doubling
 from fedsim.tuning.advice import Advice, choose, command, to_train
@@ -49,7 +48,6 @@ from fedsim.tuning.estimates import (
     GradientNorms,
     noise_stddev,
     share_filled,
-    units_of,
 )
 
 
@@ -128,16 +126,11 @@ def _uls(
 ) -> tuple[PrivacyConfig, float, list[Caveat]]:
     """Settings of ULS by Estimate-and-Double, L_ULS, and the facts read off the data."""
     settings, non_private = fill_defaults(Algorithm.ULS, privacy, start.data)
-    sizes = np.diff(units_of(privacy, start.data.train, start.key).offsets)
+    sizes = np.diff(start.data.train.offsets)
     batch_size, users = settings.batch_size, len(sizes)
     assert settings.delta is not None
-    shared = graph_of(start.data.train) is not None
     noise = doubling.uls_noise(
-        settings.epsilon,
-        settings.delta,
-        settings.num_steps,
-        users,
-        settings.max_shared_groups if shared else 0,
+        settings.epsilon, settings.delta, settings.num_steps, num_users=users
     )
     first = doubling.Configuration(1, min(doubling.START.cohort_size, users))
     limits = doubling.Limits(max(1, int(sizes.max())), users)
@@ -153,8 +146,6 @@ def _uls(
 def _places(start: Start, privacy: PrivacyConfig, group_size: int) -> int:
     """Number of places in the pool of ELS."""
     users = start.data.train
-    if graph_of(users) is not None:
-        return len(pool_of(users, group_size, start.key, ZERO_OUT))
     if privacy.adjacency == ZERO_OUT:
         return users.num_users * group_size
     return int(np.minimum(np.diff(users.offsets), group_size).sum())
@@ -165,6 +156,8 @@ def started(run: RunConfig, console: Console) -> Iterator[Start]:
     """Start a run, with its workers, up to its first step."""
     model = find_model(run.model.source, console, as_stored=run.model.lora_rank > 0)
     data = load_data(run.data, model, console.note)
+    one_owner = graph_of(data.train) is None
+    expect("data", run.data.source, one_owner, "texts with one owner each")
     if cut_off := data.cut_off():
         console.warn(cut_off)
     engine.keep_compiled()
@@ -180,13 +173,11 @@ def started(run: RunConfig, console: Console) -> Iterator[Start]:
 
 def _norms(start: Start, privacy: PrivacyConfig, num_users: int) -> GradientNorms:
     """The estimator of gradient norms."""
-    groups = units_of(privacy, start.data.train, start.key)
     return GradientNorms(
         start.workers,
         start.params,
-        groups.offsets,
+        start.data.train.offsets,
         start.key,
-        examples=groups.examples if isinstance(groups, Groups) else None,
         num_users=num_users,
         max_group_size=max(1, privacy.batch_size // (doubling.START.cohort_size // 2)),
     )
@@ -201,7 +192,7 @@ def _about(start: Start, privacy: PrivacyConfig, norms: GradientNorms) -> dict[s
         "num_examples": users.num_examples,
         "median_examples": int(np.median(examples_per_user(users))),
         "epsilon": privacy.epsilon,
-        "epsilon_holds": ADJACENCY[SHARED if graph_of(users) is not None else privacy.adjacency],
+        "epsilon_holds": ADJACENCY[privacy.adjacency],
         "num_steps": privacy.num_steps,
         "batch_size": privacy.batch_size,
         "model": start.run.model.source,

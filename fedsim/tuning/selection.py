@@ -7,7 +7,6 @@ run. Trials run one after another, each as `fedsim train` would run it.
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import json
 import math
@@ -24,11 +23,8 @@ from fedsim.config import (
     Algorithm,
     PrivacyConfig,
     RunConfig,
-    as_dict,
     changed_run,
     configs_of,
-    flags_of,
-    original_names,
     settings_of,
     to_json,
 )
@@ -67,10 +63,9 @@ BEGAN = "began.json"
 the settings."""
 OF_SELECTION = {"run_dir", "resume"}
 """Settings of a run that a selection sets itself."""
-PLACES = ("model", "tokenizer")
+PLACES = ("data", "model", "tokenizer")
 
 Settings = Mapping[str, Any]
-_FLAGS = flags_of(PrivacyConfig) | flags_of(RunConfig)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,36 +115,26 @@ def expand(spec: Settings) -> list[dict[str, Any]]:
 
 
 def jobs_of(settings: Sequence[Settings], out: Path) -> list[Job]:
-    """A job for each of the settings, in order; equal settings give one job.
+    """A job for each of the settings, in order.
 
-    Raises: ConfigError: a setting is unknown, missing or out of range, or one of OF_SELECTION; or
-      runs differ only in settings that are no part of their names, such as limits.
+    Raises: ConfigError: a setting is unknown, missing or out of range, or one of OF_SELECTION.
     """
-    jobs: dict[str, Job] = {}
-    for job in (_job(given, out) for given in settings):
-        first = as_dict(jobs.setdefault(job.name, job).run)
-        for field, value in as_dict(job.run).items():
-            one = "one value for runs that differ in nothing else"
-            expect(field, value, value == first[field], one)
-    return list(jobs.values())
+    return [_job(given, out, f"candidate-{number}") for number, given in enumerate(settings, 1)]
 
 
-def _job(settings: Settings, out: Path) -> Job:
+def _job(settings: Settings, out: Path, name: str) -> Job:
     given = {name: value for name, value in settings.items() if value is not None}
     for name in OF_SELECTION & given.keys():
         raise ConfigError.of(name, given[name], "nothing, it is the selection's own")
     algorithm = given.pop("algorithm", None)
     expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
     missing = [name for name in ("data", "epsilon", "num_steps") if name not in given]
-    where = "a value in the file"
-    expect(", ".join(missing), None, not missing, where)
+    expect(", ".join(missing), None, not missing, "a value in the file")
     privacy, run = configs_of({**given, "run_dir": out})
-    run = changed_run(run, data=_whole(run.data.source))
-    read = settings_of(privacy) | settings_of(run)
-    name = _name(algorithm, {name: read[name] for name in given})
+    places = {field: settings_of(run)[field] for field in PLACES}
     run = changed_run(
         run,
-        **{field: _whole(read[field]) for field in PLACES if read[field] is not None},
+        **{field: _whole(place) for field, place in places.items() if place is not None},
         run_dir=out.absolute() / RUNS / name,
         resume=True,
         budget_ledger=place_of(run.budget_ledger),
@@ -163,14 +148,6 @@ def _whole(source: str) -> str:
     """The source, with the whole path of a file or directory."""
     is_path = source not in PRESETS and Path(source).exists()
     return str(Path(source).absolute()) if is_path else source
-
-
-def _name(algorithm: str, given: Settings) -> str:
-    """Name of a run: a hash of its settings without those at their defaults."""
-    kept = {n: to_json(v) for n, v in given.items() if v != _FLAGS[n].default}
-    kept = {n: v for n, v in kept.items() if n not in OPERATIONAL or n == "data"}
-    text = json.dumps([str(algorithm), original_names(kept)], sort_keys=True)
-    return f"{algorithm}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def outcomes_of(jobs: Sequence[Job]) -> Iterator[tuple[Job, FedsimError | None]]:

@@ -28,7 +28,7 @@ SMOLLM2 = Path(__file__).parents[3] / "shared" / "models" / "smollm2_tokenizer.j
 TOKENS = np.random.default_rng(0).integers(0, 61, size=(2, 20))  # as the peer's script has them
 NAMES = [
     *"llama llama3 llama_biases llama_linear llama_dynamic mistral ministral".split(),
-    *"qwen2 qwen2_window qwen2_mixed qwen3 qwen3_yarn gemma gemma2 gemma3 vaultgemma".split(),
+    *"qwen2 qwen2_window qwen2_mixed qwen3 gemma gemma2 gemma3 vaultgemma".split(),
     *"phi3 smollm3 olmo2 granite gpt2".split(),
 ]
 

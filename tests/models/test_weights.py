@@ -134,7 +134,6 @@ KEPT = {
     "tokenizer_config.json": '{"eos_token": "<|endoftext|>", "chat_template": "{{ messages }}"}',
     "special_tokens_map.json": '{"eos_token": {"content": "<|endoftext|>"}}',
     "chat_template.jinja": "{{ messages }}",
-    "additional_chat_templates/tools.jinja": "{{ tools }}",
     "added_tokens.json": '{"<|endoftext|>": 256}',
 }
 
@@ -145,7 +144,6 @@ def test_a_saved_model_has_the_files_of_the_one_it_came_from(name, rng, tmp_path
     Tokenizer.bytes().save(tmp_path / "bytes.json")
     model, out = tmp_path / "model", tmp_path / "out"
     weights.save(model, config, random_like(config, rng), tmp_path / "bytes.json")
-    (model / "additional_chat_templates").mkdir()
     for name, text in KEPT.items():  # which training does not change
         (model / name).write_text(text)
     own = {"bos_token_id": 5, "eos_token_id": [256, 7], "pad_token_id": 9, "x": [1]}

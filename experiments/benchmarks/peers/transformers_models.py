@@ -41,7 +41,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 GEMMA = {"head_dim": 12, "sliding_window": 6, "query_pre_attn_scalar": 16}
 MIXED = ["full_attention", "sliding_attention"]
 CONFIGS = {
@@ -71,10 +70,6 @@ CONFIGS = {
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     ),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 12}),
-    "qwen3_yarn": (
-        transformers.Qwen3Config,
-        {"head_dim": 12, "rope_parameters": {**YARN, "rope_theta": 1e6}},
-    ),
     "gemma": (transformers.GemmaConfig, {"head_dim": 12}),
     "gemma2": (
         transformers.Gemma2Config,

@@ -146,11 +146,8 @@ class TextFile:
         )
 
     def _expect_one_way(self, rows: int) -> None:
-        """Refuse a file that can be read without quoting, with another number of rows.
-
-        The reader that is not strict takes all kinds of line ends. A column more than there are
-        shows rows with too many.
-        """
+        """Refuse a file that can be read without quoting, with another number of rows."""
+        # The reader that is not strict takes all line ends; a column more shows rows with too many.
         places = [f"c{i}" for i in range(len(self.names) + 1)]
         rows_of = self._csv_rows("strict_mode=false, null_padding=true")
         query = f"SELECT count(*), count({places[-2]}), count({places[-1]}) FROM {rows_of}"
