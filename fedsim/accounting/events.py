@@ -64,11 +64,8 @@ class StepEvent:
             expect(name, value, value <= MAX_CONTRIBUTIONS, f"at most {MAX_CONTRIBUTIONS}")
         if self.allocated:
             expect("sampling_prob", prob, prob == 1, "1 with random allocation")
-            expect("max_contributions", self.max_contributions, self._is_one, "1, and no others")
-
-    @property
-    def _is_one(self) -> bool:
-        return self.max_contributions == 1 and not self.max_changed
+            one = self.max_contributions == 1 and not self.max_changed
+            expect("max_contributions", self.max_contributions, one, "1, and no others")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,11 +56,6 @@ class Message(NamedTuple):
     fields: Mapping[str, Any] = {}
     """What a template reads besides: tool_calls, tool_call_id and name."""
 
-    @property
-    def says_something(self) -> bool:
-        """True if it has a text that is not blank, or calls a tool."""
-        return bool(self.content.strip() or self.fields.get(CALLS))
-
 
 Tools = Sequence[Mapping[str, Any]] | None
 """Descriptions of the tools that the assistant may call, as JSON."""
@@ -336,8 +331,7 @@ class ChatTokenizer:
 
     @functools.cached_property
     def _opening(self) -> tuple[str, int]:
-        """(what the template writes before the last answer, from what asks for it on; by how many
-        characters that is longer than what asks, such as by an empty block of reasoning)."""
+        """(what the template writes before the last answer; by how much more than what asks)."""
         try:
             closed, prompt = (self._write([ASKED], prompt=x)[0] for x in (False, True))
             before = self._write([ASKED, Message(ASSISTANT, SIGN)])[0].partition(SIGN)[0]
@@ -514,12 +508,13 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def turns_of(messages: Sequence[Message], train_on: str) -> list[int]:
-    """Indices of the turns to train on. A turn that says nothing is none."""
+    """Indices of the turns to train on. A turn without text and calls is none."""
     first = len(messages) - 1 if train_on == "completion" else 0
+    own = [i for i, each in enumerate(messages) if each.role == ASSISTANT and each.counts]
     return [
         i
-        for i, each in enumerate(messages)
-        if i >= first and each.role == ASSISTANT and each.counts and each.says_something
+        for i in own
+        if i >= first and (messages[i].content.strip() or messages[i].fields.get(CALLS))
     ]
 
 

@@ -120,7 +120,11 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
       `verdicts`: of each test. `holds`: False if one refutes the claim; True if guesses could have
       refuted it and did not; None if they could not. `verdict`: the same in words.
     """
-    verdicts = {name: _verdict(result[name]) for name in FINDINGS}
+    verdicts = {}
+    for name in FINDINGS:
+        test = result[name]
+        sure = NOT_REFUTED if test.get("could_refute", True) else TOO_FEW
+        verdicts[name] = REFUTED if test["refuted"] else sure
     refuting = [name for name, verdict in verdicts.items() if verdict == REFUTED]
     holds, verdict = True, NOT_REFUTED
     if refuting:
@@ -134,12 +138,6 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
         "verdict": f"at most {result['epsilon']:.3f} is claimed: {verdict}",
         "holds": holds,
     }
-
-
-def _verdict(test: dict[str, Any]) -> str:
-    if test["refuted"]:
-        return REFUTED
-    return NOT_REFUTED if test.get("could_refute", True) else TOO_FEW
 
 
 def sentence(result: dict[str, Any]) -> str:
