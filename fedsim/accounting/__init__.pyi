@@ -43,7 +43,6 @@ from .gaussian_dp import (
 )
 from .people import (
     for_people as for_people,
-    group_delta as group_delta,
     group_epsilon as group_epsilon,
     log_group_growth as log_group_growth,
 )

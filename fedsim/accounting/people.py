@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from fedsim.accounting.accountant import delta as delta_of, epsilon, privacy_curve
+from fedsim.accounting.accountant import epsilon, privacy_curve
 from fedsim.accounting.composition import COMPOSED_TAIL_MASS
 from fedsim.accounting.events import Event, Events, PureEvent, StepEvent
 from fedsim.errors import expect, expect_count
@@ -66,14 +66,6 @@ def group_epsilon(events: Events, delta: float, people: int) -> float:
     growth = log_group_growth(levels, people)
     holds = np.flatnonzero(np.log(privacy_curve(events, levels)) + growth <= math.log(delta))
     return people * float(levels[holds[0]]) if holds.size else math.inf
-
-
-def group_delta(events: Events, epsilon: float, people: int) -> float:
-    """Delta of `people` users together by group privacy; see `group_epsilon`."""
-    expect_count("people", people, 1)
-    level = epsilon / people
-    growth = float(log_group_growth(np.array(level), people))
-    return min(1.0, delta_of(events, level) * math.exp(min(700.0, growth)))
 
 
 def log_group_growth(levels: np.ndarray, people: int) -> np.ndarray:

@@ -128,10 +128,8 @@ def account(asked: Accounted, people: int = 1) -> Answer:
     if people > 1:
         how = {"how": "group privacy" if by_group else "theorem"}
     if people > 1 and by_group:
-        if delta is not None:
-            epsilon = accounting.group_epsilon(phases, delta, people)
-        elif epsilon is not None:
-            delta = accounting.group_delta(phases, epsilon, people)
+        expect("delta", delta, delta is not None, "a delta, for several people with this mechanism")
+        epsilon = accounting.group_epsilon(phases, delta or 0.0, people)
     else:
         phases = accounting.for_people(phases, people)
         if delta is not None:

@@ -62,7 +62,6 @@ def select(
     trials: Annotated[float, Field(ge=1, lt=math.inf)] | None = None,
     shape: Annotated[float, Field(gt=-1, lt=math.inf)] = 0.0,
     public_eval: bool = False,
-    dry_run: bool = False,
 ) -> Answer:
     """Train some of several candidate settings, keep the best model, and pay for the choice alone.
 
@@ -80,7 +79,6 @@ def select(
         smaller shape costs less, and more often gives a single trial. > -1.
       public_eval: Required: held-out users are evaluated without noise, so their texts must be
         public.
-      dry_run: List the candidates without training.
     """
     Terminal().note(f"preparing the candidates of {out}")
     from fedsim import tuning
@@ -88,10 +86,6 @@ def select(
 
     settings = tuning.expand(read(file))
     jobs = tuning.jobs_of(settings, out)
-    if dry_run:
-        rows = [{"run": job.name, **job.settings} for job in jobs]
-        lines = [" ".join(f"{name}={value}" for name, value in row.items()) for row in rows]
-        return {"out": str(out), "rows": rows}, lines
     only = "true: held-out users are evaluated without noise, so their texts must be public"
     expect("public_eval", public_eval, public_eval, only)
     set_threads(jobs[0].run.engine)

@@ -357,9 +357,6 @@ class Sampling:
     temperature: float = 1.0
     """Divides the logits. 0, which always takes the likeliest token, or >= 0.001."""
 
-    top_k: Annotated[int, Field(ge=0)] = 0
-    """Number of likeliest tokens to draw from. >= 0; 0: all."""
-
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Draw from the fewest likeliest tokens that have this probability together. In (0, 1]."""
 

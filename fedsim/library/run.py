@@ -203,7 +203,7 @@ class Run:
           prompt: the beginning of the text; for a model with a chat template, what the user says.
           max_tokens: largest number of tokens to write.
           seed: of the draw.
-          sampling: temperature, top_k and top_p, as flags of `fedsim generate`.
+          sampling: temperature and top_p, as flags of `fedsim generate`.
         """
         from fedsim.generate import generate_text
 

@@ -40,9 +40,6 @@ def draw(logits_BV: jax.Array, keys_B: jax.Array, how: Sampling) -> jax.Array:
     most_B1 = logits_BV.max(axis=-1, keepdims=True)
     # Relative to the likeliest token's.
     probs_BV = jnp.exp((logits_BV - most_B1) / how.temperature)
-    if 0 < how.top_k < probs_BV.shape[-1]:
-        least_B1 = jax.lax.top_k(probs_BV, how.top_k)[0][:, -1:]
-        probs_BV = jnp.where(probs_BV < least_B1, 0, probs_BV)
     if how.top_p < 1:
         probs_BV = jnp.where(probs_BV < _least_of_nucleus(probs_BV, how.top_p), 0, probs_BV)
     return jax.vmap(jax.random.categorical)(keys_B, jnp.log(probs_BV)).astype(jnp.int32)

@@ -85,7 +85,7 @@ def test_a_run_is_verified_reported_and_written_for_others(run, tmp_path):
     found = run.report(tmp_path)
     assert (tmp_path / "report.html").exists() and "epsilon = 8.0000" in found["claim"]
     assert isinstance(run.generate("red ", max_tokens=3, temperature=0), str)
-    for name, value in {"max_tokens": -3, "top_k": -1}.items():
+    for name, value in {"max_tokens": -3, "top_p": 2.0}.items():
         with refuses(f"{name}={value}"):
             run.generate(**{name: value})
     assert (run.to_hf(tmp_path / "hf") / "model.safetensors").exists()

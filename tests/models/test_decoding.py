@@ -45,7 +45,7 @@ def without_cache(config, params, prompt, how, ends=()):
 @pytest.mark.parametrize("slots", [1, 2, 8])
 def test_texts_are_those_of_the_model_without_a_cache(slots):
     config, params = model_of(CONFIG)
-    how = Sampling(temperature=2.0, top_k=50)
+    how = Sampling(temperature=2.0, top_p=0.9)
     ends = {without_cache(config, params, PROMPTS[4], how)[5]}
     found = Decoder(config, params, how, ends).texts(PROMPTS, KEY, slots=slots, length=32)
     assert found == [without_cache(config, params, prompt, how, ends) for prompt in PROMPTS]
@@ -78,13 +78,10 @@ def test_draws_follow_the_logits(size):
     for how in (
         Sampling(),
         Sampling(temperature=0.5),
-        Sampling(top_k=3),
         Sampling(top_p=0.8),
-        Sampling(temperature=2.0, top_k=3, top_p=0.9),
+        Sampling(temperature=2.0, top_p=0.9),
     ):
         expected = np.exp((logits - logits.max()).astype(np.float64) / how.temperature)
-        if how.top_k:
-            expected[order[how.top_k :]] = 0
         expected /= expected.sum()
         nucleus = int(np.searchsorted(np.cumsum(expected[order]), how.top_p)) + 1
         expected[order[nucleus:]] = 0

@@ -1,6 +1,5 @@
 """Candidates of a private selection: a grid or a list of settings, checked before any is run."""
 
-import json
 
 import pytest
 from refused import refuses
@@ -42,16 +41,9 @@ def test_a_mistake_is_found_before_anything_is_run(changed, what, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_lists_the_candidates(tmp_path, capsys):
+def test_a_selection_says_that_its_held_out_users_are_public(tmp_path, capsys):
     file = tmp_path / "candidates.toml"
-    file.write_text(
-        'data = "pydocs"\nnum_steps = 4\n[grid]\nepsilon = [2, 8]\n'
-        '[[runs]]\nalgorithm = "els"\n[[runs]]\nalgorithm = "uls"\ngroup_size = 2\nseed = 1\n'
-    )
-    words = ("select", file, "--out", tmp_path / "new", "--dry-run")
-    code, out, _ = run(*words, "--json", capsys=capsys)
-    rows = json.loads(out)["rows"]
-    assert code == 0 and len(rows) == 4 and {row["epsilon"] for row in rows} == {2, 8}
-    assert not (tmp_path / "new").exists()
+    file.write_text('data = "pydocs"\nnum_steps = 4\nalgorithm = "uls"\n[grid]\nepsilon = [2, 8]\n')
     code, _, err = run("select", file, "--out", tmp_path / "new", capsys=capsys)
     assert code == 2 and "public_eval=False: expected true" in err
+    assert not (tmp_path / "new").exists()
