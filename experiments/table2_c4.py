@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from experiments.data import RECIPES, Screen, options_of, prepare, stand_ins
+from experiments.data.screen import counts_of
 from experiments.harness import experiment
 from experiments.harness.claims import Claims
 from experiments.harness.rows import Rows
@@ -72,7 +73,7 @@ def screened(source: Path, out: Path, against: list[Path], **options: Any) -> di
     """The counts of the recipe on a source."""
     screen = Screen(tuple(map(str, against)), "url", ("stackoverflow.com",))
     dataset = prepare(source, out, **options_of("c4", {**options, "screen": screen}))
-    counts = dataset.metadata["provenance"]["screen"]["counts"]
+    counts = counts_of(dataset)
     return {stage: counts[stage] for stage in STAGES}
 
 

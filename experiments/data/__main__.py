@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from experiments.data import RECIPES, Screen, options_of, prepare
+from experiments.data.screen import counts_of
 from experiments.harness.experiment import mistakes
 from fedsim.run import Console
 
@@ -44,8 +45,9 @@ def main(given: list[str] | None = None) -> None:
         options["screen"] = dataclasses.replace(screen, against=tuple(arguments.against))
     sources = arguments.sources or [recipe.source]
     dataset = prepare(sources, arguments.out, progress=Console().note, **options)
-    screened = dataset.metadata["provenance"].get("screen", {}).get("counts", {})
-    print(json.dumps({"path": str(dataset.path), **screened, **dataset.metadata["counts"]}))
+    print(
+        json.dumps({"path": str(dataset.path), **counts_of(dataset), **dataset.metadata["counts"]})
+    )
 
 
 if __name__ == "__main__":

@@ -30,12 +30,13 @@ from fedsim.data.building.sources import (
     cut,
     find_files,
     hub_source,
-    identify,
     raw,
 )
 from fedsim.engine import version
 from fedsim.errors import DataError, MissingColumn
+from fedsim.files import read_json, sha256_of, write_json
 
+SCREEN = "screen.json"
 VERSIONS = ("fedsim", "datasketch", "numpy", "pyarrow", "rapidfuzz", "xxhash")
 
 
@@ -131,6 +132,18 @@ class Against:
         return {"against": self.named, "files": [identify(file) for file in self.files]}
 
 
+def identify(file: Path) -> dict[str, Any]:
+    """Name, bytes and sha256 of a file."""
+    return {"name": file.name, "bytes": file.stat().st_size, "sha256": sha256_of(file)}
+
+
+def counts_of(dataset: Dataset) -> dict[str, int]:
+    """The counts of the screen that a data set was built with; empty without one."""
+    assert dataset.path is not None, "of a directory"
+    file = dataset.path / SCREEN
+    return read_json(file)["counts"] if file.exists() else {}
+
+
 def prepare(
     sources: Sequence[str | Path] | str | Path,
     out: str | Path,
@@ -141,7 +154,7 @@ def prepare(
     **options: Any,
 ) -> Dataset:
     """`build` of what a screen leaves of the sources; the screen and its counts, of the paper's
-    Table 2, are in the provenance. Without a screen it is `build` alone.
+    Table 2, are in screen.json beside its splits. Without a screen it is `build` alone.
 
     Args: options: of `build`; tokenizer may be wordpiece:SIZE, which is learnt from what a screen
       leaves. Columns of several owners are refused beside a screen, for what one text says would
@@ -169,7 +182,9 @@ def prepare(
             size, place = int(spec.removeprefix(wordpiece.PREFIX)), directory / "tokenizer.json"
             learnt = wordpiece.learn(lambda: wordpiece.texts_of(*given), size, place)
             options |= {"tokenizer": learnt, "tokenizer_is_public": True}
-        return build(files, out, provenance={"screen": about}, **own, **options)
+        built = build(files, out, **own, **options)
+        write_json(out / SCREEN, about)
+        return built
 
 
 def _screen(

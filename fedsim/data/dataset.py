@@ -279,12 +279,8 @@ def without(data: Dataset, users: Set[str], out: Path) -> dict[str, Any]:
         for name in (TOKENIZER, TEMPLATE):
             if (data.path / name).is_file():
                 write_atomically(made / name, (data.path / name).read_bytes())
-        # A digest of the sources would confirm a guess of the texts that are gone.
-        sources = [
-            {name: value for name, value in each.items() if name != "sha256"}
-            for each in data.metadata.get("sources", ())
-        ]
-        metadata = {**data.metadata, "splits": [*splits], "sources": sources}
+        # Of earlier versions it has a digest that would confirm a guess of the texts that are gone.
+        metadata = {**data.metadata, "splits": [*splits], "sources": []}
         write_json(made / "metadata.json", metadata, sort_keys=True)
         write_atomically(made / SUMS, sums(made, splits).encode())
         keep_private(made)

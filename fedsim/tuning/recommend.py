@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from fedsim import engine
-from fedsim.clipping import num_coordinates
 from fedsim.config import (
     ADD_OR_REMOVE,
     CORRELATED,
@@ -187,16 +186,11 @@ def _about(start: Start, privacy: PrivacyConfig, norms: GradientNorms) -> dict[s
     """Facts of the data, the model and the request for the result."""
     users = start.data.train
     return {
-        "data": start.run.data.source,
         "num_users": users.num_users,
         "num_examples": users.num_examples,
         "median_examples": int(np.median(examples_per_user(users))),
         "epsilon": privacy.epsilon,
         "epsilon_holds": ADJACENCY[privacy.adjacency],
-        "num_steps": privacy.num_steps,
-        "batch_size": privacy.batch_size,
-        "model": start.run.model.source,
-        "num_parameters": num_coordinates(start.params),
     }
 
 

@@ -1,6 +1,5 @@
 """Candidates of a private selection: a grid or a list of settings, checked before any is run."""
 
-
 import pytest
 from refused import refuses
 from test_cli import run

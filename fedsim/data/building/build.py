@@ -32,7 +32,7 @@ from fedsim.data.building.columns import (
 )
 from fedsim.data.building.messages import COMPLETION, MESSAGES, TOOLS, TRAIN_ON, Chats
 from fedsim.data.building.sorting import owners_of, sorted_blocks, tokenised_rows, write_splits
-from fedsim.data.building.sources import Part, cut, find_files, hub_source, identify, names_in
+from fedsim.data.building.sources import Part, cut, find_files, hub_source, names_in
 from fedsim.data.building.tokenised import Encoding, write_rows
 from fedsim.data.building.user_ids import call, look_alikes
 from fedsim.data.chat import ChatTokenizer, template_of
@@ -118,7 +118,6 @@ def build(
     *,
     num_workers: int | None = None,
     progress: Say = None,
-    provenance: dict[str, Any] | None = None,
     wait: bool = False,
     **settings: Any,
 ) -> Dataset:
@@ -132,7 +131,6 @@ def build(
       out: a directory that does not exist.
       num_workers: number of processes. The result does not depend on it. Default: one per CPU.
       progress: called with a line of progress every few seconds, and with notes on the data.
-      provenance: recorded in the metadata, as JSON.
       wait: wait for another process that builds `out` instead of raising an error.
       settings: the fields of `BuildSettings`.
     Raises:
@@ -147,7 +145,7 @@ def build(
     sources = [sources] if isinstance(sources, str | Path) else list(sources)
     try:
         with new_directory(out, wait=wait) as made, Pool(num_workers, progress) as pool:
-            _Build(made, rules, pool, progress).run(sources, provenance or {})
+            _Build(made, rules, pool, progress).run(sources)
             keep_private(made)  # texts of people
     except OSError as error:
         if error.errno in DISK_FULL:
@@ -163,7 +161,7 @@ class _Build:
         self.out, self.settings, self.pool = out, settings, pool
         self.say = progress or (lambda line: None)
 
-    def run(self, named: Sequence[str | Path], provenance: dict[str, Any]) -> None:
+    def run(self, named: Sequence[str | Path]) -> None:
         """Run all stages; the data set is complete in self.out at the end."""
         settings, source = self.settings, hub_source(named)
         if source is not None:
@@ -172,7 +170,8 @@ class _Build:
         names = names_in(found, settings)
         self.columns = self._recognised(names)
         self.pool.grow(sum(file.stat().st_size for file in found))
-        about = {"sources": self.pool.map(identify, found), "provenance": provenance}
+        sizes = [{"name": file.name, "bytes": file.stat().st_size} for file in found]
+        about: dict[str, Any] = {"sources": sizes}
         about["hub"] = [] if source is None else [asdict(source) | {"source": str(source)}]
         parts = [part for file in found for part in cut(file, self.columns)]
         self.tokenizer = Tokenizer.named(file_of(settings.tokenizer))

@@ -23,7 +23,7 @@ from fedsim.config import BuildConfig
 from fedsim.data.building.columns import Columns, chats_as_json, normalise, plain
 from fedsim.data.building.text_files import PACKED, TextFile
 from fedsim.errors import DataError, Interrupted, may_pass, printable
-from fedsim.files import DISK_FULL, expand_home, sha256_of
+from fedsim.files import DISK_FULL, expand_home
 
 READ_ROWS, READ_BYTES = 65_536, 64 * 2**20  # of a batch, at most
 PART_ROWS, PART_BYTES = 2**20, 128 * 2**20  # of a part, about
@@ -105,11 +105,6 @@ def files_in(directory: Path) -> list[Path]:
     """
     files = sorted(path for path in directory.iterdir() if path.is_file() and is_known(path))
     return [path for path in files if path.name[0] != "." and kind_of(path) != "json"]
-
-
-def identify(file: Path) -> dict[str, Any]:
-    """Name, bytes and sha256 of a file."""
-    return {"name": file.name, "bytes": file.stat().st_size, "sha256": sha256_of(file)}
 
 
 @dataclass(frozen=True)
