@@ -32,7 +32,6 @@ from .events import (
     allocated_event as allocated_event,
     cyclic_event as cyclic_event,
     event_fields as event_fields,
-    event_of as event_of,
     of_words as of_words,
     to_words as to_words,
 )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from fedsim.accounting.selection import SelectionEvent
@@ -115,14 +115,6 @@ def event_fields(event: Event) -> dict[str, Any]:
         if fields.get(name) == usual:
             del fields[name]
     return fields
-
-
-def event_of(fields: Mapping[str, Any]) -> StepEvent:
-    """The event of a step from its `event_fields`.
-
-    Raises: ConfigError, TypeError: they are of no step.
-    """
-    return StepEvent(**fields)
 
 
 def merge(events: Events) -> list[tuple[Event, int]]:

@@ -60,7 +60,6 @@ def select(
     file: Positional[Path],
     out: Path,
     trials: Annotated[float, Field(ge=1, lt=math.inf)] | None = None,
-    shape: Annotated[float, Field(gt=-1, lt=math.inf)] = 0.0,
     public_eval: bool = False,
 ) -> Answer:
     """Train some of several candidate settings, keep the best model, and pay for the choice alone.
@@ -75,8 +74,6 @@ def select(
         values: each combination is a candidate. [[runs]] have settings that go together; each is
         combined with the grid.
       trials: Expected number of trials. >= 1. Default: the number of candidates.
-      shape: Shape of the distribution of the number of trials: 1 is geometric, 0 logarithmic. A
-        smaller shape costs less, and more often gives a single trial. > -1.
       public_eval: Required: held-out users are evaluated without noise, so their texts must be
         public.
     """
@@ -91,5 +88,5 @@ def select(
     set_threads(jobs[0].run.engine)
     from fedsim.run import Console
 
-    result = tuning.select(settings, out, Console(), mean=trials, shape=shape)
+    result = tuning.select(settings, out, Console(), mean=trials)
     return result, [result["claim"], f"the best one: {result['best']}"]

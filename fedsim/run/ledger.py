@@ -27,7 +27,7 @@ from typing import IO, Any
 import numpy as np
 from jax.tree import leaves
 
-from fedsim.accounting import Event, epsilon, event_of
+from fedsim.accounting import Event, StepEvent, epsilon
 from fedsim.errors import FedsimError
 from fedsim.files import open_to_append, write_durably
 from fedsim.plan import Plan, accounted_events, events_before
@@ -330,7 +330,7 @@ def phases(lines: list[dict[str, Any]]) -> list[tuple[Event, int]] | None:
     plan = lines[0]["head"].get("plan", {}) if lines else {}
     return [
         *events_before(plan.get("group_size_epsilon")),
-        *((event_of(event), len(list(same))) for event, same in itertools.groupby(events)),
+        *((StepEvent(**event), len(list(same))) for event, same in itertools.groupby(events)),
     ]
 
 

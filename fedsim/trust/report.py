@@ -50,7 +50,6 @@ from fedsim.trust import published
 from fedsim.trust.claim import (
     Released,
     ReportError,
-    attack_bounds,
     claim,
     curve,
     facts,
@@ -216,7 +215,6 @@ def compose(released: Released) -> dict[str, Any]:
     return facts(released) | {
         "title": f"Privacy report: {released.run_dir.resolve().name}",
         "subject": "this run",
-        "attack_bounds": attack_bounds(released),
         "several": several(released),
         "curve": [*zip(*curve(released), strict=True)] if noisy else [],
         "summary": summary,

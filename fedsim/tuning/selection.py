@@ -8,7 +8,6 @@ run. Trials run one after another, each as `fedsim train` would run it.
 import contextlib
 import dataclasses
 import itertools
-import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,12 +83,9 @@ class Job:
     @property
     def summary(self) -> dict[str, Any] | None:
         """Contents of `summary.json`; None if the run has not finished."""
-        try:
-            summary = json.loads((self.run.run_dir / directory.SUMMARY).read_text())
-        except (OSError, ValueError):
-            return None
-        steps = summary.get("steps_done"), summary.get("num_steps")
-        return summary if None not in steps and steps[0] == steps[1] else None
+        summary = directory.summary_of(self.run.run_dir)
+        ended = summary is not None and summary["steps_done"] == summary["num_steps"]
+        return summary if ended else None
 
 
 def expand(spec: Settings) -> list[dict[str, Any]]:
@@ -189,10 +185,10 @@ class Priced:
     """Facts that the guarantee of one candidate or another does not cover."""
 
 
-def price(jobs: Sequence[Job], data: Dataset, mean: float | None, shape: float) -> Priced:
+def price(jobs: Sequence[Job], data: Dataset, mean: float | None) -> Priced:
     """Price of a selection among these candidates, before any of them runs.
 
-    Args: mean, shape: as for `select`.
+    Args: mean: as for `select`.
     Raises: ConfigError: a candidate is not allowed in a private selection.
     """
     one_owner = graph_of(data.train) is None  # else groups differ with the key of each trial
@@ -205,7 +201,7 @@ def price(jobs: Sequence[Job], data: Dataset, mean: float | None, shape: float) 
     expect("delta", sorted(deltas), len(deltas) == 1, "the same one for all candidates")
     delta = deltas.pop()
     of_trial = (max(p.slack.epsilon for p in plans), max(p.slack.delta for p in plans))
-    event = SelectionEvent(candidates, float(mean or len(jobs)), shape, of_trial)
+    event = SelectionEvent(candidates, float(mean or len(jobs)), slack=of_trial)
     return Priced(
         event,
         delta,
@@ -258,7 +254,6 @@ def select(
     console: Console,
     *,
     mean: float | None = None,
-    shape: float = 0.0,
 ) -> dict[str, Any]:
     """Run the trials, keep the best model in `out`/best, and return the cost of the choice.
 
@@ -269,7 +264,6 @@ def select(
       settings: settings of each candidate by flag name, and `algorithm`.
       out: directory of the selection.
       mean: expected number of trials, >= 1; None: the number of candidates.
-      shape: of the distribution of the number of trials; see `SelectionEvent`.
     Returns: contents of `selection.json`.
     Raises: ConfigError: a setting is not allowed in a private selection, a limit would be broken,
       or `out` has anything but a selection with these settings and data.
@@ -280,7 +274,7 @@ def select(
     expect("out", out, ended or not (out / BEST).exists(), "a directory without a chosen model")
     jobs = jobs_of(settings, out)
     data = _data(jobs, console)
-    priced = price(jobs, data, mean, shape)
+    priced = price(jobs, data, mean)
     if not began:  # a trial that cannot be run would be paid for in vain
         for line in sentences(priced):
             console.note(line)
@@ -346,7 +340,6 @@ def _result(out: Path, best: Job, score: float, priced: Priced) -> dict[str, Any
         "epsilon_of_one": to_json(priced.epsilon_of_one),
         "candidates": len(priced.event.candidates),
         "expected_trials": priced.event.mean,
-        "shape": priced.event.shape,
         "guarantee": not priced.reasons,
         "non_private": [fact.as_dict() for fact in priced.non_private],
         "claim": "\n".join(sentences(priced)),

@@ -138,4 +138,4 @@ def test_without_units_that_change_it_is_theorem_2():
         "max_contributions": 1,
     }
     event = StepEvent(1.0, 0.01, 1, 1, 3)
-    assert accounting.event_of(accounting.event_fields(event)) == event
+    assert StepEvent(**accounting.event_fields(event)) == event

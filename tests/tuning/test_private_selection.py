@@ -119,7 +119,6 @@ def test_a_selection_that_was_killed_goes_on_only_as_it_began(settings, tmp_path
         (settings[:2], {}),
         ([{**each, "data": str(tmp_path / "others.parquet")} for each in settings], {}),
         (settings, {"mean": 3}),
-        (settings, {"shape": 1.0}),
     ):
         with refuses("out", says="another out is for others"):
             select(given, killed, **how)

@@ -212,7 +212,7 @@ class _Build:
         self.tokenizer.save(copy)  # for the workers
         encoding = Encoding(rows, copy, self.columns, settings, self.chats)
         call = partial(write_rows, encoding=encoding)
-        records = self.pool.map(call, list(enumerate(parts)), "tokenised")
+        records = self.pool.map(call, list(enumerate(parts)))
         counts = sum(records, Counter())
         if self.columns.order is not None:
             kinds = {name for name in KINDS if counts[name]}
@@ -361,11 +361,9 @@ class Pool:
             context = multiprocessing.get_context("spawn")
             self._executor = ProcessPoolExecutor(self.num_workers, context, _start_worker)
 
-    def map(self, call: Callable[[Any], Any], items: Sequence[Any], stage: str = "") -> list[Any]:
+    def map(self, call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         """[call(item) for item in items]. The first error stops the rest.
 
-        Args:
-          stage: name of the stage in lines of progress; "" shows none.
         Raises:
           Interrupted: a worker was killed. KeyboardInterrupt: a stop signal came.
         """
@@ -376,9 +374,9 @@ class Pool:
                 raise_if_stopped()
                 results.append(result)
                 is_due = time.monotonic() - said_at > PROGRESS_EVERY_S or len(results) == len(items)
-                if stage and is_due and self._say:
+                if is_due and self._say:
                     said_at = time.monotonic()
-                    self._say(f"{stage} {len(results):,} of {len(items):,} parts")
+                    self._say(f"read {len(results):,} of {len(items):,} parts")
         except BrokenProcessPool:
             raise Interrupted(
                 f"num_workers={self.num_workers}: a worker process ended, expected enough memory "
