@@ -35,7 +35,7 @@ def attend(
         return _capped_attention(q_BLHK, k_BSHK, v_BSHK, mask, scale, cap)
     if mask is not None:
         return jax.nn.dot_product_attention(q_BLHK, k_BSHK, v_BSHK, mask=mask, scale=scale)
-    fused = is_fused(q_BLHK.shape[1:], k_BSHK.shape[2], str(q_BLHK.dtype), window)
+    fused = is_fused(*q_BLHK.shape[1:], k_BSHK.shape[2], str(q_BLHK.dtype), window)
     return _causal((q_BLHK, k_BSHK, v_BSHK), window, scale, fused)
 
 
@@ -51,15 +51,14 @@ def _causal(qkv: Any, window: int | None, scale: float | None, fused: bool) -> j
 
 
 @functools.cache
-def is_fused(queries: tuple[int, ...], kv_heads: int, dtype: str, window: int | None) -> bool:
+def is_fused(L: int, H: int, K: int, kv_heads: int, dtype: str, window: int | None) -> bool:
     """True if cuDNN computes causal attention here, without a matrix of scores.
 
     JAX, XLA and cuDNN know what they take: they are asked to compile its gradient, with kernels
-    that repeat their bits. Args: queries: L, H G and K; window: as of `attend`.
+    that repeat their bits. Args: H: heads of queries; window: as of `attend`.
     """
     if jax.default_backend() != "gpu":
         return False
-    L, H, K = queries
     qkv = [jax.ShapeDtypeStruct((1, L, heads, K), dtype) for heads in (H, kv_heads, kv_heads)]
     gradient = jax.jit(jax.grad(lambda qkv: _causal(qkv, window, None, fused=True).sum()))
     try:

@@ -156,7 +156,7 @@ class LanguageModelTask:
     def kernels(self) -> str:
         """What computes the attention of the longest rows, on a GPU."""
         c = self.config
-        own = (c.max_length - 1, c.num_heads, c.head), c.kv_heads, c.dtype or "float32"
+        own = c.max_length - 1, c.num_heads, c.head, c.kv_heads, c.dtype or "float32"
         windows = {c.of_block(i).window for i in range(c.num_layers)}
         names = {"XLA" if c.attention_cap or not is_fused(*own, w) else "cuDNN" for w in windows}
         by = f", attention by {' and '.join(sorted(names))}"

@@ -45,7 +45,7 @@ CASES = [
 
 @pytest.mark.parametrize("queries, kv_heads, dtype, window, fused", CASES)
 def test_the_cases_of_cudnn(queries, kv_heads, dtype, window, fused, gpu):
-    assert attention.is_fused(queries, kv_heads, dtype, window) == fused
+    assert attention.is_fused(*queries, kv_heads, dtype, window) == fused
 
 
 def test_what_the_device_cannot_compile_is_of_xla(gpu, monkeypatch):
@@ -53,12 +53,12 @@ def test_what_the_device_cannot_compile_is_of_xla(gpu, monkeypatch):
         raise RuntimeError("no engine")
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", no_kernel)
-    assert not attention.is_fused(*CASES[0][:-1])
+    assert not attention.is_fused(*CASES[0][0], *CASES[0][1:-1])
 
 
 def test_on_a_cpu_it_is_not_asked_for():
     attention.is_fused.cache_clear()
-    assert not attention.is_fused(*CASES[0][:-1])
+    assert not attention.is_fused(*CASES[0][0], *CASES[0][1:-1])
     assert LanguageModelTask(None, config()).kernels == ""
 
 
