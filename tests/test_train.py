@@ -18,8 +18,8 @@ from fedsim.cli.main import main
 from fedsim.config import PrivacyConfig, run_config
 from fedsim.plan import planner
 from fedsim.run import checkpoint, ledger
+from fedsim.run.checkpoint import APART
 from fedsim.run.console import Console, guarantee_line
-from fedsim.run.state import APART
 from fedsim.training.open import key_context
 from fedsim.trust.report import as_markdown, compose, read
 

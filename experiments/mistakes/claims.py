@@ -124,7 +124,7 @@ CLAIMS = (
         "test_train.py"
         "::test_what_may_be_published_has_no_sizes_of_draws_and_no_loss_of_held_out_users",
         Patch(
-            "fedsim.run.state",
+            "fedsim.run.checkpoint",
             "_published",
             lambda published, state: {
                 **published(state),

@@ -2,8 +2,7 @@
 
 directory     settings and plan in config.json, the lock, who owns the files
 ledger        chained logs, and the ledger of what was released, by which epsilon is computed
-checkpoint    the file of a state between two steps, in safetensors
-state         the state that a resumed run continues from
+checkpoint    the state between two steps, from which a run resumes, and its file in safetensors
 metrics       metrics.jsonl, and which metrics may leave the machine
 formats       pydantic types and JSON Schemas of plan, ledger and summary
 model_source  the model that a run starts from, and the task that it trains

@@ -5,6 +5,13 @@ from . import (
     ledger as ledger,
     metrics as metrics,
 )
+from .checkpoint import (
+    State as State,
+    private_part as private_part,
+    restored as restored,
+    results as results,
+    save as save,
+)
 from .console import (
     Console as Console,
     guarantee_line as guarantee_line,
@@ -38,13 +45,6 @@ from .model_source import (
     model_name as model_name,
     model_sha256 as model_sha256,
     save_model as save_model,
-)
-from .state import (
-    State as State,
-    private_part as private_part,
-    restored as restored,
-    results as results,
-    save as save,
 )
 from .terminal import (
     Terminal as Terminal,

@@ -19,10 +19,10 @@ from fedsim.engine import environment
 from fedsim.keys import SecretKey
 from fedsim.noise import Correlated, add_gaussian, correlated, independent, strategy
 from fedsim.plan import Evaluations
-from fedsim.run import LedgerError, checkpoint, ledger, restored, save, state as state_module
+from fedsim.run import LedgerError, checkpoint, ledger, restored, save
+from fedsim.run.checkpoint import State
 from fedsim.run.formats import Segment
 from fedsim.run.ledger import Ledger
-from fedsim.run.state import State
 from fedsim.sampling import Allocation, Cyclic, Poisson
 from fedsim.training import trainer
 from fedsim.training.private_evaluation import noisy_evaluate
@@ -38,7 +38,7 @@ WRITES = (
     (budget_ledger, "write_durably"),  # a mark
     (budget_ledger, "write_json"),  # the last line
     (checkpoint.weights, "write"),
-    (state_module, "write_json"),
+    (checkpoint, "write_json"),
 )
 
 

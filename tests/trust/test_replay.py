@@ -65,7 +65,7 @@ def changed(run_dir, change):
     for path in checkpoint.kept(run_dir):
         state = checkpoint.load(path)
         step = int(state["step"])
-        checkpoint.save(run_dir, step, state, steps[step - 1]["chain"])
+        checkpoint.write(run_dir, step, state, steps[step - 1]["chain"])
 
 
 def elsewhere(run_dir, number=0, where="EPYC, cpu, 1 threads, packages 0"):

@@ -172,7 +172,7 @@ def other_params(run_dir, of="params"):
     path = checkpoint.latest(run_dir)
     state = checkpoint.load(path)
     state[of]["embed"]["embedding"] = state[of]["embed"]["embedding"] + 1
-    checkpoint.save(run_dir, NUM_STEPS, state)
+    checkpoint.write(run_dir, NUM_STEPS, state)
     digest = checkpoint.params_sha256(checkpoint.load_params(path))
     edit_json(run_dir / "summary.json", params_sha256=digest)
 
