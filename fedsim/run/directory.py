@@ -147,7 +147,7 @@ def summary_of(run_dir: Path) -> dict[str, Any] | None:
         return None
     record = read_json(path)
     try:
-        formats.check(formats.Summary, record)
+        ledger.expect_format(formats.Summary, record)
     except ValueError as error:
         raise FileDamaged(f"{path}: expected the summary of a run ({error})") from None
     return record

@@ -1,19 +1,16 @@
-"""Formats of ledger, summary and `published.json`: pydantic checks files by them.
+"""Formats of ledger, summary and `published.json`: `ledger.expect_format` checks files by them.
 
 docs/schemas.py writes them as JSON Schemas; docs/api/schemas.md describes how to verify with them.
 """
 
 import dataclasses
-import functools
-import json
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
 from fedsim.accounting import StepEvent
 from fedsim.config import SamplingName
-from fedsim.errors import first_fault
 from fedsim.plan import Number
 
 CHECKED: Any = {"strict": True, "extra": "forbid", "use_attribute_docstrings": True}
@@ -164,16 +161,3 @@ class Published:
     """sha256 of the parameters of the run's last checkpoint."""
     files: dict[str, Digest]
     """sha256 of each other file, by its path in the folder."""
-
-
-def check(kind: type, record: Any) -> None:
-    """Raise ValueError, naming the field, if a JSON record is not of `kind`."""
-    try:
-        _adapter(kind).validate_json(json.dumps(record))
-    except ValidationError as error:
-        raise ValueError(first_fault(error)) from None
-
-
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)

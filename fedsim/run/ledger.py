@@ -14,6 +14,7 @@ rewrites all of these files leaves no trace in them (`fedsim verify --whole` com
 
 import bisect
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -26,9 +27,10 @@ from typing import IO, Any
 
 import numpy as np
 from jax.tree import leaves
+from pydantic import TypeAdapter, ValidationError
 
 from fedsim.accounting import Event, StepEvent, epsilon
-from fedsim.errors import FedsimError
+from fedsim.errors import FedsimError, first_fault
 from fedsim.files import open_to_append, write_durably
 from fedsim.plan import Plan, accounted_events, events_before
 from fedsim.run import formats
@@ -353,6 +355,19 @@ def head(directory: Path) -> dict[str, Any]:
     return next((line["head"] for line in parse(first, str(path), Order())), {})
 
 
+def expect_format(kind: type, record: Any) -> None:
+    """Raise ValueError, naming the field, if a JSON record is not of a type of `formats`."""
+    try:
+        _adapter(kind).validate_json(json.dumps(record))
+    except ValidationError as error:
+        raise ValueError(first_fault(error)) from None
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
 class Order:
     """Validates the lines of a ledger one after another; see `Check`."""
 
@@ -362,7 +377,7 @@ class Order:
 
     def __call__(self, record: dict[str, Any], number: int) -> None:
         rest = formats.SegmentLine if "segment" in record else formats.StepLine
-        formats.check(rest if number else formats.FirstLine, record)
+        expect_format(rest if number else formats.FirstLine, record)
         self.follow(record, number)
 
     def follow(self, record: dict[str, Any], number: int) -> None:

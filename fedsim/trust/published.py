@@ -55,7 +55,7 @@ class Folder(Record):
         super().__init__(path, plan)
         record = read_json(path / NAME)
         try:
-            formats.check(formats.Published, record)
+            ledger.expect_format(formats.Published, record)
         except ValueError as error:
             raise FileDamaged(f"{path / NAME}: expected a claim and digests ({error})") from None
         self.published = formats.Published(**record)
