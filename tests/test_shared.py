@@ -7,8 +7,13 @@ import pytest
 
 from fedsim.data.store import Owners
 from fedsim.keys import SecretKey
-from fedsim.sampling import shared
-from fedsim.sampling.shared import bounded_pool, greedy_pool, largest_pool, owners_groups
+from fedsim.sampling import contributions
+from fedsim.sampling.contributions import (
+    bounded_pool,
+    greedy_pool,
+    largest_pool,
+    owners_groups,
+)
 
 GRAPHS = 1000
 
@@ -40,7 +45,7 @@ def owners_of(text, sets, offsets):
 @pytest.mark.privacy
 @pytest.mark.parametrize("exact", [True, False])
 def test_nobody_has_more_than_g_texts_in_the_pool_of_any_graph(exact, monkeypatch):
-    monkeypatch.setattr(shared, "EXACT_SETS", 1000 if exact else 0)
+    monkeypatch.setattr(contributions, "EXACT_SETS", 1000 if exact else 0)
     for number, sets, offsets, owners, most in graphs(GRAPHS // 10 if exact else GRAPHS, 1):
         pool = bounded_pool(offsets, owners, most, SecretKey.create(seed=number))
         counts = dict.fromkeys(range(owners.num_users), 0)

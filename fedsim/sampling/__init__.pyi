@@ -1,4 +1,5 @@
 from .contributions import (
+    Groups as Groups,
     Users as Users,
     examples_per_user as examples_per_user,
     graph_of as graph_of,
@@ -20,4 +21,3 @@ from .sampler import (
     Sampling as Sampling,
     draw_groups as draw_groups,
 )
-from .shared import Groups as Groups
