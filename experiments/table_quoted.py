@@ -87,7 +87,7 @@ def evaluations() -> Iterator[Row]:
 
 def training_loss() -> Iterator[Row]:
     """Noise on the mean training loss of a step."""
-    from fedsim.clipping import NoisyLoss
+    from fedsim.mechanism import NoisyLoss
 
     released = NoisyLoss(bound=6.0, count=1000, noise_multiplier=1.0)
     stddev = released.stddev * released.bound / 2 / released.count
@@ -146,7 +146,7 @@ def slacks(settings: Settings) -> Iterator[Row]:
         found = accounting.slack(parameters * steps, 4.0, 1e-6, plan.cell_errors)
         what = f"{parameters} parameters, {steps} steps, {bands} bands"
         yield row("theory/correlated.md", f"slack, {what}", found.epsilon)
-        size = parameters * plan.bytes_per_number
+        size = parameters * (bands - 1) * np.dtype(plan.dtype).itemsize
         yield row("theory/correlated.md", f"MB of rows of noise, {what}", size / 1e6)
 
 

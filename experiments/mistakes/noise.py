@@ -8,7 +8,7 @@ import numpy as np
 from experiments.planting import Mistake, Patch
 
 KEYS, MECHANISM = "fedsim.keys", "fedsim.mechanism"
-INDEPENDENT, ADAPTIVE = "fedsim.noise.independent", "fedsim.clipping.step_releases"
+INDEPENDENT = "fedsim.noise.independent"
 
 
 def as_everyone(derive, self, purpose, index):
@@ -135,7 +135,7 @@ NOISE_AND_SENSITIVITY = (
         "a clip norm that moves, for no extra noise on the gradient",
         "clipping/test_adaptive.py::test_the_gradient_gets_at_most_one_percent_more_noise",
         Patch(
-            ADAPTIVE,
+            MECHANISM,
             "AdaptiveClip.gradient_noise_multiplier",
             lambda _right, self: self.noise_multiplier,
         ),
@@ -143,7 +143,7 @@ NOISE_AND_SENSITIVITY = (
     Mistake(
         "a clip norm that follows the count without noise",
         "clipping/test_adaptive.py::test_the_count_is_released_with_its_noise",
-        Patch(ADAPTIVE, "noisy_number", lambda _right, total, stddev, rng: total),
+        Patch(MECHANISM, "noisy_number", lambda _right, total, stddev, rng: total),
     ),
 )
 

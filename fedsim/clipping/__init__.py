@@ -4,7 +4,6 @@ contribution    the clip function, its sensitivity, the proof of a contribution'
 strategy        `clip_chunk`: by `scan`, the oracle of the others, `direct` or `ghost`
 ghost           the strategy `ghost`, which forms no gradient of a large matrix
 packing         units in few static shapes, and short texts in shared rows
-step_releases   an adaptive clip norm and a noisy loss, released beside the gradient
 """
 
 from lazy_loader import attach_stub

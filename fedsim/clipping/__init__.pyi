@@ -20,7 +20,6 @@ from .packing import (
     packed as packed,
     shared_lengths as shared_lengths,
 )
-from .step_releases import AdaptiveClip as AdaptiveClip, NoisyLoss as NoisyLoss
 from .strategy import (
     AUTO as AUTO,
     NAMES as NAMES,

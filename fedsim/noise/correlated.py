@@ -183,11 +183,6 @@ class Strategy:
         return np.int32 if self.largest < 2.0**30 else np.int64
 
     @property
-    def bytes_per_number(self) -> int:
-        """Bytes of the rows of earlier steps, for each number of a gradient."""
-        return (len(self.coefficients) - 1) * np.dtype(self.dtype).itemsize
-
-    @property
     def cell_errors(self) -> tuple[tuple[float, float], ...]:
         """(probability, eta): the probability that x_t + w_t is a given whole number is that of
         ideal noise up to a factor of e^(+-eta), as in `independent.CELL_ERRORS`.

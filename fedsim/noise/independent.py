@@ -50,11 +50,6 @@ def release_shift(stddev: float) -> int:
     return max(0, math.floor(math.log2(stddev)) - CELLS_BITS) if stddev > 0 else 0
 
 
-def released_dtype(stddev: float) -> np.dtype:
-    """Integer type of released sums, for noise of `stddev` units. Public."""
-    return np.dtype(np.int32 if release_shift(stddev) >= NARROW else np.int64)
-
-
 def add_gaussian(
     sums: Sequence[np.ndarray],
     *,
@@ -76,7 +71,8 @@ def add_gaussian(
     """
     if not stddev:
         return [leaf.astype(np.int64) for leaf in sums]
-    shift, dtype = release_shift(stddev), released_dtype(stddev)
+    shift = release_shift(stddev)
+    dtype = np.int32 if shift >= NARROW else np.int64
     released = [np.empty(leaf.shape, dtype) for leaf in sums]
 
     local = threading.local()  # a thread reuses its buffer: fresh memory costs half of drawing

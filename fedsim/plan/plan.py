@@ -22,7 +22,7 @@ from fedsim.accounting import (
     cyclic_event,
     slack,
 )
-from fedsim.clipping import AdaptiveClip, Clip, NoisyLoss, lattice_bits
+from fedsim.clipping import Clip, lattice_bits
 from fedsim.config import (
     ADD_OR_REMOVE,
     ALLOCATION,
@@ -34,6 +34,7 @@ from fedsim.config import (
     to_json,
 )
 from fedsim.errors import first_fault
+from fedsim.mechanism import AdaptiveClip, NoisyLoss
 from fedsim.noise import (
     CELL_ERRORS,
     AddNoise,

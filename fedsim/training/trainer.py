@@ -246,7 +246,7 @@ class Trainer:
 
     def _evaluate(self, state: State, metrics: Metrics, step: int) -> None:
         """Evaluate the parameters as those of `step`, if that is due and has not been done."""
-        due = step == 0 or self._due(step, self.eval_every)
+        due = step % self.eval_every == 0 or step == self.plan.num_steps
         if self.replays or not due or state.evaluated == step:
             return
         with phase_of(self.engine, self.console, f"evaluation after step {step}"):
@@ -311,10 +311,6 @@ class Trainer:
             "performance/step_seconds": seconds,
             **values,
         }
-
-    def _due(self, step: int, interval: int) -> bool:
-        """True if an action of every `interval` steps, and of the last, is due after `step`."""
-        return step % interval == 0 or step == self.plan.num_steps
 
     def _private_values(self, stats: Stats, clip_norm: float) -> dict[str, float]:
         """Metrics of a step computed from private data without noise."""

@@ -10,9 +10,9 @@ from dp_accounting.rdp import RdpAccountant
 
 from fedsim import accounting
 from fedsim.accounting import StepEvent
-from fedsim.clipping.step_releases import LARGEST, SMALLEST, AdaptiveClip, NoisyLoss
 from fedsim.engine import Stats
 from fedsim.keys import SecretKey
+from fedsim.mechanism import LARGEST, SMALLEST, AdaptiveClip, NoisyLoss
 
 
 def following(clip, norm, norms, rng):

@@ -9,7 +9,7 @@ from test_cli import run, texts, train_args
 from fedsim import accounting
 from fedsim.accounting import PureEvent, StepEvent
 from fedsim.cli.main import main
-from fedsim.clipping.step_releases import AdaptiveClip, NoisyLoss
+from fedsim.mechanism import AdaptiveClip, NoisyLoss
 from fedsim.run import ledger, metrics
 from fedsim.sampling.contributions import GRID
 
