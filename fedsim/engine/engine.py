@@ -14,7 +14,6 @@ import dataclasses
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -109,20 +108,6 @@ class Engine(ABC):
         """
         self.task = task
         self.num_lanes = num_lanes
-        self.on_progress: Callable[[int, int], None] = ignore
-
-    @contextmanager
-    def show_progress(self, show: Callable[[int, int], None]) -> Iterator[None]:
-        """Report progress while the context is open.
-
-        Args:
-          show: called with (lanes done, lanes) of a call, or with (workers up, workers).
-        """
-        self.on_progress = show
-        try:
-            yield
-        finally:
-            self.on_progress = ignore
 
     @abstractmethod
     def _lanes(self, method: str, params: Any, lanes: Sequence[Any], *args) -> Iterator[Any]:
@@ -229,11 +214,8 @@ class Engine(ABC):
 
     def _nats(self, params: Any, split: str, lanes: Sequence[np.ndarray]) -> np.ndarray:
         """Sum of nats and number of predictions of each lane, float64 [lanes, 2]."""
-        found = np.zeros((len(lanes), 2))
-        for number, pair in enumerate(self._lanes("lane_nats", params, lanes, split)):
-            found[number] = pair
-            self.on_progress(number + 1, len(lanes))
-        return found
+        pairs = [*self._lanes("lane_nats", params, lanes, split)]
+        return np.array(pairs, np.float64).reshape(len(lanes), 2)
 
 
 def cut(

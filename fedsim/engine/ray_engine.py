@@ -148,9 +148,7 @@ class RayEngine(Engine):
             self._begin(number)
 
     def ready(self) -> None:
-        count = len(self._workers)
-        while (up := sum(worker.up for worker in self._workers.values())) < count:
-            self.on_progress(up, count)
+        while not all(worker.up for worker in self._workers.values()):
             self._collect()
         self._started = True
 

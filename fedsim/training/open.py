@@ -147,16 +147,9 @@ class OpenRun:
         return workers, task, params
 
 
-@contextmanager
-def phase_of(workers: Engine, console: Console, what: str) -> Iterator[None]:
-    """Show a phase, and the workers' progress in it."""
-    with console.phase(what) as progress, workers.show_progress(progress):
-        yield
-
-
 def wait_for(workers: Engine, console: Console) -> None:
     """Wait until the workers can compute. Raises: EngineError: they cannot be started."""
-    with phase_of(workers, console, "starting the workers"):
+    with console.phase("starting the workers"):
         workers.ready()
 
 

@@ -48,7 +48,7 @@ from fedsim.run import (
 )
 from fedsim.signals import stop_signals
 from fedsim.training.callbacks import LOGGERS, Callback, Calls
-from fedsim.training.open import AuditHooks, CustomTask, Purpose, open_run, phase_of
+from fedsim.training.open import AuditHooks, CustomTask, Purpose, open_run
 from fedsim.training.optimizers import (
     Diverged,
     Noise,
@@ -249,7 +249,7 @@ class Trainer:
         due = step % self.eval_every == 0 or step == self.plan.num_steps
         if self.replays or not due or state.evaluated == step:
             return
-        with phase_of(self.engine, self.console, f"evaluation after step {step}"):
+        with self.console.phase(f"evaluation after step {step}"):
             model = (self.engine, state.released, self.data)
             if (how := self.plan.evaluations) is not None:
                 place = (step, self.run.run_dir, self.evaluated)

@@ -86,8 +86,7 @@ def recommend(
     expect("users", num_users, num_users >= 1, ">= 1")
     with started(run, console) as start:
         norms = _norms(start, privacy, num_users)
-        phase = console.phase(f"gradient norms of {norms.num_users} users")
-        with phase as progress, start.workers.show_progress(progress):
+        with console.phase(f"gradient norms of {norms.num_users} users"):
             els, els_norm, of_els = _els(start, privacy, norms)
             uls, uls_norm, of_uls = _uls(start, privacy, norms)
         non_private = list(dict.fromkeys([*of_els, *of_uls]))
