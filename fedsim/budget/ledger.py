@@ -342,8 +342,7 @@ class BudgetLedger:
             self.expect_line(number, str(chain), str(path))
 
     def _take(self, line: dict[str, Any], number: int) -> None:
-        """Take account of a line; see `fedsim.run.ledger.Check`. Some fields are missing in ledgers
-        of earlier versions."""
+        """Take account of a line, which may lack fields in ledgers of earlier versions."""
         if line["what"] == LIMIT:
             limit = Limit(float(line["epsilon"]), float(line["delta"]), line["users"])
             self.limits.append(limit)

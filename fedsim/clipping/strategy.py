@@ -149,8 +149,7 @@ def _add_formed(
     total: Any,
     side_by_side: int,
 ) -> Sums:
-    """Form each unit's gradient, clip it and add it. Args: side_by_side: units of one pass; more
-    than 1 only if all rows of each fit into the pass."""
+    """Form each unit's gradient, clip it and add it; several side by side if each fits whole."""
     clipped = functools.partial(scaled if clip.in_float32 else contribution, clip=clip)
     each = jax.vmap if side_by_side > 1 else alone
 

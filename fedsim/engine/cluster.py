@@ -169,8 +169,7 @@ def _is_authenticated(address: str) -> bool:
 
 
 def _expect_no_key(directory: Path) -> None:
-    """Raise ConfigError if the key of a run is in a job's package (`--working-dir`), of which every
-    node has a copy."""
+    """Raise ConfigError if the key of a run is in a job's package, which every node copies."""
     for package in (directory, *directory.parents):
         if package.name.startswith("_ray_pkg_"):
             for key in package.rglob(keys.FILE):

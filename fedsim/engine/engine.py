@@ -258,8 +258,7 @@ def in_order(rows: np.ndarray, num_lanes: int, least: int) -> list[np.ndarray]:
 
 
 def _starts_of_blocks(lengths: np.ndarray, size: int) -> np.ndarray:
-    """First positions of blocks of at most `size` units of one length: only the last pass over each
-    length is padded."""
+    """First positions of blocks of at most `size` units of one length."""
     firsts = np.flatnonzero(np.diff(lengths, prepend=-1))
     since = np.arange(len(lengths)) - np.repeat(firsts, np.diff(firsts, append=len(lengths)))
     return np.flatnonzero(since % size == 0)

@@ -183,8 +183,7 @@ def _hostile_rows(shapes):
 
 
 def _rows_not_finite(shapes):
-    """Yield rows like those of `_hostile_rows`, with one number of x or z that makes a gradient, or
-    its square, nan or infinite; the other coordinates are large."""
+    """Yield rows like those of `_hostile_rows`, one number of which makes a gradient not finite."""
     *_, (first, *others) = _hostile_rows(shapes)
     for number in NOT_FINITE:
         for place in (0, 2):
@@ -308,9 +307,7 @@ class Programs:
 
 
 def _checked_side_by_side(program, no_sum, arguments, strategy):
-    """Raise UnsupportedModel if a unit's contribution depends on other units of a pass, or on a CPU
-    on its place there; true if the check was meaningful: units have rows and their numbers are not
-    all zero."""
+    """Raise UnsupportedModel unless contributions are units' own; true if numbers were compared."""
     # Units side by side are mapped over by `jax.vmap`, so none is a function of another; but they
     # share matrix products, in which each has separate rows. The order in which a row's terms are
     # added depends on shapes, not on values, so one check with any values is enough: the sum over

@@ -30,9 +30,6 @@ class Task(Protocol):
       before the next one begins, so they may share an open file.
     """
 
-    def __repr__(self) -> str:
-        return f"{type(self).__qualname__}({self.describe()})"
-
     def init(self, key: jax.Array) -> Params:
         """Create fresh parameters, float32.
 
@@ -115,9 +112,6 @@ class WrappedTask(Any if TYPE_CHECKING else object):
 
     def __init__(self, inner: Task):
         self.inner = inner
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.inner})"
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner" or name.startswith("__"):  # while it is unpickled

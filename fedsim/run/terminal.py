@@ -34,8 +34,7 @@ def verbosity(level: str) -> Iterator[None]:
 
 
 class _Stderr:
-    """The current sys.stderr. Failed writes are ignored: a closed pipe or a full disk must not end
-    a run."""
+    """The current sys.stderr; a closed pipe or a full disk must not end a run."""
 
     def write(self, text: str) -> int:
         with suppress(OSError, ValueError, AttributeError):  # none, or closed

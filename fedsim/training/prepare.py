@@ -161,14 +161,12 @@ def _settings(opened: OpenRun, *, dry_run: bool) -> PrivacyConfig:
 def _completed(
     opened: OpenRun, settings: PrivacyConfig, callbacks: Sequence[Callback]
 ) -> tuple[PrivacyConfig, list[Caveat]]:
-    """The settings with nothing left to defaults, and what the guarantee does not cover.
-
-    The smallest group size that can be drawn stands in for one that is not drawn yet.
-    """
+    """The settings with nothing left to defaults, and what the guarantee does not cover."""
     if opened.stored_plan is not None:
         completed, facts = settings, [*opened.stored_plan.caveats]
     else:
         if settings.group_size_epsilon is not None:
+            # It stands in for the one that is not drawn yet.
             smallest = smallest_group_size(settings, opened.data.train)
             settings = dataclasses.replace(settings, group_size=smallest)
         completed, facts = fill_defaults(opened.algorithm, settings, opened.data)
@@ -228,10 +226,7 @@ def _strategy(
 def _booking(
     opened: OpenRun, plan: Plan, method: ELS | ULS, request: BudgetRequest
 ) -> Booking | None:
-    """The run's entries in the ledger of the data; None if it is not counted there.
-
-    Raises: ConfigError: its steps cost more than planned, or more than a limit leaves.
-    """
+    """The run's entries in the ledger of the data; None if it is not counted there."""
     planned = planned_phases(plan, method)
     expect_affordable(plan, planned)
     if not opened.purpose.is_counted:
@@ -244,8 +239,7 @@ def _booking(
 
 
 def _pay(opened: OpenRun, settings: PrivacyConfig, request: BudgetRequest) -> None:
-    """Count the draw of a group size before anything that follows from it is seen; the whole run's
-    entry replaces this one. Raises: ConfigError: a limit would be broken."""
+    """Count the draw of a group size before it; the whole run's entry replaces this one."""
     draw = dataclasses.replace(request, kind=GROUP_SIZE)
     label = "" if opened.key.seed is None else Fact.KNOWN_SEED
     events = events_before(settings.group_size_epsilon)
@@ -253,11 +247,7 @@ def _pay(opened: OpenRun, settings: PrivacyConfig, request: BudgetRequest) -> No
 
 
 def _plan_as_stored(opened: OpenRun, method: ELS | ULS, callbacks: Sequence[Callback]) -> Plan:
-    """The plan of a resumed run.
-
-    Raises: ConfigError: it would draw from other texts, users might take part again too soon, the
-      held-out users are others, or more is shown of the run than its plan says.
-    """
+    """The plan of a resumed run, unless it would draw or show others than at its start."""
     stored, plan = opened.stored, opened.stored_plan
     assert stored is not None and plan is not None, "of a resumed run"
     again = "those at the start of the run alone to see metrics without noise"

@@ -170,8 +170,7 @@ class Trainer:
         return Calls(self.plan, self.callbacks, loggers, self.console.warn)
 
     def _segments(self, state: State, ledger: Ledger) -> Iterator[tuple[State, int, int]]:
-        """(state to go on from, steps of its checkpoint, index of the end) of the segments to run:
-        a new one, or those of a replay. Nothing is left of a run that has ended."""
+        """(state to go on from, steps of its checkpoint, index of the end) of segments to run."""
         total, segments = self.plan.num_steps, ledger.segments
         lanes = "" if self.event else f"{self.run.engine.num_lanes} lanes"  # sums of float32
         bits = computed_on(self.engine.facts()["kind"], lanes)
@@ -224,13 +223,12 @@ class Trainer:
             checkpoint.Saver(functools.partial(save, self.run.run_dir), self.saved) as saver,
             self.console.steps(state.step, self.plan.num_steps) as show,
         ):
-            first, rows = state.step, threads.submit(self.method.draw, state.step)
+            rows = threads.submit(self.method.draw, state.step)
             self._evaluate(state, metrics, self.saved)
             self._evaluate(state, metrics, state.step)  # of a run whose last steps are lost
             while state.step < end and not (stop.is_set() or self.calls.stopped):
                 drawn, rows = rows.result(), threads.submit(self.method.draw, state.step + 1)
-                with self.console.phase("first step") if state.step == first else nullcontext():
-                    values = self._step(state, ledger, drawn)
+                values = self._step(state, ledger, drawn)
                 metrics.log(state.step, values)
                 self.calls.step(state.step, {**values, "eval/loss": state.eval_loss})
                 self._evaluate(state, metrics, state.step)
