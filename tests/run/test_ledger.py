@@ -81,6 +81,12 @@ def test_another_head_is_refused(head, tmp_path):
     assert path.read_bytes() == before
 
 
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    write(tmp_path)
+    with pytest.raises(LedgerError, match="another chain after step 2 than the checkpoint"):
+        Ledger(tmp_path, HEAD, least=2, least_chain="0" * 64)
+
+
 def forged(lines):
     """Bytes of a ledger with these lines and a chain that fits."""
     chain, whole = "", b""
