@@ -20,6 +20,7 @@ from fedsim.trust.evidence import Check
 
 CURVE_POINTS = 25
 SLACK_SHARE = 1e-3  # of delta, for the slack of several users together
+FALSE_ALARMS = (0.001, 0.01, 0.05)
 PEOPLE = (2, 5, 10, 100)
 
 OWNERS = "owners"
@@ -159,6 +160,26 @@ def claim(released: Claimed) -> str:
 def words_of(plan: Plan) -> dict[str, str]:
     """Phrases of the plan's kind of neighbouring data sets; see WORDS."""
     return WORDS[OWNERS if plan.shared is not None else plan.adjacency]
+
+
+def attack_bounds(released: Claimed) -> list[tuple[float, float]]:
+    """Bounds on any attack: (false positive rate, largest true positive rate); empty without a
+    claim."""
+    if released.kind != PRIVATE or not released.num_steps:
+        return []
+    return [(alarms, max_true_positives(released, alarms)) for alarms in FALSE_ALARMS]
+
+
+def max_true_positives(released: Claimed, false_alarms: float) -> float:
+    """Largest true positive rate of any test at a false positive rate, by the whole curve.
+
+    Every (epsilon, delta) of the curve bounds it: by e^epsilon f + delta, and from the other side
+    by 1 - e^-epsilon (1 - delta - f). Source: Kairouz et al. 2015, Theorem 2.1.
+    """
+    epsilons, deltas = curve(released)
+    above = np.exp(epsilons) * false_alarms + deltas
+    below = 1 - np.exp(-epsilons) * np.maximum(0, 1 - deltas - false_alarms)
+    return float(min(1.0, above.min(), below.min()))
 
 
 def several(released: Claimed) -> list[tuple[int, float]]:

@@ -26,11 +26,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from markupsafe import Markup  # which comes with Jinja2
 
 from fedsim.accounting import at_least, at_most
 from fedsim.config import to_json
+from fedsim.data import HUB, download
 from fedsim.errors import expect, printable
 from fedsim.files import new_directory, read_object, write_atomically, write_json
 from fedsim.models import Pretrained, weights
@@ -50,6 +51,7 @@ from fedsim.trust import published
 from fedsim.trust.claim import (
     Released,
     ReportError,
+    attack_bounds,
     claim,
     curve,
     facts,
@@ -144,6 +146,7 @@ def _parser() -> Any:
 
 
 NAME, FOLDER = "report", "public"
+LICENCE = ("license", "license_name", "license_link")
 OF_PLACES = ("_path", "_file")
 """Ends of names of fields of a model's settings that may name places of this machine."""
 NO_CLAIM = "No guarantee is known: the model is not the directory of a private run."
@@ -215,6 +218,7 @@ def compose(released: Released) -> dict[str, Any]:
     return facts(released) | {
         "title": f"Privacy report: {released.run_dir.resolve().name}",
         "subject": "this run",
+        "attack_bounds": attack_bounds(released),
         "several": several(released),
         "curve": [*zip(*curve(released), strict=True)] if noisy else [],
         "summary": summary,
@@ -271,9 +275,24 @@ def _card(run_dir: Path, stored: StoredRun, adapter: bool, **shown: Any) -> str:
         pipeline_tag=kind,
         library_name=library,
         base_model=base_name(stored.run.model.source),
+        **_licence(stored),
     )
     shown |= {"title": run_dir.resolve().name, "library": library, "subject": "this model"}
     return f"---\n{about.to_yaml()}\n---\n\n{as_markdown('card.md.jinja', **shown)}"
+
+
+def _licence(stored: StoredRun) -> dict[str, Any]:
+    """Fields about the licence in the card of the model that a run started from."""
+    source = stored.run.model.source
+    if not stored.files:  # of a fresh model
+        return {}
+    try:
+        hub = source.startswith(HUB)
+        folder = download(source, "model", (published.CARD,)) if hub else Path(source)
+        fields = ModelCard((folder / published.CARD).read_text(encoding="utf-8")).data.to_dict()
+    except Exception:  # there is none, or it is a stranger's file that cannot be read
+        return {}
+    return {name: fields[name] for name in LICENCE if name in fields}
 
 
 def publish(run_dir: Path, out: Path | None, console: Console) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import pytest
 from pretrained_models import command, make_model, make_texts
 from refused import refuses
 from safetensors.numpy import load_file
-from test_weights import with_files
 from zoo import FAMILIES, PARTS, adapters_of, random_like
 
 from fedsim.cli.main import main
@@ -98,7 +97,7 @@ def test_layers_that_there_are_not_are_refused(layers):
 def place(tmp_path_factory):
     directory = tmp_path_factory.mktemp("lora")
     model = make_model(directory)
-    with_files(model)
+    (model / "chat_template.jinja").write_text("{{ messages }}")
     return model, make_texts(directory), directory
 
 
@@ -146,12 +145,13 @@ def test_a_model_that_is_read_as_another_function_is_not_trained_on(trained):
         expect_same_model(stored, {**stored.model, "norm_epsilon": 0.5})
 
 
-def test_a_run_is_exported_merged_or_as_adapters(trained, tmp_path, capsys):
+def test_a_run_is_exported_merged_or_as_adapters(trained, place, tmp_path, capsys):
     run_dir, _ = trained
+    (place[0] / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     for adapter in (False, True):
         found = export(str(run_dir), tmp_path / f"{adapter}", adapter=adapter)
         card = (tmp_path / f"{adapter}" / "README.md").read_text()
-        assert "## Privacy" in card
+        assert "## Privacy" in card and "license: apache-2.0\n" in card
         assert f"library_name: {'peft' if adapter else 'transformers'}\n" in card
         assert str(tmp_path / f"{adapter}") in found["next"] and found["guarantee"] is False
     with pytest.raises(SystemExit) as stop:

@@ -24,6 +24,17 @@ def released(phases, num_steps, delta=1e-5, plan=None):
     return Released(**about, run_dir=None, stored=None, checks=[])
 
 
+@pytest.mark.parametrize("sigma", [0.6, 2.0])
+def test_nobody_recognises_more_than_the_gaussian_mechanism_allows(sigma):
+    """One step with everyone: the best test is known, TPR = Phi(Phi^-1(FPR) + 1 / sigma)."""
+    from scipy.stats import norm
+
+    found = released([(StepEvent(sigma, 1.0), 1)], 1)
+    for alarms in (0.001, 0.01, 0.05):
+        best = norm.cdf(norm.ppf(alarms) + 1 / sigma)
+        assert best <= claim.max_true_positives(found, alarms) <= best * 1.2 + 0.01
+
+
 def of_plan(**changed):
     """What a run of a plan has released after its 20 steps."""
     plan = claim.Plan.from_dict({**PLAN.as_dict(), **changed})
@@ -62,7 +73,7 @@ def in_words(found, run_dir):
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.parametrize("delta", [1.2301e-6, 9.991e-7, 1e-6])
-def test_no_bound_in_the_sentences_is_rounded_down(delta):
+def test_no_bound_in_the_sentences_is_rounded_down(delta, tmp_path):
     found = of_plan(delta=delta)
     text = claim.claim(found)
     assert float(re.search(r"epsilon = ([\d.]+)", text)[1]) >= found.epsilon
@@ -70,12 +81,17 @@ def test_no_bound_in_the_sentences_is_rounded_down(delta):
     assert len(deltas) == 2 and all(delta <= float(x) < 1.01 * delta for x in deltas)
     factor = float(re.search(r"outcome by at most ([\d.,]+) and", text)[1].replace(",", ""))
     assert math.exp(found.epsilon) <= factor
+    table = in_words(found, tmp_path)
+    rows = re.findall(r"^\| ([\d.]+)% .* at most ([\d.]+)% \|$", table, re.MULTILINE)
+    assert [float(alarms) for alarms, _ in rows] == [100 * f for f in claim.FALSE_ALARMS]
+    for (_, shown), alarms in zip(rows, claim.FALSE_ALARMS, strict=True):
+        assert claim.max_true_positives(found, alarms) <= float(shown) / 100 + 1e-15
 
 
 def test_what_is_no_guarantee_is_not_put_into_words(tmp_path):
     found = of_plan(seeded=True)
     assert "no privacy is claimed" in claim.claim(found)
-    assert "The guarantee covers" not in in_words(found, tmp_path)
+    assert claim.attack_bounds(found) == [] and "recognises" not in in_words(found, tmp_path)
 
 
 def rows_of(found):

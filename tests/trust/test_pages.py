@@ -110,7 +110,7 @@ def report_of(*names):
     )
     own = {"title": every, "subject": every, "curve": [(0.0, 0.5), (1.00001, 2.50001e-7)]}
     own |= {"fingerprints": [(name, name) for name in names], "summary": None, "losses": []}
-    return facts(found) | {"several": [], **own}
+    return facts(found) | {"attack_bounds": [], "several": [], **own}
 
 
 def page_of(*names):
