@@ -148,6 +148,11 @@ COPIES = (
         Patch(PLANNED, "drawn_once", lambda _right, method, num_steps, key: mock.ANY),
     ),
     Mistake(
+        "the same people under other ids, of whom the ledger of the data does not warn",
+        "budget/test_budget_ledger.py::test_users_who_look_like_those_of_a_counted_run_are_named",
+        Patch("fedsim.budget.ledger", "_looks", lambda _right, ids: [*ids]),
+    ),
+    Mistake(
         "a group size drawn before it is paid for",
         "test_dry_run.py::"
         "test_a_private_draw_is_counted_before_anything_is_refused_that_follows_from_it",
