@@ -171,7 +171,7 @@ def test_a_metric_takes_held_out_users(settings, tmp_path):
 def test_what_no_candidate_covers_is_part_of_the_claim(settings, tmp_path):
     def priced():
         jobs = jobs_of(settings, tmp_path)
-        return price(jobs, load_data(jobs[0].run.data, None, print), None, 0.0)
+        return price(jobs, load_data(jobs[0].run.data, None, print), None)
 
     for each, chosen in zip(settings, ("clip_norm", "", "clip_norm,num_steps"), strict=True):
         each |= {"algorithm": "els", "tuned_on_data": chosen, "group_size": None}
