@@ -151,4 +151,6 @@ def _fault(
     expected = fault["msg"].removeprefix("Input should be ").partition(", unable to parse")[0]
     if about in ("missing", "missing_argument"):
         value, expected = None, "a value"
+    elif about == "unexpected_keyword_argument":
+        expected = "the name of a setting"
     return ConfigError.of(name or names.get(field, field), value, expected)
