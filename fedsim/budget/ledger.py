@@ -212,11 +212,16 @@ class BudgetLedger:
 
     def lookalike_warning(self, ids: Sequence[str]) -> str:
         """A warning if users look like users of counted runs that have other ids; else empty."""
+        entries = [
+            entry
+            for entry in self.entries.values()
+            if entry.looks and not (entry.outcome and entry.released == [])
+        ]
+        if not entries:  # hashing takes long for many users
+            return ""
         users, looks = _hashes(ids, self.key, IDS), _hashes(_looks(ids), self.key, LOOKS)
         alike, runs = np.zeros(len(users), bool), 0
-        for entry in self.entries.values():
-            if not entry.looks or (entry.outcome and entry.released == []):
-                continue
+        for entry in entries:
             known = np.isin(users, self.users_of(entry.users))
             found = np.isin(looks, self.users_of(entry.looks)) & ~known
             alike, runs = alike | found, runs + bool(found.any())

@@ -190,6 +190,10 @@ class Worker:
         """True if the texts of a unit share rows: where units may be side by side, too."""
         return not on_accelerator() and strategy.shares_rows(group, self.task.buckets)
 
+    def _keeps_places(self, strategy: Strategy, group: int) -> bool:
+        """See `Engine.keeps_places`."""
+        return strategy.units_at_once(group) > 1 and on_accelerator()
+
     def units_of_pass(self, strategy: Strategy, group: int, length: int) -> int:
         """Return the units of a pass over rows of this length: those of the strategy, or as many
         as `Buckets.side_by_side` says, or of their powers of two the largest whose tokens are no
@@ -206,9 +210,8 @@ class Worker:
 
     def passes(self, strategy: Strategy, group: int) -> list[Strategy]:
         """Return the strategy for units of one row, for each number of units of a pass."""
-        at_once = strategy.units_at_once(group)
-        if self.task.buckets is None or (at_once > 1 and on_accelerator()):
-            return [dataclasses.replace(strategy, rows=at_once)]
+        if self.task.buckets is None or self._keeps_places(strategy, group):
+            return [dataclasses.replace(strategy, rows=strategy.units_at_once(group))]
         shared = self._shares_rows(strategy, group)
         lengths = self.task.buckets.shared if shared else self.task.buckets.lengths
         numbers = {self.units_of_pass(strategy, group, length) for length in lengths}
@@ -262,7 +265,7 @@ class Worker:
         if self._shares_rows(strategy, group):
             assert buckets is not None, "rows are shared"
             return chunks_of_shared(batch, mask, buckets.shared, units_of_pass, units_per_call)
-        keeps_places = strategy.units_at_once(group) > 1 and on_accelerator()
+        keeps_places = self._keeps_places(strategy, group)
         if keeps_places or (strategy.name != "ghost" and strategy.rows < group):
             if buckets is not None:
                 # Passes of several lengths would give a unit a place that others' texts decide; or
