@@ -34,7 +34,6 @@ def refusal(args, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_a_dry_run_shows_the_plan_of_the_run_and_leaves_nothing(
     texts, run_dir, capsys, monkeypatch
 ):

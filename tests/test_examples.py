@@ -21,6 +21,7 @@ from pretrained_models import CONFIG
 
 import fedsim
 from fedsim.data import Tokenizer
+from fedsim.data.building.build import build
 from fedsim.models import weights
 from fedsim.models.transformer import Transformer
 from fedsim.sampling import Sampling
@@ -45,7 +46,6 @@ def numbers(text: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_uls_by_hand_has_the_bits_of_uls(monkeypatch, capsys):
     steps = 2
     found = run(monkeypatch, "uls_by_hand.py", str(steps))
@@ -64,7 +64,7 @@ def test_uls_by_hand_has_the_bits_of_uls(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [pytest.param("uls", marks=pytest.mark.ci), "els"])
+@pytest.mark.parametrize("algorithm", ["uls", "els"])
 def test_own_model_learns(monkeypatch, capsys, algorithm):
     run(monkeypatch, "own_model.py", algorithm, "--num-steps", "80")
     printed = capsys.readouterr().out
@@ -93,9 +93,10 @@ def test_support_chats_are_the_same_everywhere(monkeypatch, tmp_path):
 def test_a_model_learns_something_of_support_chats(monkeypatch, tmp_path):
     run(monkeypatch, "support_chats.py", str(tmp_path))
     settings = {"model": "micro", "batch_size": 64, "group_size": 2, "clip_norm": 10.0}
-    settings |= {"chat_template": str(tmp_path / "chat_template.jinja"), "max_length": 384}
+    form = {"chat_template": tmp_path / "chat_template.jinja", "max_length": 384}
+    build(tmp_path / "chats.jsonl", tmp_path / "built", **form)
     trained = fedsim.train(
-        "uls", tmp_path / "chats.jsonl", epsilon=math.inf, num_steps=20, learning_rate=0.3,
+        "uls", tmp_path / "built", epsilon=math.inf, num_steps=20, learning_rate=0.3,
         engine="local", strategy="scan", eval_examples=32, run_dir=tmp_path / "run", **settings,
     )  # fmt: skip
     assert trained.eval_loss < trained.summary["initial_eval_loss"] - 1.5
@@ -113,8 +114,7 @@ def outputs(notebook) -> str:
     )
 
 
-LONG = [pytest.mark.slow, pytest.mark.notebook]
-CASES = [pytest.param(file, id=file.stem, marks=LONG) for file in NOTEBOOKS]
+CASES = [pytest.param(file, id=file.stem, marks=pytest.mark.slow) for file in NOTEBOOKS]
 PRINTED = {
     "chat_lora": r"eval loss \d\.\d+ -> \d\.\d+ nats per trained token",
     "quickstart": r"epsilon 8\.000 at delta",

@@ -133,7 +133,6 @@ def test_texts_of_a_batch_are_those_that_are_drawn_alone(directory):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.ray
 def test_the_texts_are_the_same_for_any_number_of_workers(
     directory, tmp_path, ray_cluster, monkeypatch

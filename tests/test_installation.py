@@ -89,7 +89,6 @@ def test_an_import_that_is_not_ours_ends_with_the_remedy(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_the_light_core_of_the_wheel_accounts_outside_the_repository(tmp_path):
     """Both distributions are built; the wheel is installed alone, in a clean environment."""
     for name in ("pyproject.toml", "README.md", "LICENSE", "fedsim_dp.py"):

@@ -52,7 +52,6 @@ def test_the_average_is_the_weighted_mean_of_all_steps(rng):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("algorithm", ["uls", "els"])
 def test_a_run_hands_out_the_average_of_its_steps(algorithm, texts, run_dir):
     train(texts, run_dir, "--ema", "0.5", algorithm=algorithm, every=1)

@@ -20,7 +20,7 @@ from fedsim.run.console import Console
 from fedsim.trust import Check, published
 from fedsim.trust.report import publish
 
-pytestmark = [pytest.mark.slow, pytest.mark.ci]
+pytestmark = pytest.mark.slow
 
 OF_MODEL = ("config.json", "model.safetensors", "README.md", "generation_config.json")
 OF_MODEL += ("tokenizer.json", "tokenizer_config.json")

@@ -86,7 +86,7 @@ def kill_after(args, run_dir, num_lines, sent=signal.SIGKILL):
 @pytest.mark.parametrize(
     "algorithm, later",
     [
-        pytest.param("uls", [9], marks=pytest.mark.ci),
+        ("uls", [9]),
         pytest.param("els", [4, 9], marks=pytest.mark.privacy),
     ],
 )
@@ -133,7 +133,6 @@ def stopped_run(texts, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_a_stop_signal_ends_the_step_and_saves_it(texts, undisturbed, stopped_run, run_dir):
     shutil.copytree(stopped_run, run_dir)
     args = command(texts, run_dir)
@@ -155,7 +154,6 @@ def test_a_stop_signal_ends_the_step_and_saves_it(texts, undisturbed, stopped_ru
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.ray
 def test_ray_gives_the_same_parameters_as_one_process(texts, undisturbed, run_dir, ray_cluster):
     main(command(texts, run_dir, engine="ray", **{"num-workers": 2}))
@@ -185,7 +183,6 @@ def test_other_data_is_refused_on_resume(texts, stopped_run, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_the_key_is_in_no_file_but_its_own(texts, run_dir, capfd):
     main(command(texts, run_dir, seed=271828182845))
     secret = json.loads((run_dir / "secret.json").read_text())["secret"]

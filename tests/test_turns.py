@@ -31,7 +31,6 @@ def taken_by(sampler, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("balanced", [True, False])
 def test_a_user_takes_part_in_steps_of_one_group_alone_with_the_groups_probability(balanced):
     taken = taken_by(Cyclic(24, 3, BANDS, balanced), STEPS)
@@ -120,7 +119,6 @@ def test_a_cycle_costs_one_step_with_the_probability_of_the_group():
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize(
     "algorithm, flags, event",
     [

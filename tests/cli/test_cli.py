@@ -46,7 +46,6 @@ def train_args(texts, run_dir, **flags):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("algorithm", ["els", "uls"])
 def test_train_writes_a_run_whose_epsilon_account_confirms(algorithm, texts, run_dir, capsys):
     args = train_args(texts, run_dir)

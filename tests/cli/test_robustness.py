@@ -127,7 +127,6 @@ BEGINS_ANEW = ("checkpoint", "metrics")  # in a second segment, whose noise is i
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("written", ["ledger", *SLOW_PLACES])
 def test_a_full_disk_is_one_line_and_the_run_goes_on_from_there(
     written, here, monkeypatch, capfd, undisturbed

@@ -14,7 +14,6 @@ from fedsim.models.language_model import LanguageModelTask
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize(  # tied with a soft cap; untied with a divisor; each also frozen
     "name, below, text",
     [("capped", "int8", "direct:2"), ("turned", "", "scan:2"), ("capped", "", "ghost:2")],

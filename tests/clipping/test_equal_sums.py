@@ -52,7 +52,6 @@ def flat(tree):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize("name", [*MODELS, *REMAT])
 def test_every_strategy_equals_scan(name, normalised, rng):

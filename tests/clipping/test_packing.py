@@ -114,7 +114,6 @@ def test_each_text_is_fed_once_and_rows_do_not_overlap(sizes, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("family", PARTS)
 @pytest.mark.parametrize("in_one_tree", [False, True])
 def test_losses_are_those_of_texts_in_rows_of_their_own(family, in_one_tree, rng):
@@ -150,7 +149,6 @@ def task_of(sizes, *, adapters, length=200):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("adapters", [False, True])
 def test_an_evaluation_is_that_of_texts_one_by_one(adapters, rng):
     sizes = [*rng.integers(2, 60, 80), 190, 150, 130, 129, 128]
@@ -262,7 +260,6 @@ def test_a_unit_adds_the_same_whole_numbers_alone(problem, name, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("name", ["direct:1", "direct:4"])
 def test_sums_are_those_of_texts_in_rows_of_their_own(problem, name):
     task, params, rows = problem

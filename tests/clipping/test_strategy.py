@@ -65,7 +65,6 @@ def sums(strategy, dtype, normalised, cases, norms, with_last):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize(
     "strategy, dtype, normalised",
     [

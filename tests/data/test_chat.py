@@ -330,7 +330,6 @@ DOUBLING = "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("template", ["{{ 'x' * 10**10 }}", DOUBLING + "{{ f(60) }}"])
 def test_a_template_that_takes_too_much_ends_its_process_alone(template, monkeypatch):
     monkeypatch.setattr("fedsim.data.limited.RENDER_S", 3.0)

@@ -69,7 +69,6 @@ neighbour.kill()
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_a_private_cluster_ends_with_its_engine_and_nothing_else_does():
     words = [sys.executable, "-c", STARTING]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -110,7 +109,6 @@ def test_workers_have_the_same_packages_of_accelerators_also_where_the_driver_ha
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_a_stop_that_all_processes_hear_ends_none_of_the_cluster(ray_cluster, rng):
     """As `timeout`, a closed terminal, systemd and Slurm send it; the driver decides."""
     if ray_cluster._directory is None:

@@ -183,7 +183,6 @@ class DeadlyTask(Precise):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.ray
 @pytest.mark.parametrize(
     "kind, says",

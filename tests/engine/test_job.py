@@ -61,7 +61,6 @@ def expected(texts, tmp_path_factory):
     return summary(run_dir)["params_sha256"]
 
 
-@pytest.mark.ci
 def test_a_job_shows_its_log_and_ends_with_the_commands_exit_code(
     cluster, texts, tmp_path, expected
 ):
@@ -73,7 +72,6 @@ def test_a_job_shows_its_log_and_ends_with_the_commands_exit_code(
     assert failed.returncode == 1 and "fedsim: error: run_dir=" in failed.stdout
 
 
-@pytest.mark.ci
 def test_a_client_without_the_token_is_turned_away(cluster, monkeypatch):
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)

@@ -68,7 +68,6 @@ def bounds_of(lanes):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_sums_and_statistics_do_not_depend_on_lanes():
     """Statistics are in the order of the rows, whatever the order of the lanes."""
     rng = np.random.default_rng(0)

@@ -52,7 +52,6 @@ def listening():
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_what_listens_during_a_run_is_what_the_document_says(ray_cluster, rng):
     from fedsim.engine.ray_engine import RayEngine
 

@@ -41,7 +41,6 @@ def test_the_quick_form_of_a_benchmark_runs(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_that_of_accelerators_needs_no_datasets_and_no_ray_and_replays_private_runs(tmp_path):
     """As strangers run it, here on a CPU."""
     where = {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}

@@ -28,7 +28,6 @@ def out(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("name", names())
 def test_smoke(name, out, monkeypatch):
     before = set(out.iterdir())

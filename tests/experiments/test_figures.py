@@ -27,7 +27,6 @@ def test_noise_variances_are_those_of_equation_7():
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_black_box_group_privacy_meets_its_formula_and_is_looser():
     single = StepEvent(2.0, 0.01)
     alone = accounting.epsilon([(single, 2000)], 1e-6)

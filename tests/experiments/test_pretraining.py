@@ -36,7 +36,6 @@ def test_the_learning_rate_rises_and_falls_like_a_cosine():
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_a_stopped_pretraining_goes_on_to_the_same_model_which_is_fine_tuned(tmp_path, monkeypatch):
     texts = make_texts(tmp_path)
 

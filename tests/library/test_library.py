@@ -95,7 +95,6 @@ def test_a_run_is_verified_reported_and_written_for_others(run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_adapters_of_an_exported_model_are_written_and_name_their_base(
     run, posts, tmp_path, monkeypatch
 ):

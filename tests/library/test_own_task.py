@@ -55,7 +55,6 @@ def owners(rng):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("algorithm, group", [("els", 5), ("uls", 4)])
 def test_it_learns_and_its_claim_is_verified(algorithm, group, task, owners, run_dir):
     settings = {**SETTINGS, "group_size": group, "engine": "local", "num_steps": 20}

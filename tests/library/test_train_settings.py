@@ -50,7 +50,6 @@ WRONG = {
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_pyright_takes_a_right_call_and_refuses_a_misspelt_or_wrongly_typed_one(tmp_path):
     if importlib.util.find_spec("pyright") is None:
         pytest.skip("pyright is not installed")

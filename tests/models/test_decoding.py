@@ -41,7 +41,6 @@ def without_cache(config, params, prompt, how, ends=()):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("slots", [1, 2, 8])
 def test_texts_are_those_of_the_model_without_a_cache(slots):
     config, params = model_of(CONFIG)
@@ -54,7 +53,6 @@ def test_texts_are_those_of_the_model_without_a_cache(slots):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("name", PARTS)
 def test_texts_of_every_family_are_those_without_a_cache(name):
     config, params = model_of(PARTS[name])
@@ -67,7 +65,6 @@ def test_texts_of_every_family_are_those_without_a_cache(name):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("size", [4, 581])
 def test_draws_follow_the_logits(size):
     """A chi-squared test of each way to cut the distribution, and nothing beyond the cut."""

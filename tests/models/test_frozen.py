@@ -81,7 +81,7 @@ def gradient(config, adapters, weights, batch):
 @pytest.mark.parametrize(
     "name, dtype",
     [
-        pytest.param("gpt2", "int8", marks=pytest.mark.ci),
+        ("gpt2", "int8"),
         ("turned", "int8"),
         ("gpt2", "bfloat16"),
         ("turned", "bfloat16"),

@@ -58,7 +58,6 @@ def test_fresh_adapters_change_nothing_and_merged_ones_are_the_ordinary_model(na
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("name", ["qwen2", "capped"])
 def test_layers_in_a_loop_are_the_same_layers(name, rng, tokens):
     config = dataclasses.replace(PARTS[name], num_layers=3)

@@ -100,7 +100,6 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_the_site_builds_without_a_warning(tmp_path):
     from sphinx.cmd.build import build_main
 

@@ -105,7 +105,6 @@ def prepared(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("page", [page for page in GUIDE if any(typed(page))], ids=name_of)
 def test_commands_run(page, prepared, tmp_path, monkeypatch):
     shutil.copytree(prepared, tmp_path / "here")

@@ -20,7 +20,6 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_a_model_is_trained_whole_on_its_own_tokens(place):
     model, texts, directory = place
     found = command("train", "els", run_dir=directory / "run", model=model, data=texts)

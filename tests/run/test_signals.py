@@ -113,7 +113,6 @@ main()
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>/dev/full", "2>&1 | true"])
 def test_a_run_that_nobody_hears_ends_as_it_does(streams, tmp_path, run_dir):
     texts = write_texts(tmp_path / "texts.parquet")
@@ -159,7 +158,6 @@ def expect_saved(process, run_dir):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.ray
 @pytest.mark.parametrize("sent", signals.STOPS)
 @pytest.mark.parametrize("engine", ["local", "ray"])

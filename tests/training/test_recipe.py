@@ -41,7 +41,6 @@ def test_sgd_goes_as_far_as_momentum():
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_a_run_keeps_what_was_found_and_goes_on_with_it(run_dir, capsys):
     flags = ["train", "uls", "--data", "pydocs", *FLAGS, "--run-dir", str(run_dir)]
     main(flags)

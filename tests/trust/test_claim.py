@@ -71,7 +71,6 @@ def in_words(found, run_dir):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("delta", [1.2301e-6, 9.991e-7, 1e-6])
 def test_no_bound_in_the_sentences_is_rounded_down(delta, tmp_path):
     found = of_plan(delta=delta)

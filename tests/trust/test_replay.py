@@ -80,7 +80,6 @@ def elsewhere(run_dir, number=0, where="EPYC, cpu, 1 threads, packages 0"):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("where", ["EPYC, cpu, 1 threads, packages 0", "here, H200, 1 threads"])
 def test_other_bits_of_another_machine_are_no_broken_promise(where, copy, capsys):
     rewrite_ledger(copy, other_gradient)

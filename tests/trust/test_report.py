@@ -12,7 +12,7 @@ from fedsim.plan import Fact
 from fedsim.run.console import Console
 from fedsim.trust.report import model_card
 
-pytestmark = [pytest.mark.slow, pytest.mark.ci]
+pytestmark = pytest.mark.slow
 
 RUNS = {
     "private": ("uls", {}),

@@ -65,7 +65,6 @@ def test_a_damaged_key_is_named_and_not_shown(damage, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_a_training_that_fails_shows_no_key(tmp_path, monkeypatch, capfd, caplog):
     """Whatever goes wrong in a step, and however loudly it is told."""
     users = [f"user{u}" for u in range(20) for _ in range(3)]

@@ -75,7 +75,6 @@ def verify(capsys, run_dir, *args):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("algorithm", ["els", "uls"])
 def test_a_run_keeps_its_promises_and_gives_the_same_bits_again(algorithm, trained, capsys):
     before = {p: p.read_bytes() for p in trained[algorithm].rglob("*") if p.is_file()}

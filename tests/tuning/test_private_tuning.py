@@ -73,7 +73,6 @@ def test_more_releases_of_a_step_cost_nothing(algorithm, quantile, bound, texts,
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_a_run_goes_on_with_the_clip_norm_of_its_checkpoint(texts, run_dir, capsys):
     flags = {"clip_quantile": 0.5, "num_steps": 6, "checkpoint_every": 2}
     whole, _ = trained("uls", texts, run_dir, capsys, **flags)

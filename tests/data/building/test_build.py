@@ -149,7 +149,6 @@ def test_bad_options_are_named_and_leave_nothing(tmp_path, option):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.privacy
 def test_a_build_after_a_killed_one_starts_again_and_removes_what_it_left(tmp_path):
     """SIGKILL while two processes tokenise 8 files."""

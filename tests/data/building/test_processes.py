@@ -14,7 +14,6 @@ def die(item):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_a_worker_that_ends_is_one_clear_line(monkeypatch):
     monkeypatch.setattr(build, "SMALL_BYTES", 0)
     ended = "num_workers=2: a worker process ended, expected enough memory.*run the same command"
