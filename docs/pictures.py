@@ -72,11 +72,12 @@ def terminal(text: str) -> str:
         for part in re.split("([⟦⟧])", line):
             green = {"⟦": True, "⟧": False}.get(part, green)
             if part not in ("⟦", "⟧", ""):
-                spans += f'<tspan fill="#{"7ee787" if green else "e6edf3"}">{escape(part)}</tspan>'
+                said = escape(part).replace(" ", "\u00a0")  # browsers draw several spaces as one
+                spans += f'<tspan fill="#{"7ee787" if green else "e6edf3"}">{said}</tspan>'
         drawn.append(f'<text x="12" y="{(number + 1) * LINE + 4}">{spans}</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
-        ' font-family="monospace" font-size="12" xml:space="preserve">\n'
+        ' font-family="monospace" font-size="12">\n'
         f'<rect width="{width}" height="{height}" rx="6" fill="#0d1117"/>\n'
         + "\n".join(drawn)
         + "\n</svg>\n"
