@@ -113,8 +113,8 @@ def _stats(dataset: Any) -> Answer:
     """Statistics of every split, and their table."""
     from fedsim import data
 
-    if cut_off := dataset.cut_off():
-        Terminal().warn(cut_off)
+    for warning in dataset.lost():
+        Terminal().warn(warning)
     splits = {name: data.stats(store) for name, store in dataset.splits().items()}
     counts = dataset.metadata.get("counts", {})
     columns = [dict(_flat(values)) for values in splits.values()]

@@ -73,6 +73,7 @@ class Encoded(NamedTuple):
 ASKED = Message(USER, "a")
 CHANGED = "its template changes what a turn says, so that trained tokens cannot be told; expected "
 CHANGED += "{% generation %} blocks in it"
+NO_CALLS = "expected a chat_template that writes tool calls, as examples/tools.jinja does,"
 
 
 def _read_template(file: str | Path) -> str:
@@ -405,6 +406,8 @@ class ChatTokenizer:
         for turn in turns:
             marked[turn] = _marked(plain[turn])
         again, names = self._write(marked, tools)
+        if names == []:
+            raise BadChat(NO_CALLS)
         if text != again or names is None or len(names) != len(turns):
             raise BadChat(CHANGED)
         places, endings = [], []

@@ -24,6 +24,11 @@ from fedsim.files import (
 )
 
 WARN_SHARE = 0.01  # of all tokens: a build that cut off more is warned about
+LOST_CHATS = {
+    "chats_skipped": "cannot be read and are left out, as skip_unknown says",
+    "chats_without_trained_tokens_dropped": "have no trained token within max_length and are left "
+    "out; long_texts=split cuts a long prompt and keeps the answer",
+}
 SUMS = "SHA256SUMS"  # of the files that fingerprints of splits do not cover
 NATS_PER_TOKEN, NATS_PER_BYTE = "nats per token", "nats per byte"
 SPLITS = ("train", "eval_users", "eval_examples", "test")
@@ -76,15 +81,26 @@ class Dataset:
             return ""
         return NATS_PER_BYTE if tokenizer.get("name") == "bytes" else NATS_PER_TOKEN
 
-    def cut_off(self) -> str | None:
-        """Warning about tokens that the build cut off long texts; None if they are below 1 %."""
-        counts = self.metadata.get("counts", {})
+    def lost(self) -> list[str]:
+        """Warnings about what the build left out: the ends of long texts, from 1 % of all tokens
+        on, and chats."""
+        counts, found = self.metadata.get("counts", {}), []
         cut, tokens = counts.get("tokens_cut", 0), counts.get("tokens_of_texts", 0)
-        if not tokens or cut < WARN_SHARE * tokens:
-            return None
-        longer, most = counts["long_texts"] / counts["rows"], self.metadata["rules"]["max_length"]
-        line = f"{longer:.0%} of texts are longer than {most} tokens; {cut / tokens:.0%} of all "
-        return f"{line}tokens are lost. A larger max_length, or long_texts=split, keeps more"
+        if tokens and cut >= WARN_SHARE * tokens:
+            longer, most = (
+                counts["long_texts"] / counts["rows"],
+                self.metadata["rules"]["max_length"],
+            )
+            line = (
+                f"{longer:.0%} of texts are longer than {most} tokens; {cut / tokens:.0%} of all "
+            )
+            line += "tokens are lost. A larger max_length, or long_texts=split, keeps more"
+            found.append(line)
+        for name, why in LOST_CHATS.items():
+            if number := counts.get(name):
+                share = number / counts["rows"]
+                found.append(f"{number:,} of {counts['rows']:,} chats ({share:.1%}) {why}")
+        return found
 
 
 def min_examples_of(metadata: Mapping[str, Any]) -> int:

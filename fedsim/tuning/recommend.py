@@ -156,8 +156,8 @@ def started(run: RunConfig, console: Console) -> Iterator[Start]:
     data = load_data(run.data, model, console.note)
     one_owner = graph_of(data.train) is None
     expect("data", run.data.source, one_owner, "texts with one owner each")
-    if cut_off := data.cut_off():
-        console.warn(cut_off)
+    for warning in data.lost():
+        console.warn(warning)
     engine.keep_compiled()
     fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
     with ExitStack() as stack:

@@ -83,11 +83,14 @@ class Examples(NamedTuple):
 
 
 class BadRow(Exception):
-    """A row of a batch is invalid."""
+    """A row of a batch is invalid.
 
-    def __init__(self, row: int, reason: str):
+    Args: remedy: what leaves it out, if anything does.
+    """
+
+    def __init__(self, row: int, reason: str, remedy: str = ""):
         super().__init__(reason)
-        self.row = row
+        self.row, self.remedy = row, remedy
 
 
 def chat_examples(
@@ -112,8 +115,10 @@ def chat_examples(
         try:
             whole = _encode(loads(row), chats, tokenizer)
         except (BadChat, RecursionError) as error:
-            if not settings.skip_unknown or isinstance(error, SlowTemplate):
+            if isinstance(error, SlowTemplate):
                 raise BadRow(index, str(error)) from None
+            if not settings.skip_unknown:
+                raise BadRow(index, str(error), "; skip_unknown leaves such rows out") from None
             counts["skipped"] += 1
             continue
         example = _shortened(whole, settings)

@@ -49,7 +49,7 @@ REASONS = (  # of DuckDB's messages, and what is said instead
     ("Expected OBJECT", "expected a list of objects, or an object in each line"),
     ("surrogate", HALVED),
     ("(?i)gzip|zstd|compress|inflate", "the packed file ends too early, or is damaged"),
-    ("JSON", "expected JSON; a file of one list is named .json"),
+    ("JSON", "expected JSON, a whole object in each line, or one list in a .json file"),
 )
 
 

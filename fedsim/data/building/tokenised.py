@@ -70,7 +70,7 @@ def write_rows(item: tuple[int, Part], *, encoding: Encoding) -> Counter[str]:
             except BadRow as bad:
                 named = f"{columns.text_fields[0]}={columns.text[0]}"
                 where = f"in row {first_row + bad.row + 1} of {part.file}"
-                raise DataError(f"{named}: {bad} {where}") from None
+                raise DataError(f"{named}: {bad} {where}{bad.remedy}") from None
             places = pa.array(place + np.arange(len(rows)))
             rows, place = rows.append_column("place", places), place + len(rows)
             if writer is None:
@@ -108,7 +108,7 @@ def _tokenise(
         try:
             examples, of_rows = chat_examples(batch["text"].to_pylist(), chats, of_chats)
         except BadRow as bad:
-            raise BadRow(int(filled[bad.row]), str(bad)) from None
+            raise BadRow(int(filled[bad.row]), str(bad), bad.remedy) from None
         counts.update(of_rows)
     counts["rows"] += len(blank)
     counts["unowned"] += int(unowned.sum())

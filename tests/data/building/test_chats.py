@@ -96,6 +96,9 @@ def test_rows_without_a_trained_token_are_dropped_and_counted(tmp_path, model):
     counts = data.metadata["counts"]
     assert (counts["chats_without_trained_tokens_dropped"], counts["chats_skipped"]) == (2, 0)
     assert counts["long_texts"] == 1 and counts["tokens_cut"] > 100
+    cut, untrained = data.lost()
+    assert "33% of texts are longer than 200 tokens" in cut
+    assert "2 of 3 chats (66.7%) have no trained token" in untrained
     with pytest.raises(DataError, match="no row has a trained token .train_on=assistant"):
         build(
             lines(tmp_path / "none.jsonl", [{"user_id": "a", "messages": ASKED[:1]}]),
