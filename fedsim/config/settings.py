@@ -83,7 +83,7 @@ class BuildConfig:
     """File with the chat template. Default: the one in the directory of the tokenizer."""
 
     skip_unknown: bool = False
-    """Leave out chats that cannot be read, with images or tool calls for example, and count them.
+    """Leave out chats that cannot be read, with images for example, and count them.
     Default: the first one is an error that names its row."""
 
     order_column: str | None = None
@@ -241,7 +241,7 @@ class EngineConfig:
 
     rows_per_pass: Count | None = None
     """Rows of one forward and backward pass: more take more memory. >= 1. Changes the bits of the
-    result. Default: 4 on CPUs; on accelerators those of one unit, of at most 4,096 tokens."""
+    result. Default: 4 on CPUs; on accelerators as many as have 4,096 tokens."""
 
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     """Hardware of the workers. auto: the accelerators present in the cluster when the workers

@@ -2,7 +2,7 @@
 
 All of it is post-processing: it costs no privacy, and it determines the bits of a run. Settings
 that the user leaves open follow from a rule in public quantities, which was fitted on public text
-(`docs/lab/optimizers.md`) and costs no privacy either.
+(`docs/lab/closed.md`, optimizers) and costs no privacy either.
 """
 
 import dataclasses
