@@ -1,25 +1,31 @@
-"""Pictures of real runs for README and guide: `python docs/pictures.py` writes docs/_static/*.svg.
+"""Pictures of real runs for README and guide: `python docs/pictures.py` renews docs/_static.
 
 The commands are those of the pages. They run in a new directory, with a ledger and a cache of their
 own, and take about three minutes on two cores.
 """
 
 import base64
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import tempfile
 import textwrap
+import time
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import matplotlib
-import pandas
-from matplotlib.figure import Figure
 
 STATIC, EXAMPLES = Path(__file__).parent / "_static", Path(__file__).parents[1] / "examples"
-CURVES = ("eval/loss", "privacy/epsilon")
+SHOWN = "?darkMode=false&smoothing=0&tagFilter=eval/loss|epsilon#timeseries"
+SETTINGS = """localStorage.setItem("_tb_global_settings.timeseries", JSON.stringify({
+    timeSeriesSettingsPaneOpened: false, stepSelectorEnabled: false, ignoreOutliers: false,
+    sideBarWidthInPercent: 16}))"""
+WINDOW = {"width": 960, "height": 500}
 WIDTH, LINE, CHARACTER = 110, 18, 7.3  # characters; pixels
 CHATS = "--chat-template made-up/chat_template.jinja --max-length 384 --out made-up/built"
 COMMANDS = {
@@ -35,7 +41,7 @@ DRAWN = ("train", "verify", "generate", "data_show")
 
 
 def main() -> None:
-    """Run the commands; draw what they print, the report's figure and the curves of the metrics."""
+    """Run the commands; draw what they print, the report's figure and TensorBoard."""
     matplotlib.rcParams["svg.hashsalt"] = "fedsim"
     with tempfile.TemporaryDirectory() as place:
         for name, command in COMMANDS.items():
@@ -46,7 +52,7 @@ def main() -> None:
         pattern = "data:image/svg[+]xml;base64,([^\"']+)"
         [figure] = re.findall(pattern, (files / "report.html").read_text())
         (STATIC / "report.svg").write_bytes(base64.b64decode(figure))
-        draw_curves(files / "metrics.jsonl")
+        photograph(files.parent, Path(place) / "profile")
 
 
 def run(command: str, place: str) -> str:
@@ -84,14 +90,59 @@ def terminal(text: str) -> str:
     )
 
 
-def draw_curves(file: Path) -> None:
-    """Curves of a run's metrics, of which TensorBoard has the same."""
-    metrics = pandas.read_json(file, lines=True).set_index("step")
-    figure = Figure(figsize=(8, 2.6), layout="constrained")
-    for axis, name in zip(figure.subplots(1, 2), CURVES, strict=True):
-        metrics[name].dropna().plot(ax=axis, title=name)
-        axis.xaxis.get_major_locator().set_params(integer=True)
-    figure.savefig(STATIC / "curves.svg", metadata={"Date": None})
+def photograph(runs: Path, profile: Path) -> None:
+    """Save TensorBoard's window, as a headless Chromium shows it, as tensorboard.png."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        print("no chromium: tensorboard.png stays as it was")
+        return
+    command = ["tensorboard", "--logdir", runs, "--host", "127.0.0.1", "--port", "0"]
+    flags = ["--headless=new", "--no-sandbox", "--hide-scrollbars"]
+    flags += ["--remote-debugging-pipe", f"--user-data-dir={profile}"]  # it reads 3 and writes 4
+    (inlet, requests), (answers, outlet) = os.pipe(), os.pipe()
+
+    def connect() -> None:
+        os.dup2(inlet, 3)
+        os.dup2(outlet, 4)
+
+    board = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    browser = subprocess.Popen(
+        [chromium, *flags],
+        preexec_fn=connect,
+        pass_fds=(3, 4),
+        stderr=subprocess.DEVNULL,
+    )
+    os.close(outlet)
+
+    def call(method: str, session: dict[str, str], **params: Any) -> dict[str, Any]:
+        request = {"id": 1, "method": method, "params": params, **session}
+        os.write(requests, json.dumps(request).encode() + b"\0")
+        data = b""
+        while part := os.read(answers, 1 << 20):
+            data += part
+            *messages, rest = data.split(b"\0")
+            for answer in map(json.loads, messages if not rest else ()):
+                if "id" in answer:  # others tell of events
+                    return answer["result"]
+        raise EOFError("chromium ended")
+
+    try:
+        address = next(filter(None, map(re.compile("http://[^ ]+").search, board.stderr)))
+        target = call("Target.createTarget", {}, url="about:blank")
+        page = call("Target.attachToTarget", {}, **target, flatten=True)
+        call(
+            "Emulation.setDeviceMetricsOverride", page, **WINDOW, deviceScaleFactor=1, mobile=False
+        )
+        call("Page.enable", page)
+        call("Page.addScriptToEvaluateOnNewDocument", page, source=SETTINGS)
+        call("Page.navigate", page, url=address[0] + SHOWN)
+        time.sleep(15)  # it reads the files, then draws
+        picture = call("Page.captureScreenshot", page)["data"]
+    finally:
+        for process in (browser, board):
+            process.terminate()
+            process.wait()
+    (STATIC / "tensorboard.png").write_bytes(base64.b64decode(picture))
 
 
 if __name__ == "__main__":
