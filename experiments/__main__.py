@@ -19,7 +19,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,7 @@ def listed(name: str) -> str:
 
 def status(name: str) -> list[str]:
     """A line for each record of an experiment."""
+    from experiments.claims import CLAIMS
     from experiments.harness import claims, records
 
     lines = []
@@ -95,9 +96,9 @@ def status(name: str) -> list[str]:
         state = "up to date"
         if settings is not None and not is_of(record["settings"], settings):
             state = "out of date: the settings were changed"
-        if check := check_of(file):
+        if own := CLAIMS.get(file.stem):
             rows = records.read_rows(file.with_suffix(".csv"))
-            if records.as_claims(check(rows)) != record["claims"]:
+            if records.as_claims(claims.judge(own, rows)) != record["claims"]:
                 state = "out of date: python -m experiments judge has it again"
             if derived(file) not in (None, rows):
                 state = f"out of date: it computes other rows: python -m experiments.{name}"
@@ -124,11 +125,6 @@ def derived(record: Path) -> list[dict[str, Any]] | None:
     return records.as_written(module.run(module.SETTINGS[json.loads(record.read_text())["scale"]]))
 
 
-def check_of(record: Path) -> Callable[[list[dict[str, Any]]], Any] | None:
-    """The tests of its claims; None: its study is closed."""
-    return getattr(module_of(record), "check", None)
-
-
 def is_of(recorded: Any, settings: Any) -> bool:
     """Whether a record's settings are these. A field that came after it has its default; one that
     says how long it takes plays no part, nor one that is gone since and had its only value."""
@@ -152,15 +148,16 @@ def is_of(recorded: Any, settings: Any) -> bool:
 def judge() -> None:
     """Write verdicts and figures of all records again."""
     from experiments import finetuning
-    from experiments.harness import experiment, plots, records
+    from experiments.claims import CLAIMS
+    from experiments.harness import claims, experiment, plots, records
 
     for file in records.committed():
-        if (check := check_of(file)) is None:
+        if file.stem not in CLAIMS:  # its study is closed
             continue
         print(records.name_of(file), flush=True)
         module = module_of(file)
         record, rows = json.loads(file.read_text()), records.read_rows(file.with_suffix(".csv"))
-        record["claims"] = records.as_claims(check(rows))
+        record["claims"] = records.as_claims(claims.judge(CLAIMS[file.stem], rows))
         file.write_text(json.dumps(record, indent=1) + "\n")
         _, figures = experiment.name_and_figures(vars(module))
         for name, draw in figures.items():

@@ -20,7 +20,6 @@ Where anyone works, epsilon >= 0.5, delta <= 0.05 and T q > 2 delta, no exceptio
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -29,7 +28,7 @@ from matplotlib.figure import Figure
 from scipy import optimize, special, stats
 
 from experiments.harness import experiment
-from experiments.harness.claims import Claims
+from experiments.harness.rows import Rows
 from fedsim import accounting
 
 
@@ -53,10 +52,6 @@ class Settings:
     """(epsilon, delta) of rows of ten steps with q = 1/2, at deltas that nobody would take."""
 
 
-ROUNDING = 1e-5
-"""Relative error of a noise multiplier that calibration leaves, with room."""
-MAX_DELTA = 0.05
-"""The largest delta of the grid; larger ones are exceptions that were looked for."""
 SETTINGS = {
     "smoke": Settings(
         *((2, 8), (1e-2, 0.5), (100,), (2.0,), (1e-6,), ((0.5, 0.05),), (0.0, 1e-3)),
@@ -109,7 +104,7 @@ def least_noise(group: int, prob: float, epsilon: float, delta: float) -> float:
     return math.exp(optimize.root_scalar(excess, bracket=(low, high), xtol=1e-12).root)
 
 
-def one_step(settings: Settings) -> list[dict]:
+def one_step(settings: Settings) -> Rows:
     """Rows of one step, exact."""
     rows = []
     for (prob, delta), epsilon in itertools.product(settings.one_step, settings.small_epsilons):
@@ -134,7 +129,7 @@ def one_step(settings: Settings) -> list[dict]:
     return rows
 
 
-def run(settings: Settings) -> list[dict]:
+def run(settings: Settings) -> Rows:
     rows = one_step(settings)
     grid = settings.probs, settings.num_steps, settings.epsilons, settings.deltas
     others = [(0.5, 10, *target) for target in settings.ten_steps]
@@ -162,7 +157,7 @@ def run(settings: Settings) -> list[dict]:
     return rows
 
 
-def plot(rows: Sequence[dict]) -> Figure:
+def plot(rows: Rows) -> Figure:
     figure, axes = plt.subplots(figsize=(6, 4))
     for index, group in enumerate(sorted({row["group_size"] for row in rows})):
         here = [row for row in rows if row["group_size"] == group]
@@ -179,42 +174,6 @@ def plot(rows: Sequence[dict]) -> Figure:
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     return figure
-
-
-def check(rows: Sequence[dict]) -> Claims:
-    """Where the conjecture is false, and where it holds."""
-
-    def false(rows: Sequence[dict]) -> int:
-        return sum(row["ratio"] > 1 + ROUNDING for row in rows)
-
-    inside = [row for row in rows if not row["edge"] and row["epsilon"] >= 0.5]
-    used = [row for row in inside if row["delta"] <= MAX_DELTA]
-    absurd = [row for row in inside if row["delta"] > MAX_DELTA]
-    zero = [row for row in rows if row["epsilon"] == 0]
-    tiny = [row for row in rows if not row["edge"] and 0 < row["epsilon"] < 0.5]
-    return [
-        (
-            "sigma_ELS <= K sigma_ULS (Conjecture 3.1) where epsilon >= 0.5, delta <= "
-            f"{MAX_DELTA:g} and T q > 2 delta",
-            not false(used),
-            f"in {len(used) - false(used)} of {len(used)} cells",
-        ),
-        (
-            "it is false at epsilon = 0 in one step",
-            false(zero) == len(zero),
-            f"in {false(zero)} of {len(zero)} cells",
-        ),
-        (
-            "it is false in some cells with a small epsilon, away from the edge",
-            false(tiny) > 0,
-            f"in {false(tiny)} of {len(tiny)} cells",
-        ),
-        (
-            "it is false in some cells with a delta near 1, whatever epsilon",
-            false(absurd) > 0,
-            f"in {false(absurd)} of {len(absurd)} cells",
-        ),
-    ]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ Ours: the noise that a fixed epsilon takes, by either; that is where they differ
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import dp_accounting
 import matplotlib.pyplot as plt
@@ -20,8 +20,10 @@ from matplotlib.figure import Figure
 from scipy import optimize
 
 from experiments.benchmarks.accounting import dp_event_of
+from experiments.claims import EXPLODED, NOISE_ACCURACY
 from experiments.harness import experiment
-from experiments.harness.claims import Claims
+from experiments.harness.rows import Row, Rows
+from experiments.quantities import curves
 from fedsim import accounting
 from fedsim.accounting import StepEvent, accountant, composition, log_group_growth
 from fedsim.errors import expect, expect_count
@@ -43,11 +45,6 @@ SETTINGS = {
     "small": Settings(group_sizes=(1, 4, 16, 64)),
     "paper": Settings(),
 }
-
-EXPLODED = 700.0
-"""e^epsilon leaves double precision: the guarantee is void."""
-ACCURACY = 1e-3
-"""Relative, of the noise multiplier that black-box group privacy takes."""
 
 
 def black_box_epsilon(event: StepEvent, num_steps: int, delta: float) -> float:
@@ -112,7 +109,7 @@ def _example_log_delta(
     return log_delta
 
 
-def run(settings: Settings) -> list[dict]:
+def run(settings: Settings) -> Rows:
     """A row for each noise multiplier and group size, then one for each group size at epsilon."""
     rows = []
     for sigma in settings.noise_multipliers:
@@ -131,7 +128,7 @@ def run(settings: Settings) -> list[dict]:
     return rows + [noise_at(settings, group) for group in settings.group_sizes]
 
 
-def noise_at(settings: Settings, group: int) -> dict:
+def noise_at(settings: Settings, group: int) -> Row:
     """The noise multiplier for the fixed epsilon, and that by black-box group privacy."""
     target = {"num_steps": settings.num_steps, "delta": settings.delta}
     sigma = accounting.noise_multiplier(
@@ -147,11 +144,11 @@ def noise_at(settings: Settings, group: int) -> dict:
 
     low = math.log(sigma)
     high = low
-    while excess(high) > ACCURACY:
+    while excess(high) > NOISE_ACCURACY:
         low, high = high, high + 0.2
     found = high
     if low < high:
-        found = optimize.root_scalar(excess, bracket=(low, high), xtol=ACCURACY / 2).root
+        found = optimize.root_scalar(excess, bracket=(low, high), xtol=NOISE_ACCURACY / 2).root
     return {
         "noise_multiplier": sigma,
         "group_size": group,
@@ -161,10 +158,11 @@ def noise_at(settings: Settings, group: int) -> dict:
     }
 
 
-def plot(rows: Sequence[dict]) -> Figure:
+def plot(rows: Rows) -> Figure:
     """Epsilon against the group size, and the noise for one epsilon."""
     figure, (axes, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for index, (sigma, series) in enumerate(_by_noise(rows).items()):
+    for index, series in enumerate(curves(rows)):
+        sigma = series[0]["noise_multiplier"]
         groups = [row["group_size"] for row in series]
         for key, style, label in (
             ("epsilon", "-o", rf"$\sigma$ = {sigma:g}"),
@@ -175,7 +173,7 @@ def plot(rows: Sequence[dict]) -> Figure:
     axes.axhline(EXPLODED, color="grey", linewidth=0.5, linestyle=":")
     axes.text(3.2, 1.15 * EXPLODED, r"$e^\varepsilon$ overflows", color="grey", fontsize="small")
     axes.set(ylim=(0.2, 2e4), ylabel=r"user-level $\varepsilon$")
-    fixed = _at_epsilon(rows)
+    fixed = [row for row in rows if row["black_box_epsilon"] is None]
     groups = [row["group_size"] for row in fixed]
     for key, style, label in (
         ("noise_multiplier", "-o", "the accountant"),
@@ -192,63 +190,6 @@ def plot(rows: Sequence[dict]) -> Figure:
         axis.grid(alpha=0.3)
         axis.legend(fontsize="small")
     return figure
-
-
-def check(rows: Sequence[dict]) -> Claims:
-    """How epsilon grows with G, for ELS and for black-box group privacy."""
-    powers, below, behind, exploded = [], [], [], []
-    for sigma, series in _by_noise(rows).items():
-        ours = [row["epsilon"] for row in series]
-        black_box = [row["black_box_epsilon"] for row in series]
-        assert math.isclose(ours[0], black_box[0]), "both are example-level at G = 1"
-        below += [a <= b for a, b in zip(ours, black_box, strict=True)]
-        for before, after in zip(series, series[1:], strict=False):
-            powers.append((after["epsilon"] < 10, _growth(before, after, "epsilon")))
-        ratio = [b / a for a, b in zip(ours, black_box, strict=True)]
-        behind.append(ratio == sorted(ratio))
-        if sigma <= 1:
-            exploded.append(black_box[-1])
-    small = max(power for is_small, power in powers if is_small)
-    most = max(power for _, power in powers)
-    times = [r["black_box_noise_multiplier"] / r["noise_multiplier"] for r in _at_epsilon(rows)]
-    numbers = f"locally at most G^{small:.2f} while epsilon < 10, G^{most:.2f} beyond"
-    return [
-        ("epsilon of ELS grows almost linearly in G", small < 1.25 and most < 2, numbers),
-        ("black-box group privacy is never better", all(below), f"in {sum(below)} of {len(below)}"),
-        (
-            "and falls behind ever further",
-            all(behind),
-            f"at {sum(behind)} of {len(behind)} noise multipliers",
-        ),
-        (
-            "it blows up where sigma is small",
-            min(exploded) > EXPLODED,
-            f"epsilon {min(exploded):.3g} at least at the largest G",
-        ),
-        (
-            "ours: for one epsilon black-box group privacy never takes less noise",
-            min(times) >= 1 - ACCURACY,
-            f"{min(times):.3f} to {max(times):.3f} times as much",
-        ),
-    ]
-
-
-def _growth(before: dict, after: dict, key: str) -> float:
-    """The local power of G: 1 is linear."""
-    return math.log(after[key] / before[key]) / math.log(after["group_size"] / before["group_size"])
-
-
-def _by_noise(rows: Sequence[dict]) -> dict[float, list[dict]]:
-    series: dict[float, list[dict]] = {}
-    for row in rows:
-        if row["black_box_epsilon"] is None:
-            continue
-        series.setdefault(row["noise_multiplier"], []).append(row)
-    return series
-
-
-def _at_epsilon(rows: Sequence[dict]) -> list[dict]:
-    return [row for row in rows if row["black_box_epsilon"] is None]
 
 
 if __name__ == "__main__":

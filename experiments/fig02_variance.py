@@ -10,12 +10,11 @@ B. The text gives N, K, T, delta, L_ELS and M = 16; the values of epsilon and th
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
 from experiments.harness import experiment, plots
-from experiments.harness.claims import Claims
+from experiments.harness.rows import Row, Rows
 from fedsim import accounting
 from fedsim.tuning.estimates import noise_stddev
 
@@ -39,7 +38,7 @@ SETTINGS = {
 }
 
 
-def run(settings: Settings) -> list[dict]:
+def run(settings: Settings) -> Rows:
     """Rows of panel 2a (varying G_ELS at a fixed budget) and of the grid 2b and 9 (varying B)."""
     groups = _powers_of_two(settings.examples_per_user)
     rows = []
@@ -93,7 +92,7 @@ def _row(
     els_group: int | None = None,
     uls_group: int = 0,
     cohort: int = 0,
-) -> dict:
+) -> Row:
     """Gradients of a user that all point one way have L_ULS = L_ELS, orthogonal ones L_ELS /
     sqrt(G_ULS)."""
     els_group = els_group or settings.examples_per_user
@@ -114,7 +113,7 @@ def _row(
     return row
 
 
-def plot(rows: Sequence[dict]) -> Figure:
+def plot(rows: Rows) -> Figure:
     grid, fixed_budget = _grid(rows), _fixed_budget(rows)
     epsilons = sorted({row["epsilon"] for row in rows})
     cohorts = sorted({row["cohort_size"] for row in grid})
@@ -151,61 +150,11 @@ def plot(rows: Sequence[dict]) -> Figure:
     return figure
 
 
-def check(rows: Sequence[dict]) -> Claims:
-    """Where ELS has less noise, and where ULS."""
-    epsilons = sorted({row["epsilon"] for row in rows})
-    spread = []
-    for epsilon in epsilons:
-        values = [row["els"] for row in _fixed_budget(rows) if row["epsilon"] == epsilon]
-        spread.append(max(values) / min(values))
-    grid = _grid(rows)
-    # At G_ULS = 1, ULS is ELS with G_ELS = 1: the same but for what G_ELS does.
-    several = [row for row in grid if row["uls_group_size"] > 1]
-    aligned = [row["els"] < row["uls_aligned"] for row in several]
-    orthogonal = [row["uls_orthogonal"] < row["els"] for row in several]
-    largest = [
-        row for row in grid if row["uls_group_size"] == max(r["uls_group_size"] for r in grid)
-    ]
-    conjecture = [row["els"] <= row["uls_aligned"] for row in largest]
-    strict = [
-        row["uls_orthogonal"] < row["els"]
-        for row in several
-        if row["epsilon"] == epsilons[0] or row in largest
-    ]
-    return [
-        (
-            "G_ELS hardly matters for ELS's noise",
-            max(spread) < 1.2,
-            f"a factor of at most {max(spread):.3f}",
-        ),
-        (
-            "with L_ULS = L_ELS ELS has less noise nearly everywhere",
-            sum(aligned) >= 0.9 * len(aligned),
-            f"in {sum(aligned)} of {len(aligned)} cells with G > 1",
-        ),
-        (
-            "and everywhere with the largest groups (Conjecture 3.1)",
-            all(conjecture),
-            f"in {sum(conjecture)} of {len(conjecture)}",
-        ),
-        (
-            "with L_ULS = L_ELS / sqrt(G) ULS has mostly less noise",
-            sum(orthogonal) > 0.5 * len(orthogonal),
-            f"in {sum(orthogonal)} of {len(orthogonal)} cells with G > 1",
-        ),
-        (
-            "and everywhere at the smallest epsilon, and with the largest groups",
-            all(strict),
-            f"in {sum(strict)} of {len(strict)}",
-        ),
-    ]
-
-
-def _fixed_budget(rows: Sequence[dict]) -> list[dict]:
+def _fixed_budget(rows: Rows) -> Rows:
     return [row for row in rows if not row["uls_group_size"]]
 
 
-def _grid(rows: Sequence[dict]) -> list[dict]:
+def _grid(rows: Rows) -> Rows:
     return [row for row in rows if row["uls_group_size"]]
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.harness import experiment, plots
-from experiments.harness.claims import GAIN_SHARE, Claims, ahead, both, no_worse
+from experiments.harness.rows import Rows
 from experiments.mean_task import MeanTask
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.contribution import contribution
@@ -95,7 +95,6 @@ PANELS = {
     "budget": "compute budget $B$",
     "example_std": r"within-user deviation $\sigma_2$",
 }
-CLOSE = GAIN_SHARE  # of the rival's loss: what "comparable" means
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +152,7 @@ def _sums(losses, norms, params, batch, mask):
     return jnp.moveaxis(sums, 0, 2)
 
 
-def run(settings: Settings) -> list[dict[str, Any]]:
+def run(settings: Settings) -> Rows:
     """A row for each panel, value that is varied, and method."""
     wheres = list(dict.fromkeys(_wheres(settings)))
     cells = {}
@@ -269,7 +268,7 @@ def tune(settings: Settings, method: Method, drawn: np.ndarray, where: Where) ->
     }
 
 
-def plot(rows: Sequence[dict[str, Any]]) -> Figure:
+def plot(rows: Rows) -> Figure:
     """A panel for each value that is varied; bars are standard errors over trials, so that curves
     are not hidden by how much one trial differs from another."""
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained", sharey=True)
@@ -306,67 +305,6 @@ def _panel(rows, panel):
 
 def _is(row, algorithm, group):
     return (row["algorithm"], row["group_size"]) == (algorithm, group)
-
-
-def check(rows: Sequence[dict[str, Any]]) -> Claims:
-    """Section 4's claims: (what, whether it holds, the numbers)."""
-    assert all(np.isfinite(row["loss"]) for row in rows)
-    whole = max(row["group_size"] for row in rows)
-    claims = []
-
-    def losses_of(algorithm, group):
-        return [row for row in rows if _is(row, algorithm, group)]
-
-    pairs = list(zip(losses_of("ULS", 1), losses_of("ELS", whole), strict=True))
-    each = [
-        no_worse(-row["minus_els"], row["minus_els_error"], CLOSE * els["loss"])
-        for row, els in pairs
-    ]
-    ends_at = [
-        (row["loss"] / els["loss"], (row["loss"] + 2 * row["minus_els_error"]) / els["loss"])
-        for row, els in pairs
-    ]
-    ratio, sure = np.max(ends_at, axis=0)
-    numbers = f"in {each.count(True)} of {len(each)}; ULS / ELS up to {ratio:.3f}, "
-    numbers += f"with two standard errors up to {sure:.3f}"
-    claims.append(("ULS with G = 1 is comparable to ELS or better", both(*each), numbers))
-
-    ends = {
-        "epsilon": (-1, 0, "small epsilon"),
-        "budget": (0, -1, "large budget"),
-        "example_std": (0, -1, "large sigma_2"),
-    }
-    for panel, (mild, strong, where) in ends.items():
-        values = sorted({row[panel] for row in _panel(rows, panel)})
-        best = [_best(rows, panel, value) for value in (values[mild], values[strong])]
-        gains = [1 - row["loss"] / (row["loss"] - row["minus_uls_1"]) for row in best]
-        sure = ahead(-best[1]["minus_uls_1"], best[1]["minus_uls_1_error"])
-        numbers = f"best G = {best[1]['group_size']}, {gains[1]:.1%} below G = 1"
-        numbers += f" at {panel} = {values[strong]:g}; {gains[0]:.1%} at {values[mild]:g}"
-        held = both(sure, gains[1] > gains[0])
-        claims.append((f"larger G help at {where}", held, numbers))
-        gain = 1 - best[1]["loss"] / (best[1]["loss"] - best[1]["minus_els"])
-        sure = ahead(-best[1]["minus_els"], best[1]["minus_els_error"])
-        what = f"ULS is significantly better than ELS at {where}"
-        claims.append((what, both(sure, gain > CLOSE), f"{gain:.1%} below"))
-
-    for group in sorted({r["group_size"] for r in rows if r["algorithm"] == "ELS"} - {whole}):
-        own = losses_of("ELS", group)
-        less = [(row["minus_els"], row["minus_els_error"], row["loss"]) for row in own]
-        each = [no_worse(gap, error, CLOSE * (loss - gap)) for gap, error, loss in less]
-        most = max(-gap / (loss - gap) for gap, _, loss in less)
-        sure = max((2 * error - gap) / (loss - gap) for gap, error, loss in less)
-        numbers = f"in {each.count(True)} of {len(own)}; better by up to {most:.1%}, "
-        numbers += f"with two standard errors {sure:.1%}"
-        what = f"ELS is no better with G = {group} than with G = K"
-        claims.append((what, both(*each), numbers))
-    return claims
-
-
-def _best(rows, panel, value):
-    """ULS's row with the least loss at one value of a panel."""
-    own = [r for r in _panel(rows, panel) if r["algorithm"] == "ULS" and r[panel] == value]
-    return min(own, key=lambda row: row["loss"])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ on the group size, is left out. `long` has 300 steps and one budget.
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -30,8 +29,7 @@ from experiments.finetuning import (
     Training,
 )
 from experiments.harness import plots
-from experiments.harness.claims import Claims, both, cell_error, no_worse
-from experiments.harness.rows import by, rates_inside
+from experiments.harness.rows import Rows, by
 from fedsim.errors import DataError
 from fedsim.sampling import median_group_size
 
@@ -54,10 +52,9 @@ SETTINGS = {
     "long": Settings(LONG_TRAINING, (1, 8, 64, 512), (256,)),
     "paper": Settings(PAPER_TRAINING, tuple(2**n for n in range(11)), (512, 2048, 8192)),
 }
-SHARE = 0.1  # of the best gain that may be lost: what "works well" means
 
 
-def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
+def run(settings: Settings, arguments: finetuning.Arguments) -> Rows:
     """A row for each data set, epsilon, budget and group size whose pool holds the budget; none
     where the median user's does not."""
     training, cells, medians = settings.training, [], {}
@@ -90,7 +87,7 @@ def useful(group_sizes: Sequence[int], budget: int, sizes: np.ndarray) -> list[i
     return [group for group in fit if not any(sizes.max() <= other < group for other in fit)]
 
 
-def plot(rows: Sequence[dict[str, Any]]) -> Figure:
+def plot(rows: Rows) -> Figure:
     """A panel for each data set (rows) and epsilon (columns); the median user in red."""
     names = list(dict.fromkeys(row["dataset"] for row in rows))
     epsilons = sorted({row["epsilon"] for row in rows})
@@ -114,27 +111,6 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         axis.set(ylabel="validation loss\n(nats per token)")
     plots.legend_below(figure)
     return figure
-
-
-def check(rows: Sequence[dict[str, Any]]) -> Claims:
-    """The median's group size against the best one, at every budget and epsilon."""
-    assert not any(np.isnan(row["loss"]) for row in rows)  # of one that diverged it is infinite
-    claims = []
-    for name, own in by(rows, lambda row: row["dataset"]).items():
-        error, lost = np.sqrt(2) * cell_error(own), []
-        for series in by(own, lambda row: (row["epsilon"], row["budget"])).values():
-            best = min(row["loss"] for row in series)
-            (median,) = (row for row in series if row["group_size"] == row["median_examples"])
-            gain = median["loss_before"] - best
-            lost.append((median["loss"] - best, gain))
-        each = [no_worse(-excess, error, SHARE * gain) for excess, gain in lost]
-        shares = [excess / gain for excess, gain in lost]
-        numbers = f"in {each.count(True)} of {len(lost)} settings, not in {each.count(False)}; it "
-        numbers += f"loses {max(lost)[0]:.4f} nats at most, {min(shares):.0%} to {max(shares):.0%} "
-        numbers += f"of the gain, standard error {error:.4f}"
-        what = f"{name}: with the median user's group size at most {SHARE:.0%} of the gain is lost"
-        claims.append((what, both(*each), numbers))
-    return [*claims, *rates_inside(rows)]
 
 
 if __name__ == "__main__":

@@ -10,9 +10,6 @@ least part in the choice; 30 steps, two seeds; the learning rate is tuned in eve
     python -m experiments.fig05_uls_heatmap --scale small      (--dry-run: its cost)
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
@@ -21,20 +18,17 @@ from matplotlib.patches import Rectangle
 from experiments import finetuning
 from experiments.finetuning import STACK_OVERFLOW, ULS_GRIDS
 from experiments.harness import plots
-from experiments.harness.claims import Claims, Verdict, ahead, both, cell_error, no_worse
-from experiments.harness.rows import StandardError, by, rates_inside
+from experiments.harness.rows import Rows, by
 
 SETTINGS = ULS_GRIDS
 SHOWN = 4.0  # the epsilon whose diagonals are drawn
-LIMIT = 512
-"""The cohort up to which the paper finds it better to enlarge the cohort."""
 
 
-def run(settings: finetuning.UlsGrid, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
+def run(settings: finetuning.UlsGrid, arguments: finetuning.Arguments) -> Rows:
     return finetuning.uls_grid_losses(settings, arguments, [STACK_OVERFLOW])
 
 
-def plot(rows: Sequence[dict[str, Any]]) -> Figure:
+def plot(rows: Rows) -> Figure:
     """A heat map for each epsilon, the best of each budget framed; and the diagonals of one."""
     panels = by(rows, lambda row: row["epsilon"])
     figure, axes = plots.panels(1, len(panels) + 1, 4, 3.4)
@@ -78,68 +72,10 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-def best_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def best_of(rows: Rows) -> Rows:
     """The row with the least loss of each budget that leaves a choice."""
     budgets = by(rows, lambda row: row["budget"]).values()
     return [min(series, key=lambda row: row["loss"]) for series in budgets if len(series) > 1]
-
-
-def check(rows: Sequence[dict[str, Any]]) -> Claims:
-    """Where the best of each budget is; budgets with one configuration have no choice."""
-    assert all(np.isfinite(row["loss"]) for row in rows)
-    error, small, doublings = np.sqrt(2) * cell_error(rows), [], []
-    limits, better = {}, sum(row["loss"] < row["loss_before"] for row in rows)
-    least, largest = (pick(row["cohort_size"] for row in rows) for pick in (min, max))
-    for epsilon, own in by(rows, lambda row: row["epsilon"]).items():
-        limits[epsilon] = least
-        for budget, series in sorted(by(own, lambda row: row["budget"]).items()):
-            small.append(best_is_small(series, error))
-            alone = [row["loss"] for row in series if row["group_size"] == 1]
-            others = [row["loss"] for row in series if row["group_size"] > 1]
-            if alone and others:
-                sure = ahead(min(others) - alone[0], error)
-                doublings += [sure] * (budget <= LIMIT)
-                if sure is True and limits[epsilon] == budget // 2:
-                    limits[epsilon] = budget
-    small = [verdict for verdict in small if verdict is not None]
-    numbers = ", ".join(f"{limit} at epsilon {epsilon:g}" for epsilon, limit in limits.items())
-    claims = [
-        (
-            "the best G is at least ten times below the best M",
-            both(*small),
-            f"in {small.count(True)} of {len(small)} budgets with a choice; standard error "
-            f"{error:.4f}",
-        ),
-        (
-            "up to a limit it is better to enlarge the cohort than the group",
-            both(*doublings),
-            f"up to a cohort of {numbers}; the largest here is {largest}",
-        ),
-        (
-            "ours: every configuration is better than the model it started from",
-            better == len(rows),
-            f"{better} of {len(rows)} are",
-        ),
-    ]
-    at = {(row["epsilon"], row["group_size"], row["cohort_size"]): row["loss"] for row in rows}
-    named = [(at.get((e, 64, 4096)), at.get((e, 256, 1024))) for e in limits]
-    gains = [smaller - larger for larger, smaller in named if larger and smaller]
-    if gains:  # at the paper's scale
-        what = "G = 64 and M = 4096 are better than G = 256 and M = 1024"
-        claims.append((what, ahead(gains, error), f"by {min(gains):.4f} at least"))
-    return [*claims, *rates_inside(rows)]
-
-
-def best_is_small(
-    series: Sequence[dict[str, Any]], error: StandardError, units: str = "cohort_size"
-) -> Verdict:
-    """Whether the best G that is ten times below its cohort is no worse than the best of the other
-    ones; None where all are of one kind. Args: error: of a difference of two losses; units: the
-    column of the cohort."""
-    small, large = [], []
-    for row in series:
-        (small if 10 * row["group_size"] <= row[units] else large).append(row["loss"])
-    return no_worse(min(large) - min(small), error) if small and large else None
 
 
 if __name__ == "__main__":

@@ -21,16 +21,13 @@ bd8366bf is the last that computes those rows.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import finetuning, heuristics
-from experiments.finetuning import STACK_OVERFLOW, stands_for
 from experiments.harness import plots
-from experiments.harness.claims import Claims, ahead, both, cell_error, mean_error, most, no_worse
-from experiments.harness.rows import by, paired, rates_inside
+from experiments.harness.rows import Rows, by
+from experiments.quantities import best_els, by_heuristics, has_local_steps
 
 SETTINGS = finetuning.COMPARISONS
 LOCAL = "ULS, local steps"
@@ -38,7 +35,7 @@ BEST = "ELS, best group"
 COLOURS = {**plots.COLOURS, LOCAL: "tab:green", BEST: "tab:cyan"}
 
 
-def run(settings: finetuning.Comparison, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
+def run(settings: finetuning.Comparison, arguments: finetuning.Arguments) -> Rows:
     """A row for each data set, epsilon, budget and algorithm."""
     found = heuristics.cells_of(settings.budgets, settings.training, arguments)
     cells = [*found, *without_noise(found)]
@@ -49,9 +46,7 @@ def run(settings: finetuning.Comparison, arguments: finetuning.Arguments) -> lis
     return [{**row, "other_group": number >= first} for number, row in enumerate(rows)]
 
 
-def with_other_groups(
-    cells: Sequence[dict[str, Any]], groups: Sequence[int]
-) -> list[dict[str, Any]]:
+def with_other_groups(cells: Rows, groups: Sequence[int]) -> Rows:
     """ELS with these group sizes in the place of the median user's."""
     return [
         {**cell, "group_size": group}
@@ -62,30 +57,13 @@ def with_other_groups(
     ]
 
 
-def without_noise(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_noise(cells: Rows) -> Rows:
     """The cells of the largest epsilon at an infinite one, with the groups that they have there."""
     most = max(cell["epsilon"] for cell in cells)
     return [{**cell, "epsilon": math.inf} for cell in cells if cell["epsilon"] == most]
 
 
-def by_heuristics(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of the group sizes that the paper's heuristics say. Rows that do not say are."""
-    return [row for row in rows if not row.get("other_group")]
-
-
-def best_els(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """ELS with the best group size of each cell, of as many as `tried` says; nothing where one
-    alone was trained."""
-    own = [row for row in rows if row["algorithm"] == "els" and not math.isinf(row["epsilon"])]
-    cells = by(own, lambda row: (row["dataset"], row["epsilon"], row["budget"])).values()
-    return [
-        {**min(each, key=lambda row: row["loss"]), "tried": len(each)}
-        for each in cells
-        if len(each) > 1
-    ]
-
-
-def plot(rows: Sequence[dict[str, Any]], along: str = "epsilon", across: str = "budget") -> Figure:
+def plot(rows: Rows, along: str = "epsilon", across: str = "budget") -> Figure:
     """Rows of panels: data sets; columns: budgets (or epsilons); bars: deviations over seeds."""
     bounds = [row for row in rows if math.isinf(row["epsilon"])]
     rows = [row for row in rows if not math.isinf(row["epsilon"])]
@@ -121,106 +99,7 @@ def plot(rows: Sequence[dict[str, Any]], along: str = "epsilon", across: str = "
 
 
 def _curve(row):
-    return LOCAL if _has_local_steps(row) else row["algorithm"].upper()
-
-
-def _has_local_steps(row):
-    """True of rows of the record that were computed when users could take steps of their own."""
-    return row.get("local_steps", 1) > 1
-
-
-def check(rows: Sequence[dict[str, Any]]) -> Claims:
-    """The paper's claims, by data set."""
-    assert not any(np.isnan(row["loss"]) for row in rows)  # of one that diverged it is infinite
-    rows = [row for row in rows if not math.isinf(row["epsilon"])]
-    best, rows = best_els(rows), by_heuristics(rows)
-    claims = []
-    plain = [row for row in rows if not _has_local_steps(row)]
-    for name, own in by(plain, lambda row: row["dataset"]).items():
-        pairs, error = paired(own), cell_error(own)
-        leads = [els["loss"] - uls["loss"] for els, uls in pairs]
-        good, better, counted = _judged(leads, np.sqrt(2) * error)
-        groups = sorted({uls["group_size"] for _, uls in pairs})
-        counted += f"; G_ULS {', '.join(map(str, groups))}"
-        if stands_for(name) == STACK_OVERFLOW:
-            claims.append((f"{name}: ULS is at least as good as ELS", both(*good), counted))
-        else:
-            what = f"{name}: ULS is better than ELS in many settings"
-            claims.append((what, most(better), counted))
-        claims.append(_most(name, pairs, 2 * error))
-        claims.append(_compute(name, pairs, 2 * error))
-        gains = [row["loss_before"] - row["loss"] for row in own]
-        better = [ahead(gain, mean_error(own)) for gain in gains]
-        what = f"{name}: fine-tuning improves on the pre-trained model"
-        numbers = f"in {better.count(True)} of {len(own)} settings, by {np.mean(gains):.4f} on "
-        claims.append((what, both(*better), numbers + "average"))
-        if tuned := [row for row in best if row["dataset"] == name]:
-            claims.append(_against_best(name, pairs, tuned, np.sqrt(2) * error))
-    local = [row for row in rows if stands_for(row["dataset"]) == STACK_OVERFLOW]
-    if any(map(_has_local_steps, local)):
-        claims.append(_local(local))
-    return [*claims, *rates_inside(rows)]
-
-
-def _judged(leads, error):
-    """Of settings: whether ULS is as good in each, whether it is better, and the numbers."""
-    good = [no_worse(lead, error) for lead in leads]
-    better = [ahead(lead, error) for lead in leads]
-    numbers = f"as good in {good.count(True)} of {len(good)} settings, better in "
-    numbers += f"{better.count(True)}; ahead by {min(leads):.4f} to {max(leads):.4f}, "
-    return good, better, numbers + f"standard error {error:.4f}"
-
-
-def _against_best(name, pairs, best, error):
-    """ULS by its heuristic against ELS with the best group of each cell, chosen by these losses."""
-    at = {(row["epsilon"], row["budget"]): row for row in best}
-    leads = [at[uls["epsilon"], uls["budget"]]["loss"] - uls["loss"] for _, uls in pairs]
-    good, _, numbers = _judged(leads, error)
-    groups = ", ".join(map(str, sorted({row["group_size"] for row in best})))
-    tried = min(row["tried"] for row in best)
-    what = (
-        f"{name}, beyond the paper: ULS is at least as good as ELS with the best of {tried} groups"
-    )
-    return what, both(*good), f"{numbers}; G_ELS {groups}"
-
-
-def _local(rows):
-    """Local steps against none, at equal epsilon and budget."""
-    cells = by(rows, lambda row: (row["epsilon"], row["budget"])).values()
-    curves = [{_curve(row): row["loss"] for row in own} for own in cells]
-    gains = [own["ULS"] - own[LOCAL] for own in curves]
-    error = np.sqrt(2) * cell_error(rows)
-    good = [no_worse(gain, error) for gain in gains]
-    what = "beyond the paper: local steps are at least as good as none"
-    numbers = f"in {good.count(True)} of {len(good)} settings; better by {np.mean(gains):.4f} on "
-    return what, both(*good), numbers + f"average, standard error {error:.4f}"
-
-
-def _most(name, pairs, error):
-    """ULS is ahead by more at the smallest epsilon than at the largest, with every budget; error:
-    of a difference of two leads."""
-    values = sorted({els["epsilon"] for els, _ in pairs})
-    lead = {(els["epsilon"], els["budget"]): els["loss"] - uls["loss"] for els, uls in pairs}
-    budgets = sorted({budget for _, budget in lead})
-    more = [lead[values[0], budget] - lead[values[-1], budget] for budget in budgets]
-    numbers = f"by {min(more):.4f} to {max(more):.4f} more at epsilon {values[0]:g} than at "
-    numbers += f"{values[-1]:g}, standard error {error:.4f}"
-    return f"{name}: ULS is ahead the most where epsilon is small", ahead(more, error), numbers
-
-
-def _compute(name, pairs, error):
-    """What the largest budget gains over the smallest, for each algorithm. That ULS is ahead by
-    more with the largest budget is the same difference, and no claim of its own."""
-    gains = []
-    for epsilon in sorted({els["epsilon"] for els, _ in pairs}):
-        own = [pair for pair in pairs if pair[0]["epsilon"] == epsilon]
-        least, *_, largest = sorted(own, key=lambda pair: pair[0]["budget"])
-        gains.append([least[i]["loss"] - largest[i]["loss"] for i in range(2)])
-    els, uls = np.transpose(gains)
-    numbers = f"{uls.mean():.4f} against {els.mean():.4f} on average over epsilon; more at "
-    numbers += f"{int((uls > els).sum())} of {len(els)} epsilons, by {min(uls - els):.4f} to "
-    numbers += f"{max(uls - els):.4f}, standard error {error:.4f}"
-    return f"{name}: ULS gains more from compute than ELS", ahead(uls - els, error), numbers
+    return LOCAL if has_local_steps(row) else row["algorithm"].upper()
 
 
 FIGURES = {

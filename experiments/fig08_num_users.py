@@ -12,17 +12,13 @@ in Figure 7, whose runs are those of ten times.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import finetuning, heuristics
 from experiments.finetuning import CC_NEWS, STACK_OVERFLOW, Comparison
 from experiments.harness import plots
-from experiments.harness.claims import Claims, ahead, cell_error
-from experiments.harness.rows import by, rates_inside
+from experiments.harness.rows import Rows, by
 
 EPSILON = 4.0
 
@@ -48,7 +44,7 @@ SETTINGS = {
 }
 
 
-def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
+def run(settings: Settings, arguments: finetuning.Arguments) -> Rows:
     """A row for each assumed population, budget and algorithm."""
     training, budgets = settings.models.training, settings.models.budgets
     (name,) = training.num_steps
@@ -65,7 +61,7 @@ def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, A
     return [{name: value for name, value in row.items() if name != "delta"} for row in rows]
 
 
-def plot(rows: Sequence[dict[str, Any]]) -> Figure:
+def plot(rows: Rows) -> Figure:
     """A panel for each population; bars are deviations over seeds."""
     panels = by(rows, lambda row: row["times"])
     figure, axes = plots.panels(1, len(panels), 3.2, 2.9, sharey=True)
@@ -83,30 +79,6 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     axes[0, 0].set(ylabel="test loss (nats per token)")
     plots.legend_below(figure)
     return figure
-
-
-def check(rows: Sequence[dict[str, Any]]) -> Claims:
-    """What the largest budget gains over the smallest, and the most users over the fewest."""
-    assert all(np.isfinite(row["loss"]) for row in rows)
-    by_cell = {(row["times"], row["budget"], row["algorithm"]): row["loss"] for row in rows}
-    times, budgets = (sorted({row[key] for row in rows}) for key in ("times", "budget"))
-
-    def gain(algorithm, first, last):
-        return by_cell[*first, algorithm] - by_cell[*last, algorithm]
-
-    compute = [((t, budgets[0]), (t, budgets[-1])) for t in times]
-    more_users = [((times[0], b), (times[-1], b)) for b in budgets]
-    claims = []
-    error = 2 * cell_error(rows, ("dataset", "times", "budget"))
-    for what, ends, winner, loser in (
-        ("ULS gains more from a larger budget than ELS", compute, "uls", "els"),
-        ("ELS gains more from more users than ULS", more_users, "els", "uls"),
-    ):
-        more = [gain(winner, *each) - gain(loser, *each) for each in ends]
-        numbers = f"by {np.mean(more):.4f} on average; more in {sum(each > 0 for each in more)} of "
-        numbers += f"{len(ends)} settings, by {min(more):.4f} at least, standard error {error:.4f}"
-        claims.append((what, ahead(more, error), numbers))
-    return [*claims, *rates_inside(rows)]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from experiments.data import stand_ins, synthetic
 from experiments.harness import experiment
-from experiments.harness.claims import Claims
+from experiments.harness.rows import Rows
 
 BINS = 40  # at most
 
@@ -55,7 +55,7 @@ def histogram_bins(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return edges, np.histogram(sizes, edges)[0]
 
 
-def run(settings: Settings) -> list[dict[str, Any]]:
+def run(settings: Settings) -> Rows:
     """A row for each bin of each histogram."""
     rows = []
     for name, sizes in sizes_of(settings).items():
@@ -65,7 +65,7 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     return rows
 
 
-def plot(rows: list[dict[str, Any]]) -> Figure:
+def plot(rows: Rows) -> Figure:
     names = list(dict.fromkeys(row["dataset"] for row in rows))
     figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
     for axis, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
@@ -74,19 +74,6 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
         axis.stairs([row["users"] for row in own], edges, fill=True)
         axis.set(xscale="log", xlabel="examples per user", ylabel="users", title=name)
     return figure
-
-
-def check(rows: list[dict[str, Any]]) -> Claims:
-    """By data set: how far apart the sizes of its smallest and largest users are, by bins."""
-    claims = []
-    for name in dict.fromkeys(row["dataset"] for row in rows):
-        filled = [row for row in rows if row["dataset"] == name and row["users"]]
-        times, users = filled[-1]["from"] / filled[0]["from"], sum(row["users"] for row in filled)
-        numbers = f"a factor of {times:.3g} among {users:,}"
-        claims.append(
-            (f"{name}: users' sizes differ by a hundred times or more", times >= 100, numbers)
-        )
-    return claims
 
 
 def origins(settings: Settings) -> dict[str, Any]:

@@ -12,7 +12,6 @@ users. What `small` leaves out is in Figure 5's.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -20,9 +19,9 @@ from matplotlib.figure import Figure
 from experiments import finetuning
 from experiments.finetuning import ULS_GRIDS
 from experiments.harness import plots
-from experiments.harness.claims import Claims, ahead, cell_error, most, no_worse
-from experiments.harness.rows import by
+from experiments.harness.rows import Rows, by
 from experiments.heuristics import user_grad_norms
+from experiments.quantities import averaged, cell_error
 from fedsim.errors import expect
 from fedsim.tuning import doubling
 from fedsim.tuning.doubling import NO_LIMITS, START, Configuration, Limits, double, twice
@@ -75,7 +74,7 @@ def max_group_size(grid: Sequence[Configuration], batch_size: int) -> Configurat
     return with_batch_size(grid, batch_size)[-1]
 
 
-def run(settings: finetuning.UlsGrid, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
+def run(settings: finetuning.UlsGrid, arguments: finetuning.Arguments) -> Rows:
     """A row for each data set, epsilon, budget and strategy; `seed_error` is of a loss."""
     rows = []
     found = finetuning.uls_grid_losses(settings, arguments)
@@ -117,19 +116,7 @@ def strategies(losses: dict[Configuration, float], budget: int, norms, noise) ->
     }
 
 
-def averaged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean and standard deviation over epsilon, and the seeds' standard error of the mean."""
-    found = []
-    keys = ("dataset", "strategy", "budget")
-    for where, own in by(rows, lambda row: tuple(row[key] for key in keys)).items():
-        values = [row["suboptimality"] for row in own]
-        spread = {"mean": float(np.mean(values)), "std": float(np.std(values))}
-        spread["seed_error"] = own[0]["seed_error"] / np.sqrt(len(own))
-        found.append({**dict(zip(keys, where, strict=True)), **spread})
-    return found
-
-
-def plot(rows: Sequence[dict[str, Any]]) -> Figure:
+def plot(rows: Rows) -> Figure:
     panels = by(averaged(rows), lambda row: row["dataset"])
     figure, axes = plots.panels(1, len(panels), 4.5, 3.4)
     for axis, (name, own) in zip(axes[0], panels.items(), strict=True):
@@ -147,32 +134,6 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         axis.grid(alpha=0.3)
     plots.legend_below(figure)
     return figure
-
-
-def check(rows: Sequence[dict[str, Any]]) -> Claims:
-    """Estimate-and-Double against the oracle, and against random choices, by data set."""
-    assert all(row["suboptimality"] >= -1e-9 for row in rows)
-    claims = []
-    for name, own in by(averaged(rows), lambda row: row["dataset"]).items():
-        by_strategy = by(own, lambda row: row["strategy"])
-        ours, oracle, random = (
-            by_strategy[strategy]
-            for strategy in ("estimate-and-double", "greedy local oracle", "random")
-        )
-        pairs = list(zip(ours, oracle, strict=True))
-        error = np.sqrt(2) * ours[0]["seed_error"]
-        within = [no_worse(b["mean"] - a["mean"], error) for a, b in pairs]
-        means = [float(np.mean([row["mean"] for row in each])) for each in (ours, oracle, random)]
-        what = f"{name}: Estimate-and-Double lies within the oracle's band at most budgets"
-        worse = max(a["mean"] - b["mean"] for a, b in pairs)
-        numbers = f"at {within.count(True)} of {len(pairs)}; above the oracle by {worse:.4f} at "
-        claims.append((what, most(within), numbers + f"most, standard error {error:.4f}"))
-        what = f"{name}: Estimate-and-Double is nearer the best than a random choice"
-        numbers = "mean suboptimality {:.4f}, oracle {:.4f}, random {:.4f}".format(*means)
-        error = error / np.sqrt(len(pairs))
-        numbers += f"; standard error {error:.4f}"
-        claims.append((what, ahead(means[2] - means[0], error), numbers))
-    return claims
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ personalization is private, and no personal model is kept.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,7 @@ from matplotlib.figure import Figure
 from experiments import finetuning, heuristics
 from experiments.finetuning import STACK_OVERFLOW, Comparison
 from experiments.harness import plots
-from experiments.harness.claims import GAIN_SHARE, NOT_SHOWN, Claims, ahead, alike, both, no_worse
-from experiments.harness.rows import by, middle, rates_inside
+from experiments.harness.rows import Rows, by, middle
 from fedsim.config import changed_run
 from fedsim.data import UserStore
 from fedsim.engine import Worker
@@ -203,7 +202,7 @@ class Job:
     split: str
 
 
-def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
+def run(settings: Settings, arguments: finetuning.Arguments) -> Rows:
     """A row for each epsilon, budget and algorithm: losses with and without personalization."""
     training, split = settings.models.training, settings.split
     if not arguments.dry_run:  # one's own may have no later examples
@@ -315,7 +314,7 @@ def personalize_one(job: Job) -> dict[str, Any]:
     return personalized(task, params, store, job.split, job.how)
 
 
-def plot(rows: Sequence[dict[str, Any]]) -> Figure:
+def plot(rows: Rows) -> Figure:
     """A panel for each budget; dashed with personalization."""
     panels = by(rows, lambda row: row["budget"])
     figure, axes = plots.panels(1, len(panels), 3.4, 3, sharey=True)
@@ -334,76 +333,6 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     axes[0, 0].set(ylabel="test users' loss (nats per token)")
     plots.legend_below(figure)
     return figure
-
-
-def check(rows: Sequence[dict[str, Any]]) -> Claims:
-    """Errors are of users, who are the same for all models, and of seeds, pooled over cells."""
-    assert all(np.isfinite(row["personalized_loss"]) for row in rows)
-    lower = [ahead(row["gain"], error(row, "gain", rows)) for row in rows]
-    mean = float(np.mean([row["gain"] for row in rows]))
-    cells = list(by(rows, lambda row: (row["epsilon"], row["budget"])).values())
-    pairs = [own[0] for own in cells]  # what is said of pairs is in both rows
-    errors = {
-        name: np.array([error(pair, name, pairs) for pair in pairs])
-        for name in ("ahead", "more_gain", "ahead_after")
-    }
-    at = {name: np.array([pair[name] for pair in pairs]) for name in errors}
-    like = [
-        alike(*each, GAIN_SHARE * mean)
-        for each in zip(at["more_gain"], errors["more_gain"], strict=True)
-    ]
-    after = [no_worse(*each) for each in zip(at["ahead_after"], errors["ahead_after"], strict=True)]
-    signs = [
-        [ahead(*each) for each in zip(at[name], errors[name], strict=True)]
-        for name in ("ahead", "ahead_after")
-    ]
-    order = [
-        NOT_SHOWN if NOT_SHOWN in each else each[0] == each[1] for each in zip(*signs, strict=True)
-    ]
-    most = float(np.abs(at["more_gain"]).max())
-    apart = float((np.abs(at["more_gain"]) + 2 * errors["more_gain"]).max())
-    more = float(at["more_gain"].mean())
-    of_mean = float(errors["more_gain"].mean())  # the users are the same in all cells
-    return [
-        (
-            "personalization lowers the loss of every model",
-            both(*lower),
-            f"of {lower.count(True)} of {len(rows)}, by {mean:.4f} on average",
-        ),
-        (
-            f"both algorithms gain alike, within {GAIN_SHARE:.0%}",
-            both(*like),
-            f"in {like.count(True)} of {len(like)}, not in {like.count(False)}; gains differ by up "
-            f"to {most:.4f}, with two standard errors by {apart:.4f}, of {GAIN_SHARE * mean:.4f}",
-        ),
-        (
-            "with personalization ULS is at least as good as ELS",
-            both(*after),
-            f"in {after.count(True)} of {len(after)}, by {at['ahead_after'].mean():.4f} on "
-            f"average, {at['ahead_after'].min():.4f} at least, standard error up to "
-            f"{errors['ahead_after'].max():.4f}",
-        ),
-        (
-            "ours: personalization leaves ULS its lead",
-            no_worse(more, of_mean),
-            f"{at['ahead'].mean():.4f} before, {at['ahead_after'].mean():.4f} after, on average; "
-            f"standard error of the difference {of_mean:.4f}",
-        ),
-        (
-            "the order of the algorithms stays",
-            both(*order),
-            f"in {order.count(True)} of {len(order)} beyond the errors, it turns in "
-            f"{order.count(False)}",
-        ),
-        *rates_inside(rows),
-    ]
-
-
-def error(row: dict[str, Any], name: str, rows: Sequence[dict[str, Any]]) -> float:
-    """Standard error of a row's estimate over users and over seeds, whose variance is that of all
-    rows."""
-    of_seeds = np.mean([each[f"{name}_std"] ** 2 / each["seeds"] for each in rows])
-    return float(np.sqrt(row[f"{name}_error"] ** 2 + of_seeds))
 
 
 if __name__ == "__main__":

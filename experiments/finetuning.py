@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 
 from experiments import starting_model
 from experiments.assumed_users import epsilon_that_holds
-from experiments.data.stand_ins import files_of
+from experiments.data.stand_ins import CC_NEWS, SHOWN, STACK_OVERFLOW, files_of, stands_for
 from experiments.harness import experiment
 from experiments.harness.records import as_written, came_from
 from experiments.harness.rows import CAME, Row, Rows, over_seeds
@@ -38,15 +38,7 @@ from fedsim.errors import ConfigError, DataError
 from fedsim.tuning import jobs_of
 from fedsim.tuning.doubling import Configuration
 
-STACK_OVERFLOW, CC_NEWS = "Stack Overflow", "CC-News"
 SMALL: dict[str, str] = dict(zip((STACK_OVERFLOW, CC_NEWS), starting_model.USERS, strict=True))
-SHOWN = {
-    "smoke": {STACK_OVERFLOW: "made-up text"},
-    "small": {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"},
-    "long": {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"},
-    "paper": {},
-}
-"""What rows, figures and records call the data that were used, by what these stand for."""
 PAPER = {STACK_OVERFLOW: "stack-overflow", CC_NEWS: "cc-news"}  # built by these recipes
 PAPER_STEPS = {STACK_OVERFLOW: 10_000, CC_NEWS: 2_000}
 PAPER_MODEL = "models/c4"
@@ -263,13 +255,6 @@ def named(rows: Rows, shown: Mapping[str, str]) -> Rows:
         {**row, "dataset": shown.get(row["dataset"], row["dataset"])} if "dataset" in row else row
         for row in rows
     ]
-
-
-def stands_for(name: str) -> str:
-    """Which of the paper's data sets a data set of rows is, or is in the place of; one's own is in
-    the place of Stack Overflow."""
-    found = (paper for shown in SHOWN.values() for paper, own in shown.items() if own == name)
-    return next(found, name if name in PAPER else STACK_OVERFLOW)
 
 
 def assumption(name: str) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from experiments import finetuning
 from experiments.finetuning import Arguments, Training
+from experiments.harness.rows import Rows
 from fedsim.config import RunConfig
 from fedsim.run import Console
 from fedsim.sampling import median_group_size
@@ -23,7 +24,7 @@ def cells_of(
     training: Training,
     arguments: Arguments,
     extra: Mapping[str, Any] = MappingProxyType({}),
-) -> list[dict[str, Any]]:
+) -> Rows:
     """Both algorithms at every data set, epsilon and budget, set by the paper's heuristics: the
     median user for G_ELS, Estimate-and-Double for G_ULS. `extra` is of every cell."""
     cells = []

@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments.data import RECIPES, stand_ins, synthetic
 from experiments.harness import experiment
-from experiments.harness.claims import Claims
+from experiments.harness.rows import Row, Rows
 from fedsim.data import Dataset, stats
 
 
@@ -33,7 +33,7 @@ SETTINGS = {
 MADE_UP, ASKED_FOR = "Stack Overflow's shape", "Stack Overflow's shape, as asked for"
 
 
-def rows_of(name: str, recipe: str, dataset: Dataset) -> list[dict[str, Any]]:
+def rows_of(name: str, recipe: str, dataset: Dataset) -> Rows:
     """Table 1's rows of a data set."""
     rows = []
     for split, store in dataset.splits().items():
@@ -53,7 +53,7 @@ def rows_of(name: str, recipe: str, dataset: Dataset) -> list[dict[str, Any]]:
     return rows
 
 
-def papers_rows() -> list[dict[str, Any]]:
+def papers_rows() -> Rows:
     """What the paper's table says."""
     rows = []
     for name in ("stack-overflow", "cc-news"):
@@ -65,7 +65,7 @@ def papers_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def asked_for(share: float) -> dict[str, Any]:
+def asked_for(share: float) -> Row:
     """The row that the made-up data are to have."""
     shape = synthetic.STACK_OVERFLOW.scaled(share)
     totals = {"examples": shape.num_examples, "users": shape.num_users}
@@ -74,7 +74,7 @@ def asked_for(share: float) -> dict[str, Any]:
     return {**named, **totals, **sizes, "tokens": ""}
 
 
-def run(settings: Settings) -> list[dict[str, Any]]:
+def run(settings: Settings) -> Rows:
     rows = [*papers_rows(), asked_for(settings.share)]
     with tempfile.TemporaryDirectory() as directory:
         made_up = stand_ins.made_up(settings.share, Path(directory))
@@ -84,32 +84,6 @@ def run(settings: Settings) -> list[dict[str, Any]]:
                 recipe, *_ = stand_ins.STAND_INS[name]
                 rows += rows_of(name, recipe, stand_ins.prepare(name, Path(directory)))
     return rows
-
-
-def check(rows: list[dict[str, Any]]) -> Claims:
-    """The made-up shape is the table's, and the recipes' splits are as described."""
-    (made_up,), (shape,) = (
-        [row for row in rows if row["dataset"] == name] for name in (MADE_UP, ASKED_FOR)
-    )
-    counts = all(made_up[name] == shape[name] for name in ("examples", "users", "max"))
-    near = abs(made_up["median"] - shape["median"]) <= 1
-    apart = [row["max"] / row["min"] for row in rows if row["split"] == "train"]
-    reserved = [row for row in rows if row["split"] == "eval_examples"]
-    kept = all(1 <= row["min"] and row["max"] <= 32 for row in reserved)
-    shown = "median {median:g}, largest {max:,}".format(**made_up)
-    return [
-        ("the made-up data have Stack Overflow's shape", counts and near, shown),
-        (
-            "users' sizes differ by more than ten times in the stand-ins",
-            min(apart) > 10,
-            f"the largest is {min(apart):.3g} to {max(apart):,.0f} times the least",
-        ),
-        (
-            "1 to 32 examples of a user are reserved in the stand-ins",
-            kept,
-            f"in {len(reserved)} data sets",
-        ),
-    ]
 
 
 def origins(settings: Settings) -> dict[str, Any]:

@@ -13,14 +13,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.harness import experiment
-from experiments.harness.claims import Claims
 from experiments.harness.rows import Row, Rows
 
 RUN_STEPS, RUN_DELTA = 500, 1e-6
 """Of the three runs of docs/theory/budget.md, q = 0.1 and sigma = 2; trials have other steps."""
 DERIVED = True
 """`status` computes its rows again."""
-HOW = ("composed by losses", "chosen by looking", "added up")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,30 +171,6 @@ def papers_delta() -> Iterator[Row]:
                 yield row(page, what, papers)
             less = f"share that sigma is less, epsilon {epsilon:g}, G = {group}{name}"
             yield row(page, less, 1 - ours / papers)
-
-
-def check(rows: Rows) -> Claims:
-    """What pages say of these numbers in words."""
-    value = {each["what"]: each["value"] for each in rows}
-    runs = [value[f"three runs, {how}"] for how in HOW]
-    shown = ", ".join(f"{each:.2f}" for each in runs)
-    claims = [
-        (
-            "composed runs cost less than chosen ones, and these less than their sum",
-            runs == sorted(runs),
-            shown,
-        )
-    ]
-    one, *bests, ten = (v for w, v in value.items() if w in ("one trial", "all ten") or "best" in w)
-    shown = ", ".join(f"{each:.2f}" for each in (one, *bests, ten))
-    claims.append(
-        ("the best of ten costs less than all ten", max(bests) < ten and one < min(bests), shown)
-    )
-    ratios = [v for w, v in value.items() if "in each" in w]
-    if ratios:
-        what = "correlated noise is predicted to err less than independent noise"
-        claims.append((what, max(ratios) < 1, ", ".join(f"{each:.2f}" for each in ratios)))
-    return claims
 
 
 if __name__ == "__main__":

@@ -21,6 +21,14 @@ STAND_INS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "allsides_news": ("cc-news", "allsides_news", {"user_column": "domain"}),
 }
 """Recipe, file, columns."""
+STACK_OVERFLOW, CC_NEWS = "Stack Overflow", "CC-News"
+SHOWN = {
+    "smoke": {STACK_OVERFLOW: "made-up text"},
+    "small": {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"},
+    "long": {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"},
+    "paper": {},
+}
+"""What rows, figures and records call the data that were used, by what these stand for."""
 
 
 def shared(name: str) -> Path:
@@ -29,6 +37,13 @@ def shared(name: str) -> Path:
     if not file.exists():
         raise DataError(f"{file} is not there: experiments/README.md says where it comes from")
     return file
+
+
+def stands_for(name: str) -> str:
+    """Which of the paper's data sets a data set of rows is, or is in the place of; one's own is in
+    the place of Stack Overflow."""
+    links = (shown.get(CC_NEWS) for shown in SHOWN.values())
+    return CC_NEWS if name in (CC_NEWS, *links) else STACK_OVERFLOW
 
 
 def files_of(names: Iterable[str]) -> dict[str, dict[str, str]]:

@@ -1,136 +1,108 @@
-"""The rule by which claims are judged: no test is easier to pass with a worse experiment.
+"""The checker: whether the rows of a record show the claims of `experiments/claims.py`.
 
-A quantity has values and, for each, an interval. A claim says that all of them are at least, or at
-most, a bound: yes where the intervals lie on that side altogether, no where one of them lies on the
-other, else not shown. Intervals are three standard errors to either side where a difference is
-claimed ("better", "more", "ahead"), and two where equivalence is ("at least as good", "within").
-Where the variance was estimated with few degrees of freedom, so many standard errors are as many as
-have the same probability by Student's t: with 2 degrees 4.5 for 2, and 19 for 3. So fewer seeds, or
-noisier ones, lead to "not shown".
-
-Margins are fixed before records are judged by them: held-out losses of trainings `MARGIN`; losses
-of SmolLM2, and gains by personalization, `GAIN_SHARE` of the gain; the loss of mean estimation 5 %
-of the rival's; others are their claims' own. `results/earlier.toml` has what earlier tests said.
-
-Seeds share draws and noise with all cells, so they are compared in pairs where rows have the losses
-by seed (`by_seed`): the variance is what is left of losses without the means of their cells and of
-their seeds. Where a record has means and deviations alone, cells count as independent, which is the
-larger error where seeds move cells alike. Either variance is pooled over the cells of a data set,
-since two seeds alone say little; cells without noise, which may diverge, and cells with it are
-pooled apart. One seed alone shows nothing.
+A quantity has values and, for each, an interval. A rule says on which side of a bound they are to
+be: yes where the intervals lie on that side altogether, no where one of them lies on the other,
+else not shown. Intervals are three standard errors to either side where a difference is claimed
+(`above`, `AHEAD`), and two where equivalence is (`no_worse`, `at_least`, `at_most`). Where the
+variance was estimated with few degrees of freedom, so many standard errors are as many as have the
+same probability by Student's t: with 2 degrees 4.5 for 2, and 19 for 3. So fewer seeds, or noisier
+ones, lead to "not shown": no rule is easier to meet with a worse experiment.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+import itertools
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.harness.rows import ERRORS, Row, Rows, StandardError, by, seed_error
+from experiments.harness.rows import EQUAL_ERRORS, ERRORS, Quantity, Rows, by
 
-MARGIN = 0.01
-"""Nats."""
-GAIN_SHARE = 0.05
-EQUAL_ERRORS = 2.0
-"""Standard errors of tests of equivalence; of differences there are `rows.ERRORS`."""
 NOT_SHOWN = "not shown"
-Verdict = bool | str | None
-"""Whether a claim holds, or NOT_SHOWN. None: not judged."""
-Claims = Sequence[tuple[str, Verdict, str]]
-"""What is claimed, whether it held, and the numbers."""
+Verdict = bool | str
 SAYS = {True: "yes", False: "no", NOT_SHOWN: NOT_SHOWN, None: "not judged"}
-Numbers = float | Sequence[float] | np.ndarray
-Errors = Numbers | StandardError | Sequence[StandardError]
 
 
-def ahead(leads: Numbers, errors: Errors) -> Verdict:
-    """Whether all leads are differences.
+class Rule(NamedTuple):
+    """On which side of a bound values are to be."""
 
-    Args:
-      leads: above 0: the claim's way.
-      errors: a standard error for each, or for all.
-    """
-    return _judged(leads, _room(errors, ERRORS), 0.0)
+    sides: Callable[..., tuple[Any, Any]]
+    """(on the claim's side, on the other): by values, rooms to either side, and bounds."""
+    bound: float | Sequence[float]
+    errors: float = EQUAL_ERRORS
+    share: float = 1.0
+    """Of the settings, at least, in which it is to hold."""
 
-
-def no_worse(leads: Numbers, errors: Errors, margin: Numbers = MARGIN) -> Verdict:
-    """Whether no lead is below -margin. Args: as of `ahead`."""
-    return _judged(leads, _room(errors, EQUAL_ERRORS), -np.asarray(margin))
-
-
-def alike(differences: Numbers, errors: Errors, margin: Numbers = MARGIN) -> Verdict:
-    """Whether all differences are within the margin, either way. Args: as of `ahead`."""
-    return no_worse(-np.abs(differences), errors, margin)
+    def verdicts(self, quantity: Quantity) -> list[Verdict]:
+        """One for each value. Of errors that are plain numbers the variance counts as known."""
+        count, bounds = self.errors, np.multiply(self.bound, quantity.unit)
+        room = [e.times(count) if hasattr(e, "times") else count * e for e in quantity.errors]
+        sides = self.sides(np.array(quantity.values), np.array(room), bounds)
+        return [bool(yes) or (False if no else NOT_SHOWN) for yes, no in zip(*sides, strict=True)]
 
 
-def verdict(held: Verdict, judged: bool = True) -> Verdict:
-    """In JSON's types: whether a claim held, that this is not shown, or None."""
-    if held is None or not judged:
-        return None
-    return NOT_SHOWN if held == NOT_SHOWN else bool(held)
+def above(bound: float | Sequence[float]) -> Rule:
+    """For differences."""
+    return Rule(lambda v, room, least: (v - room > least, v + room < least), bound, ERRORS)
 
 
-def _room(errors: Errors, count: float) -> np.ndarray:
-    """So many standard errors; of plain numbers the variance counts as known."""
-    each = errors if isinstance(errors, Sequence | np.ndarray) else [errors]
-    return np.array([e.times(count) if isinstance(e, StandardError) else count * e for e in each])
+def at_least(bound: float | Sequence[float]) -> Rule:
+    """For equivalence, and exact values."""
+    return Rule(lambda v, room, least: (v - room >= least, v + room < least), bound)
 
 
-def _judged(leads: Numbers, room: np.ndarray, least: Numbers) -> Verdict:
-    least = np.asarray(least)
-    above, below = leads - room > least, leads + room < least
-    return False if np.any(below) else True if np.all(above) else NOT_SHOWN
+def at_most(bound: float | Sequence[float]) -> Rule:
+    """For equivalence, and exact values."""
+    return Rule(lambda v, room, most: (v + room <= most, v - room > most), bound)
 
 
-def both(*verdicts: Verdict) -> Verdict:
-    """The verdict on a claim of several parts."""
-    return False if False in verdicts else True if set(verdicts) == {True} else NOT_SHOWN
+def no_worse(margin: float) -> Rule:
+    """For leads."""
+    return at_least(-margin)
 
 
-def most(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict on a claim of at least half of the settings: no, where so many say no that the
-    others are fewer."""
-    each = list(verdicts)
-    if 2 * each.count(True) >= len(each):
-        return True
-    return False if 2 * each.count(False) > len(each) else NOT_SHOWN
+def in_share(share: float, rule: Rule) -> Rule:
+    """A rule for this share of the settings at least."""
+    return rule._replace(share=share)
 
 
-UNKNOWN = StandardError(math.inf, 0)
+AHEAD = above(0)
 
 
-def mean_error(rows: Sequence[Row]) -> StandardError:
-    """Standard error of the mean loss of one of these cells, for what has no seeds of its own, such
-    as the loss before; infinite for one seed."""
-    return seed_error(rows) if min(row["seeds"] for row in rows) > 1 else UNKNOWN
+class Claim(NamedTuple):
+    """What a statement is about, and the rule by which it shows it."""
+
+    quantity: Callable[[Rows], Quantity]
+    rule: Rule
 
 
-def cell_error(rows: Sequence[Row], block: Sequence[str] = ("dataset", "epsilon")) -> StandardError:
-    """Standard error of the mean loss of one of these cells, for differences between cells of one
-    block; of k cells it is sqrt(k) times as much. Infinite for one seed; cells that came to
-    no number are left out.
+def judge(claims: Mapping[str, Claim], rows: Rows) -> list[tuple[str, Verdict, str]]:
+    """(statement, verdict, numbers). Neighbours whose statements have the same column as a field
+    are judged together, for each of its values."""
 
-    Args:
-      rows: the cells whose variance is pooled.
-      block: columns; cells that are alike in these have the same seeds.
-    """
-    rows = [row for row in rows if math.isfinite(row["loss"])]
-    if not rows or min(row["seeds"] for row in rows) < 2:
-        return UNKNOWN
-    if not all(row.get("by_seed") for row in rows):
-        return seed_error(rows)
-    squares, freedom = 0.0, 0
-    blocks = by(rows, lambda row: tuple(row.get(name) for name in block)).values()
-    for table in map(losses_by_seed, blocks):
-        cells, seeds = table.shape
-        left = table - table.mean(0) - table.mean(1)[:, None] + table.mean()
-        squares += float((left**2).sum())
-        freedom += (cells - 1) * (seeds - 1)
-    least = min(row["seeds"] for row in rows)
-    if not freedom:
-        return seed_error(rows)
-    return StandardError(math.sqrt(squares / freedom / least), freedom)
+    def column(statement: str) -> str:
+        names = (name for _, name, *_ in string.Formatter().parse(statement))
+        return next((name for name in names if name in rows[0]), "")
+
+    found = []
+    for name, neighbours in itertools.groupby(claims, column):
+        own = list(neighbours)
+        for value, block in by(rows, lambda row, name=name: row.get(name)).items():
+            each = [(what, claims[what].quantity(block), claims[what].rule) for what in own]
+            found += [judged(*claim, {name: value}) for claim in each if len(claim[1].values)]
+    return found
 
 
-def losses_by_seed(rows: Rows) -> np.ndarray:
-    """[cells, seeds] of the cells of a block, which have the same seeds in the same order."""
-    return np.array([[float(loss) for loss in str(row["by_seed"]).split()] for row in rows])
+def judged(
+    statement: str, quantity: Quantity, rule: Rule, where: Mapping[str, Any]
+) -> tuple[str, Verdict, str]:
+    """One of them: no, where so many settings say no that the others are too few."""
+    values, verdicts = np.array(quantity.values), rule.verdicts(quantity)
+    count, yes, no = len(values), verdicts.count(True), verdicts.count(False)
+    enough = rule.share * count
+    verdict = yes >= enough or (False if count - no < enough else NOT_SHOWN)
+    fields = {**where, "count": count, "yes": yes, "no": no, "positive": (values > 0).sum()}
+    fields |= {"least": values.min(), "mean": values.mean(), "most": values.max()}
+    fields |= {"error": max(quantity.errors), **quantity.fields}
+    numbers = quantity.numbers.format(*quantity.values, **fields)
+    return statement.format(**fields), verdict, numbers

@@ -14,7 +14,8 @@ from typing import Any, Self
 from matplotlib.figure import Figure
 
 from experiments.benchmarks.common import circumstances
-from experiments.harness.claims import SAYS, verdict
+from experiments.claims import CLAIMS
+from experiments.harness.claims import SAYS, judge
 from experiments.harness.plots import save_figure
 from experiments.harness.records import (
     RESULTS,
@@ -116,8 +117,8 @@ def main(
 ) -> None:
     """An experiment, from its command line to its files; with --dry-run it ends before them.
 
-    Args: module: the experiment's globals: SETTINGS by scale, run(settings), check(rows),
-      plot(rows) or FIGURES, and where it reads real data origins(settings): their files.
+    Args: module: the experiment's globals: SETTINGS by scale, run(settings), plot(rows) or
+      FIGURES, and where it reads real data origins(settings): their files.
       JUDGED_AT_SMOKE: see `always` of `record`.
     """
     arguments = kind.parse(module["__doc__"], argv)
@@ -128,7 +129,7 @@ def main(
     name, figures = name_and_figures(module)
     drawn = {file: arguments.titled(draw(rows), rows) for file, draw in figures.items()}
     about = arguments.about(module, settings, rows)
-    record(name, arguments, settings, rows, drawn, module["check"](rows), **about)
+    record(name, arguments, settings, rows, drawn, **about)
 
 
 def name_and_figures(
@@ -159,7 +160,6 @@ def record(
     settings: Any,
     rows: Rows,
     figures: Mapping[str, Figure],
-    claims: Sequence[tuple[str, Any, str]],
     *,
     always: bool = False,
     run_minutes: float | None = None,
@@ -186,13 +186,13 @@ def record(
     found["minutes"] = round((time.time() - STARTED) / 60, 1)
     if run_minutes is not None:
         found["run_minutes"] = run_minutes
-    found["claims"] = as_claims(claims, judged)
+    found["claims"] = as_claims(judge(CLAIMS[name], rows), judged)
     found |= {**came_from(), "data": dict(data), "model": model and dict(model)}
     if trained := trained_at(trainings):
         found["trainings"] = trained
     found["seeds"] = seeds_of(found["settings"])
     found |= circumstances("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "dp-accounting")
     (out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    for what, held, numbers in claims:
-        print(f"{what}: {SAYS[verdict(held, judged)]} ({numbers})")
-    assert not always or all(verdict(held) is True for _, held, _ in claims)
+    for each in found["claims"]:
+        print("{claim}: {} ({numbers})".format(SAYS[each["held"]], **each))
+    assert not always or all(each["held"] is True for each in found["claims"])

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.harness.claims import Verdict, verdict
+from experiments.harness.claims import Verdict
 
 HERE = Path(__file__).parents[1]
 RESULTS = HERE / "results"
@@ -70,9 +70,9 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def as_claims(
     found: Iterable[tuple[str, Verdict, str]], judged: bool = True
 ) -> list[dict[str, Any]]:
-    """Claims as a record has them. One that says None of itself is not judged yet."""
+    """Claims as a record has them."""
     return [
-        {"claim": what, "held": verdict(held, judged), "numbers": numbers}
+        {"claim": what, "held": held if judged else None, "numbers": numbers}
         for what, held, numbers in found
     ]
 

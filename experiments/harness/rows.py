@@ -4,9 +4,10 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -17,6 +18,8 @@ CAME = ("loss", "loss_std", "loss_before", "validation_loss", "seeds", "by_seed"
 """Of a row, what came of its cell."""
 ERRORS = 3.0
 """Standard errors beyond which a difference counts: figures ask about dozens of them."""
+EQUAL_ERRORS = 2.0
+"""Of tests of equivalence."""
 
 
 def kept(file: Path) -> Rows:
@@ -114,9 +117,15 @@ def seed_error(rows: Sequence[Row]) -> StandardError:
     return StandardError(math.sqrt(variance / min(seeds)), sum(seeds) - len(seeds))
 
 
-def rates_inside(rows: Sequence[Row]) -> list[tuple[str, bool, str]]:
-    """As a claim: the learning rates that were chosen are inside the grids that they are from; none
-    of rows that do not say."""
-    found = [row["inside_grid"] for row in rows if row.get("inside_grid") is not None]
-    what = "ours: no learning rate is at the edge of those that were tried"
-    return [(what, all(found), f"{found.count(False)} of {len(found)} are")] if found else []
+class Quantity(NamedTuple):
+    """What a claim is about, by the rows."""
+
+    values: Sequence[float] | np.ndarray
+    """One for each setting; none: nothing is judged."""
+    numbers: str
+    """What is said of it beside a verdict, with the fields that `claims.judged` knows and these."""
+    errors: Sequence[Any] = (0.0,)
+    """A standard error for each value, or one for all: numbers or `StandardError`s; 0: exact."""
+    unit: Any = 1.0
+    """What the rule's bound is a multiple of, for each value or for all."""
+    fields: Mapping[str, Any] = MappingProxyType({})
