@@ -10,12 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from experiments.data.screen import Screen
-from fedsim.errors import DataError
 
-# What takes the place of a recipe's columns of users.
-INSTEAD = {
-    "user_column": ("owners",),
-}
 SEQUENCE = {"max_length": 128, "long_texts": "cut"}
 
 
@@ -23,7 +18,6 @@ SEQUENCE = {"max_length": 128, "long_texts": "cut"}
 class Recipe:
     """How one data set is prepared."""
 
-    about: str
     source: str
     """Where the data are, unless told otherwise."""
     options: Mapping[str, Any]
@@ -33,7 +27,6 @@ class Recipe:
 
 
 STACK_OVERFLOW = Recipe(
-    about="train and test split at 2018-01-01 UTC; validation by users held out at all times",
     source="hf:mikex86/stackoverflow-posts",
     options=MappingProxyType(
         {
@@ -57,7 +50,6 @@ STACK_OVERFLOW = Recipe(
 )
 
 CC_NEWS = Recipe(
-    about="users are domains with two examples or more; the first tenth of each, at most 32, tests",
     source="hf:vblagoje/cc_news",
     options=MappingProxyType(
         {
@@ -79,7 +71,6 @@ CC_NEWS = Recipe(
 )
 
 C4 = Recipe(
-    about="C4--: pre-training text without near duplicates and URLs of the fine-tuning data",
     source="hf:allenai/c4:en",
     options=MappingProxyType(
         {
@@ -108,18 +99,6 @@ C4 = Recipe(
 RECIPES = {"stack-overflow": STACK_OVERFLOW, "cc-news": CC_NEWS, "c4": C4}
 
 
-def options_of(name: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for `prepare`: the recipe's, with those that are given instead.
-
-    Columns of users that are given take the place of a recipe's.
-    Raises: DataError: there is no such recipe.
-    """
-    if name is None:
-        return dict(given)
-    if name not in RECIPES:
-        raise DataError(f"recipe={name}: expected one of {', '.join(RECIPES)}")
-    options = dict(RECIPES[name].options)
-    for name, instead in INSTEAD.items():
-        if not given.keys().isdisjoint(instead):
-            options.pop(name, None)
-    return {**options, **given}
+def options_of(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for `prepare`: the recipe's, with those that are given instead."""
+    return {**RECIPES[name].options, **given}

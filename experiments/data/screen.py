@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 
 from experiments.data import wordpiece
 from experiments.data.neardup import TEXTS_AT_ONCE, NearDuplicates, build_index
-from experiments.data.urls import host_name, hosts_above, normal_url
+from experiments.data.urls import hosts_above, normal_url
 from fedsim.data import Dataset, build, expected_of
 from fedsim.data.building.build import BuildSettings, Pool
-from fedsim.data.building.columns import Columns, is_blank, is_list, normalise, text_of
+from fedsim.data.building.columns import Columns, is_blank, normalise, text_of
 from fedsim.data.building.sources import (
     HUB,
     HubSource,
@@ -33,7 +33,7 @@ from fedsim.data.building.sources import (
     raw,
 )
 from fedsim.engine import version
-from fedsim.errors import DataError, MissingColumn
+from fedsim.errors import MissingColumn
 from fedsim.files import read_json, sha256_of, write_json
 
 SCREEN = "screen.json"
@@ -50,12 +50,8 @@ class Screen:
     screen_url_column: str | None = None
     """The column with a row's URL, in the source and in `against` (where it may be missing)."""
     without_domains: tuple[str, ...] = ()
-    """Hosts whose rows go, and those of all hosts below them: of blog.a.org, too, if a.org goes."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is left out."""
-        return not (self.against or self.without_domains)
+    """Hosts in lower case whose rows go, and those of all hosts below them: of blog.a.org with
+    a.org."""
 
     def pinned(self) -> list["Against"]:
         """The sources in `against` as they are now: files, and commits of the Hub's.
@@ -75,17 +71,6 @@ class Screen:
     def with_urls(self, columns: Columns) -> "WithUrl":
         """`columns`, and the one with URLs, if there is one."""
         return WithUrl(**vars(columns), screen_url=self.screen_url_column)
-
-    def check(self) -> None:
-        """Raises: DataError: domains are given, but no column with URLs, or are none."""
-        for domain in self.without_domains:
-            if host_name(domain) is None:
-                raise DataError(
-                    f"without_domains={domain}: expected a name of a host, such as example.com"
-                )
-        if self.without_domains and self.screen_url_column is None:
-            shown = ",".join(self.without_domains)
-            raise DataError(f"without_domains={shown}: expected a screen_url_column")
 
 
 @dataclass(frozen=True)
@@ -157,16 +142,12 @@ def prepare(
     Table 2, are in screen.json beside its splits. Without a screen it is `build` alone.
 
     Args: options: of `build`; tokenizer may be wordpiece:SIZE, which is learnt from what a screen
-      leaves. Columns of several owners are refused beside a screen, for what one text says would
-      decide how many rows of others there are.
+      leaves.
     Raises: DataError: bad input, and whatever `build` raises.
     """
     own: dict[str, Any] = {"num_workers": num_workers, "progress": progress}
-    if screen is None or screen.is_idle:
+    if screen is None:
         return build(sources, out, **own, **options)
-    screen.check()
-    if options.get("owners"):
-        raise DataError(f"owners={options['owners']}: expected none beside a screen")
     sources = [sources] if isinstance(sources, str | Path) else list(sources)
     text = options.get("text_column", "text")
     columns = Columns(options.get("user_column", "user_id"), (text,), options.get("order_column"))
@@ -261,9 +242,8 @@ def _read_known(
         if screen.screen_url_column is not None:
             for part in parts:
                 urls.update(_urls_of(part, screen.screen_url_column))
-    domains = frozenset(filter(None, map(host_name, screen.without_domains)))
     texts = build_index(pieces, directory / "index", pool) if pieces else None
-    return _Known(texts, frozenset(urls), domains)
+    return _Known(texts, frozenset(urls), frozenset(screen.without_domains))
 
 
 def _urls_of(part: Part, column: str) -> Iterable[str]:
@@ -293,7 +273,6 @@ def _screen_part(
         for start in range(0, len(batch), TEXTS_AT_ONCE):
             piece = batch.slice(start, TEXTS_AT_ONCE)
             with complaints(part.file):
-                _refuse_owners(piece, columns)
                 new = ~_duplicates(piece, wanted, first_row + start, known.texts)
                 stays = new & ~_known_urls(piece, url, first_row + start, known)
             counts += len(piece), new.sum(), stays.sum()
@@ -303,13 +282,6 @@ def _screen_part(
         kept.write(pa.RecordBatch.from_pydict(nothing))
     kept.close()
     return {"counts": counts.tolist(), "files": kept.names}
-
-
-def _refuse_owners(batch: pa.RecordBatch, columns: Columns) -> None:
-    """Raises: DataError: a text may have several owners."""
-    for name in columns.owner:
-        if is_list(batch[name].type):
-            raise DataError(f"user_column={name}: expected one user of a text beside a screen")
 
 
 class _Files:
