@@ -94,8 +94,9 @@ class Dataset:
             line = (
                 f"{longer:.0%} of texts are longer than {most} tokens; {cut / tokens:.0%} of all "
             )
-            line += "tokens are lost. A larger max_length, or long_texts=split, keeps more"
-            found.append(line)
+            line += "tokens are lost. A larger max_length"
+            is_chat = "chats" in self.metadata
+            found.append(f"{line}{'' if is_chat else ', or long_texts=split,'} keeps more")
         for name, why in LOST_CHATS.items():
             if number := counts.get(name):
                 share = number / counts["rows"]

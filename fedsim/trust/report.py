@@ -31,7 +31,7 @@ from markupsafe import Markup  # which comes with Jinja2
 
 from fedsim.accounting import at_least, at_most
 from fedsim.config import to_json
-from fedsim.data import HUB, download
+from fedsim.data import HUB, TEMPLATE, download
 from fedsim.errors import expect, printable
 from fedsim.files import new_directory, read_object, write_atomically, write_json
 from fedsim.models import Pretrained, weights
@@ -60,7 +60,7 @@ from fedsim.trust.claim import (
 )
 from fedsim.trust.verify import verify
 
-TEMPLATES = Path(__file__).parent / "templates"
+PAGES = Path(__file__).parent / "templates"
 CODE = re.compile(r"(?<!`)(`[^`|]+`)(?!`)")
 MARKUP = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")
 AT_START = re.compile(r"^(\d*)([#+=.)-])(?=[#+=-]*(?:\s|$))")
@@ -118,7 +118,7 @@ def _environment() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     made = Environment(
-        loader=FileSystemLoader(TEMPLATES),
+        loader=FileSystemLoader(PAGES),
         undefined=StrictUndefined,
         autoescape=True,
         finalize=escaped,
@@ -278,6 +278,7 @@ def _card(run_dir: Path, stored: StoredRun, adapter: bool, **shown: Any) -> str:
         **_licence(stored),
     )
     shown |= {"title": run_dir.resolve().name, "library": library, "subject": "this model"}
+    shown["is_chat"] = TEMPLATE in stored.files
     return f"---\n{about.to_yaml()}\n---\n\n{as_markdown('card.md.jinja', **shown)}"
 
 

@@ -102,8 +102,7 @@ def chat_examples(
       rows: each a JSON list of the values of the columns of `chats.form`.
     Returns:
       (examples, counts): counts of tokens; of rows that are long, untrained (without a trained
-      token, which are left out) and skipped; and of tokens that are cut off, of trained ones alone
-      where long_texts is split.
+      token, which are left out) and skipped; and of tokens that are cut off.
     Raises:
       BadRow: a row cannot be encoded.
     """
@@ -127,10 +126,7 @@ def chat_examples(
         counts["untrained"] += not is_trained
         if len(whole.ids) > settings.max_length:
             counts["long"] += 1
-            sizes = [len(whole.ids), len(example.ids)]
-            if settings.long_texts == "split":
-                sizes = [int(whole.trained.sum()), int(example.trained.sum())]
-            counts["tokens_cut"] += sizes[0] - (sizes[1] if is_trained else 0)
+            counts["tokens_cut"] += len(whole.ids) - len(example.ids) * is_trained
         if is_trained:
             found.append(example)
             origin.append(index)
