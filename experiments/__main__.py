@@ -98,7 +98,7 @@ def status(name: str) -> list[str]:
             state = "out of date: the settings were changed"
         if own := CLAIMS.get(file.stem):
             rows = records.read_rows(file.with_suffix(".csv"))
-            if records.as_claims(claims.judge(own, rows)) != record["claims"]:
+            if claims.judge(own, rows) != record["claims"]:
                 state = "out of date: python -m experiments judge has it again"
             if derived(file) not in (None, rows):
                 state = f"out of date: it computes other rows: python -m experiments.{name}"
@@ -157,7 +157,7 @@ def judge() -> None:
         print(records.name_of(file), flush=True)
         module = module_of(file)
         record, rows = json.loads(file.read_text()), records.read_rows(file.with_suffix(".csv"))
-        record["claims"] = records.as_claims(claims.judge(CLAIMS[file.stem], rows))
+        record["claims"] = claims.judge(CLAIMS[file.stem], rows)
         file.write_text(json.dumps(record, indent=1) + "\n")
         _, figures = experiment.name_and_figures(vars(module))
         for name, draw in figures.items():

@@ -1,10 +1,7 @@
 """Figure 1 (Section 2): user-level epsilon of DP-SGD-ELS against its group size.
 
-Claim: the Mixture-of-Gaussians accountant grows nearly linearly in G_ELS where epsilon is useful,
-and slower than the square of G_ELS beyond. Black-box group privacy grows exponentially, and for
-small sigma it explodes at once.
-
-Ours: the noise that a fixed epsilon takes, by either; that is where they differ for whoever trains.
+By the Mixture-of-Gaussians accountant and by black-box group privacy. Ours: the noise that a fixed
+epsilon takes, by either: that is where they differ for whoever trains.
 
     python -m experiments.fig01_accounting --scale paper      (2 minutes; smoke: 15 seconds)
 """

@@ -1,9 +1,8 @@
 """Figures 2 and 9 (Section 3, Appendix B): noise variance per step of ELS and ULS.
 
-Claims: (2a) G_ELS has almost no effect on ELS. (2b, 9) With M fixed and G_ULS = B / M > 1: when the
-gradients of a user are aligned (L_ULS = L_ELS), ELS is lower nearly everywhere; when they are
-orthogonal (L_ULS = L_ELS / sqrt(G_ULS)), ULS is often lower, above all for small epsilon or large
-B. The text gives N, K, T, delta, L_ELS and M = 16; the values of epsilon and the other M are ours.
+(2a) Over G_ELS. (2b, 9) With M fixed and G_ULS = B / M: when the gradients of a user are aligned
+(L_ULS = L_ELS), and when they are orthogonal (L_ULS = L_ELS / sqrt(G_ULS)). The text gives N, K, T,
+delta, L_ELS and M = 16; the values of epsilon and the other M are ours.
 
     python -m experiments.fig02_variance --scale paper      (1 minute; smoke: 10 seconds)
 """

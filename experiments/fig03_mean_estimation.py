@@ -1,13 +1,11 @@
 """Figure 3 (Section 4): mean estimation with ELS and ULS, varying epsilon, budget and sigma_2.
 
-Claims: ULS with G_ULS = 1 is comparable to ELS or better everywhere; larger G_ULS help it where
-sigma_2 is large, the budget is large or epsilon is small, and there ULS is much better than ELS;
-G_ELS = K is the best for ELS everywhere. The loss is |theta - mu|^2 / 2, that of a fresh user's
-example less a constant. Constants and defaults are the paper's; the values that are swept are not
-in its text and are ours, as are those of the learning rate and the clip norm. Draws, clipped sum,
-noise and accounting are those of training; an engine of this file computes all trials and all
-settings that are tuned side by side. Trials have data and noise of their own; 8 each share their
-draws, which only say which of the users, alike in law, take part.
+The loss is |theta - mu|^2 / 2, that of a fresh user's example less a constant. Constants and
+defaults are the paper's; the values that are swept are not in its text and are ours, as are those
+of the learning rate and the clip norm. Draws, clipped sum, noise and accounting are those of
+training; an engine of this file computes all trials and all settings that are tuned side by side.
+Trials have data and noise of their own; 8 each share their draws, which only say which of the
+users, alike in law, take part.
 
     python -m experiments.fig03_mean_estimation --scale paper      (22 minutes; smoke: 10 seconds)
 """

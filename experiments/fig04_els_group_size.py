@@ -1,13 +1,10 @@
 """Figures 4, 11 and 12 (Section 6, Appendix E): loss of DP-SGD-ELS against its group size.
 
-Claim: a range of group sizes works well across compute budgets and epsilon, and the median user's
-number of examples lies in it: of what the best group size gains over the model that was started
-from, it loses a tenth at most. Figure 4 is epsilon = 4, Figure
-11 Stack Overflow and Figure 12 CC-News at every epsilon; losses are of validation data. At `small`
-real text stands in for both, and the paper's budgets are not in its text: they are our choice at
-every scale. `small` has four group sizes, a factor of eight apart, and the median; two budgets, 30
-steps, two seeds; the learning rate is tuned in every cell; epsilon = 64, where noise hardly depends
-on the group size, is left out. `long` has 300 steps and one budget.
+Figure 4 is epsilon = 4, Figure 11 Stack Overflow and Figure 12 CC-News at every epsilon; losses are
+of validation data. At `small` real text stands in for both, and the paper's budgets are not in its
+text: they are our choice at every scale. `small` has four group sizes, a factor of eight apart, and
+the median; two budgets, 30 steps, two seeds; the learning rate is tuned in every cell; epsilon =
+64, where noise hardly depends on the group size, is left out. `long` has 300 steps and one budget.
 
     python -m experiments.fig04_els_group_size --scale small      (--dry-run: its cost)
 """

@@ -1,11 +1,9 @@
 """Figures 5 and 13 (Section 6, Appendix F): loss of DP-SGD-ULS over group and cohort sizes.
 
-Claims, on Stack Overflow: at every budget G M the best G is at least ten times smaller than the
-best M; and up to a limit, 512 in the paper, it is better to enlarge the cohort than the group.
-Losses are of validation data. Figure 5 is epsilon = 4, with the diagonals of the heat map as
-curves, Figure 13 every epsilon. The runs are Figure 14's. `small` has 16 of the paper's 72
-configurations, which span budgets of 16 to 1024, and leaves out epsilon = 64, where noise plays the
-least part in the choice; 30 steps, two seeds; the learning rate is tuned in every cell.
+On Stack Overflow. Losses are of validation data. Figure 5 is epsilon = 4, with the diagonals of the
+heat map as curves, Figure 13 every epsilon. The runs are Figure 14's. `small` has 16 of the paper's
+72 configurations, which span budgets of 16 to 1024, and leaves out epsilon = 64, where noise plays
+the least part in the choice; 30 steps, two seeds; the learning rate is tuned in every cell.
 
     python -m experiments.fig05_uls_heatmap --scale small      (--dry-run: its cost)
 """

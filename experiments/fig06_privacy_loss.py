@@ -1,14 +1,12 @@
 """Figures 6, 7, 16 and 17 (Section 6, Appendix G): loss of both algorithms against epsilon.
 
 Both are set by the paper's heuristics (the median user, Estimate-and-Double) at three compute
-budgets; the untouched pre-trained model is a line. Claims: on Stack Overflow (Figure 6) ULS is at
-least as good as ELS everywhere; on CC-News (7) it is better in many settings; on both it is ahead
-the most where epsilon is small, and gains more from a larger budget at every epsilon (16, 17: the
-same numbers against the budget); and fine-tuning improves on the pre-trained model everywhere. A
-line in every panel of 6 and 7 is training without noise. As in the paper CC-News is accounted for
-as if it had ten times the users. Losses are test losses (Stack Overflow's later examples, CC-News's
-reserved ones); the learning rate is tuned in every cell by the first seed, on held-out users where
-there are any. Two seeds; at `small` 30 steps, at `long` 300.
+budgets; the untouched pre-trained model is a line. Figure 6 is on Stack Overflow, 7 on CC-News; 16
+and 17 are the same numbers against the budget. A line in every panel of 6 and 7 is training without
+noise. As in the paper CC-News is accounted for as if it had ten times the users. Losses are test
+losses (Stack Overflow's later examples, CC-News's reserved ones); the learning rate is tuned in
+every cell by the first seed, on held-out users where there are any. Two seeds; at `small` 30 steps,
+at `long` 300.
 
 Beyond the paper: ELS with other group sizes than the median user's, of which the best is a line of
 its own. The record of `small` also has ULS with four local steps (DP-FedAvg) on Stack Overflow,

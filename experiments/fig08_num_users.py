@@ -1,12 +1,10 @@
 """Figure 8 (Section 6): what more users would be worth, on CC-News at epsilon = 4.
 
-The number of users is varied in the accounting alone (`assumed_users.py`): the users there
-are, ten and a hundred times as many; delta is that of ten times, as in the paper's other
-experiments.
-Both algorithms are set by the heuristics. Claims: ULS gains more from a larger budget throughout,
-ELS more from more users. An epsilon of a population that is assumed is no guarantee for the users
-there are: each run states the larger one that holds for its noise. Losses and learning rates are as
-in Figure 7, whose runs are those of ten times.
+The number of users is varied in the accounting alone (`assumed_users.py`): the users there are, ten
+and a hundred times as many; delta is that of ten times, as in the paper's other experiments. Both
+algorithms are set by the heuristics. An epsilon of a population that is assumed is no guarantee for
+the users there are: each run states the larger one that holds for its noise. Losses and learning
+rates are as in Figure 7, whose runs are those of ten times.
 
     python -m experiments.fig08_num_users --scale small      (--dry-run: its cost)
 """

@@ -1,8 +1,7 @@
 """Figure 10 (Appendix D): histograms of examples per user in the training splits.
 
-Claim: users' sizes spread over orders of magnitude, in both data sets. Stack Overflow is drawn from
-a law fitted to Table 1 (its data are not at hand); at `small` the stand-ins in shared/data are
-drawn, too, prepared as table1_datasets does.
+Stack Overflow is drawn from a law fitted to Table 1 (its data are not at hand); at `small` the
+stand-ins in shared/data are drawn, too, prepared as table1_datasets does.
 
     python -m experiments.fig10_dataset_sizes --scale small      (half a minute; smoke: 5 seconds)
 """

@@ -1,11 +1,10 @@
 """Figures 14 and 15 (Appendix F): how far strategies to set DP-SGD-ULS are from the best setting.
 
 Suboptimality is the loss above that of the best G and M of the same budget, by exhaustive search.
-Claim: Estimate-and-Double (Algorithm 3) does as well as the greedy local oracle at most budgets, on
-both data sets, and better than a random choice. Averaged over epsilon, as in the paper; `random` is
-the mean over all choices of a budget; budgets that leave no choice are left out. The runs are
-Figure 5's, and CC-News's; as in the paper CC-News is accounted for as if it had ten times the
-users. What `small` leaves out is in Figure 5's.
+Estimate-and-Double is Algorithm 3. Averaged over epsilon, as in the paper; `random` is the mean
+over all choices of a budget; budgets that leave no choice are left out. The runs are Figure 5's,
+and CC-News's; as in the paper CC-News is accounted for as if it had ten times the users. What
+`small` leaves out is in Figure 5's.
 
     python -m experiments.fig14_tuner_suboptimality --scale small      (--dry-run: its cost)
 """

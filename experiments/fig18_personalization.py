@@ -1,14 +1,12 @@
 """Figure 18 (Appendix G): Figure 6's models with and without personalization, on Stack Overflow.
 
 Each model is fine-tuned further by four local epochs of SGD on half of each test user's examples,
-and evaluated on the other half, as is the model itself; losses are means over users. Claims:
-personalization lowers the loss of both algorithms everywhere, by about as much for either (here:
-within 5 %), and leaves their order as it was. The paper tunes the learning rate of SGD, on what
-is not said; here it is tuned for each algorithm on held-out users at the middle epsilon and budget.
-The models are Figure 6's, of all seeds; bars are deviations over seeds. The paper
-takes every test user; here they are drawn: 10,000 at `paper`, 64 at `small`, with at most 512 and
-32 examples of a half. Users of the test split may have earlier examples in training. Nothing of
-personalization is private, and no personal model is kept.
+and evaluated on the other half, as is the model itself; losses are means over users. The paper
+tunes the learning rate of SGD, on what is not said; here it is tuned for each algorithm on held-out
+users at the middle epsilon and budget. The models are Figure 6's, of all seeds; bars are deviations
+over seeds. The paper takes every test user; here they are drawn: 10,000 at `paper`, 64 at `small`,
+with at most 512 and 32 examples of a half. Users of the test split may have earlier examples in
+training. Nothing of personalization is private, and no personal model is kept.
 
     python -m experiments.fig18_personalization --scale small      (--dry-run: its cost)
 """

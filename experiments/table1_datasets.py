@@ -1,9 +1,8 @@
 """Table 1 (Appendix D): users and examples of the data sets, by split.
 
-Claims: train and test are those the recipes give; users differ by orders of magnitude. The paper's
-data are not at hand. `smoke` prepares a made-up source with the shape of Stack Overflow, `small`
-real stand-ins in shared/data with the same recipes (a court's speakers for Stack Overflow, links
-and articles by domain for CC-News); the paper's own rows are printed beside them.
+The paper's data are not at hand. `smoke` prepares a made-up source with the shape of Stack
+Overflow, `small` real stand-ins in shared/data with the same recipes (a court's speakers for Stack
+Overflow, links and articles by domain for CC-News); the paper's own rows are printed beside them.
 
     python -m experiments.table1_datasets --scale small      (half a minute; smoke: 5 seconds)
 """

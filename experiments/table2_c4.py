@@ -1,7 +1,6 @@
 """Table 2 (Appendix D): examples of C4 at each stage on the way to C4--.
 
-Claim: screening finds the near duplicates and the URLs of the fine-tuning data, and little else. C4
-is not at hand. Made-up pages with planted overlaps in the paper's proportions (5.2 % and another
+C4 is not at hand. Made-up pages with planted overlaps in the paper's proportions (5.2 % and another
 5.7 %) have an answer that is known; at `small` the recipe also runs on real stand-ins in
 shared/data: package descriptions against articles, titles of links and court transcripts, which
 hardly overlap.

@@ -1,7 +1,7 @@
 """The classic mistakes of private training, planted in fedsim: does a test notice each?
 
-Claim: each is caught by the test that it names. `smoke` plants two, `small` all. Nothing is written
-to the code: `planting` says how a mistake gets into a test and all processes that it starts.
+Each names the test that should. `smoke` plants two, `small` all. Nothing is written to the code:
+`planting` says how a mistake gets into a test and all processes that it starts.
 
     python -m experiments.table_mutations --scale small
 """

@@ -76,9 +76,9 @@ class Claim(NamedTuple):
     rule: Rule
 
 
-def judge(claims: Mapping[str, Claim], rows: Rows) -> list[tuple[str, Verdict, str]]:
-    """(statement, verdict, numbers). Neighbours whose statements have the same column as a field
-    are judged together, for each of its values."""
+def judge(claims: Mapping[str, Claim], rows: Rows) -> list[dict[str, Any]]:
+    """Statements, verdicts and numbers, as a record has them. A statement with a column as a field
+    is judged for each of its values, together with neighbours that have the same."""
 
     def column(statement: str) -> str:
         names = (name for _, name, *_ in string.Formatter().parse(statement))
@@ -95,7 +95,7 @@ def judge(claims: Mapping[str, Claim], rows: Rows) -> list[tuple[str, Verdict, s
 
 def judged(
     statement: str, quantity: Quantity, rule: Rule, where: Mapping[str, Any]
-) -> tuple[str, Verdict, str]:
+) -> dict[str, Any]:
     """One of them: no, where so many settings say no that the others are too few."""
     values, verdicts = np.array(quantity.values), rule.verdicts(quantity)
     count, yes, no = len(values), verdicts.count(True), verdicts.count(False)
@@ -105,4 +105,4 @@ def judged(
     fields |= {"least": values.min(), "mean": values.mean(), "most": values.max()}
     fields |= {"error": max(quantity.errors), **quantity.fields}
     numbers = quantity.numbers.format(*quantity.values, **fields)
-    return statement.format(**fields), verdict, numbers
+    return {"claim": statement.format(**fields), "held": verdict, "numbers": numbers}

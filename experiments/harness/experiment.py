@@ -19,7 +19,6 @@ from experiments.harness.claims import SAYS, judge
 from experiments.harness.plots import save_figure
 from experiments.harness.records import (
     RESULTS,
-    as_claims,
     as_written,
     came_from,
     seeds_of,
@@ -186,7 +185,8 @@ def record(
     found["minutes"] = round((time.time() - STARTED) / 60, 1)
     if run_minutes is not None:
         found["run_minutes"] = run_minutes
-    found["claims"] = as_claims(judge(CLAIMS[name], rows), judged)
+    claims = judge(CLAIMS[name], rows)
+    found["claims"] = claims if judged else [{**each, "held": None} for each in claims]
     found |= {**came_from(), "data": dict(data), "model": model and dict(model)}
     if trained := trained_at(trainings):
         found["trainings"] = trained

@@ -15,8 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.harness.claims import Verdict
-
 HERE = Path(__file__).parents[1]
 RESULTS = HERE / "results"
 FOLDERS = ("small", "long")
@@ -65,16 +63,6 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         for row in rows:
             writer.writerow({key: short(value) for key, value in row.items()})
     print(f"wrote {path}")
-
-
-def as_claims(
-    found: Iterable[tuple[str, Verdict, str]], judged: bool = True
-) -> list[dict[str, Any]]:
-    """Claims as a record has them."""
-    return [
-        {"claim": what, "held": held if judged else None, "numbers": numbers}
-        for what, held, numbers in found
-    ]
 
 
 def came_from() -> dict[str, Any]:

@@ -18,8 +18,8 @@ RULES = {"ahead": AHEAD, "no_worse": no_worse(0.01), "at_most": at_most(0.01)}
 def held(rule, values, error):
     """The verdict on values with one error."""
     claim = Claim(lambda rows: Quantity(values, "", [error]), rule)
-    ((_, verdict, _),) = judge({"that": claim}, [{}])
-    return verdict
+    (found,) = judge({"that": claim}, [{}])
+    return found["held"]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,7 @@ def test_a_statement_that_names_a_column_is_judged_for_each_of_its_values():
     claim = Claim(lambda rows: Quantity([row["lead"] for row in rows], "{0:g}"), AHEAD)
     none = claim._replace(quantity=lambda rows: Quantity([], ""))
     found = judge({"{dataset}: ahead": claim, "{dataset}: alike": none, "all ahead": claim}, rows)
+    found = [tuple(each.values()) for each in found]
     assert found == [("a: ahead", True, "1"), ("b: ahead", False, "-1"), ("all ahead", False, "1")]
 
 
