@@ -123,6 +123,17 @@ PRINTED = {
 }
 
 
+@pytest.mark.parametrize("file", [pytest.param(file, id=file.stem) for file in NOTEBOOKS])
+def test_stored_outputs_are_whole_and_name_no_machine(file):
+    notebook, text = nbformat.read(file, 4), file.read_text()
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+    assert re.search(PRINTED[file.stem], outputs(notebook))
+    assert not re.search(r"""[\s"'(=]/(tmp|home|root|work)\b""", text)
+    assert not re.search(r"\\r|\\u001b|[\u2800-\u28ff]", text)  # pieces of a spinner or a bar
+    assert not re.search(r'"step \d+/.*\n\s*"step \d+/', text)
+
+
 def small_chats(notebook, place: Path) -> None:
     """Give a notebook a random model in place of one of the Hub, and few steps."""
     chats = model_files(place / "chats")
