@@ -54,6 +54,10 @@ class BuildConfig:
     """Column with the user of a row. A column of lists gives a text to several users. Default:
     user_id."""
 
+    owners: Names = ()
+    """Columns, separated by commas, for texts with several owners: a text belongs to everyone who
+    is in one of them, as in from,to,cc. Instead of user_column."""
+
     rows_without_user: Literal["refuse", "drop"] = "refuse"
     """Refuse data with rows without a user, or drop these rows."""
 
@@ -64,6 +68,12 @@ class BuildConfig:
     """Column with chats: lists of {role, content}, or of {from, value}. Columns named messages,
     conversations, prompt and completion, or instruction and output are recognised if there is no
     text."""
+
+    prompt_column: str | None = None
+    """Column with prompts: texts, or lists of messages. Goes with completion_column."""
+
+    completion_column: str | None = None
+    """Column with the completions of the prompts."""
 
     train_on: Literal["all", "completion", "assistant"] | None = None
     """Tokens of chats to train on. completion: of a chat, the assistant's last turn. Default: the
@@ -116,6 +126,9 @@ class BuildConfig:
         for name in ("user_column", "text_column"):
             shown, number = ",".join(getattr(self, name)), len(getattr(self, name))
             expect(name, shown, number <= 1, "one column; a view in SQL makes one of several")
+        alone = not self.owners or not self.user_column
+        beside = f"none beside owners={','.join(self.owners)}"
+        expect("user_column", ",".join(self.user_column), alone, beside)
 
 
 @group(source="data")

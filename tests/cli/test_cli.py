@@ -93,5 +93,13 @@ def test_all_commands_refuse_the_same_mechanisms(fault, field):
             ask()
 
 
+@pytest.mark.privacy
+def test_users_are_named_in_one_way(texts, tmp_path, capsys):
+    """Else the unit that is protected would be another one than was asked for."""
+    flags = ["--user-column", "author", "--owners", "url", "--out", str(tmp_path / "out")]
+    code, _, err = run("data", "build", texts, *flags, capsys=capsys)
+    assert code == 2 and "user_column=author: expected none beside owners=url" in err
+
+
 def as_flags(values):
     return [x for name, value in values.items() for x in (f"--{name.replace('_', '-')}", value)]

@@ -58,7 +58,7 @@ EXPECTED = [
     [["ann", "a"], ["ann", "b"], ["ann", "c"]],
 ]
 SETTINGS = [{"user_column": "owners"}, {"user_column": "owner", "rows_without_user": "drop"}]
-SETTINGS += [{"user_column": "people"}, SETTINGS[1] | {"user_column": "site"}]
+SETTINGS += [{"owners": ("sender", "receivers")}, SETTINGS[1] | {"user_column": "site"}]
 SETTINGS += [{"user_column": "author"}, {"order_column": "posted"}]
 
 

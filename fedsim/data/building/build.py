@@ -30,7 +30,7 @@ from fedsim.data.building.columns import (
     check_bound,
     expect_one_kind,
 )
-from fedsim.data.building.messages import MESSAGES, TOOLS, TRAIN_ON, Chats
+from fedsim.data.building.messages import COMPLETION, MESSAGES, TOOLS, TRAIN_ON, Chats
 from fedsim.data.building.sorting import owners_of, sorted_blocks, tokenised_rows, write_splits
 from fedsim.data.building.sources import Part, cut, find_files, hub_source, names_in
 from fedsim.data.building.tokenised import Encoding, write_rows
@@ -81,11 +81,18 @@ class BuildSettings(BuildConfig):
     def columns(self) -> Columns:
         """The columns to read, as they are named."""
         form, text = "", self.text_column or Columns.text
-        if (chats := self.messages_column) is not None:
-            expect("messages_column", chats, not self.text_column, "none beside text_column")
+        prompt, completion, chats = self.prompt_column, self.completion_column, self.messages_column
+        if chats is not None:
+            alone = (prompt, completion, self.text_column) == (None, None, ())
+            expect("messages_column", chats, alone, "none beside columns of texts or prompts")
             form, text = MESSAGES, (chats, TOOLS)
+        elif prompt is not None or completion is not None:
+            expect("text_column", ",".join(text), not self.text_column, "none beside prompts")
+            expect("prompt_column", prompt, prompt is not None, f"it beside {completion}")
+            expect("completion_column", completion, completion is not None, f"it beside {prompt}")
+            form, text = COMPLETION, (str(prompt), str(completion), TOOLS)
         user = "".join(self.user_column) or Columns.user
-        return Columns(user, text, self.order_column, form)
+        return Columns(user, text, self.order_column, self.owners, form)
 
     def chats(self, columns: Columns, tokenizer: Tokenizer) -> Chats | None:
         """How rows of chats become examples; None if rows are texts.
@@ -227,7 +234,7 @@ class _Build:
     def _texts(self) -> str:
         """The setting that names the text columns, and the columns, for errors."""
         names = [name for name in self.columns.text if name != TOOLS]
-        return f"{self.columns.text_field}={','.join(names)}"
+        return f"{self.columns.text_fields[0]}={','.join(names)}"
 
     def _counts(self, counts: Counter[str], owners: pa.Table) -> dict[str, int]:
         """Rows, texts and tokens that were read, dropped and cut."""

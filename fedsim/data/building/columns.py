@@ -85,10 +85,10 @@ def expected_of(found: Sequence[str]) -> str:
 class Columns:
     """Names of columns.
 
-    A user column of lists gives a text to several users.
+    A user column of lists, and the columns of `owners`, give a text to several users.
 
     Raises:
-      DataError: a name has two roles.
+      DataError: a name has two roles, or a setting does not go with another.
     """
 
     user: str = "user_id"
@@ -96,12 +96,16 @@ class Columns:
     text: tuple[str, ...] = ("text",)
     """One column, or those of a form of chats."""
     order: str | None = None
+    owners: tuple[str, ...] = ()
+    """If given, a text belongs to the users in any of these columns, not to `user`."""
     form: str = ""
     """Form of rows of chats, one of FORMS, whose columns are read as JSON; "" for texts."""
 
     def __post_init__(self):
-        if self.user in self.text:
-            raise DataError.of("user_column", self.user, "a column other than text_column")
+        for name in self.owner:
+            if name in self.text:
+                field = self.blamed.partition("=")[0]
+                raise DataError.of(field, name, "a column other than text_column")
 
     def recognised(self, found: Sequence[str]) -> "Columns":
         """These columns, or those of a form of chats that a file has if no text column is named and
@@ -113,14 +117,23 @@ class Columns:
         return self
 
     @property
-    def text_field(self) -> str:
-        """The setting that names the text columns."""
-        return "messages_column" if self.form == MESSAGES else "text_column"
+    def owner(self) -> tuple[str, ...]:
+        """Columns that name the owners of a row."""
+        return self.owners or ((self.user,) if self.user else ())
+
+    @property
+    def text_fields(self) -> tuple[str, ...]:
+        """The setting that names each text column."""
+        if self.form == COMPLETION:
+            return "prompt_column", "completion_column", TOOLS
+        if self.form == MESSAGES:
+            return "messages_column", TOOLS
+        return ("text_column",) * len(self.text)
 
     @property
     def names(self) -> list[str]:
         """Columns to read, without duplicates."""
-        return list(dict.fromkeys(filter(None, (self.user, *self.text, self.order))))
+        return list(dict.fromkeys((*self.owner, *self.text, *filter(None, [self.order]))))
 
     def in_file(self, found: Sequence[str]) -> list[str]:
         """Columns to read from a file. Args: found: columns of the file."""
@@ -130,6 +143,8 @@ class Columns:
     @property
     def blamed(self) -> str:
         """Setting and value to name in an error about the user of a row."""
+        if self.owners:
+            return f"owners={','.join(self.owners)}"
         return f"user_column={self.user}"
 
     def check(self, found: Sequence[str]) -> None:
@@ -137,8 +152,9 @@ class Columns:
 
         Raises: DataError: a column is there twice. MissingColumn: a column is not there.
         """
-        fields = {self.user: "user_column", self.order: "order_column"}
-        fields |= dict.fromkeys(self.text, self.text_field)
+        fields = dict.fromkeys(self.owner, self.blamed.partition("=")[0])
+        fields |= {self.order: "order_column"}
+        fields |= dict(zip(self.text, self.text_fields, strict=True))
         for name in self.in_file(found):
             if found.count(name) > 1:
                 raise DataError(f"column {name}: expected one of that name, got several")
@@ -158,7 +174,7 @@ def normalise(batch: pa.RecordBatch, columns: Columns, first_row: int) -> pa.Rec
       DataError: a column has the wrong type, or text that is not UTF-8.
     """
     result = {}
-    if columns.user:
+    if columns.owner:
         result["user_id"] = _users(batch, columns, first_row)
     if columns.form and columns.text:
         rows = zip(*(batch[name].to_pylist() for name in columns.text), strict=True)
@@ -238,17 +254,14 @@ def is_string(kind: pa.DataType) -> bool:
 
 def _users(batch: pa.RecordBatch, columns: Columns, first_row: int) -> pa.Array:
     """Owner of each row: an id, or an owner set as a string (see store.py); blank for nobody."""
-    column, field, number = batch[columns.user], columns.blamed, len(batch)
-    if not is_list(column.type):
-        return ids_of(column, field, range(first_row, first_row + number))
-    sizes = call("fill_null", call("list_value_length", column), 0)
-    rows = np.repeat(np.arange(number), sizes.to_numpy())
-    ids = ids_of(plain(call("list_flatten", column), field), field, first_row + rows)
-    blank = is_blank(ids)
-    if blank.any():
-        row = first_row + rows[blank.argmax()] + 1
-        raise refused(field, f"owners with ids, got a null or empty one in row {row}")
-    return owner_sets(rows, ids, number)
+    field, number = columns.blamed, len(batch)
+    if columns.owners or is_list(batch[columns.user].type):
+        pairs = [_owned(batch[name], field, first_row) for name in columns.owner]
+    else:
+        rows = range(first_row, first_row + number)
+        return ids_of(batch[columns.user], field, rows)
+    rows = np.concatenate([rows for rows, _ in pairs])
+    return owner_sets(rows, pa.concat_arrays([ids for _, ids in pairs]), number)
 
 
 def ids_of(column: pa.Array, field: str, rows: Rows) -> pa.Array:
@@ -267,6 +280,20 @@ def ids_of(column: pa.Array, field: str, rows: Rows) -> pa.Array:
         row = rows[joined.index(True).as_py()] + 1
         raise refused(field, f"ids without the control character 1F, got row {row}")
     return ids
+
+
+def _owned(column: pa.Array, field: str, first_row: int) -> tuple[np.ndarray, pa.Array]:
+    """(rows, owners) of a column of lists, or of cells, of which empty ones are left out."""
+    rows, values = np.arange(len(column)), column
+    if listed := is_list(column.type):
+        sizes = call("fill_null", call("list_value_length", column), 0)
+        rows, values = np.repeat(rows, sizes.to_numpy()), plain(call("list_flatten", column), field)
+    ids = ids_of(values, field, first_row + rows)
+    blank = is_blank(ids)
+    if listed and blank.any():
+        row = first_row + rows[blank.argmax()] + 1
+        raise refused(field, f"owners with ids, got a null or empty one in row {row}")
+    return rows[~blank], ids.filter(pa.array(~blank))
 
 
 def text_of(column: pa.Array, field: str, first_row: int) -> pa.Array:

@@ -180,7 +180,7 @@ class TextFile:
             last = piece.rstrip()[-1:] or last
         if last != b"]":
             raise DataError("expected ] after the last entry; is the file cut off?")
-        chats = set(columns.text) - {columns.user, columns.order} if columns.form else set()
+        chats = set(columns.text) - {*columns.owner, columns.order} if columns.form else set()
         wanted, values = columns.names, []
         for name in wanted:
             value = '"' + name.replace('"', '""') + '"'
@@ -237,7 +237,7 @@ def _as_column(
     texts: pa.Array, kinds: pa.Array, name: str, rows: int, columns: Columns
 ) -> pa.Array:
     """Values of JSON as texts, or as lists of owners. Raises: DataError: they are others."""
-    is_text = name in columns.text and name != columns.user
+    is_text = name in columns.text and name not in columns.owner
     bad = ["OBJECT", "BOOLEAN", *(["ARRAY"] if is_text else ())]
     others = call("is_in", kinds, value_set=pa.array(bad))
     if others.true_count:

@@ -133,7 +133,7 @@ def test_every_split_is_whole(tmp_path, monkeypatch, rng):
 
 
 BAD = "max_length=1 long_texts=wrap rows_without_user=keep min_examples=0 min_examples=99 "
-BAD += "test_from=2018-01-01 eval_users=1.0 eval_users=0.99999 tokenizer=nonsense "
+BAD += "test_from=2018-01-01 owners=link eval_users=1.0 eval_users=0.99999 tokenizer=nonsense "
 BAD += "order_column=when user_column=text delimiter=;"
 
 

@@ -109,6 +109,9 @@ def test_rows_without_a_trained_token_are_dropped_and_counted(tmp_path, model):
 
 TOGETHER = [
     ({"messages_column": "m", "text_column": "t"}, "messages_column=m"),
+    ({"messages_column": "m", "prompt_column": "p"}, "messages_column=m"),
+    ({"prompt_column": "p"}, "completion_column=None"),
+    ({"completion_column": "c"}, "prompt_column=None"),
     ({"train_on": "me"}, "train_on=me"),
     ({"messages_column": "turns"}, "messages_column=turns"),
     ({"tokenizer": "bytes"}, "chat_template=None"),

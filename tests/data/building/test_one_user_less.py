@@ -80,10 +80,8 @@ def case(rng, suffix):
         rows.append({"who": who, "to": to, "text": f"{t}", "at": value(t)})
     its = {"who": zed, "to": zed, "text": "mine", "at": odd}
     options = {"user_column": "who", "eval_users": 0.3 * int(rng.integers(2))}
-    if rng.random() < 0.5 and suffix != "csv":
-        options["eval_users"] = 0.0
-        for row in (*rows, its):
-            row["who"] = [row["who"], row.pop("to")]
+    if rng.random() < 0.5:
+        options = {"owners": ("who", "to"), "eval_users": 0.0}
     options |= {"order_column": "at", "num_workers": 1}
     if rng.random() < 0.5:
         options["test_from"] = str(value(12))
