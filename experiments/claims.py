@@ -77,9 +77,7 @@ CLAIMS = {
             in_share(SOME, above(1 + ROUNDING)),
         ),
     },
-    "lemma": {
-        "Lemma 3.2": Claim(of.lemma_excesses, at_most(0)),
-    },
+    "lemma": {"Lemma 3.2": Claim(of.lemma_excesses, at_most(0))},
     "fig03_mean_estimation": {
         "ULS with G = 1 is comparable to ELS or better": Claim(
             of.uls_over_els, at_most(1 + GAIN_SHARE)
@@ -195,7 +193,5 @@ CLAIMS = {
             of.savings_by_correlation, above(0)
         ),
     },
-    "table_mutations": {
-        "every mistake is caught": Claim(of.mistakes_caught, at_least(True)),
-    },
+    "table_mutations": {"every mistake is caught": Claim(of.mistakes_caught, at_least(True))},
 }

@@ -13,7 +13,7 @@ import math
 from matplotlib.figure import Figure
 
 from experiments.harness import experiment, plots
-from experiments.harness.rows import Row, Rows
+from experiments.harness.rows import Row, Rows, by
 from fedsim import accounting
 from fedsim.tuning.estimates import noise_stddev
 
@@ -39,7 +39,7 @@ SETTINGS = {
 
 def run(settings: Settings) -> Rows:
     """Rows of panel 2a (varying G_ELS at a fixed budget) and of the grid 2b and 9 (varying B)."""
-    groups = _powers_of_two(settings.examples_per_user)
+    groups = [2**power for power in range(settings.examples_per_user.bit_length())]
     rows = []
     for epsilon in settings.epsilons:
         for group in groups:
@@ -113,7 +113,8 @@ def _row(
 
 
 def plot(rows: Rows) -> Figure:
-    grid, fixed_budget = _grid(rows), _fixed_budget(rows)
+    kinds = by(rows, lambda row: bool(row["uls_group_size"]))
+    grid, fixed_budget = kinds[True], kinds[False]
     epsilons = sorted({row["epsilon"] for row in rows})
     cohorts = sorted({row["cohort_size"] for row in grid})
     figure, axes = plots.panels(len(cohorts) + 1, len(epsilons), 2.6, 2.3, sharey="row")
@@ -147,18 +148,6 @@ def plot(rows: Rows) -> Figure:
     handles = axes[1, 0].get_lines()
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
     return figure
-
-
-def _fixed_budget(rows: Rows) -> Rows:
-    return [row for row in rows if not row["uls_group_size"]]
-
-
-def _grid(rows: Rows) -> Rows:
-    return [row for row in rows if row["uls_group_size"]]
-
-
-def _powers_of_two(last: int) -> list[int]:
-    return [2**power for power in range(last.bit_length())]
 
 
 if __name__ == "__main__":

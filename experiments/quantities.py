@@ -36,12 +36,6 @@ UNKNOWN = StandardError(math.inf, 0)
 CELLS = "in {yes} of {count} cells"
 
 
-def mean_error(rows: Rows) -> StandardError:
-    """Standard error of the mean loss of one of these cells, for what has no seeds of its own, such
-    as the loss before; infinite for one seed."""
-    return seed_error(rows) if min(row["seeds"] for row in rows) > 1 else UNKNOWN
-
-
 def cell_error(rows: Rows, block: Sequence[str] = ("dataset", "epsilon")) -> StandardError:
     """Standard error of the mean loss of one of these cells, for differences between cells of one
     block; of k cells it is sqrt(k) times as much. Infinite for one seed; cells that came to
@@ -460,9 +454,11 @@ def gains_by_compute(rows: Rows) -> Quantity:
 
 def gains_by_tuning(rows: Rows) -> Quantity:
     """How far fine-tuning lowers the loss in each setting of both algorithms."""
-    gains = [row["loss_before"] - row["loss"] for row in compared(rows)]
-    numbers = "in {yes} of {count} settings, by {mean:.4f} on average"
-    return Quantity(gains, numbers, [mean_error(compared(rows))])
+    own = compared(rows)
+    gains = [row["loss_before"] - row["loss"] for row in own]
+    # The model before has no seeds of its own, with which to compare in pairs.
+    error = seed_error(own) if min(row["seeds"] for row in own) > 1 else UNKNOWN
+    return Quantity(gains, "in {yes} of {count} settings, by {mean:.4f} on average", [error])
 
 
 def gains_by_local_steps(rows: Rows) -> Quantity:

@@ -7,7 +7,6 @@ lattice), the same from Philox, and what fedsim 0.2 did: Philox, floating-point 
 once. All on all cores, block by block, in turns, medians; ratios are taken pair by pair.
 """
 
-import json
 import os
 import statistics
 import time
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.benchmarks.common import at_most, circumstances, parser_of
+from experiments.benchmarks.common import at_most, parser_of, write
 from fedsim.clipping import Clip, lattice_bits
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
@@ -111,17 +110,7 @@ def main() -> None:
     for row in rows:
         if row["numbers"] == PAPER:
             bars.append(at_most("seconds for 350 M numbers", row["ours_s"], 3.0))
-    if not arguments.json:
-        for row in rows:
-            print(
-                f"{row['name']:>6}: {row['ours_s']:.4f} s, {row['ns_a_number']:.1f} ns a number; "
-                f"{row['ours_over_philox']:.2f} x Philox, {row['ours_over_in_floats']:.2f} x floats"
-            )
-        print(f"one thread: AES {one['aes']:.1f} ns, Philox {one['philox']:.1f} ns a normal number")
-        for bar in bars:
-            print(f"{bar['name']}: {bar['value']:.3g} (at most {bar['bound']:g}), {bar['holds']}")
-    found = {**circumstances("numpy", "randomgen"), "rows": rows, "draws_ns": one, "bars": bars}
-    print(json.dumps(found))
+    write(bars, ("numpy", "randomgen"), arguments.json, rows=rows, draws_ns=one)
 
 
 if __name__ == "__main__":
