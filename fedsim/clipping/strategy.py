@@ -87,11 +87,6 @@ class Strategy:
         """Return the strategy with the rows of a pass that a chunk is made for."""
         return dataclasses.replace(self, rows=chunk.rows) if chunk.rows else self
 
-    def shares_rows(self, group: int, buckets: Buckets | None) -> bool:
-        """True if the texts of a unit share rows, on CPUs. `scan`, the oracle, takes them as they
-        are."""
-        return self.name == "direct" and group > 1 and buckets is not None and bool(buckets.shared)
-
 
 def clip_chunk(
     loss_fn: LossFn,

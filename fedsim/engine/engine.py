@@ -134,12 +134,14 @@ class Engine(ABC):
     def describe(self) -> str:
         """Describe the workers, for people."""
 
-    def ghost_fault(self, params: Any, group: int, clip: Clip, strategy: Strategy) -> str:
-        """Return the reason for which `ghost` cannot be used for units of `group` rows, found by
-        one worker on made-up rows; empty if it can be used."""
-        units = max(2, strategy.units_at_once(group))
-        rows = np.resize([0, 1], (units, group))
-        return next(self._lanes("ghost_fault", params, [rows], clip, strategy))
+    def faults(self, params: Any, group: int, clip: Clip, strategy: Strategy) -> tuple[str, str]:
+        """Return (the reason for which `ghost` cannot be used for units of `group` rows; what a
+        step takes of an accelerator's memory, by the compiled program), found by one worker on
+        made-up rows; empty if it can be used, and if the memory is there."""
+        if self.platform == "cpu" and strategy.name != "ghost":
+            return "", ""
+        rows = np.resize([0, 1], (max(2, strategy.units_at_once(group)), group))
+        return next(self._lanes("faults", params, [rows], clip, strategy))
 
     def compute(self, function: Callable[..., Any], params: Any, parts: Sequence[Any], *args: Any):
         """Yield function(part, params, *args) for each part, in their order; it is importable."""
@@ -170,14 +172,19 @@ class Engine(ABC):
             dtype = np.int64
         total, stats = jax.tree.map(lambda leaf: np.zeros(leaf.shape, dtype), params), []
         if self.keeps_places(strategy, rows.shape[1]):
-            order, lanes = np.arange(len(rows)), in_order(rows, self.num_lanes, self.least_units)
+            # Lanes of whole passes: a place is a unit's number modulo the units of a pass.
+            least = max(self.least_units, strategy.units_at_once(rows.shape[1]))
+            order, lanes = np.arange(len(rows)), in_order(rows, self.num_lanes, least, least)
         else:
             real = np.flatnonzero((rows >= 0).any(axis=1))  # the others would only add zero
             order, lanes = cut(self.task, rows[real], self.num_lanes, self.least_units)
             order = real[order]
         for lane_sum, lane_stats in self._lanes("lane_sum", params, lanes, clip, strategy):
             stats.append(lane_stats)
-            jax.tree.map(lambda t, x: np.add(t, x, out=t), total, lane_sum)
+            if len(lanes) == 1:
+                total = lane_sum
+            else:
+                jax.tree.map(lambda t, x: np.add(t, x, out=t), total, lane_sum)
         return total, Stats.of_lanes(stats, order, len(rows))
 
     def keeps_places(self, strategy: Strategy, group: int) -> bool:
@@ -241,7 +248,9 @@ def cut(
     block = max(least, min(len(rows) // num_lanes, AT_ONCE))
     costs_in_order = cost[order]
     before = np.cumsum(costs_in_order) - costs_in_order
-    starts = _starts_of_blocks(longest[order], block)
+    firsts = np.flatnonzero(np.diff(longest[order], prepend=-1))
+    since = np.arange(len(rows)) - np.repeat(firsts, np.diff(firsts, append=len(rows)))
+    starts = np.flatnonzero(since % block == 0)  # blocks of at most so many units of one length
     share = np.minimum(before[starts] * num_lanes // max(1, costs_in_order.sum()), num_lanes - 1)
     bounds = [0]  # first position of each lane
     for start in starts[1:][np.diff(share) > 0]:
@@ -250,18 +259,12 @@ def cut(
     return order, np.split(rows[order], bounds[1:])
 
 
-def in_order(rows: np.ndarray, num_lanes: int, least: int) -> list[np.ndarray]:
+def in_order(rows: np.ndarray, num_lanes: int, least: int, whole: int = 1) -> list[np.ndarray]:
     """Cut units into lanes in the order of the draw, a function of their number alone; arguments
-    as of `cut`."""
+    as of `cut`. Args: whole: each lane but the last has a multiple of these units."""
     num_lanes = max(1, min(num_lanes, len(rows) // least))
-    return [lane for lane in np.array_split(rows, num_lanes) if len(lane)]
-
-
-def _starts_of_blocks(lengths: np.ndarray, size: int) -> np.ndarray:
-    """First positions of blocks of at most `size` units of one length."""
-    firsts = np.flatnonzero(np.diff(lengths, prepend=-1))
-    since = np.arange(len(lengths)) - np.repeat(firsts, np.diff(firsts, append=len(lengths)))
-    return np.flatnonzero(since % size == 0)
+    lanes = np.array_split(np.arange(len(rows) // whole), num_lanes)
+    return np.split(rows, [lane[0] * whole for lane in lanes[1:]]) if len(rows) else []
 
 
 def _lengths_and_costs(task: Task, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:

@@ -1,5 +1,6 @@
 """The choice of the engine and of the clipping strategy by the settings."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,9 @@ def create(config: EngineConfig, task: Task, *, warn: Callable[[str], None] = ig
             expect("accelerator", config.accelerator, config.accelerator == backend, expected)
         from fedsim.engine.worker import LocalEngine
 
-        return LocalEngine(task, num_lanes=config.num_lanes)
+        # A lane ends with the transfer of its sum from the device.
+        lanes = config.num_lanes if jax.default_backend() == "cpu" else 1
+        return LocalEngine(task, num_lanes=lanes)
     from fedsim.engine.ray_engine import RayEngine
 
     return RayEngine(task, config, warn=warn, cache_dir=compiled)
@@ -47,9 +50,10 @@ def choose_strategy(
     *,
     public_places: bool = False,
     check: bool = True,
+    note: Callable[[str], None] = ignore,
 ) -> Strategy:
     """Choose the strategy for steps with units of `group` rows: the one of the settings, or of the
-    rule.
+    rule, whose rows of a pass are halved until the memory of an accelerator holds a step.
 
     Args:
       engine: its device decides, and one worker checks that `ghost` supports the model.
@@ -58,27 +62,40 @@ def choose_strategy(
       clip: the clip norm C.
       config: `strategy` and `rows_per_pass`.
       public_places: as of `by_rule`.
-      check: false: do not check `ghost`, which compiles programs.
-    Raises: ConfigError: the requested strategy does not support the model, or texts would decide
-      the places of units in passes on an accelerator.
+      check: false: do not check `ghost` and memory, which compiles programs.
+      note: receives a line about fewer rows.
+    Raises: ConfigError: the requested strategy does not support the model, texts would decide the
+      places of units in passes on an accelerator, or its memory is too small.
     """
     task, name, rows = engine.task, config.strategy, config.rows_per_pass
+    length = task.buckets.lengths[-1] if task.buckets else None
     take = functools.partial(
         by_rule,
         group=group,
         num_parameters=num_coordinates(params),
         adapters=task.frozen is not None,
         on_cpu=engine.platform == "cpu",
-        length=task.buckets.lengths[-1] if task.buckets else None,
+        length=length,
         public_places=public_places,
     )
     strategy = take(name, rows)
     single = "units one at a time on an accelerator, where others' texts would decide their places"
     several = not (public_places or clip.in_float32) and engine.keeps_places(strategy, group)
     expect("rows_per_pass", rows, not several, f"at most {group}: {single}")
-    if check and strategy.name == "ghost":
-        fault = engine.ghost_fault(params, group, clip, strategy)
+    of_model = f"rows of {length} tokens and {num_coordinates(params):,} trained parameters"
+    text = ""
+    while check:
+        fault, lack = engine.faults(params, group, clip, strategy)
         if fault and name == AUTO:
-            return take("direct", rows)
+            strategy = take("direct", rows)
+            continue
         expect("strategy", name, not fault, f"another one: {strategy} {fault}")
+        if not lack:
+            break
+        text = f"{strategy} with {of_model} {lack}"
+        remedy = "fewer, a smaller max_length or model, or adapters (lora_rank)"
+        expect("rows_per_pass", strategy.rows, strategy.rows > (rows or 1), f"{remedy}: {text}")
+        strategy = dataclasses.replace(strategy, rows=strategy.rows // 2)
+    if text:
+        note(f"{text}: {strategy} is taken")
     return strategy

@@ -244,6 +244,24 @@ class Programs:
           UnfitDevice: the program does not store a gradient before it reads it.
           UnsupportedModel: a unit's contribution would depend on other units.
         """
+        program, arguments, key = self._of_sum(total, params, chunk, clip, strategy)
+        if not clip.in_float32 and key not in self._checked:
+            check_stored(program)
+            no_sum = functools.partial(self.zeros, params, clip)
+            if _checked_side_by_side(program, no_sum, arguments, strategy.of(chunk)):
+                self._checked.add(key)
+        return program(total, *arguments)
+
+    def memory(self, params: Any, chunk: Chunk, clip: Clip, strategy: Strategy) -> int:
+        """Return the bytes on the device while a chunk is added: those of the program, and of an
+        optimizer's two moments and an average of the parameters."""
+        program, *_ = self._of_sum(self.zeros(params, clip), params, chunk, clip, strategy)
+        found = program.memory_analysis()
+        own = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+        return own - found.alias_size_in_bytes + 3 * 4 * num_coordinates(params)
+
+    def _of_sum(self, total, params, chunk, clip, strategy):
+        """Return the program that adds a chunk, its arguments beside the sum, and its key."""
         buckets, strategy = self.task.buckets, strategy.of(chunk)
         buckets = buckets.up_to(chunk.length) if buckets and not chunk.rows else None
 
@@ -265,13 +283,7 @@ class Programs:
         kind = jax.tree.structure(chunk.batch)
         key = ("sum", kind, *shapes, clip.normalised, clip.in_float32, strategy)
         arguments = params, chunk.batch, chunk.mask, np.float32(clip.norm), *self.frozen()
-        program = self._compiled(key, add, total, *arguments, donate_argnums=0)
-        if not clip.in_float32 and key not in self._checked:
-            check_stored(program)
-            no_sum = functools.partial(self.zeros, params, clip)
-            if _checked_side_by_side(program, no_sum, arguments, strategy):
-                self._checked.add(key)
-        return program(total, *arguments)
+        return self._compiled(key, add, total, *arguments, donate_argnums=0), arguments, key
 
     def nats(self, params: Any, batch: Any) -> tuple[np.ndarray, np.ndarray]:
         """Compute (nats, predicted tokens) of each row of a batch, [rows] each."""

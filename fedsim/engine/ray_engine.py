@@ -215,7 +215,7 @@ class RayEngine(Engine):
         for number, worker in list(self._workers.items()):
             if not worker.up and now > worker.give_up_at:
                 reason = f"it did not answer within {self._start_s:.0f} s (worker_timeout)"
-                self._give_up(number, f"{reason}; free in the cluster: {_free()}")
+                self._give_up(number, reason)
 
     def _answered(self, ref: Any, flight: _Flight) -> None:
         try:
@@ -299,11 +299,6 @@ def _name(flight: _Flight) -> str:
     rows = rows[rows >= 0].tolist()
     more = f", ... {len(rows)} in all" if len(rows) > 8 else ""
     return f"lane {flight.lane} (examples {', '.join(map(str, rows[:8]))}{more})"
-
-
-def _free() -> str:
-    have = ray.available_resources()
-    return ", ".join(f"{have.get(name, 0):g} {name}" for name in ("CPU", "GPU", "TPU"))
 
 
 def stored(value: Any, what: str) -> Any:

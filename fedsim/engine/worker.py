@@ -48,6 +48,7 @@ UNITS_PER_CALL = 32  # least units of a full call of `clip_chunk`
 EVAL_ROWS_PER_CHUNK = 16
 EVAL_TOKENS_PER_CALL = 2048  # if short texts share rows
 
+SHARE = 0.9  # of a device's memory that a step may take
 SAME_NORMS = 0.02  # relative; strategies agree to 1e-5 in float32, and to less in bfloat16
 
 _fit = functools.cache(check_arithmetic)
@@ -167,32 +168,36 @@ class Worker:
         batch = self._rows(split, rows.ravel())
         return jax.tree.map(lambda x: x.reshape(*rows.shape, *x.shape[1:]), batch), rows >= 0
 
-    def ghost_fault(
+    def faults(
         self, version: int, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy
-    ) -> str:
-        """Return the reason for which `ghost` cannot be used, or an empty string.
-
-        It forms no gradient for a norm, so its norms of made-up units are compared with those of
-        `scan`. Args: rows: numbers of made-up rows, int [units, group]; others as of `lane_sum`.
-        """
+    ) -> tuple[str, str]:
+        """See `Engine.faults`. Args: rows: numbers of made-up rows, int [units, group]; others as
+        of `lane_sum`."""
         params = self.programs.on_device(version, params)
         try:
+            if stats := default_device().memory_stats():
+                chunk = next(self.lane_chunks(params, rows, clip, strategy, DUMMY))
+                needed = self.programs.memory(params, chunk, clip, strategy)
+                most = stats["bytes_limit"] * SHARE
+                if needed > most:
+                    return "", f"needs {needed / 2**30:.3g} GiB of {most / 2**30:.3g} GiB there"
+            if strategy.name != "ghost":
+                return "", ""
+            # It forms no gradient for a norm, so its norms are compared with those of `scan`.
             norms, expected = (
                 self.add_lane(params, rows, clip, each, DUMMY)[1].norms
                 for each in (strategy, Strategy("scan", 1))
             )
         except UnsupportedModel as error:
-            return str(error)
+            return str(error), ""
         same = np.allclose(norms, expected, SAME_NORMS, equal_nan=True)
-        return "" if same else "other norms than scan finds"
+        return "" if same else "other norms than scan finds", ""
 
     def _shares_rows(self, strategy: Strategy, group: int) -> bool:
-        """True if the texts of a unit share rows: where units may be side by side, too."""
-        return not on_accelerator() and strategy.shares_rows(group, self.task.buckets)
-
-    def _keeps_places(self, strategy: Strategy, group: int) -> bool:
-        """See `Engine.keeps_places`."""
-        return strategy.units_at_once(group) > 1 and on_accelerator()
+        """True if the texts of a unit share rows: on CPUs, where units may be side by side, too.
+        `scan`, the oracle, takes them as they are."""
+        shared = self.task.buckets is not None and self.task.buckets.shared
+        return bool(shared) and strategy.name == "direct" and group > 1 and not on_accelerator()
 
     def units_of_pass(self, strategy: Strategy, group: int, length: int) -> int:
         """Return the units of a pass over rows of this length: those of the strategy, or as many
@@ -210,8 +215,9 @@ class Worker:
 
     def passes(self, strategy: Strategy, group: int) -> list[Strategy]:
         """Return the strategy for units of one row, for each number of units of a pass."""
-        if self.task.buckets is None or self._keeps_places(strategy, group):
-            return [dataclasses.replace(strategy, rows=strategy.units_at_once(group))]
+        at_once = strategy.units_at_once(group)
+        if self.task.buckets is None or (at_once > 1 and on_accelerator()):
+            return [dataclasses.replace(strategy, rows=at_once)]
         shared = self._shares_rows(strategy, group)
         lengths = self.task.buckets.shared if shared else self.task.buckets.lengths
         numbers = {self.units_of_pass(strategy, group, length) for length in lengths}
@@ -265,7 +271,7 @@ class Worker:
         if self._shares_rows(strategy, group):
             assert buckets is not None, "rows are shared"
             return chunks_of_shared(batch, mask, buckets.shared, units_of_pass, units_per_call)
-        keeps_places = self._keeps_places(strategy, group)
+        keeps_places = strategy.units_at_once(group) > 1 and on_accelerator()
         if keeps_places or (strategy.name != "ghost" and strategy.rows < group):
             if buckets is not None:
                 # Passes of several lengths would give a unit a place that others' texts decide; or

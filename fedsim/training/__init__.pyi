@@ -1,6 +1,6 @@
 from . import optimizers as optimizers
 from .callbacks import Callback as Callback
-from .open import Purpose as Purpose, open_run as open_run, wait_for as wait_for
+from .open import Purpose as Purpose, open_run as open_run
 from .optimizers import (
     Diverged as Diverged,
     Noise as Noise,

@@ -10,8 +10,6 @@ from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from typing import Any, Protocol
 
-import numpy as np
-
 from fedsim import engine
 from fedsim.config import (
     OPERATIONAL,
@@ -27,7 +25,6 @@ from fedsim.engine import Engine, Task
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.models import Pretrained, frozen
-from fedsim.noise import AddNoise
 from fedsim.plan import Plan
 from fedsim.run import (
     Console,
@@ -72,26 +69,8 @@ class CustomTask(Protocol):
         ...
 
 
-class AuditHooks(Protocol):
-    """Canaries that an audit puts into a run, and its view of the run; see `trust.canaries`."""
-
-    def data(self, data: Dataset) -> Dataset:
-        """The data to train on."""
-        ...
-
-    def task(self, task: Task, params: Any) -> Task:
-        """The task to train, from these parameters."""
-        ...
-
-    def record_noise(self, add_noise: AddNoise) -> AddNoise:
-        """Wrap the function that adds noise, to record the sums before noise."""
-        ...
-
-    def on_release(
-        self, gradient: Any, unit: float, coefficients: np.ndarray | None = None
-    ) -> None:
-        """See a step's privatised gradient. Args: unit: a contribution of one clip norm in it."""
-        ...
+AuditHooks = Any
+"""Canaries that an audit puts into a run, and its view of the run: `trust.canaries.Canaries`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,12 +124,6 @@ class OpenRun:
         workers = engine.create(self.run.engine, task, warn=self.console.warn)
         self.until_end.callback(workers.close)
         return workers, task, params
-
-
-def wait_for(workers: Engine, console: Console) -> None:
-    """Wait until the workers can compute. Raises: EngineError: they cannot be started."""
-    with console.phase("starting the workers"):
-        workers.ready()
 
 
 def class_name(kind: type | None) -> str:

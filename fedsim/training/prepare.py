@@ -39,7 +39,7 @@ from fedsim.plan import (
 from fedsim.run import StoredRun, model_name
 from fedsim.sampling import graph_of
 from fedsim.training.callbacks import Callback, facts_of_callbacks
-from fedsim.training.open import OpenRun, Purpose, class_name, wait_for
+from fedsim.training.open import OpenRun, Purpose, class_name
 from fedsim.training.optimizers import Noise, with_defaults
 from fedsim.training.private_evaluation import Booking
 from fedsim.uls import ULS
@@ -95,7 +95,8 @@ def prepare_run(
 
     # 2. The engine: starting workers is what fails most, so it comes before anything is paid.
     engine, task, params = opened.start_engine()
-    wait_for(engine, console)
+    with console.phase("starting the workers"):
+        engine.ready()
 
     # 3. Refusals, all of them here: after a draw even a refusal would tell of it, and would have
     #    been paid for in vain.
@@ -217,10 +218,9 @@ def _strategy(
     clip = Clip(settings.clip_norm, settings.clipping == "normalised", in_float32=not exact)
     # With several owners, the assignment of texts decides who is in a step.
     public = settings.adjacency == ZERO_OUT and graph_of(opened.data.train) is None
+    how: dict[str, Any] = {"public_places": public, "check": check, "note": opened.console.note}
     with opened.console.phase("compiling"):
-        return choose_strategy(
-            engine, params, group, clip, opened.run.engine, public_places=public, check=check
-        )
+        return choose_strategy(engine, params, group, clip, opened.run.engine, **how)
 
 
 def _booking(

@@ -39,7 +39,6 @@ from fedsim.plan import (
 )
 from fedsim.run import Console, find_model, load_data, make_task
 from fedsim.sampling import examples_per_user, graph_of, pool_of
-from fedsim.training import wait_for
 from fedsim.tuning import doubling
 from fedsim.tuning.advice import Advice, choose, command, to_train
 from fedsim.tuning.estimates import (
@@ -164,7 +163,8 @@ def started(run: RunConfig, console: Console) -> Iterator[Start]:
         task, params = make_task(run, model, data, fresh)
         workers = engine.create(run.engine, task, warn=console.warn)
         stack.callback(workers.close)
-        wait_for(workers, console)
+        with console.phase("starting the workers"):
+            workers.ready()
         key = SecretKey.create(run.seed, "recommend")
         yield Start(run, task.dataset, params, key, workers)
 

@@ -3,6 +3,7 @@ are the draw's. Devices that compute so are planted on a CPU."""
 
 import itertools
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from test_worker import CLIP
 from fedsim.clipping import Clip, Strategy, UnsupportedModel, clip_chunk
 from fedsim.config import EngineConfig
 from fedsim.data.dataset import Dataset
+from fedsim.engine.engine import in_order
 from fedsim.engine.factory import choose_strategy
 from fedsim.engine.worker import LocalEngine, Worker
 from fedsim.models import lora
@@ -30,6 +32,7 @@ CELLS = [  # strategy, rows of a unit, rank of adapters, max_length
     ("direct", 2, 2, LENGTH),
     ("ghost", 1, 0, LENGTH // 2),
     ("ghost", 2, 0, LENGTH),
+    ("ghost", 2, 2, LENGTH // 2),
 ]
 
 
@@ -143,6 +146,39 @@ def test_texts_share_no_row_where_units_keep_their_places(accelerator, sizes, pa
     worker, rows = Worker(task_of(sizes)), np.arange(UNITS * GROUP).reshape(UNITS, GROUP)
     for chunk in worker.lane_chunks(params, rows, CLIP, Strategy("direct", 4 * GROUP)):
         assert "positions" not in chunk.batch and chunk.length == LENGTH
+
+
+@pytest.mark.parametrize("units", [0, 1, 3, 4, 9, 40])
+def test_a_place_does_not_depend_on_lanes(units):
+    rows, places = np.arange(units)[:, None], []
+    for lane in in_order(rows, 5, 4, 4):
+        assert len(lane) >= min(4, units)
+        places += [*range(len(lane))]
+    assert [place % 4 for place in places] == [unit % 4 for unit in range(units)]
+
+
+def test_a_pass_has_as_many_rows_as_the_device_has_memory_for(
+    accelerator, monkeypatch, sizes, params
+):
+    task, lines = task_of(sizes, length=LENGTH), []
+
+    def chosen(gib, group=1, **asked):
+        device = SimpleNamespace(memory_stats=lambda: gib and {"bytes_limit": gib * 2**30})
+        monkeypatch.setattr("fedsim.engine.worker.default_device", lambda: device)
+        where = LocalEngine(task, num_lanes=1), params, group, CLIP, EngineConfig(**asked)
+        return choose_strategy(*where, public_places=True, note=lines.append)
+
+    most = 4096 // LENGTH
+    assert chosen(None) == chosen(1) == Strategy("direct", most) and not lines
+    fewer = chosen(0.01)
+    assert fewer.rows in (most // 2, most // 4, most // 8)
+    (line,) = lines
+    assert line.endswith(f"GiB there: {fewer} is taken") and "rows of 48 tokens and 1," in line
+    assert chosen(0.01, rows_per_pass=fewer.rows) == fewer  # as a resumed run, whose rows are there
+    with refuses(f"rows_per_pass={most}", says="GiB of 0.009 GiB there"):
+        chosen(0.01, rows_per_pass=most)
+    with refuses("rows_per_pass=1", says="or adapters (lora_rank): direct:1 with rows of 48"):
+        chosen(1e-4, group=2)
 
 
 @pytest.mark.privacy

@@ -76,7 +76,7 @@ def test_a_strategy_that_finds_other_norms_is_refused(factor, monkeypatch):
 
     monkeypatch.setattr(ghost, "matrix", wrong)
     engine, params = of_model()
-    found = engine.ghost_fault(params, 1, CLIP, Strategy("ghost", 4))
+    found, _ = engine.faults(params, 1, CLIP, Strategy("ghost", 4))
     assert found == "other norms than scan finds"
 
 
@@ -198,7 +198,7 @@ def large(monkeypatch):
 
 def test_a_large_model_takes_ghost_for_examples_if_all_of_it_is_trained(large, monkeypatch):
     tried = []
-    monkeypatch.setattr(Engine, "ghost_fault", lambda *a: tried.append(a[-1]) or "")
+    monkeypatch.setattr(Engine, "faults", lambda *a: tried.append(a[-1]) or ("", ""))
     assert choose_strategy(*local(), 1, CLIP, AUTO) == Strategy("ghost", 4)
     assert tried == [Strategy("ghost", 4)]
     assert choose_strategy(*local(), 2, CLIP, AUTO) == Strategy("direct", 4)
