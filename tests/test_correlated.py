@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import numpy as np
@@ -12,7 +13,14 @@ from test_verify import command as train_command, texts, verify  # noqa: F401 (a
 from fedsim import accounting
 from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.keys import SecretKey
-from fedsim.noise import Correlated, add_gaussian, gaussian, predicted_error, release_shift
+from fedsim.noise import (
+    Correlated,
+    add_gaussian,
+    correlated,
+    gaussian,
+    predicted_error,
+    release_shift,
+)
 from fedsim.noise.correlated import (
     coefficients,
     difference,
@@ -21,7 +29,7 @@ from fedsim.noise.correlated import (
     rounding,
     strategy,
 )
-from fedsim.noise.independent import FARTHEST
+from fedsim.noise.independent import BLOCK, FARTHEST
 from fedsim.plan import fill_defaults, make_plan, method_for
 
 STEPS, BANDS, STDDEV = 12, 4, 1.3 * 2**20
@@ -92,6 +100,35 @@ def test_a_row_is_the_fresh_noise_less_multiples_of_the_rows_before_in_exact_ari
         exact = [Fraction(int(s) + int(w), cell) for s, w in zip(sums, row, strict=True)]
         found = noise([sums], stddev=STDDEV, key=key, step=step)[0]
         assert found.tolist() == [round(each) for each in exact]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("bands", [1, 3])
+@pytest.mark.parametrize("stddev", [2.0**10, STDDEV, 2.0**30])
+def test_noise_drawn_before_there_is_a_sum_is_the_same(bands, stddev, monkeypatch, rng):
+    key, right = SecretKey.create(seed=4), add_gaussian
+    rows, shape, sizes = [], {"stddev": stddev, "key": key}, (BLOCK + 5, 3)
+    plain, ahead = Correlated(STEPS, bands), Correlated(STEPS, bands)
+    monkeypatch.setattr(
+        correlated, "add_gaussian", lambda *a, **k: rows.append(k) or right(*a, **k)
+    )
+    with ThreadPoolExecutor(1) as threads:
+        for step in (2, 3, 6):  # as steps of a resumed run, and of one that lost some
+            sums = [rng.integers(-(2**31), 2**31, size) for size in sizes]
+            ahead.begin(threads, step, key, stddev, sizes)
+            found = ahead(sums, **shape, step=step)
+            assert bands > 1 or rows[-1]["row"]
+            for a, b in zip(found, plain(sums, **shape, step=step), strict=True):
+                assert a.dtype == b.dtype
+                np.testing.assert_array_equal(a, b)
+        ahead.begin(threads, 7, key, stddev, sizes)  # that of a step is taken for no other
+        for other in ({"step": 8}, {"step": 9, "stddev": 2 * stddev}):
+            pair = (noise(sums, **{**shape, **other}) for noise in (ahead, plain))
+            list(map(np.testing.assert_array_equal, *pair))
+        monkeypatch.setattr(correlated, "gaussian", None)
+        ahead.begin(threads, 10, key, stddev, sizes)
+        with pytest.raises(TypeError):
+            ahead(sums, **shape, step=10)
 
 
 @pytest.mark.privacy

@@ -14,7 +14,8 @@ quick form, on a CPU alone. It needs no Ray. Parts, the more telling ones first:
   peak in bfloat16: six times parameters times tokens (with adapters four times; products of
   attention are not counted) over seconds and peak. `attention` is cudnn where the device has it.
 - `places`: whether units beside a unit change what it adds, as a run looks at its programs.
-- `noise`: seconds to fetch a sum, and to draw and add its noise.
+- `noise`: seconds to fetch a sum, and to draw and add its noise; and of passes whose noise is drawn
+  after them, and beside them.
 - `padding`: positions that are computed for one position with a token. It needs no accelerator.
 
 It ends within --minutes; what time or memory did not allow is listed under `skipped`.
@@ -50,6 +51,7 @@ from fedsim.clipping import (
     UnsupportedModel,
     by_rule,
     clip_chunk,
+    lattice_bits,
     num_coordinates,
     zeros_like,
 )
@@ -61,6 +63,7 @@ from fedsim.engine.worker import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.models import LanguageModelTask, TransformerConfig, lora, stacked
+from fedsim.noise import Correlated
 from fedsim.sampling import Sampling
 from fedsim.uls import ULS
 
@@ -297,8 +300,9 @@ def speed(
         yield row
 
 
-def noise(problem: Problem) -> dict[str, Any]:
-    """Seconds to fetch a sum of the size of the parameters, and to draw and add its noise."""
+def noise(problem: Problem, cell: Cell) -> dict[str, Any]:
+    """Seconds to fetch a sum of the size of the parameters, and to draw and add its noise; and of
+    8 calls of a cell's program with it, drawn after them or beside them."""
     total = jax.block_until_ready(zeros_like(problem.params, jnp.int32))
     start = time.perf_counter()
     fetched = jax.device_get(total)
@@ -306,6 +310,19 @@ def noise(problem: Problem) -> dict[str, Any]:
     how: dict[str, Any] = {"noise_multiplier": 1.0, "count": 64.0, "key": SecretKey.create(0)}
     noisy_mean(fetched, clip=CLIP, step=0, **how)
     seconds = {"fetch_s": between - start, "noise_s": time.perf_counter() - between}
+    program, arguments = compiled(problem.lowered(cell)), problem.arguments(cell)
+    jax.block_until_ready(program(*arguments))
+    sizes = tuple(leaf.size for leaf in jax.tree.leaves(fetched))
+    of = (1, how["key"], 2.0 ** lattice_bits(sum(sizes)), sizes)
+    with ThreadPoolExecutor(1) as threads:
+        for way in ("after", "beside"):
+            kind, start = Correlated(1, 1), time.perf_counter()
+            if way == "beside":
+                kind.begin(threads, *of)
+            for _ in range(8):
+                jax.block_until_ready(program(*arguments))
+            noisy_mean(fetched, clip=CLIP, step=1, add_noise=kind, **how)
+            seconds[f"passes_and_noise_{way}_s"] = time.perf_counter() - start
     return {"part": "noise", **seconds}
 
 
@@ -414,7 +431,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         elif part == "places":
             list(map(note, places(quick)))
         elif part == "noise":
-            list(map(note, ({"model": name, **noise(problem(name))} for name in named)))
+            cell = functools.partial(Cell, length=16 if quick else 128, step=4 if quick else 64)
+            for name in named:
+                note({"model": name, **noise(problem(name), cell(name, rows=4 if quick else 16))})
         else:
             list(map(note, (row for source in given.data for row in padding(source, quick))))
     found = circumstances("jax", "jaxlib", "flax", "numpy")

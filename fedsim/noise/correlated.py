@@ -26,6 +26,8 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Any
 
 import numpy as np
 from scipy import optimize, signal
@@ -279,22 +281,25 @@ class Correlated:
         """w of the steps before, the newest first."""
         self._next: tuple[object, ...] = ()
         """(step, key, stddev, sizes) for which the rows are up to date; empty: for none."""
+        self._begun: tuple[tuple[object, ...], Any] = (), None
+        """The same of a row that a thread draws, and the row."""
+
+    def begin(self, threads: Executor, *of: Any) -> None:
+        """Have a thread draw the noise of the next call before there are its sums. Args: of: step,
+        key, stddev and sizes of the call, as a tuple."""
+        self._begun = of, threads.submit(self._row, *of)
 
     def __call__(
         self, sums: Sequence[np.ndarray], *, stddev: float, key: SecretKey, step: int
     ) -> list[np.ndarray]:
         """Compute round((sum + w_step) / 2^release_shift(stddev)); see `add_gaussian`."""
+        of = (step, key, stddev, tuple(leaf.size for leaf in sums))
+        (begun, row), self._begun = self._begun, ((), None)
+        row = row and row.result()
         if not stddev or self.bands == 1:
-            return add_gaussian(sums, stddev=stddev, key=key, step=step)
-        sizes = tuple(leaf.size for leaf in sums)
-        of = (key, stddev, sizes)
-        if self._next != (step, *of):
-            self._rows.clear()
-            for before in range(key.first, step):
-                self._advance(sizes, stddev, key, before)
-        self._next = ()  # an interrupted step must not be continued from
-        row = self._advance(sizes, stddev, key, step)
-        self._next = (step + 1, *of)
+            row = row if begun == of else None
+            return add_gaussian(sums, stddev=stddev, key=key, step=step, row=row)
+        row = row if begun == of else self._row(*of)
         shift = release_shift(stddev)
         released = [np.empty(leaf.shape, np.int64) for leaf in sums]
 
@@ -305,6 +310,20 @@ class Correlated:
 
         in_blocks(fill, released)
         return released
+
+    def _row(
+        self, step: int, key: SecretKey, stddev: float, sizes: Sequence[int]
+    ) -> list[np.ndarray]:
+        """Draw w of `step`, and first those of the segment's steps before if it follows none."""
+        of = (key, stddev, sizes)
+        if self.bands > 1 and self._next != (step, *of):
+            self._rows.clear()
+            for before in range(key.first, step):
+                self._advance(sizes, stddev, key, before)
+        self._next = ()  # an interrupted step must not be continued from
+        row = self._advance(sizes, stddev, key, step)
+        self._next = (step + 1, *of)
+        return row
 
     def _advance(
         self, sizes: Sequence[int], stddev: float, key: SecretKey, step: int
@@ -320,6 +339,9 @@ class Correlated:
             fresh, *room = local.room
             out, rows = row[leaf][part], [each[leaf][part] for each in self._rows]
             gaussian(key.fresh.generator("noise", step, leaf, number), fresh[: len(out)])
+            if self.bands == 1:
+                out[:] = np.rint(fresh[: len(out)] * stddev)
+                return
             for start in range(0, len(out), PIECE):
                 piece = slice(start, min(start + PIECE, len(out)))
                 back, term, *free = (each[: piece.stop - start] for each in room)

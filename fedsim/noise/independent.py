@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import numpy as np
 
@@ -31,14 +30,8 @@ e^(+-eta). The second pair is for cells beyond TAIL, where floats are coarser.""
 PER_UNIT = 2**20  # parts of L / 2, the sensitivity of a sum of losses
 
 
-class AddNoise(Protocol):
-    """A kind of noise: `add_gaussian` (independent) or `Correlated`."""
-
-    def __call__(
-        self, sums: list[np.ndarray], *, stddev: float, key: SecretKey, step: int
-    ) -> list[np.ndarray]:
-        """Add the noise of a step to its sums, and round; see `add_gaussian`."""
-        ...
+AddNoise = Callable[..., list[np.ndarray]]
+"""A kind of noise: `add_gaussian`, whose arguments it takes, or `Correlated`."""
 
 
 def release_shift(stddev: float) -> int:
@@ -56,6 +49,7 @@ def add_gaussian(
     stddev: float,
     key: SecretKey,
     step: int,
+    row: Sequence[np.ndarray] | None = None,
 ) -> list[np.ndarray]:
     """round((sum + N(0, stddev^2 I)) / 2^release_shift(stddev)) for every array.
 
@@ -66,6 +60,7 @@ def add_gaussian(
       stddev: standard deviation, in units of the sums; 0: no noise.
       key: secret key of the run in its segment.
       step: t, from 0.
+      row: the same noise, drawn before: round(N(0, stddev^2 I)).
     Returns: an array [n] for each sum: int32, or int64 if there is little noise; the type does not
       depend on the sums.
     """
@@ -78,14 +73,17 @@ def add_gaussian(
     local = threading.local()  # a thread reuses its buffer: fresh memory costs half of drawing
 
     def fill(leaf: int, number: int, part: slice) -> None:
-        rng = key.fresh.generator("noise", step, leaf, number)
         total, out = sums[leaf][part], released[leaf][part]
         if not hasattr(local, "room"):
             local.room = np.empty(BLOCK)
         # Whole numbers below 2^53 are exact in float64, and so is dividing them by 2^shift.
-        noisy = gaussian(rng, local.room[: len(total)])
-        noisy *= stddev
-        np.rint(noisy, out=noisy)
+        noisy = local.room[: len(total)]
+        if row is None:
+            gaussian(key.fresh.generator("noise", step, leaf, number), noisy)
+            noisy *= stddev
+            np.rint(noisy, out=noisy)
+        else:
+            noisy[:] = row[leaf][part]
         noisy += total
         noisy *= 2.0**-shift
         np.rint(noisy, out=noisy)

@@ -37,10 +37,8 @@ from fedsim.errors import first_fault
 from fedsim.mechanism import AdaptiveClip, NoisyLoss
 from fedsim.noise import (
     CELL_ERRORS,
-    AddNoise,
     Correlated,
     Strategy,
-    add_gaussian,
     strategy,
 )
 from fedsim.plan.facts import (
@@ -328,12 +326,16 @@ class Plan(Option):
         """Coefficients of correlated noise; None: noise is independent."""
         if self.noise.bands == 1 or not self.noise_multiplier:
             return None
-        stddev = self.gradient_noise_multiplier * 2.0 ** lattice_bits(self.num_parameters)
-        return strategy(self.num_steps, self.noise.bands, stddev)
+        return strategy(self.num_steps, self.noise.bands, self.stddev)
 
-    def add_noise(self) -> AddNoise:
+    @property
+    def stddev(self) -> float:
+        """Standard deviation of a step's noise, in units of the sum."""
+        return self.gradient_noise_multiplier * 2.0 ** lattice_bits(self.num_parameters)
+
+    def add_noise(self) -> Correlated:
         """A new function that adds the noise of one step after another, from the first."""
-        return Correlated(self.num_steps, self.noise.bands) if self.strategy else add_gaussian
+        return Correlated(self.num_steps, self.noise.bands)
 
     def as_dict(self) -> dict[str, Any]:
         """The plan in JSON's types."""

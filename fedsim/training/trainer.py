@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from typing import Any
 
+import jax
 import numpy as np
 
 from fedsim import accounting
@@ -86,11 +87,11 @@ class Trainer:
         self.event = self.method.event(sigma) if sigma else None
         self.epsilons = self._epsilons()
         self.clip, self.releases = self.plan.clip, self.plan.releases
-        add_noise = self.plan.add_noise()
+        self.noise = self.plan.add_noise()
         self.how = {
             "noise_multiplier": self.plan.gradient_noise_multiplier,
             "strategy": self.strategy,
-            "add_noise": self.audit.record_noise(add_noise) if self.audit else add_noise,
+            "add_noise": self.audit.record_noise(self.noise) if self.audit else self.noise,
         }
         """Arguments of each step's `gradient`."""
         kind = self.plan.sampling.kind
@@ -227,7 +228,12 @@ class Trainer:
             self._evaluate(state, metrics, self.saved)
             self._evaluate(state, metrics, state.step)  # of a run whose last steps are lost
             while state.step < end and not (stop.is_set() or self.calls.stopped):
-                drawn, rows = rows.result(), threads.submit(self.method.draw, state.step + 1)
+                drawn = rows.result()
+                if self.event and self.engine.platform != "cpu":  # the cores here are free
+                    sizes = tuple(leaf.size for leaf in jax.tree.leaves(state.params))
+                    of = (state.step, self.method.key, self.plan.stddev, sizes)
+                    self.noise.begin(threads, *of)
+                rows = threads.submit(self.method.draw, state.step + 1)
                 values = self._step(state, ledger, drawn)
                 metrics.log(state.step, values)
                 self.calls.step(state.step, {**values, "eval/loss": state.eval_loss})
