@@ -135,9 +135,8 @@ class Engine(ABC):
         """Describe the workers, for people."""
 
     def faults(self, params: Any, group: int, clip: Clip, strategy: Strategy) -> tuple[str, str]:
-        """Return (the reason for which `ghost` cannot be used for units of `group` rows; what a
-        step takes of an accelerator's memory, by the compiled program), found by one worker on
-        made-up rows; empty if it can be used, and if the memory is there."""
+        """Return (why `ghost` cannot be used for units of `group` rows, what a step takes of too
+        little memory), as one worker finds on made-up rows; empty where nothing is wrong."""
         if self.platform == "cpu" and strategy.name != "ghost":
             return "", ""
         rows = np.resize([0, 1], (max(2, strategy.units_at_once(group)), group))

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from fedsim import engine
 from fedsim.config import (
@@ -57,17 +57,9 @@ class Purpose(StrEnum):
         return self in (Purpose.TRAIN, Purpose.AUDIT)
 
 
-class CustomTask(Protocol):
-    """Data, task and first parameters of a run, in place of those that its settings name."""
-
-    def data(self) -> Dataset:
-        """The data to train on."""
-        ...
-
-    def start(self, data: Dataset, run: RunConfig, key: Any) -> tuple[Task, Any]:
-        """The task and its initial parameters. Args: key: JAX key for new parameters."""
-        ...
-
+CustomTask = Any
+"""Data, task and first parameters of a run, in place of those that its settings name: its methods
+are those of `library.own_task.OwnTask`."""
 
 AuditHooks = Any
 """Canaries that an audit puts into a run, and its view of the run: `trust.canaries.Canaries`."""
