@@ -86,7 +86,7 @@ def choose_strategy(
     text = ""
     while check:
         fault, lack = engine.faults(params, group, clip, strategy)
-        if fault and name == AUTO:
+        if fault and name == AUTO and strategy.name == "ghost":
             strategy = take("direct", rows)
             continue
         expect("strategy", name, not fault, f"another one: {strategy} {fault}")

@@ -177,9 +177,8 @@ class Worker:
         try:
             if stats := default_device().memory_stats():
                 chunk = next(self.lane_chunks(params, rows, clip, strategy, DUMMY))
-                needed = self.programs.memory(params, chunk, clip, strategy)
-                most = stats["bytes_limit"] * SHARE
-                if needed > most:
+                most = stats.get("bytes_limit", sys.maxsize) * SHARE
+                if (needed := self.programs.memory(params, chunk, clip, strategy)) > most:
                     return "", f"needs {needed / 2**30:.3g} GiB of {most / 2**30:.3g} GiB there"
             if strategy.name != "ghost":
                 return "", ""
@@ -194,8 +193,7 @@ class Worker:
         return "" if same else "other norms than scan finds", ""
 
     def _shares_rows(self, strategy: Strategy, group: int) -> bool:
-        """True if the texts of a unit share rows: on CPUs, where units may be side by side, too.
-        `scan`, the oracle, takes them as they are."""
+        """True if the texts of a unit share rows: on CPUs. `scan`, the oracle, has them alone."""
         shared = self.task.buckets is not None and self.task.buckets.shared
         return bool(shared) and strategy.name == "direct" and group > 1 and not on_accelerator()
 

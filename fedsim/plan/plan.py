@@ -35,12 +35,7 @@ from fedsim.config import (
 )
 from fedsim.errors import first_fault
 from fedsim.mechanism import AdaptiveClip, NoisyLoss
-from fedsim.noise import (
-    CELL_ERRORS,
-    Correlated,
-    Strategy,
-    strategy,
-)
+from fedsim.noise import CELL_ERRORS, Correlated, Strategy, add_gaussian, strategy
 from fedsim.plan.facts import (
     ASSUMPTIONS,
     NO_GUARANTEE,
@@ -333,9 +328,11 @@ class Plan(Option):
         """Standard deviation of a step's noise, in units of the sum."""
         return self.gradient_noise_multiplier * 2.0 ** lattice_bits(self.num_parameters)
 
-    def add_noise(self) -> Correlated:
-        """A new function that adds the noise of one step after another, from the first."""
-        return Correlated(self.num_steps, self.noise.bands)
+    def add_noise(self, *, ahead: bool = False) -> Any:
+        """A new function that adds the noise of one step after another, from the first. Args:
+        ahead: it has `Correlated.begin`."""
+        own = Correlated(self.num_steps, self.noise.bands)
+        return own if ahead or self.strategy else add_gaussian
 
     def as_dict(self) -> dict[str, Any]:
         """The plan in JSON's types."""

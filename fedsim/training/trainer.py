@@ -87,7 +87,9 @@ class Trainer:
         self.event = self.method.event(sigma) if sigma else None
         self.epsilons = self._epsilons()
         self.clip, self.releases = self.plan.clip, self.plan.releases
-        self.noise = self.plan.add_noise()
+        self.ahead = self.event is not None and self.engine.platform != "cpu"
+        """The cores here draw noise while workers compute."""
+        self.noise = self.plan.add_noise(ahead=self.ahead)
         self.how = {
             "noise_multiplier": self.plan.gradient_noise_multiplier,
             "strategy": self.strategy,
@@ -229,10 +231,10 @@ class Trainer:
             self._evaluate(state, metrics, state.step)  # of a run whose last steps are lost
             while state.step < end and not (stop.is_set() or self.calls.stopped):
                 drawn = rows.result()
-                if self.event and self.engine.platform != "cpu":  # the cores here are free
+                if self.ahead:
                     sizes = tuple(leaf.size for leaf in jax.tree.leaves(state.params))
-                    of = (state.step, self.method.key, self.plan.stddev, sizes)
-                    self.noise.begin(threads, *of)
+                    of = (state.step, self.method.key, self.plan.stddev)
+                    self.noise.begin(threads, *of, sizes)
                 rows = threads.submit(self.method.draw, state.step + 1)
                 values = self._step(state, ledger, drawn)
                 metrics.log(state.step, values)

@@ -207,6 +207,6 @@ def test_more_workers_than_the_cluster_has_room_for_are_refused(ray_cluster, tas
     with refuses("num_workers=9", says="at most 8 (a worker needs 1 CPU; nodes have 8 CPU)"):
         ray_pool(task, num_workers=9)
     waiting = ray_pool(task, num_workers=9, wait_for_workers=0.1, worker_timeout=0.1)
-    with pytest.raises(EngineError, match=r"could not start: it did not answer .* 0 CPU"):
+    with pytest.raises(EngineError, match=r"could not start: it did not answer"):
         waiting.ready()
     waiting.close()
