@@ -1,6 +1,7 @@
 """Correlated noise: what the accountant relies on, and what it does to sums of steps."""
 
 import dataclasses
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -10,8 +11,10 @@ import pytest
 from problems import users_of_sizes
 from test_verify import command as train_command, texts, verify  # noqa: F401 (a fixture)
 
+import fedsim
 from fedsim import accounting
 from fedsim.config import Algorithm, PrivacyConfig
+from fedsim.engine.worker import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.noise import (
     Correlated,
@@ -256,3 +259,26 @@ def test_the_privacy_loss_of_a_planted_user_is_what_is_claimed(cap, in_every_ste
             if sign == 1 and not in_every_step and epsilon < 1:
                 assert found > 0.8 * claimed - 5 * error  # and that is no slack claim
     assert (max(excess) > 20) if in_every_step else (max(excess) < 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [{}, {"noise": "correlated", "bands": 2}])
+def test_a_run_whose_noise_is_drawn_while_others_compute_releases_the_same(
+    kind, tmp_path, monkeypatch
+):
+    posts = [{"user_id": f"u{i % 20}", "text": f"post {i}"} for i in range(60)]
+    begun, begin, facts = [], Correlated.begin, LocalEngine.facts
+    own = {"num_steps": 3, "epsilon": 8.0, "batch_size": 8, "group_size": 2, "seed": 3}
+    own |= {"model": "micro", "max_length": 16, "strategy": "scan", "engine": "local"}
+    own["rows_per_pass"] = 2  # the rule has others on accelerators, with other bits
+
+    def released(name):
+        place = {"run_dir": tmp_path / name, "budget_ledger": tmp_path / "budget"}
+        fedsim.train("uls", posts, **place, **own, **kind, output="quiet")
+        lines = (tmp_path / name / "ledger.jsonl").read_text().splitlines()
+        return [json.loads(line).get("gradient_sha256") for line in lines]
+
+    expected = released("cpu")
+    monkeypatch.setattr(LocalEngine, "facts", lambda self: {**facts(self), "platform": "gpu"})
+    monkeypatch.setattr(Correlated, "begin", lambda *a: begun.append(a) or begin(*a))
+    assert released("gpu") == expected and len(begun) == 3 and len(set(expected)) >= 4
