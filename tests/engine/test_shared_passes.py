@@ -157,6 +157,8 @@ def test_a_place_does_not_depend_on_lanes(units):
     assert [place % 4 for place in places] == [unit % 4 for unit in range(units)]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_pass_has_as_many_rows_as_the_device_has_memory_for(
     accelerator, monkeypatch, sizes, params
 ):
