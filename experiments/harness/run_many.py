@@ -125,7 +125,6 @@ def run_many(
 def train_all(settings: Sequence[Settings], runs: Runs) -> dict[str, str]:
     """Train the runs that have not finished. Returns: the errors of those that failed, by job."""
     jobs = [job for job in jobs_of(settings, runs.directory) if job.summary is None]
-    (runs.directory / "logs").mkdir(parents=True, exist_ok=True)
     engine = "ray" if runs.in_turn else "local"
     jobs = [dataclasses.replace(job, run=changed_run(job.run, engine=engine)) for job in jobs]
     errors = zip(jobs, runs.side_by_side(train_one, jobs), strict=True)

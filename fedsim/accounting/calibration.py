@@ -50,14 +50,19 @@ def calibrate_noise(
       before: what is released before the first step, such as the draw of a group size.
     Raises: ConfigError: an argument is out of range, or no sigma up to 1e6 is enough.
     """
-    _expect_steps(num_steps)
+    expect_count("num_steps", num_steps, 1)
+    expect("num_steps", num_steps, num_steps <= MAX_STEPS, f"at most {MAX_STEPS}")
+    expect("epsilon", epsilon, 0 < epsilon < math.inf, "> 0 and finite")
+    expect("delta", delta, 0 < delta < 1, "in (0, 1)")
     unit = event(1.0)
     blocks = math.ceil(num_steps / unit.cycle)
-    _expect_target(epsilon, delta, blocks + sum(count for _, count in before))
+    least = least_delta(blocks + sum(count for _, count in before))
+    above = f"above {at_most(least, '.2g')}: with so many steps nothing smaller is resolved"
+    expect("delta", delta, delta > least, above)
     # A Gaussian mechanism with the mean contribution as its sensitivity is the right size.
-    most = unit.max_contributions + 2 * unit.max_changed
-    most *= 1 / math.sqrt(unit.cycle) if unit.allocated else 1.0
-    mean = most * unit.sampling_prob * math.sqrt(blocks)
+    mean = unit.max_contributions + 2 * unit.max_changed
+    mean *= 1 / math.sqrt(unit.cycle) if unit.allocated else 1.0
+    mean = mean * unit.sampling_prob * math.sqrt(blocks)
 
     def spend(sigma: float, accuracy: float) -> float:
         return spent([*before, (event(sigma), num_steps)], delta, accuracy)
@@ -65,8 +70,8 @@ def calibrate_noise(
     asked = (epsilon, delta, num_steps, unit, *map(tuple, before))
     if asked not in _found:
         guess = max(0.5, mean * math.sqrt(2 * math.log(1.25 / delta)) / epsilon)
-        limits = min(_MAX_NOISE, unit.sampling_prob / MIN_MEAN), _MIN_NOISE
-        _found[asked] = calibrate("noise_multiplier", spend, epsilon, guess, limits)
+        most = min(_MAX_NOISE, unit.sampling_prob / MIN_MEAN)
+        _found[asked] = calibrate(spend, epsilon, guess, most)
     return _found[asked]
 
 
@@ -86,68 +91,50 @@ def noise_multiplier(
     return calibrate_noise(lambda sigma: cyclic_event(sigma, *unit), **target)
 
 
-def _expect_steps(num_steps: int) -> None:
-    expect_count("num_steps", num_steps, 1)
-    expect("num_steps", num_steps, num_steps <= MAX_STEPS, f"at most {MAX_STEPS}")
-
-
-def _expect_target(epsilon: float, delta: float, composed: int) -> None:
-    expect("epsilon", epsilon, 0 < epsilon < math.inf, "> 0 and finite")
-    expect("delta", delta, 0 < delta < 1, "in (0, 1)")
-    least = least_delta(composed)
-    above = f"above {at_most(least, '.2g')}: with so many steps nothing smaller is resolved"
-    expect("delta", delta, delta > least, above)
-
-
 def calibrate(
-    name: str,
-    spend: Callable[[float, float], float],
-    target: float,
-    guess: float,
-    limits: tuple[float, float],
+    spend: Callable[[float, float], float], target: float, guess: float, most: float
 ) -> float:
-    """The parameter within `limits` that spends nearly the target epsilon, and not more.
+    """The least noise, at most `most`, that spends nearly the target epsilon, and not more.
 
-    A sketch on coarse grids finds the region; the returned parameter's epsilon was computed on a
-    fine grid and is at most the target.
+    A sketch on coarse grids finds the region; the returned noise's epsilon was computed on a fine
+    grid and is at most the target.
     Args:
-      name: name of the parameter in messages.
-      spend: (parameter, accuracy) -> epsilon.
-      limits: (cheapest, most expensive) parameter.
-    Raises: ConfigError: even the cheapest parameter spends more than the target.
+      spend: (noise multiplier, accuracy) -> epsilon.
+    Raises: ConfigError: even the most noise spends more than the target.
     """
 
     def excess_on(accuracy: float) -> Callable[[float], float]:
         @functools.cache
-        def excess(parameter: float) -> float:
-            spent = min(max(spend(parameter, accuracy), 1 / UNBOUNDED), UNBOUNDED)
+        def excess(sigma: float) -> float:
+            spent = min(max(spend(sigma, accuracy), 1 / UNBOUNDED), UNBOUNDED)
             return math.log(spent) - math.log(target)
 
         return excess
 
-    sketch = _search(excess_on(SKETCH_ACCURACY), guess, limits, SKETCH_ACCURACY)
+    sketch = _search(excess_on(SKETCH_ACCURACY), guess, most, SKETCH_ACCURACY)
     finely = excess_on(RELATIVE_ACCURACY)
-    parameter = _from_sketch(finely, sketch, limits)
-    if parameter is not None:
-        return parameter
-    nearest = min(sketch, key=lambda parameter: abs(sketch[parameter]))
-    fine = _search(finely, nearest, limits, PARAMETER_ACCURACY)
-    within = [parameter for parameter, excess in fine.items() if excess <= 0]
+    sigma = _from_sketch(finely, sketch, most)
+    if sigma is not None:
+        return sigma
+    nearest = min(sketch, key=lambda sigma: abs(sketch[sigma]))
+    fine = _search(finely, nearest, most, PARAMETER_ACCURACY)
+    within = [sigma for sigma, excess in fine.items() if excess <= 0]
     if not within:
         least = target * math.exp(min(fine.values()))
+        name = "noise_multiplier"
         if least >= UNBOUNDED * (1 - 1e-9):
             why = "spends no finite epsilon at this delta: expected a larger delta, or more noise"
-            raise ConfigError(f"{name}={limits[0]:g}: even that {why}", field=name)
+            raise ConfigError(f"{name}={most:g}: even that {why}", field=name)
         raise ConfigError.of(
-            "epsilon", target, f"at least {least:.4g}, which {name}={limits[0]:g} spends"
+            "epsilon", target, f"at least {least:.4g}, which {name}={most:g} spends"
         )
-    return max(within) if limits[1] > limits[0] else min(within)
+    return min(within)
 
 
 def _from_sketch(
-    excess: Callable[[float], float], sketch: dict[float, float], limits: tuple[float, float]
+    excess: Callable[[float], float], sketch: dict[float, float], most: float
 ) -> float | None:
-    """The parameter by Newton's method with the sketch's slope; None: it did not converge."""
+    """The noise by Newton's method with the sketch's slope; None: it did not converge."""
     if len(sketch) < 2:
         return None
     (one, at_one), (other, at_other) = sorted(sketch.items(), key=lambda pair: abs(pair[1]))[:2]
@@ -156,7 +143,7 @@ def _from_sketch(
         return None
     # Aim for half the tolerance below the target, on the side that spends less.
     aim, position = -abs(slope) * PARAMETER_ACCURACY / 2, math.log(one)
-    low, high = sorted(map(math.log, limits))
+    low, high = math.log(_MIN_NOISE), math.log(most)
     for _ in range(3):
         if not low <= position <= high:
             return None
@@ -168,28 +155,24 @@ def _from_sketch(
 
 
 def _search(
-    excess: Callable[[float], float], guess: float, limits: tuple[float, float], tolerance: float
+    excess: Callable[[float], float], guess: float, most: float, tolerance: float
 ) -> dict[float, float]:
-    """Every parameter tried on the way to the root of `excess`, with its value.
-
-    excess is the logarithm of something close to a power law: in the parameter's logarithm, steps
-    of slope one bracket the root and Brent's method converges to it.
-    """
+    """All noise tried on the way to the root of `excess`, with its value."""
+    # The logarithm of something close to a power law: in that of the noise, steps of slope one
+    # bracket the root and Brent's method converges to it.
     seen: dict[float, float] = {}
 
     def value(position: float) -> float:
-        parameter = math.exp(position)
-        if parameter not in seen:
-            seen[parameter] = excess(parameter)
-        return seen[parameter]
+        sigma = math.exp(position)
+        if sigma not in seen:
+            seen[sigma] = excess(sigma)
+        return seen[sigma]
 
-    cheapest, dearest = map(math.log, limits)
-    sign = math.copysign(1.0, dearest - cheapest)
-    low, high = sorted((cheapest, dearest))
+    low, high = math.log(_MIN_NOISE), math.log(most)
     start = here = min(max(math.log(guess), low), high)
     while (value(here) > 0) == (value(start) > 0):
         stride = min(max(-1.2 * value(here), -2.0), 2.0) - math.copysign(5 * tolerance, value(here))
-        moved = min(max(here + sign * stride, low), high)
+        moved = min(max(here - stride, low), high)
         if moved == here:
             return seen
         start, here = here, moved

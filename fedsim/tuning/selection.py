@@ -7,6 +7,7 @@ run. Trials run one after another, each as `fedsim train` would run it.
 
 import contextlib
 import dataclasses
+import io
 import itertools
 import math
 import shutil
@@ -55,7 +56,7 @@ from fedsim.training import (
 )
 
 METRIC = "eval/loss"
-RUNS, LOGS = "runs", "logs"
+RUNS = "runs"
 BEST, RESULT = "best", "selection.json"
 BEGAN = "began.json"
 """File with a keyed digest, which only the owner of the key can compare: seeds and data are among
@@ -77,7 +78,6 @@ class Job:
     run: RunConfig
     settings: dict[str, Any]
     """The given settings, in JSON's types."""
-    log: Path
     purpose: Purpose = Purpose.TRAIN
 
     @property
@@ -136,8 +136,7 @@ def _job(settings: Settings, out: Path, name: str) -> Job:
         budget_ledger=place_of(run.budget_ledger),
     )
     shown = {"algorithm": str(algorithm), **{n: to_json(settings[n]) for n in settings}}
-    log = out.absolute() / LOGS / f"{name}.txt"
-    return Job(name, Algorithm(algorithm), privacy, run, shown, log)
+    return Job(name, Algorithm(algorithm), privacy, run, shown)
 
 
 def _whole(source: str) -> str:
@@ -147,23 +146,17 @@ def _whole(source: str) -> str:
 
 
 def outcomes_of(jobs: Sequence[Job]) -> Iterator[tuple[Job, FedsimError | None]]:
-    """Train the jobs, or resume them, one after another; messages go to the log of each.
+    """Train the jobs, or resume them, one after another, without their messages.
 
     Yields: (job, the error that ended it or None).
     Raises: KeyboardInterrupt: a signal ended a run early; the current step is saved.
     """
     for job in jobs:
         ended = None
-        with (
-            open(job.log, "a") as log,
-            contextlib.redirect_stderr(log),
-            verbosity(job.run.output),
-        ):
-            console = Console()
+        with verbosity("quiet"), contextlib.redirect_stderr(io.StringIO()):
             try:
-                train(job.algorithm, job.privacy, job.run, console, purpose=job.purpose)
+                train(job.algorithm, job.privacy, job.run, Console(), purpose=job.purpose)
             except FedsimError as error:
-                console.note(f"fedsim: error: {error}")
                 ended = error
         if ended is None and job.summary is None:
             raise KeyboardInterrupt
@@ -311,8 +304,7 @@ def _run(
     request = BudgetRequest(place, ids, "selection", limit, out)
     entry = request.entry(key.seal("selection"), [(priced.event, 1)], (0.0, 0.0), priced.reasons)
     with admitted(request, entry):
-        for name in (RUNS, LOGS):
-            make_directory(out / name)
+        make_directory(out / RUNS)
         trials = _trials(jobs, priced, out, key)
         for trial, error in outcomes_of([each for each in trials if each.summary is None]):
             if error is not None and not isinstance(error, Diverged):
@@ -351,9 +343,8 @@ def _keep_best(out: Path, chosen: str) -> None:
     if (out / RUNS / chosen).exists():
         (out / RUNS / chosen).rename(out / BEST)
         sync_directory(out)
-    for name in (RUNS, LOGS):
-        if (out / name).exists():
-            shutil.rmtree(out / name)
+    if (out / RUNS).exists():
+        shutil.rmtree(out / RUNS)
 
 
 def _data(jobs: Sequence[Job], console: Console) -> Dataset:
@@ -376,9 +367,7 @@ def _trials(jobs: Sequence[Job], priced: Priced, out: Path, key: SecretKey) -> l
         # Names do not reveal the order: the chosen settings are public, their number is not.
         name, job = key.seal(f"trial {number}")[:16], jobs[choice]
         run = changed_run(job.run, run_dir=(out / RUNS / name).absolute(), limit_epsilon=None)
-        log = (out / LOGS / f"{name}.txt").absolute()
-        about = {"name": name, "run": run, "log": log, "purpose": Purpose.TRIAL}
-        trials.append(dataclasses.replace(job, **about))
+        trials.append(dataclasses.replace(job, name=name, run=run, purpose=Purpose.TRIAL))
     return trials
 
 
