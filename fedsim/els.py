@@ -55,7 +55,7 @@ class ELS:
         self.group_size = group_size  # ............................................ G_ELS
         self.pool = pool_of(users, group_size, key, adjacency)  # .................. D_sub
         most = len(self.pool)
-        expect("batch_size", batch_size, batch_size <= most, f"<= {most}, the size of the pool")
+        expect("batch_size", batch_size, batch_size <= most, f"at most {most}, the pool's size")
         self.expected_batch_size = batch_size  # ................................... B = p |D_sub|
         owners = partial(owners_of, users.offsets, self.pool, group_size)
         self.sampler = sampling.over(most, self.expected_batch_size, owners)  # .... p

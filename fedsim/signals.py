@@ -13,23 +13,42 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Without SIGPIPE: Python ignores it, and a run whose reader has ended continues to train."""
 ECHO_S = 0.5  # `timeout` signals the process and its group: two signals at once are one
-GRACE_S = 5.0  # for a command without steps to look at the flag and to clean up
+GRACE_S = 4.0  # for a command without steps to look at the flag and to clean up
 
 _asked = threading.Event()  # a signal came that no steps answer
 _steps = threading.Event()  # steps are being taken, or one was finished for a signal
 _unfinished: set[Path] = set()
+_end: ContextVar[threading.Event | None] = ContextVar("end", default=None)  # of `ended_by`
+
+
+class Stopped(Exception):
+    """The event of `ended_by` was set."""
 
 
 def raise_if_stopped() -> None:
     """Raise KeyboardInterrupt if a stop signal came. For loops, where nothing is half done."""
     if _asked.is_set():
         raise KeyboardInterrupt
+    if (end := _end.get()) is not None and end.is_set():
+        raise Stopped
+
+
+@contextmanager
+def ended_by(stop: threading.Event) -> Iterator[None]:
+    """End the block, which may be left undone, at the first `raise_if_stopped` after `stop`."""
+    token = _end.set(stop)
+    try:
+        with suppress(Stopped):
+            yield
+    finally:
+        _end.reset(token)
 
 
 @contextmanager

@@ -55,7 +55,7 @@ class ULS:
         whole = batch_size % group_size == 0
         expect("batch_size", batch_size, whole, f"a multiple of group_size={group_size}")
         most = users.num_users * group_size
-        expect("batch_size", batch_size, batch_size <= most, f"<= {most}, group_size x users")
+        expect("batch_size", batch_size, batch_size <= most, f"at most {most}, users x group_size")
         self.expected_cohort_size = batch_size // group_size  # ........................ M = q N
         self.sampler = sampling.over(users.num_users, self.expected_cohort_size)  # . q
         self.offsets = users.offsets

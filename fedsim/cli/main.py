@@ -286,8 +286,9 @@ def parse(words: list[str]) -> functools.partial[Answer]:
     path, command = _named(words)
     name, rest = " ".join(["fedsim", *path]), words[len(path) :]
     if isinstance(command, Mapping) and rest and rest[0] not in ("-h", "--help"):
-        names = difflib.get_close_matches(rest[0], command) or command
-        raise ConfigError.of("command", rest[0], f"one of {', '.join(names)}")
+        close = difflib.get_close_matches(rest[0], command, 1)
+        expected = f"a command, such as {close[0]}" if close else f"one of {', '.join(command)}"
+        raise ConfigError.of("command", rest[0], expected)
     if isinstance(command, Mapping) or {"-h", "--help"}.intersection(rest):
         print(page(name, command), end="")
         raise SystemExit(0)
@@ -317,14 +318,16 @@ def _named(words: list[str]) -> tuple[list[str], Command | Commands]:
     return path, command
 
 
-def _spelt(word: str, known: Mapping[str, Any]) -> str:
+def _spelt(word: str, known: Mapping[str, Setting]) -> str:
     """A word, its flag with hyphens. Raises: ConfigError: there is no such flag."""
     if not re.match("--.", word):
         return word
     flag, equals, value = word.partition("=")
     name = flag[2:].replace("-", "_")
     if name not in known and name.removeprefix("no_") not in known:
-        raise unknown_setting(name, value or None, known)
+        close = difflib.get_close_matches(name, known, 1, 0.75)
+        hint = f", such as {words_of(known[close[0]])[0]}" if close else ""
+        raise ConfigError(f"{flag}: expected the name of a flag{hint}", field=name)
     return f"--{name.replace('_', '-')}{equals}{value}"
 
 

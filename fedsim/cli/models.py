@@ -44,11 +44,13 @@ def train(
         run = changed_run(run, engine="local", accelerator="auto")
     set_threads(run.engine)
     from fedsim import training
-    from fedsim.run import Console
+    from fedsim.run import Console, directory
 
     console = Console()
     if dry_run:
         return training.dry_run(Algorithm(algorithm), privacy, run, console), []
+    if run.resume and not (run.run_dir / directory.CONFIG).exists():
+        console.note(f"no run in {run.run_dir} yet: a new one begins")
     summary = training.train(Algorithm(algorithm), privacy, run, console)
     console.summary(summary, run.run_dir)
     return summary, []

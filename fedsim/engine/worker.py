@@ -144,6 +144,7 @@ class Worker:
         params = self.programs.on_device(version, params)
         nats, predictions = 0.0, 0
         for batch, real in self._evaluated(split, rows):
+            raise_if_stopped()
             batch_nats, batch_predictions = self.programs.nats(params, batch)
             nats += float(batch_nats[:real].sum(dtype=np.float64))
             predictions += int(batch_predictions[:real].sum())

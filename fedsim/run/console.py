@@ -57,7 +57,7 @@ class Console(Terminal):
     def steps(self, first: int, last: int) -> Iterator[Show]:
         """Show progress from step `first` to `last`; yield a function to call after each step."""
         if self.has_bars:
-            with self.bar("step", first, last) as update:
+            with self.bar("first step", first, last) as update:
                 yield lambda step, values: update(
                     completed=step,
                     description=f"step {step}/{last}",
@@ -81,7 +81,8 @@ class Console(Terminal):
         self.note(guarantee_line(summary))
         board = run_dir / BOARD
         look = f"; look at it with: tensorboard --logdir {shlex.quote(str(board))}"
-        self.note(f"written to {run_dir}{look if board.exists() else ''}")
+        check = f"; check it with: fedsim verify {shlex.quote(str(run_dir))}"
+        self.note(f"written to {run_dir}{look if board.exists() else ''}{check}")
 
 
 def spent(summary: dict[str, Any]) -> float:

@@ -47,9 +47,9 @@ from fedsim.run import (
     results,
     save,
 )
-from fedsim.signals import stop_signals
+from fedsim.signals import ended_by, stop_signals
 from fedsim.training.callbacks import LOGGERS, Callback, Calls
-from fedsim.training.open import AuditHooks, CustomTask, Purpose, open_run
+from fedsim.training.open import AuditHooks, CustomTask, OpenRun, Purpose, open_run
 from fedsim.training.optimizers import (
     Diverged,
     Noise,
@@ -130,6 +130,8 @@ class Trainer:
         with closing(ledger), closing(Metrics(run_dir, ledger.num_steps or -1)) as metrics:
             self.calls = self._calls(settings)
             self.calls.begin(ledger.num_steps)
+            if self.plan.evaluations is None and not ledger.num_steps:
+                self._evaluate(state, metrics, 0)  # a run that ends meanwhile costs nothing
             # Everything that is there of the run is in order: now it is counted.
             nobody = nullcontext((run_ledger.unnoted, run_ledger.unnoted))
             with self.booking.admitted() if self.booking else nobody as reported:
@@ -220,6 +222,9 @@ class Trainer:
 
     def _steps(self, state: State, ledger: Ledger, metrics: Metrics, end: int) -> None:
         """Run the steps up to `end`, or as many as there is time for before a stop signal."""
+        # A signal ends what comes before the steps, also in a compilation.
+        self._evaluate(state, metrics, self.saved)
+        self._evaluate(state, metrics, state.step)  # of a run whose last steps are lost
         with (
             stop_signals() as stop,
             ThreadPoolExecutor(1) as threads,
@@ -227,8 +232,6 @@ class Trainer:
             self.console.steps(state.step, self.plan.num_steps) as show,
         ):
             rows = threads.submit(self.method.draw, state.step)
-            self._evaluate(state, metrics, self.saved)
-            self._evaluate(state, metrics, state.step)  # of a run whose last steps are lost
             while state.step < end and not (stop.is_set() or self.calls.stopped):
                 drawn = rows.result()
                 if self.ahead:
@@ -239,8 +242,11 @@ class Trainer:
                 values = self._step(state, ledger, drawn)
                 metrics.log(state.step, values)
                 self.calls.step(state.step, {**values, "eval/loss": state.eval_loss})
-                self._evaluate(state, metrics, state.step)
-                show(state.step, {**values, "eval/loss": state.eval_loss})
+                with ended_by(stop):  # a resumed run makes the evaluation
+                    self._evaluate(state, metrics, state.step)
+                if state.evaluated == state.step:
+                    values["eval/loss"] = state.eval_loss
+                show(state.step, values)
                 if saver.due(state.step, self.run.checkpoint_every):
                     saver.save(state.step, vars(state))
                 if state.step in self.passed:
@@ -255,6 +261,8 @@ class Trainer:
         due = step % self.eval_every == 0 or step == self.plan.num_steps
         if self.replays or not due or state.evaluated == step:
             return
+        if step == 0:
+            self.console.note("evaluating; then the first step, which compiles")
         with self.console.phase(f"evaluation after step {step}"):
             model = (self.engine, state.released, self.data)
             if (how := self.plan.evaluations) is not None:
@@ -396,7 +404,7 @@ def show(prepared: PreparedRun) -> None:
     """Show the plan and what it warns of, before the first step."""
     opened, plan, console = prepared.opened, prepared.plan, prepared.opened.console
     if opened.stored is None:
-        for warning in warnings_of(plan):
+        for warning in [*warnings_of(plan), *warnings_of_new_model(opened)]:
             console.warn(warning)
         if prepared.booking is not None:
             request, _ = prepared.booking.requests[0]
@@ -406,6 +414,18 @@ def show(prepared: PreparedRun) -> None:
                 console.warn(alike)
     console.plan(plan, prepared.engine, opened.run)
     console.rows([("gradient method", f"{prepared.strategy}{prepared.engine.facts()['kernels']}")])
+
+
+def warnings_of_new_model(opened: OpenRun) -> list[str]:
+    """A warning if a model is new, but the tokens of its data are those of a pretrained one."""
+    tokenizer = opened.data.metadata.get("tokenizer", {"name": "bytes"})
+    declared = opened.data.metadata.get("settings", {}).get("tokenizer_is_public")
+    is_of_model = tokenizer["name"] != "bytes" and tokenizer["public"] and not declared
+    if opened.model or opened.custom or not is_of_model:
+        return []
+    source = tokenizer["name"] if tokenizer["name"].startswith("hf:") else "DIR"
+    new = f"model={opened.run.model.source} is new; the tokens are those of a pretrained model"
+    return [f"{new}: --model {source} fine-tunes that model"]
 
 
 def dry_run(

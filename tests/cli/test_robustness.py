@@ -104,10 +104,10 @@ REFUSED = [  # (a command, how the line begins that refuses it)
     ([*BUILD, "b", "--num-workers", "0"], "num_workers=0"),
     ([*BUILD, "b", "--eval-users", "1"], "eval_users=1"),
     ([*BUILD, "run"], "out="),
-    ([*train(), "--epsilom", "1"], "epsilom="),
+    ([*train(), "--epsilom", "1"], "--epsilom: expected the name of a flag, such as --epsilon"),
     (train(epsilon="eight"), "epsilon=eight: expected a valid number"),
     (train(clipping="hard"), "clipping=hard: expected 'normalised' or 'plain'"),
-    (["tran", "uls"], "command=tran: expected one of train"),
+    (["tran", "uls"], "command=tran: expected a command, such as train"),
 ]
 
 

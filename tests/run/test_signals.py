@@ -12,7 +12,10 @@ import pytest
 from test_verify import command, write_texts
 
 from fedsim import signals
-from fedsim.run import checkpoint, ledger
+from fedsim.budget.ledger import open_locked, place_of
+from fedsim.cli.main import main
+from fedsim.engine import programs, worker
+from fedsim.run import checkpoint, ledger, metrics
 from fedsim.signals import raise_if_stopped, stop_signals, terminated
 
 
@@ -90,6 +93,43 @@ def test_a_command_ends_within_seconds_while_it_is_in_c_code_but_not_while_it_en
     assert process.returncode == 75, said  # neither a signal's nor that of a fault
     assert said.endswith("fedsim: error: interrupted; the same command goes on\n")
     assert hidden.exists() == bool(where)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_signal_ends_an_evaluation_before_its_next_pass(
+    steps, tmp_path, run_dir, monkeypatch, capsys
+):
+    """Before the first step nothing is paid; later the steps are saved, and what resumes evaluates
+    the parameters that were not."""
+    monkeypatch.setattr(worker, "EVAL_TOKENS_PER_CALL", 1)  # several passes
+    monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
+    flags = {"num-steps": 4, "eval-every": 2}
+    args, passes = command(write_texts(tmp_path / "t.parquet"), run_dir, **flags), []
+    compute = programs.Programs.nats
+
+    def nats(self, params, batch):
+        lines = ledger.read(run_dir) if (run_dir / ledger.FILE).exists() else []
+        if lines and len(ledger.steps_of(lines)) == steps:
+            passes.append(batch)
+            signal.raise_signal(signal.SIGTERM)
+        return compute(self, params, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(programs.Programs, "nats", nats)
+        with pytest.raises(SystemExit) as end:
+            main([*args, "--resume"])
+    assert f"no run in {run_dir} yet: a new one begins" in capsys.readouterr().err
+    assert end.value.code == 75 and len(passes) == 1
+    newest = checkpoint.latest(run_dir)
+    assert int(checkpoint.load(newest)["step"]) == 2 if steps else newest is None
+    with open_locked(place_of(None)) as book:
+        released = [entry.released for entry in book.entries.values()]
+    assert [sum(count for _, count in events) for events in released] == ([steps] if steps else [])
+    main([*args, "--resume"])
+    assert "a new one begins" not in capsys.readouterr().err
+    assert [line["step"] for line in ledger.steps_of(ledger.read(run_dir))] == [*range(4)]
+    found = [line["step"] for line in metrics.read(run_dir) if "eval/loss" in line]
+    assert found == [0, 2, 4]
 
 
 def test_a_checkpoint_is_due_every_so_many_steps_and_every_minute(monkeypatch):

@@ -107,8 +107,8 @@ class BuildSettings(BuildConfig):
             return None
         template = template_of(tokenizer, self.chat_template)
         if template is None and columns.form == MESSAGES:
-            expected = f"a file, or one among the files of tokenizer={self.tokenizer}"
-            raise DataError.of("chat_template", None, expected)
+            chat = "the tokenizer of a chat model for chats, such as hf:NAME or a directory"
+            raise DataError.of("tokenizer", self.tokenizer, f"{chat}; or a chat_template")
         return Chats(columns.form, self.train_on or TRAIN_ON[columns.form], template, self)
 
 

@@ -1,11 +1,13 @@
 """Rows of chats become examples with their trained tokens, whatever form and file they come in."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 from chats import CHATML, START, STOP, model_files
 
+from fedsim.cli.main import main
 from fedsim.config import BuildConfig
 from fedsim.data import load
 from fedsim.data.building.build import build
@@ -107,6 +109,18 @@ def test_rows_without_a_trained_token_are_dropped_and_counted(tmp_path, model):
         )
 
 
+def test_a_new_model_for_the_tokens_of_a_pretrained_one_is_warned_of(tmp_path, model, capsys):
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    data = tmp_path / "data"
+    texts = lines(tmp_path / "x.jsonl", [{"user_id": f"u{n}", "text": "of red"} for n in range(40)])
+    for tokenizer, declared, warned in ((model, 0, 1), (model, 1, 0), ("bytes", 0, 0)):
+        build(texts, data, tokenizer=tokenizer, tokenizer_is_public=bool(declared))
+        flags = f"--data {data} --epsilon 8 --num-steps 2 --batch-size 4 --group-size 1 --dry-run"
+        main(["train", "uls", *flags.split(), "--run-dir", str(tmp_path / "run")])
+        assert ("--model DIR fine-tunes" in capsys.readouterr().err) == warned
+        shutil.rmtree(data)
+
+
 TOGETHER = [
     ({"messages_column": "m", "text_column": "t"}, "messages_column=m"),
     ({"messages_column": "m", "prompt_column": "p"}, "messages_column=m"),
@@ -114,7 +128,7 @@ TOGETHER = [
     ({"completion_column": "c"}, "prompt_column=None"),
     ({"train_on": "me"}, "train_on=me"),
     ({"messages_column": "turns"}, "messages_column=turns"),
-    ({"tokenizer": "bytes"}, "chat_template=None"),
+    ({"tokenizer": "bytes"}, "tokenizer=bytes"),
     ({"chat_template": "nowhere"}, "chat_template=nowhere"),
 ]
 
