@@ -16,6 +16,7 @@ from flax import traverse_util
 from fedsim.config import ALL_LINEAR
 from fedsim.errors import expect
 from fedsim.models import families
+from fedsim.models.families import Place
 from fedsim.models.frozen import as_float32
 from fedsim.models.transformer import DENSE, LORA_A, Lora, TransformerConfig, unstacked
 from fedsim.models.weights import shapes_of
@@ -73,7 +74,7 @@ class Module(NamedTuple):
     """Such as block_0."""
     name: str
     """Its name in the block, such as self_attn.q_proj."""
-    layers: list[str]
+    layers: dict[str, Place]
     """Names of DENSE, in the order of their columns."""
 
 
@@ -84,14 +85,14 @@ def modules_of(c: TransformerConfig) -> dict[str, Module]:
         if path[0].startswith("block_") and path[1] in DENSE and path[2] == "kernel":
             name = place.name.removesuffix(".weight")
             inner = name.partition(f".{path[0].removeprefix('block_')}.")[2]
-            modules.setdefault(name, Module(path[0], inner, [])).layers.append(path[1])
+            modules.setdefault(name, Module(path[0], inner, {})).layers[path[1]] = place
     return modules
 
 
 def in_a_block(c: TransformerConfig) -> dict[str, list[str]]:
     """The layers in each module of a block, by its name there."""
     one = modules_of(dataclasses.replace(c, num_layers=1))
-    return {module.name: module.layers for module in one.values()}
+    return {module.name: list(module.layers) for module in one.values()}
 
 
 def init(c: TransformerConfig, key: jax.Array) -> Any:

@@ -1,4 +1,8 @@
-"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors in a directory."""
+"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors in a directory.
+
+Some families have several layers in one module, as GPT-2 queries, keys and values. Their adapters
+are written as one of this module, whose rank is the sum of their ranks, which computes the same.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,14 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.errors import expect
 from fedsim.files import new_directory, write_json
 from fedsim.models import weights
+from fedsim.models.families import Place
 from fedsim.models.lora import A, B, in_a_block, modules_of
 from fedsim.models.transformer import TransformerConfig, unstacked
 from fedsim.models.weights import ADAPTER
 
 TENSORS = "adapter_model.safetensors"
+Pair = tuple[np.ndarray, np.ndarray]
+"""A [inputs, rank] and B [rank, outputs] of an adapter."""
 
 
 def save(
@@ -33,10 +39,9 @@ def save(
       files: directory of its tokenizer and chat template, which are copied beside the adapters.
       more: texts of further files, by name.
     Raises:
-      ConfigError: the directory exists or cannot be made, or a module of the model's family has
-        several layers, as those of GPT-2 and Phi-3.
+      ConfigError: the directory exists, or cannot be made.
     """
-    fields, tensors = _fields(c), _tensors(c, adapters)
+    tensors, fields = _tensors(c, adapters), _fields(c)
     fields |= {"base_model_name_or_path": base, "revision": revision}
     with new_directory(directory) as temporary:
         weights.write(temporary / TENSORS, tensors)
@@ -49,14 +54,18 @@ def save(
 
 
 def _fields(c: TransformerConfig) -> dict[str, Any]:
-    """Settings of adapters, as PEFT reads them. Raises: ConfigError: layers share a module."""
+    """Settings of adapters, as PEFT reads them."""
     assert (lora := c.lora) is not None
-    modules, own = in_a_block(c), []
-    for name, layers in modules.items():
-        alone = "a model with one layer in each module; the export of the whole model merges them"
-        expect("adapter", f"True, with {name}", len(layers) == 1, alone)
-        if layers[0] in lora.layers:
-            own.append(name.rpartition(".")[2])  # servers know modules by short names
+    modules = in_a_block(c)
+    ranks = {
+        name: lora.rank * len(set(layers).intersection(lora.layers))
+        for name, layers in modules.items()
+    }
+    short = {name: name.rpartition(".")[2] for name in modules}
+    # Servers know modules by short names. Some are those of two modules, as c_proj in GPT-2.
+    without = {short[name] for name, rank in ranks.items() if not rank}
+    called = {name: name if short[name] in without else short[name] for name in modules}
+    joint = {called[name]: rank for name, rank in ranks.items() if rank > lora.rank}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -65,10 +74,15 @@ def _fields(c: TransformerConfig) -> dict[str, Any]:
         "use_rslora": lora.rslora,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": c.positions == "learned",
         "inference_mode": True,
         "init_lora_weights": True,
-        "target_modules": sorted(own),
+        "target_modules": sorted({called[name] for name, rank in ranks.items() if rank}),
+        "rank_pattern": joint,
+        "alpha_pattern": {
+            name: lora.alpha * (rank / lora.rank) ** (0.5 if lora.rslora else 1)  # an equal scale
+            for name, rank in joint.items()
+        },
     }
 
 
@@ -77,8 +91,29 @@ def _tensors(c: TransformerConfig, adapters: Any) -> dict[str, np.ndarray]:
     assert c.lora is not None
     adapters, tensors = unstacked(adapters), {}
     for name, module in modules_of(c).items():
-        for layer in {*module.layers}.intersection(c.lora.layers):
-            for ours, theirs in ((A, "lora_A"), (B, "lora_B")):
-                array = np.asarray(adapters[module.block][layer + ours]["kernel"], np.float32)
-                tensors[f"base_model.model.{name}.{theirs}.weight"] = np.ascontiguousarray(array.T)
+        parts: dict[Place, Pair] = {}
+        for layer, place in module.layers.items():
+            if layer in c.lora.layers:
+                a, b = (adapters[module.block][layer + x]["kernel"] for x in (A, B))
+                parts[place] = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        if parts:
+            for tensor, array in zip(_names(name), _jointly(parts), strict=True):
+                tensors[tensor] = np.ascontiguousarray(array.T)
     return tensors
+
+
+def _names(module: str) -> tuple[str, str]:
+    """Names of the arrays A and B of a module."""
+    return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
+
+
+def _jointly(parts: Mapping[Place, Pair]) -> Pair:
+    """Join adapters of layers side by side in one module: [x A1 B1, x A2 B2, ...]."""
+    a = np.concatenate([a for a, _ in parts.values()], axis=1)
+    width = max(place.columns or part_b.shape[1] for place, (_, part_b) in parts.items())
+    b, row = np.zeros((a.shape[1], width), np.float32), 0
+    for place, (_, part_b) in parts.items():
+        rank, columns = part_b.shape
+        b[row : row + rank, place.first : place.first + columns] = part_b
+        row += rank
+    return a, b

@@ -60,7 +60,7 @@ def test_transformers_reads_what_fedsim_wrote(name, written, reread):
     np.testing.assert_allclose(np.load(reread / f"{name}.npy"), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "gemma2"])
 @pytest.mark.parametrize("layers, rslora", [("all-linear", True), ("query,value,down", False)])
 def test_peft_reads_adapters(name, layers, rslora, written, tmp_path):
     base = weights.load(str(written / name))
