@@ -73,7 +73,7 @@ def test_a_private_draw_is_counted_before_anything_is_refused_that_follows_from_
     args["adjacency"] = "add-or-remove"
     for drawn in (1, 2):
         said = refusal(command(texts, run_dir, "els", **args), capsys)
-        assert said.startswith("fedsim: error: batch_size=100000: expected <= ")
+        assert said.startswith("fedsim: error: batch_size=100000: expected at most ")
         assert not run_dir.exists()
         with open_locked(place) as ledger:
             found = [charge_of(entry) for entry in ledger.entries.values()]
