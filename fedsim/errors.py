@@ -50,10 +50,6 @@ class ConfigError(FedsimError, ValueError):
         return error
 
 
-class MissingPackage(ConfigError):
-    """An optional package is not installed."""
-
-
 class DataError(ConfigError):
     """A user's mistake about data."""
 
@@ -96,7 +92,7 @@ def optional() -> Iterator[None]:
             raise
         # Not by the distribution's name: whoever registered that on the index would be installed.
         remedy = f"pip install -e '.[{extra}]' in a clone of fedsim"
-        raise MissingPackage(f"the package {package} is not installed: {remedy}") from None
+        raise ConfigError(f"the package {package} is not installed: {remedy}") from None
 
 
 def expect(field: str, value: Any, holds: bool, expected: str) -> None:

@@ -137,8 +137,7 @@ def account(asked: Accounted, people: int = 1) -> Answer:
         elif epsilon is not None:
             delta = accounting.delta(phases, epsilon)
     assert epsilon is not None and delta is not None
-    found = {"epsilon": to_json(epsilon), "delta": delta, "people": people, **how}
-    answer = {**vars(asked), **found}
+    answer = {**vars(asked), "epsilon": to_json(epsilon), "delta": delta, "people": people, **how}
     many = f" for {people:,} users together, by {answer['how']}" if people > 1 else ""
     return answer, [f"epsilon {at_most(epsilon, '.6g')} at delta {at_most(delta, '.3e')}{many}"]
 
@@ -162,7 +161,6 @@ def calibrate(asked: Accounted) -> Answer:
         event = dataclasses.replace(asked, bands=bands).event
         return accounting.calibrate_noise(event, **given)
 
-    found: dict[str, Any] = {}
     if asked.noise == CORRELATED and asked.bands is None:
         chosen = best(predictions(of_bands, asked.num_steps, int(1 / asked.sampling_prob)))
         found = {"noise_multiplier": chosen.noise_multiplier, "bands": chosen.bands}
