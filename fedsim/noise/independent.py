@@ -79,7 +79,7 @@ def add_gaussian(
         # Whole numbers below 2^53 are exact in float64, and so is dividing them by 2^shift.
         noisy = local.room[: len(total)]
         if row is None:
-            gaussian(key.fresh.generator("noise", step, leaf, number), noisy)
+            noisy = gaussian(key.fresh.generator("noise", step, leaf, number), noisy)
             noisy *= stddev
             np.rint(noisy, out=noisy)
         else:
