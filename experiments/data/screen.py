@@ -85,10 +85,10 @@ class WithUrl(Columns):
         return list(dict.fromkeys((*super().names, *url)))
 
     def check(self, found: Sequence[str]) -> None:
-        super().check(found)
         if self.screen_url is not None and self.screen_url not in found:
             expected = expected_of(found)
             raise MissingColumn(f"screen_url_column={self.screen_url}: {expected}")
+        super().check(found)
 
 
 @dataclass(frozen=True)
