@@ -418,7 +418,7 @@ def show(prepared: PreparedRun) -> None:
 
 def warnings_of_new_model(opened: OpenRun) -> list[str]:
     """A warning if a model is new, but the tokens of its data are those of a pretrained one."""
-    tokenizer = opened.data.metadata.get("tokenizer", {"name": "bytes"})
+    tokenizer = {"name": "bytes", "public": False, **opened.data.metadata.get("tokenizer", {})}
     declared = opened.data.metadata.get("settings", {}).get("tokenizer_is_public")
     is_of_model = tokenizer["name"] != "bytes" and tokenizer["public"] and not declared
     if opened.model or opened.custom or not is_of_model:
