@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
+from zoo import save_model
 
 from fedsim.data.tokenizer import Tokenizer
-from fedsim.models import weights
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 START, STOP = "<|im_start|>", "<|im_end|>"
@@ -70,5 +70,5 @@ def saying(directory, text, files=None):
     params["final_norm"]["scale"] += 1
     for token, following in zip(chain[:-1], chain[1:], strict=True):
         params["head"]["kernel"][:, following] = embedding[token]
-    weights.save(directory, config, params, files / "tokenizer.json", files)
+    save_model(directory, config, params, files / "tokenizer.json", files)
     return directory

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from zoo import save_model
 
 from fedsim.cli.main import main
 from fedsim.data.tokenizer import Tokenizer
-from fedsim.models import weights
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 CONFIG = TransformerConfig(
@@ -30,7 +30,7 @@ def make_model(directory):
     tokens = jnp.zeros((1, 8), jnp.int32)
     params = jax.jit(Transformer(CONFIG).init)(jax.random.key(0), tokens)["params"]
     Tokenizer.bytes().save(directory / "bytes.json")
-    weights.save(directory / "model", CONFIG, params, directory / "bytes.json")
+    save_model(directory / "model", CONFIG, params, directory / "bytes.json")
     return directory / "model"
 
 

@@ -18,11 +18,11 @@ import pytest
 from chats import model_files
 from nbclient import NotebookClient
 from pretrained_models import CONFIG
+from zoo import save_model
 
 import fedsim
 from fedsim.data import Tokenizer
 from fedsim.data.building.build import build
-from fedsim.models import weights
 from fedsim.models.transformer import Transformer
 from fedsim.sampling import Sampling
 from fedsim.uls import ULS
@@ -140,7 +140,7 @@ def small_chats(notebook, place: Path) -> None:
     words = Tokenizer.load(chats / "tokenizer.json").vocab_size
     config = dataclasses.replace(CONFIG, vocab_size=words, max_length=256)
     params = Transformer(config).init(jax.random.key(0), np.zeros((1, 8), np.int32))["params"]
-    weights.save(place / "model", config, params, chats / "tokenizer.json")
+    save_model(place / "model", config, params, chats / "tokenizer.json")
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(chats / name, place / "model" / name)
     (cell,) = (each for each in notebook.cells if "parameters" in each.metadata.get("tags", ()))

@@ -1,6 +1,8 @@
 """Small `flax.linen` models that hold every layer the strategies know, and some that none does."""
 
+import dataclasses
 import json
+import shutil
 from typing import Any
 
 import jax
@@ -8,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn, traverse_util
 
-from fedsim.models import lora, weights
+from fedsim.data.tokenizer import Tokenizer
+from fedsim.models import families, lora, weights
 from fedsim.models.rope import Linear, Llama3
 from fedsim.models.transformer import Transformer, TransformerConfig
 
@@ -184,6 +187,53 @@ def random_like(config, rng):
         return rng.normal(0, scale, leaf.shape).astype(np.float32)
 
     return jax.tree.map_with_path(draw, shapes)
+
+
+def fields_of(c):
+    """Fields of a config.json for a model of a family, as its author would publish it."""
+    if c.family == "gpt2":
+        return families.fields_of(c)
+    rope = {"rope_type": "default"}
+    if c.rope_scaling is not None:
+        rope = dataclasses.asdict(c.rope_scaling)
+        rope["rope_type"] = rope.pop("kind")
+        if "original_length" in rope:
+            rope["original_max_position_embeddings"] = rope.pop("original_length")
+    return {
+        "model_type": c.family,
+        "dtype": "float32",
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.width,
+        "intermediate_size": c.hidden,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head,
+        "max_position_embeddings": c.table,
+        "rms_norm_eps": c.norm_epsilon,
+        "rope_parameters": {**rope, "rope_theta": c.rope_base},
+        "tie_word_embeddings": c.tied,
+        "attention_bias": c.out_bias,
+        "mlp_bias": c.mlp_bias,
+        "sliding_window": c.window,
+        "use_sliding_window": c.window is not None,
+        "max_window_layers": 0,
+    }
+
+
+def save_model(directory, config, params, tokenizer=None, files=None):
+    """Write a model as its author would publish it, with the files beside it in `files`."""
+    beside = directory.with_name(f"{directory.name} files")
+    beside.mkdir()
+    for file in [] if files is None else files.iterdir():
+        shutil.copyfile(file, beside / file.name)
+    fields = fields_of(config)
+    if tokenizer is not None:
+        loaded = Tokenizer.load(tokenizer)
+        fields |= {"bos_token_id": loaded.begin_id, "eos_token_id": loaded.end_id}
+    (beside / "config.json").write_text(json.dumps(fields))
+    weights.save(directory, config, params, tokenizer, beside)
+    shutil.rmtree(beside)
 
 
 def write_in_two(directory, tensors):

@@ -1,6 +1,5 @@
 """Checked reading of a config.json: numbers, flags, kinds of layers and rotary positions."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -114,14 +113,3 @@ def scaling_of(f: Fields, kind: str, rope: Mapping[str, Any]) -> RopeScaling | N
 
 ROPE_TYPES = ("default", "dynamic", *SCALINGS)
 ORIGINAL = "original_max_position_embeddings"
-
-
-def rope_fields(scaling: RopeScaling | None) -> dict[str, Any]:
-    """The object of rotary positions for a scaling, without its base."""
-    if scaling is None:
-        return {"rope_type": "default"}
-    fields = {"rope_type": scaling.kind, **dataclasses.asdict(scaling)}
-    del fields["kind"]
-    if "original_length" in fields:
-        fields[ORIGINAL] = fields.pop("original_length")
-    return fields

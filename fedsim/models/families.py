@@ -1,10 +1,9 @@
 """Hugging Face names for the parts of `Transformer`: settings and arrays of each model family.
 
-A family converts the fields of a config.json to a TransformerConfig and back, and gives the place
-of each parameter in a file: the name of its array, whether it is transposed (torch keeps [out,
-in]), the columns of it (some families keep queries, keys and values in one), and a constant between
-the two. `family_table` describes the families that differ from Llama in details; GPT-2 is another
-kind.
+A family converts the fields of a config.json to a TransformerConfig, and gives the place of each
+parameter in a file: the name of its array, whether it is transposed (torch keeps [out, in]), the
+columns of it (some families keep queries, keys and values in one), and a constant between the two.
+`family_table` describes the families that differ from Llama in details; GPT-2 is another kind.
 """
 
 import dataclasses
@@ -31,7 +30,6 @@ from fedsim.models.config_json import (
     need,
     number,
     odd,
-    rope_fields,
     scaling_of,
     whole,
 )
@@ -100,18 +98,32 @@ def described(c: TransformerConfig) -> TransformerConfig:
 
 
 def fields_of(c: TransformerConfig) -> dict[str, Any]:
-    """Fields of a config.json for a config.
+    """Fields of a new config.json for a fresh model, as one of GPT-2.
 
     Raises:
-      UnsupportedArchitecture: its family lacks a part of it.
+      UnsupportedArchitecture: GPT-2 lacks a part of it.
     """
-    if c.family == GPT2:  # biases that a model lacks are zeros there
-        c = dataclasses.replace(c, query_bias=True, out_bias=True)
-    fields = {"model_type": c.family, "architectures": [CLASSES[c.family]], "dtype": "float32"}
-    fields |= {"vocab_size": c.vocab_size, "tie_word_embeddings": c.tied}
-    fields |= _gpt2_fields(c) if c.family == GPT2 else _llama_fields(FAMILIES[c.family], c)
+    c = dataclasses.replace(c, query_bias=True, out_bias=True)  # what it lacks are zeros there
+    fields = {
+        "model_type": GPT2,
+        "architectures": [CLASSES[GPT2]],
+        "dtype": "float32",
+        "vocab_size": c.vocab_size,
+        "tie_word_embeddings": c.tied,
+        "n_positions": c.table,
+        "n_embd": c.width,
+        "n_layer": c.num_layers,
+        "n_head": c.num_heads,
+        "n_inner": c.hidden,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": c.norm_epsilon,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), None),
+    }
     if described(config_of(fields)) != described(c):
-        raise odd("family", c.family, "a family that has all parts of the model")
+        raise odd("family", c.family, "a model with a config.json of its own")
     return fields
 
 
@@ -190,59 +202,6 @@ def _windows(family: Family, f: Fields) -> dict[str, Any]:
     return {"window": window, "window_blocks": None if all(blocks) else blocks}
 
 
-def _llama_fields(family: Family, c: TransformerConfig) -> dict[str, Any]:
-    fields = {
-        "hidden_size": c.width,
-        "intermediate_size": c.hidden,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head,
-        "max_position_embeddings": c.table,
-        "rms_norm_eps": c.norm_epsilon,
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), None),
-        **{name: values[0] for name, values in family.allowed.items() if values[0] is not None},
-        **{name: getattr(c, BIASES[name][0]) for name in family.biases},
-        **{theirs: getattr(c, ours) for ours, (theirs, _) in family.numbers.items()},
-    }
-    if "query_pre_attn_scalar" in family.defaults:
-        fields["query_pre_attn_scalar"] = round((c.attention_scale or c.head**-0.5) ** -2)
-    if ROPE_INTERVAL in family.defaults:
-        fields["no_rope_layers"] = [int(x) for x in c.rope_blocks or (True,) * c.num_layers]
-    return fields | _rotary_fields(family, c) | _window_fields(family, c)
-
-
-def _rotary_fields(family: Family, c: TransformerConfig) -> dict[str, Any]:
-    rope = rope_fields(c.rope_scaling)
-    based = {**rope, "rope_theta": c.rope_base}
-    fields: dict[str, Any] = {
-        "rope_theta": c.rope_base,
-        "rope_scaling": rope if c.rope_scaling else None,
-        "rope_parameters": based,
-    }
-    if LOCAL_BASE in family.defaults:
-        local = {"rope_type": "default", "rope_theta": c.window_rope_base}
-        fields |= {LOCAL_BASE: c.window_rope_base, "rope_parameters": {FULL: based, SLIDING: local}}
-    return fields
-
-
-def _window_fields(family: Family, c: TransformerConfig) -> dict[str, Any]:
-    if family.windows is nowhere:
-        return {}
-    if "layer_types" in family.allowed:  # all layers have the window, or none has
-        return {"sliding_window": c.window}
-    blocks = (c.window is not None,) * c.num_layers if c.window_blocks is None else c.window_blocks
-    fields: dict[str, Any] = {
-        "sliding_window": c.window or family.defaults.get("sliding_window"),
-        "layer_types": [SLIDING if windowed else FULL for windowed in blocks],
-    }
-    if family.window_flag:
-        fields[family.window_flag] = c.window is not None
-    if "max_window_layers" in family.defaults:
-        fields["max_window_layers"] = [*blocks, True].index(True)
-    return fields
-
-
 def _gpt2_config(f: Fields) -> TransformerConfig:
     need("activation_function", f.get("activation_function", "gelu_new"), *GELU)
     need("scale_attn_weights", f.get("scale_attn_weights", True), True)
@@ -261,22 +220,6 @@ def _gpt2_config(f: Fields) -> TransformerConfig:
         tied=flag(f, "tie_word_embeddings", True),
         family=GPT2,
     )
-
-
-def _gpt2_fields(c: TransformerConfig) -> dict[str, Any]:
-    return {
-        "n_positions": c.table,
-        "n_embd": c.width,
-        "n_layer": c.num_layers,
-        "n_head": c.num_heads,
-        "n_inner": c.hidden,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": c.norm_epsilon,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        **dict.fromkeys(("bos_token_id", "eos_token_id"), None),
-    }
 
 
 BUFFERS = re.compile(r"(^|\.)(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")

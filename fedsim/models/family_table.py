@@ -62,7 +62,7 @@ class Family(NamedTuple):
     numbers: Mapping[str, tuple[str, bool]] = {}
     """Field of TransformerConfig: (field of config.json, True if it may be null)."""
     allowed: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
-    """Field of config.json: the values that it may have; the first is written."""
+    """Field of config.json: the values that it may have; the first is the default."""
     windows: Callable[[Fields, int], list[bool]] = nowhere
     """(config.json, number of layers) -> layers with a window, where it has no `layer_types`."""
     window_flag: str | None = None

@@ -371,7 +371,8 @@ def save(
       more: texts of further files, by name.
       exact: keep weights in float32 instead.
     Raises:
-      ConfigError: the directory exists, or no family has the parts of the model.
+      ConfigError: the directory exists, or a model without a config.json is none of
+        GPT-2.
       DataError: the tokenizer is invalid.
     """
     fields = _fields(c, files, tokenizer)

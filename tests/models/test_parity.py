@@ -49,7 +49,7 @@ def reread(written, tmp_path_factory):
     directory = tmp_path_factory.mktemp("fedsim")
     for name in NAMES:
         found = weights.load(str(written / name))
-        weights.save(directory / name, found.config, found.params)
+        weights.save(directory / name, found.config, found.params, None, found.files)
     run.models("read", directory)
     return directory
 

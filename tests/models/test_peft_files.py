@@ -7,12 +7,12 @@ import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file
-from zoo import FAMILIES, adapters_of, random_like
+from zoo import FAMILIES, adapters_of, fields_of, random_like
 
 from fedsim.models import families, lora, peft_files, weights
 from fedsim.models.transformer import Transformer
 
-PHI3 = families.config_of({**families.fields_of(FAMILIES["llama"]), "model_type": "phi3"})
+PHI3 = families.config_of({**fields_of(FAMILIES["llama"]), "model_type": "phi3"})
 
 
 def merged_by_peft(directory, tensors):

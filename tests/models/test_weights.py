@@ -6,7 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from zoo import FAMILIES, random_like
+from zoo import FAMILIES, fields_of, random_like, save_model
 
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import ConfigError
@@ -33,7 +33,7 @@ def logits_of(config, params, tokens):
 def test_a_model_comes_back_as_it_was_saved(name, rng, tmp_path):
     config = CONFIGS[name]
     params = random_like(config, rng)
-    weights.save(tmp_path / "model", config, params)
+    save_model(tmp_path / "model", config, params)
     found = weights.load(str(tmp_path / "model"))
     kept = dataclasses.replace(
         config,
@@ -50,7 +50,7 @@ def test_a_model_comes_back_as_it_was_saved(name, rng, tmp_path):
 def test_the_papers_kind_is_a_gpt2_whose_further_biases_are_zero(rng, tmp_path):
     config = preset("tiny", 31, 12)
     params = random_like(config, rng)
-    weights.save(tmp_path / "model", config, params)
+    save_model(tmp_path / "model", config, params)
     found = weights.load(str(tmp_path / "model"))
     assert found.config.query_bias and not found.params["block_0"]["query"]["bias"].any()
     tokens = rng.integers(31, size=(2, 12))
@@ -66,7 +66,7 @@ def test_names_without_a_prefix_are_gpt2s_too(rng, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
 
-FIELDS = families.fields_of(FAMILIES["llama"])
+FIELDS = fields_of(FAMILIES["llama"])
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}
 REFUSED = [
     ({"model_type": "mixtral"}, "model_type=mixtral: expected llama or mistral or qwen2"),
@@ -143,7 +143,7 @@ def test_a_saved_model_has_the_files_of_the_one_it_came_from(name, rng, tmp_path
     config = dataclasses.replace(CONFIGS[name], vocab_size=257)
     Tokenizer.bytes().save(tmp_path / "bytes.json")
     model, out = tmp_path / "model", tmp_path / "out"
-    weights.save(model, config, random_like(config, rng), tmp_path / "bytes.json")
+    save_model(model, config, random_like(config, rng), tmp_path / "bytes.json")
     for name, text in KEPT.items():  # which training does not change
         (model / name).write_text(text)
     own = {"bos_token_id": 5, "eos_token_id": [256, 7], "pad_token_id": 9, "x": [1]}
@@ -167,7 +167,7 @@ def test_a_saved_model_has_the_files_of_the_one_it_came_from(name, rng, tmp_path
 def test_a_saved_model_has_the_type_of_the_one_it_came_from(key, rng, tmp_path):
     config = FAMILIES["llama"]
     params = random_like(config, rng)
-    weights.save(tmp_path / "model", config, params)
+    save_model(tmp_path / "model", config, params)
     file = tmp_path / "model" / "config.json"
     fields = json.loads(file.read_text())
     del fields["dtype"]
@@ -188,7 +188,7 @@ def test_the_hub_is_asked_for_the_files_that_are_needed(rng, tmp_path, monkeypat
     import huggingface_hub
 
     config = FAMILIES["llama"]
-    weights.save(tmp_path / "model", config, random_like(config, rng))
+    save_model(tmp_path / "model", config, random_like(config, rng))
 
     def download(name, *, revision, allow_patterns):
         if name != "some/model":
