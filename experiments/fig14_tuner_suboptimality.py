@@ -23,7 +23,7 @@ from experiments.heuristics import user_grad_norms
 from experiments.quantities import averaged, cell_error
 from fedsim.errors import expect
 from fedsim.tuning import doubling
-from fedsim.tuning.doubling import NO_LIMITS, START, Configuration, Limits, double, twice
+from fedsim.tuning.doubling import Configuration, Limits, twice
 
 SETTINGS = ULS_GRIDS
 STRATEGIES = {  # wide ones first: strategies that choose alike lie on each other
@@ -38,19 +38,17 @@ STRATEGIES = {  # wide ones first: strategies that choose alike lie on each othe
 def greedy_local_oracle(
     batch_size: int,
     loss: Callable[[Configuration], float],
-    start: Configuration = START,
-    limits: Limits = NO_LIMITS,
+    at: Configuration,
+    limits: Limits,
 ) -> Configuration:
     """Double whichever of G_ULS and M gives the lower loss after training.
 
     No local strategy does better; it costs a training for each configuration (Appendix F).
     """
 
-    def prefer_group(at: Configuration) -> bool:
-        group, cohort = (loss(next_) if next_ in limits else math.inf for next_ in twice(at))
-        return group < cohort
-
-    return double(batch_size, prefer_group, start, limits)
+    while at.batch_size < batch_size and any(next_ in limits for next_ in twice(at)):
+        at = min(reversed(twice(at)), key=lambda each: loss(each) if each in limits else math.inf)
+    return at
 
 
 def with_batch_size(grid: Sequence[Configuration], batch_size: int) -> list[Configuration]:

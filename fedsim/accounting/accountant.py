@@ -156,16 +156,12 @@ def _answer(events: Events, query: Query, size: int, discretization: float | Non
 def _refine(
     events: Events, query: Query, accuracy: float = RELATIVE_ACCURACY
 ) -> tuple[np.ndarray, float]:
-    """The query's answer on an adaptive grid, and the grid that was fine enough for it.
-
-    Any grid gives an upper bound. So a direction whose bound has fallen below the other's answer
-    needs no finer grid, as soon happens to ADD.
-    """
+    """The query's answer on an adaptive grid, and the grid that was fine enough for it."""
     merged = merge(events)
     widest = max(_loss_range(event) for event, _ in merged)
     coarsest = min(1.0, 2.0 ** math.floor(math.log2(widest / _FIRST_GRID)))
     answer, finest = None, coarsest
-    for direction in _DIRECTIONS:
+    for direction in _DIRECTIONS:  # one whose bound is below the other's needs no finer grid
         compose = functools.partial(_compose, merged, direction)
         value, grid = composition.refine(compose, query, coarsest, accuracy, answer)
         answer = value if answer is None else np.maximum(value, answer)

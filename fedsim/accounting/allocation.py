@@ -144,8 +144,7 @@ def _between(ends: np.ndarray) -> np.ndarray:
 
 
 def _sum(one: Law, other: Law, width: float) -> Law:
-    """The sum of two independent variables on grids of equal width; the result has `width`, which
-    divides it."""
+    """The sum of two independent variables on grids of equal width, on one of `width`."""
     finer = round(one.width / width)
     first = min(one.first, other.first)
     a, b = one.masses, other.masses

@@ -229,12 +229,8 @@ def refine(
 
 
 def _error_left(falls: list[tuple[int, np.ndarray]]) -> float:
-    """Predicted relative distance of the last answer above the exact one, from how answers fell.
-
-    Connecting the dots errs in proportion to the grid's width or mostly to its square. Two grids
-    alone do not tell which: the width is assumed. A third tells the order, unless by accident a
-    grid point fell on the answer, which shows as an impossible order.
-    """
+    """Predicted relative distance of the last answer above the exact one, from how answers fell."""
+    # Connecting the dots errs as the grid's width or its square; a third grid tells which.
     factor, fall = falls[-1]
     order = np.ones_like(fall)
     if len(falls) > 1:

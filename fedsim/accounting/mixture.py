@@ -190,11 +190,8 @@ def _crossings(mixture: Mixture, discretization: float) -> _Crossings:
 
 
 def _remove(at: _Crossings) -> DensePLDPmf:
-    """REMOVE from upper bounds on H_{e^level}(P, Q) = S - (e^level - 1) Q(Y > y).
-
-    With S = P(Y > y) - Q(Y > y): a small sampling probability leaves no difference of two numbers
-    near one.
-    """
+    """REMOVE from upper bounds on H_{e^level}(P, Q) = S - (e^level - 1) Q(Y > y)."""
+    # S = P(Y > y) - Q(Y > y): at a small sampling probability no difference of numbers near one.
     paid = _expm1_times(at.levels, at.above)
     deltas = at.gained - paid + at.mixture.tail * at.below
     deltas += _ROUNDING * (1 + np.abs(at.levels)) * (at.moved + np.abs(paid))
@@ -202,15 +199,13 @@ def _remove(at: _Crossings) -> DensePLDPmf:
 
 
 def _add(at: _Crossings) -> DensePLDPmf:
-    """ADD from upper bounds on H_{e^-level}(Q, P) = e^-level S - (e^-level - 1) Q(Y < y).
-
-    Q(Y < y) - e^-level P(Y < y) is the form of it that does not cancel at losses above one. The
-    grid ends where Q does: the little that is below is counted as if it were at the end.
-    """
+    """ADD from upper bounds on H_{e^-level}(Q, P) = e^-level S - (e^-level - 1) Q(Y < y)."""
+    # The grid ends where Q does: the little that is below is counted as if it were at the end.
     end = np.array([-special.ndtri(COMPOSED_TAIL_MASS) * at.mixture.stddev])
     size = math.ceil(float(log_ratio(at.mixture, end)[0][0]) / at.discretization) - at.first + 1
     kept = slice(0, max(2, size))
     levels, y, below = at.levels[kept], at.y[kept], at.below[kept]
+    # Q(Y < y) - e^-level P(Y < y) does not cancel at losses above one.
     far, near = levels < -1, np.maximum(levels, -1)
     deltas = np.exp(-near) * (at.gained[kept] + at.mixture.tail * below) - np.expm1(-near) * below
     shifts = at.mixture.counts / at.mixture.stddev
@@ -225,8 +220,7 @@ def _add(at: _Crossings) -> DensePLDPmf:
 def _gained(
     shifts: np.ndarray, probs: np.ndarray, y: np.ndarray, above: np.ndarray, below: np.ndarray
 ) -> np.ndarray:
-    """sum_k probs[k] (P(Z + shifts[k] > y) - P(Z > y)), Z ~ N(0, 1), by differences of small
-    tails."""
+    """sum_k probs[k] (P(Z + shifts[k] > y) - P(Z > y)), Z ~ N(0, 1), by small tails."""
     gained = np.zeros_like(y)
     finite = np.flatnonzero(np.isfinite(y))
     for block in _blocks(finite.size, shifts.size):
@@ -307,11 +301,8 @@ def _newton_step(
 
 
 def _connect_dots(discretization: float, first: int, deltas: np.ndarray) -> DensePLDPmf:
-    """The loss whose privacy curve joins the `deltas`, given from grid point `first` on, by lines.
-
-    Lines in e^epsilon: an upper bound on any curve through these points.
-    Source: Doroshenko et al. 2022, Algorithm 1; dp_accounting has it for dictionaries of losses.
-    """
+    """The loss whose privacy curve joins the `deltas` by lines in e^epsilon: an upper bound."""
+    # Doroshenko et al. 2022, Algorithm 1.
     falls, gap = np.diff(deltas), math.expm1(discretization)
     probs = np.empty_like(deltas)
     probs[0] = 1 - deltas[0] + falls[0] / gap

@@ -400,8 +400,7 @@ class ChatTokenizer:
     def _called(
         self, plain: Sequence[Message], tools: Tools, turns: Sequence[int], text: str
     ) -> tuple[list[tuple[int, int]], list[str]]:
-        """(the place of each of `turns`, which call tools, in the text of a chat; what the template
-        writes after each, were it the end)."""
+        """(the place of each of `turns`, which call tools, in a text; what would end each)."""
         marked = list(plain)
         for turn in turns:
             marked[turn] = _marked(plain[turn])
@@ -457,8 +456,7 @@ class ChatTokenizer:
     def _write(
         self, messages: Sequence[Message], tools: Tools = None, **options
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        """(what the template writes, with private characters for special tokens; the places between
-        marks, or None if these are not in pairs). Args: options: of `Template.render`."""
+        """(what the template writes, with private characters; the places between marks)."""
         assert self._template is not None, "has one"
         text = self._template.render(messages, tools, **options)
         if not {*text}.isdisjoint(self._character.values()):

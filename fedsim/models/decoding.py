@@ -133,8 +133,8 @@ def _apply(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _decode(config, how, ends, params, before_BP, key, state):
-    """Draw until all texts have ended: tokens [B, max_length], or -1. Args: before_BP: prompts but
-    their last tokens. Keys and values of padding are replaced before attention reads them."""
+    """Draw until all texts have ended: tokens [B, max_length], or -1."""
+    # Keys and values of padding are replaced before attention reads them.
     cache = _apply(config, params, None, before_BP, jnp.zeros(len(before_BP), jnp.int32))[1]
     keys_B = jax.vmap(functools.partial(jax.random.fold_in, key))(state["number"])
 

@@ -16,7 +16,7 @@ from flax import traverse_util
 from fedsim.accounting import at_most
 from fedsim.errors import FedsimError, FileDamaged
 from fedsim.files import read_json, sha256_of
-from fedsim.models import stacked, unstacked, weights
+from fedsim.models import weights
 from fedsim.plan import Fact, Plan, in_words
 from fedsim.run import checkpoint, directory, find_model, formats, ledger
 from fedsim.trust.claim import Claimed, claim
@@ -152,9 +152,7 @@ def _model(folder: Folder) -> str:
     wanted = folder.published.params_sha256
     if (model := find_model(str(folder.run_dir / MODEL))) is None:
         raise Violated(f"{folder.run_dir / MODEL}: expected a model")
-    whole = stacked(model.params, model.config.num_layers)
-    forms = (form for each in (whole, _without_zeros(whole)) for form in (each, unstacked(each)))
-    if wanted in map(checkpoint.params_sha256, forms):
+    if wanted in map(checkpoint.params_sha256, (model.params, _without_zeros(model.params))):
         return "the model has the fingerprint of the claim"
     fresh = not any(each.fact == Fact.MODEL for each in folder.plan.assumptions)
     require(not fresh, f"{folder.run_dir / MODEL}: expected a model with the fingerprint {wanted}")

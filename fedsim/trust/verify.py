@@ -155,8 +155,7 @@ def _settings(evidence: Evidence) -> str:
 
 
 def _checkpoints(evidence: Evidence) -> str:
-    """Every checkpoint is unchanged, of this run and of a step in the ledger, and has all steps
-    before it but those that its segments lost."""
+    """Every checkpoint is unchanged, of the ledger, and lacks only steps that segments lost."""
     kept, steps = checkpoint.kept(evidence.run_dir), ledger.steps_of(evidence.lines)
     segments = ledger.segments_of(evidence.lines)
     for path in kept:

@@ -70,17 +70,18 @@ def estimate_and_double(
     Raises: ConfigError: batch_size < 1, or the start is beyond the limits.
     Source: Charles et al. 2024, Algorithm 3.
     """
-
-    def prefer_group(at: Configuration) -> bool:
+    expect_count("batch_size", batch_size, 1)
+    at = start
+    expect("start", at, at in limits, f"within {limits}")
+    while at.batch_size < batch_size and any(next_ in limits for next_ in twice(at)):
         group, cohort = twice(at)
         tau_group = tau_cohort = math.inf
         if group in limits:
             tau_group = user_grad_norm(group.group_size) / user_grad_norm(at.group_size)
         if cohort in limits:
             tau_cohort = noise(cohort.cohort_size) / noise(at.cohort_size)
-        return tau_group < tau_cohort
-
-    return double(batch_size, prefer_group, start, limits)
+        at = group if tau_group < tau_cohort else cohort
+    return at
 
 
 def twice(at: Configuration) -> tuple[Configuration, Configuration]:
@@ -106,18 +107,3 @@ def uls_noise(
         return accounting.noise_multiplier(**target, sampling_prob=share) / cohort_size
 
     return noise
-
-
-def double(
-    batch_size: int,
-    prefer_group: Callable[[Configuration], bool],
-    at: Configuration,
-    limits: Limits,
-) -> Configuration:
-    """Double the group or the cohort until a step has `batch_size` gradients, or limits are met."""
-    expect_count("batch_size", batch_size, 1)
-    expect("start", at, at in limits, f"within {limits}")
-    while at.batch_size < batch_size and any(next_ in limits for next_ in twice(at)):
-        group, cohort = twice(at)
-        at = group if prefer_group(at) else cohort
-    return at

@@ -84,7 +84,15 @@ def recommend(
     expect("epsilon", privacy.epsilon, finite, "a finite one: noise is compared")
     expect("users", num_users, num_users >= 1, ">= 1")
     with started(run, console) as start:
-        norms = _norms(start, privacy, num_users)
+        users = start.data.train
+        norms = GradientNorms(
+            start.workers,
+            start.params,
+            users.offsets,
+            start.key,
+            num_users=num_users,
+            max_group_size=max(1, privacy.batch_size // (doubling.START.cohort_size // 2)),
+        )
         with console.phase(f"gradient norms of {norms.num_users} users"):
             els, els_norm, of_els = _els(start, privacy, norms)
             uls, uls_norm, of_uls = _uls(start, privacy, norms)
@@ -95,7 +103,11 @@ def recommend(
         ]
         best, reason = choose(*advice)
         return {
-            **_about(start, privacy, norms),
+            "num_users": users.num_users,
+            "num_examples": users.num_examples,
+            "median_examples": int(np.median(examples_per_user(users))),
+            "epsilon": privacy.epsilon,
+            "epsilon_holds": ADJACENCY[privacy.adjacency],
             "delta": els.delta,
             **{str(entry.algorithm): dataclasses.asdict(entry) for entry in advice},
             "recommended": str(best.algorithm),
@@ -109,11 +121,13 @@ def _els(
 ) -> tuple[PrivacyConfig, float, list[Caveat]]:
     """Settings of ELS by the median heuristic, L_ELS, and the facts read off the data."""
     settings, non_private = fill_defaults(Algorithm.ELS, privacy, start.data)
-    group_size = settings.group_size
+    users, group_size = start.data.train, settings.group_size
     assert group_size is not None
-    places = _places(start, privacy, group_size)
+    places = users.num_users * group_size
+    if privacy.adjacency != ZERO_OUT:
+        places = int(np.minimum(np.diff(users.offsets), group_size).sum())
     settings = dataclasses.replace(settings, batch_size=min(settings.batch_size, places))
-    pool = pool_of(start.data.train, group_size, start.key, ADD_OR_REMOVE)
+    pool = pool_of(users, group_size, start.key, ADD_OR_REMOVE)
     fact = Caveat(Fact.SAMPLED_NORMS, "clip_norm")
     return settings, norms.example_norm(pool), [*non_private, fact]
 
@@ -140,14 +154,6 @@ def _uls(
     return settings, norms.user_norm(group), [*non_private, fact]
 
 
-def _places(start: Start, privacy: PrivacyConfig, group_size: int) -> int:
-    """Number of places in the pool of ELS."""
-    users = start.data.train
-    if privacy.adjacency == ZERO_OUT:
-        return users.num_users * group_size
-    return int(np.minimum(np.diff(users.offsets), group_size).sum())
-
-
 @contextmanager
 def started(run: RunConfig, console: Console) -> Iterator[Start]:
     """Start a run, with its workers, up to its first step."""
@@ -167,30 +173,6 @@ def started(run: RunConfig, console: Console) -> Iterator[Start]:
             workers.ready()
         key = SecretKey.create(run.seed, "recommend")
         yield Start(run, task.dataset, params, key, workers)
-
-
-def _norms(start: Start, privacy: PrivacyConfig, num_users: int) -> GradientNorms:
-    """The estimator of gradient norms."""
-    return GradientNorms(
-        start.workers,
-        start.params,
-        start.data.train.offsets,
-        start.key,
-        num_users=num_users,
-        max_group_size=max(1, privacy.batch_size // (doubling.START.cohort_size // 2)),
-    )
-
-
-def _about(start: Start, privacy: PrivacyConfig, norms: GradientNorms) -> dict[str, Any]:
-    """Facts of the data, the model and the request for the result."""
-    users = start.data.train
-    return {
-        "num_users": users.num_users,
-        "num_examples": users.num_examples,
-        "median_examples": int(np.median(examples_per_user(users))),
-        "epsilon": privacy.epsilon,
-        "epsilon_holds": ADJACENCY[privacy.adjacency],
-    }
 
 
 def _advice(

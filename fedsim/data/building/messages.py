@@ -164,8 +164,7 @@ def _encode(values: list[Any], chats: Chats, tokenizer: ChatTokenizer) -> Encode
 
 
 def _shortened(whole: Encoded, settings: BuildConfig) -> Encoded:
-    """The beginning of a long row; where long_texts is split, its end with the first token, if all
-    that is trained on is there."""
+    """The beginning of a long row; of a split one its end, if all that is trained on is there."""
     most, (ids, trained) = settings.max_length, whole
     if len(ids) > most and settings.long_texts == "split" and not trained[: 1 - most].any():
         ids, trained = (np.concatenate([x[:1], x[1 - most :]]) for x in whole)
