@@ -76,14 +76,6 @@ CHANGED += "{% generation %} blocks in it"
 NO_CALLS = "expected a chat_template that writes tool calls, as examples/tools.jinja does,"
 
 
-def _read_template(file: str | Path) -> str:
-    try:
-        return Path(expand_home("chat_template", file)).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        reason = type(error).__name__
-        raise DataError.of("chat_template", file, f"a Jinja file ({reason})") from None
-
-
 def _named_tokens(tokenizer: Path) -> dict[str, str]:
     """The tokens that the files of NAME_FILES name, the first one first: {"bos_token": "<s>"}."""
     found: dict[str, str] = {}
@@ -172,7 +164,11 @@ def template_of(tokenizer: Tokenizer, file: str | Path | None = None) -> Templat
     if file is None and beside and (own := _beside(beside, TEMPLATE)).is_file():
         file = own
     if file is not None:
-        source = _read_template(file)
+        try:
+            source = Path(expand_home("chat_template", file)).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            reason = type(error).__name__
+            raise DataError.of("chat_template", file, f"a Jinja file ({reason})") from None
     else:
         source = (
             read_beside(_beside(beside, NAME_FILES[0])).get("chat_template") if beside else None

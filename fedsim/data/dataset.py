@@ -61,7 +61,14 @@ class Dataset:
         path = Path(expand_home("data", directory)).absolute()
         metadata = read_metadata(path, "dataset")
         splits = [name for name in SPLITS if (path / name).is_dir()]
-        _expect_sums(path, splits)
+        try:
+            recorded = (path / SUMS).read_text("utf-8", "replace").split("\n")
+            current = sums(path, splits).split("\n")
+        except OSError as error:
+            raise DataError.of("data", error.filename, f"a file ({error.strerror})") from None
+        if recorded != current:
+            changed = [line[66:] for line in current if line not in recorded] or [SUMS]
+            raise DataError(f"data={path / changed[0]}: changed since it was built")
         stores = {name: UserStore(path / name) for name in splits}
         return cls(**stores, tokenizer_path=path / TOKENIZER, metadata=metadata, path=path)
 
@@ -125,17 +132,6 @@ def sums(directory: Path, splits: Iterable[str]) -> str:
     names = ["metadata.json", TOKENIZER, *(f"{split}/metadata.json" for split in splits)]
     names += [TEMPLATE] if (directory / TEMPLATE).is_file() else []
     return "".join(f"{sha256_of(directory / name)}  {name}\n" for name in names)
-
-
-def _expect_sums(path: Path, splits: list[str]) -> None:
-    try:
-        recorded = (path / SUMS).read_text("utf-8", "replace").split("\n")
-        current = sums(path, splits).split("\n")
-    except OSError as error:
-        raise DataError.of("data", error.filename, f"a file ({error.strerror})") from None
-    if recorded != current:
-        changed = [line[66:] for line in current if line not in recorded] or [SUMS]
-        raise DataError(f"data={path / changed[0]}: changed since it was built")
 
 
 def stats(store: UserStore) -> dict[str, Any]:

@@ -138,9 +138,6 @@ def _decode(config, how, ends, params, before_BP, key, state):
     cache = _apply(config, params, None, before_BP, jnp.zeros(len(before_BP), jnp.int32))[1]
     keys_B = jax.vmap(functools.partial(jax.random.fold_in, key))(state["number"])
 
-    def goes_on(loop):
-        return loop[2]["running"].any()
-
     def draw_one(loop):
         step, cache, state, tokens = loop
         logits, cache = _apply(config, params, cache, state["token"][:, None], state["at"])
@@ -159,4 +156,5 @@ def _decode(config, how, ends, params, before_BP, key, state):
         return step + 1, cache, state, tokens
 
     tokens = jnp.full((len(state["at"]), config.max_length), -1, jnp.int32)
-    return jax.lax.while_loop(goes_on, draw_one, (jnp.int32(0), cache, state, tokens))[3]
+    start = jnp.int32(0), cache, state, tokens
+    return jax.lax.while_loop(lambda loop: loop[2]["running"].any(), draw_one, start)[3]

@@ -24,17 +24,9 @@ def nowhere(f: Fields, layers: int) -> list[bool]:
     return [False] * layers
 
 
-def _everywhere(f: Fields, layers: int) -> list[bool]:
-    return [True] * layers
-
-
 def _after_first_layers(f: Fields, layers: int) -> list[bool]:
     first = number(f, "max_window_layers", 0, LAYERS)
     return [i >= first for i in range(layers)]
-
-
-def _every_second(f: Fields, layers: int) -> list[bool]:
-    return [i % 2 == 0 for i in range(layers)]
 
 
 def _by_pattern(f: Fields, layers: int) -> list[bool]:
@@ -99,7 +91,7 @@ MISTRAL = Family(
     "MistralForCausalLM",
     defaults={"sliding_window": 4096},
     allowed=SILU | NO_TYPES,
-    windows=_everywhere,
+    windows=lambda f, layers: [True] * layers,
 )
 GEMMA = Family(
     "GemmaForCausalLM",
@@ -121,7 +113,7 @@ GEMMA2 = GEMMA._replace(
     },
     numbers=CAPS,
     allowed={"hidden_activation": (*GELU, None)} | CAUSAL,
-    windows=_every_second,
+    windows=lambda f, layers: [i % 2 == 0 for i in range(layers)],
     norms=GEMMA_NORMS | POST_NORMS,
 )
 MULTIPLIERS = {
@@ -164,7 +156,7 @@ FAMILIES = {
         "Phi3ForCausalLM",
         defaults={"rms_norm_eps": 1e-5},
         allowed=SILU | NO_TYPES,
-        windows=_everywhere,
+        windows=lambda f, layers: [True] * layers,
         fused=True,
         rope_types=("default",),
     ),

@@ -102,16 +102,11 @@ def digests(path: Path) -> dict[str, str]:
         plain = not file.is_symlink() and (file.is_file() or file.is_dir())
         require(plain, f"{file}: expected a file, not a link to one")
         if file.is_file() and name != NAME:
-            require(_may_be_published(name), f"{file}: is none of the files that may be published")
+            place, _, last = name.rpartition("/")
+            known = last in OF_MODEL if place == MODEL else name in (ledger.FILE, *REPORTS)
+            require(known, f"{file}: is none of the files that may be published")
             found[name] = sha256_of(file)
     return found
-
-
-def _may_be_published(name: str) -> bool:
-    place, _, file = name.rpartition("/")
-    if place == MODEL:
-        return file in OF_MODEL
-    return name in (ledger.FILE, *REPORTS)
 
 
 def _files(folder: Folder) -> str:

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from fedsim.clipping import Clip, Strategy
-from fedsim.config import ZERO_OUT, PrivacyConfig
 from fedsim.engine import Engine, EngineError
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.sampling import PADDING, Users, draw_groups
+from fedsim.sampling import PADDING, draw_groups
 
 NUM_USERS = 128
 """Size of the sample of users in the paper."""
@@ -108,10 +107,3 @@ def noise_stddev(grad_norm: float, noise_multiplier: float, count: float) -> flo
       count: B or M.
     """
     return grad_norm * noise_multiplier / count
-
-
-def share_filled(privacy: PrivacyConfig, users: Users, group_size: int) -> float:
-    """Fraction of the places in the pool of ELS that hold an example."""
-    if privacy.adjacency != ZERO_OUT:
-        return 1.0
-    return float(np.minimum(np.diff(users.offsets), group_size).mean() / group_size)

@@ -45,7 +45,6 @@ from fedsim.tuning.estimates import (
     NUM_USERS,
     GradientNorms,
     noise_stddev,
-    share_filled,
 )
 
 
@@ -190,8 +189,9 @@ def _advice(
     sigma = calibrate(method, settings)
     count, prob = method.sampler.expected_count, method.sampler.sampling_prob
     real_count = float(count)
-    if algorithm == Algorithm.ELS:  # without the empty places of the pool
-        real_count *= share_filled(settings, users, method.group_size)
+    if algorithm == Algorithm.ELS and settings.adjacency == ZERO_OUT:  # its pool has empty places
+        held = np.minimum(np.diff(users.offsets), method.group_size)
+        real_count *= float(held.mean() / method.group_size)
     bands = (settings.bands or 1) if settings.noise == CORRELATED else 1
     error = predicted_error(sigma, settings.num_steps, bands)
     flags = to_train(algorithm, settings, given, run)

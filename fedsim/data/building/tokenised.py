@@ -64,7 +64,13 @@ def write_rows(item: tuple[int, Part], *, encoding: Encoding) -> Counter[str]:
         for first_row, batch in read(part, columns, encoding.settings):
             unowned = is_blank(batch["user_id"])
             if unowned.any() and encoding.settings.rows_without_user == "refuse":
-                raise _without_user(np.flatnonzero(unowned) + first_row + 1, columns, part)
+                rows = np.flatnonzero(unowned) + first_row + 1
+                shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + ", ..." * (len(rows) > SHOWN_ROWS)
+                raise DataError(  # nothing would protect whoever wrote them
+                    f"{columns.blamed}: {len(rows)} null or empty user ids in {part.file} (rows "
+                    f"{shown}); expected a user for every row, or rows_without_user=drop, which "
+                    "leaves such rows out"
+                )
             try:
                 rows = _tokenise(batch, unowned, encoding, counts)
             except BadRow as bad:
@@ -79,15 +85,6 @@ def write_rows(item: tuple[int, Part], *, encoding: Encoding) -> Counter[str]:
                 writer = stack.enter_context(pq.ParquetWriter(file, rows.schema, **options))
             writer.write_table(rows, max(1, len(rows) * GROUP_BYTES // max(rows.nbytes, 1)))
     return counts
-
-
-def _without_user(rows: np.ndarray, columns: Columns, part: Part) -> DataError:
-    """The error about rows without a user, whom nothing would protect."""
-    shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + ", ..." * (len(rows) > SHOWN_ROWS)
-    return DataError(
-        f"{columns.blamed}: {len(rows)} null or empty user ids in {part.file} (rows {shown}); "
-        "expected a user for every row, or rows_without_user=drop, which leaves such rows out"
-    )
 
 
 def _tokenise(
