@@ -88,27 +88,18 @@ def mean_of(gamma: float, shape: float) -> float:
 def draw_trials(event: SelectionEvent, rng: np.random.Generator) -> int:
     """Draw K, which is secret, by inversion; each probability follows from the one before.
 
-    Logarithms are used because with a large shape and mean the first probabilities underflow.
+    Raises: ConfigError: the shape is not 0, as of all selections that are begun.
     """
-    left, gamma, shape = rng.random(), event.gamma, event.shape
+    expect("shape", event.shape, event.shape == 0, "0")
+    left, gamma = rng.random(), event.gamma
     if gamma == 1:
         return 1
-    count, log = 1, _log_of_one(gamma, shape)
+    count, log = 1, math.log1p(-gamma) - math.log(-math.log(gamma))
     while left > (probability := math.exp(log)) and (count < event.mean or probability > 1e-18):
         left -= probability
-        log += math.log1p(-gamma) + math.log((count + shape) / (count + 1))
+        log += math.log1p(-gamma) + math.log(count / (count + 1))
         count += 1
     return count
-
-
-def _log_of_one(gamma: float, shape: float) -> float:
-    """log P(K = 1), of (1 - gamma) shape / (gamma^-shape - 1); gamma < 1."""
-    log = -math.log(gamma)
-    if shape == 0:
-        return math.log1p(-gamma) - math.log(log)
-    power = shape * log
-    divisor = max(power, 0.0) + math.log(-math.expm1(-abs(power)))  # log |e^power - 1|
-    return math.log1p(-gamma) + math.log(abs(shape)) - divisor
 
 
 def selection_deltas(

@@ -21,8 +21,6 @@ from .dataset import (
     SPLITS as SPLITS,
     Dataset as Dataset,
     is_held_out as is_held_out,
-    left_out_rows as left_out_rows,
-    min_examples_of as min_examples_of,
     read_ids as read_ids,
     shown as shown,
     stats as stats,

@@ -111,17 +111,6 @@ class Dataset:
         return found
 
 
-def min_examples_of(metadata: Mapping[str, Any]) -> int:
-    """Fewest texts of a user that the build kept: above 1, texts decided who the users are."""
-    return metadata.get("rules", {}).get("min_examples", 1)
-
-
-def left_out_rows(metadata: Mapping[str, Any]) -> bool:
-    """True if the build left out rows by what they say (skip_unknown): who has no other is no
-    user."""
-    return bool(metadata.get("settings", {}).get("skip_unknown"))
-
-
 def tokenizer_is_public(metadata: Mapping[str, Any]) -> bool:
     """True if a data set's tokenizer is of a model, or said to be public; rows without one are."""
     return "tokenizer" not in metadata or bool(metadata["tokenizer"].get("public"))

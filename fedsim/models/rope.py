@@ -7,7 +7,6 @@ texts are refused.
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -47,11 +46,6 @@ class Llama3:
 
 RopeScaling = Linear | Llama3
 SCALINGS: dict[str, Any] = {each.kind: each for each in (Linear, Llama3)}
-
-
-def scaling_from_dict(fields: Mapping[str, Any]) -> RopeScaling:
-    """Make a scaling from its fields as JSON."""
-    return SCALINGS[fields["kind"]](**{n: x for n, x in fields.items() if n != "kind"})
 
 
 def frequencies(width: int, base: float, scaling: RopeScaling | None) -> np.ndarray:

@@ -162,7 +162,8 @@ class TransformerConfig:
         for name in ("rope_blocks", "window_blocks"):
             own[name] = own.get(name) and tuple(own[name])
         if own["rope_scaling"]:
-            own["rope_scaling"] = rope.scaling_from_dict(own["rope_scaling"])
+            scaling = dict(own["rope_scaling"])
+            own["rope_scaling"] = rope.SCALINGS[scaling.pop("kind")](**scaling)
         if own["lora"]:
             own["lora"] = Lora(**{**own["lora"], "layers": tuple(own["lora"]["layers"])})
         return cls(**own)

@@ -25,8 +25,6 @@ from fedsim.config import (
 from fedsim.data import (
     Dataset,
     decided_by_texts,
-    left_out_rows,
-    min_examples_of,
     tokenizer_is_public,
 )
 from fedsim.errors import ConfigError, expect
@@ -127,13 +125,16 @@ def facts_of(privacy: PrivacyConfig, data: Dataset) -> list[Caveat]:
     """
     users, metadata = data.train, data.metadata
     shared, hides_users = graph_of(users) is not None, privacy.adjacency != ZERO_OUT
-    least_texts, chosen = min_examples_of(metadata), privacy.tuned_on_data.split(",")
+    # Either decided by texts who the users are.
+    least_texts = metadata.get("rules", {}).get("min_examples", 1)
+    skipped = bool(metadata.get("settings", {}).get("skip_unknown"))
+    chosen = privacy.tuned_on_data.split(",")
     small = privacy.delta is None and default_delta(users.num_users) < MAX_DELTA
     holding = {
         Caveat(Fact.OWNERS): shared,
         Caveat(Fact.COUNTS): hides_users and not shared,
         Caveat(Fact.MIN_EXAMPLES, str(least_texts)): least_texts > 1,
-        Caveat(Fact.SKIP_UNKNOWN): bool(left_out_rows(metadata)),
+        Caveat(Fact.SKIP_UNKNOWN): skipped,
         Caveat(Fact.DELTA): small and hides_users,  # else N is public
         Caveat(Fact.TOKENIZER): not tokenizer_is_public(metadata),
         **{Caveat(Fact.TUNED_ON_DATA, name): bool(name) for name in chosen},
