@@ -63,7 +63,6 @@ class Place(NamedTuple):
 
 GPT2 = "gpt2"
 TYPES = (*FAMILIES, GPT2)
-CLASSES = {kind: family.class_name for kind, family in FAMILIES.items()} | {GPT2: "GPT2LMHeadModel"}
 HEAD_COUNT = "num_attention_heads"
 PARTIAL = "partial_rotary_factor"
 
@@ -106,7 +105,7 @@ def fields_of(c: TransformerConfig) -> dict[str, Any]:
     c = dataclasses.replace(c, query_bias=True, out_bias=True)  # what it lacks are zeros there
     fields = {
         "model_type": GPT2,
-        "architectures": [CLASSES[GPT2]],
+        "architectures": ["GPT2LMHeadModel"],
         "dtype": "float32",
         "vocab_size": c.vocab_size,
         "tie_word_embeddings": c.tied,

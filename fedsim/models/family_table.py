@@ -44,7 +44,6 @@ def rope_layers(f: Fields, layers: int) -> tuple[bool, ...]:
 class Family(NamedTuple):
     """How a family of models differs from Llama."""
 
-    class_name: str
     parts: Mapping[str, Any] = {}
     """Fields of TransformerConfig that all its models have."""
     defaults: Mapping[str, Any] = {}
@@ -79,22 +78,19 @@ CAPS = {
 }
 CAUSAL = {"use_bidirectional_attention": (False, None)}
 NO_TYPES = {"layer_types": (None,)}
-LLAMA = Family("LlamaForCausalLM", biases=("attention_bias", "mlp_bias"))
+LLAMA = Family(biases=("attention_bias", "mlp_bias"))
 QWEN2 = Family(
-    "Qwen2ForCausalLM",
     parts={"query_bias": True},
     defaults={"max_window_layers": 28, "sliding_window": 4096},
     windows=_after_first_layers,
     window_flag="use_sliding_window",
 )
 MISTRAL = Family(
-    "MistralForCausalLM",
     defaults={"sliding_window": 4096},
     allowed=SILU | NO_TYPES,
     windows=lambda f, layers: [True] * layers,
 )
 GEMMA = Family(
-    "GemmaForCausalLM",
     parts={"mlp": "geglu"},
     defaults={"head_dim": 256, "tie_word_embeddings": True},
     biases=("attention_bias",),
@@ -102,7 +98,6 @@ GEMMA = Family(
     scaled=True,
 )
 GEMMA2 = GEMMA._replace(
-    class_name="Gemma2ForCausalLM",
     parts={"mlp": "geglu", "norms": "both"},
     defaults={
         **GEMMA.defaults,
@@ -127,7 +122,6 @@ FAMILIES = {
     "mistral": MISTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN2._replace(
-        class_name="Qwen3ForCausalLM",
         parts={"query_key_norm": True},
         defaults={**QWEN2.defaults, "head_dim": 128},
         allowed=SILU | {"attention_bias": (False, None)},
@@ -135,7 +129,6 @@ FAMILIES = {
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA2._replace(
-        class_name="Gemma3ForCausalLM",
         parts={**GEMMA2.parts, "query_key_norm": True},
         defaults={
             **GEMMA2.defaults,
@@ -149,11 +142,8 @@ FAMILIES = {
         allowed={**GEMMA2.allowed, "attn_logit_softcapping": (None,)},
         windows=_by_pattern,
     ),
-    "vaultgemma": GEMMA2._replace(
-        class_name="VaultGemmaForCausalLM", parts=GEMMA.parts, norms=GEMMA_NORMS
-    ),
+    "vaultgemma": GEMMA2._replace(parts=GEMMA.parts, norms=GEMMA_NORMS),
     "phi3": Family(
-        "Phi3ForCausalLM",
         defaults={"rms_norm_eps": 1e-5},
         allowed=SILU | NO_TYPES,
         windows=lambda f, layers: [True] * layers,
@@ -161,7 +151,6 @@ FAMILIES = {
         rope_types=("default",),
     ),
     "smollm3": Family(
-        "SmolLM3ForCausalLM",
         defaults={
             "tie_word_embeddings": True,
             "rope_theta": 2_000_000.0,
@@ -171,17 +160,15 @@ FAMILIES = {
         allowed=SILU | {"use_sliding_window": (False, None)},
     ),
     "olmo2": Family(
-        "Olmo2ForCausalLM",
         parts={"norms": "after", "query_key_norm": True, "joint_query_key_norm": True},
         defaults={"rms_norm_eps": 1e-5},
         biases=("attention_bias",),
         norms=POST_NORMS,
     ),
     "granite": Family(
-        "GraniteForCausalLM",
         biases=("attention_bias", "mlp_bias"),
         numbers=MULTIPLIERS,
         defaults={theirs: 1.0 for theirs, _ in MULTIPLIERS.values()},
     ),
-    "ministral": MISTRAL._replace(class_name="MinistralForCausalLM", allowed=SILU),
+    "ministral": MISTRAL._replace(allowed=SILU),
 }

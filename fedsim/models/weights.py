@@ -396,13 +396,12 @@ def _fields(c: TransformerConfig, files: Path | None, tokenizer: Path | None) ->
     """Fields of config.json: those of the model it was trained from, or new ones."""
     if files is not None and (files / CONFIG).is_file():
         fields = read_object(files / CONFIG, "model")
-        kind = str(fields.get("model_type"))
-        known = kind in families.TYPES
+        known = fields.get("model_type") in families.TYPES
         if known and families.described(families.config_of(fields)) == families.described(c):
             kept = {name: value for name, value in fields.items() if name not in OF_WEIGHTS}
             dtype = str(fields.get("dtype") or fields.get("torch_dtype"))
             dtype = dtype if dtype in FLOATS else "float32"
-            return {**kept, "architectures": [families.CLASSES[kind]], "dtype": dtype}
+            return {**kept, "dtype": dtype}
     fields = families.fields_of(c)
     if tokenizer is not None:
         loaded = Tokenizer.load(tokenizer)
