@@ -127,7 +127,7 @@ REFUSED = {
 }
 BROKEN = {
     "fedsim.data.UserStore.check": FileDamaged,
-    "fedsim.training.prepare.wait_for": EngineError,
+    "fedsim.engine.worker.LocalEngine.ready": EngineError,
     "fedsim.training.prepare.choose_strategy": EngineError,
     "fedsim.training.prepare.expect_affordable": FedsimError,
     "fedsim.training.prepare.make_plan": FedsimError,
