@@ -86,20 +86,16 @@ def test_an_attack_on_many_selections_stays_below_the_bound(rng):
     assert 1.5 < lower <= accounting.epsilon([(event, 1)], DELTA)
 
 
-@pytest.mark.parametrize("mean, shape", [*LAWS, (100, 20.0), (2000, 1000.0)])
-def test_the_expected_number_of_trials_is_the_mean(mean, shape):
-    assert mean_of(selection(mean, shape).gamma, shape) == pytest.approx(mean)
-
-
 @pytest.mark.parametrize("mean", [3, 10])
 def test_the_number_of_trials_has_its_law(mean, rng):
+    for shape in (0.0, 1.0, -0.5, 20.0):
+        assert mean_of(selection(mean, shape).gamma, shape) == pytest.approx(mean)
     event, size = selection(mean, 0.0), 4000
     counts = np.array([draw_trials(event, rng) for _ in range(size)])
     assert abs(counts.mean() - mean) < 5 * counts.std() / math.sqrt(size)
     assert counts.min() == 1
     for x in (0.3, 0.9):  # the generating function
-        gamma = event.gamma
-        expected = math.log1p(-(1 - gamma) * x) / math.log(gamma)
+        expected = math.log1p(-(1 - event.gamma) * x) / math.log(event.gamma)
         seen = x ** counts.astype(float)
         assert abs(seen.mean() - expected) < 5 * seen.std() / math.sqrt(size)
 
