@@ -348,7 +348,7 @@ def _interrupted(command: Command | Commands) -> tuple[str, int]:
     """(how a command that a signal ended can go on, its exit code)."""
     if command not in (train, select, build):
         return "interrupted", 130
-    how = " with resume=true" * (command is train)  # before a step, or by two signals
+    how = " with --resume" * (command is train)  # before a step, or by two signals
     return f"interrupted; the same command{how} goes on", UNFINISHED
 
 

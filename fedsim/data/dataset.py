@@ -25,9 +25,9 @@ from fedsim.files import (
 
 WARN_SHARE = 0.01  # of all tokens: a build that cut off more is warned about
 LOST_CHATS = {
-    "chats_skipped": "cannot be read and are left out, as skip_unknown says",
-    "chats_without_trained_tokens_dropped": "have no trained token within max_length and are left "
-    "out; long_texts=split cuts a long prompt and keeps the answer",
+    "chats_skipped": "they cannot be read (skip_unknown)",
+    "chats_without_trained_tokens_dropped": "none of their trained tokens are within max_length "
+    "(of a long prompt, long_texts=split keeps the end and the answer)",
 }
 SUMS = "SHA256SUMS"  # of the files that fingerprints of splits do not cover
 NATS_PER_TOKEN, NATS_PER_BYTE = "nats per token", "nats per byte"
@@ -107,7 +107,9 @@ class Dataset:
         for name, why in LOST_CHATS.items():
             if number := counts.get(name):
                 share = number / counts["rows"]
-                found.append(f"{number:,} of {counts['rows']:,} chats ({share:.1%}) {why}")
+                found.append(
+                    f"{number:,} of {counts['rows']:,} chats ({share:.1%}) are left out: {why}"
+                )
         return found
 
 

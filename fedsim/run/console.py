@@ -48,10 +48,10 @@ class Console(Terminal):
         self.rows(plan_rows(plan, workers, run))
         for fact in (*plan.caveats, *plan.assumptions):
             self.note(fact.line)
-        if not plan.caveats:
-            losses = "losses that are shown have" if plan.evaluations is None else "train loss has"
-            text = f"{ALL_COVERED} of model and ledger"
-            self.note(f"{text}; the {losses} no noise: not to be published")
+        outside = plan.caveats or plan.assumptions
+        text = "" if outside else f"{ALL_COVERED} of model and ledger; "
+        losses = "losses that are shown have" if plan.evaluations is None else "train loss has"
+        self.note(f"{text}the {losses} no noise: not to be published")
 
     @contextmanager
     def steps(self, first: int, last: int) -> Iterator[Show]:
@@ -118,10 +118,17 @@ def plan_rows(plan: Plan, workers: Any, run: RunConfig) -> list[tuple[str, str]]
     if plan.noise_multiplier:
         label = f" ({plan.label})" if plan.label else ""
         target = f"{plan.target_epsilon:g} at delta {at_most(plan.delta, '.2e')}{label}"
+    algorithm = f"DP-SGD-{plan.algorithm.upper()} with {plan.sampling.kind} sampling"
+    step = f"{expected} on average, each with probability {prob}"
+    if own := plan.own_algorithm:
+        algorithm, step = (
+            f"{own}, on DP-SGD-{plan.algorithm.upper()}",
+            f"{unit}s as {own} draws them",
+        )
     rows = [
-        ("algorithm", f"DP-SGD-{plan.algorithm.upper()} with {plan.sampling.kind} sampling"),
+        ("algorithm", algorithm),
         ("data", f"{plan.num_users:,} users{examples}"),
-        ("step", f"{expected} on average, each with probability {prob}"),
+        ("step", step),
         ("group size", f"{plan.group_size:,}{drawn}"),
         ("epsilon", target),
         ("noise multiplier", at_most(plan.noise_multiplier, ".4f")),

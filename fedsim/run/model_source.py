@@ -55,7 +55,8 @@ def find_model(
     if (path / directory.CONFIG).is_file() and not weights.is_directory(path):
         return model_of_run(path)
     if not path.exists() and not source.startswith(weights.HUB):
-        expected = f"one of {', '.join(PRESETS)}, hf:NAME, or a directory that exists"
+        hub = "hf:NAME" if source.count("/") != 1 else f"{weights.HUB}{source}"
+        expected = f"one of {', '.join(PRESETS)}, {hub}, or a directory that exists"
         raise ConfigError.of("model", source, expected)
     with (console or Terminal()).phase(f"loading model={source}"):
         return weights.load(source, as_stored=as_stored)

@@ -193,7 +193,7 @@ def test_the_template_of_the_examples_writes_tools_and_calls():
     said = [*turns("Hi"), calling("find"), result("Paris"), Message("assistant", "Ho")]
     call = '<tool_call>{"name": "find", "arguments": {}}</tool_call>'
     assert shown(chats.encode(said, "assistant", TOOLS))[1] == f"{call}{STOP}\nHo{STOP}\n"
-    assert chats.writes_tools
+    assert chats.writes_tools and "\nTools:\n{" in shown(chats.encode(said, "all", TOOLS))[1]
 
 
 @pytest.mark.privacy

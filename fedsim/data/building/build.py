@@ -179,7 +179,7 @@ class _Build:
         if self.chats is not None and self.chats.template is not None:
             chats = ChatTokenizer(self.tokenizer, self.chats.template)
             if TOOLS in names and TOOLS in self.columns.text and not chats.writes_tools:
-                self.say(f"the template leaves out the column {TOOLS}; chat_template names another")
+                self.say(f"the chat template does not write the column {TOOLS}")
             with suppress(BadChat):  # it shows no chat of two turns
                 if chats.end_of_turn() is None:
                     line = "the chat template writes no special token after an answer, so that "

@@ -82,6 +82,9 @@ class Examples(NamedTuple):
     """int64 [examples]: index of the row that each comes from."""
 
 
+SKIPS = "; `fedsim data build --skip-unknown` leaves such rows out"
+
+
 class BadRow(Exception):
     """A row of a batch is invalid.
 
@@ -117,7 +120,7 @@ def chat_examples(
             if isinstance(error, SlowTemplate):
                 raise BadRow(index, str(error)) from None
             if not settings.skip_unknown:
-                raise BadRow(index, str(error), "; skip_unknown leaves such rows out") from None
+                raise BadRow(index, str(error), SKIPS) from None
             counts["skipped"] += 1
             continue
         example = _shortened(whole, settings)

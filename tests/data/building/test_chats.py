@@ -52,7 +52,7 @@ def built(tmp_path, model, rows, name="rows.jsonl", **options):
 def test_a_template_that_leaves_out_tools_is_told(tmp_path, model):
     said, tools = [], [{"name": "find"}]
     built(tmp_path, model, [{"messages": ASKED, "tools": tools}], progress=said.append)
-    assert sum("leaves out the column tools" in line for line in said) == 1
+    assert sum("does not write the column tools" in line for line in said) == 1
 
 
 def test_data_of_texts_have_no_mark_of_chats(tmp_path, model):
@@ -100,7 +100,7 @@ def test_rows_without_a_trained_token_are_dropped_and_counted(tmp_path, model):
     assert counts["long_texts"] == 1 and counts["tokens_cut"] > 100
     cut, untrained = data.lost()
     assert "33% of texts are longer than 200 tokens" in cut
-    assert "2 of 3 chats (66.7%) have no trained token" in untrained
+    assert "2 of 3 chats (66.7%) are left out: none of their trained" in untrained
     with pytest.raises(DataError, match="no row has a trained token .train_on=assistant"):
         build(
             lines(tmp_path / "none.jsonl", [{"user_id": "a", "messages": ASKED[:1]}]),
