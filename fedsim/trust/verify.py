@@ -318,9 +318,8 @@ def _outside(evidence: Evidence) -> str:
         if other and Caveat(Fact.GROUP_SIZE) not in plan.caveats:
             outside.append(f"group_size={plan.group_size}, which is neither private nor a default")
     require(not outside, f"{'; '.join(outside)}: expected {ALL_COVERED} but what the plan names")
-    if not plan.caveats:
-        return ALL_COVERED
-    return f"named in the plan: {'; '.join(map(str, plan.caveats))}"
+    named = "; ".join(map(str, (*plan.caveats, *plan.assumptions)))
+    return f"named in the plan: {named}" if named else ALL_COVERED
 
 
 def _draws(evidence: Evidence) -> str:
