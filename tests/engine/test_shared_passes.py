@@ -158,7 +158,6 @@ def test_a_place_does_not_depend_on_lanes(units):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_a_pass_has_as_many_rows_as_the_device_has_memory_for(
     accelerator, monkeypatch, sizes, params
 ):
