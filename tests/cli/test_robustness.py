@@ -123,7 +123,7 @@ SLOW_PLACES = [
     pytest.param(name, marks=pytest.mark.slow) for name in ("checkpoint", "metrics", "summary")
 ]
 LOSES_STEPS = ("checkpoint",)  # those that were released and have no checkpoint
-BEGINS_ANEW = ("checkpoint", "metrics")  # in a second segment, whose noise is its own
+BEGINS_ANEW = ("checkpoint",)  # in a second segment; metrics fail before the first one
 
 
 @pytest.mark.slow
