@@ -8,7 +8,9 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from fedsim import engine
 from fedsim.config import (
@@ -25,6 +27,7 @@ from fedsim.engine import Engine, Task
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.models import Pretrained, frozen
+from fedsim.noise import AddNoise
 from fedsim.plan import Plan
 from fedsim.run import (
     Console,
@@ -57,12 +60,38 @@ class Purpose(StrEnum):
         return self in (Purpose.TRAIN, Purpose.AUDIT)
 
 
-CustomTask = Any
-"""Data, task and first parameters of a run, in place of those that its settings name: its methods
-are those of `library.own_task.OwnTask`."""
+class CustomTask(Protocol):
+    """Data, task and first parameters of a run, in place of those that its settings name."""
 
-AuditHooks = Any
-"""Canaries that an audit puts into a run, and its view of the run: `trust.canaries.Canaries`."""
+    def data(self) -> Dataset:
+        """The data to train on."""
+        ...
+
+    def start(self, data: Dataset, run: RunConfig, key: Any) -> tuple[Task, Any]:
+        """The task and its initial parameters. Args: key: JAX key for new parameters."""
+        ...
+
+
+class AuditHooks(Protocol):
+    """Canaries that an audit puts into a run, and its view of the run; see `trust.canaries`."""
+
+    def data(self, data: Dataset) -> Dataset:
+        """The data to train on."""
+        ...
+
+    def task(self, task: Task, params: Any) -> Task:
+        """The task to train, from these parameters."""
+        ...
+
+    def record_noise(self, add_noise: AddNoise) -> AddNoise:
+        """Wrap the function that adds noise, to record the sums before noise."""
+        ...
+
+    def on_release(
+        self, gradient: Any, unit: float, coefficients: np.ndarray | None = None
+    ) -> None:
+        """See a step's privatised gradient. Args: unit: a contribution of one clip norm in it."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
