@@ -94,13 +94,9 @@ class Dataset:
         counts, found = self.metadata.get("counts", {}), []
         cut, tokens = counts.get("tokens_cut", 0), counts.get("tokens_of_texts", 0)
         if tokens and cut >= WARN_SHARE * tokens:
-            longer, most = (
-                counts["long_texts"] / counts["rows"],
-                self.metadata["rules"]["max_length"],
-            )
-            line = (
-                f"{longer:.0%} of texts are longer than {most} tokens; {cut / tokens:.0%} of all "
-            )
+            longer = counts["long_texts"] / counts["rows"]
+            line = f"{longer:.0%} of texts are longer than {self.metadata['rules']['max_length']} "
+            line += f"tokens; {cut / tokens:.0%} of all "
             line += "tokens are lost. A larger max_length"
             is_chat = "chats" in self.metadata
             found.append(f"{line}{'' if is_chat else ', or long_texts=split,'} keeps more")
