@@ -33,7 +33,7 @@ from experiments.benchmarks.common import at_most, parser_of, write
 from fedsim.clipping import Clip, clip_chunk, zeros_like
 from fedsim.clipping.strategy import Strategy, in_one_product
 from fedsim.config import EngineConfig
-from fedsim.engine import Task, choose_strategy
+from fedsim.engine import Task, choose_strategy, keep_memory
 from fedsim.engine.worker import LocalEngine
 from fedsim.models import LanguageModelTask, Transformer, TransformerConfig
 
@@ -241,6 +241,7 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", type=int, default=list(GROUPS))
     parser.add_argument("--turns", type=int, default=5)
     arguments = parser.parse_args()
+    keep_memory()  # as workers do
     if arguments.quick:
         arguments.sizes, arguments.groups, arguments.turns = ["1M"], [1, 16], 3
         arguments.no_peers = True

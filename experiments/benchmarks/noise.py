@@ -18,6 +18,7 @@ import numpy as np
 
 from experiments.benchmarks.common import at_most, parser_of, write
 from fedsim.clipping import Clip, lattice_bits
+from fedsim.engine import keep_memory
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.noise import independent
@@ -103,6 +104,7 @@ def draws() -> dict[str, float]:
 def main() -> None:
     """Measure and print."""
     arguments = parser_of(__doc__, "less of it").parse_args()
+    keep_memory()
     sizes = QUICK if arguments.quick else SIZES
     rows = [measure(name, size, 3 if size == PAPER else 9) for name, size in sizes.items()]
     one = draws()

@@ -38,11 +38,12 @@ def train(
       dry_run: Show the plan, its noise and the size of a step, without training.
     """
     Terminal().note(f"reading data={run.data.source}, model={run.model.source}")
-    from fedsim.engine import set_threads
+    from fedsim.engine import keep_memory, set_threads
 
     if dry_run:  # which needs no worker
         run = changed_run(run, engine="local", accelerator="auto")
     set_threads(run.engine)
+    keep_memory()
     from fedsim import training
     from fedsim.run import Console, directory
 
@@ -127,11 +128,12 @@ def generate(
     expect("out", out, out is not None, "a file to write, with num_texts")
     assert out is not None
     expect("prompt", prompt, not prompt, "prompts=FILE, with num_texts")
-    from fedsim.engine import set_threads
+    from fedsim.engine import keep_memory, set_threads
 
     # A worker draws many texts before it answers.
     where = EngineConfig(kind=engine, num_workers=num_workers, worker_timeout=21_600.0)
     set_threads(where)
+    keep_memory()
     from fedsim.generate import generate_texts
     from fedsim.run import Console
 

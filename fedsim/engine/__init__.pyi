@@ -7,7 +7,11 @@ from .environment import (
     versions as versions,
 )
 from .factory import choose_strategy as choose_strategy, create as create
-from .preflight import exhausted as exhausted, set_threads as set_threads
+from .preflight import (
+    exhausted as exhausted,
+    keep_memory as keep_memory,
+    set_threads as set_threads,
+)
 from .task import (
     DUMMY as DUMMY,
     Batch as Batch,

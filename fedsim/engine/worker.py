@@ -28,12 +28,8 @@ from fedsim.clipping import (
     num_coordinates,
 )
 from fedsim.engine.engine import Engine, Stats
-from fedsim.engine.environment import (
-    expect_allowed,
-    host_kind,
-    keep_compiled,
-    versions,
-)
+from fedsim.engine.environment import expect_allowed, host_kind, keep_compiled, versions
+from fedsim.engine.preflight import keep_memory
 from fedsim.engine.programs import (
     Programs,
     check_arithmetic,
@@ -74,6 +70,7 @@ class Worker:
         """
         if cache_dir is not None:
             keep_compiled(cache_dir)
+            keep_memory()
         self._programs = None if task is None else Programs(task)
 
     def begin(self, task: Task) -> dict[str, Any]:

@@ -1,16 +1,22 @@
 """What a machine must have before JAX or Ray start, and the workers that a cluster has room for."""
 
+import subprocess
+import sys
+
 import pytest
 
 from fedsim import files
 from fedsim.config import EngineConfig
 from fedsim.engine import preflight
-from fedsim.engine.preflight import (
-    actor_options,
-    place_workers,
-    worker_environment,
-)
+from fedsim.engine.preflight import actor_options, place_workers, worker_environment
 
+REUSES = """
+import pathlib, sys, numpy
+from fedsim.engine.worker import Worker
+Worker(cache_dir=pathlib.Path(sys.argv[1]))
+freed = numpy.ones(2**25).sum()
+assert int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096 > 2**28, "given back"
+"""
 GPUS = {"CPU": 64.0, "GPU": 8.0}
 TPUS = {"CPU": 64.0, "TPU": 4.0}
 
@@ -76,3 +82,7 @@ def test_a_worker_has_one_accelerator_where_there_are_any(node, gpus, others, pl
     assert options["resources"] == others and options["runtime_env"]["env_vars"] == variables
     assert variables["JAX_PLATFORMS"].split(",")[0] == platform and variables["NPROC"] == "2"
     assert variables.get("XLA_FLAGS") == asked
+
+
+def test_a_worker_keeps_the_memory_that_it_frees_for_the_next_pass(tmp_path):
+    assert not subprocess.run([sys.executable, "-c", REUSES, tmp_path]).returncode
