@@ -40,6 +40,7 @@ def evaluate(
     dataset: Dataset,
     max_examples: int | None = None,
     splits: Mapping[str, str] = VALIDATION,
+    at: engine.At | None = None,
 ) -> dict[str, float]:
     """Compute the mean loss in nats per token on each existing split, by metric name.
 
@@ -49,13 +50,14 @@ def evaluate(
       dataset: the splits.
       max_examples: use this many evenly spaced examples of a split, always the same; None: all.
       splits: metric by split.
+      at: shows how much of a split is done.
     """
     losses = {}
     for split, metric in splits.items():
         if (store := getattr(dataset, split)) is not None:
             count = min(store.num_examples, max_examples or store.num_examples)
             rows = np.linspace(0, store.num_examples - 1, count).astype(np.int64)
-            losses[metric] = workers.mean_nats(params, split, rows)
+            losses[metric] = workers.mean_nats(params, split, rows, at)
     return losses
 
 

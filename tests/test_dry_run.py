@@ -48,6 +48,7 @@ def test_a_dry_run_shows_the_plan_of_the_run_and_leaves_nothing(
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert not run_dir.exists()
+    assert "workers " not in err  # it starts none of the run's
     for name in ("noise ", "step ", "epsilon"):
         assert sum(line.startswith(name) for line in err.splitlines()) == 1, err
     main(command(texts, run_dir))

@@ -24,6 +24,8 @@ from fedsim.engine.task import Task
 from fedsim.errors import FedsimError
 
 AT_ONCE = 4  # units that most strategies compute side by side
+At = Callable[[int, int], None]
+"""Called with the number of lanes that are done, and of all."""
 MAX_EVALUATED = 512  # examples of a lane: a worker that takes too long is started again
 MIN_EVALUATED = 16  # several rows at once cost less each
 
@@ -192,7 +194,7 @@ class Engine(ABC):
         without rows keep theirs (docs/theory/arithmetic.md)."""
         return strategy.units_at_once(group) > 1 and self.platform != "cpu"
 
-    def mean_nats(self, params: Any, split: str, rows: np.ndarray) -> float:
+    def mean_nats(self, params: Any, split: str, rows: np.ndarray, at: At | None = None) -> float:
         """Compute the mean loss over examples of a split, in nats per predicted token.
 
         Args:
@@ -202,7 +204,7 @@ class Engine(ABC):
         """
         number = min(self.num_lanes, len(rows) // MIN_EVALUATED)
         lanes = np.array_split(rows, max(1, number, -(-len(rows) // MAX_EVALUATED)))
-        nats = self._nats(params, split, lanes).sum(axis=0)
+        nats = self._nats(params, split, lanes, at).sum(axis=0)
         return float(nats[0] / max(nats[1], 1))
 
     def group_losses(self, params: Any, split: str, groups: Sequence[np.ndarray]) -> np.ndarray:
@@ -218,9 +220,15 @@ class Engine(ABC):
         nats = self._nats(params, split, groups)
         return nats[:, 0] / np.maximum(nats[:, 1], 1)
 
-    def _nats(self, params: Any, split: str, lanes: Sequence[np.ndarray]) -> np.ndarray:
+    def _nats(
+        self, params: Any, split: str, lanes: Sequence[np.ndarray], at: At | None = None
+    ) -> np.ndarray:
         """Sum of nats and number of predictions of each lane, float64 [lanes, 2]."""
-        pairs = [*self._lanes("lane_nats", params, lanes, split)]
+        pairs = []
+        for pair in self._lanes("lane_nats", params, lanes, split):
+            pairs.append(pair)
+            if at is not None:
+                at(len(pairs), len(lanes))
         return np.array(pairs, np.float64).reshape(len(lanes), 2)
 
 

@@ -217,7 +217,7 @@ def warnings_of(plan: Plan) -> list[str]:
     ratio = error / plan.expected_count * math.sqrt(plan.num_parameters) / plan.num_steps
     if ratio >= MUCH_NOISE:
         warnings.append(
-            f"the norm of the noise is {ratio:,.1f} times the largest possible sum of updates; "
-            "more users or steps, a larger batch_size or a small lora_rank help"
+            f"much noise: over all steps it adds up to {ratio:,.1f} times the largest possible sum "
+            "of updates; more users or steps, a larger batch_size or a small lora_rank help"
         )
     return warnings

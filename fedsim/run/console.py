@@ -20,6 +20,7 @@ SHOWN = {
 }
 """Names of metrics in a step's line, the most important first."""
 MAX_LINES = 10  # about steps in the log of a run
+LONG_S = 60.0  # of which a log says how many minutes they are
 
 Show = Callable[[int, dict[str, float]], None]
 
@@ -67,10 +68,17 @@ class Console(Terminal):
         every = -(-(last - first) // MAX_LINES)
 
         def show(step: int, values: dict[str, float]) -> None:
-            if step % every == 0 or step == last:
+            if step % every == 0 or step in (first + 1, last):
                 self.note(f"step {step}/{last}  {line(values)}")
+            seconds = values["performance/step_seconds"]
+            if step == first + 2 and (left := seconds * (last - step)) > LONG_S:  # all is compiled
+                self.note(f"a step takes {seconds:.2g} s, the rest about {left / 60:,.0f} minutes")
 
         yield show
+
+    def evaluated(self, values: dict[str, float]) -> None:
+        """Show the losses before the first step."""
+        self.note(f"before the first step  {line(values)}")
 
     def summary(self, summary: dict[str, Any], run_dir) -> None:
         """Show results, claim and directory of a run."""
@@ -133,8 +141,10 @@ def plan_rows(plan: Plan, workers: Any, run: RunConfig) -> list[tuple[str, str]]
         ("epsilon", target),
         ("noise multiplier", at_most(plan.noise_multiplier, ".4f")),
         ("compute", f"{plan.num_steps:,} steps x {gradients}, learning rate {run.learning_rate:g}"),
-        ("workers", f"{workers.describe()}; a step is cut in {workers.num_lanes} parts"),
     ]
+    if workers is not None:
+        cut = f"a step is cut in {workers.num_lanes} parts"
+        rows.append(("workers", f"{workers.describe()}; {cut}"))
     if plan.guarantee:
         rows.insert(4, ("neighbours", plan.compared))
     return rows

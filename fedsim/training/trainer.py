@@ -263,14 +263,14 @@ class Trainer:
             return
         if step == 0:
             self.console.note("evaluating; then the first step, which compiles")
-        with self.console.phase(f"evaluation after step {step}"):
+        with self.console.phase(f"evaluation after step {step}") as at:
             model = (self.engine, state.released, self.data)
             if (how := self.plan.evaluations) is not None:
                 place = (step, self.run.run_dir, self.evaluated)
                 again = step == self.saved
                 values = noisy_evaluate(*model, how, self.method.key, *place, again=again)
             else:
-                values = evaluate(*model, self.run.eval_examples)
+                values = evaluate(*model, self.run.eval_examples, at=at)
         if values is None:  # it was released for parameters that a crash lost
             return
         metrics.log(step, values)
@@ -278,6 +278,7 @@ class Trainer:
         state.eval_loss, state.evaluated = headline(values), step
         if step == 0:
             state.initial_eval_loss = state.eval_loss
+            self.console.evaluated(values)
 
     def _step(self, state: State, ledger: Ledger, rows: np.ndarray) -> dict[str, float]:
         """Run one step: gradient, ledger, update. Returns its metrics."""
@@ -400,8 +401,8 @@ def launch(prepared: PreparedRun) -> Trainer:
     return Trainer(prepared)
 
 
-def show(prepared: PreparedRun) -> None:
-    """Show the plan and what it warns of, before the first step."""
+def show(prepared: PreparedRun, *, dry_run: bool = False) -> None:
+    """Show the plan and what it warns of, before the first step; of a dry run without workers."""
     opened, plan, console = prepared.opened, prepared.plan, prepared.opened.console
     if opened.stored is None:
         for warning in [*warnings_of(plan), *warnings_of_new_model(opened)]:
@@ -412,7 +413,7 @@ def show(prepared: PreparedRun) -> None:
                 console.warn(NOTHING_PROMISED.format(in_words(plan.reasons), request.place))
             if alike := request.lookalike_warning():
                 console.warn(alike)
-    console.plan(plan, prepared.engine, opened.run)
+    console.plan(plan, None if dry_run else prepared.engine, opened.run)
     console.rows([("gradient method", f"{prepared.strategy}{prepared.engine.facts()['kernels']}")])
 
 
@@ -436,7 +437,7 @@ def dry_run(
     expect_runnable(privacy, run)
     with open_run(algorithm, privacy, run, console) as opened:
         prepared = prepare_run(opened, dry_run=True)
-        show(prepared)
+        show(prepared, dry_run=True)
         return prepared.plan.as_dict()
 
 

@@ -83,3 +83,12 @@ def test_the_plan_labels_an_epsilon_that_is_no_guarantee():
 def test_the_claim_has_the_slack_of_noise_that_is_not_ideal():
     text = guarantee_line({**SUMMARY, "slack": {"epsilon": 0.25, "delta": 0.0}})
     assert "epsilon 4.2377 at" in text
+
+
+def test_a_log_says_how_long_the_rest_takes_once_all_is_compiled(capsys):
+    with Console().steps(0, 100) as show:
+        for step in range(1, 5):
+            show(step, {"performance/step_seconds": 60.0 / step, "eval/loss": 2.0})
+    begins, left = shown(capsys)
+    assert begins == "step 1/100  held-out loss 2"
+    assert left == "a step takes 30 s, the rest about 49 minutes"

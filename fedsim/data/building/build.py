@@ -374,7 +374,7 @@ class Pool:
                 raise_if_stopped()
                 results.append(result)
                 is_due = time.monotonic() - said_at > PROGRESS_EVERY_S or len(results) == len(items)
-                if is_due and self._say:
+                if is_due and self._say and len(items) > 1:
                     said_at = time.monotonic()
                     self._say(f"read {len(results):,} of {len(items):,} parts")
         except BrokenProcessPool:
