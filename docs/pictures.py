@@ -33,11 +33,13 @@ COMMANDS = {
     "verify": "fedsim verify runs/uls",
     "generate": "fedsim generate runs/uls --prompt 'The array '",
     "report": "fedsim report runs/uls",
+    "budget": "fedsim budget pydocs",
+    "recommend": "fedsim recommend --data pydocs --epsilon 4 --num-steps 100 --batch-size 64",
     "chats": f"python {EXAMPLES / 'support_chats.py'} made-up",
     "build": f"fedsim data build made-up/chats.jsonl {CHATS}",
     "data_show": "fedsim data show made-up/built --rows 1",
 }
-DRAWN = ("train", "verify", "generate", "data_show")
+DRAWN = ("train", "verify", "generate", "data_show", "budget", "recommend")
 
 
 def main() -> None:

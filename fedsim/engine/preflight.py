@@ -100,6 +100,11 @@ class Placement:
     accelerator: str | None = None
     """Ray's name of the workers' accelerator, GPU or TPU; None: CPU."""
 
+    def num_lanes(self, most: int) -> int:
+        """Lanes of a step: one a worker on accelerators, for a lane ends with the transfer of its
+        sum from the device."""
+        return self.num_workers if self.accelerator else most
+
     @property
     def needs(self) -> dict[str, float]:
         """Resources of one worker, by Ray's names."""

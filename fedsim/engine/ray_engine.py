@@ -126,6 +126,7 @@ class RayEngine(Engine):
         try:
             nodes = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
             self._placement = place_workers(config, nodes)
+            self.num_lanes = self._placement.num_lanes(config.num_lanes)
             if not config.wait_for_workers:
                 expect_room(self._placement, nodes)
             # An argument of methods: an argument of the constructor would have to exist when Ray

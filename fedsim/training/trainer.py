@@ -177,7 +177,7 @@ class Trainer:
     def _segments(self, state: State, ledger: Ledger) -> Iterator[tuple[State, int, int]]:
         """(state to go on from, steps of its checkpoint, index of the end) of segments to run."""
         total, segments = self.plan.num_steps, ledger.segments
-        lanes = "" if self.event else f"{self.run.engine.num_lanes} lanes"  # sums of float32
+        lanes = "" if self.event else f"{self.engine.num_lanes} lanes"  # sums of float32
         bits = computed_on(self.engine.facts()["kind"], lanes)
         if isinstance(ledger, Replayed):
             ledger.computed_on = bits

@@ -82,6 +82,7 @@ def test_a_worker_has_one_accelerator_where_there_are_any(node, gpus, others, pl
     assert options["resources"] == others and options["runtime_env"]["env_vars"] == variables
     assert variables["JAX_PLATFORMS"].split(",")[0] == platform and variables["NPROC"] == "2"
     assert variables.get("XLA_FLAGS") == asked
+    assert placement.num_lanes(8) == (8 if platform == "cpu" else placement.num_workers)
 
 
 def test_a_worker_keeps_the_memory_that_it_frees_for_the_next_pass(tmp_path):
