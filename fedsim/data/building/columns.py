@@ -14,11 +14,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 
 from fedsim.data.building.messages import ALPACA, COMPLETION, MESSAGES, SAID, TOOLS
+from fedsim.data.building.sorting import connect
 from fedsim.data.building.user_ids import Rows, as_ids, call, is_missing, refused
 from fedsim.data.store import SEPARATOR, owner_sets
 from fedsim.errors import DataError, MissingColumn
@@ -328,7 +328,7 @@ def keys_of(column: pa.Array, field: str, first_row: int) -> pa.StructArray:
         raise refused(field, f"numbers, times or texts, got {kind}")
     texts = call("utf8_trim_whitespace", _validate(column.cast(pa.string()), field, first_row))
     texts = call("if_else", is_missing(texts), pa.scalar(None, pa.string()), texts)
-    with duckdb.connect(config={"threads": 1}) as connection:
+    with connect() as connection:
         given = connection.from_arrow(pa.table({"value": texts}))
         found: Any = given.query("given", ORDER_QUERY)
         found = found.to_arrow_table().cast(pa.schema(list(KEY)))

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 
@@ -27,6 +28,14 @@ MEMORY, ROWS = 512 * 2**20, 2**19  # bytes and rows of a thread, in which DuckDB
 BLOCK_ROWS = 32_768
 
 
+def connect(threads: int = 1, **config: Any) -> Any:
+    """A connection of DuckDB that shows no bar of progress, which would go to stdout."""
+    connection = duckdb.connect(config={"threads": threads, **config})
+    with suppress(duckdb.InvalidInputException):  # in a notebook without ipywidgets
+        connection.execute("SET enable_progress_bar = false")
+    return connection
+
+
 @contextmanager
 def tokenised_rows(directory: Path, threads: int, row_bytes: int = 0) -> Iterator[Any]:
     """Yield a connection of DuckDB with a view `rows` of the files of rows in a directory.
@@ -36,20 +45,15 @@ def tokenised_rows(directory: Path, threads: int, row_bytes: int = 0) -> Iterato
       OSError: the disk is full.
       Interrupted: DuckDB failed, or needs more memory.
     """
-    import duckdb  # takes a while
-
     threads = min(threads, MAX_THREADS)
     config = {
         "memory_limit": f"{max(MEMORY, ROWS * row_bytes) * max(2, threads)}B",
-        "threads": threads,
         "temp_directory": str(directory / "spilled"),
         "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,
         "arrow_large_buffer_size": True,
     }
-    with plain_errors(), duckdb.connect(config=config) as connection:
-        with suppress(duckdb.InvalidInputException):  # in a notebook without ipywidgets
-            connection.execute("SET enable_progress_bar = false")
+    with plain_errors(), connect(threads, **config) as connection:
         files = glob.escape(str(directory)) + "/rows-*.parquet"
         connection.read_parquet(files, hive_partitioning=False).create_view("rows")
         yield connection
@@ -81,8 +85,6 @@ def sorted_blocks(
 @contextmanager
 def plain_errors() -> Iterator[None]:
     """Raise errors of DuckDB as OSError, Interrupted or KeyboardInterrupt, without its message."""
-    import duckdb
-
     try:
         yield
     except (duckdb.Error, pa.ArrowException, OSError, RuntimeError) as error:

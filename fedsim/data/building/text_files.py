@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 from fedsim.config import BuildConfig
 from fedsim.data.building.columns import Columns
 from fedsim.data.building.messages import HALVED
+from fedsim.data.building.sorting import connect
 from fedsim.data.building.user_ids import call, refused
 from fedsim.errors import DataError
 
@@ -70,7 +71,7 @@ class TextFile:
         self.file, self.quoting, self.packed = file, settings.quoting, PACKED.get(file.suffix)
         self.is_csv = kind in ("csv", "tsv")
         self.delimiter = "\t" if kind == "tsv" else ","
-        self.connection = duckdb.connect(config={"threads": 1})
+        self.connection = connect()
         with _plain_reasons():
             begin = next(self._pieces(), b"").removeprefix(codecs.BOM_UTF8)
             self.is_list = kind == "json" and begin.lstrip()[:1] == b"["

@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import threading
+from pathlib import Path
 
 import duckdb
 import numpy as np
@@ -63,6 +64,14 @@ def test_rows_are_sorted_as_python_sorts_them(tmp_path, rng, monkeypatch, thread
     ]
     counts = [sum((row[3], row[0]) == owner for row in rows) for owner in of_owner]
     assert owners["rows"].to_pylist() == counts
+
+
+def test_no_connection_shows_a_bar_of_progress():
+    """It would be on stdout, among the results of a command."""
+    shown = sorting.connect().sql("SELECT current_setting('enable_progress_bar')")
+    assert shown.fetchall() == [(False,)]
+    modules = Path(sorting.__file__).parent.glob("*.py")
+    assert sum(file.read_text().count("duckdb.connect(") for file in modules) == 1
 
 
 @pytest.mark.parametrize("name", ["a[1]", "it's *", "user_id=1", "?"])
