@@ -33,6 +33,8 @@ BATCH_ROWS = 2048
 HEAD_ROWS = 65_536  # of JSON, whose keys are looked at before it is read
 PIECE = 2**20  # bytes that are read at a time
 ENCODING = "expected UTF-8, which `iconv -f cp1252 -t utf-8 FILE` makes of another encoding"
+DAMAGED = "cut off or damaged; mend or delete it: expected JSON, a whole object in each line, or "
+DAMAGED += "one list in a .json file"
 REASONS = (  # of DuckDB's messages, and what is said instead
     (
         r"Expected Number of Columns: (\d+) Found: (\d+)",
@@ -50,7 +52,7 @@ REASONS = (  # of DuckDB's messages, and what is said instead
     ("Expected OBJECT", "expected a list of objects, or an object in each line"),
     ("surrogate", HALVED),
     ("(?i)gzip|zstd|compress|inflate", "the packed file ends too early, or is damaged"),
-    ("JSON", "expected JSON, a whole object in each line, or one list in a .json file"),
+    ("JSON", DAMAGED),
 )
 
 
