@@ -94,19 +94,24 @@ class Dataset:
         counts, found = self.metadata.get("counts", {}), []
         cut, tokens = counts.get("tokens_cut", 0), counts.get("tokens_of_texts", 0)
         if tokens and cut >= WARN_SHARE * tokens:
-            longer = counts["long_texts"] / counts["rows"]
-            line = f"{longer:.0%} of texts are longer than {self.metadata['rules']['max_length']} "
-            line += f"tokens; {cut / tokens:.0%} of all "
-            line += "tokens are lost. A larger max_length"
-            is_chat = "chats" in self.metadata
-            found.append(f"{line}{'' if is_chat else ', or long_texts=split,'} keeps more")
+            most, keeps = self.metadata["rules"]["max_length"], []
+            for limit, kept in self.metadata.get("tokens_kept", [(most, tokens - cut)]):
+                keeps.append(f"{limit} keeps {kept / tokens:.0%}")
+                if kept > (1 - WARN_SHARE) * tokens:
+                    break
+            line = f"{counts['long_texts'] / counts['rows']:.0%} of texts are longer than {most} "
+            line += f"tokens. Of all tokens, max_length {', '.join(keeps)}"
+            found.append(line + "; long_texts=split keeps all" * ("chats" not in self.metadata))
         for name, why in LOST_CHATS.items():
             if number := counts.get(name):
-                share = number / counts["rows"]
-                found.append(
-                    f"{number:,} of {counts['rows']:,} chats ({share:.1%}) are left out: {why}"
-                )
+                line = f"{number:,} of {counts['rows']:,} chats ({number / counts['rows']:.1%})"
+                found.append(f"{line} are left out: {why}")
         return found
+
+
+def limits(max_length: int) -> list[int]:
+    """This max_length, and larger ones, for each of which a build counts the tokens it keeps."""
+    return [max_length, *(2 ** (max_length.bit_length() + i) for i in range(4))]
 
 
 def tokenizer_is_public(metadata: Mapping[str, Any]) -> bool:

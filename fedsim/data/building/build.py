@@ -36,7 +36,7 @@ from fedsim.data.building.sources import Part, cut, find_files, hub_source, name
 from fedsim.data.building.tokenised import Encoding, write_rows
 from fedsim.data.building.user_ids import call, look_alikes
 from fedsim.data.chat import ChatTokenizer, template_of
-from fedsim.data.dataset import SUMS, Dataset, SplitRows, divide, dropped, sums
+from fedsim.data.dataset import SUMS, Dataset, SplitRows, divide, dropped, limits, sums
 from fedsim.data.store import (
     FORMAT,
     MARKED,
@@ -193,6 +193,7 @@ class _Build:
             self._write_splits(connection, owners, splits)
         self.tokenizer.save(self.out / TOKENIZER)
         about["counts"] = self._counts(counts, owners)
+        about["tokens_kept"] = [(n, counts[str(n)]) for n in limits(settings.max_length)]
         self._describe(about, list(splits))
 
     def _recognised(self, names: Sequence[str]) -> Columns:
@@ -245,7 +246,7 @@ class _Build:
             "empty_texts_dropped": counts["empty"],
             "long_texts": counts["long"],
             "tokens_of_texts": counts["tokens"],
-            "tokens_cut": counts["tokens_cut"],
+            "tokens_cut": counts["tokens"] - counts[str(self.settings.max_length)],
             **dropped(owners["group"].to_numpy(), owners["rows"].to_numpy(), least),
         }
         if self.settings.test_from is not None:

@@ -28,6 +28,7 @@ from fedsim.data.chat import (
     Template,
     Tools,
 )
+from fedsim.data.dataset import limits
 from fedsim.data.store import MARKED
 from fedsim.errors import BadChat, SlowTemplate
 
@@ -105,7 +106,7 @@ def chat_examples(
       rows: each a JSON list of the values of the columns of `chats.form`.
     Returns:
       (examples, counts): counts of tokens; of rows that are long, untrained (without a trained
-      token, which are left out) and skipped; and of tokens that are cut off.
+      token, which are left out) and skipped; and of tokens that each of `limits` keeps.
     Raises:
       BadRow: a row cannot be encoded.
     """
@@ -123,13 +124,13 @@ def chat_examples(
                 raise BadRow(index, str(error), SKIPS) from None
             counts["skipped"] += 1
             continue
-        example = _shortened(whole, settings)
-        is_trained = bool(example.trained[1:].any())
+        for most in reversed(limits(settings.max_length)):  # the last one is the example
+            example = _shortened(whole, most, settings)
+            is_trained = bool(example.trained[1:].any())
+            counts[str(most)] += len(example.ids) * (is_trained or len(whole.ids) <= most)
         counts["tokens"] += len(whole.ids)
         counts["untrained"] += not is_trained
-        if len(whole.ids) > settings.max_length:
-            counts["long"] += 1
-            counts["tokens_cut"] += len(whole.ids) - len(example.ids) * is_trained
+        counts["long"] += len(whole.ids) > settings.max_length
         if is_trained:
             found.append(example)
             origin.append(index)
@@ -166,9 +167,9 @@ def _encode(values: list[Any], chats: Chats, tokenizer: ChatTokenizer) -> Encode
     return tokenizer.encode([*before, *after], train_on, tools)
 
 
-def _shortened(whole: Encoded, settings: BuildConfig) -> Encoded:
+def _shortened(whole: Encoded, most: int, settings: BuildConfig) -> Encoded:
     """The beginning of a long row; of a split one its end, if all that is trained on is there."""
-    most, (ids, trained) = settings.max_length, whole
+    ids, trained = whole
     if len(ids) > most and settings.long_texts == "split" and not trained[: 1 - most].any():
         ids, trained = (np.concatenate([x[:1], x[1 - most :]]) for x in whole)
     return Encoded(ids[:most], trained[:most])

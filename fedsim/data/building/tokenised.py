@@ -23,7 +23,7 @@ from fedsim.data.building.messages import BadRow, Chats, Examples, chat_examples
 from fedsim.data.building.sources import Part, read
 from fedsim.data.building.user_ids import call, like_nobody
 from fedsim.data.chat import ChatTokenizer, Template
-from fedsim.data.dataset import EVAL_USERS, TEST, TRAIN, is_held_out
+from fedsim.data.dataset import EVAL_USERS, TEST, TRAIN, is_held_out, limits
 from fedsim.data.store import offsets_of, token_dtype
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.data.users import copy
@@ -145,11 +145,10 @@ def frame(
     body, cuts = settings.max_length - 1, settings.long_texts == "cut"
     tally["long"] += int((lengths > body).sum())
     tally["tokens"] += int(lengths.sum())
-    tally["tokens_cut"] += int(np.maximum(lengths - body, 0).sum()) if cuts else 0
+    for most in limits(settings.max_length):
+        tally[str(most)] += int((np.minimum(lengths, most - 1) if cuts else lengths).sum())
     values = values.astype(token_dtype(tokenizer.vocab_size), copy=False)
-    number = np.maximum(1, -(-lengths // body))
-    if cuts:
-        number = np.minimum(number, 1)
+    number = np.ones_like(lengths) if cuts else np.maximum(1, -(-lengths // body))
     origin = np.repeat(np.arange(len(lengths)), number)
     start = (np.arange(len(origin)) - np.repeat(np.cumsum(number) - number, number)) * body
     left = lengths[origin] - start

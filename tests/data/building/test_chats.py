@@ -99,14 +99,28 @@ def test_rows_without_a_trained_token_are_dropped_and_counted(tmp_path, model):
     assert (counts["chats_without_trained_tokens_dropped"], counts["chats_skipped"]) == (2, 0)
     assert counts["long_texts"] == 1 and counts["tokens_cut"] > 100
     cut, untrained = data.lost()
-    assert "33% of texts are longer than 200 tokens" in cut
+    assert "33% of texts are longer than 200 tokens. Of all" in cut and "split" not in cut
     assert "2 of 3 chats (66.7%) are left out: none of their trained" in untrained
+    file = lines(tmp_path / "none.jsonl", [{"user_id": "a", "messages": ASKED[:1]}])
     with pytest.raises(DataError, match="no row has a trained token .train_on=assistant"):
-        build(
-            lines(tmp_path / "none.jsonl", [{"user_id": "a", "messages": ASKED[:1]}]),
-            tmp_path / "none",
-            tokenizer=model,
-        )
+        build(file, tmp_path / "none", tokenizer=model)
+
+
+LONG = [{"text": "x" * number} for number in (5, 50, 120, 300)]
+ASKING = [{"messages": [{"role": "user", "content": x["text"]}, ASKED[1]]} for x in LONG]
+KEPT = "75% of texts are longer than 30 tokens. Of all tokens, max_length 30 keeps 19%, 32 keeps "
+KEPT += "21%, 64 keeps 38%, 128 keeps 64%, 256 keeps 91%; long_texts=split keeps all"
+
+
+@pytest.mark.parametrize("rows, how", [(LONG, "cut"), (ASKING, "cut"), (ASKING, "split")])
+def test_a_build_says_how_many_tokens_a_larger_max_length_keeps(rows, how, tmp_path, model):
+    data = built(tmp_path, model, rows, max_length=30, long_texts=how)
+    assert data.lost() == [KEPT] if rows is LONG else "256 keeps " in data.lost()[0]
+    for most, kept in data.metadata["tokens_kept"]:  # as builds with these say
+        shutil.rmtree(tmp_path / "out")
+        data = built(tmp_path, model, rows, max_length=most, long_texts=how)
+        counts = data.metadata["counts"]
+        assert kept == counts["tokens_of_texts"] - counts["tokens_cut"]
 
 
 def test_a_new_model_for_the_tokens_of_a_pretrained_one_is_warned_of(tmp_path, model, capsys):
