@@ -120,9 +120,9 @@ def _stats(dataset: Any) -> Answer:
     columns = [dict(_flat(values)) for values in splits.values()]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
-    counted = ", ".join(f"{name.replace('_', ' ')} {number:,}" for name, number in counts.items())
+    counted = [pair for pair in _flat(counts) if pair[1] != "0"]
     answer = {"path": str(dataset.path), "splits": splits, "counts": counts}
-    return answer, [*aligned([["", *splits], *rows]), counted]
+    return answer, [*aligned([["", *splits], *rows]), "", *aligned(counted)]
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -40,6 +40,12 @@ def test_examples_are_shown_as_the_model_gets_them(built, capsys):
     assert example["tokens"] > example["trained_tokens"] == len("Ho 😀\n".encode()) + 1
 
 
+def test_counts_that_are_not_zero_are_a_line_each(built, capsys):
+    main.main(["data", "stats", str(built)])
+    _, counts = capsys.readouterr().out.split("\n\n")
+    assert counts == "rows             60\ntokens of texts  2,100\n"
+
+
 def test_all_tokens_of_texts_but_the_first_are_trained_on(tmp_path, capsys):
     file = tmp_path / "texts.jsonl"
     rows = [{"user_id": [f"u{i}", "ben"], "text": "Hi"} for i in range(9)]
@@ -47,7 +53,5 @@ def test_all_tokens_of_texts_but_the_first_are_trained_on(tmp_path, capsys):
     build(file, tmp_path / "texts", eval_users=0)
     capsys.readouterr()
     main.main(["data", "show", str(tmp_path / "texts"), "--rows", "1"])
-    out = capsys.readouterr().out
-    assert (
-        out == "row 0 of ben, u0: 4 tokens, 3 trained on (75%)\n<|endoftext|>⟦Hi<|endoftext|>⟧\n\n"
-    )
+    line, shown = "row 0 of ben, u0: 4 tokens, 3 trained on (75%)", "<|endoftext|>⟦Hi<|endoftext|>⟧"
+    assert capsys.readouterr().out == f"{line}\n{shown}\n\n"
