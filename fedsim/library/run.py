@@ -317,8 +317,8 @@ def train(
         T, the number of steps. run_dir: directory of the run; default: a new one in runs/. user:
         column with the user of a row, or with a list of the users who own it together; default:
         user_id. text: column with the text; default: text. messages: column with chats, lists of
-        {"role": ..., "content": ...}, instead of texts. Other flags of `fedsim train`, with
-        underscores: batch_size, group_size, model, lora_rank, engine, seed, resume, ...
+        {"role": ..., "content": ...}; default: messages, if there is no text. Other flags of
+        `fedsim train`, with underscores: batch_size, group_size, model, engine, seed, resume, ...
 
     Returns:
       The run, finished or stopped by a signal.

@@ -4,37 +4,33 @@ A table is written once, as Parquet, under a keyed digest of its rows, into a di
 its owner can read. It is then a data source like any other, which the same reader checks.
 """
 
+import functools
 import hmac
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedsim.data import TOOLS, Columns
-from fedsim.errors import DataError, expect
+from fedsim.data import BuildSettings, Columns
+from fedsim.errors import DataError
 from fedsim.files import TABLES, cache_dir, own_directory, sha256_of, write_atomically
 
 TABLE = "a path, or a table: a DataFrame, a data set of one split, Arrow's, or dicts in a list"
+UNFIT = pa.ArrowException, OverflowError, TypeError, ValueError
 
 
-def source_of(
-    data: Any,
-    *,
-    user_column: str | None = None,
-    text_column: str | None = None,
-    messages_column: str | None = None,
-) -> str:
+def source_of(data: Any, **columns: Any) -> str:
     """The setting `data` for data in memory or files.
 
     Args:
       data: a path, a pandas DataFrame, a `datasets.Dataset`, a list of dicts, a dict of lists, or
         anything else that Arrow can read as a table, such as a polars DataFrame.
-      user_column: column with the user of a row. Default: user_id.
-      text_column: column with the text of a row. Default: text.
-      messages_column: column with the chat of a row, instead of a text.
+      columns: user_column and text_column or messages_column. As in files, columns of chats are
+        recognised if none of texts is named or there.
 
     Returns:
       `data` if it is a path, else the path of a Parquet file.
@@ -44,31 +40,23 @@ def source_of(
     """
     if isinstance(data, str | os.PathLike):
         return os.fspath(data)
-    both = text_column is None or messages_column is None
-    expect("text_column", text_column, both, f"none beside messages_column={messages_column}")
-    named = {"user_column": user_column or Columns.user}
-    if messages_column is not None:
-        named |= {"messages_column": messages_column, TOOLS: TOOLS}
-    else:
-        named["text_column"] = text_column or Columns.text[0]
-    return str(_written(_table(data, named)))
+    return str(_written(_table(data, BuildSettings(**columns).columns)))
 
 
-def _table(data: Any, named: Mapping[str, str]) -> pa.Table:
-    """The named columns. Nobody else's column reaches the file."""
+def _table(data: Any, columns: Columns) -> pa.Table:
+    """The columns that are read. Nobody else's column reaches the file."""
     names, column_of = _columns(data)
-    columns = {}
-    for field, name in named.items():
-        if name not in names and field == TOOLS:
-            continue
+    columns, found = columns.recognised(names), {}
+    for name in columns.in_file(names):
+        field = columns.fields[name]
         if name not in names:
             raise DataError.of(field, name, f"one of the columns {', '.join(map(str, names))}")
         if names.count(name) > 1:
             raise DataError.of(field, name, "one column of that name")
-        columns[name] = _array(field, name, column_of(name))
-    if len({len(column) for column in columns.values()}) > 1:
+        found[name] = _array(field, name, column_of(name))
+    if len({len(column) for column in found.values()}) > 1:
         raise DataError.of("data", type(data).__name__, "columns of one length")
-    return pa.table(columns)
+    return pa.table(found)
 
 
 def _columns(data: Any) -> tuple[list[str], Callable[[str], Any]]:
@@ -97,8 +85,33 @@ def _array(field: str, name: str, values: Any) -> Any:
         return values
     try:
         return pa.array(values, from_pandas=True)
-    except (pa.ArrowException, OverflowError, TypeError, ValueError):
-        raise DataError.of(field, name, "values of one type, texts in UTF-8") from None
+    except UNFIT:
+        got = _difference(values if isinstance(values, Iterable) else ())
+        raise DataError.of(field, name, f"values of one type, texts in UTF-8{got}") from None
+
+
+def _difference(rows: Iterable[Any]) -> str:
+    """The end of an error line: the first row of another type than those before, and the types."""
+    known = pa.null()
+    for number, row in enumerate(rows, 1):
+        try:
+            known = _merged(known, row)
+        except UNFIT as error:  # of lists and structs, it names the types inside last
+            kinds = re.findall(r"types: (\w+).*? vs (\w+)", str(error))
+            got = "{1} in place of {0}".format(*kinds[-1]) if kinds else "others"
+            return f", got {got} in row {number}"
+    return ""
+
+
+def _merged(known: pa.DataType, value: Any) -> pa.DataType:
+    """The type that a value and others of a known type have together. Raises: one of UNFIT."""
+    try:
+        own = pa.array([value], from_pandas=True).type
+    except UNFIT:  # if it has values of several types, this raises an error that names them
+        functools.reduce(_merged, value if isinstance(value, list) else (), pa.null())
+        raise
+    both = [pa.schema({"": kind}) for kind in (known, own)]
+    return pa.unify_schemas(both, promote_options="permissive").field(0).type
 
 
 def _written(table: pa.Table) -> Path:

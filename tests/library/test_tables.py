@@ -91,6 +91,27 @@ def test_columns_without_names_are_numbered_and_names_of_any_kind_are_shown():
 
 ASKED = {"role": "user", "content": "q"}
 SAID = {"role": "assistant", "content": "a"}
+UNFIT = [
+    ("secret", "string in place of list"),
+    ([ASKED, {**SAID, "content": 3}], "int64 in place of string"),
+    ([ASKED, {**SAID, "content": "secret \ud83d"}], "others"),
+]
+
+
+@pytest.mark.parametrize("bad, got", UNFIT)
+def test_the_first_row_of_another_type_is_named(bad, got):
+    rows = [{"author": "ann", "turns": each} for each in ([ASKED], None, [ASKED, SAID], bad, 7)]
+    with refuses("messages_column=turns", says=f"got {got} in row 4") as error:
+        source_of(rows, user_column="author", messages_column="turns")
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("names", ["text", "messages tools", "conversations", "prompt completion"])
+def test_columns_are_recognised_as_those_of_files_are(names):
+    others = {"messages": [SAID], "prompt": "secret", "completion": "x"} if "text" in names else {}
+    row = dict.fromkeys(names.split(), [ASKED])
+    found = read([{"author": "ann", **others, **row, "note": "secret"}], user_column="author")
+    assert found == {name: [value] for name, value in {"author": "ann", **row}.items()}
 
 
 @pytest.mark.parametrize("kind", [list, pd.DataFrame, datasets.Dataset.from_list])

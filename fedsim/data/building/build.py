@@ -235,7 +235,7 @@ class _Build:
     def _texts(self) -> str:
         """The setting that names the text columns, and the columns, for errors."""
         names = [name for name in self.columns.text if name != TOOLS]
-        return f"{self.columns.text_fields[0]}={','.join(names)}"
+        return f"{self.columns.fields[names[0]]}={','.join(names)}"
 
     def _counts(self, counts: Counter[str], owners: pa.Table) -> dict[str, int]:
         """Rows, texts and tokens that were read, dropped and cut."""

@@ -34,6 +34,9 @@ FORMS = (
 )
 MAY_LACK = {ALPACA: ("input",), MESSAGES: (TOOLS,), COMPLETION: (TOOLS,)}
 """Columns of a form that a file, or a record of JSON, may lack: null there."""
+FIELDS = {MESSAGES: ("messages_column", TOOLS)}
+FIELDS |= {COMPLETION: ("prompt_column", "completion_column", TOOLS)}
+"""Settings that name the columns of a form."""
 MARKS_OF_ROWS = ("label", "labels", "loss_mask", "completion_mask", "assistant_masks", "train")
 """Columns beside chats that may say what is not to be trained on."""
 NOTHING = ("", "null", '""', "[]")  # JSON of a value that says nothing
@@ -104,8 +107,7 @@ class Columns:
     def __post_init__(self):
         for name in self.owner:
             if name in self.text:
-                field = self.blamed.partition("=")[0]
-                raise DataError.of(field, name, "a column other than text_column")
+                raise DataError.of(self.fields[name], name, "a column other than text_column")
 
     def recognised(self, found: Sequence[str]) -> "Columns":
         """These columns, or those of a form of chats that a file has if no text column is named and
@@ -122,13 +124,11 @@ class Columns:
         return self.owners or ((self.user,) if self.user else ())
 
     @property
-    def text_fields(self) -> tuple[str, ...]:
-        """The setting that names each text column."""
-        if self.form == COMPLETION:
-            return "prompt_column", "completion_column", TOOLS
-        if self.form == MESSAGES:
-            return "messages_column", TOOLS
-        return ("text_column",) * len(self.text)
+    def fields(self) -> dict[str | None, str]:
+        """The setting that names each column."""
+        fields = {self.order: "order_column", **dict.fromkeys(self.text, "text_column")}
+        fields |= zip(self.text, FIELDS.get(self.form, ()), strict=False)
+        return fields | dict.fromkeys(self.owner, self.blamed.partition("=")[0])
 
     @property
     def names(self) -> list[str]:
@@ -152,14 +152,11 @@ class Columns:
 
         Raises: DataError: a column is there twice. MissingColumn: a column is not there.
         """
-        fields = dict.fromkeys(self.owner, self.blamed.partition("=")[0])
-        fields |= {self.order: "order_column"}
-        fields |= dict(zip(self.text, self.text_fields, strict=True))
         for name in self.in_file(found):
             if found.count(name) > 1:
                 raise DataError(f"column {name}: expected one of that name, got several")
             if name not in found:
-                field = fields[name]
+                field = self.fields[name]
                 raise MissingColumn(f"{field}={name}: {expected_of(found)}", field=field)
 
 

@@ -74,7 +74,7 @@ def write_rows(item: tuple[int, Part], *, encoding: Encoding) -> Counter[str]:
             try:
                 rows = _tokenise(batch, unowned, encoding, counts)
             except BadRow as bad:
-                named = f"{columns.text_fields[0]}={columns.text[0]}"
+                named = f"{columns.fields[columns.text[0]]}={columns.text[0]}"
                 where = f"in row {first_row + bad.row + 1} of {part.file}"
                 raise DataError(f"{named}: {bad} {where}{bad.remedy}") from None
             places = pa.array(place + np.arange(len(rows)))
