@@ -73,6 +73,7 @@ class Encoded(NamedTuple):
 ASKED = Message(USER, "a")
 CHANGED = "its template changes what a turn says, so that trained tokens cannot be told; expected "
 CHANGED += "{% generation %} blocks in it"
+NO_CONTENT = "its template does not write the `content` of the assistant's turns"
 NO_CALLS = "expected a chat_template that writes tool calls, as examples/tools.jinja does,"
 
 
@@ -383,7 +384,7 @@ class ChatTokenizer:
             return text, []
         again, places = with_contents(f"{a}{BEGIN}{core}{END}{b}" for a, core, b in parts)
         if text != again or places is None or len(places) != len(turns):
-            raise BadChat(CHANGED)
+            raise BadChat(NO_CONTENT if places == [] else CHANGED)
         # A template that strips the blanks of turns may write the same ones itself.
         leads = any(a for a, _, _ in parts) and text != with_contents(c + b for _, c, b in parts)[0]
         trails = any(b for *_, b in parts) and text != with_contents(a + c for a, c, _ in parts)[0]

@@ -229,6 +229,8 @@ def test_a_template_that_changes_what_is_said_is_refused():
     for change in ("m['content'][:1]", "m['content'].split('o')[-1]", "(m['content'] | reverse)"):
         with pytest.raises(BadChat, match="changes what a turn says.*generation"):
             encode(turns("Hi", "Ho"), CHATML.replace("m['content']", change))
+    with pytest.raises(BadChat, match="does not write the `content` of the assistant's turns"):
+        encode(turns("Hi", "Ho"), CHATML.replace("m['content']", "m['contnet'] | string"))
 
 
 PIECES = [START, STOP, "<|im_", "end|>", "<", "|", "<|", ">", " ", "\n", "\r\n", "é", "😀", "مرحبا"]
