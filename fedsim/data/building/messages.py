@@ -37,6 +37,8 @@ TRAIN_ON = {MESSAGES: ASSISTANT, COMPLETION: COMPLETION, ALPACA: COMPLETION}  # 
 TOOLS = "tools"  # column beside a chat
 OTHERS = ("function_call", "audio", "image", "images", "video", "videos", "attachments", "files")
 """What a turn may have besides text that no template gets."""
+PARTS = ("image_url", "input_image", "input_audio", "file", "document", "tool_use", "tool_result")
+"""What a list of parts may have besides text, and OTHERS."""
 SAID = ("content", "value", "refusal")  # the last is OpenAI's, where the assistant refuses
 REASONING = ("reasoning_content", "reasoning", "thinking")  # which some templates write, too
 MARKS = {"weight": 0, "train": False, "loss": False, "masked": True}
@@ -284,11 +286,14 @@ def _text(value: Any, what: str) -> str:
     """A text, or a list of parts that are texts; null is none."""
     if value is None:
         return ""
+    got = ""
     if isinstance(value, list):
-        if all(isinstance(each, dict) and each.get("type") == "text" for each in value):
+        kinds = [each.get("type") if isinstance(each, dict) else None for each in value]
+        got = next((f", got {kind}" for kind in kinds if kind in (*PARTS, *OTHERS)), "")
+        if all(kind == "text" for kind in kinds):
             value = "".join(_text(each.get("text"), what) for each in value)
     if not isinstance(value, str):
-        raise BadChat(f"expected text as {what}")
+        raise BadChat(f"expected text as {what}{got}")
     if HALF.search(value):
         raise BadChat(f"{HALVED} as {what}")
     return value
