@@ -100,10 +100,8 @@ def write(path, rows):
 def chat(tmp_path_factory):
     """Data of 30 users in pairs and threes, built."""
     rng, path = np.random.default_rng(0), tmp_path_factory.mktemp("chat")
-    rows = [
-        ([f"u{i:02d}" for i in rng.choice(30, rng.integers(1, 4), replace=False)], f"text {n}")
-        for n in range(240)
-    ]
+    drawn = (rng.choice(30, rng.integers(1, 4), replace=False) for _ in range(240))
+    rows = [([f"u{i:02d}" for i in who], f"text {n}") for n, who in enumerate(drawn)]
     source = write(path / "chat.jsonl", rows)
     built = ["data", "build", str(source), "--user-column", "who", "--out", str(path / "chat")]
     main([*built, "--eval-users", "0", "--max-length", "24"])
@@ -166,9 +164,7 @@ def test_a_run_says_what_it_protects_and_keeps_its_bounds(algorithm, runs, capsy
 
 
 @pytest.mark.privacy
-def test_data_are_refused_in_which_what_a_text_says_decides_how_many_rows_there_are(
-    chat, tmp_path, capsys
-):
+def test_data_whose_texts_decide_how_many_rows_there_are_are_refused(chat, tmp_path, capsys):
     built = shutil.copytree(chat, tmp_path / "chat")
     file = built / "metadata.json"
     metadata = json.loads(file.read_text())
@@ -185,9 +181,7 @@ def test_data_are_refused_in_which_what_a_text_says_decides_how_many_rows_there_
 @pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize("algorithm", ["els", "uls"])
-def test_a_run_goes_on_with_its_pool_or_groups_or_not_at_all(
-    algorithm, chat, run_dir, capsys, monkeypatch
-):
+def test_a_run_resumes_only_with_its_pool_or_groups(algorithm, chat, run_dir, capsys, monkeypatch):
     flags = {"group_size": 2, "max_shared_groups": 2}
     arguments = command(algorithm, chat, run_dir, **flags)
     main(arguments)

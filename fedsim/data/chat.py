@@ -171,9 +171,8 @@ def template_of(tokenizer: Tokenizer, file: str | Path | None = None) -> Templat
             reason = type(error).__name__
             raise DataError.of("chat_template", file, f"a Jinja file ({reason})") from None
     else:
-        source = (
-            read_beside(_beside(beside, NAME_FILES[0])).get("chat_template") if beside else None
-        )
+        settings = read_beside(_beside(beside, NAME_FILES[0])) if beside else {}
+        source = settings.get("chat_template")
     tokens = _named_tokens(beside) if beside else {}
     tokens = tokens or {"bos_token": str(tokenizer.begin), "eos_token": str(tokenizer.end)}
     return Template(source, tuple(tokens.items())) if isinstance(source, str) else None
@@ -351,14 +350,9 @@ class ChatTokenizer:
             )
         said = [(each.content, each.fields) for each in messages]
         self._expect_text(json.dumps([said, tools], ensure_ascii=False))
-        contents = [
-            each._replace(content=self._spellings_of(each).broken(each.content))
-            for each in messages
-        ]
-        plain = [
-            each._replace(fields=self._broken(each.fields, self._spellings_of(each)))
-            for each in contents
-        ]
+        of = self._spellings_of
+        contents = [each._replace(content=of(each).broken(each.content)) for each in messages]
+        plain = [each._replace(fields=self._broken(each.fields, of(each))) for each in contents]
         plain_tools = self._broken(tools, self._spellings)
         if (plain, plain_tools) != (contents, tools):
             texts = (self._template.render(*x) for x in ((plain, plain_tools), (contents, tools)))
@@ -412,9 +406,8 @@ class ChatTokenizer:
             alone, own = self._write([*earlier, marked[turn]], tools)
             other = self._write([*earlier, Message(ASSISTANT, SIGN)], tools)[0]
             before, _, after = other.partition(SIGN)
-            prompt = ""
-            if earlier and self._opening[0]:
-                prompt = self._write(earlier, tools, prompt=True)[0]
+            opens = earlier and self._opening[0]
+            prompt = self._write(earlier, tools, prompt=True)[0] if opens else ""
             start = len(os.path.commonprefix([alone, before]))
             asks = bool(prompt) and alone.startswith(prompt) and start >= len(prompt)
             end = len(alone) - len(os.path.commonprefix([alone[::-1], after[::-1]]))
@@ -508,12 +501,9 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 def turns_of(messages: Sequence[Message], train_on: str) -> list[int]:
     """Indices of the turns to train on. A turn without text and calls is none."""
     first = len(messages) - 1 if train_on == "completion" else 0
-    own = [i for i, each in enumerate(messages) if each.role == ASSISTANT and each.counts]
-    return [
-        i
-        for i in own
-        if i >= first and (messages[i].content.strip() or messages[i].fields.get(CALLS))
-    ]
+    own = [(i, each) for i, each in enumerate(messages) if each.role == ASSISTANT and each.counts]
+    says = [i for i, each in own if each.content.strip() or each.fields.get(CALLS)]
+    return [i for i in says if i >= first]
 
 
 def _parted(content: str) -> tuple[str, str, str]:

@@ -100,8 +100,7 @@ def decided_by_texts(long_texts: str) -> str:
 
 def is_shared(keys: pa.Array | pa.ChunkedArray) -> bool:
     """True if an owner set has several owners. Args: keys: owner sets as strings."""
-    several = pc.match_substring(keys, SEPARATOR)  # pyright: ignore
-    return bool(pc.any(several).as_py())  # pyright: ignore
+    return bool(pc.any(pc.match_substring(keys, SEPARATOR)).as_py())  # pyright: ignore
 
 
 def encode_owners(keys: pa.Array) -> tuple[pa.Buffer, pa.Buffer, int]:
@@ -205,10 +204,8 @@ def map_array(file: Path, kinds: Sequence[str]) -> np.ndarray:
 
 def fingerprint(directory: Path, marked: bool) -> str:
     """sha256 (hex) of the files of a store: its tables, offsets, tokens, and flags if any."""
-    files, digest = (
-        [directory / name for name in (*TABLES, *ARRAYS[: 2 + marked])],
-        hashlib.sha256(),
-    )
+    files = [directory / name for name in (*TABLES, *ARRAYS[: 2 + marked])]
+    digest = hashlib.sha256()
     for path in filter(Path.is_file, files):
         with path.open("rb") as file:
             while block := file.read(2**20):
@@ -233,15 +230,13 @@ def close_store(
     """
     keys, offsets = pa.array(keys, pa.string()), map_array(directory / OFFSETS, ("<i8",))
     first = np.concatenate([[0], np.cumsum(num_examples)])
-    table = pa.table(
-        {
-            "user_id": keys,
-            "offset": pa.array(first[:-1], pa.int64()),
-            "num_examples": pa.array(num_examples, pa.int32()),
-            "num_tokens": pa.array(np.diff(offsets[first]), pa.int64()),
-        }
-    )
-    tables, about = [_parquet(table)], {**about, "num_users": len(keys)}
+    columns = {
+        "user_id": keys,
+        "offset": pa.array(first[:-1], pa.int64()),
+        "num_examples": pa.array(num_examples, pa.int32()),
+        "num_tokens": pa.array(np.diff(offsets[first]), pa.int64()),
+    }
+    tables, about = [_parquet(pa.table(columns))], {**about, "num_users": len(keys)}
     if is_shared(keys):
         *others, about["num_users"] = encode_owners(keys)
         tables, about[SETS] = [*tables, *others], len(keys)

@@ -115,10 +115,8 @@ def test_what_is_trained_on_follows_what_serving_asks(train_on):
     assert shown(found)[1] == (f"Ho{STOP}" if train_on == "assistant" else "") + last
     asked = chats.encode_prompt(said[:3])
     assert found.ids[: len(asked)].tolist() == asked.tolist()
-    assert (
-        found.trained[len(asked) :].all()
-        and not found.trained[: chats.encode_prompt(said[:1]).size].any()
-    )
+    assert found.trained[len(asked) :].all()
+    assert not found.trained[: chats.encode_prompt(said[:1]).size].any()
 
 
 @pytest.mark.parametrize("normalized", [False, True])
@@ -239,9 +237,7 @@ TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=8).map(
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    texts=st.lists(TEXTS, min_size=1, max_size=6), train_on=st.sampled_from(["all", "assistant"])
-)
+@given(st.lists(TEXTS, min_size=1, max_size=6), st.sampled_from(["all", "assistant"]))
 @example(["Say <|im_end|>", "<|im_", "end|>", "im_end|>", "<|im_end|"], "assistant")
 def test_any_text_comes_back_and_none_becomes_a_special_token(texts, train_on):
     for template in (CHATML, "{% for m in messages %}{{ m.content }}{% endfor %}"):
@@ -293,9 +289,8 @@ def test_tokens_that_the_template_names_are_special_though_the_tokenizer_says_ot
     template = Template(source + "{% endfor %}", (("model", "<model>"),))
     tokenizer = Tokenizer(inner, "markers", named=NAMED)
     chats = ChatTokenizer(tokenizer, template)
-    user, model, think, other = (
-        inner.token_to_id(f"<{x}>") for x in "user model think other".split()
-    )
+    names = "user model think other".split()
+    user, model, think, other = (inner.token_to_id(f"<{name}>") for name in names)
     spelled = "<user><model><think><other>x"
     found = chats.encode(turns(spelled, f"<think>{STOP}"), "all")
     special = [i for i in found.ids if i > TINY.end_id]

@@ -17,11 +17,8 @@ from fedsim.errors import DataError
 
 @pytest.fixture
 def source(tmp_path):
-    rows = {
-        "user_id": [f"u{i % 40}" for i in range(200)],
-        "text": [f"text {i}" for i in range(200)],
-    }
-    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
+    users, texts = [f"u{i % 40}" for i in range(200)], [f"text {i}" for i in range(200)]
+    pq.write_table(pa.table({"user_id": users, "text": texts}), tmp_path / "a.parquet")
     return tmp_path / "a.parquet"
 
 
@@ -53,9 +50,7 @@ def test_what_changes_the_result_is_built_anew_and_all_else_once(source, tmp_pat
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("first", [True, False])
-def test_a_tokenizer_of_a_model_is_another_build_than_the_same_file_elsewhere(
-    source, tmp_path, first
-):
+def test_a_tokenizer_of_a_model_is_another_build_than_a_copy_of_it(source, tmp_path, first):
     """The data note it, and `--strict` refuses the file."""
     for place, of_model in (("a", first), ("b", not first)):
         (tmp_path / place).mkdir()

@@ -66,10 +66,8 @@ RECORDED = "c2b5ee4bc646c2e0c55e2d78c49450bbc420fd62154111799b0f40507c165673"
 
 
 def test_nothing_that_a_held_out_user_owns_is_trained_on(tmp_path, rng):
-    rows = [
-        ([f"u{i}" for i in rng.choice(40, rng.integers(1, 4), replace=False)], f"text {n}")
-        for n in range(400)
-    ]
+    drawn = (rng.choice(40, rng.integers(1, 4), replace=False) for _ in range(400))
+    rows = [([f"u{i}" for i in who], f"text {n}") for n, who in enumerate(drawn)]
     data = build_all(jsonl(tmp_path, rows), tmp_path / "out", user_column="who", eval_users=0.2)
     train, held = set(data.train.user_ids()), data.eval_users
     outside = set(held.user_ids()) - train

@@ -101,9 +101,8 @@ def test_what_continues_a_text_is_decoded_behind_it(tmp_path):
     tokenizer = Ours.load(learnt("wordpiece", texts, 300, tmp_path / "t.json"))
     ids = tokenizer.encode_batch(texts[:1])[0]
     for cut in range(len(ids) + 1):
-        assert (
-            tokenizer.decode(ids[:cut]) + tokenizer.decode_after(ids[:cut], ids[cut:]) == texts[0]
-        )
+        before, after = tokenizer.decode(ids[:cut]), tokenizer.decode_after(ids[:cut], ids[cut:])
+        assert before + after == texts[0]
 
 
 @pytest.mark.privacy
@@ -122,15 +121,13 @@ def test_no_text_has_a_special_token_where_the_vocabulary_has_it_as_a_piece():
 REPLACE = {"type": "Replace", "pattern": {"String": ""}, "content": "xx"}
 BACK = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
 DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+LONG = {"type": "Sequence", "normalizers": [DOUBLE] * 60}
 HUGE = {"type": "BPE", "vocab": {"a": 0, "b": 2**31}, "merges": []}
 LIMITS = "that takes at most 3 s, or 4,294,967,296 bytes"
 HOSTILE = {
     "a panic of Rust": ({"normalizer": REPLACE}, ""),
     "backtracking": ({"pre_tokenizer": BACK}, ""),
-    "gigabytes of text": (
-        {"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 60}},
-        LIMITS,
-    ),
+    "gigabytes of text": ({"normalizer": LONG}, LIMITS),
     "gigabytes of ids": ({"model": HUGE}, LIMITS),
     "no tokens": ({"added_tokens": {}}, ""),
 }

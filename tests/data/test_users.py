@@ -33,13 +33,9 @@ def write(directory, examples, vocab_size=300, max_length=64, piece=7):
 
 def random_examples(rng, num_users, mean_rows, vocab_size=300):
     """{user id: rows of 1 to 63 ids}; at least one row each."""
-    return {
-        f"user {u:04d}": [
-            rng.integers(0, vocab_size, rng.integers(1, 64)).tolist()
-            for _ in range(1 + rng.poisson(mean_rows))
-        ]
-        for u in range(num_users)
-    }
+    sizes = (rng.integers(1, 64, 1 + rng.poisson(mean_rows)) for _ in range(num_users))
+    rows = ([rng.integers(0, vocab_size, n).tolist() for n in each] for each in sizes)
+    return {f"user {u:04d}": each for u, each in enumerate(rows)}
 
 
 def test_gather_pads_cuts_and_takes_rows_in_any_order():
@@ -68,9 +64,8 @@ def test_the_bytes_do_not_depend_on_the_pieces(vocab_size, piece, tmp_path, rng,
     np.testing.assert_array_equal(tokens, np.concatenate(expected))
     rows = rng.permutation(store.num_examples)
     tokens, sizes = store.gather(rows, 64)
-    assert [t[:n].tolist() for t, n in zip(tokens, sizes, strict=True)] == [
-        expected[row] for row in rows
-    ]
+    found = [t[:n].tolist() for t, n in zip(tokens, sizes, strict=True)]
+    assert found == [expected[row] for row in rows]
 
 
 @pytest.mark.privacy

@@ -40,10 +40,8 @@ def copied(data, ids, out):
 def rows_of(store):
     """[(owner set, bytes of each row, with its flags)] in the order of the store."""
     spans = itertools.pairwise(store.offsets.tolist())
-    return [
-        (key, [row_of(store, row) for row in range(*span)])
-        for key, span in zip(store.owner_sets(), spans, strict=True)
-    ]
+    pairs = zip(store.owner_sets(), spans, strict=True)
+    return [(key, [row_of(store, row) for row in range(*span)]) for key, span in pairs]
 
 
 def row_of(store, row):
@@ -175,9 +173,8 @@ def test_earlier_runs_count_for_who_stays_and_for_who_comes_back(data, tmp_path)
         ledger.end("a run", planned, "released")
     new, _ = copied(data, GONE, tmp_path / "new")
     left = sorted(set(data.train.user_ids()) & GONE)
-    before, after, gone = (
-        budget(place, ids, delta=delta) for ids in (data.people(), new.people(), left)
-    )
+    people = data.people(), new.people(), left
+    before, after, gone = (budget(place, ids, delta=delta) for ids in people)
     assert before["epsilon"] == after["epsilon"] == gone["epsilon"] > 0
     sizes = [run["users"] for found in (before, after, gone) for run in found["runs"]]
     assert sizes[0] == sizes[1] + sizes[2] == data.train.num_users and sizes[2] == len(left) > 0

@@ -95,9 +95,7 @@ def test_a_run_is_verified_reported_and_written_for_others(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_adapters_of_an_exported_model_are_written_and_name_their_base(
-    run, posts, tmp_path, monkeypatch
-):
+def test_adapters_of_an_exported_model_name_their_base(run, posts, tmp_path, monkeypatch):
     model = run.to_hf(tmp_path / "base")
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: str(model))
     tuned = train(posts, tmp_path / "run", model="hf:some/model@v1", lora_rank=2, num_steps=1)
@@ -113,9 +111,7 @@ def test_what_no_run_can_be_made_of_is_refused_before_a_step_is_paid_for(posts, 
         train(posts, run_dir, callbacks=[3])
     with refuses("algorithm=dls"):
         fedsim.train("dls", posts, epsilon=8, num_steps=1)
-    with refuses(
-        "run_dir", says="the directory of the run to resume"
-    ):  # else a new one is paid for
+    with refuses("run_dir", says="directory of the run to resume"):  # else a new one is paid for
         fedsim.train("uls", posts, epsilon=8, num_steps=1, resume=True)
     assert not run_dir.exists()
 

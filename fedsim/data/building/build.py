@@ -187,10 +187,10 @@ class _Build:
         rows = self.out.with_name("rows")
         rows.mkdir()
         counts = self._tokenise(parts, rows)
-        with tokenised_rows(rows, self.pool.num_workers, 4 * settings.max_length) as connection:
-            owners = owners_of(connection)
+        with tokenised_rows(rows, self.pool.num_workers, 4 * settings.max_length) as tokenised:
+            owners = owners_of(tokenised)
             splits = self._divide(owners, counts)
-            self._write_splits(connection, owners, splits)
+            self._write_splits(tokenised, owners, splits)
         self.tokenizer.save(self.out / TOKENIZER)
         about["counts"] = self._counts(counts, owners)
         about["tokens_kept"] = [(n, counts[str(n)]) for n in limits(settings.max_length)]
@@ -288,13 +288,11 @@ class _Build:
         group, counts = owners["group"].to_numpy(), owners["rows"].to_numpy()
         return divide(group, counts, settings)
 
-    def _write_splits(
-        self, connection: Any, owners: pa.Table, splits: dict[str, SplitRows]
-    ) -> None:
+    def _write_splits(self, rows: Any, owners: pa.Table, splits: dict[str, SplitRows]) -> None:
         """Write the store of each split."""
         dtype, marked = token_dtype(self.tokenizer.vocab_size), self.chats is not None
         ordered = self.columns.order is not None
-        blocks = sorted_blocks(connection, MARKED if marked else dtype, ordered)
+        blocks = sorted_blocks(rows, MARKED if marked else dtype, ordered)
         write_splits(blocks, owners["rows"].to_numpy(), splits, self.out, dtype, marked)
         about = {"max_length": self.settings.max_length, "tokenizer": self._described_tokenizer}
         about["vocab_size"] = self.tokenizer.vocab_size

@@ -39,7 +39,7 @@ FIELDS |= {COMPLETION: ("prompt_column", "completion_column", TOOLS)}
 """Settings that name the columns of a form."""
 MARKS_OF_ROWS = ("label", "labels", "loss_mask", "completion_mask", "assistant_masks", "train")
 """Columns beside chats that may say what is not to be trained on."""
-NOTHING = ("", "null", '""', "[]")  # JSON of a value that says nothing
+NOTHING = {"", "null", '""', "[]"}  # JSON of a value that says nothing
 
 KINDS = "numbers", "times with a zone", "times without a zone", "seconds since 1970"
 KINDS += ("milliseconds since 1970",)
@@ -72,10 +72,8 @@ FROM known
 def expected_of(found: Sequence[str]) -> str:
     """Rest of the error line about a missing column: the columns that a file has, if names."""
     if len(found) == 1 and (marks := re.findall("[;\t|]", found[0])):
-        remedy = "DuckDB reads such a file (read_csv with delim) and writes Parquet"
-        return (
-            f"no such column; the columns are separated by {marks[0]!r}, not by a comma; {remedy}"
-        )
+        line = f"no such column; the columns are separated by {marks[0]!r}, not by a comma; "
+        return f"{line}DuckDB reads such a file (read_csv with delim) and writes Parquet"
     if not all(NAME.fullmatch(name.strip()) for name in found):
         return (
             f"no such column among {len(found)}, whose names are not shown, for they may be a "
@@ -177,9 +175,7 @@ def normalise(batch: pa.RecordBatch, columns: Columns, first_row: int) -> pa.Rec
         rows = zip(*(batch[name].to_pylist() for name in columns.text), strict=True)
         rows = [[value or "null" for value in row] for row in rows]
         number = len(columns.text) - (TOOLS in columns.text)  # which say something
-        said = [
-            None if set(row[:number]) <= set(NOTHING) else f"[{', '.join(row)}]" for row in rows
-        ]
+        said = [None if NOTHING.issuperset(row[:number]) else f"[{', '.join(row)}]" for row in rows]
         result["text"] = pa.array(said, pa.string())
     elif columns.text:
         (name,) = columns.text

@@ -120,10 +120,9 @@ def chat_examples(
         try:
             whole = _encode(loads(row), chats, tokenizer)
         except (BadChat, RecursionError) as error:
-            if isinstance(error, SlowTemplate):
-                raise BadRow(index, str(error)) from None
-            if not settings.skip_unknown:
-                raise BadRow(index, str(error), SKIPS) from None
+            is_slow = isinstance(error, SlowTemplate)
+            if is_slow or not settings.skip_unknown:
+                raise BadRow(index, str(error), "" if is_slow else SKIPS) from None
             counts["skipped"] += 1
             continue
         for most in reversed(limits(settings.max_length)):  # the last one is the example

@@ -144,9 +144,7 @@ class HubSource:
             chosen = fnmatch.filter(names, self.pattern)
         else:
             chosen = [name for name in names if TRAIN.search(name.lower())]
-        forms = {
-            (name.rpartition("/")[0].partition("/")[0], kind_of(Path(name))) for name in chosen
-        }
+        forms = {(x.rpartition("/")[0].partition("/")[0], kind_of(Path(x))) for x in chosen}
         if not chosen or (len(forms) > 1 and self.pattern is None):  # often the same rows twice
             expected = f"{HUB}{self.name}:FILES with a pattern of its files: "
             raise DataError.of("data", self, expected + (", ".join(names[:SHOWN]) or "none"))

@@ -229,30 +229,27 @@ def _plain_reasons() -> Iterator[None]:
         known = ((re.search(pattern, said), line) for pattern, line in REASONS)
         known = (line.format(*found.groups()) for found, line in known if found)
         reason = next(known, "it cannot be read")
-        line = re.search(r"(?:Line: |in line |record/value )(\d+)", said)
-        if line:
+        if line := re.search(r"(?:Line: |in line |record/value )(\d+)", said):
             number = int(line[1]) - ("Malformed" in said)  # there it is the line after
             reason = f"{'entry' if 'record/value' in said else 'line'} {number}: {reason}"
         raise DataError(reason) from None
 
 
-def _as_column(
-    texts: pa.Array, kinds: pa.Array, name: str, rows: int, columns: Columns
-) -> pa.Array:
+def _as_column(texts: pa.Array, kinds: pa.Array, name: str, row: int, columns: Columns) -> pa.Array:
     """Values of JSON as texts, or as lists of owners. Raises: DataError: they are others."""
     is_text = name in columns.text and name not in columns.owner
     bad = ["OBJECT", "BOOLEAN", *(["ARRAY"] if is_text else ())]
     others = call("is_in", kinds, value_set=pa.array(bad))
     if others.true_count:
         i, expected = others.index(True).as_py(), "a text" if is_text else "a text or a number"
-        raise DataError(f"row {rows + i + 1}, {name}: expected {expected}, got {kinds[i]}")
+        raise DataError(f"row {row + i + 1}, {name}: expected {expected}, got {kinds[i]}")
     if is_text:
         return texts
     whole = call("match_substring_regex", texts, pattern=r"^-?[0-9]+(\.0)?$")
     rounded = call("and", call("equal", kinds, pa.scalar("DOUBLE")), call("invert", whole))
     if rounded.true_count:
         i = rounded.index(True).as_py()
-        line = f"text or whole numbers, got {texts[i].as_py()} in row {rows + i + 1}"
+        line = f"text or whole numbers, got {texts[i].as_py()} in row {row + i + 1}"
         raise refused(columns.blamed, line)
     lists = call("equal", kinds, pa.scalar("ARRAY")).fill_null(False)
     if not lists.true_count:
@@ -262,6 +259,6 @@ def _as_column(
         value = json.loads(text) if is_list else [] if text is None else [text]
         if not all(x is None or type(x) in (int, str) for x in value):
             expected = "texts or whole numbers in lists"
-            raise DataError(f"row {rows + i + 1}, {name}: expected {expected}")
+            raise DataError(f"row {row + i + 1}, {name}: expected {expected}")
         values.append([x if x is None else str(x) for x in value])
     return pa.array(values, pa.list_(pa.string()))

@@ -1,6 +1,5 @@
 """Building from files: formats, splits, order, bytes, and every kind of bad input."""
 
-import hashlib
 import json
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from refused import refuses
 from fedsim.data.building.build import build
 from fedsim.data.dataset import is_held_out
 from fedsim.data.tokenizer import Tokenizer
+from fedsim.files import sha256_of
 
 ROWS = [(f"user {i % 17}", f"text {i} of it") for i in range(300)]
 ALL_IN_TRAIN = {"eval_users": 0, "eval_examples": False}
@@ -48,10 +48,7 @@ def by_user(rows):
 def digests(directory):
     """{relative path: sha256} of all files below."""
     files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
-    return {
-        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files
-    }
+    return {str(path.relative_to(directory)): sha256_of(path) for path in files}
 
 
 def test_many_files_and_globs_join_a_users_rows(tmp_path):
@@ -86,9 +83,8 @@ def test_users_keep_their_split_when_texts_and_users_are_added(tmp_path):
 
 def cut_finely(monkeypatch):
     """Many row groups, many blocks, nothing at its usual size."""
-    sizes = {"sources.READ_ROWS": 64, "sorting.BLOCK_ROWS": 50}
-    for name, size in sizes.items():
-        monkeypatch.setattr(f"fedsim.data.building.{name}", size)
+    monkeypatch.setattr("fedsim.data.building.sources.READ_ROWS", 64)
+    monkeypatch.setattr("fedsim.data.building.sorting.BLOCK_ROWS", 50)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "wordpiece", "bpe"])

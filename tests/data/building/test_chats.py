@@ -49,12 +49,6 @@ def built(tmp_path, model, rows, name="rows.jsonl", **options):
     return build(file, tmp_path / "out", tokenizer=model, **ALL_IN_TRAIN | options)
 
 
-def test_a_template_that_leaves_out_tools_is_told(tmp_path, model):
-    said, tools = [], [{"name": "find"}]
-    built(tmp_path, model, [{"messages": ASKED, "tools": tools}], progress=said.append)
-    assert sum("does not write the column tools" in line for line in said) == 1
-
-
 def test_data_of_texts_have_no_mark_of_chats(tmp_path, model):
     data = built(tmp_path, model, [{"text": "Hi", "messages": ASKED}])  # texts, as ever
     assert data.train.trained(np.array([0]), 4) is None
@@ -74,13 +68,16 @@ def test_a_turn_that_is_marked_is_not_trained_on(mark):
 
 
 ENDLESS = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+TOLD = [(ENDLESS, {}, ["writes no special token after an answer"]), (CHATML, {}, [])]
+TOLD += [(CHATML, {"tools": [{"name": "find"}]}, ["does not write the column tools"])]
 
 
-@pytest.mark.parametrize("template, number", [(ENDLESS, 1), (CHATML, 0)])
-def test_a_template_that_ends_no_answer_is_told(template, number, tmp_path):
+@pytest.mark.parametrize("template, beside, told", TOLD)
+def test_what_a_template_does_not_write_is_told(template, beside, told, tmp_path):
     said, model = [], model_files(tmp_path / "model", template)
-    built(tmp_path, model, [{"messages": ASKED}], progress=said.append)
-    assert sum("writes no special token after an answer" in line for line in said) == number
+    built(tmp_path, model, [{"messages": ASKED, **beside}], progress=said.append)
+    found = [line.partition("template ")[2].partition(",")[0] for line in said if "chat" in line]
+    assert found == told
 
 
 def test_a_row_that_takes_too_long_is_never_skipped(monkeypatch):
@@ -172,9 +169,7 @@ CHATS = ChatTokenizer(Tokenizer.bytes(), NUMBERED)
 
 
 @pytest.mark.parametrize("turns, expected", [(1, "end"), (3, "beginning")])
-def test_a_long_chat_is_its_end_if_all_that_is_trained_on_is_there(
-    turns, expected, tmp_path, model
-):
+def test_a_long_chat_is_its_end_if_what_is_trained_on_is_there(turns, expected, tmp_path, model):
     messages = [{"role": "user", "content": "x" * 300}, ASKED[1]] * turns
     rows = [{"messages": messages}, {"messages": ASKED}]
     data = built(tmp_path, model, rows, long_texts="split", max_length=60)

@@ -74,6 +74,7 @@ FILES = [
     ("a.csv a.jsonl old/a.csv", "*.csv", "a.csv old/a.csv"),
     ("train.json dataset_infos.json constrain.csv", None, "train.json"),
 ]
+UNCLEAR = ["train.jsonl train.csv", "en/train.jsonl de/train.jsonl", "README.md", "a.csv"]
 
 
 @pytest.mark.parametrize("names, pattern, expected", FILES)
@@ -84,9 +85,7 @@ def test_which_files_are_read(names, pattern, expected, publish):
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize(
-    "names", ["train.jsonl train.csv", "en/train.jsonl de/train.jsonl", "README.md", "a.csv"]
-)
+@pytest.mark.parametrize("names", UNCLEAR)
 def test_what_may_be_the_same_rows_twice_or_is_not_there_is_refused(names, tmp_path, publish):
     publish(dict.fromkeys(names.split(), row()))
     with refuses("data", says="hf:org/name:FILES"):

@@ -59,9 +59,8 @@ def test_rows_are_sorted_as_python_sorts_them(tmp_path, rng, monkeypatch, thread
     assert lengths.tolist() == [len(row[4]) for row in expected]
     np.testing.assert_array_equal(values, np.concatenate([row[4] for row in expected]))
     of_owner = dict.fromkeys((row[3], row[0]) for row in expected)
-    assert [*zip(owners["group"].to_pylist(), owners["user_id"].to_pylist(), strict=True)] == [
-        *of_owner
-    ]
+    groups, ids = owners["group"].to_pylist(), owners["user_id"].to_pylist()
+    assert [*zip(groups, ids, strict=True)] == [*of_owner]
     counts = [sum((row[3], row[0]) == owner for row in rows) for owner in of_owner]
     assert owners["rows"].to_pylist() == counts
 
