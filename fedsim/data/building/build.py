@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
@@ -35,7 +34,7 @@ from fedsim.data.building.sorting import owners_of, sorted_blocks, tokenised_row
 from fedsim.data.building.sources import Part, cut, find_files, hub_source, names_in
 from fedsim.data.building.tokenised import Encoding, write_rows
 from fedsim.data.building.user_ids import call, look_alikes
-from fedsim.data.chat import ChatTokenizer, template_of
+from fedsim.data.chat import NO_CONTENT, ChatTokenizer, template_of
 from fedsim.data.dataset import SUMS, Dataset, SplitRows, divide, dropped, limits, sums
 from fedsim.data.store import (
     FORMAT,
@@ -180,10 +179,13 @@ class _Build:
             chats = ChatTokenizer(self.tokenizer, self.chats.template)
             if TOOLS in names and TOOLS in self.columns.text and not chats.writes_tools:
                 self.say(f"the chat template does not write the column {TOOLS}")
-            with suppress(BadChat):  # it shows no chat of two turns
+            try:
                 if chats.end_of_turn() is None:
                     line = "the chat template writes no special token after an answer, so that "
                     self.say(f"{line}the model does not learn to stop")
+            except BadChat as error:  # others: it shows no chat of two turns
+                if str(error) == NO_CONTENT:
+                    raise DataError(f"chat_template: {error}", field="chat_template") from None
         rows = self.out.with_name("rows")
         rows.mkdir()
         counts = self._tokenise(parts, rows)
@@ -285,8 +287,7 @@ class _Build:
                 expected = f"a trained token in every chat {several}, {without} have none"
                 why = "nobody answers there, or no turn that is trained on fits in max_length"
                 raise DataError(f"{self._texts}: expected {expected}: {why}")
-        group, counts = owners["group"].to_numpy(), owners["rows"].to_numpy()
-        return divide(group, counts, settings)
+        return divide(owners["group"].to_numpy(), owners["rows"].to_numpy(), settings)
 
     def _write_splits(self, rows: Any, owners: pa.Table, splits: dict[str, SplitRows]) -> None:
         """Write the store of each split."""
@@ -306,8 +307,7 @@ class _Build:
         settings = self.settings
         places = ("tokenizer", "chat_template")  # of files
         described = {n: value for n, value in asdict(settings).items() if n not in places}
-        always = ("user", "text", "order")
-        columns = asdict(self.columns).items()
+        named, always = asdict(self.columns).items(), ("user", "text", "order")
         rules = ("max_length", "long_texts", "rows_without_user")
         rules += ("eval_users", "eval_examples", "min_examples", "test_from")
         metadata = {
@@ -315,7 +315,7 @@ class _Build:
             "format": FORMAT,
             "splits": splits,
             "tokenizer": self._described_tokenizer,
-            "columns": {name: value for name, value in columns if value or name in always},
+            "columns": {name: value for name, value in named if value or name in always},
             "rules": {name: described[name] for name in rules},
             "settings": described,
             **about,
