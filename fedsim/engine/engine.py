@@ -27,7 +27,7 @@ AT_ONCE = 4  # units that most strategies compute side by side
 At = Callable[[int, int], None]
 """Called with the number of lanes that are done, and of all."""
 MAX_EVALUATED = 512  # examples of a lane: a worker that takes too long is started again
-MIN_EVALUATED = 16  # several rows at once cost less each
+MIN_TOKENS, MIN_ROWS = 1024, 16  # of a lane of examples: several rows at once cost less each
 
 
 class EngineError(FedsimError):
@@ -202,8 +202,10 @@ class Engine(ABC):
           split: name of the split.
           rows: example indices, int [examples].
         """
-        number = min(self.num_lanes, len(rows) // MIN_EVALUATED)
-        lanes = np.array_split(rows, max(1, number, -(-len(rows) // MAX_EVALUATED)))
+        sizes = self.task.sizes(split, rows)
+        enough = len(rows) // MIN_ROWS if sizes is None else int(sizes.sum()) // MIN_TOKENS
+        number = max(1, min(self.num_lanes, enough), -(-len(rows) // MAX_EVALUATED))
+        lanes = np.array_split(rows, number)
         nats = self._nats(params, split, lanes, at).sum(axis=0)
         return float(nats[0] / max(nats[1], 1))
 

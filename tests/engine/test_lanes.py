@@ -67,6 +67,15 @@ def bounds_of(lanes):
     return zip(ends[:-1], ends[1:], strict=True)
 
 
+@pytest.mark.parametrize("tokens, number", [(4, 1), (16, 2), (32, 4), (256, 8)])
+def test_lanes_of_an_evaluation_have_enough_tokens(tokens, number, monkeypatch):
+    engine, lanes = LocalEngine(Sized(np.full(128, tokens)), num_lanes=8), []
+    answer = lambda _, params, of, split: lanes.extend(of) or [(3.0, 2)] * len(of)  # noqa: E731
+    monkeypatch.setattr(engine, "_lanes", answer)
+    assert engine.mean_nats(None, "eval_users", np.arange(128)) == 1.5
+    assert len(lanes) == number and len(np.concatenate(lanes)) == 128
+
+
 @pytest.mark.slow
 def test_sums_and_statistics_do_not_depend_on_lanes():
     """Statistics are in the order of the rows, whatever the order of the lanes."""
