@@ -8,12 +8,7 @@ import pytest
 from fedsim.data.store import Owners
 from fedsim.keys import SecretKey
 from fedsim.sampling import contributions
-from fedsim.sampling.contributions import (
-    bounded_pool,
-    greedy_pool,
-    largest_pool,
-    owners_groups,
-)
+from fedsim.sampling.contributions import bounded_pool, greedy_pool, largest_pool, owners_groups
 
 GRAPHS = 1000
 

@@ -13,13 +13,7 @@ from scipy import optimize
 
 from fedsim.accounting.accountant import RELATIVE_ACCURACY, at_most, spent
 from fedsim.accounting.composition import least_delta
-from fedsim.accounting.events import (
-    MAX_STEPS,
-    MIN_MEAN,
-    Events,
-    StepEvent,
-    cyclic_event,
-)
+from fedsim.accounting.events import MAX_STEPS, MIN_MEAN, Events, StepEvent, cyclic_event
 from fedsim.errors import ConfigError, expect, expect_count
 
 PARAMETER_ACCURACY = 1e-5

@@ -8,16 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
-from fedsim.config.model import (
-    HIDDEN,
-    APath,
-    Count,
-    Length,
-    Names,
-    Positive,
-    Share,
-    group,
-)
+from fedsim.config.model import HIDDEN, APath, Count, Length, Names, Positive, Share, group
 from fedsim.errors import expect
 from fedsim.files import expand_home
 

@@ -32,15 +32,7 @@ from fedsim.errors import ConfigError, expect
 from fedsim.files import expand_home
 from fedsim.library.own_task import OwnTask
 from fedsim.library.tables import source_of
-from fedsim.run import (
-    Console,
-    StoredRun,
-    checkpoint,
-    directory,
-    guarantee_line,
-    spent,
-    verbosity,
-)
+from fedsim.run import Console, StoredRun, checkpoint, directory, guarantee_line, spent, verbosity
 from fedsim.training import Callback
 from fedsim.trust import Check
 

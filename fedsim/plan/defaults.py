@@ -22,11 +22,7 @@ from fedsim.config import (
     PrivacyConfig,
     default_delta,
 )
-from fedsim.data import (
-    Dataset,
-    decided_by_texts,
-    tokenizer_is_public,
-)
+from fedsim.data import Dataset, decided_by_texts, tokenizer_is_public
 from fedsim.errors import ConfigError, expect
 from fedsim.keys import SecretKey
 from fedsim.noise import Prediction, best, predicted_error, predictions

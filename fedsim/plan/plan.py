@@ -36,15 +36,7 @@ from fedsim.config import (
 from fedsim.errors import first_fault
 from fedsim.mechanism import AdaptiveClip, NoisyLoss
 from fedsim.noise import CELL_ERRORS, Correlated, Strategy, add_gaussian, strategy
-from fedsim.plan.facts import (
-    ASSUMPTIONS,
-    NO_GUARANTEE,
-    Caveat,
-    Fact,
-    Option,
-    in_words,
-    voiding,
-)
+from fedsim.plan.facts import ASSUMPTIONS, NO_GUARANTEE, Caveat, Fact, Option, in_words, voiding
 
 SHARED = "shared"
 ADJACENCY = {

@@ -27,14 +27,7 @@ from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.noise import CELL_ERRORS
 from fedsim.plan.facts import Caveat
-from fedsim.plan.plan import (
-    Evaluations,
-    NoisePlan,
-    Plan,
-    SamplingPlan,
-    SharedTexts,
-    events_before,
-)
+from fedsim.plan.plan import Evaluations, NoisePlan, Plan, SamplingPlan, SharedTexts, events_before
 from fedsim.sampling import Sampling, Users, graph_of
 from fedsim.shared_uls import SharedULS
 from fedsim.uls import ULS

@@ -9,14 +9,7 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import at_most
-from fedsim.budget import (
-    Limit,
-    RunCost,
-    books,
-    open_locked,
-    open_read_only,
-    union,
-)
+from fedsim.budget import Limit, RunCost, books, open_locked, open_read_only, union
 from fedsim.config import default_delta, to_json
 from fedsim.plan import in_words
 from fedsim.run import aligned

@@ -16,36 +16,18 @@ from typing import Any
 import numpy as np
 
 from fedsim import engine
-from fedsim.config import (
-    ADD_OR_REMOVE,
-    CORRELATED,
-    ZERO_OUT,
-    Algorithm,
-    PrivacyConfig,
-    RunConfig,
-)
+from fedsim.config import ADD_OR_REMOVE, CORRELATED, ZERO_OUT, Algorithm, PrivacyConfig, RunConfig
 from fedsim.data import Dataset
 from fedsim.engine import Engine
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.noise import predicted_error
-from fedsim.plan import (
-    ADJACENCY,
-    Caveat,
-    Fact,
-    calibrate,
-    fill_defaults,
-    method_for,
-)
+from fedsim.plan import ADJACENCY, Caveat, Fact, calibrate, fill_defaults, method_for
 from fedsim.run import Console, find_model, load_data, make_task
 from fedsim.sampling import examples_per_user, graph_of, pool_of
 from fedsim.tuning import doubling
 from fedsim.tuning.advice import Advice, choose, command, to_train
-from fedsim.tuning.estimates import (
-    NUM_USERS,
-    GradientNorms,
-    noise_stddev,
-)
+from fedsim.tuning.estimates import NUM_USERS, GradientNorms, noise_stddev
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,12 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedsim.config import (
-    PrivacyConfig,
-    as_dict,
-    run_config,
-    settings_of,
-)
+from fedsim.config import PrivacyConfig, as_dict, run_config, settings_of
 
 FLAGS = {"data": "pydocs", "run_dir": "run"}
 

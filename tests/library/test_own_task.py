@@ -12,12 +12,7 @@ import fedsim
 from fedsim.clipping import Clip
 from fedsim.engine.worker import LocalEngine
 from fedsim.errors import FileDamaged
-from fedsim.library.own_task import (
-    OwnedRows,
-    OwnedTask,
-    owner_ids,
-    warn_of_coupled_rows,
-)
+from fedsim.library.own_task import OwnedRows, OwnedTask, owner_ids, warn_of_coupled_rows
 
 SETTINGS = {"epsilon": 8, "num_steps": 6, "batch_size": 40, "optimizer": "momentum", "seed": 1}
 SETTINGS |= {"learning_rate": 0.5, "strategy": "scan", "rows_per_pass": 2, "delta": 1e-3}

@@ -13,11 +13,7 @@ from stores import store_of
 
 from fedsim.data.dataset import Dataset
 from fedsim.models.language_model import LanguageModelTask, cross_entropy
-from fedsim.models.transformer import (
-    Transformer,
-    TransformerConfig,
-    preset,
-)
+from fedsim.models.transformer import Transformer, TransformerConfig, preset
 from fedsim.run.checkpoint import params_sha256
 
 VOCAB, LENGTH = 23, 10

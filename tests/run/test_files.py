@@ -3,11 +3,7 @@ import os
 
 import pytest
 
-from fedsim.files import (
-    remove_cut_off_line,
-    whole_lines,
-    write_json,
-)
+from fedsim.files import remove_cut_off_line, whole_lines, write_json
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):

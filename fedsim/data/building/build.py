@@ -22,13 +22,7 @@ from typing import Any
 import pyarrow as pa
 
 from fedsim.config import BuildConfig
-from fedsim.data.building.columns import (
-    KINDS,
-    MARKS_OF_ROWS,
-    Columns,
-    check_bound,
-    expect_one_kind,
-)
+from fedsim.data.building.columns import KINDS, MARKS_OF_ROWS, Columns, check_bound, expect_one_kind
 from fedsim.data.building.messages import COMPLETION, MESSAGES, TOOLS, TRAIN_ON, Chats
 from fedsim.data.building.sorting import owners_of, sorted_blocks, tokenised_rows, write_splits
 from fedsim.data.building.sources import Part, cut, find_files, hub_source, names_in
