@@ -3,38 +3,40 @@
     python -m experiments.benchmarks.accelerator [--minutes 8] [--quick] [--json] [--out FILE]
                                                  [--only PART ...] [--data SOURCE ...]
 
-Earlier forms were run on one NVIDIA H100 (results/benchmark_accelerator.json), this one, in its
-quick form, on a CPU alone. It needs no Ray. Parts, the more telling ones first:
+It needs no Ray, and was run in its quick form on a CPU. Parts, the more telling ones first:
 
 - `private`: runs on `pydocs` by both algorithms, each killed halfway, resumed, and computed again
-  whole; and the programs that they compiled.
+  whole; seconds of their steps, and the programs that they compiled.
 - `speed`: plain gradients and clipped sums of models with random weights, by the strategy that a
-  run would take, or by another where the row says so. `ratio` is the speed of a clipped sum over
-  that of the fastest plain gradient: 1 where clipping is free. `mfu` is the share of the device's
-  peak in bfloat16: six times parameters times tokens (with adapters four times; products of
-  attention are not counted) over seconds and peak. `attention` is cudnn where the device has it.
+  run would take. `ratio` is the speed of a clipped sum over that of the fastest plain gradient: 1
+  where clipping is free. `mfu` is the share of the device's peak in bfloat16: six times parameters
+  times tokens (with adapters four times; products of attention are not counted) over seconds and
+  peak. `attention` is cudnn where the device has it.
+- `step`: steps of 512 rows, from parameters on the host to a noisy mean, with noise drawn beside
+  the passes (`seconds`), and after them (`after_s`), which is the sum of the parts.
 - `places`: whether units beside a unit change what it adds, as a run looks at its programs.
-- `noise`: seconds to fetch a sum, and to draw and add its noise; and of passes whose noise is drawn
-  after them, and beside them.
 - `padding`: positions that are computed for one position with a token. It needs no accelerator.
+- `others`: rows of `speed` with what fedsim would not take; `changed` is a key of CHANGES.
 
-It ends within --minutes; what time or memory did not allow is listed under `skipped`.
+It ends within --minutes, writes after each row, and lists under `skipped` what was left out.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import faulthandler
 import functools
+import itertools
 import json
+import operator
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -60,6 +62,7 @@ from fedsim.data import load
 from fedsim.els import ELS
 from fedsim.engine.programs import check_arithmetic, compiler_options
 from fedsim.engine.worker import LocalEngine
+from fedsim.files import write_json
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.models import LanguageModelTask, TransformerConfig, lora, stacked
@@ -68,16 +71,19 @@ from fedsim.sampling import Sampling
 from fedsim.uls import ULS
 
 CLIP = Clip(1.0, normalised=True)
-PEAKS = {  # dense bfloat16 products a second, by what JAX calls the device
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-}
+PEAKS = {"NVIDIA A100": 312e12, "NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # in bfloat16
 SMOLLM2 = {"num_heads": 9, "num_kv_heads": 3, "mlp_width": 1536, "norm": "rms", "mlp": "swiglu"}
 SMOLLM2 |= {"positions": "rope", "rope_base": 1e5, "mlp_bias": False, "norm_epsilon": 1e-5}
-PARTS = ("private", "speed", "places", "noise", "padding")
+PARTS = ("private", "speed", "step", "places", "padding", "others")
+SHARES = {"private": 0.4, "speed": 0.7}  # of the minutes, at most, if other parts are wanted
+LEAST = {"step": 90, "places": 60, "padding": 30}  # seconds left, or it is not begun
+COMPILERS = max(1, min(4, (os.cpu_count() or 1) // 4))  # few: private runs compile, too
+CHANGES: dict[str, tuple[str, Any]] = {  # what a cell has otherwise than fedsim
+    "xla": ("fedsim.models.attention.is_fused", lambda *own: False),
+    "logits": ("fedsim.models.language_model.CHUNK_LOGITS", 2**27),  # 16 times as many
+    "tile": ("fedsim.clipping.ghost.TILE", 2**24),
+}
 STEPS = {False: 10, True: 4}  # of a private run; True: the quick form
-SHARE_OF_PRIVATE = 0.4  # of the minutes, at most
 MAX_LENGTH, STEP = 128, 512  # of `padding`: tokens, and gradients of a step
 
 
@@ -95,8 +101,8 @@ class Cell:
     rows: int | None = None
     """Rows of a pass; None: by the rule."""
     strategy: str = AUTO
-    fused: bool = True
-    """By cuDNN where it takes the attention; false: by XLA."""
+    changed: str = ""
+    """A key of CHANGES, or nothing."""
 
 
 def models(quick: bool) -> dict[str, tuple[TransformerConfig, int]]:
@@ -110,22 +116,38 @@ def models(quick: bool) -> dict[str, tuple[TransformerConfig, int]]:
 
 
 def cells(names: list[str], quick: bool) -> Iterator[Cell]:
-    """The cells of the models, the more telling ones first."""
+    """The cells of `speed` and of `others`, the more telling ones of each first."""
+    whole, _ = names
     if quick:
         for name in names:
             yield from (Cell(name, 16, 4, group, 4) for group in (0, 4, 1))
-        yield Cell(names[0], 16, 4, 1, 4, "ghost")
+        yield Cell(whole, 16, 4, 0, 4, changed="logits")
+        yield from (Cell(whole, 16, 4, 1, 4, "ghost", changed) for changed in ("", "tile"))
         return
     for length, step, passes in ((128, 64, (64, 16)), (1024, 32, (16, 4))):
         for name in names:
             yield from (Cell(name, length, step, rows=rows) for rows in passes)
             yield from (Cell(name, length, step, group) for group in (1, 4, 16))
-    whole, _ = names
-    for step in (64, 512):
-        yield Cell(whole, 128, step, 1, 32, "ghost")
-        yield from (Cell(whole, 128, step, 1, rows, "direct") for rows in (6, 12, 32))
+    yield Cell(whole, 128, STEP, rows=64)
+    yield Cell(whole, 1024, 32, rows=16, changed="logits")
     for group, rows in ((0, 16), (1, None), (4, None)):
-        yield Cell(whole, 1024, 32, group, rows, fused=False)
+        yield Cell(whole, 1024, 32, group, rows, changed="xla")
+    for step in (64, STEP):
+        yield from (Cell(whole, 128, step, 1, rows, "direct") for rows in (6, 12, 32))
+    steps = itertools.product((64, STEP), ("", "tile"))
+    yield from (Cell(whole, 128, step, 1, 32, "ghost", changed) for step, changed in steps)
+
+
+class RandomRows(LanguageModelTask):
+    """A task whose rows have random tokens and the longest length."""
+
+    def read(self, split: str, rows: np.ndarray) -> dict[str, np.ndarray]:
+        shape, rng = (len(rows), self.config.max_length), np.random.default_rng(0)
+        tokens = rng.integers(self.config.vocab_size, size=shape, dtype=np.int32)
+        return {"tokens": tokens, "sizes": np.full(len(rows), shape[1], np.int32)}
+
+    def dummy_batch(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        return self.read("", rows)
 
 
 class Problem:
@@ -147,14 +169,14 @@ class Problem:
             self.params = put(jax.eval_shape(functools.partial(lora.init, self.config), key))
 
     def arguments(self, cell: Cell) -> tuple[Any, ...]:
-        """Parameters, random tokens, and frozen parameters if there are any."""
-        shape, rng = (cell.step, cell.length + 1), np.random.default_rng(0)
-        tokens = rng.integers(self.config.vocab_size, size=shape, dtype=np.int32)
-        return self.params, jnp.asarray(tokens), *self.frozen
+        """Parameters, random rows, and frozen parameters if there are any."""
+        rows = self.task(cell.length).read("", np.arange(cell.step))
+        return self.params, jax.device_put(rows), *self.frozen
 
     def task(self, length: int) -> LanguageModelTask:
         """With rows of `length` predicted tokens."""
-        return LanguageModelTask(None, dataclasses.replace(self.config, max_length=length + 1))
+        config = dataclasses.replace(self.config, max_length=length + 1)
+        return RandomRows(None, config, *self.frozen)
 
     def strategy(self, cell: Cell) -> Strategy:
         """That of a cell, as a run with public places would take it."""
@@ -164,56 +186,37 @@ class Problem:
 
     def lowered(self, cell: Cell) -> Any:
         """The program of a cell before it is compiled."""
-        task, width = self.task(cell.length), cell.length + 1
+        task = self.task(cell.length)
 
-        def losses(params, tokens, *frozen):
-            sizes = jnp.full(len(tokens), width)
-            return task.losses(params, {"tokens": tokens, "sizes": sizes}, *frozen)
+        def split(batch, rows):
+            return jax.tree.map(lambda leaf: leaf.reshape(-1, rows, *leaf.shape[1:]), batch)
 
-        def plain(params, tokens, *frozen):  # with products in fedsim's order
+        def plain(params, batch, *frozen):  # with products in fedsim's order
             def add(total, part):
-                each = in_one_product(lambda params, part: losses(params, part, *frozen))
+                each = in_one_product(lambda params, part: task.losses(params, part, *frozen))
                 grad = jax.grad(lambda params: each(params, part).sum())(params)
                 return jax.tree.map(jnp.add, total, grad), None
 
-            return jax.lax.scan(add, zeros_like(params), tokens.reshape(-1, cell.rows, width))[0]
+            return jax.lax.scan(add, zeros_like(params), split(batch, cell.rows))[0]
 
-        def clipped(params, tokens, *frozen):
-            units = tokens.reshape(-1, cell.group, width)
-            how = units, jnp.ones(units.shape[:2], bool), CLIP, self.strategy(cell)
-            return clip_chunk(lambda *own: losses(*own, *frozen), params, *how)
+        def clipped(params, batch, *frozen):
+            units = split(batch, cell.group)
+            how = units, jnp.ones(units["sizes"].shape, bool), CLIP, self.strategy(cell)
+            return clip_chunk(lambda *own: task.losses(*own, *frozen), params, *how)
 
-        by_xla = mock.patch("fedsim.models.attention.is_fused", lambda *own: False)
-        with contextlib.nullcontext() if cell.fused else by_xla:
+        changed = cell.changed and mock.patch(*CHANGES[cell.changed])
+        with changed or contextlib.nullcontext():
             return jax.jit(clipped if cell.group else plain).lower(*self.arguments(cell))
 
     def named(self, cell: Cell) -> dict[str, Any]:
         """Columns that say what was measured."""
-        fused = cell.fused and "cuDNN" in self.task(cell.length).kernels
+        fused = cell.changed != "xla" and "cuDNN" in self.task(cell.length).kernels
         row = {**dataclasses.asdict(cell), "attention": "cudnn" if fused else "xla"}
         if not cell.group:
             return row | {"cell": f"plain:{cell.rows}", "strategy": None}
         strategy = self.strategy(cell)
         row |= {"strategy": str(strategy), "at_once": strategy.units_at_once(cell.group)}
         return row | {"cell": "ELS" if cell.group == 1 else f"ULS G={cell.group}"}
-
-
-def compiled(lowered: Any) -> Any:
-    """Compile a program as a run does."""
-    return lowered.compile(compiler_options(jax.default_backend()))
-
-
-def timed(program: Any, arguments: tuple[Any, ...]) -> tuple[float, bool]:
-    """(seconds, the median of three; whether all results had the same bits)."""
-    first, seconds, alike = jax.block_until_ready(program(*arguments)), [], True
-    for _ in range(3):
-        start = time.perf_counter()
-        again = jax.block_until_ready(program(*arguments))
-        seconds.append(time.perf_counter() - start)
-        pairs = zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True)
-        alike &= all(bool(jnp.array_equal(*pair, equal_nan=True)) for pair in pairs)
-        del again
-    return statistics.median(seconds), alike
 
 
 def train_and_verify(place: str, algorithm: str, quick: bool) -> dict[str, Any]:
@@ -226,7 +229,9 @@ def train_and_verify(place: str, algorithm: str, quick: bool) -> dict[str, Any]:
     seconds: list[float] = []
 
     def note(event: str, duration_secs: float, **_: Any) -> None:
-        seconds.extend([duration_secs] * event.endswith("backend_compile_duration"))
+        if event.endswith("backend_compile_duration"):  # said at once: it may not come to its end
+            seconds.append(duration_secs)
+            print(f"{len(seconds)} programs, {sum(seconds):.1f} s", file=sys.stderr, flush=True)
 
     jax.monitoring.register_event_duration_secs_listener(note)
     run, console = Path(place), Console()
@@ -241,6 +246,8 @@ def train_and_verify(place: str, algorithm: str, quick: bool) -> dict[str, Any]:
     found = {"epsilon": summary["epsilon"], "strategy": summary.get("strategy")}
     found |= {"train_s": time.perf_counter() - start, "programs": len(seconds)}
     found["compile_s"], start = sum(seconds), time.perf_counter()
+    steps = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    found["step_seconds"] = [x for step in steps if (x := step.get("performance/step_seconds"))]
     checks = verify(run, again="whole", console=console)
     found |= {"verify": {check.promise: check.verdict for check in checks}}
     return found | {"verify_s": time.perf_counter() - start}
@@ -248,98 +255,92 @@ def train_and_verify(place: str, algorithm: str, quick: bool) -> dict[str, Any]:
 
 def private(algorithm: str, quick: bool, last: float) -> dict[str, Any]:
     """A run that is killed halfway, resumed, and computed again whole."""
-    with tempfile.TemporaryDirectory() as scratch:
-        run = Path(scratch) / "run"
+    with tempfile.TemporaryDirectory() as scratch, open(Path(scratch) / "err", "w+") as said:
+        run, start = Path(scratch) / "run", time.perf_counter()
         wanted = json.dumps({"place": str(run), "algorithm": algorithm, "quick": quick})
         command = [sys.executable, "-m", "experiments.benchmarks.accelerator", "--child", wanted]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        start, done = time.perf_counter(), 0
-        with subprocess.Popen(command, **pipes) as child:
-            while child.poll() is None and done < STEPS[quick] // 2 and time.monotonic() < last:
-                time.sleep(0.002)
-                ledger = run / "ledger.jsonl"
-                done = len(ledger.read_bytes().splitlines()) - 2 if ledger.exists() else 0
-            found: dict[str, Any] = {"killed": child.poll() is None, "lines_when_killed": done}
-            child.send_signal(signal.SIGKILL)
-            child.communicate()
-        found["until_killed_s"] = time.perf_counter() - start
-        with subprocess.Popen(command, **pipes) as child:
-            try:
-                out, err = child.communicate(timeout=max(1.0, last - time.monotonic()))
-            except subprocess.TimeoutExpired:
+        row: dict[str, Any] = {"part": "private", "algorithm": algorithm, "processes": []}
+
+        def lines() -> int:
+            ledger = run / "ledger.jsonl"
+            return len(ledger.read_bytes().splitlines()) - 2 if ledger.exists() else 0
+
+        for most in (STEPS[quick] // 2, sys.maxsize):
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as child:
+                while child.poll() is None and lines() < most and time.monotonic() < last:
+                    time.sleep(0.002)
+                ended = {"killed": child.poll() is None, "lines": lines()}
                 child.kill()
-                out, err = child.communicate()[0], "time"
-    found |= {"fault": err[-2000:]} if child.returncode else json.loads(out.splitlines()[-1])
-    return {"part": "private", "algorithm": algorithm, **found}
+                out, _ = child.communicate()
+            row["processes"].append(ended | {"until_s": time.perf_counter() - start})
+        said.seek(0)
+        fault = {"fault": f"{child.returncode}: {said.read()[-4000:]}"}
+        return row | (fault if child.returncode else json.loads(out.splitlines()[-1]))
 
 
-def speed(
-    programs: dict[Cell, Future], problem_of: Callable[[Cell], Problem], last: float, skipped: list
-) -> Iterator[dict[str, Any]]:
-    """Time all programs, as long as `last` has not come."""
+def speed(problem: Problem, cell: Cell, program: Any) -> Iterator[dict[str, Any]]:
+    """Time a program: the median of three, and whether all results had the same bits."""
     peak = next((p for name, p in PEAKS.items() if name in jax.devices()[0].device_kind), None)
-    plain: dict[tuple, float] = {}
-    for cell in list(programs):  # a program is let go before the next one runs
-        problem, future = problem_of(cell), programs.pop(cell)
-        try:
-            program = future.result(timeout=max(0.0, last - time.monotonic()))
-            seconds, alike = timed(program, problem.arguments(cell))
-        except Exception as error:  # noqa: BLE001 (of the compiler or the device: the rest goes on)
-            skipped.append(f"{cell}: {str(error)[:300] or 'time'}")
-            continue
-        row = {"part": "speed", **problem.named(cell), "seconds": seconds, "same_bits": alike}
-        row["temporary_gib"] = program.memory_analysis().temp_size_in_bytes / 2**30
-        row["gradients_per_s"] = cell.step / seconds
-        products = (4 if problem.frozen else 6) * problem.size * cell.step * cell.length
-        row["mfu"] = products / seconds / peak if peak else None
-        like = (cell.model, cell.length, row["attention"])
-        if cell.group:
-            row["ratio"] = row["gradients_per_s"] / plain[like] if like in plain else None
-        else:
-            plain[like] = max(row["gradients_per_s"], plain.get(like, 0.0))
-        yield row
+    arguments, times, alike = problem.arguments(cell), [], True
+    first = jax.block_until_ready(program(*arguments))
+    for _ in range(3):
+        start = time.perf_counter()
+        again = jax.block_until_ready(program(*arguments))
+        times.append(time.perf_counter() - start)
+        pairs = zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True)
+        alike &= all(bool(jnp.array_equal(*pair, equal_nan=True)) for pair in pairs)
+        del again
+    row, seconds = {"part": "speed", **problem.named(cell)}, statistics.median(times)
+    row |= {"seconds": seconds, "gradients_per_s": cell.step / seconds, "same_bits": alike}
+    row["temporary_gib"] = program.memory_analysis().temp_size_in_bytes / 2**30
+    products = (4 if problem.frozen else 6) * problem.size * cell.step * cell.length
+    yield row | {"mfu": products / seconds / peak if peak else None}
 
 
-def noise(problem: Problem, cell: Cell) -> dict[str, Any]:
-    """Seconds to fetch a sum of the size of the parameters, and to draw and add its noise; and of
-    8 calls of a cell's program with it, drawn after them or beside them."""
-    total = jax.block_until_ready(zeros_like(problem.params, jnp.int32))
+def whole_step(problem: Problem, cell: Cell) -> Iterator[dict[str, Any]]:
+    """A step of a run: parameters are put on the device, units clipped, their sum is fetched, and
+    noise drawn."""
+    engine, strategy = LocalEngine(problem.task(cell.length), num_lanes=1), problem.strategy(cell)
+    params, rows = jax.device_get(problem.params), np.arange(cell.step).reshape(-1, cell.group)
+    while strategy.rows > 1 and engine.faults(params, cell.group, CLIP, strategy)[1]:  # memory
+        strategy = dataclasses.replace(strategy, rows=strategy.rows // 2)
+    total, _ = engine.clipped_sum(params, rows, CLIP, strategy)  # compiles, and checks
+    row = {"part": "step", **problem.named(dataclasses.replace(cell, rows=strategy.rows))}
+    total = jax.block_until_ready(jax.device_put(total))
     start = time.perf_counter()
-    fetched = jax.device_get(total)
-    between = time.perf_counter()
-    how: dict[str, Any] = {"noise_multiplier": 1.0, "count": 64.0, "key": SecretKey.create(0)}
-    noisy_mean(fetched, clip=CLIP, step=0, **how)
-    seconds = {"fetch_s": between - start, "noise_s": time.perf_counter() - between}
-    program, arguments = compiled(problem.lowered(cell)), problem.arguments(cell)
-    jax.block_until_ready(program(*arguments))
-    sizes = tuple(leaf.size for leaf in jax.tree.leaves(fetched))
-    of = (1, how["key"], 2.0 ** lattice_bits(sum(sizes)), sizes)
-    with ThreadPoolExecutor(1) as threads:
-        for way in ("after", "beside"):
-            kind, start = Correlated(1, 1), time.perf_counter()
-            if way == "beside":
-                kind.begin(threads, *of)
-            for _ in range(8):
-                jax.block_until_ready(program(*arguments))
-            noisy_mean(fetched, clip=CLIP, step=1, add_noise=kind, **how)
-            seconds[f"passes_and_noise_{way}_s"] = time.perf_counter() - start
-    return {"part": "noise", **seconds}
+    jax.device_get(total)
+    row["fetch_s"], start = time.perf_counter() - start, time.perf_counter()
+    jax.block_until_ready(jax.device_put(params))
+    row["upload_s"] = time.perf_counter() - start
+    sizes = tuple(leaf.size for leaf in jax.tree.leaves(params))
+    own: dict[str, Any] = {"noise_multiplier": 1.0, "count": 64.0, "key": SecretKey.create(0)}
+    for way in ("seconds", "after_s"):
+        kind, start = Correlated(1, 1), time.perf_counter()
+        with ThreadPoolExecutor(1) as threads:
+            if way == "seconds":
+                kind.begin(threads, 1, own["key"], 2.0 ** lattice_bits(sum(sizes)), sizes)
+            total, _ = engine.clipped_sum(params, rows, CLIP, strategy)
+            summed = time.perf_counter()
+            noisy_mean(total, clip=CLIP, step=1, add_noise=kind, **own)
+        row |= {way: time.perf_counter() - start, "noise_s": time.perf_counter() - summed}
+    row["passes_s"] = row["after_s"] - row["noise_s"] - row["fetch_s"] - row["upload_s"]
+    yield row | {"gradients_per_s": cell.step / row["seconds"]}
 
 
 def places(quick: bool) -> Iterator[dict[str, Any]]:
     """Whether a run on `pydocs` would use the programs of units side by side."""
     data, length = load("pydocs", max_length=MAX_LENGTH), MAX_LENGTH
-    for name in ("direct",) if quick else ("direct", "ghost"):
-        for dtype in ("bfloat16",) if quick else ("bfloat16", "float32"):
-            config = TransformerConfig(2**16, length, 16 if quick else 256, 2, 4, dtype)
-            engine = LocalEngine(task := LanguageModelTask(data, config), num_lanes=1)
-            row = {"part": "places", "strategy": f"{name}:16", "dtype": dtype, "length": length}
-            params, rows = task.init(jax.random.key(0)), np.arange(32)[:, None]
-            try:
-                engine.clipped_sum(params, rows, CLIP, Strategy(name, 16))
-                yield row | {"others_change_nothing": True}
-            except UnsupportedModel:
-                yield row | {"others_change_nothing": False}
+    every = itertools.product(("direct", "ghost"), ("bfloat16", "float32"))
+    for name, dtype in itertools.islice(every, 1 if quick else None):
+        config = TransformerConfig(2**16, length, 16 if quick else 256, 2, 4, dtype)
+        engine = LocalEngine(task := LanguageModelTask(data, config), num_lanes=1)
+        row = {"part": "places", "strategy": f"{name}:16", "dtype": dtype, "length": length}
+        params, rows = task.init(jax.random.key(0)), np.arange(32)[:, None]
+        try:
+            engine.clipped_sum(params, rows, CLIP, Strategy(name, 16))
+            yield row | {"others_change_nothing": True}
+        except UnsupportedModel:
+            yield row | {"others_change_nothing": False}
 
 
 def padding(source: str, quick: bool) -> Iterator[dict[str, Any]]:
@@ -376,7 +377,7 @@ def positions(lengths: np.ndarray, group: int, drawn: bool) -> int:
     return total
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=8.0, help="it ends within these")
     parser.add_argument("--quick", action="store_true", help="tiny models: does it run?")
@@ -387,80 +388,134 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.child:
-        print(json.dumps(train_and_verify(**given.child)))
-        return {}
+        return print(json.dumps(train_and_verify(**given.child)))
     start, limit = time.monotonic(), 60 * given.minutes - 20  # to end, and to write
+    faulthandler.dump_traceback_later(limit + 8, exit=True)  # a compiler or the device hangs
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # children need some
-    device, quick, only = jax.devices()[0], given.quick, given.only
-    check_arithmetic(device)
-    rows: list[dict[str, Any]] = []
-    skipped: list[str] = []
-
-    def note(row: dict[str, Any]) -> None:
-        rows.append({key: value for key, value in row.items() if value is not None})
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-
-    named = models(quick)
-
-    @functools.cache
-    def problem(model: str, whole: bool = True) -> Problem:
-        return Problem(*named[model], whole)
-
-    def problem_of(cell: Cell) -> Problem:
-        return problem(cell.model, cell.strategy != "ghost")
-
-    compilers, programs = ThreadPoolExecutor(), {}
-    with ThreadPoolExecutor() as processes:
-        last = start + SHARE_OF_PRIVATE * limit
-        kinds = () if "private" not in only else ("uls",) if quick else ("uls", "els")
-        runs = [processes.submit(private, kind, quick, last) for kind in kinds]
-        for cell in cells(list(named), quick) if "speed" in only else ():
-            if time.monotonic() < last:
-                programs[cell] = compilers.submit(compiled, problem_of(cell).lowered(cell))
-            else:
-                skipped.append(f"{cell}: time")
-        for each in runs:
-            note(each.result())
-    # From here on no other process runs on the device.
-    for row in speed(programs, problem_of, start + limit, skipped):
-        note(row)
-    compilers.shutdown(wait=False, cancel_futures=True)
-    for part in (part for part in PARTS[2:] if part in only):
-        if time.monotonic() > start + limit:
-            skipped.append(f"{part}: time")
-        elif part == "places":
-            list(map(note, places(quick)))
-        elif part == "noise":
-            cell = functools.partial(Cell, length=16 if quick else 128, step=4 if quick else 64)
-            for name in named:
-                note({"model": name, **noise(problem(name), cell(name, rows=4 if quick else 16))})
-        else:
-            list(map(note, (row for source in given.data for row in padding(source, quick))))
-    found = circumstances("jax", "jaxlib", "flax", "numpy")
+    device, quick, parts = jax.devices()[0], given.quick, [x for x in PARTS if x in given.only]
+    named, found = models(quick), circumstances("jax", "jaxlib", "flax", "numpy", "fedsim")
+    if found["versions"]["fedsim"] == "none":
+        sys.exit("fedsim has no package metadata here: expected `pip install -e .` beforehand")
     found["machine"] |= {"device": device.device_kind, "platform": device.platform}
     found["machine"]["runtime"] = device.client.platform_version
-    found |= {"rows": rows, "skipped": skipped, "bars": bars(rows)}
-    if given.out:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+    every: dict[str, Any] = {"private": ("uls",) if quick else ("uls", "els"), "step": [*named]}
+    every |= {"places": ["pydocs"], "padding": given.data, "speed": [], "others": []}
+    for cell in cells([*named], quick):
+        every["speed" if cell.strategy == AUTO and not cell.changed else "others"].append(cell)
+    todo = {part: every[part] if part in parts else () for part in PARTS}
+    last = {part: start + limit * SHARES.get(part, 1.0) for part in PARTS}
+    last[parts[-1]] = start + limit
+    report = Report(found, given.out, [*named] if todo["speed"] and not quick else [], todo)
+    compilers, options = ThreadPoolExecutor(COMPILERS), compiler_options(device.platform)
+    problem = functools.cache(lambda model, whole=True: Problem(*named[model], whole))
+
+    def begin(part: str) -> dict[Future, tuple[Problem, Cell]]:
+        """Have the cells of a part compiled."""
+
+        def compile_it(lowered: Any) -> Any:
+            return lowered.compile(options) if time.monotonic() < last[part] else None
+
+        programs = {}
+        for cell in todo[part]:
+            with report.guarded(f"{part} {cell}"):
+                if time.monotonic() < last[part]:
+                    own = problem(cell.model, cell.strategy != "ghost")
+                    programs[compilers.submit(compile_it, own.lowered(cell))] = own, cell
+        return programs
+
+    def time_all(part: str, programs: dict[Future, tuple[Problem, Cell]]) -> None:
+        """Time programs as they are compiled. Each is let go before the next one runs."""
+        with contextlib.suppress(TimeoutError):
+            for each in as_completed(programs, max(0.0, last[part] - time.monotonic())):
+                if time.monotonic() < last[part]:
+                    own, cell = programs.pop(each)
+                    report.run(f"{part} {cell}", lambda: speed(own, cell, each.result()))  # noqa: B023
+
+    def go_through(part: str, rows: Callable[[Any], Iterable[dict[str, Any]]]) -> None:
+        for each in todo[part]:
+            if start + limit - time.monotonic() > LEAST[part] * (0.1 if quick else 1.0):
+                report.run(f"{part} {each}", functools.partial(rows, each))
+
+    with report.guarded("arithmetic"):
+        check_arithmetic(device)
+    with ThreadPoolExecutor() as children:
+        runs = [(x, children.submit(private, x, quick, last["private"])) for x in todo["private"]]
+        programs = begin("speed")
+        for kind, run in runs:
+            report.run(f"private {kind}", lambda: [run.result()])  # noqa: B023
+    time_all("speed", programs)  # no other process runs on the device now
+    cell = functools.partial(Cell, length=16 if quick else 128, step=8 if quick else STEP, group=1)
+    go_through("step", lambda name: whole_step(problem(name), cell(name)))
+    programs = begin("others")  # nothing is timed meanwhile
+    go_through("places", lambda _: places(quick))
+    go_through("padding", lambda source: padding(source, quick))
+    time_all("others", programs)
+    found = report.write()
     if given.json:
-        print(json.dumps(found))
-    return found
+        print(json.dumps(found), flush=True)
 
 
-def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The aims, where an accelerator was timed: clipped sums by the rule, and plain gradients."""
+class Report:
+    """Rows, and what was left out: in a file after each row."""
+
+    def __init__(self, found: dict[str, Any], out: Path | None, models: list[str], todo: Any):
+        """Args: found: machine and versions; models: with aims; todo: what is to be run, by part"""
+        self.found, self.out, self.models, self.rows = found, out, models, []
+        self.skipped = {f"{part} {each}": "time" for part, items in todo.items() for each in items}
+
+    def write(self) -> dict[str, Any]:
+        """Write all that was found, and return it."""
+        add_ratios(self.rows)
+        whole = {**self.found, "rows": self.rows, "bars": bars(self.rows, self.models)}
+        whole["skipped"] = [f"{what}: {why}" for what, why in self.skipped.items()]
+        if self.out:
+            write_json(self.out, whole)
+        return whole
+
+    @contextlib.contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """Go on after a fault of the compiler, the device or the data, and say it."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001
+            self.skipped[what] = f"{type(error).__name__}: {str(error)[:300]}"
+        self.write()
+
+    def run(self, what: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> None:
+        """Note rows as they come."""
+        with self.guarded(what):
+            for row in rows():
+                self.rows.append({key: value for key, value in row.items() if value is not None})
+                print(json.dumps(self.rows[-1]), file=sys.stderr, flush=True)
+                self.write()
+            del self.skipped[what]
+
+
+def add_ratios(rows: list[dict[str, Any]]) -> None:
+    """Add the speed of units over that of the fastest plain gradient like them, if one was timed"""
+    like, plain = operator.itemgetter("model", "length", "attention"), {}
+    for row in rows:
+        if row.get("group") == 0 and row["changed"] != "logits":
+            plain[like(row)] = max(row["gradients_per_s"], plain.get(like(row), 0.0))
+    for row in rows:
+        if row.get("group") and like(row) in plain:
+            row["ratio"] = row["gradients_per_s"] / plain[like(row)]
+
+
+def bars(rows: list[dict[str, Any]], models: Iterable[str]) -> list[dict[str, Any]]:
+    """The aims, met or not, or not run: clipped sums by the rule, and plain gradients."""
     found = []
-    for row in (row for row in rows if "mfu" in row and row["fused"]):
-        what = f"{row['model']}, {row['length']} tokens, {row['cell']}"
-        is_long = row["length"] > 128
-        if "ratio" in row and "rows" not in row:
-            found.append(at_least(f"{what}: ratio", row["ratio"], 0.95 if is_long else 0.9))
-        elif is_long and not row["group"]:
-            found.append(at_least(f"{what}: share of the peak", row["mfu"], 0.4))
+    for length, model, group in itertools.product((128, 1024), models, (1, 4, 16, 0)):
+        key, bound = ("ratio", 0.95 if length > 128 else 0.9) if group else ("mfu", 0.4)
+        own = {"part": "speed", "model": model, "length": length, "group": group, "changed": ""}
+        alike = (row for row in rows if own.items() <= row.items())
+        values = [row[key] for row in alike if key in row and not (group and "rows" in row)]
+        what = f"{model}, {length:,} tokens, {f'units of {group}' if group else 'plain'}: {key}"
+        if group or length > 128:
+            found.append(at_least(what, max(values, default=None), bound))
     return found
 
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
     os._exit(0)  # compilers of skipped programs may be at work

@@ -36,9 +36,10 @@ def at_most(name: str, value: float, bound: float) -> dict[str, Any]:
     return {"name": name, "value": value, "bound": bound, "holds": value <= bound}
 
 
-def at_least(name: str, value: float, bound: float) -> dict[str, Any]:
-    """A bar that holds where the value reaches the bound."""
-    return {"name": name, "value": value, "bound": bound, "holds": value >= bound}
+def at_least(name: str, value: float | None, bound: float) -> dict[str, Any]:
+    """A bar that holds where the value reaches the bound; None: it was not run."""
+    holds = "not run" if value is None else value >= bound
+    return {"name": name, "value": value, "bound": bound, "holds": holds}
 
 
 def circumstances(*packages: str) -> dict[str, Any]:
