@@ -322,37 +322,40 @@ def _checked_side_by_side(program, no_sum, arguments, strategy):
     """Raise UnsupportedModel unless contributions are units' own; true if numbers were compared."""
     # Units side by side are mapped over by `jax.vmap`, so none is a function of another; but they
     # share matrix products, in which each has separate rows. The order in which a row's terms are
-    # added depends on shapes, not on values, so one check with any values is enough: the sum over
-    # all units equals the sum over every second unit plus that over the rest; at other places,
-    # unless places are the draw's (`Engine.keeps_places`). A lone unit is computed again there, as
-    # kernels may add in varying order. Norms and losses are compared, as a step may release them.
+    # added depends on shapes, not on values, so few units are enough: a pass adds the same as every
+    # second unit of it and then the rest, at other places. On accelerators places are the draw's
+    # (`Engine.keeps_places`). There each unit is also alone (a lone one again, as kernels may add
+    # in varying order), and halves by each bit of the place, with the other half's units, part any
+    # two places. Norms and losses are compared, as a step may release them.
     params, batch, mask, *others = arguments
     if (at_once := strategy.units_at_once(mask.shape[1])) == 1 and not on_accelerator():
         return True
     if not (real := np.flatnonzero(mask.any(axis=1))).size:
         return False
-    some = np.resize(real, at_once)
 
-    def total(units, places):
-        of_place = np.zeros(len(mask), int)
-        of_place[places] = units
-        real = np.isin(np.arange(len(mask)), places)[:, None] & mask[of_place]
-        moved = jax.tree.map(lambda leaf: leaf[of_place], batch)
-        added, norms, losses, _ = program(no_sum(), params, moved, real, *others)
-        return jax.tree.map(np.asarray, added), np.stack([norms, losses])[:, places]
+    def added(units, parts, moved_by=0):
+        total, values = no_sum(), np.zeros((2, at_once))
+        for part in parts:
+            of_place, moved_to = np.zeros(len(mask), int), (part + moved_by) % at_once
+            of_place[moved_to] = units[part]
+            real = np.isin(np.arange(len(mask)), moved_to)[:, None] & mask[of_place]
+            moved = jax.tree.map(lambda leaf, of_place=of_place: leaf[of_place], batch)
+            total, norms, losses, _ = program(total, params, moved, real, *others)
+            values[:, part] = np.stack([norms, losses])[:, moved_to]
+        return jax.tree.map(np.asarray, total), values
 
-    places, moved_by, passes = np.arange(at_once), 1, [some]
-    if on_accelerator():  # a unit's place is kept, and the units beside it change
+    places, bits = np.arange(at_once), range(max(1, (at_once - 1).bit_length()))
+    halves = [[places[places >> bit & 1 == half] for half in (0, 1)] for bit in bits]
+    moved_by, turns = 1, [(0, halves[0])]
+    if on_accelerator():
         moved_by = 0
-        passes += [np.where(places % 2 == half, some, np.roll(some, 2)) for half in (0, 1)]
-    for units in passes:
-        together, values = total(units, places)
-        apart = [total(units[half::2], (places[half::2] + moved_by) % at_once) for half in (0, 1)]
-        added = jax.tree.map(lambda *leaves: sum(leaves), *(half_sum for half_sum, _ in apart))
-        alike = map(np.array_equal, jax.tree.leaves(together), jax.tree.leaves(added))
+        turns = [(0, places[:, None]), *((1 << bit, halves[bit]) for bit in bits)]
+    for shift, parts in turns:
+        units = np.resize(np.roll(real, shift), at_once)
+        together, values = added(units, [places])
+        apart, of_apart = added(units, parts, moved_by)
+        alike = map(np.array_equal, jax.tree.leaves(together), jax.tree.leaves(apart))
         # equal_nan: a loss or norm may be nan in both.
-        halves = ((values[:, half::2], apart[half][1]) for half in (0, 1))
-        same = (np.array_equal(*pair, equal_nan=True) for pair in halves)
-        if not (all(alike) and all(same)):
+        if not (all(alike) and np.array_equal(values, of_apart, equal_nan=True)):
             raise UnsupportedModel("side by side, or computed again, units contribute other bits")
     return any(leaf.any() for leaf in jax.tree.leaves(together))

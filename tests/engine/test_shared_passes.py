@@ -14,6 +14,7 @@ from refused import refuses
 from stores import store_of
 from test_worker import CLIP
 
+from experiments.mean_task import MeanTask
 from fedsim.clipping import Clip, Strategy, UnsupportedModel, clip_chunk
 from fedsim.config import EngineConfig
 from fedsim.data.dataset import Dataset
@@ -43,28 +44,44 @@ def accelerator(monkeypatch):
     monkeypatch.setattr(LocalEngine, "facts", lambda self: {"platform": "gpu"})
 
 
-def planted(monkeypatch, bits):
-    """A device that adds bits(place of each unit, mask of units [units]) to sums and norms."""
+def planted(monkeypatch, bits, away=1):
+    """A device that adds bits(place, units with rows, texts as numbers, away) [units each] to sums
+    and norms."""
 
     def wrong(losses, params, batch, mask, clip, strategy, **options):
         total, norms, *rest = clip_chunk(losses, params, batch, mask, clip, strategy, **options)
         real, places = mask.any(axis=1), jnp.arange(len(mask))
-        more = jnp.where(real, bits(places % strategy.units_at_once(mask.shape[1]), real), 0)
+        texts = sum(leaf.reshape(len(mask), -1).sum(axis=1) for leaf in jax.tree.leaves(batch))
+        places %= strategy.units_at_once(mask.shape[1])
+        more = jnp.where(real, bits(places, real, texts, away), 0)
         total = jax.tree.map(lambda leaf: leaf + more.sum().astype(leaf.dtype), total)
         return total, norms * (1 + more * 1e-3), *rest
 
     monkeypatch.setattr("fedsim.engine.programs.clip_chunk", wrong)
+    monkeypatch.setattr("fedsim.engine.worker.check_contributions", lambda *_: None)
 
 
-def by_place(place, real):
-    return place
+def by_place(place, real, texts, away):
+    return place + texts % 2
 
 
-def by_neighbours(place, real):
-    return real[place ^ 1].astype(jnp.int32)
+def by_presence(place, real, texts, away):
+    return real[place ^ away].astype(jnp.int32)
 
 
-def by_repetition(place, real, calls=itertools.count()):  # noqa: B008 (of all calls)
+def by_text(place, real, texts, away):
+    return texts[place ^ away] % 2
+
+
+def by_one_text(place, real, texts, away):  # the first one, in the upper half
+    return real[place ^ away] & (texts[place ^ away] == 1) & (place & away == 0)
+
+
+def by_company(place, real, texts, away):  # however large
+    return (real.sum() > 1).astype(jnp.int32)
+
+
+def by_repetition(place, real, texts, away, calls=itertools.count()):  # noqa: B008 (of all calls)
     return io_callback(lambda: np.int32(next(calls)), jax.ShapeDtypeStruct((), np.int32))
 
 
@@ -114,19 +131,33 @@ def test_others_texts_decide_no_place(accelerator, monkeypatch, sizes, params):
             np.testing.assert_array_equal(np.delete(found, unit), np.delete(norms, unit))
 
 
+def refusal_unless(harmless):
+    refused = pytest.raises(UnsupportedModel, match="units contribute other bits")
+    return nullcontext() if harmless else refused
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("at_once, away", [(2, 1), (4, 1), (4, 2), (12, 8)])
+@pytest.mark.parametrize("bits", [by_place, by_presence, by_text, by_one_text, by_company])
+def test_a_device_that_lets_neighbours_in_is_refused(bits, at_once, away, accelerator, monkeypatch):
+    planted(monkeypatch, bits, away)
+    worker, rows = Worker(MeanTask(np.arange(1, 25)[:, None])), np.arange(24)[:, None]
+    with refusal_unless(bits is by_place):
+        worker.lane_sum(0, np.zeros(1), rows, CLIP, Strategy("direct", at_once))
+
+
 @pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize("name, group, rank, length", CELLS)
-@pytest.mark.parametrize("bits", [by_place, by_neighbours])
-def test_a_device_that_lets_neighbours_in_is_refused(
+@pytest.mark.parametrize("bits", [by_place, by_text])
+def test_a_device_that_lets_neighbours_in_is_refused_with_each_strategy(
     name, group, rank, length, bits, accelerator, monkeypatch, sizes
 ):
-    planted(monkeypatch, bits)
+    planted(monkeypatch, bits, away=2)
     task = task_of(sizes, rank, length)
     params = lora.init(task.config, jax.random.key(1)) if rank else task.init(jax.random.key(0))
-    refused = pytest.raises(UnsupportedModel, match="units contribute other bits")
     engine, rows = LocalEngine(task, num_lanes=1), np.arange(8 * group).reshape(8, group)
-    with refused if bits is by_neighbours else nullcontext():
+    with refusal_unless(bits is by_place):
         engine.clipped_sum(params, rows, CLIP, Strategy(name, 4 * group))
 
 
@@ -136,9 +167,8 @@ def test_a_device_whose_bits_vary_is_refused_where_units_are_alone(
     strategy, accelerator, monkeypatch, sizes, params
 ):
     planted(monkeypatch, by_repetition)
-    monkeypatch.setattr("fedsim.engine.worker.check_contributions", lambda *_: None)
     engine, rows = LocalEngine(task_of(sizes), num_lanes=1), np.arange(8).reshape(4, 2)
-    with pytest.raises(UnsupportedModel, match="units contribute other bits"):
+    with refusal_unless(harmless=False):
         engine.clipped_sum(params, rows, CLIP, strategy)
 
 
