@@ -11,9 +11,12 @@ from fedsim.accounting import PureEvent
 from fedsim.budget.ledger import open_locked
 from fedsim.budget.spending import charge_of
 from fedsim.cli.main import main
-from fedsim.config import Algorithm, PrivacyConfig
+from fedsim.clipping import Strategy
+from fedsim.clipping.strategy import TOKENS_OF_PASS
+from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig
 from fedsim.data.dataset import Dataset
 from fedsim.engine import preflight
+from fedsim.engine.worker import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.plan import defaults, fill_defaults, method_for, private_group_size
 from fedsim.run import directory
@@ -136,3 +139,19 @@ def test_a_dry_run_compiles_no_step(texts, run_dir, capsys, monkeypatch):
     args = command(texts, run_dir, batch_size=2)
     main([*args, "--dry-run", "--json"])
     assert not run_dir.exists() and json.loads(capsys.readouterr().out)["batch_size"] == 2
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("owners, adjacency", [(1, ZERO_OUT), (1, ADD_OR_REMOVE), (2, ZERO_OUT)])
+def test_units_share_a_pass_of_an_accelerator_only_where_no_text_decides_their_places(
+    owners, adjacency, run_dir, capsys, monkeypatch
+):
+    facts, data = LocalEngine.facts, run_dir.parent / "texts.jsonl"
+    monkeypatch.setattr(LocalEngine, "facts", lambda self: {**facts(self), "platform": "gpu"})
+    rows = ({"user_id": [f"u{n}", f"u{n + 1}"][:owners], "text": "red"} for n in range(40))
+    data.write_text("\n".join(map(json.dumps, rows)))
+    by_rule = {"strategy": None, "rows_per_pass": None}
+    main([*command(data, run_dir, "els", **by_rule, adjacency=adjacency), "--dry-run"])
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "gradient method" in line)
+    units = TOKENS_OF_PASS // 24 if (owners, adjacency) == (1, ZERO_OUT) else 1  # of 24 tokens
+    assert Strategy.parse(line.split()[-1]).units_at_once(1) == units, line
