@@ -232,7 +232,7 @@ class EngineConfig:
 
     rows_per_pass: Count | None = None
     """Rows of one forward and backward pass: more take more memory. >= 1. Changes the bits of the
-    result. Default: 4 on CPUs; on accelerators as many as have 4,096 tokens."""
+    result. Default: 4 on CPUs; on accelerators as many as have 8,192 tokens."""
 
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     """Hardware of the workers. auto: the accelerators present in the cluster when the workers

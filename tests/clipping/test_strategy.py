@@ -108,8 +108,8 @@ def test_what_is_no_strategy_is_refused_in_one_line(text):
         Strategy.parse(text)
 
 
-@pytest.mark.parametrize("name, rows", [("direct", 12), ("ghost", 32), ("scan", 32)])
+@pytest.mark.parametrize("name, rows", [("direct", 12), ("ghost", 64), ("scan", 64)])
 def test_on_accelerators_a_pass_holds_the_gradients_of_its_units(name, rows):
     asked = {"num_parameters": 350_000_000, "adapters": False, "on_cpu": False, "length": 128}
     assert by_rule(name, None, group=1, public_places=True, **asked) == Strategy(name, rows)
-    assert by_rule("direct", None, group=4, public_places=True, **asked).units_at_once(4) == 8
+    assert by_rule("direct", None, group=4, public_places=True, **asked).units_at_once(4) == 12

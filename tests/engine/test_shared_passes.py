@@ -16,6 +16,7 @@ from test_worker import CLIP
 
 from experiments.mean_task import MeanTask
 from fedsim.clipping import Clip, Strategy, UnsupportedModel, clip_chunk
+from fedsim.clipping.strategy import TOKENS_OF_PASS
 from fedsim.config import EngineConfig
 from fedsim.data.dataset import Dataset
 from fedsim.engine.engine import in_order
@@ -199,7 +200,7 @@ def test_a_pass_has_as_many_rows_as_the_device_has_memory_for(
         where = LocalEngine(task, num_lanes=1), params, group, CLIP, EngineConfig(**asked)
         return choose_strategy(*where, public_places=True, note=lines.append)
 
-    most = 4096 // LENGTH
+    most = TOKENS_OF_PASS // LENGTH
     assert chosen(None) == chosen(1) == Strategy("direct", most) and not lines
     fewer = chosen(0.01)
     assert fewer.rows in (most // 2, most // 4, most // 8)
@@ -220,8 +221,8 @@ def test_units_share_a_pass_only_where_no_text_decides_their_places(accelerator,
         asked = EngineConfig(rows_per_pass=rows)
         return choose_strategy(engine, params, group, clip, asked, public_places=public)
 
-    assert chosen(1, public=True) == Strategy("direct", 4096 // LENGTH)
-    assert chosen(4, public=True).units_at_once(4) == 4096 // LENGTH // 4
+    assert chosen(1, public=True) == Strategy("direct", TOKENS_OF_PASS // LENGTH)
+    assert chosen(4, public=True).units_at_once(4) == TOKENS_OF_PASS // LENGTH // 4
     assert chosen(1, public=False) == Strategy("direct", 1)
     assert chosen(4, public=False) == Strategy("direct", 4)
     not_private = Clip(0.1, in_float32=True)
