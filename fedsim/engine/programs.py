@@ -253,12 +253,12 @@ class Programs:
         return program(total, *arguments)
 
     def memory(self, params: Any, chunk: Chunk, clip: Clip, strategy: Strategy) -> int:
-        """Return the bytes on the device while a chunk is added: those of the program, and of an
-        optimizer's two moments and an average of the parameters."""
+        """Return the bytes on the device while a chunk is added: those of the program, an
+        optimizer's two moments, an average of the parameters, and a full sum that is fetched."""
         program, *_ = self._of_sum(self.zeros(params, clip), params, chunk, clip, strategy)
         found = program.memory_analysis()
         own = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
-        return own - found.alias_size_in_bytes + 3 * 4 * num_coordinates(params)
+        return own - found.alias_size_in_bytes + 4 * 4 * num_coordinates(params)
 
     def _of_sum(self, total, params, chunk, clip, strategy):
         """Return the program that adds a chunk, its arguments beside the sum, and its key."""

@@ -226,11 +226,11 @@ class Worker:
     ) -> tuple[Any, Stats]:
         """Compute `lane_sum` with parameters that are on the device."""
         stats, programs, most = Stats.zeros(len(rows)), self.programs, sum_holds(params, clip)
-        sums, total, held, found = [], programs.zeros(params, clip), 0, []
+        full, total, held, found = [], programs.zeros(params, clip), 0, []
         for chunk in self.lane_chunks(params, rows, clip, strategy, split):
-            if held + len(chunk.units) > most:
-                sums.append(jax.device_get(total))
-                total, held = programs.zeros(params, clip), 0
+            if held + len(chunk.units) > most:  # it is fetched while the next ones are computed
+                jax.tree.map(lambda leaf: leaf.copy_to_host_async(), total)
+                full, total, held = [*joined(full), total], programs.zeros(params, clip), 0
             held += len(chunk.units)
             total, *values = programs.clip_chunk(total, params, chunk, clip, strategy)
             found.append((chunk.units, values))
@@ -238,10 +238,7 @@ class Worker:
             values = [*values, (rows[units] >= 0).sum(axis=1)]
             for column, value in zip(stats.columns(), values, strict=True):
                 column[units] = np.asarray(value)[: len(units)]
-        total = jax.device_get(total)
-        if sums:
-            total = jax.tree.map(lambda *x: sum(leaf.astype(np.int64) for leaf in x), total, *sums)
-        return total, stats
+        return joined([*full, total])[0] if full else jax.device_get(total), stats
 
     def lane_chunks(
         self, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy, split: str = "train"
@@ -285,6 +282,11 @@ def in_calls(batch: Any) -> Iterator[tuple[Any, int]]:
         rows = min(most, 1 << (left.bit_length() - 1))
         yield jax.tree.map(lambda leaf: leaf[start : start + rows], batch), rows  # noqa: B023
         start += rows
+
+
+def joined(sums: list[Any]) -> list[Any]:
+    """Return what sums add up to, in int64, once they are computed; nothing of none."""
+    return sums and [jax.tree.map(lambda *x: sum(np.asarray(leaf, np.int64) for leaf in x), *sums)]
 
 
 def sum_holds(params: Any, clip: Clip) -> int:

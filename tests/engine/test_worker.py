@@ -24,9 +24,9 @@ from fedsim.clipping import (
 from fedsim.config import EngineConfig
 from fedsim.engine.engine import Engine
 from fedsim.engine.factory import choose_strategy
-from fedsim.engine.programs import UnfitDevice
+from fedsim.engine.programs import Programs, UnfitDevice
 from fedsim.engine.task import Task
-from fedsim.engine.worker import LocalEngine, Worker
+from fedsim.engine.worker import LocalEngine, Worker, joined
 
 CLIP = Clip(0.1)
 ALL_DIGITS = Clip(0.1, in_float32=True)  # whole numbers are those of a slightly shorter gradient
@@ -148,15 +148,19 @@ def test_the_device_is_measured_before_a_lane_is_added(monkeypatch):
 @several_at_once
 @pytest.mark.slow
 @pytest.mark.privacy
-def test_no_call_adds_more_units_than_int32_holds(monkeypatch):
+def test_no_call_adds_more_units_than_int32_holds_and_none_waits_for_full_sums(monkeypatch):
     worker, rows = Worker(MeanTask(np.ones((9, 1)))), np.arange(9)[:, None]
     expected, _ = worker.lane_sum(0, np.zeros(1), rows, CLIP, Strategy("direct", 2))
     assert -9 * 2**20 <= expected < -8.9 * 2**20
     with pytest.raises(UnsupportedModel, match="direct:2048: 2048 units at once; .* most 2047, wh"):
         worker.lane_sum(0, np.zeros(1), rows, CLIP, Strategy("direct", 2048))
     monkeypatch.setattr("fedsim.engine.worker.lattice_capacity", lambda dimensions: 5)
-    worker = Worker(worker.task)
+    worker, events, call = Worker(worker.task), [], Programs.clip_chunk
+    monkeypatch.setattr(Programs, "clip_chunk", lambda *a: events.append("call") or call(*a))
+    waiting = "fedsim.engine.worker.joined"
+    monkeypatch.setattr(waiting, lambda sums: events.append(len(sums)) or joined(sums))
     total, stats = worker.lane_sum(0, np.zeros(1), rows, CLIP, Strategy("direct", 2))
+    assert events == ["call", 0, "call", "call", 2]  # it waits for two sums, after the last call
     assert total == expected and total.dtype == np.int64 and stats.norms.all()
     assert {shape for _, _, _, shape, *_ in worker.programs.compiled} == {(4, 1)}
 
