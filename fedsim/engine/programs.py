@@ -248,7 +248,7 @@ class Programs:
         if not clip.in_float32 and key not in self._checked:
             check_stored(program)
             no_sum = functools.partial(self.zeros, params, clip)
-            if _checked_side_by_side(program, no_sum, arguments, strategy.of(chunk)):
+            if _checked_side_by_side(program, no_sum, arguments, chunk, strategy):
                 self._checked.add(key)
         return program(total, *arguments)
 
@@ -318,7 +318,7 @@ class Programs:
         return self.compiled[key]
 
 
-def _checked_side_by_side(program, no_sum, arguments, strategy):
+def _checked_side_by_side(program, no_sum, arguments, chunk, strategy):
     """Raise UnsupportedModel unless contributions are units' own; true if numbers were compared."""
     # Units side by side are mapped over by `jax.vmap`, so none is a function of another; but they
     # share matrix products, in which each has separate rows. The order in which a row's terms are
@@ -328,7 +328,8 @@ def _checked_side_by_side(program, no_sum, arguments, strategy):
     # in varying order), and halves by each bit of the place, with the other half's units, part any
     # two places. Norms and losses are compared, as a step may release them.
     params, batch, mask, *others = arguments
-    if (at_once := strategy.units_at_once(mask.shape[1])) == 1 and not on_accelerator():
+    group = mask.shape[1]
+    if (at_once := strategy.of(chunk).units_at_once(group)) == 1 and not on_accelerator():
         return True
     if not (real := np.flatnonzero(mask.any(axis=1))).size:
         return False
@@ -357,5 +358,8 @@ def _checked_side_by_side(program, no_sum, arguments, strategy):
         alike = map(np.array_equal, jax.tree.leaves(together), jax.tree.leaves(apart))
         # equal_nan: a loss or norm may be nan in both.
         if not (all(alike) and np.array_equal(values, of_apart, equal_nan=True)):
-            raise UnsupportedModel("side by side, or computed again, units contribute other bits")
+            lone = f"accelerator={jax.default_backend()}: expected cpu: computed again"
+            several = f"rows_per_pass={strategy.rows}: expected at most {group}: side by side"
+            found = "units contribute other bits on this device"
+            raise UnsupportedModel(f"{several if at_once > 1 else lone}, {found}")
     return any(leaf.any() for leaf in jax.tree.leaves(together))

@@ -99,7 +99,9 @@ def test_units_that_change_what_others_contribute_are_not_computed_side_by_side(
 
     monkeypatch.setattr("fedsim.engine.programs.clip_chunk", wrong)
     changed = moved not in ("", "nan")
-    refusal = pytest.raises(UnsupportedModel, match="units contribute other bits")
+    refusal = pytest.raises(
+        UnsupportedModel, match="^rows_per_pass=4: expected at most 1 here: side"
+    )
     engine, params = of_model()
     with refusal if changed else contextlib.nullcontext():
         engine.clipped_sum(params, np.arange(10).reshape(-1, 1), CLIP, Strategy("direct", 4))
@@ -117,7 +119,7 @@ def test_units_that_add_nothing_do_not_tell_whether_others_change_each_other(fir
     monkeypatch.setattr("fedsim.engine.programs.clip_chunk", wrong)
     points = np.repeat([0.0, 1.0], (32 - first, 40))[:, None]  # of zero the gradient is zero
     rows = np.concatenate([np.full(first, -1), np.arange(len(points))])[:, None]
-    with pytest.raises(UnsupportedModel, match="units contribute other bits"):
+    with pytest.raises(UnsupportedModel, match="^rows_per_pass=4: expected at most 1: side"):
         Worker(MeanTask(points)).lane_sum(0, np.zeros(1), rows, CLIP, Strategy("direct", 4))
 
 
