@@ -46,6 +46,7 @@ LARGEST = 1e15  # largest sum of squares for which a bound is claimed
 BEYOND = jnp.finfo(jnp.float32).max  # whose square is infinite
 MAX_ROUNDINGS = 8000
 TILE = 2**16  # numbers formed at once: they stay in the CPU's cache until they are added
+ACCELERATOR_TILE = 2**22  # a matrix of a layer of 350 M parameters; never run
 LAYERS = nn.Dense, nn.Embed, nn.LayerNorm, nn.RMSNorm
 CALL, ATTEND = METHODS = ("__call__", "attend")
 
@@ -375,7 +376,8 @@ class Factors:
 
     def _add_products(self, product: Pair, total, added):
         """Add units' products to all rows but those that a unit looks up, a few rows at a time."""
-        length, most = total.shape[0], max(1, TILE // total.shape[1])
+        tile = TILE if jax.default_backend() == "cpu" else ACCELERATOR_TILE
+        length, most = total.shape[0], max(1, tile // total.shape[1])
         rows = next(n for n in range(min(length, most), 0, -1) if length % n == 0)
         elsewhere_UN1 = jnp.ones((len(product[0]), length, 1), bool)
         if self.lookups is not None:

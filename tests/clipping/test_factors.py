@@ -77,10 +77,14 @@ def test_nothing_is_claimed_of_numbers_that_are_too_large(value, rng):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sum_in_tiles_is_that_of_whole_gradients(kind, rng, monkeypatch):
+@pytest.mark.parametrize("platform, tiles", [("cpu", 4), ("gpu", 1)])
+def test_a_sum_in_tiles_is_that_of_whole_gradients(kind, platform, tiles, rng, monkeypatch):
     shape, given = (24, 7), draw(rng, (24, 7), False)
     monkeypatch.setattr("fedsim.clipping.ghost.TILE", 50)  # six rows of seven
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
     factors = factors_of(kind, given)
-    total = factors.add_to(jnp.ones(shape), lambda grad, unit: grad * (unit + 1))
+    add = lambda total: factors.add_to(total, lambda grad, unit: grad * (unit + 1))  # noqa: E731
+    assert kind == "lookups" or f" length={tiles}\n" in str(jax.make_jaxpr(add)(jnp.ones(shape)))
+    total = add(jnp.ones(shape))
     formed = factors.formed(shape)
     assert np.allclose(total, 1 + formed[0] + 2 * formed[1], rtol=1e-5)
