@@ -122,7 +122,7 @@ class Personalizer:
         params, rate = self._params, jnp.float32(learning_rate)
         for rows in self._batches(user, key):
             batch = self._task.read(self._split, rows)
-            params = self._step(params, batch, rows >= 0, rate, *self._worker.programs.frozen())
+            params = self._step(params, batch, rows >= 0, rate, *self._worker.programs.frozen)
         return params
 
     def _batches(self, user: Halves, key: SecretKey) -> Iterator[np.ndarray]:

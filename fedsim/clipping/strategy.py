@@ -77,10 +77,7 @@ class Strategy:
         return f"{self.name}:{self.rows}"
 
     def units_at_once(self, group: int) -> int:
-        """Units of one forward and backward pass, for groups of `group` rows.
-
-        On accelerators a contribution depends on its place among them: `Engine.keeps_places`.
-        """
+        """Units of one forward and backward pass, for groups of `group` rows."""
         return 1 if self.name == "scan" else max(1, self.rows // group)
 
     def of(self, chunk: Chunk) -> "Strategy":
@@ -320,7 +317,7 @@ def by_rule(
         name = "ghost" if large else "direct"
     if rows is None:
         # A CPU's cache holds the activations of few rows. An accelerator needs many; they are of
-        # one unit where places are not public: see `Strategy.units_at_once`.
+        # one unit where places are not public: see `Engine.keeps_places`.
         fit = max(1, TOKENS_OF_PASS // (length or LENGTH))
         if name == "direct":
             fit = min(fit, group * max(1, GRADIENTS_OF_PASS // num_parameters))

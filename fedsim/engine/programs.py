@@ -106,8 +106,7 @@ def check_contributions(strategy: Strategy, params: Any) -> None:
         small one.
     Raises: UnfitDevice: a unit contributes more than C, or is not dropped.
     """
-    leaves = jax.tree.leaves(params)
-    shapes = {leaf.shape for leaf in leaves if leaf.size in NUMBERS_OF_SHAPES}
+    shapes = {leaf.shape for leaf in jax.tree.leaves(params) if leaf.size in NUMBERS_OF_SHAPES}
     largest = sorted(shapes, key=lambda shape: (math.prod(shape), shape))[-MAX_SHAPES:]
     _check_contributions(strategy, (KNOWN_SHAPE, *largest), default_device())
 
@@ -230,7 +229,6 @@ class Programs:
         self.compiled: dict[tuple, Any] = {}
         """Programs by all on which they depend beside the task."""
         self._checked: set[tuple] = set()
-        self._frozen: tuple[Any, ...] | None = None
         self._version, self._params = None, None
 
     def clip_chunk(
@@ -267,27 +265,22 @@ class Programs:
 
         # The norm is an argument: an adaptive clip norm needs one program.
         def add(total, params, batch, mask, norm, *frozen):
-            return clip_chunk(
-                lambda params, batch: self.task.losses(params, batch, *frozen),
-                params,
-                batch,
-                mask,
-                dataclasses.replace(clip, norm=norm),
-                strategy,
-                buckets=buckets,
-                total=total,
-            )
+            def losses(params, batch):
+                return self.task.losses(params, batch, *frozen)
+
+            given = params, batch, mask, dataclasses.replace(clip, norm=norm), strategy
+            return clip_chunk(losses, *given, buckets=buckets, total=total)
 
         shapes = chunk.length, chunk.mask.shape, chunk.rows
         # A text in a row of its own and texts that share rows are different arrays.
         kind = jax.tree.structure(chunk.batch)
         key = ("sum", kind, *shapes, clip.normalised, clip.in_float32, strategy)
-        arguments = params, chunk.batch, chunk.mask, np.float32(clip.norm), *self.frozen()
+        arguments = params, chunk.batch, chunk.mask, np.float32(clip.norm), *self.frozen
         return self._compiled(key, add, total, *arguments, donate_argnums=0), arguments, key
 
     def nats(self, params: Any, batch: Any) -> tuple[np.ndarray, np.ndarray]:
         """Compute (nats, predicted tokens) of each row of a batch, [rows] each."""
-        arguments = (params, batch, *self.frozen())
+        arguments = (params, batch, *self.frozen)
         key = ("nats", *(leaf.shape for leaf in jax.tree.leaves(batch)))
         nats, predictions = self._compiled(key, self.task.nats, *arguments)(*arguments)
         return np.asarray(nats), np.asarray(predictions)
@@ -304,12 +297,11 @@ class Programs:
             self._version, self._params = version, jax.device_put(params)
         return self._params
 
+    @functools.cached_property
     def frozen(self) -> tuple[Any, ...]:
-        """Return the task's frozen parameters as a tuple of arguments, on the device."""
-        if self._frozen is None:
-            frozen = self.task.frozen
-            self._frozen = () if frozen is None else (jax.device_put(frozen),)
-        return self._frozen
+        """The task's frozen parameters as a tuple of arguments, on the device."""
+        frozen = self.task.frozen
+        return () if frozen is None else (jax.device_put(frozen),)
 
     def _compiled(self, key: tuple, function: Any, *args: Any, **options: Any) -> Any:
         """Compile `function` for arguments like these, once for each `key`."""
@@ -337,12 +329,12 @@ def _checked_side_by_side(program, no_sum, arguments, chunk, strategy):
     def added(units, parts, moved_by=0):
         total, values = no_sum(), np.zeros((2, at_once))
         for part in parts:
-            of_place, moved_to = np.zeros(len(mask), int), (part + moved_by) % at_once
-            of_place[moved_to] = units[part]
-            real = np.isin(np.arange(len(mask)), moved_to)[:, None] & mask[of_place]
+            of_place, real = np.zeros(len(mask), int), np.zeros_like(mask)
+            to = (part + moved_by) % at_once
+            of_place[to], real[to] = units[part], mask[units[part]]
             moved = jax.tree.map(lambda leaf, of_place=of_place: leaf[of_place], batch)
             total, norms, losses, _ = program(total, params, moved, real, *others)
-            values[:, part] = np.stack([norms, losses])[:, moved_to]
+            values[:, part] = np.stack([norms, losses])[:, to]
         return jax.tree.map(np.asarray, total), values
 
     places, bits = np.arange(at_once), range(max(1, (at_once - 1).bit_length()))
