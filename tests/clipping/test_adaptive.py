@@ -104,10 +104,6 @@ def test_a_unit_moves_it_by_half_of_the_bound_whatever_its_loss(extreme):
 
 @pytest.mark.privacy
 def test_a_unit_without_rows_adds_nothing():
-    stats = Stats(
-        norms=np.ones(3, np.float32),
-        losses=np.array([1, 0, 2], np.float32),
-        dropped=np.array([False, False, True]),
-        num_rows=np.array([2, 0, 1]),
-    )
+    losses, num_rows = np.float32([1, 0, 2]), np.array([2, 0, 1])
+    stats = Stats(np.ones(3, np.float32), losses, np.array([False, False, True]), num_rows)
     assert stats.counted_losses.tolist() == [1, 2]

@@ -28,10 +28,8 @@ def test_a_users_gradient_is_complete_before_it_is_clipped():
     # Opposite rows cancel in the mean; clipped one by one they would, too, but not 3 against 1.
     user = np.array([[[30.0, 0.0], [0.0, 0.0], [0.0, 0.0], [-1.0, 0.0]]])
     for rows_per_pass in (1, 2, 4):
-        total = clip_chunk(
-            linear_loss, jnp.zeros(2), jnp.asarray(user), jnp.ones((1, 4), bool), Clip(10.0),
-            Strategy("scan", rows_per_pass),
-        )[0]  # fmt: skip
+        given = jnp.zeros(2), jnp.asarray(user), jnp.ones((1, 4), bool), Clip(10.0)
+        total = clip_chunk(linear_loss, *given, Strategy("scan", rows_per_pass))[0]
         np.testing.assert_allclose(reference.floats(total, Clip(10.0)), [7.25, 0.0], rtol=1e-5)
 
 
@@ -84,9 +82,8 @@ def test_it_agrees_with_jax_privacy():
     def user_loss(params, batch):
         return task.losses(params, batch).mean()
 
-    clipped = jax_privacy.clipped_grad(
-        user_loss, l2_clip_norm=0.5, batch_argnums=1, keep_batch_dim=False
-    )
+    how = {"l2_clip_norm": 0.5, "batch_argnums": 1, "keep_batch_dim": False}
+    clipped = jax_privacy.clipped_grad(user_loss, **how)
     ours = clip_chunk(task.losses, theta, batch, jnp.ones((6, 4), bool), Clip(0.5))[0]
     ours, theirs = reference.floats(ours, Clip(0.5)), clipped(theta, batch)
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=6 * Clip(0.5).unit(15))

@@ -186,9 +186,7 @@ def params(task):
     fresh = jax.tree.map(np.asarray, jax.jit(task.init)(jax.random.key(0)))
     if task.frozen is not None and BLOCKS in task.frozen:
         fresh = stacked(adapters_of(fresh), 2)
-    return jax.tree.map(
-        lambda p: np.asarray(p) + rng.normal(0, 0.3, p.shape).astype(np.float32), fresh
-    )
+    return jax.tree.map(lambda p: np.asarray(p) + rng.normal(0, 0.3, p.shape).astype("f4"), fresh)
 
 
 def cohort(rng, units, group):

@@ -194,8 +194,7 @@ def test_an_id_that_no_table_has_is_one_row_for_the_norm_and_for_the_sum(tied, r
     @jax.jit
     def run(ids):
         mask, strategy = jnp.ones((1, 1), bool), Strategy("ghost", 1)
-        found = clip_chunk(losses, params, {"ids": ids}, mask, Clip(1.0), strategy)
-        return found[0]
+        return clip_chunk(losses, params, {"ids": ids}, mask, Clip(1.0), strategy)[0]
 
     for ids in ([-VOCAB - 1, VOCAB - 1], [-9 * VOCAB, 0], [VOCAB, VOCAB - 1], [-1, VOCAB - 1]):
         z = flat(run(np.array([[ids]], np.int32)))

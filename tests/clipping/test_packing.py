@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -15,7 +14,7 @@ from fedsim.clipping.packing import chunks, packed
 from fedsim.engine.worker import EVAL_TOKENS_PER_CALL, LocalEngine, Worker
 from fedsim.models import language_model, lora
 from fedsim.models.language_model import ROW, LanguageModelTask
-from fedsim.models.transformer import Transformer, TransformerConfig, stacked
+from fedsim.models.transformer import TransformerConfig, stacked
 
 LENGTHS = (4, 8, 16, 20)
 BUCKETS = Buckets(LENGTHS, lambda b: b["sizes"], lambda b, n: b | {"tokens": b["tokens"][..., :n]})
@@ -66,10 +65,8 @@ def test_every_unit_is_in_one_chunk_and_no_row_is_cut(
                 assert chunk.length == BUCKETS.holding(longest)
             expected = rows_of(batch["tokens"][unit], mask[unit])
             assert rows_of(chunk.batch["tokens"][place], own) == expected
-            np.testing.assert_array_equal(
-                chunk.batch["sizes"][place][own],
-                (chunk.batch["tokens"][place] > 0).sum(axis=1)[own],
-            )
+            sizes = (chunk.batch["tokens"][place] > 0).sum(axis=1)
+            np.testing.assert_array_equal(chunk.batch["sizes"][place][own], sizes[own])
     if buckets:
         assert {chunk.length for chunk in found} <= set(LENGTHS)
         for chunk in found:  # rows of a kind stand together, padding last
@@ -95,10 +92,8 @@ def batch_of(rng, sizes, vocab=VOCAB, length=LENGTH):
 def test_each_text_is_fed_once_and_rows_do_not_overlap(sizes, rows):
     batch = batch_of(np.random.default_rng(0), sizes)
     found = packed(batch, np.array(rows)[np.searchsorted(rows, batch["sizes"])])
-    assert [each["tokens"].shape[1] for each in found] == sorted(
-        {each["tokens"].shape[1] for each in found}
-    )
-    texts = []
+    lengths, texts = [each["tokens"].shape[1] for each in found], []
+    assert lengths == sorted({*lengths})
     for each in found:
         assert {leaf.dtype for leaf in each.values()} == {np.dtype("int32")}
         for tokens, targets, positions in zip(*(each[name] for name in NAMES), strict=True):
@@ -139,13 +134,11 @@ def task_of(sizes, *, adapters, length=200):
     texts = {f"{i:03d}": [rng.integers(1, 31, size)] for i, size in enumerate(sizes)}
     store = store_of(texts, max_length=length, vocab_size=31)
     config = TransformerConfig(31, length, width=16, num_layers=1, num_heads=2)
-    frozen = None
-    if adapters:
-        frozen = jax.jit(Transformer(config).init)(jax.random.key(1), jnp.zeros((1, 2), jnp.int32))
-        config = lora.adapted(config, 2, 4.0)
-        frozen = frozen["params"]
     data = type("Texts", (), {"eval_users": store})
-    return LanguageModelTask(data, config, frozen=frozen), store
+    if not adapters:
+        return LanguageModelTask(data, config), store
+    frozen = LanguageModelTask(None, config).init(jax.random.key(1))
+    return LanguageModelTask(data, lora.adapted(config, 2, 4.0), frozen), store
 
 
 @pytest.mark.slow

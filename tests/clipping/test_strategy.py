@@ -102,9 +102,8 @@ def test_one_unit_changes_the_sum_by_at_most_the_sensitivity(strategy, dtype, no
     ],
 )
 def test_what_is_no_strategy_is_refused_in_one_line(text):
-    with pytest.raises(
-        ConfigError, match=f"^strategy={text}: expected scan, direct or ghost, then :ROWS .*$"
-    ):
+    line = f"^strategy={text}: expected scan, direct or ghost, then :ROWS .*$"
+    with pytest.raises(ConfigError, match=line):
         Strategy.parse(text)
 
 

@@ -33,16 +33,12 @@ def ray_pool(task, num_workers=1):
     return ray_engine.RayEngine(task, EngineConfig("ray", num_lanes=4, num_workers=num_workers))
 
 
-@pytest.mark.parametrize(
-    "address, says",
-    [
-        ("ray://127.0.0.1:10001", "use `ray job submit`"),
-        ("http://127.0.0.1:8265", "use `ray job submit`"),
-        ("127.0.0.1:1", "a running cluster that can be joined"),
-        ("nowhere.invalid:6379", "a running cluster that can be joined"),
-        ("127.0.0.1:99999", "a running cluster that can be joined"),
-    ],
-)
+SUBMIT, JOIN = "use `ray job submit`", "a running cluster that can be joined"
+ADDRESSES = {"ray://127.0.0.1:10001": SUBMIT, "http://127.0.0.1:8265": SUBMIT}
+ADDRESSES |= {"127.0.0.1:1": JOIN, "nowhere.invalid:6379": JOIN, "127.0.0.1:99999": JOIN}
+
+
+@pytest.mark.parametrize("address, says", ADDRESSES.items())
 def test_an_address_without_a_cluster_is_refused_at_once(address, says, monkeypatch):
     with pytest.raises(ConfigError, match=f"RAY_ADDRESS={address}: .*{re.escape(says)}"):
         Cluster._join(object.__new__(Cluster), address)
@@ -118,11 +114,9 @@ def test_a_stop_that_all_processes_hear_ends_none_of_the_cluster(ray_cluster, rn
     pool = ray_pool(task)
     pool.ready()
     expected, _ = pool.clipped_sum(params, rows, clip)
-    family = [
-        each
-        for each in psutil.Process().children(recursive=True)
-        if "resource_tracker" not in " ".join(each.cmdline())  # of pools that tests before it had
-    ]
+    family = psutil.Process().children(recursive=True)
+    before = "resource_tracker"  # of pools that tests before it had
+    family = [each for each in family if before not in " ".join(each.cmdline())]
     assert len(family) > 5
     for each in family:
         os.kill(each.pid, signal.SIGTERM)
@@ -140,9 +134,8 @@ CODE = "train.py lib/tokens.py lib/settings.toml notes.md requirements.txt a/b/c
 CODE += ["own/data/read.py", "own/data/page.jinja"]  # of a package of that name
 SECRETS = "runs/x/secret.json secret.json old/secret.json auth_token .fedsim-token".split()
 SECRETS += "runs/x/ledger.jsonl runs/x/tb/events.out data/texts own/data/a.csv".split()
-ENDINGS = (
-    "json jsonl.gz ndjson csv tsv.gz txt parquet arrow xlsx db zip npz pkl safetensors".split()
-)
+ENDINGS = "json jsonl.gz ndjson csv tsv.gz txt parquet".split()
+ENDINGS += "arrow xlsx db zip npz pkl safetensors".split()
 TEXTS = [f"{place}posts.{ending}" for place in ("", "my/own/") for ending in ENDINGS]
 
 
@@ -194,12 +187,9 @@ def head():
 
 
 def test_a_cluster_that_asks_for_no_token_is_known(head, monkeypatch):
-    address, state = head
-    for status, authenticated in (
-        (None, False),
-        (grpc.StatusCode.UNAUTHENTICATED, True),
-        (grpc.StatusCode.UNIMPLEMENTED, False),
-    ):
+    (address, state), code = head, grpc.StatusCode
+    found = {None: False, code.UNAUTHENTICATED: True, code.UNIMPLEMENTED: False}
+    for status, authenticated in found.items():
         state["status"] = status
         assert cluster._is_authenticated(address) == authenticated
     monkeypatch.setenv("RAY_USE_TLS", "1")

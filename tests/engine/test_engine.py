@@ -138,9 +138,7 @@ def test_a_sum_of_no_units_is_zero(task, params):
 def test_evaluation_is_a_mean_over_predictions(engine, request, rng, task, params):
     rows = rng.integers(EXAMPLES, size=45)
     losses = task.losses(params, task.read("any", rows))
-    engine = (
-        LocalEngine(task, num_lanes=4) if engine == "local" else request.getfixturevalue("pool")
-    )
+    engine = request.getfixturevalue("pool") if engine == "ray" else LocalEngine(task, num_lanes=4)
     assert engine.mean_nats(params, "any", rows) == pytest.approx(float(losses.mean()), rel=1e-6)
     of_groups = engine.group_losses(params, "any", [rows[:7], rows[7:]])
     np.testing.assert_allclose(of_groups, [losses[:7].mean(), losses[7:].mean()], rtol=1e-6)

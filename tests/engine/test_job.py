@@ -11,6 +11,7 @@ from test_verify import write_texts
 
 LOCAL = Path(__file__).parents[2] / "cluster" / "local.sh"
 PORT = 21000
+CAPTURED = {"capture_output": True, "text": True}
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
 
@@ -27,14 +28,8 @@ def cluster():
     environment.pop("RAY_ADDRESS", None)
 
     def run(*arguments, check=True):
-        return subprocess.run(
-            [LOCAL, *map(str, arguments)],
-            env=environment,
-            check=check,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        words = [LOCAL, *map(str, arguments)]
+        return subprocess.run(words, env=environment, check=check, timeout=300, **CAPTURED)
 
     run("start", 2, 1)
     yield run
@@ -75,11 +70,7 @@ def test_a_job_shows_its_log_and_ends_with_the_commands_exit_code(
 def test_a_client_without_the_token_is_turned_away(cluster, monkeypatch):
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
-    found = subprocess.run(
-        ["ray", "job", "list", "--address", f"http://127.0.0.1:{PORT + 1}"],
-        env={**os.environ, "HOME": "/nonexistent", "RAY_AUTH_MODE": "disabled"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    words = ["ray", "job", "list", "--address", f"http://127.0.0.1:{PORT + 1}"]
+    variables = {**os.environ, "HOME": "/nonexistent", "RAY_AUTH_MODE": "disabled"}
+    found = subprocess.run(words, env=variables, timeout=60, **CAPTURED)
     assert found.returncode != 0 and "nauthorized" in found.stdout + found.stderr

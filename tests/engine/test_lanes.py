@@ -1,5 +1,7 @@
 """Lanes hold every unit once, of texts about as long, and cost about the same."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -28,11 +30,6 @@ class Sized(Task):
         return np.where(rows < 0, 0, self.of_example[rows])
 
 
-def costs(task, rows):
-    """Padded length of each example, 0 for padding."""
-    return np.where(rows < 0, 0, task.buckets.holding(task.sizes("train", rows)))
-
-
 @settings(deadline=None, max_examples=200)
 @given(
     units=st.integers(0, 60),
@@ -52,19 +49,15 @@ def test_every_unit_is_in_one_lane_the_longest_first(units, group, num_lanes, le
     np.testing.assert_array_equal(np.concatenate([rows[:0], *lanes]), rows[order])
     if units >= least:
         assert min(map(len, lanes)) >= least
-    found = costs(task, rows)
+    found = np.where(rows < 0, 0, task.buckets.holding(task.sizes("train", rows)))  # with padding
     if len(lanes) > 1:
         longest = found[order].max(axis=1)
         assert (np.diff(longest) <= 0).all()
         # A lane begins before its share is full, and ends with a block; the last one has the rest.
         blocks = np.sort(found.sum(axis=1))[::-1][: 2 * max(AT_ONCE, least)].sum()
-        most = max(found[order[a:b]].sum() for a, b in bounds_of(lanes))
+        ends = np.cumsum([0, *map(len, lanes)])
+        most = max(found[order[a:b]].sum() for a, b in itertools.pairwise(ends))
         assert most <= found.sum() / min(num_lanes, units // least) + blocks
-
-
-def bounds_of(lanes):
-    ends = np.cumsum([0, *map(len, lanes)])
-    return zip(ends[:-1], ends[1:], strict=True)
 
 
 @pytest.mark.parametrize("tokens, number", [(4, 1), (16, 2), (32, 4), (256, 8)])
@@ -90,9 +83,7 @@ def test_sums_and_statistics_do_not_depend_on_lanes():
     one, many = (LocalEngine(task, num_lanes=lanes) for lanes in (1, 6))
     assert (cut(task, rows, 6, 2)[0] != np.arange(24)).any()
     clip, strategy = Clip(1e-3), Strategy("direct", 4)
-    (a, of_one), (b, of_many) = (
-        engine.clipped_sum(params, rows, clip, strategy) for engine in (one, many)
-    )
+    (a, of_one), (b, of_many) = (x.clipped_sum(params, rows, clip, strategy) for x in (one, many))
     jax.tree.map(np.testing.assert_array_equal, a, b)
     for x, y in zip(of_one.columns(), of_many.columns(), strict=True):
         np.testing.assert_array_equal(x, y)

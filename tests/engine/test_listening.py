@@ -24,8 +24,7 @@ pytestmark = pytest.mark.ray
 def table():
     """{process: address} as the document says it."""
     section = SECURITY.read_text().split("## What listens")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (\w+) \| ([\d.:]+) \|", section, re.MULTILINE)
-    return dict(rows)
+    return dict(re.findall(r"^\| (\w+) \| ([\d.:]+) \|", section, re.MULTILINE))
 
 
 def name_of(pid):

@@ -17,6 +17,8 @@ Worker(cache_dir=pathlib.Path(sys.argv[1]))
 freed = numpy.ones(2**25).sum()
 assert int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096 > 2**28, "given back"
 """
+CACHING = {"memory.max": "2000", "memory.current": "1500", "cpu.max": "350000 100000"}
+CACHING["memory.stat"] = "anon 1\ninactive_file 300\n"
 GPUS = {"CPU": 64.0, "GPU": 8.0}
 TPUS = {"CPU": 64.0, "TPU": 4.0}
 
@@ -26,16 +28,7 @@ TPUS = {"CPU": 64.0, "TPU": 4.0}
     [
         ({}, 8_000_000 * 1024, 64),
         ({"memory.max": "max", "memory.current": "5", "cpu.max": "max 100000"}, 8_192_000_000, 64),
-        (  # cached files count as free
-            {
-                "memory.max": "2000",
-                "memory.current": "1500",
-                "memory.stat": "anon 1\ninactive_file 300\n",
-                "cpu.max": "350000 100000",
-            },
-            800,
-            4,
-        ),
+        (CACHING, 800, 4),  # cached files count as free
     ],
 )
 def test_memory_and_cpus_are_those_of_the_container(values, free, count, tmp_path, monkeypatch):

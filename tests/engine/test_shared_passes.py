@@ -26,8 +26,7 @@ from fedsim.models import lora
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import TransformerConfig
 
-UNITS, GROUP = 11, 2
-VOCAB, LENGTH = 40, 48
+UNITS, GROUP, VOCAB, LENGTH = 11, 2, 40, 48
 CELLS = [  # strategy, rows of a unit, rank of adapters, max_length
     ("direct", 1, 0, LENGTH),
     ("direct", 2, 0, LENGTH // 2),
@@ -45,45 +44,33 @@ def accelerator(monkeypatch):
     monkeypatch.setattr(LocalEngine, "facts", lambda self: {"platform": "gpu"})
 
 
-def planted(monkeypatch, bits, away=1):
-    """A device that adds bits(place, units with rows, texts as numbers, away) [units each] to sums
-    and norms."""
+CALLS, INT = itertools.count(), jax.ShapeDtypeStruct((), np.int32)
+DEVICES = {  # what each adds: (place, units with rows, texts as numbers, distance) -> [units]
+    "place": lambda place, real, texts, away: place + texts % 2,  # harmless, as is one's own text
+    "presence": lambda place, real, texts, away: 1 * real[place ^ away],
+    "text": lambda place, real, texts, away: texts[place ^ away] % 2,
+    "first text": lambda place, real, texts, away: (  # in the upper half
+        real[place ^ away] & (texts[place ^ away] == 1) & (place & away == 0)
+    ),
+    "company": lambda place, real, texts, away: 1 * (real.sum() > 1),  # however large
+    "call": lambda place, real, texts, away: io_callback(lambda: np.int32(next(CALLS)), INT),
+}
+
+
+def planted(monkeypatch, name, away=1):
+    """A device that adds such bits to sums and norms."""
 
     def wrong(losses, params, batch, mask, clip, strategy, **options):
         total, norms, *rest = clip_chunk(losses, params, batch, mask, clip, strategy, **options)
         real, places = mask.any(axis=1), jnp.arange(len(mask))
         texts = sum(leaf.reshape(len(mask), -1).sum(axis=1) for leaf in jax.tree.leaves(batch))
         places %= strategy.units_at_once(mask.shape[1])
-        more = jnp.where(real, bits(places, real, texts, away), 0)
+        more = jnp.where(real, DEVICES[name](places, real, texts, away), 0)
         total = jax.tree.map(lambda leaf: leaf + more.sum().astype(leaf.dtype), total)
         return total, norms * (1 + more * 1e-3), *rest
 
     monkeypatch.setattr("fedsim.engine.programs.clip_chunk", wrong)
     monkeypatch.setattr("fedsim.engine.worker.check_contributions", lambda *_: None)
-
-
-def by_place(place, real, texts, away):
-    return place + texts % 2
-
-
-def by_presence(place, real, texts, away):
-    return real[place ^ away].astype(jnp.int32)
-
-
-def by_text(place, real, texts, away):
-    return texts[place ^ away] % 2
-
-
-def by_one_text(place, real, texts, away):  # the first one, in the upper half
-    return real[place ^ away] & (texts[place ^ away] == 1) & (place & away == 0)
-
-
-def by_company(place, real, texts, away):  # however large
-    return (real.sum() > 1).astype(jnp.int32)
-
-
-def by_repetition(place, real, texts, away, calls=itertools.count()):  # noqa: B008 (of all calls)
-    return io_callback(lambda: np.int32(next(calls)), jax.ShapeDtypeStruct((), np.int32))
 
 
 def task_of(sizes, rank=0, length=LENGTH):
@@ -111,7 +98,7 @@ def params(sizes):
 @pytest.mark.privacy
 def test_others_texts_decide_no_place(accelerator, monkeypatch, sizes, params):
     """With one user's texts longer, or gone, all else adds the same bits."""
-    planted(monkeypatch, by_place)
+    planted(monkeypatch, "place")
     rows = np.arange(UNITS * GROUP).reshape(UNITS, GROUP)
     rows[7] = -1  # drawn, but without texts
 
@@ -140,18 +127,18 @@ def refusal_unless(harmless, rows, group):
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("at_once, away", [(2, 1), (4, 1), (4, 2), (12, 8)])
-@pytest.mark.parametrize("bits", [by_place, by_presence, by_text, by_one_text, by_company])
+@pytest.mark.parametrize("bits", sorted(DEVICES.keys() - {"call"}))
 def test_a_device_that_lets_neighbours_in_is_refused(bits, at_once, away, accelerator, monkeypatch):
     planted(monkeypatch, bits, away)
     worker, rows = Worker(MeanTask(np.arange(1, 25)[:, None])), np.arange(24)[:, None]
-    with refusal_unless(bits is by_place, at_once, 1):
+    with refusal_unless(bits == "place", at_once, 1):
         worker.lane_sum(0, np.zeros(1), rows, CLIP, Strategy("direct", at_once))
 
 
 @pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize("name, group, rank, length", CELLS)
-@pytest.mark.parametrize("bits", [by_place, by_text])
+@pytest.mark.parametrize("bits", ["place", "text"])
 def test_a_device_that_lets_neighbours_in_is_refused_with_each_strategy(
     name, group, rank, length, bits, accelerator, monkeypatch, sizes
 ):
@@ -159,7 +146,7 @@ def test_a_device_that_lets_neighbours_in_is_refused_with_each_strategy(
     task = task_of(sizes, rank, length)
     params = lora.init(task.config, jax.random.key(1)) if rank else task.init(jax.random.key(0))
     engine, rows = LocalEngine(task, num_lanes=1), np.arange(8 * group).reshape(8, group)
-    with refusal_unless(bits is by_place, 4 * group, group):
+    with refusal_unless(bits == "place", 4 * group, group):
         engine.clipped_sum(params, rows, CLIP, Strategy(name, 4 * group))
 
 
@@ -168,7 +155,7 @@ def test_a_device_that_lets_neighbours_in_is_refused_with_each_strategy(
 def test_a_device_whose_bits_vary_is_refused_where_units_are_alone(
     strategy, accelerator, monkeypatch, sizes, params
 ):
-    planted(monkeypatch, by_repetition)
+    planted(monkeypatch, "call")
     engine, rows = LocalEngine(task_of(sizes), num_lanes=1), np.arange(8).reshape(4, 2)
     with pytest.raises(UnsupportedModel, match="^accelerator=cpu: expected cpu: computed again, "):
         engine.clipped_sum(params, rows, CLIP, strategy)

@@ -13,14 +13,7 @@ from refused import refuses
 from zoo import VOCAB, Tied, losses_of
 
 from experiments.mean_task import MeanTask
-from fedsim.clipping import (
-    Clip,
-    Strategy,
-    UnsupportedModel,
-    clip_chunk,
-    ghost,
-    strategy,
-)
+from fedsim.clipping import Clip, Strategy, UnsupportedModel, clip_chunk, ghost, strategy
 from fedsim.config import EngineConfig
 from fedsim.engine.engine import Engine
 from fedsim.engine.factory import choose_strategy
@@ -50,19 +43,16 @@ class ModelTask(Task):
         return {"tokens": tokens, "sizes": np.full(len(rows), 5, np.int32)}
 
 
-def of_model():
-    task = ModelTask(Tied(4))
-    batch = task.read("train", np.arange(2))
-    params = jax.jit(task.model.init)(jax.random.key(0), batch)["params"]
-    return LocalEngine(task, num_lanes=1), params
+def local(model=None, kind=ModelTask):
+    task = kind(model or Tied(4))
+    fresh = jax.jit(task.model.init)
+    params = fresh(jax.random.key(0), task.read("train", np.arange(2)))["params"]
+    return LocalEngine(task, num_lanes=2), params
 
 
 @pytest.mark.slow
 @several_at_once
-@pytest.mark.parametrize(
-    "factor",
-    [0.9, np.nan, 1.1],
-)
+@pytest.mark.parametrize("factor", [0.9, np.nan, 1.1])
 def test_a_strategy_that_finds_other_norms_is_refused(factor, monkeypatch):
     right = ghost.matrix
 
@@ -75,7 +65,7 @@ def test_a_strategy_that_finds_other_norms_is_refused(factor, monkeypatch):
         return found
 
     monkeypatch.setattr(ghost, "matrix", wrong)
-    engine, params = of_model()
+    engine, params = local()
     found, _ = engine.faults(params, 1, CLIP, Strategy("ghost", 4))
     assert found == "other norms than scan finds"
 
@@ -99,10 +89,8 @@ def test_units_that_change_what_others_contribute_are_not_computed_side_by_side(
 
     monkeypatch.setattr("fedsim.engine.programs.clip_chunk", wrong)
     changed = moved not in ("", "nan")
-    refusal = pytest.raises(
-        UnsupportedModel, match="^rows_per_pass=4: expected at most 1 here: side"
-    )
-    engine, params = of_model()
+    refusal = pytest.raises(UnsupportedModel, match="^rows_per_pass=4: expected at most 1: side")
+    engine, params = local()
     with refusal if changed else contextlib.nullcontext():
         engine.clipped_sum(params, np.arange(10).reshape(-1, 1), CLIP, Strategy("direct", 4))
 
@@ -189,13 +177,6 @@ class Frozen(ModelTask):
         return np.ones(1, np.float32)
 
 
-def local(model=None, kind=ModelTask):
-    task = kind(model or Tied(4))
-    fresh = jax.jit(task.model.init)
-    params = fresh(jax.random.key(0), task.read("train", np.arange(2)))["params"]
-    return LocalEngine(task, num_lanes=2), params
-
-
 @pytest.fixture
 def large(monkeypatch):
     """Every model is large."""
@@ -214,8 +195,7 @@ def test_a_large_model_takes_ghost_for_examples_if_all_of_it_is_trained(large, m
 
 
 def test_a_model_that_ghost_does_not_support_is_left_to_direct(large):
-    found = choose_strategy(*local(Unknown()), 1, CLIP, AUTO)
-    assert found == Strategy("direct", 4)
+    assert choose_strategy(*local(Unknown()), 1, CLIP, AUTO) == Strategy("direct", 4)
     with refuses("strategy=ghost", says="ghost:4 parameter gain: expected to be used by"):
         choose_strategy(*local(Unknown()), 1, CLIP, EngineConfig(strategy="ghost"))
 
