@@ -158,7 +158,7 @@ def steps(
     every = run.eval_every or max(1, last // 10)
 
     def loss() -> float:
-        return headline(evaluate(workers, state.params, data, run.eval_examples))
+        return headline(evaluate(workers, state.params, data, run.eval_examples or 512))
 
     with (
         stop_signals() as stop,

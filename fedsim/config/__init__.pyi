@@ -42,7 +42,9 @@ from .privacy import (
 )
 from .settings import (
     ALL_LINEAR as ALL_LINEAR,
+    EVAL_EXAMPLES as EVAL_EXAMPLES,
     OPERATIONAL as OPERATIONAL,
+    PLANNED as PLANNED,
     UPDATE as UPDATE,
     AuditConfig as AuditConfig,
     BuildConfig as BuildConfig,

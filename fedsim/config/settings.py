@@ -28,6 +28,9 @@ LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 UPDATE = ("optimizer", "learning_rate", "schedule", "ema")
 """Settings of a RunConfig that are None where the defaults depend on the noise."""
+PLANNED = (*UPDATE, "eval_examples")
+"""Settings of a RunConfig that are None until there is a plan."""
+EVAL_EXAMPLES = 64, 512  # the fewest and the most by default
 
 
 def _home(field: str) -> BeforeValidator:
@@ -292,8 +295,9 @@ class RunConfig(UpdateConfig):
     eval_every: Count | None = None
     """Steps between evaluations. >= 1. Default: a tenth of the run."""
 
-    eval_examples: Count = 512
-    """Number of held-out examples per evaluation, the same each time. >= 1."""
+    eval_examples: Count | None = None
+    """Number of held-out examples per evaluation, the same each time. >= 1. Default: as many as the
+    gradients between two evaluations, but at least 64 and at most 512; 512 with eval_epsilon."""
 
     checkpoint_every: Count = 10
     """Steps between checkpoints. >= 1. If this takes longer than a minute, there is one every

@@ -271,7 +271,7 @@ class TrainSettings(TypedDict, total=False):
     wait_for_workers: float
     worker_timeout: float
     eval_every: int | None
-    eval_examples: int
+    eval_examples: int | None
     checkpoint_every: int
     log_to: Sequence[LoggerName]
     strict: bool

@@ -15,6 +15,7 @@ from fedsim.config import (
     ALLOCATION,
     CORRELATED,
     CYCLIC,
+    EVAL_EXAMPLES,
     ZERO_OUT,
     Algorithm,
     PrivacyConfig,
@@ -248,10 +249,11 @@ def evaluations_of(
     expect("eval_loss_bound", privacy.eval_loss_bound, bound > 0, "a bound on the loss of the task")
     every = run.eval_every or -(-privacy.num_steps // 10)
     count = 1 + -(-privacy.num_steps // every)
-    users = min(total, run.eval_examples)
+    examples = run.eval_examples or max(EVAL_EXAMPLES)
+    users = min(total, examples)
     delta = min(default_delta(total), privacy.delta or 1.0)
     sigma = noise_of(privacy.eval_epsilon, delta, count)
-    rows = min(MAX_ROWS, max(1, run.eval_examples // users))
+    rows = min(MAX_ROWS, max(1, examples // users))
     return Evaluations(privacy.eval_epsilon, delta, sigma, every, count, users, rows, bound)
 
 

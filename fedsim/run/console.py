@@ -2,6 +2,7 @@
 
 import math
 import shlex
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -65,14 +66,16 @@ class Console(Terminal):
                     text=line(values),
                 )
             return
-        every = -(-(last - first) // MAX_LINES)
+        every, took = -(-(last - first) // MAX_LINES), []
 
         def show(step: int, values: dict[str, float]) -> None:
             if step % every == 0 or step in (first + 1, last):
                 self.note(f"step {step}/{last}  {line(values)}")
-            seconds = values["performance/step_seconds"]
-            if step == first + 2 and (left := seconds * (last - step)) > LONG_S:  # all is compiled
-                self.note(f"a step takes {seconds:.2g} s, the rest about {left / 60:,.0f} minutes")
+            if first + 1 < step <= first + 4:  # the first step compiles
+                took.append(values["performance/step_seconds"])
+            if step == first + 4 and (left := statistics.median(took) * (last - step)) > LONG_S:
+                usual = f"a step takes {statistics.median(took):.2g} s"
+                self.note(f"{usual}, the rest about {left / 60:,.0f} minutes")
 
         yield show
 

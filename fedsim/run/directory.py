@@ -21,7 +21,7 @@ from typing import Any
 from fedsim import keys
 from fedsim.config import (
     OPERATIONAL,
-    UPDATE,
+    PLANNED,
     Algorithm,
     PrivacyConfig,
     RunConfig,
@@ -294,7 +294,7 @@ def expect_same(stored: StoredRun, now: StoredRun) -> None:
     ):
         for name, value in after.items():
             was = before.get(name)
-            left_out = name in UPDATE and value is None
+            left_out = name in PLANNED and value is None
             # Names of tables follow from the cache; that the rows are the same is in the identity.
             left_out |= name == "data" and is_table(str(value)) and is_table(str(was))
             if name not in OPERATIONAL | {"seed"} and value != was and not left_out:

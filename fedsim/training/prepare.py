@@ -12,7 +12,7 @@ import numpy as np
 
 from fedsim.budget import GROUP_SIZE, BudgetRequest, count_at_once
 from fedsim.clipping import Clip, Strategy, num_coordinates
-from fedsim.config import UPDATE, ZERO_OUT, PrivacyConfig, RunConfig
+from fedsim.config import EVAL_EXAMPLES, PLANNED, ZERO_OUT, PrivacyConfig, RunConfig
 from fedsim.els import ELS
 from fedsim.engine import DUMMY, Engine, Task, choose_strategy
 from fedsim.errors import ConfigError, expect
@@ -274,9 +274,13 @@ def facts_of_start(run: RunConfig, *, fresh_model: bool) -> list[Caveat]:
 
 
 def with_plan(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: bool) -> RunConfig:
-    """The run with its optimizer settings as it was started, or by the rule."""
+    """The run with nothing of PLANNED left to defaults: as it was started, or by the rules."""
     if stored is not None:
-        return dataclasses.replace(run, **{name: getattr(stored.run, name) for name in UPDATE})
+        return dataclasses.replace(run, **{name: getattr(stored.run, name) for name in PLANNED})
+    # An evaluation takes no more examples than the steps since the last one.
+    since = plan.batch_size * (run.eval_every or -(-plan.num_steps // 10))
+    examples = run.eval_examples or int(np.clip(since, *EVAL_EXAMPLES))
+    run = dataclasses.replace(run, eval_examples=examples)
     bound = plan.clip.sensitivity
     stddev = bound * plan.gradient_noise_multiplier / plan.expected_count
     if plan.strategy:

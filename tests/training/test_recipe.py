@@ -1,17 +1,20 @@
 """What a run's update is where its user leaves it open."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from refused import refuses
 
 from fedsim.cli.main import main
-from fedsim.config import UPDATE, run_config
+from fedsim.clipping import Clip
+from fedsim.config import PLANNED, UPDATE, run_config
 from fedsim.run import directory
 from fedsim.training.optimizers import MOMENTUM_RATES, Noise, with_defaults
+from fedsim.training.prepare import with_plan
 
 FLAGS = ["--engine", "local", "--model", "micro", "--max-length", "16", "--epsilon", "8"]
-FLAGS += "--num-steps 4 --batch-size 8 --eval-examples 8 --strategy scan --rows-per-pass 1".split()
+FLAGS += "--num-steps 4 --batch-size 8 --strategy scan --rows-per-pass 1".split()
 
 
 def rate(stddev, bound=1.0, num_steps=100, **settings):
@@ -48,12 +51,13 @@ def test_a_run_keeps_what_was_found_and_goes_on_with_it(run_dir, capsys):
     run = directory.load(run_dir).run
     assert run.optimizer == "momentum" and run.learning_rate is not None
     record = json.loads((run_dir / directory.CONFIG).read_text())["run"]
-    assert {name: record[name] for name in UPDATE} == {n: getattr(run, n) for n in UPDATE}
+    assert {name: record[name] for name in PLANNED} == {n: getattr(run, n) for n in PLANNED}
     main([*flags, "--resume"])
     capsys.readouterr()
     for name, value, was in (
         ("learning_rate", "0.5", run.learning_rate),
         ("optimizer", "adam", "momentum"),
+        ("eval_examples", "65", 64),
     ):
         with pytest.raises(SystemExit, match="2"):
             main([*flags, "--resume", f"--{name.replace('_', '-')}", value])
@@ -65,3 +69,17 @@ def test_a_run_keeps_what_was_found_and_goes_on_with_it(run_dir, capsys):
 )
 def test_the_average_looks_back_ten_steps(num_steps, ema):
     assert update(Noise(0.01, 1.0, num_steps))["ema"] == ema
+
+
+@pytest.mark.parametrize(
+    "num_steps, every, given, examples",
+    [(10, None, None, 64), (300, None, None, 240), (2000, None, None, 512), (10, 30, None, 240)]
+    + [(10, None, 8, 8), (10, None, 4096, 4096)],
+)
+def test_an_evaluation_has_no_more_examples_than_the_steps_before(
+    num_steps, every, given, examples
+):
+    noise = {"gradient_noise_multiplier": 1.0, "strategy": None, "expected_count": 8}
+    plan = SimpleNamespace(num_steps=num_steps, batch_size=8, clip=Clip(1.0), **noise)
+    run = run_config(data="pydocs", run_dir="r", eval_every=every, eval_examples=given)
+    assert with_plan(plan, None, run, fresh=True).eval_examples == examples
