@@ -52,7 +52,7 @@ def test_a_dry_run_shows_the_plan_of_the_run_and_leaves_nothing(
     found = json.loads(out)
     assert not run_dir.exists()
     assert "workers " not in err  # it starts none of the run's
-    for name in ("noise ", "step ", "epsilon"):
+    for name in ("noise ", "step ", "epsilon", "rows "):
         assert sum(line.startswith(name) for line in err.splitlines()) == 1, err
     main(command(texts, run_dir))
     plan = json.loads((run_dir / "config.json").read_text())["plan"]

@@ -40,6 +40,7 @@ from fedsim.config import (
     Setting,
     config_of,
     flags_of,
+    hint_of,
     read,
     to_json,
     unknown_setting,
@@ -325,8 +326,7 @@ def _spelt(word: str, known: Mapping[str, Setting]) -> str:
     flag, equals, value = word.partition("=")
     name = flag[2:].replace("-", "_")
     if name not in known and name.removeprefix("no_") not in known:
-        close = difflib.get_close_matches(name, known, 1, 0.75)
-        hint = f", such as {words_of(known[close[0]])[0]}" if close else ""
+        hint = hint_of(name, known, lambda close: words_of(known[close])[0])
         raise ConfigError(f"{flag}: expected the name of a flag{hint}", field=name)
     return f"--{name.replace('_', '-')}{equals}{value}"
 

@@ -3,6 +3,7 @@ from .load import (
     changed as changed,
     changed_run as changed_run,
     config_of as config_of,
+    hint_of as hint_of,
     original_names as original_names,
     read as read,
     run_config as run_config,

@@ -3,12 +3,12 @@
 import difflib
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from fedsim.config.model import flags_of
-from fedsim.config.settings import RunConfig
+from fedsim.config.settings import BuildConfig, RunConfig
 from fedsim.errors import ConfigError, expect
 
 T = TypeVar("T")
@@ -29,9 +29,15 @@ def original_names(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def unknown_setting(name: str, value: Any, known: Iterable[str]) -> ConfigError:
     """The error of a setting that does not exist, with the nearest name."""
+    return ConfigError.of(name, value, f"the name of a setting{hint_of(name, known)}")
+
+
+def hint_of(name: str, known: Iterable[str], typed: Callable[[str], str] = str) -> str:
+    """What an error says of an unknown name. Args: typed: how a known one is typed."""
+    if name in flags_of(BuildConfig):
+        return "; this one is of `fedsim data build`, whose directory `data` takes"
     close = difflib.get_close_matches(name, list(known), 1, 0.75)
-    hint = f", such as {close[0]}" if close else ""
-    return ConfigError.of(name, value, f"the name of a setting{hint}")
+    return f", such as {typed(close[0])}" if close else ""
 
 
 def config_of(kind: type[T], settings: Mapping[str, Any]) -> T:

@@ -24,10 +24,11 @@ from fedsim.files import (
 )
 
 WARN_SHARE = 0.01  # of all tokens: a build that cut off more is warned about
-LOST_CHATS = {
+LOST_ROWS = {
+    "empty_texts_dropped": "they have no text",
     "chats_skipped": "they cannot be read (skip_unknown)",
-    "chats_without_trained_tokens_dropped": "none of their trained tokens are within max_length "
-    "(of a long prompt, long_texts=split keeps the end and the answer)",
+    "chats_without_trained_tokens_dropped": "nothing in them is trained on, or nothing within "
+    "max_length (of a long prompt, long_texts=split keeps the end and the answer)",
 }
 SUMS = "SHA256SUMS"  # of the files that fingerprints of splits do not cover
 NATS_PER_TOKEN, NATS_PER_BYTE = "nats per token", "nats per byte"
@@ -102,9 +103,9 @@ class Dataset:
             line = f"{counts['long_texts'] / counts['rows']:.0%} of texts are longer than {most} "
             line += f"tokens. Of all tokens, max_length {', '.join(keeps)}"
             found.append(line + "; long_texts=split keeps all" * ("chats" not in self.metadata))
-        for name, why in LOST_CHATS.items():
+        for name, why in LOST_ROWS.items():
             if number := counts.get(name):
-                line = f"{number:,} of {counts['rows']:,} chats ({number / counts['rows']:.1%})"
+                line = f"{number:,} of {counts['rows']:,} rows ({number / counts['rows']:.1%})"
                 found.append(f"{line} are left out: {why}")
         return found
 

@@ -1,5 +1,11 @@
 from . import ray_engine as ray_engine
-from .engine import At as At, Engine as Engine, EngineError as EngineError, Stats as Stats
+from .engine import (
+    At as At,
+    Engine as Engine,
+    EngineError as EngineError,
+    Stats as Stats,
+    ignore as ignore,
+)
 from .environment import (
     expect_usable_jax as expect_usable_jax,
     keep_compiled as keep_compiled,

@@ -55,7 +55,8 @@ def find_model(
     if (path / directory.CONFIG).is_file() and not weights.is_directory(path):
         return model_of_run(path)
     if not path.exists() and not source.startswith(weights.HUB):
-        hub = "hf:NAME" if source.count("/") != 1 else f"{weights.HUB}{source}"
+        is_path = source.count("/") != 1 or path.parent.exists()
+        hub = "hf:NAME" if is_path else f"{weights.HUB}{source}"
         expected = f"one of {', '.join(PRESETS)}, {hub}, or a directory that exists"
         raise ConfigError.of("model", source, expected)
     with (console or Terminal()).phase(f"loading model={source}"):

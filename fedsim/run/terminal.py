@@ -6,6 +6,7 @@ Imports nothing slow, so that the first line of a command appears at once.
 
 import functools
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -19,6 +20,7 @@ from fedsim.errors import printable
 from fedsim.signals import raise_if_stopped
 
 BAR = 10  # columns of the bar
+SILENT_S = 30.0  # without a line of progress in a log
 
 _LEVEL: ContextVar[str] = ContextVar("level", default="normal")
 
@@ -105,19 +107,24 @@ class Terminal:
 
     @contextmanager
     def phase(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """Show an operation on a terminal while the block runs.
+        """Show an operation on a terminal while the block runs, and its progress in a log.
 
         Yields:
           (done, of) -> None; reports progress. Raises KeyboardInterrupt if a stop signal came.
         """
         what = printable(what)
         with self.bar(what) if self.has_bars else nullcontext() as update:
+            said = time.monotonic()
 
             def at(done: int, of: int) -> None:
+                nonlocal said
                 raise_if_stopped()
+                line = f"{what}: {done} of {of} done" if of else f"{what}: {done} done"
                 if update is not None:
-                    line = f"{what}: {done} of {of} done" if of else f"{what}: {done} done"
                     update(completed=done, total=of or None, description=line)
+                elif time.monotonic() > said + SILENT_S:
+                    said = time.monotonic()
+                    self.note(line)
 
             yield at
 

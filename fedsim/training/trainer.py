@@ -21,6 +21,7 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import at_most, event_fields
+from fedsim.clipping import num_coordinates
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig
 from fedsim.data import TEMPLATE
 from fedsim.engine import Stats, versions
@@ -414,7 +415,11 @@ def show(prepared: PreparedRun, *, dry_run: bool = False) -> None:
             if alike := request.lookalike_warning():
                 console.warn(alike)
     console.plan(plan, None if dry_run else prepared.engine, opened.run)
-    console.rows([("gradient method", f"{prepared.strategy}{prepared.engine.facts()['kernels']}")])
+    rows = [("gradient method", f"{prepared.strategy}{prepared.engine.facts()['kernels']}")]
+    if (length := getattr(opened.data.train, "max_length", None)) is not None:
+        size = num_coordinates((prepared.params, prepared.task.frozen))
+        rows.append(("rows", f"up to {length:,} tokens, through {size:,} parameters"))
+    console.rows(rows)
 
 
 def warnings_of_new_model(opened: OpenRun) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.clipping import Clip, Strategy
-from fedsim.engine import Engine, EngineError
+from fedsim.engine import At, Engine, EngineError, ignore
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.sampling import PADDING, draw_groups
@@ -40,15 +40,18 @@ class GradientNorms:
         *,
         num_users: int = NUM_USERS,
         max_group_size: int = 1,
+        at: At = ignore,
     ):
         """
         Args:
           params: theta, the starting model.
           offsets: int64 [users + 1]; user u owns the examples offsets[u]:offsets[u + 1].
           max_group_size: the largest group size that will be needed.
+          at: shows how much of an estimate is done.
         Raises: ConfigError: no user has an example.
         """
         self._engine, self._params, self._offsets, self._key = engine, params, offsets, key
+        self._at = at
         sizes = np.diff(offsets)
         owners = np.flatnonzero(sizes)
         empty = f"{len(sizes)} users without examples"
@@ -90,6 +93,7 @@ class GradientNorms:
             batch = rows[start : start + BATCH]
             _, stats = self._engine.clipped_sum(self._params, batch, ANY_CLIP, strategy)
             norms.append(stats.norms[~stats.dropped])
+            self._at(start + len(batch), len(rows))
         finite = np.concatenate(norms)
         finite = finite[np.isfinite(finite)]
         if not len(finite):

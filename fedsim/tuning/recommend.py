@@ -66,15 +66,10 @@ def recommend(
     expect("users", num_users, num_users >= 1, ">= 1")
     with started(run, console) as start:
         users = start.data.train
-        norms = GradientNorms(
-            start.workers,
-            start.params,
-            users.offsets,
-            start.key,
-            num_users=num_users,
-            max_group_size=max(1, privacy.batch_size // (doubling.START.cohort_size // 2)),
-        )
-        with console.phase(f"gradient norms of {norms.num_users} users"):
+        largest = max(1, privacy.batch_size // (doubling.START.cohort_size // 2))
+        of = start.workers, start.params, users.offsets, start.key
+        with console.phase("gradient norms") as at:
+            norms = GradientNorms(*of, num_users=num_users, max_group_size=largest, at=at)
             els, els_norm, of_els = _els(start, privacy, norms)
             uls, uls_norm, of_uls = _uls(start, privacy, norms)
         non_private = list(dict.fromkeys([*of_els, *of_uls]))

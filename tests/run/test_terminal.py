@@ -1,5 +1,6 @@
 """What a person sees while they wait."""
 
+from fedsim.run import terminal
 from fedsim.run.terminal import Terminal, verbosity
 
 
@@ -18,3 +19,5 @@ def test_levels_hold_for_the_terminals_of_a_block(capsys, monkeypatch):
     with verbosity("quiet"):
         assert speak() == ["warning: a --flag"]
     assert speak() == ["warning: a --flag", "a note"]
+    monkeypatch.setattr(terminal, "SILENT_S", -1.0)
+    assert speak() == ["warning: a --flag", "a note", "a phase: 1 of 2 done"]

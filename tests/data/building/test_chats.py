@@ -97,7 +97,7 @@ def test_rows_without_a_trained_token_are_dropped_and_counted(tmp_path, model):
     assert counts["long_texts"] == 1 and counts["tokens_cut"] > 100
     cut, untrained = data.lost()
     assert "33% of texts are longer than 200 tokens. Of all" in cut and "split" not in cut
-    assert "2 of 3 chats (66.7%) are left out: none of their trained" in untrained
+    assert "2 of 3 rows (66.7%) are left out: nothing in them is trained on, or" in untrained
     file = lines(tmp_path / "none.jsonl", [{"user_id": "a", "messages": ASKED[:1]}])
     with pytest.raises(DataError, match="no row has a trained token .train_on=assistant"):
         build(file, tmp_path / "none", tokenizer=model)
