@@ -45,16 +45,17 @@ def test_a_dry_run_shows_the_plan_of_the_run_and_leaves_nothing(
         "fedsim.engine.set_threads",
         lambda config: computing.append(config) or set_threads(config),
     )
-    args = command(texts, run_dir, engine="ray")  # of which it needs no worker
+    args = command(texts, run_dir, **{"max-length": 16, "engine": "ray"})  # it needs no worker
     main([*args, "--dry-run", "--json"])
     assert [config.kind for config in computing] == ["local"]
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert not run_dir.exists()
     assert "workers " not in err  # it starts none of the run's
+    assert "% of texts are longer than 16 tokens" in err
     for name in ("noise ", "step ", "epsilon", "rows "):
         assert sum(line.startswith(name) for line in err.splitlines()) == 1, err
-    main(command(texts, run_dir))
+    main(command(texts, run_dir, **{"max-length": 16}))
     plan = json.loads((run_dir / "config.json").read_text())["plan"]
     same = [name for name in plan if name not in ("data_seal", "seeded")]
     assert {name: found[name] for name in same} == {name: plan[name] for name in same}

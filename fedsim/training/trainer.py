@@ -23,7 +23,7 @@ from fedsim import accounting
 from fedsim.accounting import at_most, event_fields
 from fedsim.clipping import num_coordinates
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig
-from fedsim.data import TEMPLATE
+from fedsim.data import TEMPLATE, corpora
 from fedsim.engine import Stats, versions
 from fedsim.errors import ConfigError
 from fedsim.evaluate import evaluate, headline
@@ -406,7 +406,10 @@ def show(prepared: PreparedRun, *, dry_run: bool = False) -> None:
     """Show the plan and what it warns of, before the first step; of a dry run without workers."""
     opened, plan, console = prepared.opened, prepared.plan, prepared.opened.console
     if opened.stored is None:
-        for warning in [*warnings_of(plan), *warnings_of_new_model(opened)]:
+        source = opened.run.data.source  # who built it has been told already
+        told = source == corpora.PYDOCS or corpora.is_built(source)
+        lost = [] if told else opened.data.lost()
+        for warning in [*lost, *warnings_of(plan), *warnings_of_new_model(opened)]:
             console.warn(warning)
         if prepared.booking is not None:
             request, _ = prepared.booking.requests[0]
