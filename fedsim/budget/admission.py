@@ -170,7 +170,7 @@ def _why_not(spent: Account, more: RunCost, broken: Limit) -> str:
         return f"this run has no guarantee ({in_words(more.nothing)}), so no limit can be kept"
     spent = spent.under(broken)
     before, after = (spent.total(broken.delta, more=m).adaptive for m in (None, more))
-    why = f"{len(spent.charges)} runs on these users have spent {at_most(before, '.4g')}"
+    why = f"runs on these users so far ({len(spent.charges)}) spent {at_most(before, '.4g')}"
     if first := next((charge for charge in spent.charges if charge.nothing), None):
         why = f"{first.entry.place} has no guarantee for them ({in_words(first.nothing)})"
     at = f"at delta {at_most(broken.delta, '.2e')}, the limit's"

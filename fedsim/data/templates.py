@@ -8,6 +8,7 @@ hold for whatever they compute. An error says why, and nothing that is not in th
 import datetime
 import functools
 import json
+import traceback
 from typing import Any
 
 import jinja2
@@ -38,7 +39,10 @@ def render(source: str, variables: dict[str, Any], begins: str, ends: str) -> st
         raise
     except Exception as error:  # whatever a program may raise
         refuses = type(error) is jinja2.TemplateError  # its text may have a person's in it
-        reason = "refuses it" if refuses else f"fails with {type(error).__name__}"
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f" in line {each.lineno}" for each in frames if each.filename == "<template>"]
+        reason = f"fails with {type(error).__name__}{''.join(lines[-1:])}"
+        reason = "refuses it" if refuses else reason
         raise ValueError(f"its template {reason}") from None
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"its template writes more than {MAX_CHARACTERS:,} characters")

@@ -337,9 +337,9 @@ def test_a_template_that_takes_too_much_ends_its_process_alone(template, monkeyp
 
 REFUSALS = [
     ("{{ raise_exception('no ' + messages[0].content) }}", "its template refuses it"),
-    ("{{ {}[messages[0].content].x }}", "its template fails with UndefinedError"),
-    ("{{ messages.append(1) }}", "its template fails with SecurityError"),
-    ("{{ ''.__class__.__mro__ }}", "its template fails with SecurityError"),
+    ("\n{{ {}[messages[0].content].x }}", "its template fails with UndefinedError in line 2"),
+    ("{{ messages.append(1) }}", "its template fails with SecurityError in line 1"),
+    ("{{ ''.__class__.__mro__ }}\n\n", "its template fails with SecurityError in line 1"),
     ("{{ 'x' * 2**25 }}", "its template writes more than 16,777,216 characters"),
 ]
 
