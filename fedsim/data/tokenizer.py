@@ -181,7 +181,7 @@ class Tokenizer:
         """
         file = Path(expand_home("tokenizer", file))
         if not file.is_file():
-            expected = "bytes, or a tokenizer.json that exists, in hf:NAME or as a file"
+            expected = "bytes, hf:NAME of the Hub, or a tokenizer.json or its directory that exists"
             raise DataError.of("tokenizer", name or file, expected)
         beside = json.dumps(named_beside(file))
         try:

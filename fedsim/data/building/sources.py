@@ -80,7 +80,7 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
         for path in matched:
             found += files_in(path) if path.is_dir() else [path]
         if not found:
-            expected = "a file or glob that exists"
+            expected = "a file, glob or directory (of `fedsim data build`, say) that exists"
             if exists:
                 expected = f"files in it that end in {', '.join(SUFFIXES)} (JSON: '{source}/*.json'"
                 expected += "; what `datasets` saved: to_parquet writes such a file)"
