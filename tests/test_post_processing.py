@@ -81,6 +81,6 @@ def test_a_training_that_diverges_ends_and_says_what_it_spent(texts, run_dir, ca
 def test_texts_of_those_who_are_protected_end_no_run(texts, run_dir, monkeypatch):
     """Their loss has no noise, and when a run ends is public."""
     found = {"eval/loss": 1.0, "non_private/eval_examples_loss": math.nan}
-    monkeypatch.setattr("fedsim.training.trainer.evaluate", lambda *_: found)
+    monkeypatch.setattr("fedsim.training.trainer.evaluate", lambda *_, **__: found)
     train(texts, run_dir)
     assert json.loads((run_dir / "summary.json").read_text())["steps_done"] == 12
