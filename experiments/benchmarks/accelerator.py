@@ -81,7 +81,7 @@ COMPILERS = max(1, min(4, (os.cpu_count() or 1) // 4))  # few: private runs comp
 CHANGES: dict[str, tuple[str, Any]] = {  # what a cell has otherwise than fedsim
     "xla": ("fedsim.models.attention.is_fused", lambda *own: False),
     "logits": ("fedsim.models.language_model.CHUNK_LOGITS", 2**27),  # 16 times as many
-    "tile": ("fedsim.clipping.ghost.TILE", 2**24),
+    "tile": ("fedsim.clipping.ghost.ACCELERATOR_TILE", 2**24),
 }
 STEPS = {False: 10, True: 4}  # of a private run; True: the quick form
 MAX_LENGTH, STEP = 128, 512  # of `padding`: tokens, and gradients of a step
