@@ -119,7 +119,7 @@ def test_a_killed_run_counts_whole_whatever_its_directory_shows(place, tmp_path)
     for step in range(7):
         put_back(tmp_path / "a", step)
         assert states(place) == [("", PLANNED)]
-        with refuses("limit_epsilon", says="1 runs"):
+        with refuses("limit_epsilon", says="so far (1)"):
             run(place, tmp_path / "b", limit=1.05 * ONE)
         shutil.rmtree(tmp_path / "b")
     (tmp_path / "a" / directory.CONFIG).write_text("{}")
@@ -273,7 +273,7 @@ def test_what_has_no_ledger_of_its_own_is_released_once(where, place, tmp_path):
 def test_a_run_that_would_break_the_limit_is_refused_and_leaves_no_trace(place, tmp_path):
     run(place, tmp_path / "a", limit=1.2 * ONE)
     before = (place / FILE).read_bytes()
-    with refuses("limit_epsilon", says="1 runs"):
+    with refuses("limit_epsilon", says="so far (1)"):
         run(place, tmp_path / "b", limit=1.2 * ONE)
     assert (place / FILE).read_bytes() == before
     assert not (tmp_path / "b" / RECEIPT).exists()

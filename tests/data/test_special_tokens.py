@@ -91,7 +91,7 @@ def test_the_hub_is_asked_for_the_files_that_name_them(tmp_path, monkeypatch):
     assert (found.begin_id, found.end_id) == (1, 2) and asked[:2] == ["some/model", "v1"]
     assert {"tokenizer_config.json", "generation_config.json", "config.json"} < set(asked)
     file.unlink()
-    with pytest.raises(DataError, match="tokenizer=hf:x: expected bytes, or a tokenizer"):
+    with pytest.raises(DataError, match="tokenizer=hf:x: expected bytes, hf:NAME of"):
         Ours.named("hf:x")
 
 
