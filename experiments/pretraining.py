@@ -18,6 +18,7 @@ import functools
 import json
 import math
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -168,19 +169,19 @@ def steps(
         if not state.step:
             state.initial_eval_loss = state.eval_loss = loss()
         while state.step < last and not stop.is_set():
-            rows = batches.draw(state.step)
+            rows, began = batches.draw(state.step), time.monotonic()
             total, stats = workers.clipped_sum(state.params, rows, NO_CLIP, strategy)
             grad = jax.tree.map(lambda leaf: leaf / np.float32(len(rows)), total)  # noqa: B023
             state.params, state.opt_state = update(grad, state.opt_state, state.params)
             if not math.isfinite(float(optax.tree.norm(state.params))):
                 raise Diverged(f"the parameters are not finite after step {state.step + 1}")
-            state.step += 1
+            state.step, seconds = state.step + 1, time.monotonic() - began
             if state.step % every == 0 or state.step == last:
                 state.eval_loss = loss()
             if saver.due(state.step, run.checkpoint_every):
                 saver.save(state.step, vars(state))
-            shown = {"non_private/loss": float(stats.losses.mean()), "eval/loss": state.eval_loss}
-            show(state.step, shown)
+            losses = {"non_private/loss": float(stats.losses.mean()), "eval/loss": state.eval_loss}
+            show(state.step, {**losses, "performance/step_seconds": seconds})
         saver.save(state.step, vars(state))
 
 
