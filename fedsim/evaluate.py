@@ -40,7 +40,7 @@ def evaluate(
     dataset: Dataset,
     max_examples: int | None = None,
     splits: Mapping[str, str] = VALIDATION,
-    at: engine.At | None = None,
+    at: engine.At = engine.ignore,
 ) -> dict[str, float]:
     """Compute the mean loss in nats per token on each existing split, by metric name.
 

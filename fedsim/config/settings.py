@@ -329,6 +329,10 @@ class RunConfig(UpdateConfig):
     """Refuse the run if all runs on these users, including this one, could cost a user more than
     this epsilon at this run's delta. > 0. Default: the limits set in the budget ledger."""
 
+    def evaluated_every(self, num_steps: int) -> int:
+        """Steps between evaluations of a run of T steps."""
+        return self.eval_every or -(-num_steps // 10)
+
 
 @group()
 class AuditConfig:

@@ -194,7 +194,7 @@ class Engine(ABC):
         without rows keep theirs (docs/theory/arithmetic.md)."""
         return strategy.units_at_once(group) > 1 and self.platform != "cpu"
 
-    def mean_nats(self, params: Any, split: str, rows: np.ndarray, at: At | None = None) -> float:
+    def mean_nats(self, params: Any, split: str, rows: np.ndarray, at: At = ignore) -> float:
         """Compute the mean loss over examples of a split, in nats per predicted token.
 
         Args:
@@ -223,14 +223,13 @@ class Engine(ABC):
         return nats[:, 0] / np.maximum(nats[:, 1], 1)
 
     def _nats(
-        self, params: Any, split: str, lanes: Sequence[np.ndarray], at: At | None = None
+        self, params: Any, split: str, lanes: Sequence[np.ndarray], at: At = ignore
     ) -> np.ndarray:
         """Sum of nats and number of predictions of each lane, float64 [lanes, 2]."""
         pairs = []
         for pair in self._lanes("lane_nats", params, lanes, split):
             pairs.append(pair)
-            if at is not None:
-                at(len(pairs), len(lanes))
+            at(len(pairs), len(lanes))
         return np.array(pairs, np.float64).reshape(len(lanes), 2)
 
 

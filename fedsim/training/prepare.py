@@ -278,7 +278,7 @@ def with_plan(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: bo
     if stored is not None:
         return dataclasses.replace(run, **{name: getattr(stored.run, name) for name in PLANNED})
     # An evaluation takes no more examples than the steps since the last one.
-    since = plan.batch_size * (run.eval_every or -(-plan.num_steps // 10))
+    since = plan.batch_size * run.evaluated_every(plan.num_steps)
     examples = run.eval_examples or int(np.clip(since, *EVAL_EXAMPLES))
     run = dataclasses.replace(run, eval_examples=examples)
     bound = plan.clip.sensitivity

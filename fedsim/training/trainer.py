@@ -105,8 +105,8 @@ class Trainer:
         }
         """Fields of each step's line in the ledger."""
         evaluations = self.plan.evaluations
-        every = evaluations.every if evaluations else self.run.eval_every
-        self.eval_every = every or -(-self.plan.num_steps // 10)
+        usual = self.run.evaluated_every(self.plan.num_steps)
+        self.eval_every = evaluations.every if evaluations else usual
         self.most_param = MAX_GROWTH * max(1.0, float(largest_of(self.params)))
         self.transformation = update_rule(self.run, rate_of(self.run, self.plan.num_steps))
         self.update = updater(self.transformation, self.params)
