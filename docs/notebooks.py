@@ -50,7 +50,7 @@ def execute(file: Path, place: Path, model: Path | None) -> None:
             shown = output if "text" in output else output.get("data", {})
             for kind in {"text", "text/plain", "text/markdown"} & shown.keys():
                 text = re.sub(rf"{place}/(tmp\w+|examples)", "…", shown[kind])
-                shown[kind] = re.sub(r"(?m)^(step \d+/\d+ .*\n)(?=step)", "", text)
+                shown[kind] = re.sub(r"(?m)^(step \d+/\d+ .*\n|evaluation .*\n)+(?=step)", "", text)
     nbformat.write(notebook, file)
 
 

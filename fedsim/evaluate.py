@@ -50,14 +50,17 @@ def evaluate(
       dataset: the splits.
       max_examples: use this many evenly spaced examples of a split, always the same; None: all.
       splits: metric by split.
-      at: shows how much of a split is done.
+      at: shows how much is done, as if each split took as long.
     """
-    losses = {}
-    for split, metric in splits.items():
-        if (store := getattr(dataset, split)) is not None:
-            count = min(store.num_examples, max_examples or store.num_examples)
-            rows = np.linspace(0, store.num_examples - 1, count).astype(np.int64)
-            losses[metric] = workers.mean_nats(params, split, rows, at)
+    losses, there = {}, [split for split in splits if getattr(dataset, split) is not None]
+    for number, split in enumerate(there):
+        total = getattr(dataset, split).num_examples
+        rows = np.linspace(0, total - 1, min(total, max_examples or total)).astype(np.int64)
+
+        def at_all(done: int, of: int, before: int = number) -> None:
+            at(before * of + done, len(there) * of)
+
+        losses[splits[split]] = workers.mean_nats(params, split, rows, at_all)
     return losses
 
 

@@ -42,8 +42,7 @@ def test_a_dry_run_shows_the_plan_of_the_run_and_leaves_nothing(
 ):
     computing, set_threads = [], preflight.set_threads
     monkeypatch.setattr(
-        "fedsim.engine.set_threads",
-        lambda config: computing.append(config) or set_threads(config),
+        "fedsim.engine.set_threads", lambda config: computing.append(config) or set_threads(config)
     )
     args = command(texts, run_dir, **{"max-length": 16, "engine": "ray"})  # it needs no worker
     main([*args, "--dry-run", "--json"])

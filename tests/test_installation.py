@@ -70,9 +70,11 @@ main("train uls --data pydocs --epsilon 1 --num-steps 2 --engine local --run-dir
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     *answers, said = done.stdout.splitlines()
     assert answers[:2] == [fedsim.__version__, "True"] and answers[2].startswith("epsilon 0.")
-    line = "the package jax is not installed: pip install -e '.[train]' in a clone of fedsim"
-    assert said == line and done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1] == f"fedsim: error: {line}"
+    line = "the package {} is not installed: pip install -e '.[train]' in a clone of fedsim"
+    assert (
+        said == line.format("pyarrow") and done.returncode == 2 and "Traceback" not in done.stderr
+    )
+    assert done.stderr.splitlines()[-1] == f"fedsim: error: {line.format('jax')}"
 
 
 def test_an_import_that_is_not_ours_ends_with_the_remedy(tmp_path):

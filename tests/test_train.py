@@ -84,11 +84,7 @@ def kill_after(args, run_dir, num_lines, sent=signal.SIGKILL):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # four processes, which start one after another
 @pytest.mark.parametrize(
-    "algorithm, later",
-    [
-        ("uls", [9]),
-        pytest.param("els", [4, 9], marks=pytest.mark.privacy),
-    ],
+    "algorithm, later", [("uls", [9]), pytest.param("els", [4, 9], marks=pytest.mark.privacy)]
 )
 def test_killed_again_and_again_it_ends_and_takes_each_step_once(
     algorithm, later, texts, undisturbed, run_dir

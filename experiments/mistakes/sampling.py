@@ -157,7 +157,7 @@ SAMPLING = (
         "ids of several types made texts",
         "library/test_tables.py::test_an_id_is_nobody_elses",
         Patch(
-            "fedsim.library.tables",
+            "fedsim.data.building.tables",
             "_array",
             lambda array, field, name, values: array(field, name, [*map(str, values)]),
         ),

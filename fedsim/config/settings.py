@@ -30,7 +30,7 @@ UPDATE = ("optimizer", "learning_rate", "schedule", "ema")
 """Settings of a RunConfig that are None where the defaults depend on the noise."""
 PLANNED = (*UPDATE, "eval_examples")
 """Settings of a RunConfig that are None until there is a plan."""
-EVAL_EXAMPLES = 64, 512  # the fewest and the most by default
+EVAL_EXAMPLES = 32, 512  # the fewest and the most by default
 
 
 def _home(field: str) -> BeforeValidator:
@@ -293,11 +293,13 @@ class RunConfig(UpdateConfig):
     engine: EngineConfig = EngineConfig()
 
     eval_every: Count | None = None
-    """Steps between evaluations. >= 1. Default: a tenth of the run."""
+    """Steps between evaluations. >= 1. Default: a tenth of the run, but steps with 64 gradients at
+    least."""
 
     eval_examples: Count | None = None
-    """Number of held-out examples per evaluation, the same each time. >= 1. Default: as many as the
-    gradients between two evaluations, but at least 64 and at most 512; 512 with eval_epsilon."""
+    """Number of examples of each held-out split per evaluation, the same each time. >= 1. Default:
+    half the gradients between two evaluations, but at least 32 and at most 512; 512 with
+    eval_epsilon."""
 
     checkpoint_every: Count = 10
     """Steps between checkpoints. >= 1. If this takes longer than a minute, there is one every
@@ -329,9 +331,10 @@ class RunConfig(UpdateConfig):
     """Refuse the run if all runs on these users, including this one, could cost a user more than
     this epsilon at this run's delta. > 0. Default: the limits set in the budget ledger."""
 
-    def evaluated_every(self, num_steps: int) -> int:
+    def evaluated_every(self, num_steps: int, batch_size: int) -> int:
         """Steps between evaluations of a run of T steps."""
-        return self.eval_every or -(-num_steps // 10)
+        # Evaluations of two splits read no more rows than the steps between them.
+        return self.eval_every or max(-(-num_steps // 10), -(-2 * EVAL_EXAMPLES[0] // batch_size))
 
 
 @group()

@@ -7,6 +7,7 @@ from .building.columns import (
     is_string as is_string,
 )
 from .building.messages import TOOLS as TOOLS
+from .building.tables import source_of as source_of
 from .chat import (
     ASSISTANT as ASSISTANT,
     CALLS as CALLS,

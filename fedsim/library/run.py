@@ -27,11 +27,11 @@ from fedsim.config import (
     flags_of,
     unknown_setting,
 )
+from fedsim.data import BuildSettings, source_of
 from fedsim.engine import Task, set_threads
 from fedsim.errors import ConfigError, expect
 from fedsim.files import expand_home
 from fedsim.library.own_task import OwnTask
-from fedsim.library.tables import source_of
 from fedsim.run import Console, StoredRun, checkpoint, directory, guarantee_line, spent, verbosity
 from fedsim.training import Callback
 from fedsim.trust import Check
@@ -369,7 +369,7 @@ def configs_for(
     if settings.get("run_dir") is None:
         expect("run_dir", None, not settings.get("resume"), "the directory of the run to resume")
         settings["run_dir"] = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return configs_of({**settings, "data": source_of(data, **columns)})
+    return configs_of({**settings, "data": source_of(data, BuildSettings(**columns).columns)})
 
 
 def recommend(data: Any, *, users: int = 128, **settings: Unpack[TrainSettings]) -> dict[str, Any]:

@@ -247,7 +247,7 @@ def evaluations_of(
     expect("eval_epsilon", privacy.eval_epsilon, one_owner, "texts with one owner each")
     bound = privacy.eval_loss_bound or math.log(getattr(held_out, "vocab_size", 1))
     expect("eval_loss_bound", privacy.eval_loss_bound, bound > 0, "a bound on the loss of the task")
-    every = run.evaluated_every(privacy.num_steps)
+    every = run.evaluated_every(privacy.num_steps, privacy.batch_size)
     count = 1 + -(-privacy.num_steps // every)
     examples = run.eval_examples or max(EVAL_EXAMPLES)
     users = min(total, examples)

@@ -23,7 +23,7 @@ SHOWN = {
 MAX_LINES = 10  # about steps in the log of a run
 LONG_S = 60.0  # of which a log says how many minutes they are
 
-Show = Callable[[int, dict[str, float]], None]
+Show = Callable[[int, dict[str, float], float], None]
 
 
 def line(values: dict[str, float]) -> str:
@@ -57,10 +57,13 @@ class Console(Terminal):
 
     @contextmanager
     def steps(self, first: int, last: int) -> Iterator[Show]:
-        """Show progress from step `first` to `last`; yield a function to call after each step."""
+        """Show progress from step `first` to `last`; yield a function to call after each step.
+
+        Its arguments: the step, its metrics, and the seconds that evaluations after it will take.
+        """
         if self.has_bars:
             with self.bar("first step", first, last) as update:
-                yield lambda step, values: update(
+                yield lambda step, values, evaluations: update(
                     completed=step,
                     description=f"step {step}/{last}",
                     text=line(values),
@@ -68,14 +71,18 @@ class Console(Terminal):
             return
         every, took = -(-(last - first) // MAX_LINES), []
 
-        def show(step: int, values: dict[str, float]) -> None:
+        def show(step: int, values: dict[str, float], evaluations: float) -> None:
             if step % every == 0 or step in (first + 1, last):
                 self.note(f"step {step}/{last}  {line(values)}")
             if first + 1 < step <= first + 4:  # the first step compiles
                 took.append(values["performance/step_seconds"])
-            if step == first + 4 and (left := statistics.median(took) * (last - step)) > LONG_S:
-                usual = f"a step takes {statistics.median(took):.2g} s"
-                self.note(f"{usual}, the rest about {left / 60:,.0f} minutes")
+            if step == first + 4:
+                usual = statistics.median(took)
+                if (left := usual * (last - step) + evaluations) > LONG_S:
+                    minutes = f"{math.ceil(left / 60):,} minutes"
+                    self.note(
+                        f"a step takes {usual:.2g} s, the rest with evaluations about {minutes}"
+                    )
 
         yield show
 

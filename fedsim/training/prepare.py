@@ -277,9 +277,8 @@ def with_plan(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: bo
     """The run with nothing of PLANNED left to defaults: as it was started, or by the rules."""
     if stored is not None:
         return dataclasses.replace(run, **{name: getattr(stored.run, name) for name in PLANNED})
-    # An evaluation takes no more examples than the steps since the last one.
-    since = plan.batch_size * run.evaluated_every(plan.num_steps)
-    examples = run.eval_examples or int(np.clip(since, *EVAL_EXAMPLES))
+    since = plan.batch_size * run.evaluated_every(plan.num_steps, plan.batch_size)
+    examples = run.eval_examples or int(np.clip(since // 2, *EVAL_EXAMPLES))
     run = dataclasses.replace(run, eval_examples=examples)
     bound = plan.clip.sensitivity
     stddev = bound * plan.gradient_noise_multiplier / plan.expected_count

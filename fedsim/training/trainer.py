@@ -105,8 +105,10 @@ class Trainer:
         }
         """Fields of each step's line in the ledger."""
         evaluations = self.plan.evaluations
-        usual = self.run.evaluated_every(self.plan.num_steps)
+        usual = self.run.evaluated_every(self.plan.num_steps, self.plan.batch_size)
         self.eval_every = evaluations.every if evaluations else usual
+        self.evaluation_s = 0.0
+        """Seconds of the last evaluation; 0 before the first."""
         self.most_param = MAX_GROWTH * max(1.0, float(largest_of(self.params)))
         self.transformation = update_rule(self.run, rate_of(self.run, self.plan.num_steps))
         self.update = updater(self.transformation, self.params)
@@ -247,7 +249,7 @@ class Trainer:
                     self._evaluate(state, metrics, state.step)
                 if state.evaluated == state.step:
                     values["eval/loss"] = state.eval_loss
-                show(state.step, values)
+                show(state.step, values, self.evaluation_s * self._evaluations_after(state.step))
                 if saver.due(state.step, self.run.checkpoint_every):
                     saver.save(state.step, vars(state))
                 if state.step in self.passed:
@@ -264,6 +266,7 @@ class Trainer:
             return
         if step == 0:
             self.console.note("evaluating; then the first step, which compiles")
+        began = time.monotonic()
         with self.console.phase(f"evaluation after step {step}") as at:
             model = (self.engine, state.released, self.data)
             if (how := self.plan.evaluations) is not None:
@@ -274,12 +277,17 @@ class Trainer:
                 values = evaluate(*model, self.run.eval_examples, at=at)
         if values is None:  # it was released for parameters that a crash lost
             return
+        self.evaluation_s = time.monotonic() - began
         metrics.log(step, values)
         self.calls.evaluated(step, values)
         state.eval_loss, state.evaluated = headline(values), step
         if step == 0:
             state.initial_eval_loss = state.eval_loss
             self.console.evaluated(values)
+
+    def _evaluations_after(self, step: int) -> int:
+        """Number of evaluations that are due after a step."""
+        return -(-self.plan.num_steps // self.eval_every) - step // self.eval_every
 
     def _step(self, state: State, ledger: Ledger, rows: np.ndarray) -> dict[str, float]:
         """Run one step: gradient, ledger, update. Returns its metrics."""

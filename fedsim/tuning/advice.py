@@ -5,6 +5,7 @@ Algorithms are compared by the noise on sums of gradients, since parameters are 
 """
 
 import dataclasses
+import itertools
 import shlex
 from typing import Any
 
@@ -86,7 +87,8 @@ def to_train(
     for name, value in {**settings_of(given), **settings_of(run)}.items():
         if name not in {*flags, "resume"} and value != usual[name]:
             flags[name] = value
-    flags["run_dir"] = run.run_dir / algorithm
+    names = (f"{algorithm}-{n}" if n > 1 else algorithm for n in itertools.count(1))
+    flags["run_dir"] = next(p for name in names if not (p := run.run_dir / name).exists())
     return {name: to_json(value) for name, value in flags.items()}
 
 

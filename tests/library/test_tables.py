@@ -12,8 +12,8 @@ import pytest
 from refused import refuses
 
 import fedsim
+from fedsim.data import BuildSettings, source_of
 from fedsim.files import sha256_of
-from fedsim.library.tables import source_of
 
 COLUMNS = {"user_column": "author", "text_column": "body"}
 FRAME = pd.DataFrame({"author": ["ann", "ben"] * 20, "body": ["a day", "old maps"] * 20, "n": 1})
@@ -25,8 +25,12 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path / "cache"))
 
 
+def source(data, **columns):
+    return source_of(data, BuildSettings(**(columns or COLUMNS)).columns)
+
+
 def read(data, **columns):
-    return pq.read_table(source_of(data, **(columns or COLUMNS))).to_pydict()
+    return pq.read_table(source(data, **columns)).to_pydict()
 
 
 @pytest.mark.parametrize(
@@ -58,6 +62,7 @@ def test_a_table_is_read_whatever_holds_it_and_only_its_two_columns(data):
         (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), "data=IterableDataset"),
         (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), "user_column"),
         ([{"body": "secret"}], "user_column"),
+        ([], "data=an empty list"),
         ([{"author": "ann", "body": "secret"}, {"author": "ben", "body": 3}], "text_column=body"),
         ({"author": ["ann", "ben"], "body": ["secret"]}, "data=dict"),
         ([{"author": "ann", "body": "secret \ud83d"}], "text_column=body"),
@@ -66,7 +71,7 @@ def test_a_table_is_read_whatever_holds_it_and_only_its_two_columns(data):
 )
 def test_what_is_no_table_is_one_line_without_what_is_in_it(data, what):
     with refuses(what) as error:
-        source_of(data, **COLUMNS)
+        source(data)
     line = str(error.value)
     assert "\n" not in line and "secret" not in line and "ann" not in line
 
@@ -76,16 +81,16 @@ def test_what_is_no_table_is_one_line_without_what_is_in_it(data, what):
 def test_an_id_is_nobody_elses(kind):
     """Of ids of several types, none is converted: 7 may be "7", and "007" is not 7."""
     with refuses("user_column=author"):
-        source_of(kind([{"author": a, "body": "x"} for a in (7, "007", 8.0)]), **COLUMNS)
+        source(kind([{"author": a, "body": "x"} for a in (7, "007", 8.0)]))
     assert read(kind([{"author": a, "body": "x"} for a in ("7", "007")]))["author"] == ["7", "007"]
-    data = fedsim.data.load(source_of(kind([{"author": 7, "body": "x"}] * 2), **COLUMNS), **COLUMNS)
+    data = fedsim.data.load(source(kind([{"author": 7, "body": "x"}] * 2)), **COLUMNS)
     assert data.people() == ["7"]
 
 
 def test_columns_without_names_are_numbered_and_names_of_any_kind_are_shown():
     frame = pd.DataFrame([["a", "x"]])
     with refuses("text_column=body", says="author, What is it?"):
-        source_of(pd.DataFrame([["ann", "x"]], columns=["author", "What is it?"]), **COLUMNS)
+        source(pd.DataFrame([["ann", "x"]], columns=["author", "What is it?"]))
     assert read(frame, user_column="0", text_column="1") == {"0": ["a"], "1": ["x"]}
 
 
@@ -102,7 +107,7 @@ UNFIT = [
 def test_the_first_row_of_another_type_is_named(bad, got):
     rows = [{"author": "ann", "turns": each} for each in ([ASKED], None, [ASKED, SAID], bad, 7)]
     with refuses("messages_column=turns", says=f"got {got} in row 4") as error:
-        source_of(rows, user_column="author", messages_column="turns")
+        source(rows, user_column="author", messages_column="turns")
     assert "secret" not in str(error.value)
 
 
@@ -112,6 +117,16 @@ def test_columns_are_recognised_as_those_of_files_are(names):
     row = dict.fromkeys(names.split(), [ASKED])
     found = read([{"author": "ann", **others, **row, "note": "secret"}], user_column="author")
     assert found == {name: [value] for name, value in {"author": "ann", **row}.items()}
+
+
+def test_a_mask_of_turns_beside_chats_is_refused():
+    with refuses("column=loss_mask"):
+        source([{"author": "ann", "messages": [SAID], "loss_mask": [0]}], user_column="author")
+
+
+def test_a_table_is_built_with_all_settings_of_a_build(tmp_path):
+    built = fedsim.data.build(ROWS, tmp_path / "out", **COLUMNS, min_examples=20, max_length=64)
+    assert built.metadata["settings"]["max_length"] == 64 and built.people() == ["ann", "ben"]
 
 
 @pytest.mark.parametrize("kind", [list, pd.DataFrame, datasets.Dataset.from_list])
@@ -126,12 +141,12 @@ def test_a_key_that_only_later_turns_have_is_kept(kind):
 @pytest.mark.privacy
 def test_the_name_of_a_table_confirms_no_guess_of_its_rows(tmp_path, monkeypatch):
     """It is in the settings, and without the key nobody can compute it."""
-    first, again = (Path(source_of(FRAME, **COLUMNS)) for _ in range(2))
+    first, again = (Path(source(FRAME)) for _ in range(2))
     assert first == again and first.parent.stat().st_mode & 0o77 == 0
     key = first.parent / "key"
     assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_bytes()) == 32
     monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path / "other"))
-    other = Path(source_of(FRAME, **COLUMNS))
+    other = Path(source(FRAME))
     assert other.read_bytes() == first.read_bytes() and other.name != first.name
     assert first.stem not in sha256_of(first)
 

@@ -80,12 +80,7 @@ def gradient(config, adapters, weights, batch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, dtype",
-    [
-        ("gpt2", "int8"),
-        ("turned", "int8"),
-        ("gpt2", "bfloat16"),
-        ("turned", "bfloat16"),
-    ],
+    [("gpt2", "int8"), ("turned", "int8"), ("gpt2", "bfloat16"), ("turned", "bfloat16")],
 )
 def test_frozen_weights_are_the_model_of_their_float32_values(name, dtype, rng):
     config = lora.adapted(dataclasses.replace(PARTS[name], num_layers=2), 2, 8.0, "all-linear")

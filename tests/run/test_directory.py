@@ -128,10 +128,7 @@ def test_of_two_processes_one_starts_the_run(run_dir, key):
     with directory.create(run_dir, stored(run_dir), key):
         with refuses("run_dir", says="no other process"), directory.lock(run_dir):
             pass
-        with (
-            refuses("run_dir"),
-            directory.create(run_dir, stored(run_dir), SecretKey.create()),
-        ):
+        with refuses("run_dir"), directory.create(run_dir, stored(run_dir), SecretKey.create()):
             pass
     assert SecretKey.load(run_dir).generator("a").random() == key.generator("a").random()
     with directory.lock(run_dir):  # free again

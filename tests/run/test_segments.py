@@ -99,8 +99,7 @@ class Run:
         self.console = SimpleNamespace(note=lambda text: None)
         host = f"host {world.rng.integers(3)}, cpu, {world.rng.integers(1, 9)} threads"
         self.engine = SimpleNamespace(
-            facts=lambda: {"kind": host},
-            group_losses=lambda params, split, groups: np.ones(5),
+            facts=lambda: {"kind": host}, group_losses=lambda params, split, groups: np.ones(5)
         )
         kinds = [add_gaussian, Correlated(STEPS, BANDS)]
         self.add_noise = kinds[(directory.parent / "correlated").exists()]

@@ -7,7 +7,13 @@ import fedsim
 from fedsim.run import visible
 
 SETTINGS = {"epsilon": 8.0, "num_steps": 4, "batch_size": 12, "max_length": 24, "model": "micro"}
-SETTINGS |= {"engine": "local", "strategy": "scan", "rows_per_pass": 2, "eval_examples": 8}
+SETTINGS |= {
+    "engine": "local",
+    "strategy": "scan",
+    "rows_per_pass": 2,
+    "eval_examples": 8,
+    "eval_every": 1,
+}
 SETTINGS |= {"seed": 3, "checkpoint_every": 2, "log_to": []}
 POSTS = [{"user_id": f"user {i % 40}", "text": f"post {i}"} for i in range(120)]
 

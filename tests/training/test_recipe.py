@@ -57,7 +57,7 @@ def test_a_run_keeps_what_was_found_and_goes_on_with_it(run_dir, capsys):
     for name, value, was in (
         ("learning_rate", "0.5", run.learning_rate),
         ("optimizer", "adam", "momentum"),
-        ("eval_examples", "65", 64),
+        ("eval_examples", "65", 32),
     ):
         with pytest.raises(SystemExit, match="2"):
             main([*flags, "--resume", f"--{name.replace('_', '-')}", value])
@@ -73,7 +73,7 @@ def test_the_average_looks_back_ten_steps(num_steps, ema):
 
 @pytest.mark.parametrize(
     "num_steps, every, given, examples",
-    [(10, None, None, 64), (300, None, None, 240), (2000, None, None, 512), (10, 30, None, 240)]
+    [(10, None, None, 32), (300, None, None, 120), (2000, None, None, 512), (10, 30, None, 120)]
     + [(10, None, 8, 8), (10, None, 4096, 4096)],
 )
 def test_an_evaluation_has_no_more_examples_than_the_steps_before(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from test_cli import run, texts  # noqa: F401
@@ -60,15 +61,19 @@ def test_training_adds_exactly_the_noise_that_was_predicted(algorithm, advised):
     assert each["noise_on_sums"] == pytest.approx(expected)
 
 
-def test_the_group_sizes_are_those_of_the_heuristics(advised, texts, capsys):  # noqa: F811
+def test_the_group_sizes_are_those_of_the_heuristics(advised, texts, capsys, tmp_path):  # noqa: F811
     result, _ = advised
     assert result["els"]["group_size"] == result["median_examples"]
     uls = result["uls"]
     assert uls["group_size"] * uls["expected_count"] == uls["batch_size"] <= 40
     flags = ["5" if arg == "40" else arg for arg in FLAGS]  # below Algorithm 3's start
-    code, out, err = run("recommend", "--data", texts, *flags, "--json", capsys=capsys)
+    (tmp_path / "uls").mkdir()  # of a run before
+    flags += ["--run-dir", tmp_path, "--json"]
+    code, out, err = run("recommend", "--data", texts, *flags, capsys=capsys)
     assert code == 0, err
     result = json.loads(out)
+    found = [Path(result[name]["settings"]["run_dir"]).name for name in ("els", "uls")]
+    assert found == ["els", "uls-2"]
     assert (result["uls"]["group_size"], result["uls"]["expected_count"]) == (1, 5)
     assert result["els"]["expected_count"] == 5
 

@@ -22,10 +22,11 @@ from typing import Any
 import pyarrow as pa
 
 from fedsim.config import BuildConfig
-from fedsim.data.building.columns import KINDS, MARKS_OF_ROWS, Columns, check_bound, expect_one_kind
+from fedsim.data.building.columns import KINDS, Columns, check_bound, expect_one_kind
 from fedsim.data.building.messages import COMPLETION, MESSAGES, TOOLS, TRAIN_ON, Chats
 from fedsim.data.building.sorting import owners_of, sorted_blocks, tokenised_rows, write_splits
 from fedsim.data.building.sources import Part, cut, find_files, hub_source, names_in
+from fedsim.data.building.tables import source_of
 from fedsim.data.building.tokenised import Encoding, write_rows
 from fedsim.data.building.user_ids import call, look_alikes
 from fedsim.data.chat import NO_CONTENT, ChatTokenizer, template_of
@@ -106,7 +107,7 @@ class BuildSettings(BuildConfig):
 
 
 def build(
-    sources: Sequence[str | Path] | str | Path,
+    sources: Any,
     out: str | Path,
     *,
     num_workers: int | None = None,
@@ -120,7 +121,8 @@ def build(
     `if __name__ == "__main__":`.
 
     Args:
-      sources: files, folders, globs, or one hf:NAME[@REVISION][:FILES].
+      sources: files, folders, globs, one hf:NAME[@REVISION][:FILES], or a table in memory, as
+        `fedsim.train` takes one; its copy in the cache is kept.
       out: a directory that does not exist.
       num_workers: number of processes. The result does not depend on it. Default: one per CPU.
       progress: called with a line of progress every few seconds, and with notes on the data.
@@ -135,7 +137,9 @@ def build(
         raise DataError.of("num_workers", num_workers, ">= 1")
     out = Path(expand_home("out", out)).absolute()
     rules = BuildSettings(**settings)
-    sources = [sources] if isinstance(sources, str | Path) else list(sources)
+    several = isinstance(sources, list | tuple) and sources
+    if not several or not all(isinstance(source, str | Path) for source in sources):
+        sources = [source_of(sources, rules.columns)]
     try:
         with new_directory(out, wait=wait) as made, Pool(num_workers, progress) as pool:
             _Build(made, rules, pool, progress).run(sources)
@@ -161,7 +165,9 @@ class _Build:
             self.say(f"fetching {source}")
         found = find_files(named) if source is None else source.files()
         names = names_in(found, settings)
-        self.columns = self._recognised(names)
+        self.columns = settings.columns.recognised(names)
+        if names:
+            self.columns.check(names)
         self.pool.grow(sum(file.stat().st_size for file in found))
         sizes = [{"name": file.name, "bytes": file.stat().st_size} for file in found]
         about: dict[str, Any] = {"sources": sizes}
@@ -191,17 +197,6 @@ class _Build:
         about["counts"] = self._counts(counts, owners)
         about["tokens_kept"] = [(n, counts[str(n)]) for n in limits(settings.max_length)]
         self._describe(about, list(splits))
-
-    def _recognised(self, names: Sequence[str]) -> Columns:
-        """The columns to read. Raises: DataError: others may say what is not to be trained on."""
-        columns = self.settings.columns.recognised(names)
-        if marks := [name for name in MARKS_OF_ROWS if name in names and columns.form]:
-            expected = "no such column, which may say what is not to be trained on: leave out such "
-            expected += "rows, or mark turns with `train` of false, and drop or rename the column"
-            raise DataError.of("column", marks[0], expected)
-        if names:
-            columns.check(names)
-        return columns
 
     def _tokenise(self, parts: Sequence[Part], rows: Path) -> Counter[str]:
         """Write the rows of all parts. Returns: the counts of `write_rows`."""

@@ -109,12 +109,20 @@ class Columns:
 
     def recognised(self, found: Sequence[str]) -> "Columns":
         """These columns, or those of a form of chats that a file has if no text column is named and
-        none is there."""
+        none is there.
+
+        Raises: DataError: other columns may say what is not to be trained on.
+        """
+        columns = self
         if self.text == Columns.text and not self.form and self.text[0] not in found:
-            for form, names in FORMS:
+            for form, names in reversed(FORMS):
                 if set(names) - set(MAY_LACK.get(form, ())) <= set(found):
-                    return replace(self, form=form, text=names)
-        return self
+                    columns = replace(self, form=form, text=names)
+        if marks := [name for name in MARKS_OF_ROWS if name in found and columns.form]:
+            expected = "no such column, which may say what is not to be trained on: leave out such "
+            expected += "rows, or mark turns with `train` of false, and drop or rename the column"
+            raise DataError.of("column", marks[0], expected)
+        return columns
 
     @property
     def owner(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedsim.data import BuildSettings, Columns
+from fedsim.data.building.columns import Columns
 from fedsim.errors import DataError
 from fedsim.files import TABLES, cache_dir, own_directory, sha256_of, write_atomically
 
@@ -23,14 +23,14 @@ TABLE = "a path, or a table: a DataFrame, a data set of one split, Arrow's, or d
 UNFIT = pa.ArrowException, OverflowError, TypeError, ValueError
 
 
-def source_of(data: Any, **columns: Any) -> str:
+def source_of(data: Any, columns: Columns) -> str:
     """The setting `data` for data in memory or files.
 
     Args:
       data: a path, a pandas DataFrame, a `datasets.Dataset`, a list of dicts, a dict of lists, or
         anything else that Arrow can read as a table, such as a polars DataFrame.
-      columns: user_column and text_column or messages_column. As in files, columns of chats are
-        recognised if none of texts is named or there.
+      columns: those to read. As in files, columns of chats are recognised if none of texts is
+        named or there.
 
     Returns:
       `data` if it is a path, else the path of a Parquet file.
@@ -40,12 +40,14 @@ def source_of(data: Any, **columns: Any) -> str:
     """
     if isinstance(data, str | os.PathLike):
         return os.fspath(data)
-    return str(_written(_table(data, BuildSettings(**columns).columns)))
+    return str(_written(_table(data, columns)))
 
 
 def _table(data: Any, columns: Columns) -> pa.Table:
     """The columns that are read. Nobody else's column reaches the file."""
     names, column_of = _columns(data)
+    if not names:
+        raise DataError.of("data", f"an empty {type(data).__name__}", TABLE)
     columns, found = columns.recognised(names), {}
     for name in columns.in_file(names):
         field = columns.fields[name]
@@ -69,7 +71,7 @@ def _columns(data: Any) -> tuple[list[str], Callable[[str], Any]]:
         return names, lambda name: data.iloc[:, names.index(name)]
     if isinstance(data, Mapping):
         return list(data), data.__getitem__
-    if isinstance(data, list | tuple) and data and all(isinstance(row, Mapping) for row in data):
+    if isinstance(data, list | tuple) and all(isinstance(row, Mapping) for row in data):
         keys = [*dict.fromkeys(key for row in data for key in row)]
         return keys, lambda name: [row.get(name) for row in data]
     try:
