@@ -7,9 +7,9 @@ import shutil
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_other_draws import Mean
 
 import fedsim
 from fedsim.accounting import StepEvent, event_fields
@@ -298,21 +298,6 @@ def test_correlated_noise_takes_back_rows_of_its_own_segment_alone():
         np.abs(begun[1] - add_gaussian(sums, stddev=STDDEV * alone, key=second, step=4)[0]).max()
         > 9
     )
-
-
-class Mean(fedsim.Task):
-    """Squared distances from rows of eight numbers."""
-
-    rows = np.random.default_rng(0).normal(size=(180, 8)).astype(np.float32)
-
-    def init(self, key):
-        return {"w": np.zeros(8, np.float32)}
-
-    def read(self, split, rows):
-        return {"x": self.rows[rows]}
-
-    def losses(self, params, batch):
-        return 0.5 * jnp.sum((params["w"][None] - batch["x"]) ** 2, axis=1)
 
 
 def train(run_dir, killed=0, **settings):
