@@ -83,7 +83,8 @@ def evaluate_run(stored: StoredRun, run: RunConfig, console: Console) -> dict[st
     workers = engine.create(run.engine, task)
     try:
         workers.ready()
-        losses = evaluate(workers, params, data, splits=SPLITS)
+        with console.phase("evaluation") as at:
+            losses = evaluate(workers, params, data, splits=SPLITS, at=at)
     finally:
         workers.close()
     about = {"run_dir": str(run.run_dir), "checkpoint": path.name, "loss_unit": data.loss_unit}

@@ -47,7 +47,9 @@ def train_args(texts, run_dir, **flags):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["els", "uls"])
-def test_train_writes_a_run_whose_epsilon_account_confirms(algorithm, texts, run_dir, capsys):
+def test_train_writes_a_run_whose_epsilon_account_confirms(
+    algorithm, texts, run_dir, capsys, monkeypatch
+):
     args = train_args(texts, run_dir)
     code, out, err = run("train", algorithm, *args, "--json", capsys=capsys)
     assert code == 0, err
@@ -63,8 +65,10 @@ def test_train_writes_a_run_whose_epsilon_account_confirms(algorithm, texts, run
     again = [x for name in flags for x in (f"--{name.replace('_', '-')}", repr(summary[name]))]
     code, out, _ = run("account", algorithm, *again, "--json", capsys=capsys)
     assert code == 0 and json.loads(out)["epsilon"] == summary["epsilon"]
-    code, out, _ = run("evaluate", run_dir, "--json", capsys=capsys)
+    monkeypatch.setattr("fedsim.run.terminal.SILENT_S", -1.0)
+    code, out, err = run("evaluate", run_dir, "--json", capsys=capsys)
     assert code == 0 and json.loads(out)["eval/loss"] == pytest.approx(summary["final_eval_loss"])
+    assert "evaluation: " in err
 
 
 @pytest.mark.parametrize(
