@@ -293,8 +293,8 @@ class RunConfig(UpdateConfig):
     engine: EngineConfig = EngineConfig()
 
     eval_every: Count | None = None
-    """Steps between evaluations. >= 1. Default: a tenth of the run, but steps with 64 gradients at
-    least."""
+    """Steps between evaluations. >= 1. Default: a tenth of the run, and at least as many as
+    have 64 gradients."""
 
     eval_examples: Count | None = None
     """Number of examples of each held-out split per evaluation, the same each time. >= 1. Default:
