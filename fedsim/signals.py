@@ -85,15 +85,23 @@ def terminated(end: Callable[[], object]) -> Iterator[None]:
 
 
 @contextmanager
-def stop_signals() -> Iterator[threading.Event]:
+def stop_signals(say: Callable[[], None] = lambda: None) -> Iterator[threading.Event]:
     """Yield an event that a stop signal sets, so that the current step is finished and saved.
 
     To be entered after Ray has started, because Ray installs a handler of its own.
+
+    Args:
+      say: called at the signal.
     """
     stop = threading.Event()
+
+    def begin_to_stop() -> None:
+        stop.set()
+        say()
+
     _steps.set()
     try:
-        with _at_first(stop.set, again=True):
+        with _at_first(begin_to_stop, again=True):
             raise_if_stopped()  # a signal may have come just before
             yield stop
     finally:

@@ -98,7 +98,8 @@ def expect_receipt(run_dir: Path, run: str, label: str, planned: Released) -> tu
         receipt.line_in(ledger, run)
         if other := _difference(ledger.entries[run], planned, label):
             raise LedgerError(f"{run_dir}: {receipt.ledger} has {other}: the plan was changed")
-        return True, f"line {receipt.line} of {ledger.num_lines} in the ledger of the data"
+        line = f"line {receipt.line} of {ledger.num_lines}"
+        return True, f"counted in the ledger of the data ({line})"
 
 
 def _difference(counted: Entry, planned: Released, label: str) -> str:

@@ -172,7 +172,9 @@ def verify(
 
         lines.append(f"epsilon is no guarantee: {in_words(plan.reasons)}")
     elif holds and unseen:
-        lines.append(f"No guarantee is confirmed: {', '.join(unseen)} could not be checked.")
+        place = ": in the run's own directory" if trust.is_folder(run_dir) else ""
+        where = f"{', '.join(unseen)} can be checked, too{place}"
+        lines.append(f"No promise is broken. The guarantee is confirmed only where {where}.")
     return {
         "run_dir": str(run_dir),
         "holds": holds,

@@ -4,7 +4,7 @@ import math
 import shlex
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from fedsim.accounting import at_least, at_most
@@ -61,22 +61,17 @@ class Console(Terminal):
 
         Its arguments: the step, its metrics, and the seconds that evaluations after it will take.
         """
-        if self.has_bars:
-            with self.bar("first step", first, last) as update:
-                yield lambda step, values, evaluations: update(
-                    completed=step,
-                    description=f"step {step}/{last}",
-                    text=line(values),
-                )
-            return
         every, took = -(-(last - first) // MAX_LINES), []
 
         def show(step: int, values: dict[str, float], evaluations: float) -> None:
-            if step % every == 0 or step in (first + 1, last):
-                self.note(f"step {step}/{last}  {line(values)}")
-            if first + 1 < step <= first + 4:  # the first step compiles
+            shown = line(values)
+            if update is not None:
+                update(completed=step, description=f"step {step}/{last}", text=shown)
+            elif step % every == 0 or step in (first + 1, last):
+                self.note(f"step {step}/{last}  {shown}")
+            if first + 1 < step <= first + 3:  # the first step compiles
                 took.append(values["performance/step_seconds"])
-            if step == first + 4:
+            if step == first + 3:
                 usual = statistics.median(took)
                 if (left := usual * (last - step) + evaluations) > LONG_S:
                     minutes = f"{math.ceil(left / 60):,} minutes"
@@ -84,7 +79,9 @@ class Console(Terminal):
                         f"a step takes {usual:.2g} s, the rest with evaluations about {minutes}"
                     )
 
-        yield show
+        bar = self.bar("first step", first, last) if self.has_bars else nullcontext()
+        with bar as update:
+            yield show
 
     def evaluated(self, values: dict[str, float]) -> None:
         """Show the losses before the first step."""

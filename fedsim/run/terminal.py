@@ -5,6 +5,7 @@ Imports nothing slow, so that the first line of a command appears at once.
 """
 
 import functools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any, TextIO, cast
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
 from fedsim.errors import printable
@@ -92,10 +93,12 @@ class Terminal:
         self._bar = outer or Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=BAR),
+            TimeElapsedColumn(),
             TimeRemainingColumn(compact=True),
             TextColumn("{task.fields[text]}", markup=False, table_column=of_text),
             console=self._out,
             transient=True,
+            speed_estimate_period=math.inf,  # a step may take minutes
         )
         with nullcontext() if outer else self._bar:
             task = self._bar.add_task(what, total=last, completed=first, text="")

@@ -65,6 +65,10 @@ from fedsim.training.prepare import PreparedRun, prepare_run
 from fedsim.training.private_evaluation import noisy_evaluate
 
 MAX_GROWTH = 100.0  # times the largest parameter at the start, or 1: nothing is learnt beyond
+STOPPING = (
+    "stopping: this step is finished and saved; a second signal ends at once, and loses the steps "
+    "since the last checkpoint"
+)
 NOTHING_PROMISED = (
     "{}, so no privacy guarantee. The privacy budget of these users, in {}, will be infinite for "
     "ever, and no limit can be kept. For trials use a ledger of their own: budget_ledger=PATH"
@@ -229,7 +233,7 @@ class Trainer:
         self._evaluate(state, metrics, self.saved)
         self._evaluate(state, metrics, state.step)  # of a run whose last steps are lost
         with (
-            stop_signals() as stop,
+            stop_signals(lambda: self.console.note(STOPPING)) as stop,
             ThreadPoolExecutor(1) as threads,
             checkpoint.Saver(functools.partial(save, self.run.run_dir), self.saved) as saver,
             self.console.steps(state.step, self.plan.num_steps) as show,

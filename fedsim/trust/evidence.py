@@ -28,6 +28,11 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 TOLERANCE = 1e-9  # relative: other versions of packages may round differently
 RUNNING_TOLERANCE = 10 * accounting.RELATIVE_ACCURACY  # grids depend on the step
 
+ELSEWHERE = (
+    "; if they are elsewhere now, the setting data says where (a relative path starts at the "
+    "current directory)"
+)
+
 
 class Violated(FedsimError):
     """A promise is broken; the message says how."""
@@ -137,7 +142,7 @@ class Evidence(Record):
             return load_data(self.run.data, model, self.console.note)
         except (FedsimError, OSError) as error:
             kind = Violated if Path(self.run.data.source).exists() else Unknown
-            raise kind(f"the data cannot be read: {error}") from None
+            raise kind(f"the data cannot be read: {error}{ELSEWHERE}") from None
 
 
 def checked(promise: str, look: Callable[[Any], str], evidence: Record) -> Check:

@@ -151,7 +151,7 @@ def _model(folder: Folder) -> str:
         return "the model has the fingerprint of the claim"
     fresh = not any(each.fact == Fact.MODEL for each in folder.plan.assumptions)
     require(not fresh, f"{folder.run_dir / MODEL}: expected a model with the fingerprint {wanted}")
-    raise Unknown("with adapters merged or weights rounded, a model has another fingerprint")
+    raise Unknown("adapters were merged or weights rounded: the fingerprint is that of before")
 
 
 def _without_zeros(params: Any) -> Any:

@@ -87,8 +87,8 @@ def as_html(markdown: str, title: str, picture: bytes | None = None) -> str:
     return page.render({name: Markup(text) for name, text in shown.items()})
 
 
-def svg_of_curve(epsilons: Sequence[float], deltas: Sequence[float]) -> bytes:
-    """A picture of delta at each epsilon: an SVG file."""
+def svg_of_curve(points: Sequence[tuple[float, float]], claimed: tuple[float, float]) -> bytes:
+    """A picture of delta at each epsilon, and of the claimed pair: an SVG file."""
     import matplotlib.style
     from matplotlib.figure import Figure
 
@@ -96,7 +96,9 @@ def svg_of_curve(epsilons: Sequence[float], deltas: Sequence[float]) -> bytes:
     with matplotlib.style.context(["default", STYLE]):
         figure = Figure(figsize=(5.6, 3.5), layout="constrained")
         axes = figure.subplots()
-        axes.semilogy(epsilons, deltas)
+        axes.semilogy(*zip(*points, strict=True))
+        axes.plot(*claimed, "o", label="the claim")
+        axes.legend()
         axes.set(xlabel="epsilon", ylabel="delta (logarithmic)")
         unsigned = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", metadata=unsigned)
@@ -181,7 +183,8 @@ def write_report(released: Released, out: Path) -> dict[str, str]:
     values = compose(released)
     text = as_markdown("report.md.jinja", **values)
     points = values["curve"]
-    picture = svg_of_curve(*zip(*points, strict=True)) if points else None
+    claimed = released.epsilon, released.plan.delta
+    picture = svg_of_curve(points, claimed) if points else None
     out.mkdir(parents=True, exist_ok=True)
     html, markdown = (out / f"{NAME}.{kind}" for kind in ("html", "md"))
     write_atomically(html, as_html(text, values["title"], picture).encode())

@@ -46,6 +46,7 @@ from fedsim.run import (
 )
 from fedsim.training import facts_of_start
 from fedsim.trust.evidence import (
+    ELSEWHERE,
     TOLERANCE,
     Check,
     Evidence,
@@ -64,7 +65,6 @@ from fedsim.trust.published import check_folder, is_folder, plan_in
 from fedsim.trust.replay import replay
 
 UNPROTECTED = (metrics.FILE, "progress.json", "tb/")
-ELSEWHERE = "; if they are elsewhere now, the setting data says where"
 PLANNED = ("num_steps", "delta", "clip_norm", "adjacency", "clipping", "group_size")
 PLANNED += ("group_size_epsilon", "clip_quantile", "loss_bound")
 DRAWN = ("bands", "participations")  # settings of how units are drawn

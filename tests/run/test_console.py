@@ -91,4 +91,4 @@ def test_a_log_says_how_long_the_rest_takes_once_all_is_compiled(capsys):
             show(step, {"performance/step_seconds": float(seconds), "eval/loss": 2.0}, 70.0)
     begins, left = shown(capsys)
     assert begins == "step 1/100  held-out loss 2"
-    assert left == "a step takes 30 s, the rest with evaluations about 50 minutes"
+    assert left == "a step takes 40 s, the rest with evaluations about 66 minutes"

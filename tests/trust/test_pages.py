@@ -115,7 +115,7 @@ def report_of(*names):
 
 def page_of(*names):
     values = report_of(*names)
-    picture = svg_of_curve(*zip(*values["curve"], strict=True))
+    picture = svg_of_curve(values["curve"], (1.0, 1e-6))
     return as_html(as_markdown("report.md.jinja", **values), values["title"], picture)
 
 
