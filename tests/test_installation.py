@@ -22,7 +22,7 @@ PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
 IMPORT_OF = {"dp-accounting": "dp_accounting", "grpcio": "grpc", "markdown-it-py": "markdown_it"}
 IMPORT_OF |= {"mlflow-skinny": "mlflow", "pyyaml": "yaml"}
 WITH = {"jax": "jaxlib", "jinja2": "markupsafe"}  # which come with them
-TEMPLATE = "fedsim/trust/templates/report.md.jinja"
+TEMPLATES = {"fedsim/data/chatml-tools.jinja", "fedsim/trust/templates/report.md.jinja"}
 BLOCKER = """
 import sys
 
@@ -51,8 +51,6 @@ def test_fedsim_imports_the_core_and_packages_that_have_the_extra_of_pyproject()
 
 def test_epsilon_needs_the_core_alone():
     code = """
-import pytest
-
 import fedsim
 print(fedsim.__version__)
 step = fedsim.StepEvent(noise_multiplier=1.0, sampling_prob=0.01)
@@ -71,10 +69,9 @@ main("train uls --data pydocs --epsilon 1 --num-steps 2 --engine local --run-dir
     *answers, said = done.stdout.splitlines()
     assert answers[:2] == [fedsim.__version__, "True"] and answers[2].startswith("epsilon 0.")
     line = "the package {} is not installed: pip install -e '.[train]' in a clone of fedsim"
-    assert (
-        said == line.format("pyarrow") and done.returncode == 2 and "Traceback" not in done.stderr
-    )
+    assert said == line.format("pyarrow") and done.returncode == 2
     assert done.stderr.splitlines()[-1] == f"fedsim: error: {line.format('jax')}"
+    assert "Traceback" not in done.stderr
 
 
 def test_an_import_that_is_not_ours_ends_with_the_remedy(tmp_path):
@@ -103,7 +100,7 @@ def test_the_light_core_of_the_wheel_accounts_outside_the_repository(tmp_path):
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     for names in (packed, zipfile.ZipFile(wheel).namelist()):
-        assert {"fedsim_dp.py", "fedsim/py.typed", TEMPLATE} <= set(names)
+        assert {"fedsim_dp.py", "fedsim/py.typed", *TEMPLATES} <= set(names)
     environment, outside = tmp_path / "environment", tmp_path / "outside"
     outside.mkdir()
     venv.create(environment, with_pip=True)

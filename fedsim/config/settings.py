@@ -74,7 +74,8 @@ class BuildConfig:
     completion of a prompt, and the assistant's turns of a chat."""
 
     chat_template: APath | None = None
-    """File with the chat template. Default: the one in the directory of the tokenizer."""
+    """File with the chat template, or chatml-tools: ChatML with tools and calls. Default: the one
+    in the directory of the tokenizer."""
 
     skip_unknown: bool = False
     """Leave out chats that cannot be read, with images for example, and count them.

@@ -74,7 +74,10 @@ ASKED = Message(USER, "a")
 CHANGED = "its template changes what a turn says, so that trained tokens cannot be told; expected "
 CHANGED += "{% generation %} blocks in it"
 NO_CONTENT = "its template does not write the `content` of the assistant's turns"
-NO_CALLS = "expected a chat_template that writes tool calls, as examples/tools.jinja does,"
+CHATML_TOOLS = "chatml-tools"
+"""Name of the chat template that comes with fedsim, whatever files there are."""
+NO_CALLS = "expected a chat_template that writes tool calls, as "
+NO_CALLS += f"`--chat-template {CHATML_TOOLS}` does,"
 
 
 def _named_tokens(tokenizer: Path) -> dict[str, str]:
@@ -158,18 +161,22 @@ def template_of(tokenizer: Tokenizer, file: str | Path | None = None) -> Templat
     """The chat template of a tokenizer, which may be no template; None if there is none.
 
     Args:
-      file: a template to take instead of the one among the tokenizer's files.
+      file: a template to take instead of the one among the tokenizer's files, or CHATML_TOOLS.
     Raises: DataError: a file is damaged.
     """
     beside = tokenizer.file
     if file is None and beside and (own := _beside(beside, TEMPLATE)).is_file():
         file = own
+    if str(file) == CHATML_TOOLS:
+        file = Path(__file__).with_name(f"{CHATML_TOOLS}.jinja")
     if file is not None:
         try:
             source = Path(expand_home("chat_template", file)).read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
             reason = type(error).__name__
-            raise DataError.of("chat_template", file, f"a Jinja file ({reason})") from None
+            raise DataError.of(
+                "chat_template", file, f"{CHATML_TOOLS}, or a Jinja file ({reason})"
+            ) from None
     else:
         settings = read_beside(_beside(beside, NAME_FILES[0])) if beside else {}
         source = settings.get("chat_template")

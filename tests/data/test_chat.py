@@ -39,8 +39,7 @@ def turns(*texts, first="user"):
 
 def shown(encoded, tokenizer=TINY):
     """(the text of all ids, the text of the trained ones)."""
-    every, own = (tokenizer.decode(ids, special=True) for ids in (encoded.ids, trained(encoded)))
-    return every, own
+    return tuple(tokenizer.decode(x, special=True) for x in (encoded.ids, trained(encoded)))
 
 
 def trained(encoded):
@@ -68,8 +67,7 @@ def test_ids_and_masks_are_those_of_transformers_but_for_what_a_person_spells():
         assert found.ids.tolist() == case["ids"]
         if number == 3:  # blanks are one token with the line break before, and are said by the turn
             assert not any(case["assistant_mask"])
-            own = tokenizer.decode(trained(found), special=True)
-            assert own == f"\n  leading spaces stay\n{STOP}\n"
+            assert shown(found, tokenizer)[1] == f"\n  leading spaces stay\n{STOP}\n"
         else:
             assert found.trained.astype(int).tolist() == case["assistant_mask"]
 
@@ -92,9 +90,8 @@ def test_the_assistants_turns_are_trained_on_with_what_ends_them():
 
 def test_blocks_of_what_is_generated_decide():
     found = encode(turns("Hi", " Ho ", "Hum", "Ha"), GENERATING, tokens=(("bos_token", START),))
-    every, own = shown(found)
-    assert every == f"{START}user: Hiassistant: Ho{STOP}user: Humassistant: Ha{STOP}"
-    assert own == f"Ho{STOP}Ha{STOP}"
+    whole = f"{START}user: Hiassistant: Ho{STOP}user: Humassistant: Ha{STOP}"
+    assert shown(found) == (whole, f"Ho{STOP}Ha{STOP}")
     only_last = encode(turns("Hi", "Ho", "Hum", "Ha"), GENERATING, "completion")
     assert shown(only_last)[1] == f"Ha{STOP}"
 
@@ -185,9 +182,10 @@ def test_calls_of_tools_are_trained_on_and_their_results_are_not(template, last)
     assert shown(found)[1] == first + STOP
 
 
-def test_the_template_of_the_examples_writes_tools_and_calls():
-    file = Path(__file__).parents[2] / "examples" / "tools.jinja"
-    chats = chats_of(Template(file.read_text()))
+def test_the_template_that_comes_with_fedsim_writes_tools_and_calls(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chatml-tools").write_text("{{ another }}")  # the name is reserved
+    chats = chats_of(chat.template_of(TINY, "chatml-tools"))
     said = [*turns("Hi"), calling("find"), result("Paris"), Message("assistant", "Ho")]
     call = '<tool_call>{"name": "find", "arguments": {}}</tool_call>'
     assert shown(chats.encode(said, "assistant", TOOLS))[1] == f"{call}{STOP}\nHo{STOP}\n"
@@ -209,7 +207,7 @@ def test_no_special_token_is_spelled_by_tools_calls_or_their_results():
 
 REVERSING = CALLING.replace("c.function.name", "c.function.name | reverse")
 UNCLEAR = [
-    (CHATML, calling("find"), "chat_template that writes tool calls"),
+    (CHATML, calling("find"), "expected a .*calls, as `--chat-template chatml-tools` does"),
     (REVERSING, calling("find"), "changes what"),
     ("{{ messages[1].tool_calls[0].x.y }}", calling("find"), "fails with UndefinedError"),
 ]
@@ -309,9 +307,8 @@ def test_white_space_that_is_a_token_is_no_special_one():
     template = Template(CHATML.replace("'\n' + m['content']", "'\n\n' + m['content']"))
     found = ChatTokenizer(tokenizer, template).encode(turns("Dear,\n\nhi", "a\n\nb"), "assistant")
     whole = f"{START}user\n\nDear,\n\nhi{STOP}\n{START}assistant\n\na\n\nb{STOP}\n"
-    assert tokenizer.decode(found.ids, special=True) == whole
+    assert shown(found, tokenizer) == (whole, f"a\n\nb{STOP}\n")
     assert (found.ids == inner.token_to_id("\n\n")).sum() == 4
-    assert tokenizer.decode(trained(found), special=True) == f"a\n\nb{STOP}\n"
 
 
 def test_a_prompt_and_its_completion_stand_between_a_begin_and_an_end_token():
@@ -373,5 +370,5 @@ def test_a_template_is_found_where_checkpoints_keep_it(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("two")
     assert chat.template_of(tokenizer).source == "two"
     (tmp_path / "own.jinja").write_bytes(b"\xff")
-    with pytest.raises(DataError, match="chat_template=.*expected a Jinja file"):
+    with pytest.raises(DataError, match="chat_template=.*or a Jinja file"):
         chat.template_of(tokenizer, tmp_path / "own.jinja")

@@ -29,7 +29,7 @@ from fedsim.data.building.sources import Part, cut, find_files, hub_source, name
 from fedsim.data.building.tables import source_of
 from fedsim.data.building.tokenised import Encoding, write_rows
 from fedsim.data.building.user_ids import call, look_alikes
-from fedsim.data.chat import NO_CONTENT, ChatTokenizer, template_of
+from fedsim.data.chat import CHATML_TOOLS, NO_CONTENT, ChatTokenizer, template_of
 from fedsim.data.dataset import SUMS, Dataset, SplitRows, divide, dropped, limits, sums
 from fedsim.data.store import (
     FORMAT,
@@ -178,7 +178,11 @@ class _Build:
         if self.chats is not None and self.chats.template is not None:
             chats = ChatTokenizer(self.tokenizer, self.chats.template)
             if TOOLS in names and TOOLS in self.columns.text and not chats.writes_tools:
-                self.say(f"the chat template does not write the column {TOOLS}")
+                line = (
+                    f"the chat template does not write the column {TOOLS}, so the model does not "
+                )
+                remedy = f"--chat-template {CHATML_TOOLS} writes them"
+                self.say(f"{line}see which tools there are; {remedy}")
             try:
                 if chats.end_of_turn() is None:
                     line = "the chat template writes no special token after an answer, so that "
