@@ -17,7 +17,7 @@ from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.mechanism import NoisyMean, noisy_mean
 from fedsim.noise import AddNoise, add_gaussian
-from fedsim.sampling import Sampling, Users, owners_of, pool_of
+from fedsim.sampling import Sampling, Users, owners_of, pool_of, too_few
 
 
 class ELS:
@@ -55,7 +55,8 @@ class ELS:
         self.group_size = group_size  # ............................................ G_ELS
         self.pool = pool_of(users, group_size, key, adjacency)  # .................. D_sub
         most = len(self.pool)
-        expect("batch_size", batch_size, batch_size <= most, f"at most {most}, the pool's size")
+        limit = f"at most {most}, the pool's size{too_few(users)}"
+        expect("batch_size", batch_size, batch_size <= most, limit)
         self.expected_batch_size = batch_size  # ................................... B = p |D_sub|
         owners = partial(owners_of, users.offsets, self.pool, group_size)
         self.sampler = sampling.over(most, self.expected_batch_size, owners)  # .... p

@@ -16,7 +16,7 @@ from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.mechanism import NoisyMean, noisy_mean
 from fedsim.noise import AddNoise, add_gaussian
-from fedsim.sampling import Sampling, Users, draw_groups
+from fedsim.sampling import Sampling, Users, draw_groups, too_few
 
 
 class ULS:
@@ -55,7 +55,8 @@ class ULS:
         whole = batch_size % group_size == 0
         expect("batch_size", batch_size, whole, f"a multiple of group_size={group_size}")
         most = users.num_users * group_size
-        expect("batch_size", batch_size, batch_size <= most, f"at most {most}, users x group_size")
+        limit = f"at most {most}, users x group_size{too_few(users)}"
+        expect("batch_size", batch_size, batch_size <= most, limit)
         self.expected_cohort_size = batch_size // group_size  # ........................ M = q N
         self.sampler = sampling.over(users.num_users, self.expected_cohort_size)  # . q
         self.offsets = users.offsets

@@ -95,8 +95,7 @@ def test_an_empty_draw_is_a_step_of_noise_alone(algorithm, rng, key):
 @BOTH
 def test_the_noise_is_fresh_in_every_step_and_repeated_when_a_step_is(algorithm, rng, key):
     users, task = mean_problem(rng, SIZES)
-    method = make(algorithm, users, key)
-    engine = LocalEngine(task, num_lanes=2)
+    method, engine = make(algorithm, users, key), LocalEngine(task, num_lanes=2)
     grads = [release(method, engine, step, sigma=1e6)[0].numbers for step in (0, 1, 0)]
     np.testing.assert_array_equal(grads[0], grads[2])
     assert np.abs(grads[0] - grads[1]).min() > 0
@@ -117,11 +116,13 @@ def test_the_event_of_uls_is_theorem_2_and_does_not_know_the_group_size(rng, key
         assert make(ULS, users, key, batch_size, group_size).event(1.5) == StepEvent(1.5, 2 / 5, 1)
 
 
-@pytest.mark.parametrize("algorithm, batch_size, most", [(ELS, 16, 15), (ULS, 24, 20)])
-def test_a_batch_beyond_what_there_is_is_refused(algorithm, batch_size, most, rng, key):
-    users, _ = mean_problem(rng, SIZES)
-    with refuses(f"batch_size={batch_size}", says=f"at most {most}"):
-        make(algorithm, users, key, batch_size)
+@pytest.mark.parametrize("algorithm, size, most", [(ELS, 16, 15), (ULS, 24, 20)])
+@pytest.mark.parametrize("times, few", [(1, ": hundreds of users are needed, got 5"), (20, "")])
+def test_a_batch_beyond_what_there_is_is_refused(algorithm, size, most, times, few, rng, key):
+    users, _ = mean_problem(rng, SIZES * times)
+    with refuses(f"batch_size={times * size}", says=f"at most {times * most}, ") as raised:
+        make(algorithm, users, key, times * size)
+    assert str(raised.value).endswith(f"size{few}")
 
 
 def test_with_zero_out_everyone_has_as_many_places_and_nothing_depends_on_a_users_texts(rng, key):
@@ -132,11 +133,10 @@ def test_with_zero_out_everyone_has_as_many_places_and_nothing_depends_on_a_user
     )
     assert first.sampler.num_units == second.sampler.num_units == 5 * 3
     assert first.event(1.5) == second.event(1.5) == StepEvent(1.5, 6 / 15, 3)
-    gone = 9
     for step in range(30):
         of_all, of_others = first.draw(step).ravel(), second.draw(step).ravel()
-        mine = (of_all >= 5) & (of_all < 5 + gone)
-        moved = np.where(of_all >= 5 + gone, of_all - gone, of_all)  # rows are counted anew
+        mine = (of_all >= 5) & (of_all < 14)
+        moved = np.where(of_all >= 14, of_all - 9, of_all)  # rows are counted anew
         np.testing.assert_array_equal(np.where(mine, -1, moved), of_others)  # at the same places
 
 

@@ -68,7 +68,9 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
     elif is_built(source):
         for name, value in options.items():
             if name != "progress":
-                raise DataError.of(name, value, f"nothing, {source} is built already")
+                raise DataError.of(
+                    name, value, f"no such setting for {source}, which is built already"
+                )
         return Dataset.open(source)
     else:
         found = find_files(source)

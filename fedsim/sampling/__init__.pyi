@@ -12,6 +12,7 @@ from .contributions import (
     pool_of as pool_of,
     private_median as private_median,
     rank_error as rank_error,
+    too_few as too_few,
 )
 from .sampler import (
     PADDING as PADDING,

@@ -31,6 +31,8 @@ GRID = np.unique(np.round(2 ** (np.arange(81) / 4)).astype(np.int64))
 EXACT_SETS = 1000  # owner sets up to which integer programming searches for the largest pool
 EXACT_NODES = 1000  # of the search tree: a time limit would make the pool depend on the machine
 
+FEW_USERS = 100  # fewer get the blame for a batch that is too large for them
+
 FAILURE = 0.01
 """Probability with which `private_median` may miss by more than `rank_error`."""
 
@@ -53,6 +55,12 @@ class Users(Protocol):
         """int64 [num_users + 1]: user u owns the examples offsets[u]:offsets[u + 1]. For examples
         with several owners, the same of owner sets instead of users; see `graph_of`."""
         ...
+
+
+def too_few(users: Users) -> str:
+    """End of the error line about a batch that is too large for some users; "" if they are many."""
+    few = users.num_users < FEW_USERS
+    return f": hundreds of users are needed, got {users.num_users}" if few else ""
 
 
 @dataclass(frozen=True)

@@ -67,5 +67,12 @@ def test_a_built_directory_is_opened(source, tmp_path):
     assert load(tmp_path / "out").train.fingerprint == built.train.fingerprint
     (tmp_path / "out" / "notes.csv").write_text("a,b\n1,2\n")  # somebody's, and no text
     assert load(tmp_path / "out").train.fingerprint == built.train.fingerprint
-    with pytest.raises(DataError, match="data=.*empty: expected"):
-        load(tmp_path / "empty")
+    there = "expected .* that exists"
+    said = {"empty": "expected files in it", "outs": f"{there}, such as .*/out$", "no": f"{there}$"}
+    for name, expected in said.items():
+        with pytest.raises(DataError, match=f"^data=.*/{name}: {expected}"):
+            load(tmp_path / name)
+    with pytest.raises(
+        DataError, match="^max_length=9: expected no such setting for .*/out, which"
+    ):
+        load(tmp_path / "out", max_length=9)

@@ -73,7 +73,8 @@ def expected_of(found: Sequence[str]) -> str:
     """Rest of the error line about a missing column: the columns that a file has, if names."""
     if len(found) == 1 and (marks := re.findall("[;\t|]", found[0])):
         line = f"no such column; the columns are separated by {marks[0]!r}, not by a comma; "
-        return f"{line}DuckDB reads such a file (read_csv with delim) and writes Parquet"
+        read = f"pandas.read_csv(FILE, sep={marks[0]!r}, dtype=str)"
+        return f"{line}{read}.to_parquet(OUT) writes a file that can be read"
     if not all(NAME.fullmatch(name.strip()) for name in found):
         return (
             f"no such column among {len(found)}, whose names are not shown, for they may be a "
