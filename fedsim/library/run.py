@@ -33,7 +33,7 @@ from fedsim.errors import ConfigError, expect
 from fedsim.files import expand_home
 from fedsim.library.own_task import OwnTask
 from fedsim.run import Console, StoredRun, checkpoint, directory, guarantee_line, spent, verbosity
-from fedsim.training import Callback
+from fedsim.training import Callback, expect_callbacks
 from fedsim.trust import Check
 
 COLUMNS = {"user": "user_column", "text": "text_column", "messages": "messages_column"}
@@ -321,8 +321,7 @@ def train(
     """
     with verbosity(settings.get("output", "normal")):
         base, kind = algorithm_of(algorithm)
-        fits = all(isinstance(callback, Callback) for callback in callbacks)
-        expect("callbacks", callbacks, fits, "objects of subclasses of fedsim.Callback")
+        expect_callbacks(callbacks)
         custom = None
         if task is None:
             privacy, run = configs_for(data, settings, base)

@@ -1,5 +1,5 @@
 from . import optimizers as optimizers
-from .callbacks import Callback as Callback
+from .callbacks import Callback as Callback, expect_callbacks as expect_callbacks
 from .open import Purpose as Purpose, open_run as open_run
 from .optimizers import (
     Diverged as Diverged,

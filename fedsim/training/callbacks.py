@@ -8,14 +8,15 @@ the plan, and so the ledger and the report, say that.
 Loggers are callbacks, which write metrics for TensorBoard, W&B, MLflow or Trackio.
 """
 
+import difflib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from fedsim.errors import brief
+from fedsim.errors import ConfigError, brief, expect
 from fedsim.plan import Caveat, Fact, Plan, private_fields
 from fedsim.run import BOARD, visible
 
@@ -66,6 +67,20 @@ class Callback:
         Args:
           summary: its content, without losses that have no noise and sizes of draws.
         """
+
+
+def expect_callbacks(callbacks: Any) -> None:
+    """Raise ConfigError unless these are callbacks, without methods `on_...` that nothing calls."""
+    several = isinstance(callbacks, Collection)
+    fits = several and all(isinstance(callback, Callback) for callback in callbacks)
+    expect("callbacks", callbacks, fits, "a list of objects of subclasses of fedsim.Callback")
+    methods = [name for name in vars(Callback) if name.startswith("on_")]
+    kinds = [kind for callback in callbacks for kind in type(callback).__mro__]
+    for kind in (kind for kind in kinds if issubclass(kind, Callback)):
+        for name in sorted({name for name in vars(kind) if name.startswith("on_")} - {*methods}):
+            (close,) = difflib.get_close_matches(name, methods, 1, 0)
+            expected = f"a method of fedsim.Callback, such as {close}"
+            raise ConfigError.of("callbacks", f"{kind.__name__}.{name}", expected)
 
 
 def facts_of_callbacks(callbacks: Sequence[Callback]) -> list[Caveat]:

@@ -107,8 +107,11 @@ def test_adapters_of_an_exported_model_name_their_base(run, posts, tmp_path, mon
 
 
 def test_what_no_run_can_be_made_of_is_refused_before_a_step_is_paid_for(posts, run_dir):
-    with refuses("callbacks=[3]"):
-        train(posts, run_dir, callbacks=[3])
+    late = type("Late", (fedsim.Callback,), {"on_stepp": print})()
+    faults = {"[3]": [3], str(print): print, "Late.on_stepp": [late]}
+    for shown, callbacks in faults.items():
+        with refuses(f"callbacks={shown}", says="on_step" if "on_" in shown else "a list of"):
+            train(posts, run_dir, callbacks=callbacks)
     with refuses("algorithm=dls"):
         fedsim.train("dls", posts, epsilon=8, num_steps=1)
     with refuses("run_dir", says="directory of the run to resume"):  # else a new one is paid for

@@ -7,14 +7,8 @@ import fedsim
 from fedsim.run import visible
 
 SETTINGS = {"epsilon": 8.0, "num_steps": 4, "batch_size": 12, "max_length": 24, "model": "micro"}
-SETTINGS |= {
-    "engine": "local",
-    "strategy": "scan",
-    "rows_per_pass": 2,
-    "eval_examples": 8,
-    "eval_every": 1,
-}
-SETTINGS |= {"seed": 3, "checkpoint_every": 2, "log_to": []}
+SETTINGS |= {"engine": "local", "strategy": "scan", "rows_per_pass": 2, "eval_examples": 8}
+SETTINGS |= {"eval_every": 1, "seed": 3, "checkpoint_every": 2, "log_to": []}
 POSTS = [{"user_id": f"user {i % 40}", "text": f"post {i}"} for i in range(120)]
 
 
@@ -51,9 +45,8 @@ class Curious(Recorder):
 
 
 def train(run_dir, *callbacks, **changed):
-    return fedsim.train(
-        "uls", POSTS, run_dir=run_dir, callbacks=callbacks, **{**SETTINGS, **changed}
-    )
+    given = {**SETTINGS, "run_dir": run_dir, "callbacks": callbacks, **changed}
+    return fedsim.train("uls", POSTS, **given)
 
 
 @pytest.fixture(scope="module")
