@@ -149,8 +149,11 @@ def _fault(
         return own
     field, value, about = str([*fault["loc"], ""][0]), fault["input"], fault["type"]
     expected = fault["msg"].removeprefix("Input should be ").partition(", unable to parse")[0]
+    field = name or names.get(field, field)
     if about in ("missing", "missing_argument"):
-        value, expected = None, "a value"
+        return ConfigError(f"{field}: missing, expected a value", field=field)
+    if about.endswith("_type") and isinstance(value, str):
+        value = repr(value)  # '8' is no number
     elif about == "unexpected_keyword_argument":
         expected = "the name of a setting"
-    return ConfigError.of(name or names.get(field, field), value, expected)
+    return ConfigError.of(field, value, expected)
