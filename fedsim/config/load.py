@@ -37,6 +37,7 @@ def hint_of(name: str, known: Iterable[str], typed: Callable[[str], str] = str) 
     if name in flags_of(BuildConfig):
         return "; this one is of `fedsim data build`, whose directory `data` takes"
     close = difflib.get_close_matches(name, list(known), 1, 0.75)
+    close += [each for each in known if each.startswith(f"{name}_")]
     return f", such as {typed(close[0])}" if close else ""
 
 

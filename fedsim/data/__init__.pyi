@@ -7,6 +7,7 @@ from .building.columns import (
     is_string as is_string,
 )
 from .building.messages import TOOLS as TOOLS
+from .building.sources import is_table as is_table
 from .building.tables import source_of as source_of
 from .chat import (
     ASSISTANT as ASSISTANT,
@@ -16,7 +17,7 @@ from .chat import (
     Message as Message,
     template_of as template_of,
 )
-from .corpora import is_table as is_table, load as load
+from .corpora import load as load
 from .dataset import (
     NATS_PER_TOKEN as NATS_PER_TOKEN,
     SPLITS as SPLITS,

@@ -104,12 +104,6 @@ def is_built(source: str | Path) -> bool:
         return False
 
 
-def is_table(source: str) -> bool:
-    """True for the file of a table from memory."""
-    path = Path(source)
-    return path.parent.name == files.TABLES and path.suffix == ".parquet"
-
-
 def _key(facts: list[Any], options: dict[str, Any]) -> str:
     """The name of the data set that is built from sources with such facts."""
     relevant = {n: v for n, v in options.items() if n not in ("progress", "num_workers")}

@@ -73,6 +73,11 @@ class Dataset:
         stores = {name: UserStore(path / name) for name in splits}
         return cls(**stores, tokenizer_path=path / TOKENIZER, metadata=metadata, path=path)
 
+    def __repr__(self) -> str:
+        name, held_out = "" if self.path is None else f"{self.path.name!r}: ", [*self.splits()][1:]
+        sizes = f"{self.train.num_users:,} users, {self.train.num_examples:,} examples to train on"
+        return f"Dataset({name}{sizes}; held out: {', '.join(held_out) or 'nothing'})"
+
     def people(self) -> list[str]:
         """Ids of all users of all splits, sorted."""
         return sorted({user for store in self.splits().values() for user in store.user_ids()})

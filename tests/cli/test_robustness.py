@@ -105,6 +105,7 @@ REFUSED = [  # (a command, how the line begins that refuses it)
     ([*BUILD, "b", "--eval-users", "1"], "eval_users=1"),
     ([*BUILD, "run"], "out="),
     ([*train(), "--epsilom", "1"], "--epsilom: expected the name of a flag, such as --epsilon"),
+    ([*train(), "--user", "x"], "--user: expected the name of a flag, such as --user-column"),
     ([*train(), "--chat-template", "x"], "--chat-template: expected the name of a flag; this"),
     (train(epsilon="eight"), "epsilon=eight: expected a valid number"),
     (train(clipping="hard"), "clipping=hard: expected 'normalised' or 'plain'"),

@@ -21,7 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from fedsim.config import BuildConfig
+from fedsim.config import BuildConfig, config_of
 from fedsim.data.building.columns import KINDS, Columns, check_bound, expect_one_kind
 from fedsim.data.building.messages import COMPLETION, MESSAGES, TOOLS, TRAIN_ON, Chats
 from fedsim.data.building.sorting import owners_of, sorted_blocks, tokenised_rows, write_splits
@@ -136,7 +136,7 @@ def build(
     if num_workers is not None and num_workers < 1:
         raise DataError.of("num_workers", num_workers, ">= 1")
     out = Path(expand_home("out", out)).absolute()
-    rules = BuildSettings(**settings)
+    rules = config_of(BuildSettings, settings)
     several = isinstance(sources, list | tuple) and sources
     if not several or not all(isinstance(source, str | Path) for source in sources):
         sources = [source_of(sources, rules.columns)]

@@ -24,7 +24,7 @@ from fedsim.config import BuildConfig
 from fedsim.data.building.columns import Columns, chats_as_json, normalise, plain
 from fedsim.data.building.text_files import PACKED, TextFile
 from fedsim.errors import DataError, Interrupted, may_pass, printable
-from fedsim.files import DISK_FULL, expand_home
+from fedsim.files import DISK_FULL, TABLES, expand_home
 
 READ_ROWS, READ_BYTES = 65_536, 64 * 2**20  # of a batch, at most
 PART_ROWS, PART_BYTES = 2**20, 128 * 2**20  # of a part, about
@@ -266,13 +266,24 @@ def _parquet_batches(part: Part, columns: Columns) -> Iterator[pa.RecordBatch]:
             yield batch.select(names)
 
 
+def is_table(source: str | Path) -> bool:
+    """True for the file of a table from memory."""
+    path = Path(source)
+    return path.parent.name == TABLES and path.suffix == ".parquet"
+
+
+def in_words(source: Path) -> str:
+    """A source as an error names it: a file by its path."""
+    return "the table" if is_table(source) else str(source)
+
+
 @contextmanager
 def complaints(source: Path) -> Iterator[None]:
     """Turn errors of readers into one line that names the file, without the values they quote."""
     try:
         yield
     except DataError as error:
-        named = type(error)(printable(f"{error} (in {source})"))
+        named = type(error)(printable(f"{error} (in {in_words(source)})"))
         named.field, named.value = error.field, error.value
         raise named from None
     except READING as error:

@@ -20,7 +20,7 @@ import tokenizers
 from fedsim.config import BuildConfig
 from fedsim.data.building.columns import Columns, at_least, is_blank, kinds_of
 from fedsim.data.building.messages import BadRow, Chats, Examples, chat_examples
-from fedsim.data.building.sources import Part, read
+from fedsim.data.building.sources import Part, in_words, read
 from fedsim.data.building.user_ids import call, like_nobody
 from fedsim.data.chat import ChatTokenizer, Template
 from fedsim.data.dataset import EVAL_USERS, TEST, TRAIN, is_held_out, limits
@@ -59,7 +59,7 @@ def write_rows(item: tuple[int, Part], *, encoding: Encoding) -> Counter[str]:
     number, part = item
     place, writer = number * PLACES, None
     counts: Counter[str] = Counter()
-    columns = encoding.columns
+    columns, source = encoding.columns, in_words(part.file)
     with ExitStack() as stack:
         for first_row, batch in read(part, columns, encoding.settings):
             unowned = is_blank(batch["user_id"])
@@ -67,7 +67,7 @@ def write_rows(item: tuple[int, Part], *, encoding: Encoding) -> Counter[str]:
                 rows = np.flatnonzero(unowned) + first_row + 1
                 shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + ", ..." * (len(rows) > SHOWN_ROWS)
                 raise DataError(  # nothing would protect whoever wrote them
-                    f"{columns.blamed}: {len(rows)} null or empty user ids in {part.file} (rows "
+                    f"{columns.blamed}: {len(rows)} null or empty user ids in {source} (rows "
                     f"{shown}); expected a user for every row; `fedsim data build "
                     "--rows-without-user drop` leaves such rows out"
                 )
@@ -75,7 +75,7 @@ def write_rows(item: tuple[int, Part], *, encoding: Encoding) -> Counter[str]:
                 rows = _tokenise(batch, unowned, encoding, counts)
             except BadRow as bad:
                 named = f"{columns.fields[columns.text[0]]}={columns.text[0]}"
-                where = f"in row {first_row + bad.row + 1} of {part.file}"
+                where = f"in row {first_row + bad.row + 1} of {source}"
                 raise DataError(f"{named}: {bad} {where}{bad.remedy}") from None
             places = pa.array(place + np.arange(len(rows)))
             rows, place = rows.append_column("place", places), place + len(rows)
