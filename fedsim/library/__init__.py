@@ -1,5 +1,5 @@
-"""The Python interface: `train`, `load`, and the `Run` that both return; `recommend` and
-`audit`."""
+"""The Python interface: `train`, `load`, and the `Run` that both return; `dry_run`, `recommend`
+and `audit`."""
 
 from lazy_loader import attach_stub
 

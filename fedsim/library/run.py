@@ -1,14 +1,16 @@
 """`fedsim.train` and the `Run` it returns: training, results and their checks from Python.
 
-`recommend` and `audit` return the answers of the commands of these names, as dicts.
+`dry_run`, `recommend` and `audit` return the answers of the commands of these names, as dicts.
 """
 
 import functools
+import inspect
 import math
+import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Required, TypedDict, Unpack
+from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, get_type_hints
 
 from fedsim.config import (
     Algorithm,
@@ -38,6 +40,7 @@ from fedsim.trust import Check
 
 COLUMNS = {"user": "user_column", "text": "text_column", "messages": "messages_column"}
 """Arguments of `train` that stand for a longer flag."""
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def load(run_dir: str | Path) -> "Run":
@@ -281,6 +284,26 @@ class TrainSettings(TypedDict, total=False):
     limit_epsilon: float | None
 
 
+def with_settings(function: Function) -> Function:
+    """Write the settings, which a type checker has from TrainSettings, into `help(function)`."""
+    flags, written = flags_of(PrivacyConfig) | flags_of(RunConfig), inspect.signature(function)
+    *first, _ = written.parameters.values()
+    named, texts = [], []
+    for name, kind in get_type_hints(TrainSettings).items():
+        flag = None if name == "run_dir" else flags.get(name)  # which has a default here
+        default = inspect.Parameter.empty if flag and flag.default is ... else flag and flag.default
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        named.append(inspect.Parameter(name, keyword, default=default, annotation=kind))
+        if flag:
+            text = f"{name}: {' '.join(flag.text.split())}"
+            texts += textwrap.wrap(text, 96, initial_indent="  ", subsequent_indent="    ")
+    head, returns, tail = (inspect.getdoc(function) or "").partition("\n\nReturns:")
+    function.__doc__ = "\n".join([head, *texts]) + returns + tail
+    vars(function)["__signature__"] = written.replace(parameters=[*first, *named])
+    return function
+
+
+@with_settings
 def train(
     algorithm: str | type,
     data: Any,
@@ -305,12 +328,14 @@ def train(
       task: your own model, instead of a language model.
       callbacks: called at the start and end of the run, and after its steps and evaluations; see
         `Callback`.
-      settings: epsilon: the target; math.inf trains without noise, and is not private. num_steps:
-        T, the number of steps. run_dir: directory of the run; default: a new one in runs/. user:
-        column with the user of a row, or with a list of the users who own it together; default:
-        user_id. text: column with the text; default: text. messages: column with chats, lists of
-        {"role": ..., "content": ...}; default: messages, if there is no text. Other flags of
-        `fedsim train`, with underscores: batch_size, group_size, model, engine, seed, resume, ...
+      settings: flags of `fedsim train`, with underscores: those below, of which epsilon and
+        num_steps are required.
+      run_dir: directory of the run. Default: a new one in runs/.
+      user: column with the user of a row, or with a list of the users who own it together.
+        Default: user_id.
+      text: column with the text. Default: text.
+      messages: column with chats, lists of {"role": ..., "content": ...}. Default: messages, if
+        there is no text.
 
     Returns:
       The run, finished or stopped by a signal.
@@ -345,6 +370,23 @@ def train(
         return Run(run.run_dir)
 
 
+def dry_run(algorithm: str, data: Any, **settings: Unpack[TrainSettings]) -> dict[str, Any]:
+    """Plan a training, and show its noise and the size of a step; train, write and spend nothing.
+
+    Args: as for `train`, with "els" or "uls".
+
+    Returns: what `fedsim train --dry-run --json` prints: the public constants of the run.
+    """
+    with verbosity(settings.get("output", "normal")):
+        expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
+        privacy, run = configs_for(data, settings, algorithm)
+        run = changed_run(run, engine="local", accelerator="auto")
+        set_threads(run.engine)
+        from fedsim.training import dry_run as plan_run  # imports JAX, which reads the threads
+
+        return plan_run(Algorithm(algorithm), privacy, run, Console())
+
+
 def algorithm_of(algorithm: str | type) -> tuple[Algorithm, type | None]:
     """(The algorithm of the paper whose settings it has, its class if it is one of one's own)."""
     if isinstance(algorithm, type):
@@ -364,6 +406,8 @@ def configs_for(
 ) -> tuple[PrivacyConfig, RunConfig]:
     """The configs of a training. Without run_dir, it is one in runs/ of this name and second."""
     settings = {COLUMNS.get(field, field): value for field, value in settings.items()}
+    alone = "the name of a setting; fedsim.dry_run plans without training"
+    expect("dry_run", settings.get("dry_run"), "dry_run" not in settings, alone)
     columns = {n: settings[n] for n in COLUMNS.values() if settings.get(n) is not None}
     if settings.get("run_dir") is None:
         expect("run_dir", None, not settings.get("resume"), "the directory of the run to resume")

@@ -38,9 +38,9 @@ def files(posts, tmp_path_factory):
     return directory
 
 
-def train(data, run_dir, **changed):
+def train(data, run_dir, call=fedsim.train, **changed):
     given = {"user": "author", "text": "body", "run_dir": run_dir, **SETTINGS, **changed}
-    return fedsim.train("uls", data, **given)
+    return call("uls", data, **given)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,12 @@ def test_the_command_gives_the_same_bits(run, files, run_dir, capsys):
     assert json.loads(capsys.readouterr().out)["params_sha256"] == run.summary["params_sha256"]
 
 
+def test_a_dry_run_gives_the_plan_and_leaves_nothing(run, posts, run_dir, capsys):
+    plan = train(posts, run_dir, call=fedsim.dry_run, engine="ray")  # which needs no worker
+    assert plan == run.stored.plan.as_dict() | {"data_seal": plan["data_seal"]}
+    assert "noise multiplier" in capsys.readouterr().err and not run_dir.exists()
+
+
 def test_a_run_is_verified_reported_and_written_for_others(run, tmp_path):
     checks = run.verify()
     assert {check.promise for check in checks} >= {"ledger", "epsilon", "data", "draws"}
@@ -112,6 +118,8 @@ def test_what_no_run_can_be_made_of_is_refused_before_a_step_is_paid_for(posts, 
     for shown, callbacks in faults.items():
         with refuses(f"callbacks={shown}", says="on_step" if "on_" in shown else "a list of"):
             train(posts, run_dir, callbacks=callbacks)
+    with refuses("dry_run=True", says="fedsim.dry_run plans without training"):
+        train(posts, run_dir, dry_run=True)
     with refuses("algorithm=dls"):
         fedsim.train("dls", posts, epsilon=8, num_steps=1)
     with refuses("run_dir", says="directory of the run to resume"):  # else a new one is paid for
