@@ -24,8 +24,7 @@ def for_people(events: Events, people: int) -> list[tuple[Event, int]]:
 
     Not for correlated noise, whose cyclic steps look like those of independent noise.
 
-    Raises:
-      ConfigError: there is no such event: of random allocation, or of a private selection.
+    Raises: ConfigError: there is no such event: of random allocation, or of a private selection.
 
     >>> for_people([(StepEvent(1.0, 0.01), 100)], 5)
     [(StepEvent(noise_multiplier=1.0, sampling_prob=0.01, max_contributions=5, cycle=1, \

@@ -154,8 +154,7 @@ def place_of(directory: str | Path | None) -> Path:
     """Directory of the ledger: `directory`, else FEDSIM_BUDGET_LEDGER, else fedsim/ in the user
     account's state directory.
 
-    Raises:
-      ConfigError: it depends on the working directory, or no home directory is known.
+    Raises: ConfigError: it depends on the working directory, or no home directory is known.
     """
     if directory:
         return Path(expand_home("budget_ledger", directory)).absolute()
@@ -168,8 +167,7 @@ class BudgetLedger:
     def __init__(self, directory: Path):
         """Read the ledger, or start it.
 
-        Raises:
-          LedgerError, FileDamaged: it was changed.
+        Raises: LedgerError, FileDamaged: it was changed.
         """
         self.directory, self._path = directory, directory / FILE
         if not (directory / KEY).exists() and not self._path.exists():
@@ -230,8 +228,7 @@ class BudgetLedger:
     def users_of(self, name: str) -> np.ndarray:
         """Load the fingerprints with this name.
 
-        Raises:
-          FileDamaged: they are missing or were changed.
+        Raises: FileDamaged: they are missing or were changed.
         """
         path = self.directory / USERS / f"{name}.npy"
         try:
@@ -407,8 +404,7 @@ def _expect_ours(directory: Path) -> None:
 def open_read_only(directory: Path) -> Iterator[BudgetLedger]:
     """Open and lock the ledger to read it; if there is none, an empty one that is not kept.
 
-    Raises:
-      ConfigError, LedgerError, FileDamaged: as `open_locked`.
+    Raises: ConfigError, LedgerError, FileDamaged: as `open_locked`.
     """
     with ExitStack() as stack:
         if not is_in(directory):

@@ -135,8 +135,7 @@ class Account:
     def total(self, delta: float, *, more: RunCost | None = None) -> Total:
         """The cost for the user who pays most.
 
-        Args:
-          more: another charge for all users, which replaces an earlier one of the same run.
+        Args: more: another charge for all users, which replaces an earlier one of the same run.
         """
         totals = []
         for pattern in self.patterns or [frozenset[str]()]:
@@ -191,8 +190,7 @@ def charge_of(entry: Entry) -> RunCost:
 def books(ledger: BudgetLedger, ids: Sequence[str] | None, limit: Limit | None = None) -> Account:
     """The account of users with these ids, or of all users in the ledger.
 
-    Args:
-      limit: another limit for them, beside those in the ledger.
+    Args: limit: another limit for them, beside those in the ledger.
     """
     names = {entry.users for entry in ledger.entries.values()}
     names |= {limited.users for limited in ledger.limits if limited.users is not None}

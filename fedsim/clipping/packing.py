@@ -196,8 +196,7 @@ def shared_lengths(sizes: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
       sizes: tokens of each text, int [units, group]; 0 is padding.
       lengths: ascending; the last holds SHORT and the longest text.
 
-    Returns:
-      int [units]. A unit of more tokens has several such rows.
+    Returns: int [units]. A unit of more tokens has several such rows.
     """
     fed = np.maximum(sizes - 1, 0)
     total, longest = fed.sum(axis=1), fed.max(axis=1, initial=0)

@@ -100,8 +100,7 @@ def read(path: Path) -> dict[str, Any]:
     """Settings by name from a TOML, YAML or JSON file; those of the last two are texts, as they are
     written: 007 keeps its zeros, and no is a word.
 
-    Raises:
-      ConfigError: it cannot be read, or holds something else.
+    Raises: ConfigError: it cannot be read, or holds something else.
     """
     import yaml
 

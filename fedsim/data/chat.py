@@ -143,8 +143,7 @@ class Template:
         Args:
           begin, end: what to put around what the template says is generated.
           prompt: end with the beginning of the assistant's next turn.
-        Raises:
-          BadChat: the template refuses the chat, or takes too long.
+        Raises: BadChat: the template refuses the chat, or takes too long.
         """
         turns = [{"role": each.role, "content": each.content, **each.fields} for each in messages]
         variables = {"messages": turns, "tools": tools, "documents": None}
@@ -238,8 +237,7 @@ class ChatTokenizer:
         Args:
           train_on: "all", "assistant", or "completion", the last turn if it is the assistant's.
           tools: that the assistant may call.
-        Raises:
-          BadChat: there is no template, it refuses the chat, or does not say where a turn is.
+        Raises: BadChat: there is no template, it refuses the chat, or does not say where a turn is.
         """
         plain, tools = self._plain(messages, tools)
         turns = turns_of(messages, train_on)
@@ -274,8 +272,7 @@ class ChatTokenizer:
     def encode_prompt(self, messages: Sequence[Message]) -> np.ndarray:
         """Token ids of a chat up to the beginning of the assistant's next turn, int64 [tokens].
 
-        Raises:
-          BadChat: there is no template, or it refuses the chat.
+        Raises: BadChat: there is no template, or it refuses the chat.
         """
         text, _ = self._write(self._plain(messages, None)[0], prompt=True)
         return self._encoded(text, []).ids

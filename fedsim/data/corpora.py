@@ -54,8 +54,7 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
         glob, hf:NAME[@REVISION][:FILES], or pydocs.
       cache_dir: directory of built data. Default: `files.cache_dir`.
       build_options: keyword arguments of `build`, the fields of `BuildSettings` among them.
-    Raises:
-      DataError: the input is invalid, or build options are given for a built directory.
+    Raises: DataError: the input is invalid, or build options are given for a built directory.
     """
     source, options = files.expand_home("data", source), build_options
     sources: list[str | Path] = [source]

@@ -137,8 +137,7 @@ def stats(store: UserStore) -> dict[str, Any]:
 
     Quantiles are exact (the lower of two neighbours).
 
-    Returns:
-      A JSON object.
+    Returns: A JSON object.
     """
     users = {"min": 0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1}
     tokens = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
@@ -218,8 +217,7 @@ def divide(group: np.ndarray, counts: np.ndarray, rules: BuildConfig) -> dict[st
     Args:
       group: int8 [owners], TRAIN, EVAL_USERS or TEST.
       counts: int64 [owners], rows of each.
-    Raises:
-      DataError: no rows are left for training.
+    Raises: DataError: no rows are left for training.
     """
     large = (counts >= rules.min_examples) | (group == TEST)
     none, tenth = np.zeros_like(counts), np.minimum(32, -(-counts // 10))

@@ -28,8 +28,7 @@ def render(source: str, variables: dict[str, Any], begins: str, ends: str) -> st
 
     Args:
       begins, ends: put around what a `{% generation %}` block writes.
-    Raises:
-      ValueError: it refuses the variables, fails, or writes too much.
+    Raises: ValueError: it refuses the variables, fails, or writes too much.
     """
     environment, template = _compiled(source)
     environment.marks = begins, ends

@@ -272,8 +272,7 @@ def download(source: str, field: str, files: Sequence[str]) -> Path:
       source: hf:NAME[@REVISION].
       field: the setting that names it.
       files: names or patterns; the first says what the repository must have.
-    Raises:
-      ConfigError: there are no such files. Interrupted: the Hub cannot be reached.
+    Raises: ConfigError: there are no such files. Interrupted: the Hub cannot be reached.
     """
     import huggingface_hub
 

@@ -33,8 +33,7 @@ class Task(Protocol):
     def init(self, key: jax.Array) -> Params:
         """Create fresh parameters, float32.
 
-        Args:
-          key: JAX key; the parameters must be a function of it.
+        Args: key: JAX key; the parameters must be a function of it.
         """
         ...
 

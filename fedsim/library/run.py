@@ -77,8 +77,7 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """Content of `summary.json`.
 
-        Raises:
-          ConfigError: the run has not ended.
+        Raises: ConfigError: the run has not ended.
         """
         if (content := directory.summary_of(self.run_dir)) is None:
             raise ConfigError.of("run", self.run_dir, "a run that has ended")
@@ -113,8 +112,7 @@ class Run:
     def params(self) -> Any:
         """Parameters of the last checkpoint, of the model or its adapters: a tree of NumPy arrays.
 
-        Raises:
-          ConfigError: there is no checkpoint.
+        Raises: ConfigError: there is no checkpoint.
         """
         newest = checkpoint.latest(self.run_dir)
         if newest is None:
@@ -124,8 +122,7 @@ class Run:
     def evaluate(self) -> dict[str, Any]:
         """Losses on all held-out examples, in nats per token: not protected, not to be published.
 
-        Returns:
-          Losses by metric name, such as eval/loss.
+        Returns: Losses by metric name, such as eval/loss.
         """
         run = changed_run(self.stored.run, engine="local", accelerator="auto")
         set_threads(run.engine)
@@ -143,8 +140,7 @@ class Run:
           whole: compute all steps again.
           data: where the data are now. Default: where they were at the start of the run.
 
-        Returns:
-          A `Check` for each promise, in order.
+        Returns: A `Check` for each promise, in order.
         """
         again = "whole" if whole else "last" if replay else ""
         set_threads(self.stored.run.engine if again else EngineConfig("local"))
@@ -156,14 +152,11 @@ class Run:
     def report(self, out: str | Path | None = None) -> dict[str, Any]:
         """Write the privacy report.
 
-        Args:
-          out: directory for report.html and report.md. Default: the run's.
+        Args: out: directory for report.html and report.md. Default: the run's.
 
-        Returns:
-          The claim, its epsilon and delta, and the paths of the files.
+        Returns: The claim, its epsilon and delta, and the paths of the files.
 
-        Raises:
-          ReportError: a promise is violated, or there is no model to report of.
+        Raises: ReportError: a promise is violated, or there is no model to report of.
         """
         from fedsim.trust import report
 
@@ -172,8 +165,7 @@ class Run:
     def publish(self, out: str | Path | None = None) -> Path:
         """Write what may be published of the run into a new folder, checked; returns the folder.
 
-        Args:
-          out: the folder. Default: `public` in the run's directory.
+        Args: out: the folder. Default: `public` in the run's directory.
 
         Raises:
           ConfigError: the run has not ended or has no guarantee, or the folder exists.
@@ -337,8 +329,7 @@ def train(
       messages: column with chats, lists of {"role": ..., "content": ...}. Default: messages, if
         there is no text.
 
-    Returns:
-      The run, finished or stopped by a signal.
+    Returns: The run, finished or stopped by a signal.
 
     Raises:
       ConfigError: a setting or the data are wrong; one line says how.

@@ -72,8 +72,7 @@ FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 def layer_flags(f: Fields, name: str, layers: int, yes: Any, no: Any) -> tuple[bool, ...] | None:
     """A list of one of two values for each layer; None if it is absent, null or empty.
 
-    Raises:
-      UnsupportedArchitecture: it is another list, or too short.
+    Raises: UnsupportedArchitecture: it is another list, or too short.
     """
     values = f.get(name) or []
     known = isinstance(values, list) and all(value in (yes, no) for value in values)
@@ -94,8 +93,7 @@ def scaling_of(f: Fields, kind: str, rope: Mapping[str, Any]) -> RopeScaling | N
       f: the config.json.
       kind: of ROPE_TYPES.
       rope: the object of rotary positions in it.
-    Raises:
-      UnsupportedArchitecture: a number of the scaling is missing or invalid.
+    Raises: UnsupportedArchitecture: a number of the scaling is missing or invalid.
     """
     if kind in ("default", "dynamic"):
         return None

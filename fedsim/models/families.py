@@ -70,8 +70,7 @@ PARTIAL = "partial_rotary_factor"
 def config_of(fields: Fields) -> TransformerConfig:
     """Convert a config.json. The max_length of the result is the longest sequence of the model.
 
-    Raises:
-      UnsupportedArchitecture: no Transformer is like that, or a field is missing or invalid.
+    Raises: UnsupportedArchitecture: no Transformer is like that, or a field is missing or invalid.
     """
     need("model_type", kind := fields.get("model_type"), *TYPES)
     need("quantization_config", fields.get("quantization_config"), None)
@@ -99,8 +98,7 @@ def described(c: TransformerConfig) -> TransformerConfig:
 def fields_of(c: TransformerConfig) -> dict[str, Any]:
     """Fields of a new config.json for a fresh model, as one of GPT-2.
 
-    Raises:
-      UnsupportedArchitecture: GPT-2 lacks a part of it.
+    Raises: UnsupportedArchitecture: GPT-2 lacks a part of it.
     """
     c = dataclasses.replace(c, query_bias=True, out_bias=True)  # what it lacks are zeros there
     fields = {

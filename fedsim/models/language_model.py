@@ -54,8 +54,7 @@ def nats_in_chunks(
 
     The backward pass computes the logits of a chunk again, so that they never exist at once.
 
-    Args:
-      x_BLD: the output of a `Transformer` without its head.
+    Args: x_BLD: the output of a `Transformer` without its head.
     """
     count, most = targets_BL.size, max(1, CHUNK_LOGITS // c.vocab_size)
     size = -(-count // -(-count // most))  # of equal chunks, with little padding
@@ -173,8 +172,7 @@ class LanguageModelTask:
           {"tokens": int32 [rows, max_length], "sizes": int32 [rows], number of real tokens}, and
           "trained": bool [rows, max_length], if not all tokens are trained on.
 
-        Raises:
-          DataError: a token is not in the vocabulary.
+        Raises: DataError: a token is not in the vocabulary.
         """
         store, length = getattr(self.dataset, split), self.config.max_length
         tokens, sizes = store.gather(rows, length)

@@ -40,8 +40,7 @@ def adapted(
       rank, alpha, rslora: see `Lora`; alpha None: by default.
       modules: all-linear, or names with commas between them: those of PEFT, such as q_proj or
         self_attn.q_proj, or of DENSE.
-    Raises:
-      ConfigError: the model has no such module.
+    Raises: ConfigError: the model has no such module.
     """
     have = tuple(name for name in DENSE if name != "gate" or c.mlp != "gelu")
     chosen = have if modules == ALL_LINEAR else _layers_of(c, modules, have)

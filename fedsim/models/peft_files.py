@@ -38,8 +38,7 @@ def save(
       revision: revision of the model on the Hub.
       files: directory of its tokenizer and chat template, which are copied beside the adapters.
       more: texts of further files, by name.
-    Raises:
-      ConfigError: the directory exists, or cannot be made.
+    Raises: ConfigError: the directory exists, or cannot be made.
     """
     tensors, fields = _tensors(c, adapters), _fields(c)
     fields |= {"base_model_name_or_path": base, "revision": revision}

@@ -50,8 +50,7 @@ SIDE_FILES = (
 def side_files(directory: Path) -> list[str]:
     """Names of the side files in a directory.
 
-    Raises:
-      ConfigError: a file is larger than MAX_JSON.
+    Raises: ConfigError: a file is larger than MAX_JSON.
     """
     names = [name for name in SIDE_FILES if (directory / name).is_file()]
     for path in (directory / name for name in names):
@@ -68,8 +67,7 @@ def side_file_digests(directory: Path) -> dict[str, str]:
 def check_side_files(directory: Path, expected: Mapping[str, str]) -> None:
     """Compare side files with the result of `side_file_digests`.
 
-    Raises:
-      FileDamaged: a file is missing or was changed.
+    Raises: FileDamaged: a file is missing or was changed.
     """
     for name, sha256 in expected.items():
         path = directory / name
@@ -88,8 +86,7 @@ def copy_side_files(directory: Path, out: Path, but: tuple[str, ...] = ()) -> li
 def add_end_tokens(directory: Path) -> None:
     """Add to the files of a new model what programs need to know the ends of its texts.
 
-    Raises:
-      ConfigError: a file is damaged.
+    Raises: ConfigError: a file is damaged.
     """
     if not (directory / TOKENIZER).is_file():
         return
@@ -152,8 +149,7 @@ class Stored:
 def read_directory(directory: Path) -> dict[str, Stored]:
     """Open all arrays of model.safetensors, or of the files that its index names.
 
-    Raises:
-      TensorError: a file is missing or damaged.
+    Raises: TensorError: a file is missing or damaged.
     """
     single, index = directory / SINGLE, directory / INDEX
     if single.is_file():
@@ -175,8 +171,7 @@ def read_directory(directory: Path) -> dict[str, Stored]:
 def read(file: Path) -> dict[str, Stored]:
     """Open all arrays of a file.
 
-    Raises:
-      TensorError: the file is missing, cut off or damaged, or has bytes of no array.
+    Raises: TensorError: the file is missing, cut off or damaged, or has bytes of no array.
     """
     if not file.is_file():  # reading a pipe would wait
         raise TensorError.of("model", file, "a file that exists")
@@ -203,8 +198,7 @@ def write(
 
     Args:
       about: metadata of the file. The library does not keep their order.
-    Raises:
-      OSError: the file cannot be written.
+    Raises: OSError: the file cannot be written.
     """
     # The library copies the memory of an array as it lies there, whatever its strides.
     rows_first = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}

@@ -136,8 +136,7 @@ def _published(state: dict[str, Any]) -> dict[str, Any]:
 def results(state: dict[str, Any]) -> dict[str, Any]:
     """The fields of `summary.json` that follow from a state.
 
-    Args:
-      state: the fields of a `State`, or those of a checkpoint and of `private_part`.
+    Args: state: the fields of a `State`, or those of a checkpoint and of `private_part`.
     """
     found = {name: state[name] for name in REALISED if name in state}
     if all(name in state for name in LOSSES):
@@ -161,8 +160,7 @@ def write(run_dir: Path, step: int, state: dict[str, Any], chain: str = "") -> P
       state: a dict of array trees, numbers and strings.
       chain: of the ledger after the step; empty without a ledger.
 
-    Returns:
-      The file's path.
+    Returns: The file's path.
     """
     directory = run_dir / DIRECTORY
     make_directory(directory)
@@ -257,8 +255,7 @@ def kept(run_dir: Path) -> list[Path]:
 def load(path: Path) -> dict[str, Any]:
     """Read the state of a checkpoint as nested dicts of arrays.
 
-    Raises:
-      CheckpointError: it was changed, or is no state of a run.
+    Raises: CheckpointError: it was changed, or is no state of a run.
     """
     try:
         with safe_open(path, "numpy") as file:

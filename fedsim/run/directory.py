@@ -209,8 +209,7 @@ def lock(run_dir: Path, *, to_read: bool = False) -> Iterator[None]:
     Args:
       to_read: share the lock with other readers; a copy without a lock file is read without one.
 
-    Raises:
-      ConfigError: another process holds the lock.
+    Raises: ConfigError: another process holds the lock.
     """
     if to_read and not (run_dir / LOCK).exists():
         yield
@@ -244,8 +243,7 @@ def create(
       model: directory of files of the initial model.
       template: chat template of the data, which takes the place of the model's.
 
-    Raises:
-      ConfigError: it cannot be written, or another process was faster.
+    Raises: ConfigError: it cannot be written, or another process was faster.
     """
     private_directory("run_dir", run_dir)
     with lock(run_dir):

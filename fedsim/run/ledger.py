@@ -77,8 +77,7 @@ class ChainedLog:
           mode: of a new file; None: by the umask.
           own: `check` of lines that are appended, which their writer has built; None: the same.
 
-        Raises:
-          LedgerError: a byte was changed, or a line before the last one removed.
+        Raises: LedgerError: a byte was changed, or a line before the last one removed.
         """
         self.path = path
         self._own, self._link, self._mode = own or check, link, mode
@@ -97,8 +96,7 @@ class ChainedLog:
     def append(self, line: dict[str, Any]) -> None:
         """Append a line; it is durable when this returns.
 
-        Raises:
-          LedgerError: it is malformed, or may not follow.
+        Raises: LedgerError: it is malformed, or may not follow.
         """
         body = json.dumps(line).encode()[:-1]
         line = {**line, "chain": self._link(self.chain, body)}
@@ -117,11 +115,9 @@ class ChainedLog:
 def parse(data: bytes, name: str, check: Check, link: Link = link) -> list[dict[str, Any]]:
     """Parse the bytes of a chained log, without a last line that a crash has cut off.
 
-    Args:
-      name: of the file, for errors.
+    Args: name: of the file, for errors.
 
-    Raises:
-      LedgerError: a line was changed, removed or malformed.
+    Raises: LedgerError: a line was changed, removed or malformed.
     """
     *whole, rest = data.split(b"\n")
     chain, lines = "", []
@@ -179,8 +175,7 @@ class Ledger:
           least: number of steps that the checkpoint has.
           least_chain: the chain after these steps in the checkpoint; empty if it has none.
 
-        Raises:
-          LedgerError: it was changed or cut, or ledger and checkpoint are of different runs.
+        Raises: LedgerError: it was changed or cut, or ledger and checkpoint are of different runs.
         """
         order = Order()
         self._log = ChainedLog(directory / FILE, order, own=order.follow)
@@ -210,11 +205,9 @@ class Ledger:
     def record(self, step: int, **fields: Any) -> None:
         """Note that `step` (from 0) is about to be released; durable when this returns.
 
-        Args:
-          fields: the other fields of `StepLine`; the event as of `event_fields`.
+        Args: fields: the other fields of `StepLine`; the event as of `event_fields`.
 
-        Raises:
-          LedgerError: it is not the next step, or no segment has begun.
+        Raises: LedgerError: it is not the next step, or no segment has begun.
         """
         self._append({"step": step, **fields})
 
@@ -256,8 +249,7 @@ class Replayed(Ledger):
     def record(self, step: int, **fields: Any) -> None:
         """Compare a step with what it released.
 
-        Raises:
-          Differs: it had another event or another `gradient_sha256`.
+        Raises: Differs: it had another event or another `gradient_sha256`.
         """
         line = self._steps[step]
         if any(fields[name] != line.get(name) for name in ("event", "gradient_sha256")):
@@ -339,8 +331,7 @@ def phases(lines: list[dict[str, Any]]) -> list[tuple[Event, int]] | None:
 def read(directory: Path) -> list[dict[str, Any]]:
     """All lines of a run's ledger, the head first, without a last one that a crash has cut off.
 
-    Raises:
-      LedgerError: a byte was changed, or a line before the last one removed.
+    Raises: LedgerError: a byte was changed, or a line before the last one removed.
     """
     return ChainedLog(directory / FILE, Order()).lines
 

@@ -45,8 +45,7 @@ def find_model(
       console: shows the progress.
       as_stored: keep matrices in bfloat16 as they are stored, to be frozen.
 
-    Raises:
-      ConfigError: there is no such model, or it cannot be used.
+    Raises: ConfigError: there is no such model, or it cannot be used.
     """
     if source in PRESETS:
         return None
@@ -181,11 +180,9 @@ def make_task(
     """The task of a run, and the parameters that it trains, before the first step: those of the
     whole model, or its adapters.
 
-    Args:
-      key: of fresh parameters.
+    Args: key: of fresh parameters.
 
-    Raises:
-      ConfigError: data and model do not fit, or there is no model to adapt.
+    Raises: ConfigError: data and model do not fit, or there is no model to adapt.
     """
     wanted, users = run.model, data.train
     dtype = None if wanted.compute_dtype == "float32" else wanted.compute_dtype

@@ -64,8 +64,7 @@ class Callback:
         """Called when `summary.json` is written, after the last step or the one that stopped the
         run.
 
-        Args:
-          summary: its content, without losses that have no noise and sizes of draws.
+        Args: summary: its content, without losses that have no noise and sizes of draws.
         """
 
 

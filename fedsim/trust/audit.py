@@ -50,8 +50,7 @@ def audit(
       algorithm, privacy, run: the training that is audited.
       settings: the canaries, and the confidence of the tests.
 
-    Returns:
-      The content of audit.json.
+    Returns: The content of audit.json.
 
     Raises:
       ConfigError: as `train`, and for a run that is resumed or claims nothing, ELS without a group
@@ -113,8 +112,7 @@ def attack(
 def judge(result: dict[str, Any]) -> dict[str, Any]:
     """Compare each test with the claim.
 
-    Args:
-      result: epsilon, num_steps and steps_done, and the tests.
+    Args: result: epsilon, num_steps and steps_done, and the tests.
 
     Returns:
       `verdicts`: of each test. `holds`: False if one refutes the claim; True if guesses could have

@@ -30,8 +30,7 @@ def budget(
       delta: of the epsilons; None for the default of runs.
       limit_epsilon: a limit to set for these users.
 
-    Returns:
-      The JSON object of `fedsim budget`.
+    Returns: The JSON object of `fedsim budget`.
 
     Raises:
       ConfigError: the ledger cannot be written.

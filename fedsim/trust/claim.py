@@ -100,8 +100,7 @@ class Claimed:
     def of(cls, plan: Plan, lines: list[dict[str, Any]], fingerprint: str, **fields: Any) -> Self:
         """The claim of a ledger's lines.
 
-        Args:
-          fields: those of a subclass.
+        Args: fields: those of a subclass.
         """
         phases = accounted_events(plan, ledger.phases(lines))
         common = {"plan": plan, "lines": lines, "phases": phases, "fingerprint": fingerprint}
@@ -193,8 +192,7 @@ def several(released: Claimed) -> list[tuple[int, float]]:
 def epsilon_for(released: Claimed, people: int) -> float:
     """Epsilon of so many users together, at the claim's delta; inf if none is known.
 
-    Args:
-      released: a claim, of a run with noise.
+    Args: released: a claim, of a run with noise.
     """
     plan, phases = released.plan, released.phases
     assert phases is not None

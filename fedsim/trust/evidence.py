@@ -148,8 +148,7 @@ class Evidence(Record):
 def checked(promise: str, look: Callable[[Any], str], evidence: Record) -> Check:
     """The result of a check.
 
-    Args:
-      look: returns the finding in words; raises Unknown, Violated or another FedsimError.
+    Args: look: returns the finding in words; raises Unknown, Violated or another FedsimError.
     """
     try:
         return Check(promise, True, look(evidence))
@@ -165,8 +164,7 @@ def checked(promise: str, look: Callable[[Any], str], evidence: Record) -> Check
 def counted(run_dir: Path, run: str, label: str, planned: Released) -> str:
     """The finding that the ledger of the data counts a run; see `expect_receipt`.
 
-    Raises:
-      Unknown: there is no receipt, or the ledger is not on this machine.
+    Raises: Unknown: there is no receipt, or the ledger is not on this machine.
     """
     is_counted, message = expect_receipt(run_dir, run, label, planned)
     if not is_counted:
@@ -183,8 +181,7 @@ def require(holds: bool, message: str) -> None:
 def check_evaluations(evidence: Evidence) -> str:
     """Check that evaluations cost at most what was planned, and that no other loss was shown.
 
-    Returns:
-      The finding in words.
+    Returns: The finding in words.
 
     Raises:
       Violated: they cost more, or another loss was shown.

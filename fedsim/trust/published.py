@@ -49,8 +49,7 @@ class Folder(Record):
     def __init__(self, path: Path, plan: Plan):
         """Read published.json.
 
-        Raises:
-          FileDamaged: it is malformed.
+        Raises: FileDamaged: it is malformed.
         """
         super().__init__(path, plan)
         record = read_json(path / NAME)
@@ -69,8 +68,7 @@ def is_folder(path: Path) -> bool:
 def plan_in(path: Path) -> Plan:
     """The plan in the head of a ledger.
 
-    Raises:
-      FileDamaged, LedgerError: it is missing or malformed.
+    Raises: FileDamaged, LedgerError: it is missing or malformed.
     """
     try:
         return Plan.from_dict(ledger.head(path).get("plan", {}))
@@ -93,8 +91,7 @@ def check_folder(path: Path) -> list[Check]:
 def digests(path: Path) -> dict[str, str]:
     """sha256 of each file of a folder but published.json, by its path there.
 
-    Raises:
-      Violated: a file is none of a published folder's, or a link.
+    Raises: Violated: a file is none of a published folder's, or a link.
     """
     found = {}
     for file in sorted(path.rglob("*")):

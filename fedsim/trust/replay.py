@@ -21,11 +21,9 @@ from fedsim.trust.evidence import Evidence, Interrupted, Unknown, Violated
 def replay(evidence: Evidence, *, whole: bool) -> str:
     """Compute the last steps again, or all of them.
 
-    Args:
-      whole: start at the first step that is the run's own; else at the last checkpoint but one.
+    Args: whole: start at the first step that is the run's own; else at the last checkpoint but one.
 
-    Returns:
-      The finding in words.
+    Returns: The finding in words.
 
     Raises:
       Violated: the bits differ, although packages and kind of host were the same in each segment.

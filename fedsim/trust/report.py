@@ -157,8 +157,7 @@ NO_CLAIM = "No guarantee is known: the model is not the directory of a private r
 def report(run_dir: Path, out: Path, console: Console) -> dict[str, Any]:
     """Write report.html and report.md of a run into `out`.
 
-    Returns:
-      The claim, its epsilon and delta, and the paths of the files.
+    Returns: The claim, its epsilon and delta, and the paths of the files.
 
     Raises:
       ConfigError: there is no run, or another process is working on it.
@@ -195,8 +194,7 @@ def write_report(released: Released, out: Path) -> dict[str, str]:
 def read(run_dir: Path, console: Console) -> Released:
     """Verify a run, and read its releases.
 
-    Raises:
-      ConfigError, ReportError: as `report`.
+    Raises: ConfigError, ReportError: as `report`.
     """
     checks = verify(run_dir, console=console)
     for check in checks:
@@ -302,11 +300,9 @@ def _licence(stored: StoredRun) -> dict[str, Any]:
 def publish(run_dir: Path, out: Path | None, console: Console) -> dict[str, Any]:
     """Write what may be published of a run into the new folder `out`, completely or not at all.
 
-    Args:
-      out: the folder; None: `public` in the run's directory.
+    Args: out: the folder; None: `public` in the run's directory.
 
-    Returns:
-      The folder, its files, the claim, epsilon and delta.
+    Returns: The folder, its files, the claim, epsilon and delta.
 
     Raises:
       ConfigError: there is no such run, it has not ended or has no guarantee, or `out` exists.
@@ -365,8 +361,7 @@ def _fill(folder: Path, released: Released) -> None:
 def claim_of_texts(source: str, model: Pretrained, console: Console) -> dict[str, Any]:
     """What is promised of texts that a model writes: JSON, without places of this machine.
 
-    Args:
-      source: the directory of a run, or another name of the model.
+    Args: source: the directory of a run, or another name of the model.
 
     Raises:
       ConfigError: the run has not ended.

@@ -87,11 +87,9 @@ def verify(
       engine: where to compute them; None: as in the run.
       console: shows the progress.
 
-    Returns:
-      A `Check` for each promise, in an order in which each uses findings of those before.
+    Returns: A `Check` for each promise, in an order in which each uses findings of those before.
 
-    Raises:
-      ConfigError: `run_dir` is no run, or another process is working on it.
+    Raises: ConfigError: `run_dir` is no run, or another process is working on it.
     """
     if is_folder(run_dir):
         expect("replay", again, not again, "the run's own directory: a published folder has no key")

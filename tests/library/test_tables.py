@@ -127,8 +127,7 @@ def test_a_mask_of_turns_beside_chats_is_refused():
 def test_a_table_is_built_with_all_settings_of_a_build(tmp_path):
     built = fedsim.data.build(ROWS, tmp_path / "out", **COLUMNS, min_examples=20, max_length=64)
     assert built.metadata["settings"]["max_length"] == 64 and built.people() == ["ann", "ben"]
-    held = "2 users, 36 examples to train on; held out: eval_examples"
-    assert repr(built) == f"Dataset('out': {held})"
+    assert "out': 2 users, 36 examples to train on; held out: eval_examples)" in repr(built)
     with refuses("user=author", says="such as user_column"):
         fedsim.data.build(ROWS, tmp_path / "other", user="author")
 

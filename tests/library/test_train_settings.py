@@ -32,16 +32,15 @@ def test_it_has_every_setting_of_train_with_its_type():
     del expected["data"]
     expected["run_dir"] = str | Path | None
     assert get_type_hints(fedsim.TrainSettings) == expected
-    assert fedsim.TrainSettings.__required_keys__ == {"epsilon", "num_steps"}
     shown = inspect.signature(fedsim.train).parameters
     assert {name: shown[name].annotation for name in expected} == expected
     needed = {name for name in expected if shown[name].default is inspect.Parameter.empty}
-    assert needed == {"epsilon", "num_steps"} and shown["batch_size"].default == 128
-    words = " ".join(inspect.getdoc(fedsim.train).split())
-    flags = flags_of(PrivacyConfig) | flags_of(RunConfig)
+    assert needed == fedsim.TrainSettings.__required_keys__ == {"epsilon", "num_steps"}
+    assert shown["batch_size"].default == 128
+    words, flags = fedsim.train.__doc__.split(), flags_of(PrivacyConfig) | flags_of(RunConfig)
     for name in expected:
         text = "" if name == "run_dir" or name in COLUMNS else " ".join(flags[name].text.split())
-        assert f" {name}: {text}" in words
+        assert f" {name}: {text}" in " ".join(words)
 
 
 RIGHT = """

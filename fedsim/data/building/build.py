@@ -356,8 +356,7 @@ class Pool:
     def map(self, call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         """[call(item) for item in items]. The first error stops the rest.
 
-        Raises:
-          Interrupted: a worker was killed. KeyboardInterrupt: a stop signal came.
+        Raises: Interrupted: a worker was killed. KeyboardInterrupt: a stop signal came.
         """
         run = map if self._executor is None else self._executor.map
         results, said_at = [], time.monotonic()

@@ -89,8 +89,7 @@ class Columns:
 
     A user column of lists, and the columns of `owners`, give a text to several users.
 
-    Raises:
-      DataError: a name has two roles, or a setting does not go with another.
+    Raises: DataError: a name has two roles, or a setting does not go with another.
     """
 
     user: str = "user_id"
@@ -174,8 +173,7 @@ def normalise(batch: pa.RecordBatch, columns: Columns, first_row: int) -> pa.Rec
     Args:
       batch: rows as in the file, in columns that are `plain`; chats as JSON.
       first_row: number of rows of the file before the batch.
-    Raises:
-      DataError: a column has the wrong type, or text that is not UTF-8.
+    Raises: DataError: a column has the wrong type, or text that is not UTF-8.
     """
     result = {}
     if columns.owner:

@@ -109,8 +109,7 @@ def chat_examples(
     Returns:
       (examples, counts): counts of tokens; of rows that are long, untrained (without a trained
       token, which are left out) and skipped; and of tokens that each of `limits` keeps.
-    Raises:
-      BadRow: a row cannot be encoded.
+    Raises: BadRow: a row cannot be encoded.
     """
     found: list[Encoded] = []
     origin: list[int] = []
@@ -181,8 +180,7 @@ def messages_of(value: Any) -> list[Message]:
 
     Args:
       value: a list of {role, content} or {from, value}, or its JSON.
-    Raises:
-      BadChat: it has another form, or a turn that no template knows.
+    Raises: BadChat: it has another form, or a turn that no template knows.
     """
     if not (turns := turns_in(value)):
         raise BadChat("expected a list of turns")
@@ -314,8 +312,7 @@ def turns_in(value: Any) -> list[dict[str, Any]]:
 
     Args:
       value: a list of objects, or its JSON.
-    Raises:
-      BadChat: it has another form.
+    Raises: BadChat: it has another form.
     """
     if isinstance(value, str):
         try:

@@ -32,11 +32,9 @@ def source_of(data: Any, columns: Columns) -> str:
       columns: those to read. As in files, columns of chats are recognised if none of texts is
         named or there.
 
-    Returns:
-      `data` if it is a path, else the path of a Parquet file.
+    Returns: `data` if it is a path, else the path of a Parquet file.
 
-    Raises:
-      ConfigError: the data are of another kind, or have no such columns.
+    Raises: ConfigError: the data are of another kind, or have no such columns.
     """
     if isinstance(data, str | os.PathLike):
         return os.fspath(data)

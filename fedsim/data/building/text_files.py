@@ -62,8 +62,7 @@ class TextFile:
     Args:
       kind: csv, tsv, json or jsonl.
       settings: quoting.
-    Raises:
-      DataError: the file cannot be read. The error names the line and the reason.
+    Raises: DataError: the file cannot be read. The error names the line and the reason.
     """
 
     names: list[str]
