@@ -29,6 +29,7 @@ from fedsim.noise import Prediction, best, predicted_error, predictions
 from fedsim.plan.facts import Caveat, Fact
 from fedsim.plan.plan import Plan, events_before
 from fedsim.sampling import (
+    FEW_USERS,
     Users,
     examples_per_user,
     graph_of,
@@ -212,8 +213,9 @@ def warnings_of(plan: Plan) -> list[str]:
     error = predicted_error(plan.noise_multiplier, plan.num_steps, plan.noise.bands)
     ratio = error / plan.expected_count * math.sqrt(plan.num_parameters) / plan.num_steps
     if ratio >= MUCH_NOISE:
+        few = f" ({users:,} are few, hundreds are needed)" if users < FEW_USERS else ""
         warnings.append(
             f"much noise: over all steps it adds up to {ratio:,.1f} times the largest possible sum "
-            "of updates; more users or steps, a larger batch_size or a small lora_rank help"
+            f"of updates; more users{few} or steps, a larger batch_size or a small lora_rank help"
         )
     return warnings

@@ -3,6 +3,7 @@
 import math
 import shlex
 import statistics
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,7 +13,7 @@ from fedsim.config import Algorithm, RunConfig
 from fedsim.data import NATS_PER_TOKEN
 from fedsim.plan import ALL_COVERED, Plan, in_words
 from fedsim.run.metrics import BOARD
-from fedsim.run.terminal import Terminal
+from fedsim.run.terminal import Terminal, time_in_words
 
 SHOWN = {
     "privacy/epsilon": "epsilon",
@@ -21,6 +22,7 @@ SHOWN = {
 }
 """Names of metrics in a step's line, the most important first."""
 MAX_LINES = 10  # about steps in the log of a run
+USUAL = 20  # steps that say how long the next one takes
 LONG_S = 60.0  # of which a log says how many minutes they are
 
 Show = Callable[[int, dict[str, float], float], None]
@@ -61,25 +63,24 @@ class Console(Terminal):
 
         Its arguments: the step, its metrics, and the seconds that evaluations after it will take.
         """
-        every, took = -(-(last - first) // MAX_LINES), []
+        every, took = -(-(last - first) // MAX_LINES), deque(maxlen=USUAL)
 
         def show(step: int, values: dict[str, float], evaluations: float) -> None:
-            shown = line(values)
+            if step > first + 1:  # the first step compiles
+                took.append(values["performance/step_seconds"])
+            usual, shown = statistics.median(took) if took else 0.0, line(values)
+            left = usual * (last - step) + evaluations
             if update is not None:
-                update(completed=step, description=f"step {step}/{last}", text=shown)
+                done = f"{step} of {last} steps{f', {time_in_words(left)} left' if took else ''}"
+                update(completed=step, description=done, text=shown)
             elif step % every == 0 or step in (first + 1, last):
                 self.note(f"step {step}/{last}  {shown}")
-            if first + 1 < step <= first + 3:  # the first step compiles
-                took.append(values["performance/step_seconds"])
-            if step == first + 3:
-                usual = statistics.median(took)
-                if (left := usual * (last - step) + evaluations) > LONG_S:
-                    minutes = f"{math.ceil(left / 60):,} minutes"
-                    self.note(
-                        f"a step takes {usual:.2g} s, the rest with evaluations about {minutes}"
-                    )
+            if step == first + 3 and left > LONG_S:
+                rest = f"the rest with evaluations {time_in_words(left)}"
+                self.note(f"a step takes {usual:.2g} s, {rest}")
 
-        bar = self.bar("first step", first, last) if self.has_bars else nullcontext()
+        begin = f"{first} of {last} steps, the next one compiles"
+        bar = self.bar(begin, first, last) if self.has_bars else nullcontext()
         with bar as update:
             yield show
 
@@ -113,7 +114,8 @@ def guarantee_line(summary: dict[str, Any]) -> str:
     """The privacy claim in one line."""
     if summary["epsilon"] == "inf":
         return "non-private: trained without noise"
-    epsilon, delta = at_most(spent(summary), ".4f"), at_most(summary["delta"], ".2e")
+    epsilon = at_most(spent(summary), ".4f" if spent(summary) >= 0.1 else ".3g")
+    delta = at_most(summary["delta"], ".2e")
     guarantee = f"epsilon {epsilon} at delta {delta}"
     if 0 < summary["steps_done"] < summary["num_steps"]:
         guarantee += f", what all {summary['num_steps']} planned steps cost"

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any, TextIO, cast
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from fedsim.errors import printable
@@ -94,11 +94,9 @@ class Terminal:
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=BAR),
             TimeElapsedColumn(),
-            TimeRemainingColumn(compact=True),
             TextColumn("{task.fields[text]}", markup=False, table_column=of_text),
             console=self._out,
             transient=True,
-            speed_estimate_period=math.inf,  # a step may take minutes
         )
         with nullcontext() if outer else self._bar:
             task = self._bar.add_task(what, total=last, completed=first, text="")
@@ -117,19 +115,28 @@ class Terminal:
         """
         what = printable(what)
         with self.bar(what) if self.has_bars else nullcontext() as update:
-            said = time.monotonic()
+            said = began = time.monotonic()
 
             def at(done: int, of: int) -> None:
                 nonlocal said
                 raise_if_stopped()
-                line = f"{what}: {done} of {of} done" if of else f"{what}: {done} done"
+                line, now = f"{what}: {done} done", time.monotonic()
+                if of and done:
+                    left = time_in_words((now - began) / done * (of - done))
+                    line = f"{what}: {done} of {of} done, {left} left"
                 if update is not None:
                     update(completed=done, total=of or None, description=line)
-                elif time.monotonic() > said + SILENT_S:
-                    said = time.monotonic()
+                elif now > said + SILENT_S:
+                    said = now
                     self.note(line)
 
             yield at
+
+
+def time_in_words(seconds: float) -> str:
+    """A time that is left, roughly."""
+    few = seconds < 100
+    return f"about {math.ceil(seconds)} s" if few else f"about {math.ceil(seconds / 60):,} minutes"
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:

@@ -1,4 +1,5 @@
 from .contributions import (
+    FEW_USERS as FEW_USERS,
     Groups as Groups,
     Users as Users,
     examples_per_user as examples_per_user,

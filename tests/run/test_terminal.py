@@ -20,4 +20,4 @@ def test_levels_hold_for_the_terminals_of_a_block(capsys, monkeypatch):
         assert speak() == ["warning: a --flag"]
     assert speak() == ["warning: a --flag", "a note"]
     monkeypatch.setattr(terminal, "SILENT_S", -1.0)
-    assert speak() == ["warning: a --flag", "a note", "a phase: 1 of 2 done"]
+    assert speak() == ["warning: a --flag", "a note", "a phase: 1 of 2 done, about 1 s left"]

@@ -56,6 +56,7 @@ from fedsim.signals import raise_if_stopped
 Say = Callable[[str], None] | None
 """Function that shows a line to the user."""
 PROGRESS_EVERY_S = 5.0
+MANY_TEXTS, MANY_SHARE = 100, 0.05  # of one user, who may be several people
 SMALL_BYTES = 32 * 2**20  # less is processed faster than processes start
 
 
@@ -259,6 +260,10 @@ class _Build:
             found["users_that_look_alike"] = number
             names = " and ".join(map(repr, two))
             self.say(f"{number:,} user ids look like another one, as {names} do: a user each")
+        texts = owners["rows"].to_numpy()
+        if texts.max() >= max(MANY_TEXTS, MANY_SHARE * texts.sum()):
+            line = f"one user has {texts.max():,} of {texts.sum():,} texts: people who share an id "
+            self.say(f"{line}are protected as one")
         if number := counts["spelling"]:
             found["texts_spelling_special_tokens"] = number
             line = f"{number:,} texts spell special tokens of the tokenizer, such as "
