@@ -49,7 +49,7 @@ def test_a_dry_run_shows_the_plan_of_the_run_and_leaves_nothing(
     assert [config.kind for config in computing] == ["local"]
     out, err = capsys.readouterr()
     found = json.loads(out)
-    assert not run_dir.exists()
+    assert not run_dir.exists() and "are few, hundreds are needed" in err
     assert "workers " not in err  # it starts none of the run's
     assert "% of texts are longer than 16 tokens" in err
     for name in ("noise ", "step ", "epsilon", "rows "):

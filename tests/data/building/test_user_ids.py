@@ -29,9 +29,9 @@ LOOK_ALIKE += [["STRASSE", "stra\u00dfe"], ["ab", "a\u2028b"], ["a\0b", "ab"]]
 
 @pytest.mark.parametrize("ids", LOOK_ALIKE)
 def test_ids_that_look_alike_stay_apart_and_are_counted(ids, tmp_path):
-    file = tmp_path / "x.jsonl"
-    file.write_text("".join(json.dumps({"who": one, "text": "x"}) + "\n" for one in ids))
-    told = []
+    file, told, every = tmp_path / "x.jsonl", [], [ids[0]] * 100 + ids
+    file.write_text("".join(json.dumps({"who": one, "text": "x"}) + "\n" for one in every))
     data = build(file, tmp_path / "out", user_column="who", progress=told.append, **ALL_IN_TRAIN)
     assert data.train.num_users == 2 == data.metadata["counts"]["users_that_look_alike"]
     assert any(f"as {ids[0]!r} and {ids[1]!r} do" in line for line in told)
+    assert "one user has 101 of 102 texts: people who share an id are protected as one" in told
