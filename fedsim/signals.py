@@ -97,7 +97,8 @@ def stop_signals(say: Callable[[], None] = lambda: None) -> Iterator[threading.E
 
     def begin_to_stop() -> None:
         stop.set()
-        say()
+        with suppress(RuntimeError):  # the signal came amid a write to the same stream
+            say()
 
     _steps.set()
     try:
