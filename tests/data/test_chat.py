@@ -4,6 +4,7 @@ import json
 from functools import cache
 from pathlib import Path
 
+import jinja2
 import pytest
 import tokenizers
 from chats import CHATML, NAMED, START, STOP, tiny
@@ -190,6 +191,9 @@ def test_the_template_that_comes_with_fedsim_writes_tools_and_calls(tmp_path, mo
     call = '<tool_call>{"name": "find", "arguments": {}}</tool_call>'
     assert shown(chats.encode(said, "assistant", TOOLS))[1] == f"{call}{STOP}\nHo{STOP}\n"
     assert chats.writes_tools and "\nTools:\n{" in shown(chats.encode(said, "all", TOOLS))[1]
+    text = Path(chat.__file__).with_name("chatml-tools.jinja").read_text()
+    raw = {"content": None, "tool_calls": [{"function": {"name": "find", "arguments": "{}"}}]}
+    assert f"start|>\n{call}" in jinja2.Template(text).render(messages=[raw])  # as OpenAI has it
 
 
 @pytest.mark.privacy

@@ -68,7 +68,7 @@ def test_the_group_sizes_are_those_of_the_heuristics(advised, texts, capsys, tmp
     assert uls["group_size"] * uls["expected_count"] == uls["batch_size"] <= 40
     flags = ["5" if arg == "40" else arg for arg in FLAGS]  # below Algorithm 3's start
     (tmp_path / "uls").mkdir()  # of a run before
-    flags += ["--run-dir", tmp_path, "--json"]
+    flags = [*flags, "--run-dir", tmp_path, "--json"]
     code, out, err = run("recommend", "--data", texts, *flags, capsys=capsys)
     assert code == 0, err
     result = json.loads(out)
