@@ -181,7 +181,7 @@ def steps(
             if saver.due(state.step, run.checkpoint_every):
                 saver.save(state.step, vars(state))
             losses = {"non_private/loss": float(stats.losses.mean()), "eval/loss": state.eval_loss}
-            show(state.step, {**losses, "performance/step_seconds": seconds})
+            show(state.step, {**losses, "performance/step_seconds": seconds}, 0.0)
         saver.save(state.step, vars(state))
 
 
