@@ -29,7 +29,7 @@ def test_a_grid_is_every_combination_and_runs_go_with_it():
         ({"lerning_rate": 1}, "lerning_rate=1"),
         ({"run_dir": "x"}, "run_dir=x"),
         ({"epsilon": None}, "epsilon=None"),
-        ({"epsilon": "four"}, "epsilon=four"),
+        ({"epsilon": "four"}, "epsilon='four'"),
         ({"model": 3}, "model=3"),
         ({"epsilon": -1}, "epsilon=-1"),
     ],
