@@ -179,11 +179,9 @@ class _Build:
         if self.chats is not None and self.chats.template is not None:
             chats = ChatTokenizer(self.tokenizer, self.chats.template)
             if TOOLS in names and TOOLS in self.columns.text and not chats.writes_tools:
-                line = (
-                    f"the chat template does not write the column {TOOLS}, so the model does not "
-                )
-                remedy = f"--chat-template {CHATML_TOOLS} writes them"
-                self.say(f"{line}see which tools there are; {remedy}")
+                line = f"the chat template does not write the column {TOOLS}, so the model does "
+                line += f"not see which tools there are; --chat-template {CHATML_TOOLS} writes them"
+                self.say(line)
             try:
                 if chats.end_of_turn() is None:
                     line = "the chat template writes no special token after an answer, so that "

@@ -113,11 +113,13 @@ class Columns:
 
         Raises: DataError: other columns may say what is not to be trained on.
         """
-        columns = self
-        if self.text == Columns.text and not self.form and self.text[0] not in found:
-            for form, names in reversed(FORMS):
-                if set(names) - set(MAY_LACK.get(form, ())) <= set(found):
-                    columns = replace(self, form=form, text=names)
+        named = self.text != Columns.text or self.form or self.text[0] in found
+        forms = (
+            replace(self, form=form, text=names)
+            for form, names in FORMS
+            if set(names) - set(MAY_LACK.get(form, ())) <= set(found)
+        )
+        columns = self if named else next(forms, self)
         if marks := [name for name in MARKS_OF_ROWS if name in found and columns.form]:
             expected = "no such column, which may say what is not to be trained on: leave out such "
             expected += "rows, or mark turns with `train` of false, and drop or rename the column"
