@@ -45,11 +45,11 @@ def folder(trained):
     return trained / "private" / "public"
 
 
-def verified(folder, capsys):
+def verified(folder, capsys, *flags):
     """(exit code, {promise: (holds, found)}) of `fedsim verify`."""
     capsys.readouterr()
     try:
-        main(["verify", str(folder), "--json"])
+        main(["verify", str(folder), "--json", *map(str, flags)])
         code = 0
     except SystemExit as stop:
         code = stop.code
@@ -179,9 +179,10 @@ def test_nothing_is_there_unless_all_of_it_is(trained, tmp_path, capsys, monkeyp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.privacy
 def test_a_pretrained_model_and_its_adapters(trained, tmp_path, capsys, monkeypatch):
-    """The model has the fingerprint of the claim; with merged adapters it cannot. Its settings name
-    no place of this machine."""
+    """The model has the fingerprint of the claim, or is its base with adapters merged that have it.
+    Its settings name no place of this machine."""
     monkeypatch.chdir(tmp_path)
     model = make_model(tmp_path)
     for name, field in (("config", "_name_or_path"), ("tokenizer_config", "tokenizer_file")):
@@ -198,6 +199,17 @@ def test_a_pretrained_model_and_its_adapters(trained, tmp_path, capsys, monkeypa
             assert str(tmp_path) not in path.read_text(), path
         code, found = verified(out, capsys)
         assert code == 0 and found["model"][0] is holds, name
+    assert verified(out, capsys, "--model", model)[1]["model"][0] is True
+    forged = shutil.copytree(out, tmp_path / "forged")
+    for file in ("adapters", "model/model"):
+        weights = out / f"{file}.safetensors"
+        tensors = load_file(weights)
+        next(iter(tensors.values())).flat[0] += 1
+        save_file(tensors, forged / f"{file}.safetensors", {"format": "pt"})
+        edit_json(forged / "published.json", files=published.digests(forged))
+        code, found = verified(forged, capsys, "--model", model)
+        assert code == 1 and found["files"][0] and found["model"][0] is False, found
+        shutil.copy(weights, forged / f"{file}.safetensors")
 
 
 FEW = ["red"]

@@ -134,6 +134,7 @@ def verify(
     replay: bool = False,
     whole: bool = False,
     engine: Literal["ray", "local"] | None = None,
+    model: str | None = None,
 ) -> Answer:
     """Check a run's ledger against its settings, checkpoints, metrics, data and summary.
 
@@ -148,6 +149,8 @@ def verify(
         data.
       whole: Compute all steps again; this takes as long as the training.
       engine: Where --replay and --whole compute, as in train. Default: as in the run.
+      model: Of a published folder with adapters: the model that they were trained on, a directory
+        or hf:NAME. They are merged into it again, and compared with the published model.
     """
     Terminal().note(f"reading run={run_dir}")
     from fedsim.engine import set_threads
@@ -161,7 +164,8 @@ def verify(
     from fedsim import trust
     from fedsim.run import Console
 
-    checks = trust.verify(run_dir, data=data, again=again, engine=engine, console=Console())
+    how = {"data": data, "again": again, "engine": engine, "model": model}
+    checks = trust.verify(run_dir, **how, console=Console())
     unseen = [check.promise for check in checks if check.holds is None]
     holds = all(check.holds is not False for check in checks)
     plan = trust.plan_of(run_dir)

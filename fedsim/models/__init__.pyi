@@ -9,6 +9,7 @@ from .language_model import LanguageModelTask as LanguageModelTask, lengths_up_t
 from .transformer import (
     BLOCKS as BLOCKS,
     PRESETS as PRESETS,
+    Lora as Lora,
     Transformer as Transformer,
     TransformerConfig as TransformerConfig,
     preset as preset,

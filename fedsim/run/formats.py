@@ -161,3 +161,7 @@ class Published:
     """sha256 of the parameters of the run's last checkpoint."""
     files: dict[str, Digest]
     """sha256 of each other file, by its path in the folder."""
+    scale: float | None = None
+    """Factor of the products of adapters that were merged into the model; None: it has none."""
+    frozen_dtype: str = "stored"
+    """Type of the matrices beneath adapters, as in the settings."""

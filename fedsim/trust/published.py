@@ -6,6 +6,7 @@ that was computed from users' texts without noise, but what the plan names; so s
 only be checked by whoever has the run's own directory.
 """
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from flax import traverse_util
 from fedsim.accounting import at_most
 from fedsim.errors import FedsimError, FileDamaged
 from fedsim.files import read_json, sha256_of
-from fedsim.models import weights
+from fedsim.models import Lora, Pretrained, frozen, lora, weights
 from fedsim.plan import Fact, Plan, in_words
 from fedsim.run import checkpoint, directory, find_model, formats, ledger
 from fedsim.trust.claim import Claimed, claim
@@ -36,8 +37,11 @@ from fedsim.trust.evidence import (
 
 NAME = "published.json"
 MODEL = "model"
+ADAPTERS = "adapters.safetensors"
+"""The trained parameters of a run with LoRA, whose model has them merged."""
 REPORTS = ("report.html", "report.md")
 CARD = "README.md"
+OF_RUN = (ledger.FILE, *REPORTS, ADAPTERS)
 OF_MODEL = {*weights.SIDE_FILES, CARD, "model.safetensors"}
 WITH_THE_RUN = ("settings", "key", "budget", "data", "draws", "replay")
 """Promises that need what is not published: settings, key and data."""
@@ -46,12 +50,13 @@ WITH_THE_RUN = ("settings", "key", "budget", "data", "draws", "replay")
 class Folder(Record):
     """A published folder, for its checks."""
 
-    def __init__(self, path: Path, plan: Plan):
-        """Read published.json.
+    def __init__(self, path: Path, plan: Plan, base: Pretrained | None):
+        """Read published.json. Args: base: as of `check_folder`.
 
         Raises: FileDamaged: it is malformed.
         """
         super().__init__(path, plan)
+        self.base = base
         record = read_json(path / NAME)
         try:
             ledger.expect_format(formats.Published, record)
@@ -77,10 +82,13 @@ def plan_in(path: Path) -> Plan:
         raise FileDamaged(f"{file}: expected a ledger that begins with a plan ({error})") from None
 
 
-def check_folder(path: Path) -> list[Check]:
-    """Check what anyone can of a published folder, and name the promises that nobody can there."""
+def check_folder(path: Path, base: Pretrained | None = None) -> list[Check]:
+    """Check what anyone can of a published folder, and name the promises that nobody can there.
+
+    Args: base: the model that adapters were trained on, to merge them again; None: do not.
+    """
     try:
-        folder = Folder(path, plan_in(path))
+        folder = Folder(path, plan_in(path), base)
     except FedsimError as error:
         return [Check("files", False, str(error))]
     found = [checked(promise, look, folder) for promise, look in CHECKS]
@@ -100,7 +108,7 @@ def digests(path: Path) -> dict[str, str]:
         require(plain, f"{file}: expected a file, not a link to one")
         if file.is_file() and name != NAME:
             place, _, last = name.rpartition("/")
-            known = last in OF_MODEL if place == MODEL else name in (ledger.FILE, *REPORTS)
+            known = last in OF_MODEL if place == MODEL else name in OF_RUN
             require(known, f"{file}: is none of the files that may be published")
             found[name] = sha256_of(file)
     return found
@@ -140,15 +148,35 @@ def _plan(folder: Folder) -> str:
 
 
 def _model(folder: Folder) -> str:
-    """The parameters have the fingerprint of the claim."""
-    wanted = folder.published.params_sha256
-    if (model := find_model(str(folder.run_dir / MODEL))) is None:
-        raise Violated(f"{folder.run_dir / MODEL}: expected a model")
+    """The model has the fingerprint of the claim, or the adapters have that were merged into it."""
+    stated, path = folder.published, folder.run_dir / MODEL
+    if (model := find_model(str(path))) is None:
+        raise Violated(f"{path}: expected a model")
+    if stated.scale is not None:
+        return _merged(folder, model, stated.scale)
+    wanted = stated.params_sha256
     if wanted in map(checkpoint.params_sha256, (model.params, _without_zeros(model.params))):
         return "the model has the fingerprint of the claim"
     fresh = not any(each.fact == Fact.MODEL for each in folder.plan.assumptions)
-    require(not fresh, f"{folder.run_dir / MODEL}: expected a model with the fingerprint {wanted}")
+    require(not fresh, f"{path}: expected a model with the fingerprint {wanted}")
     raise Unknown("adapters were merged or weights rounded: the fingerprint is that of before")
+
+
+def _merged(folder: Folder, model: Pretrained, scale: float) -> str:
+    path, stated, base = folder.run_dir / ADAPTERS, folder.published, folder.base
+    leaves = {tuple(name.split("/")): np.asarray(x) for name, x in weights.read(path).items()}
+    adapters = traverse_util.unflatten_dict(leaves)
+    same = checkpoint.params_sha256(adapters) == stated.params_sha256
+    require(same, f"{path}: expected adapters with the fingerprint {stated.params_sha256}")
+    if base is None:
+        found = "the adapters have the fingerprint of the claim"
+        raise Unknown(f"{found}; with --model BASE it is checked that they were merged into BASE")
+    layers = {name.removesuffix(lora.A) for _, name, *_ in leaves if name.endswith(lora.A)}
+    config = dataclasses.replace(model.config, lora=Lora(1, scale, tuple(layers)))
+    made = lora.merged(config, frozen.as_frozen(base.params, stated.frozen_dtype), adapters)[1]
+    same = checkpoint.params_sha256(made) == checkpoint.params_sha256(model.params)
+    require(same, f"{folder.run_dir / MODEL}: expected the model BASE with these adapters merged")
+    return "the adapters have the fingerprint of the claim, and the model is BASE with them merged"
 
 
 def _without_zeros(params: Any) -> Any:

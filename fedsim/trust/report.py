@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flax import traverse_util
 from huggingface_hub import ModelCard, ModelCardData
 from markupsafe import Markup  # which comes with Jinja2
 
@@ -34,7 +35,7 @@ from fedsim.config import to_json
 from fedsim.data import HUB, TEMPLATE, download
 from fedsim.errors import expect, printable
 from fedsim.files import new_directory, read_object, write_atomically, write_json
-from fedsim.models import Pretrained, weights
+from fedsim.models import Pretrained, TransformerConfig, weights
 from fedsim.plan import in_words
 from fedsim.run import (
     Console,
@@ -322,7 +323,7 @@ def publish(run_dir: Path, out: Path | None, console: Console) -> dict[str, Any]
             expect("run", run_dir, False, f"{why}; fedsim report and export label it")
         released = read(run_dir, console)
         with new_directory(out) as temporary:
-            _fill(temporary, released)
+            scale = _fill(temporary, released)
             record = formats.Published(
                 claim=claim(released),
                 epsilon=released.epsilon,
@@ -331,6 +332,8 @@ def publish(run_dir: Path, out: Path | None, console: Console) -> dict[str, Any]
                 adjacency=released.plan.compared,
                 params_sha256=released.fingerprint,
                 files=published.digests(temporary),
+                scale=scale,
+                frozen_dtype=stored.run.model.frozen_dtype,
             )
             write_json(temporary / published.NAME, dataclasses.asdict(record))
             for check in published.check_folder(temporary):
@@ -343,19 +346,25 @@ def publish(run_dir: Path, out: Path | None, console: Console) -> dict[str, Any]
     }
 
 
-def _fill(folder: Path, released: Released) -> None:
-    """Write all files of a published folder but its list."""
+def _fill(folder: Path, released: Released) -> float | None:
+    """Write all files of a published folder but its list. Returns: the scale of its adapters."""
     run_dir = released.run_dir
     whole, _, _ = (run_dir / ledger.FILE).read_bytes().rpartition(b"\n")
     write_atomically(folder / ledger.FILE, whole + b"\n")
     write_report(released, folder)
-    card = {published.CARD: card_of(released)}
+    card, newest = {published.CARD: card_of(released)}, checkpoint.latest(run_dir)
     save_model(str(run_dir), folder / published.MODEL, card, exact=True)
+    lora = TransformerConfig.from_dict(dict(released.stored.model)).lora
+    if lora is not None and newest is not None:
+        params = checkpoint.load_params(newest)
+        adapters: dict[Any, Any] = traverse_util.flatten_dict(params, sep="/")
+        weights.write(folder / published.ADAPTERS, adapters)
     for file in (folder / published.MODEL).glob("*config.json"):
         fields = read_object(file, "model")
         shown = {name: value for name, value in fields.items() if not name.endswith(OF_PLACES)}
         if shown != fields:
             write_json(file, shown)
+    return lora and lora.scale
 
 
 def claim_of_texts(source: str, model: Pretrained, console: Console) -> dict[str, Any]:

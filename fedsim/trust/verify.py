@@ -39,6 +39,7 @@ from fedsim.run import (
     LedgerError,
     checkpoint,
     directory,
+    find_model,
     ledger,
     metrics,
     private_part,
@@ -76,6 +77,7 @@ def verify(
     data: str | None = None,
     again: str = "",
     engine: str | None = None,
+    model: str | None = None,
     console: Console,
 ) -> list[Check]:
     """Check every promise of a run, or of a folder that `fedsim publish` made.
@@ -85,6 +87,7 @@ def verify(
       again: steps to compute again, to compare bits: "" none, "last" those since the last
         checkpoint but one, "whole" all, segment by segment.
       engine: where to compute them; None: as in the run.
+      model: that the adapters of a published folder were trained on, to merge them again.
       console: shows the progress.
 
     Returns: A `Check` for each promise, in an order in which each uses findings of those before.
@@ -93,7 +96,10 @@ def verify(
     """
     if is_folder(run_dir):
         expect("replay", again, not again, "the run's own directory: a published folder has no key")
-        return check_folder(run_dir)
+        base = None if model is None else find_model(model, console, as_stored=True)
+        expect("model", model, model is None or base is not None, "a pretrained model")
+        return check_folder(run_dir, base)
+    expect("model", model, model is None, "none for a run, whose model is known")
     try:
         with directory.lock(run_dir, to_read=True):
             evidence, looks = Evidence(run_dir, data, engine, console), list(CHECKS)
