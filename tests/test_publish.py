@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from pretrained_models import make_model
 from safetensors.numpy import load_file, save_file
-from test_verify import command, edit_json, write_texts
+from test_verify import command, edit_json, verify, write_texts
 
 from docs.schemas import schemas
 from fedsim.cli.main import main
@@ -45,18 +45,6 @@ def folder(trained):
     return trained / "private" / "public"
 
 
-def verified(folder, capsys, *flags):
-    """(exit code, {promise: (holds, found)}) of `fedsim verify`."""
-    capsys.readouterr()
-    try:
-        main(["verify", str(folder), "--json", *map(str, flags)])
-        code = 0
-    except SystemExit as stop:
-        code = stop.code
-    checks = json.loads(capsys.readouterr().out)["checks"]
-    return code, {each["promise"]: (each["holds"], each["found"]) for each in checks}
-
-
 def refused(words, capsys):
     """The error of a command that ends with exit code 1 or 2."""
     capsys.readouterr()
@@ -85,7 +73,7 @@ def test_a_folder_has_what_may_be_published_and_nothing_else(folder, trained):
 
 def test_a_stranger_verifies_it_as_far_as_can_be(folder, tmp_path, capsys):
     elsewhere = shutil.copytree(folder, tmp_path / "downloaded")
-    code, found = verified(elsewhere, capsys)
+    code, found = verify(capsys, elsewhere)
     held = ("files", "ledger", "plan", "events", "epsilon", "model", "claim")
     away = ("settings", "key", "budget", "data", "draws", "replay")
     expected = dict.fromkeys(held, True) | dict.fromkeys(away)
@@ -99,15 +87,15 @@ def test_a_changed_byte_is_found_and_its_file_named(name, folder, tmp_path, caps
     data = bytearray(changed.read_bytes())
     data[len(data) // 2] ^= 1
     changed.write_bytes(data)
-    code, found = verified(tmp_path / "changed", capsys)
+    code, found = verify(capsys, tmp_path / "changed")
     assert code == 1 and name in " ".join(says for holds, says in found.values() if not holds)
 
 
-def other_weights(part):
+def other_weights(name="", file="model/model"):
     def damage(folder):
-        weights = folder / "model" / "model.safetensors"
+        weights = folder / f"{file}.safetensors"
         tensors = load_file(weights)
-        tensors[f"transformer.h.0.attn.c_proj.{part}"].flat[0] += 1
+        tensors[name or min(tensors)].flat[0] += 1
         save_file(tensors, weights, {"format": "pt"})
 
     return damage
@@ -127,15 +115,12 @@ DAMAGES = {
     "another file of a model": ("files", lambda folder: (folder / "model/a.log").write_text("")),
     "a link": ("files", lambda folder: (folder / "a").symlink_to(folder / "ledger.jsonl")),
     "no report": ("files", lambda folder: (folder / "report.md").unlink()),
-    "a smaller epsilon": (
-        "claim",
-        lambda folder: edit_json(folder / "published.json", epsilon=2.0),
-    ),
+    "a smaller epsilon": ("claim", lambda folder: edit_json(folder / published.NAME, epsilon=2.0)),
     "no steps": ("ledger", without_steps(0, 2)),
     "fewer steps": ("ledger", without_steps(1, 2)),
     "no steps, as it says": ("ledger", without_steps(0, 0)),
-    "another weight": ("model", other_weights("weight")),
-    "another bias": ("model", other_weights("bias")),
+    "another weight": ("model", other_weights("transformer.h.0.attn.c_proj.weight")),
+    "another bias": ("model", other_weights("transformer.h.0.attn.c_proj.bias")),
 }
 
 
@@ -148,7 +133,7 @@ def test_what_a_forger_changes_is_found(what, folder, tmp_path, capsys):
     damage(forged)
     if promise != "files":
         edit_json(forged / "published.json", files=published.digests(forged))
-    code, found = verified(forged, capsys)
+    code, found = verify(capsys, forged)
     assert code == 1 and found[promise][0] is False, found
     assert promise == "files" or found["files"][0] is True
 
@@ -197,19 +182,15 @@ def test_a_pretrained_model_and_its_adapters(trained, tmp_path, capsys, monkeypa
         assert json.loads((out / "model/tokenizer_config.json").read_text())["kept"] == 1
         for path in out.rglob("*.json*"):
             assert str(tmp_path) not in path.read_text(), path
-        code, found = verified(out, capsys)
+        code, found = verify(capsys, out)
         assert code == 0 and found["model"][0] is holds, name
-    assert verified(out, capsys, "--model", model)[1]["model"][0] is True
-    forged = shutil.copytree(out, tmp_path / "forged")
+    assert verify(capsys, out, "--model", model)[1]["model"][0] is True
     for file in ("adapters", "model/model"):
-        weights = out / f"{file}.safetensors"
-        tensors = load_file(weights)
-        next(iter(tensors.values())).flat[0] += 1
-        save_file(tensors, forged / f"{file}.safetensors", {"format": "pt"})
+        forged = shutil.copytree(out, tmp_path / "forged", dirs_exist_ok=True)
+        other_weights(file=file)(forged)
         edit_json(forged / "published.json", files=published.digests(forged))
-        code, found = verified(forged, capsys, "--model", model)
+        code, found = verify(capsys, forged, "--model", model)
         assert code == 1 and found["files"][0] and found["model"][0] is False, found
-        shutil.copy(weights, forged / f"{file}.safetensors")
 
 
 FEW = ["red"]
