@@ -161,8 +161,7 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
         be written, or other users of the machine could write there.
     """
     there = (run_dir / CONFIG).exists()
-    expected = "a new directory, or its run with --resume (resume=True)"
-    expect("run_dir", run_dir, resume or not there, expected)
+    expect("run_dir", run_dir, resume or not there, "a new directory, or its run with resume")
     if there:
         _expect_ours(run_dir)
         return load(run_dir)

@@ -85,7 +85,7 @@ class Examples(NamedTuple):
     """int64 [examples]: index of the row that each comes from."""
 
 
-SKIPS = "; `fedsim data build --skip-unknown` leaves such rows out"
+SKIPS = "; skip_unknown of `fedsim data build` leaves such rows out"
 
 
 class BadRow(Exception):

@@ -68,8 +68,8 @@ def write_rows(item: tuple[int, Part], *, encoding: Encoding) -> Counter[str]:
                 shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + ", ..." * (len(rows) > SHOWN_ROWS)
                 raise DataError(  # nothing would protect whoever wrote them
                     f"{columns.blamed}: {len(rows)} null or empty user ids in {source} (rows "
-                    f"{shown}); expected a user for every row; `fedsim data build "
-                    "--rows-without-user drop` leaves such rows out"
+                    f"{shown}); expected a user for every row; rows_without_user=drop of `fedsim "
+                    "data build` leaves such rows out"
                 )
             try:
                 rows = _tokenise(batch, unowned, encoding, counts)
