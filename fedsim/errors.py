@@ -1,7 +1,8 @@
 """Errors that a person sees as one line, and the checks that raise most of them."""
 
+import difflib
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -108,6 +109,19 @@ def expect_count(field: str, value: Any, least: int) -> None:
     """Raise ConfigError unless `value` is a whole number of at least `least`."""
     whole = hasattr(value, "__index__") and not isinstance(value, bool)
     expect(field, value, whole and value >= least, f"a whole number >= {least}")
+
+
+def such_as(
+    name: str, known: Iterable[str], typed: Callable[[str], object] = str, cutoff: float = 0.75
+) -> str:
+    """End of the error of an unknown name: the nearest known one, if there is one.
+
+    Args: typed: how a known name is typed; cutoff: as of `difflib.get_close_matches`.
+    """
+    known = list(known)
+    close = difflib.get_close_matches(name, known, 1, cutoff)
+    close += [each for each in known if each.startswith(f"{name}_")]
+    return f", such as {typed(close[0])}" if close else ""
 
 
 def may_pass(error: BaseException | None) -> bool:

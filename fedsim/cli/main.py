@@ -9,7 +9,6 @@ The help of a command is written from the docstrings of its settings.
 
 import argparse
 import contextlib
-import difflib
 import functools
 import inspect
 import json
@@ -45,7 +44,7 @@ from fedsim.config import (
     to_json,
     unknown_setting,
 )
-from fedsim.errors import ConfigError, FedsimError, optional, printable
+from fedsim.errors import ConfigError, FedsimError, optional, printable, such_as
 from fedsim.files import expand_home
 from fedsim.run import verbosity
 from fedsim.signals import terminated
@@ -287,8 +286,8 @@ def parse(words: list[str]) -> functools.partial[Answer]:
     path, command = _named(words)
     name, rest = " ".join(["fedsim", *path]), words[len(path) :]
     if isinstance(command, Mapping) and rest and rest[0] not in ("-h", "--help"):
-        close = difflib.get_close_matches(rest[0], command, 1)
-        expected = f"a command, such as {close[0]}" if close else f"one of {', '.join(command)}"
+        near = such_as(rest[0], command, cutoff=0.6)
+        expected = f"a command{near}" if near else f"one of {', '.join(command)}"
         raise ConfigError.of("command", rest[0], expected)
     if isinstance(command, Mapping) or {"-h", "--help"}.intersection(rest):
         print(page(name, command), end="")

@@ -1,6 +1,5 @@
 """Settings by the names of their flags: from Python and files, and to config.json."""
 
-import difflib
 import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -9,7 +8,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from fedsim.config.model import flags_of
 from fedsim.config.settings import BuildConfig, RunConfig
-from fedsim.errors import ConfigError, expect
+from fedsim.errors import ConfigError, expect, such_as
 
 T = TypeVar("T")
 
@@ -36,9 +35,7 @@ def hint_of(name: str, known: Iterable[str], typed: Callable[[str], str] = str) 
     """What an error says of an unknown name. Args: typed: how a known one is typed."""
     if name in flags_of(BuildConfig):
         return "; this one is of `fedsim data build`, whose directory `data` takes"
-    close = difflib.get_close_matches(name, list(known), 1, 0.75)
-    close += [each for each in known if each.startswith(f"{name}_")]
-    return f", such as {typed(close[0])}" if close else ""
+    return such_as(name, known, typed)
 
 
 def config_of(kind: type[T], settings: Mapping[str, Any]) -> T:

@@ -8,7 +8,6 @@ the plan, and so the ledger and the report, say that.
 Loggers are callbacks, which write metrics for TensorBoard, W&B, MLflow or Trackio.
 """
 
-import difflib
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,7 +15,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from fedsim.errors import ConfigError, brief, expect
+from fedsim.errors import ConfigError, brief, expect, such_as
 from fedsim.plan import Caveat, Fact, Plan, private_fields
 from fedsim.run import BOARD, visible
 
@@ -77,8 +76,7 @@ def expect_callbacks(callbacks: Any) -> None:
     kinds = [kind for callback in callbacks for kind in type(callback).__mro__]
     for kind in (kind for kind in kinds if issubclass(kind, Callback)):
         for name in sorted({name for name in vars(kind) if name.startswith("on_")} - {*methods}):
-            (close,) = difflib.get_close_matches(name, methods, 1, 0)
-            expected = f"a method of fedsim.Callback, such as {close}"
+            expected = f"a method of fedsim.Callback{such_as(name, methods, cutoff=0)}"
             raise ConfigError.of("callbacks", f"{kind.__name__}.{name}", expected)
 
 

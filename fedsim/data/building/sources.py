@@ -7,7 +7,6 @@ Files of the Hub are downloaded into the cache of its library, and read as local
 `hf:NAME:FILES` is a pattern of their paths; without it, those with the word train are read.
 """
 
-import difflib
 import fnmatch
 import glob
 import re
@@ -23,7 +22,7 @@ import pyarrow.parquet as pq
 from fedsim.config import BuildConfig
 from fedsim.data.building.columns import Columns, chats_as_json, normalise, plain
 from fedsim.data.building.text_files import PACKED, TextFile
-from fedsim.errors import DataError, Interrupted, may_pass, printable
+from fedsim.errors import DataError, Interrupted, may_pass, printable, such_as
 from fedsim.files import DISK_FULL, TABLES, expand_home
 
 READ_ROWS, READ_BYTES = 65_536, 64 * 2**20  # of a batch, at most
@@ -82,7 +81,8 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
             found += files_in(path) if path.is_dir() else [path]
         if not found:
             expected = "a file, glob or directory (of `fedsim data build`, say) that exists"
-            expected += _close_to(here)
+            beside = glob.glob("*", root_dir=here.parent)
+            expected += such_as(here.name, beside, here.parent.joinpath)
             if exists:
                 expected = f"files in it that end in {', '.join(SUFFIXES)} (JSON: '{source}/*.json'"
                 expected += "; what `datasets` saved: to_parquet writes such a file)"
@@ -97,13 +97,6 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
     if not files:
         raise DataError.of("data", "[]", "at least one file")
     return list(files.values())
-
-
-def _close_to(path: Path) -> str:
-    """End of the error line of a path that does not exist: one beside it with nearly its name."""
-    beside = glob.glob("*", root_dir=path.parent)
-    close = difflib.get_close_matches(path.name, beside, 1, 0.75)
-    return f", such as {path.with_name(close[0])}" if close else ""
 
 
 def files_in(directory: Path) -> list[Path]:
