@@ -55,5 +55,6 @@ from .settings import (
     ModelConfig as ModelConfig,
     RunConfig as RunConfig,
     Sampling as Sampling,
+    Unasked as Unasked,
     UpdateConfig as UpdateConfig,
 )

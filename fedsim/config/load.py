@@ -60,7 +60,9 @@ def run_config(**settings: Any) -> RunConfig:
 
 def changed_run(run: RunConfig, **settings: Any) -> RunConfig:
     """A copy of a RunConfig with some settings replaced, by flag name."""
-    return run_config(**{**settings_of(run), **settings})
+    usual = {name: one.default for name, one in flags_of(RunConfig).items()}
+    given = {n: value for n, value in settings_of(run).items() if value is not usual[n]}
+    return run_config(**{**given, **settings})
 
 
 def settings_of(config: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@ those of builds, audits and generation."""
 
 import math
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,14 @@ OPERATIONAL = frozenset(
 
 ALL_LINEAR = "all-linear"
 """All modules of the blocks that LoRA can adapt, as PEFT says it."""
+
+
+class Unasked(StrEnum):
+    """Defaults, which can be told from the same text where a person gave it."""
+
+    MODEL = "tiny"
+    __repr__ = str.__repr__
+
 
 LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
@@ -171,7 +180,7 @@ def _joined(modules: str | Sequence[str]) -> str:
 class ModelConfig:
     """The model to train."""
 
-    source: Annotated[str, _home("model")] = "tiny"
+    source: Annotated[str, _home("model")] = Unasked.MODEL
     """Model to train. A new transformer: micro (to try a command), tiny, small, medium, paper (350
     M parameters) or large (1 B). Or a pretrained model: a Hugging Face directory, hf:NAME, or the
     directory of an earlier run."""

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedsim.config import DataConfig, RunConfig
-from fedsim.data import Dataset, Tokenizer, corpora
+from fedsim.config import DataConfig, RunConfig, Unasked
+from fedsim.data import Dataset, Tokenizer, corpora, tokenizer_is_public
 from fedsim.errors import ConfigError, expect
 from fedsim.files import expand_home
 from fedsim.models import (
@@ -188,6 +188,7 @@ def make_task(
     dtype = None if wanted.compute_dtype == "float32" else wanted.compute_dtype
     if model is None:
         expect("lora_rank", wanted.lora_rank, wanted.lora_rank == 0, FRESH)
+        expect_asked(wanted.source, data)
         config = preset(wanted.source, users.vocab_size, users.max_length)
         config = dataclasses.replace(config, dtype=dtype, remat=wanted.remat)
         task = LanguageModelTask(data, config)
@@ -212,6 +213,17 @@ def make_task(
     if config.num_layers >= DEEP or of_weights.frozen != "float32":
         below, adapters = (stacked(tree, config.num_layers) for tree in (below, adapters))
     return LanguageModelTask(data, config, below), adapters
+
+
+def expect_asked(source: str, data: Dataset) -> None:
+    """Raise ConfigError if a new model is a default, and the tokens are of a pretrained one."""
+    name = data.metadata.get("tokenizer", {}).get("name", "bytes")
+    declared = data.metadata.get("settings", {}).get("tokenizer_is_public")
+    is_of_model = name != "bytes" and tokenizer_is_public(data.metadata) and not declared
+    if is_of_model and source is Unasked.MODEL:
+        those = name if name.startswith(weights.HUB) else "the directory of the model"
+        expected = f"{those} whose tokens these data have, or {source} for a new one"
+        raise ConfigError(f"model: missing, expected {expected}", field="model")
 
 
 def check_fit(run: RunConfig, model: Pretrained, data: Dataset) -> None:

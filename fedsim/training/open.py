@@ -194,6 +194,7 @@ def open_run(
         identity = Identity(algorithm, sha256, key.seal(data.train.fingerprint))
         if stored:
             directory.expect_same(stored, StoredRun(identity, settings, run))
+            run = dataclasses.replace(run, model=stored.run.model)  # which a person asked for
         # A strict run touches held-out users for a price, or not at all.
         if run.strict and settings.eval_epsilon is None:
             data = dataclasses.replace(data, eval_users=None)

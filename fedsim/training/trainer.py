@@ -50,7 +50,7 @@ from fedsim.run import (
 )
 from fedsim.signals import ended_by, stop_signals
 from fedsim.training.callbacks import LOGGERS, Callback, Calls
-from fedsim.training.open import AuditHooks, CustomTask, OpenRun, Purpose, open_run
+from fedsim.training.open import AuditHooks, CustomTask, Purpose, open_run
 from fedsim.training.optimizers import (
     Diverged,
     Noise,
@@ -421,7 +421,7 @@ def show(prepared: PreparedRun, *, dry_run: bool = False) -> None:
         source = opened.run.data.source  # who built it has been told already
         told = source == corpora.PYDOCS or corpora.is_built(source)
         lost = [] if told else opened.data.lost()
-        for warning in [*lost, *warnings_of(plan), *warnings_of_new_model(opened)]:
+        for warning in [*lost, *warnings_of(plan)]:
             console.warn(warning)
         if prepared.booking is not None:
             request, _ = prepared.booking.requests[0]
@@ -435,18 +435,6 @@ def show(prepared: PreparedRun, *, dry_run: bool = False) -> None:
         size = num_coordinates((prepared.params, prepared.task.frozen))
         rows.append(("rows", f"up to {length:,} tokens, through {size:,} parameters"))
     console.rows(rows)
-
-
-def warnings_of_new_model(opened: OpenRun) -> list[str]:
-    """A warning if a model is new, but the tokens of its data are those of a pretrained one."""
-    tokenizer = {"name": "bytes", "public": False, **opened.data.metadata.get("tokenizer", {})}
-    declared = opened.data.metadata.get("settings", {}).get("tokenizer_is_public")
-    is_of_model = tokenizer["name"] != "bytes" and tokenizer["public"] and not declared
-    if opened.model or opened.custom or not is_of_model:
-        return []
-    source = tokenizer["name"] if tokenizer["name"].startswith("hf:") else "DIR"
-    new = f"model={opened.run.model.source} is new; the tokens are those of a pretrained model"
-    return [f"{new}: --model {source} fine-tunes that model"]
 
 
 def dry_run(

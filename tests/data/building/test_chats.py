@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -122,15 +123,17 @@ def test_a_build_says_how_many_tokens_a_larger_max_length_keeps(rows, how, tmp_p
         assert kept == counts["tokens_of_texts"] - counts["tokens_cut"]
 
 
-def test_a_new_model_for_the_tokens_of_a_pretrained_one_is_warned_of(tmp_path, model, capsys):
+def test_a_new_model_for_the_tokens_of_a_pretrained_one_is_asked_for(tmp_path, model, capsys):
     (model / "config.json").write_text('{"model_type": "llama"}')
     data = tmp_path / "data"
     texts = lines(tmp_path / "x.jsonl", [{"user_id": f"u{n}", "text": "of red"} for n in range(40)])
-    for tokenizer, declared, warned in ((model, 0, 1), (model, 1, 0), ("bytes", 0, 0)):
+    flags = f"--data {data} --epsilon 8 --num-steps 2 --batch-size 4 --group-size 1 --dry-run"
+    cases = [(model, 0, [], 1), (model, 0, ["--model", "tiny"], 0), (model, 1, [], 0)]
+    for tokenizer, declared, given, refused in [*cases, ("bytes", 0, [], 0)]:
         build(texts, data, tokenizer=tokenizer, tokenizer_is_public=bool(declared))
-        flags = f"--data {data} --epsilon 8 --num-steps 2 --batch-size 4 --group-size 1 --dry-run"
-        main(["train", "uls", *flags.split(), "--run-dir", str(tmp_path / "run")])
-        assert ("--model DIR fine-tunes" in capsys.readouterr().err) == warned
+        with pytest.raises(SystemExit) if refused else nullcontext():
+            main(["train", "uls", *flags.split(), "--run-dir", str(tmp_path / "run"), *given])
+        assert ("model: missing, expected the directory" in capsys.readouterr().err) == refused
         shutil.rmtree(data)
 
 
