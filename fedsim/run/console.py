@@ -89,16 +89,17 @@ class Console(Terminal):
         self.note(f"before the first step  {line(values)}")
 
     def summary(self, summary: dict[str, Any], run_dir) -> None:
-        """Show results, claim and directory of a run."""
+        """Show results, claim and directory of a run, and commands that go on from it."""
         losses = [float(summary[name]) for name in ("initial_eval_loss", "final_eval_loss")]
         unit = summary.get("loss_unit", NATS_PER_TOKEN)
         if all(map(math.isfinite, losses)):  # else it was stopped between two evaluations
             self.note(f"held-out loss {losses[0]:.4g} -> {losses[1]:.4g} {unit}")
         self.note(guarantee_line(summary))
-        board = run_dir / BOARD
+        board, done = run_dir / BOARD, summary["steps_done"] > 0
         look = f"; look at it with: tensorboard --logdir {shlex.quote(str(board))}"
-        check = f"; check it with: fedsim verify {shlex.quote(str(run_dir))}"
-        self.note(f"written to {run_dir}{look if board.exists() else ''}{check}")
+        self.note(f"written to {run_dir}{look if board.exists() else ''}")
+        commands = ["verify", *["report"] * done, *["generate"] * (done and unit != "")]
+        self.note("next: " + ", ".join(f"fedsim {x} {shlex.quote(str(run_dir))}" for x in commands))
 
 
 def spent(summary: dict[str, Any]) -> float:

@@ -434,6 +434,8 @@ def show(prepared: PreparedRun, *, dry_run: bool = False) -> None:
     if (length := getattr(opened.data.train, "max_length", None)) is not None:
         size = num_coordinates((prepared.params, prepared.task.frozen))
         rows.append(("rows", f"up to {length:,} tokens, through {size:,} parameters"))
+    if opened.purpose.is_counted and not dry_run:
+        rows.append(("directory", str(opened.run.run_dir)))
     console.rows(rows)
 
 

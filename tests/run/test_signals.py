@@ -190,9 +190,11 @@ def expect_saved(process, run_dir):
     _, said = process.communicate(timeout=100)
     assert process.returncode == 75, said
     begin, end = said.split("stopped after step ")
+    assert f"\ndirectory         {run_dir}\n" in begin
     assert "\n[2" not in begin  # as Ray's core writes: [2026-11-22 ...
     lines = [line for line in end.splitlines() if not line.startswith("step ")]
-    assert len(lines) == 3 and "->" not in end, said  # nothing of Ray's
+    assert len(lines) == 4 and "->" not in end, said  # nothing of Ray's
+    assert lines[-1].startswith(f"next: fedsim verify {run_dir}, fedsim report {run_dir}, "), said
     steps = json.loads((run_dir / "summary.json").read_text())["steps_done"]
     newest = checkpoint.latest(run_dir)
     assert newest is not None and int(checkpoint.load(newest)["step"]) == steps >= 2
