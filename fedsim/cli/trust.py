@@ -176,9 +176,13 @@ def verify(
 
         lines.append(f"epsilon is no guarantee: {in_words(plan.reasons)}")
     elif holds and unseen:
-        place = ": in the run's own directory" if trust.is_folder(run_dir) else ""
+        place = ": when the run has ended" if "summary" in unseen else ""
+        place = ": in the run's own directory" if trust.is_folder(run_dir) else place
         where = f"{', '.join(unseen)} can be checked, too{place}"
         lines.append(f"No promise is broken. The guarantee is confirmed only where {where}.")
+    elif holds:
+        more = "" if whole else "; --whole computes every step again"
+        lines.append(f"No promise is broken{more}.")
     return {
         "run_dir": str(run_dir),
         "holds": holds,

@@ -119,8 +119,9 @@ def load(run_dir: Path) -> StoredRun:
       FileDamaged: config.json or the tokenizer was changed since the start of the run.
     """
     path = run_dir / CONFIG
-    if not path.is_file():
-        raise ConfigError.of("run", run_dir, f"the directory of a run, with a {CONFIG}")
+    if not path.is_file() or "model_type" in read_json(path):  # of a model
+        also = "`fedsim verify` takes a published folder, too"
+        raise ConfigError.of("run", run_dir, f"the directory of a run, with its {CONFIG}; {also}")
     record = read_json(path)
     versions = record.get("versions")
     was = str(versions.get("fedsim", "")) if isinstance(versions, dict) else ""
@@ -295,4 +296,6 @@ def expect_same(stored: StoredRun, now: StoredRun) -> None:
             # Names of tables follow from the cache; that the rows are the same is in the identity.
             left_out |= name == "data" and is_table(str(value)) and is_table(str(was))
             if name not in OPERATIONAL | {"seed"} and value != was and not left_out:
-                raise ConfigError.of(name, value, f"{was}, with which {run_dir} was started")
+                new = f"; a new run with model={run_dir} trains that model on, at its own epsilon"
+                new *= name in vars(stored.privacy) and "task" not in stored.model
+                raise ConfigError.of(name, value, f"{was}, with which {run_dir} was started{new}")
