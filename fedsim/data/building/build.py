@@ -206,8 +206,7 @@ class _Build:
         settings, copy = self.settings, self.out.with_name(TOKENIZER)
         self.tokenizer.save(copy)  # for the workers
         encoding = Encoding(rows, copy, self.columns, settings, self.chats)
-        call = partial(write_rows, encoding=encoding)
-        records = self.pool.map(call, list(enumerate(parts)))
+        records = self.pool.map(partial(write_rows, encoding=encoding), list(enumerate(parts)))
         counts = sum(records, Counter())
         if self.columns.order is not None:
             kinds = {name for name in KINDS if counts[name]}

@@ -86,31 +86,22 @@ class Examples(NamedTuple):
 
 
 SKIPS = "; skip_unknown of `fedsim data build` leaves such rows out"
-
-
-class BadRow(Exception):
-    """A row of a batch is invalid.
-
-    Args: remedy: what leaves it out, if anything does.
-    """
-
-    def __init__(self, row: int, reason: str, remedy: str = ""):
-        super().__init__(reason)
-        self.row, self.remedy = row, remedy
+Bad = dict[int, tuple[str, str]]
+"""Rows of a batch that cannot be encoded: why, and what leaves them out, if anything does."""
 
 
 def chat_examples(
     rows: Sequence[str], chats: Chats, tokenizer: ChatTokenizer
-) -> tuple[Examples, Counter[str]]:
-    """Make the examples of rows.
+) -> tuple[Examples, Counter[str], Bad]:
+    """Make the examples of rows, up to one for which the template takes too long.
 
     Args:
       rows: each a JSON list of the values of the columns of `chats.form`.
     Returns:
-      (examples, counts): counts of tokens; of rows that are long, untrained (without a trained
+      (examples, counts, bad): counts of tokens; of rows that are long, untrained (without a trained
       token, which are left out) and skipped; and of tokens that each of `limits` keeps.
-    Raises: BadRow: a row cannot be encoded.
     """
+    bad: Bad = {}
     found: list[Encoded] = []
     origin: list[int] = []
     counts: Counter[str] = Counter()
@@ -121,7 +112,9 @@ def chat_examples(
         except (BadChat, RecursionError) as error:
             is_slow = isinstance(error, SlowTemplate)
             if is_slow or not settings.skip_unknown:
-                raise BadRow(index, str(error), "" if is_slow else SKIPS) from None
+                bad[index] = str(error), "" if is_slow else SKIPS
+            if is_slow:
+                break
             counts["skipped"] += 1
             continue
         for most in reversed(limits(settings.max_length)):  # the last one is the example
@@ -137,7 +130,7 @@ def chat_examples(
     lengths = np.array([len(each.ids) for each in found], np.int64)
     values = [(2 * each.ids + each.trained).astype(MARKED) for each in found]
     joined = np.concatenate([np.zeros(0, MARKED), *values])
-    return Examples(lengths, joined, np.array(origin, np.int64)), counts
+    return Examples(lengths, joined, np.array(origin, np.int64)), counts, bad
 
 
 def _encode(values: list[Any], chats: Chats, tokenizer: ChatTokenizer) -> Encoded:

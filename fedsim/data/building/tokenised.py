@@ -7,7 +7,8 @@ place among the rows of all sources, and its token ids as bytes, which sort fast
 import json
 import re
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +20,7 @@ import tokenizers
 
 from fedsim.config import BuildConfig
 from fedsim.data.building.columns import Columns, at_least, is_blank, kinds_of
-from fedsim.data.building.messages import BadRow, Chats, Examples, chat_examples
+from fedsim.data.building.messages import Bad, Chats, Examples, chat_examples
 from fedsim.data.building.sources import Part, in_words, read
 from fedsim.data.building.user_ids import call, like_nobody
 from fedsim.data.chat import ChatTokenizer, Template
@@ -29,7 +30,9 @@ from fedsim.data.tokenizer import Tokenizer
 from fedsim.data.users import copy
 from fedsim.errors import DataError
 
-SHOWN_ROWS = 5
+SHOWN_ROWS, MAX_KINDS = 5, 10  # of faults in an error
+DROPS = "; expected a user for every row; rows_without_user=drop of `fedsim data build` leaves "
+DROPS += "such rows out"  # nothing would protect whoever wrote them
 PLACES = 2**40  # more than the rows of a part
 GROUP_BYTES = 4 * 2**20  # of a row group, which a sorting thread reads at once
 
@@ -48,35 +51,67 @@ class Encoding:
     """How rows of chats become examples; None if rows are texts."""
 
 
+class Faults:
+    """Faults of the rows of a file by kind, so that one error tells them all."""
+
+    def __init__(self, source: str):
+        self.source, self.numbers = source, Counter[str]()
+        self.kinds: dict[str, tuple[str, str, list[int]]] = {}
+
+    def add(self, said: str, remedy: str, rows: Sequence[int]) -> None:
+        kind = re.sub(r"\bturn \d+", "a turn", said)
+        if kind in self.kinds or len(self.kinds) < MAX_KINDS:
+            *_, first = self.kinds.setdefault(kind, (said, remedy, []))
+            first.extend(rows[: SHOWN_ROWS - len(first)])
+            self.numbers[kind] += len(rows)
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Raise the faults at the end of this block, with the error that ends it, if any."""
+        last = []
+        try:
+            yield
+        except DataError as error:
+            if not self.kinds:
+                raise
+            last = [str(error)]
+        lines = []
+        for kind, (said, remedy, rows) in self.kinds.items():
+            number = self.numbers[kind]
+            shown = ", ".join(map(str, rows)) + ", ..." * (number > SHOWN_ROWS)
+            where = f"row {shown}" if number == 1 else f"{number:,} rows ({shown})"
+            said = said if number == 1 else kind
+            lines.append(f"{said} in {where} of {self.source}{remedy}")
+        if lines:
+            raise DataError("; also ".join(lines + last))
+
+
 def write_rows(item: tuple[int, Part], *, encoding: Encoding) -> Counter[str]:
     """Write the rows of a part, whose number comes first. Without rows, there is no file.
 
     Returns: counts of source rows; of those that are unowned, empty or without an order (no_order);
       of batches with orders of each kind; of examples; of texts that spell special tokens; of users
       like nobody; and those of `chat_examples`.
-    Raises: DataError: a row has no user or cannot be encoded, or `read` refuses a file.
+    Raises: DataError: rows have no user or cannot be encoded, or `read` refuses a file.
     """
     number, part = item
     place, writer = number * PLACES, None
     counts: Counter[str] = Counter()
-    columns, source = encoding.columns, in_words(part.file)
-    with ExitStack() as stack:
+    columns, faults = encoding.columns, Faults(in_words(part.file))
+    named = f"{columns.fields[columns.text[0]]}={columns.text[0]}"
+    with ExitStack() as stack, faults.raised():
         for first_row, batch in read(part, columns, encoding.settings):
             unowned = is_blank(batch["user_id"])
             if unowned.any() and encoding.settings.rows_without_user == "refuse":
                 rows = np.flatnonzero(unowned) + first_row + 1
-                shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + ", ..." * (len(rows) > SHOWN_ROWS)
-                raise DataError(  # nothing would protect whoever wrote them
-                    f"{columns.blamed}: {len(rows)} null or empty user ids in {source} (rows "
-                    f"{shown}); expected a user for every row; rows_without_user=drop of `fedsim "
-                    "data build` leaves such rows out"
-                )
-            try:
-                rows = _tokenise(batch, unowned, encoding, counts)
-            except BadRow as bad:
-                named = f"{columns.fields[columns.text[0]]}={columns.text[0]}"
-                where = f"in row {first_row + bad.row + 1} of {source}"
-                raise DataError(f"{named}: {bad} {where}{bad.remedy}") from None
+                faults.add(f"{columns.blamed}: null or empty user ids", DROPS, rows.tolist())
+            if faults.kinds and encoding.chats is None:  # nothing else can be wrong
+                continue
+            rows, bad = _tokenise(batch, unowned, encoding, counts)
+            for row, (said, remedy) in bad.items():
+                faults.add(f"{named}: {said}", remedy, [first_row + row + 1])
+                if not remedy:  # the template is slow
+                    return counts
             places = pa.array(place + np.arange(len(rows)))
             rows, place = rows.append_column("place", places), place + len(rows)
             if writer is None:
@@ -89,28 +124,23 @@ def write_rows(item: tuple[int, Part], *, encoding: Encoding) -> Counter[str]:
 
 def _tokenise(
     batch: pa.RecordBatch, unowned: np.ndarray, encoding: Encoding, counts: Counter[str]
-) -> pa.Table:
-    """The rows of a batch. Raises: BadRow: a row cannot be encoded."""
+) -> tuple[pa.Table, Bad]:
+    """The rows of a batch, without those that cannot be encoded."""
     blank = unowned | is_blank(batch["text"])
     filled = np.flatnonzero(~blank)
     batch = batch.take(pa.array(filled))
     chats, tokenizer = encoding.chats, _tokenizer(encoding.tokenizer)
-    spelled = tokenizer.special_texts
+    spelled, bad = tokenizer.special_texts, {}
     if chats is None:
         encoded = tokenizer.encode(batch["text"])
         examples = frame(*encoded, tokenizer, encoding.settings, counts)
     else:
         spelled = {*spelled, *(json.dumps(text)[1:-1] for text in spelled)}
         of_chats = _chat_tokenizer(encoding.tokenizer, chats.template)
-        try:
-            examples, of_rows = chat_examples(batch["text"].to_pylist(), chats, of_chats)
-        except BadRow as bad:
-            raise BadRow(int(filled[bad.row]), str(bad), bad.remedy) from None
+        examples, of_rows, bad = chat_examples(batch["text"].to_pylist(), chats, of_chats)
         counts.update(of_rows)
-    counts["rows"] += len(blank)
-    counts["unowned"] += int(unowned.sum())
+    counts.update(rows=len(blank), unowned=int(unowned.sum()), examples=len(examples.lengths))
     counts["empty"] += int((blank & ~unowned).sum())
-    counts["examples"] += len(examples.lengths)
     counts["user_ids_like_nobody"] += like_nobody(batch["user_id"])
     if pattern := "|".join(map(re.escape, sorted(spelled))):
         spelling = call("match_substring_regex", batch["text"], pattern=pattern)
@@ -123,7 +153,8 @@ def _tokenise(
     rows = pa.table(columns).take(pa.array(examples.origin))
     bounds = pa.py_buffer(offsets_of(examples.lengths * examples.values.itemsize))
     data = [None, bounds, pa.py_buffer(np.ascontiguousarray(examples.values))]
-    return rows.append_column("tokens", pa.Array.from_buffers(pa.large_binary(), len(rows), data))
+    tokens = pa.Array.from_buffers(pa.large_binary(), len(rows), data)
+    return rows.append_column("tokens", tokens), {int(filled[row]): bad[row] for row in bad}
 
 
 def frame(
