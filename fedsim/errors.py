@@ -32,8 +32,7 @@ class FedsimError(Exception):
 class ConfigError(FedsimError, ValueError):
     """A user's mistake: one line that names the field, the value and what was expected.
 
-    It names settings as Python and files do (`rows_without_user=drop`); the command line has them
-    by these names, too.
+    It names settings as Python and files do, and the command line, too: rows_without_user=drop.
 
     Attributes:
       field: the setting or column, as a user types it; None: the line is about something else.

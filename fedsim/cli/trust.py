@@ -181,8 +181,7 @@ def verify(
         where = f"{', '.join(unseen)} can be checked, too{place}"
         lines.append(f"No promise is broken. The guarantee is confirmed only where {where}.")
     elif holds:
-        more = "" if whole else "; --whole computes every step again"
-        lines.append(f"No promise is broken{more}.")
+        lines.append(f"No promise is broken{'; --whole computes every step again' * (not whole)}.")
     return {
         "run_dir": str(run_dir),
         "holds": holds,

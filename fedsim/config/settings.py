@@ -30,7 +30,9 @@ class Unasked(StrEnum):
     """Defaults, which can be told from the same text where a person gave it."""
 
     MODEL = "tiny"
-    __repr__ = str.__repr__
+
+    def __repr__(self):  # in signatures
+        return repr(self.value)
 
 
 LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
