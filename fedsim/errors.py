@@ -32,7 +32,8 @@ class FedsimError(Exception):
 class ConfigError(FedsimError, ValueError):
     """A user's mistake: one line that names the field, the value and what was expected.
 
-    It names settings as Python and files do, and the command line, too: rows_without_user=drop.
+    Settings are named as in Python and files; the command line shows those between backticks, such
+    as `rows_without_user=drop`, as flags.
 
     Attributes:
       field: the setting or column, as a user types it; None: the line is about something else.

@@ -178,6 +178,7 @@ def _text(flag: Setting) -> str:
     return f"{text} Default: {' '.join(map(str, values))}."
 
 
+SETTING = re.compile("`([a-z_]+)=([^`]*)`")
 UNFINISHED = 75  # EX_TEMPFAIL: a signal stopped the run; the same command with --resume goes on
 COMMANDS: Commands = {
     "train": train,
@@ -352,8 +353,15 @@ def _interrupted(command: Command | Commands) -> tuple[str, int]:
 
 
 def _fail(reason: Any, code: int) -> NoReturn:
-    _say(f"fedsim: error: {printable(' '.join(str(reason).split()))}\n")
+    line = SETTING.sub(_as_flag, " ".join(str(reason).split()))
+    _say(f"fedsim: error: {printable(line)}\n")
     sys.exit(code)
+
+
+def _as_flag(setting: re.Match[str]) -> str:
+    """A setting in an error, `name=value`, as the command line has it."""
+    value = "" if setting[2] == "True" else f" {setting[2]}"
+    return f"`--{setting[1].replace('_', '-')}{value}`"
 
 
 def _say(text: str) -> None:

@@ -162,7 +162,9 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
         be written, or other users of the machine could write there.
     """
     there = (run_dir / CONFIG).exists()
-    expect("run_dir", run_dir, resume or not there, "a new directory, or its run with resume")
+    expect(
+        "run_dir", run_dir, resume or not there, "a new directory, or its run with `resume=True`"
+    )
     if there:
         _expect_ours(run_dir)
         return load(run_dir)

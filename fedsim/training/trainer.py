@@ -260,7 +260,7 @@ class Trainer:
                     self.passed[state.step] = dataclasses.replace(state)
             saver.save(state.step, vars(state))
         if state.step < end:
-            then = "; resume continues from there" if self.audit is None else ""
+            then = "; resume to continue from there" if self.audit is None else ""
             self.console.note(f"stopped after step {state.step}{then}")
 
     def _evaluate(self, state: State, metrics: Metrics, step: int) -> None:

@@ -316,7 +316,7 @@ def publish(run_dir: Path, out: Path | None, console: Console) -> dict[str, Any]
         expect("out", out, new, "a folder that is not there yet")
         # Until then the ledger may have steps that the last checkpoint lacks, and get more.
         ended = directory.summary_of(run_dir) is not None
-        expect("run", run_dir, ended, "a run that has ended; resume continues it")
+        expect("run", run_dir, ended, "a run that has ended; `resume=True` continues it")
         if (plan := stored.plan) is not None and not plan.guarantee:
             # A published folder is a promise: whoever looks for the label may look in vain.
             why = f"a run with a guarantee, and not one with {in_words(plan.reasons)}"
@@ -382,7 +382,7 @@ def claim_of_texts(source: str, model: Pretrained, console: Console) -> dict[str
         about = {"model": model_name(source), "guarantee": False, "claim": NO_CLAIM, **nothing}
         return {**about, "params_sha256": checkpoint.params_sha256(model.params), "outside": []}
     ended = directory.summary_of(path) is not None
-    expect("model", source, ended, "a run that has ended; resume continues it")
+    expect("model", source, ended, "a run that has ended; `resume=True` continues it")
     released = read(path, console)
     plan = released.plan
     return {

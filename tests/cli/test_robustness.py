@@ -109,6 +109,7 @@ REFUSED = [  # (a command, how the line begins that refuses it)
     ([*train(), "--chat-template", "x"], "--chat-template: expected the name of a flag; this"),
     (train(epsilon="eight"), "epsilon=eight: expected a valid number"),
     (train(clipping="hard"), "clipping=hard: expected 'normalised' or 'plain'"),
+    (train(run_dir="run"), "run_dir=run: expected a new directory, or its run with `--resume`"),
     (["tran", "uls"], "command=tran: expected a command, such as train"),
 ]
 
