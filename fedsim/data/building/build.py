@@ -180,7 +180,7 @@ class _Build:
             chats = ChatTokenizer(self.tokenizer, self.chats.template)
             if TOOLS in names and TOOLS in self.columns.text and not chats.writes_tools:
                 line = f"the chat template does not write the column {TOOLS}, so the model does "
-                line += f"not see which tools there are; chat_template={CHATML_TOOLS} writes them"
+                line += f"not see which tools there are; the template {CHATML_TOOLS} writes them"
                 self.say(line)
             try:
                 if chats.end_of_turn() is None:

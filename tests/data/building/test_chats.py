@@ -70,7 +70,7 @@ def test_a_turn_that_is_marked_is_not_trained_on(mark):
 
 ENDLESS = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 NO_TOOLS = "does not write the column tools, so the model does not see which tools there are; "
-NO_TOOLS += "chat_template=chatml-tools writes them"
+NO_TOOLS += "the template chatml-tools writes them"
 TOLD = [(ENDLESS, {}, ["writes no special token after an answer"]), (CHATML, {}, [])]
 TOLD += [(CHATML, {"tools": [{"name": "find"}]}, [NO_TOOLS])]
 
