@@ -137,14 +137,6 @@ def may_pass(error: BaseException | None) -> bool:
     return False
 
 
-def first_fault(error: Any) -> str:
-    """Return the first fault of pydantic's ValidationError as one line: field and fault, without
-    the value."""
-    fault = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(part) for part in fault["loc"])
-    return brief(f"{place}: {fault['msg'].removeprefix('Value error, ')}".removeprefix(": "), 200)
-
-
 def printable(text: str, kept: str = "\n") -> str:
     """Escape characters that would change a terminal's state.
 

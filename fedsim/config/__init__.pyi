@@ -20,6 +20,8 @@ from .model import (
     Positive as Positive,
     Probability as Probability,
     Setting as Setting,
+    adapter_of as adapter_of,
+    expect_format as expect_format,
     flags_of as flags_of,
     group as group,
 )

@@ -6,6 +6,7 @@ and config.json are made from its fields. A fault is a ConfigError in the field'
 
 import dataclasses
 import functools
+import json
 import math
 import typing
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ import pydantic
 import pydantic.dataclasses
 from pydantic import BeforeValidator, ConfigDict, Field, Strict
 
-from fedsim.errors import ConfigError
+from fedsim.errors import ConfigError, brief
 from fedsim.files import expand_home
 
 POSITIONAL, REPEATED, HIDDEN = "positional", "repeated", "hidden"
@@ -157,3 +158,20 @@ def _fault(
     elif about == "unexpected_keyword_argument":
         expected = "the name of a setting"
     return ConfigError.of(field, value, expected)
+
+
+adapter_of = functools.cache(pydantic.TypeAdapter[Any])
+"""How pydantic reads and writes a type in JSON."""
+
+
+def expect_format(kind: type[Value], record: Any) -> Value:
+    """A record of JSON as a value of a type.
+
+    Raises: ValueError: it is of another type. The message names field and fault, without the value.
+    """
+    try:
+        return adapter_of(kind).validate_json(json.dumps(record))
+    except pydantic.ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+        place, why = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")
+        raise ValueError(brief(f"{place}: {why}".removeprefix(": "), 200)) from None

@@ -28,7 +28,6 @@ from .plan import (
     claimed_fields as claimed_fields,
     events_before as events_before,
     ledger_head as ledger_head,
-    plans as plans,
     private_fields as private_fields,
     step_event as step_event,
 )

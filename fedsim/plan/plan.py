@@ -5,13 +5,11 @@ None. Pydantic reads, writes and describes plans in JSON.
 """
 
 import dataclasses
-import functools
-import json
 import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainSerializer, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic import Field, PlainSerializer, WithJsonSchema
 
 from fedsim.accounting import (
     Event,
@@ -31,9 +29,10 @@ from fedsim.config import (
     ZERO_OUT,
     Algorithm,
     SamplingName,
+    adapter_of,
+    expect_format,
     to_json,
 )
-from fedsim.errors import first_fault
 from fedsim.mechanism import AdaptiveClip, NoisyLoss
 from fedsim.noise import CELL_ERRORS, Correlated, Strategy, add_gaussian, strategy
 from fedsim.plan.facts import ASSUMPTIONS, NO_GUARANTEE, Caveat, Fact, Option, in_words, voiding
@@ -328,7 +327,7 @@ class Plan(Option):
 
     def as_dict(self) -> dict[str, Any]:
         """The plan in JSON's types."""
-        return plans().dump_python(self, mode="json")
+        return adapter_of(Plan).dump_python(self, mode="json")
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Plan":
@@ -339,16 +338,7 @@ class Plan(Option):
         for name in (field.name for field in dataclasses.fields(cls)):
             if name not in fields:  # a default in its place could hide a fact
                 raise ValueError(f"{name}: Field required")
-        try:
-            return plans().validate_json(json.dumps(fields))
-        except ValidationError as error:
-            raise ValueError(first_fault(error)) from None
-
-
-@functools.cache
-def plans() -> TypeAdapter[Plan]:
-    """The pydantic adapter that reads and writes plans."""
-    return TypeAdapter(Plan)
+        return expect_format(cls, fields)
 
 
 def events_before(group_size_epsilon: float | None) -> list[tuple[PureEvent, int]]:

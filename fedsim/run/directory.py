@@ -26,6 +26,7 @@ from fedsim.config import (
     PrivacyConfig,
     RunConfig,
     as_dict,
+    expect_format,
     run_config,
 )
 from fedsim.data import TEMPLATE, is_table
@@ -148,7 +149,7 @@ def summary_of(run_dir: Path) -> dict[str, Any] | None:
         return None
     record = read_json(path)
     try:
-        ledger.expect_format(formats.Summary, record)
+        expect_format(formats.Summary, record)
     except ValueError as error:
         raise FileDamaged(f"{path}: expected the summary of a run ({error})") from None
     return record

@@ -14,7 +14,6 @@ rewrites all of these files leaves no trace in them (`fedsim verify --whole` com
 
 import bisect
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -27,10 +26,10 @@ from typing import IO, Any
 
 import numpy as np
 from jax.tree import leaves
-from pydantic import TypeAdapter, ValidationError
 
 from fedsim.accounting import Event, StepEvent, epsilon
-from fedsim.errors import FedsimError, first_fault
+from fedsim.config import expect_format
+from fedsim.errors import FedsimError
 from fedsim.files import open_to_append, write_durably
 from fedsim.plan import Plan, accounted_events, events_before
 from fedsim.run import formats
@@ -344,19 +343,6 @@ def head(directory: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
         first = file.readline()
     return next((line["head"] for line in parse(first, str(path), Order())), {})
-
-
-def expect_format(kind: type, record: Any) -> None:
-    """Raise ValueError, naming the field, if a JSON record is not of a type of `formats`."""
-    try:
-        _adapter(kind).validate_json(json.dumps(record))
-    except ValidationError as error:
-        raise ValueError(first_fault(error)) from None
-
-
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 class Order:

@@ -15,6 +15,7 @@ import numpy as np
 from flax import traverse_util
 
 from fedsim.accounting import at_most
+from fedsim.config import expect_format
 from fedsim.errors import FedsimError, FileDamaged
 from fedsim.files import read_json, sha256_of
 from fedsim.models import Lora, Pretrained, frozen, lora, weights
@@ -59,10 +60,9 @@ class Folder(Record):
         self.base = base
         record = read_json(path / NAME)
         try:
-            ledger.expect_format(formats.Published, record)
+            self.published = expect_format(formats.Published, record)
         except ValueError as error:
             raise FileDamaged(f"{path / NAME}: expected a claim and digests ({error})") from None
-        self.published = formats.Published(**record)
 
 
 def is_folder(path: Path) -> bool:
