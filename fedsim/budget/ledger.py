@@ -189,8 +189,8 @@ class BudgetLedger:
         return len(self._log.lines)
 
     def users(self, ids: Sequence[str]) -> np.ndarray:
-        """Fingerprints of users' ids; see `fingerprints`."""
-        return fingerprints(ids, self.key)
+        """Fingerprints of users' ids: keyed hashes, uint64 [users], ascending, without repeats."""
+        return np.unique(_hashes(ids, self.key, IDS))
 
     def save_users(self, users: np.ndarray) -> str:
         """Keep a set of fingerprints; returns its name, the digest of its content."""
@@ -415,11 +415,6 @@ def open_read_only(directory: Path) -> Iterator[BudgetLedger]:
 def is_in(directory: Path) -> bool:
     """True if a directory has a ledger, or what is left of one."""
     return any((directory / name).exists() for name in (KEY, FILE, LAST))
-
-
-def fingerprints(ids: Iterable[str], key: SecretKey) -> np.ndarray:
-    """Keyed hashes of ids, uint64 [users], ascending and without repeats."""
-    return np.unique(_hashes(ids, key, IDS))
 
 
 def _hashes(texts: Iterable[str], key: SecretKey, purpose: str) -> np.ndarray:
