@@ -81,9 +81,6 @@ class CanaryTask(WrappedTask):
         super().__init__(inner)
         self.canaries, self.directions, self.clip_norm = canaries, directions, clip_norm
 
-    def __repr__(self) -> str:
-        return f"CanaryTask({self.inner}, {self.directions})"
-
     @property
     def buckets(self) -> Buckets | None:
         """The inner task's buckets for rows of this task."""
@@ -148,12 +145,6 @@ class StoreWithCanaries:
     def offsets(self) -> np.ndarray:
         """int64 [users + 1]; see `UserStore.offsets`."""
         return np.concatenate([self.store.offsets, self.store.num_examples + self.added])
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each row, int32 [examples]."""
-        lengths = self.store.lengths
-        return np.pad(lengths, (0, self.num_examples - len(lengths)), constant_values=lengths[0])
 
     def user_ids(self) -> list[str]:
         """Ids of the real users; made-up users are not counted in the ledger of the data."""
