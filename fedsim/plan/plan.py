@@ -124,11 +124,6 @@ class Evaluations(Option):
     seal: str = ""
     """Keyed digest of the held-out users' data, which must not change during the run."""
 
-    @property
-    def stddev(self) -> float:
-        """Standard deviation of the noise on the released mean, in nats per token."""
-        return self.noise_multiplier * self.loss_bound / 2 / self.num_users
-
     def phases(self, count: int) -> list[tuple[StepEvent, int]]:
         """Events of `count` evaluations for the accountant."""
         return [(StepEvent(self.noise_multiplier, 1.0), count)] if count else []

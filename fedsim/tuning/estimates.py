@@ -61,8 +61,6 @@ class GradientNorms:
         # Padded to one width, groups of all sizes share a compiled program: passes over padding
         # alone are skipped.
         self._width = max(1, min(max_group_size, int(sizes[self._users].max())))
-        self.num_users = len(self._users)
-        """Number of sampled users."""
         self._user_norms: dict[int, float] = {}
 
     def user_norm(self, group_size: int) -> float:

@@ -90,18 +90,19 @@ def test_what_is_released_has_the_noise_of_the_plan_and_a_user_moves_it_by_littl
     task = engine._worker.task
     losses = [float(np.mean(task.losses(theta, task.read("train", rows)))) for rows in groups]
     clear = (sum(min(loss, 2.0) for loss in losses) + sizes.count(0) * 1.0) / len(sizes)
+    stddev = how.noise_multiplier * how.loss_bound / 2 / how.num_users
     # Of one user all texts are others, under the same noise.
     before = released(0, tmp_path / "before")
     kept = task.features[groups[0]].copy()
     for scale in (-1.0, 1e6):
         task.features[groups[0]] = scale * kept
         moved = abs(released(0, tmp_path / f"{scale}") - before)
-        assert moved <= how.loss_bound / len(sizes) + 2.0**-8 * how.stddev
+        assert moved <= how.loss_bound / len(sizes) + 2.0**-8 * stddev
     monkeypatch.setattr(engine, "group_losses", lambda *_: np.array(losses))
     found = np.array([released(step, tmp_path / f"{step}") for step in range(400)])
     assert found[0] == pytest.approx(before, abs=1e-6)
-    assert abs(found.mean() - clear) < 5 * how.stddev / 20
-    assert abs(found.std() / how.stddev - 1) < 0.15 and len(set(found)) > 300
+    assert abs(found.mean() - clear) < 5 * stddev / 20
+    assert abs(found.std() / stddev - 1) < 0.15 and len(set(found)) > 300
 
 
 def test_a_step_is_released_once(rng, tmp_path, monkeypatch):
