@@ -13,7 +13,7 @@ import numpy as np
 from fedsim.accounting import StepEvent
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.sampling import Users, groups_of
+from fedsim.sampling import Users, graph_of, owners_groups
 from fedsim.uls import ULS
 
 
@@ -33,7 +33,9 @@ class SharedULS(ULS):
           max_changed: k, the most groups of other users that hold texts of any one user.
           settings: the other settings of `ULS`.
         """
-        self.groups = groups_of(users, max_changed, key)
+        owners = graph_of(users)
+        assert owners is not None, "with one owner of each text, a group is what a user owns"
+        self.groups = owners_groups(users.offsets, owners, max_changed, key)
         size, most = settings["batch_size"], self.groups.num_users * settings["group_size"]
         few = f"only {self.groups.num_users:,} of {users.num_users:,} users have a text within the "
         why = f"{few}bound on the texts of an owner; does one, such as a bot, have nearly all?"

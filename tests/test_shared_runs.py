@@ -10,6 +10,7 @@ import reference
 from test_shared import owners_of, random_graph
 
 from experiments.mean_task import MeanTask
+from fedsim import shared_uls
 from fedsim.accounting import StepEvent
 from fedsim.cli.main import main
 from fedsim.clipping import Clip, Strategy
@@ -186,9 +187,9 @@ def test_a_run_resumes_only_with_its_pool_or_groups(algorithm, chat, run_dir, ca
     arguments = command(algorithm, chat, run_dir, **flags)
     main(arguments)
     main([*arguments, "--resume"])  # those that it began with
-    bounded = {"els": "bounded_pool", "uls": "owners_groups"}[algorithm]
-    own = getattr(contributions, bounded)
-    monkeypatch.setattr(contributions, bounded, lambda *a: own(*a[:-1], SecretKey.create(seed=9)))
+    of = {"els": (contributions, "bounded_pool"), "uls": (shared_uls, "owners_groups")}[algorithm]
+    own = getattr(*of)
+    monkeypatch.setattr(*of, lambda *a: own(*a[:-1], SecretKey.create(seed=9)))
     with pytest.raises(SystemExit) as stop:
         main([*arguments, "--resume"])
     assert stop.value.code == 2

@@ -128,13 +128,6 @@ def pool_of(users: Users, group_size: int, key: SecretKey, adjacency: str) -> np
     return places(offsets, pool, group_size) if adjacency == ZERO_OUT else pool
 
 
-def groups_of(users: Users, max_changed: int, key: SecretKey) -> Groups:
-    """Return D_u of each user for examples with several owners; see `owners_groups`."""
-    owners = graph_of(users)
-    assert owners is not None, "with one owner per example, a user's group is what the user owns"
-    return owners_groups(users.offsets, owners, max_changed, key)
-
-
 def graph_of(users: Users) -> Owners | None:
     """Return the ownership graph of owner sets and users; None if every example has one owner."""
     return getattr(users, "owners", None)
