@@ -172,7 +172,8 @@ PARTS = FAMILIES | {  # two that have all options of the families beside them
 def adapters_of(params):
     """The adapters among parameters."""
     leaves = traverse_util.flatten_dict(params)
-    return traverse_util.unflatten_dict({p: x for p, x in leaves.items() if lora.is_adapter(p)})
+    own = {path: x for path, x in leaves.items() if path[1].endswith((lora.A, lora.B))}
+    return traverse_util.unflatten_dict(own)
 
 
 def random_like(config, rng):

@@ -98,7 +98,7 @@ def init(c: TransformerConfig, key: jax.Array) -> Any:
     """Initial adapters, float32. They do not change the logits of the model."""
 
     # Drawn one by one: to compile the whole model's initialisation takes longer than a first step.
-    shapes = {path: shape for path, shape in shapes_of(c).items() if is_adapter(path)}
+    shapes = {path: shape for path, shape in shapes_of(c).items() if path[1].endswith((A, B))}
     leaves: dict[Any, Any] = {}
     for number, (path, shape) in enumerate(sorted(shapes.items())):
         if path[1].endswith(A):
@@ -106,11 +106,6 @@ def init(c: TransformerConfig, key: jax.Array) -> Any:
         else:
             leaves[path] = jnp.asarray(np.zeros(shape, np.float32))
     return traverse_util.unflatten_dict(leaves)
-
-
-def is_adapter(path: tuple[str, ...]) -> bool:
-    """True for the path of a parameter of an adapter."""
-    return path[1].endswith((A, B))
 
 
 def joined(frozen: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
