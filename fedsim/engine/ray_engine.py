@@ -58,13 +58,10 @@ class _Call:
     args: tuple
     version: int
     params: Any  # a reference
-    todo: list[int] = dataclasses.field(init=False)  # heap of lanes
+    todo: list[int]  # heap of lanes
     losses: Counter = dataclasses.field(default_factory=Counter)
     answers: dict[int, Any] = dataclasses.field(default_factory=dict)
     next_lane: int = 0  # whose answer is waited for
-
-    def __post_init__(self) -> None:
-        self.todo = list(range(len(self.lanes)))
 
 
 @dataclasses.dataclass
@@ -173,7 +170,8 @@ class RayEngine(Engine):
     def _lanes(self, method, params, lanes, *args):
         self._call, self._version = None, self._version + 1  # the store need not hold two versions
         reference = stored(jax.tree.map(np.asarray, params), "the parameters")
-        call = self._call = _Call(method, lanes, args, self._version, reference)
+        todo = list(range(len(lanes)))
+        call = self._call = _Call(method, lanes, args, self._version, reference, todo)
         while call.next_lane < len(lanes):
             self._dispatch(call)
             if call.next_lane not in call.answers:
