@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
@@ -332,28 +333,22 @@ class _Build:
         }
 
 
-class Pool:
-    """Worker processes of one build: by default one per CPU that this process may use. A context
-    manager."""
+class Pool(ExitStack):
+    """Worker processes of one build: by default one per CPU that this process may use."""
 
     def __init__(self, num_workers: int | None, say: Say):
+        super().__init__()
         self.num_workers = num_workers or cpus()
         self._say = say
         self._executor: ProcessPoolExecutor | None = None
 
-    def __enter__(self) -> "Pool":
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
-
     def grow(self, num_bytes: float) -> None:
         """Let `map` use processes if `num_bytes` of data are worth it."""
-        if self.num_workers > 1 and num_bytes > SMALL_BYTES and self._executor is None:
+        if self.num_workers > 1 and num_bytes > SMALL_BYTES:
             # A fork would copy the locks of JAX's and Arrow's threads as they are.
             context = multiprocessing.get_context("spawn")
             self._executor = ProcessPoolExecutor(self.num_workers, context, _start_worker)
+            self.callback(self._executor.shutdown, cancel_futures=True)
 
     def map(self, call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         """[call(item) for item in items]. The first error stops the rest.
