@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from fedsim.clipping import Clip, lattice_bits
-from fedsim.errors import ConfigError
+from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.noise import (
     AddNoise,
@@ -96,13 +96,10 @@ def noisy_mean(
     Raises: ConfigError: count <= 0 or noise_multiplier < 0.
     Source: Charles et al. 2024, Algorithms 1 and 2.
     """
-    if not 0 < count < np.inf:
-        raise ConfigError.of("count", count, "> 0")
-    if not 0 <= noise_multiplier < np.inf:
-        raise ConfigError.of("noise_multiplier", noise_multiplier, ">= 0")
+    expect("count", count, 0 < count < np.inf, "> 0")
+    expect("noise_multiplier", noise_multiplier, 0 <= noise_multiplier < np.inf, ">= 0")
     if clip.in_float32:
-        if noise_multiplier:
-            raise ConfigError.of("noise_multiplier", noise_multiplier, "0 for float32 sums")
+        expect("noise_multiplier", noise_multiplier, noise_multiplier == 0, "0 for float32 sums")
         return NoisyMean(grad_sum, 1 / count)
     leaves, treedef = jax.tree.flatten(grad_sum)
     dimensions = sum(np.size(leaf) for leaf in leaves)
