@@ -13,16 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedsim.config import EngineConfig, Sampling
-from fedsim.data import (
-    ASSISTANT,
-    CALLS,
-    TEMPLATE,
-    USER,
-    ChatTokenizer,
-    Message,
-    Tokenizer,
-    template_of,
-)
+from fedsim.data import ASSISTANT, CALLS, USER, ChatTokenizer, Message, Tokenizer, template_of
 from fedsim.engine import create, expect_usable_jax
 from fedsim.errors import BadChat, ConfigError, brief, expect
 from fedsim.files import expand_home, write_json, write_with
@@ -164,9 +155,7 @@ class Texts:
         """
         assert model.tokenizer is not None
         self._config, self._tokenizer = model.config, Tokenizer.load(model.tokenizer)
-        own = model.files and model.files / TEMPLATE
-        own = own if own and own.is_file() else None
-        template = template_of(self._tokenizer, own) if chats else None
+        template = template_of(self._tokenizer) if chats else None
         chat, longest = ChatTokenizer(self._tokenizer, template), model.config.table
         self.is_chat, self._ends = template is not None, self._tokenizer.end_ids
         self._asked: list[Asked] = []
