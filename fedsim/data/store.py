@@ -208,8 +208,7 @@ def fingerprint(directory: Path, marked: bool) -> str:
     digest = hashlib.sha256()
     for path in filter(Path.is_file, files):
         with path.open("rb") as file:
-            while block := file.read(2**20):
-                digest.update(block)
+            hashlib.file_digest(file, lambda: digest)  # adds to it
     return digest.hexdigest()
 
 
