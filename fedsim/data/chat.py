@@ -18,7 +18,6 @@ the calls.
 """
 
 import functools
-import hashlib
 import itertools
 import json
 import os
@@ -111,11 +110,6 @@ class Template:
 
     source: str
     tokens: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def sha256(self) -> str:
-        """Digest of the program."""
-        return hashlib.sha256(self.source.encode()).hexdigest()
 
     @functools.cached_property
     def says_what_is_generated(self) -> bool:

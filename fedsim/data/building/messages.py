@@ -5,6 +5,7 @@ messages), or Alpaca's instruction, input and output. It gives one example, whic
 row alone.
 """
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -70,7 +71,8 @@ class Chats:
         skips = self.settings.skip_unknown
         found = {"form": self.form, "train_on": self.train_on, "skip_unknown": skips}
         if self.template is not None:
-            found["template_sha256"] = self.template.sha256
+            source = self.template.source.encode()
+            found["template_sha256"] = hashlib.sha256(source).hexdigest()
         return found
 
 
