@@ -58,7 +58,6 @@ class OwnedRows:
         self.offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.num_users, self.num_examples = len(unique), len(owners)
         self.fingerprint = self._digest()
-        self.metadata: dict[str, Any] = {}
 
     def check(self) -> None:
         """Raise FileDamaged if the task reads other rows than before."""

@@ -136,10 +136,9 @@ class StoreWithCanaries:
         self.num_users = store.num_users + count
         self.num_examples = store.num_examples + rows * count
         self.max_length, self.vocab_size = store.max_length, store.vocab_size
-        self.is_flagged, self.metadata = store.is_flagged, store.metadata
+        self.is_flagged = store.is_flagged
         both = f"{store.fingerprint} {count} canaries of {rows} rows"
         self.fingerprint = hashlib.sha256(both.encode()).hexdigest()
-        self.path, self.owners = None, None
 
     @functools.cached_property
     def offsets(self) -> np.ndarray:
