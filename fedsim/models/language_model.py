@@ -3,6 +3,7 @@
 Shape suffixes: B rows, L positions, V vocabulary; 1 is an axis of length one.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -131,7 +132,7 @@ class LanguageModelTask:
 
     def describe(self) -> dict[str, Any]:
         """The configuration of the transformer, as JSON."""
-        return self.config.as_dict()
+        return dataclasses.asdict(self.config)
 
     @property
     def buckets(self) -> Buckets:

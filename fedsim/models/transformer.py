@@ -151,13 +151,9 @@ class TransformerConfig:
             own["positions"] = "none"
         return dataclasses.replace(self, **own)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The config as JSON."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "TransformerConfig":
-        """Make a config from the result of `as_dict`."""
+        """Make a config from the result of `dataclasses.asdict`, also from JSON."""
         own = dict(fields)
         for name in ("rope_blocks", "window_blocks"):
             own[name] = own.get(name) and tuple(own[name])

@@ -44,7 +44,7 @@ def test_arrays_come_back_in_the_same_family(name):
     fields, tensors = MODELS[name]["config"], tensors_of(name)
     config = families.config_of(fields)
     assert fields["model_type"] == config.family
-    again = TransformerConfig.from_dict(json.loads(json.dumps(config.as_dict())))
+    again = TransformerConfig.from_dict(json.loads(json.dumps(dataclasses.asdict(config))))
     assert again == config and again.family == config.family
     params = weights.from_tensors(name, config, tensors)
     found = weights.to_tensors(config, params)
