@@ -36,7 +36,6 @@ from .metrics import (
     visible as visible,
 )
 from .model_source import (
-    base_name as base_name,
     expect_language_model as expect_language_model,
     expect_same_model as expect_same_model,
     find_model as find_model,

@@ -138,11 +138,6 @@ def model_name(source: str) -> str:
     return source if source.startswith(weights.HUB) else Path(source).name
 
 
-def base_name(source: str) -> str | None:
-    """Name on the Hub of the model that a run started from; None if it is a directory."""
-    return weights.named(source)[0] if source.startswith(weights.HUB) else None
-
-
 def load_data(
     config: DataConfig, model: Pretrained | None, progress: Callable[[str], None]
 ) -> Dataset:

@@ -40,7 +40,6 @@ from fedsim.plan import in_words
 from fedsim.run import (
     Console,
     StoredRun,
-    base_name,
     checkpoint,
     directory,
     formats,
@@ -271,12 +270,12 @@ def card_of(released: Released, *, adapter: bool = False) -> str:
 def _card(run_dir: Path, stored: StoredRun, adapter: bool, **shown: Any) -> str:
     kind, private = "text-generation", shown.get("private") and not shown["label"]
     tags = [kind, "differential-privacy"] if private else [kind]
-    library = "peft" if adapter else "transformers"
+    library, source = "peft" if adapter else "transformers", stored.run.model.source
     about = ModelCardData(
         tags=tags,
         pipeline_tag=kind,
         library_name=library,
-        base_model=base_name(stored.run.model.source),
+        base_model=weights.named(source)[0] if source.startswith(HUB) else None,
         **_licence(stored),
     )
     shown |= {"title": run_dir.resolve().name, "library": library, "subject": "this model"}
