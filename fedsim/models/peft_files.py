@@ -96,14 +96,10 @@ def _tensors(c: TransformerConfig, adapters: Any) -> dict[str, np.ndarray]:
                 a, b = (adapters[module.block][layer + x]["kernel"] for x in (A, B))
                 parts[place] = np.asarray(a, np.float32), np.asarray(b, np.float32)
         if parts:
-            for tensor, array in zip(_names(name), _jointly(parts), strict=True):
+            for x, array in zip("AB", _jointly(parts), strict=True):
+                tensor = f"base_model.model.{name}.lora_{x}.weight"
                 tensors[tensor] = np.ascontiguousarray(array.T)
     return tensors
-
-
-def _names(module: str) -> tuple[str, str]:
-    """Names of the arrays A and B of a module."""
-    return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
 
 
 def _jointly(parts: Mapping[Place, Pair]) -> Pair:
