@@ -20,7 +20,6 @@ from fedsim.engine.worker import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.run import ledger
 from fedsim.sampling import Sampling, contributions, draw_groups
-from fedsim.shared_uls import SharedULS
 
 
 class Graph:
@@ -53,7 +52,7 @@ def test_content_moves_a_sum_by_its_own_units_once_and_by_changed_ones_twice(rng
         points = rng.normal(size=(graph.num_examples + 1, 4)) * 10.0 ** rng.integers(-1, 3)
         engine, theta = LocalEngine(MeanTask(points), num_lanes=2), jnp.zeros(4)
         els = ELS(graph, batch_size=1, group_size=2, sampling=Sampling(), key=key)
-        uls = SharedULS(
+        uls = shared_uls.SharedULS(
             graph, batch_size=2, group_size=2, sampling=Sampling(), key=key, max_changed=1
         )
         groups = uls.groups

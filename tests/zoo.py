@@ -11,7 +11,7 @@ import numpy as np
 from flax import linen as nn, traverse_util
 
 from fedsim.data.tokenizer import Tokenizer
-from fedsim.models import families, lora, weights
+from fedsim.models import families, weights
 from fedsim.models.rope import Linear, Llama3
 from fedsim.models.transformer import Transformer, TransformerConfig
 
@@ -172,8 +172,7 @@ PARTS = FAMILIES | {  # two that have all options of the families beside them
 def adapters_of(params):
     """The adapters among parameters."""
     leaves = traverse_util.flatten_dict(params)
-    own = {path: x for path, x in leaves.items() if path[1].endswith((lora.A, lora.B))}
-    return traverse_util.unflatten_dict(own)
+    return traverse_util.unflatten_dict({p: x for p, x in leaves.items() if "_lora_" in p[1]})
 
 
 def random_like(config, rng):

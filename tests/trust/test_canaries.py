@@ -80,12 +80,11 @@ def test_those_whose_coin_fell_come_after_the_others(flagged):
     users = plant.data(Dataset(train=store)).train
     assert plant.owners.tolist() == [-1] * 6 + [0, 0, 2, 2]
     assert users.offsets.tolist() == [0, 1, 3, 6, 8, 10]
-    assert (users.num_users, users.num_examples) == (5, 10)
+    assert (users.num_users, users.num_examples, users.is_flagged) == (5, 10, flagged)
     rows = np.array([6, -1, 9, 5])
     tokens, sizes = users.gather(rows, 4)  # a canary's loss needs none, and is replaced
     assert tokens.tolist() == [[1, 2, 3, 0], [0] * 4, [1, 2, 3, 0], [3, 2, 3, 0]]
     assert sizes.tolist() == users.sizes(rows).tolist() == [3, 0, 3, 3]
-    assert users.is_flagged == flagged
     trained = users.trained(rows, 4)
     assert (trained is None) != flagged and (not flagged or trained[:, 1].tolist()[1] is False)
     assert users.fingerprint != store.fingerprint and users.user_ids() == store.user_ids()
