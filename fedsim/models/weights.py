@@ -59,13 +59,8 @@ def side_files(directory: Path) -> list[str]:
     return names
 
 
-def side_file_digests(directory: Path) -> dict[str, str]:
-    """sha256 (hex) of each side file in a directory."""
-    return {name: sha256_of(directory / name) for name in side_files(directory)}
-
-
 def check_side_files(directory: Path, expected: Mapping[str, str]) -> None:
-    """Compare side files with the result of `side_file_digests`.
+    """Compare side files with their sha256 (hex) at the start of a run.
 
     Raises: FileDamaged: a file is missing or was changed.
     """

@@ -261,7 +261,9 @@ def create(
                 weights.copy_side_files(model, run_dir / MODEL)
             if template is not None:
                 write_atomically(run_dir / MODEL / TEMPLATE, template.read_bytes())
-            stored = dataclasses.replace(stored, files=weights.side_file_digests(run_dir / MODEL))
+            names = weights.side_files(run_dir / MODEL)
+            digests = {name: sha256_of(run_dir / MODEL / name) for name in names}
+            stored = dataclasses.replace(stored, files=digests)
         # The ledger has this file's digest. Without a secret part, whoever guesses the settings
         # would learn from it what follows from the data, such as its seal.
         write_json(run_dir / CONFIG, {**stored.as_dict(), "blind": key.seal(CONFIG)})
