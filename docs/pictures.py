@@ -69,7 +69,7 @@ def run(command: str, place: str) -> str:
 
 
 def terminal(text: str) -> str:
-    """SVG of lines of a terminal; what stands between ⟦ and ⟧ is green, as in a real one."""
+    """SVG of lines of a terminal; what stands between ⟦ and ⟧ is green."""
     lines = []
     for line in text.rstrip().splitlines():
         lines += textwrap.wrap(line, WIDTH, subsequent_indent="    ", drop_whitespace=False) or [""]
@@ -79,7 +79,7 @@ def terminal(text: str) -> str:
         spans = ""
         for part in re.split("([⟦⟧])", line):
             green = {"⟦": True, "⟧": False}.get(part, green)
-            if part not in ("⟦", "⟧", ""):
+            if part:
                 said = escape(part).replace(" ", "\u00a0")  # browsers draw several spaces as one
                 spans += f'<tspan fill="#{"7ee787" if green else "e6edf3"}">{said}</tspan>'
         drawn.append(f'<text x="12" y="{(number + 1) * LINE + 4}">{spans}</text>')

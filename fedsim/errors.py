@@ -33,7 +33,7 @@ class ConfigError(FedsimError, ValueError):
     """A user's mistake: one line that names the field, the value and what was expected.
 
     Settings are named as in Python and files; the command line shows those between backticks, such
-    as `rows_without_user=drop`, as flags.
+    as `rows_without_user='drop'`, as flags.
 
     Attributes:
       field: the setting or column, as a user types it; None: the line is about something else.

@@ -178,7 +178,7 @@ def _text(flag: Setting) -> str:
     return f"{text} Default: {' '.join(map(str, values))}."
 
 
-SETTING = re.compile("`([a-z_]+)=([^`]*)`")
+SETTING = re.compile("`([a-z_]+)='?([^`']*)'?`")
 UNFINISHED = 75  # EX_TEMPFAIL: a signal stopped the run; the same command with --resume goes on
 COMMANDS: Commands = {
     "train": train,
@@ -353,7 +353,8 @@ def _interrupted(command: Command | Commands) -> tuple[str, int]:
 
 
 def _fail(reason: Any, code: int) -> NoReturn:
-    line = SETTING.sub(_as_flag, " ".join(str(reason).split()))
+    line = " ".join(str(reason).split()).replace("`fedsim.data.build`", "`fedsim data build`")
+    line = SETTING.sub(_as_flag, line)
     _say(f"fedsim: error: {printable(line)}\n")
     sys.exit(code)
 

@@ -75,9 +75,8 @@ CHANGED += "{% generation %} blocks in it"
 NO_CONTENT = "its template does not write the `content` of the assistant's turns"
 CHATML_TOOLS = "chatml-tools"
 """Name of the chat template that comes with fedsim, whatever files there are."""
-NO_CALLS = (
-    f"expected a chat_template that writes tool calls, as `chat_template={CHATML_TOOLS}` does,"
-)
+NO_CALLS = "expected a chat_template that writes tool calls, as "
+NO_CALLS += f"`chat_template='{CHATML_TOOLS}'` does,"
 
 
 def _named_tokens(tokenizer: Path) -> dict[str, str]:

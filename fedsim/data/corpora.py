@@ -68,7 +68,9 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
         for name, value in options.items():
             if name != "progress":
                 raise DataError.of(
-                    name, value, f"no such setting for {source}, which is built already"
+                    name,
+                    value,
+                    f"no such setting for {source}, which is built already: build it again with it",
                 )
         return Dataset.open(source)
     else:

@@ -281,9 +281,11 @@ def download(source: str, field: str, files: Sequence[str]) -> Path:
         options = {"revision": revision or None, "allow_patterns": list(files)}
         return Path(huggingface_hub.snapshot_download(name, **options))
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
-        reason = " ".join(str(error).split())[:200]
-        line = f"{field}={source}: expected a repository with {files[0]} ({reason})"
-        raise Interrupted(line) if may_pass(error) else ConfigError(line, field=field) from None
+        if may_pass(error):
+            what = f"{field}={source}: the Hugging Face Hub cannot be reached: expected it, or a "
+            raise Interrupted(f"{what}directory ({type(error).__name__})") from None
+        reason = brief(" ".join(str(error).split()), 200)
+        raise ConfigError.of(field, source, f"a repository with {files[0]} ({reason})") from None
 
 
 @lru_cache(2)

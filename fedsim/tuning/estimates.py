@@ -8,6 +8,8 @@ algorithms spend `batch_size` gradients per step, and their noise per coordinate
 (sigma_ELS L_ELS / B)^2 and (sigma_ULS L_ULS / M)^2, without the variance of the gradient itself.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -40,18 +42,18 @@ class GradientNorms:
         *,
         num_users: int = NUM_USERS,
         max_group_size: int = 1,
-        at: At = ignore,
+        phase: Callable[[str], AbstractContextManager[At]] = lambda what: nullcontext(ignore),
     ):
         """
         Args:
           params: theta, the starting model.
           offsets: int64 [users + 1]; user u owns the examples offsets[u]:offsets[u + 1].
           max_group_size: the largest group size that will be needed.
-          at: shows how much of an estimate is done.
+          phase: shows what is estimated, and how much of it is done.
         Raises: ConfigError: no user has an example.
         """
         self._engine, self._params, self._offsets, self._key = engine, params, offsets, key
-        self._at = at
+        self._phase = phase
         sizes = np.diff(offsets)
         owners = np.flatnonzero(sizes)
         empty = f"{len(sizes)} users without examples"
@@ -74,7 +76,7 @@ class GradientNorms:
         width = max(self._width, int((groups >= 0).sum(axis=1).max(initial=0)))
         rows = np.full((len(groups), 1 if group_size == 1 else width), PADDING, np.int64)
         rows[:, : groups.shape[1]] = groups[:, : rows.shape[1]]
-        self._user_norms[group_size] = self._estimate(rows, f"group size {group_size}")
+        self._user_norms[group_size] = self._estimate(rows, f"users by {group_size} texts")
         return self._user_norms[group_size]
 
     def example_norm(self, pool: np.ndarray) -> float:
@@ -82,16 +84,17 @@ class GradientNorms:
         rng = self._key.generator("norms: examples")
         number = min(len(self._users), len(pool))
         rows = rng.choice(pool, number, replace=False)
-        return self._estimate(rows[:, None], "single examples")
+        return self._estimate(rows[:, None], "single texts")
 
     def _estimate(self, rows: np.ndarray, what: str) -> float:
         """The median norm of the gradients of rows."""
         strategy, norms = SINGLE if rows.shape[1] == 1 else STRATEGY, []
-        for start in range(0, len(rows), BATCH):
-            batch = rows[start : start + BATCH]
-            _, stats = self._engine.clipped_sum(self._params, batch, ANY_CLIP, strategy)
-            norms.append(stats.norms[~stats.dropped])
-            self._at(start + len(batch), len(rows))
+        with self._phase(f"gradient norms of {what}") as at:
+            for start in range(0, len(rows), BATCH):
+                batch = rows[start : start + BATCH]
+                _, stats = self._engine.clipped_sum(self._params, batch, ANY_CLIP, strategy)
+                norms.append(stats.norms[~stats.dropped])
+                at(start + len(batch), len(rows))
         finite = np.concatenate(norms)
         finite = finite[np.isfinite(finite)]
         if not len(finite):

@@ -68,10 +68,10 @@ def recommend(
         users = start.data.train
         largest = max(1, privacy.batch_size // (doubling.START.cohort_size // 2))
         of = start.workers, start.params, users.offsets, start.key
-        with console.phase("gradient norms") as at:
-            norms = GradientNorms(*of, num_users=num_users, max_group_size=largest, at=at)
-            els, els_norm, of_els = _els(start, privacy, norms)
-            uls, uls_norm, of_uls = _uls(start, privacy, norms)
+        options = {"num_users": num_users, "max_group_size": largest, "phase": console.phase}
+        norms = GradientNorms(*of, **options)
+        els, els_norm, of_els = _els(start, privacy, norms)
+        uls, uls_norm, of_uls = _uls(start, privacy, norms)
         non_private = list(dict.fromkeys([*of_els, *of_uls]))
         advice = [
             _advice(Algorithm.ELS, els, els_norm, privacy, start),

@@ -307,10 +307,10 @@ def test_an_older_copy_of_the_ledger_is_refused(place, tmp_path):
     run(place, tmp_path / "a")
     shutil.copytree(place, tmp_path / "copy")
     run(place, tmp_path / "b")
-    assert receipt(tmp_path / "b")[1].endswith("(line 3 of 4)")
+    assert receipt(tmp_path / "b")[1] == "counted in the ledger of the data"
     shutil.rmtree(place)
     shutil.move(tmp_path / "copy", place)
-    assert receipt(tmp_path / "a")[1].endswith("(line 1 of 2)")
+    assert receipt(tmp_path / "a")[1] == "counted in the ledger of the data"
     with pytest.raises(LedgerError, match="b/budget.json is line 3 of it"):
         receipt(tmp_path / "b")
     shutil.rmtree(place)

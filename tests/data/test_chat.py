@@ -211,7 +211,7 @@ def test_no_special_token_is_spelled_by_tools_calls_or_their_results():
 
 REVERSING = CALLING.replace("c.function.name", "c.function.name | reverse")
 UNCLEAR = [
-    (CHATML, calling("find"), "expected a .*calls, as `chat_template=chatml-tools` does"),
+    (CHATML, calling("find"), "expected a .*calls, as `chat_template='chatml-tools'` does"),
     (REVERSING, calling("find"), "changes what"),
     ("{{ messages[1].tool_calls[0].x.y }}", calling("find"), "fails with UndefinedError"),
 ]

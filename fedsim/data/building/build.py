@@ -42,7 +42,7 @@ from fedsim.data.store import (
     token_dtype,
 )
 from fedsim.data.tokenizer import TEMPLATE, TOKENIZER, Tokenizer, file_of
-from fedsim.errors import BadChat, DataError, FedsimError, Interrupted, expect
+from fedsim.errors import BadChat, DataError, FedsimError, Interrupted, brief, expect
 from fedsim.files import (
     DISK_FULL,
     cpus,
@@ -260,8 +260,11 @@ class _Build:
             self.say(f"{number:,} user ids look like another one, as {names} do: a user each")
         texts = owners["rows"].to_numpy()
         if texts.max() >= max(MANY_TEXTS, MANY_SHARE * texts.sum()):
-            line = f"one user has {texts.max():,} of {texts.sum():,} texts: people who share an id "
-            self.say(f"{line}are protected as one")
+            name = brief(owners["user_id"][int(texts.argmax())].as_py())
+            line = (
+                f"the user {name} has {texts.max():,} of {texts.sum():,} texts: people who share "
+            )
+            self.say(f"{line}an id are protected as one")
         if number := counts["spelling"]:
             found["texts_spelling_special_tokens"] = number
             line = f"{number:,} texts spell special tokens of the tokenizer, such as "

@@ -87,7 +87,7 @@ class Examples(NamedTuple):
     """int64 [examples]: index of the row that each comes from."""
 
 
-SKIPS = "; `skip_unknown=True` of `fedsim data build` leaves such rows out"
+SKIPS = "; `skip_unknown=True` of `fedsim.data.build` leaves such rows out"
 Bad = dict[int, tuple[str, str]]
 """Rows of a batch that cannot be encoded: why, and what leaves them out, if anything does."""
 

@@ -33,6 +33,7 @@ BATCH_ROWS = 2048
 HEAD_ROWS = 65_536  # of JSON, whose keys are looked at before it is read
 PIECE = 2**20  # bytes that are read at a time
 ENCODING = "expected UTF-8, which `iconv -f cp1252 -t utf-8 FILE` makes of another encoding"
+TEXT = "a text (`messages_column` names chats)"
 DAMAGED = "cut off or damaged; mend or delete it: expected JSON, a whole object in each line, or "
 DAMAGED += "one list in a .json file"
 REASONS = (  # of DuckDB's messages, and what is said instead
@@ -240,7 +241,7 @@ def _as_column(texts: pa.Array, kinds: pa.Array, name: str, row: int, columns: C
     bad = ["OBJECT", "BOOLEAN", *(["ARRAY"] if is_text else ())]
     others = call("is_in", kinds, value_set=pa.array(bad))
     if others.true_count:
-        i, expected = others.index(True).as_py(), "a text" if is_text else "a text or a number"
+        i, expected = others.index(True).as_py(), TEXT if is_text else "a text or a number"
         raise DataError(f"row {row + i + 1}, {name}: expected {expected}, got {kinds[i]}")
     if is_text:
         return texts

@@ -31,7 +31,7 @@ from fedsim.data.users import copy
 from fedsim.errors import DataError
 
 SHOWN_ROWS, MAX_KINDS = 5, 10  # of faults in an error
-DROPS = "; expected a user for every row; `rows_without_user=drop` of `fedsim data build` leaves "
+DROPS = "; expected a user for every row; `rows_without_user='drop'` of `fedsim.data.build` leaves "
 DROPS += "such rows out"  # nothing would protect whoever wrote them
 PLACES = 2**40  # more than the rows of a part
 GROUP_BYTES = 4 * 2**20  # of a row group, which a sorting thread reads at once

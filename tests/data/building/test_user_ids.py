@@ -8,7 +8,7 @@ import pytest
 
 from fedsim.data.building import user_ids
 from fedsim.data.building.build import build
-from fedsim.errors import DataError
+from fedsim.errors import DataError, brief
 
 pytestmark = pytest.mark.privacy
 ALL_IN_TRAIN = {"eval_users": 0, "eval_examples": False}
@@ -34,4 +34,5 @@ def test_ids_that_look_alike_stay_apart_and_are_counted(ids, tmp_path):
     data = build(file, tmp_path / "out", user_column="who", progress=told.append, **ALL_IN_TRAIN)
     assert data.train.num_users == 2 == data.metadata["counts"]["users_that_look_alike"]
     assert any(f"as {ids[0]!r} and {ids[1]!r} do" in line for line in told)
-    assert "one user has 101 of 102 texts: people who share an id are protected as one" in told
+    many = f"the user {brief(ids[0])} has 101 of 102 texts: people who share an id are protected as"
+    assert f"{many} one" in told
