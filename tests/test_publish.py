@@ -8,6 +8,7 @@ from hashlib import sha256
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from flax.traverse_util import flatten_dict
 from jsonschema import Draft202012Validator
 from pretrained_models import make_model
 from safetensors.numpy import load_file, save_file
@@ -16,7 +17,7 @@ from test_verify import command, edit_json, verify, write_texts
 from docs.schemas import schemas
 from fedsim.cli.main import main
 from fedsim.keys import SecretKey
-from fedsim.run.console import Console
+from fedsim.run import Console, find_model
 from fedsim.trust import Check, published
 from fedsim.trust.report import publish
 
@@ -60,9 +61,9 @@ def test_a_folder_has_what_may_be_published_and_nothing_else(folder, trained):
     record = json.loads((folder / "published.json").read_text())
     Draft202012Validator(schemas()["published"]).validate(record)
     assert record["files"].keys() == ALL
-    run = trained / "private"
-    assert (folder / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes()
-    summary = json.loads((run / "summary.json").read_text())
+    ledger = (trained / "private/ledger.jsonl").read_bytes()
+    assert (folder / "ledger.jsonl").read_bytes() == ledger
+    summary = json.loads((trained / "private/summary.json").read_text())
     assert record["params_sha256"] == summary["params_sha256"]
     assert summary["epsilon"] < record["epsilon"] < summary["epsilon"] + 1e-4
     for name in files:
@@ -101,6 +102,13 @@ def other_weights(name="", file="model/model"):
     return damage
 
 
+def adapters_of_a_fresh_model(folder):
+    params = published.without_zeros(find_model(str(folder / "model")).params)
+    save_file(flatten_dict(params, sep="/"), folder / published.ADAPTERS)
+    edit_json(folder / published.NAME, scale=1.0)
+    other_weights()(folder)
+
+
 def without_steps(left, said):
     def damage(folder):
         lines = (folder / "ledger.jsonl").read_bytes().splitlines(keepends=True)
@@ -120,6 +128,7 @@ DAMAGES = {
     "fewer steps": ("ledger", without_steps(1, 2)),
     "no steps, as it says": ("ledger", without_steps(0, 0)),
     "another weight": ("model", other_weights("transformer.h.0.attn.c_proj.weight")),
+    "adapters": ("model", adapters_of_a_fresh_model),
     "another bias": ("model", other_weights("transformer.h.0.attn.c_proj.bias")),
 }
 

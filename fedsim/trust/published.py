@@ -152,12 +152,12 @@ def _model(folder: Folder) -> str:
     stated, path = folder.published, folder.run_dir / MODEL
     if (model := find_model(str(path))) is None:
         raise Violated(f"{path}: expected a model")
-    if stated.scale is not None:
+    fresh = not any(each.fact == Fact.MODEL for each in folder.plan.assumptions)
+    if stated.scale is not None and not fresh:  # a fresh model has no adapters, whatever is stated
         return _merged(folder, model, stated.scale)
     wanted = stated.params_sha256
-    if wanted in map(checkpoint.params_sha256, (model.params, _without_zeros(model.params))):
+    if wanted in map(checkpoint.params_sha256, (model.params, without_zeros(model.params))):
         return "the model has the fingerprint of the claim"
-    fresh = not any(each.fact == Fact.MODEL for each in folder.plan.assumptions)
     require(not fresh, f"{path}: expected a model with the fingerprint {wanted}")
     raise Unknown("adapters were merged or weights rounded: the fingerprint is that of before")
 
@@ -179,7 +179,7 @@ def _merged(folder: Folder, model: Pretrained, scale: float) -> str:
     return "the adapters have the fingerprint of the claim, and the model is BASE with them merged"
 
 
-def _without_zeros(params: Any) -> Any:
+def without_zeros(params: Any) -> Any:
     """Parameters without biases of zeros, which a format adds and which compute nothing."""
     leaves: dict[Any, Any] = traverse_util.flatten_dict(params)
     kept = {path: leaf for path, leaf in leaves.items() if path[-1] != "bias" or np.any(leaf)}
