@@ -120,10 +120,10 @@ def load(run_dir: Path) -> StoredRun:
       FileDamaged: config.json or the tokenizer was changed since the start of the run.
     """
     path = run_dir / CONFIG
-    if not path.is_file() or "model_type" in read_json(path):  # of a model
+    record = read_json(path) if path.is_file() else None
+    if record is None or "model_type" in record:  # of a model
         also = "`fedsim verify` takes a published folder, too"
         raise ConfigError.of("run", run_dir, f"the directory of a run, with its {CONFIG}; {also}")
-    record = read_json(path)
     versions = record.get("versions")
     was = str(versions.get("fedsim", "")) if isinstance(versions, dict) else ""
     if was.startswith(NOT_READ):
@@ -163,9 +163,8 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
         be written, or other users of the machine could write there.
     """
     there = (run_dir / CONFIG).exists()
-    expect(
-        "run_dir", run_dir, resume or not there, "a new directory, or its run with `resume=True`"
-    )
+    expected = "a new directory, or its run with `resume=True`"
+    expect("run_dir", run_dir, resume or not there, expected)
     if there:
         _expect_ours(run_dir)
         return load(run_dir)

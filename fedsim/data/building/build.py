@@ -261,10 +261,8 @@ class _Build:
         texts = owners["rows"].to_numpy()
         if texts.max() >= max(MANY_TEXTS, MANY_SHARE * texts.sum()):
             name = brief(owners["user_id"][int(texts.argmax())].as_py())
-            line = (
-                f"the user {name} has {texts.max():,} of {texts.sum():,} texts: people who share "
-            )
-            self.say(f"{line}an id are protected as one")
+            line = f"the user {name} has {texts.max():,} of {texts.sum():,} texts: people who "
+            self.say(f"{line}share an id are protected as one")
         if number := counts["spelling"]:
             found["texts_spelling_special_tokens"] = number
             line = f"{number:,} texts spell special tokens of the tokenizer, such as "
