@@ -32,7 +32,7 @@ def recommend(
     update: UpdateConfig,
     engine: EngineConfig,
     run_dir: Path = Path("runs"),
-    users: int = 128,
+    users: int | None = None,
 ) -> Answer:
     """Recommend els or uls, and its settings, for some data, an epsilon and a batch size.
 
@@ -41,7 +41,8 @@ def recommend(
 
     Args:
       run_dir: Directory of the runs of the printed commands.
-      users: Number of users whose gradients are measured. >= 1.
+      users: Number of users whose gradients are measured. >= 1. Default: 128; 16 for a pretrained
+        model.
     """
     Terminal().note(f"reading data={data.source}, model={model.source}")
     from fedsim.engine import set_threads

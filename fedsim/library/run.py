@@ -406,13 +406,15 @@ def configs_for(
     return configs_of({**settings, "data": source_of(data, BuildSettings(**columns).columns)})
 
 
-def recommend(data: Any, *, users: int = 128, **settings: Unpack[TrainSettings]) -> dict[str, Any]:
+def recommend(
+    data: Any, *, users: int | None = None, **settings: Unpack[TrainSettings]
+) -> dict[str, Any]:
     """Recommend els or uls, and its settings, for some data, an epsilon and a batch size.
 
     It looks at the data without protection; "non_private" says at what.
 
     Args:
-      users: number of users whose gradients are measured.
+      users: number of users whose gradients are measured. Default: 128; 16 for a pretrained model.
       data, settings: as for `train`; run_dir is the parent of the recommended directories, by
         default runs/.
 

@@ -126,7 +126,7 @@ class Terminal:
                     line = f"{what}: {done} of {of} done, {left} left"
                 if update is not None:
                     update(completed=done, total=of or None, description=line)
-                elif now > said + SILENT_S:
+                elif done != of and now > said + SILENT_S:
                     said = now
                     self.note(line)
 

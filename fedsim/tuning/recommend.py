@@ -21,13 +21,14 @@ from fedsim.data import Dataset
 from fedsim.engine import Engine
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
+from fedsim.models import PRESETS
 from fedsim.noise import predicted_error
 from fedsim.plan import ADJACENCY, Caveat, Fact, calibrate, fill_defaults, method_for
 from fedsim.run import Console, find_model, load_data, make_task
 from fedsim.sampling import examples_per_user, graph_of, pool_of
 from fedsim.tuning import doubling
 from fedsim.tuning.advice import Advice, choose, command, to_train
-from fedsim.tuning.estimates import NUM_USERS, GradientNorms, noise_stddev
+from fedsim.tuning.estimates import FEW_USERS, NUM_USERS, GradientNorms, noise_stddev
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +48,14 @@ def recommend(
     run: RunConfig,
     console: Console,
     *,
-    num_users: int = NUM_USERS,
+    num_users: int | None = None,
 ) -> dict[str, Any]:
     """Advice for both algorithms on a run's data at its starting model, and the better one.
 
     Args:
       privacy: epsilon, delta, num_steps, batch_size, clipping and sampling; the rest is computed.
       run: data, model and workers; `run_dir` is the parent of the runs of the printed commands.
-      num_users: number of users in the sample of gradients.
+      num_users: number of users in the sample of gradients; None: by the model.
     Returns: facts of the data and the model; advice for `els` and `uls` (fields of `Advice`);
       `recommended`, `reason` and `non_private`.
     Raises:
@@ -63,6 +64,8 @@ def recommend(
     """
     finite = privacy.epsilon < math.inf
     expect("epsilon", privacy.epsilon, finite, "a finite one: noise is compared")
+    if num_users is None:
+        num_users = NUM_USERS if run.model.source in PRESETS else FEW_USERS
     expect("users", num_users, num_users >= 1, ">= 1")
     with started(run, console) as start:
         users = start.data.train
