@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from hashlib import sha256
 
 import pyarrow as pa
@@ -17,6 +18,7 @@ from test_verify import command, edit_json, verify, write_texts
 from docs.schemas import schemas
 from fedsim.cli.main import main
 from fedsim.keys import SecretKey
+from fedsim.plan import Caveat, Fact, NoisePlan
 from fedsim.run import Console, find_model
 from fedsim.trust import Check, published
 from fedsim.trust.report import publish
@@ -75,9 +77,8 @@ def test_a_folder_has_what_may_be_published_and_nothing_else(folder, trained):
 def test_a_stranger_verifies_it_as_far_as_can_be(folder, tmp_path, capsys):
     elsewhere = shutil.copytree(folder, tmp_path / "downloaded")
     code, found = verify(capsys, elsewhere)
-    held = ("files", "ledger", "plan", "events", "epsilon", "model", "claim")
-    away = ("settings", "key", "budget", "data", "draws", "replay")
-    expected = dict.fromkeys(held, True) | dict.fromkeys(away)
+    expected = dict.fromkeys("files ledger plan events epsilon model claim".split(), True)
+    expected |= dict.fromkeys("settings key budget data draws replay".split())
     assert code == 0 and {promise: holds for promise, (holds, _) in found.items()} == expected
     assert "directory of a run" in refused(["verify", elsewhere, "--replay"], capsys)
 
@@ -147,6 +148,20 @@ def test_what_a_forger_changes_is_found(what, folder, tmp_path, capsys):
     assert promise == "files" or found["files"][0] is True
 
 
+@pytest.mark.privacy
+def test_a_plan_that_contradicts_itself_or_the_model_is_found(folder, monkeypatch):
+    plan = published.plan_in(folder)
+    rare = replace(plan.sampling, prob=plan.expected_count / 380)
+    for says, changes in {
+        "VIOLATED num_units=380: expected <= 38": {"num_units": 380, "sampling": rare},
+        "VIOLATED noise of 2 bands: not 1": {"noise": NoisePlan("correlated", 2)},
+        "numbers: expected 1, as planned": {"num_parameters": 1},
+        "the event of my:Own": {"non_private": (Caveat(Fact.OWN_ALGORITHM, "my:Own"),)},
+    }.items():
+        monkeypatch.setattr(published, "plan_in", lambda path, new=changes: replace(plan, **new))
+        assert says in "; ".join(f"{x.verdict} {x.found}" for x in published.check_folder(folder))
+
+
 def test_what_must_not_be_published_is_refused(trained, tmp_path, capsys):
     unfinished = shutil.copytree(trained / "private", tmp_path / "run")
     (unfinished / "summary.json").unlink()
@@ -204,6 +219,7 @@ def test_a_pretrained_model_and_its_adapters(trained, tmp_path, capsys, monkeypa
 
 FEW = ["red"]
 MANY = ["Blau, grün: " * 9, "Красный и серый", "灰色的和红色的", "red green blue", "grey"] * 18
+DRAWN = {"algorithm": "els", "group-size": None, "strategy": "auto"}
 NOISY = re.compile(r'"(gradient_sha256|chain|nonce)": "[0-9a-f]{32,64}"')
 
 
@@ -253,15 +269,7 @@ def test_the_digest_of_the_settings_confirms_no_guess_of_them(trained, folder):
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"algorithm": "uls"},
-        {"algorithm": "els"},
-        {"algorithm": "els", "group-size": None, "strategy": "auto"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("flags", [{"algorithm": "uls"}, {"algorithm": "els"}, DRAWN], ids=str)
 def test_no_byte_before_the_first_noisy_number_tells_of_one_users_texts(
     flags, tmp_path, monkeypatch
 ):

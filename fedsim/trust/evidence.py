@@ -13,6 +13,7 @@ from typing import Any
 from fedsim import accounting
 from fedsim.accounting import RunningEpsilon, StepEvent, at_most, event_fields
 from fedsim.budget import Released, expect_receipt
+from fedsim.clipping import num_coordinates
 from fedsim.config import Algorithm, changed_run
 from fedsim.data import Dataset, UserStore
 from fedsim.engine import EngineError
@@ -226,8 +227,18 @@ def check_constants(plan: Plan) -> str:
     each = 1 if plan.algorithm == Algorithm.ELS else plan.group_size
     count = plan.batch_size // each
     require(plan.expected_count == count, f"expected_count={plan.expected_count}: not {count}")
+    units, most = plan.num_units, plan.num_users * plan.group_size // each  # more would be rarer
+    require(units <= most or bool(plan.own_algorithm), f"num_units={units}: expected <= {most}")
+    bands = plan.noise.bands
+    require(bands in (1, sampling.bands), f"noise of {bands} bands: not {sampling.bands}")
     noise = f"noise multiplier {at_most(plan.noise_multiplier, '.6g')}"
     return f"{plan.algorithm}, {plan.num_steps} steps, {noise}"
+
+
+def check_size(plan: Plan, params: Any, where: Path) -> None:
+    """The parameters are as many as the plan says, from which the slack of the noise follows."""
+    count, planned = num_coordinates(params), plan.num_parameters
+    require(count == planned, f"{where}: has {count:,} numbers: expected {planned:,}, as planned")
 
 
 def check_events(evidence: Record) -> str:

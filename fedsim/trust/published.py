@@ -32,6 +32,7 @@ from fedsim.trust.evidence import (
     check_epsilon,
     check_events,
     check_head,
+    check_size,
     checked,
     require,
 )
@@ -142,9 +143,9 @@ def _ledger(folder: Folder) -> str:
 
 def _plan(folder: Folder) -> str:
     """The plan has a guarantee, and its constants follow from each other."""
-    why = f"the plan has no guarantee: {in_words(folder.plan.reasons)}"
-    require(folder.plan.guarantee, why)
-    return check_constants(folder.plan)
+    plan = folder.plan
+    require(plan.guarantee, f"the plan has no guarantee: {in_words(plan.reasons)}")
+    return "; ".join((check_constants(plan), *map(str, (*plan.caveats, *plan.assumptions))))
 
 
 def _model(folder: Folder) -> str:
@@ -156,8 +157,10 @@ def _model(folder: Folder) -> str:
     if stated.scale is not None and not fresh:  # a fresh model has no adapters, whatever is stated
         return _merged(folder, model, stated.scale)
     wanted = stated.params_sha256
-    if wanted in map(checkpoint.params_sha256, (model.params, without_zeros(model.params))):
-        return "the model has the fingerprint of the claim"
+    for params in (model.params, without_zeros(model.params)):
+        if checkpoint.params_sha256(params) == wanted:
+            check_size(folder.plan, params, path)
+            return "the model has the fingerprint of the claim"
     require(not fresh, f"{path}: expected a model with the fingerprint {wanted}")
     raise Unknown("adapters were merged or weights rounded: the fingerprint is that of before")
 
@@ -168,6 +171,7 @@ def _merged(folder: Folder, model: Pretrained, scale: float) -> str:
     adapters = traverse_util.unflatten_dict(leaves)
     same = checkpoint.params_sha256(adapters) == stated.params_sha256
     require(same, f"{path}: expected adapters with the fingerprint {stated.params_sha256}")
+    check_size(folder.plan, adapters, path)
     if base is None:
         found = "the adapters have the fingerprint of the claim"
         raise Unknown(f"{found}; with --model BASE it is checked that they were merged into BASE")

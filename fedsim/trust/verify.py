@@ -13,7 +13,7 @@ from typing import Any
 
 from fedsim import keys
 from fedsim.accounting import at_most
-from fedsim.clipping import Strategy, num_coordinates
+from fedsim.clipping import Strategy
 from fedsim.config import Algorithm
 from fedsim.errors import DataError, FedsimError, FileDamaged, expect
 from fedsim.files import read_json, sha256_of
@@ -58,6 +58,7 @@ from fedsim.trust.evidence import (
     check_evaluations,
     check_events,
     check_head,
+    check_size,
     checked,
     counted,
     require,
@@ -165,21 +166,15 @@ def _checkpoints(evidence: Evidence) -> str:
     for path in kept:
         state = checkpoint.load(path)
         step, chain = int(state["step"]), str(state.get(checkpoint.CHAIN, ""))
-        named = path == checkpoint.path_of(evidence.run_dir, step)
-        require(named, f"{path}: holds step {step}")
-        fits = step <= evidence.num_steps
+        require(path == checkpoint.path_of(evidence.run_dir, step), f"{path}: holds step {step}")
         less = f"{evidence.run_dir / ledger.FILE} has {evidence.num_steps}"
-        require(fits, f"{path}: step {step}, and {less}")
+        require(step <= evidence.num_steps, f"{path}: step {step}, and {less}")
         last = steps[step - 1] if step else evidence.lines[0]
         same = chain == last["chain"]
         require(same, f"{path}: is of another run: the ledger has another chain after step {step}")
         lost, stated = ledger.lost_steps(segments, step), int(state["lost_steps"])
         require(lost == stated, f"{path}: lost_steps={stated}: expected {lost}, by the segments")
-        # The slack of the noise follows from how many numbers have noise.
-        count, planned = num_coordinates(state["params"]), evidence.plan.num_parameters
-        require(
-            count == planned, f"{path}: has {count:,} numbers: expected {planned:,}, as planned"
-        )
+        check_size(evidence.plan, state["params"], path)
     if not kept:
         where, path = (evidence.run_dir / x for x in (checkpoint.DIRECTORY, directory.SUMMARY))
         ended = path.exists() and read_json(path).get("steps_done") != 0
