@@ -63,8 +63,7 @@ def test_a_folder_has_what_may_be_published_and_nothing_else(folder, trained):
     record = json.loads((folder / "published.json").read_text())
     Draft202012Validator(schemas()["published"]).validate(record)
     assert record["files"].keys() == ALL
-    ledger = (trained / "private/ledger.jsonl").read_bytes()
-    assert (folder / "ledger.jsonl").read_bytes() == ledger
+    assert (folder / "ledger.jsonl").read_bytes() == (trained / "private/ledger.jsonl").read_bytes()
     summary = json.loads((trained / "private/summary.json").read_text())
     assert record["params_sha256"] == summary["params_sha256"]
     assert summary["epsilon"] < record["epsilon"] < summary["epsilon"] + 1e-4
@@ -125,6 +124,7 @@ DAMAGES = {
     "a link": ("files", lambda folder: (folder / "a").symlink_to(folder / "ledger.jsonl")),
     "no report": ("files", lambda folder: (folder / "report.md").unlink()),
     "a smaller epsilon": ("claim", lambda folder: edit_json(folder / published.NAME, epsilon=2.0)),
+    "another card": ("claim", lambda folder: (folder / "model/README.md").write_text("epsilon 1")),
     "no steps": ("ledger", without_steps(0, 2)),
     "fewer steps": ("ledger", without_steps(1, 2)),
     "no steps, as it says": ("ledger", without_steps(0, 0)),

@@ -191,7 +191,7 @@ def without_zeros(params: Any) -> Any:
 
 
 def _claim(folder: Folder) -> str:
-    """The claim follows from the ledger, and the report quotes it."""
+    """The claim follows from the ledger, and report and card quote it."""
     stated = folder.published
     made = Claimed.of(folder.plan, folder.lines, stated.params_sha256)
     same = abs(made.epsilon - stated.epsilon) <= TOLERANCE * made.epsilon
@@ -201,11 +201,11 @@ def _claim(folder: Folder) -> str:
     for name, value in said.items():
         stands = getattr(stated, name)
         require(stands == value, f"{path}: {name}={stands}: expected {value}")
-    for name in REPORTS:
+    for name in (*REPORTS, f"{MODEL}/{CARD}"):
         said = (folder.run_dir / name).read_text(encoding="utf-8")
         require(stated.claim in said, f"{folder.run_dir / name}: expected the claim of {NAME}")
     epsilon, delta = at_most(made.epsilon, ".6g"), at_most(made.plan.delta, ".2e")
-    quoted = "the report quotes the claim, and what else it says was not compared"
+    quoted = "report and card quote the claim, and what else they say was not compared"
     return f"epsilon {epsilon} at delta {delta}, as the ledger says; {quoted}"
 
 
