@@ -11,7 +11,6 @@ from fedsim.accounting import PureEvent
 from fedsim.budget.ledger import open_locked
 from fedsim.budget.spending import charge_of
 from fedsim.cli.main import main
-from fedsim.clipping import Strategy
 from fedsim.clipping.strategy import TOKENS_OF_PASS
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig
 from fedsim.data.dataset import Dataset
@@ -154,4 +153,4 @@ def test_units_share_a_pass_of_an_accelerator_only_where_no_text_decides_their_p
     main([*command(data, run_dir, "els", **by_rule, adjacency=adjacency), "--dry-run"])
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "gradient method" in line)
     units = TOKENS_OF_PASS // 24 if (owners, adjacency) == (1, ZERO_OUT) else 1  # of 24 tokens
-    assert Strategy.parse(line.split()[-1]).units_at_once(1) == units, line
+    assert f" {units} rows in a pass" in line, line

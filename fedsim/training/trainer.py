@@ -430,7 +430,8 @@ def show(prepared: PreparedRun, *, dry_run: bool = False) -> None:
             if alike := request.lookalike_warning():
                 console.warn(alike)
     console.plan(plan, None if dry_run else prepared.engine, opened.run)
-    rows = [("gradient method", f"{prepared.strategy}{prepared.engine.facts()['kernels']}")]
+    how, kernels = prepared.strategy, prepared.engine.facts()["kernels"]
+    rows = [("gradient method", f"{how.name}, {how.rows} rows in a pass{kernels}")]
     if (length := getattr(opened.data.train, "max_length", None)) is not None:
         size = num_coordinates((prepared.params, prepared.task.frozen))
         rows.append(("rows", f"up to {length:,} tokens, through {size:,} parameters"))

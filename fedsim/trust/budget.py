@@ -106,7 +106,8 @@ def sentences(result: dict[str, Any]) -> list[str]:
     """Sentences on the cost and on the limits."""
     runs, delta = result["runs"], at_most(result["delta"], ".2e")
     epsilon, adaptive = _shown(result["epsilon"]), _shown(result["epsilon_adaptive"])
-    total = f"Over all runs ({len(runs)}) on texts of these {result['num_users']:,} users, the "
+    users = f"these {result['num_users']:,} users (held-out ones are counted, too)"
+    total = f"Over all runs ({len(runs)}) on texts of {users}, the "
     bad = [each for each in runs if not each["guarantee"] and each["releases"] != 0]
     if epsilon == "inf" and bad:
         names = ", ".join(f"{each['run']} ({in_words(each['why_not'])})" for each in bad)
