@@ -95,10 +95,14 @@ class Console(Terminal):
         if all(map(math.isfinite, losses)):  # else it was stopped between two evaluations
             self.note(f"held-out loss {losses[0]:.4g} -> {losses[1]:.4g} {unit}")
         self.note(guarantee_line(summary))
-        board, done = run_dir / BOARD, summary["steps_done"] > 0
+        board = run_dir / BOARD
         look = f"; look at it with: tensorboard --logdir {shlex.quote(str(board))}"
         self.note(f"written to {run_dir}{look if board.exists() else ''}")
-        commands = ["verify", *["report"] * done, *["generate"] * (done and unit != "")]
+        commands = ["verify", "report", "generate"]
+        if not summary["steps_done"]:
+            commands = ["verify"]
+        elif unit == "":  # no language model
+            commands.remove("generate")
         self.note("next: " + ", ".join(f"fedsim {x} {shlex.quote(str(run_dir))}" for x in commands))
 
 

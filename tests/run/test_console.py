@@ -84,6 +84,5 @@ def test_a_log_says_how_long_the_rest_takes_once_all_is_compiled(capsys):
     with Console().steps(0, 100) as show:
         for step, seconds in enumerate([600, 60, 20, 30, 9], 1):
             show(step, {"performance/step_seconds": float(seconds), "eval/loss": 2.0}, 70.0)
-    begins, left = shown(capsys)
-    assert begins == "step 1/100  held-out loss 2"
-    assert left == "a step takes 40 s, the rest with evaluations about 66 minutes"
+    left = "a step takes 40 s, the rest with evaluations about 66 minutes"
+    assert shown(capsys) == ["step 1/100  held-out loss 2", left]
