@@ -23,6 +23,7 @@ SHOWN = {
 """Names of metrics in a step's line, the most important first."""
 MAX_LINES = 10  # about steps in the log of a run
 USUAL = 20  # steps that say how long the next one takes
+SLOW_S = 10.0  # of a step, from which on one tells the rest; else two do
 LONG_S = 60.0  # of which a log says how many minutes they are
 
 Show = Callable[[int, dict[str, float], float], None]
@@ -75,7 +76,7 @@ class Console(Terminal):
                 update(completed=step, description=done, text=shown)
             elif step % every == 0 or step in (first + 1, last):
                 self.note(f"step {step}/{last}  {shown}")
-            if step == first + 3 and left > LONG_S:
+            if took and len(took) == 1 + (took[0] < SLOW_S) and left > LONG_S:
                 rest = f"the rest with evaluations {time_in_words(left)}"
                 self.note(f"a step takes {usual:.2g} s, {rest}")
 

@@ -80,9 +80,10 @@ def test_the_claim_has_the_slack_of_noise_that_is_not_ideal():
     assert "epsilon 4.2377 at" in text
 
 
-def test_a_log_says_how_long_the_rest_takes_once_all_is_compiled(capsys):
+@pytest.mark.parametrize("second, step_s, minutes", [(60.0, 60, 100), (6.0, 13, 23)])
+def test_a_log_says_how_long_the_rest_takes_once_all_is_compiled(second, step_s, minutes, capsys):
     with Console().steps(0, 100) as show:
-        for step, seconds in enumerate([600, 60, 20, 30, 9], 1):
-            show(step, {"performance/step_seconds": float(seconds), "eval/loss": 2.0}, 70.0)
-    left = "a step takes 40 s, the rest with evaluations about 66 minutes"
+        for step, seconds in enumerate([600.0, second, 20.0, 30.0, 9.0], 1):
+            show(step, {"performance/step_seconds": seconds, "eval/loss": 2.0}, 70.0)
+    left = f"a step takes {step_s} s, the rest with evaluations about {minutes} minutes"
     assert shown(capsys) == ["step 1/100  held-out loss 2", left]
