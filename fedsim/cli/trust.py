@@ -16,6 +16,7 @@ from fedsim.config import (
     PrivacyConfig,
     Probability,
     RunConfig,
+    Unasked,
     changed_run,
 )
 from fedsim.run import Terminal
@@ -37,7 +38,8 @@ def audit(
     Args:
       algorithm: els or uls.
     """
-    Terminal().note(f"reading data={run.data.source}, model={run.model.source}")
+    model = "" if run.model.source is Unasked.MODEL else f", model={run.model.source}"
+    Terminal().note(f"reading data={run.data.source}{model}")
     from fedsim.engine import set_threads
 
     set_threads(run.engine)
