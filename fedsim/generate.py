@@ -234,7 +234,7 @@ def _model(source: str, max_tokens: int, seed: int) -> Pretrained:
     expect_usable_jax()
     expect("max_tokens", max_tokens, max_tokens >= 1, ">= 1")
     key_of(seed)
-    there = Path(source).exists() or source.startswith(HUB)
+    there = "/" in source or Path(source).exists() or source.startswith(HUB)
     kinds = "the directory of a run or of a Hugging Face model, or hf:NAME"
     model = find_model(source) if there else None
     expect("model", source, model is not None, kinds)

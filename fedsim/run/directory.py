@@ -30,7 +30,7 @@ from fedsim.config import (
     run_config,
 )
 from fedsim.data import TEMPLATE, is_table
-from fedsim.errors import ConfigError, FileDamaged, expect
+from fedsim.errors import ConfigError, FileDamaged, expect, such_as
 from fedsim.files import (
     make_directory,
     named,
@@ -120,6 +120,7 @@ def load(run_dir: Path) -> StoredRun:
       FileDamaged: config.json or the tokenizer was changed since the start of the run.
     """
     path = run_dir / CONFIG
+    expect("run", run_dir, run_dir.exists(), f"a directory that exists{near(run_dir)}")
     record = read_json(path) if path.is_file() else None
     if record is None or "model_type" in record:  # of a model
         also = "`fedsim verify` takes a published folder, too"
@@ -139,6 +140,12 @@ def load(run_dir: Path) -> StoredRun:
     if stored.tokenizer and kept.is_file() and sha256_of(kept) != stored.tokenizer:
         raise FileDamaged(f"{kept}: was changed since the run was started")
     return stored
+
+
+def near(missing: Path, file: str = ledger.FILE) -> str:
+    """End of a line about a missing directory: the nearest name beside it of one with `file`."""
+    beside = [path.parent.name for path in missing.parent.glob(f"*/{file}")]
+    return such_as(missing.name, beside, missing.parent.joinpath)
 
 
 def summary_of(run_dir: Path) -> dict[str, Any] | None:

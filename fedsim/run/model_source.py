@@ -55,8 +55,9 @@ def find_model(
         return model_of_run(path)
     if not path.exists() and not source.startswith(weights.HUB):
         is_path = source.count("/") != 1 or path.parent.exists()
-        hub = "hf:NAME" if is_path else f"{weights.HUB}{source}"
-        expected = f"one of {', '.join(PRESETS)}, {hub}, or a directory that exists"
+        sizes = "" if "/" in source else f"one of {', '.join(PRESETS)}, hf:NAME, or "
+        other = sizes if is_path else f"{weights.HUB}{source}, or "
+        expected = f"{other}a directory that exists{directory.near(path, directory.CONFIG)}"
         raise ConfigError.of("model", source, expected)
     with (console or Terminal()).phase(f"loading model={source}"):
         return weights.load(source, as_stored=as_stored)

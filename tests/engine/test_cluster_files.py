@@ -24,10 +24,6 @@ def load(name):
     return yaml.safe_load((DIRECTORY / name).read_text())
 
 
-def jobs_and_kinds():
-    return [(load(f"kuberay/{name}"), name[7:-5]) for name in JOBS]
-
-
 def trained(command):
     """The fields of a `fedsim train` command; other words than its flags are refused."""
     words = shlex.split(command)
@@ -62,7 +58,7 @@ def test_launched_clusters_are_of_rays_schema_and_ask_for_a_token(name):
     assert "--dashboard-host=127.0.0.1" in config["head_start_ray_commands"][1]
 
 
-@pytest.mark.parametrize("job, kind", jobs_and_kinds(), ids=JOBS)
+@pytest.mark.parametrize("job, kind", [(load(f"kuberay/{x}"), x[7:-5]) for x in JOBS], ids=JOBS)
 def test_a_jobs_command_is_one_that_there_is(job, kind):
     command = trained(job["spec"]["entrypoint"])
     run = command.keywords["run"]

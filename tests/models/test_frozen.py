@@ -26,10 +26,6 @@ from fedsim.run.model_source import model_of_run
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
-def num_bytes(params):
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-
-
 @pytest.mark.parametrize("name", ["gpt2", "turned"])  # with learned positions and biases; untied
 def test_matrices_have_the_bytes_of_their_type_and_vectors_stay_float32(name, rng):
     params = random_like(PARTS[name], rng)
@@ -46,7 +42,10 @@ def test_matrices_have_the_bytes_of_their_type_and_vectors_stay_float32(name, rn
         scales = outputs if dtype == "int8" else 0
         expected = each * matrices + 4 * (vectors + scales)
         kept = frozen.as_frozen(params, dtype)
-        assert num_bytes(kept) == expected and frozen.type_of(kept) == dtype
+        assert (
+            sum(x.nbytes for x in jax.tree.leaves(kept)) == expected
+            and frozen.type_of(kept) == dtype
+        )
         assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(kept) if leaf.ndim == 1)
 
 

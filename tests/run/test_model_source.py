@@ -23,7 +23,7 @@ def place(tmp_path_factory):
 def test_a_model_is_trained_whole_on_its_own_tokens(place):
     model, texts, directory = place
     found = command("train", "els", run_dir=directory / "run", model=model, data=texts)
-    expected = sum(leaf.size for leaf in _leaves(find_model(str(model)).params))
+    expected = sum(leaf.size for leaf in jax.tree.leaves(find_model(str(model)).params))
     assert found["num_parameters"] == expected and found["steps_done"] == 2
     config = json.loads((directory / "run" / "config.json").read_text())
     assert config["model"]["max_length"] == 32 and config["model"]["num_positions"] == 64
@@ -32,10 +32,6 @@ def test_a_model_is_trained_whole_on_its_own_tokens(place):
     # ... and a run is a model to start from.
     second = command("train", "uls", run_dir=directory / "2", model=directory / "run", data=texts)
     assert second["initial_eval_loss"] == pytest.approx(found["final_eval_loss"], rel=1e-5)
-
-
-def _leaves(tree):
-    return jax.tree.leaves(tree)
 
 
 def refused(place, capsys, **flags):
@@ -75,6 +71,7 @@ def test_a_tokenizer_file_stays_outside_the_guarantee_in_models_that_follow(plac
         ({"max_length": 65}, "max_length=65: expected <= 64, the model's longest"),
         ({"model": "tiny", "lora_rank": 2}, "lora_rank=2: expected 0: fresh models"),
         ({"model": "huge"}, "model=huge: expected one of micro, tiny, small"),
+        ({"model": "/no/one"}, "model=/no/one: expected a directory that exists"),
         (
             {"lora_rank": 2, "lora_modules": "head"},
             "lora_modules=head: expected all-linear, or some of q_proj, k_proj, v_proj, o_proj",

@@ -72,16 +72,14 @@ main.main(["data", "build", "x.parquet", "--out", "x"])
 """
 
 
-@pytest.mark.parametrize("sent", [["", 1], ["", 2], ["steps", 2]])
+@pytest.mark.parametrize("where, times", [("", 1), ("", 2), ("steps", 2)])
 def test_a_command_ends_within_seconds_while_it_is_in_c_code_but_not_while_it_ends_a_step(
-    sent, tmp_path
+    where, times, tmp_path
 ):
-    where, times = sent
     hidden = tmp_path / "hidden"
     (hidden / "half").mkdir(parents=True)
-    words = [sys.executable, "-c", IN_C, where, hidden]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(words, **pipes, text=True)
+    words, pipe = [sys.executable, "-c", IN_C, where, hidden], subprocess.PIPE
+    process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
     if where:
@@ -104,7 +102,9 @@ def test_a_signal_ends_an_evaluation_before_its_next_pass(
     the parameters that were not."""
     monkeypatch.setattr(worker, "EVAL_TOKENS_PER_CALL", 1)  # several passes
     monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
-    flags = {"num-steps": 4, "eval-every": 2}
+    flags, beside = {"num-steps": 4, "eval-every": 2}, run_dir.with_name(f"{run_dir.name}s")
+    beside.mkdir()
+    (beside / ledger.FILE).touch()
     args, passes = command(write_texts(tmp_path / "t.parquet"), run_dir, **flags), []
     compute = programs.Programs.nats
 
@@ -119,7 +119,7 @@ def test_a_signal_ends_an_evaluation_before_its_next_pass(
         patch.setattr(programs.Programs, "nats", nats)
         with pytest.raises(SystemExit) as end:
             main([*args, "--resume"])
-    assert f"no run in {run_dir} yet: a new one begins" in capsys.readouterr().err
+    assert f"not yet a run's directory, such as {run_dir}s: a new run" in capsys.readouterr().err
     assert end.value.code == 75 and len(passes) == 1
     newest = checkpoint.latest(run_dir)
     assert int(checkpoint.load(newest)["step"]) == 2 if steps else newest is None

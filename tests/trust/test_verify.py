@@ -318,7 +318,11 @@ def test_a_run_that_is_going_on_is_not_looked_at(name, copy, capsys):
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # as an export has
-    with pytest.raises(SystemExit) as stop:
-        main(["verify", str(tmp_path)])
-    error, also = capsys.readouterr().err, "takes a published folder, too"
-    assert stop.value.code == 2 and "expected the directory of a run" in error and also in error
+    (near := tmp_path / "runs").mkdir()
+    (near / "ledger.jsonl").touch()
+    also = "the directory of a run, with its config.json; `fedsim verify` takes a published folder"
+    exists = f"a directory that exists, such as {near}\n"
+    for command, place, expected in [("verify", tmp_path, also), ("report", f"{near}s", exists)]:
+        with pytest.raises(SystemExit) as stop:
+            main([command, str(place)])
+        assert stop.value.code == 2 and f"expected {expected}" in capsys.readouterr().err
