@@ -124,6 +124,7 @@ def load(run_dir: Path) -> StoredRun:
     record = read_json(path) if path.is_file() else None
     if record is None or "model_type" in record:  # of a model
         also = "`fedsim verify` takes a published folder, too"
+        also += ", but not an exported model: it cannot check the README.md" * (record is not None)
         raise ConfigError.of("run", run_dir, f"the directory of a run, with its {CONFIG}; {also}")
     versions = record.get("versions")
     was = str(versions.get("fedsim", "")) if isinstance(versions, dict) else ""

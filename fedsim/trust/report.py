@@ -151,7 +151,7 @@ NAME, FOLDER = "report", "public"
 LICENCE = ("license", "license_name", "license_link")
 OF_PLACES = ("_path", "_file")
 """Ends of names of fields of a model's settings that may name places of this machine."""
-NO_CLAIM = "No guarantee is known: the model is not the directory of a private run."
+NO_CLAIM = "No guarantee is known: not the directory of a private run; a README.md is not checked."
 
 
 def report(run_dir: Path, out: Path, console: Console) -> dict[str, Any]:

@@ -320,9 +320,9 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # as an export has
     (near := tmp_path / "runs").mkdir()
     (near / "ledger.jsonl").touch()
-    also = "the directory of a run, with its config.json; `fedsim verify` takes a published folder"
-    exists = f"a directory that exists, such as {near}\n"
+    also = "`fedsim verify` takes a published folder, too, but not an exported model: it cannot"
+    exists = f"expected a directory that exists, such as {near}\n"
     for command, place, expected in [("verify", tmp_path, also), ("report", f"{near}s", exists)]:
         with pytest.raises(SystemExit) as stop:
             main([command, str(place)])
-        assert stop.value.code == 2 and f"expected {expected}" in capsys.readouterr().err
+        assert stop.value.code == 2 and expected in capsys.readouterr().err
