@@ -53,8 +53,8 @@ def train(
     if dry_run:
         return training.dry_run(Algorithm(algorithm), privacy, run, console), []
     if run.resume and not (run.run_dir / directory.CONFIG).exists():
-        near = directory.near(run.run_dir)
-        console.note(f"{run.run_dir} is not yet a run's directory{near}: a new run begins")
+        near = directory.near(run.run_dir).replace("such as", "but in")
+        console.note(f"no run in {run.run_dir} yet{near}: a new one begins")
     summary = training.train(Algorithm(algorithm), privacy, run, console)
     console.summary(summary, run.run_dir)
     return summary, []

@@ -119,7 +119,9 @@ def test_a_signal_ends_an_evaluation_before_its_next_pass(
         patch.setattr(programs.Programs, "nats", nats)
         with pytest.raises(SystemExit) as end:
             main([*args, "--resume"])
-    assert f"not yet a run's directory, such as {run_dir}s: a new run" in capsys.readouterr().err
+    assert (
+        f"no run in {run_dir} yet, but in {run_dir}s: a new one begins" in capsys.readouterr().err
+    )
     assert end.value.code == 75 and len(passes) == 1
     newest = checkpoint.latest(run_dir)
     assert int(checkpoint.load(newest)["step"]) == 2 if steps else newest is None
