@@ -106,7 +106,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
     """Sentences on the cost and on the limits."""
     runs, delta = result["runs"], at_most(result["delta"], ".2e")
     epsilon, adaptive = _shown(result["epsilon"]), _shown(result["epsilon_adaptive"])
-    users = f"these {result['num_users']:,} users (held-out ones are counted, too)"
+    users = f"these {result['num_users']:,} users (each row: how many of them it cost)"
     total = f"Over all runs ({len(runs)}) on texts of {users}, the "
     bad = [each for each in runs if not each["guarantee"] and each["releases"] != 0]
     if epsilon == "inf" and bad:
