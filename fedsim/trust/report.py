@@ -378,7 +378,11 @@ def claim_of_texts(source: str, model: Pretrained, console: Console) -> dict[str
     path, nothing = Path(source), dict.fromkeys(("epsilon", "delta", "adjacency", "unit"))
     is_run = (path / directory.CONFIG).is_file() and not weights.is_directory(path)
     if not is_run or directory.load(path).plan is None:
-        about = {"model": model_name(source), "guarantee": False, "claim": NO_CLAIM, **nothing}
+        card = path / published.CARD
+        text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+        said = printable(text.partition("\n## Privacy\n\n")[2].partition("\n")[0])
+        no_claim = NO_CLAIM + (said and f" This one says: {said}")
+        about = {"model": model_name(source), "guarantee": False, "claim": no_claim, **nothing}
         return {**about, "params_sha256": checkpoint.params_sha256(model.params), "outside": []}
     ended = directory.summary_of(path) is not None
     expect("model", source, ended, "a run that has ended; `resume=True` continues it")
