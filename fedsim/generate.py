@@ -27,7 +27,7 @@ from fedsim.models import (
     key_of,
     lengths_up_to,
 )
-from fedsim.run import Console, find_model
+from fedsim.run import Console, directory, find_model
 from fedsim.trust import claim_of_texts
 
 ABOUT = ".about.json"
@@ -235,7 +235,8 @@ def _model(source: str, max_tokens: int, seed: int) -> Pretrained:
     expect("max_tokens", max_tokens, max_tokens >= 1, ">= 1")
     key_of(seed)
     there = "/" in source or Path(source).exists() or source.startswith(HUB)
-    kinds = "the directory of a run or of a Hugging Face model, or hf:NAME"
+    near = "" if there else directory.near(Path(source), directory.CONFIG)
+    kinds = f"the directory of a run or of a Hugging Face model{near}, or hf:NAME"
     model = find_model(source) if there else None
     expect("model", source, model is not None, kinds)
     assert model is not None

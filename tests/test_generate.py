@@ -94,8 +94,7 @@ def test_a_set_says_what_is_promised_of_it(place, tmp_path, capsys):
     about = about_of(tmp_path / "new.parquet")
     assert {**told, "file": "new.parquet"} == about
     assert about["guarantee"] and about["epsilon"] == pytest.approx(summary["epsilon"], rel=1e-6)
-    for name in ("delta", "params_sha256"):
-        assert about[name] == summary[name]
+    assert all(about[name] == summary[name] for name in ("delta", "params_sha256"))
     assert about["params_sha256"] in about["claim"] and about["model"] == "run"
     assert about["adjacency"].startswith("zero out one user")
     assert about["unit"].startswith("a user: all texts") and about["outside"] == []
@@ -115,11 +114,18 @@ def test_a_set_says_what_is_promised_of_it(place, tmp_path, capsys):
 
 
 def test_a_set_without_a_guarantee_claims_none(directory, tmp_path, capsys):
+    (directory / "README.md").write_text("# It\n\n## Privacy\n\nepsilon = 1\x1b.\n\n## Use\n")
     written(directory, tmp_path / "a.parquet")
-    assert "No guarantee is known" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "No guarantee" in said and "not checked. This one says: epsilon = 1\\x1b.\n" in said
     about = about_of(tmp_path / "a.parquet")
     assert not about["guarantee"] and about["epsilon"] is about["delta"] is None
     assert len(about["params_sha256"]) == 64 and about["outside"] == []
+
+
+def test_a_mistyped_name_is_refused_with_the_nearest(directory, monkeypatch, capsys):
+    monkeypatch.chdir(directory.parent)
+    assert "such as model, or hf:NAME" in refused(["generate", "models"], capsys)
 
 
 def test_texts_of_a_batch_are_those_that_are_drawn_alone(directory):
@@ -141,8 +147,7 @@ def test_the_texts_are_the_same_for_any_number_of_workers(
     expected = written(directory, tmp_path / "here.parquet")
     for workers in ("1", "2"):
         out = tmp_path / f"{workers}.parquet"
-        words = ["generate", str(directory), "--out", str(out), *FEW, "--num-workers", workers]
-        main(words)
+        main(["generate", str(directory), "--out", str(out), *FEW, "--num-workers", workers])
         assert rows_of(out) == expected and len(expected) == 10
 
 

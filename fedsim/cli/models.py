@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fedsim.cli import Answer
 from fedsim.config import (
@@ -119,12 +119,12 @@ def generate(
       num_workers: Data set: number of worker processes of --engine ray, as in train.
     """
     Terminal().note(f"reading model={model}")
+    drawn: dict[str, Any] = {"max_tokens": max_tokens, "how": how, "seed": seed}
     if num_texts is None:
         for name, value in {"out": out, "prompts": prompts, "num_workers": num_workers}.items():
             expect(name, value, value is None, "num_texts beside it")
         from fedsim.generate import generate_text
 
-        drawn = {"max_tokens": max_tokens, "how": how, "seed": seed}
         result = generate_text(model, prompt, **drawn)
         text = ("" if result["is_reply"] else result["prompt"]) + result["text"]
         return result, [printable(text, "\n\t") if sys.stdout.isatty() else text]
@@ -141,15 +141,7 @@ def generate(
     from fedsim.run import Console
 
     result = generate_texts(
-        model,
-        out,
-        num_texts,
-        prompts=prompts,
-        max_tokens=max_tokens,
-        how=how,
-        seed=seed,
-        engine=where,
-        console=Console(),
+        model, out, num_texts, prompts=prompts, **drawn, engine=where, console=Console()
     )
     outside = [f"Not covered by the guarantee: {fact['text']}." for fact in result["outside"]]
     if prompts is not None:

@@ -33,8 +33,7 @@ def posts():
 def files(posts, tmp_path_factory):
     """The same rows in a file."""
     directory = tmp_path_factory.mktemp("posts")
-    table = pa.Table.from_pandas(posts)
-    pq.write_table(table, directory / "all.parquet")
+    pq.write_table(pa.Table.from_pandas(posts), directory / "all.parquet")
     return directory
 
 

@@ -131,8 +131,7 @@ def test_a_signal_ends_an_evaluation_before_its_next_pass(
     main([*args, "--resume"])
     assert "a new one begins" not in capsys.readouterr().err
     assert [line["step"] for line in ledger.steps_of(ledger.read(run_dir))] == [*range(4)]
-    found = [line["step"] for line in metrics.read(run_dir) if "eval/loss" in line]
-    assert found == [0, 2, 4]
+    assert [line["step"] for line in metrics.read(run_dir) if "eval/loss" in line] == [0, 2, 4]
 
 
 def test_a_checkpoint_is_due_every_so_many_steps_and_every_minute(monkeypatch):
@@ -158,8 +157,7 @@ main()
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>/dev/full", "2>&1 | true"])
 def test_a_run_that_nobody_hears_ends_as_it_does(streams, tmp_path, run_dir):
-    texts = write_texts(tmp_path / "texts.parquet")
-    args = command(texts, run_dir, **{"num-steps": 2})
+    args = command(write_texts(tmp_path / "texts.parquet"), run_dir, **{"num-steps": 2})
     script = (
         f"set -o pipefail; {shlex.join([sys.executable, '-m', 'fedsim.cli.main', *args])} {streams}"
     )

@@ -12,8 +12,7 @@ BASE = {"data": "pydocs", "epsilon": 4, "num_steps": 3, "algorithm": "uls"}
 def test_a_grid_is_every_combination_and_runs_go_with_it():
     grid = {"epsilon": [1, 4], "seed": [0, 1]}
     runs = [{"algorithm": "els"}, {"algorithm": "uls", "group_size": 2}]
-    found = expand({"num_steps": 3, "grid": grid, "runs": runs})
-    assert found == [
+    assert expand({"num_steps": 3, "grid": grid, "runs": runs}) == [
         {"num_steps": 3, **each, "epsilon": epsilon, "seed": seed}
         for each in runs
         for epsilon in (1, 4)

@@ -118,8 +118,7 @@ def test_a_build_says_how_many_tokens_a_larger_max_length_keeps(rows, how, tmp_p
     assert data.lost() == [KEPT] if rows is LONG else "256 keeps " in data.lost()[0]
     for most, kept in data.metadata["tokens_kept"]:  # as builds with these say
         shutil.rmtree(tmp_path / "out")
-        data = built(tmp_path, model, rows, max_length=most, long_texts=how)
-        counts = data.metadata["counts"]
+        counts = built(tmp_path, model, rows, max_length=most, long_texts=how).metadata["counts"]
         assert kept == counts["tokens_of_texts"] - counts["tokens_cut"]
 
 

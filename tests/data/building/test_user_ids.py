@@ -16,8 +16,7 @@ ALL_IN_TRAIN = {"eval_users": 0, "eval_examples": False}
 
 def test_single_precision_is_exact_up_to_where_it_is():
     exact = pa.array([2.0**24 - 1, float("nan")], pa.float32())
-    found = user_ids.as_ids(exact, "user_column=who", range(2)).to_pylist()
-    assert found == ["16777215", None]
+    assert user_ids.as_ids(exact, "user_column=who", range(2)).to_pylist() == ["16777215", None]
     for rounded in (2**24 + 1, 2**24 + 2):  # the first is 2^24, as its neighbour is
         with pytest.raises(DataError, match="got 1677721[68]"):
             user_ids.as_ids(pa.array(np.float32([rounded])), "user_column=who", [0])
