@@ -44,7 +44,7 @@ def recommend(
       users: Number of users whose gradients are measured. >= 1. Default: 128; 16 for a pretrained
         model.
     """
-    Terminal().note(f"reading data={data.source}, model={model.source}")
+    Terminal().note(f"reading data={data.source}")
     from fedsim.engine import set_threads
 
     privacy = PrivacyConfig(**vars(target), **vars(mechanism))
