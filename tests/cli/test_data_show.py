@@ -42,16 +42,17 @@ def test_examples_are_shown_as_the_model_gets_them(built, capsys):
 
 def test_counts_that_are_not_zero_are_a_line_each(built, capsys):
     main.main(["data", "stats", str(built)])
-    _, counts = capsys.readouterr().out.split("\n\n")
-    assert counts == "rows             60\ntokens of texts  2,100\n"
+    assert capsys.readouterr().out.endswith("\n\nrows             60\ntokens of texts  2,100\n")
 
 
 def test_all_tokens_of_texts_but_the_first_are_trained_on(tmp_path, capsys):
-    file = tmp_path / "texts.jsonl"
+    file, out = tmp_path / "texts.jsonl", tmp_path / "texts"
     rows = [{"user_id": [f"u{i}", "ben"], "text": "Hi"} for i in range(9)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    build(file, tmp_path / "texts", eval_users=0)
-    capsys.readouterr()
-    main.main(["data", "show", str(tmp_path / "texts"), "--rows", "1"])
+    build(file, out, eval_users=0)
+    with pytest.raises(SystemExit):
+        main.main(["data", "show", f"{out}z"])
+    assert f"made by `fedsim data build`, such as {out}, or" in capsys.readouterr().err
+    main.main(["data", "show", str(out), "--rows", "1"])
     line, shown = "row 0 of ben, u0: 4 tokens, 3 trained on (75%)", "<|endoftext|>⟦Hi<|endoftext|>⟧"
     assert capsys.readouterr().out == f"{line}\n{shown}\n\n"

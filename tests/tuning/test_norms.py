@@ -50,5 +50,4 @@ def test_short_users_and_users_without_examples(key):
     points[np.arange(5), np.arange(5)] = 6.0
     offsets = users_of_sizes([0, 2, 0, 3]).offsets
     norms = norms_of(MeanTask(points), offsets, key, max_group_size=64)
-    expected = np.median([6 / math.sqrt(2), 6 / math.sqrt(3)])
-    assert norms.user_norm(64) == pytest.approx(expected)
+    assert norms.user_norm(64) == pytest.approx(np.median([6 / math.sqrt(2), 6 / math.sqrt(3)]))

@@ -45,7 +45,7 @@ def _table(data: Any, columns: Columns) -> pa.Table:
     """The columns that are read. Nobody else's column reaches the file."""
     names, column_of = _columns(data)
     if not names:
-        raise DataError.of("data", f"an empty {type(data).__name__}", TABLE)
+        raise DataError.of("data", f"an empty {type(data).__name__}", "rows")
     columns, found = columns.recognised(names), {}
     for name in columns.in_file(names):
         field = columns.fields[name]
