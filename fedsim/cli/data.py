@@ -92,10 +92,10 @@ def _opened(directory: str) -> Any:
     """The data set of a directory that was built, or one that is built in."""
     Terminal().note(f"reading data={directory}")
     from fedsim.data import corpora
-    from fedsim.run.directory import near
+    from fedsim.run import directory as directories
 
     there = directory == corpora.PYDOCS or corpora.is_built(directory)
-    beside = near(Path(directory), "metadata.json")
+    beside = directories.near(Path(directory), "metadata.json")
     expected = f"a directory made by `fedsim data build`{beside}, or pydocs"
     expect("directory", directory, there, expected)
     return corpora.load(directory, progress=Terminal().note)
